@@ -1,0 +1,59 @@
+# Needs only make and python3 (3.11 or newer). Everything else goes into .venv.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --disable-pip-version-check
+DEMO_ARGS ?=
+BENCH_ARGS ?= --rounds 3 --write
+
+# torch goes in first and alone, so that no later step picks another build: without an NVIDIA GPU that is the CPU build of exactly this
+# version; where nvidia-smi works, the CUDA builds of torch and JAX.
+GPU := $(shell nvidia-smi >/dev/null 2>&1 && echo yes)
+ifeq ($(GPU),yes)
+TORCH := 'torch>=2.11,<2.14'
+JAX_CUDA := 'jax[cuda12]>=0.10,<0.12'
+else
+TORCH := torch==2.13.0
+JAX_CUDA :=
+endif
+
+# A recipe that fails leaves no stamp, so the next run tries again.
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint bench clean
+
+help: ## list the commands
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: $(VENV)/demo.stamp ## train a small Llama on Python's documentation through the bridge (a few minutes)
+	$(BIN)/python examples/char_lm.py $(DEMO_ARGS)
+
+test: $(VENV)/dev.stamp lint ## lint, type check and run all tests (what CI runs)
+	PYTEST_ADDOPTS="-n 2 $(PYTEST_ADDOPTS)" $(BIN)/python -m pytest
+
+lint: $(VENV)/dev.stamp ## ruff check, ruff format --check, mypy
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m ruff format --check .
+	$(BIN)/python -m mypy
+
+bench: $(VENV)/dev.stamp ## time a training step against hand-written JAX and original torch_xla (many minutes)
+	$(BIN)/python benchmarks/step_time.py $(BENCH_ARGS)
+
+clean: ## remove the environment, caches and outputs
+	rm -rf $(VENV) .cache demo_output .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/torch.stamp:
+	$(PYTHON) -c 'import sys; sys.exit("nxd_jax needs Python 3.11 or newer; try make PYTHON=python3.12" if sys.version_info < (3, 11) else 0)'
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) $(TORCH)
+	touch $@
+
+$(VENV)/demo.stamp: $(VENV)/torch.stamp pyproject.toml
+	$(PIP) $(JAX_CUDA) -e '.[demo]'
+	touch $@
+
+$(VENV)/dev.stamp: $(VENV)/torch.stamp pyproject.toml
+	$(PIP) $(JAX_CUDA) -e '.[dev]'
+	touch $(VENV)/demo.stamp $@

@@ -1,0 +1,30 @@
+"""Stand-ins for the few torch_xla names that the examples use, so that DISABLE_XLA=1 runs them in plain PyTorch on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from types import SimpleNamespace
+
+import torch
+
+
+def _optimizer_step(optimizer: torch.optim.Optimizer, barrier: bool = False) -> None:
+    optimizer.step()
+
+
+def _add_step_closure(closure: Callable[..., None], args: tuple = ()) -> None:
+    closure(*args)
+
+
+def _device_loader(loader: Iterable, device: torch.device, **_: object) -> Iterable:
+    return loader
+
+
+xm = SimpleNamespace(
+    xla_device=lambda: torch.device("cpu"),
+    mark_step=lambda: None,
+    optimizer_step=_optimizer_step,
+    add_step_closure=_add_step_closure,
+    save=torch.save,
+)
+pl = SimpleNamespace(MpDeviceLoader=_device_loader)

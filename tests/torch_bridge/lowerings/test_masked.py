@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+import torch_bridge.lowerings as lowerings
+from tests.torch_bridge.lowerings.autograd_parity import check_grad
+from tests.torch_bridge.lowerings.parity import check, to_jax, to_torch
+from torch_bridge import _compat
+from torch_bridge.dtypes import Scalar
+
+aten = torch.ops.aten
+torch.manual_seed(0)
+X = torch.randn(3, 4)
+M = torch.tensor([True, False, True, False])
+I = torch.arange(12).reshape(3, 4)
+
+CASES = [
+    (aten.masked_fill.Scalar, (X, M, float("-inf"))),
+    (aten.masked_fill.Scalar, (X, X > 0, 2)),
+    (aten.masked_fill.Scalar, (X[0], X > 0, 2)),
+    (aten.masked_fill.Scalar, (I, M, 2.9)),
+    (aten.masked_fill.Scalar, (X > 0, M, True)),
+    (aten.masked_fill.Scalar, (X.bfloat16(), M, 1e-3)),
+    (aten.masked_fill.Scalar, (torch.tensor(1.0), torch.tensor(True), 2)),
+    (aten.masked_fill.Tensor, (X, M, torch.tensor(2.0))),
+    (aten.masked_fill.Tensor, (X, M, torch.tensor(2, dtype=torch.int64))),
+    (aten.masked_fill.Tensor, (X.bfloat16(), M, torch.tensor(2.123))),
+    (aten.masked_scatter.default, (X, X > 0, torch.randn(20))),
+    (aten.masked_scatter.default, (X, M, torch.randn(2, 3))),
+    (aten.masked_scatter.default, (X, torch.tensor([[False], [True], [False]]), torch.randn(4))),
+    (aten.masked_scatter.default, (X, X > 99, torch.randn(0))),
+    (aten.masked_scatter.default, (I, I % 3 == 1, I + 100)),
+    (aten.masked_scatter_backward.default, (X, X > 0, [20])),
+    (aten.masked_scatter_backward.default, (X, X > 0, [4, 3])),
+    (aten.masked_scatter_backward.default, (X, X > 99, [2])),
+]
+
+
+@pytest.mark.parametrize(("op", "args"), CASES)
+def test_values(op, args):
+    check(op, *args)
+
+
+def test_lifted_number():
+    import jax
+    import jax.numpy as jnp
+
+    with _compat.enable_x64():
+        fn = lowerings.lookup(aten.masked_fill.Scalar).fn
+        got = jax.jit(lambda x, m, v: fn(x, m, Scalar(float, v)))(to_jax(X), to_jax(M), jnp.asarray(-1e9))
+    torch.testing.assert_close(to_torch(got), X.masked_fill(M, -1e9))
+
+
+GRADS = [
+    (aten.masked_fill.Scalar, (X, M, float("-inf"))),
+    (aten.masked_fill.Tensor, (X, M, torch.tensor(2.0))),
+    (aten.masked_scatter.default, (X, X > 0, torch.randn(20))),
+]
+
+
+@pytest.mark.parametrize(("op", "args"), GRADS)
+def test_gradients(op, args):
+    check_grad(op, *args)

@@ -1,0 +1,248 @@
+"""An `nn.Module` as a graph: run it once on tensors without values, and keep what it recorded.
+
+The same recorder that runs scripts captures modules, so module paths, source lines, views and in-place updates come out alike.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from torch_bridge import dispatch, dtypes, executor, interpret
+from torch_bridge.graph import GraphBuilder
+from torch_bridge.inference import meta_of
+from torch_bridge.layout import Layout, layout
+from torch_bridge.segment import LOCK, Segment, Storage
+from torch_bridge.tensor import XLATensor, make
+
+
+class _Abstract:
+    """A leaf without a value."""
+
+    __slots__ = ("layout",)
+
+    def __init__(self, layout: Layout):
+        self.layout = layout
+
+
+@dataclass
+class Signature:
+    """What a captured graph's placeholders and results are.
+
+    Placeholders: the parameters, then the buffers, then the tensors among the inputs. Results: the module's tensors, then the new
+    values of `mutated` buffers. `inputs_spec`/`inputs` and `outs_spec`/`outs` rebuild the module's own argument and result structure
+    (an int stands for that tensor, anything else for itself).
+    """
+
+    params: list[str]
+    buffers: list[str]
+    inputs: list[Any]
+    inputs_spec: TreeSpec | None
+    outs: list[Any]
+    outs_spec: TreeSpec
+    mutated: list[str] = field(default_factory=list)
+
+    @property
+    def n_outs(self) -> int:
+        """How many results are the module's own."""
+        return sum(isinstance(o, _Place) for o in self.outs)
+
+
+class _Place(int):
+    """The index of a tensor in a flattened structure."""
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[Segment]:
+    """A segment of its own, current for the duration."""
+    with LOCK:
+        outer = dispatch.STATE.current
+        segment = dispatch.STATE.current = Segment(capture=True)
+        try:
+            with torch.no_grad():
+                yield segment
+        finally:
+            dispatch.STATE.current = outer
+
+
+def abstract(segment: Segment, of: Layout) -> XLATensor:
+    """A tensor without a value, as a leaf of `segment`."""
+    storage = Storage(of)
+    storage.vid = segment.leaf(_Abstract(of))
+    storage.segment = segment
+    return make(of, storage)
+
+
+def inline(fn: Callable[..., Any], args: Any, kwargs: Any, key: Callable[[], Any] | None) -> Any:
+    """Evaluate a torch function on JAX values by recording it and lowering what it recorded."""
+    flat, spec = tree_flatten((args, kwargs))
+    values = []
+    with recording() as segment:
+        filled = []
+        for x in flat:
+            if hasattr(x, "dtype") and hasattr(x, "shape"):
+                values.append(x)
+                filled.append(abstract(segment, layout(tuple(x.shape), None, 0, dtypes.to_torch(x.dtype))))
+            else:
+                filled.append(x)
+        targs, tkwargs = tree_unflatten(filled, spec)
+        out = fn(*targs, **tkwargs)
+        out_flat, out_spec = tree_flatten(out)
+        graph, const, places = _finish(segment, out_flat)
+    results = _evaluate(graph, values, const, segment, key)
+    restored = [results[o] if isinstance(o, _Place) else o for o in places]
+    return tree_unflatten(restored, out_spec)
+
+
+def _finish(segment: Segment, outs: Sequence[Any]) -> tuple[fx.Graph, dict[int, Any], list[Any]]:
+    """The graph of a segment for these results; leaves that are real arrays come back by placeholder position."""
+    vids: list[int] = []
+    places: list[Any] = []
+    for o in outs:
+        if isinstance(o, XLATensor):
+            vids.append(segment.read(o._storage, o._layout))
+            places.append(_Place(len(vids) - 1))
+        else:
+            places.append(o)
+    return _build(segment, vids)[0], _constants(segment), places
+
+
+def _constants(segment: Segment) -> dict[int, Any]:
+    return {i: leaf for i, leaf in enumerate(segment.leaves) if not isinstance(leaf, _Abstract)}
+
+
+def _build(segment: Segment, vids: list[int], names: dict[int, str] | None = None) -> tuple[fx.Graph, GraphBuilder]:
+    builder = GraphBuilder(segment.nodes, segment.sources, vids)
+    builder.used_leaves = [-i - 1 for i in range(len(segment.leaves))]
+    metas = {}
+    for i, leaf in enumerate(segment.leaves):
+        of = leaf.layout if isinstance(leaf, _Abstract) else layout(tuple(leaf.shape), None, 0, dtypes.to_torch(leaf.dtype))
+        metas[-i - 1] = meta_of(layout(of.size, None, 0, of.dtype))
+    return builder.build(metas, names), builder
+
+
+def _evaluate(graph: fx.Graph, values: Sequence[Any], const: dict[int, Any], segment: Segment, key: Callable[[], Any] | None) -> Any:
+    supply = iter(values)
+    leaves = [const[i] if i in const else next(supply) for i in range(len(segment.leaves))]
+    extras = _numbers(graph, segment)
+
+    def key_of(node: fx.Node) -> Any:
+        import jax
+
+        assert key is not None, f"{node.target} draws random numbers inside a decomposition without a key"
+        return jax.random.fold_in(key(), node.meta["draw"])
+
+    return interpret.run(graph, [*leaves, *extras], key_of)
+
+
+def _numbers(graph: fx.Graph, segment: Segment) -> list[Any]:
+    """The packed number inputs a graph still names, as constants."""
+    import numpy as np
+
+    names = [n.target for n in graph.nodes if n.op == "placeholder"]
+    flat = [v for _, values in segment.numbers for v in values]
+    extras: list[Any] = []
+    if "floats" in names:
+        extras.append(np.array([v for v in flat if type(v) is float], dtype=np.float64))
+    if "ints" in names:
+        extras.append(np.array([v for v in flat if type(v) is int], dtype=np.int64))
+    if "draws" in names:
+        extras.append(None)
+    return extras
+
+
+def capture(module: torch.nn.Module, *example_inputs: Any, **example_kwargs: Any) -> fx.GraphModule:
+    """The graph of `module(*example_inputs, **example_kwargs)` as a `torch.fx.GraphModule` of aten ops.
+
+    Only shapes and dtypes of the example tensors matter: they and the module's weights may live on any device, including `meta`; nothing is computed.
+    Placeholders are the parameters, the buffers (by name, dots as underscores) and the input tensors; Python numbers are constants. The result is a
+    flat tuple: the module's tensors, then the new values of buffers that the forward updates. `graph_module.signature` (a `Signature`) tells which is which, and
+    `torch_bridge.to_jax(graph_module)` makes it a JAX function. A module that looks at values (`.item()`, `if tensor:`) raises `RuntimeError`.
+    """
+    executor.sync()
+    with recording() as segment:
+        params = {n: _stand_in(segment, p) for n, p in module.named_parameters()}
+        buffers = {n: _stand_in(segment, b) for n, b in module.named_buffers()}
+        flat, spec = tree_flatten((example_inputs, example_kwargs))
+        inputs: list[Any] = []
+        filled: list[Any] = []
+        for x in flat:
+            if isinstance(x, torch.Tensor):
+                inputs.append(_Place(sum(isinstance(i, _Place) for i in inputs)))
+                filled.append(_stand_in(segment, x))
+            else:
+                inputs.append(x)
+                filled.append(x)
+        args, kwargs = tree_unflatten(filled, spec)
+        originals = {n: b._storage.vid for n, b in buffers.items()}
+        out = torch.func.functional_call(module, {**params, **buffers}, args, kwargs)
+        outs, outs_spec = tree_flatten(out)
+        vids, places = [], []
+        for o in outs:
+            if isinstance(o, XLATensor):
+                vids.append(segment.read(o._storage, o._layout))
+                places.append(_Place(len(vids) - 1))
+            else:
+                places.append(o if isinstance(o, (bool, int, float, complex, str, type(None))) else None)
+        mutated = [n for n, b in buffers.items() if b._storage.vid != originals[n]]
+        vids += [segment.read(buffers[n]._storage, buffers[n]._layout) for n in mutated]
+        graph = _build(segment, vids, _placeholder_names(segment, params, buffers))[0]
+    return _graph_module(graph, segment, Signature(list(params), list(buffers), inputs, spec, places, outs_spec, mutated), type(module).__name__)
+
+
+def _stand_in(segment: Segment, t: torch.Tensor) -> XLATensor:
+    new = abstract(segment, layout(tuple(t.shape), None, 0, t.dtype))
+    if isinstance(t, torch.nn.Parameter):
+        new.requires_grad_(t.requires_grad)
+        new._is_param = True  # type: ignore[attr-defined]
+    return new
+
+
+def _placeholder_names(segment: Segment, params: dict[str, XLATensor], buffers: dict[str, XLATensor]) -> dict[int, str]:
+    names = {-i - 1: f"input_{i - len(params) - len(buffers)}" for i in range(len(segment.leaves))}
+    for kind, tensors, first in (("p", params, 0), ("b", buffers, len(params))):
+        for i, n in enumerate(tensors):
+            names[-(first + i) - 1] = f"{kind}_{n.replace('.', '_')}"
+    for i, leaf in enumerate(segment.leaves):
+        if not isinstance(leaf, _Abstract):
+            names[-i - 1] = f"constant_{i}"
+    return names
+
+
+def _graph_module(graph: fx.Graph, segment: Segment, signature: Signature, name: str) -> fx.GraphModule:
+    """Wrap a captured graph: closed-over tensors and Python numbers become attributes and constants."""
+    from torch_bridge.graph import number
+    from torch_bridge.transfer import to_cpu
+
+    owner = torch.nn.Module()
+    placeholders = [n for n in graph.nodes if n.op == "placeholder"]
+    for i, array in _constants(segment).items():
+        node = placeholders[i]
+        owner.register_buffer(node.target, to_cpu(array))
+        with graph.inserting_before(node):
+            attribute = graph.get_attr(node.target)
+        attribute.meta = dict(node.meta)
+        node.replace_all_uses_with(attribute)
+        graph.erase_node(node)
+    flat = [v for _, values in segment.numbers for v in values]
+    by_kind = {kind: [v for v in flat if type(v) is kind] for kind in (float, int)}
+    for node in list(graph.nodes):
+        if node.target is number:
+            _, index, kind = node.args
+            value = by_kind[kind][index]
+            for user in list(node.users):
+                user.args = fx.node.map_arg(user.args, lambda n, old=node, new=value: new if n is old else n)
+                user.kwargs = fx.node.map_arg(user.kwargs, lambda n, old=node, new=value: new if n is old else n)
+            graph.erase_node(node)
+    for node in list(graph.nodes):
+        if node.op == "placeholder" and node.target in ("floats", "ints", "draws") and not node.users:
+            graph.erase_node(node)
+    module = fx.GraphModule(owner, graph, name)
+    module.signature = signature
+    return module

@@ -1,0 +1,88 @@
+"""Makes `"xla"` a real torch device. Cheap: imports neither JAX nor the recorder.
+
+`autoload` runs at `import torch` (entry point `torch.backends`) so that the device exists before the first backward of the process, when torch's
+autograd engine counts devices for good. The facades call `register` again; it does nothing the second time.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import sys
+from typing import Any
+
+import torch
+
+_registered = False
+_libraries: list[Any] = []
+
+
+class _Hooks(torch._C._acc.PrivateUse1Hooks):
+    """What torch's core asks about the backend."""
+
+    def is_available(self) -> bool:
+        return True
+
+    def has_primary_context(self, index: int) -> bool:
+        return True
+
+    def is_built(self) -> bool:
+        return True
+
+
+class _Guard(torch._C._acc.DeviceGuard):
+    """One device, always current."""
+
+    def type_(self) -> Any:
+        return torch._C._autograd.DeviceType.PrivateUse1
+
+
+def real_torch_xla() -> bool:
+    """True if the original torch_xla is installed in this environment."""
+    try:
+        importlib.metadata.distribution("torch_xla")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def autoload() -> None:
+    """The `torch.backends` entry point: register unless the original torch_xla owns the device; never raises."""
+    if not real_torch_xla():
+        register()
+
+
+def register() -> None:
+    """Register device `xla` with torch. Idempotent."""
+    global _registered
+    if _registered:
+        return
+    name = torch._C._get_privateuse1_backend_name()
+    if name not in ("privateuseone", "xla"):
+        raise RuntimeError(
+            f"torch's one slot for an external device is already taken by '{name}' in this process, so 'xla' cannot be added. "
+            "Import nxd_jax (or torch_xla) in a process that does not import the other backend."
+        )
+    from torch_bridge import device_module, factories
+
+    torch.utils.rename_privateuse1_backend("xla")
+    torch._register_device_module("xla", device_module)
+    sys.modules.setdefault("torch.xla", device_module)
+    torch._C._acc.register_python_privateuseone_hook(_Hooks())
+    torch._C._acc.register_python_privateuseone_device_guard(_Guard())
+    library = torch.library.Library("aten", "IMPL", "PrivateUse1")
+    autograd = torch.library.Library("aten", "IMPL", "AutogradPrivateUse1")
+    factories.install(library, autograd)
+    fallthrough = torch.library.Library("_", "IMPL")
+    fallthrough.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
+    _libraries.extend((library, autograd, fallthrough))
+    from torch_bridge import modules
+
+    modules.install()
+    _registered = True
+
+
+def state_of_generator(generator: torch.Generator) -> Any:
+    """The random state of an xla generator."""
+    from torch_bridge import rng
+
+    return rng.DEFAULT

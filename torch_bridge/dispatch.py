@@ -1,0 +1,455 @@
+"""Where every aten op on an xla tensor arrives, and how it becomes a node, a view, or a host computation.
+
+`dispatch` looks up the call's signature (overload, layouts of its tensors, constants) in a cache. On a hit, recording is: read the
+inputs' ids, append a node, wrap the outputs. On a miss `_plan_call` asks torch's meta kernels for the result shapes and decides.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+from torch_bridge import fallback, lowerings, rng, tensor
+from torch_bridge.inference import NeedsHost, infer
+from torch_bridge.layout import Layout, base_of_meta, layout, of_meta
+from torch_bridge.schema import LIFTED, NOT_SCALAR, Info, info
+from torch_bridge.segment import LOCK, Entry, Lift, Segment, Slot, Storage
+from torch_bridge.tensor import XLATensor, make
+
+aten = torch.ops.aten
+
+
+class State:
+    """The segment that is being recorded. `current` is replaced when it runs."""
+
+    current = Segment()
+
+
+STATE = State()
+
+Special = Callable[..., Any]
+SPECIAL: dict[int, Special] = {}
+"""Ops with their own recording rule, by id of the overload: `special(func, args, kwargs)`."""
+
+
+def special(*ops: torch._ops.OpOverload) -> Callable[[Special], Special]:
+    """Give overloads their own recording rule."""
+
+    def register(fn: Special) -> Special:
+        for op in ops:
+            assert id(op) not in SPECIAL, op
+            SPECIAL[id(op)] = fn
+        return fn
+
+    return register
+
+
+class Call:
+    """What to do for one signature: how to record it and how to wrap its results."""
+
+    __slots__ = ("draws", "entry", "returns", "run", "view_layouts", "writes")
+
+    def __init__(self, run: Callable[..., Any], entry: Entry | None = None, returns: Any = None):
+        self.run = run
+        self.entry = entry
+        self.returns = returns
+        self.view_layouts: Any = None
+        self.writes: list[tuple[int, int]] = []
+        self.draws = entry is not None and entry.rng
+
+
+def dispatch(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+    """Record (or run) one aten call that involves an xla tensor."""
+    with LOCK:
+        rule = SPECIAL.get(id(func))
+        if rule is not None:
+            return rule(func, args, kwargs or {})
+        return record(func, args, kwargs)
+
+
+def record(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
+    """The general rule."""
+    call_info = info(func)
+    key: list[Any] = []
+    tensors: list[XLATensor] = []
+    numbers: list[Any] = []
+    scalar_at = call_info.scalar_at
+    for i, a in enumerate(args):
+        kind = type(a)
+        if kind is XLATensor:
+            key.append(a._layout)
+            tensors.append(a)
+        elif kind is float or kind is int:
+            scalar = scalar_at[i]
+            if scalar == LIFTED:
+                key.append(kind)
+                numbers.append(a)
+            elif scalar:
+                key.append((kind, a))
+            else:
+                key.append(a)
+        else:
+            _describe(a, scalar_at[i], key, tensors, numbers)
+    if kwargs:
+        scalars = call_info.scalar
+        for name, a in kwargs.items():
+            key.append(name)
+            _describe(a, scalars.get(name, NOT_SCALAR), key, tensors, numbers)
+    if torch.get_default_dtype() is not torch.float32:
+        key.append(torch.get_default_dtype())
+    frozen = tuple(key)
+    call = call_info.cache.get(frozen)
+    if call is None:
+        call = _plan_call(call_info, args, kwargs or {}, frozen)
+    return call.run(call, func, args, kwargs, tensors, numbers)
+
+
+def _describe(a: Any, scalar: int, key: list[Any], tensors: list[XLATensor], numbers: list[Any]) -> None:
+    """Append an argument to the signature: layouts for tensors, types for numbers that may change, values for the rest."""
+    kind = type(a)
+    if isinstance(a, XLATensor):
+        key.append(a._layout)
+        tensors.append(a)
+    elif kind is float or kind is int:
+        if scalar == LIFTED:
+            key.append(kind)
+            numbers.append(a)
+        else:
+            value = a if a == a else "nan"
+            key.append((kind, value) if scalar else value)
+    elif kind is list or kind is tuple:
+        key.append(len(a))
+        for x in a:
+            _describe(x, scalar, key, tensors, numbers)
+    elif kind is bool:
+        key.append((bool, a))
+    elif isinstance(a, torch.Tensor):
+        t = _accept_cpu(a)
+        key.append(t._layout)
+        tensors.append(t)
+    elif isinstance(a, torch.Generator):
+        pass
+    else:
+        key.append(a)
+
+
+def _accept_cpu(t: torch.Tensor) -> XLATensor:
+    """A 0-d CPU tensor next to xla tensors counts as a number, as with any device; others are an error."""
+    if t.dim() == 0 and t.device.type == "cpu":
+        from torch_bridge.transfer import upload
+
+        return upload(t)
+    raise RuntimeError(
+        f"Expected all tensors to be on the same device, but found at least two devices, xla:0 and {t.device}! "
+        f"A tensor of shape {list(t.shape)} is on {t.device}: move it with .to('xla') (at {_where()})."
+    )
+
+
+def _where() -> str:
+    from torch_bridge import source
+
+    return source.user_line(2)
+
+
+# -- the miss path: decide what a signature does ---------------------------------------------------
+
+
+def _plan_call(call_info: Info, args: tuple[Any, ...], kwargs: dict[str, Any], key: tuple[Any, ...]) -> Call:
+    call = _decide(call_info, args, kwargs)
+    call_info.cache[key] = call
+    return call
+
+
+def _decide(call_info: Info, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    func = call_info.op
+    target = call_info.functional
+    found = lowerings.lookup(target) if target is not None else None
+    if call_info.composite:
+        return Call(_run_composite)
+    if not call_info.is_view and found is None:
+        if target is None or not fallback.has_decomposition(target):
+            return Call(_run_on_host)
+    try:
+        out = infer(func, args, kwargs)
+    except NeedsHost:
+        return Call(_run_on_host)
+    if call_info.is_view:
+        call = Call(_run_view)
+        call.view_layouts = tree_map(of_meta, out)
+        call.returns = call_info.view_of
+        return call
+    assert target is not None
+    if call_info.mutated:
+        return _plan_mutation(call_info, target, found, args, kwargs)
+    outs: list[Layout | None] = []
+    returns = _describe_results(out, outs)
+    entry = _entry(target, found, args, kwargs, tuple(outs))
+    entry.paths = _paths(returns)
+    return Call(_run_functional, entry, returns)
+
+
+def _describe_results(out: Any, outs: list[Layout | None]) -> Any:
+    """Base layouts of the results in order, and how to nest them: an index, None, a Python value or a tuple/list."""
+    if isinstance(out, torch.Tensor):
+        outs.append(base_of_meta(out))
+        return len(outs) - 1
+    if isinstance(out, (list, tuple)):
+        return [_describe_results(o, outs) for o in out]
+    return _Constant(out)
+
+
+def _paths(returns: Any, at: tuple[int, ...] = ()) -> tuple[tuple[int, ...], ...]:
+    """Where each result sits in what the op returns."""
+    if isinstance(returns, int):
+        return (at,)
+    if isinstance(returns, list):
+        return tuple(p for i, r in enumerate(returns) for p in _paths(r, (*at, i)))
+    return ()
+
+
+class _Constant:
+    """A result that is no tensor."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any):
+        self.value = value
+
+
+_DROPPED = frozenset({"device", "layout", "pin_memory", "memory_format", "non_blocking", "generator"})
+
+
+def _entry(
+    target: torch._ops.OpOverload,
+    found: lowerings.Lowering | None,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    outs: tuple[Layout | None, ...],
+    casts: Any = (),
+) -> Entry:
+    counts = [0, 0]
+    lift = found is not None and found.lift
+    scalar = info(target).scalar
+    names = info(target).names
+
+    def template(x: Any, is_scalar: bool) -> Any:
+        if isinstance(x, torch.Tensor):
+            counts[0] += 1
+            return Slot(counts[0] - 1)
+        if isinstance(x, (list, tuple)):
+            return [template(y, is_scalar) for y in x]
+        if is_scalar and type(x) in (int, float):
+            counts[1] += 1
+            return Lift(counts[1] - 1, type(x)) if lift else x
+        return x
+
+    targs = tuple(template(a, names[i] in scalar) for i, a in enumerate(args))
+    tkwargs = {n: template(a, n in scalar) for n, a in kwargs.items() if n not in _DROPPED}
+    return Entry(target, targs, tkwargs, outs, casts, found is not None and found.rng)
+
+
+def _plan_mutation(
+    call_info: Info, target: torch._ops.OpOverload, found: lowerings.Lowering | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Call:
+    """In-place and out= ops: record the functional op, then write its results into the mutated tensors."""
+    out_names = {a.name for a in call_info.args if a.is_out}
+    names = call_info.names
+    fargs = tuple(a for i, a in enumerate(args) if names[i] not in out_names)
+    fkwargs = {n: a for n, a in kwargs.items() if n not in out_names}
+    try:
+        out = infer(target, fargs, fkwargs)
+    except NeedsHost:
+        return Call(_run_on_host)
+    results: list[Layout | None] = []
+    returns = _describe_results(out, results)
+    mutated = [t for i in call_info.mutated for t in _tensors_of(args[i] if i < len(args) else kwargs.get(names[i]))]
+    fresh = len(results) - len(mutated)
+    casts: list[torch.dtype | None] = [None] * fresh
+    outs = list(results)
+    for k, t in enumerate(mutated):
+        made = results[fresh + k]
+        assert made is not None
+        casts.append(t.dtype if made.dtype != t.dtype else None)
+        outs[fresh + k] = layout(made.size, None, 0, t.dtype)
+    entry = _entry(target, found, fargs, fkwargs, tuple(outs), tuple(casts) if any(casts) else ())
+    entry.paths = _paths(returns)
+    call = Call(_run_out if out_names else _run_mutation, entry)
+    if fresh:
+        call.returns = returns[:fresh] if isinstance(returns, list) else returns
+    return call
+
+
+def _tensors_of(x: Any) -> list[Any]:
+    if isinstance(x, torch.Tensor):
+        return [x]
+    if isinstance(x, (list, tuple)):
+        return [t for y in x for t in _tensors_of(y)]
+    return []
+
+
+# -- the hit paths --------------------------------------------------------------------------------
+
+
+def _run_composite(call: Call, func: Any, args: Any, kwargs: Any, tensors: Any, numbers: Any) -> Any:
+    return func.decompose(*args, **(kwargs or {}))
+
+
+def _run_on_host(call: Call, func: Any, args: Any, kwargs: Any, tensors: Any, numbers: Any) -> Any:
+    return fallback.on_host(func, args, kwargs or {})
+
+
+def _run_view(call: Call, func: Any, args: Any, kwargs: Any, tensors: list[XLATensor], numbers: Any) -> Any:
+    source = args[call.returns]
+    view = call.view_layouts
+    base = source._layout
+    if base.conj or base.neg:
+        view = tree_map(lambda v: layout(v.size, v.stride, v.offset, v.dtype, base.conj, base.neg), view)
+    if type(view) is Layout:
+        return make(view, source._storage)
+    return [make(v, source._storage) for v in view]
+
+
+def _emit(call: Call, tensors: list[XLATensor], numbers: list[Any], kwargs: Any) -> tuple[Segment, int]:
+    segment = STATE.current
+    ids = []
+    for t in tensors:
+        storage = t._storage
+        if storage.segment is segment and t._layout is storage.layout:
+            ids.append(storage.vid)
+        else:
+            ids.append(segment.read(storage, t._layout))
+    entry = call.entry
+    assert entry is not None
+    draw = draw_for(kwargs) if call.draws else None
+    return segment, segment.emit(entry, tuple(ids), tuple(numbers), draw)
+
+
+def draw_for(kwargs: Any) -> tuple[int, int]:
+    """(seed, offset) of the next random draw, from `generator=` if the call names one."""
+    generator = kwargs.get("generator") if kwargs else None
+    return rng.of_generator(generator).take()
+
+
+def _run_functional(call: Call, func: Any, args: Any, kwargs: Any, tensors: list[XLATensor], numbers: list[Any]) -> Any:
+    segment, vid = _emit(call, tensors, numbers, kwargs)
+    returns = call.returns
+    if returns == 0:
+        return fresh(segment, call.entry.outs[0], vid)  # type: ignore[union-attr, arg-type]
+    made = [fresh(segment, o, vid + i) for i, o in enumerate(call.entry.outs)]  # type: ignore[union-attr, arg-type]
+    return _nest(returns, made)
+
+
+def fresh(segment: Segment, base: Layout, vid: int) -> XLATensor:
+    """A new tensor whose storage holds a pending value."""
+    storage = Storage(base)
+    segment.write(storage, vid)
+    return make(base, storage)
+
+
+def _nest(returns: Any, made: list[Any]) -> Any:
+    if isinstance(returns, int):
+        return made[returns]
+    if isinstance(returns, _Constant):
+        return returns.value
+    return tuple(_nest(r, made) for r in returns)
+
+
+def _run_mutation(call: Call, func: Any, args: Any, kwargs: Any, tensors: list[XLATensor], numbers: list[Any]) -> Any:
+    segment, vid = _emit(call, tensors, numbers, kwargs)
+    call_info = info(func)
+    entry = call.entry
+    assert entry is not None
+    targets = [t for i in call_info.mutated for t in _tensors_of(_argument(call_info, i, args, kwargs))]
+    first = entry.n_outs - len(targets)
+    for k, t in enumerate(targets):
+        segment.write_view(t._storage, t._layout, vid + first + k)
+    made = [fresh(segment, entry.outs[i], vid + i) for i in range(first)]  # type: ignore[arg-type]
+    if call.returns is not None:
+        return _nest(call.returns, made)
+    if not call_info.n_returns:
+        return None
+    back = [_argument(call_info, i, args, kwargs) for i in call_info.alias_returns if i is not None]
+    return back[0] if len(back) == 1 else tuple(back)
+
+
+def _argument(call_info: Info, i: int, args: Any, kwargs: Any) -> Any:
+    return args[i] if i < len(args) else (kwargs or {}).get(call_info.names[i])
+
+
+def _run_out(call: Call, func: Any, args: Any, kwargs: Any, tensors: list[XLATensor], numbers: list[Any]) -> Any:
+    """out= variants: the mutated tensors are not inputs, and take the result's shape."""
+    call_info = info(func)
+    outs = [t for i in call_info.mutated for t in _tensors_of(_argument(call_info, i, args, kwargs))]
+    out_ids = {id(t) for t in outs}
+    n_inputs = len(tensors) - len(outs)
+    # Outs come last in every schema, so the inputs are the tensors before them.
+    assert all(id(t) in out_ids for t in tensors[n_inputs:])
+    segment, vid = _emit(call, tensors[:n_inputs], numbers, kwargs)
+    entry = call.entry
+    assert entry is not None
+    for k, t in enumerate(outs):
+        made = entry.outs[k]
+        assert made is not None
+        if made.size != t._layout.size:
+            resize(t, made.size)
+        segment.write_view(t._storage, t._layout, vid + k)
+    return outs[0] if len(outs) == 1 else tuple(outs)
+
+
+# -- shared helpers -------------------------------------------------------------------------------
+
+
+def read(t: XLATensor) -> int:
+    """The id of a tensor's value in the current segment."""
+    return STATE.current.read(t._storage, t._layout)
+
+
+def record_op(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
+    """Record a functional op from inside a special rule."""
+    return record(op, args, kwargs)
+
+
+def copy_storage(storage: Storage) -> Storage:
+    """A storage of its own with the same value; nothing is computed, values are immutable."""
+    with LOCK:
+        new = Storage(storage.layout)
+        if storage.array is not None:
+            new.array = storage.array
+        elif storage.segment is not None:
+            segment = STATE.current
+            segment.write(new, segment.read(storage, storage.layout))
+        return new
+
+
+def point(t: XLATensor, layout_: Layout, storage: Storage) -> None:
+    """Make `t` view other elements, keeping its identity (`set_`, `resize_`, `.data =`, in-place view ops)."""
+    tensor._raw_data_set(t, make(layout_, storage))
+    t._storage, t._layout = storage, layout_
+
+
+def resize(t: XLATensor, size: tuple[int, ...]) -> None:
+    """`resize_` to a contiguous size, keeping the storage's elements in order; new ones are zero."""
+    segment = STATE.current
+    new = layout(size, None, t._layout.offset, t._layout.dtype)
+    storage = t._storage
+    needed = new.offset + math.prod(size)
+    if needed > storage.layout.numel:
+        old = storage.layout
+        grown = layout((needed,), None, 0, old.dtype)
+        if storage.array is None and storage.segment is None:
+            storage.layout = grown
+        else:
+            flat = make(layout((old.numel,), (1,), 0, old.dtype), storage)
+            padded = record_op(aten.constant_pad_nd.default, flat, [0, needed - old.numel], 0)
+            vid = read(padded)
+            storage.layout = grown
+            segment.write(storage, vid)
+            storage.views = None
+    point(t, new, storage)
+
+
+tensor._dispatch = dispatch

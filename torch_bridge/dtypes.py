@@ -1,0 +1,150 @@
+"""torch dtypes <-> JAX (numpy) dtypes, and torch's rules for promoting them.
+
+All functions here run under 64-bit JAX (`_compat.enable_x64`): torch's int64 and float64 stay what they are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import torch
+
+_PAIRS = {
+    torch.bool: jnp.bool_,
+    torch.uint8: jnp.uint8,
+    torch.uint16: jnp.uint16,
+    torch.uint32: jnp.uint32,
+    torch.uint64: jnp.uint64,
+    torch.int8: jnp.int8,
+    torch.int16: jnp.int16,
+    torch.int32: jnp.int32,
+    torch.int64: jnp.int64,
+    torch.float16: jnp.float16,
+    torch.bfloat16: jnp.bfloat16,
+    torch.float32: jnp.float32,
+    torch.float64: jnp.float64,
+    torch.complex64: jnp.complex64,
+    torch.complex128: jnp.complex128,
+    torch.float8_e4m3fn: jnp.float8_e4m3fn,
+    torch.float8_e5m2: jnp.float8_e5m2,
+}
+_TO_JAX = {t: jnp.dtype(j) for t, j in _PAIRS.items()}
+_TO_TORCH = {j: t for t, j in _TO_JAX.items()}
+
+
+def to_jax(dtype: torch.dtype) -> np.dtype:
+    """The numpy dtype that JAX uses for a torch dtype; `TypeError` for one that JAX has no form of."""
+    try:
+        return _TO_JAX[dtype]
+    except KeyError:
+        raise TypeError(
+            f"{dtype} has no JAX form, so it cannot live on device 'xla'; supported: "
+            + ", ".join(str(t) for t in _TO_JAX)
+            + ". Convert the tensor first, for example with .to(torch.float32)."
+        ) from None
+
+
+def to_torch(dtype: Any) -> torch.dtype:
+    """The torch dtype of a JAX or numpy dtype."""
+    return _TO_TORCH[jnp.dtype(dtype)]
+
+
+class Scalar:
+    """A Python number that reaches the compiled program as an input instead of a constant.
+
+    `kind` is the Python type it had (`float` or `int`), which decides type promotion as torch does for numbers;
+    `value` is a 0-d JAX array (float64 or int64).
+    """
+
+    __slots__ = ("kind", "value")
+
+    def __init__(self, kind: type, value: Any):
+        self.kind = kind
+        self.value = value
+
+    def __repr__(self) -> str:
+        return f"Scalar({self.kind.__name__})"
+
+
+def is_number(x: Any) -> bool:
+    """True for what torch's schema calls a Scalar: a Python number or a lifted `Scalar`."""
+    return isinstance(x, (bool, int, float, complex, Scalar))
+
+
+def cast(x: Any, dtype: Any) -> Any:
+    """`x` (JAX array, Python number or `Scalar`) as a JAX array of a numpy dtype; complex to real drops the imaginary part."""
+    if isinstance(x, Scalar):
+        x = x.value
+    dtype = jnp.dtype(dtype)
+    if isinstance(x, int) and not isinstance(x, bool) and np.issubdtype(dtype, np.integer):
+        return jnp.asarray(np.asarray(x & (2 ** (8 * dtype.itemsize) - 1), dtype=np.uint64).astype(dtype))  # wraps, as C does
+    x = jnp.asarray(x)
+    if x.dtype == dtype:
+        return x
+    if jnp.issubdtype(x.dtype, jnp.complexfloating) and not jnp.issubdtype(dtype, jnp.complexfloating):
+        x = x.real if dtype != jnp.bool_ else x != 0
+    return x.astype(dtype)
+
+
+def _category(dtype: torch.dtype) -> int:
+    if dtype == torch.bool:
+        return 0
+    if dtype.is_complex:
+        return 3
+    return 2 if dtype.is_floating_point else 1
+
+
+def _number_dtype(x: Any) -> torch.dtype:
+    kind = x.kind if isinstance(x, Scalar) else type(x)
+    if kind is bool:
+        return torch.bool
+    if kind is int:
+        return torch.int64
+    default = torch.get_default_dtype()
+    if kind is complex:
+        return torch.complex128 if default == torch.float64 else torch.complex64
+    return default
+
+
+def result_dtype(*operands: Any) -> torch.dtype:
+    """torch's `result_type` over JAX arrays and Python numbers.
+
+    Tensors with dims win over 0-d tensors, which win over numbers; a lower class only matters when its category
+    (bool < int < float < complex) is higher.
+    """
+    classes: list[torch.dtype | None] = [None, None, None]
+    for x in operands:
+        if x is None:
+            continue
+        if is_number(x):
+            level, dtype = 2, _number_dtype(x)
+        else:
+            level, dtype = (0 if x.ndim else 1), to_torch(x.dtype)
+        seen = classes[level]
+        classes[level] = dtype if seen is None else torch.promote_types(seen, dtype)
+    result: torch.dtype | None = None
+    for dtype in classes:
+        if dtype is None:
+            continue
+        if result is None:
+            result = dtype
+        elif _category(dtype) > _category(result):
+            result = torch.promote_types(result, dtype) if dtype.is_complex else dtype
+    assert result is not None, "result_dtype needs an operand"
+    return result
+
+
+def promote(*operands: Any) -> list[Any]:
+    """The operands as JAX arrays of their common torch dtype (None stays None)."""
+    dtype = to_jax(result_dtype(*operands))
+    return [None if x is None else cast(x, dtype) for x in operands]
+
+
+def floating(*operands: Any) -> list[Any]:
+    """Like `promote`, and integer or bool results become torch's default float dtype (`sqrt`, true division, ...)."""
+    dtype = result_dtype(*operands)
+    if _category(dtype) < 2:
+        dtype = torch.get_default_dtype()
+    return [None if x is None else cast(x, to_jax(dtype)) for x in operands]

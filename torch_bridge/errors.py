@@ -1,0 +1,32 @@
+"""Errors that users meet, each with what to do about it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+class DeadTensorError(RuntimeError):
+    """A tensor's value was lost because the graph that computes it failed, or it belongs to a capture."""
+
+    @classmethod
+    def of(cls, segment: Any) -> DeadTensorError:
+        reason = getattr(segment, "failure", None)
+        if reason is None:
+            return cls(
+                "this xla tensor belongs to a graph that is being captured (torch_bridge.capture) and has no value outside it; "
+                "return it from the captured module instead of keeping it on an attribute or in a global."
+            )
+        return cls(
+            f"the value of this xla tensor was never computed: the graph it belongs to failed with {reason}. "
+            "Tensors that existed before that graph still hold their last value; compute this one again."
+        )
+
+
+class XlaOutOfMemoryError(torch.OutOfMemoryError):
+    """JAX ran out of device memory while a recorded graph ran."""
+
+
+class UnsupportedOpError(NotImplementedError):
+    """An aten op that can neither be lowered nor decomposed nor run on the CPU."""

@@ -1,0 +1,80 @@
+"""Ops without a tensor argument, which torch sends straight to the backend instead of `__torch_dispatch__`.
+
+Registered for PrivateUse1 by `device.register`; each first use imports the recorder.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+aten = torch.ops.aten
+
+
+def empty(size: Any, dtype: Any = None, layout: Any = None, device: Any = None, pin_memory: Any = None, memory_format: Any = None) -> Any:
+    from torch_bridge import layout as layouts
+    from torch_bridge.specials import uninitialized
+
+    meta = torch.empty(size, dtype=dtype, device="meta", memory_format=memory_format)
+    return uninitialized(layouts.base_of_meta(meta))
+
+
+def empty_strided(size: Any, stride: Any, dtype: Any = None, layout: Any = None, device: Any = None, pin_memory: Any = None) -> Any:
+    from torch_bridge import layout as layouts
+    from torch_bridge.specials import uninitialized
+
+    return uninitialized(layouts.base_of_meta(torch.empty_strided(tuple(size), tuple(stride), dtype=dtype, device="meta")))
+
+
+def _recorded(op: torch._ops.OpOverload) -> Any:
+    """A factory that is recorded as a node of its own."""
+
+    def factory(*args: Any, layout: Any = None, device: Any = None, pin_memory: Any = None, **kwargs: Any) -> Any:
+        from torch_bridge.dispatch import dispatch
+
+        if kwargs.get("dtype", 0) is None:
+            del kwargs["dtype"]
+        return dispatch(op, args, kwargs)
+
+    return factory
+
+
+def copy_from(src: Any, dst: Any, non_blocking: bool = False) -> Any:
+    from torch_bridge.dispatch import dispatch
+
+    return dispatch(aten._copy_from.default, (src, dst, non_blocking), {})
+
+
+def copy_from_and_resize(src: Any, dst: Any) -> Any:
+    from torch_bridge.dispatch import dispatch
+
+    return dispatch(aten._copy_from_and_resize.default, (src, dst), {})
+
+
+def attention(*args: Any, **kwargs: Any) -> Any:
+    from torch_bridge import specials
+
+    return specials.attention(*args, **kwargs)
+
+
+RECORDED = [
+    aten.arange.default,
+    aten.arange.start,
+    aten.arange.start_step,
+    aten.randperm.default,
+    aten.randperm.generator,
+    aten.tril_indices.default,
+    aten.triu_indices.default,
+]
+
+
+def install(library: torch.library.Library, autograd: torch.library.Library) -> None:
+    """Register everything above for the device."""
+    library.impl("empty.memory_format", empty)
+    library.impl("empty_strided", empty_strided)
+    library.impl("_copy_from", copy_from)
+    library.impl("_copy_from_and_resize", copy_from_and_resize)
+    for op in RECORDED:
+        library.impl(op._schema.name.removeprefix("aten::") + (f".{op._overloadname}" if op._overloadname != "default" else ""), _recorded(op))
+    autograd.impl("scaled_dot_product_attention", attention)

@@ -1,0 +1,107 @@
+"""Ops without a lowering: torch's own decomposition if there is one, else the CPU, counted and warned about once."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._decomp import decomposition_table
+from torch.utils._pytree import tree_map
+
+from torch_bridge import metrics, source
+from torch_bridge.errors import UnsupportedOpError
+from torch_bridge.tensor import XLATensor
+
+aten = torch.ops.aten
+
+DATA_DEPENDENT = {
+    "nonzero", "nonzero_numpy", "masked_select", "unique_consecutive", "_unique", "_unique2", "unique_dim", "bincount",
+    "repeat_interleave", "index", "equal", "histogram", "_histogramdd_bin_edges",
+}  # fmt: skip
+"""Ops whose result shape depends on values: running them on the host is what they need, not a missing lowering."""
+
+_WARNED: set[Any] = set()
+
+
+def has_decomposition(op: Any) -> bool:
+    """True if torch can express the op through others."""
+    return op in decomposition_table
+
+
+def lower_by_decomposition(op: Any, args: Any, kwargs: Any, key: Callable[[], Any] | None) -> Any:
+    """Evaluate torch's decomposition of `op` on JAX values, by recording it in a segment of its own."""
+    from torch_bridge.capture import inline
+
+    return inline(decomposition_table[op], args, kwargs, key)
+
+
+def on_host(func: Any, args: Any, kwargs: Any) -> Any:
+    """Run an op on the CPU: copy its xla tensors to the host, run eager torch, copy results (and mutations) back."""
+    from torch_bridge.dispatch import STATE
+    from torch_bridge.transfer import download, upload
+
+    name = func._schema.name.removeprefix("aten::")
+    if STATE.current.capture:
+        raise UnsupportedOpError(
+            f"{func} has no JAX lowering and cannot run on the CPU while torch_bridge.capture records a module "
+            f"(at {source.user_line()}). Register one: @torch_bridge.lowerings.lowering(torch.ops.{func})."
+        )
+    if name in DATA_DEPENDENT:
+        metrics.count(f"host::{name}")
+    else:
+        metrics.count(f"aten::{name}")
+        _warn(func, args, kwargs)
+    hosts: dict[int, tuple[XLATensor, torch.Tensor, torch.Tensor]] = {}
+
+    def to_host(x: Any) -> Any:
+        if isinstance(x, XLATensor):
+            if id(x) not in hosts:
+                host = download(x)
+                hosts[id(x)] = (x, host, host.clone())
+            return hosts[id(x)][1]
+        return torch.device("cpu") if isinstance(x, torch.device) else x
+
+    cpu_args, cpu_kwargs = tree_map(to_host, (args, kwargs))
+    with torch.no_grad():
+        out = func(*cpu_args, **cpu_kwargs)
+    back = {id(host): x for x, host, _ in hosts.values()}
+    _write_back(func, args, kwargs, hosts)
+
+    def to_xla(x: Any) -> Any:
+        if isinstance(x, torch.Tensor):
+            return back[id(x)] if id(x) in back else upload(x)
+        return x
+
+    return tree_map(to_xla, out)
+
+
+def _write_back(func: Any, args: Any, kwargs: Any, hosts: dict[int, Any]) -> None:
+    from torch_bridge.dispatch import STATE, read, resize
+    from torch_bridge.schema import info
+    from torch_bridge.transfer import upload
+
+    call_info = info(func)
+    for i in call_info.mutated:
+        value = args[i] if i < len(args) else kwargs.get(call_info.names[i])
+        for t in value if isinstance(value, (list, tuple)) else [value]:
+            if isinstance(t, XLATensor):
+                host = hosts[id(t)][1]
+                if tuple(host.shape) != t._layout.size:
+                    resize(t, tuple(host.shape))
+                STATE.current.write_view(t._storage, t._layout, read(upload(host)))
+
+
+def _warn(func: Any, args: Any, kwargs: Any) -> None:
+    if func in _WARNED:
+        return
+    _WARNED.add(func)
+    shapes: list[str] = []
+    tree_map(lambda x: shapes.append(f"{x.dtype}{list(x.shape)}") if isinstance(x, torch.Tensor) else None, (args, kwargs))
+    warnings.warn(
+        f"{func} has no JAX lowering: it runs on the CPU, which stops and splits the graph (called with {', '.join(shapes)} at {source.user_line()}). "
+        f"Counted as 'aten::{func._schema.name.removeprefix('aten::')}' in torch_xla.debug.metrics. "
+        "To lower it, register a JAX function: @torch_bridge.lowerings.lowering(torch.ops." + str(func) + ").",
+        stacklevel=2,
+    )

@@ -1,0 +1,53 @@
+"""Shapes and dtypes of an op's results, from torch's own meta kernels. Runs once per signature; the recorder caches the answer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+from torch_bridge.layout import Layout
+from torch_bridge.tensor import XLATensor
+
+
+class NeedsHost(Exception):
+    """The result's shape depends on values (or torch has no meta kernel): the op must run on the CPU."""
+
+
+def meta_of(layout: Layout) -> torch.Tensor:
+    """A meta tensor with this layout (its storage long enough for it)."""
+    if layout.dense:
+        return torch.empty_strided(layout.size, layout.stride, dtype=layout.dtype, device="meta")
+    reach = layout.offset + 1 + sum((n - 1) * s for n, s in zip(layout.size, layout.stride, strict=True) if n)
+    flat = torch.empty((reach,), dtype=layout.dtype, device="meta")
+    return flat.as_strided(layout.size, layout.stride, layout.offset)
+
+
+def to_meta(x: Any) -> Any:
+    """xla tensors and device arguments as meta ones."""
+    if isinstance(x, XLATensor):
+        return meta_of(x._layout)
+    if isinstance(x, torch.Tensor):
+        return x if x.device.type == "meta" else torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device="meta")
+    if isinstance(x, torch.device):
+        return torch.device("meta")
+    return x
+
+
+def infer(op: torch._ops.OpOverload, args: Any, kwargs: Any) -> Any:
+    """Call `op` on meta tensors; bad arguments raise torch's own errors."""
+    margs, mkwargs = tree_map(to_meta, (args, kwargs))
+    mkwargs.pop("generator", None)
+    try:
+        with torch.no_grad():
+            return op(*margs, **mkwargs)
+    except NotImplementedError as error:
+        raise NeedsHost(str(error)) from None
+    except RuntimeError as error:
+        if type(error).__name__ in _DYNAMIC or "meta" in str(error).lower() and "not implemented" in str(error).lower():
+            raise NeedsHost(str(error)) from None
+        raise
+
+
+_DYNAMIC = {"DynamicOutputShapeException", "DataDependentOutputException", "UnsupportedOperatorException"}

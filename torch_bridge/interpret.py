@@ -1,0 +1,115 @@
+"""A graph module of aten ops as a JAX computation: each node through its lowering, or through torch's own decomposition of it."""
+
+from __future__ import annotations
+
+import operator
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+from torch import fx
+
+from torch_bridge import dtypes, lowerings
+from torch_bridge.graph import number
+from torch_bridge.source import NOWHERE, Source
+
+KeyOf = Callable[[fx.Node], Any]
+"""Gives the PRNG key of a random node."""
+
+
+def run(graph: fx.Graph, inputs: Sequence[Any], key_of: KeyOf, owner: torch.nn.Module | None = None) -> Any:
+    """Evaluate the graph on JAX values for its placeholders, in order. `owner` holds what `get_attr` nodes name."""
+    env: dict[fx.Node, Any] = {}
+    last = _last_uses(graph)
+    supply = iter(inputs)
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            env[node] = next(supply)
+        elif node.op == "get_attr":
+            env[node] = _attribute(owner, node.target)
+        elif node.op == "call_function":
+            env[node] = _call(node, env, key_of)
+        elif node.op == "output":
+            return fx.node.map_arg(node.args[0], lambda n: env[n])
+        for dead in last.get(node, ()):
+            del env[dead]
+    raise AssertionError("graph without output")
+
+
+def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+    seen: set[fx.Node] = set()
+    last: dict[fx.Node, list[fx.Node]] = {}
+    for node in reversed(graph.nodes):
+        for used in node.all_input_nodes:
+            if used not in seen:
+                seen.add(used)
+                last.setdefault(node, []).append(used)
+    return last
+
+
+def _attribute(owner: torch.nn.Module | None, target: str) -> Any:
+    from torch_bridge.transfer import to_array
+
+    value: Any = owner
+    for part in target.split("."):
+        value = getattr(value, part)
+    return to_array(value)
+
+
+def _call(node: fx.Node, env: dict[fx.Node, Any], key_of: KeyOf) -> Any:
+    args = fx.node.map_arg(node.args, lambda n: env[n])
+    if node.target is operator.getitem:
+        return args[0][args[1]]
+    if node.target is number:
+        return dtypes.Scalar(args[2], args[0][args[1]])
+    kwargs = fx.node.map_arg(node.kwargs, lambda n: env[n])
+    source = node.meta.get("source", NOWHERE)
+    with jax.named_scope(scope_name(source, node.target)):
+        result = call(node.target, args, kwargs, (lambda: key_of(node)) if "draw" in node.meta else None)
+    return _conform(result, node)
+
+
+def scope_name(source: Source, op: Any) -> str:
+    """What an op is called in HLO metadata: module path, file:line and aten name."""
+    parts = [source.module.replace("/", "_")] if source.module else []
+    if source.file:
+        parts.append(f"{os.path.basename(source.file)}:{source.line}")
+    parts.append(str(op).removesuffix(".default"))
+    return "/".join(parts)
+
+
+def call(op: Any, args: Any, kwargs: Any, key: Callable[[], Any] | None) -> Any:
+    """One aten op on JAX values."""
+    found = lowerings.lookup(op)
+    if found is None:
+        from torch_bridge.fallback import lower_by_decomposition
+
+        return lower_by_decomposition(op, args, kwargs, key)
+    if found.rng:
+        assert key is not None, f"{op} needs a PRNG key"
+        return found.fn(*args, **kwargs, key=key())
+    return found.fn(*args, **kwargs)
+
+
+def _conform(result: Any, node: fx.Node) -> Any:
+    """Check shapes and settle dtypes against what torch's shape inference promised."""
+    expected = node.meta.get("val")
+    if isinstance(expected, torch.Tensor) and not isinstance(result, (list, tuple)):
+        if tuple(result.shape) != tuple(expected.shape):
+            raise AssertionError(f"the lowering of {node.target} gave shape {tuple(result.shape)}, torch gives {tuple(expected.shape)}")
+        return dtypes.cast(result, dtypes.to_jax(expected.dtype))
+    return result
+
+
+def draw_key(row: Any) -> Any:
+    """The PRNG key of one row of `draws`: uint32 (seed high, seed low, offset high, offset low)."""
+    key = jax.random.wrap_key_data(row[:2], impl="threefry2x32")
+    return jax.random.fold_in(jax.random.fold_in(key, row[2]), row[3])
+
+
+def draws_key_of(draws: Any) -> KeyOf:
+    """Keys for the random nodes of a recorded graph, from its `draws` input."""
+    return lambda node: draw_key(jnp.asarray(draws)[node.meta["draw"]])

@@ -1,0 +1,226 @@
+"""Arithmetic: add, sub, mul, div and its rounding modes, remainder, pow, and the fused forms addcmul, addcdiv, lerp."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from jax import lax
+from jax.custom_derivatives import SymbolicZero
+
+from torch_bridge import dtypes
+from torch_bridge.lowerings.precision import common_dtype, convert, elementwise, is_complex, is_float, operand, opmath, round_to
+from torch_bridge.lowerings.registry import lowering
+
+aten = torch.ops.aten
+
+
+def is_one(x: Any) -> bool:
+    return isinstance(x, (bool, int, float)) and x == 1
+
+
+def _add_scaled(x: Any, y: Any, alpha: Any, sign: int) -> Any:
+    """x + sign * alpha * y; torch rounds numbers and alpha to the dtype of the result first, also for half precision."""
+    dtype = common_dtype(x, y)
+    a, b = operand(x, dtype), operand(y, dtype)
+    if not is_one(alpha):
+        b = b * operand(alpha, dtype)
+    return (jnp.add(a, b) if sign > 0 else jnp.subtract(a, b)).astype(dtype)
+
+
+@lowering(aten.add.Tensor, aten.add.Scalar)
+def add(self: Any, other: Any, alpha: Any = 1) -> Any:
+    return _add_scaled(self, other, alpha, 1)
+
+
+@lowering(aten.sub.Tensor, aten.sub.Scalar)
+def sub(self: Any, other: Any, alpha: Any = 1) -> Any:
+    return _add_scaled(self, other, alpha, -1)
+
+
+@lowering(aten.rsub.Tensor, aten.rsub.Scalar)
+def rsub(self: Any, other: Any, alpha: Any = 1) -> Any:
+    return _add_scaled(other, self, alpha, -1)
+
+
+@lowering(aten._add_relu.Tensor, aten._add_relu.Scalar)
+def add_relu(self: Any, other: Any, alpha: Any = 1) -> Any:
+    total = _add_scaled(self, other, alpha, 1)
+    return jnp.where(total < 0, jnp.zeros_like(total), total)
+
+
+@lowering(aten.mul.Tensor, aten.mul.Scalar)
+def mul(self: Any, other: Any) -> Any:
+    dtype = common_dtype(self, other)
+    return jnp.multiply(operand(self, dtype), operand(other, dtype, exact=True)).astype(dtype)
+
+
+@lowering(aten.div.Tensor, aten.div.Scalar)
+def div(self: Any, other: Any) -> Any:
+    dtype = common_dtype(self, other, floating=True)
+    return jnp.true_divide(operand(self, dtype), operand(other, dtype, exact=True)).astype(dtype)
+
+
+@lowering(aten.div.Tensor_mode, aten.div.Scalar_mode)
+def div_mode(self: Any, other: Any, rounding_mode: str | None = None) -> Any:
+    if rounding_mode is None:
+        return div(self, other)
+    dtype = common_dtype(self, other)
+    a, b = lax.stop_gradient((operand(self, dtype), operand(other, dtype, exact=True)))
+    if rounding_mode == "floor":
+        return _floor_divide(a, b).astype(dtype)
+    if is_float(a):
+        # torch's half kernels for two tensors round the quotient before they truncate it; for a number they do not.
+        quotient = a / b
+        return jnp.trunc(quotient if b.ndim == 0 else round_to(quotient, dtype)).astype(dtype)
+    return lax.div(*jnp.broadcast_arrays(a, b)) if dtype != jnp.bool_ else a & b
+
+
+@lowering(aten.floor_divide.default, aten.floor_divide.Scalar)
+def floor_divide(self: Any, other: Any) -> Any:
+    return div_mode(self, other, rounding_mode="floor")
+
+
+def _floor_divide(a: Any, b: Any) -> Any:
+    """Python's floor division, with a / b where b is zero (floating point), as torch does."""
+    if a.dtype == jnp.bool_:
+        return a & b
+    a, b = jnp.broadcast_arrays(a, b)
+    if not is_float(a):
+        quotient = lax.div(a, b)
+        return jnp.where((lax.rem(a, b) != 0) & ((a < 0) != (b < 0)), quotient - 1, quotient)
+    remainder = lax.rem(a, b)
+    quotient = (a - remainder) / b
+    quotient = jnp.where((remainder != 0) & ((b < 0) != (remainder < 0)), quotient - 1, quotient)
+    floored = jnp.floor(quotient)
+    floored = jnp.where(quotient - floored > 0.5, floored + 1, floored)
+    floored = jnp.where(quotient != 0, floored, jnp.copysign(jnp.zeros_like(a), a / b))
+    return jnp.where(b == 0, a / b, floored)
+
+
+@lowering(aten.remainder.Tensor, aten.remainder.Scalar, aten.remainder.Scalar_Tensor)
+def remainder(self: Any, other: Any) -> Any:
+    def python_modulo(a: Any, b: Any) -> Any:
+        a, b = jnp.broadcast_arrays(a, b)
+        rest = lax.rem(a, b)
+        return jnp.where((rest != 0) & ((rest < 0) != (b < 0)), rest + b, rest)
+
+    return elementwise(python_modulo, self, other)
+
+
+@lowering(aten.fmod.Tensor, aten.fmod.Scalar)
+def fmod(self: Any, other: Any) -> Any:
+    return elementwise(lambda a, b: lax.rem(*jnp.broadcast_arrays(a, b)), self, other)
+
+
+@lowering(aten.pow.Tensor_Scalar, lift=False)
+def pow_scalar(self: Any, exponent: Any) -> Any:
+    """The exponents that torch writes out (and XLA does not always) become multiplications, square roots and quotients."""
+    dtype = common_dtype(self, exponent)
+    x = operand(self, dtype)
+    if exponent == 0:
+        return jnp.ones_like(x, dtype=dtype)
+    if not is_float(x):
+        return lax.integer_pow(x, int(exponent))
+    if exponent == 0.5:
+        result = jnp.sqrt(x)
+    elif exponent == -0.5:
+        result = 1 / jnp.sqrt(x)
+    elif exponent in (1, 2, 3, -1, -2):
+        result = _small_power(x, int(exponent.real), dtype)
+    else:
+        result = _float_pow(x, operand(exponent, dtype))
+    return result.astype(dtype)
+
+
+def _small_power(x: Any, n: int, dtype: np.dtype) -> Any:
+    """x ** n by multiplication, rounding between the steps for half dtypes as torch does."""
+    power = x
+    for _ in range(abs(n) - 1):
+        power = round_to(power * x, dtype)
+    return power if n > 0 else 1 / power
+
+
+@jax.custom_jvp
+def _real_pow(x: Any, y: Any) -> Any:
+    return lax.pow(x, y)
+
+
+def _real_pow_jvp(primals: Any, tangents: Any) -> Any:
+    """torch's gradients: 0 for the base where the exponent is 0, and 0 for the exponent where the base is 0 (lax has NaN)."""
+    x, y = primals
+    power, tangent = lax.pow(x, y), jnp.zeros_like(x)
+    if not isinstance(tangents[0], SymbolicZero):
+        slope = jnp.where(y == 0, jnp.zeros_like(x), y * lax.pow(x, jnp.where(y == 0, jnp.ones_like(y), y - 1)))
+        tangent = tangent + tangents[0] * slope
+    if not isinstance(tangents[1], SymbolicZero):
+        flat = (x == 0) & (y >= 0)
+        tangent = tangent + tangents[1] * jnp.where(flat, jnp.zeros_like(x), power * jnp.log(jnp.where(flat, jnp.ones_like(x), x)))
+    return power, tangent
+
+
+_real_pow.defjvp(_real_pow_jvp, symbolic_zeros=True)
+
+
+def _float_pow(x: Any, y: Any) -> Any:
+    x, y = jnp.broadcast_arrays(x, y)
+    return lax.pow(x, y) if is_complex(x) else _real_pow(x, y)
+
+
+@lowering(aten.pow.Tensor_Tensor, aten.pow.Scalar)
+def pow_tensor(self: Any, exponent: Any) -> Any:
+    def power(x: Any, y: Any) -> Any:
+        x, y = jnp.broadcast_arrays(x, y)
+        return _float_pow(x, y) if is_float(x) else _integer_pow(x, y)
+
+    return elementwise(power, self, exponent)
+
+
+def _integer_pow(x: Any, y: Any) -> Any:
+    """Wrapping integer power by squaring; a negative exponent gives 0 unless the base is 1 or -1, as in torch."""
+
+    def step(_: int, state: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
+        result, base, left = state
+        return jnp.where(left & 1 != 0, result * base, result), base * base, lax.shift_right_logical(left, jnp.ones_like(left))
+
+    bits = 8 * x.dtype.itemsize
+    power = lax.fori_loop(0, bits, step, (jnp.ones_like(x), x, y))[0]
+    if jnp.issubdtype(x.dtype, jnp.unsignedinteger):
+        return power
+    minus_one = jnp.where(y & 1 != 0, -jnp.ones_like(x), jnp.ones_like(x))
+    inverse = jnp.where(x == 1, jnp.ones_like(x), jnp.where(x == -1, minus_one, jnp.zeros_like(x)))
+    return jnp.where(y < 0, inverse, power)
+
+
+@lowering(aten.ldexp.Tensor)
+def ldexp(self: Any, other: Any) -> Any:
+    return mul(self, pow_tensor(2.0, other))
+
+
+@lowering(aten.addcmul.default)
+def addcmul(self: Any, tensor1: Any, tensor2: Any, value: Any = 1) -> Any:
+    dtype = common_dtype(self, tensor1, tensor2)
+    a, b, c = (operand(x, dtype) for x in (self, tensor1, tensor2))
+    product = b * c if is_one(value) else convert(value, opmath(dtype)) * b * c
+    return (a + product).astype(dtype)
+
+
+@lowering(aten.addcdiv.default)
+def addcdiv(self: Any, tensor1: Any, tensor2: Any, value: Any = 1) -> Any:
+    dtype = common_dtype(self, tensor1, tensor2)
+    a, b, c = (operand(x, dtype) for x in (self, tensor1, tensor2))
+    quotient = b / c if is_one(value) else convert(value, opmath(dtype)) * b / c
+    return (a + quotient).astype(dtype)
+
+
+@lowering(aten.lerp.Scalar, aten.lerp.Tensor)
+def lerp(self: Any, end: Any, weight: Any) -> Any:
+    dtype = self.dtype if dtypes.is_number(weight) else common_dtype(self, end, weight)
+    a, b = operand(self, dtype), operand(end, dtype)
+    w = operand(weight, dtype, exact=True)
+    difference = b - a
+    # Two forms, so that the ends are hit exactly.
+    return jnp.where(jnp.abs(w) < 0.5, a + w * difference, b - difference * (1 - w)).astype(dtype)

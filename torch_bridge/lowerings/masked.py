@@ -1,0 +1,51 @@
+"""`masked_fill`, `masked_scatter` and their gradients: static shapes, whatever the mask selects."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+
+from torch_bridge import dtypes
+from torch_bridge.lowerings.indexing import Points
+from torch_bridge.lowerings.registry import lowering
+
+aten = torch.ops.aten
+Array = jax.Array
+
+
+@lowering(aten.masked_fill.Scalar, aten.masked_fill.Tensor)
+def masked_fill(self: Array, mask: Array, value: Any) -> Array:
+    return jnp.where(mask != 0, dtypes.cast(value, self.dtype), self)
+
+
+def _rank(mask: Array) -> Array:
+    """For each position of a flat mask, how many True ones come before or at it, less one (-1 before the first)."""
+    wide = jnp.int32 if mask.size < 2**31 else jnp.int64
+    return jnp.cumsum(mask.astype(wide), dtype=wide) - 1
+
+
+@lowering(aten.masked_scatter.default)
+def masked_scatter(self: Array, mask: Array, source: Array) -> Array:
+    """The k-th True position, row-major, takes the k-th element of `source`."""
+    x, mask = jnp.broadcast_arrays(self, mask != 0)
+    if source.size == 0:  # torch has checked that then nothing is True
+        return x
+    rank = jnp.maximum(_rank(mask.reshape(-1)), 0)
+    taken = Points((source.size,), {0: rank}, wrap=False).read(source.reshape(-1))
+    return jnp.where(mask, taken.reshape(x.shape).astype(x.dtype), x)
+
+
+@lowering(aten.masked_scatter_backward.default)
+def masked_scatter_backward(grad_output: Array, mask: Array, sizes: Sequence[int]) -> Array:
+    """The gradient of `source`: the selected gradients, then zeros."""
+    numel = math.prod(sizes)
+    grad, mask = jnp.broadcast_arrays(grad_output, mask != 0)
+    flat_mask = mask.reshape(-1)
+    target = jnp.where(flat_mask, _rank(flat_mask), numel)  # one past the end is dropped
+    out = jnp.zeros(numel, grad.dtype)
+    return Points((numel,), {0: target}, wrap=False).write(out, grad.reshape(-1)).reshape(tuple(sizes))

@@ -1,0 +1,151 @@
+"""Other elementwise ops of several operands: clamps, maxima, `where`, two-argument functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import torch
+from jax import lax
+
+from torch_bridge.lowerings.precision import common_dtype, elementwise, is_float, operand
+from torch_bridge.lowerings.registry import lowering
+
+aten = torch.ops.aten
+
+
+def _at_least(x: Any, bound: Any) -> Any:
+    # Not lax.max: at the bound torch's gradient goes to x, and a NaN bound gives NaN.
+    return jnp.where((x < bound) | (bound != bound), bound, x)
+
+
+def _at_most(x: Any, bound: Any) -> Any:
+    return jnp.where((x > bound) | (bound != bound), bound, x)
+
+
+@lowering(aten.clamp.default, aten.clamp.Tensor)
+def clamp(self: Any, min: Any = None, max: Any = None) -> Any:
+    dtype = common_dtype(self, min, max)
+    x = operand(self, dtype)
+    if min is not None:
+        x = _at_least(x, operand(min, dtype))
+    if max is not None:
+        x = _at_most(x, operand(max, dtype))
+    return x.astype(dtype)
+
+
+@lowering(aten.clamp_min.default, aten.clamp_min.Tensor)
+def clamp_min(self: Any, min: Any) -> Any:
+    return elementwise(_at_least, self, min)
+
+
+@lowering(aten.clamp_max.default, aten.clamp_max.Tensor)
+def clamp_max(self: Any, max: Any) -> Any:
+    return elementwise(_at_most, self, max)
+
+
+@lowering(aten.maximum.default)
+def maximum(self: Any, other: Any) -> Any:
+    return elementwise(jnp.maximum, self, other)
+
+
+@lowering(aten.minimum.default)
+def minimum(self: Any, other: Any) -> Any:
+    return elementwise(jnp.minimum, self, other)
+
+
+@lowering(aten.fmax.default)
+def fmax(self: Any, other: Any) -> Any:
+    return elementwise(lambda a, b: jnp.where((a >= b) | (b != b), a, b), self, other)
+
+
+@lowering(aten.fmin.default)
+def fmin(self: Any, other: Any) -> Any:
+    return elementwise(lambda a, b: jnp.where((a <= b) | (b != b), a, b), self, other)
+
+
+@lowering(aten.where.self)
+def where(condition: Any, self: Any, other: Any) -> Any:
+    dtype = common_dtype(self, other)
+    condition = condition if condition.dtype == jnp.bool_ else condition != 0
+    return jnp.where(condition, operand(self, dtype), operand(other, dtype)).astype(dtype)
+
+
+def _xlogy(x: Any, y: Any) -> Any:
+    # 0 * log(y) is 0 for every y but NaN. The replaced y keeps the gradient log(y) at x = 0 where it is finite.
+    degenerate = (x == 0) & ((y <= 0) | (y == jnp.inf))
+    return x * jnp.log(jnp.where(degenerate, jnp.ones_like(y), y))
+
+
+@lowering(aten.xlogy.Tensor, aten.xlogy.Scalar_Self, aten.xlogy.Scalar_Other)
+def xlogy(self: Any, other: Any) -> Any:
+    return elementwise(_xlogy, self, other, floating=True)
+
+
+def _hypot(x: Any, y: Any) -> Any:
+    # inf wins over NaN (C99); jnp.hypot scales, so that large values do not overflow.
+    return jnp.where(jnp.isinf(x) | jnp.isinf(y), jnp.full_like(x + y, jnp.inf), jnp.hypot(x, y))
+
+
+@lowering(aten.heaviside.default)
+def heaviside(self: Any, values: Any) -> Any:
+    return elementwise(lambda x, v: jnp.where(x == 0, v, (x > 0).astype(v.dtype)), self, values)
+
+
+@lowering(aten.nextafter.default)
+def nextafter(self: Any, other: Any) -> Any:
+    dtype = common_dtype(self, other)
+    return lax.nextafter(*jnp.broadcast_arrays(self.astype(dtype), other.astype(dtype)))
+
+
+def _copysign(x: Any, y: Any) -> Any:
+    magnitude = jnp.abs(x)
+    return jnp.where(jnp.signbit(y), -magnitude, magnitude)
+
+
+@lowering(aten.copysign.Tensor, aten.copysign.Scalar)
+def copysign(self: Any, other: Any) -> Any:
+    return elementwise(_copysign, self, other, floating=True)
+
+
+def _gcd(x: Any, y: Any) -> Any:
+    return jnp.gcd(x, y)
+
+
+def _lcm(x: Any, y: Any) -> Any:
+    divisor = jnp.gcd(x, y)
+    return jnp.where(divisor == 0, jnp.zeros_like(divisor), jnp.abs(lax.div(*jnp.broadcast_arrays(x, jnp.maximum(divisor, 1))) * y))
+
+
+def _register(op: torch._ops.OpOverload, fn: Callable[..., Any], floating: bool) -> None:
+    @lowering(op)
+    def binary(self: Any, other: Any) -> Any:
+        return elementwise(fn, self, other, floating=floating)
+
+
+for _op, _fn, _floating in (
+    (aten.atan2.default, jnp.arctan2, True),
+    (aten.hypot.default, _hypot, False),
+    (aten.logaddexp.default, jnp.logaddexp, True),
+    (aten.logaddexp2.default, jnp.logaddexp2, True),
+    (aten.gcd.default, _gcd, False),
+    (aten.lcm.default, _lcm, False),
+):
+    _register(_op, _fn, _floating)
+
+
+@lowering(aten.nan_to_num.default)
+def nan_to_num(self: Any, nan: float | None = None, posinf: float | None = None, neginf: float | None = None) -> Any:
+    if not is_float(self):
+        return self
+    if jnp.iscomplexobj(self):
+        return lax.complex(nan_to_num(self.real, nan, posinf, neginf), nan_to_num(self.imag, nan, posinf, neginf))
+    limits = jnp.finfo(self.dtype)
+
+    def number(value: float | None, default: Any) -> Any:
+        return jnp.asarray(default if value is None else value, self.dtype)
+
+    x = jnp.where(jnp.isnan(self), number(nan, 0), self)
+    x = jnp.where(self == jnp.inf, number(posinf, limits.max), x)
+    return jnp.where(self == -jnp.inf, number(neginf, limits.min), x)

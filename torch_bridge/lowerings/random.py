@@ -1,0 +1,372 @@
+"""Random ops: torch's distributions (not torch's bit streams) from a JAX key.
+
+Every lowering takes the keyword `key`. Samplers draw raw bits and shape them here, because torch's grids are part of
+its documented behaviour: a uniform float has as many random bits as its mantissa, never reaches its upper bound and is
+rounded down in half precision; `random_` covers a range that depends on the dtype. Half-precision continuous samples are
+made in float32 and rounded once. Values carry no gradient (torch's do not either), except where torch defines one
+(`_standard_gamma`, `rrelu_with_noise`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from jax import lax
+
+from torch_bridge import dtypes
+from torch_bridge.lowerings.registry import lowering
+
+aten = torch.ops.aten
+
+_DIGITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
+Shape = Sequence[int]
+
+
+def _wide(dtype: torch.dtype) -> Any:
+    """The JAX dtype samples are computed in: float64 for itself, float32 for everything else."""
+    return jnp.float64 if dtype in (torch.float64, torch.complex128) else jnp.float32
+
+
+def _default(dtype: torch.dtype | None) -> torch.dtype:
+    return torch.get_default_dtype() if dtype is None else dtype
+
+
+def _unit(key: Any, shape: Shape, dtype: torch.dtype) -> Any:
+    """Uniform on the multiples of 2^-digits in [0, 1), in the wide dtype; exact in `dtype`."""
+    digits = _DIGITS.get(dtype, 24)
+    width = 64 if digits > 24 else 32
+    bits = jax.random.bits(key, tuple(shape), jnp.uint64 if width == 64 else jnp.uint32)
+    return (bits >> (width - digits)).astype(_wide(dtype)) * 2.0**-digits
+
+
+def _open_unit(key: Any, shape: Shape, dtype: torch.dtype) -> Any:
+    """Uniform strictly inside (0, 1), in the wide dtype: safe under log."""
+    digits, width = (52, 64) if dtype == torch.float64 else (23, 32)
+    bits = jax.random.bits(key, tuple(shape), jnp.uint64 if width == 64 else jnp.uint32)
+    return ((bits >> (width - digits)).astype(_wide(dtype)) + 0.5) * 2.0**-digits
+
+
+def _gaussian(key: Any, shape: Shape, dtype: torch.dtype) -> Any:
+    """Standard normal in the wide dtype; a complex one has variance 1 in total."""
+    if not dtype.is_complex:
+        return jax.random.normal(key, tuple(shape), _wide(dtype))
+    parts = jax.random.normal(key, (2, *shape), _wide(dtype)) * math.sqrt(0.5)
+    return lax.complex(parts[0], parts[1])
+
+
+def _rounded(x: Any, dtype: torch.dtype) -> Any:
+    return x.astype(dtypes.to_jax(dtype))
+
+
+# Uniform
+
+
+def _uniform(key: Any, shape: Shape, dtype: torch.dtype, low: float, high: float) -> Any:
+    if dtype.is_complex:
+        real = torch.float64 if dtype == torch.complex128 else torch.float32
+        parts = _uniform(key, (2, *shape), real, low, high)
+        return lax.complex(parts[0], parts[1])
+    unit = _unit(key, shape, dtype)
+    if (low, high) == (0.0, 1.0):
+        return _rounded(unit, dtype)
+    x = _rounded(unit * (high - low) + low, dtype)
+    # Rounding may reach the excluded upper bound: take the value just below it.
+    top = np.asarray(high).astype(x.dtype)
+    below = jnp.nextafter(jnp.asarray(top), jnp.asarray(low, x.dtype)) if float(top) >= high else top
+    return x if low == high else jnp.minimum(x, below)
+
+
+@lowering(aten.rand.default, aten.rand.generator, rng=True)
+def _rand(size: Shape, *, dtype: torch.dtype | None = None, key: Any) -> Any:
+    return _uniform(key, size, _default(dtype), 0.0, 1.0)
+
+
+@lowering(aten.rand_like.default, aten.rand_like.generator, rng=True)
+def _rand_like(self: Any, *, dtype: torch.dtype | None = None, key: Any) -> Any:
+    return _uniform(key, self.shape, dtype or dtypes.to_torch(self.dtype), 0.0, 1.0)
+
+
+@lowering(aten.uniform.default, rng=True)
+def _uniform_functional(self: Any, low: float = 0.0, high: float = 1.0, *, key: Any, **named: float) -> Any:
+    # `from` is a Python keyword, so callers that pass the schema's names arrive in `named`.
+    low, high = named.get("from", low), named.get("to", high)
+    return _uniform(key, self.shape, dtypes.to_torch(self.dtype), low, high)
+
+
+# Normal and friends
+
+
+@lowering(aten.randn.default, aten.randn.generator, rng=True)
+def _randn(size: Shape, *, dtype: torch.dtype | None = None, key: Any) -> Any:
+    return _rounded(_gaussian(key, size, _default(dtype)), _default(dtype))
+
+
+@lowering(aten.randn_like.default, aten.randn_like.generator, rng=True)
+def _randn_like(self: Any, *, dtype: torch.dtype | None = None, key: Any) -> Any:
+    return _randn(self.shape, dtype=dtype or dtypes.to_torch(self.dtype), key=key)
+
+
+@lowering(aten.normal.float_float, rng=True)
+def _normal_float_float(mean: float, std: float, size: Shape, *, dtype: torch.dtype | None = None, key: Any) -> Any:
+    return _rounded(_gaussian(key, size, _default(dtype)) * std + mean, _default(dtype))
+
+
+@lowering(aten.normal_functional.default, rng=True)
+def _normal_functional(self: Any, mean: float = 0.0, std: float = 1.0, *, key: Any) -> Any:
+    return _normal_float_float(mean, std, self.shape, dtype=dtypes.to_torch(self.dtype), key=key)
+
+
+@lowering(aten.normal.Tensor_float, aten.normal.float_Tensor, aten.normal.Tensor_Tensor, rng=True)
+def _normal_tensors(mean: Any, std: Any = 1.0, *, key: Any) -> Any:
+    """The result has the dtype of `mean` where that is a tensor, else that of `std`."""
+    dtype = dtypes.to_torch((mean if hasattr(mean, "dtype") else std).dtype)
+    shape = jnp.broadcast_shapes(jnp.shape(mean), jnp.shape(std))
+    wide = jnp.complex128 if dtype == torch.complex128 else jnp.complex64 if dtype.is_complex else _wide(dtype)
+    mean, std = (lax.stop_gradient(jnp.asarray(x).astype(wide)) for x in (mean, std))
+    return _rounded(_gaussian(key, shape, dtype) * std + mean, dtype)
+
+
+@lowering(aten.log_normal.default, rng=True)
+def _log_normal(self: Any, mean: float = 1.0, std: float = 2.0, *, key: Any) -> Any:
+    dtype = dtypes.to_torch(self.dtype)
+    return _rounded(jnp.exp(_gaussian(key, self.shape, dtype) * std + mean), dtype)
+
+
+@lowering(aten.exponential.default, rng=True)
+def _exponential(self: Any, lambd: float = 1.0, *, key: Any) -> Any:
+    """Strictly positive, so that `gumbel_softmax` and exponential races can take its log or divide by it."""
+    dtype = dtypes.to_torch(self.dtype)
+    return _rounded(-jnp.log(_open_unit(key, self.shape, dtype)) / lambd, dtype)
+
+
+@lowering(aten.geometric.default, rng=True)
+def _geometric(self: Any, p: float, *, key: Any) -> Any:
+    draws = jnp.ceil(jnp.log(_open_unit(key, self.shape, torch.float64)) / math.log1p(-p))
+    return draws.astype(self.dtype)
+
+
+@lowering(aten.cauchy.default, rng=True)
+def _cauchy(self: Any, median: float = 0.0, sigma: float = 1.0, *, key: Any) -> Any:
+    dtype = dtypes.to_torch(self.dtype)
+    return _rounded(median + sigma * jnp.tan(math.pi * (_open_unit(key, self.shape, dtype) - 0.5)), dtype)
+
+
+# Integers
+
+
+def _integers(key: Any, shape: Shape, low: Any, span: int | Any) -> Any:
+    """int64 uniform on [low, low + span); the span may be up to 2^64, or traced.
+
+    As in torch the draw is random bits modulo the span: 32 of them while the bias stays below 2^-16, else 64.
+    """
+    if isinstance(span, int) and span <= 1 << 16:
+        draw = (jax.random.bits(key, tuple(shape), jnp.uint32) % jnp.uint32(span)).astype(jnp.uint64)
+    else:
+        draw = jax.random.bits(key, tuple(shape), jnp.uint64)
+        if not isinstance(span, int):
+            draw = draw % jnp.asarray(span).astype(jnp.uint64)
+        elif span < 1 << 64:
+            draw = draw % jnp.uint64(span)
+    base = jnp.uint64(low % (1 << 64)) if isinstance(low, int) else jnp.asarray(low).astype(jnp.uint64)
+    return (draw + base).astype(jnp.int64)
+
+
+def _representable(low: int, high: int, dtype: torch.dtype) -> tuple[int, int]:
+    """Shrink [low, high) for a float dtype until no draw rounds to `high` or to below `low`, as torch does."""
+    digits = _DIGITS.get(dtype)
+    if digits is None:
+        return low, high
+    first, last = (int(np.asarray(v, np.int64).astype(dtypes.to_jax(dtype))) for v in (low + 1, high - 1))
+    if first < low:
+        low = first + (1 << (abs(low + 1).bit_length() - digits))
+    if last >= high:
+        high = last - (1 << (abs(high - 1).bit_length() - digits))
+    return low, high
+
+
+def _between(key: Any, shape: Shape, low: int, high: int, dtype: torch.dtype) -> Any:
+    low, high = _representable(low, high, dtype)
+    return _integers(key, shape, low, high - low).astype(dtypes.to_jax(dtype))
+
+
+@lowering(aten.randint.default, aten.randint.generator, rng=True)
+def _randint(high: int, size: Shape, *, dtype: torch.dtype | None = torch.int64, key: Any) -> Any:
+    return _between(key, size, 0, high, dtype or torch.int64)
+
+
+@lowering(aten.randint.low, aten.randint.low_generator, rng=True)
+def _randint_low(low: int, high: int, size: Shape, *, dtype: torch.dtype | None = torch.int64, key: Any) -> Any:
+    return _between(key, size, low, high, dtype or torch.int64)
+
+
+@lowering(aten.randint_like.default, aten.randint_like.generator, rng=True)
+def _randint_like(self: Any, high: int, *, dtype: torch.dtype | None = None, key: Any) -> Any:
+    return _between(key, self.shape, 0, high, dtype or dtypes.to_torch(self.dtype))
+
+
+@lowering(aten.randint_like.low_dtype, aten.randint_like.low_generator_dtype, rng=True)
+def _randint_like_low(self: Any, low: int, high: int, *, dtype: torch.dtype | None = None, key: Any) -> Any:
+    return _between(key, self.shape, low, high, dtype or dtypes.to_torch(self.dtype))
+
+
+@lowering(aten.randint_like.Tensor, aten.randint_like.Tensor_generator, rng=True)
+def _randint_like_tensor(self: Any, high: Any, *, dtype: torch.dtype | None = None, key: Any) -> Any:
+    draws = _integers(key, self.shape, 0, lax.stop_gradient(high).reshape(()).astype(jnp.int64))
+    return draws.astype(dtypes.to_jax(dtype) if dtype else self.dtype)
+
+
+def _last(dtype: torch.dtype) -> int:
+    """The greatest value of `random_()` without bounds: 2^digits for floats, the greatest integer otherwise."""
+    if dtype == torch.bool:
+        return 1
+    return 1 << _DIGITS[dtype] if dtype in _DIGITS else torch.iinfo(dtype).max
+
+
+@lowering(aten.random.default, rng=True)
+def _random(self: Any, *, key: Any) -> Any:
+    return _integers(key, self.shape, 0, _last(dtypes.to_torch(self.dtype)) + 1).astype(self.dtype)
+
+
+@lowering(aten.random.to, rng=True)
+def _random_to(self: Any, to: int, *, key: Any) -> Any:
+    return _between(key, self.shape, 0, to, dtypes.to_torch(self.dtype))
+
+
+@lowering(getattr(aten.random, "from"), rng=True)
+def _random_from(self: Any, low: int | None = None, to: int | None = None, *, key: Any, **named: int) -> Any:
+    low = named.get("from", low)
+    dtype = dtypes.to_torch(self.dtype)
+    assert low is not None
+    if to is not None:
+        return _between(key, self.shape, low, to, dtype)
+    low, _ = _representable(low, low + 2, dtype)
+    return _integers(key, self.shape, low, _last(dtype) + 1 - low).astype(self.dtype)
+
+
+@lowering(aten.randperm.default, aten.randperm.generator, rng=True)
+def _randperm(n: int, *, dtype: torch.dtype | None = torch.int64, key: Any) -> Any:
+    order = jax.random.permutation(key, jnp.arange(n, dtype=jnp.int32 if n < 1 << 31 else jnp.int64))
+    return order.astype(dtypes.to_jax(dtype or torch.int64))
+
+
+# Discrete distributions with parameters
+
+
+def _flips(key: Any, shape: Shape, p: float) -> Any:
+    """Booleans, true with probability p: one integer comparison per element, exact to 2^-32 (2^-64 for tiny p)."""
+    if p <= 0.0 or p >= 1.0:
+        return jnp.full(tuple(shape), p >= 1.0)
+    width, uint = (32, jnp.uint32) if p > 2.0**-16 else (64, jnp.uint64)
+    threshold = round(p * 2.0**width)
+    if threshold >= 1 << width:
+        return jnp.full(tuple(shape), True)
+    return jax.random.bits(key, tuple(shape), uint) < np.array(threshold, dtype=uint)
+
+
+@lowering(aten.bernoulli.p, rng=True)
+def _bernoulli_p(self: Any, p: float, *, key: Any) -> Any:
+    return _flips(key, self.shape, p).astype(self.dtype)
+
+
+@lowering(aten.bernoulli.default, rng=True)
+def _bernoulli(self: Any, *, key: Any) -> Any:
+    return _bernoulli_tensor(self, self, key=key)
+
+
+@lowering(aten.bernoulli.Tensor, rng=True)
+def _bernoulli_tensor(self: Any, p: Any, *, key: Any) -> Any:
+    wide = torch.float64 if p.dtype == jnp.float64 else torch.float32
+    return (_unit(key, self.shape, wide) < lax.stop_gradient(p)).astype(self.dtype)
+
+
+def _threefry(key: Any) -> Any:
+    """A threefry key derived from any key: jax.random.poisson takes no other kind."""
+    return jax.random.wrap_key_data(jax.random.bits(key, (2,), jnp.uint32), impl="threefry2x32")
+
+
+@lowering(aten.poisson.default, rng=True)
+def _poisson(self: Any, *, key: Any) -> Any:
+    rate = lax.stop_gradient(self).astype(jnp.promote_types(self.dtype, jnp.float32))
+    return jax.random.poisson(_threefry(key), rate, self.shape, jnp.int64).astype(self.dtype)
+
+
+@lowering(aten.binomial.default, rng=True)
+def _binomial(count: Any, prob: Any, *, key: Any) -> Any:
+    shape = jnp.broadcast_shapes(count.shape, prob.shape)
+    wide = jnp.float64 if count.dtype == jnp.float64 else jnp.float32
+    n, p = (lax.stop_gradient(x).astype(wide) for x in (count, prob))
+    return jax.random.binomial(key, n, p, shape, wide).astype(count.dtype)
+
+
+@lowering(aten.multinomial.default, rng=True)
+def _multinomial(self: Any, num_samples: int, replacement: bool = False, *, key: Any) -> Any:
+    """Indices of categories drawn with the weights of the last dim; a category of weight 0 is never drawn."""
+    weights = lax.stop_gradient(self).astype(jnp.float64)
+    if replacement:
+        return _draw_with_replacement(key, weights, num_samples)
+    # An exponential race: the k smallest arrival times are k draws without replacement, in order.
+    race = weights / _exponential(weights, key=key)
+    return lax.top_k(race, num_samples)[1].astype(jnp.int64)
+
+
+def _draw_with_replacement(key: Any, weights: Any, num_samples: int) -> Any:
+    """Search uniform draws in the cumulative weights, made monotone so that a zero weight spans an empty interval."""
+    total = lax.cummax(jnp.where(weights > 0, jnp.cumsum(weights, -1), 0.0), axis=weights.ndim - 1)
+    draws = _unit(key, (*weights.shape[:-1], num_samples), torch.float64) * total[..., -1:]
+    draws = jnp.minimum(draws, jnp.nextafter(total[..., -1:], 0.0))
+    search = lambda cdf, u: jnp.searchsorted(cdf, u, side="right")  # noqa: E731
+    return (jax.vmap(search) if weights.ndim == 2 else search)(total, draws).astype(jnp.int64)
+
+
+# Continuous distributions with parameters
+
+
+@lowering(aten._standard_gamma.default, rng=True)
+def _standard_gamma(self: Any, *, key: Any) -> Any:
+    """Differentiable in alpha; a draw that underflows becomes the least normal number, as in torch."""
+    return jnp.maximum(jax.random.gamma(key, self, self.shape, self.dtype), jnp.finfo(self.dtype).tiny)
+
+
+@lowering(aten._standard_gamma_grad.default)
+def _standard_gamma_grad(self: Any, output: Any) -> Any:
+    """d sample / d alpha at a fixed quantile."""
+    return lax.random_gamma_grad(self, output)
+
+
+@lowering(aten._sample_dirichlet.default, rng=True)
+def _sample_dirichlet(self: Any, *, key: Any) -> Any:
+    """Normalised gammas over the last dim, in log space: small concentrations underflow otherwise."""
+    logs = jax.random.loggamma(key, self, self.shape, self.dtype)
+    info = jnp.finfo(self.dtype)
+    return jnp.clip(jax.nn.softmax(logs, axis=-1), info.tiny, 1 - info.epsneg)
+
+
+@lowering(aten._dirichlet_grad.default)
+def _dirichlet_grad(x: Any, alpha: Any, total: Any) -> Any:
+    """-(d cdf / d alpha) / pdf / (1 - x) of Beta(alpha, total - alpha) at x: one coordinate of a Dirichlet sample's gradient.
+
+    JAX has no derivative of betainc by its parameters; a central difference in float64 is good to about 1e-9.
+    """
+    x64, a, t = (v.astype(jnp.float64) for v in (x, alpha, total))
+    b, step = t - a, 1e-5 * a
+    slope = (jax.scipy.special.betainc(a + step, b, x64) - jax.scipy.special.betainc(a - step, b, x64)) / (2 * step)
+    log_pdf = (a - 1) * jnp.log(x64) + (b - 1) * jnp.log1p(-x64) - jax.scipy.special.betaln(a, b)
+    return (-slope * jnp.exp(-log_pdf) / (1 - x64)).astype(x.dtype)
+
+
+@lowering(aten.rrelu_with_noise_functional.default, rng=True)
+def _rrelu(self: Any, noise: Any, lower: Any = 0.125, upper: Any = 1 / 3, training: bool = False, *, key: Any) -> tuple[Any, Any]:
+    """Leaky ReLU whose slope is drawn per element in training (the noise output) and is the mean slope otherwise."""
+    wide = jnp.promote_types(self.dtype, jnp.float32)
+    x, lower, upper = self.astype(wide), dtypes.cast(lower, wide), dtypes.cast(upper, wide)
+    if not training:
+        return jnp.where(x <= 0, x * ((lower + upper) / 2), x).astype(self.dtype), noise
+    slope = _unit(key, self.shape, dtypes.to_torch(wide)) * (upper - lower) + lower
+    slope = jnp.where(x <= 0, slope, 1.0).astype(self.dtype)
+    return (x * slope.astype(wide)).astype(self.dtype), slope

@@ -1,0 +1,157 @@
+"""`sort`, `topk`, binary searches, `isin` and `histc`. NaN is larger than every number, as in torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+from jax import lax
+
+from torch_bridge import dtypes
+from torch_bridge.lowerings.indexing import Points
+from torch_bridge.lowerings.registry import lowering
+from torch_bridge.lowerings.scatter import gather_along
+from torch_bridge.lowerings.shapes import wrap_dim
+
+aten = torch.ops.aten
+Array = jax.Array
+
+
+@lowering(aten.sort.default)
+def sort(self: Array, dim: int = -1, descending: bool = False) -> tuple[Array, Array]:
+    """Always stable, which torch's CPU sort is too."""
+    if self.ndim == 0:
+        return self, jnp.zeros((), jnp.int64)
+    dim = wrap_dim(dim, self.ndim)
+    narrow = jnp.int32 if self.shape[dim] < 2**31 else jnp.int64
+    position = lax.broadcasted_iota(narrow, self.shape, dim)
+    operands = (self, position)
+    if descending:  # reversing before and after an ascending stable sort keeps ties in their order
+        operands = tuple(lax.rev(x, [dim]) for x in operands)
+    values, indices = lax.sort(operands, dimension=dim, is_stable=True, num_keys=1)
+    if descending:
+        values, indices = lax.rev(values, [dim]), lax.rev(indices, [dim])
+    return values, indices.astype(jnp.int64)
+
+
+@lowering(aten.sort.stable)
+def sort_stable(self: Array, stable: bool | None = None, dim: int = -1, descending: bool = False) -> tuple[Array, Array]:
+    return sort(self, dim, descending)
+
+
+@lowering(aten.topk.default)
+def topk(self: Array, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> tuple[Array, Array]:
+    """In order even where `sorted=False`; of equal elements the first ones (torch leaves their order open)."""
+    if self.ndim == 0:
+        return self, jnp.zeros((), jnp.int64)
+    dim = wrap_dim(dim, self.ndim)
+    x = jnp.moveaxis(self, dim, -1)
+    _, indices = lax.top_k(_rising_key(x) if largest else _falling_key(x), k)
+    values = gather_along(x, x.ndim - 1, indices)
+    return jnp.moveaxis(values, -1, dim), jnp.moveaxis(indices, -1, dim).astype(jnp.int64)
+
+
+def _rising_key(x: Array) -> Array:
+    """Ordered as `x`, with every NaN on top (XLA's top-k would put those with a sign bit last)."""
+    if jnp.issubdtype(x.dtype, jnp.floating):
+        return jnp.where(jnp.isnan(x), jnp.nan, lax.stop_gradient(x))
+    return x.astype(jnp.int32) if x.dtype == jnp.bool_ else x
+
+
+def _falling_key(x: Array) -> Array:
+    """Ordered against `x`: integers that no value overflows, NaN at the bottom."""
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return ~_rising_key(x)
+    bits = {2: jnp.int16, 4: jnp.int32, 8: jnp.int64}[x.dtype.itemsize]
+    x = jnp.where(x == 0, jnp.zeros((), x.dtype), lax.stop_gradient(x))  # -0.0 ties with 0.0
+    pattern = lax.bitcast_convert_type(x, bits)
+    lowest = jnp.iinfo(bits).min
+    rising = jnp.where(pattern < 0, lowest - pattern, pattern)
+    return jnp.where(jnp.isnan(x), lowest, ~rising)
+
+
+def _bisect(size: int, shape: tuple[int, ...], go_right: Callable[[Array], Array]) -> Array:
+    """torch's binary search, unrolled: `go_right(middle)` tells whether the answer lies right of a position."""
+    low, high = jnp.zeros(shape, jnp.int64), jnp.full(shape, size, jnp.int64)
+    for _ in range(size.bit_length()):
+        middle = low + (high - low) // 2
+        open_ = low < high
+        right = go_right(jnp.minimum(middle, size - 1)) & open_
+        low, high = jnp.where(right, middle + 1, low), jnp.where(open_ & ~right, middle, high)
+    return low
+
+
+def _search(sequence: Array, values: Array, right: bool) -> Array:
+    """For each value its place in the last dim of a sorted sequence, which is 1-d or batched like the values."""
+    size = sequence.shape[-1]
+    if size == 0 or values.size == 0:
+        return jnp.zeros(values.shape, jnp.int64)
+
+    def element(at: Array) -> Array:
+        if sequence.ndim == 1:
+            return sequence.at[at].get(mode="promise_in_bounds", wrap_negative_indices=False)
+        return gather_along(sequence, sequence.ndim - 1, at)
+
+    # Negated as in torch, which decides where NaN goes.
+    return _bisect(size, values.shape, lambda at: ~(element(at) > values) if right else ~(element(at) >= values))
+
+
+@lowering(aten.searchsorted.Tensor, aten.searchsorted.Scalar)
+def searchsorted(
+    sorted_sequence: Array,
+    self: Any,
+    out_int32: bool = False,
+    right: bool = False,
+    side: str | None = None,
+    sorter: Array | None = None,
+) -> Array:
+    sequence, values = dtypes.promote(sorted_sequence, self)
+    if sorter is not None:
+        sequence = gather_along(sequence, sequence.ndim - 1, sorter)
+    found = _search(sequence, values, right or side == "right")
+    return found.astype(jnp.int32) if out_int32 else found
+
+
+@lowering(aten.bucketize.Tensor, aten.bucketize.Scalar)
+def bucketize(self: Any, boundaries: Array, out_int32: bool = False, right: bool = False) -> Array:
+    return searchsorted(boundaries, self, out_int32, right)
+
+
+_FEW_TESTS = 16
+
+
+@lowering(aten.isin.Tensor_Tensor, aten.isin.Tensor_Scalar, aten.isin.Scalar_Tensor)
+def isin(elements: Any, test_elements: Any, assume_unique: bool = False, invert: bool = False) -> Array:
+    """Few test elements are compared one by one, many are sorted and searched."""
+    x, tests = dtypes.promote(elements, test_elements)
+    tests = tests.reshape(-1)
+    if tests.size == 0:
+        found = jnp.zeros(x.shape, jnp.bool_)
+    elif tests.size <= _FEW_TESTS:
+        found = jnp.any(x[..., None] == tests, axis=-1)
+    else:
+        tests = jnp.sort(tests)  # NaN last
+        at = _bisect(tests.size, x.shape, lambda middle: tests[middle] < x)
+        found = tests[jnp.minimum(at, tests.size - 1)] == x
+    return ~found if invert else found
+
+
+@lowering(aten.histc.default)
+def histc(self: Array, bins: int = 100, min: Any = 0, max: Any = 0) -> Array:
+    """Counts of equal bins from `min` to `max`; equal bounds stand for the range of the data. NaN falls in no bin."""
+    if not jnp.issubdtype(self.dtype, jnp.floating):
+        raise NotImplementedError(f"aten.histc on {self.dtype}: torch has it for floats only on CPU; convert with .float() first")
+    x = self.reshape(-1)
+    low, high = dtypes.cast(min, x.dtype), dtypes.cast(max, x.dtype)
+    if x.size:
+        from_data = low == high
+        low, high = jnp.where(from_data, x.min(), low), jnp.where(from_data, x.max(), high)
+    flat = low == high
+    low, high = jnp.where(flat, low - 1, low), jnp.where(flat, high + 1, high)
+    inside = (x >= low) & (x <= high)
+    at = jnp.minimum(((x - low) / (high - low) * bins).astype(jnp.int64), bins - 1)
+    slots = Points((bins,), {0: jnp.where(inside, at, bins)}, wrap=False)  # one past the end is dropped
+    return slots.write(jnp.zeros(bins, jnp.int64), jnp.ones(x.shape, jnp.int64), "sum").astype(x.dtype)

@@ -1,0 +1,118 @@
+"""Writing into a view, functionally: `*_scatter` ops, and the `*_backward` ops that write a gradient into zeros.
+
+Contiguous ranges are `dynamic_update_slice`, which XLA does in place; strided ones are an interior-padded source under a mask.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import torch
+from jax import lax
+
+from torch_bridge.lowerings.registry import lowering
+from torch_bridge.lowerings.shapes import diagonal_span, slice_bounds, strided_positions, unfold, wrap_dim
+
+aten = torch.ops.aten
+Array = jax.Array
+
+
+def pad_dim(x: Array, dim: int, low: int, high: int, interior: int = 0) -> Array:
+    """`x` with zeros around one dim (negative counts crop) and `interior` zeros between its elements."""
+    config = [(0, 0, 0)] * x.ndim
+    config[dim] = (low, high, interior)
+    return lax.pad(x, jnp.zeros((), x.dtype), config)
+
+
+@lowering(aten.slice_scatter.default)
+def slice_scatter(self: Array, src: Array, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Array:
+    dim = wrap_dim(dim, self.ndim)
+    size = self.shape[dim]
+    first, _, length = slice_bounds(size, start, end, step)
+    src = src.astype(self.dtype)
+    if length == 0:
+        return self
+    if length == size:
+        return src
+    if step == 1 or length == 1:
+        return lax.dynamic_update_slice_in_dim(self, src, first, dim)
+    position = lax.broadcasted_iota(jnp.int32, self.shape, dim) - first
+    written = (position >= 0) & (position < length * step) & (position % step == 0)
+    return jnp.where(written, pad_dim(src, dim, first, size - first - (length - 1) * step - 1, step - 1), self)
+
+
+@lowering(aten.select_scatter.default)
+def select_scatter(self: Array, src: Array, dim: int, index: int) -> Array:
+    dim = wrap_dim(dim, self.ndim)
+    index = index % self.shape[dim]
+    return lax.dynamic_update_slice_in_dim(self, jnp.expand_dims(src.astype(self.dtype), dim), index, dim)
+
+
+def _spread_diagonal(src: Array, rows: int, cols: int, offset: int) -> Array:
+    """Batched matrices with the last dim of `src` on a diagonal and zeros elsewhere."""
+    start, length = diagonal_span(rows, cols, offset)
+    batch = src.shape[:-1]
+    if length == 0:
+        return jnp.zeros((*batch, rows, cols), src.dtype)
+    tail = rows * cols - start - (length - 1) * (cols + 1) - 1
+    return pad_dim(src, src.ndim - 1, start, tail, cols).reshape(*batch, rows, cols)
+
+
+@lowering(aten.diagonal_scatter.default)
+def diagonal_scatter(self: Array, src: Array, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Array:
+    x = jnp.moveaxis(self, (dim1, dim2), (-2, -1))
+    rows, cols = x.shape[-2:]
+    placed = _spread_diagonal(src.astype(self.dtype), rows, cols, offset)
+    row, col = lax.broadcasted_iota(jnp.int32, (rows, cols), 0), lax.broadcasted_iota(jnp.int32, (rows, cols), 1)
+    return jnp.moveaxis(jnp.where(col - row == offset, placed, x), (-2, -1), (dim1, dim2))
+
+
+@lowering(aten.diag_embed.default)
+def diag_embed(self: Array, offset: int = 0, dim1: int = -2, dim2: int = -1) -> Array:
+    n = self.shape[-1] + abs(offset)
+    return jnp.moveaxis(_spread_diagonal(self, n, n, offset), (-2, -1), (dim1, dim2))
+
+
+@lowering(aten.as_strided_scatter.default)
+def as_strided_scatter(self: Array, src: Array, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None) -> Array:
+    """See `as_strided`: `self` counts as contiguous."""
+    if math.prod(size) == 0:
+        return self
+    position = strided_positions(size, stride, storage_offset or 0)
+    return self.reshape(-1).at[position].set(src.astype(self.dtype), wrap_negative_indices=False).reshape(self.shape)
+
+
+@lowering(aten.slice_backward.default)
+def slice_backward(grad_output: Array, input_sizes: Sequence[int], dim: int, start: int, end: int, step: int) -> Array:
+    dim = wrap_dim(dim, len(input_sizes))
+    size = input_sizes[dim]
+    first, _, length = slice_bounds(size, start, end, step)
+    if length == 0:
+        return jnp.zeros(tuple(input_sizes), grad_output.dtype)
+    return pad_dim(grad_output, dim, first, size - first - (length - 1) * step - 1, step - 1)
+
+
+@lowering(aten.select_backward.default)
+def select_backward(grad_output: Array, input_sizes: Sequence[int], dim: int, index: int) -> Array:
+    dim = wrap_dim(dim, len(input_sizes))
+    index = index % input_sizes[dim]
+    return pad_dim(jnp.expand_dims(grad_output, dim), dim, index, input_sizes[dim] - index - 1)
+
+
+@lowering(aten.diagonal_backward.default)
+def diagonal_backward(grad_output: Array, input_sizes: Sequence[int], offset: int, dim1: int, dim2: int) -> Array:
+    rows, cols = input_sizes[dim1], input_sizes[dim2]
+    return jnp.moveaxis(_spread_diagonal(grad_output, rows, cols, offset), (-2, -1), (dim1, dim2))
+
+
+@lowering(aten.unfold_backward.default)
+def unfold_backward(grad_in: Array, input_sizes: Sequence[int], dim: int, size: int, step: int) -> Array:
+    """The transpose of `unfold`: overlapping windows add up, positions outside any window get zero."""
+    if math.prod(grad_in.shape) == 0:
+        return jnp.zeros(tuple(input_sizes), grad_in.dtype)
+    sample = jax.ShapeDtypeStruct(tuple(input_sizes), grad_in.dtype)
+    (grad,) = jax.linear_transpose(lambda x: unfold(x, dim, size, step), sample)(grad_in)
+    return grad

@@ -1,0 +1,60 @@
+"""Counters and timings of the bridge, under torch_xla's names (`torch_xla.debug.metrics` reads them)."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+
+_LOCK = threading.Lock()
+_SAMPLES_KEPT = 1024
+
+
+class Metric:
+    """A series of samples: how many, their sum, and the last 1024 for percentiles. `unit` is 's', 'bytes' or ''."""
+
+    def __init__(self, name: str, unit: str):
+        self.name = name
+        self.unit = unit
+        self.count = 0
+        self.total = 0.0
+        self.samples: deque[float] = deque(maxlen=_SAMPLES_KEPT)
+        METRICS[name] = self
+
+    def add(self, value: float) -> None:
+        with _LOCK:
+            self.count += 1
+            self.total += value
+            self.samples.append(value)
+
+    def clear(self) -> None:
+        with _LOCK:
+            self.count, self.total = 0, 0.0
+            self.samples.clear()
+
+
+METRICS: dict[str, Metric] = {}
+COUNTERS: dict[str, int] = {}
+
+COMPILE_TIME = Metric("CompileTime", "s")
+EXECUTE_TIME = Metric("ExecuteTime", "s")
+GRAPH_SIZE = Metric("TensorsGraphSize", "")
+TRANSFER_TO_DEVICE = Metric("TransferToDeviceTime", "s")
+TRANSFER_FROM_DEVICE = Metric("TransferFromDeviceTime", "s")
+OUTBOUND_DATA = Metric("OutboundData", "bytes")
+INBOUND_DATA = Metric("InboundData", "bytes")
+
+
+def count(name: str, by: int = 1) -> None:
+    """Add to a counter."""
+    with _LOCK:
+        COUNTERS[name] = COUNTERS.get(name, 0) + by
+
+
+def clear_counters() -> None:
+    with _LOCK:
+        COUNTERS.clear()
+
+
+def clear_metrics() -> None:
+    for metric in METRICS.values():
+        metric.clear()

@@ -1,0 +1,65 @@
+"""Random state of the device: a seed and a count of the random ops since it was set.
+
+A random op records *which* draw of which seed it is; the compiled program gets (seed, offset) as inputs, so neither a new step nor
+a new seed recompiles. Restoring a state replays the same draws, which activation checkpointing relies on.
+"""
+
+from __future__ import annotations
+
+import torch
+
+_STATE_WORDS = 2
+
+
+class RngState:
+    """Seed and draw counter of one generator (`torch.xla` default, or one per `torch.Generator`)."""
+
+    __slots__ = ("offset", "seed")
+
+    def __init__(self, seed: int = 0, offset: int = 0):
+        self.seed = seed
+        self.offset = offset
+
+    def manual_seed(self, seed: int) -> None:
+        self.seed, self.offset = int(seed) & 0xFFFFFFFFFFFFFFFF, 0
+
+    def take(self) -> tuple[int, int]:
+        """(seed, offset) of the next draw."""
+        offset = self.offset
+        self.offset = offset + 1
+        return self.seed, offset
+
+    def get_state(self) -> torch.Tensor:
+        """The state as a CPU uint8 tensor of 16 bytes."""
+        signed = self.seed - (1 << 64) if self.seed >= (1 << 63) else self.seed
+        return torch.tensor([signed, self.offset], dtype=torch.int64).view(torch.uint8).clone()
+
+    def set_state(self, state: torch.Tensor) -> None:
+        if state.dtype != torch.uint8 or state.numel() != 8 * _STATE_WORDS:
+            raise TypeError(
+                f"an xla RNG state is a CPU uint8 tensor of {8 * _STATE_WORDS} bytes, got {state.dtype} with {state.numel()} elements; "
+                "pass what torch.xla.get_rng_state() returned"
+            )
+        seed, offset = state.clone().view(torch.int64).tolist()
+        self.seed, self.offset = seed & 0xFFFFFFFFFFFFFFFF, offset
+
+
+DEFAULT = RngState()
+
+_GENERATORS: dict[int, RngState] = {}
+
+
+def of_generator(generator: torch.Generator | None) -> RngState:
+    """The state behind a `generator=` argument.
+
+    None or the device's own: the default. A CPU generator draws one seed from it, so that seeding it seeds the op and a
+    second op draws on, as on the CPU.
+    """
+    if generator is None:
+        return DEFAULT
+    if generator.device.type == "xla":
+        from torch_bridge.device import state_of_generator
+
+        return state_of_generator(generator)
+    seed = torch.empty((), dtype=torch.int64).random_(generator=generator)
+    return RngState(int(seed))

@@ -1,0 +1,112 @@
+"""What the recorder needs to know about an aten overload, read from its schema once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from torch_bridge import lowerings
+
+NOT_SCALAR, LIFTED, STATIC = 0, 1, 2
+"""Argument kinds: not a Scalar; a Scalar whose number is an input of the program; a Scalar that shapes the program."""
+
+aten = torch.ops.aten
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+
+# Mutating ops whose functional form has another name than the schema rule gives.
+_FUNCTIONAL_NAMES = {
+    "aten::normal_": "normal_functional",
+    "aten::_index_put_impl_": "index_put",
+    "aten::rrelu_with_noise_": "rrelu_with_noise_functional",
+    "aten::rrelu_with_noise": "rrelu_with_noise_functional",
+    "aten::_native_batch_norm_legit": "_native_batch_norm_legit_functional",
+}
+
+
+class Info:
+    """One overload: its functional form, what it mutates and aliases, and which arguments are Scalars.
+
+    mutated: positions (or names) of written tensor arguments. functional: the overload recorded instead, None if there is none.
+    fresh_returns: results that are new tensors. scalar: kind of each Scalar argument by name; scalar_at: by position.
+    """
+
+    def __init__(self, op: torch._ops.OpOverload):
+        self.op = op
+        schema = op._schema
+        self.args = schema.arguments
+        self.names = [a.name for a in schema.arguments]
+        self.mutated = [i for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write]
+        self.alias_returns = [self._source_of(r) for r in schema.returns]
+        aliased = [i for i, a in enumerate(self.args) if a.alias_info is not None]
+        self.is_view = not self.mutated and bool(aliased) and bool(self.alias_returns)
+        self.view_of = aliased[0] if self.is_view else None
+        self.composite = op.has_kernel_for_dispatch_key(_COMPOSITE)
+        self.functional = self._find_functional() if self.mutated else op
+        found = None if self.functional is None else lowerings.lookup(self.functional)
+        lifted = LIFTED if found is not None and found.lift else STATIC
+        self.scalar = {a.name: lifted for a in schema.arguments if _is_scalar(a)}
+        self.scalar_at = [self.scalar.get(a.name, NOT_SCALAR) for a in schema.arguments]
+        self.n_returns = len(schema.returns)
+        self.cache: dict[tuple[Any, ...], Any] = {}
+
+    def _source_of(self, ret: Any) -> int | None:
+        """The argument a result aliases."""
+        if ret.alias_info is None:
+            return None
+        for i, a in enumerate(self.args):
+            if a.alias_info is not None and a.alias_info.before_set & ret.alias_info.before_set:
+                return i
+        return None
+
+    def _find_functional(self) -> torch._ops.OpOverload | None:
+        op = self.op
+        name = op._schema.name
+        base = name.removeprefix("aten::")
+        out_args = {a.name for a in self.args if a.is_out}
+        if name in _FUNCTIONAL_NAMES:
+            candidates = [_FUNCTIONAL_NAMES[name]]
+        elif out_args:
+            candidates = [base, f"{base}_functional"]
+        elif base.startswith("__i"):  # __ior__ and friends
+            candidates = ["__" + base[3:]]
+        else:
+            candidates = [base.removesuffix("_"), base]
+        if op.namespace != "aten":
+            return None
+        wanted = [_type(a) for a in self.args if a.name not in out_args]
+        for candidate in candidates:
+            packet = getattr(aten, candidate, None)
+            if packet is None:
+                continue
+            for overload in packet.overloads():
+                other = getattr(packet, overload)
+                schema = other._schema
+                if any(a.alias_info is not None and a.alias_info.is_write for a in schema.arguments):
+                    continue
+                if [_type(a) for a in schema.arguments] == wanted:
+                    return other
+        return None
+
+
+_NUMBER_TYPES = {"number", "Scalar", "Optional[number]", "Optional[Scalar]", "List[number]", "List[Scalar]", "Tensor", "Optional[Tensor]"}
+
+
+def _is_scalar(arg: Any) -> bool:
+    """True where a Python number means a value to compute with (for a Tensor argument, torch's "wrapped number")."""
+    return str(arg.type) in _NUMBER_TYPES
+
+
+def _type(arg: Any) -> str:
+    return str(arg.type)
+
+
+_INFO: dict[int, Info] = {}
+
+
+def info(op: torch._ops.OpOverload) -> Info:
+    """The `Info` of an overload (overloads live for ever, so their ids are stable)."""
+    found = _INFO.get(id(op))
+    if found is None:
+        found = _INFO[id(op)] = Info(op)
+    return found

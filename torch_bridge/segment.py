@@ -1,0 +1,332 @@
+"""The list of recorded ops that waits to be compiled and run: nodes, the arrays they read, and the storages they write.
+
+A value is named by an integer: node outputs count up from 0, leaves (arrays that exist already) count down from -1. A node is the
+tuple `(entry, *input ids)`; an `Entry` is one aten call with everything but its tensors fixed, interned, so that two
+recordings of the same step are equal lists, whatever arrays they run on.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import Any
+
+import torch
+
+from torch_bridge import source
+from torch_bridge.errors import DeadTensorError
+from torch_bridge.layout import Layout, Step, contiguous_stride, layout, read_steps
+
+aten = torch.ops.aten
+
+LOCK = threading.RLock()
+"""Held while an op is recorded and while a segment runs: any thread may use the device."""
+
+
+class Slot:
+    """In an entry's template: the place of its i-th tensor input."""
+
+    __slots__ = ("index",)
+
+    def __init__(self, index: int):
+        self.index = index
+
+
+class Lift:
+    """In an entry's template: the place of its i-th lifted number, and the Python type it had."""
+
+    __slots__ = ("index", "kind")
+
+    def __init__(self, index: int, kind: type):
+        self.index = index
+        self.kind = kind
+
+
+class Entry:
+    """One functional aten call up to its tensors and lifted numbers.
+
+    op, args, kwargs: the call, with `Slot`s and `Lift`s. outs: base layouts of its results (None: undefined).
+    paths: where each result sits in what the op returns (an empty path: it is all of it).
+    casts: for a result written into a tensor of another dtype, that dtype. rng: draws random numbers.
+    """
+
+    __slots__ = ("args", "casts", "kwargs", "n_outs", "op", "outs", "paths", "rng")
+
+    def __init__(self, op: torch._ops.OpOverload, args: Any, kwargs: Any, outs: tuple[Layout | None, ...], casts: Any = (), rng: bool = False):
+        self.op = op
+        self.args = args
+        self.kwargs = kwargs
+        self.outs = outs
+        self.n_outs = len(outs)
+        self.paths: tuple[tuple[int, ...], ...] = ((),)
+        self.casts = casts
+        self.rng = rng
+
+    def __repr__(self) -> str:
+        return f"Entry({self.op}, outs={list(self.outs)})"
+
+
+class Storage:
+    """What several views share: the current value, either a JAX array or the id of a pending value.
+
+    layout: base layout, the shape in which the value is kept. array: the value if it exists, else None. segment, vid: where
+    the value is a node output (vid >= 0) or has been adopted as a leaf (vid < 0). views: ids of views read so far.
+    A storage with neither array nor segment is uninitialised (`torch.empty`).
+    """
+
+    __slots__ = ("__weakref__", "array", "layout", "segment", "vid", "views")
+
+    def __init__(self, layout: Layout, array: Any = None):
+        self.layout = layout
+        self.array = array
+        self.segment: Any = None
+        self.vid = -1
+        self.views: dict[Layout, int] | None = None
+
+    @property
+    def pending(self) -> bool:
+        """True while the value waits in a segment."""
+        return self.segment is not None and self.vid >= 0
+
+    def settle(self, array: Any) -> None:
+        """The pending value has been computed."""
+        self.array = array
+        self.segment = None
+        self.views = None
+
+
+class Segment:
+    """Recorded ops that have not run yet. All methods expect the caller to hold `LOCK`."""
+
+    def __init__(self, capture: bool = False):
+        self.capture = capture
+        self.failure: str | None = None
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget everything recorded, and let go of the arrays."""
+        self.nodes: list[tuple[Any, ...]] = []
+        self.numbers: list[tuple[int, tuple[Any, ...]]] = []
+        self.draws: list[tuple[int, int, int]] = []
+        self.sources: list[source.Source] = []
+        self.next_vid = 0
+        self.leaves: list[Any] = []
+        self.leaf_index: dict[int, int] = {}
+        self.writers: list[weakref.ref[Storage]] = []
+        self.saved: list[tuple[weakref.ref[Storage], int]] = []
+        self.predicted: Any = None
+
+    # -- values ---------------------------------------------------------------------------------
+
+    def emit(self, entry: Entry, ids: tuple[int, ...], numbers: tuple[Any, ...] = (), draw: tuple[int, int] | None = None) -> int:
+        """Append a node; returns the id of its first result."""
+        node = (entry, *ids)
+        nodes = self.nodes
+        i = len(nodes)
+        predicted = self.predicted
+        if predicted is not None and (i >= len(predicted.nodes) or predicted.nodes[i] != node):
+            self.sources = list(predicted.sources[:i])
+            predicted = self.predicted = None
+        if predicted is None:
+            here = source.current(2)
+            source.note_forward(here)
+            del self.sources[i:]
+            self.sources.append(here)
+        if numbers:
+            while self.numbers and self.numbers[-1][0] >= i:
+                self.numbers.pop()
+            self.numbers.append((i, numbers))
+        if draw is not None:
+            while self.draws and self.draws[-1][0] >= i:
+                self.draws.pop()
+            self.draws.append((i, *draw))
+        vid = self.next_vid
+        self.next_vid = vid + entry.n_outs
+        nodes.append(node)
+        return vid
+
+    def adopt(self, storage: Storage) -> int:
+        """The id of a storage's current value, making its array a leaf if it has one."""
+        array = storage.array
+        if array is None:
+            if storage.segment is not None:
+                raise DeadTensorError.of(storage.segment)
+            self.write(storage, self.emit(_zeros(storage.layout), ()))
+            return storage.vid
+        vid = self.leaf(array)
+        storage.views = None
+        storage.vid = vid
+        storage.segment = self
+        return vid
+
+    def leaf(self, array: Any) -> int:
+        """The id of an existing array."""
+        vid = self.leaf_index.get(id(array))
+        if vid is None:
+            self.leaves.append(array)
+            vid = self.leaf_index[id(array)] = -len(self.leaves)
+        return vid
+
+    def read(self, storage: Storage, view: Layout) -> int:
+        """The id of a view of a storage."""
+        vid = storage.vid if storage.segment is self else self.adopt(storage)
+        if view is storage.layout:
+            return vid
+        views = storage.views
+        if views is None:
+            views = storage.views = {}
+        found = views.get(view)
+        if found is None:
+            for entry in read_entries(storage.layout, view):
+                vid = self.emit(entry, (vid,))
+            found = views[view] = vid
+        return found
+
+    def write(self, storage: Storage, vid: int) -> None:
+        """Make a value the storage's whole new content."""
+        if storage.segment is not self or storage.vid < 0:
+            self.writers.append(weakref.ref(storage))
+            if storage.array is not None and id(storage.array) in self.leaf_index:
+                self.saved.append((weakref.ref(storage), self.leaf_index[id(storage.array)]))
+        storage.views = None
+        storage.vid = vid
+        storage.segment = self
+        storage.array = None if vid >= 0 or self.capture else self.leaves[-vid - 1]
+
+    def write_view(self, storage: Storage, view: Layout, vid: int) -> None:
+        """Write a value through a view."""
+        if view is storage.layout:
+            self.write(storage, vid)
+            return
+        chain = write_entries(storage.layout, view)
+        befores: list[int] = []
+        if chain.scatters:
+            befores = [storage.vid if storage.segment is self else self.adopt(storage)]
+            for entry in chain.reads:
+                befores.append(self.emit(entry, (befores[-1],)))
+        for entry, before in chain.writes:
+            vid = self.emit(entry, (vid,) if before is None else (befores[before], vid))
+        self.write(storage, vid)
+
+    def results(self) -> dict[int, list[Storage]]:
+        """Live storages by the pending id they wait for."""
+        live: dict[int, list[Storage]] = {}
+        for ref in self.writers:
+            storage = ref()
+            if storage is not None and storage.segment is self and storage.vid >= 0:
+                holders = live.setdefault(storage.vid, [])
+                if storage not in holders:
+                    holders.append(storage)
+        return live
+
+
+# -- entries for views, made once per pair of layouts ---------------------------------------------
+
+
+class WriteChain:
+    """Entries that write through a view: `reads` gives the intermediate values, `writes` pairs an entry with the one it scatters into."""
+
+    __slots__ = ("reads", "scatters", "writes")
+
+    def __init__(self, reads: list[Entry], writes: list[tuple[Entry, int | None]]):
+        self.scatters = any(into is not None for _, into in writes)
+        self.reads = reads if self.scatters else []
+        self.writes = writes
+
+
+_STEP_ENTRIES: dict[tuple[Any, ...], Entry] = {}
+_READS: dict[tuple[Layout, Layout], tuple[Entry, ...]] = {}
+_WRITES: dict[tuple[Layout, Layout], WriteChain] = {}
+_SCATTERS = {
+    aten.slice.Tensor: aten.slice_scatter.default,
+    aten.select.int: aten.select_scatter.default,
+    aten.as_strided.default: aten.as_strided_scatter.default,
+}
+
+
+def step_entry(op: torch._ops.OpOverload, inputs: tuple[Layout, ...], args: tuple[Any, ...], **kwargs: Any) -> Entry:
+    """The entry for an op on tensors of these layouts and constant arguments after them."""
+    key = (op, inputs, args, *kwargs.items())
+    entry = _STEP_ENTRIES.get(key)
+    if entry is None:
+        metas = [torch.empty(i.size, dtype=i.dtype, device="meta") for i in inputs]
+        out = op(*metas, *args, **kwargs)
+        slots = tuple(Slot(i) for i in range(len(inputs)))
+        entry = Entry(op, (*slots, *args), kwargs, (layout(tuple(out.shape), None, 0, out.dtype),))
+        _STEP_ENTRIES[key] = entry
+    return entry
+
+
+def _flat(of: Layout) -> Layout:
+    return layout(of.size, None, 0, of.dtype)
+
+
+def _zeros(of: Layout) -> Entry:
+    return step_entry(aten.full.default, (), (of.size, 0), dtype=of.dtype)  # type: ignore[arg-type]
+
+
+def read_entries(base: Layout, view: Layout) -> tuple[Entry, ...]:
+    """Entries that read `view` from a value in `base` layout."""
+    found = _READS.get((base, view))
+    if found is None:
+        entries = []
+        at = _flat(base)
+        for op, args in read_steps(base, view):
+            entry = step_entry(op, (at,), args)
+            entries.append(entry)
+            assert entry.outs[0] is not None
+            at = entry.outs[0]
+        found = _READS[base, view] = tuple(entries)
+    return found
+
+
+def write_entries(base: Layout, view: Layout) -> WriteChain:
+    """Entries that write a value of `view` into a value in `base` layout, leaving the rest."""
+    found = _WRITES.get((base, view))
+    if found is None:
+        found = _WRITES[base, view] = _build_write(base, view)
+    return found
+
+
+def _build_write(base: Layout, view: Layout) -> WriteChain:
+    steps = read_steps(base, view)
+    reads = read_entries(base, view)
+    shapes = [_flat(base), *(e.outs[0] for e in reads)]
+    writes: list[tuple[Entry, int | None]] = []
+    last_scatter = 0
+    for k in range(len(steps) - 1, -1, -1):
+        op, args = steps[k]
+        before, after = shapes[k], shapes[k + 1]
+        assert before is not None and after is not None
+        scatter = _SCATTERS.get(op)
+        if scatter is not None:
+            writes.append((step_entry(scatter, (before, after), args), k))
+            last_scatter = max(last_scatter, k)
+            continue
+        inverse, inverse_args = _inverse(op, args, before, after)
+        writes.append((step_entry(inverse, (after,), inverse_args), None))
+    return WriteChain(list(reads[:last_scatter]), writes)
+
+
+def _inverse(op: torch._ops.OpOverload, args: tuple[Any, ...], before: Layout, after: Layout) -> Step:
+    if op is aten.reshape.default:
+        return aten.reshape.default, (before.size,)
+    if op is aten.permute.default:
+        return aten.permute.default, (tuple(args[0].index(d) for d in range(len(args[0]))),)
+    if op is aten.view.dtype:
+        return aten.view.dtype, (before.dtype,)
+    if op is aten.view_as_real.default:
+        return aten.view_as_complex.default, ()
+    if op is aten.view_as_complex.default:
+        return aten.view_as_real.default, ()
+    if op is aten.expand.default:
+        raise RuntimeError(
+            "unsupported operation: more than one element of the written-to tensor refers to a single memory location. "
+            f"The tensor of shape {list(after.size)} was expanded from {list(before.size)}; clone() it before writing to it."
+        )
+    return op, ()  # conj and neg are their own inverses
+
+
+def contiguous(size: tuple[int, ...], dtype: torch.dtype) -> Layout:
+    """A contiguous base layout."""
+    return layout(size, contiguous_stride(size), 0, dtype)

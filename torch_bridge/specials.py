@@ -1,0 +1,279 @@
+"""Ops with a recording rule of their own: copies across devices, values for the host, storage surgery, batch-norm statistics, attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from torch_bridge import host_values, lowerings
+from torch_bridge.dispatch import STATE, copy_storage, dispatch, draw_for, fresh, point, read, record, record_op, resize, special
+from torch_bridge.inference import infer
+from torch_bridge.layout import Layout, base_of_meta, layout, of_meta
+from torch_bridge.segment import Storage
+from torch_bridge.tensor import DEVICE, XLATensor, make
+from torch_bridge.transfer import download, to_array, upload
+
+aten = torch.ops.aten
+
+
+# -- copies ---------------------------------------------------------------------------------------
+
+
+@special(aten.copy_.default)
+def copy_(func: Any, args: Any, kwargs: Any) -> Any:
+    """`dst.copy_(src)` in every combination of devices; between xla tensors nothing moves, values are immutable."""
+    dst, src = args[0], args[1]
+    if not isinstance(dst, XLATensor):
+        dst.copy_(download(src))
+        return dst
+    view = dst._layout
+    if not isinstance(src, XLATensor):
+        host = src.detach()
+        if host.dtype != view.dtype:
+            host = host.to(view.dtype)
+        if tuple(host.shape) != view.size:
+            host = host.expand(view.size)
+        storage = dst._storage
+        array = to_array(host)
+        if view is storage.layout:
+            storage.views, storage.segment, storage.array = None, None, array
+        else:
+            STATE.current.write_view(storage, view, STATE.current.leaf(array))
+        return dst
+    if src is dst or (src._storage is dst._storage and src._layout is view):
+        return dst
+    if src._layout.dtype != view.dtype:
+        src = record_op(aten._to_copy.default, src, dtype=view.dtype)
+    if src._layout.size != view.size:
+        src = record_op(aten.expand.default, src, view.size)
+    vid = read(src)
+    STATE.current.write_view(dst._storage, view, vid)
+    return dst
+
+
+@special(aten._to_copy.default)
+def to_copy(func: Any, args: Any, kwargs: Any) -> Any:
+    """`.to(...)` that makes a copy: to the host, or to another dtype on the device."""
+    src: XLATensor = args[0]
+    device = kwargs.get("device")
+    dtype = kwargs.get("dtype") or src.dtype
+    if device is not None and torch.device(device).type != "xla":
+        host = download(src)
+        if torch.device(device).type == "meta":
+            return infer(func, args, kwargs)
+        memory_format = kwargs.get("memory_format")
+        if memory_format in (None, torch.preserve_format):
+            return host.to(device=device, dtype=dtype)
+        return host.to(device=device, dtype=dtype, memory_format=memory_format)
+    if dtype == src.dtype:
+        return clone(aten.clone.default, (src,), {k: v for k, v in kwargs.items() if k == "memory_format"})
+    rest = {k: v for k, v in kwargs.items() if k == "memory_format" and v is not None}
+    return record(func, (src,), {"dtype": dtype, **rest})
+
+
+@special(aten.clone.default)
+def clone(func: Any, args: Any, kwargs: Any) -> Any:
+    """A new storage with the same value; the bytes are copied only when one of the two is written."""
+    src: XLATensor = args[0]
+    base = _clone_layout(src._layout, kwargs.get("memory_format"))
+    if src._storage.array is None and src._storage.segment is None:
+        return make(base, Storage(base))
+    return fresh(STATE.current, base, read(src))
+
+
+_CLONES: dict[tuple[Layout, Any], Layout] = {}
+
+
+def _clone_layout(of: Layout, memory_format: Any) -> Layout:
+    found = _CLONES.get((of, memory_format))
+    if found is None:
+        meta = torch.empty_strided(of.size, of.stride, dtype=of.dtype, device="meta")
+        found = _CLONES[of, memory_format] = base_of_meta(meta.clone(memory_format=memory_format or torch.preserve_format))
+    return found
+
+
+@special(aten._copy_from.default, aten._copy_from_and_resize.default)
+def copy_from(func: Any, args: Any, kwargs: Any) -> Any:
+    src, dst = args[0], args[1]
+    if func is aten._copy_from_and_resize.default and isinstance(dst, XLATensor) and dst.shape != src.shape:
+        resize(dst, tuple(src.shape))
+    return copy_(aten.copy_.default, (dst, src), {})
+
+
+# -- values for the host --------------------------------------------------------------------------
+
+
+@special(aten._local_scalar_dense.default)
+def item(func: Any, args: Any, kwargs: Any) -> Any:
+    """A Python number; small integers may come without running the graph."""
+    t: XLATensor = args[0]
+    segment = STATE.current
+    if t._storage.segment is segment and t._storage.vid >= 0 and not segment.capture and not t.dtype.is_floating_point:
+        vid = read(t)
+        known = host_values.evaluate(segment, vid)
+        if known is not None:
+            return known.item()
+    return download(t).item()
+
+
+@special(aten.is_pinned.default)
+def is_pinned(func: Any, args: Any, kwargs: Any) -> bool:
+    return False
+
+
+@special(aten._conj.default)
+def conj(func: Any, args: Any, kwargs: Any) -> Any:
+    """A lazy conjugate, as a view."""
+    t: XLATensor = args[0]
+    v = t._layout
+    if not v.dtype.is_complex:
+        return make(v, t._storage)
+    return make(layout(v.size, v.stride, v.offset, v.dtype, not v.conj, v.neg), t._storage)
+
+
+@special(aten._neg_view.default)
+def neg_view(func: Any, args: Any, kwargs: Any) -> Any:
+    t: XLATensor = args[0]
+    v = t._layout
+    return make(layout(v.size, v.stride, v.offset, v.dtype, v.conj, not v.neg), t._storage)
+
+
+@special(aten.view_as_real.default)
+def view_as_real(func: Any, args: Any, kwargs: Any) -> Any:
+    """torch refuses a real view of a conjugated tensor, and so do we."""
+    if args[0]._layout.conj:
+        raise RuntimeError("view_as_real doesn't work on unresolved conjugated tensors. To resolve the conjugate tensor so you can view it as real, use self.resolve_conj()")
+    return record(func, args, kwargs)
+
+
+# -- memory ---------------------------------------------------------------------------------------
+
+
+@special(aten.empty_like.default, aten.new_empty.default, aten.new_empty_strided.default)
+def empty_like(func: Any, args: Any, kwargs: Any) -> Any:
+    device = kwargs.get("device")
+    if device is not None and torch.device(device).type != "xla":
+        out = infer(func, args, kwargs)
+        return torch.empty_strided(out.shape, out.stride(), dtype=out.dtype, device=device)
+    return uninitialized(base_of_meta(infer(func, args, kwargs)))
+
+
+def uninitialized(base: Layout) -> XLATensor:
+    """A tensor whose storage has no value yet (it reads as zeros)."""
+    return make(base, Storage(base))
+
+
+@special(aten.set_.source_Tensor)
+def set_source(func: Any, args: Any, kwargs: Any) -> Any:
+    t, src = args
+    if not isinstance(src, XLATensor) or not isinstance(t, XLATensor):
+        raise RuntimeError(f"set_ needs both tensors on the same device, got {t.device} and {src.device}: move one with .to()")
+    point(t, src._layout, src._storage)
+    return t
+
+
+@special(aten.set_.source_Tensor_storage_offset)
+def set_source_offset(func: Any, args: Any, kwargs: Any) -> Any:
+    t, src, offset, size = args[:4]
+    stride = tuple(args[4]) if len(args) > 4 and args[4] else None
+    point(t, layout(tuple(size), stride, offset, src.dtype), src._storage)
+    return t
+
+
+@special(aten.set_.default)
+def set_empty(func: Any, args: Any, kwargs: Any) -> Any:
+    t = args[0]
+    empty = layout((0,), None, 0, t.dtype)
+    point(t, empty, Storage(empty))
+    return t
+
+
+@special(aten.set_.source_Storage, aten.set_.source_Storage_storage_offset)
+def set_storage(func: Any, args: Any, kwargs: Any) -> Any:
+    raise NotImplementedError(
+        "Tensor.set_(storage, ...) on an xla tensor: xla tensors have no addressable torch storage. Use tensor.set_(other_tensor), "
+        "other_tensor.as_strided(...), or assign tensor.data."
+    )
+
+
+@special(aten.resize_.default)
+def resize_(func: Any, args: Any, kwargs: Any) -> Any:
+    t, size = args[0], tuple(args[1])
+    if t._layout.size != size:
+        resize(t, size)
+    return t
+
+
+_INPLACE_VIEWS = {
+    aten.transpose_.default: aten.transpose.int,
+    aten.t_.default: aten.t.default,
+    aten.squeeze_.default: aten.squeeze.default,
+    aten.squeeze_.dim: aten.squeeze.dim,
+    aten.squeeze_.dims: aten.squeeze.dims,
+    aten.unsqueeze_.default: aten.unsqueeze.default,
+    aten.as_strided_.default: aten.as_strided.default,
+    aten.detach_.default: aten.detach.default,
+}
+
+
+@special(*_INPLACE_VIEWS)
+def inplace_view(func: Any, args: Any, kwargs: Any) -> Any:
+    """`t.transpose_()` and the like: the same elements under new metadata."""
+    t = args[0]
+    out = dispatch(_INPLACE_VIEWS[func], args, kwargs)
+    point(t, out._layout, out._storage)
+    return t
+
+
+# -- batch norm -----------------------------------------------------------------------------------
+
+
+@special(aten.native_batch_norm.default)
+def native_batch_norm(func: Any, args: Any, kwargs: Any) -> Any:
+    """torch's schema hides that training updates the running statistics in place; write them out."""
+    x, weight, bias, mean, var, training, momentum, eps = args
+    if not training:
+        return record(aten._native_batch_norm_legit_no_training.default, (x, weight, bias, mean, var, momentum, eps))
+    if mean is None:
+        return record(aten._native_batch_norm_legit.no_stats, (x, weight, bias, True, momentum, eps))
+    *outs, new_mean, new_var = record(
+        aten._native_batch_norm_legit_functional.default, (x, weight, bias, mean, var, True, momentum, eps)
+    )
+    segment = STATE.current
+    segment.write_view(mean._storage, mean._layout, read(new_mean))
+    segment.write_view(var._storage, var._layout, read(new_var))
+    return tuple(outs)
+
+
+# -- attention ------------------------------------------------------------------------------------
+
+
+@special(aten.scaled_dot_product_attention.default)
+def attention_in_inference_mode(func: Any, args: Any, kwargs: Any) -> Any:
+    return attention(*args, **kwargs)
+
+
+def attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """`F.scaled_dot_product_attention` as one fused op; anything that op cannot say goes through torch's plain formula."""
+    fused = query.dim() == 4 and query.dtype.is_floating_point and (attn_mask is None or not attn_mask.requires_grad)
+    if attn_mask is not None and is_causal:
+        raise RuntimeError("_scaled_dot_product_attention: Explicit attn_mask should not be set when is_causal=True")
+    if not fused or (query.shape[1] != key.shape[1] and not enable_gqa) or key.shape[1] != value.shape[1]:
+        return aten._scaled_dot_product_attention_math(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )[0]
+    return aten._scaled_dot_product_fused_attention_overrideable(query, key, value, attn_mask, dropout_p, is_causal, scale=scale)[0]
+
+
+__all__ = ["Storage", "attention", "copy_storage", "draw_for", "lowerings", "of_meta", "uninitialized", "upload"]

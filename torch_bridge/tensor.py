@@ -1,0 +1,149 @@
+"""`XLATensor`: what `device="xla"` gives, a torch tensor without memory of its own.
+
+It has torch's metadata (shape, stride, dtype, autograd) and points to a `Storage` whose value is a JAX array or a pending
+node. Everything it does arrives at `dispatch.dispatch`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from torch_bridge.layout import Layout
+from torch_bridge.segment import Storage
+
+DEVICE = torch.device("xla:0")
+_make_wrapper = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
+
+
+class XLATensor(torch.Tensor):
+    """A tensor on device `xla`. Scripts never construct it: `.to("xla")`, `device="xla"` and ops on xla tensors do."""
+
+    _storage: Storage
+    _layout: Layout
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _dispatch(func, args, kwargs)
+
+    @property
+    def is_xla(self) -> bool:  # type: ignore[override]
+        return True
+
+    @property
+    def data(self) -> torch.Tensor:  # type: ignore[override]
+        """The same storage without autograd history, as in torch."""
+        return _raw_data_get(self)
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        if not isinstance(value, XLATensor):
+            raise TypeError(
+                f"cannot set .data of a tensor on xla:0 to a tensor on {value.device}: move it first with .to('xla'), "
+                "or use module.to('cpu') to move a whole module"
+            )
+        _raw_data_set(self, value)
+        self._storage, self._layout = value._storage, value._layout
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        with torch.no_grad():
+            text = torch._tensor_str._str(torch.Tensor.detach(self).cpu())
+        extra = ", device='xla:0'"
+        if self.grad_fn is not None:
+            extra += f", grad_fn=<{type(self.grad_fn).__name__}>"
+        elif self.requires_grad:
+            extra += ", requires_grad=True"
+        text = f"{text[:-1]}{extra})"
+        return f"Parameter containing:\n{text}" if isinstance(self, torch.nn.Parameter) else text
+
+    def numpy(self, *, force: bool = False) -> Any:
+        if force:
+            return self.detach().cpu().numpy()
+        raise TypeError(
+            "can't convert an xla:0 tensor to numpy: its value may not even be computed yet. "
+            "Use tensor.cpu().numpy() (or tensor.detach().cpu().numpy(), or tensor.numpy(force=True)); it runs what is pending and copies to the host."
+        )
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+        return self.numpy()
+
+    def tolist(self) -> Any:
+        return self.detach().cpu().tolist()
+
+    def data_ptr(self) -> int:
+        """A number that tensors share exactly when they start at the same element of the same storage; not an address."""
+        return id(self._storage) + self._layout.offset * self._layout.dtype.itemsize
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> XLATensor:
+        if id(self) in memo:
+            return memo[id(self)]
+        if not self.is_leaf:
+            raise RuntimeError(
+                "Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol at the moment. "
+                "Use tensor.detach().clone() for a copy without history."
+            )
+        return _deepcopy(self, memo)
+
+    def __reduce_ex__(self, proto: Any) -> Any:
+        torch.utils.hooks.warn_if_has_hooks(self)
+        host = self.detach().cpu().clone()
+        if isinstance(self, torch.nn.Parameter):
+            rebuilt = torch._utils._rebuild_device_tensor_from_cpu_tensor, (host, self.dtype, "xla:0", False)
+            return _rebuild_parameter, (*rebuilt, self.requires_grad, user_attributes(self))
+        return torch._utils._rebuild_device_tensor_from_cpu_tensor, (host, self.dtype, "xla:0", self.requires_grad)
+
+
+def _rebuild_parameter(rebuild: Any, args: Any, requires_grad: bool, attributes: dict[str, Any]) -> torch.nn.Parameter:
+    parameter = torch.nn.Parameter(rebuild(*args), requires_grad)
+    parameter.__dict__.update(attributes)
+    return parameter
+
+
+def user_attributes(t: torch.Tensor) -> dict[str, Any]:
+    """What scripts have set on a tensor object."""
+    return {k: v for k, v in t.__dict__.items() if k not in ("_storage", "_layout", "_is_param")}
+
+
+def _deepcopy(t: XLATensor, memo: dict[int, Any]) -> XLATensor:
+    import copy
+
+    with torch.no_grad():
+        storage = t._storage
+        shared = memo.get(id(storage))
+        if shared is None:
+            from torch_bridge.dispatch import copy_storage
+
+            shared = memo[id(storage)] = copy_storage(storage)
+        new = make(t._layout, shared)
+    new.requires_grad_(t.requires_grad)
+    memo[id(t)] = new
+    if t.grad is not None:
+        new.grad = copy.deepcopy(t.grad, memo)
+    new.__dict__.update(copy.deepcopy(user_attributes(t), memo))
+    if isinstance(t, torch.nn.Parameter):
+        new._is_param = True  # type: ignore[attr-defined]
+    return new
+
+
+_raw_data_get = torch.Tensor.data.__get__  # type: ignore[attr-defined]
+_raw_data_set = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+
+
+def make(layout: Layout, storage: Storage) -> XLATensor:
+    """A new tensor that views `storage` through `layout`."""
+    t = _make_wrapper(
+        XLATensor, layout.size, strides=layout.stride, storage_offset=layout.offset, dtype=layout.dtype, device=DEVICE
+    )
+    t._storage = storage
+    t._layout = layout
+    return t
+
+
+def _dispatch(func: Any, args: Any, kwargs: Any) -> Any:
+    """Replaced by `dispatch.dispatch` when that module is imported."""
+    from torch_bridge import dispatch
+
+    return dispatch.dispatch(func, args, kwargs)
