@@ -27,8 +27,8 @@ CHECKED_STEPS = 10  # the losses of these steps are compared between the variant
 class Variant:
     """What a variant does.
 
-    `dispatch(ids)` starts one training step on int64 ids of shape (BATCH, SEQ) and returns a handle without waiting; `read(handle)` waits and
-    returns the loss. `counters` returns cumulative numbers, such as compilations; `versions` names the packages that matter.
+    `dispatch(ids)` starts one training step on int64 ids of shape (BATCH, SEQ) and returns a handle without waiting; `read(handle)`
+    waits and returns the loss. `counters` returns cumulative numbers, such as compilations; `versions` names the packages that matter.
     """
 
     dispatch: Callable[[np.ndarray], Any]
@@ -40,9 +40,7 @@ class Variant:
 
 def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser()
-    result.add_argument(
-        "--weights", type=Path, required=True, help="npz file with the initial weights, made by torch_step.py --write-weights"
-    )
+    result.add_argument("--weights", type=Path, required=True, help="npz file with the initial weights, made by torch_step.py --prepare")
     result.add_argument("--steps", type=int, default=20, help="steps per measurement")
     return result
 

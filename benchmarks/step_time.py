@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +39,27 @@ VARIANTS: dict[str, tuple[str, list[str], dict[str, str], bool]] = {
     "torch_xla": ("the same script on original torch_xla", ["torch_step.py", "--device", "xla"], {"PJRT_DEVICE": "CPU"}, True),
     "torch": ("the same script in eager PyTorch on the CPU", ["torch_step.py"], {}, False),
     "compile": ("the same script with torch.compile on the CPU", ["torch_step.py", "--compile"], {}, False),
-    "torchax": ("the same model through torchax", ["torchax_step.py"], {}, False),
 }
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of the table: its title, how a run's result gives its value, and the digits after the point."""
+
+    title: str
+    value: Callable[[dict[str, Any]], float]
+    digits: int = 0
+
+
+COLUMNS = [
+    Column("step, no waiting (ms)", lambda run: run["step_free_ms"]),
+    Column("step, loss read each step (ms)", lambda run: run["step_synced_ms"]),
+    Column("CPU time per step, all threads (ms)", lambda run: run["step_cpu_ms"]),
+    Column("first step (s)", lambda run: run["first_step_s"], digits=2),
+    Column("first three steps (s)", lambda run: run["first_three_steps_s"], digits=2),
+    Column("peak RSS (MiB)", lambda run: run["peak_rss_mib"]),
+    Column("RSS above imports (MiB)", lambda run: run["peak_rss_mib"] - run["rss_after_import_mib"]),
+]
 DEFAULT = ["bridge", "jax", "torch_xla", "torch"]
 
 
@@ -58,12 +78,12 @@ def run_rounds(names: list[str], rounds: int, steps: int) -> dict[str, list[dict
     venv_python = str(torch_xla_venv.make_venv(torch_xla_venv.DEFAULT_VENV)) if "torch_xla" in names else ""
     with tempfile.TemporaryDirectory() as folder:
         weights = Path(folder) / "weights.npz"
-        run_script(sys.executable, ["torch_step.py", "--write-weights"], weights, {}, [])
+        ops = int(run_script(sys.executable, ["torch_step.py", "--prepare"], weights, {}, []))
         for number in range(rounds):
             for name in names:
                 _, script, env, uses_venv = VARIANTS[name]
                 output = run_script(venv_python if uses_venv else sys.executable, script, weights, env, ["--steps", str(steps)])
-                results[name].append(json.loads(output.splitlines()[-1]))
+                results[name].append(json.loads(output.splitlines()[-1]) | {"ops_per_step": ops})
                 print(f"round {number + 1}: {name:10} {results[name][-1]['step_free_ms']:8.1f} ms per step", file=sys.stderr, flush=True)
     return results
 
@@ -80,71 +100,53 @@ def check_losses(results: dict[str, list[dict[str, Any]]]) -> float:
     return max(differences.values())
 
 
-def summarise(results: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, float]]:
-    """Medians over the rounds, and their ratios to the peer's *in the same round* where that was run."""
-
-    def median(name: str, value: Callable[[dict[str, Any]], float]) -> tuple[float, float]:
-        own = [value(run) for run in results[name]]
-        if PEER not in results:
-            return statistics.median(own), float("nan")
-        ratios = [mine / value(peer) for mine, peer in zip(own, results[PEER], strict=True)]
-        return statistics.median(own), statistics.median(ratios)
-
-    columns: dict[str, Callable[[dict[str, Any]], float]] = {
-        "step_free": lambda run: run["step_free_ms"],
-        "step_synced": lambda run: run["step_synced_ms"],
-        "cpu": lambda run: run["step_cpu_ms"],
-        "first": lambda run: run["first_step_s"],
-        "three": lambda run: run["first_three_steps_s"],
-        "peak": lambda run: run["peak_rss_mib"],
-        "grown": lambda run: run["peak_rss_mib"] - run["rss_after_import_mib"],
-    }
-    table = {}
-    for name in results:
-        row = {}
-        for column, value in columns.items():
-            row[column], row[column + "_ratio"] = median(name, value)
-        table[name] = row
+def summarise(results: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, tuple[float, float]]]:
+    """{variant: {column: (median over the rounds, median of the ratios to the peer in the same round)}}."""
+    table: dict[str, dict[str, tuple[float, float]]] = {}
+    for name, runs in results.items():
+        table[name] = {}
+        for column in COLUMNS:
+            own = [column.value(run) for run in runs]
+            ratios = [mine / column.value(peer) for mine, peer in zip(own, results.get(PEER, []), strict=PEER in results)]
+            table[name][column.title] = statistics.median(own), statistics.median(ratios) if ratios else float("nan")
     return table
 
 
 def markdown(results: dict[str, list[dict[str, Any]]], steps: int) -> str:
-    table = summarise(results)
-    lines = [
-        "| variant | step, no waiting (ms) | step, loss read each step (ms) | CPU time per step, all threads (ms) | first step (s) | first three steps (s) | peak RSS (MiB) | RSS above imports (MiB) |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for name, row in table.items():
-        cells = [f"{row[column]:{form}} ({row[column + '_ratio']:.2f}x)" for column, form in COLUMN_FORMATS.items()]
+    lines = [f"| variant | {' | '.join(column.title for column in COLUMNS)} |", "|---" * (len(COLUMNS) + 1) + "|"]
+    for name, row in summarise(results).items():
+        cells = [f"{row[column.title][0]:.{column.digits}f} ({row[column.title][1]:.2f}x)" for column in COLUMNS]
         lines.append(f"| {VARIANTS[name][0]} | {' | '.join(cells)} |")
+    rounds = len(next(iter(results.values())))
     lines += [
         "",
-        f"In brackets: the ratio to hand-written JAX, median of the ratios within a round; {len(next(iter(results.values())))} rounds, {steps} steps each.",
+        f"In brackets: the ratio to hand-written JAX, median of the ratios within a round; {rounds} rounds, {steps} steps each.",
         "",
     ]
-    lines += [f"- {line}" for name, runs in results.items() for line in details(name, runs)]
+    lines += [f"- {details(name, runs)}" for name, runs in results.items()]
     lines.append(f"- the variants' first {measure.CHECKED_STEPS} losses agree to {check_losses(results):.0e}")
     date = datetime.date.today().isoformat()
     lines.append(f"- measured {date}, {processor()}, {os.cpu_count()} cores, Python {platform.python_version()}")
     return "\n".join(lines)
 
 
-COLUMN_FORMATS = {"step_free": ".0f", "step_synced": ".0f", "cpu": ".0f", "first": ".2f", "three": ".2f", "peak": ".0f", "grown": ".0f"}
-
-
-def details(name: str, runs: list[dict[str, Any]]) -> list[str]:
+def details(name: str, runs: list[dict[str, Any]]) -> str:
+    """One line of versions, counts and recording time."""
     last = runs[-1]
-    lines = [f"`{name}`: " + ", ".join(f"{package} {version}" for package, version in last["versions"].items())]
-    if last["counters"]:
-        totals = ", ".join(f"{value:.0f} {what}" for what, value in last["counters"].items())
-        steady = ", ".join(f"{value:.2f} {what}" for what, value in last["steady_counters_per_step"].items())
-        lines[0] += f"; {totals} in all, {steady} per step after the first {measure.CHECKED_STEPS}"
+    steady = last["steady_counters_per_step"]
+    line = f"`{name}`: " + ", ".join(f"{package} {version}" for package, version in last["versions"].items())
+    if "compilations" in steady:
+        line += f"; {last['counters']['compilations']:.0f} compilations"
+        line += f", {steady['compilations']:.2f} a step after the first {measure.CHECKED_STEPS} steps"
+    if "executions" in steady:
+        line += f"; {steady['executions']:.2f} executions a step"
     if last["recording_ms"] is not None:
         milliseconds = statistics.median(run["recording_ms"] for run in runs)
-        lines[0] += f"; {milliseconds:.1f} ms of Python per step before `mark_step`"
-        if last.get("ops_per_step"):
-            lines[0] += f" ({1e3 * milliseconds / last['ops_per_step']:.1f} us for each of {last['ops_per_step']} ops)"
-    return lines
+        line += f"; {milliseconds:.1f} ms of Python a step before `mark_step`"
+        line += (
+            f", {1e3 * milliseconds / last['ops_per_step']:.1f} us for each of the {last['ops_per_step']} aten ops that eager PyTorch runs"
+        )
+    return line
 
 
 def processor() -> str:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import time
 from pathlib import Path
 
 import measure
 import numpy as np
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 
@@ -34,11 +36,9 @@ def make_optimizer(model: torch.nn.Module) -> tuple[torch.optim.Optimizer, torch
 
 
 def xla_variant(weights: dict[str, np.ndarray]) -> measure.Variant:
-    import torch_xla
     import torch_xla.core.xla_model as xm
     import torch_xla.debug.metrics as met
 
-    is_bridge = "+" not in torch_xla.__version__ and "torch_bridge" in (getattr(torch_xla, "__doc__", None) or "") + str(torch_xla.__path__)
     device = xm.xla_device()
     variant = cpu_variant(weights, device=device)
     run_step, recording = variant.dispatch, variant.recording
@@ -51,11 +51,11 @@ def xla_variant(weights: dict[str, np.ndarray]) -> measure.Variant:
         return loss
 
     def counters() -> dict[str, float]:
-        counts = {name: met.metric_data(name) for name in ("CompileTime", "ExecuteTime")}
-        return {"compilations": (counts["CompileTime"] or [0])[0], "executions": (counts["ExecuteTime"] or [0])[0]}
+        compiled, executed = (met.metric_data(name) or (0,) for name in ("CompileTime", "ExecuteTime"))
+        return {"compilations": compiled[0], "executions": executed[0]}
 
-    names = ["torch", "transformers", *(["jax", "jaxlib"] if is_bridge else ["torch_xla"])]
-    return measure.Variant(dispatch, variant.read, measure.versions_of(names), counters, recording)
+    below = ["jax", "jaxlib"] if importlib.util.find_spec("torch_bridge") else ["torch_xla"]
+    return measure.Variant(dispatch, variant.read, measure.versions_of(["torch", "transformers", *below]), counters, recording)
 
 
 def cpu_variant(weights: dict[str, np.ndarray], device: torch.device | str = "cpu", compiled: bool = False) -> measure.Variant:
@@ -81,18 +81,38 @@ def main() -> None:
     parser = measure.parser()
     parser.add_argument("--device", choices=["xla", "cpu"], default="cpu")
     parser.add_argument("--compile", action="store_true", help="use torch.compile")
-    parser.add_argument("--write-weights", action="store_true", help="write the initial weights to the --weights file and stop")
+    parser.add_argument(
+        "--prepare", action="store_true", help="only write the initial weights to the --weights file and print the ops per step"
+    )
     args: argparse.Namespace = parser.parse_args()
-    if args.write_weights:
-        write_weights(args.weights)
+    if args.prepare:
+        prepare(args.weights)
     elif args.device == "xla":
         measure.measure(xla_variant, args)
     else:
         measure.measure(lambda weights: cpu_variant(weights, compiled=args.compile), args)
 
 
-def write_weights(path: Path) -> None:
-    np.savez(path, **{name: value.numpy() for name, value in make_model().state_dict().items()})
+class OpCounter(TorchDispatchMode):
+    """Counts the aten ops that reach a backend."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **kwargs or {})
+
+
+def prepare(path: Path) -> None:
+    """Write the initial weights to a file and print how many aten ops a step (not the first) has in eager PyTorch."""
+    weights = {name: value.numpy() for name, value in make_model().state_dict().items()}
+    np.savez(path, **weights)
+    step = cpu_variant(weights).dispatch
+    first, second = measure.batches(2)
+    step(first)
+    with OpCounter() as counter:
+        step(second)
+    print(counter.count)
 
 
 if __name__ == "__main__":

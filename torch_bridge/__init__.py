@@ -1,0 +1,40 @@
+"""torch_bridge: run torch code on JAX. Device `"xla"`, `torch.fx` capture, and conversion of modules to JAX.
+
+Importing it registers the device and starts nothing: JAX is imported when the first xla tensor is made or a name below is used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from torch_bridge.device import register
+
+if TYPE_CHECKING:
+    from torch_bridge.capturing import capture
+    from torch_bridge.jax_function import to_jax
+    from torch_bridge.nnx_module import to_nnx
+
+_LAZY = {
+    "capture": "torch_bridge.capturing",
+    "hlo": "torch_bridge.hlo_text",
+    "last_graphs": "torch_bridge.executor",
+    "to_jax": "torch_bridge.jax_function",
+    "to_nnx": "torch_bridge.nnx_module",
+}
+
+__all__ = ["capture", "hlo", "last_graphs", "register", "to_jax", "to_nnx"]
+
+register()
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'torch_bridge' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_LAZY[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

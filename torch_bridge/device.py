@@ -62,7 +62,7 @@ def register() -> None:
             f"torch's one slot for an external device is already taken by '{name}' in this process, so 'xla' cannot be added. "
             "Import nxd_jax (or torch_xla) in a process that does not import the other backend."
         )
-    from torch_bridge import device_module, factories
+    from torch_bridge import cpu_attention, device_module, factories, modules
 
     torch.utils.rename_privateuse1_backend("xla")
     torch._register_device_module("xla", device_module)
@@ -72,11 +72,11 @@ def register() -> None:
     library = torch.library.Library("aten", "IMPL", "PrivateUse1")
     autograd = torch.library.Library("aten", "IMPL", "AutogradPrivateUse1")
     factories.install(library, autograd)
+    cpu = torch.library.Library("aten", "IMPL", "CPU")
+    cpu_attention.install(cpu)
     fallthrough = torch.library.Library("_", "IMPL")
     fallthrough.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
-    _libraries.extend((library, autograd, fallthrough))
-    from torch_bridge import modules
-
+    _libraries.extend((library, autograd, cpu, fallthrough))
     modules.install()
     _registered = True
 

@@ -249,7 +249,14 @@ def _entry(
 
     targs = tuple(template(a, names[i] in scalar) for i, a in enumerate(args))
     tkwargs = {n: template(a, n in scalar) for n, a in kwargs.items() if n not in _DROPPED}
-    return Entry(target, targs, tkwargs, outs, casts, found is not None and found.rng)
+    draws = found is not None and found.rng and not _never_drops(names, args, kwargs)
+    return Entry(target, targs, tkwargs, outs, casts, draws)
+
+
+def _never_drops(names: list[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """True for a random op that is told not to be one: attention with dropout 0."""
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    return "dropout_p" in names and not given.get("dropout_p")
 
 
 def _plan_mutation(
@@ -451,5 +458,3 @@ def resize(t: XLATensor, size: tuple[int, ...]) -> None:
             storage.views = None
     point(t, new, storage)
 
-
-tensor._dispatch = dispatch

@@ -15,8 +15,8 @@ class DeadTensorError(RuntimeError):
         reason = getattr(segment, "failure", None)
         if reason is None:
             return cls(
-                "this xla tensor belongs to a graph that is being captured (torch_bridge.capture) and has no value outside it; "
-                "return it from the captured module instead of keeping it on an attribute or in a global."
+                "this xla tensor belongs to a graph that torch_bridge.capture records, and has no value: a captured module may not look at values "
+                "(.item(), .cpu(), print, a Python branch on a tensor) nor keep its tensors on attributes or in globals. Return them, or use torch.where."
             )
         return cls(
             f"the value of this xla tensor was never computed: the graph it belongs to failed with {reason}. "

@@ -24,7 +24,7 @@ import torch
 from torch import fx
 
 from torch_bridge import _compat, dispatch, dtypes, interpret, metrics
-from torch_bridge.errors import XlaOutOfMemoryError
+from torch_bridge.errors import DeadTensorError, XlaOutOfMemoryError
 from torch_bridge.graph import GraphBuilder
 from torch_bridge.inference import meta_of
 from torch_bridge.layout import layout
@@ -158,10 +158,8 @@ def materialize(storage: Storage) -> None:
     """Make sure a storage has its value (running the segment if it is pending)."""
     if storage.pending:
         sync()
-        if storage.pending:
-            from torch_bridge.errors import DeadTensorError
-
-            raise DeadTensorError.of(storage.segment)
+    if storage.array is None and storage.segment is not None:
+        raise DeadTensorError.of(storage.segment)
 
 
 def _run(segment: Segment) -> None:

@@ -14,46 +14,46 @@ aten = torch.ops.aten
 
 def empty(size: Any, dtype: Any = None, layout: Any = None, device: Any = None, pin_memory: Any = None, memory_format: Any = None) -> Any:
     from torch_bridge import layout as layouts
-    from torch_bridge.specials import uninitialized
+    from torch_bridge.recorder import specials
 
     meta = torch.empty(size, dtype=dtype, device="meta", memory_format=memory_format)
-    return uninitialized(layouts.base_of_meta(meta))
+    return specials.uninitialized(layouts.base_of_meta(meta))
 
 
 def empty_strided(size: Any, stride: Any, dtype: Any = None, layout: Any = None, device: Any = None, pin_memory: Any = None) -> Any:
     from torch_bridge import layout as layouts
-    from torch_bridge.specials import uninitialized
+    from torch_bridge.recorder import specials
 
-    return uninitialized(layouts.base_of_meta(torch.empty_strided(tuple(size), tuple(stride), dtype=dtype, device="meta")))
+    return specials.uninitialized(layouts.base_of_meta(torch.empty_strided(tuple(size), tuple(stride), dtype=dtype, device="meta")))
 
 
 def _recorded(op: torch._ops.OpOverload) -> Any:
     """A factory that is recorded as a node of its own."""
 
     def factory(*args: Any, layout: Any = None, device: Any = None, pin_memory: Any = None, **kwargs: Any) -> Any:
-        from torch_bridge.dispatch import dispatch
+        from torch_bridge.recorder import dispatch
 
         if kwargs.get("dtype", 0) is None:
             del kwargs["dtype"]
-        return dispatch(op, args, kwargs)
+        return dispatch.dispatch(op, args, kwargs)
 
     return factory
 
 
 def copy_from(src: Any, dst: Any, non_blocking: bool = False) -> Any:
-    from torch_bridge.dispatch import dispatch
+    from torch_bridge.recorder import dispatch
 
-    return dispatch(aten._copy_from.default, (src, dst, non_blocking), {})
+    return dispatch.dispatch(aten._copy_from.default, (src, dst, non_blocking), {})
 
 
 def copy_from_and_resize(src: Any, dst: Any) -> Any:
-    from torch_bridge.dispatch import dispatch
+    from torch_bridge.recorder import dispatch
 
-    return dispatch(aten._copy_from_and_resize.default, (src, dst), {})
+    return dispatch.dispatch(aten._copy_from_and_resize.default, (src, dst), {})
 
 
 def attention(*args: Any, **kwargs: Any) -> Any:
-    from torch_bridge import specials
+    from torch_bridge.recorder import specials
 
     return specials.attention(*args, **kwargs)
 

@@ -32,7 +32,7 @@ def has_decomposition(op: Any) -> bool:
 
 def lower_by_decomposition(op: Any, args: Any, kwargs: Any, key: Callable[[], Any] | None) -> Any:
     """Evaluate torch's decomposition of `op` on JAX values, by recording it in a segment of its own."""
-    from torch_bridge.capture import inline
+    from torch_bridge.capturing import inline
 
     return inline(decomposition_table[op], args, kwargs, key)
 

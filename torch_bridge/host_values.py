@@ -79,6 +79,8 @@ def _cheap(entry: Entry) -> bool:
 def _leaf(array: Any) -> torch.Tensor | None:
     from torch_bridge.transfer import to_cpu
 
+    if not hasattr(array, "is_ready"):  # a captured module's input has no value
+        return None
     if array.size > MAX_ELEMENTS or dtypes.to_torch(array.dtype) not in _INTEGERS or not array.is_ready():
         return None
     return to_cpu(array)

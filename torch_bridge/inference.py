@@ -39,6 +39,7 @@ def infer(op: torch._ops.OpOverload, args: Any, kwargs: Any) -> Any:
     """Call `op` on meta tensors; bad arguments raise torch's own errors."""
     margs, mkwargs = tree_map(to_meta, (args, kwargs))
     mkwargs.pop("generator", None)
+    op = _RULES.get(op, op)
     try:
         with torch.no_grad():
             return op(*margs, **mkwargs)
@@ -49,5 +50,14 @@ def infer(op: torch._ops.OpOverload, args: Any, kwargs: Any) -> Any:
             raise NeedsHost(str(error)) from None
         raise
 
+
+def _grouped_mm(a: torch.Tensor, b: torch.Tensor, *args: Any, out_dtype: torch.dtype | None = None, **kwargs: Any) -> torch.Tensor:
+    """torch's meta kernel allows bfloat16 only (CUDA's limit); the CPU kernel and ours take any float."""
+    shaped = torch.ops.aten._grouped_mm.default(a.to(torch.bfloat16), b.to(torch.bfloat16), *args, **kwargs)
+    return shaped.to(out_dtype or a.dtype)
+
+
+_RULES: dict[Any, Any] = {torch.ops.aten._grouped_mm.default: _grouped_mm}
+"""Our own inference where torch's meta kernel is narrower than its CPU kernel."""
 
 _DYNAMIC = {"DynamicOutputShapeException", "DataDependentOutputException", "UnsupportedOperatorException"}

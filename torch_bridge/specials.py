@@ -109,7 +109,7 @@ def item(func: Any, args: Any, kwargs: Any) -> Any:
     """A Python number; small integers may come without running the graph."""
     t: XLATensor = args[0]
     segment = STATE.current
-    if t._storage.segment is segment and t._storage.vid >= 0 and not segment.capture and not t.dtype.is_floating_point:
+    if t._storage.segment is segment and t._storage.vid >= 0 and not t.dtype.is_floating_point:
         vid = read(t)
         known = host_values.evaluate(segment, vid)
         if known is not None:

@@ -143,7 +143,7 @@ def make(layout: Layout, storage: Storage) -> XLATensor:
 
 
 def _dispatch(func: Any, args: Any, kwargs: Any) -> Any:
-    """Replaced by `dispatch.dispatch` when that module is imported."""
-    from torch_bridge import dispatch
+    """Replaced by `dispatch.dispatch` when `recorder` is imported."""
+    from torch_bridge import recorder
 
-    return dispatch.dispatch(func, args, kwargs)
+    return recorder.dispatch.dispatch(func, args, kwargs)

@@ -213,20 +213,28 @@ def silu_backward(grad_output, self):
     return grad_output * s * (1 + self * (1 - s))
 
 
-def _log1pexp(x: jax.Array) -> jax.Array:
-    return jnp.maximum(x, 0) + jnp.log1p(jnp.exp(-jnp.abs(x)))
+def log_sigmoid(x: jax.Array) -> jax.Array:
+    """min(x, 0) - log1p(exp(-|x|)), both parts branching alike so that the derivative at 0 is 1/2."""
+    positive = x >= 0
+    return jnp.where(positive, 0, x) - jnp.log1p(jnp.exp(jnp.where(positive, -x, x)))
+
+
+def softplus_of(x: jax.Array) -> jax.Array:
+    """log(1 + exp(x)) without overflow."""
+    positive = x >= 0
+    return jnp.where(positive, x, 0) + jnp.log1p(jnp.exp(jnp.where(positive, -x, x)))
 
 
 @lowering(aten.mish.default)
 @pointwise
 def mish(self):
-    return self * jnp.tanh(_log1pexp(self))
+    return self * jnp.tanh(softplus_of(self))
 
 
 @lowering(aten.mish_backward.default)
 @pointwise
 def mish_backward(grad_output, self):
-    t = jnp.tanh(_log1pexp(self))
+    t = jnp.tanh(softplus_of(self))
     return grad_output * (t + self * lax.logistic(self) * (1 - t * t))
 
 
@@ -255,8 +263,7 @@ def glu_backward(grad_output, self, dim):
 @pointwise
 def log_sigmoid_forward(self):
     """torch's CPU kernel also returns exp(-|x|) for the backward."""
-    z = jnp.exp(-jnp.abs(self))
-    return jnp.minimum(self, 0) - jnp.log1p(z), z
+    return log_sigmoid(self), jnp.exp(-jnp.abs(self))
 
 
 @lowering(aten.log_sigmoid_backward.default)
@@ -283,7 +290,7 @@ def _logit(x, eps):
 @pointwise
 def logit_backward(grad_output, self, eps=None):
     low, high, outside = (0.0, 1.0, jnp.nan) if eps is None or eps < 0 else (eps, 1 - eps, 0.0)
-    return jnp.where((self < low) | (self > high), outside, grad_output / jnp.abs(self * (1 - self)))
+    return jnp.where((self < low) | (self > high), outside, grad_output / (self * (1 - self)))
 
 
 @lowering(aten.sigmoid_backward.default)

@@ -129,13 +129,15 @@ def kthvalue(self: Any, k: int, dim: int = -1, keepdim: bool = False) -> tuple[A
 
 @lowering(aten.mode.default)
 def mode(self: Any, dim: int = -1, keepdim: bool = False) -> tuple[Any, Any]:
-    """The smallest of the most frequent values, at its last position. NaNs differ from each other and sort first."""
+    """The smallest of the most frequent values, at its last position.
+
+    NaNs count as different values and as the largest; torch's own answer for a row with NaN depends on their order.
+    """
     if self.ndim == 0:
         return _scalar_pair(self)
     dim = dim % self.ndim
+    values, order = _stable_order(self, dim)
     position = lax.broadcasted_iota(jnp.int64, self.shape, dim)
-    keys = (~_is_nan(self), lax.stop_gradient(self), position)
-    _, values, order = lax.sort(keys, dimension=dim, is_stable=True, num_keys=2)
     before = lax.slice_in_dim(values, 0, values.shape[dim] - 1, axis=dim)
     after = lax.slice_in_dim(values, 1, values.shape[dim], axis=dim)
     first = lax.slice_in_dim(jnp.ones(values.shape, jnp.bool_), 0, 1, axis=dim)

@@ -122,28 +122,22 @@ def _masked_put(x: Array, indices: list[Array | None], values: Array, accumulate
     `values` lines up with `x.shape[:before] + (number of True,) + x.shape[after:]`. A size of 1 there is a `where`; else
     the k-th True position of the mask takes the k-th value.
     """
-    at = [i for i, idx in enumerate(indices) if idx is not None]
-    if len(at) != 1:
+    if sum(i is not None for i in indices) != 1:
         raise NotImplementedError(
             "aten.index_put with a boolean mask beside other index tensors: its number of positions depends on the data. "
             "Write with torch.where and one full mask, or turn the mask into indices with torch.nonzero_static"
         )
-    mask = indices[at[0]] != 0
-    before, after = at[0], at[0] + mask.ndim
-    rest = x.shape[after:]
-    full_mask = mask.reshape(mask.shape + (1,) * len(rest))
-    missing = before + 1 + len(rest) - values.ndim
-    values = values.reshape((1,) * missing + values.shape)
-    count = values.shape[before]
-    if count != 1:
-        rank = jnp.maximum(jnp.cumsum(mask.reshape(-1).astype(jnp.int64)) - 1, 0)
-        values = Points(values.shape, {before: rank}, wrap=False).read(values) if count else values[(slice(None),) * before]
+    before, mask = next((i, jnp.not_equal(idx, 0)) for i, idx in enumerate(indices) if idx is not None)
+    rest = x.ndim - before - mask.ndim
+    values = values.reshape((1,) * (before + 1 + rest - values.ndim) + values.shape).astype(x.dtype)
+    count, shape = values.shape[before], (1,) * mask.ndim
     if count == 0:  # torch has checked that then nothing is True
         return x
-    tail = values.shape[before + 1 :]
-    shape = mask.shape if count != 1 else (1,) * mask.ndim
-    values = values.reshape(*values.shape[:before], *shape, *tail).astype(x.dtype)
-    return jnp.where(full_mask, _accumulated(x, values) if accumulate else values, x)
+    if count > 1:
+        rank = jnp.maximum(jnp.cumsum(mask.reshape(-1).astype(jnp.int64)) - 1, 0)
+        values, shape = Points(values.shape, {before: rank}, wrap=False).read(values), mask.shape
+    values = values.reshape(*values.shape[:before], *shape, *values.shape[before + 1 :])
+    return jnp.where(mask.reshape(mask.shape + (1,) * rest), _accumulated(x, values) if accumulate else values, x)
 
 
 @lowering(aten.index_select.default)
@@ -217,4 +211,6 @@ def nonzero_static(self: Array, size: int, fill_value: int = -1) -> Array:
     """[size, ndim] positions, row-major, cut or filled up to `size`."""
     if self.ndim == 0:
         return jnp.zeros((size, 0), jnp.int64)
+    if self.size == 0:
+        return jnp.full((size, self.ndim), fill_value, jnp.int64)
     return jnp.stack(jnp.nonzero(self, size=size, fill_value=fill_value), axis=1).astype(jnp.int64)

@@ -13,6 +13,7 @@ from jax import lax
 
 from torch_bridge import dtypes
 from torch_bridge.lowerings._opmath import pointwise, widen
+from torch_bridge.lowerings.activations import log_sigmoid
 from torch_bridge.lowerings.registry import lowering
 
 aten = torch.ops.aten
@@ -60,7 +61,8 @@ def mse_loss_backward(self, target):
 @lowering(aten.smooth_l1_loss.default)
 @pointwise
 def smooth_l1_loss(self, target, reduction=1, beta=1.0):
-    z = jnp.abs(self - target)
+    diff = self - target
+    z = diff * jnp.sign(diff)  # |diff| with derivative 0 at 0
     return reduced(z if beta == 0 else jnp.where(z < beta, 0.5 * z * z / beta, z - 0.5 * beta), reduction)
 
 
@@ -122,9 +124,8 @@ def binary_cross_entropy_backward(grad_output, self, target, weight=None, reduct
 @pointwise
 def binary_cross_entropy_with_logits(self, target, weight=None, pos_weight=None, reduction=1):
     """-(pos_weight * t * log s(x) + (1 - t) * log(1 - s(x))), with log s(x) = -softplus(-x)."""
-    log_sigmoid = jnp.minimum(self, 0) - jnp.log1p(jnp.exp(-jnp.abs(self)))
     factor = 1 if pos_weight is None else 1 + (pos_weight - 1) * target
-    return reduced(_weighted((1 - target) * self - factor * log_sigmoid, weight), reduction)
+    return reduced(_weighted((1 - target) * self - factor * log_sigmoid(self), weight), reduction)
 
 
 # --- negative log likelihood -----------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from jax import lax
 
 from torch_bridge import dtypes
 from torch_bridge.lowerings._opmath import HALF, wide_dtype, widen
+from torch_bridge.lowerings.activations import gelu, relu
 from torch_bridge.lowerings.registry import lowering
 
 aten = torch.ops.aten
@@ -124,10 +125,8 @@ def addmm_dtype(self: jax.Array, mat1: jax.Array, mat2: jax.Array, out_dtype: to
 def addmm_activation(
     self: jax.Array, mat1: jax.Array, mat2: jax.Array, *, beta: Any = 1, alpha: Any = 1, use_gelu: bool = False
 ) -> jax.Array:
-    from torch_bridge.lowerings.activations import gelu, relu
-
     out = addmm(self, mat1, mat2, beta=beta, alpha=alpha)
-    return gelu(out, "tanh") if use_gelu else relu(out)
+    return gelu(out) if use_gelu else relu(out)
 
 
 @lowering(aten.addmv.default)

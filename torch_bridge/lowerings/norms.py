@@ -13,6 +13,7 @@ from torch_bridge import dtypes
 from torch_bridge.lowerings.precision import convert, is_complex, opmath, round_to, widen
 from torch_bridge.lowerings.reductions import axes, safe_sqrt
 from torch_bridge.lowerings.registry import lowering
+from torch_bridge.lowerings.unary import magnitude
 
 aten = torch.ops.aten
 
@@ -24,8 +25,7 @@ def power_sum(x: Any, p: float, reduced: tuple[int, ...], keepdim: bool) -> Any:
     elif p == 2:
         terms = x.real**2 + x.imag**2 if is_complex(x) else x * x
     else:
-        magnitude = jnp.abs(x)
-        terms = magnitude if p == 1 else _power(magnitude, p)
+        terms = magnitude(x) if p == 1 else _power(magnitude(x), p)
     return jnp.sum(terms, axis=reduced, keepdims=keepdim, dtype=terms.dtype)
 
 
@@ -39,7 +39,7 @@ def _power(x: Any, p: float) -> Any:
 def p_norm(x: Any, p: float, reduced: tuple[int, ...], keepdim: bool = False) -> Any:
     """The p-norm over axes, in the (real) dtype of x; gradients follow torch: 0 at 0, ties of the maximum share."""
     if math.isinf(p):
-        return (jnp.max if p > 0 else jnp.min)(jnp.abs(x), axis=reduced, keepdims=keepdim, **({"initial": 0.0} if p > 0 else {}))
+        return (jnp.max if p > 0 else jnp.min)(magnitude(x), axis=reduced, keepdims=keepdim, **({"initial": 0.0} if p > 0 else {}))
     total = power_sum(x, p, reduced, keepdim)
     if p in (0, 1):
         return total

@@ -52,6 +52,8 @@ def convert(x: Any, dtype: Any) -> Any:
     if isinstance(x, (bool, int)):
         return dtypes.cast(x, dtype)
     x = jnp.asarray(x)
+    if is_complex(x) and jnp.issubdtype(dtype, jnp.integer):
+        x = x.real
     if jnp.issubdtype(x.dtype, jnp.floating) and jnp.issubdtype(dtype, jnp.integer):
         return _to_integer(x, dtype)
     if dtype in _HALF and x.dtype not in _HALF and x.dtype != jnp.float32:

@@ -72,7 +72,7 @@ def roll(self: Array, shifts: Sequence[int], dims: Sequence[int] = ()) -> Array:
 
 @lowering(aten.rot90.default)
 def rot90(self: Array, k: int = 1, dims: Sequence[int] = (0, 1)) -> Array:
-    return jnp.rot90(self, k, tuple(dims))
+    return jnp.rot90(self, k, (dims[0], dims[1]))
 
 
 @lowering(aten.tril.default)

@@ -26,15 +26,17 @@ def sort(self: Array, dim: int = -1, descending: bool = False) -> tuple[Array, A
     if self.ndim == 0:
         return self, jnp.zeros((), jnp.int64)
     dim = wrap_dim(dim, self.ndim)
-    narrow = jnp.int32 if self.shape[dim] < 2**31 else jnp.int64
-    position = lax.broadcasted_iota(narrow, self.shape, dim)
-    operands = (self, position)
-    if descending:  # reversing before and after an ascending stable sort keeps ties in their order
-        operands = tuple(lax.rev(x, [dim]) for x in operands)
+    if self.dtype.itemsize <= 4 and self.shape[dim] < 2**32:
+        indices = _packed_argsort(self, dim, descending)
+        return gather_along(self, dim, indices), indices
+    position = lax.broadcasted_iota(jnp.int64, self.shape, dim)
+    if not descending:
+        values, indices = lax.sort((self, position), dimension=dim, is_stable=True, num_keys=1)
+        return values, indices
+    # Reversing before and after an ascending stable sort keeps ties in their order.
+    operands = (lax.rev(self, [dim]), lax.rev(position, [dim]))
     values, indices = lax.sort(operands, dimension=dim, is_stable=True, num_keys=1)
-    if descending:
-        values, indices = lax.rev(values, [dim]), lax.rev(indices, [dim])
-    return values, indices.astype(jnp.int64)
+    return lax.rev(values, [dim]), lax.rev(indices, [dim])
 
 
 @lowering(aten.sort.stable)
@@ -42,35 +44,51 @@ def sort_stable(self: Array, stable: bool | None = None, dim: int = -1, descendi
     return sort(self, dim, descending)
 
 
+def _packed_argsort(x: Array, dim: int, descending: bool) -> Array:
+    """Sort single int64s, the key above the position: XLA does that 4 to 8 times faster on CPU than key-position pairs."""
+    key = _ordered_int32(x)
+    high = (~key if descending else key).astype(jnp.int64) << 32
+    packed = lax.sort(high | lax.broadcasted_iota(jnp.int64, x.shape, dim), dimension=dim, is_stable=False)
+    return packed & 0xFFFFFFFF
+
+
+def _ordered_int32(x: Array) -> Array:
+    """Integers in the order of a type of at most 32 bits: zeros of both signs are equal, NaN is the largest."""
+    if x.dtype == jnp.uint32:
+        return lax.bitcast_convert_type(x ^ jnp.uint32(1 << 31), jnp.int32)
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return x.astype(jnp.int32)
+    x = lax.stop_gradient(x).astype(jnp.float32)
+    bits = lax.bitcast_convert_type(jnp.where(x == 0, 0, x), jnp.int32)
+    limits = jnp.iinfo(jnp.int32)
+    return jnp.where(jnp.isnan(x), limits.max, jnp.where(bits < 0, limits.min - bits, bits))
+
+
 @lowering(aten.topk.default)
 def topk(self: Array, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> tuple[Array, Array]:
     """In order even where `sorted=False`; of equal elements the first ones (torch leaves their order open)."""
     if self.ndim == 0:
         return self, jnp.zeros((), jnp.int64)
-    dim = wrap_dim(dim, self.ndim)
     x = jnp.moveaxis(self, dim, -1)
-    _, indices = lax.top_k(_rising_key(x) if largest else _falling_key(x), k)
+    if x.dtype in (jnp.int32, jnp.uint32):
+        indices = _packed_argsort(x, x.ndim - 1, largest)[..., :k]
+    else:
+        indices = lax.top_k(_top_key(x, largest), k)[1].astype(jnp.int64)
     values = gather_along(x, x.ndim - 1, indices)
-    return jnp.moveaxis(values, -1, dim), jnp.moveaxis(indices, -1, dim).astype(jnp.int64)
+    return jnp.moveaxis(values, -1, dim), jnp.moveaxis(indices, -1, dim)
 
 
-def _rising_key(x: Array) -> Array:
-    """Ordered as `x`, with every NaN on top (XLA's top-k would put those with a sign bit last)."""
+def _top_key(x: Array, largest: bool) -> Array:
+    """What XLA's top-k puts first as torch would: float32 if that is exact (its fast path), NaN of the sign that sorts right."""
     if jnp.issubdtype(x.dtype, jnp.floating):
-        return jnp.where(jnp.isnan(x), jnp.nan, lax.stop_gradient(x))
-    return x.astype(jnp.int32) if x.dtype == jnp.bool_ else x
-
-
-def _falling_key(x: Array) -> Array:
-    """Ordered against `x`: integers that no value overflows, NaN at the bottom."""
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-        return ~_rising_key(x)
-    bits = {2: jnp.int16, 4: jnp.int32, 8: jnp.int64}[x.dtype.itemsize]
-    x = jnp.where(x == 0, jnp.zeros((), x.dtype), lax.stop_gradient(x))  # -0.0 ties with 0.0
-    pattern = lax.bitcast_convert_type(x, bits)
-    lowest = jnp.iinfo(bits).min
-    rising = jnp.where(pattern < 0, lowest - pattern, pattern)
-    return jnp.where(jnp.isnan(x), lowest, ~rising)
+        x = lax.stop_gradient(x)
+        x = x if x.dtype == jnp.float64 else x.astype(jnp.float32)
+        nan = jnp.asarray(jnp.nan, x.dtype)
+        return jnp.where(jnp.isnan(x), nan, x) if largest else jnp.where(jnp.isnan(x), -nan, -x)
+    if x.dtype.itemsize <= 2:
+        x = x.astype(jnp.float32)
+        return x if largest else -x
+    return x if largest else ~x
 
 
 def _bisect(size: int, shape: tuple[int, ...], go_right: Callable[[Array], Array]) -> Array:

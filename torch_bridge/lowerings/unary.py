@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import torch
 from jax import lax
@@ -96,10 +97,20 @@ def neg(self: Any) -> Any:
     return -self
 
 
+@jax.custom_jvp
+def _real_abs(x: Any) -> Any:
+    return lax.abs(x)
+
+
+@_real_abs.defjvp
+def _real_abs_jvp(primals: tuple[Any], tangents: tuple[Any]) -> tuple[Any, Any]:
+    return lax.abs(primals[0]), tangents[0] * lax.sign(primals[0])  # 0 at 0, where JAX has 1
+
+
 @lowering(aten.abs.default)
-def abs_(self: Any) -> Any:
-    """The magnitude, real for complex input."""
-    return jnp.abs(self)
+def magnitude(self: Any) -> Any:
+    """|x|, real for complex input."""
+    return _real_abs(self) if jnp.issubdtype(self.dtype, jnp.floating) else jnp.abs(self)
 
 
 def _round_even(x: Any) -> Any:

@@ -95,7 +95,10 @@ BACKWARD = [
 @pytest.mark.parametrize("kind", INPUTS)
 @pytest.mark.parametrize(("op", "args"), BACKWARD)
 def test_backward(op, args, kind):
-    check(op, torch.rand_like(INPUTS[kind]) + 0.5, INPUTS[kind], *args)
+    x = INPUTS[kind]
+    if op is aten.logit_backward.default:
+        x = x + 0.0  # at -0.0 torch's float and double kernels disagree about the sign of infinity
+    check(op, torch.rand_like(x) + 0.5, x, *args)
 
 
 @pytest.mark.parametrize("kind", INPUTS)

@@ -64,7 +64,19 @@ PAIRS = [  # operands whose dtypes promote in every way that matters
     (COMPLEX, COMPLEX.flip(0)),
     (COMPLEX, T(2)),
 ]
-NUMBERS = [(X, 2.5), (X, 2), (INTS, 3), (INTS, 2.5), (HALF, 0.1), (HALF, 3), (X.double(), 0.1), (COMPLEX, 2.0), (COMPLEX, 1 + 2j), (T(3), 0.5), (T(2.0, dtype=bf16), 0.1)]
+NUMBERS = [
+    (X, 2.5),
+    (X, 2),
+    (INTS, 3),
+    (INTS, 2.5),
+    (HALF, 0.1),
+    (HALF, 3),
+    (X.double(), 0.1),
+    (COMPLEX, 2.0),
+    (COMPLEX, 1 + 2j),
+    (T(3), 0.5),
+    (T(2.0, dtype=bf16), 0.1),
+]
 
 
 @pytest.mark.parametrize("op", [aten.add.Tensor, aten.sub.Tensor, aten.rsub.Tensor, aten.mul.Tensor, aten.div.Tensor], ids=str)
@@ -123,8 +135,25 @@ def test_arithmetic(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Non
     check(op, *args, **kwargs)
 
 
-DIVIDED = [(EDGE, EDGE2), (INTS, INTS2), (INTS, 3), (INTS, -3), (X, 0.3), (X, Y), (INTS, 2.5), (INTS.to(u8), T([3], dtype=u8)), (T(-7), T(2)), (X.double(), Y.double())]
-DIVIDED += [(X, ints(5, low=1)), (torch.empty(0), torch.empty(0)), (HALF, HALF2), (rand(50, dtype=f16), rand(50, dtype=f16)), (INTS.to(torch.int8), 2)]
+DIVIDED = [
+    (EDGE, EDGE2),
+    (INTS, INTS2),
+    (INTS, 3),
+    (INTS, -3),
+    (X, 0.3),
+    (X, Y),
+    (INTS, 2.5),
+    (INTS.to(u8), T([3], dtype=u8)),
+    (T(-7), T(2)),
+    (X.double(), Y.double()),
+]
+DIVIDED += [
+    (X, ints(5, low=1)),
+    (torch.empty(0), torch.empty(0)),
+    (HALF, HALF2),
+    (rand(50, dtype=f16), rand(50, dtype=f16)),
+    (INTS.to(torch.int8), 2),
+]
 
 
 @pytest.mark.parametrize("a,b", [*DIVIDED, (HALF, 0.1)])
@@ -136,7 +165,11 @@ def test_division_modes(a: torch.Tensor, b: object, mode: str | None) -> None:
 @pytest.mark.parametrize("a,b", DIVIDED)
 @pytest.mark.parametrize("op", [aten.floor_divide.default, aten.remainder.Tensor, aten.fmod.Tensor], ids=str)
 def test_modulo(op: torch._ops.OpOverload, a: torch.Tensor, b: object) -> None:
-    scalar = {aten.remainder.Tensor: aten.remainder.Scalar, aten.fmod.Tensor: aten.fmod.Scalar, aten.floor_divide.default: aten.floor_divide.Scalar}
+    scalar = {
+        aten.remainder.Tensor: aten.remainder.Scalar,
+        aten.fmod.Tensor: aten.fmod.Scalar,
+        aten.floor_divide.default: aten.floor_divide.Scalar,
+    }
     check(op if isinstance(b, torch.Tensor) else scalar[op], a, b)
 
 
@@ -229,7 +262,15 @@ def test_numbers_as_inputs(op: torch._ops.OpOverload, args: tuple, kwargs: dict)
     check_lifted(op, args, kwargs)
 
 
-@pytest.mark.parametrize("op,args", [(aten.add.Tensor, (HALF, 0.1)), (aten.mul.Tensor, (HALF, 0.1)), (aten.div.Tensor, (HALF, HALF2)), (aten.addcmul.default, (HALF, HALF2, HALF2))])
+@pytest.mark.parametrize(
+    "op,args",
+    [
+        (aten.add.Tensor, (HALF, 0.1)),
+        (aten.mul.Tensor, (HALF, 0.1)),
+        (aten.div.Tensor, (HALF, HALF2)),
+        (aten.addcmul.default, (HALF, HALF2, HALF2)),
+    ],
+)
 def test_half_precision_is_bit_exact(op: torch._ops.OpOverload, args: tuple) -> None:
     check(op, *args, rtol=0, atol=0)
 

@@ -7,7 +7,29 @@ import torch
 
 from tests.torch_bridge.lowerings.gradients import check_gradient
 from tests.torch_bridge.lowerings.parity import check
-from tests.torch_bridge.lowerings.test_arithmetic import BOOLS, BOOLS2, COMPLEX, HALF, HALF2, INTS, INTS2, PAIRS, T, X, Y, bf16, check_lifted, f64, i32, i64, inf, ints, nan, rand, u8
+from tests.torch_bridge.lowerings.test_arithmetic import (
+    BOOLS,
+    BOOLS2,
+    COMPLEX,
+    HALF,
+    HALF2,
+    INTS,
+    INTS2,
+    PAIRS,
+    T,
+    X,
+    Y,
+    bf16,
+    check_lifted,
+    f64,
+    i32,
+    i64,
+    inf,
+    ints,
+    nan,
+    rand,
+    u8,
+)
 
 aten = torch.ops.aten
 EDGE = T([1.0, nan, inf, -inf, 0.0, -0.0, 2.0, -3.0, 1e30, -1e-30])
@@ -104,7 +126,17 @@ def test_comparisons(name: str) -> None:
     for a, b in COMPARED:
         check(op.Tensor, a, b, jit=False)
     check(op.Tensor, HALF, HALF2)
-    for x, number in ((X, 0.3), (INTS, 2), (INTS, 2.5), (BOOLS, True), (BOOLS, 1), (HALF, 0.7), (T(3), 3.0), (T([16777217]), 16777216.0), (EDGE, inf)):
+    for x, number in (
+        (X, 0.3),
+        (INTS, 2),
+        (INTS, 2.5),
+        (BOOLS, True),
+        (BOOLS, 1),
+        (HALF, 0.7),
+        (T(3), 3.0),
+        (T([16777217]), 16777216.0),
+        (EDGE, inf),
+    ):
         check(op.Scalar, x, number, jit=x is HALF)
     if name in ("eq", "ne"):
         check(op.Tensor, COMPLEX, COMPLEX.flip(0))
@@ -112,9 +144,16 @@ def test_comparisons(name: str) -> None:
         check(op.Tensor, COMPLEX, T(1.0))
 
 
-@pytest.mark.parametrize("x", [EDGE, INTS, BOOLS, COMPLEX, HALF, torch.empty(0), T(nan), T(3), INTS.to(u8), T([complex(nan, 1), complex(1, -inf)])])
+@pytest.mark.parametrize(
+    "x", [EDGE, INTS, BOOLS, COMPLEX, HALF, torch.empty(0), T(nan), T(3), INTS.to(u8), T([complex(nan, 1), complex(1, -inf)])]
+)
 def test_predicates(x: torch.Tensor) -> None:
-    for op in (aten.isnan, aten.isinf, aten.logical_not, *(() if x.is_complex() else (aten.isposinf, aten.isneginf, aten.signbit, aten.sign, aten.sgn))):
+    for op in (
+        aten.isnan,
+        aten.isinf,
+        aten.logical_not,
+        *(() if x.is_complex() else (aten.isposinf, aten.isneginf, aten.signbit, aten.sign, aten.sgn)),
+    ):
         check(op.default, x, jit=False)
     if x.is_complex():
         check(aten.sgn.default, x)

@@ -14,10 +14,11 @@ import torch
 from torch import fx
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from torch_bridge import dispatch, dtypes, executor, interpret
+from torch_bridge import dtypes, executor, interpret
 from torch_bridge.graph import GraphBuilder
 from torch_bridge.inference import meta_of
 from torch_bridge.layout import Layout, layout
+from torch_bridge.recorder import dispatch
 from torch_bridge.segment import LOCK, Segment, Storage
 from torch_bridge.tensor import XLATensor, make
 
