@@ -30,7 +30,7 @@ demo: $(VENV)/demo.stamp ## train a small Llama on Python's documentation throug
 	$(BIN)/python examples/char_lm.py $(DEMO_ARGS)
 
 test: $(VENV)/dev.stamp lint ## lint, type check and run all tests (what CI runs)
-	PYTEST_ADDOPTS="-n 2 $(PYTEST_ADDOPTS)" $(BIN)/python -m pytest
+	PYTEST_ADDOPTS="-n 2 $$PYTEST_ADDOPTS" $(BIN)/python -m pytest
 
 lint: $(VENV)/dev.stamp ## ruff check, ruff format --check, mypy
 	$(BIN)/python -m ruff check .

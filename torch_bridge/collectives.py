@@ -39,9 +39,7 @@ def all_gather(value: Any, dim: int = 0, groups: Any = None, output: Any = None)
     return _deliver(value, output, "all_gather")
 
 
-def reduce_scatter(
-    kind: str, value: Any, scale: float, scatter_dim: int, shard_count: int, groups: Any = None, output: Any = None
-) -> Any:
+def reduce_scatter(kind: str, value: Any, scale: float, scatter_dim: int, shard_count: int, groups: Any = None, output: Any = None) -> Any:
     """Reduce over the group, multiply by `scale`, and keep this rank's part of `shard_count` parts along `scatter_dim`."""
     members = world.members(groups)
     tensors = _tensors(value)
@@ -112,7 +110,9 @@ def _check_reduction(kind: str, tensors: Tensors) -> None:
 
 def _check_dim(t: torch.Tensor, dim: int, name: str) -> int:
     if not -t.dim() <= dim < t.dim():
-        raise IndexError(f"{name}={dim} is out of range for a tensor of shape {list(t.shape)}" + ("; reshape(1) it first" if not t.dim() else ""))
+        raise IndexError(
+            f"{name}={dim} is out of range for a tensor of shape {list(t.shape)}" + ("; reshape(1) it first" if not t.dim() else "")
+        )
     return dim % t.dim()
 
 
@@ -140,9 +140,7 @@ def _deliver(value: Any, output: Any, name: str) -> Any:
         raise ValueError(f"{name}: {len(results)} inputs but {len(outputs)} outputs")
     for t, out in zip(results, outputs, strict=True):
         if t.shape != out.shape or t.dtype != out.dtype:
-            raise ValueError(
-                f"{name}: output must be {t.dtype} of shape {list(t.shape)}, got {out.dtype} of shape {list(out.shape)}"
-            )
+            raise ValueError(f"{name}: output must be {t.dtype} of shape {list(t.shape)}, got {out.dtype} of shape {list(out.shape)}")
     with torch.no_grad():
         for t, out in zip(results, outputs, strict=True):
             out.copy_(t)

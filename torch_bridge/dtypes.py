@@ -74,7 +74,10 @@ def is_number(x: Any) -> bool:
 
 
 def cast(x: Any, dtype: Any) -> Any:
-    """`x` (JAX array, Python number or `Scalar`) as a JAX array of a numpy dtype; complex to real drops the imaginary part."""
+    """`x` (JAX array, Python number or `Scalar`) as a JAX array of a numpy dtype, converted as C does.
+
+    Floats are truncated towards zero, integers wrap, and complex to real drops the imaginary part.
+    """
     if isinstance(x, Scalar):
         x = x.value
     dtype = jnp.dtype(dtype)
@@ -85,6 +88,12 @@ def cast(x: Any, dtype: Any) -> Any:
         return x
     if jnp.issubdtype(x.dtype, jnp.complexfloating) and not jnp.issubdtype(dtype, jnp.complexfloating):
         x = x.real if dtype != jnp.bool_ else x != 0
+    if jnp.issubdtype(x.dtype, jnp.floating) and jnp.issubdtype(dtype, jnp.integer):
+        # C truncates and then wraps narrow and unsigned results, where XLA saturates.
+        if dtype.itemsize < 4:
+            x = x.astype(jnp.int32)
+        elif dtype == jnp.uint32:
+            x = x.astype(jnp.int64)
     return x.astype(dtype)
 
 
@@ -131,7 +140,10 @@ def result_dtype(*operands: Any) -> torch.dtype:
         if result is None:
             result = dtype
         elif _category(dtype) > _category(result):
-            result = torch.promote_types(result, dtype) if dtype.is_complex else dtype
+            if not dtype.is_complex:
+                result = torch.promote_types(result, dtype)
+            else:  # a float tensor keeps its width when a lesser class makes it complex
+                result = result.to_complex() if result.is_floating_point else dtype
     assert result is not None, "result_dtype needs an operand"
     return result
 

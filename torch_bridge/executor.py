@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import weakref
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import fx
 
-from torch_bridge import _compat, dispatch, dtypes, interpret, metrics
+from torch_bridge import _compat, dispatch, dtypes, environment, interpret, metrics
 from torch_bridge.errors import DeadTensorError, XlaOutOfMemoryError
 from torch_bridge.graph import GraphBuilder
 from torch_bridge.inference import meta_of
@@ -85,7 +85,7 @@ class Program:
 
     def compile(self, args: Sequence[Any]) -> None:
         started = time.perf_counter()
-        with _compat.enable_x64():
+        with environment.compiling(self), _compat.enable_x64():
             self.lowered = self.jitted.lower(*args)
             self.compiled = self.lowered.compile()
         self.compile_seconds = time.perf_counter() - started
@@ -111,7 +111,11 @@ def _usable(avals: Sequence[Any], donate: Sequence[bool], used: Sequence[int], g
             yield i
 
 
-TRACES: dict[tuple[Any, ...], Trace] = {}
+MAX_TRACES = 512
+"""Structures kept, with their executables; the one unused for longest goes first."""
+
+TRACES: OrderedDict[tuple[Any, ...], Trace] = OrderedDict()
+_BY_START: dict[tuple[Any, ...], Trace] = {}
 RECENT: deque[Program] = deque(maxlen=16)
 """The programs that ran last, newest last."""
 
@@ -124,6 +128,7 @@ def clear_cache() -> None:
     global _last
     with LOCK:
         TRACES.clear()
+        _BY_START.clear()
         RECENT.clear()
         _last = None
         dispatch.STATE.current.predicted = None
@@ -195,6 +200,11 @@ def _trace_of(segment: Segment) -> Trace:
     if trace is None:
         sources = segment.sources if predicted is None else predicted.sources[: len(key)]
         trace = TRACES[key] = Trace(key, sources)
+        while len(TRACES) > MAX_TRACES:
+            TRACES.popitem(last=False)
+    else:
+        TRACES.move_to_end(key)
+    _BY_START[key[0]] = trace
     return trace
 
 
@@ -221,7 +231,7 @@ def _execute(program: Program, segment: Segment, live: dict[int, list[Storage]],
 
 def _start_next(segment: Segment, trace: Trace | None) -> None:
     global _last
-    new = Segment()
+    new = Segment(by_start=_BY_START)
     if trace is not None:
         if _last is not None:
             _last.following = trace
@@ -256,7 +266,7 @@ def _roll_back(segment: Segment, error: BaseException) -> None:
             if not array.is_deleted():
                 storage.settle(array)
     segment.failure = f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"
-    dispatch.STATE.current = Segment()
+    dispatch.STATE.current = Segment(by_start=_BY_START)
     segment.clear()
 
 

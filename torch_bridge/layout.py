@@ -21,7 +21,7 @@ Step = tuple[torch._ops.OpOverload, tuple[Any, ...]]
 class Layout:
     """An interned (size, stride, offset, dtype, conj, neg); equal layouts are the same object. Make one with `layout()`."""
 
-    __slots__ = ("conj", "dense", "dtype", "neg", "numel", "offset", "plans", "size", "stride")
+    __slots__ = ("conj", "contiguous", "dense", "dtype", "neg", "numel", "offset", "plans", "size", "stride")
 
     def __init__(self, size: tuple[int, ...], stride: tuple[int, ...], offset: int, dtype: torch.dtype, conj: bool, neg: bool):
         self.size = size
@@ -32,6 +32,7 @@ class Layout:
         self.neg = neg
         self.numel = math.prod(size)
         self.dense = offset == 0 and not conj and not neg and is_dense(size, stride)
+        self.contiguous = offset == 0 and stride == contiguous_stride(size)
         self.plans: dict[Layout, tuple[Step, ...]] = {}
 
     def __repr__(self) -> str:

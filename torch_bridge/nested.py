@@ -11,7 +11,21 @@ import torch
 
 Select = Callable[[Any], bool]
 
-_LEAVES = (str, bytes, int, float, complex, bool, type(None), type, torch.dtype, torch.device, torch.Generator, types.ModuleType, torch.nn.Module)
+_LEAVES = (
+    str,
+    bytes,
+    int,
+    float,
+    complex,
+    bool,
+    type(None),
+    type,
+    torch.dtype,
+    torch.device,
+    torch.Generator,
+    types.ModuleType,
+    torch.nn.Module,
+)
 
 
 def collect(data: Any, select: Select) -> list[Any]:
@@ -22,7 +36,10 @@ def collect(data: Any, select: Select) -> list[Any]:
 
 
 def replace(data: Any, select: Select, new: list[Any]) -> Any:
-    """A copy of `data` with each value that `collect` found replaced by the one at its place in `new`. Parts without such values are shared, not copied."""
+    """A copy of `data` with each value that `collect` found replaced by the one at its place in `new`.
+
+    Parts without such values are shared, not copied.
+    """
     walk = _Walk(select)
     walk.visit(data)
     if len(new) != len(walk.found):

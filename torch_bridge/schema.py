@@ -45,7 +45,7 @@ class Info:
         self.functional = self._find_functional() if self.mutated else op
         found = None if self.functional is None else lowerings.lookup(self.functional)
         lifted = LIFTED if found is not None and found.lift else STATIC
-        self.scalar = {a.name: lifted for a in schema.arguments if _is_scalar(a)}
+        self.scalar = {a.name: lifted for a in schema.arguments if _is_scalar(a) or _is_learning_rate(op, a)}
         self.scalar_at = [self.scalar.get(a.name, NOT_SCALAR) for a in schema.arguments]
         self.n_returns = len(schema.returns)
         self.cache: dict[tuple[Any, ...], Any] = {}
@@ -95,6 +95,11 @@ _NUMBER_TYPES = {"number", "Scalar", "Optional[number]", "Optional[Scalar]", "Li
 def _is_scalar(arg: Any) -> bool:
     """True where a Python number means a value to compute with (for a Tensor argument, torch's "wrapped number")."""
     return str(arg.type) in _NUMBER_TYPES
+
+
+def _is_learning_rate(op: torch._ops.OpOverload, arg: Any) -> bool:
+    """The fused optimizers take a plain float that a scheduler changes every step."""
+    return arg.name == "lr" and "_fused_" in op._schema.name
 
 
 def _type(arg: Any) -> str:

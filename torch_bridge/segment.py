@@ -96,10 +96,15 @@ class Storage:
 
 
 class Segment:
-    """Recorded ops that have not run yet. All methods expect the caller to hold `LOCK`."""
+    """Recorded ops that have not run yet. All methods expect the caller to hold `LOCK`.
 
-    def __init__(self, capture: bool = False):
+    `predicted` is a trace seen before that the nodes so far agree with: as long as they do, nothing needs to be looked up. `by_start` finds one from the
+    first node.
+    """
+
+    def __init__(self, capture: bool = False, by_start: dict[Any, Any] | None = None):
         self.capture = capture
+        self.by_start = {} if by_start is None else by_start
         self.failure: str | None = None
         self.clear()
 
@@ -124,7 +129,10 @@ class Segment:
         nodes = self.nodes
         i = len(nodes)
         predicted = self.predicted
-        if predicted is not None and (i >= len(predicted.nodes) or predicted.nodes[i] != node):
+        if i == 0:
+            if predicted is None or predicted.nodes[0] != node:
+                predicted = self.predicted = self.by_start.get(node)
+        elif predicted is not None and (i >= len(predicted.nodes) or predicted.nodes[i] != node):
             self.sources = list(predicted.sources[:i])
             predicted = self.predicted = None
         if predicted is None:

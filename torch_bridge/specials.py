@@ -11,7 +11,7 @@ from torch_bridge.dispatch import STATE, copy_storage, dispatch, draw_for, fresh
 from torch_bridge.inference import infer
 from torch_bridge.layout import Layout, base_of_meta, layout, of_meta
 from torch_bridge.segment import Storage
-from torch_bridge.tensor import DEVICE, XLATensor, make
+from torch_bridge.tensor import XLATensor, make
 from torch_bridge.transfer import download, to_array, upload
 
 aten = torch.ops.aten
@@ -143,7 +143,7 @@ def neg_view(func: Any, args: Any, kwargs: Any) -> Any:
 def view_as_real(func: Any, args: Any, kwargs: Any) -> Any:
     """torch refuses a real view of a conjugated tensor, and so do we."""
     if args[0]._layout.conj:
-        raise RuntimeError("view_as_real doesn't work on unresolved conjugated tensors. To resolve the conjugate tensor so you can view it as real, use self.resolve_conj()")
+        raise RuntimeError("view_as_real doesn't work on unresolved conjugated tensors. Use x.clone() first for a real view of the conjugate.")
     return record(func, args, kwargs)
 
 
@@ -195,6 +195,20 @@ def set_storage(func: Any, args: Any, kwargs: Any) -> Any:
         "Tensor.set_(storage, ...) on an xla tensor: xla tensors have no addressable torch storage. Use tensor.set_(other_tensor), "
         "other_tensor.as_strided(...), or assign tensor.data."
     )
+
+
+@special(aten.as_strided.default)
+def as_strided(func: Any, args: Any, kwargs: Any) -> Any:
+    """A view by strides; torch's meta kernels do not know where the storage ends."""
+    out = record(func, args, kwargs)
+    view, n = out._layout, args[0]._storage.layout
+    reach = view.offset + 1 + sum((size - 1) * stride for size, stride in zip(view.size, view.stride, strict=True))
+    if view.numel and reach * view.dtype.itemsize > n.numel * n.dtype.itemsize:
+        raise RuntimeError(
+            f"setStorage: sizes {list(view.size)}, strides {list(view.stride)}, storage offset {view.offset} require a storage of {reach} elements, "
+            f"out of bounds for storage of {n.numel * n.dtype.itemsize // view.dtype.itemsize} elements"
+        )
+    return out
 
 
 @special(aten.resize_.default)

@@ -19,21 +19,26 @@ _running: deque[Future[Any]] = deque()
 
 
 def add_closure(fn: Callable[..., Any], args: tuple[Any, ...] = (), run_async: bool = False) -> None:
-    """Call `fn(*args)` at the end of this step, when its tensors have values; in the order added, or on a thread beside the next step if `run_async`."""
+    """Call `fn(*args)` at the end of this step, when its tensors have values; in the order added, or on a thread beside the next step if
+    `run_async`.
+    """
     with _lock:
         _closures.append((fn, tuple(args), run_async))
 
 
 def mark(wait: bool = False) -> None:
-    """End the step: run everything recorded, then its closures. `wait` blocks until the device is done. Raises what an earlier asynchronous closure raised."""
+    """End the step: run everything recorded, then its closures. `wait` blocks until the device is done.
+
+    Raises what an earlier asynchronous closure raised.
+    """
     from torch_bridge import executor
 
     metrics.count("MarkStep")
     executor.sync(wait=wait)
+    _raise_failed()
     with _lock:
         closures = list(_closures)
         _closures.clear()
-    _raise_failed()
     for fn, args, run_async in closures:
         if run_async:
             _start(fn, args)

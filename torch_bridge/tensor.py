@@ -134,9 +134,12 @@ _raw_data_set = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 def make(layout: Layout, storage: Storage) -> XLATensor:
     """A new tensor that views `storage` through `layout`."""
-    t = _make_wrapper(
-        XLATensor, layout.size, strides=layout.stride, storage_offset=layout.offset, dtype=layout.dtype, device=DEVICE
-    )
+    if layout.contiguous:  # the common case, and a third cheaper
+        t = _make_wrapper(XLATensor, layout.size, dtype=layout.dtype, device=DEVICE)
+    else:
+        t = _make_wrapper(
+            XLATensor, layout.size, strides=layout.stride, storage_offset=layout.offset, dtype=layout.dtype, device=DEVICE
+        )
     t._storage = storage
     t._layout = layout
     return t

@@ -54,8 +54,9 @@ def process_index() -> int:
 def members(groups: Any = None) -> tuple[int, ...]:
     """The ranks that take part with this one in a collective over `groups`.
 
-    groups: None or empty (all ranks), or a list of lists of ranks, as torch_xla has them. A process group, which NxD's own model code passes here
-    by mistake, stands for its ranks. Raises TypeError for anything else and ValueError for ranks that do not exist, appear twice or leave this one out.
+    groups: None or empty (all ranks), or a list of lists of ranks, as torch_xla has them. A process group, which NxD's own model code
+    passes here by mistake, stands for its ranks. Raises TypeError for anything else and ValueError for ranks that do not exist, appear
+    twice or leave this one out.
     """
     everyone = tuple(range(size()))
     if groups is None:

@@ -37,31 +37,33 @@ def relu(self: jax.Array) -> jax.Array:
 
 @lowering(aten.threshold.default)
 @pointwise
-def threshold(self, threshold, value):
+def threshold(self: jax.Array, threshold: Any, value: Any) -> jax.Array:
     return jnp.where(self <= _as(threshold, self), _as(value, self), self)
 
 
 @lowering(aten.threshold_backward.default)
 @pointwise
-def threshold_backward(grad_output, self, threshold):
+def threshold_backward(grad_output: jax.Array, self: jax.Array, threshold: Any) -> jax.Array:
     return jnp.where(self <= _as(threshold, self), 0, grad_output)
 
 
 @lowering(aten.leaky_relu.default)
 @pointwise
-def leaky_relu(self, negative_slope=0.01):
+def leaky_relu(self: jax.Array, negative_slope: Any = 0.01) -> jax.Array:
     return jnp.where(self > 0, self, self * _as(negative_slope, self))
 
 
 @lowering(aten.leaky_relu_backward.default)
 @pointwise
-def leaky_relu_backward(grad_output, self, negative_slope, self_is_result):
+def leaky_relu_backward(grad_output: jax.Array, self: jax.Array, negative_slope: Any, self_is_result: bool) -> jax.Array:
     return jnp.where(self > 0, grad_output, grad_output * _as(negative_slope, self))
 
 
 @lowering(aten.rrelu_with_noise_backward.default, lift=False)
 @pointwise
-def rrelu_with_noise_backward(grad_output, self, noise, lower, upper, training, self_is_result):
+def rrelu_with_noise_backward(
+    grad_output: jax.Array, self: jax.Array, noise: jax.Array, lower: Any, upper: Any, training: bool, self_is_result: bool
+) -> jax.Array:
     if training and upper - lower > 1e-6:
         return grad_output * noise
     return jnp.where(self > 0, grad_output, grad_output * ((lower + upper) / 2))
@@ -69,79 +71,79 @@ def rrelu_with_noise_backward(grad_output, self, noise, lower, upper, training, 
 
 @lowering(aten._prelu_kernel.default)
 @pointwise
-def prelu(self, weight):
+def prelu(self: jax.Array, weight: jax.Array) -> jax.Array:
     return jnp.where(self > 0, self, weight * self)
 
 
 @lowering(aten._prelu_kernel_backward.default)
 @pointwise
-def prelu_backward(grad_output, self, weight):
+def prelu_backward(grad_output: jax.Array, self: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
     positive = self > 0
     return jnp.where(positive, grad_output, weight * grad_output), jnp.where(positive, 0, self * grad_output)
 
 
 @lowering(aten.hardtanh.default)
 @pointwise
-def hardtanh(self, min_val=-1, max_val=1):
+def hardtanh(self: jax.Array, min_val: Any = -1, max_val: Any = 1) -> jax.Array:
     low, high = _as(min_val, self), _as(max_val, self)
     return jnp.where(self >= high, high, jnp.where(self <= low, low, self))
 
 
 @lowering(aten.hardtanh_backward.default)
 @pointwise
-def hardtanh_backward(grad_output, self, min_val, max_val):
+def hardtanh_backward(grad_output: jax.Array, self: jax.Array, min_val: Any, max_val: Any) -> jax.Array:
     return jnp.where((self <= _as(min_val, self)) | (self >= _as(max_val, self)), 0, grad_output)
 
 
 @lowering(aten.hardsigmoid.default)
 @pointwise
-def hardsigmoid(self):
+def hardsigmoid(self: jax.Array) -> jax.Array:
     return jnp.where(self <= -3, 0, jnp.where(self >= 3, 1, (self + 3) / 6))
 
 
 @lowering(aten.hardsigmoid_backward.default)
 @pointwise
-def hardsigmoid_backward(grad_output, self):
+def hardsigmoid_backward(grad_output: jax.Array, self: jax.Array) -> jax.Array:
     return jnp.where((self > -3) & (self < 3), grad_output / 6, 0)
 
 
 @lowering(aten.hardswish.default)
 @pointwise
-def hardswish(self):
+def hardswish(self: jax.Array) -> jax.Array:
     inside = jnp.where(jnp.abs(self) < 3, self, 0)
     return jnp.where(self <= -3, self * 0, jnp.where(self >= 3, self, jnp.where(jnp.isnan(self), self, inside * (inside + 3) / 6)))
 
 
 @lowering(aten.hardswish_backward.default)
 @pointwise
-def hardswish_backward(grad_output, self):
+def hardswish_backward(grad_output: jax.Array, self: jax.Array) -> jax.Array:
     return jnp.where(self <= -3, 0, jnp.where(self < 3, grad_output * (self / 3 + 0.5), grad_output))
 
 
 @lowering(aten.hardshrink.default)
 @pointwise
-def hardshrink(self, lambd=0.5):
+def hardshrink(self: jax.Array, lambd: Any = 0.5) -> jax.Array:
     bound = _as(lambd, self)
     return jnp.where((self >= -bound) & (self <= bound), 0, self)
 
 
 @lowering(aten.hardshrink_backward.default, aten.softshrink_backward.default)
 @pointwise
-def shrink_backward(grad_output, self, lambd):
+def shrink_backward(grad_output: jax.Array, self: jax.Array, lambd: Any) -> jax.Array:
     bound = _as(lambd, self)
     return jnp.where((self >= -bound) & (self <= bound), 0, grad_output)
 
 
 @lowering(aten.softshrink.default)
 @pointwise
-def softshrink(self, lambd=0.5):
+def softshrink(self: jax.Array, lambd: Any = 0.5) -> jax.Array:
     bound = _as(lambd, self)
     return jnp.where(self > bound, self - bound, jnp.where(self < -bound, self + bound, self * 0))
 
 
 @lowering(aten.elu.default)
 @pointwise
-def elu(self, alpha=1, scale=1, input_scale=1):
+def elu(self: jax.Array, alpha: Any = 1, scale: float | None = 1, input_scale: Any = 1) -> jax.Array:
     negative = jnp.where(self <= 0, self, 0)
     below = jnp.expm1(negative * _as(input_scale, self)) * (_as(alpha, self) * _as(scale, self))
     return jnp.where(self <= 0, below, self * _as(scale, self))
@@ -155,7 +157,9 @@ def celu(self: jax.Array, alpha: Any = 1.0) -> jax.Array:
 
 @lowering(aten.elu_backward.default)
 @pointwise
-def elu_backward(grad_output, alpha, scale, input_scale, is_result, self_or_result):
+def elu_backward(
+    grad_output: jax.Array, alpha: Any, scale: float | None, input_scale: Any, is_result: bool, self_or_result: Any
+) -> jax.Array:
     x = self_or_result
     poscoef, negiptcoef = _as(scale, x), _as(input_scale, x)
     negcoef = _as(alpha, x) * poscoef
@@ -165,7 +169,7 @@ def elu_backward(grad_output, alpha, scale, input_scale, is_result, self_or_resu
 
 @lowering(aten.softplus.default)
 @pointwise
-def softplus(self, beta=1, threshold=20):
+def softplus(self: jax.Array, beta: Any = 1, threshold: Any = 20) -> jax.Array:
     b = _as(beta, self)
     linear = self * b > _as(threshold, self)
     return jnp.where(linear, self, jnp.log1p(jnp.exp(jnp.where(linear, 0, self * b))) / b)
@@ -173,7 +177,7 @@ def softplus(self, beta=1, threshold=20):
 
 @lowering(aten.softplus_backward.default)
 @pointwise
-def softplus_backward(grad_output, self, beta, threshold):
+def softplus_backward(grad_output: jax.Array, self: jax.Array, beta: Any, threshold: Any) -> jax.Array:
     b = _as(beta, self)
     linear = self * b > _as(threshold, self)
     z = jnp.exp(jnp.where(linear, 0, self * b))
@@ -182,7 +186,7 @@ def softplus_backward(grad_output, self, beta, threshold):
 
 @lowering(aten.gelu.default)
 @pointwise
-def gelu(self, approximate="none"):
+def gelu(self: jax.Array, approximate: str = "none") -> jax.Array:
     if approximate == "tanh":
         return 0.5 * self * (1 + jnp.tanh(_SQRT_2_OVER_PI * (self + 0.044715 * self * self * self)))
     return self * 0.5 * (1 + lax.erf(self * _SQRT_HALF))
@@ -190,7 +194,7 @@ def gelu(self, approximate="none"):
 
 @lowering(aten.gelu_backward.default)
 @pointwise
-def gelu_backward(grad_output, self, approximate="none"):
+def gelu_backward(grad_output: jax.Array, self: jax.Array, approximate: str = "none") -> jax.Array:
     x = self
     if approximate == "tanh":
         t = jnp.tanh(_SQRT_2_OVER_PI * (x + 0.044715 * x * x * x))
@@ -202,13 +206,13 @@ def gelu_backward(grad_output, self, approximate="none"):
 
 @lowering(aten.silu.default)
 @pointwise
-def silu(self):
+def silu(self: jax.Array) -> jax.Array:
     return self * lax.logistic(self)
 
 
 @lowering(aten.silu_backward.default)
 @pointwise
-def silu_backward(grad_output, self):
+def silu_backward(grad_output: jax.Array, self: jax.Array) -> jax.Array:
     s = lax.logistic(self)
     return grad_output * s * (1 + self * (1 - s))
 
@@ -227,13 +231,13 @@ def softplus_of(x: jax.Array) -> jax.Array:
 
 @lowering(aten.mish.default)
 @pointwise
-def mish(self):
+def mish(self: jax.Array) -> jax.Array:
     return self * jnp.tanh(softplus_of(self))
 
 
 @lowering(aten.mish_backward.default)
 @pointwise
-def mish_backward(grad_output, self):
+def mish_backward(grad_output: jax.Array, self: jax.Array) -> jax.Array:
     t = jnp.tanh(softplus_of(self))
     return grad_output * (t + self * lax.logistic(self) * (1 - t * t))
 
@@ -246,14 +250,14 @@ def _halves(x: jax.Array, dim: int) -> tuple[jax.Array, jax.Array]:
 
 @lowering(aten.glu.default)
 @pointwise
-def glu(self, dim=-1):
+def glu(self: jax.Array, dim: int = -1) -> jax.Array:
     a, b = _halves(self, dim)
     return a * lax.logistic(b)
 
 
 @lowering(aten.glu_backward.default)
 @pointwise
-def glu_backward(grad_output, self, dim):
+def glu_backward(grad_output: jax.Array, self: jax.Array, dim: int) -> jax.Array:
     a, b = _halves(self, dim)
     s = lax.logistic(b)
     return jnp.concatenate([grad_output * s, grad_output * a * s * (1 - s)], axis=dim)
@@ -261,14 +265,14 @@ def glu_backward(grad_output, self, dim):
 
 @lowering(aten.log_sigmoid_forward.default)
 @pointwise
-def log_sigmoid_forward(self):
+def log_sigmoid_forward(self: jax.Array) -> tuple[jax.Array, jax.Array]:
     """torch's CPU kernel also returns exp(-|x|) for the backward."""
     return log_sigmoid(self), jnp.exp(-jnp.abs(self))
 
 
 @lowering(aten.log_sigmoid_backward.default)
 @pointwise
-def log_sigmoid_backward(grad_output, self, buffer):
+def log_sigmoid_backward(grad_output: jax.Array, self: jax.Array, buffer: Any) -> jax.Array:
     """d/dx log(sigmoid(x)) = sigmoid(-x). The buffer, which some devices leave empty, is not needed."""
     return grad_output * lax.logistic(-self)
 
@@ -280,7 +284,7 @@ def logit(self: jax.Array, eps: float | None = None) -> jax.Array:
 
 
 @pointwise
-def _logit(x, eps):
+def _logit(x: jax.Array, eps: float) -> jax.Array:
     if eps is not None:
         x = jnp.where(x < eps, eps, jnp.where(x > 1 - eps, 1 - eps, x))
     return jnp.log(x / (1 - x))
@@ -288,18 +292,18 @@ def _logit(x, eps):
 
 @lowering(aten.logit_backward.default)
 @pointwise
-def logit_backward(grad_output, self, eps=None):
+def logit_backward(grad_output: jax.Array, self: jax.Array, eps: float | None = None) -> jax.Array:
     low, high, outside = (0.0, 1.0, jnp.nan) if eps is None or eps < 0 else (eps, 1 - eps, 0.0)
     return jnp.where((self < low) | (self > high), outside, grad_output / (self * (1 - self)))
 
 
 @lowering(aten.sigmoid_backward.default)
 @pointwise
-def sigmoid_backward(grad_output, output):
+def sigmoid_backward(grad_output: jax.Array, output: jax.Array) -> jax.Array:
     return grad_output * jnp.conj((1 - output) * output)
 
 
 @lowering(aten.tanh_backward.default)
 @pointwise
-def tanh_backward(grad_output, output):
+def tanh_backward(grad_output: jax.Array, output: jax.Array) -> jax.Array:
     return grad_output * jnp.conj(1 - output * output)

@@ -116,7 +116,16 @@ def fused_attention(
     return out, logsumexp, None, None, query.shape[-2], key_.shape[-2], seed, jnp.zeros((), jnp.int64), None
 
 
-def _run(q, k, v, mask, dropout_p, is_causal, scale, seed):
+def _run(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    mask: jax.Array | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    seed: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
     """`attention` for queries of 2 or more dims, the dropout key restored from the seed."""
     key = _unpack_key(seed) if dropout_p > 0 else None
     mask = _mask_as_4d(mask, q.shape[:-2])

@@ -45,8 +45,17 @@ def _updated(running: OptArray, new: jax.Array, momentum: float) -> OptArray:
     return None if running is None else (momentum * new + (1 - momentum) * widen(running)).astype(running.dtype)
 
 
-def _batch_norm(x, weight, bias, running_mean, running_var, training, momentum, eps):
-    """Output, saved mean, saved inverse deviation (float32 for half precision, as torch's meta kernels say), new running mean and variance."""
+def _batch_norm(
+    x: jax.Array,
+    weight: jax.Array | None,
+    bias: jax.Array | None,
+    running_mean: jax.Array | None,
+    running_var: jax.Array | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> tuple[Any, ...]:
+    """Output, saved mean and inverse deviation (float32 for half precision, as in torch's meta kernels), new running mean and variance."""
     if not training:
         mean, invstd = widen(running_mean), lax.rsqrt(widen(running_var) + eps)
         hat = (widen(x) - _channels(mean, x)) * _channels(invstd, x)
@@ -69,40 +78,93 @@ def _refuse_update(op: str, training: bool, running_mean: OptArray) -> None:
 
 
 @lowering(aten._native_batch_norm_legit_functional.default)
-def batch_norm_functional(input, weight, bias, running_mean, running_var, training, momentum, eps):
+def batch_norm_functional(
+    input: jax.Array,
+    weight: jax.Array | None,
+    bias: jax.Array | None,
+    running_mean: jax.Array | None,
+    running_var: jax.Array | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> tuple[Any, ...]:
     return _batch_norm(input, weight, bias, running_mean, running_var, training, momentum, eps)
 
 
 @lowering(aten.native_batch_norm.default)
-def native_batch_norm(input, weight, bias, running_mean, running_var, training, momentum, eps):
+def native_batch_norm(
+    input: jax.Array,
+    weight: jax.Array | None,
+    bias: jax.Array | None,
+    running_mean: jax.Array | None,
+    running_var: jax.Array | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> tuple[Any, ...]:
     _refuse_update("native_batch_norm", training, running_mean)
     return _batch_norm(input, weight, bias, running_mean, running_var, training, momentum, eps)[:3]
 
 
 @lowering(aten._native_batch_norm_legit.default)
-def native_batch_norm_legit(input, weight, bias, running_mean, running_var, training, momentum, eps):
+def native_batch_norm_legit(
+    input: jax.Array,
+    weight: jax.Array | None,
+    bias: jax.Array | None,
+    running_mean: jax.Array | None,
+    running_var: jax.Array | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> tuple[Any, ...]:
     _refuse_update("_native_batch_norm_legit", training, running_mean)
     return _batch_norm(input, weight, bias, running_mean, running_var, training, momentum, eps)[:3]
 
 
 @lowering(aten._native_batch_norm_legit.no_stats)
-def native_batch_norm_no_stats(input, weight, bias, training, momentum, eps):
+def native_batch_norm_no_stats(
+    input: jax.Array, weight: jax.Array | None, bias: jax.Array | None, training: bool, momentum: float, eps: float
+) -> tuple[Any, ...]:
     return _batch_norm(input, weight, bias, None, None, True, momentum, eps)[:3]
 
 
 @lowering(aten._native_batch_norm_legit_no_training.default)
-def native_batch_norm_no_training(input, weight, bias, running_mean, running_var, momentum, eps):
+def native_batch_norm_no_training(
+    input: jax.Array,
+    weight: jax.Array | None,
+    bias: jax.Array | None,
+    running_mean: jax.Array | None,
+    running_var: jax.Array | None,
+    momentum: float,
+    eps: float,
+) -> tuple[Any, ...]:
     return _batch_norm(input, weight, bias, running_mean, running_var, False, momentum, eps)[:3]
 
 
 @lowering(aten._batch_norm_with_update_functional.default)
-def batch_norm_with_update_functional(input, weight, bias, running_mean, running_var, momentum, eps):
+def batch_norm_with_update_functional(
+    input: jax.Array,
+    weight: jax.Array | None,
+    bias: jax.Array | None,
+    running_mean: jax.Array | None,
+    running_var: jax.Array | None,
+    momentum: float,
+    eps: float,
+) -> tuple[Any, ...]:
     out, mean, invstd, new_mean, new_var = _batch_norm(input, weight, bias, running_mean, running_var, True, momentum, eps)
     return out, mean, invstd, jnp.zeros((0,), jnp.uint8), new_mean, new_var
 
 
 @lowering(aten._batch_norm_no_update.default)
-def batch_norm_no_update(input, weight, bias, running_mean, running_var, momentum, eps):
+def batch_norm_no_update(
+    input: jax.Array,
+    weight: jax.Array | None,
+    bias: jax.Array | None,
+    running_mean: jax.Array | None,
+    running_var: jax.Array | None,
+    momentum: float,
+    eps: float,
+) -> tuple[Any, ...]:
     training = running_mean is None or running_var is None
     out = _batch_norm(input, weight, bias, running_mean, running_var, training, momentum, eps)
     return *out[:3], jnp.zeros((0,), jnp.uint8)
@@ -140,11 +202,19 @@ def native_batch_norm_backward(
 
 @lowering(aten.batch_norm_backward.default)
 def batch_norm_backward(
-    grad_out, input, weight, running_mean, running_var, save_mean, save_var, update, eps, output_mask, reserve
-):
-    return native_batch_norm_backward(
-        grad_out, input, weight, running_mean, running_var, save_mean, save_var, update, eps, output_mask
-    )
+    grad_out: Any,
+    input: jax.Array,
+    weight: jax.Array | None,
+    running_mean: jax.Array | None,
+    running_var: jax.Array | None,
+    save_mean: jax.Array | None,
+    save_var: jax.Array | None,
+    update: bool,
+    eps: float,
+    output_mask: Sequence[bool],
+    reserve: Any,
+) -> tuple[Any, ...]:
+    return native_batch_norm_backward(grad_out, input, weight, running_mean, running_var, save_mean, save_var, update, eps, output_mask)
 
 
 @lowering(aten.batch_norm_stats.default)
@@ -155,7 +225,9 @@ def batch_norm_stats(input: jax.Array, eps: float) -> tuple[jax.Array, jax.Array
 
 
 @lowering(aten.batch_norm_update_stats.default)
-def batch_norm_update_stats(input, running_mean, running_var, momentum):
+def batch_norm_update_stats(
+    input: jax.Array, running_mean: jax.Array | None, running_var: jax.Array | None, momentum: float
+) -> tuple[Any, ...]:
     """Mean and biased variance; the update of running statistics is refused."""
     _refuse_update("batch_norm_update_stats", True, running_mean)
     mean, var, _ = mean_and_centred(widen(input), _axes(input))
@@ -172,14 +244,25 @@ def gathered_stats(mean: jax.Array, invstd: jax.Array, counts: jax.Array, eps: f
 
 
 @lowering(aten.batch_norm_gather_stats_with_counts.default)
-def batch_norm_gather_stats_with_counts(input, mean, invstd, running_mean, running_var, momentum, eps, counts):
+def batch_norm_gather_stats_with_counts(
+    input: jax.Array,
+    mean: jax.Array,
+    invstd: jax.Array,
+    running_mean: jax.Array | None,
+    running_var: jax.Array | None,
+    momentum: float,
+    eps: float,
+    counts: Any,
+) -> tuple[Any, ...]:
     _refuse_update("batch_norm_gather_stats_with_counts", True, running_mean)
     joint, var, _ = gathered_stats(widen(mean), widen(invstd), counts, eps)
     return joint, lax.rsqrt(var + eps)
 
 
 @lowering(aten.batch_norm_elemt.default)
-def batch_norm_elemt(input, weight, bias, mean, invstd, eps):
+def batch_norm_elemt(
+    input: jax.Array, weight: jax.Array | None, bias: jax.Array | None, mean: jax.Array, invstd: jax.Array, eps: float
+) -> jax.Array:
     hat = (widen(input) - _channels(mean, input)) * _channels(invstd, input)
     return _scale_shift(hat, weight, bias, input)
 

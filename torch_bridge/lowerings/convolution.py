@@ -21,7 +21,15 @@ def _per_dim(values: Sequence[int], n: int) -> list[int]:
     return list(values) * n if len(values) == 1 else list(values)
 
 
-def _conv(x, w, stride, padding, dilation, groups, lhs_dilation=None):
+def _conv(
+    x: jax.Array,
+    w: jax.Array,
+    stride: Sequence[int],
+    padding: Sequence[tuple[int, int]],
+    dilation: Sequence[int],
+    groups: int,
+    lhs_dilation: Sequence[int] | None = None,
+) -> jax.Array:
     n = x.ndim - 2
     spatial = "DHW"[-n:] if n <= 3 else "".join(chr(ord("a") + i) for i in range(n))
     numbers = (f"NC{spatial}", f"OI{spatial}", f"NC{spatial}")
@@ -30,7 +38,7 @@ def _conv(x, w, stride, padding, dilation, groups, lhs_dilation=None):
     )
 
 
-def _forward(x, w, stride, padding, dilation, groups):
+def _forward(x: jax.Array, w: jax.Array, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], groups: int) -> jax.Array:
     return _conv(x, w, stride, [(p, p) for p in padding], dilation, groups)
 
 
@@ -41,15 +49,30 @@ def _flip_and_swap(w: jax.Array, groups: int) -> jax.Array:
     return jnp.flip(w.reshape(-1, w.shape[2], *spatial), range(2, 2 + len(spatial)))
 
 
-def _transposed(x, w, stride, padding, dilation, output_padding, groups):
+def _transposed(
+    x: jax.Array,
+    w: jax.Array,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    output_padding: Sequence[int],
+    groups: int,
+) -> jax.Array:
     kernel = w.shape[2:]
-    edges = [
-        (d * (k - 1) - p, d * (k - 1) - p + extra) for k, d, p, extra in zip(kernel, dilation, padding, output_padding, strict=True)
-    ]
+    edges = [(d * (k - 1) - p, d * (k - 1) - p + extra) for k, d, p, extra in zip(kernel, dilation, padding, output_padding, strict=True)]
     return _conv(x, _flip_and_swap(w, groups), [1] * len(kernel), edges, dilation, groups, lhs_dilation=stride)
 
 
-def _without_bias(x, w, stride, padding, dilation, transposed, output_padding, groups):
+def _without_bias(
+    x: jax.Array,
+    w: jax.Array,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    output_padding: Sequence[int],
+    groups: int,
+) -> jax.Array:
     n = x.ndim - 2
     stride, padding, dilation, output_padding = (_per_dim(v, n) for v in (stride, padding, dilation, output_padding))
     if 0 in x.shape or 0 in w.shape:
@@ -59,7 +82,16 @@ def _without_bias(x, w, stride, padding, dilation, transposed, output_padding, g
     return _forward(x, w, stride, padding, dilation, groups)
 
 
-def _empty(x, w, stride, padding, dilation, transposed, output_padding, groups):
+def _empty(
+    x: jax.Array,
+    w: jax.Array,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    output_padding: Sequence[int],
+    groups: int,
+) -> jax.Array:
     """A convolution over nothing (empty batch or no channels) is zeros, connected to both operands for `jax.vjp`."""
     sizes = [
         (i - 1) * s - 2 * p + d * (k - 1) + o + 1 if transposed else (i + 2 * p - d * (k - 1) - 1) // s + 1
@@ -90,8 +122,20 @@ def convolution(
 
 @lowering(aten._convolution.default)
 def _convolution(
-    input, weight, bias, stride, padding, dilation, transposed, output_padding, groups, benchmark, deterministic, cudnn_enabled, allow_tf32
-):
+    input: jax.Array,
+    weight: jax.Array | None,
+    bias: jax.Array | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    output_padding: Sequence[int],
+    groups: int,
+    benchmark: bool,
+    deterministic: bool,
+    cudnn_enabled: bool,
+    allow_tf32: bool,
+) -> jax.Array:
     return convolution(input, weight, bias, stride, padding, dilation, transposed, output_padding, groups)
 
 
@@ -125,8 +169,17 @@ def convolution_backward(
 
 @lowering(aten.convolution_backward_overrideable.default)
 def convolution_backward_overrideable(
-    grad_output, input, weight, stride, padding, dilation, transposed, output_padding, groups, output_mask
-):
+    grad_output: jax.Array,
+    input: jax.Array,
+    weight: jax.Array | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    output_padding: Sequence[int],
+    groups: int,
+    output_mask: Sequence[bool],
+) -> tuple[jax.Array | None, ...]:
     return convolution_backward(
         grad_output, input, weight, None, stride, padding, dilation, transposed, output_padding, groups, output_mask
     )

@@ -31,10 +31,14 @@ def _each(op: torch._ops.OpOverload, single: torch._ops.OpOverload) -> None:
 
 _OPTIONS = ("alpha", "dtype")
 
-for _name in (
-    "abs acos asin atan ceil cos cosh erf erfc exp expm1 floor frac lgamma log log10 log1p log2 neg reciprocal round rsqrt "
-    "sigmoid sign sin sinh sqrt tan tanh trunc clone zero max copy"
-).split():
+# fmt: off
+_UNARY = [
+    "abs", "acos", "asin", "atan", "ceil", "cos", "cosh", "erf", "erfc", "exp", "expm1", "floor", "frac", "lgamma", "log", "log10",
+    "log1p", "log2", "neg", "reciprocal", "round", "rsqrt", "sigmoid", "sign", "sin", "sinh", "sqrt", "tan", "tanh", "trunc", "clone",
+    "zero", "max", "copy",
+]
+# fmt: on
+for _name in _UNARY:
     _each(getattr(aten, f"_foreach_{_name}").default, getattr(aten, _name).default)
 
 for _name in ("add", "sub", "mul", "div"):

@@ -5,6 +5,7 @@ Clipping and reflection are written so that `jax.vjp` gives torch's gradients: 0
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -54,7 +55,7 @@ def _padded(c: jax.Array, size: int, mode: int, align_corners: bool) -> jax.Arra
 def _look_up(image: jax.Array, at: Sequence[jax.Array]) -> jax.Array:
     """image [N, C, *sizes] at whole pixel positions (one float array [N, P] a dim) -> [N, C, P]; outside the image 0."""
     sizes = image.shape[2:]
-    flat, inside = 0, True
+    flat, inside = jnp.zeros(at[0].shape, jnp.int32), jnp.ones(at[0].shape, jnp.bool_)
     for c, size in zip(at, sizes, strict=True):
         inside = inside & (c >= 0) & (c <= size - 1)
         flat = flat * size + jnp.clip(jnp.nan_to_num(c), 0, size - 1).astype(jnp.int32)
@@ -64,22 +65,22 @@ def _look_up(image: jax.Array, at: Sequence[jax.Array]) -> jax.Array:
 
 def _linear(image: jax.Array, at: Sequence[jax.Array]) -> jax.Array:
     lows = [lax.stop_gradient(jnp.floor(c)) for c in at]
-    total = 0
+    terms = []
     for corner in itertools.product((0, 1), repeat=len(at)):
-        weight = math.prod((c - low) if up else (low + 1 - c) for c, low, up in zip(at, lows, corner, strict=True))
+        weights = [(c - low) if up else (low + 1 - c) for c, low, up in zip(at, lows, corner, strict=True)]
         value = _look_up(image, [low + up for low, up in zip(lows, corner, strict=True)])
-        total = total + value * weight[:, None]
-    return total
+        terms.append(value * functools.reduce(jnp.multiply, weights)[:, None])
+    return functools.reduce(jnp.add, terms)
 
 
 def _bicubic(image: jax.Array, at: Sequence[jax.Array], padding_mode: int, align_corners: bool) -> jax.Array:
     lows = [lax.stop_gradient(jnp.floor(c)) for c in at]
     wy, wx = (cubic_weights(c - low) for c, low in zip(at, lows, strict=True))
-    total = 0
+    terms = []
     for (i, y), (j, x) in itertools.product(enumerate(wy), enumerate(wx)):
         taps = [_padded(low + k - 1, size, padding_mode, align_corners) for low, k, size in zip(lows, (i, j), image.shape[2:], strict=True)]
-        total = total + _look_up(image, taps) * (y * x)[:, None]
-    return total
+        terms.append(_look_up(image, taps) * (y * x)[:, None])
+    return functools.reduce(jnp.add, terms)
 
 
 def _sample(image: jax.Array, grid: jax.Array, mode: int, padding_mode: int, align_corners: bool) -> jax.Array:

@@ -9,6 +9,8 @@ Legend: m rows, k contracted, n columns, g groups, b rows of a block.
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import torch
@@ -98,11 +100,11 @@ def grouped_rows(x_mk: jax.Array, w_gkn: jax.Array, offs: jax.Array) -> jax.Arra
     return lax.platform_dependent(x_mk, w_gkn, offs, tpu=_rows_tpu, default=_rows_by_blocks)
 
 
-def _grouped_rows_fwd(x_mk, w_gkn, offs):
+def _grouped_rows_fwd(x_mk: Any, w_gkn: Any, offs: Any) -> Any:
     return grouped_rows(x_mk, w_gkn, offs), (x_mk, w_gkn, offs)
 
 
-def _grouped_rows_bwd(saved, grad_mn):
+def _grouped_rows_bwd(saved: Any, grad_mn: Any) -> Any:
     x_mk, w_gkn, offs = saved
     return grouped_rows(grad_mn, w_gkn.swapaxes(1, 2), offs), grouped_outer(x_mk, grad_mn, offs), None
 
@@ -118,11 +120,11 @@ def grouped_outer(x_mk: jax.Array, y_mn: jax.Array, offs: jax.Array) -> jax.Arra
     return lax.platform_dependent(x_mk, y_mn, offs, tpu=_outer_tpu, default=_outer_by_blocks)
 
 
-def _grouped_outer_fwd(x_mk, y_mn, offs):
+def _grouped_outer_fwd(x_mk: Any, y_mn: Any, offs: Any) -> Any:
     return grouped_outer(x_mk, y_mn, offs), (x_mk, y_mn, offs)
 
 
-def _grouped_outer_bwd(saved, grad_gkn):
+def _grouped_outer_bwd(saved: Any, grad_gkn: Any) -> Any:
     x_mk, y_mn, offs = saved
     return grouped_rows(y_mn, grad_gkn.swapaxes(1, 2), offs), grouped_rows(x_mk, grad_gkn, offs), None
 
@@ -140,7 +142,9 @@ def grouped_mm(
 ) -> jax.Array:
     """`offs` (cumulative ends) cuts the rows of a 2-d `self`, the columns of a 2-d `mat2`, or, if both are 2-d, what is contracted."""
     if bias is not None:
-        raise NotImplementedError("aten._grouped_mm with a bias is not supported (torch does not support it either); add the bias afterwards.")
+        raise NotImplementedError(
+            "aten._grouped_mm with a bias is not supported (torch does not support it either); add the bias afterwards."
+        )
     match self.ndim, mat2.ndim:
         case 3, 3:
             out = bmm(self, mat2)

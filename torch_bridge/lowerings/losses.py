@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -35,69 +36,64 @@ def _backward(derivative: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     """From `d loss / d self` per element to the aten backward op (grad_output, self, target, reduction, ...)."""
 
     @functools.wraps(derivative)
-    def run(grad_output, self, target, reduction, *rest):
-        count = jnp.broadcast_shapes(self.shape, target.shape)
-        n = 1
-        for size in count:
-            n *= size
-        return derivative(self, target, *rest) * _share(grad_output, reduction, n)
+    def run(grad_output: jax.Array, self: jax.Array, target: jax.Array, reduction: int, *rest: float) -> jax.Array:
+        count = math.prod(jnp.broadcast_shapes(self.shape, target.shape))
+        return derivative(self, target, *rest) * _share(grad_output, reduction, count)
 
     return pointwise(run)
 
 
 @lowering(aten.mse_loss.default)
 @pointwise
-def mse_loss(self, target, reduction=1):
+def mse_loss(self: jax.Array, target: jax.Array, reduction: int = 1) -> jax.Array:
     diff = self - target
     return reduced(diff * diff, reduction)
 
 
 @lowering(aten.mse_loss_backward.default)
 @_backward
-def mse_loss_backward(self, target):
+def mse_loss_backward(self: jax.Array, target: jax.Array) -> jax.Array:
     return 2 * (self - target)
 
 
 @lowering(aten.smooth_l1_loss.default)
 @pointwise
-def smooth_l1_loss(self, target, reduction=1, beta=1.0):
+def smooth_l1_loss(self: jax.Array, target: jax.Array, reduction: int = 1, beta: Any = 1.0) -> jax.Array:
     diff = self - target
-    z = diff * jnp.sign(diff)  # |diff| with derivative 0 at 0
+    z = jnp.where(diff > 0, diff, -diff)  # with beta 0, torch's derivative at 0 is -1
     return reduced(z if beta == 0 else jnp.where(z < beta, 0.5 * z * z / beta, z - 0.5 * beta), reduction)
 
 
 @lowering(aten.smooth_l1_loss_backward.default)
 @_backward
-def smooth_l1_loss_backward(self, target, beta):
+def smooth_l1_loss_backward(self: jax.Array, target: jax.Array, beta: Any) -> jax.Array:
     diff = self - target
-    if beta == 0:
-        return jnp.sign(diff)
-    return jnp.where(diff <= -beta, -1, jnp.where(diff >= beta, 1, diff / beta))
+    return jnp.where(diff <= -beta, -1, jnp.where(diff >= beta, 1, diff / beta if beta else diff))
 
 
 @lowering(aten.huber_loss.default)
 @pointwise
-def huber_loss(self, target, reduction=1, delta=1.0):
+def huber_loss(self: jax.Array, target: jax.Array, reduction: int = 1, delta: Any = 1.0) -> jax.Array:
     z = jnp.abs(self - target)
     return reduced(jnp.where(z <= delta, 0.5 * z * z, delta * (z - 0.5 * delta)), reduction)
 
 
 @lowering(aten.huber_loss_backward.default)
 @_backward
-def huber_loss_backward(self, target, delta):
+def huber_loss_backward(self: jax.Array, target: jax.Array, delta: Any) -> jax.Array:
     diff = self - target
     return jnp.where(diff <= -delta, -delta, jnp.where(diff >= delta, delta, diff))
 
 
 @lowering(aten.soft_margin_loss.default)
 @pointwise
-def soft_margin_loss(self, target, reduction=1):
+def soft_margin_loss(self: jax.Array, target: jax.Array, reduction: int = 1) -> jax.Array:
     return reduced(jnp.log1p(jnp.exp(-target * self)), reduction)
 
 
 @lowering(aten.soft_margin_loss_backward.default)
 @_backward
-def soft_margin_loss_backward(self, target):
+def soft_margin_loss_backward(self: jax.Array, target: jax.Array) -> jax.Array:
     return -target * lax.logistic(-target * self)
 
 
@@ -107,7 +103,7 @@ def _weighted(x: jax.Array, weight: jax.Array | None) -> jax.Array:
 
 @lowering(aten.binary_cross_entropy.default)
 @pointwise
-def binary_cross_entropy(self, target, weight=None, reduction=1):
+def binary_cross_entropy(self: jax.Array, target: jax.Array, weight: jax.Array | None = None, reduction: int = 1) -> jax.Array:
     """Logarithms are cut at -100, as in torch, so that the loss stays finite at 0 and 1."""
     loss = (target - 1) * jnp.maximum(jnp.log1p(-self), -100) - target * jnp.maximum(jnp.log(self), -100)
     return reduced(_weighted(loss, weight), reduction)
@@ -115,14 +111,18 @@ def binary_cross_entropy(self, target, weight=None, reduction=1):
 
 @lowering(aten.binary_cross_entropy_backward.default)
 @pointwise
-def binary_cross_entropy_backward(grad_output, self, target, weight=None, reduction=1):
+def binary_cross_entropy_backward(
+    grad_output: jax.Array, self: jax.Array, target: jax.Array, weight: jax.Array | None = None, reduction: int = 1
+) -> jax.Array:
     slope = (self - target) / jnp.maximum((1 - self) * self, 1e-12)
     return _weighted(_share(grad_output, reduction, self.size) * slope, weight)
 
 
 @lowering(aten.binary_cross_entropy_with_logits.default)
 @pointwise
-def binary_cross_entropy_with_logits(self, target, weight=None, pos_weight=None, reduction=1):
+def binary_cross_entropy_with_logits(
+    self: jax.Array, target: jax.Array, weight: jax.Array | None = None, pos_weight: Any = None, reduction: int = 1
+) -> jax.Array:
     """-(pos_weight * t * log s(x) + (1 - t) * log(1 - s(x))), with log s(x) = -softplus(-x)."""
     factor = 1 if pos_weight is None else 1 + (pos_weight - 1) * target
     return reduced(_weighted((1 - target) * self - factor * log_sigmoid(self), weight), reduction)
@@ -147,7 +147,9 @@ def _picked(x: jax.Array, target: jax.Array, ignore_index: int, axis: int) -> ja
     return jnp.where(target == ignore_index, 0, jnp.squeeze(picked, axis))
 
 
-def _nll_forward(self, target, weight, reduction, ignore_index):
+def _nll_forward(
+    self: jax.Array, target: jax.Array, weight: jax.Array | None, reduction: int, ignore_index: int
+) -> tuple[jax.Array, jax.Array]:
     axis = 1 if self.ndim > 1 else 0
     x = widen(self)
     if x.shape[axis] == 0 or target.size == 0:
@@ -162,7 +164,15 @@ def _nll_forward(self, target, weight, reduction, ignore_index):
     return (total / total_weight if reduction == 1 else total).astype(self.dtype), total_weight.astype(self.dtype)
 
 
-def _nll_backward(grad_output, self, target, weight, reduction, ignore_index, total_weight):
+def _nll_backward(
+    grad_output: jax.Array,
+    self: jax.Array,
+    target: jax.Array,
+    weight: jax.Array | None,
+    reduction: int,
+    ignore_index: int,
+    total_weight: jax.Array,
+) -> jax.Array:
     """A comparison with the class number instead of a scatter: XLA fuses it into what follows (log_softmax's backward)."""
     axis = 1 if self.ndim > 1 else 0
     g = widen(grad_output)
@@ -196,7 +206,7 @@ def nll_loss_backward(
 # --- margins ---------------------------------------------------------------------------------------------------------------------
 
 
-def _class_margins(x, target, margin, weight):
+def _class_margins(x: jax.Array, target: jax.Array, margin: Any, weight: jax.Array | None) -> tuple[jax.Array, jax.Array, jax.Array]:
     """margin - x[target] + x of every class but the target, its class number as mask, and the weight of each row."""
     rows = x.reshape(-1, x.shape[-1]) if x.ndim else x.reshape(1, 1)
     t = target.reshape(-1, 1)
@@ -206,20 +216,24 @@ def _class_margins(x, target, margin, weight):
     return z, other & (z > 0), w
 
 
-def _multi_margin(self, target, p, margin, weight, reduction):
+def _multi_margin(self: jax.Array, target: jax.Array, p: Any, margin: Any, weight: jax.Array | None, reduction: int) -> jax.Array:
     z, active, w = _class_margins(self, target, margin, weight)
     loss = jnp.where(active, w * (z if p == 1 else z * z), 0).sum(axis=1) / z.shape[1]
     return reduced(loss.reshape(target.shape if self.ndim > 1 else ()), reduction)
 
 
 @lowering(aten.multi_margin_loss.default, lift=False)
-def multi_margin_loss(self, target, p=1, margin=1, weight=None, reduction=1):
+def multi_margin_loss(
+    self: jax.Array, target: jax.Array, p: Any = 1, margin: Any = 1, weight: jax.Array | None = None, reduction: int = 1
+) -> jax.Array:
     x = widen(self)
     return _multi_margin(x, target, p, margin, widen(weight), reduction).astype(self.dtype)
 
 
 @lowering(aten.multi_margin_loss_backward.default, lift=False)
-def multi_margin_loss_backward(grad_output, self, target, p, margin, weight=None, reduction=1):
+def multi_margin_loss_backward(
+    grad_output: jax.Array, self: jax.Array, target: jax.Array, p: Any, margin: Any, weight: jax.Array | None = None, reduction: int = 1
+) -> jax.Array:
     _, vjp = jax.vjp(lambda x: _multi_margin(x, target, p, margin, widen(weight), reduction), widen(self))
     return vjp(widen(grad_output))[0].astype(self.dtype)
 
@@ -231,7 +245,7 @@ def _multilabel_targets(target: jax.Array, classes: int) -> tuple[jax.Array, jax
     return counts, hit.any(axis=1)
 
 
-def _multilabel_margin(x, target, reduction):
+def _multilabel_margin(x: jax.Array, target: jax.Array, reduction: int) -> tuple[jax.Array, jax.Array]:
     rows, t = x.reshape(-1, x.shape[-1]), target.reshape(-1, target.shape[-1])
     counts, is_target = _multilabel_targets(t, rows.shape[1])
     at_target = jnp.take_along_axis(rows, jnp.where(counts, t, 0), axis=1)
@@ -249,7 +263,9 @@ def multilabel_margin_loss_forward(self: jax.Array, target: jax.Array, reduction
 
 
 @lowering(aten.multilabel_margin_loss_backward.default)
-def multilabel_margin_loss_backward(grad_output, self, target, reduction, is_target):
+def multilabel_margin_loss_backward(
+    grad_output: jax.Array, self: jax.Array, target: jax.Array, reduction: int, is_target: Any
+) -> jax.Array:
     x, t = jnp.atleast_1d(widen(self)), jnp.atleast_1d(target)
     _, vjp = jax.vjp(lambda x: _multilabel_margin(x, t, reduction)[0], x)
     return vjp(widen(grad_output))[0].reshape(self.shape).astype(self.dtype)

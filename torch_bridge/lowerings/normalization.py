@@ -135,9 +135,7 @@ def fused_rms_norm(
 
 
 @lowering(aten.rms_norm.default)
-def rms_norm(
-    input: jax.Array, normalized_shape: Sequence[int], weight: jax.Array | None = None, eps: float | None = None
-) -> jax.Array:
+def rms_norm(input: jax.Array, normalized_shape: Sequence[int], weight: jax.Array | None = None, eps: float | None = None) -> jax.Array:
     out = fused_rms_norm(input, normalized_shape, weight, eps)[0]
     return out if weight is None else out.astype(jnp.promote_types(input.dtype, weight.dtype))
 

@@ -39,7 +39,9 @@ def _power(x: Any, p: float) -> Any:
 def p_norm(x: Any, p: float, reduced: tuple[int, ...], keepdim: bool = False) -> Any:
     """The p-norm over axes, in the (real) dtype of x; gradients follow torch: 0 at 0, ties of the maximum share."""
     if math.isinf(p):
-        return (jnp.max if p > 0 else jnp.min)(magnitude(x), axis=reduced, keepdims=keepdim, **({"initial": 0.0} if p > 0 else {}))
+        if p < 0:
+            return jnp.min(magnitude(x), axis=reduced, keepdims=keepdim)
+        return jnp.max(magnitude(x), axis=reduced, keepdims=keepdim, initial=0.0)
     total = power_sum(x, p, reduced, keepdim)
     if p in (0, 1):
         return total

@@ -43,7 +43,7 @@ def _step_each(
     for i, param in enumerate(states[0]):
         old = [s[i] if s else None for s in states]
         wide = opmath(param.dtype)
-        state = [None if x is None else x.astype(wide) for x in old]
+        state: list[Any] = [None if x is None else x.astype(wide) for x in old]
         if grad_scale is not None:
             state[1] = state[1] / jnp.reshape(grad_scale, ()).astype(wide)
         unscaled = state[1]
@@ -93,12 +93,12 @@ def _adam(decoupled: bool) -> Callable[..., Lists]:
             # lerp's two forms, chosen by the weight
             mean = mean + number(1 - beta1) * (grad - mean) if 1 - beta1 < 0.5 else grad - (grad - mean) * number(beta1)
             square = square * number(beta2) + number(1 - beta2) * grad * grad
-            largest = jnp.maximum(peak, square) if amsgrad else None
+            peak = jnp.maximum(peak, square) if amsgrad else None
             count = _double(step)
             root = jnp.sqrt(1 - beta2**count)
             step_size = rate / (1 - beta1**count)
-            denominator = jnp.sqrt(largest if amsgrad else square) / number(root) + number(eps)
-            return [param - number(step_size) * mean / denominator, mean, square, largest if amsgrad else peak]
+            denominator = jnp.sqrt(peak if amsgrad else square) / number(root) + number(eps)
+            return [param - number(step_size) * mean / denominator, mean, square, peak]
 
         states = (self, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs if amsgrad else [])
         out = _step_each(update, states, state_steps, grad_scale, found_inf, maximize)

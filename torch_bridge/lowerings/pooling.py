@@ -6,7 +6,7 @@ A window is pooled one dim after the other, as sums of strided slices: XLA compi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch_bridge.lowerings._opmath import widen
 from torch_bridge.lowerings.registry import lowering
 
 aten = torch.ops.aten
+Ints = int | Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -37,11 +38,6 @@ class Window:
     def starts(self) -> np.ndarray:
         return np.arange(self.out) * self.stride - self.padding
 
-    def valid(self, tap: int) -> np.ndarray:
-        """Per window, whether this tap lies on the input."""
-        at = self.starts + tap * self.dilation
-        return (at >= 0) & (at < self.size)
-
     def first(self) -> np.ndarray:
         """Per window, the first position on the input."""
         missing = np.maximum(0, -(self.starts // self.dilation)) if self.padding else np.zeros(self.out, np.int64)
@@ -53,16 +49,16 @@ class Window:
         return self.padding, reach - self.padding - self.size
 
 
-def _expand(values: Sequence[int], n: int) -> list[int]:
+def _expand(values: Ints, n: int) -> list[int]:
     values = [values] if isinstance(values, int) else list(values)
     return values * n if len(values) == 1 else values
 
 
-def windows(sizes, kernel, stride, padding, dilation, ceil_mode) -> list[Window]:
+def windows(sizes: Sequence[int], kernel: Ints, stride: Ints, padding: Ints, dilation: Ints, ceil_mode: bool) -> list[Window]:
     """torch's output sizes; with `ceil_mode` the last window must start on the input or its left padding."""
     n = len(sizes)
     kernel, padding, dilation = _expand(kernel, n), _expand(padding, n), _expand(dilation, n)
-    stride = _expand(stride, n) if len(stride if isinstance(stride, Sequence) else [stride]) else kernel
+    stride = kernel if isinstance(stride, Sequence) and not stride else _expand(stride, n)
     result = []
     for size, k, s, p, d in zip(sizes, kernel, stride, padding, dilation, strict=True):
         span = size + 2 * p - d * (k - 1) - 1
@@ -118,7 +114,16 @@ def _divisors(wins: list[Window], count_include_pad: bool, override: int | None)
     return np.full_like(result, override) if override is not None else result
 
 
-def _avg_pool(x, kernel, stride, padding, ceil_mode, count_include_pad, override, n):
+def _avg_pool(
+    x: jax.Array,
+    kernel: Ints,
+    stride: Ints,
+    padding: Ints,
+    ceil_mode: bool,
+    count_include_pad: bool,
+    override: int | None,
+    n: int,
+) -> jax.Array:
     wins = windows(x.shape[-n:], kernel, stride, padding, 1, ceil_mode)
     total = widen(x)
     for i, w in enumerate(wins):
@@ -129,35 +134,76 @@ def _avg_pool(x, kernel, stride, padding, ceil_mode, count_include_pad, override
     return (total / jnp.asarray(divisor, total.dtype)).astype(x.dtype)
 
 
-def _transpose(fn, grad: jax.Array, like: jax.Array) -> jax.Array:
+def _transpose(fn: Callable[[jax.Array], jax.Array], grad: jax.Array, like: jax.Array) -> jax.Array:
     """The gradient of a linear function, in the opmath dtype."""
     wide = widen(like)
     return jax.linear_transpose(fn, wide)(grad.astype(wide.dtype))[0].astype(like.dtype)
 
 
 @lowering(aten.avg_pool1d.default)
-def avg_pool1d(self, kernel_size, stride=(), padding=0, ceil_mode=False, count_include_pad=True):
+def avg_pool1d(
+    self: jax.Array,
+    kernel_size: Ints,
+    stride: Ints = (),
+    padding: Ints = 0,
+    ceil_mode: bool = False,
+    count_include_pad: bool = True,
+) -> jax.Array:
     return _avg_pool(self, kernel_size, stride, padding, ceil_mode, count_include_pad, None, 1)
 
 
 @lowering(aten.avg_pool2d.default)
-def avg_pool2d(self, kernel_size, stride=(), padding=0, ceil_mode=False, count_include_pad=True, divisor_override=None):
+def avg_pool2d(
+    self: jax.Array,
+    kernel_size: Ints,
+    stride: Ints = (),
+    padding: Ints = 0,
+    ceil_mode: bool = False,
+    count_include_pad: bool = True,
+    divisor_override: int | None = None,
+) -> jax.Array:
     return _avg_pool(self, kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override, 2)
 
 
 @lowering(aten.avg_pool3d.default)
-def avg_pool3d(self, kernel_size, stride=(), padding=0, ceil_mode=False, count_include_pad=True, divisor_override=None):
+def avg_pool3d(
+    self: jax.Array,
+    kernel_size: Ints,
+    stride: Ints = (),
+    padding: Ints = 0,
+    ceil_mode: bool = False,
+    count_include_pad: bool = True,
+    divisor_override: int | None = None,
+) -> jax.Array:
     return _avg_pool(self, kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override, 3)
 
 
 @lowering(aten.avg_pool2d_backward.default)
-def avg_pool2d_backward(grad_output, self, kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override):
+def avg_pool2d_backward(
+    grad_output: jax.Array,
+    self: jax.Array,
+    kernel_size: Ints,
+    stride: Ints,
+    padding: Ints,
+    ceil_mode: bool,
+    count_include_pad: bool,
+    divisor_override: int | None,
+) -> jax.Array:
     options = kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override, 2
     return _transpose(lambda x: _avg_pool(x, *options), grad_output, self)
 
 
 @lowering(aten.avg_pool3d_backward.default)
-def avg_pool3d_backward(grad_output, self, kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override):
+def avg_pool3d_backward(
+    grad_output: jax.Array,
+    self: jax.Array,
+    kernel_size: Ints,
+    stride: Ints,
+    padding: Ints,
+    ceil_mode: bool,
+    count_include_pad: bool,
+    divisor_override: int | None,
+) -> jax.Array:
     options = kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override, 3
     return _transpose(lambda x: _avg_pool(x, *options), grad_output, self)
 
@@ -173,16 +219,14 @@ def _adaptive_sum_axis(x: jax.Array, axis: int, out: int) -> jax.Array:
     if out and size % out == 0 and size:
         return _sum_axis(x, axis, Window(size, size // out, size // out, 0, 1, out))
     start, end = adaptive_bounds(size, out)
-    total = jnp.zeros_like(lax.slice_in_dim(x, 0, 0, axis=axis)) if out == 0 else None
-    for tap in range(int(max(end - start, default=0))):
+    total = jnp.take(x, start, axis=axis)
+    for tap in range(1, int(max(end - start, default=0))):
         picked = jnp.take(x, np.minimum(start + tap, size - 1), axis=axis)
-        inside = along(start + tap < end, axis, x.ndim)
-        picked = picked if inside.all() else jnp.where(inside, picked, 0)
-        total = picked if total is None else total + picked
+        total = total + jnp.where(along(start + tap < end, axis, x.ndim), picked, 0)
     return total
 
 
-def _adaptive_avg_pool(x: jax.Array, output_size: Sequence[int], n: int) -> jax.Array:
+def _adaptive_avg_pool(x: jax.Array, output_size: Ints, n: int) -> jax.Array:
     total, count = widen(x), np.ones((1,) * n, np.int64)
     for i, out in enumerate(_expand(output_size, n)):
         start, end = adaptive_bounds(x.shape[i - n], out)
@@ -192,25 +236,25 @@ def _adaptive_avg_pool(x: jax.Array, output_size: Sequence[int], n: int) -> jax.
 
 
 @lowering(aten.adaptive_avg_pool1d.default)
-def adaptive_avg_pool1d(self, output_size):
+def adaptive_avg_pool1d(self: jax.Array, output_size: Sequence[int]) -> jax.Array:
     return _adaptive_avg_pool(self, output_size, 1)
 
 
 @lowering(aten._adaptive_avg_pool2d.default)
-def adaptive_avg_pool2d(self, output_size):
+def adaptive_avg_pool2d(self: jax.Array, output_size: Sequence[int]) -> jax.Array:
     return _adaptive_avg_pool(self, output_size, 2)
 
 
 @lowering(aten._adaptive_avg_pool3d.default)
-def adaptive_avg_pool3d(self, output_size):
+def adaptive_avg_pool3d(self: jax.Array, output_size: Sequence[int]) -> jax.Array:
     return _adaptive_avg_pool(self, output_size, 3)
 
 
 @lowering(aten._adaptive_avg_pool2d_backward.default)
-def adaptive_avg_pool2d_backward(grad_output, self):
+def adaptive_avg_pool2d_backward(grad_output: jax.Array, self: jax.Array) -> jax.Array:
     return _transpose(lambda x: _adaptive_avg_pool(x, grad_output.shape[-2:], 2), grad_output, self)
 
 
 @lowering(aten._adaptive_avg_pool3d_backward.default)
-def adaptive_avg_pool3d_backward(grad_output, self):
+def adaptive_avg_pool3d_backward(grad_output: jax.Array, self: jax.Array) -> jax.Array:
     return _transpose(lambda x: _adaptive_avg_pool(x, grad_output.shape[-3:], 3), grad_output, self)

@@ -88,11 +88,9 @@ def _register_truth(op: Any, reduce: Callable[..., Any]) -> None:
         result = reduce(truth(self), axis=axes(dim, self.ndim, empty_is_all=False), keepdims=keepdim)
         return result.astype(jnp.uint8) if self.dtype == jnp.uint8 else result
 
-    return reduction
 
-
-any_ = _register_truth(aten.any, jnp.any)
-all_ = _register_truth(aten.all, jnp.all)
+_register_truth(aten.any, jnp.any)
+_register_truth(aten.all, jnp.all)
 
 
 @lowering(aten._is_all_true.default)

@@ -14,7 +14,7 @@ from torch_bridge.lowerings.registry import lowering
 aten = torch.ops.aten
 
 
-def _shifted(x: jax.Array, dim: int) -> jax.Array:
+def _shifted(x: jax.Array, dim: int | None) -> jax.Array:
     """`x` minus its maximum. A row of -inf gives NaN, as torch does."""
     return x - lax.stop_gradient(jnp.max(x, axis=dim, keepdims=True, initial=-jnp.inf))
 

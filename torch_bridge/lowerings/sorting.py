@@ -159,10 +159,11 @@ def isin(elements: Any, test_elements: Any, assume_unique: bool = False, invert:
 
 @lowering(aten.histc.default)
 def histc(self: Array, bins: int = 100, min: Any = 0, max: Any = 0) -> Array:
-    """Counts of equal bins from `min` to `max`; equal bounds stand for the range of the data. NaN falls in no bin."""
-    if not jnp.issubdtype(self.dtype, jnp.floating):
-        raise NotImplementedError(f"aten.histc on {self.dtype}: torch has it for floats only on CPU; convert with .float() first")
-    x = self.reshape(-1)
+    """Counts of equal bins from `min` to `max`; equal bounds stand for the range of the data. NaN falls in no bin.
+
+    Integers count too, as on CUDA (torch's CPU kernel refuses them): models ask for that on devices other than the CPU.
+    """
+    x = self.reshape(-1) if jnp.issubdtype(self.dtype, jnp.floating) else self.reshape(-1).astype(jnp.int64)
     low, high = dtypes.cast(min, x.dtype), dtypes.cast(max, x.dtype)
     if x.size:
         from_data = low == high
@@ -170,6 +171,9 @@ def histc(self: Array, bins: int = 100, min: Any = 0, max: Any = 0) -> Array:
     flat = low == high
     low, high = jnp.where(flat, low - 1, low), jnp.where(flat, high + 1, high)
     inside = (x >= low) & (x <= high)
-    at = jnp.minimum(((x - low) / (high - low) * bins).astype(jnp.int64), bins - 1)
+    if jnp.issubdtype(x.dtype, jnp.floating):
+        at = jnp.minimum(((x - low) / (high - low) * bins).astype(jnp.int64), bins - 1)
+    else:
+        at = jnp.minimum((x - low) * bins // (high - low), bins - 1)
     slots = Points((bins,), {0: jnp.where(inside, at, bins)}, wrap=False)  # one past the end is dropped
-    return slots.write(jnp.zeros(bins, jnp.int64), jnp.ones(x.shape, jnp.int64), "sum").astype(x.dtype)
+    return slots.write(jnp.zeros(bins, jnp.int64), jnp.ones(x.shape, jnp.int64), "sum").astype(self.dtype)

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import jax.scipy.special
 import torch
 from jax import lax
 
@@ -86,6 +87,7 @@ for _op, _fn in (
     (aten.erfinv.default, lax.erf_inv),
     (aten.lgamma.default, lax.lgamma),
     (aten.digamma.default, _digamma),
+    (aten.i0.default, jax.scipy.special.i0),
     (aten.deg2rad.default, lambda x: x * (math.pi / 180)),
     (aten.rad2deg.default, lambda x: x * (180 / math.pi)),
 ):

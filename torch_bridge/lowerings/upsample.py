@@ -6,6 +6,7 @@ positions and weights are constants of the program. The gradient is the transpos
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -65,13 +66,12 @@ def _take(x: jax.Array, axis: int, index: np.ndarray) -> jax.Array:
 def _resample(x: jax.Array, axis: int, taps: Taps) -> jax.Array:
     if taps.weight is None:
         return _take(x, axis, taps.index[0])
-    total = None
+    terms = []
     for index, weight in zip(taps.index, taps.weight, strict=True):
         w = along(weight, axis, x.ndim)
         term = _take(x, axis, index) * w.astype(x.dtype)
-        term = term if weight.all() else jnp.where(w == 0, 0, term)
-        total = term if total is None else total + term
-    return total
+        terms.append(term if weight.all() else jnp.where(w == 0, 0, term))
+    return functools.reduce(jnp.add, terms)
 
 
 def _sum_repeats(g: jax.Array, axis: int, size: int) -> jax.Array:
@@ -168,7 +168,9 @@ def _real(dtype: Any) -> Any:
 
 def _check_float(op: str, x: jax.Array) -> None:
     if not jnp.issubdtype(x.dtype, jnp.floating):
-        raise NotImplementedError(f"{op} of {x.dtype} is not supported (torch rounds it in its own fixed-point way): convert to float32 first.")
+        raise NotImplementedError(
+            f"{op} of {x.dtype} is not supported (torch rounds it in its own fixed-point way): convert to float32 first."
+        )
 
 
 def _forward(x: jax.Array, out_sizes: Sequence[int], factors: Sequence[float | None], taps: Callable[..., Taps]) -> jax.Array:
@@ -204,9 +206,7 @@ def _register_nearest(n: int, forward: Any, backward: Any, offset: float) -> Non
 
 
 def _register_smooth(n: int, forward: Any, backward: Any, make: Callable[..., Taps]) -> None:
-    def up(
-        self: jax.Array, output_size: Sequence[int], align_corners: bool, *scales: float | None, **named: float | None
-    ) -> jax.Array:
+    def up(self: jax.Array, output_size: Sequence[int], align_corners: bool, *scales: float | None, **named: float | None) -> jax.Array:
         _check_float(str(forward), self)
         return _forward(self, output_size, _factors(n, scales, named), partial(make, align_corners=align_corners))
 

@@ -32,9 +32,19 @@ def run(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> list[Any]:
         return [to_torch(o) if hasattr(o, "dtype") else o for o in out]
 
 
-def check_gradients(op: torch._ops.OpOverload, *args: Any, rtol: float | None = None, atol: float | None = None, **kwargs: Any) -> None:
-    """Assert that `jax.grad` through the lowering agrees with torch autograd for every floating tensor among `args` (first result)."""
-    where = [i for i, a in enumerate(args) if isinstance(a, torch.Tensor) and a.is_floating_point()]
+def check_gradients(
+    op: torch._ops.OpOverload,
+    *args: Any,
+    constants: tuple[int, ...] = (),
+    rtol: float | None = None,
+    atol: float | None = None,
+    **kwargs: Any,
+) -> None:
+    """Assert that `jax.grad` through the lowering's first result agrees with torch autograd.
+
+    For every floating tensor among `args` but the `constants`, which torch has no gradient of.
+    """
+    where = [i for i, a in enumerate(args) if isinstance(a, torch.Tensor) and a.is_floating_point() and i not in constants]
     inputs = [args[i].detach().clone().requires_grad_() for i in where]
     out = tree_leaves(op(*[inputs[where.index(i)] if i in where else a for i, a in enumerate(args)], **kwargs))[0]
     weights = torch.linspace(0.5, 1.5, out.numel(), dtype=out.dtype).reshape(out.shape)

@@ -233,7 +233,7 @@ LIFTED = [
 ]
 
 
-def check_lifted(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> None:
+def check_lifted(op: torch._ops.OpOverload, args: tuple, kwargs: dict, **tolerance: float) -> None:
     """The op with every Python number as a traced `dtypes.Scalar`."""
     expected = op(*args, **kwargs)
     fn = lowerings.lookup(op).fn
@@ -254,7 +254,7 @@ def check_lifted(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> None:
             return fn(*[fill(x) for x in args], **{k: fill(v) for k, v in kwargs.items()})
 
         got = to_torch(jax.jit(call)(tensors, [jax.numpy.asarray(n) for n in numbers]))
-    torch.testing.assert_close(got, expected)
+    torch.testing.assert_close(got, expected, **tolerance)
 
 
 @pytest.mark.parametrize("op,args,kwargs", LIFTED)
@@ -273,6 +273,7 @@ def test_numbers_as_inputs(op: torch._ops.OpOverload, args: tuple, kwargs: dict)
 )
 def test_half_precision_is_bit_exact(op: torch._ops.OpOverload, args: tuple) -> None:
     check(op, *args, rtol=0, atol=0)
+    check_lifted(op, args, {}, rtol=0, atol=0)
 
 
 GRADIENTS = [

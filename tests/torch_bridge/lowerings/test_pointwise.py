@@ -25,7 +25,6 @@ from tests.torch_bridge.lowerings.test_arithmetic import (
     i32,
     i64,
     inf,
-    ints,
     nan,
     rand,
     u8,

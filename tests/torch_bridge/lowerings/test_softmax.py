@@ -11,7 +11,17 @@ torch.manual_seed(0)
 inf, nan = float("inf"), float("nan")
 X = torch.randn(3, 4, 5) * 4
 HARD = torch.tensor([[-inf, -inf, -inf], [inf, 0.0, 1.0], [nan, 0.0, 1.0], [-inf, 0.0, 1.0], [1e30, 0.0, -1e30]])
-CASES = [(X, 0), (X, -1), (X, 1), (X.double(), 2), (X.bfloat16(), -1), (X.half(), 1), (HARD, -1), (torch.tensor(2.0), 0), (torch.tensor(2.0), -1)]
+CASES = [
+    (X, 0),
+    (X, -1),
+    (X, 1),
+    (X.double(), 2),
+    (X.bfloat16(), -1),
+    (X.half(), 1),
+    (HARD, -1),
+    (torch.tensor(2.0), 0),
+    (torch.tensor(2.0), -1),
+]
 CASES += [(torch.empty(0, 3), 1), (torch.empty(2, 0), 1), (torch.empty(2, 0), 0)]
 SOFT = [aten._softmax.default, aten._log_softmax.default]
 BACK = [aten._softmax_backward_data.default, aten._log_softmax_backward_data.default]
@@ -50,7 +60,11 @@ def test_safe_softmax(x):
 
 
 SCORES = torch.randn(2, 3, 4, 4)
-MASKS = [(torch.rand(4, 4) > 0.5, 0), (torch.tensor([[False, True, True, False], [True, True, True, True]]), 1), (torch.rand(2, 3, 4, 4) > 0.6, 2)]
+MASKS = [
+    (torch.rand(4, 4) > 0.5, 0),
+    (torch.tensor([[False, True, True, False], [True, True, True, True]]), 1),
+    (torch.rand(2, 3, 4, 4) > 0.6, 2),
+]
 
 
 @pytest.mark.parametrize(("mask", "mask_type"), MASKS)

@@ -113,10 +113,14 @@ def test_histc(args):
     check(aten.histc.default, *args)
 
 
-def test_histc_ignores_nan_and_refuses_integers():
+def test_histc_ignores_nan():
     check(aten.histc.default, ODD, 4, -1, 1)
-    with pytest.raises(NotImplementedError, match=r"aten\.histc on int32"):
-        lowerings.lookup(aten.histc.default).fn(to_jax(INTS.int()), 4)
+
+
+def test_histc_counts_integers_as_cuda_does():
+    with _compat.enable_x64():
+        counts = lowerings.lookup(aten.histc.default).fn(to_jax(torch.tensor([0, 1, 1, 3, 3, 3], dtype=torch.int32)), 4, 0, 3)
+    assert counts.tolist() == [1, 2, 0, 3] and counts.dtype == "int32"
 
 
 def test_lifted_numbers():

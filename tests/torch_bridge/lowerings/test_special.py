@@ -94,13 +94,14 @@ def test_bessel_agrees_with_scipy_in_float64():
 
 
 def families():
-    return sorted(n for n in dir(aten) if "_polynomial_" in n) or sorted(
-        {
-            n.split("::")[1].split(".")[0]
-            for n in torch._C._dispatch_get_all_op_names()
-            if n.startswith("aten::special") and "_polynomial_" in n
-        }
+    names = (
+        name.removeprefix("aten::").split(".")[0] for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::special_")
     )
+    return sorted({name for name in names if "_polynomial_" in name})
+
+
+def test_all_polynomial_families_are_found():
+    assert len(families()) == 12
 
 
 @pytest.mark.parametrize("name", families())
@@ -157,7 +158,7 @@ def test_xlog1py():
 def test_polygamma(n):
     # No torch value to compare at the poles of order 1: it is a large finite number.
     x = torch.tensor([0.01, 0.3, 0.5, 1.0, 1.2, 2.0, 7.5, 30.0, 1e4, -0.5, -1.25, -7.3, INF, NAN] + ([0.0, -0.0, -3.0] if n != 1 else []))
-    check(aten.polygamma.default, n, x, rtol=2e-5, atol=1e-5)
+    check(aten.polygamma.default, n, x, rtol=1e-4, atol=1e-5)
     check(aten.polygamma.default, n, x.double(), rtol=1e-9, atol=1e-9, jit=False)
     check(aten.polygamma.default, n, torch.tensor([1, 2]), jit=False)
     check(aten.polygamma.default, n, torch.tensor([0.5, 2.0]).bfloat16(), jit=False)

@@ -1,0 +1,93 @@
+"""Environment variables that must be acted on before JAX starts or when a graph is compiled.
+
+`XLA_FLAGS`: XLA aborts the process at a flag that its build does not know. Flags that only the Neuron compiler knows are dropped, with one
+warning. `XLA_FLAGS=--xla_dump_to=DIR` and the other dump flags are XLA's own and work as they are.
+
+`NEURON_FRAMEWORK_DEBUG=1`: each compiled graph is written to `MODULE_<hash>/` in the current directory, or in `NEURON_DUMP_DIR` (our own
+variable) if set: `graph.txt` (aten ops with module paths and source lines), `stablehlo.mlir`, `optimized_hlo.txt`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import mmap
+import os
+import pathlib
+import re
+import shlex
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+_checked: str | None = None
+
+
+def prepare() -> None:
+    """Make the environment safe for JAX to start in. Cheap when nothing has changed since the last call; does not import JAX."""
+    global _checked
+    flags = os.environ.get("XLA_FLAGS", "")
+    if flags == _checked:
+        return
+    if flags.strip().startswith("-"):
+        os.environ["XLA_FLAGS"] = flags = _known_only(flags)
+    _checked = flags
+
+
+def _known_only(flags: str) -> str:
+    tokens = shlex.split(flags)
+    names = {t: re.split("=", t.lstrip("-"), maxsplit=1)[0] for t in tokens if t.startswith("-")}
+    unknown = _unknown(set(names.values()))
+    dropped = [t for t in tokens if names.get(t) in unknown]
+    if not dropped:
+        return flags
+    warnings.warn(
+        f"dropped from XLA_FLAGS, because this jaxlib does not know them and would abort: {' '.join(dropped)}. Kept: "
+        f"{[t for t in tokens if t not in dropped]}.",
+        stacklevel=3,
+    )
+    return shlex.join(t for t in tokens if t not in dropped)
+
+
+def _unknown(names: set[str]) -> set[str]:
+    """Which flags the installed jaxlib has no name for: a flag's name is a string in its shared library."""
+    import importlib.util
+
+    spec = importlib.util.find_spec("jaxlib")
+    if spec is None or not spec.submodule_search_locations:
+        return set()
+    libraries = pathlib.Path(spec.submodule_search_locations[0]).glob("*.so")
+    largest = max(libraries, key=lambda p: p.stat().st_size, default=None)
+    if largest is None:
+        return set()
+    with largest.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as binary:
+
+        def named(name: str) -> bool:
+            return binary.find(name.encode() + b"\0") >= 0
+
+        if not named("xla_dump_to"):  # the library is not where we look: leave the judgement to XLA
+            return set()
+        return {n for n in names if not named(n)}
+
+
+@contextlib.contextmanager
+def compiling(program: Any) -> Iterator[None]:
+    """Around the compilation of an `executor.Program`."""
+    prepare()
+    yield
+    if os.environ.get("NEURON_FRAMEWORK_DEBUG", "0") not in ("", "0"):
+        dump(program, pathlib.Path(os.environ.get("NEURON_DUMP_DIR") or "."))
+
+
+def dump(program: Any, folder: pathlib.Path) -> pathlib.Path:
+    """Write a compiled program's graph and HLO under `folder`; returns the new directory."""
+    from torch_bridge.hlo_text import graph_text
+
+    stablehlo = program.lowered.as_text(debug_info=True)
+    digest = hashlib.sha256(program.lowered.as_text().encode()).hexdigest()[:16]
+    target = folder / f"MODULE_{digest}"
+    target.mkdir(parents=True, exist_ok=True)
+    (target / "graph.txt").write_text(graph_text(program.graph))
+    (target / "stablehlo.mlir").write_text(stablehlo)
+    (target / "optimized_hlo.txt").write_text(program.compiled.as_text())
+    return target

@@ -1,0 +1,149 @@
+"""The HLO of modules, of graphs that ran and of tensors that wait, as text with module paths and source lines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+from torch import fx
+from torch.utils._pytree import tree_leaves
+
+from torch_bridge import _compat, dtypes, executor, interpret
+from torch_bridge.graph import GraphBuilder, number
+from torch_bridge.inference import meta_of
+from torch_bridge.layout import layout
+from torch_bridge.recorder import dispatch
+from torch_bridge.segment import LOCK, read_entries
+from torch_bridge.tensor import XLATensor
+
+STAGES = ("stablehlo", "optimized")
+
+
+def hlo(target: Any = None, *example_inputs: Any, stage: str = "stablehlo") -> str:
+    """HLO text, with module paths and `file:line` in its metadata.
+
+    target: an `nn.Module` (captured on `example_inputs`, whose shapes and dtypes alone matter) or a graph from `torch_bridge.capture`; an
+    xla tensor or a nest of them: the pending graph that computes them, which is not run; None: the graphs that ran last, oldest first.
+    stage: "stablehlo" (what is given to the compiler) or "optimized" (what the compiler made of it for this machine; takes a compilation).
+    """
+    if stage not in STAGES:
+        raise ValueError(f"stage must be one of {', '.join(map(repr, STAGES))}, got {stage!r}")
+    if target is None:
+        return _of_recent(stage)
+    if isinstance(target, torch.nn.Module):
+        return _render(lower_module(target, *example_inputs), stage)
+    tensors = tree_leaves(target)
+    if not tensors or not all(isinstance(t, XLATensor) for t in tensors):
+        raise TypeError(f"hlo takes an nn.Module, xla tensors or None, got {type(target).__name__}; wrap a function in a module's forward")
+    return _render(lower(pending_graph(tensors)), stage)
+
+
+def lower_module(module: torch.nn.Module, *example_inputs: Any) -> Any:
+    """A module, or a captured graph, as a `jax.stages.Lowered`."""
+    from torch_bridge.capturing import Signature, capture
+
+    captured = isinstance(module, fx.GraphModule) and isinstance(getattr(module, "signature", None), Signature)
+    graph_module = module if captured else capture(module, *example_inputs)
+    assert isinstance(graph_module, fx.GraphModule)
+    return lower(graph_module.graph, graph_module, type(module).__name__ if not captured else graph_module._get_name())
+
+
+def pending_graph(tensors: Sequence[torch.Tensor]) -> fx.Graph:
+    """The recorded graph that computes these xla tensors. Nothing is run and the recording is left as it is."""
+    with LOCK:
+        segment = dispatch.STATE.current
+        nodes = list(segment.nodes)
+        sources = list(segment.sources if segment.predicted is None else segment.predicted.sources[: len(nodes)])
+        leaves = list(segment.leaves)
+        next_vid = segment.next_vid
+        outs = []
+        for t in tensors:
+            assert isinstance(t, XLATensor)
+            storage = t._storage
+            if storage.segment is segment:
+                vid = storage.vid
+            else:
+                leaves.append(_aval(storage))
+                vid = -len(leaves)
+            for entry in read_entries(storage.layout, t._layout) if t._layout is not storage.layout else ():
+                nodes.append((entry, vid))
+                sources.extend([sources[-1]] * (len(nodes) - len(sources)) if sources else [])
+                vid, next_vid = next_vid, next_vid + 1
+            outs.append(vid)
+        builder = GraphBuilder(nodes, sources, outs)
+        metas = {
+            v: meta_of(layout(tuple(leaves[-v - 1].shape), None, 0, dtypes.to_torch(leaves[-v - 1].dtype))) for v in builder.used_leaves
+        }
+        return builder.build(metas)
+
+
+def _aval(storage: Any) -> Any:
+    if storage.array is not None:
+        return storage.array
+    return jax.ShapeDtypeStruct(storage.layout.size, dtypes.to_jax(storage.layout.dtype))
+
+
+def lower(graph: fx.Graph, owner: torch.nn.Module | None = None, name: str = "recorded") -> Any:
+    """A graph of aten ops as a `jax.stages.Lowered`."""
+    placeholders = [n for n in graph.nodes if n.op == "placeholder"]
+    rows = max((n.meta["draw"] for n in graph.nodes if "draw" in n.meta), default=-1) + 1
+    draws = jax.ShapeDtypeStruct((rows, 4), np.uint32)
+
+    def run(draws: Any, *inputs: Any) -> Any:
+        supply = iter(inputs)
+        values = [draws if p.target == "draws" else next(supply) for p in placeholders]
+        return interpret.run(graph, values, interpret.draws_key_of(draws), owner)
+
+    run.__name__ = name
+    with _compat.enable_x64():
+        return jax.jit(run).lower(draws, *[_input_of(p) for p in placeholders if p.target != "draws"])
+
+
+def _input_of(placeholder: fx.Node) -> Any:
+    meta = placeholder.meta.get("val")
+    if meta is not None:
+        return jax.ShapeDtypeStruct(tuple(meta.shape), dtypes.to_jax(meta.dtype))
+    indices: list[Any] = [user.args[1] for user in placeholder.users if user.target is number]
+    dtype = np.float64 if placeholder.target == "floats" else np.int64
+    return jax.ShapeDtypeStruct((max(indices, default=-1) + 1,), dtype)
+
+
+def _render(lowered: Any, stage: str) -> str:
+    if stage == "stablehlo":
+        return lowered.as_text(debug_info=True)
+    with _compat.enable_x64():
+        return lowered.compile().as_text()
+
+
+def _of_recent(stage: str) -> str:
+    programs = list(dict.fromkeys(executor.RECENT))
+    if not programs:
+        raise ValueError(
+            "no graph has run yet in this process: call torch_xla.sync() after some work on xla tensors, or pass a module or tensors to "
+            "torch_bridge.hlo"
+        )
+    texts = []
+    for i, program in enumerate(programs, 1):
+        head = f"// graph {i} of {len(programs)}: {len(program.graph.nodes)} nodes, run {program.executions} times\n"
+        texts.append(head + (program.lowered.as_text(debug_info=True) if stage == "stablehlo" else program.compiled.as_text()))
+    return "\n".join(texts)
+
+
+def graph_text(graph: fx.Graph) -> str:
+    """A graph of aten ops, one line each: result with dtype and shape, op, inputs, and where the user's code called it."""
+    lines = []
+    for node in graph.nodes:
+        if node.op == "output":
+            lines.append(f"return {', '.join(str(n) for n in tree_leaves(node.args[0]))}")
+            continue
+        meta = node.meta.get("val")
+        kind = f": {str(meta.dtype).removeprefix('torch.')}{list(meta.shape)}" if isinstance(meta, torch.Tensor) else ""
+        where = f"    # {node.meta['source']}" if "source" in node.meta else ""
+        arguments = [str(a) for a in node.args] + [f"{k}={v}" for k, v in node.kwargs.items()]
+        target = node.target if isinstance(node.target, (str, torch._ops.OpOverload)) else node.target.__name__
+        call = "input" if node.op == "placeholder" else f"{target}({', '.join(arguments)})"
+        lines.append(f"%{node.name}{kind} = {call}{where}")
+    return "\n".join(lines) + "\n"

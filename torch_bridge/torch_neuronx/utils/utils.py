@@ -1,0 +1,18 @@
+"""`torch_neuronx.utils.utils`."""
+
+from __future__ import annotations
+
+import os
+
+SUPPORTED_TYPES = ["inf2", "trn1", "trn1n", "trn2", "trn3"]
+"""Platform targets."""
+
+_DEFAULT = "trn1"
+
+
+def get_platform_target() -> str:
+    """`torch_neuronx.utils.get_platform_target`: the chip that scripts should believe in: `NEURON_PLATFORM_TARGET_OVERRIDE`, or "trn1"."""
+    target = os.environ.get("NEURON_PLATFORM_TARGET_OVERRIDE", "").strip().lower() or _DEFAULT
+    if target not in SUPPORTED_TYPES:
+        raise ValueError(f"NEURON_PLATFORM_TARGET_OVERRIDE={target!r} is not a platform target; use one of {', '.join(SUPPORTED_TYPES)}")
+    return target

@@ -1,0 +1,198 @@
+"""`torch_xla._XLAC`: the few functions of torch_xla's C++ extension that scripts call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from torch_bridge import metrics, metrics_report, steps
+
+
+def _get_xla_tensors_hlo(tensors: Sequence[torch.Tensor]) -> str:
+    """HLO text of the pending graph that computes these tensors. Nothing is run."""
+    from torch_bridge import hlo_text
+
+    return hlo_text.lower(hlo_text.pending_graph(tensors)).compiler_ir(dialect="hlo").as_hlo_text()
+
+
+def _get_stablehlo(tensors: Sequence[torch.Tensor], *args: Any) -> str:
+    """StableHLO text of the pending graph that computes these tensors. Nothing is run."""
+    from torch_bridge import hlo_text
+
+    return hlo_text.hlo(list(tensors))
+
+
+def _get_xla_tensors_text(tensors: Sequence[torch.Tensor]) -> str:
+    """The recorded aten ops that compute these tensors, one line each, with the user's source lines."""
+    from torch_bridge import hlo_text
+
+    return "IR {\n" + "".join(f"  {line}\n" for line in hlo_text.graph_text(hlo_text.pending_graph(tensors)).splitlines()) + "}\n"
+
+
+def _get_graph_hash(tensors: Sequence[torch.Tensor]) -> bytes:
+    """A digest of that graph: equal for graphs that share a compiled program."""
+    import hashlib
+
+    return hashlib.sha256(_get_xla_tensors_hlo(tensors).encode()).digest()[:16]
+
+
+def _xla_sync_multi(tensors: Sequence[torch.Tensor], devices: Sequence[str] = (), wait: bool = True, sync_xla_data: bool = False) -> None:
+    """Compute these tensors (and everything else that is pending: the bridge runs a step as one graph)."""
+    from torch_bridge import executor
+
+    executor.sync(wait=wait)
+
+
+def _xla_sync_live_tensors(device: str = "", devices: Sequence[str] = (), wait: bool = True) -> None:
+    """Compute every pending tensor."""
+    _xla_sync_multi((), devices, wait)
+
+
+def _xla_step_marker(device: str = "", devices: Sequence[str] = (), wait: bool = False, reset_scope: bool = True) -> None:
+    """End the step."""
+    steps.mark(wait=wait)
+
+
+def _xla_wait_device_ops(devices: Sequence[str] = ()) -> None:
+    """Block until the device is done."""
+    from torch_bridge import executor
+
+    executor.wait_all()
+
+
+def _xla_get_tensor_id(tensor: torch.Tensor) -> int:
+    """A number for the tensor's storage: equal for tensors that share memory (tied weights, views).
+
+    `transformers` finds shared tensors by it.
+    """
+    return id(_xla(tensor)._storage)
+
+
+def _xla_get_tensor_view_alias_id(tensor: torch.Tensor) -> int:
+    """The number of the storage that a view looks into; 0 for a tensor that is its whole storage."""
+    t = _xla(tensor)
+    return 0 if t._layout is t._storage.layout else id(t._storage)
+
+
+def _xla(tensor: torch.Tensor) -> Any:
+    if not isinstance(tensor, torch.Tensor) or tensor.device.type != "xla":
+        raise RuntimeError(
+            f"Input tensor is not an XLA tensor: {tensor.device if isinstance(tensor, torch.Tensor) else type(tensor).__name__}"
+        )
+    return tensor
+
+
+def _xla_get_cpu_tensors(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Values of these tensors on the CPU."""
+    from torch_bridge import loading
+
+    return loading.to_host(list(tensors))
+
+
+def _xla_tensors_from_aten(tensors: Sequence[torch.Tensor], devices: Sequence[str], shardings: Any = None) -> list[torch.Tensor]:
+    """Copies of CPU tensors on the device."""
+    return [t.to(d) for t, d in zip(tensors, devices, strict=True)]
+
+
+def _xla_get_devices() -> list[str]:
+    from torch_bridge.torch_xla import runtime
+
+    return [f"{runtime.device_type()}:{i}" for i in range(runtime.addressable_device_count())]
+
+
+_xla_real_devices = _xla_get_devices
+
+
+def _xla_get_default_device() -> str:
+    return "xla:0"
+
+
+def _xla_get_default_device_ordinal() -> int:
+    return 0
+
+
+def _xla_set_default_device(device: Any) -> str:
+    """Accepts `xla:0`, the only device."""
+    from torch_bridge.torch_xla import runtime
+
+    runtime.device_at(torch.device(device).index)
+    return "xla:0"
+
+
+def _xla_num_devices() -> int:
+    return 1
+
+
+def _xla_get_replication_devices_count() -> int:
+    from torch_bridge import world
+
+    return world.size()
+
+
+def _xla_memory_info(device: Any = None) -> dict[str, int]:
+    from torch_bridge import memory
+
+    return memory.usage()
+
+
+def _xla_set_rng_seed(seed: int, device: Any = None) -> None:
+    from torch_bridge.torch_xla.core import xla_model
+
+    xla_model.set_rng_state(seed)
+
+
+def _xla_get_rng_seed(device: Any = None) -> int:
+    from torch_bridge.torch_xla.core import xla_model
+
+    return xla_model.get_rng_state()
+
+
+def _xla_counter_names() -> list[str]:
+    return sorted(metrics.COUNTERS)
+
+
+def _xla_counter_value(name: str) -> int | None:
+    return metrics.COUNTERS.get(name)
+
+
+def _xla_metric_names() -> list[str]:
+    return metrics_report.used_metrics()
+
+
+def _xla_metric_data(name: str) -> Any:
+    return metrics_report.data(name)
+
+
+def _xla_metrics_report() -> str:
+    return metrics_report.report()
+
+
+def _short_xla_metrics_report(counter_names: Sequence[str] = (), metric_names: Sequence[str] = ()) -> str:
+    return metrics_report.short(metric_names, counter_names)
+
+
+def _get_executed_fallback_ops() -> list[str]:
+    return metrics_report.fallback_ops()
+
+
+def _xla_optimization_barrier_(tensors: Sequence[torch.Tensor]) -> None:
+    from torch_bridge import barrier
+
+    barrier.barrier_(tensors)
+
+
+def _set_ir_debug(enabled: bool) -> None:
+    """Accepted: source lines are always recorded."""
+
+
+def _get_ir_debug() -> bool:
+    return True
+
+
+def _xla_set_mat_mul_precision(precision: str) -> None:
+    """Set the precision of matrix products: 'default', 'high' or 'highest'."""
+    import jax
+
+    jax.config.update("jax_default_matmul_precision", precision)

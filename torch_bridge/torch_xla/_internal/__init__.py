@@ -1,0 +1,1 @@
+"""`torch_xla._internal`: the few private names that scripts import."""

@@ -1,0 +1,166 @@
+"""The collectives of `torch_xla.core.xla_model`, on `torch_bridge.collectives`.
+
+`pin_layout` is accepted everywhere and means nothing to JAX.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from torch_bridge import collectives, loading, steps, world
+
+REDUCE_SUM = "sum"
+REDUCE_MUL = "mul"
+REDUCE_AND = "and"
+REDUCE_OR = "or"
+REDUCE_MIN = "min"
+REDUCE_MAX = "max"
+
+
+def all_reduce(reduce_type: str, inputs: Any, scale: float = 1.0, groups: Any = None, pin_layout: bool = True) -> Any:
+    """`xm.all_reduce`: a tensor gives a new tensor; a list is reduced in place and returned.
+
+    The result is multiplied by `scale`, also in a world of one (torch_xla forgets it there).
+    """
+    return collectives.all_reduce(reduce_type, inputs, scale, groups)
+
+
+def all_gather(value: Any, dim: int = 0, groups: Any = None, output: Any = None, pin_layout: bool = True) -> Any:
+    """`xm.all_gather`: the group's tensors side by side along `dim`; written into `output` and returned if given.
+
+    Also for a list of tensors.
+    """
+    return collectives.all_gather(value, dim, groups, output)
+
+
+def all_gather_bucketized(
+    input_list: Sequence[torch.Tensor],
+    dim: int = 0,
+    groups: Any = None,
+    output: Any = None,
+    pin_layout: bool = False,
+    bucket_cap_mb: float = 160,
+) -> Any:
+    """`xm.all_gather_bucketized`: `all_gather` of a list. Buckets are accepted and not needed: the compiler combines collectives."""
+    _check_bucket(bucket_cap_mb)
+    return collectives.all_gather(list(input_list), dim, groups, output)
+
+
+def reduce_scatter(
+    reduce_type: str,
+    input: Any,
+    scale: float,
+    scatter_dim: int,
+    shard_count: int,
+    groups: Any = None,
+    output: Any = None,
+    pin_layout: bool = True,
+) -> Any:
+    """`xm.reduce_scatter`: reduce, multiply by `scale` and keep this rank's shard; written into `output` and returned if given."""
+    return collectives.reduce_scatter(reduce_type, input, scale, scatter_dim, shard_count, groups, output)
+
+
+def reduce_scatter_bucketized(
+    reduce_type: str,
+    input_list: Any,
+    scale: float,
+    scatter_dim: int,
+    shard_count: int,
+    groups: Any = None,
+    output: Any = None,
+    pin_layout: bool = False,
+    bucket_cap_mb: float = 160,
+) -> Any:
+    """`xm.reduce_scatter_bucketized`: `reduce_scatter` of a list."""
+    _check_bucket(bucket_cap_mb)
+    return collectives.reduce_scatter(reduce_type, input_list, scale, scatter_dim, shard_count, groups, output)
+
+
+def _check_bucket(bucket_cap_mb: float) -> None:
+    if bucket_cap_mb <= 0:
+        raise ValueError(f"bucket_cap_mb must be positive (MiB), got {bucket_cap_mb}")
+
+
+def all_to_all(
+    value: torch.Tensor, split_dimension: int, concat_dimension: int, split_count: int, groups: Any = None, pin_layout: bool = True
+) -> torch.Tensor:
+    """`xm.all_to_all`."""
+    return collectives.all_to_all(value, split_dimension, concat_dimension, split_count, groups)
+
+
+def collective_permute(value: Any, pairs: Sequence[Sequence[int]]) -> Any:
+    """`xm.collective_permute`: a rank that is no target gets zeros."""
+    return collectives.permute(value, pairs)
+
+
+def collective_broadcast(tensors: list[torch.Tensor], root_ordinal: int = 0, groups: Any = None, pin_layout: bool = True) -> None:
+    """`xm.collective_broadcast`: in place."""
+    if groups and all(type(g) is int for g in groups):
+        groups = [groups]
+    collectives.broadcast(tensors, root_ordinal, groups)
+
+
+def send(value: torch.Tensor, channel_id: int) -> torch.Tensor:
+    """`xm.send`: there is no other rank to send to."""
+    raise ValueError(f"xm.send(channel_id={channel_id}): a world of {world.size()} has no other rank to send to")
+
+
+def recv(output: torch.Tensor, channel_id: int) -> torch.Tensor:
+    """`xm.recv`: there is no other rank to receive from."""
+    raise ValueError(f"xm.recv(channel_id={channel_id}): a world of {world.size()} has no other rank to receive from")
+
+
+def _fetch_gradients(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """`xm._fetch_gradients`: the gradients of all of an optimizer's parameters."""
+    return [p.grad.data for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+
+
+def reduce_gradients(optimizer: torch.optim.Optimizer, groups: Any = None, pin_layout: bool = True) -> None:
+    """`xm.reduce_gradients`: average the gradients over the group, in place."""
+    count = len(world.members(groups))
+    collectives.all_reduce(REDUCE_SUM, _fetch_gradients(optimizer), 1.0 / count, groups)
+
+
+def all_reduce_bucketized_gradients(
+    gradients: list[torch.Tensor], scale: float, groups: Any, pin_layout: bool = True, bucket_cap_mb: float = 0
+) -> None:
+    """`xm.all_reduce_bucketized_gradients`: all-reduce gradients in place."""
+    collectives.all_reduce(REDUCE_SUM, gradients, scale, groups)
+
+
+def broadcast_master_param(model: torch.nn.Module) -> None:
+    """`xm.broadcast_master_param`: give every rank rank 0's parameters and buffers."""
+    collectives.broadcast([*model.parameters(), *model.buffers()])
+    steps.mark()
+
+
+def rendezvous(tag: str, payload: bytes = b"", replicas: Sequence[int] = ()) -> list[bytes]:
+    """`xm.rendezvous`: wait until every worker is here; returns everyone's payload by rank. Unlike torch_xla it does not end the step."""
+    if not isinstance(payload, bytes):
+        raise TypeError(f"`payload` must be bytes, not {type(payload)}")
+    if replicas and sorted(replicas) != list(range(world.size())):
+        raise ValueError(f"rendezvous {tag!r}: only a rendezvous of all {world.size()} ranks is supported, got replicas={list(replicas)}")
+    return [payload]
+
+
+def xla_rendezvous(payload: bytes = b"", ordinals: Sequence[int] | None = None, tag: str | None = None) -> list[bytes]:
+    """`xm.xla_rendezvous`: see `rendezvous`."""
+    return rendezvous(tag or "", payload, ordinals or ())
+
+
+def mesh_reduce(tag: str, data: Any, reduce_fn: Callable[[list[Any]], Any]) -> Any:
+    """`xm.mesh_reduce`: gather every worker's data (pickled, tensors on the CPU) and reduce the list."""
+    buffer = io.BytesIO()
+    torch.save(loading.to_host(data), buffer)
+    gathered = [torch.load(io.BytesIO(part), weights_only=False) for part in rendezvous(tag, buffer.getvalue())]
+    return reduce_fn(gathered)
+
+
+def do_on_ordinals(target: Callable[..., Any], data: Any = (), ordinals: Any = (0,)) -> Any:
+    """`xm.do_on_ordinals`: call `target(*data)`, tensors on the CPU, on some ranks; None on the others."""
+    chosen = (ordinals,) if isinstance(ordinals, int) else ordinals
+    return target(*loading.to_host(data)) if world.rank() in chosen else None

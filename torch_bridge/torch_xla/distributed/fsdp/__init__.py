@@ -1,0 +1,46 @@
+"""`torch_xla.distributed.fsdp`: can be imported, not used."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+_ADVICE = (
+    "is not in this release. Use neuronx_distributed (optimizer_config={'zero_one_enabled': True}) to shard optimizer state, or plain "
+    "data parallelism; "
+    "in a world of one worker there is nothing to shard."
+)
+
+
+class XlaFullyShardedDataParallel(nn.Module):
+    """`torch_xla.distributed.fsdp.XlaFullyShardedDataParallel`: raises NotImplementedError when constructed."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        raise NotImplementedError(f"torch_xla.distributed.fsdp.XlaFullyShardedDataParallel {_ADVICE}")
+
+
+def checkpoint_module(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+    """`fsdp.checkpoint_module`: make a module's forward an activation checkpoint."""
+    from torch_bridge.torch_xla.utils.checkpoint import checkpoint
+
+    forward = module.forward
+
+    def checkpointed(*inputs: Any, **named: Any) -> Any:
+        return checkpoint(lambda *xs: forward(*xs, **named), *inputs)
+
+    module.forward = checkpointed
+    return module
+
+
+def consolidate_sharded_state_dicts(*args: Any, **kwargs: Any) -> Any:
+    """`fsdp.consolidate_sharded_state_dicts`: raises NotImplementedError."""
+    raise NotImplementedError(f"torch_xla.distributed.fsdp.consolidate_sharded_state_dicts {_ADVICE}")
+
+
+def consolidate_sharded_model_checkpoints(*args: Any, **kwargs: Any) -> Any:
+    """`fsdp.consolidate_sharded_model_checkpoints`: raises NotImplementedError."""
+    raise NotImplementedError(f"torch_xla.distributed.fsdp.consolidate_sharded_model_checkpoints {_ADVICE}")
+
+
+__all__ = ["XlaFullyShardedDataParallel", "checkpoint_module", "consolidate_sharded_model_checkpoints", "consolidate_sharded_state_dicts"]

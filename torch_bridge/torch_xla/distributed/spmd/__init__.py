@@ -1,0 +1,71 @@
+"""`torch_xla.distributed.spmd`, known as `xs`: names that libraries import; using them raises NotImplementedError."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+
+def _later(name: str) -> NoReturn:
+    raise NotImplementedError(
+        f"torch_xla.distributed.spmd.{name}: GSPMD annotations come in a later release. For tensor parallelism use neuronx_distributed's "
+        "parallel layers."
+    )
+
+
+class Mesh:
+    """`xs.Mesh`."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        _later("Mesh")
+
+
+class HybridMesh(Mesh):
+    """`xs.HybridMesh`."""
+
+
+class ShardingSpec:
+    """`xs.ShardingSpec`."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        _later("ShardingSpec")
+
+
+class XLAShardedTensor:
+    """`xs.XLAShardedTensor`: no tensor is one."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        _later("XLAShardedTensor")
+
+
+def mark_sharding(*args: Any, **kwargs: Any) -> Any:
+    """`xs.mark_sharding`."""
+    _later("mark_sharding")
+
+
+def clear_sharding(t: Any) -> Any:
+    """`xs.clear_sharding`."""
+    _later("clear_sharding")
+
+
+def set_global_mesh(mesh: Any) -> None:
+    """`xs.set_global_mesh`."""
+    _later("set_global_mesh")
+
+
+def get_global_mesh() -> None:
+    """`xs.get_global_mesh`: None, as no mesh can have been set."""
+
+
+def get_1d_mesh(*args: Any, **kwargs: Any) -> Any:
+    """`xs.get_1d_mesh`."""
+    _later("get_1d_mesh")
+
+
+def xla_distribute_tensor(*args: Any, **kwargs: Any) -> Any:
+    """`xs.xla_distribute_tensor`."""
+    _later("xla_distribute_tensor")
+
+
+def xla_distribute_module(*args: Any, **kwargs: Any) -> Any:
+    """`xs.xla_distribute_module`."""
+    _later("xla_distribute_module")

@@ -1,0 +1,173 @@
+"""`torch_xla.runtime`: which worker this is, what devices there are, and the compilation cache."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+from torch_bridge import world
+from torch_bridge.torch_xla.core import xla_env_vars as xenv
+
+
+def device_type() -> str:
+    """`xr.device_type`: the kind of device that scripts believe they run on: `PJRT_DEVICE` if set, else "NEURON".
+
+    See `runtime_device_attributes` for the real one.
+    """
+    return os.environ.get(xenv.PJRT_DEVICE, "").split(":")[0].upper() or "NEURON"
+
+
+def set_device_type(pjrt_device: str) -> None:
+    """`xr.set_device_type`."""
+    os.environ[xenv.PJRT_DEVICE] = pjrt_device
+
+
+def using_pjrt() -> bool:
+    """`xr.using_pjrt` (removed upstream): True."""
+    return True
+
+
+def is_bf16_supported() -> bool:
+    """`xr.is_bf16_supported`: True."""
+    return True
+
+
+def device_at(n: int | None) -> torch.device:
+    """The n-th xla device of this process."""
+    if n not in (None, 0):
+        raise ValueError(f"this process has one xla device, number 0; got {n!r}. Each worker of a job owns one device and calls it xla:0.")
+    return torch.device("xla", 0)
+
+
+def xla_device(n: int | None = None, devkind: str | None = None) -> torch.device:
+    """`xr.xla_device`: this worker's device, `xla:0`."""
+    if devkind is not None and devkind != device_type():
+        raise ValueError(f"devkind={devkind!r}: the only kind of device here is {device_type()!r}")
+    return device_at(n)
+
+
+def world_size() -> int:
+    """`xr.world_size`: workers in the job."""
+    return world.size()
+
+
+def global_ordinal() -> int:
+    """`xr.global_ordinal`: this worker's rank."""
+    return world.rank()
+
+
+def local_ordinal() -> int:
+    """`xr.local_ordinal`: this worker's rank on its host."""
+    return world.local_rank()
+
+
+def process_index() -> int:
+    """`xr.process_index`: this process's number in the job."""
+    return world.process_index()
+
+
+def process_count() -> int:
+    """`xr.process_count`: processes in the job."""
+    return world.process_count()
+
+
+def local_process_count() -> int:
+    """`xr.local_process_count`: processes on this host."""
+    return world.local_size()
+
+
+def global_device_count() -> int:
+    """`xr.global_device_count`: devices in the job."""
+    return world.size()
+
+
+def local_device_count() -> int:
+    """`xr.local_device_count`: devices on this host."""
+    return world.local_size()
+
+
+def addressable_device_count() -> int:
+    """`xr.addressable_device_count`: devices that this process's script sees."""
+    return 1
+
+
+def global_runtime_device_count() -> int:
+    """`xr.global_runtime_device_count`: devices in the job."""
+    return world.size()
+
+
+def addressable_runtime_device_count() -> int:
+    """`xr.addressable_runtime_device_count`: devices that this process's script sees."""
+    return 1
+
+
+def host_index() -> int:
+    """`xr.host_index`: this host's number in the job."""
+    return world.process_index() // world.local_size()
+
+
+def get_master_ip() -> str:
+    """`xr.get_master_ip`: the address of the host of rank 0."""
+    return os.environ.get("MASTER_ADDR", "127.0.0.1")
+
+
+def runtime_device_attributes(device: Any = "xla:0") -> dict[str, Any]:
+    """`xr.runtime_device_attributes`: what JAX says of the device behind `xla:0`."""
+    import jax
+
+    real = jax.devices()[0]
+    return {
+        "name": str(real),
+        "device_kind": real.device_kind,
+        "platform": real.platform,
+        "id": real.id,
+        "process_index": real.process_index,
+    }
+
+
+def global_runtime_device_attributes() -> list[dict[str, Any]]:
+    """`xr.global_runtime_device_attributes`."""
+    return [{**runtime_device_attributes(), "name": f"{device_type()}:0"}]
+
+
+def memory_info(device: Any = None) -> dict[str, int]:
+    """Bytes used and bytes available on the device (see `xm.get_memory_info`)."""
+    from torch_bridge import memory
+
+    return memory.usage()
+
+
+def is_spmd() -> bool:
+    """`xr.is_spmd`: False."""
+    return False
+
+
+def use_spmd(auto: bool = False) -> None:
+    """`xr.use_spmd`: not in this release."""
+    raise NotImplementedError(
+        "torch_xla.runtime.use_spmd(): GSPMD annotations (torch_xla.distributed.spmd) come in a later release. "
+        "For tensor parallelism use neuronx_distributed's layers; data parallelism needs no annotation."
+    )
+
+
+def initialize_cache(path: str, readonly: bool = False) -> None:
+    """`xr.initialize_cache`: keep compiled programs in this directory, JAX's persistent compilation cache, across processes.
+
+    readonly: use what is there and add nothing.
+    """
+    import jax
+    from jax.experimental.compilation_cache import compilation_cache
+
+    jax.config.update("jax_compilation_cache_dir", os.fspath(path))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", float("inf") if readonly else 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    compilation_cache.reset_cache()
+
+
+def get_num_cached_compilation_graph() -> int:
+    """`xr.get_num_cached_compilation_graph`: compiled programs held in memory."""
+    from torch_bridge import executor
+
+    return sum(len(trace.programs) for trace in executor.TRACES.values())
