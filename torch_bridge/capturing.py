@@ -184,7 +184,8 @@ def capture(module: torch.nn.Module, *example_inputs: Any, **example_kwargs: Any
         originals = {n: b._storage.vid for n, b in buffers.items()}
         out = torch.func.functional_call(module, {**params, **buffers}, args, kwargs)
         outs, outs_spec = tree_flatten(out)
-        vids, places = [], []
+        vids: list[int] = []
+        places: list[Any] = []
         for o in outs:
             if isinstance(o, XLATensor):
                 vids.append(segment.read(o._storage, o._layout))
@@ -194,14 +195,16 @@ def capture(module: torch.nn.Module, *example_inputs: Any, **example_kwargs: Any
         mutated = [n for n, b in buffers.items() if b._storage.vid != originals[n]]
         vids += [segment.read(buffers[n]._storage, buffers[n]._layout) for n in mutated]
         graph = _build(segment, vids, _placeholder_names(segment, params, buffers))[0]
-    return _graph_module(graph, segment, Signature(list(params), list(buffers), inputs, spec, places, outs_spec, mutated), type(module).__name__)
+    return _graph_module(
+        graph, segment, Signature(list(params), list(buffers), inputs, spec, places, outs_spec, mutated), type(module).__name__
+    )
 
 
 def _stand_in(segment: Segment, t: torch.Tensor) -> XLATensor:
     new = abstract(segment, layout(tuple(t.shape), None, 0, t.dtype))
     if isinstance(t, torch.nn.Parameter):
         new.requires_grad_(t.requires_grad)
-        new._is_param = True  # type: ignore[attr-defined]
+        new._is_param = True
     return new
 
 
@@ -216,9 +219,19 @@ def _placeholder_names(segment: Segment, params: dict[str, XLATensor], buffers: 
     return names
 
 
+def _replace_input(user: fx.Node, old: fx.Node, value: Any) -> None:
+    """Put a constant where a node used another's result."""
+
+    def swap(n: fx.Node) -> Any:
+        return value if n is old else n
+
+    user.args = fx.node.map_arg(user.args, swap)
+    user.kwargs = fx.node.map_arg(user.kwargs, swap)
+
+
 def _graph_module(graph: fx.Graph, segment: Segment, signature: Signature, name: str) -> fx.GraphModule:
     """Wrap a captured graph: closed-over tensors and Python numbers become attributes and constants."""
-    from torch_bridge.graph import number
+    from torch_bridge.graph import KINDS, number
     from torch_bridge.transfer import to_cpu
 
     owner = torch.nn.Module()
@@ -232,18 +245,17 @@ def _graph_module(graph: fx.Graph, segment: Segment, signature: Signature, name:
         node.replace_all_uses_with(attribute)
         graph.erase_node(node)
     flat = [v for _, values in segment.numbers for v in values]
-    by_kind = {kind: [v for v in flat if type(v) is kind] for kind in (float, int)}
+    by_kind = {name: [v for v in flat if type(v) is kind] for name, kind in KINDS.items()}
     for node in list(graph.nodes):
         if node.target is number:
             _, index, kind = node.args
             value = by_kind[kind][index]
             for user in list(node.users):
-                user.args = fx.node.map_arg(user.args, lambda n, old=node, new=value: new if n is old else n)
-                user.kwargs = fx.node.map_arg(user.kwargs, lambda n, old=node, new=value: new if n is old else n)
+                _replace_input(user, node, value)
             graph.erase_node(node)
     for node in list(graph.nodes):
         if node.op == "placeholder" and node.target in ("floats", "ints", "draws") and not node.users:
             graph.erase_node(node)
     module = fx.GraphModule(owner, graph, name)
-    module.signature = signature
+    module.signature = signature  # type: ignore[assignment]
     return module

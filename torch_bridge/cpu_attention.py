@@ -55,9 +55,9 @@ def backward(
     scale: float | None = None,
 ) -> tuple[torch.Tensor | None, ...]:
     """Gradients by differentiating the plain formula again."""
-    inputs = [t.detach().requires_grad_() for t in (query, key, value)]
+    q, k, v = inputs = [t.detach().requires_grad_() for t in (query, key, value)]
     with torch.enable_grad():
-        result = _attend(*inputs, attn_bias, is_causal, scale)
+        result = _attend(q, k, v, attn_bias, is_causal, scale)
     grads = torch.autograd.grad(result, inputs, grad_out)
     return (*grads, None)
 

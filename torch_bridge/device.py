@@ -62,7 +62,7 @@ def register() -> None:
             f"torch's one slot for an external device is already taken by '{name}' in this process, so 'xla' cannot be added. "
             "Import nxd_jax (or torch_xla) in a process that does not import the other backend."
         )
-    from torch_bridge import cpu_attention, device_module, factories, modules
+    from torch_bridge import cpu_attention, device_module, factories, generators, modules
 
     torch.utils.rename_privateuse1_backend("xla")
     torch._register_device_module("xla", device_module)
@@ -77,12 +77,6 @@ def register() -> None:
     fallthrough = torch.library.Library("_", "IMPL")
     fallthrough.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
     _libraries.extend((library, autograd, cpu, fallthrough))
+    generators.install()
     modules.install()
     _registered = True
-
-
-def state_of_generator(generator: torch.Generator) -> Any:
-    """The random state of an xla generator."""
-    from torch_bridge import rng
-
-    return rng.DEFAULT

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from torch_bridge import rng
+from torch_bridge import process, rng
 
 
 def is_available() -> bool:
@@ -34,7 +34,7 @@ def set_device(device: Any) -> None:
 
 
 def _is_in_bad_fork() -> bool:
-    return False
+    return process.is_forked()
 
 
 def manual_seed(seed: int) -> None:

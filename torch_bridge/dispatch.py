@@ -14,7 +14,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from torch_bridge import fallback, lowerings, rng, tensor
-from torch_bridge.inference import NeedsHost, infer
+from torch_bridge.inference import NeedsHost, infer, to_meta
 from torch_bridge.layout import Layout, base_of_meta, layout, of_meta
 from torch_bridge.schema import LIFTED, NOT_SCALAR, Info, info
 from torch_bridge.segment import LOCK, Entry, Lift, Segment, Slot, Storage
@@ -170,13 +170,13 @@ def _decide(call_info: Info, args: tuple[Any, ...], kwargs: dict[str, Any]) -> C
     found = lowerings.lookup(target) if target is not None else None
     if call_info.composite:
         return Call(_run_composite)
-    if not call_info.is_view and found is None:
-        if target is None or not fallback.has_decomposition(target):
-            return Call(_run_on_host)
+    if not call_info.is_view and found is None and (target is None or not fallback.has_decomposition(target)):
+        return Call(_run_on_host)
     try:
         out = infer(func, args, kwargs)
     except NeedsHost:
-        return Call(_run_on_host)
+        if not call_info.mutated or found is None:
+            return Call(_run_on_host)
     if call_info.is_view:
         call = Call(_run_view)
         call.view_layouts = tree_map(of_meta, out)
@@ -270,7 +270,10 @@ def _plan_mutation(
     try:
         out = infer(target, fargs, fkwargs)
     except NeedsHost:
-        return Call(_run_on_host)
+        if found is None or out_names or len(target._schema.returns) != len(call_info.mutated):
+            return Call(_run_on_host)
+        overwritten = [tree_map(to_meta, args[i] if i < len(args) else kwargs.get(names[i])) for i in call_info.mutated]
+        out = overwritten if len(overwritten) > 1 else overwritten[0]
     results: list[Layout | None] = []
     returns = _describe_results(out, results)
     mutated = [t for i in call_info.mutated for t in _tensors_of(args[i] if i < len(args) else kwargs.get(names[i]))]
@@ -457,4 +460,3 @@ def resize(t: XLATensor, size: tuple[int, ...]) -> None:
             segment.write(storage, vid)
             storage.views = None
     point(t, new, storage)
-

@@ -134,16 +134,16 @@ def result_dtype(*operands: Any) -> torch.dtype:
         seen = classes[level]
         classes[level] = dtype if seen is None else torch.promote_types(seen, dtype)
     result: torch.dtype | None = None
-    for dtype in classes:
-        if dtype is None:
+    for of_class in classes:
+        if of_class is None:
             continue
         if result is None:
-            result = dtype
-        elif _category(dtype) > _category(result):
-            if not dtype.is_complex:
-                result = torch.promote_types(result, dtype)
+            result = of_class
+        elif _category(of_class) > _category(result):
+            if not of_class.is_complex:
+                result = torch.promote_types(result, of_class)
             else:  # a float tensor keeps its width when a lesser class makes it complex
-                result = result.to_complex() if result.is_floating_point else dtype
+                result = result.to_complex() if result.is_floating_point else of_class
     assert result is not None, "result_dtype needs an operand"
     return result
 

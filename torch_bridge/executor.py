@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import fx
 
-from torch_bridge import _compat, dispatch, dtypes, environment, interpret, metrics
+from torch_bridge import _compat, dispatch, dtypes, environment, interpret, metrics, process
 from torch_bridge.errors import DeadTensorError, XlaOutOfMemoryError
 from torch_bridge.graph import GraphBuilder
 from torch_bridge.inference import meta_of
@@ -43,8 +43,16 @@ class Trace:
     def __init__(self, nodes: tuple[Any, ...], sources: Sequence[Source]):
         self.nodes = nodes
         self.sources = tuple(sources)
-        self.programs: dict[tuple[Any, ...], Program] = {}
+        self.programs: dict[tuple[int, ...], dict[tuple[bool, ...], Program]] = {}
         self.following: Trace | None = None
+
+    def find(self, outs: tuple[int, ...], donate: tuple[bool, ...]) -> Program | None:
+        """The program for these results that donates just these leaves, else one that also donates others (they are copied for it)."""
+        known = self.programs.get(outs, {})
+        exact = known.get(donate)
+        if exact is not None:
+            return exact
+        return next((p for mask, p in known.items() if all(m or not d for m, d in zip(mask, donate, strict=True))), None)
 
 
 class Program:
@@ -58,6 +66,7 @@ class Program:
         self.graph = builder.build(metas)
         names = [n.target for n in self.graph.nodes if n.op == "placeholder"]
         self.takes = tuple(n in names for n in ("floats", "ints", "draws"))
+        self.donate = donate
         self.leaf_avals = [avals[v] for v in builder.used_leaves]
         self.donated = tuple(i for i in _usable(self.leaf_avals, donate, self.used, self.graph))
         self.jitted = jax.jit(self._apply, donate_argnums=self.donated)
@@ -74,9 +83,17 @@ class Program:
         """The graph as a `torch.fx.GraphModule`: it prints, and runs in eager torch."""
         return fx.GraphModule(torch.nn.Module(), self.graph, "Recorded")
 
-    def arguments(self, leaves: Sequence[Any], *extras: Any) -> list[Any]:
-        """The inputs in order: the used leaves, then those of floats, ints and draws that the graph reads."""
-        return [leaves[i] for i in self.used] + [extra() for take, extra in zip(self.takes, extras, strict=True) if take]
+    def arguments(self, leaves: Sequence[Any], donate: tuple[bool, ...], *extras: Any) -> list[Any]:
+        """The inputs in order: the used leaves, then those of floats, ints and draws that the graph reads.
+
+        A buffer that this program takes over but somebody else holds this time (a copy of the weights, say) is copied first.
+        """
+        args = [leaves[i] for i in self.used]
+        if donate != self.donate:
+            for i in self.donated:
+                if not donate[self.used[i]]:
+                    args[i] = jax.device_put(args[i], may_alias=False)
+        return args + [extra() for take, extra in zip(self.takes, extras, strict=True) if take]
 
     def run(self, args: Sequence[Any]) -> Any:
         self.executions += 1
@@ -168,6 +185,7 @@ def materialize(storage: Storage) -> None:
 
 
 def _run(segment: Segment) -> None:
+    process.check()
     live = segment.results()
     if not live:
         _start_next(segment, _trace_of(segment) if segment.predicted is not None else None)
@@ -175,18 +193,18 @@ def _run(segment: Segment) -> None:
     trace = _trace_of(segment)
     outs = tuple(sorted(live))
     donate = tuple(sys.getrefcount(array) == 3 for array in segment.leaves)
-    program = trace.programs.get((outs, donate))
+    program = trace.find(outs, donate)
     try:
         if program is None:
             metrics.count("UncachedCompile")
             program = Program(trace, outs, segment.leaves, donate)
-            trace.programs[outs, donate] = program
+            trace.programs.setdefault(outs, {})[donate] = program
         else:
             metrics.count("CachedCompile")
-        _execute(program, segment, live, trace)
+        _execute(program, segment, live, trace, donate)
     except Exception as error:
         if program is not None and program.compiled is None:
-            trace.programs.pop((outs, donate), None)
+            trace.programs[outs].pop(program.donate, None)
         _roll_back(segment, error)
         raise explain(error) from error
 
@@ -208,8 +226,8 @@ def _trace_of(segment: Segment) -> Trace:
     return trace
 
 
-def _execute(program: Program, segment: Segment, live: dict[int, list[Storage]], trace: Trace) -> None:
-    args = program.arguments(segment.leaves, *_inputs(segment))
+def _execute(program: Program, segment: Segment, live: dict[int, list[Storage]], trace: Trace, donate: tuple[bool, ...]) -> None:
+    args = program.arguments(segment.leaves, donate, *_inputs(segment))
     if program.compiled is None:
         program.compile(args)
     started = time.perf_counter()

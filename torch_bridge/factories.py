@@ -76,5 +76,7 @@ def install(library: torch.library.Library, autograd: torch.library.Library) -> 
     library.impl("_copy_from", copy_from)
     library.impl("_copy_from_and_resize", copy_from_and_resize)
     for op in RECORDED:
-        library.impl(op._schema.name.removeprefix("aten::") + (f".{op._overloadname}" if op._overloadname != "default" else ""), _recorded(op))
+        library.impl(
+            op._schema.name.removeprefix("aten::") + (f".{op._overloadname}" if op._overloadname != "default" else ""), _recorded(op)
+        )
     autograd.impl("scaled_dot_product_attention", attention)

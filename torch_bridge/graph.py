@@ -21,9 +21,13 @@ from torch_bridge.source import NOWHERE, Source
 aten = torch.ops.aten
 
 
-def number(values: torch.Tensor, index: int, kind: type) -> Any:
+KINDS = {"float": float, "int": int}
+"""The Python types that lifted numbers have, by the name that graphs use."""
+
+
+def number(values: torch.Tensor, index: int, kind: str) -> Any:
     """The index-th of the Python numbers that are inputs of a graph."""
-    return kind(values[index].item())
+    return KINDS[kind](values[index].item())
 
 
 class GraphBuilder:
@@ -61,7 +65,9 @@ class GraphBuilder:
         return sorted(used, reverse=True)
 
     def build(self, leaf_metas: dict[int, torch.Tensor], leaf_names: dict[int, str] | None = None) -> fx.Graph:
-        """The graph (wrap it with `fx.GraphModule(torch.nn.Module(), graph)`); `leaf_metas` gives a meta tensor for each used leaf id, `leaf_names` their placeholder names."""
+        """The graph (wrap it with `fx.GraphModule(torch.nn.Module(), graph)`).
+
+        `leaf_metas` gives a meta tensor for each used leaf id, `leaf_names` their placeholder names."""
         graph = fx.Graph()
         values: dict[int, fx.Node] = {}
         for k, leaf in enumerate(self.used_leaves):
@@ -81,7 +87,8 @@ class GraphBuilder:
                 continue
             numbers = []
             for kind in kinds:
-                numbers.append(graph.call_function(number, (floats if kind is float else ints, counts[kind], kind)))
+                packed: Any = (floats if kind is float else ints, counts[kind], kind.__name__)
+                numbers.append(graph.call_function(number, packed))
                 counts[kind] += 1
             inputs = [values[v] for v in node_key[1:]]
             args, kwargs = fill((entry.args, entry.kwargs), inputs, numbers)

@@ -38,7 +38,8 @@ def to_meta(x: Any) -> Any:
 def infer(op: torch._ops.OpOverload, args: Any, kwargs: Any) -> Any:
     """Call `op` on meta tensors; bad arguments raise torch's own errors."""
     margs, mkwargs = tree_map(to_meta, (args, kwargs))
-    mkwargs.pop("generator", None)
+    if "generator" in mkwargs:
+        mkwargs["generator"] = None
     op = _RULES.get(op, op)
     try:
         with torch.no_grad():
@@ -46,7 +47,7 @@ def infer(op: torch._ops.OpOverload, args: Any, kwargs: Any) -> Any:
     except NotImplementedError as error:
         raise NeedsHost(str(error)) from None
     except RuntimeError as error:
-        if type(error).__name__ in _DYNAMIC or "meta" in str(error).lower() and "not implemented" in str(error).lower():
+        if type(error).__name__ in _DYNAMIC or ("meta" in str(error).lower() and "not implemented" in str(error).lower()):
             raise NeedsHost(str(error)) from None
         raise
 

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from torch_bridge import dtypes, lowerings
-from torch_bridge.graph import number
+from torch_bridge.graph import KINDS, number
 from torch_bridge.source import NOWHERE, Source
 
 KeyOf = Callable[[fx.Node], Any]
@@ -60,12 +60,12 @@ def _attribute(owner: torch.nn.Module | None, target: str) -> Any:
 
 
 def _call(node: fx.Node, env: dict[fx.Node, Any], key_of: KeyOf) -> Any:
-    args = fx.node.map_arg(node.args, lambda n: env[n])
+    args: Any = fx.node.map_arg(node.args, lambda n: env[n])
     if node.target is operator.getitem:
         return args[0][args[1]]
     if node.target is number:
-        return dtypes.Scalar(args[2], args[0][args[1]])
-    kwargs = fx.node.map_arg(node.kwargs, lambda n: env[n])
+        return dtypes.Scalar(KINDS[args[2]], args[0][args[1]])
+    kwargs: Any = fx.node.map_arg(node.kwargs, lambda n: env[n])
     source = node.meta.get("source", NOWHERE)
     with jax.named_scope(scope_name(source, node.target)):
         result = call(node.target, args, kwargs, (lambda: key_of(node)) if "draw" in node.meta else None)

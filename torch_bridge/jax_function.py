@@ -47,12 +47,12 @@ class JaxFunction:
         return {n: _array(b) for n, b in self.module.named_buffers()}
 
     def __call__(self, params: Arrays, buffers: Arrays, rng: Any, *inputs: Any, **kwargs: Any) -> tuple[Any, Arrays]:
-        narrow = not jax.config.jax_enable_x64
+        narrow = not _compat.x64_enabled()
         flat, spec = tree_flatten((inputs, kwargs))
         arrays = [x for x in flat if _is_array(x)]
         with _compat.enable_x64():
             graph = self._graph(flat, spec, narrow)
-            signature: capturing.Signature = graph.signature
+            signature: Any = graph.signature
             _check_names("params", params, signature.params)
             _check_names("buffers", buffers, signature.buffers)
             metas = [n.meta["val"] for n in graph.graph.nodes if n.op == "placeholder" and n.target != "draws"]
@@ -83,7 +83,9 @@ class JaxFunction:
 def to_jax(module: torch.nn.Module) -> JaxFunction:
     """A pure JAX function of (params, buffers, rng, *inputs) for a module or a graph from `torch_bridge.capture`. See `JaxFunction`."""
     if not isinstance(module, torch.nn.Module):
-        raise TypeError(f"to_jax takes an nn.Module or a captured GraphModule, got {type(module).__name__}; wrap a function in a module's forward")
+        raise TypeError(
+            f"to_jax takes an nn.Module or a captured GraphModule, got {type(module).__name__}; wrap a function in a module's forward"
+        )
     return JaxFunction(module)
 
 
@@ -107,12 +109,12 @@ def _array(t: torch.Tensor) -> Any:
     if t.device.type == "meta":
         return jax.ShapeDtypeStruct(tuple(t.shape), _jax_dtype(t.dtype))
     array = to_array(t.detach().cpu() if isinstance(t, XLATensor) else t)
-    return array if jax.config.jax_enable_x64 else _narrowed(array)
+    return array if _compat.x64_enabled() else _narrowed(array)
 
 
 def _jax_dtype(dtype: torch.dtype) -> Any:
     wide = dtypes.to_jax(dtype)
-    return wide if jax.config.jax_enable_x64 else _NARROW.get(wide, wide)
+    return wide if _compat.x64_enabled() else _NARROW.get(wide, wide)
 
 
 _NARROW = {
@@ -144,7 +146,9 @@ def _as_placeholder(value: Any, meta: torch.Tensor) -> Any:
     if isinstance(value, torch.Tensor):
         value = to_array(value.detach().cpu())
     if tuple(value.shape) != tuple(meta.shape):
-        raise ValueError(f"this graph was captured for an input of shape {tuple(meta.shape)}, got {tuple(value.shape)}; capture again for other shapes")
+        raise ValueError(
+            f"this graph was captured for an input of shape {tuple(meta.shape)}, got {tuple(value.shape)}; capture again for other shapes"
+        )
     dtype = dtypes.to_jax(meta.dtype)
     same_kind = jnp.issubdtype(value.dtype, jnp.integer) == jnp.issubdtype(dtype, jnp.integer)
     return dtypes.cast(value, dtype) if same_kind else value

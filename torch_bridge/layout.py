@@ -61,7 +61,7 @@ def layout(
 
 def of_meta(t: torch.Tensor) -> Layout:
     """The layout of any strided torch tensor, as a view of its storage."""
-    return layout(tuple(t.shape), tuple(t.stride()), t.storage_offset(), t.dtype)
+    return layout(tuple(t.shape), tuple(t.stride()), int(t.storage_offset()), t.dtype)
 
 
 def base_of_meta(t: torch.Tensor) -> Layout:
@@ -179,9 +179,7 @@ def _elements(size: tuple[int, ...], stride: tuple[int, ...], view: Layout) -> l
     return steps
 
 
-def _by_base_dim(
-    size: tuple[int, ...], stride: tuple[int, ...], view: Layout, order: list[int]
-) -> tuple[list[Step], list[int]] | None:
+def _by_base_dim(size: tuple[int, ...], stride: tuple[int, ...], view: Layout, order: list[int]) -> tuple[list[Step], list[int]] | None:
     """Slice and select along the dims the value already has, if every view dim steps along one of them."""
     base_dims = sorted((d for d in range(len(size)) if size[d] != 1), key=lambda d: -stride[d])
     along: dict[int, int] = {}

@@ -1,7 +1,13 @@
 """Brings the recorder up: importing this gives xla tensors their behaviour (and imports JAX). Nothing imports it before the first xla tensor is made."""
 
-from torch_bridge import dispatch, specials, tensor
+import os
+import warnings
+
+from torch_bridge import dispatch, process, specials, tensor
 
 tensor._dispatch = dispatch.dispatch
+os.register_at_fork(after_in_child=process.mark_forked)
+# DataLoader workers fork; they use CPU tensors only, and `process.check` stops those that do not, so JAX's warning about forks misleads.
+warnings.filterwarnings("ignore", message=r"os\.fork\(\) was called", category=RuntimeWarning)
 
 __all__ = ["dispatch", "specials", "tensor"]

@@ -52,14 +52,10 @@ _GENERATORS: dict[int, RngState] = {}
 def of_generator(generator: torch.Generator | None) -> RngState:
     """The state behind a `generator=` argument.
 
-    None or the device's own: the default. A CPU generator draws one seed from it, so that seeding it seeds the op and a
-    second op draws on, as on the CPU.
+    None: the default. A generator (an xla one is a CPU generator too, see `generators`) gives one seed, so that seeding it seeds the op and
+    a second op draws on, as on the CPU.
     """
     if generator is None:
         return DEFAULT
-    if generator.device.type == "xla":
-        from torch_bridge.device import state_of_generator
-
-        return state_of_generator(generator)
     seed = torch.empty((), dtype=torch.int64).random_(generator=generator)
     return RngState(int(seed))

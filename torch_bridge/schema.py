@@ -45,7 +45,7 @@ class Info:
         self.functional = self._find_functional() if self.mutated else op
         found = None if self.functional is None else lowerings.lookup(self.functional)
         lifted = LIFTED if found is not None and found.lift else STATIC
-        self.scalar = {a.name: lifted for a in schema.arguments if _is_scalar(a) or _is_learning_rate(op, a)}
+        self.scalar = {a.name: lifted for a in schema.arguments if _is_scalar(a) or _is_lifted_float(found, a)}
         self.scalar_at = [self.scalar.get(a.name, NOT_SCALAR) for a in schema.arguments]
         self.n_returns = len(schema.returns)
         self.cache: dict[tuple[Any, ...], Any] = {}
@@ -97,9 +97,9 @@ def _is_scalar(arg: Any) -> bool:
     return str(arg.type) in _NUMBER_TYPES
 
 
-def _is_learning_rate(op: torch._ops.OpOverload, arg: Any) -> bool:
-    """The fused optimizers take a plain float that a scheduler changes every step."""
-    return arg.name == "lr" and "_fused_" in op._schema.name
+def _is_lifted_float(found: lowerings.Lowering | None, arg: Any) -> bool:
+    """The fused optimizers take plain floats that a scheduler may change every step (`lr`, and with it betas or momentum)."""
+    return found is not None and arg.name in found.floats
 
 
 def _type(arg: Any) -> str:

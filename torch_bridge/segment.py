@@ -52,7 +52,9 @@ class Entry:
 
     __slots__ = ("args", "casts", "kwargs", "n_outs", "op", "outs", "paths", "rng")
 
-    def __init__(self, op: torch._ops.OpOverload, args: Any, kwargs: Any, outs: tuple[Layout | None, ...], casts: Any = (), rng: bool = False):
+    def __init__(
+        self, op: torch._ops.OpOverload, args: Any, kwargs: Any, outs: tuple[Layout | None, ...], casts: Any = (), rng: bool = False
+    ):
         self.op = op
         self.args = args
         self.kwargs = kwargs
@@ -270,7 +272,7 @@ def _flat(of: Layout) -> Layout:
 
 
 def _zeros(of: Layout) -> Entry:
-    return step_entry(aten.full.default, (), (of.size, 0), dtype=of.dtype)  # type: ignore[arg-type]
+    return step_entry(aten.full.default, (), (of.size, 0), dtype=of.dtype)
 
 
 def read_entries(base: Layout, view: Layout) -> tuple[Entry, ...]:

@@ -143,7 +143,9 @@ def neg_view(func: Any, args: Any, kwargs: Any) -> Any:
 def view_as_real(func: Any, args: Any, kwargs: Any) -> Any:
     """torch refuses a real view of a conjugated tensor, and so do we."""
     if args[0]._layout.conj:
-        raise RuntimeError("view_as_real doesn't work on unresolved conjugated tensors. Use x.clone() first for a real view of the conjugate.")
+        raise RuntimeError(
+            "view_as_real doesn't work on unresolved conjugated tensors. Use x.clone() first for a real view of the conjugate."
+        )
     return record(func, args, kwargs)
 
 
@@ -251,9 +253,7 @@ def native_batch_norm(func: Any, args: Any, kwargs: Any) -> Any:
         return record(aten._native_batch_norm_legit_no_training.default, (x, weight, bias, mean, var, momentum, eps))
     if mean is None:
         return record(aten._native_batch_norm_legit.no_stats, (x, weight, bias, True, momentum, eps))
-    *outs, new_mean, new_var = record(
-        aten._native_batch_norm_legit_functional.default, (x, weight, bias, mean, var, True, momentum, eps)
-    )
+    *outs, new_mean, new_var = record(aten._native_batch_norm_legit_functional.default, (x, weight, bias, mean, var, True, momentum, eps))
     segment = STATE.current
     segment.write_view(mean._storage, mean._layout, read(new_mean))
     segment.write_view(var._storage, var._layout, read(new_var))

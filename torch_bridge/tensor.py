@@ -14,7 +14,7 @@ from torch_bridge.layout import Layout
 from torch_bridge.segment import Storage
 
 DEVICE = torch.device("xla:0")
-_make_wrapper = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
+_make_wrapper = torch.Tensor._make_wrapper_subclass
 
 
 class XLATensor(torch.Tensor):
@@ -23,18 +23,18 @@ class XLATensor(torch.Tensor):
     _storage: Storage
     _layout: Layout
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         return _dispatch(func, args, kwargs)
 
     @property
-    def is_xla(self) -> bool:  # type: ignore[override]
+    def is_xla(self) -> bool:
         return True
 
     @property
-    def data(self) -> torch.Tensor:  # type: ignore[override]
+    def data(self) -> torch.Tensor:
         """The same storage without autograd history, as in torch."""
         return _raw_data_get(self)
 
@@ -124,7 +124,7 @@ def _deepcopy(t: XLATensor, memo: dict[int, Any]) -> XLATensor:
         new.grad = copy.deepcopy(t.grad, memo)
     new.__dict__.update(copy.deepcopy(user_attributes(t), memo))
     if isinstance(t, torch.nn.Parameter):
-        new._is_param = True  # type: ignore[attr-defined]
+        new._is_param = True
     return new
 
 
@@ -137,9 +137,7 @@ def make(layout: Layout, storage: Storage) -> XLATensor:
     if layout.contiguous:  # the common case, and a third cheaper
         t = _make_wrapper(XLATensor, layout.size, dtype=layout.dtype, device=DEVICE)
     else:
-        t = _make_wrapper(
-            XLATensor, layout.size, strides=layout.stride, storage_offset=layout.offset, dtype=layout.dtype, device=DEVICE
-        )
+        t = _make_wrapper(XLATensor, layout.size, strides=layout.stride, storage_offset=layout.offset, dtype=layout.dtype, device=DEVICE)
     t._storage = storage
     t._layout = layout
     return t

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import torch
 
-from torch_bridge import _compat, dtypes, metrics
+from torch_bridge import _compat, dtypes, metrics, process
 from torch_bridge.layout import layout
 from torch_bridge.segment import Storage
 from torch_bridge.tensor import XLATensor, make
@@ -17,6 +17,7 @@ from torch_bridge.tensor import XLATensor, make
 
 def to_array(t: torch.Tensor, device: Any = None) -> jax.Array:
     """A CPU tensor's values as a new JAX array (same shape and dtype)."""
+    process.check()
     dtype = dtypes.to_jax(t.dtype)
     t = t.detach().resolve_conj().resolve_neg()
     if not t.is_contiguous():

@@ -67,7 +67,9 @@ def _as_strided(t: torch.Tensor, b: int, c: int) -> torch.Tensor:
     n = t.numel()
     if n < 4:
         return t
-    return t.as_strided((2, 2), (b % 3 + (1 if c % 2 else 0), 1), c % (n - 3) if n > 6 and t.is_contiguous() and t.storage_offset() == 0 else 0)
+    return t.as_strided(
+        (2, 2), (b % 3 + (1 if c % 2 else 0), 1), c % (n - 3) if n > 6 and t.is_contiguous() and t.storage_offset() == 0 else 0
+    )
 
 
 def _diagonal(t: torch.Tensor, b: int, c: int) -> torch.Tensor:

@@ -167,7 +167,8 @@ def _ormqr(self: Any, input2: Any, input3: Any, left: bool = True, transpose: bo
 def _svd(A: Any, full_matrices: bool = False, compute_uv: bool = True, *, driver: str | None = None) -> tuple[Any, Any, Any]:
     if not compute_uv:
         return _empty(A.dtype), lax.linalg.svd(A, compute_uv=False), _empty(A.dtype)
-    return lax.linalg.svd(A, full_matrices=full_matrices)
+    u, s, vh = lax.linalg.svd(A, full_matrices=full_matrices)
+    return u, s, vh
 
 
 @lowering(aten.linalg_eig.default)

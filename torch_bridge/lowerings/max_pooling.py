@@ -16,7 +16,7 @@ import torch
 from jax import lax
 
 from torch_bridge.lowerings._opmath import widen
-from torch_bridge.lowerings.pooling import Ints, Window, _expand, adaptive_bounds, along, pad_axis, tap_slice, windows
+from torch_bridge.lowerings.pooling import Ints, Window, _expand, adaptive_bounds, pad_axis, tap_slice, windows
 from torch_bridge.lowerings.registry import lowering
 
 aten = torch.ops.aten

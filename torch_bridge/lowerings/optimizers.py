@@ -2,8 +2,8 @@
 
 Each step follows torch's CPU kernels, which compute in the dtype of the parameters (float32 for half precision). The
 scalars of a step (bias corrections, step size) are computed in float64 from `state_steps`. Where `found_inf` is 1 the
-whole step is skipped. A learning rate, being a schema float, is a constant of the program unless the recorder lifts it
-(a `Scalar` is accepted wherever a float is).
+whole step is skipped. The schema's floats that schedulers change (learning rate, weight decay, betas, momentum) are inputs of
+the program: they arrive as `Scalar`s from the recorder, and may be plain floats.
 """
 
 from __future__ import annotations
@@ -57,6 +57,12 @@ def _step_each(
     return results
 
 
+def _lerp(start: Any, end: Any, weight: Any) -> Any:
+    """torch's two forms, chosen by the weight (a 0-d float64 array)."""
+    near, far = weight.astype(start.dtype), (1 - weight).astype(start.dtype)
+    return jnp.where(weight < 0.5, start + near * (end - start), end - (end - start) * far)
+
+
 def _unless(found_inf: Any, before: Any, after: Any) -> Any:
     return after if found_inf is None else jnp.where(jnp.reshape(found_inf, ()) == 1, before, after)
 
@@ -71,8 +77,8 @@ def _adam(decoupled: bool) -> Callable[..., Lists]:
         state_steps: Any,
         *,
         lr: Any,
-        beta1: float,
-        beta2: float,
+        beta1: Any,
+        beta2: Any,
         weight_decay: Any,
         eps: float,
         amsgrad: bool,
@@ -80,7 +86,7 @@ def _adam(decoupled: bool) -> Callable[..., Lists]:
         grad_scale: Any = None,
         found_inf: Any = None,
     ) -> Lists:
-        rate = _double(lr)
+        rate, beta1, beta2 = _double(lr), _double(beta1), _double(beta2)
 
         def update(step: Any, param: Any, grad: Any, mean: Any, square: Any, peak: Any) -> list[Any]:
             def number(x: Any) -> Any:
@@ -90,8 +96,7 @@ def _adam(decoupled: bool) -> Callable[..., Lists]:
                 param = param - number(rate * _double(weight_decay)) * param
             elif not _is_zero(weight_decay):
                 grad = grad + param * number(weight_decay)
-            # lerp's two forms, chosen by the weight
-            mean = mean + number(1 - beta1) * (grad - mean) if 1 - beta1 < 0.5 else grad - (grad - mean) * number(beta1)
+            mean = _lerp(mean, grad, 1 - beta1)
             square = square * number(beta2) + number(1 - beta2) * grad * grad
             peak = jnp.maximum(peak, square) if amsgrad else None
             count = _double(step)
@@ -107,18 +112,19 @@ def _adam(decoupled: bool) -> Callable[..., Lists]:
     return adam
 
 
-lowering(aten._fused_adam.default, aten._fused_adam.tensor_lr)(_adam(decoupled=False))
-lowering(aten._fused_adamw.default, aten._fused_adamw.tensor_lr)(_adam(decoupled=True))
+_ADAM_FLOATS = ("lr", "beta1", "beta2", "weight_decay")
+lowering(aten._fused_adam.default, aten._fused_adam.tensor_lr, floats=_ADAM_FLOATS)(_adam(decoupled=False))
+lowering(aten._fused_adamw.default, aten._fused_adamw.tensor_lr, floats=_ADAM_FLOATS)(_adam(decoupled=True))
 
 
-@lowering(aten._fused_sgd.default, aten._fused_sgd.tensor_lr)
+@lowering(aten._fused_sgd.default, aten._fused_sgd.tensor_lr, floats=("lr", "momentum", "weight_decay"))
 def fused_sgd(
     self: Any,
     grads: Any,
     momentum_buffer_list: Any,
     *,
     weight_decay: Any,
-    momentum: float,
+    momentum: Any,
     lr: Any,
     dampening: float,
     nesterov: bool,
@@ -133,7 +139,7 @@ def fused_sgd(
 
         if not _is_zero(weight_decay):
             grad = grad + param * number(weight_decay)
-        if momentum != 0:
+        if buffer is not None and not _is_zero(momentum):
             buffer = grad if is_first_step else buffer * number(momentum) + grad * number(1 - dampening)
             grad = grad + buffer * number(momentum) if nesterov else buffer
         return [param - number(_double(lr)) * grad, buffer]
@@ -168,12 +174,12 @@ def _fused_adagrad(
     return _step_each(update, (self, grads, state_sums), state_steps, grad_scale, found_inf, maximize)
 
 
-@lowering(aten._fused_adagrad.tensor_lr)
+@lowering(aten._fused_adagrad.tensor_lr, floats=("weight_decay",))
 def fused_adagrad_tensor_lr(self: Any, grads: Any, state_sums: Any, state_steps: Any, **options: Any) -> Lists:
     return _fused_adagrad(self, grads, state_sums, state_steps, **options)
 
 
-@lowering(aten._fused_adagrad.default)
+@lowering(aten._fused_adagrad.default, floats=("lr", "weight_decay"))
 def fused_adagrad(self: Any, grads: Any, state_sums: Any, state_steps: Any, **options: Any) -> Lists:
     return (*_fused_adagrad(self, grads, state_sums, state_steps, **options), list(state_steps))
 

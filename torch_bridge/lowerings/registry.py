@@ -26,17 +26,21 @@ class Lowering:
 
     fn: the JAX function. rng: True if it takes a PRNG key as keyword `key`. lift: True if changing Python numbers in
     Scalar arguments may be inputs of the program (False: they shape the program, as in `arange` or `pow` by 2).
+    floats: names of arguments that the schema calls `float` and whose numbers may be inputs as well (a learning rate).
     """
 
     fn: Callable[..., Any]
     rng: bool = False
     lift: bool = True
+    floats: tuple[str, ...] = ()
 
 
 _TABLE: dict[torch._ops.OpOverload, Lowering] = {}
 
 
-def lowering(*ops: torch._ops.OpOverload, rng: bool = False, lift: bool = True) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def lowering(
+    *ops: torch._ops.OpOverload, rng: bool = False, lift: bool = True, floats: tuple[str, ...] = ()
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register a JAX function for one or more aten overloads; a second registration of an overload raises `ValueError`."""
 
     def register(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -45,7 +49,7 @@ def lowering(*ops: torch._ops.OpOverload, rng: bool = False, lift: bool = True) 
                 raise TypeError(f"lowering() takes OpOverloads such as torch.ops.aten.add.Tensor, got {op!r}")
             if op in _TABLE:
                 raise ValueError(f"{op} already has a lowering ({_TABLE[op].fn.__module__}.{_TABLE[op].fn.__qualname__})")
-            _TABLE[op] = Lowering(fn, rng, lift)
+            _TABLE[op] = Lowering(fn, rng, lift, floats)
         return fn
 
     return register

@@ -142,7 +142,7 @@ def _spherical_j0(x: Any) -> Any:
     return jnp.where(x == 0, 1, jnp.where(jnp.isinf(x), 0, jnp.sin(safe) / safe))
 
 
-_TABLE = {
+_TABLE: dict[torch._ops.OpOverload, Callable[[Any], Any]] = {
     aten.special_airy_ai.default: _airy_ai,
     aten.special_bessel_j0.default: functools.partial(_bessel_j, 0),
     aten.special_bessel_j1.default: functools.partial(_bessel_j, 1),

@@ -122,15 +122,15 @@ _FAMILIES = {
 }
 
 
-def _register(name: str, fn: Callable[[Any, Any], Any]) -> None:
+def _register(name: str, family: Family, shifted: bool = False) -> None:
     packet = getattr(aten, name)
 
     @lowering(packet.default, packet.x_scalar, packet.n_scalar)
     def run(x: Any, n: Any) -> Any:
-        return elementwise(fn, x, n, floating=True)
+        return elementwise(lambda x, n: _polynomial(family, 2 * x - 1 if shifted else x, n), x, n, floating=True)
 
 
 for _name, _family in _FAMILIES.items():
-    _register(f"special_{_name}", lambda x, n, family=_family: _polynomial(family, x, n))
+    _register(f"special_{_name}", _family)
     if _name.startswith("chebyshev"):
-        _register(f"special_shifted_{_name}", lambda x, n, family=_family: _polynomial(family, x + x - 1, n))
+        _register(f"special_shifted_{_name}", _family, shifted=True)

@@ -32,7 +32,7 @@ def _trilinear(
     """
     rank = i1.ndim + len(expand1)
     dims = [[d for d in range(rank) if d not in expand] for expand in (expand1, expand2, expand3)]
-    inputs = []
+    inputs: list[Any] = []
     for x, own in zip((i1, i2, i3), dims, strict=True):
         # einsum wants equal sizes, torch broadcasts size 1: drop such a dim, the other inputs carry it.
         single = tuple(i for i, d in enumerate(own) if x.shape[i] == 1 and any(d in other for other in dims if other is not own))

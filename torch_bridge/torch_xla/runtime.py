@@ -170,4 +170,4 @@ def get_num_cached_compilation_graph() -> int:
     """`xr.get_num_cached_compilation_graph`: compiled programs held in memory."""
     from torch_bridge import executor
 
-    return sum(len(trace.programs) for trace in executor.TRACES.values())
+    return sum(len(by_donation) for trace in executor.TRACES.values() for by_donation in trace.programs.values())

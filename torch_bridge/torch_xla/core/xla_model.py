@@ -6,6 +6,7 @@ Names that newer releases removed (`xrt_world_size`, `get_ordinal`, `parse_xla_d
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import sys
 import warnings
@@ -162,9 +163,14 @@ def xla_replication_devices(local_devices: Sequence[Any] | None = None) -> list[
 
 
 def set_replication(device: Any, devices: Sequence[Any] | None) -> None:
-    """`xm.set_replication`: accepts this process's device; replication needs no setting up here."""
+    """`xm.set_replication`: accepts this process's device; replication needs no setting up here.
+
+    Its one caller today, `accelerate`, then takes its local rank from `LOCAL_RANK`, or -1 without it, and in a plain `python script.py` would
+    show neither logs nor progress: so the variable is set if it is not.
+    """
     for d in (device, *(devices or ())):
         _index(d)
+    os.environ.setdefault("LOCAL_RANK", str(world.local_rank()))
 
 
 def get_ordinal(defval: int = 0) -> int:

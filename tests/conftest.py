@@ -1,0 +1,31 @@
+"""Tests run on the CPU unless JAX_PLATFORMS says otherwise, and keep compiled programs in `.cache/jax` between runs."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import pathlib
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+_ROOT = pathlib.Path(__file__).parent.parent
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(_ROOT / ".cache" / "jax"))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
+
+if importlib.util.find_spec("torch_xla") is None:  # not installed: `torch_xla` and the like are found in the checkout
+    sys.path.append(str(_ROOT / "aliases"))
+
+
+@pytest.fixture
+def clean_step() -> Iterator[None]:
+    """Nothing recorded before the test and no step closures left after it."""
+    from torch_bridge import executor, steps
+
+    executor.sync()
+    yield
+    steps._closures.clear()
+    executor.sync()

@@ -1,0 +1,172 @@
+"""torch.distributed with backend "xla", and `xla_multiprocessing`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch_xla
+import torch_xla.distributed.xla_backend as xbn
+import torch_xla.distributed.xla_multiprocessing as xmp
+from torch import nn
+from torch_xla.utils.utils import get_free_tcp_ports
+
+DEVICES = ["xla", "cpu"]
+
+
+@pytest.fixture
+def group() -> Iterator[dist.ProcessGroup]:
+    dist.init_process_group("xla")
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def test_world_of_one_without_a_launcher(group: dist.ProcessGroup) -> None:
+    assert isinstance(group, xbn.ProcessGroupXla)
+    assert (dist.get_rank(), dist.get_world_size(), dist.get_backend()) == (0, 1, "xla")
+    assert (group.rank(), group.size(), group._mesh) == (0, 1, [])
+    store = dist.distributed_c10d._get_default_store()
+    store.set("key", "value")
+    assert store.get("key") == b"value"
+    assert "WORLD_SIZE" not in os.environ
+
+
+@pytest.mark.parametrize("method", ["xla://", "pjrt://"])
+def test_init_methods(method: str) -> None:
+    dist.init_process_group("xla", init_method=method)
+    assert dist.get_world_size() == 1
+    dist.destroy_process_group()
+
+
+def test_under_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(get_free_tcp_ports()[0])}
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
+    dist.init_process_group("xla")
+    dist.barrier()
+    assert dist.get_rank() == 0
+    dist.destroy_process_group()
+
+
+def test_larger_worlds_are_refused() -> None:
+    with pytest.raises(NotImplementedError, match="world_size=2.*one worker per job"):
+        dist.init_process_group("xla", rank=0, world_size=2, store=dist.HashStore())
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_collectives_keep_values(group: dist.ProcessGroup, device: str) -> None:
+    t = torch.tensor([1.0, 2.0], device=device)
+    want = [1.0, 2.0]
+    for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.MAX, dist.ReduceOp.MIN, dist.ReduceOp.PRODUCT):
+        dist.all_reduce(t, op=op)
+    dist.broadcast(t, src=0)
+    dist.reduce(t, dst=0)
+    assert t.tolist() == want
+
+    def fresh() -> torch.Tensor:
+        return torch.zeros(2, device=device)
+
+    outs = [fresh()]
+    dist.all_gather(outs, t)
+    assert outs[0].tolist() == want
+    outs = [fresh()]
+    dist.gather(t, outs, dst=0)
+    assert outs[0].tolist() == want
+    for collective in (
+        lambda out: dist.scatter(out, [t], src=0),
+        lambda out: dist.reduce_scatter(out, [t]),
+        lambda out: dist.reduce_scatter_tensor(out, t),
+        lambda out: dist.all_gather_into_tensor(out, t),
+        lambda out: dist.all_to_all_single(out, t),
+        lambda out: dist.all_to_all([out], [t]),
+    ):
+        out = fresh()
+        collective(out)
+        assert out.tolist() == want
+    dist.barrier()
+    scalar = [torch.zeros((), device=device)]
+    dist.all_gather(scalar, torch.tensor(3.0, device=device))
+    assert scalar[0].item() == 3.0
+
+
+def test_async_op_gives_a_handle(group: dist.ProcessGroup) -> None:
+    t = torch.ones(2, device="xla")
+    work = dist.all_reduce(t, async_op=True)
+    assert work.wait() and work.is_completed()
+    assert work.get_future().wait()[0] is t
+
+
+def test_object_collectives(group: dist.ProcessGroup) -> None:
+    outs = [None]
+    dist.all_gather_object(outs, {"a": [1, "b"]})
+    assert outs == [{"a": [1, "b"]}]
+    objects = ["x", 3]
+    dist.broadcast_object_list(objects, src=0)
+    assert objects == ["x", 3]
+    outs = [None]
+    dist.gather_object((1, 2), outs, dst=0)
+    assert outs == [(1, 2)]
+
+
+def test_new_group(group: dist.ProcessGroup) -> None:
+    new = dist.new_group([0], pg_options={"xla_pg_options": {"mesh": [[0]]}})
+    assert isinstance(new, xbn.ProcessGroupXla) and new._mesh == [[0]] and dist.get_rank(new) == 0
+    t = torch.ones(2, device="xla")
+    dist.all_reduce(t, group=new)
+    assert torch_xla.core.xla_model.all_reduce("sum", t, groups=new).tolist() == [1.0, 1.0]
+    gloo = dist.new_group([0], backend="gloo")
+    assert not isinstance(gloo, xbn.ProcessGroupXla)
+    with pytest.raises(ValueError, match="rank 1 does not exist"):
+        dist.new_group([0], pg_options={"xla_pg_options": {"mesh": [[0, 1]]}})
+
+
+def test_errors(group: dist.ProcessGroup) -> None:
+    t = torch.ones(2, device="xla")
+    with pytest.raises(ValueError, match="no reduction.*BXOR.*use SUM"):
+        dist.all_reduce(t, op=dist.ReduceOp.BXOR)
+    with pytest.raises(ValueError, match="no other rank"):
+        group.send([t], 0)
+    with pytest.raises(ValueError, match="no other rank"):
+        group.recv_anysource([t], 0)
+    with pytest.raises(NotImplementedError, match="uneven input_split_sizes"):
+        group.all_to_all_single(t, t, [], [1, 2])
+
+
+def test_distributed_data_parallel(group: dist.ProcessGroup) -> None:
+    model = nn.Linear(2, 1).to("xla")
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    wrapped(torch.ones(1, 2, device="xla")).sum().backward()
+    assert model.weight.grad.tolist() == [[1.0, 1.0]]
+
+
+def test_other_backends_are_untouched() -> None:
+    with pytest.raises(ValueError, match="RANK expected"):
+        dist.init_process_group("gloo")
+
+
+def test_spawn_calls_the_function_here() -> None:
+    calls: list[tuple[int, str]] = []
+    xmp.spawn(lambda index, word: calls.append((index, word)), args=("a",))
+    xmp.spawn(lambda index, word: calls.append((index, word)), args=("b",), nprocs=1, start_method="fork")
+    torch_xla.launch(lambda index, word: calls.append((index, word)), args=("c",))
+    assert calls == [(0, "a"), (0, "b"), (0, "c")]
+    with pytest.raises(NotImplementedError, match=r"nprocs=8.*one worker per job"):
+        xmp.spawn(print, nprocs=8)
+
+
+def test_launch_under_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    calls: list[int] = []
+    torch_xla.launch(calls.append)
+    assert calls == [0]
+
+
+def test_model_wrapper_and_serial_executor() -> None:
+    wrapper = xmp.MpModelWrapper(nn.Linear(1, 1))
+    assert wrapper.to("xla").weight.device.type == "xla"
+    assert xmp.MpSerialExecutor().run(lambda: 3) == 3

@@ -1,0 +1,255 @@
+"""`torch_xla.distributed.parallel_loader` and the prefetching below it."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from collections import namedtuple
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch_xla.core.xla_model as xm
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch_xla.distributed import parallel_loader as pl
+
+from torch_bridge import loading, metrics
+
+pytestmark = pytest.mark.usefixtures("clean_step")
+
+
+def loader_threads() -> list[str]:
+    return [t.name for t in threading.enumerate() if t.name.startswith("xla-loader") and "move" not in t.name]
+
+
+@pytest.fixture(autouse=True)
+def no_threads_left() -> Iterator[None]:
+    yield
+    gc.collect()
+    assert loader_threads() == []
+
+
+def batches(n: int) -> list[torch.Tensor]:
+    return [torch.full((2,), float(i)) for i in range(n)]
+
+
+def values(loader: Any) -> list[float]:
+    return [b[0].item() for b in loader]
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_batches_arrive_in_order_every_epoch(threads: int) -> None:
+    loader = pl.MpDeviceLoader(batches(40), torch.device("xla"), host_to_device_transfer_threads=threads, device_prefetch_size=2)
+    assert len(loader) == 40
+    for _ in range(2):
+        got = list(loader)
+        assert all(b.device == torch.device("xla:0") for b in got)
+        assert [b[0].item() for b in got] == list(map(float, range(40)))
+
+
+Pair = namedtuple("Pair", ["x", "label"])
+
+
+@dataclass
+class Sample:
+    x: torch.Tensor
+    name: str
+
+
+class Bag(dict):
+    pass
+
+
+def test_nested_structures_are_kept() -> None:
+    x, shared = torch.ones(2), torch.zeros(1)
+    batch = {"a": [x, (shared, 1)], "b": Pair(x, "cat"), "c": Sample(shared, "s"), "d": None, "e": Bag(k=x), "f": {"deep": {"er": shared}}}
+    (got,) = list(pl.MpDeviceLoader([batch], "xla"))
+    assert got["a"][0].device.type == got["a"][1][0].device.type == "xla" and got["a"][1][1] == 1
+    assert isinstance(got["b"], Pair) and got["b"].x is got["a"][0] and got["b"].label == "cat"
+    assert isinstance(got["c"], Sample) and got["c"].x.device.type == "xla" and got["c"].name == "s"
+    assert got["d"] is None and isinstance(got["e"], Bag) and got["e"]["k"].device.type == "xla"
+    assert got["f"]["deep"]["er"] is got["c"].x
+    assert batch["a"][0] is x and batch["c"].x is shared and shared.device.type == "cpu"
+
+
+@pytest.mark.parametrize(("per_execution", "n", "marks"), [(1, 4, 5), (2, 4, 3), (3, 4, 3), (5, 4, 2)])
+def test_steps_end_every_batches_per_execution(per_execution: int, n: int, marks: int) -> None:
+    """Before the first batch, after every `per_execution` batches, and at the end."""
+    before = metrics.COUNTERS.get("MarkStep", 0)
+    steps_seen = []
+    total = torch.zeros(2, device="xla")
+    for batch in pl.MpDeviceLoader(batches(n), "xla", batches_per_execution=per_execution):
+        steps_seen.append(metrics.COUNTERS["MarkStep"] - before)
+        total += batch
+    assert steps_seen == [1 + i // per_execution for i in range(n)]
+    assert metrics.COUNTERS["MarkStep"] - before == marks
+    assert not total._storage.pending and total.tolist() == [6.0, 6.0]
+
+
+def test_closures_run_at_the_loader_s_marks() -> None:
+    seen = []
+    for batch in pl.MpDeviceLoader(batches(3), "xla"):
+        xm.add_step_closure(lambda t: seen.append(t.item()), (batch.sum(),))
+    assert seen == [0.0, 2.0, 4.0]
+
+
+class Failing(Dataset[torch.Tensor]):
+    def __init__(self, at: int):
+        self.at = at
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, i: int) -> torch.Tensor:
+        if i == self.at:
+            raise FileNotFoundError(f"sample {i} is missing")
+        return torch.tensor(float(i))
+
+
+@pytest.mark.parametrize("at", [0, 1, 6])
+def test_errors_arrive_in_their_place(at: int) -> None:
+    seen = []
+    with pytest.raises(FileNotFoundError, match=f"sample {at} is missing"):
+        for batch in pl.MpDeviceLoader(DataLoader(Failing(at), batch_size=1), "xla"):
+            seen.append(batch.item())
+    assert seen == [float(i) for i in range(at)]
+    assert loader_threads() == []
+
+
+def test_error_while_moving_arrives() -> None:
+    class Odd(torch.Tensor):
+        def detach(self) -> torch.Tensor:
+            raise ValueError("cannot be moved")
+
+    with pytest.raises(ValueError, match="cannot be moved"):
+        list(pl.MpDeviceLoader([torch.ones(1), torch.ones(1).as_subclass(Odd)], "xla"))
+
+
+def test_break_stops_the_threads() -> None:
+    read: list[int] = []
+
+    def endless() -> Iterator[torch.Tensor]:
+        i = 0
+        while True:
+            read.append(i)
+            yield torch.tensor(float(i))
+            i += 1
+
+    for batch in pl.MpDeviceLoader(endless(), "xla", loader_prefetch_size=3, device_prefetch_size=2):
+        if batch.item() == 2:
+            break
+    del batch
+    gc.collect()
+    assert loader_threads() == []
+    n = len(read)
+    assert n <= 3 + 3 + 2 + 3
+    time.sleep(0.05)
+    assert len(read) == n
+
+
+def test_reads_ahead_only_as_far_as_told() -> None:
+    read: list[int] = []
+
+    def source() -> Iterator[torch.Tensor]:
+        for i in range(100):
+            read.append(i)
+            yield torch.tensor(i)
+
+    it = iter(pl.MpDeviceLoader(source(), "xla", loader_prefetch_size=2, device_prefetch_size=1))
+    next(it)
+    deadline = time.time() + 2
+    while len(read) < 5 and time.time() < deadline:
+        time.sleep(0.01)
+    time.sleep(0.1)
+    assert 3 <= len(read) <= 7
+    it.close()
+    with pytest.raises(StopIteration):
+        next(it)
+
+
+def test_attributes_are_the_loader_s() -> None:
+    class Inner(list):
+        dataset = "data"
+        batch_sampler = "sampler"
+        epoch = 0
+
+        def set_epoch(self, epoch: int) -> None:
+            self.epoch = epoch
+
+    inner = Inner(batches(2))
+    loader = pl.MpDeviceLoader(inner, "xla", batches_per_execution=2)
+    assert loader._loader is inner and loader._device == torch.device("xla") and loader._parallel_loader_kwargs == {"batches_per_execution": 2}
+    assert (loader.dataset, loader.batch_sampler) == ("data", "sampler")
+    loader.set_epoch(3)
+    assert inner.epoch == 3
+    loader.dataset = "mine"
+    assert (loader.dataset, inner.dataset) == ("mine", "data")
+    assert not hasattr(loader, "sampler")
+    loader._parallel_loader_kwargs["batches_per_execution"] = 1
+    assert values(loader) == [0.0, 1.0]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # JAX warns of fork; workers do not use it
+def test_shuffling_and_workers_as_without_us() -> None:
+    data = TensorDataset(torch.arange(12.0))
+    for workers in (0, 1):
+        torch.manual_seed(5)
+        plain = [b[0].tolist() for b in DataLoader(data, batch_size=4, shuffle=True, num_workers=0)]
+        torch.manual_seed(5)
+        ours = [b[0].tolist() for b in pl.MpDeviceLoader(DataLoader(data, batch_size=4, shuffle=True, num_workers=workers), "xla")]
+        assert ours == plain
+
+
+def test_parallel_loader() -> None:
+    parallel = pl.ParallelLoader(batches(3), [torch.device("xla:0")], batches_per_execution=1)
+    one = parallel.per_device_loader("xla:0")
+    assert len(one) == 3 and parallel.batches_per_execution == 1 and parallel.per_device_samples() == 3
+    assert one.next()[0].item() == 0.0
+    assert values(one) == [1.0, 2.0]
+    another = parallel.per_device_loader("xla:0")
+    next(another)
+    parallel.close()
+    assert loader_threads() == []
+
+
+def test_cpu_device_needs_no_xla() -> None:
+    assert [b.device.type for b in pl.MpDeviceLoader(batches(2), "cpu")] == ["cpu", "cpu"]
+
+
+OPTION_ERRORS = [
+    ({"batches_per_execution": 0}, ValueError, "batches_per_execution must be a positive number, got 0"),
+    ({"loader_prefetch_size": 0}, ValueError, "loader_prefetch_size"),
+    ({"device_prefetch_size": -1}, ValueError, "device_prefetch_size"),
+    ({"host_to_device_transfer_threads": 1.5}, ValueError, "host_to_device_transfer_threads"),
+    ({"input_sharding": object()}, NotImplementedError, "input_sharding"),
+    ({"prefetch": 3}, TypeError, "prefetch"),
+]
+
+
+@pytest.mark.parametrize(("options", "error", "text"), OPTION_ERRORS)
+def test_option_errors(options: dict[str, Any], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        pl.MpDeviceLoader(batches(1), "xla", **options)
+    if "prefetch" not in options:
+        with pytest.raises(error, match=text):
+            pl.ParallelLoader(batches(1), ["xla"], **options)
+
+
+def test_two_devices_are_refused() -> None:
+    with pytest.raises(ValueError, match="one xla device"):
+        pl.ParallelLoader([], ["xla:0", "xla:0"])
+
+
+def test_empty_loader() -> None:
+    assert list(pl.MpDeviceLoader([], "xla")) == []
+
+
+def test_to_host_moves_nested_data_back() -> None:
+    x = torch.ones(2).to("xla")
+    back = loading.to_host({"x": x * 2, "y": [x, x]})
+    assert back["x"].tolist() == [2.0, 2.0] and back["y"][0] is back["y"][1]
+    same = {"plain": 1}
+    assert loading.to_host(same) is same
