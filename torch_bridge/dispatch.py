@@ -429,7 +429,9 @@ def copy_storage(storage: Storage) -> Storage:
         new = Storage(storage.layout)
         if storage.array is not None:
             new.array = storage.array
-        elif storage.segment is not None:
+        elif storage.constant:
+            new.fill = storage.fill
+        else:
             segment = STATE.current
             segment.write(new, segment.read(storage, storage.layout))
         return new
@@ -450,12 +452,11 @@ def resize(t: XLATensor, size: tuple[int, ...]) -> None:
     if needed > storage.layout.numel:
         old = storage.layout
         grown = layout((needed,), None, 0, old.dtype)
-        if storage.array is None and storage.segment is None:
+        if storage.constant and not storage.fill:
             storage.layout = grown
         else:
             flat = make(layout((old.numel,), (1,), 0, old.dtype), storage)
-            padded = record_op(aten.constant_pad_nd.default, flat, [0, needed - old.numel], 0)
-            vid = read(padded)
+            vid = read(record_op(aten.constant_pad_nd.default, flat, [0, needed - old.numel], 0))
             storage.layout = grown
             segment.write(storage, vid)
             storage.views = None

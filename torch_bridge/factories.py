@@ -52,10 +52,15 @@ def copy_from_and_resize(src: Any, dst: Any) -> Any:
     return dispatch.dispatch(aten._copy_from_and_resize.default, (src, dst), {})
 
 
-def attention(*args: Any, **kwargs: Any) -> Any:
-    from torch_bridge.recorder import specials
+def _composite(name: str) -> Any:
+    """Our own rule for an op that torch would decompose before we see it."""
 
-    return specials.attention(*args, **kwargs)
+    def rule(*args: Any, **kwargs: Any) -> Any:
+        from torch_bridge.recorder import specials
+
+        return getattr(specials, name)(*args, **kwargs)
+
+    return rule
 
 
 RECORDED = [
@@ -79,4 +84,5 @@ def install(library: torch.library.Library, autograd: torch.library.Library) -> 
         library.impl(
             op._schema.name.removeprefix("aten::") + (f".{op._overloadname}" if op._overloadname != "default" else ""), _recorded(op)
         )
-    autograd.impl("scaled_dot_product_attention", attention)
+    for name, rule in (("scaled_dot_product_attention", "attention"), ("real", "real"), ("imag", "imag")):
+        autograd.impl(name, _composite(rule))

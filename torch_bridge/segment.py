@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -73,14 +73,16 @@ class Storage:
 
     layout: base layout, the shape in which the value is kept. array: the value if it exists, else None. segment, vid: where
     the value is a node output (vid >= 0) or has been adopted as a leaf (vid < 0). views: ids of views read so far.
-    A storage with neither array nor segment is uninitialised (`torch.empty`).
+    A storage with neither array nor segment is full of one number, `fill` (0 for `torch.empty`); `born_full` if it never held anything else.
     """
 
-    __slots__ = ("__weakref__", "array", "layout", "segment", "vid", "views")
+    __slots__ = ("__weakref__", "array", "born_full", "fill", "layout", "segment", "vid", "views")
 
-    def __init__(self, layout: Layout, array: Any = None):
+    def __init__(self, layout: Layout, array: Any = None, fill: Any = 0):
         self.layout = layout
         self.array = array
+        self.fill = fill
+        self.born_full = array is None
         self.segment: Any = None
         self.vid = -1
         self.views: dict[Layout, int] | None = None
@@ -90,11 +92,35 @@ class Storage:
         """True while the value waits in a segment."""
         return self.segment is not None and self.vid >= 0
 
+    @property
+    def constant(self) -> bool:
+        """True while the storage is full of `fill` and nothing has been computed for it."""
+        return self.array is None and self.segment is None
+
+    def set_constant(self, fill: Any) -> None:
+        """Fill the whole storage with one number; nothing is recorded until it is read."""
+        self.born_full = self.born_full and self.constant
+        self.fill = fill
+        self.array = None
+        self.segment = None
+        self.views = None
+
     def settle(self, array: Any) -> None:
         """The pending value has been computed."""
         self.array = array
         self.segment = None
         self.views = None
+
+
+class Fill(NamedTuple):
+    """Where a constant storage was first read: its node and value ids, the leaves adopted before, the number, and whether it was born constant."""
+
+    node: int
+    vid: int
+    storage: weakref.ref[Storage]
+    leaves_before: int
+    value: Any
+    born: bool
 
 
 class Segment:
@@ -121,6 +147,7 @@ class Segment:
         self.leaf_index: dict[int, int] = {}
         self.writers: list[weakref.ref[Storage]] = []
         self.saved: list[tuple[weakref.ref[Storage], int]] = []
+        self.fills: list[Fill] = []
         self.predicted: Any = None
 
     # -- values ---------------------------------------------------------------------------------
@@ -161,13 +188,25 @@ class Segment:
         if array is None:
             if storage.segment is not None:
                 raise DeadTensorError.of(storage.segment)
-            self.write(storage, self.emit(_zeros(storage.layout), ()))
-            return storage.vid
+            return self._adopt_constant(storage)
         vid = self.leaf(array)
         storage.views = None
         storage.vid = vid
         storage.segment = self
         return vid
+
+    def _adopt_constant(self, storage: Storage) -> int:
+        fill = storage.fill
+        vid = self.fill(storage.layout, fill)
+        self.fills.append(Fill(len(self.nodes) - 1, vid, weakref.ref(storage), len(self.leaves), fill, storage.born_full))
+        self.write(storage, vid)
+        return vid
+
+    def fill(self, of: Layout, value: Any) -> int:
+        """The id of a new value that is one number throughout."""
+        if type(value) in (int, float) and value not in (0, 1):
+            return self.emit(full_entry(of.size, of.dtype, type(value)), (), (value,))
+        return self.emit(step_entry(aten.full.default, (), (of.size, value), dtype=of.dtype), ())
 
     def leaf(self, array: Any) -> int:
         """The id of an existing array."""
@@ -271,8 +310,14 @@ def _flat(of: Layout) -> Layout:
     return layout(of.size, None, 0, of.dtype)
 
 
-def _zeros(of: Layout) -> Entry:
-    return step_entry(aten.full.default, (), (of.size, 0), dtype=of.dtype)
+def full_entry(size: tuple[int, ...], dtype: torch.dtype, kind: type) -> Entry:
+    """`aten.full` with its number as an input of the program."""
+    key = (aten.full.default, size, dtype, kind)
+    entry = _STEP_ENTRIES.get(key)
+    if entry is None:
+        entry = Entry(aten.full.default, (size, Lift(0, kind)), {"dtype": dtype}, (layout(size, None, 0, dtype),))
+        _STEP_ENTRIES[key] = entry
+    return entry
 
 
 def read_entries(base: Layout, view: Layout) -> tuple[Entry, ...]:

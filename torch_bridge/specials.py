@@ -77,8 +77,8 @@ def clone(func: Any, args: Any, kwargs: Any) -> Any:
     """A new storage with the same value; the bytes are copied only when one of the two is written."""
     src: XLATensor = args[0]
     base = _clone_layout(src._layout, kwargs.get("memory_format"))
-    if src._storage.array is None and src._storage.segment is None:
-        return make(base, Storage(base))
+    if src._storage.constant:
+        return make(base, Storage(base, fill=src._storage.fill))
     return fresh(STATE.current, base, read(src))
 
 
@@ -149,6 +149,33 @@ def view_as_real(func: Any, args: Any, kwargs: Any) -> Any:
     return record(func, args, kwargs)
 
 
+@special(aten.real.default)
+def real_in_inference_mode(func: Any, args: Any, kwargs: Any) -> Any:
+    return real(*args)
+
+
+@special(aten.imag.default)
+def imag_in_inference_mode(func: Any, args: Any, kwargs: Any) -> Any:
+    return imag(*args)
+
+
+def real(z: torch.Tensor) -> torch.Tensor:
+    """`z.real`, a view, also of a conjugate (torch's own rule looks at a flag that xla tensors keep in their layout)."""
+    if not z.is_complex():
+        return z
+    conjugated = isinstance(z, XLATensor) and z._layout.conj
+    return torch.view_as_real(torch.conj(z) if conjugated else z).select(-1, 0)
+
+
+def imag(z: torch.Tensor) -> torch.Tensor:
+    """`z.imag`, a view, also of a conjugate."""
+    if not z.is_complex():
+        raise RuntimeError("imag is not implemented for tensors with non-complex dtypes.")
+    if isinstance(z, XLATensor) and z._layout.conj:
+        return torch._neg_view(torch.view_as_real(torch.conj(z)).select(-1, 1))
+    return torch.view_as_real(z).select(-1, 1)
+
+
 # -- memory ---------------------------------------------------------------------------------------
 
 
@@ -164,6 +191,51 @@ def empty_like(func: Any, args: Any, kwargs: Any) -> Any:
 def uninitialized(base: Layout) -> XLATensor:
     """A tensor whose storage has no value yet (it reads as zeros)."""
     return make(base, Storage(base))
+
+
+_FILLS = {
+    aten.zeros_like.default: 0,
+    aten.new_zeros.default: 0,
+    aten.ones_like.default: 1,
+    aten.new_ones.default: 1,
+}
+
+
+@special(*_FILLS, aten.full_like.default, aten.new_full.default)
+def filled(func: Any, args: Any, kwargs: Any) -> Any:
+    """Tensors that are one number: a constant storage, without a node until something reads it."""
+    device = kwargs.get("device")
+    if device is not None and torch.device(device).type != "xla":
+        return func(*[torch.empty(a.shape, dtype=a.dtype) if isinstance(a, XLATensor) else a for a in args], **kwargs)
+    base = base_of_meta(infer(func, args, kwargs))
+    value = _FILLS[func] if func in _FILLS else kwargs.get("fill_value", args[-1])
+    return make(base, Storage(base, fill=value))
+
+
+@special(aten.zero_.default)
+def zero_(func: Any, args: Any, kwargs: Any) -> Any:
+    return _fill(args[0], 0)
+
+
+@special(aten.fill_.Scalar)
+def fill_(func: Any, args: Any, kwargs: Any) -> Any:
+    return _fill(args[0], args[1])
+
+
+@special(aten.fill_.Tensor)
+def fill_tensor_(func: Any, args: Any, kwargs: Any) -> Any:
+    if args[1].dim():
+        raise RuntimeError(f"fill_ only supports 0-dimension value tensor but got tensor with {args[1].dim()} dimensions.")
+    return copy_(aten.copy_.default, args, {})
+
+
+def _fill(t: XLATensor, value: Any) -> XLATensor:
+    storage, view = t._storage, t._layout
+    if view is storage.layout and not STATE.current.capture:
+        storage.set_constant(value)
+    elif view.numel:
+        STATE.current.write_view(storage, view, STATE.current.fill(view, value))
+    return t
 
 
 @special(aten.set_.source_Tensor)

@@ -67,7 +67,7 @@ def download(t: XLATensor) -> torch.Tensor:
     executor.materialize(storage)
     base = storage.layout
     if storage.array is None:
-        host = torch.zeros(base.size, dtype=base.dtype)
+        host = torch.full(base.size, storage.fill, dtype=base.dtype)
     else:
         host = to_cpu(storage.array)
     if view is base:

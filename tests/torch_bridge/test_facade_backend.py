@@ -52,7 +52,7 @@ def test_under_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_larger_worlds_are_refused() -> None:
-    with pytest.raises(NotImplementedError, match="world_size=2.*one worker per job"):
+    with pytest.raises(NotImplementedError, match=r"world_size=2.*one worker per job"):
         dist.init_process_group("xla", rank=0, world_size=2, store=dist.HashStore())
     assert not dist.is_initialized()
 
@@ -126,7 +126,7 @@ def test_new_group(group: dist.ProcessGroup) -> None:
 
 def test_errors(group: dist.ProcessGroup) -> None:
     t = torch.ones(2, device="xla")
-    with pytest.raises(ValueError, match="no reduction.*BXOR.*use SUM"):
+    with pytest.raises(ValueError, match=r"no reduction.*BXOR.*use SUM"):
         dist.all_reduce(t, op=dist.ReduceOp.BXOR)
     with pytest.raises(ValueError, match="no other rank"):
         group.send([t], 0)

@@ -181,7 +181,9 @@ def test_attributes_are_the_loader_s() -> None:
 
     inner = Inner(batches(2))
     loader = pl.MpDeviceLoader(inner, "xla", batches_per_execution=2)
-    assert loader._loader is inner and loader._device == torch.device("xla") and loader._parallel_loader_kwargs == {"batches_per_execution": 2}
+    assert (
+        loader._loader is inner and loader._device == torch.device("xla") and loader._parallel_loader_kwargs == {"batches_per_execution": 2}
+    )
     assert (loader.dataset, loader.batch_sampler) == ("data", "sampler")
     loader.set_epoch(3)
     assert inner.epoch == 3

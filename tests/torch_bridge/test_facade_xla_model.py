@@ -30,7 +30,7 @@ def test_devices_and_ranks() -> None:
     assert xm.parse_xla_device("xla") is None
     assert (xm.get_ordinal(), xm.get_local_ordinal(), xm.xrt_world_size()) == (0, 0, 1)
     assert xm.is_master_ordinal() and xm.is_master_ordinal(local=False)
-    with pytest.raises(ValueError, match="one xla device.*got 3"):
+    with pytest.raises(ValueError, match=r"one xla device.*got 3"):
         xm.xla_device(3)
     with pytest.raises(RuntimeError, match="Invalid device format: cpu"):
         xm.xla_device_hw("cpu")
@@ -302,7 +302,9 @@ def test_send_cpu_data_to_device() -> None:
         xm.send_cpu_data_to_device(x, "xla", input_sharding=object())
 
 
-@pytest.mark.xfail(reason="jax.device_put(numpy, may_alias=False) aliases on the CPU in jax 0.10: transfer.to_array must copy", strict=False)
+@pytest.mark.xfail(
+    reason="jax.device_put(numpy, may_alias=False) aliases on the CPU in jax 0.10: transfer.to_array must copy", strict=False
+)
 def test_sent_data_is_a_copy() -> None:
     x = torch.ones(2)
     (moved,) = xm.send_cpu_data_to_device(x, "xla")

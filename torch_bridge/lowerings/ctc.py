@@ -136,7 +136,9 @@ def _loss_forward(log_probs: Any, labels: Any, input_lengths: Lengths, target_le
 
 
 def _loss_backward(zero_infinity: bool, saved: Sequence[Any], grads: Sequence[Any]) -> tuple[Any, None, None, None]:
-    return _gradient(grads[0], *saved, zero_infinity), None, None, None
+    log_probs, labels, nll, alphas, input_lengths, target_lengths = saved
+    out = _gradient(grads[0], log_probs, labels, nll, alphas, input_lengths, target_lengths, zero_infinity)
+    return out, None, None, None
 
 
 _loss.defvjp(_loss_forward, _loss_backward)

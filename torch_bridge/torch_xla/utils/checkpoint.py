@@ -8,25 +8,33 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 
+from torch_bridge import rng
+from torch_bridge.torch_xla.core import xla_model
+
 _torch_checkpoint = torch.utils.checkpoint.checkpoint
 """Kept because scripts replace `torch.utils.checkpoint.checkpoint` by the function below."""
 
 
 class _Recomputed:
-    """The checkpointed function; `after` is set for the second run, which must wait for those gradients."""
+    """The checkpointed function. Its second run, for which `after` is set, waits for those gradients and sees the device's random state of the first."""
 
-    def __init__(self, function: Callable[..., Any]):
+    def __init__(self, function: Callable[..., Any], preserve_rng_state: bool):
         self.function = function
+        self.preserve_rng_state = preserve_rng_state
         self.after: tuple[torch.Tensor, ...] = ()
 
     def __call__(self, *args: Any) -> Any:
         if not self.after:
+            self.rng_state = rng.DEFAULT.get_state()
             return self.function(*args)
         from torch_bridge.barrier import barrier
 
         tensors = [a for a in args if isinstance(a, torch.Tensor) and a.device.type == "xla"]
-        waiting = iter(barrier(tensors, self.after))
-        return self.function(*(next(waiting) if any(a is t for t in tensors) else a for a in args))
+        behind = dict(zip(map(id, tensors), barrier(tensors, self.after), strict=True))
+        with xla_model.fork_rng(enabled=self.preserve_rng_state):
+            if self.preserve_rng_state:
+                rng.DEFAULT.set_state(self.rng_state)
+            return self.function(*(behind.get(id(a), a) for a in args))
 
 
 class CheckpointFunction(torch.utils.checkpoint.CheckpointFunction):
@@ -54,4 +62,4 @@ def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = T
         raise ValueError(
             f"Unexpected keyword arguments: {', '.join(kwargs)} (with use_reentrant=True the function takes positional arguments only)"
         )
-    return CheckpointFunction.apply(_Recomputed(function), preserve, *args)
+    return CheckpointFunction.apply(_Recomputed(function, preserve), preserve, *args)

@@ -1,0 +1,187 @@
+"""Autograd beyond plain backward on device xla: hooks, double backward, functional transforms, accumulation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.torch_bridge.devices import same
+
+
+def test_tensor_hooks() -> None:
+    def run(device: str) -> Any:
+        seen: list[torch.Tensor] = []
+        x = torch.tensor([1.0, 2.0], device=device, requires_grad=True)
+        y = x * 3
+        handle = x.register_hook(lambda grad: grad * 2)
+        y.register_hook(lambda grad: seen.append(grad))
+        y.retain_grad()
+        y.sum().backward(retain_graph=True)
+        handle.remove()
+        y.sum().backward()
+        return x.grad, y.grad, seen
+
+    same(run)
+
+
+def test_post_accumulate_grad_hooks_step_in_backward() -> None:
+    def run(device: str) -> Any:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1)).to(device)
+        optimizers = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
+
+        def step(p: torch.Tensor) -> None:
+            optimizers[p].step()
+            optimizers[p].zero_grad()
+
+        for p in model.parameters():
+            p.register_post_accumulate_grad_hook(step)
+        for _ in range(2):
+            model(torch.ones(2, 3, device=device)).sum().backward()
+        assert all(p.grad is None for p in model.parameters())
+        return list(model.parameters())
+
+    same(run)
+
+
+def test_module_hooks() -> None:
+    def run(device: str) -> Any:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 2)).to(device)
+        seen: list[Any] = []
+        model[0].register_forward_pre_hook(lambda module, args: (args[0] + 1,))
+        model[0].register_forward_hook(lambda module, args, out: out * 2)
+        model[2].register_full_backward_hook(lambda module, grad_in, grad_out: seen.append((grad_in[0], grad_out[0])))
+        model[2].register_full_backward_pre_hook(lambda module, grad_out: (grad_out[0] * 3,))
+        model(torch.ones(2, 3, device=device)).sum().backward()
+        return seen, [p.grad for p in model.parameters()]
+
+    same(run)
+
+
+def test_double_backward() -> None:
+    def run(device: str) -> Any:
+        torch.manual_seed(0)
+        critic = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1)).to(device)
+        x = torch.randn(4, 3).to(device).requires_grad_()
+        (grad,) = torch.autograd.grad(critic(x).sum(), x, create_graph=True)
+        penalty = (grad.norm(2, dim=1) - 1).square().mean()
+        penalty.backward()
+        return penalty, [p.grad for p in critic.parameters()]
+
+    same(run)
+
+
+def test_convolution_double_backward() -> None:
+    def run(device: str) -> Any:
+        torch.manual_seed(0)
+        weight = torch.randn(2, 3, 3, 3).to(device).requires_grad_()
+        x = torch.randn(1, 3, 5, 5).to(device).requires_grad_()
+        (grad,) = torch.autograd.grad(nn.functional.conv2d(x, weight, padding=1).square().sum(), x, create_graph=True)
+        grad.square().sum().backward()
+        return x.grad, weight.grad
+
+    same(run, rtol=1e-4)
+
+
+def test_functional_transforms() -> None:
+    def run(device: str) -> Any:
+        torch.manual_seed(0)
+        w = torch.randn(3, 3).to(device)
+        x = torch.randn(4, 3).to(device)
+        per_sample = torch.func.vmap(torch.func.grad(lambda row: (row @ w).tanh().sum()))(x)
+        jacobian = torch.autograd.functional.jacobian(lambda row: (row @ w).tanh(), x[0])
+        hessian = torch.autograd.functional.hessian(lambda row: (row @ w).tanh().sum(), x[0])
+        value, tangent = torch.func.jvp(lambda t: (t @ w).sin(), (x,), (torch.ones_like(x),))
+        return per_sample, jacobian, hessian, value, tangent
+
+    same(run)
+
+
+def test_gradients_accumulate_and_grad_can_be_assigned() -> None:
+    def run(device: str) -> Any:
+        p = nn.Parameter(torch.ones(3, device=device))
+        for _ in range(3):
+            (p * 2).sum().backward()
+        kept = p.grad.clone()
+        p.grad = torch.full_like(p, 7)
+        (p * 2).sum().backward()
+        p.grad.data.mul_(2)
+        p.grad.zero_()
+        p.grad += 1
+        return kept, p.grad
+
+    same(run)
+
+
+def test_graph_kept_over_steps() -> None:
+    """A backward through what an earlier, already executed step computed."""
+
+    def run(device: str) -> Any:
+        x = torch.ones(3, device=device, requires_grad=True)
+        y = x.exp()
+        if device == "xla":
+            torch.xla.synchronize()
+        z = y * y
+        if device == "xla":
+            torch.xla.synchronize()
+        z.sum().backward()
+        return x.grad
+
+    same(run)
+
+
+def test_backward_twice_raises_as_in_torch() -> None:
+    x = torch.ones(3, device="xla", requires_grad=True)
+    y = x.exp().sum()
+    y.backward()
+    with pytest.raises(RuntimeError, match="second time"):
+        y.backward()
+
+
+def test_anomaly_mode_and_saved_tensor_hooks() -> None:
+    def run(device: str) -> Any:
+        x = torch.ones(3, device=device, requires_grad=True)
+        with torch.autograd.graph.save_on_cpu():
+            y = (x.exp() * x).sum()
+        y.backward()
+        return x.grad
+
+    same(run)
+    with pytest.warns(UserWarning, match="Anomaly"), torch.autograd.set_detect_anomaly(True):
+        x = torch.zeros(2, device="xla", requires_grad=True)
+        with pytest.warns(UserWarning, match="Error detected"), pytest.raises(RuntimeError, match="returned nan"):
+            (x.sqrt() * 0).sum().backward()
+
+
+def test_autocast() -> None:
+    def run(device: str) -> Any:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 2)).to(device)
+        with torch.autocast(device_type=device, dtype=torch.bfloat16):
+            out = model(torch.ones(2, 8, device=device))
+            assert out.dtype == torch.bfloat16
+            loss = nn.functional.cross_entropy(out, torch.tensor([0, 1], device=device))
+        assert loss.dtype == torch.float32
+        loss.backward()
+        return loss, [p.grad for p in model.parameters()]
+
+    same(run, rtol=2e-2, atol=1e-2)
+
+
+def test_parametrization_and_swa_helpers() -> None:
+    def run(device: str) -> Any:
+        torch.manual_seed(0)
+        model = nn.utils.parametrizations.weight_norm(nn.Linear(3, 2)).to(device)
+        average = torch.optim.swa_utils.AveragedModel(model)
+        model(torch.ones(1, 3, device=device)).sum().backward()
+        with torch.no_grad():
+            for p in model.parameters():
+                p -= p.grad
+        average.update_parameters(model)
+        return nn.utils.parameters_to_vector(model.parameters()), list(average.parameters())
+
+    same(run)
