@@ -62,7 +62,7 @@ def register() -> None:
             f"torch's one slot for an external device is already taken by '{name}' in this process, so 'xla' cannot be added. "
             "Import nxd_jax (or torch_xla) in a process that does not import the other backend."
         )
-    from torch_bridge import cpu_attention, device_module, factories, generators, modules
+    from torch_bridge import cpu_attention, device_module, factories, generators, modules, serialization
 
     torch.utils.rename_privateuse1_backend("xla")
     torch._register_device_module("xla", device_module)
@@ -79,4 +79,5 @@ def register() -> None:
     _libraries.extend((library, autograd, cpu, fallthrough))
     generators.install()
     modules.install()
+    serialization.install()
     _registered = True

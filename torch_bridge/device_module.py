@@ -9,6 +9,21 @@ import torch
 from torch_bridge import process, rng
 
 
+_initialized = True
+"""`torch.utils.checkpoint` saves the random state of devices that say so."""
+
+
+class device:
+    """Context manager in which a device is current, as `torch.cuda.device`; there is only device 0."""
+
+    def __init__(self, device: Any):
+        set_device(device)
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *error: object) -> None: ...
+
+
 def is_available() -> bool:
     return True
 

@@ -64,10 +64,13 @@ class GraphBuilder:
         used |= {v for v in self.outs if v < 0}
         return sorted(used, reverse=True)
 
-    def build(self, leaf_metas: dict[int, torch.Tensor], leaf_names: dict[int, str] | None = None) -> fx.Graph:
+    def build(
+        self, leaf_metas: dict[int, torch.Tensor], leaf_names: dict[int, str] | None = None, slots: dict[type, Any] | None = None
+    ) -> fx.Graph:
         """The graph (wrap it with `fx.GraphModule(torch.nn.Module(), graph)`).
 
-        `leaf_metas` gives a meta tensor for each used leaf id, `leaf_names` their placeholder names."""
+        `leaf_metas` gives a meta tensor for each used leaf id, `leaf_names` their placeholder names,
+        `slots` which of the numbers share an input (`lifted.Slots` by kind; None: each has its own)."""
         graph = fx.Graph()
         values: dict[int, fx.Node] = {}
         for k, leaf in enumerate(self.used_leaves):
@@ -76,6 +79,7 @@ class GraphBuilder:
             node.meta["val"] = leaf_metas[leaf]
         floats, ints, draws = (graph.placeholder(n) for n in ("floats", "ints", "draws"))
         counts = {float: 0, int: 0}
+        shared: dict[tuple[type, int], fx.Node] = {}
         n_draws = 0
         for i, node_key in enumerate(self.nodes):
             entry: Entry = node_key[0]
@@ -87,8 +91,11 @@ class GraphBuilder:
                 continue
             numbers = []
             for kind in kinds:
-                packed: Any = (floats if kind is float else ints, counts[kind], kind.__name__)
-                numbers.append(graph.call_function(number, packed))
+                slot = counts[kind] if slots is None else int(slots[kind].slot_of[counts[kind]])
+                if (kind, slot) not in shared:
+                    packed: Any = (floats if kind is float else ints, slot, kind.__name__)
+                    shared[kind, slot] = graph.call_function(number, packed)
+                numbers.append(shared[kind, slot])
                 counts[kind] += 1
             inputs = [values[v] for v in node_key[1:]]
             args, kwargs = fill((entry.args, entry.kwargs), inputs, numbers)

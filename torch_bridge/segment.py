@@ -204,7 +204,7 @@ class Segment:
 
     def fill(self, of: Layout, value: Any) -> int:
         """The id of a new value that is one number throughout."""
-        if type(value) in (int, float) and value not in (0, 1):
+        if type(value) in (int, float) and repr(value) not in ("0", "1", "0.0", "1.0"):
             return self.emit(full_entry(of.size, of.dtype, type(value)), (), (value,))
         return self.emit(step_entry(aten.full.default, (), (of.size, value), dtype=of.dtype), ())
 

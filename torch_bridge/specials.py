@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from torch_bridge import host_values, lowerings
+from torch_bridge import host_values, lowerings, serialization
 from torch_bridge.dispatch import STATE, copy_storage, dispatch, draw_for, fresh, point, read, record, record_op, resize, special
 from torch_bridge.inference import infer
 from torch_bridge.layout import Layout, base_of_meta, layout, of_meta
@@ -265,6 +265,13 @@ def set_empty(func: Any, args: Any, kwargs: Any) -> Any:
 
 @special(aten.set_.source_Storage, aten.set_.source_Storage_storage_offset)
 def set_storage(func: Any, args: Any, kwargs: Any) -> Any:
+    """What `torch.load` does with the bytes of a file; other storages are not ours."""
+    t, host, *view = args
+    if isinstance(host, serialization.HostStorage):
+        storage = serialization.device_storage(host, t.dtype)
+        offset, size, stride = view if view else (0, storage.layout.size, (1,))
+        point(t, layout(tuple(size), tuple(stride), offset, t.dtype), storage)
+        return t
     raise NotImplementedError(
         "Tensor.set_(storage, ...) on an xla tensor: xla tensors have no addressable torch storage. Use tensor.set_(other_tensor), "
         "other_tensor.as_strided(...), or assign tensor.data."

@@ -6,6 +6,7 @@ node. Everything it does arrives at `dispatch.dispatch`.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import Any
 
 import torch
@@ -77,6 +78,14 @@ class XLATensor(torch.Tensor):
         """A number that tensors share exactly when they start at the same element of the same storage; not an address."""
         return id(self._storage) + self._layout.offset * self._layout.dtype.itemsize
 
+    def __copy__(self) -> XLATensor:
+        """Another tensor on the same storage, as in torch."""
+        new = self.detach().requires_grad_(self.requires_grad)
+        new.__dict__.update(user_attributes(self))
+        if isinstance(self, torch.nn.Parameter):
+            new._is_param = True  # type: ignore[attr-defined]
+        return new  # type: ignore[return-value]
+
     def __deepcopy__(self, memo: dict[int, Any]) -> XLATensor:
         if id(self) in memo:
             return memo[id(self)]
@@ -90,16 +99,12 @@ class XLATensor(torch.Tensor):
     def __reduce_ex__(self, proto: Any) -> Any:
         torch.utils.hooks.warn_if_has_hooks(self)
         host = self.detach().cpu().clone()
-        if isinstance(self, torch.nn.Parameter):
-            rebuilt = torch._utils._rebuild_device_tensor_from_cpu_tensor, (host, self.dtype, "xla:0", False)
-            return _rebuild_parameter, (*rebuilt, self.requires_grad, user_attributes(self))
+        if isinstance(self, torch.nn.Parameter):  # torch's own ways to rebuild one, which weights_only accepts
+            state, hooks = user_attributes(self), OrderedDict[Any, Any]()
+            if state:
+                return torch._utils._rebuild_parameter_with_state, (self.data, self.requires_grad, hooks, state)
+            return torch._utils._rebuild_parameter, (self.data, self.requires_grad, hooks)
         return torch._utils._rebuild_device_tensor_from_cpu_tensor, (host, self.dtype, "xla:0", self.requires_grad)
-
-
-def _rebuild_parameter(rebuild: Any, args: Any, requires_grad: bool, attributes: dict[str, Any]) -> torch.nn.Parameter:
-    parameter = torch.nn.Parameter(rebuild(*args), requires_grad)
-    parameter.__dict__.update(attributes)
-    return parameter
 
 
 def user_attributes(t: torch.Tensor) -> dict[str, Any]:

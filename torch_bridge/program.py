@@ -1,0 +1,123 @@
+"""A recorded structure (`Trace`) and its compiled executables (`Program`)."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+from torch import fx
+
+from torch_bridge import _compat, dtypes, environment, interpret, lifted, metrics
+from torch_bridge.graph import GraphBuilder
+from torch_bridge.inference import meta_of
+from torch_bridge.layout import layout
+from torch_bridge.segment import Segment
+from torch_bridge.source import Source
+
+logger = logging.getLogger("torch_bridge")
+
+
+class Trace:
+    """A structure: its nodes, where each came from, and its programs by the results they give. `following` is the trace that ran after it last time."""
+
+    def __init__(self, nodes: tuple[Any, ...], sources: Sequence[Source]):
+        self.nodes = nodes
+        self.sources = tuple(sources)
+        self.programs: dict[tuple[int, ...], list[Program]] = {}
+        self.following: Trace | None = None
+
+    def find(self, outs: tuple[int, ...], donate: tuple[bool, ...], numbers: dict[type, np.ndarray]) -> Program | None:
+        """A program for these results and numbers that donates just these leaves, or others too (they are copied for it)."""
+        fitting = [p for p in self.programs.get(outs, ()) if p.accepts(donate, numbers)]
+        return next((p for p in fitting if p.donate == donate), fitting[0] if fitting else None)
+
+
+class Program:
+    """One compiled executable: the fx graph it came from, which leaves it takes and donates, and its jitted function."""
+
+    def __init__(self, trace: Trace, outs: tuple[int, ...], segment: Segment, donate: tuple[bool, ...]):
+        leaves = segment.leaves
+        self.slots = lifted.share(trace.nodes, trace.sources, segment.numbers, [p.slots for p in trace.programs.get(outs, ())])
+        builder = GraphBuilder(trace.nodes, trace.sources, outs)
+        self.used = tuple(-v - 1 for v in builder.used_leaves)
+        avals = {v: jax.ShapeDtypeStruct(leaves[-v - 1].shape, leaves[-v - 1].dtype) for v in builder.used_leaves}
+        metas = {v: meta_of(layout(tuple(a.shape), None, 0, dtypes.to_torch(a.dtype))) for v, a in avals.items()}
+        self.graph = builder.build(metas, slots=self.slots)
+        names = [n.target for n in self.graph.nodes if n.op == "placeholder"]
+        self.takes_kinds = [kind for kind, name in ((float, "floats"), (int, "ints")) if name in names]
+        self.takes_draws = "draws" in names
+        self.donate = donate
+        self.leaf_avals = [avals[v] for v in builder.used_leaves]
+        self.donated = tuple(i for i in _usable(self.leaf_avals, donate, self.used, self.graph))
+        self.jitted = jax.jit(self._apply, donate_argnums=self.donated)
+        self.compiled: Any = None
+        self.executions = 0
+        self.compile_seconds = 0.0
+
+    def _apply(self, *inputs: Any) -> Any:
+        names = [n.target for n in self.graph.nodes if n.op == "placeholder"]
+        draws = inputs[names.index("draws")] if "draws" in names else None
+        return interpret.run(self.graph, inputs, interpret.draws_key_of(draws))
+
+    def module(self) -> fx.GraphModule:
+        """The graph as a `torch.fx.GraphModule`: it prints, and runs in eager torch."""
+        return fx.GraphModule(torch.nn.Module(), self.graph, "Recorded")
+
+    def accepts(self, donate: tuple[bool, ...], numbers: dict[type, np.ndarray]) -> bool:
+        """Whether it can run for leaves that may be donated as told (it may want more, not less) and these numbers."""
+        if donate != self.donate and not all(mine or not given for mine, given in zip(self.donate, donate, strict=True)):
+            return False
+        return all(self.slots[kind].pack(numbers[kind]) is not None for kind in self.takes_kinds)
+
+    def arguments(self, segment: Segment, donate: tuple[bool, ...], numbers: dict[type, np.ndarray]) -> list[Any]:
+        """The inputs in order: the used leaves, then those of floats, ints and draws that the graph reads.
+
+        A buffer that this program takes over but somebody else holds this time (a copy of the weights, say) is copied first.
+        """
+        args = [segment.leaves[i] for i in self.used]
+        if donate != self.donate:
+            for i in self.donated:
+                if not donate[self.used[i]]:
+                    args[i] = jax.device_put(args[i], may_alias=False)
+        args += [self.slots[kind].pack(numbers[kind]) for kind in self.takes_kinds]
+        if self.takes_draws:
+            rows = [(s >> 32, s & 0xFFFFFFFF, o >> 32, o & 0xFFFFFFFF) for _, s, o in segment.draws]
+            args.append(np.array(rows, dtype=np.uint32))
+        return args
+
+    def run(self, args: Sequence[Any]) -> Any:
+        self.executions += 1
+        with _compat.enable_x64():
+            return self.compiled(*args)
+
+    def compile(self, args: Sequence[Any]) -> None:
+        started = time.perf_counter()
+        with environment.compiling(self), _compat.enable_x64():
+            self.lowered = self.jitted.lower(*args)
+            self.compiled = self.lowered.compile()
+        self.compile_seconds = time.perf_counter() - started
+        metrics.COMPILE_TIME.add(self.compile_seconds)
+        metrics.GRAPH_SIZE.add(len(self.graph.nodes))
+        logger.debug("compiled a graph of %d nodes in %.2f s", len(self.graph.nodes), self.compile_seconds)
+
+
+def _usable(avals: Sequence[Any], donate: Sequence[bool], used: Sequence[int], graph: fx.Graph) -> Iterator[int]:
+    """Inputs that may be donated and whose buffer some result can take over."""
+    output = next(n for n in reversed(graph.nodes) if n.op == "output")
+    free: dict[tuple[Any, ...], int] = {}
+    for node in output.args[0]:
+        meta = node.meta["val"]
+        key = (tuple(meta.shape), dtypes.to_jax(meta.dtype))
+        free[key] = free.get(key, 0) + 1
+    passed_through = {n for n in output.args[0] if n.op == "placeholder"}
+    placeholders = [n for n in graph.nodes if n.op == "placeholder"]
+    for i, (aval, leaf) in enumerate(zip(avals, used, strict=True)):
+        key = (tuple(aval.shape), aval.dtype)
+        if donate[leaf] and free.get(key, 0) and placeholders[i] not in passed_through:
+            free[key] -= 1
+            yield i
