@@ -8,7 +8,6 @@ import torch
 
 from torch_bridge import process, rng
 
-
 _initialized = True
 """`torch.utils.checkpoint` saves the random state of devices that say so."""
 

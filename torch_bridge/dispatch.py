@@ -14,7 +14,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from torch_bridge import fallback, lowerings, rng, tensor
-from torch_bridge.inference import NeedsHost, infer, to_meta
+from torch_bridge.inference import DROPPED, NeedsHost, infer, infer_from_lowering, to_meta
 from torch_bridge.layout import Layout, base_of_meta, layout, of_meta
 from torch_bridge.schema import LIFTED, NOT_SCALAR, Info, info
 from torch_bridge.segment import LOCK, Entry, Lift, Segment, Slot, Storage
@@ -74,7 +74,7 @@ def dispatch(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[st
 def record(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
     """The general rule."""
     call_info = info(func)
-    key: list[Any] = []
+    key: list[Any] = [func._schema.name]
     tensors: list[XLATensor] = []
     numbers: list[Any] = []
     scalar_at = call_info.scalar_at
@@ -128,7 +128,7 @@ def _describe(a: Any, scalar: int, key: list[Any], tensors: list[XLATensor], num
     elif kind is bool:
         key.append((bool, a))
     elif isinstance(a, torch.Tensor):
-        t = _accept_cpu(a)
+        t = _accept_cpu(a, key)
         key.append(t._layout)
         tensors.append(t)
     elif isinstance(a, torch.Generator):
@@ -137,9 +137,9 @@ def _describe(a: Any, scalar: int, key: list[Any], tensors: list[XLATensor], num
         key.append(a)
 
 
-def _accept_cpu(t: torch.Tensor) -> XLATensor:
-    """A 0-d CPU tensor next to xla tensors counts as a number, as with any device; others are an error."""
-    if t.dim() == 0 and t.device.type == "cpu":
+def _accept_cpu(t: torch.Tensor, key: list[Any]) -> XLATensor:
+    """A 0-d CPU tensor next to xla tensors counts as a number, and some ops take small CPU integers, as with any device; the rest is an error."""
+    if t.device.type == "cpu" and (t.dim() == 0 or (key[0] in _TAKE_CPU_INTEGERS and not t.dtype.is_floating_point)):
         from torch_bridge.transfer import upload
 
         return upload(t)
@@ -153,6 +153,10 @@ def _where() -> str:
     from torch_bridge import source
 
     return source.user_line(2)
+
+
+_TAKE_CPU_INTEGERS = frozenset({"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_", "aten::_ctc_loss"})
+"""Ops whose index or length arguments may stay on the CPU in torch."""
 
 
 # -- the miss path: decide what a signature does ---------------------------------------------------
@@ -175,8 +179,9 @@ def _decide(call_info: Info, args: tuple[Any, ...], kwargs: dict[str, Any]) -> C
     try:
         out = infer(func, args, kwargs)
     except NeedsHost:
-        if not call_info.mutated or found is None:
+        if found is None or fallback.is_data_dependent(func):
             return Call(_run_on_host)
+        out = None if call_info.mutated else infer_from_lowering(found, args, kwargs)
     if call_info.is_view:
         call = Call(_run_view)
         call.view_layouts = tree_map(of_meta, out)
@@ -220,9 +225,6 @@ class _Constant:
         self.value = value
 
 
-_DROPPED = frozenset({"device", "layout", "pin_memory", "memory_format", "non_blocking", "generator"})
-
-
 def _entry(
     target: torch._ops.OpOverload,
     found: lowerings.Lowering | None,
@@ -248,7 +250,7 @@ def _entry(
         return x
 
     targs = tuple(template(a, names[i] in scalar) for i, a in enumerate(args))
-    tkwargs = {n: template(a, n in scalar) for n, a in kwargs.items() if n not in _DROPPED}
+    tkwargs = {n: template(a, n in scalar) for n, a in kwargs.items() if n not in DROPPED}
     draws = found is not None and found.rng and not _never_drops(names, args, kwargs)
     return Entry(target, targs, tkwargs, outs, casts, draws)
 
@@ -267,6 +269,9 @@ def _plan_mutation(
     names = call_info.names
     fargs = tuple(a for i, a in enumerate(args) if names[i] not in out_names)
     fkwargs = {n: a for n, a in kwargs.items() if n not in out_names}
+    mutated = [t for i in call_info.mutated for t in _tensors_of(args[i] if i < len(args) else kwargs.get(names[i]))]
+    if call_info.takes_dtype_of_out:
+        fkwargs["dtype"] = mutated[0].dtype
     try:
         out = infer(target, fargs, fkwargs)
     except NeedsHost:
@@ -276,7 +281,6 @@ def _plan_mutation(
         out = overwritten if len(overwritten) > 1 else overwritten[0]
     results: list[Layout | None] = []
     returns = _describe_results(out, results)
-    mutated = [t for i in call_info.mutated for t in _tensors_of(args[i] if i < len(args) else kwargs.get(names[i]))]
     fresh = len(results) - len(mutated)
     casts: list[torch.dtype | None] = [None] * fresh
     outs = list(results)

@@ -18,11 +18,16 @@ aten = torch.ops.aten
 
 DATA_DEPENDENT = {
     "nonzero", "nonzero_numpy", "masked_select", "unique_consecutive", "_unique", "_unique2", "unique_dim", "bincount",
-    "repeat_interleave", "index", "equal", "histogram", "_histogramdd_bin_edges",
+    "repeat_interleave", "index", "equal", "histogram", "_histogramdd_bin_edges", "_linalg_check_errors",
 }  # fmt: skip
-"""Ops whose result shape depends on values: running them on the host is what they need, not a missing lowering."""
+"""Ops whose result shape (or error) depends on values: running them on the host is what they need, not a missing lowering."""
 
 _WARNED: set[Any] = set()
+
+
+def is_data_dependent(op: Any) -> bool:
+    """True if the op's result shape depends on values."""
+    return op._schema.name.removeprefix("aten::") in DATA_DEPENDENT
 
 
 def has_decomposition(op: Any) -> bool:
@@ -48,7 +53,7 @@ def on_host(func: Any, args: Any, kwargs: Any) -> Any:
             f"{func} has no JAX lowering and cannot run on the CPU while torch_bridge.capture records a module "
             f"(at {source.user_line()}). Register one: @torch_bridge.lowerings.lowering(torch.ops.{func})."
         )
-    if name in DATA_DEPENDENT:
+    if is_data_dependent(func):
         metrics.count(f"host::{name}")
     else:
         metrics.count(f"aten::{name}")

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import torch
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from torch_bridge import _compat, dtypes, lowerings
 from torch_bridge.layout import Layout
 from torch_bridge.tensor import XLATensor
+
+DROPPED = frozenset({"device", "layout", "pin_memory", "memory_format", "non_blocking", "generator"})
+"""Arguments that say where and how a result is stored, not what it is: lowerings do not take them."""
 
 
 class NeedsHost(Exception):
@@ -62,3 +67,19 @@ _RULES: dict[Any, Any] = {torch.ops.aten._grouped_mm.default: _grouped_mm}
 """Our own inference where torch's meta kernel is narrower than its CPU kernel."""
 
 _DYNAMIC = {"DynamicOutputShapeException", "DataDependentOutputException", "UnsupportedOperatorException"}
+
+
+def infer_from_lowering(found: lowerings.Lowering, args: Any, kwargs: Any) -> Any:
+    """For the few ops that torch has no meta kernel for: the shapes that the lowering gives."""
+    leaves, spec = tree_flatten((args, {k: v for k, v in kwargs.items() if k not in DROPPED}))
+    arrays = [jax.ShapeDtypeStruct(tuple(x.shape), dtypes.to_jax(x.dtype)) for x in leaves if isinstance(x, torch.Tensor)]
+
+    def run(*values: Any) -> Any:
+        supply = iter(values)
+        filled = [next(supply) if isinstance(x, torch.Tensor) else x for x in leaves]
+        fargs, fkwargs = tree_unflatten(filled, spec)
+        return found.fn(*fargs, **fkwargs, **({"key": jax.random.key(0)} if found.rng else {}))
+
+    with _compat.enable_x64():
+        out = jax.eval_shape(run, *arrays)
+    return tree_map(lambda a: torch.empty(a.shape, dtype=dtypes.to_torch(a.dtype), device="meta"), out)

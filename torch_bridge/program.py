@@ -34,7 +34,7 @@ class Trace:
     def find(self, outs: tuple[int, ...], donate: tuple[bool, ...], numbers: dict[type, np.ndarray]) -> Program | None:
         """A program for these results and numbers that donates just these leaves, or others too (they are copied for it)."""
         fitting = [p for p in self.programs.get(outs, ()) if p.accepts(donate, numbers)]
-        return next((p for p in fitting if p.donate == donate), fitting[0] if fitting else None)
+        return next((p for p in fitting if p.takes_over(donate)), fitting[0] if fitting else None)
 
 
 class Program:
@@ -70,9 +70,13 @@ class Program:
 
     def accepts(self, donate: tuple[bool, ...], numbers: dict[type, np.ndarray]) -> bool:
         """Whether it can run for leaves that may be donated as told (it may want more, not less) and these numbers."""
-        if donate != self.donate and not all(mine or not given for mine, given in zip(self.donate, donate, strict=True)):
+        if any(donate[i] and not self.donate[i] for i in self.used):
             return False
         return all(self.slots[kind].pack(numbers[kind]) is not None for kind in self.takes_kinds)
+
+    def takes_over(self, donate: tuple[bool, ...]) -> bool:
+        """Whether it donates exactly what may be donated."""
+        return all(donate[i] == self.donate[i] for i in self.used)
 
     def arguments(self, segment: Segment, donate: tuple[bool, ...], numbers: dict[type, np.ndarray]) -> list[Any]:
         """The inputs in order: the used leaves, then those of floats, ints and draws that the graph reads.
@@ -80,10 +84,9 @@ class Program:
         A buffer that this program takes over but somebody else holds this time (a copy of the weights, say) is copied first.
         """
         args = [segment.leaves[i] for i in self.used]
-        if donate != self.donate:
-            for i in self.donated:
-                if not donate[self.used[i]]:
-                    args[i] = jax.device_put(args[i], may_alias=False)
+        for i in self.donated:
+            if not donate[self.used[i]]:
+                args[i] = jax.device_put(args[i], may_alias=False)
         args += [self.slots[kind].pack(numbers[kind]) for kind in self.takes_kinds]
         if self.takes_draws:
             rows = [(s >> 32, s & 0xFFFFFFFF, o >> 32, o & 0xFFFFFFFF) for _, s, o in segment.draws]

@@ -24,6 +24,9 @@ _FUNCTIONAL_NAMES = {
 }
 
 
+_FACTORY_ARGS = frozenset({"dtype", "layout", "device", "pin_memory"})
+
+
 class Info:
     """One overload: its functional form, what it mutates and aliases, and which arguments are Scalars.
 
@@ -47,6 +50,7 @@ class Info:
         lifted = LIFTED if found is not None and found.lift else STATIC
         self.scalar = {a.name: lifted for a in schema.arguments if _is_scalar(a) or _is_lifted_float(found, a)}
         self.scalar_at = [self.scalar.get(a.name, NOT_SCALAR) for a in schema.arguments]
+        self.takes_dtype_of_out = self._is_factory_out()
         self.n_returns = len(schema.returns)
         self.cache: dict[tuple[Any, ...], Any] = {}
 
@@ -58,6 +62,12 @@ class Info:
             if a.alias_info is not None and a.alias_info.before_set & ret.alias_info.before_set:
                 return i
         return None
+
+    def _is_factory_out(self) -> bool:
+        """True for `torch.eye(3, out=t)` and the like: the functional op must be told the dtype."""
+        if self.functional is None or not any(a.is_out for a in self.args):
+            return False
+        return "dtype" in {a.name for a in self.functional._schema.arguments} - set(self.names)
 
     def _find_functional(self) -> torch._ops.OpOverload | None:
         op = self.op
@@ -84,7 +94,8 @@ class Info:
                 schema = other._schema
                 if any(a.alias_info is not None and a.alias_info.is_write for a in schema.arguments):
                     continue
-                if [_type(a) for a in schema.arguments] == wanted:
+                takes = {a.name for a in self.args}
+                if [_type(a) for a in schema.arguments if a.name in takes or a.name not in _FACTORY_ARGS] == wanted:
                     return other
         return None
 

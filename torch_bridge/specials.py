@@ -269,8 +269,8 @@ def set_storage(func: Any, args: Any, kwargs: Any) -> Any:
     t, host, *view = args
     if isinstance(host, serialization.HostStorage):
         storage = serialization.device_storage(host, t.dtype)
-        offset, size, stride = view if view else (0, storage.layout.size, (1,))
-        point(t, layout(tuple(size), tuple(stride), offset, t.dtype), storage)
+        offset, size, *stride = view or (0, storage.layout.size)
+        point(t, layout(tuple(size), tuple(stride[0]) if stride else None, offset, t.dtype), storage)
         return t
     raise NotImplementedError(
         "Tensor.set_(storage, ...) on an xla tensor: xla tensors have no addressable torch storage. Use tensor.set_(other_tensor), "
@@ -337,6 +337,20 @@ def native_batch_norm(func: Any, args: Any, kwargs: Any) -> Any:
     segment.write_view(mean._storage, mean._layout, read(new_mean))
     segment.write_view(var._storage, var._layout, read(new_var))
     return tuple(outs)
+
+
+# -- linear algebra -------------------------------------------------------------------------------
+
+
+@special(aten._linalg_det.default, aten._linalg_slogdet.default)
+def determinant(func: Any, args: Any, kwargs: Any) -> Any:
+    """torch's backward looks at A's strides to know whose LU it was given (A's or A^T's): for a strided A the lowering's would be the other's."""
+    outs = record(func, args, kwargs)
+    a: XLATensor = args[0]
+    if a.is_contiguous():
+        return outs
+    lu, pivots, _ = record(aten.linalg_lu_factor_ex.default, (a,), {})
+    return (*outs[:-2], lu, pivots)
 
 
 # -- attention ------------------------------------------------------------------------------------
