@@ -25,8 +25,9 @@ from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM
 
 if os.environ.get("DISABLE_XLA"):
-    from plain_torch import pl, xm
+    from plain_torch import pl, torch_xla, xm
 else:
+    import torch_xla
     import torch_xla.core.xla_model as xm
     import torch_xla.distributed.parallel_loader as pl
 
@@ -112,7 +113,7 @@ def sample(model: LlamaForCausalLM, prompt: torch.Tensor, device: torch.device, 
             logits = model(input_ids=text[:, -seq:]).logits[:, -1]
             next_byte = torch.multinomial(torch.softmax(logits / temperature, dim=-1), num_samples=1)
             text = torch.cat([text[:, 1:], next_byte], dim=1)
-            xm.mark_step()
+            torch_xla.sync()
     model.train()
     return bytes(text[0, -SAMPLE_BYTES:].tolist()).decode(errors="replace")
 
@@ -158,7 +159,7 @@ def train(model: LlamaForCausalLM, loader: DataLoader, held_out: list, device: t
                 xm.add_step_closure(log.record, args=(step, loss.detach(), scheduler.get_last_lr()[0]))
             bar.update()
             if step % args.eval_every == 0 or step == args.steps:
-                xm.mark_step()
+                torch_xla.sync()
                 log.validation.append((step, evaluate(model, held_out, device)))
                 bar.write(f"step {step}: validation loss {log.validation[-1][1]:.4f} nats/byte")
                 log.restart_clock(step)
@@ -213,7 +214,7 @@ def main() -> None:
     args = parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(args.seed)
-    device = xm.xla_device()
+    device = torch_xla.device()
     model = make_model(args.hidden, args.layers, args.seq).to(device)
     print(describe(device, model), flush=True)
 

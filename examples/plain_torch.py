@@ -21,10 +21,10 @@ def _device_loader(loader: Iterable, device: torch.device, **_: object) -> Itera
 
 
 xm = SimpleNamespace(
-    xla_device=lambda: torch.device("cpu"),
     mark_step=lambda: None,
     optimizer_step=_optimizer_step,
     add_step_closure=_add_step_closure,
     save=torch.save,
 )
+torch_xla = SimpleNamespace(device=lambda: torch.device("cpu"), sync=lambda: None)
 pl = SimpleNamespace(MpDeviceLoader=_device_loader)

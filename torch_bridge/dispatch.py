@@ -353,7 +353,7 @@ def _run_functional(call: Call, func: Any, args: Any, kwargs: Any, tensors: list
     returns = call.returns
     if returns == 0:
         return fresh(segment, call.entry.outs[0], vid)  # type: ignore[union-attr, arg-type]
-    made = [fresh(segment, o, vid + i) for i, o in enumerate(call.entry.outs)]  # type: ignore[union-attr, arg-type]
+    made = [fresh(segment, o, vid + i) for i, o in enumerate(call.entry.outs)]  # type: ignore[union-attr]
     return _nest(returns, made)
 
 

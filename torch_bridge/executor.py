@@ -98,7 +98,7 @@ def _run(segment: Segment) -> None:
     trace = trace or _lookup(segment)
     outs = tuple(sorted(live))
     donate = tuple(sys.getrefcount(array) == 3 for array in segment.leaves)
-    numbers = {kind: lifted.flat(segment.numbers, kind) for kind in (float, int)}
+    numbers: dict[type, Any] = {kind: lifted.flat(segment.numbers, kind) for kind in (float, int)}
     program = trace.find(outs, donate, numbers)
     try:
         if program is None:

@@ -83,4 +83,4 @@ def _insert_leaves(segment: Segment, fills: list[Fill]) -> tuple[list[Any], dict
 def _array(fill: Fill, segment: Segment) -> jax.Array:
     of = segment.nodes[fill.node][0].outs[0]
     with _compat.enable_x64():
-        return jax.device_put(np.full(of.size, fill.value, dtype=dtypes.to_jax(of.dtype)), may_alias=False)
+        return jax.device_put(np.full(of.size, fill.value, dtype=dtypes.to_jax(of.dtype)))

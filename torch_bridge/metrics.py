@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 
 _LOCK = threading.Lock()
@@ -10,7 +11,7 @@ _SAMPLES_KEPT = 1024
 
 
 class Metric:
-    """A series of samples: how many, their sum, and the last 1024 for percentiles. `unit` is 's', 'bytes' or ''."""
+    """A series of samples: how many, their sum, and the last 1024 (with the time of each, seconds since the epoch) for percentiles. `unit` is 's', 'bytes' or ''."""
 
     def __init__(self, name: str, unit: str):
         self.name = name
@@ -18,6 +19,7 @@ class Metric:
         self.count = 0
         self.total = 0.0
         self.samples: deque[float] = deque(maxlen=_SAMPLES_KEPT)
+        self.times: deque[float] = deque(maxlen=_SAMPLES_KEPT)
         METRICS[name] = self
 
     def add(self, value: float) -> None:
@@ -25,11 +27,13 @@ class Metric:
             self.count += 1
             self.total += value
             self.samples.append(value)
+            self.times.append(time.time())
 
     def clear(self) -> None:
         with _LOCK:
             self.count, self.total = 0, 0.0
             self.samples.clear()
+            self.times.clear()
 
 
 METRICS: dict[str, Metric] = {}

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import torch
 from torch import fx
@@ -42,7 +43,7 @@ class Program:
 
     def __init__(self, trace: Trace, outs: tuple[int, ...], segment: Segment, donate: tuple[bool, ...]):
         leaves = segment.leaves
-        self.slots = lifted.share(trace.nodes, trace.sources, segment.numbers, [p.slots for p in trace.programs.get(outs, ())])
+        self.slots: dict[type, lifted.Slots] = lifted.share(trace.nodes, trace.sources, segment.numbers, [p.slots for p in trace.programs.get(outs, ())])
         builder = GraphBuilder(trace.nodes, trace.sources, outs)
         self.used = tuple(-v - 1 for v in builder.used_leaves)
         avals = {v: jax.ShapeDtypeStruct(leaves[-v - 1].shape, leaves[-v - 1].dtype) for v in builder.used_leaves}
@@ -86,7 +87,8 @@ class Program:
         args = [segment.leaves[i] for i in self.used]
         for i in self.donated:
             if not donate[self.used[i]]:
-                args[i] = jax.device_put(args[i], may_alias=False)
+                with _compat.enable_x64():
+                    args[i] = jnp.array(args[i], copy=True)
         args += [self.slots[kind].pack(numbers[kind]) for kind in self.takes_kinds]
         if self.takes_draws:
             rows = [(s >> 32, s & 0xFFFFFFFF, o >> 32, o & 0xFFFFFFFF) for _, s, o in segment.draws]

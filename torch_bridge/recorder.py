@@ -3,6 +3,10 @@
 import os
 import warnings
 
+from torch_bridge import environment
+
+environment.prepare()  # before JAX starts
+
 from torch_bridge import dispatch, process, specials, tensor
 
 tensor._dispatch = dispatch.dispatch

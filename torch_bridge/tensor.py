@@ -18,6 +18,26 @@ DEVICE = torch.device("xla:0")
 _make_wrapper = torch.Tensor._make_wrapper_subclass
 
 
+class StorageHandle:
+    """Stands for the storage of xla tensors: an identity (`data_ptr`), a size in bytes and a device."""
+
+    def __init__(self, storage: Storage):
+        self._storage = storage
+
+    @property
+    def device(self) -> torch.device:
+        return DEVICE
+
+    def data_ptr(self) -> int:
+        return id(self._storage)
+
+    def nbytes(self) -> int:
+        return self._storage.layout.numel * self._storage.layout.dtype.itemsize
+
+    size = nbytes
+    __len__ = nbytes
+
+
 class XLATensor(torch.Tensor):
     """A tensor on device `xla`. Scripts never construct it: `.to("xla")`, `device="xla"` and ops on xla tensors do."""
 
@@ -77,6 +97,10 @@ class XLATensor(torch.Tensor):
     def data_ptr(self) -> int:
         """A number that tensors share exactly when they start at the same element of the same storage; not an address."""
         return id(self._storage) + self._layout.offset * self._layout.dtype.itemsize
+
+    def untyped_storage(self) -> Any:
+        """What libraries compare to find tensors that share memory; it gives no access to the bytes."""
+        return StorageHandle(self._storage)
 
     def __copy__(self) -> XLATensor:
         """Another tensor on the same storage, as in torch."""

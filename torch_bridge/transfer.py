@@ -28,7 +28,8 @@ def to_array(t: torch.Tensor, device: Any = None) -> jax.Array:
         host = t.numpy()
     started = time.perf_counter()
     with _compat.enable_x64():
-        array = jax.device_put(host, device, may_alias=False)
+        # A copy of our own: on CPU devices JAX takes numpy memory as it is, whatever `may_alias` says.
+        array = jax.device_put(host.copy(), device)
     metrics.TRANSFER_TO_DEVICE.add(time.perf_counter() - started)
     metrics.OUTBOUND_DATA.add(host.nbytes)
     return array
