@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from torch_bridge import backward
+
 _registered = False
 _libraries: list[Any] = []
 
@@ -33,6 +35,7 @@ class _Guard(torch._C._acc.DeviceGuard):
     """One device, always current."""
 
     def type_(self) -> Any:
+        backward.rescue()
         return torch._C._autograd.DeviceType.PrivateUse1
 
 
@@ -62,7 +65,7 @@ def register() -> None:
             f"torch's one slot for an external device is already taken by '{name}' in this process, so 'xla' cannot be added. "
             "Import nxd_jax (or torch_xla) in a process that does not import the other backend."
         )
-    from torch_bridge import cpu_attention, device_module, factories, generators, modules, pinning, serialization
+    from torch_bridge import cpu_attention, device_module, engine, factories, generators, modules, pinning, serialization
 
     torch.utils.rename_privateuse1_backend("xla")
     torch._register_device_module("xla", device_module)
@@ -80,5 +83,7 @@ def register() -> None:
     _libraries.extend((library, autograd, cpu, fallthrough))
     generators.install()
     modules.install()
+    backward.install()
     serialization.install()
     _registered = True
+    engine.check()

@@ -8,9 +8,7 @@ had a value with that value.
 from __future__ import annotations
 
 import contextlib
-import signal
 import sys
-import threading
 import time
 import weakref
 from collections import OrderedDict, deque
@@ -19,7 +17,7 @@ from typing import Any
 
 import jax
 
-from torch_bridge import dispatch, hoisting, lifted, metrics, process
+from torch_bridge import dispatch, hoisting, interrupts, lifted, metrics, process
 from torch_bridge.errors import DeadTensorError, XlaOutOfMemoryError
 from torch_bridge.program import Program, Trace
 from torch_bridge.segment import LOCK, Segment, Storage
@@ -90,7 +88,8 @@ def _run(segment: Segment) -> None:
         if segment.predicted is not None:
             segment.sources = list(segment.predicted.sources[: len(segment.nodes)])
             segment.predicted = None
-        hoisting.hoist(segment)
+        with interrupts.deferred():  # running consumes donated inputs: its results must reach their storages
+            hoisting.hoist(segment)
     live = segment.results()
     if not live:
         _start_next(segment, trace)
@@ -140,7 +139,7 @@ def _execute(program: Program, segment: Segment, live: dict[int, list[Storage]],
     if program.compiled is None:
         program.compile(args)
     started = time.perf_counter()
-    with uninterrupted():
+    with interrupts.deferred():  # running consumes donated inputs: its results must reach their storages
         results = program.run(args)
         args.clear()
         for vid, array in zip(sorted(live), results, strict=True):
@@ -176,29 +175,13 @@ def _roll_back(segment: Segment, error: BaseException) -> None:
             array = segment.leaves[-leaf - 1]
             if not array.is_deleted():
                 storage.settle(array)
+    for ref, array in segment.overwritten:
+        storage = ref()
+        if storage is not None and storage.segment is segment:
+            storage.settle(array)
     segment.failure = f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"
     dispatch.STATE.current = Segment(by_start=_BY_START)
     segment.clear()
-
-
-@contextlib.contextmanager
-def uninterrupted() -> Iterator[None]:
-    """Hold back Ctrl-C between running a program (which consumes its donated inputs) and storing its results."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    caught: list[Any] = []
-    previous = signal.getsignal(signal.SIGINT)
-    if not callable(previous):
-        yield
-        return
-    signal.signal(signal.SIGINT, lambda *args: caught.append(args))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, previous)
-        if caught:
-            previous(*caught[-1])
 
 
 def explain(error: Exception) -> Exception:

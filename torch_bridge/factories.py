@@ -35,7 +35,7 @@ def _recorded(op: torch._ops.OpOverload) -> Any:
 
         if kwargs.get("dtype", 0) is None:
             del kwargs["dtype"]
-        return dispatch.dispatch(op, args, kwargs)
+        return dispatch.dispatch(op, args, {**kwargs, "device": device})
 
     return factory
 
@@ -78,6 +78,7 @@ def install(library: torch.library.Library, autograd: torch.library.Library) -> 
     """Register everything above for the device."""
     library.impl("empty.memory_format", empty)
     library.impl("empty_strided", empty_strided)
+    library.impl("_efficientzerotensor", empty)  # what was never written reads as zeros
     library.impl("_copy_from", copy_from)
     library.impl("_copy_from_and_resize", copy_from_and_resize)
     for op in RECORDED:

@@ -52,7 +52,8 @@ def infer(op: torch._ops.OpOverload, args: Any, kwargs: Any) -> Any:
     except NotImplementedError as error:
         raise NeedsHost(str(error)) from None
     except RuntimeError as error:
-        if type(error).__name__ in _DYNAMIC or ("meta" in str(error).lower() and "not implemented" in str(error).lower()):
+        text = str(error).lower()
+        if type(error).__name__ in _DYNAMIC or ("meta" in text and "not implemented" in text) or "a meta tensor" in text:
             raise NeedsHost(str(error)) from None
         raise
 
@@ -82,4 +83,4 @@ def infer_from_lowering(found: lowerings.Lowering, args: Any, kwargs: Any) -> An
 
     with _compat.enable_x64():
         out = jax.eval_shape(run, *arrays)
-    return tree_map(lambda a: torch.empty(a.shape, dtype=dtypes.to_torch(a.dtype), device="meta"), out)
+    return tree_map(lambda a: None if a is None else torch.empty(a.shape, dtype=dtypes.to_torch(a.dtype), device="meta"), out)

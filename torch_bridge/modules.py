@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from torch.nn.parameter import is_lazy
 
 Convert = Callable[[torch.Tensor], torch.Tensor]
 
@@ -47,11 +48,16 @@ def _touches_xla(module: torch.nn.Module, fn: Convert) -> bool:
     if getattr(fn, "__module__", "") != torch.nn.Module.__module__:
         return False
     with torch.no_grad():
-        return fn(parameter.detach().new_empty(0)).device.type == "xla"
+        return fn(torch.empty(0, dtype=parameter.dtype, device=parameter.device)).device.type == "xla"
 
 
 def _convert(parameter: torch.nn.Parameter, fn: Convert, name: str) -> None:
     """Convert one parameter (and its gradient) in place."""
+    if is_lazy(parameter):
+        raise RuntimeError(
+            f"{name} is a lazy parameter without a shape yet, which cannot move to xla. Run one forward pass on the CPU first (it gives lazy modules "
+            "their shapes), then call .to('xla')."
+        )
     grad = parameter.grad
     with torch.no_grad():
         applied = fn(parameter)

@@ -127,7 +127,7 @@ class Segment:
     """Recorded ops that have not run yet. All methods expect the caller to hold `LOCK`.
 
     `predicted` is a trace seen before that the nodes so far agree with: as long as they do, nothing needs to be looked up. `by_start` finds one from the
-    first node.
+    first node. For a failed run: `saved` gives the leaves that storages held before, `overwritten` the arrays that nothing read (None: they were constant).
     """
 
     def __init__(self, capture: bool = False, by_start: dict[Any, Any] | None = None):
@@ -147,6 +147,7 @@ class Segment:
         self.leaf_index: dict[int, int] = {}
         self.writers: list[weakref.ref[Storage]] = []
         self.saved: list[tuple[weakref.ref[Storage], int]] = []
+        self.overwritten: list[tuple[weakref.ref[Storage], Any]] = []
         self.fills: list[Fill] = []
         self.predicted: Any = None
 
@@ -199,6 +200,7 @@ class Segment:
         fill = storage.fill
         vid = self.fill(storage.layout, fill)
         self.fills.append(Fill(len(self.nodes) - 1, vid, weakref.ref(storage), len(self.leaves), fill, storage.born_full))
+        self.overwritten.append((weakref.ref(storage), None))
         self.write(storage, vid)
         return vid
 
@@ -235,8 +237,12 @@ class Segment:
         """Make a value the storage's whole new content."""
         if storage.segment is not self or storage.vid < 0:
             self.writers.append(weakref.ref(storage))
-            if storage.array is not None and id(storage.array) in self.leaf_index:
-                self.saved.append((weakref.ref(storage), self.leaf_index[id(storage.array)]))
+            if storage.array is not None:
+                leaf = self.leaf_index.get(id(storage.array))
+                if leaf is not None:
+                    self.saved.append((weakref.ref(storage), leaf))
+                else:
+                    self.overwritten.append((weakref.ref(storage), storage.array))
         storage.views = None
         storage.vid = vid
         storage.segment = self

@@ -51,6 +51,10 @@ def user_line(depth: int = 1) -> str:
 
 def current(depth: int = 1, modules: bool = True) -> Source:
     """The source of the op being recorded."""
+    if modules and torch._C._current_autograd_node() is not None:
+        forward = backward_of()
+        if forward is not None:
+            return forward
     frame: FrameType | None = sys._getframe(depth)
     user: FrameType | None = None
     stack: list[torch.nn.Module] = []
@@ -65,8 +69,7 @@ def current(depth: int = 1, modules: bool = True) -> Source:
         frame = frame.f_back
     path, cls = _module_path(stack) if stack else ("", "")
     if user is None:
-        forward = backward_of() if modules else None
-        return forward or Source(path, cls)
+        return Source(path, cls)
     return Source(path, cls, user.f_code.co_filename, user.f_lineno, user.f_code.co_name)
 
 

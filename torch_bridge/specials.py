@@ -117,6 +117,19 @@ def item(func: Any, args: Any, kwargs: Any) -> Any:
     return download(t).item()
 
 
+@special(aten.allclose.default)
+def allclose(func: Any, args: Any, kwargs: Any) -> bool:
+    """A Python bool, from a comparison on the device."""
+    return bool(record_op(aten.all.default, record_op(aten.isclose.default, *args, **kwargs)).item())
+
+
+@special(aten._has_same_storage_numel.default)
+def has_same_storage_numel(func: Any, args: Any, kwargs: Any) -> bool:
+    """Asked by forward-mode differentiation."""
+    a, b = args
+    return bool(a._storage.layout.numel == b._storage.layout.numel)
+
+
 @special(aten.is_pinned.default)
 def is_pinned(func: Any, args: Any, kwargs: Any) -> bool:
     return False

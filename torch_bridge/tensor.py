@@ -91,6 +91,9 @@ class XLATensor(torch.Tensor):
     def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
         return self.numpy()
 
+    def __format__(self, spec: str) -> str:
+        return self.item().__format__(spec) if self.dim() == 0 else object.__format__(self, spec)
+
     def tolist(self) -> Any:
         return self.detach().cpu().tolist()
 
@@ -124,7 +127,8 @@ class XLATensor(torch.Tensor):
         torch.utils.hooks.warn_if_has_hooks(self)
         host = self.detach().cpu().clone()
         if isinstance(self, torch.nn.Parameter):  # torch's own ways to rebuild one, which weights_only accepts
-            state, hooks = user_attributes(self), OrderedDict[Any, Any]()
+            state = user_attributes(self)
+            hooks: dict[Any, Any] = OrderedDict()
             if state:
                 return torch._utils._rebuild_parameter_with_state, (self.data, self.requires_grad, hooks, state)
             return torch._utils._rebuild_parameter, (self.data, self.requires_grad, hooks)

@@ -317,6 +317,7 @@ def test_mixing_with_numbers_on_the_cpu() -> None:
     same(run)
 
 
+@pytest.mark.filterwarnings(r"ignore:os\.fork\(\) was called:RuntimeWarning")  # the workers do not use JAX; scripts do not see it
 @pytest.mark.parametrize("workers", [0, 2])
 def test_data_loaders_feed_the_device(workers: int) -> None:
     data = TensorDataset(torch.arange(12.0).reshape(6, 2), torch.arange(6))

@@ -1,0 +1,344 @@
+"""What a beginner's mistakes say, and that the process stays usable after each of them."""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import pytest
+import torch
+from torch import nn
+
+import torch_bridge
+from tests.torch_bridge.devices import python
+from torch_bridge import executor, metrics, program
+from torch_bridge.errors import DeadTensorError, UnsupportedOpError, XlaOutOfMemoryError
+
+torch_bridge.register()
+
+
+@pytest.fixture(autouse=True)
+def _still_usable() -> Iterator[None]:
+    """Every test here ends with a process that trains."""
+    executor.sync()
+    older = torch.arange(3.0, device="xla")
+    yield
+    assert older.tolist() == [0, 1, 2]
+    x = torch.ones(3, device="xla", requires_grad=True)
+    (x * 2).square().sum().backward()
+    assert x.grad.tolist() == [8, 8, 8]
+
+
+# -- mixing devices --------------------------------------------------------------------------------
+
+MIXED = {
+    "add": lambda x, c: x + c,
+    "add reversed": lambda x, c: c + x,
+    "matmul": lambda x, c: x @ c,
+    "in place": lambda x, c: x.add_(c),
+    "cat": lambda x, c: torch.cat([x, c]),
+    "linear": lambda x, c: nn.functional.linear(x, c),
+    "where": lambda x, c: torch.where(x > 0, x, c),
+}
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_mixing_cpu_and_xla_tensors(name: str) -> None:
+    x, on_cpu = torch.ones(2, 2, device="xla"), torch.ones(2, 2)
+    with pytest.raises(RuntimeError, match=r"xla:0 and cpu!.*shape \[2, 2\].*\.to\('xla'\).*test_errors\.py:\d+"):
+        MIXED[name](x, on_cpu)
+    assert x.tolist() == [[1, 1], [1, 1]]
+
+
+def test_a_model_on_xla_given_a_batch_on_the_cpu() -> None:
+    with pytest.raises(RuntimeError, match=r"shape \[1, 2\] is on cpu: move it with \.to\('xla'\)"):
+        nn.Linear(2, 2).to("xla")(torch.ones(1, 2))
+    with pytest.raises(RuntimeError, match="same device"):
+        nn.functional.cross_entropy(torch.ones(2, 3, device="xla"), torch.tensor([0, 1]))
+
+
+def test_bad_shapes_raise_torchs_own_errors_at_the_call() -> None:
+    with pytest.raises(RuntimeError, match="broadcast"):
+        torch.ones(3, device="xla") + torch.ones(4, device="xla")
+    with pytest.raises(RuntimeError, match="reduction dim|mat1 and mat2"):
+        torch.ones(2, 3, device="xla") @ torch.ones(2, 3, device="xla")
+    with pytest.raises(IndexError):
+        torch.ones(2, device="xla")[5]
+
+
+# -- ops without a lowering ------------------------------------------------------------------------
+
+_library = torch.library.Library("nxd_jax_test", "DEF")
+_library.define("twice(Tensor x) -> Tensor")
+_library.define("twice_(Tensor(a!) x) -> Tensor(a!)")
+_library.impl("twice", lambda x: x * 2, "CPU")
+_library.impl("twice_", lambda x: x.mul_(2), "CPU")
+
+
+def test_an_op_without_lowering_runs_on_the_cpu_with_one_warning_and_a_counter() -> None:
+    metrics.clear_counters()
+    x = torch.arange(3.0, device="xla") + 1
+    with pytest.warns(UserWarning, match="no JAX lowering") as caught:
+        y = torch.ops.nxd_jax_test.twice(x)
+    text = str(caught[0].message)
+    for fragment in (
+        "nxd_jax_test.twice.default",
+        "runs on the CPU",
+        "torch.float32[3]",
+        "test_errors.py:",
+        "torch_xla.debug.metrics",
+        "@torch_bridge.lowerings.lowering(torch.ops.nxd_jax_test.twice.default)",
+    ):
+        assert fragment in text
+    assert y.device.type == "xla"
+    assert y.tolist() == [2, 4, 6]
+    assert torch.ops.nxd_jax_test.twice(y).tolist() == [4, 8, 12]
+    counters = {k: v for k, v in metrics.COUNTERS.items() if k.startswith("aten::")}
+    assert counters == {"aten::nxd_jax_test::twice": 2}
+
+
+def test_a_fallback_writes_its_mutations_back() -> None:
+    base = torch.arange(4.0, device="xla")
+    with pytest.warns(UserWarning, match="twice_"):
+        torch.ops.nxd_jax_test.twice_(base[1:3])
+    assert base.tolist() == [0, 2, 4, 3]
+
+
+class Unsupported(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.ops.nxd_jax_test.twice(x + 1)
+
+
+def test_an_op_without_lowering_cannot_be_captured() -> None:
+    with pytest.raises(UnsupportedOpError, match=r"nxd_jax_test\.twice.*capture.*test_errors\.py:\d+.*lowerings\.lowering"):
+        torch_bridge.capture(Unsupported(), torch.ones(2))
+
+
+# -- values for the host ---------------------------------------------------------------------------
+
+
+def test_numpy() -> None:
+    x = torch.ones(2, device="xla")
+    for convert in (lambda: x.numpy(), lambda: x.__array__()):
+        with pytest.raises(TypeError, match=r"xla:0 tensor to numpy.*tensor\.cpu\(\)\.numpy\(\)"):
+            convert()
+    with pytest.raises(TypeError, match=r"\.cpu\(\)\.numpy\(\)"):
+        import numpy
+
+        numpy.asarray(x)
+
+
+class Branches(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.sum() > 0:
+            return x * 2
+        return x
+
+
+class Keeps(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.kept = x * 2
+        return x
+
+
+@pytest.mark.parametrize("look", [lambda x: x.item(), lambda x: x.cpu(), lambda x: repr(x), lambda x: float(x), lambda x: x.tolist()])
+def test_looking_at_values_in_a_captured_module(look: Any) -> None:
+    class Looks(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            look(x.sum())
+            return x
+
+    with pytest.raises(RuntimeError, match=r"torch_bridge\.capture.*torch\.where"):
+        torch_bridge.capture(Looks(), torch.ones(2))
+
+
+def test_branching_on_values_in_a_captured_module() -> None:
+    with pytest.raises(RuntimeError, match=r"a Python branch on.*torch\.where"):
+        torch_bridge.capture(Branches(), torch.ones(2))
+
+
+def test_a_tensor_that_outlives_its_capture_has_no_value() -> None:
+    module = Keeps()
+    torch_bridge.capture(module, torch.ones(2))
+    with pytest.raises(RuntimeError, match="attributes or in globals"):
+        module.kept.tolist()
+    with pytest.raises(RuntimeError, match="attributes or in globals"):
+        module.kept + 1
+
+
+# -- out of memory ---------------------------------------------------------------------------------
+
+
+def exhausted(self: Any, args: Any) -> Any:
+    raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 123456 bytes.\nmore")
+
+
+@pytest.mark.parametrize("where", ["run", "compile"])
+def test_out_of_memory(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 3).to("xla")
+    momentum = torch.zeros(3, device="xla")
+    torch.xla.synchronize()
+    before = model.weight.detach().cpu()
+    with monkeypatch.context() as patch:
+        patch.setattr(program.Program, where, exhausted)
+        with torch.no_grad():
+            model.weight.mul_(2 + (where == "run"))
+            momentum[1:].add_(1)
+        lost = model.weight.detach() + 1
+        with pytest.raises(XlaOutOfMemoryError, match=r"ran out of memory.*123456 bytes.*smaller batch.*checkpoint.*torch_xla\.sync\(\)") as caught:
+            lost.sum().item()
+        assert isinstance(caught.value, torch.OutOfMemoryError)
+        assert isinstance(caught.value.__cause__, jax.errors.JaxRuntimeError)
+    assert torch.equal(model.weight.cpu(), before)
+    assert momentum.tolist() == [0, 0, 0]
+    with pytest.raises(DeadTensorError, match=r"never computed.*RESOURCE_EXHAUSTED.*last value"):
+        lost.tolist()
+    with pytest.raises(DeadTensorError):
+        lost * 2
+    with torch.no_grad():
+        model.weight.mul_(2 + (where == "run"))
+    assert torch.equal(model.weight.cpu(), before * (2 + (where == "run")))
+
+
+def test_really_out_of_memory() -> None:
+    code = """
+import torch, torch_bridge
+kept = torch.arange(3.0, device="xla") + 1
+torch.xla.synchronize()
+try:
+    huge = torch.arange(1 << 45, device="xla") * 2
+    torch.xla.synchronize()
+except torch.OutOfMemoryError as error:
+    print(type(error).__name__, "smaller batch" in str(error))
+print((kept * 2).tolist())
+"""
+    assert python(code) == "XlaOutOfMemoryError True\n[2.0, 4.0, 6.0]\n"
+
+
+# -- Ctrl-C ----------------------------------------------------------------------------------------
+
+
+class Training:
+    """A tiny model whose parameters after n whole steps are known."""
+
+    def __init__(self, device: str):
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1)).to(device)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.5)
+        self.x = torch.ones(2, 4).to(device)
+        self.device = device
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        self.model(self.x).square().sum().backward()
+        self.optimizer.step()
+        if self.device == "xla":
+            torch.xla.synchronize()
+
+    def values(self) -> list[torch.Tensor]:
+        return [p.detach().cpu() for p in self.model.parameters()]
+
+
+@pytest.fixture
+def interrupts() -> Iterator[Any]:
+    """Deliver SIGINT after some seconds of real time."""
+    previous = signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGINT))
+    yield lambda seconds: signal.setitimer(signal.ITIMER_REAL, seconds)
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, previous)
+
+
+def test_ctrl_c_at_any_moment_of_recording_leaves_every_tensor_with_a_right_value(interrupts: Any) -> None:
+    """In-place additions of 1: whichever of them were made, each element of a tensor saw the same ones, and those in order."""
+    generator = random.Random(0)
+    counters = [torch.zeros(4, device="xla") for _ in range(5)]
+    hits = 0
+    for _ in range(60):
+        done: list[int] = []
+        try:
+            interrupts(generator.uniform(0.0005, 0.004))
+            for _ in range(10):
+                for i, c in enumerate(counters):
+                    c[1:3].add_(1)
+                    c[:1].add_(1)
+                    c[3:] += 1
+                    done.append(i)
+            interrupts(0)
+        except KeyboardInterrupt:
+            hits += 1
+        values = [c.tolist() for c in counters]
+        for i, (a, b, b2, d) in enumerate(values):
+            made = done.count(i)
+            assert b == b2
+            assert made <= d <= a <= b <= made + 1, (made, values[i])
+        for c in counters:
+            c.zero_()
+    assert hits > 20
+
+
+def test_ctrl_c_while_training_and_training_on(interrupts: Any) -> None:
+    generator = random.Random(0)
+    training = Training("xla")
+    for _ in range(3):
+        training.step()
+    started = time.perf_counter()
+    for _ in range(10):
+        training.step()
+    step_seconds = (time.perf_counter() - started) / 10
+    hits = 0
+    for _ in range(40):
+        try:
+            interrupts(generator.uniform(0.1, 3) * step_seconds)
+            for _ in range(4):
+                training.step()
+            interrupts(0)
+        except KeyboardInterrupt:
+            hits += 1
+        assert all(v.isfinite().all() for v in training.values())
+    assert hits > 10
+    loss = training.model(training.x).square().sum().item()
+    for _ in range(5):
+        training.step()
+    assert training.model(training.x).square().sum().item() <= loss + 1e-6
+
+
+def test_ctrl_c_between_steps_changes_nothing(interrupts: Any) -> None:
+    """An interrupted synchronize has either run the whole step or will: the parameters are those of a whole number of steps."""
+    generator = random.Random(1)
+    plain, training = Training("cpu"), Training("xla")
+    for _ in range(15):
+        training.optimizer.zero_grad()
+        training.model(training.x).square().sum().backward()
+        training.optimizer.step()
+        try:
+            interrupts(generator.uniform(0.00005, 0.001))
+            torch.xla.synchronize()
+            time.sleep(0.002)
+        except KeyboardInterrupt:
+            pass
+        plain.step()
+        for a, b in zip(training.values(), plain.values(), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_ctrl_c_while_compiling(interrupts: Any) -> None:
+    for seconds in (0.01, 0.05, 0.1, 0.2):
+        x = torch.ones(3 + int(seconds * 1000), device="xla")
+        expected = 1.0
+        for i in range(40):
+            x = x * (1 + i / 100) if i % 2 else x.sin().exp().tanh() + 1
+            expected = expected * (1 + i / 100) if i % 2 else math.tanh(math.exp(math.sin(expected))) + 1
+        try:
+            interrupts(seconds)
+            torch.xla.synchronize()
+            interrupts(0)
+        except KeyboardInterrupt:
+            pass
+        assert x[0].item() == pytest.approx(expected, rel=1e-4)

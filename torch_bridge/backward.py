@@ -1,0 +1,113 @@
+"""Backward passes over xla tensors: on the thread that asked for them, and with their errors raised at its end.
+
+torch's autograd engine, unwinding from a Python exception that an op of the backward pass raised, asks the device guard for its type; for a backend written in Python that
+ends the process (`std::terminate`), as Python must not be asked anything while an exception is set. So inside a backward pass an op that fails records nothing more: the error waits in `_State`, the engine finishes on undefined gradients, and the
+caller gets the error. Ctrl-C waits likewise. torch's own thread per device would keep both from the script, so the pass runs on the calling thread; nothing is
+lost, recording holds Python's lock anyway. Backward passes over other tensors take torch's own path.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.autograd.graph as _graph
+
+from torch_bridge import interrupts
+
+_original = _graph._engine_run_backward
+
+
+class _State(threading.local):
+    """Of this thread: how many backward passes are running inside each other, and the first error of theirs."""
+
+    depth = 0
+    error: BaseException | None = None
+    signals: interrupts.Deferred | None = None
+
+
+_STATE = _State()
+
+
+def guarded(dispatch: Callable[..., Any]) -> Callable[..., Any]:
+    """A dispatch function that keeps its errors for the end of the backward pass it runs in."""
+
+    def run(func: Any, args: Any, kwargs: Any) -> Any:
+        state = _STATE
+        if not state.depth:
+            return dispatch(func, args, kwargs)
+        if state.error is None and state.signals is not None and state.signals.caught:
+            state.error = KeyboardInterrupt()
+        if state.error is not None:
+            return _undefined(func)
+        try:
+            return dispatch(func, args, kwargs)
+        except BaseException as error:
+            state.error = error
+            return _undefined(func)
+
+    return run
+
+
+def rescue() -> None:
+    """Called by the device guard, first thing: take over an exception that is on its way through the engine (from a hook, say).
+
+    The engine then finds none, returns without one, and `_engine_run_backward` raises what was kept.
+    """
+    if _STATE.depth:
+        try:
+            _PROBE()
+        except BaseException as error:
+            if _STATE.error is None:
+                _STATE.error = error
+
+
+_PROBE = ctypes.pythonapi.PyErr_Occurred
+"""A C function: calling it raises the exception that is set, if there is one."""
+
+
+def _undefined(func: Any) -> Any:
+    """What an op returns when it has no result: undefined tensors."""
+    n = len(func._schema.returns)
+    return None if n < 2 else (None,) * n
+
+
+def _engine_run_backward(t_outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+    if not any(getattr(t, "device", None) == _XLA for t in t_outputs):
+        return _original(t_outputs, *args, **kwargs)
+    state = _STATE
+    with torch.autograd.set_multithreading_enabled(False), interrupts.deferred() as signals:
+        outer = state.signals
+        state.depth += 1
+        state.signals = signals or outer
+        try:
+            result = _original(t_outputs, *args, **kwargs)
+        except Exception as error:
+            raise _take_error(state) or error from None
+        finally:
+            state.depth -= 1
+            state.signals = outer
+        error = _take_error(state)
+    if error is not None:
+        raise error
+    return result
+
+
+def _take_error(state: _State) -> BaseException | None:
+    error, state.error = state.error, None
+    return error
+
+
+_XLA: Any = None
+
+
+def install() -> None:
+    """Put it in place (once); call after the device has its name."""
+    global _XLA
+    _XLA = torch.device("xla:0")
+    if _graph._engine_run_backward is _original:
+        _graph._engine_run_backward = _engine_run_backward
+        torch.autograd._engine_run_backward = _engine_run_backward  # type: ignore[attr-defined]
