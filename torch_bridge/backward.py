@@ -3,12 +3,14 @@
 torch's autograd engine, unwinding from a Python exception that an op of the backward pass raised, asks the device guard for its type; for a backend written in Python that
 ends the process (`std::terminate`), as Python must not be asked anything while an exception is set. So inside a backward pass an op that fails records nothing more: the error waits in `_State`, the engine finishes on undefined gradients, and the
 caller gets the error. Ctrl-C waits likewise. torch's own thread per device would keep both from the script, so the pass runs on the calling thread; nothing is
-lost, recording holds Python's lock anyway. Backward passes over other tensors take torch's own path.
+lost, recording holds Python's lock anyway. It also lets a process that ran a backward pass before it imported us go on (torch counts devices, to make their
+threads, only once). Until the first xla tensor is made, backward passes take torch's own path.
 """
 
 from __future__ import annotations
 
 import ctypes
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -76,7 +78,7 @@ def _undefined(func: Any) -> Any:
 
 
 def _engine_run_backward(t_outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-    if not any(getattr(t, "device", None) == _XLA for t in t_outputs):
+    if _RECORDER not in sys.modules:  # no xla tensor has been made yet; a loss on the CPU may come from one
         return _original(t_outputs, *args, **kwargs)
     state = _STATE
     with torch.autograd.set_multithreading_enabled(False), interrupts.deferred() as signals:
@@ -101,13 +103,11 @@ def _take_error(state: _State) -> BaseException | None:
     return error
 
 
-_XLA: Any = None
+_RECORDER = "torch_bridge.recorder"
 
 
 def install() -> None:
-    """Put it in place (once); call after the device has its name."""
-    global _XLA
-    _XLA = torch.device("xla:0")
+    """Put it in place (once)."""
     if _graph._engine_run_backward is _original:
         _graph._engine_run_backward = _engine_run_backward
         torch.autograd._engine_run_backward = _engine_run_backward  # type: ignore[attr-defined]

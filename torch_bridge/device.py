@@ -65,7 +65,7 @@ def register() -> None:
             f"torch's one slot for an external device is already taken by '{name}' in this process, so 'xla' cannot be added. "
             "Import nxd_jax (or torch_xla) in a process that does not import the other backend."
         )
-    from torch_bridge import cpu_attention, device_module, engine, factories, generators, modules, pinning, serialization
+    from torch_bridge import cpu_attention, device_module, factories, generators, modules, pinning, serialization
 
     torch.utils.rename_privateuse1_backend("xla")
     torch._register_device_module("xla", device_module)
@@ -86,4 +86,3 @@ def register() -> None:
     backward.install()
     serialization.install()
     _registered = True
-    engine.check()

@@ -45,6 +45,8 @@ def infer(op: torch._ops.OpOverload, args: Any, kwargs: Any) -> Any:
     margs, mkwargs = tree_map(to_meta, (args, kwargs))
     if "generator" in mkwargs:
         mkwargs["generator"] = None
+    if op in _BROKEN:
+        raise NeedsHost(f"torch's meta kernel of {op} fails on valid arguments")
     op = _RULES.get(op, op)
     try:
         with torch.no_grad():
@@ -63,6 +65,9 @@ def _grouped_mm(a: torch.Tensor, b: torch.Tensor, *args: Any, out_dtype: torch.d
     shaped = torch.ops.aten._grouped_mm.default(a.to(torch.bfloat16), b.to(torch.bfloat16), *args, **kwargs)
     return shaped.to(out_dtype or a.dtype)
 
+
+_BROKEN = {torch.ops.aten._thnn_fused_lstm_cell.default}
+"""Ops whose meta kernel fails on arguments it should take (LSTM cells without biases)."""
 
 _RULES: dict[Any, Any] = {torch.ops.aten._grouped_mm.default: _grouped_mm}
 """Our own inference where torch's meta kernel is narrower than its CPU kernel."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import random
 import signal
 import time
@@ -248,8 +247,8 @@ class Training:
 
 @pytest.fixture
 def interrupts() -> Iterator[Any]:
-    """Deliver SIGINT after some seconds of real time."""
-    previous = signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGINT))
+    """Press Ctrl-C after some seconds of real time: calls whatever handles SIGINT then."""
+    previous = signal.signal(signal.SIGALRM, lambda *args: signal.getsignal(signal.SIGINT)(*args))
     yield lambda seconds: signal.setitimer(signal.ITIMER_REAL, seconds)
     signal.setitimer(signal.ITIMER_REAL, 0)
     signal.signal(signal.SIGALRM, previous)
