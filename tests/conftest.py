@@ -29,3 +29,23 @@ def clean_step() -> Iterator[None]:
     yield
     steps._closures.clear()
     executor.sync()
+
+
+@pytest.fixture(autouse=True)
+def same_random_numbers() -> None:
+    """Each test draws the same numbers, whichever tests ran before it."""
+    import torch
+
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def bounded_memory() -> Iterator[None]:
+    """Executables pile up over thousands of tests: forget them after each file."""
+    yield
+    if "jax" in sys.modules:
+        import jax
+
+        if "torch_bridge.executor" in sys.modules:
+            sys.modules["torch_bridge.executor"].clear_cache()
+        jax.clear_caches()

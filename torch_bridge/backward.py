@@ -92,9 +92,9 @@ def _engine_run_backward(t_outputs: Sequence[Any], *args: Any, **kwargs: Any) ->
         finally:
             state.depth -= 1
             state.signals = outer
-        error = _take_error(state)
-    if error is not None:
-        raise error
+        kept = _take_error(state)
+    if kept is not None:
+        raise kept
     return result
 
 
@@ -110,4 +110,4 @@ def install() -> None:
     """Put it in place (once)."""
     if _graph._engine_run_backward is _original:
         _graph._engine_run_backward = _engine_run_backward
-        torch.autograd._engine_run_backward = _engine_run_backward  # type: ignore[attr-defined]
+        torch.autograd._engine_run_backward = _engine_run_backward

@@ -54,12 +54,25 @@ def backward(
     *,
     scale: float | None = None,
 ) -> tuple[torch.Tensor | None, ...]:
-    """Gradients by differentiating the plain formula again."""
-    q, k, v = inputs = [t.detach().requires_grad_() for t in (query, key, value)]
-    with torch.enable_grad():
-        result = _attend(q, k, v, attn_bias, is_causal, scale)
-    grads = torch.autograd.grad(result, inputs, grad_out)
-    return (*grads, None)
+    """Gradients of the plain formula (a kernel runs below autograd, and cannot call it)."""
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    heads = query.shape[1] // key.shape[1]
+    k, v = (t.repeat_interleave(heads, 1) if heads > 1 else t for t in (key, value))
+    scores = query @ k.mT * scale
+    if is_causal:
+        attn_bias = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+    if attn_bias is not None:
+        scores = scores.masked_fill(~attn_bias, -torch.inf) if attn_bias.dtype == torch.bool else scores + attn_bias
+    weights = aten._safe_softmax(scores, -1)
+    grad_weights = grad_out @ v.mT
+    grad_scores = weights * (grad_weights - (grad_weights * weights).sum(-1, keepdim=True)) * scale
+    grad_key, grad_value = (_over_groups(t, heads) for t in (grad_scores.mT @ query, weights.mT @ grad_out))
+    return grad_scores @ k, grad_key, grad_value, None
+
+
+def _over_groups(grad: torch.Tensor, heads: int) -> torch.Tensor:
+    """Sum over the query heads that share a key head."""
+    return grad.unflatten(1, (-1, heads)).sum(2) if heads > 1 else grad
 
 
 def _attend(q: Any, k: Any, v: Any, bias: Any, is_causal: bool, scale: float | None) -> torch.Tensor:

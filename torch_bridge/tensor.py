@@ -110,7 +110,7 @@ class XLATensor(torch.Tensor):
         new = self.detach().requires_grad_(self.requires_grad)
         new.__dict__.update(user_attributes(self))
         if isinstance(self, torch.nn.Parameter):
-            new._is_param = True  # type: ignore[attr-defined]
+            new._is_param = True
         return new  # type: ignore[return-value]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> XLATensor:

@@ -341,3 +341,56 @@ def test_ctrl_c_while_compiling(interrupts: Any) -> None:
         except KeyboardInterrupt:
             pass
         assert x[0].item() == pytest.approx(expected, rel=1e-4)
+
+
+# -- errors inside a backward pass -----------------------------------------------------------------
+
+
+class BadBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return grad @ torch.ones(7, 7, device="xla")
+
+
+def _raise(grad: torch.Tensor) -> None:
+    raise ValueError("from a hook")
+
+
+@pytest.mark.parametrize("loss_on", ["xla", "cpu"])
+def test_errors_in_a_backward_pass_reach_the_script(loss_on: str) -> None:
+    """torch's engine would end the process while it unwinds from an exception of a Python backend."""
+    x = torch.ones(2, device="xla", requires_grad=True)
+    with pytest.raises(RuntimeError, match="size mismatch|same reduction dim|must match"):
+        BadBackward.apply(x).sum().to(loss_on).backward()
+    y = x * 2
+    y.register_hook(_raise)
+    with pytest.raises(ValueError, match="from a hook"):
+        y.sum().to(loss_on).backward()
+    x.register_hook(_raise)
+    with pytest.raises(ValueError, match="from a hook"):
+        torch.autograd.grad((x * 3).sum().to(loss_on), x)
+    z = x * 2
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        w = z.exp()
+        w.add_(1)
+        w.sum().to(loss_on).backward()
+
+
+def test_an_interrupt_in_a_backward_pass_arrives_at_its_end(interrupts: Any) -> None:
+    x = torch.ones(2, device="xla", requires_grad=True)
+    y = x * 2
+    seen: list[str] = []
+
+    def hook(grad: torch.Tensor) -> None:
+        interrupts(0.001)
+        time.sleep(0.02)
+        seen.append("hook ended")
+
+    y.register_hook(hook)
+    with pytest.raises(KeyboardInterrupt):
+        y.sum().backward()
+    assert seen in ([], ["hook ended"])

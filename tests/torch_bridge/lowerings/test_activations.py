@@ -98,7 +98,9 @@ def test_backward(op, args, kind):
     x = INPUTS[kind]
     if op is aten.logit_backward.default:
         x = x + 0.0  # at -0.0 torch's float and double kernels disagree about the sign of infinity
-    check(op, torch.rand_like(x) + 0.5, x, *args)
+    # torch's half kernels round between the factors, ours once: a unit in the last place
+    tolerance = {"rtol": 2e-3, "atol": 1e-5} if x.dtype == torch.half else {}
+    check(op, torch.rand_like(x) + 0.5, x, *args, **tolerance)
 
 
 @pytest.mark.parametrize("kind", INPUTS)
@@ -124,7 +126,8 @@ def test_complex_backward():
 def test_glu(dim, dtype):
     x = torch.randn(4, 2, 6).to(dtype)
     check(aten.glu.default, x, dim)
-    check(aten.glu_backward.default, torch.rand_like(aten.glu(x, dim)), x, dim)
+    tolerance = {"rtol": 3e-2, "atol": 1e-5} if dtype == torch.bfloat16 else {}  # torch rounds the sigmoid before the products
+    check(aten.glu_backward.default, torch.rand_like(aten.glu(x, dim)), x, dim, **tolerance)
 
 
 FINITE = torch.cat([torch.linspace(-7, 7, 29), torch.tensor([0.0, 100.0, -100.0])])
