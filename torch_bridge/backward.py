@@ -1,7 +1,9 @@
 """Backward passes over xla tensors: on the thread that asked for them, and with their errors raised at its end.
 
-torch's autograd engine, unwinding from a Python exception that an op of the backward pass raised, asks the device guard for its type; for a backend written in Python that
-ends the process (`std::terminate`), as Python must not be asked anything while an exception is set. So inside a backward pass an op that fails records nothing more: the error waits in `_State`, the engine finishes on undefined gradients, and the
+torch's autograd engine, unwinding from a Python exception that an op of the backward pass raised, asks the device guard for its type; for a
+backend written in Python that
+ends the process (`std::terminate`), as Python must not be asked anything while an exception is set. So inside a backward pass an op that
+fails records nothing more: the error waits in `_State`, the engine finishes on undefined gradients, and the
 caller gets the error. Ctrl-C waits likewise. torch's own thread per device would keep both from the script, so the pass runs on the calling thread; nothing is
 lost, recording holds Python's lock anyway. It also lets a process that ran a backward pass before it imported us go on (torch counts devices, to make their
 threads, only once). Until the first xla tensor is made, backward passes take torch's own path.
@@ -10,6 +12,8 @@ threads, only once). Until the first xla tensor is made, backward passes take to
 from __future__ import annotations
 
 import ctypes
+import functools
+import itertools
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -54,17 +58,25 @@ def guarded(dispatch: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def rescue() -> None:
-    """Called by the device guard, first thing: take over an exception that is on its way through the engine (from a hook, say).
+_DEVICE_TYPE = torch._C._autograd.DeviceType.PrivateUse1
+GUARD_TYPE = staticmethod(functools.partial(next, itertools.repeat(_DEVICE_TYPE)))
+"""The device guard's type, as a function without Python code in it: torch calls it where a KeyboardInterrupt, which Python raises on
+entering a function of its own,
+would end the process."""
+
+
+def _rescue(guard: Any) -> Any:
+    """The device guard's type while a backward pass runs (and Ctrl-C waits): first take over an exception that is on its way through the
+    engine (from a hook, say).
 
     The engine then finds none, returns without one, and `_engine_run_backward` raises what was kept.
     """
-    if _STATE.depth:
-        try:
-            _PROBE()
-        except BaseException as error:
-            if _STATE.error is None:
-                _STATE.error = error
+    try:
+        _PROBE()
+    except BaseException as error:
+        if _STATE.error is None:
+            _STATE.error = error
+    return _DEVICE_TYPE
 
 
 _PROBE = ctypes.pythonapi.PyErr_Occurred
@@ -83,6 +95,7 @@ def _engine_run_backward(t_outputs: Sequence[Any], *args: Any, **kwargs: Any) ->
     state = _STATE
     with torch.autograd.set_multithreading_enabled(False), interrupts.deferred() as signals:
         outer = state.signals
+        _watch(1)
         state.depth += 1
         state.signals = signals or outer
         try:
@@ -92,10 +105,24 @@ def _engine_run_backward(t_outputs: Sequence[Any], *args: Any, **kwargs: Any) ->
         finally:
             state.depth -= 1
             state.signals = outer
+            _watch(-1)
         kept = _take_error(state)
     if kept is not None:
         raise kept
     return result
+
+
+_running = 0
+_running_lock = threading.Lock()
+_guard: Any = None
+
+
+def _watch(change: int) -> None:
+    """Count the backward passes of all threads; the guard looks for exceptions while there are any."""
+    global _running
+    with _running_lock:
+        _running += change
+        _guard.type_ = _rescue if _running else GUARD_TYPE
 
 
 def _take_error(state: _State) -> BaseException | None:
@@ -106,8 +133,10 @@ def _take_error(state: _State) -> BaseException | None:
 _RECORDER = "torch_bridge.recorder"
 
 
-def install() -> None:
-    """Put it in place (once)."""
+def install(guard: Any) -> None:
+    """Put it in place (once); `guard` is the class of torch's device guard, whose `type_` is ours."""
+    global _guard
+    _guard = guard
     if _graph._engine_run_backward is _original:
         _graph._engine_run_backward = _engine_run_backward
         torch.autograd._engine_run_backward = _engine_run_backward

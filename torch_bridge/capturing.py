@@ -55,6 +55,10 @@ class Signature:
         return sum(isinstance(o, _Place) for o in self.outs)
 
 
+_CONSTANTS = (bool, int, float, complex, str)
+"""What a captured module may return besides tensors (anything else becomes None)."""
+
+
 class _Place(int):
     """The index of a tensor in a flattened structure."""
 
@@ -95,14 +99,15 @@ def inline(fn: Callable[..., Any], args: Any, kwargs: Any, key: Callable[[], Any
         targs, tkwargs = tree_unflatten(filled, spec)
         out = fn(*targs, **tkwargs)
         out_flat, out_spec = tree_flatten(out)
-        graph, const, places = _finish(segment, out_flat)
+        vids, places = _results(segment, out_flat)
+        graph, const = _build(segment, vids)[0], _constants(segment)
     results = _evaluate(graph, values, const, segment, key)
     restored = [results[o] if isinstance(o, _Place) else o for o in places]
     return tree_unflatten(restored, out_spec)
 
 
-def _finish(segment: Segment, outs: Sequence[Any]) -> tuple[fx.Graph, dict[int, Any], list[Any]]:
-    """The graph of a segment for these results; leaves that are real arrays come back by placeholder position."""
+def _results(segment: Segment, outs: Sequence[Any]) -> tuple[list[int], list[Any]]:
+    """The value ids of the tensors among `outs`, and `outs` with each tensor replaced by its place among them."""
     vids: list[int] = []
     places: list[Any] = []
     for o in outs:
@@ -111,7 +116,7 @@ def _finish(segment: Segment, outs: Sequence[Any]) -> tuple[fx.Graph, dict[int, 
             places.append(_Place(len(vids) - 1))
         else:
             places.append(o)
-    return _build(segment, vids)[0], _constants(segment), places
+    return vids, places
 
 
 def _constants(segment: Segment) -> dict[int, Any]:
@@ -163,7 +168,8 @@ def capture(module: torch.nn.Module, *example_inputs: Any, **example_kwargs: Any
 
     Only shapes and dtypes of the example tensors matter: they and the module's weights may live on any device, including `meta`; nothing is computed.
     Placeholders are the parameters, the buffers (by name, dots as underscores) and the input tensors; Python numbers are constants. The result is a
-    flat tuple: the module's tensors, then the new values of buffers that the forward updates. `graph_module.signature` (a `Signature`) tells which is which, and
+    flat tuple: the module's tensors, then the new values of buffers that the forward updates. `graph_module.signature`
+    (a `Signature`) tells which is which, and
     `torch_bridge.to_jax(graph_module)` makes it a JAX function. A module that looks at values (`.item()`, `if tensor:`) raises `RuntimeError`.
     """
     executor.sync()
@@ -184,14 +190,8 @@ def capture(module: torch.nn.Module, *example_inputs: Any, **example_kwargs: Any
         originals = {n: b._storage.vid for n, b in buffers.items()}
         out = torch.func.functional_call(module, {**params, **buffers}, args, kwargs)
         outs, outs_spec = tree_flatten(out)
-        vids: list[int] = []
-        places: list[Any] = []
-        for o in outs:
-            if isinstance(o, XLATensor):
-                vids.append(segment.read(o._storage, o._layout))
-                places.append(_Place(len(vids) - 1))
-            else:
-                places.append(o if isinstance(o, (bool, int, float, complex, str, type(None))) else None)
+        vids, places = _results(segment, outs)
+        places = [o if isinstance(o, _CONSTANTS) else None for o in places]
         mutated = [n for n, b in buffers.items() if b._storage.vid != originals[n]]
         vids += [segment.read(buffers[n]._storage, buffers[n]._layout) for n in mutated]
         graph = _build(segment, vids, _placeholder_names(segment, params, buffers))[0]

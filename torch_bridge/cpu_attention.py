@@ -76,7 +76,16 @@ def _over_groups(grad: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 def _attend(q: Any, k: Any, v: Any, bias: Any, is_causal: bool, scale: float | None) -> torch.Tensor:
-    return aten._scaled_dot_product_attention_math(q, k, v, bias, 0.0, is_causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1])[0]
+    return aten._scaled_dot_product_attention_math(
+        q, k, v, additive(bias, q.dtype), 0.0, is_causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+    )[0]
+
+
+def additive(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+    """A mask as torch's plain formula takes it: added to the scores (it reads a bool mask as numbers, not as what to keep)."""
+    if mask is None or mask.dtype != torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, -torch.inf)
 
 
 def install(library: torch.library.Library) -> None:

@@ -34,9 +34,7 @@ class _Hooks(torch._C._acc.PrivateUse1Hooks):
 class _Guard(torch._C._acc.DeviceGuard):
     """One device, always current."""
 
-    def type_(self) -> Any:
-        backward.rescue()
-        return torch._C._autograd.DeviceType.PrivateUse1
+    type_ = backward.GUARD_TYPE
 
 
 def real_torch_xla() -> bool:
@@ -83,6 +81,6 @@ def register() -> None:
     _libraries.extend((library, autograd, cpu, fallthrough))
     generators.install()
     modules.install()
-    backward.install()
+    backward.install(_Guard)
     serialization.install()
     _registered = True

@@ -322,6 +322,9 @@ def _run_view(call: Call, func: Any, args: Any, kwargs: Any, tensors: list[XLATe
     base = source._layout
     if base.conj or base.neg:
         view = tree_map(lambda v: layout(v.size, v.stride, v.offset, v.dtype, base.conj, base.neg), view)
+    if torch.is_inference_mode_enabled() and not source.is_inference():
+        with torch.inference_mode(False):  # a view of a normal tensor is one too
+            return tree_map(lambda v: make(v, source._storage), view)
     if type(view) is Layout:
         return make(view, source._storage)
     return [make(v, source._storage) for v in view]

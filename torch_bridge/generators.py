@@ -1,7 +1,8 @@
 """`torch.Generator(device="xla")`.
 
 torch lets an external backend make generators from C++ only, so `torch.Generator` becomes a subclass of itself that asks which device is meant. For every
-other device it returns torch's own objects. An xla generator is one of torch's CPU generators that says `device="xla"`: it has all of its methods (`manual_seed`,
+other device it returns torch's own objects. An xla generator is one of torch's CPU generators that says `device="xla"`: it has all of its methods
+(`manual_seed`,
 `get_state`, `set_state`, `initial_seed`, ...), and each random op on the device draws its seed from it (`rng.of_generator`).
 """
 
@@ -18,7 +19,7 @@ class XLAGenerator(_Original):
     """What `torch.Generator(device="xla")` returns."""
 
     def __new__(cls) -> XLAGenerator:
-        return super().__new__(cls, "cpu")
+        return super().__new__(cls, "cpu")  # type: ignore[call-arg]
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]

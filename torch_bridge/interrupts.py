@@ -1,12 +1,61 @@
-"""Holding back Ctrl-C while something must not stop half-way."""
+"""Ctrl-C at moments that can bear it.
+
+`deferred` holds it back while something must not stop half-way. `on_interrupt` takes the place of Python's own handler once the device is
+in use: torch asks its
+device guard for a type in the middle of C++ that must not fail, pybind11 gives Python a chance to deliver signals there, and a KeyboardInterrupt would end the
+process. Where Python is between two of its own instructions it is raised at once; elsewhere the signal is sent again until it is, or until the process has
+evidently been waiting in a call (`time.sleep`, input) that may be interrupted as always.
+"""
 
 from __future__ import annotations
 
+import _thread
 import contextlib
+import dis
 import signal
 import threading
+import time
 from collections.abc import Iterator
+from types import FrameType
 from typing import Any
+
+PATIENCE = 0.1
+"""Seconds until a KeyboardInterrupt is raised wherever the process is."""
+
+_PAUSE = 0.001
+_BETWEEN = {code for name, code in dis.opmap.items() if name == "RESUME" or "JUMP_BACKWARD" in name}
+"""Instructions that look for signals and call nothing."""
+
+_since: float | None = None
+
+
+def install() -> None:
+    """Replace Python's own SIGINT handler (no other) by ours, if this is the main thread."""
+    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, on_interrupt)
+
+
+def on_interrupt(number: int, frame: FrameType | None) -> None:
+    """Raise KeyboardInterrupt now, or a little later."""
+    global _since
+    now = time.monotonic()
+    if _since is None:
+        _since = now
+    if frame is None or _between_instructions(frame) or now - _since > PATIENCE:
+        _since = None
+        raise KeyboardInterrupt
+    _thread.start_new_thread(_send_again, ())
+
+
+def _between_instructions(frame: FrameType) -> bool:
+    if frame.f_code.co_name == "_xla_gc_callback":  # JAX's; Python drops exceptions raised in it
+        return False
+    return frame.f_code.co_code[frame.f_lasti] in _BETWEEN
+
+
+def _send_again() -> None:
+    time.sleep(_PAUSE)
+    signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)  # type: ignore[arg-type]
 
 
 class Deferred:
@@ -28,6 +77,13 @@ def deferred() -> Iterator[Deferred | None]:
     try:
         yield state
     finally:
-        signal.signal(signal.SIGINT, previous)
+        ours = previous in (signal.default_int_handler, on_interrupt)  # a notebook sets Python's own before every cell
+        signal.signal(signal.SIGINT, on_interrupt if ours else previous)
         if state.caught:
-            previous(*state.caught[-1])
+            _deliver(signal.default_int_handler if ours else previous, state.caught[-1])
+
+
+def _deliver(handler: Any, args: Any) -> None:
+    global _since
+    _since = None
+    handler(*args)

@@ -11,7 +11,10 @@ _SAMPLES_KEPT = 1024
 
 
 class Metric:
-    """A series of samples: how many, their sum, and the last 1024 (with the time of each, seconds since the epoch) for percentiles. `unit` is 's', 'bytes' or ''."""
+    """A series of samples: how many, their sum, and the last 1024 for percentiles, with the time of each in seconds since the epoch.
+
+    `unit` is 's', 'bytes' or ''.
+    """
 
     def __init__(self, name: str, unit: str):
         self.name = name

@@ -43,7 +43,9 @@ class Program:
 
     def __init__(self, trace: Trace, outs: tuple[int, ...], segment: Segment, donate: tuple[bool, ...]):
         leaves = segment.leaves
-        self.slots: dict[type, lifted.Slots] = lifted.share(trace.nodes, trace.sources, segment.numbers, [p.slots for p in trace.programs.get(outs, ())])
+        self.slots: dict[type, lifted.Slots] = lifted.share(
+            trace.nodes, trace.sources, segment.numbers, [p.slots for p in trace.programs.get(outs, ())]
+        )
         builder = GraphBuilder(trace.nodes, trace.sources, outs)
         self.used = tuple(-v - 1 for v in builder.used_leaves)
         avals = {v: jax.ShapeDtypeStruct(leaves[-v - 1].shape, leaves[-v - 1].dtype) for v in builder.used_leaves}

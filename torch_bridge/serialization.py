@@ -34,7 +34,7 @@ def _restore(storage: torch.UntypedStorage, location: str) -> torch.UntypedStora
 
 def install() -> None:
     """Take the location "xla" before torch's generic rule for external backends (priority 23) does."""
-    torch.serialization.register_package(15, _tag, _restore)
+    torch.serialization.register_package(15, _tag, _restore)  # type: ignore[arg-type]
 
 
 def device_storage(host: HostStorage, dtype: torch.dtype) -> Any:
@@ -42,7 +42,7 @@ def device_storage(host: HostStorage, dtype: torch.dtype) -> Any:
     if host.uploaded is None:
         from torch_bridge.transfer import upload
 
-        host.__class__ = torch.UntypedStorage
+        host.__class__ = torch.UntypedStorage  # type: ignore[assignment]
         flat = torch.empty(0, dtype=dtype).set_(host, 0, (host.nbytes() // dtype.itemsize,), (1,))
         host.__class__ = HostStorage
         host.uploaded = upload(flat)._storage

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from torch_bridge import host_values, lowerings, serialization
+from torch_bridge.cpu_attention import additive
 from torch_bridge.dispatch import STATE, copy_storage, dispatch, draw_for, fresh, point, read, record, record_op, resize, special
 from torch_bridge.inference import infer
 from torch_bridge.layout import Layout, base_of_meta, layout, of_meta
@@ -391,7 +392,7 @@ def attention(
         raise RuntimeError("_scaled_dot_product_attention: Explicit attn_mask should not be set when is_causal=True")
     if not fused or (query.shape[1] != key.shape[1] and not enable_gqa) or key.shape[1] != value.shape[1]:
         return aten._scaled_dot_product_attention_math(
-            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+            query, key, value, additive(attn_mask, query.dtype), dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )[0]
     return aten._scaled_dot_product_fused_attention_overrideable(query, key, value, attn_mask, dropout_p, is_causal, scale=scale)[0]
 

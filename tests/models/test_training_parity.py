@@ -36,7 +36,9 @@ def _counters() -> Iterator[None]:
     yield
 
 
-def train(build: Callable[[], nn.Module], loss_of: Loss, make_optimizer: MakeOptimizer, device: str) -> tuple[list[float], dict[str, torch.Tensor]]:
+def train(
+    build: Callable[[], nn.Module], loss_of: Loss, make_optimizer: MakeOptimizer, device: str
+) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Losses of each step and the final state."""
     torch.manual_seed(0)
     model = build().to(device).train()

@@ -43,7 +43,9 @@ def _same_stride(a: Any, b: Any) -> None:
 def _compare(got: Any, expected: Any, rtol: float, atol: float) -> None:
     if isinstance(expected, torch.Tensor):
         assert isinstance(got, torch.Tensor)
-        torch.testing.assert_close(got, expected, rtol=rtol if expected.is_floating_point() or expected.is_complex() else 0, atol=atol, equal_nan=True)
+        torch.testing.assert_close(
+            got, expected, rtol=rtol if expected.is_floating_point() or expected.is_complex() else 0, atol=atol, equal_nan=True
+        )
     elif isinstance(expected, dict):
         assert list(got) == list(expected)
         for key in expected:
@@ -62,7 +64,11 @@ def python(code: str, *paths: str | Path, timeout: float = 120.0, **environment:
     """The output of a fresh Python process that runs `code` with the checkout (and `paths`) importable; its failure is ours."""
     found = os.pathsep.join([*map(str, paths), str(ROOT), str(ROOT / "aliases"), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, **environment, "PYTHONPATH": found}, capture_output=True, text=True, timeout=timeout
+        [sys.executable, "-c", code],
+        env={**os.environ, **environment, "PYTHONPATH": found},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
     )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     return done.stdout

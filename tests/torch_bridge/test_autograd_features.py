@@ -158,8 +158,6 @@ def test_anomaly_mode_and_saved_tensor_hooks() -> None:
             (x.sqrt() * 0).sum().backward()
 
 
-
-
 def test_parametrization_and_swa_helpers() -> None:
     def run(device: str) -> Any:
         torch.manual_seed(0)

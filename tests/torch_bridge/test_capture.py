@@ -26,7 +26,13 @@ CLOSE = dict(rtol=1e-4, atol=1e-5)
 def llama() -> nn.Module:
     torch.manual_seed(0)
     config = hf.LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=32
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=32,
     )
     return hf.LlamaForCausalLM(config)
 
@@ -112,7 +118,9 @@ class Attention(nn.Module):
         ({"enable_gqa": True}, torch.randn(1, 4, 5, 6), 1),
     ],
 )
-def test_captured_attention_runs_and_differentiates_in_eager_torch(options: dict[str, Any], mask: torch.Tensor | None, key_heads: int) -> None:
+def test_captured_attention_runs_and_differentiates_in_eager_torch(
+    options: dict[str, Any], mask: torch.Tensor | None, key_heads: int
+) -> None:
     torch.manual_seed(0)
     inputs = [torch.randn(2, h, n, 8, requires_grad=True) for h, n in ((4, 5), (key_heads, 6), (key_heads, 6))]
     if options.get("is_causal"):
@@ -260,7 +268,9 @@ def test_per_example_gradients(net: nn.Module) -> None:
     net.eval()
     f = torch_bridge.to_jax(net)
     x = torch.randn(3, 1, 4)
-    grads = jax.vmap(jax.grad(lambda p, row: (f(p, f.buffers, None, row)[0] ** 2).sum()), in_axes=(None, 0))(f.params, jnp.asarray(x.numpy()))
+    grads = jax.vmap(jax.grad(lambda p, row: (f(p, f.buffers, None, row)[0] ** 2).sum()), in_axes=(None, 0))(
+        f.params, jnp.asarray(x.numpy())
+    )
     for i in range(3):
         net.zero_grad()
         net(x[i]).square().sum().backward()
@@ -399,7 +409,9 @@ def f(net: nn.Module) -> Iterator[Any]:
 
 
 def test_wrong_names(f: Any) -> None:
-    with pytest.raises(ValueError, match=r"params must have exactly.*missing: \['last\.bias'\].*unexpected: \['extra'\].*to_jax\(module\)\.params"):
+    with pytest.raises(
+        ValueError, match=r"params must have exactly.*missing: \['last\.bias'\].*unexpected: \['extra'\].*to_jax\(module\)\.params"
+    ):
         params = dict(f.params)
         params["extra"] = params.pop("last.bias")
         f(params, f.buffers, None, jnp.ones((2, 4)))

@@ -191,7 +191,9 @@ def test_out_of_memory(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
             model.weight.mul_(2 + (where == "run"))
             momentum[1:].add_(1)
         lost = model.weight.detach() + 1
-        with pytest.raises(XlaOutOfMemoryError, match=r"ran out of memory.*123456 bytes.*smaller batch.*checkpoint.*torch_xla\.sync\(\)") as caught:
+        with pytest.raises(
+            XlaOutOfMemoryError, match=r"ran out of memory.*123456 bytes.*smaller batch.*checkpoint.*torch_xla\.sync\(\)"
+        ) as caught:
             lost.sum().item()
         assert isinstance(caught.value, torch.OutOfMemoryError)
         assert isinstance(caught.value.__cause__, jax.errors.JaxRuntimeError)

@@ -337,7 +337,16 @@ def test_int64_and_float64_are_kept() -> None:
     def run(device: str) -> Any:
         big = torch.tensor([2**53 + 1, -(2**62)], device=device)
         precise = torch.tensor([1 / 3, 1e300], dtype=torch.float64, device=device)
-        return big + 1, big * 3 // 2, precise * 3, precise.sum(), big.sum().item(), precise[0].item(), big.to(torch.float64), precise.float()
+        return (
+            big + 1,
+            big * 3 // 2,
+            precise * 3,
+            precise.sum(),
+            big.sum().item(),
+            precise[0].item(),
+            big.to(torch.float64),
+            precise.float(),
+        )
 
     got = same(run, rtol=1e-15, atol=0)
     assert got[0].dtype == torch.int64
@@ -365,7 +374,11 @@ def test_default_dtype_is_honoured() -> None:
 @pytest.mark.parametrize(
     "make",
     [
-        *(lambda p, c=c, k=k: c(p, lr=0.05, **k) for c in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD) for k in ({}, {"foreach": True}, {"fused": True})),
+        *(
+            lambda p, c=c, k=k: c(p, lr=0.05, **k)
+            for c in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
+            for k in ({}, {"foreach": True}, {"fused": True})
+        ),
         lambda p: torch.optim.Adagrad(p, lr=0.05),
         lambda p: torch.optim.Adagrad(p, lr=0.05, fused=True),
         lambda p: torch.optim.RMSprop(p, lr=0.05, momentum=0.9, centered=True, foreach=True),

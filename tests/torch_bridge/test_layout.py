@@ -111,7 +111,9 @@ def test_writing_through_an_expanded_view_is_refused():
         segment.write_entries(base, view)
 
 
-@pytest.mark.parametrize(("size", "stride", "dense"), [((2, 3), (3, 1), True), ((2, 3), (1, 2), True), ((2, 3), (4, 1), False), ((0, 3), (9, 1), True)])
+@pytest.mark.parametrize(
+    ("size", "stride", "dense"), [((2, 3), (3, 1), True), ((2, 3), (1, 2), True), ((2, 3), (4, 1), False), ((0, 3), (9, 1), True)]
+)
 def test_is_dense(size, stride, dense):
     assert is_dense(size, stride) is dense
 

@@ -113,7 +113,12 @@ FACTORIES: dict[str, Callable[[torch.Tensor, dict], Any]] = {
     "linspace": lambda t, on: (torch.linspace(0, 1, 5, **on), torch.logspace(0, 2, 3, **on)),
     "eye": lambda t, on: torch.eye(3, 4, **on),
     "tri": lambda t, on: (torch.tril_indices(3, 3, **on), torch.triu_indices(3, 4, 1, **on)),
-    "tensor": lambda t, on: (torch.tensor([[1, 2], [3, 4]], **on), torch.tensor(2.5, **on), torch.tensor([], **on), torch.tensor([True], **on)),
+    "tensor": lambda t, on: (
+        torch.tensor([[1, 2], [3, 4]], **on),
+        torch.tensor(2.5, **on),
+        torch.tensor([], **on),
+        torch.tensor([True], **on),
+    ),
     "as_tensor": lambda t, on: (torch.as_tensor([1.5], **on), torch.as_tensor(torch.arange(3).numpy(), **on)),
     "empty_strided": lambda t, on: torch.empty_strided((2, 3), (1, 2), **on).zero_(),
     "scalar_tensor": lambda t, on: torch.scalar_tensor(3, **on),
@@ -170,17 +175,19 @@ OUT: dict[str, Callable[[str], Any]] = {
     "add": lambda d: torch.add(torch.ones(3, device=d), 2, out=torch.empty(3, device=d)),
     "matmul": lambda d: torch.matmul(torch.ones(2, 3, device=d), torch.ones(3, 2, device=d), out=torch.empty(2, 2, device=d)),
     "cat into a view": lambda d: (o := torch.zeros(2, 4, device=d), torch.cat([torch.ones(2, device=d)] * 2, out=o[1])),
-    "max": lambda d: torch.max(torch.arange(4.0, device=d), 0, out=(torch.empty((), device=d), torch.empty((), dtype=torch.int64, device=d))),
+    "max": lambda d: torch.max(
+        torch.arange(4.0, device=d), 0, out=(torch.empty((), device=d), torch.empty((), dtype=torch.int64, device=d))
+    ),
     "another dtype": lambda d: torch.add(torch.ones(2, dtype=torch.int32, device=d), 1, out=torch.empty(2, device=d)),
     "arange": lambda d: torch.arange(4, out=torch.empty(4, dtype=torch.int64, device=d)),
     "stack": lambda d: torch.stack([torch.ones(2, device=d)] * 3, out=torch.empty(3, 2, device=d)),
-    "sort": lambda d: torch.sort(torch.tensor([3.0, 1.0], device=d), out=(torch.empty(2, device=d), torch.empty(2, dtype=torch.int64, device=d))),
+    "sort": lambda d: torch.sort(
+        torch.tensor([3.0, 1.0], device=d), out=(torch.empty(2, device=d), torch.empty(2, dtype=torch.int64, device=d))
+    ),
     "empty": lambda d: torch.exp(torch.zeros(2, device=d), out=torch.empty(0, device=d)),
     "ones": lambda d: torch.ones(2, 2, out=torch.empty(2, 2, device=d)),
     "clamp": lambda d: torch.clamp(torch.arange(4.0, device=d), 1, 2, out=torch.empty(4, device=d)),
-    "index_select": lambda d: torch.index_select(
-        torch.arange(4.0, device=d), 0, torch.tensor([1], device=d), out=torch.empty(1, device=d)
-    ),
+    "index_select": lambda d: torch.index_select(torch.arange(4.0, device=d), 0, torch.tensor([1], device=d), out=torch.empty(1, device=d)),
 }
 
 
@@ -220,7 +227,9 @@ INDEXING: dict[str, Callable[[torch.Tensor], Any]] = {
     "set cpu scalar": lambda t: _set(t, 0, torch.tensor(3.5)),
     "set pairs": lambda t: _set(t, (torch.tensor([0, 1], device=t.device), torch.tensor([2, 3], device=t.device)), 9),
     "set overlapping": lambda t: _set(t, slice(1, None), t[:-1]),
-    "index_put accumulate": lambda t: t.index_put_((torch.tensor([0, 0], device=t.device),), torch.ones(4, device=t.device), accumulate=True),
+    "index_put accumulate": lambda t: t.index_put_(
+        (torch.tensor([0, 0], device=t.device),), torch.ones(4, device=t.device), accumulate=True
+    ),
     "masked_scatter": lambda t: t.masked_scatter_(t > 5, torch.arange(12.0, device=t.device)),
     "as_strided": lambda t: t.as_strided((2, 2), (5, 1), 1),
     "diff": lambda t: t.diff(dim=1),
@@ -269,8 +278,22 @@ def test_complex_numbers() -> None:
         z = torch.tensor([1 + 2j, -3 + 0.5j], device=device)
         spectrum = torch.fft.fft(torch.arange(8.0, device=device))
         power = torch.fft.irfft(torch.fft.rfft(torch.arange(8.0, device=device)) * 2)
-        rotated = torch.view_as_real(torch.view_as_complex(torch.ones(2, 2, 2, device=device)) * torch.polar(torch.ones(2, device=device), torch.ones(2, device=device)))
-        return z * z.conj(), z.abs(), z.angle(), z @ z, z.mH if z.dim() == 2 else z.conj().resolve_conj(), z.sum().item(), spectrum, power, rotated, z.exp()
+        rotated = torch.view_as_real(
+            torch.view_as_complex(torch.ones(2, 2, 2, device=device))
+            * torch.polar(torch.ones(2, device=device), torch.ones(2, device=device))
+        )
+        return (
+            z * z.conj(),
+            z.abs(),
+            z.angle(),
+            z @ z,
+            z.mH if z.dim() == 2 else z.conj().resolve_conj(),
+            z.sum().item(),
+            spectrum,
+            power,
+            rotated,
+            z.exp(),
+        )
 
     same(run)
 
@@ -312,7 +335,12 @@ def test_what_the_host_gets_is_a_copy() -> None:
 def test_mixing_with_numbers_on_the_cpu() -> None:
     def run(device: str) -> Any:
         x = torch.ones(3, device=device)
-        return x * torch.tensor(2.0), torch.tensor(3) + x, torch.where(x > 0, x, torch.tensor(0.0)), x.double() * torch.tensor(0.1, dtype=torch.float64)
+        return (
+            x * torch.tensor(2.0),
+            torch.tensor(3) + x,
+            torch.where(x > 0, x, torch.tensor(0.0)),
+            x.double() * torch.tensor(0.1, dtype=torch.float64),
+        )
 
     same(run)
 

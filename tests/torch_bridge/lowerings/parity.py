@@ -32,7 +32,9 @@ def to_torch(x: Any) -> torch.Tensor:
     return torch.from_numpy(array)
 
 
-def check(op: torch._ops.OpOverload, *args: Any, rtol: float | None = None, atol: float | None = None, jit: bool = True, **kwargs: Any) -> None:
+def check(
+    op: torch._ops.OpOverload, *args: Any, rtol: float | None = None, atol: float | None = None, jit: bool = True, **kwargs: Any
+) -> None:
     """Assert that the lowering of `op` gives eager torch's values, dtypes and shapes on these CPU arguments.
 
     The lowering runs eagerly and, with `jit`, again under `jax.jit` (tensor arguments traced).
