@@ -4,7 +4,7 @@
 in use: torch asks its
 device guard for a type in the middle of C++ that must not fail, pybind11 gives Python a chance to deliver signals there, and a KeyboardInterrupt would end the
 process. Where Python is between two of its own instructions it is raised at once; elsewhere the signal is sent again until it is, or until the process has
-evidently been waiting in a call (`time.sleep`, input) that may be interrupted as always.
+evidently been waiting in one call (`time.sleep`, input), which may be interrupted as always.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
-PATIENCE = 0.1
+WAITING = 0.05
+"""Seconds at one instruction after which the process counts as waiting in a call."""
+
+PATIENCE = 2.0
 """Seconds until a KeyboardInterrupt is raised wherever the process is."""
 
 _PAUSE = 0.001
@@ -27,6 +30,12 @@ _BETWEEN = {code for name, code in dis.opmap.items() if name == "RESUME" or "JUM
 """Instructions that look for signals and call nothing."""
 
 _since: float | None = None
+_at: tuple[Any, float] = (None, 0.0)
+
+
+def pending() -> bool:
+    """Whether a Ctrl-C has been seen that is not raised yet."""
+    return _since is not None
 
 
 def install() -> None:
@@ -37,12 +46,12 @@ def install() -> None:
 
 def on_interrupt(number: int, frame: FrameType | None) -> None:
     """Raise KeyboardInterrupt now, or a little later."""
-    global _since
+    global _since, _at
     now = time.monotonic()
     if _since is None:
         _since = now
-    if frame is None or _between_instructions(frame) or now - _since > PATIENCE:
-        _since = None
+    if frame is None or _between_instructions(frame) or _is_waiting(frame, now) or now - _since > PATIENCE:
+        _since, _at = None, (None, 0.0)
         raise KeyboardInterrupt
     _thread.start_new_thread(_send_again, ())
 
@@ -51,6 +60,14 @@ def _between_instructions(frame: FrameType) -> bool:
     if frame.f_code.co_name == "_xla_gc_callback":  # JAX's; Python drops exceptions raised in it
         return False
     return frame.f_code.co_code[frame.f_lasti] in _BETWEEN
+
+
+def _is_waiting(frame: FrameType, now: float) -> bool:
+    global _at
+    place = id(frame), frame.f_lasti
+    if _at[0] != place:
+        _at = place, now
+    return now - _at[1] > WAITING
 
 
 def _send_again() -> None:

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import random
-import signal
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -223,128 +219,6 @@ print((kept * 2).tolist())
     assert python(code) == "XlaOutOfMemoryError True\n[2.0, 4.0, 6.0]\n"
 
 
-# -- Ctrl-C ----------------------------------------------------------------------------------------
-
-
-class Training:
-    """A tiny model whose parameters after n whole steps are known."""
-
-    def __init__(self, device: str):
-        torch.manual_seed(0)
-        self.model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1)).to(device)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.5)
-        self.x = torch.ones(2, 4).to(device)
-        self.device = device
-
-    def step(self) -> None:
-        self.optimizer.zero_grad()
-        self.model(self.x).square().sum().backward()
-        self.optimizer.step()
-        if self.device == "xla":
-            torch.xla.synchronize()
-
-    def values(self) -> list[torch.Tensor]:
-        return [p.detach().cpu() for p in self.model.parameters()]
-
-
-@pytest.fixture
-def interrupts() -> Iterator[Any]:
-    """Press Ctrl-C after some seconds of real time: calls whatever handles SIGINT then."""
-    previous = signal.signal(signal.SIGALRM, lambda *args: signal.getsignal(signal.SIGINT)(*args))
-    yield lambda seconds: signal.setitimer(signal.ITIMER_REAL, seconds)
-    signal.setitimer(signal.ITIMER_REAL, 0)
-    signal.signal(signal.SIGALRM, previous)
-
-
-def test_ctrl_c_at_any_moment_of_recording_leaves_every_tensor_with_a_right_value(interrupts: Any) -> None:
-    """In-place additions of 1: whichever of them were made, each element of a tensor saw the same ones, and those in order."""
-    generator = random.Random(0)
-    counters = [torch.zeros(4, device="xla") for _ in range(5)]
-    hits = 0
-    for _ in range(60):
-        done: list[int] = []
-        try:
-            interrupts(generator.uniform(0.0005, 0.004))
-            for _ in range(10):
-                for i, c in enumerate(counters):
-                    c[1:3].add_(1)
-                    c[:1].add_(1)
-                    c[3:] += 1
-                    done.append(i)
-            interrupts(0)
-        except KeyboardInterrupt:
-            hits += 1
-        values = [c.tolist() for c in counters]
-        for i, (a, b, b2, d) in enumerate(values):
-            made = done.count(i)
-            assert b == b2
-            assert made <= d <= a <= b <= made + 1, (made, values[i])
-        for c in counters:
-            c.zero_()
-    assert hits > 20
-
-
-def test_ctrl_c_while_training_and_training_on(interrupts: Any) -> None:
-    generator = random.Random(0)
-    training = Training("xla")
-    for _ in range(3):
-        training.step()
-    started = time.perf_counter()
-    for _ in range(10):
-        training.step()
-    step_seconds = (time.perf_counter() - started) / 10
-    hits = 0
-    for _ in range(40):
-        try:
-            interrupts(generator.uniform(0.1, 3) * step_seconds)
-            for _ in range(4):
-                training.step()
-            interrupts(0)
-        except KeyboardInterrupt:
-            hits += 1
-        assert all(v.isfinite().all() for v in training.values())
-    assert hits > 10
-    loss = training.model(training.x).square().sum().item()
-    for _ in range(5):
-        training.step()
-    assert training.model(training.x).square().sum().item() <= loss + 1e-6
-
-
-def test_ctrl_c_between_steps_changes_nothing(interrupts: Any) -> None:
-    """An interrupted synchronize has either run the whole step or will: the parameters are those of a whole number of steps."""
-    generator = random.Random(1)
-    plain, training = Training("cpu"), Training("xla")
-    for _ in range(15):
-        training.optimizer.zero_grad()
-        training.model(training.x).square().sum().backward()
-        training.optimizer.step()
-        try:
-            interrupts(generator.uniform(0.00005, 0.001))
-            torch.xla.synchronize()
-            time.sleep(0.002)
-        except KeyboardInterrupt:
-            pass
-        plain.step()
-        for a, b in zip(training.values(), plain.values(), strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
-
-
-def test_ctrl_c_while_compiling(interrupts: Any) -> None:
-    for seconds in (0.01, 0.05, 0.1, 0.2):
-        x = torch.ones(3 + int(seconds * 1000), device="xla")
-        expected = 1.0
-        for i in range(40):
-            x = x * (1 + i / 100) if i % 2 else x.sin().exp().tanh() + 1
-            expected = expected * (1 + i / 100) if i % 2 else math.tanh(math.exp(math.sin(expected))) + 1
-        try:
-            interrupts(seconds)
-            torch.xla.synchronize()
-            interrupts(0)
-        except KeyboardInterrupt:
-            pass
-        assert x[0].item() == pytest.approx(expected, rel=1e-4)
-
-
 # -- errors inside a backward pass -----------------------------------------------------------------
 
 
@@ -380,19 +254,3 @@ def test_errors_in_a_backward_pass_reach_the_script(loss_on: str) -> None:
         w = z.exp()
         w.add_(1)
         w.sum().to(loss_on).backward()
-
-
-def test_an_interrupt_in_a_backward_pass_arrives_at_its_end(interrupts: Any) -> None:
-    x = torch.ones(2, device="xla", requires_grad=True)
-    y = x * 2
-    seen: list[str] = []
-
-    def hook(grad: torch.Tensor) -> None:
-        interrupts(0.001)
-        time.sleep(0.02)
-        seen.append("hook ended")
-
-    y.register_hook(hook)
-    with pytest.raises(KeyboardInterrupt):
-        y.sum().backward()
-    assert seen in ([], ["hook ended"])

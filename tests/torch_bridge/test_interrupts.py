@@ -1,0 +1,192 @@
+"""Ctrl-C at any moment leaves the process usable, every tensor with a right value, and training able to go on."""
+
+from __future__ import annotations
+
+import math
+import random
+import signal
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import nn
+
+from tests.torch_bridge.devices import python
+from torch_bridge import interrupts
+
+torch.ones(1, device="xla")
+
+Interrupted = Callable[[float, Callable[[], object]], bool]
+
+
+@pytest.fixture
+def interrupted() -> Iterator[Interrupted]:
+    """`interrupted(seconds, body)`: run `body`, press Ctrl-C after that time, and say whether it arrived."""
+
+    def run(seconds: float, body: Callable[[], object]) -> bool:
+        try:
+            signal.setitimer(signal.ITIMER_REAL, seconds)
+            body()
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            while interrupts.pending():
+                time.sleep(0.001)
+        except KeyboardInterrupt:
+            return True
+        return False
+
+    previous = signal.signal(signal.SIGALRM, lambda *args: signal.getsignal(signal.SIGINT)(*args))
+    yield run
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, previous)
+
+
+class Training:
+    """A tiny model whose parameters after n whole steps are known."""
+
+    def __init__(self, device: str):
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1)).to(device)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.5)
+        self.x = torch.ones(2, 4).to(device)
+        self.device = device
+
+    def step(self) -> None:
+        self.record()
+        if self.device == "xla":
+            torch.xla.synchronize()
+
+    def record(self) -> None:
+        self.optimizer.zero_grad()
+        self.loss().backward()
+        self.optimizer.step()
+
+    def loss(self) -> torch.Tensor:
+        return self.model(self.x).square().sum()
+
+    def values(self) -> list[torch.Tensor]:
+        return [p.detach().cpu() for p in self.model.parameters()]
+
+
+def test_while_recording_every_op_is_done_or_not(interrupted: Interrupted) -> None:
+    """In-place additions of 1: whichever were made, each element of a tensor saw the same ones, and those in order."""
+    generator = random.Random(0)
+    counters = [torch.zeros(4, device="xla") for _ in range(5)]
+    done: list[int] = []
+
+    def count() -> None:
+        for _ in range(10):
+            for i, c in enumerate(counters):
+                c[1:3].add_(1)
+                c[:1].add_(1)
+                c[3:] += 1
+                done.append(i)
+
+    count()  # imports and compiles what it needs
+    for c in counters:
+        c.zero_()
+    hits = 0
+    for _ in range(60):
+        done.clear()
+        hits += interrupted(generator.uniform(0.0005, 0.004), count)
+        for i, c in enumerate(counters):
+            a, b, b2, d = c.tolist()
+            assert b == b2
+            assert done.count(i) <= d <= a <= b <= done.count(i) + 1
+            c.zero_()
+    assert hits > 20
+
+
+def test_while_training_and_training_on(interrupted: Interrupted) -> None:
+    generator = random.Random(0)
+    training = Training("xla")
+    for _ in range(3):
+        training.step()
+    started = time.perf_counter()
+    for _ in range(10):
+        training.step()
+    step_seconds = (time.perf_counter() - started) / 10
+
+    def train() -> None:
+        for _ in range(4):
+            training.step()
+
+    hits = 0
+    for _ in range(25):
+        hits += interrupted(generator.uniform(0.1, 3) * step_seconds, train)
+        assert all(v.isfinite().all() for v in training.values())
+    assert hits > 8
+    before = training.loss().item()
+    for _ in range(5):
+        training.step()
+    assert training.loss().item() <= before + 1e-6
+
+
+def test_an_interrupted_synchronize_has_run_the_step_or_will(interrupted: Interrupted) -> None:
+    generator = random.Random(1)
+    plain, training = Training("cpu"), Training("xla")
+
+    def synchronize() -> None:
+        torch.xla.synchronize()
+        time.sleep(0.002)
+
+    for _ in range(15):
+        training.record()
+        interrupted(generator.uniform(0.00005, 0.001), synchronize)
+        plain.step()
+        for a, b in zip(training.values(), plain.values(), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("seconds", [0.01, 0.05, 0.1, 0.2])
+def test_while_compiling(seconds: float, interrupted: Interrupted) -> None:
+    x = torch.ones(3 + int(seconds * 1000), device="xla")
+    expected = 1.0
+    for i in range(40):
+        x = x * (1 + i / 100) if i % 2 else x.sin().exp().tanh() + 1
+        expected = expected * (1 + i / 100) if i % 2 else math.tanh(math.exp(math.sin(expected))) + 1
+    interrupted(seconds, torch.xla.synchronize)
+    assert x[0].item() == pytest.approx(expected, rel=1e-4)
+
+
+def test_in_a_backward_pass_it_arrives_at_the_end(interrupted: Interrupted) -> None:
+    x = torch.ones(2, device="xla", requires_grad=True)
+    y = x * 2
+    seen: list[str] = []
+
+    def hook(grad: torch.Tensor) -> None:
+        time.sleep(0.05)
+        seen.append("hook ended")
+
+    y.register_hook(hook)
+    assert interrupted(0.02, lambda: y.sum().backward())
+    assert seen == ["hook ended"]
+
+
+def test_a_call_that_waits_is_interrupted(interrupted: Interrupted) -> None:
+    started = time.perf_counter()
+    threading.Timer(0.05, lambda: signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)).start()
+    assert interrupted(20, lambda: time.sleep(10))
+    assert time.perf_counter() - started < 2
+
+
+def test_scripts_keep_their_own_handler() -> None:
+    code = """
+    import signal
+    calls = []
+    signal.signal(signal.SIGINT, lambda *args: calls.append(args))
+    import torch, torch_bridge
+    x = torch.ones(2, device="xla", requires_grad=True)
+    (x * 2).sum().backward()
+    signal.raise_signal(signal.SIGINT)
+    torch.xla.synchronize()
+    print(len(calls))
+    """
+    assert python(textwrap.dedent(code)) == "1\n"
+
+
+def test_cpu_scripts_keep_pythons_handler() -> None:
+    code = "import signal, torch, torch_bridge; torch.ones(2) + 1; print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)"
+    assert python(code) == "True\n"
