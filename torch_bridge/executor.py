@@ -88,7 +88,7 @@ def _run(segment: Segment) -> None:
         if segment.predicted is not None:
             segment.sources = list(segment.predicted.sources[: len(segment.nodes)])
             segment.predicted = None
-        with interrupts.deferred():  # running consumes donated inputs: its results must reach their storages
+        with interrupts.deferred():  # half a rewrite would be a wrong graph
             hoisting.hoist(segment)
     live = segment.results()
     if not live:
@@ -107,9 +107,11 @@ def _run(segment: Segment) -> None:
         else:
             metrics.count("CachedCompile")
         _execute(program, segment, live, trace, program.arguments(segment, donate, numbers))
-    except Exception as error:
-        if program is not None and program.compiled is None:
-            trace.programs[outs].remove(program)
+    except BaseException as error:
+        if program is not None and program.compiled is None and program in trace.programs.get(outs, ()):
+            trace.programs[outs].remove(program)  # JAX does not lower a function again whose lowering was interrupted
+        if not isinstance(error, Exception):
+            raise
         _roll_back(segment, error)
         raise explain(error) from error
 

@@ -56,7 +56,8 @@ def _rewrite(segment: Segment, fills: list[Fill]) -> None:
     for storage in {id(s): s for s in (ref() for ref in segment.writers) if s is not None and s.segment is segment}.values():
         storage.vid = leaf_of[storage.vid] if storage.vid < 0 else value_of[storage.vid]
         storage.views = None
-    segment.saved = [(ref, leaf_of[leaf]) for ref, leaf in segment.saved]
+    hoisted = [(f.storage, constant_leaf[f.vid]) for f in fills]
+    segment.saved = hoisted + [(ref, leaf_of[leaf]) for ref, leaf in segment.saved]
     segment.nodes, segment.next_vid, segment.leaves = kept, new, leaves
     segment.leaf_index = {id(array): -i - 1 for i, array in enumerate(leaves)}
     segment.fills = []

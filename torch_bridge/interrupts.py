@@ -29,6 +29,9 @@ _PAUSE = 0.001
 _BETWEEN = {code for name, code in dis.opmap.items() if name == "RESUME" or "JUMP_BACKWARD" in name}
 """Instructions that look for signals and call nothing."""
 
+_FRAGILE = {"__enter__", "__exit__", "graph_break", "_xla_gc_callback"}
+"""Functions that enter or leave a state (`graph_break` frames an optimizer's change of grad mode), and JAX's, in which Python drops exceptions."""
+
 _since: float | None = None
 _at: tuple[Any, float] = (None, 0.0)
 
@@ -57,9 +60,15 @@ def on_interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def _between_instructions(frame: FrameType) -> bool:
-    if frame.f_code.co_name == "_xla_gc_callback":  # JAX's; Python drops exceptions raised in it
+    """Whether nothing but Python code is interrupted, and none that has to restore something (torch's grad mode, for one)."""
+    if frame.f_code.co_code[frame.f_lasti] not in _BETWEEN:
         return False
-    return frame.f_code.co_code[frame.f_lasti] in _BETWEEN
+    at: FrameType | None = frame
+    while at is not None:
+        if at.f_code.co_name in _FRAGILE or at.f_code.co_filename.endswith("grad_mode.py"):
+            return False
+        at = at.f_back
+    return True
 
 
 def _is_waiting(frame: FrameType, now: float) -> bool:

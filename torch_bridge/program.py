@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -56,7 +56,7 @@ class Program:
         self.takes_draws = "draws" in names
         self.donate = donate
         self.leaf_avals = [avals[v] for v in builder.used_leaves]
-        self.donated = tuple(i for i in _usable(self.leaf_avals, donate, self.used, self.graph))
+        self.donated, self.order = self._pair(_updates(segment), outs, donate)
         self.jitted = jax.jit(self._apply, donate_argnums=self.donated)
         self.compiled: Any = None
         self.executions = 0
@@ -65,7 +65,31 @@ class Program:
     def _apply(self, *inputs: Any) -> Any:
         names = [n.target for n in self.graph.nodes if n.op == "placeholder"]
         draws = inputs[names.index("draws")] if "draws" in names else None
-        return interpret.run(self.graph, inputs, interpret.draws_key_of(draws))
+        outs = interpret.run(self.graph, inputs, interpret.draws_key_of(draws))
+        return tuple(outs[k] for k in self.order)
+
+    def _pair(self, updates: dict[int, int], outs: tuple[int, ...], donate: tuple[bool, ...]) -> tuple[tuple[int, ...], list[int]]:
+        """Which inputs to donate, and the order of results in which JAX (first come, first served among equal shapes) gives each of them its own new value.
+
+        A weight that took over another weight's buffer would have to be copied first: both are read until the end of the step.
+        """
+        metas = {v: node.meta["val"] for v, node in zip(outs, self._outputs(), strict=True)}
+        pairs: dict[int, int] = {}
+        for i, leaf in enumerate(self.used):
+            vid = updates.get(leaf)
+            if vid is None or vid not in metas or vid in pairs.values() or not donate[leaf]:
+                continue
+            aval = self.leaf_avals[i]
+            if (tuple(metas[vid].shape), dtypes.to_jax(metas[vid].dtype)) == (tuple(aval.shape), aval.dtype):
+                pairs[i] = vid
+        first = [outs.index(vid) for vid in pairs.values()]
+        taken = set(first)
+        return tuple(pairs), first + [k for k in range(len(outs)) if k not in taken]
+
+    def _outputs(self) -> Sequence[fx.Node]:
+        """The nodes of the graph's results."""
+        output = next(n for n in reversed(self.graph.nodes) if n.op == "output")
+        return output.args[0]  # type: ignore[return-value]
 
     def module(self) -> fx.GraphModule:
         """The graph as a `torch.fx.GraphModule`: it prints, and runs in eager torch."""
@@ -97,10 +121,15 @@ class Program:
             args.append(np.array(rows, dtype=np.uint32))
         return args
 
-    def run(self, args: Sequence[Any]) -> Any:
+    def run(self, args: Sequence[Any]) -> list[Any]:
+        """Execute; the results in the order of their ids."""
         self.executions += 1
         with _compat.enable_x64():
-            return self.compiled(*args)
+            arrays = self.compiled(*args)
+        results: list[Any] = [None] * len(self.order)
+        for k, array in zip(self.order, arrays, strict=True):
+            results[k] = array
+        return results
 
     def compile(self, args: Sequence[Any]) -> None:
         started = time.perf_counter()
@@ -113,18 +142,11 @@ class Program:
         logger.debug("compiled a graph of %d nodes in %.2f s", len(self.graph.nodes), self.compile_seconds)
 
 
-def _usable(avals: Sequence[Any], donate: Sequence[bool], used: Sequence[int], graph: fx.Graph) -> Iterator[int]:
-    """Inputs that may be donated and whose buffer some result can take over."""
-    output = next(n for n in reversed(graph.nodes) if n.op == "output")
-    free: dict[tuple[Any, ...], int] = {}
-    for node in output.args[0]:
-        meta = node.meta["val"]
-        key = (tuple(meta.shape), dtypes.to_jax(meta.dtype))
-        free[key] = free.get(key, 0) + 1
-    passed_through = {n for n in output.args[0] if n.op == "placeholder"}
-    placeholders = [n for n in graph.nodes if n.op == "placeholder"]
-    for i, (aval, leaf) in enumerate(zip(avals, used, strict=True)):
-        key = (tuple(aval.shape), aval.dtype)
-        if donate[leaf] and free.get(key, 0) and placeholders[i] not in passed_through:
-            free[key] -= 1
-            yield i
+def _updates(segment: Segment) -> dict[int, int]:
+    """Leaves (by position) whose storage gets a new value in this segment, and the id of that value."""
+    found: dict[int, int] = {}
+    for ref, leaf in segment.saved:
+        storage = ref()
+        if storage is not None and storage.segment is segment and storage.vid >= 0:
+            found.setdefault(-leaf - 1, storage.vid)
+    return found
