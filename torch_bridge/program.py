@@ -89,7 +89,7 @@ class Program:
     def _outputs(self) -> Sequence[fx.Node]:
         """The nodes of the graph's results."""
         output = next(n for n in reversed(self.graph.nodes) if n.op == "output")
-        return output.args[0]  # type: ignore[return-value]
+        return output.args[0]
 
     def module(self) -> fx.GraphModule:
         """The graph as a `torch.fx.GraphModule`: it prints, and runs in eager torch."""
