@@ -16,7 +16,7 @@ def entry_point(tmp_path: Path) -> Path:
     info = tmp_path / "nxd_jax_under_test-0.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: nxd-jax-under-test\nVersion: 0.0\n")
-    (info / "entry_points.txt").write_text("[torch.backends]\nnxd_jax = torch_bridge.device:autoload\n")
+    (info / "entry_points.txt").write_text("[torch.backends]\nnxd_jax = torch_bridge._autoload:autoload\n")
     return tmp_path
 
 
