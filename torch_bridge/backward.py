@@ -1,12 +1,11 @@
 """Backward passes over xla tensors: on the thread that asked for them, and with their errors raised at its end.
 
 torch's autograd engine, unwinding from a Python exception that an op of the backward pass raised, asks the device guard for its type; for a
-backend written in Python that
-ends the process (`std::terminate`), as Python must not be asked anything while an exception is set. So inside a backward pass an op that
-fails records nothing more: the error waits in `_State`, the engine finishes on undefined gradients, and the
-caller gets the error. Ctrl-C waits likewise. torch's own thread per device would keep both from the script, so the pass runs on the calling thread; nothing is
-lost, recording holds Python's lock anyway. It also lets a process that ran a backward pass before it imported us go on (torch counts devices, to make their
-threads, only once). Until the first xla tensor is made, backward passes take torch's own path.
+backend written in Python that ends the process (`std::terminate`), as Python must not be asked anything while an exception is set. So inside a
+backward pass an op that fails records nothing more: the error waits in `_State`, the engine finishes on undefined gradients, and the caller gets
+the error. Ctrl-C waits likewise. torch's own thread per device would keep both from the script, so the pass runs on the calling thread; nothing is
+lost, recording holds Python's lock anyway. It also lets a process that ran a backward pass before it imported us go on (torch counts devices, to
+make their threads, only once). Until the first xla tensor is made, backward passes take torch's own path.
 """
 
 from __future__ import annotations
@@ -61,8 +60,7 @@ def guarded(dispatch: Callable[..., Any]) -> Callable[..., Any]:
 _DEVICE_TYPE = torch._C._autograd.DeviceType.PrivateUse1
 GUARD_TYPE = staticmethod(functools.partial(next, itertools.repeat(_DEVICE_TYPE)))
 """The device guard's type, as a function without Python code in it: torch calls it where a KeyboardInterrupt, which Python raises on
-entering a function of its own,
-would end the process."""
+entering a function of its own, would end the process."""
 
 
 def _rescue(guard: Any) -> Any:

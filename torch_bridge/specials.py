@@ -6,14 +6,14 @@ from typing import Any
 
 import torch
 
-from torch_bridge import host_values, lowerings, serialization
+from torch_bridge import host_values, serialization
 from torch_bridge.cpu_attention import additive
-from torch_bridge.dispatch import STATE, copy_storage, dispatch, draw_for, fresh, point, read, record, record_op, resize, special
+from torch_bridge.dispatch import STATE, dispatch, fresh, point, read, record, record_op, resize, special
 from torch_bridge.inference import infer
-from torch_bridge.layout import Layout, base_of_meta, layout, of_meta
+from torch_bridge.layout import Layout, base_of_meta, layout
 from torch_bridge.segment import Storage
 from torch_bridge.tensor import XLATensor, make
-from torch_bridge.transfer import download, to_array, upload
+from torch_bridge.transfer import download, to_array
 
 aten = torch.ops.aten
 
@@ -395,6 +395,3 @@ def attention(
             query, key, value, additive(attn_mask, query.dtype), dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )[0]
     return aten._scaled_dot_product_fused_attention_overrideable(query, key, value, attn_mask, dropout_p, is_causal, scale=scale)[0]
-
-
-__all__ = ["Storage", "attention", "copy_storage", "draw_for", "lowerings", "of_meta", "uninitialized", "upload"]
