@@ -1,9 +1,9 @@
 """Ctrl-C at moments that can bear it.
 
-`deferred` holds it back while something must not stop half-way. `on_interrupt` takes the place of Python's own handler once the device is
-in use: torch asks its device guard for a type in the middle of C++ that must not fail, pybind11 gives Python a chance to deliver signals there, and a KeyboardInterrupt would end the
-process. Where Python is between two of its own instructions it is raised at once; elsewhere the signal is sent again until it is, or until the process has
-evidently been waiting in one call (`time.sleep`, input), which may be interrupted as always.
+`deferred` holds it back while something must not stop half-way. `on_interrupt` takes the place of Python's own handler once the device is in use:
+torch asks its device guard for a type in the middle of C++ that must not fail, pybind11 gives Python a chance to deliver signals there, and a
+KeyboardInterrupt would end the process. Where Python is between two of its own instructions it is raised at once; elsewhere the signal is sent again
+until it is, or until the process has evidently been waiting in one call (`time.sleep`, input), which may be interrupted as always.
 """
 
 from __future__ import annotations
