@@ -91,7 +91,8 @@ def _unbind(t: torch.Tensor, b: int, c: int) -> torch.Tensor:
 
 
 def _bits(t: torch.Tensor, b: int, c: int) -> torch.Tensor:
-    other = {torch.float32: torch.int32, torch.int64: torch.float64}.get(t.dtype)
+    # Integers only: small integers read as floats are denormal numbers, and XLA's CPU code flushes those to zero in arithmetic (eager torch does not).
+    other = {torch.int64: torch.int32}.get(t.dtype)
     return t.view(other) if other and b % 4 == 0 else t
 
 
