@@ -77,18 +77,22 @@ def measure(make: Callable[[dict[str, np.ndarray]], Variant], args: argparse.Nam
 
     # Waiting and not waiting take turns, so that a busy machine disturbs both alike.
     chunk = max(args.steps // CHUNKS, 1)
-    synced, free, cpu = [], [], []
+    synced, free, cpu, alone, beside = [], [], [], [], []
     for _ in range(CHUNKS):
         for i in range(chunk):
             start = time.perf_counter()
             variant.read(variant.dispatch(data[i % len(data)]))
             synced.append(time.perf_counter() - start)
+        alone += variant.recording
+        variant.recording.clear()
         start, cpu_start = time.perf_counter(), time.process_time()
         for i in range(chunk):
             handle = variant.dispatch(data[i % len(data)])
         variant.read(handle)
         free.append((time.perf_counter() - start) / chunk)
         cpu.append((time.process_time() - cpu_start) / chunk)
+        beside += variant.recording
+        variant.recording.clear()
 
     counted = variant.counters()
     result = {
@@ -102,7 +106,8 @@ def measure(make: Callable[[dict[str, np.ndarray]], Variant], args: argparse.Nam
         "rss_after_import_mib": after_import,
         "counters": counted,
         "steady_counters_per_step": {name: (counted[name] - warm[name]) / (2 * CHUNKS * chunk) for name in counted},
-        "recording_ms": 1e3 * statistics.median(variant.recording) if variant.recording else None,
+        "recording_alone_ms": 1e3 * statistics.median(alone) if alone else None,
+        "recording_beside_ms": 1e3 * statistics.median(beside) if beside else None,
         "versions": variant.versions,
     }
     print(json.dumps(result), flush=True)

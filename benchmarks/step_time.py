@@ -140,12 +140,11 @@ def details(name: str, runs: list[dict[str, Any]]) -> str:
         line += f", {steady['compilations']:.2f} a step after the first {measure.CHECKED_STEPS} steps"
     if "executions" in steady:
         line += f"; {steady['executions']:.2f} executions a step"
-    if last["recording_ms"] is not None:
-        milliseconds = statistics.median(run["recording_ms"] for run in runs)
-        line += f"; {milliseconds:.1f} ms of Python a step before `mark_step`"
-        line += (
-            f", {1e3 * milliseconds / last['ops_per_step']:.1f} us for each of the {last['ops_per_step']} aten ops that eager PyTorch runs"
-        )
+    if last["recording_alone_ms"] is not None:
+        alone, beside = (statistics.median(run[f"recording_{when}_ms"] for run in runs) for when in ("alone", "beside"))
+        line += f"; Python before `mark_step`: {alone:.1f} ms a step while the device is idle"
+        line += f" ({1e3 * alone / last['ops_per_step']:.1f} us for each of the {last['ops_per_step']} aten ops that eager PyTorch runs)"
+        line += f", {beside:.1f} ms while the step before is executing on the same cores"
     return line
 
 

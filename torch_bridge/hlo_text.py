@@ -128,7 +128,7 @@ def _of_recent(stage: str) -> str:
     texts = []
     for i, program in enumerate(programs, 1):
         head = f"// graph {i} of {len(programs)}: {len(program.graph.nodes)} nodes, run {program.executions} times\n"
-        texts.append(head + (program.lowered.as_text(debug_info=True) if stage == "stablehlo" else program.compiled.as_text()))
+        texts.append(head + (program.lowered().as_text(debug_info=True) if stage == "stablehlo" else program.compiled.as_text()))
     return "\n".join(texts)
 
 

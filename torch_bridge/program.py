@@ -75,16 +75,17 @@ class Program:
         """
         metas = {v: node.meta["val"] for v, node in zip(outs, self._outputs(), strict=True)}
         pairs: dict[int, int] = {}
+        taken: set[int] = set()
         for i, leaf in enumerate(self.used):
             vid = updates.get(leaf)
-            if vid is None or vid not in metas or vid in pairs.values() or not donate[leaf]:
+            if vid is None or vid not in metas or vid in taken or not donate[leaf]:
                 continue
             aval = self.leaf_avals[i]
             if (tuple(metas[vid].shape), dtypes.to_jax(metas[vid].dtype)) == (tuple(aval.shape), aval.dtype):
                 pairs[i] = vid
-        first = [outs.index(vid) for vid in pairs.values()]
-        taken = set(first)
-        return tuple(pairs), first + [k for k in range(len(outs)) if k not in taken]
+                taken.add(vid)
+        place = {vid: k for k, vid in enumerate(outs)}
+        return tuple(pairs), [place[vid] for vid in pairs.values()] + [k for k, vid in enumerate(outs) if vid not in taken]
 
     def _outputs(self) -> Sequence[fx.Node]:
         """The nodes of the graph's results."""
@@ -131,11 +132,16 @@ class Program:
             results[k] = array
         return results
 
+    def lowered(self) -> Any:
+        """The program before XLA's optimisations, lowered anew: few ask for it, and it takes about as much memory as a small model."""
+        with _compat.enable_x64():
+            return self.jitted.lower(*self.signature)
+
     def compile(self, args: Sequence[Any]) -> None:
         started = time.perf_counter()
         with environment.compiling(self), _compat.enable_x64():
-            self.lowered = self.jitted.lower(*args)
-            self.compiled = self.lowered.compile()
+            self.signature = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in args]
+            self.compiled = self.jitted.lower(*args).compile()
         self.compile_seconds = time.perf_counter() - started
         metrics.COMPILE_TIME.add(self.compile_seconds)
         metrics.GRAPH_SIZE.add(len(self.graph.nodes))

@@ -110,14 +110,7 @@ class Dropped(nn.Module):
         return self.body(x)
 
 
-NEEDS_INITIALIZED = pytest.mark.xfail(
-    not getattr(torch.xla, "_initialized", False),
-    reason="torch keeps a device's random state only if its module has _initialized = True",
-    strict=True,
-)
-
-
-@pytest.mark.parametrize("use_reentrant", [True, pytest.param(False, marks=NEEDS_INITIALIZED)])
+@pytest.mark.parametrize("use_reentrant", [True, False])
 def test_checkpoint_gives_the_same_gradients(use_reentrant: bool) -> None:
     torch.manual_seed(1)
     plain = Dropped().to("xla")

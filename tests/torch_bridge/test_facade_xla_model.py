@@ -302,9 +302,6 @@ def test_send_cpu_data_to_device() -> None:
         xm.send_cpu_data_to_device(x, "xla", input_sharding=object())
 
 
-@pytest.mark.xfail(
-    reason="jax.device_put(numpy, may_alias=False) aliases on the CPU in jax 0.10: transfer.to_array must copy", strict=False
-)
 def test_sent_data_is_a_copy() -> None:
     x = torch.ones(2)
     (moved,) = xm.send_cpu_data_to_device(x, "xla")
