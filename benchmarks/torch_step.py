@@ -90,7 +90,9 @@ def main() -> None:
         prepare(args.weights)
     elif args.device == "xla":
         if importlib.util.find_spec("torch_bridge"):
-            importlib.import_module("torch_bridge.recorder")  # the bridge imports JAX when a tensor first needs it; imports are not measured
+            importlib.import_module(
+                "torch_bridge.recorder"
+            )  # the bridge imports JAX when a tensor first needs it; imports are not measured
         measure.measure(xla_variant, args)
     else:
         measure.measure(lambda weights: cpu_variant(weights, compiled=args.compile), args)
