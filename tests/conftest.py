@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import pathlib
+import signal
 import sys
 from collections.abc import Iterator
 
@@ -15,6 +16,11 @@ _ROOT = pathlib.Path(__file__).parent.parent
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(_ROOT / ".cache" / "jax"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started in the background of a shell script: tests of Ctrl-C need it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+os.environ.setdefault("JAX_NUM_CPU_DEVICES", "64")  # worlds of up to 64 ranks; a world of one uses the first
 
 if importlib.util.find_spec("torch_xla") is None:  # not installed: `torch_xla` and the like are found in the checkout
     sys.path.append(str(_ROOT / "aliases"))

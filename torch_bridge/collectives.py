@@ -1,6 +1,6 @@
 """Collectives with torch_xla's argument conventions: what `xm.*` and the "xla" process group call.
 
-In a world of one every collective moves nothing, but checks its arguments as a larger world would.
+Each is recorded as one op for each tensor. In a group of one nothing moves, but arguments are checked as in a larger group.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 
+from torch_bridge import groups as rank_groups
 from torch_bridge import world
+from torch_bridge.groups import Groups
 
 REDUCTIONS = ("sum", "mul", "and", "or", "min", "max")
 
@@ -21,45 +23,51 @@ def all_reduce(kind: str, inputs: Any, scale: float = 1.0, groups: Any = None) -
     """Reduce over a group, then multiply by `scale`. A tensor gives a new tensor; a list is reduced in place and returned."""
     tensors = _tensors(inputs)
     _check_reduction(kind, tensors)
-    world.members(groups)
+    among = rank_groups.resolve(groups)
     if isinstance(inputs, torch.Tensor):
-        return inputs.clone() if scale == 1.0 else _scaled(inputs, scale)
-    if scale != 1.0:
+        return _reduced(inputs, kind, scale, among)
+    if scale != 1.0 or among.size > 1:
         with torch.no_grad():
-            for t in tensors:
-                t.copy_(_scaled(t, scale))
+            for t, reduced in zip(tensors, [_reduced(t, kind, scale, among) for t in tensors], strict=True):
+                t.copy_(reduced)
     return inputs
 
 
 def all_gather(value: Any, dim: int = 0, groups: Any = None, output: Any = None) -> Any:
     """Concatenate the group's tensors along `dim`, each of a list by itself; into `output` (which is returned) if given."""
-    world.members(groups)
-    for t in _tensors(value):
-        _check_dim(t, dim, "dim")
-    return _deliver(value, output, "all_gather")
+    among = rank_groups.resolve(groups)
+    dims = [_check_dim(t, dim, "dim") for t in _tensors(value)]
+    gathered = [
+        t.clone() if among.size == 1 else _emit("all_gather", t, (at, among.size, among.text))
+        for t, at in zip(_tensors(value), dims, strict=True)
+    ]
+    return _deliver(value, gathered, output, "all_gather")
 
 
 def reduce_scatter(kind: str, value: Any, scale: float, scatter_dim: int, shard_count: int, groups: Any = None, output: Any = None) -> Any:
     """Reduce over the group, multiply by `scale`, and keep this rank's part of `shard_count` parts along `scatter_dim`."""
-    members = world.members(groups)
+    among = rank_groups.resolve(groups)
     tensors = _tensors(value)
     _check_reduction(kind, tensors)
-    _check_count("shard_count", shard_count, members)
-    for t in tensors:
-        _check_divides(t, scatter_dim, "scatter_dim", "shard_count", shard_count)
+    _check_count("shard_count", shard_count, among)
+    dims = [_check_divides(t, scatter_dim, "scatter_dim", "shard_count", shard_count) for t in tensors]
+    parts = [
+        t.clone() if among.size == 1 else _emit("reduce_scatter", t, (kind, at, shard_count, among.text))
+        for t, at in zip(tensors, dims, strict=True)
+    ]
     if scale != 1.0:
-        value = _scaled(value, scale) if isinstance(value, torch.Tensor) else [_scaled(t, scale) for t in tensors]
-    return _deliver(value, output, "reduce_scatter")
+        parts = [_scaled(t, scale) for t in parts]
+    return _deliver(value, parts, output, "reduce_scatter")
 
 
 def all_to_all(value: torch.Tensor, split_dimension: int, concat_dimension: int, split_count: int, groups: Any = None) -> torch.Tensor:
     """Cut a tensor into `split_count` parts along one dim, send part i to member i, concatenate what arrives along another."""
-    members = world.members(groups)
+    among = rank_groups.resolve(groups)
     (t,) = _tensors([value])
-    _check_count("split_count", split_count, members)
-    _check_divides(t, split_dimension, "split_dimension", "split_count", split_count)
-    _check_dim(t, concat_dimension, "concat_dimension")
-    return t.clone()
+    _check_count("split_count", split_count, among)
+    split = _check_divides(t, split_dimension, "split_dimension", "split_count", split_count)
+    concat = _check_dim(t, concat_dimension, "concat_dimension")
+    return t.clone() if among.size == 1 else _emit("all_to_all", t, (split, concat, split_count, among.text))
 
 
 def permute(value: Any, pairs: Sequence[Sequence[int]]) -> Any:
@@ -73,16 +81,45 @@ def permute(value: Any, pairs: Sequence[Sequence[int]]) -> Any:
         targets.append(pair[1])
     if len(set(sources)) != len(sources) or len(set(targets)) != len(targets):
         raise ValueError(f"pairs={pairs!r} name a rank twice as source or as target")
-    moved = [t.clone() if world.rank() in targets else torch.zeros_like(t) for t in _tensors(value)]
+    if len(ranks) > 1:
+        text = str([list(pair) for pair in zip(sources, targets, strict=True)])
+        moved = [_emit("permute", t, (text,)) for t in _tensors(value)]
+    else:
+        moved = [t.clone() if targets else torch.zeros_like(t) for t in _tensors(value)]
     return moved[0] if isinstance(value, torch.Tensor) else moved
 
 
 def broadcast(tensors: Tensors, root: int = 0, groups: Any = None) -> None:
     """Overwrite each tensor with the root's."""
-    members = world.members(groups)
-    _tensors(tensors)
-    if root not in members:
-        raise ValueError(f"root_ordinal={root} is not in this worker's group {list(members)}")
+    among = rank_groups.resolve(groups)
+    found = _tensors(tensors)
+    if root not in among.of(world.first()):
+        raise ValueError(f"root_ordinal={root} is not in this worker's group {list(among.of(world.first()))}")
+    if among.size > 1:
+        broadcast_from(found, among.index(root), among)
+
+
+def broadcast_from(tensors: Tensors, place: int, among: Groups) -> None:
+    """Overwrite each tensor with that of the member at a place in its group."""
+    with torch.no_grad():
+        for t in tensors:
+            t.copy_(_emit("broadcast", t, (place, among.text)))
+
+
+def _emit(name: str, t: torch.Tensor, args: tuple[Any, ...]) -> torch.Tensor:
+    """Record a collective on an xla tensor."""
+    from torch_bridge.recorder import collective_ops
+
+    if t.device.type != "xla":
+        raise ValueError(f"{name}: ranks exchange tensors on xla, got one of shape {list(t.shape)} on {t.device}; move it with .to('xla')")
+    return collective_ops.emit(getattr(collective_ops.ops, name).default, (t.detach(),), args)
+
+
+def _reduced(t: torch.Tensor, kind: str, scale: float, among: Groups) -> torch.Tensor:
+    if among.size == 1:
+        return t.clone() if scale == 1.0 else _scaled(t, scale)
+    out = _emit("all_reduce", t, (kind, among.loose_text))
+    return out if scale == 1.0 else _scaled(out, scale)
 
 
 def _tensors(inputs: Any) -> Tensors:
@@ -116,26 +153,27 @@ def _check_dim(t: torch.Tensor, dim: int, name: str) -> int:
     return dim % t.dim()
 
 
-def _check_count(name: str, count: int, members: tuple[int, ...]) -> None:
-    if count != len(members):
-        raise ValueError(f"{name}={count} must be the number of ranks in the group, {len(members)} ({list(members)})")
+def _check_count(name: str, count: int, among: Groups) -> None:
+    if count != among.size:
+        raise ValueError(f"{name}={count} must be the number of ranks in the group, {among.size} ({list(among.of(world.first()))})")
 
 
-def _check_divides(t: torch.Tensor, dim: int, dim_name: str, count_name: str, count: int) -> None:
+def _check_divides(t: torch.Tensor, dim: int, dim_name: str, count_name: str, count: int) -> int:
     at = _check_dim(t, dim, dim_name)
     if t.shape[at] % count:
         raise ValueError(f"dimension {at} of a tensor of shape {list(t.shape)} does not divide by {count_name}={count}")
+    return at
 
 
 def _scaled(t: torch.Tensor, scale: float) -> torch.Tensor:
     return (t * scale).to(t.dtype)
 
 
-def _deliver(value: Any, output: Any, name: str) -> Any:
-    """The result as new tensors, or written into `output`."""
+def _deliver(value: Any, results: Tensors, output: Any, name: str) -> Any:
+    """The results as new tensors, one if `value` is one, or written into `output`."""
     if output is None:
-        return value.clone() if isinstance(value, torch.Tensor) else [t.clone() for t in value]
-    results, outputs = _tensors(value), _tensors(output)
+        return results[0] if isinstance(value, torch.Tensor) else results
+    outputs = _tensors(output)
     if len(results) != len(outputs):
         raise ValueError(f"{name}: {len(results)} inputs but {len(outputs)} outputs")
     for t, out in zip(results, outputs, strict=True):

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
-from torch_bridge import fallback, lowerings, rng, tensor
+from torch_bridge import fallback, lowerings, ranks, rng, tensor
 from torch_bridge.inference import DROPPED, NeedsHost, infer, infer_from_lowering, to_meta
 from torch_bridge.layout import Layout, base_of_meta, layout, of_meta
 from torch_bridge.schema import LIFTED, NOT_SCALAR, Info, info
@@ -68,7 +68,17 @@ def dispatch(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[st
         rule = SPECIAL.get(id(func))
         if rule is not None:
             return rule(func, args, kwargs or {})
-        return record(func, args, kwargs)
+        try:
+            return record(func, args, kwargs)
+        except _Ranked:
+            return rank_ops().record(func, args, kwargs or {})
+
+
+def rank_ops() -> Any:
+    """Imported late: it registers lowerings and records with this module."""
+    from torch_bridge import rank_ops as found
+
+    return found
 
 
 def record(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
@@ -133,8 +143,17 @@ def _describe(a: Any, scalar: int, key: list[Any], tensors: list[XLATensor], num
         tensors.append(t)
     elif isinstance(a, torch.Generator):
         pass
+    elif isinstance(a, _SYMBOLIC) or ranks.is_item(a):
+        raise _Ranked
     else:
         key.append(a)
+
+
+_SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+class _Ranked(Exception):
+    """A number among the arguments differs by rank."""
 
 
 def _accept_cpu(t: torch.Tensor, key: list[Any]) -> XLATensor:
@@ -345,8 +364,8 @@ def _emit(call: Call, tensors: list[XLATensor], numbers: list[Any], kwargs: Any)
     return segment, segment.emit(entry, tuple(ids), tuple(numbers), draw)
 
 
-def draw_for(kwargs: Any) -> tuple[int, int]:
-    """(seed, offset) of the next random draw, from `generator=` if the call names one."""
+def draw_for(kwargs: Any) -> tuple[Any, ...]:
+    """(seed, offset[, mesh axes]) of the next random draw, from `generator=` if the call names one."""
     generator = kwargs.get("generator") if kwargs else None
     return rng.of_generator(generator).take()
 
@@ -434,6 +453,8 @@ def copy_storage(storage: Storage) -> Storage:
     """A storage of its own with the same value; nothing is computed, values are immutable."""
     with LOCK:
         new = Storage(storage.layout)
+        if storage.facts is not None and storage.facts.spec is not None:
+            new.describe(spec=storage.facts.spec)
         if storage.array is not None:
             new.array = storage.array
         elif storage.constant:

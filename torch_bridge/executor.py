@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 
-from torch_bridge import dispatch, hoisting, interrupts, lifted, metrics, process
+from torch_bridge import dispatch, hoisting, interrupts, lifted, metrics, process, rank_labels, sharding, world
 from torch_bridge.errors import DeadTensorError, XlaOutOfMemoryError
 from torch_bridge.program import Program, Trace
 from torch_bridge.segment import LOCK, Segment, Storage
@@ -35,6 +35,15 @@ RECENT: deque[Program] = deque(maxlen=16)
 
 _in_flight: deque[weakref.ref[Any]] = deque()
 _last: Trace | None = None
+
+
+def _before_ranks_change() -> None:
+    """What is recorded runs on the old mesh; compiled programs belong to it."""
+    sync()
+    clear_cache()
+
+
+world.before_change(_before_ranks_change)
 
 
 def clear_cache() -> None:
@@ -98,7 +107,8 @@ def _run(segment: Segment) -> None:
     outs = tuple(sorted(live))
     donate = tuple(sys.getrefcount(array) == 3 for array in segment.leaves)
     numbers: dict[type, Any] = {kind: lifted.flat(segment.numbers, kind) for kind in (float, int)}
-    program = trace.find(outs, donate, numbers)
+    labels = rank_labels.of(segment, live, outs) if sharding.active() else None
+    program = trace.find(outs, donate, numbers, labels)
     try:
         if program is None:
             metrics.count("UncachedCompile")

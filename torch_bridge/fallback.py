@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch._decomp import decomposition_table
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from torch_bridge import metrics, source
 from torch_bridge.errors import UnsupportedOpError
@@ -58,6 +58,9 @@ def on_host(func: Any, args: Any, kwargs: Any) -> Any:
     else:
         metrics.count(f"aten::{name}")
         _warn(func, args, kwargs)
+    axes = _varied(args, kwargs)
+    if axes:
+        return _on_host_of_each(func, args, kwargs, axes)
     hosts: dict[int, tuple[XLATensor, torch.Tensor, torch.Tensor]] = {}
 
     def to_host(x: Any) -> Any:
@@ -80,6 +83,65 @@ def on_host(func: Any, args: Any, kwargs: Any) -> Any:
         return x
 
     return tree_map(to_xla, out)
+
+
+def _varied(args: Any, kwargs: Any) -> tuple[str, ...]:
+    """The mesh axes along which the xla tensors among the arguments differ."""
+    from torch_bridge import sharded, sharding
+
+    if not sharding.active():
+        return ()
+    found = [sharded.varying(x).axes for x in tree_leaves((args, kwargs)) if isinstance(x, XLATensor)]
+    return sharding.ordered(a for axes in found for a in axes)
+
+
+def _on_host_of_each(func: Any, args: Any, kwargs: Any, axes: tuple[str, ...]) -> Any:
+    """Run an op on the CPU once for each distinct rank: its own inputs give its own results."""
+    from torch_bridge import ranks, sharded, world
+    from torch_bridge.dispatch import STATE, read
+    from torch_bridge.schema import info
+
+    tensors = {id(x): x for x in tree_leaves((args, kwargs)) if isinstance(x, XLATensor)}
+    shards = {key: sharded.shards(x) for key, x in tensors.items()}
+    hosted = world.current().hosted
+    places = [world.coordinates(a) for a in axes]
+    table = [tuple(p[r] for p in places) for r in range(world.size())]
+    results: dict[Any, tuple[list[Any], dict[int, torch.Tensor]]] = {}
+    spec = None
+    for at, rank in enumerate(hosted):
+        if table[rank] in results:
+            continue
+        own = {key: s[at].clone() for key, s in shards.items()}
+
+        def to_host(x: Any, own: dict[int, torch.Tensor] = own) -> Any:
+            return own[id(x)] if isinstance(x, XLATensor) else torch.device("cpu") if isinstance(x, torch.device) else x
+
+        cpu_args, cpu_kwargs = tree_map(to_host, (args, kwargs))
+        with torch.no_grad():
+            leaves, spec = tree_flatten(func(*cpu_args, **cpu_kwargs))
+        results[table[rank]] = leaves, own
+    assert spec is not None
+
+    def gather(k: int) -> Any:
+        found = [results[table[r]][0][k] for r in hosted]
+        if not isinstance(found[0], torch.Tensor):
+            return ranks.item(tuple(found))
+        if len({tuple(t.shape) for t in found}) > 1:
+            raise RuntimeError(
+                f"{func} gives tensors of different shapes {sorted({tuple(t.shape) for t in found})} on different ranks (at {source.user_line()}): all ranks "
+                "compute together and need one shape. Use a mask (torch.where) instead, or torchrun with one process per rank."
+            )
+        same = [key for key, t in results[table[hosted[0]]][1].items() if t is found[0]]
+        return tensors[same[0]] if same else sharded.from_ranks(lambda r: results[table[r]][0][k], axes)
+
+    call_info = info(func)
+    for i in call_info.mutated:
+        value = args[i] if i < len(args) else kwargs.get(call_info.names[i])
+        for t in value if isinstance(value, (list, tuple)) else [value]:
+            if isinstance(t, XLATensor):
+                new = sharded.from_ranks(lambda r: results[table[r]][1][id(t)], axes)  # noqa: B023  # called at once
+                STATE.current.write_view(t._storage, t._layout, read(new))  # type: ignore[arg-type]
+    return tree_unflatten([gather(k) for k in range(len(results[table[hosted[0]]][0]))], spec)
 
 
 def _write_back(func: Any, args: Any, kwargs: Any, hosts: dict[int, Any]) -> None:

@@ -106,6 +106,7 @@ class GraphBuilder:
                 node.meta["stack_trace"] = f'File "{source.file}", line {source.line}, in {source.function}'
             if entry.rng:
                 node.meta["draw"] = n_draws
+                node.meta["draw_axes"] = entry.axes
                 n_draws += 1
             self._results(graph, node, entry, self.first[i], values)
         for unused in (floats, ints, draws):

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
-from torch_bridge import _compat, dtypes, executor, interpret
+from torch_bridge import _compat, dtypes, executor, interpret, sharding, varying
 from torch_bridge.graph import GraphBuilder, number
 from torch_bridge.inference import meta_of
 from torch_bridge.layout import layout
@@ -74,10 +74,21 @@ def pending_graph(tensors: Sequence[torch.Tensor]) -> fx.Graph:
                 vid, next_vid = next_vid, next_vid + 1
             outs.append(vid)
         builder = GraphBuilder(nodes, sources, outs)
-        metas = {
-            v: meta_of(layout(tuple(leaves[-v - 1].shape), None, 0, dtypes.to_torch(leaves[-v - 1].dtype))) for v in builder.used_leaves
-        }
-        return builder.build(metas)
+        sizes = {id(t._storage.array): t._storage.layout.size for t in tensors if isinstance(t, XLATensor)}
+        avals = {v: _local(leaves[-v - 1], segment, sizes) for v in builder.used_leaves}
+        graph = builder.build({v: meta_of(layout(tuple(a.shape), None, 0, dtypes.to_torch(a.dtype))) for v, a in avals.items()})
+        for v, placeholder in zip(builder.used_leaves, graph.nodes, strict=False):
+            found = getattr(leaves[-v - 1], "sharding", None)
+            placeholder.meta["spec"] = getattr(found, "spec", sharding.REPLICATED)
+        return graph
+
+
+def _local(leaf: Any, segment: Any, sizes: dict[int, tuple[int, ...]]) -> Any:
+    """What a rank sees of a leaf."""
+    if not sharding.active() or not hasattr(leaf, "sharding") or leaf.sharding is None:
+        return leaf
+    shape = () if id(leaf) in segment.scalars else sizes.get(id(leaf)) or leaf.sharding.shard_shape(leaf.shape)
+    return jax.ShapeDtypeStruct(shape, leaf.dtype)
 
 
 def _aval(storage: Any) -> Any:
@@ -98,8 +109,37 @@ def lower(graph: fx.Graph, owner: torch.nn.Module | None = None, name: str = "re
         return interpret.run(graph, values, interpret.draws_key_of(draws), owner)
 
     run.__name__ = name
+    inputs = [p for p in placeholders if p.target != "draws"]
+    if sharding.active():
+        return _lower_on_mesh(graph, run, draws, inputs)
     with _compat.enable_x64():
-        return jax.jit(run).lower(draws, *[_input_of(p) for p in placeholders if p.target != "draws"])
+        return jax.jit(run).lower(draws, *[_input_of(p) for p in inputs])
+
+
+def _lower_on_mesh(graph: fx.Graph, run: Any, draws: Any, inputs: list[fx.Node]) -> Any:
+    """As programs for several ranks are lowered: under `shard_map`, each rank on its own blocks."""
+    specs = [p.meta.get("spec", sharding.REPLICATED) for p in inputs]
+    every = dict(zip(inputs, specs, strict=True))
+    varying.spread(graph, [sharding.axes_of(every.get(n, sharding.REPLICATED)) for n in graph.nodes if n.op == "placeholder"])
+    output = next(n for n in reversed(graph.nodes) if n.op == "output")
+    results = [n for n in tree_leaves(output.args[0]) if isinstance(n, fx.Node)]
+    local = [_input_of(p) for p in inputs]
+
+    def blocks(draws: Any, *given: Any) -> Any:
+        found = tree_leaves(run(draws, *[x.reshape(a.shape) for x, a in zip(given, local, strict=True)]))
+        return tuple(x.reshape(1) if not x.ndim and n.meta["axes"] else x for x, n in zip(found, results, strict=True))
+
+    outputs = tuple(sharding.spec_for(n.meta["axes"]) for n in results)
+    mapped = jax.shard_map(blocks, mesh=sharding.mesh(), in_specs=(sharding.REPLICATED, *specs), out_specs=outputs, check_vma=False)
+    avals = [
+        jax.ShapeDtypeStruct(sharding.global_shape(a.shape, spec), a.dtype, sharding=sharding.sharding(spec))
+        for a, spec in zip(local, specs, strict=True)
+    ]
+    blocks.__name__ = run.__name__
+    with _compat.enable_x64():
+        return jax.jit(mapped).lower(
+            jax.ShapeDtypeStruct(draws.shape, draws.dtype, sharding=sharding.sharding(sharding.REPLICATED)), *avals
+        )
 
 
 def _input_of(placeholder: fx.Node) -> Any:

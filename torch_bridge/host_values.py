@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from torch_bridge import dtypes, metrics
+from torch_bridge import dtypes, metrics, sharding
 from torch_bridge.graph import fill
 from torch_bridge.segment import Entry, Segment
 
@@ -73,7 +73,11 @@ def _cone(segment: Segment, vid: int) -> list[tuple[int, int]] | None:
 
 
 def _cheap(entry: Entry) -> bool:
-    return not entry.rng and all(o is not None and o.dtype in _INTEGERS and o.numel <= MAX_ELEMENTS for o in entry.outs)
+    return (
+        not entry.rng
+        and entry.op.namespace == "aten"
+        and all(o is not None and o.dtype in _INTEGERS and o.numel <= MAX_ELEMENTS for o in entry.outs)
+    )
 
 
 def _leaf(array: Any) -> torch.Tensor | None:
@@ -82,5 +86,7 @@ def _leaf(array: Any) -> torch.Tensor | None:
     if not hasattr(array, "is_ready"):  # a captured module's input has no value
         return None
     if array.size > MAX_ELEMENTS or dtypes.to_torch(array.dtype) not in _INTEGERS or not array.is_ready():
+        return None
+    if sharding.active() and sharding.axes_of(array.sharding.spec):  # ranks may disagree
         return None
     return to_cpu(array)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import torch
 from torch import fx
 
-from torch_bridge import dtypes, lowerings
+from torch_bridge import dtypes, lowerings, sharding
 from torch_bridge.graph import KINDS, number
 from torch_bridge.source import NOWHERE, Source
 
@@ -111,4 +111,10 @@ def draw_key(row: Any) -> Any:
 
 def draws_key_of(draws: Any) -> KeyOf:
     """Keys for the random nodes of a recorded graph, from its `draws` input."""
-    return lambda node: draw_key(jnp.asarray(draws)[node.meta["draw"]])
+    return lambda node: _on_axes(draw_key(jnp.asarray(draws)[node.meta["draw"]]), node.meta.get("axes", ()))
+
+
+def _on_axes(key: Any, axes: Any) -> Any:
+    """A key of each rank's own along the mesh axes that a result varies over: ranks that share a value draw the same numbers."""
+    names = sharding.ordered(axes)
+    return jax.random.fold_in(key, jax.lax.axis_index(names)) if names else key

@@ -168,7 +168,7 @@ def to_device(data: Any, device: torch.device) -> Any:
     from torch_bridge import recorder  # noqa: F401
     from torch_bridge.transfer import upload
 
-    return nested.replace(data, _on_cpu, [upload(t.detach()).requires_grad_(t.requires_grad) for t in nested.collect(data, _on_cpu)])
+    return nested.replace(data, _on_cpu, [upload(t).requires_grad_(t.requires_grad) for t in nested.collect(data, _on_cpu)])
 
 
 def _on_cpu(x: Any) -> bool:

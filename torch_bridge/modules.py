@@ -32,6 +32,10 @@ def _apply(self: torch.nn.Module, fn: Convert, recurse: bool = True) -> torch.nn
     for name, parameter in self._parameters.items():
         if parameter is not None:
             _convert(parameter, fn, f"{type(self).__name__}.{name}")
+            if parameter.device.type == "xla":
+                from torch_bridge import replicas
+
+                replicas.own(self, name, parameter)
     for name, buffer in self._buffers.items():
         if buffer is not None:
             self._buffers[name] = fn(buffer)
@@ -65,6 +69,7 @@ def _convert(parameter: torch.nn.Parameter, fn: Convert, name: str) -> None:
     if applied is parameter:
         return
     if applied.device == parameter.device:
+        _keep_spec(parameter, applied)
         parameter.data = applied
         if grad is not None:
             parameter.grad = None
@@ -74,6 +79,13 @@ def _convert(parameter: torch.nn.Parameter, fn: Convert, name: str) -> None:
     del grad
     _swap(parameter, applied, name)
     parameter.grad = grad_applied
+
+
+def _keep_spec(parameter: torch.nn.Parameter, applied: torch.Tensor) -> None:
+    """A converted parameter lies among the ranks as it did before."""
+    old, new = (getattr(t, "_storage", None) for t in (parameter, applied))
+    if old is not None and new is not None and old.facts is not None and old.facts.spec is not None:
+        new.describe(spec=old.facts.spec)
 
 
 def _swap(parameter: torch.nn.Parameter, applied: torch.Tensor, name: str) -> None:

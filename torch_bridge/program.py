@@ -13,10 +13,11 @@ import numpy as np
 import torch
 from torch import fx
 
-from torch_bridge import _compat, dtypes, environment, interpret, lifted, metrics
+from torch_bridge import _compat, dtypes, environment, interpret, lifted, metrics, sharding
 from torch_bridge.graph import GraphBuilder
 from torch_bridge.inference import meta_of
 from torch_bridge.layout import layout
+from torch_bridge.rank_labels import RankLabels
 from torch_bridge.segment import Segment
 from torch_bridge.source import Source
 
@@ -32,9 +33,9 @@ class Trace:
         self.programs: dict[tuple[int, ...], list[Program]] = {}
         self.following: Trace | None = None
 
-    def find(self, outs: tuple[int, ...], donate: tuple[bool, ...], numbers: dict[type, np.ndarray]) -> Program | None:
+    def find(self, outs: tuple[int, ...], donate: tuple[bool, ...], numbers: dict[type, np.ndarray], labels: Any = None) -> Program | None:
         """A program for these results and numbers that donates just these leaves, or others too (they are copied for it)."""
-        fitting = [p for p in self.programs.get(outs, ()) if p.accepts(donate, numbers)]
+        fitting = [p for p in self.programs.get(outs, ()) if p.accepts(donate, numbers, labels)]
         return next((p for p in fitting if p.takes_over(donate)), fitting[0] if fitting else None)
 
 
@@ -42,13 +43,12 @@ class Program:
     """One compiled executable: the fx graph it came from, which leaves it takes and donates, and its jitted function."""
 
     def __init__(self, trace: Trace, outs: tuple[int, ...], segment: Segment, donate: tuple[bool, ...]):
-        leaves = segment.leaves
         self.slots: dict[type, lifted.Slots] = lifted.share(
             trace.nodes, trace.sources, segment.numbers, [p.slots for p in trace.programs.get(outs, ())]
         )
         builder = GraphBuilder(trace.nodes, trace.sources, outs)
         self.used = tuple(-v - 1 for v in builder.used_leaves)
-        avals = {v: jax.ShapeDtypeStruct(leaves[-v - 1].shape, leaves[-v - 1].dtype) for v in builder.used_leaves}
+        avals = {v: local_aval(segment, -v - 1) for v in builder.used_leaves}
         metas = {v: meta_of(layout(tuple(a.shape), None, 0, dtypes.to_torch(a.dtype))) for v, a in avals.items()}
         self.graph = builder.build(metas, slots=self.slots)
         names = [n.target for n in self.graph.nodes if n.op == "placeholder"]
@@ -56,8 +56,12 @@ class Program:
         self.takes_draws = "draws" in names
         self.donate = donate
         self.leaf_avals = [avals[v] for v in builder.used_leaves]
+        self.ranks = None
+        if sharding.active():
+            self.ranks = RankLabels(self, segment, outs)
         self.donated, self.order = self._pair(_updates(segment), outs, donate)
-        self.jitted = jax.jit(self._apply, donate_argnums=self.donated)
+        run = self._apply if self.ranks is None else self.ranks.wrap(self._apply, self.order)
+        self.jitted = jax.jit(run, donate_argnums=self.donated)
         self.compiled: Any = None
         self.executions = 0
         self.compile_seconds = 0.0
@@ -81,7 +85,8 @@ class Program:
             if vid is None or vid not in metas or vid in taken or not donate[leaf]:
                 continue
             aval = self.leaf_avals[i]
-            if (tuple(metas[vid].shape), dtypes.to_jax(metas[vid].dtype)) == (tuple(aval.shape), aval.dtype):
+            same_label = self.ranks is None or self.ranks.inputs[i] == self.ranks.outputs[outs.index(vid)]
+            if same_label and (tuple(metas[vid].shape), dtypes.to_jax(metas[vid].dtype)) == (tuple(aval.shape), aval.dtype):
                 pairs[i] = vid
                 taken.add(vid)
         place = {vid: k for k, vid in enumerate(outs)}
@@ -96,8 +101,10 @@ class Program:
         """The graph as a `torch.fx.GraphModule`: it prints, and runs in eager torch."""
         return fx.GraphModule(torch.nn.Module(), self.graph, "Recorded")
 
-    def accepts(self, donate: tuple[bool, ...], numbers: dict[type, np.ndarray]) -> bool:
-        """Whether it can run for leaves that may be donated as told (it may want more, not less) and these numbers."""
+    def accepts(self, donate: tuple[bool, ...], numbers: dict[type, np.ndarray], labels: Any = None) -> bool:
+        """Whether it can run for leaves that may be donated as told (it may want more, not less), these numbers and these labels."""
+        if self.ranks is not None and not self.ranks.fit(labels, self.used):
+            return False
         if any(donate[i] and not self.donate[i] for i in self.used):
             return False
         return all(self.slots[kind].pack(numbers[kind]) is not None for kind in self.takes_kinds)
@@ -126,7 +133,7 @@ class Program:
         """Execute; the results in the order of their ids."""
         self.executions += 1
         with _compat.enable_x64():
-            arrays = self.compiled(*args)
+            arrays = self.compiled(*(args if self.ranks is None else self.ranks.placed(args)))
         results: list[Any] = [None] * len(self.order)
         for k, array in zip(self.order, arrays, strict=True):
             results[k] = array
@@ -140,12 +147,23 @@ class Program:
     def compile(self, args: Sequence[Any]) -> None:
         started = time.perf_counter()
         with environment.compiling(self), _compat.enable_x64():
-            self.signature = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in args]
+            if self.ranks is not None:
+                args = self.ranks.placed(args)
+            self.signature = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=None if self.ranks is None else a.sharding) for a in args]
             self.compiled = self.jitted.lower(*args).compile()
         self.compile_seconds = time.perf_counter() - started
         metrics.COMPILE_TIME.add(self.compile_seconds)
         metrics.GRAPH_SIZE.add(len(self.graph.nodes))
         logger.debug("compiled a graph of %d nodes in %.2f s", len(self.graph.nodes), self.compile_seconds)
+
+
+def local_aval(segment: Segment, leaf: int) -> jax.ShapeDtypeStruct:
+    """Shape and dtype that each rank sees of a leaf."""
+    array = segment.leaves[leaf]
+    shape = tuple(array.shape)
+    if sharding.active() and hasattr(array, "sharding"):
+        shape = () if id(array) in segment.scalars else array.sharding.shard_shape(array.shape)
+    return jax.ShapeDtypeStruct(shape, array.dtype)
 
 
 def _updates(segment: Segment) -> dict[int, int]:

@@ -7,12 +7,13 @@ from torch_bridge import environment
 
 environment.prepare()  # before JAX starts
 
-from torch_bridge import backward, dispatch, interrupts, process, specials, tensor
+from torch_bridge import backward, collective_ops, dispatch, interrupts, process, replicas, specials, tensor
 
 tensor._dispatch = backward.guarded(dispatch.dispatch)
 interrupts.install()
+replicas.install()
 os.register_at_fork(after_in_child=process.mark_forked)
 # DataLoader workers fork; they use CPU tensors only, and `process.check` stops those that do not, so JAX's warning about forks misleads.
 warnings.filterwarnings("ignore", message=r"os\.fork\(\) was called", category=RuntimeWarning)
 
-__all__ = ["dispatch", "specials", "tensor"]
+__all__ = ["collective_ops", "dispatch", "specials", "tensor"]

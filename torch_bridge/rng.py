@@ -6,28 +6,34 @@ a new seed recompiles. Restoring a state replays the same draws, which activatio
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 _STATE_WORDS = 2
 
 
 class RngState:
-    """Seed and draw counter of one generator (`torch.xla` default, or one per `torch.Generator`)."""
+    """Seed and draw counter of one generator (`torch.xla` default, or one per `torch.Generator`).
 
-    __slots__ = ("offset", "seed")
+    axes: mesh axes along which ranks draw different numbers even for values they share (a tracker's model-parallel state).
+    """
 
-    def __init__(self, seed: int = 0, offset: int = 0):
+    __slots__ = ("axes", "offset", "seed")
+
+    def __init__(self, seed: int = 0, offset: int = 0, axes: tuple[str, ...] = ()):
         self.seed = seed
         self.offset = offset
+        self.axes = axes
 
     def manual_seed(self, seed: int) -> None:
         self.seed, self.offset = int(seed) & 0xFFFFFFFFFFFFFFFF, 0
 
-    def take(self) -> tuple[int, int]:
-        """(seed, offset) of the next draw."""
+    def take(self) -> tuple[Any, ...]:
+        """(seed, offset) of the next draw, and the mesh axes along which ranks draw differently if there are any."""
         offset = self.offset
         self.offset = offset + 1
-        return self.seed, offset
+        return (self.seed, offset, self.axes) if self.axes else (self.seed, offset)
 
     def get_state(self) -> torch.Tensor:
         """The state as a CPU uint8 tensor of 16 bytes."""

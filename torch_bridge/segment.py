@@ -7,13 +7,14 @@ recordings of the same step are equal lists, whatever arrays they run on.
 
 from __future__ import annotations
 
+import copy
 import threading
 import weakref
 from typing import Any, NamedTuple
 
 import torch
 
-from torch_bridge import source
+from torch_bridge import sharding, source
 from torch_bridge.errors import DeadTensorError
 from torch_bridge.layout import Layout, Step, contiguous_stride, layout, read_steps
 
@@ -46,11 +47,11 @@ class Entry:
     """One functional aten call up to its tensors and lifted numbers.
 
     op, args, kwargs: the call, with `Slot`s and `Lift`s. outs: base layouts of its results (None: undefined).
-    paths: where each result sits in what the op returns (an empty path: it is all of it).
+    paths: where each result sits in what the op returns (an empty path: it is all of it). axes: mesh axes along which a random op draws anew.
     casts: for a result written into a tensor of another dtype, that dtype. rng: draws random numbers.
     """
 
-    __slots__ = ("args", "casts", "kwargs", "n_outs", "op", "outs", "paths", "rng")
+    __slots__ = ("_varied", "args", "axes", "casts", "kwargs", "n_outs", "op", "outs", "paths", "rng")
 
     def __init__(
         self, op: torch._ops.OpOverload, args: Any, kwargs: Any, outs: tuple[Layout | None, ...], casts: Any = (), rng: bool = False
@@ -63,9 +64,35 @@ class Entry:
         self.paths: tuple[tuple[int, ...], ...] = ((),)
         self.casts = casts
         self.rng = rng
+        self.axes: tuple[str, ...] = ()
+        self._varied: dict[tuple[str, ...], Entry] = {}
+
+    def varied(self, axes: tuple[str, ...]) -> Entry:
+        """The same random op with numbers that differ along mesh axes, even where its inputs agree."""
+        found = self._varied.get(axes)
+        if found is None:
+            found = self._varied[axes] = copy.copy(self)
+            found.axes = axes
+        return found
 
     def __repr__(self) -> str:
         return f"Entry({self.op}, outs={list(self.outs)})"
+
+
+class Facts:
+    """What few storages have. owner: (weak module, name) of the parameter it belongs to.
+
+    spec: how the blocks of the ranks lie in the global array; axes in it are expected to differ. links: storages that alias this one in a way that
+    layouts cannot say (`rank_ops`): each is called with (segment, storage) after a write and writes the other side.
+    """
+
+    __slots__ = ("keep", "links", "owner", "spec")
+
+    def __init__(self) -> None:
+        self.owner: Any = None
+        self.spec: Any = None
+        self.links: list[Any] = []
+        self.keep: Any = None
 
 
 class Storage:
@@ -76,7 +103,7 @@ class Storage:
     A storage with neither array nor segment is full of one number, `fill` (0 for `torch.empty`); `born_full` if it never held anything else.
     """
 
-    __slots__ = ("__weakref__", "array", "born_full", "fill", "layout", "segment", "vid", "views")
+    __slots__ = ("__weakref__", "array", "born_full", "facts", "fill", "layout", "segment", "vid", "views")
 
     def __init__(self, layout: Layout, array: Any = None, fill: Any = 0):
         self.layout = layout
@@ -86,6 +113,14 @@ class Storage:
         self.segment: Any = None
         self.vid = -1
         self.views: dict[Layout, int] | None = None
+        self.facts: Facts | None = None
+
+    def describe(self, **facts: Any) -> None:
+        """Add to `facts`."""
+        if self.facts is None:
+            self.facts = Facts()
+        for name, value in facts.items():
+            setattr(self.facts, name, value)
 
     @property
     def pending(self) -> bool:
@@ -145,6 +180,7 @@ class Segment:
         self.next_vid = 0
         self.leaves: list[Any] = []
         self.leaf_index: dict[int, int] = {}
+        self.scalars: set[int] = set()
         self.writers: list[weakref.ref[Storage]] = []
         self.saved: list[tuple[weakref.ref[Storage], int]] = []
         self.overwritten: list[tuple[weakref.ref[Storage], Any]] = []
@@ -153,8 +189,11 @@ class Segment:
 
     # -- values ---------------------------------------------------------------------------------
 
-    def emit(self, entry: Entry, ids: tuple[int, ...], numbers: tuple[Any, ...] = (), draw: tuple[int, int] | None = None) -> int:
-        """Append a node; returns the id of its first result."""
+    def emit(self, entry: Entry, ids: tuple[int, ...], numbers: tuple[Any, ...] = (), draw: Any = None) -> int:
+        """Append a node; returns the id of its first result. draw: (seed, offset[, mesh axes]) of a random op."""
+        if draw is not None and len(draw) == 3:
+            entry = entry.varied(draw[2])
+            draw = draw[:2]
         node = (entry, *ids)
         nodes = self.nodes
         i = len(nodes)
@@ -190,6 +229,10 @@ class Segment:
             if storage.segment is not None:
                 raise DeadTensorError.of(storage.segment)
             return self._adopt_constant(storage)
+        if sharding.active():
+            array = storage.array = sharding.adopt(array, storage.layout.size)
+            if not storage.layout.size:
+                self.scalars.add(id(array))
         vid = self.leaf(array)
         storage.views = None
         storage.vid = vid
@@ -252,6 +295,8 @@ class Segment:
         """Write a value through a view."""
         if view is storage.layout:
             self.write(storage, vid)
+            if storage.facts is not None:
+                self.follow(storage)
             return
         chain = write_entries(storage.layout, view)
         befores: list[int] = []
@@ -262,6 +307,15 @@ class Segment:
         for entry, before in chain.writes:
             vid = self.emit(entry, (vid,) if before is None else (befores[before], vid))
         self.write(storage, vid)
+        if storage.facts is not None:
+            self.follow(storage)
+
+    def follow(self, storage: Storage, written: Any = None) -> None:
+        """After a write: what aliases the storage beyond layouts is written too. `written`: the link that the write came through."""
+        assert storage.facts is not None
+        for link in list(storage.facts.links):
+            if link is not written:
+                link.follow(self, storage)
 
     def results(self) -> dict[int, list[Storage]]:
         """Live storages by the pending id they wait for."""
@@ -312,7 +366,8 @@ def step_entry(op: torch._ops.OpOverload, inputs: tuple[Layout, ...], args: tupl
     return entry
 
 
-def _flat(of: Layout) -> Layout:
+def flat(of: Layout) -> Layout:
+    """The base layout of a value with this shape and dtype."""
     return layout(of.size, None, 0, of.dtype)
 
 
@@ -331,7 +386,7 @@ def read_entries(base: Layout, view: Layout) -> tuple[Entry, ...]:
     found = _READS.get((base, view))
     if found is None:
         entries = []
-        at = _flat(base)
+        at = flat(base)
         for op, args in read_steps(base, view):
             entry = step_entry(op, (at,), args)
             entries.append(entry)
@@ -352,7 +407,7 @@ def write_entries(base: Layout, view: Layout) -> WriteChain:
 def _build_write(base: Layout, view: Layout) -> WriteChain:
     steps = read_steps(base, view)
     reads = read_entries(base, view)
-    shapes = [_flat(base), *(e.outs[0] for e in reads)]
+    shapes = [flat(base), *(e.outs[0] for e in reads)]
     writes: list[tuple[Entry, int | None]] = []
     last_scatter = 0
     for k in range(len(steps) - 1, -1, -1):

@@ -36,7 +36,8 @@ NOWHERE = Source()
 _IS_USER: dict[CodeType, bool] = {}
 
 
-def _is_user(code: CodeType) -> bool:
+def is_user(code: CodeType) -> bool:
+    """True for code outside torch and this package."""
     known = _IS_USER.get(code)
     if known is None:
         name = code.co_filename
@@ -60,7 +61,7 @@ def current(depth: int = 1, modules: bool = True) -> Source:
     stack: list[torch.nn.Module] = []
     while frame is not None:
         code = frame.f_code
-        if user is None and _is_user(code):
+        if user is None and is_user(code):
             user = frame
         if modules and code is _CALL_IMPL:
             owner = frame.f_locals.get("self")
@@ -83,6 +84,11 @@ def _module_path(stack: list[torch.nn.Module]) -> tuple[str, str]:
     if names is None or id(leaf) not in names:
         names = _PATHS[root] = {id(m): n for n, m in root.named_modules(remove_duplicate=False)}
     return names.get(id(leaf), type(leaf).__name__), type(leaf).__name__
+
+
+def paths_of(module: torch.nn.Module) -> list[str]:
+    """The dotted paths under which modules that ran a forward pass hold this one."""
+    return [names[id(module)] for names in list(_PATHS.values()) if id(module) in names]
 
 
 _FORWARD_SOURCES: dict[int, Source] = {}

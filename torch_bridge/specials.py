@@ -13,7 +13,7 @@ from torch_bridge.inference import infer
 from torch_bridge.layout import Layout, base_of_meta, layout
 from torch_bridge.segment import Storage
 from torch_bridge.tensor import XLATensor, make
-from torch_bridge.transfer import download, to_array
+from torch_bridge.transfer import array_of, download
 
 aten = torch.ops.aten
 
@@ -30,14 +30,14 @@ def copy_(func: Any, args: Any, kwargs: Any) -> Any:
         return dst
     view = dst._layout
     if not isinstance(src, XLATensor):
-        host = src.detach()
+        host = src if src.dtype == view.dtype and tuple(src.shape) == view.size else src.detach()
         if host.dtype != view.dtype:
             host = host.to(view.dtype)
         if tuple(host.shape) != view.size:
             host = host.expand(view.size)
         storage = dst._storage
-        array = to_array(host)
-        if view is storage.layout:
+        array = array_of(host)
+        if view is storage.layout and not linked(storage):
             storage.views, storage.segment, storage.array = None, None, array
         else:
             STATE.current.write_view(storage, view, STATE.current.leaf(array))
@@ -243,9 +243,14 @@ def fill_tensor_(func: Any, args: Any, kwargs: Any) -> Any:
     return copy_(aten.copy_.default, args, {})
 
 
+def linked(storage: Storage) -> bool:
+    """True if a write has to reach other storages too."""
+    return storage.facts is not None and bool(storage.facts.links)
+
+
 def _fill(t: XLATensor, value: Any) -> XLATensor:
     storage, view = t._storage, t._layout
-    if view is storage.layout and not STATE.current.capture:
+    if view is storage.layout and not STATE.current.capture and not linked(storage):
         storage.set_constant(value)
     elif view.numel:
         STATE.current.write_view(storage, view, STATE.current.fill(view, value))

@@ -94,6 +94,11 @@ class XLATensor(torch.Tensor):
     def __format__(self, spec: str) -> str:
         return self.item().__format__(spec) if self.dim() == 0 else object.__format__(self, spec)
 
+    def item(self) -> Any:
+        """The number in a one-element tensor. If ranks hold different ones, the first hosted rank's, which remembers the others' (`ranks.item`)."""
+        value = torch.Tensor.item(self)
+        return value if isinstance(value, (bool, complex)) else _each_ranks(self, value)
+
     def tolist(self) -> Any:
         return self.detach().cpu().tolist()
 
@@ -159,6 +164,15 @@ def _deepcopy(t: XLATensor, memo: dict[int, Any]) -> XLATensor:
     if isinstance(t, torch.nn.Parameter):
         new._is_param = True
     return new
+
+
+def _each_ranks(t: XLATensor, value: Any) -> Any:
+    from torch_bridge import ranks, sharded, sharding
+
+    storage = t._storage
+    if not sharding.active() or storage.array is None or not sharding.axes_of(storage.array.sharding.spec):
+        return value
+    return ranks.item(tuple(torch.Tensor.item(s) for s in sharded.shards(t)))
 
 
 _raw_data_get = torch.Tensor.data.__get__  # type: ignore[attr-defined]

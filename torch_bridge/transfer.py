@@ -8,8 +8,9 @@ from typing import Any
 import jax
 import numpy as np
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
-from torch_bridge import _compat, dtypes, metrics, process
+from torch_bridge import _compat, dtypes, metrics, process, sharding
 from torch_bridge.layout import layout
 from torch_bridge.segment import Storage
 from torch_bridge.tensor import XLATensor, make
@@ -18,37 +19,60 @@ from torch_bridge.tensor import XLATensor, make
 def to_array(t: torch.Tensor, device: Any = None) -> jax.Array:
     """A CPU tensor's values as a new JAX array (same shape and dtype)."""
     process.check()
-    dtype = dtypes.to_jax(t.dtype)
-    t = t.detach().resolve_conj().resolve_neg()
-    if not t.is_contiguous():
-        t = t.contiguous()
-    if dtype.kind == "V" or dtype.name.startswith(("bfloat16", "float8")):
-        host = t.view(torch.int16 if dtype.itemsize == 2 else torch.uint8).numpy().view(dtype)
-    else:
-        host = t.numpy()
+    host = to_numpy(t)
     started = time.perf_counter()
     with _compat.enable_x64():
         # A copy of our own: on CPU devices JAX takes numpy memory as it is, whatever `may_alias` says.
-        array = jax.device_put(host.copy(), device)
+        array = sharding.replicated(host.copy()) if sharding.active() and device is None else jax.device_put(host.copy(), device)
     metrics.TRANSFER_TO_DEVICE.add(time.perf_counter() - started)
     metrics.OUTBOUND_DATA.add(host.nbytes)
     return array
 
 
-def to_cpu(array: jax.Array) -> torch.Tensor:
-    """A JAX array's values as a new contiguous CPU tensor; waits until they are computed."""
+def to_numpy(t: torch.Tensor) -> np.ndarray:
+    """A CPU tensor's values as an array that may share its memory; bfloat16 and float8 as JAX's types."""
+    dtype = dtypes.to_jax(t.dtype)
+    t = t.detach().resolve_conj().resolve_neg()
+    if not t.is_contiguous():
+        t = t.contiguous()
+    if dtype.kind == "V" or dtype.name.startswith(("bfloat16", "float8")):
+        return t.view(torch.int16 if dtype.itemsize == 2 else torch.uint8).numpy().view(dtype)
+    return t.numpy()
+
+
+def from_numpy(host: np.ndarray) -> torch.Tensor:
+    """The same memory as a CPU tensor."""
+    if host.dtype.name.startswith(("bfloat16", "float8")):
+        raw = torch.from_numpy(host.view(np.int16 if host.dtype.itemsize == 2 else np.uint8))
+        return raw.view(dtypes.to_torch(host.dtype))
+    return torch.from_numpy(host)
+
+
+def to_cpu(array: jax.Array, size: tuple[int, ...] | None = None) -> torch.Tensor:
+    """A JAX array's values as a new contiguous CPU tensor; waits until they are computed.
+
+    size: the shape that a rank sees; of a value that differs among ranks, the first hosted rank's is taken.
+    """
     from torch_bridge.executor import explained
 
     started = time.perf_counter()
     with explained():
-        host = np.array(array)
+        host = np.array(array if size is None else sharding.first_block(array, size))
     metrics.TRANSFER_FROM_DEVICE.add(time.perf_counter() - started)
     metrics.INBOUND_DATA.add(host.nbytes)
-    dtype = dtypes.to_torch(host.dtype)
-    if host.dtype.name.startswith(("bfloat16", "float8")):
-        raw = torch.from_numpy(host.view(np.int16 if host.dtype.itemsize == 2 else np.uint8))
-        return raw.view(dtype)
-    return torch.from_numpy(host)
+    return from_numpy(host)
+
+
+_READ: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""CPU copies of values that differ among ranks: their version and the array they came from, so that moving one back gives each rank its own again."""
+
+
+def array_of(t: torch.Tensor) -> jax.Array:
+    """The values of a CPU tensor as an array. An unchanged copy of a value that differs among ranks gives that value."""
+    kept = _READ.get(t) if sharding.active() else None
+    if kept is not None and kept[0] == t._version and tuple(t.shape) == kept[2]:
+        return sharding.adopt(kept[1], kept[2])
+    return to_array(t)
 
 
 def upload(t: torch.Tensor) -> XLATensor:
@@ -57,7 +81,31 @@ def upload(t: torch.Tensor) -> XLATensor:
 
     size, stride = tuple(t.shape), tuple(t.stride())
     base = layout(size, stride if is_dense(size, stride) else None, 0, t.dtype)
-    return make(base, Storage(base, to_array(t)))
+    return make(base, Storage(base, array_of(t)))
+
+
+def upload_blocks(blocks: list[torch.Tensor], spec: Any) -> XLATensor:
+    """A new xla tensor from the hosted ranks' own CPU tensors, labelled as `spec` says."""
+    base = layout(tuple(blocks[0].shape), None, 0, blocks[0].dtype)
+    hosts: dict[int, Any] = {}
+    for t in blocks:
+        if t.dtype != blocks[0].dtype or t.shape != blocks[0].shape:
+            raise ValueError(
+                f"every rank needs a tensor of the same shape and dtype, got {blocks[0].dtype}{list(blocks[0].shape)} and {t.dtype}{list(t.shape)}"
+            )
+        if id(t) not in hosts:
+            hosts[id(t)] = to_numpy(t).copy()
+    with _compat.enable_x64():
+        array = sharding.from_blocks([hosts[id(t)] for t in blocks], spec)
+    storage = Storage(base, array)
+    storage.describe(spec=spec)
+    return make(base, storage)
+
+
+def view_of(block: Any, t: XLATensor) -> torch.Tensor:
+    """What `t` shows of a block of its storage, as a CPU tensor."""
+    host, base = from_numpy(np.array(block)), t._storage.layout
+    return host if t._layout is base else _host_view(host, base, t._layout)
 
 
 def download(t: XLATensor) -> torch.Tensor:
@@ -70,7 +118,9 @@ def download(t: XLATensor) -> torch.Tensor:
     if storage.array is None:
         host = torch.full(base.size, storage.fill, dtype=base.dtype)
     else:
-        host = to_cpu(storage.array)
+        host = to_cpu(storage.array, base.size if sharding.active() else None)
+        if view is base and host.stride() == view.stride and sharding.active() and sharding.axes_of(storage.array.sharding.spec):
+            _READ[host] = (host._version, storage.array, base.size)
     if view is base:
         if not host.is_contiguous() or host.stride() != view.stride:
             host = torch.empty_strided(view.size, view.stride, dtype=view.dtype).copy_(host)

@@ -1,91 +1,185 @@
-"""Who this worker is among the workers of the job. Every rank query and every group of the facades goes through here.
+"""The job's ranks: how many there are, which of them this process hosts, and the mesh axes they are laid out on.
 
-For now a job has one worker. What asks for more raises and says so, so that no script ever computes silently with the wrong world.
+A plain `python script.py` (or the emulator) hosts every rank; under `torchrun` a process hosts its own. Every rank query and every group of
+the facades goes through here. In a process that hosts several ranks a rank query returns a `ranks.RankInt`: each rank's own number.
 """
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
+
+from torch_bridge import ranks
+
+KNOB = "set NEURON_RT_NUM_CORES=<n>, start the script with `nxd-run --nproc_per_node=<n>`, or start real processes with `torchrun`"
+
+
+class World:
+    """The ranks of a job.
+
+    size: how many. hosted: those that this process computes for, ascending. local_size: ranks on a host. axes: names and sizes of the mesh
+    axes, outermost first; their product is `size`, and rank order is row-major over them. fixed: the size was asked for, so
+    `require` must not change it.
+    """
+
+    def __init__(self, size: int, hosted: Sequence[int] | None = None, local_size: int | None = None, fixed: bool = True):
+        self.size = size
+        self.hosted = tuple(range(size)) if hosted is None else tuple(hosted)
+        self.local_size = local_size or size
+        self.fixed = fixed
+        self.axes: dict[str, int] = {"dp": size}
+        self.epoch = 0
+
+    @property
+    def processes(self) -> int:
+        return self.size // len(self.hosted)
+
+    def table(self, of: Callable[[int], Any]) -> Any:
+        """`of(rank)` for the ranks of this process: a plain value if they agree, else one that knows them all."""
+        return ranks.ranked(tuple(of(r) for r in range(self.size)), self.hosted)
+
+
+_world: World | None = None
+_changing: list[Callable[[], None]] = []
+
+
+def before_change(hook: Callable[[], None]) -> None:
+    """Call `hook` before the axes change (to run what is recorded under the old ones)."""
+    _changing.append(hook)
+
+
+def current() -> World:
+    """The world, decided from the environment at the first question."""
+    global _world
+    if _world is None:
+        _world = from_environment()
+    return _world
+
+
+def from_environment() -> World:
+    """NXD_JAX_WORLD_SIZE (our launcher), else torchrun's WORLD_SIZE and RANK, else NEURON_RT_NUM_CORES or NEURON_RT_VISIBLE_CORES, else one rank."""
+    env = os.environ
+    emulated = env.get("NXD_JAX_WORLD_SIZE")
+    if emulated:
+        count = _number("NXD_JAX_WORLD_SIZE", emulated)
+        return World(count, local_size=_number("LOCAL_WORLD_SIZE", env.get("LOCAL_WORLD_SIZE") or str(count)))
+    if env.get("WORLD_SIZE"):
+        count = _number("WORLD_SIZE", env["WORLD_SIZE"])
+        if count > 1 and not env.get("RANK"):
+            raise RuntimeError(f"WORLD_SIZE={count} is set but RANK is not: {KNOB}")
+        rank = int(env.get("RANK") or 0)
+        if not 0 <= rank < count:
+            raise RuntimeError(f"RANK={rank} must be below WORLD_SIZE={count}")
+        return World(count, (rank,), _number("LOCAL_WORLD_SIZE", env.get("LOCAL_WORLD_SIZE") or str(count)))
+    visible = env.get("NEURON_RT_VISIBLE_CORES")
+    if visible:
+        return World(_count_cores(visible))
+    cores = env.get("NEURON_RT_NUM_CORES")
+    if cores and cores != "0":
+        return World(_number("NEURON_RT_NUM_CORES", cores))
+    return World(1, fixed=False)
+
+
+def _number(name: str, text: str) -> int:
+    if not text.isdigit() or not int(text):
+        raise ValueError(f"{name}={text!r} must be a positive number")
+    return int(text)
+
+
+def _count_cores(text: str) -> int:
+    """Cores in `3`, `0-3`, `3,4,5` or `3-5,6`."""
+    count = 0
+    for part in text.split(","):
+        low, _, high = part.strip().partition("-")
+        if not low.isdigit() or (high and not high.isdigit()) or int(high or low) < int(low):
+            raise ValueError(f"NEURON_RT_VISIBLE_CORES={text!r} must be cores such as 3, 0-3 or 3,4,5")
+        count += int(high or low) - int(low) + 1
+    return count
+
+
+def configure(world: World | None) -> None:
+    """Replace the world (for launchers and tests). None: decide anew from the environment."""
+    global _world
+    for hook in _changing:
+        hook()
+    _world = world
+
+
+def require(count: int) -> None:
+    """Make a world of at least `count` ranks if nobody said how large it is (`initialize_model_parallel` in a plain script)."""
+    world = current()
+    if not world.fixed and world.size < count:
+        configure(World(count, fixed=False))
+
+
+def set_axes(axes: dict[str, int]) -> None:
+    """Lay the ranks out on named axes, outermost first; rank order is row-major over them."""
+    world = current()
+    if math.prod(axes.values()) != world.size:
+        raise ValueError(f"axes {axes} hold {math.prod(axes.values())} ranks, the world has {world.size}")
+    if axes != world.axes:
+        for hook in _changing:
+            hook()
+        world.axes = dict(axes)
+        world.epoch += 1
+
+
+def coordinates(axis: str) -> tuple[int, ...]:
+    """Each rank's index along an axis."""
+    axes = current().axes
+    inner = math.prod(list(axes.values())[list(axes).index(axis) + 1 :])
+    return tuple(r // inner % axes[axis] for r in range(current().size))
+
+
+def axes_of_table(values: Sequence[Any]) -> tuple[str, ...]:
+    """The axes along which a value given for each rank differs, outermost first."""
+    found = []
+    for axis, count in current().axes.items():
+        index = coordinates(axis)
+        inner = math.prod(list(current().axes.values())[list(current().axes).index(axis) + 1 :])
+        if count > 1 and any(values[r] != values[r - index[r] * inner] for r in range(len(values))):
+            found.append(axis)
+    return tuple(found)
 
 
 def size() -> int:
-    """Workers in the job."""
-    asked = os.environ.get("WORLD_SIZE", "1")
-    if asked not in ("", "1"):
-        raise NotImplementedError(
-            f"this job was started with WORLD_SIZE={asked}, but this release runs one worker per job. "
-            "Start it with `python script.py` or `torchrun --nproc_per_node=1`; worlds of several workers come in a later release."
-        )
-    return 1
+    """Ranks in the job."""
+    return current().size
 
 
-def rank() -> int:
-    """This worker's number among all workers."""
-    size()
-    return 0
+def is_local() -> bool:
+    """True if this process hosts the whole world."""
+    return len(current().hosted) == current().size
+
+
+def rank() -> Any:
+    """This rank's number among all ranks; each rank's own if the process hosts several."""
+    return current().table(lambda r: r)
+
+
+def first() -> int:
+    """The first rank that this process hosts, as a plain number."""
+    return current().hosted[0]
 
 
 def local_size() -> int:
-    """Workers on this host."""
-    size()
-    return 1
+    """Ranks on this host."""
+    return current().local_size
 
 
-def local_rank() -> int:
-    """This worker's number on its host."""
-    size()
-    return 0
+def local_rank() -> Any:
+    """This rank's number on its host."""
+    local = local_size()
+    return current().table(lambda r: r % local)
 
 
 def process_count() -> int:
     """Python processes in the job."""
-    size()
-    return 1
+    return current().processes
 
 
 def process_index() -> int:
     """This process's number in the job."""
-    size()
-    return 0
-
-
-def members(groups: Any = None) -> tuple[int, ...]:
-    """The ranks that take part with this one in a collective over `groups`.
-
-    groups: None or empty (all ranks), or a list of lists of ranks, as torch_xla has them. A process group, which NxD's own model code
-    passes here by mistake, stands for its ranks. Raises TypeError for anything else and ValueError for ranks that do not exist, appear
-    twice or leave this one out.
-    """
-    everyone = tuple(range(size()))
-    if groups is None:
-        return everyone
-    if hasattr(groups, "_mesh"):
-        groups = groups._mesh
-    if not isinstance(groups, Sequence) or isinstance(groups, str):
-        raise TypeError(f"groups must be a list of lists of ranks such as [[0]], got {groups!r}")
-    if not groups:
-        return everyone
-    seen: set[int] = set()
-    mine: tuple[int, ...] | None = None
-    for group in groups:
-        for member in _ranks(group, groups):
-            if member not in everyone:
-                raise ValueError(f"groups={groups}: rank {member} does not exist in a world of {len(everyone)} (ranks {list(everyone)})")
-            if member in seen:
-                raise ValueError(f"groups={groups}: rank {member} appears more than once")
-            seen.add(member)
-        if rank() in group:
-            mine = tuple(group)
-    if mine is None:
-        raise ValueError(f"groups={groups} leaves out this worker, rank {rank()}: every rank must be in one group")
-    return mine
-
-
-def _ranks(group: Any, groups: Any) -> Sequence[int]:
-    if not isinstance(group, Sequence) or isinstance(group, str) or not all(type(m) is int for m in group):
-        raise TypeError(f"groups must be a list of lists of ranks such as [[0]], got {groups!r} (one of its groups is {group!r})")
-    if not group:
-        raise ValueError(f"groups={groups} has an empty group")
-    return group
+    return first() // len(current().hosted)

@@ -52,7 +52,7 @@ def test_under_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_larger_worlds_are_refused() -> None:
-    with pytest.raises(NotImplementedError, match=r"world_size=2.*one worker per job"):
+    with pytest.raises(ValueError, match=r"world_size=2.*the world has 1 rank.*torchrun"):
         dist.init_process_group("xla", rank=0, world_size=2, store=dist.HashStore())
     assert not dist.is_initialized()
 
@@ -154,8 +154,19 @@ def test_spawn_calls_the_function_here() -> None:
     xmp.spawn(lambda index, word: calls.append((index, word)), args=("b",), nprocs=1, start_method="fork")
     torch_xla.launch(lambda index, word: calls.append((index, word)), args=("c",))
     assert calls == [(0, "a"), (0, "b"), (0, "c")]
-    with pytest.raises(NotImplementedError, match=r"nprocs=8.*one worker per job"):
-        xmp.spawn(print, nprocs=8)
+
+
+def test_spawn_makes_a_world_of_the_size_asked_for() -> None:
+    seen: list[tuple[int, list[int]]] = []
+    try:
+        xmp.spawn(lambda index: seen.append((world.size(), ranks.per_rank(index))), nprocs=8)
+        assert seen == [(8, list(range(8)))]
+        with pytest.raises(ValueError, match=r"nprocs=4.*this host has 8 ranks"):
+            xmp.spawn(print, nprocs=4)
+    finally:
+        world.configure(None)
+    with pytest.raises(ValueError, match=r"nprocs must be a positive number, got 0"):
+        xmp.spawn(print, nprocs=0)
 
 
 def test_launch_under_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import torch_xla
 import torch_xla.core.xla_model as xm
 from torch import nn
 
-from torch_bridge import executor, steps
+from torch_bridge import executor, steps, world
 from torch_bridge.torch_xla import _deprecation
 
 pytestmark = pytest.mark.usefixtures("clean_step")
@@ -38,9 +38,12 @@ def test_devices_and_ranks() -> None:
 
 def test_world_size_of_a_launcher_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "8")
-    with pytest.raises(NotImplementedError, match=r"WORLD_SIZE=8.*one worker per job.*nproc_per_node=1"):
+    monkeypatch.delenv("RANK", raising=False)
+    world.configure(None)
+    with pytest.raises(RuntimeError, match=r"WORLD_SIZE=8 is set but RANK is not.*torchrun"):
         xm.xrt_world_size()
     monkeypatch.setenv("WORLD_SIZE", "1")
+    world.configure(None)
     assert xm.xrt_world_size() == 1
 
 

@@ -5,13 +5,13 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from torch_bridge import collectives, loading, steps, world
+from torch_bridge import collectives, loading, objects, processes, steps, world
+from torch_bridge import groups as rank_groups
 
 REDUCE_SUM = "sum"
 REDUCE_MUL = "mul"
@@ -121,7 +121,7 @@ def _fetch_gradients(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 def reduce_gradients(optimizer: torch.optim.Optimizer, groups: Any = None, pin_layout: bool = True) -> None:
     """`xm.reduce_gradients`: average the gradients over the group, in place."""
-    count = len(world.members(groups))
+    count = rank_groups.resolve(groups).size
     collectives.all_reduce(REDUCE_SUM, _fetch_gradients(optimizer), 1.0 / count, groups)
 
 
@@ -144,7 +144,8 @@ def rendezvous(tag: str, payload: bytes = b"", replicas: Sequence[int] = ()) -> 
         raise TypeError(f"`payload` must be bytes, not {type(payload)}")
     if replicas and sorted(replicas) != list(range(world.size())):
         raise ValueError(f"rendezvous {tag!r}: only a rendezvous of all {world.size()} ranks is supported, got replicas={list(replicas)}")
-    return [payload]
+    parts = processes.exchange(f"rendezvous {tag}", payload)
+    return [part for part in parts for _ in range(world.size() // len(parts))]
 
 
 def xla_rendezvous(payload: bytes = b"", ordinals: Sequence[int] | None = None, tag: str | None = None) -> list[bytes]:
@@ -153,11 +154,11 @@ def xla_rendezvous(payload: bytes = b"", ordinals: Sequence[int] | None = None, 
 
 
 def mesh_reduce(tag: str, data: Any, reduce_fn: Callable[[list[Any]], Any]) -> Any:
-    """`xm.mesh_reduce`: gather every worker's data (pickled, tensors on the CPU) and reduce the list."""
-    buffer = io.BytesIO()
-    torch.save(loading.to_host(data), buffer)
-    gathered = [torch.load(io.BytesIO(part), weights_only=False) for part in rendezvous(tag, buffer.getvalue())]
-    return reduce_fn(gathered)
+    """`xm.mesh_reduce`: gather every worker's data (pickled, tensors on the CPU) and reduce the list.
+
+    Tensors on xla, ranks and numbers read from tensors with `.item()` count as each worker's own.
+    """
+    return reduce_fn(objects.all_gather(data, f"mesh_reduce {tag}"))
 
 
 def do_on_ordinals(target: Callable[..., Any], data: Any = (), ordinals: Any = (0,)) -> Any:

@@ -9,7 +9,9 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from torch_bridge import collectives, world
+from torch_bridge import collectives, processes, world
+from torch_bridge import groups as rank_groups
+from torch_bridge.groups import Groups
 
 Tensors = list[torch.Tensor]
 
@@ -36,13 +38,23 @@ class ProcessGroupXla(_Base):
     def __init__(self, prefix_store: Any, rank: int, size: int, timeout: datetime.timedelta):
         super().__init__(rank, size)
         if size > world.size():
-            raise NotImplementedError(
-                f"init_process_group('xla', world_size={size}): this release runs one worker per job; worlds of several workers come in "
-                "a later release."
-            )
+            raise ValueError(f"init_process_group('xla', world_size={size}), but the world has {world.size()} rank(s): {world.KNOB}")
         self.prefix_store = prefix_store
         self.timeout = timeout
         self._mesh: list[list[int]] = []
+
+    def _groups(self) -> Groups:
+        """This group and its sisters."""
+        return rank_groups.resolve(self._mesh)
+
+    def rank(self) -> Any:
+        """This rank's place in the group; each rank's own if the process hosts several."""
+        among = self._groups()
+        return world.current().table(among.index)
+
+    def size(self) -> int:
+        """Ranks in the group."""
+        return self._groups().size
 
     def getBackendName(self) -> str:
         return "xla"
@@ -53,7 +65,7 @@ class ProcessGroupXla(_Base):
         kind = next((name for known, name in _REDUCTIONS.items() if op == known), None)
         if kind is None:
             raise ValueError(f"the xla backend has no reduction {getattr(op, 'op', op)}; use SUM, AVG, PRODUCT, MIN, MAX, BAND or BOR")
-        return kind, 1.0 / len(world.members(self._mesh)) if op == dist.ReduceOp.AVG else 1.0
+        return kind, 1.0 / self._groups().size if op == dist.ReduceOp.AVG else 1.0
 
     def allreduce(self, tensors: Tensors, opts: Any = None) -> Any:
         kind, scale = self._reduce(opts, tensors) if opts is not None else ("sum", 1.0)
@@ -63,10 +75,13 @@ class ProcessGroupXla(_Base):
     allreduce_coalesced = allreduce
 
     def reduce(self, tensors: Tensors, opts: Any) -> Any:
+        """As `allreduce`: the result on the other ranks is undefined in torch.distributed, here it is the same."""
         return self.allreduce(tensors, opts)
 
     def broadcast(self, tensors: Tensors, opts: Any) -> Any:
-        collectives.broadcast(tensors, self._global(opts.rootRank), self._mesh)
+        among = self._groups()
+        if among.size > 1:
+            collectives.broadcast_from(tensors, opts.rootRank, among)
         return _done(tensors)
 
     def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> Any:
@@ -94,7 +109,15 @@ class ProcessGroupXla(_Base):
 
     def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = None) -> Any:
         for out, parts in zip(outputs, inputs, strict=True):
-            _copy([out], [parts[self.rank()]])
+            among = self._groups()
+            if among.size == 1:
+                _copy([out], [parts[0]])
+                continue
+            if not parts:
+                raise NotImplementedError("scatter: ranks without an input list are not supported; pass the list on every rank")
+            stacked = torch.stack(list(parts))
+            collectives.broadcast_from([stacked], opts.rootRank, among)
+            _copy([out], [stacked[self.rank()]])
         return _done(outputs)
 
     def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> Any:
@@ -109,7 +132,7 @@ class ProcessGroupXla(_Base):
 
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any) -> Any:
         kind, scale = self._reduce(opts, [input])
-        count = len(world.members(self._mesh))
+        count = self._groups().size
         flat = input.reshape(-1) if input.dim() == 0 or input.shape[0] % count else input
         _copy([output], [collectives.reduce_scatter(kind, flat, scale, 0, count, self._mesh).reshape(output.shape)])
         return _done([output])
@@ -124,7 +147,13 @@ class ProcessGroupXla(_Base):
             raise ValueError(
                 f"all_to_all in a group of {self.size()} needs that many inputs and outputs, got {len(inputs)} and {len(outputs)}"
             )
-        _copy(outputs, inputs)
+        if self.size() == 1:
+            _copy(outputs, inputs)
+            return _done(outputs)
+        if len({tuple(t.shape) for t in (*inputs, *outputs)}) != 1:
+            raise NotImplementedError("all_to_all with parts of different shapes: XLA needs equal parts; pad them")
+        exchanged = collectives.all_to_all(torch.stack(list(inputs)), 0, 0, self.size(), self._mesh)
+        _copy(outputs, exchanged.unbind(0))
         return _done(outputs)
 
     def all_to_all_single(
@@ -155,10 +184,13 @@ class ProcessGroupXla(_Base):
         return _done([])
 
     def barrier(self, opts: Any = None) -> Any:
+        """Wait for the other processes, if there are any."""
+        processes.barrier("process group")
         return _done([])
 
     def monitored_barrier(self, *args: Any, **kwargs: Any) -> None:
-        """Everyone is here."""
+        """As `barrier`."""
+        processes.barrier("process group")
 
     def send(self, tensors: Tensors, dst_rank: int, tag: int = 0) -> Any:
         self._no_peer("send to", dst_rank)
@@ -170,10 +202,12 @@ class ProcessGroupXla(_Base):
         self._no_peer("recv from", "any rank")
 
     def _no_peer(self, what: str, rank: Any) -> NoReturn:
+        if self.size() > 1:
+            raise NotImplementedError(
+                f"{what} {rank}: point-to-point transfers have no meaning in a program that all ranks run together; use "
+                "xm.collective_permute(tensor, [[source, target], ...]), which every rank of the group calls"
+            )
         raise ValueError(f"{what} {rank}: the group of rank {self.rank()} has {self.size()} member, so there is no other rank")
-
-    def _global(self, rank: int) -> int:
-        return world.members(self._mesh)[rank]
 
 
 def _copy(outputs: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:

@@ -9,13 +9,15 @@ from __future__ import annotations
 import datetime
 import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from torch_bridge import world
+from torch_bridge import groups as rank_groups
+from torch_bridge import objects, world
+from torch_bridge import ranks as ranks_of
 from torch_bridge.torch_xla.distributed._process_group import ProcessGroupXla
 
 __all__ = ["ProcessGroupXla", "new_xla_process_group"]
@@ -32,7 +34,10 @@ def _rendezvous(url: str, timeout: datetime.timedelta = dist.default_pg_timeout,
     global _store
     if _store is None:
         _store = dist.HashStore()
-    yield _store, world.rank(), world.size()
+    if world.process_count() > 1:
+        yield from dist.rendezvous("env://", timeout=timeout)
+        return
+    yield _store, world.first(), world.size()
 
 
 _init_process_group = distributed_c10d.init_process_group
@@ -40,11 +45,16 @@ _init_process_group = distributed_c10d.init_process_group
 
 @functools.wraps(_init_process_group)
 def _init(backend: str | None = None, init_method: str | None = None, *args: Any, **kwargs: Any) -> None:
-    launched = "RANK" in os.environ or "WORLD_SIZE" in os.environ
-    told = init_method or args or {"rank", "world_size", "store"} & kwargs.keys()
-    if str(backend).lower() == "xla" and not launched and not told:
-        init_method = "xla://"
+    ours = str(backend).lower() == "xla"
+    if ours and world.process_count() == 1 and "store" not in kwargs:
+        launched = "RANK" in os.environ or "WORLD_SIZE" in os.environ
+        told = init_method or args or {"rank", "world_size"} & kwargs.keys()
+        if world.size() > 1 or not (launched or told):  # one process is all there is: what it was told about its rank stands for all
+            kwargs = {k: v for k, v in kwargs.items() if k not in ("rank", "world_size")}
+            init_method = "xla://"
     _init_process_group(backend, init_method, *args, **kwargs)
+    if ours:
+        refresh()
 
 
 _new_group = distributed_c10d.new_group
@@ -65,9 +75,83 @@ def new_xla_process_group(
     group = _new_group(ranks, timeout, backend, pg_options, *args, **kwargs)
     if isinstance(group, ProcessGroupXla) and ranks is not None:
         options = pg_options.get("xla_pg_options", {}) if isinstance(pg_options, dict) else {}
-        group._mesh = options.get("mesh") or [list(ranks)]
-        world.members(group._mesh)
+        mesh = options.get("mesh") or rank_groups.sisters([int(r) for r in ranks])
+        group._mesh = [list(g) for g in rank_groups.resolve(mesh).members]
+        distributed_c10d._world.pg_group_ranks[group] = _Places(distributed_c10d._world.pg_group_ranks[group], group)
     return group
+
+
+class _Places(dict[int, int]):
+    """torch's table from global ranks to places in a group. Asked for a rank that differs among ranks, it gives each rank's place."""
+
+    def __init__(self, places: dict[int, int], group: ProcessGroupXla):
+        super().__init__(places)
+        self._group = group
+
+    def __getitem__(self, rank: Any) -> Any:
+        values = ranks_of.values_of(rank)
+        if values is None:
+            return super().__getitem__(rank)
+        among = self._group._groups()
+        return world.current().table(lambda r: among.of(r).index(values[r]) if values[r] in among.of(r) else -1)
+
+
+def refresh() -> None:
+    """Let torch.distributed know the ranks of a world that has grown since `init_process_group` (a plain script that asked for tp 8 only now)."""
+    default = distributed_c10d._get_default_group()
+    if isinstance(default, ProcessGroupXla):
+        distributed_c10d._world.pg_group_ranks[default] = _Places({r: r for r in range(world.size())}, default)
+
+
+def _by_objects(name: str, ours: Callable[..., None]) -> None:
+    """Replace an object collective of torch.distributed where the group is one of ours."""
+    original = getattr(distributed_c10d, name)
+
+    @functools.wraps(original)
+    def collective(*args: Any, group: Any = None, **kwargs: Any) -> Any:
+        chosen = group if group is not None else distributed_c10d._get_default_group()
+        if isinstance(chosen, ProcessGroupXla):
+            return ours(chosen, *args, **kwargs)
+        return original(*args, group=group, **kwargs)
+
+    for module in (dist, distributed_c10d):
+        setattr(module, name, collective)
+
+
+def _all_gather_object(group: ProcessGroupXla, object_list: list[Any], obj: Any) -> None:
+    object_list[:] = objects.all_gather(obj, among=group._mesh)
+
+
+def _gather_object(
+    group: ProcessGroupXla, obj: Any, object_gather_list: list[Any] | None = None, dst: Any = None, group_dst: Any = None
+) -> None:
+    found = objects.all_gather(obj, among=group._mesh)
+    if object_gather_list is not None:
+        object_gather_list[:] = found
+
+
+def _source(group: ProcessGroupXla, src: Any, group_src: Any) -> int:
+    """The global rank that an object comes from, for the first hosted rank."""
+    return group._groups().of(world.first())[int(group_src)] if group_src is not None else int(src or 0)
+
+
+def _broadcast_object_list(
+    group: ProcessGroupXla, object_list: list[Any], src: Any = None, device: Any = None, group_src: Any = None
+) -> None:
+    objects.broadcast(object_list, _source(group, src, group_src))
+
+
+def _scatter_object_list(
+    group: ProcessGroupXla, output: list[Any], inputs: list[Any] | None = None, src: Any = None, group_src: Any = None
+) -> None:
+    if len(world.current().hosted) > 1 and inputs is not None and any(i != inputs[0] for i in inputs):
+        raise NotImplementedError(
+            "scatter_object_list: one process runs for all ranks here, so Python objects cannot differ among them; use tensors"
+        )
+    shared = [inputs]
+    objects.broadcast(shared, _source(group, src, group_src))
+    assert shared[0] is not None
+    output[0] = shared[0][int(group.rank())]
 
 
 def _install() -> None:
@@ -80,6 +164,10 @@ def _install() -> None:
     for module in (dist, distributed_c10d):
         module.init_process_group = _init  # type: ignore[attr-defined]
         module.new_group = new_xla_process_group  # type: ignore[attr-defined]
+    _by_objects("all_gather_object", _all_gather_object)
+    _by_objects("gather_object", _gather_object)
+    _by_objects("broadcast_object_list", _broadcast_object_list)
+    _by_objects("scatter_object_list", _scatter_object_list)
 
 
 _install()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from torch_bridge import world
 
 
 def spawn(
@@ -17,13 +20,25 @@ def spawn(
     daemon: bool = False,
     start_method: str = "spawn",
 ) -> None:
-    """`xmp.spawn`: call `fn(index, *args)` on every worker. A job has one worker, so this calls `fn(0, *args)` in this process."""
-    if nprocs not in (None, 1):
-        raise NotImplementedError(
-            f"xmp.spawn(nprocs={nprocs}): this release runs one worker per job. Leave nprocs out (or pass 1); worlds of several workers "
-            "come in a later release."
-        )
-    fn(0, *args)
+    """`xmp.spawn`: call `fn(index, *args)` for every worker of this host.
+
+    All of them run in this process, together: `fn` is called once, and `index` is each worker's own number (`torch_bridge.ranks`). How many: the
+    world that a launcher or NEURON_RT_NUM_CORES made, else `nprocs`, else NEURONCORE_NUM_DEVICES or TPU_NUM_DEVICES, else one. `join`, `daemon`
+    and `start_method` are accepted.
+    """
+    asked = nprocs if nprocs is not None else _count_from_environment()
+    if asked is not None:
+        if type(asked) is not int or asked < 1:
+            raise ValueError(f"xmp.spawn: nprocs must be a positive number, got {nprocs!r}")
+        world.require(asked)
+    if nprocs is not None and nprocs not in (1, world.local_size()):
+        raise ValueError(f"xmp.spawn(nprocs={nprocs}): this host has {world.local_size()} ranks; leave nprocs out, or {world.KNOB}")
+    fn(world.local_rank(), *args)
+
+
+def _count_from_environment() -> int | None:
+    text = os.environ.get("NEURONCORE_NUM_DEVICES") or os.environ.get("TPU_NUM_DEVICES")
+    return int(text) if text else None
 
 
 class MpModelWrapper:

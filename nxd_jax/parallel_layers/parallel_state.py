@@ -1,0 +1,538 @@
+"""`neuronx_distributed.parallel_layers.parallel_state`: which ranks share tensors, batches, stages, sequences and experts.
+
+Ranks fill a grid [pp, dp, cp, tp], tp innermost; experts see the same ranks as a grid [pp, edp, ep, tp] (cp is folded into edp). Every kind of
+group is a process group with `.size()`, `.rank()` and `._mesh` (the ranks of all sister groups), or a list of lists with `as_list=True`. In a
+process that hosts several ranks, ranks are `RankInt`s: each rank's own number (see `torch_bridge.ranks`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch.distributed as dist
+
+from nxd_jax.parallel_layers import _grid
+from torch_bridge import world
+
+logger = logging.getLogger("nxd_jax")
+
+Lists = list[list[int]]
+
+
+class ParallelGroups(NamedTuple):
+    """What `initialize_model_parallel(mesh_only=True)` returns: the ranks of every group, by kind."""
+
+    tp_groups: Lists
+    dp_groups: Lists
+    pp_groups: Lists
+    ep_model_groups: Lists
+    ep_data_groups: Lists
+    cp_groups: Lists
+
+
+class _State:
+    """What `initialize_model_parallel` set up; one object so that `destroy_model_parallel` forgets everything."""
+
+    def __init__(self) -> None:
+        self.layout: _grid.Grid | None = None
+        self.groups: dict[str, Any] = {}
+        self.overrides: dict[str, Any] = {}
+        self.lnc_size = 1
+
+
+_state = _State()
+_aot_mode = False
+
+_NAMES = {
+    "tp": "tensor model",
+    "dp": "data",
+    "pp": "pipeline model",
+    "cp": "context model",
+    "ep": "expert model",
+    "edp": "expert data",
+}
+
+
+def initialize_model_parallel(
+    tensor_model_parallel_size: int = 1,
+    pipeline_model_parallel_size: int = 1,
+    context_parallel_size: int = 1,
+    expert_model_parallel_size: int = 1,
+    skip_collective_init: bool = False,
+    lnc_size: int = 1,
+    mesh_only: bool = False,
+) -> ParallelGroups | None:
+    """Divide the world's ranks into groups. Calling it again divides them anew.
+
+    Sizes above the world size count as the world size. A plain `python script.py` for which nobody set a world size gets one that just holds
+    the sizes. mesh_only: return the ranks of all groups and set nothing up. skip_collective_init is accepted: groups need no warm-up here.
+
+    Raises RuntimeError for sizes that do not divide the world, ValueError for sizes below 1, and RuntimeError if torch.distributed has not been
+    initialised (not for mesh_only).
+    """
+    sizes = {
+        "tensor_model_parallel_size": tensor_model_parallel_size,
+        "pipeline_model_parallel_size": pipeline_model_parallel_size,
+        "context_parallel_size": context_parallel_size,
+        "expert_model_parallel_size": expert_model_parallel_size,
+    }
+    for name, size in sizes.items():
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ValueError(f"{name} must be a positive number, got {size!r}")
+    world.require(tensor_model_parallel_size * pipeline_model_parallel_size * max(context_parallel_size, expert_model_parallel_size))
+    tp, pp, cp, ep = (min(size, world.size()) for size in sizes.values())
+    layout = _grid.Grid(world.size(), tp, pp, cp, ep, lnc=lnc_size, local_size=world.local_size())
+    if mesh_only:
+        return ParallelGroups(*(layout.lists[k] for k in ("tp", "dp", "pp", "ep", "edp", "cp")))
+    if not dist.is_initialized():
+        raise RuntimeError(
+            "torch.distributed is not initialized: call torch.distributed.init_process_group('xla') before initialize_model_parallel"
+        )
+    from torch_bridge.torch_xla.distributed import xla_backend
+
+    destroy_model_parallel()
+    world.set_axes(layout.axes)
+    xla_backend.refresh()
+    _state.layout = layout
+    _state.lnc_size = lnc_size
+    for kind, lists in layout.lists.items():
+        _state.groups[kind] = _make_group(lists)
+    logger.info("%d ranks: %s", world.size(), ", ".join(f"{kind} {layout.size[kind]}" for kind in ("tp", "pp", "dp", "cp", "ep")))
+    return None
+
+
+def model_parallel_is_initialized() -> bool:
+    """Whether `initialize_model_parallel` has been called (and not undone)."""
+    return _state.layout is not None
+
+
+def destroy_model_parallel() -> None:
+    """Forget all groups. Process groups stay valid for who holds them; the ranks are data-parallel again."""
+    global _state
+    if _state.layout is not None:
+        world.set_axes({"dp": world.size()})
+    _state = _State()
+
+
+def _make_group(lists: Lists) -> Any:
+    from torch_bridge.torch_xla.distributed import xla_backend
+
+    mine = next(group for group in lists if world.first() in group)
+    return xla_backend.new_xla_process_group(mine, backend="xla", pg_options={"xla_pg_options": {"mesh": lists}})
+
+
+def _layout() -> _grid.Grid:
+    if _state.layout is None:
+        raise RuntimeError(
+            "model parallel groups are not initialized: call neuronx_distributed.parallel_layers.parallel_state.initialize_model_parallel("
+            "tensor_model_parallel_size=...) first, after torch.distributed.init_process_group('xla')"
+        )
+    return _state.layout
+
+
+def _group(kind: str, as_list: bool = False) -> Any:
+    lists = _layout().lists
+    if as_list:
+        return [list(g) for g in (_state.groups[kind]._mesh if kind not in lists else lists[kind])]
+    return _state.groups[kind]
+
+
+def _named(fn: Callable[..., Any], name: str, text: str) -> Any:
+    fn.__name__ = fn.__qualname__ = name
+    fn.__doc__ = text
+    return fn
+
+
+def _group_getter(kind: str, name: str) -> Callable[..., Any]:
+    text = f"The {_NAMES[kind]} parallel group of this rank: a process group, or with `as_list` the ranks of all such groups."
+    return _named(lambda as_list=False: _group(kind, as_list), name, text)
+
+
+def _lists_getter(kind: str, name: str) -> Callable[[], Lists]:
+    return _named(lambda: _group(kind, True), name, f"The ranks of all {_NAMES[kind]} parallel groups.")
+
+
+def _size_getter(kind: str, name: str) -> Callable[[], int]:
+    text = f"How many ranks are in a {_NAMES[kind]} parallel group."
+    return _named(lambda: _state.overrides.get(f"{kind}_size") or _layout().size[kind], name, text)
+
+
+def _rank_getter(kind: str, name: str) -> Callable[[], Any]:
+    def get() -> Any:
+        override = _state.overrides.get(f"{kind}_rank")
+        return _group(kind).rank() if override is None else override
+
+    return _named(get, name, f"This rank's place in its {_NAMES[kind]} parallel group (each rank's own if the process hosts several).")
+
+
+get_tensor_model_parallel_group = _group_getter("tp", "get_tensor_model_parallel_group")
+get_data_parallel_group = _group_getter("dp", "get_data_parallel_group")
+get_pipeline_model_parallel_group = _group_getter("pp", "get_pipeline_model_parallel_group")
+get_context_model_parallel_group = _group_getter("cp", "get_context_model_parallel_group")
+get_expert_model_parallel_group = _group_getter("ep", "get_expert_model_parallel_group")
+get_expert_data_parallel_group = _group_getter("edp", "get_expert_data_parallel_group")
+
+get_tensor_model_parallel_replica_groups = _lists_getter("tp", "get_tensor_model_parallel_replica_groups")
+get_data_parallel_replica_groups = _lists_getter("dp", "get_data_parallel_replica_groups")
+get_pipeline_model_parallel_replica_groups = _lists_getter("pp", "get_pipeline_model_parallel_replica_groups")
+get_context_model_parallel_replica_groups = _lists_getter("cp", "get_context_model_parallel_replica_groups")
+get_expert_model_parallel_replica_groups = _lists_getter("ep", "get_expert_model_parallel_replica_groups")
+get_expert_data_parallel_replica_groups = _lists_getter("edp", "get_expert_data_parallel_replica_groups")
+
+get_tensor_model_parallel_size = _size_getter("tp", "get_tensor_model_parallel_size")
+get_data_parallel_size = _size_getter("dp", "get_data_parallel_size")
+get_pipeline_model_parallel_size = _size_getter("pp", "get_pipeline_model_parallel_size")
+get_context_model_parallel_size = _size_getter("cp", "get_context_model_parallel_size")
+get_expert_model_parallel_size = _size_getter("ep", "get_expert_model_parallel_size")
+get_expert_data_parallel_size = _size_getter("edp", "get_expert_data_parallel_size")
+
+get_tensor_model_parallel_rank = _rank_getter("tp", "get_tensor_model_parallel_rank")
+get_data_parallel_rank = _rank_getter("dp", "get_data_parallel_rank")
+get_pipeline_model_parallel_rank = _rank_getter("pp", "get_pipeline_model_parallel_rank")
+get_context_model_parallel_rank = _rank_getter("cp", "get_context_model_parallel_rank")
+get_expert_model_parallel_rank = _rank_getter("ep", "get_expert_model_parallel_rank")
+get_expert_data_parallel_rank = _rank_getter("edp", "get_expert_data_parallel_rank")
+
+
+def set_tensor_model_parallel_size(size: int) -> None:
+    """Make `get_tensor_model_parallel_size` answer this (tracing for another world)."""
+    _state.overrides["tp_size"] = size
+
+
+def set_tensor_model_parallel_rank(rank: Any) -> None:
+    """Make `get_tensor_model_parallel_rank` answer this."""
+    _state.overrides["tp_rank"] = rank
+
+
+def set_expert_model_parallel_size(size: int) -> None:
+    """Make `get_expert_model_parallel_size` answer this."""
+    _state.overrides["ep_size"] = size
+
+
+def set_expert_model_parallel_rank(rank: Any) -> None:
+    """Make `get_expert_model_parallel_rank` answer this."""
+    _state.overrides["ep_rank"] = rank
+
+
+def set_context_model_parallel_size(size: int) -> None:
+    """Make `get_context_model_parallel_size` answer this."""
+    _state.overrides["cp_size"] = size
+
+
+# -- the world, and ranks of others -----------------------------------------------------------------
+
+
+def get_world_group(as_list: bool = False) -> Any:
+    """All ranks as one group."""
+    _layout()
+    return [list(range(world.size()))] if as_list else dist.group.WORLD
+
+
+def is_global_rank_zero() -> bool:
+    """Whether this is rank 0 of the job."""
+    return bool(world.rank() == 0)
+
+
+def _at(lists: Sequence[Sequence[int]], place: Callable[[Sequence[int], int], int]) -> Any:
+    """`place(group, rank)` for each rank and the group it is in."""
+    of = {r: group for group in lists for r in group}
+    return world.current().table(lambda r: place(of[r], r))
+
+
+def get_tensor_model_parallel_src_rank() -> Any:
+    """The global rank of the first member of this rank's tensor parallel group."""
+    return _at(_layout().lists["tp"], lambda group, r: group[0])
+
+
+def get_data_parallel_src_rank() -> Any:
+    """The global rank of the first member of this rank's data parallel group."""
+    return _at(_layout().lists["dp"], lambda group, r: group[0])
+
+
+def get_pipeline_model_parallel_next_rank() -> Any:
+    """The global rank of the next pipeline stage (after the last comes the first)."""
+    return _at(_layout().lists["pp"], lambda group, r: group[(group.index(r) + 1) % len(group)])
+
+
+def get_pipeline_model_parallel_prev_rank() -> Any:
+    """The global rank of the pipeline stage before this one (before the first comes the last)."""
+    return _at(_layout().lists["pp"], lambda group, r: group[(group.index(r) - 1) % len(group)])
+
+
+def get_context_model_parallel_src_tgt_pairs() -> Lists:
+    """[source, target] global ranks of a step around every context parallel ring."""
+    return [[a, b] for group in _layout().lists["cp"] for a, b in zip(group, [*group[1:], group[0]], strict=True)]
+
+
+def _stage_pairs(parity: int) -> Lists:
+    """Groups of two neighbouring stages: those that start at a stage of this parity, then the rest."""
+    pairs: Lists = []
+    for group in _layout().lists["pp"]:
+        for place in range(parity, len(group), 2):
+            pairs.append([group[place], group[(place + 1) % len(group)]])
+    return pairs
+
+
+def _stage_pair_group(parity: int, as_list: bool = False) -> Any:
+    lists = _stage_pairs(parity)
+    if as_list:
+        return lists
+    key = f"sr{parity}"
+    if key not in _state.groups:
+        size = _layout().size["pp"]
+        if size % 2:
+            raise RuntimeError(
+                f"pipeline send/receive groups of two stages need an even number of stages, pipeline_model_parallel_size is {size}; the "
+                "pipeline runtime moves activations between sub-meshes and does not need them"
+            )
+        _state.groups[key] = _make_group(lists)
+    return _state.groups[key]
+
+
+def get_pipeline_model_parallel_sr_group(parity: bool | int) -> Any:
+    """The send/receive group of two neighbouring stages; parity 0: stages (0, 1), (2, 3), ...; 1: (1, 2), (3, 4), ...."""
+    return _stage_pair_group(int(parity))
+
+
+def _neighbour_group(step: int, as_list: bool) -> Any:
+    rank = _layout().place("pp", world.first())
+    return _stage_pair_group((rank if step > 0 else rank - 1) % 2, as_list)
+
+
+def get_next_rank_group(as_list: bool = False) -> Any:
+    """The send/receive group of the first hosted rank and the next stage."""
+    return _neighbour_group(1, as_list)
+
+
+def get_prev_rank_group(as_list: bool = False) -> Any:
+    """The send/receive group of the first hosted rank and the stage before."""
+    return _neighbour_group(-1, as_list)
+
+
+def get_next_rank_group_replica_groups() -> Lists:
+    """The ranks of all `get_next_rank_group` groups."""
+    return get_next_rank_group(as_list=True)
+
+
+def get_prev_rank_group_replica_groups() -> Lists:
+    """The ranks of all `get_prev_rank_group` groups."""
+    return get_prev_rank_group(as_list=True)
+
+
+# -- experts ----------------------------------------------------------------------------------------
+
+
+def get_expert_parallel_rank_from_global_rank(rank: int, expert_parallel_group: Any) -> int:
+    """The place of a global rank in its expert parallel group, given that group or the lists of all."""
+    lists = expert_parallel_group._mesh if hasattr(expert_parallel_group, "_mesh") else expert_parallel_group
+    for group in lists:
+        if rank in group:
+            return list(group).index(rank)
+    raise ValueError(f"rank {rank} is in none of the expert parallel groups {lists}")
+
+
+def get_experts_for_expert_parallel_rank(
+    expert_parallel_rank: Any, total_number_of_experts: int, expert_model_parallel_size: int, expert_distribution: Any = None
+) -> Any:
+    """The experts that an expert parallel rank holds: equal runs, or `expert_distribution[rank]` where given."""
+    if expert_distribution is not None:
+        return expert_distribution[expert_parallel_rank]
+    if total_number_of_experts % expert_model_parallel_size:
+        raise ValueError(
+            f"{total_number_of_experts} experts cannot be divided evenly over expert_model_parallel_size={expert_model_parallel_size} ranks"
+        )
+    per_rank = total_number_of_experts // expert_model_parallel_size
+    start = int(expert_parallel_rank) * per_rank
+    return list(range(start, start + per_rank))
+
+
+# -- groups within groups -----------------------------------------------------------------------------
+
+
+def _define(kind: str, lists: Lists) -> None:
+    _state.groups[kind] = _make_group(lists)
+
+
+def _defined(kind: str, how: str, as_list: bool) -> Any:
+    _layout()
+    if kind not in _state.groups:
+        raise RuntimeError(f"these groups are not initialized: call parallel_state.{how} first")
+    group = _state.groups[kind]
+    return [list(g) for g in group._mesh] if as_list else group
+
+
+def initialize_token_shuffle_group(token_shuffle_group_size: int) -> None:
+    """Divide every data parallel group into groups of this size that exchange tokens."""
+    layout = _layout()
+    dp = layout.size["dp"]
+    if token_shuffle_group_size < 1 or dp % token_shuffle_group_size:
+        raise ValueError(f"token_shuffle_group_size={token_shuffle_group_size} must divide the data parallel size {dp}")
+    if "token_shuffle" in _state.groups:
+        if len(_state.groups["token_shuffle"]._mesh[0]) != token_shuffle_group_size:
+            raise AssertionError("token shuffle groups of another size exist: call destroy_token_shuffle_group first")
+        return
+    runs = [group[k : k + token_shuffle_group_size] for group in layout.lists["dp"] for k in range(0, dp, token_shuffle_group_size)]
+    _define("token_shuffle", runs)
+
+
+def get_token_shuffle_group(as_list: bool = False) -> Any:
+    """The token shuffle group of this rank, or the ranks of all."""
+    return _defined("token_shuffle", "initialize_token_shuffle_group(size)", as_list)
+
+
+def get_token_shuffle_replica_groups() -> Lists:
+    """The ranks of all token shuffle groups."""
+    return get_token_shuffle_group(as_list=True)
+
+
+def get_token_shuffle_group_size() -> int:
+    """Ranks in a token shuffle group."""
+    return len(get_token_shuffle_group(as_list=True)[0])
+
+
+def destroy_token_shuffle_group() -> None:
+    """Forget the token shuffle groups."""
+    _state.groups.pop("token_shuffle", None)
+
+
+def arrange_kv_groups(num_tp_groups: int, tp: int, kv_size: int, sequential: bool = False, hardware_type: Any = None) -> Lists:
+    """Groups of `kv_size` ranks of a tensor parallel group that hold copies of the same K/V heads.
+
+    Trn1 (default): every tp/kv_size-th rank, as K/V heads are repeated as a whole; Trn2 and `sequential`: neighbouring ranks.
+    """
+    if tp % kv_size:
+        raise AssertionError(f"tensor parallel size {tp} is not divisible by kv_shared_group_size {kv_size}")
+    adjacent = sequential or "trn2" in str(getattr(hardware_type, "value", hardware_type)).lower()
+    groups: Lists = []
+    for start in range(0, num_tp_groups * tp, tp):
+        for k in range(tp // kv_size):
+            members = range(k * kv_size, (k + 1) * kv_size) if adjacent else range(k, tp, tp // kv_size)
+            groups.append([start + m for m in members])
+    return groups
+
+
+def initialize_kv_group(kv_shared_group_size: int = 1, sequential_ranks_in_group: bool = False) -> None:
+    """Divide every tensor parallel group into groups of ranks that share K/V heads (see `arrange_kv_groups`)."""
+    from torch_bridge.torch_neuronx.utils import get_platform_target
+
+    layout = _layout()
+    if "kv" in _state.groups:
+        if len(_state.groups["kv"]._mesh[0]) != kv_shared_group_size:
+            raise AssertionError(
+                f"single KV size: groups of {len(_state.groups['kv']._mesh[0])} exist, cannot make groups of {kv_shared_group_size}; "
+                "all GQA layers of a model use one kv_size_multiplier"
+            )
+        return
+    tp = layout.size["tp"]
+    places = arrange_kv_groups(1, tp, kv_shared_group_size, sequential_ranks_in_group, get_platform_target())
+    _define("kv", [[group[p] for p in members] for group in layout.lists["tp"] for members in places])
+
+
+def get_kv_shared_group(as_list: bool = False) -> Any:
+    """The group of ranks that hold the same K/V heads as this one, or the ranks of all such groups."""
+    return _defined("kv", "initialize_kv_group(kv_shared_group_size)", as_list)
+
+
+def get_kv_shared_replica_groups() -> Lists:
+    """The ranks of all K/V groups."""
+    return get_kv_shared_group(as_list=True)
+
+
+def get_kv_shared_group_size() -> int:
+    """Ranks that hold copies of the same K/V heads."""
+    return len(get_kv_shared_group(as_list=True)[0])
+
+
+def destroy_kv_group() -> None:
+    """Forget the K/V groups."""
+    _state.groups.pop("kv", None)
+
+
+def initialize_speculative_draft_group(draft_size: int) -> None:
+    """Divide every tensor parallel group into groups of `draft_size` for a draft model of speculative decoding."""
+    layout = _layout()
+    tp = layout.size["tp"]
+    if tp % draft_size:
+        raise ValueError(f"draft_size={draft_size} must divide the tensor parallel size {tp}")
+    _define("draft", [group[k : k + draft_size] for group in layout.lists["tp"] for k in range(0, tp, draft_size)])
+
+
+def get_speculative_draft_group(as_list: bool = False) -> Any:
+    """The draft model's group of this rank, or the ranks of all."""
+    return _defined("draft", "initialize_speculative_draft_group(draft_size)", as_list)
+
+
+def get_zero1_sharding_groups() -> Lists:
+    """The ranks that share optimizer state under ZeRO-1: for every stage and tp rank, all its data and context parallel ranks."""
+    layout = _layout()
+    grid = layout.grid
+    return np.moveaxis(grid, 3, 1).reshape(-1, grid.shape[1] * grid.shape[2]).tolist()
+
+
+# -- other ways to talk --------------------------------------------------------------------------------
+
+
+def create_pg_with_ranks(ranks: Sequence[int]) -> Any:
+    """A process group of these ranks and, if they are a line of the mesh, its sisters."""
+    from torch_bridge.torch_xla.distributed import xla_backend
+
+    return xla_backend.new_xla_process_group(list(ranks), backend="xla")
+
+
+def gather_python_object(obj: Any, group: Any = None) -> list[Any]:
+    """Every member's Python object, in rank order."""
+    found: list[Any] = [None] * (dist.get_world_size(group) if group is not None else world.size())
+    dist.all_gather_object(found, obj, group=group)
+    return found
+
+
+def is_tcp_store_available() -> bool:
+    """Whether processes can talk through torch's TCP store (under torchrun)."""
+    return world.process_count() > 1
+
+
+def get_tcp_store() -> Any:
+    """The key-value store of the default process group."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def initialize_pp_gloo_groups() -> None:
+    """Accepted: pipeline stages exchange shapes inside one program here and need no groups on the CPU."""
+    _layout()
+
+
+def get_pp_gloo_group() -> Any:
+    """The pipeline group; it carries Python objects too."""
+    return get_pipeline_model_parallel_group()
+
+
+def set_aot_mode(mode: bool) -> None:
+    """Remember whether models are being traced ahead of time."""
+    global _aot_mode
+    _aot_mode = bool(mode)
+
+
+def get_aot_mode() -> bool:
+    """What `set_aot_mode` was told."""
+    return _aot_mode
+
+
+def get_rank_info_str() -> str:
+    """The ranks of this worker in every kind of group, for log lines."""
+    if not model_parallel_is_initialized():
+        return f"rank_{world.rank()}"
+    ranks = (get_pipeline_model_parallel_rank(), get_tensor_model_parallel_rank(), get_data_parallel_rank())
+    return "rank_{}_pp{}_tp{}_dp{}".format(world.rank(), *ranks)
+
+
+def rmsg(msg: str) -> str:
+    """A message with this worker's ranks in front."""
+    return f"[{get_rank_info_str()}] {msg}"
+
+
+def rmsg_ep(msg: str) -> str:
+    """A message with this worker's expert parallel ranks in front."""
+    return f"[{get_rank_info_str()}_ep{get_expert_model_parallel_rank()}_edp{get_expert_data_parallel_rank()}] {msg}"

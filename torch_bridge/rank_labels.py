@@ -1,0 +1,71 @@
+"""A program for several ranks: which axes its inputs and results vary over, and the `shard_map` around it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from torch_bridge import branches, replicas, sharding, varying
+from torch_bridge.segment import Segment, Storage
+
+
+def of(segment: Segment, live: dict[int, list[Storage]], outs: Sequence[int]) -> tuple[Any, ...]:
+    """What a program must have been made for: the leaves' labels, and the labels that result storages insist on."""
+    wanted = tuple(next((s.facts.spec for s in live[v] if s.facts is not None and s.facts.spec is not None), None) for v in outs)
+    return tuple(leaf.sharding.spec for leaf in segment.leaves), wanted
+
+
+class RankLabels:
+    """Labels of a program's inputs and outputs on the mesh.
+
+    inputs: of the used leaves (numbers and draws are shared by all ranks); outputs: in the order of `outs`.
+    """
+
+    def __init__(self, program: Any, segment: Segment, outs: Sequence[int]):
+        leaves, self.wanted = of(segment, segment.results(), outs)
+        self.mesh = sharding.mesh()
+        self.inputs = [leaves[i] for i in program.used]
+        varying.spread(program.graph, [sharding.axes_of(spec) for spec in self.inputs])
+        branches.check(n.meta["source"] for n in program.graph.nodes if "source" in n.meta)
+        results = program._outputs()
+        self.axes = [node.meta["axes"] for node in results]
+        self.outputs = [_label(axes, spec) for axes, spec in zip(self.axes, self.wanted, strict=True)]
+        self.local_inputs = [tuple(a.shape) for a in program.leaf_avals]
+        self.scalar_outputs = [not node.meta["val"].dim() for node in results]
+        self.extras = len(program.takes_kinds) + program.takes_draws
+        replicas.check(program, segment, dict(zip(outs, self.axes, strict=True)))
+
+    def fit(self, labels: Any, used: Sequence[int]) -> bool:
+        """Whether the leaves and results of another run have these labels."""
+        leaves, wanted = labels
+        return self.wanted == wanted and all(leaves[i] == spec for i, spec in zip(used, self.inputs, strict=True))
+
+    def wrap(self, run: Callable[..., Any], order: Sequence[int]) -> Callable[..., Any]:
+        """`run` on every rank's own blocks. `order`: the places of the results that it returns."""
+        outputs = [self.outputs[k] for k in order]
+        vectors = [self.scalar_outputs[k] and bool(sharding.axes_of(self.outputs[k])) for k in order]
+
+        def blocks(*inputs: Any) -> Any:
+            own = [x.reshape(shape) for x, shape in zip(inputs, self.local_inputs, strict=False)]
+            results = run(*own, *inputs[len(own) :])
+            return tuple(r.reshape(1) if vector else r for r, vector in zip(results, vectors, strict=True))
+
+        specs = (*self.inputs, *[PartitionSpec()] * self.extras)
+        return jax.shard_map(blocks, mesh=self.mesh, in_specs=specs, out_specs=tuple(outputs), check_vma=False)
+
+    def placed(self, args: Sequence[Any]) -> list[Any]:
+        """The arguments with packed numbers and draws on every rank's device."""
+        return [sharding.replicated(a) if isinstance(a, np.ndarray) else a for a in args]
+
+
+def _label(axes: sharding.Axes, wanted: PartitionSpec | None) -> PartitionSpec:
+    """How a result is labelled: as its storage wants if that says enough, else side by side along dim 0."""
+    if wanted is not None:
+        if axes <= sharding.axes_of(wanted):
+            return wanted
+        axes |= sharding.axes_of(wanted)
+    return sharding.spec_for(axes)

@@ -1,0 +1,367 @@
+"""Each rank's own number inside the graph: torch functions that meet a `ranks.RankInt`, and slices whose start differs by rank."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+from torch.utils._pytree import tree_leaves, tree_map
+
+from torch_bridge import ranks, sharded, world
+from torch_bridge.lowerings import lowering
+from torch_bridge.segment import Segment, Storage, flat, step_entry
+from torch_bridge.tensor import XLATensor, make
+
+aten = torch.ops.aten
+
+_library = torch.library.Library("torch_bridge", "FRAGMENT")
+_library.define("rank_int(int[] values) -> Tensor")
+_library.define("rank_float(float[] values) -> Tensor")
+_library.define("rank_slice(Tensor x, int dim, int[] starts, int length) -> Tensor")
+_library.define("rank_slice_write(Tensor x, Tensor part, int dim, int[] starts) -> Tensor")
+_library.define("rank_slice_backward(Tensor grad, int[] size, int dim, int[] starts) -> Tensor")
+
+
+def _slice_meta(x: torch.Tensor, dim: int, starts: Sequence[int], length: int) -> torch.Tensor:
+    size = list(x.shape)
+    size[dim] = length
+    return torch.empty(size, dtype=x.dtype, device=x.device)
+
+
+def _backward_meta(grad: torch.Tensor, size: Sequence[int], dim: int, starts: Sequence[int]) -> torch.Tensor:
+    return torch.empty(size, dtype=grad.dtype, device=grad.device)
+
+
+def _slice_cpu(x: torch.Tensor, dim: int, starts: Sequence[int], length: int) -> torch.Tensor:
+    return x.narrow(dim, starts[world.first()], length).clone()
+
+
+def _backward_cpu(grad: torch.Tensor, size: Sequence[int], dim: int, starts: Sequence[int]) -> torch.Tensor:
+    out = grad.new_zeros(size)
+    out.narrow(dim, starts[world.first()], grad.shape[dim]).copy_(grad)
+    return out
+
+
+def _write_cpu(x: torch.Tensor, part: torch.Tensor, dim: int, starts: Sequence[int]) -> torch.Tensor:
+    out = x.clone()
+    out.narrow(dim, starts[world.first()], part.shape[dim]).copy_(part)
+    return out
+
+
+_library.impl("rank_slice_write", lambda x, part, dim, starts: x.new_empty(x.shape), "Meta")
+_library.impl("rank_slice_write", _write_cpu, "CPU")
+_library.impl("rank_int", lambda values: torch.tensor(values[world.first()]), "CompositeExplicitAutograd")
+_library.impl("rank_float", lambda values: torch.tensor(values[world.first()], dtype=torch.float64), "CompositeExplicitAutograd")
+_library.impl("rank_slice", _slice_meta, "Meta")
+_library.impl("rank_slice_backward", _backward_meta, "Meta")
+_library.impl("rank_slice", _slice_cpu, "CPU")
+_library.impl("rank_slice_backward", _backward_cpu, "CPU")
+ops = torch.ops.torch_bridge
+TABLES = {
+    ops.rank_int.default: 0,
+    ops.rank_float.default: 0,
+    ops.rank_slice.default: 2,
+    ops.rank_slice_backward.default: 3,
+    ops.rank_slice_write.default: 3,
+}
+"""Ops with a number for each rank among their arguments, and where."""
+
+
+def own(values: Sequence[Any], dtype: Any) -> Any:
+    """Inside a program: the rank's own of the values, as a traced scalar; a line through the axis index where it is one."""
+    axes = world.axes_of_table(values)
+    if not axes:
+        return jnp.asarray(values[0], dtype)
+    index = jax.lax.axis_index(axes if len(axes) > 1 else axes[0])
+    table = _reduced(values, axes)
+    step = table[1] - table[0]
+    if all(table[k] == table[0] + k * step for k in range(len(table))):
+        return (index.astype(dtype) * jnp.asarray(step, dtype)) + jnp.asarray(table[0], dtype)
+    return jnp.asarray(table, dtype)[index]
+
+
+def _reduced(values: Sequence[Any], axes: tuple[str, ...]) -> list[Any]:
+    """The values at index 0 of all other axes, in the order of the linear index over `axes`."""
+    others = [world.coordinates(a) for a in world.current().axes if a not in axes]
+    return [v for r, v in enumerate(values) if all(c[r] == 0 for c in others)]
+
+
+@lowering(ops.rank_int.default)
+def _rank_int(values: Any) -> Any:
+    return own(values, jnp.int64)
+
+
+@lowering(ops.rank_float.default)
+def _rank_float(values: Any) -> Any:
+    return own(values, jnp.float64)
+
+
+@lowering(ops.rank_slice.default)
+def _rank_slice(x: Any, dim: int, starts: Any, length: int) -> Any:
+    return jax.lax.dynamic_slice_in_dim(x, own(starts, jnp.int32), length, dim)
+
+
+@lowering(ops.rank_slice_write.default)
+def _rank_slice_write(x: Any, part: Any, dim: int, starts: Any) -> Any:
+    return jax.lax.dynamic_update_slice_in_dim(x, part, own(starts, jnp.int32), dim)
+
+
+@lowering(ops.rank_slice_backward.default)
+def _rank_slice_backward(grad: Any, size: Any, dim: int, starts: Any) -> Any:
+    return jax.lax.dynamic_update_slice_in_dim(jnp.zeros(tuple(size), grad.dtype), grad, own(starts, jnp.int32), dim)
+
+
+# -- recording ------------------------------------------------------------------------------------
+
+
+def as_tensor(number: Any) -> torch.Tensor:
+    """A 0-d xla tensor with each rank's own value of a number that differs by rank."""
+    from torch_bridge.recorder import collective_ops
+
+    if ranks.is_item(number):
+        first = world.current().hosted[0]
+        return sharded.from_ranks(lambda r: torch.tensor(ranks.own(number, r - first)))
+    values = ranks.values_of(number)
+    assert values is not None
+    if isinstance(number, torch.SymFloat):
+        return collective_ops.emit(ops.rank_float.default, (), (tuple(float(v) for v in values),))
+    out = collective_ops.emit(ops.rank_int.default, (), (tuple(int(v) for v in values),))
+    return out.bool() if isinstance(number, torch.SymBool) else out
+
+
+_SYMBOLIC = {"slice", "split", "chunk", "unbind", "tensor_split"}
+
+
+def call(func: Any, args: Any, kwargs: Any) -> Any:
+    """A torch function that was given a number for each rank (`RankInt.__torch_function__`)."""
+    name = getattr(func, "__name__", "")
+    on_xla = any(isinstance(x, XLATensor) for x in tree_leaves((args, kwargs)))
+    if not on_xla:
+        if not any(ranks.values_of(x) is not None for x in tree_leaves((args, kwargs))):
+            args, kwargs = tree_map(lambda x: x.plain() if ranks.is_item(x) else x, (args, kwargs))
+            return func(*args, **kwargs)
+        number = next(x for x in tree_leaves((args, kwargs)) if ranks.values_of(x) is not None)
+        raise ranks._refuse(ranks.values_of(number) or ())
+    own_rule: Any = _OWN_RULES.get(name)
+    if own_rule is not None:
+        return own_rule(*args, **kwargs)
+    if name in _SYMBOLIC:
+        args, kwargs = tree_map(_symbolic, (args, kwargs))
+    else:
+        args, kwargs = tree_map(lambda x: as_tensor(x) if is_ranked(x) else x, (args, kwargs))
+    return func(*args, **kwargs)
+
+
+def _symbolic(x: Any) -> Any:
+    """The number without its class, which torch passes on to the recorder as it is."""
+    return x if ranks.values_of(x) is None else torch.SymInt(x.node)
+
+
+def _getitem(x: torch.Tensor, index: Any) -> torch.Tensor:
+    """`x[rank]`, also among other indices: a slice of length one at each rank's own place, without that dim."""
+    items = list(index) if isinstance(index, tuple) else [index]
+    if any(isinstance(i, (torch.Tensor, list, bool)) for i in items):
+        raise NotImplementedError("a rank next to index tensors: take x[rank] first, then index the result")
+    taken = sum(i is not None and i is not Ellipsis for i in items)
+    dropped: list[int] = []
+    made: list[Any] = []
+    at = 0
+    for i in items:
+        if i is Ellipsis:
+            at += x.dim() - taken
+            made.append(i)
+        elif is_ranked(i):
+            dropped.append(at)
+            size = _size_at(x, items, i)
+            at_least = [k + size if k < 0 else k for k in ranks.per_rank(i)]
+            if not all(0 <= k < size for k in at_least):
+                raise IndexError(f"index {ranks.per_rank(i)} (one for each rank) is out of range for a dimension of size {size}")
+            start = world.current().table(at_least.__getitem__)
+            made.append(slice(start, start + 1))
+            at += 1
+        else:
+            at += not (isinstance(i, int) and i is not None)
+            made.append(i)
+    out = x[tuple(made)]
+    for dim in reversed(dropped):
+        out = out.squeeze(dim)
+    return out
+
+
+def _size_at(x: torch.Tensor, items: list[Any], item: Any) -> int:
+    """The size of the dimension that an index is for."""
+    place = next(k for k, i in enumerate(items) if i is item)
+    if Ellipsis in [i for i in items[:place] if not is_ranked(i)]:
+        return x.shape[x.dim() - sum(i is not None for i in items[place:])]
+    return x.shape[sum(i is not None for i in items[:place])]
+
+
+def _setitem(x: torch.Tensor, index: Any, value: Any) -> None:
+    """`x[rank] = value`: each rank writes at its own place along the first dim."""
+    if isinstance(index, tuple):
+        if not is_ranked(index[0]) or not all(isinstance(i, slice) and i == slice(None) for i in index[1:]):
+            raise NotImplementedError("writing at a rank's place works for x[rank] = value; use torch.where with a mask for other dims")
+        index = index[0]
+    size = x.shape[0]
+    at = as_tensor(world.current().table(lambda r: ranks.per_rank(index)[r] % size))
+    mask = (torch.arange(size, device="xla") == at).reshape(-1, *[1] * (x.dim() - 1))
+    filled = value if isinstance(value, torch.Tensor) else torch.full((), value, dtype=x.dtype, device="xla")
+    x.copy_(torch.where(mask, filled.to(x.dtype), x))
+
+
+def _select_of(x: torch.Tensor, dim: int, index: Any) -> torch.Tensor:
+    dim = dim % x.dim()
+    return _getitem(x, (*[slice(None)] * dim, index))
+
+
+_OWN_RULES: dict[str, Any] = {"__getitem__": _getitem, "__setitem__": _setitem, "select": _select_of}
+
+
+def _narrow(x: torch.Tensor, dim: int, start: Any, length: Any) -> torch.Tensor:
+    if ranks.values_of(length) is not None:
+        raise ranks._refuse(ranks.values_of(length) or ())
+    begins = [s + x.shape[dim] if s < 0 else s for s in ranks.per_rank(start)]
+    if not all(0 <= s <= x.shape[dim] - length for s in begins):
+        raise RuntimeError(f"narrow(dim={dim}, start={begins}, length={length}) is out of range for dimension of size {x.shape[dim]}")
+    return aten.slice.Tensor(x, dim, _symbolic(start), _symbolic(start + length))
+
+
+_OWN_RULES["narrow"] = _narrow
+
+
+def is_ranked(x: Any) -> bool:
+    """True for a number that differs by rank, symbolic or read from a tensor."""
+    return ranks.values_of(x) is not None or ranks.is_item(x)
+
+
+def record(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Record a call that has numbers for each rank among its arguments."""
+    from torch_bridge.recorder import dispatch
+
+    rule = _RULES.get(func)
+    if rule is not None:
+        return rule(*args, **kwargs)
+    info = dispatch.info(func)
+    for i, a in enumerate(args):
+        if is_ranked(a) and not info.scalar_at[i]:
+            raise ranks._refuse(ranks.per_rank(a))
+    args, kwargs = tree_map(lambda x: as_tensor(x) if is_ranked(x) else x, (args, kwargs))
+    tensor_form = _tensor_form(func, args)
+    return dispatch.dispatch(tensor_form, args, kwargs)
+
+
+def _tensor_form(func: Any, args: tuple[Any, ...]) -> Any:
+    """The overload that takes tensors where this one takes numbers."""
+    packet = getattr(aten, func._schema.name.removeprefix("aten::"))
+    for name in packet.overloads():
+        other = getattr(packet, name)
+        arguments = other._schema.arguments
+        fits = len(arguments) >= len(args) and all(
+            ("Tensor" in str(arguments[i].type)) == isinstance(a, torch.Tensor) for i, a in enumerate(args)
+        )
+        if fits and not any(a.is_out for a in arguments):
+            return other
+    raise NotImplementedError(
+        f"{func} with a number that differs by rank: make it a tensor first (torch.zeros((), device='xla') + rank) and use an operator that takes tensors"
+    )
+
+
+def _slice(x: XLATensor, dim: int = 0, start: Any = None, end: Any = None, step: Any = 1) -> Any:
+    if step != 1:
+        raise NotImplementedError("a slice whose start differs by rank must have step 1: use index_select with (torch.arange(...) + rank)")
+    dim = dim % x.dim()
+    size = x.shape[dim]
+    starts = [_clamp(0 if s is None else s, size) for s in ranks.per_rank(start)]
+    ends = [_clamp(size if e is None else e, size) for e in ranks.per_rank(end)]
+    lengths = {max(0, e - s) for s, e in zip(starts, ends, strict=True)}
+    if len(lengths) != 1:
+        raise RuntimeError(
+            f"a slice of dim {dim} (size {size}) would have {sorted(lengths)} elements on different ranks (starts {starts}, ends {ends}): "
+            "all ranks need the same shape; pad the dimension"
+        )
+    return _emit_slice(x, dim, starts, lengths.pop())
+
+
+def _clamp(index: int, size: int) -> int:
+    return min(max(index + size if index < 0 else index, 0), size)
+
+
+def _emit_slice(x: XLATensor, dim: int, starts: Sequence[int], length: int) -> Any:
+    from torch_bridge.recorder import collective_ops
+
+    out = collective_ops.emit(ops.rank_slice.default, (x,), (dim, tuple(starts), length))
+    _Link(x, out, dim, tuple(starts), length)
+    return out
+
+
+class _Link:
+    """Keeps a slice and the tensor it was taken from alike, as aliases are: a write to one side is recorded on the other."""
+
+    def __init__(self, whole: XLATensor, part: XLATensor, dim: int, starts: tuple[int, ...], length: int):
+        self.whole = weakref.ref(whole._storage)
+        self.layout = whole._layout
+        self.part = weakref.ref(part._storage)
+        self.dim, self.starts, self.length = dim, starts, length
+        for storage in (whole._storage, part._storage):
+            storage.describe()
+            storage.facts.links.append(self)  # type: ignore[union-attr]
+        part._storage.facts.keep = whole._storage  # type: ignore[union-attr]  # as a view keeps its base
+
+    def follow(self, segment: Segment, written: Storage) -> None:
+        """One side has been written: write the other."""
+        whole, part = self.whole(), self.part()
+        if whole is None or part is None:
+            if whole is not None and whole.facts is not None and self in whole.facts.links:
+                whole.facts.links.remove(self)
+            return
+        source = make(self.layout, whole)
+        piece = make(part.layout, part)
+        if written is whole:
+            entry = step_entry(ops.rank_slice.default, (flat(self.layout),), (self.dim, self.starts, self.length))
+            segment.write(part, segment.emit(entry, (segment.read(whole, self.layout),)))
+            segment.follow(part, self)
+            return
+        entry = step_entry(ops.rank_slice_write.default, (flat(source._layout), flat(piece._layout)), (self.dim, self.starts))
+        vid = segment.emit(entry, (segment.read(whole, self.layout), segment.read(part, part.layout)))
+        befores = whole.facts.links  # type: ignore[union-attr]
+        whole.facts.links = []  # type: ignore[union-attr]
+        segment.write_view(whole, self.layout, vid)
+        whole.facts.links = befores  # type: ignore[union-attr]
+        segment.follow(whole, self)
+
+
+def _select(x: XLATensor, dim: int, index: Any) -> Any:
+    dim = dim % x.dim()
+    size = x.shape[dim]
+    at = ranks.per_rank(index)
+    if not all(-size <= i < size for i in at):
+        raise IndexError(f"index {at} (one for each rank) is out of range for dimension {dim} with size {size}")
+    return _emit_slice(x, dim, [i % size for i in at], 1).squeeze(dim)
+
+
+def _slice_backward(grad: XLATensor, size: Any, dim: int, start: Any, end: Any, step: int = 1) -> Any:
+    from torch_bridge.recorder import collective_ops
+
+    dim = dim % len(size)
+    starts = tuple(_clamp(s, size[dim]) for s in ranks.per_rank(start))
+    return collective_ops.emit(ops.rank_slice_backward.default, (grad,), (tuple(int(n) for n in size), dim, starts))
+
+
+def _select_backward(grad: XLATensor, size: Any, dim: int, index: Any) -> Any:
+    dim = dim % len(size)
+    at = [i % size[dim] for i in ranks.per_rank(index)]
+    from torch_bridge.recorder import collective_ops
+
+    return collective_ops.emit(ops.rank_slice_backward.default, (grad.unsqueeze(dim),), (tuple(int(n) for n in size), dim, tuple(at)))
+
+
+_RULES: dict[Any, Any] = {
+    aten.slice.Tensor: _slice,
+    aten.select.int: _select,
+    aten.slice_backward.default: _slice_backward,
+    aten.select_backward.default: _select_backward,
+}

@@ -1,0 +1,367 @@
+"""Numbers that differ from rank to rank, in a process that runs the script once for several ranks.
+
+A `RankInt` (a `torch.SymInt`) holds each rank's own value. It prints, formats, compares, counts and indexes lists as the first hosted rank's
+number does; next to an xla tensor it becomes each rank's own number, also as the start of a slice. Where PyTorch insists on one plain number to
+compute with (a CPU tensor, a size), it raises and says what to do, because every rank but the first would get a wrong one.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+
+class PlainNumberNeeded(RuntimeError):
+    """A number that differs by rank was used where PyTorch needs one number."""
+
+
+_ADVICE = (
+    "This process runs the script once for {count} ranks, and this number is {values} for rank 0, 1, ...: PyTorch asked for one plain number "
+    "here, as for a CPU tensor, a tensor's size or a factory function. Move the tensor to xla first (x.to('xla')[rank * n : (rank + 1) * n]), add the "
+    "rank to an xla tensor (torch.zeros(..., device='xla') + rank), use int(rank) if rank 0's number is meant, or start one process per rank with torchrun."
+)
+
+
+def _refuse(values: Sequence[Any]) -> PlainNumberNeeded:
+    shown = ", ".join(str(v) for v in values[:4]) + (", ..." if len(values) > 4 else "")
+    return PlainNumberNeeded(_ADVICE.format(count=len(values), values=shown))
+
+
+class RankNode:
+    """What torch asks about a symbolic number. `values`: one for each rank of the world; `first`: the first hosted rank's."""
+
+    def __init__(self, values: tuple[Any, ...], hosted: tuple[int, ...]):
+        self.values = values
+        self.hosted = hosted
+        self.first = values[hosted[0]]
+        self.pytype = type(self.first)
+
+    hint = property(lambda self: self.first)
+    constant = None
+    nested_int = staticmethod(lambda: None)
+    nested_int_coeff = staticmethod(lambda: None)
+    is_nested_int = staticmethod(lambda: False)
+    is_symbolic = staticmethod(lambda: True)
+    is_constant = staticmethod(lambda: False)
+    has_hint = staticmethod(lambda: True)
+    maybe_as_int = staticmethod(lambda: None)
+
+    def is_int(self) -> bool:
+        return self.pytype is int
+
+    def is_float(self) -> bool:
+        return self.pytype is float
+
+    def is_bool(self) -> bool:
+        return self.pytype is bool
+
+    def _constant(self, value: Any) -> RankNode:
+        return RankNode((value,) * len(self.values), self.hosted)
+
+    wrap_int = wrap_float = wrap_bool = _constant
+
+    def int_(self) -> int:
+        return int(self.first)
+
+    def float_(self) -> float:
+        return float(self.first)
+
+    def bool_(self) -> bool:
+        return bool(self.first)
+
+    def guard_int(self, file: str, line: int) -> int:
+        if self._agree():
+            return int(self.first)
+        raise _refuse(self.values)
+
+    def guard_float(self, file: str, line: int) -> float:
+        if self._agree():
+            return float(self.first)
+        raise _refuse(self.values)
+
+    def _agree(self) -> bool:
+        return all(self.values[r] == self.first for r in self.hosted)
+
+    def guard_bool(self, file: str, line: int) -> bool:
+        """torch's own checks on bounds: they hold for all ranks or are decided as for the first."""
+        return bool(self.first)
+
+    expect_true = expect_size = guard_size_oblivious = guard_or_false = guard_or_true = statically_known_true = guard_bool
+
+    def str(self) -> str:
+        return str(self.first)
+
+    __str__ = __repr__ = _graph_repr = str
+
+    def clone(self) -> RankNode:
+        return self
+
+    def sym_float(self) -> RankNode:
+        return RankNode(tuple(float(v) for v in self.values), self.hosted)
+
+    def sym_not(self) -> RankNode:
+        return RankNode(tuple(not v for v in self.values), self.hosted)
+
+    def neg(self) -> RankNode:
+        return RankNode(tuple(-v for v in self.values), self.hosted)
+
+
+def _sym_ite(a: Any, b: Any, c: Any) -> Any:
+    return b if a else c
+
+
+_NODE_OPS: dict[str, Callable[[Any, Any], Any]] = {
+    "add": operator.add, "sub": operator.sub, "mul": operator.mul, "mod": operator.mod, "floordiv": operator.floordiv,
+    "int_floordiv": operator.floordiv, "truediv": operator.truediv, "int_truediv": operator.truediv, "float_truediv": operator.truediv,
+    "pow": operator.pow, "pow_by_natural": operator.pow, "sym_min": min, "sym_max": max, "eq": operator.eq, "ne": operator.ne, "lt": operator.lt,
+    "le": operator.le, "gt": operator.gt, "ge": operator.ge, "and_": lambda a, b: a and b, "or_": lambda a, b: a or b,
+    "sym_and": lambda a, b: a and b, "sym_or": lambda a, b: a or b,
+}  # fmt: skip
+
+
+def _node_op(fn: Callable[[Any, Any], Any]) -> Any:
+    def method(self: RankNode, other: RankNode) -> RankNode:
+        return RankNode(tuple(fn(a, b) for a, b in zip(self.values, other.values, strict=True)), self.hosted)
+
+    return method
+
+
+for _name, _fn in _NODE_OPS.items():
+    setattr(RankNode, _name, _node_op(_fn))
+
+
+def ranked(values: tuple[Any, ...], hosted: tuple[int, ...]) -> Any:
+    """One value if the hosted ranks agree; a `RankInt`, `RankFloat` or `RankBool` for numbers that differ; else the first hosted rank's."""
+    first = values[hosted[0]]
+    if all(values[r] == first for r in hosted):
+        return first
+    kind = _KINDS.get(type(first))
+    if kind is None:
+        return first
+    _prepare()
+    return kind(RankNode(values, hosted))
+
+
+@functools.cache
+def _prepare() -> None:
+    """Once there is a number that differs by rank: loaders that are told one give each rank its own samples."""
+    from torch_bridge import rank_data, rank_pieces
+
+    rank_data.install()
+    rank_pieces.install()
+
+
+def values_of(x: Any) -> tuple[Any, ...] | None:
+    """Each rank's value of a number that may differ by rank; None for anything else."""
+    node = getattr(x, "node", None) if isinstance(x, (torch.SymInt, torch.SymFloat, torch.SymBool)) else None
+    return node.values if isinstance(node, RankNode) else None
+
+
+def per_rank(x: Any) -> list[Any]:
+    """The value of a number for each rank of the world, in order. A plain number is the same for all."""
+    from torch_bridge import world
+
+    if isinstance(x, _Item):
+        return list(x.values)
+    values = values_of(x)
+    return [x] * world.size() if values is None else list(values)
+
+
+def _binary(fn: Callable[[Any, Any], Any]) -> tuple[Any, Any]:
+    def compute(self: Any, other: Any, swap: bool) -> Any:
+        node = self.node
+        others = values_of(other)
+        if others is None:
+            if not isinstance(other, (int, float)):
+                return NotImplemented
+            others = (other,) * len(node.values)
+        pairs = zip(others, node.values, strict=True) if swap else zip(node.values, others, strict=True)
+        return ranked(tuple(fn(a, b) for a, b in pairs), node.hosted)
+
+    return lambda self, other: compute(self, other, False), lambda self, other: compute(self, other, True)
+
+
+def _unary(fn: Callable[[Any], Any]) -> Any:
+    return lambda self: ranked(tuple(fn(v) for v in self.node.values), self.node.hosted)
+
+
+def _first(convert: Callable[[Any], Any]) -> Any:
+    return lambda self: convert(self.node.first)
+
+
+class _Ranked:
+    """What the three kinds have in common."""
+
+    node: Any
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        from torch_bridge import rank_ops
+
+        return rank_ops.call(func, args, kwargs or {})
+
+    def __hash__(self) -> int:
+        return hash(self.node.first)
+
+    def __reduce_ex__(self, proto: Any) -> Any:
+        return type(self.node.first), (self.node.first,)
+
+    def __copy__(self) -> Any:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self
+
+
+_OPS = {
+    "add": operator.add, "sub": operator.sub, "mul": operator.mul, "mod": operator.mod, "floordiv": operator.floordiv,
+    "truediv": operator.truediv, "pow": operator.pow, "and": operator.and_, "or": operator.or_, "xor": operator.xor,
+    "lshift": operator.lshift, "rshift": operator.rshift, "divmod": divmod,
+}  # fmt: skip
+_COMPARISONS = {n: getattr(operator, n) for n in ("eq", "ne", "lt", "le", "gt", "ge")}
+_CONVERSIONS: dict[str, Any] = {"__str__": str, "__repr__": repr, "__int__": int, "__float__": float}
+
+
+def _divmod(a: Any, b: Any) -> Any:
+    return a // b, a % b
+
+
+def _fill(cls: Any) -> Any:
+    for name, fn in _OPS.items():
+        forward, backward = (_divmod, lambda a, b: _divmod(b, a)) if name == "divmod" else _binary(fn)
+        setattr(cls, f"__{name}__", forward)
+        setattr(cls, f"__r{name}__", backward)
+    for name, fn in _COMPARISONS.items():
+        setattr(cls, f"__{name}__", _binary(fn)[0])
+    for name, fn in _CONVERSIONS.items():
+        setattr(cls, name, _first(fn))
+    for name, unary in (("neg", operator.neg), ("pos", operator.pos), ("abs", abs), ("invert", operator.invert)):
+        setattr(cls, f"__{name}__", _unary(unary))
+    for name, rounding in (("floor", math.floor), ("ceil", math.ceil), ("trunc", math.trunc), ("round", round)):
+        setattr(cls, f"__{name}__", _unary(rounding))
+    cls.__format__ = lambda self, spec: format(self.node.first, spec)
+    cls.__hash__ = _Ranked.__hash__
+    cls.__bool__ = _truth
+    return cls
+
+
+def _truth(self: Any) -> bool:
+    """The first hosted rank's answer. Where ranks differ, the branch is remembered: if tensor work depends on it, `branches` reports it."""
+    values = self.node.values
+    if any(bool(values[r]) != bool(self.node.first) for r in self.node.hosted):
+        from torch_bridge import branches
+
+        branches.note(values)
+    return bool(self.node.first)
+
+
+@_fill
+class RankInt(_Ranked, torch.SymInt):
+    """An int for each rank (`xm.get_ordinal()`, `get_tensor_model_parallel_rank()`, and arithmetic on them)."""
+
+    def __index__(self) -> int:
+        return int(self.node.first)
+
+    def bit_length(self) -> int:
+        return int(self.node.first).bit_length()
+
+
+@_fill
+class RankFloat(_Ranked, torch.SymFloat):
+    """A float for each rank."""
+
+    def is_integer(self) -> bool:
+        return float(self.node.first).is_integer()
+
+
+@_fill
+class RankBool(_Ranked, torch.SymBool):
+    """A truth value for each rank: what comparing a `RankInt` gives."""
+
+    def __index__(self) -> int:
+        return int(self.node.first)
+
+
+class _Item:
+    """A number read from a tensor whose value differs among the hosted ranks: the first one's, which also remembers the others'.
+
+    Arithmetic with numbers keeps all of them, `xm.mesh_reduce` and object collectives give each rank's own, and next to an xla tensor each rank
+    uses its own.
+    """
+
+    values: tuple[Any, ...]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        from torch_bridge import rank_ops
+
+        return rank_ops.call(func, args, kwargs or {})
+
+    def plain(self) -> Any:
+        """The first hosted rank's number alone."""
+        return self.values[0]
+
+    def __reduce_ex__(self, proto: Any) -> Any:
+        plain: Any = float if isinstance(self, float) else int
+        return plain, (self.values[0],)
+
+
+def _item_op(fn: Callable[[Any, Any], Any], swap: bool) -> Any:
+    def method(self: Any, other: Any) -> Any:
+        if not isinstance(other, (int, float)):
+            return NotImplemented
+        others = other.values if isinstance(other, _Item) else (other,) * len(self.values)
+        pairs = zip(others, self.values, strict=True) if swap else zip(self.values, others, strict=True)
+        return item(tuple(fn(a, b) for a, b in pairs))
+
+    return method
+
+
+def _arithmetic(cls: Any) -> Any:
+    for name in ("add", "sub", "mul", "truediv", "floordiv"):
+        setattr(cls, f"__{name}__", _item_op(_OPS[name], False))
+        setattr(cls, f"__r{name}__", _item_op(_OPS[name], True))
+    cls.__neg__ = lambda self: item(tuple(-v for v in self.values))
+    return cls
+
+
+@_arithmetic
+class FloatItem(_Item, float):
+    """`loss.item()` of a loss that differs among ranks."""
+
+
+@_arithmetic
+class IntItem(_Item, int):
+    """The same for integers."""
+
+
+def item(values: tuple[Any, ...]) -> Any:
+    """A Python number from each hosted rank's value (in order): plain if they agree."""
+    first = values[0]
+    if all(v == first or (v != v and first != first) for v in values) or not isinstance(first, (int, float)) or isinstance(first, bool):
+        return first
+    made: Any = FloatItem(first) if isinstance(first, float) else IntItem(first)
+    made.values = values
+    return made
+
+
+def own(x: Any, place: int) -> Any:
+    """What the hosted rank at this place sees of a number."""
+    from torch_bridge import world
+
+    if isinstance(x, _Item):
+        return x.values[place]
+    values = values_of(x)
+    return x if values is None else values[world.current().hosted[place]]
+
+
+def is_item(x: Any) -> bool:
+    return isinstance(x, _Item)
+
+
+_KINDS: dict[type, Any] = {int: RankInt, float: RankFloat, bool: RankBool}

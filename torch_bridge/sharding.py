@@ -1,0 +1,200 @@
+"""Where the values of several ranks live: one global `jax.Array` per storage, on a mesh with one device per rank.
+
+A value that all ranks share is replicated. One that varies over mesh axes is sharded over them: every rank's block is its own value. The
+`PartitionSpec` says along which dim the blocks lie side by side in the global view (dim 0 unless somebody chose another); ranks compute with their
+block alone, so that choice is a label, not a cost.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from torch_bridge import world
+
+logger = logging.getLogger("torch_bridge")
+
+Axes = frozenset[str]
+NONE: Axes = frozenset()
+REPLICATED = PartitionSpec()
+
+_meshes: dict[tuple[tuple[str, int], ...], Mesh] = {}
+_said = False
+
+
+def active() -> bool:
+    """True if the world has several ranks: values then live on a mesh."""
+    return world.current().size > 1
+
+
+def mesh() -> Mesh:
+    """The mesh of the current world: axes outermost first, device order = rank order."""
+    axes = world.current().axes
+    key = tuple(axes.items())
+    found = _meshes.get(key)
+    if found is None:
+        devices = _devices(world.current())
+        found = _meshes[key] = Mesh(np.array(devices).reshape(tuple(axes.values())), tuple(axes))
+    return found
+
+
+def _devices(of: world.World) -> Sequence[Any]:
+    """One device for each rank: real ones if there are enough, else virtual CPU devices."""
+    global _said
+    here = len(of.hosted)
+    if of.processes > 1:
+        from torch_bridge import processes
+
+        processes.start(of)
+    elif not _started():
+        jax.config.update("jax_num_cpu_devices", max(here, getattr(jax.config, "jax_num_cpu_devices", 1)))
+    found = jax.devices()
+    if len(found) < of.size and found[0].platform != "cpu":
+        found = jax.devices("cpu")
+    if len(found) < of.size:
+        raise RuntimeError(
+            f"the world has {of.size} ranks, but JAX started with {len(found)} {found[0].platform} device(s) in this process, and their number cannot change "
+            f"any more. Ask for the world before the first tensor goes to xla: {world.KNOB}."
+        )
+    if not _said:
+        _said = True
+        kind = "virtual CPU devices" if found[0].platform == "cpu" else f"{found[0].device_kind} devices"
+        logger.info("%d ranks on %d %s", of.size, of.size, kind)
+    return found[: of.size]
+
+
+def _started() -> bool:
+    from jax._src import xla_bridge
+
+    return bool(xla_bridge.backends_are_initialized())
+
+
+# -- labels ---------------------------------------------------------------------------------------
+
+
+def axes_of(spec: PartitionSpec) -> Axes:
+    """The axes that a label splits over."""
+    return frozenset(a for part in spec if part is not None for a in (part if isinstance(part, tuple) else (part,)))
+
+
+def ordered(axes: Iterable[str]) -> tuple[str, ...]:
+    """Axis names outermost first, those of size 1 left out."""
+    chosen = frozenset(axes)
+    return tuple(a for a, n in world.current().axes.items() if a in chosen and n > 1)
+
+
+def spec_for(axes: Iterable[str], dim: int = 0) -> PartitionSpec:
+    """The label of a value that varies over axes, its blocks side by side along `dim`."""
+    names = ordered(axes)
+    if not names:
+        return REPLICATED
+    return PartitionSpec(*[None] * dim, names if len(names) > 1 else names[0])
+
+
+def count(part: Any) -> int:
+    """Blocks along a dim with this entry of a label."""
+    sizes = world.current().axes
+    return math.prod(sizes[a] for a in (part if isinstance(part, tuple) else (part,))) if part is not None else 1
+
+
+def global_shape(local: Sequence[int], spec: PartitionSpec) -> tuple[int, ...]:
+    """The shape of the global array whose blocks have a local shape. A varying number becomes a vector."""
+    shape = list(local) if local or not axes_of(spec) else [1]
+    for dim, part in enumerate(spec):
+        shape[dim] *= count(part)
+    return tuple(shape)
+
+
+def sharding(spec: PartitionSpec) -> NamedSharding:
+    return NamedSharding(mesh(), spec)
+
+
+# -- arrays ---------------------------------------------------------------------------------------
+
+
+def from_blocks(blocks: Sequence[np.ndarray], spec: PartitionSpec) -> jax.Array:
+    """A global array from the hosted ranks' own values, in rank order (blocks that must agree are not compared)."""
+    target = sharding(spec)
+    local = blocks[0].shape
+    if any(b.shape != local for b in blocks):
+        raise ValueError(f"ranks must have tensors of one shape, got {sorted({tuple(b.shape) for b in blocks})}")
+    devices = [target.mesh.devices.flat[r] for r in world.current().hosted]
+    if not local and axes_of(spec):
+        blocks = [b.reshape(1) for b in blocks]
+    arrays = [jax.device_put(b, d) for b, d in zip(blocks, devices, strict=True)]
+    return jax.make_array_from_single_device_arrays(global_shape(local, spec), target, arrays)
+
+
+def replicated(host: np.ndarray) -> jax.Array:
+    """The same value on every rank."""
+    if world.is_local():
+        return jax.device_put(host, sharding(REPLICATED))
+    return from_blocks([host] * len(world.current().hosted), REPLICATED)
+
+
+def split(host: np.ndarray, spec: PartitionSpec) -> jax.Array:
+    """A global value cut into the ranks' blocks as a label says."""
+    target = sharding(spec)
+    return jax.make_array_from_callback(host.shape, target, lambda index: host[index])
+
+
+def blocks(array: jax.Array, local: Sequence[int]) -> list[np.ndarray]:
+    """The hosted ranks' own values of a global array, in rank order."""
+    by_device = {s.device: s.data for s in array.addressable_shards}
+    if not isinstance(array.sharding, NamedSharding):
+        return [np.asarray(array)] * len(world.current().hosted)
+    devices = list(array.sharding.mesh.devices.flat)
+    return [np.asarray(by_device[devices[r]]).reshape(tuple(local)) for r in world.current().hosted]
+
+
+def first_block(array: jax.Array, local: Sequence[int]) -> np.ndarray:
+    """The first hosted rank's own value."""
+    if not isinstance(array.sharding, NamedSharding):
+        return np.asarray(array)
+    device = array.sharding.mesh.devices.flat[world.first()]
+    shard = next(s for s in array.addressable_shards if s.device == device)
+    return np.asarray(shard.data).reshape(tuple(local))
+
+
+def adopt(array: jax.Array, local: Sequence[int]) -> jax.Array:
+    """The same values on the current mesh (made before the ranks were laid out on these axes, or before there were several)."""
+    now = mesh()
+    old = array.sharding
+    if isinstance(old, NamedSharding) and old.mesh == now:
+        return array
+    if not isinstance(old, NamedSharding) or old.mesh.size != now.size:
+        if isinstance(old, NamedSharding) and axes_of(old.spec):
+            raise RuntimeError(f"a tensor that differs among {old.mesh.size} ranks cannot be used in a world of {now.size}")
+        return replicated(first_block(array, local))
+    spec = spec_for(_axes_now(old))
+    return relabel(array, local, spec, list(old.mesh.devices.flat))
+
+
+def relabel(array: jax.Array, local: Sequence[int], spec: PartitionSpec, devices: Sequence[Any] | None = None) -> jax.Array:
+    """The same blocks on the same devices under another label; nothing is copied."""
+    by_device = {s.device: s.data for s in array.addressable_shards}
+    order = devices or list(mesh().devices.flat)
+    shape = tuple(local)
+    inner = shape if shape or not axes_of(spec) else (1,)
+    parts = [by_device[order[r]] for r in world.current().hosted]
+    parts = [p if p.shape == inner else p.reshape(inner) for p in parts]
+    return jax.make_array_from_single_device_arrays(global_shape(shape, spec), sharding(spec), parts)
+
+
+def _axes_now(old: NamedSharding) -> tuple[str, ...]:
+    """The current axes over which a value varies that was labelled on another mesh of the same ranks."""
+    names, sizes = old.mesh.axis_names, old.mesh.devices.shape
+    varied = axes_of(old.spec)
+    index = np.zeros(sizes, dtype=np.int64)
+    for k, name in enumerate(names):
+        if name in varied:
+            shape = [1] * len(sizes)
+            shape[k] = sizes[k]
+            index = index * sizes[k] + np.arange(sizes[k]).reshape(shape)
+    return world.axes_of_table(index.reshape(-1).tolist())
