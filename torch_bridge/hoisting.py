@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from torch_bridge import _compat, dtypes
+from torch_bridge import _compat, dtypes, sharding
 from torch_bridge.segment import Fill, Segment
 
 _ONCE: set[int] = set()
@@ -83,5 +83,6 @@ def _insert_leaves(segment: Segment, fills: list[Fill]) -> tuple[list[Any], dict
 
 def _array(fill: Fill, segment: Segment) -> jax.Array:
     of = segment.nodes[fill.node][0].outs[0]
+    host = np.full(of.size, fill.value, dtype=dtypes.to_jax(of.dtype))
     with _compat.enable_x64():
-        return jax.device_put(np.full(of.size, fill.value, dtype=dtypes.to_jax(of.dtype)))
+        return sharding.replicated(host) if sharding.active() else jax.device_put(host)

@@ -87,6 +87,6 @@ def _leaf(array: Any) -> torch.Tensor | None:
         return None
     if array.size > MAX_ELEMENTS or dtypes.to_torch(array.dtype) not in _INTEGERS or not array.is_ready():
         return None
-    if sharding.active() and sharding.axes_of(array.sharding.spec):  # ranks may disagree
+    if sharding.active() and sharding.axes_of(sharding.spec_of(array)):  # ranks may disagree
         return None
     return to_cpu(array)

@@ -16,7 +16,7 @@ from torch_bridge.segment import Segment, Storage
 def of(segment: Segment, live: dict[int, list[Storage]], outs: Sequence[int]) -> tuple[Any, ...]:
     """What a program must have been made for: the leaves' labels, and the labels that result storages insist on."""
     wanted = tuple(next((s.facts.spec for s in live[v] if s.facts is not None and s.facts.spec is not None), None) for v in outs)
-    return tuple(leaf.sharding.spec for leaf in segment.leaves), wanted
+    return tuple(sharding.spec_of(leaf) for leaf in segment.leaves), wanted
 
 
 class RankLabels:

@@ -62,7 +62,7 @@ def check(program: Any, segment: Segment, axes: dict[int, sharding.Axes]) -> Non
         storage = ref()
         if storage is None or storage.segment is not segment or storage.facts is None or storage.facts.owner is None:
             continue
-        before = sharding.axes_of(segment.leaves[-leaf - 1].sharding.spec)
+        before = sharding.axes_of(sharding.spec_of(segment.leaves[-leaf - 1]))
         if storage.facts.spec is not None:
             before |= sharding.axes_of(storage.facts.spec)
         drift = axes.get(storage.vid, sharding.NONE) - before

@@ -38,7 +38,7 @@ def varying(t: torch.Tensor) -> Varying:
     size = tuple(t.shape)
     if storage.array is None or not sharding.active():
         return Varying((), sharding.REPLICATED, size, size)
-    spec = storage.array.sharding.spec if hasattr(storage.array.sharding, "spec") else sharding.REPLICATED
+    spec = sharding.spec_of(storage.array)
     whole = t._layout is storage.layout  # type: ignore[attr-defined]
     shape = tuple(storage.array.shape) if whole else sharding.global_shape(size, sharding.spec_for(sharding.axes_of(spec)))
     return Varying(sharding.ordered(sharding.axes_of(spec)), spec, size, shape)

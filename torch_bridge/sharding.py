@@ -83,6 +83,11 @@ def axes_of(spec: PartitionSpec) -> Axes:
     return frozenset(a for part in spec if part is not None for a in (part if isinstance(part, tuple) else (part,)))
 
 
+def spec_of(array: Any) -> PartitionSpec:
+    """The label of an array; one made before there were several ranks is the same for all."""
+    return array.sharding.spec if isinstance(array.sharding, NamedSharding) else REPLICATED
+
+
 def ordered(axes: Iterable[str]) -> tuple[str, ...]:
     """Axis names outermost first, those of size 1 left out."""
     chosen = frozenset(axes)

@@ -170,7 +170,7 @@ def _each_ranks(t: XLATensor, value: Any) -> Any:
     from torch_bridge import ranks, sharded, sharding
 
     storage = t._storage
-    if not sharding.active() or storage.array is None or not sharding.axes_of(storage.array.sharding.spec):
+    if not sharding.active() or storage.array is None or not sharding.axes_of(sharding.spec_of(storage.array)):
         return value
     return ranks.item(tuple(torch.Tensor.item(s) for s in sharded.shards(t)))
 

@@ -119,7 +119,7 @@ def download(t: XLATensor) -> torch.Tensor:
         host = torch.full(base.size, storage.fill, dtype=base.dtype)
     else:
         host = to_cpu(storage.array, base.size if sharding.active() else None)
-        if view is base and host.stride() == view.stride and sharding.active() and sharding.axes_of(storage.array.sharding.spec):
+        if view is base and host.stride() == view.stride and sharding.active() and sharding.axes_of(sharding.spec_of(storage.array)):
             _READ[host] = (host._version, storage.array, base.size)
     if view is base:
         if not host.is_contiguous() or host.stride() != view.stride:

@@ -14,6 +14,8 @@ import torch_xla.distributed.xla_multiprocessing as xmp
 from torch import nn
 from torch_xla.utils.utils import get_free_tcp_ports
 
+from torch_bridge import ranks, world
+
 DEVICES = ["xla", "cpu"]
 
 

@@ -1,0 +1,45 @@
+"""`neuronx_distributed.kernels.flash_attn`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def nki_flash_attn_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lnc: int = 1,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = True,
+    mixed_precision: bool = True,
+    seed: Any = None,
+    hardware_type: Any = None,
+    transpose_nki_inputs: bool = True,
+) -> torch.Tensor:
+    """softmax(q k^T * scale) v: [batch, heads, length, head_dim] in the dtype of q, with memory linear in the length.
+
+    q, k, v: [batch, heads, head_dim, length] with `transpose_nki_inputs` (the default), else [batch, heads, length, head_dim]; K/V heads repeated to
+    the number of query heads. softmax_scale: default 1/sqrt(head_dim). causal: the only mask there is. dropout_p: of the attention weights; seed:
+    int or one-element tensor that alone decides the dropout mask (default: the device's random state, so that every call draws anew and
+    activation checkpointing draws the same). mixed_precision is accepted: the softmax and all sums are float32 for half precision either way.
+    lnc: logical cores; means nothing here but is checked.
+
+    Any length works, on CPU tensors too; the original wants multiples of 2048. Raises ValueError for shapes that do not fit, and as the original
+    AssertionError for lnc != 1 with hardware_type trn1.
+    """
+    if "trn1" in str(getattr(hardware_type, "value", hardware_type)).lower() and lnc != 1:
+        raise AssertionError(f"lnc={lnc} on trn1: its NeuronCores cannot be grouped, so lnc must be 1")
+    if transpose_nki_inputs:
+        q, k, v = (t.transpose(-1, -2) for t in (q, k, v))
+    return _attend(q, k, v, causal, softmax_scale, dropout_p, seed)
+
+
+def _attend(*args: Any, **kwargs: Any) -> torch.Tensor:
+    from torch_bridge import recorder  # noqa: F401  (brings JAX up; not before attention is called)
+    from torch_bridge.attention_ops import attend
+
+    return attend(*args, **kwargs)

@@ -1,0 +1,1 @@
+"""`neuronx_distributed.utils`: helpers around models and batches."""

@@ -1,0 +1,82 @@
+"""Batches for context parallelism."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from nxd_jax.parallel_layers import parallel_state
+from nxd_jax.utils.batch_utils import get_batch_on_this_context_parallel_rank, shift_labels
+from tests.nxd_jax.conftest import Nxd
+from torch_bridge import sharded
+
+
+def make() -> dict[str, object]:
+    return {
+        "input_ids": torch.randint(0, 9, (3, 8)),
+        "labels": torch.randint(0, 9, (3, 8)),
+        "position_ids": torch.arange(8)[None],
+        "attention_mask": torch.rand(3, 1, 8, 8) < 0.5,
+        "lengths": torch.tensor([1, 2, 3]),
+        "loss_scale": torch.tensor(2.0),
+        "name": "batch",
+        "nothing": None,
+    }
+
+
+def test_shift_labels() -> None:
+    batch = {"labels": torch.tensor([[1, 2, 3], [4, -100, 6]]), "other": 1}
+    shifted = shift_labels(batch)
+    assert shifted["labels"].tolist() == [[2, 3, -100], [-100, 6, -100]] and shifted["other"] == 1
+    assert batch["labels"].tolist() == [[1, 2, 3], [4, -100, 6]]
+    on_xla = shift_labels({"labels": batch["labels"].to("xla")})["labels"]
+    assert on_xla.device.type == "xla" and on_xla.tolist() == shifted["labels"].tolist()
+    assert shift_labels({"a": 1}) == {"a": 1}
+
+
+@pytest.mark.parametrize("device", ["cpu", "xla"])
+@pytest.mark.parametrize("size", [{"size": 4, "cp": 4}, {"size": 8, "cp": 2, "tp": 2}])
+def test_runs_of_every_rank(nxd: Nxd, size: dict[str, int], device: str) -> None:
+    nxd(**size)
+    full = make()
+    given = {n: x.to(device) if isinstance(x, torch.Tensor) else x for n, x in full.items()}
+    found = get_batch_on_this_context_parallel_rank(given)
+    groups = parallel_state.get_context_model_parallel_group(as_list=True)
+    place = {r: k for g in groups for k, r in enumerate(g)}
+    length = 8 // size["cp"]
+    for name, dim in (("input_ids", 1), ("labels", 1), ("position_ids", 1), ("attention_mask", 2)):
+        x, whole = found[name], full[name]
+        assert isinstance(whole, torch.Tensor) and x.device.type == "xla" and sharded.varying(x).axes == ("cp",)
+        for rank, own in enumerate(sharded.shards(x)):
+            assert torch.equal(own, whole.narrow(dim, place[rank] * length, length))
+    for name in ("lengths", "loss_scale", "name", "nothing"):
+        assert found[name] is given[name]
+
+
+def test_position_ids_of_one_dim(nxd: Nxd) -> None:
+    nxd(2, cp=2)
+    found = get_batch_on_this_context_parallel_rank({"position_ids": torch.arange(6)})["position_ids"]
+    assert [t.tolist() for t in sharded.shards(found)] == [[0, 1, 2], [3, 4, 5]]
+
+
+def test_batches_of_data_parallel_ranks(nxd: Nxd) -> None:
+    """A batch that differs among data-parallel ranks is cut on each of them."""
+    nxd(4, cp=2)
+    ids = torch.arange(12).reshape(2, 6)
+    batch = {"input_ids": sharded.from_ranks(lambda r: ids[r // 2 : r // 2 + 1], ["dp"])}
+    found = get_batch_on_this_context_parallel_rank(batch)["input_ids"]
+    assert [t.tolist() for t in sharded.shards(found)] == [[[0, 1, 2]], [[3, 4, 5]], [[6, 7, 8]], [[9, 10, 11]]]
+
+
+def test_without_context_parallelism(nxd: Nxd) -> None:
+    nxd(2, tp=2)
+    batch = make()
+    assert get_batch_on_this_context_parallel_rank(batch) is batch
+
+
+def test_errors(nxd: Nxd) -> None:
+    with pytest.raises(RuntimeError, match="initialize_model_parallel"):
+        get_batch_on_this_context_parallel_rank({})
+    nxd(4, cp=4)
+    with pytest.raises(ValueError, match=r"batch\['labels'\] has a sequence length of 6, which does not divide by context_parallel_size=4"):
+        get_batch_on_this_context_parallel_rank({"labels": torch.zeros(2, 6)})
