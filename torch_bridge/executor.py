@@ -107,9 +107,10 @@ def _run(segment: Segment) -> None:
     outs = tuple(sorted(live))
     donate = tuple(sys.getrefcount(array) == 3 for array in segment.leaves)
     numbers: dict[type, Any] = {kind: lifted.flat(segment.numbers, kind) for kind in (float, int)}
-    labels = rank_labels.of(segment, live, outs) if sharding.active() else None
-    program = trace.find(outs, donate, numbers, labels)
+    program: Program | None = None
     try:
+        labels = rank_labels.of(segment, live, outs) if sharding.active() else None
+        program = trace.find(outs, donate, numbers, labels)
         if program is None:
             metrics.count("UncachedCompile")
             program = Program(trace, outs, segment, donate)

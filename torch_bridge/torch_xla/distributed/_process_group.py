@@ -56,6 +56,10 @@ class ProcessGroupXla(_Base):
         """Ranks in the group."""
         return self._groups().size
 
+    def __deepcopy__(self, memo: Any) -> ProcessGroupXla:
+        """Copies of a layer belong to the same group."""
+        return self
+
     def getBackendName(self) -> str:
         return "xla"
 

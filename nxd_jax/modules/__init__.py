@@ -1,0 +1,1 @@
+"""`neuronx_distributed.modules`: blocks built on the parallel layers."""

@@ -1,0 +1,47 @@
+"""`neuronx_distributed.parallel_layers`: groups of ranks, layers that they share out, losses, gradients and random numbers."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from nxd_jax.parallel_layers import mappings, parallel_state
+from nxd_jax.parallel_layers.layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear
+
+PARALLEL_MODULES = [ColumnParallelLinear, RowParallelLinear, ParallelEmbedding]
+"""Modules that the pipeline partitioner does not look into."""
+
+_LAZY = {
+    "clip_grad_norm": "grads",
+    "load": "checkpointing",
+    "parallel_cross_entropy": "loss_functions",
+    "save": "checkpointing",
+}
+_SUBMODULES = ("checkpointing", "comm", "grads", "layer_norm", "layers", "loss_functions", "pad", "random", "utils")
+
+__all__ = [
+    "PARALLEL_FUNCTIONS",
+    "PARALLEL_MODULES",
+    "ColumnParallelLinear",
+    "ParallelEmbedding",
+    "RowParallelLinear",
+    "clip_grad_norm",
+    "load",
+    "mappings",
+    "parallel_cross_entropy",
+    "parallel_state",
+    "save",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "PARALLEL_FUNCTIONS":
+        value: Any = [__getattr__("parallel_cross_entropy")]
+    elif name in _LAZY:
+        value = getattr(importlib.import_module(f"{__name__}.{_LAZY[name]}"), name)
+    elif name in _SUBMODULES:
+        return importlib.import_module(f"{__name__}.{name}")
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value
+    return value

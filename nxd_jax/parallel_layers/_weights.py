@@ -1,0 +1,164 @@
+"""How a parallel layer's weights are cut, where their parts live and how they are initialised.
+
+A full float32 weight is drawn on the CPU, cut and cast, so that one torch seed gives the same global weights for any number of ranks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from nxd_jax.parallel_layers import _groups
+from nxd_jax.parallel_layers.utils import divide, set_tensor_model_parallel_attributes
+from torch_bridge import world
+
+Init = Callable[[torch.Tensor], Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Partition:
+    """How ranks share a tensor out: `group.size` parts along `dim`, member k of `group` holding part k.
+
+    stride: how many tensors lie fused along `dim` (gate and up: 2), each shared out by itself.
+    """
+
+    group: Any
+    dim: int
+    stride: int = 1
+    rank_ordering: tuple[int, ...] | None = None
+
+    @property
+    def size(self) -> int:
+        return _groups.size(self.group)
+
+    def local_shape(self, full: Sequence[int]) -> list[int]:
+        """The shape of a part."""
+        return [divide(n, self.size) if d == self.dim else n for d, n in enumerate(full)]
+
+    def part(self, full: torch.Tensor, index: int) -> torch.Tensor:
+        """Part `index` of a full tensor, as a tensor of its own."""
+        return cut(full, self.dim, divide(full.shape[self.dim], self.size), self.stride, index, self.size)
+
+    def index_of(self, world_rank: int) -> int:
+        """The part that a rank of the world holds."""
+        return _groups.place_of(self.group, world_rank)
+
+    def hosts_several(self) -> bool:
+        """Whether this process holds several different parts."""
+        return _groups.hosts_several(self.group)
+
+    def mark(self, parameter: torch.Tensor) -> None:
+        """Set the attributes by which the rest of the library knows that a parameter is shared out."""
+        if not hasattr(parameter, "tensor_model_parallel"):
+            set_tensor_model_parallel_attributes(parameter, True, self.dim, self.stride, self.size, self.rank_ordering)
+
+
+def cut(full: torch.Tensor, dim: int, part: int, stride: int, index: int, count: int) -> torch.Tensor:
+    """Part `index` of `count`, of `part` entries along `dim`: every `count`-th of the blocks of `part / stride`, from block `index` on."""
+    blocks = torch.split(full.detach(), divide(part, stride), dim=dim)
+    return torch.cat(blocks[index::count], dim=dim)
+
+
+def place(full: torch.Tensor, partition: Partition | None, dtype: torch.dtype, device: Any) -> torch.Tensor:
+    """A rank's part of a full CPU tensor (all of it without a partition), on a device.
+
+    If this process hosts several ranks, their parts go to xla whatever the device, as one tensor that differs by rank.
+    """
+    if partition is None:
+        return full.to(device=device, dtype=dtype, copy=True)
+    if partition.hosts_several():
+        return from_parts(lambda r: partition.part(full, partition.index_of(r)).to(dtype), partition)
+    part = partition.part(full, partition.index_of(world.first())).to(dtype)
+    return placed_alone(part, partition, device)
+
+
+def from_parts(of: Callable[[int], torch.Tensor], partition: Partition) -> torch.Tensor:
+    """An xla tensor that is `of(world_rank)` on each rank, labelled as the partition says."""
+    from torch_bridge import sharded
+
+    return sharded.from_ranks(of, sharded.axes_of(partition.group), partition.dim)
+
+
+def placed_alone(part: torch.Tensor, partition: Partition, device: Any) -> torch.Tensor:
+    """The part of the only rank that this process hosts, on the device asked for."""
+    if torch.device(device or "cpu").type == "xla":
+        return from_parts(lambda r: part, partition)
+    return part.to(device=device)
+
+
+class Owner(torch.nn.Module):
+    """A module with parameters that ranks share out. `_partitions`: how, by their names."""
+
+    _partitions: dict[str, Partition]
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """What `.to("xla")` goes through: a part that was on the CPU (of the only rank in this process) is not the same on all ranks."""
+        super()._apply(fn, recurse)
+        for name, partition in self._partitions.items():
+            parameter = self._parameters.get(name)
+            if parameter is not None and parameter.device.type == "xla" and partition.size > 1:
+                _label(parameter, partition)
+        return self
+
+
+def _label(parameter: Any, partition: Partition) -> None:
+    from torch_bridge import executor, sharded, sharding
+
+    storage = parameter._storage
+    executor.materialize(storage)
+    if storage.array is None or sharding.axes_of(storage.array.sharding.spec):
+        return
+    spec = sharding.spec_for(sharded.axes_of(partition.group), partition.dim)
+    storage.array = sharding.relabel(storage.array, storage.layout.size, spec)
+    storage.describe(spec=spec)
+
+
+def padded(full: torch.Tensor, dim: int, count: int) -> torch.Tensor:
+    """A tensor with `count` zeros more at the end of a dim."""
+    if not count:
+        return full
+    zeros = full.new_zeros([count if d == dim % full.dim() else n for d, n in enumerate(full.shape)])
+    return torch.cat([full, zeros], dim=dim)
+
+
+def drawn(shape: Sequence[int], init: Init) -> torch.Tensor:
+    """A full float32 weight on the CPU, initialised."""
+    full = torch.empty(*shape, dtype=torch.float32, device="cpu")
+    with torch.no_grad():
+        init(full)
+    return full
+
+
+def default_init(weight: torch.Tensor) -> torch.Tensor:
+    """What `torch.nn.Linear` and `torch.nn.Conv2d` do."""
+    return torch.nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
+
+
+def default_bias(fan_in: int) -> Init:
+    """What `torch.nn.Linear` does: uniform within 1 / sqrt(fan_in)."""
+    bound = 1.0 / math.sqrt(fan_in) if fan_in else 0.0
+    return lambda bias: torch.nn.init.uniform_(bias, -bound, bound)
+
+
+def is_meta(device: Any) -> bool:
+    """Whether a layer is to have shapes only for now."""
+    return device is not None and torch.device(device).type == "meta"
+
+
+def assign(module: torch.nn.Module, name: str, value: torch.Tensor) -> None:
+    """Make a tensor the value of a parameter: of a new one, or of one that exists, which stays the same object with the same attributes."""
+    from torch_bridge import modules, replicas
+
+    parameter = module._parameters[name]
+    if parameter is None:
+        setattr(module, name, torch.nn.Parameter(value))
+    elif parameter.device == value.device and parameter.shape == value.shape:
+        parameter.data = value
+    else:
+        modules._swap(parameter, value, f"{type(module).__name__}.{name}")
+    if value.device.type == "xla":
+        replicas.own(module, name, module._parameters[name])

@@ -1,0 +1,144 @@
+"""What tensor parallel ranks draw alike, what they draw differently, and the tracker's states."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from nxd_jax.parallel_layers import parallel_state
+from nxd_jax.parallel_layers.random import XLARNGStatesTracker, get_xla_rng_tracker, model_parallel_xla_manual_seed
+from tests.nxd_jax.conftest import Nxd
+from tests.nxd_jax.parallel_layers.parts import own, per_rank
+
+N = 20000
+
+
+@pytest.fixture(autouse=True)
+def fresh_tracker() -> Iterator[None]:
+    get_xla_rng_tracker().reset()
+    yield
+    get_xla_rng_tracker().reset()
+
+
+def masks(x: torch.Tensor) -> list[torch.Tensor]:
+    return [m != 0 for m in per_rank(F.dropout(x, 0.25))]
+
+
+def independent(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Two masks that keep three quarters each, independently, agree on 5/8 of their places."""
+    return abs((a == b).float().mean().item() - 0.625) < 0.02
+
+
+def test_default_state(nxd: Nxd) -> None:
+    """Alike on tensor parallel ranks, different on data parallel ones once their activations differ."""
+    nxd(8, tp=4)
+    model_parallel_xla_manual_seed(1)
+    found = masks(own([torch.ones(N)] * 8, ["dp"]))
+    assert all(torch.equal(found[r], found[0]) for r in range(4))
+    assert all(torch.equal(found[r], found[4]) for r in range(4, 8))
+    assert independent(found[0], found[4])
+    assert abs(found[0].float().mean().item() - 0.75) < 0.02
+    same = masks(torch.ones(N, device="xla"))
+    assert all(torch.equal(m, same[0]) for m in same)
+    assert not torch.equal(same[0], found[0])
+
+
+def test_fork_differs_among_tensor_parallel_ranks(nxd: Nxd) -> None:
+    nxd(8, tp=4)
+    model_parallel_xla_manual_seed(1)
+    with get_xla_rng_tracker().fork():
+        found = masks(torch.ones(N, device="xla"))
+        more = masks(torch.ones(N, device="xla"))
+    for a in range(4):
+        assert abs(found[a].float().mean().item() - 0.75) < 0.02
+        assert torch.equal(found[a], found[a + 4])  # data parallel ranks share what they share
+        assert independent(found[a], more[a])
+        for b in range(a):
+            assert independent(found[a], found[b])
+
+
+def test_fork_leaves_the_default_state_alone_and_goes_on_itself(nxd: Nxd) -> None:
+    nxd(4, tp=4)
+    tracker = get_xla_rng_tracker()
+
+    def draw() -> tuple[list[float], list[float]]:
+        return torch.rand(3).tolist(), torch.rand(3, device="xla").tolist()
+
+    model_parallel_xla_manual_seed(5)
+    first, second = draw(), draw()
+    model_parallel_xla_manual_seed(5)
+    assert draw() == first
+    with tracker.fork():
+        inside = draw()
+    assert draw() == second
+    with tracker.fork("model-parallel-rng"):
+        later = draw()
+    assert len({str(d) for d in (first, second, inside, later)}) == 4
+    model_parallel_xla_manual_seed(5)
+    with tracker.fork():
+        assert (draw(), draw()) == (inside, later)
+
+
+def test_states_can_be_kept_and_restored(nxd: Nxd) -> None:
+    nxd(4, tp=4)
+    model_parallel_xla_manual_seed(5)
+    tracker = get_xla_rng_tracker()
+    kept = tracker.get_states()
+    with tracker.fork():
+        first = per_rank(torch.rand(4, device="xla"))
+    other = XLARNGStatesTracker()
+    other.set_states(kept)
+    with other.fork():
+        again = per_rank(torch.rand(4, device="xla"))
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    with pytest.raises(TypeError, match="rng state x must be one that get_states"):
+        tracker.set_states({"x": torch.zeros(3)})  # type: ignore[dict-item]
+
+
+def test_added_states(nxd: Nxd) -> None:
+    nxd(4, tp=4)
+    tracker = XLARNGStatesTracker()
+    tracker.add("shared", 11)
+    tracker.add("own", 100 + parallel_state.get_tensor_model_parallel_rank())
+    with tracker.fork("shared"):
+        shared = per_rank(torch.rand(4, device="xla"))
+    with tracker.fork("own"):
+        own_numbers = per_rank(torch.rand(4, device="xla"))
+    assert all(torch.equal(s, shared[0]) for s in shared)
+    assert not any(torch.equal(own_numbers[a], own_numbers[b]) for a in range(4) for b in range(a))
+    with pytest.raises(Exception, match="seed 11 already exists"):
+        tracker.add("third", 11)
+    with pytest.raises(Exception, match="rng state shared already exists"):
+        tracker.add("shared", 12)
+    tracker.reset()
+    assert tracker.get_states() == {}
+    with pytest.raises(Exception, match="rng state shared is not added"), tracker.fork("shared"):
+        pass
+
+
+def test_an_error_inside_a_fork_restores_the_default_state(nxd: Nxd) -> None:
+    nxd(2, tp=2)
+    model_parallel_xla_manual_seed(1)
+    expected = torch.rand(3, device="xla").tolist()
+    model_parallel_xla_manual_seed(1)
+    with pytest.raises(ZeroDivisionError), get_xla_rng_tracker().fork():
+        torch.rand(3, device="xla")
+        raise ZeroDivisionError
+    assert torch.rand(3, device="xla").tolist() == expected
+
+
+def test_a_world_of_one(nxd: Nxd) -> None:
+    nxd(1)
+    model_parallel_xla_manual_seed(1)
+    with get_xla_rng_tracker().fork():
+        a = torch.rand(3, device="xla").tolist()
+    assert a != torch.rand(3, device="xla").tolist()
+
+
+def test_without_parallel_state_is_an_error() -> None:
+    parallel_state.destroy_model_parallel()
+    with pytest.raises(RuntimeError, match="model parallel groups are not initialized"):
+        model_parallel_xla_manual_seed(1)
