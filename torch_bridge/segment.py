@@ -415,6 +415,9 @@ def _build_write(base: Layout, view: Layout) -> WriteChain:
         before, after = shapes[k], shapes[k + 1]
         assert before is not None and after is not None
         scatter = _SCATTERS.get(op)
+        if op is aten.select.int and before.size[args[0]] == 1:  # all there is: nothing of the old value stays
+            writes.append((step_entry(aten.reshape.default, (after,), (before.size,)), None))
+            continue
         if scatter is not None:
             writes.append((step_entry(scatter, (before, after), args), k))
             last_scatter = max(last_scatter, k)

@@ -1,0 +1,203 @@
+"""Train a Llama written with NeuronX Distributed layers on bytes of Python's documentation, tensor-parallel x data-parallel (x context-parallel).
+
+    nxd-run --instance trn1.32xlarge examples/llama/train.py --tp 8          # 32 emulated NeuronCores in one process
+    torchrun --nproc_per_node=4 examples/llama/train.py --tp 2               # one process per rank
+    python examples/llama/train.py --tp 2                                    # a world just large enough
+
+Losses go to standard output and, with `--out`, to summary.json; `--save-hf` writes a folder that transformers loads, `--hf` starts from one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import time
+from pathlib import Path
+
+import hf_weights
+import torch
+import torch_xla.core.xla_model as xm
+import torch_xla.distributed.parallel_loader as pl
+import torch_xla.distributed.xla_backend  # noqa: F401  # registers backend "xla"
+from modeling_llama_nxd import LlamaForCausalLM, NxDLlamaOptions
+from neuronx_distributed.parallel_layers import checkpointing, grads, parallel_state
+from neuronx_distributed.parallel_layers.random import model_parallel_xla_manual_seed
+from neuronx_distributed.utils.batch_utils import get_batch_on_this_context_parallel_rank, shift_labels
+from neuronx_distributed.utils.model_utils import move_model_to_device
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from tqdm import tqdm
+from transformers import LlamaConfig
+
+LOG_EVERY = 5
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tp", type=int, default=2, help="tensor parallel size")
+    parser.add_argument("--cp", type=int, default=1, help="context parallel size")
+    parser.add_argument("--sequence-parallel", action="store_true")
+    parser.add_argument("--kv-copies", type=int, default=1, help="kv_size_multiplier: copies of each K/V head")
+    parser.add_argument("--no-fuse-qkv", action="store_true")
+    parser.add_argument("--flash", action="store_true", help="blockwise attention")
+    parser.add_argument("--bias", action="store_true", help="biases in attention and MLP")
+    parser.add_argument("--bf16", action="store_true", help="bfloat16 parameters")
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--batch", type=int, default=4, help="sequences per data-parallel rank and step")
+    parser.add_argument("--seq", type=int, default=128, help="bytes per sequence")
+    parser.add_argument("--hidden", type=int, default=128)
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--heads", type=int, default=8)
+    parser.add_argument("--kv-heads", type=int, default=8)
+    parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--hf", type=Path, help="start from the weights of this Hugging Face folder or .safetensors file")
+    parser.add_argument("--save-hf", type=Path, help="write a Hugging Face folder at the end")
+    parser.add_argument("--checkpoint", type=Path, help="write each rank's checkpoint to this folder at the end")
+    parser.add_argument("--out", type=Path, help="folder for summary.json")
+    return parser.parse_args()
+
+
+def load_text(seq: int) -> torch.Tensor:
+    """Python's documentation topics as bytes, [rows, seq]."""
+    from pydoc_data.topics import topics
+
+    text = torch.tensor(list("\n\n".join(topics[name].strip() for name in sorted(topics)).encode()))
+    return text[: len(text) // seq * seq].view(-1, seq)
+
+
+def make_loader(args: argparse.Namespace) -> DataLoader:
+    """Every data-parallel rank reads its own rows; tensor- and context-parallel ranks read the same."""
+    rows = TensorDataset(load_text(args.seq))
+    sampler = DistributedSampler(
+        rows,
+        num_replicas=parallel_state.get_data_parallel_size(),
+        rank=parallel_state.get_data_parallel_rank(),
+        shuffle=True,
+        seed=args.seed,
+        drop_last=True,
+    )
+    return DataLoader(rows, batch_size=args.batch, sampler=sampler, drop_last=True)
+
+
+def make_model(args: argparse.Namespace) -> LlamaForCausalLM:
+    config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=args.hidden,
+        intermediate_size=args.hidden * 8 // 3 // 32 * 32,
+        num_hidden_layers=args.layers,
+        num_attention_heads=args.heads,
+        num_key_value_heads=args.kv_heads,
+        max_position_embeddings=args.seq,
+        attention_bias=args.bias,
+        mlp_bias=args.bias,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    options = NxDLlamaOptions(
+        sequence_parallel=args.sequence_parallel,
+        kv_size_multiplier=args.kv_copies,
+        fuse_qkv=not args.no_fuse_qkv,
+        flash=args.flash,
+        dtype=torch.bfloat16 if args.bf16 else torch.float32,
+    )
+    return LlamaForCausalLM(config, options)
+
+
+def warmup_cosine(step: int, steps: int) -> float:
+    warmup = max(steps // 10, 1)
+    if step < warmup:
+        return (step + 1) / warmup
+    return 0.1 + 0.45 * (1 + math.cos(math.pi * (step - warmup) / max(steps - warmup, 1)))
+
+
+def reduce_gradients(model: LlamaForCausalLM, optimizer: torch.optim.Optimizer) -> torch.Tensor:
+    """Gradients as one rank alone would have them for the whole batch, clipped to norm 1; returns the norm."""
+    if parallel_state.get_context_model_parallel_size() > 1:
+        grads.allreduce_context_parallel_gradients(optimizer)
+    if model.options.sequence_parallel:
+        grads.allreduce_sequence_parallel_gradients(optimizer)
+    grads.bucket_allreduce_gradients([p.grad for p in model.parameters() if p.grad is not None])
+    return grads.clip_grad_norm(list(model.parameters()), 1.0)
+
+
+def global_mean(loss: torch.Tensor) -> torch.Tensor:
+    """The loss over the whole batch."""
+    groups = parallel_state.get_data_parallel_group(as_list=True)
+    loss = xm.all_reduce("sum", loss, 1.0 / parallel_state.get_data_parallel_size(), groups=groups)
+    if parallel_state.get_context_model_parallel_size() > 1:
+        groups = parallel_state.get_context_model_parallel_group(as_list=True)
+        loss = xm.all_reduce("sum", loss, 1.0 / parallel_state.get_context_model_parallel_size(), groups=groups)
+    return loss
+
+
+def train(model: LlamaForCausalLM, loader: DataLoader, args: argparse.Namespace) -> list[float]:
+    device = xm.xla_device()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: warmup_cosine(step, args.steps))
+    losses: list[float] = []
+    bar = tqdm(total=args.steps, unit="step", dynamic_ncols=True, disable=not xm.is_master_ordinal(local=False))
+
+    def record(loss: torch.Tensor) -> None:
+        losses.append(loss.item())
+        bar.set_postfix_str(f"loss {losses[-1]:.3f}")
+
+    step = epoch = 0
+    while step < args.steps:
+        loader.sampler.set_epoch(epoch)
+        for (ids,) in pl.MpDeviceLoader(loader, device):
+            batch = get_batch_on_this_context_parallel_rank(shift_labels({"input_ids": ids, "labels": ids}))
+            loss, _ = model(**batch)
+            loss.backward()
+            reduce_gradients(model, optimizer)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            xm.add_step_closure(record, args=(global_mean(loss.detach()),))
+            bar.update()
+            step += 1
+            if step == args.steps:
+                break
+        epoch += 1
+    xm.mark_step()
+    bar.close()
+    return losses
+
+
+def main() -> None:
+    args = parse_args()
+    torch.distributed.init_process_group("xla")
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=args.tp, context_parallel_size=args.cp)
+    torch.manual_seed(args.seed)
+    model_parallel_xla_manual_seed(args.seed)
+    model = make_model(args)
+    if args.hf:
+        hf_weights.load(model, args.hf)
+    model = move_model_to_device(model, xm.xla_device()) or model
+    sizes = {
+        "tp": parallel_state.get_tensor_model_parallel_size(),
+        "dp": parallel_state.get_data_parallel_size(),
+        "cp": parallel_state.get_context_model_parallel_size(),
+    }
+    xm.master_print(f"{torch.distributed.get_world_size()} ranks: " + " x ".join(f"{k} {n}" for k, n in sizes.items()))
+    started = time.perf_counter()
+    losses = train(model, make_loader(args), args)
+    done = f"{args.steps} steps of {args.batch * sizes['dp']} sequences, {time.perf_counter() - started:.0f} s"
+    xm.master_print(f"loss {losses[0]:.4f} -> {losses[-1]:.4f} nats/byte in {done}")
+    if args.checkpoint:
+        checkpointing.save({"model": model.state_dict()}, str(args.checkpoint))
+    if args.save_hf:
+        hf_weights.save(model, args.save_hf)
+        xm.master_print(f"wrote {args.save_hf}")
+    if args.out and xm.is_master_ordinal(local=False):
+        args.out.mkdir(parents=True, exist_ok=True)
+        (args.out / "summary.json").write_text(
+            json.dumps({"losses": losses, **sizes, "world": int(os.environ.get("WORLD_SIZE", 0))}, indent=1)
+        )
+
+
+if __name__ == "__main__":
+    main()
