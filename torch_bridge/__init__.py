@@ -14,16 +14,20 @@ if TYPE_CHECKING:
     from torch_bridge.capturing import capture
     from torch_bridge.jax_function import to_jax
     from torch_bridge.nnx_module import to_nnx
+    from torch_bridge.sharded import from_ranks, shards, varying
 
 _LAZY = {
     "capture": "torch_bridge.capturing",
+    "from_ranks": "torch_bridge.sharded",
     "hlo": "torch_bridge.hlo_text",
     "last_graphs": "torch_bridge.executor",
+    "shards": "torch_bridge.sharded",
     "to_jax": "torch_bridge.jax_function",
     "to_nnx": "torch_bridge.nnx_module",
+    "varying": "torch_bridge.sharded",
 }
 
-__all__ = ["capture", "hlo", "last_graphs", "register", "to_jax", "to_nnx"]
+__all__ = ["capture", "from_ranks", "hlo", "last_graphs", "register", "shards", "to_jax", "to_nnx", "varying"]
 
 register()
 

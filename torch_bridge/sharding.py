@@ -7,8 +7,8 @@ block alone, so that choice is a label, not a cost.
 
 from __future__ import annotations
 
-import logging
 import math
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -17,8 +17,6 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from torch_bridge import world
-
-logger = logging.getLogger("torch_bridge")
 
 Axes = frozenset[str]
 NONE: Axes = frozenset()
@@ -53,7 +51,7 @@ def _devices(of: world.World) -> Sequence[Any]:
 
         processes.start(of)
     elif not _started():
-        jax.config.update("jax_num_cpu_devices", max(here, getattr(jax.config, "jax_num_cpu_devices", 1)))
+        provision(here)
     found = jax.devices()
     if len(found) < of.size and found[0].platform != "cpu":
         found = jax.devices("cpu")
@@ -65,8 +63,15 @@ def _devices(of: world.World) -> Sequence[Any]:
     if not _said:
         _said = True
         kind = "virtual CPU devices" if found[0].platform == "cpu" else f"{found[0].device_kind} devices"
-        logger.info("%d ranks on %d %s", of.size, of.size, kind)
+        if of.first_here:
+            sys.stderr.write(f"nxd_jax: {of.size} ranks in {of.processes} process(es), on {of.size} {kind}\n")
     return found[: of.size]
+
+
+def provision(count: int) -> None:
+    """Ask for virtual CPU devices, if JAX has not started."""
+    if not _started():
+        jax.config.update("jax_num_cpu_devices", max(count, getattr(jax.config, "jax_num_cpu_devices", 1)))
 
 
 def _started() -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -34,7 +35,13 @@ class World:
 
     @property
     def processes(self) -> int:
+        """Python processes in the job."""
         return self.size // len(self.hosted)
+
+    @property
+    def first_here(self) -> bool:
+        """Whether this process hosts rank 0."""
+        return self.hosted[0] == 0
 
     def table(self, of: Callable[[int], Any]) -> Any:
         """`of(rank)` for the ranks of this process: a plain value if they agree, else one that knows them all."""
@@ -112,6 +119,18 @@ def require(count: int) -> None:
     world = current()
     if not world.fixed and world.size < count:
         configure(World(count, fixed=False))
+
+
+def provision(count: int) -> None:
+    """Have virtual CPU devices ready for a world that may grow to `count` ranks after the first tensor is on xla. Does nothing once JAX has started."""
+    if current().fixed:
+        return
+    if "jax" not in sys.modules:
+        os.environ.setdefault("JAX_NUM_CPU_DEVICES", str(count))
+        return
+    from torch_bridge import sharding
+
+    sharding.provision(count)
 
 
 def set_axes(axes: dict[str, int]) -> None:

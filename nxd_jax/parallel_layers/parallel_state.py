@@ -19,6 +19,8 @@ from torch_bridge import world
 
 logger = logging.getLogger("nxd_jax")
 
+world.provision(64)  # a plain script says how many ranks it wants only in initialize_model_parallel, perhaps after its first tensors
+
 Lists = list[list[int]]
 
 
