@@ -71,7 +71,8 @@ def dispatch(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[st
         try:
             return record(func, args, kwargs)
         except _Ranked:
-            return rank_ops().record(func, args, kwargs or {})
+            pass  # outside, so that an error shows no trace of this one
+        return rank_ops().record(func, args, kwargs or {})
 
 
 def rank_ops() -> Any:

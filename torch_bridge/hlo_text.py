@@ -11,7 +11,7 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
-from torch_bridge import _compat, dtypes, executor, interpret, sharding, varying
+from torch_bridge import _compat, dtypes, executor, interpret, sharding, spreading
 from torch_bridge.graph import GraphBuilder, number
 from torch_bridge.inference import meta_of
 from torch_bridge.layout import layout
@@ -120,7 +120,7 @@ def _lower_on_mesh(graph: fx.Graph, run: Any, draws: Any, inputs: list[fx.Node])
     """As programs for several ranks are lowered: under `shard_map`, each rank on its own blocks."""
     specs = [p.meta.get("spec", sharding.REPLICATED) for p in inputs]
     every = dict(zip(inputs, specs, strict=True))
-    varying.spread(graph, [sharding.axes_of(every.get(n, sharding.REPLICATED)) for n in graph.nodes if n.op == "placeholder"])
+    spreading.spread(graph, [sharding.axes_of(every.get(n, sharding.REPLICATED)) for n in graph.nodes if n.op == "placeholder"])
     output = next(n for n in reversed(graph.nodes) if n.op == "output")
     results = [n for n in tree_leaves(output.args[0]) if isinstance(n, fx.Node)]
     local = [_input_of(p) for p in inputs]

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from torch_bridge import branches, replicas, sharding, varying
+from torch_bridge import branches, replicas, sharding, spreading
 from torch_bridge.segment import Segment, Storage
 
 
@@ -29,7 +29,7 @@ class RankLabels:
         leaves, self.wanted = of(segment, segment.results(), outs)
         self.mesh = sharding.mesh()
         self.inputs = [leaves[i] for i in program.used]
-        varying.spread(program.graph, [sharding.axes_of(spec) for spec in self.inputs])
+        spreading.spread(program.graph, [sharding.axes_of(spec) for spec in self.inputs])
         branches.check(n.meta["source"] for n in program.graph.nodes if "source" in n.meta)
         results = program._outputs()
         self.axes = [node.meta["axes"] for node in results]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -133,7 +134,7 @@ def as_tensor(number: Any) -> torch.Tensor:
     return out.bool() if isinstance(number, torch.SymBool) else out
 
 
-_SYMBOLIC = {"slice", "split", "chunk", "unbind", "tensor_split"}
+_PIECES = {"slice", "split", "chunk", "unbind", "tensor_split"}
 
 
 def call(func: Any, args: Any, kwargs: Any) -> Any:
@@ -145,20 +146,47 @@ def call(func: Any, args: Any, kwargs: Any) -> Any:
             args, kwargs = tree_map(lambda x: x.plain() if ranks.is_item(x) else x, (args, kwargs))
             return func(*args, **kwargs)
         number = next(x for x in tree_leaves((args, kwargs)) if ranks.values_of(x) is not None)
-        raise ranks._refuse(ranks.values_of(number) or ())
+        raise ranks.refuse(ranks.values_of(number) or ())
     own_rule: Any = _OWN_RULES.get(name)
     if own_rule is not None:
         return own_rule(*args, **kwargs)
-    if name in _SYMBOLIC:
-        args, kwargs = tree_map(_symbolic, (args, kwargs))
-    else:
-        args, kwargs = tree_map(lambda x: as_tensor(x) if is_ranked(x) else x, (args, kwargs))
-    return func(*args, **kwargs)
+    places: list[Any] = [_convert(name, i, a) for i, a in enumerate(args)]
+    return func(*places, **{k: _convert(name, k, a) for k, a in kwargs.items()})
 
 
-def _symbolic(x: Any) -> Any:
+def _convert(name: str, place: int | str, value: Any) -> Any:
+    """A tensor where the function takes one at this place; else the bare number, which the recorder then knows how to use or refuses.
+
+    A tensor where torch wants a size would be read as the first rank's number.
+    """
+    if ranks.is_ranked(value) and (name.startswith("__") or name in _TAKES_TENSORS or _takes_tensor(name, place)):
+        return as_tensor(value)
+    return tree_map(symbolic, value)
+
+
+_TAKES_TENSORS = {"divide_", "multiply_", "where"}
+
+
+@functools.cache
+def _takes_tensor(name: str, place: int | str) -> bool:
+    """Whether an overload of the function takes a tensor at a position or for a keyword."""
+    packet = getattr(aten, name, None)
+    if packet is None or name in _PIECES:
+        return False
+    for overload in packet.overloads():
+        arguments = getattr(packet, overload)._schema.arguments
+        found = [a for i, a in enumerate(arguments) if place in (i, a.name)]
+        if found and str(found[0].type) in ("Tensor", "Optional[Tensor]"):
+            return True
+    return False
+
+
+def symbolic(x: Any) -> Any:
     """The number without its class, which torch passes on to the recorder as it is."""
-    return x if ranks.values_of(x) is None else torch.SymInt(x.node)
+    if not ranks.is_ranked(x):
+        return x
+    node = x.node if ranks.values_of(x) is not None else ranks.RankNode(tuple(ranks.per_rank(x)), world.current().hosted)
+    return {int: torch.SymInt, float: torch.SymFloat, bool: torch.SymBool}[node.pytype](node)
 
 
 def _getitem(x: torch.Tensor, index: Any) -> torch.Tensor:
@@ -174,7 +202,7 @@ def _getitem(x: torch.Tensor, index: Any) -> torch.Tensor:
         if i is Ellipsis:
             at += x.dim() - taken
             made.append(i)
-        elif is_ranked(i):
+        elif ranks.is_ranked(i):
             dropped.append(at)
             size = _size_at(x, items, i)
             at_least = [k + size if k < 0 else k for k in ranks.per_rank(i)]
@@ -195,22 +223,20 @@ def _getitem(x: torch.Tensor, index: Any) -> torch.Tensor:
 def _size_at(x: torch.Tensor, items: list[Any], item: Any) -> int:
     """The size of the dimension that an index is for."""
     place = next(k for k, i in enumerate(items) if i is item)
-    if Ellipsis in [i for i in items[:place] if not is_ranked(i)]:
+    if Ellipsis in [i for i in items[:place] if not ranks.is_ranked(i)]:
         return x.shape[x.dim() - sum(i is not None for i in items[place:])]
     return x.shape[sum(i is not None for i in items[:place])]
 
 
 def _setitem(x: torch.Tensor, index: Any, value: Any) -> None:
-    """`x[rank] = value`: each rank writes at its own place along the first dim."""
-    if isinstance(index, tuple):
-        if not is_ranked(index[0]) or not all(isinstance(i, slice) and i == slice(None) for i in index[1:]):
-            raise NotImplementedError("writing at a rank's place works for x[rank] = value; use torch.where with a mask for other dims")
-        index = index[0]
-    size = x.shape[0]
-    at = as_tensor(world.current().table(lambda r: ranks.per_rank(index)[r] % size))
-    mask = (torch.arange(size, device="xla") == at).reshape(-1, *[1] * (x.dim() - 1))
-    filled = value if isinstance(value, torch.Tensor) else torch.full((), value, dtype=x.dtype, device="xla")
-    x.copy_(torch.where(mask, filled.to(x.dtype), x))
+    """`x[rank] = value`, also among other indices: each rank writes at its own place."""
+    place = _getitem(x, index)
+    if not isinstance(value, torch.Tensor):
+        place.fill_(value)
+        return
+    while value.dim() > place.dim() and value.shape[0] == 1:
+        value = value[0]
+    place.copy_(value)
 
 
 def _select_of(x: torch.Tensor, dim: int, index: Any) -> torch.Tensor:
@@ -223,19 +249,15 @@ _OWN_RULES: dict[str, Any] = {"__getitem__": _getitem, "__setitem__": _setitem, 
 
 def _narrow(x: torch.Tensor, dim: int, start: Any, length: Any) -> torch.Tensor:
     if ranks.values_of(length) is not None:
-        raise ranks._refuse(ranks.values_of(length) or ())
+        raise ranks.refuse(ranks.values_of(length) or ())
     begins = [s + x.shape[dim] if s < 0 else s for s in ranks.per_rank(start)]
     if not all(0 <= s <= x.shape[dim] - length for s in begins):
         raise RuntimeError(f"narrow(dim={dim}, start={begins}, length={length}) is out of range for dimension of size {x.shape[dim]}")
-    return aten.slice.Tensor(x, dim, _symbolic(start), _symbolic(start + length))
+    first = world.current().table(begins.__getitem__)
+    return aten.slice.Tensor(x, dim, symbolic(first), symbolic(first + length))
 
 
 _OWN_RULES["narrow"] = _narrow
-
-
-def is_ranked(x: Any) -> bool:
-    """True for a number that differs by rank, symbolic or read from a tensor."""
-    return ranks.values_of(x) is not None or ranks.is_item(x)
 
 
 def record(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -246,18 +268,34 @@ def record(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if rule is not None:
         return rule(*args, **kwargs)
     info = dispatch.info(func)
-    for i, a in enumerate(args):
-        if is_ranked(a) and not info.scalar_at[i]:
-            raise ranks._refuse(ranks.per_rank(a))
-    args, kwargs = tree_map(lambda x: as_tensor(x) if is_ranked(x) else x, (args, kwargs))
-    tensor_form = _tensor_form(func, args)
+    for taken, a in (*zip(info.scalar_at, args, strict=False), *((info.scalar.get(name), a) for name, a in kwargs.items())):
+        number = next((x for x in tree_leaves(a) if ranks.is_ranked(x)), None)
+        if number is not None and (not taken or isinstance(a, (list, tuple))):
+            raise ranks.refuse(ranks.per_rank(number))
+    args, kwargs = _without_alpha(*tree_map(lambda x: as_tensor(x) if ranks.is_ranked(x) else x, (args, kwargs)))
+    tensor_form = _tensor_form(func, args, kwargs)
     return dispatch.dispatch(tensor_form, args, kwargs)
 
 
-def _tensor_form(func: Any, args: tuple[Any, ...]) -> Any:
+def filled_like(x: torch.Tensor, size: Any, number: Any, dtype: Any) -> torch.Tensor:
+    """A new tensor full of each rank's own number (`torch.full_like`, `x.new_full`)."""
+    return torch.zeros(tuple(size), dtype=dtype or x.dtype, device=x.device).copy_(as_tensor(number))
+
+
+def _without_alpha(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """`add(x, y, alpha=number)` with a tensor for a number: the product takes y's place."""
+    alpha = kwargs.get("alpha")
+    if not isinstance(alpha, torch.Tensor):
+        return args, kwargs
+    x, other = args
+    return (x, (other * alpha).to(getattr(other, "dtype", x.dtype))), {k: v for k, v in kwargs.items() if k != "alpha"}
+
+
+def _tensor_form(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The overload that takes tensors where this one takes numbers."""
     packet = getattr(aten, func._schema.name.removeprefix("aten::"))
-    for name in packet.overloads():
+    by_name = [a for a in kwargs.values() if isinstance(a, torch.Tensor)]
+    for name in packet.overloads() if not by_name else ():
         other = getattr(packet, name)
         arguments = other._schema.arguments
         fits = len(arguments) >= len(args) and all(
@@ -298,6 +336,10 @@ def _emit_slice(x: XLATensor, dim: int, starts: Sequence[int], length: int) -> A
     return out
 
 
+_TIDY = 32
+"""After how many slices of a tensor those that are gone are forgotten."""
+
+
 class _Link:
     """Keeps a slice and the tensor it was taken from alike, as aliases are: a write to one side is recorded on the other."""
 
@@ -308,8 +350,15 @@ class _Link:
         self.dim, self.starts, self.length = dim, starts, length
         for storage in (whole._storage, part._storage):
             storage.describe()
-            storage.facts.links.append(self)  # type: ignore[union-attr]
+            links = storage.facts.links  # type: ignore[union-attr]
+            if len(links) % _TIDY == _TIDY - 1:  # a tensor that is only read, in every step, would collect them
+                links[:] = [link for link in links if link.alive()]
+            links.append(self)
         part._storage.facts.keep = whole._storage  # type: ignore[union-attr]  # as a view keeps its base
+
+    def alive(self) -> bool:
+        """Whether both sides still exist."""
+        return self.whole() is not None and self.part() is not None
 
     def follow(self, segment: Segment, written: Storage) -> None:
         """One side has been written: write the other."""

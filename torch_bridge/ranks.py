@@ -27,7 +27,8 @@ _ADVICE = (
 )
 
 
-def _refuse(values: Sequence[Any]) -> PlainNumberNeeded:
+def refuse(values: Sequence[Any]) -> PlainNumberNeeded:
+    """The error for a number with these values on the ranks where torch needs one."""
     shown = ", ".join(str(v) for v in values[:4]) + (", ..." if len(values) > 4 else "")
     return PlainNumberNeeded(_ADVICE.format(count=len(values), values=shown))
 
@@ -77,12 +78,12 @@ class RankNode:
     def guard_int(self, file: str, line: int) -> int:
         if self._agree():
             return int(self.first)
-        raise _refuse(self.values)
+        raise refuse(self.values)
 
     def guard_float(self, file: str, line: int) -> float:
         if self._agree():
             return float(self.first)
-        raise _refuse(self.values)
+        raise refuse(self.values)
 
     def _agree(self) -> bool:
         return all(self.values[r] == self.first for r in self.hosted)
@@ -310,6 +311,12 @@ class _Item:
         plain: Any = float if isinstance(self, float) else int
         return plain, (self.values[0],)
 
+    def __copy__(self) -> Any:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self
+
 
 def _item_op(fn: Callable[[Any, Any], Any], swap: bool) -> Any:
     def method(self: Any, other: Any) -> Any:
@@ -323,10 +330,12 @@ def _item_op(fn: Callable[[Any, Any], Any], swap: bool) -> Any:
 
 
 def _arithmetic(cls: Any) -> Any:
-    for name in ("add", "sub", "mul", "truediv", "floordiv"):
+    for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
         setattr(cls, f"__{name}__", _item_op(_OPS[name], False))
         setattr(cls, f"__r{name}__", _item_op(_OPS[name], True))
     cls.__neg__ = lambda self: item(tuple(-v for v in self.values))
+    cls.__abs__ = lambda self: item(tuple(abs(v) for v in self.values))
+    cls.__round__ = lambda self, digits=None: item(tuple(round(v, digits) for v in self.values))
     return cls
 
 
@@ -343,11 +352,20 @@ class IntItem(_Item, int):
 def item(values: tuple[Any, ...]) -> Any:
     """A Python number from each hosted rank's value (in order): plain if they agree."""
     first = values[0]
-    if all(v == first or (v != v and first != first) for v in values) or not isinstance(first, (int, float)) or isinstance(first, bool):
+    if all(v == first or (v != v and first != first) for v in values) or not isinstance(first, (int, float)):
         return first
+    if isinstance(first, bool):
+        return _truths(values)
     made: Any = FloatItem(first) if isinstance(first, float) else IntItem(first)
     made.values = values
     return made
+
+
+def _truths(values: tuple[bool, ...]) -> Any:
+    """A truth value for each rank, so that a branch on it is noticed; the first one's in a process that hosts some of the ranks."""
+    from torch_bridge import world
+
+    return ranked(values, world.current().hosted) if world.is_local() else values[0]
 
 
 def own(x: Any, place: int) -> Any:
@@ -361,7 +379,13 @@ def own(x: Any, place: int) -> Any:
 
 
 def is_item(x: Any) -> bool:
+    """True for a number read from a tensor that differs among ranks."""
     return isinstance(x, _Item)
+
+
+def is_ranked(x: Any) -> bool:
+    """True for a number that differs by rank, symbolic or read from a tensor."""
+    return values_of(x) is not None or is_item(x)
 
 
 _KINDS: dict[type, Any] = {int: RankInt, float: RankFloat, bool: RankBool}

@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 
-from torch_bridge import host_values, serialization
+from torch_bridge import host_values, ranks, serialization
 from torch_bridge.cpu_attention import additive
-from torch_bridge.dispatch import STATE, dispatch, fresh, point, read, record, record_op, resize, special
+from torch_bridge.dispatch import STATE, dispatch, fresh, point, rank_ops, read, record, record_op, resize, special
 from torch_bridge.inference import infer
 from torch_bridge.layout import Layout, base_of_meta, layout
 from torch_bridge.segment import Storage
-from torch_bridge.tensor import XLATensor, make
+from torch_bridge.tensor import READING, XLATensor, make, own_values
 from torch_bridge.transfer import array_of, download
 
 aten = torch.ops.aten
@@ -107,7 +107,7 @@ def copy_from(func: Any, args: Any, kwargs: Any) -> Any:
 
 @special(aten._local_scalar_dense.default)
 def item(func: Any, args: Any, kwargs: Any) -> Any:
-    """A Python number; small integers may come without running the graph."""
+    """A Python number; small integers may come without running the graph. Torch's own code may not take the first rank's for all of them."""
     t: XLATensor = args[0]
     segment = STATE.current
     if t._storage.segment is segment and t._storage.vid >= 0 and not t.dtype.is_floating_point:
@@ -115,7 +115,12 @@ def item(func: Any, args: Any, kwargs: Any) -> Any:
         known = host_values.evaluate(segment, vid)
         if known is not None:
             return known.item()
-    return download(t).item()
+    found = download(t).item()
+    if not READING.allowed:
+        values = own_values(t)
+        if len(set(values)) > 1:
+            raise ranks.refuse(values)
+    return found
 
 
 @special(aten.allclose.default)
@@ -195,11 +200,19 @@ def imag(z: torch.Tensor) -> torch.Tensor:
 
 @special(aten.empty_like.default, aten.new_empty.default, aten.new_empty_strided.default)
 def empty_like(func: Any, args: Any, kwargs: Any) -> Any:
+    _check_size(args)
     device = kwargs.get("device")
     if device is not None and torch.device(device).type != "xla":
         out = infer(func, args, kwargs)
         return torch.empty_strided(out.shape, out.stride(), dtype=out.dtype, device=device)
     return uninitialized(base_of_meta(infer(func, args, kwargs)))
+
+
+def _check_size(args: Any) -> None:
+    """Sizes must be the same on all ranks."""
+    for number in args[1] if len(args) > 1 and isinstance(args[1], (list, tuple)) else ():
+        if ranks.is_ranked(number):
+            raise ranks.refuse(ranks.per_rank(number))
 
 
 def uninitialized(base: Layout) -> XLATensor:
@@ -218,11 +231,14 @@ _FILLS = {
 @special(*_FILLS, aten.full_like.default, aten.new_full.default)
 def filled(func: Any, args: Any, kwargs: Any) -> Any:
     """Tensors that are one number: a constant storage, without a node until something reads it."""
+    _check_size(args)
     device = kwargs.get("device")
     if device is not None and torch.device(device).type != "xla":
         return func(*[torch.empty(a.shape, dtype=a.dtype) if isinstance(a, XLATensor) else a for a in args], **kwargs)
-    base = base_of_meta(infer(func, args, kwargs))
     value = _FILLS[func] if func in _FILLS else kwargs.get("fill_value", args[-1])
+    if ranks.is_ranked(value):
+        return rank_ops().filled_like(args[0], args[1] if func is aten.new_full.default else args[0].shape, value, kwargs.get("dtype"))
+    base = base_of_meta(infer(func, args, kwargs))
     return make(base, Storage(base, fill=value))
 
 

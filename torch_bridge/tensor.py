@@ -6,6 +6,7 @@ node. Everything it does arrives at `dispatch.dispatch`.
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 from typing import Any
 
@@ -96,8 +97,27 @@ class XLATensor(torch.Tensor):
 
     def item(self) -> Any:
         """The number in a one-element tensor. If ranks hold different ones, the first hosted rank's, which remembers the others' (`ranks.item`)."""
-        value = torch.Tensor.item(self)
-        return value if isinstance(value, (bool, complex)) else _each_ranks(self, value)
+        with READING:
+            value = torch.Tensor.item(self)
+        return value if isinstance(value, complex) else _each_ranks(self, value)
+
+    def __int__(self) -> int:
+        with READING:
+            return torch.Tensor.__int__(self)
+
+    def __float__(self) -> float:
+        with READING:
+            return torch.Tensor.__float__(self)
+
+    def __complex__(self) -> complex:
+        with READING:
+            return torch.Tensor.__complex__(self)
+
+    def __bool__(self) -> bool:
+        """The first hosted rank's answer. Where ranks differ, a branch on it is remembered, as one on a rank is (`branches`)."""
+        with READING:
+            value = torch.Tensor.__bool__(self)
+        return bool(_each_ranks(self, value))
 
     def tolist(self) -> Any:
         return self.detach().cpu().tolist()
@@ -166,13 +186,36 @@ def _deepcopy(t: XLATensor, memo: dict[int, Any]) -> XLATensor:
     return new
 
 
-def _each_ranks(t: XLATensor, value: Any) -> Any:
-    from torch_bridge import ranks, sharded, sharding
+class _Reading(threading.local):
+    """Whether Python asks for a number (and so may be given each rank's), not torch's own code."""
+
+    allowed = False
+
+    def __enter__(self) -> None:
+        self.allowed = True
+
+    def __exit__(self, *error: Any) -> None:
+        self.allowed = False
+
+
+READING = _Reading()
+
+
+def own_values(t: XLATensor) -> tuple[Any, ...]:
+    """The number in a one-element tensor on every hosted rank; empty if the tensor is the same on all."""
+    from torch_bridge import sharded, sharding
 
     storage = t._storage
     if not sharding.active() or storage.array is None or not sharding.axes_of(sharding.spec_of(storage.array)):
-        return value
-    return ranks.item(tuple(torch.Tensor.item(s) for s in sharded.shards(t)))
+        return ()
+    return tuple(torch.Tensor.item(s) for s in sharded.shards(t))
+
+
+def _each_ranks(t: XLATensor, value: Any) -> Any:
+    from torch_bridge import ranks
+
+    values = own_values(t)
+    return ranks.item(values) if values else value
 
 
 _raw_data_get = torch.Tensor.data.__get__  # type: ignore[attr-defined]
