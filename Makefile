@@ -26,8 +26,9 @@ endif
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-demo: $(VENV)/demo.stamp ## train a small Llama on Python's documentation through the bridge (a few minutes)
+demo: $(VENV)/demo.stamp ## train a small Llama on Python's documentation, then one on 32 emulated NeuronCores (a few minutes)
 	$(BIN)/python examples/char_lm.py $(DEMO_ARGS)
+	$(BIN)/nxd-run --instance trn1.32xlarge examples/llama/train.py --tp 8 --batch 1 --steps 60 --out demo_output/llama
 
 test: $(VENV)/dev.stamp lint ## lint, type check and run all tests (what CI runs)
 	PYTEST_ADDOPTS="-n 2 $$PYTEST_ADDOPTS" $(BIN)/python -m pytest

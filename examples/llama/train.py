@@ -18,6 +18,7 @@ from pathlib import Path
 
 import hf_weights
 import torch
+import torch_xla
 import torch_xla.core.xla_model as xm
 import torch_xla.distributed.parallel_loader as pl
 import torch_xla.distributed.xla_backend  # noqa: F401  # registers backend "xla"
@@ -135,7 +136,7 @@ def global_mean(loss: torch.Tensor) -> torch.Tensor:
 
 
 def train(model: LlamaForCausalLM, loader: DataLoader, args: argparse.Namespace) -> list[float]:
-    device = xm.xla_device()
+    device = torch_xla.device()
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: warmup_cosine(step, args.steps))
     losses: list[float] = []
@@ -162,7 +163,7 @@ def train(model: LlamaForCausalLM, loader: DataLoader, args: argparse.Namespace)
             if step == args.steps:
                 break
         epoch += 1
-    xm.mark_step()
+    torch_xla.sync()
     bar.close()
     return losses
 
@@ -176,7 +177,7 @@ def main() -> None:
     model = make_model(args)
     if args.hf:
         hf_weights.load(model, args.hf)
-    model = move_model_to_device(model, xm.xla_device()) or model
+    move_model_to_device(model, torch_xla.device())
     sizes = {
         "tp": parallel_state.get_tensor_model_parallel_size(),
         "dp": parallel_state.get_data_parallel_size(),
