@@ -6,6 +6,7 @@ part silently. Here that is a warning that names the parameter, or an error with
 
 from __future__ import annotations
 
+import gc
 import os
 import warnings
 import weakref
@@ -13,7 +14,7 @@ from typing import Any
 
 import torch
 
-from torch_bridge import sharding, source, world
+from torch_bridge import sharding, world
 from torch_bridge.segment import Segment, Storage
 
 _reported: set[str] = set()
@@ -50,10 +51,23 @@ def path_of(storage: Storage) -> str:
     if storage.facts is None or storage.facts.owner is None:
         return ""
     module, name = storage.facts.owner[0](), storage.facts.owner[1]
-    if module is None:
-        return name
-    paths = source.paths_of(module)
-    return f"{max(paths, key=len)}.{name}".lstrip(".") if paths else f"{type(module).__name__}.{name}"
+    return name if module is None else ".".join([*_place(module), name])
+
+
+def _place(module: torch.nn.Module) -> list[str]:
+    """The names that lead to a module from the outermost one that holds it. Looks at every module alive: for messages only."""
+    holders = {
+        id(child): (m, name)
+        for m in gc.get_objects()
+        if issubclass(type(m), torch.nn.Module)  # isinstance would ask every object for its __class__
+        for name, child in m.__dict__.get("_modules", {}).items()
+        if child is not None
+    }
+    names: list[str] = []
+    while id(module) in holders and len(names) < 100:
+        module, name = holders[id(module)]
+        names.insert(0, name)
+    return names
 
 
 def check(program: Any, segment: Segment, axes: dict[int, sharding.Axes]) -> None:

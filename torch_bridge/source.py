@@ -86,11 +86,6 @@ def _module_path(stack: list[torch.nn.Module]) -> tuple[str, str]:
     return names.get(id(leaf), type(leaf).__name__), type(leaf).__name__
 
 
-def paths_of(module: torch.nn.Module) -> list[str]:
-    """The dotted paths under which modules that ran a forward pass hold this one."""
-    return [names[id(module)] for names in list(_PATHS.values()) if id(module) in names]
-
-
 _FORWARD_SOURCES: dict[int, Source] = {}
 _KEEP = 200_000
 
