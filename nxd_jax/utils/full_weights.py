@@ -22,7 +22,7 @@ Full = torch.Tensor | tuple[torch.Tensor, ...]
 class Shares:
     """How the ranks of one group share out a tensor: rank r of the world holds part `index[r]` of `count` different ones along `dim`.
 
-    stride: how many tensors lie fused along `dim`, each shared out by itself. With fewer parts than ranks some hold copies.
+    stride: how many tensors lie fused along `dim`, each shared out by itself. index: in the group's order; with fewer parts than ranks some hold copies.
     """
 
     dim: int
@@ -38,6 +38,12 @@ class Shares:
         """What a rank of the world holds of a full tensor."""
         size = full.shape[self.dim] // self.count
         return _weights.cut(full, self.dim, size, self.stride, self.index[rank], self.count)
+
+    def with_copies(self) -> Shares:
+        """How the ranks share out the tensor that holds every part as often as ranks do (in rank order); the same if no part is held twice."""
+        if self.count == len(self.index):
+            return self
+        return dataclasses.replace(self, count=len(self.index), index={r: k for k, r in enumerate(self.index)})
 
     def join(self, held: dict[int, torch.Tensor]) -> torch.Tensor:
         """The full tensor from what the ranks hold."""
@@ -78,7 +84,7 @@ def gather_full(tensor: torch.Tensor, like: torch.Tensor | None = None, group: A
 def scatter_full(parameter: torch.Tensor, full: Full | Callable[[int], Full], group: Any = None) -> None:
     """Write a full value into a parameter, each rank its part: the inverse of `gather_full`. It stays the same object with the same attributes.
 
-    full: a CPU tensor, for a fused GQA weight (q, k, v), in any dtype; or a function from a rank of the world to it, where tensor parallel
+    full: a CPU tensor, for a fused GQA weight (q, k, v), as `cut_full` takes them; or a function from a rank of the world to it, where tensor parallel
     groups (of other experts) have different ones. group: as in `gather_full`.
 
     Raises ValueError for another shape, RuntimeError for a parameter on "meta" or (if this process hosts several ranks) a shared one on the CPU.
@@ -88,23 +94,40 @@ def scatter_full(parameter: torch.Tensor, full: Full | Callable[[int], Full], gr
 
 
 def cut_full(parameter: torch.Tensor, full: Full, rank: int, group: Any = None) -> torch.Tensor:
-    """What a rank of the world holds of a parameter's full value, in the value's dtype. Raises ValueError if the full value has another shape."""
+    """What a rank of the world holds of a parameter's full value, in the value's dtype.
+
+    K and V may have each head once, or as often as ranks hold it (NxD's converted checkpoints); fused q, k and v may be one tensor, below each other.
+    Raises ValueError if the full value has another shape.
+    """
     if not is_shared_out(parameter):
         if isinstance(full, torch.Tensor):
             _check_shape(full, list(parameter.shape), parameter)
             return full
         raise ValueError(f"a parameter of shape {list(parameter.shape)} that all ranks hold takes one tensor, got {len(full)}")
     pieces = _pieces(parameter, _groups.tensor_parallel(group), rank)
-    values = (full,) if isinstance(full, torch.Tensor) else tuple(full)
-    if len(values) != len(pieces):
+    local = [[size, *parameter.shape[1:]] if size else list(parameter.shape) for _, _, size in pieces]
+    several = tuple(full) if not isinstance(full, torch.Tensor) else _unfused(full, pieces, local)
+    if len(several) != len(pieces):
         needed = "the three tensors (q, k, v)" if len(pieces) == 3 else "one tensor"
-        raise ValueError(f"a parameter of shape {list(parameter.shape)} takes {needed}, got {len(values)}")
+        raise ValueError(f"a parameter of shape {list(parameter.shape)} takes {needed}, got {len(several)}")
     found = []
-    for value, (shares, _, size) in zip(values, pieces, strict=True):
-        local = [size, *parameter.shape[1:]] if size else list(parameter.shape)
-        _check_shape(value, shares.full_shape(local), parameter)
+    for value, (shares, _, _), shape in zip(several, pieces, local, strict=True):
+        if list(value.shape) == shares.with_copies().full_shape(shape):
+            shares = shares.with_copies()
+        _check_shape(value, shares.full_shape(shape), parameter)
         found.append(shares.part(value, rank))
     return found[0] if len(found) == 1 else torch.cat(found)
+
+
+def _unfused(full: torch.Tensor, pieces: list[tuple[Shares, int, int]], local: list[list[int]]) -> tuple[torch.Tensor, ...]:
+    """The full q, k and v that lie below each other in one tensor; anything else as it is."""
+    for copies in (False, True):
+        rows = [
+            (shares.with_copies() if copies else shares).full_shape(shape)[0] for (shares, _, _), shape in zip(pieces, local, strict=True)
+        ]
+        if len(pieces) == 3 and sum(rows) == full.shape[0]:
+            return full.split(rows)
+    return (full,)
 
 
 def write(parameter: torch.Tensor, of: Callable[[int], torch.Tensor], group: Any = None) -> None:
@@ -154,7 +177,7 @@ def _places_of_kv(members: Sequence[int], copies: int) -> dict[int, int]:
     sharing = [g for g in parallel_state.get_kv_shared_group(as_list=True) if g[0] in members]
     if len(sharing[0]) != copies:
         raise ValueError(f"K/V groups have {len(sharing[0])} ranks, but the parameter says that {copies} ranks hold each part")
-    return {r: k for k, g in enumerate(sharing) for r in g}
+    return {r: next(k for k, g in enumerate(sharing) if r in g) for r in members}
 
 
 def _hosted(tensor: torch.Tensor) -> dict[int, torch.Tensor]:

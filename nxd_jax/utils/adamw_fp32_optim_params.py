@@ -1,0 +1,81 @@
+"""`neuronx_distributed.utils.adamw_fp32_optim_params`: AdamW that keeps its moments in full precision when `XLA_DOWNCAST_BF16=1` makes float32 bfloat16."""
+
+from __future__ import annotations
+
+import math
+import os
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+
+class AdamW_FP32OptimParams(Optimizer):
+    """Adam with decoupled weight decay, which comes last: p <- p - step * m / (sqrt(v) + eps), then p <- p - lr * weight_decay * p.
+
+    lr, betas, eps, weight_decay: as usual; eps is added to the root of the uncorrected v. correct_bias: step = lr * sqrt(1 - b2^t) / (1 - b1^t), else
+    lr. no_deprecation_warning: False gives a FutureWarning. differentiable, capturable: accepted without effect.
+    With `XLA_DOWNCAST_BF16=1` gradients and moments are torch.double, which then is float32 on the device. The state's `step` is an int.
+
+    Raises ValueError for parameters out of range, RuntimeError for sparse gradients.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.0,
+        correct_bias: bool = True,
+        no_deprecation_warning: bool = True,
+        differentiable: bool = False,
+        capturable: bool = False,
+    ):
+        if not no_deprecation_warning:
+            warnings.warn("AdamW_FP32OptimParams is deprecated: use torch.optim.AdamW", FutureWarning, stacklevel=2)
+        for name, value in (("lr", lr), ("eps", eps)):
+            if value < 0.0:
+                raise ValueError(f"{name}={value} must not be negative")
+        for k, beta in enumerate(betas):
+            if not 0.0 <= beta < 1.0:
+                raise ValueError(f"betas[{k}]={beta} must be in [0, 1)")
+        self.upcast_optim_states = os.environ.get("XLA_DOWNCAST_BF16", "0") == "1"
+        super().__init__(
+            params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, correct_bias=correct_bias, capturable=capturable)
+        )
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update all parameters that have a gradient. Returns what `closure`, which computes the loss anew, returns."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self._update(p, group)
+        return loss
+
+    def _update(self, p: torch.Tensor, group: dict[str, Any]) -> None:
+        assert p.grad is not None
+        if p.grad.is_sparse:
+            raise RuntimeError("AdamW_FP32OptimParams does not take sparse gradients: use torch.optim.SparseAdam")
+        grad = p.grad.double() if self.upcast_optim_states else p.grad
+        state = self.state[p]
+        if not state:
+            state.update(step=0, exp_avg=torch.zeros_like(grad), exp_avg_sq=torch.zeros_like(grad))
+        state["step"] += 1
+        beta1, beta2 = group["betas"]
+        mean, square = state["exp_avg"], state["exp_avg_sq"]
+        mean.mul_(beta1).add_(grad, alpha=1.0 - beta1)
+        square.mul_(beta2).addcmul_(grad, grad, value=1.0 - beta2)
+        size = group["lr"]
+        if group["correct_bias"]:
+            size = size * math.sqrt(1.0 - beta2 ** state["step"]) / (1.0 - beta1 ** state["step"])
+        p.addcdiv_(mean, square.sqrt().add_(group["eps"]), value=-size)
+        if group["weight_decay"] > 0.0:
+            p.add_(p, alpha=-group["lr"] * group["weight_decay"])
