@@ -109,7 +109,7 @@ def _ring(text: str, count: int, epoch: int) -> Ring:
     lines = collective_ops.lines(text)
     if lines.members is None:
         return ring_attention.along(lines.axes, count)
-    pairs = [(a, b) for group in lines.members for a, b in zip(group, [*group[1:], group[0]], strict=True)]
+    pairs = [(a, b) for group in lines.places or [] for a, b in zip(group, [*group[1:], group[0]], strict=True)]
     return Ring(lines.index, lambda tree: jax.tree.map(lambda x: jax.lax.ppermute(x, lines.axes, pairs), tree), count)
 
 

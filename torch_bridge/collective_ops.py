@@ -87,24 +87,24 @@ class Lines:
         self.members: list[list[int]] | None = json.loads(text) if text.startswith("[") else None
         self.axes = tuple(world.current().axes) if self.members is not None else tuple(a for a in text.split(",") if a)
 
-    def table(self) -> Any:
-        """For this rank: the world ranks of its group, in order."""
-        assert self.members is not None
-        of = {r: group for group in self.members for r in group}
-        return jnp.asarray([of[r] for r in range(world.size())], jnp.int32)[_rank()]
+    @property
+    def places(self) -> list[list[int]] | None:
+        """What JAX wants as `axis_index_groups`: each group's places on the mesh, in group order; None along axes."""
+        if self.members is None:
+            return None
+        place = world.positions()
+        return [[place[m] for m in group] for group in self.members]
 
     def index(self) -> Any:
         """This rank's place in its group."""
         if self.members is None:
             return jax.lax.axis_index(self.axes)
         at = {r: k for group in self.members for k, r in enumerate(group)}
-        return jnp.asarray([at[r] for r in range(world.size())], jnp.int32)[_rank()]
+        return jnp.asarray([at[r] for r in world.current().order], jnp.int32)[_place()]
 
     def stack(self, x: Any) -> Any:
         """The group's values along a new leading dim."""
-        if self.members is None:
-            return jax.lax.all_gather(x, self.axes)
-        return jax.lax.all_gather(x, self.axes)[self.table()]
+        return jax.lax.all_gather(x, self.axes, axis_index_groups=self.places)
 
 
 @functools.cache
@@ -116,7 +116,8 @@ def lines(text: str) -> Lines:
     return _lines(text, world.current().epoch)
 
 
-def _rank() -> Any:
+def _place() -> Any:
+    """This rank's place in row-major order over the axes."""
     return jax.lax.axis_index(tuple(world.current().axes))
 
 
@@ -134,12 +135,7 @@ def reduce(x: Any, kind: str, groups: Lines) -> Any:
         return reduce(x.astype(jnp.int32), kind, groups).astype(jnp.bool_)
     if kind == "mul":
         return jnp.prod(groups.stack(x), axis=0, dtype=x.dtype)
-    if groups.members is None:
-        return _DIRECT[kind](x, groups.axes)
-    stacked = groups.stack(x)
-    if kind == "sum":
-        return jnp.sum(stacked, axis=0, dtype=x.dtype)
-    return jnp.max(stacked, axis=0) if kind == "max" else jnp.min(stacked, axis=0)
+    return _DIRECT[kind](x, groups.axes, axis_index_groups=groups.places)
 
 
 def _unstacked(x: Any) -> Any:
@@ -154,16 +150,14 @@ def _all_reduce(x: Any, kind: str, groups: str) -> Any:
 @lowering(ops.all_gather.default)
 def _all_gather(x: Any, dim: int, count: int, groups: str) -> Any:
     found = lines(groups)
-    if found.members is None:
-        return jax.lax.all_gather(x, found.axes, axis=dim, tiled=True)
-    return jnp.concatenate(list(_unstacked(found.stack(x))), axis=dim)
+    return jax.lax.all_gather(x, found.axes, axis=dim, tiled=True, axis_index_groups=found.places)
 
 
 @lowering(ops.reduce_scatter.default)
 def _reduce_scatter(x: Any, kind: str, dim: int, count: int, groups: str) -> Any:
     found = lines(groups)
-    if kind == "sum" and found.members is None and x.dtype != jnp.bool_:
-        return jax.lax.psum_scatter(x, found.axes, scatter_dimension=dim, tiled=True)
+    if kind == "sum" and x.dtype != jnp.bool_:
+        return jax.lax.psum_scatter(x, found.axes, scatter_dimension=dim, tiled=True, axis_index_groups=found.places)
     part = x.shape[dim] // count
     return jax.lax.dynamic_slice_in_dim(reduce(x, kind, found), found.index() * part, part, dim)
 
@@ -171,18 +165,15 @@ def _reduce_scatter(x: Any, kind: str, dim: int, count: int, groups: str) -> Any
 @lowering(ops.all_to_all.default)
 def _all_to_all(x: Any, split_dim: int, concat_dim: int, count: int, groups: str) -> Any:
     found = lines(groups)
-    if found.members is None:
-        return jax.lax.all_to_all(x, found.axes, split_dim, concat_dim, tiled=True)
-    part = x.shape[split_dim] // count
-    stacked = found.stack(x)
-    mine = jax.lax.dynamic_slice_in_dim(stacked, found.index() * part, part, split_dim + 1)
-    return jnp.concatenate(list(_unstacked(mine)), axis=concat_dim)
+    return jax.lax.all_to_all(x, found.axes, split_dim, concat_dim, tiled=True, axis_index_groups=found.places)
 
 
 @lowering(ops.permute.default)
 def _permute(x: Any, pairs: str) -> Any:
     moved = x.astype(jnp.int32) if x.dtype == jnp.bool_ else x
-    return jax.lax.ppermute(moved, tuple(world.current().axes), [tuple(p) for p in json.loads(pairs)]).astype(x.dtype)
+    place = world.positions()
+    moves = [(place[source], place[target]) for source, target in json.loads(pairs)]
+    return jax.lax.ppermute(moved, tuple(world.current().axes), moves).astype(x.dtype)
 
 
 @lowering(ops.broadcast.default)

@@ -46,7 +46,7 @@ def lines(axes: Sequence[str]) -> Members:
     names = list(world.current().axes)
     others = [world.coordinates(a) for a in names if a not in axes]
     found: dict[tuple[int, ...], list[int]] = {}
-    for rank in range(world.size()):
+    for rank in world.current().order:
         found.setdefault(tuple(c[rank] for c in others), []).append(rank)
     return tuple(tuple(g) for g in found.values())
 

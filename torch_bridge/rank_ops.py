@@ -88,7 +88,7 @@ def own(values: Sequence[Any], dtype: Any) -> Any:
 def _reduced(values: Sequence[Any], axes: tuple[str, ...]) -> list[Any]:
     """The values at index 0 of all other axes, in the order of the linear index over `axes`."""
     others = [world.coordinates(a) for a in world.current().axes if a not in axes]
-    return [v for r, v in enumerate(values) if all(c[r] == 0 for c in others)]
+    return [values[r] for r in world.current().order if all(c[r] == 0 for c in others)]
 
 
 @lowering(ops.rank_int.default)

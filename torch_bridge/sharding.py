@@ -22,7 +22,7 @@ Axes = frozenset[str]
 NONE: Axes = frozenset()
 REPLICATED = PartitionSpec()
 
-_meshes: dict[tuple[tuple[str, int], ...], Mesh] = {}
+_meshes: dict[Any, Mesh] = {}
 _said = False
 
 
@@ -32,14 +32,20 @@ def active() -> bool:
 
 
 def mesh() -> Mesh:
-    """The mesh of the current world: axes outermost first, device order = rank order."""
-    axes = world.current().axes
-    key = tuple(axes.items())
+    """The mesh of the current world: axes outermost first. Rank r computes on JAX's device r, wherever that stands on the mesh."""
+    now = world.current()
+    key = (tuple(now.axes.items()), now.order)
     found = _meshes.get(key)
     if found is None:
-        devices = _devices(world.current())
-        found = _meshes[key] = Mesh(np.array(devices).reshape(tuple(axes.values())), tuple(axes))
+        devices = _devices(now)
+        placed = np.array([devices[r] for r in now.order])
+        found = _meshes[key] = Mesh(placed.reshape(tuple(now.axes.values())), tuple(now.axes))
     return found
+
+
+def device_of(rank: int) -> Any:
+    """The JAX device that a rank computes on."""
+    return mesh().devices.flat[world.positions()[rank]]
 
 
 def _devices(of: world.World) -> Sequence[Any]:
@@ -134,7 +140,7 @@ def from_blocks(blocks: Sequence[np.ndarray], spec: PartitionSpec) -> jax.Array:
     local = blocks[0].shape
     if any(b.shape != local for b in blocks):
         raise ValueError(f"ranks must have tensors of one shape, got {sorted({tuple(b.shape) for b in blocks})}")
-    devices = [target.mesh.devices.flat[r] for r in world.current().hosted]
+    devices = [device_of(r) for r in world.current().hosted]
     if not local and axes_of(spec):
         blocks = [b.reshape(1) for b in blocks]
     arrays = [jax.device_put(b, d) for b, d in zip(blocks, devices, strict=True)]
@@ -159,15 +165,16 @@ def blocks(array: jax.Array, local: Sequence[int]) -> list[np.ndarray]:
     by_device = {s.device: s.data for s in array.addressable_shards}
     if not isinstance(array.sharding, NamedSharding):
         return [np.asarray(array)] * len(world.current().hosted)
-    devices = list(array.sharding.mesh.devices.flat)
-    return [np.asarray(by_device[devices[r]]).reshape(tuple(local)) for r in world.current().hosted]
+    return [np.asarray(by_device[device_of(r)]).reshape(tuple(local)) for r in world.current().hosted]
 
 
 def first_block(array: jax.Array, local: Sequence[int]) -> np.ndarray:
     """The first hosted rank's own value."""
     if not isinstance(array.sharding, NamedSharding):
         return np.asarray(array)
-    device = array.sharding.mesh.devices.flat[world.first()]
+    if array.sharding.is_fully_replicated:
+        return np.asarray(array.addressable_shards[0].data).reshape(tuple(local))
+    device = device_of(world.first())
     shard = next(s for s in array.addressable_shards if s.device == device)
     return np.asarray(shard.data).reshape(tuple(local))
 
@@ -183,16 +190,15 @@ def adopt(array: jax.Array, local: Sequence[int]) -> jax.Array:
             raise RuntimeError(f"a tensor that differs among {old.mesh.size} ranks cannot be used in a world of {now.size}")
         return replicated(first_block(array, local))
     spec = spec_for(_axes_now(old))
-    return relabel(array, local, spec, list(old.mesh.devices.flat))
+    return relabel(array, local, spec)
 
 
-def relabel(array: jax.Array, local: Sequence[int], spec: PartitionSpec, devices: Sequence[Any] | None = None) -> jax.Array:
+def relabel(array: jax.Array, local: Sequence[int], spec: PartitionSpec) -> jax.Array:
     """The same blocks on the same devices under another label; nothing is copied."""
     by_device = {s.device: s.data for s in array.addressable_shards}
-    order = devices or list(mesh().devices.flat)
     shape = tuple(local)
     inner = shape if shape or not axes_of(spec) else (1,)
-    parts = [by_device[order[r]] for r in world.current().hosted]
+    parts = [by_device[device_of(r)] for r in world.current().hosted]
     parts = [p if p.shape == inner else p.reshape(inner) for p in parts]
     return jax.make_array_from_single_device_arrays(global_shape(shape, spec), sharding(spec), parts)
 
@@ -207,4 +213,5 @@ def _axes_now(old: NamedSharding) -> tuple[str, ...]:
             shape = [1] * len(sizes)
             shape[k] = sizes[k]
             index = index * sizes[k] + np.arange(sizes[k]).reshape(shape)
-    return world.axes_of_table(index.reshape(-1).tolist())
+    block_on = dict(zip(old.mesh.devices.flat, index.reshape(-1).tolist(), strict=True))
+    return world.axes_of_table([block_on[device_of(r)] for r in range(world.size())])

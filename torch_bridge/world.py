@@ -6,6 +6,7 @@ the facades goes through here. In a process that hosts several ranks a rank quer
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import sys
@@ -21,8 +22,8 @@ class World:
     """The ranks of a job.
 
     size: how many. hosted: those that this process computes for, ascending. local_size: ranks on a host. axes: names and sizes of the mesh
-    axes, outermost first; their product is `size`, and rank order is row-major over them. fixed: the size was asked for, so
-    `require` must not change it.
+    axes, outermost first; their product is `size`. order: the ranks in row-major order over the axes (0, 1, 2, ... unless the machine wants another).
+    epoch: another number for every layout. fixed: the size was asked for, so `require` must not change it.
     """
 
     def __init__(self, size: int, hosted: Sequence[int] | None = None, local_size: int | None = None, fixed: bool = True):
@@ -31,7 +32,8 @@ class World:
         self.local_size = local_size or size
         self.fixed = fixed
         self.axes: dict[str, int] = {"dp": size}
-        self.epoch = 0
+        self.order = tuple(range(size))
+        self.epoch = next(_epochs)
 
     @property
     def processes(self) -> int:
@@ -48,6 +50,7 @@ class World:
         return ranks.ranked(tuple(of(r) for r in range(self.size)), self.hosted)
 
 
+_epochs = itertools.count()
 _world: World | None = None
 _changing: list[Callable[[], None]] = []
 
@@ -133,34 +136,47 @@ def provision(count: int) -> None:
     sharding.provision(count)
 
 
-def set_axes(axes: dict[str, int]) -> None:
-    """Lay the ranks out on named axes, outermost first; rank order is row-major over them."""
+def set_axes(axes: dict[str, int], order: Sequence[int] | None = None) -> None:
+    """Lay the ranks out on named axes, outermost first, in row-major order: as they are numbered, or in the `order` given."""
     world = current()
     if math.prod(axes.values()) != world.size:
         raise ValueError(f"axes {axes} hold {math.prod(axes.values())} ranks, the world has {world.size}")
-    if axes != world.axes:
+    ranks_in_order = tuple(range(world.size)) if order is None else tuple(int(r) for r in order)
+    if sorted(ranks_in_order) != list(range(world.size)):
+        raise ValueError(f"order must name each of the {world.size} ranks once, got {list(ranks_in_order)}")
+    if axes != world.axes or ranks_in_order != world.order:
         for hook in _changing:
             hook()
         world.axes = dict(axes)
-        world.epoch += 1
+        world.order = ranks_in_order
+        world.epoch = next(_epochs)
+
+
+def positions() -> tuple[int, ...]:
+    """Each rank's place in row-major order over the axes."""
+    found = [0] * size()
+    for place, r in enumerate(current().order):
+        found[r] = place
+    return tuple(found)
 
 
 def coordinates(axis: str) -> tuple[int, ...]:
     """Each rank's index along an axis."""
     axes = current().axes
     inner = math.prod(list(axes.values())[list(axes).index(axis) + 1 :])
-    return tuple(r // inner % axes[axis] for r in range(current().size))
+    return tuple(p // inner % axes[axis] for p in positions())
 
 
 def axes_of_table(values: Sequence[Any]) -> tuple[str, ...]:
     """The axes along which a value given for each rank differs, outermost first."""
+    placed = [values[r] for r in current().order]
     found = []
-    for axis, count in current().axes.items():
-        index = coordinates(axis)
-        inner = math.prod(list(current().axes.values())[list(current().axes).index(axis) + 1 :])
-        if count > 1 and any(values[r] != values[r - index[r] * inner] for r in range(len(values))):
+    inner = 1
+    for axis, count in reversed(current().axes.items()):
+        if count > 1 and any(v != placed[p - p // inner % count * inner] for p, v in enumerate(placed)):
             found.append(axis)
-    return tuple(found)
+        inner *= count
+    return tuple(reversed(found))
 
 
 def size() -> int:

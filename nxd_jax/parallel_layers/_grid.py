@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import numpy as np
 
@@ -14,11 +15,11 @@ _EXPERT = ("pp", "edp", "ep", "tp")
 class Grid:
     """Ranks in a grid.
 
-    size: ranks in a group of each kind. grid: ranks by [pp, dp, cp, tp]. lists: groups by kind. axes: mesh axes (name to size, outermost first), so
+    remarks: what the emulated machine would refuse or do slowly. size: ranks in a group of each kind. grid: ranks by [pp, dp, cp, tp]. lists: groups by kind. axes: mesh axes (name to size, outermost first), so
     chosen that as many kinds as possible are lines of the mesh.
     """
 
-    def __init__(self, world: int, tp: int, pp: int, cp: int, ep: int, lnc: int = 1, local_size: int | None = None):
+    def __init__(self, world: int, tp: int, pp: int, cp: int, ep: int):
         if world % (tp * pp * cp):
             raise RuntimeError(
                 f"invalid implied data parallel degree: {world} ranks / (tensor_model_parallel_size {tp} * pipeline_model_parallel_size {pp} * "
@@ -30,21 +31,19 @@ class Grid:
                 f"* expert_model_parallel_size {ep}) is not a whole number; expert_model_parallel_size must divide {world // (tp * pp)}"
             )
         self.size = {"tp": tp, "pp": pp, "cp": cp, "ep": ep, "dp": world // (tp * pp * cp), "edp": world // (tp * pp * ep)}
-        order = _order(world, tp, ep, lnc, local_size or world)
+        machine = _machine(world)
+        order = _order(machine, world, tp, ep)
+        self.remarks: list[str] = [] if machine is None else machine.check(tp=tp, pp=pp, cp=cp, ep=ep, layout="nxd")
         self.grid = order.reshape([self.size[a] for a in _DENSE])
         expert = order.reshape([self.size[a] for a in _EXPERT])
         self.lists = {
             kind: _lines(self.grid, _DENSE.index(kind)) if kind in _DENSE else _lines(expert, _EXPERT.index(kind)) for kind in KINDS
         }
-        self.axes = self._axes(order, local_size or world)
+        self.axes = self._axes()
+        self.order = tuple(int(r) for r in order)
 
-    def _axes(self, order: np.ndarray, local_size: int) -> dict[str, int]:
+    def _axes(self) -> dict[str, int]:
         size = self.size
-        if (order != np.arange(order.size)).any():
-            strided = order[1] - order[0] > 1
-            if strided and size["pp"] == size["cp"] == 1:  # tp 4 over a trn1 node: every quarter of a node holds one rank of each group
-                return {"pp": 1, "node": order.size // local_size, "tp": size["tp"], "cp": 1, "dp": local_size // size["tp"]}
-            return {"pp": 1, "dp": order.size, "cp": 1, "tp": 1}
         cp, ep, both = size["cp"], size["ep"], size["dp"] * size["cp"]
         if ep == 1 or (cp > 1 and cp % ep and ep % cp):
             return {"pp": size["pp"], "dp": size["dp"], "cp": cp, "tp": size["tp"]}
@@ -57,15 +56,23 @@ class Grid:
         return next(group.index(rank) for group in self.lists[kind] if rank in group)
 
 
-def _order(world: int, tp: int, ep: int, lnc: int, local_size: int) -> np.ndarray:
-    """Ranks in the order in which they fill the grid: NxD rearranges them on an emulated instance where the hardware wants it."""
-    if os.environ.get("NXD_JAX_INSTANCE"):
-        from nxd_jax.topology import Topology, layouts
+def _machine(world: int) -> Any:
+    """The emulated machine (`nxd-run --instance`), if the world is all of its cores."""
+    if not os.environ.get("NXD_JAX_INSTANCE"):
+        return None
+    from nxd_jax.topology import Topology
 
-        topology = Topology.from_environment()
-        if topology.core_count == world:
-            return np.asarray(layouts.rank_order(topology, tp, "nxd", ep))
-    return np.arange(world)
+    topology = Topology.from_environment()
+    return topology if topology.core_count == world else None
+
+
+def _order(topology: Any, world: int, tp: int, ep: int) -> np.ndarray:
+    """Ranks in the order in which they fill the grid: NxD rearranges them on machines where the hardware wants it."""
+    if topology is None:
+        return np.arange(world)
+    from nxd_jax.topology import layouts
+
+    return np.asarray(layouts.rank_order(topology, tp, "nxd", ep))
 
 
 def _lines(grid: np.ndarray, axis: int) -> list[list[int]]:

@@ -86,7 +86,7 @@ def initialize_model_parallel(
             raise ValueError(f"{name} must be a positive number, got {size!r}")
     world.require(tensor_model_parallel_size * pipeline_model_parallel_size * max(context_parallel_size, expert_model_parallel_size))
     tp, pp, cp, ep = (min(size, world.size()) for size in sizes.values())
-    layout = _grid.Grid(world.size(), tp, pp, cp, ep, lnc=lnc_size, local_size=world.local_size())
+    layout = _grid.Grid(world.size(), tp, pp, cp, ep)
     if mesh_only:
         return ParallelGroups(*(layout.lists[k] for k in ("tp", "dp", "pp", "ep", "edp", "cp")))
     if not dist.is_initialized():
@@ -96,10 +96,12 @@ def initialize_model_parallel(
     from torch_bridge.torch_xla.distributed import xla_backend
 
     destroy_model_parallel()
-    world.set_axes(layout.axes)
+    world.set_axes(layout.axes, layout.order)
     xla_backend.refresh()
     _state.layout = layout
     _state.lnc_size = lnc_size
+    for remark in layout.remarks:
+        logger.warning("%s", remark)
     for kind, lists in layout.lists.items():
         _state.groups[kind] = _make_group(lists)
     logger.info("%d ranks: %s", world.size(), ", ".join(f"{kind} {layout.size[kind]}" for kind in ("tp", "pp", "dp", "cp", "ep")))
