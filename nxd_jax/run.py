@@ -39,8 +39,13 @@ def parser() -> argparse.ArgumentParser:
         "--rdzv-id",
         "--rdzv-backend",
         "--rdzv-endpoint",
+        "--max_restarts",
+        "--max-restarts",
+        "--log_dir",
+        "--log-dir",
     ):
         found.add_argument(ignored, help=argparse.SUPPRESS)
+    found.add_argument("--standalone", action="store_true", help=argparse.SUPPRESS)
     found.add_argument("-m", "--module", action="store_true", help="the script is a module name, as with python -m")
     found.add_argument("script", help="the training script")
     found.add_argument("args", nargs=argparse.REMAINDER, help="its arguments")
@@ -50,7 +55,7 @@ def parser() -> argparse.ArgumentParser:
 def environment(args: argparse.Namespace) -> tuple[dict[str, str], str]:
     """The variables to set, and one line that says what is emulated.
 
-    Raises SystemExit (2) for numbers that do not fit the machine.
+    Raises SystemExit, with a text that says why, for numbers that do not fit the machine.
     """
     nodes = _nodes(str(args.nnodes))
     variables: dict[str, str] = {}

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.autograd.graph as _graph
 
-from torch_bridge import interrupts
+from torch_bridge import errors, interrupts
 
 _original = _graph._engine_run_backward
 
@@ -99,7 +99,7 @@ def _engine_run_backward(t_outputs: Sequence[Any], *args: Any, **kwargs: Any) ->
         try:
             result = _original(t_outputs, *args, **kwargs)
         except Exception as error:
-            raise _take_error(state) or error from None
+            raise _take_error(state) or errors.explain_derivative(error) from None
         finally:
             state.depth -= 1
             state.signals = outer

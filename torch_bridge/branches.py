@@ -51,7 +51,7 @@ def _tree(file: str) -> ast.AST | None:
 
 
 def _dependent_lines(file: str, line: int) -> range | None:
-    """The lines of the innermost `if` or `while` whose test covers a line."""
+    """The lines that the innermost `if`, `while` or conditional expression whose test covers a line decides about."""
     tree = _tree(file)
     if tree is None:
         return None
@@ -59,7 +59,14 @@ def _dependent_lines(file: str, line: int) -> range | None:
     for node in ast.walk(tree):
         if isinstance(node, (ast.If, ast.While)) and node.test.lineno <= line <= (node.test.end_lineno or line):
             found = range(node.body[0].lineno, (node.end_lineno or node.lineno) + 1)
+        elif isinstance(node, ast.IfExp) and node.test.lineno <= line <= (node.test.end_lineno or line) and _computes(node):
+            found = range(node.lineno, (node.end_lineno or node.lineno) + 1)
     return found
+
+
+def _computes(node: ast.IfExp) -> bool:
+    """Whether a conditional expression chooses between computations, not just between names or constants."""
+    return any(isinstance(n, (ast.Call, ast.BinOp, ast.Subscript)) for part in (node.body, node.orelse) for n in ast.walk(part))
 
 
 def check(sources: Iterable[source.Source]) -> None:

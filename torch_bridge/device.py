@@ -63,7 +63,7 @@ def register() -> None:
             f"torch's one slot for an external device is already taken by '{name}' in this process, so 'xla' cannot be added. "
             "Import nxd_jax (or torch_xla) in a process that does not import the other backend."
         )
-    from torch_bridge import cpu_attention, device_module, factories, generators, modules, pinning, serialization
+    from torch_bridge import autocast, cpu_attention, device_module, factories, generators, modules, pinning, serialization
 
     torch.utils.rename_privateuse1_backend("xla")
     torch._register_device_module("xla", device_module)
@@ -76,9 +76,8 @@ def register() -> None:
     cpu = torch.library.Library("aten", "IMPL", "CPU")
     cpu_attention.install(cpu)
     pinning.install(cpu)
-    fallthrough = torch.library.Library("_", "IMPL")
-    fallthrough.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
-    _libraries.extend((library, autograd, cpu, fallthrough))
+    _libraries.extend((library, autograd, cpu))
+    autocast.install()
     generators.install()
     modules.install()
     backward.install(_Guard)

@@ -289,6 +289,7 @@ def _plan_mutation(
     names = call_info.names
     fargs = tuple(a for i, a in enumerate(args) if names[i] not in out_names)
     fkwargs = {n: a for n, a in kwargs.items() if n not in out_names}
+    fkwargs |= _own_defaults(call_info, target, len(fargs), fkwargs)
     mutated = [t for i in call_info.mutated for t in _tensors_of(args[i] if i < len(args) else kwargs.get(names[i]))]
     if call_info.takes_dtype_of_out:
         fkwargs["dtype"] = mutated[0].dtype
@@ -315,6 +316,13 @@ def _plan_mutation(
     if fresh:
         call.returns = returns[:fresh] if isinstance(returns, list) else returns
     return call
+
+
+def _own_defaults(call_info: Info, target: torch._ops.OpOverload, given: int, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Defaults of an in-place op that its functional form does not have (`bernoulli_(p=0.5)`; torch leaves out an argument that equals it)."""
+    defaults = {a.name: a.default_value for a in call_info.op._schema.arguments if a.has_default_value()}
+    rest = target._schema.arguments[given:]
+    return {a.name: defaults[a.name] for a in rest if not a.has_default_value() and a.name in defaults and a.name not in kwargs}
 
 
 def _tensors_of(x: Any) -> list[Any]:

@@ -3,6 +3,8 @@
 `XLA_FLAGS`: XLA aborts the process at a flag that its build does not know. Flags that only the Neuron compiler knows are dropped, with one
 warning. `XLA_FLAGS=--xla_dump_to=DIR` and the other dump flags are XLA's own and work as they are.
 
+All others are rows of the table in `variables`, which `check` applies once, when the first xla tensor is made.
+
 `NEURON_FRAMEWORK_DEBUG=1`: each compiled graph is written to `MODULE_<hash>/` in the current directory, or in `NEURON_DUMP_DIR` (our own
 variable) if set: `graph.txt` (aten ops with module paths and source lines), `stablehlo.mlir`, `optimized_hlo.txt`.
 """
@@ -10,7 +12,9 @@ variable) if set: `graph.txt` (aten ops with module paths and source lines), `st
 from __future__ import annotations
 
 import contextlib
+import difflib
 import hashlib
+import logging
 import mmap
 import os
 import pathlib
@@ -70,12 +74,57 @@ def _unknown(names: set[str]) -> set[str]:
         return {n for n in names if not named(n)}
 
 
+def check() -> dict[str, Any]:
+    """The values of all variables that are set, by name. ValueError for one that is not allowed; warnings for what has no effect or is unknown."""
+    from torch_bridge import compiler_flags
+    from torch_bridge.variables import VARIABLES, WARN
+
+    values: dict[str, Any] = {}
+    for name, variable in VARIABLES.items():
+        value = variable.parse(os.environ.get(name, ""))
+        if value is not None:
+            values[name] = value
+        if value and variable.rule == WARN:
+            warnings.warn(f"{name}={os.environ[name]} has no effect: {variable.meaning}", stacklevel=2)
+    _warn_unknown(set(VARIABLES))
+    flags = compiler_flags.current()
+    lnc = values.get("NEURON_LOGICAL_NC_CONFIG") or values.get("NEURON_RT_VIRTUAL_CORE_SIZE")
+    if lnc and flags.get("--lnc", lnc) != lnc:
+        raise ValueError(f"NEURON_CC_FLAGS: --lnc={flags['--lnc']} disagrees with NEURON_LOGICAL_NC_CONFIG={lnc}; set both to the same")
+    if "NEURON_RT_LOG_LEVEL" in values:
+        _set_log_level(values["NEURON_RT_LOG_LEVEL"])
+    return values
+
+
+def _warn_unknown(known: set[str]) -> None:
+    """One warning for all `NEURON_*` variables that are not in the table."""
+    found = []
+    for name in sorted(n for n in os.environ if n.startswith("NEURON_") and n not in known):
+        close = difflib.get_close_matches(name, known, n=1)
+        found.append(f"{name} (did you mean {close[0]}?)" if close else name)
+    if found:
+        warnings.warn(
+            f"unknown environment variables, which have no effect: {', '.join(found)}. docs/environment.md lists those known.", stacklevel=3
+        )
+
+
+def _set_log_level(level: str) -> None:
+    logger = logging.getLogger("torch_bridge")
+    logger.setLevel("DEBUG" if level == "TRACE" else level)
+    if not logger.hasHandlers():
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        logger.addHandler(handler)
+
+
 @contextlib.contextmanager
 def compiling(program: Any) -> Iterator[None]:
     """Around the compilation of an `executor.Program`."""
     prepare()
     yield
-    if os.environ.get("NEURON_FRAMEWORK_DEBUG", "0") not in ("", "0"):
+    from torch_bridge.variables import VARIABLES
+
+    if VARIABLES["NEURON_FRAMEWORK_DEBUG"].parse(os.environ.get("NEURON_FRAMEWORK_DEBUG", "")):
         dump(program, pathlib.Path(os.environ.get("NEURON_DUMP_DIR") or "."))
 
 

@@ -28,5 +28,17 @@ class XlaOutOfMemoryError(torch.OutOfMemoryError):
     """JAX ran out of device memory while a recorded graph ran."""
 
 
+def explain_derivative(error: Exception) -> Exception:
+    """The error of a backward pass, with what to do if torch has no derivative for an op (as a rule, for the backward of one)."""
+    text = str(error)
+    if "derivative for" not in text or "not implemented" not in text:
+        return error
+    if "fused_attention" in text:
+        cure = "run the forward pass under torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH), which has gradients of any order"
+    else:
+        cure = "torch has none on any device. Write the op as simpler ones, or take gradients in JAX: torch_bridge.to_jax(module) works with jax.grad"
+    return type(error)(f"{text.splitlines()[0].rstrip('.')}: {cure}.")
+
+
 class UnsupportedOpError(NotImplementedError):
     """An aten op that can neither be lowered nor decomposed nor run on the CPU."""

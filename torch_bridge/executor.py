@@ -8,16 +8,17 @@ had a value with that value.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import sys
 import time
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 
-from torch_bridge import dispatch, hoisting, interrupts, lifted, metrics, process, rank_labels, sharding, world
+from torch_bridge import dispatch, hoisting, interrupts, lifted, metrics, numerics, process, rank_labels, sharding, world
 from torch_bridge.errors import DeadTensorError, XlaOutOfMemoryError
 from torch_bridge.program import Program, Trace
 from torch_bridge.segment import LOCK, Segment, Storage
@@ -28,6 +29,12 @@ MAX_IN_FLIGHT = 4
 MAX_TRACES = 512
 """Structures kept, with their executables; the one unused for longest goes first."""
 
+DONATE = True
+"""Whether buffers that only the segment holds are donated (XLA_ENABLE_PARAM_ALIASING)."""
+
+CHECKS: list[Callable[[Trace, dict[int, list[Storage]]], None]] = []
+"""Called after each execution with what ran and the storages that got its results, by value id (NEURON_FAIL_ON_NAN)."""
+
 TRACES: OrderedDict[tuple[Any, ...], Trace] = OrderedDict()
 _BY_START: dict[tuple[Any, ...], Trace] = {}
 RECENT: deque[Program] = deque(maxlen=16)
@@ -35,6 +42,7 @@ RECENT: deque[Program] = deque(maxlen=16)
 
 _in_flight: deque[weakref.ref[Any]] = deque()
 _last: Trace | None = None
+_clock = itertools.count(1)
 
 
 def _before_ranks_change() -> None:
@@ -92,6 +100,7 @@ def materialize(storage: Storage) -> None:
 
 def _run(segment: Segment) -> None:
     process.check()
+    mode = numerics.current()
     trace = _predicted(segment)
     if trace is None:
         if segment.predicted is not None:
@@ -104,16 +113,17 @@ def _run(segment: Segment) -> None:
         _start_next(segment, trace)
         return
     trace = trace or _lookup(segment)
+    trace.used = next(_clock)
     outs = tuple(sorted(live))
-    donate = tuple(sys.getrefcount(array) == 3 for array in segment.leaves)
+    donate = tuple(sys.getrefcount(array) == 3 for array in segment.leaves) if DONATE else (False,) * len(segment.leaves)
     numbers: dict[type, Any] = {kind: lifted.flat(segment.numbers, kind) for kind in (float, int)}
     program: Program | None = None
     try:
         labels = rank_labels.of(segment, live, outs) if sharding.active() else None
-        program = trace.find(outs, donate, numbers, labels)
+        program = trace.find(outs, donate, numbers, labels, mode)
         if program is None:
             metrics.count("UncachedCompile")
-            program = Program(trace, outs, segment, donate)
+            program = Program(trace, outs, segment, donate, mode)
             trace.programs.setdefault(outs, []).append(program)
         else:
             metrics.count("CachedCompile")
@@ -125,12 +135,14 @@ def _run(segment: Segment) -> None:
             raise
         _roll_back(segment, error)
         raise explain(error) from error
+    for check in CHECKS:
+        check(trace, live)
 
 
 def _predicted(segment: Segment) -> Trace | None:
     """The trace that recording agreed with from the first node to the last."""
     predicted = segment.predicted
-    return predicted if predicted is not None and len(predicted.nodes) == len(segment.nodes) else None
+    return predicted if predicted is not None and not predicted.evicted and len(predicted.nodes) == len(segment.nodes) else None
 
 
 def _lookup(segment: Segment) -> Trace:
@@ -140,12 +152,19 @@ def _lookup(segment: Segment) -> Trace:
     if trace is None:
         trace = TRACES[key] = Trace(key, segment.sources)
         while len(TRACES) > MAX_TRACES:
-            TRACES.popitem(last=False)
-    else:
-        TRACES.move_to_end(key)
+            _evict(min((t for t in TRACES.values() if t is not trace), key=lambda t: t.used))
     if key:
         _BY_START[key[0]] = trace
     return trace
+
+
+def _evict(trace: Trace) -> None:
+    """Let go of a trace and its executables."""
+    del TRACES[trace.nodes]
+    trace.evicted = True
+    trace.programs.clear()
+    if _BY_START.get(trace.nodes[0]) is trace:
+        del _BY_START[trace.nodes[0]]
 
 
 def _execute(program: Program, segment: Segment, live: dict[int, list[Storage]], trace: Trace, args: list[Any]) -> None:

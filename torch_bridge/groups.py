@@ -117,7 +117,7 @@ def resolve(groups: Any = None) -> Groups:
 
 
 def _of(members: Members) -> Groups:
-    key = (members, tuple(world.current().axes.items()))
+    key = (members, tuple(world.current().axes.items()), world.current().order)
     found = _cache.get(key)
     if found is None:
         found = _cache[key] = Groups(members)

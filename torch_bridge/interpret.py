@@ -20,8 +20,10 @@ KeyOf = Callable[[fx.Node], Any]
 """Gives the PRNG key of a random node."""
 
 
-def run(graph: fx.Graph, inputs: Sequence[Any], key_of: KeyOf, owner: torch.nn.Module | None = None) -> Any:
-    """Evaluate the graph on JAX values for its placeholders, in order. `owner` holds what `get_attr` nodes name."""
+def run(
+    graph: fx.Graph, inputs: Sequence[Any], key_of: KeyOf, owner: torch.nn.Module | None = None, store: Callable[[Any], Any] | None = None
+) -> Any:
+    """Evaluate the graph on JAX values for its placeholders, in order. `owner` holds what `get_attr` nodes name; `store` rounds the value of each node."""
     env: dict[fx.Node, Any] = {}
     last = _last_uses(graph)
     supply = iter(inputs)
@@ -32,6 +34,8 @@ def run(graph: fx.Graph, inputs: Sequence[Any], key_of: KeyOf, owner: torch.nn.M
             env[node] = _attribute(owner, node.target)
         elif node.op == "call_function":
             env[node] = _call(node, env, key_of)
+        if store is not None and node in env and "val" in node.meta:
+            env[node] = store(env[node])
         elif node.op == "output":
             return fx.node.map_arg(node.args[0], lambda n: env[n])
         for dead in last.get(node, ()):

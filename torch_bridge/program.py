@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import fx
 
-from torch_bridge import _compat, dtypes, environment, interpret, lifted, metrics, sharding
+from torch_bridge import _compat, dtypes, environment, interpret, lifted, metrics, numerics, sharding
 from torch_bridge.graph import GraphBuilder
 from torch_bridge.inference import meta_of
 from torch_bridge.layout import layout
@@ -23,26 +23,44 @@ from torch_bridge.source import Source
 
 logger = logging.getLogger("torch_bridge")
 
+EXTRACT_ONLY = False
+"""Compile programs and give zeros for their results (NEURON_EXTRACT_GRAPHS_ONLY)."""
+
 
 class Trace:
-    """A structure: its nodes, where each came from, and its programs by the results they give. `following` is the trace that ran after it last time."""
+    """A structure: its nodes, where each came from, and its programs by the results they give. `following` is the trace that ran after it last time.
+
+    used: when it ran last, on the executor's clock. evicted: it is no longer kept.
+    """
 
     def __init__(self, nodes: tuple[Any, ...], sources: Sequence[Source]):
         self.nodes = nodes
         self.sources = tuple(sources)
         self.programs: dict[tuple[int, ...], list[Program]] = {}
         self.following: Trace | None = None
+        self.used = 0
+        self.evicted = False
 
-    def find(self, outs: tuple[int, ...], donate: tuple[bool, ...], numbers: dict[type, np.ndarray], labels: Any = None) -> Program | None:
-        """A program for these results and numbers that donates just these leaves, or others too (they are copied for it)."""
-        fitting = [p for p in self.programs.get(outs, ()) if p.accepts(donate, numbers, labels)]
+    def find(
+        self,
+        outs: tuple[int, ...],
+        donate: tuple[bool, ...],
+        numbers: dict[type, np.ndarray],
+        labels: Any = None,
+        mode: numerics.Mode = numerics.PLAIN,
+    ) -> Program | None:
+        """A program for these results, numbers and this precision that donates just these leaves, or others too (they are copied for it)."""
+        fitting = [p for p in self.programs.get(outs, ()) if p.mode == mode and p.accepts(donate, numbers, labels)]
         return next((p for p in fitting if p.takes_over(donate)), fitting[0] if fitting else None)
 
 
 class Program:
     """One compiled executable: the fx graph it came from, which leaves it takes and donates, and its jitted function."""
 
-    def __init__(self, trace: Trace, outs: tuple[int, ...], segment: Segment, donate: tuple[bool, ...]):
+    def __init__(
+        self, trace: Trace, outs: tuple[int, ...], segment: Segment, donate: tuple[bool, ...], mode: numerics.Mode = numerics.PLAIN
+    ):
+        self.mode = mode
         self.slots: dict[type, lifted.Slots] = lifted.share(
             trace.nodes, trace.sources, segment.numbers, [p.slots for p in trace.programs.get(outs, ())]
         )
@@ -59,6 +77,7 @@ class Program:
         self.ranks = None
         if sharding.active():
             self.ranks = RankLabels(self, segment, outs)
+            self.ranks.extras += mode.stochastic
         self.donated, self.order = self._pair(_updates(segment), outs, donate)
         run = self._apply if self.ranks is None else self.ranks.wrap(self._apply, self.order)
         self.jitted = jax.jit(run, donate_argnums=self.donated)
@@ -67,9 +86,12 @@ class Program:
         self.compile_seconds = 0.0
 
     def _apply(self, *inputs: Any) -> Any:
+        return numerics.apply(self.mode, self._evaluate, inputs)
+
+    def _evaluate(self, *inputs: Any) -> Any:
         names = [n.target for n in self.graph.nodes if n.op == "placeholder"]
         draws = inputs[names.index("draws")] if "draws" in names else None
-        outs = interpret.run(self.graph, inputs, interpret.draws_key_of(draws))
+        outs = interpret.run(self.graph, inputs, interpret.draws_key_of(draws), store=numerics.store(self.mode))
         return tuple(outs[k] for k in self.order)
 
     def _pair(self, updates: dict[int, int], outs: tuple[int, ...], donate: tuple[bool, ...]) -> tuple[tuple[int, ...], list[int]]:
@@ -127,17 +149,22 @@ class Program:
         if self.takes_draws:
             rows = [(s >> 32, s & 0xFFFFFFFF, o >> 32, o & 0xFFFFFFFF) for _, s, o in segment.draws]
             args.append(np.array(rows, dtype=np.uint32))
-        return args
+        return args + numerics.extra_inputs(self.mode)
 
     def run(self, args: Sequence[Any]) -> list[Any]:
         """Execute; the results in the order of their ids."""
         self.executions += 1
         with _compat.enable_x64():
-            arrays = self.compiled(*(args if self.ranks is None else self.ranks.placed(args)))
+            arrays = self._zeros() if EXTRACT_ONLY else self.compiled(*(args if self.ranks is None else self.ranks.placed(args)))
         results: list[Any] = [None] * len(self.order)
         for k, array in zip(self.order, arrays, strict=True):
             results[k] = array
         return results
+
+    def _zeros(self) -> list[Any]:
+        """What the results would be like, full of zeros."""
+        places = zip(jax.tree.leaves(self.compiled.out_info), jax.tree.leaves(self.compiled.output_shardings), strict=True)
+        return [jnp.zeros(out.shape, out.dtype, device=sharding_) for out, sharding_ in places]
 
     def lowered(self) -> Any:
         """The program before XLA's optimisations, lowered anew: few ask for it, and it takes about as much memory as a small model."""

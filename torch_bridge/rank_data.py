@@ -38,6 +38,34 @@ def _collect(obj: Any, found: list[tuple[Any, ...]], seen: set[int], depth: int)
             _collect(part, found, seen, depth + 1)
 
 
+def _generators(obj: Any, seen: set[int], depth: int = 0) -> list[torch.Generator]:
+    """The random generators that a loader and what it holds draw from, torch's default one not among them."""
+    if id(obj) in seen:
+        return []
+    if isinstance(obj, torch.Generator):
+        seen.add(id(obj))
+        return [obj]
+    if depth >= _DEPTH or isinstance(obj, _PLAIN):
+        return []
+    seen.add(id(obj))
+    return [g for part in _parts(obj).values() for g in _generators(part, seen, depth + 1)]
+
+
+class _Random:
+    """Torch's random state and that of generators that a loader was given: each copy of the loader sees them as if it were alone."""
+
+    def __init__(self, loader: Any):
+        self._generators = _generators(loader, {id(torch.default_generator)})
+
+    def get(self) -> list[torch.Tensor]:
+        return [torch.get_rng_state(), *(g.get_state() for g in self._generators)]
+
+    def set(self, states: list[torch.Tensor]) -> None:
+        torch.set_rng_state(states[0])
+        for generator, state in zip(self._generators, states[1:], strict=True):
+            generator.set_state(state)
+
+
 def _parts(obj: Any) -> dict[Any, Any]:
     """What to look at inside an object: attributes of loaders, samplers, datasets and other plain objects; short lists and dicts."""
     if isinstance(obj, (list, tuple)):
@@ -81,26 +109,28 @@ class RankBatches(Iterator[Any]):
 
     def __init__(self, loader: Any, table: tuple[Any, ...]):
         self._table = table
-        self._state = torch.get_rng_state()
+        self._random = _Random(loader)
+        before = self._random.get()
         self._iterators: dict[Any, Iterator[Any]] = {}
-        self._states: dict[Any, torch.Tensor] = {}
+        self._states: dict[Any, list[torch.Tensor]] = {}
         for rank in world.current().hosted:
             if table[rank] not in self._iterators:
-                torch.set_rng_state(self._state)
+                self._random.set(before)
                 self._iterators[table[rank]] = _original_iter(own(loader, rank))
-                self._states[table[rank]] = torch.get_rng_state()
+                self._states[table[rank]] = self._random.get()
+        self._random.set(self._states[table[world.first()]])
 
     def __next__(self) -> Any:
         batches: dict[Any, Any] = {}
         ended = []
         for key, iterator in self._iterators.items():
-            torch.set_rng_state(self._states[key])
+            self._random.set(self._states[key])
             try:
                 batches[key] = next(iterator)
             except StopIteration:
                 ended.append(key)
-            self._states[key] = torch.get_rng_state()
-        torch.set_rng_state(self._states[self._table[world.first()]])
+            self._states[key] = self._random.get()
+        self._random.set(self._states[self._table[world.first()]])
         if ended:  # ranks with fewer batches end the epoch for all: collectives need everyone
             raise StopIteration
         return combine(batches, self._table)

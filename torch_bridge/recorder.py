@@ -6,10 +6,25 @@ import warnings
 from torch_bridge import environment
 
 environment.prepare()  # before JAX starts
+_values = environment.check()
 
-from torch_bridge import backward, collective_ops, dispatch, interrupts, process, replicas, specials, tensor
+from torch_bridge import (
+    backward,
+    collective_ops,
+    compile_cache,
+    debugging,
+    dispatch,
+    interrupts,
+    process,
+    replicas,
+    specials,
+    tensor,
+    tracing,
+)
 
-tensor._dispatch = backward.guarded(dispatch.dispatch)
+tensor._dispatch = backward.guarded(debugging.configure(_values, dispatch.dispatch))
+compile_cache.configure(_values)
+tracing.install()
 interrupts.install()
 replicas.install()
 os.register_at_fork(after_in_child=process.mark_forked)

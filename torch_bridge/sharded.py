@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -90,6 +91,25 @@ def axes_of(among: Groups | Any) -> tuple[str, ...]:
     """The mesh axes that groups run along; all axes if they are no lines of the mesh."""
     found = among if isinstance(among, Groups) else groups.resolve(among)
     return tuple(world.current().axes) if found.axes is None else found.axes
+
+
+_files_noted = False
+
+
+def note_file(tensors: Iterable[torch.Tensor]) -> None:
+    """Say once that a file is being written with the first hosted rank's values of tensors that differ among ranks."""
+    global _files_noted
+    if _files_noted or len(world.current().hosted) == 1:
+        return
+    found = next((t for t in tensors if varying(t).axes), None)
+    if found is not None:
+        _files_noted = True
+        warnings.warn(
+            f"a tensor ({varying(found)}) is saved as rank {world.first()} holds it: this process runs the script once for several ranks, so the "
+            "other ranks' values are not in the file. neuronx_distributed's save_checkpoint keeps all of them; torchrun, with one process per rank, "
+            "writes every rank's file.",
+            stacklevel=3,
+        )
 
 
 def _storage_of(t: torch.Tensor) -> Any:

@@ -13,7 +13,7 @@ from torch_bridge.inference import infer
 from torch_bridge.layout import Layout, base_of_meta, layout
 from torch_bridge.segment import Storage
 from torch_bridge.tensor import READING, XLATensor, make, own_values
-from torch_bridge.transfer import array_of, download
+from torch_bridge.transfer import download, kept, to_array
 
 aten = torch.ops.aten
 
@@ -30,13 +30,16 @@ def copy_(func: Any, args: Any, kwargs: Any) -> Any:
         return dst
     view = dst._layout
     if not isinstance(src, XLATensor):
+        own = kept(src)
+        if own is not None:
+            return copy_(func, (dst, own), {})
         host = src if src.dtype == view.dtype and tuple(src.shape) == view.size else src.detach()
         if host.dtype != view.dtype:
             host = host.to(view.dtype)
         if tuple(host.shape) != view.size:
             host = host.expand(view.size)
         storage = dst._storage
-        array = array_of(host)
+        array = to_array(host)
         if view is storage.layout and not linked(storage):
             storage.views, storage.segment, storage.array = None, None, array
         else:
@@ -118,7 +121,7 @@ def item(func: Any, args: Any, kwargs: Any) -> Any:
     found = download(t).item()
     if not READING.allowed:
         values = own_values(t)
-        if len(set(values)) > 1:
+        if values and ranks.is_ranked(ranks.item(values)):
             raise ranks.refuse(values)
     return found
 
@@ -396,6 +399,19 @@ def attention_in_inference_mode(func: Any, args: Any, kwargs: Any) -> Any:
     return attention(*args, **kwargs)
 
 
+def _only_plain() -> bool:
+    """Whether the script allows nothing but the plain formula: `sdpa_kernel(SDPBackend.MATH)`, which has gradients of gradients."""
+    return torch._C._get_math_sdp_enabled() and not any(allowed() for allowed in _FUSED_ALLOWED)
+
+
+_FUSED_ALLOWED = (
+    torch._C._get_overrideable_sdp_enabled,
+    torch._C._get_flash_sdp_enabled,
+    torch._C._get_mem_efficient_sdp_enabled,
+    torch._C._get_cudnn_sdp_enabled,
+)
+
+
 def attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -411,7 +427,7 @@ def attention(
     fused = query.dim() == 4 and query.dtype.is_floating_point and (attn_mask is None or not attn_mask.requires_grad)
     if attn_mask is not None and is_causal:
         raise RuntimeError("_scaled_dot_product_attention: Explicit attn_mask should not be set when is_causal=True")
-    if not fused or (query.shape[1] != key.shape[1] and not enable_gqa) or key.shape[1] != value.shape[1]:
+    if not fused or (query.shape[1] != key.shape[1] and not enable_gqa) or key.shape[1] != value.shape[1] or _only_plain():
         return aten._scaled_dot_product_attention_math(
             query, key, value, additive(attn_mask, query.dtype), dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )[0]

@@ -149,7 +149,10 @@ class XLATensor(torch.Tensor):
         return _deepcopy(self, memo)
 
     def __reduce_ex__(self, proto: Any) -> Any:
+        from torch_bridge import sharded
+
         torch.utils.hooks.warn_if_has_hooks(self)
+        sharded.note_file([self])
         host = self.detach().cpu().clone()
         if isinstance(self, torch.nn.Parameter):  # torch's own ways to rebuild one, which weights_only accepts
             state = user_attributes(self)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from torch_bridge import _compat, dtypes, metrics, process, sharding
-from torch_bridge.layout import layout
+from torch_bridge import _compat, dtypes, metrics, numerics, process, sharding
+from torch_bridge.layout import Layout, is_dense, layout
 from torch_bridge.segment import Storage
 from torch_bridge.tensor import XLATensor, make
 
@@ -19,7 +19,7 @@ from torch_bridge.tensor import XLATensor, make
 def to_array(t: torch.Tensor, device: Any = None) -> jax.Array:
     """A CPU tensor's values as a new JAX array (same shape and dtype)."""
     process.check()
-    host = to_numpy(t)
+    host = numerics.uploaded(to_numpy(t))
     started = time.perf_counter()
     with _compat.enable_x64():
         # A copy of our own: on CPU devices JAX takes numpy memory as it is, whatever `may_alias` says.
@@ -63,25 +63,49 @@ def to_cpu(array: jax.Array, size: tuple[int, ...] | None = None) -> torch.Tenso
     return from_numpy(host)
 
 
+class _Kept(NamedTuple):
+    """What a CPU copy was read from: the array that holds all ranks' values, its layout, the view that was copied, and the copy's own layout."""
+
+    array: jax.Array
+    base: Layout
+    view: Layout
+    host: tuple[Any, ...]
+
+
 _READ: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""CPU copies of values that differ among ranks: their version and the array they came from, so that moving one back gives each rank its own again."""
+"""By the memory of CPU copies of values that differ among ranks: where they came from, so that moving one back gives each rank its own again."""
 
 
-def array_of(t: torch.Tensor) -> jax.Array:
-    """The values of a CPU tensor as an array. An unchanged copy of a value that differs among ranks gives that value."""
-    kept = _READ.get(t) if sharding.active() else None
-    if kept is not None and kept[0] == t._version and tuple(t.shape) == kept[2]:
-        return sharding.adopt(kept[1], kept[2])
-    return to_array(t)
+def _keep(host: torch.Tensor, array: jax.Array, base: Layout, view: Layout) -> None:
+    if sharding.active() and sharding.axes_of(sharding.spec_of(array)):
+        _READ[host.untyped_storage()] = _Kept(array, base, view, _place(host))
+
+
+def _place(t: torch.Tensor) -> tuple[Any, ...]:
+    return tuple(t.shape), t.stride(), t.storage_offset(), t.dtype
+
+
+def kept(t: torch.Tensor) -> XLATensor | None:
+    """Each rank's own values again, as a new xla tensor, of an unchanged CPU copy of a value that differs among ranks; None for any other CPU tensor."""
+    found: _Kept | None = _READ.get(t.untyped_storage()) if len(_READ) and sharding.active() else None
+    if found is None or found.host != _place(t):
+        return None
+    read = make(found.view, Storage(found.base, sharding.adopt(found.array, found.base.size)))
+    first = view_of(sharding.first_block(found.array, found.base.size), read)
+    if not torch.equal(first.reshape(-1).view(torch.uint8), t.detach().reshape(-1).view(torch.uint8)):  # somebody wrote to the copy
+        return None
+    with torch.no_grad():
+        return read if found.view is found.base else read.clone(memory_format=torch.contiguous_format)  # type: ignore[return-value]
 
 
 def upload(t: torch.Tensor) -> XLATensor:
     """A new xla tensor with the CPU tensor's values and strides."""
-    from torch_bridge.layout import is_dense
-
+    own = kept(t)
+    if own is not None:
+        return own
     size, stride = tuple(t.shape), tuple(t.stride())
     base = layout(size, stride if is_dense(size, stride) else None, 0, t.dtype)
-    return make(base, Storage(base, array_of(t)))
+    return make(base, Storage(base, to_array(t)))
 
 
 def upload_blocks(blocks: list[torch.Tensor], spec: Any) -> XLATensor:
@@ -94,7 +118,7 @@ def upload_blocks(blocks: list[torch.Tensor], spec: Any) -> XLATensor:
                 f"every rank needs a tensor of the same shape and dtype, got {blocks[0].dtype}{list(blocks[0].shape)} and {t.dtype}{list(t.shape)}"
             )
         if id(t) not in hosts:
-            hosts[id(t)] = to_numpy(t).copy()
+            hosts[id(t)] = numerics.uploaded(to_numpy(t)).copy()
     with _compat.enable_x64():
         array = sharding.from_blocks([hosts[id(t)] for t in blocks], spec)
     storage = Storage(base, array)
@@ -116,16 +140,16 @@ def download(t: XLATensor) -> torch.Tensor:
     executor.materialize(storage)
     base = storage.layout
     if storage.array is None:
-        host = torch.full(base.size, storage.fill, dtype=base.dtype)
+        host = from_numpy(numerics.uploaded(to_numpy(torch.full(base.size, storage.fill, dtype=base.dtype))))
     else:
         host = to_cpu(storage.array, base.size if sharding.active() else None)
-        if view is base and host.stride() == view.stride and sharding.active() and sharding.axes_of(sharding.spec_of(storage.array)):
-            _READ[host] = (host._version, storage.array, base.size)
-    if view is base:
-        if not host.is_contiguous() or host.stride() != view.stride:
-            host = torch.empty_strided(view.size, view.stride, dtype=view.dtype).copy_(host)
-        return host
-    return _host_view(host, base, view)
+    if view is not base:
+        host = _host_view(host, base, view)
+    elif not host.is_contiguous() or host.stride() != view.stride:
+        host = torch.empty_strided(view.size, view.stride, dtype=view.dtype).copy_(host)
+    if storage.array is not None:
+        _keep(host, storage.array, base, view)
+    return host
 
 
 def _host_view(host: torch.Tensor, base: Any, view: Any) -> torch.Tensor:

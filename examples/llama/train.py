@@ -21,7 +21,7 @@ import torch
 import torch_xla
 import torch_xla.core.xla_model as xm
 import torch_xla.distributed.parallel_loader as pl
-import torch_xla.distributed.xla_backend  # noqa: F401  # registers backend "xla"
+import torch_xla.distributed.xla_backend  # registers backend "xla"
 from modeling_llama_nxd import LlamaForCausalLM, NxDLlamaOptions
 from neuronx_distributed.parallel_layers import checkpointing, grads, parallel_state
 from neuronx_distributed.parallel_layers.random import model_parallel_xla_manual_seed

@@ -15,7 +15,8 @@ _EXPERT = ("pp", "edp", "ep", "tp")
 class Grid:
     """Ranks in a grid.
 
-    remarks: what the emulated machine would refuse or do slowly. size: ranks in a group of each kind. grid: ranks by [pp, dp, cp, tp]. lists: groups by kind. axes: mesh axes (name to size, outermost first), so
+    remarks: what the emulated machine would refuse or do slowly. size: ranks in a group of each kind. grid: ranks by [pp, dp, cp, tp].
+    lists: groups by kind. axes: mesh axes (name to size, outermost first), so
     chosen that as many kinds as possible are lines of the mesh.
     """
 

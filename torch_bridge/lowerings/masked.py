@@ -1,4 +1,4 @@
-"""`masked_fill`, `masked_scatter` and their gradients: static shapes, whatever the mask selects."""
+"""`masked_fill`, `masked_scatter`, masked indexing and their gradients: static shapes, whatever the mask selects."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import torch
 
 from torch_bridge import dtypes
-from torch_bridge.lowerings.indexing import Points
+from torch_bridge.lowerings.indexing import Points, index, index_put
 from torch_bridge.lowerings.registry import lowering
 
 aten = torch.ops.aten
@@ -49,3 +49,23 @@ def masked_scatter_backward(grad_output: Array, mask: Array, sizes: Sequence[int
     target = jnp.where(flat_mask, _rank(flat_mask), numel)  # one past the end is dropped
     out = jnp.zeros(numel, grad.dtype)
     return Points((numel,), {0: target}, wrap=False).write(out, grad.reshape(-1)).reshape(tuple(sizes))
+
+
+def _within(self: Array, indices: Sequence[Array | None]) -> list[Array | None]:
+    """Indices that may be anything where a mask is False, moved to the nearest position that exists."""
+    return [None if i is None else jnp.clip(i, -n, n - 1) for i, n in zip(indices, self.shape, strict=False)]
+
+
+@lowering(aten._unsafe_masked_index.default)
+def unsafe_masked_index(self: Array, mask: Array, indices: Sequence[Array | None], fill: Any) -> Array:
+    """`self[indices]` where the mask is True, `fill` elsewhere."""
+    return jnp.where(mask != 0, index(self, _within(self, indices)), dtypes.cast(fill, self.dtype))
+
+
+@lowering(aten._unsafe_masked_index_put_accumulate.default)
+def unsafe_masked_index_put_accumulate(self: Array, mask: Array, indices: Sequence[Array | None], values: Array) -> Array:
+    """Add the values whose mask is True at their indices."""
+    if self.size == 0:
+        return self
+    kept = jnp.where(mask != 0, values, jnp.zeros((), values.dtype))
+    return index_put(self, _within(self, indices), kept, accumulate=True)

@@ -157,13 +157,9 @@ def initialize_cache(path: str, readonly: bool = False) -> None:
 
     readonly: use what is there and add nothing.
     """
-    import jax
-    from jax.experimental.compilation_cache import compilation_cache
+    from torch_bridge import compile_cache
 
-    jax.config.update("jax_compilation_cache_dir", os.fspath(path))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", float("inf") if readonly else 0.0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    compilation_cache.reset_cache()
+    compile_cache.use(path, readonly)
 
 
 def get_num_cached_compilation_graph() -> int:

@@ -62,3 +62,30 @@ GRADS = [
 @pytest.mark.parametrize(("op", "args"), GRADS)
 def test_gradients(op, args):
     check_grad(op, *args)
+
+
+ROWS = torch.tensor([0, 5, -2, 1])  # out of range where the mask is False
+AT = torch.tensor([True, False, True, True])
+
+
+@pytest.mark.parametrize("x", [X, I])
+def test_masked_indexing_reads_nothing_where_the_mask_is_false(x: torch.Tensor) -> None:
+    rows = ROWS.clamp(-3, 2)
+    check(aten._unsafe_masked_index.default, x, AT[:, None], [rows], 7)
+    check(aten._unsafe_masked_index.default, x, AT, [None, ROWS.clamp(-4, 3)], 7)
+    check(aten._unsafe_masked_index.default, x, AT, [rows, torch.tensor(1)], 0)
+
+
+@pytest.mark.parametrize("x", [X, I])
+def test_masked_indexing_adds_only_where_the_mask_is_true(x: torch.Tensor) -> None:
+    values = torch.arange(16).reshape(4, 4).to(x.dtype)
+    check(aten._unsafe_masked_index_put_accumulate.default, x, AT[:, None], [ROWS.clamp(-3, 2)], values)
+
+
+def test_masked_indexing_takes_any_index_where_the_mask_is_false() -> None:
+    low = lowerings.lookup(aten._unsafe_masked_index.default)
+    assert low is not None
+    with _compat.enable_x64():
+        got = to_torch(low.fn(to_jax(X), to_jax(AT[:, None]), [to_jax(ROWS * 100)], 7))
+    torch.testing.assert_close(got[0], X[0])
+    torch.testing.assert_close(got[1], torch.full((4,), 7.0))

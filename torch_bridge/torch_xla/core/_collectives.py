@@ -105,13 +105,23 @@ def collective_broadcast(tensors: list[torch.Tensor], root_ordinal: int = 0, gro
 
 
 def send(value: torch.Tensor, channel_id: int) -> torch.Tensor:
-    """`xm.send`: there is no other rank to send to."""
-    raise ValueError(f"xm.send(channel_id={channel_id}): a world of {world.size()} has no other rank to send to")
+    """`xm.send`: not possible, see `_no_peer`."""
+    raise _no_peer(f"xm.send(channel_id={channel_id})", "send to")
 
 
 def recv(output: torch.Tensor, channel_id: int) -> torch.Tensor:
-    """`xm.recv`: there is no other rank to receive from."""
-    raise ValueError(f"xm.recv(channel_id={channel_id}): a world of {world.size()} has no other rank to receive from")
+    """`xm.recv`: not possible, see `_no_peer`."""
+    raise _no_peer(f"xm.recv(channel_id={channel_id})", "receive from")
+
+
+def _no_peer(call: str, what: str) -> Exception:
+    """All ranks run one program, so none can send alone."""
+    if world.size() == 1:
+        return ValueError(f"{call}: a world of 1 has no other rank to {what}")
+    return NotImplementedError(
+        f"{call}: point-to-point transfers have no meaning in a program that all ranks run together; use "
+        "xm.collective_permute(tensor, [[source, target], ...]), which every rank calls"
+    )
 
 
 def _fetch_gradients(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

@@ -15,7 +15,7 @@ from typing import Any, TextIO
 
 import torch
 
-from torch_bridge import environment, loading, rng, steps, world
+from torch_bridge import environment, loading, nested, rng, steps, world
 from torch_bridge.torch_xla import _XLAC, runtime
 from torch_bridge.torch_xla._deprecation import warn_once
 from torch_bridge.torch_xla.core import _rng_state
@@ -300,9 +300,12 @@ def save(data: Any, file_or_path: Any, master_only: bool = True, global_master: 
 
     Tied weights stay one tensor in the file; torch_xla writes them twice.
     """
+    from torch_bridge import recorder, sharded  # noqa: F401
+
     writes = not master_only or is_master_ordinal(local=not global_master)
     on_cpu = _maybe_convert_to_cpu(data, convert=writes)
     if writes:
+        sharded.note_file(nested.collect(data, lambda x: isinstance(x, torch.Tensor) and is_xla_tensor(x)))
         torch.save(on_cpu, file_or_path)
 
 

@@ -1,0 +1,364 @@
+"""The table of environment variables: values, errors, warnings, and what each honoured one does."""
+
+from __future__ import annotations
+
+import logging
+import pathlib
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch_xla
+from torch import nn
+
+from tests.torch_bridge.devices import python, same
+from torch_bridge import compiler_flags, debugging, environment, executor, metrics, program, variables
+from torch_bridge.recorder import dispatch, tensor
+from torch_bridge.variables import ACCEPT, HONOUR, VARIABLES, WARN
+
+ROOT = pathlib.Path(__file__).parents[2]
+pytestmark = pytest.mark.usefixtures("clean_step")
+
+
+@pytest.fixture
+def configured(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """`configured(NAME="1", ...)` applies variables as at the first xla tensor; undone after the test."""
+    for owner, name in ((executor, "MAX_TRACES"), (executor, "MAX_IN_FLIGHT"), (executor, "DONATE"), (program, "EXTRACT_ONLY")):
+        monkeypatch.setattr(owner, name, getattr(owner, name))
+    monkeypatch.setattr(executor, "CHECKS", [])
+    executor.clear_cache()
+
+    def apply(**values: str) -> None:
+        for name, value in values.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(tensor, "_dispatch", debugging.configure(environment.check(), dispatch.dispatch))
+
+    yield apply
+    monkeypatch.undo()
+    executor.clear_cache()
+
+
+# -- the table ------------------------------------------------------------------------------------
+
+
+def test_rows_are_complete() -> None:
+    assert len(VARIABLES) == sum(map(len, variables.SECTIONS.values())) > 90
+    assert {v.rule for v in VARIABLES.values()} == {HONOUR, ACCEPT, WARN}
+    for v in VARIABLES.values():
+        assert v.meaning and (v.rule != HONOUR or v.where or v.kind), v.name
+
+
+def test_the_page_is_up_to_date() -> None:
+    assert (ROOT / "docs" / "environment.md").read_text() == variables.page(), "run python -m torch_bridge.variables > docs/environment.md"
+
+
+MALFORMED = [
+    ("NEURON_RT_NUM_CORES", "many", "a whole number of at least 0"),
+    ("NEURON_RT_VISIBLE_CORES", "0,2", "without gaps, such as 3, 0-3 or 3,4,5"),
+    ("NEURON_RT_VISIBLE_CORES", "3-1", "without gaps"),
+    ("NEURON_LOGICAL_NC_CONFIG", "4", "one of 1, 2"),
+    ("NEURON_RT_VIRTUAL_CORE_SIZE", "x", "one of 1, 2"),
+    ("NEURON_PLATFORM_TARGET_OVERRIDE", "tpu", "one of inf2, trn1, trn1n, trn2, trn3"),
+    ("NEURONCORE_NUM_DEVICES", "0", "a whole number of at least 1"),
+    ("NEURON_RT_STOCHASTIC_ROUNDING_EN", "2", "0 or 1"),
+    ("NEURON_RT_STOCHASTIC_ROUNDING_SEED", "-1", "a whole number of at least 0"),
+    ("XLA_USE_BF16", "bf16", "0 or 1"),
+    ("XLA_DOWNCAST_BF16", "bf16", "0 or 1"),
+    ("XLA_USE_32BIT_LONG", "int32", "0 or 1"),
+    ("NEURON_NUM_RECENT_MODELS_TO_KEEP", "0", "a whole number of at least 1"),
+    ("NEURON_EXTRACT_GRAPHS_ONLY", "maybe", "0 or 1"),
+    ("XLA_ENABLE_PARAM_ALIASING", "maybe", "0 or 1"),
+    ("NEURON_FRAMEWORK_DEBUG", "hlo", "0 or 1"),
+    ("NEURON_USE_EAGER_DEBUG_MODE", "maybe", "0 or 1"),
+    ("NEURON_LAUNCH_BLOCKING", "maybe", "0 or 1"),
+    ("NEURON_FAIL_ON_NAN", "maybe", "0 or 1"),
+    ("NEURON_RT_NUMERICAL_ERRORS_VERBOSITY", "loud", "one of none, critical"),
+    ("NEURON_RT_LOG_LEVEL", "LOUD", "one of ERROR, WARN"),
+    ("NXD_CPU_MODE", "yes", "a whole number"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "allowed"), MALFORMED)
+def test_malformed_values_raise(monkeypatch: pytest.MonkeyPatch, name: str, value: str, allowed: str) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=f"{name}='{value}': must be .*{allowed}"):
+        environment.check()
+
+
+def test_every_kind_of_value_has_a_malformed_one() -> None:
+    assert {v.name for v in VARIABLES.values() if v.kind} == {name for name, _, _ in MALFORMED}
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [
+        ("NEURON_RT_NUM_CORES", "32", 32),
+        ("NEURON_RT_VISIBLE_CORES", "3-5, 6", (3, 4, 5, 6)),
+        ("NEURON_RT_VISIBLE_CORES", "3", (3,)),
+        ("NEURON_FAIL_ON_NAN", "TRUE", True),
+        ("NEURON_FAIL_ON_NAN", " 0 ", False),
+        ("NEURON_RT_LOG_LEVEL", "info", "INFO"),
+        ("NEURON_LOGICAL_NC_CONFIG", "", None),
+        ("NEURON_COMPILE_CACHE_URL", "/tmp/x", "/tmp/x"),
+    ],
+)
+def test_values(name: str, text: str, value: Any) -> None:
+    assert VARIABLES[name].parse(text) == value
+
+
+def test_accepted_variables_take_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+    for v in VARIABLES.values():
+        if v.rule == ACCEPT:
+            monkeypatch.setenv(v.name, "anything")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        values = environment.check()
+    assert values["NEURON_FUSE_SOFTMAX"] == "anything"
+
+
+def test_unknown_names_give_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NEURON_FAIL_ON_NANS", "1")
+    monkeypatch.setenv("NEURON_WHATEVER_THIS_IS", "1")
+    with pytest.warns(
+        UserWarning, match=r"NEURON_FAIL_ON_NANS \(did you mean NEURON_FAIL_ON_NAN\?\), NEURON_WHATEVER.*docs/environment.md"
+    ) as found:
+        environment.check()
+    assert len(found) == 1
+
+
+def test_32_bit_long_warns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XLA_USE_32BIT_LONG", "1")
+    with pytest.warns(UserWarning, match="XLA_USE_32BIT_LONG=1 has no effect: .*they stay int64"):
+        environment.check()
+    assert torch.ones(2, dtype=torch.int64, device="xla").add(1).dtype == torch.int64
+    monkeypatch.setenv("XLA_USE_32BIT_LONG", "0")
+    environment.check()
+
+
+# -- NEURON_CC_FLAGS ------------------------------------------------------------------------------
+
+
+def test_flags_in_every_spelling() -> None:
+    text = "--auto-cast=matmult --auto-cast-type bf16 -O2 -lnc=2 --cache_dir '/tmp/a b' --no_cache --model-type=transformer --verbose 35"
+    assert compiler_flags.parse(text + " --internal-any-thing=3 --tensorizer-options='--x --y'") == {
+        "--auto-cast": "matmult",
+        "--auto-cast-type": "bf16",
+        "--optlevel": "2",
+        "--lnc": "2",
+        "--cache_dir": "/tmp/a b",
+        "--no_cache": True,
+        "--model-type": "transformer",
+        "--verbose": "35",
+        "--tensorizer-options": "--x --y",
+    }
+    assert compiler_flags.parse("-O 3") == compiler_flags.parse("--optlevel=3") == {"--optlevel": "3"}
+    assert compiler_flags.parse("") == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("--auto-cast=some", "--auto-cast=some must be one of none, matmult, all"),
+        ("--auto-cast-type=int8", "--auto-cast-type=int8 must be one of bf16, fp16, tf32, fp8_e4m3"),
+        ("--auto-cast", "--auto-cast needs a value, one of none, matmult, all"),
+        ("--cache_dir --no_cache", "--cache_dir needs a value, but --no_cache follows"),
+        ("--cache_dir=", "--cache_dir needs a value"),
+        ("-lnc 3", "-lnc=3 must be one of 1, 2"),
+        ("--cache_dir='/tmp", "cannot be split into flags: No closing quotation"),
+    ],
+)
+def test_malformed_flags_raise(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=f"NEURON_CC_FLAGS.*{message}"):
+        compiler_flags.parse(text)
+
+
+def test_doubtful_flags_warn() -> None:
+    compiler_flags.parse.cache_clear()
+    with pytest.warns(
+        UserWarning, match=r"unknown flag --auto-casts \(did you mean --auto-cast\?\); unknown flag --zzz. They have no effect"
+    ):
+        assert compiler_flags.parse("--auto-casts=all --zzz") == {}
+    with pytest.warns(UserWarning, match="--model-type=huge is not one of generic"):
+        assert compiler_flags.parse("--model-type=huge") == {"--model-type": "huge"}
+
+
+def test_lnc_must_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NEURON_CC_FLAGS", "--lnc=2")
+    environment.check()
+    monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", "1")
+    with pytest.raises(ValueError, match="--lnc=2 disagrees with NEURON_LOGICAL_NC_CONFIG=1"):
+        environment.check()
+
+
+# -- what honoured variables do -------------------------------------------------------------------
+
+
+def train(device: str, steps: int = 3) -> Any:
+    """Some AdamW steps: losses and weights."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = model(torch.ones(5, 3, device=device)).square().mean()
+        loss.backward()
+        optimizer.step()
+        if device == "xla":
+            torch_xla.sync()
+        losses.append(loss.detach())
+    return losses, list(model.parameters())
+
+
+def test_eager_debug_mode(configured: Any) -> None:
+    configured(NEURON_USE_EAGER_DEBUG_MODE="1")
+    x = torch.ones(3, device="xla") * 2
+    assert not x._storage.pending and not dispatch.STATE.current.nodes
+    y = torch.zeros(2, 3, device="xla")
+    y[1].add_(x)
+    assert not y._storage.pending and y.tolist() == [[0, 0, 0], [2, 2, 2]]
+    before = metrics.EXECUTE_TIME.count
+    same(train)
+    assert metrics.EXECUTE_TIME.count > before + 50
+
+
+def test_launch_blocking(configured: Any) -> None:
+    configured(NEURON_LAUNCH_BLOCKING="1")
+    same(train)
+    assert not executor._in_flight
+
+
+def test_number_of_graphs_kept(configured: Any) -> None:
+    configured(NEURON_NUM_RECENT_MODELS_TO_KEEP="2")
+
+    def run(*sizes: int) -> int:
+        before = metrics.COMPILE_TIME.count
+        for n in sizes:
+            assert (torch.ones(n, device="xla") * 2 + n).sum().item() == n * (2 + n)
+        return metrics.COMPILE_TIME.count - before
+
+    run(3)
+    each = run(4)
+    assert run(4, 4, 4) == 0 and len(executor.TRACES) <= 2
+    assert run(5, 6, 7) == 3 * each and len(executor.TRACES) <= 2
+    assert run(4) == each, "the graph for 4 was let go of"
+
+
+def test_hot_graphs_are_kept(configured: Any) -> None:
+    configured(NEURON_NUM_RECENT_MODELS_TO_KEEP="2")
+
+    def step(n: int) -> None:
+        torch.arange(n, device="xla").sum().add_(1)
+        torch_xla.sync()
+        x = torch.ones(n, device="xla") * 3
+        torch_xla.sync()
+        del x
+
+    step(4)
+    programs = list(executor.TRACES.values())
+    assert len(programs) <= 2
+    for n in (4, 4, 4):
+        step(n)
+    assert list(executor.TRACES.values()) == programs
+
+
+def test_no_donation(configured: Any) -> None:
+    configured(XLA_ENABLE_PARAM_ALIASING="0")
+    same(train)
+    assert not any(p.donated for p in executor.RECENT)
+    configured(XLA_ENABLE_PARAM_ALIASING="1")
+    executor.clear_cache()
+    same(train)
+    assert any(p.donated for p in executor.RECENT)
+
+
+def test_extract_graphs_only(configured: Any) -> None:
+    configured(NEURON_EXTRACT_GRAPHS_ONLY="1")
+    before = metrics.COMPILE_TIME.count
+    losses, weights = train("xla")
+    assert metrics.COMPILE_TIME.count > before
+    assert all(not t.any() for t in losses) and all(not w.any() for w in weights)
+    assert weights[0].shape == (4, 3) and weights[0].dtype == torch.float32
+    x = torch.arange(6, device="xla").view(2, 3) + 1
+    assert x.dtype == torch.int64 and x.tolist() == [[0, 0, 0], [0, 0, 0]]
+
+
+@pytest.mark.parametrize("name", ["NEURON_FAIL_ON_NAN", "NEURON_RT_NUMERICAL_ERRORS_VERBOSITY"])
+def test_nan_raises(configured: Any, name: str) -> None:
+    configured(**{name: "1" if name == "NEURON_FAIL_ON_NAN" else "critical"})
+    same(train)
+    x = torch.zeros(2, 3, device="xla")
+    y = x.log() * x
+    z = y + 1
+    inf = x.log()
+    with pytest.raises(
+        FloatingPointError,
+        match=r"NaN in 2 of \d results.*first is float32\[2, 3\], from aten.mul.Tensor at .*test_variables.py:\d+ in test_nan_raises",
+    ):
+        torch_xla.sync()
+    assert z.isnan().all().item() and inf[0, 0].item() == -torch.inf, "infinities are no error; tensors keep their values"
+
+
+def test_nan_names_the_parameter(configured: Any) -> None:
+    configured(NEURON_FAIL_ON_NAN="1")
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).to("xla")
+    torch_xla.sync()
+    with torch.no_grad():
+        model[1].weight.sub_(torch.tensor(float("nan"), device="xla"))
+    with pytest.raises(FloatingPointError, match=r"first is parameter 1\.weight, float32\[2, 4\], from aten.sub"):
+        torch_xla.sync()
+
+
+def test_nan_in_a_gradient_is_named(configured: Any) -> None:
+    configured(NEURON_FAIL_ON_NAN="1")
+    model = nn.Linear(3, 1, bias=False).to("xla")
+    with torch.no_grad():
+        model.weight.zero_()
+    torch_xla.sync()
+    (model(torch.ones(1, 3, device="xla")).sqrt() * 0).sum().backward()
+    with pytest.raises(FloatingPointError, match=r"gradient of parameter weight, float32\[1, 3\]"):
+        torch_xla.sync()
+
+
+@pytest.fixture
+def logger() -> Iterator[logging.Logger]:
+    found = logging.getLogger("torch_bridge")
+    level, handlers = found.level, list(found.handlers)
+    yield found
+    found.setLevel(level)
+    found.handlers[:] = handlers
+
+
+@pytest.mark.parametrize(
+    ("text", "level"), [("debug", logging.DEBUG), ("TRACE", logging.DEBUG), ("WARN", logging.WARNING), ("ERROR", logging.ERROR)]
+)
+def test_log_level(monkeypatch: pytest.MonkeyPatch, logger: logging.Logger, text: str, level: int) -> None:
+    monkeypatch.setenv("NEURON_RT_LOG_LEVEL", text)
+    environment.check()
+    assert logger.level == level
+
+
+def test_a_script_sets_them_before_its_first_tensor(tmp_path: pathlib.Path) -> None:
+    """All at once in a fresh process, set after the imports; then a value that is not allowed, twice."""
+    out = python(
+        """
+import os, torch, torch_xla
+os.environ.update(NEURON_FAIL_ON_NAN="1", NEURON_RT_LOG_LEVEL="DEBUG", NEURON_USE_EAGER_DEBUG_MODE="maybe")
+for _ in range(2):
+    try:
+        torch.ones(2, device="xla")
+    except ValueError as error:
+        print(error)
+os.environ["NEURON_USE_EAGER_DEBUG_MODE"] = "1"
+x = torch.zeros(2, device="xla")
+try:
+    x / x
+except FloatingPointError as error:
+    print(error)
+"""
+    )
+    lines = out.splitlines()
+    assert lines[0] == lines[1] and "NEURON_USE_EAGER_DEBUG_MODE='maybe': must be 0 or 1" in lines[0]
+    assert "from aten.div.Tensor at <string>:12" in lines[2]

@@ -1,0 +1,81 @@
+"""Compiled programs on disk, so that the next process compiles nothing that this one did: JAX's persistent compilation cache under Neuron's names.
+
+An executable is stored under a hash of its whole HLO, the compile options, XLA_FLAGS, the device and the versions of JAX and XLA: whatever changes the
+numbers changes the name. The counters `PersistentCacheHit` and `PersistentCacheMiss` tell programs loaded from programs compiled.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import re
+import warnings
+from typing import Any
+
+import jax
+from jax.experimental.compilation_cache import compilation_cache
+
+from torch_bridge import compiler_flags, metrics
+
+_ASKED, _HIT = "/jax/compilation_cache/compile_requests_use_cache", "/jax/compilation_cache/cache_hits"
+
+
+def configure(values: dict[str, Any]) -> None:
+    """Use the folder of `--cache_dir` or `NEURON_COMPILE_CACHE_URL`, if any; JAX_COMPILATION_CACHE_DIR stays in force if not."""
+    _listen()
+    flags = compiler_flags.current()
+    if flags.get("--no_cache"):
+        return
+    for name, place in (
+        ("NEURON_CC_FLAGS --cache_dir", flags.get("--cache_dir")),
+        ("NEURON_COMPILE_CACHE_URL", values.get("NEURON_COMPILE_CACHE_URL")),
+    ):
+        if place:
+            folder = _folder(name, place)
+            if folder is not None:
+                use(folder)
+            return
+
+
+def _folder(name: str, place: str) -> pathlib.Path | None:
+    """The folder that a variable names, made if it is not there. None, with a warning, for storage that is no folder."""
+    place = place.removeprefix("file://")
+    if re.match(r"\w+://", place):
+        warnings.warn(
+            f"{name}={place}: only folders can keep compiled programs, so nothing is kept; name a folder that all processes see",
+            stacklevel=4,
+        )
+        return None
+    folder = pathlib.Path(place).expanduser()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"{name}={place}: must be a folder that can be written ({error.strerror})") from error
+    return folder
+
+
+def use(folder: str | os.PathLike[str], readonly: bool = False) -> None:
+    """Keep compiled programs in this folder. readonly: use what is there and add nothing."""
+    jax.config.update("jax_compilation_cache_dir", os.fspath(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", float("inf") if readonly else 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    compilation_cache.reset_cache()
+
+
+_listening = False
+
+
+def _listen() -> None:
+    global _listening
+    if not _listening:
+        jax.monitoring.register_event_listener(_count)
+        _listening = True
+
+
+def _count(event: str, **_: Any) -> None:
+    """JAX says when it asks the cache and when it finds something; a program is a miss until it is found."""
+    if event == _ASKED and jax.config.jax_compilation_cache_dir:  # type: ignore[attr-defined]
+        metrics.count("PersistentCacheMiss")
+    elif event == _HIT:
+        metrics.count("PersistentCacheMiss", -1)
+        metrics.count("PersistentCacheHit")

@@ -1,0 +1,332 @@
+"""The environment variables of Neuron, torch_xla and this project, as data: what each means and what is done about it here.
+
+`python -m torch_bridge.variables > docs/environment.md` writes the page for users. `environment.check` applies the table.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+HONOUR, ACCEPT, WARN = "honour", "accept", "warn"
+"""What is done about a variable: act on it; take it and do nothing, for nothing here depends on it; say that it has no effect."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What values a variable may have. allowed: in words. parse: the Python value of a text, ValueError if it is not one."""
+
+    allowed: str
+    parse: Callable[[str], Any]
+
+
+@dataclass(frozen=True)
+class Variable:
+    """One row. default: in words. kind: None if any text will do (or if `where` checks it). where: the module that acts on it."""
+
+    name: str
+    rule: str
+    meaning: str
+    default: str = "unset"
+    kind: Kind | None = None
+    where: str = ""
+
+    def parse(self, text: str) -> Any:
+        """The value that a text stands for; ValueError with the name, the text and what is allowed. Empty counts as unset: None."""
+        text = text.strip()
+        if not text or self.kind is None:
+            return text or None
+        try:
+            return self.kind.parse(text)
+        except (ValueError, KeyError):
+            raise ValueError(f"{self.name}={text!r}: must be {self.kind.allowed} ({self.meaning})") from None
+
+
+# -- kinds of values ------------------------------------------------------------------------------
+
+
+def _as_flag(text: str) -> bool:
+    return {"0": False, "false": False, "no": False, "off": False, "1": True, "true": True, "yes": True, "on": True}[text.lower()]
+
+
+FLAG = Kind("0 or 1 (or false, true)", _as_flag)
+
+
+def count(lowest: int) -> Kind:
+    """A whole number of at least `lowest`."""
+
+    def parse(text: str) -> int:
+        number = int(text)
+        if number < lowest:
+            raise ValueError(text)
+        return number
+
+    return Kind(f"a whole number of at least {lowest}", parse)
+
+
+def one_of(*choices: str) -> Kind:
+    """One of some words, in any case; its value is the word as written here."""
+    words = {c.lower(): c for c in choices}
+    return Kind(f"one of {', '.join(choices)}", lambda text: words[text.lower()])
+
+
+def _as_cores(text: str) -> tuple[int, ...]:
+    ids: list[int] = []
+    for part in text.split(","):
+        low, _, high = part.strip().partition("-")
+        ids += range(int(low), int(high or low) + 1)
+    if not ids or ids != list(range(ids[0], ids[0] + len(ids))):
+        raise ValueError(text)
+    return tuple(ids)
+
+
+CORES = Kind("core numbers that increase without gaps, such as 3, 0-3 or 3,4,5", _as_cores)
+
+# -- the table ------------------------------------------------------------------------------------
+
+
+def _accepted(meaning: str, *names: str) -> list[Variable]:
+    """Variables of one subject that nothing here depends on."""
+    return [Variable(name, ACCEPT, meaning) for name in names]
+
+
+_LAYOUT = [
+    Variable("NEURON_RT_NUM_CORES", HONOUR, "cores, and so ranks, of a plain `python` script", "0: one rank", count(0), "world"),
+    Variable("NEURON_RT_VISIBLE_CORES", HONOUR, "the cores themselves; wins over NEURON_RT_NUM_CORES", kind=CORES, where="world"),
+    Variable("NEURON_LOGICAL_NC_CONFIG", HONOUR, "physical cores per logical core", "2 on Trn2", one_of("1", "2"), "nxd_jax.topology"),
+    Variable(
+        "NEURON_RT_VIRTUAL_CORE_SIZE", HONOUR, "older name of NEURON_LOGICAL_NC_CONFIG", kind=one_of("1", "2"), where="nxd_jax.topology"
+    ),
+    Variable(
+        "NEURON_PLATFORM_TARGET_OVERRIDE",
+        HONOUR,
+        "the chip that is emulated",
+        "trn1",
+        one_of("inf2", "trn1", "trn1n", "trn2", "trn3"),
+        "nxd_jax.topology",
+    ),
+    Variable("NEURONCORE_NUM_DEVICES", HONOUR, "ranks that `xmp.spawn` starts", kind=count(1), where="xla_multiprocessing"),
+    Variable("PJRT_DEVICE", HONOUR, "the kind of device that scripts are told they run on", "NEURON", where="runtime"),
+    Variable("NXD_CPU_MODE", HONOUR, "NxD's helpers use the CPU device", "0", count(0), "nxd_jax.utils"),
+]
+
+_PRECISION = [
+    Variable("NEURON_RT_STOCHASTIC_ROUNDING_EN", HONOUR, "roundings to 16 bits are stochastic", "0", FLAG, "rounding"),
+    Variable("NEURON_RT_STOCHASTIC_ROUNDING_SEED", HONOUR, "seed of stochastic rounding", "0", count(0), "rounding"),
+    Variable("XLA_USE_BF16", HONOUR, "float32 and float64 tensors are bfloat16 on the device (deprecated)", "0", FLAG, "downcast"),
+    Variable(
+        "XLA_DOWNCAST_BF16", HONOUR, "float32 tensors are bfloat16 on the device, float64 ones float32 (deprecated)", "0", FLAG, "downcast"
+    ),
+    Variable("XLA_USE_32BIT_LONG", WARN, "int64 tensors are int32 on the device: here they stay int64, as in eager torch", "0", FLAG),
+]
+
+_COMPILER = [
+    Variable("NEURON_CC_FLAGS", HONOUR, "compiler flags, see below", "empty", where="compiler_flags"),
+    Variable(
+        "NEURON_COMPILE_CACHE_URL", HONOUR, "a folder that keeps compiled programs; `--cache_dir` wins over it", where="compile_cache"
+    ),
+    Variable(
+        "NEURON_NUM_RECENT_MODELS_TO_KEEP",
+        HONOUR,
+        "compiled graphs kept in memory, the one unused for longest goes first",
+        "512",
+        count(1),
+        "executor",
+    ),
+    Variable("NEURON_EXTRACT_GRAPHS_ONLY", HONOUR, "graphs are compiled, not run: all results are zero", "0", FLAG, "program"),
+    Variable("XLA_ENABLE_PARAM_ALIASING", HONOUR, "updated weights take over the memory of the old ones (donation)", "1", FLAG, "executor"),
+    Variable(
+        "XLA_FLAGS", HONOUR, "passed to XLA; flags that only Neuron's compiler knows are dropped, with a warning", where="environment"
+    ),
+    *_accepted("same mathematics either way", "NEURON_FUSE_SOFTMAX", "NEURON_CUSTOM_SILU", "XLA_DISABLE_FUNCTIONALIZATION"),
+    *_accepted(
+        "`neuron_parallel_compile`",
+        "NEURON_PARALLEL_COMPILE_MAX_RETRIES",
+        "NEURON_PARALLEL_COMPILE_DUMP_RESULTS",
+        "NEURON_IGNORE_TRAINING_SCRIPT_ERROR_AND_COMPILE",
+    ),
+]
+
+_DEBUGGING = [
+    Variable("NEURON_FRAMEWORK_DEBUG", HONOUR, "write every compiled graph and its HLO to `MODULE_<hash>/`", "0", FLAG, "environment"),
+    Variable("NEURON_DUMP_DIR", HONOUR, "our own: where NEURON_FRAMEWORK_DEBUG writes", "current directory", where="environment"),
+    Variable(
+        "NEURON_USE_EAGER_DEBUG_MODE", HONOUR, "every op runs by itself, so an error shows at its line (slow)", "0", FLAG, "debugging"
+    ),
+    Variable("NEURON_LAUNCH_BLOCKING", HONOUR, "wait for every execution to finish", "0", FLAG, "executor"),
+    Variable("NEURON_FAIL_ON_NAN", HONOUR, "a NaN among the results of an execution raises FloatingPointError", "0", FLAG, "debugging"),
+    Variable(
+        "NEURON_RT_NUMERICAL_ERRORS_VERBOSITY",
+        HONOUR,
+        "`critical`: as NEURON_FAIL_ON_NAN=1",
+        "none",
+        one_of("none", "critical"),
+        "debugging",
+    ),
+    Variable(
+        "NEURON_RT_LOG_LEVEL",
+        HONOUR,
+        "level of the logger `torch_bridge`; it writes to stderr if no handler is set up",
+        "as Python's logging",
+        one_of("ERROR", "WARN", "WARNING", "INFO", "DEBUG", "TRACE"),
+        "environment",
+    ),
+    *_accepted(
+        "logs of the Neuron runtime",
+        "NEURON_RT_LOG_LEVEL_TDRV",
+        "NEURON_RT_LOG_LEVEL_NMGR",
+        "NEURON_RT_LOG_LEVEL_NRT",
+        "NEURON_RT_LOG_LOCATION",
+    ),
+    *_accepted("source lines are always in the HLO", "XLA_IR_DEBUG", "XLA_HLO_DEBUG"),
+    *_accepted("snapshots of inputs on the device (torch 1.13)", "NEURON_DUMP_HLO_SNAPSHOT", "NEURON_NC0_ONLY_SNAPSHOT"),
+    *_accepted(
+        "profiling of the hardware: use `torch_xla.debug.profiler`",
+        "NEURON_PROFILE",
+        "NEURON_RT_INSPECT_ENABLE",
+        "NEURON_RT_INSPECT_OUTPUT_DIR",
+        "NEURON_RT_INSPECT_DEVICE_PROFILE",
+        "NEURON_RT_INSPECT_SYSTEM_PROFILE",
+        "NEURON_RT_ENABLE_DGE_NOTIFICATIONS",
+    ),
+]
+
+_RUNTIME = [
+    *_accepted(
+        "the runtime of the hardware",
+        "NEURON_RT_ASYNC_EXEC_MAX_INFLIGHT_REQUESTS",
+        "NEURON_RT_EXEC_TIMEOUT",
+        "NEURON_RT_VALIDATE_HASH",
+        "NEURON_RT_ALLOW_LEGACY_NEFF",
+        "NEURON_RT_MULTI_INSTANCE_SHARED_WEIGHTS",
+        "NEURON_RT_ONE_TMPBUF_PAGE_SIZE_MB",
+        "NEURON_SCRATCHPAD_PAGE_SIZE",
+        "NEURON_RT_CONTIGUOUS_SCRATCHPAD",
+        "NEURON_RT_DBG_CC_DMA_PACKET_SIZE",
+        "NEURON_RT_DBG_DMA_PACKETIZATION_SIZE",
+        "NEURON_TRANSFER_WITH_STATIC_RING_OPS",
+        "NEURON_TRANSFER_ALL_PARAMETERS_WITH_STATIC_RING",
+        "NEURON_COMBINE_KV_ALLOCATIONS",
+    ),
+    *_accepted(
+        "the network between nodes",
+        "NEURON_RT_ROOT_COMM_ID",
+        "NEURON_RT_LOW_LATENCY_TASKS_CPU_AFFINITY",
+        "NEURON_RT_ONE_THREAD_PER_CORE",
+        "NEURON_RT_RANKS_PER_NETWORK_PROXY",
+        "NEURON_SKIP_EFA_AFFINITY",
+        "FI_PROVIDER",
+        "FI_EFA_USE_DEVICE_RDMA",
+        "FI_EFA_FORK_SAFE",
+    ),
+    *_accepted(
+        "how UltraServers are joined",
+        "NEURON_RT_ULTRASERVER_MODE",
+        "NEURON_RT_ULTRASERVER_SERVER_ID",
+        "NEURON_RT_ULTRASERVER_NODE_ID",
+        "NEURON_GLOBAL_TOPOID",
+        "NEURON_GLOBAL_TOPOID0_HOST",
+        "NEURON_ULTRASERVER_NODE_CONFIG",
+    ),
+    *_accepted(
+        "when gradients and weights travel: XLA schedules its own collectives",
+        "BUCKET_CAP_MB",
+        "ALLREDUCE_GRADIENTS_BUCKET_SIZE_MB",
+        "COLLECTIVE_BUCKETSIZE_IN_MB",
+        "NEURON_EXPERIMENTAL_COMPRESS_RG",
+        "NEURON_MICS_PARTITION_GROUP_SIZE",
+        "NEURON_FSDP",
+        "NEURON_FSDP_CC_MULTISTREAM",
+        "NEURON_NXD_FSDP_CC_MULTISTREAM",
+        "NEURON_FSDP_NUM_LAYER_EARLY_AG_SHIFT",
+        "NEURON_FSDP_NUM_LAYER_LATE_RS_SHIFT",
+    ),
+    *_accepted(
+        "Neuron's plug-in for JAX",
+        "NEURON_PJRT_PROCESSES_NUM_DEVICES",
+        "NEURON_PJRT_PROCESS_INDEX",
+        "NEURON_FORCE_PJRT_PLUGIN_REGISTRATION",
+        "NEURON_RUN_TRIVIAL_COMPUTATION_ON_CPU",
+    ),
+    *_accepted(
+        "tuning of the host",
+        "XLA_USE_DUMMY_STORE",
+        "TORCH_DIST_INIT_BARRIER",
+        "XLA_TRANSFER_SEED_ASYNC",
+        "XLA_HANDLE_SPECIAL_SCALAR",
+        "XLA_DENSE_GATHER_FACTOR",
+        "MALLOC_ARENA_MAX",
+    ),
+    *_accepted(
+        "TorchNeuron, another backend",
+        *(
+            f"TORCH_NEURONX_{name}"
+            for name in (
+                "DEBUG_DIR",
+                "PRESERVE_COMPILATION_ARTIFACTS",
+                "DISABLE_FALLBACK_EXECUTION",
+                "DYNAMO_DISABLE_CPU_AUTOCOPY",
+                "FALLBACK_ONLY_FOR_UNIMPLEMENTED_OPS",
+                "ENABLE_STACK_TRACE",
+                "DISABLE_NEFF_CACHE",
+                "NEFF_CACHE_DIR",
+                "LOG_LEVEL",
+                "METRICS_DIR",
+                "ENABLE_HOST_CC",
+                "ENABLE_ASYNC_NRT",
+            )
+        ),
+    ),
+]
+
+SECTIONS = {
+    "Cores and ranks": _LAYOUT,
+    "Precision": _PRECISION,
+    "Compiling": _COMPILER,
+    "Finding bugs": _DEBUGGING,
+    "Runtime and network": _RUNTIME,
+}
+"""All variables by subject."""
+
+VARIABLES: dict[str, Variable] = {v.name: v for rows in SECTIONS.values() for v in rows}
+"""All variables by name."""
+
+# -- the page -------------------------------------------------------------------------------------
+
+_HEAD = """# Environment variables
+
+Written by `python -m torch_bridge.variables > docs/environment.md` from the table in `torch_bridge/variables.py`.
+
+- **honour**: acted on. A value that is not allowed raises `ValueError`. **accept**: taken, without effect: nothing here depends on it.
+  **warn**: taken, with a warning that it has no effect.
+- Variables are read when the first `xla` tensor is made, so a script may set them after its imports; those of *Cores and ranks* at the first question
+  about ranks, those of *Precision* and `NEURON_CC_FLAGS --auto-cast` at every execution.
+- A variable whose name starts with `NEURON_` and that is not listed here is named in a warning, with the closest name that is.
+"""
+
+
+def _table(header: tuple[str, ...], rows: Iterator[tuple[str, ...]]) -> list[str]:
+    lines = [" | ".join(cells) for cells in (header, ("---",) * len(header), *rows)]
+    return [f"| {line} |" for line in lines]
+
+
+def page() -> str:
+    """The text of docs/environment.md."""
+    from torch_bridge import compiler_flags
+
+    lines = [_HEAD]
+    for title, variables in SECTIONS.items():
+        rows = ((f"`{v.name}`", v.rule, v.meaning, v.default, v.kind.allowed if v.kind else "") for v in variables)
+        lines += [f"## {title}", "", *_table(("variable", "rule", "meaning", "default", "values"), rows), ""]
+    flags = (
+        (" ".join(f"`{n}`" for n in f.names), f.rule, f.meaning, f.kind.allowed if f.kind else "" if f.takes_value else "no value")
+        for f in compiler_flags.FLAGS
+    )
+    lines += ["## NEURON_CC_FLAGS", "", *_table(("flag", "rule", "meaning", "values"), flags), ""]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(page())
