@@ -6,6 +6,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check
 DEMO_ARGS ?=
 BENCH_ARGS ?= --rounds 3 --write
+OPINFO_ARGS ?=
 
 # torch goes in first and alone, so that no later step picks another build: without an NVIDIA GPU that is the CPU build of exactly this
 # version; where nvidia-smi works, the CUDA builds of torch and JAX.
@@ -21,7 +22,7 @@ endif
 # A recipe that fails leaves no stamp, so the next run tries again.
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench clean
+.PHONY: help demo test lint bench opinfo clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -40,6 +41,9 @@ lint: $(VENV)/dev.stamp ## ruff check, ruff format --check, mypy
 
 bench: $(VENV)/dev.stamp ## time a training step against hand-written JAX and original torch_xla (many minutes)
 	$(BIN)/python benchmarks/step_time.py $(BENCH_ARGS)
+
+opinfo: $(VENV)/dev.stamp ## run torch's databases of ops, modules and optimizers against the CPU (half an hour)
+	$(BIN)/python -m tests.opinfo --jobs 2 $(OPINFO_ARGS)
 
 clean: ## remove the environment, caches and outputs
 	rm -rf $(VENV) .cache demo_output .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist

@@ -1,0 +1,1 @@
+"""Parity with eager torch over torch's own databases of operators, modules and optimizers: `python -m tests.opinfo`."""
