@@ -315,6 +315,8 @@ def _plan_mutation(
     call = Call(_run_out if out_names else _run_mutation, entry)
     if fresh:
         call.returns = returns[:fresh] if isinstance(returns, list) else returns
+        if call_info.n_returns == 1 and isinstance(call.returns, list):
+            call.returns = call.returns[0]
     return call
 
 

@@ -21,6 +21,7 @@ _FUNCTIONAL_NAMES = {
     "aten::rrelu_with_noise_": "rrelu_with_noise_functional",
     "aten::rrelu_with_noise": "rrelu_with_noise_functional",
     "aten::_native_batch_norm_legit": "_native_batch_norm_legit_functional",
+    "aten::_batch_norm_with_update": "_batch_norm_with_update_functional",
 }
 
 

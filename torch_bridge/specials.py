@@ -330,6 +330,12 @@ def as_strided(func: Any, args: Any, kwargs: Any) -> Any:
     return out
 
 
+@special(aten.resize_as_.default)
+def resize_as_(func: Any, args: Any, kwargs: Any) -> Any:
+    """`resize_` to another tensor's size."""
+    return resize_(aten.resize_.default, (args[0], list(args[1].shape)), kwargs)
+
+
 @special(aten.resize_.default)
 def resize_(func: Any, args: Any, kwargs: Any) -> Any:
     t, size = args[0], tuple(args[1])
