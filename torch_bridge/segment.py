@@ -405,6 +405,11 @@ def write_entries(base: Layout, view: Layout) -> WriteChain:
 
 
 def _build_write(base: Layout, view: Layout) -> WriteChain:
+    if any(s == 0 and n > 1 for n, s in zip(view.size, view.stride, strict=True)):
+        raise RuntimeError(
+            "unsupported operation: more than one element of the written-to tensor refers to a single memory location. "
+            f"The tensor of shape {list(view.size)} has strides {list(view.stride)}, as expand() makes them; clone() it before writing to it."
+        )
     steps = read_steps(base, view)
     reads = read_entries(base, view)
     shapes = [flat(base), *(e.outs[0] for e in reads)]
@@ -438,11 +443,6 @@ def _inverse(op: torch._ops.OpOverload, args: tuple[Any, ...], before: Layout, a
         return aten.view_as_complex.default, ()
     if op is aten.view_as_complex.default:
         return aten.view_as_real.default, ()
-    if op is aten.expand.default:
-        raise RuntimeError(
-            "unsupported operation: more than one element of the written-to tensor refers to a single memory location. "
-            f"The tensor of shape {list(after.size)} was expanded from {list(before.size)}; clone() it before writing to it."
-        )
     return op, ()  # conj and neg are their own inverses
 
 

@@ -37,6 +37,9 @@ def _check(program: list[programs.Instruction]) -> None:
 
 
 @hypothesis.settings(max_examples=EXAMPLES, deadline=None, database=None, suppress_health_check=list(hypothesis.HealthCheck))
+@hypothesis.example(
+    [(0, 0, 0, 0)] * 4 + [(35, 0, 0, 0), (0, 0, 0, 0), (20, 142, 20, 0), (32, 20, 0, 0)]
+)  # add_ to an expanded view of a view that overlaps
 @hypothesis.given(st.lists(instruction, min_size=1, max_size=14))
 def test_random_programs(program):
     _check(program)
