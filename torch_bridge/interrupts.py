@@ -31,6 +31,9 @@ _BETWEEN = {code for name, code in dis.opmap.items() if name == "RESUME" or "JUM
 _FRAGILE = {"__enter__", "__exit__", "graph_break", "_xla_gc_callback"}
 """Functions that enter or leave a state (`graph_break` frames an optimizer's change of grad mode), and JAX's, in which Python drops exceptions."""
 
+_FRAGILE_FILES = ("grad_mode.py", "weakref.py", "_weakrefset.py")
+"""torch's grad mode, and callbacks of weak references, in which Python drops exceptions."""
+
 _since: float | None = None
 _at: tuple[Any, float] = (None, 0.0)
 
@@ -64,7 +67,7 @@ def _between_instructions(frame: FrameType) -> bool:
         return False
     at: FrameType | None = frame
     while at is not None:
-        if at.f_code.co_name in _FRAGILE or at.f_code.co_filename.endswith("grad_mode.py"):
+        if at.f_code.co_name in _FRAGILE or at.f_code.co_filename.endswith(_FRAGILE_FILES):
             return False
         at = at.f_back
     return True

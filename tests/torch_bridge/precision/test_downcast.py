@@ -100,6 +100,7 @@ def train(steps: int = 60) -> tuple[list[float], list[torch.Tensor]]:
 
 
 def test_a_float32_script_trains_in_bfloat16_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
+    executor.clear_cache()
     before = metrics.COUNTERS.get("UncachedCompile", 0)
     full, _ = train()
     plain = metrics.COUNTERS["UncachedCompile"] - before
