@@ -106,7 +106,8 @@ def test_a_float32_script_trains_in_bfloat16_unchanged(monkeypatch: pytest.Monke
     plain = metrics.COUNTERS["UncachedCompile"] - before
     monkeypatch.setenv("XLA_DOWNCAST_BF16", "1")
     losses, weights = train()
-    assert metrics.COUNTERS["UncachedCompile"] - before <= 2 * plain
+    # The first step, without optimizer state, and the others: not one for each step.
+    assert metrics.COUNTERS["UncachedCompile"] - before <= plain + 2
     assert all(w.dtype == torch.float32 and torch.equal(w, w.bfloat16().float()) for w in weights)
     assert losses != full
     assert losses[-1] < 0.2 * losses[0]
