@@ -53,14 +53,20 @@ def _alone(*_: Any) -> Any:
     raise RuntimeError("a graph with collectives runs on xla only: on one CPU there are no other ranks to exchange with")
 
 
-for _name, _meta in (
-    ("all_reduce", _like), ("all_gather", _gathered), ("reduce_scatter", _scattered), ("all_to_all", _exchanged), ("permute", _like), ("broadcast", _like),
-):  # fmt: skip
+_METAS = {
+    "all_reduce": _like,
+    "all_gather": _gathered,
+    "reduce_scatter": _scattered,
+    "all_to_all": _exchanged,
+    "permute": _like,
+    "broadcast": _like,
+}
+for _name, _meta in _METAS.items():
     _library.impl(_name, _meta, "Meta")
     _library.impl(_name, _alone, "CPU")
 
-COLLECTIVES = {getattr(ops, name).default for name in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute", "broadcast")}
-"""Ops whose last argument names groups; `varying` asks which axes their results vary over. `attention_ops` adds its own."""
+COLLECTIVES = {getattr(ops, name).default for name in _METAS}
+"""Ops whose last argument names groups; `spreading` asks which axes their results vary over. `attention_ops` adds its own."""
 
 
 def emit(op: torch._ops.OpOverload, inputs: Sequence[torch.Tensor], args: tuple[Any, ...]) -> XLATensor:

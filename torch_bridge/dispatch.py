@@ -464,8 +464,7 @@ def copy_storage(storage: Storage) -> Storage:
     """A storage of its own with the same value; nothing is computed, values are immutable."""
     with LOCK:
         new = Storage(storage.layout)
-        if storage.facts is not None and storage.facts.spec is not None:
-            new.describe(spec=storage.facts.spec)
+        new.lie_as(storage)
         if storage.array is not None:
             new.array = storage.array
         elif storage.constant:

@@ -12,7 +12,7 @@ import itertools
 import sys
 import time
 import weakref
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -35,7 +35,7 @@ DONATE = True
 CHECKS: list[Callable[[Trace, dict[int, list[Storage]]], None]] = []
 """Called after each execution with what ran and the storages that got its results, by value id (NEURON_FAIL_ON_NAN)."""
 
-TRACES: OrderedDict[tuple[Any, ...], Trace] = OrderedDict()
+TRACES: dict[tuple[Any, ...], Trace] = {}
 _BY_START: dict[tuple[Any, ...], Trace] = {}
 RECENT: deque[Program] = deque(maxlen=16)
 """The programs that ran last, newest last."""
@@ -123,7 +123,7 @@ def _run(segment: Segment) -> None:
         program = trace.find(outs, donate, numbers, labels, mode)
         if program is None:
             metrics.count("UncachedCompile")
-            program = Program(trace, outs, segment, donate, mode)
+            program = Program(trace, outs, segment, donate, labels, mode)
             trace.programs.setdefault(outs, []).append(program)
         else:
             metrics.count("CachedCompile")

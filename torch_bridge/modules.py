@@ -84,8 +84,8 @@ def _convert(parameter: torch.nn.Parameter, fn: Convert, name: str) -> None:
 def _keep_spec(parameter: torch.nn.Parameter, applied: torch.Tensor) -> None:
     """A converted parameter lies among the ranks as it did before."""
     old, new = (getattr(t, "_storage", None) for t in (parameter, applied))
-    if old is not None and new is not None and old.facts is not None and old.facts.spec is not None:
-        new.describe(spec=old.facts.spec)
+    if old is not None and new is not None:
+        new.lie_as(old)
 
 
 def _swap(parameter: torch.nn.Parameter, applied: torch.Tensor, name: str) -> None:

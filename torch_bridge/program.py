@@ -58,7 +58,13 @@ class Program:
     """One compiled executable: the fx graph it came from, which leaves it takes and donates, and its jitted function."""
 
     def __init__(
-        self, trace: Trace, outs: tuple[int, ...], segment: Segment, donate: tuple[bool, ...], mode: numerics.Mode = numerics.PLAIN
+        self,
+        trace: Trace,
+        outs: tuple[int, ...],
+        segment: Segment,
+        donate: tuple[bool, ...],
+        labels: Any = None,
+        mode: numerics.Mode = numerics.PLAIN,
     ):
         self.mode = mode
         self.slots: dict[type, lifted.Slots] = lifted.share(
@@ -74,10 +80,7 @@ class Program:
         self.takes_draws = "draws" in names
         self.donate = donate
         self.leaf_avals = [avals[v] for v in builder.used_leaves]
-        self.ranks = None
-        if sharding.active():
-            self.ranks = RankLabels(self, segment, outs)
-            self.ranks.extras += mode.stochastic
+        self.ranks = None if labels is None else RankLabels(self, segment, outs, labels)
         self.donated, self.order = self._pair(_updates(segment), outs, donate)
         run = self._apply if self.ranks is None else self.ranks.wrap(self._apply, self.order)
         self.jitted = jax.jit(run, donate_argnums=self.donated)
@@ -100,6 +103,7 @@ class Program:
         A weight that took over another weight's buffer would have to be copied first: both are read until the end of the step.
         """
         metas = {v: node.meta["val"] for v, node in zip(outs, self._outputs(), strict=True)}
+        place = {vid: k for k, vid in enumerate(outs)}
         pairs: dict[int, int] = {}
         taken: set[int] = set()
         for i, leaf in enumerate(self.used):
@@ -107,11 +111,10 @@ class Program:
             if vid is None or vid not in metas or vid in taken or not donate[leaf]:
                 continue
             aval = self.leaf_avals[i]
-            same_label = self.ranks is None or self.ranks.inputs[i] == self.ranks.outputs[outs.index(vid)]
+            same_label = self.ranks is None or self.ranks.inputs[i] == self.ranks.outputs[place[vid]]
             if same_label and (tuple(metas[vid].shape), dtypes.to_jax(metas[vid].dtype)) == (tuple(aval.shape), aval.dtype):
                 pairs[i] = vid
                 taken.add(vid)
-        place = {vid: k for k, vid in enumerate(outs)}
         return tuple(pairs), [place[vid] for vid in pairs.values()] + [k for k, vid in enumerate(outs) if vid not in taken]
 
     def _outputs(self) -> Sequence[fx.Node]:

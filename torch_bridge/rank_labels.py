@@ -15,7 +15,7 @@ from torch_bridge.segment import Segment, Storage
 
 def of(segment: Segment, live: dict[int, list[Storage]], outs: Sequence[int]) -> tuple[Any, ...]:
     """What a program must have been made for: the leaves' labels, and the labels that result storages insist on."""
-    wanted = tuple(next((s.facts.spec for s in live[v] if s.facts is not None and s.facts.spec is not None), None) for v in outs)
+    wanted = tuple(next((s.spec for s in live[v] if s.spec is not None), None) for v in outs)
     return tuple(sharding.spec_of(leaf) for leaf in segment.leaves), wanted
 
 
@@ -25,8 +25,8 @@ class RankLabels:
     inputs: of the used leaves (numbers and draws are shared by all ranks); outputs: in the order of `outs`.
     """
 
-    def __init__(self, program: Any, segment: Segment, outs: Sequence[int]):
-        leaves, self.wanted = of(segment, segment.results(), outs)
+    def __init__(self, program: Any, segment: Segment, outs: Sequence[int], labels: tuple[Any, ...]):
+        leaves, self.wanted = labels
         self.mesh = sharding.mesh()
         self.inputs = [leaves[i] for i in program.used]
         spreading.spread(program.graph, [sharding.axes_of(spec) for spec in self.inputs])
@@ -36,7 +36,7 @@ class RankLabels:
         self.outputs = [_label(axes, spec) for axes, spec in zip(self.axes, self.wanted, strict=True)]
         self.local_inputs = [tuple(a.shape) for a in program.leaf_avals]
         self.scalar_outputs = [not node.meta["val"].dim() for node in results]
-        self.extras = len(program.takes_kinds) + program.takes_draws
+        self.extras = len(program.takes_kinds) + program.takes_draws + program.mode.stochastic
         replicas.check(program, segment, dict(zip(outs, self.axes, strict=True)))
 
     def fit(self, labels: Any, used: Sequence[int]) -> bool:

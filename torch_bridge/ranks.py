@@ -112,10 +112,6 @@ class RankNode:
         return RankNode(tuple(-v for v in self.values), self.hosted)
 
 
-def _sym_ite(a: Any, b: Any, c: Any) -> Any:
-    return b if a else c
-
-
 _NODE_OPS: dict[str, Callable[[Any, Any], Any]] = {
     "add": operator.add, "sub": operator.sub, "mul": operator.mul, "mod": operator.mod, "floordiv": operator.floordiv,
     "int_floordiv": operator.floordiv, "truediv": operator.truediv, "int_truediv": operator.truediv, "float_truediv": operator.truediv,

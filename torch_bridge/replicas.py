@@ -77,8 +77,8 @@ def check(program: Any, segment: Segment, axes: dict[int, sharding.Axes]) -> Non
         if storage is None or storage.segment is not segment or storage.facts is None or storage.facts.owner is None:
             continue
         before = sharding.axes_of(sharding.spec_of(segment.leaves[-leaf - 1]))
-        if storage.facts.spec is not None:
-            before |= sharding.axes_of(storage.facts.spec)
+        if storage.spec is not None:
+            before |= sharding.axes_of(storage.spec)
         drift = axes.get(storage.vid, sharding.NONE) - before
         if drift:
             _report(storage, sharding.ordered(drift))

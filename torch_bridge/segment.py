@@ -123,6 +123,16 @@ class Storage:
             setattr(self.facts, name, value)
 
     @property
+    def spec(self) -> Any:
+        """`Facts.spec`, None without."""
+        return None if self.facts is None else self.facts.spec
+
+    def lie_as(self, other: Storage) -> None:
+        """Lie among the ranks as another storage does: this is a copy of it, or a conversion."""
+        if other.spec is not None:
+            self.describe(spec=other.spec)
+
+    @property
     def pending(self) -> bool:
         """True while the value waits in a segment."""
         return self.segment is not None and self.vid >= 0

@@ -7,6 +7,7 @@ block alone, so that choice is a label, not a cost.
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
 from collections.abc import Iterable, Sequence
@@ -22,7 +23,6 @@ Axes = frozenset[str]
 NONE: Axes = frozenset()
 REPLICATED = PartitionSpec()
 
-_meshes: dict[Any, Mesh] = {}
 _said = False
 
 
@@ -33,19 +33,21 @@ def active() -> bool:
 
 def mesh() -> Mesh:
     """The mesh of the current world: axes outermost first. Rank r computes on JAX's device r, wherever that stands on the mesh."""
-    now = world.current()
-    key = (tuple(now.axes.items()), now.order)
-    found = _meshes.get(key)
-    if found is None:
-        devices = _devices(now)
-        placed = np.array([devices[r] for r in now.order])
-        found = _meshes[key] = Mesh(placed.reshape(tuple(now.axes.values())), tuple(now.axes))
-    return found
+    return _laid_out(world.current().epoch)[0]
 
 
 def device_of(rank: int) -> Any:
     """The JAX device that a rank computes on."""
-    return mesh().devices.flat[world.positions()[rank]]
+    return _laid_out(world.current().epoch)[1][rank]
+
+
+@functools.lru_cache(maxsize=8)
+def _laid_out(epoch: int) -> tuple[Mesh, Sequence[Any]]:
+    """The current world's mesh, and its devices by rank; asked for with every array, so kept for a layout."""
+    now = world.current()
+    devices = _devices(now)
+    placed = np.array([devices[r] for r in now.order])
+    return Mesh(placed.reshape(tuple(now.axes.values())), tuple(now.axes)), devices
 
 
 def _devices(of: world.World) -> Sequence[Any]:
@@ -152,12 +154,6 @@ def replicated(host: np.ndarray) -> jax.Array:
     if world.is_local():
         return jax.device_put(host, sharding(REPLICATED))
     return from_blocks([host] * len(world.current().hosted), REPLICATED)
-
-
-def split(host: np.ndarray, spec: PartitionSpec) -> jax.Array:
-    """A global value cut into the ranks' blocks as a label says."""
-    target = sharding(spec)
-    return jax.make_array_from_callback(host.shape, target, lambda index: host[index])
 
 
 def blocks(array: jax.Array, local: Sequence[int]) -> list[np.ndarray]:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch_bridge import ranks
+from torch_bridge.variables import VARIABLES
 
 KNOB = "set NEURON_RT_NUM_CORES=<n>, start the script with `nxd-run --nproc_per_node=<n>`, or start real processes with `torchrun`"
 
@@ -83,9 +84,9 @@ def from_environment() -> World:
         if not 0 <= rank < count:
             raise RuntimeError(f"RANK={rank} must be below WORLD_SIZE={count}")
         return World(count, (rank,), _number("LOCAL_WORLD_SIZE", env.get("LOCAL_WORLD_SIZE") or str(count)))
-    visible = env.get("NEURON_RT_VISIBLE_CORES")
+    visible = VARIABLES["NEURON_RT_VISIBLE_CORES"].parse(env.get("NEURON_RT_VISIBLE_CORES", ""))
     if visible:
-        return World(_count_cores(visible))
+        return World(len(visible))
     cores = env.get("NEURON_RT_NUM_CORES")
     if cores and cores != "0":
         return World(_number("NEURON_RT_NUM_CORES", cores))
@@ -96,17 +97,6 @@ def _number(name: str, text: str) -> int:
     if not text.isdigit() or not int(text):
         raise ValueError(f"{name}={text!r} must be a positive number")
     return int(text)
-
-
-def _count_cores(text: str) -> int:
-    """Cores in `3`, `0-3`, `3,4,5` or `3-5,6`."""
-    count = 0
-    for part in text.split(","):
-        low, _, high = part.strip().partition("-")
-        if not low.isdigit() or (high and not high.isdigit()) or int(high or low) < int(low):
-            raise ValueError(f"NEURON_RT_VISIBLE_CORES={text!r} must be cores such as 3, 0-3 or 3,4,5")
-        count += int(high or low) - int(low) + 1
-    return count
 
 
 def configure(world: World | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -48,16 +49,19 @@ class Linears(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        x, *weights = ctx.saved_tensors
-        exchange: _Exchange = ctx.exchange
-        grad_x = None
-        if ctx.needs_input_grad[1]:
-            own = sum((g @ w for g, w in zip(grads[1:], weights[1:], strict=True)), start=grads[0] @ weights[0])
-            grad_x = exchange.reduced(own)
-        needs = ctx.needs_input_grad[2:]
-        flat = exchange.gathered(x).reshape(-1, x.shape[-1]) if any(needs) else x
-        grad_weights = [g.reshape(-1, g.shape[-1]).t() @ flat if need else None for g, need in zip(grads, needs, strict=True)]
-        return None, grad_x, *grad_weights
+        return None, *_gradients(ctx, grads, ctx.needs_input_grad[1], ctx.needs_input_grad[2:])
+
+
+def _gradients(ctx: Any, grads: Sequence[torch.Tensor], needs_x: bool, needs_weights: Sequence[bool]) -> list[torch.Tensor | None]:
+    """The gradients of what `Linears.forward` kept: of the input, then of each weight; None where not needed."""
+    x, *weights = ctx.saved_tensors
+    exchange: _Exchange = ctx.exchange
+    grad_x = None
+    if needs_x:
+        own = sum((g @ w for g, w in zip(grads[1:], weights[1:], strict=True)), start=grads[0] @ weights[0])
+        grad_x = exchange.reduced(own)
+    flat = exchange.gathered(x).reshape(-1, x.shape[-1]) if any(needs_weights) else x
+    return [grad_x, *(g.reshape(-1, g.shape[-1]).t() @ flat if need else None for g, need in zip(grads, needs_weights, strict=True))]
 
 
 class LinearWithAsyncCommunication(torch.autograd.Function):
@@ -85,13 +89,9 @@ class LinearWithAsyncCommunication(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        exchange: _Exchange = ctx.exchange
-        input, weight = ctx.saved_tensors
         needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        flat = grad.reshape(-1, grad.shape[-1])
-        grad_input = exchange.reduced(grad @ weight) if needs_input else None
-        grad_weight = flat.t() @ exchange.gathered(input).reshape(-1, input.shape[-1]) if needs_weight else None
-        grad_bias = flat.sum(0) if ctx.use_bias and needs_bias else None
+        grad_input, grad_weight = _gradients(ctx, [grad], needs_input, [needs_weight])
+        grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0) if ctx.use_bias and needs_bias else None
         return grad_input, grad_weight, grad_bias, None, None, None, None, None, None
 
 
