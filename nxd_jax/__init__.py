@@ -1,7 +1,8 @@
 """nxd_jax: NeuronX Distributed scripts on JAX. Scripts import it as `neuronx_distributed`.
 
-Every module has the place and the names that it has there. So far: `parallel_layers` (with `parallel_state`), `modules`, `kernels`, `overrides`, `utils`,
-and, not part of the original, `topology` (Trainium machines as data and pictures) and `run` (the command `nxd-run`). Subpackages are imported when first used.
+Every module has the place and the names that it has there. So far: `trainer`, `optimizer`, `parallel_layers` (with `parallel_state`), `modules`, `kernels`,
+`overrides`, `utils`, and, not part of the original, `checkpoint` (what the trainer's checkpoints are made of), `topology` (Trainium machines as data and
+pictures), `run` and `ckpt` (the commands `nxd-run` and `nxd-ckpt`). Subpackages are imported when first used.
 """
 
 from __future__ import annotations
@@ -11,12 +12,19 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-_SUBMODULES = ("kernels", "modules", "overrides", "parallel_layers", "parallel_state", "topology", "utils")
-_LATER = {
-    "CheckpointIOState", "finalize_checkpoint", "has_checkpoint", "load_checkpoint", "save_checkpoint", "initialize_parallel_model",
-    "initialize_parallel_optimizer", "neuronx_distributed_config", "ModelBuilder", "shard_checkpoint", "NxDModel", "pipeline", "trace", "trainer",
-    "lightning", "optimizer",
-}  # fmt: skip
+_SUBMODULES = ("kernels", "modules", "optimizer", "overrides", "parallel_layers", "parallel_state", "topology", "trainer", "utils")
+_FROM = {
+    "initialize_parallel_model": "trainer",
+    "initialize_parallel_optimizer": "trainer",
+    "neuronx_distributed_config": "trainer",
+    "CheckpointIOState": "trainer.checkpoint",
+    "finalize_checkpoint": "trainer.checkpoint",
+    "has_checkpoint": "trainer.checkpoint",
+    "load_checkpoint": "trainer.checkpoint",
+    "save_checkpoint": "trainer.checkpoint",
+}
+"""Names that are here too, and the modules that define them."""
+_LATER = {"ModelBuilder", "shard_checkpoint", "NxDModel", "pipeline", "trace", "lightning"}
 
 __all__ = ["__version__"]
 
@@ -24,13 +32,15 @@ __all__ = ["__version__"]
 def __getattr__(name: str) -> Any:
     if name in _SUBMODULES:
         return importlib.import_module(f"{__name__}.{name}")
+    if name in _FROM:
+        return getattr(importlib.import_module(f"{__name__}.{_FROM[name]}"), name)
     if name in _LATER:
         raise AttributeError(
-            f"neuronx_distributed.{name} is not there yet: this release has the parallel layers and parallel state. Write the loop with torch.optim and "
-            "parallel_layers.grads as examples/llama/train.py does"
+            f"neuronx_distributed.{name} is not there yet: this release trains with parallel layers, neuronx_distributed_config, initialize_parallel_model and "
+            "initialize_parallel_optimizer, in a loop of your own as examples/llama/train.py has it"
         )
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_SUBMODULES])
+    return sorted([*globals(), *_SUBMODULES, *_FROM])

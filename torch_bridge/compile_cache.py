@@ -1,11 +1,13 @@
 """Compiled programs on disk, so that the next process compiles nothing that this one did: JAX's persistent compilation cache under Neuron's names.
 
 An executable is stored under a hash of its whole HLO, the compile options, XLA_FLAGS, the device and the versions of JAX and XLA: whatever changes the
-numbers changes the name. The counters `PersistentCacheHit` and `PersistentCacheMiss` tell programs loaded from programs compiled.
+numbers changes the name. The counters `PersistentCacheHit` and `PersistentCacheMiss` tell programs loaded from programs compiled. An entry that cannot
+be read (a process was killed while it wrote) is replaced.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
 import re
@@ -15,7 +17,7 @@ from typing import Any
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
-from torch_bridge import compiler_flags, metrics
+from torch_bridge import _compat, compiler_flags, metrics
 
 _ASKED, _HIT = "/jax/compilation_cache/compile_requests_use_cache", "/jax/compilation_cache/cache_hits"
 
@@ -69,6 +71,7 @@ def _listen() -> None:
     global _listening
     if not _listening:
         jax.monitoring.register_event_listener(_count)
+        _compat.check_cache_entries(_replace)
         _listening = True
 
 
@@ -79,3 +82,21 @@ def _count(event: str, **_: Any) -> None:
     elif event == _HIT:
         metrics.count("PersistentCacheMiss", -1)
         metrics.count("PersistentCacheHit")
+
+
+_reported: set[pathlib.Path] = set()
+
+
+def _replace(entry: pathlib.Path) -> None:
+    """Remove an entry that cannot be read, so that the program compiled instead is kept; the first one in a folder is reported."""
+    readonly = jax.config.jax_persistent_cache_min_compile_time_secs == float("inf")  # type: ignore[attr-defined]
+    if not readonly:
+        with contextlib.suppress(OSError):
+            entry.unlink()
+    if entry.parent not in _reported:
+        _reported.add(entry.parent)
+        done = "The folder is read-only, so they stay" if readonly else "They are replaced"
+        warnings.warn(
+            f"damaged entries in the cache of compiled programs {entry.parent}, such as {entry.name}: their programs are compiled again. {done}.",
+            stacklevel=2,
+        )

@@ -308,7 +308,7 @@ def _plan_mutation(
     for k, t in enumerate(mutated):
         made = results[fresh + k]
         assert made is not None
-        casts.append(t.dtype if made.dtype != t.dtype else None)
+        casts.append(_cast(made.dtype, t.dtype))
         outs[fresh + k] = layout(made.size, None, 0, t.dtype)
     entry = _entry(target, found, fargs, fkwargs, tuple(outs), tuple(casts) if any(casts) else ())
     entry.paths = _paths(returns)
@@ -318,6 +318,13 @@ def _plan_mutation(
         if call_info.n_returns == 1 and isinstance(call.returns, list):
             call.returns = call.returns[0]
     return call
+
+
+def _cast(made: torch.dtype, held: torch.dtype) -> torch.dtype | None:
+    """The dtype that a result is converted to on its way into a tensor, None if it has it; torch's meta kernels let complex into real ones."""
+    if made.is_complex and not held.is_complex:
+        raise RuntimeError(f"result type {made} can't be cast to the desired output type {held}: it would lose the imaginary part")
+    return held if made != held else None
 
 
 def _own_defaults(call_info: Info, target: torch._ops.OpOverload, given: int, kwargs: dict[str, Any]) -> dict[str, Any]:

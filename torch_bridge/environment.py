@@ -87,13 +87,21 @@ def check() -> dict[str, Any]:
         if value and variable.rule == WARN:
             warnings.warn(f"{name}={os.environ[name]} has no effect: {variable.meaning}", stacklevel=2)
     _warn_unknown(set(VARIABLES))
-    flags = compiler_flags.current()
-    lnc = values.get("NEURON_LOGICAL_NC_CONFIG") or values.get("NEURON_RT_VIRTUAL_CORE_SIZE")
-    if lnc and flags.get("--lnc", lnc) != lnc:
-        raise ValueError(f"NEURON_CC_FLAGS: --lnc={flags['--lnc']} disagrees with NEURON_LOGICAL_NC_CONFIG={lnc}; set both to the same")
+    _check_lnc(values, compiler_flags.current().get("--lnc"))
     if "NEURON_RT_LOG_LEVEL" in values:
         _set_log_level(values["NEURON_RT_LOG_LEVEL"])
     return values
+
+
+def _check_lnc(values: dict[str, Any], flag: str | None) -> None:
+    """The two variables and the flag for physical cores per logical core say the same, where they are set."""
+    new, old = "NEURON_LOGICAL_NC_CONFIG", "NEURON_RT_VIRTUAL_CORE_SIZE"
+    name = new if new in values else old
+    lnc = values.get(name)
+    if lnc != values.get(old, lnc):
+        raise ValueError(f"{new}={lnc} and {old}={values[old]} disagree; they mean the same, so unset the older {old}")
+    if lnc and flag and flag != lnc:
+        raise ValueError(f"NEURON_CC_FLAGS: --lnc={flag} disagrees with {name}={lnc}; set both to the same")
 
 
 def _warn_unknown(known: set[str]) -> None:

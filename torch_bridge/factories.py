@@ -52,6 +52,13 @@ def copy_from_and_resize(src: Any, dst: Any) -> Any:
     return dispatch.dispatch(aten._copy_from_and_resize.default, (src, dst), {})
 
 
+def local_scalar_dense(x: Any) -> Any:
+    """`torch.tensor([x, ...])` reads its elements past `__torch_dispatch__`."""
+    from torch_bridge.recorder import dispatch
+
+    return dispatch.dispatch(aten._local_scalar_dense.default, (x,), {})
+
+
 def _composite(name: str) -> Any:
     """Our own rule for an op that torch would decompose before we see it."""
 
@@ -80,6 +87,7 @@ def install(library: torch.library.Library, autograd: torch.library.Library) -> 
     library.impl("empty_strided", empty_strided)
     library.impl("_efficientzerotensor", empty)  # what was never written reads as zeros
     library.impl("_copy_from", copy_from)
+    library.impl("_local_scalar_dense", local_scalar_dense)
     library.impl("_copy_from_and_resize", copy_from_and_resize)
     for op in RECORDED:
         library.impl(

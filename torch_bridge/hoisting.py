@@ -85,4 +85,8 @@ def _array(fill: Fill, segment: Segment) -> jax.Array:
     of = segment.nodes[fill.node][0].outs[0]
     host = np.full(of.size, fill.value, dtype=dtypes.to_jax(of.dtype))
     with _compat.enable_x64():
-        return sharding.replicated(host) if sharding.active() else jax.device_put(host)
+        if not sharding.active():
+            return jax.device_put(host)
+        storage = fill.storage()
+        start = None if storage is None or storage.facts is None else storage.facts.start
+        return sharding.replicated(host) if start is None else sharding.filled(host, start)

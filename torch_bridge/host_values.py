@@ -20,6 +20,8 @@ MAX_NODES = 64
 MAX_ELEMENTS = 1 << 16
 SEARCH = 400
 """How many nodes back the value's inputs may lie."""
+EXACT = 256
+"""Whole numbers up to here are the same in float32 and in every lower precision."""
 
 _INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
@@ -76,8 +78,15 @@ def _cheap(entry: Entry) -> bool:
     return (
         not entry.rng
         and entry.op.namespace == "aten"
-        and all(o is not None and o.dtype in _INTEGERS and o.numel <= MAX_ELEMENTS for o in entry.outs)
+        and all(o is not None and (o.dtype in _INTEGERS or _whole(entry)) and o.numel <= MAX_ELEMENTS for o in entry.outs)
     )
+
+
+def _whole(entry: Entry) -> bool:
+    """True for a constant like `torch.ones(2, 3)`, a mask in the making: the same number in every floating-point dtype and precision mode."""
+    if entry.op is not aten.full.default or type(entry.args[1]) not in (int, float):
+        return False
+    return abs(entry.args[1]) <= EXACT and entry.args[1] == int(entry.args[1])
 
 
 def _leaf(array: Any) -> torch.Tensor | None:

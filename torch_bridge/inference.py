@@ -8,7 +8,9 @@ import jax
 import torch
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from torch_bridge import _compat, dtypes, lowerings
+import torch_bridge.dtype_checks
+import torch_bridge.random_checks  # noqa: F401  # both fill the table of checks
+from torch_bridge import _compat, checks, dtypes, lowerings
 from torch_bridge.layout import Layout
 from torch_bridge.tensor import XLATensor
 
@@ -45,6 +47,7 @@ def infer(op: torch._ops.OpOverload, args: Any, kwargs: Any) -> Any:
     margs, mkwargs = tree_map(to_meta, (args, kwargs))
     if "generator" in mkwargs:
         mkwargs["generator"] = None
+    checks.check(op, margs, mkwargs)
     if op in _BROKEN:
         raise NeedsHost(f"torch's meta kernel of {op} fails on valid arguments")
     op = _RULES.get(op, op)
@@ -66,10 +69,19 @@ def _grouped_mm(a: torch.Tensor, b: torch.Tensor, *args: Any, out_dtype: torch.d
     return shaped.to(out_dtype or a.dtype)
 
 
+def _multilabel_margin_loss(x: torch.Tensor, target: torch.Tensor, reduction: int) -> Any:
+    """torch's meta kernel makes the loss of one row 1-d; the CPU kernel makes it 0-d."""
+    loss, is_target = torch.ops.aten.multilabel_margin_loss_forward.default(x, target, reduction)
+    return (loss if x.dim() > 1 else loss.new_empty(())), is_target
+
+
 _BROKEN = {torch.ops.aten._thnn_fused_lstm_cell.default}
 """Ops whose meta kernel fails on arguments it should take (LSTM cells without biases)."""
 
-_RULES: dict[Any, Any] = {torch.ops.aten._grouped_mm.default: _grouped_mm}
+_RULES: dict[Any, Any] = {
+    torch.ops.aten._grouped_mm.default: _grouped_mm,
+    torch.ops.aten.multilabel_margin_loss_forward.default: _multilabel_margin_loss,
+}
 """Our own inference where torch's meta kernel is narrower than its CPU kernel."""
 
 _DYNAMIC = {"DynamicOutputShapeException", "DataDependentOutputException", "UnsupportedOperatorException"}

@@ -73,7 +73,7 @@ class Info:
     def _find_functional(self) -> torch._ops.OpOverload | None:
         op = self.op
         name = op._schema.name
-        base = name.removeprefix("aten::")
+        base = name.partition("::")[2]
         out_args = {a.name for a in self.args if a.is_out}
         if name in _FUNCTIONAL_NAMES:
             candidates = [_FUNCTIONAL_NAMES[name]]
@@ -83,11 +83,11 @@ class Info:
             candidates = ["__" + base[3:]]
         else:
             candidates = [base.removesuffix("_"), base]
-        if op.namespace != "aten":
+        if op.namespace not in ("aten", "torch_bridge"):
             return None
         wanted = [_type(a) for a in self.args if a.name not in out_args]
         for candidate in candidates:
-            packet = getattr(aten, candidate, None)
+            packet = getattr(getattr(torch.ops, op.namespace), candidate, None)
             if packet is None:
                 continue
             for overload in packet.overloads():

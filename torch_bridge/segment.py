@@ -82,15 +82,17 @@ class Entry:
 class Facts:
     """What few storages have. owner: (weak module, name) of the parameter it belongs to.
 
-    spec: how the blocks of the ranks lie in the global array; axes in it are expected to differ. links: storages that alias this one in a way that
+    spec: how the blocks of the ranks lie in the global array; axes in it are expected to differ. start: how they lie if a step that creates the storage
+    full of one number gets it as an input (`hoisting`). links: storages that alias this one in a way that
     layouts cannot say (`rank_ops`): each is called with (segment, storage) after a write and writes the other side.
     """
 
-    __slots__ = ("keep", "links", "owner", "spec")
+    __slots__ = ("keep", "links", "owner", "spec", "start")
 
     def __init__(self) -> None:
         self.owner: Any = None
         self.spec: Any = None
+        self.start: Any = None
         self.links: list[Any] = []
         self.keep: Any = None
 

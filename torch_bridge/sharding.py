@@ -101,6 +101,12 @@ def spec_of(array: Any) -> PartitionSpec:
     return array.sharding.spec if isinstance(array.sharding, NamedSharding) else REPLICATED
 
 
+def label(array: Any) -> PartitionSpec | None:
+    """The label of an array on the current mesh; None for any other, and without an array."""
+    found = getattr(array, "sharding", None)
+    return found.spec if isinstance(found, NamedSharding) and found.mesh == mesh() else None
+
+
 def ordered(axes: Iterable[str]) -> tuple[str, ...]:
     """Axis names outermost first, those of size 1 left out."""
     chosen = frozenset(axes)
@@ -154,6 +160,11 @@ def replicated(host: np.ndarray) -> jax.Array:
     if world.is_local():
         return jax.device_put(host, sharding(REPLICATED))
     return from_blocks([host] * len(world.current().hosted), REPLICATED)
+
+
+def filled(host: np.ndarray, spec: PartitionSpec) -> jax.Array:
+    """A global array with this label, all blocks the same."""
+    return from_blocks([host] * len(world.current().hosted), spec)
 
 
 def blocks(array: jax.Array, local: Sequence[int]) -> list[np.ndarray]:

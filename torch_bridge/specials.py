@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from torch_bridge import host_values, ranks, serialization
+from torch_bridge import host_values, ranks, serialization, sharding
 from torch_bridge.cpu_attention import additive
 from torch_bridge.dispatch import STATE, dispatch, fresh, point, rank_ops, read, record, record_op, resize, special
 from torch_bridge.inference import infer
@@ -132,6 +132,12 @@ def allclose(func: Any, args: Any, kwargs: Any) -> bool:
     return bool(record_op(aten.all.default, record_op(aten.isclose.default, *args, **kwargs)).item())
 
 
+@special(aten._nested_tensor_from_mask_left_aligned.default)
+def may_be_nested(func: Any, args: Any, kwargs: Any) -> bool:
+    """Asked by `nn.TransformerEncoder` in evaluation: padded batches stay padded, as there are no nested xla tensors."""
+    return False
+
+
 @special(aten._has_same_storage_numel.default)
 def has_same_storage_numel(func: Any, args: Any, kwargs: Any) -> bool:
     """Asked by forward-mode differentiation."""
@@ -242,7 +248,18 @@ def filled(func: Any, args: Any, kwargs: Any) -> Any:
     if ranks.is_ranked(value):
         return rank_ops().filled_like(args[0], args[1] if func is aten.new_full.default else args[0].shape, value, kwargs.get("dtype"))
     base = base_of_meta(infer(func, args, kwargs))
-    return make(base, Storage(base, fill=value))
+    made = make(base, Storage(base, fill=value))
+    if sharding.active() and isinstance(args[0], XLATensor):
+        lie_as(made, args[0])
+    return made
+
+
+def lie_as(made: XLATensor, like: XLATensor) -> None:
+    """Say that a new tensor will differ among the ranks that another differs among, as an optimizer's state for a parameter does."""
+    storage = like._storage
+    spec = sharding.label(storage.array) if storage.spec is None else storage.spec
+    if spec is not None and sharding.axes_of(spec):
+        made._storage.describe(start=sharding.spec_for(sharding.axes_of(spec)))
 
 
 @special(aten.zero_.default)

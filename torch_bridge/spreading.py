@@ -1,11 +1,12 @@
 """Which mesh axes every value of a graph varies over: from its inputs, and what each op does to them.
 
-An op's result varies over all axes its inputs vary over. A reduction or a gather over whole axes removes those; a scatter, an exchange and each
-rank's own number add theirs. It errs on the side of varying.
+An op's result varies over all axes its inputs vary over; a fused optimizer step works on each parameter by itself. A reduction or a gather over whole
+axes removes those; a scatter, an exchange and each rank's own number add theirs. It errs on the side of varying.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -13,6 +14,16 @@ from torch import fx
 
 from torch_bridge import world
 from torch_bridge.sharding import NONE, Axes
+
+_EACH = (
+    "aten._fused_adam",
+    "aten._fused_sgd",
+    "aten._fused_adagrad",
+    "torch_bridge.optimizer_step",
+    "torch_bridge.scatter_rows",
+    "torch_bridge.gather_rows",
+)
+"""Ops that treat each entry of their lists by itself."""
 
 
 def spread(graph: fx.Graph, inputs: Sequence[Axes]) -> None:
@@ -26,12 +37,35 @@ def spread(graph: fx.Graph, inputs: Sequence[Axes]) -> None:
             node.meta["axes"] = next(supply, NONE)
             continue
         axes: Axes = union(n.meta["axes"] for n in node.all_input_nodes)
+        if str(node.target).startswith(_EACH):
+            found = _of_each(node)
+            node.meta["each"] = [_after(node, a, every) for a in found] if node.target in collective_ops.COLLECTIVES else found
+        elif node.target is operator.getitem and "each" in node.args[0].meta:
+            axes = _picked(node, axes)
         if node.target in collective_ops.COLLECTIVES:
             axes = _after(node, axes, every)
         elif node.target in rank_ops.TABLES:
             axes |= frozenset(world.axes_of_table(node.args[rank_ops.TABLES[node.target]]))
         extra = node.meta.get("draw_axes")
         node.meta["axes"] = axes | (frozenset(extra) & every) if extra else axes
+
+
+def _of_each(node: fx.Node) -> list[Axes]:
+    """For each entry of the lists that an op takes: the axes of that entry in all of them, and of whatever is no list."""
+    given = [*node.args, *node.kwargs.values()]
+    lists = [x for x in given if isinstance(x, (list, tuple))]
+    shared = union(x.meta["axes"] for x in given if isinstance(x, fx.Node))
+    count = len(lists[0])
+    return [shared.union(*(x[k].meta["axes"] for x in lists if len(x) == count and isinstance(x[k], fx.Node))) for k in range(count)]
+
+
+def _picked(node: fx.Node, axes: Axes) -> Axes:
+    """The axes of an entry of an op's lists of results; a list itself (the first of two steps) passes its entries' on."""
+    source: Any = node.args[0]
+    if source.target is not operator.getitem and len(source.target._schema.returns) > 1:
+        node.meta["each"] = source.meta["each"]
+        return axes
+    return source.meta["each"][node.args[1]]
 
 
 def union(of: Iterable[Axes]) -> Axes:
@@ -46,6 +80,6 @@ def _after(node: fx.Node, axes: Axes, every: Axes) -> Axes:
     text: Any = node.args[-1]
     explicit = text.startswith("[")
     over = every if explicit else frozenset(text.split(",")) & every
-    if name in ("all_reduce", "all_gather", "broadcast"):
+    if name in ("all_reduce", "all_gather", "gather_rows", "broadcast"):
         return every if explicit else axes - over
     return axes | over

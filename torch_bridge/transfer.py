@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from torch_bridge import _compat, dtypes, metrics, numerics, process, sharding
+from torch_bridge import _compat, dtypes, metrics, numerics, process, sharding, source
 from torch_bridge.layout import Layout, is_dense, layout
 from torch_bridge.segment import Storage
 from torch_bridge.tensor import XLATensor, make
@@ -31,6 +31,7 @@ def to_array(t: torch.Tensor, device: Any = None) -> jax.Array:
 
 def to_numpy(t: torch.Tensor) -> np.ndarray:
     """A CPU tensor's values as an array that may share its memory; bfloat16 and float8 as JAX's types."""
+    _require_strided(t)
     dtype = dtypes.to_jax(t.dtype)
     t = t.detach().resolve_conj().resolve_neg()
     if not t.is_contiguous():
@@ -38,6 +39,14 @@ def to_numpy(t: torch.Tensor) -> np.ndarray:
     if dtype.kind == "V" or dtype.name.startswith(("bfloat16", "float8")):
         return t.view(torch.int16 if dtype.itemsize == 2 else torch.uint8).numpy().view(dtype)
     return t.numpy()
+
+
+def _require_strided(t: torch.Tensor) -> None:
+    if t.layout != torch.strided:
+        raise NotImplementedError(
+            f"device xla has no sparse tensors, got {t.layout} of shape {list(t.shape)} (at {source.user_line()}): JAX compiles dense arrays only. "
+            "Use .to_dense(); for nn.Embedding(sparse=True) use sparse=False and an optimizer for dense gradients instead of SparseAdam."
+        )
 
 
 def from_numpy(host: np.ndarray) -> torch.Tensor:
@@ -99,11 +108,15 @@ def kept(t: torch.Tensor) -> XLATensor | None:
 
 
 def upload(t: torch.Tensor) -> XLATensor:
-    """A new xla tensor with the CPU tensor's values and strides."""
+    """A new xla tensor with the CPU tensor's values and strides (without the gaps and overlaps of a view, in the same order of dims)."""
+    _require_strided(t)
     own = kept(t)
     if own is not None:
         return own
-    size, stride = tuple(t.shape), tuple(t.stride())
+    size = tuple(t.shape)
+    if not is_dense(size, tuple(t.stride())):
+        t = t.detach().clone()
+    stride = tuple(t.stride())
     base = layout(size, stride if is_dense(size, stride) else None, 0, t.dtype)
     return make(base, Storage(base, to_array(t)))
 

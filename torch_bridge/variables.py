@@ -82,7 +82,18 @@ def _as_cores(text: str) -> tuple[int, ...]:
     return tuple(ids)
 
 
+def _as_counts(text: str) -> tuple[int, ...]:
+    counts = tuple(map(int, text.split(",")))
+    if min(counts) < 1:
+        raise ValueError(text)
+    return counts
+
+
+COUNTS = Kind("numbers of devices, one for each process, such as 32 or 32,32", _as_counts)
 CORES = Kind("core numbers that increase without gaps, such as 3, 0-3 or 3,4,5", _as_cores)
+
+PLATFORMS = ("inf2", "trn1", "trn1n", "trn2")
+"""The chips that can be emulated, as NEURON_PLATFORM_TARGET_OVERRIDE names them."""
 
 # -- the table ------------------------------------------------------------------------------------
 
@@ -104,9 +115,17 @@ _LAYOUT = [
         HONOUR,
         "the chip that is emulated",
         "trn1",
-        one_of("inf2", "trn1", "trn1n", "trn2", "trn3"),
+        one_of(*PLATFORMS),
         "nxd_jax.topology",
     ),
+    Variable(
+        "NEURON_PJRT_PROCESSES_NUM_DEVICES",
+        HONOUR,
+        "devices, and so ranks, of a plain `python` script, where nothing above says how many; several processes are `torchrun`'s to start",
+        kind=COUNTS,
+        where="world",
+    ),
+    Variable("NEURON_PJRT_PROCESS_INDEX", HONOUR, "which of those processes this is; `torchrun` says it itself", "0", count(0), "world"),
     Variable("NEURONCORE_NUM_DEVICES", HONOUR, "ranks that `xmp.spawn` starts", kind=count(1), where="xla_multiprocessing"),
     Variable("PJRT_DEVICE", HONOUR, "the kind of device that scripts are told they run on", "NEURON", where="runtime"),
     Variable("NXD_CPU_MODE", HONOUR, "NxD's helpers use the CPU device", "0", count(0), "nxd_jax.utils"),
@@ -245,8 +264,6 @@ _RUNTIME = [
     ),
     *_accepted(
         "Neuron's plug-in for JAX",
-        "NEURON_PJRT_PROCESSES_NUM_DEVICES",
-        "NEURON_PJRT_PROCESS_INDEX",
         "NEURON_FORCE_PJRT_PLUGIN_REGISTRATION",
         "NEURON_RUN_TRIVIAL_COMPUTATION_ON_CPU",
     ),

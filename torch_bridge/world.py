@@ -70,7 +70,7 @@ def current() -> World:
 
 
 def from_environment() -> World:
-    """NXD_JAX_WORLD_SIZE (our launcher), else torchrun's WORLD_SIZE and RANK, else NEURON_RT_NUM_CORES or NEURON_RT_VISIBLE_CORES, else one rank."""
+    """NXD_JAX_WORLD_SIZE (our launcher), else torchrun's WORLD_SIZE and RANK, else the variables of a plain script (`_plain`)."""
     env = os.environ
     emulated = env.get("NXD_JAX_WORLD_SIZE")
     if emulated:
@@ -84,13 +84,36 @@ def from_environment() -> World:
         if not 0 <= rank < count:
             raise RuntimeError(f"RANK={rank} must be below WORLD_SIZE={count}")
         return World(count, (rank,), _number("LOCAL_WORLD_SIZE", env.get("LOCAL_WORLD_SIZE") or str(count)))
-    visible = VARIABLES["NEURON_RT_VISIBLE_CORES"].parse(env.get("NEURON_RT_VISIBLE_CORES", ""))
+    return _plain()
+
+
+def _plain() -> World:
+    """NEURON_RT_VISIBLE_CORES, else NEURON_RT_NUM_CORES, else NEURON_PJRT_PROCESSES_NUM_DEVICES, else one rank."""
+    visible = _value("NEURON_RT_VISIBLE_CORES")
     if visible:
         return World(len(visible))
-    cores = env.get("NEURON_RT_NUM_CORES")
-    if cores and cores != "0":
-        return World(_number("NEURON_RT_NUM_CORES", cores))
-    return World(1, fixed=False)
+    cores = _value("NEURON_RT_NUM_CORES")
+    if cores:
+        return World(cores)
+    devices = _value("NEURON_PJRT_PROCESSES_NUM_DEVICES")
+    if not devices:
+        return World(1, fixed=False)
+    index = _value("NEURON_PJRT_PROCESS_INDEX") or 0
+    if index >= len(devices):
+        raise ValueError(
+            f"NEURON_PJRT_PROCESS_INDEX={index}: NEURON_PJRT_PROCESSES_NUM_DEVICES names {len(devices)} process(es), counted from 0"
+        )
+    if len(devices) > 1:
+        raise RuntimeError(
+            f"NEURON_PJRT_PROCESSES_NUM_DEVICES={os.environ['NEURON_PJRT_PROCESSES_NUM_DEVICES']} names {len(devices)} processes, but nothing joins them: "
+            f"unset it and start {sum(devices)} processes with `torchrun`, or all ranks in this one with `nxd-run --nproc_per_node={sum(devices)}`"
+        )
+    return World(devices[0])
+
+
+def _value(name: str) -> Any:
+    """A variable of the table, parsed."""
+    return VARIABLES[name].parse(os.environ.get(name, ""))
 
 
 def _number(name: str, text: str) -> int:

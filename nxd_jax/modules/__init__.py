@@ -1,1 +1,14 @@
-"""`neuronx_distributed.modules`: blocks built on the parallel layers."""
+"""`neuronx_distributed.modules`: blocks built on the parallel layers. Submodules are imported when first used."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+_SUBMODULES = ("lora", "qkv_linear", "rms_norm")
+
+
+def __getattr__(name: str) -> Any:
+    if name in _SUBMODULES:
+        return importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -5,9 +5,10 @@ A full float32 weight is drawn on the CPU, cut and cast, so that one torch seed 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -144,9 +145,23 @@ def default_bias(fan_in: int) -> Init:
     return lambda bias: torch.nn.init.uniform_(bias, -bound, bound)
 
 
+_shapes_only = False
+
+
 def is_meta(device: Any) -> bool:
-    """Whether a layer is to have shapes only for now."""
-    return device is not None and torch.device(device).type == "meta"
+    """Whether a layer is to have shapes only for now: because of its device, or because it is made within `shapes_only()`."""
+    return _shapes_only or (device is not None and torch.device(device).type == "meta")
+
+
+@contextlib.contextmanager
+def shapes_only() -> Iterator[None]:
+    """Parallel layers made in the block have weights on "meta", whatever device they are given, and draw nothing."""
+    global _shapes_only
+    before, _shapes_only = _shapes_only, True
+    try:
+        yield
+    finally:
+        _shapes_only = before
 
 
 def assign(module: torch.nn.Module, name: str, value: torch.Tensor) -> None:

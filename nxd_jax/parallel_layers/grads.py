@@ -48,7 +48,7 @@ def get_grad_norm(
     with torch.no_grad():
         parts: dict[_Kind, list[torch.Tensor]] = {kind: [torch.zeros((), dtype=wide, device=device)] for kind in _KINDS}
         for x, g in grads:
-            parts[_kind(x)].append(_power(g.detach().to(wide), p))
+            parts[_kind(x)].append(_power(g.detach().to(wide), p, shares_of(x)))
         sums = {kind: _combined(found, p) for kind, found in parts.items()}
         total = _Divisions(zero1_optimizer, zero1_optimizer_groups).total(sums, p)
         return (total if p == torch.inf else total ** (1 / p)).reshape(1)
@@ -192,8 +192,30 @@ def _exponent(norm_type: float | str) -> float:
     return p
 
 
-def _power(g: torch.Tensor, p: float) -> torch.Tensor:
-    """The sum of |g|^p; the maximum of |g| for p = inf."""
+def shares_of(param: torch.Tensor) -> Any:
+    """What a part of a K/V weight that several tensor-parallel ranks hold alike counts on each: a number, or one for each row of a fused q, k and v.
+
+    1.0 for everything else. A shard of such a parameter says it in `norm_shares`. (NxD counts every copy.)
+    """
+    said = getattr(param, "norm_shares", None)
+    if said is not None:
+        return said
+    fused = getattr(param, "qkv_partition", None)
+    if fused is not None:
+        q, kv, copies = fused
+        return 1.0 if copies == 1 else torch.tensor([1.0] * q + [1.0 / copies] * (2 * kv), device=param.device)
+    if not getattr(param, "tensor_model_parallel", False) or getattr(param, "num_partitions", -1) < 1:
+        return 1.0
+    return min(param.num_partitions / parallel_state.get_tensor_model_parallel_size(), 1.0)  # type: ignore[attr-defined]
+
+
+def _power(g: torch.Tensor, p: float, shares: Any = 1.0) -> torch.Tensor:
+    """The sum of |g|^p; the maximum of |g| for p = inf. shares: what an entry counts, or the entries of each row."""
+    if p != torch.inf and isinstance(shares, torch.Tensor):
+        rows = ((g * g) if p == 2 else g.abs() ** p).reshape(g.shape[0], -1).sum(1)
+        return (rows * shares.to(g.dtype)).sum()
+    if p != torch.inf and shares != 1.0:
+        return _power(g, p) * shares
     if p == torch.inf:
         return g.abs().amax() if g.numel() else g.new_zeros(())
     if p == 2:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as torch_wrapper
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, CheckpointWrapper
+from torch.utils import _pytree as pytree
 
-from torch_bridge.torch_xla.utils.checkpoint import checkpoint
+from torch_bridge.torch_xla.utils.checkpoint import CheckpointFunction, _Recomputed
 
 _INNER = torch_wrapper._CHECKPOINT_WRAPPED_MODULE
 
@@ -34,13 +37,101 @@ def checkpoint_wrapper(
 ) -> torch.nn.Module:
     """Wrap one module. checkpoint_fn: what checkpoints, called as `torch.utils.checkpoint.checkpoint` with `checkpoint_fn_kwargs`.
 
-    Without it `torch_xla.utils.checkpoint` (reentrant, whatever `checkpoint_impl` says): the recomputation cannot be merged with the first
-    computation, and random numbers are the same in both. Keyword arguments of the module work too.
+    Without it `recomputed`, whatever `checkpoint_impl` says; `checkpoint_fn_kwargs` may then be `preserve_rng_state`.
     """
     if checkpoint_fn is None:
-        checkpoint_fn = functools.partial(checkpoint, use_reentrant=True)
-        checkpoint_impl = CheckpointImpl.REENTRANT
+        return NxDCheckpointWrapper(module, CheckpointImpl.NO_REENTRANT, functools.partial(_of_module, checkpoint_fn_kwargs))
     return NxDCheckpointWrapper(module, checkpoint_impl, checkpoint_fn, **checkpoint_fn_kwargs)
+
+
+def _of_module(options: dict[str, Any], module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return recomputed(module, args, kwargs, **options)
+
+
+def recomputed(module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], preserve_rng_state: bool = True) -> Any:
+    """`module(*args, **kwargs)` without keeping its activations: the backward pass computes them again. (NxD has no such function.)
+
+    `torch_xla.utils.checkpoint` does it: the compiler cannot merge the two computations, and random numbers are the same in both
+    (`preserve_rng_state`). Unlike there, tensors may be anywhere in nested arguments and results, and need not require gradients for the module's parameters to
+    get theirs. Without gradients to compute (`no_grad`, everything frozen) this is a plain call.
+
+    Raises ValueError for a key-value cache among the arguments, which the second computation would change again, and TypeError for a result whose tensors
+    autograd would not see.
+    """
+    leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
+    direct = any(isinstance(x, torch.Tensor) and x.requires_grad for x in leaves)
+    if not torch.is_grad_enabled() or not (direct or any(p.requires_grad for p in module.parameters())):
+        return module(*args, **kwargs)
+    _refuse_caches(module, leaves)
+    anchor = [] if direct else [torch.zeros((), requires_grad=True)]  # without one autograd would leave the call out
+    call = _Call(module, spec)
+    outs = _Recomputing.apply(_Recomputed(call, preserve_rng_state), preserve_rng_state, *leaves, *anchor)
+    return pytree.tree_unflatten(outs, call.result)
+
+
+class _Call:
+    """A module's call, with the leaves of its nested arguments as arguments and the leaves of its result as result. `gradients`: set for the second call."""
+
+    def __init__(self, module: torch.nn.Module, spec: pytree.TreeSpec):
+        self.module = module
+        self.spec = spec
+        self.gradients: Sequence[torch.Tensor] = ()
+        self.result: Any = None
+        """The structure of the result."""
+
+    def __call__(self, *leaves: Any) -> tuple[Any, ...]:
+        given = _once_known(leaves[: self.spec.num_leaves], self.gradients)
+        args, kwargs = pytree.tree_unflatten(given, self.spec)
+        found, self.result = pytree.tree_flatten(self.module(*args, **kwargs))
+        _check_result(self.module, found)
+        return tuple(found)
+
+
+class _Recomputing(CheckpointFunction):
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        call = ctx.run_function.function
+        call.gradients = [
+            g for g in grads if isinstance(g, torch.Tensor) and g.device.type == "xla" and g.is_floating_point() and g.numel()
+        ]
+        try:
+            return CheckpointFunction.backward(ctx, *grads)
+        finally:
+            call.gradients = ()
+
+
+def _once_known(leaves: Sequence[Any], gradients: Sequence[torch.Tensor]) -> list[Any]:
+    """The same values, which cannot be computed with before the gradients are known.
+
+    A barrier says so too, but XLA's compiler for CPUs drops barriers before it decides what runs when, and would then compute everything again at the
+    start, which saves nothing. It does not see that a comparison with itself and its opposite cover all cases.
+    """
+    if not gradients:
+        return list(leaves)
+    firsts = [g.detach().flatten()[0] for g in gradients]
+    known = functools.reduce(torch.logical_and, [(x == x) | (x != x) for x in firsts])
+    return [
+        torch.where(known, x, x.new_zeros(())) if isinstance(x, torch.Tensor) and x.device.type == "xla" and x.is_floating_point() else x
+        for x in leaves
+    ]
+
+
+def _refuse_caches(module: torch.nn.Module, leaves: Sequence[Any]) -> None:
+    kind = getattr(sys.modules.get("transformers.cache_utils"), "Cache", None)
+    if kind is not None and any(isinstance(x, kind) for x in leaves):
+        raise ValueError(
+            f"{type(module).__name__} computes its activations again in the backward pass and was given a key-value cache, which would then be written twice: "
+            "set config.use_cache = False, or pass use_cache=False, in training"
+        )
+
+
+def _check_result(module: torch.nn.Module, leaves: Sequence[Any]) -> None:
+    for x in leaves:
+        if dataclasses.is_dataclass(x) and any(isinstance(v, torch.Tensor) for v in vars(x).values()):
+            raise TypeError(
+                f"{type(module).__name__} computes its activations again and returns a {type(x).__name__}, whose tensors would get no gradients: return a "
+                "tensor, or tuples, lists or dicts of tensors (or register the class with torch.utils._pytree.register_dataclass)"
+            )
 
 
 def apply_activation_checkpointing(

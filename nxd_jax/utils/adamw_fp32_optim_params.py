@@ -11,13 +11,16 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from torch_bridge.fused_optimizers import Update
+
 
 class AdamW_FP32OptimParams(Optimizer):
     """Adam with decoupled weight decay, which comes last: p <- p - step * m / (sqrt(v) + eps), then p <- p - lr * weight_decay * p.
 
     lr, betas, eps, weight_decay: as usual; eps is added to the root of the uncorrected v. correct_bias: step = lr * sqrt(1 - b2^t) / (1 - b1^t), else
-    lr. no_deprecation_warning: False gives a FutureWarning. differentiable, capturable: accepted without effect.
-    With `XLA_DOWNCAST_BF16=1` gradients and moments are torch.double, which then is float32 on the device. The state's `step` is an int.
+    lr. no_deprecation_warning: False gives a FutureWarning. differentiable, capturable: accepted without effect. On xla the update of a group is
+    recorded as one op. With `XLA_DOWNCAST_BF16=1` gradients and moments are torch.double, which then is float32 on the device. The state's `step` is an
+    int.
 
     Raises ValueError for parameters out of range, RuntimeError for sparse gradients.
     """
@@ -55,27 +58,52 @@ class AdamW_FP32OptimParams(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    self._update(p, group)
+            self._step_group(group)
         return loss
 
-    def _update(self, p: torch.Tensor, group: dict[str, Any]) -> None:
+    def _step_group(self, group: dict[str, Any]) -> None:
+        """Parameters on xla that had as many steps are updated by one recorded op."""
+        alike: dict[int, list[torch.Tensor]] = {}
+        for p in group["params"]:
+            if p.grad is None:
+                continue
+            count = self._counted(p)
+            if p.device.type == "xla":
+                alike.setdefault(count, []).append(p)
+            else:
+                self._update(p, group)
+        for count, params in alike.items():
+            (beta1, beta2), lr, decay = group["betas"], group["lr"], group["weight_decay"]
+            numbers = [beta1, 1.0 - beta1, beta2, 1.0 - beta2, group["eps"], -self._size(group, count), -lr * decay]
+            states = [[self.state[p][name] for p in params] for name in ("exp_avg", "exp_avg_sq")]
+            Update("adamw_fp32", params, states, numbers, {"decay"} if decay > 0.0 else set()).record()
+
+    def _counted(self, p: torch.Tensor) -> int:
+        """Make a parameter's state if there is none, and count a step."""
         assert p.grad is not None
         if p.grad.is_sparse:
             raise RuntimeError("AdamW_FP32OptimParams does not take sparse gradients: use torch.optim.SparseAdam")
-        grad = p.grad.double() if self.upcast_optim_states else p.grad
         state = self.state[p]
         if not state:
-            state.update(step=0, exp_avg=torch.zeros_like(grad), exp_avg_sq=torch.zeros_like(grad))
+            dtype = torch.double if self.upcast_optim_states else p.grad.dtype
+            state.update(step=0, exp_avg=torch.zeros_like(p, dtype=dtype), exp_avg_sq=torch.zeros_like(p, dtype=dtype))
         state["step"] += 1
+        return int(state["step"])
+
+    @staticmethod
+    def _size(group: dict[str, Any], count: int) -> float:
+        beta1, beta2 = group["betas"]
+        corrected = math.sqrt(1.0 - beta2**count) / (1.0 - beta1**count) if group["correct_bias"] else 1.0
+        return float(group["lr"] * corrected)
+
+    def _update(self, p: torch.Tensor, group: dict[str, Any]) -> None:
+        assert p.grad is not None
+        grad = p.grad.double() if self.upcast_optim_states else p.grad
+        state = self.state[p]
         beta1, beta2 = group["betas"]
         mean, square = state["exp_avg"], state["exp_avg_sq"]
         mean.mul_(beta1).add_(grad, alpha=1.0 - beta1)
         square.mul_(beta2).addcmul_(grad, grad, value=1.0 - beta2)
-        size = group["lr"]
-        if group["correct_bias"]:
-            size = size * math.sqrt(1.0 - beta2 ** state["step"]) / (1.0 - beta1 ** state["step"])
-        p.addcdiv_(mean, square.sqrt().add_(group["eps"]), value=-size)
+        p.addcdiv_(mean, square.sqrt().add_(group["eps"]), value=-self._size(group, state["step"]))
         if group["weight_decay"] > 0.0:
             p.add_(p, alpha=-group["lr"] * group["weight_decay"])

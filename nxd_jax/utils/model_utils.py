@@ -6,14 +6,16 @@ import contextlib
 import inspect
 import math
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from enum import IntEnum
 from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
-from nxd_jax.parallel_layers import utils
+from nxd_jax.parallel_layers import _weights, utils
 from torch_bridge import processes, sharding, world
 
 _ATTRIBUTES = (
@@ -132,17 +134,105 @@ def reinit_model(model: nn.Module, device: Any, param_init_fn: Callable[..., Any
     """`model_utils.reinit_model`: give every module empty parameters on a device (for those on "meta", say) and let `param_init_fn(module, device)` fill them.
 
     `param_init_fn(module)`, as earlier releases called it, works too. Attributes and ties are kept; of tied parameters the first one's values count.
-    Weights that several ranks of this process share out are on xla once their layer's `init_weight_cpu()` has been called.
+    Weights that several ranks of this process share out are on xla once their layer's `init_weight_cpu()` has been called. Integer parameters that are not on
+    "meta" keep their values. Warns, naming them, of parameters on the CPU that the function leaves without values: they become NaN.
     """
+    with preserve_parallel_attributes(model), preserve_shared_weights(model):
+        _fill(model, torch.device(device), param_init_fn)
+
+
+def materialize_model(model: nn.Module, device: Any, param_init_fn: Callable[..., Any]) -> None:
+    """Give a model made by `init_on_device("meta")` its values on a device, module by module. (NxD: the whole model on the CPU first.)
+
+    `param_init_fn(module, cpu)` fills a module's own parameters on the CPU, as `reinit_model` has it; they go to the device at once, so that the host
+    holds about one full parameter at a time. The numbers are those of `reinit_model` and a move. Warns as it does.
+
+    Raises RuntimeError for buffers that are still on "meta", naming all of them.
+    """
+    left: list[str] = []
+
+    def move(path: str, module: nn.Module) -> None:
+        empty = [f"{path}.{name}".lstrip(".") for name, b in module._buffers.items() if b is not None and b.is_meta]
+        left.extend(empty)
+        if not empty:
+            _move_own(module, device)
+
+    with preserve_parallel_attributes(model), preserve_shared_weights(model):
+        _fill(model, torch.device("cpu"), param_init_fn, move)
+    if left:
+        raise RuntimeError(
+            f"buffers without values: {', '.join(left)}. They were made on 'meta' because of include_buffers=True. Set them in param_init_fn "
+            "(module.name = tensor), or use include_buffers=False, which makes buffers where model_fn makes them"
+        )
+
+
+def _move_own(module: nn.Module, device: Any) -> None:
+    """`module.to(device)` without its children."""
+    children, module._modules = module._modules, {}
+    try:
+        nn.Module.to(module, device)
+    finally:
+        module._modules = children
+
+
+def _fill(
+    model: nn.Module,
+    device: torch.device,
+    param_init_fn: Callable[..., Any],
+    done: Callable[[str, nn.Module], None] = lambda path, module: None,
+) -> None:
+    """Empty parameters and `param_init_fn` for one module after the other, then `done(path, module)`. A parameter that several hold stays one."""
+    first: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+    unfilled: list[str] = []
     two = _takes_two(param_init_fn)
-    with preserve_parallel_attributes(model), preserve_shared_weights(model), torch.no_grad():
-        for module in model.modules():
-            for name, parameter in module._parameters.items():
-                if parameter is not None:
-                    empty = nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
-                    empty.__dict__.update(_attributes(parameter))
-                    module._parameters[name] = empty
+    for path, module in model.named_modules():
+        with torch.no_grad():
+            old = _emptied(module, device)
             param_init_fn(module, device) if two else param_init_fn(module)
+            for name, before in old.items():
+                after = module._parameters[name]
+                if id(before) in first:
+                    module._parameters[name] = first[id(before)][1]
+                elif after is not None:
+                    first[id(before)] = before, after
+                    if _is_unfilled(after):
+                        after.fill_(math.nan)
+                        unfilled.append(f"{path}.{name}".lstrip("."))
+        done(path, module)
+    if unfilled:
+        warnings.warn(
+            f"param_init_fn left parameters without values, which are NaN now: {', '.join(unfilled)}. It is called with every module: let it fill "
+            "those of these too (init_weight_cpu() of parallel layers, reset_parameters() of most others)",
+            stacklevel=4,
+        )
+
+
+def _emptied(module: nn.Module, device: torch.device) -> dict[str, nn.Parameter]:
+    """Replace a module's own parameters by empty ones on a device; returns those that it had."""
+    old = {name: p for name, p in module._parameters.items() if p is not None and (p.is_meta or p.is_floating_point() or p.is_complex())}
+    for name, parameter in old.items():
+        empty = nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
+        empty.__dict__.update({key: value for key, value in parameter.__dict__.items() if not key.startswith("_")})
+        module._parameters[name] = empty
+        if _can_be_marked(empty):
+            for end in _ends(empty):
+                end.fill_(math.nan)
+    return old
+
+
+def _can_be_marked(parameter: torch.Tensor) -> bool:
+    return parameter.device.type == "cpu" and parameter.is_floating_point() and parameter.numel() > 0 and parameter.is_contiguous()
+
+
+def _ends(parameter: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first and the last element."""
+    flat = parameter.detach().view(-1)
+    return flat[:1], flat[-1:]
+
+
+def _is_unfilled(parameter: torch.Tensor) -> bool:
+    """Whether a parameter still has the NaNs at its ends that `_emptied` wrote. (Writing to all of it would cost memory that nobody may touch.)"""
+    return _can_be_marked(parameter) and all(bool(end.isnan()) for end in _ends(parameter))
 
 
 def _takes_two(fn: Callable[..., Any]) -> bool:
@@ -157,7 +247,7 @@ def _takes_two(fn: Callable[..., Any]) -> bool:
 
 
 def get_model_sequential(model: Any, device: Any, sequential_move_factor: int = 11, param_init_fn: Callable[..., Any] | None = None) -> Any:
-    """`model_utils.get_model_sequential`: initialise a model on the CPU if `param_init_fn` is given (`reinit_model`), move it to a device, return it.
+    """`model_utils.get_model_sequential`: give a model its values if `param_init_fn` is given (`materialize_model`), move it to a device, return it.
 
     Of the processes on a host, `sequential_move_factor` do so at a time, which bounds the host's memory. A pipeline model moves its own stage.
     """
@@ -180,7 +270,8 @@ def _materialize_and_move(model: Any, device: Any, param_init_fn: Callable[..., 
         model.move_model_to_device()
         return
     if param_init_fn is not None:
-        reinit_model(model, torch.device("cpu"), param_init_fn)
+        materialize_model(model, device, param_init_fn)
+        return
     move_model_to_device(model, device)
 
 
@@ -191,15 +282,17 @@ def _materialize_and_move(model: Any, device: Any, param_init_fn: Callable[..., 
 def init_on_device(device: Any, include_buffers: bool = False, force_custom_init_on_device: bool = False) -> Iterator[None]:
     """`model_utils.init_on_device`: within the block, parameters that modules register are on a device, "meta" as a rule: models without memory.
 
-    include_buffers: buffers as well, and whatever else is made without saying where. Attributes and `requires_grad` stay, and a parameter
-    registered twice stays one. force_custom_init_on_device: NxD uses accelerate's function otherwise; here there is one for both.
+    On "meta" parallel layers and torch's modules make no weights at all, and draw no random numbers; others make one at a time before it is registered.
+    Integer parameters stay as they are: they are constants, which no initialisation would bring back.
+    include_buffers: buffers as well, and whatever else is made without saying where (but not `torch.tensor`). Attributes and `requires_grad` stay, and
+    a parameter registered twice stays one. force_custom_init_on_device: NxD uses accelerate's function otherwise; here there is one for both.
     """
     target = torch.device(device)
     register, register_buffer = nn.Module.register_parameter, nn.Module.register_buffer
     moved: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
 
     def parameter_there(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        if param is None or param.device.type == target.type:
+        if param is None or param.device.type == target.type or not (param.is_floating_point() or param.is_complex()):
             register(module, name, param)
             return
         if id(param) not in moved:
@@ -209,15 +302,32 @@ def init_on_device(device: Any, include_buffers: bool = False, force_custom_init
     def buffer_there(module: nn.Module, name: str, tensor: torch.Tensor | None, persistent: bool = True) -> None:
         register_buffer(module, name, tensor if tensor is None else tensor.to(target), persistent)
 
-    nn.Module.register_parameter = parameter_there  # type: ignore[method-assign, assignment]
-    if include_buffers:
-        nn.Module.register_buffer = buffer_there  # type: ignore[method-assign, assignment]
-    try:
-        with target if include_buffers else contextlib.nullcontext():
-            yield
-    finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
-        nn.Module.register_buffer = register_buffer  # type: ignore[method-assign]
+    with contextlib.ExitStack() as block:
+        block.callback(setattr, nn.Module, "register_parameter", register)
+        block.callback(setattr, nn.Module, "register_buffer", register_buffer)
+        nn.Module.register_parameter = parameter_there  # type: ignore[method-assign, assignment]
+        if include_buffers:
+            nn.Module.register_buffer = buffer_there  # type: ignore[method-assign, assignment]
+            block.enter_context(target)
+        if target.type == "meta":
+            block.enter_context(_weights.shapes_only())
+            block.enter_context(_NoMemoryForParameters())
+        yield
+
+
+class _NoMemoryForParameters(TorchFunctionMode):
+    """`torch.empty` gives torch's own modules tensors on "meta": what they make with it becomes a parameter, never a buffer. Numbers stay numbers."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if kwargs.get("device") is None:
+            caller = sys._getframe(1)
+            own = caller.f_code.co_name == "__init__" and caller.f_globals.get("__name__", "").startswith("torch.nn.modules.")
+            if func is torch.empty and own:
+                kwargs = {**kwargs, "device": "meta"}
+            elif func is torch.tensor and args and not isinstance(args[0], torch.Tensor):
+                kwargs = {**kwargs, "device": "cpu"}
+        return func(*args, **kwargs)
 
 
 def _moved(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:

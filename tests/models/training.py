@@ -23,6 +23,7 @@ MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
 OPTIMIZERS: dict[str, MakeOptimizer] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9),
     "adamw": lambda p: torch.optim.AdamW(p, lr=1e-3),
+    "plain": lambda p: torch.optim.SGD(p, lr=1e-2),
 }
 
 torch_bridge.register()
@@ -52,14 +53,21 @@ def train(
 
 def check(build: Callable[[], nn.Module], loss_of: Loss, make_optimizer: MakeOptimizer) -> None:
     """Equal losses and weights, no CPU fallback, at most two compilations, one execution per step."""
+    executions = train_and_compare(build, loss_of, make_optimizer)
+    assert executions == STEPS
+    assert metrics.COUNTERS.get("UncachedCompile", 0) <= 2
+
+
+def train_and_compare(build: Callable[[], nn.Module], loss_of: Loss, make_optimizer: MakeOptimizer) -> int:
+    """Equal losses and weights and no CPU fallback; returns how many programs ran on device xla."""
     torch.xla.synchronize()
     losses, state = train(build, loss_of, make_optimizer, "cpu")
     metrics.clear_counters()
     executions = metrics.EXECUTE_TIME.count
     xla_losses, xla_state = train(build, loss_of, make_optimizer, "xla")
-    assert metrics.EXECUTE_TIME.count - executions == STEPS
+    executions = metrics.EXECUTE_TIME.count - executions
     assert [name for name in metrics.COUNTERS if name.startswith("aten::")] == []
-    assert metrics.COUNTERS.get("UncachedCompile", 0) <= 2
     torch.testing.assert_close(xla_losses, losses, **LOSS)
     assert losses[-1] != losses[0]
     torch.testing.assert_close(xla_state, state, **WEIGHT)
+    return executions

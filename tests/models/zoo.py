@@ -22,7 +22,7 @@ class Task(NamedTuple):
 
 
 VOCAB = 64
-_DECODER = dict(
+DECODER = dict(
     vocab_size=VOCAB,
     hidden_size=32,
     intermediate_size=48,
@@ -31,7 +31,7 @@ _DECODER = dict(
     num_key_value_heads=2,
     max_position_embeddings=32,
 )
-_ENCODER = dict(
+ENCODER = dict(
     hidden_size=32,
     intermediate_size=48,
     num_hidden_layers=2,
@@ -42,11 +42,11 @@ _ENCODER = dict(
 
 
 def _llama() -> nn.Module:
-    return hf.LlamaForCausalLM(hf.LlamaConfig(**_DECODER))
+    return hf.LlamaForCausalLM(hf.LlamaConfig(**DECODER))
 
 
 def _mixtral() -> nn.Module:
-    return hf.MixtralForCausalLM(hf.MixtralConfig(**_DECODER, num_local_experts=4, output_router_logits=True))
+    return hf.MixtralForCausalLM(hf.MixtralConfig(**DECODER, num_local_experts=4, output_router_logits=True))
 
 
 def _gpt2() -> nn.Module:
@@ -57,7 +57,7 @@ def _gpt2() -> nn.Module:
 
 
 def _bert() -> nn.Module:
-    return hf.BertForMaskedLM(hf.BertConfig(vocab_size=VOCAB, max_position_embeddings=32, **_ENCODER))
+    return hf.BertForMaskedLM(hf.BertConfig(vocab_size=VOCAB, max_position_embeddings=32, **ENCODER))
 
 
 def _t5() -> nn.Module:
@@ -68,7 +68,7 @@ def _t5() -> nn.Module:
 
 
 def _vit() -> nn.Module:
-    return hf.ViTForImageClassification(hf.ViTConfig(image_size=16, patch_size=4, num_labels=5, **_ENCODER))
+    return hf.ViTForImageClassification(hf.ViTConfig(image_size=16, patch_size=4, num_labels=5, **ENCODER))
 
 
 def _whisper() -> nn.Module:
@@ -115,17 +115,20 @@ class LSTMModel(nn.Module):
         return self.head(self.lstm(self.embedding(ids))[0])
 
 
-def _tokens(generator: torch.Generator, length: int = 12) -> torch.Tensor:
+def tokens(generator: torch.Generator, length: int = 12) -> torch.Tensor:
+    """Token ids of two sequences."""
     return torch.randint(3, VOCAB, (2, length), generator=generator)
 
 
-def _causal(model: nn.Module, generator: torch.Generator, device: str) -> torch.Tensor:
-    ids = _tokens(generator).to(device)
+def causal(model: nn.Module, generator: torch.Generator, device: str) -> torch.Tensor:
+    """The next-token loss of sequences that are their own labels."""
+    ids = tokens(generator).to(device)
     return model(input_ids=ids, labels=ids).loss
 
 
-def _masked(model: nn.Module, generator: torch.Generator, device: str) -> torch.Tensor:
-    ids = _tokens(generator)
+def masked(model: nn.Module, generator: torch.Generator, device: str) -> torch.Tensor:
+    """The loss of every other token, with the end of one sequence padded."""
+    ids = tokens(generator)
     attention, labels = torch.ones_like(ids), ids.clone()
     attention[0, 8:] = 0
     labels[:, ::2] = -100
@@ -148,21 +151,21 @@ def classification_loss(model: nn.Module, generator: torch.Generator, device: st
 
 def _transcribed(model: nn.Module, generator: torch.Generator, device: str) -> torch.Tensor:
     sound = torch.randn(2, 8, 32, generator=generator).to(device)
-    return model(input_features=sound, labels=_tokens(generator, 8).to(device)).loss
+    return model(input_features=sound, labels=tokens(generator, 8).to(device)).loss
 
 
 def _next_token(model: nn.Module, generator: torch.Generator, device: str) -> torch.Tensor:
-    ids = _tokens(generator, 8).to(device)
+    ids = tokens(generator, 8).to(device)
     return F.cross_entropy(model(ids)[:, :-1].reshape(-1, VOCAB), ids[:, 1:].reshape(-1))
 
 
 TASKS = {
-    "llama": Task(_llama, _causal),
-    "gpt2": Task(_gpt2, _causal),
-    "bert": Task(_bert, _masked),
-    "t5": Task(_t5, _causal),
+    "llama": Task(_llama, causal),
+    "gpt2": Task(_gpt2, causal),
+    "bert": Task(_bert, masked),
+    "t5": Task(_t5, causal),
     "vit": Task(_vit, _classified),
-    "mixtral": Task(_mixtral, _causal),
+    "mixtral": Task(_mixtral, causal),
     "whisper": Task(_whisper, _transcribed),
     "resnet": Task(_resnet, classification_loss),
     "lstm": Task(LSTMModel, _next_token),

@@ -19,7 +19,8 @@ def copied(tree: Any, device: str) -> Any:
     def move(x: Any) -> Any:
         if isinstance(x, torch.Tensor):
             if id(x) not in made:
-                copy = x.detach().clone() if device == "cpu" else x.detach().to(device)
+                copy = x.detach().clone()
+                copy = copy.to(device) if x.device.type == "cpu" else copy
                 if isinstance(x, torch.nn.Parameter):
                     copy = torch.nn.Parameter(copy, requires_grad=x.requires_grad)
                 made[id(x)] = copy.requires_grad_(x.requires_grad)
@@ -55,8 +56,11 @@ def gradients(out: Any, inputs: Any) -> list[Any] | None:
 
 
 def _weights(x: torch.Tensor) -> torch.Tensor:
+    """Random numbers that every floating dtype holds exactly."""
     generator = torch.Generator().manual_seed(x.numel())
-    return torch.randn(x.shape, dtype=x.dtype, generator=generator).to(x.device)
+    dtype = torch.complex64 if x.is_complex() else torch.float32
+    numbers = torch.randn(x.shape, dtype=dtype, generator=generator)
+    return (numbers if x.is_complex() else numbers.bfloat16()).to(x.dtype).to(x.device)
 
 
 def difference(got: Any, expected: Any, rtol: float, atol: float, values: bool = True) -> str:
@@ -97,6 +101,18 @@ def _value_difference(g: torch.Tensor, e: torch.Tensor, rtol: float, atol: float
     except AssertionError as error:
         return " ".join(str(error).split())
     return ""
+
+
+def stride_difference(got: Any, expected: Any) -> str:
+    """Where the strides of a result's tensors differ from the expected ones; strides of dims of size 1 and of empty tensors say nothing."""
+    for i, (g, e) in enumerate(zip(leaves(got), leaves(expected), strict=True)):
+        if isinstance(e, torch.Tensor) and e.layout == torch.strided and _steps(g) != _steps(e):
+            return f"result {i}: strides {g.stride()} instead of {e.stride()} for shape {tuple(e.shape)}"
+    return ""
+
+
+def _steps(x: torch.Tensor) -> list[int]:
+    return [step for size, step in zip(x.shape, x.stride(), strict=True) if size > 1] if x.numel() else []
 
 
 class Counted:

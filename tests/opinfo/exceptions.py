@@ -56,6 +56,7 @@ _TIES = "which of several equal elements it names, torch leaves open"
 FIRST_RESULTS: dict[str, tuple[int, str]] = {
     "native_batch_norm": (1, _SAVED),
     "_native_batch_norm_legit": (1, _SAVED),
+    "native_layer_norm": (1, "of bfloat16 the statistics are float32, as on accelerators"),
     "topk": (1, _TIES),
     "kthvalue": (1, _TIES),
 }
@@ -67,6 +68,45 @@ TOLERANCES: dict[str, tuple[float, float, str]] = {
     "optim.LBFGS": (2e-2, 5e-3, "ten times twenty inner steps amplify rounding"),
 }
 """Entries with their own rtol and atol in float32."""
+
+_STEP = "a sum of terms that were rounded to bfloat16 first, on both sides"
+
+TOLERANCES_BFLOAT16: dict[str, tuple[float, float, str]] = {
+    "nn.functional.normalize": (
+        2e-2,
+        0.1,
+        "over a dim of size 1 the gradient is 0: what is left on both sides is the rounding of large terms",
+    ),
+}
+"""Entries with their own rtol and atol in bfloat16."""
+
+_COPY = "torch's result is a view here although its name promises none; ours is a copy"
+_COLUMNS = "LAPACK leaves columns one after another, the meta kernel and JAX rows"
+_FACTOR = "a factor that LAPACK leaves in columns, transposed or not as its shape says"
+
+STRIDES: dict[str, str] = {
+    **dict.fromkeys(("unsafe_chunk", "unsafe_split"), _COPY),
+    **dict.fromkeys(("geqrf", "linalg.eig", "linalg.lstsq", "linalg.lstsq.grad_oriented"), _COLUMNS),
+    **dict.fromkeys(("svd_lowrank", "pca_lowrank", "linalg.svd"), _FACTOR),
+    **dict.fromkeys(("empty_strided", "new_empty_strided"), "strides with gaps or overlaps belong to views; a fresh tensor is dense"),
+    "nn.functional.max_unpool2d.grad": "an order of dims that only the CPU's kernel keeps for inputs in channels-last order",
+    **dict.fromkeys(("fft.hfft2", "fft.hfftn", "fft.rfft2", "fft.rfftn"), "the order of dims in which the CPU's FFT library works"),
+}
+"""Entries whose results may have other strides than on the CPU."""
+
+_OVERLAP = (
+    "accepted, though the CPU raises RuntimeError: unsupported operation: some elements of the input tensor and the written-to tensor"
+)
+_FUNCTIONAL = "values are immutable: a result that overlaps its inputs is written after they are read"
+_VALUES = "only the values show it, and looking at them would stop the graph (see torch_bridge/lowerings/indexing.py)"
+
+ERRORS: dict[str, tuple[tuple[str, str], ...]] = {
+    **dict.fromkeys(("kthvalue", "take", "cat"), ((_OVERLAP, _FUNCTIONAL),)),
+    "gather": ((_OVERLAP, _FUNCTIONAL), ("is out of bounds for dimension", _VALUES)),
+    **dict.fromkeys(("scatter", "scatter_add"), (("is out of bounds for dimension", _VALUES),)),
+    "multinomial": (("probability tensor contains", _VALUES), ("invalid multinomial distribution", _VALUES)),
+}
+"""Error inputs that are not refused as on the CPU: a piece of what the table would say, and why that is right."""
 
 REFUSED: dict[str, tuple[str, str]] = {
     "linalg.lstsq": ("Use driver='gels'", "drivers whose residuals depend on the rank of the values raise"),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from tests.opinfo import databases, exceptions, optimizers, runner
-from tests.opinfo.compare import Counted, copied, difference
+from tests.opinfo import databases, exceptions, optimizers, refusals, runner
+from tests.opinfo.compare import Counted, copied, difference, stride_difference
 from tests.opinfo.table import Row, of_entries, summary
 from torch_bridge import metrics
 
@@ -17,8 +19,8 @@ MODULES = ("nn.Softplus",)
 
 
 def _runs(database: str, names: tuple[str, ...]) -> list[object]:
-    found = databases.entries([database], list(names), ["float32", "int64"])
-    return [pytest.param(run, id=f"{entry.name}-{i}") for entry in found if entry.name in names for i, run in enumerate(entry.runs)]
+    found = databases.entries([database], list(names))
+    return [pytest.param(run, id=f"{entry.name}-{case}") for entry in found if entry.name in names for case, run in entry.cases.items()]
 
 
 @pytest.mark.parametrize("run", _runs("op", FIXED) + _runs("module", MODULES))
@@ -28,23 +30,25 @@ def test_entry_passes(run: object) -> None:
 
 
 def test_databases_are_whole() -> None:
-    count = {name: len(databases.entries([name], [], ["float32"])) for name in ("op", "module", "optim")}
+    count = {name: len(databases.entries([name])) for name in ("op", "module", "optim")}
     assert count["op"] > 600 and count["module"] > 100 and count["optim"] > 10, count
 
 
 def test_exceptions_name_entries_and_give_reasons() -> None:
-    names = {entry.name for entry in databases.entries(["op", "module", "optim"], [], ["float32"])}
-    for table in (exceptions.UNDEFINED, exceptions.GAUGE, exceptions.SKIPPED):
+    names = {entry.name for entry in databases.entries(["op", "module", "optim"])}
+    for table in (exceptions.UNDEFINED, exceptions.GAUGE, exceptions.STRIDES, exceptions.SKIPPED):
         assert set(table) <= names, set(table) - names
         assert all(table.values())
-    for rows in (exceptions.FIRST_RESULTS, exceptions.TOLERANCES, exceptions.REFUSED, exceptions.DROPS_OUT):
+    for rows in (exceptions.FIRST_RESULTS, exceptions.TOLERANCES, exceptions.TOLERANCES_BFLOAT16, exceptions.REFUSED, exceptions.DROPS_OUT):
         assert set(rows) <= names, set(rows) - names
         assert all(row[-1] for row in rows.values())
+    assert set(exceptions.ERRORS) <= names
+    assert all(text and reason for rows in exceptions.ERRORS.values() for text, reason in rows)
 
 
-def _entry(op: object, name: str = "fake") -> object:
+def _entry(op: object, name: str = "fake", dtype: torch.dtype = torch.float32) -> object:
     class Sample:
-        input = torch.ones(3)
+        input = torch.full((3,), 1.0, dtype=dtype)
         args = ()
         kwargs: dict[str, object] = {}
 
@@ -58,11 +62,18 @@ def _entry(op: object, name: str = "fake") -> object:
 
         @staticmethod
         def supported_dtypes(device: str) -> set[torch.dtype]:
-            return {torch.float32}
+            return {dtype}
 
         @staticmethod
         def sample_inputs(device: str, dtype: torch.dtype, requires_grad: bool) -> list[object]:
-            return [Sample]
+            return [Sample()]
+
+        @staticmethod
+        def error_inputs_func() -> None: ...
+
+        @staticmethod
+        def error_inputs(device: str) -> list[object]:
+            return [SimpleNamespace(sample_input=Sample())] * 2
 
     Fake.op = op  # type: ignore[attr-defined]
     return Fake
@@ -102,6 +113,58 @@ def test_a_counted_fallback_is_no_pass() -> None:
 def test_a_dtype_that_torch_lacks_is_skipped() -> None:
     row = runner.run(_entry(torch.neg), "int64")
     assert (row.status, row.reason) == ("skip", "torch has no int64 form on the CPU")
+
+
+def test_other_strides_fail() -> None:
+    def turned(x: torch.Tensor) -> torch.Tensor:
+        wide = x.expand(2, 3)
+        return wide.clone(memory_format=torch.contiguous_format) if x.device.type == "cpu" else wide.t().contiguous().t()
+
+    row = runner.run(_entry(turned), "float32")
+    assert row.status == "fail" and "strides (1, 2) instead of (3, 1) for shape (2, 3)" in row.reason
+
+
+def test_strides_of_single_and_no_elements_say_nothing() -> None:
+    assert stride_difference(torch.empty(0, 3), torch.empty(3, 0).t()) == ""
+    assert stride_difference(torch.empty_strided((1, 3), (9, 1)), torch.empty(1, 3)) == ""
+
+
+def test_half_precision_may_be_nearer_to_float32_than_the_cpu() -> None:
+    def cpu_is_off(x: torch.Tensor) -> torch.Tensor:
+        return x + 0.5 * (x.device.type == "cpu" and x.dtype == torch.bfloat16)
+
+    assert runner.run(_entry(cpu_is_off, dtype=torch.bfloat16), "bfloat16").status == "pass"
+    row = runner.run(_entry(lambda x: x + 0.5 * (x.device.type == "xla"), dtype=torch.bfloat16), "bfloat16")
+    assert row.status == "fail" and "Mismatched elements: 3 / 3" in row.reason
+
+
+def _refuses(device: str, error: type[Exception]) -> object:
+    def refuse(x: torch.Tensor) -> torch.Tensor:
+        if device in ("both", x.device.type):
+            raise (error if x.device.type == "xla" else RuntimeError)("not this")
+        return x
+
+    return _entry(refuse)
+
+
+def test_an_accepted_error_input_fails() -> None:
+    row = refusals.run(_refuses("cpu", RuntimeError))
+    assert (row.status, row.case) == ("fail", "errors")
+    assert row.reason == "2 of 2 error inputs: accepted, though the CPU raises RuntimeError: not this"
+
+
+def test_another_kind_of_exception_fails() -> None:
+    row = refusals.run(_refuses("both", TypeError))
+    assert row.status == "fail" and "TypeError: not this instead of RuntimeError: not this" in row.reason
+
+
+def test_the_same_kind_of_exception_passes() -> None:
+    assert refusals.run(_refuses("both", NotImplementedError)).status == "pass"
+
+
+def test_what_the_cpu_accepts_is_no_error_input() -> None:
+    row = refusals.run(_refuses("xla", RuntimeError))
+    assert (row.status, row.reason) == ("skip", "no error input is refused by the CPU")
 
 
 def test_differences_are_told() -> None:

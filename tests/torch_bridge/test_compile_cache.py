@@ -1,9 +1,9 @@
-"""The persistent cache: a second process compiles nothing, a changed flag compiles anew, and what is wrong with a folder is said."""
+"""The persistent cache: settings, counters, and what is wrong with a folder is said. `tests/test_examples.py` runs whole scripts twice."""
 
 from __future__ import annotations
 
-import json
 import pathlib
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,41 +12,7 @@ import pytest
 import torch
 import torch_xla
 
-from tests.torch_bridge.devices import python
 from torch_bridge import compile_cache, executor, metrics, program
-
-TRAIN = """
-import json, torch, torch_xla
-from torch_bridge import metrics
-torch.manual_seed(0)
-model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.2), torch.nn.LayerNorm(8), torch.nn.Linear(8, 2)).to("xla")
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-losses = []
-for _ in range(4):
-    loss = torch.nn.functional.cross_entropy(model(torch.randn(6, 4).to("xla")), torch.tensor([0, 1, 0, 1, 1, 0]).to("xla"))
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    torch_xla.sync()
-    losses.append(loss.item())
-counts = {name: metrics.COUNTERS.get("PersistentCache" + name, 0) for name in ("Hit", "Miss")}
-print(json.dumps({"losses": losses, **counts}))
-"""
-
-
-def train(**environment: str) -> dict[str, Any]:
-    """The losses of a training script in a process of its own, and how many programs it found in the cache and compiled."""
-    return json.loads(python(TRAIN, **environment))
-
-
-def test_a_second_process_compiles_nothing(tmp_path: pathlib.Path) -> None:
-    first = train(NEURON_COMPILE_CACHE_URL=str(tmp_path))
-    assert first["Miss"] > 0 and first["Hit"] == 0
-    second = train(NEURON_CC_FLAGS=f"--model-type=transformer --cache_dir={tmp_path}", NEURON_COMPILE_CACHE_URL="/proc/nowhere")
-    assert second == {"losses": first["losses"], "Hit": first["Miss"], "Miss": 0}
-    changed = train(NEURON_COMPILE_CACHE_URL=str(tmp_path), NEURON_CC_FLAGS="--auto-cast=matmult --auto-cast-type=bf16")
-    assert changed["Miss"] > 0 and changed["losses"] != first["losses"]
-
 
 _SETTINGS = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs", "jax_persistent_cache_min_entry_size_bytes")
 
@@ -71,6 +37,9 @@ def test_settings(tmp_path: pathlib.Path, jax_settings: Any, monkeypatch: pytest
     monkeypatch.setenv("NEURON_CC_FLAGS", f"--no_cache --cache_dir={tmp_path}/other")
     compile_cache.configure({"NEURON_COMPILE_CACHE_URL": str(tmp_path)})
     assert jax_settings()[0] == f"{tmp_path}/new/folder" and not (tmp_path / "other").exists()
+    monkeypatch.setenv("NEURON_CC_FLAGS", f"--model-type=transformer --cache_dir={tmp_path}/other")
+    compile_cache.configure({"NEURON_COMPILE_CACHE_URL": "/proc/nowhere"})
+    assert jax_settings()[0] == f"{tmp_path}/other", "--cache_dir wins"
 
 
 def counted(n: int) -> list[int]:
@@ -104,13 +73,63 @@ def test_graphs_extracted_first_are_found(tmp_path: pathlib.Path, jax_settings: 
     assert counted(4075) == [1, 0]
 
 
-def test_entries_that_cannot_be_read_are_compiled(tmp_path: pathlib.Path, jax_settings: Any) -> None:
-    compile_cache.use(tmp_path)
+def test_damaged_entries_are_replaced(tmp_path: pathlib.Path, jax_settings: Any) -> None:
+    """What a killed process leaves behind; one warning for the folder."""
+    compile_cache.configure({"NEURON_COMPILE_CACHE_URL": str(tmp_path)})
+
+    def damage() -> None:
+        for entry in tmp_path.glob("*-cache"):
+            entry.write_bytes(entry.read_bytes()[:100])
+
     counted(4076)
-    for entry in tmp_path.glob("*-cache"):
-        entry.write_bytes(entry.read_bytes()[:100])
-    with pytest.warns(UserWarning, match="Error reading persistent compilation cache entry"):
+    damage()
+    with pytest.warns(
+        UserWarning, match=f"damaged entries in the cache of compiled programs {tmp_path}, such as .*-cache: .* They are replaced"
+    ):
         assert counted(4076) == [0, 1]
+    assert counted(4076) == [1, 0]
+    damage()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert counted(4076) == [0, 1]
+
+
+def test_damaged_entries_of_a_folder_to_read_from_stay(tmp_path: pathlib.Path, jax_settings: Any) -> None:
+    compile_cache.configure({"NEURON_COMPILE_CACHE_URL": str(tmp_path)})
+    counted(4077)
+    (entry,) = tmp_path.glob("*-cache")
+    entry.write_bytes(b"half")
+    compile_cache.use(tmp_path, readonly=True)
+    with pytest.warns(UserWarning, match="The folder is read-only, so they stay"):
+        assert counted(4077) == [0, 1]
+    assert entry.read_bytes() == b"half"
+
+
+def test_a_changed_flag_uses_an_entry_of_its_own(tmp_path: pathlib.Path, jax_settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every variable that `numerics.Mode` reads: another program in the folder, and back to the first when it is unset."""
+    compile_cache.use(tmp_path)
+    x = (torch.arange(64.0).reshape(8, 8) / 7).to("xla")
+
+    def product() -> tuple[list[list[float]], int, int]:
+        executor.clear_cache()
+        before = dict(metrics.COUNTERS)
+        values = (x @ x + x).tolist()
+        return values, *(metrics.COUNTERS.get(k, 0) - before.get(k, 0) for k in ("PersistentCacheHit", "PersistentCacheMiss"))
+
+    plain, _, compiled = product()
+    assert compiled == 1
+    for name, value in (
+        ("NEURON_CC_FLAGS", "--auto-cast=matmult"),
+        ("NEURON_CC_FLAGS", "--auto-cast=matmult --auto-cast-type=tf32"),
+        ("NEURON_CC_FLAGS", "--auto-cast=all"),
+        ("XLA_USE_BF16", "1"),
+    ):
+        with monkeypatch.context() as patch, warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            patch.setenv(name, value)
+            found, hits, misses = product()
+            assert found != plain and (hits, misses) == (0, 1), value
+        assert product() == (plain, 1, 0), value
 
 
 def test_storage_that_is_no_folder(jax_settings: Any, tmp_path: pathlib.Path) -> None:

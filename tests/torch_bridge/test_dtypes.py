@@ -179,3 +179,43 @@ def test_halves_round_twice_as_in_torch():
     """float64 goes to float32 first."""
     value = 1 + 2.0**-8 + 2.0**-30
     assert dtypes.cast(value, jnp.bfloat16).item() == torch.tensor(value, dtype=torch.float64).to(torch.bfloat16).item() == 1.0
+
+
+# -- on the device ---------------------------------------------------------------------------------
+
+KINDS = [torch.bool, torch.uint8, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64]
+
+
+def _of_kinds(device: str) -> list[object]:
+    """Vectors, scalars and empty vectors of each dtype on the device, scalars on the CPU, and Python numbers."""
+    made: list[object] = [torch.ones(shape, dtype=d, device=device) for d in KINDS for shape in ((2,), (), (0,))]
+    return [*made, *(torch.ones((), dtype=d) for d in (torch.int64, torch.float64)), *NUMBERS]
+
+
+def test_result_type_on_the_device() -> None:
+    import torch_bridge  # noqa: F401  # registers it
+
+    for (a, xa), (b, xb) in itertools.product(zip(_of_kinds("cpu"), _of_kinds("xla"), strict=True), repeat=2):
+        if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
+            assert torch.result_type(xa, xb) == torch.result_type(a, b), (a, b)
+
+
+@pytest.mark.parametrize("given", KINDS)
+def test_in_place_sums_are_refused_as_in_torch(given: torch.dtype) -> None:
+    """float into int, complex into float: what would be lost is an error."""
+
+    def outcome(device: str, other: torch.dtype) -> object:
+        try:
+            return torch.ones(2, dtype=given, device=device).add_(torch.ones(2, dtype=other, device=device)).dtype
+        except RuntimeError as error:
+            return type(error)
+
+    for other in KINDS:
+        assert outcome("xla", other) == outcome("cpu", other), other
+
+
+def test_what_the_refusal_says() -> None:
+    with pytest.raises(
+        RuntimeError, match=r"result type torch.complex64 can't be cast to the desired output type torch.float32: it would lose"
+    ):
+        torch.ones(2, device="xla").mul_(1j)

@@ -1,4 +1,4 @@
-"""Ten thousand steps of a tiny model: memory, arrays and caches stay flat, and no step compiles."""
+"""Thousands of steps of a tiny model: memory, arrays and caches stay flat, and no step compiles."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from torch_bridge import executor, metrics
 
 torch_bridge.register()
 
-WARM, STEPS = 2_000, 10_000
-GROWTH_MB = 6.0
+WARM, STEPS = 1_000, 5_000
+GROWTH_MB = 3.0  # 3/4 KB a step
 
 
 def resident_mb() -> float:
@@ -25,7 +25,7 @@ def resident_mb() -> float:
 
 
 @pytest.mark.slow
-def test_memory_stays_flat_over_10_000_steps() -> None:
+def test_memory_stays_flat_over_thousands_of_steps() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1)).to("xla")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)

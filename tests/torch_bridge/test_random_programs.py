@@ -1,4 +1,7 @@
-"""Hypothesis looks for a program of views, in-place ops and arithmetic that the xla device and eager torch disagree on."""
+"""Hypothesis looks for a program of views, in-place ops and arithmetic that the xla device and eager torch disagree on.
+
+Each run draws other programs; `RANDOM_PROGRAMS=5000` looks for longer than a test suite can.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ import torch
 import torch_bridge  # noqa: F401  (registers the device)
 from tests.torch_bridge import programs
 
-EXAMPLES = int(os.environ.get("RANDOM_PROGRAMS", "2000"))
+EXAMPLES = int(os.environ.get("RANDOM_PROGRAMS", "350"))
 
 instruction = st.tuples(st.integers(0, 104), st.integers(0, 255), st.integers(0, 63), st.integers(0, 63))
 
@@ -40,6 +43,6 @@ def _check(program: list[programs.Instruction]) -> None:
 @hypothesis.example(
     [(0, 0, 0, 0)] * 4 + [(35, 0, 0, 0), (0, 0, 0, 0), (20, 142, 20, 0), (32, 20, 0, 0)]
 )  # add_ to an expanded view of a view that overlaps
-@hypothesis.given(st.lists(instruction, min_size=1, max_size=14))
+@hypothesis.given(st.lists(instruction, min_size=5, max_size=14))
 def test_random_programs(program):
     _check(program)

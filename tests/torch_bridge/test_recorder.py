@@ -156,6 +156,15 @@ def test_small_integers_for_python_do_not_cut_the_graph():
     assert executions() == 1
 
 
+def test_masks_made_of_ones_are_known_to_python():
+    """`torch.ones` is a float, but a whole number in every precision; other floats take the device."""
+    mask = torch.ones(2, 8, device="xla")
+    assert bool((mask == 1).all()) and bool(mask.to(torch.bool).all())
+    assert executions() == 0
+    assert bool((torch.full((3,), 0.1, device="xla") > 0.05).all())
+    assert executions() == 1
+
+
 def test_structures_are_forgotten_beyond_the_limit(monkeypatch):
     monkeypatch.setattr(executor, "MAX_TRACES", 4)
     for n in range(1, 9):

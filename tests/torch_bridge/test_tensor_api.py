@@ -93,6 +93,18 @@ def test_python_numbers() -> None:
     same(run)
 
 
+def test_tensors_made_of_lists_with_scalars_of_the_device() -> None:
+    """`torch.tensor` reads their numbers past `__torch_dispatch__`."""
+    x = torch.tensor([3, 4], device="xla")
+    for made, expected in (
+        (torch.tensor([x[0], x.max() - 2], device="xla"), torch.tensor([3, 2])),
+        (torch.tensor([[x[0], 1], [2.5, x[1]]]), torch.tensor([[3, 1], [2.5, 4]])),
+        (torch.as_tensor([x[:1]], device="xla"), torch.tensor([3])),
+        (x.new_tensor([x.float().mean()], dtype=torch.float64), torch.tensor([3.5], dtype=torch.float64)),
+    ):
+        assert made.dtype == expected.dtype and torch.equal(made.cpu(), expected)
+
+
 FACTORIES: dict[str, Callable[[torch.Tensor, dict], Any]] = {
     "new_zeros": lambda t, on: t.new_zeros(2, 3),
     "new_ones": lambda t, on: t.new_ones((2,), dtype=torch.int64),

@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 import torch_xla
+import torch_xla.distributed.xla_multiprocessing as xmp
 from torch import nn
 
 from tests.torch_bridge.devices import python, same
-from torch_bridge import compiler_flags, debugging, environment, executor, metrics, program, variables
+from torch_bridge import compiler_flags, debugging, environment, executor, metrics, program, variables, world
 from torch_bridge.recorder import dispatch, tensor
 from torch_bridge.variables import ACCEPT, HONOUR, VARIABLES, WARN
 
@@ -60,7 +61,11 @@ MALFORMED = [
     ("NEURON_RT_VISIBLE_CORES", "3-1", "without gaps"),
     ("NEURON_LOGICAL_NC_CONFIG", "4", "one of 1, 2"),
     ("NEURON_RT_VIRTUAL_CORE_SIZE", "x", "one of 1, 2"),
-    ("NEURON_PLATFORM_TARGET_OVERRIDE", "tpu", "one of inf2, trn1, trn1n, trn2, trn3"),
+    ("NEURON_PLATFORM_TARGET_OVERRIDE", "tpu", "one of inf2, trn1, trn1n, trn2"),
+    ("NEURON_PLATFORM_TARGET_OVERRIDE", "trn3", "one of inf2, trn1, trn1n, trn2"),
+    ("NEURON_PJRT_PROCESSES_NUM_DEVICES", "32,0", "such as 32 or 32,32"),
+    ("NEURON_PJRT_PROCESSES_NUM_DEVICES", "32;32", "such as 32 or 32,32"),
+    ("NEURON_PJRT_PROCESS_INDEX", "first", "a whole number of at least 0"),
     ("NEURONCORE_NUM_DEVICES", "0", "a whole number of at least 1"),
     ("NEURON_RT_STOCHASTIC_ROUNDING_EN", "2", "0 or 1"),
     ("NEURON_RT_STOCHASTIC_ROUNDING_SEED", "-1", "a whole number of at least 0"),
@@ -97,6 +102,7 @@ def test_every_kind_of_value_has_a_malformed_one() -> None:
         ("NEURON_RT_NUM_CORES", "32", 32),
         ("NEURON_RT_VISIBLE_CORES", "3-5, 6", (3, 4, 5, 6)),
         ("NEURON_RT_VISIBLE_CORES", "3", (3,)),
+        ("NEURON_PJRT_PROCESSES_NUM_DEVICES", "32, 16", (32, 16)),
         ("NEURON_FAIL_ON_NAN", "TRUE", True),
         ("NEURON_FAIL_ON_NAN", " 0 ", False),
         ("NEURON_RT_LOG_LEVEL", "info", "INFO"),
@@ -190,9 +196,131 @@ def test_lnc_must_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", "1")
     with pytest.raises(ValueError, match="--lnc=2 disagrees with NEURON_LOGICAL_NC_CONFIG=1"):
         environment.check()
+    monkeypatch.delenv("NEURON_LOGICAL_NC_CONFIG")
+    monkeypatch.setenv("NEURON_RT_VIRTUAL_CORE_SIZE", "1")
+    with pytest.raises(ValueError, match="--lnc=2 disagrees with NEURON_RT_VIRTUAL_CORE_SIZE=1"):
+        environment.check()
+    monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", "2")
+    with pytest.raises(ValueError, match="NEURON_LOGICAL_NC_CONFIG=2 and NEURON_RT_VIRTUAL_CORE_SIZE=1 disagree; .* unset the older"):
+        environment.check()
 
 
 # -- what honoured variables do -------------------------------------------------------------------
+
+PRECISION = "precision/test_rounding.py", "precision/test_downcast.py", "precision/test_auto_cast.py"
+TOPOLOGY, HLO, RUNTIME = "../nxd_jax/topology/test_environment.py", "test_facade_hlo.py", "test_facade_runtime.py"
+TESTED_IN = {
+    "NEURON_RT_NUM_CORES": "test_ranks_of_a_plain_script",
+    "NEURON_RT_VISIBLE_CORES": "test_ranks_of_a_plain_script",
+    "NEURON_LOGICAL_NC_CONFIG": (TOPOLOGY, "test_lnc"),
+    "NEURON_RT_VIRTUAL_CORE_SIZE": (TOPOLOGY, "test_lnc"),
+    "NEURON_PLATFORM_TARGET_OVERRIDE": (TOPOLOGY, "test_the_smallest_instance_that_holds_the_cores"),
+    "NEURON_PJRT_PROCESSES_NUM_DEVICES": "test_ranks_of_a_plain_script",
+    "NEURON_PJRT_PROCESS_INDEX": "test_processes_that_nothing_joins",
+    "NEURONCORE_NUM_DEVICES": "test_ranks_of_spawn",
+    "PJRT_DEVICE": (RUNTIME, "test_device_type_follows_pjrt_device"),
+    "NXD_CPU_MODE": ("../nxd_jax/utils/test_small.py", "test_device_and_cpu_mode"),
+    "NEURON_RT_STOCHASTIC_ROUNDING_EN": (PRECISION[0], "test_switching_uses_another_program"),
+    "NEURON_RT_STOCHASTIC_ROUNDING_SEED": (PRECISION[0], "test_the_seed_decides"),
+    "XLA_USE_BF16": (PRECISION[1], "test_what_each_dtype_holds"),
+    "XLA_DOWNCAST_BF16": (PRECISION[1], "test_what_each_dtype_holds"),
+    "NEURON_CC_FLAGS": (PRECISION[2], "test_a_changed_flag_uses_another_program"),
+    "NEURON_COMPILE_CACHE_URL": ("test_compile_cache.py", "test_settings"),
+    "NEURON_NUM_RECENT_MODELS_TO_KEEP": "test_number_of_graphs_kept",
+    "NEURON_EXTRACT_GRAPHS_ONLY": "test_extract_graphs_only",
+    "XLA_ENABLE_PARAM_ALIASING": "test_no_donation",
+    "XLA_FLAGS": (HLO, "test_unknown_flags_are_dropped_with_a_warning"),
+    "NEURON_FRAMEWORK_DEBUG": (HLO, "test_neuron_framework_debug"),
+    "NEURON_DUMP_DIR": (HLO, "test_neuron_framework_debug"),
+    "NEURON_USE_EAGER_DEBUG_MODE": "test_eager_debug_mode",
+    "NEURON_LAUNCH_BLOCKING": "test_launch_blocking",
+    "NEURON_FAIL_ON_NAN": "test_nan_raises",
+    "NEURON_RT_NUMERICAL_ERRORS_VERBOSITY": "test_nan_raises",
+    "NEURON_RT_LOG_LEVEL": "test_log_level",
+}
+"""The test of what each honoured variable does: a name in this file, or a file and a name."""
+
+
+def test_every_honoured_variable_has_a_test() -> None:
+    assert set(TESTED_IN) == {v.name for v in VARIABLES.values() if v.rule == HONOUR}
+    for variable, place in TESTED_IN.items():
+        file, test = (pathlib.Path(__file__).name, place) if isinstance(place, str) else place
+        text = (pathlib.Path(__file__).parent / file).read_text()
+        assert variable in text and f"def {test}(" in text, (variable, file, test)
+
+
+@pytest.fixture
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Sets variables as they are for a plain `python script.py`, and nothing else that says how many ranks there are."""
+    for name in (
+        "NXD_JAX_WORLD_SIZE",
+        "WORLD_SIZE",
+        "RANK",
+        *(n for n, v in VARIABLES.items() if v.where in ("world", "xla_multiprocessing")),
+    ):
+        monkeypatch.delenv(name, raising=False)
+    return lambda values: [monkeypatch.setenv(name, value) for name, value in values.items()]
+
+
+@pytest.mark.parametrize(
+    ("values", "size"),
+    [
+        ({}, 1),
+        ({"NEURON_RT_NUM_CORES": "0"}, 1),
+        ({"NEURON_RT_NUM_CORES": "8"}, 8),
+        ({"NEURON_RT_VISIBLE_CORES": "4-7"}, 4),
+        ({"NEURON_RT_VISIBLE_CORES": "3", "NEURON_RT_NUM_CORES": "8"}, 1),
+        ({"NEURON_PJRT_PROCESSES_NUM_DEVICES": "16"}, 16),
+        ({"NEURON_PJRT_PROCESSES_NUM_DEVICES": "16", "NEURON_PJRT_PROCESS_INDEX": "0", "NEURON_RT_NUM_CORES": "2"}, 2),
+        ({"NEURON_PJRT_PROCESSES_NUM_DEVICES": "16,16", "NEURON_PJRT_PROCESS_INDEX": "1", "WORLD_SIZE": "32", "RANK": "5"}, 32),
+    ],
+)
+def test_ranks_of_a_plain_script(no_launcher: Any, values: dict[str, str], size: int) -> None:
+    no_launcher(values)
+    found = world.from_environment()
+    assert found.size == size
+    assert found.hosted == ((5,) if "RANK" in values else tuple(range(size)))
+
+
+@pytest.mark.parametrize(
+    ("values", "error", "text"),
+    [
+        (
+            {"NEURON_PJRT_PROCESSES_NUM_DEVICES": "16,16"},
+            RuntimeError,
+            "=16,16 names 2 processes, but nothing joins them: .*32 processes with `torchrun`",
+        ),
+        (
+            {"NEURON_PJRT_PROCESSES_NUM_DEVICES": "16", "NEURON_PJRT_PROCESS_INDEX": "1"},
+            ValueError,
+            r"NEURON_PJRT_PROCESS_INDEX=1: .* names 1 process\(es\), counted from 0",
+        ),
+        ({"NEURON_RT_NUM_CORES": "-1"}, ValueError, "NEURON_RT_NUM_CORES='-1': must be a whole number of at least 0"),
+    ],
+)
+def test_processes_that_nothing_joins(no_launcher: Any, values: dict[str, str], error: type[Exception], text: str) -> None:
+    no_launcher(values)
+    with pytest.raises(error, match=text):
+        world.from_environment()
+
+
+def test_ranks_of_spawn(no_launcher: Any) -> None:
+    no_launcher({"NEURONCORE_NUM_DEVICES": "4"})
+    sizes: list[int] = []
+    world.configure(None)
+    try:
+        xmp.spawn(lambda index: sizes.append(world.size()), args=())
+    finally:
+        world.configure(None)
+    assert sizes == [4]
+
+
+def test_the_platforms_are_those_that_are_emulated() -> None:
+    from torch_neuronx.utils import SUPPORTED_TYPES
+
+    from nxd_jax.topology.environment import FAMILIES
+
+    assert set(variables.PLATFORMS) == set(FAMILIES) == set(SUPPORTED_TYPES)
 
 
 def train(device: str, steps: int = 3) -> Any:

@@ -64,6 +64,11 @@ def _rounded(x: Any, dtype: torch.dtype) -> Any:
     return x.astype(dtypes.to_jax(dtype))
 
 
+def _valid(x: Any, holds: Any) -> Any:
+    """NaN where a parameter's value is none that torch accepts: to raise, as on the CPU, would stop the graph."""
+    return jnp.where(holds, x, jnp.asarray(jnp.nan, x.dtype))
+
+
 # Uniform
 
 
@@ -129,6 +134,7 @@ def _normal_tensors(mean: Any, std: Any = 1.0, *, key: Any) -> Any:
     shape = jnp.broadcast_shapes(jnp.shape(mean), jnp.shape(std))
     wide = jnp.complex128 if dtype == torch.complex128 else jnp.complex64 if dtype.is_complex else _wide(dtype)
     mean, std = (lax.stop_gradient(jnp.asarray(x).astype(wide)) for x in (mean, std))
+    std = std if dtype.is_complex else _valid(std, std >= 0)
     return _rounded(_gaussian(key, shape, dtype) * std + mean, dtype)
 
 
@@ -282,7 +288,9 @@ def _bernoulli(self: Any, *, key: Any) -> Any:
 @lowering(aten.bernoulli.Tensor, rng=True)
 def _bernoulli_tensor(self: Any, p: Any, *, key: Any) -> Any:
     wide = torch.float64 if p.dtype == jnp.float64 else torch.float32
-    return (_unit(key, self.shape, wide) < lax.stop_gradient(p)).astype(self.dtype)
+    p = lax.stop_gradient(p)
+    draws = (_unit(key, self.shape, wide) < p).astype(self.dtype)
+    return _valid(draws, (p >= 0) & (p <= 1)) if jnp.issubdtype(self.dtype, jnp.floating) else draws
 
 
 def _threefry(key: Any) -> Any:
@@ -293,7 +301,7 @@ def _threefry(key: Any) -> Any:
 @lowering(aten.poisson.default, rng=True)
 def _poisson(self: Any, *, key: Any) -> Any:
     rate = lax.stop_gradient(self).astype(jnp.promote_types(self.dtype, jnp.float32))
-    return jax.random.poisson(_threefry(key), rate, self.shape, jnp.int64).astype(self.dtype)
+    return _valid(jax.random.poisson(_threefry(key), rate, self.shape, jnp.int64).astype(self.dtype), rate >= 0)
 
 
 @lowering(aten.binomial.default, rng=True)
@@ -306,13 +314,17 @@ def _binomial(count: Any, prob: Any, *, key: Any) -> Any:
 
 @lowering(aten.multinomial.default, rng=True)
 def _multinomial(self: Any, num_samples: int, replacement: bool = False, *, key: Any) -> Any:
-    """Indices of categories drawn with the weights of the last dim; a category of weight 0 is never drawn."""
+    """Indices of categories drawn with the weights of the last dim; a category of weight 0 is never drawn.
+
+    Weights that torch refuses (negative, not finite, or all zero) give -1, an index out of range: to raise would stop the graph.
+    """
     weights = lax.stop_gradient(self).astype(jnp.float64)
+    valid = (jnp.isfinite(weights) & (weights >= 0)).all(-1, keepdims=True) & (weights > 0).any(-1, keepdims=True)
     if replacement:
-        return _draw_with_replacement(key, weights, num_samples)
+        return jnp.where(valid, _draw_with_replacement(key, weights, num_samples), -1)
     # An exponential race: the k smallest arrival times are k draws without replacement, in order.
     race = weights / _exponential(weights, key=key)
-    return lax.top_k(race, num_samples)[1].astype(jnp.int64)
+    return jnp.where(valid, lax.top_k(race, num_samples)[1].astype(jnp.int64), -1)
 
 
 def _draw_with_replacement(key: Any, weights: Any, num_samples: int) -> Any:

@@ -33,3 +33,6 @@ def test_two_processes(nxd: Nxd, tmp_path: pathlib.Path) -> None:
     parallel_layers.load(tmp_path / "full.pt", model, sharded=False)
     two_processes.check_equal(model, theirs)
     assert torch.load(tmp_path / "cpu" / "tp_rank_01_pp_rank_00" / "checkpoint.pt", weights_only=True)["rank"] == 1
+    alone = two_processes.zero1()
+    for rank in range(2):
+        torch.testing.assert_close(torch.load(tmp_path / f"zero1_{rank}.pt"), alone, rtol=1e-6, atol=1e-7)

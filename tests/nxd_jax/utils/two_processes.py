@@ -11,6 +11,7 @@ from torch import nn
 
 from nxd_jax import parallel_layers
 from nxd_jax.modules.qkv_linear import GQAQKVColumnParallelLinear
+from nxd_jax.optimizer import NeuronZero1Optimizer
 from nxd_jax.parallel_layers import parallel_state
 from nxd_jax.parallel_layers.layers import ColumnParallelLinear, RowParallelLinear
 from nxd_jax.utils.full_weights import gather_full, scatter_full
@@ -73,6 +74,18 @@ def full_checkpoint(model: Model, where: str, path: pathlib.Path) -> None:
     dist.barrier()
 
 
+def zero1() -> torch.Tensor:
+    """Three steps of ZeRO-1 over two data-parallel ranks with gradients that differ, and rows that do not divide."""
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel()
+    p = nn.Parameter(torch.arange(15.0).reshape(5, 3).to("xla"))
+    optimizer = NeuronZero1Optimizer([p], torch.optim.AdamW, lr=0.1, max_norm=0.5)
+    for step in range(3):
+        p.grad = sharded.from_ranks(lambda r, k=step: torch.arange(15.0).reshape(5, 3).cos() * (r + 1 + k), ("dp",))  # type: ignore[misc]
+        optimizer.step()
+    return torch.cat([p.detach().cpu().reshape(-1), optimizer.grad_norm.cpu()])  # type: ignore[union-attr]
+
+
 def main(path: pathlib.Path) -> None:
     import torch_bridge.torch_xla.distributed.xla_backend  # noqa: F401
 
@@ -87,6 +100,7 @@ def main(path: pathlib.Path) -> None:
         checkpoints(model, path, where, xser=False)
         full_checkpoint(model, where, path)
     checkpoints(model, path, "xla", xser=True)
+    torch.save(zero1(), path / f"zero1_{dist.get_rank()}.pt")
 
 
 if __name__ == "__main__":

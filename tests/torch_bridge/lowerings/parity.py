@@ -37,7 +37,7 @@ def check(
 ) -> None:
     """Assert that the lowering of `op` gives eager torch's values, dtypes and shapes on these CPU arguments.
 
-    The lowering runs eagerly and, with `jit`, again under `jax.jit` (tensor arguments traced).
+    The lowering runs as it does in a program, under `jax.jit` with the tensors traced; eagerly, with their values at hand, where `jit` is False.
     """
     expected = [t for t in tree_leaves(op(*args, **kwargs)) if isinstance(t, torch.Tensor)]
     low = lowerings.lookup(op)
@@ -66,11 +66,10 @@ def check(
             out = low.fn(*filled, **{k: fill(v) for k, v in template[1].items()})
             return [o for o in jax.tree.leaves(out) if hasattr(o, "dtype")]
 
-        runs = [call(leaves)] + ([jax.jit(call)(leaves)] if jit else [])
-        for got in runs:
-            assert len(got) == len(expected), f"{op}: {len(got)} results, torch gives {len(expected)}"
-            for g, e in zip(got, expected, strict=True):
-                t = to_torch(g)
-                assert t.dtype == e.dtype, f"{op}: dtype {t.dtype}, torch gives {e.dtype}"
-                assert t.shape == e.shape, f"{op}: shape {tuple(t.shape)}, torch gives {tuple(e.shape)}"
-                torch.testing.assert_close(t, e.resolve_conj().contiguous(), rtol=rtol, atol=atol, equal_nan=True)
+        got = (jax.jit(call) if jit else call)(leaves)
+        assert len(got) == len(expected), f"{op}: {len(got)} results, torch gives {len(expected)}"
+        for g, e in zip(got, expected, strict=True):
+            t = to_torch(g)
+            assert t.dtype == e.dtype, f"{op}: dtype {t.dtype}, torch gives {e.dtype}"
+            assert t.shape == e.shape, f"{op}: shape {tuple(t.shape)}, torch gives {tuple(e.shape)}"
+            torch.testing.assert_close(t, e.resolve_conj().contiguous(), rtol=rtol, atol=atol, equal_nan=True)

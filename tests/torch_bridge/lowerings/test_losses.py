@@ -110,3 +110,17 @@ def test_multilabel_margin(reduction):
         check(aten.multilabel_margin_loss_forward.default, x, t, reduction)
         out, is_target = aten.multilabel_margin_loss_forward(x, t, reduction)
         check(aten.multilabel_margin_loss_backward.default, torch.randn_like(out), x, t, reduction, is_target)
+
+
+def test_multilabel_margin_of_one_row_is_a_number():
+    """torch's meta kernel says 1-d, the CPU kernel 0-d."""
+    x, t = torch.randn(4), torch.tensor([2, 0, -1, 1])
+    losses, grads = [], []
+    for device in ("cpu", "xla"):
+        leaf = x.clone().to(device).requires_grad_()
+        losses.append(torch.nn.functional.multilabel_margin_loss(leaf, t.to(device), reduction="none"))
+        losses[-1].backward()
+        grads.append(leaf.grad.cpu())
+    assert losses[1].shape == losses[0].shape == ()
+    torch.testing.assert_close(losses[1].cpu(), losses[0])
+    torch.testing.assert_close(grads[1], grads[0])

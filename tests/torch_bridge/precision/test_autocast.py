@@ -169,6 +169,53 @@ def test_float64_and_integers_stay_and_cpu_tensors_are_not_touched() -> None:
         assert (x.to("xla").long() @ x.to("xla").long()).dtype == torch.int64
 
 
+PAIRS: dict[str, tuple[Callable[[Any, Any], Any], tuple[int, ...], tuple[int, ...]]] = {
+    "mm": (torch.mm, (2, 2), (2, 2)),
+    "bmm": (torch.bmm, (1, 2, 2), (1, 2, 2)),
+    "matrix-vector": (torch.matmul, (2, 2), (2,)),
+    "dot": (torch.matmul, (2,), (2,)),
+    "linear": (F.linear, (2, 2), (2, 2)),
+    "linear-bias": (lambda a, b: F.linear(a, a, b), (2, 2), (2,)),
+    "einsum": (lambda a, b: torch.einsum("ij,jk->ik", a, b), (2, 2), (2, 2)),
+    "addmm": (lambda a, b: torch.addmm(a, b, b), (2, 2), (2, 2)),
+    "baddbmm": (lambda a, b: torch.baddbmm(a, b, b), (1, 2, 2), (1, 2, 2)),
+    "addmv": (lambda a, b: torch.addmv(a[0], b, b[0]), (2, 2), (2, 2)),
+    "conv1d": (F.conv1d, (1, 1, 4), (1, 1, 2)),
+    "conv1d-bias": (lambda a, b: F.conv1d(a, a[:, :, :2], b), (1, 1, 4), (1,)),
+    "binary_cross_entropy": (F.binary_cross_entropy, (2,), (2,)),
+}
+MIXED = (torch.float32, HALF, torch.float64, torch.int64)
+
+
+@pytest.mark.parametrize("autocasts", [False, True], ids=["plain", "autocast"])
+@pytest.mark.parametrize("name", PAIRS)
+def test_operands_of_two_dtypes_are_cast_or_refused_as_in_torch(name: str, autocasts: bool) -> None:
+    """Without autocast a product of two dtypes is an error; with it float32 and bfloat16 agree, and float64 and integers still do not."""
+    op, first, second = PAIRS[name]
+
+    def outcome(device: str, a: torch.dtype, b: torch.dtype) -> Any:
+        try:
+            with torch.autocast(device, dtype=HALF, enabled=autocasts):
+                return op(torch.ones(first, dtype=a, device=device), torch.ones(second, dtype=b, device=device)).dtype
+        except RuntimeError as error:
+            return type(error)
+
+    for a in MIXED:
+        for b in MIXED:
+            if a != torch.int64 or b != torch.int64:
+                assert outcome("xla", a, b) == outcome("cpu", a, b), (a, b)
+
+
+def test_what_a_refusal_says() -> None:
+    x = torch.ones(2, 2, device="xla")
+    with pytest.raises(
+        RuntimeError, match=r"mm: expected all operands to have the same dtype, but got torch.float32, torch.bfloat16: convert with .to"
+    ):
+        x @ x.bfloat16()
+    with torch.autocast("xla", dtype=HALF), pytest.raises(RuntimeError, match=r"torch.bfloat16, torch.float64.*never float64 or integers"):
+        torch.mm(x.bfloat16(), x.double())
+
+
 def test_regions_nest_and_end() -> None:
     x = f(3, 3).to("xla")
     assert not torch.is_autocast_enabled("xla")

@@ -99,12 +99,13 @@ def train(steps: int = 60) -> tuple[list[float], list[torch.Tensor]]:
     return [v.item() for v in losses], [p.detach().cpu() for p in model.parameters()]
 
 
-def test_a_float32_script_trains_in_bfloat16_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("variable", ["XLA_USE_BF16", "XLA_DOWNCAST_BF16"])
+def test_a_float32_script_trains_in_bfloat16_unchanged(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
     executor.clear_cache()
     before = metrics.COUNTERS.get("UncachedCompile", 0)
     full, _ = train()
     plain = metrics.COUNTERS["UncachedCompile"] - before
-    monkeypatch.setenv("XLA_DOWNCAST_BF16", "1")
+    monkeypatch.setenv(variable, "1")
     losses, weights = train()
     # The first step, without optimizer state, and the others: not one for each step.
     assert metrics.COUNTERS["UncachedCompile"] - before <= plain + 2

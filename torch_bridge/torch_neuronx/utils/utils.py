@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 
-SUPPORTED_TYPES = ["inf2", "trn1", "trn1n", "trn2", "trn3"]
-"""Platform targets."""
+from torch_bridge.variables import PLATFORMS
+
+SUPPORTED_TYPES = list(PLATFORMS)
+"""Platform targets: those that can be emulated."""
 
 _DEFAULT = "trn1"
 

@@ -1,0 +1,197 @@
+"""What a model and an optimizer consist of, for checkpoints: named tensors with their placement, and everything else."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from nxd_jax.checkpoint import placement
+from nxd_jax.checkpoint.placement import Placement
+from nxd_jax.parallel_layers import _groups
+from nxd_jax.utils import full_weights
+from torch_bridge import sharded, world
+from torch_bridge.row_shards import RowShards
+
+SMALL = 16
+"""CPU tensors of up to so many numbers (an optimizer's step) are kept with what is no tensor."""
+
+
+@dataclasses.dataclass
+class Contents:
+    """tensors: by name, with the placement of those on xla (None: a CPU tensor, the same for all ranks). other: everything else, nested."""
+
+    tensors: dict[str, tuple[torch.Tensor, Placement | None]]
+    other: dict[str, Any]
+
+
+# -- models ------------------------------------------------------------------------------------------
+
+
+def of_model(model: Any, saving: bool = True) -> Contents:
+    """A module's state dict (of adapters, what their configuration says is to be saved), or a state dict."""
+    tensors: dict[str, tuple[torch.Tensor, Placement | None]] = {}
+    other: dict[str, Any] = {}
+    for name, value in _state_of(model, saving).items():
+        if isinstance(value, torch.Tensor):
+            tensors[name] = value, placed(value)
+        else:
+            other[name] = value
+    return Contents(tensors, {"other": other})
+
+
+def unwrapped(model: Any) -> Any:
+    """The module inside an `NxDModel`."""
+    from nxd_jax.trainer.model import NxDModel
+
+    return model.original_module() if isinstance(model, NxDModel) else model
+
+
+def _state_of(model: Any, saving: bool) -> Mapping[str, Any]:
+    if isinstance(model, Mapping):
+        return model
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module or a state dict, got {type(model).__name__}")
+    module = unwrapped(model)
+    if saving and hasattr(module, "checkpoint_state"):
+        return module.checkpoint_state()
+    return module.state_dict(keep_vars=True)
+
+
+def names_of(model: Any) -> dict[torch.Tensor, str]:
+    """The first name of each parameter of a model."""
+    if not isinstance(model, torch.nn.Module):
+        return {}
+    found: dict[torch.Tensor, str] = {}
+    for name, p in unwrapped(model).named_parameters():
+        found.setdefault(p, name)
+    return found
+
+
+def keys_of(name: str, where: Placement | None) -> list[str]:
+    """The names of the arrays that a tensor is stored as: fused q, k and v by themselves."""
+    if where is None or len(where.pieces) == 1:
+        return [name]
+    return [name.removesuffix("_qkv") + piece.suffix for piece in where.pieces]
+
+
+def placed(t: torch.Tensor) -> Placement | None:
+    """How an xla tensor lies among the ranks; None for a CPU tensor."""
+    if t.device.type != "xla":
+        return None
+    expected = set(sharded.axes_of(_groups.tensor_parallel())) if full_weights.is_shared_out(t) else set()
+    axes = set(sharded.varying(t).axes)
+    if axes <= expected or _agree(t):
+        return placement.of(t)
+    return placement.apart(t.shape, _places(axes))
+
+
+def _agree(t: torch.Tensor) -> bool:
+    """Whether ranks hold the same bits although nobody could tell from the program."""
+    first, *rest = sharded.shards(t)
+    return all(torch.equal(first, other) for other in {id(s): s for s in rest}.values()) and len(world.current().hosted) == world.size()
+
+
+def _places(axes: Iterable[str]) -> list[int]:
+    """For each rank the number of its place along some mesh axes."""
+    tables = [world.coordinates(a) for a in axes]
+    keys = [tuple(t[r] for t in tables) for r in range(world.size())]
+    order = {key: k for k, key in enumerate(sorted(set(keys)))}
+    return [order[key] for key in keys]
+
+
+# -- optimizers --------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A parameter of an optimizer and what the optimizer works on in its place: itself, or this rank's rows of it. rows: how it is cut."""
+
+    name: str
+    parameter: torch.Tensor
+    held: torch.Tensor
+    rows: RowShards | None
+
+    def placement(self) -> Placement:
+        return placement.of(self.parameter, self.rows)
+
+    def shape(self) -> torch.Size:
+        return self.held.shape
+
+
+def inner(optimizer: Any) -> Any:
+    """The optimizer inside an `NxDOptimizer`."""
+    from nxd_jax.trainer.optimizer import NxDOptimizer
+
+    return optimizer.optimizer if isinstance(optimizer, NxDOptimizer) else optimizer
+
+
+def is_zero1(optimizer: Any) -> bool:
+    from torch_bridge.torch_xla.distributed.zero_redundancy_optimizer import ZeroRedundancyOptimizer
+
+    return isinstance(inner(optimizer), ZeroRedundancyOptimizer)
+
+
+def stepping(optimizer: Any) -> Any:
+    """The optimizer whose `state` is by what it works on."""
+    found = inner(optimizer)
+    if not is_zero1(found):
+        return found
+    if not found.inited:
+        found.init_zero()
+    return found.base_optimizer
+
+
+def parts_of(optimizer: Any, names: Mapping[torch.Tensor, str]) -> list[Part]:
+    """The parameters of an optimizer in order; those without a name are called by their number."""
+    found = inner(optimizer)
+    parts = []
+    zero1 = is_zero1(found)
+    if zero1 and not found.inited:
+        found.init_zero()
+    for k, p in enumerate(p for group in found.param_groups for p in group["params"]):
+        held, rows = (found.shard_of[p], found.shards_of(p)) if zero1 else (p, None)
+        parts.append(Part(names.get(p, str(k)), p, held, rows))
+    return parts
+
+
+def of_optimizer(optimizer: Any, names: Mapping[torch.Tensor, str]) -> Contents:
+    """State by parameter, options of groups, and the master weights of ZeRO-1 where they are more than the weights."""
+    outer, base = inner(optimizer), stepping(optimizer)
+    tensors: dict[str, tuple[torch.Tensor, Placement | None]] = {}
+    plain: dict[str, dict[str, Any]] = {}
+    master = []
+    parts = parts_of(optimizer, names)
+    for part in parts:
+        for key, value in base.state.get(part.held, {}).items():
+            if not isinstance(value, torch.Tensor):
+                plain.setdefault(part.name, {})[key] = value
+            elif _is_number(value) and (key == "step" or value.shape != part.shape()):
+                plain.setdefault(part.name, {})[key] = value.detach().cpu()
+            else:
+                tensors[f"{key}/{part.name}"] = value, _state_placement(value, part)
+        if part.held is not part.parameter and (outer.save_master_weights or part.held.dtype != part.parameter.dtype):
+            tensors[f"master/{part.name}"] = part.held, part.placement()
+            master.append(part.name)
+    groups, k = [], 0
+    for group in outer.param_groups:
+        count = len(group["params"])
+        groups.append({**{o: v for o, v in group.items() if o != "params"}, "params": [part.name for part in parts[k : k + count]]})
+        k += count
+    other = {"state": plain, "param_groups": groups, "master": master, "class": type(base).__name__, "order": [part.name for part in parts]}
+    return Contents(tensors, other)
+
+
+def _is_number(t: torch.Tensor) -> bool:
+    return t.numel() <= 1 and (t.device.type != "xla" or not sharded.varying(t).axes)
+
+
+def _state_placement(value: torch.Tensor, part: Part) -> Placement | None:
+    if value.device.type != "xla":
+        return None
+    if value.shape == part.shape():
+        return part.placement()
+    axes = sharded.varying(value).axes
+    return placement.apart(value.shape, _places(axes)) if axes and not _agree(value) else placement.everywhere(value.shape)

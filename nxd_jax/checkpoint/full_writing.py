@@ -1,0 +1,316 @@
+"""A `FullState` to disk in any format, one tensor at a time: what has to wait for others waits in files."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import itertools
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from nxd_jax.checkpoint import full_states, joining, orbax_files, original_writing, reading, safetensors_files, writing
+from nxd_jax.checkpoint.full_states import Full, FullState
+from nxd_jax.checkpoint.joining import Split
+from nxd_jax.checkpoint.name_maps import NameMap
+from nxd_jax.checkpoint.original_files import Rank
+from nxd_jax.checkpoint.original_states import MASTER
+from torch_bridge import transfer
+
+Progress = Callable[[Sequence[Any], str], Iterable[Any]]
+_SMALL = 1 << 20
+"""Bytes up to which a tensor waits in memory."""
+
+
+class Scratch:
+    """Tensors that wait in files."""
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+        self._count = itertools.count()
+
+    def keep(self, t: torch.Tensor) -> torch.Tensor:
+        """The same values, in a file if they are many."""
+        t = t.detach().contiguous()
+        if t.nbytes <= _SMALL:
+            return t.clone()
+        path = self._folder / f"{next(self._count)}.bin"
+        with open(path, "wb") as f:
+            f.write(t.reshape(-1).view(torch.uint8).numpy().data)
+        return torch.from_numpy(np.memmap(path, np.uint8, "c")).view(t.dtype).reshape(t.shape)
+
+
+@contextlib.contextmanager
+def scratch(beside: Path) -> Iterator[Scratch]:
+    """A place for tensors to wait, on the disk of `beside`; removed at the end."""
+    beside.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix=".nxd_ckpt_", dir=beside))
+    try:
+        yield Scratch(folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _cast(full: Full, dtype: torch.dtype | None) -> torch.Tensor:
+    found = full.read()
+    return found.to(dtype) if dtype is not None and found.is_floating_point() else found
+
+
+def copy_files(state: FullState, folder: Path) -> None:
+    """Scheduler and user content."""
+    for name, path in state.files.items():
+        shutil.copyfile(path, folder / name)
+
+
+# -- ours --------------------------------------------------------------------------------------------
+
+
+def to_nxd(state: FullState, folder: Path, place: Scratch, progress: Progress, dtype: torch.dtype | None = None) -> None:
+    """A checkpoint of ours. dtype: of the model's floating-point tensors."""
+    layout = state.layout or {"world": 1}
+    if state.model:
+        _write_arrays(folder / writing.MODEL, state.model, state.aliases, {"other": {}}, layout, place, progress, dtype)
+    if state.other is not None:
+        _write_arrays(folder / writing.OPTIMIZER, state.optimizer, {}, state.other, layout, place, progress, None)
+    copy_files(state, folder)
+
+
+def _write_arrays(
+    folder: Path,
+    tensors: Mapping[str, Full],
+    aliases: Mapping[str, str],
+    objects: Mapping[str, Any],
+    layout: Mapping[str, int],
+    place: Scratch,
+    progress: Progress,
+    dtype: torch.dtype | None,
+) -> None:
+    arrays: dict[str, Any] = {}
+    entries: dict[str, Any] = {}
+    for name, full in progress(list(tensors.items()), f"reading {folder.name}"):
+        value = _cast(full, dtype)
+        stored = full.need.stored if full.apart is None else tuple(value.shape)
+        arrays[name] = np.asarray(transfer.to_numpy(place.keep(value.reshape(stored))))
+        entries[name] = writing._entry(full.need.shape or (1,), stored, value.dtype)
+        if full.need.dim is not None:
+            entries[name]["dim"] = full.need.dim
+        if full.apart is not None:
+            entries[name]["apart"] = list(full.apart)
+    orbax_files.save(folder, arrays, {"layout": dict(layout), "tensors": entries, "aliases": dict(aliases)})
+    buffer = io.BytesIO()
+    torch.save(dict(objects), buffer)
+    writing.write_bytes(folder / writing.OBJECTS, buffer.getvalue())
+
+
+# -- Hugging Face's ----------------------------------------------------------------------------------
+
+
+def to_hub(
+    state: FullState,
+    folder: Path,
+    names: NameMap,
+    progress: Progress,
+    dtype: torch.dtype | None = None,
+    max_bytes: int = safetensors_files.MAX_BYTES,
+) -> list[Path]:
+    """A Hugging Face folder; tensors with two names are written once. Returns the files. Raises ValueError for tensors that are different on each rank."""
+    _check_apart(state.model)
+    shapes = {
+        name: (full.need.shape, dtype if dtype is not None and full.dtype.is_floating_point else full.dtype)
+        for name, full in state.model.items()
+    }
+    plan = safetensors_files.planned(names.to_hub(list(state.model)), shapes, lambda n: _cast(state.model[n], dtype).reshape(shapes[n][0]))
+    bar = iter(progress(plan, "writing"))
+
+    def counted(read: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        def run() -> torch.Tensor:
+            next(bar, None)
+            return read()
+
+        return run
+
+    plan = [p._replace(read=counted(p.read)) for p in plan]
+    found = safetensors_files.write(folder, plan, max_bytes, state.config)
+    next(bar, None)
+    return found
+
+
+def _check_apart(tensors: Mapping[str, Full]) -> None:
+    apart = [name for name, full in tensors.items() if full.apart is not None]
+    if apart:
+        raise ValueError(f"{reading._listed(apart)} are different on each rank: only nxd's own format keeps all their values")
+
+
+# -- NxD's -------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Ranks:
+    """The ranks to write files for.
+
+    zero1: cut the optimizer's state among dp ranks. copies: ranks that hold each K/V head. fuse: q, k and v into one weight. xser: a file for each tensor.
+    """
+
+    tp: int = 1
+    dp: int = 1
+    zero1: bool = False
+    copies: int = 1
+    fuse: bool = True
+    xser: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class _Parameter:
+    """A tensor as NxD has it, of one full tensor or three (q, k and v)."""
+
+    name: str
+    keys: tuple[str, ...]
+    splits: tuple[Split, ...]
+
+    def part(self, full: Sequence[torch.Tensor], rank: int, tp: int) -> torch.Tensor:
+        try:
+            found = [split.part(t, rank, tp) for split, t in zip(self.splits, full, strict=True)]
+        except ValueError as error:
+            raise ValueError(f"{self.name}: {error}") from None
+        return found[0] if len(found) == 1 else torch.cat(found)
+
+
+def to_original(
+    state: FullState, folder: Path, ranks: Ranks, rules: joining.Rules, place: Scratch, progress: Progress, dtype: torch.dtype | None = None
+) -> None:
+    """Files for each of NxD's ranks. rules: how they share tensors out; without one counts what the checkpoint says. Raises ValueError where neither says."""
+    _check_apart({**state.model, **state.optimizer})
+    splits = _splits({**state.model}, ranks, rules)
+    parameters = _parameters(list(state.model), splits, ranks.fuse)
+    files: list[dict[str, torch.Tensor]] = [{} for _ in range(ranks.tp)]
+    for p in progress(parameters, "reading model"):
+        full = [_cast(state.model[k], dtype) for k in p.keys]
+        for t, file in enumerate(files):
+            file[p.name] = place.keep(p.part(full, t, ranks.tp))
+    for alias, name in state.aliases.items():
+        for file in files:
+            if name in file:
+                file[alias] = file[name]
+    for t, file in enumerate(progress(files, "writing model") if state.model else []):
+        original_writing.write(folder / "model" / Rank(tp=t).file_name(), file, ranks.xser)
+    if state.other is not None:
+        _write_optimizer(state, folder, ranks, splits, place, progress)
+    copy_files(state, folder)
+
+
+def _splits(tensors: Mapping[str, Full], ranks: Ranks, rules: joining.Rules) -> dict[str, Split]:
+    found: dict[str, Split] = {}
+    unknown = []
+    for name, full in tensors.items():
+        split = joining.rule_for(name, rules)
+        fused = joining.fused_name(name)
+        if split is None and full.need.dim is not None:
+            split = Split(full.need.dim, full.need.stride)
+        if split is None and ranks.tp == 1:
+            split = Split(None)
+        if split is None:
+            unknown.append(name)
+        else:
+            copied = fused is not None and fused[1] and split.dim is not None
+            found[name] = dataclasses.replace(split, copies=ranks.copies) if copied else split
+    if unknown:
+        raise ValueError(
+            f"how {ranks.tp} tensor-parallel ranks are to share out {reading._listed(unknown)} is not known: {full_states.rules_help()}"
+        )
+    return found
+
+
+def _parameters(names: Sequence[str], splits: Mapping[str, Split], fuse: bool) -> list[_Parameter]:
+    """Tensors as NxD has them, in order."""
+    there, found = set(names), []
+    for name in names:
+        fused = joining.fused_name(name) if fuse else None
+        if fused is None or not there.issuperset(joining.separate_names(fused[0])):
+            found.append(_Parameter(name, (name,), (splits[name],)))
+        elif fused[1] == 0:
+            keys = tuple(joining.separate_names(fused[0]))
+            found.append(_Parameter(fused[0], keys, tuple(splits[k] for k in keys)))
+    return found
+
+
+def _write_optimizer(state: FullState, folder: Path, ranks: Ranks, splits: Mapping[str, Split], place: Scratch, progress: Progress) -> None:
+    other = state.other
+    assert other is not None
+    _check_optimizer(state, other, splits)
+    parameters = _parameters(other["order"], splits, ranks.fuse)
+    kinds = list(dict.fromkeys(label.partition("/")[0] for label in state.optimizer))
+    dp = ranks.dp if ranks.zero1 else 1
+    grid = [[_Cell(other, parameters, ranks) for _ in range(dp)] for _ in range(ranks.tp)]
+    for index, p in enumerate(progress(parameters, "reading optimizer")):
+        shape = None
+        for kind in kinds:
+            if not all(f"{kind}/{k}" in state.optimizer for k in p.keys) or (kind == MASTER and not ranks.zero1):
+                continue
+            full = [state.optimizer[f"{kind}/{k}"].read() for k in p.keys]
+            for t, cells in enumerate(grid):
+                part = p.part(full, t, ranks.tp)
+                shape = part.shape
+                for d, cell in enumerate(cells):
+                    cell.add(index, kind, place.keep(_rows(part, d, dp) if ranks.zero1 else part))
+        if shape is None:
+            shape = p.part([torch.empty(state.model[k].need.shape, device="meta") for k in p.keys], 0, ranks.tp).shape
+        for cell in itertools.chain(*grid):
+            cell.shapes[index] = torch.Size(shape)
+    every = [(Rank(d, t), cell) for t, row in enumerate(grid) for d, cell in enumerate(row)]
+    for rank, cell in progress(every, "writing optimizer"):
+        original_writing.write(folder / "optim" / rank.file_name(), cell.data(), ranks.xser)
+
+
+def _check_optimizer(state: FullState, other: Mapping[str, Any], splits: Mapping[str, Split]) -> None:
+    if "param_groups" not in other:
+        raise ValueError("the checkpoint holds an optimizer's state dict, not an optimizer: convert the model alone (--model-only)")
+    unknown = [name for name in other["order"] if name not in splits]
+    if unknown:
+        raise ValueError(f"the model has no {reading._listed(unknown)} of the optimizer: convert the model alone (--model-only)")
+    odd = [label for label in state.optimizer if label not in other["like"] and not label.startswith(f"{MASTER}/")]
+    if odd:
+        raise ValueError(
+            f"{reading._listed(odd)} of the optimizer are not shaped like their parameters; convert the model alone (--model-only)"
+        )
+
+
+def _rows(part: torch.Tensor, index: int, dp: int) -> torch.Tensor:
+    """A data-parallel rank's rows, zeros after the last."""
+    part = part if part.dim() else part.reshape(1)
+    rows = -(-part.shape[0] // dp)
+    found = part.new_zeros(rows, *part.shape[1:])
+    own = part[index * rows : (index + 1) * rows]
+    found[: len(own)] = own
+    return found
+
+
+class _Cell:
+    """One rank's optimizer file."""
+
+    def __init__(self, other: Mapping[str, Any], parameters: Sequence[_Parameter], ranks: Ranks):
+        self.zero1 = ranks.zero1
+        numbers = {key: index for index, p in enumerate(parameters) for key in p.keys}
+        self.groups = [{**g, "params": list(dict.fromkeys(numbers[k] for k in g["params"]))} for g in other["param_groups"]]
+        self.state: dict[int, dict[str, Any]] = {
+            i: dict(other["state"][p.keys[0]]) for i, p in enumerate(parameters) if p.keys[0] in other["state"]
+        }
+        self.master: dict[int, torch.Tensor] = {}
+        self.shapes: dict[int, torch.Size] = {}
+
+    def add(self, index: int, kind: str, value: torch.Tensor) -> None:
+        if kind == MASTER:
+            self.master[index] = value
+        else:
+            self.state.setdefault(index, {})[kind] = value
+
+    def data(self) -> dict[str, Any]:
+        if not self.zero1:
+            return {"state": self.state, "param_groups": self.groups}
+        found = {"state": {}, "param_groups": self.groups, "base_state": self.state, "shape_info": self.shapes}
+        return {**found, "sharded_master_weights": self.master} if self.master else found

@@ -1,0 +1,93 @@
+"""Arrays to and from disk, with Orbax: a folder of full arrays, which any program can read with `orbax.checkpoint`."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from torch_bridge import _compat
+
+INDEX = "tensors.json"
+"""What the folder holds, by name: full shape, stored shape and dtype of each array; and the layout of the ranks that wrote it."""
+
+FORMAT = 1
+
+
+class DamagedCheckpointError(RuntimeError):
+    """A checkpoint's files cannot be read."""
+
+
+def save(folder: Path, arrays: Mapping[str, Any], index: Mapping[str, Any]) -> None:
+    """Write arrays (`jax.Array`s or numpy's) and the index. All processes call it. Not atomic: the tag is."""
+    import orbax.checkpoint as ocp
+
+    if arrays:
+        with _compat.enable_x64(), ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_compression=False)) as checkpointer:
+            checkpointer.save(folder / "arrays", args=ocp.args.PyTreeSave(dict(arrays)), force=True)
+    if jax.process_index() == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        with open(folder / INDEX, "w") as f:
+            json.dump({"format": FORMAT, **index}, f, indent=1)
+            f.flush()
+            os.fsync(f.fileno())
+
+
+def read_index(folder: Path) -> dict[str, Any]:
+    """The index of a folder. Raises FileNotFoundError if there is none, DamagedCheckpointError if it cannot be read or is of a later format."""
+    path = folder / INDEX
+    if not path.is_file():
+        raise FileNotFoundError(f"{folder} holds no tensors of nxd_jax: there is no {path}")
+    try:
+        found: dict[str, Any] = json.loads(path.read_text())
+    except ValueError as error:
+        raise DamagedCheckpointError(f"{path} is damaged: {error}. Load another tag") from error
+    if found.get("format") != FORMAT:
+        raise DamagedCheckpointError(
+            f"{path} has format {found.get('format')!r}, this release reads {FORMAT}: it was written by a later release"
+        )
+    return found
+
+
+def restore(folder: Path, targets: Mapping[str, jax.ShapeDtypeStruct | None]) -> dict[str, Any]:
+    """Read some arrays: for each a shape, dtype and sharding (cut or padded with zeros at the ends to that shape), or None for a numpy array as stored.
+
+    Every process reads what its devices hold. Raises DamagedCheckpointError naming the folder.
+    """
+    import orbax.checkpoint as ocp
+
+    if not targets:
+        return {}
+    item: dict[str, Any] = {}
+    args: dict[str, Any] = {}
+    for name, target in targets.items():
+        if target is None:
+            item[name], args[name] = 0, ocp.RestoreArgs(restore_type=np.ndarray)
+        else:
+            item[name] = target
+            args[name] = ocp.ArrayRestoreArgs(sharding=target.sharding, global_shape=target.shape, dtype=target.dtype, strict=False)
+    try:
+        with _compat.enable_x64(), ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_compression=False)) as checkpointer:
+            found = checkpointer.restore(folder / "arrays", args=ocp.args.PyTreeRestore(item=item, restore_args=args, partial_restore=True))
+    except (OSError, ValueError, KeyError) as error:
+        raise DamagedCheckpointError(f"the arrays in {folder} cannot be read: {str(error).splitlines()[0]}. Load another tag") from error
+    return dict(found)
+
+
+def batches(sizes: Mapping[str, int], limit: int) -> Iterator[Sequence[str]]:
+    """Names in groups of at most `limit` bytes together (or one)."""
+    group: list[str] = []
+    total = 0
+    for name, size in sizes.items():
+        if group and total + size > limit:
+            yield group
+            group, total = [], 0
+        group.append(name)
+        total += size
+    if group:
+        yield group

@@ -1,0 +1,115 @@
+"""Which part of which full array each rank's tensor is.
+
+A parameter that tensor-parallel ranks share out is a part of a full array along one dim. Fused parameters (gate and up; q, k and v) are several parts. Under
+ZeRO-1 a rank holds some of its rows only. Copies are stored once. So an array on disk does not depend on how many ranks wrote it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from nxd_jax.parallel_layers import _groups
+from nxd_jax.utils import full_weights
+from torch_bridge import groups, world
+from torch_bridge.row_shards import RowShards
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """A stretch of a rank's tensor that is part of one full array.
+
+    suffix: added to the name ("" if the tensor is one piece). start, rows: which rows of the tensor (rows 0: all). dim: along which ranks share the array out.
+    stride: tensors fused along `dim`, each shared out by itself. count: different parts. part: of each rank of the world.
+    """
+
+    suffix: str
+    start: int
+    rows: int
+    dim: int
+    stride: int
+    count: int
+    part: tuple[int, ...]
+
+    @property
+    def whole(self) -> bool:
+        """Whether the piece is the tensor as it is."""
+        return not self.rows and self.stride == 1
+
+    def local_shape(self, tensor: Sequence[int]) -> list[int]:
+        """The shape of what a rank stores, given its tensor's: fused tensors along a dim of their own."""
+        shape = [self.rows, *tensor[1:]] if self.rows else list(tensor)
+        if self.stride > 1:
+            shape[self.dim : self.dim + 1] = [self.stride, shape[self.dim] // self.stride]
+        return shape
+
+    @property
+    def stored_dim(self) -> int:
+        """The dim of what a rank stores along which parts lie side by side."""
+        return self.dim + (self.stride > 1)
+
+    def full_shape(self, tensor: Sequence[int]) -> list[int]:
+        """The shape of the full array as a model without parallel ranks has it."""
+        shape = [self.rows, *tensor[1:]] if self.rows else list(tensor)
+        if shape:
+            shape[self.dim] *= self.count
+        return shape
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """Where a tensor of `shape` (as one tensor-parallel rank has it) lies.
+
+    rows: how data-parallel ranks cut it; None: they all have it. apart: ranks hold different values, stored side by side along a first dim of its own.
+    """
+
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+    rows: RowShards | None = None
+    apart: bool = False
+
+    def row_part(self) -> tuple[int, ...]:
+        """Each rank's place among those that cut the tensor by rows."""
+        return _table(self.rows.among) if self.rows is not None else (0,) * world.size()
+
+
+def of(parameter: torch.Tensor, rows: RowShards | None = None) -> Placement:
+    """The placement of a parameter, or of a tensor that is shared out like it. A number counts as one row."""
+    shape = tuple(parameter.shape) or (1,)
+    rows = None if rows is None or rows.size == 1 else rows
+    if not full_weights.is_shared_out(parameter):
+        return Placement(shape, (_everywhere(),), rows)
+    firsts = [members[0] for members in groups.resolve(_groups.tensor_parallel()).members]
+    found = [full_weights._pieces(parameter, _groups.tensor_parallel(), rank) for rank in firsts]
+    names = ("_q", "_k", "_v") if len(found[0]) == 3 else ("",)
+    pieces = []
+    for k, suffix in enumerate(names):
+        shares, start, size = found[0][k]
+        part: dict[int, int] = {}
+        for other in found:
+            part.update(other[k][0].index)
+        pieces.append(Piece(suffix, start, size, shares.dim, shares.stride, shares.count, tuple(part[r] for r in range(world.size()))))
+    return Placement(shape, tuple(pieces), rows)
+
+
+def everywhere(shape: Sequence[int], rows: RowShards | None = None) -> Placement:
+    """The placement of a tensor that all ranks hold alike."""
+    return Placement(tuple(shape) or (1,), (_everywhere(),), None if rows is None or rows.size == 1 else rows)
+
+
+def apart(shape: Sequence[int], part: Sequence[int]) -> Placement:
+    """The placement of a tensor that ranks hold different values of, for reasons of their own: rank r the block `part[r]`, stacked along a new first dim."""
+    count = max(part) + 1
+    return Placement((1, *shape), (Piece("", 0, 0, 0, 1, count, tuple(part)),), apart=True)
+
+
+def _everywhere() -> Piece:
+    return Piece("", 0, 0, 0, 1, 1, (0,) * world.size())
+
+
+def _table(among: groups.Groups) -> tuple[int, ...]:
+    place: Callable[[int], Any] = among.index
+    return tuple(place(r) for r in range(world.size()))

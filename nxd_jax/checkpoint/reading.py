@@ -1,0 +1,400 @@
+"""From a checkpoint's folder into a model and an optimizer, whatever ranks wrote it and whatever ranks there are now."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from nxd_jax.checkpoint import arrays, contents, orbax_files, placement, writing
+from nxd_jax.checkpoint.contents import Part
+from nxd_jax.checkpoint.orbax_files import DamagedCheckpointError
+from nxd_jax.checkpoint.placement import Placement
+from nxd_jax.utils import full_weights
+from torch_bridge import dtypes, executor, nested, transfer, world
+
+logger = logging.getLogger("nxd_jax")
+
+BATCH = 2 * 2**30
+"""Bytes of full arrays that are read at once."""
+
+_NOT_LOADED = {"params", "fused", "foreach", "capturable", "differentiable"}
+"""Options of an optimizer's groups that say how it computes, not what."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Wanted:
+    """A tensor to fill from a folder. keys: of its arrays; where: its placement, None for one on the CPU; tensor: what it is or is like."""
+
+    label: str
+    keys: tuple[str, ...]
+    where: Placement | None
+    tensor: torch.Tensor
+
+
+class Folder:
+    """A folder of arrays with its index."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.index = orbax_files.read_index(path)
+        self.entries: dict[str, Any] = self.index["tensors"]
+        self.aliases: dict[str, str] = self.index["aliases"]
+
+    def key(self, name: str) -> str:
+        """The name that an array is stored under."""
+        return self.aliases.get(name, name)
+
+    def __contains__(self, name: str) -> bool:
+        return self.key(name) in self.entries
+
+    def entry(self, name: str) -> dict[str, Any]:
+        found: dict[str, Any] = self.entries[self.key(name)]
+        return found
+
+    def apart(self, name: str, like: torch.Tensor | None = None) -> Placement | None:
+        """The placement of an array that was different on each rank, if ranks are laid out as they were; None for others.
+
+        like: a tensor that must be on xla and have its shape.
+        """
+        entry = self.entry(name)
+        if "apart" not in entry or self.index["layout"] != writing.layout():
+            return None
+        if like is not None and (like.device.type != "xla" or list(like.shape) != entry["shape"][1:]):
+            return None
+        return placement.apart(entry["shape"][1:], entry["apart"])
+
+    def names(self) -> dict[str, None]:
+        """Of all arrays, also those stored under another name, in one order on all processes: in it arrays are read and ranks exchange parts."""
+        return dict.fromkeys([*self.entries, *self.aliases])
+
+    def objects(self) -> dict[str, Any]:
+        """What is no tensor. Raises DamagedCheckpointError."""
+        return load_object(self.path / writing.OBJECTS)
+
+    def read(self, wanted: Sequence[Wanted]) -> Iterable[tuple[Wanted, torch.Tensor]]:
+        """The tensors, batch by batch: on xla as each rank holds them, or on the CPU."""
+        sizes = {str(k): sum(_bytes(self.entry(key)) for key in w.keys) for k, w in enumerate(wanted)}
+        groups = list(orbax_files.batches(sizes, BATCH))
+        for group in _progress(groups, f"loading {self.path.name}"):
+            yield from self._batch([wanted[int(k)] for k in group])
+
+    def _batch(self, wanted: Sequence[Wanted]) -> list[tuple[Wanted, torch.Tensor]]:
+        targets: dict[tuple[str, int], Any] = {}
+        requests: list[dict[str, Any]] = [{}]
+        for number, w in enumerate(wanted):
+            hows = arrays.blocks(w.where) if w.where is not None else [None] * len(w.keys)
+            for key, how in zip(w.keys, hows, strict=True):
+                stored = self.key(key)
+                layer = next((k for k, r in enumerate(requests) if stored not in r), len(requests))
+                if layer == len(requests):
+                    requests.append({})
+                dtype = dtypes.to_jax(getattr(torch, self.entry(key)["dtype"]))
+                requests[layer][stored] = None if how is None else _fitting(how, self.entry(key), dtype)
+                targets[key, number] = layer, stored, how
+        found = [orbax_files.restore(self.path, r) for r in requests]
+        made = []
+        for number, w in enumerate(wanted):
+            parts = []
+            for key in w.keys:
+                layer, stored, how = targets[key, number]
+                parts.append(self._tensor(found[layer][stored], how, self.entry(key)))
+            made.append((w, arrays.joined(parts, w.where) if w.where is not None else self._on_cpu(parts, w)))
+        executor.sync()
+        return made
+
+    def _tensor(self, array: Any, how: arrays.Blocks | None, entry: Mapping[str, Any]) -> torch.Tensor:
+        dtype = getattr(torch, entry["dtype"])
+        if how is not None:
+            return arrays.piece_tensor(array, how, dtype)
+        host = transfer.from_numpy(np.array(array).reshape(entry["stored"])).to(dtype)
+        return _cut_to(host, entry)
+
+    def _on_cpu(self, parts: list[torch.Tensor], w: Wanted) -> torch.Tensor:
+        full = parts[0] if len(parts) == 1 else tuple(parts)
+        if full_weights.is_shared_out(w.tensor):
+            return full_weights.cut_full(w.tensor, full, world.first())
+        assert isinstance(full, torch.Tensor)
+        return full.reshape(w.tensor.shape)
+
+
+def _fitting(how: arrays.Blocks, entry: Mapping[str, Any], dtype: Any) -> Any:
+    if len(how.shape) != len(entry["stored"]):
+        raise ValueError(
+            f"an array of shape {entry['stored']} was stored, {list(how.shape)} is needed: the layer fuses tensors in another way (stride)"
+        )
+    return how.target(dtype)
+
+
+def _cut_to(host: torch.Tensor, entry: Mapping[str, Any]) -> torch.Tensor:
+    """An array as stored, in its full shape: without rows that pad it, fused tensors below each other."""
+    shape = list(entry["shape"])
+    if host.dim() == len(shape):
+        return host[tuple(slice(n) for n in shape)].reshape(shape)
+    return host.reshape(shape)
+
+
+def _bytes(entry: Mapping[str, Any]) -> int:
+    return int(np.prod(entry["stored"])) * getattr(torch, entry["dtype"]).itemsize
+
+
+def _progress(items: Sequence[Any], what: str) -> Iterable[Any]:
+    if len(items) < 2 or world.first() or not sys.stderr.isatty():
+        return items
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return items
+    return tqdm(items, desc=what, leave=False)
+
+
+def load_object(path: Path) -> Any:
+    """A pickled file. Raises DamagedCheckpointError if it is missing or cannot be read. Runs the code that it contains: only for files that you trust."""
+    try:
+        return torch.load(path, map_location="cpu", weights_only=False)
+    except FileNotFoundError as error:
+        raise DamagedCheckpointError(f"{path} is missing. Load another tag") from error
+    except Exception as error:
+        raise DamagedCheckpointError(
+            f"{path} is damaged: {str(error).splitlines()[0] if str(error) else type(error).__name__}. Load another tag"
+        ) from error
+
+
+# -- models ------------------------------------------------------------------------------------------
+
+
+def load_model(path: Path, model: Any, strict: bool, master: Path | None) -> None:
+    """Fill a module from a folder. master: an optimizer's folder whose master weights stand in for weights that were not written.
+
+    Raises RuntimeError for missing or unexpected names (unless not `strict`) and for other shapes, before anything changes.
+    """
+    folder = Folder(path)
+    other = folder.objects()["other"]
+    module = contents.unwrapped(model)
+    adapters = hasattr(module, "checkpoint_targets")
+    filled = module.checkpoint_targets(list(folder.names()), other.get("lora_config")) if adapters else module
+    target = contents.of_model(filled, saving=False)
+    spare = Folder(master) if master is not None and (master / orbax_files.INDEX).is_file() else None
+    here: list[Wanted] = []
+    there: list[Wanted] = []
+    missing: list[str] = []
+    used: set[str] = set()
+    for name, (t, where) in target.tensors.items():
+        keys = contents.keys_of(name, where if where is not None else _placement_on_cpu(t))
+        if all(k in folder for k in keys):
+            here.append(Wanted(name, tuple(keys), folder.apart(keys[0], t) or where, t))
+            used.update(keys)
+        elif spare is not None and all(f"master/{k}" in spare for k in keys):
+            there.append(Wanted(name, tuple(f"master/{k}" for k in keys), where, t))
+        else:
+            missing.append(name)
+    unexpected = sorted(folder.names().keys() - used - _inside(used, folder)) + [
+        k for k in other if k not in target.other["other"] and k != "lora_config"
+    ]
+    problems = _shape_problems(folder, here) + (_shape_problems(spare, there) if spare is not None else [])
+    if strict:
+        problems += [f"missing in the checkpoint: {_listed(missing)}"] * bool(missing)
+        problems += [f"unexpected in the checkpoint: {_listed(unexpected)}"] * bool(unexpected and not adapters)
+    elif missing or unexpected:
+        logger.info("%s: not loaded %s; not used %s", path, _listed(missing) or "nothing", _listed(unexpected) or "nothing")
+    if problems:
+        raise RuntimeError(
+            f"cannot load {path} into {type(module).__name__}: "
+            + "; ".join(problems)
+            + ". strict=False ignores missing and unexpected names"
+        )
+    if there:
+        logger.info("Sharded master weights found in optim states, ignoring model weight tensors")
+    with torch.no_grad():
+        for source, wanted in ((folder, here), (spare, there)):
+            for w, value in source.read(wanted) if source is not None else ():
+                w.tensor.detach().copy_(value.reshape(w.tensor.shape))
+    executor.sync()
+    _set_extra_state(module, other)
+
+
+def _inside(used: set[str], folder: Folder) -> set[str]:
+    """Names whose array is used under another name of a tied weight."""
+    stored = {folder.key(k) for k in used}
+    return {name for name in folder.names() if folder.key(name) in stored}
+
+
+def _set_extra_state(module: Any, other: Mapping[str, Any]) -> None:
+    extra = {k: v for k, v in other.items() if k.endswith("_extra_state")}
+    if extra:
+        module.load_state_dict(extra, strict=False)
+
+
+def _placement_on_cpu(t: torch.Tensor) -> Placement | None:
+    return placement.of(t) if full_weights.is_shared_out(t) else None
+
+
+def _shape_problems(folder: Folder, wanted: Sequence[Wanted]) -> list[str]:
+    found = []
+    for w in wanted:
+        where = w.where or _placement_on_cpu(w.tensor)
+        for k, key in enumerate(w.keys):
+            entry = folder.entry(key)
+            shape = list(w.tensor.shape) if where is None else where.pieces[k].full_shape(where.shape)
+            if "apart" in entry:
+                found.append(_apart_problem(key, entry, where))
+            elif entry["shape"] != shape and not (entry["shape"] in ([], [1]) and shape in ([], [1])):
+                found.append(f"{key} has shape {entry['shape']} in the checkpoint, {shape} in the model")
+    return [f for f in found if f]
+
+
+def _apart_problem(key: str, entry: Mapping[str, Any], where: Placement | None) -> str:
+    if where is not None and where.apart:
+        return ""
+    return f"{key} was different on each rank, and ranks are laid out in another way now: load it in the layout it was saved with"
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+
+
+# -- optimizers --------------------------------------------------------------------------------------
+
+
+def load_optimizer(path: Path, optimizer: Any, model: Any) -> None:
+    """Fill an optimizer from a folder: state, options of groups, master weights. Under ZeRO-1 the parameters are cut anew first.
+
+    Raises ValueError, before anything changes, for the state of other parameters.
+    """
+    folder = Folder(path)
+    saved = folder.objects()
+    if "nested" in saved:
+        _load_nested(folder, saved["nested"], optimizer)
+        return
+    parts = _named(contents.parts_of(optimizer, contents.names_of(model)), saved["order"])
+    keys = {part.name: contents.keys_of(part.name, part.placement()) for part in parts}
+    _check_parameters(path, saved, keys)
+    wanted = [w for part in parts for w in _state_wanted(folder, saved, part, keys[part.name])]
+    like = set(saved["like"])
+    problems = _shape_problems(folder, [w for w in wanted if w.keys[0] in like])
+    problems += [_apart_problem(w.keys[0], folder.entry(w.keys[0]), w.where) for w in wanted if "apart" in folder.entry(w.keys[0])]
+    if any(problems):
+        raise ValueError(f"cannot load {path}: " + "; ".join(p for p in problems if p))
+    if contents.is_zero1(optimizer):
+        contents.inner(optimizer).init_zero()
+        parts = _named(contents.parts_of(optimizer, contents.names_of(model)), saved["order"])
+    _take_state(folder, saved, optimizer, parts, keys, wanted)
+    executor.sync()
+
+
+def _take_state(
+    folder: Folder, saved: Any, optimizer: Any, parts: Sequence[Part], keys: Mapping[str, list[str]], wanted: Sequence[Wanted]
+) -> None:
+    base = contents.stepping(optimizer)
+    by_name = {part.name: part for part in parts}
+    _set_options(optimizer, saved["param_groups"], {p.parameter: keys[p.name] for p in parts})
+    on_device = _on_device(base)
+    state: dict[str, dict[str, Any]] = {name: {} for name in by_name}
+    with torch.no_grad():
+        for w, value in folder.read(wanted):
+            key, _, name = w.label.partition("/")
+            held = by_name[name].held
+            if key == "master":
+                held.detach().copy_(value.reshape(held.shape))
+            else:
+                state[name][key] = (
+                    value.reshape(held.shape) if set(w.keys) <= set(saved["like"]) else _as_stored(value, folder.entry(w.keys[0]))
+                )
+    base.state.clear()
+    for name, part in by_name.items():
+        plain = saved["state"].get(keys[name][0], {})
+        found = {**{k: _plain(v, part, on_device) for k, v in plain.items()}, **state[name]}
+        if found:
+            base.state[part.held] = found
+    if contents.is_zero1(optimizer):
+        contents.inner(optimizer)._share_options(contents.inner(optimizer).param_groups, base.param_groups)
+
+
+def _as_stored(value: torch.Tensor, entry: Mapping[str, Any]) -> torch.Tensor:
+    return value.reshape(entry["shape"][1:] if "apart" in entry else entry["shape"])
+
+
+def _named(parts: list[Part], order: Sequence[str]) -> list[Part]:
+    """Parts that have numbers for names, without a model, named by their order."""
+    if not all(part.name.isdigit() for part in parts) or {part.name for part in parts} <= set(order) or len(order) != len(parts):
+        return parts
+    return [dataclasses.replace(part, name=name) for part, name in zip(parts, order, strict=True)]
+
+
+def _check_parameters(path: Path, saved: Any, keys: Mapping[str, list[str]]) -> None:
+    known = set(saved["order"])
+    absent = [name for name, own in keys.items() if not known.issuperset(own)]
+    if absent:
+        hint = (
+            "pass model= as well, so that parameters go by name" if all(n.isdigit() for n in absent) else "was it saved from another model?"
+        )
+        raise ValueError(f"{path} has no state for {_listed(absent)}; it has {_listed(saved['order'])}: {hint}")
+
+
+def _state_wanted(folder: Folder, saved: Any, part: Part, keys: Sequence[str]) -> list[Wanted]:
+    kinds = dict.fromkeys(k.partition("/")[0] for k in folder.names() if k.partition("/")[2] in (part.name, *keys))
+    found = []
+    for kind in kinds:
+        own = tuple(f"{kind}/{k}" for k in keys)
+        if kind == "master" and part.held is part.parameter:
+            continue
+        if all(k in folder for k in own) and set(own) <= set(saved["like"]) | {k for k in own if kind == "master"}:
+            found.append(Wanted(f"{kind}/{part.name}", own, part.placement(), part.held if part.rows is None else part.parameter))
+        elif f"{kind}/{part.name}" in folder:
+            entry = folder.entry(f"{kind}/{part.name}")
+            where = folder.apart(f"{kind}/{part.name}") or placement.everywhere(entry["shape"])
+            found.append(Wanted(f"{kind}/{part.name}", (f"{kind}/{part.name}",), where, part.held))
+    return found
+
+
+def _set_options(optimizer: Any, saved: Sequence[Mapping[str, Any]], keys: Mapping[torch.Tensor, Sequence[str]]) -> None:
+    groups = contents.inner(optimizer).param_groups
+    for group in groups:
+        if not group["params"]:
+            continue
+        first = keys[group["params"][0]][0]
+        source = next(g for g in saved if first in g["params"])
+        group.update({k: v for k, v in source.items() if k not in _NOT_LOADED})
+
+
+def _on_device(optimizer: Any) -> bool:
+    """Whether an optimizer counts its steps on the device."""
+    return any(g.get("fused") or g.get("capturable") for g in optimizer.param_groups)
+
+
+def _plain(value: Any, part: Part, on_device: bool) -> Any:
+    if isinstance(value, torch.Tensor) and value.dim() == 0:
+        return value.to(part.held.device) if on_device else value.clone()  # each parameter counts by itself
+    found = [t.to(part.held.device) for t in nested.collect(value, _is_vector)]
+    return nested.replace(value, _is_vector, found)
+
+
+def _is_vector(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and x.dim() > 0
+
+
+def _load_nested(folder: Folder, structure: Any, optimizer: Any) -> None:
+    """An optimizer's state dict that was saved as such."""
+    wanted = []
+    for name in folder.entries:
+        entry = folder.entry(name)
+        where = folder.apart(name) or placement.everywhere(entry["shape"])
+        if "apart" in entry and not where.apart:
+            raise ValueError(
+                f"{folder.path} holds a state dict of ranks laid out as {folder.index['layout']}, now they are {writing.layout()}: save the optimizer itself "
+                "for any layout"
+            )
+        wanted.append(Wanted(name, (name,), where, torch.empty(0)))
+    values = {w.label: _as_stored(value, folder.entry(w.label)) for w, value in folder.read(wanted)}
+    state = nested.replace(structure, _is_stub, [values[f"nested/{s.index}"] for s in nested.collect(structure, _is_stub)])
+    optimizer.load_state_dict(state)
+
+
+def _is_stub(x: Any) -> bool:
+    return isinstance(x, writing._Stub)

@@ -1,0 +1,58 @@
+"""Saving in the background: one thread, one save after the other, nothing lost at exit."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any
+
+logger = logging.getLogger("nxd_jax")
+
+Task = Callable[[], Any]
+
+
+class Worker:
+    """A thread that runs tasks in order. What a task raises is raised by the next `wait()` (and logged at exit)."""
+
+    def __init__(self) -> None:
+        self._tasks: queue.Queue[Task] = queue.Queue()
+        self._thread: threading.Thread | None = None
+        self._errors: list[BaseException] = []
+
+    def submit(self, task: Task) -> None:
+        """Have a task run after those before it."""
+        self._tasks.put(task)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="nxd_jax-checkpoints", daemon=True)
+            self._thread.start()
+            # Before any thread pool is closed: writing needs some. (atexit would be too late.)
+            threading._register_atexit(self._finish)  # type: ignore[attr-defined]
+
+    def wait(self) -> None:
+        """Until all tasks are done. Raises the first error of those that failed since the last call."""
+        self._tasks.join()
+        if self._errors:
+            first, self._errors = self._errors[0], []
+            raise first
+
+    @property
+    def busy(self) -> bool:
+        """Whether tasks are left."""
+        return self._tasks.unfinished_tasks > 0
+
+    def _run(self) -> None:
+        while True:
+            task = self._tasks.get()
+            try:
+                task()
+            except BaseException as error:
+                self._errors.append(error)
+                logger.error("a checkpoint could not be saved: %s", error)
+            finally:
+                del task  # it holds the arrays
+                self._tasks.task_done()
+
+    def _finish(self) -> None:
+        self._tasks.join()

@@ -1,0 +1,181 @@
+"""From a model, an optimizer and the rest to what a checkpoint's folder holds: arrays with an index, and pickled objects."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import random
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+
+from nxd_jax.checkpoint import arrays, contents, orbax_files
+from nxd_jax.checkpoint.contents import Contents
+from nxd_jax.checkpoint.placement import Placement
+from nxd_jax.parallel_layers import parallel_state
+from nxd_jax.utils import rank_states
+from torch_bridge import executor, nested, sharded, transfer, world
+from torch_bridge.torch_xla.core import xla_model as xm
+
+MODEL, OPTIMIZER, SCHEDULER, USER = "model", "optim", "scheduler.pt", "user_content.pt"
+OBJECTS = "objects.pt"
+"""In the folders of model and optimizer: what is no tensor."""
+
+
+@dataclasses.dataclass
+class Item:
+    """A folder of a checkpoint, ready to be written: full arrays, their index, and pickled objects.
+
+    sources: the tensors' own arrays, with which the full ones share memory. Held here, a step that would update them in place takes new memory instead.
+    """
+
+    arrays: dict[str, Any]
+    index: dict[str, Any]
+    objects: bytes
+    sources: list[Any]
+
+    def write(self, folder: Path) -> None:
+        """All processes call it."""
+        orbax_files.save(folder, self.arrays, self.index)
+        if world.process_index() == 0:
+            write_bytes(folder / OBJECTS, self.objects)
+
+    @property
+    def bytes(self) -> int:
+        """Of all arrays."""
+        return sum(a.nbytes for a in self.arrays.values())
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """A whole file."""
+    path.write_bytes(data)
+
+
+def model_item(model: Any, without: set[str] = frozenset()) -> Item:  # type: ignore[assignment]
+    """A model's folder. without: names that are not to be written."""
+    found = contents.of_model(model)
+    found.tensors = {name: value for name, value in found.tensors.items() if name not in without}
+    return _item(found, like=())
+
+
+def optimizer_item(optimizer: Any, model: Any) -> Item:
+    """An optimizer's folder. Parameters go by the model's names, if there is a model."""
+    if isinstance(optimizer, Mapping):
+        return _nested_item(optimizer)
+    names = contents.names_of(model)
+    found = contents.of_optimizer(optimizer, names)
+    parts = contents.parts_of(optimizer, names)
+    keys = {part.name: contents.keys_of(part.name, part.placement()) for part in parts}
+    found.other["state"] = {k: v for name, v in found.other["state"].items() for k in keys[name]}
+    for group in found.other["param_groups"]:
+        group["params"] = [k for name in group["params"] for k in keys[name]]
+    found.other["order"] = [k for name in found.other["order"] for k in keys[name]]
+    shapes = {part.name: part.shape() for part in parts}
+    like = [name for name, (t, _) in found.tensors.items() if t.shape == shapes[name.partition("/")[2]]]
+    found.other["like"] = sorted({k for name in like for k in contents.keys_of(name, found.tensors[name][1])})
+    return _item(found, like)
+
+
+def _nested_item(state: Mapping[str, Any]) -> Item:
+    """The folder of an optimizer's state dict."""
+    tensors = nested.collect(state, _is_large)
+    found: dict[str, tuple[torch.Tensor, Placement | None]] = {f"nested/{k}": (t, contents.placed(t)) for k, t in enumerate(tensors)}
+    stubs = nested.replace(state, _is_large, [_Stub(k) for k in range(len(tensors))])
+    return _item(Contents(found, {"nested": stubs}), ())
+
+
+class _Stub:
+    """The place of a tensor in an optimizer's state dict."""
+
+    def __init__(self, index: int):
+        self.index = index
+
+
+def _is_large(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and (x.device.type == "xla" or x.numel() > contents.SMALL)
+
+
+def _item(found: Contents, like: Any) -> Item:
+    recorded: list[tuple[str, torch.Tensor, arrays.Blocks]] = []
+    made: dict[str, Any] = {}
+    entries: dict[str, Any] = {}
+    aliases: dict[str, str] = {}
+    seen: dict[int, str] = {}
+    for name, (t, where) in found.tensors.items():
+        if id(t) in seen:
+            aliases.update(zip(contents.keys_of(name, where), contents.keys_of(seen[id(t)], where), strict=True))
+            continue
+        seen[id(t)] = name
+        if where is None:
+            made[name] = np.array(transfer.to_numpy(t))
+            entries[name] = _entry(t.shape, t.shape, t.dtype)
+            continue
+        own = t.detach().unsqueeze(0) if where.apart else t
+        pieces = arrays.pieces_of(own, where)
+        for key, piece, tensor, how in zip(contents.keys_of(name, where), where.pieces, pieces, arrays.blocks(where), strict=True):
+            recorded.append((key, tensor, how))
+            entries[key] = _entry(piece.full_shape(where.shape), how.shape, t.dtype)
+            if where.apart:
+                entries[key]["apart"] = list(piece.part)
+    executor.sync()
+    sources = [tensor._storage.array for _, tensor, _ in recorded]  # type: ignore[attr-defined]
+    for key, tensor, how in recorded:
+        made[key] = arrays.full_array(tensor, how)
+    index = {"layout": layout(), "tensors": entries, "aliases": aliases}
+    return Item(made, index, pickled(found.other), sources)
+
+
+def _entry(full: Any, stored: Any, dtype: torch.dtype) -> dict[str, Any]:
+    return {"shape": list(full), "stored": list(stored), "dtype": str(dtype).removeprefix("torch.")}
+
+
+def layout() -> dict[str, int]:
+    """The sizes of the ranks' groups, for those who look at a checkpoint."""
+    if not parallel_state.model_parallel_is_initialized():
+        return {"world": world.size()}
+    return {
+        "world": world.size(),
+        "tp": parallel_state.get_tensor_model_parallel_size(),
+        "pp": parallel_state.get_pipeline_model_parallel_size(),
+        "dp": parallel_state.get_data_parallel_size(),
+        "cp": parallel_state.get_context_model_parallel_size(),
+        "ep": parallel_state.get_expert_model_parallel_size(),
+    }
+
+
+def pickled(data: Any) -> bytes:
+    """Nested data with xla tensors on the CPU and numbers that differ by rank as the first rank's. Raises ValueError for tensors that differ among ranks."""
+    for t in nested.collect(data, lambda x: isinstance(x, torch.Tensor) and x.device.type == "xla"):
+        if sharded.varying(t).axes:
+            raise ValueError(
+                f"a tensor ({sharded.varying(t)}) in the state to be saved is different on each rank, and no parameter says how it is shared out: gather it "
+                "first (xm.all_gather), or keep it in a buffer of the model"
+            )
+    buffer = io.BytesIO()
+    torch.save(rank_states.split(data, [world.first()])[0], buffer)
+    return buffer.getvalue()
+
+
+def random_state() -> dict[str, Any]:
+    """The random states of this process: Python's, numpy's, torch's for the CPU and for xla."""
+    return {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state(), "xla": xm.get_rng_state()}
+
+
+def set_random_state(state: Mapping[str, Any]) -> None:
+    """Put back what `random_state` gave."""
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    xm.set_rng_state(state["xla"])
+
+
+def hold(item: Item) -> None:
+    """For devices with memory of their own: copy the arrays to the host, so that a save in the background keeps no device memory."""
+    for name, a in item.arrays.items():
+        if isinstance(a, jax.Array) and next(iter(a.devices())).platform != "cpu":
+            item.arrays[name] = jax.device_put(a, a.sharding.with_memory_kind("pinned_host"))
+            item.sources.clear()

@@ -1,0 +1,105 @@
+"""Putting adapters into a model: which layer adapts which, and what cannot have any."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+
+from nxd_jax.modules.lora.config import LoraConfig
+from nxd_jax.modules.lora.layer import LoraConv2d, LoraEmbedding, LoraLayer, LoraLinear
+from nxd_jax.modules.lora.tp_layer import LoraGQAQKVParallelLinear, LoraParallelConv2d, LoraParallelEmbedding, LoraParallelLinear
+from nxd_jax.modules.qkv_linear import GQAQKVColumnParallelLinear
+from nxd_jax.parallel_layers.layers import (
+    ColumnParallelLinear,
+    InputChannelParallelConv2d,
+    OutputChannelParallelConv2d,
+    ParallelEmbedding,
+    RowParallelLinear,
+)
+
+ADAPTERS: dict[type[nn.Module], type[LoraLayer]] = {
+    nn.Linear: LoraLinear,
+    nn.Embedding: LoraEmbedding,
+    nn.Conv2d: LoraConv2d,
+    ColumnParallelLinear: LoraParallelLinear,
+    RowParallelLinear: LoraParallelLinear,
+    GQAQKVColumnParallelLinear: LoraGQAQKVParallelLinear,
+    ParallelEmbedding: LoraParallelEmbedding,
+    OutputChannelParallelConv2d: LoraParallelConv2d,
+    InputChannelParallelConv2d: LoraParallelConv2d,
+}
+"""Which layer adapts which."""
+
+
+def adapter(name: str, module: nn.Module, config: LoraConfig) -> LoraLayer:
+    """The layer that takes a module's place. Raises ValueError for modules of other kinds, and as the layers do, naming the module."""
+    kind = next((ADAPTERS[c] for c in type(module).__mro__ if c in ADAPTERS), None)
+    if isinstance(module, NonDynamicallyQuantizableLinear):
+        raise ValueError(
+            f"LoraConfig: target_modules matches {name}, a part of torch.nn.MultiheadAttention, which uses its weight without calling it: an adapter "
+            "would have no effect. Choose other modules, or attention with projections of its own"
+        )
+    if kind is None:
+        known = ", ".join(c.__name__ for c in ADAPTERS)
+        raise ValueError(
+            f"LoraConfig: target_modules matches {name}, a {type(module).__name__}, which LoRA cannot adapt. It adapts {known}"
+        )
+    try:
+        return kind(module, config)
+    except (NotImplementedError, RuntimeError) as error:
+        raise type(error)(f"{name}: {error}") from None
+
+
+def check_model(module: Any, config: LoraConfig) -> None:
+    """Raise TypeError, ValueError or NotImplementedError for what cannot get adapters."""
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"LoraModel takes a torch.nn.Module, got {type(module).__name__}")
+    if not config.enable_lora:
+        raise ValueError("LoraModel with enable_lora=False: use the model itself, or get_lora_model, which then returns it")
+    if any(isinstance(m, LoraLayer) for m in module.modules()):
+        raise ValueError("the model has LoRA adapters already: merge_and_unload() them first, or make the model anew")
+    if hasattr(type(module), "cut_pipeline_stage"):
+        raise NotImplementedError("LoRA does not work on a pipeline model: use pipeline_parallel_size=1, with more tensor parallelism")
+
+
+def check_apart(adapted: Mapping[str, nn.Module], whole: Iterable[str]) -> None:
+    """Raise ValueError for a module that would both get an adapter and train as it is."""
+    for name in whole:
+        inside = [n for n in adapted if n == name or n.startswith(f"{name}.")]
+        if inside:
+            raise ValueError(
+                f"LoraConfig: {name} is one of modules_to_save, which train as they are, but target_modules gives {inside[0]} an adapter: choose one"
+            )
+
+
+# -- gradients through frozen embeddings -------------------------------------------------------------
+
+
+class _Connect(torch.autograd.Function):
+    """x, as something that depends on a parameter."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, root: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return None, None
+
+
+def _connect(module: nn.Module, args: Any, out: Any) -> Any:
+    """Let a frozen embedding's result require a gradient: activation checkpointing skips the backward pass of layers none of whose inputs does."""
+    if not module.training or not torch.is_grad_enabled() or not isinstance(out, torch.Tensor) or out.requires_grad:
+        return out
+    return _Connect.apply(out, torch.zeros((), dtype=out.dtype, device=out.device, requires_grad=True))
+
+
+def connect_embeddings(model: nn.Module) -> None:
+    """Let results of frozen embeddings require gradients."""
+    for module in model.modules():
+        if isinstance(module, (nn.Embedding, ParallelEmbedding)):
+            module.register_forward_hook(_connect)

@@ -1,0 +1,83 @@
+"""`neuronx_distributed.optimizer.zero_redundancy_optimizer`: ZeRO-1 whose gradient norm is that of the undivided model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from nxd_jax.optimizer import sharded_states, wholes
+from nxd_jax.parallel_layers import grads, parallel_state, utils
+from torch_bridge.divided import Divided
+from torch_bridge.row_shards import RowShards
+from torch_bridge.torch_xla.distributed.zero_redundancy_optimizer import ZeroRedundancyOptimizer
+
+_ATTRIBUTES = (*utils._DEFAULTS, "expert_model_parallel", "sequence_parallel_enabled", "shared")
+
+
+class NeuronZero1Optimizer(ZeroRedundancyOptimizer):
+    """`neuronx_distributed.optimizer.NeuronZero1Optimizer`: `ZeroRedundancyOptimizer` for parallel models.
+
+    sharding_groups: default all data- and context-parallel ranks of a stage. The norm adds up the parts of all ranks, and counts what several hold alike once.
+    Raises RuntimeError before `initialize_model_parallel`.
+    """
+
+    def __init__(self, params: Any, optimizer_class: type[torch.optim.Optimizer], *args: Any, **kwargs: Any):
+        if not parallel_state.model_parallel_is_initialized():
+            raise RuntimeError(f"{type(self).__name__} needs parallel_state.initialize_model_parallel(...) to be called first")
+        if not args[4:] and kwargs.get("sharding_groups") is None:
+            kwargs["sharding_groups"] = parallel_state.get_zero1_sharding_groups()
+        super().__init__(params, optimizer_class, *args, **kwargs)
+
+    def whole_of(self, p: torch.Tensor) -> Divided:
+        """What a parameter is itself a part of, if tensor- or expert-parallel ranks share it out."""
+        return wholes.whole_of(p)
+
+    def _check_class(self) -> None:
+        super()._check_class()
+        wholes.check(self.optimizer_class, self._all())
+
+    def _new_shard(self, p: torch.Tensor) -> torch.nn.Parameter:
+        shard = super()._new_shard(p)
+        for name in _ATTRIBUTES:
+            if hasattr(p, name):
+                setattr(shard, name, getattr(p, name))
+        shares = grads.shares_of(p)
+        if isinstance(shares, torch.Tensor):
+            shard.norm_shares = self.shards_of(p).cut(shares)  # type: ignore[attr-defined]
+        return shard
+
+    def _clip_grad_norm(self, max_norm: float | None = None, norm_type: float = 2.0) -> torch.Tensor:
+        shards = list(self.shard_of.values())
+        limit = self.max_norm if max_norm is None else max_norm
+        return grads.clip_grad_norm(shards, limit, norm_type, zero1_optimizer=True, zero1_optimizer_groups=self.sharding_groups)
+
+    def save_sharded_state_dict(self, output_dir: str, save_serially: bool = True, num_workers_per_step: int = 8) -> None:
+        """Write every rank's state as `<output_dir>/optim.dp_rank_DD.tp_rank_TT` (with pipeline stages `.pp_rank_PP` besides)."""
+        sharded_states.save(self.state_dict(), output_dir)
+
+    def load_sharded_state_dict(self, output_dir: str, num_workers_per_step: int = 8) -> None:
+        """Load what `save_sharded_state_dict` wrote in a world laid out alike. Raises FileNotFoundError naming the first missing file."""
+        self.load_state_dict(sharded_states.load(output_dir))
+
+
+class NeuronEPZero1Optimizer(NeuronZero1Optimizer):
+    """`NeuronEPZero1Optimizer`: with expert parallelism. Experts are cut among the ranks that hold the same ones, everything else among all.
+
+    Raises ValueError for sharding_groups of your own.
+    """
+
+    def __init__(self, params: Any, optimizer_class: type[torch.optim.Optimizer], *args: Any, **kwargs: Any):
+        if args[4:] or kwargs.get("sharding_groups") is not None:
+            raise ValueError("NeuronEPZero1Optimizer chooses the sharding groups itself: experts and other parameters have different ones")
+        super().__init__(params, optimizer_class, *args, **kwargs)
+
+    def shards_of(self, param: torch.Tensor) -> RowShards:
+        if grads._is_expert(param):
+            return RowShards(parallel_state.get_expert_data_parallel_group(as_list=True))
+        return super().shards_of(param)
+
+    def gradient_scale(self, cuts: RowShards) -> float:
+        """Experts' gradients were divided by the context-parallel size before (`allreduce_context_parallel_gradients`)."""
+        everyone = parallel_state.get_data_parallel_size() * parallel_state.get_context_model_parallel_size()
+        return 1.0 / (everyone if cuts.size == everyone else parallel_state.get_data_parallel_size())

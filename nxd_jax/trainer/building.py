@@ -1,0 +1,199 @@
+"""The steps of `initialize_parallel_model`: groups, model, padding, device, activation checkpoints, adapters."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from nxd_jax.modules.qkv_linear import GQAQKVColumnParallelLinear
+from nxd_jax.parallel_layers import ColumnParallelLinear, RowParallelLinear, pad, parallel_state
+from nxd_jax.utils import _device, activation_checkpoint, model_utils
+from torch_bridge import world
+
+logger = logging.getLogger("nxd_jax")
+
+_PADDED = (ColumnParallelLinear, RowParallelLinear)
+
+_SIZES = {
+    "tensor_parallel_size": parallel_state.get_tensor_model_parallel_size,
+    "pipeline_parallel_size": parallel_state.get_pipeline_model_parallel_size,
+    "context_parallel_size": parallel_state.get_context_model_parallel_size,
+    "expert_parallel_size": parallel_state.get_expert_model_parallel_size,
+}
+
+
+_KEYS = (*_SIZES, "optimizer_config", "activation_checkpoint_config", "pad_model", "sequence_parallel", "model_init_config", "lora_config")
+_KEYS += ("mixed_precision_config", "lnc_size")
+
+
+def check_config(nxd_config: Any) -> None:
+    """Raise TypeError for what is not a configuration."""
+    if not isinstance(nxd_config, dict):
+        raise TypeError(f"nxd_config must be what neuronx_distributed_config(...) returns, got {type(nxd_config).__name__}")
+    missing = [key for key in _KEYS if key not in nxd_config]
+    if missing:
+        raise TypeError(f"nxd_config must be what neuronx_distributed_config(...) returns; this dict has no {', '.join(missing)}")
+
+
+def lay_out(nxd_config: dict[str, Any]) -> None:
+    """Divide the ranks into groups of the configured sizes, unless they are."""
+    if not dist.is_initialized():
+        from torch_bridge.torch_xla.distributed import xla_backend
+
+        xla_backend._init("xla")
+    if parallel_state.model_parallel_is_initialized() and _is_laid_out(nxd_config):
+        return
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=nxd_config["tensor_parallel_size"],
+        pipeline_model_parallel_size=nxd_config["pipeline_parallel_size"],
+        context_parallel_size=nxd_config["context_parallel_size"],
+        expert_model_parallel_size=nxd_config["expert_parallel_size"],
+        lnc_size=nxd_config["lnc_size"],
+    )
+
+
+def _is_laid_out(nxd_config: dict[str, Any]) -> bool:
+    """Whether the groups have the configured sizes (a size above the world's counts as the world's)."""
+    same = all(min(nxd_config[name], world.size()) == now() for name, now in _SIZES.items())
+    return same and parallel_state._state.lnc_size == nxd_config["lnc_size"]
+
+
+def make(nxd_config: dict[str, Any], model_fn: Callable[[], Any], include_buffers: bool) -> torch.nn.Module:
+    """The model on its device (on xla, or on the CPU in `NXD_CPU_MODE`), with weights."""
+    options = nxd_config["model_init_config"]
+    meta = options["meta_device_init"]
+    model = _made(nxd_config, model_fn, meta, include_buffers)
+    padded = _attention_to_pad(model) if nxd_config["pad_model"] else ()
+    if not meta:
+        _pad(model, padded)
+    factor, init = options["sequential_move_factor"], options["param_init_fn"] if meta else None
+    model = model_utils.get_model_sequential(model, _device.get_device(), factor, init)
+    if meta:  # only now are there weights to put zeros beside
+        _pad(model, padded)
+    return model
+
+
+def on_meta(nxd_config: dict[str, Any], model_fn: Callable[[], Any]) -> torch.nn.Module:
+    """The model without weights: what `make` puts on the device, as shapes. Buffers are real."""
+    model = _made(nxd_config, model_fn, True, False)
+    _pad(model, _attention_to_pad(model) if nxd_config["pad_model"] else ())
+    return model
+
+
+def _made(nxd_config: dict[str, Any], model_fn: Callable[[], Any], meta: bool, include_buffers: bool) -> torch.nn.Module:
+    if nxd_config["pipeline_parallel_size"] > 1:
+        raise NotImplementedError(
+            f"pipeline_parallel_size={nxd_config['pipeline_parallel_size']}: pipeline parallelism is not there yet; use tensor_parallel_size and "
+            "context_parallel_size, and data parallelism for the rest of the world"
+        )
+    with model_utils.init_on_device("meta", include_buffers=include_buffers) if meta else contextlib.nullcontext():
+        model = model_fn()
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model_fn must return a torch.nn.Module, got {type(model).__name__}")
+    if nxd_config["sequence_parallel"] and not any(getattr(m, "sequence_parallel_enabled", False) for m in model.modules()):
+        logger.warning(
+            "sequence_parallel=True, but no layer of %s has sequence_parallel_enabled=True: model_fn is to pass it to its layers",
+            type(model).__name__,
+        )
+    return model
+
+
+# -- padding -----------------------------------------------------------------------------------------
+
+
+def _attention_to_pad(model: torch.nn.Module) -> tuple[type, ...]:
+    """The classes of a model's attention modules, whose parallel layers are to be padded; none if the heads divide already."""
+    if not model_utils.is_hf_pretrained_model(model):
+        raise AssertionError(
+            f"pad_model=True needs a model of transformers, whose config has num_attention_heads, got {type(model).__name__}: call "
+            "parallel_layers.pad.pad_model(model, tp_degree, n_heads, wrapped_classes) in model_fn"
+        )
+    heads, tensor_parallel_size = _heads(model), parallel_state.get_tensor_model_parallel_size()
+    if heads % tensor_parallel_size == 0:
+        return ()
+    found = {type(m): m for m in model.modules() if "Attention" in type(m).__name__ and any(isinstance(c, _PADDED) for c in m.modules())}
+    if not found:
+        raise ValueError(
+            f"pad_model=True: {heads} attention heads do not divide by tensor_parallel_size={tensor_parallel_size}, and {type(model).__name__} has no "
+            "module that is called ...Attention and has ColumnParallelLinear or RowParallelLinear layers to pad: replace its linear layers by them in "
+            "model_fn, or call parallel_layers.pad.pad_model(model, tp_degree, n_heads, wrapped_classes) there"
+        )
+    fused = [name for name, m in model.named_modules() if isinstance(m, GQAQKVColumnParallelLinear)]
+    if fused:
+        raise ValueError(
+            f"pad_model=True pads ColumnParallelLinear and RowParallelLinear, not '{fused[0]}', a GQAQKVColumnParallelLinear: give the model a number of heads "
+            f"that divides by tensor_parallel_size={tensor_parallel_size}, or separate projections"
+        )
+    return tuple(found)
+
+
+def _heads(model: torch.nn.Module) -> int:
+    return int(model.config.num_attention_heads)  # type: ignore[union-attr, arg-type]
+
+
+def _pad(model: torch.nn.Module, classes: tuple[type, ...]) -> None:
+    if classes:
+        logger.info("pad_model: attention heads in %s", ", ".join(c.__name__ for c in classes))
+        pad.pad_model(model, parallel_state.get_tensor_model_parallel_size(), _heads(model), classes)
+
+
+# -- activation checkpoints and adapters -----------------------------------------------------------------
+
+
+def add_checkpoints(nxd_config: dict[str, Any], model: torch.nn.Module) -> None:
+    """Wrap the modules that are to compute their activations again."""
+    chosen = nxd_config["activation_checkpoint_config"]
+    if chosen is None:
+        return
+    classes = _transformer_layers(model) if chosen == "full" else tuple(chosen) if isinstance(chosen, (list, tuple, set)) else (chosen,)
+    count = sum(isinstance(m, classes) for m in model.modules())
+    names = ", ".join(c.__name__ for c in classes)
+    if not count:
+        raise ValueError(
+            f"activation_checkpoint_config: the model has no module of class {names}, so no activation would be computed again"
+        )
+    if model_utils.is_hf_pretrained_model(model) and getattr(model.config, "use_cache", False):
+        logger.info("config.use_cache is off: layers that are computed again would write to a key-value cache twice")
+        model.config.use_cache = False  # type: ignore[union-attr]
+    logger.info("activation checkpoints: %d modules of %s", count, names)
+    activation_checkpoint.apply_activation_checkpointing(model, check_fn=lambda m: isinstance(m, classes))
+
+
+def _transformer_layers(model: torch.nn.Module) -> tuple[type, ...]:
+    """The classes of a model's transformer layers."""
+    names = set(getattr(model, "_no_split_modules", None) or ()) if model_utils.is_hf_pretrained_model(model) else set()
+    if model_utils.is_nxdt_pretrained_model(model):
+        names = {"ParallelTransformerLayer"}
+    found = tuple({type(m) for m in model.modules() if type(m).__name__ in names})
+    if not found:
+        raise RuntimeError(
+            f"activation_checkpoint_config='full' does not know which modules of {type(model).__name__} are its transformer layers: it is no model of "
+            "transformers with `_no_split_modules`. Give the class of the layers in place of 'full'"
+        )
+    return found
+
+
+def checked_lora(lora_config: Any) -> Any:
+    """A `LoraConfig` or None. Raises TypeError for anything else."""
+    if lora_config is None:
+        return None
+    from nxd_jax.modules.lora import LoraConfig
+
+    if not isinstance(lora_config, LoraConfig):
+        raise TypeError(f"lora_config must be a LoraConfig (from neuronx_distributed.modules.lora), got {type(lora_config).__name__}")
+    return lora_config
+
+
+def add_lora(nxd_config: dict[str, Any], model: torch.nn.Module) -> torch.nn.Module:
+    """The model with adapters, if there is a LoRA configuration that is not switched off."""
+    found = nxd_config["lora_config"]
+    if found is None or getattr(found, "enable_lora", True) is False:
+        return model
+    from nxd_jax.modules.lora import get_lora_model
+
+    return get_lora_model(model, found)

@@ -1,0 +1,337 @@
+"""`neuronx_distributed.trainer.checkpoint`: checkpoints with NxD's folders and names, and Orbax inside.
+
+    <path>/<tag>/checkpoint           written first
+    <path>/<tag>/model/, optim/       full arrays (Orbax), whatever ranks held of them; tensors.json says what is there
+    <path>/<tag>/scheduler.pt, user_content.pt, random/
+    <path>/<tag>/done                 written last: without it a tag does not count
+
+A checkpoint loads with any number of ranks in any layout.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from nxd_jax.checkpoint import original, reading, tags, writing
+from nxd_jax.checkpoint.worker import Worker
+from nxd_jax.trainer.checkpoint_storage import BaseCheckpointStorage, create_checkpoint_storage
+from torch_bridge import executor, processes, world
+
+logger = logging.getLogger("nxd_jax")
+
+_worker = Worker()
+
+
+def save_checkpoint(
+    path: Any = None,
+    tag: str = "",
+    model: Any = None,
+    optimizer: Any = None,
+    scheduler: Any = None,
+    user_content: Any = None,
+    num_workers: int = 8,
+    use_xser: bool = False,
+    num_kept_ckpts: int | None = None,
+    async_save: bool = False,
+    zero1_optimizer: bool = False,
+    use_zero1_dcp: bool = False,
+    avoid_saving_lower_precision_weights: bool = False,
+    *,
+    checkpoint_dir_str: Any = None,
+    nxd_config: Any = None,
+) -> None:
+    """`neuronx_distributed.save_checkpoint`: write a model, an optimizer, a scheduler and anything picklable as one tag.
+
+    path (NxD's code calls it checkpoint_dir_str): a directory, or an address that fsspec knows. tag: its name; "": `save_000001` and so on.
+    model: a module or a state dict; optimizer: an optimizer or its state dict. num_kept_ckpts: remove older tags beyond so many (None or -1: none).
+    async_save: return as soon as the state is held; it is written, and marked complete, in the background; the training that follows changes nothing of
+    it. Errors are raised by the next save, load or `finalize_checkpoint()`, and a program waits at its end. avoid_saving_lower_precision_weights: leave out
+    weights whose master weights are in the optimizer's state. The random states of Python, numpy, torch and xla are saved too.
+
+    num_workers, use_xser, zero1_optimizer, use_zero1_dcp and nxd_config are accepted without effect. All processes must call it.
+
+    A failed save (a full disk, no permission) raises and leaves earlier tags as they were; so does a crash at any moment.
+    """
+    where = path if path is not None else checkpoint_dir_str
+    storage = create_checkpoint_storage(where)
+    _check_count(num_kept_ckpts)
+    if model is None and optimizer is None and scheduler is None and user_content is None:
+        raise ValueError("save_checkpoint has nothing to save: give model=, optimizer=, scheduler= or user_content=")
+    _worker.wait()
+    tag = str(tag) or _next_tag(storage)
+    tags.check(tag)
+    executor.sync()
+    job = _Save(storage, tag, num_kept_ckpts)
+    if model is not None:
+        covered = _with_master(optimizer, model) if avoid_saving_lower_precision_weights else set()
+        job.items[writing.MODEL] = writing.model_item(model, covered)
+    if optimizer is not None:
+        job.items[writing.OPTIMIZER] = writing.optimizer_item(optimizer, model)
+    if scheduler is not None:
+        job.files[writing.SCHEDULER] = writing.pickled(scheduler.state_dict())
+    if user_content is not None:
+        job.files[writing.USER] = writing.pickled(user_content)
+    job.random = writing.pickled(writing.random_state())
+    if not async_save:
+        job.run()
+        return
+    for item in job.items.values():
+        writing.hold(item)
+    _worker.submit(job.run)
+
+
+def load_checkpoint(
+    path: Any = None,
+    tag: Any = None,
+    model: Any = None,
+    optimizer: Any = None,
+    scheduler: Any = None,
+    num_workers: int = 8,
+    strict: bool = True,
+    use_zero1_dcp: bool = False,
+    *,
+    checkpoint_dir_str: Any = None,
+    nxd_config: Any = None,
+) -> Any:
+    """`neuronx_distributed.load_checkpoint`: read a tag into what is given; returns the user content, or None.
+
+    tag: None or "": the newest complete one. strict: names of model and checkpoint must agree. The layout of ranks, ZeRO-1 on or off, fused or
+    separate q, k and v and the copies of K and V may differ from those it was saved with: each device reads its own part. With an optimizer or a
+    scheduler, the random states are put back as well. Checkpoints of the original NxD load too. num_workers, use_zero1_dcp and nxd_config are accepted
+    without effect. All processes must call it.
+
+    Raises RuntimeError if there is no complete tag, or names or shapes differ; FileNotFoundError for a tag, or a part of it, that is not there;
+    DamagedCheckpointError (a RuntimeError) for files that cannot be read.
+    """
+    storage = create_checkpoint_storage(path if path is not None else checkpoint_dir_str)
+    _worker.wait()
+    executor.sync()
+    name = _chosen(storage, tag)
+    folder = _fetched(storage, name)
+    started = time.perf_counter()
+    if original.is_original(folder):
+        content = original.load(folder, model, optimizer, scheduler, strict)
+        processes.barrier("load_checkpoint")
+        return content
+    if model is not None:
+        master = folder / writing.OPTIMIZER
+        reading.load_model(_part(folder, writing.MODEL, "model"), model, strict, master)
+    if optimizer is not None:
+        reading.load_optimizer(_part(folder, writing.OPTIMIZER, "optimizer"), optimizer, model)
+    if scheduler is not None:
+        scheduler.load_state_dict(reading.load_object(_part(folder, writing.SCHEDULER, "scheduler")))
+    content = reading.load_object(folder / writing.USER) if (folder / writing.USER).exists() else None
+    if optimizer is not None or scheduler is not None:
+        _restore_random(folder)
+    processes.barrier("load_checkpoint")
+    if world.current().first_here:
+        logger.info("loaded %s from %s in %.1f s", name, storage.dirname, time.perf_counter() - started)
+    return content
+
+
+def has_checkpoint(path: Any = None, *, checkpoint_dir_str: Any = None) -> bool:
+    """`neuronx_distributed.has_checkpoint`: whether a directory has a complete tag."""
+    return bool(create_checkpoint_storage(path if path is not None else checkpoint_dir_str).completed_tags())
+
+
+def finalize_checkpoint() -> None:
+    """`neuronx_distributed.finalize_checkpoint`: wait for saves in the background. Raises what went wrong in them."""
+    _worker.wait()
+
+
+# -- saving ------------------------------------------------------------------------------------------
+
+
+class _Save:
+    """One save: what to write, held as it was when `save_checkpoint` was called."""
+
+    def __init__(self, storage: BaseCheckpointStorage, tag: str, keep: int | None):
+        self.storage = storage
+        self.tag = tag
+        self.keep = keep
+        self.items: dict[str, writing.Item] = {}
+        self.files: dict[str, bytes] = {}
+        self.random = b""
+
+    def run(self) -> None:
+        """Write, mark as complete, remove old tags."""
+        started = time.perf_counter()
+        first = world.process_index() == 0
+        name = self.storage.begin(self.tag).name if first else ""
+        folder = self.storage.root / processes.exchange("save_checkpoint", name.encode())[0].decode()
+        try:
+            for part, item in self.items.items():
+                item.write(folder / part)
+            if first:
+                for file, data in self.files.items():
+                    writing.write_bytes(folder / file, data)
+                (folder / "random").mkdir(exist_ok=True)
+            processes.barrier("save_checkpoint written")
+            writing.write_bytes(folder / "random" / f"{world.process_index():05d}.pt", self.random)
+            processes.barrier("save_checkpoint random")
+            if first:
+                self.storage.commit(self.tag, folder)
+        except BaseException:
+            if first:
+                tags.abandon(folder)
+            raise
+        size = sum(item.bytes for item in self.items.values())
+        self.items.clear()
+        if first:
+            self.storage.retain(self.keep)
+            logger.info("saved %s to %s: %.1f MB in %.1f s", self.tag, self.storage.dirname, size / 1e6, time.perf_counter() - started)
+        processes.barrier("save_checkpoint done")
+
+
+def _check_count(count: Any) -> None:
+    if count is None or count == -1:
+        return
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise ValueError(f"num_kept_ckpts must be a positive number, or None or -1 to keep all, got {count!r}")
+
+
+def _next_tag(storage: BaseCheckpointStorage) -> str:
+    numbers = [int(t[5:]) for t in storage.completed_tags() if t.startswith("save_") and t[5:].isdigit()]
+    return f"save_{max(numbers, default=0) + 1:06d}"
+
+
+def _with_master(optimizer: Any, model: Any) -> set[str]:
+    """Names of weights whose master weights will be in the optimizer's folder."""
+    from nxd_jax.checkpoint import contents
+
+    if optimizer is None or not contents.is_zero1(optimizer):
+        raise ValueError(
+            "avoid_saving_lower_precision_weights needs a ZeRO-1 optimizer, whose master weights stand in for the model's weights"
+        )
+    found = contents.of_optimizer(optimizer, contents.names_of(model))
+    return set(found.other["master"])
+
+
+# -- loading -----------------------------------------------------------------------------------------
+
+
+def _chosen(storage: BaseCheckpointStorage, tag: Any) -> str:
+    found = storage.completed_tags()
+    if tag is None or str(tag) == "":
+        if not found:
+            raise RuntimeError(f"Error: no checkpoint under directory {storage.dirname} (a tag without its `done` file does not count)")
+        return found[-1]
+    name = str(tag)
+    for choice in (name, f"{name}.new", f"{name}.old"):  # what a crash while a tag was replaced left
+        if choice in found:
+            return choice
+    if original.is_older(storage.root / name):  # parallel_layers.save leaves no mark
+        return name
+    listed = ", ".join(found[-8:]) or "none"
+    raise FileNotFoundError(f"{storage.dirname} has no complete checkpoint {name!r}; complete ones are: {listed}")
+
+
+def _fetched(storage: BaseCheckpointStorage, name: str) -> Path:
+    if world.process_count() == 1:
+        return storage.fetch(name)
+    if world.process_index() == 0:
+        found = str(storage.fetch(name))
+        return Path(processes.exchange("load_checkpoint fetched", found.encode())[0].decode())
+    return Path(processes.exchange("load_checkpoint fetched", b"")[0].decode())
+
+
+def _part(folder: Path, name: str, what: str) -> Path:
+    path = folder / name
+    if not path.exists():
+        there = ", ".join(sorted(p.name for p in folder.iterdir()))
+        raise FileNotFoundError(
+            f"the checkpoint {folder} holds no {what}: there is no {name} among {there}. Do not pass {what}=, or load another tag"
+        )
+    return path
+
+
+def _restore_random(folder: Path) -> None:
+    """Each process its own; all the first one's if there were fewer or more."""
+    found = sorted((folder / "random").glob("*.pt"))
+    if not found:
+        return
+    index = world.process_index() if len(found) == world.process_count() else 0
+    writing.set_random_state(reading.load_object(found[index]))
+
+
+# -- NxD's own state ---------------------------------------------------------------------------------
+
+
+class CheckpointIOState:
+    """`trainer.checkpoint.CheckpointIOState`: a tag written file by file, for scripts that use NxD's class themselves.
+
+    async_save: in the background, in order.
+    """
+
+    def __init__(self, async_save: bool = False):
+        self.async_save = async_save
+        self._storage: BaseCheckpointStorage | None = None
+        self._tag = ""
+        self._folder: Path | None = None
+
+    def begin(self, checkpoint: BaseCheckpointStorage, tag: str) -> None:
+        """Begin a tag."""
+        tags.check(tag)
+        self.wait_all()
+        self._storage, self._tag = checkpoint, tag
+        self._folder = checkpoint.begin(tag)
+
+    def add_save_task(self, obj: Any, filename: str) -> None:
+        """Pickle an object into a file of the tag."""
+        if self._folder is None:
+            raise RuntimeError("add_save_task needs begin(storage, tag) to be called first")
+        data, target = writing.pickled(obj), self._folder / filename
+
+        def write() -> None:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            writing.write_bytes(target, data)
+
+        self._do(write)
+
+    def end(self, num_kept: int | None = None) -> None:
+        """Mark the tag as complete once its files are written, then remove old ones."""
+        if self._storage is None or self._folder is None:
+            raise RuntimeError("end needs begin(storage, tag) to be called first")
+        storage, tag, folder = self._storage, self._tag, self._folder
+
+        def finish() -> None:
+            storage.commit(tag, folder)
+            storage.retain(num_kept)
+
+        self._do(finish)
+        self._folder = None
+
+    def submit_remove(self, num_kept: int | None = None, async_remove: bool = False, remove_tags: list[str] | None = None) -> None:
+        """Remove tags: those named, or all but the `num_kept` newest."""
+        storage = self._storage
+        if storage is None:
+            return
+        task: Callable[[], Any] = lambda: storage.remove_tags(remove_tags) if remove_tags else storage.retain(num_kept)  # noqa: E731
+        _worker.submit(task) if async_remove else task()
+
+    def wait_save(self, async_remove: bool = False) -> None:
+        """Until files are written."""
+        _worker.wait()
+
+    def wait_remove(self) -> None:
+        """Until tags are removed."""
+        _worker.wait()
+
+    def wait_all(self) -> None:
+        """Until everything is done."""
+        _worker.wait()
+
+    def finalize_shutdown(self) -> None:
+        """Until everything is done."""
+        _worker.wait()
+
+    def _do(self, task: Callable[[], Any]) -> None:
+        _worker.submit(task) if self.async_save else task()
+
+
+g_iostate: CheckpointIOState | None = None
+"""The last save's, once there has been one."""

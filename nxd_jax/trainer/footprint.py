@@ -1,0 +1,238 @@
+"""What a model, its gradients and its optimizer take of one core's memory, worked out from shapes before anything is made. (NxD has no such module.)
+
+found = footprint(nxd_config, get_model, config, optimizer_class=torch.optim.AdamW)
+print(found)                        # a table, and the total beside the core's memory
+found.total, found.bytes_of("gradient")
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+
+from nxd_jax.parallel_layers import _groups, grads, parallel_state
+from nxd_jax.topology import Topology
+from nxd_jax.trainer import building
+from nxd_jax.utils import full_weights
+from torch_bridge import sharded, sharding
+from torch_bridge.row_shards import RowShards
+
+KINDS = ("parameter", "buffer", "gradient", "master weight", "optimizer state")
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """One tensor that a core holds.
+
+    name: of the parameter or buffer it belongs to. kind: one of `KINDS`. shape, dtype: of what the core holds. axes: mesh axes along which cores hold
+    different parts (or, for experts, different tensors), outermost first. label: of a tensor of the optimizer's state, its key.
+    """
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    axes: tuple[str, ...] = ()
+    label: str = ""
+
+    @property
+    def bytes(self) -> int:
+        """What it takes on a core."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclasses.dataclass(frozen=True)
+class Footprint:
+    """What one core holds between two steps. Activations, what collectives need meanwhile and compiled programs are not in it.
+
+    entries: every tensor. hbm_bytes: the core's memory. core: what kind of core. All cores hold as much.
+    """
+
+    entries: tuple[Entry, ...]
+    hbm_bytes: int
+    core: str
+
+    @property
+    def total(self) -> int:
+        """Bytes per core."""
+        return sum(e.bytes for e in self.entries)
+
+    @property
+    def left(self) -> int:
+        """Bytes of the core's memory that are left for everything else; negative if it does not fit."""
+        return self.hbm_bytes - self.total
+
+    def bytes_of(self, kind: str) -> int:
+        """Bytes per core of one kind of tensor. Raises ValueError for a word that is not in `KINDS`."""
+        if kind not in KINDS:
+            raise ValueError(f"kind={kind!r} must be one of {', '.join(map(repr, KINDS))}")
+        return sum(e.bytes for e in self.entries if e.kind == kind)
+
+    def __str__(self) -> str:
+        """A table with a line for each group of parameters that differ in a number in their names alone."""
+        return "\n".join([*_aligned(_table(self)), _verdict(self)])
+
+
+def footprint(
+    nxd_config: dict[str, Any],
+    model_fn: Callable[..., torch.nn.Module],
+    *model_args: Any,
+    optimizer_class: type[torch.optim.Optimizer] | None = torch.optim.AdamW,
+    optimizer_options: dict[str, Any] | None = None,
+    topology: Topology | None = None,
+    **model_kwargs: Any,
+) -> Footprint:
+    """What `initialize_parallel_model` and `initialize_parallel_optimizer` would put on a core of the current world, after a first step.
+
+    The model is made on "meta", as with `meta_device_init`, and the optimizer steps there: no weights, no device. `model_fn`, `model_args` and
+    `model_kwargs` are those of `initialize_parallel_model`. optimizer_class: None for inference, without gradients. optimizer_options: its options.
+    topology: whose cores; default the one that the environment describes.
+
+    Raises NotImplementedError for configurations with LoRA or a pipeline, and RuntimeError for an optimizer that makes no state from shapes alone.
+    """
+    building.check_config(nxd_config)
+    building.lay_out(nxd_config)
+    if nxd_config["lora_config"] is not None:
+        raise NotImplementedError("footprint: adapters are not worked out yet; use a configuration without lora_config")
+    model = building.on_meta(nxd_config, lambda: model_fn(*model_args, **model_kwargs))
+    parameters = list(_parameters(model))
+    entries = [Entry(name, "parameter", tuple(p.shape), p.dtype, axes) for name, p, axes in parameters]
+    entries += [Entry(name, "buffer", tuple(b.shape), b.dtype) for name, b in model.named_buffers()]
+    if optimizer_class is not None:
+        entries += _of_training(nxd_config, parameters, optimizer_class, optimizer_options or {})
+    chosen = topology or Topology.from_environment()
+    return Footprint(tuple(entries), chosen.hbm_per_core, f"{chosen.chip.name} at LNC {chosen.lnc}")
+
+
+Named = tuple[str, torch.Tensor, tuple[str, ...]]
+"""A parameter's name, the parameter, and the axes along which ranks hold different parts."""
+
+
+def _parameters(model: torch.nn.Module) -> Iterator[Named]:
+    """The parameters, tied ones once."""
+    seen: set[torch.Tensor] = set()
+    for path, module in model.named_modules():
+        partitions = getattr(module, "_partitions", {})
+        for name, p in module._parameters.items():
+            if p is None or p in seen:
+                continue
+            seen.add(p)
+            groups: list[Any] = []
+            if full_weights.is_shared_out(p):
+                groups.append(partitions[name].group if name in partitions else _groups.tensor_parallel())
+            if grads._is_expert(p):
+                groups.append(parallel_state.get_expert_model_parallel_group())
+            yield f"{path}.{name}".lstrip("."), p, _along(groups)
+
+
+def _along(groups: Iterable[Any], more: Iterable[str] = ()) -> tuple[str, ...]:
+    return sharding.ordered({*more, *(a for g in groups for a in sharded.axes_of(g))})
+
+
+# -- training ------------------------------------------------------------------------------------------
+
+
+def _of_training(
+    nxd_config: dict[str, Any], parameters: list[Named], optimizer_class: type[torch.optim.Optimizer], options: dict[str, Any]
+) -> Iterator[Entry]:
+    """Gradients, and under ZeRO-1 each core's parts, and the optimizer's state of them or of the parameters."""
+    zero1 = nxd_config["optimizer_config"]["zero_one_enabled"]
+    precision = nxd_config["mixed_precision_config"]
+    dtype = torch.float64 if precision["use_master_weights"] and os.environ.get("XLA_DOWNCAST_BF16", "0") == "1" else torch.float32
+    updated: list[Named] = []
+    for name, p, axes in parameters:
+        if p.requires_grad:
+            yield Entry(name, "gradient", tuple(p.shape), dtype if precision["use_fp32_grad_acc"] else p.dtype, axes)
+        held = p
+        if zero1:
+            cuts = RowShards(_zero1_groups(p))
+            axes = _along([cuts.among], axes)
+            held = torch.empty(cuts.shape(p.shape), dtype=dtype, device="meta")
+            yield Entry(name, "master weight", tuple(held.shape), held.dtype, axes)
+        if p.requires_grad:
+            updated.append((name, held, axes))
+    yield from _states(updated, optimizer_class, options)
+
+
+def _zero1_groups(p: torch.Tensor) -> Any:
+    """The ranks that share a parameter's optimizer state out."""
+    if grads._is_expert(p):
+        return parallel_state.get_expert_data_parallel_group(as_list=True)
+    return parallel_state.get_zero1_sharding_groups()
+
+
+def _states(held: list[Named], optimizer_class: type[torch.optim.Optimizer], options: dict[str, Any]) -> Iterator[Entry]:
+    """What the optimizer keeps of each tensor once it has stepped. Step counters stay on the host."""
+    copies = [torch.nn.Parameter(torch.empty_like(t, device="meta")) for _, t, _ in held]
+    optimizer = optimizer_class(copies, **options)
+    for p in copies:
+        p.grad = torch.empty_like(p)
+    try:
+        optimizer.step()
+    except Exception as error:  # some ask for numbers, but only after they have made their state
+        if not all(optimizer.state.get(p) for p in copies):
+            raise RuntimeError(
+                f"footprint cannot work out the state of {optimizer_class.__name__}, whose step on 'meta' raises {type(error).__name__}: {error}. "
+                "optimizer_class=None leaves gradients and optimizer out"
+            ) from error
+    for (name, _, axes), p in zip(held, copies, strict=True):
+        for key, value in optimizer.state[p].items():
+            if isinstance(value, torch.Tensor) and value.is_meta:
+                yield Entry(name, "optimizer state", tuple(value.shape), value.dtype, axes, str(key))
+
+
+# -- the table -----------------------------------------------------------------------------------------
+
+
+def _table(found: Footprint) -> list[list[str]]:
+    rows: dict[tuple[Any, ...], list[Entry]] = {}
+    others: dict[str, dict[str, int]] = {}
+    for e in found.entries:
+        others.setdefault(e.name, {}).setdefault(e.kind, 0)
+        others[e.name][e.kind] += e.bytes
+    for e in found.entries:
+        if e.kind in KINDS[:2]:
+            key = re.sub(r"\d+", "*", e.name), e.shape, e.dtype, e.axes, tuple(others[e.name].items())
+            rows.setdefault(key, []).append(e)
+    table = [["tensor", "shape on a core", "dtype", "differs along", *(f"{k}s" for k in KINDS if k != "buffer")]]
+    for (pattern, shape, dtype, axes, _), entries in rows.items():
+        several = len(entries) > 1
+        kinds = [sum(others[e.name].get(k, 0) for e in entries) for k in KINDS]
+        table.append(
+            [
+                f"{pattern if several else entries[0].name}{f' ({len(entries)})' if several else ''}",
+                "x".join(map(str, shape)) or "one number",
+                str(dtype).removeprefix("torch."),
+                ", ".join(axes) or "-",
+                *(_shown(n) for n in [kinds[0] + kinds[1], *kinds[2:]]),
+            ]
+        )
+    sums = [found.bytes_of("parameter") + found.bytes_of("buffer"), *(found.bytes_of(k) for k in KINDS[2:])]
+    return [*table, ["all", "", "", "", *map(_shown, sums)]]
+
+
+def _aligned(table: list[list[str]]) -> list[str]:
+    """Lines of a table: texts to the left, sizes to the right."""
+    widths = [max(len(row[c]) for row in table) for c in range(len(table[0]))]
+    return [
+        "  ".join(cell.ljust(w) if c < 4 else cell.rjust(w) for c, (cell, w) in enumerate(zip(row, widths, strict=True))) for row in table
+    ]
+
+
+def _shown(size: int) -> str:
+    if not size:
+        return "-"
+    return f"{size / 2**20:,.1f} MiB" if size >= 2**17 else f"{size / 2**10:,.1f} KiB"
+
+
+def _verdict(found: Footprint) -> str:
+    share = f"{found.total / 2**30:.2f} of {found.hbm_bytes / 2**30:g} GiB per core of {found.core} ({found.total / found.hbm_bytes:.0%})"
+    if found.left < 0:
+        return f"{share}: does not fit. More tensor-parallel ranks, ZeRO-1 over more data-parallel ranks, or bfloat16 parameters take less."
+    return f"{share}; {found.left / 2**30:.2f} GiB are left for activations and everything else"

@@ -1,0 +1,83 @@
+"""A checkpoint saved in one layout of ranks loads in any other, bit for bit."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import neuronx_distributed as nxd
+import pytest
+import torch
+
+from tests.nxd_jax.checkpoint import job
+
+# (world, tp, options of job.build)
+SAVED: dict[str, tuple[int, int, dict[str, Any]]] = {
+    "tp2-dp2-zero1": (4, 2, {"zero1": True}),
+    "tp4-kv2": (4, 4, {"kv": 2}),
+    "dp3-zero1-unfused": (3, 1, {"zero1": True, "fuse": False}),
+}
+LOADED: dict[str, tuple[int, int, dict[str, Any]]] = {
+    "alone": (1, 1, {}),
+    "tp2-dp2-zero1": (4, 2, {"zero1": True}),
+    "tp4-kv2-unfused": (4, 4, {"kv": 2, "fuse": False}),
+    "dp4-zero1": (4, 1, {"zero1": True}),
+    "tp2-cp2-zero1": (4, 2, {"zero1": True, "cp": 2}),
+}
+
+
+@pytest.fixture(scope="module")
+def states(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return {"root": tmp_path_factory.mktemp("layouts")}
+
+
+def _saved(nxd_world: Any, states: dict[str, Any], name: str) -> tuple[Path, dict[str, Any], dict[str, Any]]:
+    """A checkpoint written after two steps, and what it must hold."""
+    if name not in states:
+        size, tp, options = SAVED[name]
+        nxd_world(size, tp=tp)
+        made = job.build(tp, **options)
+        job.train(made, 0, 2)
+        nxd.save_checkpoint(states["root"] / name, "two", *made, user_content={"steps": 2})
+        states[name] = states["root"] / name, job.weights(made[0]), job.moments(*made[:2])
+    return states[name]
+
+
+@pytest.mark.parametrize("loaded", LOADED)
+@pytest.mark.parametrize("saved", SAVED)
+def test_model_and_optimizer(nxd_world: Any, states: dict[str, Any], saved: str, loaded: str) -> None:
+    path, weights, moments = _saved(nxd_world, states, saved)
+    size, tp, options = LOADED[loaded]
+    nxd_world(size, tp=tp, cp=options.get("cp", 1))
+    made = job.build(tp, **options, seed=1)
+    assert nxd.load_checkpoint(path, None, *made) == {"steps": 2}
+    assert job.differing(job.weights(made[0]), weights) == []
+    assert job.differing(job.moments(*made[:2]), moments) == []
+    assert torch.equal(made[0].table.cpu(), torch.arange(5.0))
+    assert made[2].last_epoch == 2
+
+
+@pytest.fixture
+def nxd_world(nxd: Any) -> Any:
+    return nxd
+
+
+@pytest.mark.slow
+def test_real_processes(nxd_world: Any, states: dict[str, Any]) -> None:
+    """Two processes load what one wrote, and the other way round."""
+    path, weights, moments = _saved(nxd_world, states, "tp2-dp2-zero1")
+    script = Path(__file__).with_name("two_processes.py")
+    out = states["root"] / "processes"
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join([str(Path.cwd()), *sys.path])}
+    env.pop("JAX_NUM_CPU_DEVICES", None)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone", str(script), str(path), str(out)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    nxd_world(4, tp=4)
+    made = job.build(4, kv=2, seed=1)
+    nxd.load_checkpoint(out, None, *made)
+    assert job.differing(job.weights(made[0]), weights) == []
+    assert job.differing(job.moments(*made[:2]), moments) == []

@@ -1,0 +1,355 @@
+"""`save_checkpoint` and `load_checkpoint` as scripts use them: tags, retention, background, damage, errors."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import neuronx_distributed as nxd
+import pytest
+import torch
+from neuronx_distributed.trainer import checkpoint
+
+from tests.nxd_jax.checkpoint import job
+from torch_bridge import world
+
+
+@pytest.fixture
+def alone(nxd: Any) -> Any:
+    """A world of one rank."""
+    nxd(1)
+    return nxd
+
+
+class Tiny(torch.nn.Module):
+    def __init__(self, width: int = 3):
+        super().__init__()
+        self.a = torch.nn.Linear(4, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.a(x).pow(2).mean()
+
+
+def tiny(width: int = 3, **options: Any) -> Any:
+    config = nxd.neuronx_distributed_config(optimizer_config=options or None)
+    model = nxd.initialize_parallel_model(config, Tiny, width)
+    return model, nxd.initialize_parallel_optimizer(config, torch.optim.AdamW, model.parameters(), lr=0.1)
+
+
+def step(model: Any, optimizer: Any) -> None:
+    optimizer.zero_grad()
+    model.run_train(torch.ones(2, 4, device="xla"))
+    optimizer.step()
+
+
+def test_files(alone: Any, tmp_path: Path) -> None:
+    model, optimizer = tiny()
+    step(model, optimizer)
+    nxd.save_checkpoint(tmp_path, "t", model, optimizer, user_content={"k": 1})
+    names = sorted(p.name for p in (tmp_path / "t").iterdir())
+    assert names == ["checkpoint", "done", "model", "optim", "random", "user_content.pt"]
+    assert (tmp_path / "t" / "done").read_text() == "1"
+    index = json.loads((tmp_path / "t" / "model" / "tensors.json").read_text())
+    assert index["tensors"]["a.weight"] == {"shape": [3, 4], "stored": [3, 4], "dtype": "float32"}
+
+
+@pytest.mark.filterwarnings("ignore:Sharding info not provided")
+def test_orbax_reads_it(alone: Any, tmp_path: Path) -> None:
+    import orbax.checkpoint as ocp
+
+    model, _ = tiny()
+    nxd.save_checkpoint(tmp_path, "t", model)
+    found = ocp.PyTreeCheckpointer().restore(tmp_path / "t" / "model" / "arrays")
+    assert torch.equal(torch.tensor(found["a.weight"]), model.a.weight.detach().cpu())
+
+
+def test_interrupted_training_goes_on_bit_for_bit(nxd: Any, tmp_path: Path) -> None:
+    import neuronx_distributed
+
+    nxd(4, tp=2)
+    made = job.build(2, zero1=True)
+    job.train(made, 0, 3)
+    neuronx_distributed.save_checkpoint(tmp_path, "three", *made, user_content={"step": 3})
+    expected = job.train(made, 3, 6)  # with dropout
+    weights = job.weights(made[0])
+
+    nxd(4, tp=2)
+    made = job.build(2, zero1=True, seed=9)
+    torch.manual_seed(1234)
+    done = neuronx_distributed.load_checkpoint(tmp_path, None, *made)["step"]
+    assert job.train(made, done, 6) == expected
+    assert job.differing(job.weights(made[0]), weights) == []
+
+
+def test_bfloat16_keeps_master_weights(nxd: Any, tmp_path: Path) -> None:
+    import neuronx_distributed
+
+    nxd(2)
+    made = job.build(zero1=True, dtype=torch.bfloat16)
+    job.train(made, 0, 3)
+    neuronx_distributed.save_checkpoint(tmp_path, "a", *made)
+    neuronx_distributed.save_checkpoint(tmp_path, "b", *made, avoid_saving_lower_precision_weights=True)
+    expected = job.train(made, 3, 6)
+    for tag in "ab":
+        made = job.build(zero1=True, dtype=torch.bfloat16, seed=2)
+        neuronx_distributed.load_checkpoint(tmp_path, tag, *made)
+        assert job.train(made, 3, 6) == expected, tag
+    saved = json.loads((tmp_path / "b" / "model" / "tensors.json").read_text())["tensors"]
+    assert list(saved) == ["table"]
+
+
+def test_newest_tag_and_retention(alone: Any, tmp_path: Path) -> None:
+    model, _ = tiny()
+    for k in (10, 9, 11):
+        nxd.save_checkpoint(tmp_path, f"step_{k}", model, user_content=k, num_kept_ckpts=2)
+    assert checkpoint.create_checkpoint_storage(tmp_path).completed_tags() == ["step_9", "step_11"]
+    assert nxd.load_checkpoint(tmp_path, model=model) == 11
+    (tmp_path / "step_11" / "done").unlink()
+    assert nxd.load_checkpoint(tmp_path, model=model) == 9
+    nxd.save_checkpoint(tmp_path, "step_12", model, num_kept_ckpts=1)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step_12"]  # what was left unfinished is gone too
+
+
+def test_the_same_tag_again(alone: Any, tmp_path: Path) -> None:
+    model, _ = tiny()
+    for k in (1, 2):
+        nxd.save_checkpoint(tmp_path, "t", model, user_content=k)
+    assert [p.name for p in tmp_path.iterdir()] == ["t"]
+    assert nxd.load_checkpoint(tmp_path, "t", model=model) == 2
+
+
+def test_without_a_tag_and_with_documented_keywords(alone: Any, tmp_path: Path) -> None:
+    model, _ = tiny()
+    config = nxd.neuronx_distributed_config()
+    nxd.save_checkpoint(str(tmp_path), nxd_config=config, model=model, user_content={"total_steps": 1})
+    nxd.save_checkpoint(checkpoint_dir_str=tmp_path, model=model, user_content={"total_steps": 2})
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["save_000001", "save_000002"]
+    assert nxd.load_checkpoint(tmp_path, model=model) == {"total_steps": 2}
+
+
+def test_has_checkpoint(alone: Any, tmp_path: Path) -> None:
+    assert not nxd.has_checkpoint(tmp_path / "none")
+    nxd.save_checkpoint(tmp_path, "t", user_content=1)
+    assert nxd.has_checkpoint(str(tmp_path))
+
+
+def test_background_save_holds_the_state(alone: Any, tmp_path: Path) -> None:
+    model, optimizer = tiny()
+    step(model, optimizer)
+    before = model.a.weight.detach().cpu().clone()
+    nxd.save_checkpoint(tmp_path, "t", model, optimizer, async_save=True)
+    for _ in range(3):
+        step(model, optimizer)
+    assert not torch.equal(model.a.weight.cpu(), before)
+    nxd.finalize_checkpoint()
+    assert (tmp_path / "t" / "done").exists()
+    nxd.load_checkpoint(tmp_path, "t", model, optimizer)
+    assert torch.equal(model.a.weight.cpu(), before)
+
+
+def test_background_errors_are_raised_later(alone: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from nxd_jax.checkpoint import orbax_files
+
+    def full(*args: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    model, _ = tiny()
+    nxd.save_checkpoint(tmp_path, "good", model)
+    monkeypatch.setattr(orbax_files, "save", full)
+    nxd.save_checkpoint(tmp_path, "bad", model, async_save=True, num_kept_ckpts=1)
+    with pytest.raises(OSError, match="No space left"):
+        nxd.finalize_checkpoint()
+    assert [p.name for p in tmp_path.iterdir()] == ["good"]
+    with pytest.raises(OSError, match="No space left"):
+        nxd.save_checkpoint(tmp_path, "bad", model)
+    assert nxd.has_checkpoint(tmp_path)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_no_permission(alone: Any, tmp_path: Path) -> None:
+    model, _ = tiny()
+    tmp_path.chmod(0o500)
+    with pytest.raises(PermissionError):
+        nxd.save_checkpoint(tmp_path, "t", model)
+
+
+def test_a_file_in_the_way(alone: Any, tmp_path: Path) -> None:
+    model, _ = tiny()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(NotADirectoryError):
+        nxd.save_checkpoint(tmp_path / "file", "t", model)
+
+
+def test_memory_filesystem(alone: Any) -> None:
+    model, optimizer = tiny()
+    step(model, optimizer)
+    before = model.a.weight.detach().cpu().clone()
+    for k in range(3):
+        nxd.save_checkpoint("memory://bucket/run", f"t{k}", model, optimizer, user_content=k, num_kept_ckpts=2)
+    step(model, optimizer)
+    assert checkpoint.create_checkpoint_storage("memory://bucket/run").completed_tags() == ["t1", "t2"]
+    assert nxd.load_checkpoint("memory://bucket/run", None, model, optimizer) == 2
+    assert torch.equal(model.a.weight.cpu(), before)
+
+
+@pytest.mark.parametrize("zero1", [False, True])
+def test_parts_by_themselves(alone: Any, tmp_path: Path, zero1: bool) -> None:
+    """An optimizer without its model goes by the order of parameters."""
+    model, optimizer = tiny(zero_one_enabled=zero1)
+    step(model, optimizer)
+    nxd.save_checkpoint(tmp_path, "t", None, optimizer)
+    other, again = tiny(zero_one_enabled=zero1)
+    nxd.load_checkpoint(tmp_path, "t", None, again)
+    assert job.differing(job.moments(other, again), job.moments(model, optimizer)) == []
+    with pytest.raises(
+        FileNotFoundError, match="holds no model: there is no model among checkpoint, done, optim.*Do not pass model=, or load another tag"
+    ):
+        nxd.load_checkpoint(tmp_path, "t", model)
+
+
+def test_state_dicts(alone: Any, tmp_path: Path) -> None:
+    model, optimizer = tiny()
+    step(model, optimizer)
+    nxd.save_checkpoint(tmp_path, "t", model.state_dict(), optimizer.state_dict())
+    other, again = tiny()
+    nxd.load_checkpoint(tmp_path, "t", other, again)
+    assert job.differing(job.weights(model), job.weights(other)) == []
+    assert job.differing(job.moments(other, again), job.moments(model, optimizer)) == []
+
+
+def test_strict(alone: Any, tmp_path: Path) -> None:
+    model, _ = tiny()
+    nxd.save_checkpoint(tmp_path, "t", {**model.state_dict(), "more": torch.ones(20, device="xla")})
+    with pytest.raises(RuntimeError, match="into Tiny: unexpected in the checkpoint: more. strict=False ignores"):
+        nxd.load_checkpoint(tmp_path, "t", model)
+    nxd.load_checkpoint(tmp_path, "t", model, strict=False)
+    nxd.save_checkpoint(tmp_path, "u", {"a.bias": model.a.bias})
+    with pytest.raises(RuntimeError, match=r"missing in the checkpoint: a\.weight"):
+        nxd.load_checkpoint(tmp_path, "u", model)
+
+
+def test_other_shapes_change_nothing(alone: Any, tmp_path: Path) -> None:
+    model, optimizer = tiny()
+    step(model, optimizer)
+    nxd.save_checkpoint(tmp_path, "t", model, optimizer)
+    other, again = tiny(width=5)
+    step(other, again)
+    before, state = job.weights(other), job.moments(other, again)
+    with pytest.raises(RuntimeError, match=r"a\.weight has shape \[3, 4\] in the checkpoint, \[5, 4\] in the model"):
+        nxd.load_checkpoint(tmp_path, "t", other)
+    with pytest.raises(ValueError, match=r"exp_avg/a\.weight has shape \[3, 4\]"):
+        nxd.load_checkpoint(tmp_path, "t", None, again)
+    assert job.differing(job.weights(other), before) == []
+    assert job.differing(job.moments(other, again), state) == []
+
+
+def test_other_parameters(alone: Any, tmp_path: Path) -> None:
+    model, optimizer = tiny()
+    step(model, optimizer)
+    nxd.save_checkpoint(tmp_path, "t", None, optimizer)
+    made = job.build()
+    with pytest.raises(ValueError, match="has no state for embedding.weight.*was it saved from another model"):
+        checkpoint.reading.load_optimizer(tmp_path / "t" / "optim", made[1], made[0])
+
+
+def test_no_checkpoint(alone: Any, tmp_path: Path) -> None:
+    model, _ = tiny()
+    with pytest.raises(RuntimeError, match=f"Error: no checkpoint under directory {tmp_path}"):
+        nxd.load_checkpoint(tmp_path, model=model)
+    nxd.save_checkpoint(tmp_path, "t", model)
+    with pytest.raises(FileNotFoundError, match="has no complete checkpoint 'u'; complete ones are: t"):
+        nxd.load_checkpoint(tmp_path, "u", model)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    ["index", "objects", "arrays"],
+)
+def test_damage(alone: Any, tmp_path: Path, damage: str) -> None:
+    model, _ = tiny()
+    nxd.save_checkpoint(tmp_path, "t", model)
+    folder = tmp_path / "t" / "model"
+    if damage == "index":
+        (folder / "tensors.json").write_text('{"format": 1, "tens')
+    elif damage == "objects":
+        (folder / "objects.pt").write_bytes(b"nonsense")
+    else:
+        shutil.rmtree(folder / "arrays" / "d")
+        for data in (folder / "arrays").glob("ocdbt.process_*"):
+            shutil.rmtree(data)
+    before = job.weights(model)
+    with pytest.raises(checkpoint.reading.DamagedCheckpointError, match="Load another tag"):
+        nxd.load_checkpoint(tmp_path, "t", model)
+    assert job.differing(job.weights(model), before) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ({}, ValueError, "nothing to save"),
+        ({"user_content": 1, "num_kept_ckpts": 0}, ValueError, "num_kept_ckpts must be a positive number"),
+        ({"user_content": 1, "tag": "../x"}, ValueError, "cannot name a checkpoint"),
+        ({"model": 3}, TypeError, "model must be a torch.nn.Module or a state dict, got int"),
+    ],
+)
+def test_bad_arguments(alone: Any, tmp_path: Path, arguments: dict[str, Any], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        nxd.save_checkpoint(tmp_path, **{"tag": "t", **arguments})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_must_be_named(alone: Any) -> None:
+    with pytest.raises(TypeError, match="a checkpoint directory is a path or an address, got"):
+        nxd.save_checkpoint(user_content=1)
+
+
+def test_varying_content_is_refused(nxd: Any, tmp_path: Path) -> None:
+    import neuronx_distributed
+
+    from torch_bridge import sharded
+
+    nxd(2)
+    differs = sharded.from_ranks(lambda r: torch.full((3,), float(r)))
+    with pytest.raises(ValueError, match="is different on each rank, and no parameter says how it is shared out"):
+        neuronx_distributed.save_checkpoint(tmp_path, "t", user_content={"x": differs})
+
+
+def test_drifted_copies_are_kept_in_the_same_layout(nxd: Any, tmp_path: Path) -> None:
+    """A parameter that every rank should hold alike, but does not."""
+    import neuronx_distributed
+
+    from torch_bridge import sharded
+
+    nxd(2)
+    model = torch.nn.Linear(2, 2, bias=False).to("xla")
+    with torch.no_grad():
+        model.weight.copy_(sharded.from_ranks(lambda r: torch.full((2, 2), float(r))))
+    neuronx_distributed.save_checkpoint(tmp_path, "t", model)
+    with torch.no_grad():
+        model.weight.mul_(0)
+    neuronx_distributed.load_checkpoint(tmp_path, "t", model)
+    assert [s[0, 0].item() for s in sharded.shards(model.weight.detach())] == [0.0, 1.0]
+    nxd(1)
+    assert world.size() == 1
+    with pytest.raises(RuntimeError, match="weight was different on each rank, and ranks are laid out in another way now"):
+        neuronx_distributed.load_checkpoint(tmp_path, "t", torch.nn.Linear(2, 2, bias=False).to("xla"))
+
+
+def test_nxds_own_state(alone: Any, tmp_path: Path) -> None:
+    for background in (False, True):
+        state = nxd.CheckpointIOState(async_save=background)
+        storage = checkpoint.create_checkpoint_storage(tmp_path)
+        with pytest.raises(RuntimeError, match="needs begin"):
+            state.add_save_task(1, "x.pt")
+        state.begin(storage, f"t{background}")
+        state.add_save_task({"a": torch.ones(2)}, "folder/x.pt")
+        state.end(num_kept=1)
+        state.wait_all()
+        assert storage.completed_tags() == [f"t{background}"]
+        assert torch.equal(storage.load_object(f"t{background}/folder/x.pt")["a"], torch.ones(2))
+    state.submit_remove(-1, True, ["tTrue"])
+    state.wait_remove()
+    assert storage.completed_tags() == []

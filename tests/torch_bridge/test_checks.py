@@ -1,0 +1,114 @@
+"""What torch's CPU kernels refuse and its meta kernels let through is refused, when it is recorded and with the same kind of exception."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import torch_bridge
+
+torch_bridge.register()
+
+Call = Callable[[str], object]
+
+
+def _zeros(*size: int, dtype: torch.dtype = torch.float32) -> Callable[[str], torch.Tensor]:
+    return lambda device: torch.zeros(size, dtype=dtype, device=device)
+
+
+x, two, long, half = _zeros(3), _zeros(2, 3), _zeros(3, dtype=torch.int64), _zeros(3, dtype=torch.bfloat16)
+double = _zeros(3, dtype=torch.float64)
+
+CASES: dict[str, tuple[Call, str]] = {
+    "complex of integers": (lambda d: torch.complex(x(d), long(d)), "Half, Float or Double"),
+    "complex of two dtypes": (lambda d: torch.complex(x(d), double(d)), "convert one with .to()"),
+    "complex into float": (lambda d: torch.complex(x(d), x(d), out=x(d)), "torch.complex64, but got torch.float32"),
+    "mask of integers": (lambda d: x(d).masked_scatter(long(d), x(d)), "use mask.bool()"),
+    "masked_scatter of another dtype": (lambda d: x(d).masked_scatter(x(d) > 0, double(d)), "same dtypes"),
+    "bucketize in a matrix": (lambda d: torch.bucketize(x(d), two(d)), "must be 1 dimension, but got dim(2)"),
+    "embedding of a vector": (lambda d: torch.nn.functional.embedding(long(d), x(d)), "'weight' must be 2-D, got 1-D"),
+    "lstsq of a vector": (lambda d: torch.linalg.lstsq(x(d), x(d), driver="gels"), "at least 2 dimensions, got 1"),
+    "cat of a number": (lambda d: torch.cat([x(d)[0], x(d)]), "position 0"),
+    "narrow_copy of a missing dim": (lambda d: torch.narrow_copy(x(d), 1, 0, 1), "dim 1 is out of range"),
+    "index_add of another shape": (lambda d: two(d).index_add(0, torch.tensor([0, 1], device=d), x(d)), "source.shape = [3]"),
+    "index_add of rows to a number": (
+        lambda d: x(d)[0].index_add(0, torch.tensor([0], device=d), x(d)[:1]),
+        "self.shape = [] source.shape = [1]",
+    ),
+    "as_strided_scatter beyond the end": (lambda d: torch.as_strided_scatter(x(d), x(d), (3,), (2,)), "need 5 elements"),
+    "amax over nothing": (lambda d: torch.amax(two(d)[:, :0], 1), "non-zero size"),
+    "aminmax over nothing": (lambda d: torch.aminmax(two(d)[:, :0], dim=1), "non-zero size"),
+    "aminmax into double": (lambda d: torch.aminmax(x(d), dim=0, out=(double(d), double(d))), "dtype torch.float32"),
+    "convolution without dilation": (
+        lambda d: torch.nn.functional.conv1d(two(d)[None], two(d)[None], dilation=-1),
+        "dilation should be greater than zero, got [-1]",
+    ),
+    "convolution with negative padding": (lambda d: torch.nn.functional.conv1d(two(d)[None], two(d)[None], padding=-1), "negative padding"),
+    "convolution without stride": (lambda d: torch.nn.functional.conv1d(two(d)[None], two(d)[None], stride=0), "non-positive stride"),
+    "uniform_ of an empty range": (lambda d: x(d).uniform_(3, -1), "from=3.0 > to=-1.0"),
+    "multinomial of integers": (lambda d: torch.multinomial(long(d), 2), "floating-point dtypes"),
+    "multinomial of nothing": (lambda d: torch.multinomial(x(d) + 1, 0), "n_sample <= 0"),
+    "multinomial of a cube": (lambda d: torch.multinomial(two(d)[None], 1), "1 or 2 dim, got 3"),
+    "multinomial of too many": (lambda d: torch.multinomial(x(d) + 1, 4), "without replacement: 4 of 3"),
+    "multinomial into floats": (lambda d: torch.multinomial(x(d) + 1, 2, out=x(d)), "torch.int64, but got torch.float32"),
+    "sort into double": (
+        lambda d: torch.sort(x(d), 0, out=(double(d), long(d))),
+        "values: expected out tensor to have dtype torch.float32",
+    ),
+    "mode into floats": (lambda d: torch.mode(x(d), 0, out=(x(d), x(d))), "indices: expected out tensor to have dtype torch.int64"),
+    "take into double": (lambda d: torch.take(x(d), long(d), out=double(d)), "expected out tensor to have dtype torch.float32"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_refused_as_on_the_cpu(name: str) -> None:
+    call, text = CASES[name]
+    with pytest.raises((RuntimeError, IndexError, TypeError)) as on_cpu:
+        call("cpu")
+    with pytest.raises(on_cpu.type) as found:
+        call("xla")
+    assert text in str(found.value)
+
+
+def test_index_add_takes_what_the_cpu_takes() -> None:
+    at = torch.tensor([2, 0])
+    for own, source in ((torch.zeros(3), torch.ones(2)), (torch.zeros(3, 4), torch.ones(2, 4))):
+        assert torch.equal(own.to("xla").index_add(0, at.to("xla"), source.to("xla")).cpu(), own.index_add(0, at, source))
+    number = torch.zeros(()).to("xla").index_add(0, at[1:].to("xla"), torch.tensor(1.0).to("xla"))
+    assert number.item() == 1
+
+
+SPARSE: dict[str, Call] = {
+    "moving one": lambda d: torch.eye(3).to_sparse().to(d),
+    "making one": lambda d: torch.eye(3, device=d).to_sparse(),
+    "a gradient": lambda d: torch.nn.Embedding(5, 3, sparse=True, device=d)(torch.tensor([1], device=d)).sum().backward(),
+}
+
+
+@pytest.mark.parametrize("name", SPARSE)
+@pytest.mark.filterwarnings("ignore:.*has no JAX lowering")
+def test_sparse_tensors_say_what_to_do(name: str) -> None:
+    with pytest.raises(NotImplementedError, match="has no sparse tensors, got torch.sparse_coo of shape") as found:
+        SPARSE[name]("xla")
+    assert ".to_dense()" in str(found.value) and "sparse=False" in str(found.value) and "test_checks.py" in str(found.value)
+
+
+def test_a_moved_view_keeps_the_order_of_its_dims() -> None:
+    view = torch.arange(24.0).view(4, 6).t()[::2]
+    moved = view.to("xla")
+    assert moved.stride() == view.clone().stride()
+    assert torch.equal(moved.cpu(), view)
+
+
+@pytest.mark.filterwarnings("ignore:.*nested tensors")
+@pytest.mark.filterwarnings("ignore:.*has no JAX lowering")
+def test_an_encoder_in_evaluation_keeps_padded_batches() -> None:
+    torch.manual_seed(0)
+    encoder = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 1).eval()
+    x, padding = torch.randn(2, 4, 8), torch.tensor([[False, False, False, True], [False, False, True, True]])
+    with torch.no_grad():
+        expected = encoder(x, src_key_padding_mask=padding)
+        found = encoder.to("xla")(x.to("xla"), src_key_padding_mask=padding.to("xla"))
+    torch.testing.assert_close(found.cpu()[~padding], expected[~padding])

@@ -1,0 +1,70 @@
+"""A known optimizer's step as one op of the graph: `torch_bridge::optimizer_step` updates a list of parameters and their state.
+
+What it does to each is in `update_rules.py`, and in `adafactor_rule.py` where tensors that several ranks share out are looked at as wholes. Import this
+after `torch_bridge.recorder` (which brings JAX up).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from torch_bridge import adafactor_rule, update_rules
+from torch_bridge.lowerings import lowering
+
+_STEP = "(str rule, {}, Tensor[] grads, {}, {}, {}, float[] numbers, str options) -> {}"
+_library = torch.library.Library("torch_bridge", "FRAGMENT")
+_library.define(
+    f"optimizer_step{_STEP}".format(
+        "Tensor[] params", "Tensor[] first", "Tensor[] second", "Tensor[] third", "(Tensor[], Tensor[], Tensor[], Tensor[])"
+    )
+)
+_library.define(
+    f"optimizer_step_{_STEP}".format("Tensor(a!)[] params", "Tensor(b!)[] first", "Tensor(c!)[] second", "Tensor(d!)[] third", "()")
+)
+ops = torch.ops.torch_bridge
+
+Tensors = Sequence[torch.Tensor]
+
+
+def _meta(rule: str, params: Tensors, grads: Tensors, first: Tensors, second: Tensors, third: Tensors, *_: Any) -> Any:
+    return tuple([t.new_empty(t.shape) for t in given] for given in (params, first, second, third))
+
+
+def _on_cpu(*_: Any) -> Any:
+    raise RuntimeError(
+        "a graph with a fused optimizer step runs on xla only: give the optimizer foreach=False to record torch's own operations"
+    )
+
+
+_library.impl("optimizer_step", _meta, "Meta")
+_library.impl("optimizer_step", _on_cpu, "CPU")
+_library.impl("optimizer_step_", _on_cpu, "CPU")
+
+
+@lowering(ops.optimizer_step.default, floats=("numbers",))
+def _optimizer_step(rule: str, params: Any, grads: Any, first: Any, second: Any, third: Any, numbers: Any, options: str) -> Any:
+    states = _columns((first, second, third), len(params))
+    if rule == "adafactor":
+        new = adafactor_rule.adafactor(params, grads, states, numbers, options)
+    else:
+        flags = frozenset(options.split(","))
+        new = [update_rules.RULES[rule](p, g, s, numbers, flags) for p, g, s in zip(params, grads, states, strict=True)]
+    given = [x for x in (params, first, second, third) if x]
+    lists = [[x[k].astype(old.dtype) for x, old in zip(new, before, strict=True)] for k, before in enumerate(given)]
+    return (*lists, *[[] for _ in range(4 - len(lists))])
+
+
+def _columns(lists: Sequence[Sequence[Any]], count: int) -> list[list[Any]]:
+    """For each parameter its state, from the lists that are not empty."""
+    return [[x[k] for x in lists if x] for k in range(count)]
+
+
+def update(rule: str, params: Tensors, grads: Tensors, states: Sequence[Tensors], numbers: Sequence[float], options: str = "") -> None:
+    """Record one op that updates xla parameters, and their state (up to three lists of tensors), in place. numbers may change without a new program."""
+    lists = [list(s) for s in states] + [[] for _ in range(3 - len(states))]
+    with torch.no_grad():
+        ops.optimizer_step_(rule, list(params), list(grads), *lists, [float(x) for x in numbers], options)
+    torch.autograd.graph.increment_version(list(params))
