@@ -118,10 +118,20 @@ def _arrays(folder: reading.Folder) -> dict[str, Full]:
 
 def _array(folder: reading.Folder, name: str, entry: Mapping[str, Any]) -> Full:
     def read() -> torch.Tensor:
-        return folder._tensor(orbax_files.restore(folder.path, {name: None})[name], None, entry)
+        return folder._tensor(stored_array(folder, name), None, entry)
 
     apart = tuple(entry["apart"]) if "apart" in entry else None
     return Full(stored_as(entry), getattr(torch, entry["dtype"]), read, apart)
+
+
+def stored_array(folder: reading.Folder, name: str) -> np.ndarray:
+    """An array as it is stored. Raises DamagedCheckpointError if it is not on disk."""
+    found = orbax_files.restore(folder.path, {name: None})[name]
+    if not isinstance(found, np.ndarray):  # Orbax gives back what was asked for
+        raise orbax_files.DamagedCheckpointError(
+            f"{name} is in {folder.path / orbax_files.INDEX}, but not among the arrays. Load another tag"
+        )
+    return found
 
 
 def stored_as(entry: Mapping[str, Any]) -> Need:

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
-from nxd_jax.checkpoint import full_states, orbax_files, original_files, original_states, reading, writing
+from nxd_jax.checkpoint import full_states, original_files, original_states, reading, writing
 from nxd_jax.checkpoint.full_states import HUB, NXD, ORIGINAL, Full, FullState
 from nxd_jax.checkpoint.orbax_files import DamagedCheckpointError
 from nxd_jax.checkpoint.safetensors_files import Hub
-from torch_bridge import nested, transfer
+from torch_bridge import transfer
 
 Progress = Callable[[Sequence[Any], str], Iterable[Any]]
 _BAD = (DamagedCheckpointError, OSError, ValueError, KeyError, NotImplementedError)
@@ -74,15 +73,14 @@ def _verify_nxd(folder: Path, report: Report, progress: Progress) -> None:
         own = reading.Folder(folder / part)
         _check_object(own.path / writing.OBJECTS, report, trust=False)
         for name, entry in progress(list(own.entries.items()), f"reading {part}"):
-            report.check(f"{part}/{name}", lambda own=own, name=name: _array(own, name), entry["stored"])  # type: ignore[misc]
+            report.check(
+                f"{part}/{name}",
+                lambda own=own, name=name: transfer.from_numpy(full_states.stored_array(own, name).copy()),
+                entry["stored"],
+            )  # type: ignore[misc]
         report.problems += [
             f"{part}/{alias} stands for {name}, which is not there" for alias, name in own.aliases.items() if name not in own.entries
         ]
-
-
-def _array(own: reading.Folder, name: str) -> torch.Tensor:
-    """An array as it is stored."""
-    return transfer.from_numpy(np.array(orbax_files.restore(own.path, {name: None})[name]))
 
 
 def _check_object(path: Path, report: Report, trust: bool) -> None:
@@ -99,20 +97,25 @@ def _verify_original(folder: Path, report: Report, progress: Progress, trust: bo
     every = [*files.model.values(), *files.optimizer.values()]
     for file in progress(every, "reading"):
         try:
-            values = [v for v in _tensors(file.data) if file.holds(v) or not files.optimizer]
+            values = {name: v for name, v in _tensors(file.data) if file.holds(v) or not files.optimizer}
         except _BAD as error:
             report.problems.append(_first_line(error))
             continue
-        for k, value in enumerate(values):
-            name = f"{file.path.relative_to(folder)} tensor {getattr(value, 'tid', k)}"
+        for name, value in values.items():
             shape = file.describe(value)[0] if file.holds(value) else None
-            report.check(name, lambda file=file, value=value: file.tensor(value), shape)  # type: ignore[misc]
+            label = f"{file.path.relative_to(folder)}: {name}"
+            report.check(label, lambda file=file, value=value: file.tensor(value), shape)  # type: ignore[misc]
     if files.model and not report.problems:
         original_states.model_state(files.model)
 
 
-def _tensors(data: Any) -> list[Any]:
-    return nested.collect(data, original_files.is_tensor)
+def _tensors(data: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """The tensors in nested data, by the keys that lead to them."""
+    if original_files.is_tensor(data):
+        yield path, data
+    elif isinstance(data, (Mapping, list, tuple)):
+        for key, value in data.items() if isinstance(data, Mapping) else enumerate(data):
+            yield from _tensors(value, f"{path}.{key}" if path else str(key))
 
 
 def _first_line(error: BaseException) -> str:

@@ -58,7 +58,7 @@ def recomputed(module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str
     Raises ValueError for a key-value cache among the arguments, which the second computation would change again, and TypeError for a result whose tensors
     autograd would not see.
     """
-    leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
+    leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)), is_leaf=_is_cache)
     direct = any(isinstance(x, torch.Tensor) and x.requires_grad for x in leaves)
     if not torch.is_grad_enabled() or not (direct or any(p.requires_grad for p in module.parameters())):
         return module(*args, **kwargs)
@@ -116,9 +116,14 @@ def _once_known(leaves: Sequence[Any], gradients: Sequence[torch.Tensor]) -> lis
     ]
 
 
-def _refuse_caches(module: torch.nn.Module, leaves: Sequence[Any]) -> None:
+def _is_cache(x: Any) -> bool:
+    """Whether something is one of transformers' key-value caches (which some versions register as nested data)."""
     kind = getattr(sys.modules.get("transformers.cache_utils"), "Cache", None)
-    if kind is not None and any(isinstance(x, kind) for x in leaves):
+    return kind is not None and isinstance(x, kind)
+
+
+def _refuse_caches(module: torch.nn.Module, leaves: Sequence[Any]) -> None:
+    if any(_is_cache(x) for x in leaves):
         raise ValueError(
             f"{type(module).__name__} computes its activations again in the backward pass and was given a key-value cache, which would then be written twice: "
             "set config.use_cache = False, or pass use_cache=False, in training"

@@ -101,3 +101,21 @@ def test_experts(nxd: Nxd) -> None:
         for r in range(4):
             torch.testing.assert_close(sharded.shards(shared.detach())[r], 1.0 - mean * factor)
             torch.testing.assert_close(sharded.shards(expert.detach())[r], starts[r] - means[expert_of[r]] * factor)
+
+
+def test_sequence_parallel(nxd: Nxd) -> None:
+    """Tensor-parallel ranks saw different parts of the sequence: their gradients are added up before data-parallel ranks are averaged."""
+    for zero in (False, True):
+        nxd(4, tp=2)
+        config = nxd_api.neuronx_distributed_config(
+            tensor_parallel_size=2, sequence_parallel=True, optimizer_config={"zero_one_enabled": zero, "max_grad_norm": 1.0}
+        )
+        gradients = [torch.randn(3, generator=torch.Generator().manual_seed(r)) for r in range(4)]
+        norm_weight = torch.nn.Parameter(torch.ones(3, device="xla"))
+        norm_weight.sequence_parallel_enabled = True  # type: ignore[attr-defined]
+        optimizer = nxd_api.initialize_parallel_optimizer(config, optim.SGD, [norm_weight], lr=1.0)
+        norm_weight.grad = sharded.from_ranks(gradients.__getitem__)
+        optimizer.step()
+        mean = torch.stack(gradients).sum(0) / 2
+        for found in sharded.shards(norm_weight.detach()):
+            torch.testing.assert_close(found, 1.0 - mean * (1.0 / (mean.norm() + 1e-6)).clamp(max=1.0))
