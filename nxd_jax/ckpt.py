@@ -15,6 +15,8 @@ are found out: nxd (`nxd.save_checkpoint` of this package), original (files of N
 from __future__ import annotations
 
 import argparse
+import contextlib
+import ctypes
 import json
 import os
 import sys
@@ -33,6 +35,8 @@ from nxd_jax.trainer.checkpoint_storage import BaseCheckpointStorage, FilesysChe
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _MANY = 4
+_MMAP_THRESHOLD = -3
+"""`M_MMAP_THRESHOLD` of glibc's malloc.h."""
 _SHOWN = 20
 
 
@@ -104,13 +108,21 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status."""
     args = parser().parse_args(arguments)
-    if arguments is None and not os.environ.get("JAX_PLATFORMS"):
-        jax.config.update("jax_platforms", "cpu")  # arrays are read to the host; no accelerator is needed
+    if arguments is None:
+        _own_process()
     try:
         return {"inspect": _inspect, "convert": _convert, "verify": _verify}[args.command](args)
     except (CommandError, orbax_files.DamagedCheckpointError, OSError, ValueError, TypeError, NotImplementedError, ImportError) as error:
         sys.stderr.write(f"nxd-ckpt: {error}\n")
         return 2
+
+
+def _own_process() -> None:
+    """What the command changes in a process that is its own: no accelerator is started, and memory of large tensors goes back to the system at once."""
+    if not os.environ.get("JAX_PLATFORMS"):
+        jax.config.update("jax_platforms", "cpu")
+    with contextlib.suppress(AttributeError, OSError):  # glibc only; its heap would be full of holes between tensors
+        ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, 1 << 20)
 
 
 def _say(text: str = "") -> None:

@@ -109,7 +109,7 @@ def _load_model(files: Files, model: Any, strict: bool, plan: _Optimizer | None)
 def _joints(
     state: ModelState, targets: Mapping[str, Target], needs: Mapping[str, Need], files: Files
 ) -> tuple[list[str], dict[str, Joint]]:
-    problems: list[str] = []
+    problems = _expert_problems(files)
     joints: dict[str, Joint] = {}
     for name, target in targets.items():
         problems += _place_problems(name, target, files)
@@ -125,17 +125,20 @@ def _place_problems(name: str, target: Target, files: Files) -> list[str]:
     """Tensors that every rank has its own of load in the same layout only."""
     if grads._is_expert(target.tensor):
         saved, now = files.sizes["ep"], parallel_state.get_expert_model_parallel_size()
-        return (
-            []
-            if saved == now
-            else [
-                f"{name} is of experts that {saved} ranks share out in the checkpoint, {now} here: load it at expert_parallel_size={saved}"
-            ]
-        )
+        return [] if saved == now else [f"{name} is of experts that {now} ranks share out here, {saved} in the checkpoint"]
     if target.where is None or not target.where.apart:
         return []
     saved, now = files.sizes["tp"], parallel_state.get_tensor_model_parallel_size()
     return [] if saved == now else [f"{name} is different on each rank, and the checkpoint is of {saved} tensor-parallel ranks, not {now}"]
+
+
+def _expert_problems(files: Files) -> list[str]:
+    """Which tensors are of experts is not in the files: those of several ranks load at that size only."""
+    saved = files.sizes["ep"]
+    now = parallel_state.get_expert_model_parallel_size() if saved > 1 else 1
+    if saved == now:
+        return []
+    return [f"the checkpoint is of {saved} expert-parallel ranks, there are {now} here: load it at expert_parallel_size={saved}"]
 
 
 def _fill(files: Files, targets: Mapping[str, Target], joints: Mapping[str, Joint], state: ModelState) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -55,7 +56,7 @@ def verify(folder: Path, progress: Progress, trust: bool = False) -> Report:
         elif kind == HUB:
             hub = Hub(folder)
             for name in progress(list(hub.entries), "reading"):
-                report.check(name, lambda name=name: hub.read(name))  # type: ignore[misc]
+                report.check(name, functools.partial(hub.read, name))
         else:
             report.problems.append(f"{folder} holds no checkpoint of a known format")
     except _BAD as error:
@@ -73,14 +74,14 @@ def _verify_nxd(folder: Path, report: Report, progress: Progress) -> None:
         own = reading.Folder(folder / part)
         _check_object(own.path / writing.OBJECTS, report, trust=False)
         for name, entry in progress(list(own.entries.items()), f"reading {part}"):
-            report.check(
-                f"{part}/{name}",
-                lambda own=own, name=name: transfer.from_numpy(full_states.stored_array(own, name).copy()),
-                entry["stored"],
-            )  # type: ignore[misc]
+            report.check(f"{part}/{name}", functools.partial(_stored, own, name), entry["stored"])
         report.problems += [
             f"{part}/{alias} stands for {name}, which is not there" for alias, name in own.aliases.items() if name not in own.entries
         ]
+
+
+def _stored(own: reading.Folder, name: str) -> torch.Tensor:
+    return transfer.from_numpy(full_states.stored_array(own, name).copy())
 
 
 def _check_object(path: Path, report: Report, trust: bool) -> None:
@@ -104,7 +105,7 @@ def _verify_original(folder: Path, report: Report, progress: Progress, trust: bo
         for name, value in values.items():
             shape = file.describe(value)[0] if file.holds(value) else None
             label = f"{file.path.relative_to(folder)}: {name}"
-            report.check(label, lambda file=file, value=value: file.tensor(value), shape)  # type: ignore[misc]
+            report.check(label, functools.partial(file.tensor, value), shape)
     if files.model and not report.problems:
         original_states.model_state(files.model)
 

@@ -28,9 +28,11 @@ def convert(input_dir: str | Path, output_dir: str | Path, convert_type: str, dp
     """Write a ZeRO-1 optimizer's files for `dp_size` data-parallel ranks; returns them.
 
     input_dir: a checkpoint with `optim/`, or that folder. output_dir: files go to `optim/` in it, or into it, alike. convert_type: "sharded_to_full"
-    (dp_size 1: each tensor-parallel rank's file holds whole rows) or "full_to_sharded". xser: with a file for each tensor. Tensor and pipeline parallelism stay.
+    (dp_size 1: each tensor-parallel rank's file holds whole rows) or "full_to_sharded". xser: with a file for each tensor. Tensor and pipeline
+    parallelism stay.
 
-    Raises ValueError for options that do not fit and states that are not of ZeRO-1, FileNotFoundError without files, FileExistsError if `output_dir` has some.
+    Raises ValueError for options that do not fit and states that are not of ZeRO-1, FileNotFoundError without files,
+    FileExistsError if `output_dir` has some.
     """
     size = _size(convert_type, dp_size)
     source, target = Path(input_dir), Path(output_dir)

@@ -76,6 +76,7 @@ def save_checkpoint(
     if user_content is not None:
         job.files[writing.USER] = writing.pickled(user_content)
     job.random = writing.pickled(writing.random_state())
+    _remember(storage, async_save)
     if not async_save:
         job.run()
         return
@@ -334,4 +335,11 @@ class CheckpointIOState:
 
 
 g_iostate: CheckpointIOState | None = None
-"""The last save's, once there has been one."""
+"""`trainer.checkpoint.g_iostate`: of the directory saved to last, once there has been a save."""
+
+
+def _remember(storage: BaseCheckpointStorage, async_save: bool) -> None:
+    global g_iostate
+    if g_iostate is None:
+        g_iostate = CheckpointIOState(async_save)
+    g_iostate._storage = storage

@@ -15,10 +15,10 @@ import pytest
 import torch
 
 pytest.importorskip("safetensors")
+import neuronx_distributed as nxd_api
 import torch.distributed as dist
 import torch_xla
 
-import neuronx_distributed as nxd_api
 from nxd_jax import ckpt
 from nxd_jax.checkpoint import original
 from nxd_jax.optimizer import convert_zero_checkpoints

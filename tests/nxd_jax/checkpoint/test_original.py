@@ -7,11 +7,11 @@ import pathlib
 from collections.abc import Iterable
 from typing import Any
 
+import neuronx_distributed as nxd_api
 import pytest
 import torch
 from torch import nn
 
-import neuronx_distributed as nxd_api
 from nxd_jax.checkpoint import original, original_files
 from nxd_jax.checkpoint.orbax_files import DamagedCheckpointError
 from nxd_jax.parallel_layers import parallel_state
@@ -312,6 +312,56 @@ def test_an_order_of_shards_and_values_of_each_rank_keep_their_place(nxd: Nxd, t
         (tmp_path / f"t/model/dp_rank_00_tp_rank_{t:02d}_pp_rank_00.pt").unlink()
     with pytest.raises(RuntimeError, match=r"own is different on each rank, and the checkpoint is of 2 tensor-parallel ranks, not 4"):
         nxd_api.load_checkpoint(tmp_path, "t", model)
+
+
+class Expert(nn.Module):
+    """A weight of its own on each expert-parallel rank, and one that all have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        axes = sharded.axes_of(parallel_state.get_expert_model_parallel_group())
+        self.expert = nn.Parameter(sharded.from_ranks(lambda r: torch.zeros(2), axes))
+        self.expert.expert_model_parallel = True  # type: ignore[attr-defined]
+        self.shared = nn.Parameter(torch.zeros(2, device="xla"))
+
+
+def test_experts_load_at_the_same_size(nxd: Nxd, tmp_path: pathlib.Path) -> None:
+    for e in range(2):
+        own = {"expert": torch.full((2,), 5.0 + e), "shared": torch.full((2,), 3.0)}
+        write(tmp_path / "t/model" / f"dp_rank_00_ep_rank_{e:02d}_tp_rank_00_pp_rank_00.pt", own)
+    (tmp_path / "t/done").write_text("1")
+    nxd(4, ep=2)
+    model = Expert()
+    nxd_api.load_checkpoint(tmp_path, "t", model)
+    held = [v.tolist() for v in sharded.shards(model.expert.detach())]
+    group = parallel_state.get_expert_model_parallel_group(as_list=True)
+    assert all(held[r] == [5.0 + place] * 2 for members in group for place, r in enumerate(members))
+    assert model.shared.tolist() == [3.0, 3.0]
+    original.export_original(tmp_path, "again", model)
+    for e in range(2):
+        name = f"model/dp_rank_00_ep_rank_{e:02d}_tp_rank_00_pp_rank_00.pt"
+        ours, theirs = torch.load(tmp_path / "again" / name), torch.load(tmp_path / "t" / name)
+        assert ours.keys() == theirs.keys() and all(torch.equal(ours[k], theirs[k]) for k in ours)
+    small(tmp_path / "one", {"expert": torch.ones(2), "shared": torch.ones(2)})
+    with pytest.raises(RuntimeError, match="expert is of experts that 2 ranks share out here, 1 in the checkpoint"):
+        nxd_api.load_checkpoint(tmp_path, "one", model)
+    nxd(1)
+    with pytest.raises(
+        RuntimeError, match="the checkpoint is of 2 expert-parallel ranks, there are 1 here: load it at expert_parallel_size=2"
+    ):
+        model = nn.Module()
+        model.expert, model.shared = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
+        model.expert.expert_model_parallel = True  # type: ignore[attr-defined]
+        nxd_api.load_checkpoint(tmp_path, "t", model)
+
+
+def test_an_address_that_fsspec_knows(nxd: Nxd, tmp_path: pathlib.Path) -> None:
+    nxd(1)
+    model = nn.Linear(3, 2)
+    original.export_original("memory://original", "t", model, user_content=3)
+    again = nn.Linear(3, 2)
+    assert nxd_api.load_checkpoint("memory://original", None, again) == 3
+    assert torch.equal(again.weight, model.weight)
 
 
 # -- older layouts -------------------------------------------------------------------------------------

@@ -338,6 +338,14 @@ def test_drifted_copies_are_kept_in_the_same_layout(nxd: Any, tmp_path: Path) ->
         neuronx_distributed.load_checkpoint(tmp_path, "t", torch.nn.Linear(2, 2, bias=False).to("xla"))
 
 
+def test_tags_removed_through_the_last_saves_state(alone: Any, tmp_path: Path) -> None:
+    for tag in ("a", "b"):
+        nxd.save_checkpoint(tmp_path, tag, user_content=1)
+    assert checkpoint.g_iostate is not None
+    checkpoint.g_iostate.submit_remove(-1, False, ["a"])
+    assert [p.name for p in tmp_path.iterdir()] == ["b"]
+
+
 def test_nxds_own_state(alone: Any, tmp_path: Path) -> None:
     for background in (False, True):
         state = nxd.CheckpointIOState(async_save=background)
