@@ -261,7 +261,8 @@ def _convert(args: argparse.Namespace) -> int:
     kind = full_states.format_of(source)
     config = _config(args, source)
     _check_order(args, source, kind)
-    names = _names(args, config, args.tp if kind == HUB else _tp_of([source], args))
+    in_order = ORIGINAL not in (kind, args.to)  # tags of ours hold query heads as Hugging Face's model has them
+    names = _names(args, config, args.tp if kind == HUB else _tp_of([source], args), 1 if in_order else args.kv_multiplier)
     how = How(
         rules=[*joining.parse_rules(args.split), *names.rules],
         config=config,
@@ -301,6 +302,11 @@ def _check_numbers(args: argparse.Namespace) -> None:
 
 def _check_order(args: argparse.Namespace, source: Path, kind: str | None) -> None:
     """Without a Hugging Face folder on either side query heads stay in the order of the ranks that wrote them."""
+    if args.kv_multiplier > 1 and {kind, args.to} == {NXD, ORIGINAL}:
+        raise CommandError(
+            f"with --kv-multiplier {args.kv_multiplier} NxD's files have query heads in the order of the ranks that wrote them, those of --to nxd "
+            "are in the model's order: convert to safetensors first (--map and --config say how)"
+        )
     if args.kv_multiplier == 1 or args.to != ORIGINAL or kind == HUB:
         return
     tp = _tp_of([source], args)
@@ -331,9 +337,9 @@ def _config(args: argparse.Namespace, source: Path) -> dict[str, Any]:
     return found
 
 
-def _names(args: argparse.Namespace, config: Mapping[str, Any], tp: int) -> NameMap:
-    heads = name_maps.heads_of(config, args.kv_multiplier, tp)
-    if heads is None and args.kv_multiplier > 1 and args.mapping:
+def _names(args: argparse.Namespace, config: Mapping[str, Any], tp: int, copies: int) -> NameMap:
+    heads = name_maps.heads_of(config, copies, tp)
+    if heads is None and copies > 1 and args.mapping:
         raise CommandError(
             "--kv-multiplier changes the order of query heads: give the model's config.json (--config) with num_attention_heads"
         )
@@ -410,7 +416,8 @@ def _both(args: argparse.Namespace, folder: Path, other: Path | None, config: di
     shapes: dict[str, joining.Need] = {}
     for path in sorted(order, key=lambda p: full_states.format_of(p) == ORIGINAL):
         kind = full_states.format_of(path)
-        names = _names(args, config, _tp_of(order, args))
+        ranks = any(full_states.format_of(p) == ORIGINAL for p in order)
+        names = _names(args, config, _tp_of(order, args), args.kv_multiplier if ranks else 1)
         how = How([*joining.parse_rules(args.split), *names.rules], config, args.kv_multiplier, shapes, trust=args.trust)
         try:
             found[path] = full_states.read(path, how, names if kind == HUB else None)

@@ -13,7 +13,8 @@ import torch
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from nxd_jax.checkpoint.placement import Piece, Placement
-from torch_bridge import _compat, dtypes, executor, sharding, world
+from nxd_jax.parallel_layers import _groups
+from torch_bridge import _compat, collectives, dtypes, executor, groups, rank_ops, sharding, world
 from torch_bridge.layout import layout
 from torch_bridge.segment import Storage
 from torch_bridge.tensor import XLATensor, make
@@ -122,6 +123,8 @@ def pieces_of(tensor: torch.Tensor, placement: Placement) -> list[torch.Tensor]:
     found = []
     for piece in placement.pieces:
         part = tensor.narrow(0, piece.start, piece.rows) if piece.rows else tensor
+        if piece.order is not None:
+            part = _exchanged(part, piece, [piece.order.index(k) for k in range(len(piece.order))])
         local = piece.local_shape(placement.shape)
         part = part.reshape(local)
         dim = _row_dim(placement, piece, local)
@@ -129,6 +132,16 @@ def pieces_of(tensor: torch.Tensor, placement: Placement) -> list[torch.Tensor]:
             part = rows.cut(part.transpose(0, dim)).transpose(0, dim) if dim else rows.cut(part)
         found.append(_own(part.contiguous()))
     return found
+
+
+def _exchanged(part: torch.Tensor, piece: Piece, order: Sequence[int]) -> torch.Tensor:
+    """What a rank holds once the tensor-parallel ranks' groups of query heads are in another order: place k gets group `order[k]`."""
+    group = _groups.tensor_parallel()
+    full = collectives.all_gather(part.contiguous(), piece.dim, group)
+    rows = torch.arange(full.shape[piece.dim]).reshape(len(order), -1)[list(order)].reshape(-1)
+    among = groups.resolve(group)
+    starts = [among.index(r) * part.shape[piece.dim] for r in range(world.size())]
+    return rank_ops.ops.rank_slice(full.index_select(piece.dim, rows.to("xla")), piece.dim, starts, part.shape[piece.dim])
 
 
 def _own(tensor: torch.Tensor) -> torch.Tensor:
@@ -183,7 +196,8 @@ def joined(parts: Sequence[torch.Tensor], placement: Placement) -> torch.Tensor:
             (part,) = rows.all_gather([part.transpose(0, dim).contiguous()], [_swapped(local, dim)], part.dtype)
             part = part.transpose(0, dim)
         shape = [piece.rows, *placement.shape[1:]] if piece.rows else list(placement.shape)
-        found.append(part.reshape(shape))
+        part = part.reshape(shape)
+        found.append(part if piece.order is None else _exchanged(part, piece, piece.order))
     tensor = found[0] if len(found) == 1 else torch.cat(found)
     return rows.cut(tensor) if rows is not None else tensor
 

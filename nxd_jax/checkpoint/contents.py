@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from nxd_jax.checkpoint import placement
+from nxd_jax.checkpoint import heads, placement
 from nxd_jax.checkpoint.placement import Placement
 from nxd_jax.parallel_layers import _groups
 from nxd_jax.utils import full_weights
@@ -32,6 +32,7 @@ class Contents:
 
 def of_model(model: Any, saving: bool = True) -> Contents:
     """A module's state dict (of adapters, what their configuration says is to be saved), or a state dict."""
+    heads.mark(unwrapped(model))
     tensors: dict[str, tuple[torch.Tensor, Placement | None]] = {}
     other: dict[str, Any] = {}
     for name, value in _state_of(model, saving).items():
@@ -64,6 +65,7 @@ def names_of(model: Any) -> dict[torch.Tensor, str]:
     """The first name of each parameter of a model."""
     if not isinstance(model, torch.nn.Module):
         return {}
+    heads.mark(unwrapped(model))
     found: dict[torch.Tensor, str] = {}
     for name, p in unwrapped(model).named_parameters():
         found.setdefault(p, name)

@@ -7,6 +7,7 @@ tensor at a time is in host memory.
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -99,11 +100,32 @@ def _load_model(files: Files, model: Any, strict: bool, plan: _Optimizer | None)
             + "; ".join(problems)
             + ". strict=False ignores missing and unexpected names"
         )
+    _warn_of_heads(files, loaded, joints)
     if absent:
         logger.info("Sharded master weights found in optim states, ignoring model weight tensors")
     _fill(files, {n: t for n, t in loaded.items() if n not in absent}, joints, state)
     reading._set_extra_state(module, state.other)
     return absent
+
+
+def _warn_of_heads(files: Files, targets: Mapping[str, Target], joints: Mapping[str, Joint]) -> None:
+    """With copies of K/V heads, query heads are in the order of the ranks that wrote the files, and stay in it."""
+    now = parallel_state.get_tensor_model_parallel_size()
+    for name, target in targets.items():
+        key = next((k for k in target.keys if k.endswith("weight_k")), None)
+        if key is None or key not in joints:
+            continue
+        tp, copies = len(joints[key].held), len(joints[key].held) // joints[key].count
+        fused = getattr(target.tensor, "qkv_partition", None)
+        here = fused[2] if fused is not None else now // getattr(target.tensor, "num_partitions", now)
+        if (copies > 1 or here > 1) and (tp, copies) != (now, here):
+            warnings.warn(
+                f"{files.folder} was written by {tp} tensor-parallel ranks that hold {copies} copies of K/V heads, here {now} ranks hold {here}: query heads "
+                f"({name} and the output projection) come in another order, so the model computes something else. Load it with the sizes it was written with, "
+                "then save_checkpoint, whose files load anywhere",
+                stacklevel=5,
+            )
+            return
 
 
 def _joints(

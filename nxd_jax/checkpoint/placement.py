@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from nxd_jax.checkpoint import heads
 from nxd_jax.parallel_layers import _groups
 from nxd_jax.utils import full_weights
 from torch_bridge import groups, world
@@ -23,7 +24,8 @@ class Piece:
     """A stretch of a rank's tensor that is part of one full array.
 
     suffix: added to the name ("" if the tensor is one piece). start, rows: which rows of the tensor (rows 0: all). dim: along which ranks share the array out.
-    stride: tensors fused along `dim`, each shared out by itself. count: different parts. part: of each rank of the world.
+    stride: tensors fused along `dim`, each shared out by itself. count: different parts. part: of each rank of the world. order: for each group of query heads
+    in the ranks' order its place in the full array (`heads.order`); None: they are in order.
     """
 
     suffix: str
@@ -33,11 +35,12 @@ class Piece:
     stride: int
     count: int
     part: tuple[int, ...]
+    order: tuple[int, ...] | None = None
 
     @property
     def whole(self) -> bool:
         """Whether the piece is the tensor as it is."""
-        return not self.rows and self.stride == 1
+        return not self.rows and self.stride == 1 and self.order is None
 
     def local_shape(self, tensor: Sequence[int]) -> list[int]:
         """The shape of what a rank stores, given its tensor's: fused tensors along a dim of their own."""
@@ -85,13 +88,26 @@ def of(parameter: torch.Tensor, rows: RowShards | None = None) -> Placement:
     firsts = [members[0] for members in groups.resolve(_groups.tensor_parallel()).members]
     found = [full_weights._pieces(parameter, _groups.tensor_parallel(), rank) for rank in firsts]
     names = ("_q", "_k", "_v") if len(found[0]) == 3 else ("",)
+    held = getattr(parameter, heads.ATTRIBUTE, None)
+    order = None if held is None else heads.order(held)
     pieces = []
     for k, suffix in enumerate(names):
         shares, start, size = found[0][k]
         part: dict[int, int] = {}
         for other in found:
             part.update(other[k][0].index)
-        pieces.append(Piece(suffix, start, size, shares.dim, shares.stride, shares.count, tuple(part[r] for r in range(world.size()))))
+        pieces.append(
+            Piece(
+                suffix,
+                start,
+                size,
+                shares.dim,
+                shares.stride,
+                shares.count,
+                tuple(part[r] for r in range(world.size())),
+                None if k else order,
+            )
+        )
     return Placement(shape, tuple(pieces), rows)
 
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 import dataclasses
 import logging
 import sys
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import torch
 
-from nxd_jax.checkpoint import arrays, contents, orbax_files, placement, writing
+from nxd_jax.checkpoint import arrays, contents, heads, orbax_files, placement, writing
 from nxd_jax.checkpoint.contents import Part
 from nxd_jax.checkpoint.orbax_files import DamagedCheckpointError
 from nxd_jax.checkpoint.placement import Placement
@@ -104,10 +106,16 @@ class Folder:
             parts = []
             for key in w.keys:
                 layer, stored, how = targets[key, number]
-                parts.append(self._tensor(found[layer][stored], how, self.entry(key)))
+                parts.append(self._tensor(self._there(found[layer][stored], stored), how, self.entry(key)))
             made.append((w, arrays.joined(parts, w.where) if w.where is not None else self._on_cpu(parts, w)))
         executor.sync()
         return made
+
+    def _there(self, array: Any, name: str) -> Any:
+        """An array that was read: Orbax gives back what was asked for in the place of one that is missing."""
+        if not hasattr(array, "shape") or isinstance(array, jax.ShapeDtypeStruct):
+            raise DamagedCheckpointError(f"the arrays in {self.path} are damaged: {name} is missing. Load another tag")
+        return array
 
     def _tensor(self, array: Any, how: arrays.Blocks | None, entry: Mapping[str, Any]) -> torch.Tensor:
         dtype = getattr(torch, entry["dtype"])
@@ -209,6 +217,7 @@ def load_model(path: Path, model: Any, strict: bool, master: Path | None) -> Non
             + "; ".join(problems)
             + ". strict=False ignores missing and unexpected names"
         )
+    _warn_of_heads(folder, here)
     if there:
         logger.info("Sharded master weights found in optim states, ignoring model weight tensors")
     with torch.no_grad():
@@ -217,6 +226,17 @@ def load_model(path: Path, model: Any, strict: bool, master: Path | None) -> Non
                 w.tensor.detach().copy_(value.reshape(w.tensor.shape))
     executor.sync()
     _set_extra_state(module, other)
+
+
+def _warn_of_heads(folder: Folder, wanted: Sequence[Wanted]) -> None:
+    other = [w.keys[0] for w in wanted if folder.entry(w.keys[0]).get("heads", "") != heads.arrangement(w.tensor)]
+    if other:
+        warnings.warn(
+            f"the query heads of {_listed(other)} come in another order now, because ranks hold other copies of K/V heads (kv_size_multiplier, tensor parallel "
+            "size) than when the checkpoint was saved: the model computes something else. Nothing says how many heads there are, or which layer is the "
+            "output projection: give the attention module, or the model, a `config` with num_key_value_heads, and one RowParallelLinear beside the GQA layer",
+            stacklevel=4,
+        )
 
 
 def _inside(used: set[str], folder: Folder) -> set[str]:

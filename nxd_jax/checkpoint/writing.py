@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import torch
 
-from nxd_jax.checkpoint import arrays, contents, orbax_files
+from nxd_jax.checkpoint import arrays, contents, heads, orbax_files
 from nxd_jax.checkpoint.contents import Contents
 from nxd_jax.checkpoint.placement import Placement
 from nxd_jax.parallel_layers import parallel_state
@@ -121,6 +121,8 @@ def _item(found: Contents, like: Any) -> Item:
             entries[key] = _entry(piece.full_shape(where.shape), how.shape, t.dtype)
             if where.apart:
                 entries[key]["apart"] = list(piece.part)
+            if piece is where.pieces[0] and heads.arrangement(t):
+                entries[key]["heads"] = heads.arrangement(t)
     executor.sync()
     sources = [tensor._storage.array for _, tensor, _ in recorded]  # type: ignore[attr-defined]
     for key, tensor, how in recorded:

@@ -46,6 +46,7 @@ def _saved(nxd_world: Any, states: dict[str, Any], name: str) -> tuple[Path, dic
     return states[name]
 
 
+@pytest.mark.filterwarnings("ignore:the query heads of")
 @pytest.mark.parametrize("loaded", LOADED)
 @pytest.mark.parametrize("saved", SAVED)
 def test_model_and_optimizer(nxd_world: Any, states: dict[str, Any], saved: str, loaded: str) -> None:
@@ -65,6 +66,7 @@ def nxd_world(nxd: Any) -> Any:
     return nxd
 
 
+@pytest.mark.filterwarnings("ignore:the query heads of")
 @pytest.mark.slow
 def test_real_processes(nxd_world: Any, states: dict[str, Any]) -> None:
     """Two processes load what one wrote, and the other way round."""
