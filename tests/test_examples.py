@@ -77,7 +77,7 @@ def test_a_second_run_under_nxd_run_compiles_nothing(tmp_path: Path) -> None:
         return json.loads((tmp_path / name / "out" / "summary.json").read_text())["losses"], counters(output)
 
     losses, (hits, compiled) = train("first")
-    assert compiled > 1 and hits == 0
+    assert compiled > 0 and hits == 0
     assert train("second") == (losses, (compiled, 0))
 
 
