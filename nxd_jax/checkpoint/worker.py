@@ -17,13 +17,14 @@ class Worker:
     """A thread that runs tasks in order. What a task raises is raised by the next `wait()` (and logged at exit)."""
 
     def __init__(self) -> None:
-        self._tasks: queue.Queue[Task] = queue.Queue()
+        self._tasks: queue.Queue[tuple[Task, float]] = queue.Queue()
+        self._awaited = threading.Event()
         self._thread: threading.Thread | None = None
         self._errors: list[BaseException] = []
 
-    def submit(self, task: Task) -> None:
-        """Have a task run after those before it."""
-        self._tasks.put(task)
+    def submit(self, task: Task, pause: float = 0.0) -> None:
+        """Have a task run after those before it, and `pause` seconds later, so that training has the processors for its next step; at once if awaited."""
+        self._tasks.put((task, pause))
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="nxd_jax-checkpoints", daemon=True)
             self._thread.start()
@@ -32,7 +33,8 @@ class Worker:
 
     def wait(self) -> None:
         """Until all tasks are done. Raises the first error of those that failed since the last call."""
-        self._tasks.join()
+        self._finish()
+        self._awaited.clear()
         if self._errors:
             first, self._errors = self._errors[0], []
             raise first
@@ -44,8 +46,9 @@ class Worker:
 
     def _run(self) -> None:
         while True:
-            task = self._tasks.get()
+            task, pause = self._tasks.get()
             try:
+                self._awaited.wait(pause)
                 task()
             except BaseException as error:
                 self._errors.append(error)
@@ -55,4 +58,5 @@ class Worker:
                 self._tasks.task_done()
 
     def _finish(self) -> None:
+        self._awaited.set()
         self._tasks.join()

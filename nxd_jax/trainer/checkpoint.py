@@ -24,6 +24,8 @@ from torch_bridge import executor, processes, world
 logger = logging.getLogger("nxd_jax")
 
 _worker = Worker()
+_PAUSE = 1.0
+"""Seconds that a save in the background lets training go first."""
 
 
 def save_checkpoint(
@@ -82,7 +84,7 @@ def save_checkpoint(
         return
     for item in job.items.values():
         writing.hold(item)
-    _worker.submit(job.run)
+    _worker.submit(job.run, pause=_PAUSE)
 
 
 def load_checkpoint(
