@@ -20,7 +20,7 @@ import ctypes
 import json
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from nxd_jax.checkpoint.full_states import HUB, NXD, ORIGINAL, FullState, How
 from nxd_jax.checkpoint.name_maps import NameMap
 from nxd_jax.checkpoint.safetensors_files import MAX_BYTES
 from nxd_jax.trainer.checkpoint_storage import BaseCheckpointStorage, FilesysCheckpointStorage, create_checkpoint_storage
+from nxd_jax.utils.progress import bar
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _MANY = 4
@@ -131,14 +132,7 @@ def _say(text: str = "") -> None:
 
 def progress(items: Sequence[Any], what: str) -> Iterable[Any]:
     """The items, with a bar on a terminal if there are some."""
-    if len(items) < _MANY or not sys.stderr.isatty():
-        return items
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        return items
-    bar: Iterator[Any] = iter(tqdm(items, desc=what, leave=False))
-    return bar
+    return bar(items, what, _MANY)
 
 
 # -- where checkpoints are ---------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -159,13 +159,12 @@ def parts_of(optimizer: Any, names: Mapping[torch.Tensor, str]) -> list[Part]:
     return parts
 
 
-def of_optimizer(optimizer: Any, names: Mapping[torch.Tensor, str]) -> Contents:
+def of_optimizer(optimizer: Any, parts: Sequence[Part]) -> Contents:
     """State by parameter, options of groups, and the master weights of ZeRO-1 where they are more than the weights."""
     outer, base = inner(optimizer), stepping(optimizer)
     tensors: dict[str, tuple[torch.Tensor, Placement | None]] = {}
     plain: dict[str, dict[str, Any]] = {}
     master = []
-    parts = parts_of(optimizer, names)
     for part in parts:
         for key, value in base.state.get(part.held, {}).items():
             if not isinstance(value, torch.Tensor):

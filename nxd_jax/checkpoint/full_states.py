@@ -185,7 +185,7 @@ def of_original(folder: Path, how: How) -> FullState:
     missing = [key for key in needs if key not in found.model]
     if missing:
         raise ValueError(
-            f"{folder}: the values of {reading._listed(missing)} are only in the optimizer's master weights, which were not read"
+            f"{folder}: the values of {reading.listed(missing)} are only in the optimizer's master weights, which were not read"
         )
     return found
 
@@ -204,7 +204,7 @@ def needs_of(parts: Parts, tp: int, how: How) -> dict[str, Need]:
         else:
             found[name] = need
     if unknown:
-        raise ValueError(f"how {tp} tensor-parallel ranks share out {reading._listed(unknown)} is not in NxD's files: {rules_help()}")
+        raise ValueError(f"how {tp} tensor-parallel ranks share out {reading.listed(unknown)} is not in NxD's files: {rules_help()}")
     return found
 
 
@@ -272,7 +272,7 @@ def _add_optimizer(
     odd = [label for label, held in got.odd.items()]
     if odd:
         raise ValueError(
-            f"{files.folder}: {reading._listed(odd)} of the optimizer are not shaped like their parameters; convert the model alone (--model-only)"
+            f"{files.folder}: {reading.listed(odd)} of the optimizer are not shaped like their parameters; convert the model alone (--model-only)"
         )
     keys = {
         name: joining.separate_names(name) if name.endswith("_qkv") and name not in needs else [name] for group in names for name in group

@@ -144,7 +144,7 @@ def to_hub(
 def _check_apart(tensors: Mapping[str, Full]) -> None:
     apart = [name for name, full in tensors.items() if full.apart is not None]
     if apart:
-        raise ValueError(f"{reading._listed(apart)} are different on each rank: only nxd's own format keeps all their values")
+        raise ValueError(f"{reading.listed(apart)} are different on each rank: only nxd's own format keeps all their values")
 
 
 # -- NxD's -------------------------------------------------------------------------------------------
@@ -221,7 +221,7 @@ def _splits(tensors: Mapping[str, Full], ranks: Ranks, rules: joining.Rules) -> 
             found[name] = dataclasses.replace(split, copies=ranks.copies) if copied else split
     if unknown:
         raise ValueError(
-            f"how {ranks.tp} tensor-parallel ranks are to share out {reading._listed(unknown)} is not known: {full_states.rules_help()}"
+            f"how {ranks.tp} tensor-parallel ranks are to share out {reading.listed(unknown)} is not known: {full_states.rules_help()}"
         )
     return found
 
@@ -272,11 +272,11 @@ def _check_optimizer(state: FullState, other: Mapping[str, Any], splits: Mapping
         raise ValueError("the checkpoint holds an optimizer's state dict, not an optimizer: convert the model alone (--model-only)")
     unknown = [name for name in other["order"] if name not in splits]
     if unknown:
-        raise ValueError(f"the model has no {reading._listed(unknown)} of the optimizer: convert the model alone (--model-only)")
+        raise ValueError(f"the model has no {reading.listed(unknown)} of the optimizer: convert the model alone (--model-only)")
     odd = [label for label in state.optimizer if label not in other["like"] and not label.startswith(f"{MASTER}/")]
     if odd:
         raise ValueError(
-            f"{reading._listed(odd)} of the optimizer are not shaped like their parameters; convert the model alone (--model-only)"
+            f"{reading.listed(odd)} of the optimizer are not shaped like their parameters; convert the model alone (--model-only)"
         )
 
 

@@ -85,21 +85,9 @@ def _load_model(files: Files, model: Any, strict: bool, plan: _Optimizer | None)
     problems, joints = _joints(state, {n: t for n, t in loaded.items() if n not in absent}, needs, files)
     if absent and (plan is None or not plan.has_masters):
         problems.append(
-            f"the values of {reading._listed(sorted(absent))} are in the optimizer's master weights only: pass optimizer= with ZeRO-1's states"
+            f"the values of {reading.listed(sorted(absent))} are in the optimizer's master weights only: pass optimizer= with ZeRO-1's states"
         )
-    if strict and not hasattr(module, "checkpoint_state"):
-        problems += [f"missing in the checkpoint: {reading._listed(missing)}"] * bool(missing)
-        problems += [f"unexpected in the checkpoint: {reading._listed(unexpected)}"] * bool(unexpected)
-    elif missing or unexpected:
-        logger.info(
-            "%s: not loaded %s; not used %s", files.folder, reading._listed(missing) or "nothing", reading._listed(unexpected) or "nothing"
-        )
-    if problems:
-        raise RuntimeError(
-            f"cannot load {files.folder} into {type(module).__name__}: "
-            + "; ".join(problems)
-            + ". strict=False ignores missing and unexpected names"
-        )
+    reading.refuse(files.folder, module, problems, missing, unexpected, strict and not hasattr(module, "checkpoint_state"))
     _warn_of_heads(files, loaded, joints)
     if absent:
         logger.info("Sharded master weights found in optim states, ignoring model weight tensors")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import sys
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -18,7 +17,7 @@ from nxd_jax.checkpoint import arrays, contents, heads, orbax_files, placement, 
 from nxd_jax.checkpoint.contents import Part
 from nxd_jax.checkpoint.orbax_files import DamagedCheckpointError
 from nxd_jax.checkpoint.placement import Placement
-from nxd_jax.utils import full_weights
+from nxd_jax.utils import full_weights, progress
 from torch_bridge import dtypes, executor, nested, transfer, world
 
 logger = logging.getLogger("nxd_jax")
@@ -84,7 +83,7 @@ class Folder:
         """The tensors, batch by batch: on xla as each rank holds them, or on the CPU."""
         sizes = {str(k): sum(_bytes(self.entry(key)) for key in w.keys) for k, w in enumerate(wanted)}
         groups = list(orbax_files.batches(sizes, BATCH))
-        for group in _progress(groups, f"loading {self.path.name}"):
+        for group in progress.bar(groups, f"loading {self.path.name}", 2):
             yield from self._batch([wanted[int(k)] for k in group])
 
     def _batch(self, wanted: Sequence[Wanted]) -> list[tuple[Wanted, torch.Tensor]]:
@@ -152,16 +151,6 @@ def _bytes(entry: Mapping[str, Any]) -> int:
     return int(np.prod(entry["stored"])) * getattr(torch, entry["dtype"]).itemsize
 
 
-def _progress(items: Sequence[Any], what: str) -> Iterable[Any]:
-    if len(items) < 2 or world.first() or not sys.stderr.isatty():
-        return items
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        return items
-    return tqdm(items, desc=what, leave=False)
-
-
 def load_object(path: Path) -> Any:
     """A pickled file. Raises DamagedCheckpointError if it is missing or cannot be read. Runs the code that it contains: only for files that you trust."""
     try:
@@ -206,17 +195,7 @@ def load_model(path: Path, model: Any, strict: bool, master: Path | None) -> Non
         k for k in other if k not in target.other["other"] and k != "lora_config"
     ]
     problems = _shape_problems(folder, here) + (_shape_problems(spare, there) if spare is not None else [])
-    if strict:
-        problems += [f"missing in the checkpoint: {_listed(missing)}"] * bool(missing)
-        problems += [f"unexpected in the checkpoint: {_listed(unexpected)}"] * bool(unexpected and not adapters)
-    elif missing or unexpected:
-        logger.info("%s: not loaded %s; not used %s", path, _listed(missing) or "nothing", _listed(unexpected) or "nothing")
-    if problems:
-        raise RuntimeError(
-            f"cannot load {path} into {type(module).__name__}: "
-            + "; ".join(problems)
-            + ". strict=False ignores missing and unexpected names"
-        )
+    refuse(path, module, problems, missing, [] if strict and adapters else unexpected, strict)
     _warn_of_heads(folder, here)
     if there:
         logger.info("Sharded master weights found in optim states, ignoring model weight tensors")
@@ -228,11 +207,25 @@ def load_model(path: Path, model: Any, strict: bool, master: Path | None) -> Non
     _set_extra_state(module, other)
 
 
+def refuse(path: Path, module: Any, problems: Sequence[str], missing: Sequence[str], unexpected: Sequence[str], strict: bool) -> None:
+    """Raise RuntimeError for what keeps a checkpoint from being loaded into a module; names that only one of them has count if `strict`, else are logged."""
+    found = list(problems)
+    if strict:
+        found += [f"missing in the checkpoint: {listed(missing)}"] * bool(missing)
+        found += [f"unexpected in the checkpoint: {listed(unexpected)}"] * bool(unexpected)
+    elif missing or unexpected:
+        logger.info("%s: not loaded %s; not used %s", path, listed(missing) or "nothing", listed(unexpected) or "nothing")
+    if found:
+        raise RuntimeError(
+            f"cannot load {path} into {type(module).__name__}: " + "; ".join(found) + ". strict=False ignores missing and unexpected names"
+        )
+
+
 def _warn_of_heads(folder: Folder, wanted: Sequence[Wanted]) -> None:
     other = [w.keys[0] for w in wanted if folder.entry(w.keys[0]).get("heads", "") != heads.arrangement(w.tensor)]
     if other:
         warnings.warn(
-            f"the query heads of {_listed(other)} come in another order now, because ranks hold other copies of K/V heads (kv_size_multiplier, tensor parallel "
+            f"the query heads of {listed(other)} come in another order now, because ranks hold other copies of K/V heads (kv_size_multiplier, tensor parallel "
             "size) than when the checkpoint was saved: the model computes something else. Nothing says how many heads there are, or which layer is the "
             "output projection: give the attention module, or the model, a `config` with num_key_value_heads, and one RowParallelLinear beside the GQA layer",
             stacklevel=4,
@@ -275,7 +268,8 @@ def _apart_problem(key: str, entry: Mapping[str, Any], where: Placement | None) 
     return f"{key} was different on each rank, and ranks are laid out in another way now: load it in the layout it was saved with"
 
 
-def _listed(names: Sequence[str]) -> str:
+def listed(names: Sequence[str]) -> str:
+    """Some names, for a message."""
     return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
@@ -354,7 +348,7 @@ def _check_parameters(path: Path, saved: Any, keys: Mapping[str, list[str]]) -> 
         hint = (
             "pass model= as well, so that parameters go by name" if all(n.isdigit() for n in absent) else "was it saved from another model?"
         )
-        raise ValueError(f"{path} has no state for {_listed(absent)}; it has {_listed(saved['order'])}: {hint}")
+        raise ValueError(f"{path} has no state for {listed(absent)}; it has {listed(saved['order'])}: {hint}")
 
 
 def _state_wanted(folder: Folder, saved: Any, part: Part, keys: Sequence[str]) -> list[Wanted]:

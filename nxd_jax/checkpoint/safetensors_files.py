@@ -277,8 +277,8 @@ def load_model(path: str | os.PathLike[str], model: Any, mapping: Any = None, st
     unexpected = sorted(n for n in ready if n not in used and n not in hub.tied())
     problems = [p for t in targets.values() for p in _shape_problems(t, ready)]
     if strict:
-        problems += [f"missing in the files: {reading._listed(missing)}"] * bool(missing)
-        problems += [f"unexpected in the files: {reading._listed(unexpected)}"] * bool(unexpected)
+        problems += [f"missing in the files: {reading.listed(missing)}"] * bool(missing)
+        problems += [f"unexpected in the files: {reading.listed(unexpected)}"] * bool(unexpected)
     if problems:
         hint = " strict=False ignores missing and unexpected names" if missing or unexpected else ""
         raise RuntimeError(f"cannot load {hub.path} into {type(module).__name__}: {'; '.join(problems)}. mapping= translates names.{hint}")

@@ -59,16 +59,15 @@ def model_item(model: Any, without: set[str] = frozenset()) -> Item:  # type: ig
     """A model's folder. without: names that are not to be written."""
     found = contents.of_model(model)
     found.tensors = {name: value for name, value in found.tensors.items() if name not in without}
-    return _item(found, like=())
+    return _item(found)
 
 
 def optimizer_item(optimizer: Any, model: Any) -> Item:
     """An optimizer's folder. Parameters go by the model's names, if there is a model."""
     if isinstance(optimizer, Mapping):
         return _nested_item(optimizer)
-    names = contents.names_of(model)
-    found = contents.of_optimizer(optimizer, names)
-    parts = contents.parts_of(optimizer, names)
+    parts = contents.parts_of(optimizer, contents.names_of(model))
+    found = contents.of_optimizer(optimizer, parts)
     keys = {part.name: contents.keys_of(part.name, part.placement()) for part in parts}
     found.other["state"] = {k: v for name, v in found.other["state"].items() for k in keys[name]}
     for group in found.other["param_groups"]:
@@ -77,7 +76,7 @@ def optimizer_item(optimizer: Any, model: Any) -> Item:
     shapes = {part.name: part.shape() for part in parts}
     like = [name for name, (t, _) in found.tensors.items() if t.shape == shapes[name.partition("/")[2]]]
     found.other["like"] = sorted({k for name in like for k in contents.keys_of(name, found.tensors[name][1])})
-    return _item(found, like)
+    return _item(found)
 
 
 def _nested_item(state: Mapping[str, Any]) -> Item:
@@ -85,7 +84,7 @@ def _nested_item(state: Mapping[str, Any]) -> Item:
     tensors = nested.collect(state, _is_large)
     found: dict[str, tuple[torch.Tensor, Placement | None]] = {f"nested/{k}": (t, contents.placed(t)) for k, t in enumerate(tensors)}
     stubs = nested.replace(state, _is_large, [_Stub(k) for k in range(len(tensors))])
-    return _item(Contents(found, {"nested": stubs}), ())
+    return _item(Contents(found, {"nested": stubs}))
 
 
 class _Stub:
@@ -99,7 +98,7 @@ def _is_large(x: Any) -> bool:
     return isinstance(x, torch.Tensor) and (x.device.type == "xla" or x.numel() > contents.SMALL)
 
 
-def _item(found: Contents, like: Any) -> Item:
+def _item(found: Contents) -> Item:
     recorded: list[tuple[str, torch.Tensor, arrays.Blocks]] = []
     made: dict[str, Any] = {}
     entries: dict[str, Any] = {}

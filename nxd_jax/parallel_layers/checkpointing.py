@@ -13,7 +13,6 @@ import copy
 import logging
 import os
 import shutil
-import sys
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -22,7 +21,7 @@ import torch
 
 from nxd_jax.parallel_layers import parallel_state
 from nxd_jax.parallel_layers.utils import cast_tensor
-from nxd_jax.utils import full_weights, rank_states
+from nxd_jax.utils import full_weights, progress, rank_states
 from torch_bridge import executor, nested, processes, world
 from torch_bridge.sharded import from_ranks
 from torch_bridge.torch_xla.utils import serialization as xser
@@ -211,13 +210,7 @@ def _on_xla(x: Any) -> bool:
 
 def _progress(items: Sequence[Any], what: str) -> Iterable[Any]:
     """The items, with a bar on a terminal if there are many and tqdm is installed."""
-    if len(items) < _MANY or world.first() or not sys.stderr.isatty():
-        return items
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        return items
-    return tqdm(items, desc=what, leave=False)
+    return progress.bar(items, what, _MANY)
 
 
 # -- reading -----------------------------------------------------------------------------------------

@@ -210,7 +210,7 @@ def _with_master(optimizer: Any, model: Any) -> set[str]:
         raise ValueError(
             "avoid_saving_lower_precision_weights needs a ZeRO-1 optimizer, whose master weights stand in for the model's weights"
         )
-    found = contents.of_optimizer(optimizer, contents.names_of(model))
+    found = contents.of_optimizer(optimizer, contents.parts_of(optimizer, contents.names_of(model)))
     return set(found.other["master"])
 
 

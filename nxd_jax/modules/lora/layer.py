@@ -162,17 +162,7 @@ class LoraEmbedding(LoraLayer):
     def _make_adapter(self) -> tuple[nn.Module, nn.Module]:
         base: Any = self.base_layer
         refuse(base.max_norm is not None, "max_norm", base, "merged and separate rows would be shrunk differently")
-        device = base.weight.device
-        table = nn.utils.skip_init(
-            nn.Embedding,
-            base.num_embeddings,
-            self.lora_rank,
-            padding_idx=base.padding_idx,
-            scale_grad_by_freq=base.scale_grad_by_freq,
-            dtype=ADAPTER_DTYPE,
-        )
-        nn.init.zeros_(table.weight)
-        return table.to(device), linear(self.lora_rank, base.embedding_dim, nn.init.normal_, device)
+        return table(base, self.lora_rank), linear(self.lora_rank, base.embedding_dim, nn.init.normal_, base.weight.device)
 
     def _update(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         return self.lora_B(self.lora_A(x) * self.scaling)
@@ -213,6 +203,14 @@ def convolution(inputs: int, outputs: int, kernel: Any, init: Init, device: Any,
     with torch.no_grad():
         init(layer.weight)
     return layer.to(device)
+
+
+def table(base: Any, columns: int) -> nn.Embedding:
+    """A table of zeros that all ranks hold, with the rows and options of an embedding."""
+    options = {k: getattr(base, k) for k in ("padding_idx", "scale_grad_by_freq")}
+    layer = nn.utils.skip_init(nn.Embedding, base.num_embeddings, columns, dtype=ADAPTER_DTYPE, **options)
+    nn.init.zeros_(layer.weight)
+    return layer.to(base.weight.device)
 
 
 def convolution_delta(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

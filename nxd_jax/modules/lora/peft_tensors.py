@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from nxd_jax.modules.lora.layer import LoraEmbedding, LoraLayer
-from nxd_jax.modules.lora.tp_layer import LoraParallelEmbedding
 from nxd_jax.modules.qkv_linear import GQAQKVColumnParallelLinear
 from nxd_jax.parallel_layers import _weights
 from nxd_jax.parallel_layers.layers import ColumnParallelLinear
@@ -20,7 +19,6 @@ Fused = Mapping[str, Sequence[str]]
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 PREFIX = "base_model.model."
-_TABLES = (LoraEmbedding, LoraParallelEmbedding)
 
 # -- fused layers ------------------------------------------------------------------------------------
 
@@ -58,7 +56,7 @@ def outgoing(path: str, rest: str, full: torch.Tensor, module: nn.Module, fused:
     """PEFT's names, without the prefix, and tensors of parameter `rest` of a layer, from its full value."""
     names = parts(module, path, fused)
     adapted = isinstance(module, LoraLayer)
-    if isinstance(module, _TABLES) and rest.startswith("lora_"):
+    if isinstance(module, LoraEmbedding) and rest.startswith("lora_"):
         return [(f"{path}.lora_embedding_{rest[5]}", full.t() if rest[5] == "A" else full)]
     if adapted and rest.startswith("lora_A"):
         return [(f"{n}.lora_A.weight", full) for n in names]
@@ -98,7 +96,7 @@ def adapter(
     B is multiplied so that the layer's scaling gives PEFT's product. Raises ValueError for half an adapter, other sizes, and ranks above the layer's.
     """
     names = parts(layer, path, fused)
-    ends = ("lora_embedding_A", "lora_embedding_B") if isinstance(layer, _TABLES) else ("lora_A.weight", "lora_B.weight")
+    ends = ("lora_embedding_A", "lora_embedding_B") if isinstance(layer, LoraEmbedding) else ("lora_A.weight", "lora_B.weight")
     pairs = [_pair(given, n, ends) for n in names]
     if not any(pairs):
         return {}
@@ -106,7 +104,7 @@ def adapter(
     a, starts = _joined(path, pairs, layer.lora_rank)
     bs = [_placed(path, p, start, factor, rows, layer.lora_rank)
           for p, start, factor, rows in zip(pairs, starts, factors, _rows(layer, len(names)), strict=True)]  # fmt: skip
-    found = {f"{path}.lora_A.weight": a.t().contiguous() if isinstance(layer, _TABLES) else a}
+    found = {f"{path}.lora_A.weight": a.t().contiguous() if isinstance(layer, LoraEmbedding) else a}
     own = [n for n, _ in layer.lora_B.named_parameters()]
     bs = bs if len(own) == len(bs) else [torch.cat(bs)]
     return found | {f"{path}.lora_B.{n}": b for n, b in zip(own, bs, strict=True)}

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from nxd_jax.modules.lora.layer import ADAPTER_DTYPE, LoraLayer, convolution, convolution_delta, linear, refuse
+from nxd_jax.modules.lora.layer import ADAPTER_DTYPE, LoraEmbedding, LoraLayer, convolution, convolution_delta, linear, refuse, table
 from nxd_jax.modules.qkv_linear import GQAQKVColumnParallelLinear
 from nxd_jax.parallel_layers.layers import (
     ColumnParallelLinear,
@@ -108,10 +108,8 @@ class LoraGQAQKVParallelLinear(LoraLayer):
         return {name: w @ self.lora_A.weight * self.scaling for name, w in self.lora_B.named_parameters()}
 
 
-class LoraParallelEmbedding(LoraLayer):
+class LoraParallelEmbedding(LoraEmbedding):
     """`ParallelEmbedding` with an adapter: the table A is shared out as the base's vocabulary is; or B as its embedding, with `shard_across_embedding`."""
-
-    zero_at_start = "lora_A"
 
     def _make_adapter(self) -> tuple[nn.Module, nn.Module]:
         base: Any = self.base_layer
@@ -122,7 +120,7 @@ class LoraParallelEmbedding(LoraLayer):
     def _by_rows(self) -> tuple[nn.Module, nn.Module]:
         base: Any = self.base_layer
         options = ("padding_idx", "scale_grad_by_freq", "pad", "sequence_parallel_enabled", "sequence_dimension", "rank_ordering")
-        table = ParallelEmbedding(
+        rows = ParallelEmbedding(
             base.num_embeddings,
             self.lora_rank,
             init_method=nn.init.zeros_,
@@ -130,21 +128,12 @@ class LoraParallelEmbedding(LoraLayer):
             tensor_model_parallel_group=base.tensor_parallel_group,
             **{k: getattr(base, k) for k in options},
         )
-        return table, _summed_over_sequence(linear(self.lora_rank, base.embedding_dim, nn.init.normal_, base.weight.device), base)
+        return rows, _summed_over_sequence(linear(self.lora_rank, base.embedding_dim, nn.init.normal_, base.weight.device), base)
 
     def _by_columns(self) -> tuple[nn.Module, nn.Module]:
         base: Any = self.base_layer
         refuse(base.sequence_parallel_enabled, "shard_across_embedding and sequence_parallel_enabled", base, "that is not written")
         refuse(base.pad, "shard_across_embedding and pad", base, "that is not written")
-        table = nn.utils.skip_init(
-            nn.Embedding,
-            base.num_embeddings,
-            self.lora_rank,
-            padding_idx=base.padding_idx,
-            scale_grad_by_freq=base.scale_grad_by_freq,
-            dtype=ADAPTER_DTYPE,
-        )
-        nn.init.zeros_(table.weight)
         b = ColumnParallelLinear(
             self.lora_rank,
             base.embedding_dim,
@@ -154,13 +143,7 @@ class LoraParallelEmbedding(LoraLayer):
             tensor_model_parallel_group=base.tensor_parallel_group,
             rank_ordering=base.rank_ordering,
         )
-        return table.to(base.weight.device), b
-
-    def _update(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        return self.lora_B(self.lora_A(x) * self.scaling)
-
-    def _deltas(self) -> dict[str, torch.Tensor]:
-        return {"weight": self.lora_A.weight @ self.lora_B.weight.t() * self.scaling}
+        return table(base, self.lora_rank), b
 
 
 class LoraParallelConv2d(LoraLayer):
