@@ -18,7 +18,7 @@ from typing import Any
 
 import jax
 
-from torch_bridge import dispatch, hoisting, interrupts, lifted, metrics, numerics, process, rank_labels, sharding, world
+from torch_bridge import dispatch, hoisting, interrupts, lifted, metrics, numerics, process, rank_labels, sharding, telemetry, world
 from torch_bridge.errors import DeadTensorError, XlaOutOfMemoryError
 from torch_bridge.program import Program, Trace
 from torch_bridge.segment import LOCK, Segment, Storage
@@ -129,6 +129,7 @@ def _run(segment: Segment) -> None:
             metrics.count("CachedCompile")
         _execute(program, segment, live, trace, program.arguments(segment, donate, numbers))
     except BaseException as error:
+        telemetry.ACTIVITY.dispatching = False
         if program is not None and program.compiled is None and program in trace.programs.get(outs, ()):
             trace.programs[outs].remove(program)  # JAX does not lower a function again whose lowering was interrupted
         if not isinstance(error, Exception):
@@ -169,8 +170,10 @@ def _evict(trace: Trace) -> None:
 
 def _execute(program: Program, segment: Segment, live: dict[int, list[Storage]], trace: Trace, args: list[Any]) -> None:
     if program.compiled is None:
-        program.compile(args)
+        with telemetry.compiling(program):
+            program.compile(args)
     started = time.perf_counter()
+    telemetry.ACTIVITY.dispatching = True
     with interrupts.deferred():  # running consumes donated inputs: its results must reach their storages
         results = program.run(args)
         args.clear()
@@ -178,6 +181,7 @@ def _execute(program: Program, segment: Segment, live: dict[int, list[Storage]],
             for storage in live[vid]:
                 storage.settle(array)
         _start_next(segment, trace)
+    telemetry.ACTIVITY.ran(program.facts, results[-1])
     metrics.EXECUTE_TIME.add(time.perf_counter() - started)
     RECENT.append(program)
     _in_flight.append(weakref.ref(results[0]))

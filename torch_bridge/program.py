@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import fx
 
-from torch_bridge import _compat, dtypes, environment, interpret, lifted, metrics, numerics, sharding
+from torch_bridge import _compat, dtypes, environment, interpret, lifted, metrics, numerics, sharding, telemetry
 from torch_bridge.graph import GraphBuilder
 from torch_bridge.inference import meta_of
 from torch_bridge.layout import layout
@@ -87,6 +87,7 @@ class Program:
         self.compiled: Any = None
         self.executions = 0
         self.compile_seconds = 0.0
+        self.facts: telemetry.Graph | None = None
 
     def _apply(self, *inputs: Any) -> Any:
         return numerics.apply(self.mode, self._evaluate, inputs)

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.utils._pytree import tree_map
 
-from torch_bridge import metrics
+from torch_bridge import metrics, telemetry
 
 _lock = threading.Lock()
 _closures: list[tuple[Callable[..., Any], tuple[Any, ...], bool]] = []
@@ -35,6 +35,7 @@ def mark(wait: bool = False) -> None:
 
     metrics.count("MarkStep")
     executor.sync(wait=wait)
+    telemetry.ACTIVITY.step()
     _raise_failed()
     with _lock:
         closures = list(_closures)

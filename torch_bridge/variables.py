@@ -192,6 +192,14 @@ _DEBUGGING = [
         one_of("ERROR", "WARN", "WARNING", "INFO", "DEBUG", "TRACE"),
         "environment",
     ),
+    Variable("NXD_JAX_TOP", HONOUR, "our own: tell `nxd-top` what this process does (docs/nxd_top.md)", "1", FLAG, "publishing"),
+    Variable(
+        "NXD_JAX_TOP_DIR",
+        HONOUR,
+        "our own: the folder for that, of the process and of `nxd-top`",
+        "`$XDG_RUNTIME_DIR/nxd_jax`, else `nxd_jax-<uid>` among temporary files",
+        where="publishing",
+    ),
     *_accepted(
         "logs of the Neuron runtime",
         "NEURON_RT_LOG_LEVEL_TDRV",
