@@ -61,4 +61,5 @@ $(VENV)/demo.stamp: $(VENV)/torch.stamp pyproject.toml
 
 $(VENV)/dev.stamp: $(VENV)/torch.stamp pyproject.toml
 	$(PIP) $(JAX_CUDA) -e '.[dev]'
+	$(PIP) --no-deps --upgrade --target $(VENV)/lightning-oldest pytorch-lightning==2.5.0
 	touch $(VENV)/demo.stamp $@

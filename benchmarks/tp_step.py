@@ -10,12 +10,9 @@ loss, gradients averaged over dp, AdamW on each rank's shards, one jitted progra
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
-import platform
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -24,10 +21,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import rounds
 
 HERE = Path(__file__).resolve().parent
-README = HERE / "README.md"
-BEGIN, END = "<!-- tp_step: begin -->", "<!-- tp_step: end -->"
 TP, DP = 8, 4
 BATCH, SEQ, VOCAB = 2, 128, 256  # batch: sequences of each data-parallel rank
 LAYERS, HIDDEN, INTERMEDIATE, HEADS = 4, 256, 704, 8
@@ -235,30 +231,15 @@ def main() -> None:
     if args.variant:
         print(json.dumps(measure(args.variant, args.steps)))
         return
-    found: dict[str, list[dict[str, Any]]] = {name: [] for name in VARIANTS}
-    path = f"{HERE.parent}{os.pathsep}{HERE.parent / 'aliases'}"
-    env = {k: v for k, v in os.environ.items() if k != "JAX_COMPILATION_CACHE_DIR"} | {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu"}
-    for k in range(args.rounds):
-        for name, runs in found.items():
-            command = [sys.executable, __file__, "--variant", name, "--steps", str(args.steps)]
-            done = subprocess.run(command, env=env, capture_output=True, text=True)
-            if done.returncode:
-                raise RuntimeError(f"{name} failed:\n{done.stderr[-3000:]}")
-            runs.append(json.loads(done.stdout.splitlines()[-1]))
-            sys.stderr.write(f"round {k + 1}: {name:5} {1e3 * runs[-1]['free']:.0f} ms per step\n")
-    text = table(found)
+    text = table(rounds.run(__file__, VARIANTS, args.rounds, ["--steps", str(args.steps)], "free"))
     print(text)
     if args.write:
-        page = README.read_text()
-        before, rest = page.split(BEGIN)
-        README.write_text(f"{before}{BEGIN}\n{text}\n{END}{rest.split(END)[1]}")
+        rounds.put("tp_step", text)
 
 
 def table(found: dict[str, list[dict[str, Any]]]) -> str:
     """A Markdown table with ratios to the hand-written step."""
-    difference = max(abs(a - b) for x, y in zip(*found.values(), strict=True) for a, b in zip(x["losses"], y["losses"], strict=True))
-    if difference > 1e-3:
-        raise RuntimeError(f"the variants' losses differ by {difference}")
+    difference = rounds.difference(found, 1e-3)
     columns = {
         "free": "step, no waiting (ms)",
         "synced": "step, loss read each step (ms)",
@@ -272,12 +253,9 @@ def table(found: dict[str, list[dict[str, Any]]]) -> str:
             ratio = statistics.median(a[key] / b[key] for a, b in zip(found[name], found["jax"], strict=True))
             cells.append(f"{1e3 * statistics.median(r[key] for r in found[name]):.0f} ({ratio:.2f}x)")
         lines.append(f"| {title} | {' | '.join(cells)} |")
-    import importlib.metadata as versions
-
-    stack = ", ".join(f"{p} {versions.version(p)}" for p in ("torch", "jax", "jaxlib", "optax"))
     shape = f"TP {TP} x DP {DP} on {TP * DP} virtual CPU devices; {LAYERS} layers, hidden {HIDDEN}, {DP * BATCH} x {SEQ} tokens"
-    when = f"{os.cpu_count()} cores, Python {platform.python_version()}, {datetime.date.today().isoformat()}"
-    lines += ["", f"{shape}; median of {len(found['jax'])} round(s); losses agree to {difference:.0e}; {stack}; {when}"]
+    about = rounds.stack("torch", "jax", "jaxlib", "optax")
+    lines += ["", f"{shape}; median of {len(found['jax'])} round(s); losses agree to {difference:.0e}; {about}"]
     return "\n".join(lines)
 
 

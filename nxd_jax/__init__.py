@@ -1,8 +1,8 @@
 """nxd_jax: NeuronX Distributed scripts on JAX. Scripts import it as `neuronx_distributed`.
 
-Every module has the place and the names that it has there. So far: `trainer`, `optimizer`, `parallel_layers` (with `parallel_state`), `modules`, `kernels`,
+Every module has the place and the names that it has there. So far: `trainer`, `lightning`, `optimizer`, `parallel_layers` (with `parallel_state`), `modules`, `kernels`,
 `overrides`, `utils`, and, not part of the original, `checkpoint` (what the trainer's checkpoints are made of), `topology` (Trainium machines as data and
-pictures), `run` and `ckpt` (the commands `nxd-run` and `nxd-ckpt`). Subpackages are imported when first used.
+pictures), `run`, `ckpt` and `top` (the commands `nxd-run`, `nxd-ckpt` and `nxd-top`). Subpackages are imported when first used.
 """
 
 from __future__ import annotations
@@ -12,7 +12,18 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-_SUBMODULES = ("kernels", "modules", "optimizer", "overrides", "parallel_layers", "parallel_state", "topology", "trainer", "utils")
+_SUBMODULES = (
+    "kernels",
+    "lightning",
+    "modules",
+    "optimizer",
+    "overrides",
+    "parallel_layers",
+    "parallel_state",
+    "topology",
+    "trainer",
+    "utils",
+)
 _FROM = {
     "initialize_parallel_model": "trainer",
     "initialize_parallel_optimizer": "trainer",
@@ -24,7 +35,7 @@ _FROM = {
     "save_checkpoint": "trainer.checkpoint",
 }
 """Names that are here too, and the modules that define them."""
-_LATER = {"ModelBuilder", "shard_checkpoint", "NxDModel", "pipeline", "trace", "lightning"}
+_LATER = {"ModelBuilder", "shard_checkpoint", "NxDModel", "pipeline", "trace"}
 
 __all__ = ["__version__"]
 

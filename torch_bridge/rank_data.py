@@ -51,7 +51,7 @@ def _generators(obj: Any, seen: set[int], depth: int = 0) -> list[torch.Generato
     return [g for part in _parts(obj).values() for g in _generators(part, seen, depth + 1)]
 
 
-class _Random:
+class RandomStates:
     """Torch's random state and that of generators that a loader was given: each copy of the loader sees them as if it were alone."""
 
     def __init__(self, loader: Any):
@@ -109,7 +109,7 @@ class RankBatches(Iterator[Any]):
 
     def __init__(self, loader: Any, table: tuple[Any, ...]):
         self._table = table
-        self._random = _Random(loader)
+        self._random = RandomStates(loader)
         before = self._random.get()
         self._iterators: dict[Any, Iterator[Any]] = {}
         self._states: dict[Any, list[torch.Tensor]] = {}

@@ -35,7 +35,7 @@ def of_model(model: Any, saving: bool = True) -> Contents:
     heads.mark(unwrapped(model))
     tensors: dict[str, tuple[torch.Tensor, Placement | None]] = {}
     other: dict[str, Any] = {}
-    for name, value in _state_of(model, saving).items():
+    for name, value in state_of(model, saving).items():
         if isinstance(value, torch.Tensor):
             tensors[name] = value, placed(value)
         else:
@@ -50,7 +50,8 @@ def unwrapped(model: Any) -> Any:
     return model.original_module() if isinstance(model, NxDModel) else model
 
 
-def _state_of(model: Any, saving: bool) -> Mapping[str, Any]:
+def state_of(model: Any, saving: bool = True) -> Mapping[str, Any]:
+    """The tensors of a model by name, as they are (of adapters, if `saving`, what their configuration says is to be saved)."""
     if isinstance(model, Mapping):
         return model
     if not isinstance(model, torch.nn.Module):
@@ -59,6 +60,11 @@ def _state_of(model: Any, saving: bool) -> Mapping[str, Any]:
     if saving and hasattr(module, "checkpoint_state"):
         return module.checkpoint_state()
     return module.state_dict(keep_vars=True)
+
+
+def mark_heads(model: Any) -> None:
+    """Note on parameters in which order query heads come."""
+    heads.mark(unwrapped(model))
 
 
 def names_of(model: Any) -> dict[torch.Tensor, str]:

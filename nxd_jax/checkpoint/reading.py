@@ -79,6 +79,11 @@ class Folder:
         """What is no tensor. Raises DamagedCheckpointError."""
         return load_object(self.path / writing.OBJECTS)
 
+    def full(self, name: str) -> torch.Tensor:
+        """A whole tensor, on the CPU."""
+        like = torch.empty(self.entry(name)["shape"], device="meta")
+        return next(value for _, value in self.read([Wanted(name, (name,), None, like)]))
+
     def read(self, wanted: Sequence[Wanted]) -> Iterable[tuple[Wanted, torch.Tensor]]:
         """The tensors, batch by batch: on xla as each rank holds them, or on the CPU."""
         sizes = {str(k): sum(_bytes(self.entry(key)) for key in w.keys) for k, w in enumerate(wanted)}
@@ -151,10 +156,12 @@ def _bytes(entry: Mapping[str, Any]) -> int:
     return int(np.prod(entry["stored"])) * getattr(torch, entry["dtype"]).itemsize
 
 
-def load_object(path: Path) -> Any:
-    """A pickled file. Raises DamagedCheckpointError if it is missing or cannot be read. Runs the code that it contains: only for files that you trust."""
+def load_object(path: Path, weights_only: bool = False) -> Any:
+    """A pickled file. Raises DamagedCheckpointError if it is missing or cannot be read. Runs the code that it contains, unless `weights_only`: only for
+    files that you trust.
+    """
     try:
-        return torch.load(path, map_location="cpu", weights_only=False)
+        return torch.load(path, map_location="cpu", weights_only=weights_only)
     except FileNotFoundError as error:
         raise DamagedCheckpointError(f"{path} is missing. Load another tag") from error
     except Exception as error:

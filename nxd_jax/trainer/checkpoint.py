@@ -67,7 +67,7 @@ def save_checkpoint(
     tag = str(tag) or _next_tag(storage)
     tags.check(tag)
     executor.sync()
-    job = _Save(storage, tag, num_kept_ckpts)
+    job = Save(storage, tag, num_kept_ckpts)
     if model is not None:
         covered = _with_master(optimizer, model) if avoid_saving_lower_precision_weights else set()
         job.items[writing.MODEL] = writing.model_item(model, covered)
@@ -77,14 +77,7 @@ def save_checkpoint(
         job.files[writing.SCHEDULER] = writing.pickled(scheduler.state_dict())
     if user_content is not None:
         job.files[writing.USER] = writing.pickled(user_content)
-    job.random = writing.pickled(writing.random_state())
-    _remember(storage, async_save)
-    if not async_save:
-        job.run()
-        return
-    for item in job.items.values():
-        writing.hold(item)
-    _worker.submit(job.run, pause=_PAUSE)
+    job.start(async_save)
 
 
 def load_checkpoint(
@@ -111,10 +104,7 @@ def load_checkpoint(
     DamagedCheckpointError (a RuntimeError) for files that cannot be read.
     """
     storage = create_checkpoint_storage(path if path is not None else checkpoint_dir_str)
-    _worker.wait()
-    executor.sync()
-    name = _chosen(storage, tag)
-    folder = _fetched(storage, name)
+    folder = fetch(storage, tag)
     started = time.perf_counter()
     if original.is_original(folder):
         content = original.load(folder, model, optimizer, scheduler, strict)
@@ -129,10 +119,10 @@ def load_checkpoint(
         scheduler.load_state_dict(reading.load_object(_part(folder, writing.SCHEDULER, "scheduler")))
     content = reading.load_object(folder / writing.USER) if (folder / writing.USER).exists() else None
     if optimizer is not None or scheduler is not None:
-        _restore_random(folder)
+        restore_random(folder)
     processes.barrier("load_checkpoint")
     if world.current().first_here:
-        logger.info("loaded %s from %s in %.1f s", name, storage.dirname, time.perf_counter() - started)
+        logger.info("loaded %s from %s in %.1f s", folder.name, storage.dirname, time.perf_counter() - started)
     return content
 
 
@@ -149,16 +139,27 @@ def finalize_checkpoint() -> None:
 # -- saving ------------------------------------------------------------------------------------------
 
 
-class _Save:
-    """One save: what to write, held as it was when `save_checkpoint` was called."""
+class Save:
+    """One save: what to write, held as it is now. `items`: folders of arrays by name; `files`: whole files by name. All processes make and start it."""
 
-    def __init__(self, storage: BaseCheckpointStorage, tag: str, keep: int | None):
+    def __init__(self, storage: BaseCheckpointStorage, tag: str, keep: int | None = None):
         self.storage = storage
         self.tag = tag
         self.keep = keep
         self.items: dict[str, writing.Item] = {}
         self.files: dict[str, bytes] = {}
         self.random = b""
+
+    def start(self, in_background: bool = False) -> None:
+        """Add the random states, then write: now, or in the background."""
+        self.random = writing.pickled(writing.random_state())
+        _remember(self.storage, in_background)
+        if not in_background:
+            self.run()
+            return
+        for item in self.items.values():
+            writing.hold(item)
+        _worker.submit(self.run, pause=_PAUSE)
 
     def run(self) -> None:
         """Write, mark as complete, remove old tags."""
@@ -214,7 +215,25 @@ def _with_master(optimizer: Any, model: Any) -> set[str]:
     return set(found.other["master"])
 
 
+def then(task: Callable[[], Any]) -> None:
+    """Do something once the saves in the background are done: at once if there are none."""
+    if _worker.busy:
+        _worker.submit(task)
+    else:
+        task()
+
+
 # -- loading -----------------------------------------------------------------------------------------
+
+
+def fetch(storage: BaseCheckpointStorage, tag: Any = None) -> Path:
+    """A local folder with the files of a complete tag (None: the newest), once saves in the background are done. All processes call it.
+
+    Raises RuntimeError if there is no complete tag, FileNotFoundError if not this one.
+    """
+    _worker.wait()
+    executor.sync()
+    return _fetched(storage, _chosen(storage, tag))
 
 
 def _chosen(storage: BaseCheckpointStorage, tag: Any) -> str:
@@ -252,7 +271,7 @@ def _part(folder: Path, name: str, what: str) -> Path:
     return path
 
 
-def _restore_random(folder: Path) -> None:
+def restore_random(folder: Path) -> None:
     """Each process its own; all the first one's if there were fewer or more."""
     found = sorted((folder / "random").glob("*.pt"))
     if not found:

@@ -10,6 +10,26 @@ import torch
 from nxd_jax.parallel_layers import grads
 
 
+def reduce_gradients(optimizer: torch.optim.Optimizer, average: bool = True) -> None:
+    """Make gradients what one rank alone would have for the whole batch: over context-parallel ranks, of sequence-parallel parameters, then (if `average`)
+    over data-parallel ranks; experts over those that hold the same ones.
+    """
+    grads.allreduce_context_parallel_gradients(optimizer)
+    grads.allreduce_sequence_parallel_gradients(optimizer)
+    if not average:
+        return
+    experts: list[torch.Tensor] = []
+    others: list[torch.Tensor] = []
+    for p in (p for group in optimizer.param_groups for p in group["params"]):
+        grad = grads._grad(p)
+        if grad is not None:
+            (experts if grads._is_expert(p) else others).append(grad)
+    if experts:
+        grads.bucket_allreduce_gradients(experts)
+    if others:
+        grads.bucket_allreduce_gradients(others, reduce_over_ep_group=True)
+
+
 class NxDOptimizer(torch.optim.Optimizer):
     """`neuronx_distributed.trainer.optimizer.NxDOptimizer`: a `torch.optim.Optimizer` around one, for schedulers and loops as they are.
 
@@ -97,28 +117,18 @@ class NxDOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        grads.allreduce_context_parallel_gradients(self)
-        grads.allreduce_sequence_parallel_gradients(self)
-        if not self.zero_enabled:
-            self._average()
-            if self.grad_clipping:
-                assert self.max_grad_norm is not None
-                self._norm = grads.clip_grad_norm(self.params, self.max_grad_norm)
+        reduce_gradients(self, average=not self.zero_enabled)
+        if not self.zero_enabled and self.grad_clipping:
+            assert self.max_grad_norm is not None
+            self._norm = grads.clip_grad_norm(self.params, self.max_grad_norm)
         self.optimizer.step()
         return loss
 
-    def _average(self) -> None:
-        """Over data-parallel ranks; experts over those that hold the same ones."""
-        experts: list[torch.Tensor] = []
-        others: list[torch.Tensor] = []
-        for p in self.params:
-            grad = grads._grad(p)
-            if grad is not None:
-                (experts if grads._is_expert(p) else others).append(grad)
-        if experts:
-            grads.bucket_allreduce_gradients(experts)
-        if others:
-            grads.bucket_allreduce_gradients(others, reduce_over_ep_group=True)
+    def clip_to(self, norm: float) -> None:
+        """From now on clip gradients to this norm in every step."""
+        self.grad_clipping, self.max_grad_norm = True, norm
+        if self.zero_enabled:
+            self.optimizer.grad_clipping, self.optimizer.max_norm = True, norm  # type: ignore[attr-defined]
 
     # -- deprecated -----------------------------------------------------------------------------------
 

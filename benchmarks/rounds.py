@@ -1,0 +1,56 @@
+"""Running a benchmark's variants in turn, each in a process of its own, and putting the table into the README."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+README = HERE / "README.md"
+
+
+def run(script: str, variants: Iterable[str], count: int, options: Sequence[str], key: str) -> dict[str, list[dict[str, Any]]]:
+    """`count` rounds of `script --variant <name> <options>`, whose last line of output is JSON. key: of the seconds to report on the way."""
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in variants}
+    path = os.pathsep.join([str(HERE.parent), str(HERE.parent / "aliases")])
+    env = {k: v for k, v in os.environ.items() if k != "JAX_COMPILATION_CACHE_DIR"} | {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu"}
+    for k in range(count):
+        for name, runs in found.items():
+            done = subprocess.run([sys.executable, script, "--variant", name, *options], env=env, capture_output=True, text=True)
+            if done.returncode:
+                raise RuntimeError(f"{name} failed:\n{done.stderr[-3000:]}")
+            runs.append(json.loads(done.stdout.splitlines()[-1]))
+            sys.stderr.write(f"round {k + 1}: {name:9} {1e3 * runs[-1][key]:.0f} ms per step\n")
+    return found
+
+
+def difference(found: dict[str, list[dict[str, Any]]], most: float) -> float:
+    """The largest difference between the variants' losses. Raises RuntimeError if it is more than `most`."""
+    worst = max(
+        abs(a - b) for runs in zip(*found.values(), strict=True) for r in runs for a, b in zip(runs[0]["losses"], r["losses"], strict=True)
+    )
+    if worst > most:
+        raise RuntimeError(f"the variants' losses differ by {worst}")
+    return worst
+
+
+def stack(*packages: str) -> str:
+    """Versions, machine and day."""
+    versions = ", ".join(f"{p} {importlib.metadata.version(p)}" for p in packages)
+    return f"{versions}; {os.cpu_count()} cores, Python {platform.python_version()}, {datetime.date.today().isoformat()}"
+
+
+def put(name: str, text: str) -> None:
+    """Replace what the README has between the marks of a table."""
+    begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+    page = README.read_text()
+    before, rest = page.split(begin)
+    README.write_text(f"{before}{begin}\n{text}\n{end}{rest.split(end)[1]}")

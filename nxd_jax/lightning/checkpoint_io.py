@@ -1,0 +1,150 @@
+"""`neuronx_distributed.lightning.NeuronCheckpointIO`: Lightning's checkpoints as folders with full arrays, which any layout of ranks loads.
+
+    epoch=0-step=100.ckpt/checkpoint, model/, optim/ (optim_1/ ...), scheduler.pt, user_content.pt, random/, done
+
+are the files of `neuronx_distributed.save_checkpoint`, so `neuronx_distributed.load_checkpoint(folder, tag="epoch=0-step=100.ckpt", model=...)` and
+`nxd-ckpt inspect` read them too; user_content.pt holds Lightning's own part (loops, callbacks, hyperparameters).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from pytorch_lightning.plugins.io import XLACheckpointIO
+
+from nxd_jax.checkpoint import reading, writing
+from nxd_jax.lightning.stored import LiveOptimizer, StoredOptimizer, StoredWeights
+from nxd_jax.parallel_layers import checkpointing
+from nxd_jax.trainer import checkpoint as checkpoints
+from nxd_jax.trainer.checkpoint_storage import BaseCheckpointStorage, create_checkpoint_storage
+from torch_bridge import executor, nested, objects, processes, world
+
+logger = logging.getLogger("nxd_jax")
+
+
+class NeuronCheckpointIO(XLACheckpointIO):
+    """`neuronx_distributed.lightning.NeuronCheckpointIO`: writes and reads folders. All processes call its methods.
+
+    save_load_xser is accepted without effect: arrays are always written apart, by the device that holds them. weights_only: of a checkpoint's pickled
+    files (hyperparameters, callbacks), read only what torch.load(weights_only=True) allows. async_save: return as soon as the state is held; writing, and
+    the removal of older checkpoints, goes on in the background (`Trainer(plugins=[NeuronCheckpointIO(async_save=True)])`).
+
+    Checkpoints that the original NxD wrote (a file or a folder of tensors per rank) are read by the same number of ranks in the same layout.
+    """
+
+    def __init__(self, save_load_xser: bool = True, weights_only: bool = False, async_save: bool = False):
+        super().__init__()
+        self.save_load_xser = save_load_xser
+        self.weights_only = weights_only
+        self.async_save = async_save
+
+    # -- saving ---------------------------------------------------------------------------------------
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None, **_: Any) -> None:
+        """Write what `Trainer.save_checkpoint` collected as the folder `path` (a path, or an address that fsspec knows).
+
+        Raises TypeError for storage_options, and whatever the disk says; an earlier checkpoint of this name stays until the new one is complete.
+        """
+        if storage_options is not None:
+            raise TypeError(
+                "Trainer.save_checkpoint(..., storage_options=...) is not supported by NeuronCheckpointIO: write to an address that fsspec knows (s3://...)"
+            )
+        executor.sync()
+        job = checkpoints.Save(*_parts(path))
+        rest = dict(checkpoint)
+        state = rest.pop("state_dict", None)
+        if state is not None:
+            job.items[writing.MODEL] = writing.model_item(state)
+        for number, entry in enumerate(rest.pop("optimizer_states", ())):
+            live = isinstance(entry, LiveOptimizer)
+            job.items[_folder(number)] = writing.optimizer_item(entry.optimizer if live else entry, entry.module if live else None)
+            rest["optimizers"] = number + 1
+        schedulers = rest.pop("lr_schedulers", None)
+        if schedulers is not None:
+            rest["schedulers"] = len(schedulers)
+            job.files[writing.SCHEDULER] = writing.pickled(schedulers[0] if len(schedulers) == 1 else schedulers)
+        job.files[writing.USER] = writing.pickled(_of_first_rank(rest))
+        job.start(self.async_save)
+
+    def remove_checkpoint(self, path: Any) -> None:
+        """Remove a checkpoint, after the saves that are under way: at no moment is the last one gone before the next is complete."""
+        storage, name = _parts(path)
+        if world.process_index() == 0:
+            checkpoints.then(lambda: storage.remove_tags([name]))
+
+    def teardown(self) -> None:
+        """Wait for saves in the background. Raises what went wrong in them."""
+        checkpoints.finalize_checkpoint()
+
+    # -- loading --------------------------------------------------------------------------------------
+
+    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
+        """Read a checkpoint as Lightning knows it. `state_dict` and `optimizer_states` are read from disk when they are needed. map_location is accepted
+        without effect.
+
+        Raises FileNotFoundError for what is not there or not complete, naming the complete ones; DamagedCheckpointError for files that cannot be read.
+        """
+        storage, name = _parts(path)
+        if (old := _of_original(storage, name)) is not None:
+            return old
+        folder = checkpoints.fetch(storage, name)
+        only = self.weights_only if weights_only is None else weights_only
+        found: dict[str, Any] = reading.load_object(folder / writing.USER, weights_only=bool(only))
+        found["nxd_folder"] = str(folder)
+        if (folder / writing.MODEL).is_dir():
+            found["state_dict"] = StoredWeights(folder / writing.MODEL, folder / writing.OPTIMIZER)
+        count = found.pop("optimizers", None)
+        if count is not None:
+            found["optimizer_states"] = [StoredOptimizer(folder / _folder(k)) for k in range(count)]
+        schedulers = found.pop("schedulers", None)
+        if schedulers is not None:
+            state = reading.load_object(folder / writing.SCHEDULER)
+            found["lr_schedulers"] = [state] if schedulers == 1 else state
+            found.setdefault("optimizer_states", [])
+        return found
+
+
+def _parts(path: Any) -> tuple[BaseCheckpointStorage, str]:
+    """The storage of the directory that a checkpoint is in, and its name there."""
+    where = os.fspath(path).rstrip("/")
+    parent, _, name = where.rpartition("/")
+    return create_checkpoint_storage(parent or ("/" if where.startswith("/") else ".")), name
+
+
+def _folder(number: int) -> str:
+    """Of an optimizer."""
+    return writing.OPTIMIZER if number == 0 else f"{writing.OPTIMIZER}_{number}"
+
+
+def _of_first_rank(data: Any) -> Any:
+    """Nested data with tensors on xla as the first hosted rank has them, on the CPU: what rank 0 alone would write."""
+    tensors = nested.collect(data, _on_xla)
+    if not tensors:
+        return data
+    return nested.replace(data, _on_xla, objects.each_ranks(tensors)[0])
+
+
+def _on_xla(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and x.device.type == "xla"
+
+
+# -- checkpoints of the original ---------------------------------------------------------------------
+
+
+def _of_original(storage: BaseCheckpointStorage, name: str) -> dict[str, Any] | None:
+    """A checkpoint that the original NxD wrote: one file, or one folder of tensors, for each rank."""
+    folder = Path(storage.root) / name
+    files = [f.name for f in folder.iterdir() if f.name.startswith("tp_rank_")] if folder.is_dir() else []
+    if not files:
+        return None
+    processes.barrier("load_checkpoint")
+    found: dict[str, Any] = checkpointing.load(
+        folder,
+        load_xser=any(f.endswith(".tensors") for f in files),
+        master_dp_only=not any("_dp_rank_" in f for f in files),
+    )
+    return found

@@ -1,0 +1,68 @@
+"""`neuronx_distributed.lightning.NeuronTQDMProgressBar`: a progress bar that says how long steps take and how much the whole job gets through."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from pytorch_lightning.callbacks import TQDMProgressBar
+
+from nxd_jax.lightning._pace import Pace, amount_of, described
+
+
+class NeuronTQDMProgressBar(TQDMProgressBar):
+    """`neuronx_distributed.lightning.NeuronTQDMProgressBar`: Lightning's TQDMProgressBar, and more to read.
+
+    The arguments are those of the installed TQDMProgressBar (refresh_rate=1, process_position=0, leave=False).
+
+    After what was logged with `prog_bar=True` it shows `step_time`, the time of a batch, and `tokens/s` or `samples/s`, what all data-parallel ranks
+    together get through: averages over the last 10 batches. "compiling" stands there while the first batch is under way. All of it comes from clocks
+    and shapes; nothing is read from the device. Only the process that hosts rank 0 shows it. Under a strategy that does not know its
+    `data_parallel_size` (any but NeuronXLAStrategy) it is Lightning's bar and no more.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self._pace = Pace()
+
+    def on_train_start(self, trainer: Any, *args: Any) -> None:
+        super().on_train_start(trainer, *args)
+        self._pace = Pace()
+
+    def on_train_epoch_start(self, trainer: Any, *args: Any) -> None:
+        super().on_train_epoch_start(trainer, *args)
+        self._pace.pause()
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
+        if not self._pace.begun:
+            self._say(trainer, "compiling")
+        self._pace.batch_starts(time.perf_counter())
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if not self._pace.begun:
+            self._say(trainer, "")
+        self._pace.batch_ends(time.perf_counter(), amount_of(batch))
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+
+    def _say(self, trainer: Any, text: str) -> None:
+        """Show a word in place of metrics."""
+        if self.is_enabled and _ranks(trainer) is not None:
+            self.train_progress_bar.set_postfix_str(text)
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        super().on_validation_end(trainer, pl_module)
+        self._pace.pause()
+
+    def get_metrics(self, trainer: Any, pl_module: Any) -> dict[str, Any]:
+        """What the bar shows: what was logged for it, then the time of a step and the rate (unless something of that name was logged)."""
+        shown = dict(super().get_metrics(trainer, pl_module))
+        ranks = _ranks(trainer)
+        for name, text in {} if ranks is None else described(self._pace, ranks).items():
+            shown.setdefault(name, text)
+        return shown
+
+
+def _ranks(trainer: Any) -> int | None:
+    """The data-parallel ranks of the job; None under a strategy that does not say."""
+    return getattr(trainer.strategy, "data_parallel_size", None)

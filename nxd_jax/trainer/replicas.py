@@ -1,0 +1,46 @@
+"""Copies of a parameter that begin as one, also where every process drew its own random numbers."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+
+import torch
+
+from nxd_jax.parallel_layers import parallel_state
+from nxd_jax.utils import full_weights
+from torch_bridge import collectives, executor, groups, world
+
+
+def make_equal(module: torch.nn.Module) -> None:
+    """Give every rank the parameters and buffers of the first rank that holds the same part of the model. Does nothing in a process that hosts all ranks.
+
+    Parts that tensor-parallel or expert-parallel ranks share out are taken from the first rank of their data-parallel group.
+    """
+    if world.process_count() == 1:
+        return
+    kinds: dict[str, list[torch.Tensor]] = {"all": [], "parts": [], "experts": []}
+    for t in _unique(itertools.chain(module.parameters(), module.buffers())):
+        if t.device.type == "xla":
+            kinds[_kind(t)].append(t)
+    among = {
+        "all": [None],
+        "parts": [parallel_state.get_context_model_parallel_group(as_list=True), parallel_state.get_data_parallel_group(as_list=True)],
+        "experts": [parallel_state.get_expert_data_parallel_group(as_list=True)],
+    }
+    for kind, tensors in kinds.items():
+        for ranks in among[kind]:
+            found = groups.resolve(ranks)
+            if found.size > 1:
+                collectives.broadcast_from(tensors, 0, found)
+    executor.sync()
+
+
+def _kind(t: torch.Tensor) -> str:
+    if getattr(t, "expert_model_parallel", False) and parallel_state.get_expert_model_parallel_size() > 1:
+        return "experts"
+    return "parts" if full_weights.is_shared_out(t) else "all"
+
+
+def _unique(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    return list({id(t): t for t in tensors}.values())
