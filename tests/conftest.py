@@ -16,6 +16,7 @@ _ROOT = pathlib.Path(__file__).parent.parent
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(_ROOT / ".cache" / "jax"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch's threads spin while they wait: on tiny tensors, beside other workers, only that
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started in the background of a shell script: tests of Ctrl-C need it
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -24,6 +25,47 @@ os.environ.setdefault("JAX_NUM_CPU_DEVICES", "64")  # worlds of up to 64 ranks; 
 
 if importlib.util.find_spec("torch_xla") is None:  # not installed: `torch_xla` and the like are found in the checkout
     sys.path.append(str(_ROOT / "aliases"))
+
+QUICK = (
+    "models/test_training_parity.py",
+    "nxd_jax/checkpoint/test_query_heads.py",
+    "nxd_jax/kernels/test_flash_attn.py",
+    "nxd_jax/kernels/test_ring_attention_kernel.py",
+    "nxd_jax/lora/test_parity.py",
+    "nxd_jax/lora/test_training.py",
+    "nxd_jax/optimizer/test_numbers.py",
+    "nxd_jax/parallel_layers/test_convolutions.py",
+    "nxd_jax/test_llama.py",
+    "nxd_jax/trainer/test_optimizer.py",
+    "torch_bridge/lowerings/test_attention.py",
+    "torch_bridge/lowerings/test_batch_norm.py",
+    "torch_bridge/lowerings/test_convolution.py",
+    "torch_bridge/lowerings/test_ctc.py",
+    "torch_bridge/lowerings/test_grid_sampler.py",
+    "torch_bridge/lowerings/test_grouped_matmul.py",
+    "torch_bridge/lowerings/test_linalg.py",
+    "torch_bridge/lowerings/test_losses.py",
+    "torch_bridge/lowerings/test_optimizers.py",
+    "torch_bridge/lowerings/test_pooling.py",
+    "torch_bridge/lowerings/test_scatter.py",
+)
+"""Files that spend most of their time in LLVM and compare with a reference within a tolerance: compiled with most optimizations off, in half the time.
+Not here: files about equality bit for bit, special values, precision or memory, and the processes that tests start (but for the README's code): those
+programs are compiled as users' are. `JAX_DISABLE_MOST_OPTIMIZATIONS=0` compiles everything so."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def compile_quickly(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Most optimizations are off while the tests of a file of `QUICK` run in this process."""
+    if "JAX_DISABLE_MOST_OPTIMIZATIONS" in os.environ or not request.path.as_posix().endswith(tuple(f"/tests/{name}" for name in QUICK)):
+        yield
+        return
+    import jax
+
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
 
 
 @pytest.fixture
