@@ -3,7 +3,7 @@
     python benchmarks/lightning_step.py --rounds 3 --write
 
 Both run TP 8 x DP 4 with sequence parallelism and ZeRO-1 on 32 virtual CPU devices, two batches in a step, and read the loss of every step: Lightning with
-progress bar, TensorBoard and `self.log`, the loop with `xm.add_step_closure`. The losses must be the same.
+progress bar, TensorBoard and `self.log`, the loop with `xm.add_step_closure` and a progress bar. The losses must be the same.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def arguments(steps: int, folder: str, more: list[str]) -> argparse.Namespace:
     return lightning_llama.parse_args(options)
 
 
-def with_lightning(args: argparse.Namespace) -> tuple[list[float], list[float]]:
+def with_lightning(args: argparse.Namespace) -> tuple[list[float], list[tuple[float, float]]]:
     """(losses, the times at which steps ended)."""
     import lightning_llama
     from pytorch_lightning import Callback
@@ -43,11 +43,11 @@ def with_lightning(args: argparse.Namespace) -> tuple[list[float], list[float]]:
     class Clock(Callback):
         def __init__(self) -> None:
             self.losses: list[float] = []
-            self.times: list[float] = []
+            self.times: list[tuple[float, float]] = []
 
         def on_train_batch_end(self, trainer: Any, module: Any, *rest: Any) -> None:
             if module.should_print:
-                self.times.append(time.perf_counter())
+                self.times.append(now())
 
         def on_train_batch_start(self, trainer: Any, module: Any, *rest: Any) -> None:
             self._keep(trainer)
@@ -64,7 +64,7 @@ def with_lightning(args: argparse.Namespace) -> tuple[list[float], list[float]]:
     return clock.losses, clock.times
 
 
-def with_loop(args: argparse.Namespace) -> tuple[list[float], list[float]]:
+def with_loop(args: argparse.Namespace) -> tuple[list[float], list[tuple[float, float]]]:
     """(losses, the times at which steps ended)."""
     import lightning_llama as example
     import torch
@@ -74,6 +74,7 @@ def with_loop(args: argparse.Namespace) -> tuple[list[float], list[float]]:
     from neuronx_distributed import initialize_parallel_model, initialize_parallel_optimizer
     from neuronx_distributed.parallel_layers import parallel_state
     from pytorch_lightning import seed_everything
+    from tqdm import tqdm
 
     if not torch.distributed.is_initialized():
         torch.distributed.init_process_group("xla")
@@ -90,7 +91,14 @@ def with_loop(args: argparse.Namespace) -> tuple[list[float], list[float]]:
     size, among = parallel_state.get_data_parallel_size(), parallel_state.get_data_parallel_group(as_list=True)
     loader = example.create_text_dataset(args.seq, args.batch, size, parallel_state.get_data_parallel_rank(), args.seed)
     losses: list[float] = []
-    times: list[float] = []
+    times: list[tuple[float, float]] = []
+    bar = tqdm(total=args.steps, unit="step")
+
+    def record(loss: torch.Tensor) -> None:
+        losses.append(loss.item())
+        bar.set_postfix_str(f"loss {losses[-1]:.3f}", refresh=False)
+        bar.update()
+
     total = torch.zeros(1, dtype=torch.double).to("xla")
     loader.sampler.set_epoch(0)
     for k, batch in enumerate(pl.MpDeviceLoader(loader, torch_xla.device())):
@@ -105,9 +113,9 @@ def with_loop(args: argparse.Namespace) -> tuple[list[float], list[float]]:
             optimizer.step()
             optimizer.zero_grad()
             scheduler.step()
-            xm.add_step_closure(lambda loss: losses.append(loss.item()), args=(mean,))
+            xm.add_step_closure(record, args=(mean,))
             xm.mark_step()
-            times.append(time.perf_counter())
+            times.append(now())
             if len(times) == args.steps:
                 break
     return losses, times
@@ -118,17 +126,20 @@ def measure(name: str, steps: int, more: list[str]) -> dict[str, Any]:
     os.environ["NXD_JAX_WORLD_SIZE"] = str(WORLD)
     sys.path[:0] = [str(HERE.parent / "examples")]
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):
-        cpu = time.process_time()
         losses, times = {"lightning": with_lightning, "loop": with_loop}[name](arguments(steps, folder, more))
-        cpu = time.process_time() - cpu
-    took = [b - a for a, b in zip(times[WARM:], times[WARM + 1 :], strict=False)]
-    return {"losses": losses, "mean": statistics.mean(took), "median": statistics.median(took), "cpu": cpu / steps}
+    took, used = ([b - a for a, b in zip(at[WARM:], at[WARM + 1 :], strict=False)] for at in zip(*times, strict=True))
+    return {"losses": losses, "mean": statistics.mean(took), "median": statistics.median(took), "cpu": statistics.median(used)}
+
+
+def now() -> tuple[float, float]:
+    """Seconds on the wall, and of all threads' processor time."""
+    return time.perf_counter(), time.process_time()
 
 
 def table(found: dict[str, list[dict[str, Any]]], args: argparse.Namespace, most: float) -> str:
     """A Markdown table with ratios to the loop."""
     difference = rounds.difference(found, most)
-    columns = {"median": "step, median (ms)", "mean": "step, mean (ms)"}
+    columns = {"median": "step, median (ms)", "mean": "step, mean (ms)", "cpu": "CPU time of a step, all threads (ms)"}
     lines = [f"| variant | {' | '.join(columns.values())} |", "|---" * (len(columns) + 1) + "|"]
     for name, title in VARIANTS.items():
         cells = []

@@ -35,6 +35,7 @@ BRIDGE_ENV = {"PYTHONPATH": f"{HERE.parent}{os.pathsep}{HERE.parent / 'aliases'}
 # name: (description, script and arguments, environment, uses the torch_xla venv)
 VARIANTS: dict[str, tuple[str, list[str], dict[str, str], bool]] = {
     "bridge": ("unchanged torch script on `xla`, our bridge", ["torch_step.py", "--device", "xla"], BRIDGE_ENV, False),
+    "replay": ("the same with `torch_bridge.optimize(model)`", ["torch_step.py", "--device", "xla", "--replay"], BRIDGE_ENV, False),
     "jax": ("hand-written JAX + optax, one jitted step", ["jax_step.py"], {}, False),
     "torch_xla": ("the same script on original torch_xla", ["torch_step.py", "--device", "xla"], {"PJRT_DEVICE": "CPU"}, True),
     "torch": ("the same script in eager PyTorch on the CPU", ["torch_step.py"], {}, False),
@@ -60,7 +61,7 @@ COLUMNS = [
     Column("peak RSS (MiB)", lambda run: run["peak_rss_mib"]),
     Column("RSS above imports (MiB)", lambda run: run["peak_rss_mib"] - run["rss_after_import_mib"]),
 ]
-DEFAULT = ["bridge", "jax", "torch_xla", "torch"]
+DEFAULT = ["bridge", "replay", "jax", "torch_xla", "torch"]
 
 
 def run_script(python: str, script: list[str], weights: Path, env: dict[str, str], extra: list[str]) -> str:

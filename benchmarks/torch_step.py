@@ -36,12 +36,12 @@ def make_optimizer(model: torch.nn.Module) -> tuple[torch.optim.Optimizer, torch
     return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + measure.DECAY * step))
 
 
-def xla_variant(weights: dict[str, np.ndarray]) -> measure.Variant:
+def xla_variant(weights: dict[str, np.ndarray], replay: bool = False) -> measure.Variant:
     import torch_xla.core.xla_model as xm
     import torch_xla.debug.metrics as met
 
     device = xm.xla_device()
-    variant = cpu_variant(weights, device=device)
+    variant = cpu_variant(weights, device=device, replay=replay)
     run_step, recording = variant.dispatch, variant.recording
 
     def dispatch(ids: np.ndarray) -> torch.Tensor:
@@ -59,12 +59,14 @@ def xla_variant(weights: dict[str, np.ndarray]) -> measure.Variant:
     return measure.Variant(dispatch, variant.read, measure.versions_of(["torch", "transformers", *below]), counters, recording)
 
 
-def cpu_variant(weights: dict[str, np.ndarray], device: torch.device | str = "cpu", compiled: bool = False) -> measure.Variant:
+def cpu_variant(
+    weights: dict[str, np.ndarray], device: torch.device | str = "cpu", compiled: bool = False, replay: bool = False
+) -> measure.Variant:
     model = make_model()
     model.load_state_dict({name: torch.from_numpy(value) for name, value in weights.items()})
     model.to(device)
     optimizer, scheduler = make_optimizer(model)
-    forward = torch.compile(model) if compiled else model
+    forward = torch.compile(model) if compiled else importlib.import_module("torch_bridge").optimize(model) if replay else model
 
     def dispatch(ids: np.ndarray) -> torch.Tensor:
         batch = torch.from_numpy(ids).to(device)
@@ -82,6 +84,7 @@ def main() -> None:
     parser = measure.parser()
     parser.add_argument("--device", choices=["xla", "cpu"], default="cpu")
     parser.add_argument("--compile", action="store_true", help="use torch.compile")
+    parser.add_argument("--replay", action="store_true", help="use torch_bridge.optimize")
     parser.add_argument(
         "--prepare", action="store_true", help="only write the initial weights to the --weights file and print the ops per step"
     )
@@ -93,7 +96,7 @@ def main() -> None:
             importlib.import_module(
                 "torch_bridge.recorder"
             )  # the bridge imports JAX when a tensor first needs it; imports are not measured
-        measure.measure(xla_variant, args)
+        measure.measure(lambda weights: xla_variant(weights, args.replay), args)
     else:
         measure.measure(lambda weights: cpu_variant(weights, compiled=args.compile), args)
 

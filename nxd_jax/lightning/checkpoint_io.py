@@ -20,7 +20,7 @@ from nxd_jax.checkpoint import reading, writing
 from nxd_jax.lightning.stored import LiveOptimizer, StoredOptimizer, StoredWeights
 from nxd_jax.parallel_layers import checkpointing
 from nxd_jax.trainer import checkpoint as checkpoints
-from nxd_jax.trainer.checkpoint_storage import BaseCheckpointStorage, create_checkpoint_storage
+from nxd_jax.trainer.checkpoint_storage import BaseCheckpointStorage, FilesysCheckpointStorage, create_checkpoint_storage
 from torch_bridge import executor, nested, objects, processes, world
 
 logger = logging.getLogger("nxd_jax")
@@ -68,6 +68,8 @@ class NeuronCheckpointIO(XLACheckpointIO):
             rest["schedulers"] = len(schedulers)
             job.files[writing.SCHEDULER] = writing.pickled(schedulers[0] if len(schedulers) == 1 else schedulers)
         job.files[writing.USER] = writing.pickled(_of_first_rank(rest))
+        if self.async_save and isinstance(job.storage, FilesysCheckpointStorage) and world.process_index() == 0:
+            (job.storage.root / job.tag).mkdir(parents=True, exist_ok=True)  # Lightning may link to it (save_last="link") before it is written
         job.start(self.async_save)
 
     def remove_checkpoint(self, path: Any) -> None:

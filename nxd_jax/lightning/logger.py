@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import operator
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from pytorch_lightning.loggers import TensorBoardLogger
+
+
+_PAUSE = 1.0
+"""Seconds between two times that scalars are written out."""
 
 
 class NeuronTensorBoardLogger(TensorBoardLogger):
@@ -28,6 +33,7 @@ class NeuronTensorBoardLogger(TensorBoardLogger):
         super().__init__(save_dir, **kwargs)
         self.log_rank0 = log_rank0
         self._print_step: int | None = None
+        self._saved = -_PAUSE
 
     @property
     def print_step(self) -> int:
@@ -50,6 +56,17 @@ class NeuronTensorBoardLogger(TensorBoardLogger):
             super().log_metrics(metrics, step)
         elif self._print_step >= 0:
             super().log_metrics(metrics, self._print_step)
+
+    def save(self) -> None:
+        """Write out what was logged, at most once a second: Lightning asks after every batch. (`finalize` always does.)"""
+        now = time.monotonic()
+        if now - self._saved >= _PAUSE:
+            self._saved = now
+            super().save()
+
+    def finalize(self, status: str) -> None:
+        self._saved = -_PAUSE
+        super().finalize(status)
 
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
         """Record hyperparameters, and metrics that belong to them, whatever `print_step` is. The arguments are TensorBoardLogger's."""

@@ -10,6 +10,10 @@ from pytorch_lightning.callbacks import TQDMProgressBar
 from nxd_jax.lightning._pace import Pace, amount_of, described
 
 
+_PAUSE = 0.1
+"""Seconds between two drawings: a redrawn line costs more than Lightning's other work on a batch."""
+
+
 class NeuronTQDMProgressBar(TQDMProgressBar):
     """`neuronx_distributed.lightning.NeuronTQDMProgressBar`: Lightning's TQDMProgressBar, and more to read.
 
@@ -17,13 +21,15 @@ class NeuronTQDMProgressBar(TQDMProgressBar):
 
     After what was logged with `prog_bar=True` it shows `step_time`, the time of a batch, and `tokens/s` or `samples/s`, what all data-parallel ranks
     together get through: averages over the last 10 batches. "compiling" stands there while the first batch is under way. All of it comes from clocks
-    and shapes; nothing is read from the device. Only the process that hosts rank 0 shows it. Under a strategy that does not know its
+    and shapes; nothing is read from the device. It is drawn at most ten times a second. Only the process that hosts rank 0 shows it. Under a strategy that does not know its
     `data_parallel_size` (any but NeuronXLAStrategy) it is Lightning's bar and no more.
     """
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self._pace = Pace()
+        self._drawn = 0.0
+        self._waiting = False
 
     def on_train_start(self, trainer: Any, *args: Any) -> None:
         super().on_train_start(trainer, *args)
@@ -42,8 +48,18 @@ class NeuronTQDMProgressBar(TQDMProgressBar):
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if not self._pace.begun:
             self._say(trainer, "")
-        self._pace.batch_ends(time.perf_counter(), amount_of(batch))
-        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        now = time.perf_counter()
+        self._pace.batch_ends(now, amount_of(batch))
+        self._waiting = now - self._drawn < _PAUSE and not trainer.is_last_batch
+        if not self._waiting:
+            self._drawn = now
+            super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        if self._waiting and self.is_enabled:
+            self._waiting = False
+            self.train_progress_bar.n = trainer.fit_loop.epoch_loop.batch_progress.current.ready
+        super().on_train_epoch_end(trainer, pl_module)
 
     def _say(self, trainer: Any, text: str) -> None:
         """Show a word in place of metrics."""

@@ -128,7 +128,8 @@ def train(folder: Path, bar: TQDMProgressBar, strategy: Any = None, **options: A
     return said.said
 
 
-def test_what_it_shows(tmp_path: Path) -> None:
+def test_what_it_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress_bar, "_PAUSE", 0.0)
     said = train(tmp_path, NeuronTQDMProgressBar())
     assert said[0] == "compiling"
     assert re.fullmatch(r"loss=\S+", said[1])  # the first batch says nothing about those that follow
