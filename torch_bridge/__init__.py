@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from torch_bridge.capturing import capture
     from torch_bridge.jax_function import to_jax
     from torch_bridge.nnx_module import to_nnx
+    from torch_bridge.replay import optimize, restore
     from torch_bridge.sharded import from_ranks, shards, varying
 
 _LAZY = {
@@ -21,13 +22,15 @@ _LAZY = {
     "from_ranks": "torch_bridge.sharded",
     "hlo": "torch_bridge.hlo_text",
     "last_graphs": "torch_bridge.executor",
+    "optimize": "torch_bridge.replay",
+    "restore": "torch_bridge.replay",
     "shards": "torch_bridge.sharded",
     "to_jax": "torch_bridge.jax_function",
     "to_nnx": "torch_bridge.nnx_module",
     "varying": "torch_bridge.sharded",
 }
 
-__all__ = ["capture", "from_ranks", "hlo", "last_graphs", "register", "shards", "to_jax", "to_nnx", "varying"]
+__all__ = ["capture", "from_ranks", "hlo", "last_graphs", "optimize", "register", "restore", "shards", "to_jax", "to_nnx", "varying"]
 
 register()
 

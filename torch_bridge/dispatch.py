@@ -372,7 +372,7 @@ def _emit(call: Call, tensors: list[XLATensor], numbers: list[Any], kwargs: Any)
     ids = []
     for t in tensors:
         storage = t._storage
-        if storage.segment is segment and t._layout is storage.layout:
+        if storage.segment is segment and t._layout is storage.layout and segment.watch is None:
             ids.append(storage.vid)
         else:
             ids.append(segment.read(storage, t._layout))

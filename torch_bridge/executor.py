@@ -92,6 +92,7 @@ def wait_all() -> None:
 
 def materialize(storage: Storage) -> None:
     """Make sure a storage has its value (running the segment if it is pending)."""
+    dispatch.STATE.current.asked()
     if storage.pending:
         sync()
     if storage.array is None and storage.segment is not None:

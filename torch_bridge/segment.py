@@ -10,7 +10,8 @@ from __future__ import annotations
 import copy
 import threading
 import weakref
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -103,9 +104,12 @@ class Storage:
     layout: base layout, the shape in which the value is kept. array: the value if it exists, else None. segment, vid: where
     the value is a node output (vid >= 0) or has been adopted as a leaf (vid < 0). views: ids of views read so far.
     A storage with neither array nor segment is full of one number, `fill` (0 for `torch.empty`); `born_full` if it never held anything else.
+    `witness(storage, new)`, if there is one, is told of every new storage and of every one that is filled (`tape`).
     """
 
     __slots__ = ("__weakref__", "array", "born_full", "facts", "fill", "layout", "segment", "vid", "views")
+
+    witness: ClassVar[Callable[[Storage, bool], None] | None] = None
 
     def __init__(self, layout: Layout, array: Any = None, fill: Any = 0):
         self.layout = layout
@@ -116,6 +120,8 @@ class Storage:
         self.vid = -1
         self.views: dict[Layout, int] | None = None
         self.facts: Facts | None = None
+        if Storage.witness is not None:
+            Storage.witness(self, True)
 
     def describe(self, **facts: Any) -> None:
         """Add to `facts`."""
@@ -146,6 +152,8 @@ class Storage:
 
     def set_constant(self, fill: Any) -> None:
         """Fill the whole storage with one number; nothing is recorded until it is read."""
+        if Storage.witness is not None:
+            Storage.witness(self, False)
         self.born_full = self.born_full and self.constant
         self.fill = fill
         self.array = None
@@ -174,13 +182,15 @@ class Segment:
     """Recorded ops that have not run yet. All methods expect the caller to hold `LOCK`.
 
     `predicted` is a trace seen before that the nodes so far agree with: as long as they do, nothing needs to be looked up. `by_start` finds one from the
-    first node. For a failed run: `saved` gives the leaves that storages held before, `overwritten` the arrays that nothing read (None: they were constant).
+    first node. `watch(storage, view, id)`, if there is one, is told of every read, with view None of every write, and with storage None when Python asks for a
+    value (`tape`). For a failed run: `saved` gives the leaves that storages held before, `overwritten` the arrays that nothing read (None: they were constant).
     """
 
     def __init__(self, capture: bool = False, by_start: dict[Any, Any] | None = None):
         self.capture = capture
         self.by_start = {} if by_start is None else by_start
         self.failure: str | None = None
+        self.watch: Any = None
         self.clear()
 
     def clear(self) -> None:
@@ -234,6 +244,39 @@ class Segment:
         nodes.append(node)
         return vid
 
+    def splice(
+        self,
+        nodes: list[tuple[Any, ...]],
+        values: int,
+        numbers: Iterable[tuple[int, tuple[Any, ...]]],
+        draws: Iterable[tuple[int, int, int]],
+        sources: Iterable[source.Source],
+    ) -> None:
+        """Append nodes as they are, with `values` results in all; numbers and draws name them from 0."""
+        i = len(self.nodes)
+        if nodes and i == 0 and (self.predicted is None or self.predicted.nodes[0] != nodes[0]):
+            self.predicted = self.by_start.get(nodes[0])
+        predicted = self.predicted
+        if predicted is not None and list(predicted.nodes[i : i + len(nodes)]) != nodes:
+            self.sources = list(predicted.sources[:i])
+            predicted = self.predicted = None
+        if predicted is None:
+            del self.sources[i:]
+            self.sources.extend(sources)
+        while self.numbers and self.numbers[-1][0] >= i:
+            self.numbers.pop()
+        self.numbers.extend((i + k, given) for k, given in numbers)
+        while self.draws and self.draws[-1][0] >= i:
+            self.draws.pop()
+        self.draws.extend((i + k, seed, offset) for k, seed, offset in draws)
+        self.nodes.extend(nodes)
+        self.next_vid += values
+
+    def asked(self) -> None:
+        """Python asks for a tensor's value."""
+        if self.watch is not None:
+            self.watch(None, None, 0)
+
     def adopt(self, storage: Storage) -> int:
         """The id of a storage's current value, making its array a leaf if it has one."""
         array = storage.array
@@ -276,6 +319,8 @@ class Segment:
     def read(self, storage: Storage, view: Layout) -> int:
         """The id of a view of a storage."""
         vid = storage.vid if storage.segment is self else self.adopt(storage)
+        if self.watch is not None:
+            self.watch(storage, storage.layout, vid)
         if view is storage.layout:
             return vid
         views = storage.views
@@ -286,10 +331,14 @@ class Segment:
             for entry in read_entries(storage.layout, view):
                 vid = self.emit(entry, (vid,))
             found = views[view] = vid
+        elif self.watch is not None:
+            self.watch(storage, view, found)
         return found
 
     def write(self, storage: Storage, vid: int) -> None:
         """Make a value the storage's whole new content."""
+        if self.watch is not None:
+            self.watch(storage, None, vid)
         if storage.segment is not self or storage.vid < 0:
             self.writers.append(weakref.ref(storage))
             if storage.array is not None:
@@ -313,7 +362,7 @@ class Segment:
         chain = write_entries(storage.layout, view)
         befores: list[int] = []
         if chain.scatters:
-            befores = [storage.vid if storage.segment is self else self.adopt(storage)]
+            befores = [self.read(storage, storage.layout)]
             for entry in chain.reads:
                 befores.append(self.emit(entry, (befores[-1],)))
         for entry, before in chain.writes:

@@ -192,6 +192,14 @@ _DEBUGGING = [
         one_of("ERROR", "WARN", "WARNING", "INFO", "DEBUG", "TRACE"),
         "environment",
     ),
+    Variable(
+        "NXD_JAX_REPLAY",
+        HONOUR,
+        "our own: play models of `initialize_parallel_model` from recordings (`torch_bridge.optimize`)",
+        "0",
+        FLAG,
+        "nxd_jax.trainer",
+    ),
     Variable("NXD_JAX_TOP", HONOUR, "our own: tell `nxd-top` what this process does (docs/nxd_top.md)", "1", FLAG, "publishing"),
     Variable(
         "NXD_JAX_TOP_DIR",

@@ -82,6 +82,7 @@ MALFORMED = [
     ("NEURON_RT_NUMERICAL_ERRORS_VERBOSITY", "loud", "one of none, critical"),
     ("NEURON_RT_LOG_LEVEL", "LOUD", "one of ERROR, WARN"),
     ("NXD_CPU_MODE", "yes", "a whole number"),
+    ("NXD_JAX_REPLAY", "maybe", "0 or 1"),
     ("NXD_JAX_TOP", "maybe", "0 or 1"),
 ]
 
@@ -238,6 +239,7 @@ TESTED_IN = {
     "NEURON_FAIL_ON_NAN": "test_nan_raises",
     "NEURON_RT_NUMERICAL_ERRORS_VERBOSITY": "test_nan_raises",
     "NEURON_RT_LOG_LEVEL": "test_log_level",
+    "NXD_JAX_REPLAY": ("../nxd_jax/trainer/test_model.py", "test_replay_by_variable"),
     "NXD_JAX_TOP": ("test_telemetry.py", "test_it_can_be_turned_off"),
     "NXD_JAX_TOP_DIR": ("test_telemetry.py", "test_folders"),
 }

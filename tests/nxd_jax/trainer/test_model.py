@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch_xla.core.xla_model as xm
 from neuronx_distributed.trainer import initialize_parallel_model, neuronx_distributed_config
 from neuronx_distributed.trainer.model import NxDModel
 from torch import nn
@@ -320,3 +321,28 @@ def test_a_model_of_transformers(nxd: Nxd) -> None:
     assert loss.item() == pytest.approx(expected.loss.item(), rel=1e-5) and model.lm_head.weight.grad is not None
     found = model.generate(ids.to("xla"), max_new_tokens=1, do_sample=False)
     assert found.tolist() == reference.generate(ids, max_new_tokens=1, do_sample=False).tolist()
+
+
+def test_replay_by_variable(nxd: Nxd, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NXD_JAX_REPLAY=1: the same losses and weights from recordings, dropout and all."""
+
+    def train() -> tuple[list[float], list[torch.Tensor], Any]:
+        nxd(4, tp=2)
+        xm.set_rng_state(3)
+        model = wrapped(2)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        losses = []
+        for k in range(6):
+            loss = model(torch.full((3, 4), float(k), device="xla"))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses, [w for p in model.parameters() for w in sharded.shards(p.detach())], model
+
+    losses, weights, model = train()
+    assert not hasattr(model.original_module().forward, "played")
+    monkeypatch.setenv("NXD_JAX_REPLAY", "1")
+    again, same, model = train()
+    assert model.original_module().forward.played == 4
+    assert again == losses and all(torch.equal(a, b) for a, b in zip(weights, same, strict=True))

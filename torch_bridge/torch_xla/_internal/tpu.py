@@ -13,6 +13,11 @@ def num_local_processes() -> int:
     return 1
 
 
+def get_tpu_env() -> dict[str, str]:
+    """What is known of the chips: a name that no table of TPUs has, so that Lightning's ThroughputMonitor leaves out their use in percent."""
+    return {"TYPE": "NeuronCore"}
+
+
 def version() -> int:
     """Raises OSError: there is no TPU."""
     raise OSError(

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from torch_bridge import collectives
+from torch_bridge import collectives, world
+from torch_bridge import groups as rank_groups
 
 
 def all_reduce(reduce_type: str, value: torch.Tensor, scale: float = 1.0, groups: Any = None) -> torch.Tensor:
@@ -14,14 +15,27 @@ def all_reduce(reduce_type: str, value: torch.Tensor, scale: float = 1.0, groups
     return _AllReduce.apply(value, reduce_type, scale, groups)
 
 
-def all_gather(value: torch.Tensor, dim: int = 0) -> torch.Tensor:
-    """`xf.all_gather`: the gradient is this rank's part of the result's."""
-    return collectives.all_gather(value, dim)
+def all_gather(value: torch.Tensor, dim: int = 0, groups: Any = None) -> torch.Tensor:
+    """`xf.all_gather`: the gradient is this rank's part of the result's. (groups: not in torch_xla.)"""
+    return _AllGather.apply(value, dim, groups)
 
 
 def nms(boxes: torch.Tensor, scores: torch.Tensor, score_threshold: Any, iou_threshold: Any, output_size: int) -> Any:
     """`xf.nms`: not provided."""
     raise NotImplementedError("torch_xla.core.functions.nms was removed from torch_xla; use torchvision.ops.nms")
+
+
+class _AllGather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, dim: int, groups: Any) -> torch.Tensor:
+        ctx.arguments = value.shape[dim], dim, groups
+        return collectives.all_gather(value, dim, groups)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        size, dim, groups = ctx.arguments
+        place = world.current().table(rank_groups.resolve(groups).index)
+        return grad.narrow(dim, place * size, size), None, None
 
 
 class _AllReduce(torch.autograd.Function):

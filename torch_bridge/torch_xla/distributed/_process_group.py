@@ -42,6 +42,7 @@ class ProcessGroupXla(_Base):
         self.prefix_store = prefix_store
         self.timeout = timeout
         self._mesh: list[list[int]] = []
+        self._name = ""
 
     def _groups(self) -> Groups:
         """This group and its sisters."""
@@ -62,6 +63,14 @@ class ProcessGroupXla(_Base):
 
     def getBackendName(self) -> str:
         return "xla"
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    @property
+    def group_name(self) -> str:
+        """torch's name of the group, by which `destroy_process_group` forgets it."""
+        return self._name
 
     def _reduce(self, opts: Any, tensors: Tensors) -> tuple[str, float]:
         """The kind of a reduction and what to multiply its result by."""

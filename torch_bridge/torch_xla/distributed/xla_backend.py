@@ -70,8 +70,10 @@ def new_xla_process_group(
     **kwargs: Any,
 ) -> Any:
     """`torch.distributed.new_group`, which also understands `pg_options={"xla_pg_options": {"mesh": [[...], ...]}}`: the groups of all
-    ranks at once.
+    ranks at once. In a process that hosts several ranks, groups with another backend are xla's too: members of a gloo group would wait for each other for ever.
     """
+    if world.process_count() == 1 and world.size() > 1 and isinstance(distributed_c10d._get_default_group(), ProcessGroupXla):
+        backend = None
     group = _new_group(ranks, timeout, backend, pg_options, *args, **kwargs)
     if isinstance(group, ProcessGroupXla) and ranks is not None:
         options = pg_options.get("xla_pg_options", {}) if isinstance(pg_options, dict) else {}

@@ -1,0 +1,360 @@
+"""One call of a module under `torch_bridge.optimize`: looked at, recorded, or played, as one node of autograd; and its backward pass.
+
+The first call of a kind runs on the script's own tensors and is only looked at, so that whatever cannot be repeated is right at least then. The next ones run
+on detached arguments inside one autograd node, so that the backward pass is a stretch of ops too. Later ones are played.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.utils import _pytree
+
+from torch_bridge import ambient, dispatch, recordings, rng
+from torch_bridge.fingerprints import Unknown
+from torch_bridge.recompute import Again, gradients
+from torch_bridge.recordings import Forward, Kind, Place, Source
+from torch_bridge.segment import LOCK, Storage
+from torch_bridge.side_effects import Before, check_history
+from torch_bridge.tape import NotRepeatable, Recording, Unread
+from torch_bridge.tensor import XLATensor, make
+
+
+class Call:
+    """One call. tensors: the arguments that are tensors, each once; places: which of them each tensor argument is; given: storages of arguments and of what
+    the module holds, each once; first: a tensor on each; every: the tensors of both; numbers: which of the storages each is on.
+    """
+
+    def __init__(self, player: Any, args: Any, kwargs: Any):
+        self.player = player
+        self.arguments = (args, kwargs)
+        self.leaves, self.spec = _pytree.tree_flatten(self.arguments)
+        self.tensors: list[XLATensor] = []
+        self.places: list[int] = []
+        index: dict[int, int] = {}
+        for x in self.leaves:
+            if isinstance(x, torch.Tensor):
+                if id(x) not in index:
+                    index[id(x)] = len(self.tensors)
+                    self.tensors.append(x)  # type: ignore[arg-type]
+                self.places.append(index[id(x)])
+        self.ambient = ambient.now()
+        self.draws = (rng.DEFAULT.seed, rng.DEFAULT.offset)
+
+    def holding(self, held: Sequence[XLATensor], state: Any) -> None:
+        """Take note of what the module holds, and of its state."""
+        self.held, self.state = held, state
+        places: dict[int, int] = {}
+        self.given: list[Storage] = []
+        self.first: list[XLATensor] = []
+        self.numbers: list[int] = []
+        self.every = [*self.tensors, *held]
+        for t in self.every:
+            if id(t._storage) not in places:
+                places[id(t._storage)] = len(self.given)
+                self.given.append(t._storage)
+                self.first.append(t)
+            self.numbers.append(places[id(t._storage)])
+        arguments = {id(t) for t in self.tensors}
+        self.held_arguments = arguments.intersection(map(id, held)) if arguments else set()
+        self.parameters = [t for t in held if t.requires_grad and id(t) not in arguments]
+
+    def key(self) -> Any:
+        """What calls of one kind have in common."""
+        plain = tuple(x if isinstance(x, torch.Tensor) else recordings.described(x) for x in self.leaves if not isinstance(x, torch.Tensor))
+        facts = tuple((t._layout, t.requires_grad, _linked(t._storage)) for t in self.tensors)
+        return (
+            self.spec,
+            plain,
+            tuple(self.places),
+            self.state,
+            self.ambient,
+            facts,
+            tuple(self.numbers),
+            tuple(s.layout for s in self.given),
+        )
+
+    def run(self, kind: Kind) -> Any:
+        """The module's result."""
+        self.kind = kind
+        if not kind.forwards:
+            return self._look()
+        inputs = [*self.tensors, *self.parameters]
+        differentiable = torch.is_grad_enabled() and any(t.requires_grad for t in inputs)
+        forward = kind.forward(differentiable)
+        doing: Played | Recorded = Recorded(self, differentiable) if forward is None else Played(self, forward)
+        outs = _Run.apply(doing, *inputs) if differentiable else doing.forward()
+        return _pytree.tree_unflatten([outs[x.number] if type(x) is Place else x for x in doing.rest], doing.how)
+
+    def _look(self) -> Any:
+        """Run it op by op on what the script gave, and see whether that can be repeated."""
+        watched = Watched(self, self.arguments, ahead=self.kind.unread)
+        try:
+            out = self.player.plain(*self.arguments[0], **self.arguments[1])
+        finally:
+            watched.stop()
+        watched.learn(out, look=True)
+        return out
+
+    def on(self, tensors: Sequence[Any]) -> Any:
+        """(args, kwargs) with these in the places of the tensor arguments."""
+        places = iter(self.places)
+        return _pytree.tree_unflatten([tensors[next(places)] if isinstance(x, torch.Tensor) else x for x in self.leaves], self.spec)
+
+
+def _linked(storage: Storage) -> bool:
+    """Whether writes to it reach others in a way that only an op knows (`rank_ops`): a recording must see that."""
+    return storage.facts is not None and bool(storage.facts.links)
+
+
+class Watched:
+    """A forward pass under a recording."""
+
+    def __init__(self, call: Call, arguments: Any, ahead: bool = True):
+        self._call = call
+        self._before = Before(arguments, call.held)
+        self._versions = [t._version for t in call.every]
+        self._recording = Recording(call.given, ahead)
+
+    def stop(self) -> None:
+        """End watching."""
+        self._recording.stop()
+
+    def learn(self, out: Any, look: bool = False) -> tuple[list[XLATensor], list[Any], Any, Forward | None]:
+        """(the tensors in what was returned, each once; all of it, flat, with their places; its nesting; the recording, if it may be played)."""
+        flat, how = _pytree.tree_flatten(out)
+        index: dict[int, int] = {}
+        outs: list[XLATensor] = []
+        for x in flat:
+            if isinstance(x, torch.Tensor) and id(x) not in index:
+                index[id(x)] = len(outs)
+                outs.append(x)  # type: ignore[arg-type]
+        rest = [Place(index[id(x)]) if isinstance(x, torch.Tensor) else x for x in flat]
+        try:
+            if look:
+                check_history(outs)
+            return outs, rest, how, self._forward(outs, rest, how)
+        except Unread:
+            self._call.kind.unread = True
+            return outs, rest, how, None
+        except (NotRepeatable, Unknown) as error:
+            self._call.player.trouble(error)
+            return outs, rest, how, None
+
+    def _forward(self, outs: list[XLATensor], rest: list[Any], how: Any) -> Forward | None:
+        call = self._call
+        self._before.check()
+        call.player.check_state(call.state)
+        needs = tuple(t.requires_grad for t in outs)
+        if any(needs) and not (call.ambient.grad and any(t.requires_grad for t in (*call.tensors, *call.parameters))):
+            raise NotRepeatable("it returns tensors with gradients though nothing that it was given has any")
+        self.made = self._recording.made()
+        new = recordings.forward_of(self._recording, outs, rest, how, needs)
+        new.bumped = [k for k, (t, version) in enumerate(zip(call.every, self._versions, strict=True)) if t._version != version]
+        return new if recordings.agree(call.player.stop, call.kind.forwards, new) else None
+
+
+class _Run(torch.autograd.Function):
+    """The module as one node of autograd. Inputs: tensor arguments, then parameters."""
+
+    @staticmethod
+    def forward(ctx: Any, doing: Played | Recorded, *inputs: XLATensor) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.doing = doing
+        outs = doing.forward()
+        ctx.mark_non_differentiable(*[o for o, needs in zip(outs, doing.needs, strict=True) if not needs])
+        ctx.save_for_backward(*doing.keep())
+        return tuple(outs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        doing = ctx.doing
+        if doing.over:
+            raise RuntimeError(_TWICE)
+        found = doing.backward(ctx.saved_tensors, grads, ctx.needs_input_grad[1:])
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
+            doing.release()
+        return (None, *found)
+
+
+_TWICE = (
+    "Trying to backward through the graph a second time (a module under torch_bridge.optimize has already freed what it kept): "
+    "call the first backward() or autograd.grad() with retain_graph=True"
+)
+
+
+_SWAPPED = (
+    "the memory of a parameter was swapped (param.data = ...) between the forward and the backward pass of a module under torch_bridge.optimize: "
+    "swap it after the backward pass, or call torch_bridge.restore(module)"
+)
+
+
+class Recorded:
+    """A call that runs op by op, and is watched. rest, how: what the module returned, flat, with the places of tensors; needs: which of them have gradients."""
+
+    def __init__(self, call: Call, differentiable: bool):
+        self.call = call
+        self.rest: list[Any] = []
+        self.how: Any = None
+        self.needs: tuple[bool, ...] = ()
+        self.over = False
+        self._differentiable = differentiable
+        self._known: dict[int, Source] = {}
+
+    def forward(self) -> list[XLATensor]:
+        """Run it; the tensors that it returns."""
+        call = self.call
+        self._again = Again(call, call.kind.forwards[0]) if self._differentiable else None
+        self._own = [self._detached(t) for t in call.tensors] if self._differentiable else call.tensors
+        arguments = call.on(self._own)
+        watched = Watched(call, arguments)
+        try:
+            with torch.set_grad_enabled(call.ambient.grad):
+                out = call.player.plain(*arguments[0], **arguments[1])
+        finally:
+            watched.stop()
+        self._outs, self.rest, self.how, self._learned = watched.learn(out)
+        self.needs = tuple(t.requires_grad for t in self._outs)
+        if self._again is None:
+            return self._outs
+        self._again.note_versions()
+        self._made = watched.made if self._learned is not None else []
+        results: list[Any] = [t.detach() for t in self._outs]
+        self._known = sources_by_id(call, results)
+        return results
+
+    def _detached(self, t: XLATensor) -> Any:
+        return t if id(t) in self.call.held_arguments else t.detach().requires_grad_(t.requires_grad)
+
+    def keep(self) -> list[XLATensor]:
+        """What the backward pass needs if it has to compute the forward pass again; for itself, autograd keeps what it needs."""
+        assert self._again is not None
+        return self._again.keep()
+
+    def release(self) -> None:
+        """Let go of everything: there will be no other backward pass."""
+        self.over = True
+        del self.call, self._outs, self._own, self._made, self._again, self._learned, self._known
+
+    def backward(self, saved: Any, grads: Any, needed: Any) -> list[Any]:
+        """Gradients of arguments and parameters."""
+        call = self.call
+        if torch.is_grad_enabled():
+            assert self._again is not None
+            if self._learned is None:
+                raise RuntimeError(
+                    f"gradients of gradients through a {call.player.name} that torch_bridge.optimize was just recording, and that cannot be repeated: "
+                    "call torch_bridge.restore(module) before"
+                )
+            return self._again.gradients([*call.tensors, *call.parameters], grads, needed, saved)
+        recording = None
+        if self._learned is not None and not call.player.off:
+            sources = recordings.sources_of(call.given, self._made, grads)
+            recording = Recording([storage for storage, _ in sources])
+        try:
+            found = gradients(
+                self._outs, [*self._own, *call.parameters], grads, needed, keep=torch._C._autograd._get_current_graph_task_keep_graph()
+            )
+        finally:
+            if recording is not None:
+                recording.stop()
+        if recording is not None:
+            self._learn(recording, [what for _, what in sources], found, recordings.pattern(grads, needed, self._known))
+        return _apart(found, grads)
+
+    def _learn(self, recording: Recording, sources: Sequence[Source], found: Sequence[Any], pattern: Any) -> None:
+        player = self.call.player
+        try:
+            learned = recordings.backward_of(recording, sources, found)
+            recordings.learn_backward(player.stop, self.call.kind, learned, self._made, pattern)
+        except NotRepeatable as error:
+            player.trouble(error, "in its backward pass, ")
+
+
+def sources_by_id(call: Call, outs: Sequence[XLATensor]) -> dict[int, Source]:
+    """What given storages and results are, by id (they outlive the backward pass that asks)."""
+    found: dict[int, Source] = {id(o._storage): ("out", k) for k, o in enumerate(outs)}
+    found.update({id(storage): ("given", k) for k, storage in enumerate(call.given)})
+    return found
+
+
+def _apart(found: Sequence[Any], grads: Sequence[Any]) -> list[Any]:
+    """Gradients that share no memory with each other or with what came in: autograd takes them for its own, as nobody else holds them."""
+    taken = {id(g._storage) for g in grads if g is not None}
+    results: list[Any] = []
+    for g in found:
+        if g is not None:
+            g = make(g._layout, dispatch.copy_storage(g._storage)) if id(g._storage) in taken else g.detach()
+            taken.add(id(g._storage))
+        results.append(g)
+    return results
+
+
+class Played:
+    """A call from recordings."""
+
+    def __init__(self, call: Call, forward: Forward):
+        self.call = call
+        self.rest, self.how, self.needs = forward.rest, forward.how, forward.needs
+        self.over = False
+        self._forward = forward
+        self._kept: dict[Source, Storage] = {}
+        self._reads = list(forward.reads)
+
+    def forward(self) -> list[XLATensor]:
+        """Play it; the tensors that it returns."""
+        call, tape = self.call, self._forward.tape
+        call.player.played += 1
+        self._again = Again(call, self._forward)
+        with LOCK:
+            base = tape.play(call.given)
+            self._kept = {("kept", made.value): recordings.storage_of(made, base) for made in self._forward.kept}
+            shared: dict[int, Storage] = {}
+            outs = [recordings.tensor_of(made, base, shared) for made in self._forward.outs]
+        for k in self._forward.bumped:
+            torch.autograd.graph.increment_version(call.every[k])
+        self._again.note_versions()
+        self._outs = [weakref.ref(o._storage) for o in outs]
+        return outs
+
+    def keep(self) -> list[XLATensor]:
+        """What backward passes read of what was given (autograd checks that it stays as it is), and what computing the pass again would take."""
+        return [*(self.call.first[k] for k in self._reads), *self._again.keep()]
+
+    def release(self) -> None:
+        """Let go of everything: there will be no other backward pass."""
+        self.over = True
+        del self.call, self._forward, self._again, self._outs, self._kept
+
+    def backward(self, saved: Any, grads: Any, needed: Any) -> list[Any]:
+        """Gradients of arguments and parameters."""
+        call = self.call
+        known = call.kind.backward(recordings.pattern(grads, needed, self._known()))
+        given = {("given", k): t._storage for k, t in zip(self._reads, saved, strict=False)}
+        if any(storage is not call.given[k] for (_, k), storage in given.items()):
+            raise RuntimeError(_SWAPPED)
+        sources = {**given, **self._kept, **{("grad", k): g._storage for k, g in enumerate(grads) if g is not None}}
+        if known is None or torch.is_grad_enabled() or not all(what in sources for what in known.reads):
+            if known is None and not torch.is_grad_enabled():
+                call.kind.miss()
+            return self._again.gradients([*call.tensors, *call.parameters], grads, needed, saved[len(given) :])
+        with LOCK:
+            storages = [sources[what] for what in known.reads]
+            base = known.tape.play(storages)
+            found: list[Any] = []
+            for g in known.grads:
+                if isinstance(g, int):
+                    storage = dispatch.copy_storage(storages[g])
+                    found.append(make(storage.layout, storage))
+                else:
+                    found.append(None if g is None else recordings.tensor_of(g, base, {}))
+            return found
+
+    def _known(self) -> dict[int, Source]:
+        alive = [(ref(), k) for k, ref in enumerate(self._outs)]
+        found: dict[int, Source] = {id(storage): ("out", k) for storage, k in alive if storage is not None}
+        found.update({id(storage): ("given", k) for k, storage in enumerate(self.call.given)})
+        return found

@@ -1,0 +1,252 @@
+"""What is kept of a module's calls: forward and backward passes as tapes, with what went in and came out of them, and whether two of them agree."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from torch_bridge import dispatch
+from torch_bridge.fingerprints import Unknown
+from torch_bridge.layout import Layout
+from torch_bridge.segment import Storage
+from torch_bridge.side_effects import shares_memory
+from torch_bridge.tape import NotRepeatable, Recording, Tape
+from torch_bridge.tensor import XLATensor, make
+
+TIMES = 2
+"""Recordings that must agree before one is played."""
+MISSES = 8
+"""Backward passes of an unknown kind after which nothing more is recorded for the sake of one."""
+
+
+class Place(NamedTuple):
+    """In what a module returns: the place of one of its tensors."""
+
+    number: int
+
+
+Source = tuple[str, int]
+"""Where a backward pass finds a storage: ("given", its number), ("kept", a value of the forward pass) or ("grad", number of the module's result)."""
+
+
+class Made(NamedTuple):
+    """A tensor that a tape makes. storage: those with one number share memory; value: in the tape; base, view: layouts; spec: how ranks hold it."""
+
+    storage: int
+    value: int
+    base: Layout
+    view: Layout
+    spec: Any
+
+
+@dataclasses.dataclass
+class Forward:
+    """outs: the tensors that were returned, each once; rest, how: everything that was, flat, and its nesting; needs: which outs have gradients. What the
+    backward passes that are known read: kept, values of this pass, and reads, numbers of given storages. bumped: places of given tensors whose versions
+    moved, as in-place ops do it (but not batch norm).
+    """
+
+    tape: Tape
+    outs: list[Made]
+    rest: list[Any]
+    how: Any
+    needs: tuple[bool, ...]
+    kept: list[Made] = dataclasses.field(default_factory=list)
+    reads: list[int] = dataclasses.field(default_factory=list)
+    bumped: list[int] = dataclasses.field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        matters = self.tape.influence(made.value for made in self.outs)
+        self.overwritten = sorted(matters.intersection(self.tape.written()))
+        """Numbers of the given storages on whose contents the results depend, and that the pass overwrites."""
+        self.steady = sorted(matters.difference(self.overwritten))
+        """Those that it does not overwrite."""
+
+    def difference(self, other: Forward) -> str:
+        found = self.tape.difference(other.tape)
+        same = (self.outs, self.rest, self.how, self.needs) == (other.outs, other.rest, other.how, other.needs)
+        return found or ("" if same else "it returned something else")
+
+
+@dataclasses.dataclass
+class Backward:
+    """reads: where the tape's storages come from; grads: by input: made by the tape, one of its storages, or None."""
+
+    tape: Tape
+    reads: list[Source]
+    grads: list[Made | int | None]
+
+    def difference(self, other: Backward) -> str:
+        found = self.tape.difference(other.tape)
+        same = (self.reads, self.grads) == (other.reads, other.grads)
+        return f"in its backward pass, {found or 'it read or made other tensors'}" if found or not same else ""
+
+
+class Kind:
+    """What is known of one kind of call. The backward passes go by which results had gradients and which inputs needed them.
+
+    unread: a call was looked at in vain because it read storages that were full of one number.
+    """
+
+    def __init__(self) -> None:
+        self.forwards: list[Forward] = []
+        self.backwards: dict[Any, list[Backward]] = {}
+        self.unread = False
+        self._misses = 0
+        self._to_record = 0
+
+    def miss(self) -> None:
+        """A backward pass was not known: record the next calls, which may have the same."""
+        self._misses += 1
+        self._to_record = TIMES if self._misses <= MISSES else 0
+
+    def forward(self, differentiable: bool) -> Forward | None:
+        """The forward pass to play, if there is one (and a backward pass that fits, where one may be asked for)."""
+        if self._to_record and differentiable:
+            self._to_record -= 1
+            return None
+        if len(self.forwards) < TIMES:
+            return None
+        if differentiable and not any(len(found) >= TIMES for found in self.backwards.values()):
+            return None
+        return self.forwards[0]
+
+    def backward(self, pattern: Any) -> Backward | None:
+        """The backward pass to play."""
+        found = self.backwards.get(pattern, [])
+        return found[0] if len(found) >= TIMES else None
+
+
+def described(x: Any) -> Any:
+    """An argument that is no tensor, for comparison."""
+    kind = type(x)
+    if kind is float:
+        return kind, repr(x)
+    if x is None or kind in (bool, int, str, torch.dtype, torch.device):
+        return kind, x
+    raise Unknown(f"an argument of type {kind.__name__}", lasting=False)
+
+
+def pattern(grads: Sequence[Any], needed: Sequence[bool], known: Mapping[int, Source]) -> Any:
+    """By which backward passes differ. known: what each storage is, by id; gradients may share memory with it, and with each other."""
+    seen: dict[int, Source] = dict(known)
+    described = [
+        None if g is None else (g._layout, g._storage.layout, seen.setdefault(id(g._storage), ("grad", k))) for k, g in enumerate(grads)
+    ]
+    return tuple(described), tuple(needed)
+
+
+def agree(stop: Callable[[str], None], known: list[Any], new: Any) -> bool:
+    """Add a recording to those that are known, or stop if it differs from them."""
+    found = known[0].difference(new) if known else ""
+    if found:
+        stop(f"two recordings differ: {found}")
+        return False
+    if len(known) < TIMES:
+        known.append(new)
+    return True
+
+
+# -- from what was watched ----------------------------------------------------------------------------
+
+
+def forward_of(recording: Recording, outs: Sequence[Any], rest: list[Any], how: Any, needs: tuple[bool, ...]) -> Forward:
+    """A recorded forward pass. Raises NotRepeatable."""
+    tape = recording.tape()
+    made = _by_id(recording)
+    for x in rest:
+        if type(x) not in (Place, type(None), bool, int, float, str):
+            raise NotRepeatable(
+                f"it returns an object of class {type(x).__name__}; return tensors in tuples, dicts or dataclasses that torch's pytree knows"
+            )
+    if any(not isinstance(t, XLATensor) or id(t._storage) not in made for t in outs):
+        raise NotRepeatable("it returns a tensor that it was given, or one that is not computed on xla")
+    order: dict[int, int] = {}
+    found = [_made(t, made, order) for t in outs]
+    for number in {m.storage for m in found} if any(needs) else ():
+        if shares_memory(m.view for m in found if m.storage == number):
+            raise NotRepeatable("two of the tensors that it returns are views of the same elements")
+    return Forward(tape, found, rest, how, needs)
+
+
+def sources_of(given: Sequence[Storage], made: Sequence[tuple[Storage, int]], grads: Sequence[Any]) -> list[tuple[Storage, Source]]:
+    """The storages that a backward pass may use, each once."""
+    found: dict[int, tuple[Storage, Source]] = {}
+    for k, g in enumerate(grads):
+        if g is not None:
+            found.setdefault(id(g._storage), (g._storage, ("grad", k)))
+    for k, storage in enumerate(given):
+        found.setdefault(id(storage), (storage, ("given", k)))
+    for storage, value in made:
+        found.setdefault(id(storage), (storage, ("kept", value)))
+    return list(found.values())
+
+
+def backward_of(recording: Recording, sources: Sequence[Source], found: Sequence[Any]) -> Backward:
+    """A recorded backward pass that gave these gradients. Raises NotRepeatable."""
+    tape = recording.tape()
+    made = _by_id(recording)
+    places = {id(s): k for k, s in enumerate(recording.storages)}
+    grads: list[Made | int | None] = []
+    order: dict[int, int] = {}
+    for g in found:
+        if g is None:
+            grads.append(None)
+        elif id(g._storage) in made:
+            grads.append(_made(g, made, order))
+        elif id(g._storage) in places and g._layout is g._storage.layout:
+            grads.append(places[id(g._storage)])
+        else:
+            raise NotRepeatable("a gradient is a view of a tensor that it was given")
+    used = sorted({*tape.storages(), *(g for g in grads if isinstance(g, int))})
+    number = {k: place for place, k in enumerate(used)}
+    return Backward(tape.renumbered(number), [sources[k] for k in used], [number[g] if isinstance(g, int) else g for g in grads])
+
+
+def learn_backward(stop: Callable[[str], None], kind: Kind, new: Backward, made: Sequence[tuple[Storage, int]], which: Any) -> None:
+    """Add a backward pass to what is known, and what it reads of the forward pass to what that keeps."""
+    if not agree(stop, kind.backwards.setdefault(which, []), new) or not kind.forwards:
+        return
+    forward = kind.forwards[0]
+    forward.reads = sorted({*forward.reads, *(k for what, k in new.reads if what == "given")})
+    for what, value in new.reads:
+        if what == "kept" and value not in {m.value for m in forward.kept}:
+            storage = next(s for s, v in made if v == value)
+            forward.kept.append(Made(0, value, storage.layout, storage.layout, storage.spec))
+
+
+def _by_id(recording: Recording) -> dict[int, tuple[Storage, int]]:
+    return {id(s): (s, value) for s, value in recording.made()}
+
+
+def _made(t: XLATensor, made: dict[int, tuple[Storage, int]], order: dict[int, int]) -> Made:
+    """order: numbers of storages so far."""
+    storage, value = made[id(t._storage)]
+    number = order.setdefault(id(storage), len(order))
+    facts = storage.facts
+    if facts is not None and (facts.links or facts.owner is not None or facts.keep is not None):
+        raise NotRepeatable("a result shares its memory with another tensor in a way that only its own op knows")
+    return Made(number, value, storage.layout, t._layout, storage.spec)
+
+
+# -- and back ---------------------------------------------------------------------------------------
+
+
+def tensor_of(made: Made, base: int, shared: dict[int, Storage]) -> XLATensor:
+    """The tensor anew, in a stretch whose value 0 is `base`. shared: storages by number, of tensors that share memory."""
+    storage = shared.get(made.storage)
+    if storage is None:
+        storage = shared[made.storage] = storage_of(made, base)
+    return make(made.view, storage)
+
+
+def storage_of(made: Made, base: int) -> Storage:
+    """Its storage anew."""
+    storage = Storage(made.base)
+    if made.spec is not None:
+        storage.describe(spec=made.spec)
+    dispatch.STATE.current.write(storage, base + made.value)
+    return storage

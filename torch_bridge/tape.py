@@ -1,0 +1,280 @@
+"""A stretch of recorded nodes that can be played again: on other arrays, at another place, without asking Python for each op.
+
+`Recording` watches a segment while a function records into it and makes a `Tape` of what it added; `Tape.play` adds the same nodes once more. Values are
+named relative to the stretch: 0, 1, ... are its own, -1, -2, ... are `externals`, each a view of one of the storages that the caller numbers. What is played
+is what would have been recorded, node for node, so programs, numbers and pictures are the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torch_bridge import dispatch, rng, sharding
+from torch_bridge.layout import Layout
+from torch_bridge.segment import LOCK, Segment, Storage
+from torch_bridge.source import Source
+
+Node = tuple[Any, ...]
+
+
+class NotRepeatable(Exception):
+    """Why a stretch cannot be played again. lasting: it will not be otherwise in a later recording."""
+
+    lasting = True
+
+
+class NotNow(NotRepeatable):
+    """The same, for this time."""
+
+    lasting = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Tape:
+    """nodes: entries with relative value ids. externals: (number of a storage, view). numbers: (node, lifted numbers). draws: nodes that draw random numbers.
+    values: how many the stretch makes. writes: (number of a storage, value) at its end; a negative value is an external, copied. views: (number of a storage,
+    view, value) that were read of storages.
+    """
+
+    nodes: tuple[Node, ...]
+    externals: tuple[tuple[int, Layout], ...]
+    numbers: tuple[tuple[int, tuple[Any, ...]], ...]
+    draws: tuple[int, ...]
+    values: int
+    writes: tuple[tuple[int, int], ...]
+    views: tuple[tuple[int, Layout, int], ...]
+    sources: tuple[Source, ...] = dataclasses.field(compare=False, default=())
+    _placed: dict[Any, list[Node]] = dataclasses.field(compare=False, default_factory=dict)
+
+    def play(self, storages: Sequence[Storage]) -> int:
+        """Record the stretch on these storages; returns the id of its value 0."""
+        with LOCK:
+            segment = dispatch.STATE.current
+            ids = tuple(segment.read(storages[k], view) for k, view in self.externals)
+            base = segment.next_vid
+            nodes = self._placed.get((base, ids))
+            if nodes is None:
+                if len(self._placed) >= _PLACES:
+                    self._placed.clear()
+                nodes = [(n[0], *[base + r if r >= 0 else ids[-r - 1] for r in n[1:]]) for n in self.nodes]
+                self._placed[base, ids] = nodes
+            draws = [(node, *rng.DEFAULT.take()[:2]) for node in self.draws]
+            segment.splice(nodes, self.values, self.numbers, draws, self.sources)
+            for k, value in self.writes:
+                segment.write(storages[k], base + value if value >= 0 else ids[-value - 1])
+            for k, view, value in self.views:
+                storage = storages[k]
+                if storage.views is None:
+                    storage.views = {}
+                storage.views.setdefault(view, base + value)
+            return base
+
+    def storages(self) -> set[int]:
+        """Numbers of the storages that it reads or writes."""
+        return {k for k, _ in self.externals} | {k for k, _ in self.writes} | {k for k, *_ in self.views}
+
+    def written(self) -> list[int]:
+        """Numbers of the storages that it writes."""
+        return [k for k, _ in self.writes]
+
+    def influence(self, values: Iterable[int]) -> set[int]:
+        """Numbers of the storages whose contents before the stretch can change these values."""
+        known: list[frozenset[int]] = []
+        before = [frozenset({k}) for k, _ in self.externals]
+        for entry, *refs in self.nodes:
+            found = frozenset().union(*(known[r] if r >= 0 else before[-r - 1] for r in refs))
+            known += [found] * entry.n_outs
+        return set().union(*(known[v] for v in values))
+
+    def renumbered(self, order: Mapping[int, int]) -> Tape:
+        """The same with other numbers for its storages."""
+        return dataclasses.replace(
+            self,
+            externals=tuple((order[k], view) for k, view in self.externals),
+            writes=tuple((order[k], value) for k, value in self.writes),
+            views=tuple((order[k], view, value) for k, view, value in self.views),
+            _placed={},
+        )
+
+    def difference(self, other: Tape) -> str:
+        """The first thing in which two recordings differ, with its line in the script; "" if they are the same."""
+        for k, (a, b) in enumerate(zip(self.nodes, other.nodes, strict=False)):
+            if a != b:
+                return f"op {k} was {a[0].op}, then {b[0].op if a[0] is not b[0] else 'the same on other tensors'} ({other.sources[k]})"
+        if len(self.nodes) != len(other.nodes):
+            longer = max(self, other, key=lambda t: len(t.nodes))
+            return f"it recorded {len(self.nodes)} ops, then {len(other.nodes)} ({longer.sources[min(len(self.nodes), len(other.nodes))]})"
+        for (k, a), (_, b) in zip(self.numbers, other.numbers, strict=False):
+            if repr(a) != repr(b):
+                return f"a Python number was {a}, then {b} ({other.sources[k]})"
+        for field in ("externals", "draws", "values", "writes", "views"):
+            if getattr(self, field) != getattr(other, field):
+                return f"it reads or writes other tensors ({field})"
+        return "" if repr(self.numbers) == repr(other.numbers) else "it uses other Python numbers"
+
+
+_FOREIGN = "that is neither an argument nor a parameter, buffer or attribute of the module"
+_ASKS = "it reads a tensor's value (.item(), print, a branch on it) or ends the step inside"
+_HOST = "it copies values from the host into a tensor that it was given"
+_PLACES = 8
+"""Places in a step at which a tape's nodes are kept ready."""
+
+
+class Unread(NotNow):
+    """A storage that is full of one number was read for the first time."""
+
+
+class Recording:
+    """Watches what is recorded from now on. storages: what the stretch may read and write beyond its own; their numbers are their places.
+
+    ahead: record now what fills the storages that are full of one number, before the stretch. Else a stretch that reads one is `Unread`, and its nodes
+    are in the order in which they would be without a recording.
+    """
+
+    def __init__(self, storages: Sequence[Storage], ahead: bool = True):
+        self.storages = list(storages)
+        self._number = {id(s): k for k, s in enumerate(self.storages)}
+        segment = self._segment = dispatch.STATE.current
+        for storage in self.storages:
+            if storage.constant and ahead:
+                segment.read(storage, storage.layout)
+            elif sharding.active() and storage.segment is not segment and storage.array is not None:
+                storage.array = sharding.adopt(storage.array, storage.layout.size)
+        self._node, self._vid, self._writer = len(segment.nodes), segment.next_vid, len(segment.writers)
+        self._before = [s.vid if s.segment is segment else None for s in self.storages]
+        self._arrays = [s.array for s in self.storages]
+        self._constant = [s.fill if s.constant else None for s in self.storages]
+        self._views = [s.views for s in self.storages]
+        for storage in self.storages:
+            storage.views = None  # views that were read before would be missing from what is recorded
+        self._seen: dict[int, tuple[Storage, Layout]] = {}
+        self._born: dict[int, weakref.ref[Storage]] = {}
+        self._written: set[int] = set()
+        self._problem: NotRepeatable | None = None
+        self._reads: list[tuple[int, Layout, int]] = []
+        self._seed = (rng.DEFAULT.seed, rng.DEFAULT.offset, rng.DEFAULT.axes)
+        self._outer = segment.watch, Storage.witness
+        segment.watch, Storage.witness = self._saw, self._filled
+
+    def _found(self, problem: NotRepeatable) -> None:
+        self._problem = self._problem or problem
+
+    def _saw(self, storage: Storage | None, view: Layout | None, vid: int) -> None:
+        outer = self._outer[0]
+        if outer is not None:
+            outer(storage, view, vid)
+        if storage is None:
+            self._found(NotRepeatable(_ASKS))
+            return
+        number = self._number.get(id(storage))
+        if view is None:
+            if number is not None:
+                if storage.constant and self._constant[number] is not None:
+                    self._found(Unread("it reads tensors that are full of one number"))
+                self._written.add(number)
+            elif not self._is_own(storage):
+                self._found(NotRepeatable(f"it writes to a tensor of shape {list(storage.layout.size)} {_FOREIGN}"))
+        elif vid < self._vid and number not in self._written:
+            self._saw_external(storage, number, view, vid)
+
+    def _saw_external(self, storage: Storage, number: int | None, view: Layout, vid: int) -> None:
+        if number is None:
+            if not self._is_own(storage):
+                self._found(NotRepeatable(f"it uses a tensor of shape {list(storage.layout.size)} {_FOREIGN}"))
+            return
+        if storage.array is not self._arrays[number]:
+            self._found(NotRepeatable(_HOST))
+        if self._seen.setdefault(vid, (storage, view))[0] is not storage:
+            self._found(NotNow("two of its tensors share one array for now"))
+
+    def _filled(self, storage: Storage, new: bool) -> None:
+        outer = self._outer[1]
+        if outer is not None:
+            outer(storage, new)
+        if new:
+            self._born[id(storage)] = weakref.ref(storage)
+        elif id(storage) not in self._number and not self._is_own(storage):
+            self._found(NotRepeatable(f"it fills a tensor of shape {list(storage.layout.size)} {_FOREIGN}"))
+
+    def stop(self) -> None:
+        """End watching."""
+        self._segment.watch, Storage.witness = self._outer
+        self._reads = [(k, view, vid) for k, s in enumerate(self.storages) for view, vid in (s.views or {}).items() if vid >= self._vid]
+        for storage, before, known in zip(self.storages, self._before, self._views, strict=True):
+            if known and storage.segment is self._segment and storage.vid == before:
+                storage.views = {**(storage.views or {}), **known}
+
+    def made(self) -> list[tuple[Storage, int]]:
+        """Storages that the stretch made and that are still there, with their values."""
+        found: dict[int, tuple[Storage, int]] = {}
+        for ref in self._segment.writers[self._writer :]:
+            storage = ref()
+            if storage is not None and id(storage) not in self._number and storage.segment is self._segment and storage.vid >= self._vid:
+                found[id(storage)] = (storage, storage.vid - self._vid)
+        return list(found.values())
+
+    def tape(self) -> Tape:
+        """What was recorded. Raises NotRepeatable."""
+        segment = self._segment
+        if dispatch.STATE.current is not segment:
+            raise NotRepeatable(_ASKS)
+        if self._problem is not None:
+            raise self._problem
+        names = {
+            vid: -k - 1 for k, vid in enumerate(self._seen)
+        }  # in the order of reading: leaves get the numbers that they get without a recording
+        nodes = [(n[0], *[self._relative(vid, names) for vid in n[1:]]) for n in segment.nodes[self._node :]]
+        writes = self._writes(names)
+        written = {k for k, _ in writes}
+        views = [(k, view, vid - self._vid) for k, view, vid in self._reads if k not in written]
+        sources = segment.predicted.sources if segment.predicted is not None else segment.sources
+        return Tape(
+            tuple(nodes),
+            tuple((self._number[id(storage)], view) for storage, view in self._seen.values()),
+            tuple((i - self._node, values) for i, values in segment.numbers if i >= self._node),
+            self._draws(segment),
+            segment.next_vid - self._vid,
+            tuple(writes),
+            tuple(views),
+            tuple(sources[self._node : len(segment.nodes)]),
+        )
+
+    def _relative(self, vid: int, names: dict[int, int]) -> int:
+        """A value's name in the tape, given those of externals."""
+        if vid >= self._vid:
+            return vid - self._vid
+        if vid not in names:
+            raise NotRepeatable(f"it uses a tensor {_FOREIGN}")
+        return names[vid]
+
+    def _is_own(self, storage: Storage) -> bool:
+        """Whether the stretch made it."""
+        ref = self._born.get(id(storage))
+        return ref is not None and ref() is storage
+
+    def _writes(self, names: dict[int, int]) -> list[tuple[int, int]]:
+        """What the storages hold at the end, where it is something else."""
+        writes = []
+        for k, (s, before) in enumerate(zip(self.storages, self._before, strict=True)):
+            if s.constant and self._constant[k] is not s.fill:
+                raise NotRepeatable("it fills a tensor that it was given with one number, in place")
+            if k in self._written:
+                if s.segment is not self._segment:
+                    raise NotRepeatable(_HOST)
+                if s.vid != before:
+                    writes.append((k, self._relative(s.vid, names)))
+            elif s.array is not self._arrays[k]:
+                raise NotRepeatable(_HOST)
+        return writes
+
+    def _draws(self, segment: Segment) -> tuple[int, ...]:
+        seed, offset, axes = self._seed
+        found = [(i - self._node, *rest) for i, *rest in segment.draws if i >= self._node]
+        expected = [(i, seed, offset + k) for k, (i, *_) in enumerate(found)]
+        now = (rng.DEFAULT.seed, rng.DEFAULT.offset, rng.DEFAULT.axes)
+        if found != expected or now != (seed, offset + len(found), axes):
+            raise NotRepeatable("it draws random numbers from a generator or a random state of its own")
+        return tuple(i for i, *_ in found)
