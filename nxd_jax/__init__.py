@@ -1,8 +1,8 @@
 """nxd_jax: NeuronX Distributed scripts on JAX. Scripts import it as `neuronx_distributed`.
 
 Every module has the place and the names that it has there. So far: `trainer`, `lightning`, `optimizer`, `parallel_layers` (with `parallel_state`), `modules`,
-`kernels`, `overrides`, `utils`, and, not part of the original, `checkpoint` (what the trainer's checkpoints are made of), `topology` (Trainium machines as data and
-pictures), `run`, `ckpt` and `top` (the commands `nxd-run`, `nxd-ckpt` and `nxd-top`). Subpackages are imported when first used.
+`kernels`, `overrides`, `utils`, and, not part of the original, `checkpoint` (what the trainer's checkpoints are made of), `topology` (Trainium machines as data
+and pictures), `run`, `ckpt` and `top` (the commands `nxd-run`, `nxd-ckpt` and `nxd-top`). Subpackages are imported when first used.
 """
 
 from __future__ import annotations

@@ -139,7 +139,8 @@ class _Walk:
     def watch(self, held: dict[Any, Any]) -> None:
         """Look at a dict's keys and values."""
         self.sizes.append((held, len(held)))
-        self.entries += [(held, key, value) for key, value in held.items()]
+        readable = held if type(held).get is dict.get else _Raw(held)
+        self.entries += [(readable, key, value) for key, value in dict.items(held)]
 
     def places(self, places: Iterable[code_reads.Place]) -> None:
         """Values that code reads, such as globals."""
@@ -211,7 +212,7 @@ class _Walk:
         else:
             held = x if isinstance(x, dict) else getattr(x, "__dict__", {})
             self.watch(held)
-            items = list(held.items())
+            items = list(dict.items(held))
             if not isinstance(x, dict):
                 if type(x).__new__ is not object.__new__ or not (held or _slots(type(x))):  # it may have a state that Python does not see
                     self.add(label, _Same(x))
@@ -241,6 +242,18 @@ class _Same:
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Same) and self._held is other._held
+
+
+class _Raw:
+    """A dict of a class with a `get` of its own."""
+
+    __slots__ = ("_held",)
+
+    def __init__(self, held: dict[Any, Any]):
+        self._held = held
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        return dict.get(self._held, key, default)
 
 
 class _Slots:

@@ -117,11 +117,11 @@ class Watched:
         self._call = call
         self._before = Before(arguments, call.held)
         self._versions = [t._version for t in call.every]
-        self._recording = Recording(call.given, ahead)
+        self.recording = Recording(call.given, ahead)
 
     def stop(self) -> None:
         """End watching."""
-        self._recording.stop()
+        self.recording.stop()
 
     def learn(self, out: Any, look: bool = False) -> tuple[list[XLATensor], list[Any], Any, Forward | None]:
         """(the tensors in what was returned, each once; all of it, flat, with their places; its nesting; the recording, if it may be played)."""
@@ -151,8 +151,8 @@ class Watched:
         needs = tuple(t.requires_grad for t in outs)
         if any(needs) and not (call.ambient.grad and any(t.requires_grad for t in (*call.tensors, *call.parameters))):
             raise NotRepeatable("it returns tensors with gradients though nothing that it was given has any")
-        self.made = self._recording.made()
-        new = recordings.forward_of(self._recording, outs, rest, how, needs)
+        self.made = self.recording.made()
+        new = recordings.forward_of(self.recording, outs, rest, how, needs)
         new.bumped = [k for k, (t, version) in enumerate(zip(call.every, self._versions, strict=True)) if t._version != version]
         return new if recordings.agree(call.player.stop, call.kind.forwards, new) else None
 
@@ -221,7 +221,9 @@ class Recorded:
         if self._again is None:
             return self._outs
         self._again.note_versions()
+        self._segment = dispatch.STATE.current
         self._made = watched.made if self._learned is not None else []
+        self._recording = watched.recording
         results: list[Any] = [t.detach() for t in self._outs]
         self._known = sources_by_id(call, results)
         return results
@@ -237,7 +239,7 @@ class Recorded:
     def release(self) -> None:
         """Let go of everything: there will be no other backward pass."""
         self.over = True
-        del self.call, self._outs, self._own, self._made, self._again, self._learned, self._known
+        del self.call, self._outs, self._own, self._made, self._again, self._recording, self._learned, self._known
 
     def backward(self, saved: Any, grads: Any, needed: Any) -> list[Any]:
         """Gradients of arguments and parameters."""
@@ -251,9 +253,10 @@ class Recorded:
                 )
             return self._again.gradients([*call.tensors, *call.parameters], grads, needed, saved)
         recording = None
+        later = dispatch.STATE.current is not self._segment
         if self._learned is not None and not call.player.off:
             sources = recordings.sources_of(call.given, self._made, grads)
-            recording = Recording([storage for storage, _ in sources])
+            recording = Recording([storage for storage, _ in sources], after=None if later else self._recording)
         try:
             found = gradients(
                 self._outs, [*self._own, *call.parameters], grads, needed, keep=torch._C._autograd._get_current_graph_task_keep_graph()
@@ -262,7 +265,7 @@ class Recorded:
             if recording is not None:
                 recording.stop()
         if recording is not None:
-            self._learn(recording, [what for _, what in sources], found, recordings.pattern(grads, needed, self._known))
+            self._learn(recording, [what for _, what in sources], found, recordings.pattern(grads, needed, self._known, later))
         return _apart(found, grads)
 
     def _learn(self, recording: Recording, sources: Sequence[Source], found: Sequence[Any], pattern: Any) -> None:
@@ -316,6 +319,7 @@ class Played:
             outs = [recordings.tensor_of(made, base, shared) for made in self._forward.outs]
         for k in self._forward.bumped:
             torch.autograd.graph.increment_version(call.every[k])
+        self._segment = dispatch.STATE.current
         self._again.note_versions()
         self._outs = [weakref.ref(o._storage) for o in outs]
         return outs
@@ -332,7 +336,7 @@ class Played:
     def backward(self, saved: Any, grads: Any, needed: Any) -> list[Any]:
         """Gradients of arguments and parameters."""
         call = self.call
-        known = call.kind.backward(recordings.pattern(grads, needed, self._known()))
+        known = call.kind.backward(recordings.pattern(grads, needed, self._known(), dispatch.STATE.current is not self._segment))
         given = {("given", k): t._storage for k, t in zip(self._reads, saved, strict=False)}
         if any(storage is not call.given[k] for (_, k), storage in given.items()):
             raise RuntimeError(_SWAPPED)

@@ -13,7 +13,7 @@ from torch_bridge.fingerprints import Unknown
 from torch_bridge.layout import Layout
 from torch_bridge.segment import Storage
 from torch_bridge.side_effects import shares_memory
-from torch_bridge.tape import NotRepeatable, Recording, Tape
+from torch_bridge.tape import NotRepeatable, Own, Recording, Tape
 from torch_bridge.tensor import XLATensor, make
 
 TIMES = 2
@@ -33,13 +33,15 @@ Source = tuple[str, int]
 
 
 class Made(NamedTuple):
-    """A tensor that a tape makes. storage: those with one number share memory; value: in the tape; base, view: layouts; spec: how ranks hold it."""
+    """A tensor that a tape makes. storage: those with one number share memory; value: in the tape; base, view: layouts; spec: how ranks hold it; views: values
+    of views of it that the tape has."""
 
     storage: int
     value: int
     base: Layout
     view: Layout
     spec: Any
+    views: tuple[tuple[Layout, int], ...] = ()
 
 
 @dataclasses.dataclass
@@ -130,13 +132,14 @@ def described(x: Any) -> Any:
     raise Unknown(f"an argument of type {kind.__name__}", lasting=False)
 
 
-def pattern(grads: Sequence[Any], needed: Sequence[bool], known: Mapping[int, Source]) -> Any:
-    """By which backward passes differ. known: what each storage is, by id; gradients may share memory with it, and with each other."""
+def pattern(grads: Sequence[Any], needed: Sequence[bool], known: Mapping[int, Source], later: bool) -> Any:
+    """By which backward passes differ. known: what each storage is, by id; gradients may share memory with it, and with each other. later: the step has ended
+    since the forward pass, so that views are read anew."""
     seen: dict[int, Source] = dict(known)
     described = [
         None if g is None else (g._layout, g._storage.layout, seen.setdefault(id(g._storage), ("grad", k))) for k, g in enumerate(grads)
     ]
-    return tuple(described), tuple(needed)
+    return tuple(described), tuple(needed), later
 
 
 def agree(stop: Callable[[str], None], known: list[Any], new: Any) -> bool:
@@ -172,7 +175,7 @@ def forward_of(recording: Recording, outs: Sequence[Any], rest: list[Any], how: 
     return Forward(tape, found, rest, how, needs)
 
 
-def sources_of(given: Sequence[Storage], made: Sequence[tuple[Storage, int]], grads: Sequence[Any]) -> list[tuple[Storage, Source]]:
+def sources_of(given: Sequence[Storage], made: Sequence[Own], grads: Sequence[Any]) -> list[tuple[Storage, Source]]:
     """The storages that a backward pass may use, each once."""
     found: dict[int, tuple[Storage, Source]] = {}
     for k, g in enumerate(grads):
@@ -180,8 +183,8 @@ def sources_of(given: Sequence[Storage], made: Sequence[tuple[Storage, int]], gr
             found.setdefault(id(g._storage), (g._storage, ("grad", k)))
     for k, storage in enumerate(given):
         found.setdefault(id(storage), (storage, ("given", k)))
-    for storage, value in made:
-        found.setdefault(id(storage), (storage, ("kept", value)))
+    for own in made:
+        found.setdefault(id(own.storage), (own.storage, ("kept", own.value)))
     return list(found.values())
 
 
@@ -206,7 +209,7 @@ def backward_of(recording: Recording, sources: Sequence[Source], found: Sequence
     return Backward(tape.renumbered(number), [sources[k] for k in used], [number[g] if isinstance(g, int) else g for g in grads])
 
 
-def learn_backward(stop: Callable[[str], None], kind: Kind, new: Backward, made: Sequence[tuple[Storage, int]], which: Any) -> None:
+def learn_backward(stop: Callable[[str], None], kind: Kind, new: Backward, made: Sequence[Own], which: Any) -> None:
     """Add a backward pass to what is known, and what it reads of the forward pass to what that keeps."""
     if not agree(stop, kind.backwards.setdefault(which, []), new) or not kind.forwards:
         return
@@ -214,12 +217,12 @@ def learn_backward(stop: Callable[[str], None], kind: Kind, new: Backward, made:
     forward.reads = sorted({*forward.reads, *(k for what, k in new.reads if what == "given")})
     for what, value in new.reads:
         if what == "kept" and value not in {m.value for m in forward.kept}:
-            storage = next(s for s, v in made if v == value)
-            forward.kept.append(Made(0, value, storage.layout, storage.layout, storage.spec))
+            storage, _, views = next(own for own in made if own.value == value)
+            forward.kept.append(Made(0, value, storage.layout, storage.layout, storage.spec, views))
 
 
 def _by_id(recording: Recording) -> dict[int, tuple[Storage, int]]:
-    return {id(s): (s, value) for s, value in recording.made()}
+    return {id(own.storage): (own.storage, own.value) for own in recording.made()}
 
 
 def _made(t: XLATensor, made: dict[int, tuple[Storage, int]], order: dict[int, int]) -> Made:
@@ -249,4 +252,5 @@ def storage_of(made: Made, base: int) -> Storage:
     if made.spec is not None:
         storage.describe(spec=made.spec)
     dispatch.STATE.current.write(storage, base + made.value)
+    storage.views = {view: base + value for view, value in made.views} or None
     return storage

@@ -41,7 +41,7 @@ def optimize(module: torch.nn.Module) -> torch.nn.Module:
     and of the functions it names reads, three or four levels deep into lists, dicts and objects. Not seen: what lies deeper, what other objects' methods read,
     files, the clock. What the forward does beyond tensors and the module (printing, appending to a list
     elsewhere) happens only while it is recorded, and so do calls of hooks that it puts on tensors inside. A shallow `copy.copy` of the module plays the
-    original; `copy.deepcopy` gives one that is optimized for itself.
+    original; `copy.deepcopy` and pickle give one that is optimized for itself.
 
     Gradients of one weight from several calls, or from a call and from elsewhere, are summed per call first, and under autocast each call casts its weights
     for itself: the last bits may differ there. Raises TypeError for something that is no module. In a backward pass, RuntimeError where the memory of a
@@ -84,9 +84,10 @@ class Player:
         return new
 
     def __reduce__(self) -> Any:
-        raise TypeError(
-            "a module under torch_bridge.optimize cannot be pickled: call torch_bridge.restore(module) first, or save its state_dict()"
-        )
+        module = self._module()
+        if module is None:
+            raise TypeError("the forward of a module under torch_bridge.optimize cannot be pickled after the module is gone")
+        return Player, (module,), {"_before": self._before}
 
     @property
     def name(self) -> str:

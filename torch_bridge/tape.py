@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch_bridge import dispatch, rng, sharding
 from torch_bridge.layout import Layout
@@ -123,6 +123,14 @@ _PLACES = 8
 """Places in a step at which a tape's nodes are kept ready."""
 
 
+class Own(NamedTuple):
+    """A storage that a stretch made, with its value, and the values of views of it that were read."""
+
+    storage: Storage
+    value: int
+    views: tuple[tuple[Layout, int], ...]
+
+
 class Unread(NotNow):
     """A storage that is full of one number was read for the first time."""
 
@@ -131,10 +139,11 @@ class Recording:
     """Watches what is recorded from now on. storages: what the stretch may read and write beyond its own; their numbers are their places.
 
     ahead: record now what fills the storages that are full of one number, before the stretch. Else a stretch that reads one is `Unread`, and its nodes
-    are in the order in which they would be without a recording.
+    are in the order in which they would be without a recording. after: the recording of the forward pass, if this is the backward pass in the
+    same step: it may use the views that the forward pass has read. All other views are read again, so that they are part of the stretch.
     """
 
-    def __init__(self, storages: Sequence[Storage], ahead: bool = True):
+    def __init__(self, storages: Sequence[Storage], ahead: bool = True, after: Recording | None = None):
         self.storages = list(storages)
         self._number = {id(s): k for k, s in enumerate(self.storages)}
         segment = self._segment = dispatch.STATE.current
@@ -149,7 +158,7 @@ class Recording:
         self._constant = [s.fill if s.constant else None for s in self.storages]
         self._views = [s.views for s in self.storages]
         for storage in self.storages:
-            storage.views = None  # views that were read before would be missing from what is recorded
+            storage.views = None if after is None else after.views_of(storage)
         self._seen: dict[int, tuple[Storage, Layout]] = {}
         self._born: dict[int, weakref.ref[Storage]] = {}
         self._written: set[int] = set()
@@ -203,17 +212,28 @@ class Recording:
         """End watching."""
         self._segment.watch, Storage.witness = self._outer
         self._reads = [(k, view, vid) for k, s in enumerate(self.storages) for view, vid in (s.views or {}).items() if vid >= self._vid]
+        self._last = {id(own.storage): (own.storage.vid, {view: value + self._vid for view, value in own.views}) for own in self.made()}
+        for k, view, vid in self._reads:
+            if k not in self._written:
+                storage = self.storages[k]
+                self._last.setdefault(id(storage), (storage.vid, {}))[1][view] = vid
         for storage, before, known in zip(self.storages, self._before, self._views, strict=True):
             if known and storage.segment is self._segment and storage.vid == before:
                 storage.views = {**(storage.views or {}), **known}
 
-    def made(self) -> list[tuple[Storage, int]]:
-        """Storages that the stretch made and that are still there, with their values."""
-        found: dict[int, tuple[Storage, int]] = {}
+    def views_of(self, storage: Storage) -> dict[Layout, int] | None:
+        """Views of a storage that the stretch read, if its value is still the same."""
+        vid, views = self._last.get(id(storage), (None, None))
+        return dict(views) if views and storage.segment is self._segment and storage.vid == vid else None
+
+    def made(self) -> list[Own]:
+        """Storages that the stretch made and that are still there."""
+        found: dict[int, Own] = {}
         for ref in self._segment.writers[self._writer :]:
             storage = ref()
             if storage is not None and id(storage) not in self._number and storage.segment is self._segment and storage.vid >= self._vid:
-                found[id(storage)] = (storage, storage.vid - self._vid)
+                views = tuple((view, vid - self._vid) for view, vid in (storage.views or {}).items())
+                found[id(storage)] = Own(storage, storage.vid - self._vid, views)
         return list(found.values())
 
     def tape(self) -> Tape:

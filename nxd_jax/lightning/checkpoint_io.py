@@ -69,7 +69,9 @@ class NeuronCheckpointIO(XLACheckpointIO):
             job.files[writing.SCHEDULER] = writing.pickled(schedulers[0] if len(schedulers) == 1 else schedulers)
         job.files[writing.USER] = writing.pickled(_of_first_rank(rest))
         if self.async_save and isinstance(job.storage, FilesysCheckpointStorage) and world.process_index() == 0:
-            (job.storage.root / job.tag).mkdir(parents=True, exist_ok=True)  # Lightning may link to it (save_last="link") before it is written
+            (job.storage.root / job.tag).mkdir(
+                parents=True, exist_ok=True
+            )  # Lightning may link to it (save_last="link") before it is written
         job.start(self.async_save)
 
     def remove_checkpoint(self, path: Any) -> None:

@@ -9,10 +9,12 @@ from __future__ import annotations
 import copy
 import itertools
 import random
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
+import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from torch_bridge import rank_data
@@ -22,8 +24,8 @@ from torch_bridge.torch_xla.distributed.parallel_loader import MpDeviceLoader, P
 class NeuronDeviceLoader(MpDeviceLoader):
     """An `MpDeviceLoader` (which it is for `isinstance`) that knows its position.
 
-    going_on: whether an epoch that is resumed was in its middle; if not, the first pass begins at the beginning. read_ahead: batches that were given out
-    but not used yet. A loader with `state_dict` and `load_state_dict` of its own (torchdata) is asked for its own position.
+    going_on: whether an epoch that is resumed was in its middle; if not, the first pass begins at the beginning. unused: batches that were given out but not
+    used yet. A loader with `state_dict` and `load_state_dict` of its own (torchdata) is asked for its own position.
     """
 
     def __init__(
@@ -31,39 +33,57 @@ class NeuronDeviceLoader(MpDeviceLoader):
         loader: Any,
         device: Any,
         going_on: Callable[[], bool] = lambda: True,
-        read_ahead: Callable[[], int] = lambda: 0,
+        unused: Callable[[], int] = lambda: 0,
         **kwargs: Any,
     ):
         super().__init__(loader, device, **kwargs)
         self.dataset = getattr(loader, "dataset", None)
         self.batch_sampler = getattr(loader, "batch_sampler", None)
         self._going_on = going_on
-        self._read_ahead = read_ahead
+        self._unused = unused
         self._resumed: dict[str, Any] | None = None
         self._own = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
         self._taken = 0
         self._begin: Any = None
         self._states: list[Any] = []
+        self._count: int | None = None
+        self._passes: weakref.WeakSet[_Pass] = weakref.WeakSet()
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         source = _Source(self)
         passing = ParallelLoader(source, [self._device], **self._parallel_loader_kwargs).per_device_loader(self._device)
-        return _Pass(self, passing)
+        made = _Pass(self, passing)
+        self._passes.add(made)
+        return made
+
+    def close(self) -> None:
+        """End all passes; nothing is read ahead any more."""
+        for one in list(self._passes):
+            one.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """How many batches of this pass were used, and the random state that it began with; or the loader's own state."""
-        used = max(self._taken - self._read_ahead(), 0)
-        if self._own:
-            return {"loader": self._states[used] if used < len(self._states) else self._loader.state_dict()}
-        return {"batches": used, "random": self._begin}
+        """How many batches of this pass were used, the random state that it began with and that of the loader's generators now; or the loader's own state."""
+        used = max(self._taken - self._unused(), 0)
+        if not self._own:
+            return {"batches": used, "random": self._begin, "generators": _Random(self._loader).of_generators()}
+        ended = used == self._count
+        return {"batches": used, "ended": ended, "loader": self._loader.state_dict() if ended or not self._states else self._states[used]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Begin the next pass where another ended."""
         self._resumed = dict(state_dict)
 
     def _take_resumed(self) -> dict[str, Any] | None:
+        """Where the pass that begins is to begin, if not at the beginning."""
         resumed, self._resumed = self._resumed, None
-        return resumed if resumed is not None and self._going_on() else None
+        if resumed is None or self._going_on():
+            return resumed
+        if self._own:
+            return resumed if resumed["ended"] or not resumed["batches"] else None
+        if not resumed["batches"] and resumed["random"] is not None:
+            return resumed
+        _Random(self._loader).set_generators(resumed["generators"])
+        return None
 
 
 class _Pass(Iterator[Any]):
@@ -77,11 +97,10 @@ class _Pass(Iterator[Any]):
     def __next__(self) -> Any:
         if not self._started:
             self._started = True
-            self._loader._taken, self._loader._states = 0, []
+            self._loader._taken, self._loader._states, self._loader._count = 0, [], None
         batch, position = next(self._batches)
         self._loader._taken = position.number
-        if position.state is not None:
-            self._loader._states[position.number :] = [position.state]
+        self._loader._states += position.states
         return batch
 
     def close(self) -> None:
@@ -90,11 +109,12 @@ class _Pass(Iterator[Any]):
 
 
 class _Position:
-    """Comes with a batch: its number in the pass, counted from 1, and the loader's own state after it. Opaque to what moves tensors."""
+    """Comes with a batch: its number in the pass, counted from 1, and the loader's own state after it, with the first batch also that before it. Opaque to what
+    moves tensors."""
 
-    def __init__(self, number: int, state: Any):
+    def __init__(self, number: int, *states: Any):
         self.number = number
-        self.state = state
+        self.states = states
 
 
 class _Source:
@@ -108,23 +128,31 @@ class _Source:
         if self._of._own:
             if resumed is not None:
                 loader.load_state_dict(resumed["loader"])
-            for number, batch in enumerate(loader, 1):
-                yield batch, _Position(number, copy.deepcopy(loader.state_dict()))
+            yield from self._with_states(loader)
             return
         taken = resumed["batches"] if resumed is not None else 0
-        states = _Random(loader)
-        now = states.get()
+        random_states = _Random(loader)
+        now = random_states.get()
         begin = resumed["random"] if resumed is not None else now
         self._of._begin = begin
-        states.set(begin)
+        random_states.set(begin)
         batches = iter(_without(loader, taken))
         first = next(batches, _END)
-        if resumed is not None:  # training goes on with the random state that it was resumed with
-            states.set(now)
+        if (
+            resumed is not None
+        ):  # training goes on with the random state that it was resumed with; the loader's generators have come as far as they were
+            random_states.set({**now, "torch": [now["torch"][0], *random_states.of_generators()]})
         if first is _END:
             return
         for number, batch in enumerate(itertools.chain([first], batches), taken + 1):
-            yield batch, _Position(number, None)
+            yield batch, _Position(number)
+
+    def _with_states(self, loader: Any) -> Iterator[Any]:
+        states, number = [copy.deepcopy(loader.state_dict())], 0
+        for number, batch in enumerate(loader, 1):
+            yield batch, _Position(number, *states, copy.deepcopy(loader.state_dict()))
+            states = []
+        self._of._count = number
 
     def __len__(self) -> int:
         return len(self._of._loader)
@@ -146,6 +174,15 @@ class _Random:
         random.setstate(states["python"])
         np.random.set_state(states["numpy"])
         self._torch.set(states["torch"])
+
+    def of_generators(self) -> list[torch.Tensor]:
+        """Of those that the loader was given."""
+        return self._torch.get()[1:]
+
+    def set_generators(self, states: list[torch.Tensor]) -> None:
+        now = self._torch.get()
+        if len(now) == 1 + len(states):  # the loader may be another one
+            self._torch.set([now[0], *states])
 
 
 def _without(loader: Any, count: int) -> Any:

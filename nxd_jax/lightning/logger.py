@@ -10,7 +10,6 @@ from typing import Any
 
 from pytorch_lightning.loggers import TensorBoardLogger
 
-
 _PAUSE = 1.0
 """Seconds between two times that scalars are written out."""
 

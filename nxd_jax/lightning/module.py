@@ -14,7 +14,7 @@ from nxd_jax.lightning._values import to_log
 from nxd_jax.parallel_layers import parallel_state
 from nxd_jax.trainer import building, initialize_parallel_model, initialize_parallel_optimizer
 from nxd_jax.utils import _device
-from torch_bridge import world
+from torch_bridge import nested, ranks, world
 
 logger = logging.getLogger("nxd_jax")
 
@@ -161,6 +161,11 @@ class NeuronLTModule(LightningModule):
         now = prog_bar or (logger is not False and not on_epoch and self._logs_in_this_step())
         value = to_log(value, bool(kwargs.get("sync_dist")), now)
         super().log(name, value, prog_bar, logger, on_step, on_epoch, **kwargs)
+
+    def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
+        """`LightningModule.all_gather`: nested tensors and numbers of all ranks, or of those of a process group, side by side along dim 0."""
+        numbers = [torch.zeros((), dtype=torch.double, device="xla") + n for n in nested.collect(data, ranks.is_ranked)]
+        return super().all_gather(nested.replace(data, ranks.is_ranked, numbers), group, sync_grads)
 
     def _logs_in_this_step(self) -> bool:
         trainer = self._trainer

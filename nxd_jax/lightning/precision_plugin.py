@@ -75,8 +75,8 @@ class NeuronXLAPrecisionPlugin(XLAPrecision):
         clip_val: float | int = 0.0,
         gradient_clip_algorithm: Any = GradClipAlgorithmType.NORM,
     ) -> None:
-        """`Trainer(gradient_clip_val=...)`, and `LightningModule.clip_gradients` in manual optimization: before the coming step, gradients are clipped once they
-        are reduced over ranks. An optimizer from `initialize_parallel_optimizer` clips to this norm in its steps from now on, in place of `max_grad_norm`.
+        """`Trainer(gradient_clip_val=...)`, and `LightningModule.clip_gradients` in manual optimization: before the coming step, gradients are clipped once
+        they are reduced over ranks. An optimizer from `initialize_parallel_optimizer` clips to this norm in its steps from now on, in place of `max_grad_norm`.
 
         Raises MisconfigurationException for clipping by value with such an optimizer.
         """

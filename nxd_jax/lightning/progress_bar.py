@@ -9,7 +9,6 @@ from pytorch_lightning.callbacks import TQDMProgressBar
 
 from nxd_jax.lightning._pace import Pace, amount_of, described
 
-
 _PAUSE = 0.1
 """Seconds between two drawings: a redrawn line costs more than Lightning's other work on a batch."""
 
@@ -21,7 +20,8 @@ class NeuronTQDMProgressBar(TQDMProgressBar):
 
     After what was logged with `prog_bar=True` it shows `step_time`, the time of a batch, and `tokens/s` or `samples/s`, what all data-parallel ranks
     together get through: averages over the last 10 batches. "compiling" stands there while the first batch is under way. All of it comes from clocks
-    and shapes; nothing is read from the device. It is drawn at most ten times a second. Only the process that hosts rank 0 shows it. Under a strategy that does not know its
+    and shapes; nothing is read from the device. It is drawn
+    at most ten times a second. Only the process that hosts rank 0 shows it. Under a strategy that does not know its
     `data_parallel_size` (any but NeuronXLAStrategy) it is Lightning's bar and no more.
     """
 

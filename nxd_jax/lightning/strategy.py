@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from pytorch_lightning.trainer.states import TrainerFn
 from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_only
 
 from nxd_jax.checkpoint import contents
-from nxd_jax.lightning import layout
+from nxd_jax.lightning import averaging, layout, predicting
 from nxd_jax.lightning._values import to_log
 from nxd_jax.lightning.accelerator import NeuronXLAAccelerator
 from nxd_jax.lightning.checkpoint_io import NeuronCheckpointIO
@@ -32,6 +33,7 @@ from nxd_jax.trainer import checkpoint as checkpoints
 from nxd_jax.trainer import replicas
 from nxd_jax.utils import _device
 from torch_bridge import objects, processes, world
+from torch_bridge.torch_xla.core import functions as xf
 from torch_bridge.torch_xla.core import xla_model as xm
 from torch_bridge.torch_xla.distributed.parallel_loader import MpDeviceLoader
 
@@ -92,6 +94,8 @@ class NeuronXLAStrategy(XLAStrategy):
         self._sync_module_states = sync_module_states
         self._default_io = NeuronCheckpointIO(save_load_xser=save_load_xser)
         self._resumed_from: str | None = None
+        self._loader_states: list[dict[str, Any]] = []
+        self._loaders: weakref.WeakSet[NeuronDeviceLoader] = weakref.WeakSet()
 
     # -- ranks ----------------------------------------------------------------------------------------
 
@@ -138,6 +142,7 @@ class NeuronXLAStrategy(XLAStrategy):
         layout.prepare(self._asked, self.parallel_devices, self.num_nodes, self.lightning_module)
         self.set_world_ranks()
         rank_zero_info(layout.described())
+        averaging.check(self._trainer(), self.lightning_module)
         Strategy.setup_environment(self)
 
     def setup_distributed(self) -> None:
@@ -160,29 +165,57 @@ class NeuronXLAStrategy(XLAStrategy):
         """Batches on the device ahead of time; a position that checkpoints keep."""
         if isinstance(dataloader, MpDeviceLoader):
             return dataloader
-        return NeuronDeviceLoader(dataloader, self.root_device, self._is_within_epoch, self._batches_ahead)
+        predicting.prepare(dataloader, self.data_parallel_rank)
+        self._restore_random()
+        made = NeuronDeviceLoader(dataloader, self.root_device, self._is_within_epoch, self._unused_batches)
+        self._loaders.add(made)
+        if self._loader_states and self._trainer().training:  # Lightning brings them itself only in the middle of an epoch
+            made.load_state_dict(self._loader_states.pop(0))
+        return made
 
     def _is_within_epoch(self) -> bool:
         """Whether what is resumed was in the middle of an epoch."""
         progress = self._fit_loop().epoch_loop.batch_progress
         return progress.current.ready > 0 and not progress.is_last_batch
 
-    def _batches_ahead(self) -> int:
-        """Batches that Lightning has fetched and not used."""
+    def _unused_batches(self) -> int:
+        """Batches that Lightning has taken and not trained on: that of the step under way, and those fetched ahead."""
+        progress = self._fit_loop().epoch_loop.batch_progress.current
+        return progress.ready - progress.processed + self._fetched_ahead()
+
+    def _fetched_ahead(self) -> int:
         return len(getattr(self._fit_loop()._data_fetcher, "batches", ()))
 
-    def _fit_loop(self) -> Any:
+    def _trainer(self) -> Any:
         assert self.lightning_module is not None
-        return self.lightning_module.trainer.fit_loop
+        return self.lightning_module.trainer
+
+    def _fit_loop(self) -> Any:
+        return self._trainer().fit_loop
 
     def on_train_start(self) -> None:
-        """A training that is resumed goes on with its random states."""
+        """A training that is resumed goes on with its random states; where loaders have drawn from them already, with what that left."""
+        if not self._fetched_ahead():
+            self._restore_random()
+        self._resumed_from, self._loader_states = None, []
+
+    def _restore_random(self) -> None:
         if self._resumed_from is not None:
             checkpoints.restore_random(Path(self._resumed_from))
-            self._resumed_from = None
+
+    def on_predict_start(self) -> None:
+        """Say whose predictions `Trainer.predict` returns."""
+        if world.process_count() == 1 and self.data_parallel_size > 1:
+            logger.warning(
+                "Trainer.predict: each of %d data-parallel ranks predicts its own rows, and what is returned is rank 0's, as in its process under torchrun. "
+                "For all rows return self.all_gather(...) from predict_step",
+                self.data_parallel_size,
+            )
 
     def teardown(self) -> None:
-        """Model and optimizers stay on the device; saves in the background are waited for."""
+        """Model and optimizers stay on the device; loaders stop reading ahead, saves in the background are waited for."""
+        for loader in self._loaders:
+            loader.close()
         self.precision_plugin.teardown()
         assert self.accelerator is not None and self.cluster_environment is not None
         self.cluster_environment.teardown()
@@ -221,6 +254,15 @@ class NeuronXLAStrategy(XLAStrategy):
             return value * count if operation == "sum" else value
         scale = 1.0 / count if operation in ("mean", "avg") else 1.0
         return xm.all_reduce(_REDUCTIONS[operation], value.detach().to(self.root_device), scale, group).to(here)
+
+    def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
+        """The tensors of all ranks, or of the ranks of `group` (as in `reduce`), side by side along dim 0, where the tensor was; of numbers (no dims) a row.
+
+        sync_grads: gradients pass through.
+        """
+        value = to_log(tensor if sync_grads else tensor.detach(), together=True, now=False).to(self.root_device)
+        among = None if group is dist.group.WORLD else group
+        return xf.all_gather(value if value.dim() else value.unsqueeze(0), 0, among).to(tensor.device)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Whether all processes (or any) decided so. In a process that hosts several ranks, the first one's number made the decision."""
@@ -307,9 +349,10 @@ class NeuronXLAStrategy(XLAStrategy):
         found: dict[str, Any] = self.checkpoint_io.load_checkpoint(checkpoint_path, **options)
         module = self.lightning_module
         fitting = module is not None and module.trainer.state.fn == TrainerFn.FITTING
-        self._resumed_from = found.pop("nxd_folder", None)
-        if not fitting:
-            self._resumed_from = None
+        folder = found.pop("nxd_folder", None)
+        if fitting:
+            self._resumed_from = folder
+            self._loader_states = list(found.get("loops", {}).get("fit_loop", {}).get("state_dict", {}).get("combined_loader", ()))
         return found
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

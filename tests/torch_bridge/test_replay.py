@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -595,11 +596,17 @@ def test_a_forward_of_the_instance_is_kept() -> None:
     assert bits(model(x)) == expected and not hasattr(model.forward, "played")
 
 
-def test_pickling_says_what_to_do() -> None:
+def test_pickling() -> None:
     model = torch_bridge.optimize(Net().to("xla"))
-    with pytest.raises(TypeError, match=r"cannot be pickled: call torch_bridge.restore\(module\) first, or save its state_dict\(\)"):
-        pickle.dumps(model)
-    assert "a.weight" in model.state_dict()
+    expected = bits(model(batch(0)))
+    twin = pickle.loads(pickle.dumps(model))
+    assert [bits(twin(batch(0))) for _ in range(5)] == [expected] * 5
+    assert player(twin) is not player(model) and set(twin.state_dict()) == {"a.weight", "a.bias", "b.weight", "b.bias"}
+    forward = model.forward
+    del model
+    gc.collect()
+    with pytest.raises(TypeError, match="cannot be pickled after the module is gone"):
+        pickle.dumps(forward)
     with pytest.raises(TypeError, match="takes a torch.nn.Module, got Tensor"):
         torch_bridge.optimize(torch.ones(1))  # type: ignore[arg-type]
 

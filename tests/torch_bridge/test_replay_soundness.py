@@ -220,6 +220,13 @@ class Config:
         self.deep = {"list": [1.0, 2.0]}
 
 
+class Mapping(dict[str, Any]):
+    """A dict that is asked in another way, as libraries have them."""
+
+    def get(self, key: Any) -> Any:  # type: ignore[override]
+        return self[key]
+
+
 class Slotted:
     """Settings in slots."""
 
@@ -247,6 +254,7 @@ CHANGED: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]], Calla
         lambda: {"c": Config()},
         lambda m, k: m.c.deep["list"].__setitem__(1, 1.0 + k // 5),
     ),
+    "dict with its own get": (lambda m, x, y: y * m.c["k"], lambda: {"c": Mapping(k=1.0)}, lambda m, k: m.c.__setitem__("k", 1.0 + k // 5)),
     "slots": (lambda m, x, y: y * m.c.scale, lambda: {"c": Slotted()}, lambda m, k: _set(m.c, "scale", 1.0 + k // 5)),
     "partial": (
         lambda m, x, y: m.c(y),

@@ -129,11 +129,11 @@ class Plain(LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         loss = nn.functional.mse_loss(self.model(batch[0]), batch[1])
-        self.log("loss", loss)
+        self.log("loss", loss, sync_dist=True)
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val_loss", nn.functional.mse_loss(self.model(batch[0]), batch[1]))
+        self.log("val_loss", nn.functional.mse_loss(self.model(batch[0]), batch[1]), sync_dist=True)
 
     test_step = validation_step
 
@@ -199,10 +199,21 @@ def module(kind: type[NeuronLTModule] = Module, tp: int = 1, zero1: bool = False
     return kind(**{**chosen, **options})
 
 
+def automatic(kind: type[NeuronLTModule] = Automatic, tp: int = 2, zero1: bool = False, **options: Any) -> Any:
+    """A module with automatic optimization that clips nothing unless the Trainer says so."""
+    return module(kind, tp, zero1, **{"nxd_config": config(tp, zero1, clip=None), "manual_opt": False, **options})
+
+
+def close(found: Any, wanted: Any) -> None:
+    """Compare numbers, to float32 rounding."""
+    a, b = (torch.as_tensor(x).detach().cpu().double() for x in (found, wanted))
+    torch.testing.assert_close(a, b, rtol=2e-5, atol=1e-6)
+
+
 def trainer(folder: Path, tp: int = 1, zero1: bool = False, devices: Any = "auto", **options: Any) -> Trainer:
     """A quiet Trainer."""
     chosen: dict[str, Any] = {
-        "strategy": NeuronXLAStrategy(nxd_config=config(tp, zero1)),
+        "strategy": options.get("strategy") or NeuronXLAStrategy(nxd_config=config(tp, zero1)),
         "devices": devices,
         "max_epochs": -1 if "max_steps" in options else 1,
         "logger": False,

@@ -68,7 +68,9 @@ class Numbers(IterableDataset):
 
 LOADERS = {
     "shuffled": lambda: jobs.loader(shuffle=True),
-    "own sampler": lambda: jobs.loader(sampler=WeightedRandomSampler([1.0] * jobs.ROWS, jobs.ROWS, generator=torch.Generator().manual_seed(3))),
+    "own sampler": lambda: jobs.loader(
+        sampler=WeightedRandomSampler([1.0] * jobs.ROWS, jobs.ROWS, generator=torch.Generator().manual_seed(3))
+    ),
     "iterable": lambda: DataLoader(Numbers(), batch_size=2),
 }
 
@@ -169,7 +171,7 @@ def test_weights_only_and_other_readers(tmp_path: Path) -> None:
             if trainer.global_step == 3 and not (tmp_path / "small.ckpt").exists():
                 trainer.save_checkpoint(tmp_path / "small.ckpt", weights_only=True)
 
-    _, trainer = jobs.fit(tmp_path, model=model, max_steps=3, callbacks=(Save(),), **FOUR)
+    jobs.fit(tmp_path, model=model, max_steps=3, callbacks=(Save(),), **FOUR)
     assert not (tmp_path / "small.ckpt" / "optim").exists()
     other = nxd_api.initialize_parallel_model(jobs.config(2), jobs.Model)
     nxd_api.load_checkpoint(str(tmp_path), "small.ckpt", model=other)
