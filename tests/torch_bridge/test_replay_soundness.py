@@ -296,7 +296,7 @@ def test_what_changes_between_calls_is_recorded_anew(name: str) -> None:
         change(m, k)
         return trained()(m, k)
 
-    parity(lambda: Small(rule, **attributes()), step, steps=10)
+    parity(lambda: Small(rule, **attributes()), step, steps=9)
 
 
 def test_numbers_that_change_in_every_step_stop_it() -> None:

@@ -51,7 +51,7 @@ SETTINGS: list[dict[str, Any]] = [
     {"max_epochs": 2, "accumulate_grad_batches": 5, "limit_val_batches": 1},
     {"reload_dataloaders_every_n_epochs": 1, "max_epochs": 2, "limit_train_batches": 4, "limit_val_batches": 1},
     {"detect_anomaly": True, "max_steps": 2, "inference_mode": False},
-    {"profiler": "simple", "deterministic": True, "limit_train_batches": 2, "limit_val_batches": 1},
+    {"profiler": "simple", "limit_train_batches": 2, "limit_val_batches": 1},
 ]
 
 
