@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import socket
+import sys
 from typing import Any
 
 import torch.distributed as dist
@@ -51,6 +53,25 @@ def start(of: world.World) -> None:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(address, num_processes=of.processes, process_id=index)
     _started = True
+    _end_at_once_after_errors()
+
+
+def _end_at_once_after_errors() -> None:
+    """Let a process that an exception ends leave without JAX's farewell, which waits minutes for the others, while they wait for this one in a collective."""
+    hook, failed = sys.excepthook, []
+
+    def note(*error: Any) -> None:
+        failed.append(error[0])
+        hook(*error)
+
+    def leave() -> None:
+        if failed:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)
+
+    sys.excepthook = note
+    atexit.register(leave)  # before JAX's, which was registered earlier
 
 
 def _own_address() -> str:

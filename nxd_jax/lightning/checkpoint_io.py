@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from pathlib import Path
 from typing import Any
 
 import torch
 from pytorch_lightning.plugins.io import XLACheckpointIO
 
-from nxd_jax.checkpoint import reading, writing
+from nxd_jax.checkpoint import reading, tags, writing
+from nxd_jax.checkpoint.orbax_files import DamagedCheckpointError
 from nxd_jax.lightning.stored import LiveOptimizer, StoredOptimizer, StoredWeights
 from nxd_jax.parallel_layers import checkpointing
 from nxd_jax.trainer import checkpoint as checkpoints
@@ -47,14 +49,18 @@ class NeuronCheckpointIO(XLACheckpointIO):
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None, **_: Any) -> None:
         """Write what `Trainer.save_checkpoint` collected as the folder `path` (a path, or an address that fsspec knows).
 
-        Raises TypeError for storage_options, and whatever the disk says; an earlier checkpoint of this name stays until the new one is complete.
+        Raises TypeError for storage_options, NotADirectoryError where a file is, and whatever the disk says; an earlier checkpoint of this name stays until the
+        new one is complete.
         """
         if storage_options is not None:
             raise TypeError(
                 "Trainer.save_checkpoint(..., storage_options=...) is not supported by NeuronCheckpointIO: write to an address that fsspec knows (s3://...)"
             )
+        storage, name = _parts(path)
+        if (storage.root / name).is_file():
+            raise NotADirectoryError(f"{storage.root / name} is a file, and checkpoints are folders: remove it or choose another path")
         executor.sync()
-        job = checkpoints.Save(*_parts(path))
+        job = checkpoints.Save(storage, name)
         rest = dict(checkpoint)
         state = rest.pop("state_dict", None)
         if state is not None:
@@ -90,14 +96,16 @@ class NeuronCheckpointIO(XLACheckpointIO):
         """Read a checkpoint as Lightning knows it. `state_dict` and `optimizer_states` are read from disk when they are needed. map_location is accepted
         without effect.
 
-        Raises FileNotFoundError for what is not there or not complete, naming the complete ones; DamagedCheckpointError for files that cannot be read.
+        Raises FileNotFoundError for what is not there or not complete, naming the complete ones; NotADirectoryError for a file; DamagedCheckpointError for
+        files that cannot be read; ValueError for what weights_only does not allow.
         """
         storage, name = _parts(path)
+        _check_place(storage.root / name)
         if (old := _of_original(storage, name)) is not None:
             return old
         folder = checkpoints.fetch(storage, name)
-        only = self.weights_only if weights_only is None else weights_only
-        found: dict[str, Any] = reading.load_object(folder / writing.USER, weights_only=bool(only))
+        only = bool(self.weights_only if weights_only is None else weights_only)
+        found: dict[str, Any] = _read(folder / writing.USER, only)
         found["nxd_folder"] = str(folder)
         if (folder / writing.MODEL).is_dir():
             found["state_dict"] = StoredWeights(folder / writing.MODEL, folder / writing.OPTIMIZER)
@@ -106,7 +114,7 @@ class NeuronCheckpointIO(XLACheckpointIO):
             found["optimizer_states"] = [StoredOptimizer(folder / _folder(k)) for k in range(count)]
         schedulers = found.pop("schedulers", None)
         if schedulers is not None:
-            state = reading.load_object(folder / writing.SCHEDULER)
+            state = _read(folder / writing.SCHEDULER, only)
             found["lr_schedulers"] = [state] if schedulers == 1 else state
             found.setdefault("optimizer_states", [])
         return found
@@ -117,6 +125,31 @@ def _parts(path: Any) -> tuple[BaseCheckpointStorage, str]:
     where = os.fspath(path).rstrip("/")
     parent, _, name = where.rpartition("/")
     return create_checkpoint_storage(parent or ("/" if where.startswith("/") else ".")), name
+
+
+def _check_place(place: Path) -> None:
+    """Refuse what is no folder of ours with a word on what it is."""
+    if place.is_file():
+        raise NotADirectoryError(
+            f"{place} is a file, and NeuronCheckpointIO reads folders as it writes them. What another strategy wrote is read with "
+            "NeuronXLAStrategy(checkpoint_io=TorchCheckpointIO()), its weights by any layout of ranks"
+        )
+    within = tags.completed(place) if place.is_dir() and not (place / tags.DONE).exists() else []
+    if within:
+        raise FileNotFoundError(f"{place} is no checkpoint but holds some, pass one of them as ckpt_path: {', '.join(within[-8:])}")
+
+
+def _read(path: Path, weights_only: bool) -> Any:
+    try:
+        return reading.load_object(path, weights_only=weights_only)
+    except DamagedCheckpointError as error:
+        refused = re.search(r"GLOBAL (\S+)", str(error.__cause__)) if weights_only else None
+        if refused is None:
+            raise
+        raise ValueError(
+            f"{path} holds {refused[1]}, which weights_only=True does not read: pass weights_only=False if you trust the checkpoint, or name the class in "
+            "torch.serialization.add_safe_globals"
+        ) from error
 
 
 def _folder(number: int) -> str:

@@ -168,7 +168,8 @@ class _Random:
         self._torch = rank_data.RandomStates(loader)
 
     def get(self) -> dict[str, Any]:
-        return {"python": random.getstate(), "numpy": np.random.get_state(), "torch": self._torch.get()}
+        kind, keys, *rest = np.random.get_state()
+        return {"python": random.getstate(), "numpy": (kind, np.asarray(keys).tolist(), *rest), "torch": self._torch.get()}
 
     def set(self, states: dict[str, Any]) -> None:
         random.setstate(states["python"])

@@ -68,6 +68,20 @@ def load_full(module: torch.nn.Module, state: Mapping[str, Any], strict: bool) -
     module.load_state_dict(checkpointing.get_sharded_model_dict(module, dict(state)), strict=strict)
 
 
+def load_plain(optimizer: Any, state: Mapping[str, Any]) -> None:
+    """Fill an optimizer from a state dict. Raises ValueError if its tensors do not have the shapes of the parameters, which torch would not notice."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for index, entries in dict(state.get("state", {})).items():
+        for name, value in entries.items() if isinstance(index, int) and index < len(parameters) else ():
+            shape = parameters[index].shape
+            if isinstance(value, torch.Tensor) and value.dim() and value.shape != shape:
+                raise ValueError(
+                    f"the checkpoint's optimizer has {name} of shape {list(value.shape)} for a parameter of shape {list(shape)}: ranks hold parts of it, and "
+                    "only NeuronCheckpointIO's can be shared out. Load the weights by trainer.validate(module, ckpt_path=...), then call fit without it"
+                )
+    optimizer.load_state_dict(state)
+
+
 class StoredOptimizer(Mapping[str, Any]):
     """An entry of `checkpoint["optimizer_states"]` of a checkpoint on disk. As a mapping it shows options and what is no array."""
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,13 +21,12 @@ from nxd_jax.lightning._values import to_log
 from nxd_jax.lightning.accelerator import NeuronXLAAccelerator
 from nxd_jax.lightning.checkpoint_io import NeuronCheckpointIO
 from nxd_jax.lightning.environment import NeuronXLAEnvironment
+from nxd_jax.lightning.feeding import Feeding
 from nxd_jax.lightning.launcher import _NeuronXLALauncher
-from nxd_jax.lightning.loaders import NeuronDeviceLoader
 from nxd_jax.lightning.module import NeuronLTModule
 from nxd_jax.lightning.precision_plugin import NeuronXLAPrecisionPlugin
-from nxd_jax.lightning.stored import LiveOptimizer, StoredOptimizer, StoredWeights, load_full
+from nxd_jax.lightning.stored import LiveOptimizer, StoredOptimizer, StoredWeights, load_full, load_plain
 from nxd_jax.parallel_layers import parallel_state
-from nxd_jax.trainer import checkpoint as checkpoints
 from nxd_jax.trainer import replicas
 from nxd_jax.utils import _device
 from torch_bridge import objects, processes, world
@@ -93,9 +90,7 @@ class NeuronXLAStrategy(XLAStrategy):
         self._launched = True
         self._sync_module_states = sync_module_states
         self._default_io = NeuronCheckpointIO(save_load_xser=save_load_xser)
-        self._resumed_from: str | None = None
-        self._loader_states: list[dict[str, Any]] = []
-        self._loaders: weakref.WeakSet[NeuronDeviceLoader] = weakref.WeakSet()
+        self._feeding = Feeding(self._trainer)
 
     # -- ranks ----------------------------------------------------------------------------------------
 
@@ -166,42 +161,15 @@ class NeuronXLAStrategy(XLAStrategy):
         if isinstance(dataloader, MpDeviceLoader):
             return dataloader
         predicting.prepare(dataloader, self.data_parallel_rank)
-        self._restore_random()
-        made = NeuronDeviceLoader(dataloader, self.root_device, self._is_within_epoch, self._unused_batches)
-        self._loaders.add(made)
-        if self._loader_states and self._trainer().training:  # Lightning brings them itself only in the middle of an epoch
-            made.load_state_dict(self._loader_states.pop(0))
-        return made
-
-    def _is_within_epoch(self) -> bool:
-        """Whether what is resumed was in the middle of an epoch."""
-        progress = self._fit_loop().epoch_loop.batch_progress
-        return progress.current.ready > 0 and not progress.is_last_batch
-
-    def _unused_batches(self) -> int:
-        """Batches that Lightning has taken and not trained on: that of the step under way, and those fetched ahead."""
-        progress = self._fit_loop().epoch_loop.batch_progress.current
-        return progress.ready - progress.processed + self._fetched_ahead()
-
-    def _fetched_ahead(self) -> int:
-        return len(getattr(self._fit_loop()._data_fetcher, "batches", ()))
+        return self._feeding.loader(dataloader, self.root_device)
 
     def _trainer(self) -> Any:
         assert self.lightning_module is not None
         return self.lightning_module.trainer
 
-    def _fit_loop(self) -> Any:
-        return self._trainer().fit_loop
-
     def on_train_start(self) -> None:
-        """A training that is resumed goes on with its random states; where loaders have drawn from them already, with what that left."""
-        if not self._fetched_ahead():
-            self._restore_random()
-        self._resumed_from, self._loader_states = None, []
-
-    def _restore_random(self) -> None:
-        if self._resumed_from is not None:
-            checkpoints.restore_random(Path(self._resumed_from))
+        """A training that is resumed goes on with its random states."""
+        self._feeding.begin()
 
     def on_predict_start(self) -> None:
         """Say whose predictions `Trainer.predict` returns."""
@@ -214,8 +182,7 @@ class NeuronXLAStrategy(XLAStrategy):
 
     def teardown(self) -> None:
         """Model and optimizers stay on the device; loaders stop reading ahead, saves in the background are waited for."""
-        for loader in self._loaders:
-            loader.close()
+        self._feeding.close()
         self.precision_plugin.teardown()
         assert self.accelerator is not None and self.cluster_environment is not None
         self.cluster_environment.teardown()
@@ -351,8 +318,7 @@ class NeuronXLAStrategy(XLAStrategy):
         fitting = module is not None and module.trainer.state.fn == TrainerFn.FITTING
         folder = found.pop("nxd_folder", None)
         if fitting:
-            self._resumed_from = folder
-            self._loader_states = list(found.get("loops", {}).get("fit_loop", {}).get("state_dict", {}).get("combined_loader", ()))
+            self._feeding.resume(folder, found)
         return found
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -363,16 +329,24 @@ class NeuronXLAStrategy(XLAStrategy):
         elif any(getattr(t, "device", None) is not None and t.device.type == "xla" for t in state.values()):
             assert self.lightning_module is not None
             self.lightning_module.load_state_dict(state, strict=strict)
-        else:
-            load_full(self._stateful(), state, strict)
+        else:  # from a file, where names may be those of a LightningModule's `model`
+            target = self._stateful()
+            own = target.state_dict().keys()
+            load_full(target, {n if n in own else n.removeprefix("model."): t for n, t in state.items()}, strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Fill the optimizers."""
-        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+        """Fill the optimizers. Raises ValueError if there are more or fewer than when they were saved."""
+        states = checkpoint["optimizer_states"]
+        if len(states) != len(self.optimizers):
+            raise ValueError(
+                f"the checkpoint has the states of {len(states)} optimizer(s), but configure_optimizers returned {len(self.optimizers)}. To begin with its "
+                "weights alone, load them by trainer.validate(module, ckpt_path=...) and call fit without ckpt_path"
+            )
+        for optimizer, state in zip(self.optimizers, states, strict=True):
             if isinstance(state, StoredOptimizer):
                 state.load_into(optimizer, self._stateful())
             else:
-                optimizer.load_state_dict(state)
+                load_plain(optimizer, state)
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
