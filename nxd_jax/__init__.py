@@ -2,7 +2,8 @@
 
 Every module has the place and the names that it has there. So far: `trainer`, `lightning`, `optimizer`, `parallel_layers` (with `parallel_state`), `modules`,
 `kernels`, `overrides`, `utils`, and, not part of the original, `checkpoint` (what the trainer's checkpoints are made of), `topology` (Trainium machines as data
-and pictures), `run`, `ckpt` and `top` (the commands `nxd-run`, `nxd-ckpt` and `nxd-top`). Subpackages are imported when first used.
+and pictures), `abstract` (what a script needs on a machine that is not at hand), `run`, `ckpt`, `top` and `parallel_compile` (the commands `nxd-run`,
+`nxd-ckpt`, `nxd-top` and `neuron_parallel_compile`). Subpackages are imported when first used.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 __version__ = "0.1.0"
 
 _SUBMODULES = (
+    "abstract",
     "kernels",
     "lightning",
     "modules",
@@ -25,6 +27,7 @@ _SUBMODULES = (
     "utils",
 )
 _FROM = {
+    "abstract_run": "abstract",
     "initialize_parallel_model": "trainer",
     "initialize_parallel_optimizer": "trainer",
     "neuronx_distributed_config": "trainer",

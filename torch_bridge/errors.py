@@ -12,6 +12,8 @@ class DeadTensorError(RuntimeError):
 
     @classmethod
     def of(cls, segment: Any) -> DeadTensorError:
+        if getattr(segment, "lost", None):
+            return cls(segment.lost)
         reason = getattr(segment, "failure", None)
         if reason is None:
             return cls(

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from torch_bridge import _compat, dtypes, sharding
+from torch_bridge import _compat, abstract, dtypes, sharding
 from torch_bridge.segment import Fill, Segment
 
 _ONCE: set[int] = set()
@@ -60,6 +60,7 @@ def _rewrite(segment: Segment, fills: list[Fill]) -> None:
     segment.saved = hoisted + [(ref, leaf_of[leaf]) for ref, leaf in segment.saved]
     segment.nodes, segment.next_vid, segment.leaves = kept, new, leaves
     segment.leaf_index = {id(array): -i - 1 for i, array in enumerate(leaves)}
+    segment.holders = {leaf_of[v]: ref for v, ref in segment.holders.items()}
     segment.fills = []
     segment.predicted = None
 
@@ -83,10 +84,12 @@ def _insert_leaves(segment: Segment, fills: list[Fill]) -> tuple[list[Any], dict
 
 def _array(fill: Fill, segment: Segment) -> jax.Array:
     of = segment.nodes[fill.node][0].outs[0]
+    storage = fill.storage()
+    start = None if storage is None or storage.facts is None else storage.facts.start
+    if abstract.active():
+        return abstract.constant(of.size, dtypes.to_jax(of.dtype), start)
     host = np.full(of.size, fill.value, dtype=dtypes.to_jax(of.dtype))
     with _compat.enable_x64():
         if not sharding.active():
             return jax.device_put(host)
-        storage = fill.storage()
-        start = None if storage is None or storage.facts is None else storage.facts.start
         return sharding.replicated(host) if start is None else sharding.filled(host, start)

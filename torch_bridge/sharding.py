@@ -17,7 +17,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from torch_bridge import world
+from torch_bridge import abstract, world
 
 Axes = frozenset[str]
 NONE: Axes = frozenset()
@@ -58,6 +58,8 @@ def _devices(of: world.World) -> Sequence[Any]:
         from torch_bridge import processes
 
         processes.start(of)
+    elif abstract.active() and not (_started() and len(jax.devices()) >= of.size):
+        return abstract.devices(of.size)
     elif not _started():
         provision(here)
     found = jax.devices()
@@ -148,6 +150,8 @@ def from_blocks(blocks: Sequence[np.ndarray], spec: PartitionSpec) -> jax.Array:
     local = blocks[0].shape
     if any(b.shape != local for b in blocks):
         raise ValueError(f"ranks must have tensors of one shape, got {sorted({tuple(b.shape) for b in blocks})}")
+    if abstract.active():
+        return abstract.blocks(local, blocks[0].dtype, spec)
     devices = [device_of(r) for r in world.current().hosted]
     if not local and axes_of(spec):
         blocks = [b.reshape(1) for b in blocks]
@@ -188,10 +192,13 @@ def first_block(array: jax.Array, local: Sequence[int]) -> np.ndarray:
 
 def adopt(array: jax.Array, local: Sequence[int]) -> jax.Array:
     """The same values on the current mesh (made before the ranks were laid out on these axes, or before there were several)."""
+    if isinstance(array, abstract.AbstractArray):
+        return abstract.adopted(array, local)
     now = mesh()
     old = array.sharding
     if isinstance(old, NamedSharding) and old.mesh == now:
         return array
+    array = _alone(array)
     if not isinstance(old, NamedSharding) or old.mesh.size != now.size:
         if isinstance(old, NamedSharding) and axes_of(old.spec):
             raise RuntimeError(f"a tensor that differs among {old.mesh.size} ranks cannot be used in a world of {now.size}")
@@ -200,8 +207,17 @@ def adopt(array: jax.Array, local: Sequence[int]) -> jax.Array:
     return relabel(array, local, spec)
 
 
+def _alone(found: Any) -> jax.Array:
+    """What a storage holds, as an array of its own."""
+    from torch_bridge.rows import plain
+
+    return plain(found)
+
+
 def relabel(array: jax.Array, local: Sequence[int], spec: PartitionSpec) -> jax.Array:
     """The same blocks on the same devices under another label; nothing is copied."""
+    if isinstance(array, abstract.AbstractArray):
+        return abstract.blocks(local, array.dtype, spec)
     by_device = {s.device: s.data for s in array.addressable_shards}
     shape = tuple(local)
     inner = shape if shape or not axes_of(spec) else (1,)

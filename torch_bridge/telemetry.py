@@ -130,16 +130,18 @@ def _finished(output: Any) -> bool:
 @contextlib.contextmanager
 def compiling(program: Any) -> Iterator[None]:
     """Around the compilation of a `program.Program`; the first one of the process starts the publishing thread."""
-    from torch_bridge import publishing
+    from torch_bridge import collecting, publishing
 
     if not publishing.start():
-        yield
+        with collecting.watched(program):
+            yield
         return
     program.facts = graph = _described(program)
     ACTIVITY.world = world.current()
     ACTIVITY.compiling = graph, time.time()
     try:
-        yield
+        with collecting.watched(program):
+            yield
         graph.core_bytes = _needed(program.compiled)
         ACTIVITY.asked = True
     finally:

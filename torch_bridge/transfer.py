@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from torch_bridge import _compat, dtypes, metrics, numerics, process, sharding, source
+from torch_bridge import _compat, abstract, dtypes, metrics, numerics, process, sharding, source
 from torch_bridge.layout import Layout, is_dense, layout
 from torch_bridge.segment import Storage
 from torch_bridge.tensor import XLATensor, make
@@ -19,6 +19,8 @@ from torch_bridge.tensor import XLATensor, make
 def to_array(t: torch.Tensor, device: Any = None) -> jax.Array:
     """A CPU tensor's values as a new JAX array (same shape and dtype)."""
     process.check()
+    if abstract.active():
+        return abstract.uploaded(t)
     host = numerics.uploaded(to_numpy(t))
     started = time.perf_counter()
     with _compat.enable_x64():
@@ -125,6 +127,10 @@ def upload_blocks(blocks: list[torch.Tensor], spec: Any) -> XLATensor:
     """A new xla tensor from the hosted ranks' own CPU tensors, labelled as `spec` says."""
     base = layout(tuple(blocks[0].shape), None, 0, blocks[0].dtype)
     hosts: dict[int, Any] = {}
+    if abstract.active():
+        storage = Storage(base, abstract.blocks(base.size, dtypes.to_jax(base.dtype), spec))
+        storage.describe(spec=spec)
+        return make(base, storage)
     for t in blocks:
         if t.dtype != blocks[0].dtype or t.shape != blocks[0].shape:
             raise ValueError(
@@ -152,16 +158,17 @@ def download(t: XLATensor) -> torch.Tensor:
     storage, view = t._storage, t._layout
     executor.materialize(storage)
     base = storage.layout
-    if storage.array is None:
+    array = storage.array
+    if array is None:
         host = from_numpy(numerics.uploaded(to_numpy(torch.full(base.size, storage.fill, dtype=base.dtype))))
     else:
-        host = to_cpu(storage.array, base.size if sharding.active() else None)
+        host = to_cpu(array, base.size if sharding.active() else None)
     if view is not base:
         host = _host_view(host, base, view)
     elif not host.is_contiguous() or host.stride() != view.stride:
         host = torch.empty_strided(view.size, view.stride, dtype=view.dtype).copy_(host)
-    if storage.array is not None:
-        _keep(host, storage.array, base, view)
+    if array is not None:
+        _keep(host, array, base, view)
     return host
 
 

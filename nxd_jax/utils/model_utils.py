@@ -16,7 +16,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from nxd_jax.parallel_layers import _weights, utils
-from torch_bridge import processes, sharding, world
+from torch_bridge import abstract, processes, sharding, world
 
 _ATTRIBUTES = (
     *utils._DEFAULTS,
@@ -269,7 +269,7 @@ def _materialize_and_move(model: Any, device: Any, param_init_fn: Callable[..., 
         model.maybe_materialize_local_module()
         model.move_model_to_device()
         return
-    if param_init_fn is not None:
+    if param_init_fn is not None and not abstract.active():
         materialize_model(model, device, param_init_fn)
         return
     move_model_to_device(model, device)

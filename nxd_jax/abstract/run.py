@@ -1,0 +1,164 @@
+"""`abstract_run`: run a training script on shapes alone, and find out what every core would need."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch.distributed as dist
+
+from nxd_jax.abstract._models import models_on_meta
+from nxd_jax.abstract.collectives import collectives
+from nxd_jax.abstract.report import AbstractReport, ProgramReport
+from nxd_jax.abstract.shapes import Witness
+from nxd_jax.parallel_layers import parallel_state
+from nxd_jax.topology import Topology
+from torch_bridge import abstract, executor, telemetry, world
+
+QUICK: dict[str, Any] = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+"""Options for compiling a program that nobody runs: machine code is generated as cheaply as possible. The memory plan is made before that."""
+
+
+class AbstractRun:
+    """What `abstract_run` gives. `programs`: recorded so far, in the order in which they came (`torch_bridge.abstract.Recorded`)."""
+
+    def __init__(self, run: abstract.Run, witness: Witness, topology: Topology | None):
+        self._run = run
+        self._witness = witness
+        self._topology = topology
+        self._started = time.perf_counter()
+        self._compiling = 0.0
+
+    @property
+    def programs(self) -> list[abstract.Recorded]:
+        return list(self._run.programs.values())
+
+    def report(self, programs: int = 1) -> AbstractReport:
+        """Compile the `programs` largest programs (the training step is the largest one as a rule) and say what they need.
+
+        What is still recorded is a program too. Raises RuntimeError after the end of the `with` block, or if nothing has been recorded.
+        """
+        if abstract.RUN is not self._run:
+            raise RuntimeError("report() after the end of abstract_run: call it within the `with` block, where the ranks are laid out")
+        executor.sync()
+        found = sorted(self.programs, key=lambda p: -p.ops)
+        if not found:
+            raise RuntimeError("report() without a program: within the `with` block, run a training step on tensors on xla first")
+        recording = time.perf_counter() - self._started - self._compiling
+        reports = tuple(self._compiled(p) for p in found[: max(programs, 1)])
+        self._compiling = sum(p.trace_seconds + p.lower_seconds + p.compile_seconds for p in found)
+        topology = self._topology or Topology.from_environment()
+        return AbstractReport(
+            cores=world.size(),
+            axes=dict(world.current().axes),
+            core=f"a core of {topology.chip.name} at LNC {topology.lnc}",
+            hbm_bytes=topology.hbm_per_core,
+            kinds=self._witness.bytes_by_kind(),
+            programs=reports,
+            skipped=len(found) - len(reports),
+            record_seconds=recording,
+            host_bytes=_most_memory(),
+        )
+
+    def _compiled(self, recorded: abstract.Recorded) -> ProgramReport:
+        memory = recorded.compile(QUICK).memory_analysis()
+        return ProgramReport(
+            name=telemetry.describe(recorded.program).source,
+            ops=recorded.ops,
+            runs=recorded.runs,
+            arguments=int(memory.argument_size_in_bytes),
+            outputs=int(memory.output_size_in_bytes),
+            aliased=int(memory.alias_size_in_bytes),
+            temporaries=int(memory.temp_size_in_bytes),
+            collectives=collectives(recorded.jaxpr, dict(world.current().axes)),
+            trace_seconds=recorded.trace_seconds,
+            lower_seconds=recorded.lower_seconds,
+            compile_seconds=recorded.compile_seconds,
+        )
+
+
+@contextlib.contextmanager
+def abstract_run(cores: int | None = None, *, instance: str | None = None, nodes: int = 1, values: str = "error") -> Iterator[AbstractRun]:
+    """A block in which tensors on xla have shapes and no values: nothing is allocated, drawn or computed, whatever the number of cores.
+
+        with nxd_jax.abstract_run(instance="trn1.32xlarge", nodes=4) as run:  # 128 cores
+            model = nxd.initialize_parallel_model(nxd_config, get_model)
+            ...                                                                 # one training step, as always
+            print(run.report())
+
+    cores: ranks of the world; None: all of the instance's, or without an instance the world as it is (`NEURON_RT_NUM_CORES`, or as many as the parallel
+    sizes need). instance, nodes: the machines to emulate, whose memory per core counts; default those of the environment.
+    values: what reading a tensor does: "error" raises `torch_bridge.abstract.AbstractValueError`, "zeros" gives zeros.
+
+    Models made in the block have parameters on "meta" until they go to xla. CPU tensors of up to 65,536 elements keep their values, on xla too. The world and
+    its groups are undone at the end of the block; tensors made in it are lost then.
+
+    Raises ValueError for sizes that are not possible, RuntimeError within another abstract run, in one of several processes (torchrun), and with `cores`
+    or `instance` where torch.distributed is initialised already.
+    """
+    topology = None if instance is None else Topology(instance, nodes=nodes)
+    count = topology.core_count if cores is None and topology is not None else cores
+    if count is not None and count < 1:
+        raise ValueError(f"cores={count}: an abstract run has at least 1 core")
+    if topology is not None and count is not None and count > topology.core_count:
+        raise ValueError(f"cores={count}: {nodes} x {instance} have {topology.core_count} cores; give more nodes")
+    if count is not None and dist.is_initialized():
+        raise RuntimeError(
+            f"abstract_run with {count} cores of its own after torch.distributed was initialised: leave out cores= and instance=, or call it before "
+            "init_process_group (or after destroy_process_group)"
+        )
+    if count is None and world.process_count() > 1:
+        raise RuntimeError(
+            f"abstract_run in one of {world.process_count()} processes: start the script once, without torchrun, and give cores= (one process stands for all)"
+        )
+    run, witness = abstract.Run(values), Witness()
+    with contextlib.ExitStack() as block:
+        if topology is not None and count == topology.core_count:
+            block.enter_context(_environment(NXD_JAX_INSTANCE=str(instance), NXD_JAX_NNODES=str(nodes)))
+        if count is not None:
+            block.enter_context(_world(world.World(count, local_size=None if topology is None else min(count, topology.cores_per_node))))
+        run.start()
+        block.callback(run.stop)
+        witness.start()
+        block.callback(witness.stop)
+        block.enter_context(models_on_meta())
+        yield AbstractRun(run, witness, topology)
+
+
+@contextlib.contextmanager
+def _world(new: world.World) -> Iterator[None]:
+    """Another world; what was laid out on it is undone."""
+    before = world._world
+    world.configure(new)
+    try:
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        world.configure(before)
+
+
+@contextlib.contextmanager
+def _environment(**variables: str) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def _most_memory() -> int:
+    """The largest resident size of this process so far, in bytes."""
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else most * 1024

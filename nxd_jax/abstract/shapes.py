@@ -1,0 +1,81 @@
+"""What the tensors of a training script take on one core, by what they are for: seen through torch's own hooks on modules and optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from torch_bridge.tensor import XLATensor
+
+KINDS = ("parameter", "buffer", "gradient", "master weight", "optimizer state")
+
+
+class Witness:
+    """Holds the modules that are called and the optimizers that step, from `start()` to `stop()`."""
+
+    def __init__(self) -> None:
+        self._modules: dict[torch.nn.Module, None] = {}
+        self._optimizers: dict[torch.optim.Optimizer, None] = {}
+        self._gradients: dict[int, int] = {}
+        self._hooks: list[Any] = []
+
+    def start(self) -> None:
+        """Begin to look."""
+        self._hooks = [register_module_forward_pre_hook(self._called), register_optimizer_step_pre_hook(self._stepping)]
+
+    def stop(self) -> None:
+        """Look no longer, and let go of them."""
+        for hook in self._hooks:
+            hook.remove()
+        self._modules.clear()
+        self._optimizers.clear()
+
+    def _called(self, module: torch.nn.Module, args: Any) -> None:
+        self._modules[module] = None
+
+    def _stepping(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self._optimizers[optimizer] = None
+        parameters = {id(p) for p in self._of_modules()}
+        for p in (p for group in optimizer.param_groups for p in group["params"] if id(p) in parameters):
+            held = p.grad if p.grad is not None else getattr(p, "main_grad", None)
+            if held is not None:
+                self._gradients[id(p)] = _bytes(held)
+
+    def _of_modules(self) -> Iterator[torch.Tensor]:
+        for module in self._modules:
+            yield from (p for p in module._parameters.values() if p is not None)
+
+    def bytes_by_kind(self) -> dict[str, int]:
+        """Bytes on one core for each of `KINDS`. Gradients: those of the last step of each parameter."""
+        seen: set[int] = set()
+        tops = list(self._modules)
+        found = dict.fromkeys(KINDS, 0)
+        found["parameter"] = _total((p for m in tops for p in m.parameters()), seen)
+        found["buffer"] = _total((b for m in tops for b in m.buffers()), seen)
+        found["gradient"] = sum(self._gradients.values())
+        optimizers = list(self._optimizers)
+        found["master weight"] = _total((p for o in optimizers for g in o.param_groups for p in g["params"]), seen)
+        states = (v for o in optimizers for state in o.state.values() if isinstance(state, dict) for v in state.values())
+        found["optimizer state"] = _total(states, seen)
+        return found
+
+
+def _total(tensors: Iterable[Any], seen: set[int]) -> int:
+    """Bytes of the storages of xla tensors that were not seen before."""
+    total = 0
+    for t in tensors:
+        if isinstance(t, XLATensor) and id(t._storage) not in seen:
+            seen.add(id(t._storage))
+            total += _bytes(t)
+    return total
+
+
+def _bytes(t: Any) -> int:
+    """What a rank's storage holds."""
+    if not isinstance(t, XLATensor):
+        return t.numel() * t.element_size()
+    return t._storage.layout.numel * t._storage.layout.dtype.itemsize
