@@ -6,8 +6,11 @@ Supported: torch 2.11 to 2.13 and jax 0.10 to 0.11.
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import io
 import pathlib
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 
@@ -29,17 +32,35 @@ def enable_x64() -> contextlib.AbstractContextManager[Any]:
     return experimental_enable_x64()
 
 
+def trace_context() -> list[str]:
+    """What JAX's own caches of traced functions depend on in this thread, as text; an empty axis environment is left out."""
+    from jax._src import config
+
+    return [repr(state) for state in config.trace_context() if type(state).__name__ != "AxisEnv"]
+
+
+def compile_options() -> str:
+    """What XLA is told by default, XLA_FLAGS as they were when it read them included: a hash."""
+    from jax._src import compiler
+
+    return hashlib.sha256(compiler.get_compile_options(num_replicas=1, num_partitions=1).SerializeAsString()).hexdigest()
+
+
+_watchers = threading.local()
+
+
 def check_cache_entries(damaged: Callable[[pathlib.Path], None]) -> None:
     """Have JAX call `damaged(file)` for an entry of its persistent cache that cannot be unpacked, and compile as if there were none.
 
     On its own JAX warns and compiles at every run: it never writes over an entry that is there, and a process that is killed leaves half of one.
+    From then on `watch_cache_entries` sees what passes.
     """
     try:
         from jax._src.compilation_cache import decompress_executable
         from jax._src.lru_cache import LRUCache
     except ImportError:  # a JAX that keeps them elsewhere: its own warning stays
         return
-    get = LRUCache.get
+    get, put = LRUCache.get, LRUCache.put
 
     def checked(self: Any, key: str) -> bytes | None:
         packed = get(self, key)
@@ -49,9 +70,81 @@ def check_cache_entries(damaged: Callable[[pathlib.Path], None]) -> None:
             except Exception:
                 damaged(pathlib.Path(str(self.path)) / f"{key}-cache")
                 return None
+            _note(key, packed)
         return packed
 
+    def noted(self: Any, key: str, value: bytes) -> None:
+        put(self, key, value)
+        _note(key, value)
+
     LRUCache.get = checked  # type: ignore[method-assign]
+    LRUCache.put = noted  # type: ignore[method-assign]
+
+
+def _note(key: str, packed: bytes) -> None:
+    for seen in getattr(_watchers, "lists", ()):
+        seen.append((key, packed))
+
+
+@contextlib.contextmanager
+def watch_cache_entries() -> Iterator[list[tuple[str, bytes]]]:
+    """The (key, packed executable) of each entry of JAX's persistent cache that this thread reads or writes meanwhile."""
+    seen: list[tuple[str, bytes]] = []
+    _watchers.lists = [*getattr(_watchers, "lists", ()), seen]
+    try:
+        yield seen
+    finally:
+        _watchers.lists = [other for other in _watchers.lists if other is not seen]
+
+
+def cache_entry(key: str) -> bytes | None:
+    """The packed executable of this key in JAX's persistent cache, None if it has none; marked as used now."""
+    import jax
+    from jax._src import compilation_cache
+
+    cache = compilation_cache._get_cache(jax.devices()[0].client)
+    return None if cache is None else cache.get(key)
+
+
+def without_code(compiled: Any) -> tuple[bytes, list[int]]:
+    """A `jax.stages.Compiled` but for its machine code, pickled: how it is called, laid out and sharded; and the numbers of its devices, in its order.
+
+    Raises what pickle does for callbacks into Python, and NotImplementedError for constants that JAX keeps beside the program.
+    The code itself is in JAX's persistent cache. (An executable that was loaded must not be serialised again: on CPU the copy lacks functions.)
+    """
+    import jax
+    from jax.experimental import serialize_executable
+
+    unloaded = compiled._executable._unloaded_executable
+    if compiled._params.const_args:
+        raise NotImplementedError("the program has constants of its own")
+
+    class Pickler(serialize_executable._JaxPjrtPickler):
+        def persistent_id(self, obj: Any) -> Any:
+            return ("code",) if obj is unloaded.xla_executable else super().persistent_id(obj)
+
+    with io.BytesIO() as out:
+        args, tree = jax.tree.flatten(compiled.args_info)
+        Pickler(out).dump((unloaded, args, tree, compiled.out_tree, compiled._no_kwargs))
+        return out.getvalue(), [device.id for device in unloaded.device_list]
+
+
+def with_code(pickled: bytes, packed: bytes, devices: Sequence[Any]) -> Any:
+    """The `jax.stages.Compiled` of what `without_code` gave and its entry in JAX's persistent cache, loaded onto devices (in the program's order)."""
+    import jax
+    from jax._src import compilation_cache
+    from jax.experimental import serialize_executable
+
+    code, _ = compilation_cache.extract_executable_and_time(compilation_cache.decompress_executable(packed))
+
+    class Unpickler(serialize_executable._JaxPjrtUnpickler):
+        def persistent_load(self, pid: Any) -> Any:
+            if pid == ("code",):
+                return self.backend.deserialize_executable(code, executable_devices=self.execution_devices)
+            return super().persistent_load(pid)
+
+    unloaded, args, tree, out_tree, no_kwargs = Unpickler(io.BytesIO(pickled), devices[0].client, devices).load()
+    return jax.stages.Compiled(unloaded.load(), [], tree.unflatten(args), out_tree, no_kwargs=no_kwargs)
 
 
 def linear_cross_entropy_ops() -> tuple[Any, Any] | None:

@@ -2,7 +2,7 @@
 
 An executable is stored under a hash of its whole HLO, the compile options, XLA_FLAGS, the device and the versions of JAX and XLA: whatever changes the
 numbers changes the name. The counters `PersistentCacheHit` and `PersistentCacheMiss` tell programs loaded from programs compiled. An entry that cannot
-be read (a process was killed while it wrote) is replaced.
+be read (a process was killed while it wrote) is replaced. Before JAX is asked, `executables` looks in the same folder by recorded graph.
 """
 
 from __future__ import annotations
@@ -56,12 +56,23 @@ def _folder(name: str, place: str) -> pathlib.Path | None:
     return folder
 
 
+_used: str | None = None
+
+
 def use(folder: str | os.PathLike[str], readonly: bool = False) -> None:
     """Keep compiled programs in this folder. readonly: use what is there and add nothing."""
-    jax.config.update("jax_compilation_cache_dir", os.fspath(folder))
+    global _used
+    _used = os.fspath(folder)
+    jax.config.update("jax_compilation_cache_dir", _used)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", float("inf") if readonly else 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     compilation_cache.reset_cache()
+
+
+def folder() -> pathlib.Path | None:
+    """The folder that `use` was given last, if it is still in force. (`executables` leaves a folder that JAX was told of alone.)"""
+    in_force = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
+    return pathlib.Path(_used) if _used is not None and in_force == _used and jax.config.jax_enable_compilation_cache else None  # type: ignore[attr-defined]
 
 
 _listening = False

@@ -19,7 +19,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend import core
 
 from torch_bridge import rounding
 
@@ -60,6 +59,8 @@ class _Evaluation:
 
     def run(self, jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Any], words: Any) -> list[Any]:
         """The values of the jaxpr's results."""
+        from jax.extend import core  # brings Pallas in
+
         env: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *inputs], strict=True))
 
         def read(v: Any) -> Any:
@@ -116,6 +117,8 @@ class _Evaluation:
 
 def _parts(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
     """A jaxpr and its constants, from an open or a closed one."""
+    from jax.extend import core
+
     return (jaxpr.jaxpr, jaxpr.consts) if isinstance(jaxpr, core.ClosedJaxpr) else (jaxpr, ())
 
 

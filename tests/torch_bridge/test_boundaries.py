@@ -47,3 +47,41 @@ def test_jax_backends_start_with_the_first_tensor_only():
     )
     before, after = _python(code).split()
     assert before == "0" and int(after) >= 1
+
+
+HEAVY = (
+    "flax",
+    "jax._src.pallas.core",
+    "lightning",
+    "matplotlib",
+    "optax",
+    "orbax",
+    "pandas",
+    "pytorch_lightning",
+    "rich",
+    "scipy",
+    "sympy",
+    "tensorboard",
+    "torch._dynamo",
+    "torch._inductor",
+    "torch.distributed.tensor",
+    "transformers",
+)
+"""What takes long to import and a first step does without. (torch itself imports some of it later: its optimizers `torch._dynamo`, its first tensor
+subclass `torch.distributed.tensor`.)"""
+
+
+def test_imports_bring_nothing_heavy():
+    """Beyond torch and jax; everything that training scripts import, and what the first xla tensor does."""
+    code = (
+        "import sys, torch, jax\n"
+        "before = set(sys.modules)\n"
+        "import torch_xla, torch_neuronx, nxd_jax, neuronx_distributed\n"
+        "import torch_xla.core.xla_model, torch_xla.distributed.parallel_loader, torch_xla.debug.metrics\n"
+        "import neuronx_distributed.parallel_layers.layers, neuronx_distributed.trainer, neuronx_distributed.optimizer\n"
+        "import neuronx_distributed.modules.qkv_linear, torch_bridge.recorder\n"
+        "print(*sorted(set(sys.modules) - before))"
+    )
+    loaded = _python("import sys; sys.path.append('aliases')\n" + code).split()
+    assert "torch_bridge.executor" in loaded and "nxd_jax.trainer.trainer" in loaded, "the check can fail"
+    assert [m for m in loaded if m in HEAVY or m.partition(".")[0] in HEAVY] == []

@@ -1,0 +1,443 @@
+"""Executables found by the recorded graph: a second process does not trace, and whatever changes a program changes its name."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import pathlib
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import torch
+import torch_xla
+from torch import fx
+
+import torch_bridge
+from torch_bridge import _compat, compile_cache, executable_keys, executables, executor, interpret, lowerings, metrics, surroundings
+from torch_bridge.surroundings import UnknownError
+
+aten = torch.ops.aten
+_SETTINGS = (
+    "jax_compilation_cache_dir",
+    "jax_persistent_cache_min_compile_time_secs",
+    "jax_persistent_cache_min_entry_size_bytes",
+    "jax_compilation_cache_max_size",
+)
+_ROOT = pathlib.Path(__file__).parents[2]
+
+
+@pytest.fixture
+def folder(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[pathlib.Path]:
+    """Where entries go while the test runs."""
+    monkeypatch.delenv("NEURON_CC_FLAGS", raising=False)
+    monkeypatch.delenv("NXD_JAX_EXECUTABLES", raising=False)
+    old = {n: getattr(jax.config, n) for n in _SETTINGS}
+    compile_cache.configure({"NEURON_COMPILE_CACHE_URL": str(tmp_path)})
+    yield tmp_path / "executables"
+    for name, value in old.items():
+        jax.config.update(name, value)
+    compile_cache.compilation_cache.reset_cache()
+
+
+@pytest.fixture
+def traced(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Gets the size of every graph that is traced."""
+    found: list[int] = []
+    run = interpret.run
+
+    def noted(graph: fx.Graph, *args: Any, **kwargs: Any) -> Any:
+        found.append(len(graph.nodes))
+        return run(graph, *args, **kwargs)
+
+    monkeypatch.setattr(interpret, "run", noted)
+    return found
+
+
+X = torch.arange(48.0).reshape(6, 8) / 7
+
+
+def afresh(work: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor = X) -> tuple[torch.Tensor, int, int]:
+    """`work` on xla as if for the first time in this process: its result, and what the persistent caches found and did not."""
+    executor.clear_cache()
+    before = dict(metrics.COUNTERS)
+    result = work(x.to("xla")).cpu()
+    return result, *(metrics.COUNTERS.get(f"PersistentCache{k}", 0) - before.get(f"PersistentCache{k}", 0) for k in ("Hit", "Miss"))
+
+
+def product(x: torch.Tensor) -> torch.Tensor:
+    return (x @ x.T).softmax(-1) * 3
+
+
+def entries(folder: pathlib.Path) -> list[pathlib.Path]:
+    return sorted(folder.glob(f"*{executables.SUFFIX}"))
+
+
+# -- hits -----------------------------------------------------------------------------------------
+
+
+def test_a_hit_is_not_traced(folder: pathlib.Path, traced: list[int]) -> None:
+    first, *counts = afresh(product)
+    assert counts == [0, 1] and len(traced) == len(entries(folder)) == 1
+    second, *counts = afresh(product)
+    assert counts == [1, 0] and len(traced) == 1
+    assert torch.equal(first, second) and [p.name for p in folder.parent.glob("**/.*")] == []
+
+
+def test_what_jax_has_is_noted(folder: pathlib.Path, traced: list[int]) -> None:
+    """After an upgrade, or for a folder from before: traced once more, not compiled."""
+    afresh(product)
+    entries(folder)[0].unlink()
+    first, *counts = afresh(product)
+    assert counts == [1, 0] and len(traced) == 2
+    second, *counts = afresh(product)
+    assert counts == [1, 0] and len(traced) == 2 and torch.equal(first, second)
+
+
+def test_inspection_of_a_program_that_was_found(folder: pathlib.Path, traced: list[int]) -> None:
+    afresh(product)
+    afresh(product)
+    assert len(traced) == 1 and "HloModule" in torch_bridge.hlo(stage="optimized")
+    assert "stablehlo.dot_general" in torch_bridge.hlo()
+    compiled = executor.RECENT[-1].compiled
+    assert compiled.memory_analysis().output_size_in_bytes == 6 * 6 * 4
+    assert [o.shape for o in compiled.out_info] == [(6, 6)] and len(compiled.output_shardings) == 1
+
+
+def test_updates_stay_in_place(folder: pathlib.Path, traced: list[int]) -> None:
+    """Donation, lifted numbers and random draws of a program that was found."""
+
+    def step() -> tuple[list[float], bool]:
+        executor.clear_cache()
+        torch.manual_seed(3)
+        weight = X.clone().to("xla")
+        weight += 0.5  # numpy's memory, which JAX may have taken as it is, cannot be donated
+        torch_xla.sync()
+        at = weight._storage.array.unsafe_buffer_pointer()
+        for k in range(3):
+            weight.mul_(0.25 * k).add_(torch.rand_like(weight))
+            torch_xla.sync()
+        return weight.cpu().flatten().tolist(), weight._storage.array.unsafe_buffer_pointer() == at
+
+    first = step()
+    seen = len(traced)
+    assert step() == first and len(traced) == seen and first[1]
+
+
+_SCRIPT = """
+import hashlib, json, logging
+logging.basicConfig()
+logging.getLogger("nxd_jax").setLevel("DEBUG")
+import torch, torch_xla, torch_xla.core.xla_model as xm
+from torch_bridge import metrics, sharded, world
+
+world.set_axes({"dp": 4, "tp": 2})
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Dropout(0.1), torch.nn.ReLU(), torch.nn.Linear(16, 4)).to("xla")
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+losses = []
+for k in range(2):
+    x = sharded.from_ranks(lambda r: torch.arange(16.0).reshape(2, 8) / (8 + r % 3 + k))
+    loss = model(x).square().sum()
+    loss.backward()
+    xm.optimizer_step(optimizer)
+    optimizer.zero_grad()
+    losses.append(loss.item())
+    optimizer.param_groups[0]["lr"] *= 0.9
+bits = hashlib.sha256(b"".join(p.detach().cpu().numpy().tobytes() for p in model.parameters())).hexdigest()
+print(json.dumps([bits, losses, {k: metrics.COUNTERS.get(k, 0) for k in ("PersistentCacheHit", "PersistentCacheMiss")}, world.size()]))
+"""
+
+
+def test_a_second_process_with_eight_ranks(tmp_path: pathlib.Path) -> None:
+    """Equal names in processes whose sets and addresses are in another order; the same bits from programs under `shard_map`."""
+
+    def run(seed: str) -> Any:
+        env = os.environ | {
+            "PYTHONPATH": os.pathsep.join([str(_ROOT), str(_ROOT / "aliases"), os.environ.get("PYTHONPATH", "")]),
+            "PYTHONHASHSEED": seed,
+            "NEURON_RT_NUM_CORES": "8",
+            "NEURON_COMPILE_CACHE_URL": str(tmp_path),
+        }
+        done = subprocess.run([sys.executable, "-c", _SCRIPT], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout.splitlines()[-1]), len(entries(tmp_path / "executables")), done.stderr
+
+    (bits, losses, counts, size), kept, told = run("1")
+    assert size == 8 and counts["PersistentCacheMiss"] >= 1 and kept >= 1, told
+    again, kept_then, told = run("2")
+    assert again[:2] == [bits, losses] and again[2]["PersistentCacheMiss"] == 0 and kept_then == kept, told
+
+
+# -- names ----------------------------------------------------------------------------------------
+
+VARIANTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "op": lambda x: (x @ x.T).log_softmax(-1) * 3,
+    "dim": lambda x: (x @ x.T).softmax(-2) * 3,
+    "order": lambda x: (x.T @ x).softmax(-1) * 3,
+    "shape": lambda x: (x[:4] @ x.T).softmax(-1) * 3,
+    "dtype": lambda x: (x.double() @ x.T.double()).softmax(-1) * 3,
+    "type of a number": lambda x: (x @ x.T).softmax(-1) * 3.0,
+    "constant": lambda x: (x @ x.T).softmax(-1).clamp(0, 0.5),
+    "another constant": lambda x: (x @ x.T).softmax(-1).clamp(0, 0.25),
+    "result": lambda x: (x @ x.T).softmax(-1),
+}
+
+
+def test_other_programs_have_other_entries(folder: pathlib.Path, traced: list[int]) -> None:
+    expected = len({p.name for p in entries(folder)})
+    for name, work in {"": product, **VARIANTS}.items():
+        result, *_ = afresh(work)
+        expected += 1
+        assert len(traced) == len(entries(folder)) == expected, name
+        torch.testing.assert_close(result, work(X))
+    for name, work in VARIANTS.items():
+        result, *counts = afresh(work)
+        assert counts == [1, 0] and len(traced) == expected, name
+        torch.testing.assert_close(result, work(X))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("XLA_FLAGS", "--xla_cpu_enable_fast_math=false"),
+        ("NEURON_CC_FLAGS", "--auto-cast=matmult"),
+        ("NEURON_RT_STOCHASTIC_ROUNDING_EN", "1"),
+        ("NXD_JAX_ANYTHING", "1"),
+        ("JAX_ANYTHING", "1"),
+    ],
+)
+def test_variables_are_part_of_the_name(
+    folder: pathlib.Path, traced: list[int], monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    afresh(product)
+    monkeypatch.setenv(name, value)
+    afresh(product)
+    assert len(traced) == 2
+    monkeypatch.delenv(name)
+    assert afresh(product)[1:] == (1, 0) and len(traced) == 2
+
+
+def test_settings_are_part_of_the_name(folder: pathlib.Path, traced: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    afresh(product)
+    with jax.default_matmul_precision("highest"):
+        afresh(product)
+    assert len(traced) == 2
+    before = executable_keys.digest(surroundings.describe())
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert executable_keys.digest(surroundings.describe()) != before
+    finally:
+        torch.set_default_dtype(torch.float32)
+    monkeypatch.setattr(_compat, "compile_options", lambda: "XLA's flags as it took them, whatever the variable says now")
+    assert executable_keys.digest(surroundings.describe()) != before
+    monkeypatch.setattr(jax, "__version__", "9.9")
+    surroundings._versions.cache_clear()
+    changed = surroundings.describe()["versions"]
+    monkeypatch.undo()
+    surroundings._versions.cache_clear()
+    assert changed != surroundings.describe()["versions"] and before == executable_keys.digest(surroundings.describe())
+
+
+@pytest.mark.parametrize(
+    "name", ["NEURON_FRAMEWORK_DEBUG", "NEURON_COMPILE_CACHE_URL", "NXD_JAX_TOP_DIR", "JAX_COMPILATION_CACHE_DIR", "HOME"]
+)
+def test_variables_that_do_not_matter(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    before = surroundings.describe()
+    monkeypatch.setenv(name, "/somewhere/else")
+    assert surroundings.describe() == before
+    monkeypatch.setenv("NEURON_CC_FLAGS", "--cache_dir=/somewhere/else --no_cache")
+    assert surroundings.describe() == before
+
+
+def test_source_is_part_of_the_name(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "package"
+    package.mkdir()
+    monkeypatch.setattr(surroundings, "__file__", str(package / "surroundings.py"))
+    digest = surroundings.source_digest.__wrapped__
+    file = package / "ops.py"
+
+    def source(text: str, age: float = 1000) -> str:
+        file.write_text(text)
+        os.utime(file, (surroundings._LOADED - age,) * 2)
+        return digest()
+
+    first = source("x = 1")
+    assert source("x = 2") != first == source("x = 1")
+    with pytest.raises(UnknownError, match="ops.py has changed since this process loaded it"):
+        source("x = 2", age=-1)
+
+
+def text_of(*args: Any, target: Any = aten.add.Tensor) -> str:
+    """The text of a graph with one call."""
+    graph = fx.Graph()
+    x = graph.placeholder("arg0")
+    graph.output((graph.call_function(target, (x, *args)),))
+    return executable_keys.graph_text(graph)
+
+
+def test_constants_in_a_name() -> None:
+    values = [1, 1.0, True, -0.0, 0.0, None, "1", (1,), [1], {"a": 1}, 1j, slice(0, 1), torch.float32, "torch.float32"]
+    texts = [text_of(v) for v in values]
+    assert len(set(texts)) == len(values) and texts == [text_of(v) for v in values]
+    assert text_of(float("nan")) == text_of(float("nan")) and text_of(0.1) != text_of(0.1 + 2**-55)
+
+
+def test_what_has_no_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    for value, said in ((np.float32(1), "an op takes a numpy.float32"), (object(), "an op takes a builtins.object")):
+        with pytest.raises(UnknownError, match=said):
+            text_of(value)
+    with pytest.raises(UnknownError, match="the graph calls <function"):
+        text_of(target=test_constants_in_a_name)
+    with pytest.raises(UnknownError, match="has no text that other processes share"):
+        surroundings.stable(["a", repr(object())])
+    graph = fx.Graph()
+    graph.output((graph.get_attr("weight"),))
+    with pytest.raises(UnknownError, match="the graph holds a tensor, weight"):
+        executable_keys.graph_text(graph)
+
+
+def test_lowerings_of_the_scripts_own(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """What they do is not known from one process to the next, so their programs are traced in each."""
+    table = lowerings.registry._TABLE
+    own = lowerings.Lowering(lambda x: x * 7)
+    monkeypatch.setitem(table, aten.tanh.default, own)
+    caplog.set_level(logging.DEBUG, "nxd_jax")
+    assert afresh(lambda x: x.tanh() + 1)[0].allclose(X * 7 + 1) and entries(folder) == []
+    assert "this program is traced in every process: aten.tanh.default has a lowering of the script's own" in caplog.text
+    assert text_of() and len(afresh(product)) == 3 and len(entries(folder)) == 1, "other programs do not mind"
+    monkeypatch.delitem(table, aten.add.Tensor)
+    with pytest.raises(
+        UnknownError, match="aten.add.Tensor is made of others, and the script has lowerings of its own .aten.tanh.default."
+    ):
+        text_of()
+    monkeypatch.delitem(table, aten.tanh.default)
+    if aten.add.Tensor in executable_keys.decomposition_table:
+        monkeypatch.setitem(executable_keys.decomposition_table, aten.add.Tensor, test_constants_in_a_name)
+    with pytest.raises(UnknownError, match="aten.add.Tensor has a decomposition of the script's own"):
+        text_of()
+
+
+def test_a_jax_that_has_changed(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def gone() -> str:
+        raise AttributeError("module 'jax._src.compiler' has no attribute 'get_compile_options'")
+
+    monkeypatch.setattr(_compat, "compile_options", gone)
+    caplog.set_level(logging.INFO, "nxd_jax")
+    assert afresh(product)[0].allclose(product(X)) and entries(folder) == []
+    assert "programs are traced in every process: AttributeError: module 'jax._src.compiler'" in caplog.text
+
+
+# -- the folder -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("damage", ["half", "foreign", "empty", "another format"])
+def test_damaged_entries_are_replaced(folder: pathlib.Path, traced: list[int], caplog: pytest.LogCaptureFixture, damage: str) -> None:
+    afresh(product)
+    (entry,) = entries(folder)
+    data = entry.read_bytes()
+    cases = {
+        "half": data[: len(data) // 2],
+        "foreign": b"#!/bin/sh\n",
+        "empty": b"",
+        "another format": data.replace(b"executable 1", b"executable 9"),
+    }
+    entry.write_bytes(cases[damage])
+    assert afresh(product)[0].allclose(product(X)) and len(traced) == 2
+    (said,) = [r.getMessage() for r in caplog.records if r.name == "nxd_jax"]
+    assert said.startswith(f"{entry} cannot be used, so its program is compiled again: DamagedError: it ")
+    assert entry.read_bytes() == data and afresh(product)[1:] == (1, 0) and len(traced) == 2
+
+
+def test_code_that_is_gone_or_another(folder: pathlib.Path, traced: list[int]) -> None:
+    """JAX's entry evicted, or replaced by one that this entry was not made for."""
+    afresh(product)
+    (code,) = folder.parent.glob("*-cache")
+    code.unlink()
+    assert afresh(product)[1:] == (0, 1) and afresh(product)[1:] == (1, 0) and len(traced) == 2
+    packed = code.read_bytes()
+    afresh(VARIANTS["op"])
+    (other,) = set(folder.parent.glob("*-cache")) - {code}
+    other.write_bytes(packed)
+    afresh(VARIANTS["op"])
+    assert len(traced) == 4, "not taken for what it is not"
+
+
+def test_entries_whose_code_was_evicted_go(folder: pathlib.Path) -> None:
+    afresh(product)
+    (gone,) = entries(folder)
+    (code,) = folder.parent.glob("*-cache")
+    jax.config.update("jax_compilation_cache_max_size", 10**9)
+    compile_cache.compilation_cache.reset_cache()
+    code.unlink()
+    afresh(VARIANTS["op"])
+    assert len(entries(folder)) == 1 and not gone.exists()
+
+
+def test_a_folder_to_read_from(folder: pathlib.Path, traced: list[int]) -> None:
+    afresh(product)
+    compile_cache.use(folder.parent, readonly=True)
+    assert afresh(product)[1:] == (1, 0) and len(traced) == 1
+    afresh(VARIANTS["op"])
+    assert len(entries(folder)) == 1
+    entries(folder)[0].write_bytes(b"half")
+    afresh(product)
+    assert entries(folder)[0].read_bytes() == b"half"
+
+
+def test_it_can_be_turned_off(folder: pathlib.Path, traced: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NXD_JAX_EXECUTABLES", "0")
+    afresh(product)
+    assert afresh(product)[1:] == (1, 0) and len(traced) == 2 and not folder.exists()
+    monkeypatch.delenv("NXD_JAX_EXECUTABLES")
+    jax.config.update("jax_compilation_cache_dir", str(folder.parent / "of_jax_alone"))
+    compile_cache.compilation_cache.reset_cache()
+    afresh(product)
+    assert not folder.exists() and not (folder.parent / "of_jax_alone" / "executables").exists()
+
+
+def test_a_folder_that_cannot_be_written(folder: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder.write_text("a file")
+    caplog.set_level(logging.INFO, "nxd_jax")
+    assert afresh(product)[0].allclose(product(X))
+    assert "is not written: " in caplog.text
+
+
+def test_writers_at_once(folder: pathlib.Path) -> None:
+    """Whole entries only, whoever wins; nothing else stays."""
+    afresh(product)
+    (entry,) = entries(folder)
+    made = executor.RECENT[-1].compiled
+    (code,) = folder.parent.glob("*-cache")
+    packed, key = code.read_bytes(), code.name.removesuffix("-cache")
+    stop = threading.Event()
+    found: list[Any] = []
+
+    def write() -> None:
+        while not stop.is_set():
+            executables._write(entry, made, key, packed)
+
+    threads = [threading.Thread(target=write) for _ in range(3)]
+    for t in threads:
+        t.start()
+    for _ in range(50):
+        found.append(executables._unpacked(entry.read_bytes())[0])
+    stop.set()
+    for t in threads:
+        t.join()
+    assert set(found) == {key} and list(folder.iterdir()) == [entry]
+
+
+def test_entries_of_jax_are_watched(folder: pathlib.Path) -> None:
+    with _compat.watch_cache_entries() as outer, _compat.watch_cache_entries() as inner:
+        afresh(product)
+    assert [k for k, _ in outer] == [k for k, _ in inner] and len(outer) == 1
+    assert _compat.cache_entry(outer[0][0]) == outer[0][1] and _compat.cache_entry("unheard-of") is None
+    afresh(VARIANTS["op"])
+    assert len(outer) == 1
