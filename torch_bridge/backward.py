@@ -27,9 +27,11 @@ _original = _graph._engine_run_backward
 
 
 class _State(threading.local):
-    """Of this thread: how many backward passes are running inside each other, and the first error of theirs."""
+    """Of this thread: how many backward passes are running inside each other, and the first error of theirs. accumulates: the innermost adds to the `.grad` of
+    all leaves."""
 
     depth = 0
+    accumulates = False
     error: BaseException | None = None
     signals: interrupts.Deferred | None = None
 
@@ -92,22 +94,28 @@ def _engine_run_backward(t_outputs: Sequence[Any], *args: Any, **kwargs: Any) ->
         return _original(t_outputs, *args, **kwargs)
     state = _STATE
     with torch.autograd.set_multithreading_enabled(False), interrupts.deferred() as signals:
-        outer = state.signals
+        outer, outer_accumulates = state.signals, state.accumulates
         _watch(1)
         state.depth += 1
         state.signals = signals or outer
+        state.accumulates = bool(kwargs.get("accumulate_grad")) and len(args) == 4 and not args[2] and not args[3]  # create_graph, inputs
         try:
             result = _original(t_outputs, *args, **kwargs)
         except Exception as error:
             raise _take_error(state) or errors.explain_derivative(error) from None
         finally:
             state.depth -= 1
-            state.signals = outer
+            state.signals, state.accumulates = outer, outer_accumulates
             _watch(-1)
         kept = _take_error(state)
     if kept is not None:
         raise kept
     return result
+
+
+def accumulates() -> bool:
+    """Whether this thread is in a backward pass that adds to the `.grad` of every leaf, without a graph of its own."""
+    return _STATE.accumulates and _STATE.error is None
 
 
 _running = 0

@@ -63,7 +63,17 @@ def register() -> None:
             f"torch's one slot for an external device is already taken by '{name}' in this process, so 'xla' cannot be added. "
             "Import nxd_jax (or torch_xla) in a process that does not import the other backend."
         )
-    from torch_bridge import autocast, cpu_attention, device_module, factories, generators, modules, pinning, serialization
+    from torch_bridge import (
+        autocast,
+        cpu_attention,
+        device_module,
+        factories,
+        fused_optimizers,
+        generators,
+        modules,
+        pinning,
+        serialization,
+    )
 
     torch.utils.rename_privateuse1_backend("xla")
     torch._register_device_module("xla", device_module)
@@ -80,6 +90,7 @@ def register() -> None:
     autocast.install()
     generators.install()
     modules.install()
+    fused_optimizers.install()
     backward.install(_Guard)
     serialization.install()
     _registered = True

@@ -8,10 +8,13 @@ import types
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
+from itertools import repeat
+from operator import attrgetter, eq, is_
 from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from torch_bridge import code_reads, ranks
 from torch_bridge.tensor import XLATensor
@@ -20,6 +23,7 @@ _SIMPLE = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch
 _CODE = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType, type)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _NOT_STATE = frozenset(vars(torch.nn.Module())) - {"training"} | {"forward", "_is_full_backward_hook", "_non_persistent_buffers_set"}
+_PARTS = frozenset({"_parameters", "_buffers", "_modules", "forward"})
 _DEPTH = 4
 _MANY = 256
 _BYTES = 1 << 16
@@ -74,9 +78,11 @@ class Fingerprint:
             for kind in (module._parameters, module._buffers):
                 for key, t in kind.items():
                     walk.tensor(f"{name}.{key}", t)
-            walk.watch(module.__dict__)
-            for held in (module._parameters, module._buffers, module._modules, *(getattr(module, hooks) for hooks in _HOOKS if name)):
+            walk.watch(module.__dict__, _NOT_STATE - _PARTS)
+            for held in (module._parameters, module._buffers, module._modules):
                 walk.watch(held)
+            if name:
+                walk.hooks += [getattr(module, hooks) for hooks in _HOOKS]
             for key, value in module.__dict__.items():
                 if key not in _NOT_STATE:
                     walk.value(f"{name}.{key}", value, 0)
@@ -107,18 +113,25 @@ class Fingerprint:
 class _Walk:
     """A walk through a module, and what to look at to know that another one would find the same.
 
-    sizes: dicts and lists with their lengths; entries: (dict or the like, key, value); items: lists with what was in them; facts: of tensors; contents:
-    (object, what reads its contents, the contents). registered: ids of the modules that are walked anyway.
+    held, sizes: dicts and their lengths; dicts, keys, values: entries of dicts; entries: (something else with `get`, key, value); items: lists with what was in
+    them; tensors, needs: tensors and whether they need gradients; hooks: what holds hooks of modules; contents: (object, what reads it, what it read).
+    registered: ids of the modules that are walked anyway.
     """
 
     def __init__(self) -> None:
         self.found: list[Any] = []
         self.tensors: list[XLATensor] = []
         self.state = State(())
-        self.sizes: list[tuple[Any, int]] = []
+        self.held: list[Any] = []
+        self.sizes: list[int] = []
+        self.dicts: list[dict[Any, Any]] = []
+        self.keys: list[Any] = []
+        self.values: list[Any] = []
         self.entries: list[tuple[Any, Any, Any]] = []
         self.items: list[tuple[Any, tuple[Any, ...]]] = []
-        self.facts: list[tuple[XLATensor, Any, Any, bool]] = []
+        self.needs: list[bool] = []
+        self.hooks: list[Any] = []
+        self._hooks_made = RemovableHandle.next_id
         self.contents: list[tuple[Any, Callable[[Any], Any], Any]] = []
         self.registered: set[int] = set()
         self._functions: set[int] = set()
@@ -126,21 +139,42 @@ class _Walk:
         self._seen: dict[int, int] = {}
 
     def untouched(self) -> bool:
-        """Whether everything is the very object that it was."""
+        """Whether everything is the very object that it was. Before every call of a module, over thousands of entries: loops without Python code in them."""
         return (
-            all(len(held) == size for held, size in self.sizes)
-            and all(held.get(key, _MISSING) is value for held, key, value in self.entries)
-            and all(t._storage is storage and t._layout is view and t.requires_grad is needs for t, storage, view, needs in self.facts)
+            all(map(eq, map(len, self.held), self.sizes))
+            and all(map(is_, map(dict.get, self.dicts, self.keys, repeat(_MISSING)), self.values))
+            and all(map(eq, map(_NEEDS_GRAD, self.tensors), self.needs))
+            and all(space.get(key, _MISSING) is value for space, key, value in self.entries)
             and all(_same_items(held, before) for held, before in self.items)
             and all(read(x) == before for x, read, before in self.contents)
-            and not any(t._backward_hooks for t in self.tensors)
+            and self._without_hooks()
         )
 
-    def watch(self, held: dict[Any, Any]) -> None:
+    def _without_hooks(self) -> bool:
+        """Whether there still are no hooks inside. Looked at when a hook was registered anywhere since."""
+        made = RemovableHandle.next_id
+        if made != self._hooks_made:
+            if any(self.hooks) or any(map(_TENSOR_HOOKS, self.tensors)):
+                return False
+            self._hooks_made = made
+        return True
+
+    def watch(self, held: dict[Any, Any], leave_out: frozenset[str] = frozenset()) -> None:
         """Look at a dict's keys and values."""
-        self.sizes.append((held, len(held)))
-        readable = held if type(held).get is dict.get else _Raw(held)
-        self.entries += [(readable, key, value) for key, value in dict.items(held)]
+        self.held.append(held)
+        self.sizes.append(len(held))
+        for key, value in dict.items(held):
+            if key not in leave_out:
+                self.entry(held, key, value)
+
+    def entry(self, space: Any, key: Any, value: Any) -> None:
+        """Look at what something has under a key."""
+        if isinstance(space, dict):
+            self.dicts.append(space)
+            self.keys.append(key)
+            self.values.append(value)
+        else:
+            self.entries.append((space, key, value))
 
     def places(self, places: Iterable[code_reads.Place]) -> None:
         """Values that code reads, such as globals."""
@@ -148,7 +182,7 @@ class _Walk:
             value = space.get(key)
             if (id(space), key) not in self._places:
                 self._places.add((id(space), key))
-                self.entries.append((space, key, value))
+                self.entry(space, key, value)
                 self.value(f"what the code calls {key}", value, _DEPTH - 1)
 
     def add(self, label: str, what: Any) -> None:
@@ -168,7 +202,9 @@ class _Walk:
         if id(t) not in self._seen:
             self._seen[id(t)] = len(self.tensors)
             self.tensors.append(t)
-            self.facts.append((t, t._storage, t._layout, t.requires_grad))
+            self.needs.append(t.requires_grad)
+            self.entry(t.__dict__, "_storage", t._storage)
+            self.entry(t.__dict__, "_layout", t._layout)
         self.add(label, (id(t), id(t._storage), t._layout, t.requires_grad))
 
     def value(self, label: str, x: Any, depth: int) -> None:
@@ -244,18 +280,6 @@ class _Same:
         return isinstance(other, _Same) and self._held is other._held
 
 
-class _Raw:
-    """A dict of a class with a `get` of its own."""
-
-    __slots__ = ("_held",)
-
-    def __init__(self, held: dict[Any, Any]):
-        self._held = held
-
-    def get(self, key: Any, default: Any = None) -> Any:
-        return dict.get(self._held, key, default)
-
-
 class _Slots:
     """Attributes in slots, to be read like a dict's."""
 
@@ -294,6 +318,8 @@ _READERS: dict[type, Callable[[Any], Any]] = {
 }
 """How to read the contents of objects that have no attributes."""
 _MISSING = object()
+_NEEDS_GRAD = attrgetter("requires_grad")
+_TENSOR_HOOKS = attrgetter("_backward_hooks")
 
 
 def _same_items(held: Any, before: tuple[Any, ...]) -> bool:

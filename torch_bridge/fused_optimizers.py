@@ -1,226 +1,156 @@
-"""torch's optimizers whose step is one recorded op, with torch's numbers: SGD, Adam, AdamW, Adagrad and Adafactor; and which optimizers may see parts only.
+"""torch's optimizers on xla parameters: a step of SGD, Adam, AdamW, Adagrad or Adafactor is one recorded op; and which optimizers may see parts only.
 
-`fused(torch.optim.AdamW)` is a subclass that keeps torch's state (`step` stays on the CPU, so a program has no input for each) and hands a group's
-update to `optimizer_ops`. Options that say how torch should do it (foreach, fused, capturable, differentiable) and learning rates that are tensors leave
-the step to torch.
+`install` puts a step in the place of theirs, in the classes themselves: `type(optimizer)`, hooks, schedulers and `state_dict()` are as ever, and CPU parameters
+take torch's own step. So do options that say how torch should do it (`foreach`, `fused`, `capturable`, `differentiable`), numbers that are tensors or differ by
+rank, autocast around the step, torch's modes, subclasses with a step of their own, and every step with NXD_JAX_FUSED_OPTIMIZERS=0.
+What is recorded is in `optimizer_plans.py`.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import optim
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 
-from torch_bridge import divided
-
-_CHOICES = ("foreach", "fused", "capturable", "differentiable")
-Group = dict[str, Any]
-
-
-def _optimizer_ops() -> Any:
-    import torch_bridge.recorder  # noqa: F401  # brings JAX up
-    from torch_bridge import optimizer_ops
-
-    return optimizer_ops
+_CLASSES = (optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad, optim.Adafactor)
 
 
-class Update(NamedTuple):
-    """One recorded op. options: a text, or (for Adafactor) flags that are still to be joined with what parameters are parts of."""
-
-    rule: str
-    params: list[torch.Tensor]
-    states: list[list[torch.Tensor]]
-    numbers: list[float]
-    flags: set[str]
-
-    def record(self) -> None:
-        optimizer_ops = _optimizer_ops()
-        grads = [p.grad for p in self.params if p.grad is not None]
-        options = divided.text(self.flags, self.params) if self.rule == "adafactor" else ",".join(sorted(self.flags))
-        optimizer_ops.update(self.rule, self.params, grads, self.states, self.numbers, options)
+def install() -> None:
+    """Put it in place, once; brings no recorder up."""
+    for cls in _CLASSES:
+        own = vars(cls).get("step")  # AdamW's is Adam's, unless an optimizer was made before
+        if own is None:
+            continue
+        hooked = getattr(own, "hooked", False)  # torch puts its hooks around a class's step when it first makes an optimizer
+        step: Any = _one_op(cls, own.__wrapped__ if hooked else own)
+        if hooked:
+            step = optim.Optimizer.profile_hook_step(step)
+            step.hooked = True
+        cls.step = step  # type: ignore[method-assign]
 
 
-def fused(optimizer_class: Any) -> Any:
-    """The class with a step that is recorded as one op, if it steps as one of torch's that have it; else the class itself."""
-    plan = _plan_of(optimizer_class)
-    if plan is None or _is_fused(optimizer_class):
-        return optimizer_class
-    found = _VARIANTS.get(optimizer_class)
-    if found is None:
-        members = {"_plan": staticmethod(plan), "__module__": optimizer_class.__module__, "__doc__": optimizer_class.__doc__}
-        found = _VARIANTS[optimizer_class] = type(optimizer_class.__name__, (_Fused, optimizer_class), members)
-    return found
+def enabled() -> bool:
+    """Whether NXD_JAX_FUSED_OPTIMIZERS lets steps be recorded as one op; ValueError for a value that it cannot have."""
+    text = os.environ.get(_SWITCH)
+    if text is None:
+        return True
+    from torch_bridge.variables import VARIABLES
+
+    return VARIABLES[_SWITCH].parse(text) is not False
 
 
-class _Fused:
-    """Placed before an optimizer class: steps with one recorded op for each group where that is possible."""
+_SWITCH = "NXD_JAX_FUSED_OPTIMIZERS"
 
-    param_groups: list[Group]
-    _plan: Callable[[Any, Group], Iterator[Update]]
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update all parameters that have a gradient. Returns what `closure`, which computes the loss anew, returns."""
-        if not all(_plain(group) for group in self.param_groups) or getattr(self, "grad_scale", None) is not None:
-            return self._torch_step(closure)
+def _one_op(cls: type, own: Callable[..., Any]) -> Callable[..., Any]:
+    """A step for a class: one recorded op for each group where that is the same as `own`, else that."""
+
+    @functools.wraps(own)
+    def step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
+        if not _on_xla(self):
+            return own(self, closure)
+        if not _may(self, cls, step):
+            _check_parts(self)
+            return own(self, closure)
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group in self.param_groups:
-            for update in self._plan(self, group):
-                update.record()
+        with torch.no_grad():
+            if not _record(self, cls):
+                _check_parts(self)
+                own(self)
         return loss
 
-    def _torch_step(self, closure: Callable[[], Any] | None) -> Any:
-        """torch's own; its wrapper for step hooks is already around ours."""
-        own = super().step  # type: ignore[misc]
-        return own.__wrapped__(self, closure) if getattr(own, "hooked", False) else own(closure)
+    return step
 
 
-_VARIANTS: dict[type, type] = {}
+def _on_xla(optimizer: Any) -> bool:
+    """Whether its first parameter is; parameters on several devices are told apart later."""
+    first = next((p for group in optimizer.param_groups for p in group["params"]), None)
+    return first is not None and first.device.type == "xla"
 
 
-def _is_fused(optimizer_class: Any) -> bool:
-    return inspect.isclass(optimizer_class) and issubclass(optimizer_class, _Fused)
+def _may(optimizer: Any, cls: Any, step: Any) -> bool:
+    """Whether a step of torch's own class would be the same for anybody who looks."""
+    kind = type(optimizer)
+    return (
+        (kind.step is step or getattr(kind.step, "__wrapped__", None) is step)
+        and inspect.unwrap(kind._init_group) is inspect.unwrap(cls._init_group)  # torch.compile wraps them
+        and getattr(optimizer, "grad_scale", None) is None
+        and getattr(optimizer, "found_inf", None) is None
+        and not torch.is_autocast_enabled("xla")
+        and not torch.compiler.is_compiling()
+        and not _observed()
+        and enabled()
+    )
 
 
-def _plain(group: Group) -> bool:
-    """Whether a group's step is what the rules compute."""
-    numbers = [group["lr"], *group.get("betas", ())]
-    if any(group.get(name) for name in _CHOICES) or group.get("foreach") is False or any(isinstance(x, torch.Tensor) for x in numbers):
+def _observed() -> bool:
+    """Whether somebody follows single operations. `torch.set_default_device` does not."""
+    return bool(
+        torch._C._len_torch_dispatch_stack()
+        or (torch._C._len_torch_function_stack() and any(type(m) is not DeviceContext for m in _get_current_function_mode_stack()))
+        or torch._C._functorch.peek_interpreter_stack() is not None
+    )
+
+
+def _record(optimizer: Any, cls: type) -> bool:
+    """Record it; False, with nothing changed, if it is not what the rules compute."""
+    import torch_bridge.recorder  # noqa: F401  # brings JAX up
+    from torch_bridge import optimizer_plans
+
+    if issubclass(cls, optim.Adafactor) and optimizer_plans.rounds() and not _parts(optimizer):
         return False
-    grads = [p.grad for p in group["params"] if p.grad is not None]
-    return all(g.device.type == "xla" and not g.is_sparse and g.is_floating_point() for g in grads)
+    plan = next(optimizer_plans.PLANS[c] for c in cls.__mro__ if c in optimizer_plans.PLANS)
+    gathered = optimizer_plans.gather(plan, optimizer)
+    for given in gathered or ():
+        for update in plan.updates(given):
+            update.record()
+    return gathered is not None
 
 
-# -- what each records ------------------------------------------------------------------------------
+def _parts(optimizer: Any) -> list[Any]:
+    """Its parameters of which ranks hold parts, as far as somebody said so."""
+    from torch_bridge import divided
+
+    return [p for group in optimizer.param_groups for p in group["params"] if divided.of(p).cuts]
 
 
-def by_step(params: list[torch.Tensor], steps: list[torch.Tensor]) -> Iterator[tuple[float, list[int]]]:
-    """Count a step for each parameter; then how many there were, and the places of the parameters that had so many."""
-    found: dict[float, list[int]] = {}
-    for k, step in enumerate(steps):
-        step += 1
-        found.setdefault(step.item(), []).append(k)
-    yield from found.items()
+def _check_parts(optimizer: Any) -> None:
+    """Raise for torch's own step of an optimizer that looks at whole tensors, where ranks hold parts."""
+    if isinstance(optimizer, optim.Adafactor) and (parts := _parts(optimizer)):
+        raise NotImplementedError(
+            f"Adafactor factors second moments of whole matrices, and a rank holds a part (of shape {list(parts[0].shape)}) of one. It puts parts together "
+            "where its step is recorded as one op: without foreach, tensors among its options, autocast around step() and NXD_JAX_FUSED_OPTIMIZERS=0"
+        )
 
 
-def _flags(group: Group, **more: Any) -> set[str]:
-    given = {"decay": group["weight_decay"] != 0, "maximize": group.get("maximize", False), **more}
-    return {name for name, on in given.items() if on}
+class Update(NamedTuple):
+    """One recorded op. flags: for Adafactor, they are still to be joined with what parameters are parts of. grads: those of params, if they are at hand."""
 
+    rule: str
+    params: list[Any]
+    states: list[list[Any]]
+    numbers: list[float]
+    flags: set[str]
+    grads: list[Any] | None = None
 
-def _sgd(optimizer: Any, group: Group) -> Iterator[Update]:
-    params: list[torch.Tensor] = []
-    optimizer._init_group(group, params, [], [])
-    if not params:
-        return
-    numbers = [group["weight_decay"], group["momentum"], 1 - group["dampening"], -group["lr"]]
-    flags = _flags(group, nesterov=group["nesterov"])
-    if group["momentum"] == 0:
-        yield Update("sgd", params, [], numbers, flags)
-        return
-    new = [p for p in params if optimizer.state[p].get("momentum_buffer") is None]
-    for p in new:  # zeros, of which nothing is kept: then the first step is the same program as all others
-        optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
-    started = {id(p) for p in new}
-    for chosen, weight in ((new, 1.0), ([p for p in params if id(p) not in started], numbers[2])):
-        if chosen:
-            buffers = [optimizer.state[p]["momentum_buffer"] for p in chosen]
-            yield Update("sgd", chosen, [buffers], [*numbers[:2], weight, numbers[3]], flags)
+    def record(self) -> None:
+        """Record it: parameters and states are updated in place."""
+        import torch_bridge.recorder  # noqa: F401  # brings JAX up
+        from torch_bridge import divided, optimizer_ops
 
-
-def _adam(optimizer: Any, group: Group) -> Iterator[Update]:
-    params: list[torch.Tensor] = []
-    steps: list[torch.Tensor] = []
-    means: list[torch.Tensor] = []
-    squares: list[torch.Tensor] = []
-    peaks: list[torch.Tensor] = []
-    optimizer._init_group(group, params, [], means, squares, peaks, steps)
-    decoupled = group.get("decoupled_weight_decay", False)
-    (beta1, beta2), lr, decay = group["betas"], group["lr"], group["weight_decay"]
-    states = [means, squares, peaks] if group["amsgrad"] else [means, squares]
-    for step, places in by_step(params, steps):
-        numbers = [
-            1 - lr * decay if decoupled else decay,
-            1 - beta1,
-            beta2,
-            1 - beta2,
-            (1 - beta2**step) ** 0.5,
-            group["eps"],
-            -lr / (1 - beta1**step),
-        ]
-        yield Update("adam", *_picked(places, params, states), numbers, _flags(group, decoupled=decoupled))
-
-
-def _adagrad(optimizer: Any, group: Group) -> Iterator[Update]:
-    params: list[torch.Tensor] = []
-    sums: list[torch.Tensor] = []
-    steps: list[torch.Tensor] = []
-    optimizer._init_group(group, params, [], sums, steps)
-    for step, places in by_step(params, steps):
-        rate = group["lr"] / (1 + (step - 1) * group["lr_decay"])
-        yield Update("adagrad", *_picked(places, params, [sums]), [group["weight_decay"], group["eps"], -rate], _flags(group))
-
-
-def _adafactor(optimizer: Any, group: Group) -> Iterator[Update]:
-    params: list[torch.Tensor] = []
-    rows: list[Any] = []
-    columns: list[Any] = []
-    variances: list[Any] = []
-    steps: list[torch.Tensor] = []
-    optimizer._init_group(group, params, [], rows, columns, variances, steps)
-    if not params:
-        return
-    lr, (eps1, eps2) = group["lr"], group["eps"]
-    eps1 = torch.finfo(params[0].dtype).eps if eps1 is None else eps1
-    for step, places in by_step(params, steps):
-        numbers = [1 - lr * group["weight_decay"], step ** group["beta2_decay"], min(lr, 1 / step**0.5), eps1, eps2, group["d"]]
-        for states in ([rows, columns], [variances]):
-            _lie_as_parameters(params, states)
-            chosen = [k for k in places if states[0][k] is not None]
-            if chosen:
-                yield Update("adafactor", *_picked(chosen, params, states), numbers, _flags(group))
-
-
-def _lie_as_parameters(params: list[Any], states: list[list[Any]]) -> None:
-    """New state differs among the ranks among which its parameter does, which torch's way of making it (from the gradient) does not say."""
-    from torch_bridge import sharding, specials
-
-    for state in states if sharding.active() else []:
-        for p, t in zip(params, state, strict=True):
-            if t is not None and t._storage.constant:
-                specials.lie_as(t, p)
-
-
-def _picked(places: list[int], params: list[Any], states: list[list[Any]]) -> tuple[list[Any], list[list[Any]]]:
-    return [params[k] for k in places], [[s[k] for k in places] for s in states]
-
-
-_PLANS: dict[Any, Callable[[Any, Group], Iterator[Update]]] = {
-    optim.SGD: _sgd,
-    optim.Adam: _adam,
-    optim.AdamW: _adam,
-    optim.Adagrad: _adagrad,
-    optim.Adafactor: _adafactor,
-}
-
-
-def _plan_of(optimizer_class: Any) -> Callable[[Any, Group], Iterator[Update]] | None:
-    """How to record a class's step: that of the class of torch whose step and state it has."""
-    if not inspect.isclass(optimizer_class):
-        return None
-    if _is_fused(optimizer_class):
-        return getattr(optimizer_class, "_plan")  # noqa: B009  # the checker sees no attribute of a class made at run time
-    for base in optimizer_class.__mro__:
-        if base in _PLANS:
-            same = all(inspect.unwrap(getattr(optimizer_class, n)) is inspect.unwrap(getattr(base, n)) for n in ("step", "_init_group"))
-            return _PLANS[base] if same else None
-    return None
+        grads = [p.grad for p in self.params] if self.grads is None else self.grads
+        options = divided.text(self.flags, self.params) if self.rule == "adafactor" else ",".join(sorted(self.flags))
+        optimizer_ops.update(self.rule, self.params, grads, self.states, self.numbers, options)
 
 
 # -- optimizers that look at whole tensors ------------------------------------------------------------
@@ -239,10 +169,18 @@ _WHOLE_BY_NAME = {
 }
 
 
+def _puts_together(optimizer_class: type) -> bool:
+    """Whether a class steps as torch's Adafactor, as one op."""
+    cls: Any = optim.Adafactor
+    if not issubclass(optimizer_class, cls) or not enabled():
+        return False
+    return all(inspect.unwrap(getattr(optimizer_class, n)) is inspect.unwrap(getattr(cls, n)) for n in ("step", "_init_group"))
+
+
 def why_whole(optimizer_class: Any) -> str | None:
     """Why an optimizer gives other numbers on parts of parameters than on whole ones; None for those that work element by element, that put parts
     together (torch's Adafactor), and that are not known."""
-    if not inspect.isclass(optimizer_class) or _plan_of(optimizer_class) is not None:
+    if not inspect.isclass(optimizer_class) or _puts_together(optimizer_class):
         return None
     known = next((_WHOLE[c] for c in optimizer_class.__mro__ if c in _WHOLE), None)
     return known or next((_WHOLE_BY_NAME[c.__name__] for c in optimizer_class.__mro__ if c.__name__ in _WHOLE_BY_NAME), None)

@@ -27,7 +27,10 @@ _INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torc
 
 
 def evaluate(segment: Segment, vid: int) -> torch.Tensor | None:
-    """The value of a pending integer or bool result as a CPU tensor, or None if it takes the device to know it."""
+    """The value of a pending integer or bool result as a CPU tensor, or None if it takes the device to know it.
+
+    Who watches the segment is told, as of any value that Python asks for; if no leaf has a part in it, with the place of the first node that has (plus 1).
+    """
     cone = _cone(segment, vid)
     if cone is None:
         return None
@@ -50,6 +53,8 @@ def evaluate(segment: Segment, vid: int) -> torch.Tensor | None:
             cast = entry.casts[k] if entry.casts else None
             values[first + k] = value if cast is None else value.to(cast)
     metrics.count("host::small_integers")
+    if segment.watch is not None:
+        segment.watch(None, None, 0 if min(values) < 0 else 1 + cone[0][0])
     return values[vid]
 
 

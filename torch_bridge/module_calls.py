@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree
 
-from torch_bridge import ambient, dispatch, recordings, rng
+from torch_bridge import ambient, dispatch, leaf_gradients, recordings, rng
 from torch_bridge.fingerprints import Unknown
 from torch_bridge.recompute import Again, gradients
 from torch_bridge.recordings import Forward, Kind, Place, Source
@@ -23,9 +23,28 @@ from torch_bridge.tape import NotRepeatable, Recording, Unread
 from torch_bridge.tensor import XLATensor, make
 
 
+class Held:
+    """What a module holds, in one state of it. tensors: each once; given: their storages, each once; first: a tensor on each; places: where storages are among
+    them, by id; ids: of the tensors; parameters: those that need gradients.
+    """
+
+    def __init__(self, tensors: Sequence[XLATensor], state: Any):
+        self.tensors, self.state = tensors, state
+        self.given: list[Storage] = []
+        self.first: list[XLATensor] = []
+        self.places: dict[int, int] = {}
+        for t in tensors:
+            if id(t._storage) not in self.places:
+                self.places[id(t._storage)] = len(self.given)
+                self.given.append(t._storage)
+                self.first.append(t)
+        self.ids = set(map(id, tensors))
+        self.parameters = [t for t in tensors if t.requires_grad]
+
+
 class Call:
-    """One call. tensors: the arguments that are tensors, each once; places: which of them each tensor argument is; given: storages of arguments and of what
-    the module holds, each once; first: a tensor on each; every: the tensors of both; numbers: which of the storages each is on.
+    """One call. tensors: the arguments that are tensors, each once; places: which of them each tensor argument is; given: storages of what the module holds and
+    of arguments, each once; first: a tensor on each; every: the tensors of both; numbers: which of the storages each argument is on.
     """
 
     def __init__(self, player: Any, args: Any, kwargs: Any):
@@ -44,23 +63,26 @@ class Call:
         self.ambient = ambient.now()
         self.draws = (rng.DEFAULT.seed, rng.DEFAULT.offset)
 
-    def holding(self, held: Sequence[XLATensor], state: Any) -> None:
-        """Take note of what the module holds, and of its state."""
-        self.held, self.state = held, state
+    def holding(self, held: Held) -> None:
+        """Take note of what the module holds."""
+        self.held, self.state = held.tensors, held.state
+        self.given, self.first = list(held.given), list(held.first)
         places: dict[int, int] = {}
-        self.given: list[Storage] = []
-        self.first: list[XLATensor] = []
         self.numbers: list[int] = []
-        self.every = [*self.tensors, *held]
-        for t in self.every:
-            if id(t._storage) not in places:
-                places[id(t._storage)] = len(self.given)
-                self.given.append(t._storage)
-                self.first.append(t)
-            self.numbers.append(places[id(t._storage)])
-        arguments = {id(t) for t in self.tensors}
-        self.held_arguments = arguments.intersection(map(id, held)) if arguments else set()
-        self.parameters = [t for t in held if t.requires_grad and id(t) not in arguments]
+        for t in self.tensors:
+            storage = t._storage
+            number = held.places.get(id(storage))
+            if number is None:
+                number = places.setdefault(id(storage), len(self.given))
+                if number == len(self.given):
+                    self.given.append(storage)
+                    self.first.append(t)
+            self.numbers.append(number)
+        self.every = [*self.tensors, *held.tensors]
+        self.held_arguments = held.ids.intersection(map(id, self.tensors))
+        self.parameters = held.parameters
+        if self.held_arguments:
+            self.parameters = [t for t in held.parameters if id(t) not in self.held_arguments]
 
     def key(self) -> Any:
         """What calls of one kind have in common."""
@@ -74,7 +96,7 @@ class Call:
             self.ambient,
             facts,
             tuple(self.numbers),
-            tuple(s.layout for s in self.given),
+            tuple([s.layout for s in self.given]),
         )
 
     def run(self, kind: Kind) -> Any:
@@ -86,8 +108,16 @@ class Call:
         differentiable = torch.is_grad_enabled() and any(t.requires_grad for t in inputs)
         forward = kind.forward(differentiable)
         doing: Played | Recorded = Recorded(self, differentiable) if forward is None else Played(self, forward)
-        outs = _Run.apply(doing, *inputs) if differentiable else doing.forward()
+        outs = _apply(doing, *inputs) if differentiable else doing.forward()
         return _pytree.tree_unflatten([outs[x.number] if type(x) is Place else x for x in doing.rest], doing.how)
+
+    def await_backward(self, doing: Played | Recorded) -> None:
+        """Take note of other calls whose backward pass may come in the same pass: autograd adds up their gradients of parameters, in its own order."""
+        if self.ambient.grad:
+            waiting = self.player.waiting
+            for other in list(waiting):
+                other.alone = doing.alone = False
+            waiting.add(doing)
 
     def _look(self) -> Any:
         """Run it op by op on what the script gave, and see whether that can be repeated."""
@@ -180,6 +210,10 @@ class _Run(torch.autograd.Function):
         return (None, *found)
 
 
+_apply = super(torch.autograd.Function, _Run).apply
+"""Without what torch does first for functorch, which is not active here (`ambient.observed`)."""
+
+
 _TWICE = (
     "Trying to backward through the graph a second time (a module under torch_bridge.optimize has already freed what it kept): "
     "call the first backward() or autograd.grad() with retain_graph=True"
@@ -201,12 +235,14 @@ class Recorded:
         self.how: Any = None
         self.needs: tuple[bool, ...] = ()
         self.over = False
+        self.alone = False
         self._differentiable = differentiable
         self._known: dict[int, Source] = {}
 
     def forward(self) -> list[XLATensor]:
         """Run it; the tensors that it returns."""
         call = self.call
+        call.await_backward(self)
         self._again = Again(call, call.kind.forwards[0]) if self._differentiable else None
         self._own = [self._detached(t) for t in call.tensors] if self._differentiable else call.tensors
         arguments = call.on(self._own)
@@ -239,6 +275,7 @@ class Recorded:
     def release(self) -> None:
         """Let go of everything: there will be no other backward pass."""
         self.over = True
+        self.call.player.waiting.discard(self)
         del self.call, self._outs, self._own, self._made, self._again, self._recording, self._learned, self._known
 
     def backward(self, saved: Any, grads: Any, needed: Any) -> list[Any]:
@@ -297,7 +334,7 @@ def _apart(found: Sequence[Any], grads: Sequence[Any]) -> list[Any]:
 
 
 class Played:
-    """A call from recordings."""
+    """A call from recordings. alone: no other call of the module waits for its backward pass."""
 
     def __init__(self, call: Call, forward: Forward):
         self.call = call
@@ -306,15 +343,19 @@ class Played:
         self._forward = forward
         self._kept: dict[Source, Storage] = {}
         self._reads = list(forward.reads)
+        self.alone = True
 
     def forward(self) -> list[XLATensor]:
         """Play it; the tensors that it returns."""
         call, tape = self.call, self._forward.tape
         call.player.played += 1
+        call.await_backward(self)
         self._again = Again(call, self._forward)
         with LOCK:
             base = tape.play(call.given)
-            self._kept = {("kept", made.value): recordings.storage_of(made, base) for made in self._forward.kept}
+            self._base = base
+            if call.kind.later:
+                self._kept = {("kept", made.value): recordings.storage_of(made, base) for made in self._forward.kept}
             shared: dict[int, Storage] = {}
             outs = [recordings.tensor_of(made, base, shared) for made in self._forward.outs]
         for k in self._forward.bumped:
@@ -331,23 +372,26 @@ class Played:
     def release(self) -> None:
         """Let go of everything: there will be no other backward pass."""
         self.over = True
+        self.call.player.waiting.discard(self)
         del self.call, self._forward, self._again, self._outs, self._kept
 
     def backward(self, saved: Any, grads: Any, needed: Any) -> list[Any]:
         """Gradients of arguments and parameters."""
         call = self.call
-        known = call.kind.backward(recordings.pattern(grads, needed, self._known(), dispatch.STATE.current is not self._segment))
+        later = dispatch.STATE.current is not self._segment
+        known = call.kind.backward(recordings.pattern(grads, needed, self._known(), later))
         given = {("given", k): t._storage for k, t in zip(self._reads, saved, strict=False)}
         if any(storage is not call.given[k] for (_, k), storage in given.items()):
             raise RuntimeError(_SWAPPED)
         sources = {**given, **self._kept, **{("grad", k): g._storage for k, g in enumerate(grads) if g is not None}}
-        if known is None or torch.is_grad_enabled() or not all(what in sources for what in known.reads):
+        values = None if later or known is None else known.values(self._forward)
+        if known is None or torch.is_grad_enabled() or not all(what in sources or (values and what[0] == "kept") for what in known.reads):
             if known is None and not torch.is_grad_enabled():
                 call.kind.miss()
             return self._again.gradients([*call.tensors, *call.parameters], grads, needed, saved[len(given) :])
         with LOCK:
-            storages = [sources[what] for what in known.reads]
-            base = known.tape.play(storages)
+            storages: list[Any] = [sources.get(what) for what in known.reads]
+            base = known.tape.play(storages, {k: self._base + value for k, value in (values or {}).items()})
             found: list[Any] = []
             for g in known.grads:
                 if isinstance(g, int):
@@ -355,7 +399,11 @@ class Played:
                     found.append(make(storage.layout, storage))
                 else:
                     found.append(None if g is None else recordings.tensor_of(g, base, {}))
-            return found
+        if self.alone and leaf_gradients.possible():
+            for k, p in enumerate(call.parameters, len(call.tensors)):
+                if found[k] is not None and leaf_gradients.give(p, found[k]):
+                    found[k] = None
+        return found
 
     def _known(self) -> dict[int, Source]:
         alive = [(ref(), k) for k, ref in enumerate(self._outs)]

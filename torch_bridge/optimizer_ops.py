@@ -11,8 +11,11 @@ from typing import Any
 
 import torch
 
-from torch_bridge import adafactor_rule, update_rules
+from torch_bridge import adafactor_rule, tensor, update_rules
+from torch_bridge.dispatch import STATE, special
+from torch_bridge.layout import Layout
 from torch_bridge.lowerings import lowering
+from torch_bridge.segment import Entry, Lift, Segment, Slot, flat
 
 _STEP = "(str rule, {}, Tensor[] grads, {}, {}, {}, float[] numbers, str options) -> {}"
 _library = torch.library.Library("torch_bridge", "FRAGMENT")
@@ -62,9 +65,58 @@ def _columns(lists: Sequence[Sequence[Any]], count: int) -> list[list[Any]]:
     return [[x[k] for x in lists if x] for k in range(count)]
 
 
+# -- recording ----------------------------------------------------------------------------------------
+
+_ENTRIES: dict[tuple[Any, ...], Entry] = {}
+
+
+@special(ops.optimizer_step_.default)
+def _record(func: Any, args: Any, kwargs: Any) -> None:
+    """One node, however many tensors: what `dispatch.record` does for any op, without describing each argument."""
+    rule, params, grads, first, second, third, numbers, options = args
+    written = [*params, *first, *second, *third]
+    tensors = [*params, *grads, *first, *second, *third]
+    layouts = tuple([t._layout for t in tensors])
+    key = (rule, options, len(params), len(first), len(second), len(third), len(numbers), layouts)
+    entry = _ENTRIES.get(key)
+    if entry is None:
+        counts = [len(x) for x in (params, grads, first, second, third)]
+        entry = _ENTRIES[key] = _entry(rule, counts, [t._layout for t in written], layouts, len(numbers), options)
+    segment = STATE.current
+    vid = segment.emit(entry, tuple(_values(segment, tensors)), tuple(numbers))
+    for k, t in enumerate(written, vid):
+        segment.write_view(t._storage, t._layout, k)
+
+
+def _values(segment: Segment, tensors: Sequence[Any]) -> list[int]:
+    """What `segment.read` gives for each, without the call where it only looks up."""
+    if segment.watch is not None:
+        return [segment.read(t._storage, t._layout) for t in tensors]
+    ids = []
+    for t in tensors:
+        storage = t._storage
+        view = t._layout
+        ids.append(storage.vid if storage.segment is segment and view is storage.layout else segment.read(storage, view))
+    return ids
+
+
+def _entry(rule: str, counts: Sequence[int], written: Sequence[Layout], read: Sequence[Layout], numbers: int, options: str) -> Entry:
+    """counts: tensors in each of the five lists. read, written: layouts of the op's inputs and of what its results go to."""
+    slots = iter([Slot(k) for k in range(len(read))])
+    lists = [[next(slots) for _ in range(n)] for n in counts]
+    lifts = [Lift(k, float) for k in range(numbers)]
+    found = Entry(ops.optimizer_step.default, (rule, *lists, lifts, options), {}, tuple(map(flat, written)))
+    found.paths = tuple((k, j) for k, n in enumerate([counts[0], *counts[2:]]) for j in range(n))
+    return found
+
+
 def update(rule: str, params: Tensors, grads: Tensors, states: Sequence[Tensors], numbers: Sequence[float], options: str = "") -> None:
     """Record one op that updates xla parameters, and their state (up to three lists of tensors), in place. numbers may change without a new program."""
-    lists = [list(s) for s in states] + [[] for _ in range(3 - len(states))]
-    with torch.no_grad():
-        ops.optimizer_step_(rule, list(params), list(grads), *lists, [float(x) for x in numbers], options)
-    torch.autograd.graph.increment_version(list(params))
+    lists = [*states, *[[] for _ in range(3 - len(states))]]
+    args = (rule, params, grads, *lists, [float(x) for x in numbers], options)
+    if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
+        with torch.no_grad():
+            ops.optimizer_step_(*args)
+    else:  # torch's dispatcher would take hundreds of tensors apart and put them together again
+        tensor._dispatch(ops.optimizer_step_.default, args, {})
+    torch.autograd.graph.increment_version([t for given in (params, *states) for t in given])

@@ -80,6 +80,28 @@ class Backward:
     tape: Tape
     reads: list[Source]
     grads: list[Made | int | None]
+    _values: dict[int, dict[int, int] | None] = dataclasses.field(default_factory=dict, compare=False)
+
+    def values(self, forward: Forward) -> dict[int, int] | None:
+        """For a backward pass in the step of its forward pass: the values of that which the tape's externals are (by their places), so that nobody has to hold
+        them. None if they are not that simple: they are views that the forward pass did not read, or written."""
+        key = len(forward.kept)
+        if key not in self._values:
+            self._values[key] = self._find_values({made.value: made for made in forward.kept})
+        return self._values[key]
+
+    def _find_values(self, kept: Mapping[int, Made]) -> dict[int, int] | None:
+        numbers = {k: kept.get(value) for k, (what, value) in enumerate(self.reads) if what == "kept"}
+        changed = {k for k, _ in self.tape.writes} | {g for g in self.grads if isinstance(g, int)}
+        found: dict[int, int] = {}
+        for place, (k, view) in enumerate(self.tape.externals):
+            made = numbers.get(k)
+            if k not in numbers:
+                continue
+            if made is None or k in changed or (view is not made.base and view not in dict(made.views)):
+                return None
+            found[place] = made.value if view is made.base else dict(made.views)[view]
+        return None if changed.intersection(numbers) else found
 
     def difference(self, other: Backward) -> str:
         found = self.tape.difference(other.tape)
@@ -90,13 +112,15 @@ class Backward:
 class Kind:
     """What is known of one kind of call. The backward passes go by which results had gradients and which inputs needed them.
 
-    unread: a call was looked at in vain because it read storages that were full of one number.
+    unread: a call was looked at in vain because it read storages that were full of one number. later: there is a backward pass that comes after the step of
+    its forward pass, which then has to keep what it reads.
     """
 
     def __init__(self) -> None:
         self.forwards: list[Forward] = []
         self.backwards: dict[Any, list[Backward]] = {}
         self.unread = False
+        self.later = False
         self._misses = 0
         self._to_record = 0
 
@@ -219,6 +243,7 @@ def learn_backward(stop: Callable[[str], None], kind: Kind, new: Backward, made:
         if what == "kept" and value not in {m.value for m in forward.kept}:
             storage, _, views = next(own for own in made if own.value == value)
             forward.kept.append(Made(0, value, storage.layout, storage.layout, storage.spec, views))
+    kind.later = any(which[2] or any(b.values(forward) is None for b in found) for which, found in kind.backwards.items())
 
 
 def _by_id(recording: Recording) -> dict[int, tuple[Storage, int]]:

@@ -17,7 +17,7 @@ import torch
 
 from torch_bridge import ambient, dispatch
 from torch_bridge.fingerprints import Fingerprint, Unknown
-from torch_bridge.module_calls import Call
+from torch_bridge.module_calls import Call, Held
 from torch_bridge.recordings import Kind
 from torch_bridge.tape import NotNow
 from torch_bridge.tensor import XLATensor, user_attributes
@@ -39,9 +39,9 @@ def optimize(module: torch.nn.Module) -> torch.nn.Module:
 
     Compared before each call: arguments; the modules inside; attributes, globals, closures, mutable defaults and class attributes that the code of the forward
     and of the functions it names reads, three or four levels deep into lists, dicts and objects. Not seen: what lies deeper, what other objects' methods read,
-    files, the clock. What the forward does beyond tensors and the module (printing, appending to a list
-    elsewhere) happens only while it is recorded, and so do calls of hooks that it puts on tensors inside. A shallow `copy.copy` of the module plays the
-    original; `copy.deepcopy` and pickle give one that is optimized for itself.
+    files, the clock, hooks that are registered otherwise than by torch's methods. What the forward does beyond tensors and the module (printing, appending to
+    a list elsewhere) happens only while it is recorded, and so do calls of hooks that it puts on tensors inside. A shallow `copy.copy` of the module plays
+    the original; `copy.deepcopy` and pickle give one that is optimized for itself.
 
     Gradients of one weight from several calls, or from a call and from elsewhere, are summed per call first, and under autocast each call casts its weights
     for itself: the last bits may differ there. Raises TypeError for something that is no module. In a backward pass, RuntimeError where the memory of a
@@ -64,16 +64,19 @@ def restore(module: torch.nn.Module) -> torch.nn.Module:
 
 
 class Player:
-    """Takes the place of a module's `forward`. off: why it records op by op, if it does; played: calls that were played."""
+    """Takes the place of a module's `forward`. off: why it records op by op, if it does; played: calls that were played; waiting: those of them
+    whose backward pass may still come."""
 
     def __init__(self, module: torch.nn.Module):
         self._module = weakref.ref(module)
         self._before = module.__dict__.get("forward")
         self._kinds: dict[Any, Kind] = {}
+        self._held: Held | None = None
         self._patience = PATIENCE
         self.fingerprint = Fingerprint(module)
         self.off = ""
         self.played = 0
+        self.waiting: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         module = memo.get(id(self._module()))
@@ -132,6 +135,13 @@ class Player:
         found = None if self.off else self._call(args, kwargs)
         return self.plain(*args, **kwargs) if found is None else found[0].run(found[1])
 
+    def _holding(self) -> Held:
+        """What the module holds now."""
+        state, tensors = self.fingerprint.now()
+        if self._held is None or self._held.tensors is not tensors:
+            self._held = Held(tensors, state)
+        return self._held
+
     def _call(self, args: Any, kwargs: Any) -> tuple[Call, Kind] | None:
         """The call and its kind, if it may be recorded or played."""
         segment = dispatch.STATE.current
@@ -141,8 +151,7 @@ class Player:
         if not call.tensors or not all(map(_ordinary, call.tensors)):
             return None
         try:
-            state, held = self.fingerprint.now()
-            call.holding(held, state)
+            call.holding(self._holding())
             key = call.key()
         except Unknown as error:
             if error.lasting:

@@ -113,12 +113,12 @@ def item(func: Any, args: Any, kwargs: Any) -> Any:
     """A Python number; small integers may come without running the graph. Torch's own code may not take the first rank's for all of them."""
     t: XLATensor = args[0]
     segment = STATE.current
-    segment.asked()
     if t._storage.segment is segment and t._storage.vid >= 0 and not t.dtype.is_floating_point:
         vid = read(t)
         known = host_values.evaluate(segment, vid)
         if known is not None:
             return known.item()
+    segment.asked()
     found = download(t).item()
     if not READING.allowed:
         values = own_values(t)
@@ -258,7 +258,7 @@ def filled(func: Any, args: Any, kwargs: Any) -> Any:
 def lie_as(made: XLATensor, like: XLATensor) -> None:
     """Say that a new tensor will differ among the ranks that another differs among, as an optimizer's state for a parameter does."""
     storage = like._storage
-    spec = sharding.label(storage.array) if storage.spec is None else storage.spec
+    spec = sharding.label(storage.held) if storage.spec is None else storage.spec
     if spec is not None and sharding.axes_of(spec):
         made._storage.describe(start=sharding.spec_for(sharding.axes_of(spec)))
 

@@ -49,11 +49,14 @@ class Tape:
     sources: tuple[Source, ...] = dataclasses.field(compare=False, default=())
     _placed: dict[Any, list[Node]] = dataclasses.field(compare=False, default_factory=dict)
 
-    def play(self, storages: Sequence[Storage]) -> int:
-        """Record the stretch on these storages; returns the id of its value 0."""
+    def play(self, storages: Sequence[Any], known: Mapping[int, int] | None = None) -> int:
+        """Record the stretch on these storages; returns the id of its value 0. known: ids of externals, by their places, for which there is no storage."""
         with LOCK:
             segment = dispatch.STATE.current
-            ids = tuple(segment.read(storages[k], view) for k, view in self.externals)
+            if known:
+                ids = tuple([known[i] if i in known else _read(segment, storages[k], view) for i, (k, view) in enumerate(self.externals)])
+            else:
+                ids = tuple([_read(segment, storages[k], view) for k, view in self.externals])
             base = segment.next_vid
             nodes = self._placed.get((base, ids))
             if nodes is None:
@@ -67,9 +70,10 @@ class Tape:
                 segment.write(storages[k], base + value if value >= 0 else ids[-value - 1])
             for k, view, value in self.views:
                 storage = storages[k]
-                if storage.views is None:
-                    storage.views = {}
-                storage.views.setdefault(view, base + value)
+                if storage is not None:
+                    if storage.views is None:
+                        storage.views = {}
+                    storage.views.setdefault(view, base + value)
             return base
 
     def storages(self) -> set[int]:
@@ -116,6 +120,13 @@ class Tape:
         return "" if repr(self.numbers) == repr(other.numbers) else "it uses other Python numbers"
 
 
+def _read(segment: Segment, storage: Any, view: Layout) -> int:
+    """`segment.read`, without the call where it only looks up."""
+    if storage.segment is segment and view is storage.layout and segment.watch is None:
+        return storage.vid
+    return segment.read(storage, view)
+
+
 _FOREIGN = "that is neither an argument nor a parameter, buffer or attribute of the module"
 _ASKS = "it reads a tensor's value (.item(), print, a branch on it) or ends the step inside"
 _HOST = "it copies values from the host into a tensor that it was given"
@@ -150,11 +161,11 @@ class Recording:
         for storage in self.storages:
             if storage.constant and ahead:
                 segment.read(storage, storage.layout)
-            elif sharding.active() and storage.segment is not segment and storage.array is not None:
-                storage.array = sharding.adopt(storage.array, storage.layout.size)
+            elif sharding.active() and storage.segment is not segment and storage.held is not None:
+                storage.held = sharding.adopt(storage.held, storage.layout.size)
         self._node, self._vid, self._writer = len(segment.nodes), segment.next_vid, len(segment.writers)
         self._before = [s.vid if s.segment is segment else None for s in self.storages]
-        self._arrays = [s.array for s in self.storages]
+        self._arrays = [s.held for s in self.storages]
         self._constant = [s.fill if s.constant else None for s in self.storages]
         self._views = [s.views for s in self.storages]
         for storage in self.storages:
@@ -176,7 +187,8 @@ class Recording:
         if outer is not None:
             outer(storage, view, vid)
         if storage is None:
-            self._found(NotRepeatable(_ASKS))
+            if vid <= self._node:  # a value that follows from nodes of the stretch alone is the same whenever they are
+                self._found(NotRepeatable(_ASKS))
             return
         number = self._number.get(id(storage))
         if view is None:
@@ -194,7 +206,7 @@ class Recording:
             if not self._is_own(storage):
                 self._found(NotRepeatable(f"it uses a tensor of shape {list(storage.layout.size)} {_FOREIGN}"))
             return
-        if storage.array is not self._arrays[number]:
+        if storage.held is not self._arrays[number]:
             self._found(NotRepeatable(_HOST))
         if self._seen.setdefault(vid, (storage, view))[0] is not storage:
             self._found(NotNow("two of its tensors share one array for now"))
@@ -286,7 +298,7 @@ class Recording:
                     raise NotRepeatable(_HOST)
                 if s.vid != before:
                     writes.append((k, self._relative(s.vid, names)))
-            elif s.array is not self._arrays[k]:
+            elif s.held is not self._arrays[k]:
                 raise NotRepeatable(_HOST)
         return writes
 

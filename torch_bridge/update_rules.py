@@ -1,18 +1,34 @@
 """What known optimizers do to one parameter in one step, as JAX functions: torch's own operations in torch's order, so numbers and roundings are torch's.
 
 A rule takes the parameter, its gradient, its state (moments), the step's numbers and a set of flags, and gives the new parameter and state. What depends
-on Python numbers alone (bias corrections, the learning rate's sign) was computed on the host, in double precision, as torch does.
+on Python numbers alone (bias corrections, the learning rate's sign) was computed on the host, in double precision, as torch does. Each operation's result is
+rounded as a recorded op's is in the precision mode of the program (`numerics.store`).
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 
-from torch_bridge.lowerings.arithmetic import add, addcdiv, addcmul, div, lerp, mul
+from torch_bridge import numerics
+from torch_bridge.lowerings import arithmetic
 from torch_bridge.lowerings.precision import widen
+
+
+def _rounded(op: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(op)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        store = numerics.store(numerics.current())
+        return op(*args, **kwargs) if store is None else store(op(*args, **kwargs))
+
+    return run
+
+
+add, addcdiv, addcmul = _rounded(arithmetic.add), _rounded(arithmetic.addcdiv), _rounded(arithmetic.addcmul)
+div, lerp, mul = _rounded(arithmetic.div), _rounded(arithmetic.lerp), _rounded(arithmetic.mul)
 
 Rule = Callable[[Any, Any, Sequence[Any], Sequence[Any], frozenset[str]], list[Any]]
 
@@ -72,6 +88,7 @@ def _gradient(p: Any, g: Any, decay: Any, flags: frozenset[str]) -> Any:
     return add(g, p, alpha=decay) if "decay" in flags else g
 
 
+@_rounded
 def sqrt(x: Any) -> Any:
     """In the dtype that torch computes in, rounded once."""
     return jnp.sqrt(widen(x)).astype(x.dtype)

@@ -16,7 +16,7 @@ from nxd_jax.parallel_layers import parallel_state
 from nxd_jax.trainer import building, config
 from nxd_jax.trainer.model import NxDModel
 from nxd_jax.trainer.optimizer import NxDOptimizer
-from torch_bridge import fused_optimizers, replay
+from torch_bridge import replay
 from torch_bridge.variables import VARIABLES
 
 NxDConfig = dict[str, Any]
@@ -90,7 +90,7 @@ def initialize_parallel_model(
 
     In this order: model parallel groups (if there are none), the model, padding, the move to xla, activation checkpoints, LoRA. With `meta_device_init`
     the model is made on "meta", and given its values by `param_init_fn` and moved module by module before it is padded: the host never holds it. What a core
-    will hold: `nxd_jax.trainer.footprint`. With NXD_JAX_REPLAY=1 the model is played from recordings (`torch_bridge.optimize`).
+    will hold: `nxd_jax.trainer.footprint`. The model is played from recordings where that is sound (`torch_bridge.optimize`), unless NXD_JAX_REPLAY=0.
 
     `include_buffers` (keyword, or a bool right after `model_fn`, as NxD has it) also makes buffers on the meta device. A bool without which `model_fn`
     cannot be called is taken for `model_fn`'s; if both are possible it is `include_buffers`, with a warning.
@@ -108,7 +108,7 @@ def initialize_parallel_model(
     model = building.make(nxd_config, lambda: model_fn(*model_args, **model_kwargs), include_buffers)
     building.add_checkpoints(nxd_config, model)
     model = building.add_lora(nxd_config, model)
-    if VARIABLES["NXD_JAX_REPLAY"].parse(os.environ.get("NXD_JAX_REPLAY", "")):
+    if VARIABLES["NXD_JAX_REPLAY"].parse(os.environ.get("NXD_JAX_REPLAY", "")) is not False:
         replay.optimize(model)
     return NxDModel(model, nxd_config)
 
@@ -157,7 +157,7 @@ def initialize_optimizer_from_class(
     """`trainer.initialize_optimizer_from_class`: the optimizer itself: ZeRO-1 around the class, or the class."""
     options = nxd_config["optimizer_config"]
     if not options["zero_one_enabled"]:
-        optimizer = fused_optimizers.fused(optimizer_class)(parameters, **defaults)
+        optimizer = optimizer_class(parameters, **defaults)
         wholes.prepare(optimizer)
         return optimizer
     precision = nxd_config["mixed_precision_config"]

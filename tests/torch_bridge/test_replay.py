@@ -681,7 +681,12 @@ def test_a_training_loop_compiles_as_often_as_without(name: str, clean_step: Non
         steps.add_closure(lambda value: seen.append(bits(value)), (loss.detach(),))
         steps.mark()
         if k == 9:
-            programs.append({t.nodes: [len(p.order) for found in t.programs.values() for p in found] for t in executor.TRACES.values()})
+            programs.append(
+                {
+                    t.nodes: [sum(map(len, p.ports.outputs)) for found in t.programs.values() for p in found]
+                    for t in executor.TRACES.values()
+                }
+            )
         return seen
 
     programs: list[Any] = []

@@ -324,7 +324,7 @@ def test_a_model_of_transformers(nxd: Nxd) -> None:
 
 
 def test_replay_by_variable(nxd: Nxd, monkeypatch: pytest.MonkeyPatch) -> None:
-    """NXD_JAX_REPLAY=1: the same losses and weights from recordings, dropout and all."""
+    """By default the same losses and weights from recordings as with NXD_JAX_REPLAY=0 op by op, dropout and all."""
 
     def train() -> tuple[list[float], list[torch.Tensor], Any]:
         nxd(4, tp=2)
@@ -340,9 +340,10 @@ def test_replay_by_variable(nxd: Nxd, monkeypatch: pytest.MonkeyPatch) -> None:
             losses.append(loss.item())
         return losses, [w for p in model.parameters() for w in sharded.shards(p.detach())], model
 
+    monkeypatch.setenv("NXD_JAX_REPLAY", "0")
     losses, weights, model = train()
     assert not hasattr(model.original_module().forward, "played")
-    monkeypatch.setenv("NXD_JAX_REPLAY", "1")
+    monkeypatch.delenv("NXD_JAX_REPLAY")
     again, same, model = train()
     assert model.original_module().forward.played > 0
     assert again == losses and all(torch.equal(a, b) for a, b in zip(weights, same, strict=True))

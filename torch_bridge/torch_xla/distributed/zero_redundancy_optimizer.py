@@ -99,7 +99,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         self.shard_of: dict[torch.Tensor, torch.nn.Parameter] = {}
         self._cuts: dict[torch.Tensor, RowShards] = {}
         groups = [self._cut_group(group) for group in self.param_groups]
-        self.base_optimizer = fused_optimizers.fused(self.optimizer_class)(groups, **self._options)
+        self.base_optimizer = self.optimizer_class(groups, **self._options)
         self._fill_in_options()
         self.inited = True
         executor.sync()  # so that the first step is the same program as all others

@@ -1,0 +1,230 @@
+"""`torch_bridge.optimize`: gradients that go straight into `.grad`, values that only a backward pass reads, and numbers that Python asks for on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import torch_bridge
+from tests.torch_bridge.replaying import batch, compile_fast, parity, player, trained  # noqa: F401
+from torch_bridge import dispatch, executor, leaf_gradients
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6))
+
+
+def loss_of(module: nn.Module, k: int = 0) -> torch.Tensor:
+    return module(batch(k)).square().mean()
+
+
+@pytest.fixture
+def given(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether each gradient that could go straight did."""
+    found: list[bool] = []
+    give = leaf_gradients.give
+
+    def watched(p: Any, g: Any) -> bool:
+        found.append(give(p, g))
+        return found[-1]
+
+    monkeypatch.setattr(leaf_gradients, "give", watched)
+    return found
+
+
+@pytest.fixture
+def played() -> nn.Module:
+    """A module that is played from now on."""
+    torch.manual_seed(0)
+    module = torch_bridge.optimize(net().to("xla"))
+    for k in range(4):
+        loss_of(module, k).backward()
+        module.zero_grad()
+        executor.sync()
+    assert player(module).played
+    return module
+
+
+def test_they_go_straight_and_no_op_is_dispatched(given: list[bool], played: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    given.clear()
+    loss = loss_of(played)
+    ops: list[str] = []
+    record = dispatch.record
+    monkeypatch.setattr(dispatch, "record", lambda func, *args: (ops.append(str(func)), record(func, *args))[1])
+    loss.backward()
+    assert given == [True] * 4 and "aten.detach.default" not in ops
+    for p in played.parameters():
+        assert p.grad is not None and p.grad.is_leaf and not p.grad.requires_grad and p.grad.shape == p.shape
+
+
+def _hooked(register: Callable[[nn.Module, Callable[..., None]], Any]) -> Callable[[nn.Module, int], Any]:
+    """A step in which the first weight sometimes gets a hook after the forward pass; its calls are part of what is compared."""
+
+    def step(module: nn.Module, k: int) -> Any:
+        calls: list[Any] = []
+        loss = loss_of(module, k)
+        module.zero_grad()
+        handle = register(module, lambda *given: calls.append(len(given))) if k in (5, 6) else None
+        loss.backward()
+        if handle is not None:
+            handle.remove()
+        return [calls, [p.grad for p in module.parameters()]]
+
+    return step
+
+
+HOOKS: dict[str, Callable[[nn.Module, Callable[..., None]], Any]] = {
+    "on the gradient": lambda m, hook: m[0].weight.register_hook(hook),  # type: ignore[index, union-attr]
+    "after accumulation": lambda m, hook: m[0].weight.register_post_accumulate_grad_hook(hook),  # type: ignore[index, union-attr]
+    "on autograd's node": lambda m, hook: torch.autograd.graph.get_gradient_edge(m[0].weight).node.register_hook(hook),  # type: ignore[index, union-attr]
+}
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_hooks_are_called_as_ever(name: str) -> None:
+    """Those on nodes get the gradients themselves; a node lives as long as somebody holds it."""
+    nodes: list[Any] = []
+
+    def register(module: nn.Module, hook: Callable[..., None]) -> Any:
+        nodes.append(torch.autograd.graph.get_gradient_edge(module[0].weight).node)  # type: ignore[index, union-attr]
+        return HOOKS[name](module, hook)
+
+    parity(net, _hooked(register), steps=8)
+
+
+def test_a_hook_on_a_node_sees_the_gradient(given: list[bool], played: nn.Module) -> None:
+    weight = played[0].weight  # type: ignore[index, union-attr]
+    node = torch.autograd.graph.get_gradient_edge(weight).node
+    seen: list[Any] = []
+    handle = node.register_prehook(lambda grads: seen.append(grads[0]))
+    given.clear()
+    loss_of(played).backward()
+    assert not given and seen[0] is not None
+    handle.remove()
+    played.zero_grad()
+    loss_of(played).backward()
+    assert given == [True] * 4 and len(seen) == 1
+
+
+def _accumulated(module: nn.Module, k: int) -> Any:
+    """Two passes into one gradient; every other time into zeros."""
+    module.zero_grad(set_to_none=bool(k % 2))
+    for part in (0, 1):
+        loss_of(module, 2 * k + part).backward()
+    return [p.grad for p in module.parameters()]
+
+
+def _with_others(module: nn.Module, k: int) -> Any:
+    """A weight that is used outside too."""
+    module.zero_grad()
+    (loss_of(module, k) + module[0].weight.square().sum()).backward()  # type: ignore[index, union-attr]
+    return [p.grad for p in module.parameters()]
+
+
+def _asked(module: nn.Module, k: int) -> Any:
+    """`autograd.grad`, `inputs=` and a graph of gradients set no other `.grad`."""
+    module.zero_grad()
+    weight = module[0].weight  # type: ignore[index, union-attr]
+    (found,) = torch.autograd.grad(loss_of(module, k), [weight])
+    assert weight.grad is None
+    loss_of(module, k).backward(inputs=[weight])
+    assert module[0].bias.grad is None  # type: ignore[index, union-attr]
+    return [found, weight.grad]
+
+
+def _transposed(module: nn.Module, k: int) -> Any:
+    """Gradients lie as their weights do, whatever the module makes."""
+    seen = trained()(module, k)
+    return [seen, [p.grad.stride() for p in module.parameters()]]
+
+
+class Turned(nn.Module):
+    """A weight whose gradient comes out transposed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x @ self.weight) * self.weight.t().sum(1)
+
+
+STEPS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, int], Any]]] = {
+    "accumulated": (net, _accumulated),
+    "used outside": (net, _with_others),
+    "autograd.grad and inputs": (net, _asked),
+    "strides": (Turned, _transposed),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_gradients_are_what_they_were(name: str) -> None:
+    make, step = STEPS[name]
+    parity(make, step, steps=8)
+
+
+def test_anomaly_detection_sees_them(given: list[bool], played: nn.Module) -> None:
+    given.clear()
+    with pytest.warns(UserWarning, match="Anomaly Detection"), torch.autograd.detect_anomaly():
+        loss_of(played).backward()
+    assert not given and played[0].weight.grad is not None  # type: ignore[index, union-attr]
+
+
+# -- what only the backward pass reads -------------------------------------------------------------------
+
+
+def test_values_are_kept_only_if_the_step_may_end_before_the_backward_pass(played: nn.Module) -> None:
+    loss = loss_of(played)
+    segment = dispatch.STATE.current
+    held = len(segment.results())
+    loss.backward()
+    assert held <= 3, f"{held} results wait: the module's result, the loss, the batch"
+
+
+def _sometimes_read(module: nn.Module, k: int) -> Any:
+    """The loss is read before the backward pass in some steps, which ends the step."""
+    loss = loss_of(module, k)
+    seen = loss.item() if k in (1, 5, 6, 7, 8, 11) else None
+    module.zero_grad()
+    loss.backward()
+    return [seen, loss, [p.grad for p in module.parameters()]]
+
+
+def test_a_step_that_sometimes_ends_before_the_backward_pass() -> None:
+    parity(net, _sometimes_read, steps=13)
+
+
+# -- numbers that Python asks for -----------------------------------------------------------------------
+
+
+class Asks(nn.Module):
+    """Branches on integers; whose depends on `on_argument`."""
+
+    def __init__(self, on_argument: bool):
+        super().__init__()
+        self.net = net()
+        self.on_argument = on_argument
+
+    def forward(self, x: torch.Tensor, places: torch.Tensor | None = None) -> torch.Tensor:
+        own = torch.arange(x.shape[1], device=x.device)
+        asked = places if self.on_argument and places is not None else own
+        if (asked.diff() == 1).all():
+            x = x + own
+        return self.net(x)  # type: ignore[no-any-return]
+
+
+def test_a_branch_on_numbers_of_its_own() -> None:
+    """As transformers does it with the positions that it makes."""
+    parity(lambda: Asks(False))
+
+
+def test_a_branch_on_an_argument_is_not_played() -> None:
+    def step(module: nn.Module, k: int) -> Any:
+        places = torch.arange(6, device="xla") * (1 if k % 2 else 2)
+        return trained(lambda m, j: m(batch(j), places))(module, k)
+
+    parity(lambda: Asks(True), step, played=False, off="it reads a tensor's value")
