@@ -35,7 +35,13 @@ BRIDGE_ENV = {"PYTHONPATH": f"{HERE.parent}{os.pathsep}{HERE.parent / 'aliases'}
 # name: (description, script and arguments, environment, uses the torch_xla venv)
 VARIANTS: dict[str, tuple[str, list[str], dict[str, str], bool]] = {
     "bridge": ("unchanged torch script on `xla`, our bridge", ["torch_step.py", "--device", "xla"], BRIDGE_ENV, False),
-    "replay": ("the same with `torch_bridge.optimize(model)`", ["torch_step.py", "--device", "xla", "--replay"], BRIDGE_ENV, False),
+    "per-op": (
+        "the same, its optimizer recorded op by op too",
+        ["torch_step.py", "--device", "xla"],
+        {**BRIDGE_ENV, "NXD_JAX_FUSED_OPTIMIZERS": "0"},
+        False,
+    ),
+    "replay": ("the first with `torch_bridge.optimize(model)`", ["torch_step.py", "--device", "xla", "--replay"], BRIDGE_ENV, False),
     "jax": ("hand-written JAX + optax, one jitted step", ["jax_step.py"], {}, False),
     "torch_xla": ("the same script on original torch_xla", ["torch_step.py", "--device", "xla"], {"PJRT_DEVICE": "CPU"}, True),
     "torch": ("the same script in eager PyTorch on the CPU", ["torch_step.py"], {}, False),

@@ -1,10 +1,12 @@
 """Time a tensor-parallel training step on emulated cores: the NxD Llama of examples/llama through our bridge, and the same step hand-written with shard_map.
 
     python benchmarks/tp_step.py --rounds 3 --write
+    python benchmarks/tp_step.py --rounds 3 --write --zero1
 
 Both run TP 8 x DP 4 on 32 virtual CPU devices in a process of their own, in turn, from the same weights and on the same batches; the losses must
 agree. The hand-written step is Megatron's: one all-reduce forward and one backward for each attention and each MLP, a vocabulary-parallel embedding and
-loss, gradients averaged over dp, AdamW on each rank's shards, one jitted program with donated state.
+loss, gradients averaged over dp, AdamW on each rank's shards, one jitted program with donated state. With `--zero1` the gradients are reduce-scattered over
+dp, AdamW's state is split among dp ranks, and the new weights are gathered (NxD's NeuronZero1Optimizer, and the same by hand).
 """
 
 from __future__ import annotations
@@ -58,7 +60,7 @@ def weights() -> dict[str, np.ndarray]:
 Step = Callable[[np.ndarray], Any]
 
 
-def make_ours() -> tuple[Step, Callable[[Any], float]]:
+def make_ours(zero1: bool) -> tuple[Step, Callable[[Any], float]]:
     """The script's step: returns (dispatch, read)."""
     os.environ["NXD_JAX_WORLD_SIZE"] = str(TP * DP)
     sys.path[:0] = [str(HERE.parent / "examples" / "llama")]
@@ -67,6 +69,7 @@ def make_ours() -> tuple[Step, Callable[[Any], float]]:
     import torch_xla.core.xla_model as xm
     import torch_xla.distributed.xla_backend  # noqa: F401
     from modeling_llama_nxd import LlamaForCausalLM
+    from neuronx_distributed.optimizer import NeuronZero1Optimizer
     from neuronx_distributed.parallel_layers import grads, parallel_state
     from transformers import LlamaConfig
 
@@ -86,7 +89,12 @@ def make_ours() -> tuple[Step, Callable[[Any], float]]:
     model = LlamaForCausalLM(config)
     hf_weights.from_full(model, {name: torch.from_numpy(w) for name, w in weights().items()})
     model.to("xla")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.01)
+    if zero1:
+        optimizer: Any = NeuronZero1Optimizer(
+            model.parameters(), torch.optim.AdamW, lr=LEARNING_RATE, weight_decay=0.01, grad_clipping=False, pin_layout=False
+        )
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.01)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + DECAY * step))
     groups = parallel_state.get_data_parallel_group(as_list=True)
 
@@ -96,7 +104,8 @@ def make_ours() -> tuple[Step, Callable[[Any], float]]:
         labels = torch.cat([batch[:, 1:], torch.full_like(batch[:, :1], -100)], dim=1)
         loss, _ = model(batch, labels)
         loss.backward()
-        grads.bucket_allreduce_gradients([p.grad for p in model.parameters()])
+        if not zero1:
+            grads.bucket_allreduce_gradients([p.grad for p in model.parameters()])
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
@@ -107,7 +116,7 @@ def make_ours() -> tuple[Step, Callable[[Any], float]]:
     return dispatch, lambda loss: loss.item()
 
 
-def make_jax() -> tuple[Step, Callable[[Any], float]]:
+def make_jax(zero1: bool) -> tuple[Step, Callable[[Any], float]]:
     """The hand-written step: returns (dispatch, read)."""
     import jax
     import jax.numpy as jnp
@@ -159,9 +168,17 @@ def make_jax() -> tuple[Step, Callable[[Any], float]]:
 
     def train_step(params, state, ids_BS):
         loss, grads = jax.value_and_grad(loss_fn)(params, ids_BS)
-        grads = jax.lax.pmean(grads, "dp")
-        updates, state = optimizer.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, jax.lax.pmean(loss, "dp")
+        mine = params
+        if zero1:
+            grads = jax.tree.map(lambda g: jax.lax.psum_scatter(g, "dp", tiled=True) / DP, grads)
+            at = jax.lax.axis_index("dp")
+            mine = jax.tree.map(lambda w: jax.lax.dynamic_slice_in_dim(w, at * (w.shape[0] // DP), w.shape[0] // DP), params)
+        else:
+            grads = jax.lax.pmean(grads, "dp")
+        updates, state = optimizer.update(grads, state, mine)
+        mine = optax.apply_updates(mine, updates)
+        params = jax.tree.map(lambda w: jax.lax.all_gather(w, "dp", tiled=True), mine) if zero1 else mine
+        return params, state, jax.lax.pmean(loss, "dp")
 
     full = weights()
     column, row, same = P(None, "tp"), P("tp", None), P()
@@ -182,7 +199,9 @@ def make_jax() -> tuple[Step, Callable[[Any], float]]:
         layout["layers"].append({n: row if n in ("o", "down") else same if n.endswith("norm") else column for n in layer})
     params = jax.tree.map(lambda w, spec: jax.device_put(w, NamedSharding(mesh, spec)), params, layout)
     state_layout = jax.tree.map(lambda x: same, jax.eval_shape(optimizer.init, params))
-    state_layout = optax.tree_map_params(optimizer, lambda _, spec: spec, state_layout, layout)
+    split = {column: P("dp", "tp"), row: P(("tp", "dp"), None), same: P("dp")}
+    kept = jax.tree.map(lambda spec: split[spec], layout) if zero1 else layout
+    state_layout = optax.tree_map_params(optimizer, lambda _, spec: spec, state_layout, kept)
     state = jax.jit(optimizer.init, out_shardings=jax.tree.map(lambda s: NamedSharding(mesh, s), state_layout))(params)
     specs = (layout, state_layout, P("dp"))
     mapped = jax.shard_map(train_step, mesh=mesh, in_specs=specs, out_specs=(layout, state_layout, same), check_vma=False)
@@ -196,9 +215,9 @@ def make_jax() -> tuple[Step, Callable[[Any], float]]:
     return dispatch, float
 
 
-def measure(name: str, steps: int) -> dict[str, Any]:
+def measure(name: str, steps: int, zero1: bool) -> dict[str, Any]:
     """Run one variant in this process."""
-    dispatch, read = {"ours": make_ours, "jax": make_jax}[name]()
+    dispatch, read = {"ours": make_ours, "jax": make_jax}[name](zero1)
     data = batches(8)
     losses, first = [], 0.0
     for k in range(5):
@@ -226,18 +245,20 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=20, help="steps per measurement")
     parser.add_argument("--write", action="store_true", help="put the table into benchmarks/README.md")
+    parser.add_argument("--zero1", action="store_true", help="split the optimizer's state among data-parallel ranks")
     parser.add_argument("--variant", choices=VARIANTS, help="run this one here and print JSON")
     args = parser.parse_args()
     if args.variant:
-        print(json.dumps(measure(args.variant, args.steps)))
+        print(json.dumps(measure(args.variant, args.steps, args.zero1)))
         return
-    text = table(rounds.run(__file__, VARIANTS, args.rounds, ["--steps", str(args.steps)], "free"))
+    options = ["--steps", str(args.steps), *["--zero1"][: args.zero1]]
+    text = table(rounds.run(__file__, VARIANTS, args.rounds, options, "free"), args.zero1)
     print(text)
     if args.write:
-        rounds.put("tp_step", text)
+        rounds.put("tp_step_zero1" if args.zero1 else "tp_step", text)
 
 
-def table(found: dict[str, list[dict[str, Any]]]) -> str:
+def table(found: dict[str, list[dict[str, Any]]], zero1: bool) -> str:
     """A Markdown table with ratios to the hand-written step."""
     difference = rounds.difference(found, 1e-3)
     columns = {
@@ -253,7 +274,8 @@ def table(found: dict[str, list[dict[str, Any]]]) -> str:
             ratio = statistics.median(a[key] / b[key] for a, b in zip(found[name], found["jax"], strict=True))
             cells.append(f"{1e3 * statistics.median(r[key] for r in found[name]):.0f} ({ratio:.2f}x)")
         lines.append(f"| {title} | {' | '.join(cells)} |")
-    shape = f"TP {TP} x DP {DP} on {TP * DP} virtual CPU devices; {LAYERS} layers, hidden {HIDDEN}, {DP * BATCH} x {SEQ} tokens"
+    zero = " with ZeRO-1" if zero1 else ""
+    shape = f"TP {TP} x DP {DP}{zero} on {TP * DP} virtual CPU devices; {LAYERS} layers, hidden {HIDDEN}, {DP * BATCH} x {SEQ} tokens"
     about = rounds.stack("torch", "jax", "jaxlib", "optax")
     lines += ["", f"{shape}; median of {len(found['jax'])} round(s); losses agree to {difference:.0e}; {about}"]
     return "\n".join(lines)

@@ -37,6 +37,7 @@ QUICK = (
     "nxd_jax/parallel_layers/test_convolutions.py",
     "nxd_jax/test_llama.py",
     "nxd_jax/trainer/test_optimizer.py",
+    "torch_bridge/test_folding.py",
     "torch_bridge/lowerings/test_attention.py",
     "torch_bridge/lowerings/test_batch_norm.py",
     "torch_bridge/lowerings/test_convolution.py",

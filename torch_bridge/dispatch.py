@@ -472,8 +472,8 @@ def copy_storage(storage: Storage) -> Storage:
     with LOCK:
         new = Storage(storage.layout)
         new.lie_as(storage)
-        if storage.array is not None:
-            new.array = storage.array
+        if storage.held is not None:
+            new.held = storage.held
         elif storage.constant:
             new.fill = storage.fill
         else:

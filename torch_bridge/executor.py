@@ -18,7 +18,21 @@ from typing import Any
 
 import jax
 
-from torch_bridge import dispatch, hoisting, interrupts, lifted, metrics, numerics, process, rank_labels, sharding, telemetry, world
+from torch_bridge import (
+    abstract,
+    collecting,
+    dispatch,
+    hoisting,
+    interrupts,
+    lifted,
+    metrics,
+    numerics,
+    process,
+    rank_labels,
+    sharding,
+    telemetry,
+    world,
+)
 from torch_bridge.errors import DeadTensorError, XlaOutOfMemoryError
 from torch_bridge.program import Program, Trace
 from torch_bridge.segment import LOCK, Segment, Storage
@@ -61,6 +75,7 @@ def clear_cache() -> None:
         TRACES.clear()
         _BY_START.clear()
         RECENT.clear()
+        hoisting._ONCE.clear()
         _last = None
         dispatch.STATE.current.predicted = None
 
@@ -95,7 +110,7 @@ def materialize(storage: Storage) -> None:
     dispatch.STATE.current.asked()
     if storage.pending:
         sync()
-    if storage.array is None and storage.segment is not None:
+    if storage.held is None and storage.segment is not None:
         raise DeadTensorError.of(storage.segment)
 
 
@@ -170,22 +185,22 @@ def _evict(trace: Trace) -> None:
 
 
 def _execute(program: Program, segment: Segment, live: dict[int, list[Storage]], trace: Trace, args: list[Any]) -> None:
-    if program.compiled is None:
+    if program.compiled is None and not abstract.active() and not collecting.only_noted(program):
         with telemetry.compiling(program):
             program.compile(args)
     started = time.perf_counter()
     telemetry.ACTIVITY.dispatching = True
     with interrupts.deferred():  # running consumes donated inputs: its results must reach their storages
-        results = program.run(args)
+        arrays = program.run(args)
         args.clear()
-        for vid, array in zip(sorted(live), results, strict=True):
+        for vid, held in zip(sorted(live), program.ports.results(arrays), strict=True):
             for storage in live[vid]:
-                storage.settle(array)
+                storage.settle(held)
         _start_next(segment, trace)
-    telemetry.ACTIVITY.ran(program.facts, results[-1])
+    telemetry.ACTIVITY.ran(program.facts, arrays[-1])
     metrics.EXECUTE_TIME.add(time.perf_counter() - started)
     RECENT.append(program)
-    _in_flight.append(weakref.ref(results[0]))
+    _in_flight.append(weakref.ref(arrays[0]))
     if len(_in_flight) > MAX_IN_FLIGHT:
         oldest = _in_flight.popleft()()
         if oldest is not None and not oldest.is_deleted():

@@ -74,7 +74,7 @@ def pending_graph(tensors: Sequence[torch.Tensor]) -> fx.Graph:
                 vid, next_vid = next_vid, next_vid + 1
             outs.append(vid)
         builder = GraphBuilder(nodes, sources, outs)
-        sizes = {id(t._storage.array): t._storage.layout.size for t in tensors if isinstance(t, XLATensor)}
+        sizes = {id(t._storage.held): t._storage.layout.size for t in tensors if isinstance(t, XLATensor)}
         avals = {v: _local(leaves[-v - 1], segment, sizes) for v in builder.used_leaves}
         graph = builder.build({v: meta_of(layout(tuple(a.shape), None, 0, dtypes.to_torch(a.dtype))) for v, a in avals.items()})
         for v, placeholder in zip(builder.used_leaves, graph.nodes, strict=False):
@@ -92,8 +92,8 @@ def _local(leaf: Any, segment: Any, sizes: dict[int, tuple[int, ...]]) -> Any:
 
 
 def _aval(storage: Any) -> Any:
-    if storage.array is not None:
-        return storage.array
+    if storage.held is not None:
+        return storage.held
     return jax.ShapeDtypeStruct(storage.layout.size, dtypes.to_jax(storage.layout.dtype))
 
 

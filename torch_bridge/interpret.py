@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import operator
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import torch
+from jax import lax
 from torch import fx
 
 from torch_bridge import dtypes, lowerings, sharding
@@ -64,16 +65,30 @@ def _attribute(owner: torch.nn.Module | None, target: str) -> Any:
 
 
 def _call(node: fx.Node, env: dict[fx.Node, Any], key_of: KeyOf) -> Any:
-    args: Any = fx.node.map_arg(node.args, lambda n: env[n])
+    values: list[Any] = []
+    fx.node.map_arg((node.args, node.kwargs), lambda n: values.append(env[n]))
+    return evaluate(node, values, lambda: key_of(node))
+
+
+def evaluate(node: fx.Node, values: Iterable[Any], key: Callable[[], Any] | None = None, scope: str | None = None) -> Any:
+    """One node's result. values: of the nodes among its arguments, as often as they stand there, in order; key: gives a random node's key; scope: its name."""
+    supply = iter(values)
+    filled: Any = fx.node.map_arg((node.args, node.kwargs), lambda n: next(supply))
+    args, kwargs = filled
     if node.target is operator.getitem:
         return args[0][args[1]]
     if node.target is number:
         return dtypes.Scalar(KINDS[args[2]], args[0][args[1]])
-    kwargs: Any = fx.node.map_arg(node.kwargs, lambda n: env[n])
-    source = node.meta.get("source", NOWHERE)
-    with jax.named_scope(scope_name(source, node.target)):
-        result = call(node.target, args, kwargs, (lambda: key_of(node)) if "draw" in node.meta else None)
+    with jax.named_scope(scope_name(node.meta.get("source", NOWHERE), node.target) if scope is None else scope):
+        result = call(node.target, args, kwargs, key if "draw" in node.meta else None)
     return _conform(result, node)
+
+
+def through(views: Iterable[fx.Node], value: Any) -> Any:
+    """A value read through views, innermost first."""
+    for view in views:
+        value = evaluate(view, (value,))
+    return value
 
 
 def scope_name(source: Source, op: Any) -> str:
@@ -115,10 +130,25 @@ def draw_key(row: Any) -> Any:
 
 def draws_key_of(draws: Any) -> KeyOf:
     """Keys for the random nodes of a recorded graph, from its `draws` input."""
-    return lambda node: _on_axes(draw_key(jnp.asarray(draws)[node.meta["draw"]]), node.meta.get("axes", ()))
+    return lambda node: key_of_row(jnp.asarray(draws)[node.meta["draw"]], node.meta.get("axes", ()))
+
+
+def key_of_row(row: Any, axes: Any) -> Any:
+    """The key of a row of `draws`, each rank's own along mesh axes."""
+    return _on_axes(draw_key(row), axes)
 
 
 def _on_axes(key: Any, axes: Any) -> Any:
     """A key of each rank's own along the mesh axes that a result varies over: ranks that share a value draw the same numbers."""
     names = sharding.ordered(axes)
     return jax.random.fold_in(key, jax.lax.axis_index(names)) if names else key
+
+
+def dtype_of(val: torch.Tensor) -> Any:
+    """JAX's dtype of a meta tensor."""
+    return dtypes.to_jax(val.dtype)
+
+
+def strong(x: Any) -> Any:
+    """The value with a dtype that does not give way to others, as loops need it."""
+    return lax.convert_element_type(x, x.dtype)

@@ -13,10 +13,28 @@ import numpy as np
 import torch
 from torch import fx
 
-from torch_bridge import _compat, dtypes, environment, interpret, lifted, metrics, numerics, sharding, telemetry
+from torch_bridge import (
+    _compat,
+    abstract,
+    collecting,
+    dtypes,
+    environment,
+    executables,
+    folded,
+    folding,
+    interpret,
+    lifted,
+    metrics,
+    numerics,
+    repeats,
+    rows,
+    sharding,
+    telemetry,
+)
 from torch_bridge.graph import GraphBuilder
 from torch_bridge.inference import meta_of
 from torch_bridge.layout import layout
+from torch_bridge.ports import Ports
 from torch_bridge.rank_labels import RankLabels
 from torch_bridge.segment import Segment
 from torch_bridge.source import Source
@@ -81,9 +99,13 @@ class Program:
         self.donate = donate
         self.leaf_avals = [avals[v] for v in builder.used_leaves]
         self.ranks = None if labels is None else RankLabels(self, segment, outs, labels)
-        self.donated, self.order = self._pair(_updates(segment), outs, donate)
-        run = self._apply if self.ranks is None else self.ranks.wrap(self._apply, self.order)
-        self.jitted = jax.jit(run, donate_argnums=self.donated)
+        updates = self._new_values(_updates(segment), outs)
+        self.plan = self._fold(updates)
+        stacks = ((), ()) if self.plan is None else (self.plan.stacked_inputs(), [tuple(members) for _, members in self.plan.stacked])
+        self.ports = Ports.of(len(self.used), len(outs), *stacks)
+        self.ports.pair(updates)
+        run = self._apply if self.ranks is None else self.ranks.wrap(self._apply, self.ports)
+        self.jitted = jax.jit(run, donate_argnums=self.ports.donated)
         self.compiled: Any = None
         self.executions = 0
         self.compile_seconds = 0.0
@@ -93,30 +115,54 @@ class Program:
         return numerics.apply(self.mode, self._evaluate, inputs)
 
     def _evaluate(self, *inputs: Any) -> Any:
-        names = [n.target for n in self.graph.nodes if n.op == "placeholder"]
-        draws = inputs[names.index("draws")] if "draws" in names else None
-        outs = interpret.run(self.graph, inputs, interpret.draws_key_of(draws), store=numerics.store(self.mode))
-        return tuple(outs[k] for k in self.order)
+        placeholders = [n for n in self.graph.nodes if n.op == "placeholder"]
+        ports = self.ports
+        values: dict[fx.Node, Any] = dict(zip(placeholders[len(self.used) :], inputs[len(ports.inputs) :], strict=False))
+        draws = next((x for n, x in values.items() if n.target == "draws"), None)
+        if self.plan is not None:
+            given = self.plan.given()
+            alone = ports.inputs[len(given) :]
+            values.update((placeholders[i], x) for (i,), x in zip(alone, inputs[len(given) :], strict=False))
+            single, stacked = folded.Evaluation(self.plan, self.graph, values, dict(zip(given, inputs, strict=False)), draws).run()
+            outs = [*stacked, *single]
+        else:
+            outs = interpret.run(self.graph, inputs, interpret.draws_key_of(draws), store=numerics.store(self.mode))
+        return tuple(outs[at] for at in ports.order)
 
-    def _pair(self, updates: dict[int, int], outs: tuple[int, ...], donate: tuple[bool, ...]) -> tuple[tuple[int, ...], list[int]]:
-        """Which inputs to donate, and the order of results in which JAX (first come, first served among equal shapes) gives each of them its own new value.
+    def _fold(self, updates: dict[int, int]) -> folding.Plan | None:
+        """How to compute it as loops over repeated layers, if there are enough of them."""
+        least = folding.least()
+        runs = repeats.find(self.graph, least) if least and self.mode == numerics.PLAIN else []
+        if not runs:
+            return None
+        labels = self.ranks
+        metas = [(tuple(n.meta["val"].shape), n.meta["val"].dtype) for n in self._outputs()]
 
-        A weight that took over another weight's buffer would have to be copied first: both are read until the end of the step.
-        """
-        metas = {v: node.meta["val"] for v, node in zip(outs, self._outputs(), strict=True)}
+        def inputs_alike(places: Sequence[int]) -> bool:
+            if any(i >= len(self.used) for i in places):
+                return False
+            return labels is None or all(labels.inputs[i] == labels.inputs[places[0]] for i in places)
+
+        def results_alike(places: Sequence[int]) -> bool:
+            same = all(metas[k] == metas[places[0]] for k in places)
+            return same and (labels is None or all(labels.outputs[k] == labels.outputs[places[0]] for k in places))
+
+        return folding.Plan(self.graph, runs, updates, inputs_alike, results_alike)
+
+    def _new_values(self, updates: dict[int, int], outs: tuple[int, ...]) -> dict[int, int]:
+        """For used leaves that may be taken over: the result that is the new value, and lies as the old one does."""
+        metas = [node.meta["val"] for node in self._outputs()]
         place = {vid: k for k, vid in enumerate(outs)}
-        pairs: dict[int, int] = {}
-        taken: set[int] = set()
+        found: dict[int, int] = {}
         for i, leaf in enumerate(self.used):
-            vid = updates.get(leaf)
-            if vid is None or vid not in metas or vid in taken or not donate[leaf]:
+            k = place.get(updates.get(leaf, -1), -1) if self.donate[leaf] else -1
+            if k < 0 or k in found.values():
                 continue
             aval = self.leaf_avals[i]
-            same_label = self.ranks is None or self.ranks.inputs[i] == self.ranks.outputs[place[vid]]
-            if same_label and (tuple(metas[vid].shape), dtypes.to_jax(metas[vid].dtype)) == (tuple(aval.shape), aval.dtype):
-                pairs[i] = vid
-                taken.add(vid)
-        return tuple(pairs), [place[vid] for vid in pairs.values()] + [k for k, vid in enumerate(outs) if vid not in taken]
+            same_label = self.ranks is None or self.ranks.inputs[i] == self.ranks.outputs[k]
+            if same_label and (tuple(metas[k].shape), dtypes.to_jax(metas[k].dtype)) == (tuple(aval.shape), aval.dtype):
+                found[i] = k
+        return found
 
     def _outputs(self) -> Sequence[fx.Node]:
         """The nodes of the graph's results."""
@@ -144,31 +190,35 @@ class Program:
 
         A buffer that this program takes over but somebody else holds this time (a copy of the weights, say) is copied first.
         """
-        args = [segment.leaves[i] for i in self.used]
-        for i in self.donated:
-            if not donate[self.used[i]]:
-                with _compat.enable_x64():
-                    args[i] = jnp.array(args[i], copy=True)
+        taken = set(self.ports.donated)
+        args: list[Any] = []
+        with _compat.enable_x64():
+            for at, (port, stacked) in enumerate(zip(self.ports.inputs, self.ports.stacked_inputs, strict=True)):
+                leaves = [self.used[i] for i in port]
+                held = segment.leaves[leaves[0]]
+                found = rows.stack(segment, leaves) if stacked else rows.plain(held)
+                if at in taken and not all(donate[i] for i in leaves) and (stacked or found is held) and not abstract.active():
+                    found = jnp.array(found, copy=True)
+                args.append(found)
         args += [self.slots[kind].pack(numbers[kind]) for kind in self.takes_kinds]
         if self.takes_draws:
-            rows = [(s >> 32, s & 0xFFFFFFFF, o >> 32, o & 0xFFFFFFFF) for _, s, o in segment.draws]
-            args.append(np.array(rows, dtype=np.uint32))
+            seeds = [(s >> 32, s & 0xFFFFFFFF, o >> 32, o & 0xFFFFFFFF) for _, s, o in segment.draws]
+            args.append(np.array(seeds, dtype=np.uint32))
         return args + numerics.extra_inputs(self.mode)
 
     def run(self, args: Sequence[Any]) -> list[Any]:
-        """Execute; the results in the order of their ids."""
+        """Execute; what comes out of each port, in the order in which they leave."""
         self.executions += 1
         with _compat.enable_x64():
-            arrays = self._zeros() if EXTRACT_ONLY else self.compiled(*(args if self.ranks is None else self.ranks.placed(args)))
-        results: list[Any] = [None] * len(self.order)
-        for k, array in zip(self.order, arrays, strict=True):
-            results[k] = array
-        return results
+            if abstract.active():
+                arrays = abstract.results(self, args)
+            else:
+                arrays = self._zeros() if EXTRACT_ONLY else self.compiled(*(args if self.ranks is None else self.ranks.placed(args)))
+        return list(arrays)
 
     def _zeros(self) -> list[Any]:
         """What the results would be like, full of zeros."""
-        places = zip(jax.tree.leaves(self.compiled.out_info), jax.tree.leaves(self.compiled.output_shardings), strict=True)
-        return [jnp.zeros(out.shape, out.dtype, device=sharding_) for out, sharding_ in places]
+        return collecting.zeros(self)
 
     def lowered(self) -> Any:
         """The program before XLA's optimisations, lowered anew: few ask for it, and it takes about as much memory as a small model."""
@@ -181,7 +231,7 @@ class Program:
             if self.ranks is not None:
                 args = self.ranks.placed(args)
             self.signature = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=None if self.ranks is None else a.sharding) for a in args]
-            self.compiled = self.jitted.lower(*args).compile()
+            self.compiled = executables.compiled(self, args)
         self.compile_seconds = time.perf_counter() - started
         metrics.COMPILE_TIME.add(self.compile_seconds)
         metrics.GRAPH_SIZE.add(len(self.graph.nodes))

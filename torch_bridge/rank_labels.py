@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from torch_bridge import branches, replicas, sharding, spreading
+from torch_bridge.ports import Ports
 from torch_bridge.segment import Segment, Storage
 
 
@@ -44,18 +45,20 @@ class RankLabels:
         leaves, wanted = labels
         return self.wanted == wanted and all(leaves[i] == spec for i, spec in zip(used, self.inputs, strict=True))
 
-    def wrap(self, run: Callable[..., Any], order: Sequence[int]) -> Callable[..., Any]:
-        """`run` on every rank's own blocks. `order`: the places of the results that it returns."""
-        outputs = [self.outputs[k] for k in order]
-        vectors = [self.scalar_outputs[k] and bool(sharding.axes_of(self.outputs[k])) for k in order]
+    def wrap(self, run: Callable[..., Any], ports: Ports) -> Callable[..., Any]:
+        """`run` on every rank's own blocks, its inputs and results as the ports say."""
+        labels = ports.output_specs(self.outputs)
+        alone = [not ports.stacked_outputs[at] and self.scalar_outputs[ports.outputs[at][0]] for at in ports.order]
+        vectors = [scalar and bool(sharding.axes_of(spec)) for scalar, spec in zip(alone, labels, strict=True)]
+        shapes = ports.shapes(self.local_inputs)
 
         def blocks(*inputs: Any) -> Any:
-            own = [x.reshape(shape) for x, shape in zip(inputs, self.local_inputs, strict=False)]
+            own = [x.reshape(shape) for x, shape in zip(inputs, shapes, strict=False)]
             results = run(*own, *inputs[len(own) :])
             return tuple(r.reshape(1) if vector else r for r, vector in zip(results, vectors, strict=True))
 
-        specs = (*self.inputs, *[PartitionSpec()] * self.extras)
-        return jax.shard_map(blocks, mesh=self.mesh, in_specs=specs, out_specs=tuple(outputs), check_vma=False)
+        specs = (*ports.input_specs(self.inputs), *[PartitionSpec()] * self.extras)
+        return jax.shard_map(blocks, mesh=self.mesh, in_specs=specs, out_specs=tuple(labels), check_vma=False)
 
     def placed(self, args: Sequence[Any]) -> list[Any]:
         """The arguments with packed numbers and draws on every rank's device."""

@@ -101,19 +101,20 @@ class Facts:
 class Storage:
     """What several views share: the current value, either a JAX array or the id of a pending value.
 
-    layout: base layout, the shape in which the value is kept. array: the value if it exists, else None. segment, vid: where
+    layout: base layout, the shape in which the value is kept. held: the value if it exists, a JAX array or a row of one (`rows.Row`), else None; array: the
+    same as an array, a copy if it is a row. segment, vid: where
     the value is a node output (vid >= 0) or has been adopted as a leaf (vid < 0). views: ids of views read so far.
     A storage with neither array nor segment is full of one number, `fill` (0 for `torch.empty`); `born_full` if it never held anything else.
     `witness(storage, new)`, if there is one, is told of every new storage and of every one that is filled (`tape`).
     """
 
-    __slots__ = ("__weakref__", "array", "born_full", "facts", "fill", "layout", "segment", "vid", "views")
+    __slots__ = ("__weakref__", "born_full", "facts", "fill", "held", "layout", "segment", "vid", "views")
 
     witness: ClassVar[Callable[[Storage, bool], None] | None] = None
 
     def __init__(self, layout: Layout, array: Any = None, fill: Any = 0):
         self.layout = layout
-        self.array = array
+        self.held = array
         self.fill = fill
         self.born_full = array is None
         self.segment: Any = None
@@ -122,6 +123,17 @@ class Storage:
         self.facts: Facts | None = None
         if Storage.witness is not None:
             Storage.witness(self, True)
+
+    @property
+    def array(self) -> Any:
+        """The value as an array of its own, None if there is none."""
+        from torch_bridge.rows import plain
+
+        return plain(self.held)
+
+    @array.setter
+    def array(self, array: Any) -> None:
+        self.held = array
 
     def describe(self, **facts: Any) -> None:
         """Add to `facts`."""
@@ -148,7 +160,7 @@ class Storage:
     @property
     def constant(self) -> bool:
         """True while the storage is full of `fill` and nothing has been computed for it."""
-        return self.array is None and self.segment is None
+        return self.held is None and self.segment is None
 
     def set_constant(self, fill: Any) -> None:
         """Fill the whole storage with one number; nothing is recorded until it is read."""
@@ -156,13 +168,13 @@ class Storage:
             Storage.witness(self, False)
         self.born_full = self.born_full and self.constant
         self.fill = fill
-        self.array = None
+        self.held = None
         self.segment = None
         self.views = None
 
     def settle(self, array: Any) -> None:
         """The pending value has been computed."""
-        self.array = array
+        self.held = array
         self.segment = None
         self.views = None
 
@@ -183,7 +195,8 @@ class Segment:
 
     `predicted` is a trace seen before that the nodes so far agree with: as long as they do, nothing needs to be looked up. `by_start` finds one from the
     first node. `watch(storage, view, id)`, if there is one, is told of every read, with view None of every write, and with storage None when Python asks for a
-    value (`tape`). For a failed run: `saved` gives the leaves that storages held before, `overwritten` the arrays that nothing read (None: they were constant).
+    value (`tape`). `holders` says from which storage a leaf was adopted. For a failed run: `saved` gives the leaves that storages held before, `overwritten`
+    the arrays that nothing read (None: they were constant).
     """
 
     def __init__(self, capture: bool = False, by_start: dict[Any, Any] | None = None):
@@ -202,6 +215,7 @@ class Segment:
         self.next_vid = 0
         self.leaves: list[Any] = []
         self.leaf_index: dict[int, int] = {}
+        self.holders: dict[int, weakref.ref[Storage]] = {}
         self.scalars: set[int] = set()
         self.writers: list[weakref.ref[Storage]] = []
         self.saved: list[tuple[weakref.ref[Storage], int]] = []
@@ -279,16 +293,19 @@ class Segment:
 
     def adopt(self, storage: Storage) -> int:
         """The id of a storage's current value, making its array a leaf if it has one."""
-        array = storage.array
+        array = storage.held
         if array is None:
             if storage.segment is not None:
                 raise DeadTensorError.of(storage.segment)
             return self._adopt_constant(storage)
         if sharding.active():
-            array = storage.array = sharding.adopt(array, storage.layout.size)
+            array = storage.held = sharding.adopt(array, storage.layout.size)
             if not storage.layout.size:
                 self.scalars.add(id(array))
+        if self.capture:
+            array = storage.array
         vid = self.leaf(array)
+        self.holders[vid] = weakref.ref(storage)
         storage.views = None
         storage.vid = vid
         storage.segment = self
@@ -341,16 +358,16 @@ class Segment:
             self.watch(storage, None, vid)
         if storage.segment is not self or storage.vid < 0:
             self.writers.append(weakref.ref(storage))
-            if storage.array is not None:
-                leaf = self.leaf_index.get(id(storage.array))
+            if storage.held is not None:
+                leaf = self.leaf_index.get(id(storage.held))
                 if leaf is not None:
                     self.saved.append((weakref.ref(storage), leaf))
                 else:
-                    self.overwritten.append((weakref.ref(storage), storage.array))
+                    self.overwritten.append((weakref.ref(storage), storage.held))
         storage.views = None
         storage.vid = vid
         storage.segment = self
-        storage.array = None if vid >= 0 or self.capture else self.leaves[-vid - 1]
+        storage.held = None if vid >= 0 or self.capture else self.leaves[-vid - 1]
 
     def write_view(self, storage: Storage, view: Layout, vid: int) -> None:
         """Write a value through a view."""

@@ -37,11 +37,11 @@ def varying(t: torch.Tensor) -> Varying:
     """Which mesh axes an xla tensor varies over, and its sharding; runs what is pending."""
     storage = _storage_of(t)
     size = tuple(t.shape)
-    if storage.array is None or not sharding.active():
+    if storage.held is None or not sharding.active():
         return Varying((), sharding.REPLICATED, size, size)
-    spec = sharding.spec_of(storage.array)
+    spec = sharding.spec_of(storage.held)
     whole = t._layout is storage.layout  # type: ignore[attr-defined]
-    shape = tuple(storage.array.shape) if whole else sharding.global_shape(size, sharding.spec_for(sharding.axes_of(spec)))
+    shape = tuple(storage.held.shape) if whole else sharding.global_shape(size, sharding.spec_for(sharding.axes_of(spec)))
     return Varying(sharding.ordered(sharding.axes_of(spec)), spec, size, shape)
 
 
@@ -51,7 +51,7 @@ def shards(t: torch.Tensor) -> list[torch.Tensor]:
 
     storage = _storage_of(t)
     hosted = world.current().hosted
-    if storage.array is None or not sharding.active():
+    if storage.held is None or not sharding.active():
         return [t.detach().cpu()] * len(hosted)
     return [transfer.view_of(block, t) for block in sharding.blocks(storage.array, storage.layout.size)]  # type: ignore[arg-type]
 

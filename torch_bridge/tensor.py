@@ -209,7 +209,7 @@ def own_values(t: XLATensor) -> tuple[Any, ...]:
     from torch_bridge import sharded, sharding
 
     storage = t._storage
-    if not sharding.active() or storage.array is None or not sharding.axes_of(sharding.spec_of(storage.array)):
+    if not sharding.active() or storage.held is None or not sharding.axes_of(sharding.spec_of(storage.held)):
         return ()
     return tuple(torch.Tensor.item(s) for s in sharded.shards(t))
 

@@ -147,6 +147,14 @@ _COMPILER = [
         "NEURON_COMPILE_CACHE_URL", HONOUR, "a folder that keeps compiled programs; `--cache_dir` wins over it", where="compile_cache"
     ),
     Variable(
+        "NXD_JAX_EXECUTABLES",
+        HONOUR,
+        "our own: keep executables in that folder by recorded graph too, so that a warm start does not trace; 0: by HLO alone, as JAX does",
+        "1",
+        FLAG,
+        "executables",
+    ),
+    Variable(
         "NEURON_NUM_RECENT_MODELS_TO_KEEP",
         HONOUR,
         "compiled graphs kept in memory, the one unused for longest goes first",
@@ -160,11 +168,24 @@ _COMPILER = [
         "XLA_FLAGS", HONOUR, "passed to XLA; flags that only Neuron's compiler knows are dropped, with a warning", where="environment"
     ),
     *_accepted("same mathematics either way", "NEURON_FUSE_SOFTMAX", "NEURON_CUSTOM_SILU", "XLA_DISABLE_FUNCTIONALIZATION"),
-    *_accepted(
-        "`neuron_parallel_compile`",
-        "NEURON_PARALLEL_COMPILE_MAX_RETRIES",
+    Variable(
         "NEURON_PARALLEL_COMPILE_DUMP_RESULTS",
+        HONOUR,
+        "`neuron_parallel_compile` writes neuron_parallel_compile_report.json",
+        "0",
+        FLAG,
+        "nxd_jax.parallel_compile",
+    ),
+    Variable(
         "NEURON_IGNORE_TRAINING_SCRIPT_ERROR_AND_COMPILE",
+        HONOUR,
+        "`neuron_parallel_compile` succeeds if all graphs that the script met are compiled, though the script failed",
+        "0",
+        FLAG,
+        "nxd_jax.parallel_compile",
+    ),
+    *_accepted(
+        "`neuron_parallel_compile`: a graph that cannot be compiled cannot be compiled again", "NEURON_PARALLEL_COMPILE_MAX_RETRIES"
     ),
 ]
 
@@ -193,12 +214,28 @@ _DEBUGGING = [
         "environment",
     ),
     Variable(
+        "NXD_JAX_FOLD",
+        HONOUR,
+        "our own: from how many equal layers in a row on a program computes them as one loop over stacked weights; 0: never",
+        "12",
+        count(0),
+        "folding",
+    ),
+    Variable(
         "NXD_JAX_REPLAY",
         HONOUR,
-        "our own: play models of `initialize_parallel_model` from recordings (`torch_bridge.optimize`)",
-        "0",
+        "our own: play models of `initialize_parallel_model`, also under Lightning, from recordings (`torch_bridge.optimize`); 0: op by op",
+        "1",
         FLAG,
         "nxd_jax.trainer",
+    ),
+    Variable(
+        "NXD_JAX_FUSED_OPTIMIZERS",
+        HONOUR,
+        "our own: a step of torch's SGD, Adam, AdamW, Adagrad or Adafactor is recorded as one op, with torch's numbers; 0: op by op",
+        "1",
+        FLAG,
+        "fused_optimizers",
     ),
     Variable("NXD_JAX_TOP", HONOUR, "our own: tell `nxd-top` what this process does (docs/nxd_top.md)", "1", FLAG, "publishing"),
     Variable(

@@ -19,6 +19,7 @@ from nxd_jax.checkpoint.placement import Placement
 from nxd_jax.parallel_layers import parallel_state
 from nxd_jax.utils import rank_states
 from torch_bridge import executor, nested, sharded, transfer, world
+from torch_bridge.rows import Row
 from torch_bridge.torch_xla.core import xla_model as xm
 
 MODEL, OPTIMIZER, SCHEDULER, USER = "model", "optim", "scheduler.pt", "user_content.pt"
@@ -123,7 +124,8 @@ def _item(found: Contents) -> Item:
             if piece is where.pieces[0] and heads.arrangement(t):
                 entries[key]["heads"] = heads.arrangement(t)
     executor.sync()
-    sources = [tensor._storage.array for _, tensor, _ in recorded]  # type: ignore[attr-defined]
+    held = [tensor._storage.held for _, tensor, _ in recorded]  # type: ignore[attr-defined]
+    sources = [x for x in held if type(x) is not Row]  # of a row, what is saved is a copy
     for key, tensor, how in recorded:
         made[key] = arrays.full_array(tensor, how)
     index = {"layout": layout(), "tensors": entries, "aliases": aliases}

@@ -111,7 +111,7 @@ def _label(parameter: Any, partition: Partition) -> None:
 
     storage = parameter._storage
     executor.materialize(storage)
-    if storage.array is None or sharding.axes_of(storage.array.sharding.spec):
+    if storage.held is None or sharding.axes_of(storage.held.sharding.spec):
         return
     spec = sharding.spec_for(sharded.axes_of(partition.group), partition.dim)
     storage.array = sharding.relabel(storage.array, storage.layout.size, spec)

@@ -168,7 +168,7 @@ def test_donation_goes_on(noted: Activity) -> None:
     _train(2)
     noted.asked = True
     _train(2)
-    assert executor.RECENT[-1].donated
+    assert executor.RECENT[-1].ports.donated
     assert noted.devices is not None and sum(noted.devices.used) > 0
 
 
