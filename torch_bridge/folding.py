@@ -142,6 +142,12 @@ def least() -> int:
     return found
 
 
+def runs(graph: fx.Graph, layers: int) -> list[Run]:
+    """What is folded of a graph: if something repeats often enough, all that repeats half as often (the first and last layers' ops often differ a little)."""
+    found = repeats.find(graph, max(layers, repeats.MIN_COUNT))
+    return repeats.find(graph, max(layers // 2, repeats.MIN_COUNT)) if found and layers >= 2 * repeats.MIN_COUNT else found
+
+
 Alike = Callable[[Sequence[int]], bool]
 """Whether the inputs (or results) at these places may enter (or leave) a program as one stacked array."""
 

@@ -15,7 +15,7 @@ from torch_bridge import adafactor_rule, tensor, update_rules
 from torch_bridge.dispatch import STATE, special
 from torch_bridge.layout import Layout
 from torch_bridge.lowerings import lowering
-from torch_bridge.segment import Entry, Lift, Segment, Slot, flat
+from torch_bridge.segment import Entry, Lift, Slot, flat
 
 _STEP = "(str rule, {}, Tensor[] grads, {}, {}, {}, float[] numbers, str options) -> {}"
 _library = torch.library.Library("torch_bridge", "FRAGMENT")
@@ -83,21 +83,9 @@ def _record(func: Any, args: Any, kwargs: Any) -> None:
         counts = [len(x) for x in (params, grads, first, second, third)]
         entry = _ENTRIES[key] = _entry(rule, counts, [t._layout for t in written], layouts, len(numbers), options)
     segment = STATE.current
-    vid = segment.emit(entry, tuple(_values(segment, tensors)), tuple(numbers))
-    for k, t in enumerate(written, vid):
-        segment.write_view(t._storage, t._layout, k)
-
-
-def _values(segment: Segment, tensors: Sequence[Any]) -> list[int]:
-    """What `segment.read` gives for each, without the call where it only looks up."""
-    if segment.watch is not None:
-        return [segment.read(t._storage, t._layout) for t in tensors]
-    ids = []
-    for t in tensors:
-        storage = t._storage
-        view = t._layout
-        ids.append(storage.vid if storage.segment is segment and view is storage.layout else segment.read(storage, view))
-    return ids
+    ids = segment.read_all([t._storage for t in tensors], layouts)
+    vid = segment.emit(entry, tuple(ids), tuple(numbers))
+    segment.write_all([t._storage for t in written], [t._layout for t in written], vid)
 
 
 def _entry(rule: str, counts: Sequence[int], written: Sequence[Layout], read: Sequence[Layout], numbers: int, options: str) -> Entry:

@@ -26,7 +26,6 @@ from torch_bridge import (
     lifted,
     metrics,
     numerics,
-    repeats,
     rows,
     sharding,
     telemetry,
@@ -132,7 +131,7 @@ class Program:
     def _fold(self, updates: dict[int, int]) -> folding.Plan | None:
         """How to compute it as loops over repeated layers, if there are enough of them."""
         least = folding.least()
-        runs = repeats.find(self.graph, least) if least and self.mode == numerics.PLAIN else []
+        runs = folding.runs(self.graph, least) if least and self.mode == numerics.PLAIN else []
         if not runs:
             return None
         labels = self.ranks

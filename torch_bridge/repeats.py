@@ -50,6 +50,8 @@ MIN_SAVED = 24
 """Nodes that a run stands for beyond those of one iteration, at least."""
 _CANDIDATES = 200
 """Distances between equal nodes that are tried as periods, the most frequent ones."""
+_LISTS = 1000
+"""What a node with several results counts as, where iterations are cut: it cannot be carried."""
 
 
 @dataclass(frozen=True)
@@ -147,11 +149,12 @@ def find(graph: fx.Graph, min_count: int = MIN_COUNT, min_saved: int = MIN_SAVED
     given = [edges(n) for n in sequence]
     inputs = [[position.get(x.source, -1) for x in row] for row in given]
     names = _names(sequence, given)
+    weights = [1 if aval(n) is not None else _LISTS for n in sequence]
     taken = np.zeros(len(sequence), dtype=bool)
     runs: list[Run] = []
     for low, high, period in _stretches(names, min_count, min_saved):
         for a, b in _free(taken, low, high):
-            for run in _wired(sequence, given, _turned(inputs, a, b, period, min_count), period, min_count, min_saved):
+            for run in _wired(sequence, given, _turned(inputs, weights, a, b, period, min_count), period, min_count, min_saved):
                 taken[run.start : run.start + run.period * run.count] = True
                 runs.append(run)
     return sorted(runs, key=lambda run: run.start)
@@ -223,8 +226,10 @@ def _free(taken: np.ndarray, low: int, high: int) -> list[tuple[int, int]]:
     return [(low + a, low + b) for a, b in zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True)]
 
 
-def _turned(inputs: list[list[int]], low: int, high: int, period: int, min_count: int) -> tuple[int, int, list[list[int]]]:
-    """Where iterations begin: where fewest values are carried from one to the next; (begin, iterations, inputs)."""
+def _turned(
+    inputs: list[list[int]], weights: Sequence[int], low: int, high: int, period: int, min_count: int
+) -> tuple[int, int, list[list[int]]]:
+    """Where iterations begin: where fewest values (by weight) are carried from one to the next; (begin, iterations, inputs)."""
     if high - low < period * min_count:
         return low, 0, inputs
     last = {}
@@ -234,8 +239,8 @@ def _turned(inputs: list[list[int]], low: int, high: int, period: int, min_count
                 last[x] = y
     crossing = np.zeros(3 * period + 1, dtype=np.int64)
     for x, y in last.items():
-        crossing[x + 1 - low] += 1
-        crossing[y + 1 - low] -= 1
+        crossing[x + 1 - low] += weights[x]
+        crossing[y + 1 - low] -= weights[x]
     carried = np.cumsum(crossing)[period : 2 * period]
     slack = (high - low) % period
     best = int(np.argmin(carried[: slack + 1]))

@@ -352,6 +352,52 @@ class Segment:
             self.watch(storage, view, found)
         return found
 
+    def read_all(self, storages: Iterable[Storage], views: Iterable[Layout]) -> list[int]:
+        """`read` for each: an optimizer has hundreds, and most are arrays that this step meets for the first time."""
+        if self.watch is not None or self.capture or sharding.active():
+            return [self.read(storage, view) for storage, view in zip(storages, views, strict=True)]
+        leaves, index, holders, ref = self.leaves, self.leaf_index, self.holders, weakref.ref
+        ids: list[int] = []
+        for storage, view in zip(storages, views, strict=True):
+            if view is not storage.layout:
+                ids.append(self.read(storage, view))
+                continue
+            if storage.segment is not self:
+                array = storage.held
+                if array is None:
+                    ids.append(self.adopt(storage))
+                    continue
+                vid = index.get(id(array))
+                if vid is None:
+                    leaves.append(array)
+                    vid = index[id(array)] = -len(leaves)
+                holders[vid] = ref(storage)
+                storage.views = None
+                storage.vid = vid
+                storage.segment = self
+            ids.append(storage.vid)
+        return ids
+
+    def write_all(self, storages: Iterable[Storage], views: Iterable[Layout], vid: int) -> None:
+        """`write_view` for each, with values from `vid` on."""
+        if self.watch is not None or self.capture:
+            for at, (storage, view) in enumerate(zip(storages, views, strict=True), vid):
+                self.write_view(storage, view, at)
+            return
+        writers, saved, index, ref = self.writers, self.saved, self.leaf_index, weakref.ref
+        for at, (storage, view) in enumerate(zip(storages, views, strict=True), vid):
+            held = storage.held
+            leaf = None if held is None else index.get(id(held))
+            if view is not storage.layout or storage.segment is not self or storage.vid >= 0 or leaf is None or storage.facts is not None:
+                self.write_view(storage, view, at)
+                continue
+            mine = ref(storage)
+            writers.append(mine)
+            saved.append((mine, leaf))
+            storage.views = None
+            storage.vid = at
+            storage.held = None
+
     def write(self, storage: Storage, vid: int) -> None:
         """Make a value the storage's whole new content."""
         if self.watch is not None:

@@ -53,10 +53,13 @@ class Tape:
         """Record the stretch on these storages; returns the id of its value 0. known: ids of externals, by their places, for which there is no storage."""
         with LOCK:
             segment = dispatch.STATE.current
+            known = known or {}
+            reads = [x for i, x in enumerate(self.externals) if i not in known] if known else self.externals
+            found = segment.read_all([storages[k] for k, _ in reads], [view for _, view in reads])
             if known:
-                ids = tuple([known[i] if i in known else _read(segment, storages[k], view) for i, (k, view) in enumerate(self.externals)])
-            else:
-                ids = tuple([_read(segment, storages[k], view) for k, view in self.externals])
+                others = iter(found)
+                found = [known[i] if i in known else next(others) for i in range(len(self.externals))]
+            ids = tuple(found)
             base = segment.next_vid
             nodes = self._placed.get((base, ids))
             if nodes is None:
@@ -118,13 +121,6 @@ class Tape:
             if getattr(self, field) != getattr(other, field):
                 return f"it reads or writes other tensors ({field})"
         return "" if repr(self.numbers) == repr(other.numbers) else "it uses other Python numbers"
-
-
-def _read(segment: Segment, storage: Any, view: Layout) -> int:
-    """`segment.read`, without the call where it only looks up."""
-    if storage.segment is segment and view is storage.layout and segment.watch is None:
-        return storage.vid
-    return segment.read(storage, view)
 
 
 _FOREIGN = "that is neither an argument nor a parameter, buffer or attribute of the module"

@@ -23,9 +23,12 @@ def to_array(t: torch.Tensor, device: Any = None) -> jax.Array:
         return abstract.uploaded(t)
     host = numerics.uploaded(to_numpy(t))
     started = time.perf_counter()
-    with _compat.enable_x64():
-        # A copy of our own: on CPU devices JAX takes numpy memory as it is, whatever `may_alias` says.
-        array = sharding.replicated(host.copy()) if sharding.active() and device is None else jax.device_put(host.copy(), device)
+    own = host.copy()  # on CPU devices JAX takes numpy memory as it is, whatever `may_alias` says
+    if device is None and not sharding.active():
+        array = _compat.put(own)
+    else:
+        with _compat.enable_x64():
+            array = sharding.replicated(own) if device is None else jax.device_put(own, device)
     metrics.TRANSFER_TO_DEVICE.add(time.perf_counter() - started)
     metrics.OUTBOUND_DATA.add(host.nbytes)
     return array

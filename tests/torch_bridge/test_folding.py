@@ -239,6 +239,27 @@ def test_one_layer_used_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None
     both(monkeypatch, script)
 
 
+def test_norms_after_the_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in BERT: between two layers' backward passes stands an op with several results, and the last layer's begins otherwise than the others'."""
+
+    class After(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+            self.norm = nn.LayerNorm(WIDTH)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.norm(x + torch.tanh(self.linear(x)))
+
+    def script() -> list[torch.Tensor]:
+        model = made(block=After, layers=7)
+        return [*train(model, OPTIMIZERS["adamw"](model)), *values(model)]
+
+    programs = both(monkeypatch, script)
+    forward, backward = loops(programs[-1])[:2]
+    assert forward.run.count == 7 and backward.run.count >= 6 and backward.reverse
+
+
 def test_buffers_of_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     class Normed(nn.Module):
         def __init__(self) -> None:
