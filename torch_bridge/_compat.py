@@ -58,7 +58,7 @@ def put(host: np.ndarray) -> Any:
     """An array on the default device, 64-bit dtypes kept. The memory becomes JAX's: nobody may write to it."""
     import jax
 
-    upload = _uploader() if jax.config.jax_default_device is None else None
+    upload = _uploader() if getattr(jax.config, "jax_default_device", None) is None else None
     with enable_x64():
         return jax.device_put(host) if upload is None else upload(host)
 

@@ -18,6 +18,9 @@ LOWER = (
 )  # fmt: skip
 """Ops that compute in autocast's dtype. Attention is not among them: it keeps its input type."""
 
+MIXED = ("scaled_dot_product_attention",)
+"""Ops that keep their input type, and compute in autocast's dtype if their inputs differ in theirs, as the products inside would."""
+
 FLOAT32 = (
     "batch_norm", "_softmax", "softmax.int", "softmax.Dimname", "log_softmax.int", "log_softmax.Dimname",
     "prod", "prod.dim_int", "prod.dim_Dimname", "cdist", "trace",
@@ -42,7 +45,7 @@ def install() -> None:
     fallthrough = torch.library.Library("_", "IMPL")
     fallthrough.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
     kernels = torch.library.Library("aten", "IMPL", "AutocastPrivateUse1")
-    for names, target in ((LOWER, _lower_dtype), (FLOAT32, _float32), (PROMOTE, _widest)):
+    for names, target in ((LOWER, _lower_dtype), (MIXED, _lower_mixed), (FLOAT32, _float32), (PROMOTE, _widest)):
         for name in names:
             kernels.impl(name, _kernel(name, target))
     _libraries.extend((fallthrough, kernels))
@@ -67,6 +70,11 @@ def _kernel(name: str, target: Callable[[Any], torch.dtype | None]) -> Callable[
 
 def _lower_dtype(inputs: Any) -> torch.dtype:
     return torch.get_autocast_dtype("xla")
+
+
+def _lower_mixed(inputs: Any) -> torch.dtype | None:
+    """Autocast's dtype for inputs of several; None if they are alike."""
+    return torch.get_autocast_dtype("xla") if len({t.dtype for t in _floating(inputs)}) > 1 else None
 
 
 def _float32(inputs: Any) -> torch.dtype:

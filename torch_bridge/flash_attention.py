@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from torch_bridge import gpu_attention
 from torch_bridge.lowerings._opmath import wide_dtype
 from torch_bridge.lowerings.attention import _pack_key as pack_key
 from torch_bridge.lowerings.attention import _unpack_key as unpack_key
@@ -171,10 +172,14 @@ def flash_attention(q: jax.Array, k: jax.Array, v: jax.Array, seed: jax.Array, o
     dtype (no gradient goes through it).
 
     seed: 0-d int64 that the dropout mask is drawn from (see `pack_key`); unused without dropout. Memory is linear in the lengths, in both
-    directions. Differentiable by JAX in reverse mode.
+    directions. Differentiable by JAX in reverse mode. On CUDA devices cuDNN computes what it can (see `gpu_attention`).
     """
-    out, logsumexp = forward(merged(q), merged(k), merged(v), o, _key(seed, o))
-    return out.reshape(*q.shape[:3], v.shape[3]).astype(q.dtype), logsumexp.reshape(q.shape[:3])
+
+    def blocks(q: jax.Array, k: jax.Array, v: jax.Array, _: None) -> tuple[jax.Array, jax.Array]:
+        out, logsumexp = forward(merged(q), merged(k), merged(v), o, _key(seed, o))
+        return out.reshape(*q.shape[:3], v.shape[3]).astype(q.dtype), logsumexp.reshape(q.shape[:3])
+
+    return gpu_attention.forward_or(blocks, q, k, v, None, o.dropout_p, o.causal, o.scale)
 
 
 def _key(seed: jax.Array, o: Options) -> Any:
@@ -185,9 +190,13 @@ def gradients(
     grad: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, out: jax.Array, logsumexp: jax.Array, seed: jax.Array, o: Options
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The gradients of q, k and v of `flash_attention`, from its results."""
-    found = backward(merged(grad), merged(q), merged(k), merged(v), rows(logsumexp), rows(delta_of(grad, out)), o, _key(seed, o))
-    dq, dk, dv = (g.reshape(x.shape).astype(x.dtype) for g, x in zip(found, (q, k, v), strict=True))
-    return dq, dk, dv
+
+    def blocks(grad: Any, q: Any, k: Any, v: Any, _: None, out: Any, logsumexp: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+        found = backward(merged(grad), merged(q), merged(k), merged(v), rows(logsumexp), rows(delta_of(grad, out)), o, _key(seed, o))
+        dq, dk, dv = (g.reshape(x.shape).astype(x.dtype) for g, x in zip(found, (q, k, v), strict=True))
+        return dq, dk, dv
+
+    return gpu_attention.backward_or(blocks, grad, q, k, v, None, out, logsumexp, o.dropout_p, o.causal, o.scale)
 
 
 def _keep(q: jax.Array, k: jax.Array, v: jax.Array, seed: jax.Array, o: Options) -> Any:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import torch
 from jax import lax
 
+from torch_bridge import gpu_attention
 from torch_bridge.lowerings._opmath import wide_dtype
 from torch_bridge.lowerings.dropout import keep_mask, keep_scale
 from torch_bridge.lowerings.matmul import dot
@@ -61,8 +62,7 @@ def attention(
     `mask` broadcasts to [B, H, S, T]. A query that may see no key gives zeros, with zero gradients, as eager torch does.
     `key` is needed if `dropout_p` > 0. The softmax is float32 for half precision.
     """
-    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    scores = _masked(_scores(q, k) * scale, mask, is_causal)
+    scores = _masked(_scores(q, k) * _scale(q, scale), mask, is_causal)
     top = lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True, initial=-jnp.inf))
     top = jnp.where(top == -jnp.inf, 0, top)
     e = jnp.exp(scores - top)
@@ -74,6 +74,10 @@ def attention(
             raise ValueError(f"attention with dropout_p={dropout_p} needs a PRNG key")
         p = p * keep_mask(key, dropout_p, p.shape).astype(p.dtype) * keep_scale(dropout_p)
     return _mix(p.astype(v.dtype), v), logsumexp
+
+
+def _scale(q: jax.Array, scale: float | None) -> float:
+    return 1 / math.sqrt(q.shape[-1]) if scale is None else scale
 
 
 def _pack_key(key: jax.Array) -> jax.Array:
@@ -126,6 +130,24 @@ def _run(
     scale: float | None,
     seed: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
+    """`attention` for queries of 2 or more dims, by cuDNN where `gpu_attention` chooses it."""
+
+    def plain(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+        return _plain(q, k, v, mask, dropout_p, is_causal, scale, seed)
+
+    return gpu_attention.forward_or(plain, q, k, v, mask, dropout_p, is_causal, _scale(q, scale))
+
+
+def _plain(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    mask: jax.Array | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    seed: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
     """`attention` for queries of 2 or more dims, the dropout key restored from the seed."""
     key = _unpack_key(seed) if dropout_p > 0 else None
     mask = _mask_as_4d(mask, q.shape[:-2])
@@ -154,17 +176,19 @@ def fused_attention_backward(
     *,
     scale: float | None = None,
 ) -> tuple[jax.Array | None, ...]:
-    """The VJP of the very same forward: inside one program XLA merges the two forward passes."""
+    """cuDNN's backward pass where the forward was its own, else the VJP of the very same forward: inside one program XLA merges the two forwards."""
     floating = attn_bias is not None and jnp.issubdtype(attn_bias.dtype, jnp.floating)
 
-    def forward(q: jax.Array, k: jax.Array, v: jax.Array, bias: jax.Array | None) -> jax.Array:
-        return _run(q, k, v, bias if floating else attn_bias, dropout_p, is_causal, scale, philox_seed)[0]
+    def plain(grad: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | None, *_: jax.Array) -> Any:
+        def forward(q: jax.Array, k: jax.Array, v: jax.Array, bias: jax.Array | None) -> Any:
+            return _plain(q, k, v, bias if floating else mask, dropout_p, is_causal, scale, philox_seed)[0]
 
-    _, vjp = jax.vjp(forward, query, key, value, attn_bias if floating else None)
-    grads = vjp(grad_out.astype(query.dtype))
-    if attn_bias is not None and not floating:
-        return (*grads[:3], jnp.zeros_like(attn_bias))
-    return grads
+        _, vjp = jax.vjp(forward, q, k, v, mask if floating else None)
+        return vjp(grad.astype(q.dtype))[: 4 if floating else 3]
+
+    arrays = (grad_out, query, key, value, attn_bias, out, logsumexp)
+    grads = gpu_attention.backward_or(plain, *arrays, dropout_p, is_causal, _scale(query, scale))
+    return grads if floating else (*grads, None if attn_bias is None else jnp.zeros_like(attn_bias))
 
 
 @lowering(aten.scaled_dot_product_attention.default, rng=True)

@@ -161,6 +161,21 @@ def test_other_ops_run_in_their_input_type() -> None:
         assert F.scaled_dot_product_attention(q, q, q).dtype == torch.float32
 
 
+def test_attention_on_several_dtypes() -> None:
+    """As in Llama, whose rotary embedding gives float32 queries and keys beside half-precision values."""
+    given = [f(1, 2, 4, 8) for _ in range(3)]
+    q, k, v = (t.clone().requires_grad_() for t in given)
+    F.scaled_dot_product_attention(q, k, v, is_causal=True).square().sum().backward()
+    a, b, c = (t.to("xla", d).requires_grad_() for t, d in zip(given, (torch.float32, torch.float32, HALF), strict=True))
+    with torch.autocast("xla", dtype=HALF):
+        out = F.scaled_dot_product_attention(a, b, c, is_causal=True)
+    assert out.dtype == HALF
+    out.float().square().sum().backward()
+    for mine, torchs in ((a, q), (b, k), (c, v)):
+        assert mine.grad is not None and mine.grad.dtype == mine.dtype
+        torch.testing.assert_close(mine.grad.cpu().float(), torchs.grad, rtol=0.05, atol=0.05)
+
+
 def test_float64_and_integers_stay_and_cpu_tensors_are_not_touched() -> None:
     x = f(3, 3)
     with torch.autocast("xla", dtype=HALF):
