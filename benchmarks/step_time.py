@@ -30,6 +30,8 @@ README = HERE / "README.md"
 BEGIN, END = "<!-- step_time: begin -->", "<!-- step_time: end -->"
 PEER = "jax"
 LOSS_TOLERANCE = 1e-3
+TAKE_XLA_FLAGS = ("bridge", "per-op", "replay", PEER)
+"""The variants that `--xla-flags` is for: those on the jaxlib of this environment."""
 BRIDGE_ENV = {"PYTHONPATH": f"{HERE.parent}{os.pathsep}{HERE.parent / 'aliases'}"}
 
 # name: (description, script and arguments, environment, uses the torch_xla venv)
@@ -80,7 +82,13 @@ def run_script(python: str, script: list[str], weights: Path, env: dict[str, str
     return done.stdout
 
 
-def run_rounds(names: list[str], rounds: int, steps: int) -> dict[str, list[dict[str, Any]]]:
+def with_flags(name: str, flags: str) -> dict[str, str]:
+    """A variant's environment, with `flags` behind what XLA_FLAGS has already (the later of two wins); only for `TAKE_XLA_FLAGS`."""
+    env = VARIANTS[name][2]
+    return {**env, "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()} if flags and name in TAKE_XLA_FLAGS else env
+
+
+def run_rounds(names: list[str], rounds: int, steps: int, flags: str = "") -> dict[str, list[dict[str, Any]]]:
     results: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     venv_python = str(torch_xla_venv.make_venv(torch_xla_venv.DEFAULT_VENV)) if "torch_xla" in names else ""
     with tempfile.TemporaryDirectory() as folder:
@@ -88,8 +96,9 @@ def run_rounds(names: list[str], rounds: int, steps: int) -> dict[str, list[dict
         ops = int(run_script(sys.executable, ["torch_step.py", "--prepare"], weights, {}, []))
         for number in range(rounds):
             for name in names:
-                _, script, env, uses_venv = VARIANTS[name]
-                output = run_script(venv_python if uses_venv else sys.executable, script, weights, env, ["--steps", str(steps)])
+                _, script, _, uses_venv = VARIANTS[name]
+                python = venv_python if uses_venv else sys.executable
+                output = run_script(python, script, weights, with_flags(name, flags), ["--steps", str(steps)])
                 results[name].append(json.loads(output.splitlines()[-1]) | {"ops_per_step": ops})
                 print(f"round {number + 1}: {name:10} {results[name][-1]['step_free_ms']:8.1f} ms per step", file=sys.stderr, flush=True)
     return results
@@ -119,7 +128,7 @@ def summarise(results: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, t
     return table
 
 
-def markdown(results: dict[str, list[dict[str, Any]]], steps: int) -> str:
+def markdown(results: dict[str, list[dict[str, Any]]], steps: int, flags: str = "") -> str:
     lines = [f"| variant | {' | '.join(column.title for column in COLUMNS)} |", "|---" * (len(COLUMNS) + 1) + "|"]
     for name, row in summarise(results).items():
         cells = [f"{row[column.title][0]:.{column.digits}f} ({row[column.title][1]:.2f}x)" for column in COLUMNS]
@@ -132,6 +141,10 @@ def markdown(results: dict[str, list[dict[str, Any]]], steps: int) -> str:
     ]
     lines += [f"- {details(name, runs)}" for name, runs in results.items()]
     lines.append(f"- the variants' first {measure.CHECKED_STEPS} losses agree to {check_losses(results):.0e}")
+    if flags:
+        lines.append(
+            f"- `XLA_FLAGS` of {', '.join(f'`{name}`' for name in results if name in TAKE_XLA_FLAGS) or 'none of them'}: `{flags}`"
+        )
     date = datetime.date.today().isoformat()
     lines.append(f"- measured {date}, {processor()}, {os.cpu_count()} cores, Python {platform.python_version()}")
     return "\n".join(lines)
@@ -178,11 +191,19 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=20, help="steps per measurement")
     parser.add_argument("--write", action="store_true", help="put the table into benchmarks/README.md")
+    parser.add_argument(
+        "--xla-flags",
+        default="",
+        metavar="FLAGS",
+        help=f"added to XLA_FLAGS of {', '.join(TAKE_XLA_FLAGS)}, for a second table: --xla-flags=--xla_cpu_prefer_vector_width=512",
+    )
     args = parser.parse_args()
+    if args.write and args.xla_flags:
+        parser.error("--write keeps the table of XLA's own defaults; with --xla-flags the table is only printed")
     names = args.variants.split(",")
     if unknown := [name for name in names if name not in VARIANTS]:
         parser.error(f"unknown variants {unknown}; choose from {', '.join(VARIANTS)}")
-    text = markdown(run_rounds(names, args.rounds, args.steps), args.steps)
+    text = markdown(run_rounds(names, args.rounds, args.steps, args.xla_flags), args.steps, args.xla_flags)
     print(text)
     if args.write:
         write_readme(text)

@@ -473,7 +473,7 @@ def copy_storage(storage: Storage) -> Storage:
         new = Storage(storage.layout)
         new.lie_as(storage)
         if storage.held is not None:
-            new.held = storage.held
+            new.held = storage.array
         elif storage.constant:
             new.fill = storage.fill
         else:

@@ -127,9 +127,7 @@ class Storage:
     @property
     def array(self) -> Any:
         """The value as an array of its own, None if there is none."""
-        from torch_bridge.rows import plain
-
-        return plain(self.held)
+        return sharding.alone(self.held)
 
     @array.setter
     def array(self, array: Any) -> None:
@@ -413,7 +411,7 @@ class Segment:
         storage.views = None
         storage.vid = vid
         storage.segment = self
-        storage.held = None if vid >= 0 or self.capture else self.leaves[-vid - 1]
+        storage.held = None if vid >= 0 or self.capture else sharding.alone(self.leaves[-vid - 1])
 
     def write_view(self, storage: Storage, view: Layout, vid: int) -> None:
         """Write a value through a view."""

@@ -198,7 +198,7 @@ def adopt(array: jax.Array, local: Sequence[int]) -> jax.Array:
     old = array.sharding
     if isinstance(old, NamedSharding) and old.mesh == now:
         return array
-    array = _alone(array)
+    array = alone(array)
     if not isinstance(old, NamedSharding) or old.mesh.size != now.size:
         if isinstance(old, NamedSharding) and axes_of(old.spec):
             raise RuntimeError(f"a tensor that differs among {old.mesh.size} ranks cannot be used in a world of {now.size}")
@@ -207,8 +207,8 @@ def adopt(array: jax.Array, local: Sequence[int]) -> jax.Array:
     return relabel(array, local, spec)
 
 
-def _alone(found: Any) -> jax.Array:
-    """What a storage holds, as an array of its own."""
+def alone(found: Any) -> Any:
+    """What a storage holds, as an array: of a row (`rows`) one of its own, for whoever holds a row keeps its whole stack."""
     from torch_bridge.rows import plain
 
     return plain(found)

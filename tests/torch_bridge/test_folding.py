@@ -207,6 +207,17 @@ def test_a_copy_keeps_its_values(monkeypatch: pytest.MonkeyPatch) -> None:
     both(monkeypatch, script)
 
 
+def test_a_copy_of_one_layer_does_not_keep_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NXD_JAX_FOLD", "3")
+    model = made()
+    optimizer = OPTIMIZERS["sgd"](model)
+    train(model, optimizer, steps=2)
+    kept = model.blocks[1].up.weight.detach().clone()
+    stack = model.blocks[1].up.weight._storage.held.stack.array
+    train(model, optimizer, steps=1, start=2)
+    assert stack.is_deleted() and not isinstance(kept._storage.held, rows.Row)
+
+
 def test_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each layer draws the numbers that it draws without folding."""
 
