@@ -353,7 +353,8 @@ def test_other_names(tmp_path: Path) -> None:
 def test_adapters(tmp_path: Path) -> None:
     """LoRA: adapters alone are saved, and training goes on with them."""
 
-    lora = LoraConfig(lora_rank=2, lora_alpha=4, target_modules=["up", "down", "head"], bias="none")
+    folder = str(tmp_path / "adapter")
+    lora = LoraConfig(lora_rank=2, lora_alpha=4, target_modules=["up", "down", "head"], bias="none", lora_save_dir=folder)
 
     def fit(*callbacks: Any, **options: Any) -> Any:
         config = jobs.config(2, clip=None, lora_config=lora)
