@@ -291,13 +291,10 @@ class Plan:
             if not all(inside):
                 return self._carried(loop, offset, nodes) if inside.count(False) == 1 else None
             self._make(loop, offset)
-        places = [self.where(n) for n in nodes]
-        if any(p is None for p in places):
+        found = [place for n in nodes if (place := self.where(n)) is not None]
+        if len(found) < len(nodes) or any(series is not found[0][0] for series, _ in found):
             return None
-        series, first = places[0]  # type: ignore[misc]
-        step = places[1][1] - first  # type: ignore[index]
-        regular = all(p[0] is series and p[1] == first + step * t for t, p in enumerate(places))  # type: ignore[index]
-        return Ref(series, first, step) if regular else None
+        return _regular(found[0][0], [place for _, place in found])
 
     def _carried(self, loop: Loop, offset: int, nodes: tuple[fx.Node, ...]) -> Ref | None:
         """Where one value for each iteration is what another run's iterations found carried."""
@@ -306,8 +303,7 @@ class Plan:
             found = (x.first, *(made[t][x.offset] for t in range(loop.run.count - 1)))
             if x.offset == offset and nodes in (found, found[::-1]):
                 series = loop.made.setdefault(x, Made(loop.run.count, loop.run, x))
-                places = [loop.place(found.index(n)) for n in nodes]
-                return Ref(series, places[0], places[1] - places[0])
+                return _regular(series, [loop.place(found.index(n)) for n in nodes])
         return None
 
     def _stacked_input(self, nodes: tuple[fx.Node, ...]) -> Ref | None:
@@ -347,14 +343,16 @@ class Plan:
         loop = self._loop_of.get(nodes[0])
         if not views or loop is None or loop.aside or any(n not in loop.run.place for n in nodes):
             return self._ref(nodes), views
-        places = [loop.run.place[n] for n in nodes]
-        offset, shape = places[0][1], aval(views[-1])
-        if offset in loop.made or math.prod(shape[0]) > math.prod(aval(nodes[0])[0]):
+        times, offsets = zip(*(loop.run.place[n] for n in nodes), strict=True)
+        offset, shape = offsets[0], aval(views[-1])
+        if offset in loop.made or set(offsets) != {offset} or math.prod(shape[0]) > math.prod(aval(nodes[0])[0]):
             return self._ref(nodes), views
         key = (offset, tuple((v.target, repeats.plain(v)) for v in views))
-        series = loop.made.setdefault(key, Made(loop.run.count, loop.run, offset, views))
-        first, second = (loop.place(t) for t, _ in places[:2])
-        return Ref(series, first, second - first), ()
+        ref = _regular(loop.made.get(key) or Made(loop.run.count, loop.run, offset, views), [loop.place(t) for t in times])
+        if ref is None:
+            return self._ref(nodes), views
+        loop.made[key] = ref.series
+        return ref, ()
 
     def _members(self, node: fx.Node, lists: Sequence[Sequence[fx.Node]]) -> list[list[int]]:
         """Entries that make up a series: of what the first list holds, or else the second (gradients of parameters that come one by one)."""
@@ -435,6 +433,12 @@ def _constant_of(node: fx.Node, k: int) -> Any:
 def _lists_of(node: fx.Node) -> list[fx.Node]:
     """The nodes that pick a list of results, of an op that gives several."""
     return list(node.users) if str(node.target) == _STEP else []
+
+
+def _regular(series: Series, places: Sequence[int]) -> Ref | None:
+    """Where a run finds its values at these places of a series; None if they are not evenly spaced."""
+    step = places[1] - places[0]
+    return Ref(series, places[0], step) if all(p == places[0] + step * t for t, p in enumerate(places)) else None
 
 
 def _each(run: Run) -> list[Each]:

@@ -271,6 +271,28 @@ def test_norms_after_the_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert forward.run.count == 7 and backward.run.count >= 6 and backward.reverse
 
 
+def test_layers_used_in_two_orders(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values of one loop that another part wants in an order that is not even are put together one by one."""
+
+    class Twice(Stack):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.first(x)
+            for k in (1, 0, 3, 2, 4):
+                x = self.blocks[k](x)
+            x = torch.tanh(self.last(x)) @ self.first.weight[:, :3].t()
+            for block in self.blocks:
+                x = block(x)
+            return self.last(x)
+
+    def script() -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = Twice().to("xla")
+        optimizer = torch.optim.AdamW(reversed(list(model.parameters())), lr=0.01, eps=1e-3)
+        return [*train(model, optimizer), *values(model)]
+
+    both(monkeypatch, script)
+
+
 def test_buffers_of_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     class Normed(nn.Module):
         def __init__(self) -> None:
