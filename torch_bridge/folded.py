@@ -55,7 +55,8 @@ class Evaluation:
             assert place is not None, node
             series, index = place
             if isinstance(series, Derived):
-                value: Any = self.derive(series, lambda ref: self._stack(ref.series)[ref.first + ref.step * index])
+                source, first, step = series.source
+                value: Any = self.derive(series, self._stack(source)[first + step * index])
             else:
                 value = lax.index_in_dim(self._stack(series), index, 0, keepdims=False)
             self._values[node] = value
@@ -81,9 +82,9 @@ class Evaluation:
             found = self._stacks[series] = jnp.stack([self.get(n) for n in series.nodes])
         return found
 
-    def derive(self, series: Derived, element: Callable[[Ref], Any]) -> Any:
+    def derive(self, series: Derived, element: Any) -> Any:
         """A value that is made anew, from the element of its source."""
-        return interpret.evaluate(series.node, (interpret.through(series.views, element(series.source)),))
+        return interpret.evaluate(series.node, (interpret.through(series.views, element),))
 
     def key(self, node: fx.Node, row: Any = None) -> Callable[[], Any]:
         """The PRNG key of a random node, from its row of seeds or another one."""
@@ -272,9 +273,7 @@ class _Iteration:
         if found is None:
             series = ref.series
             if isinstance(series, Derived):
-                inner = series.source
-                at = Ref(inner.series, inner.first + inner.step * ref.first, inner.step * ref.step)
-                found = self._outer.derive(series, lambda _: self._element(at))
+                found = self._outer.derive(series, self._element(series.under(ref)))
             else:
                 found = self._fetch(ref)
             self._each[ref] = found
@@ -286,8 +285,7 @@ def _bases(loop: Loop) -> list[Ref]:
     found: dict[Ref, None] = {}
     for ref in loop.refs.values():
         while isinstance(ref.series, Derived):
-            inner = ref.series.source
-            ref = Ref(inner.series, inner.first + inner.step * ref.first, inner.step * ref.step)
+            ref = ref.series.under(ref)
         found[ref] = None
     return list(found)
 

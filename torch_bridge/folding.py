@@ -77,6 +77,11 @@ class Derived(Series):
     source: Ref
     views: tuple[fx.Node, ...]
 
+    def under(self, ref: Ref) -> Ref:
+        """Where the source of what `ref` finds in this series is found."""
+        series, first, step = self.source
+        return Ref(series, first + step * ref.first, step * ref.step)
+
 
 @dataclass(eq=False)
 class Updated(Series):

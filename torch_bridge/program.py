@@ -212,12 +212,10 @@ class Program:
             if abstract.active():
                 arrays = abstract.results(self, args)
             else:
-                arrays = self._zeros() if EXTRACT_ONLY else self.compiled(*(args if self.ranks is None else self.ranks.placed(args)))
+                arrays = (
+                    collecting.zeros(self) if EXTRACT_ONLY else self.compiled(*(args if self.ranks is None else self.ranks.placed(args)))
+                )
         return list(arrays)
-
-    def _zeros(self) -> list[Any]:
-        """What the results would be like, full of zeros."""
-        return collecting.zeros(self)
 
     def lowered(self) -> Any:
         """The program before XLA's optimisations, lowered anew: few ask for it, and it takes about as much memory as a small model."""
