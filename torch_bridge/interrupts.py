@@ -2,8 +2,9 @@
 
 `deferred` holds it back while something must not stop half-way. `on_interrupt` takes the place of Python's own handler once the device is in use:
 torch asks its device guard for a type in the middle of C++ that must not fail, pybind11 gives Python a chance to deliver signals there, and a
-KeyboardInterrupt would end the process. Where Python is between two of its own instructions it is raised at once; elsewhere the signal is sent again
-until it is, or until the process has evidently been waiting in one call (`time.sleep`, input), which may be interrupted as always.
+KeyboardInterrupt would end the process. Where Python is between two of its own instructions it is raised at once; elsewhere before the next line of
+Python code (unless a debugger has the trace function). Meanwhile the signal is sent again, until the process has evidently been waiting in one call
+(`time.sleep`, input), which may be interrupted as always.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import _thread
 import contextlib
 import dis
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -35,6 +37,10 @@ _FRAGILE_FILES = ("grad_mode.py", "weakref.py", "_weakrefset.py")
 """torch's grad mode, and callbacks of weak references, in which Python drops exceptions."""
 
 _since: float | None = None
+_on_its_way = False
+_deciding = threading.Lock()
+"""Held while one of the two threads looks at `_since` and `_on_its_way` and acts on it: a signal must not arrive after its own KeyboardInterrupt."""
+
 _at: tuple[Any, float] = (None, 0.0)
 
 
@@ -51,26 +57,60 @@ def install() -> None:
 
 def on_interrupt(number: int, frame: FrameType | None) -> None:
     """Raise KeyboardInterrupt now, or a little later."""
-    global _since, _at
+    global _since, _on_its_way
+    _on_its_way = False
     now = time.monotonic()
     if _since is None:
         _since = now
     if frame is None or _between_instructions(frame) or _is_waiting(frame, now) or now - _since > PATIENCE:
-        _since, _at = None, (None, 0.0)
-        raise KeyboardInterrupt
+        _raise()
+    if sys.gettrace() is None:
+        _watch(frame)
     _thread.start_new_thread(_send_again, ())
+
+
+def _raise() -> None:
+    global _since, _at
+    _since, _at = None, (None, 0.0)
+    if sys.gettrace() is _before_line:
+        sys.settrace(None)
+    raise KeyboardInterrupt
 
 
 def _between_instructions(frame: FrameType) -> bool:
     """Whether nothing but Python code is interrupted, and none that has to restore something (torch's grad mode, for one)."""
-    if frame.f_code.co_code[frame.f_lasti] not in _BETWEEN:
-        return False
+    return frame.f_code.co_code[frame.f_lasti] in _BETWEEN and not _is_fragile(frame)
+
+
+def _is_fragile(frame: FrameType) -> bool:
     at: FrameType | None = frame
     while at is not None:
         if at.f_code.co_name in _FRAGILE or at.f_code.co_filename.endswith(_FRAGILE_FILES):
-            return False
+            return True
         at = at.f_back
-    return True
+    return False
+
+
+def _watch(frame: FrameType) -> None:
+    """Have `_before_line` called before each line of this frame, of those that called it, and of those it calls."""
+    at: FrameType | None = frame
+    while at is not None:
+        at.f_trace = _before_line
+        at = at.f_back
+    sys.settrace(_before_line)
+
+
+def _before_line(frame: FrameType, event: str, _: Any) -> Any:
+    if _since is None:
+        sys.settrace(None)
+        return None
+    if event == "line" and signal.getsignal(signal.SIGINT) is on_interrupt and not _is_fragile(frame) and _deciding.acquire(blocking=False):
+        try:
+            if not _on_its_way:
+                _raise()
+        finally:
+            _deciding.release()
+    return _before_line
 
 
 def _is_waiting(frame: FrameType, now: float) -> bool:
@@ -82,8 +122,13 @@ def _is_waiting(frame: FrameType, now: float) -> bool:
 
 
 def _send_again() -> None:
+    global _on_its_way
     time.sleep(_PAUSE)
-    signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)  # type: ignore[arg-type]
+    with _deciding:
+        if _since is None:
+            return
+        _on_its_way = True
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)  # type: ignore[arg-type]
 
 
 class Deferred:
@@ -112,6 +157,6 @@ def deferred() -> Iterator[Deferred | None]:
 
 
 def _deliver(handler: Any, args: Any) -> None:
-    global _since
-    _since = None
+    global _since, _on_its_way
+    _since, _on_its_way = None, False
     handler(*args)
