@@ -2,8 +2,9 @@
 
 Every module has the place and the names that it has there. So far: `trainer`, `lightning`, `optimizer`, `parallel_layers` (with `parallel_state`), `modules`,
 `kernels`, `overrides`, `utils`, and, not part of the original, `checkpoint` (what the trainer's checkpoints are made of), `topology` (Trainium machines as data
-and pictures), `abstract` (what a script needs on a machine that is not at hand), `run`, `ckpt`, `top` and `parallel_compile` (the commands `nxd-run`,
-`nxd-ckpt`, `nxd-top` and `neuron_parallel_compile`). Subpackages are imported when first used.
+and pictures), `abstract` (what a script needs on a machine that is not at hand), `inspect` (graphs, HLO, collectives, memory, costs of what runs), and the
+commands `run`, `ckpt`, `top`, `ls` (each `nxd-` and its name on the command line) and `parallel_compile` (`neuron_parallel_compile`). Subpackages are imported
+when first used.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ __version__ = "0.1.0"
 
 _SUBMODULES = (
     "abstract",
+    "inspect",
     "kernels",
     "lightning",
     "modules",

@@ -80,8 +80,9 @@ def compile_options() -> str:
 _watchers = threading.local()
 
 
-def check_cache_entries(damaged: Callable[[pathlib.Path], None]) -> None:
-    """Have JAX call `damaged(file)` for an entry of its persistent cache that cannot be unpacked, and compile as if there were none.
+def check_cache_entries(damaged: Callable[[pathlib.Path], None], unread: Callable[[], bool]) -> None:
+    """Have JAX call `damaged(file)` for an entry of its persistent cache that cannot be unpacked, and compile as if there were none; likewise, whatever there is,
+    while `unread()` is true.
 
     On its own JAX warns and compiles at every run: it never writes over an entry that is there, and a process that is killed leaves half of one.
     From then on `watch_cache_entries` sees what passes.
@@ -94,7 +95,7 @@ def check_cache_entries(damaged: Callable[[pathlib.Path], None]) -> None:
     get, put = LRUCache.get, LRUCache.put
 
     def checked(self: Any, key: str) -> bytes | None:
-        packed = get(self, key)
+        packed = None if unread() else get(self, key)
         if packed is not None:
             try:
                 decompress_executable(packed)

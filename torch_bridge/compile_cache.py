@@ -2,7 +2,8 @@
 
 An executable is stored under a hash of its whole HLO, the compile options, XLA_FLAGS, the device and the versions of JAX and XLA: whatever changes the
 numbers changes the name. The counters `PersistentCacheHit` and `PersistentCacheMiss` tell programs loaded from programs compiled. An entry that cannot
-be read (a process was killed while it wrote) is replaced. Before JAX is asked, `executables` looks in the same folder by recorded graph.
+be read (a process was killed while it wrote) is replaced. Before JAX is asked, `executables` looks in the same folder by recorded graph. While HLO dumps are
+asked for (`environment.dumping`), nothing is read, so that all that runs is compiled and dumped.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
-from torch_bridge import _compat, compiler_flags, metrics
+from torch_bridge import _compat, compiler_flags, environment, metrics
 
 _ASKED, _HIT = "/jax/compilation_cache/compile_requests_use_cache", "/jax/compilation_cache/cache_hits"
 
@@ -82,7 +83,7 @@ def _listen() -> None:
     global _listening
     if not _listening:
         jax.monitoring.register_event_listener(_count)
-        _compat.check_cache_entries(_replace)
+        _compat.check_cache_entries(_replace, environment.dumping)
         _listening = True
 
 

@@ -1,7 +1,8 @@
 """Environment variables that must be acted on before JAX starts or when a graph is compiled.
 
 `XLA_FLAGS`: XLA aborts the process at a flag that its build does not know. Flags that only the Neuron compiler knows are dropped, with one
-warning. `XLA_FLAGS=--xla_dump_to=DIR` and the other dump flags are XLA's own and work as they are.
+warning. `XLA_FLAGS=--xla_dump_to=DIR` and the other dump flags are XLA's own and work as they are. While dumps are asked for (`dumping`), every program is
+compiled, also if a cache on disk has it: XLA dumps only what it compiles.
 
 All others are rows of the table in `variables`, which `check` applies once, when the first xla tensor is made.
 
@@ -125,27 +126,50 @@ def _set_log_level(level: str) -> None:
         logger.addHandler(handler)
 
 
+_DUMP_FLAG = re.compile(r"(?:^|\s)--?xla_dump_")
+
+
+def dumping() -> bool:
+    """Whether programs are to be written down as they are compiled, by XLA_FLAGS or NEURON_FRAMEWORK_DEBUG.
+
+    Caches on disk are then not read (they are still written): XLA dumps nothing of a program that it does not compile, and one that was found has the module
+    names and source lines of the run that compiled it.
+    """
+    flags = os.environ.get("XLA_FLAGS", "").strip()
+    if flags and not flags.startswith("-"):  # a file of flags
+        with contextlib.suppress(OSError):
+            flags = pathlib.Path(flags).read_text()
+    return bool(_DUMP_FLAG.search(flags)) or _framework_debug()
+
+
+def _framework_debug() -> bool:
+    from torch_bridge.variables import VARIABLES
+
+    return bool(VARIABLES["NEURON_FRAMEWORK_DEBUG"].parse(os.environ.get("NEURON_FRAMEWORK_DEBUG", "")))
+
+
 @contextlib.contextmanager
 def compiling(program: Any) -> Iterator[None]:
     """Around the compilation of an `executor.Program`."""
     prepare()
     yield
-    from torch_bridge.variables import VARIABLES
-
-    if VARIABLES["NEURON_FRAMEWORK_DEBUG"].parse(os.environ.get("NEURON_FRAMEWORK_DEBUG", "")):
+    if _framework_debug():
         dump(program, pathlib.Path(os.environ.get("NEURON_DUMP_DIR") or "."))
 
 
 def dump(program: Any, folder: pathlib.Path) -> pathlib.Path:
     """Write a compiled program's graph and HLO under `folder`; returns the new directory."""
+    return write_dump(program.graph, program.lowered(), program.compiled, folder)
+
+
+def write_dump(graph: Any, lowered: Any, compiled: Any, folder: pathlib.Path) -> pathlib.Path:
+    """Write a graph of aten ops, its StableHLO and what the compiler made of it to `MODULE_<hash>/` under `folder`; returns the new directory."""
     from torch_bridge.hlo_text import graph_text
 
-    lowered = program.lowered()
-    stablehlo = lowered.as_text(debug_info=True)
     digest = hashlib.sha256(lowered.as_text().encode()).hexdigest()[:16]
     target = folder / f"MODULE_{digest}"
     target.mkdir(parents=True, exist_ok=True)
-    (target / "graph.txt").write_text(graph_text(program.graph))
-    (target / "stablehlo.mlir").write_text(stablehlo)
-    (target / "optimized_hlo.txt").write_text(program.compiled.as_text())
+    (target / "graph.txt").write_text(graph_text(graph))
+    (target / "stablehlo.mlir").write_text(lowered.as_text(debug_info=True))
+    (target / "optimized_hlo.txt").write_text(compiled.as_text())
     return target

@@ -23,7 +23,7 @@ from typing import Any
 
 import jax
 
-from torch_bridge import _compat, executable_keys, metrics
+from torch_bridge import _compat, environment, executable_keys, metrics
 from torch_bridge.surroundings import UnknownError
 from torch_bridge.variables import VARIABLES
 
@@ -59,11 +59,12 @@ def compiled(program: Any, args: Sequence[Any]) -> Any:
 
 
 def _folder() -> pathlib.Path | None:
-    """Where entries lie, if there are any. Several processes would all have to hit or all to miss, which nothing makes sure of."""
+    """Where entries lie, if there are any. Several processes would all have to hit or all to miss, which nothing makes sure of; while HLO is dumped, all is
+    compiled."""
     from torch_bridge import compile_cache
 
     place = compile_cache.folder()
-    if place is None or jax.process_count() > 1 or VARIABLES[_SWITCH].parse(os.environ.get(_SWITCH, "")) is False:
+    if place is None or environment.dumping() or jax.process_count() > 1 or VARIABLES[_SWITCH].parse(os.environ.get(_SWITCH, "")) is False:
         return None
     return place / "executables"
 

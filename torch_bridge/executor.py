@@ -22,6 +22,7 @@ from torch_bridge import (
     abstract,
     collecting,
     dispatch,
+    history,
     hoisting,
     interrupts,
     lifted,
@@ -141,6 +142,8 @@ def _run(segment: Segment) -> None:
             metrics.count("UncachedCompile")
             program = Program(trace, outs, segment, donate, labels, mode)
             trace.programs.setdefault(outs, []).append(program)
+            history.compiling(program, trace, segment, outs, donate, labels, numbers)
+            program.results_held_by = tuple(weakref.ref(live[vid][0]) for vid in outs)
         else:
             metrics.count("CachedCompile")
         _execute(program, segment, live, trace, program.arguments(segment, donate, numbers))
@@ -199,6 +202,7 @@ def _execute(program: Program, segment: Segment, live: dict[int, list[Storage]],
         _start_next(segment, trace)
     telemetry.ACTIVITY.ran(program.facts, arrays[-1])
     metrics.EXECUTE_TIME.add(time.perf_counter() - started)
+    program.step = telemetry.ACTIVITY.steps
     RECENT.append(program)
     _in_flight.append(weakref.ref(arrays[0]))
     if len(_in_flight) > MAX_IN_FLIGHT:

@@ -78,9 +78,13 @@ def on_host(func: Any, args: Any, kwargs: Any) -> Any:
     _write_back(func, args, kwargs, hosts)
 
     def to_xla(x: Any) -> Any:
-        if isinstance(x, torch.Tensor):
-            return back[id(x)] if id(x) in back else upload(x)
-        return x
+        if not isinstance(x, torch.Tensor):
+            return x
+        if id(x) in back:
+            return back[id(x)]
+        made = upload(x)
+        made._storage.describe(origin=f"{func} at {source.short_line()}")
+        return made
 
     return tree_map(to_xla, out)
 

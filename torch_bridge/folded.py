@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from torch import fx
 
-from torch_bridge import interpret
+from torch_bridge import interpret, scopes
 from torch_bridge.folding import Built, Derived, Group, Loop, Made, Plan, Ref, Series, Updated, columns
 from torch_bridge.graph import number
 from torch_bridge.repeats import VIEWS, Carried, Each, Here, Same, edge, edges
@@ -192,7 +192,7 @@ class Evaluation:
         return self._named(node, (entries, *rest))
 
     def _named(self, node: fx.Node, args: tuple[Any, ...]) -> Any:
-        with jax.named_scope(interpret.scope_name(node.meta.get("source", NOWHERE), node.target)):
+        with jax.named_scope(scopes.name(node.meta.get("source", NOWHERE), node.target)):
             return interpret.call(node.target, args, {}, None)
 
     def _updated(self, node: fx.Node, group: Group) -> set[Updated]:
@@ -306,7 +306,7 @@ def _lined(stack: Any, ref: Ref, count: int) -> Any:
 def _scope(first: fx.Node, second: fx.Node) -> str:
     """What an op of a loop is called in HLO metadata: its module path with a star for the number of the layer."""
     one, two = (n.meta.get("source", NOWHERE) for n in (first, second))
-    return interpret.scope_name(one._replace(module=_starred(one.module, two.module)), first.target)
+    return scopes.name(one._replace(module=_starred(one.module, two.module)), first.target)
 
 
 def _starred(one: str, two: str) -> str:

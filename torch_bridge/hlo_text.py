@@ -43,12 +43,17 @@ def hlo(target: Any = None, *example_inputs: Any, stage: str = "stablehlo") -> s
 
 def lower_module(module: torch.nn.Module, *example_inputs: Any) -> Any:
     """A module, or a captured graph, as a `jax.stages.Lowered`."""
+    graph_module = captured(module, *example_inputs)
+    return lower(graph_module.graph, graph_module, graph_module._get_name() if graph_module is module else type(module).__name__)
+
+
+def captured(module: torch.nn.Module, *example_inputs: Any) -> fx.GraphModule:
+    """A module as `torch_bridge.capture` gives it; what that gave before stays as it is."""
     from torch_bridge.capturing import Signature, capture
 
-    captured = isinstance(module, fx.GraphModule) and isinstance(getattr(module, "signature", None), Signature)
-    graph_module = module if captured else capture(module, *example_inputs)
-    assert isinstance(graph_module, fx.GraphModule)
-    return lower(graph_module.graph, graph_module, type(module).__name__ if not captured else graph_module._get_name())
+    if isinstance(module, fx.GraphModule) and isinstance(getattr(module, "signature", None), Signature):
+        return module
+    return capture(module, *example_inputs)
 
 
 def pending_graph(tensors: Sequence[torch.Tensor]) -> fx.Graph:
@@ -99,6 +104,12 @@ def _aval(storage: Any) -> Any:
 
 def lower(graph: fx.Graph, owner: torch.nn.Module | None = None, name: str = "recorded") -> Any:
     """A graph of aten ops as a `jax.stages.Lowered`."""
+    with _compat.enable_x64():
+        return trace(graph, owner, name).lower()
+
+
+def trace(graph: fx.Graph, owner: torch.nn.Module | None = None, name: str = "recorded") -> Any:
+    """A graph of aten ops as a `jax.stages.Traced`."""
     placeholders = [n for n in graph.nodes if n.op == "placeholder"]
     rows = max((n.meta["draw"] for n in graph.nodes if "draw" in n.meta), default=-1) + 1
     draws = jax.ShapeDtypeStruct((rows, 4), np.uint32)
@@ -111,13 +122,13 @@ def lower(graph: fx.Graph, owner: torch.nn.Module | None = None, name: str = "re
     run.__name__ = name
     inputs = [p for p in placeholders if p.target != "draws"]
     if sharding.active():
-        return _lower_on_mesh(graph, run, draws, inputs)
+        return _trace_on_mesh(graph, run, draws, inputs)
     with _compat.enable_x64():
-        return jax.jit(run).lower(draws, *[_input_of(p) for p in inputs])
+        return jax.jit(run).trace(draws, *[_input_of(p) for p in inputs])
 
 
-def _lower_on_mesh(graph: fx.Graph, run: Any, draws: Any, inputs: list[fx.Node]) -> Any:
-    """As programs for several ranks are lowered: under `shard_map`, each rank on its own blocks."""
+def _trace_on_mesh(graph: fx.Graph, run: Any, draws: Any, inputs: list[fx.Node]) -> Any:
+    """As programs for several ranks are traced: under `shard_map`, each rank on its own blocks."""
     specs = [p.meta.get("spec", sharding.REPLICATED) for p in inputs]
     every = dict(zip(inputs, specs, strict=True))
     spreading.spread(graph, [sharding.axes_of(every.get(n, sharding.REPLICATED)) for n in graph.nodes if n.op == "placeholder"])
@@ -137,7 +148,7 @@ def _lower_on_mesh(graph: fx.Graph, run: Any, draws: Any, inputs: list[fx.Node])
     ]
     blocks.__name__ = run.__name__
     with _compat.enable_x64():
-        return jax.jit(mapped).lower(
+        return jax.jit(mapped).trace(
             jax.ShapeDtypeStruct(draws.shape, draws.dtype, sharding=sharding.sharding(sharding.REPLICATED)), *avals
         )
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -13,9 +12,9 @@ import torch
 from jax import lax
 from torch import fx
 
-from torch_bridge import dtypes, lowerings, sharding
+from torch_bridge import dtypes, lowerings, scopes, sharding
 from torch_bridge.graph import KINDS, number
-from torch_bridge.source import NOWHERE, Source
+from torch_bridge.source import NOWHERE
 
 KeyOf = Callable[[fx.Node], Any]
 """Gives the PRNG key of a random node."""
@@ -79,7 +78,7 @@ def evaluate(node: fx.Node, values: Iterable[Any], key: Callable[[], Any] | None
         return args[0][args[1]]
     if node.target is number:
         return dtypes.Scalar(KINDS[args[2]], args[0][args[1]])
-    with jax.named_scope(scope_name(node.meta.get("source", NOWHERE), node.target) if scope is None else scope):
+    with jax.named_scope(scopes.name(node.meta.get("source", NOWHERE), node.target) if scope is None else scope):
         result = call(node.target, args, kwargs, key if "draw" in node.meta else None)
     return _conform(result, node)
 
@@ -89,15 +88,6 @@ def through(views: Iterable[fx.Node], value: Any) -> Any:
     for view in views:
         value = evaluate(view, (value,))
     return value
-
-
-def scope_name(source: Source, op: Any) -> str:
-    """What an op is called in HLO metadata: module path, file:line and aten name."""
-    parts = [source.module.replace("/", "_")] if source.module else []
-    if source.file:
-        parts.append(f"{os.path.basename(source.file)}:{source.line}")
-    parts.append(str(op).removesuffix(".default"))
-    return "/".join(parts)
 
 
 def call(op: Any, args: Any, kwargs: Any, key: Callable[[], Any] | None) -> Any:

@@ -64,7 +64,7 @@ def on_interrupt(number: int, frame: FrameType | None) -> None:
         _since = now
     if frame is None or _between_instructions(frame) or _is_waiting(frame, now) or now - _since > PATIENCE:
         _raise()
-    if sys.gettrace() is None:
+    if frame is not None and sys.gettrace() is None:
         _watch(frame)
     _thread.start_new_thread(_send_again, ())
 

@@ -72,7 +72,11 @@ class Trace:
 
 
 class Program:
-    """One compiled executable: the fx graph it came from, which leaves it takes and donates, and its jitted function."""
+    """One compiled executable: the fx graph it came from, which leaves it takes and donates, and its jitted function.
+
+    held_by, results_held_by: weak references to the storages that the used leaves came from (None: from none) and that the results went to, the first time.
+    executions: how often it ran; step: during which step of the script it ran last, counted from 0.
+    """
 
     def __init__(
         self,
@@ -89,6 +93,10 @@ class Program:
         )
         builder = GraphBuilder(trace.nodes, trace.sources, outs)
         self.used = tuple(-v - 1 for v in builder.used_leaves)
+        holders = {**{leaf: ref for ref, leaf in segment.saved}, **segment.holders}
+        self.held_by = tuple(holders.get(v) for v in builder.used_leaves)
+        self.results_held_by: tuple[Any, ...] = ()
+        self.step = 0
         avals = {v: local_aval(segment, -v - 1) for v in builder.used_leaves}
         metas = {v: meta_of(layout(tuple(a.shape), None, 0, dtypes.to_torch(a.dtype))) for v, a in avals.items()}
         self.graph = builder.build(metas, slots=self.slots)

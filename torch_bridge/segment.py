@@ -85,10 +85,11 @@ class Facts:
 
     spec: how the blocks of the ranks lie in the global array; axes in it are expected to differ. start: how they lie if a step that creates the storage
     full of one number gets it as an input (`hoisting`). links: storages that alias this one in a way that
-    layouts cannot say (`rank_ops`): each is called with (segment, storage) after a write and writes the other side.
+    layouts cannot say (`rank_ops`): each is called with (segment, storage) after a write and writes the other side. origin: which op made the value on the
+    host, and the line that called it.
     """
 
-    __slots__ = ("keep", "links", "owner", "spec", "start")
+    __slots__ = ("keep", "links", "origin", "owner", "spec", "start")
 
     def __init__(self) -> None:
         self.owner: Any = None
@@ -96,6 +97,7 @@ class Facts:
         self.start: Any = None
         self.links: list[Any] = []
         self.keep: Any = None
+        self.origin = ""
 
 
 class Storage:
@@ -243,6 +245,8 @@ class Segment:
             source.note_forward(here)
             del self.sources[i:]
             self.sources.append(here)
+        else:
+            source.note_predicted(predicted.sources, i)
         if numbers:
             while self.numbers and self.numbers[-1][0] >= i:
                 self.numbers.pop()

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch.utils import _pytree
+from torch.utils.checkpoint import CheckpointFunction
 
 from torch_bridge.tape import NotRepeatable
 from torch_bridge.tensor import XLATensor
@@ -82,7 +83,7 @@ def check_history(outs: Iterable[torch.Tensor]) -> None:
     seen = set(nodes)
     while nodes:
         node = nodes.pop()
-        if node.name() == "CheckpointFunctionBackward":
+        if issubclass(getattr(type(node), "_forward_cls", object), CheckpointFunction):
             raise NotRepeatable("it has an activation checkpoint with use_reentrant=True inside; use_reentrant=False can be played")
         found = {n for n, _ in node.next_functions if n is not None} - seen
         seen |= found

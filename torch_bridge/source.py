@@ -8,24 +8,30 @@ from __future__ import annotations
 import os
 import sys
 import weakref
+from collections.abc import Sequence
 from types import CodeType, FrameType
 from typing import NamedTuple
 
 import torch
 
-_TORCH = os.path.dirname(torch.__file__) + os.sep
-_OURS = os.path.dirname(__file__) + os.sep
+_LIBRARIES: tuple[str, ...] = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep, "<frozen")
 _CALL_IMPL = torch.nn.Module._call_impl.__code__
+_ENGINE = torch.autograd.graph._engine_run_backward.__code__
 
 
 class Source(NamedTuple):
-    """Where an op was called: dotted module path ('' outside modules), module class, file, line and function."""
+    """Where an op was called: dotted module path ('' outside modules), module class, file, line and function.
+
+    backward: autograd called it; the rest is then that of its forward op. training: the mode of the module (True outside modules).
+    """
 
     module: str = ""
     module_class: str = ""
     file: str = ""
     line: int = 0
     function: str = ""
+    backward: bool = False
+    training: bool = True
 
     def __str__(self) -> str:
         where = f"{self.file}:{self.line} in {self.function}" if self.file else "(no Python line: a backward op)"
@@ -36,12 +42,19 @@ NOWHERE = Source()
 _IS_USER: dict[CodeType, bool] = {}
 
 
+def add_library(folder: str) -> None:
+    """Code in this folder is no user's: an op that it calls counts as called by whoever called it."""
+    global _LIBRARIES
+    _LIBRARIES = (*_LIBRARIES, folder + os.sep)
+    _IS_USER.clear()
+
+
 def is_user(code: CodeType) -> bool:
-    """True for code outside torch and this package."""
+    """True for code outside torch, this package, and what `add_library` was told."""
     known = _IS_USER.get(code)
     if known is None:
         name = code.co_filename
-        known = _IS_USER[code] = not (name.startswith((_TORCH, _OURS, "<frozen")) or "/contextlib.py" in name)
+        known = _IS_USER[code] = not (name.startswith(_LIBRARIES) or "/contextlib.py" in name)
     return known
 
 
@@ -50,17 +63,42 @@ def user_line(depth: int = 1) -> str:
     return str(current(depth + 1, modules=False))
 
 
+def short_line() -> str:
+    """'file.py:12' of the nearest frame outside torch and this package, '' if there is none."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not is_user(frame.f_code):
+        frame = frame.f_back
+    return "" if frame is None else f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+
+
 def current(depth: int = 1, modules: bool = True) -> Source:
     """The source of the op being recorded."""
-    if modules and torch._C._current_autograd_node() is not None:
+    backward = modules and torch._C._current_autograd_node() is not None
+    user, stack = _walk(sys._getframe(depth), modules, backward)
+    if backward and not stack:
         forward = backward_of()
         if forward is not None:
-            return forward
-    frame: FrameType | None = sys._getframe(depth)
+            return forward._replace(backward=True)
+        user, stack = _walk(sys._getframe(depth), modules, False)
+    path, cls = _module_path(stack, backward) if stack else ("", "")
+    training = stack[0].training if stack else True
+    if user is None:
+        return Source(path, cls, backward=backward, training=training)
+    return Source(path, cls, user.f_code.co_filename, user.f_lineno, user.f_code.co_name, backward, training)
+
+
+def _walk(start: FrameType, modules: bool, within_backward: bool) -> tuple[FrameType | None, list[torch.nn.Module]]:
+    """The nearest frame of the user's, and the modules being called, innermost first.
+
+    within_backward: of what autograd called alone: there are modules if a checkpoint recomputes its activations.
+    """
+    frame: FrameType | None = start
     user: FrameType | None = None
     stack: list[torch.nn.Module] = []
     while frame is not None:
         code = frame.f_code
+        if within_backward and code is _ENGINE:
+            break
         if user is None and is_user(code):
             user = frame
         if modules and code is _CALL_IMPL:
@@ -68,25 +106,27 @@ def current(depth: int = 1, modules: bool = True) -> Source:
             if isinstance(owner, torch.nn.Module):
                 stack.append(owner)
         frame = frame.f_back
-    path, cls = _module_path(stack) if stack else ("", "")
-    if user is None:
-        return Source(path, cls)
-    return Source(path, cls, user.f_code.co_filename, user.f_lineno, user.f_code.co_name)
+    return user, stack
 
 
 _PATHS: weakref.WeakKeyDictionary[torch.nn.Module, dict[int, str]] = weakref.WeakKeyDictionary()
 
 
-def _module_path(stack: list[torch.nn.Module]) -> tuple[str, str]:
-    """Dotted path of the innermost module below the outermost one on the stack."""
+def _module_path(stack: list[torch.nn.Module], recomputing: bool = False) -> tuple[str, str]:
+    """Dotted path of the innermost module below the outermost one on the stack; of one that is being recomputed, below the model that it belongs to."""
     root, leaf = stack[-1], stack[0]
+    cls = type(leaf).__name__
+    if recomputing:
+        known = max((names.get(id(leaf), "") for names in _PATHS.values()), key=len, default="")
+        if known:
+            return known, cls
     names = _PATHS.get(root)
     if names is None or id(leaf) not in names:
         names = _PATHS[root] = {id(m): n for n, m in root.named_modules(remove_duplicate=False)}
-    return names.get(id(leaf), type(leaf).__name__), type(leaf).__name__
+    return names.get(id(leaf), cls), cls
 
 
-_FORWARD_SOURCES: dict[int, Source] = {}
+_FORWARD_SOURCES: dict[int, Source | tuple[Sequence[Source], int]] = {}
 _KEEP = 200_000
 
 
@@ -99,9 +139,20 @@ def note_forward(source: Source) -> None:
         _FORWARD_SOURCES[sequence] = source
 
 
+def note_predicted(sources: Sequence[Source], at: int) -> None:
+    """The same for an op that an earlier step predicted: its source is `sources[at]`."""
+    sequence = torch._C._autograd._get_sequence_nr() - 1
+    if sequence not in _FORWARD_SOURCES:
+        if len(_FORWARD_SOURCES) > _KEEP:
+            _FORWARD_SOURCES.clear()
+        _FORWARD_SOURCES[sequence] = sources, at
+
+
 def backward_of() -> Source | None:
     """While autograd runs a node: the source of its forward op."""
     node = torch._C._current_autograd_node()
-    if node is None:
-        return None
-    return _FORWARD_SOURCES.get(node._sequence_nr())
+    found = None if node is None else _FORWARD_SOURCES.get(node._sequence_nr())
+    if found is None or isinstance(found, Source):
+        return found
+    sources, at = found
+    return sources[at] if at < len(sources) else None

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from torch_bridge import host_values, ranks, serialization, sharding
+from torch_bridge import history, host_values, ranks, serialization, sharding
 from torch_bridge.cpu_attention import additive
 from torch_bridge.dispatch import STATE, dispatch, fresh, point, rank_ops, read, record, record_op, resize, special
 from torch_bridge.inference import infer
@@ -117,9 +117,9 @@ def item(func: Any, args: Any, kwargs: Any) -> Any:
         vid = read(t)
         known = host_values.evaluate(segment, vid)
         if known is not None:
-            return known.item()
+            return history.read(known.item())
     segment.asked()
-    found = download(t).item()
+    found = history.read(download(t).item())
     if not READING.allowed:
         values = own_values(t)
         if values and ranks.is_ranked(ranks.item(values)):

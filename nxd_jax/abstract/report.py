@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from nxd_jax.abstract.collectives import Collective
+from nxd_jax.inspect.collectives import Collective
 
 
 @dataclasses.dataclass(frozen=True)

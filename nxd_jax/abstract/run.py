@@ -13,9 +13,9 @@ from typing import Any
 import torch.distributed as dist
 
 from nxd_jax.abstract._models import models_on_meta
-from nxd_jax.abstract.collectives import collectives
 from nxd_jax.abstract.report import AbstractReport, ProgramReport
 from nxd_jax.abstract.shapes import Witness
+from nxd_jax.inspect.collectives import collectives
 from nxd_jax.parallel_layers import parallel_state
 from nxd_jax.topology import Topology
 from torch_bridge import abstract, executor, telemetry, world
@@ -35,6 +35,20 @@ class AbstractRun:
         self._compiling = 0.0
 
     @property
+    def topology(self) -> Topology:
+        """The machines whose memory counts."""
+        return self._topology or Topology.from_environment()
+
+    def recorded_run(self) -> abstract.Run:
+        """What `torch_bridge` recorded. Raises RuntimeError after the end of the `with` block."""
+        self._check("look")
+        return self._run
+
+    def _check(self, what: str) -> None:
+        if abstract.RUN is not self._run:
+            raise RuntimeError(f"{what}() after the end of abstract_run: call it within the `with` block, where the ranks are laid out")
+
+    @property
     def programs(self) -> list[abstract.Recorded]:
         return list(self._run.programs.values())
 
@@ -43,8 +57,7 @@ class AbstractRun:
 
         What is still recorded is a program too. Raises RuntimeError after the end of the `with` block, or if nothing has been recorded.
         """
-        if abstract.RUN is not self._run:
-            raise RuntimeError("report() after the end of abstract_run: call it within the `with` block, where the ranks are laid out")
+        self._check("report")
         executor.sync()
         found = sorted(self.programs, key=lambda p: -p.ops)
         if not found:
@@ -52,7 +65,7 @@ class AbstractRun:
         recording = time.perf_counter() - self._started - self._compiling
         reports = tuple(self._compiled(p) for p in found[: max(programs, 1)])
         self._compiling = sum(p.trace_seconds + p.lower_seconds + p.compile_seconds for p in found)
-        topology = self._topology or Topology.from_environment()
+        topology = self.topology
         return AbstractReport(
             cores=world.size(),
             axes=dict(world.current().axes),

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import pathlib
 from typing import Any
 
 from nxd_jax.parallel_layers import mappings, parallel_state
 from nxd_jax.parallel_layers.layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear
+from torch_bridge import source
 
+source.add_library(str(pathlib.Path(__file__).parents[1]))
 PARALLEL_MODULES = [ColumnParallelLinear, RowParallelLinear, ParallelEmbedding]
 """Modules that the pipeline partitioner does not look into."""
 

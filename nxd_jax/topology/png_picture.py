@@ -12,7 +12,8 @@ from nxd_jax.topology.scene import Box, Scene, scene
 from nxd_jax.topology.topology import Topology
 
 _COLUMNS = 4
-_INCH = 90.0  # pixels of the scene per inch of the figure
+INCH = 90.0
+"""Pixels of the scene per inch of the figure."""
 
 
 def png(
@@ -37,7 +38,7 @@ def png(
     panels = [(kind, drawing) for kind in kinds for drawing in drawings]
     columns = min(_COLUMNS, len(drawings) if len(drawings) > 1 else len(panels))
     rows = -(-len(panels) // columns)
-    width, height = drawings[0].width / _INCH, drawings[0].height / _INCH + 0.3
+    width, height = drawings[0].width / INCH, drawings[0].height / INCH + 0.3
     figure = Figure(figsize=(max(columns * width, 6) + 0.2, rows * height + 0.6), layout="constrained")
     FigureCanvasAgg(figure)
     hidden = topology.node_count - len(drawings)
@@ -46,7 +47,7 @@ def png(
     for axis in axes:
         axis.set_axis_off()
     for axis, (kind, drawing) in zip(axes, panels, strict=False):
-        _panel(axis, drawing, marks(groups, kind) if groups and kind else None)
+        panel(axis, drawing, marks(groups, kind) if groups and kind else None)
         axis.set_title(_title(topology, kind, drawing.node), fontsize=8)
     figure.savefig(path, format="png", dpi=dpi)
 
@@ -56,7 +57,8 @@ def _title(topology: Topology, kind: str, node: int) -> str:
     return ", ".join(parts)
 
 
-def _panel(axis: Any, drawing: Scene, found: dict[int, int] | None) -> None:
+def panel(axis: Any, drawing: Scene, found: dict[int, int] | None) -> None:
+    """Draw a node on matplotlib axes, one unit a pixel of the scene. found: the number that colours each rank's core; None: that of its chip."""
     axis.set_xlim(0, drawing.width)
     axis.set_ylim(drawing.height, 0)
     axis.set_aspect("equal")
@@ -67,7 +69,9 @@ def _panel(axis: Any, drawing: Scene, found: dict[int, int] | None) -> None:
         axis.text(box[0] + 5, box[1] + 12, f"chip {chip}", fontsize=6)
     for core in drawing.cores:
         x, y, width, height = core.box
-        axis.add_patch(_patch(core.box, colour(core.chip if found is None else found[core.rank])))
+        patch = _patch(core.box, colour(core.chip if found is None else found[core.rank]))
+        patch.set_gid(f"rank {core.rank}")
+        axis.add_patch(patch)
         axis.text(x + width / 2, y + height / 2, str(core.rank), ha="center", va="center", fontsize=6.5)
 
 

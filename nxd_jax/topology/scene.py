@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from nxd_jax.topology.links import Link
 from nxd_jax.topology.placement import Cell, cells
 from nxd_jax.topology.topology import Topology
 
@@ -82,3 +83,57 @@ def _stubs(cell: Cell, box: Box) -> list[Line]:
         (x + width, middle_y, x + width + half, middle_y): cell.right,
     }
     return [line for line, linked in sides.items() if linked]
+
+
+# -- single links ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Way:
+    """Where a link is in the drawing of a node.
+
+    Attributes:
+        link: the link.
+        lines: one from chip to chip, or two stubs on opposite sides where it wraps around, or a slanted stub where it leads to another node.
+    """
+
+    link: Link
+    lines: tuple[Line, ...]
+
+
+def ways(topology: Topology, drawing: Scene) -> list[Way]:
+    """Where each link of a drawn node is, those to other nodes of an UltraServer included."""
+    size = topology.instance.chips_per_node
+    here = drawing.node % topology.instance.nodes
+    places = {cell.chip: (r, c) for r, row in enumerate(cells(topology.instance)) for c, cell in enumerate(row)}
+    found = []
+    for link in topology.links():
+        nodes, chips = [chip // size for chip in link.chips], [chip % size for chip in link.chips]
+        if nodes[0] == nodes[1] == here:
+            found.append(Way(link, _between(drawing, chips, places)))
+        elif here in nodes and nodes[0] != nodes[1]:
+            other = nodes[1 - nodes.index(here)]
+            found.append(Way(link, (_slanted(drawing.chips[chips[0]], other == (here + 1) % topology.instance.nodes),)))
+    return found
+
+
+def _between(drawing: Scene, chips: list[int], places: dict[int, tuple[int, int]]) -> tuple[Line, ...]:
+    """A link of two chips of one node, which stand in one row or in one column."""
+    first, second = sorted(chips, key=places.__getitem__)
+    (x1, y1, width, height), (x2, y2) = drawing.chips[first], drawing.chips[second][:2]
+    middle_x, middle_y, stub = x1 + width / 2, y1 + height / 2, 0.8 * _WIRE
+    (row, column), (to_row, to_column) = places[first], places[second]
+    if row == to_row:
+        if to_column - column == 1:
+            return ((x1 + width, middle_y, x2, middle_y),)
+        return (x1 - stub, middle_y, x1, middle_y), (x2 + width, middle_y, x2 + width + stub, middle_y)
+    if to_row - row == 1:
+        return ((middle_x, y1 + height, middle_x, y2),)
+    return (middle_x, y1 - stub, middle_x, y1), (middle_x, y2 + height, middle_x, y2 + height + stub)
+
+
+def _slanted(box: Box, to_next: bool) -> Line:
+    """A stub from the upper right corner of a chip to the next node, or from the upper left one to the node before."""
+    x, y, width, _ = box
+    reach = 0.36 * _WIRE
+    return (x + width, y, x + width + reach, y - reach) if to_next else (x, y, x - reach, y - reach)

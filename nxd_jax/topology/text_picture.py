@@ -31,6 +31,11 @@ def text(topology: Topology, groups: Groups | None = None, by: str | Sequence[st
     return "\n".join(parts)
 
 
+def torus(topology: Topology) -> str:
+    """The drawing of `text` alone: the devices of one node as boxes with their core ids, and the links between them."""
+    return "\n".join(_drawing(topology, _boxes(topology, [core for core in topology.cores if core.node == 0], {})))
+
+
 def _devices(topology: Topology, cores: list[Core]) -> str:
     """The table of one node's devices."""
     rows = [["DEVICE", "CORES", "CORE IDS", "MEMORY", "CONNECTED DEVICES"]]

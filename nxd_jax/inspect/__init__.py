@@ -1,0 +1,49 @@
+"""Look inside: the graph that a script records, its HLO, its collectives, the memory of a core, what it costs, why it compiled again.
+
+from nxd_jax import inspect
+
+step = inspect.look()          # the last executed step; also inspect.look(model, x), inspect.look(run) of an abstract run
+print(step)                    # memory, operations and collectives in a few lines
+step.collectives               # a table: prints, shows in a notebook, .to_pandas(), .save("file.json")
+inspect.why()                  # why the last program that was compiled again was
+"""
+
+from nxd_jax.inspect.collectives import Collective
+from nxd_jax.inspect.costs import Cost, Costs
+from nxd_jax.inspect.differences import Difference
+from nxd_jax.inspect.hlo import HloLine, HloText
+from nxd_jax.inspect.looking import Inspection, look
+from nxd_jax.inspect.memory import Held, Memory
+from nxd_jax.inspect.nodes import Node
+from nxd_jax.inspect.pictures import memory_picture, sharding_picture, topology_picture
+from nxd_jax.inspect.pictures.timeline import timeline_picture
+from nxd_jax.inspect.profiling import Profile, profile
+from nxd_jax.inspect.recompiles import Compiled, recompiles, why
+from nxd_jax.inspect.tables import Column, Table
+from nxd_jax.inspect.traffic import Traffic
+
+__all__ = [
+    "Collective",
+    "Column",
+    "Compiled",
+    "Cost",
+    "Costs",
+    "Difference",
+    "Held",
+    "HloLine",
+    "HloText",
+    "Inspection",
+    "Memory",
+    "Node",
+    "Profile",
+    "Table",
+    "Traffic",
+    "look",
+    "memory_picture",
+    "profile",
+    "recompiles",
+    "sharding_picture",
+    "timeline_picture",
+    "topology_picture",
+    "why",
+]

@@ -1,0 +1,62 @@
+"""The equations of a traced program, also those inside others: how often each runs, and which line of which module it comes from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from torch_bridge import scopes
+from torch_bridge.scopes import Scope
+
+
+class Equation(NamedTuple):
+    """An equation of a jaxpr. primitive: its name. inputs, outputs: abstract values (`shape`, `size`, `dtype`) as one core has them. times: how often it runs.
+
+    known: false inside a loop whose length is not known before it runs, which counts as one round.
+    """
+
+    primitive: str
+    params: dict[str, Any]
+    inputs: tuple[Any, ...]
+    outputs: tuple[Any, ...]
+    times: int
+    scope: Scope
+    known: bool = True
+
+
+def equations(jaxpr: Any) -> Iterator[Equation]:
+    """Every equation that computes, those of calls, loops and branches in place of the call. Of a conditional every branch counts."""
+    yield from _walk(getattr(jaxpr, "jaxpr", jaxpr), 1, scopes.NONE, True)
+
+
+def phase(scope: Scope) -> str:
+    """When a scope's op runs: "forward", "backward", or "outside" modules (the optimizer, the reduction of gradients, the loop itself)."""
+    if scope.backward:
+        return "backward"
+    return "forward" if scope.module else "outside"
+
+
+def _walk(jaxpr: Any, times: int, outer: Scope, known: bool) -> Iterator[Equation]:
+    for eqn in jaxpr.eqns:
+        own = scopes.read(str(eqn.source_info.name_stack))
+        scope = own if own != scopes.NONE else outer
+        name = eqn.primitive.name
+        nested = list(_nested(eqn.params))
+        if not nested or name in ("reduce", "reduce_window", "scatter", "scatter-add", "sort", "argmax", "argmin", "custom_jvp_call"):
+            nested = nested if name == "custom_jvp_call" else []
+        if not nested:
+            inputs, outputs = (tuple(v.aval for v in vs) for vs in (eqn.invars, eqn.outvars))
+            yield Equation(name, eqn.params, inputs, outputs, times, scope, known)
+        inner = times * eqn.params["length"] if name == "scan" else times
+        for each in nested:
+            yield from _walk(each, inner, scope, known and name != "while")
+
+
+def _nested(params: dict[str, Any]) -> Iterator[Any]:
+    for key, value in params.items():
+        if key in ("jvp_jaxpr_fun", "jvp_jaxpr_thunk", "fwd_jaxpr_thunk", "bwd"):
+            continue
+        for each in value if isinstance(value, (tuple, list)) else (value,):
+            inside = getattr(each, "jaxpr", each)
+            if hasattr(inside, "eqns"):
+                yield inside

@@ -1,0 +1,120 @@
+"""The work of a transformer's training step by arithmetic, from its sizes and its layout."""
+
+from __future__ import annotations
+
+import math
+
+from nxd_jax.inspect.estimate import arithmetic
+from nxd_jax.inspect.estimate.models import Transformer
+from nxd_jax.inspect.estimate.work import Work
+
+RECOMPUTE = ("none", "selective", "full")
+ITEMSIZE = {"bfloat16": 2, "float32": 4}
+
+
+def transformer_work(
+    model: Transformer,
+    *,
+    seq: int,
+    global_batch: int,
+    micro_batch: int = 1,
+    tp: int = 1,
+    pp: int = 1,
+    dp: int = 1,
+    sequence_parallel: bool = True,
+    zero1: bool = True,
+    recompute: str = "none",
+    flash: bool = False,
+    precision: str = "bfloat16",
+    reduce_dtype: str = "bfloat16",
+    gradient_dtype: str = "float32",
+    master_weights: bool = True,
+) -> Work:
+    """The work of a training step with AdamW, on a core of the pipeline's last stage (which has the head besides its layers, so the others wait for it).
+
+    seq: tokens of a sequence. global_batch: sequences of a step. micro_batch: sequences that a rank takes at a time. tp, pp, dp: ranks of each kind.
+    sequence_parallel: norms and residuals are split along the sequence among the tp ranks (an all-gather and a reduce-scatter in place of an all-reduce).
+    zero1: optimizer states are split among the dp ranks (ZeRO-1). recompute: what the backward pass computes again: "none", "selective" (the attention
+    between the projections), "full" (every layer). flash: blockwise attention, whose scores never go to HBM and whose backward pass computes them again.
+    precision: of weights and activations, "bfloat16" or "float32". reduce_dtype: of the reduce-scatters and all-reduces along tp. gradient_dtype: of gradients
+    while micro-batches add up, and of their reduction. master_weights: whether the optimizer keeps float32 weights besides (else moments in `precision`).
+
+    The formulas, for a micro-batch of T tokens, per core, with q, kv, f the widths of attention and MLP, s = seq:
+
+    - products of a layer, forward: 2 T (layer's parameters) / tp, and for attention 4 T s q / tp (all scores, causal or not); backward twice that, with
+      blockwise attention 2.5 times. The head: 2 T h V / tp, backward twice that. Fewer K/V heads than tp ranks are computed by several ranks. Computing
+      the layer again leaves out its last product.
+    - collectives along tp of a layer, each of T h values in all: forward two all-gathers and two reduce-scatters, backward four (two of them gather the
+      inputs again) and two; computing the layer again, two and one. The head: two all-gathers and a reduce-scatter; the embedding, without a pipeline: one
+      of each. Without sequence parallelism there are all-reduces in place of the reduce-scatters and no all-gathers. The loss: three all-reduces of T
+      float32 values.
+    - along pp: two permutes for each micro-batch, of T h values (a rank's share with sequence parallelism).
+    - along dp, once: a reduce-scatter of the gradients and an all-gather of the weights' shards (ZeRO-1), or an all-reduce. With sequence parallelism the
+      gradients of the norms are all-reduced along tp.
+
+    Raises ValueError for sizes that do not divide, and for unknown words.
+    """
+    _check(model, seq, global_batch, micro_batch, tp, pp, dp, recompute, (precision, reduce_dtype, gradient_dtype))
+    e, g = ITEMSIZE[precision], ITEMSIZE[gradient_dtype]
+    # bytes of the optimizer's state for each parameter: moments and master weights read and written, the weight written
+    states = 3 * 2 * 4 + e if master_weights else 3 * 2 * e
+    lay = arithmetic.Layout(
+        seq=seq,
+        tokens=micro_batch * seq,
+        microbatches=global_batch // (dp * micro_batch),
+        tp=tp,
+        pp=pp,
+        dp=dp,
+        sp=tp if sequence_parallel else 1,
+        e=e,
+        dtype=precision,
+        flash=flash,
+        layer_recompute=recompute == "full",
+        attention_recompute=recompute == "full" or (recompute == "selective" and not flash),
+        reduce_size=ITEMSIZE[reduce_dtype],
+        gradient_size=g,
+        state_bytes=states + g,
+        zero1=zero1,
+    )
+    layers = math.ceil(model.layers / pp)
+    n = lay.microbatches
+    phases = [
+        arithmetic.repeated(p, n * layers)
+        for p in (arithmetic.linear(model, lay), arithmetic.attention(model, lay), arithmetic.elementwise(model, lay))
+    ]
+    phases.append(arithmetic.repeated(arithmetic.head(model, lay), n))
+    return Work(
+        name=f"{model.name}, TP {tp} PP {pp} DP {dp}, {seq} tokens, batch {global_batch}",
+        axes={"pp": pp, "dp": dp, "tp": tp},
+        phases=tuple(phases),
+        collectives=tuple(arithmetic.along_tp(model, lay, layers) + arithmetic.along_pp(model, lay)),
+        update=(arithmetic.optimizer(model, lay, layers),),
+        reductions=tuple(arithmetic.reductions(model, lay, layers)),
+        stages=pp,
+        microbatches=n,
+        sequences=global_batch,
+        tokens=global_batch * seq,
+    )
+
+
+def _check(
+    model: Transformer, seq: int, batch: int, micro: int, tp: int, pp: int, dp: int, recompute: str, dtypes: tuple[str, ...]
+) -> None:
+    low = {k: v for k, v in dict(seq=seq, global_batch=batch, micro_batch=micro, tp=tp, pp=pp, dp=dp).items() if v < 1}
+    if low:
+        raise ValueError(f"transformer_work: sizes are at least 1, got {low}")
+    if recompute not in RECOMPUTE:
+        raise ValueError(f"transformer_work: recompute={recompute!r} must be one of {', '.join(map(repr, RECOMPUTE))}")
+    unknown = [d for d in dtypes if d not in ITEMSIZE]
+    if unknown:
+        raise ValueError(f"transformer_work: {unknown[0]!r} is no dtype that is known here; use one of {', '.join(map(repr, ITEMSIZE))}")
+    if batch % (dp * micro):
+        raise ValueError(
+            f"transformer_work: global_batch={batch} is no multiple of dp * micro_batch = {dp} * {micro}; each rank takes whole micro-batches"
+        )
+    if model.heads % tp:
+        raise ValueError(
+            f"transformer_work: {model.heads} heads of {model.name} cannot be shared out to tp={tp} ranks; tp must divide them"
+        )
+    if pp > model.layers:
+        raise ValueError(f"transformer_work: pp={pp} stages for {model.layers} layers of {model.name}; a stage has at least one")

@@ -1,0 +1,220 @@
+"""`look`: everything there is to see of a program, on one object."""
+
+from __future__ import annotations
+
+import html as markup
+import json
+import os
+import pathlib
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils._pytree import tree_leaves
+
+from nxd_jax.inspect import collectives, costs, nodes, subjects, units
+from nxd_jax.inspect.collectives import Collective
+from nxd_jax.inspect.costs import Costs
+from nxd_jax.inspect.hlo import HloText
+from nxd_jax.inspect.memory import Memory
+from nxd_jax.inspect.nodes import Node
+from nxd_jax.inspect.tables import Table, plain, write
+from nxd_jax.topology import Topology
+from torch_bridge import _compat, abstract, environment, executor, telemetry
+from torch_bridge.tensor import XLATensor
+
+PARTS = ("graph", "collectives", "memory", "costs")
+"""What `Inspection.data` holds."""
+
+
+class Inspection:
+    """What there is to see of one program. Every part is worked out when it is asked for, prints, shows in notebooks and is plain data.
+
+        step = inspect.look()          # the last executed step
+        step.graph                     # aten ops with module paths and source lines
+        step.stablehlo.find(module="layers.0")
+        step.collectives               # kind, mesh axes, ranks, bytes, count, module, line
+        step.memory                    # of a core, by kind, against the emulated core's
+        step.costs.by("module", depth=2)
+
+    others: further programs of the same step, smaller ones. topology: the machine whose cores are meant.
+    """
+
+    def __init__(self, subject: subjects.Subject, topology: Topology | None = None, others: tuple[Inspection, ...] = ()):
+        self._subject = subject
+        self.topology = topology or Topology.from_environment()
+        self.others = others
+
+    @property
+    def name(self) -> str:
+        """What was looked at, in words."""
+        return self._subject.name
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """The mesh axes and their sizes, outermost first; {} for one rank."""
+        return dict(self._subject.axes)
+
+    @property
+    def runs(self) -> int:
+        """How often the program ran."""
+        return self._subject.runs
+
+    @property
+    def compile_seconds(self) -> float:
+        """Seconds that tracing, lowering and compiling took, 0 if nothing was compiled."""
+        return self._subject.compile_seconds
+
+    @cached_property
+    def graph(self) -> Table[Node]:
+        """Every aten op, with its module, source line and phase."""
+        return nodes.table(self._subject.graph, self._subject.names())
+
+    @cached_property
+    def fx(self) -> fx.GraphModule:
+        """The same as a `torch.fx.GraphModule`, which prints as Python code and runs in eager torch."""
+        return fx.GraphModule(torch.nn.Module(), self._subject.graph, "Recorded")
+
+    @cached_property
+    def jaxpr(self) -> Any:
+        """What JAX traced: a closed jaxpr."""
+        return self._subject.traced.jaxpr
+
+    @cached_property
+    def stablehlo(self) -> HloText:
+        """What is given to the compiler. `.find(module=...)` finds lines."""
+        lowered = self._subject.lowered
+        with _compat.enable_x64():
+            return HloText(lowered.as_text(debug_info=True), "stablehlo")
+
+    @cached_property
+    def optimized(self) -> HloText:
+        """What the compiler made of it for the machine that runs it here."""
+        return HloText(self._subject.compiled.as_text(), "optimized")
+
+    @cached_property
+    def collectives(self) -> Table[Collective]:
+        """What the ranks send to each other in one run, by kind, mesh axes, module and line."""
+        return collectives.table(self.jaxpr, self.axes)
+
+    @cached_property
+    def costs(self) -> Costs:
+        """Operations and bytes by module, line, op or phase, on one core in one run."""
+        return costs.costs(self.jaxpr)
+
+    @cached_property
+    def memory(self) -> Memory:
+        """Bytes on one core while it runs, by kind, against the memory of the emulated core."""
+        core = f"a core of {self.topology.chip.name} at LNC {self.topology.lnc}"
+        return self._subject.memory(self.topology.hbm_per_core, core)
+
+    # -- out of here -----------------------------------------------------------------------------------
+
+    def data(self, *parts: str) -> dict[str, Any]:
+        """All of this, or some of `PARTS`, as plain dictionaries and lists. Raises ValueError for another part."""
+        wrong = [p for p in parts if p not in PARTS]
+        if wrong:
+            raise ValueError(f"{wrong[0]!r} must be one of {', '.join(map(repr, PARTS))}")
+        made: dict[str, Any] = {"name": self.name, "axes": self.axes, "runs": self.runs, "compile_seconds": self.compile_seconds}
+        for part in parts or PARTS:
+            found = getattr(self, part)
+            made[part] = found.by("module", "line", "op", "phase").data() if part == "costs" else plain(found)
+            if part == "memory":
+                made[part] |= {"peak": found.peak, "fits": found.fits, "kinds": found.kinds()}
+        return made
+
+    def save(self, path: str | os.PathLike[str], *parts: str) -> pathlib.Path:
+        """Write `data` as JSON; the path."""
+        return write(path, json.dumps(self.data(*parts), indent=1))
+
+    def dump(self, folder: str | os.PathLike[str] = ".") -> pathlib.Path:
+        """Write `MODULE_<hash>/` with graph.txt, stablehlo.mlir and optimized_hlo.txt, as NEURON_FRAMEWORK_DEBUG=1 does; the new folder."""
+        lowered = self._subject.lowered
+        return environment.write_dump(self._subject.graph, lowered, self._subject.compiled, pathlib.Path(folder))
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines())
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def _lines(self) -> list[str]:
+        ranks = " x ".join(f"{a} {n}" for a, n in self.axes.items() if n > 1) or "one rank"
+        found = [f"{self.name}: {self.graph.title.removeprefix('Graph: ')}, {ranks}, run {self.runs} times"]
+        found.append(f"  memory        {self.memory.verdict}")
+        found.append(
+            f"  operations    {units.count(self.costs.flops)} FLOP in products, {units.count(self.costs.other)} others, on one core"
+        )
+        found.append(f"  collectives   {self.collectives.note}")
+        for c in collectives.summary(self.collectives)[:8]:
+            found.append(
+                f"                {c.count} x {c.kind} along {' x '.join(c.axes)} (groups of {c.ranks}), {units.size(c.bytes)} per core"
+            )
+        if self.compile_seconds:
+            found.append(f"  compiled in   {self.compile_seconds:.2f} s")
+        if self.others:
+            found.append(f"  also          {len(self.others)} smaller programs in the same step (.others)")
+        found.append("  see           .graph .stablehlo .optimized .collectives .memory .costs; .save(path) writes JSON")
+        return found
+
+    def _repr_html_(self) -> str:
+        head, *rest = self._lines()
+        body = "".join(f"<div>{markup.escape(line.strip())}</div>" for line in rest[:-1])
+        parts = [self.memory.table().html(), self.costs.by("module", depth=2, most=12).html(), self.collectives[:12].html()]
+        sections = "".join(f'<div style="margin-top:10px">{p}</div>' for p in parts)
+        return f'<div style="font:13px/1.5 system-ui,sans-serif"><b>{markup.escape(head)}</b>{body}{sections}</div>'
+
+
+def look(target: Any = None, *example_inputs: Any, topology: Topology | None = None) -> Inspection:
+    """Look inside something.
+
+    target: None: the last executed step (the largest of its programs; within an abstract run the largest recorded so far). An `nxd_jax.abstract_run`: likewise
+    its largest program. An `nn.Module`: captured on `example_inputs`, whose shapes and dtypes alone matter; or a graph from `torch_bridge.capture`. An xla
+    tensor or a nest of them: what is recorded for them and has not run, which is left as it is. A `torch_bridge` program.
+    topology: whose cores the memory is compared with; default the one that the environment describes (in an abstract run, the run's).
+
+    Raises ValueError if nothing has run yet, TypeError for a target of another kind.
+    """
+    from nxd_jax.abstract import AbstractRun
+    from torch_bridge.program import Program
+
+    if isinstance(target, AbstractRun):
+        return _of_run(target.recorded_run(), topology or target.topology)
+    if target is None:
+        return _last_step(topology) if abstract.RUN is None else _of_run(abstract.RUN, topology)
+    if isinstance(target, Program):
+        return Inspection(subjects.OfProgram(target, _recorded(target)), topology)
+    if isinstance(target, torch.nn.Module):
+        return Inspection(subjects.of_module(target, example_inputs), topology)
+    tensors = tree_leaves((target, *example_inputs))
+    if tensors and all(isinstance(t, XLATensor) for t in tensors):
+        return Inspection(subjects.of_tensors(tensors), topology)
+    raise TypeError(
+        f"look takes nothing (the last step), an abstract run, an nn.Module with example inputs, or xla tensors, got {type(target).__name__}"
+    )
+
+
+def _recorded(program: Any) -> abstract.Recorded | None:
+    return None if abstract.RUN is None else abstract.RUN.programs.get(id(program))
+
+
+def _last_step(topology: Topology | None) -> Inspection:
+    programs = list(dict.fromkeys(executor.RECENT))
+    if not programs:
+        raise ValueError(
+            "nothing has run yet in this process: run a training step (xm.mark_step() ends it), or look at a module: inspect.look(model, *example_inputs)"
+        )
+    last = max((p.step for p in programs if p.step < telemetry.ACTIVITY.steps), default=programs[-1].step)
+    of_step = sorted((p for p in programs if p.step == last), key=lambda p: -len(p.graph.nodes))
+    found = [subjects.OfProgram(p) for p in of_step]
+    return Inspection(found[0], topology, tuple(Inspection(s, topology) for s in found[1:]))
+
+
+def _of_run(run: abstract.Run, topology: Topology | None) -> Inspection:
+    executor.sync()
+    found = sorted(run.programs.values(), key=lambda r: -r.ops)
+    if not found:
+        raise ValueError("this abstract run has recorded nothing yet: within the `with` block, run a training step on tensors on xla first")
+    made = [subjects.OfProgram(r.program, r) for r in found]
+    return Inspection(made[0], topology, tuple(Inspection(s, topology) for s in made[1:]))

@@ -1,0 +1,237 @@
+"""What a program needs of each core's memory, and whose it is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from nxd_jax.inspect import units
+from nxd_jax.inspect.owners import KINDS, Owner
+from nxd_jax.inspect.tables import Column, Table
+from torch_bridge import sharding
+from torch_bridge.repeats import VIEWS
+from torch_bridge.source import NOWHERE
+
+
+@dataclass(frozen=True)
+class Held:
+    """A tensor that a program takes or gives. name, kind: whose it is (`inspect.owners`). shape, dtype: of what a core holds. axes: mesh axes along which cores
+    hold different parts. bytes: on a core. role: "argument", "updated" (an argument whose memory a result
+    takes over) or "result" (a new one)."""
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    dtype: str
+    axes: tuple[str, ...]
+    bytes: int
+    role: str
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one core while a program runs. `peak` is what XLA's plan of the program needs; the rest says what it consists of.
+
+    arguments, results, in_place, temporaries: XLA's plan: what the program takes, gives, gives in the memory of what it takes, and needs besides.
+    held: every argument and result, and whose it is. activations: values of the forward pass that the backward pass reads, the most that exist at a time, and
+    gradients: of parameters, made and used up within the program: both by the recorded graph, part of `temporaries` (compilers may make some again instead).
+    hbm_bytes, core: of the emulated core. program: what was looked at.
+    """
+
+    arguments: int
+    results: int
+    in_place: int
+    temporaries: int
+    held: tuple[Held, ...]
+    activations: int
+    gradients: int
+    hbm_bytes: int
+    core: str
+    program: str = ""
+
+    @property
+    def peak(self) -> int:
+        """Arguments, results that are new, temporaries."""
+        return self.arguments + self.results - self.in_place + self.temporaries
+
+    @property
+    def fits(self) -> bool:
+        """Whether `peak` is within the core's memory."""
+        return self.peak <= self.hbm_bytes
+
+    @property
+    def verdict(self) -> str:
+        """One line: peak, memory, whether it fits."""
+        return (
+            f"peak {units.size(self.peak)} of {units.size(self.hbm_bytes)} on {self.core} ({units.share(self.peak, self.hbm_bytes)}): "
+            f"{'fits' if self.fits else 'does not fit'}"
+        )
+
+    def kinds(self) -> dict[str, int]:
+        """The peak by kind: those of `held` that are there, "activations", "gradient", and "temporaries" for what is left of them. Adds up to `peak`."""
+        found = dict.fromkeys(KINDS, 0)
+        for h in self.held:
+            found[h.kind] += h.bytes
+        known = sum(found.values())
+        found["input"] += max(self.peak - self.temporaries - known, 0)  # packed numbers, and what XLA adds to align
+        made = min(self.gradients, self.temporaries)
+        found["gradient"] += made
+        found["activations"] = min(self.activations, self.temporaries - made)
+        found["temporaries"] = self.temporaries - made - found["activations"]
+        return {kind: n for kind, n in found.items() if n}
+
+    def table(self) -> Table[Part]:
+        """`kinds` as a table."""
+        rows = [Part(kind, n, n / self.hbm_bytes) for kind, n in self.kinds().items()]
+        return Table("Memory of a core", [*rows, Part("peak", self.peak, self.peak / self.hbm_bytes)], _PARTS, self.verdict)
+
+    def tensors(self, most: int | None = 40) -> Table[Held]:
+        """Every tensor that the program takes or gives, the largest first."""
+        rows = sorted(self.held, key=lambda h: -h.bytes)
+        return Table("Tensors on a core", rows, _TENSORS, f"{len(rows)} tensors, {units.size(self.arguments)} of arguments", most)
+
+    def __str__(self) -> str:
+        return str(self.table())
+
+    def _repr_html_(self) -> str:
+        return self.table().html()
+
+
+@dataclass(frozen=True)
+class Part:
+    """A kind of memory: bytes on a core, and their share of the core's memory (1.0: all of it)."""
+
+    kind: str
+    bytes: int
+    share: float
+
+
+_PARTS = (
+    Column("kind", "kind"),
+    Column("per core", "bytes", units.size, number=True),
+    Column("of the core's memory", "share", lambda s: f"{s:.1%}", number=True),
+)
+_TENSORS = (
+    Column("tensor", lambda h: h.name or "(no name)"),
+    Column("kind", "kind"),
+    Column("shape on a core", lambda h: "x".join(map(str, h.shape)) or "one number"),
+    Column("dtype", "dtype"),
+    Column("differs along", lambda h: ", ".join(h.axes) or "-"),
+    Column("per core", "bytes", units.size, number=True),
+    Column("role", "role"),
+)
+
+
+def of_program(program: Any, plan: Any, owners: dict[int, Owner], hbm_bytes: int, core: str, name: str = "") -> Memory:
+    """The memory of a `torch_bridge.program.Program`. plan: `memory_analysis()` of its executable. owners: of storages, by id."""
+    held = tuple(_held(program, owners))
+    names = {h.name for h in held if h.kind == "gradient"}
+    return Memory(
+        arguments=int(plan.argument_size_in_bytes),
+        results=int(plan.output_size_in_bytes),
+        in_place=int(plan.alias_size_in_bytes),
+        temporaries=int(plan.temp_size_in_bytes),
+        held=held,
+        activations=activations(program.graph),
+        gradients=_gradients(program, held, names),
+        hbm_bytes=hbm_bytes,
+        core=core,
+        program=name,
+    )
+
+
+def of_graph(graph: fx.Graph, plan: Any, names: dict[str, Owner], hbm_bytes: int, core: str, name: str = "") -> Memory:
+    """The memory of a graph that was compiled by itself (a captured module, a pending one). names: whose inputs are, by their node."""
+    held = []
+    for node in graph.nodes:
+        meta = node.meta.get("val")
+        if node.op == "placeholder" and isinstance(meta, torch.Tensor):
+            owner = names.get(node.name, Owner("input", str(node.target)))
+            axes = _axes(node.meta["spec"]) if node.meta.get("spec") is not None else ()
+            held.append(_entry(owner, meta, axes, "argument"))
+    output = next(n for n in reversed(graph.nodes) if n.op == "output")
+    results = [n for n in output.all_input_nodes if n.op != "placeholder" and isinstance(n.meta.get("val"), torch.Tensor)]
+    held += [_entry(Owner("result", n.name), n.meta["val"], (), "result") for n in results]
+    return Memory(
+        arguments=int(plan.argument_size_in_bytes),
+        results=int(plan.output_size_in_bytes),
+        in_place=int(plan.alias_size_in_bytes),
+        temporaries=int(plan.temp_size_in_bytes),
+        held=tuple(held),
+        activations=activations(graph),
+        gradients=0,
+        hbm_bytes=hbm_bytes,
+        core=core,
+        program=name,
+    )
+
+
+def _entry(owner: Owner, meta: Any, axes: tuple[str, ...], role: str) -> Held:
+    dtype = str(meta.dtype).removeprefix("torch.")
+    shape = tuple(meta.shape)
+    return Held(owner.name, owner.kind, shape, dtype, axes, math.prod(shape) * meta.dtype.itemsize, role)
+
+
+def _held(program: Any, owners: dict[int, Owner]) -> Iterator[Held]:
+    ports, ranks = program.ports, program.ranks
+    updated = {i for at in ports.donated for i in ports.inputs[at]}
+    for i, (aval, ref) in enumerate(zip(program.leaf_avals, program.held_by, strict=True)):
+        role = "updated" if i in updated else "argument"
+        yield _entry(_owner(ref, owners, "input"), aval, () if ranks is None else _axes(ranks.inputs[i]), role)
+    taken_over = {k for at in ports.order[: len(ports.donated)] for k in ports.outputs[at]}
+    for k, node in enumerate(program._outputs()):
+        if k not in taken_over:
+            ref = program.results_held_by[k] if k < len(program.results_held_by) else None
+            yield _entry(_owner(ref, owners, "result"), node.meta["val"], () if ranks is None else _axes(ranks.outputs[k]), "result")
+
+
+def _axes(spec: Any) -> tuple[str, ...]:
+    return sharding.ordered(sharding.axes_of(spec))
+
+
+def _owner(ref: Any, owners: dict[int, Owner], otherwise: str) -> Owner:
+    storage = None if ref is None else ref()
+    return Owner(otherwise) if storage is None else owners.get(id(storage), Owner(otherwise))
+
+
+def _gradients(program: Any, held: tuple[Held, ...], outside: set[str]) -> int:
+    """Bytes of the gradients of parameters that no argument or result is: there are some if the program updates parameters in its backward pass's wake."""
+    if not any(n.meta.get("source", NOWHERE).backward for n in program.graph.nodes):
+        return 0
+    return sum(h.bytes for h in held if h.kind == "parameter" and h.role == "updated" and h.name not in outside)
+
+
+def activations(graph: fx.Graph) -> int:
+    """The most bytes at a time of values that forward ops make and backward ops read. Views of a value count as the value."""
+    place = {node: i for i, node in enumerate(graph.nodes)}
+    last: dict[fx.Node, int] = {}
+    for node in graph.nodes:
+        if node.meta.get("source", NOWHERE).backward:
+            for value in node.all_input_nodes:
+                base = _base(value)
+                if base.op == "call_function" and not base.meta.get("source", NOWHERE).backward:
+                    last[base] = place[node]
+    changes: dict[int, int] = {}
+    for base, end in last.items():
+        meta = base.meta.get("val")
+        if isinstance(meta, torch.Tensor) and end > place[base]:
+            size = math.prod(meta.shape) * meta.dtype.itemsize
+            changes[place[base]] = changes.get(place[base], 0) + size
+            changes[end] = changes.get(end, 0) - size
+    now = most = 0
+    for at in sorted(changes):
+        now += changes[at]
+        most = max(most, now)
+    return most
+
+
+def _base(node: fx.Node) -> fx.Node:
+    """The value that a chain of views reads."""
+    while node.op == "call_function" and node.target in VIEWS and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return node

@@ -1,0 +1,71 @@
+"""Whose memory a tensor's is: parameters, buffers, gradients, optimizer state, found among the modules and optimizers of this process."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from torch_bridge.tensor import XLATensor
+
+KINDS = ("parameter", "buffer", "gradient", "master weight", "optimizer state", "input", "result")
+"""In the order in which pictures stack them. "master weight": what an optimizer updates that is no parameter of a module. "input" and "result": all else."""
+
+
+class Owner(NamedTuple):
+    """kind: one of `KINDS`. name: the parameter's path, "exp_avg of layers.0.weight", or ''."""
+
+    kind: str
+    name: str = ""
+
+
+def owners() -> dict[int, Owner]:
+    """Whose every storage is, by its id. Looks at all modules and optimizers that are alive; of several paths to a parameter the longest is its name."""
+    objects = gc.get_objects()
+    modules = [m for m in objects if issubclass(type(m), torch.nn.Module)]
+    optimizers = [o for o in objects if issubclass(type(o), torch.optim.Optimizer)]
+    names = _names(modules)
+    found: dict[int, Owner] = {}
+    for key, owner, of in _all(modules, optimizers, names):
+        known = found.get(key)
+        if known is None or (known.kind == owner.kind and len(of) > len(known.name)):
+            found[key] = owner
+    return found
+
+
+def _names(modules: list[torch.nn.Module]) -> dict[int, str]:
+    """The longest path of each parameter, by its id."""
+    names: dict[int, str] = {}
+    for module in modules:
+        for name, p in module.named_parameters():
+            names[id(p)] = max(names.get(id(p), ""), name, key=len)
+    return names
+
+
+def _all(
+    modules: list[torch.nn.Module], optimizers: list[torch.optim.Optimizer], names: dict[int, str]
+) -> Iterator[tuple[int, Owner, str]]:
+    for module in modules:
+        for p in module._parameters.values():
+            if p is not None:
+                name = names.get(id(p), "")
+                yield from _one(p, Owner("parameter", name), name)
+                yield from _one(p.grad, Owner("gradient", name), name)
+                yield from _one(getattr(p, "main_grad", None), Owner("gradient", name), name)
+        for name, b in module.named_buffers():
+            yield from _one(b, Owner("buffer", name), name)
+    for optimizer in optimizers:
+        for p in (p for group in optimizer.param_groups for p in group["params"]):
+            name = names.get(id(p), "")
+            yield from _one(p, Owner("master weight", name), name)
+            yield from _one(p.grad, Owner("gradient", name), name)
+            state = optimizer.state.get(p)
+            for key, value in state.items() if isinstance(state, dict) else ():
+                yield from _one(value, Owner("optimizer state", f"{key} of {name}" if name else str(key)), name)
+
+
+def _one(t: Any, owner: Owner, name: str) -> Iterator[tuple[int, Owner, str]]:
+    if isinstance(t, XLATensor):
+        yield id(t._storage), owner, name

@@ -1,0 +1,205 @@
+"""What the bridge does while a profile is recorded, noted in the trace: its phases and the ends of steps, and which programs ran.
+
+Nothing of this costs anything outside a profile: the functions below are wrapped when it begins and put back when it ends. An annotation, `nxd:<phase>`, is
+a span of the trace like any other, so that the phases also show in Perfetto and XProf and no two clocks have to be compared.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+PREFIX = "nxd:"
+"""How the names of our annotations begin."""
+BEGIN, END, STEP = "begin", "end", "step"
+"""Annotations that are moments: the recording began, it ended, a step ended."""
+PHASES = ("record", "prepare", "compile", "dispatch", "wait")
+"""What the host does. record: everything that is none of the others (the script's own Python, recording ops, loading data); prepare: from a recorded segment to
+a program and its arguments; compile: JAX's tracing, XLA's compilation, or loading from the cache on disk; dispatch: handing a program to the devices; wait: for
+the devices, and copying results from them."""
+
+
+LINGER = 0.02
+"""Seconds from the end of the recording to that of the trace: a result is there a moment before the span of the instruction that made it is closed."""
+
+
+@dataclass(eq=False)
+class Watched:
+    """A program that ran. program: a `torch_bridge.program.Program`; runs: dispatched how often; compile_seconds: spent on compiling it here."""
+
+    program: Any
+    runs: int = 0
+    compile_seconds: float = 0.0
+
+
+class Watch(contextlib.AbstractContextManager["Watch"]):
+    """Annotates the bridge's phases within the context.
+
+    at_step: called after each step (`xm.mark_step` after which something had run), on its thread. programs: what was dispatched, in the order in which it was
+    first seen, from `begin` to `end`.
+    """
+
+    def __init__(self, at_step: Callable[[], None]):
+        self._at_step = at_step
+        self._undo = contextlib.ExitStack()
+        self._waits = threading.local()
+        self._counting = False
+        self.programs: dict[int, Watched] = {}
+
+    def begin(self) -> None:
+        """The recording begins: programs that run from now on are noted."""
+        self.programs.clear()
+        self._counting = True
+        moment(BEGIN)
+
+    def end(self) -> None:
+        """The recording ends, once the devices have finished."""
+        self._counting = False
+        finish()
+        moment(END)
+        time.sleep(LINGER)
+
+    def __enter__(self) -> Watch:
+        from torch_bridge import executor, program, telemetry, transfer
+
+        try:
+            self._replace(executor, "_run", self._phase("prepare"))
+            self._replace(executor, "_execute", self._ends_wait)
+            self._replace(executor, "wait_all", self._phase("wait"))
+            self._replace(transfer, "to_cpu", self._phase("wait"))
+            self._replace(program.Program, "compile", self._compile)
+            self._replace(program.Program, "run", self._dispatch)
+            self._replace(telemetry.ACTIVITY, "ran", self._begins_wait)
+            self._replace(telemetry.ACTIVITY, "step", self._step)
+        except BaseException:
+            self._undo.close()
+            raise
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._undo.close()
+
+    def _replace(self, owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
+        """Wrap a function of a module or class, or a method of one object, until the context ends."""
+        own = name in vars(owner)
+        before = getattr(owner, name)
+        setattr(owner, name, functools.wraps(before)(wrap(before)))
+        self._undo.callback(functools.partial(setattr, owner, name, before) if own else functools.partial(delattr, owner, name))
+
+    # -- the wrappers ----------------------------------------------------------------------------------
+
+    def _phase(self, phase: str) -> Callable[[Any], Any]:
+        def wrap(fn: Any) -> Any:
+            def run(*args: Any, **kwargs: Any) -> Any:
+                with annotation(phase):
+                    return fn(*args, **kwargs)
+
+            return run
+
+        return wrap
+
+    def _compile(self, fn: Any) -> Any:
+        def run(program: Any, args: Any) -> Any:
+            with annotation("compile"):
+                result = fn(program, args)
+            if self._counting:
+                self._of(program).compile_seconds += program.compile_seconds
+            return result
+
+        return run
+
+    def _dispatch(self, fn: Any) -> Any:
+        def run(program: Any, args: Any) -> Any:
+            if self._counting:
+                self._of(program).runs += 1
+            with annotation("dispatch"):
+                return fn(program, args)
+
+        return run
+
+    def _of(self, program: Any) -> Watched:
+        return self.programs.setdefault(id(program), Watched(program))
+
+    def _begins_wait(self, fn: Any) -> Any:
+        """After `ACTIVITY.ran` the executor only waits for the oldest of the queued executions."""
+
+        def run(*args: Any) -> Any:
+            result = fn(*args)
+            self._waits.open = annotation("wait")
+            self._waits.open.__enter__()
+            return result
+
+        return run
+
+    def _ends_wait(self, fn: Any) -> Any:
+        def run(*args: Any) -> Any:
+            try:
+                return fn(*args)
+            finally:
+                opened, self._waits.open = getattr(self._waits, "open", None), None
+                if opened is not None:
+                    opened.__exit__(None, None, None)
+
+        return run
+
+    def _step(self, fn: Any) -> Any:
+        from torch_bridge import telemetry
+
+        def run() -> None:
+            before = telemetry.ACTIVITY.steps
+            fn()
+            if telemetry.ACTIVITY.steps != before:
+                moment(STEP)
+                self._at_step()
+
+        return run
+
+
+def annotation(name: str) -> jax.profiler.TraceAnnotation:
+    """A span of ours in the trace, as a context manager."""
+    return jax.profiler.TraceAnnotation(PREFIX + name)
+
+
+def moment(name: str) -> None:
+    """A moment in the trace (a span of no length)."""
+    with annotation(name):
+        pass
+
+
+def finish() -> None:
+    """Block until the devices have done everything that was handed to them, so that it is in the trace."""
+    from torch_bridge import executor
+
+    with annotation("wait"):
+        executor.wait_all()
+        for array in jax.live_arrays():  # also what was dispatched past the bridge
+            if not array.is_deleted():
+                with contextlib.suppress(jax.errors.JaxRuntimeError):  # raised where the array is used
+                    array.block_until_ready()
+        program, array = _last()
+        program(array).block_until_ready()  # what nobody holds a result of; devices run programs in order
+
+
+def nxd_profile_end(x: Any) -> Any:
+    """A program that does nothing much, on every device of this process."""
+    return x + 1
+
+
+OWN_MODULE = "jit_nxd_profile_end"
+"""What a trace calls it."""
+
+
+@functools.cache
+def _last() -> tuple[Any, Any]:
+    devices = jax.local_devices()
+    mesh = jax.sharding.Mesh(np.array(devices), ("device",))
+    array = jax.device_put(np.zeros(len(devices), np.float32), jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("device")))
+    return jax.jit(nxd_profile_end), array

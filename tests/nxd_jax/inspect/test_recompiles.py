@@ -1,0 +1,187 @@
+"""Why did it compile again? A new batch size, a dtype, train/eval, a Python constant, a shape that depends on data, and the less common reasons."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch_xla
+from torch import nn
+
+from nxd_jax import inspect
+from torch_bridge import executor, history
+
+
+class Model(nn.Module):
+    """Two layers, dropout, and a Python number that shapes the program."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.drop, self.down = nn.Linear(8, 16), nn.Dropout(0.5), nn.Linear(16, 4)
+        self.kept = 16
+        self.activation = torch.relu
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.drop(self.activation(self.up(x)))
+        return self.down(nn.functional.pad(hidden[:, : self.kept], (0, 16 - self.kept)))
+
+
+class Training:
+    """A model and its steps; `why` is the reason of what was compiled last."""
+
+    def __init__(self) -> None:
+        self.model = Model().to("xla")
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.kept: list[torch.Tensor] = []
+
+    def step(self, x: torch.Tensor, keep: bool = False) -> None:
+        found = self.model(x)
+        if keep:
+            self.kept.append(found)
+        found.float().square().mean().backward()
+        del found
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        torch_xla.sync()
+
+    def why(self) -> inspect.Difference:
+        last = inspect.recompiles()[-1]
+        assert last.like is not None, last
+        return last.why[0]
+
+
+@pytest.fixture
+def training() -> Iterator[Training]:
+    """One that has run, as the first programs of this process."""
+    executor.sync()
+    executor.clear_cache()
+    history.COMPILATIONS.clear()
+    history.READS.clear()
+    made = Training()
+    made.step(torch.zeros(8, 8).to("xla"))
+    made.step(torch.zeros(8, 8).to("xla"))
+    assert len(inspect.recompiles(again_only=True)) == 0
+    yield made
+    history.COMPILATIONS.clear()
+
+
+def test_a_new_batch_size(training: Training) -> None:
+    training.step(torch.zeros(6, 8).to("xla"))
+    found = training.why()
+    assert (found.kind, found.before, found.after, found.module) == ("shape", "float32[8, 8]", "float32[6, 8]", "up")
+    assert found.line.startswith("test_recompiles.py:") and "drop_last=True" in found.advice
+
+
+def test_another_length(training: Training) -> None:
+    model = nn.Conv1d(2, 3, 3).to("xla")
+    for length in (16, 20):
+        model(torch.zeros(2, 2, length).to("xla")).sum().item()
+    assert (training.why().kind, training.why().after) == ("shape", "float32[2, 2, 20]")
+    assert training.why().advice == "pad to one of a few sizes"
+
+
+def test_a_dtype_change(training: Training) -> None:
+    training.model.to(torch.bfloat16)
+    torch_xla.sync()
+    training.step(torch.zeros(8, 8, dtype=torch.bfloat16).to("xla"))
+    training.step(torch.zeros(8, 8, dtype=torch.bfloat16).to("xla"))
+    first = inspect.recompiles()[0].number
+    found = next(c for c in inspect.recompiles() if c.like == first and any(d.kind == "dtype" for d in c.why)).why
+    assert {d.kind for d in found} == {"dtype"}
+    assert {(d.before.partition("[")[0], d.after.partition("[")[0]) for d in found} == {("float32", "bfloat16")}
+    assert "up.weight" in {d.what for d in found}
+
+
+def test_autocast(training: Training) -> None:
+    with torch.autocast("xla", dtype=torch.bfloat16):
+        training.step(torch.zeros(8, 8).to("xla"))
+    found = training.why()
+    assert found.kind == "dtype" and "aten._to_copy to bfloat16" in found.after and found.module == "up"
+
+
+def test_train_and_eval(training: Training) -> None:
+    training.model.eval()
+    training.step(torch.zeros(8, 8).to("xla"))
+    found = training.why()
+    assert (found.kind, found.what.split()[:4], found.before, found.after) == ("mode", ["the", "mode", "of", "Model"], "train()", "eval()")
+    with torch.no_grad():
+        training.model(torch.zeros(8, 8).to("xla")).cpu()
+    assert training.why().kind in ("mode", "ops")  # of the evaluation, or of the step in eval mode
+
+
+def test_one_module_in_eval(training: Training) -> None:
+    training.model.drop.eval()
+    training.step(torch.zeros(8, 8).to("xla"))
+    assert training.why().kind in ("mode", "ops")
+
+
+def test_a_python_constant(training: Training) -> None:
+    training.model.kept = 12
+    training.step(torch.zeros(8, 8).to("xla"))
+    training.model.kept = 11
+    training.step(torch.zeros(8, 8).to("xla"))
+    found = training.why()
+    assert (found.kind, found.what, found.before, found.after) == ("constant", "argument end of aten.slice.Tensor", "12", "11")
+    assert found.line.startswith("test_recompiles.py:")
+
+
+def test_a_size_that_was_read_from_a_tensor(training: Training) -> None:
+    for ones in (5, 3):
+        mask = (torch.arange(8) < ones).to("xla")
+        count = int(mask.sum().item())
+        training.step(torch.zeros(8, 8).to("xla")[:count])
+    found = training.why()
+    assert found.kind == "data" and found.after == "3"
+    assert "3 was read from a tensor at test_recompiles.py:" in found.advice and "mask" in found.advice
+
+
+def test_a_shape_that_an_op_on_the_host_decided(training: Training) -> None:
+    for ones in (5, 3):
+        x = torch.zeros(8, 8).to("xla")
+        training.step(x[(torch.arange(8) < ones).to("xla")])
+    found = training.why()
+    assert found.kind == "data" and (found.before, found.after) == ("float32[5, 8]", "float32[3, 8]")
+    assert "made on the host by aten.index.Tensor at test_recompiles.py:" in found.what and "torch.where" in found.advice
+
+
+def test_another_op(training: Training) -> None:
+    training.model.activation = torch.tanh
+    training.step(torch.zeros(8, 8).to("xla"))
+    found = training.why()
+    assert (found.kind, found.before, found.after) == ("ops", "aten.relu", "aten.tanh")
+
+
+def test_a_tensor_that_is_kept(training: Training) -> None:
+    training.step(torch.zeros(8, 8).to("xla"), keep=True)
+    found = training.why()
+    assert found.kind == "results" and "still refers" in found.advice
+
+
+def test_without_gradients(training: Training) -> None:
+    with torch.no_grad():
+        training.model(torch.zeros(8, 8).to("xla")).sum().cpu()
+    found = training.why()
+    assert (found.kind, found.before, found.after) == ("ops", "with a backward pass", "without one")
+
+
+def test_the_table(training: Training) -> None:
+    training.step(torch.zeros(6, 8).to("xla"))
+    table = inspect.recompiles()
+    assert [c.like for c in table] == [None, table[0].number] and "first of its kind" in str(table)
+    assert table[1].reason.startswith("an input of up (aten.addmm) was float32[8, 8], now float32[6, 8] at test_recompiles.py:")
+    assert inspect.why() == table[1]
+    assert table[1].seconds > 0 and table.data()[1]["why"][0]["kind"] == "shape"
+
+
+def test_nothing_was_compiled_again() -> None:
+    history.COMPILATIONS.clear()
+    with pytest.raises(ValueError, match="nothing was compiled again"):
+        inspect.why()
+
+
+def test_a_step_that_runs_as_before_notes_nothing(training: Training) -> None:
+    before = len(history.COMPILATIONS)
+    for _ in range(3):
+        training.step(torch.zeros(8, 8).to("xla"))
+    assert len(history.COMPILATIONS) == before
