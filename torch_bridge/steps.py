@@ -12,6 +12,9 @@ from torch.utils._pytree import tree_map
 
 from torch_bridge import metrics, telemetry
 
+AFTER: list[Callable[[], None]] = []
+"""Called after each step, before its closures; what they raise, the script gets."""
+
 _lock = threading.Lock()
 _closures: list[tuple[Callable[..., Any], tuple[Any, ...], bool]] = []
 _background: ThreadPoolExecutor | None = None
@@ -36,6 +39,8 @@ def mark(wait: bool = False) -> None:
     metrics.count("MarkStep")
     executor.sync(wait=wait)
     telemetry.ACTIVITY.step()
+    for look in tuple(AFTER):
+        look()
     _raise_failed()
     with _lock:
         closures = list(_closures)

@@ -19,6 +19,8 @@ from nxd_jax.inspect.pictures import memory_picture, sharding_picture, topology_
 from nxd_jax.inspect.pictures.timeline import timeline_picture
 from nxd_jax.inspect.profiling import Profile, profile
 from nxd_jax.inspect.recompiles import Compiled, recompiles, why
+from nxd_jax.inspect.report import Report
+from nxd_jax.inspect.statistics import Statistics, statistics
 from nxd_jax.inspect.tables import Column, Table
 from nxd_jax.inspect.traffic import Traffic
 
@@ -36,6 +38,8 @@ __all__ = [
     "Memory",
     "Node",
     "Profile",
+    "Report",
+    "Statistics",
     "Table",
     "Traffic",
     "look",
@@ -43,6 +47,7 @@ __all__ = [
     "profile",
     "recompiles",
     "sharding_picture",
+    "statistics",
     "timeline_picture",
     "topology_picture",
     "why",

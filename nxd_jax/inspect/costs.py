@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from nxd_jax.inspect import units
 from nxd_jax.inspect.collectives import KINDS
@@ -104,15 +106,36 @@ def _cost(eqn: Equation) -> Cost:
 
 
 def flops(eqn: Equation) -> int:
-    """Multiplications and additions of a matrix product or convolution, once; 0 for anything else."""
-    if eqn.primitive in ("dot_general", "ragged_dot", "ragged_dot_general"):
-        (contracted, _), _ = eqn.params.get("dimension_numbers", (((len(eqn.inputs[0].shape) - 1,), ()), ()))
-        return 2 * eqn.outputs[0].size * math.prod(eqn.inputs[0].shape[d] for d in contracted)
+    """Multiplications and additions of a matrix product or convolution, once; 0 for anything else.
+
+    Of a convolution those with elements of its input: none for padding, nor for the holes that a transposed or strided one's gradient puts between them. Of a
+    product with ragged groups (`torch._grouped_mm`) those of all rows, whichever group they are in.
+    """
+    if eqn.primitive in _PRODUCTS:
+        numbers = eqn.params[_PRODUCTS[eqn.primitive]]
+        groups = getattr(numbers, "rhs_group_dimensions", ())
+        (_, contracted), (_, batch) = getattr(numbers, "dot_dimension_numbers", numbers)
+        left, right = (a.shape for a in eqn.inputs[:2])
+        return 2 * math.prod(left) * math.prod(n for d, n in enumerate(right) if d not in (*contracted, *batch, *groups))
     if eqn.primitive == "conv_general_dilated":
         numbers, kernel = eqn.params["dimension_numbers"], eqn.inputs[1].shape
-        window = math.prod(kernel[d] for d in numbers.rhs_spec[1:])
-        return 2 * eqn.outputs[0].size * window
+        batch, features, *_ = (eqn.outputs[0].shape[d] for d in numbers.out_spec)
+        return 2 * batch * features * kernel[numbers.rhs_spec[1]] * math.prod(_pairs(eqn))
     return 0
+
+
+_PRODUCTS = {"dot_general": "dimension_numbers", "ragged_dot_general": "ragged_dot_dimension_numbers"}
+
+
+def _pairs(eqn: Equation) -> Iterator[int]:
+    """For each spatial dim of a convolution: how many pairs of a place in the result and one in the window meet an element of the input."""
+    p, numbers = eqn.params, eqn.params["dimension_numbers"]
+    places = zip(numbers.lhs_spec[2:], numbers.rhs_spec[2:], numbers.out_spec[2:], strict=True)
+    settings = zip(p["window_strides"], p["padding"], p["lhs_dilation"], p["rhs_dilation"], strict=True)
+    for (i, k, o), (stride, (before, _), hole, apart) in zip(places, settings, strict=True):
+        starts = np.arange(eqn.outputs[0].shape[o])[:, None] * stride - before
+        at = starts + np.arange(eqn.inputs[1].shape[k]) * apart
+        yield int(((at >= 0) & (at <= (eqn.inputs[0].shape[i] - 1) * hole) & (at % hole == 0)).sum())
 
 
 def _summed(rows: Iterable[Cost], keys: Iterable[str], depth: int | None) -> list[Cost]:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from html import escape
+from typing import NamedTuple
 
 from nxd_jax.inspect.equations import phase
 from nxd_jax.inspect.tables import Column, Table, write
@@ -37,18 +38,20 @@ class HloLine:
 class HloText:
     """A program in HLO. `print` and `str` give the whole text; `find` its lines by where they come from; notebooks fold it and search in it.
 
-    stage: "stablehlo" (what is given to the compiler) or "optimized" (what the compiler made of it).
+    stage: "stablehlo" (what is given to the compiler) or "optimized" (what the compiler made of it). note: what to know about it, or ''.
     """
 
-    def __init__(self, text: str, stage: str):
+    def __init__(self, text: str, stage: str, note: str = ""):
         self.text = text
         self.stage = stage
+        self.note = note
 
     def __str__(self) -> str:
         return self.text
 
     def __repr__(self) -> str:
-        return f"HloText({self.stage}, {len(self.text.splitlines())} lines; print() shows them, .find(module=...) some of them)"
+        note = f"; {self.note}" if self.note else ""
+        return f"HloText({self.stage}, {len(self.text.splitlines())} lines; print() shows them, .find(module=...) some of them{note})"
 
     def __len__(self) -> int:
         return len(self.text)
@@ -70,7 +73,7 @@ class HloText:
                 known = ", ".join(m for m in self.modules() if m.count(".") < 2)
                 raise ValueError(f"no line of this program comes from module {module!r}; there are {known or 'no modules'}")
             found = [h for h in found if _within(h.module, module)]
-        return Table(f"{len(found)} of {len(self.lines)} lines", found, _COLUMNS, "", most)
+        return Table(f"{len(found)} of {len(self.lines)} lines", found, _COLUMNS, self.note, most)
 
     def modules(self) -> list[str]:
         """The modules that lines come from, in the order in which they come."""
@@ -100,7 +103,7 @@ class HloText:
         )
         return (
             f'<details class="nxd-hlo"><summary style="font:13px system-ui,sans-serif;cursor:pointer"><b>{self.stage}</b>, {len(self.lines)} lines</summary>'
-            f'{search}<pre style="{_PRE}">{body}{more}</pre></details>'
+            f'{f"<div>{escape(self.note)}</div>" if self.note else ""}{search}<pre style="{_PRE}">{body}{more}</pre></details>'
         )
 
 
@@ -128,31 +131,97 @@ def _of_optimized(text: str) -> Iterator[HloLine]:
         if line.strip():
             name = _OP_NAME.search(line)
             bare = re.sub(r",? metadata=\{[^{}]*\}", "", line)
-            yield _line(number, bare, name[1] if name else "")
+            yield HloLine(number, bare.rstrip(), *_place(name[1] if name else ""))
 
 
 def _of_stablehlo(text: str) -> Iterator[HloLine]:
-    table = {found[1]: found[2] for found in (_LOC_DEF.match(line) for line in text.splitlines()) if found}
-    names: dict[str, str] = {}
+    found = _parsed(text.splitlines())
+    callers: dict[str, list[_Parsed]] = {}
+    for at in found:
+        for name in _CALL.findall(at.text):
+            callers.setdefault(name, []).append(at)
+    places: dict[str, _Place] = {}
 
-    def resolved(loc: str) -> str:
-        if loc not in names:
-            body = table.get(loc, loc)
-            names[loc] = ""  # a location that refers to itself
-            inner = _LOC_NAME.match(body)
-            if inner and scopes.read(inner[1]) != scopes.NONE:
-                names[loc] = inner[1]
-            else:
-                names[loc] = next((n for ref in _LOC_REF.findall(body) if ref != loc and (n := resolved(ref))), inner[1] if inner else "")
-        return names[loc]
+    def of_function(name: str) -> _Place:
+        if name not in places:
+            places[name] = _NOWHERE  # of one that calls itself
+            places[name] = _common([of(at) for at in callers.get(name, ())])
+        return places[name]
 
-    for number, line in enumerate(text.splitlines(), 1):
+    def of(at: _Parsed) -> _Place:
+        return _place(at.name) if scopes.read(at.name) != scopes.NONE or not at.function else of_function(at.function)
+
+    for at in found:
+        yield HloLine(at.number, at.text.rstrip(), *(_NOWHERE if _FUNCTION.match(at.text) else of(at)))
+
+
+_Place = tuple[str, str, str, str]
+"""Module, line, op, phase."""
+_NOWHERE: _Place = ("", "", "", "")
+_FUNCTION = re.compile(r"\s*func\.func \w+ @([\w.$-]+)\(")
+_CALL = re.compile(r"\bcall @([\w.$-]+)\(")
+
+
+class _Parsed(NamedTuple):
+    """A line of StableHLO: its number, its text without the location, the name of its location, and the function that it is in."""
+
+    number: int
+    text: str
+    name: str
+    function: str
+
+
+def _parsed(lines: list[str]) -> list[_Parsed]:
+    """The lines that are no locations. An op with a region has the location that stands where the region ends."""
+    resolved = _Locations(lines)
+    found: list[_Parsed] = []
+    opened: list[int] = []
+    function = ""
+    for number, line in enumerate(lines, 1):
         if not line.strip() or _LOC_DEF.match(line):
             continue
         use = _LOC_USE.search(line)
-        yield _line(number, line[: use.start()].rstrip() if use else line, resolved(use[1]) if use else "")
+        name = resolved(use[1]) if use else ""
+        bare = line[: use.start()] if use else line
+        declared = _FUNCTION.match(line)
+        function = declared[1] if declared else function
+        start = opened.pop() if bare.lstrip().startswith("}") and opened else None
+        if start is not None and _FUNCTION.match(found[start].text):
+            name = ""  # that of whoever called it first
+        elif start is not None and use and not found[start].name:
+            found[start] = found[start]._replace(name=name)
+        if line.rstrip().endswith("{"):
+            opened.append(len(found) if start is None else start)
+        found.append(_Parsed(number, bare.rstrip(), name, function))
+    return found
 
 
-def _line(number: int, text: str, name: str) -> HloLine:
+class _Locations:
+    """What the locations at the end of a module's text are called: the nearest name that is a scope."""
+
+    def __init__(self, lines: list[str]):
+        self._table = {found[1]: found[2] for found in map(_LOC_DEF.match, lines) if found}
+        self._names: dict[str, str] = {}
+
+    def __call__(self, loc: str) -> str:
+        if loc not in self._names:
+            body = self._table.get(loc, loc)
+            self._names[loc] = ""  # a location that refers to itself
+            inner = _LOC_NAME.match(body)
+            if inner and scopes.read(inner[1]) != scopes.NONE:
+                self._names[loc] = inner[1]
+            else:
+                within = (n for ref in _LOC_REF.findall(body) if ref != loc and (n := self(ref)))
+                self._names[loc] = next(within, inner[1] if inner else "")
+        return self._names[loc]
+
+
+def _common(places: list[_Place]) -> _Place:
+    """What places have in common: a function that several modules call is no one module's."""
+    module, line, op, phase = (values[0] if len(set(values)) == 1 else "" for values in zip(*places, strict=True)) if places else _NOWHERE
+    return module, line, op, phase
+
+
+def _place(name: str) -> _Place:
     scope = scopes.read(name)
-    return HloLine(number, text.rstrip(), scope.module, scope.line, scope.op, phase(scope) if scope != scopes.NONE else "")
+    return scope.module, scope.line, scope.op, phase(scope) if scope != scopes.NONE else ""

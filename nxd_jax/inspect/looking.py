@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import html as markup
 import json
+import logging
+import math
 import os
 import pathlib
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
@@ -16,16 +19,23 @@ from torch.utils._pytree import tree_leaves
 from nxd_jax.inspect import collectives, costs, nodes, subjects, units
 from nxd_jax.inspect.collectives import Collective
 from nxd_jax.inspect.costs import Costs
+from nxd_jax.inspect.estimate import DOCUMENTED, Constants, Estimate, estimate, program_work
 from nxd_jax.inspect.hlo import HloText
 from nxd_jax.inspect.memory import Memory
 from nxd_jax.inspect.nodes import Node
 from nxd_jax.inspect.tables import Table, plain, write
+from nxd_jax.inspect.traffic import Traffic, traffic
 from nxd_jax.topology import Topology
-from torch_bridge import _compat, abstract, environment, executor, telemetry
+from nxd_jax.topology.layouts import KINDS
+from torch_bridge import _compat, abstract, environment, executor, telemetry, world
 from torch_bridge.tensor import XLATensor
+
+logger = logging.getLogger("nxd_jax")
 
 PARTS = ("graph", "collectives", "memory", "costs")
 """What `Inspection.data` holds."""
+
+_STALE = "found in a cache on disk, with the module names and source lines of the run that compiled it; NEURON_FRAMEWORK_DEBUG=1 compiles it anew"
 
 
 class Inspection:
@@ -43,13 +53,18 @@ class Inspection:
 
     def __init__(self, subject: subjects.Subject, topology: Topology | None = None, others: tuple[Inspection, ...] = ()):
         self._subject = subject
-        self.topology = topology or Topology.from_environment()
+        self.topology = machine(topology)
         self.others = others
 
     @property
     def name(self) -> str:
         """What was looked at, in words."""
         return self._subject.name
+
+    @property
+    def program(self) -> Any:
+        """The `torch_bridge` program, None for what never ran as one."""
+        return getattr(self._subject, "program", None)
 
     @property
     def axes(self) -> dict[str, int]:
@@ -90,8 +105,18 @@ class Inspection:
 
     @cached_property
     def optimized(self) -> HloText:
-        """What the compiler made of it for the machine that runs it here."""
-        return HloText(self._subject.compiled.as_text(), "optimized")
+        """What the compiler made of it for the machine that runs it here. (A note says so if it has the module names and lines of an earlier run.)"""
+        found = HloText(self._subject.compiled.as_text(), "optimized")
+        if self._stale(found):
+            found.note = _STALE
+            logger.warning("the optimized HLO of %s: %s", self.name, _STALE)
+        return found
+
+    def _stale(self, found: HloText) -> bool:
+        """Whether it speaks of source lines that the graph has not: JAX's cache on disk takes programs that differ in nothing else for the same."""
+        sources = [node.meta["source"] for node in self._subject.graph.nodes if "source" in node.meta]
+        ours = {f"{os.path.basename(source.file)}:{source.line}" for source in sources}
+        return any(h.line and h.line not in ours for h in found.lines)
 
     @cached_property
     def collectives(self) -> Table[Collective]:
@@ -108,6 +133,56 @@ class Inspection:
         """Bytes on one core while it runs, by kind, against the memory of the emulated core."""
         core = f"a core of {self.topology.chip.name} at LNC {self.topology.lnc}"
         return self._subject.memory(self.topology.hbm_per_core, core)
+
+    # -- on the machine --------------------------------------------------------------------------------
+
+    def groups(self, axes: Sequence[str]) -> list[list[int]]:
+        """The groups of ranks that communicate along mesh axes, each in the order of the axes."""
+        return self._subject.groups(axes)
+
+    @cached_property
+    def traffic(self) -> Traffic:
+        """Bytes that one run puts on every NeuronLink, on the network, and between the cores of a chip. Raises ValueError if the machine has too few cores."""
+        return traffic(self._cores_in_use, self.collectives, self.groups)
+
+    @property
+    def _cores_in_use(self) -> Topology:
+        """The machine with as many cores as there are ranks."""
+        found, ranks = self.topology, math.prod(self.axes.values())
+        if found.node_count > 1 or ranks >= found.core_count:
+            return found
+        return Topology(found.instance, lnc=found.lnc, visible=found.visible[:ranks])
+
+    def estimate(
+        self, topology: Topology | None = None, *, dtype: str = "bfloat16", sequences: int = 0, constants: Constants | None = None
+    ) -> Estimate:
+        """How long one run would take on the machine (default: `topology` of this inspection): a roofline, every term shown (docs/estimate.md).
+
+        dtype: of matrix products. sequences: that the whole job works on in a step, for sequences/s. constants: what is reached of the peaks, default
+        `estimate.DOCUMENTED`. Memory traffic is counted as if no ops were fused, an upper bound.
+        """
+        work = program_work(self.costs, self.collectives, self.axes, dtype=dtype, name=self.name, sequences=sequences)
+        return estimate(work, topology or self.topology, constants=constants or DOCUMENTED, groups=self.groups)
+
+    def memory_picture(self, path: str | os.PathLike[str] | None = None) -> Any:
+        """The memory of a core by kind beside its HBM: a matplotlib figure, saved too if there is a path. Needs matplotlib."""
+        from nxd_jax.inspect.pictures import memory_picture
+
+        return memory_picture([(self.name, self.memory.kinds())], self.topology.hbm_per_core, path=path)
+
+    def topology_picture(self, by: str | Sequence[str] | None = None, path: str | os.PathLike[str] | None = None) -> Any:
+        """The machine with the groups of ranks and the bytes on every link: a matplotlib figure, saved too if there is a path. Needs matplotlib.
+
+        by: which groups colour the cores ("tp", "dp", ...); default all that there are.
+        """
+        from nxd_jax.inspect.pictures import topology_picture
+
+        used = self._cores_in_use
+        shown = [axis for axis, n in self.axes.items() if n > 1]
+        alone = [[rank] for rank in range(used.core_count)]
+        groups = {kind: self.groups((kind,)) if kind in shown else alone for kind in KINDS} if shown else None
+        traffic = self.traffic if self.collectives.rows else None
+        return topology_picture(used, groups, by or shown or None, traffic, path=path)
 
     # -- out of here -----------------------------------------------------------------------------------
 
@@ -127,6 +202,12 @@ class Inspection:
     def save(self, path: str | os.PathLike[str], *parts: str) -> pathlib.Path:
         """Write `data` as JSON; the path."""
         return write(path, json.dumps(self.data(*parts), indent=1))
+
+    def report(self, path: str | os.PathLike[str], title: str = "") -> pathlib.Path:
+        """Write all of this as one HTML file that needs nothing else (no network), under 5 MB; the path. Pictures need matplotlib."""
+        from nxd_jax.inspect.report import Report
+
+        return Report(self, title=title).save(path)
 
     def dump(self, folder: str | os.PathLike[str] = ".") -> pathlib.Path:
         """Write `MODULE_<hash>/` with graph.txt, stablehlo.mlir and optimized_hlo.txt, as NEURON_FRAMEWORK_DEBUG=1 does; the new folder."""
@@ -195,6 +276,20 @@ def look(target: Any = None, *example_inputs: Any, topology: Topology | None = N
     )
 
 
+def machine(topology: Topology | None = None) -> Topology:
+    """A machine that holds the ranks: the one given (default: that of the environment), more nodes of it, or the largest of its family if it has one chip."""
+    found = topology or Topology.from_environment()
+    ranks = world.size()
+    if ranks <= found.core_count:
+        return found
+    name = found.instance.name if found.instance.chips > 1 else _LARGEST.get(found.platform_target, found.instance.name)
+    whole = Topology(name, lnc=found.lnc)
+    return whole if ranks <= whole.core_count else Topology(name, nodes=-(-ranks // whole.core_count), lnc=found.lnc)
+
+
+_LARGEST = {"trn1": "trn1.32xlarge", "trn2": "trn2.48xlarge", "inf2": "inf2.48xlarge"}
+
+
 def _recorded(program: Any) -> abstract.Recorded | None:
     return None if abstract.RUN is None else abstract.RUN.programs.get(id(program))
 
@@ -206,14 +301,14 @@ def _last_step(topology: Topology | None) -> Inspection:
             "nothing has run yet in this process: run a training step (xm.mark_step() ends it), or look at a module: inspect.look(model, *example_inputs)"
         )
     last = max((p.step for p in programs if p.step < telemetry.ACTIVITY.steps), default=programs[-1].step)
-    of_step = sorted((p for p in programs if p.step == last), key=lambda p: -len(p.graph.nodes))
+    of_step = sorted((p for p in programs if p.step == last), key=lambda p: -nodes.ops(p.graph))
     found = [subjects.OfProgram(p) for p in of_step]
     return Inspection(found[0], topology, tuple(Inspection(s, topology) for s in found[1:]))
 
 
 def _of_run(run: abstract.Run, topology: Topology | None) -> Inspection:
     executor.sync()
-    found = sorted(run.programs.values(), key=lambda r: -r.ops)
+    found = sorted(run.programs.values(), key=lambda r: -nodes.ops(r.program.graph))
     if not found:
         raise ValueError("this abstract run has recorded nothing yet: within the `with` block, run a training step on tensors on xla first")
     made = [subjects.OfProgram(r.program, r) for r in found]

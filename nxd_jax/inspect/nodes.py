@@ -65,6 +65,11 @@ def table(graph: fx.Graph, owners: dict[str, str] | None = None, most: int | Non
     )
 
 
+def ops(graph: fx.Graph) -> int:
+    """How many nodes compute something: a fused optimizer step is one."""
+    return sum(n.op == "call_function" and _op(n) not in ("getitem", "number") for n in graph.nodes)
+
+
 def _nodes(graph: fx.Graph, owners: dict[str, str]) -> Iterator[Node]:
     for n in graph.nodes:
         meta = n.meta.get("val")

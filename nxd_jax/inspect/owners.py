@@ -27,6 +27,9 @@ def owners() -> dict[int, Owner]:
     modules = [m for m in objects if issubclass(type(m), torch.nn.Module)]
     optimizers = [o for o in objects if issubclass(type(o), torch.optim.Optimizer)]
     names = _names(modules)
+    for optimizer in optimizers:  # ZeRO-1: a rank's part of a parameter has its name
+        for p, shard in getattr(optimizer, "shard_of", {}).items():
+            names[id(shard)] = names.get(id(p), "")
     found: dict[int, Owner] = {}
     for key, owner, of in _all(modules, optimizers, names):
         known = found.get(key)

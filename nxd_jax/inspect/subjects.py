@@ -26,6 +26,8 @@ class Subject:
     def __init__(self) -> None:
         self.axes: dict[str, int] = dict(world.current().axes) if sharding.active() else {}
         self._world = world.current()
+        self._places = {axis: world.coordinates(axis) for axis in self.axes}
+        self._order = world.current().order
 
     @property
     def runs(self) -> int:
@@ -61,6 +63,16 @@ class Subject:
         lowered = self.lowered
         with _compat.enable_x64():
             return lowered.compile()
+
+    def groups(self, axes: Sequence[str]) -> list[list[int]]:
+        """The groups of ranks along mesh axes, each in the order of the axes. Raises ValueError for an axis that there is not."""
+        unknown = [a for a in axes if a not in self.axes]
+        if unknown:
+            raise ValueError(f"no mesh axis is called {unknown[0]!r}; there are {', '.join(map(repr, self.axes)) or 'none: one rank'}")
+        found: dict[tuple[int, ...], list[int]] = {}
+        for rank in self._order:
+            found.setdefault(tuple(self._places[a][rank] for a in self.axes if a not in axes), []).append(rank)
+        return list(found.values())
 
     def memory(self, hbm_bytes: int, core: str) -> Memory:
         """Memory on one core."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import pathlib
 import tempfile
@@ -89,7 +90,8 @@ class Table(Generic[Row]):
             import pandas
         except ImportError as error:
             raise ImportError("to_pandas() needs pandas (pip install pandas); data() gives the rows as dictionaries without it") from error
-        return pandas.DataFrame(self.data())
+        values = ({f.name: getattr(row, f.name) for f in dataclasses.fields(row)} for row in self.rows)  # type: ignore[arg-type]
+        return pandas.DataFrame([{k: v if isinstance(v, float) else plain(v) for k, v in row.items()} for row in values])
 
     def to_json(self) -> str:
         """`data` as JSON text."""
@@ -123,12 +125,14 @@ class Table(Generic[Row]):
 
     def __rich__(self) -> Any:
         from rich.table import Table as RichTable
+        from rich.text import Text
 
-        made = RichTable(title=self.title or None, title_justify="left", caption="\n".join(self._footer()) or None, caption_justify="left")
+        title, caption = (Text(t) if t else None for t in (self.title, "\n".join(self._footer())))
+        made = RichTable(title=title, title_justify="left", caption=caption, caption_justify="left")
         for c in self.columns:
-            made.add_column(c.header, justify="right" if c.number else "left", overflow="fold")
+            made.add_column(Text(c.header), justify="right" if c.number else "left", overflow="fold")
         for row in self._shown():
-            made.add_row(*(c.text(row) for c in self.columns))
+            made.add_row(*(Text(c.text(row)) for c in self.columns))
         return made
 
     def _repr_html_(self) -> str:
@@ -151,7 +155,7 @@ def _side(column: Column) -> str:
 
 
 def plain(x: Any) -> Any:
-    """A value as JSON knows them: dataclasses as dictionaries, tables as lists, tuples as lists, other objects as text."""
+    """A value as JSON knows them: dataclasses as dictionaries, tables as lists, tuples as lists, other objects as text, as are "inf" and "nan"."""
     if isinstance(x, Table):
         return x.data()
     if dataclasses.is_dataclass(x) and not isinstance(x, type):
@@ -160,6 +164,8 @@ def plain(x: Any) -> Any:
         return {str(k): plain(v) for k, v in x.items()}
     if isinstance(x, (list, tuple, set, frozenset)):
         return [plain(v) for v in x]
+    if isinstance(x, float) and not math.isfinite(x):
+        return str(x)
     return x if x is None or isinstance(x, (bool, int, float, str)) else str(x)
 
 

@@ -16,8 +16,9 @@ Bar = tuple[str, Mapping[str, float]]
 """A label and bytes by kind ("parameters", "activations", ...)."""
 
 COLOURS = {
-    "parameters": "#4c78a8",
-    "gradients": "#f2a541",
+    "parameter": "#4c78a8",
+    "gradient": "#f2a541",
+    "master weight": "#2b6c7e",
     "optimizer state": "#6aa84f",
     "activations": "#b279a2",
     "temporaries": "#9d9da1",
@@ -27,6 +28,8 @@ OTHERS = ("#72b7b2", "#e3ba22", "#8c6d31", "#ff9da6", "#5b8ff9", "#a0cbe8", "#d4
 
 _THICK, _THIN = 0.42, 0.2
 _MANY = 16
+_FAR = 0.1
+"""Share of the memory under which bars are drawn to their own scale, with the line outside the picture."""
 
 
 def memory_picture(
@@ -34,7 +37,8 @@ def memory_picture(
 ) -> Figure:
     """Stacked horizontal bars of bytes by kind, one for each core, program or plan, and a line at what a core has.
 
-    A bar that goes over the line has a red frame, and its total says by how much in red.
+    A bar that goes over the line has a red frame, and its total says by how much in red. Bars of less than a tenth of the memory are drawn to their own scale;
+    the line is outside the picture then, as the legend says.
 
     Args:
         bars: from top to bottom, (label, bytes by kind). Kinds are stacked in the order in which they first come.
@@ -50,7 +54,8 @@ def memory_picture(
     others = iter(OTHERS * (1 + len(kinds) // len(OTHERS)))
     colours = {kind: COLOURS.get(kind) or next(others) for kind in kinds}
     totals = [sum(parts.values()) for _, parts in bars]
-    divisor, unit = _unit(max(*totals, hbm_bytes))
+    widest = max(*totals, hbm_bytes) if max(totals) >= _FAR * hbm_bytes else max(totals) * 1.2 or hbm_bytes
+    divisor, unit = _unit(widest)
 
     made = figure(8.5, 1.5 + len(bars) * (_THICK if len(bars) <= _MANY else _THIN))
     axis = made.subplots()
@@ -66,12 +71,12 @@ def memory_picture(
     axis.axvline(hbm_bytes / divisor, color=INK, linestyle="--", linewidth=1.4, gid="hbm")
     axis.set_yticks(range(len(bars)), [label for label, _ in bars], fontsize=9 if len(bars) <= _MANY else 7)
     axis.set_ylim(len(bars) - 0.4, -0.6)
-    axis.set_xlim(0, max(*totals, hbm_bytes) / divisor * 1.04)
+    axis.set_xlim(0, widest / divisor * 1.04)
     axis.set_xlabel(unit, fontsize=9)
     axis.tick_params(axis="x", labelsize=8)
     axis.spines[["top", "right"]].set_visible(False)
     axis.set_title(title, fontsize=10, loc="left")
-    _legend(made, colours, hbm_bytes)
+    _legend(made, colours, hbm_bytes, far=widest < hbm_bytes)
     return finished(made, target)
 
 
@@ -117,10 +122,12 @@ def _verdicts(axis: Any, totals: Sequence[float], hbm_bytes: float, divisor: flo
             axis.add_patch(frame)
 
 
-def _legend(made: Figure, colours: Mapping[str, str], hbm_bytes: float) -> None:
+def _legend(made: Figure, colours: Mapping[str, str], hbm_bytes: float, far: bool) -> None:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
     handles: list[Any] = [Patch(facecolor=c, label=kind) for kind, c in colours.items()]
-    handles.append(Line2D([], [], color=INK, linestyle="--", label=f"HBM of a core, {units.size(hbm_bytes)}"))
+    handles.append(
+        Line2D([], [], color=INK, linestyle="--", label=f"HBM of a core, {units.size(hbm_bytes)}{', outside the picture' * far}")
+    )
     made.legend(handles=handles, loc="outside lower center", ncols=min(len(handles), 4), fontsize=8, frameon=False)

@@ -45,11 +45,13 @@ def test_predicted_is_what_the_executable_needs(job: Job, nxd: Nxd) -> None:
         assert kinds["optimizer state"] == 2 * kinds["master weight"]
     else:
         assert kinds["optimizer state"] == 2 * kinds["parameter"]
-    names = {h.name: h for h in step.memory.held}
+    names = {h.name: h for h in step.memory.held if h.kind == "parameter"}
     assert names["model.layers.0.mlp.down_proj.weight"].axes == ("tp",)
     assert names["model.norm.weight"].axes == ()
     assert names["model.layers.0.mlp.down_proj.weight"].shape == (job.hidden, job.ffn // job.tp)
-    assert all(h.name for h in step.memory.held if h.kind in ("parameter", "optimizer state"))
+    kept = {kind: {h.name for h in step.memory.held if h.kind == kind} for kind in ("parameter", "master weight", "optimizer state")}
+    assert len(kept["parameter"]) == len(elements) and kept["master weight"] == (kept["parameter"] if job.zero1 else set())
+    assert kept["optimizer state"] == {f"{key} of {name}" for key in ("exp_avg", "exp_avg_sq") for name in kept["parameter"]}
 
 
 class Chain(nn.Module):

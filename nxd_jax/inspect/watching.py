@@ -1,0 +1,89 @@
+"""Looks at a script while it runs, and ends it when it has seen enough."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from typing import Any
+
+from nxd_jax.inspect import nodes
+from nxd_jax.inspect.looking import Inspection, look
+from nxd_jax.inspect.profiling import Profile, profile
+from torch_bridge import abstract, executor, steps
+
+logger = logging.getLogger("nxd_jax")
+
+
+class Stopped(BaseException):
+    """Ends a script that has run long enough. No `Exception`, for scripts catch those."""
+
+
+class Watch:
+    """Use it as a context manager around a script. At each mark it looks at the largest program so far, the training step as a rule.
+
+    runs: how often that program runs before the script is ended by `Stopped`; 0: the script runs to its end. profiled: how many of the last of these runs are
+    profiled, 0 in an abstract run. Afterwards `inspection` is of that program (None if nothing ran), and `profile` of these steps, or None.
+    """
+
+    def __init__(self, runs: int, profiled: int = 0):
+        self.runs = runs
+        self.profiled = min(profiled, max(runs - 1, 0))
+        self.inspection: Inspection | None = None
+        self.profile: Profile | None = None
+        self._program: Any = None
+        self._before: dict[Any, int] = {}
+        self._block = contextlib.ExitStack()
+
+    def __enter__(self) -> Watch:
+        executor.sync()
+        self._before = {p: p.executions for trace in executor.TRACES.values() for programs in trace.programs.values() for p in programs}
+        steps.AFTER.append(self._after_step)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        steps.AFTER.remove(self._after_step)
+        self._block.close()
+
+    def look(self) -> None:
+        """Look at what ran so far; the watch does so at each mark. What runs again and again counts more than what ran once, at the start."""
+        found = max(self._programs(), key=lambda p: _size(p) * min(self._runs(p), 2), default=None)
+        if found is not None and found is not self._program:
+            self._program = found
+            self.inspection = look(found)
+            self._note()
+
+    def _runs(self, program: Any) -> int:
+        """How often it ran since the watch began."""
+        recorded = None if abstract.RUN is None else abstract.RUN.programs.get(id(program))
+        return program.executions - self._before.get(program, 0) if recorded is None else recorded.runs
+
+    def _programs(self) -> list[Any]:
+        """Those that ran since the watch began, the one looked at first: it wins a tie."""
+        if abstract.RUN is not None:
+            return [r.program for r in abstract.RUN.programs.values()]
+        recent = [p for p in executor.RECENT if p.executions > self._before.get(p, 0)]
+        return recent if self._program is None else [self._program, *recent]
+
+    def _note(self) -> None:
+        """What cannot be found out later: whose tensors they are, and the trace, which needs the ranks as they are laid out now."""
+        assert self.inspection is not None
+        try:
+            _ = self.inspection.memory, self.inspection.jaxpr
+        except Exception as error:
+            logger.info("nxd-inspect cannot look at a program yet: %s: %s", type(error).__name__, error)
+
+    def _after_step(self) -> None:
+        executor.sync()
+        self.look()
+        if self.inspection is None or not self.runs:
+            return
+        ran = self._runs(self._program)
+        if ran >= self.runs:
+            self._block.close()
+            raise Stopped
+        if self.profiled and self.profile is None and ran >= self.runs - self.profiled:
+            self.profile = self._block.enter_context(profile())
+
+
+def _size(program: Any) -> int:
+    return nodes.ops(program.graph)
