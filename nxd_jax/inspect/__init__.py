@@ -12,7 +12,7 @@ from nxd_jax.inspect.collectives import Collective
 from nxd_jax.inspect.costs import Cost, Costs
 from nxd_jax.inspect.differences import Difference
 from nxd_jax.inspect.hlo import HloLine, HloText
-from nxd_jax.inspect.looking import Inspection, look
+from nxd_jax.inspect.looking import Inspection, compare, look
 from nxd_jax.inspect.memory import Held, Memory
 from nxd_jax.inspect.nodes import Node
 from nxd_jax.inspect.pictures import memory_picture, sharding_picture, topology_picture
@@ -42,6 +42,7 @@ __all__ = [
     "Statistics",
     "Table",
     "Traffic",
+    "compare",
     "look",
     "memory_picture",
     "profile",

@@ -16,9 +16,10 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
-from nxd_jax.inspect import collectives, costs, nodes, subjects, units
+from nxd_jax.inspect import collectives, costs, differences, nodes, subjects, units
 from nxd_jax.inspect.collectives import Collective
 from nxd_jax.inspect.costs import Costs
+from nxd_jax.inspect.differences import Difference
 from nxd_jax.inspect.estimate import DOCUMENTED, Constants, Estimate, estimate, program_work
 from nxd_jax.inspect.hlo import HloText
 from nxd_jax.inspect.memory import Memory
@@ -313,3 +314,11 @@ def _of_run(run: abstract.Run, topology: Topology | None) -> Inspection:
         raise ValueError("this abstract run has recorded nothing yet: within the `with` block, run a training step on tensors on xla first")
     made = [subjects.OfProgram(r.program, r) for r in found]
     return Inspection(made[0], topology, tuple(Inspection(s, topology) for s in made[1:]))
+
+
+def compare(before: Inspection, after: Inspection) -> Table[Difference]:
+    """What differs between two graphs, causes before consequences: modes and inputs, or else the first ops and arguments. Empty if they are the same.
+
+    For programs of this process `inspect.recompiles()` says it too, with sharding, precision and donated memory.
+    """
+    return differences.table(differences.differences(before.graph.rows, after.graph.rows))

@@ -68,7 +68,14 @@ class Table(Generic[Row]):
         return self._with(self.rows[at]) if isinstance(at, slice) else self.rows[at]
 
     def where(self, keep: Callable[[Row], bool] | None = None, **equal: Any) -> Table[Row]:
-        """The rows for which `keep` is true and whose attributes equal `equal`: `table.where(kind="all-reduce")`."""
+        """The rows for which `keep` is true and whose attributes equal `equal`: `table.where(kind="all-reduce")`.
+
+        Raises AttributeError for an attribute that rows do not have.
+        """
+        wrong = [k for k in equal if self.rows and not hasattr(self.rows[0], k)]
+        if wrong:
+            known = ", ".join(f.name for f in dataclasses.fields(self.rows[0]))  # type: ignore[arg-type]
+            raise AttributeError(f"where({wrong[0]}=...): rows of this table have {known}")
         return self._with([r for r in self.rows if (keep is None or keep(r)) and all(getattr(r, k) == v for k, v in equal.items())])
 
     def all(self) -> Table[Row]:

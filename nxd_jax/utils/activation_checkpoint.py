@@ -13,7 +13,9 @@ from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as torch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, CheckpointWrapper
 from torch.utils import _pytree as pytree
 
-from torch_bridge.torch_xla.utils.checkpoint import CheckpointFunction, _Recomputed
+from torch_bridge import rng
+from torch_bridge.torch_xla.core import xla_model
+from torch_bridge.torch_xla.utils.checkpoint import _torch_checkpoint
 
 _INNER = torch_wrapper._CHECKPOINT_WRAPPED_MODULE
 
@@ -51,9 +53,9 @@ def _of_module(options: dict[str, Any], module: torch.nn.Module, *args: Any, **k
 def recomputed(module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], preserve_rng_state: bool = True) -> Any:
     """`module(*args, **kwargs)` without keeping its activations: the backward pass computes them again. (NxD has no such function.)
 
-    `torch_xla.utils.checkpoint` does it: the compiler cannot merge the two computations, and random numbers are the same in both
-    (`preserve_rng_state`). Unlike there, tensors may be anywhere in nested arguments and results, and need not require gradients for the module's parameters to
-    get theirs. Without gradients to compute (`no_grad`, everything frozen) this is a plain call.
+    torch's checkpoint without reentrance does it, so that hooks of parameters run once and the module can be played from a recording; the compiler cannot merge
+    the two computations, and random numbers are the same in both (`preserve_rng_state`). Tensors may be anywhere in nested arguments and results, and need not
+    require gradients for the module's parameters to get theirs. Without gradients to compute (`no_grad`, everything frozen) this is a plain call.
 
     Raises ValueError for a key-value cache among the arguments, which the second computation would change again, and TypeError for a result whose tensors
     autograd would not see.
@@ -63,57 +65,80 @@ def recomputed(module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str
     if not torch.is_grad_enabled() or not (direct or any(p.requires_grad for p in module.parameters())):
         return module(*args, **kwargs)
     _refuse_caches(module, leaves)
-    anchor = [] if direct else [torch.zeros((), requires_grad=True)]  # without one autograd would leave the call out
-    call = _Call(module, spec)
-    outs = _Recomputing.apply(_Recomputed(call, preserve_rng_state), preserve_rng_state, *leaves, *anchor)
+    call = _Call(module, spec, preserve_rng_state)
+    outs = _torch_checkpoint(call, *leaves, use_reentrant=False, preserve_rng_state=preserve_rng_state)
+    for out in outs:
+        if isinstance(out, torch.Tensor) and out.requires_grad:
+            out.register_hook(call.reached)
     return pytree.tree_unflatten(outs, call.result)
 
 
 class _Call:
-    """A module's call, with the leaves of its nested arguments as arguments and the leaves of its result as result. `gradients`: set for the second call."""
+    """A module's call, with the leaves of its nested arguments as arguments and the leaves of its result as result.
 
-    def __init__(self, module: torch.nn.Module, spec: pytree.TreeSpec):
+    What runs after a gradient of a result has been told of (`reached`) is the second computation: it waits for the gradients, and has the random state of the
+    first.
+    """
+
+    def __init__(self, module: torch.nn.Module, spec: pytree.TreeSpec, preserve_rng_state: bool):
         self.module = module
         self.spec = spec
-        self.gradients: Sequence[torch.Tensor] = ()
         self.result: Any = None
         """The structure of the result."""
+        self._preserve = preserve_rng_state
+        self._gradients: list[torch.Tensor] = []
+        self._state: Any = None
+
+    def reached(self, gradient: torch.Tensor) -> None:
+        """The backward pass has come to a result."""
+        if gradient.device.type == "xla" and gradient.is_floating_point() and gradient.numel():
+            self._gradients.append(gradient.detach())
 
     def __call__(self, *leaves: Any) -> tuple[Any, ...]:
-        given = _once_known(leaves[: self.spec.num_leaves], self.gradients)
-        args, kwargs = pytree.tree_unflatten(given, self.spec)
-        found, self.result = pytree.tree_flatten(self.module(*args, **kwargs))
+        gradients, self._gradients = self._gradients, []
+        if not gradients:
+            self._state = rng.DEFAULT.get_state()
+            return self._run(leaves)
+        with xla_model.fork_rng(enabled=self._preserve):
+            if self._preserve:
+                rng.DEFAULT.set_state(self._state)
+            return self._run(_once_known(leaves, gradients))
+
+    def _run(self, leaves: Sequence[Any]) -> tuple[Any, ...]:
+        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
+        found, result = pytree.tree_flatten(self.module(*args, **kwargs))
+        self.result = self.result or result
         _check_result(self.module, found)
         return tuple(found)
 
 
-class _Recomputing(CheckpointFunction):
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        call = ctx.run_function.function
-        call.gradients = [
-            g for g in grads if isinstance(g, torch.Tensor) and g.device.type == "xla" and g.is_floating_point() and g.numel()
-        ]
-        try:
-            return CheckpointFunction.backward(ctx, *grads)
-        finally:
-            call.gradients = ()
-
-
 def _once_known(leaves: Sequence[Any], gradients: Sequence[torch.Tensor]) -> list[Any]:
-    """The same values, which cannot be computed with before the gradients are known.
+    """The same values, which cannot be computed with before the gradients are known."""
+    chosen = [x for x in leaves if isinstance(x, torch.Tensor) and x.device.type == "xla" and x.is_floating_point()]
+    if not gradients or not chosen:
+        return list(leaves)
+    behind = dict(zip(map(id, chosen), _Behind.apply(len(chosen), *chosen, *gradients), strict=True))
+    return [behind.get(id(x), x) for x in leaves]
+
+
+class _Behind(torch.autograd.Function):
+    """The first `n` tensors, for which the others must be known. Nothing is kept for the backward pass, which lets gradients pass.
 
     A barrier says so too, but XLA's compiler for CPUs drops barriers before it decides what runs when, and would then compute everything again at the
     start, which saves nothing. It does not see that a comparison with itself and its opposite cover all cases.
     """
-    if not gradients:
-        return list(leaves)
-    firsts = [g.detach().flatten()[0] for g in gradients]
-    known = functools.reduce(torch.logical_and, [(x == x) | (x != x) for x in firsts])
-    return [
-        torch.where(known, x, x.new_zeros(())) if isinstance(x, torch.Tensor) and x.device.type == "xla" and x.is_floating_point() else x
-        for x in leaves
-    ]
+
+    @staticmethod
+    def forward(ctx: Any, n: int, *tensors: torch.Tensor) -> Any:
+        firsts = [g.flatten()[0] for g in tensors[n:]]
+        known = functools.reduce(torch.logical_and, [(x == x) | (x != x) for x in firsts])
+        found = tuple(torch.where(known, x, x.new_zeros(())) for x in tensors[:n])
+        ctx.mark_non_differentiable(*[x for x, needs in zip(found, ctx.needs_input_grad[1:], strict=False) if not needs])
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return (None, *grads, *[None] * (len(ctx.needs_input_grad) - 1 - len(grads)))
 
 
 def _is_cache(x: Any) -> bool:

@@ -185,3 +185,14 @@ def test_a_step_that_runs_as_before_notes_nothing(training: Training) -> None:
     for _ in range(3):
         training.step(torch.zeros(8, 8).to("xla"))
     assert len(history.COMPILATIONS) == before
+
+
+def test_two_captured_graphs() -> None:
+    """`compare` says the same of graphs that never ran."""
+    model = Model()
+    small, large = (inspect.look(model, torch.zeros(rows, 8)) for rows in (4, 6))
+    found = inspect.compare(small, large)
+    assert [(d.kind, d.before, d.after) for d in found] == [("shape", "float32[4, 8]", "float32[6, 8]")]
+    assert not inspect.compare(small, small).rows and "the graphs are the same" in str(inspect.compare(small, small))
+    model.kept = 5
+    assert inspect.compare(small, inspect.look(model, torch.zeros(4, 8)))[0].kind == "ops"
