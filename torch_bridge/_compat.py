@@ -81,8 +81,9 @@ _watchers = threading.local()
 
 
 def check_cache_entries(damaged: Callable[[pathlib.Path], None], unread: Callable[[], bool]) -> None:
-    """Have JAX call `damaged(file)` for an entry of its persistent cache that cannot be unpacked, and compile as if there were none; likewise, whatever there is,
-    while `unread()` is true.
+    """Have JAX call `damaged(file)` for an entry of its persistent cache that cannot be unpacked, and compile as if there were none.
+
+    While `unread()` is true it compiles whatever the cache has.
 
     On its own JAX warns and compiles at every run: it never writes over an entry that is there, and a process that is killed leaves half of one.
     From then on `watch_cache_entries` sees what passes.

@@ -1,4 +1,7 @@
-"""What an op is called in HLO metadata, and how to read such a name again: `backward(layers.0.mlp)/model.py:12/aten.mm/dot_general`."""
+"""What an op is called in HLO metadata, and how to read such a name again: `backward(layers.0.mlp)/model.py:12/aten.mm/dot_general`.
+
+A module whose path could be taken for another part (JAX calls its own "main" and "body") is written `module(main)`.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from torch_bridge.source import Source
 
 _LINE = re.compile(r":\d+$")
 _BACKWARD = re.compile(r"backward\((.*)\)$")
-_OP = re.compile(r"(aten|torch_bridge|prims|[a-z]\w*)\.[A-Za-z_]\w*(\.\w+)?$")
+_OP = re.compile(r"[A-Za-z_]\w*\.[A-Za-z_]\w*(\.\w+)?$")
 _OWN = ("aten.", "torch_bridge.", "prims.")
 
 
@@ -31,7 +34,11 @@ NONE = Scope()
 def name(source: Source, op: Any) -> str:
     """The scope of an op that was called at `source`."""
     module = (source.module or source.module_class).replace("/", "_")
-    parts = [f"backward({module})" if source.backward else module] if module or source.backward else []
+    if source.backward:
+        parts = [f"backward({module})"]
+    else:
+        unclear = _JAX.match(module) or _LINE.search(module) or module.startswith(_OWN)
+        parts = [f"module({module})" if unclear else module] if module else []
     if source.file:
         parts.append(f"{os.path.basename(source.file)}:{source.line}")
     parts.append(str(op).removesuffix(".default"))
@@ -59,7 +66,13 @@ _JAX = re.compile(
     r"\w+\(.*\)$|shard_map$|while$|body$|cond$|closed_call$|branch_\d+_fun$|checkpoint$|remat\d?$|core_call$|scan$|pjit$|xla_call$|main$"
 )
 """Parts of names that JAX adds."""
+_MODULE = re.compile(r"module\((.*)\)$")
 
 
 def _module(before: list[str]) -> str:
-    return before[-1] if before and not _JAX.match(before[-1]) else ""
+    if not before:
+        return ""
+    marked = _MODULE.match(before[-1])
+    if marked:
+        return marked[1]
+    return "" if _JAX.match(before[-1]) else before[-1]

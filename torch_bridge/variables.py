@@ -165,7 +165,11 @@ _COMPILER = [
     Variable("NEURON_EXTRACT_GRAPHS_ONLY", HONOUR, "graphs are compiled, not run: all results are zero", "0", FLAG, "program"),
     Variable("XLA_ENABLE_PARAM_ALIASING", HONOUR, "updated weights take over the memory of the old ones (donation)", "1", FLAG, "executor"),
     Variable(
-        "XLA_FLAGS", HONOUR, "passed to XLA; flags that only Neuron's compiler knows are dropped, with a warning", where="environment"
+        "XLA_FLAGS",
+        HONOUR,
+        "passed to XLA; flags that only Neuron's compiler knows are dropped, with a warning. With `--xla_dump_to` and the like every program is compiled, "
+        "also one that a cache on disk has, since XLA dumps only what it compiles",
+        where="environment",
     ),
     *_accepted("same mathematics either way", "NEURON_FUSE_SOFTMAX", "NEURON_CUSTOM_SILU", "XLA_DISABLE_FUNCTIONALIZATION"),
     Variable(
@@ -190,7 +194,14 @@ _COMPILER = [
 ]
 
 _DEBUGGING = [
-    Variable("NEURON_FRAMEWORK_DEBUG", HONOUR, "write every compiled graph and its HLO to `MODULE_<hash>/`", "0", FLAG, "environment"),
+    Variable(
+        "NEURON_FRAMEWORK_DEBUG",
+        HONOUR,
+        "write every compiled graph and its HLO to `MODULE_<hash>/`; caches on disk are not read meanwhile, so that module names and lines are this script's",
+        "0",
+        FLAG,
+        "environment",
+    ),
     Variable("NEURON_DUMP_DIR", HONOUR, "our own: where NEURON_FRAMEWORK_DEBUG writes", "current directory", where="environment"),
     Variable(
         "NEURON_USE_EAGER_DEBUG_MODE", HONOUR, "every op runs by itself, so an error shows at its line (slow)", "0", FLAG, "debugging"

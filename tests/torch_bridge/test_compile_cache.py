@@ -64,6 +64,17 @@ def test_counters(tmp_path: pathlib.Path, jax_settings: Any) -> None:
     assert counted(4073) == [0, 0]
 
 
+def test_nothing_is_read_while_dumps_are_asked_for(tmp_path: pathlib.Path, jax_settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is dumped is what this process compiled; what it compiles is kept for others."""
+    compile_cache.use(tmp_path / "cache")
+    monkeypatch.setenv("NEURON_DUMP_DIR", str(tmp_path / "dumps"))
+    monkeypatch.setenv("NEURON_FRAMEWORK_DEBUG", "1")
+    assert counted(4079) == [0, 1] and list((tmp_path / "dumps").glob("MODULE_*"))
+    assert counted(4079) == [0, 1], "though it is there"
+    monkeypatch.delenv("NEURON_FRAMEWORK_DEBUG")
+    assert counted(4079) == [1, 0]
+
+
 def test_graphs_extracted_first_are_found(tmp_path: pathlib.Path, jax_settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The workflow of neuron_parallel_compile: compile without running, then train."""
     compile_cache.use(tmp_path)

@@ -162,3 +162,23 @@ def test_neuron_framework_debug(tmp_path: pathlib.Path) -> None:
     done = script(SMALL, NEURON_FRAMEWORK_DEBUG="1", NEURON_DUMP_DIR=str(elsewhere))
     assert done.returncode == 0 and len(list(elsewhere.glob("MODULE_*"))) == len(folders)
     assert "HloModule" in next(elsewhere.glob("MODULE_*/optimized_hlo.txt")).read_text()
+
+
+@pytest.mark.parametrize(
+    ("flags", "debug", "wanted"),
+    [
+        ("", "", False),
+        ("--xla_force_host_platform_device_count=2", "0", False),
+        ("--xla_cpu_enable_fast_math=false --xla_dump_to=/tmp/x", "", True),
+        ("-xla_dump_hlo_as_text", "", True),
+        ("a_file_of_flags", "", True),
+        ("no_such_file", "", False),
+        ("", "1", True),
+    ],
+)
+def test_whether_dumps_are_asked_for(flags: str, debug: str, wanted: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    (tmp_path / "a_file_of_flags").write_text("--xla_cpu_enable_fast_math=false\n--xla_dump_to=/tmp/x\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XLA_FLAGS", flags)
+    monkeypatch.setenv("NEURON_FRAMEWORK_DEBUG", debug)
+    assert environment.dumping() == wanted
