@@ -22,10 +22,10 @@ endif
 # A recipe that fails leaves no stamp, so the next run tries again.
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench opinfo clean
+.PHONY: help demo test lint notebooks bench opinfo clean
 
 help: ## list the commands
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(VENV)/demo.stamp ## train a small Llama on Python's documentation, then one on 32 emulated NeuronCores (a few minutes)
 	$(BIN)/python examples/char_lm.py $(DEMO_ARGS)
@@ -38,6 +38,9 @@ lint: $(VENV)/dev.stamp ## ruff check, ruff format --check, mypy
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/python -m mypy
+
+notebooks: $(VENV)/dev.stamp ## write notebooks/*.ipynb from the scripts beside them, without outputs
+	$(BIN)/python -m tests.notebooks.pairs
 
 bench: $(VENV)/dev.stamp ## time a training step against hand-written JAX and original torch_xla (many minutes)
 	$(BIN)/python benchmarks/step_time.py $(BENCH_ARGS)

@@ -186,6 +186,7 @@ def _report(args: argparse.Namespace, watch: Any, status: int) -> int:
 
 def _failures(args: argparse.Namespace, found: Any) -> list[str]:
     """The checks that failed, in words."""
+    from nxd_jax.inspect import units
     from nxd_jax.inspect.recompiles import recompiles
 
     failures = []
@@ -194,7 +195,7 @@ def _failures(args: argparse.Namespace, found: Any) -> list[str]:
     again = recompiles(again_only=True)
     if args.max_recompiles is not None and len(again) > args.max_recompiles:
         reasons = "; ".join(f"program {c.number}: {c.reason}" for c in again[-3:])
-        failures.append(f"--max-recompiles {args.max_recompiles}: {len(again)} programs were compiled again ({reasons})")
+        failures.append(f"--max-recompiles {args.max_recompiles}: {units.many(len(again), 'program')} compiled again ({reasons})")
     return failures
 
 

@@ -262,13 +262,15 @@ class Run:
 
     def stop(self) -> None:
         """Back to real values. Abstract tensors that are still around are lost, and say so when they are used. Programs that were compiled stay so."""
-        from torch_bridge import executor, hoisting
+        from torch_bridge import executor, hoisting, sharding
 
         global RUN
         try:
             executor.sync()
         finally:
             RUN = None
+            if sharding.forget_abstract_devices():
+                executor.clear_cache()
             executor.CHECKS[:], hoisting._ONCE = self._outside
             compiled = [program for program in executor.RECENT if program.compiled is not None]
             executor.RECENT.clear()

@@ -42,7 +42,8 @@ class Compilation:
     number: counts from 1. step: marks of the script so far. nodes, sources: the recorded ops and where they were called; outs: the ids of its results.
     leaves: of every existing array: (local shape, dtype, origin), where the origin says which op made it on the host, if one did. labels: how leaves and
     results lie among the ranks, None for one rank. donate: leaves whose memory may be taken over. mode: the precision. numbers: the Python numbers by kind,
-    with the slots they share. axes: of the mesh. reads: what Python had read from tensors lately. program: the `Program`, as long as it is kept.
+    with the slots they share. axes: of the mesh. reads: what Python had read from tensors lately. modes: of modules (`source.modes`).
+    program: the `Program`, as long as it is kept.
     """
 
     number: int
@@ -58,6 +59,7 @@ class Compilation:
     numbers: dict[type, Any]
     axes: dict[str, int]
     reads: tuple[Read, ...]
+    modes: list[dict[str, bool]]
     program: weakref.ref[Any]
 
     def graph(self) -> Any:
@@ -126,6 +128,7 @@ def compiling(
             numbers=numbers,
             axes=dict(world.current().axes) if sharding.active() else {},
             reads=tuple(READS),
+            modes=source.modes(),
             program=weakref.ref(program),
         )
     )

@@ -5,11 +5,10 @@ A module whose path could be taken for another part (JAX calls its own "main" an
 
 from __future__ import annotations
 
-import os
 import re
 from typing import Any, NamedTuple
 
-from torch_bridge.source import Source
+from torch_bridge.source import Source, base_name
 
 _LINE = re.compile(r":\d+$")
 _BACKWARD = re.compile(r"backward\((.*)\)$")
@@ -40,7 +39,7 @@ def name(source: Source, op: Any) -> str:
         unclear = _JAX.match(module) or _LINE.search(module) or module.startswith(_OWN)
         parts = [f"module({module})" if unclear else module] if module else []
     if source.file:
-        parts.append(f"{os.path.basename(source.file)}:{source.line}")
+        parts.append(f"{base_name(source.file)}:{source.line}")
     parts.append(str(op).removesuffix(".default"))
     return "/".join(parts)
 

@@ -24,6 +24,9 @@ NONE: Axes = frozenset()
 REPLICATED = PartitionSpec()
 
 _said = False
+_abstract_epochs: set[int] = set()
+_MOST_PROVIDED = 64
+"""Virtual devices that an abstract run has JAX start with: worlds after it may be as large."""
 
 
 def active() -> bool:
@@ -34,6 +37,16 @@ def active() -> bool:
 def mesh() -> Mesh:
     """The mesh of the current world: axes outermost first. Rank r computes on JAX's device r, wherever that stands on the mesh."""
     return _laid_out(world.current().epoch)[0]
+
+
+def forget_abstract_devices() -> bool:
+    """After an abstract run: whether the ranks of the current world lay on devices that are none of JAX's. From now on they do not."""
+    epoch = world.current().epoch
+    if epoch not in _abstract_epochs:
+        return False
+    _abstract_epochs.discard(epoch)
+    _laid_out.cache_clear()
+    return True
 
 
 def device_of(rank: int) -> Any:
@@ -59,6 +72,8 @@ def _devices(of: world.World) -> Sequence[Any]:
 
         processes.start(of)
     elif abstract.active() and not (_started() and len(jax.devices()) >= of.size):
+        provision(min(here, _MOST_PROVIDED))  # for the worlds after the run
+        _abstract_epochs.add(of.epoch)
         return abstract.devices(of.size)
     elif not _started():
         provision(here)

@@ -68,7 +68,7 @@ def short_line() -> str:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and not is_user(frame.f_code):
         frame = frame.f_back
-    return "" if frame is None else f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+    return "" if frame is None else f"{base_name(frame.f_code.co_filename)}:{frame.f_lineno}"
 
 
 def current(depth: int = 1, modules: bool = True) -> Source:
@@ -124,6 +124,25 @@ def _module_path(stack: list[torch.nn.Module], recomputing: bool = False) -> tup
     if names is None or id(leaf) not in names:
         names = _PATHS[root] = {id(m): n for n, m in root.named_modules(remove_duplicate=False)}
     return names.get(id(leaf), cls), cls
+
+
+def modes() -> list[dict[str, bool]]:
+    """For each module that was called from outside others: whether it and those inside it are in training mode, by path (its own is its class)."""
+    return [{n or type(root).__name__: m.training for n, m in root.named_modules()} for root in list(_PATHS)]
+
+
+def base_name(file: str) -> str:
+    """A file's name without folders; of a cell in a notebook "In[3]", as it is numbered there."""
+    if "ipykernel_" in file:
+        try:
+            from IPython import get_ipython
+
+            number = get_ipython().compile._filename_map.get(file)
+            if number is not None:
+                return f"In[{number}]"
+        except (ImportError, AttributeError):
+            pass
+    return os.path.basename(file)
 
 
 _FORWARD_SOURCES: dict[int, Source | tuple[Sequence[Source], int]] = {}

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch_bridge import world
+from torch_bridge.source import base_name
 
 logger = logging.getLogger("nxd_jax")
 
@@ -163,7 +164,7 @@ def describe(program: Any) -> Graph:
     digest = hashlib.sha256(repr(([str(node.target) for node in calls], inputs)).encode()).hexdigest()
     sources = (node.meta.get("source") for node in reversed(calls))
     source = next((s for s in sources if s is not None and s.file), None)
-    return Graph(digest[:8], len(calls), f"{source.file.rpartition('/')[2]}:{source.line}" if source else "")
+    return Graph(digest[:8], len(calls), f"{base_name(source.file)}:{source.line}" if source else "")
 
 
 def _needed(compiled: Any) -> int:

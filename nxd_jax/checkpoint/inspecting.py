@@ -71,7 +71,7 @@ def _chunks(folder: Path) -> Mapping[str, tuple[int, ...]]:
         return {}
     try:
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-            tree = checkpointer.metadata(folder / "arrays").item_metadata.tree
+            tree = checkpointer.metadata(folder.absolute() / "arrays").item_metadata.tree
     except (OSError, ValueError, KeyError) as error:
         raise DamagedCheckpointError(f"the arrays in {folder} cannot be read: {str(error).splitlines()[0]}") from error
     return {name: tuple(a.storage.chunk_shape) for name, a in tree.items() if a.storage is not None and a.storage.chunk_shape}

@@ -29,7 +29,7 @@ def save(folder: Path, arrays: Mapping[str, Any], index: Mapping[str, Any]) -> N
 
     if arrays:
         with _compat.enable_x64(), ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_compression=False)) as checkpointer:
-            checkpointer.save(folder / "arrays", args=ocp.args.PyTreeSave(dict(arrays)), force=True)
+            checkpointer.save(folder.absolute() / "arrays", args=ocp.args.PyTreeSave(dict(arrays)), force=True)
     if jax.process_index() == 0:
         folder.mkdir(parents=True, exist_ok=True)
         with open(folder / INDEX, "w") as f:
@@ -73,7 +73,9 @@ def restore(folder: Path, targets: Mapping[str, jax.ShapeDtypeStruct | None]) ->
             args[name] = ocp.ArrayRestoreArgs(sharding=target.sharding, global_shape=target.shape, dtype=target.dtype, strict=False)
     try:
         with _compat.enable_x64(), ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_compression=False)) as checkpointer:
-            found = checkpointer.restore(folder / "arrays", args=ocp.args.PyTreeRestore(item=item, restore_args=args, partial_restore=True))
+            found = checkpointer.restore(
+                folder.absolute() / "arrays", args=ocp.args.PyTreeRestore(item=item, restore_args=args, partial_restore=True)
+            )
     except (OSError, ValueError, KeyError) as error:
         raise DamagedCheckpointError(f"the arrays in {folder} cannot be read: {str(error).splitlines()[0]}. Load another tag") from error
     return dict(found)

@@ -78,7 +78,11 @@ def table(jaxpr: Any, sizes: dict[str, int], most: int | None = 40) -> Table[Col
     """
     rows = _summed(_found(equations(jaxpr), sizes, _place))
     total = sum(c.bytes for c in rows)
-    note = f"{sum(c.count for c in rows)} collectives, {units.size(total)} of inputs on each core" if rows else "no rank communicates"
+    note = (
+        f"{units.many(sum(c.count for c in rows), 'collective')}, {units.size(total)} of inputs on each core"
+        if rows
+        else "no rank communicates"
+    )
     return Table("Collectives", rows, COLUMNS, note, most)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import itertools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from nxd_jax.inspect.nodes import Node
@@ -60,17 +60,23 @@ def table(found: Sequence[Difference]) -> Table[Difference]:
 
 
 def differences(
-    before: Sequence[Node], after: Sequence[Node], reads: Sequence[Read] = (), origins: dict[str, str] | None = None
+    before: Sequence[Node],
+    after: Sequence[Node],
+    reads: Sequence[Read] = (),
+    origins: dict[str, str] | None = None,
+    modes: tuple[Mapping[str, bool], Mapping[str, bool]] | None = None,
 ) -> list[Difference]:
     """Why `after` is another program than `before`: modes of modules and inputs, or if they are the same the first ops and arguments that differ.
 
     reads: numbers that Python read from tensors before `after`; origins: for its inputs, by name, the op that made them on the host.
+    modes: whether modules were in training mode, before and after, by path; default what the nodes say.
     """
     runs = list(_aligned(*([n for n in nodes if n.op != "input"] for nodes in (before, after))))
-    modes = list(_modes(before, after))
+    found_modes = modes or (_of_nodes(before), _of_nodes(after))
+    switched = list(_modes(after, *found_modes))
     inputs = list(_inputs(before, after, [(a[0], b[0]) for tag, a, b in runs if tag == "same"], origins or {}))
-    if modes or inputs:
-        return [*modes, *inputs[:4]]
+    if switched or inputs:
+        return [*switched, *inputs[:4]]
     found = (_arguments(a[0], b[0], reads) if tag == "same" else _replaced(a, b, before, after, reads) for tag, a, b in runs)
     return list(itertools.islice((d for d in found if d is not None), MOST_CAUSES))
 
@@ -78,18 +84,20 @@ def differences(
 # -- modes and inputs ----------------------------------------------------------------------------------
 
 
-def _modes(before: Sequence[Node], after: Sequence[Node]) -> Iterator[Difference]:
-    old, new = ({n.module: n.training for n in nodes if n.phase == "forward"} for nodes in (before, after))
+def _modes(after: Sequence[Node], old: Mapping[str, bool], new: Mapping[str, bool]) -> Iterator[Difference]:
     switched = [m for m, training in new.items() if old.get(m, training) != training]
     if not switched:
         return
     words = {True: "train()", False: "eval()"}
-    first = next(n for n in after if n.module == switched[0] and n.phase == "forward")
-    several = " and of modules with it" if len(switched) > 1 else ""
-    whole = f"the mode of {switched[0]}{several}"
+    first = next((n.where for n in after if n.module in switched and n.where), "")
+    several = f" and {len(switched) - 1} modules with it" if len(switched) > 1 else ""
     training = new[switched[0]]
     advice = "one program for each mode is right: it is compiled once"
-    yield Difference("mode", whole, words[not training], words[training], switched[0], first.where, advice)
+    yield Difference("mode", f"the mode of {switched[0]}{several}", words[not training], words[training], switched[0], first, advice)
+
+
+def _of_nodes(nodes: Sequence[Node]) -> dict[str, bool]:
+    return {n.module: n.training for n in nodes if n.phase == "forward"}
 
 
 def _inputs(

@@ -236,7 +236,7 @@ class Inspection:
         if self.compile_seconds:
             found.append(f"  compiled in   {self.compile_seconds:.2f} s")
         if self.others:
-            found.append(f"  also          {len(self.others)} smaller programs in the same step (.others)")
+            found.append(f"  also          {units.many(len(self.others), 'smaller program')} in the same step (.others)")
         found.append("  see           .graph .stablehlo .optimized .collectives .memory .costs; .save(path) writes JSON")
         return found
 

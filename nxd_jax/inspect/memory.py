@@ -203,7 +203,11 @@ def _gradients(program: Any, held: tuple[Held, ...], outside: set[str]) -> int:
     """Bytes of the gradients of parameters that no argument or result is: there are some if the program updates parameters in its backward pass's wake."""
     if not any(n.meta.get("source", NOWHERE).backward for n in program.graph.nodes):
         return 0
-    return sum(h.bytes for h in held if h.kind == "parameter" and h.role == "updated" and h.name not in outside)
+    wide = {
+        h.name for h in held if h.kind == "master weight" and h.dtype == "float32"
+    }  # ZeRO-1 adds gradients up in the dtype of its parts
+    updated = [h for h in held if h.kind == "parameter" and h.role == "updated" and h.name not in outside]
+    return sum(max(h.bytes, 4 * math.prod(h.shape) if h.name in wide else 0) for h in updated)
 
 
 def activations(graph: fx.Graph) -> int:

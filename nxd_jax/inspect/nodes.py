@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from nxd_jax.inspect import units
 from nxd_jax.inspect.tables import Column, Table
-from torch_bridge.source import NOWHERE
+from torch_bridge.source import NOWHERE, base_name
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Node:
     @property
     def where(self) -> str:
         """'file.py:12', '' if no line is known."""
-        return f"{self.file.rpartition('/')[2]}:{self.line}" if self.file else ""
+        return f"{base_name(self.file)}:{self.line}" if self.file else ""
 
 
 _COLUMNS = (

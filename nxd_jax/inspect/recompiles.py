@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nxd_jax.inspect import nodes
+from nxd_jax.inspect import nodes, units
 from nxd_jax.inspect.differences import Difference, differences
+from nxd_jax.inspect.nodes import Node
 from nxd_jax.inspect.owners import Owner, owners
 from nxd_jax.inspect.subjects import names_of
 from nxd_jax.inspect.tables import Column, Table
 from torch_bridge import history
 from torch_bridge.history import Compilation
+from torch_bridge.source import base_name
 
 ALIKE = 0.5
 """Share of the smaller one's ops from which a program counts as another form of an earlier one."""
@@ -64,7 +66,7 @@ def recompiles(again_only: bool = False) -> Table[Compiled]:
     """
     found = list(_compiled())
     again = [c for c in found if c.like is not None]
-    note = f"{len(found)} programs, {len(again)} of them made again for a reason that is given"
+    note = f"{units.many(len(found), 'program')}, {len(again)} of them made again for a reason that is given"
     return Table("Compilations", again if again_only else found, _COLUMNS, note, 40)
 
 
@@ -93,7 +95,7 @@ def _compiled() -> Iterator[Compiled]:
             step=c.step,
             ops=len(c.nodes),
             seconds=c.seconds,
-            line=f"{source.file.rpartition('/')[2]}:{source.line}" if source else "",
+            line=f"{base_name(source.file)}:{source.line}" if source else "",
             like=None if like is None else like.number,
             why=() if like is None else tuple(between(like, c, known)),
         )
@@ -123,7 +125,15 @@ def between(before: Compilation, after: Compilation, known: dict[int, Owner] | N
     origins = {n.name: n.meta["origin"] for n in new.nodes if n.meta.get("origin")}
     program = after.program()
     names = {} if program is None else names_of(program, owners() if known is None else known)
-    return found + differences(nodes.table(old).rows, nodes.table(new, names).rows, after.reads, origins) or list(_same_ops(before, after))
+    rows = nodes.table(old).rows, nodes.table(new, names).rows
+    modes = _modes(before, rows[0]), _modes(after, rows[1])
+    return found + differences(*rows, after.reads, origins, modes) or list(_same_ops(before, after))
+
+
+def _modes(of: Compilation, rows: Sequence[Node]) -> dict[str, bool]:
+    """Whether each module was in training mode, of the model that the graph is of."""
+    used = {n.module for n in rows if n.module}
+    return max(of.modes, key=lambda found: len(used & found.keys()), default={})
 
 
 def _around(before: Compilation, after: Compilation) -> Iterator[Difference]:
@@ -185,5 +195,5 @@ def _producer(of: Compilation, value: int) -> tuple[str, str]:
     for node, source in zip(of.nodes, of.sources, strict=False):
         first += node[0].n_outs
         if value < first:
-            return source.module, f"{source.file.rpartition('/')[2]}:{source.line}" if source.file else ""
+            return source.module, f"{base_name(source.file)}:{source.line}" if source.file else ""
     return "", ""

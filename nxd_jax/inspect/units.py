@@ -23,6 +23,11 @@ def count(number: float) -> str:
     return f"{number:g}"
 
 
+def many(number: int, noun: str) -> str:
+    """A number and its noun: "1 program", "2 programs"."""
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
 def seconds(time: float) -> str:
     """A duration in the largest unit of which there is at least one: 0.0025 -> "2.5 ms"."""
     for unit, name in _SECONDS:

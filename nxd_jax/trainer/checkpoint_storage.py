@@ -19,7 +19,7 @@ class BaseCheckpointStorage:
 
     def __init__(self, dirname: str):
         self.dirname = dirname
-        self.root = Path(dirname)
+        self.root = Path(dirname).absolute()
 
     # -- for saving and loading ---------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,6 +18,7 @@ from nxd_jax.abstract import AbstractReport, AbstractValueError, abstract_run
 from nxd_jax.parallel_layers.layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear
 from nxd_jax.trainer.footprint import footprint
 from tests.nxd_jax.conftest import Nxd
+from tests.torch_bridge.devices import python
 from torch_bridge import executor, hlo, metrics, sharded, world
 from torch_bridge.abstract import AbstractArray
 from torch_bridge.errors import DeadTensorError
@@ -274,3 +276,30 @@ def test_one_of_several_processes() -> None:
             raise AssertionError("entered")
     finally:
         world.configure(None)
+
+
+def test_worlds_after_a_run_that_came_first() -> None:
+    """An abstract run of the world as it is, before JAX has started: what follows has devices of its own, in this layout and another."""
+    code = """
+    import jax, torch, nxd_jax
+    from torch import nn
+    from neuronx_distributed import initialize_parallel_model, neuronx_distributed_config
+    from nxd_jax.parallel_layers import ColumnParallelLinear, parallel_state
+
+    def train(tp):
+        model = initialize_parallel_model(neuronx_distributed_config(tensor_parallel_size=tp), lambda: ColumnParallelLinear(4, 8))
+        loss = model(torch.ones(2, 4).to("xla")).sum()
+        loss.backward()
+        torch.xla.synchronize()
+        return loss, next(iter(model.parameters()))._storage.array.sharding.mesh.devices.flat[0]
+
+    with nxd_jax.abstract_run() as run:
+        train(2)
+        run.report()
+    for tp in (2, 4):
+        loss, device = train(tp)
+        assert device.client is jax.devices()[0].client and loss.item() == loss.item()
+        parallel_state.destroy_model_parallel()
+    print("trained")
+    """
+    assert python(textwrap.dedent(code), NEURON_RT_NUM_CORES="8").splitlines()[-1] == "trained"

@@ -130,6 +130,20 @@ def test_without_a_tag_and_with_documented_keywords(alone: Any, tmp_path: Path) 
     assert nxd.load_checkpoint(tmp_path, model=model) == {"total_steps": 2}
 
 
+def test_a_relative_path(alone: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in the background, and when the script goes to another folder meanwhile."""
+    monkeypatch.chdir(tmp_path)
+    model = torch.nn.Linear(2, 2).to("xla")
+    nxd.save_checkpoint("runs/first", tag="a", model=model, async_save=True)
+    monkeypatch.chdir("/")
+    nxd.finalize_checkpoint()
+    monkeypatch.chdir(tmp_path)
+    assert (tmp_path / "runs" / "first" / "a").is_dir() and nxd.has_checkpoint("runs/first")
+    other = torch.nn.Linear(2, 2).to("xla")
+    nxd.load_checkpoint("runs/first", tag="a", model=other)
+    assert torch.equal(other.weight.cpu(), model.weight.cpu())
+
+
 def test_has_checkpoint(alone: Any, tmp_path: Path) -> None:
     assert not nxd.has_checkpoint(tmp_path / "none")
     nxd.save_checkpoint(tmp_path, "t", user_content=1)

@@ -70,7 +70,7 @@ def test_a_script_for_real(tmp_path: pathlib.Path) -> None:
     found = run(tmp_path, *args)
     assert found.returncode == inspect_run.CHECK_FAILED, found.stderr
     assert found.stdout.count("loss") == 3  # the third run of the first batch size is in the fourth step
-    assert "--max-recompiles 0: 1 programs were compiled again" in found.stderr
+    assert "--max-recompiles 0: 1 program compiled again" in found.stderr
     assert "was float32[4, 8], now float32[6, 8] at train.py:" in found.stderr
     page = (tmp_path / "report.html").read_text()
     check(page)

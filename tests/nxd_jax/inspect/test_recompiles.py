@@ -110,10 +110,23 @@ def test_train_and_eval(training: Training) -> None:
     assert training.why().kind in ("mode", "ops")  # of the evaluation, or of the step in eval mode
 
 
+def test_a_constant_after_the_mode_has_changed_and_changed_back(training: Training) -> None:
+    training.model.eval()
+    training.step(torch.zeros(8, 8).to("xla"))
+    training.model.train()
+    training.step(torch.zeros(8, 8).to("xla"))
+    training.model.kept = 12
+    training.step(torch.zeros(8, 8).to("xla"))
+    assert training.why().kind == "ops"  # a slice where there was none
+    training.model.kept = 11
+    training.step(torch.zeros(8, 8).to("xla"))
+    assert (training.why().kind, training.why().after) == ("constant", "11")
+
+
 def test_one_module_in_eval(training: Training) -> None:
     training.model.drop.eval()
     training.step(torch.zeros(8, 8).to("xla"))
-    assert training.why().kind in ("mode", "ops")
+    assert (training.why().kind, training.why().what, training.why().after) == ("mode", "the mode of drop", "eval()")
 
 
 def test_a_python_constant(training: Training) -> None:

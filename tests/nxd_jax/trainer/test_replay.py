@@ -9,6 +9,7 @@ import jax
 import neuronx_distributed as nxd_api
 import pytest
 import torch
+import torch_xla
 from torch import nn
 
 import torch_bridge
@@ -50,6 +51,29 @@ def inner(model: Any) -> nn.Module:
 def bits(t: torch.Tensor) -> list[bytes]:
     """What every rank holds."""
     return [s.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for s in sharded.shards(t.detach())]
+
+
+def test_one_program_from_the_first_step_to_played_ones(nxd: Nxd) -> None:
+    """Gradients that are added up in float32 come in another order when a module is played; the program is the same."""
+
+    def make() -> nn.Module:
+        return nn.Sequential(
+            ColumnParallelLinear(8, 8, gather_output=False), nn.GELU(), RowParallelLinear(8, 8, input_is_parallel=True)
+        ).bfloat16()
+
+    nxd(4, tp=2)
+    config = nxd_api.neuronx_distributed_config(tensor_parallel_size=2, optimizer_config={"zero_one_enabled": True, "grad_clipping": True})
+    model = nxd_api.initialize_parallel_model(config, make)
+    optimizer = nxd_api.initialize_parallel_optimizer(config, torch.optim.AdamW, model.parameters(), lr=1e-2)
+    torch_xla.sync()
+    before = metrics.COUNTERS.get("UncachedCompile", 0)
+    for _ in range(STEPS):
+        model(torch.ones(4, 8, dtype=torch.bfloat16).to("xla")).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        torch_xla.sync()
+    assert player(model).played > 0
+    assert metrics.COUNTERS["UncachedCompile"] - before == 1
 
 
 def test_training_with_zero1_clipping_and_a_schedule(nxd: Nxd) -> None:

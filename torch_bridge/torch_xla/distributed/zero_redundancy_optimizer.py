@@ -31,7 +31,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
     global norm, to 1.0 by default. sharding_groups: lists of the ranks that share parameters out, default one group of all; gradients are averaged over
     a group. grad_norm_groups: ranks over which squared norms are added up besides. lazy_init: cut only when `init_zero()` is called.
     bucket_cap_mb_all_gather, bucket_cap_mb_reduce_scatter: megabytes of tensors that one collective moves (0: 130). use_grad_acc_hook: gradients are added
-    up in `param.main_grad`, of `optimizer_dtype`, as soon as backward has them, and `param.grad` is None afterwards. higher_cc_precision: gradients are
+    up in `param.main_grad`, of `optimizer_dtype`, at the end of each backward pass, and `param.grad` is None afterwards. higher_cc_precision: gradients are
     reduced in `optimizer_dtype`, else in their own. save_master_weights: `state_dict()` holds the parts. pin_layout is accepted without effect.
 
     `param_groups` are the full parameters' (schedulers change their options there); `base_optimizer` updates the parts. Parameters that have no gradient
@@ -141,19 +141,29 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
                 own.setdefault(key, value)
 
     def _watch(self, params: Sequence[torch.Tensor]) -> None:
-        """Have gradients added up as soon as backward has them, for as long as the optimizer lives."""
+        """Have gradients added up when backward has them all, for as long as the optimizer lives.
+
+        At once would be another program for each order in which they come, and a module that is played from a recording gives them all at its end.
+        """
         if not self.use_grad_acc_hook:
             return
         own = weakref.ref(self)
+        arrived: set[torch.Tensor] = set()
 
-        def accumulate(p: torch.Tensor) -> None:
+        def accumulate() -> None:
             optimizer = own()
-            if optimizer is not None:
-                optimizer._accumulate(p)
+            for p in optimizer._all() if optimizer is not None and arrived else ():
+                if p in arrived:
+                    optimizer._accumulate(p)  # type: ignore[union-attr]
+            arrived.clear()
+
+        def arrive(p: torch.Tensor) -> None:
+            arrived.add(p)
+            torch.autograd.Variable._execution_engine.queue_callback(accumulate)  # the first one does it for all
 
         for p in params:
             if p.requires_grad:
-                p.register_post_accumulate_grad_hook(accumulate)
+                p.register_post_accumulate_grad_hook(arrive)
 
     # -- a step ---------------------------------------------------------------------------------------
 
