@@ -31,7 +31,7 @@ _taken: dict[tuple[str, int], Branch] = {}
 def note(values: Sequence[Any]) -> None:
     """A condition that differs by rank has been asked for its truth."""
     frame = sys._getframe(2)
-    while frame is not None and not source.is_user(frame.f_code):
+    while frame is not None and not source.is_outside(frame.f_code):
         if frame.f_back is None:
             return
         frame = frame.f_back

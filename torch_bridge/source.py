@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 import torch
 
-_LIBRARIES: tuple[str, ...] = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep, "<frozen")
+_BASE = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep, "<frozen")
+_LIBRARIES: tuple[str, ...] = _BASE
 _CALL_IMPL = torch.nn.Module._call_impl.__code__
 _ENGINE = torch.autograd.graph._engine_run_backward.__code__
 
@@ -47,6 +48,11 @@ def add_library(folder: str) -> None:
     global _LIBRARIES
     _LIBRARIES = (*_LIBRARIES, folder + os.sep)
     _IS_USER.clear()
+
+
+def is_outside(code: CodeType) -> bool:
+    """True for code outside torch and this package, whoever's it is."""
+    return is_user(code) or not (code.co_filename.startswith(_BASE) or "/contextlib.py" in code.co_filename)
 
 
 def is_user(code: CodeType) -> bool:

@@ -6,7 +6,6 @@ Importing it makes `pytorch_lightning` and `lightning.pytorch` one package, so t
 from nxd_jax.lightning import _one_lightning
 
 _one_lightning.unify()
-_one_lightning.count_as_library()
 
 from nxd_jax.lightning.accelerator import NeuronXLAAccelerator  # noqa: E402
 from nxd_jax.lightning.checkpoint_io import NeuronCheckpointIO  # noqa: E402

@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib
 import importlib.abc
 import importlib.util
-import os
 import pathlib
 import sys
 import threading
@@ -20,7 +19,6 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 from nxd_jax.lightning import _versions
-from torch_bridge import source
 
 SEPARATE = ("pytorch_lightning", "lightning_fabric")
 JOINT = ("lightning.pytorch", "lightning.fabric")
@@ -136,11 +134,3 @@ class _Loader(importlib.abc.Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         sys.modules[module.__name__] = sys.modules[self.real]
-
-
-def count_as_library() -> None:
-    """Ops that Lightning's loops call count as called by the line of the script that called the loop."""
-    for name in ("pytorch_lightning", "lightning_fabric", "lightning"):
-        module = sys.modules.get(name)
-        if module is not None and module.__file__:
-            source.add_library(os.path.dirname(module.__file__))
