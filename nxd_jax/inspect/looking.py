@@ -110,7 +110,7 @@ class Inspection:
         found = HloText(self._subject.compiled.as_text(), "optimized")
         if self._stale(found):
             found.note = _STALE
-            logger.warning("the optimized HLO of %s: %s", self.name, _STALE)
+            logger.info("the optimized HLO of %s: %s", self.name, _STALE)
         return found
 
     def _stale(self, found: HloText) -> bool:

@@ -169,8 +169,8 @@ def _same_ops(before: Compilation, after: Compilation) -> Iterator[Difference]:
             yield Difference("sharding", f"how input {i} lies among the ranks", str(before.labels[0][i]), str(after.labels[0][i]))
         else:
             yield Difference("sharding", "how a result lies among the ranks", "as inferred", "as its tensor wants")
-    elif before.donate != after.donate:
-        i = next(i for i, (a, b) in enumerate(zip(before.donate, after.donate, strict=False)) if a != b)
+    elif changed := [i for i, (a, b) in enumerate(zip(before.donate, after.donate, strict=False)) if a != b]:
+        i = changed[0]
         words = {True: "taken over", False: "kept, for something else still refers to it"}
         leaf = after.leaves[i]
         what = f"the memory of input {i} ({leaf.dtype}[{', '.join(map(str, leaf.shape))}])"
