@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from typing import Any, NamedTuple
 
-from torch_bridge.source import Source, base_name
+from torch_bridge.source import Source
 
 _LINE = re.compile(r":\d+$")
 _BACKWARD = re.compile(r"backward\((.*)\)$")
@@ -39,7 +39,7 @@ def name(source: Source, op: Any) -> str:
         unclear = _JAX.match(module) or _LINE.search(module) or module.startswith(_OWN)
         parts = [f"module({module})" if unclear else module] if module else []
     if source.file:
-        parts.append(f"{base_name(source.file)}:{source.line}")
+        parts.append(source.where)
     parts.append(str(op).removesuffix(".default"))
     return "/".join(parts)
 

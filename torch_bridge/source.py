@@ -34,6 +34,11 @@ class Source(NamedTuple):
     backward: bool = False
     training: bool = True
 
+    @property
+    def where(self) -> str:
+        """'file.py:12', '' if no line is known: what metadata of HLO and everything that is shown call the place."""
+        return f"{base_name(self.file)}:{self.line}" if self.file else ""
+
     def __str__(self) -> str:
         where = f"{self.file}:{self.line} in {self.function}" if self.file else "(no Python line: a backward op)"
         return f"{where} [{self.module}]" if self.module else where

@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch_bridge import world
-from torch_bridge.source import base_name
 
 logger = logging.getLogger("nxd_jax")
 
@@ -164,7 +163,7 @@ def describe(program: Any) -> Graph:
     digest = hashlib.sha256(repr(([str(node.target) for node in calls], inputs)).encode()).hexdigest()
     sources = (node.meta.get("source") for node in reversed(calls))
     source = next((s for s in sources if s is not None and s.file), None)
-    return Graph(digest[:8], len(calls), f"{base_name(source.file)}:{source.line}" if source else "")
+    return Graph(digest[:8], len(calls), source.where if source else "")
 
 
 def _needed(compiled: Any) -> int:

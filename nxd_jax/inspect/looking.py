@@ -108,16 +108,10 @@ class Inspection:
     def optimized(self) -> HloText:
         """What the compiler made of it for the machine that runs it here. (A note says so if it has the module names and lines of an earlier run.)"""
         found = HloText(self._subject.compiled.as_text(), "optimized")
-        if self._stale(found):
+        if nodes.of_another_run(self._subject.graph, (h.line for h in found.lines)):
             found.note = _STALE
             logger.info("the optimized HLO of %s: %s", self.name, _STALE)
         return found
-
-    def _stale(self, found: HloText) -> bool:
-        """Whether it speaks of source lines that the graph has not: JAX's cache on disk takes programs that differ in nothing else for the same."""
-        sources = [node.meta["source"] for node in self._subject.graph.nodes if "source" in node.meta]
-        ours = {f"{os.path.basename(source.file)}:{source.line}" for source in sources}
-        return any(h.line and h.line not in ours for h in found.lines)
 
     @cached_property
     def collectives(self) -> Table[Collective]:

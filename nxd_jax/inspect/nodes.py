@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,6 +89,13 @@ def _nodes(graph: fx.Graph, owners: dict[str, str]) -> Iterator[Node]:
             phase=node_phase(n),
             training=source.training,
         )
+
+
+def of_another_run(graph: fx.Graph, lines: Iterable[str]) -> bool:
+    """Whether source lines in HLO of a graph ('file.py:12', or '') are not all the graph's own: JAX's cache on disk takes programs that differ in nothing else
+    for the same."""
+    own = {n.meta["source"].where for n in graph.nodes if "source" in n.meta}
+    return any(line and line not in own for line in lines)
 
 
 def node_phase(node: fx.Node) -> str:

@@ -15,7 +15,6 @@ from nxd_jax.inspect.subjects import names_of
 from nxd_jax.inspect.tables import Column, Table
 from torch_bridge import history
 from torch_bridge.history import Compilation
-from torch_bridge.source import base_name
 
 ALIKE = 0.5
 """Share of the smaller one's ops from which a program counts as another form of an earlier one."""
@@ -95,7 +94,7 @@ def _compiled() -> Iterator[Compiled]:
             step=c.step,
             ops=len(c.nodes),
             seconds=c.seconds,
-            line=f"{base_name(source.file)}:{source.line}" if source else "",
+            line=source.where if source else "",
             like=None if like is None else like.number,
             why=() if like is None else tuple(between(like, c, known)),
         )
@@ -195,5 +194,5 @@ def _producer(of: Compilation, value: int) -> tuple[str, str]:
     for node, source in zip(of.nodes, of.sources, strict=False):
         first += node[0].n_outs
         if value < first:
-            return source.module, f"{base_name(source.file)}:{source.line}" if source.file else ""
+            return source.module, source.where
     return "", ""

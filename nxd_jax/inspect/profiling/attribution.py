@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from nxd_jax.inspect import nodes
 from nxd_jax.inspect.profiling.instructions import CONTAINERS, Code, Instruction, parse
 from nxd_jax.inspect.profiling.reading import Op
 from nxd_jax.inspect.profiling.watching import Watched
@@ -78,10 +78,7 @@ def attribute(ops: Sequence[Op], watched: Sequence[Watched]) -> Attributed:
 
 
 def _stale(watched: Watched, code: Code) -> bool:
-    """Whether the code speaks of source lines that the program has not: JAX's cache on disk takes programs that differ in nothing else for the same."""
-    sources = [node.meta["source"] for node in watched.program.graph.nodes if "source" in node.meta]
-    lines = {f"{os.path.basename(source.file)}:{source.line}" for source in sources}
-    return any(i.line and i.line not in lines for i in code.instructions.values())
+    return nodes.of_another_run(watched.program.graph, (i.line for i in code.instructions.values()))
 
 
 def _code(program: Any) -> Code | None:

@@ -247,3 +247,21 @@ def test_code_of_an_earlier_run_is_said_to_be(
             "found in a cache on disk, with the module names and source lines of the run that compiled it"
         )
     assert f"the optimized HLO of {stale.name}: found in a cache on disk" in caplog.text
+
+
+def test_lines_of_notebook_cells_are_the_graphs_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cells are called by their number in HLO; that is no sign of another run."""
+    import types
+
+    import IPython
+
+    from nxd_jax.inspect import nodes
+    from torch_bridge.source import Source
+
+    cell = "/somewhere/ipykernel_7/594265050.py"
+    shell = types.SimpleNamespace(compile=types.SimpleNamespace(_filename_map={cell: 3}))
+    monkeypatch.setattr(IPython, "get_ipython", lambda: shell)
+    graph = torch.fx.Graph()
+    graph.call_function(torch.ops.aten.relu.default, ()).meta["source"] = Source(file=cell, line=12)
+    assert not nodes.of_another_run(graph, ["In[3]:12", ""])
+    assert nodes.of_another_run(graph, ["In[3]:12", "In[2]:12"])
