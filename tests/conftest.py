@@ -55,6 +55,14 @@ Not here: files about equality bit for bit, special values, precision or memory,
 programs are compiled as users' are. `JAX_DISABLE_MOST_OPTIMIZATIONS=0` compiles everything so."""
 
 
+@pytest.fixture(autouse=True)
+def switched_on(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a test is about stays on when all tests run without it (`NXD_JAX_FUSED_OPTIMIZERS=0 make test`)."""
+    for mark in request.node.iter_markers("switched_on"):
+        for variable in mark.args:
+            monkeypatch.delenv(variable, raising=False)
+
+
 @pytest.fixture(autouse=True, scope="module")
 def compile_quickly(request: pytest.FixtureRequest) -> Iterator[None]:
     """Most optimizations are off while the tests of a file of `QUICK` run in this process."""

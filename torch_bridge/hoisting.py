@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from torch_bridge import _compat, abstract, dtypes, sharding
+from torch_bridge.layout import Layout
 from torch_bridge.segment import Fill, Segment
 
 _ONCE: set[int] = set()
@@ -86,9 +87,17 @@ def _array(fill: Fill, segment: Segment) -> jax.Array:
     of = segment.nodes[fill.node][0].outs[0]
     storage = fill.storage()
     start = None if storage is None or storage.facts is None else storage.facts.start
+    made = _full(of, fill.value, start)
+    if sharding.active() and not of.size:
+        segment.scalars.add(id(made))
+    return made
+
+
+def _full(of: Layout, value: Any, start: Any) -> jax.Array:
+    """One number throughout. start: how the blocks of ranks lie, None if all have the same."""
     if abstract.active():
         return abstract.constant(of.size, dtypes.to_jax(of.dtype), start)
-    host = np.full(of.size, fill.value, dtype=dtypes.to_jax(of.dtype))
+    host = np.full(of.size, value, dtype=dtypes.to_jax(of.dtype))
     with _compat.enable_x64():
         if not sharding.active():
             return jax.device_put(host)

@@ -128,6 +128,7 @@ def test_numbers_of_the_cpu() -> None:
 # -- it is the script's own optimizer -------------------------------------------------------------------
 
 
+@pytest.mark.switched_on("NXD_JAX_FUSED_OPTIMIZERS")
 def test_everything_around_the_step_is_torchs() -> None:
     """The class, hooks with their arguments, the profiler's hook, closures, a scheduler that counts steps."""
     params = parameters()
@@ -201,6 +202,7 @@ def test_state_that_changes() -> None:
     torch.testing.assert_close(run("xla"), run("cpu"))
 
 
+@pytest.mark.switched_on("NXD_JAX_FUSED_OPTIMIZERS")
 def test_saving() -> None:
     """Pickle, deepcopy and torch.save see a torch optimizer."""
     params = parameters()
@@ -276,6 +278,7 @@ def test_left_to_torch(make: Make) -> None:
     assert not only_one_op(optimizer.step)
 
 
+@pytest.mark.switched_on("NXD_JAX_FUSED_OPTIMIZERS")
 def test_switch_and_surroundings(monkeypatch: pytest.MonkeyPatch) -> None:
     params = parameters()
     optimizer = optim.AdamW(params, lr=0.1)
@@ -399,6 +402,7 @@ torch.testing.assert_close(q.detach().cpu(), p.detach())
 """
 
 
+@pytest.mark.switched_on("NXD_JAX_FUSED_OPTIMIZERS")
 def test_optimizers_made_before_the_device() -> None:
     import os
 

@@ -22,7 +22,9 @@ def forward() -> inspect.Inspection:
 
 @pytest.fixture(scope="module")
 def step() -> inspect.Inspection:
-    return train()[1]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("NXD_JAX_FUSED_OPTIMIZERS", raising=False)
+        return train()[1]
 
 
 MODULES = ["embed", *(f"layers.{i}{m}" for i in range(3) for m in (".norm", ".up", "", ".down")), "drop", "head"]

@@ -93,6 +93,7 @@ def test_a_dtype_change(training: Training) -> None:
     assert "up.weight" in {d.what for d in found}
 
 
+@pytest.mark.switched_on("NXD_JAX_FUSED_OPTIMIZERS")
 def test_autocast(training: Training) -> None:
     with torch.autocast("xla", dtype=torch.bfloat16):
         training.step(torch.zeros(8, 8).to("xla"))
@@ -100,6 +101,7 @@ def test_autocast(training: Training) -> None:
     assert found.kind == "dtype" and "aten._to_copy to bfloat16" in found.after and found.module == "up"
 
 
+@pytest.mark.switched_on("NXD_JAX_FUSED_OPTIMIZERS")
 def test_train_and_eval(training: Training) -> None:
     training.model.eval()
     training.step(torch.zeros(8, 8).to("xla"))
@@ -123,6 +125,7 @@ def test_a_constant_after_the_mode_has_changed_and_changed_back(training: Traini
     assert (training.why().kind, training.why().after) == ("constant", "11")
 
 
+@pytest.mark.switched_on("NXD_JAX_FUSED_OPTIMIZERS")
 def test_one_module_in_eval(training: Training) -> None:
     training.model.drop.eval()
     training.step(torch.zeros(8, 8).to("xla"))

@@ -62,8 +62,17 @@ def name_of(case: Case) -> str:
 
 @pytest.mark.parametrize("zero", [False, True], ids=["plain", "zero1"])
 @pytest.mark.parametrize("case", DIVIDED, ids=name_of)
-def test_equals_torch(nxd: Nxd, case: Case, zero: bool) -> None:
+def test_equals_torch(nxd: Nxd, case: Case, zero: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if case.optimizer is optim.Adafactor:  # op by op it is refused where ranks hold parts
+        monkeypatch.delenv("NXD_JAX_FUSED_OPTIMIZERS", raising=False)
     compare(nxd, dataclasses.replace(case, zero=zero))
+
+
+@pytest.mark.parametrize("optimizer", [optim.Adafactor, optim.AdamW])
+def test_equals_torch_op_by_op(nxd: Nxd, optimizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Among the parameters is a number, whose state is made on the device, one for each rank."""
+    monkeypatch.setenv("NXD_JAX_FUSED_OPTIMIZERS", "0")
+    compare(nxd, Case(optimizer, {"lr": 1e-2}, tp=1, clip=None, zero=False, steps=5))
 
 
 @pytest.mark.parametrize("optimizer, options", [(optim.AdamW, {"lr": 0.05}), (optim.SGD, {"lr": 0.05, "momentum": 0.9})])

@@ -251,6 +251,7 @@ def test_optimizers_that_need_whole_parameters(nxd: Nxd, kind: Any, reason: str)
         NeuronZero1Optimizer([parameter(4, 4)], kind, lr=1.0)
 
 
+@pytest.mark.switched_on("NXD_JAX_FUSED_OPTIMIZERS")
 def test_optimizers_on_divided_parameters(nxd: Nxd) -> None:
     nxd(2, tp=2)
     config = Case(optim.SGD, {}, world=2, zero=False).config()

@@ -28,6 +28,7 @@ def test_equals_torch_on_the_combined_batch(nxd: Nxd, run: Run) -> None:
     compare(nxd, run)
 
 
+@pytest.mark.switched_on("NXD_JAX_FUSED_OPTIMIZERS")
 @pytest.mark.parametrize("zero", [False, True])
 def test_one_program_and_few_collectives(nxd: Nxd, zero: bool) -> None:
     """A learning rate and a step count that change do not recompile; the optimizer adds a collective or two for each bucket."""
@@ -48,6 +49,7 @@ def test_one_program_and_few_collectives(nxd: Nxd, zero: bool) -> None:
     assert text.count("optimizer_step") and torch_bridge.hlo()
 
 
+@pytest.mark.switched_on("NXD_JAX_FUSED_OPTIMIZERS")
 @pytest.mark.parametrize("zero, most", [(False, 1), (True, 3)])
 def test_ops_recorded_by_a_step(nxd: Nxd, zero: bool, most: int) -> None:
     """However many parameters there are: the update, and with ZeRO-1 the two collectives."""

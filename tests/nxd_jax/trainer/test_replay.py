@@ -53,6 +53,7 @@ def bits(t: torch.Tensor) -> list[bytes]:
     return [s.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for s in sharded.shards(t.detach())]
 
 
+@pytest.mark.switched_on("NXD_JAX_REPLAY")
 def test_one_program_from_the_first_step_to_played_ones(nxd: Nxd) -> None:
     """Gradients that are added up in float32 come in another order when a module is played; the program is the same."""
 
