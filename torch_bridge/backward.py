@@ -93,6 +93,8 @@ def _engine_run_backward(t_outputs: Sequence[Any], *args: Any, **kwargs: Any) ->
     if _RECORDER not in sys.modules:  # no xla tensor has been made yet; a loss on the CPU may come from one
         return _original(t_outputs, *args, **kwargs)
     state = _STATE
+    if not state.depth and _without_engine(t_outputs, *args, **kwargs):
+        return ()
     with torch.autograd.set_multithreading_enabled(False), interrupts.deferred() as signals:
         outer, outer_accumulates = state.signals, state.accumulates
         _watch(1)
@@ -111,6 +113,19 @@ def _engine_run_backward(t_outputs: Sequence[Any], *args: Any, **kwargs: Any) ->
     if kept is not None:
         raise kept
     return result
+
+
+WITHOUT_ENGINE: Callable[[Any, Any], bool] | None = None
+"""Given a loss and its gradient, does the backward pass if autograd's engine is not needed for it (`module_calls`)."""
+
+
+def _without_engine(
+    outputs: Sequence[Any], grads: Any = (), keep: Any = True, create: Any = True, inputs: Any = True, *rest: Any, **kwargs: Any
+) -> bool:
+    """Whether a backward pass has been done without it: one from one loss, that is to fill the `.grad` of all leaves and to free its graph."""
+    if WITHOUT_ENGINE is None or not kwargs.get("accumulate_grad") or keep or create or inputs or rest:
+        return False
+    return len(outputs) == len(grads) == 1 and grads[0] is not None and WITHOUT_ENGINE(outputs[0], grads[0])
 
 
 def accumulates() -> bool:

@@ -50,5 +50,5 @@ def _warn(name: str) -> None:
 
 def on_host(values: np.ndarray, by_dtype: Mapping[str, str]) -> np.ndarray:
     """Values about to be uploaded, rounded to nearest; the same array if they stay as they are."""
-    target = by_dtype.get(values.dtype.name)
+    target = by_dtype.get(values.dtype.name) if by_dtype else None
     return values if target is None else values.astype(np.float32).astype(_HOST[target]).astype(values.dtype)

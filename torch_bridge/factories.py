@@ -24,7 +24,7 @@ def empty_strided(size: Any, stride: Any, dtype: Any = None, layout: Any = None,
     from torch_bridge import layout as layouts
     from torch_bridge.recorder import specials
 
-    return specials.uninitialized(layouts.base_of_meta(torch.empty_strided(tuple(size), tuple(stride), dtype=dtype, device="meta")))
+    return specials.uninitialized(layouts.base_of(tuple(size), tuple(stride), dtype or torch.get_default_dtype()))
 
 
 def _recorded(op: torch._ops.OpOverload) -> Any:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import pickle
 import random
 import types
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
-from itertools import repeat
-from operator import attrgetter, eq, is_
+from itertools import chain, repeat
+from operator import attrgetter, call, eq, is_, itemgetter
 from typing import Any
 
 import numpy as np
@@ -90,6 +91,7 @@ class Fingerprint:
             if forward is not None and not hasattr(forward, "fingerprint"):  # not one of `replay`
                 walk.value(f"{name}.forward", forward, 0)
             walk.places(self._read_by(type(module)))
+        walk.finish()
         walk.state = State(tuple(walk.found))
         self._last = walk
         return walk.state, walk.tensors
@@ -113,9 +115,9 @@ class Fingerprint:
 class _Walk:
     """A walk through a module, and what to look at to know that another one would find the same.
 
-    held, sizes: dicts and their lengths; dicts, keys, values: entries of dicts; entries: (something else with `get`, key, value); items: lists with what was in
-    them; tensors, needs: tensors and whether they need gradients; hooks: what holds hooks of modules; contents: (object, what reads it, what it read).
-    registered: ids of the modules that are walked anyway.
+    held, sizes: dicts and their lengths; dicts, getters, values: dicts, what takes entries out of each, and all those entries; gets, keys, found_there: how
+    something else is asked for an entry, by which key, and what it gave; items: lists with what was in them; tensors, needs: tensors and whether they need
+    gradients; hooks: what holds hooks of modules; contents: (object, what reads it, what it read). registered: ids of the modules that are walked anyway.
     """
 
     def __init__(self) -> None:
@@ -125,9 +127,11 @@ class _Walk:
         self.held: list[Any] = []
         self.sizes: list[int] = []
         self.dicts: list[dict[Any, Any]] = []
-        self.keys: list[Any] = []
+        self.getters: list[Callable[[Any], tuple[Any, ...]]] = []
         self.values: list[Any] = []
-        self.entries: list[tuple[Any, Any, Any]] = []
+        self.gets: list[Callable[[Any, Any], Any]] = []
+        self.keys: list[Any] = []
+        self.found_there: list[Any] = []
         self.items: list[tuple[Any, tuple[Any, ...]]] = []
         self.needs: list[bool] = []
         self.hooks: list[Any] = []
@@ -137,18 +141,34 @@ class _Walk:
         self._functions: set[int] = set()
         self._places: set[tuple[int, str]] = set()
         self._seen: dict[int, int] = {}
+        self._entries: dict[int, tuple[dict[Any, Any], dict[Any, Any]]] = {}
 
     def untouched(self) -> bool:
         """Whether everything is the very object that it was. Before every call of a module, over thousands of entries: loops without Python code in them."""
         return (
             all(map(eq, map(len, self.held), self.sizes))
-            and all(map(is_, map(dict.get, self.dicts, self.keys, repeat(_MISSING)), self.values))
+            and self._same_entries()
             and all(map(eq, map(_NEEDS_GRAD, self.tensors), self.needs))
-            and all(space.get(key, _MISSING) is value for space, key, value in self.entries)
+            and all(map(is_, map(call, self.gets, self.keys, repeat(_MISSING)), self.found_there))
             and all(_same_items(held, before) for held, before in self.items)
             and all(read(x) == before for x, read, before in self.contents)
             and self._without_hooks()
         )
+
+    def _same_entries(self) -> bool:
+        try:
+            return all(map(is_, chain.from_iterable(map(call, self.getters, self.dicts)), self.values))
+        except KeyError:
+            return False
+
+    def finish(self) -> None:
+        """Put the entries of each dict together, when all have been seen."""
+        for held, entries in self._entries.values():
+            self.dicts.append(held)
+            keys = list(entries)
+            self.getters.append(itemgetter(*keys, *keys[:1]))  # of one key alone it would give no tuple
+            self.values += [*entries.values(), entries[keys[0]]]
+        self._entries.clear()
 
     def _without_hooks(self) -> bool:
         """Whether there still are no hooks inside. Looked at when a hook was registered anywhere since."""
@@ -169,12 +189,12 @@ class _Walk:
 
     def entry(self, space: Any, key: Any, value: Any) -> None:
         """Look at what something has under a key."""
-        if isinstance(space, dict):
-            self.dicts.append(space)
+        if type(space) is dict:
+            self._entries.setdefault(id(space), (space, {}))[1][key] = value
+        else:  # a dict's class may have its own ways to read it
+            self.gets.append(functools.partial(dict.get, space) if isinstance(space, dict) else space.get)
             self.keys.append(key)
-            self.values.append(value)
-        else:
-            self.entries.append((space, key, value))
+            self.found_there.append(value)
 
     def places(self, places: Iterable[code_reads.Place]) -> None:
         """Values that code reads, such as globals."""
@@ -253,7 +273,7 @@ class _Walk:
                 if type(x).__new__ is not object.__new__ or not (held or _slots(type(x))):  # it may have a state that Python does not see
                     self.add(label, _Same(x))
                 for name in _slots(type(x)):
-                    self.entries.append((_Slots(x), name, getattr(x, name, None)))
+                    self.entry(_Slots(x), name, getattr(x, name, None))
                     items.append((name, getattr(x, name, None)))
         count = 0
         for key, value in items:

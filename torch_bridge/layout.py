@@ -70,6 +70,21 @@ def base_of_meta(t: torch.Tensor) -> Layout:
     return layout(size, stride if is_dense(size, stride) else None, 0, t.dtype)
 
 
+def base_of(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Layout:
+    """The base layout for a fresh tensor of these sizes and strides."""
+    found = _BASES.get((size, stride, dtype))
+    if found is None:
+        found = base_of_meta(torch.empty_strided(size, stride, dtype=dtype, device="meta"))
+        if len(_BASES) >= _MOST:
+            _BASES.clear()
+        _BASES[size, stride, dtype] = found
+    return found
+
+
+_BASES: dict[Any, Layout] = {}
+_MOST = 4096
+
+
 def contiguous_stride(size: tuple[int, ...]) -> tuple[int, ...]:
     stride = [1] * len(size)
     for d in range(len(size) - 2, -1, -1):

@@ -7,6 +7,9 @@ model with many weights much of a played step's time. Where that node would do n
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
+from itertools import repeat
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -36,8 +39,27 @@ _HookMixin._register_hook = staticmethod(_watched)  # type: ignore[method-assign
 
 def possible() -> bool:
     """Whether the backward pass that runs now adds to the `.grad` of all leaves (it is no `autograd.grad`, has no `inputs=` and no `create_graph=`), and nobody
-    looks at single nodes (hooks on nodes, anomaly detection)."""
-    return backward.accumulates() and not torch.is_anomaly_enabled() and not any(ref() for ref in list(_dicts.values()))
+    looks at single nodes."""
+    return backward.accumulates() and unwatched()
+
+
+def unwatched() -> bool:
+    """Whether nobody looks at single nodes of autograd (hooks on nodes, anomaly detection, a profiler)."""
+    return not (torch.is_anomaly_enabled() or torch.autograd._profiler_enabled() or any(ref() for ref in list(_dicts.values())))
+
+
+def empty(leaves: Sequence[Any], views: Sequence[Any]) -> bool:
+    """Whether these are leaves without gradients and hooks that lie as told (None: as they like), so that `.grad` can just be set."""
+    return (
+        all(map(_IS_LEAF, leaves))
+        and all(map(is_, map(_GRAD, leaves), repeat(None)))
+        and not any(map(_HOOKS, leaves))
+        and not any(map(_POST_HOOKS, leaves))
+        and all(view is None or p._layout is view for p, view in zip(leaves, views, strict=True))
+    )
+
+
+_IS_LEAF, _GRAD, _HOOKS, _POST_HOOKS = map(attrgetter, ("is_leaf", "grad", "_backward_hooks", "_post_accumulate_grad_hooks"))
 
 
 def give(p: Any, g: Any) -> bool:

@@ -6,18 +6,19 @@ on detached arguments inside one autograd node, so that the backward pass is a s
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.utils import _pytree
 
-from torch_bridge import ambient, dispatch, leaf_gradients, recordings, rng
+from torch_bridge import ambient, dispatch, interrupts, leaf_gradients, recordings, rng
+from torch_bridge import backward as backward_passes
 from torch_bridge.fingerprints import Unknown
+from torch_bridge.played_calls import Played
 from torch_bridge.recompute import Again, gradients
 from torch_bridge.recordings import Forward, Kind, Place, Source
-from torch_bridge.segment import LOCK, Storage
+from torch_bridge.segment import Storage
 from torch_bridge.side_effects import Before, check_history
 from torch_bridge.tape import NotRepeatable, Recording, Unread
 from torch_bridge.tensor import XLATensor, make
@@ -220,12 +221,6 @@ _TWICE = (
 )
 
 
-_SWAPPED = (
-    "the memory of a parameter was swapped (param.data = ...) between the forward and the backward pass of a module under torch_bridge.optimize: "
-    "swap it after the backward pass, or call torch_bridge.restore(module)"
-)
-
-
 class Recorded:
     """A call that runs op by op, and is watched. rest, how: what the module returned, flat, with the places of tensors; needs: which of them have gradients."""
 
@@ -333,80 +328,26 @@ def _apart(found: Sequence[Any], grads: Sequence[Any]) -> list[Any]:
     return results
 
 
-class Played:
-    """A call from recordings. alone: no other call of the module waits for its backward pass."""
+def backward_without_engine(loss: Any, grad: Any) -> bool:
+    """The backward pass of a loss that a played module returned, if autograd's engine is not needed for it; False, with nothing done, if it is.
 
-    def __init__(self, call: Call, forward: Forward):
-        self.call = call
-        self.rest, self.how, self.needs = forward.rest, forward.how, forward.needs
-        self.over = False
-        self._forward = forward
-        self._kept: dict[Source, Storage] = {}
-        self._reads = list(forward.reads)
-        self.alone = True
+    The engine would look at a node for each parameter, which takes longer than to play the whole pass.
+    """
+    node: Any = loss.grad_fn
+    if type(node) is not _NODE:
+        return False
+    doing = node.doing
+    if type(doing) is not Played or doing.over or loss._backward_hooks or loss.retains_grad or not leaf_gradients.unwatched():
+        return False
+    grads = [None] * len(doing.needs)
+    grads[loss.output_nr] = grad
+    with interrupts.deferred():
+        if not doing.backward_into_leaves(grads, node.needs_input_grad[1:]):
+            return False
+        doing.release()
+        node.maybe_clear_saved_tensors()
+    return True
 
-    def forward(self) -> list[XLATensor]:
-        """Play it; the tensors that it returns."""
-        call, tape = self.call, self._forward.tape
-        call.player.played += 1
-        call.await_backward(self)
-        self._again = Again(call, self._forward)
-        with LOCK:
-            base = tape.play(call.given)
-            self._base = base
-            if call.kind.later:
-                self._kept = {("kept", made.value): recordings.storage_of(made, base) for made in self._forward.kept}
-            shared: dict[int, Storage] = {}
-            outs = [recordings.tensor_of(made, base, shared) for made in self._forward.outs]
-        for k in self._forward.bumped:
-            torch.autograd.graph.increment_version(call.every[k])
-        self._segment = dispatch.STATE.current
-        self._again.note_versions()
-        self._outs = [weakref.ref(o._storage) for o in outs]
-        return outs
 
-    def keep(self) -> list[XLATensor]:
-        """What backward passes read of what was given (autograd checks that it stays as it is), and what computing the pass again would take."""
-        return [*(self.call.first[k] for k in self._reads), *self._again.keep()]
-
-    def release(self) -> None:
-        """Let go of everything: there will be no other backward pass."""
-        self.over = True
-        self.call.player.waiting.discard(self)
-        del self.call, self._forward, self._again, self._outs, self._kept
-
-    def backward(self, saved: Any, grads: Any, needed: Any) -> list[Any]:
-        """Gradients of arguments and parameters."""
-        call = self.call
-        later = dispatch.STATE.current is not self._segment
-        known = call.kind.backward(recordings.pattern(grads, needed, self._known(), later))
-        given = {("given", k): t._storage for k, t in zip(self._reads, saved, strict=False)}
-        if any(storage is not call.given[k] for (_, k), storage in given.items()):
-            raise RuntimeError(_SWAPPED)
-        sources = {**given, **self._kept, **{("grad", k): g._storage for k, g in enumerate(grads) if g is not None}}
-        values = None if later or known is None else known.values(self._forward)
-        if known is None or torch.is_grad_enabled() or not all(what in sources or (values and what[0] == "kept") for what in known.reads):
-            if known is None and not torch.is_grad_enabled():
-                call.kind.miss()
-            return self._again.gradients([*call.tensors, *call.parameters], grads, needed, saved[len(given) :])
-        with LOCK:
-            storages: list[Any] = [sources.get(what) for what in known.reads]
-            base = known.tape.play(storages, {k: self._base + value for k, value in (values or {}).items()})
-            found: list[Any] = []
-            for g in known.grads:
-                if isinstance(g, int):
-                    storage = dispatch.copy_storage(storages[g])
-                    found.append(make(storage.layout, storage))
-                else:
-                    found.append(None if g is None else recordings.tensor_of(g, base, {}))
-        if self.alone and leaf_gradients.possible():
-            for k, p in enumerate(call.parameters, len(call.tensors)):
-                if found[k] is not None and leaf_gradients.give(p, found[k]):
-                    found[k] = None
-        return found
-
-    def _known(self) -> dict[int, Source]:
-        alive = [(ref(), k) for k, ref in enumerate(self._outs)]
-        found: dict[int, Source] = {id(storage): ("out", k) for storage, k in alive if storage is not None}
-        found.update({id(storage): ("given", k) for k, storage in enumerate(self.call.given)})
-        return found
+_NODE: Any = _Run._backward_cls
+backward_passes.WITHOUT_ENGINE = backward_without_engine

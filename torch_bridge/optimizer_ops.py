@@ -7,6 +7,7 @@ after `torch_bridge.recorder` (which brings JAX up).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -68,6 +69,7 @@ def _columns(lists: Sequence[Sequence[Any]], count: int) -> list[list[Any]]:
 # -- recording ----------------------------------------------------------------------------------------
 
 _ENTRIES: dict[tuple[Any, ...], Entry] = {}
+_STORAGE, _LAYOUT = attrgetter("_storage"), attrgetter("_layout")
 
 
 @special(ops.optimizer_step_.default)
@@ -75,17 +77,18 @@ def _record(func: Any, args: Any, kwargs: Any) -> None:
     """One node, however many tensors: what `dispatch.record` does for any op, without describing each argument."""
     rule, params, grads, first, second, third, numbers, options = args
     written = [*params, *first, *second, *third]
-    tensors = [*params, *grads, *first, *second, *third]
-    layouts = tuple([t._layout for t in tensors])
+    layouts = tuple(map(_LAYOUT, (*params, *grads, *first, *second, *third)))
     key = (rule, options, len(params), len(first), len(second), len(third), len(numbers), layouts)
     entry = _ENTRIES.get(key)
     if entry is None:
         counts = [len(x) for x in (params, grads, first, second, third)]
         entry = _ENTRIES[key] = _entry(rule, counts, [t._layout for t in written], layouts, len(numbers), options)
     segment = STATE.current
-    ids = segment.read_all([t._storage for t in tensors], layouts)
+    ids: list[int] = []
+    for tensors in (params, grads, first, second, third):
+        ids += segment.read_all(list(map(_STORAGE, tensors)), list(map(_LAYOUT, tensors)))
     vid = segment.emit(entry, tuple(ids), tuple(numbers))
-    segment.write_all([t._storage for t in written], [t._layout for t in written], vid)
+    segment.write_all(list(map(_STORAGE, written)), list(map(_LAYOUT, written)), vid)
 
 
 def _entry(rule: str, counts: Sequence[int], written: Sequence[Layout], read: Sequence[Layout], numbers: int, options: str) -> Entry:

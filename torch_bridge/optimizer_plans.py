@@ -11,12 +11,14 @@ from dataclasses import dataclass
 from itertools import repeat
 from operator import attrgetter, is_
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import optim
 
 from torch_bridge import numerics, ranks, sharding, specials
 from torch_bridge.fused_optimizers import Update
+from torch_bridge.optimizer_checks import Counters, Known
 from torch_bridge.tensor import XLATensor
 
 Group = dict[str, Any]
@@ -29,7 +31,8 @@ _PLAIN = (float, int, bool, type(None))
 
 
 class Gathered(NamedTuple):
-    """A group's parameters that have gradients, those, their states by name, and their step counters (none if the class does not count)."""
+    """A group's parameters that have gradients, those, their states by name, and their step counters (none if the class does not count); counters: these,
+    if they were brought together."""
 
     optimizer: Any
     group: Group
@@ -37,13 +40,17 @@ class Gathered(NamedTuple):
     grads: list[Any]
     columns: list[Column]
     steps: list[torch.Tensor]
+    counters: Counters | None = None
 
     def counted(self) -> Iterator[tuple[float, Sequence[int]]]:
         """Count a step for each parameter; then how many there were, and the places of the parameters that had so many."""
         if not self.steps:
             return
-        torch._foreach_add_(self.steps, 1)
-        counts = [step.item() for step in self.steps]
+        if self.counters is not None:
+            counts = self.counters.count()
+        else:
+            torch._foreach_add_(self.steps, 1)
+            counts = [step.item() for step in self.steps]
         if counts.count(counts[0]) == len(counts):
             yield counts[0], range(len(counts))
             return
@@ -77,8 +84,33 @@ class Plan:
 
 def gather(plan: Plan, optimizer: Any) -> list[Gathered] | None:
     """What all groups' steps take, with new state where there is none; None if one of them is not what the rules compute."""
-    found = [_gather(plan, optimizer, group) for group in optimizer.param_groups]
+    known = _KNOWN.setdefault(optimizer, {})
+    found = [_look(plan, optimizer, number, known) for number in range(len(optimizer.param_groups))]
     return None if any(x is None for x in found) else [x for x in found if x is not None]
+
+
+_KNOWN: WeakKeyDictionary[Any, dict[int, Known]] = WeakKeyDictionary()
+"""By optimizer: its groups, by number, as they were."""
+_NOTES = 16
+"""How often notes are made of one group: where it is another one every time, they cost more than they save."""
+
+
+def _look(plan: Plan, optimizer: Any, number: int, known: dict[int, Known]) -> Gathered | None:
+    """A group, in full only if it is not what it was."""
+    group = optimizer.param_groups[number]
+    if not plain(group):
+        return None
+    names = plan.names(group)
+    before = known.get(number)
+    looked = before.look(optimizer, group) if before is not None and before.names == names else None
+    if before is not None and looked is not None:
+        return Gathered(optimizer, group, *looked, before.counters)
+    found = _gather(plan, optimizer, group)
+    times = 0 if before is None else before.times
+    if found is not None and times < _NOTES and Known.possible(group, found[2:6]):
+        made = known[number] = Known(optimizer, names, found[2:6], times + 1)
+        return found._replace(counters=made.counters)
+    return found
 
 
 def rounds() -> bool:
@@ -100,8 +132,6 @@ def _is_plain(x: Any) -> bool:
 
 
 def _gather(plan: Plan, optimizer: Any, group: Group) -> Gathered | None:
-    if not plain(group):
-        return None
     params = group["params"]
     grads = [p.grad for p in params]
     if any(map(is_, grads, repeat(None))):

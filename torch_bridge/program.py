@@ -47,7 +47,7 @@ EXTRACT_ONLY = False
 class Trace:
     """A structure: its nodes, where each came from, and its programs by the results they give. `following` is the trace that ran after it last time.
 
-    used: when it ran last, on the executor's clock. evicted: it is no longer kept.
+    used: when it ran last, on the executor's clock. evicted: it is no longer kept. agreed: lists of nodes that are known to be its own from a place on.
     """
 
     def __init__(self, nodes: tuple[Any, ...], sources: Sequence[Source]):
@@ -57,6 +57,7 @@ class Trace:
         self.following: Trace | None = None
         self.used = 0
         self.evicted = False
+        self.agreed: dict[int, list[Any]] = {}
 
     def find(
         self,

@@ -82,6 +82,15 @@ class Backward:
     grads: list[Made | int | None]
     _values: dict[int, dict[int, int] | None] = dataclasses.field(default_factory=dict, compare=False)
 
+    def __post_init__(self) -> None:
+        self.given = frozenset(k for what, k in self.reads if what == "given")
+        """Numbers of the given storages that it reads."""
+
+    def views(self, first: int) -> list[Layout | None] | None:
+        """How gradients lie, of inputs from a number on; None if one of them is what was given, as it is."""
+        found = self.grads[first:]
+        return None if any(isinstance(g, int) for g in found) else [None if g is None else g.view for g in found]  # type: ignore[union-attr]
+
     def values(self, forward: Forward) -> dict[int, int] | None:
         """For a backward pass in the step of its forward pass: the values of that which the tape's externals are (by their places), so that nobody has to hold
         them. None if they are not that simple: they are views that the forward pass did not read, or written."""
@@ -277,5 +286,20 @@ def storage_of(made: Made, base: int) -> Storage:
     if made.spec is not None:
         storage.describe(spec=made.spec)
     dispatch.STATE.current.write(storage, base + made.value)
-    storage.views = {view: base + value for view, value in made.views} or None
+    if made.views:
+        storage.views = {view: base + value for view, value in made.views}
     return storage
+
+
+def gradients_of(grads: Sequence[Made | int | None], base: int, storages: Sequence[Storage]) -> list[Any]:
+    """Gradients anew, each with memory of its own. storages: those that the stretch was played on."""
+    found: list[Any] = []
+    for g in grads:
+        if g is None:
+            found.append(None)
+        elif isinstance(g, int):
+            storage = dispatch.copy_storage(storages[g])
+            found.append(make(storage.layout, storage))
+        else:
+            found.append(make(g.view, storage_of(g, base)))
+    return found

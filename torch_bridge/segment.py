@@ -10,7 +10,9 @@ from __future__ import annotations
 import copy
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from itertools import repeat
+from operator import attrgetter, is_
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -179,6 +181,9 @@ class Storage:
         self.views = None
 
 
+_LAYOUT, _SEGMENT, _VID, _HELD, _FACTS = map(attrgetter, ("layout", "segment", "vid", "held", "facts"))
+
+
 class Fill(NamedTuple):
     """Where a constant storage was first read: its node and value ids, the leaves adopted before, the number, and whether it was born constant."""
 
@@ -268,14 +273,17 @@ class Segment:
         draws: Iterable[tuple[int, int, int]],
         sources: Iterable[source.Source],
     ) -> None:
-        """Append nodes as they are, with `values` results in all; numbers and draws name them from 0."""
+        """Append nodes as they are, with `values` results in all; numbers and draws name them from 0. Nobody may change the list of nodes later."""
         i = len(self.nodes)
         if nodes and i == 0 and (self.predicted is None or self.predicted.nodes[0] != nodes[0]):
             self.predicted = self.by_start.get(nodes[0])
         predicted = self.predicted
-        if predicted is not None and list(predicted.nodes[i : i + len(nodes)]) != nodes:
-            self.sources = list(predicted.sources[:i])
-            predicted = self.predicted = None
+        if predicted is not None and predicted.agreed.get(i) is not nodes:
+            if list(predicted.nodes[i : i + len(nodes)]) == nodes:
+                predicted.agreed[i] = nodes
+            else:
+                self.sources = list(predicted.sources[:i])
+                predicted = self.predicted = None
         if predicted is None:
             del self.sources[i:]
             self.sources.extend(sources)
@@ -354,48 +362,51 @@ class Segment:
             self.watch(storage, view, found)
         return found
 
-    def read_all(self, storages: Iterable[Storage], views: Iterable[Layout]) -> list[int]:
-        """`read` for each: an optimizer has hundreds, and most are arrays that this step meets for the first time."""
-        if self.watch is not None or self.capture or sharding.active():
+    def read_all(self, storages: Sequence[Storage], views: Sequence[Layout]) -> list[int]:
+        """`read` for each: an optimizer has hundreds, and mostly all of a list are arrays that this step meets for the first time, or none is."""
+        whole = self.watch is None and not self.capture and all(map(is_, views, map(_LAYOUT, storages)))
+        if whole and all(map(is_, map(_SEGMENT, storages), repeat(self))):
+            return list(map(_VID, storages))
+        arrays = list(map(_HELD, storages))
+        if not whole or any(map(is_, arrays, repeat(None))) or not all(map(is_, map(_SEGMENT, storages), repeat(None))):
             return [self.read(storage, view) for storage, view in zip(storages, views, strict=True)]
-        leaves, index, holders, ref = self.leaves, self.leaf_index, self.holders, weakref.ref
-        ids: list[int] = []
-        for storage, view in zip(storages, views, strict=True):
-            if view is not storage.layout:
-                ids.append(self.read(storage, view))
-                continue
-            if storage.segment is not self:
-                array = storage.held
-                if array is None:
-                    ids.append(self.adopt(storage))
-                    continue
-                vid = index.get(id(array))
-                if vid is None:
-                    leaves.append(array)
-                    vid = index[id(array)] = -len(leaves)
-                holders[vid] = ref(storage)
-                storage.views = None
-                storage.vid = vid
-                storage.segment = self
-            ids.append(storage.vid)
-        return ids
+        if sharding.active():
+            for k, (storage, view) in enumerate(zip(storages, views, strict=True)):
+                arrays[k] = storage.held = sharding.adopt(arrays[k], view.size)
+        start = -len(self.leaves) - 1
+        new = dict(zip(map(id, arrays), range(start, start - len(arrays), -1), strict=True))
+        if len(new) != len(arrays) or not self.leaf_index.keys().isdisjoint(new):
+            return [self.read(storage, view) for storage, view in zip(storages, views, strict=True)]
+        if sharding.active():
+            self.scalars.update(id(array) for array, view in zip(arrays, views, strict=True) if not view.size)
+        vids = list(new.values())
+        self.leaves += arrays
+        self.leaf_index.update(new)
+        self.holders.update(zip(vids, map(weakref.ref, storages), strict=True))
+        for storage, vid in zip(storages, vids, strict=True):
+            storage.views = None
+            storage.vid = vid
+            storage.segment = self
+        return vids
 
-    def write_all(self, storages: Iterable[Storage], views: Iterable[Layout], vid: int) -> None:
+    def write_all(self, storages: Sequence[Storage], views: Sequence[Layout], vid: int) -> None:
         """`write_view` for each, with values from `vid` on."""
-        if self.watch is not None or self.capture:
+        adopted = (
+            self.watch is None
+            and not self.capture
+            and all(map(is_, views, map(_LAYOUT, storages)))
+            and all(map(is_, map(_SEGMENT, storages), repeat(self)))
+            and all(map(is_, map(_FACTS, storages), repeat(None)))
+            and all(map(self.leaf_index.__contains__, map(id, map(_HELD, storages))))
+        )
+        if not adopted or max(map(_VID, storages), default=0) >= 0:
             for at, (storage, view) in enumerate(zip(storages, views, strict=True), vid):
                 self.write_view(storage, view, at)
             return
-        writers, saved, index, ref = self.writers, self.saved, self.leaf_index, weakref.ref
-        for at, (storage, view) in enumerate(zip(storages, views, strict=True), vid):
-            held = storage.held
-            leaf = None if held is None else index.get(id(held))
-            if view is not storage.layout or storage.segment is not self or storage.vid >= 0 or leaf is None or storage.facts is not None:
-                self.write_view(storage, view, at)
-                continue
-            mine = ref(storage)
-            writers.append(mine)
-            saved.append((mine, leaf))
+        refs = list(map(weakref.ref, storages))
+        self.writers += refs
+        self.saved += zip(refs, map(_VID, storages), strict=True)
+        for at, storage in enumerate(storages, vid):
             storage.views = None
             storage.vid = at
             storage.held = None

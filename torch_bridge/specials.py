@@ -248,11 +248,29 @@ def filled(func: Any, args: Any, kwargs: Any) -> Any:
     value = _FILLS[func] if func in _FILLS else kwargs.get("fill_value", args[-1])
     if ranks.is_ranked(value):
         return rank_ops().filled_like(args[0], args[1] if func is aten.new_full.default else args[0].shape, value, kwargs.get("dtype"))
-    base = base_of_meta(infer(func, args, kwargs))
+    base = _base_of_filled(func, args, kwargs)
     made = make(base, Storage(base, fill=value))
     if sharding.active() and isinstance(args[0], XLATensor):
         lie_as(made, args[0])
     return made
+
+
+_LIKE = frozenset({aten.zeros_like.default, aten.ones_like.default})
+
+
+def _base_of_filled(func: Any, args: Any, kwargs: Any) -> Layout:
+    """The layout of the result. Every `loss.backward()` asks for ones like the loss."""
+    given = args[0]._layout if isinstance(args[0], XLATensor) else None
+    if func in _LIKE and given is not None and given.contiguous and kwargs.get("dtype") in (None, given.dtype) and _keeps_strides(kwargs):
+        return given if not given.conj and not given.neg else layout(given.size, None, 0, given.dtype)
+    return base_of_meta(infer(func, args, kwargs))
+
+
+def _keeps_strides(kwargs: Any) -> bool:
+    return kwargs.get("memory_format") in (None, torch.preserve_format, torch.contiguous_format) and kwargs.get("layout") in (
+        None,
+        torch.strided,
+    )
 
 
 def lie_as(made: XLATensor, like: XLATensor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from typing import Any, NamedTuple
 
@@ -37,13 +38,21 @@ def to_array(t: torch.Tensor, device: Any = None) -> jax.Array:
 def to_numpy(t: torch.Tensor) -> np.ndarray:
     """A CPU tensor's values as an array that may share its memory; bfloat16 and float8 as JAX's types."""
     _require_strided(t)
-    dtype = dtypes.to_jax(t.dtype)
-    t = t.detach().resolve_conj().resolve_neg()
+    if t.requires_grad:
+        t = t.detach()
+    if t.is_neg() or t.is_conj():
+        t = t.resolve_conj().resolve_neg()
     if not t.is_contiguous():
         t = t.contiguous()
-    if dtype.kind == "V" or dtype.name.startswith(("bfloat16", "float8")):
-        return t.view(torch.int16 if dtype.itemsize == 2 else torch.uint8).numpy().view(dtype)
-    return t.numpy()
+    foreign = _foreign(t.dtype)
+    return t.numpy() if foreign is None else t.view(torch.int16 if foreign.itemsize == 2 else torch.uint8).numpy().view(foreign)
+
+
+@functools.cache
+def _foreign(dtype: torch.dtype) -> np.dtype | None:
+    """JAX's own dtype for numbers that numpy does not know by itself."""
+    found = dtypes.to_jax(dtype)
+    return found if found.kind == "V" or found.name.startswith(("bfloat16", "float8")) else None
 
 
 def _require_strided(t: torch.Tensor) -> None:

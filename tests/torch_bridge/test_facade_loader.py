@@ -121,7 +121,7 @@ def test_errors_arrive_in_their_place(at: int) -> None:
 
 def test_error_while_moving_arrives() -> None:
     class Odd(torch.Tensor):
-        def detach(self) -> torch.Tensor:
+        def numpy(self, *, force: bool = False) -> Any:
             raise ValueError("cannot be moved")
 
     with pytest.raises(ValueError, match="cannot be moved"):
