@@ -204,7 +204,7 @@ def _dumped(found: Any, folder: pathlib.Path) -> int:
     from torch_bridge import environment, executor
 
     found.dump(folder)
-    others = {p for trace in executor.TRACES.values() for programs in trace.programs.values() for p in programs if p.compiled is not None}
+    others = {p for trace in executor.TRACES.values() for programs in trace.programs.values() for p in programs if p.begun}
     others -= {found.program}
     for program in others:
         environment.dump(program, folder)

@@ -272,7 +272,7 @@ class Run:
             if sharding.forget_abstract_devices():
                 executor.clear_cache()
             executor.CHECKS[:], hoisting._ONCE = self._outside
-            compiled = [program for program in executor.RECENT if program.compiled is not None]
+            compiled = [program for program in executor.RECENT if program.begun]
             executor.RECENT.clear()
             executor.RECENT.extend(compiled)
             _forget()

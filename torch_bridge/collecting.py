@@ -14,16 +14,18 @@ import contextlib
 import json
 import os
 import pathlib
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 VARIABLE = "NXD_JAX_COLLECT"
 COMMANDS = ("compile", "collect")
 
 _names: Counter[str] = Counter()
 _noted: set[int] = set()
+_writing = threading.Lock()
 
 
 def told() -> tuple[str, pathlib.Path] | None:
@@ -39,13 +41,13 @@ def told() -> tuple[str, pathlib.Path] | None:
 
 def only_noted(program: Any) -> bool:
     """Whether a program is to be noted and not compiled; notes it the first time."""
-    found = told()
-    if found is None or found[0] != "collect":
+    listens = told()
+    if listens is None or listens[0] != "collect":
         return False
     if id(program) not in _noted:
         _noted.add(id(program))
         _KEPT.append(program)
-        _write(found[1], {"event": "found", **_facts(program)})
+        found(program)
     return True
 
 
@@ -56,23 +58,47 @@ _KEPT: list[Any] = []
 @contextlib.contextmanager
 def watched(program: Any) -> Iterator[None]:
     """Around the compilation of a program: tells what it is, how long it took, and whether it was in the persistent cache."""
-    found = told()
-    if found is None:
+    with finishing(found(program)):
+        yield
+
+
+class Found(NamedTuple):
+    """A program that was told of. folder: where; facts: what it is; started: on the clock of `time.perf_counter`."""
+
+    folder: pathlib.Path
+    facts: dict[str, Any]
+    started: float
+
+
+def found(program: Any) -> Found | None:
+    """Tell of a program that is going to be compiled; None if nobody listens."""
+    listens = told()
+    if listens is None:
+        return None
+    facts = _facts(program)
+    _write(listens[1], {"event": "found", **facts})
+    return Found(listens[1], facts, time.perf_counter())
+
+
+@contextlib.contextmanager
+def finishing(program: Found | None, only_failures: bool = False) -> Iterator[None]:
+    """Around the end of a program's compilation, on any thread: tells what became of it."""
+    if program is None:
         yield
         return
-    from torch_bridge import metrics
+    from torch_bridge import compile_cache
 
-    facts, folder = _facts(program), found[1]
-    _write(folder, {"event": "found", **facts})
-    started, misses = time.perf_counter(), metrics.COUNTERS.get("PersistentCacheMiss", 0)
+    folder, facts, started = program
+    misses = compile_cache.MISSES.of_thread
     try:
         yield
     except BaseException as error:
         text = f"{type(error).__name__}: {error}".splitlines()[0][:500]
         _write(folder, {"event": "failed", **facts, "seconds": time.perf_counter() - started, "error": text})
         raise
-    cached = metrics.COUNTERS.get("PersistentCacheMiss", 0) == misses
-    _write(folder, {"event": "compiled", **facts, "seconds": time.perf_counter() - started, "cached": cached})
+    if not only_failures:
+        cached = compile_cache.MISSES.of_thread == misses
+        _write(folder, {"event": "compiled", **facts, "seconds": time.perf_counter() - started, "cached": cached})
 
 
 def zeros(program: Any) -> list[Any]:
@@ -83,13 +109,13 @@ def zeros(program: Any) -> list[Any]:
 
     from torch_bridge import abstract, world
 
-    found = []
+    results = []
     for out in abstract.outputs(program):
         place = None if program.ranks is None else out.sharding
-        found.append(
+        results.append(
             jax.device_put(np.zeros(out.shape, out.dtype), place) if world.is_local() else jnp.zeros(out.shape, out.dtype, device=place)
         )
-    return found
+    return results
 
 
 def _facts(program: Any) -> dict[str, Any]:
@@ -103,5 +129,5 @@ def _facts(program: Any) -> dict[str, Any]:
 
 
 def _write(folder: pathlib.Path, event: dict[str, Any]) -> None:
-    with (folder / f"{os.getpid()}.jsonl").open("a") as file:
+    with _writing, (folder / f"{os.getpid()}.jsonl").open("a") as file:
         file.write(json.dumps(event) + "\n")

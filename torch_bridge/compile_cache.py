@@ -12,6 +12,7 @@ import contextlib
 import os
 import pathlib
 import re
+import threading
 import warnings
 from typing import Any
 
@@ -87,12 +88,23 @@ def _listen() -> None:
         _listening = True
 
 
+class _Misses(threading.local):
+    """`PersistentCacheMiss`, as far as this thread compiled."""
+
+    of_thread = 0
+
+
+MISSES = _Misses()
+
+
 def _count(event: str, **_: Any) -> None:
     """JAX says when it asks the cache and when it finds something; a program is a miss until it is found."""
     if event == _ASKED and jax.config.jax_compilation_cache_dir:  # type: ignore[attr-defined]
         metrics.count("PersistentCacheMiss")
+        MISSES.of_thread += 1
     elif event == _HIT:
         metrics.count("PersistentCacheMiss", -1)
+        MISSES.of_thread -= 1
         metrics.count("PersistentCacheHit")
 
 

@@ -11,6 +11,7 @@ in processes that read it.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import logging
 import os
@@ -18,7 +19,7 @@ import pathlib
 import pickle
 import uuid
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -39,18 +40,22 @@ class DamagedError(Exception):
     """An entry is not what was written."""
 
 
-def compiled(program: Any, args: Sequence[Any]) -> Any:
-    """The `jax.stages.Compiled` of a `program.Program` for these arguments: found on disk, else lowered and compiled, and noted for the next process."""
+def prepared(program: Any, args: Sequence[Any]) -> Callable[[], Any]:
+    """What gives the `jax.stages.Compiled` of a `program.Program` for these arguments, on any thread: it is found on disk, or lowered now, to be compiled there
+    and noted for the next process."""
     folder = _folder()
     name = None if folder is None else _name(program, args)
     if folder is None or name is None:
-        return program.jitted.lower(*args).compile()
+        return program.jitted.lower(*args).compile
     file = folder / f"{name}{SUFFIX}"
     found = _read(file)
     if found is not None:
         metrics.count("PersistentCacheHit")
-        return found
-    lowered = program.jitted.lower(*args)
+        return lambda: found
+    return functools.partial(_compile, program.jitted.lower(*args), file)
+
+
+def _compile(lowered: Any, file: pathlib.Path) -> Any:
     with _compat.watch_cache_entries() as seen:
         made = lowered.compile()
     if len(seen) == 1:  # JAX's cache had it, or has it now

@@ -21,6 +21,7 @@ import jax
 from torch_bridge import (
     abstract,
     collecting,
+    compiling_aside,
     dispatch,
     history,
     hoisting,
@@ -149,7 +150,7 @@ def _run(segment: Segment) -> None:
         _execute(program, segment, live, trace, program.arguments(segment, donate, numbers))
     except BaseException as error:
         telemetry.ACTIVITY.dispatching = False
-        if program is not None and program.compiled is None and program in trace.programs.get(outs, ()):
+        if program is not None and not program.begun and program in trace.programs.get(outs, ()):
             trace.programs[outs].remove(program)  # JAX does not lower a function again whose lowering was interrupted
         if not isinstance(error, Exception):
             raise
@@ -188,9 +189,12 @@ def _evict(trace: Trace) -> None:
 
 
 def _execute(program: Program, segment: Segment, live: dict[int, list[Storage]], trace: Trace, args: list[Any]) -> None:
-    if program.compiled is None and not abstract.active() and not collecting.only_noted(program):
-        with telemetry.compiling(program):
-            program.compile(args)
+    if not program.begun and not abstract.active() and not collecting.only_noted(program):
+        if compiling_aside.wanted():
+            program.compile_aside(args)
+        else:
+            with telemetry.compiling(program):
+                program.compile(args)
     started = time.perf_counter()
     telemetry.ACTIVITY.dispatching = True
     with interrupts.deferred():  # running consumes donated inputs: its results must reach their storages

@@ -205,10 +205,22 @@ class _Run(torch.autograd.Function):
         doing = ctx.doing
         if doing.over:
             raise RuntimeError(_TWICE)
-        found = doing.backward(ctx.saved_tensors, grads, ctx.needs_input_grad[1:])
+        found = doing.backward(ctx.saved_tensors, [_on_device(g) for g in grads], ctx.needs_input_grad[1:])
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             doing.release()
         return (None, *found)
+
+
+def _on_device(grad: Any) -> Any:
+    """The gradient of a result: one that the script gave may be elsewhere. A number is moved, as in torch."""
+    if grad is None or isinstance(grad, XLATensor):
+        return grad
+    if grad.dim():
+        raise RuntimeError(
+            f"Expected all tensors to be on the same device, but backward() was given a gradient on {grad.device} for a tensor on xla:0: move it "
+            "with .to('xla')"
+        )
+    return grad.to("xla")
 
 
 _apply = super(torch.autograd.Function, _Run).apply
@@ -339,6 +351,8 @@ def backward_without_engine(loss: Any, grad: Any) -> bool:
     doing = node.doing
     if type(doing) is not Played or doing.over or loss._backward_hooks or loss.retains_grad or not leaf_gradients.unwatched():
         return False
+    if type(grad) is not XLATensor or (grad._layout.size, grad._layout.dtype) != (loss._layout.size, loss._layout.dtype):
+        return False  # the engine converts it, or says what is wrong
     grads = [None] * len(doing.needs)
     grads[loss.output_nr] = grad
     with interrupts.deferred():

@@ -86,7 +86,7 @@ class Played:
     def backward_into_leaves(self, grads: Any, needed: Any) -> bool:
         """The whole backward pass, where it does nothing but fill `.grad` of parameters; False, with nothing done, where autograd is needed."""
         parameters = self.call.parameters
-        found = self._known(grads, needed) if self.alone and not any(needed[: len(self.call.tensors)]) else None
+        found = self._known(grads, needed, again=True) if self.alone and not any(needed[: len(self.call.tensors)]) else None
         views = [] if found is None else found.backward.views(len(self.call.tensors))
         if found is None or views is None or not leaf_gradients.empty(parameters, views):
             return False
@@ -95,8 +95,8 @@ class Played:
                 p.grad = g
         return True
 
-    def _known(self, grads: Any, needed: Any) -> _Found | None:
-        """The backward pass to play; None if there is none. Raises RuntimeError if what it reads is no longer what it was."""
+    def _known(self, grads: Any, needed: Any, again: bool = False) -> _Found | None:
+        """The backward pass to play; None if there is none (again: then the engine will ask once more). Raises RuntimeError if what it reads was changed."""
         if not all(map(is_, map(_STORAGE, self._read), self._given)):
             raise RuntimeError(_SWAPPED)
         if not all(map(eq, map(_VERSION, self._read), self._versions)):
@@ -104,7 +104,7 @@ class Played:
         later = dispatch.STATE.current is not self._segment
         known = self.call.kind.backward(recordings.pattern(grads, needed, self._sources(), later))
         if known is None:
-            if not torch.is_grad_enabled():
+            if not again:
                 self.call.kind.miss()
             return None
         given, kept = self.call.given, self._kept

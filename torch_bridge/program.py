@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ from torch_bridge import (
     _compat,
     abstract,
     collecting,
+    compiling_aside,
     dtypes,
     environment,
     executables,
@@ -114,7 +116,7 @@ class Program:
         self.ports.pair(updates)
         run = self._apply if self.ranks is None else self.ranks.wrap(self._apply, self.ports)
         self.jitted = jax.jit(run, donate_argnums=self.ports.donated)
-        self.compiled: Any = None
+        self._compiled: Any = None
         self.executions = 0
         self.compile_seconds = 0.0
         self.facts: telemetry.Graph | None = None
@@ -231,17 +233,37 @@ class Program:
         with _compat.enable_x64():
             return self.jitted.lower(*self.signature)
 
+    @property
+    def compiled(self) -> Any:
+        """Its executable, None if it was not compiled yet; one that is compiled beside the script is waited for."""
+        return self._compiled.result() if isinstance(self._compiled, Future) else self._compiled
+
+    @property
+    def begun(self) -> bool:
+        """Whether its executable is there, or on its way."""
+        return self._compiled is not None
+
     def compile(self, args: Sequence[Any]) -> None:
+        """Compile it for these arguments, and wait for it."""
         started = time.perf_counter()
         with environment.compiling(self), _compat.enable_x64():
-            if self.ranks is not None:
-                args = self.ranks.placed(args)
-            self.signature = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=None if self.ranks is None else a.sharding) for a in args]
-            self.compiled = executables.compiled(self, args)
+            self._compiled = self.prepare(args)()
         self.compile_seconds = time.perf_counter() - started
         metrics.COMPILE_TIME.add(self.compile_seconds)
         metrics.GRAPH_SIZE.add(len(self.graph.nodes))
         logger.debug("compiled a graph of %d nodes in %.2f s", len(self.graph.nodes), self.compile_seconds)
+
+    def compile_aside(self, args: Sequence[Any]) -> None:
+        """Compile it for these arguments on another thread (`compiling_aside`)."""
+        environment.prepare()
+        self._compiled = compiling_aside.start(self, args)
+
+    def prepare(self, args: Sequence[Any]) -> Callable[[], Any]:
+        """Trace and lower it for these arguments; what gives the executable."""
+        if self.ranks is not None:
+            args = self.ranks.placed(args)
+        self.signature = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=None if self.ranks is None else a.sharding) for a in args]
+        return executables.prepared(self, args)
 
 
 def local_aval(segment: Segment, leaf: int) -> jax.ShapeDtypeStruct:

@@ -241,6 +241,14 @@ _DEBUGGING = [
         "nxd_jax.trainer",
     ),
     Variable(
+        "NXD_JAX_COMPILE_WORKERS",
+        HONOUR,
+        "our own: how many graphs `neuron_parallel_compile` compiles at a time in each process; each needs memory; 1: one after the other",
+        "the cores, at most 8",
+        count(1),
+        "torch_bridge.compiling_aside",
+    ),
+    Variable(
         "NXD_JAX_FUSED_OPTIMIZERS",
         HONOUR,
         "our own: a step of torch's SGD, Adam, AdamW, Adagrad or Adafactor is recorded as one op, with torch's numbers; 0: op by op",

@@ -249,6 +249,21 @@ def test_anomaly_detection_and_profilers_get_the_engine(engine: list[Any], playe
     assert len(engine) == 2 and any("backward" in str(event.name).lower() for event in profile.function_events)
 
 
+def _a_float64_gradient(module: nn.Module, k: int) -> Any:
+    module.zero_grad()
+    module(batch(k))[0].backward(torch.tensor(0.5, device="xla", dtype=torch.float64))
+    return [p.grad for p in module.parameters()]
+
+
+def test_a_gradient_of_another_kind_is_converted_or_refused(engine: list[Any], played: nn.Module) -> None:
+    parity(WithLoss, _a_float64_gradient, steps=8)
+    engine.clear()
+    with pytest.raises(RuntimeError, match=r"a gradient on cpu for a tensor on xla:0: move it with \.to\('xla'\)"):
+        played(batch(0))[1].backward(torch.ones(4, 6))
+    played(batch(0))[0].backward(torch.tensor(1.0))
+    assert len(engine) == 2 and _weight(played).grad is not None
+
+
 def test_a_second_backward_pass_raises(engine: list[Any], played: nn.Module) -> None:
     engine.clear()
     loss, _ = played(batch(0))

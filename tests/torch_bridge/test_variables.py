@@ -248,6 +248,7 @@ TESTED_IN = {
     "NEURON_RT_NUMERICAL_ERRORS_VERBOSITY": "test_nan_raises",
     "NEURON_RT_LOG_LEVEL": "test_log_level",
     "NXD_JAX_EXECUTABLES": ("test_executables.py", "test_it_can_be_turned_off"),
+    "NXD_JAX_COMPILE_WORKERS": ("../nxd_jax/parallel_compile/test_aside.py", "test_how_many_at_a_time"),
     "NXD_JAX_FUSED_OPTIMIZERS": ("test_fused_optimizers.py", "test_switch_and_surroundings"),
     "NXD_JAX_FOLD": ("test_folding.py", "test_few_layers_are_left_alone"),
     "NXD_JAX_REPLAY": ("../nxd_jax/trainer/test_model.py", "test_replay_by_variable"),
