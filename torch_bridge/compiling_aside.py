@@ -49,11 +49,13 @@ def start(program: Any, args: Any) -> Future[Any]:
         compile_it = program.prepare(args)
     if _pool is None:
         _pool = ThreadPoolExecutor(workers(), thread_name_prefix="xla-compile")
-    return _pool.submit(_finish, found, time.perf_counter() - started, compile_it)
+    return _pool.submit(_finish, program, found, time.perf_counter() - started, compile_it)
 
 
-def _finish(found: collecting.Found | None, spent: float, compile_it: Callable[[], Any]) -> Any:
+def _finish(program: Any, found: collecting.Found | None, spent: float, compile_it: Callable[[], Any]) -> Any:
     """spent: seconds on the script's thread; those in the queue do not count."""
     started = time.perf_counter() - spent
     with collecting.finishing(found and found._replace(started=started)), _compat.enable_x64():
-        return compile_it()
+        made = compile_it()
+    program.took(time.perf_counter() - started)
+    return made

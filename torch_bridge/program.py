@@ -248,15 +248,19 @@ class Program:
         started = time.perf_counter()
         with environment.compiling(self), _compat.enable_x64():
             self._compiled = self.prepare(args)()
-        self.compile_seconds = time.perf_counter() - started
-        metrics.COMPILE_TIME.add(self.compile_seconds)
-        metrics.GRAPH_SIZE.add(len(self.graph.nodes))
-        logger.debug("compiled a graph of %d nodes in %.2f s", len(self.graph.nodes), self.compile_seconds)
+        self.took(time.perf_counter() - started)
 
     def compile_aside(self, args: Sequence[Any]) -> None:
         """Compile it for these arguments on another thread (`compiling_aside`)."""
         environment.prepare()
         self._compiled = compiling_aside.start(self, args)
+
+    def took(self, seconds: float) -> None:
+        """Take note of how long it took to compile."""
+        self.compile_seconds = seconds
+        metrics.COMPILE_TIME.add(seconds)
+        metrics.GRAPH_SIZE.add(len(self.graph.nodes))
+        logger.debug("compiled a graph of %d nodes in %.2f s", len(self.graph.nodes), seconds)
 
     def prepare(self, args: Sequence[Any]) -> Callable[[], Any]:
         """Trace and lower it for these arguments; what gives the executable."""
