@@ -96,6 +96,10 @@ class Fingerprint:
         self._last = walk
         return walk.state, walk.tensors
 
+    def holds(self, x: Any) -> bool:
+        """Whether an object was found in the module the last time."""
+        return self._last is not None and self._last.saw(x)
+
     def changed(self, before: State) -> str:
         """What is not as it was."""
         now = self.now()[0]
@@ -142,6 +146,10 @@ class _Walk:
         self._places: set[tuple[int, str]] = set()
         self._seen: dict[int, int] = {}
         self._entries: dict[int, tuple[dict[Any, Any], dict[Any, Any]]] = {}
+
+    def saw(self, x: Any) -> bool:
+        """Whether an object is one of those that were looked at."""
+        return id(x) in self._seen
 
     def untouched(self) -> bool:
         """Whether everything is the very object that it was. Before every call of a module, over thousands of entries: loops without Python code in them."""

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch.utils import _pytree
 
-from torch_bridge import ambient, dispatch, interrupts, leaf_gradients, recordings, rng
+from torch_bridge import ambient, dispatch, interrupts, leaf_gradients, recordings, results, rng
 from torch_bridge import backward as backward_passes
 from torch_bridge.fingerprints import Unknown
 from torch_bridge.played_calls import Played
 from torch_bridge.recompute import Again, gradients
-from torch_bridge.recordings import Forward, Kind, Place, Source
+from torch_bridge.recordings import Forward, Kind, Source
 from torch_bridge.segment import Storage
 from torch_bridge.side_effects import Before, check_history
 from torch_bridge.tape import NotRepeatable, Recording, Unread
@@ -110,7 +110,7 @@ class Call:
         forward = kind.forward(differentiable)
         doing: Played | Recorded = Recorded(self, differentiable) if forward is None else Played(self, forward)
         outs = _apply(doing, *inputs) if differentiable else doing.forward()
-        return _pytree.tree_unflatten([outs[x.number] if type(x) is Place else x for x in doing.rest], doing.how)
+        return results.put_together(outs, doing.rest, doing.how)
 
     def await_backward(self, doing: Played | Recorded) -> None:
         """Take note of other calls whose backward pass may come in the same pass: autograd adds up their gradients of parameters, in its own order."""
@@ -156,17 +156,12 @@ class Watched:
 
     def learn(self, out: Any, look: bool = False) -> tuple[list[XLATensor], list[Any], Any, Forward | None]:
         """(the tensors in what was returned, each once; all of it, flat, with their places; its nesting; the recording, if it may be played)."""
-        flat, how = _pytree.tree_flatten(out)
-        index: dict[int, int] = {}
-        outs: list[XLATensor] = []
-        for x in flat:
-            if isinstance(x, torch.Tensor) and id(x) not in index:
-                index[id(x)] = len(outs)
-                outs.append(x)  # type: ignore[arg-type]
-        rest = [Place(index[id(x)]) if isinstance(x, torch.Tensor) else x for x in flat]
+        outs, rest, how = results.taken_apart(out)
         try:
             if look:
                 check_history(outs)
+            if any(map(self._call.player.fingerprint.holds, results.objects(out))):
+                raise NotRepeatable("it returns an object that the module keeps")
             return outs, rest, how, self._forward(outs, rest, how)
         except Unread:
             self._call.kind.unread = True
@@ -267,9 +262,9 @@ class Recorded:
         self._segment = dispatch.STATE.current
         self._made = watched.made if self._learned is not None else []
         self._recording = watched.recording
-        results: list[Any] = [t.detach() for t in self._outs]
-        self._known = sources_by_id(call, results)
-        return results
+        given: list[Any] = [t.detach() for t in self._outs]
+        self._known = sources_by_id(call, given)
+        return given
 
     def _detached(self, t: XLATensor) -> Any:
         return t if id(t) in self.call.held_arguments else t.detach().requires_grad_(t.requires_grad)
@@ -331,13 +326,13 @@ def sources_by_id(call: Call, outs: Sequence[XLATensor]) -> dict[int, Source]:
 def _apart(found: Sequence[Any], grads: Sequence[Any]) -> list[Any]:
     """Gradients that share no memory with each other or with what came in: autograd takes them for its own, as nobody else holds them."""
     taken = {id(g._storage) for g in grads if g is not None}
-    results: list[Any] = []
+    parted: list[Any] = []
     for g in found:
         if g is not None:
             g = make(g._layout, dispatch.copy_storage(g._storage)) if id(g._storage) in taken else g.detach()
             taken.add(id(g._storage))
-        results.append(g)
-    return results
+        parted.append(g)
+    return parted
 
 
 def backward_without_engine(loss: Any, grad: Any) -> bool:

@@ -8,9 +8,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.utils import _pytree
 
-from torch_bridge import dispatch, rng
+from torch_bridge import dispatch, results, rng
 from torch_bridge.recordings import Forward
 from torch_bridge.segment import LOCK
 from torch_bridge.tensor import XLATensor, make
@@ -44,8 +43,7 @@ class Again:
         create = torch.is_grad_enabled()
         with self._as_then(old), torch.enable_grad():
             args, kwargs = call.on(inputs[: len(call.tensors)])
-            found = _pytree.tree_leaves(call.player.plain(*args, **kwargs))
-            outs = list({id(o): o for o in found if isinstance(o, torch.Tensor)}.values())
+            outs = results.taken_apart(call.player.plain(*args, **kwargs))[0]
             with torch.set_grad_enabled(create):
                 return gradients(outs, inputs, grads, needed, keep=create, create=create)
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torch_bridge import dispatch
+from torch_bridge import dispatch, results
 from torch_bridge.fingerprints import Unknown
 from torch_bridge.layout import Layout
 from torch_bridge.segment import Storage
@@ -20,12 +20,6 @@ TIMES = 2
 """Recordings that must agree before one is played."""
 MISSES = 8
 """Backward passes of an unknown kind after which nothing more is recorded for the sake of one."""
-
-
-class Place(NamedTuple):
-    """In what a module returns: the place of one of its tensors."""
-
-    number: int
 
 
 Source = tuple[str, int]
@@ -193,11 +187,11 @@ def forward_of(recording: Recording, outs: Sequence[Any], rest: list[Any], how: 
     """A recorded forward pass. Raises NotRepeatable."""
     tape = recording.tape()
     made = _by_id(recording)
-    for x in rest:
-        if type(x) not in (Place, type(None), bool, int, float, str):
-            raise NotRepeatable(
-                f"it returns an object of class {type(x).__name__}; return tensors in tuples, dicts or dataclasses that torch's pytree knows"
-            )
+    unknown = results.unknown(rest)
+    if unknown is not None:
+        raise NotRepeatable(
+            f"it returns an object of class {unknown.__name__}; return tensors in tuples, dicts or dataclasses that torch's pytree knows"
+        )
     if any(not isinstance(t, XLATensor) or id(t._storage) not in made for t in outs):
         raise NotRepeatable("it returns a tensor that it was given, or one that is not computed on xla")
     order: dict[int, int] = {}

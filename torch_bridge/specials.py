@@ -33,6 +33,8 @@ def copy_(func: Any, args: Any, kwargs: Any) -> Any:
         own = kept(src)
         if own is not None:
             return copy_(func, (dst, own), {})
+        if not view.numel and not linked(dst._storage):  # nothing to move: `torch.tensor([])` in a module is the same in every call
+            return dst
         host = src if src.dtype == view.dtype and tuple(src.shape) == view.size else src.detach()
         if host.dtype != view.dtype:
             host = host.to(view.dtype)

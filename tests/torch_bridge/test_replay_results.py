@@ -1,0 +1,167 @@
+"""`torch_bridge.optimize`: what modules return beside tensors, above all the caches that transformers' decoders return by default."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
+from transformers.cache_utils import DynamicCache, DynamicLayer
+
+import torch_bridge
+from tests.torch_bridge.replaying import batch, compile_fast, descend, parity, player  # noqa: F401
+from torch_bridge import executor, results
+
+WORDS = 32
+
+
+def gpt2() -> nn.Module:
+    config = GPT2Config(
+        vocab_size=WORDS, n_positions=16, n_embd=8, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0, loss_type="ForCausalLM"
+    )
+    return GPT2LMHeadModel(config)
+
+
+def llama() -> nn.Module:
+    config = LlamaConfig(
+        vocab_size=WORDS, hidden_size=8, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, bos_token_id=0, eos_token_id=0
+    )
+    return LlamaForCausalLM(config)
+
+
+def t5() -> nn.Module:
+    config = T5Config(vocab_size=WORDS, d_model=8, d_kv=4, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0)
+    return T5ForConditionalGeneration(config)
+
+
+def words(k: int, length: int = 6) -> torch.Tensor:
+    return torch.randint(0, WORDS, (2, length), generator=torch.Generator().manual_seed(k)).to("xla")
+
+
+def _trained(module: nn.Module, k: int) -> Any:
+    loss = module(input_ids=words(k), labels=words(k)).loss
+    module.zero_grad()
+    loss.backward()
+    descend(module)
+    return loss
+
+
+def _caches_in_the_loss(module: nn.Module, k: int) -> Any:
+    """Gradients through the keys and values that are returned."""
+    out = module(input_ids=words(k), labels=words(k))
+    cache = out.past_key_values
+    assert type(cache) is DynamicCache and cache.get_seq_length() == 6 and all(type(layer) is DynamicLayer for layer in cache.layers)
+    module.zero_grad()
+    (out.loss + sum(layer.keys.square().mean() + layer.values.mean() for layer in cache.layers)).backward()
+    descend(module)
+    return [out.loss, [layer.keys for layer in cache.layers]]
+
+
+@pytest.mark.parametrize("make", [gpt2, llama, t5])
+def test_decoders_with_their_default_configuration(make: Callable[[], nn.Module]) -> None:
+    parity(make, _trained)
+
+
+def test_gradients_through_a_cache() -> None:
+    parity(llama, _caches_in_the_loss)
+
+
+def test_another_cache_for_each_call() -> None:
+    """A later call leaves the caches of earlier ones as they are, and generation goes on from a played one."""
+    torch.manual_seed(0)
+    plain = llama().to("xla").eval()
+    optimized = torch_bridge.optimize(llama().to("xla").eval())
+    optimized.load_state_dict(plain.state_dict())
+    with torch.no_grad():
+        for k in range(5):
+            first, second = optimized(words(k)).past_key_values, optimized(words(k + 1)).past_key_values
+            executor.sync()
+        assert player(optimized).played
+        assert first is not second and first.layers[0] is not second.layers[0]
+        for k, cache in ((4, first), (5, second)):
+            expected = plain(words(k))
+            assert torch.equal(cache.layers[1].values.cpu(), expected.past_key_values.layers[1].values.cpu())
+            going_on = plain(words(9, 1), past_key_values=expected.past_key_values).logits
+            assert torch.equal(optimized(words(9, 1), past_key_values=cache).logits.cpu(), going_on.cpu())
+            assert cache.get_seq_length() == 7
+
+
+class Keeps(nn.Module):
+    """Returns a cache: its own, or a new one twice."""
+
+    def __init__(self, own: bool):
+        super().__init__()
+        self.net = nn.Linear(6, 6)
+        self.cache = DynamicCache() if own else None
+
+    def forward(self, x: torch.Tensor) -> Any:
+        y = self.net(x)
+        if self.cache is not None:
+            return y, self.cache
+        new = DynamicCache()
+        return y, new, new
+
+
+@pytest.mark.parametrize("own, reason", [(True, "it returns an object that the module keeps"), (False, "an object of class DynamicCache")])
+def test_objects_that_somebody_else_may_hold(own: bool, reason: str) -> None:
+    """Whoever compares identities would see new ones."""
+
+    def step(module: nn.Module, k: int) -> Any:
+        y, *caches = module(batch(k))
+        module.zero_grad()
+        y.square().mean().backward()
+        assert caches[0] is (module.cache if own else caches[1])
+        return y
+
+    parity(lambda: Keeps(own), step, played=False, off=reason)
+
+
+class Empties(nn.Module):
+    """Joins what it computes with nothing, made on the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        nothing = torch.tensor([], device=x.device), torch.empty(0, 6).to(x.device), torch.zeros(2, 0, 6).to(x.device).reshape(0, 6)
+        return torch.cat([nothing[0], self.net(x), *nothing[1:]])
+
+
+def test_tensors_without_elements_from_the_host() -> None:
+    parity(Empties)
+
+
+def test_taking_apart_and_putting_together() -> None:
+    cache = DynamicCache()
+    for k in range(2):
+        cache.update(torch.ones(1, 1, 2, 2) * k, torch.zeros(1, 1, 2, 2), k)
+    y = torch.ones(2)
+    tensors, rest, how = results.taken_apart({"y": y, "cache": cache, "again": (y, None, 3)})
+    assert len(tensors) == 5 and results.unknown(rest) is None
+    made = results.put_together([t + 1 for t in tensors], rest, how)
+    assert made["y"] is made["again"][0] and made["again"][1:] == (None, 3)
+    new = made["cache"]
+    assert type(new) is DynamicCache and new is not cache and new.layers is not cache.layers and vars(new).keys() == vars(cache).keys()
+    assert (
+        torch.equal(new.layers[1].keys, torch.full((1, 1, 2, 2), 2.0))
+        and new.layers[1].is_initialized
+        and new.layers[1].dtype == torch.float32
+    )
+    assert len(list(results.objects(made))) == 1 + 1 + 2  # the cache, its list of layers, the layers
+
+
+class Odd:
+    pass
+
+
+def test_other_objects_stay_as_they_are() -> None:
+    odd = Odd()
+    _, rest, _ = results.taken_apart([odd, torch.ones(1)])
+    assert rest[0] is odd and results.unknown(rest) is Odd
+    cache = DynamicCache()
+    cache.extra = {"a": [odd]}  # type: ignore[attr-defined]
+    assert results.unknown(results.taken_apart(cache)[1]) is Odd
