@@ -254,11 +254,14 @@ class Recording:
         names = {
             vid: -k - 1 for k, vid in enumerate(self._seen)
         }  # in the order of reading: leaves get the numbers that they get without a recording
-        nodes = [(n[0], *[self._relative(vid, names) for vid in n[1:]]) for n in segment.nodes[self._node :]]
+        sources = segment.predicted.sources if segment.predicted is not None else segment.sources
+        nodes = [
+            (n[0], *[self._relative(vid, names, sources[k] if k < len(sources) else None) for vid in n[1:]])
+            for k, n in enumerate(segment.nodes[self._node :], self._node)
+        ]
         writes = self._writes(names)
         written = {k for k, _ in writes}
         views = [(k, view, vid - self._vid) for k, view, vid in self._reads if k not in written]
-        sources = segment.predicted.sources if segment.predicted is not None else segment.sources
         return Tape(
             tuple(nodes),
             tuple((self._number[id(storage)], view) for storage, view in self._seen.values()),
@@ -270,12 +273,14 @@ class Recording:
             tuple(sources[self._node : len(segment.nodes)]),
         )
 
-    def _relative(self, vid: int, names: dict[int, int]) -> int:
-        """A value's name in the tape, given those of externals."""
+    def _relative(self, vid: int, names: dict[int, int], source: Source | None = None) -> int:
+        """A value's name in the tape, given those of externals. source: of the op that uses it."""
         if vid >= self._vid:
             return vid - self._vid
         if vid not in names:
-            raise NotRepeatable(f"it uses a tensor {_FOREIGN}")
+            shape = f" of shape {list(self._segment.leaves[-vid - 1].shape)}" if vid < 0 else ""
+            where = f" ({source.where})" if source is not None else ""
+            raise NotRepeatable(f"it uses a tensor{shape} {_FOREIGN}{where}; if its forward makes it from Python values, make it a buffer")
         return names[vid]
 
     def _is_own(self, storage: Storage) -> bool:

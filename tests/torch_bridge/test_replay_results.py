@@ -135,6 +135,22 @@ def test_tensors_without_elements_from_the_host() -> None:
     parity(Empties)
 
 
+class Made(nn.Module):
+    """Makes a tensor from Python values in its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x) * torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 6.0], device=x.device)
+
+
+def test_values_from_the_host_may_be_others_the_next_time() -> None:
+    module = parity(Made, played=False, off="it uses a tensor of shape [6] that is neither an argument nor a parameter")
+    assert "test_replay_results.py:" in player(module).off and "make it a buffer" in player(module).off
+
+
 def test_taking_apart_and_putting_together() -> None:
     cache = DynamicCache()
     for k in range(2):
