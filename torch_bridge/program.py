@@ -238,6 +238,10 @@ class Program:
         """Its executable, None if it was not compiled yet; one that is compiled beside the script is waited for."""
         return self._compiled.result() if isinstance(self._compiled, Future) else self._compiled
 
+    @compiled.setter
+    def compiled(self, executable: Any) -> None:
+        self._compiled = executable
+
     @property
     def begun(self) -> bool:
         """Whether its executable is there, or on its way."""
@@ -247,13 +251,13 @@ class Program:
         """Compile it for these arguments, and wait for it."""
         started = time.perf_counter()
         with environment.compiling(self), _compat.enable_x64():
-            self._compiled = self.prepare(args)()
+            self.compiled = self.prepare(args)()
         self.took(time.perf_counter() - started)
 
     def compile_aside(self, args: Sequence[Any]) -> None:
         """Compile it for these arguments on another thread (`compiling_aside`)."""
         environment.prepare()
-        self._compiled = compiling_aside.start(self, args)
+        self.compiled = compiling_aside.start(self, args)
 
     def took(self, seconds: float) -> None:
         """Take note of how long it took to compile."""
