@@ -73,6 +73,7 @@ class Played:
     def backward(self, saved: Any, grads: Any, needed: Any) -> list[Any]:
         """Gradients of arguments and parameters."""
         call = self.call
+        self._check_reads()
         found = None if torch.is_grad_enabled() else self._known(grads, needed)
         if found is None:
             return self._again.gradients([*call.tensors, *call.parameters], grads, needed, saved)
@@ -85,6 +86,7 @@ class Played:
 
     def backward_into_leaves(self, grads: Any, needed: Any) -> bool:
         """The whole backward pass, where it does nothing but fill `.grad` of parameters; False, with nothing done, where autograd is needed."""
+        self._check_reads()
         parameters = self.call.parameters
         found = self._known(grads, needed, again=True) if self.alone and not any(needed[: len(self.call.tensors)]) else None
         views = [] if found is None else found.backward.views(len(self.call.tensors))
@@ -95,12 +97,15 @@ class Played:
                 p.grad = g
         return True
 
-    def _known(self, grads: Any, needed: Any, again: bool = False) -> _Found | None:
-        """The backward pass to play; None if there is none (again: then the engine will ask once more). Raises RuntimeError if what it reads was changed."""
+    def _check_reads(self) -> None:
+        """Raises RuntimeError if what backward passes read was changed."""
         if not all(map(is_, map(_STORAGE, self._read), self._given)):
             raise RuntimeError(_SWAPPED)
         if not all(map(eq, map(_VERSION, self._read), self._versions)):
             raise RuntimeError(_changed(self._read, self._versions))
+
+    def _known(self, grads: Any, needed: Any, again: bool = False) -> _Found | None:
+        """The backward pass to play; None if there is none (again: then the engine will ask once more)."""
         later = dispatch.STATE.current is not self._segment
         known = self.call.kind.backward(recordings.pattern(grads, needed, self._sources(), later))
         if known is None:

@@ -273,23 +273,34 @@ def test_a_second_backward_pass_raises(engine: list[Any], played: nn.Module) -> 
         loss.backward()
 
 
+@pytest.mark.parametrize("create", [True, False], ids=["differentiable", "plain"])
 @pytest.mark.parametrize("straight", [True, False])
-def test_what_was_changed_in_between_raises(straight: bool, played: nn.Module) -> None:
+def test_what_was_changed_in_between_raises(straight: bool, create: bool, played: nn.Module) -> None:
     loss, _ = played(batch(0))
     with torch.no_grad():
         played.net[2].weight.mul_(2)  # type: ignore[index, union-attr]
     with pytest.raises(
         RuntimeError, match=r"modified by an inplace operation: \[torch.float32 \[6, 8\]\] is at version \d+; expected version \d+"
     ):
-        (loss if straight else loss * 2).backward()
+        torch.autograd.backward([loss if straight else loss * 2], create_graph=create)
 
 
-def test_memory_that_was_swapped_in_between_raises(played: nn.Module) -> None:
+@pytest.mark.parametrize("create", [True, False], ids=["differentiable", "plain"])
+def test_memory_that_was_swapped_in_between_raises(create: bool, played: nn.Module) -> None:
     loss, _ = played(batch(0))
     weight = played.net[2].weight  # type: ignore[index, union-attr]
     weight.data = torch.zeros_like(weight)
     with pytest.raises(RuntimeError, match="memory of a parameter was swapped"):
-        loss.backward()
+        loss.backward(create_graph=create)
+
+
+def test_an_argument_that_was_swapped_in_between_raises(played: nn.Module) -> None:
+    """Which a backward pass that computes the forward again would not notice."""
+    x = batch(0)
+    loss, _ = played(x)
+    x.data = torch.zeros_like(x)
+    with pytest.raises(RuntimeError, match="was swapped"):
+        torch.autograd.grad(loss, [_weight(played)], create_graph=True)
 
 
 def test_nothing_is_left_of_what_was_kept(played: nn.Module) -> None:
