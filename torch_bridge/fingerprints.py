@@ -174,8 +174,10 @@ class _Walk:
         for held, entries in self._entries.values():
             self.dicts.append(held)
             keys = list(entries)
-            self.getters.append(itemgetter(*keys, *keys[:1]))  # of one key alone it would give no tuple
-            self.values += [*entries.values(), entries[keys[0]]]
+            if len(keys) == 1:
+                keys *= 2  # of one key alone an itemgetter gives no tuple
+            self.getters.append(itemgetter(*keys))
+            self.values += [entries[key] for key in keys]
         self._entries.clear()
 
     def _without_hooks(self) -> bool:

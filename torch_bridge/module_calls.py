@@ -156,11 +156,11 @@ class Watched:
 
     def learn(self, out: Any, look: bool = False) -> tuple[list[XLATensor], list[Any], Any, Forward | None]:
         """(the tensors in what was returned, each once; all of it, flat, with their places; its nesting; the recording, if it may be played)."""
-        outs, rest, how = results.taken_apart(out)
+        outs, rest, how, opened = results.taken_apart(out)
         try:
             if look:
                 check_history(outs)
-            if any(map(self._call.player.fingerprint.holds, results.objects(out))):
+            if any(map(self._call.player.fingerprint.holds, opened.values())):
                 raise NotRepeatable("it returns an object that the module keeps")
             return outs, rest, how, self._forward(outs, rest, how)
         except Unread:

@@ -7,6 +7,7 @@ after `torch_bridge.recorder` (which brings JAX up).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from operator import attrgetter
 from typing import Any
 
@@ -76,19 +77,26 @@ _STORAGE, _LAYOUT = attrgetter("_storage"), attrgetter("_layout")
 def _record(func: Any, args: Any, kwargs: Any) -> None:
     """One node, however many tensors: what `dispatch.record` does for any op, without describing each argument."""
     rule, params, grads, first, second, third, numbers, options = args
-    written = [*params, *first, *second, *third]
-    layouts = tuple(map(_LAYOUT, (*params, *grads, *first, *second, *third)))
+    lists = (params, grads, first, second, third)
+    storages = [list(map(_STORAGE, given)) for given in lists]
+    views = [list(map(_LAYOUT, given)) for given in lists]
+    layouts = tuple(chain.from_iterable(views))
     key = (rule, options, len(params), len(first), len(second), len(third), len(numbers), layouts)
     entry = _ENTRIES.get(key)
     if entry is None:
-        counts = [len(x) for x in (params, grads, first, second, third)]
-        entry = _ENTRIES[key] = _entry(rule, counts, [t._layout for t in written], layouts, len(numbers), options)
+        entry = _ENTRIES[key] = _entry(rule, list(map(len, lists)), _written(views), layouts, len(numbers), options)
     segment = STATE.current
     ids: list[int] = []
-    for tensors in (params, grads, first, second, third):
-        ids += segment.read_all(list(map(_STORAGE, tensors)), list(map(_LAYOUT, tensors)))
+    for given in zip(storages, views, strict=True):
+        ids += segment.read_all(*given)
     vid = segment.emit(entry, tuple(ids), tuple(numbers))
-    segment.write_all(list(map(_STORAGE, written)), list(map(_LAYOUT, written)), vid)
+    segment.write_all(_written(storages), _written(views), vid)
+
+
+def _written(lists: Sequence[list[Any]]) -> list[Any]:
+    """Of what belongs to parameters, gradients and states: all but the gradients'."""
+    params, _, *states = lists
+    return [*params, *chain.from_iterable(states)]
 
 
 def _entry(rule: str, counts: Sequence[int], written: Sequence[Layout], read: Sequence[Layout], numbers: int, options: str) -> Entry:

@@ -43,7 +43,7 @@ class Again:
         create = torch.is_grad_enabled()
         with self._as_then(old), torch.enable_grad():
             args, kwargs = call.on(inputs[: len(call.tensors)])
-            outs = results.taken_apart(call.player.plain(*args, **kwargs))[0]
+            outs = results.taken_apart(call.player.plain(*args, **kwargs)).tensors
             with torch.set_grad_enabled(create):
                 return gradients(outs, inputs, grads, needed, keep=create, create=create)
 
@@ -96,5 +96,5 @@ def gradients(
     if reached and wanted:
         roots, given = zip(*reached, strict=True)
         found = torch.autograd.grad(roots, wanted, given, retain_graph=keep, create_graph=create, allow_unused=True)
-    results = iter(found)
-    return [next(results) if needs else None for needs in needed]
+    each = iter(found)
+    return [next(each) if needs else None for needs in needed]

@@ -30,8 +30,14 @@ class Built(NamedTuple):
     parts: tuple[Any, ...]
 
 
-Parts = tuple[list[Any], list[Any], Any]
-"""The tensors, each once; all of it, flat, with their places; its nesting."""
+class Parts(NamedTuple):
+    """tensors: each once; rest, how: all of it, flat, with their places, and its nesting; opened: the objects that were taken apart, by id."""
+
+    tensors: list[Any]
+    rest: list[Any]
+    how: Any
+    opened: dict[int, Any]
+
 
 _PLAIN = (bool, int, float, str, type(None))
 _PLAIN_INSIDE = (*_PLAIN, torch.dtype, torch.device)
@@ -41,21 +47,21 @@ def taken_apart(out: Any) -> Parts:
     """What a module returned."""
     flat, how = _pytree.tree_flatten(out)
     tensors: dict[int, tuple[int, torch.Tensor]] = {}
-    seen: set[int] = set()
-    rest = [_described(x, False, tensors, seen) for x in flat]
-    return [t for _, t in tensors.values()], rest, how
+    opened: dict[int, Any] = {}
+    rest = [_described(x, False, tensors, opened) for x in flat]
+    return Parts([t for _, t in tensors.values()], rest, how, opened)
 
 
-def _described(x: Any, inside: bool, tensors: dict[int, tuple[int, torch.Tensor]], seen: set[int]) -> Any:
-    """tensors: by id, their places and themselves; seen: ids of what was taken apart. (A function in a function that calls itself would keep the tensors.)"""
+def _described(x: Any, inside: bool, tensors: dict[int, tuple[int, torch.Tensor]], opened: dict[int, Any]) -> Any:
+    """tensors: by id, their places and themselves; opened: what was taken apart. (A function in a function that calls itself would keep the tensors.)"""
     if isinstance(x, torch.Tensor):
         return Place(tensors.setdefault(id(x), (len(tensors), x))[0])
-    opened = _opened(x, inside)
-    if opened is None or id(x) in seen:  # an object that is there twice stays one: it is not taken apart, and so nothing is played
+    found = _opened(x, inside)
+    if found is None or id(x) in opened:  # an object that is there twice stays one: it is not taken apart, and so nothing is played
         return x
-    seen.add(id(x))
-    names, parts = opened
-    return Built(type(x), tuple(names), tuple([_described(part, True, tensors, seen) for part in parts]))
+    opened[id(x)] = x
+    names, parts = found
+    return Built(type(x), tuple(names), tuple([_described(part, True, tensors, opened) for part in parts]))
 
 
 def put_together(tensors: Sequence[Any], rest: Sequence[Any], how: Any) -> Any:
@@ -66,19 +72,6 @@ def put_together(tensors: Sequence[Any], rest: Sequence[Any], how: Any) -> Any:
 def unknown(rest: Sequence[Any]) -> type | None:
     """The class of something that could not be taken apart, if there is one."""
     return next(_unknown(rest, inside=False), None)
-
-
-def objects(out: Any) -> Iterator[Any]:
-    """The objects in what a module returned that `taken_apart` opens."""
-    waiting = [(x, False) for x in _pytree.tree_leaves(out)]
-    seen: set[int] = set()
-    while waiting:
-        x, inside = waiting.pop()
-        opened = None if id(x) in seen else _opened(x, inside)
-        if opened is not None:
-            seen.add(id(x))
-            yield x
-            waiting += [(part, True) for part in opened[1]]
 
 
 def _opened(x: Any, inside: bool) -> tuple[Any, Any] | None:

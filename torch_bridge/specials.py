@@ -264,7 +264,7 @@ def _base_of_filled(func: Any, args: Any, kwargs: Any) -> Layout:
     """The layout of the result. Every `loss.backward()` asks for ones like the loss."""
     given = args[0]._layout if isinstance(args[0], XLATensor) else None
     if func in _LIKE and given is not None and given.contiguous and kwargs.get("dtype") in (None, given.dtype) and _keeps_strides(kwargs):
-        return given if not given.conj and not given.neg else layout(given.size, None, 0, given.dtype)
+        return layout(given.size, None, 0, given.dtype)
     return base_of_meta(infer(func, args, kwargs))
 
 

@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-import torch_bridge
-from tests.torch_bridge.replaying import batch, compile_fast, parity, player, trained  # noqa: F401
-from torch_bridge import dispatch, executor, leaf_gradients
+from tests.torch_bridge.replaying import batch, compile_fast, parity, played_already, trained  # noqa: F401
+from torch_bridge import dispatch, leaf_gradients
 
 
 def net() -> nn.Module:
@@ -39,14 +38,7 @@ def given(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 @pytest.fixture
 def played() -> nn.Module:
     """A module that is played from now on."""
-    torch.manual_seed(0)
-    module = torch_bridge.optimize(net().to("xla"))
-    for k in range(4):
-        loss_of(module, k).backward()
-        module.zero_grad()
-        executor.sync()
-    assert player(module).played
-    return module
+    return played_already(net, loss_of)
 
 
 def test_they_go_straight_and_no_op_is_dispatched(given: list[bool], played: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:

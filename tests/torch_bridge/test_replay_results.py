@@ -156,7 +156,7 @@ def test_taking_apart_and_putting_together() -> None:
     for k in range(2):
         cache.update(torch.ones(1, 1, 2, 2) * k, torch.zeros(1, 1, 2, 2), k)
     y = torch.ones(2)
-    tensors, rest, how = results.taken_apart({"y": y, "cache": cache, "again": (y, None, 3)})
+    tensors, rest, how, _ = results.taken_apart({"y": y, "cache": cache, "again": (y, None, 3)})
     assert len(tensors) == 5 and results.unknown(rest) is None
     made = results.put_together([t + 1 for t in tensors], rest, how)
     assert made["y"] is made["again"][0] and made["again"][1:] == (None, 3)
@@ -167,7 +167,7 @@ def test_taking_apart_and_putting_together() -> None:
         and new.layers[1].is_initialized
         and new.layers[1].dtype == torch.float32
     )
-    assert len(list(results.objects(made))) == 1 + 1 + 2  # the cache, its list of layers, the layers
+    assert len(results.taken_apart(made).opened) == 1 + 1 + 2  # the cache, its list of layers, the layers
 
 
 class Odd:
@@ -176,8 +176,8 @@ class Odd:
 
 def test_other_objects_stay_as_they_are() -> None:
     odd = Odd()
-    _, rest, _ = results.taken_apart([odd, torch.ones(1)])
+    rest = results.taken_apart([odd, torch.ones(1)]).rest
     assert rest[0] is odd and results.unknown(rest) is Odd
     cache = DynamicCache()
     cache.extra = {"a": [odd]}  # type: ignore[attr-defined]
-    assert results.unknown(results.taken_apart(cache)[1]) is Odd
+    assert results.unknown(results.taken_apart(cache).rest) is Odd

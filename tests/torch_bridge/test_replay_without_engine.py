@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-import torch_bridge
-from tests.torch_bridge.replaying import batch, compile_fast, descend, parity, player  # noqa: F401
+from tests.torch_bridge.replaying import batch, compile_fast, descend, parity, played_already, player  # noqa: F401
 from torch_bridge import backward, executor
 
 
@@ -47,14 +46,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 @pytest.fixture
 def played() -> nn.Module:
     """A module that is played from now on."""
-    torch.manual_seed(0)
-    module = torch_bridge.optimize(WithLoss().to("xla"))
-    for k in range(4):
-        module(batch(k))[0].backward()
-        module.zero_grad()
-        executor.sync()
-    assert player(module).played
-    return module
+    return played_already(WithLoss, lambda module, k: module(batch(k))[0])
 
 
 def _weight(module: nn.Module) -> Any:
