@@ -82,6 +82,17 @@ def _between_instructions(frame: FrameType) -> bool:
     return frame.f_code.co_code[frame.f_lasti] in _BETWEEN and not _is_fragile(frame)
 
 
+def _may_stop(frame: FrameType) -> bool:
+    """Whether an exception before this line leaves nothing behind. A `with` statement whose block has ended comes back to its own line to call `__exit__`:
+    raised there, an exception would leave a lock locked."""
+    code, at = frame.f_code.co_code, frame.f_lasti
+    leaves = code[at] == _LOAD_CONST and code[at : at + 6] == code[at : at + 2] * 3  # three times None, for __exit__
+    return not leaves and code[at] != _HANDLES and not _is_fragile(frame)
+
+
+_LOAD_CONST, _HANDLES = dis.opmap["LOAD_CONST"], dis.opmap["PUSH_EXC_INFO"]
+
+
 def _is_fragile(frame: FrameType) -> bool:
     at: FrameType | None = frame
     while at is not None:
@@ -104,7 +115,7 @@ def _before_line(frame: FrameType, event: str, _: Any) -> Any:
     if _since is None:
         sys.settrace(None)
         return None
-    if event == "line" and signal.getsignal(signal.SIGINT) is on_interrupt and not _is_fragile(frame) and _deciding.acquire(blocking=False):
+    if event == "line" and signal.getsignal(signal.SIGINT) is on_interrupt and _may_stop(frame) and _deciding.acquire(blocking=False):
         try:
             if not _on_its_way:
                 _raise()

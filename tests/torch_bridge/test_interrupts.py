@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import random
 import signal
+import sys
 import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
 
 import pytest
 import torch
@@ -138,6 +142,50 @@ def test_an_interrupted_synchronize_has_run_the_step_or_will(interrupted: Interr
         plain.step()
         for a, b in zip(training.values(), plain.values(), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def _locked(lock: threading.Lock, fails: bool) -> None:
+    counted = 0
+    with contextlib.suppress(ValueError), lock:
+        counted += 1
+        if fails:
+            raise ValueError
+    with lock, contextlib.nullcontext():
+        for _ in range(2):
+            counted += 1
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_no_line_at_which_it_is_raised_leaves_a_lock_locked(fails: bool) -> None:
+    """An interrupt before any line of a function that takes a lock."""
+    lock = threading.Lock()
+    stops = 0
+    while True:
+        left = stops
+
+        def before(frame: FrameType, event: str, _: Any) -> Any:
+            nonlocal left
+            if frame.f_code is not _locked.__code__:
+                return None
+            if event == "line" and interrupts._may_stop(frame):
+                if not left:
+                    sys.settrace(None)
+                    raise KeyboardInterrupt
+                left -= 1
+            return before
+
+        outer = sys.gettrace()
+        sys.settrace(before)
+        try:
+            _locked(lock, fails)
+        except KeyboardInterrupt:
+            assert not lock.locked(), f"stop {stops}"
+            stops += 1
+        else:
+            break
+        finally:
+            sys.settrace(outer)
+    assert stops > 6 and not lock.locked()
 
 
 @pytest.mark.parametrize("seconds", [0.01, 0.05, 0.1, 0.2])
