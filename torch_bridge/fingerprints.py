@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from torch_bridge import code_reads, ranks
 from torch_bridge.tensor import XLATensor
+from torch_bridge.transfer import bits
 
 _SIMPLE = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, type)
 _CODE = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType, type)
@@ -98,7 +99,7 @@ class Fingerprint:
 
     def holds(self, x: Any) -> bool:
         """Whether an object was found in the module the last time."""
-        return self._last is not None and self._last.saw(x)
+        return self._last is not None and (self._last.saw(x) or any(x is found for found, *_ in self._last.contents))
 
     def changed(self, before: State) -> str:
         """What is not as it was."""
@@ -223,7 +224,7 @@ class _Walk:
             self.add(label, None)
             return
         if not isinstance(t, XLATensor):
-            if t.device.type == "cpu" and not t.requires_grad and t.numel() <= 1:
+            if t.device.type == "cpu" and t.layout is torch.strided and not t.requires_grad and t.nbytes <= _BYTES:
                 self._contents(label, t, _tensor)
                 return
             raise Unknown(f"{label.strip('.')} is a tensor on {t.device}", lasting=False)
@@ -329,7 +330,7 @@ def _slots(kind: type) -> list[str]:
 
 
 def _tensor(t: torch.Tensor) -> Any:
-    return t.dtype, repr(t.tolist())
+    return t.dtype, tuple(t.shape), bits(t)
 
 
 def _array(x: np.ndarray) -> Any:

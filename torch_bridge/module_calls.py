@@ -110,7 +110,11 @@ class Call:
         forward = kind.forward(differentiable)
         doing: Played | Recorded = Recorded(self, differentiable) if forward is None else Played(self, forward)
         outs = _apply(doing, *inputs) if differentiable else doing.forward()
-        return results.put_together(outs, doing.rest, doing.how)
+        return results.put_together(outs, self.every, doing.rest, doing.how)
+
+    def known(self, tensors: Sequence[Any]) -> dict[int, int]:
+        """Places in `every`, by id, of tensors in the places of the arguments, and of those that the module holds."""
+        return {id(t): k for k, t in enumerate([*tensors, *self.held])}
 
     def await_backward(self, doing: Played | Recorded) -> None:
         """Take note of other calls whose backward pass may come in the same pass: autograd adds up their gradients of parameters, in its own order."""
@@ -122,7 +126,7 @@ class Call:
 
     def _look(self) -> Any:
         """Run it op by op on what the script gave, and see whether that can be repeated."""
-        watched = Watched(self, self.arguments, ahead=self.kind.unread)
+        watched = Watched(self, self.arguments, self.tensors, ahead=self.kind.unread)
         try:
             out = self.player.plain(*self.arguments[0], **self.arguments[1])
         finally:
@@ -142,10 +146,11 @@ def _linked(storage: Storage) -> bool:
 
 
 class Watched:
-    """A forward pass under a recording."""
+    """A forward pass under a recording. arguments: what it gets, with these tensors in the places of the call's."""
 
-    def __init__(self, call: Call, arguments: Any, ahead: bool = True):
+    def __init__(self, call: Call, arguments: Any, tensors: Sequence[Any], ahead: bool = True):
         self._call = call
+        self._known = call.known(tensors)
         self._before = Before(arguments, call.held)
         self._versions = [t._version for t in call.every]
         self.recording = Recording(call.given, ahead)
@@ -156,7 +161,7 @@ class Watched:
 
     def learn(self, out: Any, look: bool = False) -> tuple[list[XLATensor], list[Any], Any, Forward | None]:
         """(the tensors in what was returned, each once; all of it, flat, with their places; its nesting; the recording, if it may be played)."""
-        outs, rest, how, opened = results.taken_apart(out)
+        outs, rest, how, opened = results.taken_apart(out, self._known)
         try:
             if look:
                 check_history(outs)
@@ -248,7 +253,7 @@ class Recorded:
         self._again = Again(call, call.kind.forwards[0]) if self._differentiable else None
         self._own = [self._detached(t) for t in call.tensors] if self._differentiable else call.tensors
         arguments = call.on(self._own)
-        watched = Watched(call, arguments)
+        watched = Watched(call, arguments, self._own)
         try:
             with torch.set_grad_enabled(call.ambient.grad):
                 out = call.player.plain(*arguments[0], **arguments[1])
@@ -294,8 +299,8 @@ class Recorded:
         recording = None
         later = dispatch.STATE.current is not self._segment
         if self._learned is not None and not call.player.off:
-            sources = recordings.sources_of(call.given, self._made, grads)
-            recording = Recording([storage for storage, _ in sources], after=None if later else self._recording)
+            sources, related = recordings.sources_of(call.given, self._made, self._recording.constants, grads)
+            recording = Recording([storage for storage, _ in sources], after=None if later else self._recording, related=related)
         try:
             found = gradients(
                 self._outs, [*self._own, *call.parameters], grads, needed, keep=torch._C._autograd._get_current_graph_task_keep_graph()

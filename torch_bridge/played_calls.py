@@ -46,12 +46,12 @@ class Played:
         call.await_backward(self)
         self._again = Again(call, self._forward)
         with LOCK:
-            base = tape.play(call.given)
-            self._base = base
+            self._constants = tape.placed()
+            self._at = at = tape.play([*call.given, *self._constants])
             if call.kind.later:
-                self._kept = {("kept", made.value): recordings.storage_of(made, base) for made in self._forward.kept}
+                self._kept = {("kept", made.value): recordings.storage_of(made, at) for made in self._forward.kept}
             shared: dict[int, Storage] = {}
-            outs = [recordings.tensor_of(made, base, shared) for made in self._forward.outs]
+            outs = [recordings.tensor_of(made, at, shared, self._constants) for made in self._forward.outs]
         for k in self._forward.bumped:
             torch.autograd.graph.increment_version(call.every[k])
         self._segment = dispatch.STATE.current
@@ -68,7 +68,7 @@ class Played:
         """Let go of everything: there will be no other backward pass."""
         self.over = True
         self.call.player.waiting.discard(self)
-        del self.call, self._forward, self._again, self._outs, self._kept, self._read, self._given
+        del self.call, self._forward, self._again, self._outs, self._kept, self._constants, self._read, self._given
 
     def backward(self, saved: Any, grads: Any, needed: Any) -> list[Any]:
         """Gradients of arguments and parameters."""
@@ -112,9 +112,10 @@ class Played:
             if not again:
                 self.call.kind.miss()
             return None
-        given, kept = self.call.given, self._kept
+        held = {"given": self.call.given, "constant": self._constants}
         storages: list[Any] = [
-            given[k] if what == "given" else kept.get((what, k)) if what == "kept" else grads[k]._storage for what, k in known.reads
+            self._kept.get((what, k)) if what == "kept" else grads[k]._storage if what == "grad" else held[what][k]
+            for what, k in known.reads
         ]
         values = None if later else known.values(self._forward)
         if not known.given <= self._reads or (values is None and any(map(is_, storages, repeat(None)))):
@@ -124,9 +125,10 @@ class Played:
     def _play(self, found: _Found) -> list[Any]:
         """Its gradients."""
         backward, storages, values = found
+        storages = [*storages, *backward.tape.placed()]
         with LOCK:
-            base = backward.tape.play(storages, {k: self._base + value for k, value in (values or {}).items()})
-            return recordings.gradients_of(backward.grads, base, storages)
+            at = backward.tape.play(storages, {k: self._at.id(value) for k, value in (values or {}).items()})
+            return recordings.gradients_of(backward.grads, at, storages)
 
     def _sources(self) -> dict[int, Source]:
         found: dict[int, Source] = {id(o): ("out", k) for k, ref in enumerate(self._outs) if (o := ref()) is not None}

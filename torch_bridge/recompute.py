@@ -43,7 +43,7 @@ class Again:
         create = torch.is_grad_enabled()
         with self._as_then(old), torch.enable_grad():
             args, kwargs = call.on(inputs[: len(call.tensors)])
-            outs = results.taken_apart(call.player.plain(*args, **kwargs)).tensors
+            outs = results.taken_apart(call.player.plain(*args, **kwargs), call.known(inputs[: len(call.tensors)])).tensors
             with torch.set_grad_enabled(create):
                 return gradients(outs, inputs, grads, needed, keep=create, create=create)
 

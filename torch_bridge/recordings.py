@@ -13,7 +13,7 @@ from torch_bridge.fingerprints import Unknown
 from torch_bridge.layout import Layout
 from torch_bridge.segment import Storage
 from torch_bridge.side_effects import shares_memory
-from torch_bridge.tape import NotRepeatable, Own, Recording, Tape
+from torch_bridge.tape import NotRepeatable, Own, Recording, Related, Stretch, Tape
 from torch_bridge.tensor import XLATensor, make
 
 TIMES = 2
@@ -23,12 +23,13 @@ MISSES = 8
 
 
 Source = tuple[str, int]
-"""Where a backward pass finds a storage: ("given", its number), ("kept", a value of the forward pass) or ("grad", number of the module's result)."""
+"""Where a backward pass finds a storage: ("given", its number), ("kept", a value of the forward pass), ("constant", its number there) or ("grad", number of
+the module's result)."""
 
 
 class Made(NamedTuple):
     """A tensor that a tape makes. storage: those with one number share memory; value: in the tape; base, view: layouts; spec: how ranks hold it; views: values
-    of views of it that the tape has."""
+    of views of it that the tape has. constant: which of the tape's (negative) it is instead."""
 
     storage: int
     value: int
@@ -36,6 +37,7 @@ class Made(NamedTuple):
     view: Layout
     spec: Any
     views: tuple[tuple[Layout, int], ...] = ()
+    constant: int = 0
 
 
 @dataclasses.dataclass
@@ -55,7 +57,7 @@ class Forward:
     bumped: list[int] = dataclasses.field(default_factory=list)
 
     def __post_init__(self) -> None:
-        matters = self.tape.influence(made.value for made in self.outs)
+        matters = self.tape.influence(made.value for made in self.outs if not made.constant)
         self.overwritten = sorted(matters.intersection(self.tape.written()))
         """Numbers of the given storages on whose contents the results depend, and that the pass overwrites."""
         self.steady = sorted(matters.difference(self.overwritten))
@@ -139,7 +141,7 @@ class Kind:
             return None
         if len(self.forwards) < TIMES:
             return None
-        if differentiable and not any(len(found) >= TIMES for found in self.backwards.values()):
+        if differentiable and any(self.forwards[0].needs) and not any(len(found) >= TIMES for found in self.backwards.values()):
             return None
         return self.forwards[0]
 
@@ -185,39 +187,57 @@ def agree(stop: Callable[[str], None], known: list[Any], new: Any) -> bool:
 
 def forward_of(recording: Recording, outs: Sequence[Any], rest: list[Any], how: Any, needs: tuple[bool, ...]) -> Forward:
     """A recorded forward pass. Raises NotRepeatable."""
-    tape = recording.tape()
+    recording.check()
     made = _by_id(recording)
     unknown = results.unknown(rest)
     if unknown is not None:
         raise NotRepeatable(
             f"it returns an object of class {unknown.__name__}; return tensors in tuples, dicts or dataclasses that torch's pytree knows"
         )
-    if any(not isinstance(t, XLATensor) or id(t._storage) not in made for t in outs):
-        raise NotRepeatable("it returns a tensor that it was given, or one that is not computed on xla")
+    if any(not isinstance(t, XLATensor) for t in outs):
+        raise NotRepeatable("it returns a tensor that is not on xla, and requires gradients or is no plain tensor")
+    if any(id(t._storage) not in made and recording.constant(t._storage) is None for t in outs):
+        raise NotRepeatable("it returns a view of a tensor that it was given, or one with the same memory")
+    tape = recording.tape()
     order: dict[int, int] = {}
-    found = [_made(t, made, order) for t in outs]
+    found = [_made(t, made, recording, order) for t in outs]
     for number in {m.storage for m in found} if any(needs) else ():
         if shares_memory(m.view for m in found if m.storage == number):
             raise NotRepeatable("two of the tensors that it returns are views of the same elements")
     return Forward(tape, found, rest, how, needs)
 
 
-def sources_of(given: Sequence[Storage], made: Sequence[Own], grads: Sequence[Any]) -> list[tuple[Storage, Source]]:
-    """The storages that a backward pass may use, each once."""
+def sources_of(
+    given: Sequence[Storage], made: Sequence[Own], constants: Sequence[tuple[Storage, Any]], grads: Sequence[Any]
+) -> tuple[list[tuple[Storage, Source]], Related]:
+    """The storages that a backward pass may use, each once; and which of those that the forward pass made are twins or copies (`Recording`)."""
     found: dict[int, tuple[Storage, Source]] = {}
     for k, g in enumerate(grads):
         if g is not None:
             found.setdefault(id(g._storage), (g._storage, ("grad", k)))
     for k, storage in enumerate(given):
         found.setdefault(id(storage), (storage, ("given", k)))
+    first: dict[int, Storage] = {}
+    twins: list[tuple[Storage, Storage]] = []
+    copies: list[tuple[Storage, Storage]] = []
     for own in made:
-        found.setdefault(id(own.storage), (own.storage, ("kept", own.value)))
-    return list(found.values())
+        if id(own.storage) not in found:
+            if own.value in first:
+                twins.append((own.storage, first[own.value]))
+            else:
+                first[own.value] = own.storage
+                if own.copied is not None:
+                    copies.append((own.storage, own.copied))
+                found[id(own.storage)] = own.storage, ("kept", own.value)
+    for k, (storage, _) in enumerate(constants, 1):
+        if not storage.pending:
+            found.setdefault(id(storage), (storage, ("constant", -k)))
+    return list(found.values()), Related(twins, copies)
 
 
 def backward_of(recording: Recording, sources: Sequence[Source], found: Sequence[Any]) -> Backward:
     """A recorded backward pass that gave these gradients. Raises NotRepeatable."""
-    tape = recording.tape()
+    recording.check()
     made = _by_id(recording)
     places = {id(s): k for k, s in enumerate(recording.storages)}
     grads: list[Made | int | None] = []
@@ -226,14 +246,17 @@ def backward_of(recording: Recording, sources: Sequence[Source], found: Sequence
         if g is None:
             grads.append(None)
         elif id(g._storage) in made:
-            grads.append(_made(g, made, order))
+            grads.append(_made(g, made, recording, order))
         elif id(g._storage) in places and g._layout is g._storage.layout:
             grads.append(places[id(g._storage)])
+        elif recording.constant(g._storage) is not None and g._layout is g._storage.layout:
+            grads.append(recording.constant(g._storage))
         else:
             raise NotRepeatable("a gradient is a view of a tensor that it was given")
-    used = sorted({*tape.storages(), *(g for g in grads if isinstance(g, int))})
+    tape = recording.tape()
+    used = sorted({*tape.storages(), *(g for g in grads if isinstance(g, int) and g >= 0)})
     number = {k: place for place, k in enumerate(used)}
-    return Backward(tape.renumbered(number), [sources[k] for k in used], [number[g] if isinstance(g, int) else g for g in grads])
+    return Backward(tape.renumbered(number), [sources[k] for k in used], [number.get(g, g) if isinstance(g, int) else g for g in grads])
 
 
 def learn_backward(stop: Callable[[str], None], kind: Kind, new: Backward, made: Sequence[Own], which: Any) -> None:
@@ -244,8 +267,10 @@ def learn_backward(stop: Callable[[str], None], kind: Kind, new: Backward, made:
     forward.reads = sorted({*forward.reads, *(k for what, k in new.reads if what == "given")})
     for what, value in new.reads:
         if what == "kept" and value not in {m.value for m in forward.kept}:
-            storage, _, views = next(own for own in made if own.value == value)
-            forward.kept.append(Made(0, value, storage.layout, storage.layout, storage.spec, views))
+            owns = [own for own in made if own.value == value]
+            storage = owns[0].storage
+            views = {view: at for own in owns if own.storage.layout is storage.layout for view, at in own.views}
+            forward.kept.append(Made(0, value, storage.layout, storage.layout, storage.spec, tuple(views.items())))
     kind.later = any(which[2] or any(b.values(forward) is None for b in found) for which, found in kind.backwards.items())
 
 
@@ -253,39 +278,40 @@ def _by_id(recording: Recording) -> dict[int, tuple[Storage, int]]:
     return {id(own.storage): (own.storage, own.value) for own in recording.made()}
 
 
-def _made(t: XLATensor, made: dict[int, tuple[Storage, int]], order: dict[int, int]) -> Made:
+def _made(t: XLATensor, made: dict[int, tuple[Storage, int]], recording: Recording, order: dict[int, int]) -> Made:
     """order: numbers of storages so far."""
-    storage, value = made[id(t._storage)]
+    constant = recording.constant(t._storage)
+    storage, value = made[id(t._storage)] if constant is None else (t._storage, 0)
     number = order.setdefault(id(storage), len(order))
     facts = storage.facts
     if facts is not None and (facts.links or facts.owner is not None or facts.keep is not None):
         raise NotRepeatable("a result shares its memory with another tensor in a way that only its own op knows")
-    return Made(number, value, storage.layout, t._layout, storage.spec)
+    return Made(number, value, storage.layout, t._layout, storage.spec, constant=constant or 0)
 
 
 # -- and back ---------------------------------------------------------------------------------------
 
 
-def tensor_of(made: Made, base: int, shared: dict[int, Storage]) -> XLATensor:
-    """The tensor anew, in a stretch whose value 0 is `base`. shared: storages by number, of tensors that share memory."""
+def tensor_of(made: Made, at: Stretch, shared: dict[int, Storage], constants: Sequence[Storage]) -> XLATensor:
+    """The tensor anew, where its tape was played. shared: storages by number, of tensors that share memory."""
     storage = shared.get(made.storage)
     if storage is None:
-        storage = shared[made.storage] = storage_of(made, base)
+        storage = shared[made.storage] = constants[made.constant] if made.constant else storage_of(made, at)
     return make(made.view, storage)
 
 
-def storage_of(made: Made, base: int) -> Storage:
+def storage_of(made: Made, at: Stretch) -> Storage:
     """Its storage anew."""
     storage = Storage(made.base)
     if made.spec is not None:
         storage.describe(spec=made.spec)
-    dispatch.STATE.current.write(storage, base + made.value)
+    dispatch.STATE.current.write(storage, at.id(made.value))
     if made.views:
-        storage.views = {view: base + value for view, value in made.views}
+        storage.views = {view: at.id(value) for view, value in made.views}
     return storage
 
 
-def gradients_of(grads: Sequence[Made | int | None], base: int, storages: Sequence[Storage]) -> list[Any]:
+def gradients_of(grads: Sequence[Made | int | None], at: Stretch, storages: Sequence[Storage]) -> list[Any]:
     """Gradients anew, each with memory of its own. storages: those that the stretch was played on."""
     found: list[Any] = []
     for g in grads:
@@ -295,5 +321,5 @@ def gradients_of(grads: Sequence[Made | int | None], base: int, storages: Sequen
             storage = dispatch.copy_storage(storages[g])
             found.append(make(storage.layout, storage))
         else:
-            found.append(make(g.view, storage_of(g, base)))
+            found.append(make(g.view, storage_of(g, at)))
     return found

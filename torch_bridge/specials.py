@@ -45,7 +45,8 @@ def copy_(func: Any, args: Any, kwargs: Any) -> Any:
         if view is storage.layout and not linked(storage):
             storage.views, storage.segment, storage.array = None, None, array
         else:
-            STATE.current.write_view(storage, view, STATE.current.leaf(array))
+            part = Storage(layout(view.size, None, 0, view.dtype), array)
+            STATE.current.write_view(storage, view, STATE.current.read(part, part.layout))
         return dst
     if src is dst or (src._storage is dst._storage and src._layout is view):
         return dst

@@ -1,8 +1,8 @@
 """A stretch of recorded nodes that can be played again: on other arrays, at another place, without asking Python for each op.
 
 `Recording` watches a segment while a function records into it and makes a `Tape` of what it added; `Tape.play` adds the same nodes once more. Values are
-named relative to the stretch: 0, 1, ... are its own, -1, -2, ... are `externals`, each a view of one of the storages that the caller numbers. What is played
-is what would have been recorded, node for node, so programs, numbers and pictures are the same.
+named relative to the stretch: 0, 1, ... are its own, -1, -2, ... are `externals`, each a view of one of the storages that the caller numbers, or of a constant
+(`uploads`), numbered -1, -2, ... What is played is what would have been recorded, node for node, so programs, numbers and pictures are the same.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch_bridge import dispatch, rng, sharding
 from torch_bridge.layout import Layout
 from torch_bridge.segment import LOCK, Segment, Storage
 from torch_bridge.source import Source
+from torch_bridge.uploads import Constant, Uploads
 
 Node = tuple[Any, ...]
 
@@ -32,11 +33,22 @@ class NotNow(NotRepeatable):
     lasting = False
 
 
+class Stretch(NamedTuple):
+    """Where a tape was played. base: the id of its value 0; externals: their ids."""
+
+    base: int
+    externals: tuple[int, ...]
+
+    def id(self, value: int) -> int:
+        """Of one of the tape's values, or externals, by its name in the tape."""
+        return self.base + value if value >= 0 else self.externals[-value - 1]
+
+
 @dataclasses.dataclass(frozen=True)
 class Tape:
     """nodes: entries with relative value ids. externals: (number of a storage, view). numbers: (node, lifted numbers). draws: nodes that draw random numbers.
     values: how many the stretch makes. writes: (number of a storage, value) at its end; a negative value is an external, copied. views: (number of a storage,
-    view, value) that were read of storages.
+    view, value) that were read of storages. constants: what it takes from the host.
     """
 
     nodes: tuple[Node, ...]
@@ -46,14 +58,20 @@ class Tape:
     values: int
     writes: tuple[tuple[int, int], ...]
     views: tuple[tuple[int, Layout, int], ...]
+    constants: tuple[Constant, ...] = ()
     sources: tuple[Source, ...] = dataclasses.field(compare=False, default=())
     _placed: dict[Any, list[Node]] = dataclasses.field(compare=False, default_factory=dict)
 
-    def play(self, storages: Sequence[Any], known: Mapping[int, int] | None = None) -> int:
-        """Record the stretch on these storages; returns the id of its value 0. known: ids of externals, by their places, for which there is no storage."""
+    def placed(self) -> list[Storage]:
+        """Storages of its own with the constants, to be given to `play` behind the others: there, -1 is the first of them."""
+        return [c.storage() for c in reversed(self.constants)]
+
+    def play(self, storages: Sequence[Any], known: Mapping[int, int] | None = None) -> Stretch:
+        """Record the stretch on these storages. known: ids of externals, by their places, for which there is no storage."""
         with LOCK:
             segment = dispatch.STATE.current
             known = known or {}
+            segment.kept += [c.array for c in self.constants]
             reads = [x for i, x in enumerate(self.externals) if i not in known] if known else self.externals
             found = segment.read_all([storages[k] for k, _ in reads], [view for _, view in reads])
             if known:
@@ -77,11 +95,11 @@ class Tape:
                     if storage.views is None:
                         storage.views = {}
                     storage.views.setdefault(view, base + value)
-            return base
+            return Stretch(base, ids)
 
     def storages(self) -> set[int]:
-        """Numbers of the storages that it reads or writes."""
-        return {k for k, _ in self.externals} | {k for k, _ in self.writes} | {k for k, *_ in self.views}
+        """Numbers of the storages that it reads or writes, without those of constants."""
+        return {k for k in ({k for k, _ in self.externals} | {k for k, _ in self.writes} | {k for k, *_ in self.views}) if k >= 0}
 
     def written(self) -> list[int]:
         """Numbers of the storages that it writes."""
@@ -90,19 +108,19 @@ class Tape:
     def influence(self, values: Iterable[int]) -> set[int]:
         """Numbers of the storages whose contents before the stretch can change these values."""
         known: list[frozenset[int]] = []
-        before = [frozenset({k}) for k, _ in self.externals]
+        before = [frozenset({k} if k >= 0 else ()) for k, _ in self.externals]
         for entry, *refs in self.nodes:
             found = frozenset().union(*(known[r] if r >= 0 else before[-r - 1] for r in refs))
             known += [found] * entry.n_outs
-        return set().union(*(known[v] for v in values))
+        return set().union(*(known[v] if v >= 0 else before[-v - 1] for v in values))
 
     def renumbered(self, order: Mapping[int, int]) -> Tape:
-        """The same with other numbers for its storages."""
+        """The same with other numbers for its storages; constants keep theirs."""
         return dataclasses.replace(
             self,
-            externals=tuple((order[k], view) for k, view in self.externals),
+            externals=tuple((order.get(k, k), view) for k, view in self.externals),
             writes=tuple((order[k], value) for k, value in self.writes),
-            views=tuple((order[k], view, value) for k, view, value in self.views),
+            views=tuple((order.get(k, k), view, value) for k, view, value in self.views),
             _placed={},
         )
 
@@ -117,6 +135,8 @@ class Tape:
         for (k, a), (_, b) in zip(self.numbers, other.numbers, strict=False):
             if repr(a) != repr(b):
                 return f"a Python number was {a}, then {b} ({other.sources[k]})"
+        if self.constants != other.constants:
+            return "it takes other values from the host"
         for field in ("externals", "draws", "values", "writes", "views"):
             if getattr(self, field) != getattr(other, field):
                 return f"it reads or writes other tensors ({field})"
@@ -131,11 +151,24 @@ _PLACES = 8
 
 
 class Own(NamedTuple):
-    """A storage that a stretch made, with its value, and the values of views of it that were read."""
+    """A storage that a stretch made, with its value in the tape (negative: it is a copy of an external), and the values of views of it that were read.
+    copied: the storage that it is a copy of."""
 
     storage: Storage
     value: int
     views: tuple[tuple[Layout, int], ...]
+    copied: Storage | None
+
+
+class Related(NamedTuple):
+    """Storages beside those that a stretch is told of. twins: others with the same contents as one of them, with that one. copies: those of them that were
+    copies of others when they were made, with these."""
+
+    twins: Sequence[tuple[Storage, Storage]] = ()
+    copies: Sequence[tuple[Storage, Storage]] = ()
+
+
+_NONE = Related()
 
 
 class Unread(NotNow):
@@ -150,8 +183,17 @@ class Recording:
     same step: it may use the views that the forward pass has read. All other views are read again, so that they are part of the stretch.
     """
 
-    def __init__(self, storages: Sequence[Storage], ahead: bool = True, after: Recording | None = None):
+    def __init__(
+        self,
+        storages: Sequence[Storage],
+        ahead: bool = True,
+        after: Recording | None = None,
+        related: Related = _NONE,
+    ):
         self.storages = list(storages)
+        self._twins = [twin for twin, _ in related.twins]
+        self._twin_of = {id(twin): storage for twin, storage in related.twins}
+        self._copy_of = {id(copy): storage for copy, storage in related.copies}
         self._number = {id(s): k for k, s in enumerate(self.storages)}
         segment = self._segment = dispatch.STATE.current
         for storage in self.storages:
@@ -163,9 +205,10 @@ class Recording:
         self._before = [s.vid if s.segment is segment else None for s in self.storages]
         self._arrays = [s.held for s in self.storages]
         self._constant = [s.fill if s.constant else None for s in self.storages]
-        self._views = [s.views for s in self.storages]
-        for storage in self.storages:
-            storage.views = None if after is None else after.views_of(storage)
+        self._views = [(s, s.vid if s.segment is segment else None, s.views) for s in (*self.storages, *self._twins)]
+        for storage, _, _ in self._views:
+            alike = self._twin_of.get(id(storage), storage).layout is storage.layout
+            storage.views = after.views_of(storage) if after is not None and alike else None
         self._seen: dict[int, tuple[Storage, Layout]] = {}
         self._born: dict[int, weakref.ref[Storage]] = {}
         self._written: set[int] = set()
@@ -174,6 +217,10 @@ class Recording:
         self._seed = (rng.DEFAULT.seed, rng.DEFAULT.offset, rng.DEFAULT.axes)
         self._outer = segment.watch, Storage.witness
         segment.watch, Storage.witness = self._saw, self._filled
+        self._uploads = Uploads(segment)
+        self.constants: list[tuple[Storage, Constant]] = []
+        """What was uploaded and read, or asked for (`constant`), in that order, with the storages that have it."""
+        self._constants: dict[int, int] = {}
 
     def _found(self, problem: NotRepeatable) -> None:
         self._problem = self._problem or problem
@@ -187,7 +234,9 @@ class Recording:
                 self._found(NotRepeatable(_ASKS))
             return
         number = self._number.get(id(storage))
-        if view is None:
+        if id(storage) in self._twin_of:
+            self._saw_twin(storage, view, vid)
+        elif view is None:
             if number is not None:
                 if storage.constant and self._constant[number] is not None:
                     self._found(Unread("it reads tensors that are full of one number"))
@@ -201,11 +250,26 @@ class Recording:
         if number is None:
             if not self._is_own(storage):
                 self._found(NotRepeatable(f"it uses a tensor of shape {list(storage.layout.size)} {_FOREIGN}"))
+            elif vid not in self._seen and vid < 0 and self.constant(storage) is not None:
+                self._seen[vid] = storage, view
             return
         if storage.held is not self._arrays[number]:
             self._found(NotRepeatable(_HOST))
-        if self._seen.setdefault(vid, (storage, view))[0] is not storage:
+        first = self._seen.setdefault(vid, (storage, view))[0]
+        if self._copy_of.get(id(first)) is storage:  # the other must not change until here, so it says more
+            self._seen[vid] = storage, view
+        elif first is not storage and self._copy_of.get(id(storage)) is not first:
             self._found(NotNow("two of its tensors share one array for now"))
+
+    def _saw_twin(self, storage: Storage, view: Layout | None, vid: int) -> None:
+        first = self._twin_of[id(storage)]
+        if view is None:
+            self._found(NotRepeatable("it writes to a copy of another tensor"))
+        elif vid < self._vid:
+            whole, k = view is storage.layout, self._number[id(first)]
+            if whole and vid != self._before[k] and (self._before[k] is not None or storage.held is not self._arrays[k]):
+                self._found(NotNow("two tensors with the same contents have others now"))
+            self._seen.setdefault(vid, (first, first.layout if whole else view))
 
     def _filled(self, storage: Storage, new: bool) -> None:
         outer = self._outer[1]
@@ -213,19 +277,31 @@ class Recording:
             outer(storage, new)
         if new:
             self._born[id(storage)] = weakref.ref(storage)
-        elif id(storage) not in self._number and not self._is_own(storage):
+        elif id(storage) in self._twin_of or (id(storage) not in self._number and not self._is_own(storage)):
             self._found(NotRepeatable(f"it fills a tensor of shape {list(storage.layout.size)} {_FOREIGN}"))
+
+    def constant(self, storage: Storage) -> int | None:
+        """The number of a constant, if that is what a storage of the stretch's own holds."""
+        number = self._constants.get(id(storage))
+        found = self._uploads.constant(storage) if self._is_own(storage) else None
+        if number is None and found is not None:
+            self.constants.append((storage, found))
+            number = self._constants[id(storage)] = -len(self.constants)
+        return None if found is None else number
 
     def stop(self) -> None:
         """End watching."""
         self._segment.watch, Storage.witness = self._outer
-        self._reads = [(k, view, vid) for k, s in enumerate(self.storages) for view, vid in (s.views or {}).items() if vid >= self._vid]
+        self._uploads.stop()
+        numbered = {**dict(enumerate(self.storages)), **{-k: s for k, (s, _) in enumerate(self.constants, 1) if not s.pending}}
+        self._reads = [(k, view, vid) for k, s in numbered.items() for view, vid in (s.views or {}).items() if vid >= self._vid]
+        self._place = {vid: -k - 1 for k, vid in enumerate(self._seen)}
         self._last = {id(own.storage): (own.storage.vid, {view: value + self._vid for view, value in own.views}) for own in self.made()}
         for k, view, vid in self._reads:
             if k not in self._written:
-                storage = self.storages[k]
+                storage = numbered[k]
                 self._last.setdefault(id(storage), (storage.vid, {}))[1][view] = vid
-        for storage, before, known in zip(self.storages, self._before, self._views, strict=True):
+        for storage, before, known in self._views:
             if known and storage.segment is self._segment and storage.vid == before:
                 storage.views = {**(storage.views or {}), **known}
 
@@ -235,25 +311,31 @@ class Recording:
         return dict(views) if views and storage.segment is self._segment and storage.vid == vid else None
 
     def made(self) -> list[Own]:
-        """Storages that the stretch made and that are still there."""
+        """Storages that the stretch made and that are still there. After `stop`."""
         found: dict[int, Own] = {}
         for ref in self._segment.writers[self._writer :]:
             storage = ref()
-            if storage is not None and id(storage) not in self._number and storage.segment is self._segment and storage.vid >= self._vid:
-                views = tuple((view, vid - self._vid) for view, vid in (storage.views or {}).items())
-                found[id(storage)] = Own(storage, storage.vid - self._vid, views)
+            if storage is None or id(storage) in self._number or storage.segment is not self._segment:
+                continue
+            if storage.vid >= self._vid or (storage.vid in self._place and self._is_own(storage)):
+                views = tuple((view, vid - self._vid) for view, vid in (storage.views or {}).items() if vid >= self._vid)
+                copied, view = self._seen.get(storage.vid, (storage, None))
+                of = copied if view is copied.layout else None
+                found[id(storage)] = Own(storage, self._relative(storage.vid, self._place), views, of)
         return list(found.values())
 
-    def tape(self) -> Tape:
-        """What was recorded. Raises NotRepeatable."""
-        segment = self._segment
-        if dispatch.STATE.current is not segment:
+    def check(self) -> None:
+        """Raises NotRepeatable if that was seen so far."""
+        if dispatch.STATE.current is not self._segment:
             raise NotRepeatable(_ASKS)
         if self._problem is not None:
             raise self._problem
-        names = {
-            vid: -k - 1 for k, vid in enumerate(self._seen)
-        }  # in the order of reading: leaves get the numbers that they get without a recording
+
+    def tape(self) -> Tape:
+        """What was recorded. Raises NotRepeatable."""
+        self.check()
+        segment = self._segment
+        names = self._place  # in the order of reading: leaves get the numbers that they get without a recording
         sources = segment.predicted.sources if segment.predicted is not None else segment.sources
         nodes = [
             (n[0], *[self._relative(vid, names, sources[k] if k < len(sources) else None) for vid in n[1:]])
@@ -264,12 +346,13 @@ class Recording:
         views = [(k, view, vid - self._vid) for k, view, vid in self._reads if k not in written]
         return Tape(
             tuple(nodes),
-            tuple((self._number[id(storage)], view) for storage, view in self._seen.values()),
+            tuple((self._number.get(id(storage), self._constants.get(id(storage), 0)), view) for storage, view in self._seen.values()),
             tuple((i - self._node, values) for i, values in segment.numbers if i >= self._node),
             self._draws(segment),
             segment.next_vid - self._vid,
             tuple(writes),
             tuple(views),
+            tuple(constant for _, constant in self.constants),
             tuple(sources[self._node : len(segment.nodes)]),
         )
 
@@ -280,7 +363,7 @@ class Recording:
         if vid not in names:
             shape = f" of shape {list(self._segment.leaves[-vid - 1].shape)}" if vid < 0 else ""
             where = f" ({source.where})" if source is not None else ""
-            raise NotRepeatable(f"it uses a tensor{shape} {_FOREIGN}{where}; if its forward makes it from Python values, make it a buffer")
+            raise NotRepeatable(f"it uses a tensor{shape} {_FOREIGN}{where}; if its forward makes it on the host, make it a buffer")
         return names[vid]
 
     def _is_own(self, storage: Storage) -> bool:

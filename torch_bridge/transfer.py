@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -16,12 +17,20 @@ from torch_bridge.layout import Layout, is_dense, layout
 from torch_bridge.segment import Storage
 from torch_bridge.tensor import XLATensor, make
 
+WITNESS: Callable[[Any, Sequence[torch.Tensor]], None] | None = None
+"""If there is one, it is told of every array that is made of CPU tensors, and of these (`uploads`)."""
+
 
 def to_array(t: torch.Tensor, device: Any = None) -> jax.Array:
     """A CPU tensor's values as a new JAX array (same shape and dtype)."""
     process.check()
-    if abstract.active():
-        return abstract.uploaded(t)
+    array = abstract.uploaded(t) if abstract.active() else _moved(t, device)
+    if WITNESS is not None:
+        WITNESS(array, [t])
+    return array
+
+
+def _moved(t: torch.Tensor, device: Any) -> jax.Array:
     host = numerics.uploaded(to_numpy(t))
     started = time.perf_counter()
     own = host.copy()  # on CPU devices JAX takes numpy memory as it is, whatever `may_alias` says
@@ -46,6 +55,11 @@ def to_numpy(t: torch.Tensor) -> np.ndarray:
         t = t.contiguous()
     foreign = _foreign(t.dtype)
     return t.numpy() if foreign is None else t.view(torch.int16 if foreign.itemsize == 2 else torch.uint8).numpy().view(foreign)
+
+
+def bits(t: torch.Tensor) -> bytes:
+    """The values of a CPU tensor, for comparison."""
+    return to_numpy(t).tobytes()
 
 
 @functools.cache
@@ -152,6 +166,8 @@ def upload_blocks(blocks: list[torch.Tensor], spec: Any) -> XLATensor:
             hosts[id(t)] = numerics.uploaded(to_numpy(t)).copy()
     with _compat.enable_x64():
         array = sharding.from_blocks([hosts[id(t)] for t in blocks], spec)
+    if WITNESS is not None:
+        WITNESS(array, blocks)
     storage = Storage(base, array)
     storage.describe(spec=spec)
     return make(base, storage)

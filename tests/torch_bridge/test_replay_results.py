@@ -135,39 +135,23 @@ def test_tensors_without_elements_from_the_host() -> None:
     parity(Empties)
 
 
-class Made(nn.Module):
-    """Makes a tensor from Python values in its forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Linear(6, 6)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.net(x) * torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 6.0], device=x.device)
-
-
-def test_values_from_the_host_may_be_others_the_next_time() -> None:
-    module = parity(Made, played=False, off="it uses a tensor of shape [6] that is neither an argument nor a parameter")
-    assert "test_replay_results.py:" in player(module).off and "make it a buffer" in player(module).off
-
-
 def test_taking_apart_and_putting_together() -> None:
     cache = DynamicCache()
     for k in range(2):
-        cache.update(torch.ones(1, 1, 2, 2) * k, torch.zeros(1, 1, 2, 2), k)
-    y = torch.ones(2)
-    tensors, rest, how, _ = results.taken_apart({"y": y, "cache": cache, "again": (y, None, 3)})
+        cache.update(torch.ones(1, 1, 2, 2, device="xla") * k, torch.zeros(1, 1, 2, 2, device="xla"), k)
+    y = torch.ones(2, device="xla")
+    tensors, rest, how, _ = results.taken_apart({"y": y, "cache": cache, "again": (y, None, 3)}, {})
     assert len(tensors) == 5 and results.unknown(rest) is None
-    made = results.put_together([t + 1 for t in tensors], rest, how)
+    made = results.put_together([t + 1 for t in tensors], [], rest, how)
     assert made["y"] is made["again"][0] and made["again"][1:] == (None, 3)
     new = made["cache"]
     assert type(new) is DynamicCache and new is not cache and new.layers is not cache.layers and vars(new).keys() == vars(cache).keys()
     assert (
-        torch.equal(new.layers[1].keys, torch.full((1, 1, 2, 2), 2.0))
+        torch.equal(new.layers[1].keys.cpu(), torch.full((1, 1, 2, 2), 2.0))
         and new.layers[1].is_initialized
         and new.layers[1].dtype == torch.float32
     )
-    assert len(results.taken_apart(made).opened) == 1 + 1 + 2  # the cache, its list of layers, the layers
+    assert len(results.taken_apart(made, {}).opened) == 1 + 1 + 2  # the cache, its list of layers, the layers
 
 
 class Odd:
@@ -176,8 +160,11 @@ class Odd:
 
 def test_other_objects_stay_as_they_are() -> None:
     odd = Odd()
-    rest = results.taken_apart([odd, torch.ones(1)]).rest
+    twice = torch.ones(1)
+    rest = results.taken_apart([odd, torch.ones(1)], {}).rest
     assert rest[0] is odd and results.unknown(rest) is Odd
+    assert results.unknown(results.taken_apart([twice, torch.ones(1)], {}).rest) is None
+    assert results.unknown(results.taken_apart([twice, twice], {}).rest) is torch.Tensor
     cache = DynamicCache()
     cache.extra = {"a": [odd]}  # type: ignore[attr-defined]
-    assert results.unknown(results.taken_apart(cache).rest) is Odd
+    assert results.unknown(results.taken_apart(cache, {}).rest) is Odd
