@@ -18,6 +18,8 @@ from torch_bridge.tensor import XLATensor, make
 
 TIMES = 2
 """Recordings that must agree before one is played."""
+ANSWERS = 4
+"""Kinds of calls that differ in nothing but the values that the module asks for."""
 MISSES = 8
 """Backward passes of an unknown kind after which nothing more is recorded for the sake of one."""
 
@@ -128,6 +130,13 @@ class Kind:
         self.later = False
         self._misses = 0
         self._to_record = 0
+
+    def fits(self, given: Sequence[Storage]) -> bool:
+        """Whether the module would get the same answers when it asks for values of what it is given."""
+        if not self.forwards or not self.forwards[0].tape.asked:
+            return True
+        tape = self.forwards[0].tape
+        return tape.fits([*given, *tape.placed()])
 
     def miss(self) -> None:
         """A backward pass was not known: record the next calls, which may have the same."""
@@ -254,6 +263,8 @@ def backward_of(recording: Recording, sources: Sequence[Source], found: Sequence
         else:
             raise NotRepeatable("a gradient is a view of a tensor that it was given")
     tape = recording.tape()
+    if tape.asked:
+        raise NotRepeatable("it reads a tensor's value (.item(), print, a branch on it)")
     used = sorted({*tape.storages(), *(g for g in grads if isinstance(g, int) and g >= 0)})
     number = {k: place for place, k in enumerate(used)}
     return Backward(tape.renumbered(number), [sources[k] for k in used], [number.get(g, g) if isinstance(g, int) else g for g in grads])

@@ -18,7 +18,7 @@ import torch
 from torch_bridge import ambient, dispatch
 from torch_bridge.fingerprints import Fingerprint, Unknown
 from torch_bridge.module_calls import Call, Held
-from torch_bridge.recordings import Kind
+from torch_bridge.recordings import ANSWERS, Kind
 from torch_bridge.tape import NotNow
 from torch_bridge.tensor import XLATensor, user_attributes
 
@@ -26,6 +26,8 @@ logger = logging.getLogger("torch_bridge")
 
 KINDS = 16
 """Kinds of calls (shapes, modes, states) of one module that are kept; a module with more is recorded op by op."""
+OTHERS = 16
+"""Calls with other answers than those that were recorded before a module is recorded op by op for good, if not more were played."""
 PATIENCE = 3
 """Recordings that may fail for a passing reason (a first call fills a cache) before a module is recorded op by op for good."""
 
@@ -34,7 +36,8 @@ def optimize(module: torch.nn.Module) -> torch.nn.Module:
     """Play the module's forward and backward from recordings, where that is sound; returns the module.
 
     Every call of `module(...)` on xla tensors counts, in training and evaluation. Its parameters, buffers, arguments and attributes may change: a call of
-    another kind is recorded anew, up to 16 kinds. Hooks on the module itself are called as always; while there are hooks inside, torch modes, functorch,
+    another kind is recorded anew, up to 16 kinds. A forward that branches on small integers (`if mask.all():`) is played where these can be told on the
+    host, each outcome from recordings of its own. Hooks on the module itself are called as always; while there are hooks inside, torch modes, functorch,
     saved-tensor hooks (an activation checkpoint around it) or inference mode, it is recorded op by op. `restore(module)` undoes it.
 
     Compared before each call: arguments; the modules inside; attributes, globals, closures, mutable defaults and class attributes that the code of the forward
@@ -70,9 +73,10 @@ class Player:
     def __init__(self, module: torch.nn.Module):
         self._module = weakref.ref(module)
         self._before = module.__dict__.get("forward")
-        self._kinds: dict[Any, Kind] = {}
+        self._kinds: dict[Any, list[Kind]] = {}
         self._held: Held | None = None
         self._patience = PATIENCE
+        self._others = 0
         self.fingerprint = Fingerprint(module)
         self.off = ""
         self.played = 0
@@ -157,12 +161,20 @@ class Player:
             if error.lasting:
                 self.stop(str(error))
             return None
-        if key not in self._kinds:
-            if len(self._kinds) >= KINDS:
-                self.stop(f"its arguments or its state have been of {KINDS} kinds so far")
-                return None
-            self._kinds[key] = Kind()
-        return call, self._kinds[key]
+        kinds = self._kinds.setdefault(key, [])
+        for kind in kinds:
+            if kind.fits(call.given):
+                return call, kind
+        if sum(map(len, self._kinds.values())) >= KINDS:
+            self.stop(f"its arguments or its state have been of {KINDS} kinds so far")
+            return None
+        if len(kinds) >= ANSWERS:
+            self._others += 1
+            if self._others >= max(OTHERS, self.played):
+                self.stop("the values that it asks for (.item(), print, a branch) differ from call to call")
+            return None
+        kinds.append(Kind())
+        return call, kinds[-1]
 
 
 def _ordinary(t: torch.Tensor) -> bool:

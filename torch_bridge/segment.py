@@ -200,8 +200,9 @@ class Segment:
 
     `predicted` is a trace seen before that the nodes so far agree with: as long as they do, nothing needs to be looked up. `by_start` finds one from the
     first node. `watch(storage, view, id)`, if there is one, is told of every read, with view None of every write, and with storage None when Python asks for a
-    value (`tape`). `holders` says from which storage a leaf was adopted; `kept` holds arrays that no program may overwrite. For a failed run: `saved`
-    gives the leaves that storages held before, `overwritten` the arrays that nothing read (None: they were constant).
+    value. `recording` is what records it, if something does (`tape`). `holders` says from which storage a leaf was adopted; `kept` holds arrays that no
+    program may overwrite. For a failed run: `saved` gives the leaves that storages held before, `overwritten` the arrays that nothing read (None: they were
+    constant).
     """
 
     def __init__(self, capture: bool = False, by_start: dict[Any, Any] | None = None):
@@ -209,6 +210,7 @@ class Segment:
         self.by_start = {} if by_start is None else by_start
         self.failure: str | None = None
         self.watch: Any = None
+        self.recording: Any = None
         self.clear()
 
     def clear(self) -> None:

@@ -196,11 +196,16 @@ def blocks(array: jax.Array, local: Sequence[int]) -> list[np.ndarray]:
 
 def first_block(array: jax.Array, local: Sequence[int]) -> np.ndarray:
     """The first hosted rank's own value."""
+    return block(array, world.first(), local)
+
+
+def block(array: jax.Array, rank: int, local: Sequence[int]) -> np.ndarray:
+    """A hosted rank's own value."""
     if not isinstance(array.sharding, NamedSharding):
         return np.asarray(array)
     if array.sharding.is_fully_replicated:
         return np.asarray(array.addressable_shards[0].data).reshape(tuple(local))
-    device = device_of(world.first())
+    device = device_of(rank)
     shard = next(s for s in array.addressable_shards if s.device == device)
     return np.asarray(shard.data).reshape(tuple(local))
 

@@ -116,9 +116,8 @@ def item(func: Any, args: Any, kwargs: Any) -> Any:
     """A Python number; small integers may come without running the graph. Torch's own code may not take the first rank's for all of them."""
     t: XLATensor = args[0]
     segment = STATE.current
-    if t._storage.segment is segment and t._storage.vid >= 0 and not t.dtype.is_floating_point:
-        vid = read(t)
-        known = host_values.evaluate(segment, vid)
+    if not t.dtype.is_floating_point:
+        known = host_values.known(segment, t._storage, t._layout)
         if known is not None:
             return history.read(known.item())
     segment.asked()

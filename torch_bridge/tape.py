@@ -8,11 +8,12 @@ named relative to the stretch: 0, 1, ... are its own, -1, -2, ... are `externals
 from __future__ import annotations
 
 import dataclasses
+import functools
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from torch_bridge import dispatch, rng, sharding
+from torch_bridge import dispatch, host_values, rng, sharding
 from torch_bridge.layout import Layout
 from torch_bridge.segment import LOCK, Segment, Storage
 from torch_bridge.source import Source
@@ -44,11 +45,19 @@ class Stretch(NamedTuple):
         return self.base + value if value >= 0 else self.externals[-value - 1]
 
 
+class _Asks(NamedTuple):
+    """What the answers of a tape depend on: externals and views of storages, and (entry, inputs, numbers, first result) of ops."""
+
+    views: list[Any]
+    steps: list[tuple[Any, list[int], tuple[Any, ...], int]]
+
+
 @dataclasses.dataclass(frozen=True)
 class Tape:
     """nodes: entries with relative value ids. externals: (number of a storage, view). numbers: (node, lifted numbers). draws: nodes that draw random numbers.
     values: how many the stretch makes. writes: (number of a storage, value) at its end; a negative value is an external, copied. views: (number of a storage,
-    view, value) that were read of storages. constants: what it takes from the host.
+    view, value) that were read of storages. constants: what it takes from the host. asked: (value or (number of a storage, view), answer) of what its
+    code asked for, and what can be worked out on the host (`host_values`): it may only be played where the answers are the same.
     """
 
     nodes: tuple[Node, ...]
@@ -59,6 +68,7 @@ class Tape:
     writes: tuple[tuple[int, int], ...]
     views: tuple[tuple[int, Layout, int], ...]
     constants: tuple[Constant, ...] = ()
+    asked: tuple[tuple[Any, Any], ...] = ()
     sources: tuple[Source, ...] = dataclasses.field(compare=False, default=())
     _placed: dict[Any, list[Node]] = dataclasses.field(compare=False, default_factory=dict)
 
@@ -96,6 +106,37 @@ class Tape:
                         storage.views = {}
                     storage.views.setdefault(view, base + value)
             return Stretch(base, ids)
+
+    def fits(self, storages: Sequence[Any]) -> bool:
+        """Whether its code would get the same answers on these storages, as far as that can be told without the device."""
+        if not self.asked:
+            return True
+        with LOCK:
+            work = host_values.Work(dispatch.STATE.current)
+            at: dict[Any, int] = {}
+            for v in self._asks.views:
+                k, view = self.externals[-v - 1] if type(v) is int else v
+                found = work.view(storages[k], view)
+                if found is None:
+                    return False
+                at[v] = found
+            for entry, inputs, numbers, first in self._asks.steps:
+                new = work.add(entry, [at[v] for v in inputs], numbers)
+                at.update((first + k, new + k) for k in range(entry.n_outs))
+            answers = work.results([at[v] for v, _ in self.asked])
+            return answers is not None and [a.item() for a in answers] == [answer for _, answer in self.asked]
+
+    @functools.cached_property
+    def _asks(self) -> _Asks:
+        needed = {v for v, _ in self.asked}
+        numbers, steps, at = dict(self.numbers), [], self.values
+        for k in range(len(self.nodes) - 1, -1, -1):
+            entry, *inputs = self.nodes[k]
+            at -= entry.n_outs
+            if not needed.isdisjoint(range(at, at + entry.n_outs)):
+                needed.update(inputs)
+                steps.append((entry, inputs, numbers.get(k, ()), at))
+        return _Asks([v for v in needed if type(v) is not int or v < 0], steps[::-1])
 
     def storages(self) -> set[int]:
         """Numbers of the storages that it reads or writes, without those of constants."""
@@ -137,6 +178,8 @@ class Tape:
                 return f"a Python number was {a}, then {b} ({other.sources[k]})"
         if self.constants != other.constants:
             return "it takes other values from the host"
+        if repr(self.asked) != repr(other.asked):
+            return f"it asked for values and got {[a for _, a in self.asked]}, then {[a for _, a in other.asked]}"
         for field in ("externals", "draws", "values", "writes", "views"):
             if getattr(self, field) != getattr(other, field):
                 return f"it reads or writes other tensors ({field})"
@@ -217,6 +260,10 @@ class Recording:
         self._seed = (rng.DEFAULT.seed, rng.DEFAULT.offset, rng.DEFAULT.axes)
         self._outer = segment.watch, Storage.witness
         segment.watch, Storage.witness = self._saw, self._filled
+        self._around, segment.recording = segment.recording, self
+        if self._around is not None:
+            self._around._found(NotRepeatable("it runs the backward pass of another module inside"))
+        self._asked: list[tuple[Any, Any]] = []
         self._uploads = Uploads(segment)
         self.constants: list[tuple[Storage, Constant]] = []
         """What was uploaded and read, or asked for (`constant`), in that order, with the storages that have it."""
@@ -230,8 +277,7 @@ class Recording:
         if outer is not None:
             outer(storage, view, vid)
         if storage is None:
-            if vid <= self._node:  # a value that follows from nodes of the stretch alone is the same whenever they are
-                self._found(NotRepeatable(_ASKS))
+            self._found(NotRepeatable(_ASKS))
             return
         number = self._number.get(id(storage))
         if id(storage) in self._twin_of:
@@ -254,7 +300,7 @@ class Recording:
                 self._seen[vid] = storage, view
             return
         if storage.held is not self._arrays[number]:
-            self._found(NotRepeatable(_HOST))
+            self._found(NotNow(_HOST))
         first = self._seen.setdefault(vid, (storage, view))[0]
         if self._copy_of.get(id(first)) is storage:  # the other must not change until here, so it says more
             self._seen[vid] = storage, view
@@ -280,6 +326,24 @@ class Recording:
         elif id(storage) in self._twin_of or (id(storage) not in self._number and not self._is_own(storage)):
             self._found(NotRepeatable(f"it fills a tensor of shape {list(storage.layout.size)} {_FOREIGN}"))
 
+    def has_still(self, storage: Storage) -> bool:
+        """Whether a given storage holds what it held when this began."""
+        number = self._number.get(id(storage))
+        return number is not None and number not in self._written
+
+    def got_view(self, storage: Storage, view: Layout, value: Any) -> None:
+        """Code was told, without the device, what a storage holds that has not changed since this began, or that is no result of ops."""
+        number = self._number.get(id(storage))
+        if number is not None:
+            self._asked.append(((number, view), value.item()))
+        elif not self._is_own(storage):
+            self._found(NotRepeatable(f"it asks for a value of a tensor {_FOREIGN}"))
+
+    def got_value(self, vid: int, value: Any, place: int) -> None:
+        """Code was told, without the device, a value that follows from nodes from this place on, or from leaves (0)."""
+        if place <= self._node:  # one that follows from nodes of the stretch alone is the same whenever they are
+            self._asked.append((vid, value.item()))
+
     def constant(self, storage: Storage) -> int | None:
         """The number of a constant, if that is what a storage of the stretch's own holds."""
         number = self._constants.get(id(storage))
@@ -292,6 +356,7 @@ class Recording:
     def stop(self) -> None:
         """End watching."""
         self._segment.watch, Storage.witness = self._outer
+        self._segment.recording = self._around
         self._uploads.stop()
         numbered = {**dict(enumerate(self.storages)), **{-k: s for k, (s, _) in enumerate(self.constants, 1) if not s.pending}}
         self._reads = [(k, view, vid) for k, s in numbered.items() for view, vid in (s.views or {}).items() if vid >= self._vid]
@@ -353,6 +418,7 @@ class Recording:
             tuple(writes),
             tuple(views),
             tuple(constant for _, constant in self.constants),
+            tuple((self._relative(what, names) if type(what) is int else what, answer) for what, answer in self._asked),
             tuple(sources[self._node : len(segment.nodes)]),
         )
 
@@ -376,14 +442,14 @@ class Recording:
         writes = []
         for k, (s, before) in enumerate(zip(self.storages, self._before, strict=True)):
             if s.constant and self._constant[k] is not s.fill:
-                raise NotRepeatable("it fills a tensor that it was given with one number, in place")
+                raise NotNow("it fills a tensor that it was given with one number, in place")
             if k in self._written:
                 if s.segment is not self._segment:
-                    raise NotRepeatable(_HOST)
+                    raise NotNow(_HOST)
                 if s.vid != before:
                     writes.append((k, self._relative(s.vid, names)))
             elif s.held is not self._arrays[k]:
-                raise NotRepeatable(_HOST)
+                raise NotNow(_HOST)
         return writes
 
     def _draws(self, segment: Segment) -> tuple[int, ...]:

@@ -125,7 +125,6 @@ class Own:
 STOPPED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "branch on a value": (lambda: Small(lambda m, x, y: y * 2 if y.sum().item() > 0 else y), "it reads a tensor's value"),
     "branch on an argument's value": (lambda: Small(lambda m, x, y: y * 2 if x[0, 0] > 0 else y), "it reads a tensor's value"),
-    "branch on a flag that is there": (lambda: Small(_flag, ready=torch.tensor(False)), "it reads a tensor's value"),
     "branch on small integers": (lambda: Small(lambda m, x, y: y * 2 if (x > 0).long()[0, 0] == 1 else y), "it reads a tensor's value"),
     "counter in an attribute": (lambda: Small(_attribute, count=0), "count"),
     "counter in a global": (lambda: Small(_global_count), "COUNT"),
@@ -192,6 +191,19 @@ def test_what_cannot_be_repeated_is_recorded(name: str) -> None:
         assert reason in player(model).off and not player(model).played
     else:
         parity(make, _step, played=False, off=reason)
+
+
+def _from_first_batch(m: Any, x: Any, y: Any) -> Any:
+    if not m.ready:
+        m.scale.copy_(y.detach().std(0))
+        m.ready.fill_(True)
+    return y / m.scale
+
+
+@pytest.mark.parametrize("rule", [_flag, _from_first_batch])
+def test_a_first_call_that_sets_a_flag(rule: Callable[..., Any]) -> None:
+    """What a module initialises in its first call, and remembers in a buffer, is not done again by what is played."""
+    parity(lambda: Small(rule, ready=torch.tensor(False), scale=torch.ones(6)), _step, steps=8)
 
 
 def test_a_warning_names_the_line_that_differs() -> None:

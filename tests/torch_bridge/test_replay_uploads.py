@@ -393,6 +393,6 @@ def test_what_results_depend_on_where_they_are_copies() -> None:
         return [before, y, three, g, m.last]
 
     module = parity(Swapping, step, steps=10)
-    (kind, *_) = [k for k in player(module)._kinds.values() if k.forwards]
+    (kind, *_) = [k for kinds in player(module)._kinds.values() for k in kinds if k.forwards]
     given = player(module)._holding().places
     assert kind.forwards[0].overwritten == [given[id(module.last._storage)]]  # type: ignore[union-attr]
