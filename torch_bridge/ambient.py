@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torch_bridge import rng, world
+from torch_bridge import known_hooks, rng, world
 
 
 class Ambient(NamedTuple):
@@ -55,7 +55,7 @@ _SETTINGS = (
 
 def observed() -> bool:
     """Whether somebody else follows single operations: a torch mode, functorch, forward-mode derivatives, saved-tensor hooks (also those of activation
-    checkpoints), hooks on all modules; or inference mode is on."""
+    checkpoints), hooks on all modules, a transformers model that collects its layers' results; or inference mode is on."""
     modes = torch._C._len_torch_function_stack() + torch._C._len_torch_dispatch_stack()
     return (
         bool(modes)
@@ -64,6 +64,7 @@ def observed() -> bool:
         or torch.autograd.forward_ad._current_level >= 0
         or torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
         or any(_HOOKS_ON_ALL)
+        or known_hooks.collecting()
     )
 
 

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from torch_bridge import code_reads, ranks
+from torch_bridge import code_reads, known_hooks, ranks
 from torch_bridge.tensor import XLATensor
 from torch_bridge.transfer import bits
 
@@ -74,8 +74,8 @@ class Fingerprint:
         walk = _Walk()
         walk.registered = {id(module) for module in root.modules()}
         for name, module in root.named_modules():
-            if name and any(getattr(module, hooks) for hooks in _HOOKS):
-                raise Unknown(f"hooks on {name}", lasting=False)
+            if name:
+                walk.hooks_of(name, [getattr(module, hooks) for hooks in _HOOKS])
             walk.add(name, (id(module), type(module)))
             for kind in (module._parameters, module._buffers):
                 for key, t in kind.items():
@@ -83,8 +83,6 @@ class Fingerprint:
             walk.watch(module.__dict__, _NOT_STATE - _PARTS)
             for held in (module._parameters, module._buffers, module._modules):
                 walk.watch(held)
-            if name:
-                walk.hooks += [getattr(module, hooks) for hooks in _HOOKS]
             for key, value in module.__dict__.items():
                 if key not in _NOT_STATE:
                     walk.value(f"{name}.{key}", value, 0)
@@ -122,7 +120,8 @@ class _Walk:
 
     held, sizes: dicts and their lengths; dicts, getters, values: dicts, what takes entries out of each, and all those entries; gets, keys, found_there: how
     something else is asked for an entry, by which key, and what it gave; items: lists with what was in them; tensors, needs: tensors and whether they need
-    gradients; hooks: what holds hooks of modules; contents: (object, what reads it, what it read). registered: ids of the modules that are walked anyway.
+    gradients; hooks: what holds hooks of modules, and is empty; contents: (object, what reads it, what it read). registered: ids of the modules that are
+    walked anyway.
     """
 
     def __init__(self) -> None:
@@ -182,13 +181,24 @@ class _Walk:
         self._entries.clear()
 
     def _without_hooks(self) -> bool:
-        """Whether there still are no hooks inside. Looked at when a hook was registered anywhere since."""
+        """Whether there still are no other hooks inside. Looked at when a hook was registered anywhere since."""
         made = RemovableHandle.next_id
         if made != self._hooks_made:
             if any(self.hooks) or any(map(_TENSOR_HOOKS, self.tensors)):
                 return False
             self._hooks_made = made
         return True
+
+    def hooks_of(self, name: str, hooks: list[Any]) -> None:
+        """Hooks of a module inside: there must be none but known ones, which must stay the same."""
+        for held in hooks:
+            if not known_hooks.all_known(held):
+                raise Unknown(f"hooks on {name}", lasting=False)
+            if held:
+                self.watch(held)
+                self.add(f"the hooks of {name}", tuple(map(_Same, held.values())))
+            else:
+                self.hooks.append(held)
 
     def watch(self, held: dict[Any, Any], leave_out: frozenset[str] = frozenset()) -> None:
         """Look at a dict's keys and values."""

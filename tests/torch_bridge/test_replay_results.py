@@ -8,7 +8,16 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 import torch_bridge
@@ -168,3 +177,67 @@ def test_other_objects_stay_as_they_are() -> None:
     cache = DynamicCache()
     cache.extra = {"a": [odd]}  # type: ignore[attr-defined]
     assert results.unknown(results.taken_apart(cache, {}).rest) is Odd
+
+
+def mixtral() -> nn.Module:
+    config = MixtralConfig(
+        vocab_size=WORDS,
+        hidden_size=8,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        num_local_experts=2,
+        output_router_logits=True,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    return MixtralForCausalLM(config)
+
+
+def _hidden_states(m: nn.Module, k: int) -> Any:
+    """Collected by hooks that the first such call puts on the layers, and asked for in two of three calls."""
+    out = m(input_ids=words(k), labels=words(k), output_hidden_states=k % 3 != 1)
+    hidden = out.hidden_states or ()
+    assert len(hidden) == (0 if k % 3 == 1 else 3)
+    m.zero_grad()
+    (out.loss + sum(h.square().mean() for h in hidden)).backward()
+    descend(m)
+    return [out.loss, list(hidden)]
+
+
+def test_router_logits_that_hooks_collect() -> None:
+    parity(mixtral, _trained, steps=8)
+
+
+def test_hidden_states_that_hooks_collect() -> None:
+    module = parity(llama, _hidden_states, steps=18)
+    assert player(module).played >= 6
+
+
+def test_a_played_layer_inside_a_model_that_collects() -> None:
+    """Its hook has to be called, so it is recorded op by op there, and played where nothing is collected."""
+
+    def step(m: nn.Module, k: int) -> Any:
+        if k < 2 or 8 <= k < 10:
+            return _hidden_states(m, k)
+        loss = m(input_ids=words(k), labels=words(k), use_cache=False).loss
+        m.zero_grad()
+        loss.backward()
+        descend(m)
+        return loss
+
+    parity(llama, step, steps=14, part=lambda m: m.model.layers[0])
+
+
+def test_a_hook_of_the_scripts_beside_those() -> None:
+    """Another hook on a layer is called in every call."""
+    seen = []
+
+    def step(m: nn.Module, k: int) -> Any:
+        if k == 9:
+            m.model.layers[0].register_forward_hook(lambda *_: seen.append(k))
+        return _hidden_states(m, k)
+
+    parity(llama, step, steps=18)
+    assert len(seen) == 2 * 9
