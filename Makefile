@@ -22,10 +22,10 @@ endif
 # A recipe that fails leaves no stamp, so the next run tries again.
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint style notebooks bench opinfo clean
+.PHONY: help demo test test-all lint style notebooks bench opinfo clean
 
 help: ## list the commands
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(VENV)/demo.stamp ## train a small Llama on Python's documentation, then one on 32 emulated NeuronCores (a few minutes)
 	$(BIN)/python examples/char_lm.py $(DEMO_ARGS)
@@ -36,6 +36,10 @@ test: $(VENV)/dev.stamp style ## lint, type check and run all tests (what CI run
 	$(BIN)/python -m mypy > $(VENV)/mypy.log 2>&1 & types=$$!; \
 	PYTEST_ADDOPTS="-n 2 --dist worksteal $$PYTEST_ADDOPTS" $(BIN)/python -m pytest; tests=$$?; \
 	wait $$types; typed=$$?; cat $(VENV)/mypy.log; [ $$tests -eq 0 ] && [ $$typed -eq 0 ]
+
+test-all: export PYTEST_ADDOPTS := --all $(PYTEST_ADDOPTS)
+test-all: export RANDOM_PROGRAMS ?= 1000
+test-all: test ## the same with all cases of the tests of which `make test` runs a part (half an hour more)
 
 lint: $(VENV)/dev.stamp style ## ruff check, ruff format --check, mypy
 	$(BIN)/python -m mypy

@@ -27,6 +27,7 @@ if importlib.util.find_spec("torch_xla") is None:  # not installed: `torch_xla` 
     sys.path.append(str(_ROOT / "aliases"))
 
 QUICK = (
+    "models/test_optimizers.py",
     "models/test_training_parity.py",
     "nxd_jax/checkpoint/test_query_heads.py",
     "nxd_jax/kernels/test_flash_attn.py",
@@ -42,17 +43,46 @@ QUICK = (
     "torch_bridge/lowerings/test_batch_norm.py",
     "torch_bridge/lowerings/test_convolution.py",
     "torch_bridge/lowerings/test_ctc.py",
+    "torch_bridge/lowerings/test_embedding_bag.py",
     "torch_bridge/lowerings/test_grid_sampler.py",
     "torch_bridge/lowerings/test_grouped_matmul.py",
     "torch_bridge/lowerings/test_linalg.py",
+    "torch_bridge/lowerings/test_linear_cross_entropy.py",
     "torch_bridge/lowerings/test_losses.py",
     "torch_bridge/lowerings/test_optimizers.py",
     "torch_bridge/lowerings/test_pooling.py",
+    "torch_bridge/lowerings/test_random.py",
     "torch_bridge/lowerings/test_scatter.py",
+    "torch_bridge/test_guarantees.py",
+    "torch_bridge/test_random_distributions.py",
+    "torch_bridge/test_random_programs.py",
+    "torch_bridge/test_random_state.py",
 )
 """Files that spend most of their time in LLVM and compare with a reference within a tolerance: compiled with most optimizations off, in half the time.
 Not here: files about equality bit for bit, special values, precision or memory, and the processes that tests start (but for the README's code): those
 programs are compiled as users' are. `JAX_DISABLE_MOST_OPTIMIZATIONS=0` compiles everything so."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--all`: `make test-all`."""
+    parser.addoption("--all", action="store_true", help="also run what is marked thorough: more cases of what the other tests test")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what is marked thorough, unless it is asked for with --all or by name."""
+    if config.getoption("--all") or any("::" in argument for argument in config.args):
+        return
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("thorough") is not None:
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    left_out = {item for found in cases.values() for item in found}
+    for found in cases.values():
+        mark = found[0].get_closest_marker("thorough")
+        keep = min(mark.kwargs.get("keep", 0) if mark is not None else 0, len(found))
+        left_out -= {found[k * len(found) // keep] for k in range(keep)}
+    items[:] = [item for item in items if item not in left_out]
+    config.hook.pytest_deselected(items=list(left_out))
 
 
 @pytest.fixture(autouse=True)

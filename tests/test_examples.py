@@ -65,6 +65,7 @@ def test_char_lm_learns_the_same_on_xla_and_compiles_once(tmp_path: Path) -> Non
     assert on_xla("second") == (loss, sample, (compiled, 0))
 
 
+@pytest.mark.thorough
 def test_a_second_run_under_nxd_run_compiles_nothing(tmp_path: Path) -> None:
     """The NxD Llama on four emulated ranks: the same losses, from the programs of the first run."""
 
@@ -78,6 +79,7 @@ def test_a_second_run_under_nxd_run_compiles_nothing(tmp_path: Path) -> None:
     assert train("second") == (losses, (compiled, 0))
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("device", DEVICES)
 def test_mlp_digits(device: str, tmp_path: Path) -> None:
     output = run([sys.executable, str(EXAMPLES / "mlp_digits.py"), "--epochs", "10"], tmp_path, **DEVICES[device])

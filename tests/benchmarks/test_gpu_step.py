@@ -28,6 +28,7 @@ def found() -> dict[str, list[dict[str, Any]]]:
     return {name: [gpu_step.measure(gpu_step.make(name, TINY, gpu=False), data, 1)] for name in ("bridge", "torch", "jax")}
 
 
+@pytest.mark.thorough
 def test_the_variants_compute_the_same(found):
     assert rounds.difference(found, 2e-3) < 2e-3
     losses = found["jax"][0]["losses"]

@@ -15,6 +15,7 @@ def conv_net() -> nn.Module:
     return nn.Sequential(ResidualBlock(3, 4, 2), nn.AvgPool2d(8), nn.Flatten(), nn.Linear(4, 5))
 
 
+@pytest.mark.thorough(keep=3)
 @pytest.mark.parametrize(
     "make_optimizer",
     [

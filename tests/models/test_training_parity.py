@@ -10,6 +10,7 @@ from tests.models.zoo import TASKS
 from tests.models.zoo_more import MORE
 
 
+@pytest.mark.thorough(keep=6)
 @pytest.mark.parametrize(
     ("model", "optimizer"),
     [("llama", "sgd"), ("llama", "adamw"), *((m, ("adamw", "sgd")[i % 2]) for i, m in enumerate(m for m in TASKS if m != "llama"))],
@@ -27,6 +28,7 @@ ADAMW = ("deberta_v2", "fnet", "convnextv2")
 """The others train with plain SGD: one small program instead of two, as compilation takes most of the time."""
 
 
+@pytest.mark.thorough(keep=5)
 @pytest.mark.parametrize(("model", "optimizer"), [(m, "adamw" if m in ADAMW else "plain") for m in MORE])
 def test_ten_more_families(model: str, optimizer: str) -> None:
     task = MORE[model]

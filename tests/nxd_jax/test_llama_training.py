@@ -29,6 +29,7 @@ def start(launcher: list[str], *arguments: str, out: Path, **environment: str) -
     return json.loads((out / "summary.json").read_text()), done.stdout + done.stderr
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_torchrun_and_one_process_agree(tmp_path: Path) -> None:
     """tp 2, ten steps: the same losses to float32 rounding and the same checkpoint. (`test_run.py` has tp 2 x dp 2 in four processes.)"""
@@ -47,6 +48,7 @@ def test_torchrun_and_one_process_agree(tmp_path: Path) -> None:
             torch.testing.assert_close(two[name], value, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize(
     ("instance", "arguments", "sizes"),
     [

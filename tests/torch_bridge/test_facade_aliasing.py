@@ -48,6 +48,7 @@ print("same")
 """
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.parametrize(
     "first",
     [

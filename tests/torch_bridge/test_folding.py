@@ -126,6 +126,7 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
 }
 
 
+@pytest.mark.thorough(keep=4)
 @pytest.mark.switched_on("NXD_JAX_FUSED_OPTIMIZERS")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -118,6 +118,7 @@ def twice(f: Callable[..., Any], shapes: tuple[tuple[int, ...], ...], device: st
     return list(first), [x.grad for x in inputs]
 
 
+@pytest.mark.thorough(keep=12)
 @pytest.mark.parametrize(("f", "shapes"), [pytest.param(f, shapes, id=name) for name, f, shapes in CASES])
 def test_double_backward(f: Callable[..., Any], shapes: tuple[tuple[int, ...], ...]) -> None:
     same(lambda device: twice(f, shapes, device), rtol=2e-4, atol=1e-5)

@@ -87,6 +87,7 @@ CASES: dict[str, Make] = {
 }
 
 
+@pytest.mark.thorough(keep=8)
 @pytest.mark.parametrize("make", CASES.values(), ids=CASES.keys())
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_numbers_of_op_by_op_recording(make: Make, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -280,6 +280,7 @@ WRITES: dict[str, Callable[[torch.Tensor], Any]] = {
 }
 
 
+@pytest.mark.thorough(keep=10)
 @pytest.mark.parametrize("view", VIEWS)
 def test_writes_through_views_reach_the_base(view: str) -> None:
     for write in WRITES.values():
@@ -369,6 +370,7 @@ def test_default_dtype_is_honoured() -> None:
     assert (torch.arange(2, device="xla") / 3).dtype == torch.float32
 
 
+@pytest.mark.thorough(keep=9)
 @pytest.mark.parametrize(
     "make",
     [

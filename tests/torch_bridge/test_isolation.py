@@ -71,6 +71,7 @@ print(torch.func.grad(lambda t: t.sin().sum())(torch.zeros(2)), torch.ones(3).is
 """
 
 
+@pytest.mark.thorough
 def test_cpu_code_gives_the_same_with_the_entry_point(entry_point: Path) -> None:
     plain = python(CPU_WORK, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
     report = "\nassert 'torch_bridge.device' in sys.modules and 'jax' not in sys.modules and 'torch_bridge.recorder' not in sys.modules\n"
@@ -120,6 +121,7 @@ print(y.grad.tolist(), x.grad.tolist())
 """
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("installed", [False, True])
 def test_importing_after_a_cpu_backward_works(installed: bool, entry_point: Path) -> None:
     assert python(AFTER_BACKWARD, *([entry_point] if installed else [])) == "[6.0, 6.0, 6.0] [4.0, 4.0, 4.0]\n"

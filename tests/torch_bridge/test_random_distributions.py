@@ -389,6 +389,7 @@ MULTIVARIATE: dict[str, Callable[[], D.Distribution]] = {
 }
 
 
+@pytest.mark.thorough(keep=5)
 @pytest.mark.filterwarnings("ignore:Singular sample detected")  # torch's Wishart says so of every sample, on the CPU too
 @pytest.mark.parametrize("name", MULTIVARIATE)
 def test_moments_of_multivariate_distributions(name: str) -> None:

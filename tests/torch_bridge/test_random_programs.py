@@ -14,7 +14,7 @@ import torch
 import torch_bridge  # noqa: F401  (registers the device)
 from tests.torch_bridge import programs
 
-EXAMPLES = int(os.environ.get("RANDOM_PROGRAMS", "250"))
+EXAMPLES = int(os.environ.get("RANDOM_PROGRAMS", "120"))
 
 instruction = st.tuples(st.integers(0, 104), st.integers(0, 255), st.integers(0, 63), st.integers(0, 63))
 

@@ -31,6 +31,7 @@ DRAWS: dict[str, Callable[[], torch.Tensor]] = {
 }
 
 
+@pytest.mark.thorough(keep=5)
 @pytest.mark.parametrize("name", DRAWS)
 def test_manual_seed_reproduces_and_draws_differ(name: str) -> None:
     draw = DRAWS[name]

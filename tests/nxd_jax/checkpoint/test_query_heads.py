@@ -57,6 +57,7 @@ def losses(job: tuple[Any, Any], steps: int) -> list[float]:
     return found
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("kv_heads", [2, 4])
 def test_same_function_for_any_number_of_copies(nxd: Any, llama: Any, tmp_path: Path, kv_heads: int) -> None:
     import neuronx_distributed

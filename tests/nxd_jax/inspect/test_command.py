@@ -100,6 +100,7 @@ def test_a_script_that_fails_is_reported_all_the_same(tmp_path: pathlib.Path) ->
     assert "the script ended with exit status 1" in (tmp_path / "report.html").read_text()
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize(
     "args",
     [

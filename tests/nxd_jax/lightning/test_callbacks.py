@@ -89,6 +89,7 @@ if hasattr(callbacks, "EMAWeightAveraging"):  # Lightning 2.6
     AVERAGING += [callbacks.WeightAveraging, lambda: callbacks.EMAWeightAveraging(decay=0.9)]
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("kind", AVERAGING)
 def test_averages(tmp_path: Path, kind: Any) -> None:
     found = []

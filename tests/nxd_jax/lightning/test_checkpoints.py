@@ -56,6 +56,7 @@ class SaveAt(Callback):
 # -- ModelCheckpoint ---------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough(keep=3)
 @pytest.mark.parametrize(
     "options",
     [
@@ -146,6 +147,7 @@ LOADERS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.thorough(keep=5)
 @pytest.mark.parametrize(
     ("loader", "hook", "step", "settings"),
     [
@@ -212,6 +214,7 @@ class TwoOptimizers(jobs.Module):
         return made, [jobs.halving(optimizer) for optimizer in made]
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("zero1", [False, True])
 def test_two_optimizers(tmp_path: Path, zero1: bool) -> None:
     """With ZeRO-1, and then without; and the other way round."""

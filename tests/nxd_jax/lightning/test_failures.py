@@ -56,6 +56,7 @@ def check_usable(folder: Path, model: Any = None) -> None:
     assert trainer.state.finished
 
 
+@pytest.mark.thorough(keep=4)
 @pytest.mark.parametrize("hook", ["on_train_batch_start", "on_before_zero_grad", "on_train_batch_end", "on_validation_batch_start"])
 @pytest.mark.parametrize("error", [None, ValueError("in a hook")], ids=["ctrl-c", "error"])
 def test_in_a_hook(tmp_path: Path, hook: str, error: Exception | None) -> None:

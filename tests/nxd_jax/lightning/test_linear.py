@@ -32,6 +32,7 @@ def replay(runs: list[dict[str, Any]]) -> tuple[torch.nn.Module, list[list[float
     return model, losses
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_weights_and_losses_are_those_of_plain_torch(launcher: str, tmp_path: Path) -> None:
     path = os.pathsep.join([str(ROOT), str(ROOT / "aliases"), os.environ.get("PYTHONPATH", "")])

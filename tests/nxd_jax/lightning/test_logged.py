@@ -213,6 +213,7 @@ def programs(folder: Path, kind: Any, looks: bool) -> int:
     return counting.per_step()
 
 
+@pytest.mark.thorough(keep=3)
 @pytest.mark.parametrize("kind", [Local, Global, jobs.Module])
 @pytest.mark.parametrize("looks", [False, True])
 def test_logging_costs_one_program(tmp_path: Path, kind: Any, looks: bool) -> None:

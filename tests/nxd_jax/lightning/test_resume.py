@@ -75,6 +75,7 @@ LOADERS = {
 }
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.parametrize("name", LOADERS)
 def test_in_mid_epoch(name: str, tmp_path: Path) -> None:
     begin_and_resume(tmp_path, {"max_steps": 4}, LOADERS[name], {"max_steps": 15})
@@ -102,6 +103,7 @@ def test_in_another_layout(tmp_path: Path) -> None:
     assert before + after == pytest.approx(expected, rel=1e-4)
 
 
+@pytest.mark.thorough(keep=4)
 @pytest.mark.parametrize(
     ("options", "names"),
     [

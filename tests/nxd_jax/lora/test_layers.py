@@ -143,6 +143,7 @@ def own_input(case: str, layer: Any, x: torch.Tensor) -> torch.Tensor:
     return mappings._split_along_dim(x, -1) if getattr(layer.base_layer, "input_is_parallel", False) else x
 
 
+@pytest.mark.thorough(keep=7)
 @pytest.mark.parametrize("case", CASES)
 def test_results_gradients_and_merging(nxd: Nxd, case: str) -> None:
     c = CASES[case]

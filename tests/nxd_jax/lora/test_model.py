@@ -206,6 +206,7 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.thorough(keep=5)
 @pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize("mode", MODES)
 def test_all_modes_load_back(nxd: Nxd, mode: str, inside: bool) -> None:

@@ -19,6 +19,7 @@ from tests.nxd_jax.lora.models import full
 ROOT = pathlib.Path(__file__).parents[3]
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_two_processes(nxd: Nxd, tmp_path: pathlib.Path) -> None:
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", two_processes.__file__, str(tmp_path)]

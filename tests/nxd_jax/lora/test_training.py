@@ -56,6 +56,7 @@ def steps(model: Any, optimizer: Any, count: int) -> list[float]:
     return found
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("sp", [False, True])
 def test_train_save_and_resume(nxd: Nxd, tmp_path: pathlib.Path, sp: bool) -> None:
     peft = pytest.importorskip("peft")

@@ -64,6 +64,7 @@ def rank_rows(layer: Any, kind: str, grad: bool = False) -> list[list[torch.Tens
     return [list(t) for t in zip(*(of(f"{kind}_{p}") for p in "qkv"), strict=True)]
 
 
+@pytest.mark.thorough(keep=10)
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("times", [1, 2, 4])
 @pytest.mark.parametrize("fuse", [True, False])

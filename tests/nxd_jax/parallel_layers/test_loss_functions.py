@@ -40,6 +40,7 @@ def reference(logits: torch.Tensor, target: torch.Tensor, smoothing: float) -> t
     return flat.reshape(target.shape)
 
 
+@pytest.mark.thorough(keep=10)
 @pytest.mark.parametrize("smoothing", [0.0, 0.1, 1.0])
 @pytest.mark.parametrize("shape", [(6,), (2, 5), (2, 3, 2)])
 @pytest.mark.parametrize(("size", "tp"), [(4, 4), (4, 2), (1, 1)])

@@ -75,6 +75,7 @@ def assert_same(found: tuple[float, Any], expected: tuple[float, Any]) -> None:
             torch.testing.assert_close(s, t, rtol=1e-5, atol=1e-6 * max(1e-3, t.abs().max().item()))
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.parametrize(("layers", "tp", "sequence_parallel"), [(8, 1, False), (3, 2, False), (3, 2, True)])
 def test_same_gradients_from_less_memory(nxd: Nxd, layers: int, tp: int, sequence_parallel: bool) -> None:
     """With dropout, whose masks must be the same in both passes.

@@ -217,6 +217,7 @@ def test_seven_billion_parameters_on_a_trn1_32xlarge() -> None:
     assert grown < 100_000 and peak < 1_000_000  # KiB
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_hundred_million_parameters_for_real(nxd: Nxd) -> None:
     """The same path: made on meta, materialised, an optimizer with ZeRO-1, one step. The bytes are those of the footprint."""

@@ -23,6 +23,7 @@ RUNS = {
 }
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.parametrize("run", RUNS.values(), ids=RUNS.keys())
 def test_equals_torch_on_the_combined_batch(nxd: Nxd, run: Run) -> None:
     compare(nxd, run)

@@ -13,6 +13,7 @@ CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 GRID = torch.cat([torch.rand(2, 3, 5, 2) * 4 - 2, torch.tensor([-1.0, 1.0]).expand(2, 1, 5, 2), torch.zeros(2, 1, 5, 2)], 1)
 
 
+@pytest.mark.thorough(keep=8)
 @pytest.mark.parametrize(("mode", "padding", "align"), list(itertools.product((0, 1, 2), (0, 1, 2), (False, True))))
 def test_2d(mode, padding, align):
     x = torch.randn(2, 3, 4, 6)
@@ -22,6 +23,7 @@ def test_2d(mode, padding, align):
     check(aten.grid_sampler_2d_backward.default, g, x, grid, mode, padding, align, [True, True], rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.thorough(keep=5)
 @pytest.mark.parametrize(("mode", "padding", "align"), list(itertools.product((0, 1), (0, 1, 2), (False, True))))
 def test_3d(mode, padding, align):
     x, grid = torch.randn(2, 3, 3, 4, 5), torch.rand(2, 2, 3, 4, 3) * 4 - 2

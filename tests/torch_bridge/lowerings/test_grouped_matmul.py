@@ -19,6 +19,7 @@ def offsets(sizes: list[int]) -> torch.Tensor:
     return torch.tensor(sizes).cumsum(0).to(torch.int32)
 
 
+@pytest.mark.thorough(keep=6)
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_forms(sizes, dtype):
@@ -30,6 +31,7 @@ def test_forms(sizes, dtype):
     check(aten._grouped_mm.default, torch.randn(3, 8, 16).to(dtype), w)
 
 
+@pytest.mark.thorough(keep=3)
 @pytest.mark.parametrize("sizes", SIZES[:5])
 def test_gradients(sizes):
     offs = offsets(sizes)

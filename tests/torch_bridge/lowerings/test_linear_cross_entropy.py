@@ -37,6 +37,7 @@ def _losses(device: str, n: int, reduction: str, bias: bool, weighted: bool, ign
     return [v.detach().cpu() for v in (loss, *(leaf.grad for leaf in leaves[: 3 if bias else 2]))]  # type: ignore[union-attr]
 
 
+@pytest.mark.thorough(keep=6)
 @pytest.mark.parametrize("n", [6, 7])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize(("bias", "weighted", "ignored"), [(True, True, "one"), (False, False, False)])

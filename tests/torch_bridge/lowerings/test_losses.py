@@ -60,6 +60,7 @@ LOGITS = torch.log_softmax(torch.randn(6, 4), 1)
 TARGET = torch.tensor([0, 3, -100, 1, 2, -100])
 
 
+@pytest.mark.thorough(keep=6)
 @pytest.mark.parametrize("reduction", [0, 1, 2])
 @pytest.mark.parametrize("weight", [None, torch.rand(4)])
 @pytest.mark.parametrize("ignore", [-100, 1])
@@ -91,6 +92,7 @@ def test_nll_corners():
         assert run(aten.nll_loss_forward.default, LOGITS, torch.full((6,), bad), None, 1, -100)[0].isnan()
 
 
+@pytest.mark.thorough(keep=3)
 @pytest.mark.parametrize("reduction", [0, 1, 2])
 @pytest.mark.parametrize("p", [1, 2])
 def test_multi_margin(reduction, p):

@@ -26,6 +26,7 @@ def test_products(dtype):
     check(aten.vdot.default, rand(5, dtype=dtype), rand(5, dtype=dtype))
 
 
+@pytest.mark.thorough(keep=8)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("scales", [{}, {"beta": 2, "alpha": 3}, {"beta": 0}])
 def test_sums_of_products(dtype, scales):

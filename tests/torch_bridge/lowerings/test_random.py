@@ -75,6 +75,7 @@ CONTINUOUS = [
 ]
 
 
+@pytest.mark.thorough(keep=7)
 @pytest.mark.parametrize(("name", "sample", "cdf"), CONTINUOUS, ids=[c[0] for c in CONTINUOUS])
 def test_continuous(name, sample, cdf):
     assert ks(sample(), cdf) < 1.95
@@ -105,6 +106,7 @@ DISCRETE = [  # name, sample, mean, variance
 ]
 
 
+@pytest.mark.thorough(keep=7)
 @pytest.mark.parametrize(("name", "sample", "mean", "var"), DISCRETE, ids=[c[0] for c in DISCRETE])
 def test_moments(name, sample, mean, var):
     x = sample().double().flatten()

@@ -151,6 +151,7 @@ def test_cdist_by_matmul() -> None:
 EXTREMA_INPUTS = [X, NANS, TIES, TIES.to(bf16), TIES.to(u8), T([[3.0, 3.0]]), T([[1.0, nan, 3.0, nan]])]
 
 
+@pytest.mark.thorough(keep=5)
 @pytest.mark.parametrize("x,dim", [(TIES, 0), (NANS, 0), *((x, -1) for x in EXTREMA_INPUTS)])
 def test_extrema(x: torch.Tensor, dim: int) -> None:
     for name in ("max", "min"):

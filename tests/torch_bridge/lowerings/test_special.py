@@ -104,6 +104,7 @@ def test_all_polynomial_families_are_found():
     assert len(families()) == 12
 
 
+@pytest.mark.thorough(keep=6)
 @pytest.mark.parametrize("name", families())
 def test_polynomials(name):
     x, n = grid([-3.0, -1.5, -1.0, -0.99, -0.1, 0.0, 0.2, 0.5, 1.0, 1.2, INF], [-2.0, 0.0, 1.0, 2.0, 3.0, 6.0, 7.0, 8.0, 9.0, 30.0, 130.0])

@@ -120,6 +120,7 @@ def run(
     return out.detach(), [g for g in grads if g is not None]
 
 
+@pytest.mark.thorough(keep=14)
 @pytest.mark.filterwarnings("ignore:.*(is deprecated in favor of|was deprecated)")
 @pytest.mark.parametrize("name", [*LOWER, *FLOAT32])
 @pytest.mark.parametrize("given", [torch.float32, HALF], ids=["from-float32", "from-bfloat16"])
