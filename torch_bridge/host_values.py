@@ -21,7 +21,8 @@ from torch_bridge.segment import Entry, Segment, Storage, read_entries
 aten = torch.ops.aten
 
 MAX_NODES = 64
-MAX_ELEMENTS = 1 << 16
+MAX_ELEMENTS = 1 << 19
+"""Of any tensor on the way to a value: a mask for 32 sequences of 16,384 tokens, half a millisecond of eager torch."""
 SEARCH = 400
 """How many nodes back the value's inputs may lie."""
 EXACT = 256
@@ -166,7 +167,7 @@ def _compute(entry: Entry, inputs: Sequence[torch.Tensor], numbers: Sequence[Any
 def _on_host(array: Any, rank: int, size: tuple[int, ...]) -> torch.Tensor:
     from torch_bridge.transfer import from_numpy
 
-    return from_numpy(np.array(sharding.block(array, rank, size)))
+    return from_numpy(np.array(sharding.block(array, rank, size) if sharding.active() else array))
 
 
 def _cone(segment: Segment, vid: int) -> list[tuple[int, int]] | None:

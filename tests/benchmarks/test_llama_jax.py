@@ -17,6 +17,7 @@ import torch
 import torch_step
 
 
+@pytest.mark.thorough
 def test_loss_and_gradients_equal_torch(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(measure, "LAYERS", 2)
     model = torch_step.make_model()

@@ -119,7 +119,7 @@ def gradients(model: LlamaForCausalLM, case: Case, ids: torch.Tensor) -> float:
     return xm.all_reduce("sum", mean, 1 / case.cp, groups=parallel_state.get_context_model_parallel_group(as_list=True)).item()
 
 
-@pytest.mark.thorough(keep=12)
+@pytest.mark.thorough(keep=9)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_equals_the_unsharded_model(case: Case, nxd: Nxd) -> None:
     nxd(case.world, tp=case.tp, cp=case.cp)

@@ -102,6 +102,7 @@ def unsharded(full: dict[str, torch.Tensor], ids: torch.Tensor, target: torch.Te
     return loss.detach(), {name: w.grad for name, w in own.items() if w.grad is not None}
 
 
+@pytest.mark.thorough(keep=4)
 @pytest.mark.parametrize(("world", "tp"), [(1, 1), (2, 2), (4, 4), (8, 4), (8, 2), (8, 8), (64, 8)])
 def test_right_on_every_rank(world: int, tp: int, nxd: Nxd) -> None:
     nxd(world, tp=tp)

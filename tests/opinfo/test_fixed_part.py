@@ -23,6 +23,7 @@ def _runs(database: str, names: tuple[str, ...]) -> list[object]:
     return [pytest.param(run, id=f"{entry.name}-{case}") for entry in found if entry.name in names for case, run in entry.cases.items()]
 
 
+@pytest.mark.thorough(keep=6)
 @pytest.mark.parametrize("run", _runs("op", FIXED) + _runs("module", MODULES))
 def test_entry_passes(run: object) -> None:
     row = run()  # type: ignore[operator]

@@ -33,6 +33,7 @@ OPTIMIZERS = [
 ]
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.parametrize(("ours", "torchs", "options"), OPTIMIZERS)
 def test_syncfree_optimizers(ours: Any, torchs: Any, options: dict[str, Any]) -> None:
     """Steps that found_inf calls off leave no trace: as if they had not been taken."""

@@ -349,6 +349,7 @@ def test_gradients_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     both(monkeypatch, script)
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("odd", [0, 2, LAYERS - 1])
 def test_an_odd_layer(odd: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A layer of another kind among them: the others are folded as far as there are enough in a row."""
@@ -380,6 +381,7 @@ def test_frozen_and_unfrozen_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     both(monkeypatch, script)
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights are cast in every iteration: no second stack of them is kept for the backward pass."""

@@ -369,6 +369,7 @@ def test_slopes_of_composed_samples_in_the_mean() -> None:
         assert abs(g.mean().item() - expected) < 4.5 * g.std().item() / math.sqrt(len(g))
 
 
+@pytest.mark.thorough(keep=3)
 @pytest.mark.parametrize("name", COUNTS)
 def test_counting_distributions(name: str) -> None:
     make, law = COUNTS[name]

@@ -110,6 +110,7 @@ def _tied() -> nn.Module:
     return model
 
 
+@pytest.mark.thorough(keep=8)
 @pytest.mark.parametrize("name", BATCHES)
 def test_modules_that_are_played(name: str) -> None:
     parity(BATCHES[name])

@@ -8,29 +8,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import BertConfig, BertForMaskedLM
 
 import torch_bridge
+from tests.torch_bridge.decoders import WORDS, gpt2, llama
 from tests.torch_bridge.replaying import batch, compile_fast, descend, parity, player  # noqa: F401
 from torch_bridge import executor, metrics
 from torch_bridge.recordings import ANSWERS
 from torch_bridge.replay import OTHERS
-
-WORDS = 32
-
-
-def llama() -> nn.Module:
-    config = LlamaConfig(
-        vocab_size=WORDS, hidden_size=8, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, bos_token_id=0, eos_token_id=0
-    )
-    return LlamaForCausalLM(config)
-
-
-def gpt2() -> nn.Module:
-    config = GPT2Config(
-        vocab_size=WORDS, n_positions=16, n_embd=8, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0, loss_type="ForCausalLM"
-    )
-    return GPT2LMHeadModel(config)
 
 
 def bert() -> nn.Module:
@@ -121,6 +106,7 @@ def _mask(k: int) -> torch.Tensor:
     return mask
 
 
+@pytest.mark.thorough(keep=12)
 @pytest.mark.parametrize("given", MASKS)
 @pytest.mark.parametrize("name", ASKS)
 def test_answers_that_differ_now_and_then(name: str, given: str) -> None:

@@ -124,6 +124,7 @@ RULES: dict[str, Callable[..., Any]] = {
 }
 
 
+@pytest.mark.thorough(keep=12)
 @pytest.mark.parametrize("name", RULES)
 def test_the_same_values_in_every_call(name: str) -> None:
     parity(lambda: Small(RULES[name]), _step)
@@ -331,6 +332,7 @@ COPIES: dict[str, Callable[..., Any]] = {
 }
 
 
+@pytest.mark.thorough(keep=8)
 @pytest.mark.parametrize("later", [False, True], ids=["in the step", "after it"])
 @pytest.mark.parametrize("name", COPIES)
 def test_copies_that_the_backward_pass_reads(name: str, later: bool) -> None:

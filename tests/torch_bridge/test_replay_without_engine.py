@@ -222,6 +222,7 @@ STEPS: dict[str, tuple[Step, bool]] = {
 """Steps, and whether each backward pass of theirs needs the engine."""
 
 
+@pytest.mark.thorough(keep=8)
 @pytest.mark.parametrize("name", STEPS)
 def test_gradients_are_what_they_were(name: str, engine: list[Any]) -> None:
     step, always = STEPS[name]

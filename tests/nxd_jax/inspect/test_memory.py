@@ -19,6 +19,7 @@ from torch_bridge import executor
 JOBS = [Job(tp=4, zero1=True, sequence_parallel=True), Job(tp=2, dtype=torch.float32, layers=3, checkpoints=True)]
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("job", JOBS, ids=["bfloat16-zero1", "float32-checkpoints"])
 def test_predicted_is_what_the_executable_needs(job: Job, nxd: Nxd) -> None:
     """Within 10 %, for two ways to lay out 8 cores; the collectives are the same too."""

@@ -37,6 +37,7 @@ class Stream(IterableDataset[Any]):
 # -- training ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("limits", [{}, {"limit_train_batches": 5}], ids=["whole", "limited"])
 def test_streams(tmp_path: Path, limits: dict[str, Any]) -> None:
     options: dict[str, Any] = {"max_epochs": 2, **limits}

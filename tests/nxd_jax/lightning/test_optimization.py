@@ -48,6 +48,7 @@ class Xla(jobs.Automatic):
 # -- automatic and manual ----------------------------------------------------------------------------
 
 
+@pytest.mark.thorough(keep=3)
 @pytest.mark.parametrize(("tp", "devices", "zero1"), [(2, 4, False), (2, 4, True), (1, 1, False), (4, 4, False), (1, 4, True)])
 def test_automatic_manual_and_plain(tmp_path: Path, tp: int, devices: int, zero1: bool) -> None:
     sizes: dict[str, Any] = {"tp": tp, "zero1": zero1}
@@ -154,6 +155,7 @@ class Clipped(jobs.Module):
         self.loss, self.should_print = self.trainer.strategy.reduce(loss.detach()), True
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.parametrize("algorithm", ["norm", "value"])
 @pytest.mark.parametrize("optimizer", [Torch, Nxd])
 def test_clipping_by_hand(tmp_path: Path, optimizer: Any, algorithm: str) -> None:

@@ -88,6 +88,7 @@ def test_with_a_sampler_that_draws_from_torchs_random_state(tmp_path: Path) -> N
     begin_and_resume(tmp_path, {"max_steps": 4}, loader, {"max_steps": 9}, use_distributed_sampler=False)
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("limits", [{"limit_train_batches": 4}, {"limit_val_batches": 2, "val_check_interval": 3}])
 def test_at_the_end_of_an_epoch_and_with_validation(limits: dict[str, Any], tmp_path: Path) -> None:
     begin_and_resume(tmp_path, {"max_steps": 12}, jobs.loader, {"max_steps": 15}, **limits)

@@ -60,7 +60,7 @@ def name_of(case: Case) -> str:
     return f"{case.optimizer.__name__}-dp{case.dp}-tp{case.tp}"
 
 
-@pytest.mark.thorough(keep=12)
+@pytest.mark.thorough(keep=9)
 @pytest.mark.parametrize("zero", [False, True], ids=["plain", "zero1"])
 @pytest.mark.parametrize("case", DIVIDED, ids=name_of)
 def test_equals_torch(nxd: Nxd, case: Case, zero: bool, monkeypatch: pytest.MonkeyPatch) -> None:

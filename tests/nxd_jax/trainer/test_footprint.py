@@ -74,6 +74,7 @@ def held(model: nn.Module, optimizer: Any) -> dict[tuple[str, str, str], tuple[i
 ADAMW = (torch.optim.AdamW, {"lr": 1e-3})
 
 
+@pytest.mark.thorough(keep=3)
 @pytest.mark.switched_on("NXD_JAX_FUSED_OPTIMIZERS")
 @pytest.mark.parametrize(
     ("world", "tp", "cp", "zero1", "precision", "dtype", "optimizer", "model_fn"),

@@ -138,6 +138,7 @@ def trained(nxd: Nxd, make: Callable[[], nn.Module], optimized: bool, lora: Lora
     return found, model
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.parametrize("name", ["parallel", "sequence", "tracked", "lora"])
 def test_parallel_layers(nxd: Nxd, name: str) -> None:
     lora = LoraConfig(lora_rank=2, lora_alpha=4, lora_dropout=0.2, target_modules=["up", "down"]) if name == "lora" else None

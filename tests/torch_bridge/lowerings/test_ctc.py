@@ -39,6 +39,7 @@ def alphas_to_compare(alpha, input_lengths, target_lengths):
     return [a[:t, : 2 * s + 1] for a, t, s in zip(alpha, input_lengths, target_lengths, strict=True)]
 
 
+@pytest.mark.thorough(keep=4)
 @pytest.mark.parametrize(("name", "dtype"), [*((name, torch.float32) for name in CASES), ("ragged", torch.float64)])
 def test_forward(name, dtype):
     targets, inputs, lengths, blank = CASES[name]

@@ -41,6 +41,7 @@ def reference(mode, offsets, **kwargs):
     return out.detach(), grad, torch.autograd.grad(out, weight, grad)[0]
 
 
+@pytest.mark.thorough(keep=6)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("padding_idx", [-1, 2])
 @pytest.mark.parametrize("last", [False, True])

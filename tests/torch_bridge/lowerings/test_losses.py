@@ -21,6 +21,7 @@ REGRESSION = [
 ]
 
 
+@pytest.mark.thorough(keep=8)
 @pytest.mark.parametrize("reduction", [0, 1, 2])
 @pytest.mark.parametrize(("name", "extra"), REGRESSION)
 def test_regression(name, extra, reduction):

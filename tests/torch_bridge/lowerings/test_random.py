@@ -114,6 +114,7 @@ def test_moments(name, sample, mean, var):
     assert abs(x.var() - var) < 0.1 * var + 4.5 * math.sqrt(var / len(x)) * (len(x) > N)
 
 
+@pytest.mark.thorough(keep=4)
 @pytest.mark.parametrize(
     ("op", "args", "kwargs"),
     [
@@ -155,6 +156,7 @@ def test_dtype_and_shape(op, args, kwargs):
         assert (e.dtype, e.shape) == (g.dtype, g.shape)
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_uniform_never_reaches_its_upper_bound(dtype):
     x = draw(aten.rand.default, [N], dtype=dtype)

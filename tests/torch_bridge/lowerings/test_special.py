@@ -199,6 +199,7 @@ GRADS = [
 ]
 
 
+@pytest.mark.thorough(keep=5)
 @pytest.mark.parametrize(("name", "reference", "lowered", "points"), GRADS, ids=[g[0] for g in GRADS])
 def test_gradients(name, reference, lowered, points):
     x = torch.tensor(points, dtype=torch.float64, requires_grad=True)

@@ -99,6 +99,7 @@ def train(steps: int = 60) -> tuple[list[float], list[torch.Tensor]]:
     return [v.item() for v in losses], [p.detach().cpu() for p in model.parameters()]
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("variable", ["XLA_USE_BF16", "XLA_DOWNCAST_BF16"])
 def test_a_float32_script_trains_in_bfloat16_unchanged(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
     executor.clear_cache()

@@ -32,6 +32,7 @@ def _compare(seeds: range, length: int) -> None:
                 raise AssertionError(f"program {seed}, tensor {k}: {error}\n{programs.random_program(seed, length)}") from None
 
 
+@pytest.mark.thorough(keep=4)
 @pytest.mark.parametrize("batch", range(8))
 def test_random_programs(batch: int) -> None:
     _compare(range(batch * BATCH, (batch + 1) * BATCH), 6 + batch // 2)

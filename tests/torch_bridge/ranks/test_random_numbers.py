@@ -49,6 +49,7 @@ DRAWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
+@pytest.mark.thorough(keep=3)
 @pytest.mark.parametrize("axes", [(), ("tp",), ("dp",), ("dp", "tp"), ("pp",), ("pp", "dp", "tp")], ids=str)
 def test_draws_differ_along_exactly_the_axes_of_the_value(axes: tuple[str, ...]) -> None:
     made = {name: draw(ones(*axes)) for name, draw in DRAWS.items()}

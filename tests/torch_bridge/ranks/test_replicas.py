@@ -92,6 +92,7 @@ def test_strict(monkeypatch: pytest.MonkeyPatch) -> None:
     train(model, batch("dp"), lambda o: xm.reduce_gradients(o))
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.parametrize(
     "kind",
     [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad, lambda p, lr: torch.optim.SGD(p, lr, momentum=0.9)],
