@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.models.__main__ import main
-from tests.models.training import OPTIMIZERS, STEPS, check, train_and_compare
+from tests.models.training import OPTIMIZERS, STEPS, check, played, train_and_compare
 from tests.models.zoo import TASKS
 from tests.models.zoo_more import MORE
 
@@ -42,3 +42,10 @@ def test_the_script_names_the_models_it_knows(capsys: pytest.CaptureFixture[str]
     with pytest.raises(SystemExit):
         main(["lama"])
     assert "no model lama: choose from llama, gpt2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["bert", "mixtral", "t5", "resnet"])
+def test_played(name: str) -> None:
+    """With `torch_bridge.optimize`: the same bits, all but the first calls played."""
+    task = {**TASKS, **MORE}[name]
+    assert played(task.build, task.loss, OPTIMIZERS["adamw"]).endswith("calls played")

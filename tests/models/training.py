@@ -30,11 +30,17 @@ torch_bridge.register()
 
 
 def train(
-    build: Callable[[], nn.Module], loss_of: Loss, make_optimizer: MakeOptimizer, device: str
+    build: Callable[[], nn.Module],
+    loss_of: Loss,
+    make_optimizer: MakeOptimizer,
+    device: str,
+    prepare: Callable[[nn.Module], Any] | None = None,
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Losses of each step and the final state."""
+    """Losses of each step and the final state. prepare: called with the model on its device."""
     torch.manual_seed(0)
     model = build().to(device).train()
+    if prepare is not None:
+        prepare(model)
     optimizer = make_optimizer(model.parameters())
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
     batches = torch.Generator().manual_seed(1)
@@ -56,6 +62,16 @@ def check(build: Callable[[], nn.Module], loss_of: Loss, make_optimizer: MakeOpt
     executions = train_and_compare(build, loss_of, make_optimizer)
     assert executions == STEPS
     assert metrics.COUNTERS.get("UncachedCompile", 0) <= 2
+
+
+def played(build: Callable[[], nn.Module], loss_of: Loss, make_optimizer: MakeOptimizer) -> str:
+    """Train with `torch_bridge.optimize` and without, with equal bits; how many calls were played, or why none was."""
+    models: list[Any] = []
+    plain = train(build, loss_of, make_optimizer, "xla")
+    optimized = train(build, loss_of, make_optimizer, "xla", lambda model: models.append(torch_bridge.optimize(model)))
+    torch.testing.assert_close(optimized, plain, rtol=0.0, atol=0.0, equal_nan=True)
+    doing = models[0].forward
+    return f"op by op: {doing.off}" if doing.off else f"{doing.played} of {STEPS} calls played"
 
 
 def train_and_compare(build: Callable[[], nn.Module], loss_of: Loss, make_optimizer: MakeOptimizer) -> int:
