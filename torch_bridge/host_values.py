@@ -108,7 +108,7 @@ class Work:
         return first
 
     def results(self, wanted: Sequence[int]) -> list[torch.Tensor] | None:
-        """These values; None where ranks have different ones, or the first of them has not got them all."""
+        """These values; None where ranks have different ones, or where only other processes know whether they do."""
         ranks = self._ranks()
         found: list[list[torch.Tensor]] = []
         for rank in ranks:

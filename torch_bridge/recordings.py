@@ -133,10 +133,7 @@ class Kind:
 
     def fits(self, given: Sequence[Storage]) -> bool:
         """Whether the module would get the same answers when it asks for values of what it is given."""
-        if not self.forwards or not self.forwards[0].tape.asked:
-            return True
-        tape = self.forwards[0].tape
-        return tape.fits([*given, *tape.placed()])
+        return not self.forwards or self.forwards[0].tape.fits(given)
 
     def miss(self) -> None:
         """A backward pass was not known: record the next calls, which may have the same."""

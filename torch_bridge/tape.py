@@ -111,6 +111,7 @@ class Tape:
         """Whether its code would get the same answers on these storages, as far as that can be told without the device."""
         if not self.asked:
             return True
+        storages = [*storages, *self.placed()]
         with LOCK:
             work = host_values.Work(dispatch.STATE.current)
             at: dict[Any, int] = {}
@@ -400,6 +401,7 @@ class Recording:
         """What was recorded. Raises NotRepeatable."""
         self.check()
         segment = self._segment
+        number = {**self._number, **self._constants}
         names = self._place  # in the order of reading: leaves get the numbers that they get without a recording
         sources = segment.predicted.sources if segment.predicted is not None else segment.sources
         nodes = [
@@ -411,7 +413,7 @@ class Recording:
         views = [(k, view, vid - self._vid) for k, view, vid in self._reads if k not in written]
         return Tape(
             tuple(nodes),
-            tuple((self._number.get(id(storage), self._constants.get(id(storage), 0)), view) for storage, view in self._seen.values()),
+            tuple((number[id(storage)], view) for storage, view in self._seen.values()),
             tuple((i - self._node, values) for i, values in segment.numbers if i >= self._node),
             self._draws(segment),
             segment.next_vid - self._vid,

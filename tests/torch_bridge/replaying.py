@@ -28,6 +28,19 @@ def compile_fast() -> Iterator[None]:
     jax.config.update("jax_disable_most_optimizations", before)
 
 
+class Ruled(nn.Module):
+    """One layer, and a rule for its result: rule(module, x, y, *what else it is given)."""
+
+    def __init__(self, rule: Callable[..., Any] | None = None):
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+        if rule is not None:
+            self.rule = rule
+
+    def forward(self, x: torch.Tensor, *others: Any) -> Any:
+        return self.rule(self, x, self.layer(x), *others)
+
+
 STEPS = 6
 Step = Callable[[nn.Module, int], Any]
 

@@ -12,7 +12,7 @@ from transformers import BertConfig, BertForMaskedLM
 
 import torch_bridge
 from tests.torch_bridge.decoders import WORDS, gpt2, llama
-from tests.torch_bridge.replaying import batch, compile_fast, descend, parity, player  # noqa: F401
+from tests.torch_bridge.replaying import Ruled, batch, compile_fast, descend, parity, player  # noqa: F401
 from torch_bridge import executor, metrics
 from torch_bridge.recordings import ANSWERS
 from torch_bridge.replay import OTHERS
@@ -51,17 +51,12 @@ def test_attention_masks(make: Callable[[], nn.Module], short: Callable[[int], b
     assert player(module).played >= 14 - 2 * 3
 
 
-class Small(nn.Module):
-    """One layer, and a rule for its result: rule(module, x, y, *what else it is given)."""
+class Small(Ruled):
+    """With a counter among its buffers."""
 
     def __init__(self, rule: Callable[..., Any]):
-        super().__init__()
-        self.layer = nn.Linear(6, 6)
+        super().__init__(rule)
         self.register_buffer("steps", torch.zeros((), dtype=torch.long))
-        self.rule = rule
-
-    def forward(self, x: torch.Tensor, *others: Any) -> Any:
-        return self.rule(self, x, self.layer(x), *others)
 
 
 def _counts(m: Any, x: Any, y: Any, *others: Any) -> Any:

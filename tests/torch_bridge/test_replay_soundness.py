@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import torch_bridge
-from tests.torch_bridge.replaying import batch, compile_fast, descend, parity, player, trained  # noqa: F401
+from tests.torch_bridge.replaying import Ruled, batch, compile_fast, descend, parity, player, trained  # noqa: F401
 from torch_bridge import code_reads
 
 COUNT = 0
@@ -26,24 +26,18 @@ SCALE: Any = None
 TENSOR: Any = None
 
 
-class Small(nn.Module):
-    """One layer, and a rule for its result: rule(module, x, y)."""
+class Small(Ruled):
+    """With attributes: tensors become buffers."""
 
     kind_of_scale = 1.0
 
     def __init__(self, rule: Callable[..., Any] | None = None, **attributes: Any):
-        super().__init__()
-        self.layer = nn.Linear(6, 6)
+        super().__init__(rule)
         for name, value in attributes.items():
             if isinstance(value, torch.Tensor):
                 self.register_buffer(name, value)
             else:
                 setattr(self, name, value)
-        if rule is not None:
-            self.rule = rule
-
-    def forward(self, x: torch.Tensor, *args: Any) -> Any:
-        return self.rule(self, x, self.layer(x), *args)
 
 
 def _every_third() -> Callable[..., Any]:

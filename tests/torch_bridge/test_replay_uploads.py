@@ -12,24 +12,19 @@ import torch
 from torch import nn
 
 import torch_bridge
-from tests.torch_bridge.replaying import STEPS, batch, compile_fast, descend, parity, player  # noqa: F401
+from tests.torch_bridge.replaying import STEPS, Ruled, Step, batch, compile_fast, descend, parity, player  # noqa: F401
 from torch_bridge import executor, metrics, uploads
 
 TABLE: list[float] = []
 HOST: dict[str, Any] = {}
 
 
-class Small(nn.Module):
-    """One layer, and a rule for its result: rule(module, x, y)."""
+class Small(Ruled):
+    """With attributes that `.to` leaves where they are."""
 
     def __init__(self, rule: Callable[..., Any], **attributes: Any):
-        super().__init__()
-        self.layer = nn.Linear(6, 6)
-        self.rule = rule
+        super().__init__(rule)
         self.__dict__.update(attributes)
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return self.rule(self, x, self.layer(x))
 
 
 def _step(m: nn.Module, k: int) -> Any:
@@ -39,6 +34,22 @@ def _step(m: nn.Module, k: int) -> Any:
     sum((o.float() if o.is_floating_point() else o.detach().float()).square().sum() for o in _tensors(out)).backward()
     descend(m)
     return [[o.detach().cpu() for o in _tensors(out)], x.grad]
+
+
+def _backward_later(later: bool) -> Step:
+    """Steps whose backward pass comes in the step of its forward pass, or after it."""
+
+    def step(m: nn.Module, k: int) -> Any:
+        x = batch(k).requires_grad_()
+        loss = sum(o.square().sum() for o in _tensors(m(x * 1)))
+        if later:
+            executor.sync()
+        m.zero_grad()
+        loss.backward()  # type: ignore[union-attr]
+        descend(m)
+        return [loss, x.grad]
+
+    return step
 
 
 def _tensors(out: Any) -> list[torch.Tensor]:
@@ -133,18 +144,7 @@ def test_the_same_values_in_every_call(name: str) -> None:
 @pytest.mark.parametrize("name", ["a list", "views", "written to after it was read", "in the backward pass", "used and returned"])
 def test_a_backward_pass_after_the_step(name: str) -> None:
     """What the backward pass reads of the host's values outlives the program of the forward pass."""
-
-    def step(m: nn.Module, k: int) -> Any:
-        x = batch(k).requires_grad_()
-        out = _tensors(m(x * 1))
-        loss = sum(o.square().sum() for o in out)
-        executor.sync()
-        m.zero_grad()
-        loss.backward()  # type: ignore[union-attr]
-        descend(m)
-        return [loss, x.grad]
-
-    parity(lambda: Small(RULES[name]), step, steps=STEPS + 2)
+    parity(lambda: Small(RULES[name]), _backward_later(True), steps=STEPS + 2)
 
 
 def test_without_gradients() -> None:
@@ -336,18 +336,7 @@ COPIES: dict[str, Callable[..., Any]] = {
 @pytest.mark.parametrize("later", [False, True], ids=["in the step", "after it"])
 @pytest.mark.parametrize("name", COPIES)
 def test_copies_that_the_backward_pass_reads(name: str, later: bool) -> None:
-    def step(m: nn.Module, k: int) -> Any:
-        x = batch(k).requires_grad_()
-        out = m(x * 1)
-        loss = sum(o.square().sum() for o in out) if isinstance(out, tuple) else out.square().sum()
-        if later:
-            executor.sync()
-        m.zero_grad()
-        loss.backward()  # type: ignore[union-attr]
-        descend(m)
-        return [loss, x.grad]
-
-    parity(lambda: Small(COPIES[name]), step, steps=STEPS + 2)
+    parity(lambda: Small(COPIES[name]), _backward_later(later), steps=STEPS + 2)
 
 
 def test_an_argument_may_change_when_only_its_copy_is_read() -> None:

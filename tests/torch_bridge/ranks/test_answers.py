@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-import torch_xla.core.xla_model as xm
 from torch import nn
 
-import torch_bridge
 from tests.torch_bridge.ranks.conftest import Hosted
+from tests.torch_bridge.ranks.training import batch, trained
 from torch_bridge import executor, metrics, sharded
 from torch_bridge.replay import Player
 
@@ -34,23 +31,8 @@ def _masks(k: int, rank: int) -> torch.Tensor:
     return mask
 
 
-def _trained(optimize: bool) -> tuple[list[Any], nn.Module]:
-    torch.manual_seed(0)
-    model = Masked().to("xla")
-    if optimize:
-        torch_bridge.optimize(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    found = []
-    for k in range(12):
-        x = sharded.from_ranks(lambda rank, k=k: torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * k + rank)), ("dp",))
-        mask = sharded.from_ranks(lambda rank, k=k: _masks(k, rank), ("dp",))
-        y = model(x, mask)
-        optimizer.zero_grad()
-        y.square().mean().backward()
-        xm.optimizer_step(optimizer)
-        executor.sync()
-        found.append([[t.tolist() for t in sharded.shards(a)] for a in (y.detach(), model.net.weight.detach())])
-    return found, model
+def _given(k: int) -> tuple[torch.Tensor, ...]:
+    return batch(k), sharded.from_ranks(lambda rank: _masks(k, rank), ("dp",))
 
 
 @pytest.mark.parametrize("axes", [dict(dp=2, tp=2), dict(dp=4)], ids=str)
@@ -59,9 +41,9 @@ def test_every_rank_gets_the_same_answer(hosted: Hosted, axes: dict[str, int]) -
     hosted(4, **axes)
     executor.sync()
     ran = metrics.EXECUTE_TIME.count
-    expected, _ = _trained(optimize=False)
+    expected, _ = trained(Masked, _given, 12, optimize=False)
     assert metrics.EXECUTE_TIME.count - ran == 12
-    found, model = _trained(optimize=True)
+    found, model = trained(Masked, _given, 12, optimize=True)
     assert metrics.EXECUTE_TIME.count - ran == 24
     assert found == expected
     player = model.forward

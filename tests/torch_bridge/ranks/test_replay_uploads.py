@@ -6,12 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch_xla.core.xla_model as xm
 from torch import nn
 
-import torch_bridge
 from tests.torch_bridge.ranks.conftest import Hosted
-from torch_bridge import executor, sharded
+from tests.torch_bridge.ranks.training import batch, trained
+from torch_bridge import sharded
 from torch_bridge.replay import Player
 
 
@@ -31,29 +30,11 @@ class Shifted(nn.Module):
         return y * torch.tensor(2.0, device=x.device), scale
 
 
-def _trained(own: bool, optimize: bool) -> tuple[list[Any], nn.Module]:
-    torch.manual_seed(0)
-    model = Shifted(own).to("xla")
-    if optimize:
-        torch_bridge.optimize(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    found = []
-    for k in range(6):
-        x = sharded.from_ranks(lambda rank, k=k: torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * k + rank)), ("dp",))
-        y, scale = model(x)
-        optimizer.zero_grad()
-        y.square().mean().backward()
-        xm.optimizer_step(optimizer)
-        executor.sync()
-        found.append([[t.tolist() for t in sharded.shards(a)] for a in (y.detach(), scale, model.net.weight.detach())])
-    return found, model
-
-
 @pytest.mark.parametrize("own", [False, True], ids=["for all ranks", "the rank's own"])
 def test_values_from_the_host(hosted: Hosted, own: bool) -> None:
     hosted(4, dp=2, tp=2)
-    expected, _ = _trained(own, optimize=False)
-    found, model = _trained(own, optimize=True)
+    expected, _ = trained(lambda: Shifted(own), lambda k: (batch(k),), 6, optimize=False)
+    found, model = trained(lambda: Shifted(own), lambda k: (batch(k),), 6, optimize=True)
     assert found == expected
     player = model.forward
     assert isinstance(player, Player) and player.played > 1 and not player.off
