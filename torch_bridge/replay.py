@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import copy
 import logging
+import types
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,6 +30,10 @@ KINDS = 16
 """Kinds of calls (shapes, modes, states) of one module that are kept; a module with more is recorded op by op."""
 OTHERS = 16
 """Calls with other answers than those that were recorded before a module is recorded op by op for good, if not more were played."""
+OF_METHODS = frozenset(
+    {"__annotations__", "__code__", "__defaults__", "__globals__", "__kwdefaults__", "__name__", "__qualname__", "__self__"}
+)
+"""What a player has of the forward that it stands for. Not `__func__`: who wraps that in a method of its own (accelerate) means to wrap what is called."""
 PATIENCE = 3
 """Recordings that may fail for a passing reason (a first call fills a cache) before a module is recorded op by op for good."""
 
@@ -78,6 +84,7 @@ class Player:
         self._patience = PATIENCE
         self._others = 0
         self.fingerprint = Fingerprint(module)
+        self.__doc__ = self.plain.__doc__
         self.off = ""
         self.played = 0
         self.waiting: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -108,13 +115,28 @@ class Player:
         else:
             module.forward = self._before
 
-    def plain(self, *args: Any, **kwargs: Any) -> Any:
+    @property
+    def plain(self) -> Callable[..., Any]:
         """The module's own forward, op by op."""
         if self._before is not None:
-            return self._before(*args, **kwargs)
+            return self._before
         module = self._module()
-        assert module is not None
-        return type(module).forward(module, *args, **kwargs)
+        if module is None:
+            raise ReferenceError(
+                "the module of this forward is gone: torch_bridge.optimize does not keep it alive. Hold the module, not module.forward alone"
+            )
+        return types.MethodType(type(module).forward, module)
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        """The forward that `inspect.signature(module.forward)` is about: transformers' Trainer and `generate` choose their arguments by it."""
+        return self.plain
+
+    def __getattr__(self, name: str) -> Any:
+        """What scripts ask of a forward method beside calling it: `module.forward.__code__.co_varnames`."""
+        if name in OF_METHODS:
+            return getattr(self.plain, name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def stop(self, reason: str) -> None:
         """From now on op by op."""
