@@ -11,6 +11,8 @@ from collections.abc import Callable
 import torch
 from torch.nn.parameter import is_lazy
 
+from torch_bridge import playing
+
 Convert = Callable[[torch.Tensor], torch.Tensor]
 
 _original_apply = torch.nn.Module._apply
@@ -24,6 +26,13 @@ def install() -> None:
 
 
 def _apply(self: torch.nn.Module, fn: Convert, recurse: bool = True) -> torch.nn.Module:
+    if playing.MOVING.inside:
+        return _converted(self, fn, recurse)
+    with playing.moved(self):
+        return _converted(self, fn, recurse)
+
+
+def _converted(self: torch.nn.Module, fn: Convert, recurse: bool) -> torch.nn.Module:
     if recurse:
         for module in self.children():
             module._apply(fn)

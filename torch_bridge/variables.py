@@ -52,6 +52,7 @@ def _as_flag(text: str) -> bool:
 
 
 FLAG = Kind("0 or 1 (or false, true)", _as_flag)
+FLAG_OR_ALL = Kind("0, 1 (or false, true) or all", lambda text: "all" if text.lower() == "all" else _as_flag(text))
 
 
 def count(lowest: int) -> Kind:
@@ -235,10 +236,11 @@ _DEBUGGING = [
     Variable(
         "NXD_JAX_REPLAY",
         HONOUR,
-        "our own: play models of `initialize_parallel_model`, also under Lightning, from recordings (`torch_bridge.optimize`); 0: op by op",
+        "our own: play models of `initialize_parallel_model`, also under Lightning, from recordings (`torch_bridge.optimize`); 0: op by op; all: also every "
+        "module that is moved to xla",
         "1",
-        FLAG,
-        "nxd_jax.trainer",
+        FLAG_OR_ALL,
+        "playing",
     ),
     Variable(
         "NXD_JAX_COMPILE_WORKERS",

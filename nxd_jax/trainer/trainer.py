@@ -16,8 +16,7 @@ from nxd_jax.parallel_layers import parallel_state
 from nxd_jax.trainer import building, config
 from nxd_jax.trainer.model import NxDModel
 from nxd_jax.trainer.optimizer import NxDOptimizer
-from torch_bridge import replay
-from torch_bridge.variables import VARIABLES
+from torch_bridge import playing, replay
 
 NxDConfig = dict[str, Any]
 
@@ -108,7 +107,7 @@ def initialize_parallel_model(
     model = building.make(nxd_config, lambda: model_fn(*model_args, **model_kwargs), include_buffers)
     building.add_checkpoints(nxd_config, model)
     model = building.add_lora(nxd_config, model)
-    if VARIABLES["NXD_JAX_REPLAY"].parse(os.environ.get("NXD_JAX_REPLAY", "")) is not False:
+    if playing.of_parallel_models():
         replay.optimize(model)
     return NxDModel(model, nxd_config)
 
