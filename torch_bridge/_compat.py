@@ -11,6 +11,7 @@ import hashlib
 import io
 import pathlib
 import threading
+import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -190,3 +191,11 @@ def linear_cross_entropy_ops() -> tuple[Any, Any] | None:
         return None
     ops = torch.ops.torch_nn
     return ops._linear_cross_entropy_batch_chunked.default, ops._linear_cross_entropy_batch_chunked_no_reduction.default
+
+
+def never_trace(code: types.CodeType) -> None:
+    """torch.compile's tracer leaves this code, and all that it calls, as it is. (`torch._dynamo.disable` would add a call to each call.)"""
+    from torch._C._dynamo import eval_frame
+
+    skip = eval_frame._FrameAction.SKIP
+    eval_frame.set_code_exec_strategy(code, eval_frame._FrameExecStrategy(skip, skip))

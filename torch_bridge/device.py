@@ -73,6 +73,7 @@ def register() -> None:
         modules,
         pinning,
         serialization,
+        torch_compile,
     )
 
     torch.utils.rename_privateuse1_backend("xla")
@@ -93,4 +94,5 @@ def register() -> None:
     fused_optimizers.install()
     backward.install(_Guard)
     serialization.install()
+    torch_compile.install()
     _registered = True
