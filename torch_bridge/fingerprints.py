@@ -193,7 +193,7 @@ class _Walk:
         """Hooks of a module inside: there must be none but known ones, which must stay the same."""
         for held in hooks:
             if not known_hooks.all_known(held):
-                raise Unknown(f"hooks on {name}", lasting=False)
+                raise Unknown(f"a hook on {name}", lasting=False)
             if held:
                 self.watch(held)
                 self.add(f"the hooks of {name}", tuple(map(_Same, held.values())))
@@ -237,7 +237,7 @@ class _Walk:
             if t.device.type == "cpu" and t.layout is torch.strided and not t.requires_grad and t.nbytes <= _BYTES:
                 self._contents(label, t, _tensor)
                 return
-            raise Unknown(f"{label.strip('.')} is a tensor on {t.device}", lasting=False)
+            raise Unknown(f"a tensor on {t.device}, {label.strip('.')}", lasting=False)
         if t._backward_hooks:
             raise Unknown(f"a hook on the gradient of {label.strip('.')}", lasting=False)
         if id(t) not in self._seen:

@@ -12,6 +12,7 @@ import copy
 import logging
 import types
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -83,6 +84,7 @@ class Player:
         self._held: Held | None = None
         self._patience = PATIENCE
         self._others = 0
+        self._reasons: Counter[str] = Counter()
         self.fingerprint = Fingerprint(module)
         self.__doc__ = self.plain.__doc__
         self.off = ""
@@ -145,6 +147,12 @@ class Player:
             self._kinds.clear()
             logger.warning("torch_bridge.optimize: %s is recorded op by op from now on: %s", self.name, reason)
 
+    def _put_off(self, reason: str) -> None:
+        """This call op by op. The reason may pass; if it stays for some calls, say so, once."""
+        self._reasons[reason] += 1
+        if self._reasons[reason] == PATIENCE:
+            logger.warning("torch_bridge.optimize: %s is recorded op by op while there is: %s", self.name, reason)
+
     def trouble(self, error: Exception, where: str = "") -> None:
         """Something could not be recorded: stop, unless it may be otherwise the next times."""
         if not getattr(error, "lasting", True):
@@ -182,6 +190,8 @@ class Player:
         except Unknown as error:
             if error.lasting:
                 self.stop(str(error))
+            else:
+                self._put_off(str(error))
             return None
         kinds = self._kinds.setdefault(key, [])
         for kind in kinds:

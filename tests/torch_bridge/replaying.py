@@ -155,14 +155,14 @@ def _near(a: Any, b: Any) -> bool:
 
 
 class _Warnings(logging.Handler):
-    """Warnings of `optimize`."""
+    """What `optimize` says of modules that are recorded op by op for good."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
         self.texts: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        if "torch_bridge.optimize" in record.getMessage():
+        if "torch_bridge.optimize" in record.getMessage() and "from now on" in record.getMessage():
             self.texts.append(record.getMessage())
 
     def __enter__(self) -> _Warnings:
