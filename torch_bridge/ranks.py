@@ -146,11 +146,12 @@ def ranked(values: tuple[Any, ...], hosted: tuple[int, ...]) -> Any:
 
 @functools.cache
 def _prepare() -> None:
-    """Once there is a number that differs by rank: loaders that are told one give each rank its own samples."""
-    from torch_bridge import rank_data, rank_pieces
+    """Once there is a number that differs by rank: loaders that are told one give each rank its own samples, files and seeds take the first's."""
+    from torch_bridge import rank_data, rank_interop, rank_pieces
 
     rank_data.install()
     rank_pieces.install()
+    rank_interop.install()
 
 
 def values_of(x: Any) -> tuple[Any, ...] | None:
@@ -239,8 +240,9 @@ def _fill(cls: Any) -> Any:
         setattr(cls, name, _first(fn))
     for name, unary in (("neg", operator.neg), ("pos", operator.pos), ("abs", abs), ("invert", operator.invert)):
         setattr(cls, f"__{name}__", _unary(unary))
-    for name, rounding in (("floor", math.floor), ("ceil", math.ceil), ("trunc", math.trunc), ("round", round)):
+    for name, rounding in (("floor", math.floor), ("ceil", math.ceil), ("trunc", math.trunc)):
         setattr(cls, f"__{name}__", _unary(rounding))
+    cls.__round__ = lambda self, digits=None: _unary(lambda v: round(v, digits))(self)
     cls.__format__ = lambda self, spec: format(self.node.first, spec)
     cls.__hash__ = _Ranked.__hash__
     cls.__bool__ = _truth
@@ -352,6 +354,7 @@ def item(values: tuple[Any, ...]) -> Any:
         return first
     if isinstance(first, bool):
         return _truths(values)
+    _prepare()
     made: Any = FloatItem(first) if isinstance(first, float) else IntItem(first)
     made.values = values
     return made
@@ -385,3 +388,4 @@ def is_ranked(x: Any) -> bool:
 
 
 _KINDS: dict[type, Any] = {int: RankInt, float: RankFloat, bool: RankBool}
+KINDS = (*_KINDS.values(), FloatItem, IntItem)

@@ -1,0 +1,74 @@
+"""Numbers that differ by rank (`ranks`) where Python and its libraries insist on their own kinds of numbers.
+
+What is written or drawn once for all ranks takes the first hosted rank's number, as `print` does: json, yaml, `torch.save`, and seeds of the host's own
+generators (each rank's numbers on the device come from `torch.manual_seed(seed + rank)`).
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from torch_bridge import nested, ranks
+
+
+@functools.cache
+def install() -> None:
+    """Once there is a number that differs by rank."""
+    json.JSONEncoder.default = _json(json.JSONEncoder.default)  # type: ignore[assignment,method-assign]
+    torch.save = _saving(torch.save)
+    random.Random.seed = _seeded(random.Random.seed)  # type: ignore[method-assign]
+    random.seed = _seeded(random.seed)
+    np.random.default_rng = _seeded(np.random.default_rng)
+    _teach_yaml()
+
+
+def first(x: Any) -> Any:
+    """The first hosted rank's number, of one that differs by rank; anything else as it is."""
+    if ranks.is_item(x):
+        return x.plain()
+    return x.node.first if ranks.values_of(x) is not None else x
+
+
+def _json(original: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    @functools.wraps(original)
+    def default(self: Any, o: Any) -> Any:
+        return first(o) if ranks.is_ranked(o) else original(self, o)
+
+    return default
+
+
+def _saving(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Plain numbers, where they lie in lists and dicts: what `torch.load` takes without being told to trust the file."""
+
+    @functools.wraps(original)
+    def save(obj: Any, *args: Any, **kwargs: Any) -> Any:
+        found = nested.collect(obj, ranks.is_ranked)
+        return original(nested.replace(obj, ranks.is_ranked, list(map(first, found))) if found else obj, *args, **kwargs)
+
+    return save
+
+
+def _seeded(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def seeded(*args: Any, **kwargs: Any) -> Any:
+        return original(*map(first, args), **{name: first(x) for name, x in kwargs.items()})
+
+    return seeded
+
+
+def _teach_yaml() -> None:
+    try:
+        representer = importlib.import_module("yaml").representer
+    except ImportError:
+        return
+    for dumper in (representer.SafeRepresenter, representer.Representer):
+        for kind in ranks.KINDS:
+            dumper.add_representer(kind, lambda dumper, x: dumper.represent_data(first(x)))
