@@ -300,7 +300,10 @@ class Recorded:
         later = dispatch.STATE.current is not self._segment
         if self._learned is not None and not call.player.off:
             sources, related = recordings.sources_of(call.given, self._made, self._recording.constants, grads)
-            recording = Recording([storage for storage, _ in sources], after=None if later else self._recording, related=related)
+            drawn = (*call.draws, len(self._learned.tape.draws))
+            recording = Recording(
+                [storage for storage, _ in sources], after=None if later else self._recording, related=related, drawn=drawn
+            )
         try:
             found = gradients(
                 self._outs, [*self._own, *call.parameters], grads, needed, keep=torch._C._autograd._get_current_graph_task_keep_graph()

@@ -127,7 +127,7 @@ class Played:
         backward, storages, values = found
         storages = [*storages, *backward.tape.placed()]
         with LOCK:
-            at = backward.tape.play(storages, {k: self._at.id(value) for k, value in (values or {}).items()})
+            at = backward.tape.play(storages, {k: self._at.id(value) for k, value in (values or {}).items()}, self.call.draws)
             return recordings.gradients_of(backward.grads, at, storages)
 
     def _sources(self) -> dict[int, Source]:

@@ -54,16 +54,17 @@ class _Asks(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Tape:
-    """nodes: entries with relative value ids. externals: (number of a storage, view). numbers: (node, lifted numbers). draws: nodes that draw random numbers.
-    values: how many the stretch makes. writes: (number of a storage, value) at its end; a negative value is an external, copied. views: (number of a storage,
-    view, value) that were read of storages. constants: what it takes from the host. asked: (value or (number of a storage, view), answer) of what its
-    code asked for, and what can be worked out on the host (`host_values`): it may only be played where the answers are the same.
+    """nodes: entries with relative value ids. externals: (number of a storage, view). numbers: (node, lifted numbers). draws: (node that draws random numbers,
+    which draw of the forward pass it repeats, as activation checkpoints do, or None). values: how many the stretch makes. writes: (number of a storage, value)
+    at its end; a negative value is an external, copied. views: (number of a storage, view, value) that were read of storages. constants: what it takes from
+    the host. asked: (value or (number of a storage, view), answer) of what its code asked for, and what can be worked out on the host (`host_values`): it may
+    only be played where the answers are the same.
     """
 
     nodes: tuple[Node, ...]
     externals: tuple[tuple[int, Layout], ...]
     numbers: tuple[tuple[int, tuple[Any, ...]], ...]
-    draws: tuple[int, ...]
+    draws: tuple[tuple[int, int | None], ...]
     values: int
     writes: tuple[tuple[int, int], ...]
     views: tuple[tuple[int, Layout, int], ...]
@@ -76,8 +77,9 @@ class Tape:
         """Storages of its own with the constants, to be given to `play` behind the others: there, -1 is the first of them."""
         return [c.storage() for c in reversed(self.constants)]
 
-    def play(self, storages: Sequence[Any], known: Mapping[int, int] | None = None) -> Stretch:
-        """Record the stretch on these storages. known: ids of externals, by their places, for which there is no storage."""
+    def play(self, storages: Sequence[Any], known: Mapping[int, int] | None = None, drawn: tuple[int, int] = (0, 0)) -> Stretch:
+        """Record the stretch on these storages. known: ids of externals, by their places, for which there is no storage. drawn: seed and offset of the first
+        draw of the forward pass, for the tape of its backward pass."""
         with LOCK:
             segment = dispatch.STATE.current
             known = known or {}
@@ -95,7 +97,7 @@ class Tape:
                     self._placed.clear()
                 nodes = [(n[0], *[base + r if r >= 0 else ids[-r - 1] for r in n[1:]]) for n in self.nodes]
                 self._placed[base, ids] = nodes
-            draws = [(node, *rng.DEFAULT.take()[:2]) for node in self.draws]
+            draws = [(node, *(rng.DEFAULT.take()[:2] if k is None else (drawn[0], drawn[1] + k))) for node, k in self.draws]
             segment.splice(nodes, self.values, self.numbers, draws, self.sources)
             for k, value in self.writes:
                 segment.write(storages[k], base + value if value >= 0 else ids[-value - 1])
@@ -233,7 +235,9 @@ class Recording:
         ahead: bool = True,
         after: Recording | None = None,
         related: Related = _NONE,
+        drawn: tuple[int, int, int] = (0, 0, 0),
     ):
+        self._drawn = drawn
         self.storages = list(storages)
         self._twins = [twin for twin, _ in related.twins]
         self._twin_of = {id(twin): storage for twin, storage in related.twins}
@@ -454,11 +458,18 @@ class Recording:
                 raise NotNow(_HOST)
         return writes
 
-    def _draws(self, segment: Segment) -> tuple[int, ...]:
+    def _draws(self, segment: Segment) -> tuple[tuple[int, int | None], ...]:
         seed, offset, axes = self._seed
-        found = [(i - self._node, *rest) for i, *rest in segment.draws if i >= self._node]
-        expected = [(i, seed, offset + k) for k, (i, *_) in enumerate(found)]
-        now = (rng.DEFAULT.seed, rng.DEFAULT.offset, rng.DEFAULT.axes)
-        if found != expected or now != (seed, offset + len(found), axes):
-            raise NotRepeatable("it draws random numbers from a generator or a random state of its own")
-        return tuple(i for i, *_ in found)
+        first, start, count = self._drawn
+        draws: list[tuple[int, int | None]] = []
+        for i, *draw in segment.draws:
+            if i < self._node:
+                continue
+            again = draw[1] - start if draw[0] == first and start <= draw[1] < start + count else None
+            if (draw == [seed, offset]) == (again is not None):  # neither, or one cannot tell
+                raise NotRepeatable("it draws random numbers from a generator or a random state of its own")
+            offset += again is None
+            draws.append((i - self._node, again))
+        if (rng.DEFAULT.seed, rng.DEFAULT.offset, rng.DEFAULT.axes) != (seed, offset, axes):
+            raise NotRepeatable("it sets the random state")
+        return tuple(draws)
