@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch.utils import _pytree
 
-from torch_bridge import ambient, dispatch, interrupts, leaf_gradients, recordings, results, rng
+from torch_bridge import ambient, dispatch, inner_gradients, interrupts, leaf_gradients, recordings, results, rng
 from torch_bridge import backward as backward_passes
 from torch_bridge.fingerprints import Unknown
 from torch_bridge.played_calls import Played
-from torch_bridge.recompute import Again, gradients
+from torch_bridge.recompute import Again
 from torch_bridge.recordings import Forward, Kind, Source
 from torch_bridge.segment import Storage
-from torch_bridge.side_effects import Before, check_history
+from torch_bridge.side_effects import Before
 from torch_bridge.tape import NotRepeatable, Recording, Unread
 from torch_bridge.tensor import XLATensor, make
 
@@ -131,7 +131,7 @@ class Call:
             out = self.player.plain(*self.arguments[0], **self.arguments[1])
         finally:
             watched.stop()
-        watched.learn(out, look=True)
+        watched.learn(out)
         return out
 
     def on(self, tensors: Sequence[Any]) -> Any:
@@ -159,15 +159,16 @@ class Watched:
         """End watching."""
         self.recording.stop()
 
-    def learn(self, out: Any, look: bool = False) -> tuple[list[XLATensor], list[Any], Any, Forward | None]:
+    def learn(self, out: Any) -> tuple[list[XLATensor], list[Any], Any, Forward | None]:
         """(the tensors in what was returned, each once; all of it, flat, with their places; its nesting; the recording, if it may be played)."""
         outs, rest, how, opened = results.taken_apart(out, self._known)
         try:
-            if look:
-                check_history(outs)
+            reentrant = inner_gradients.reentrant(outs)
+            if reentrant:
+                inner_gradients.check_leaves(self._call.held)
             if any(map(self._call.player.fingerprint.holds, opened.values())):
                 raise NotRepeatable("it returns an object that the module keeps")
-            return outs, rest, how, self._forward(outs, rest, how)
+            return outs, rest, how, self._forward(outs, rest, how, reentrant)
         except Unread:
             self._call.kind.unread = True
             return outs, rest, how, None
@@ -175,7 +176,7 @@ class Watched:
             self._call.player.trouble(error)
             return outs, rest, how, None
 
-    def _forward(self, outs: list[XLATensor], rest: list[Any], how: Any) -> Forward | None:
+    def _forward(self, outs: list[XLATensor], rest: list[Any], how: Any, reentrant: bool) -> Forward | None:
         call = self._call
         self._before.check()
         call.player.check_state(call.state)
@@ -184,6 +185,7 @@ class Watched:
             raise NotRepeatable("it returns tensors with gradients though nothing that it was given has any")
         self.made = self.recording.made()
         new = recordings.forward_of(self.recording, outs, rest, how, needs)
+        new.reentrant = reentrant
         new.bumped = [k for k, (t, version) in enumerate(zip(call.every, self._versions, strict=True)) if t._version != version]
         return new if recordings.agree(call.player.stop, call.kind.forwards, new) else None
 
@@ -305,7 +307,7 @@ class Recorded:
                 [storage for storage, _ in sources], after=None if later else self._recording, related=related, drawn=drawn
             )
         try:
-            found = gradients(
+            found = inner_gradients.gradients(
                 self._outs, [*self._own, *call.parameters], grads, needed, keep=torch._C._autograd._get_current_graph_task_keep_graph()
             )
         finally:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from torch_bridge import dispatch, results, rng
+from torch_bridge.inner_gradients import gradients
 from torch_bridge.recordings import Forward
 from torch_bridge.segment import LOCK
 from torch_bridge.tensor import XLATensor, make
@@ -41,6 +42,9 @@ class Again:
         self._check()
         call = self._call
         create = torch.is_grad_enabled()
+        if self._forward.reentrant and not create:
+            tensors = [t if id(t) in call.held_arguments else t.detach().requires_grad_(t.requires_grad) for t in call.tensors]
+            inputs = [*tensors, *inputs[len(tensors) :]]
         with self._as_then(old), torch.enable_grad():
             args, kwargs = call.on(inputs[: len(call.tensors)])
             outs = results.taken_apart(call.player.plain(*args, **kwargs), call.known(inputs[: len(call.tensors)])).tensors
@@ -84,17 +88,3 @@ def _write(pairs: Sequence[tuple[Any, Any]]) -> None:
     segment = dispatch.STATE.current
     for storage, value in pairs:
         segment.write(storage, segment.read(value, value.layout))
-
-
-def gradients(
-    outs: Sequence[Any], inputs: Sequence[Any], grads: Sequence[Any], needed: Sequence[bool], keep: bool, create: bool = False
-) -> list[Any]:
-    """The gradient of each input that needs one; None where there is none."""
-    reached = [(o, g) for o, g in zip(outs, grads, strict=True) if g is not None and o.requires_grad]
-    wanted = [t for t, needs in zip(inputs, needed, strict=True) if needs]
-    found: Sequence[Any] = [None] * len(wanted)
-    if reached and wanted:
-        roots, given = zip(*reached, strict=True)
-        found = torch.autograd.grad(roots, wanted, given, retain_graph=keep, create_graph=create, allow_unused=True)
-    each = iter(found)
-    return [next(each) if needs else None for needs in needed]

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch.utils import _pytree
-from torch.utils.checkpoint import CheckpointFunction
 
 from torch_bridge.tape import NotRepeatable
 from torch_bridge.tensor import XLATensor
@@ -75,19 +74,6 @@ def _numpy_state() -> Any:
         return None
     name, keys, *rest = numpy.random.get_state()
     return (name, keys.tobytes(), *rest)
-
-
-def check_history(outs: Iterable[torch.Tensor]) -> None:
-    """Raises NotRepeatable for results whose backward pass cannot be asked for single gradients, as it sets .grad itself."""
-    nodes = [o.grad_fn for o in outs if o.grad_fn is not None]
-    seen = set(nodes)
-    while nodes:
-        node = nodes.pop()
-        if issubclass(getattr(type(node), "_forward_cls", object), CheckpointFunction):
-            raise NotRepeatable("it has an activation checkpoint with use_reentrant=True inside; use_reentrant=False can be played")
-        found = {n for n, _ in node.next_functions if n is not None} - seen
-        seen |= found
-        nodes += found
 
 
 def shares_memory(layouts: Iterable[Any]) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch_xla.utils.checkpoint
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import BertConfig, BertForSequenceClassification
@@ -20,14 +21,20 @@ from torch_bridge import executor
 class Block(nn.Module):
     """A layer with dropout on both sides, under a checkpoint. keep: whether the checkpoint restores the random state."""
 
-    def __init__(self, keep: bool = True):
+    def __init__(self, keep: bool = True, reentrant: bool = False, of: Callable[..., Any] = checkpoint):
         super().__init__()
-        self.keep = keep
+        self.options = {"preserve_rng_state": keep, "use_reentrant": reentrant}
+        self.of = of
         self.net = nn.Sequential(nn.Dropout(0.5), nn.Linear(6, 6), nn.Tanh(), nn.Dropout(0.3))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = checkpoint(self.net, x, use_reentrant=False, preserve_rng_state=self.keep)
+        found: torch.Tensor = self.of(self.net, x, **self.options)
         return found
+
+
+def _deep(of: Callable[..., Any] = checkpoint) -> nn.Module:
+    """Reentrant checkpoints behind a layer: torch wants an input with gradients."""
+    return nn.Sequential(nn.Linear(6, 6), Block(reentrant=True, of=of), nn.Dropout(0.2), Block(reentrant=True, of=of))
 
 
 class Nested(nn.Module):
@@ -40,11 +47,25 @@ class Nested(nn.Module):
         return found + torch.rand_like(found)
 
 
+class _Twice(nn.Module):
+    def __init__(self, net: nn.Module):
+        super().__init__()
+        self.net = net
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.net(torch.tanh(self.net(x)))
+        return found
+
+
 MODULES: dict[str, Callable[[], nn.Module]] = {
     "one": Block,
     "several, and draws between them": lambda: nn.Sequential(nn.Dropout(0.2), Block(), nn.Dropout(0.2), Block(), nn.Linear(6, 6)),
     "one in another": Nested,
     "other numbers in the backward pass": lambda: Block(keep=False),
+    "reentrant": _deep,
+    "reentrant, of torch_xla": lambda: _deep(torch_xla.utils.checkpoint.checkpoint),
+    "reentrant, twice the same weights": lambda: _Twice(_deep()),
+    "reentrant and not": lambda: nn.Sequential(_deep(), Block()),
     "without dropout in evaluation": lambda: Block().eval(),
 }
 
@@ -85,7 +106,8 @@ def test_seeding_that_hides_what_is_drawn_again() -> None:
     parity(Block, step, played=False, off="draws random numbers from a generator or a random state of its own")
 
 
-def test_several_backward_passes_and_calls_between() -> None:
+@pytest.mark.parametrize("make", [Block, _deep])
+def test_several_backward_passes_and_calls_between(make: Callable[[], nn.Module]) -> None:
     """Passes in another order than the calls, one of them twice, and after the step of the forward pass."""
 
     def step(module: nn.Module, k: int) -> Any:
@@ -99,7 +121,44 @@ def test_several_backward_passes_and_calls_between() -> None:
         descend(module)
         return [first, second]
 
-    parity(Block, step, steps=10, close=True)
+    parity(make, step, steps=10, close=True)
+
+
+@pytest.mark.parametrize("arguments", [False, True])
+def test_reentrant_among_other_gradients(arguments: bool) -> None:
+    """`.grad` that is there already, parameters without gradients, hooks for when one is there, gradients of the argument, several micro batches."""
+    seen: list[str] = []
+
+    def step(module: Any, k: int) -> Any:
+        if k == 1:
+            for name, p in module.named_parameters():
+                p.register_post_accumulate_grad_hook(lambda p, name=name: seen.append(name))
+        module[1].net[1].bias.requires_grad_(k < 5)
+        seen.clear()
+        module.zero_grad()
+        x = (batch(k) * 1.0).requires_grad_(arguments)
+        if arguments:
+            x = x * 2
+            x.retain_grad()
+        out = module(x)
+        (out.square().mean() + 0.01 * module[0].weight.sum()).backward()
+        module(batch(k + 50)).square().mean().backward()
+        descend(module)
+        return [out, x.grad, sorted(seen)]
+
+    parity(_deep, step, steps=11, close=True)
+
+
+def test_asking_for_single_gradients_is_torchs_error() -> None:
+    """As without `optimize`, recorded, played and computed again."""
+    module = torch_bridge.optimize(_deep().to("xla"))
+    for k in range(6):
+        loss = module(batch(k)).sum()
+        if k != 4:
+            loss.backward()
+    assert player(module).played
+    with pytest.raises(RuntimeError, match="incompatible with"):
+        torch.autograd.grad(module(batch(0)).sum(), list(module.parameters()), create_graph=True)
 
 
 @pytest.mark.thorough(keep=1)
