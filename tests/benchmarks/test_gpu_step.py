@@ -35,6 +35,7 @@ def test_the_variants_compute_the_same(found):
     assert len(losses) == gpu_step.CHECKED and losses[3] < losses[0]  # the same batch again, after three steps
 
 
+@pytest.mark.thorough
 def test_the_table(found):
     text = gpu_step.table(found, TINY, 2, None)
     assert "| unchanged torch script on `xla`, our bridge |" in text and "(1.00x)" in text

@@ -19,7 +19,9 @@ NAMES = [source.stem for source in SOURCES]
 SLOW = ("6_will_it_fit",)
 
 
-@pytest.mark.parametrize("source", [pytest.param(s, id=s.stem, marks=[pytest.mark.slow] * (s.stem in SLOW)) for s in SOURCES])
+@pytest.mark.parametrize(
+    "source", [pytest.param(s, id=s.stem, marks=[pytest.mark.slow, pytest.mark.thorough] * (s.stem in SLOW)) for s in SOURCES]
+)
 def test_runs(source: Path, tmp_path: Path) -> None:
     started = time.monotonic()
     done = run(pairs.notebook(source), tmp_path)

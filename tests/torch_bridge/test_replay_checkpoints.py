@@ -70,11 +70,13 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+@pytest.mark.thorough(keep=4)
 @pytest.mark.parametrize("name", MODULES)
 def test_the_same_numbers(name: str) -> None:
     parity(MODULES[name], steps=8)
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("seeded", ["each step the same", "before each step", "between forward and backward"])
 def test_scripts_that_seed(seeded: str) -> None:
     def step(module: nn.Module, k: int) -> Any:
@@ -106,6 +108,7 @@ def test_seeding_that_hides_what_is_drawn_again() -> None:
     parity(Block, step, played=False, off="draws random numbers from a generator or a random state of its own")
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("make", [Block, _deep])
 def test_several_backward_passes_and_calls_between(make: Callable[[], nn.Module]) -> None:
     """Passes in another order than the calls, one of them twice, and after the step of the forward pass."""
@@ -124,7 +127,8 @@ def test_several_backward_passes_and_calls_between(make: Callable[[], nn.Module]
     parity(make, step, steps=10, close=True)
 
 
-@pytest.mark.parametrize("arguments", [False, True])
+@pytest.mark.thorough(keep=1)
+@pytest.mark.parametrize("arguments", [True, False])
 def test_reentrant_among_other_gradients(arguments: bool) -> None:
     """`.grad` that is there already, parameters without gradients, hooks for when one is there, gradients of the argument, several micro batches."""
     seen: list[str] = []

@@ -52,6 +52,7 @@ def _checkpointed(make: Callable[[], nn.Module], frozen: bool = False) -> Callab
     return made
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("make", [bert, llama])
 def test_gradient_checkpointing_of_transformers(make: Callable[[], nn.Module], frozen: bool) -> None:

@@ -74,6 +74,7 @@ def scalars(folder: Path) -> dict[int, float]:
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_killed_and_resumed_or_without_lightning_the_losses_are_the_same(example: Any, tmp_path: Path) -> None:
     whole, _ = example.with_lightning(arguments(tmp_path / "whole"))

@@ -40,6 +40,7 @@ print("fine")
 """
 
 
+@pytest.mark.thorough
 def test_fit_resume_evaluate_and_automatic_optimization_on_the_oldest_version(tmp_path: Path) -> None:
     if not OLDEST.is_dir():
         pytest.skip(f"{OLDEST} is not there: `make test` installs pytorch-lightning 2.5.0 there")

@@ -572,6 +572,7 @@ torch.save([sharded.shards(t.detach()) for t in found], sys.argv[1] + str(dist.g
 """
 
 
+@pytest.mark.thorough
 def test_processes_of_one_rank_give_what_one_process_gives(tmp_path: pathlib.Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
