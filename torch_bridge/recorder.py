@@ -14,6 +14,7 @@ from torch_bridge import (
     compile_cache,
     debugging,
     dispatch,
+    eager,
     interrupts,
     process,
     replicas,
@@ -22,7 +23,15 @@ from torch_bridge import (
     tracing,
 )
 
-tensor._dispatch = backward.guarded(debugging.configure(_values, dispatch.dispatch))
+_dispatch = debugging.configure(_values, dispatch.dispatch)
+
+
+def use_dispatch() -> None:
+    """Have ops recorded, or run one by one in eager mode."""
+    tensor._dispatch = backward.guarded(debugging.op_by_op(_dispatch) if eager.enabled() else _dispatch)
+
+
+use_dispatch()
 compile_cache.configure(_values)
 tracing.install()
 interrupts.install()
@@ -31,4 +40,4 @@ os.register_at_fork(after_in_child=process.mark_forked)
 # DataLoader workers fork; they use CPU tensors only, and `process.check` stops those that do not, so JAX's warning about forks misleads.
 warnings.filterwarnings("ignore", message=r"os\.fork\(\) was called", category=RuntimeWarning)
 
-__all__ = ["collective_ops", "dispatch", "specials", "tensor"]
+__all__ = ["collective_ops", "dispatch", "specials", "tensor", "use_dispatch"]

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from torch_bridge import ambient, dispatch
+from torch_bridge import ambient, dispatch, eager, executor
 from torch_bridge.fingerprints import Fingerprint, Unknown
 from torch_bridge.module_calls import Call, Held
 from torch_bridge.recordings import ANSWERS, Kind
@@ -75,7 +75,7 @@ def restore(module: torch.nn.Module) -> torch.nn.Module:
 
 class Player:
     """Takes the place of a module's `forward`. off: why it records op by op, if it does; played: calls that were played; waiting: those of them
-    whose backward pass may still come."""
+    whose backward pass may still come; compiled: `torch.compile` asked for it, so in eager mode too."""
 
     def __init__(self, module: torch.nn.Module):
         self._module = weakref.ref(module)
@@ -89,6 +89,7 @@ class Player:
         self.__doc__ = self.plain.__doc__
         self.off = ""
         self.played = 0
+        self.compiled = False
         self.waiting: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -97,13 +98,14 @@ class Player:
             return self
         new = Player(module)
         new._before = copy.deepcopy(self._before, memo)
+        new.compiled = self.compiled
         return new
 
     def __reduce__(self) -> Any:
         module = self._module()
         if module is None:
             raise TypeError("the forward of a module under torch_bridge.optimize cannot be pickled after the module is gone")
-        return Player, (module,), {"_before": self._before}
+        return Player, (module,), {"_before": self._before, "compiled": self.compiled}
 
     @property
     def name(self) -> str:
@@ -166,8 +168,19 @@ class Player:
             raise NotNow(f"{what}{self.fingerprint.changed(before)}")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if eager.enabled():
+            return self._in_eager_mode(args, kwargs)
         found = None if self.off else self._call(args, kwargs)
         return self.plain(*args, **kwargs) if found is None else found[0].run(found[1])
+
+    def _in_eager_mode(self, args: Any, kwargs: Any) -> Any:
+        """Op by op, each at once; as a step of its own if `torch.compile` asked for it."""
+        if not self.compiled:
+            return self.plain(*args, **kwargs)
+        with eager.mode(False):
+            out = self(*args, **kwargs)
+            executor.sync()
+        return out
 
     def _holding(self) -> Held:
         """What the module holds now."""

@@ -46,9 +46,7 @@ def _compile(model: Any = None, **options: Any) -> Any:
     if options.get("backend") not in OURS or options.get("disable", False) or torch.compiler.is_exporting():
         return _elsewhere(model, options)
     if isinstance(model, torch.nn.Module):
-        from torch_bridge import replay
-
-        return torch.compiler.disable(replay.optimize(model), recursive=True)
+        return torch.compiler.disable(_optimized(model), recursive=True)
     if not callable(model):
         raise TypeError(f'torch.compile(backend="openxla") takes a module or a function, got {type(model).__name__}')
     return _with_modules_played(model)
@@ -81,15 +79,23 @@ def _with_modules_played(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def compiled(*args: Any, **kwargs: Any) -> Any:
-        from torch_bridge import playing, replay
+        from torch_bridge import playing
 
         for module in _modules(function, args, kwargs):
             if playing.on_xla(module):
-                replay.optimize(module)
+                _optimized(module)
         return function(*args, **kwargs)
 
     compiled._torchdynamo_orig_callable = function  # type: ignore[attr-defined]
     return compiled
+
+
+def _optimized(module: torch.nn.Module) -> torch.nn.Module:
+    from torch_bridge import replay
+
+    forward: Any = replay.optimize(module).forward
+    forward.compiled = True
+    return module
 
 
 def _modules(function: Callable[..., Any], args: Any, kwargs: Any) -> Iterator[torch.nn.Module]:

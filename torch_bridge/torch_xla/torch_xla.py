@@ -10,7 +10,7 @@ from typing import Any, TypeVar, overload
 
 import torch
 
-from torch_bridge import environment, metrics, steps
+from torch_bridge import eager, environment, metrics, steps
 from torch_bridge.torch_xla import runtime
 from torch_bridge.torch_xla.core import xla_model
 
@@ -111,7 +111,8 @@ class _Region(contextlib.AbstractContextManager[None]):
         sync()
         before = metrics.EXECUTE_TIME.count
         try:
-            yield
+            with eager.mode(False):
+                yield
         except BaseException:
             sync()
             raise
