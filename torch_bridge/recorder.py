@@ -15,11 +15,15 @@ from torch_bridge import (
     debugging,
     dispatch,
     eager,
+    executor,
     interrupts,
+    modules,
     process,
+    replay,
     replicas,
     specials,
     tensor,
+    torch_compile,
     tracing,
 )
 
@@ -32,6 +36,7 @@ def use_dispatch() -> None:
 
 
 use_dispatch()
+torch_compile.record_untraced([*vars(tensor.XLATensor).values(), executor.sync, modules._apply, replay.Player.__call__])
 compile_cache.configure(_values)
 tracing.install()
 interrupts.install()

@@ -10,7 +10,7 @@ import functools
 import inspect
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -59,19 +59,15 @@ def _elsewhere(model: Any, options: dict[str, Any]) -> Any:
     for package in NOT_TRACED:
         if package in sys.modules:
             trace_rules.add(package)
-    _record_untraced()
     return _original(model, **options)
 
 
-@functools.cache
-def _record_untraced() -> None:
-    """Where torch and scripts come into the recorder, it and all that it calls (JAX) runs as it is."""
-    from torch_bridge import executor, modules, replay, tensor
-
-    methods = [getattr(method, "__func__", method) for method in vars(tensor.XLATensor).values()]
-    for entry in (*methods, executor.sync, modules._apply, replay.Player.__call__):
-        if isinstance(entry, types.FunctionType):
-            _compat.never_trace(entry.__code__)
+def record_untraced(entries: Iterable[Any]) -> None:
+    """Where torch and scripts come into the recorder, these functions and all that they call (JAX) run as they are, whatever traces the script around."""
+    for entry in entries:
+        function = getattr(entry, "__func__", entry)
+        if isinstance(function, types.FunctionType):
+            _compat.never_trace(function.__code__)
 
 
 def _with_modules_played(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
+import subprocess
+import sys
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -201,3 +203,19 @@ def test_a_played_module_inside_what_another_backend_traces() -> None:
         for k in range(5):
             assert bits(step(batch(k))) == bits(player(module).plain(batch(k)) + 1)
     assert _played(module)
+
+
+def test_tracing_cpu_code_starts_no_jax() -> None:
+    """And a module that was compiled before it came to xla works."""
+    code = (
+        "import sys, torch, torch_xla\n"
+        "assert 'torch._dynamo' not in sys.modules\n"
+        "assert torch.compile(lambda x: x + 1, backend='eager')(torch.ones(2)).tolist() == [2, 2]\n"
+        "model = torch.compile(torch.nn.Linear(2, 2), backend='eager')\n"
+        "assert 'jax' not in sys.modules\n"
+        "x = torch.ones(1, 2)\n"
+        "expected = model(x)\n"
+        "assert torch.allclose(model.to('xla')(x.to('xla')).cpu(), expected, rtol=1e-5)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
