@@ -19,7 +19,6 @@ from torch_bridge import (
     interrupts,
     modules,
     process,
-    replay,
     replicas,
     specials,
     tensor,
@@ -36,7 +35,7 @@ def use_dispatch() -> None:
 
 
 use_dispatch()
-torch_compile.record_untraced([*vars(tensor.XLATensor).values(), executor.sync, modules._apply, replay.Player.__call__])
+torch_compile.record_untraced([*vars(tensor.XLATensor).values(), executor.sync, modules._apply])
 compile_cache.configure(_values)
 tracing.install()
 interrupts.install()

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from torch_bridge import ambient, dispatch, eager, executor
+from torch_bridge import ambient, dispatch, eager, executor, torch_compile
 from torch_bridge.fingerprints import Fingerprint, Unknown
 from torch_bridge.module_calls import Call, Held
 from torch_bridge.recordings import ANSWERS, Kind
@@ -225,3 +225,6 @@ class Player:
 def _ordinary(t: torch.Tensor) -> bool:
     """Whether it is an xla tensor without attributes of the script's, which a detached one would not have."""
     return isinstance(t, XLATensor) and (len(t.__dict__) <= 2 or not user_attributes(t))
+
+
+torch_compile.record_untraced([Player.__call__])
