@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -38,19 +39,29 @@ class Moving(threading.local):
 MOVING = Moving()
 
 
+_asked_by_none: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+"""Modules that are played because all are."""
+
+
 @contextmanager
 def moved(module: torch.nn.Module) -> Iterator[None]:
-    """Around the outermost `nn.Module._apply`: play the module if it came to xla and all modules are to be played."""
-    may = _said() == ALL and not on_xla(module) and not isinstance(module, torch.jit.ScriptModule)
+    """Around the outermost `nn.Module._apply`: if all are to be played, play it when it comes to xla; when it leaves (to be exported) it is as it was."""
+    everything = _said() == ALL and not isinstance(module, torch.jit.ScriptModule)
+    before = everything and on_xla(module)
     MOVING.inside = True
     try:
         yield
     finally:
         MOVING.inside = False
-    if may and on_xla(module):
+    if everything and on_xla(module) != before:
         from torch_bridge import replay
 
-        replay.optimize(module)
+        if not before and not isinstance(module.__dict__.get("forward"), replay.Player):
+            replay.optimize(module)
+            _asked_by_none.add(module)
+        elif before and module in _asked_by_none:
+            replay.restore(module)
+            _asked_by_none.discard(module)
 
 
 def on_xla(module: torch.nn.Module) -> bool:

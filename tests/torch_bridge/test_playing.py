@@ -56,13 +56,15 @@ def test_the_outermost_module_is() -> None:
 
 @pytest.mark.usefixtures("everything")
 def test_what_is_not() -> None:
-    """On other devices, without parameters, scripted: as they were. Moved back, a module runs there; `restore` takes it back."""
+    """On other devices, without parameters: as they were. A module that leaves xla is as it was too, unless a script has asked for it to be played."""
     assert not isinstance(net().double().forward, Player)
     assert not isinstance(nn.CrossEntropyLoss().to("xla").forward, Player)
     module = net().to("xla")
-    assert module.cpu()(torch.randn(2, 6)).device.type == "cpu"
-    assert module.to("xla")(batch(0)).device.type == "xla"
+    assert isinstance(module.forward, Player) and module.cpu()(torch.randn(2, 6)).device.type == "cpu" and "forward" not in vars(module)
+    assert isinstance(module.to("xla").forward, Player) and module(batch(0)).device.type == "xla"
     assert not isinstance(torch_bridge.restore(module).forward, Player)
+    asked = torch_bridge.optimize(net()).to("xla").cpu()
+    assert isinstance(asked.forward, Player)
 
 
 @pytest.mark.usefixtures("everything")
