@@ -44,8 +44,9 @@ def optimize(module: torch.nn.Module) -> torch.nn.Module:
 
     Every call of `module(...)` on xla tensors counts, in training and evaluation. Its parameters, buffers, arguments and attributes may change: a call of
     another kind is recorded anew, up to 16 kinds. A forward that branches on small integers (`if mask.all():`) is played where these can be told on the
-    host, each outcome from recordings of its own. Hooks on the module itself are called as always; while there are hooks inside, torch modes, functorch,
-    saved-tensor hooks (an activation checkpoint around it) or inference mode, it is recorded op by op. `restore(module)` undoes it.
+    host, each outcome from recordings of its own. Activation checkpoints inside are part of what is played. Hooks on the module itself are called as always;
+    while there are hooks inside (but known ones: `known_hooks`), torch modes, functorch, saved-tensor hooks (an activation checkpoint around it), eager or
+    inference mode, it is recorded op by op. `restore(module)` undoes it.
 
     Compared before each call: arguments; the modules inside; attributes, globals, closures, mutable defaults and class attributes that the code of the forward
     and of the functions it names reads, three or four levels deep into lists, dicts and objects. Not seen: what lies deeper, what other objects' methods read,
