@@ -537,6 +537,7 @@ def test_hooks_added_later_and_removed(kind: str) -> None:
     parity(Net, step, steps=9)
 
 
+@pytest.mark.switched_on("NXD_JAX_REPLAY")
 def test_modules_in_modules() -> None:
     class Twice(nn.Module):
         def __init__(self) -> None:
@@ -555,6 +556,7 @@ def test_modules_in_modules() -> None:
     parity(Twice, part=inner)
 
 
+@pytest.mark.switched_on("NXD_JAX_REPLAY")
 def test_parts_with_everything_else_recorded() -> None:
     def outer(m: Any) -> Any:
         torch_bridge.optimize(m[2])

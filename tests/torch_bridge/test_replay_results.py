@@ -191,6 +191,7 @@ def test_hidden_states_that_hooks_collect() -> None:
     assert player(module).played >= 6
 
 
+@pytest.mark.switched_on("NXD_JAX_REPLAY")
 def test_a_played_layer_inside_a_model_that_collects() -> None:
     """Its hook has to be called, so it is recorded op by op there, and played where nothing is collected."""
 

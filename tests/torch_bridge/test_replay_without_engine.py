@@ -62,6 +62,7 @@ def plain(module: nn.Module, k: int) -> Any:
     return [loss, y]
 
 
+@pytest.mark.switched_on("NXD_JAX_REPLAY")
 def test_plain_steps_skip_it(engine: list[Any]) -> None:
     module = parity(WithLoss, plain, steps=8)
     assert len(engine) == 8 + 8 - player(module).played, "op by op all go through it, played ones do not"

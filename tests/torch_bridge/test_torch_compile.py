@@ -60,6 +60,7 @@ def test_a_compiled_module_is_played() -> None:
         assert bits(compiled(batch(0), scale=3.0)) == bits(plain.eval()(batch(0), scale=3.0))
 
 
+@pytest.mark.switched_on("NXD_JAX_REPLAY")
 def test_in_place_and_disabled() -> None:
     """`module.compile(backend="openxla")` plays the module itself; `disable=True` gives it back as it is."""
     module = Net().to("xla")
