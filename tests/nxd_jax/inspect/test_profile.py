@@ -106,7 +106,9 @@ def test_the_heavy_module_is_the_heaviest(measured: Profile) -> None:
     modules = {r.module: r for r in measured.modules}
     heavy, light = modules["heavy"], modules["light"]
     assert heavy.seconds > light.seconds
-    assert heavy.forward > 3 * light.forward or heavy.backward > 3 * light.backward  # an instruction during which the machine did something else: in one
+    assert (
+        heavy.forward > 3 * light.forward or heavy.backward > 3 * light.backward
+    )  # an instruction during which the machine did something else: in one
     assert heavy.forward > 0 and heavy.backward > 0 and heavy.other == 0
     assert modules[results.OUTSIDE].other > 0  # the optimizer
     assert max((r for r in measured.modules if r.module not in (results.OUTSIDE, results.COMPILER)), key=lambda r: r.seconds) is heavy
