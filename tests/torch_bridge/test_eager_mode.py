@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +12,7 @@ from torch import nn
 from torch_xla.experimental import eager_mode, eager_mode_context, is_eager_mode
 
 import torch_bridge
+from tests.torch_bridge.devices import python
 from tests.torch_bridge.replaying import batch, bits
 from torch_bridge import dispatch, eager, metrics
 from torch_bridge.replay import Player
@@ -112,12 +111,11 @@ def test_compiled_modules_are_played() -> None:
 
 def test_before_the_first_tensor() -> None:
     """It starts no JAX, and holds from the first tensor on."""
-    code = (
+    python(
         "import sys, torch, torch_xla\n"
         "torch_xla.experimental.eager_mode(True)\n"
         "assert 'jax' not in sys.modules\n"
         "x = torch.ones(2, device='xla') + 1\n"
-        "assert not x._storage.pending and x.tolist() == [2, 2]\n"
+        "assert not x._storage.pending and x.tolist() == [2, 2]\n",
+        timeout=200.0,
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr

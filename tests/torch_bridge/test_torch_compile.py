@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import subprocess
-import sys
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,6 +13,7 @@ import torch
 from torch import nn
 
 import torch_bridge
+from tests.torch_bridge.devices import python
 from tests.torch_bridge.replaying import Ruled, batch, bits, compile_fast, player, run, trained  # noqa: F401
 from torch_bridge import executor
 from torch_bridge.replay import Player
@@ -208,7 +207,7 @@ def test_a_played_module_inside_what_another_backend_traces() -> None:
 
 def test_tracing_cpu_code_starts_no_jax() -> None:
     """And a module that was compiled before it came to xla works."""
-    code = (
+    python(
         "import sys, torch, torch_xla\n"
         "assert 'torch._dynamo' not in sys.modules\n"
         "assert torch.compile(lambda x: x + 1, backend='eager')(torch.ones(2)).tolist() == [2, 2]\n"
@@ -216,7 +215,6 @@ def test_tracing_cpu_code_starts_no_jax() -> None:
         "assert 'jax' not in sys.modules\n"
         "x = torch.ones(1, 2)\n"
         "expected = model(x)\n"
-        "assert torch.allclose(model.to('xla')(x.to('xla')).cpu(), expected, rtol=1e-5)\n"
+        "assert torch.allclose(model.to('xla')(x.to('xla')).cpu(), expected, rtol=1e-5)\n",
+        timeout=200.0,
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
