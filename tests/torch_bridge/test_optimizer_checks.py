@@ -182,6 +182,7 @@ def test_of_sgd(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(found, train(MAKE["sgd"], _swap_memory, True), rtol=0, atol=0)
 
 
+@pytest.mark.switched_on("NXD_JAX_FUSED_OPTIMIZERS")
 def test_a_group_is_looked_at_in_full_once(monkeypatch: pytest.MonkeyPatch) -> None:
     looks: list[int] = []
     gather = optimizer_plans._gather
@@ -193,6 +194,7 @@ def test_a_group_is_looked_at_in_full_once(monkeypatch: pytest.MonkeyPatch) -> N
     assert len(looks) <= 2, "the momentum is made in the first step"
 
 
+@pytest.mark.switched_on("NXD_JAX_FUSED_OPTIMIZERS")
 def test_one_that_is_never_the_same_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
     original = optimizer_checks.Known.__init__

@@ -85,6 +85,7 @@ def _layers(count: int) -> nn.ModuleList:
     return nn.ModuleList([nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(count)])
 
 
+@pytest.mark.switched_on("NXD_JAX_FOLD")
 @pytest.mark.parametrize("count", [3, 12])
 def test_layers(count: int) -> None:
     """Outputs and gradients of calling them; twelve are compiled as one loop."""
