@@ -134,6 +134,10 @@ class Call:
         watched.learn(out)
         return out
 
+    def detached(self) -> list[Any]:
+        """The tensor arguments as leaves, but for those that the module holds."""
+        return [t if id(t) in self.held_arguments else t.detach().requires_grad_(t.requires_grad) for t in self.tensors]
+
     def on(self, tensors: Sequence[Any]) -> Any:
         """(args, kwargs) with these in the places of the tensor arguments."""
         places = iter(self.places)
@@ -163,12 +167,11 @@ class Watched:
         """(the tensors in what was returned, each once; all of it, flat, with their places; its nesting; the recording, if it may be played)."""
         outs, rest, how, opened = results.taken_apart(out, self._known)
         try:
-            reentrant = inner_gradients.reentrant(outs)
-            if reentrant:
+            if inner_gradients.reentrant(outs):
                 inner_gradients.check_leaves(self._call.held)
             if any(map(self._call.player.fingerprint.holds, opened.values())):
                 raise NotRepeatable("it returns an object that the module keeps")
-            return outs, rest, how, self._forward(outs, rest, how, reentrant)
+            return outs, rest, how, self._forward(outs, rest, how)
         except Unread:
             self._call.kind.unread = True
             return outs, rest, how, None
@@ -176,7 +179,7 @@ class Watched:
             self._call.player.trouble(error)
             return outs, rest, how, None
 
-    def _forward(self, outs: list[XLATensor], rest: list[Any], how: Any, reentrant: bool) -> Forward | None:
+    def _forward(self, outs: list[XLATensor], rest: list[Any], how: Any) -> Forward | None:
         call = self._call
         self._before.check()
         call.player.check_state(call.state)
@@ -185,7 +188,6 @@ class Watched:
             raise NotRepeatable("it returns tensors with gradients though nothing that it was given has any")
         self.made = self.recording.made()
         new = recordings.forward_of(self.recording, outs, rest, how, needs)
-        new.reentrant = reentrant
         new.bumped = [k for k, (t, version) in enumerate(zip(call.every, self._versions, strict=True)) if t._version != version]
         return new if recordings.agree(call.player.stop, call.kind.forwards, new) else None
 
@@ -253,7 +255,7 @@ class Recorded:
         call = self.call
         call.await_backward(self)
         self._again = Again(call, call.kind.forwards[0]) if self._differentiable else None
-        self._own = [self._detached(t) for t in call.tensors] if self._differentiable else call.tensors
+        self._own = call.detached() if self._differentiable else call.tensors
         arguments = call.on(self._own)
         watched = Watched(call, arguments, self._own)
         try:
@@ -272,9 +274,6 @@ class Recorded:
         given: list[Any] = [t.detach() for t in self._outs]
         self._known = sources_by_id(call, given)
         return given
-
-    def _detached(self, t: XLATensor) -> Any:
-        return t if id(t) in self.call.held_arguments else t.detach().requires_grad_(t.requires_grad)
 
     def keep(self) -> list[XLATensor]:
         """What the backward pass needs if it has to compute the forward pass again; for itself, autograd keeps what it needs."""

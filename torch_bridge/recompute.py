@@ -42,9 +42,8 @@ class Again:
         self._check()
         call = self._call
         create = torch.is_grad_enabled()
-        if self._forward.reentrant and not create:
-            tensors = [t if id(t) in call.held_arguments else t.detach().requires_grad_(t.requires_grad) for t in call.tensors]
-            inputs = [*tensors, *inputs[len(tensors) :]]
+        if not create:
+            inputs = [*call.detached(), *inputs[len(call.tensors) :]]
         with self._as_then(old), torch.enable_grad():
             args, kwargs = call.on(inputs[: len(call.tensors)])
             outs = results.taken_apart(call.player.plain(*args, **kwargs), call.known(inputs[: len(call.tensors)])).tensors

@@ -46,7 +46,7 @@ class Made(NamedTuple):
 class Forward:
     """outs: the tensors that were returned, each once; rest, how: everything that was, flat, and its nesting; needs: which outs have gradients. What the
     backward passes that are known read: kept, values of this pass, and reads, numbers of given storages. bumped: places of given tensors whose versions
-    moved, as in-place ops do it (but not batch norm). reentrant: it has activation checkpoints that set `.grad` themselves.
+    moved, as in-place ops do it (but not batch norm).
     """
 
     tape: Tape
@@ -57,7 +57,6 @@ class Forward:
     kept: list[Made] = dataclasses.field(default_factory=list)
     reads: list[int] = dataclasses.field(default_factory=list)
     bumped: list[int] = dataclasses.field(default_factory=list)
-    reentrant: bool = False
 
     def __post_init__(self) -> None:
         matters = self.tape.influence(made.value for made in self.outs if not made.constant)

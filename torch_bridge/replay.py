@@ -132,10 +132,8 @@ class Player:
             )
         return types.MethodType(type(module).forward, module)
 
-    @property
-    def __wrapped__(self) -> Callable[..., Any]:
-        """The forward that `inspect.signature(module.forward)` is about: transformers' Trainer and `generate` choose their arguments by it."""
-        return self.plain
+    __wrapped__ = plain
+    """What `inspect.signature(module.forward)` is about: transformers' Trainer and `generate` choose their arguments by it."""
 
     def __getattr__(self, name: str) -> Any:
         """What scripts ask of a forward method beside calling it: `module.forward.__code__.co_varnames`."""
