@@ -37,7 +37,7 @@ def wanted() -> bool:
 
 def workers() -> int:
     """How many programs are compiled at a time."""
-    said = VARIABLES[WORKERS].parse(os.environ.get(WORKERS, ""))
+    said = VARIABLES[WORKERS].now()
     return said or min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, MOST)
 
 

@@ -145,7 +145,7 @@ def dumping() -> bool:
 def _framework_debug() -> bool:
     from torch_bridge.variables import VARIABLES
 
-    return bool(VARIABLES["NEURON_FRAMEWORK_DEBUG"].parse(os.environ.get("NEURON_FRAMEWORK_DEBUG", "")))
+    return bool(VARIABLES["NEURON_FRAMEWORK_DEBUG"].now())
 
 
 @contextlib.contextmanager

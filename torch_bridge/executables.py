@@ -14,7 +14,6 @@ import contextlib
 import functools
 import hashlib
 import logging
-import os
 import pathlib
 import pickle
 import uuid
@@ -69,7 +68,7 @@ def _folder() -> pathlib.Path | None:
     from torch_bridge import compile_cache
 
     place = compile_cache.folder()
-    if place is None or environment.dumping() or jax.process_count() > 1 or VARIABLES[_SWITCH].parse(os.environ.get(_SWITCH, "")) is False:
+    if place is None or environment.dumping() or jax.process_count() > 1 or VARIABLES[_SWITCH].now() is False:
         return None
     return place / "executables"
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 import operator
-import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -141,7 +140,7 @@ def least() -> int:
 
     An abstract run folds only if it is told to: in a loop XLA for CPUs keeps weights of half precision in float32, which no accelerator does.
     """
-    found = VARIABLES["NXD_JAX_FOLD"].parse(os.environ.get("NXD_JAX_FOLD", ""))
+    found = VARIABLES["NXD_JAX_FOLD"].now()
     if found is None:
         return 0 if abstract.active() else LEAST
     return found

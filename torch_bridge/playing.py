@@ -6,7 +6,6 @@ that is moved to xla as a whole, as plain torch_xla scripts move theirs.
 
 from __future__ import annotations
 
-import os
 import threading
 import weakref
 from collections.abc import Iterator
@@ -26,7 +25,7 @@ def of_parallel_models() -> bool:
 
 
 def _said() -> bool | str | None:
-    found: bool | str | None = VARIABLES[_SWITCH].parse(os.environ.get(_SWITCH, ""))
+    found: bool | str | None = VARIABLES[_SWITCH].now()
     return found
 
 

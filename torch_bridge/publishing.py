@@ -75,7 +75,7 @@ def start() -> bool:
     global _publisher, _decided
     if not _decided:
         _decided = True
-        if VARIABLES["NXD_JAX_TOP"].parse(os.environ.get("NXD_JAX_TOP", "")) is not False and not process.is_forked():
+        if VARIABLES["NXD_JAX_TOP"].now() is not False and not process.is_forked():
             _publisher = Publisher(ACTIVITY)
             _publisher.begin()
     return _publisher is not None and not _publisher.ended

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -42,6 +43,10 @@ class Variable:
             return self.kind.parse(text)
         except (ValueError, KeyError):
             raise ValueError(f"{self.name}={text!r}: must be {self.kind.allowed} ({self.meaning})") from None
+
+    def now(self) -> Any:
+        """What the environment says at this moment; None where it says nothing. ValueError as in `parse`."""
+        return self.parse(os.environ.get(self.name, ""))
 
 
 # -- kinds of values ------------------------------------------------------------------------------

@@ -113,7 +113,7 @@ def _plain() -> World:
 
 def _value(name: str) -> Any:
     """A variable of the table, parsed."""
-    return VARIABLES[name].parse(os.environ.get(name, ""))
+    return VARIABLES[name].now()
 
 
 def _number(name: str, text: str) -> int:

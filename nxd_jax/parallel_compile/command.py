@@ -143,6 +143,6 @@ def _is_on(name: str) -> bool:
     from torch_bridge.variables import VARIABLES
 
     try:
-        return bool(VARIABLES[name].parse(os.environ.get(name, "")))
+        return bool(VARIABLES[name].now())
     except ValueError as error:
         raise SystemExit(f"neuron_parallel_compile: {error}") from None
