@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -182,7 +183,8 @@ class Evaluation:
         def one(x: Any) -> Any:
             return self._call(node, [x], [member])[0]
 
-        most: Any = node.args[_BUCKET[str(node.target)]]
+        at = _BUCKET.get(str(node.target))
+        most: Any = math.inf if at is None else node.args[at]
         return jax.vmap(one)(stack) if stack.nbytes <= most else lax.map(one, stack)
 
     def _call(self, node: fx.Node, entries: list[Any], places: list[int]) -> Any:

@@ -184,6 +184,9 @@ class Plan:
         self.groups: dict[fx.Node, list[Group]] = {}
         self.skipped: set[fx.Node] = set()
         self.items: list[fx.Node | Loop] = []
+        output = next(n for n in reversed(graph.nodes) if n.op == "output")
+        self.results: list[fx.Node] = list(output.args[0])
+        self._renewed = self._renewed_inputs()
         self._give_weights()
         for item in self._parts(graph):
             self.items.append(item)
@@ -193,11 +196,14 @@ class Plan:
                 self._group(item)
             else:
                 self._need(e.source for e in repeats.edges(item))
-        output = next(n for n in reversed(graph.nodes) if n.op == "output")
-        self.results: list[fx.Node] = list(output.args[0])
         self.stacked = self._stacked_results()
         inside = {k for _, members in self.stacked for k in members}
         self._need(edge(n).source for k, n in enumerate(self.results) if k not in inside)
+
+    def _renewed_inputs(self) -> dict[fx.Node, fx.Node]:
+        """For results that are new values of inputs, which."""
+        inputs = list(self.place_of_input)
+        return {self.results[k]: inputs[i] for i, k in self._updates.items()}
 
     def given(self) -> list[Given]:
         """Stacked inputs."""
@@ -324,7 +330,7 @@ class Plan:
         lists = columns(node)
         picked = _picked(node, len(lists))
         groups = self.groups[node] = []
-        for members in self._members(node, lists) if picked is not None else ():
+        for members in self._members(node, lists, picked[0]) if picked is not None else ():
             given = [[edge(x[k]) for k in members] for x in lists]
             if all(map(_read_alike, given)):
                 groups.append(Group(node, members, [self._read(column) for column in given]))
@@ -335,6 +341,7 @@ class Plan:
                 self._places.update((elements[k], (updated, at)) for at, k in enumerate(group.members) if k in elements)
         grouped = {k for group in groups for k in group.members}
         self._need(edge(x[k]).source for x in lists for k in range(len(x)) if k not in grouped)
+        self._need(edge(x).source for x in node.args if isinstance(x, fx.Node))
         if groups:
             self.skipped.update(node.users)
             self.skipped.update(
@@ -358,14 +365,20 @@ class Plan:
         loop.made[key] = ref.series
         return ref, ()
 
-    def _members(self, node: fx.Node, lists: Sequence[Sequence[fx.Node]]) -> list[list[int]]:
-        """Entries that make up a series: of what the first list holds, or else the second (gradients of parameters that come one by one)."""
+    def _members(self, node: fx.Node, lists: Sequence[Sequence[fx.Node]], picked: dict[int, fx.Node]) -> list[list[int]]:
+        """Entries that make up a series: of the stacked inputs that the results replace, or what the first list holds, or else the second (gradients of
+        parameters that come one by one).
+
+        picked: the nodes of the first list of results. Where ZeRO-1 gathers weights, the last layers' gradients may be of another series than the first
+        one's; what comes in as one stack must leave as one, or it is stacked again for each step.
+        """
         if str(node.target) == _STEP and node.args[0] not in update_rules.RULES:
             return []
         found: dict[Any, dict[int, int]] = defaultdict(dict)
         for k in range(len(lists[0])):
-            for x in lists[:2]:
-                source = edge(x[k]).source
+            renewed = self._renewed.get(picked[k]) if k in picked else None
+            sources = [edge(x[k]).source for x in lists[:2]]
+            for source in sources if renewed is None else [renewed, *sources]:
                 loop = self._loop_of.get(source)
                 if loop is not None:
                     t, j = loop.run.place[source]
@@ -420,7 +433,13 @@ class Plan:
 
 
 _STEP = "torch_bridge.optimizer_step.default"
-LISTS = (_STEP, "torch_bridge.scatter_rows.default", "torch_bridge.gather_rows.default")
+LISTS = (
+    _STEP,
+    "torch_bridge.scatter_rows.default",
+    "torch_bridge.gather_rows.default",
+    "torch_bridge.sum_powers.default",
+    "aten._foreach_mul.Tensor",
+)
 """Ops that treat each entry of their lists by itself."""
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from torch_bridge import history, host_values, ranks, serialization, sharding
 from torch_bridge.cpu_attention import additive
-from torch_bridge.dispatch import STATE, dispatch, fresh, point, rank_ops, read, record, record_op, resize, special
+from torch_bridge.dispatch import LOCK, STATE, dispatch, fresh, point, rank_ops, read, record, record_op, resize, special
 from torch_bridge.inference import infer
 from torch_bridge.layout import Layout, base_of_meta, layout
 from torch_bridge.segment import Storage
@@ -57,6 +58,14 @@ def copy_(func: Any, args: Any, kwargs: Any) -> Any:
     vid = read(src)
     STATE.current.write_view(dst._storage, view, vid)
     return dst
+
+
+def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """`copy_` for each pair of xla tensors, past torch's dispatcher."""
+    with LOCK:
+        for dst, src in zip(targets, sources, strict=True):
+            copy_(aten.copy_.default, (dst, src), {})
+    torch.autograd.graph.increment_version(targets)
 
 
 @special(aten._to_copy.default)

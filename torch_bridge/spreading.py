@@ -22,6 +22,8 @@ _EACH = (
     "torch_bridge.optimizer_step",
     "torch_bridge.scatter_rows",
     "torch_bridge.gather_rows",
+    "torch_bridge.sum_powers",
+    "aten._foreach_",
 )
 """Ops that treat each entry of their lists by itself."""
 

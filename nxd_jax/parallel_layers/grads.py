@@ -5,13 +5,13 @@ The norm is that of the undivided model: parts are added up, and what several ra
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from nxd_jax.parallel_layers import parallel_state
-from torch_bridge import collectives, world
+from torch_bridge import clipping, collectives, world
 from torch_bridge import groups as rank_groups
 
 Parameters = torch.Tensor | Iterable[torch.Tensor]
@@ -47,8 +47,8 @@ def get_grad_norm(
     device = next((t.device for t in (*(g for _, g in grads), *parameters)), torch.device("xla" if world.size() > 1 else "cpu"))
     with torch.no_grad():
         parts: dict[_Kind, list[torch.Tensor]] = {kind: [torch.zeros((), dtype=wide, device=device)] for kind in _KINDS}
-        for x, g in grads:
-            parts[_kind(x)].append(_power(g.detach().to(wide), p, shares_of(x)))
+        for (x, _), part in zip(grads, _powers(grads, p, wide), strict=True):
+            parts[_kind(x)].append(part)
         sums = {kind: _combined(found, p) for kind, found in parts.items()}
         total = _Divisions(zero1_optimizer, zero1_optimizer_groups).total(sums, p)
         return (total if p == torch.inf else total ** (1 / p)).reshape(1)
@@ -76,9 +76,7 @@ def clip_grads_with_norm(parameters: Parameters, total_norm: Any, max_norm: floa
         return
     with torch.no_grad():
         norm = torch.as_tensor(total_norm, device=grads[0].device).reshape(())
-        factor = (float(max_norm) / (norm + 1e-6)).clamp(max=1.0)
-        for g in grads:
-            g.mul_(factor)
+        clipping.scale(grads, (float(max_norm) / (norm + 1e-6)).clamp(max=1.0))
 
 
 # -- reductions -------------------------------------------------------------------------------------
@@ -209,18 +207,18 @@ def shares_of(param: torch.Tensor) -> Any:
     return min(param.num_partitions / parallel_state.get_tensor_model_parallel_size(), 1.0)  # type: ignore[attr-defined]
 
 
-def _power(g: torch.Tensor, p: float, shares: Any = 1.0) -> torch.Tensor:
-    """The sum of |g|^p; the maximum of |g| for p = inf. shares: what an entry counts, or the entries of each row."""
-    if p != torch.inf and isinstance(shares, torch.Tensor):
-        rows = ((g * g) if p == 2 else g.abs() ** p).reshape(g.shape[0], -1).sum(1)
-        return (rows * shares.to(g.dtype)).sum()
-    if p != torch.inf and shares != 1.0:
-        return _power(g, p) * shares
-    if p == torch.inf:
-        return g.abs().amax() if g.numel() else g.new_zeros(())
-    if p == 2:
-        return (g * g).sum()
-    return g.abs().sum() if p == 1 else (g.abs() ** p).sum()
+def _powers(grads: Sequence[tuple[torch.Tensor, torch.Tensor]], p: float, dtype: torch.dtype) -> Iterator[torch.Tensor]:
+    """For each parameter's gradient the sum of |g|^p, each entry as often as it counts; the maximum of |g| for p = inf."""
+    shares = [1.0 if p == torch.inf else shares_of(x) for x, _ in grads]
+    whole = [g for (_, g), share in zip(grads, shares, strict=True) if not isinstance(share, torch.Tensor)]
+    sums = iter(clipping.sum_powers(whole, p, dtype))
+    for (_, g), share in zip(grads, shares, strict=True):
+        if isinstance(share, torch.Tensor):
+            g = g.to(dtype)
+            rows = ((g * g) if p == 2 else g.abs() ** p).reshape(g.shape[0], -1).sum(1)
+            yield (rows * share.to(dtype)).sum()
+        else:
+            yield next(sums) if share == 1.0 else next(sums) * share
 
 
 def _combined(parts: list[torch.Tensor], p: float) -> torch.Tensor:

@@ -14,7 +14,9 @@ from torch.utils.checkpoint import checkpoint
 
 from torch_bridge import executor, folding, rows
 from torch_bridge import torch_xla as xla
+from torch_bridge.dispatch import STATE
 from torch_bridge.program import Program
+from torch_bridge.torch_xla.distributed.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 
 LAYERS, WIDTH = 5, 8
 
@@ -156,6 +158,36 @@ def test_weights_stay_stacked(monkeypatch: pytest.MonkeyPatch) -> None:
     train(model, optimizer, steps=1)
     assert before.is_deleted()
     assert executor.RECENT[-1] is program and program.executions == 4
+
+
+@pytest.mark.switched_on("NXD_JAX_FUSED_OPTIMIZERS")
+@pytest.mark.parametrize("clip", [False, True])
+def test_zero_redundancy(clip: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ZeRO-1's step is a few ops however many parameters there are. The first layer's input needs no gradient, so its backward is no part of the loop, and
+    yet all weights and parts that come in as one stack leave as one."""
+
+    def script() -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*[Block() for _ in range(LAYERS)]).to("xla")
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, grad_clipping=clip, max_norm=0.01, lr=0.01, eps=1e-3)
+        norms = []
+        for i in range(3):
+            optimizer.zero_grad()
+            model(torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(i)).to("xla")).square().mean().backward()
+            before = len(STATE.current.nodes)
+            optimizer.step()
+            ops = [node[0].op for node in STATE.current.nodes[before:]]
+            assert i == 0 or len([op for op in ops if not op.is_view]) < 20, "for 25 parameters"
+            norms.append(optimizer.grad_norm)
+            xla.sync()
+        return [*(n.cpu() for n in norms if n is not None), *values(model)]
+
+    program = both(monkeypatch, script)[-1]
+    plan = program.plan
+    assert plan is not None
+    leaving = [members for _, members in plan.stacked]
+    renewed = [[plan._updates[i] for i in places] for places in plan.stacked_inputs() if set(places) <= set(plan._updates)]
+    assert len(renewed) == 20 and all(members in leaving for members in renewed)
 
 
 def test_reading_and_writing_between_steps(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from torch_bridge import collectives, divided, executor, fused_optimizers
+from torch_bridge import clipping, collectives, divided, executor, fused_optimizers
 from torch_bridge import groups as rank_groups
 from torch_bridge.row_shards import BUCKET, RowShards
 
@@ -223,7 +223,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         """Give every part the mean of its gradients."""
         within = self.optimizer_dtype if self.higher_cc_precision else None
         for cuts, chosen in self._by_cuts(params):
-            grads = [g.detach() for g in map(self._gradient, chosen) if g is not None]
+            grads = [g for g in map(self._gradient, chosen) if g is not None]
             parts = cuts.reduce_scatter(grads, self.gradient_scale(cuts), self.optimizer_dtype, within, self._scatter_bytes)
             for p, part in zip(chosen, parts, strict=True):
                 self.shard_of[p].grad = part
@@ -232,13 +232,16 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         """What summed gradients are multiplied by."""
         return 1.0 / cuts.size
 
+    @torch.no_grad()
     def _publish(self, params: Sequence[torch.Tensor]) -> None:
         """Write every rank's parts into the parameters."""
+        import torch_bridge.recorder  # noqa: F401  # brings JAX up
+        from torch_bridge import specials
+
         for dtype in dict.fromkeys(p.dtype for p in params):
             for cuts, chosen in self._by_cuts([p for p in params if p.dtype == dtype]):
-                parts = [self.shard_of[p].detach() for p in chosen]
-                for p, full in zip(chosen, cuts.all_gather(parts, [p.shape for p in chosen], dtype, self._gather_bytes), strict=True):
-                    p.copy_(full)
+                parts = [self.shard_of[p] for p in chosen]
+                specials.copy_all(chosen, cuts.all_gather(parts, [p.shape for p in chosen], dtype, self._gather_bytes))
 
     def _clip_grad_norm(self, max_norm: float | None = None, norm_type: float = 2.0) -> torch.Tensor:
         """Scale the parts' gradients down to a global norm of `max_norm`; returns the norm before, shape [1]."""
@@ -247,15 +250,14 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         if not grads:
             return torch.zeros(1, dtype=self.optimizer_dtype, device="xla")
         kind = "max" if norm_type == math.inf else "sum"
-        parts = torch.stack([g.abs().max() if norm_type == math.inf else (g.abs() ** norm_type).sum() for g in grads])
+        parts = torch.stack(clipping.sum_powers(grads, norm_type))
         total = parts.max() if norm_type == math.inf else parts.sum()
         total = collectives.all_reduce(kind, total, groups=self.sharding_groups)
         if self.grad_norm_groups is not None:
             total = collectives.all_reduce(kind, total, groups=self.grad_norm_groups)
         norm = (total if norm_type == math.inf else total ** (1.0 / norm_type)).reshape(1)
         factor = ((self.max_norm if max_norm is None else max_norm) / (norm.reshape(()) + 1e-6)).clamp(max=1.0)
-        for g in grads:
-            g.mul_(factor)
+        clipping.scale(grads, factor)
         return norm
 
     # -- state ----------------------------------------------------------------------------------------

@@ -1,0 +1,32 @@
+"""What clipping does to all gradients of a model: the sums of powers for their norm, and scaling them, each as one op however many there are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+
+def sum_powers(tensors: Sequence[torch.Tensor], p: float, dtype: torch.dtype | None = None) -> list[torch.Tensor]:
+    """For each tensor the sum of |x|^p of its entries, converted to `dtype` first (None: as it is); their maximum for p = inf (0 if there are none)."""
+    if any(t.device.type == "xla" for t in tensors):
+        import torch_bridge.recorder  # noqa: F401  # brings JAX up
+        from torch_bridge import gradient_ops
+
+        return gradient_ops.ops.sum_powers(list(tensors), p, dtype)
+    return [sum_of(t if dtype is None else t.to(dtype), p) for t in tensors]
+
+
+def sum_of(t: torch.Tensor, p: float) -> torch.Tensor:
+    """The sum of |x|^p of a tensor's entries, or their maximum."""
+    if p == math.inf:
+        return t.abs().amax() if t.numel() else t.new_zeros(())
+    if p == 2:
+        return (t * t).sum()
+    return t.abs().sum() if p == 1 else (t.abs() ** p).sum()
+
+
+def scale(tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
+    """Multiply all of them, in place, by a number on their device."""
+    torch._foreach_mul_(list(tensors), factor)
