@@ -12,7 +12,8 @@ Each region is a collective with the gradient that belongs to it:
 
 In a group of one, all are the identity. Tensors must be on xla in larger groups. `process_group` defaults to the tensor parallel group.
 
-No region writes to its input. NxD's `reduce_from_*` regions do: a script must use their result, as every model does.
+The `reduce_from_*` regions write the sum into their input, as NxD's do, where no gradient is recorded: scripts reduce gradients in this way and drop the
+result. While one is recorded they give a new tensor, since a formula of the backward pass may still need the input.
 """
 
 from __future__ import annotations
@@ -127,8 +128,8 @@ def copy_to_tensor_model_parallel_region(x: torch.Tensor, process_group: Any = N
 
 
 def reduce_from_tensor_model_parallel_region(x: torch.Tensor, process_group: Any = None) -> torch.Tensor:
-    """The sum of the ranks' partial results, as a new tensor (NxD overwrites `x` with it)."""
-    return _region(x, _groups.tensor_parallel(process_group), _reduce, _same)
+    """The sum of the ranks' partial results, written into `x` unless its gradient is recorded."""
+    return _reduce_from(x, _groups.tensor_parallel(process_group))
 
 
 def scatter_to_tensor_model_parallel_region(x: torch.Tensor, process_group: Any = None) -> torch.Tensor:
@@ -156,6 +157,15 @@ def scatter_input_channels_to_tensor_model_parallel_region(x: torch.Tensor, proc
     return _scatter(x, -3, _groups.tensor_parallel(process_group))
 
 
+def _reduce_from(x: torch.Tensor, group: Any) -> torch.Tensor:
+    if x.requires_grad and torch.is_grad_enabled():
+        return _region(x, group, _reduce, _same)
+    if _groups.size(group) == 1:
+        return x
+    with torch.no_grad():
+        return x.copy_(_reduce(x, group))
+
+
 def _scatter(x: torch.Tensor, dim: int, group: Any) -> torch.Tensor:
     return _region(
         x, group, functools.partial(_split_along_dim, partition_dim=dim), functools.partial(_gather_along_dim, partition_dim=dim)
@@ -172,9 +182,8 @@ def _gather(x: torch.Tensor, dim: int, group: Any) -> torch.Tensor:
 
 
 def reduce_from_context_model_parallel_region(x: torch.Tensor, process_group: Any = None) -> torch.Tensor:
-    """The sum over the context parallel group, as a new tensor (NxD overwrites `x` with it); the gradient passes unchanged."""
-    group = parallel_state.get_context_model_parallel_group() if process_group is None else process_group
-    return _region(x, group, _reduce, _same)
+    """The sum over the context parallel group, written into `x` unless its gradient is recorded; the gradient passes unchanged."""
+    return _reduce_from(x, parallel_state.get_context_model_parallel_group() if process_group is None else process_group)
 
 
 def scatter_to_sequence_parallel_region(x: torch.Tensor, sequence_dimension: int | None = 0, process_group: Any = None) -> torch.Tensor:

@@ -114,6 +114,30 @@ def test_region_of_one_rank_is_the_identity(nxd: Nxd, name: str) -> None:
     assert REGIONS[name][0](x) is x
 
 
+@pytest.mark.parametrize("region", ["reduce_from_tensor_model_parallel_region", "reduce_from_context_model_parallel_region"])
+def test_gradients_reduced_in_place(nxd: Nxd, region: str) -> None:
+    """What training scripts do with sequence-parallel gradients: the result is dropped, the gradient itself must be the sum."""
+    nxd(8, tp=2, cp=2)
+    values = [torch.randn(3) for _ in range(8)]
+    weight = torch.nn.Parameter(torch.zeros(3, device="xla"))
+    weight.grad = own(values)
+    reduce = getattr(mappings, region)
+    assert reduce(weight.grad.data) is not None
+    tensor = region.startswith("reduce_from_tensor")
+    lists = (
+        parallel_state.get_tensor_model_parallel_group(as_list=True)
+        if tensor
+        else parallel_state.get_context_model_parallel_group(as_list=True)
+    )
+    sums = {r: sum(values[k] for k in g) for g in lists for r in g}
+    for r, found in enumerate(per_rank(weight.grad)):
+        torch.testing.assert_close(found, sums[r])
+    with torch.no_grad():
+        reduce(weight.grad)
+    for r, found in enumerate(per_rank(weight.grad)):
+        torch.testing.assert_close(found, 2 * sums[r])
+
+
 def test_explicit_group_and_context_group(nxd: Nxd) -> None:
     nxd(8, tp=2, cp=2)
     values = [torch.randn(2, 4) for _ in range(8)]
