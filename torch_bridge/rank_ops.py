@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from torch_bridge import ranks, sharded, world
+from torch_bridge import rank_tensor, ranks, sharded, world
 from torch_bridge.lowerings import lowering
 from torch_bridge.segment import Segment, Storage, flat, step_entry
 from torch_bridge.tensor import XLATensor, make
@@ -137,16 +137,13 @@ def as_tensor(number: Any) -> torch.Tensor:
 _PIECES = {"slice", "split", "chunk", "unbind", "tensor_split"}
 
 
-def call(func: Any, args: Any, kwargs: Any) -> Any:
-    """A torch function that was given a number for each rank (`RankInt.__torch_function__`)."""
+def call(func: Any, args: Any, kwargs: Any, original: Any = None) -> Any:
+    """A torch function that was given a number for each rank (`RankInt.__torch_function__`). original: what to call for one rank, if not the function."""
     name = getattr(func, "__name__", "")
     on_xla = any(isinstance(x, XLATensor) for x in tree_leaves((args, kwargs)))
     if not on_xla:
-        if not any(ranks.values_of(x) is not None for x in tree_leaves((args, kwargs))):
-            args, kwargs = tree_map(lambda x: x.plain() if ranks.is_item(x) else x, (args, kwargs))
-            return func(*args, **kwargs)
-        number = next(x for x in tree_leaves((args, kwargs)) if ranks.values_of(x) is not None)
-        raise ranks.refuse(ranks.values_of(number) or ())
+        return rank_tensor.compute(original or func, args, kwargs)
+    func = original or func
     own_rule: Any = _OWN_RULES.get(name)
     if own_rule is not None:
         return own_rule(*args, **kwargs)
@@ -249,7 +246,7 @@ _OWN_RULES: dict[str, Any] = {"__getitem__": _getitem, "__setitem__": _setitem, 
 
 def _narrow(x: torch.Tensor, dim: int, start: Any, length: Any) -> torch.Tensor:
     if ranks.values_of(length) is not None:
-        raise ranks.refuse(ranks.values_of(length) or ())
+        return x[(*[slice(None)] * (dim % x.dim()), slice(start, start + length))]  # which says that all ranks need the same shape
     begins = [s + x.shape[dim] if s < 0 else s for s in ranks.per_rank(start)]
     if not all(0 <= s <= x.shape[dim] - length for s in begins):
         raise RuntimeError(f"narrow(dim={dim}, start={begins}, length={length}) is out of range for dimension of size {x.shape[dim]}")
@@ -258,6 +255,29 @@ def _narrow(x: torch.Tensor, dim: int, start: Any, length: Any) -> torch.Tensor:
 
 
 _OWN_RULES["narrow"] = _narrow
+
+
+def _roll(x: torch.Tensor, shifts: Any, dims: Any = None) -> torch.Tensor:
+    """`x.roll(rank, dim)`: each rank takes its own places."""
+    if dims is None or (isinstance(dims, (list, tuple)) and not dims):
+        return _roll(x.reshape(-1), shifts, 0).reshape(x.shape)
+    pairs = (
+        zip(shifts, dims, strict=True)
+        if isinstance(shifts, (list, tuple))
+        else [(shifts, dims[0] if isinstance(dims, (list, tuple)) else dims)]
+    )
+    for shift, dim in pairs:
+        places = torch.arange(x.shape[dim], device=x.device) - shift
+        x = x.index_select(dim, places % x.shape[dim])
+    return x
+
+
+def _new_tensor(x: torch.Tensor, data: Any, **kwargs: Any) -> torch.Tensor:
+    return torch.tensor(data, **{"dtype": x.dtype, "device": x.device, **kwargs})
+
+
+_OWN_RULES["roll"] = _roll
+_OWN_RULES["new_tensor"] = _new_tensor
 
 
 def record(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -1,8 +1,9 @@
 """Numbers that differ from rank to rank, in a process that runs the script once for several ranks.
 
 A `RankInt` (a `torch.SymInt`) holds each rank's own value. It prints, formats, compares, counts and indexes lists as the first hosted rank's
-number does; next to an xla tensor it becomes each rank's own number, also as the start of a slice. Where PyTorch insists on one plain number to
-compute with (a CPU tensor, a size), it raises and says what to do, because every rank but the first would get a wrong one.
+number does; next to an xla tensor it becomes each rank's own number, also as the start of a slice, and next to a CPU tensor it gives one that differs by rank
+(`rank_tensor`). Where PyTorch insists on one plain number (a size, a write to what all ranks share), it raises and says what to do, because every rank but
+the first would get a wrong one.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ class PlainNumberNeeded(RuntimeError):
 
 _ADVICE = (
     "This process runs the script once for {count} ranks, and this number is {values} for rank 0, 1, ...: PyTorch asked for one plain number "
-    "here, as for a CPU tensor, a tensor's size or a factory function. Move the tensor to xla first (x.to('xla')[rank * n : (rank + 1) * n]), add the "
-    "rank to an xla tensor (torch.zeros(..., device='xla') + rank), use int(rank) if rank 0's number is meant, or start one process per rank with torchrun."
+    "here, as for a tensor's size, or to write to a CPU tensor that all ranks share. Give all ranks one size (pad), move a tensor that is written to or needs "
+    "gradients to xla first (x.to('xla')), use int(rank) if rank 0's number is meant, or start one process per rank with torchrun."
 )
 
 
@@ -147,10 +148,11 @@ def ranked(values: tuple[Any, ...], hosted: tuple[int, ...]) -> Any:
 @functools.cache
 def _prepare() -> None:
     """Once there is a number that differs by rank: loaders that are told one give each rank its own samples, files and seeds take the first's."""
-    from torch_bridge import rank_data, rank_interop, rank_pieces
+    from torch_bridge import rank_data, rank_interop, rank_pieces, rank_tensor
 
     rank_data.install()
     rank_pieces.install()
+    rank_tensor.install()
     rank_interop.install()
 
 

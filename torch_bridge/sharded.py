@@ -98,18 +98,25 @@ _files_noted = False
 
 def note_file(tensors: Iterable[torch.Tensor]) -> None:
     """Say once that a file is being written with the first hosted rank's values of tensors that differ among ranks."""
-    global _files_noted
     if _files_noted or len(world.current().hosted) == 1:
         return
     found = next((t for t in tensors if varying(t).axes), None)
     if found is not None:
-        _files_noted = True
-        warnings.warn(
-            f"a tensor ({varying(found)}) is saved as rank {world.first()} holds it: this process runs the script once for several ranks, so the "
-            "other ranks' values are not in the file. neuronx_distributed's save_checkpoint keeps all of them; torchrun, with one process per rank, "
-            "writes every rank's file.",
-            stacklevel=3,
-        )
+        note_values(str(varying(found)), 4)
+
+
+def note_values(what: str, stacklevel: int = 3) -> None:
+    """The same, of a tensor in words."""
+    global _files_noted
+    if _files_noted:
+        return
+    _files_noted = True
+    warnings.warn(
+        f"a tensor ({what}) is saved as rank {world.first()} holds it: this process runs the script once for several ranks, so the "
+        "other ranks' values are not in the file. neuronx_distributed's save_checkpoint keeps all of them; torchrun, with one process per rank, "
+        "writes every rank's file.",
+        stacklevel=stacklevel,
+    )
 
 
 def _storage_of(t: torch.Tensor) -> Any:

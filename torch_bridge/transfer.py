@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from torch_bridge import _compat, abstract, dtypes, metrics, numerics, process, sharding, source
+from torch_bridge import _compat, abstract, dtypes, metrics, numerics, process, rank_tensor, ranks, sharding, source
 from torch_bridge.layout import Layout, is_dense, layout
 from torch_bridge.segment import Storage
 from torch_bridge.tensor import XLATensor, make
@@ -46,6 +46,11 @@ def _moved(t: torch.Tensor, device: Any) -> jax.Array:
 
 def to_numpy(t: torch.Tensor) -> np.ndarray:
     """A CPU tensor's values as an array that may share its memory; bfloat16 and float8 as JAX's types."""
+    if type(t) is rank_tensor.RankTensor:
+        raise ranks.PlainNumberNeeded(
+            f"a CPU tensor of shape {list(t.shape)} that differs by rank is used together with xla tensors (at {source.user_line()}): move it to xla "
+            "first (t.to('xla')), where each rank has its own"
+        )
     _require_strided(t)
     if t.requires_grad:
         t = t.detach()
@@ -118,12 +123,20 @@ def _keep(host: torch.Tensor, array: jax.Array, base: Layout, view: Layout) -> N
         _READ[host.untyped_storage()] = _Kept(array, base, view, _place(host))
 
 
+def remember(host: torch.Tensor, own: torch.Tensor) -> None:
+    """Note that each rank has its own values of a CPU tensor, those of an xla tensor: until somebody writes to it, moving it back gives them."""
+    array = own._storage.array  # type: ignore[attr-defined]
+    _keep(host, array, own._storage.layout, own._layout)  # type: ignore[attr-defined]
+
+
 def _place(t: torch.Tensor) -> tuple[Any, ...]:
     return tuple(t.shape), t.stride(), t.storage_offset(), t.dtype
 
 
 def kept(t: torch.Tensor) -> XLATensor | None:
     """Each rank's own values again, as a new xla tensor, of an unchanged CPU copy of a value that differs among ranks; None for any other CPU tensor."""
+    if type(t) is rank_tensor.RankTensor:
+        return t.uploaded()  # type: ignore[return-value]
     found: _Kept | None = _READ.get(t.untyped_storage()) if len(_READ) and sharding.active() else None
     if found is None or found.host != _place(t):
         return None

@@ -1,0 +1,234 @@
+"""CPU tensors that differ by rank: every operation gives each rank what it would get alone."""
+
+from __future__ import annotations
+
+import copy
+import io
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch_xla.core.xla_model as xm
+
+import torch_bridge
+from tests.torch_bridge.ranks.conftest import Hosted
+from torch_bridge import ranks, sharded
+from torch_bridge.rank_tensor import RankTensor
+
+F = torch.nn.functional
+
+
+@pytest.fixture(autouse=True)
+def four_ranks(hosted: Hosted) -> None:
+    hosted(4, dp=2, tp=2)
+
+
+def table() -> torch.Tensor:
+    return torch.arange(16.0).view(8, 2)
+
+
+Script = Callable[[Any], Any]
+
+MADE: dict[str, Script] = {
+    "tensor": lambda r: torch.tensor(r),
+    "tensor of a list": lambda r: torch.tensor([[r, 1], [2, r + 1]]),
+    "tensor of truths": lambda r: torch.tensor([r == 1, True]),
+    "tensor of halves": lambda r: torch.tensor([r / 2], dtype=torch.float64),
+    "as_tensor": lambda r: torch.as_tensor([r]),
+    "full": lambda r: torch.full((2, 3), r),
+    "full of floats": lambda r: torch.full((2,), r / 4, dtype=torch.bfloat16),
+    "arange": lambda r: torch.arange(r * 3, r * 3 + 3),
+    "arange with a step": lambda r: torch.arange(r, r + 8, 4, dtype=torch.float32),
+    "linspace": lambda r: torch.linspace(0, r, 3),
+    "new_tensor": lambda r: table().new_tensor([r]),
+    "new_full": lambda r: table().new_full((2,), r),
+    "full_like": lambda r: torch.full_like(table(), r),
+    "products": lambda r: 2 * torch.ones(3) * r + r * table()[0, 0],
+    "powers": lambda r: table() ** r,
+    "row": lambda r: table()[r],
+    "last rows": lambda r: table()[-1 - r],
+    "rows": lambda r: table()[2 * r : 2 * r + 2],
+    "rows and a column": lambda r: table()[2 * r : 2 * r + 2, r % 2],
+    "a mask of rows": lambda r: table()[torch.arange(8) == r],
+    "narrow": lambda r: table().narrow(0, 2 * r, 2),
+    "select": lambda r: table().select(0, r),
+    "roll": lambda r: torch.roll(table(), r, 0),
+    "split": lambda r: table().split(2)[r],
+    "split by a function": lambda r: torch.split(table(), 2)[r],
+    "chunk": lambda r: table().chunk(4)[r],
+    "unbind": lambda r: table().unbind(0)[r],
+    "tensor_split": lambda r: torch.tensor_split(table(), 4)[r],
+    "every fourth piece": lambda r: torch.cat(table().split(1)[r::4]),
+    "some pieces": lambda r: torch.cat(table().split(1)[r : r + 2]),
+    "where": lambda r: torch.where(table() > 3, r, -1),
+    "comparison": lambda r: table() == r,
+    "clamp": lambda r: table().clamp(max=r),
+    "masked_fill": lambda r: table().masked_fill(table() > 2, r),
+    "one_hot": lambda r: F.one_hot(torch.tensor([r]), 4),
+    "index_select": lambda r: table().index_select(0, torch.tensor([r, 0])),
+    "gather": lambda r: table().gather(1, torch.full((8, 1), r % 2)),
+    "embedding": lambda r: F.embedding(torch.tensor([r]), table()),
+    "fill_": lambda r: torch.zeros(2, 3).fill_(r),
+    "matmul": lambda r: table().t() @ (table() + r),
+    "several steps": lambda r: F.softmax((table()[2 * r : 2 * r + 2] * 0.1).transpose(0, 1).contiguous(), -1).sum(0),
+    "in place": lambda r: (t := table() * r, t.add_(1), t[0].zero_(), t[:, 1].mul_(r + 2), t)[-1],
+    "in place of a clone": lambda r: (t := table()[r].clone(), t.add_(r), t)[-1],
+    "two results": lambda r: torch.stack((table() * (r + 1)).max(0)),
+    "a layer": lambda r: F.linear(table()[r], torch.ones(3, 2), torch.arange(3.0)),
+    "random rows": lambda r: (torch.manual_seed(3), torch.rand(2) + torch.rand_like(torch.ones(2) * r))[-1],
+    "randint": lambda r: (torch.manual_seed(3), torch.randint(0, r + 5, (4,)))[-1],
+    "of a generator": lambda r: torch.normal(torch.ones(3) * r, 1.0, generator=torch.Generator().manual_seed(2)),
+    "numbers read": lambda r: torch.ones(2) * (torch.tensor([r]) * 3).item(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_each_rank_has_its_own(name: str) -> None:
+    expected = [MADE[name](r) for r in range(4)]
+    found = MADE[name](xm.get_ordinal())
+    assert isinstance(found, torch.Tensor) and found.device.type == "cpu"
+    if isinstance(found, RankTensor):
+        for own, e in zip(found.parts, expected, strict=True):
+            assert own.dtype == e.dtype and torch.equal(own, e)
+    moved = found.to("xla")
+    for own, e in zip(torch_bridge.shards(moved), expected, strict=True):
+        assert own.dtype == e.dtype and torch.equal(own, e)
+    target = torch.zeros_like(expected[0], device="xla")
+    target.copy_(found)
+    assert all(map(torch.equal, torch_bridge.shards(target), expected))
+
+
+@pytest.mark.parametrize(
+    "name", ["tensor", "tensor of a list", "tensor of truths", "full", "full of floats", "arange", "arange with a step", "linspace"]
+)
+def test_made_on_xla(name: str) -> None:
+    """The same with `device="xla"`, or with xla as the default device."""
+    with torch.device("xla"):
+        found = MADE[name](xm.get_ordinal())
+    assert found.device.type == "xla"
+    for own, r in zip(torch_bridge.shards(found), range(4), strict=True):
+        e = MADE[name](r)
+        assert own.dtype == e.dtype and torch.equal(own, e)
+
+
+def test_made_on_an_xla_device() -> None:
+    rank = xm.get_ordinal()
+    expected: dict[str, Script] = {
+        "tensor": lambda r: torch.tensor([r, 1], device=device),
+        "requires_grad": lambda r: torch.full((2,), r * 1.0, device=device, requires_grad=True),
+        "arange": lambda r: torch.arange(r * 2, r * 2 + 2, dtype=torch.long, device=device),
+        "new_tensor": lambda r: table().to(device).new_tensor([r]),
+        "roll": lambda r: table().to(device).roll(r, 0),
+        "roll of all": lambda r: torch.roll(table().to(device), r + 1),
+        "roll of dims": lambda r: torch.roll(table().to(device), (r, 1), (0, 1)),
+        "pieces": lambda r: torch.cat(table().to(device).split(1)[r::4]),
+        "the last pieces": lambda r: torch.cat(table().to(device).split(1)[-1 - r :: -4][:1]),
+    }
+    for name, script in expected.items():
+        device = "xla"
+        found = script(rank)
+        device = "cpu"
+        for own, r in zip(torch_bridge.shards(found), range(4), strict=True):
+            e = script(r)
+            assert own.dtype == e.dtype and torch.equal(own, e), name
+            assert found.requires_grad == e.requires_grad
+
+
+def test_only_axes_along_which_numbers_differ() -> None:
+    from torch_bridge import world
+
+    along_tp = world.current().table(lambda r: r % 2)
+    assert torch_bridge.varying((torch.ones(2) * along_tp).to("xla")).axes == ("tp",)
+    assert torch_bridge.varying(table().chunk(2)[along_tp].to("xla")).axes == ("tp",)
+    assert torch_bridge.varying((torch.ones(2) * along_tp + xm.get_ordinal()).to("xla")).axes == ("dp", "tp")
+
+
+def test_reading_gives_the_first_rank() -> None:
+    rank = xm.get_ordinal()
+    t = torch.ones(2) * (rank + 1)
+    assert str(t) == "tensor([1., 1.])" and repr(t[0]) == "tensor(1.)" and f"{t[0]:.1f}" == "1.0"
+    assert t.tolist() == [1.0, 1.0] and t.numpy().tolist() == [1.0, 1.0]
+    number = t.sum().item()
+    assert number == 2.0 and ranks.per_rank(number) == [2.0, 4.0, 6.0, 8.0]
+    assert int(t[0]) == 1 and float(t[0]) == 1.0 and [5, 6][torch.tensor(rank)] == 5
+    assert bool(t[0] == 1) and not bool(t[0] == 2)
+    assert len(t) == 2 and [x.item() for x in t] == [1.0, 1.0]
+    again = copy.deepcopy(t)
+    again.add_(1)
+    assert [p.tolist() for p in t.parts] == [[1.0 + r] * 2 for r in range(4)]
+    assert [p.tolist() for p in again.parts] == [[2.0 + r] * 2 for r in range(4)]
+
+
+def test_a_file_has_the_first_ranks_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sharded, "_files_noted", False)
+    file = io.BytesIO()
+    with pytest.warns(UserWarning, match=r"a tensor \(shape \[2\] on the CPU, different on each rank\) is saved as rank 0 holds it"):
+        torch.save({"x": torch.ones(2) * xm.get_ordinal()}, file)
+    file.seek(0)
+    loaded = torch.load(file)["x"]
+    assert type(loaded) is torch.Tensor and loaded.tolist() == [0.0, 0.0]
+
+
+def test_a_layer_on_the_cpu_remembers_each_ranks_weights() -> None:
+    """Full weights, of which each rank loads its part, before the model is moved."""
+    whole = torch.arange(24.0).view(8, 3)
+    layer = torch.nn.Linear(3, 2, bias=False)
+    layer.load_state_dict({"weight": torch.split(whole, 2)[xm.get_ordinal()]})
+    assert layer.weight.tolist() == whole[:2].tolist()
+    layer.to("xla")
+    assert all(torch.equal(own, whole[2 * r : 2 * r + 2]) for r, own in enumerate(torch_bridge.shards(layer.weight)))
+
+
+def test_as_a_parameter() -> None:
+    weight = torch.nn.Parameter(table().chunk(4)[xm.get_ordinal()])
+    assert isinstance(weight, torch.nn.Parameter)
+    layer = torch.nn.Linear(2, 2, bias=False)
+    layer.weight = weight
+    layer.to("xla")
+    out = layer(torch.ones(1, 2, device="xla"))
+    out.sum().backward()
+    for r, own in enumerate(torch_bridge.shards(out)):
+        assert torch.equal(own, F.linear(torch.ones(1, 2), table().chunk(4)[r]))
+    assert layer.weight.grad is not None and layer.weight.grad.device.type == "xla"
+
+
+REFUSED: dict[str, tuple[Script, str]] = {
+    "a write by place": (lambda r: table().__setitem__(r, 1.0), "runs the script once for 4 ranks"),
+    "a sum in place": (lambda r: torch.zeros(2).add_(r), "runs the script once for 4 ranks"),
+    "a sum of tensors in place": (
+        lambda r: torch.zeros(2).add_(torch.ones(2) * r),
+        "into a CPU tensor .* that all 4 ranks of this process share",
+    ),
+    "out=": (lambda r: torch.mul(torch.ones(2), r, out=torch.empty(2)), "runs the script once for 4 ranks"),
+    "a write through a part": (lambda r: table()[r].zero_(), "clone\\(\\) the part first"),
+    "a write through a view of a part": (lambda r: table()[r][0].zero_(), "clone\\(\\) the part first"),
+    "a size": (lambda r: torch.zeros(r + 1), r"a CPU tensor would be float32\[1\], float32\[2\]"),
+    "a slice's size": (lambda r: table()[:r], r"a CPU tensor would be float32\[0, 2\], float32\[1, 2\]"),
+    "gradients": (lambda r: table().requires_grad_() * r, "runs the script once for 4 ranks"),
+    "beside an xla tensor": (lambda r: torch.ones(2, device="xla") + torch.ones(2) * r, "same device"),
+    "pieces of different shapes": (lambda r: table().split([1, 2, 2, 3])[r], "all ranks need one shape"),
+    "different numbers of pieces": (lambda r: table().split(1)[r:], "ranks would get different numbers of pieces"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name: str) -> None:
+    script, text = REFUSED[name]
+    with pytest.raises(RuntimeError, match=text):
+        script(xm.get_ordinal())
+
+
+def test_ordinary_tensors_are_as_ever() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        xm.get_ordinal()  # from now on there are such numbers
+        t = table()
+        assert type(t[1]) is torch.Tensor and type(t.chunk(2)[1]) is torch.Tensor
+        assert isinstance(t.chunk(2), tuple) and isinstance(t.chunk(4)[1:], tuple) and len(t.chunk(4)[1:]) == 3
+        t[0] = 5.0
+        a, b = t.split(4)
+        b.zero_()
+        assert t[4:].sum() == 0 and a.shape == b.shape
+        assert torch.tensor([1, 2]).roll(1).tolist() == [2, 1]

@@ -1,0 +1,338 @@
+"""CPU tensors that differ by rank, in a process that runs the script once for several ranks.
+
+`torch.ones(2) * rank`, `weight.chunk(n)[rank]`, `batch[rank * n : (rank + 1) * n]` and `torch.tensor([rank])` are a `RankTensor`: one CPU tensor for each
+hosted rank, on which every operation works as on one. On its way to xla each rank gets its own. What reads it as plain values (`print`, `item`, `numpy`, a
+file) gets the first hosted rank's, as of an xla tensor.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map
+
+from torch_bridge import ranks
+
+aten = torch.ops.aten
+
+
+class RankTensor(torch.Tensor):
+    """A CPU tensor for each hosted rank. parts: in the order of the hosted ranks, alike in shape, dtype and strides. axes: mesh axes along which they may
+    differ; None: any. shared: they are copies of parts of a tensor that all ranks share, and cannot be written through."""
+
+    parts: tuple[torch.Tensor, ...]
+    axes: tuple[str, ...] | None
+    shared: bool
+
+    @staticmethod
+    def __new__(cls, parts: Sequence[torch.Tensor], axes: tuple[str, ...] | None = None, shared: bool = False) -> RankTensor:
+        first = parts[0]
+        kinds = {(tuple(p.shape), p.dtype) for p in parts}
+        if len(kinds) > 1:
+            shown = ", ".join(f"{str(p.dtype).removeprefix('torch.')}{list(p.shape)}" for p in parts[:4])
+            raise ranks.PlainNumberNeeded(
+                f"This process runs the script once for {len(parts)} ranks, and a CPU tensor would be {shown} for rank 0, 1, ...: pad it to one shape, "
+                "use int(rank) if rank 0's number is meant, or start one process per rank with torchrun."
+            )
+        made = torch.Tensor._make_wrapper_subclass(
+            cls, first.shape, strides=first.stride(), storage_offset=first.storage_offset(), dtype=first.dtype, device=first.device
+        )
+        made.parts = tuple(parts)
+        made.axes = axes
+        made.shared = shared
+        return made
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        return _dispatch(func, args, kwargs or {})
+
+    def uploaded(self) -> torch.Tensor:
+        """An xla tensor with each rank's own values."""
+        from torch_bridge import sharded, world
+
+        part = dict(zip(world.current().hosted, self.parts, strict=True))
+        known = self.axes if self.axes is not None and set(self.axes) <= set(world.current().axes) else None
+        return sharded.from_ranks(part.__getitem__, known)
+
+    # -- read as plain values ---------------------------------------------------------------------------
+
+    def item(self) -> Any:
+        """The first hosted rank's number, which remembers the others'."""
+        return ranks.item(tuple(p.item() for p in self.parts))
+
+    def tolist(self) -> Any:
+        """The first hosted rank's values."""
+        return self.parts[0].tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """The first hosted rank's values."""
+        return self.parts[0].numpy(force=force)
+
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.parts[0].__array__(*args, **kwargs)
+
+    def __bool__(self) -> bool:
+        return bool(self.item() if self.dtype == torch.bool else ranks.item(tuple(bool(p) for p in self.parts)))
+
+    def __int__(self) -> int:
+        return int(self.parts[0])
+
+    __index__ = __int__
+
+    def __float__(self) -> float:
+        return float(self.parts[0])
+
+    def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]
+        return repr(self.parts[0])
+
+    def __format__(self, spec: str) -> str:
+        return format(self.parts[0], spec)
+
+    def __reduce_ex__(self, proto: Any) -> Any:
+        from torch_bridge import sharded
+
+        sharded.note_values(f"shape {list(self.shape)} on the CPU, different on each rank")
+        return self.parts[0].__reduce_ex__(proto)
+
+    def __deepcopy__(self, memo: Any) -> RankTensor:
+        made = RankTensor([p.clone() for p in self.parts], self.axes)
+        made.requires_grad_(self.requires_grad)
+        return made
+
+
+# -- torch functions that are given numbers for each rank ---------------------------------------------
+
+
+def compute(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """What a torch function gives on each rank, of CPU tensors and numbers that differ by rank.
+
+    Raises PlainNumberNeeded where that is no tensor: a write into a tensor that all ranks share, gradients of one, shapes that differ.
+    """
+    leaves = tree_leaves((args, kwargs))
+    number = next((x for x in leaves if ranks.is_ranked(x)), None)
+    numbers = (0,) if number is None else tuple(ranks.per_rank(number))
+    target = _target(func, args, kwargs)
+    if target is not None and not isinstance(target, RankTensor):
+        if getattr(func, "__name__", "") == "fill_":
+            return target.copy_(compute(torch.full_like, args, kwargs))
+        raise ranks.refuse(numbers)
+    plain = [x for x in leaves if isinstance(x, torch.Tensor) and not isinstance(x, RankTensor)]
+    if torch.is_grad_enabled() and any(x.requires_grad for x in leaves if isinstance(x, torch.Tensor)):
+        raise ranks.refuse(numbers)
+    if target is not None:
+        _check_writable(target)
+    device = kwargs.get("device")
+    on_xla = device is not None and torch.device(device).type == "xla"
+    needs_grad = bool(kwargs.get("requires_grad"))
+    kwargs = {k: v for k, v in kwargs.items() if not (on_xla and k == "device") and k != "requires_grad"}
+    if on_xla or (device is None and not plain and torch.get_default_device().type == "xla"):
+        on_xla, kwargs = True, {**kwargs, "device": "cpu"}
+    results = _on_each(func, args, kwargs)
+    if target is not None:
+        return target if isinstance(results[0], torch.Tensor) else None
+    found = _joined(results, _axes(leaves), plain)
+    if on_xla:
+        found = tree_map(lambda t: t.uploaded() if isinstance(t, RankTensor) else t, found)
+    return found.requires_grad_() if needs_grad else found
+
+
+def _target(func: Any, args: Any, kwargs: Any) -> Any:
+    """The tensor that a torch function writes to, if it does."""
+    name = getattr(func, "__name__", "")
+    if kwargs.get("out") is not None:
+        return kwargs["out"]
+    writes = name == "__setitem__" or (name.startswith("__i") and name not in ("__int__", "__index__", "__invert__"))
+    writes = writes or (name.endswith("_") and not name.endswith("__"))
+    return args[0] if writes and args else None
+
+
+def _check_writable(t: RankTensor) -> None:
+    if t.shared:
+        raise ranks.PlainNumberNeeded(
+            f"a write to each rank's part (of shape {list(t.shape)}) of a CPU tensor that all ranks share: clone() the part first, or move the tensor to xla "
+            "(x.to('xla')[rank]) where ranks have their own"
+        )
+
+
+def _on_each(func: Callable[..., Any], args: Any, kwargs: Any) -> list[Any]:
+    """What it gives for each hosted rank. All draw the same random numbers, as processes with one seed do."""
+    from torch_bridge import world
+
+    generators = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch._C.Generator)] or [torch.default_generator]
+    states = [g.get_state() for g in generators]
+    found = []
+    for place in range(len(world.current().hosted)):
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
+        found.append(func(*tree_map(functools.partial(_own, place), args), **tree_map(functools.partial(_own, place), kwargs)))
+    return found
+
+
+def _own(place: int, x: Any) -> Any:
+    """What the hosted rank at this place has of an argument."""
+    if isinstance(x, RankTensor):
+        return x.parts[place]
+    if isinstance(x, slice):
+        return slice(*(_own(place, end) for end in (x.start, x.stop, x.step)))
+    return ranks.own(x, place)
+
+
+def _axes(leaves: Sequence[Any]) -> tuple[str, ...] | None:
+    """Mesh axes along which results of these may differ."""
+    from torch_bridge import world
+
+    found: set[str] = set()
+    for x in leaves:
+        if isinstance(x, slice):
+            inner = _axes((x.start, x.stop, x.step))
+        elif isinstance(x, RankTensor):
+            inner = x.axes
+        elif ranks.is_item(x):
+            inner = None
+        else:
+            values = ranks.values_of(x)
+            inner = () if values is None else world.axes_of_table(values)
+        if inner is None:
+            return None
+        found.update(inner)
+    return tuple(a for a in world.current().axes if a in found)
+
+
+def _joined(results: list[Any], axes: tuple[str, ...] | None, plain: Sequence[torch.Tensor]) -> Any:
+    """One result for what each rank got: tensors, numbers, and lists of them."""
+    first = results[0]
+    if isinstance(first, torch.Tensor):
+        copied = bool(first.numel()) and first.untyped_storage().data_ptr() in {x.untyped_storage().data_ptr() for x in plain}
+        return RankTensor([t.detach().clone() for t in results] if copied else [t.detach() for t in results], axes, copied)
+    if isinstance(first, (list, tuple)):
+        if len({len(r) for r in results}) > 1:
+            raise ranks.refuse([len(r) for r in results])
+        made = [_joined(list(row), axes, plain) for row in zip(*results, strict=True)]
+        return type(first)(*made) if hasattr(first, "_fields") else type(first)(made)
+    if isinstance(first, (bool, int, float)):
+        return ranks.item(tuple(results))
+    if all(r is first or r == first for r in results):
+        return first
+    raise ranks.refuse(results)
+
+
+# -- ops ------------------------------------------------------------------------------------------------
+
+
+def _dispatch(func: Any, args: Any, kwargs: Any) -> Any:
+    """An op on tensors some of which differ by rank."""
+    from torch_bridge import tensor
+
+    leaves = tree_leaves((args, kwargs))
+    if any(isinstance(x, tensor.XLATensor) for x in leaves):
+        return tensor._dispatch(func, args, kwargs)
+    device = kwargs.get("device")
+    if device is not None and torch.device(device).type == "xla":
+        return _to_xla(func, args, kwargs)
+    written = [a for argument, a in _bound(func, args, kwargs) if argument.alias_info is not None and argument.alias_info.is_write]
+    if written:
+        return _write(func, args, kwargs, [t for a in written for t in tree_leaves(a) if isinstance(t, torch.Tensor)])
+    plain = [x for x in leaves if isinstance(x, torch.Tensor) and not isinstance(x, RankTensor)]
+    views = [x for x in leaves if isinstance(x, RankTensor) and x.shared] if func.is_view else []
+    found = _joined(_on_each(func, args, kwargs), _axes(leaves), plain)
+    if views:
+        for t in tree_leaves(found):
+            t.shared = True
+    return found
+
+
+def _to_xla(func: Any, args: Any, kwargs: Any) -> Any:
+    """`.to("xla")`: each rank its own."""
+    if func is not aten._to_copy.default:
+        return func(
+            *tree_map(functools.partial(_own, 0), args), **kwargs
+        )  # a new tensor of that shape: `torch.zeros_like(x, device="xla")`
+    found = args[0].uploaded()
+    dtype = kwargs.get("dtype")
+    return found if dtype is None or dtype == found.dtype else found.to(dtype)
+
+
+def _bound(func: Any, args: Any, kwargs: Any) -> list[tuple[Any, Any]]:
+    """The schema's arguments with what was given for them."""
+    arguments = func._schema.arguments
+    return [*zip(arguments, args, strict=False), *((a, kwargs[a.name]) for a in arguments if a.name in kwargs)]
+
+
+def _write(func: Any, args: Any, kwargs: Any, targets: list[torch.Tensor]) -> Any:
+    """An op that writes: to tensors that differ by rank, or a copy of one as the whole content of a plain CPU tensor, which then remembers it."""
+    if all(isinstance(t, RankTensor) for t in targets):
+        for t in targets:
+            _check_writable(t)  # type: ignore[arg-type]
+        _on_each(func, args, kwargs)
+        return targets[0] if len(targets) == 1 else tuple(targets)
+    if func is aten.copy_.default and targets[0].shape == args[1].shape:
+        from torch_bridge import transfer
+
+        given: RankTensor = args[1]
+        target = targets[0].detach()
+        target.copy_(given.parts[0])
+        transfer.remember(target, RankTensor([p.to(target.dtype) for p in given.parts], given.axes).uploaded())
+        return args[0]
+    raise ranks.PlainNumberNeeded(
+        f"{func} would write values that differ by rank into a CPU tensor (of shape {list(targets[0].shape)}) that all "
+        f"{len(_first(args, kwargs).parts)} ranks of this process share: make the tensor on xla, or start one process per rank with torchrun."
+    )
+
+
+def _first(args: Any, kwargs: Any) -> RankTensor:
+    return next(x for x in tree_leaves((args, kwargs)) if isinstance(x, RankTensor))
+
+
+# -- functions that would not ask ---------------------------------------------------------------------
+
+_FUNCTIONS = ("tensor", "as_tensor", "full", "scalar_tensor", "arange", "full_like", "roll", "select", "randint", "randint_like")
+_METHODS = ("new_tensor", "new_full", "select", "roll", "narrow")
+
+
+@functools.cache
+def install() -> None:
+    """Let functions that insist on plain numbers take those that differ by rank."""
+    torch.utils._device._device_constructors()  # `with torch.device(...)` knows torch's own functions, by a set that it makes at its first use
+    for owner, names in ((torch, _FUNCTIONS), (torch.Tensor, _METHODS)):
+        for name in names:
+            setattr(owner, name, _taking_ranks(getattr(owner, name)))
+    torch.Tensor.__getitem__ = _indexed(torch.Tensor.__getitem__)  # type: ignore[method-assign]
+    torch.Tensor.__setitem__ = _indexed(torch.Tensor.__setitem__)  # type: ignore[method-assign]
+
+
+def _taking_ranks(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def function(*args: Any, **kwargs: Any) -> Any:
+        if not any(map(ranks.is_ranked, tree_leaves((args, kwargs)))):
+            return original(*args, **kwargs)
+        from torch_bridge import rank_ops
+
+        return rank_ops.call(function, args, kwargs, original)
+
+    return function
+
+
+def _indexed(original: Callable[..., Any]) -> Callable[..., Any]:
+    """For CPU tensors; an xla tensor takes such numbers itself."""
+    from torch_bridge.tensor import XLATensor
+
+    @functools.wraps(original)
+    def function(self: torch.Tensor, index: Any, *value: Any) -> Any:
+        if type(self) is XLATensor or not _has_ranks(index):
+            return original(self, index, *value)
+        return compute(function.__wrapped__, (self, index, *value), {})
+
+    return function
+
+
+def _has_ranks(index: Any) -> bool:
+    if isinstance(index, tuple):
+        return any(map(_has_ranks, index))
+    if isinstance(index, slice):
+        return ranks.is_ranked(index.start) or ranks.is_ranked(index.stop) or ranks.is_ranked(index.step)
+    return ranks.is_ranked(index)
