@@ -1,16 +1,18 @@
 """nxd_jax: NeuronX Distributed scripts on JAX. Scripts import it as `neuronx_distributed`.
 
 Every module has the place and the names that it has there. So far: `trainer`, `lightning`, `optimizer`, `parallel_layers` (with `parallel_state`), `modules`,
-`kernels`, `overrides`, `utils`, and, not part of the original, `checkpoint` (what the trainer's checkpoints are made of), `topology` (Trainium machines as data
-and pictures), `abstract` (what a script needs on a machine that is not at hand), `inspect` (graphs, HLO, collectives, memory, costs of what runs), and the
-commands `run`, `ckpt`, `top`, `ls` (each `nxd-` and its name on the command line) and `parallel_compile` (`neuron_parallel_compile`). Subpackages are imported
-when first used.
+`kernels`, `overrides`, `utils`, of `pipeline` the names, and, not part of the original, `checkpoint` (what the trainer's checkpoints are made of), `topology`
+(Trainium machines as data and pictures), `abstract` (what a script needs on a machine that is not at hand), `inspect` (graphs, HLO, collectives, memory, costs
+of what runs), and the commands `run`, `ckpt`, `top`, `ls` (each `nxd-` and its name on the command line) and `parallel_compile` (`neuron_parallel_compile`).
+Subpackages are imported when first used; what is not there yet, `_later.py` lists.
 """
 
 from __future__ import annotations
 
 import importlib
 from typing import Any
+
+from nxd_jax import _later
 
 __version__ = "0.1.0"
 
@@ -24,6 +26,7 @@ _SUBMODULES = (
     "overrides",
     "parallel_layers",
     "parallel_state",
+    "pipeline",
     "topology",
     "trainer",
     "utils",
@@ -40,7 +43,6 @@ _FROM = {
     "save_checkpoint": "trainer.checkpoint",
 }
 """Names that are here too, and the modules that define them."""
-_LATER = {"ModelBuilder", "shard_checkpoint", "NxDModel", "pipeline", "trace"}
 
 __all__ = ["__version__"]
 
@@ -50,11 +52,8 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(f"{__name__}.{name}")
     if name in _FROM:
         return getattr(importlib.import_module(f"{__name__}.{_FROM[name]}"), name)
-    if name in _LATER:
-        raise AttributeError(
-            f"neuronx_distributed.{name} is not there yet: this release trains with parallel layers, neuronx_distributed_config, initialize_parallel_model and "
-            "initialize_parallel_optimizer, in a loop of your own as examples/llama/train.py has it"
-        )
+    if name in _later.LATER:
+        raise AttributeError(_later.text(name))
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -28,14 +28,24 @@ def nki_flash_attn_func(
     activation checkpointing draws the same). mixed_precision is accepted: the softmax and all sums are float32 for half precision either way.
     lnc: logical cores; means nothing here but is checked.
 
-    Any length works, on CPU tensors too; the original wants multiples of 2048. Raises ValueError for shapes that do not fit, and as the original
-    AssertionError for lnc != 1 with hardware_type trn1.
+    Any length works, on CPU tensors too; the original wants multiples of 2048. Raises ValueError for shapes that do not fit, also for those
+    that look like the other layout, and as the original AssertionError for lnc != 1 with hardware_type trn1.
     """
     if "trn1" in str(getattr(hardware_type, "value", hardware_type)).lower() and lnc != 1:
         raise AssertionError(f"lnc={lnc} on trn1: its NeuronCores cannot be grouped, so lnc must be 1")
     if transpose_nki_inputs:
+        _check_layout(q)
         q, k, v = (t.transpose(-1, -2) for t in (q, k, v))
     return _attend(q, k, v, causal, softmax_scale, dropout_p, seed)
+
+
+def _check_layout(q: torch.Tensor) -> None:
+    """The original's head_dim is at most 128: a larger one that is longer than the sequence is a sequence."""
+    if q.dim() == 4 and q.shape[-2] > 128 and q.shape[-2] > q.shape[-1]:
+        raise ValueError(
+            f"nki_flash_attn_func takes [batch, heads, head_dim, length] unless transpose_nki_inputs=False, got q of shape {list(q.shape)}: a head_dim of "
+            f"{q.shape[-2]} and a length of {q.shape[-1]}. For [batch, heads, length, head_dim] pass transpose_nki_inputs=False"
+        )
 
 
 def _attend(*args: Any, **kwargs: Any) -> torch.Tensor:

@@ -47,6 +47,13 @@ class NeuronZero1Optimizer(ZeroRedundancyOptimizer):
             shard.norm_shares = self.shards_of(p).cut(shares)  # type: ignore[attr-defined]
         return shard
 
+    @torch.no_grad()
+    def _reduce_gradients(self, **kwargs: Any) -> None:
+        """What `step` begins with: give every part the mean of its gradients."""
+        if not self.inited:
+            self.init_zero()
+        self._reduce([p for p in self._all() if self._gradient(p) is not None])
+
     def _clip_grad_norm(self, max_norm: float | None = None, norm_type: float = 2.0) -> torch.Tensor:
         shards = list(self.shard_of.values())
         limit = self.max_norm if max_norm is None else max_norm
@@ -72,6 +79,16 @@ class NeuronEPZero1Optimizer(NeuronZero1Optimizer):
             raise ValueError("NeuronEPZero1Optimizer chooses the sharding groups itself: experts and other parameters have different ones")
         super().__init__(params, optimizer_class, *args, **kwargs)
 
+    @property
+    def ep_zero_optimizer(self) -> _OfAKind:
+        """What updates the experts."""
+        return _OfAKind(self, True)
+
+    @property
+    def non_ep_zero_optimizer(self) -> _OfAKind:
+        """What updates everything else."""
+        return _OfAKind(self, False)
+
     def shards_of(self, param: torch.Tensor) -> RowShards:
         if grads._is_expert(param):
             return RowShards(parallel_state.get_expert_data_parallel_group(as_list=True))
@@ -81,3 +98,26 @@ class NeuronEPZero1Optimizer(NeuronZero1Optimizer):
         """Experts' gradients were divided by the context-parallel size before (`allreduce_context_parallel_gradients`)."""
         everyone = parallel_state.get_data_parallel_size() * parallel_state.get_context_model_parallel_size()
         return 1.0 / (everyone if cuts.size == everyone else parallel_state.get_data_parallel_size())
+
+
+class _OfAKind:
+    """What NxD has an optimizer of its own for: the experts of a `NeuronEPZero1Optimizer`, or everything else."""
+
+    def __init__(self, everything: NeuronEPZero1Optimizer, experts: bool):
+        self.everything = everything
+        self.experts = experts
+
+    @property
+    def base_optimizer(self) -> _OfAKind:
+        """What has `step`."""
+        return self
+
+    def step(self) -> None:
+        """Update the parts of this kind by the gradients that `_reduce_gradients` gave them."""
+        shards = self.everything.shard_of
+        others = {s: s.grad for p, s in shards.items() if bool(grads._is_expert(p)) != self.experts}
+        for s in others:
+            s.grad = None
+        self.everything.base_optimizer.step()
+        for s, grad in others.items():
+            s.grad = grad

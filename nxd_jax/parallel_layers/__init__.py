@@ -8,6 +8,20 @@ from typing import Any
 
 from nxd_jax.parallel_layers import mappings, parallel_state
 from nxd_jax.parallel_layers.layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear
+from nxd_jax.parallel_layers.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    scatter_to_tensor_model_parallel_region,
+)
+from nxd_jax.parallel_layers.parallel_state import initialize_model_parallel
+from nxd_jax.parallel_layers.utils import (
+    copy_tensor_model_parallel_attributes,
+    move_model_to_device,
+    set_defaults_if_not_set_tensor_model_parallel_attributes,
+    set_tensor_model_parallel_attributes,
+    split_tensor_along_last_dim,
+)
 from torch_bridge import source
 
 source.add_library(str(pathlib.Path(__file__).parents[1]))
@@ -16,7 +30,9 @@ PARALLEL_MODULES = [ColumnParallelLinear, RowParallelLinear, ParallelEmbedding]
 
 _LAZY = {
     "clip_grad_norm": "grads",
+    "get_xla_rng_tracker": "random",
     "load": "checkpointing",
+    "model_parallel_xla_manual_seed": "random",
     "parallel_cross_entropy": "loss_functions",
     "save": "checkpointing",
 }
@@ -29,11 +45,23 @@ __all__ = [
     "ParallelEmbedding",
     "RowParallelLinear",
     "clip_grad_norm",
+    "copy_tensor_model_parallel_attributes",
+    "copy_to_tensor_model_parallel_region",
+    "gather_from_tensor_model_parallel_region",
+    "get_xla_rng_tracker",
+    "initialize_model_parallel",
     "load",
     "mappings",
+    "model_parallel_xla_manual_seed",
+    "move_model_to_device",
     "parallel_cross_entropy",
     "parallel_state",
+    "reduce_from_tensor_model_parallel_region",
     "save",
+    "scatter_to_tensor_model_parallel_region",
+    "set_defaults_if_not_set_tensor_model_parallel_attributes",
+    "set_tensor_model_parallel_attributes",
+    "split_tensor_along_last_dim",
 ]
 
 

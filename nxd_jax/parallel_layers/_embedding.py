@@ -30,7 +30,8 @@ class ParallelEmbedding(BaseParallelLayer):
     tensor_model_parallel_group, rank_ordering, dtype, device: as in `ColumnParallelLinear`. use_spmd_rank: hold an `SPMDRank` as `rank_util`.
     tile_cc: a hint to the Neuron compiler, without effect.
 
-    Attributes: weight, num_embeddings_per_partition, embedding_dim_per_partition, start_index, end_index (the rows held; each rank's own).
+    Attributes: weight, num_embeddings_per_partition, embedding_dim_per_partition, start_index, end_index (the rows held; each rank's own),
+    tensor_model_parallel_group, sequence_dim.
     """
 
     def __init__(
@@ -75,6 +76,16 @@ class ParallelEmbedding(BaseParallelLayer):
         self.rank_util = SPMDRank(world_size=self._partition.size) if use_spmd_rank else None
         self._divide_table()
         self._make_weight()
+
+    @property
+    def tensor_model_parallel_group(self) -> Any:
+        """NxD's name of `tensor_parallel_group`."""
+        return self.tensor_parallel_group
+
+    @property
+    def sequence_dim(self) -> int | None:
+        """NxD's name of `sequence_dimension`."""
+        return self.sequence_dimension
 
     def _divide_table(self) -> None:
         count = self._partition.size

@@ -64,6 +64,26 @@ def cut(full: torch.Tensor, dim: int, part: int, stride: int, index: int, count:
     return torch.cat(blocks[index::count], dim=dim)
 
 
+def local(full: torch.Tensor, partition: Partition, part: int) -> torch.Tensor:
+    """A rank's own part, of `part` entries along the partition's dim. An xla tensor is cut where it is."""
+
+    def of(rank: int) -> torch.Tensor:
+        return cut(full, partition.dim, part, partition.stride, partition.index_of(rank), partition.size)
+
+    if not partition.hosts_several():
+        return of(world.first())
+    if full.device.type != "xla":
+        return from_parts(of, partition)
+    from torch_bridge import sharded
+
+    block = divide(part, partition.stride)
+    first = _groups.rank(partition.group) * block
+    starts = range(0, full.shape[partition.dim], block * partition.size)
+    found = torch.cat([full.detach().narrow(partition.dim, start + first, block) for start in starts], dim=partition.dim)
+    sharded.expect(found, sharded.axes_of(partition.group), partition.dim)
+    return found
+
+
 def place(full: torch.Tensor, partition: Partition | None, dtype: torch.dtype, device: Any) -> torch.Tensor:
     """A rank's part of a full CPU tensor (all of it without a partition), on a device.
 

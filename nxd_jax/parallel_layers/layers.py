@@ -18,6 +18,8 @@ from nxd_jax.parallel_layers._linear import LinearWithAsyncCommunication, linear
 from nxd_jax.parallel_layers._spmd_rank import SPMDRank
 from nxd_jax.parallel_layers._weights import Init
 from nxd_jax.parallel_layers.conv import InputChannelParallelConv2d, OutputChannelParallelConv2d
+from nxd_jax.parallel_layers.parallel_state import get_tensor_model_parallel_rank, get_tensor_model_parallel_size
+from nxd_jax.parallel_layers.utils import divide
 
 __all__ = [
     "BaseParallelLayer",
@@ -30,6 +32,9 @@ __all__ = [
     "RowParallelLinear",
     "SPMDRank",
     "create_local_weight",
+    "divide",
+    "get_tensor_model_parallel_rank",
+    "get_tensor_model_parallel_size",
     "linear_with_async_allreduce",
 ]
 
@@ -37,20 +42,13 @@ __all__ = [
 def create_local_weight(
     full_weight: torch.Tensor, partition_dim: int, per_partition_size: int, stride: int = 1, out_weight: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """This tensor parallel rank's part of a full CPU weight, `per_partition_size` entries along `partition_dim`.
+    """This tensor parallel rank's part of a full weight, `per_partition_size` entries along `partition_dim`.
 
     With a stride of s the full weight is s fused ones, and the part holds a part of each. Written into `out_weight` if it is given. In a process
     that hosts several ranks the result is an xla tensor that differs by rank (`out_weight` must be one too).
     """
-    group = _groups.tensor_parallel()
-    partition = _weights.Partition(group, partition_dim % full_weight.dim(), stride)
-
-    def part(rank: int) -> torch.Tensor:
-        return _weights.cut(full_weight, partition.dim, per_partition_size, stride, partition.index_of(rank), partition.size)
-
-    from torch_bridge import world
-
-    local = _weights.from_parts(part, partition) if partition.hosts_several() else part(world.first())
+    partition = _weights.Partition(_groups.tensor_parallel(), partition_dim % full_weight.dim(), stride)
+    local = _weights.local(full_weight, partition, per_partition_size)
     if out_weight is None:
         return local
     with torch.no_grad():

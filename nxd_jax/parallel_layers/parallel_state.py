@@ -402,18 +402,25 @@ def destroy_token_shuffle_group() -> None:
     _state.groups.pop("token_shuffle", None)
 
 
-def arrange_kv_groups(num_tp_groups: int, tp: int, kv_size: int, sequential: bool = False, hardware_type: Any = None) -> Lists:
-    """Groups of `kv_size` ranks of a tensor parallel group that hold copies of the same K/V heads.
+def arrange_kv_groups(
+    num_tensor_model_parallel_groups: int = 1,
+    tensor_model_parallel_size: int = 1,
+    kv_shared_group_size: int = 1,
+    sequential_ranks_in_group: bool = False,
+    hardware_type: Any = None,
+) -> Lists:
+    """Groups of `kv_shared_group_size` ranks of a tensor parallel group that hold copies of the same K/V heads.
 
-    Trn1 (default): every tp/kv_size-th rank, as K/V heads are repeated as a whole; Trn2 and `sequential`: neighbouring ranks.
+    Trn1 (default): every tp/kv-th rank, as K/V heads are repeated as a whole; Trn2 and `sequential_ranks_in_group`: neighbouring ranks.
     """
-    if tp % kv_size:
-        raise AssertionError(f"tensor parallel size {tp} is not divisible by kv_shared_group_size {kv_size}")
-    adjacent = sequential or "trn2" in str(getattr(hardware_type, "value", hardware_type)).lower()
+    tp, size = tensor_model_parallel_size, kv_shared_group_size
+    if tp % size:
+        raise AssertionError(f"tensor parallel size {tp} is not divisible by kv_shared_group_size {size}")
+    adjacent = sequential_ranks_in_group or "trn2" in str(getattr(hardware_type, "value", hardware_type)).lower()
     groups: Lists = []
-    for start in range(0, num_tp_groups * tp, tp):
-        for k in range(tp // kv_size):
-            members = range(k * kv_size, (k + 1) * kv_size) if adjacent else range(k, tp, tp // kv_size)
+    for start in range(0, num_tensor_model_parallel_groups * tp, tp):
+        for k in range(tp // size):
+            members = range(k * size, (k + 1) * size) if adjacent else range(k, tp, tp // size)
             groups.append([start + m for m in members])
     return groups
 

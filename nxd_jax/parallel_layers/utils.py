@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
-from nxd_jax.parallel_layers import parallel_state
+from nxd_jax.parallel_layers.parallel_state import get_tensor_model_parallel_rank, get_tensor_model_parallel_size
 from torch_bridge import world
 
 _DEFAULTS = {"tensor_model_parallel": False, "partition_dim": -1, "partition_stride": 1, "num_partitions": 1, "rank_ordering": None}
@@ -41,9 +41,12 @@ def get_padding_length(numerator: int, denominator: int) -> int:
 def split_tensor_along_dim(
     tensor: torch.Tensor, partition_dim: int, num_partitions: int, contiguous_split_chunks: bool = False
 ) -> tuple[torch.Tensor, ...]:
-    """`num_partitions` equal parts of a tensor along a dim: views, or with `contiguous_split_chunks` tensors of their own."""
+    """`num_partitions` equal parts of a tensor along a dim: views, or with `contiguous_split_chunks` tensors of their own.
+
+    Of an xla tensor, `parts[rank]` is each rank's own part.
+    """
     parts = torch.split(tensor, divide(tensor.shape[partition_dim], num_partitions), dim=partition_dim)
-    return tuple(p.contiguous() for p in parts) if contiguous_split_chunks else tuple(parts)
+    return type(parts)(p.contiguous() for p in parts) if contiguous_split_chunks else parts
 
 
 def split_tensor_along_last_dim(
@@ -94,13 +97,15 @@ def set_tensor_model_parallel_attributes(
 ) -> None:
     """Mark a parameter with how tensor parallel ranks share it.
 
-    Sets `tensor_model_parallel`, `partition_dim`, `partition_stride`, `num_partitions` (-1: the tensor parallel size) and `rank_ordering`.
-    Raises AssertionError if one of them is set already.
+    Sets `tensor_model_parallel`, `partition_dim`, `partition_stride`, `num_partitions` (-1: the tensor parallel size) and `rank_ordering`. One that is marked
+    with the same `is_parallel` and `dim` keeps its attributes. Raises AssertionError if one of them is set otherwise.
     """
-    for name in _DEFAULTS:
-        if hasattr(tensor, name):
-            raise AssertionError(f"the parameter of shape {list(tensor.shape)} has a {name} already: its attributes are set once")
-    parts = num_partitions if num_partitions != -1 else parallel_state.get_tensor_model_parallel_size()
+    marked = {name: getattr(tensor, name) for name in _DEFAULTS if hasattr(tensor, name)}
+    if len(marked) == len(_DEFAULTS) and marked["tensor_model_parallel"] == is_parallel and marked["partition_dim"] == dim:
+        return
+    for name, value in marked.items():
+        raise AssertionError(f"the parameter of shape {list(tensor.shape)} has a {name} already, {value}: its attributes are set once")
+    parts = num_partitions if num_partitions != -1 else get_tensor_model_parallel_size()
     values = (is_parallel, dim, stride, parts, None if rank_ordering is None else list(rank_ordering))
     for name, value in zip(_DEFAULTS, values, strict=True):
         setattr(tensor, name, value)
@@ -123,9 +128,20 @@ def copy_tensor_model_parallel_attributes(destination_tensor: torch.Tensor, sour
 def param_is_not_tensor_parallel_duplicate(param: torch.Tensor) -> bool:
     """Whether this rank counts a parameter: each counts its part of one that is shared out, and rank 0 one that all hold.
 
-    In a process that hosts several ranks, a parameter that all hold gives a `RankBool` that is true for tensor parallel rank 0.
+    In a process that hosts several ranks, a parameter that all hold gives a `RankBool` that is true for tensor parallel rank 0. As an `if` it is decided for all
+    ranks alike, so a norm that is added up over the ranks afterwards counts such parameters once for each: a warning says so.
     """
-    return getattr(param, "tensor_model_parallel", False) or parallel_state.get_tensor_model_parallel_rank() == 0
+    if getattr(param, "tensor_model_parallel", False):
+        return True
+    first = get_tensor_model_parallel_rank() == 0
+    if isinstance(first, torch.SymBool):
+        warnings.warn(
+            "param_is_not_tensor_parallel_duplicate: this process runs the script once for several ranks, and an `if` on the answer holds for all of them. A sum "
+            "over the tensor parallel ranks then counts parameters that all hold once for each rank; neuronx_distributed.parallel_layers.grads.get_grad_norm and "
+            "clip_grad_norm count them once, and so does torchrun with one process per rank.",
+            stacklevel=2,
+        )
+    return first
 
 
 # -- casting ---------------------------------------------------------------------------------------------
@@ -163,7 +179,7 @@ def verify_casted_dtype(value: Any) -> None:
 
     def check(x: Any) -> Any:
         if dtype is not None and isinstance(x, torch.Tensor) and x.is_floating_point() and x.dtype != dtype:
-            raise AssertionError(f"autocast asks for {dtype}, but a tensor of shape {list(x.shape)} has {x.dtype}")
+            raise AssertionError(f"Datatype of tensor is expected to be {dtype}, got {x.dtype} instead, in one of shape {list(x.shape)}")
         return x
 
     tree_map(check, value)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from nxd_jax import _later
 from nxd_jax.modules.qkv_linear import GQAQKVColumnParallelLinear
 from nxd_jax.parallel_layers import ColumnParallelLinear, RowParallelLinear, pad, parallel_state
 from nxd_jax.utils import _device, activation_checkpoint, model_utils
@@ -87,10 +88,7 @@ def on_meta(nxd_config: dict[str, Any], model_fn: Callable[[], Any]) -> torch.nn
 
 def _made(nxd_config: dict[str, Any], model_fn: Callable[[], Any], meta: bool, include_buffers: bool) -> torch.nn.Module:
     if nxd_config["pipeline_parallel_size"] > 1:
-        raise NotImplementedError(
-            f"pipeline_parallel_size={nxd_config['pipeline_parallel_size']}: pipeline parallelism is not there yet; use tensor_parallel_size and "
-            "context_parallel_size, and data parallelism for the rest of the world"
-        )
+        raise NotImplementedError(f"pipeline_parallel_size={nxd_config['pipeline_parallel_size']}: {_later.PIPELINE}")
     with model_utils.init_on_device("meta", include_buffers=include_buffers) if meta else contextlib.nullcontext():
         model = model_fn()
     if not isinstance(model, torch.nn.Module):

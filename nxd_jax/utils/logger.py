@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import sys
+from collections.abc import Callable
 from typing import Any
+
+import torch.distributed as dist
 
 _LEVELS = {
     "trace": logging.DEBUG,
@@ -18,8 +22,12 @@ _LEVELS = {
 }
 
 
+@functools.cache
 def get_log_level() -> int:
-    """`NXD_LOG_LEVEL` as a number of `logging`: trace, debug, info (the default), warning, error, fatal, or off. Raises ValueError for others."""
+    """`NXD_LOG_LEVEL` as a number of `logging`: trace, debug, info (the default), warning, error, fatal, or off. Raises ValueError for others.
+
+    It is read once: `get_log_level.cache_clear()` has it read again.
+    """
     name = os.environ.get("NXD_LOG_LEVEL") or "info"
     if name.lower() not in _LEVELS:
         raise ValueError(f"NXD_LOG_LEVEL={name!r} must be one of {', '.join(_LEVELS)}")
@@ -43,7 +51,20 @@ def get_logger(name: str = "neuronx_distributed", rank0_only: bool = True) -> lo
     level = get_log_level()
     logger.setLevel(level)
     logger.disabled = level > logging.FATAL
+    logger.initialized = True  # type: ignore[attr-defined]
     return logger
+
+
+def _rank0_only(fn: Callable[..., Any], default: Any = None) -> Callable[..., Any]:
+    """A logger's method that only rank 0 calls, by torch.distributed or else `RANK`; other ranks return `default`."""
+
+    @functools.wraps(fn)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        if int(dist.get_rank() if dist.is_initialized() else os.environ.get("RANK") or 0):
+            return default
+        return fn(*args, **{**kwargs, "stacklevel": kwargs.get("stacklevel", 1) + 1})
+
+    return called
 
 
 class _Stdout(logging.StreamHandler[Any]):

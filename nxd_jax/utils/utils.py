@@ -40,9 +40,12 @@ class HloMetadataLevel(Enum):
 
 
 def get_dict_from_json(json_file: str | os.PathLike[str]) -> dict[Any, Any]:
-    """`utils.utils.get_dict_from_json`: what a JSON file holds. Raises ValueError, naming the file, if it is no JSON."""
-    with open(json_file) as f:
-        try:
+    """`utils.utils.get_dict_from_json`: what a JSON file (in UTF-8) holds. Raises ValueError, naming the file, if it is missing or no JSON."""
+    path = os.fspath(json_file)
+    try:
+        with open(path, encoding="utf-8") as f:
             return json.load(f)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{os.fspath(json_file)} is not valid JSON: {error}") from error
+    except FileNotFoundError as error:
+        raise ValueError(f"JSON file not found: {path}") from error
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"Failed to parse JSON file {path}: {error}") from error

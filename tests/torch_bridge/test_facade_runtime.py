@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
+import math
 import os
 import pathlib
 import socket
+from typing import Any
 
 import pytest
 import torch
@@ -123,10 +126,15 @@ def test_pending_graph_as_text() -> None:
 MODULES = [
     "torch_neuronx",
     "torch_neuronx.distributed.fsdp_mics",
+    "torch_neuronx.experimental.placement",
+    "torch_neuronx.experimental.profiler",
     "torch_neuronx.testing",
     "torch_neuronx.testing.validation",
     "torch_neuronx.utils.utils",
+    "torch_neuronx.xla_impl.base",
     "torch_neuronx.xla_impl.custom_op",
+    "torch_neuronx.xla_impl.hint",
+    "torch_neuronx.xla_impl.ops",
     "torch_xla._XLAC",
     "torch_xla.amp.syncfree",
     "torch_xla.core.functions",
@@ -190,12 +198,69 @@ def test_zero_redundancy_optimizer_alone() -> None:
     assert p.tolist() == [1 - 2.0**-8] * 3
 
 
+def test_zero_redundancy_optimizer_with_a_clipping_of_the_script_s_own() -> None:
+    """As the Stable Diffusion sample replaces it: by `_calc_grad_norm`, `device` and the inner optimizer's parameters."""
+    from torch_xla.distributed.zero_redundancy_optimizer import ZeroRedundancyOptimizer
+
+    norms: list[torch.Tensor] = []
+
+    class Own(ZeroRedundancyOptimizer):
+        @torch.no_grad()
+        def _clip_grad_norm(self, max_norm: Any, norm_type: Any = 2.0) -> None:
+            norms.append(self._calc_grad_norm(norm_type))
+            factor = torch.tensor(max_norm, device=self.device) / (norms[-1] + 1e-6)
+            for group in self.base_optimizer.param_groups:
+                for p in group["params"]:
+                    p.grad.detach().mul_(factor.clamp(max=1.0))
+
+    def trained(cls: Any) -> Any:
+        p = nn.Parameter(torch.ones(2, device="xla"))
+        optimizer = cls([p], torch.optim.SGD, lr=1.0, max_norm=0.5)
+        p.grad = torch.tensor([3.0, 4.0], device="xla")
+        optimizer.step()
+        return optimizer, p.tolist()
+
+    (own, a), (ours, b) = trained(Own), trained(ZeroRedundancyOptimizer)
+    assert a == pytest.approx(b) and a == pytest.approx([0.7, 0.6])
+    assert norms[0].shape == () and norms[0].item() == 5.0 and own.grad_norm is None and ours.grad_norm.tolist() == [5.0]
+    assert own._calc_grad_norm().tolist() == 0.0  # gradients are gone after a step
+    own.shard_of[own._all()[0]].grad = torch.tensor([3.0, -4.0], device="xla")
+    assert own._calc_grad_norm(math.inf).item() == 4.0 and own._calc_grad_norm(1).item() == 7.0
+
+
 def test_fsdp_checkpoint_module() -> None:
     from torch_xla.distributed.fsdp import checkpoint_module
 
     layer = checkpoint_module(nn.Linear(2, 2).to("xla"))
     layer(torch.ones(1, 2, device="xla", requires_grad=True)).sum().backward()
     assert layer.weight.grad.tolist() == [[1.0, 1.0], [1.0, 1.0]]
+    assert layer._xla_checkpointed_forward_original.__func__ is nn.Linear.forward
+
+
+@pytest.mark.parametrize("how", ["by position", "by keyword", "without gradients"])
+def test_fsdp_checkpoint_module_gives_parameters_their_gradients(how: str) -> None:
+    """However inputs are passed; a call without inputs that require gradients is not checkpointed."""
+    from torch_xla.distributed.fsdp import checkpoint_module
+
+    calls: list[int] = []
+
+    class Layer(nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            calls.append(1)
+            return super().forward(input).tanh()
+
+    torch.manual_seed(0)
+    plain, head = Layer(3, 3).to("xla"), nn.Linear(3, 1).to("xla")
+    layer = checkpoint_module(copy.deepcopy(plain))
+    found = []
+    for module in (plain, layer):
+        x = torch.ones(2, 3, device="xla", requires_grad=how != "without gradients")
+        calls.clear()
+        out = module(x) if how == "by position" else module(input=x)
+        (head(out).sum() + out.square().sum()).backward()
+        found.append([t.tolist() for t in (out, module.weight.grad, module.bias.grad) + ((x.grad,) if x.requires_grad else ())])
+    assert found[0] == found[1]
+    assert len(calls) == (1 if how == "without gradients" else 2)
 
 
 def test_env_vars() -> None:

@@ -156,6 +156,10 @@ def test_errors() -> None:
         nki_flash_attn_func(q, q, q.bfloat16())
     with pytest.raises(ValueError, match="dropout_p must be a probability, got 1.5"):
         nki_flash_attn_func(q, q, q, dropout_p=1.5)
+    with pytest.raises(
+        ValueError, match=r"got q of shape \[1, 4, 200, 16\]: a head_dim of 200 and a length of 16.*pass transpose_nki_inputs=False"
+    ):
+        nki_flash_attn_func(*inputs(1, 4, 200, 16))
     with pytest.raises(AssertionError, match="lnc=2 on trn1"):
         nki_flash_attn_func(q, q, q, lnc=2, hardware_type="trn1")
     nki_flash_attn_func(q, q, q, lnc=2, hardware_type="trn2")

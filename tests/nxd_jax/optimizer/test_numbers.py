@@ -113,6 +113,25 @@ def test_experts(nxd: Nxd) -> None:
             torch.testing.assert_close(sharded.shards(expert.detach())[r], starts[r] - means[expert_of[r]] * factor)
 
 
+def test_the_halves_of_a_step_with_experts(nxd: Nxd) -> None:
+    """As the original's checkpoint tests make state: reduce, then update experts and the rest by themselves."""
+    nxd(4, ep=2)
+    config = nxd_api.neuronx_distributed_config(expert_parallel_size=2, optimizer_config={"zero_one_enabled": True})
+    shared, expert = (torch.nn.Parameter(torch.ones(4, device="xla")) for _ in range(2))
+    expert.expert_model_parallel = True  # type: ignore[attr-defined]
+    zero = nxd_api.initialize_parallel_optimizer(config, optim.SGD, [shared, expert], lr=1.0).optimizer
+    shared.grad, expert.grad = torch.full_like(shared, 2.0), torch.full_like(expert, 2.0)
+    zero._reduce_gradients()
+
+    def parts() -> list[float]:
+        return [zero.shard_of[p].detach().cpu()[0].item() for p in (shared, expert)]
+
+    zero.ep_zero_optimizer.base_optimizer.step()
+    assert parts() == [1.0, 0.0]  # an expert's gradient is the sum over its two ranks, divided by all four
+    zero.non_ep_zero_optimizer.base_optimizer.step()
+    assert parts()[0] == -1.0
+
+
 def test_sequence_parallel(nxd: Nxd) -> None:
     """Tensor-parallel ranks saw different parts of the sequence: their gradients are added up before data-parallel ranks are averaged."""
     for zero in (False, True):

@@ -337,6 +337,13 @@ def test_padding(nxd: Nxd) -> None:
         column.preshard_hook(state, "bad")
 
 
+def test_the_embedding_has_the_names_of_the_original(nxd: Nxd) -> None:
+    nxd(4, tp=2)
+    table = ParallelEmbedding(8, 2, sequence_parallel_enabled=True, sequence_dimension=1)
+    assert table.tensor_model_parallel_group is table.tensor_parallel_group is parallel_state.get_tensor_model_parallel_group()
+    assert table.sequence_dim == 1 and ParallelEmbedding(8, 2).sequence_dim is None
+
+
 def test_create_local_weight(nxd: Nxd) -> None:
     nxd(4, tp=2)
     full = torch.arange(24.0).reshape(12, 2)
@@ -346,6 +353,16 @@ def test_create_local_weight(nxd: Nxd) -> None:
     out = torch.zeros(12, 1, device="xla")
     assert layers.create_local_weight(full, 1, 1, 1, out) is out
     assert torch.equal(per_rank(out)[1], full[:, 1:])
+
+
+@pytest.mark.parametrize(("dim", "per_partition", "stride"), [(0, 6, 1), (0, 6, 3), (1, 2, 1), (-1, 2, 2)])
+def test_create_local_weight_of_one_on_xla(nxd: Nxd, dim: int, per_partition: int, stride: int) -> None:
+    nxd(4, tp=2)
+    full = torch.nn.Linear(4, 12, device="xla").weight
+    local = layers.create_local_weight(full, dim, per_partition, stride)
+    expected = layers.create_local_weight(full.detach().cpu(), dim, per_partition, stride)
+    assert not local.requires_grad and sharded.varying(local) == sharded.varying(expected)
+    assert all(torch.equal(a, b) for a, b in zip(per_rank(local), per_rank(expected), strict=True))
 
 
 def test_without_initialisation_one_rank_holds_all() -> None:

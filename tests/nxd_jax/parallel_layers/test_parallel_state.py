@@ -162,7 +162,10 @@ def test_token_shuffle_groups(nxd: Nxd) -> None:
 
 def test_groups_that_share_keys_and_values(nxd: Nxd, monkeypatch: pytest.MonkeyPatch) -> None:
     assert ps.arrange_kv_groups(2, 4, 2) == [[0, 2], [1, 3], [4, 6], [5, 7]]
-    assert ps.arrange_kv_groups(1, 4, 2, sequential=True) == [[0, 1], [2, 3]] == ps.arrange_kv_groups(1, 4, 2, hardware_type="trn2")
+    named = ps.arrange_kv_groups(
+        num_tensor_model_parallel_groups=1, tensor_model_parallel_size=4, kv_shared_group_size=2, sequential_ranks_in_group=True
+    )
+    assert named == [[0, 1], [2, 3]] == ps.arrange_kv_groups(1, 4, 2, hardware_type="trn2") and ps.arrange_kv_groups() == [[0]]
     with pytest.raises(AssertionError, match="tensor parallel size 4 is not divisible by kv_shared_group_size 3"):
         ps.arrange_kv_groups(1, 4, 3)
     for target, mesh in (("trn1", [[0, 2], [1, 3], [4, 6], [5, 7]]), ("trn2", [[0, 1], [2, 3], [4, 5], [6, 7]])):

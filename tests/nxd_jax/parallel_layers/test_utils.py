@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import nxd_jax.parallel_layers as package
+from nxd_jax.modules.qkv_linear import GQAQKVColumnParallelLinear
 from nxd_jax.parallel_layers import mappings, parallel_state, utils
 from tests.nxd_jax.conftest import Nxd
 from tests.nxd_jax.parallel_layers.parts import per_rank
@@ -28,6 +29,16 @@ def test_splits() -> None:
     assert utils.indices_split_along_dim(x, 2, 1, 4).tolist() == [2, 3]
     with pytest.raises(AssertionError, match="8 is not divisible by 3"):
         utils.split_tensor_along_last_dim(x, 3)
+
+
+@pytest.mark.parametrize("contiguous", [False, True])
+def test_each_rank_takes_its_own_part(nxd: Nxd, contiguous: bool) -> None:
+    nxd(4, tp=4)
+    x = torch.arange(16.0).reshape(2, 8)
+    parts = utils.split_tensor_along_last_dim(x.to("xla"), 4, contiguous)
+    own = per_rank(parts[utils.get_tensor_model_parallel_rank()])
+    assert all(torch.equal(own[r], x[:, 2 * r : 2 * r + 2]) for r in range(4))
+    assert utils.get_tensor_model_parallel_size() == 4
 
 
 def test_embedding_ranges(nxd: Nxd) -> None:
@@ -54,16 +65,31 @@ def test_attributes(nxd: Nxd) -> None:
         4,
         [1, 0, 2, 3],
     )
-    with pytest.raises(AssertionError, match="has a tensor_model_parallel already"):
-        utils.set_tensor_model_parallel_attributes(p, True, 1, 2)
+    utils.set_tensor_model_parallel_attributes(p, True, 1, 1, num_partitions=2)  # the same again: what is there stays
+    assert (p.partition_stride, p.num_partitions) == (2, 4)
+    for other in ((False, 1), (True, 0)):
+        with pytest.raises(AssertionError, match="has a tensor_model_parallel already, True: its attributes are set once"):
+            utils.set_tensor_model_parallel_attributes(p, *other, 2)
     utils.copy_tensor_model_parallel_attributes(q, p)
     assert q.partition_stride == 2
     utils.set_defaults_if_not_set_tensor_model_parallel_attributes(plain)
     utils.set_defaults_if_not_set_tensor_model_parallel_attributes(q)
     assert (plain.tensor_model_parallel, plain.partition_dim, plain.num_partitions, q.partition_dim) == (False, -1, 1, 1)
     assert utils.param_is_not_tensor_parallel_duplicate(p) is True
-    counted = torch.ones(1, device="xla") * utils.param_is_not_tensor_parallel_duplicate(plain)
+    with pytest.warns(
+        UserWarning, match="counts parameters that all hold once for each rank; .*get_grad_norm and clip_grad_norm count them once"
+    ):
+        counted = torch.ones(1, device="xla") * utils.param_is_not_tensor_parallel_duplicate(plain)
     assert [float(v) for v in per_rank(counted)] == [1.0, 0.0, 0.0, 0.0]
+
+
+def test_a_layer_that_marks_its_fused_weight_itself(nxd: Nxd) -> None:
+    """As optimum's subclass does; the original does not mark it."""
+    nxd(4, tp=4)
+    fused = GQAQKVColumnParallelLinear(8, [8, 4], bias=False, gather_output=False).weight_qkv
+    before = (fused.partition_stride, fused.num_partitions)
+    utils.set_tensor_model_parallel_attributes(tensor=fused, is_parallel=True, dim=0, stride=1, num_partitions=4)
+    assert (fused.tensor_model_parallel, fused.partition_dim) == (True, 0) and (fused.partition_stride, fused.num_partitions) == before
 
 
 def test_casts() -> None:
@@ -79,7 +105,9 @@ def test_casts() -> None:
         y, number, ids = utils.cast_if_autocast_enabled(x, 1, torch.zeros(1, dtype=torch.int64))
         assert (y.dtype, number, ids.dtype) == (torch.bfloat16, 1, torch.int64)
         utils.verify_casted_dtype([y])
-        with pytest.raises(AssertionError, match=r"autocast asks for torch.bfloat16, but a tensor of shape \[2\] has torch.float32"):
+        with pytest.raises(
+            AssertionError, match=r"Datatype of tensor is expected to be torch.bfloat16, got torch.float32 instead, in one of shape \[2\]"
+        ):
             utils.verify_casted_dtype({"x": x})
 
 
@@ -107,3 +135,21 @@ def test_the_package() -> None:
     assert callable(package.clip_grad_norm)
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         _ = package.nothing
+
+
+@pytest.mark.parametrize("name", package.__all__)
+def test_what_the_package_has(name: str) -> None:
+    assert getattr(package, name) is not None
+
+
+def test_names_that_scripts_import_from_there() -> None:
+    from neuronx_distributed.parallel_layers import get_xla_rng_tracker, initialize_model_parallel, move_model_to_device, random
+    from neuronx_distributed.parallel_layers.layers import divide, get_tensor_model_parallel_rank, get_tensor_model_parallel_size
+
+    assert initialize_model_parallel is parallel_state.initialize_model_parallel and divide is utils.divide
+    assert get_tensor_model_parallel_rank is utils.get_tensor_model_parallel_rank is parallel_state.get_tensor_model_parallel_rank
+    assert get_tensor_model_parallel_size is utils.get_tensor_model_parallel_size and get_xla_rng_tracker is random.get_xla_rng_tracker
+    model = torch.nn.Linear(1, 1)
+    with pytest.warns(DeprecationWarning, match="import it from neuronx_distributed.utils.model_utils"):
+        move_model_to_device(model, "xla")
+    assert model.weight.device.type == "xla"

@@ -14,7 +14,6 @@ from neuronx_distributed.trainer import initialize_parallel_model, initialize_pa
 from torch import nn
 
 from nxd_jax.parallel_layers import parallel_state
-from nxd_jax.trainer.hooks import PostPartitionHooks, hooks
 from tests.nxd_jax.conftest import Nxd
 
 PLAIN = {"zero_one_enabled": False, "grad_clipping": True, "max_grad_norm": 1.0}
@@ -246,16 +245,3 @@ def test_pipelines_are_refused(nxd: Nxd) -> None:
         NotImplementedError, match="pipeline_parallel_size=2: pipeline parallelism is not there yet; use tensor_parallel_size"
     ):
         initialize_parallel_model(config, lambda: nn.Linear(1, 1))
-
-
-def test_post_partition_hooks() -> None:
-    calls: list[Any] = []
-    registry = PostPartitionHooks()
-    registry.register_post_partition_hook(lambda *args, **kwargs: calls.append((args, kwargs)), (1,), {"model": None})
-    registry.register_post_partition_hook(lambda: calls.append("second"))
-    registry.execute_all_hooks()
-    registry.execute_all_hooks(model="m")
-    assert calls == [((1,), {"model": None}), "second", ((1,), {"model": "m"}), "second"]
-    with pytest.raises(ValueError, match="a post-partition hook must be a function, got 3"):
-        registry.register_post_partition_hook(3)  # type: ignore[arg-type]
-    assert isinstance(hooks, PostPartitionHooks)

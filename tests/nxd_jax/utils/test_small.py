@@ -6,6 +6,7 @@ import collections
 import logging
 import pathlib
 import random
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -48,14 +49,16 @@ def test_device_and_cpu_mode(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
 
 
 @pytest.fixture
-def name(monkeypatch: pytest.MonkeyPatch) -> str:
+def name(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setenv("NXD_LOG_HIDE_TIME", "1")
-    return f"test-{random.random()}"
+    loggers.get_log_level.cache_clear()
+    yield f"test-{random.random()}"
+    loggers.get_log_level.cache_clear()
 
 
 def test_a_logger_writes_lines_to_stdout(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     logger = loggers.get_logger(name)
-    assert logger is loggers.get_logger(name) and logger.name == f"{name}[0]"
+    assert logger is loggers.get_logger(name) and logger.name == f"{name}[0]" and logger.initialized  # type: ignore[attr-defined]
     logger.info("loss %s", 1.5)
     logger.debug("hidden")
     line = capsys.readouterr().out
@@ -73,13 +76,29 @@ def test_only_rank_0_writes(name: str, capsys: pytest.CaptureFixture[str]) -> No
     assert capsys.readouterr().out.endswith("] all\n")
 
 
+def test_a_function_for_rank_0(nxd: Nxd, monkeypatch: pytest.MonkeyPatch) -> None:
+    def log(text: str, stacklevel: int) -> tuple[str, int]:
+        """Its words."""
+        return text, stacklevel
+
+    only = loggers._rank0_only(log)
+    assert only.__doc__ == "Its words." and only("x") == ("x", 2) and only("x", stacklevel=3) == ("x", 4)
+    monkeypatch.setenv("RANK", "1")
+    assert only("x") is None and loggers._rank0_only(log, default=7)("x") == 7
+    nxd(2)  # hosts rank 0
+    assert only("x") == ("x", 2)
+
+
 def test_levels(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     for level, number in (("trace", 10), ("debug", 10), ("INFO", 20), ("warning", 30), ("error", 40), ("fatal", 50), ("off", 51)):
         monkeypatch.setenv("NXD_LOG_LEVEL", level)
+        loggers.get_log_level.cache_clear()
         assert loggers.get_log_level() == number
     loggers.get_logger(name).fatal("nothing")
     assert capsys.readouterr().out == "" and logging.getLogger(f"{name}[0]").disabled
     monkeypatch.setenv("NXD_LOG_LEVEL", "loud")
+    assert loggers.get_log_level() == 51  # read once
+    loggers.get_log_level.cache_clear()
     with pytest.raises(ValueError, match="NXD_LOG_LEVEL='loud' must be one of trace, debug, info, warning, error, fatal, off"):
         loggers.get_log_level()
 
@@ -127,9 +146,12 @@ def test_get_dict_from_json(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "c.json"
     path.write_text('{"a": [1]}')
     assert get_dict_from_json(path) == {"a": [1]}
-    path.write_text("{")
-    with pytest.raises(ValueError, match=r"c.json is not valid JSON"):
-        get_dict_from_json(str(path))
+    for wrong in (b"{", b"\xff\xfe"):
+        path.write_bytes(wrong)
+        with pytest.raises(ValueError, match=r"Failed to parse JSON file .*c.json: "):
+            get_dict_from_json(str(path))
+    with pytest.raises(ValueError, match=r"JSON file not found: .*none.json"):
+        get_dict_from_json(tmp_path / "none.json")
 
 
 # -- structures --------------------------------------------------------------------------------------

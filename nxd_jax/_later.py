@@ -1,0 +1,78 @@
+"""What NeuronX Distributed has and this release has not yet: its names, and what to do instead.
+
+Importing one raises ModuleNotFoundError, so that `try: import ... except ImportError` goes on; asking a module for one raises AttributeError. The real module
+of a name comes first, so a name may stay here until somebody takes it out.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import sys
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+PIPELINE = (
+    "pipeline parallelism is not there yet; use tensor_parallel_size and context_parallel_size, and data parallelism for the rest of the world, with "
+    "pipeline_parallel_size=1. If memory is short, ZeRO-1 (optimizer_config={'zero_one_enabled': True}) and activation checkpoints "
+    "(activation_checkpoint_config='full') make room"
+)
+_INFERENCE = (
+    "tracing for inference is not there yet; to run a model, move it to the device: model.eval().to('xla'); to compile it as a JAX function: "
+    "jax.jit(torch_bridge.to_jax(model))"
+)
+_MOE = "mixture of experts is not there yet; this release trains dense models"
+_QUANTIZATION = "quantization is not there yet; weights are float32, bfloat16 or float16"
+_OTHER = "it is not there yet; this release trains with parallel_layers, trainer, optimizer, modules.lora and lightning"
+
+LATER = {
+    **dict.fromkeys(("pipeline.comm", "pipeline.manual_pipe_stage", "pipeline.scheduler", "pipeline.timeline"), PIPELINE),
+    **dict.fromkeys(
+        (
+            "BaseNxDModel",
+            "ModelBuilder",
+            "NxDModel",
+            "NxDParallelState",
+            "TorchScriptNxDModel",
+            "convert_nxd_model_to_torchscript_model",
+            "shard_checkpoint",
+            "trace",
+            "utils.medusa_utils",
+            "utils.sampling",
+            "utils.speculative_decoding",
+        ),
+        _INFERENCE,
+    ),
+    "modules.moe": _MOE,
+    "quantization": _QUANTIZATION,
+    "scripts": "it is not there yet; `nxd-ckpt convert` converts checkpoints",
+    **dict.fromkeys(("experimental", "modules.attention", "operators", "utils.tensor_capture", "utils.tensor_replacement"), _OTHER),
+}
+"""Modules and names below `neuronx_distributed`, and what an error says of them."""
+
+
+def text(name: str) -> str:
+    """What an error says of a name of `LATER`."""
+    return f"neuronx_distributed.{name}: {LATER[name]}"
+
+
+def install() -> None:
+    """Let imports of what is in `LATER` say so."""
+    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.append(_Finder())
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """The last to be asked: finds nothing, and says why. `importlib.util.find_spec`, which asks what there is, gets its None."""
+
+    def find_spec(self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
+        top, _, name = fullname.partition(".")
+        if top in ("neuronx_distributed", "nxd_jax") and name in LATER and _importing():
+            raise ModuleNotFoundError(text(name), name=f"neuronx_distributed.{name}")
+        return None
+
+
+def _importing() -> bool:
+    """Whether it is an import that asks the finder, through importlib's `_find_spec`."""
+    asking = sys._getframe(2).f_back
+    return asking is not None and asking.f_code.co_name == "_find_and_load_unlocked"

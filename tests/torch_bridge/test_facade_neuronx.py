@@ -1,0 +1,111 @@
+"""`torch_neuronx`: what is accepted, what says that it is not there, and the profiler."""
+
+from __future__ import annotations
+
+import pathlib
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+import torch_neuronx
+from torch import nn
+
+
+def test_names_for_inference_can_be_imported() -> None:
+    from torch_neuronx import (
+        BucketModelConfig,
+        DataParallel,
+        PartitionerConfig,
+        analyze,
+        bucket_model_trace,
+        experimental,
+        nki_jit,
+        xla_impl,
+    )
+
+    model = nn.Linear(1, 1)
+    for call, text in [
+        (lambda: DataParallel(model), r"torch_neuronx.DataParallel needs torch_neuronx.trace.*to_jax\(model\)"),
+        (lambda: BucketModelConfig(None), "BucketModelConfig needs torch_neuronx.trace"),
+        (lambda: PartitionerConfig(), "PartitionerConfig needs torch_neuronx.trace"),
+        (lambda: bucket_model_trace(None), "bucket_model_trace needs torch_neuronx.trace"),
+        (lambda: torch_neuronx.async_load(model), "async_load needs torch_neuronx.trace"),
+        (lambda: torch_neuronx.lazy_load(model), "lazy_load needs torch_neuronx.trace"),
+        (lambda: torch_neuronx.move_trace_to_device(model, 0), "move_trace_to_device needs torch_neuronx.trace"),
+        (lambda: torch_neuronx.replace_weights(model, {}), "replace_weights needs torch_neuronx.trace"),
+        (lambda: torch_neuronx.dynamic_batch(model), "pad batches to one size"),
+        (lambda: analyze(model), "Here every torch operator runs"),
+        (lambda: nki_jit(model), "neuronx_distributed.kernels; write other kernels in JAX"),
+        (lambda: xla_impl.ops.nki_jit()(model), "nki_jit compiles NKI kernels"),
+        (lambda: xla_impl.base.xla_call(model), "write the operator in JAX"),
+        (lambda: experimental.set_neuron_cores(model), "experimental.set_neuron_cores places models.*nxd-run"),
+        (lambda: experimental.set_multicore(model), "experimental.set_multicore"),
+        (lambda: experimental.placement.neuron_cores_context(0, 1), "experimental.neuron_cores_context"),
+        (lambda: experimental.multicore_context(), "experimental.multicore_context"),
+        (lambda: experimental.profiler.profile(traced_only=True), "traced_only.*nxd_jax.inspect.profile"),
+    ]:
+        with pytest.raises(NotImplementedError, match=text):
+            call()
+    assert all(hasattr(torch_neuronx, name) for name in torch_neuronx.__all__) and not hasattr(torch_neuronx, "nothing")
+
+
+def test_hints_without_effect() -> None:
+    from torch_neuronx.xla_impl.hint import TransferWithStaticRing
+
+    torch_neuronx.xla_impl.ops.set_unload_prior_neuron_models_mode(True)
+    weight = torch.ones(2, device="xla", requires_grad=True)
+    (TransferWithStaticRing.apply(weight) * 3).sum().backward()
+    assert weight.grad is not None and weight.grad.tolist() == [3.0, 3.0]
+
+
+def test_submodules_of_utils_need_no_import() -> None:
+    """Scripts say `torch.utils.checkpoint.checkpoint = torch_xla.utils.checkpoint.checkpoint`, and import none of it."""
+    code = (
+        "import torch_neuronx, torch_xla\n"
+        "u = torch_xla.utils\n"
+        "print(u.checkpoint.checkpoint.__module__, callable(u.serialization.save), u.utils.TmpFolder.__name__, u.closures.__name__)\n"
+        "print(hasattr(u, 'nothing'), 'checkpoint' in dir(u))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    checkpoint, *rest = done.stdout.split()
+    assert checkpoint.endswith("torch_xla.utils.checkpoint")
+    assert rest == ["True", "TmpFolder", "torch_bridge.torch_xla.utils.closures", "False", "True"]
+
+
+# -- the profiler -------------------------------------------------------------------------------------
+
+
+def traces(folder: pathlib.Path) -> list[pathlib.Path]:
+    return list(folder.glob("plugins/profile/*/*.xplane.pb"))
+
+
+def test_profiler(tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:
+    from torch_neuronx.experimental.profiler import profile
+
+    x = torch.ones(4, 4, device="xla")
+    with profile(
+        port=9012, profile_type="operator", ms_duration=60000, neuron_tensorboard_plugin_dir=str(tmp_path / "plugins/neuron")
+    ) as p:
+        (x @ x).sum().item()
+        assert not caplog.messages
+        p.start()
+    assert "recorded already" in caplog.text and len(traces(tmp_path)) == 1
+
+
+def test_profiler_starts_and_ends_when_told(tmp_path: pathlib.Path) -> None:
+    from torch_neuronx.experimental.profiler import profile
+
+    with profile(auto_start=False, output_dir=str(tmp_path / "never"), target="neuron_profile_perfetto"):
+        torch.ones(1, device="xla").item()
+    assert not (tmp_path / "never").exists()
+    with pytest.raises(KeyError), profile(auto_start=False, output_dir=str(tmp_path), ms_duration=1) as p:
+        p.start()
+        until = time.monotonic() + 60
+        while not traces(tmp_path) and time.monotonic() < until:  # the time is up before the block ends
+            time.sleep(0.01)
+        assert traces(tmp_path)
+        raise KeyError
+    assert len(traces(tmp_path)) == 1
