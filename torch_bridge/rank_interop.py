@@ -1,7 +1,7 @@
 """Numbers that differ by rank (`ranks`) where Python and its libraries insist on their own kinds of numbers.
 
 What is written or drawn once for all ranks takes the first hosted rank's number, as `print` does: json, yaml, `torch.save`, and seeds of the host's own
-generators (each rank's numbers on the device come from `torch.manual_seed(seed + rank)`).
+generators. `torch.manual_seed(seed + rank)` seeds both: numbers of CPU tensors are the first rank's, numbers drawn on the device each rank's own.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from torch_bridge import nested, ranks
+from torch_bridge import nested, ranks, rng
 
 
 @functools.cache
@@ -27,6 +27,7 @@ def install() -> None:
     random.Random.seed = _seeded(random.Random.seed)  # type: ignore[method-assign]
     random.seed = _seeded(random.seed)
     np.random.default_rng = _seeded(np.random.default_rng)
+    torch.manual_seed = torch.random.manual_seed = _seeding_both(torch.manual_seed)
     _teach_yaml()
 
 
@@ -62,6 +63,17 @@ def _seeded(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(*map(first, args), **{name: first(x) for name, x in kwargs.items()})
 
     return seeded
+
+
+def _seeding_both(original: Callable[[Any], torch.Generator]) -> Callable[[Any], torch.Generator]:
+    @functools.wraps(original)
+    def manual_seed(seed: Any) -> torch.Generator:
+        generator = original(first(seed))
+        if ranks.values_of(seed) is not None:
+            rng.DEFAULT.manual_seed(seed)
+        return generator
+
+    return manual_seed
 
 
 def _teach_yaml() -> None:

@@ -128,17 +128,17 @@ def copy_tensor_model_parallel_attributes(destination_tensor: torch.Tensor, sour
 def param_is_not_tensor_parallel_duplicate(param: torch.Tensor) -> bool:
     """Whether this rank counts a parameter: each counts its part of one that is shared out, and rank 0 one that all hold.
 
-    In a process that hosts several ranks, a parameter that all hold gives a `RankBool` that is true for tensor parallel rank 0. As an `if` it is decided for all
-    ranks alike, so a norm that is added up over the ranks afterwards counts such parameters once for each: a warning says so.
+    In a process that hosts several ranks, a parameter that all hold gives a `RankBool` that is true for tensor parallel rank 0. As an `if` it is decided
+    for all ranks alike, so a norm that is added up over the ranks afterwards counts such parameters once for each: a warning says so.
     """
     if getattr(param, "tensor_model_parallel", False):
         return True
     first = get_tensor_model_parallel_rank() == 0
     if isinstance(first, torch.SymBool):
         warnings.warn(
-            "param_is_not_tensor_parallel_duplicate: this process runs the script once for several ranks, and an `if` on the answer holds for all of them. A sum "
-            "over the tensor parallel ranks then counts parameters that all hold once for each rank; neuronx_distributed.parallel_layers.grads.get_grad_norm and "
-            "clip_grad_norm count them once, and so does torchrun with one process per rank.",
+            "param_is_not_tensor_parallel_duplicate: this process runs the script once for several ranks, and an `if` on the answer holds for all of "
+            "them. A sum over the tensor parallel ranks then counts parameters that all hold once for each rank; "
+            "neuronx_distributed.parallel_layers.grads.get_grad_norm and clip_grad_norm count them once, and so does torchrun with one process per rank.",
             stacklevel=2,
         )
     return first

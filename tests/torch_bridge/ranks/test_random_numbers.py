@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+import torch_xla
+import torch_xla.core.xla_model as xm
 from torch.utils.checkpoint import checkpoint
 
 from tests.torch_bridge.ranks.conftest import Hosted
@@ -153,3 +156,95 @@ def test_a_generator_of_ones_own() -> None:
     assert classes(draw(1)) == alike() and classes(draw(1, "tp")) == alike("tp")
     assert torch.equal(sharded.shards(draw(1))[0], sharded.shards(draw(1))[0])
     assert not torch.equal(sharded.shards(draw(1))[0], sharded.shards(draw(2))[0])
+
+
+# -- seeds that differ by rank ------------------------------------------------------------------------
+
+SEEDINGS: dict[str, Callable[[Any], Any]] = {
+    "torch.manual_seed": lambda seed: torch.manual_seed(seed),
+    "torch.random.manual_seed": lambda seed: torch.random.manual_seed(seed),
+    "torch_xla.manual_seed": torch_xla.manual_seed,
+    "xm.set_rng_state": xm.set_rng_state,
+    "torch.xla.manual_seed": lambda seed: torch.xla.manual_seed(seed),  # type: ignore[attr-defined]
+}
+
+
+@pytest.mark.parametrize("name", SEEDINGS)
+def test_seeds_that_differ_by_rank(name: str) -> None:
+    seed = SEEDINGS[name]
+    seed(5 + world.rank())
+    each = torch.randn(8, device="xla")
+    dropped = F.dropout(torch.ones(64, device="xla"), 0.5)
+    seed(5 + world.current().table(lambda r: r % 2))
+    along_tp = torch.randn(8, device="xla")
+    seed(5)
+    same = torch.randn(8, device="xla")
+    seed(5 + world.rank())
+    again = torch.randn(8, device="xla")
+    assert classes(each) == classes(dropped) == alike("pp", "dp", "tp") and classes(along_tp) == alike("tp") and classes(same) == alike()
+    assert all(map(torch.equal, sharded.shards(each), sharded.shards(again)))
+
+
+def test_seeds_of_the_cpu_are_the_first_ranks() -> None:
+    torch.manual_seed(7)
+    expected = torch.rand(3)
+    torch.manual_seed(7 + world.rank())
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_states_remember_that_ranks_differ() -> None:
+    """What a tracker of random states does: each state is put back later, by number or as bytes."""
+    xm.set_rng_state(3)
+    plain = xm.get_rng_state()
+    xm.set_rng_state(3 + world.current().table(lambda r: r % 2))
+    parallel, state = xm.get_rng_state(), torch.xla.get_rng_state()  # type: ignore[attr-defined]
+    first = torch.rand(8, device="xla")
+    later = xm.get_rng_state()
+    second = torch.rand(8, device="xla")
+    xm.set_rng_state(plain)
+    assert classes(torch.rand(8, device="xla")) == alike() and plain == 3
+    for restore, expected in (
+        (lambda: xm.set_rng_state(parallel), first),
+        (lambda: xm.set_rng_state(later), second),
+        (lambda: torch.xla.set_rng_state(state), first),  # type: ignore[attr-defined]
+    ):
+        xm.set_rng_state(99)
+        restore()
+        found = torch.rand(8, device="xla")
+        assert classes(found) == alike("tp")
+        assert all(map(torch.equal, sharded.shards(found), sharded.shards(expected)))
+    with xm.fork_rng():
+        xm.set_rng_state(1 + world.rank())
+        assert classes(torch.rand(8, device="xla")) == alike("pp", "dp", "tp")
+    torch.xla.set_rng_state(state)  # type: ignore[attr-defined]
+    assert classes(torch.rand(8, device="xla")) == alike("tp")
+
+
+def test_the_mesh_may_get_other_axes_after_seeding(hosted: Hosted) -> None:
+    hosted(4)
+    torch.manual_seed(5 + world.rank())
+    assert classes_of(4, torch.rand(8, device="xla")) == [0, 1, 2, 3]
+    world.set_axes({"dp": 2, "tp": 2})
+    assert classes_of(4, torch.rand(8, device="xla")) == [0, 1, 2, 3]
+
+
+def classes_of(count: int, t: torch.Tensor) -> list[int]:
+    found = classes(t)
+    assert len(found) == count
+    return found
+
+
+def test_a_checkpointed_block_draws_the_same_again() -> None:
+    torch.manual_seed(5 + world.rank())
+    x = torch.ones(64, device="xla", requires_grad=True)
+    masks = []
+
+    def block(t: torch.Tensor) -> torch.Tensor:
+        out = F.dropout(t, 0.5)
+        masks.append(out.detach())
+        return out * t
+
+    checkpoint(block, x, use_reentrant=False).sum().backward()
+    assert len(masks) == 2 and classes(masks[0]) == alike("pp", "dp", "tp")
+    assert all(map(torch.equal, sharded.shards(masks[0]), sharded.shards(masks[1])))
+    torch.manual_seed(5)

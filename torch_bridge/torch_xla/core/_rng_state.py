@@ -1,27 +1,36 @@
-"""The device's random state as one int, as torch_xla has it: the seed in the low 32 bits, the number of draws since in the high ones."""
+"""The device's random state as one int, as torch_xla has it: the seed in the low 32 bits, the number of draws since in the high ones.
+
+Where ranks draw different numbers the int differs by rank, along the same mesh axes.
+"""
 
 from __future__ import annotations
 
 import hashlib
+from typing import Any
 
+from torch_bridge import ranks, world
 from torch_bridge.rng import RngState
 
 _LOW = 0xFFFFFFFF
 _MAX_OFFSET = 1 << 31
 
 
-def pack(state: RngState) -> int:
+def pack(state: RngState) -> Any:
     """An int below 2**63 that `restore` turns into the same state.
 
     A state too large for one is first replaced by a fresh seed derived from it.
     """
     if state.seed > _LOW or state.offset >= _MAX_OFFSET:
         digest = hashlib.sha256(f"{state.seed},{state.offset}".encode()).digest()
-        state.manual_seed(int.from_bytes(digest[:4], "little"))
-    return state.offset << 32 | state.seed
+        state.seed, state.offset = int.from_bytes(digest[:4], "little"), 0
+    places = [world.coordinates(axis) for axis in state.axes]
+    numbers = {place: k for k, place in enumerate(dict.fromkeys(tuple(p[r] for p in places) for r in range(world.size())))}
+    return world.current().table(lambda r: state.offset << 32 | (state.seed + numbers[tuple(p[r] for p in places)]) & _LOW)
 
 
-def restore(state: RngState, packed: int) -> None:
-    """Put back what `pack` gave. Any int may be used as a seed."""
-    unsigned = packed & 0xFFFFFFFFFFFFFFFF
+def restore(state: RngState, packed: Any) -> None:
+    """Put back what `pack` gave. Any int may be used as a seed, also one that differs by rank."""
+    values = ranks.values_of(packed)
+    state.manual_seed(packed)
+    unsigned = int(packed if values is None else values[0]) & 0xFFFFFFFFFFFFFFFF
     state.seed, state.offset = unsigned & _LOW, unsigned >> 32 & (_MAX_OFFSET - 1)

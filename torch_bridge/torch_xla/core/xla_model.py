@@ -15,7 +15,7 @@ from typing import Any, TextIO
 
 import torch
 
-from torch_bridge import environment, loading, nested, rng, steps, world
+from torch_bridge import environment, loading, nested, ranks, rng, steps, world
 from torch_bridge.torch_xla import _XLAC, runtime
 from torch_bridge.torch_xla._deprecation import warn_once
 from torch_bridge.torch_xla.core import _rng_state
@@ -314,7 +314,7 @@ def save(data: Any, file_or_path: Any, master_only: bool = True, global_master: 
 
 def set_rng_state(seed: int, device: Any = None) -> None:
     """`xm.set_rng_state`: seed the device's random numbers, or put back what `get_rng_state` gave."""
-    _rng_state.restore(rng.DEFAULT, int(seed))
+    _rng_state.restore(rng.DEFAULT, seed if ranks.is_ranked(seed) else int(seed))
 
 
 def get_rng_state(device: Any = None) -> int:
