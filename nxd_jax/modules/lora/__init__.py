@@ -1,7 +1,7 @@
 """`neuronx_distributed.modules.lora`: low-rank adapters, of torch's layers and of parallel ones.
 
 config.py says what adapters a model gets, targets.py where; layer.py and tp_layer.py are the adapted layers, making.py puts them in; model.py is the wrapper,
-state.py and storage.py what it saves and loads, and where; peft_format.py and peft_tensors.py Hugging Face PEFT's files.
+state.py, loading.py and storage.py what it saves and loads, and where; peft_format.py and peft_tensors.py Hugging Face PEFT's files.
 """
 
 from nxd_jax.modules.lora.config import LoraConfig

@@ -25,6 +25,21 @@ RUN_FIELDS = (
 )
 """What a run decides for itself, whatever the checkpoint that it loads was made with."""
 
+SAVED_FIELDS = (
+    "bias",
+    "init_lora_weights",
+    "lora_alpha",
+    "lora_dropout",
+    "lora_rank",
+    "use_rslora",
+    "target_modules",
+    "modules_to_save",
+    "save_lora_base",
+    "merge_lora",
+    "save_lora_config_adapter",
+)
+"""What NxD saves of a configuration."""
+
 
 @dataclasses.dataclass
 class LoraConfig:
@@ -93,6 +108,15 @@ class LoraConfig:
     def to_dict(self) -> dict[str, Any]:
         """All fields, ready for JSON, and `r`, which is `lora_rank` again."""
         return {**dataclasses.asdict(self), "r": self.lora_rank}
+
+    @staticmethod
+    def get_selected_fields() -> list[str]:
+        """The names of the fields that NxD's checkpoints have; ours have all (`to_dict`)."""
+        return list(SAVED_FIELDS)
+
+    def selected_fields_to_save(self) -> dict[str, Any]:
+        """The values of `get_selected_fields`, by name."""
+        return {name: value for name, value in dataclasses.asdict(self).items() if name in SAVED_FIELDS}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> LoraConfig:

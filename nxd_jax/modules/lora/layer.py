@@ -6,6 +6,7 @@ Adapters are float32, whatever the base layer's dtype; inputs are cast to that a
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 
 from nxd_jax.modules.lora.config import LoraConfig
+from torch_bridge import sharded
 
 Init = Callable[[torch.Tensor], Any]
 
@@ -25,8 +27,8 @@ _ADAPTER = "lora_"
 class LoraLayer(nn.Module):
     """A layer with an adapter in the place of the layer itself, which is its `base_layer`.
 
-    lora_A, lora_B: the adapter, two modules without biases. lora_dropout. scaling: of the adapter's result. merged: whether the base's weights contain the
-    adapter now.
+    lora_A, lora_B: the adapter, two modules without biases. lora_rank, lora_alpha, lora_dropout. scaling: of the adapter's result. merged: whether the base's
+    weights contain the adapter now. lora_embedding_A, lora_embedding_B: NxD's names of an embedding's factors; None for other layers.
 
     Other attributes are the base layer's, and in a state dict its parameters have the names that they have without an adapter.
     """
@@ -34,6 +36,9 @@ class LoraLayer(nn.Module):
     base_layer: Any
     lora_A: Any
     lora_B: Any
+    lora_embedding_A: Any = None
+    lora_embedding_B: Any = None
+    adapter_layer_names = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B")
     zero_at_start = "lora_B"
     """The factor that starts at zero, so that a new adapter changes nothing."""
 
@@ -42,6 +47,7 @@ class LoraLayer(nn.Module):
         _check_base(base_layer)
         self.base_layer = base_layer
         self.lora_rank = lora_config.lora_rank
+        self.lora_alpha = lora_config.lora_alpha
         self.scaling = lora_config.scaling
         self.lora_dropout: nn.Module = nn.Dropout(lora_config.lora_dropout) if lora_config.lora_dropout else nn.Identity()
         self._init_lora_weights = lora_config.init_lora_weights
@@ -99,12 +105,24 @@ class LoraLayer(nn.Module):
             return {name: parameters[name].detach().clone() for name in self._before_merging}
         return {name: (parameters[name] + delta).to(parameters[name].dtype) for name, delta in self._deltas().items()}
 
+    def get_delta_weight(self) -> Any:
+        """What merging adds to the base's weight, of each rank's own part; of a GQA layer a tuple, for q, k and v."""
+        return self._deltas()["weight"]
+
     @torch.no_grad()
-    def merge(self) -> None:
-        """Add the adapter to the base's weights. What they were is kept, so that `unmerge` restores it bit for bit."""
+    def merge(self, safe_merge: bool = False) -> None:
+        """Add the adapter to the base's weights. What they were is kept, so that `unmerge` restores it bit for bit.
+
+        safe_merge: raise ValueError, and change nothing, if a merged weight is not finite.
+        """
         if self.merged:
             return
         new = self.merged_weights()
+        broken = [name for name, value in new.items() if safe_merge and any_on_ranks(~torch.isfinite(value))]
+        if broken:
+            raise ValueError(
+                f"{type(self).__name__}: {', '.join(broken)} would have NaNs or infinities when merged: the adapter, or the base, is broken"
+            )
         self._before_merging = {name: self.base_layer._parameters[name].detach().clone() for name in new}
         self._write(new)
 
@@ -132,7 +150,12 @@ class LoraLayer(nn.Module):
             base = self.__dict__.get("_modules", {}).get("base_layer")
             if base is None:
                 raise
-            return getattr(base, name)
+            return inner_attribute(self, base, name)
+
+    def get_base_layer(self) -> nn.Module:
+        """The layer without the adapter."""
+        base: nn.Module = self.base_layer
+        return base
 
     def __setattr__(self, name: str, value: Any) -> None:
         base = self.__dict__.get("_modules", {}).get("base_layer")
@@ -146,18 +169,54 @@ class LoraLayer(nn.Module):
 
 
 class LoraLinear(LoraLayer):
-    """`lora.layer.LoraLinear`: `torch.nn.Linear` with an adapter; A [r, in], B [out, r]."""
+    """`lora.layer.LoraLinear`: `torch.nn.Linear` with an adapter; A [r, in], B [out, r].
+
+    Or transformers' `Conv1D`, whose weight is [in, out]; is_conv_1d_layer: the base is another layer with such a weight. Raises ValueError if it is a Linear.
+    """
+
+    def __init__(self, base_layer: nn.Module, lora_config: LoraConfig, is_conv_1d_layer: bool = False):
+        if is_conv_1d_layer and isinstance(base_layer, nn.Linear):
+            raise ValueError(
+                f"LoraLinear: is_conv_1d_layer=True is for layers with a weight [in, out], a {type(base_layer).__name__} has [out, in]"
+            )
+        self.is_conv_1d_layer = is_conv_1d_layer or is_conv_1d(base_layer)
+        super().__init__(base_layer, lora_config)
+
+    @property
+    def in_features(self) -> int:
+        """The base's inputs."""
+        return int(self.base_layer.weight.shape[0 if self.is_conv_1d_layer else 1])
+
+    @property
+    def out_features(self) -> int:
+        """The base's outputs."""
+        return int(self.base_layer.weight.shape[1 if self.is_conv_1d_layer else 0])
 
     def _make_adapter(self) -> tuple[nn.Module, nn.Module]:
-        base, r = self.base_layer, self.lora_rank
-        device = base.weight.device
-        return linear(base.in_features, r, self._init_a, device), linear(r, base.out_features, nn.init.zeros_, device)
+        r, device = self.lora_rank, self.base_layer.weight.device
+        return linear(self.in_features, r, self._init_a, device), linear(r, self.out_features, nn.init.zeros_, device)
+
+    def _deltas(self) -> dict[str, torch.Tensor]:
+        found = super()._deltas()
+        return {name: delta.t() for name, delta in found.items()} if self.is_conv_1d_layer else found
 
 
 class LoraEmbedding(LoraLayer):
     """`lora.layer.LoraEmbedding`: `torch.nn.Embedding` with an adapter: A is a table [num_embeddings, r], B [embedding_dim, r]. Without dropout."""
 
     zero_at_start = "lora_A"
+
+    @property
+    def lora_embedding_A(self) -> torch.Tensor:
+        """A as NxD has it, [r, num_embeddings]: a view of `lora_A.weight`, which is the parameter."""
+        rows: torch.Tensor = self.lora_A.weight
+        return rows.t()
+
+    @property
+    def lora_embedding_B(self) -> nn.Parameter:
+        """B, [embedding_dim, r]: `lora_B.weight`."""
+        weight: nn.Parameter = self.lora_B.weight
+        return weight
 
     def _make_adapter(self) -> tuple[nn.Module, nn.Module]:
         base: Any = self.base_layer
@@ -211,6 +270,30 @@ def table(base: Any, columns: int) -> nn.Embedding:
     layer = nn.utils.skip_init(nn.Embedding, base.num_embeddings, columns, dtype=ADAPTER_DTYPE, **options)
     nn.init.zeros_(layer.weight)
     return layer.to(base.weight.device)
+
+
+def is_conv_1d(layer: nn.Module) -> bool:
+    """Whether a layer is transformers' `Conv1D`, a linear layer with a weight [in, out]. Does not import transformers."""
+    library = sys.modules.get("transformers.pytorch_utils")
+    return library is not None and isinstance(layer, library.Conv1D)
+
+
+def any_on_ranks(t: torch.Tensor) -> bool:
+    """Whether a tensor is not zero on some rank here."""
+    values = sharded.shards(t.detach()) if t.device.type == "xla" else [t]
+    return any(bool(v.any()) for v in values)
+
+
+def inner_attribute(outer: nn.Module, inner: nn.Module, name: str) -> Any:
+    """An attribute of the module inside another. Raises AttributeError naming both."""
+    try:
+        return getattr(inner, name)
+    except AttributeError as error:
+        raise AttributeError(
+            f"'{type(outer).__name__}' object has no attribute '{name}', nor has the '{type(inner).__name__}' inside it",
+            name=name,
+            obj=outer,
+        ) from error
 
 
 def convolution_delta(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from nxd_jax.modules.lora.config import LoraConfig
-from nxd_jax.modules.lora.layer import LoraConv2d, LoraEmbedding, LoraLayer, LoraLinear
+from nxd_jax.modules.lora.layer import LoraConv2d, LoraEmbedding, LoraLayer, LoraLinear, is_conv_1d
 from nxd_jax.modules.lora.tp_layer import LoraGQAQKVParallelLinear, LoraParallelConv2d, LoraParallelEmbedding, LoraParallelLinear
 from nxd_jax.modules.qkv_linear import GQAQKVColumnParallelLinear
 from nxd_jax.parallel_layers.layers import (
@@ -32,19 +32,19 @@ ADAPTERS: dict[type[nn.Module], type[LoraLayer]] = {
     OutputChannelParallelConv2d: LoraParallelConv2d,
     InputChannelParallelConv2d: LoraParallelConv2d,
 }
-"""Which layer adapts which."""
+"""Which layer adapts which; transformers' Conv1D is a `LoraLinear`'s, too."""
 
 
 def adapter(name: str, module: nn.Module, config: LoraConfig) -> LoraLayer:
     """The layer that takes a module's place. Raises ValueError for modules of other kinds, and as the layers do, naming the module."""
-    kind = next((ADAPTERS[c] for c in type(module).__mro__ if c in ADAPTERS), None)
+    kind = LoraLinear if is_conv_1d(module) else next((ADAPTERS[c] for c in type(module).__mro__ if c in ADAPTERS), None)
     if isinstance(module, NonDynamicallyQuantizableLinear):
         raise ValueError(
             f"LoraConfig: target_modules matches {name}, a part of torch.nn.MultiheadAttention, which uses its weight without calling it: an adapter "
             "would have no effect. Choose other modules, or attention with projections of its own"
         )
     if kind is None:
-        known = ", ".join(c.__name__ for c in ADAPTERS)
+        known = ", ".join([*(c.__name__ for c in ADAPTERS), "transformers' Conv1D"])
         raise ValueError(
             f"LoraConfig: target_modules matches {name}, a {type(module).__name__}, which LoRA cannot adapt. It adapts {known}"
         )
@@ -58,12 +58,33 @@ def check_model(module: Any, config: LoraConfig) -> None:
     """Raise TypeError, ValueError or NotImplementedError for what cannot get adapters."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"LoraModel takes a torch.nn.Module, got {type(module).__name__}")
+    if is_nxd_model(module):
+        raise TypeError(
+            "LoraModel takes the model inside an NxDModel: use get_lora_model(model, lora_config), which puts the adapters there"
+        )
     if not config.enable_lora:
         raise ValueError("LoraModel with enable_lora=False: use the model itself, or get_lora_model, which then returns it")
     if any(isinstance(m, LoraLayer) for m in module.modules()):
         raise ValueError("the model has LoRA adapters already: merge_and_unload() them first, or make the model anew")
     if hasattr(type(module), "cut_pipeline_stage"):
         raise NotImplementedError("LoRA does not work on a pipeline model: use pipeline_parallel_size=1, with more tensor parallelism")
+
+
+def is_nxd_model(module: Any) -> bool:
+    """Whether a model is what `initialize_parallel_model` returns."""
+    from nxd_jax.trainer.model import NxDModel
+
+    return isinstance(module, NxDModel)
+
+
+def check_trained(model: nn.Module, layers: Mapping[str, LoraLayer], names: Mapping[str, torch.Tensor], trained: Container[int]) -> None:
+    """Raise ValueError for adapters none of whose parameters is among those that train (by id). names: of the model's parameters."""
+    lost = [n for n, m in layers.items() if not any(id(p) in trained for f in (m.lora_A, m.lora_B) for p in f.parameters())]
+    if lost:
+        raise ValueError(
+            f"LoRA: no parameter to train of the adapters of {', '.join(lost[:4])} is in the state dict of the {type(model).__name__}, which has "
+            f"{', '.join(list(names)[:4]) or 'nothing'}: the two have different names. If it wraps another model, give LoraModel that one"
+        )
 
 
 def check_apart(adapted: Mapping[str, nn.Module], whole: Iterable[str]) -> None:

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import collections
 import logging
+import os
 import re
-from collections.abc import Collection, Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import _IncompatibleKeys
 
-from nxd_jax.modules.lora import making, peft_format, storage, targets
+from nxd_jax.modules.lora import loading, making, peft_format, storage, targets
 from nxd_jax.modules.lora import state as lora_state
 from nxd_jax.modules.lora.config import LoraConfig, as_config
-from nxd_jax.modules.lora.layer import LoraLayer
-from torch_bridge import sharded, world
+from nxd_jax.modules.lora.layer import LoraLayer, inner_attribute
+from torch_bridge import world
 
 logger = logging.getLogger("nxd_jax")
-
-_OWN = "module."
 
 
 class LoraModel(nn.Module):
@@ -28,10 +28,11 @@ class LoraModel(nn.Module):
     module: with its weights, on the device it will train on. config: a `LoraConfig` or a dict of its fields; with `load_lora_from_ckpt` the checkpoint's fields
     are taken, and its adapters loaded.
 
-    Calls, `generate` and attributes are the model's. Attributes of its own: module, lora_config.
+    Calls, `generate` and attributes are the model's. Attributes of its own: module, lora_config; is_checkpoint_loaded: whether the adapters came from a
+    checkpoint, so that loading base weights leaves them; lora_ckpt: None, or a state dict of one, as NxD has there, which `load_state_dict` loads.
 
-    Raises ValueError if no module matches `target_modules` or a module of another kind does, NotImplementedError for options of layers that cannot be
-    adapted and for pipeline models, FileNotFoundError without the checkpoint.
+    Raises ValueError if no module matches `target_modules` or a module of another kind does, or if nothing would train; NotImplementedError for options of
+    layers that cannot be adapted and for pipeline models; TypeError for an NxDModel; FileNotFoundError without the checkpoint.
     """
 
     module: nn.Module
@@ -47,12 +48,14 @@ class LoraModel(nn.Module):
         self.module = module
         self._layers: dict[str, LoraLayer] = {}
         self._whole: dict[str, nn.Module] = {}
-        self._loading = _Loading()
+        self._loading = loading.Loading()
+        self.lora_ckpt: dict[str, Any] | None = None
+        self.is_checkpoint_loaded = False
         self.inject_adapter()
-        self.register_load_state_dict_pre_hook(_before_loading)
-        self.register_load_state_dict_post_hook(_after_loading)
+        self.register_load_state_dict_pre_hook(loading.before)
+        self.register_load_state_dict_post_hook(loading.after)
         if source is not None:
-            self.load_state_dict(source.read(self))
+            self._load(source)
 
     # -- making --------------------------------------------------------------------------------------
 
@@ -76,6 +79,7 @@ class LoraModel(nn.Module):
     def _choose_trained(self) -> None:
         tensors = self.tensors()
         trained = {id(tensors[name]) for name in self._adapter_names()}
+        making.check_trained(self.module, self._layers, tensors, trained)
         for parameter in self.module.parameters():
             parameter.requires_grad_(id(parameter) in trained)
 
@@ -103,13 +107,23 @@ class LoraModel(nn.Module):
             module = self.__dict__.get("_modules", {}).get("module")
             if module is None:
                 raise
-            return getattr(module, name)
+            return inner_attribute(self, module, name)
 
     def get_base_model(self) -> nn.Module:
         """The model inside, with its adapters."""
         return self.module
 
+    @property
+    def is_lora_enabled(self) -> bool:
+        """Whether the model has its adapters."""
+        return bool(self._layers)
+
     # -- merging -------------------------------------------------------------------------------------
+
+    @property
+    def is_lora_merged(self) -> bool:
+        """Whether the base's weights contain the adapters now."""
+        return any(layer.merged for layer in self._layers.values())
 
     def merge_lora(self) -> None:
         """Add the adapters to the base's weights, on every rank its part. Raises ValueError for weights that other modules share.
@@ -201,23 +215,40 @@ class LoraModel(nn.Module):
         return {name: full(name, value) for name, value in state.items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any] | None = None, strict: bool = False, assign: bool = False) -> Any:
-        """Load what `state_dict()` gave, in any of its kinds; None: the checkpoint that the configuration names.
+        """Load what `state_dict()` gave, in any of its kinds; None: `lora_ckpt`, or else the checkpoint that the configuration names.
 
         Tensors may be full or each rank's part. Names of NxD's and PEFT's state dicts are understood.
         Missing names are those that the kind of state dict should have: of the base model's only if it has some. strict: raise RuntimeError for missing and
-        unexpected ones; else they are logged. A state dict of the base model alone (merged, say) sets the adapters to zero, as their effect may be in it.
+        unexpected ones; else they are logged. A state dict of the base model alone leaves adapters that came from a checkpoint (`is_checkpoint_loaded`), with
+        the biases and `modules_to_save` that trained beside them; and `lora_ckpt` is loaded again. Other adapters it sets to zero, as their effect may be in
+        it; and all of them if its configuration says that they are merged.
         Returns what is missing and unexpected.
 
         Raises ValueError if nothing in it belongs to the model, for another scaling of adapters, and for shapes that do not fit.
         """
         if state_dict is None:
-            source = storage.find(self.lora_config.lora_save_dir, self.lora_config.lora_load_tag)
+            source = self._checkpoint()
             self._check_scaling(source.config, source.path)
-            state_dict = source.read(self)
+            return self._load(source, strict, assign)
         found = super().load_state_dict(state_dict, strict=strict, assign=assign)
         for what, names in (("missing", found.missing_keys), ("unexpected", found.unexpected_keys)):
             if names:
                 logger.warning("LoRA: %d %s names in the state dict, such as %s", len(names), what, ", ".join(names[:4]))
+        return found
+
+    def _checkpoint(self) -> storage.Source:
+        given = self.lora_ckpt
+        if given is not None:
+            return storage.Source("lora_ckpt", given.get(lora_state.CONFIG), lambda model: given)
+        return storage.find(self.lora_config.lora_save_dir, self.lora_config.lora_load_tag)
+
+    def _load(self, source: storage.Source, strict: bool = False, assign: bool = False, anew: bool = True) -> Any:
+        """Load a checkpoint. anew: if it has the base's weights alone, adapters start at zero, also those of another checkpoint."""
+        kept = self.is_checkpoint_loaded and not anew
+        self.is_checkpoint_loaded = kept
+        state = source.read(self)
+        found = self.load_state_dict(state, strict, assign) if state else _IncompatibleKeys([], [])
+        self.is_checkpoint_loaded = kept or self._loading.adapters
         return found
 
     def checkpoint_state(self) -> dict[str, Any]:
@@ -232,7 +263,7 @@ class LoraModel(nn.Module):
     def checkpoint_targets(self, names: Iterable[str], config: Any = None) -> dict[str, torch.Tensor]:
         """What `load_checkpoint` is to fill, by name, from a checkpoint with these names (and this "lora_config"): the tensors themselves.
 
-        The adapters if it has some, the base model's if it has some; as in `load_state_dict` the adapters start anew if it has weights of the base alone.
+        The adapters if it has some, the base model's if it has some; weights of the base alone do to adapters what they do in `load_state_dict`.
         Raises ValueError if it has neither, or adapters with another scaling.
         """
         self.unmerge_lora()
@@ -240,26 +271,15 @@ class LoraModel(nn.Module):
         known = self.tensors()
         fused = {re.sub(r"_[qkv]$", "_qkv", name) for name in names}
         stored = {lora_state.own_name(name, known) for name in {*names, *fused}}
-        expected = self._expected(stored, known)
-        return {name: known[name] for name in known if name in expected}
-
-    def _expected(self, stored: Collection[str], known: Mapping[str, Any]) -> frozenset[str]:
-        """Which of our names a state dict with these ones should have. Adapters whose base's weights come without them start anew."""
-        if stored and not known.keys() & stored:
-            there, here = ", ".join(list(stored)[:3]), ", ".join(self._adapter_names()[:3])
-            raise ValueError(f"none of the {len(stored)} names in the state dict is in the model. It has {there}; the model has {here}")
-        adapters = set(self._adapter_names())
-        base = known.keys() - adapters
-        if _adapts_nothing(stored, self._layers):
-            _reset(self._layers)
-        return frozenset((adapters if adapters & set(stored) else set()) | (base if base & set(stored) else set()))
+        self._loading = loading.begin(self, stored, known, config)
+        return {name: known[name] for name in known if name in self._loading.expected}
 
     def _save_separate_config(self, directory: str) -> None:
         if not self.lora_config.save_lora_config_adapter and not self.lora_config.merge_lora:
             storage.write_config(directory, self.lora_config.to_dict())
 
     def _check_scaling(self, saved: Any, where: str) -> None:
-        if saved is None or peft_format.is_peft(saved):  # PEFT's adapters are scaled as they are loaded
+        if saved is None or peft_format.is_peft(saved) or loading.is_merged(saved):  # PEFT's adapters are scaled as they are loaded
             return
         other, own = storage.config_of(saved, where), self.lora_config
         if (other.lora_rank, other.scaling) != (own.lora_rank, own.scaling):
@@ -282,20 +302,39 @@ class LoraModel(nn.Module):
         path = storage.write(directory, adapter_tag, data)
         logger.info("LoRA: saved %s", path)
 
-    def load_lora(self, save_dir: str | None = None, adapter_tag: str | None = None) -> None:
-        """Load what `save_lora`, `save_checkpoint` or PEFT wrote into this model, whose configuration must fit. Defaults: `lora_save_dir`, `lora_load_tag`."""
+    def load_lora(
+        self,
+        save_dir: str | None = None,
+        adapter_tag: str | None = None,
+        ckpt_path: str | os.PathLike[str] | None = None,
+        adapter_only: bool = True,
+    ) -> Any:
+        """Load what `save_lora`, `save_checkpoint` or PEFT wrote into this model, whose configuration must fit. Defaults: `lora_save_dir`, `lora_load_tag`.
+
+        ckpt_path: a file (of torch or safetensors), or a folder without tags, in place of these. adapter_only: what to do to adapters if there are weights of
+        the base model alone. True: they are taken for merged ones, adapters start at zero. False: adapters stay that came from another checkpoint.
+        Returns what is missing and unexpected. Raises FileNotFoundError saying what is there, and as `load_state_dict`.
+        """
         config = self.lora_config
-        source = storage.find(save_dir or config.lora_save_dir, adapter_tag if adapter_tag is not None else config.lora_load_tag)
+        if ckpt_path is not None:
+            source = storage.at(ckpt_path)
+        else:
+            source = storage.find(save_dir or config.lora_save_dir, adapter_tag if adapter_tag is not None else config.lora_load_tag)
         self._check_scaling(source.config, source.path)
-        self.load_state_dict(source.read(self))
+        return self._load(source, anew=adapter_only)
 
 
 LoRAModel = LoraModel
 
 
 def get_lora_model(model: nn.Module, lora_config: LoraConfig | Mapping[str, Any] | None) -> nn.Module:
-    """`lora.get_lora_model`: a model with adapters. Without a configuration, or with `enable_lora=False`, the model as it is."""
+    """`lora.get_lora_model`: a model with adapters; an `NxDModel` gets them inside, as its `module`, and is returned itself. Without a configuration, or with
+    `enable_lora=False`, the model as it is.
+    """
     if lora_config is None or not as_config(lora_config).enable_lora:
+        return model
+    if making.is_nxd_model(model):
+        model.module = LoraModel(model.module, lora_config)  # type: ignore[arg-type]
         return model
     return LoraModel(model, lora_config)
 
@@ -314,65 +353,3 @@ def _config_of(source: storage.Source, config: LoraConfig, module: nn.Module) ->
 
 def _shown(config: LoraConfig) -> str:
     return f"lora_rank={config.lora_rank}, lora_alpha={config.lora_alpha:g}, use_rslora={config.use_rslora}"
-
-
-# -- loading -----------------------------------------------------------------------------------------
-
-
-class _Loading(NamedTuple):
-    """What `_before_loading` found: where the model is in the state dict, and the names (ours) that should be in it."""
-
-    prefix: str = ""
-    expected: frozenset[str] = frozenset()
-
-
-def _before_loading(model: LoraModel, state: dict[str, Any], prefix: str, *rest: Any) -> None:
-    """Names and shapes of a state dict made those of the model: full tensors cut, `module.` inserted."""
-    model.unmerge_lora()
-    given = {name[len(prefix) :]: state.pop(name) for name in list(state) if name.startswith(prefix)}
-    model._check_scaling(given.pop(lora_state.CONFIG, None), "the state dict")
-    known = nn.Module.state_dict(model.module, keep_vars=True)
-    groups = lora_state.groups_of(model.module)
-    named = {lora_state.own_name(name, known): value for name, value in given.items()}
-    model._loading = _Loading(prefix, model._expected(named, known))
-    for name, value in named.items():
-        like = known.get(name)
-        state[f"{prefix}{_OWN}{name}"] = (
-            lora_state.local(name, like, value, groups.get(id(like))) if isinstance(like, torch.Tensor) else value
-        )
-
-
-def _after_loading(model: LoraModel, keys: Any) -> None:
-    """Leave of the missing names those that should be there; all as they are in state dicts."""
-    prefix, expected = model._loading
-    inner = prefix + _OWN
-    shown = [(name, name[len(inner) :].replace(".base_layer.", ".") if name.startswith(inner) else None) for name in keys.missing_keys]
-    keys.missing_keys[:] = [name if own is None else prefix + own for name, own in shown if own is None or own in expected]
-    keys.unexpected_keys[:] = [prefix + name.removeprefix(inner) if name.startswith(inner) else name for name in keys.unexpected_keys]
-
-
-def _adapts_nothing(named: Collection[str], layers: Mapping[str, LoraLayer]) -> bool:
-    """Whether a state dict has weights of layers with adapters, but no adapters."""
-    adapters = tuple(f"{name}.lora_" for name in layers)
-    return not any(n.startswith(adapters) for n in named) and any(
-        f"{name}.{last}" in named for name, layer in layers.items() for last in layer.base_layer._parameters if not lora_state.is_bias(last)
-    )
-
-
-def _reset(layers: Mapping[str, LoraLayer]) -> None:
-    used = False
-    with torch.no_grad():
-        for layer in layers.values():
-            for factor in getattr(layer, layer.zero_at_start).parameters():
-                used = used or _any(factor)
-                factor.zero_()
-    if used:
-        logger.warning(
-            "LoRA: the state dict has weights of the base model alone. The adapters, which had been trained, start at zero again"
-        )
-
-
-def _any(t: torch.Tensor) -> bool:
-    """Whether a tensor is not zero on some rank here."""
-    values = sharded.shards(t.detach()) if t.device.type == "xla" else [t]
-    return any(bool(v.any()) for v in values)

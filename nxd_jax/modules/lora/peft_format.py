@@ -20,7 +20,7 @@ from torch import nn
 from nxd_jax.modules.lora import state as lora_state
 from nxd_jax.modules.lora import storage, targets
 from nxd_jax.modules.lora.config import LoraConfig
-from nxd_jax.modules.lora.layer import LoraLayer
+from nxd_jax.modules.lora.layer import LoraLayer, LoraLinear
 from nxd_jax.modules.lora.peft_tensors import PREFIX, Fused, adapter, others, outgoing, parts, plain
 from torch_bridge import processes, world
 
@@ -174,7 +174,7 @@ def to_peft(model: Any, fused: Fused = FUSED, change: Change | None = None) -> t
         "bias": config.bias,
         "use_rslora": config.use_rslora,
         "init_lora_weights": "gaussian" if config.init_lora_weights == "gaussian" else True,
-        "fan_in_fan_out": False,
+        "fan_in_fan_out": any(isinstance(m, LoraLinear) and m.is_conv_1d_layer for m in layers.values()),
         "target_modules": _target_names(layers, modules, fused),
         "modules_to_save": config.modules_to_save,
     }

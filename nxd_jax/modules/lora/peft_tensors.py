@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from nxd_jax.modules.lora.layer import LoraEmbedding, LoraLayer
+from nxd_jax.modules.lora.layer import LoraEmbedding, LoraLayer, LoraLinear
 from nxd_jax.modules.qkv_linear import GQAQKVColumnParallelLinear
 from nxd_jax.parallel_layers import _weights
 from nxd_jax.parallel_layers.layers import ColumnParallelLinear
@@ -45,7 +45,9 @@ def _rows(layer: LoraLayer, count: int) -> list[int]:
     if isinstance(base, GQAQKVColumnParallelLinear):
         q, kv = base.output_sizes
         return [q, kv, kv]
-    names = ("out_features", "output_size", "out_channels", "embedding_dim")
+    if isinstance(layer, LoraLinear):
+        return [layer.out_features]
+    names = ("output_size", "out_channels", "embedding_dim")
     return [next(getattr(base, n) for n in names if hasattr(base, n)) // count] * count
 
 

@@ -24,6 +24,9 @@ _PREFIXES = ("module.", "base_model.model.", "base_model.")
 _INSERTED = ("base_layer", "default", "modules_to_save")
 """What other programs have in names, and what is left out of ours."""
 
+_TABLES = {"lora_embedding_A": "lora_A.weight", "lora_embedding_B": "lora_B.weight"}
+"""What NxD and PEFT call the factors of an embedding's adapter, and what they are called here. Their A is [r, num_embeddings], ours the other way round."""
+
 
 def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
     """The parameters and persistent buffers themselves, by their names in checkpoints; `model` is the one that has adapters inside."""
@@ -37,11 +40,21 @@ def own_name(name: str, known: Mapping[str, Any]) -> str:
     short = name
     for prefix in _PREFIXES:
         short = short.removeprefix(prefix)
-        found = ".".join(p for p in short.split(".") if p not in _INSERTED)
-        for candidate in (short, found):
+        parts = [p for p in short.split(".") if p not in _INSERTED]
+        for candidate in (short, ".".join(parts), ".".join(_TABLES.get(p, p) for p in parts)):
             if candidate in known:
                 return candidate
     return name
+
+
+def own_entries(given: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
+    """A state dict with our names, and an embedding's A lying as ours does."""
+
+    def value_of(name: str, own: str) -> Any:
+        return given[name].t() if own != name and "lora_embedding_A" in name.split(".") else given[name]
+
+    owns = {name: own_name(name, known) for name in given}
+    return {own: value_of(name, own) for name, own in owns.items()}
 
 
 # -- which -------------------------------------------------------------------------------------------

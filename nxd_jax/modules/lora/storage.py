@@ -65,6 +65,28 @@ def find(directory: str, tag: str | None) -> Source:
     raise FileNotFoundError(_explain_missing(directory, tag, folders))
 
 
+def at(path: str | os.PathLike[str]) -> Source:
+    """What is in one file, of adapters or of a base model: torch's or safetensors; or in a folder. Raises FileNotFoundError naming it."""
+    from nxd_jax.modules.lora import peft_format
+
+    path = os.fspath(path)
+    if os.path.isdir(path):
+        return find(path, None)
+    if not os.path.isfile(path):
+        raise FileNotFoundError(
+            f"no LoRA checkpoint {path}: ckpt_path must be a file with a state dict, or a folder with one that save_lora or PEFT wrote"
+        )
+    folder, name = os.path.split(path)
+    reader = _rank_files if name.startswith("dp_rank_") else _peft_folder if name == peft_format.TENSORS_FILE else None
+    source = reader(folder) if reader is not None else None
+    if source is None:
+        data = peft_format._safetensors().load_file(path) if name.endswith(".safetensors") else _load(path)
+        source = Source(path, data.get(lora_state.CONFIG), lambda model: data)
+        if not any(".lora_" in name for name in data):
+            return source
+    return source if source.config is not None else source._replace(config=_config_near(folder, folder))
+
+
 def write(directory: str, tag: str | None, state: dict[str, Any]) -> str:
     """Write a state dict (the same in all processes) as `save_lora` does; the file's path. Waits for all processes."""
     path = os.path.join(directory, tag or "", MODEL_FILE)

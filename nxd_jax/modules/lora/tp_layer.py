@@ -97,6 +97,17 @@ class LoraGQAQKVParallelLinear(LoraLayer):
         )
         return _summed_over_sequence(a, base), b
 
+    def get_qkv(self, layer: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """A rank's weights of q, k and v in a GQA layer, fused or not: `base_layer`, or `lora_B`, [q outputs / tp, r] and two of [k outputs / tp, r]."""
+        if not layer.fuse_qkv:
+            return layer.weight_q, layer.weight_k, layer.weight_v
+        q, kv = layer.q_output_size_per_partition, layer.kv_output_size_per_partition
+        return layer.weight_qkv.split([q, kv, kv])
+
+    def get_delta_weight(self) -> tuple[torch.Tensor, ...]:
+        """What merging adds to q, k and v."""
+        return tuple(b @ self.lora_A.weight * self.scaling for b in self.get_qkv(self.lora_B))
+
     def _added(self, base: Any, update: Any) -> Any:
         return tuple(super(LoraGQAQKVParallelLinear, self)._added(b, u) for b, u in zip(base, update, strict=True))
 

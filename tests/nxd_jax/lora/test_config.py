@@ -195,3 +195,14 @@ def test_verbose(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "nxd_jax"):
         adapted(target_modules=["head"], lora_verbose=True)
     assert "LoRA adapters for 1 modules: head" in caplog.text
+
+
+def test_fields_that_the_original_saves() -> None:
+    config = LoraConfig(lora_rank=4, target_modules=["q"], lora_save_dir="d")
+    assert LoraConfig.get_selected_fields() == [
+        "bias", "init_lora_weights", "lora_alpha", "lora_dropout", "lora_rank", "use_rslora", "target_modules", "modules_to_save", "save_lora_base",
+        "merge_lora", "save_lora_config_adapter",
+    ]  # fmt: skip
+    saved = config.selected_fields_to_save()
+    assert sorted(saved) == sorted(LoraConfig.get_selected_fields()) and (saved["lora_rank"], saved["target_modules"]) == (4, ["q"])
+    assert LoraConfig.from_dict(saved) == LoraConfig(lora_rank=4, target_modules=["q"])

@@ -263,6 +263,62 @@ def test_grouped_query_attention(nxd: Nxd, tp: int, copies: int, sp: bool, fuse:
     assert all(torch.equal(f, w) for f, w in zip(parts(layer, "weight"), weights, strict=True))
 
 
+@pytest.mark.parametrize("fuse", [False, True])
+def test_parts_of_grouped_query_attention(nxd: Nxd, fuse: bool) -> None:
+    """A rank's own rows of q, k and v, and what merging adds to them."""
+    nxd(4, tp=4)
+    torch.manual_seed(0)
+    model, layer = wrap(GQAQKVColumnParallelLinear(8, [16, 4], gather_output=False, kv_size_multiplier=2, fuse_qkv=fuse, bias=False))
+    b, base = layer.get_qkv(layer.lora_B), layer.get_qkv(layer.base_layer)
+    assert [tuple(t.shape) for t in b] == [(4, R), (2, R), (2, R)] and [tuple(t.shape) for t in base] == [(4, 8), (2, 8), (2, 8)]
+    before = [sharded.shards(t.detach().clone()) for t in base]
+    deltas = [sharded.shards(t.detach()) for t in layer.get_delta_weight()]
+    a = full(layer.lora_A.weight)
+    for part, delta in zip(b, deltas, strict=True):
+        for own, found in zip(sharded.shards(part.detach()), delta, strict=True):
+            torch.testing.assert_close(found, own @ a.detach() * ALPHA / R, rtol=1e-5, atol=1e-6)
+    model.merge_lora()
+    for part, old, delta in zip(layer.get_qkv(layer.base_layer), before, deltas, strict=True):
+        for now, was, added in zip(sharded.shards(part.detach()), old, delta, strict=True):
+            torch.testing.assert_close(now, was + added, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("case", ["linear", "embedding", "conv", "row", "vocabulary"])
+def test_names_of_the_original(nxd: Nxd, case: str) -> None:
+    c = CASES[case]
+    nxd(2, tp=c.tp)
+    torch.manual_seed(0)
+    model, layer = wrap(c.make())
+    base = layer.get_base_layer()
+    assert type(base) is type(c.make()) and base is layer.base_layer
+    assert (layer.lora_alpha, layer.lora_rank, layer.scaling) == (ALPHA, R, ALPHA / R)
+    assert layer.adapter_layer_names == ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B")
+    before = sharded.shards(base.weight.detach().clone())
+    added = sharded.shards(layer.get_delta_weight().detach())
+    layer.merge(safe_merge=True)
+    for now, was, delta_ in zip(sharded.shards(base.weight.detach()), before, added, strict=True):
+        torch.testing.assert_close(now, was + delta_, rtol=1e-5, atol=1e-6)
+    layer.unmerge()
+    with torch.no_grad():
+        layer.lora_B.weight[0, 0] = float("nan")
+    with pytest.raises(ValueError, match=f"^{c.kind.__name__}: weight would have NaNs or infinities when merged"):
+        layer.merge(safe_merge=True)
+    assert not layer.merged and not model.is_lora_merged
+    with pytest.raises(
+        AttributeError, match=f"'{c.kind.__name__}' object has no attribute 'nothing', nor has the '{type(base).__name__}' inside it"
+    ):
+        layer.nothing  # noqa: B018
+
+
+def test_a_broken_part_of_another_rank_is_found(nxd: Nxd) -> None:
+    nxd(2, tp=2)
+    _, layer = wrap(ColumnParallelLinear(8, 12))
+    with torch.no_grad():
+        layer.lora_B.weight.copy_(sharded.from_ranks(lambda r: torch.full((6, R), float("inf") if r == 1 else 0.0), ["tp"], 0))
+    with pytest.raises(ValueError, match="LoraParallelLinear: weight would have NaNs or infinities"):
+        layer.merge(safe_merge=True)
+
+
 def test_bias_and_slices_pass_through(nxd: Nxd) -> None:
     nxd(2, tp=2)
     model, layer = wrap(ColumnParallelLinear(8, 12, gather_output=False, skip_bias_add=True))

@@ -132,9 +132,11 @@ def test_calls_and_attributes_are_the_models(nxd: Nxd) -> None:
     other = nn.Parameter(torch.zeros(16, 16))
     layer.weight = other
     assert layer.base_layer.weight is other and "weight" not in layer._parameters
-    with pytest.raises(AttributeError, match="nothing_like_it"):
+    with pytest.raises(
+        AttributeError, match="'LoraModel' object has no attribute 'nothing_like_it', nor has the 'LlamaForCausalLM' inside it"
+    ):
         model.nothing_like_it  # noqa: B018
-    with pytest.raises(AttributeError, match="nothing_like_it"):
+    with pytest.raises(AttributeError, match="'LoraLinear' object has no attribute 'nothing_like_it', nor has the 'Linear' inside it"):
         layer.nothing_like_it  # noqa: B018
 
 
@@ -157,7 +159,7 @@ def test_merged_equals_unmerged(nxd: Nxd, tp: int, copies: int) -> None:
         assert all(torch.equal(a, b) for a, b in zip(sharded.shards(t.detach()), before[name], strict=True)), name
     torch.testing.assert_close(results(model), want)
     plain = model.merge_and_unload()
-    assert type(plain) is Block and type(plain.up) is ColumnParallelLinear
+    assert type(plain) is Block and type(plain.up) is ColumnParallelLinear and not model.is_lora_enabled
     torch.testing.assert_close(results(plain), want, rtol=1e-4, atol=1e-5)
 
 
@@ -165,9 +167,11 @@ def test_merging_survives_a_move_and_training() -> None:
     model = LoraModel(nn.Sequential(nn.Linear(3, 3)), LoraConfig(lora_rank=2, target_modules=["0"]))
     stir(model)
     before = model.tensors()["0.weight"].detach().clone()
+    assert model.is_lora_enabled and not model.is_lora_merged and not model.is_checkpoint_loaded
     model.merge_lora()
+    assert model.is_lora_merged
     model.double()
-    assert not model._layers["0"].merged and torch.equal(model.tensors()["0.weight"].float(), before)
+    assert not model.is_lora_merged and not model._layers["0"].merged and torch.equal(model.tensors()["0.weight"].float(), before)
 
 
 def test_copies_are_models_of_their_own() -> None:
