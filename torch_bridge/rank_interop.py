@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from torch_bridge import nested, ranks, rng
+from torch_bridge import nested, ranks, rng, sharded
 
 
 @functools.cache
@@ -27,7 +27,7 @@ def install() -> None:
     random.Random.seed = _seeded(random.Random.seed)  # type: ignore[method-assign]
     random.seed = _seeded(random.seed)
     np.random.default_rng = _seeded(np.random.default_rng)
-    torch.manual_seed = torch.random.manual_seed = _seeding_both(torch.manual_seed)
+    torch.manual_seed = torch.random.manual_seed = _seeding_both(torch.manual_seed)  # type: ignore[assignment]
     _teach_yaml()
 
 
@@ -47,14 +47,24 @@ def _json(original: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
 
 
 def _saving(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Plain numbers, where they lie in lists and dicts: what `torch.load` takes without being told to trust the file."""
+    """Plain numbers, where they lie in lists and dicts: what `torch.load` takes without being told to trust the file. Copies of tensors that differ by rank
+    are the first one's, which is said."""
 
     @functools.wraps(original)
     def save(obj: Any, *args: Any, **kwargs: Any) -> Any:
         found = nested.collect(obj, ranks.is_ranked)
+        copied = next(iter(nested.collect(obj, lambda x: type(x) is torch.Tensor and _differs(x))), None)
+        if copied is not None:
+            sharded.note_values(f"a copy of shape {list(copied.shape)} of a value that differs by rank")
         return original(nested.replace(obj, ranks.is_ranked, list(map(first, found))) if found else obj, *args, **kwargs)
 
     return save
+
+
+def _differs(t: torch.Tensor) -> bool:
+    from torch_bridge import transfer
+
+    return t.layout == torch.strided and t.device.type == "cpu" and transfer.differs(t)
 
 
 def _seeded(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -246,7 +246,6 @@ def _fill(cls: Any) -> Any:
         setattr(cls, f"__{name}__", _unary(rounding))
     cls.__round__ = lambda self, digits=None: _unary(lambda v: round(v, digits))(self)
     cls.__format__ = lambda self, spec: format(self.node.first, spec)
-    cls.__hash__ = _Ranked.__hash__
     cls.__bool__ = _truth
     return cls
 
@@ -261,12 +260,23 @@ def _truth(self: Any) -> bool:
     return bool(self.node.first)
 
 
+def _taken_as_index(node: RankNode) -> None:
+    from torch_bridge import rank_reads
+
+    rank_reads.note(node.values, node.hosted)
+
+
 @_fill
 class RankInt(_Ranked, torch.SymInt):
     """An int for each rank (`xm.get_ordinal()`, `get_tensor_model_parallel_rank()`, and arithmetic on them)."""
 
     def __index__(self) -> int:
+        _taken_as_index(self.node)
         return int(self.node.first)
+
+    def __hash__(self) -> int:
+        _taken_as_index(self.node)
+        return hash(self.node.first)
 
     def bit_length(self) -> int:
         return int(self.node.first).bit_length()

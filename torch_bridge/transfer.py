@@ -123,6 +123,11 @@ def _keep(host: torch.Tensor, array: jax.Array, base: Layout, view: Layout) -> N
         _READ[host.untyped_storage()] = _Kept(array, base, view, _place(host))
 
 
+def differs(t: torch.Tensor) -> bool:
+    """Whether a CPU tensor is a copy of a value that differs among ranks, of which it holds the first hosted rank's."""
+    return type(t) is rank_tensor.RankTensor or (bool(len(_READ)) and t.device.type == "cpu" and t.untyped_storage() in _READ)
+
+
 def remember(host: torch.Tensor, own: torch.Tensor) -> None:
     """Note that each rank has its own values of a CPU tensor, those of an xla tensor: until somebody writes to it, moving it back gives them."""
     array = own._storage.array  # type: ignore[attr-defined]

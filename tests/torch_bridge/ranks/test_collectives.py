@@ -208,8 +208,9 @@ def test_rendezvous(hosted: Hosted) -> None:
     hosted(4, **FOUR)
     assert xm.rendezvous("start", b"x") == [b"x"] * 4
     assert xm.rendezvous("start", replicas=range(4)) == [b""] * 4
-    with pytest.raises(ValueError, match="only a rendezvous of all 4 ranks is supported"):
-        xm.rendezvous("start", replicas=[0, 1])
+    assert xm.rendezvous("start", b"y", replicas=[2, 0]) == [b"y"] * 2
+    with pytest.raises(ValueError, match=r"in one process some of them; got replicas=\[0, 4\]"):
+        xm.rendezvous("start", replicas=[0, 4])
 
 
 def test_do_on_ordinals(hosted: Hosted) -> None:

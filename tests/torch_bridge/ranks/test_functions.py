@@ -14,6 +14,7 @@ from torch import nn
 
 from tests.torch_bridge.ranks import eager
 from tests.torch_bridge.ranks.conftest import Hosted
+from torch_bridge import metrics
 
 RANKS = 4
 
@@ -131,7 +132,9 @@ def test_torch_s_sync_batch_norm(mesh: Any, dtype: torch.dtype) -> None:
         parts = [[torch.randn((3, 2, 2), generator=torch.Generator().manual_seed(10 * k + r)) for r in range(RANKS)] for k in range(2)]
         parts, weights = [[x.to(dtype) for x in p] for p in parts], [w.to(dtype) for w in _values(3, 2, 2)]
         ours: Any = nn.SyncBatchNorm.convert_sync_batchnorm(nn.BatchNorm1d(2), group).to("xla")
+        before = metrics.EXECUTE_TIME.count
         out, grad, *grads = _train(ours, [eager.on_xla(p) for p in parts], eager.on_xla(weights))
+        assert metrics.EXECUTE_TIME.count == before
         wholes = [nn.BatchNorm1d(2) for _ in groups]
         close = {"rtol": 1e-3, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 3e-2, "atol": 3e-2}
         found: dict[int, Any] = {}

@@ -6,6 +6,7 @@ import io
 import json
 import pathlib
 import random
+import warnings
 from collections import OrderedDict
 from types import SimpleNamespace
 from typing import Any
@@ -14,10 +15,11 @@ import numpy as np
 import pytest
 import torch
 import torch_xla.core.xla_model as xm
+import torch_xla.utils.serialization as xser
 import yaml
 
 from tests.torch_bridge.ranks.conftest import Hosted
-from torch_bridge import ranks
+from torch_bridge import ranks, sharded
 
 
 @pytest.fixture
@@ -99,3 +101,21 @@ def test_rounding(numbers: dict[str, Any]) -> None:
     assert ranks.values_of(round(numbers["half"], 1)) == (0.8, 1.0, 1.2, 1.5)
     assert ranks.values_of(round(numbers["half"])) == (1, 1, 1, 2)
     assert ranks.values_of(round(numbers["rank"] * 10, -1)) == (30, 40, 50, 60)
+
+
+@pytest.mark.parametrize("copied", ["cpu", "xser", "_maybe_convert_to_cpu"])
+def test_copies_of_what_differs_by_rank(copied: str, hosted: Hosted, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    """A file has the first rank's values, which is said, also of a copy on the CPU; what all ranks share is saved without a word."""
+    hosted(4)
+    monkeypatch.setattr(sharded, "_files_noted", False)
+    own, same = torch.ones(2, device="xla") * xm.get_ordinal(), torch.ones(2, device="xla")
+    save = {
+        "cpu": lambda t: torch.save({"a": t.cpu()}, tmp_path / "a.pt"),
+        "xser": lambda t: xser.save({"a": t}, str(tmp_path / "a.ckpt"), master_only=False),
+        "_maybe_convert_to_cpu": lambda t: torch.save(xm._maybe_convert_to_cpu({"a": t}), tmp_path / "a.pt"),
+    }[copied]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        save(same)
+    with pytest.warns(UserWarning, match=r"is saved as rank 0 holds it: .*save_checkpoint keeps all of them; torchrun"):
+        save(own)

@@ -1,0 +1,83 @@
+"""Python containers indexed with a rank give rank 0's element to all ranks: said once for a line, with the line."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch_xla.core.xla_model as xm
+
+from tests.torch_bridge.ranks.conftest import Hosted
+from torch_bridge import rank_reads
+
+Script = Callable[[Any], Any]
+
+
+@pytest.fixture(autouse=True)
+def four_ranks(hosted: Hosted, monkeypatch: pytest.MonkeyPatch) -> None:
+    hosted(4)
+    monkeypatch.setattr(rank_reads, "_reported", set())
+
+
+FILES = [f"part-{k}" for k in range(8)]
+SAME = ["a"] * 8
+
+
+class Holder:
+    files = ()
+
+    def __init__(self) -> None:
+        self.names = ["x"] * 4
+        self.files = FILES  # type: ignore[assignment]
+
+
+REPORTED: dict[str, tuple[Script, Any, str]] = {
+    "list": (lambda r: FILES[(4 + r) % 8], "part-4", r"takes FILES\[\(4 \+ r\) % 8\] by a number"),
+    "every fourth": (lambda r: FILES[r::4], ["part-0", "part-4"], r"takes FILES\[r::4\]"),
+    "range": (lambda r: list(range(r, 8, 4)), [0, 4], r"takes range\(r, 8, 4\)"),
+    "attribute": (lambda r: Holder().files[r], "part-0", r"takes Holder\(\).files\[r\]"),
+    "dict": (lambda r: dict(enumerate(FILES))[r], "part-0", r"takes .*\[r\] by a number"),
+    "array": (lambda r: np.arange(8.0)[r], 0.0, r"takes np.arange\(8.0\)\[r\]"),
+    "part of an array": (lambda r: np.arange(8.0)[2 * r : 2 * r + 2].tolist(), [0.0, 1.0], r"takes np.arange\(8.0\)\[2 \* r:2 \* r \+ 2\]"),
+    "pieces in a list": (lambda r: list(torch.arange(4.0).chunk(4))[r].tolist(), [0.0], r"takes list\(.*\)\[r\] by a number"),
+}
+
+
+@pytest.mark.parametrize("name", REPORTED)
+def test_reported_once_for_a_line(name: str) -> None:
+    script, expected, text = REPORTED[name]
+    rank = xm.get_ordinal()
+    with pytest.warns(UserWarning, match=rf"test_reads.py:\d+ {text}.*for 4 ranks.*rank 0's.*torchrun") as caught:
+        assert script(rank) == expected
+    assert len(caught) == 1 and caught[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert script(rank) == expected
+
+
+def test_a_write_is_reported() -> None:
+    rank = xm.get_ordinal()
+    found = [0] * 4
+    with pytest.warns(UserWarning, match=r"takes found\[rank\] by a number"):
+        found[rank] = 1
+    assert found == [1, 0, 0, 0]
+
+
+def test_not_reported() -> None:
+    """Formatting, what is the same for all, tensors, keys that are made, hints to libraries."""
+    rank, holder = xm.get_ordinal(), Holder()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert "%d %05d" % (rank, rank) == "0 00000" and f"{rank:02d}" == "00" and hex(rank) == "0x0"  # noqa: UP031
+        assert SAME[rank] == "a" and holder.names[rank] == "x"
+        assert {rank: 1} == {0: 1} and rank in {0, 1} and json.dumps({"rank": rank})
+        assert FILES[int(rank)] == "part-0"
+        x = torch.arange(8.0, device="xla")
+        x[rank], x[rank : rank + 2], x.chunk(4)[rank], torch.arange(8)[rank], torch.arange(8).chunk(4)[rank]
+        np.random.seed(rank)
+        assert torch.zeros(3, 2).select(0, rank % 2).shape == (2,)
