@@ -377,11 +377,24 @@ _RUNTIME = [
     ),
 ]
 
+_CHECKPOINTS = [
+    Variable(
+        "NXD_JAX_CHECKPOINT_FORMAT",
+        HONOUR,
+        "our own: what `nxd.save_checkpoint` writes: nxd: full arrays, for any layout of ranks; original: the files that NxD itself reads, one for each rank "
+        "(docs/checkpoints.md)",
+        "nxd",
+        one_of("nxd", "original"),
+        "nxd_jax.trainer.checkpoint",
+    ),
+]
+
 SECTIONS = {
     "Cores and ranks": _LAYOUT,
     "Precision": _PRECISION,
     "Compiling": _COMPILER,
     "Finding bugs": _DEBUGGING,
+    "Checkpoints": _CHECKPOINTS,
     "Runtime and network": _RUNTIME,
 }
 """All variables by subject."""

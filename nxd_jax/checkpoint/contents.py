@@ -12,7 +12,7 @@ from nxd_jax.checkpoint import heads, placement
 from nxd_jax.checkpoint.placement import Placement
 from nxd_jax.parallel_layers import _groups
 from nxd_jax.utils import full_weights
-from torch_bridge import sharded, world
+from torch_bridge import nested, sharded, transfer, world
 from torch_bridge.row_shards import RowShards
 
 SMALL = 16
@@ -53,13 +53,24 @@ def unwrapped(model: Any) -> Any:
 def state_of(model: Any, saving: bool = True) -> Mapping[str, Any]:
     """The tensors of a model by name, as they are (of adapters, if `saving`, what their configuration says is to be saved)."""
     if isinstance(model, Mapping):
-        return model
+        found: Mapping[str, Any] = every_ranks(model)
+        return found
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model must be a torch.nn.Module or a state dict, got {type(model).__name__}")
     module = unwrapped(model)
     if saving and hasattr(module, "checkpoint_state"):
         return module.checkpoint_state()
     return module.state_dict(keep_vars=True)
+
+
+def every_ranks(state: Any) -> Any:
+    """A state dict, unchanged CPU copies of tensors that differ among ranks on xla again: on the CPU they are rank 0's."""
+    found = {id(t): own for t in nested.collect(state, _on_cpu) if (own := transfer.kept(t)) is not None}
+    return nested.replace(state, lambda x: id(x) in found, list(found.values())) if found else state
+
+
+def _on_cpu(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and x.device.type == "cpu"
 
 
 def mark_heads(model: Any) -> None:
@@ -168,26 +179,70 @@ def parts_of(optimizer: Any, names: Mapping[torch.Tensor, str]) -> list[Part]:
 def of_optimizer(optimizer: Any, parts: Sequence[Part]) -> Contents:
     """State by parameter, options of groups, and the master weights of ZeRO-1 where they are more than the weights."""
     outer, base = inner(optimizer), stepping(optimizer)
+    states = [base.state.get(part.held, {}) for part in parts]
+    masters = {
+        part.name: part.held
+        for part in parts
+        if part.held is not part.parameter and (outer.save_master_weights or part.held.dtype != part.parameter.dtype)
+    }
+    return _of_states(parts, states, masters, outer.param_groups, type(base).__name__)
+
+
+def of_zero1_state(state: Mapping[str, Any], parts: Sequence[Part], kind: str) -> Contents:
+    """The same of a ZeRO-1 optimizer's state dict; its tensors may be on the CPU. kind: the class of the optimizer inside.
+
+    Raises ValueError for the state of other parameters, and for tensors on the CPU that do not tell what each rank had.
+    """
+    shapes = [tuple(s) for s in state["shape_info"].values()]
+    if shapes != [tuple(part.parameter.shape) for part in parts]:
+        raise ValueError(
+            f"the state is of {len(shapes)} parameters, and not of the {len(parts)} of the optimizer that aux_infos were made of"
+        )
+    base, master = state["base_state"], state.get("sharded_master_weights") or {}
+    states = [{key: _on_device(f"{key}/{part.name}", v, part) for key, v in base.get(k, {}).items()} for k, part in enumerate(parts)]
+    masters = {part.name: _on_device(f"master/{part.name}", master[k], part) for k, part in enumerate(parts) if k in master}
+    return _of_states(parts, states, masters, state["param_groups"], kind)
+
+
+def _on_device(label: str, value: Any, part: Part) -> Any:
+    """A tensor as every rank had it; numbers stay where they are."""
+    if not isinstance(value, torch.Tensor) or value.device.type == "xla" or value.dim() == 0:
+        return value
+    found = value.to("xla")
+    cut = part.rows is not None and part.rows.size > 1
+    if (cut or full_weights.is_shared_out(part.parameter)) and value.shape == part.shape() and not sharded.varying(found).axes:
+        raise ValueError(
+            f"{label} on the CPU is rank 0's, and ranks have different ones: it was changed or copied after it was read. Give optimizer.state_dict() itself, "
+            "or what move_all_tensor_to_cpu made of it"
+        )
+    return found
+
+
+def _of_states(
+    parts: Sequence[Part],
+    states: Sequence[Mapping[str, Any]],
+    masters: Mapping[str, torch.Tensor],
+    param_groups: Sequence[Mapping[str, Any]],
+    kind: str,
+) -> Contents:
     tensors: dict[str, tuple[torch.Tensor, Placement | None]] = {}
     plain: dict[str, dict[str, Any]] = {}
-    master = []
-    for part in parts:
-        for key, value in base.state.get(part.held, {}).items():
+    for part, state in zip(parts, states, strict=True):
+        for key, value in state.items():
             if not isinstance(value, torch.Tensor):
                 plain.setdefault(part.name, {})[key] = value
             elif _is_number(value) and (key == "step" or value.shape != part.shape()):
                 plain.setdefault(part.name, {})[key] = value.detach().cpu()
             else:
                 tensors[f"{key}/{part.name}"] = value, _state_placement(value, part)
-        if part.held is not part.parameter and (outer.save_master_weights or part.held.dtype != part.parameter.dtype):
-            tensors[f"master/{part.name}"] = part.held, part.placement()
-            master.append(part.name)
+        if part.name in masters:
+            tensors[f"master/{part.name}"] = masters[part.name], part.placement()
     groups, k = [], 0
-    for group in outer.param_groups:
+    for group in param_groups:
         count = len(group["params"])
         groups.append({**{o: v for o, v in group.items() if o != "params"}, "params": [part.name for part in parts[k : k + count]]})
         k += count
-    other = {"state": plain, "param_groups": groups, "master": master, "class": type(base).__name__, "order": [part.name for part in parts]}
+    other = {"state": plain, "param_groups": groups, "master": list(masters), "class": kind, "order": [part.name for part in parts]}
     return Contents(tensors, other)
 
 

@@ -98,7 +98,7 @@ def _load_model(files: Files, model: Any, strict: bool, plan: _Optimizer | None)
 
 def _warn_of_heads(files: Files, targets: Mapping[str, Target], joints: Mapping[str, Joint]) -> None:
     """With copies of K/V heads, query heads are in the order of the ranks that wrote the files, and stay in it."""
-    now = parallel_state.get_tensor_model_parallel_size()
+    now = parallel_state.get_tensor_model_parallel_size() if parallel_state.model_parallel_is_initialized() else 1
     for name, target in targets.items():
         key = next((k for k in target.keys if k.endswith("weight_k")), None)
         if key is None or key not in joints:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from nxd_jax.checkpoint.original_files import Rank
 from nxd_jax.parallel_layers import parallel_state
 from nxd_jax.parallel_layers.checkpointing import _places
 from nxd_jax.utils import rank_states
-from torch_bridge import executor, nested, processes, world
+from torch_bridge import executor, groups, nested, processes, world
 from torch_bridge.torch_xla.utils import serialization as xser_format
 
 
@@ -33,21 +34,18 @@ def export_original(
 
     if model is None and optimizer is None and scheduler is None and user_content is None:
         raise ValueError("export_original has nothing to write: give model=, optimizer=, scheduler= or user_content=")
-    if optimizer is not None and parallel_state.get_expert_model_parallel_size() > 1:
-        raise NotImplementedError(
-            "optimizers under expert parallelism cannot be written in NxD's format: pass optimizer=None, or use nxd.save_checkpoint"
-        )
     storage = create_checkpoint_storage(path)
     tags.check(tag)
     executor.sync()
+    parts = {} if model is None else {"model": model_files(model, xser)}
+    if optimizer is not None:
+        parts["optim"] = optimizer_files(optimizer, xser)
     first = world.process_index() == 0
     name = storage.begin(tag).name if first else ""
     folder = storage.root / processes.exchange("export_original", name.encode())[0].decode()
     try:
-        if model is not None:
-            _write_ranks(folder / "model", _model_ranks(), lambda r: _model_state(model, r), xser)
-        if optimizer is not None:
-            _write_ranks(folder / "optim", _optimizer_ranks(optimizer), _by_rank(contents.inner(optimizer).state_dict()), xser)
+        for part, files in parts.items():
+            files.write(folder / part)
         if first:
             _write_rest(folder, scheduler, user_content)
         processes.barrier("export_original written")
@@ -60,8 +58,8 @@ def export_original(
     processes.barrier("export_original done")
 
 
-def write(path: Path, data: Any, xser: bool = False) -> None:
-    """One rank's file; as "xser" with its tensors in files of their own."""
+def write(path: Path, data: Any, xser: bool = False, without: Collection[str] = ()) -> None:
+    """One rank's file; as "xser" with its tensors in files of their own, but for the values of those `without`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if not xser:
         torch.save(data, path)
@@ -69,8 +67,10 @@ def write(path: Path, data: Any, xser: bool = False) -> None:
     found = nested.collect(data, _is_tensor)
     folder = Path(xser_format._get_tensors_folder(path))
     folder.mkdir()
+    absent = {id(data[name]) for name in without}
     for tid, t in enumerate(found):
-        torch.save(t, xser_format._get_tensor_file(os.fspath(folder), tid))
+        if id(t) not in absent:
+            torch.save(t, xser_format._get_tensor_file(os.fspath(folder), tid))
     torch.save(nested.replace(data, _is_tensor, [xser_format.TensorReference(k) for k in range(len(found))]), path)
     info = {
         k: {"dtype": t.dtype, "shape": t.shape, "expert_model_parallel": getattr(t, "expert_model_parallel", False)}
@@ -93,42 +93,98 @@ def _write_rest(folder: Path, scheduler: Any, user_content: Any) -> None:
 # -- which ranks write what --------------------------------------------------------------------------
 
 
-def _write_ranks(folder: Path, ranks: Mapping[int, Rank], state: Callable[[int], Any], xser: bool) -> None:
-    """The files of the ranks here; of ranks with the same file the first one's. One rank's state at a time is on the host."""
-    experts = parallel_state.get_expert_model_parallel_size() > 1
+@dataclasses.dataclass
+class RankFiles:
+    """`model/` or `optim/`, ready to be written.
+
+    state: what stands for all ranks' states. ranks: for each file that is written here the rank whose state it holds. experts: names tell expert-parallel
+    ranks, and the tensors `of_experts` are marked. without: tensors whose values are left out, with `xser`.
+    """
+
+    state: Any
+    ranks: Mapping[Rank, int]
+    xser: bool
+    experts: bool = False
+    of_experts: Collection[str] = ()
+    without: Collection[str] = ()
+    bytes: int = 0
+    """Of the tensors written."""
+    _held: list[Any] | None = None
+
+    def hold(self) -> None:
+        """Copy to the host what is to be written: from now on nothing changes it."""
+        self._held = rank_states.split(self.state, list(self.ranks.values()), torch.clone)
+        self.state = None
+
+    def write(self, folder: Path) -> None:
+        """All processes call it. Unless all is held, one rank's state at a time is on the host."""
+        for k, (rank, r) in enumerate(self.ranks.items()):
+            own = self._held[k] if self._held is not None else rank_states.split(self.state, [r], _alone)[0]
+            for name in self.of_experts:
+                own[name].expert_model_parallel = True
+            self.bytes += sum(t.nbytes for t in nested.collect(own, _is_tensor))
+            write(folder / rank.file_name(self.experts), own, self.xser, self.without)
+
+
+def model_files(model: Any, xser: bool, without: Collection[str] = ()) -> RankFiles:
+    """A model's (a module, or a state dict). without: names of weights to leave out. Raises ValueError for these unless `xser`."""
+    if without and not xser:
+        raise ValueError(
+            "weights whose master weights are in the optimizer's state can be left out of NxD's files only where each tensor has its own: "
+            "save_checkpoint(..., avoid_saving_lower_precision_weights=True) needs use_xser=True, or NXD_JAX_CHECKPOINT_FORMAT=nxd"
+        )
+    found = contents.of_model(model)
+    state: dict[str, Any] = {name: t.detach() for name, (t, _) in found.tensors.items()}
+    of_experts = [name for name, (t, _) in found.tensors.items() if getattr(t, "expert_model_parallel", False)]
+    tp, pp, ep = (_places_in(kind) for kind in ("tensor_model", "pipeline_model", "expert_model"))
+    ranks = _firsts({r: Rank(0, tp[r], pp[r], ep[r]) for r in range(world.size())})
+    return RankFiles({**state, **found.other["other"]}, ranks, xser, _expert_parallel(), of_experts, without)
+
+
+def optimizer_files(optimizer: Any, xser: bool) -> RankFiles:
+    """An optimizer's, or those of its state dict. Raises NotImplementedError under expert parallelism."""
+    if _expert_parallel():
+        raise NotImplementedError(
+            "optimizers under expert parallelism cannot be written in NxD's format: pass optimizer=None, or use nxd.save_checkpoint with "
+            "NXD_JAX_CHECKPOINT_FORMAT=nxd"
+        )
+    state, place = _optimizer_state(optimizer)
+    tp, pp = (_places_in(kind) for kind in ("tensor_model", "pipeline_model"))
+    return RankFiles(state, _firsts({r: Rank(place(r), tp[r], pp[r]) for r in range(world.size())}), xser)
+
+
+def _places_in(kind: str) -> dict[int, int]:
+    """Every rank's place in its groups of a kind: all the same one before ranks are laid out."""
+    return _places(kind) if parallel_state.model_parallel_is_initialized() else dict.fromkeys(range(world.size()), 0)
+
+
+def _expert_parallel() -> bool:
+    return parallel_state.model_parallel_is_initialized() and parallel_state.get_expert_model_parallel_size() > 1
+
+
+def _firsts(ranks: Mapping[int, Rank]) -> dict[Rank, int]:
+    """Of ranks with the same file the first one, if it is here."""
     firsts: dict[Rank, int] = {}
     for r, rank in ranks.items():
         firsts.setdefault(rank, r)
-    for rank, r in firsts.items():
-        if r in world.current().hosted:
-            write(folder / rank.file_name(experts), state(r), xser)
+    return {rank: r for rank, r in firsts.items() if r in world.current().hosted}
 
 
-def _model_ranks() -> dict[int, Rank]:
-    tp, pp, ep = (_places(kind) for kind in ("tensor_model", "pipeline_model", "expert_model"))
-    return {r: Rank(0, tp[r], pp[r], ep[r]) for r in range(world.size())}
-
-
-def _optimizer_ranks(optimizer: Any) -> dict[int, Rank]:
-    tp, pp = (_places(kind) for kind in ("tensor_model", "pipeline_model"))
+def _optimizer_state(optimizer: Any) -> tuple[Mapping[str, Any], Callable[[int], Any]]:
+    """The state, and for a rank the number of its file: under ZeRO-1 its place among those that share a parameter out."""
+    if isinstance(optimizer, Mapping):
+        state = contents.every_ranks(optimizer)
+        if "base_state" not in state:
+            return state, lambda r: 0
+        return state, groups.resolve(parallel_state.get_zero1_sharding_groups()).index
     found = contents.inner(optimizer)
+    state = found.state_dict()
     params = [p for group in found.param_groups for p in group["params"]]
-    place: Callable[[int], Any] = found.shards_of(params[0]).among.index if contents.is_zero1(found) and params else lambda r: 0
-    return {r: Rank(place(r), tp[r], pp[r]) for r in range(world.size())}
-
-
-def _model_state(model: Any, rank: int) -> dict[str, Any]:
-    found = contents.of_model(model)
-    state: dict[str, Any] = {name: t.detach() for name, (t, _) in found.tensors.items()}
-    own: dict[str, Any] = rank_states.split({**state, **found.other["other"]}, [rank], _alone)[0]
-    for name, (t, _) in found.tensors.items():
-        if getattr(t, "expert_model_parallel", False):
-            own[name].expert_model_parallel = True
-    return own
-
-
-def _by_rank(state: Any) -> Callable[[int], Any]:
-    return lambda r: rank_states.split(state, [r], _alone)[0]
+    if not contents.is_zero1(found) or not params:
+        return state, lambda r: 0
+    if any(found.shard_of[p].dtype != p.dtype for p in params):  # NxD itself leaves them out unless use_master_weights_in_ckpt
+        state["sharded_master_weights"] = {i: found.shard_of[p].detach() for i, p in enumerate(params)}
+    return state, found.shards_of(params[0]).among.index
 
 
 def _alone(t: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,11 @@ import numpy as np
 import torch
 
 from nxd_jax.checkpoint import arrays, contents, heads, orbax_files
-from nxd_jax.checkpoint.contents import Contents
+from nxd_jax.checkpoint.contents import Contents, Part
 from nxd_jax.checkpoint.placement import Placement
 from nxd_jax.parallel_layers import parallel_state
 from nxd_jax.utils import rank_states
-from torch_bridge import executor, nested, sharded, transfer, world
+from torch_bridge import executor, nested, ranks, rng, sharded, transfer, world
 from torch_bridge.rows import Row
 from torch_bridge.torch_xla.core import xla_model as xm
 
@@ -45,6 +45,13 @@ class Item:
         if world.process_index() == 0:
             write_bytes(folder / OBJECTS, self.objects)
 
+    def hold(self) -> None:
+        """For devices with memory of their own: copy the arrays to the host, so that a save in the background keeps no device memory."""
+        for name, a in self.arrays.items():
+            if isinstance(a, jax.Array) and next(iter(a.devices())).platform != "cpu":
+                self.arrays[name] = jax.device_put(a, a.sharding.with_memory_kind("pinned_host"))
+                self.sources.clear()
+
     @property
     def bytes(self) -> int:
         """Of all arrays."""
@@ -68,7 +75,11 @@ def optimizer_item(optimizer: Any, model: Any) -> Item:
     if isinstance(optimizer, Mapping):
         return _nested_item(optimizer)
     parts = contents.parts_of(optimizer, contents.names_of(model))
-    found = contents.of_optimizer(optimizer, parts)
+    return named_item(contents.of_optimizer(optimizer, parts), parts)
+
+
+def named_item(found: Contents, parts: Sequence[Part]) -> Item:
+    """An optimizer's folder, from the state of its parameters. Fused q, k and v go by their own names."""
     keys = {part.name: contents.keys_of(part.name, part.placement()) for part in parts}
     found.other["state"] = {k: v for name, v in found.other["state"].items() for k in keys[name]}
     for group in found.other["param_groups"]:
@@ -82,6 +93,7 @@ def optimizer_item(optimizer: Any, model: Any) -> Item:
 
 def _nested_item(state: Mapping[str, Any]) -> Item:
     """The folder of an optimizer's state dict."""
+    state = contents.every_ranks(state)
     tensors = nested.collect(state, _is_large)
     found: dict[str, tuple[torch.Tensor, Placement | None]] = {f"nested/{k}": (t, contents.placed(t)) for k, t in enumerate(tensors)}
     stubs = nested.replace(state, _is_large, [_Stub(k) for k in range(len(tensors))])
@@ -111,8 +123,8 @@ def _item(found: Contents) -> Item:
             continue
         seen[id(t)] = name
         if where is None:
-            made[name] = np.array(transfer.to_numpy(t))
-            entries[name] = _entry(t.shape, t.shape, t.dtype)
+            made[name] = np.array(transfer.to_numpy(t)).reshape(t.shape or (1,))  # a number counts as one row, as on xla
+            entries[name] = _entry(made[name].shape, made[name].shape, t.dtype)
             continue
         own = t.detach().unsqueeze(0) if where.apart else t
         pieces = arrays.pieces_of(own, where)
@@ -165,7 +177,8 @@ def pickled(data: Any) -> bytes:
 
 def random_state() -> dict[str, Any]:
     """The random states of this process: Python's, numpy's, torch's for the CPU and for xla."""
-    return {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state(), "xla": xm.get_rng_state()}
+    device = {"xla": ranks.first(xm.get_rng_state()), "xla_axes": rng.DEFAULT.axes}
+    return {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state(), **device}
 
 
 def set_random_state(state: Mapping[str, Any]) -> None:
@@ -174,11 +187,4 @@ def set_random_state(state: Mapping[str, Any]) -> None:
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
     xm.set_rng_state(state["xla"])
-
-
-def hold(item: Item) -> None:
-    """For devices with memory of their own: copy the arrays to the host, so that a save in the background keeps no device memory."""
-    for name, a in item.arrays.items():
-        if isinstance(a, jax.Array) and next(iter(a.devices())).platform != "cpu":
-            item.arrays[name] = jax.device_put(a, a.sharding.with_memory_kind("pinned_host"))
-            item.sources.clear()
+    rng.DEFAULT.axes = tuple(state.get("xla_axes", ()))

@@ -19,6 +19,7 @@ from pytorch_lightning.plugins.io import XLACheckpointIO
 
 from nxd_jax.checkpoint import reading, tags, writing
 from nxd_jax.checkpoint.orbax_files import DamagedCheckpointError
+from nxd_jax.lightning._plain import plain
 from nxd_jax.lightning.stored import LiveOptimizer, StoredOptimizer, StoredWeights
 from nxd_jax.parallel_layers import checkpointing
 from nxd_jax.trainer import checkpoint as checkpoints
@@ -73,7 +74,7 @@ class NeuronCheckpointIO(XLACheckpointIO):
         if schedulers is not None:
             rest["schedulers"] = len(schedulers)
             job.files[writing.SCHEDULER] = writing.pickled(schedulers[0] if len(schedulers) == 1 else schedulers)
-        job.files[writing.USER] = writing.pickled(_of_first_rank(rest))
+        job.files[writing.USER] = writing.pickled(_of_first_rank(plain(rest)))
         if self.async_save and isinstance(job.storage, FilesysCheckpointStorage) and world.process_index() == 0:
             (job.storage.root / job.tag).mkdir(
                 parents=True, exist_ok=True
@@ -92,9 +93,13 @@ class NeuronCheckpointIO(XLACheckpointIO):
 
     # -- loading --------------------------------------------------------------------------------------
 
-    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read a checkpoint as Lightning knows it. `state_dict` and `optimizer_states` are read from disk when they are needed. map_location is accepted
-        without effect.
+    def load_checkpoint(
+        self, path: Any, map_location: Any = None, weights_only: bool | None = None, master_dp_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Read a checkpoint as Lightning knows it. `state_dict` and `optimizer_states` are read from disk when they are needed.
+
+        map_location, and master_dp_only (NxD's second argument: whether only data-parallel rank 0 wrote a file) are accepted without effect: the names of
+        the files say it.
 
         Raises FileNotFoundError for what is not there or not complete, naming the complete ones; NotADirectoryError for a file; DamagedCheckpointError for
         files that cannot be read; ValueError for what weights_only does not allow.

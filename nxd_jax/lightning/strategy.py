@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -45,8 +45,8 @@ class NeuronXLAStrategy(XLAStrategy):
     begin with the same values, so sync_module_states, debug and save_load_xser are accepted without effect.
 
     The Trainer's `devices` and `num_nodes` say how many ranks there are (their product) in a process that no launcher started; under torchrun and nxd-run
-    they must agree with what was started. `data_parallel_rank`, `data_parallel_size`, `tensor_parallel_rank`, `pipeline_parallel_rank`: this rank's place; in a
-    process that hosts several ranks each rank's own number.
+    they must agree with what was started. `data_parallel_rank`, `tensor_parallel_rank`, `pipeline_parallel_rank`: this rank's place; in a process that hosts
+    several ranks each rank's own number. `data_parallel_size`, `tensor_parallel_size` and so on: how many there are.
     """
 
     strategy_name = "neuron_xla"
@@ -77,6 +77,7 @@ class NeuronXLAStrategy(XLAStrategy):
             expert_parallel_size=expert_parallel_size,
             context_parallel_size=context_parallel_size,
         )
+        self._laid_out = False
         self.nxd_config = nxd_config
         self.save_load_xser = save_load_xser
         super(XLAStrategy, self).__init__(  # not XLAStrategy's own, which asks for a TPU's processes
@@ -98,6 +99,31 @@ class NeuronXLAStrategy(XLAStrategy):
     def root_device(self) -> torch.device:
         """The xla device (the CPU in NXD_CPU_MODE)."""
         return _device.get_device()
+
+    @property
+    def tensor_parallel_size(self) -> int:
+        """Ranks that share layers out: as asked for until a Trainer has laid out the ranks, then as they are laid out."""
+        return self._size("tensor_parallel_size", parallel_state.get_tensor_model_parallel_size)
+
+    @property
+    def pipeline_parallel_size(self) -> int:
+        """Stages of the pipeline, as `tensor_parallel_size`."""
+        return self._size("pipeline_parallel_size", parallel_state.get_pipeline_model_parallel_size)
+
+    @property
+    def expert_parallel_size(self) -> int:
+        """Ranks that share experts out, as `tensor_parallel_size`."""
+        return self._size("expert_parallel_size", parallel_state.get_expert_model_parallel_size)
+
+    @property
+    def context_parallel_size(self) -> int:
+        """Ranks that share sequences out, as `tensor_parallel_size`."""
+        return self._size("context_parallel_size", parallel_state.get_context_model_parallel_size)
+
+    def _size(self, name: str, now: Callable[[], int]) -> int:
+        if self._laid_out and parallel_state.model_parallel_is_initialized():
+            return now()
+        return int((self._asked or {}).get(name, 1))
 
     @property
     def data_parallel_size(self) -> int:
@@ -135,6 +161,7 @@ class NeuronXLAStrategy(XLAStrategy):
     def setup_environment(self) -> None:
         """Lay out the ranks, then what Lightning does before hooks."""
         layout.prepare(self._asked, self.parallel_devices, self.num_nodes, self.lightning_module)
+        self._laid_out = True
         self.set_world_ranks()
         rank_zero_info(layout.described())
         averaging.check(self._trainer(), self.lightning_module)

@@ -1,16 +1,18 @@
 """`neuronx_distributed.optimizer.convert_zero_checkpoints` and the command `nxd_convert_zero_checkpoints`: ZeRO-1 states in NxD's files for another number of
 data-parallel ranks.
 
-    nxd_convert_zero_checkpoints --input_dir checkpoints/step_100 --output_dir full --convert_type sharded_to_full
-    nxd_convert_zero_checkpoints --input_dir full --output_dir checkpoints/step_100_dp4 --convert_type full_to_sharded --dp_size 4
+    nxd_convert_zero_checkpoints --input_dir checkpoints/step_100 --output_dir full --convert_to_full
+    nxd_convert_zero_checkpoints --input_dir full --output_dir checkpoints/step_100_dp4 --convert_to_sharded --dp_size 4
 
-The options are this package's: those of NxD's command are not documented. `nxd.load_checkpoint` loads any number of ranks without it, and `nxd-ckpt
-convert` changes tensor parallelism and formats too; this is for files that go back to NxD.
+NxD's options write NxD's names: full rows in `optim/full_tp_rank_TT_pp_rank_PP.pt`, with a file for each tensor where the input has them. `--convert_type` is
+this package's: full rows go to `dp_rank_00_...`, as of one data-parallel rank, which NxD loads. Both read either. `nxd.load_checkpoint` loads any number of
+ranks without the command, and `nxd-ckpt convert` changes tensor parallelism and formats too; this is for files that go back to NxD.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -22,14 +24,22 @@ from nxd_jax.checkpoint.original_files import File, Rank, is_tensor
 from nxd_jax.checkpoint.original_states import MASTER
 
 FULL, SHARDED = "sharded_to_full", "full_to_sharded"
+_FULL_FILE = re.compile(r"full_tp_rank_(?P<tp>\d+)_pp_rank_(?P<pp>\d+)\.pt")
 
 
-def convert(input_dir: str | Path, output_dir: str | Path, convert_type: str, dp_size: int | None = None, xser: bool = False) -> list[Path]:
+def convert(
+    input_dir: str | Path,
+    output_dir: str | Path,
+    convert_type: str,
+    dp_size: int | None = None,
+    xser: bool = False,
+    full_names: bool = False,
+) -> list[Path]:
     """Write a ZeRO-1 optimizer's files for `dp_size` data-parallel ranks; returns them.
 
     input_dir: a checkpoint with `optim/`, or that folder. output_dir: files go to `optim/` in it, or into it, alike. convert_type: "sharded_to_full"
-    (dp_size 1: each tensor-parallel rank's file holds whole rows) or "full_to_sharded". xser: with a file for each tensor. Tensor and pipeline
-    parallelism stay.
+    (dp_size 1: each tensor-parallel rank's file holds whole rows) or "full_to_sharded", from any number of ranks. xser: with a file for each tensor.
+    full_names: with "sharded_to_full", call the files as NxD's command does. Tensor and pipeline parallelism stay.
 
     Raises ValueError for options that do not fit and states that are not of ZeRO-1, FileNotFoundError without files,
     FileExistsError if `output_dir` has some.
@@ -38,18 +48,36 @@ def convert(input_dir: str | Path, output_dir: str | Path, convert_type: str, dp
     source, target = Path(input_dir), Path(output_dir)
     if (source / "optim").is_dir():
         source, target = source / "optim", target / "optim"
-    files = {rank: File(path) for rank, path in original_files._names(source, original_files._TRAINER).items()}
+    full, parts = (original_files._names(source, pattern) for pattern in (_FULL_FILE, original_files._TRAINER))
+    if full and convert_type == FULL:
+        raise ValueError(f"{source} holds {next(iter(full.values())).name}: these are full states already")
+    if full and parts:
+        raise ValueError(
+            f"{source} holds full states and parts ({next(iter(full.values())).name} and {next(iter(parts.values())).name}): keep only one kind there"
+        )
+    files = {rank: File(path) for rank, path in (full or parts).items()}
     if not files:
-        raise FileNotFoundError(f"{source} holds no files such as {Rank().file_name()}")
+        raise FileNotFoundError(f"{source} holds no files such as {Rank().file_name()} or {_full_name(Rank())}")
     original_files._check_complete(files, source, dp=True)
-    there = original_files._names(target, original_files._TRAINER)
+    there = [path for pattern in (_FULL_FILE, original_files._TRAINER) for path in original_files._names(target, pattern).values()]
     if there:
-        raise FileExistsError(f"{target} holds {next(iter(there.values())).name} already: give an empty output_dir")
+        raise FileExistsError(f"{target} holds {there[0].name} already: give an empty output_dir")
+    named = _full_name if full_names and convert_type == FULL else Rank.file_name
     written = []
     for rank, data in _resharded(files, size):
-        written.append(target / rank.file_name())
+        written.append(target / named(rank))
         original_writing.write(written[-1], data, xser)
     return written
+
+
+def _full_name(rank: Rank) -> str:
+    return f"full_tp_rank_{rank.tp:02d}_pp_rank_{rank.pp:02d}.pt"
+
+
+def _is_xser(folder: Path) -> bool:
+    """Whether a folder of states has a file for each tensor."""
+    source = folder / "optim" if (folder / "optim").is_dir() else folder
+    return any(source.glob("*.pt.tensors"))
 
 
 def _size(convert_type: str, dp_size: int | None) -> int:
@@ -101,17 +129,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     found = argparse.ArgumentParser(prog="nxd_convert_zero_checkpoints", description=(__doc__ or "").split("\n\n")[0], allow_abbrev=False)
     found.add_argument("--input_dir", required=True, help="a checkpoint with optim/, or that folder")
     found.add_argument("--output_dir", required=True, help="where to write")
-    found.add_argument(
-        "--convert_type",
-        required=True,
-        choices=[FULL, SHARDED],
-        help="join the rows of all data-parallel ranks, or cut them for --dp_size ranks",
+    kinds = found.add_mutually_exclusive_group(required=True)
+    kinds.add_argument("--convert_to_full", action="store_true", help="join the rows of all data-parallel ranks, in files full_tp_rank_...")
+    kinds.add_argument(
+        "--convert_to_sharded", action="store_true", help="cut full states, or those of any number of ranks, for --dp_size ranks"
     )
+    kinds.add_argument("--convert_type", choices=[FULL, SHARDED], help="the same; the first into files dp_rank_00_...")
     found.add_argument("--dp_size", type=int, help="data-parallel ranks to write for")
-    found.add_argument("--use_xser", action="store_true", help="write a file for each tensor")
+    found.add_argument("--num_workers", type=int, help="accepted without effect")
+    found.add_argument(
+        "--use_xser", action="store_true", help="write a file for each tensor (without --convert_type also if the input has them)"
+    )
     args = found.parse_args(arguments)
+    kind = args.convert_type or (FULL if args.convert_to_full else SHARDED)
+    xser = args.use_xser or (args.convert_type is None and _is_xser(Path(args.input_dir)))
     try:
-        written = convert(args.input_dir, args.output_dir, args.convert_type, args.dp_size, args.use_xser)
+        written = convert(args.input_dir, args.output_dir, kind, args.dp_size, xser, args.convert_to_full)
     except (ValueError, OSError, RuntimeError) as error:
         sys.stderr.write(f"nxd_convert_zero_checkpoints: {error}\n")
         return 2

@@ -16,10 +16,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from nxd_jax.checkpoint import original, reading, tags, writing
+from nxd_jax.checkpoint import original, original_writing, reading, tags, writing
 from nxd_jax.checkpoint.worker import Worker
 from nxd_jax.trainer.checkpoint_storage import BaseCheckpointStorage, create_checkpoint_storage
 from torch_bridge import executor, processes, world
+from torch_bridge.variables import VARIABLES
 
 logger = logging.getLogger("nxd_jax")
 
@@ -54,7 +55,10 @@ def save_checkpoint(
     it. Errors are raised by the next save, load or `finalize_checkpoint()`, and a program waits at its end. avoid_saving_lower_precision_weights: leave out
     weights whose master weights are in the optimizer's state. The random states of Python, numpy, torch and xla are saved too.
 
-    num_workers, use_xser, zero1_optimizer, use_zero1_dcp and nxd_config are accepted without effect. All processes must call it.
+    With the environment's NXD_JAX_CHECKPOINT_FORMAT=original the folders of model and optimizer hold NxD's own files instead of full arrays: one for each of
+    its ranks, with use_xser one for each tensor too. They load here all the same.
+
+    num_workers, zero1_optimizer, use_zero1_dcp and nxd_config are accepted without effect, so is use_xser otherwise. All processes must call it.
 
     A failed save (a full disk, no permission) raises and leaves earlier tags as they were; so does a crash at any moment.
     """
@@ -68,11 +72,14 @@ def save_checkpoint(
     tags.check(tag)
     executor.sync()
     job = Save(storage, tag, num_kept_ckpts)
+    theirs = VARIABLES["NXD_JAX_CHECKPOINT_FORMAT"].now() == "original"
     if model is not None:
         covered = _with_master(optimizer, model) if avoid_saving_lower_precision_weights else set()
-        job.items[writing.MODEL] = writing.model_item(model, covered)
+        job.items[writing.MODEL] = original_writing.model_files(model, use_xser, covered) if theirs else writing.model_item(model, covered)
     if optimizer is not None:
-        job.items[writing.OPTIMIZER] = writing.optimizer_item(optimizer, model)
+        job.items[writing.OPTIMIZER] = (
+            original_writing.optimizer_files(optimizer, use_xser) if theirs else writing.optimizer_item(optimizer, model)
+        )
     if scheduler is not None:
         job.files[writing.SCHEDULER] = writing.pickled(scheduler.state_dict())
     if user_content is not None:
@@ -108,6 +115,8 @@ def load_checkpoint(
     started = time.perf_counter()
     if original.is_original(folder):
         content = original.load(folder, model, optimizer, scheduler, strict)
+        if optimizer is not None or scheduler is not None:
+            restore_random(folder)
         processes.barrier("load_checkpoint")
         return content
     if model is not None:
@@ -146,7 +155,7 @@ class Save:
         self.storage = storage
         self.tag = tag
         self.keep = keep
-        self.items: dict[str, writing.Item] = {}
+        self.items: dict[str, writing.Item | original_writing.RankFiles] = {}
         self.files: dict[str, bytes] = {}
         self.random = b""
 
@@ -158,7 +167,7 @@ class Save:
             self.run()
             return
         for item in self.items.values():
-            writing.hold(item)
+            item.hold()
         _worker.submit(self.run, pause=_PAUSE)
 
     def run(self) -> None:

@@ -90,6 +90,7 @@ MALFORMED = [
     ("NXD_JAX_REPLAY", "maybe", "0, 1 .* or all"),
     ("NXD_JAX_COMPILE_WORKERS", "0", "a whole number of at least 1"),
     ("NXD_JAX_TOP", "maybe", "0 or 1"),
+    ("NXD_JAX_CHECKPOINT_FORMAT", "orbax", "one of nxd, original"),
 ]
 
 
@@ -255,6 +256,7 @@ TESTED_IN = {
     "NXD_JAX_REPLAY": ("../nxd_jax/trainer/test_model.py", "test_replay_by_variable"),
     "NXD_JAX_TOP": ("test_telemetry.py", "test_it_can_be_turned_off"),
     "NXD_JAX_TOP_DIR": ("test_telemetry.py", "test_folders"),
+    "NXD_JAX_CHECKPOINT_FORMAT": ("../nxd_jax/checkpoint/test_saving_original.py", "test_training_goes_on_bit_for_bit"),
 }
 """The test of what each honoured variable does: a name in this file, or a file and a name."""
 

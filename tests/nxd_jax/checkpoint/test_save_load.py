@@ -11,6 +11,7 @@ from typing import Any
 import neuronx_distributed as nxd
 import pytest
 import torch
+from neuronx_distributed.parallel_layers.utils import move_all_tensor_to_cpu
 from neuronx_distributed.trainer import checkpoint
 
 from tests.nxd_jax.checkpoint import job
@@ -99,6 +100,19 @@ def test_bfloat16_keeps_master_weights(nxd: Any, tmp_path: Path) -> None:
         assert job.train(made, 3, 6) == expected, tag
     saved = json.loads((tmp_path / "b" / "model" / "tensors.json").read_text())["tensors"]
     assert list(saved) == ["table"]
+
+
+def test_state_dicts_on_the_cpu_keep_each_ranks_values(nxd: Any, tmp_path: Path) -> None:
+    import neuronx_distributed
+
+    nxd(4, tp=2)
+    made = job.build(2, zero1=True, fuse=False)
+    job.train(made, 0, 1)
+    weights, moments = job.weights(made[0]), {k: t.clone() for k, t in job.moments(*made[:2]).items()}
+    neuronx_distributed.save_checkpoint(tmp_path, "t", *(move_all_tensor_to_cpu(x.state_dict()) for x in made[:2]))
+    made = job.build(2, zero1=True, fuse=False, seed=9)
+    neuronx_distributed.load_checkpoint(tmp_path, "t", *made[:2])
+    assert job.differing(job.weights(made[0]), weights) == [] and job.differing(job.moments(*made[:2]), moments) == []
 
 
 def test_newest_tag_and_retention(alone: Any, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from neuronx_distributed.lightning import NeuronCheckpointIO, NeuronXLAStrategy
 from neuronx_distributed.modules.lora import LoraConfig
+from neuronx_distributed.parallel_layers import checkpointing
 from neuronx_distributed.trainer import initialize_parallel_optimizer
 from pytorch_lightning import Callback, LightningDataModule, Trainer
 from pytorch_lightning.callbacks import ModelCheckpoint, OnExceptionCheckpoint
@@ -304,6 +305,23 @@ def test_states_of_others(tmp_path: Path) -> None:
     assert after.seen["state"]["number"] == 3 and after.seen["state"]["ranks"].tolist() == [0, 0]
     with pytest.raises(ValueError, match=r"holds torch.optim.adamw.AdamW, which weights_only=True does not read: pass weights_only=False"):
         NeuronCheckpointIO(weights_only=True).load_checkpoint(path)
+
+
+@pytest.mark.parametrize("master_dp_only", [True, False])
+def test_nxds_second_argument(tmp_path: Path, master_dp_only: bool) -> None:
+    """By name and by place it changes nothing: files say themselves who wrote them."""
+    made = jobs.trainer(tmp_path, max_steps=1, **FOUR)
+    made.fit(jobs.automatic(), jobs.loader())
+    made.save_checkpoint(tmp_path / "x.ckpt")
+    io = NeuronCheckpointIO()
+    for found in (
+        io.load_checkpoint(tmp_path / "x.ckpt", master_dp_only),
+        io.load_checkpoint(tmp_path / "x.ckpt", master_dp_only=master_dp_only),
+    ):
+        assert found["global_step"] == 1 and len(found["state_dict"]) == len(made.lightning_module.state_dict())
+    checkpointing.save({"state_dict": {"w": torch.ones(2)}, "epoch": 4}, tmp_path / "theirs", master_dp_only=master_dp_only)
+    found = io.load_checkpoint(tmp_path / "theirs", master_dp_only=not master_dp_only)
+    assert found["epoch"] == 4 and torch.equal(found["state_dict"]["w"], torch.ones(2))
 
 
 def test_plain_data_alone(tmp_path: Path) -> None:

@@ -28,6 +28,11 @@ def lay_out(folder: Path, model: Any = None, **options: Any) -> Trainer:
     return made
 
 
+def sizes(strategy: Any) -> tuple[int, ...]:
+    """Of tensor, pipeline, context and expert parallelism."""
+    return tuple(getattr(strategy, f"{name}_parallel_size") for name in ("tensor", "pipeline", "context", "expert"))
+
+
 # -- devices and num_nodes ---------------------------------------------------------------------------
 
 
@@ -40,6 +45,7 @@ def test_devices_are_ranks(tmp_path: Path) -> None:
     strategy: Any = made.strategy
     assert strategy.data_parallel_size == 2 and strategy.data_parallel_rank.node.values == (0, 0, 1, 1)
     assert strategy.tensor_parallel_rank.node.values == (0, 1, 0, 1) and strategy.pipeline_parallel_rank == 0
+    assert sizes(strategy) == (2, 1, 1, 1)
     assert strategy.root_device == torch.device("xla", 0)
     assert strategy.distributed_sampler_kwargs == {"num_replicas": 2, "rank": strategy.data_parallel_rank}
 
@@ -48,6 +54,19 @@ def test_machines(tmp_path: Path) -> None:
     made = lay_out(tmp_path, jobs.module(tp=2), tp=2, devices=2, num_nodes=2)
     assert (made.world_size, made.num_devices, made.num_nodes) == (4, 2, 2)
     assert world.local_size() == 2 and made.local_rank.node.values == (0, 1, 0, 1)
+
+
+def test_sizes_that_were_asked_for() -> None:
+    """A script may look at them before there is a Trainer."""
+    assert sizes(NeuronXLAStrategy()) == (1, 1, 1, 1)
+    assert sizes(NeuronXLAStrategy(tensor_parallel_size=8, expert_parallel_size=2)) == (8, 1, 1, 2)
+    config = nxd.neuronx_distributed_config(tensor_parallel_size=2, context_parallel_size=2, pipeline_parallel_size=4, pipeline_config={})
+    assert sizes(NeuronXLAStrategy(nxd_config=config)) == (2, 4, 2, 1)
+
+
+def test_sizes_of_the_modules_configuration(tmp_path: Path) -> None:
+    made = lay_out(tmp_path, jobs.module(tp=2), strategy=NeuronXLAStrategy(), devices=4)
+    assert sizes(made.strategy) == (2, 1, 1, 1)
 
 
 @pytest.mark.parametrize(("devices", "count"), [("auto", 2), (4, 4), ("4", 4), ("8,", 8), ([0], 1), ((3,), 1)])
