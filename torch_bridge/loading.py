@@ -131,10 +131,11 @@ class Prefetcher(Iterator[Any]):
 
 
 def _read(batches: Iterator[Any], host: Channel) -> None:
+    """Without a `for` loop, which would call iter() of the iterator: one that rewinds itself then would start over."""
     try:
-        for batch in batches:
-            if not host.put(batch):
-                return
+        while host.put(next(batches)):
+            pass
+    except StopIteration:
         host.put(_End())
     except BaseException as error:
         host.put(_End(error))
@@ -181,14 +182,14 @@ def to_host(data: Any) -> Any:
     if not tensors:
         return data
     from torch_bridge import executor
-    from torch_bridge.transfer import download
+    from torch_bridge.transfer import copied
 
     executor.sync()
     copies: dict[Any, torch.Tensor] = {}
     for t in tensors:
         key = id(t._storage), t._layout
         if key not in copies:
-            copies[key] = download(t)
+            copies[key] = copied(t)
     return nested.replace(data, _on_xla, [_as_on_device(t, copies[id(t._storage), t._layout]) for t in tensors])
 
 

@@ -31,17 +31,10 @@ def install() -> None:
     _teach_yaml()
 
 
-def first(x: Any) -> Any:
-    """The first hosted rank's number, of one that differs by rank; anything else as it is."""
-    if ranks.is_item(x):
-        return x.plain()
-    return x.node.first if ranks.values_of(x) is not None else x
-
-
 def _json(original: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     @functools.wraps(original)
     def default(self: Any, o: Any) -> Any:
-        return first(o) if ranks.is_ranked(o) else original(self, o)
+        return ranks.first(o) if ranks.is_ranked(o) else original(self, o)
 
     return default
 
@@ -56,7 +49,7 @@ def _saving(original: Callable[..., Any]) -> Callable[..., Any]:
         copied = next(iter(nested.collect(obj, lambda x: type(x) is torch.Tensor and _differs(x))), None)
         if copied is not None:
             sharded.note_values(f"a copy of shape {list(copied.shape)} of a value that differs by rank")
-        return original(nested.replace(obj, ranks.is_ranked, list(map(first, found))) if found else obj, *args, **kwargs)
+        return original(nested.replace(obj, ranks.is_ranked, list(map(ranks.first, found))) if found else obj, *args, **kwargs)
 
     return save
 
@@ -70,7 +63,7 @@ def _differs(t: torch.Tensor) -> bool:
 def _seeded(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def seeded(*args: Any, **kwargs: Any) -> Any:
-        return original(*map(first, args), **{name: first(x) for name, x in kwargs.items()})
+        return original(*map(ranks.first, args), **{name: ranks.first(x) for name, x in kwargs.items()})
 
     return seeded
 
@@ -78,7 +71,7 @@ def _seeded(original: Callable[..., Any]) -> Callable[..., Any]:
 def _seeding_both(original: Callable[[Any], torch.Generator]) -> Callable[[Any], torch.Generator]:
     @functools.wraps(original)
     def manual_seed(seed: Any) -> torch.Generator:
-        generator = original(first(seed))
+        generator = original(ranks.first(seed))
         if ranks.values_of(seed) is not None:
             rng.DEFAULT.manual_seed(seed)
         return generator
@@ -93,4 +86,4 @@ def _teach_yaml() -> None:
         return
     for dumper in (representer.SafeRepresenter, representer.Representer):
         for kind in ranks.KINDS:
-            dumper.add_representer(kind, lambda dumper, x: dumper.represent_data(first(x)))
+            dumper.add_representer(kind, lambda dumper, x: dumper.represent_data(ranks.first(x)))

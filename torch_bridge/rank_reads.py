@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import dis
+import os
 import sys
 import warnings
 from collections.abc import Sequence
@@ -17,6 +18,8 @@ from typing import Any
 from torch_bridge import branches, source
 
 _TAKING = {"BINARY_SUBSCR", "BINARY_SLICE", "STORE_SUBSCR", "STORE_SLICE", "BINARY_OP"}
+_KNOWN = {"lightning", "pytorch_lightning", "lightning_fabric"}
+"""Libraries whose samplers keep their rank: `rank_data` makes a copy of them for each."""
 _reported: set[tuple[str, int]] = set()
 
 
@@ -24,7 +27,7 @@ def note(values: Sequence[int], hosted: Sequence[int]) -> None:
     """A number that differs by rank has been asked for one index by the code that called its method."""
     frame = sys._getframe(3)
     place = (frame.f_code.co_filename, frame.f_lineno)
-    if place in _reported or not source.is_outside(frame.f_code):
+    if place in _reported or not source.is_outside(frame.f_code) or _KNOWN & set(place[0].split(os.sep)):
         return
     node = _asking(frame)
     if node is None or (isinstance(node, ast.Subscript) and _alike(node, frame, [values[r] for r in hosted])):

@@ -23,13 +23,13 @@ class RankTensor(torch.Tensor):
     """A CPU tensor for each hosted rank. parts: in the order of the hosted ranks, alike in shape, dtype and strides. axes: mesh axes along which they may
     differ; None: any. shared: they are copies of parts of a tensor that all ranks share, and cannot be written through."""
 
-    parts: tuple[torch.Tensor, ...]
+    first: torch.Tensor
     axes: tuple[str, ...] | None
     shared: bool
+    _parts: tuple[torch.Tensor, ...] | Callable[[], Sequence[torch.Tensor]]
 
     @staticmethod
     def __new__(cls, parts: Sequence[torch.Tensor], axes: tuple[str, ...] | None = None, shared: bool = False) -> RankTensor:
-        first = parts[0]
         kinds = {(tuple(p.shape), p.dtype) for p in parts}
         if len(kinds) > 1:
             shown = ", ".join(f"{str(p.dtype).removeprefix('torch.')}{list(p.shape)}" for p in parts[:4])
@@ -37,13 +37,27 @@ class RankTensor(torch.Tensor):
                 f"This process runs the script once for {len(parts)} ranks, and a CPU tensor would be {shown} for rank 0, 1, ...: pad it to one shape, "
                 "use int(rank) if rank 0's number is meant, or start one process per rank with torchrun."
             )
-        made = torch.Tensor._make_wrapper_subclass(
+        return cls._around(parts[0], tuple(parts), axes, shared)
+
+    @classmethod
+    def _around(cls, first: torch.Tensor, parts: Any, axes: tuple[str, ...] | None, shared: bool) -> RankTensor:
+        made: RankTensor = torch.Tensor._make_wrapper_subclass(
             cls, first.shape, strides=first.stride(), storage_offset=first.storage_offset(), dtype=first.dtype, device=first.device
         )
-        made.parts = tuple(parts)
-        made.axes = axes
-        made.shared = shared
+        made.first, made._parts, made.axes, made.shared = first, parts, axes, shared
         return made
+
+    @classmethod
+    def later(cls, first: torch.Tensor, parts: Callable[[], Sequence[torch.Tensor]], axes: tuple[str, ...] | None) -> RankTensor:
+        """One whose parts are asked for when somebody computes with them; `first` is the first one."""
+        return cls._around(first, parts, axes, False)
+
+    @property
+    def parts(self) -> tuple[torch.Tensor, ...]:
+        """Each hosted rank's tensor."""
+        if not isinstance(self._parts, tuple):
+            self._parts = (self.first, *self._parts()[1:])
+        return self._parts
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -67,37 +81,37 @@ class RankTensor(torch.Tensor):
 
     def tolist(self) -> Any:
         """The first hosted rank's values."""
-        return self.parts[0].tolist()
+        return self.first.tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
-        """The first hosted rank's values."""
-        return self.parts[0].numpy(force=force)
+        """The first hosted rank's values, as an array of its own: what is written there is not written for the other ranks."""
+        return self.first.numpy(force=force).copy()
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.parts[0].__array__(*args, **kwargs)
+        return self.first.__array__(*args, **kwargs).copy()
 
     def __bool__(self) -> bool:
         return bool(self.item() if self.dtype == torch.bool else ranks.item(tuple(bool(p) for p in self.parts)))
 
     def __int__(self) -> int:
-        return int(self.parts[0])
+        return int(self.first)
 
     __index__ = __int__
 
     def __float__(self) -> float:
-        return float(self.parts[0])
+        return float(self.first)
 
     def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]
-        return repr(self.parts[0])
+        return repr(self.first)
 
     def __format__(self, spec: str) -> str:
-        return format(self.parts[0], spec)
+        return format(self.first, spec)
 
     def __reduce_ex__(self, proto: Any) -> Any:
         from torch_bridge import sharded
 
         sharded.note_values(f"shape {list(self.shape)} on the CPU, different on each rank")
-        return self.parts[0].__reduce_ex__(proto)
+        return self.first.__reduce_ex__(proto)
 
     def __deepcopy__(self, memo: Any) -> RankTensor:
         made = RankTensor([p.clone() for p in self.parts], self.axes)
@@ -240,6 +254,8 @@ def _dispatch(func: Any, args: Any, kwargs: Any) -> Any:
     plain = [x for x in leaves if isinstance(x, torch.Tensor) and not isinstance(x, RankTensor)]
     views = [x for x in leaves if isinstance(x, RankTensor) and x.shared] if func.is_view else []
     found = _joined(_on_each(func, args, kwargs), _axes(leaves), plain)
+    if isinstance(found, torch.SymBool) or ranks.is_item(found):  # what calls here takes Python's own numbers only
+        return type(ranks.first(found))(found)
     if views:
         for t in tree_leaves(found):
             t.shared = True

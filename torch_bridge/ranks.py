@@ -389,6 +389,13 @@ def own(x: Any, place: int) -> Any:
     return x if values is None else values[world.current().hosted[place]]
 
 
+def first(x: Any) -> Any:
+    """The first hosted rank's number, of one that differs by rank; anything else as it is."""
+    if is_item(x):
+        return x.plain()
+    return x.node.first if values_of(x) is not None else x
+
+
 def is_item(x: Any) -> bool:
     """True for a number read from a tensor that differs among ranks."""
     return isinstance(x, _Item)

@@ -46,9 +46,11 @@ def varying(t: torch.Tensor) -> Varying:
 
 
 def shards(t: torch.Tensor) -> list[torch.Tensor]:
-    """Every hosted rank's own value, as CPU tensors in rank order; runs what is pending."""
-    from torch_bridge import transfer
+    """Every hosted rank's own value, as CPU tensors in rank order, of an xla tensor (which runs what is pending) or a copy of one on the CPU."""
+    from torch_bridge import rank_tensor, transfer
 
+    if isinstance(t, rank_tensor.RankTensor):
+        return list(t.parts)
     storage = _storage_of(t)
     hosted = world.current().hosted
     if storage.held is None or not sharding.active():

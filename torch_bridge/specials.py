@@ -14,7 +14,7 @@ from torch_bridge.inference import infer
 from torch_bridge.layout import Layout, base_of_meta, layout
 from torch_bridge.segment import Storage
 from torch_bridge.tensor import READING, XLATensor, make, own_values
-from torch_bridge.transfer import download, kept, to_array
+from torch_bridge.transfer import copied, download, kept, to_array
 
 aten = torch.ops.aten
 
@@ -27,7 +27,7 @@ def copy_(func: Any, args: Any, kwargs: Any) -> Any:
     """`dst.copy_(src)` in every combination of devices; between xla tensors nothing moves, values are immutable."""
     dst, src = args[0], args[1]
     if not isinstance(dst, XLATensor):
-        dst.copy_(download(src))
+        dst.copy_(copied(src))
         return dst
     view = dst._layout
     if not isinstance(src, XLATensor):
@@ -75,9 +75,9 @@ def to_copy(func: Any, args: Any, kwargs: Any) -> Any:
     device = kwargs.get("device")
     dtype = kwargs.get("dtype") or src.dtype
     if device is not None and torch.device(device).type != "xla":
-        host = download(src)
         if torch.device(device).type == "meta":
             return infer(func, args, kwargs)
+        host = copied(src)
         memory_format = kwargs.get("memory_format")
         if memory_format in (None, torch.preserve_format):
             return host.to(device=device, dtype=dtype)

@@ -72,7 +72,7 @@ class XLATensor(torch.Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         with torch.no_grad():
-            text = torch._tensor_str._str(torch.Tensor.detach(self).cpu())
+            text = torch._tensor_str._str(_on_host(self))
         extra = ", device='xla:0'"
         if self.grad_fn is not None:
             extra += f", grad_fn=<{type(self.grad_fn).__name__}>"
@@ -83,7 +83,7 @@ class XLATensor(torch.Tensor):
 
     def numpy(self, *, force: bool = False) -> Any:
         if force:
-            return self.detach().cpu().numpy()
+            return _on_host(self).numpy()
         raise TypeError(
             "can't convert an xla:0 tensor to numpy: its value may not even be computed yet. "
             "Use tensor.cpu().numpy() (or tensor.detach().cpu().numpy(), or tensor.numpy(force=True)); it runs what is pending and copies to the host."
@@ -120,7 +120,7 @@ class XLATensor(torch.Tensor):
         return bool(_each_ranks(self, value))
 
     def tolist(self) -> Any:
-        return self.detach().cpu().tolist()
+        return _on_host(self).tolist()
 
     def data_ptr(self) -> int:
         """A number that tensors share exactly when they start at the same element of the same storage; not an address."""
@@ -153,7 +153,7 @@ class XLATensor(torch.Tensor):
 
         torch.utils.hooks.warn_if_has_hooks(self)
         sharded.note_file([self])
-        host = self.detach().cpu().clone()
+        host = _on_host(self).clone()
         if isinstance(self, torch.nn.Parameter):  # torch's own ways to rebuild one, which weights_only accepts
             state = user_attributes(self)
             hooks: dict[Any, Any] = OrderedDict()
@@ -212,6 +212,14 @@ def own_values(t: XLATensor) -> tuple[Any, ...]:
     if not sharding.active() or storage.held is None or not sharding.axes_of(sharding.spec_of(storage.held)):
         return ()
     return tuple(torch.Tensor.item(s) for s in sharded.shards(t))
+
+
+def _on_host(t: XLATensor) -> torch.Tensor:
+    """The values as a CPU tensor, those of the first hosted rank where ranks differ."""
+    from torch_bridge import transfer
+
+    with torch.no_grad():
+        return transfer.download(t)
 
 
 def _each_ranks(t: XLATensor, value: Any) -> Any:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from torch_bridge import _compat, abstract, dtypes, metrics, numerics, process, rank_tensor, ranks, sharding, source
+from torch_bridge import _compat, abstract, dtypes, metrics, numerics, process, rank_tensor, ranks, sharding, source, world
 from torch_bridge.layout import Layout, is_dense, layout
 from torch_bridge.segment import Storage
 from torch_bridge.tensor import XLATensor, make
@@ -191,6 +191,27 @@ def upload_blocks(blocks: list[torch.Tensor], spec: Any) -> XLATensor:
     return make(base, storage)
 
 
+def copied(t: XLATensor) -> torch.Tensor:
+    """The values of an xla tensor as a new CPU tensor, one that differs by rank where they do."""
+    host = download(t)
+    array, base = t._storage.array, t._storage.layout
+    if array is None or not sharding.active():
+        return host
+    axes = sharding.axes_of(sharding.spec_of(array))
+    if not axes:
+        return host
+    if len(world.current().hosted) == 1:
+        _keep(host, array, base, t._layout)
+        return host
+
+    def parts() -> list[torch.Tensor]:
+        return [
+            torch.empty_strided(host.shape, host.stride(), dtype=host.dtype).copy_(view_of(b, t)) for b in sharding.blocks(array, base.size)
+        ]
+
+    return rank_tensor.RankTensor.later(host, parts, sharding.ordered(axes))
+
+
 def view_of(block: Any, t: XLATensor) -> torch.Tensor:
     """What `t` shows of a block of its storage, as a CPU tensor."""
     host, base = from_numpy(np.array(block)), t._storage.layout
@@ -198,7 +219,7 @@ def view_of(block: Any, t: XLATensor) -> torch.Tensor:
 
 
 def download(t: XLATensor) -> torch.Tensor:
-    """The values of an xla tensor as a new CPU tensor, running what is pending first if need be."""
+    """The values of an xla tensor as a new CPU tensor, running what is pending first if need be; the first hosted rank's where they differ."""
     from torch_bridge import executor
 
     storage, view = t._storage, t._layout
@@ -213,8 +234,6 @@ def download(t: XLATensor) -> torch.Tensor:
         host = _host_view(host, base, view)
     elif not host.is_contiguous() or host.stride() != view.stride:
         host = torch.empty_strided(view.size, view.stride, dtype=view.dtype).copy_(host)
-    if array is not None:
-        _keep(host, array, base, view)
     return host
 
 

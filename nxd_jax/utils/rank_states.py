@@ -15,6 +15,7 @@ import torch
 from nxd_jax.parallel_layers import _groups
 from nxd_jax.utils import full_weights
 from torch_bridge import nested, ranks, sharded, world
+from torch_bridge.rank_tensor import RankTensor
 
 Likes = Mapping[tuple[Any, ...], torch.Tensor]
 """Where tensors of nested data will be copied to: by the keys that lead to them."""
@@ -26,7 +27,7 @@ Likes = Mapping[tuple[Any, ...], torch.Tensor]
 def values(t: torch.Tensor, wanted: Sequence[int]) -> list[torch.Tensor]:
     """What some hosted ranks hold of a tensor, on the CPU; ranks that agree share one object."""
     t = t.detach()
-    if t.device.type != "xla" or not sharded.varying(t).axes:
+    if not _of_ranks(t) or (t.device.type == "xla" and not sharded.varying(t).axes):
         return [t.cpu()] * len(wanted)
     hosted = world.current().hosted
     found = sharded.shards(t)
@@ -37,7 +38,7 @@ def split(data: Any, wanted: Sequence[int], change: Callable[[torch.Tensor], tor
     """`data` as some hosted ranks would have it, xla tensors on the CPU. change: applied to every rank's tensors, those on the CPU too."""
 
     def select(x: Any) -> bool:
-        return isinstance(x, torch.Tensor) and (change is not None or x.device.type == "xla")
+        return isinstance(x, torch.Tensor) and (change is not None or _of_ranks(x))
 
     def made(t: torch.Tensor) -> list[torch.Tensor]:
         own = values(t, wanted)
@@ -53,6 +54,11 @@ def numbers_of(data: Any, rank: int) -> Any:
     place = world.current().hosted.index(rank)
     found = nested.collect(data, _differs)
     return nested.replace(data, _differs, [ranks.own(x, place) for x in found]) if found else data
+
+
+def _of_ranks(t: torch.Tensor) -> bool:
+    """Whether ranks may hold different values of a tensor."""
+    return t.device.type == "xla" or isinstance(t, RankTensor)
 
 
 def _differs(x: Any) -> bool:

@@ -15,6 +15,7 @@ import torch
 import torch_xla.core.xla_model as xm
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 from torch_xla.distributed import parallel_loader as pl
+from torch_xla.utils import utils as xu
 
 from torch_bridge import loading, metrics
 
@@ -50,6 +51,32 @@ def test_batches_arrive_in_order_every_epoch(threads: int) -> None:
         assert [b[0].item() for b in got] == list(map(float, range(40)))
 
 
+class Rewinding:
+    """A loader that is its own iterator, and starts over at every iter()."""
+
+    def __init__(self, n: int):
+        self.n = n
+
+    def __iter__(self) -> Rewinding:
+        self.at = 0
+        return self
+
+    def __next__(self) -> torch.Tensor:
+        if self.at == self.n:
+            raise StopIteration
+        self.at += 1
+        return torch.tensor([float(self.at)])
+
+
+def test_a_loader_s_iterator_is_not_started_over() -> None:
+    """Also without xla: a `for` loop asks a loader for its iterator once."""
+    rewinding = pl.MpDeviceLoader(Rewinding(4), "xla")
+    assert values(rewinding) == values(rewinding) == [1.0, 2.0, 3.0, 4.0]
+    assert values(pl.MpDeviceLoader(xu.SampleGenerator(torch.zeros(1), 4), "xla")) == [0.0] * 4
+    pairs = xu.FnDataGenerator(lambda x: 2 * x, batch_size=2, gen_tensor=torch.ones, dims=[3], count=3)
+    assert [(a.shape, b[0, 0].item()) for a, b in pl.MpDeviceLoader(pairs, "xla")] == [((2, 3), 2.0)] * 3
+
+
 Pair = namedtuple("Pair", ["x", "label"])
 
 
@@ -73,6 +100,43 @@ def test_nested_structures_are_kept() -> None:
     assert got["d"] is None and isinstance(got["e"], Bag) and got["e"]["k"].device.type == "xla"
     assert got["f"]["deep"]["er"] is got["c"].x
     assert batch["a"][0] is x and batch["c"].x is shared and shared.device.type == "cpu"
+
+
+def test_a_wrapper_says_what_its_tensors_are() -> None:
+    """`xu.DataWrapper`: what the loader gives is what `from_tensors` makes of the moved tensors."""
+
+    class Packed(xu.DataWrapper):
+        def __init__(self, data: torch.Tensor, sizes: torch.Tensor):
+            self.data, self.sizes = data, sizes
+
+        def get_tensors(self) -> Any:
+            return [self.data]
+
+        def from_tensors(self, tensors: Any) -> Any:
+            return tensors[0], self.sizes
+
+    packed = Packed(torch.ones(2), torch.zeros(1))
+    ((moved, sizes),) = list(pl.MpDeviceLoader([packed], "xla"))
+    assert moved.device.type == "xla" and sizes is packed.sizes and packed.data.device.type == "cpu"
+    inner = xm.send_cpu_data_to_device({"x": [packed, packed]}, "xla")["x"]
+    assert inner[0] is inner[1] and inner[0][0].tolist() == [1.0, 1.0]
+    for call in (xu.DataWrapper().get_tensors, lambda: xu.DataWrapper().from_tensors([])):
+        with pytest.raises(NotImplementedError, match="is to be written by the subclass"):
+            call()
+
+
+def test_keys_of_dicts_move_too() -> None:
+    key = torch.ones(2)
+    given = {"a": 1, key: {(key, 3): torch.zeros(1)}}
+    moved = xm.send_cpu_data_to_device(given, "xla")
+    first, new = moved
+    assert first == "a" and new.device.type == "xla"
+    (((same, three), value),) = moved[new].items()
+    assert same is new and three == 3 and value.device.type == "xla" and list(given)[1] is key
+    found: list[Any] = []
+    xu.for_each_instance({2: (11, ["a"]), "w": {"q": 12.5}}, lambda x: isinstance(x, (int, str, float)), found.append)
+    assert sorted(map(str, found)) == ["11", "12.5", "2", "a", "q", "w"]
+    assert xu.for_each_instance_rewrite({1: 2}, lambda x: isinstance(x, int), lambda x: x + 10) == {11: 12}
 
 
 @pytest.mark.parametrize(("per_execution", "n", "marks"), [(1, 4, 5), (2, 4, 3), (3, 4, 3), (5, 4, 2)])

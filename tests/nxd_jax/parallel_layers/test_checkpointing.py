@@ -115,6 +115,15 @@ def test_saving_again_replaces_what_was_there(nxd: Nxd, tmp_path: pathlib.Path, 
     assert not [f for f in files(tmp_path) if "unfinished" in f]
 
 
+def test_copies_on_the_cpu_keep_every_rank(nxd: Nxd, tmp_path: pathlib.Path) -> None:
+    nxd(2, tp=2)
+    model = make(0)
+    parallel_layers.save({"model": {name: t.cpu() for name, t in model.state_dict().items()}}, tmp_path)
+    again = make(1)
+    parallel_layers.load(tmp_path, again)
+    assert equal(model, again)
+
+
 def test_an_interrupted_save_leaves_no_half_file(nxd: Nxd, tmp_path: pathlib.Path) -> None:
     nxd(2, tp=2)
     parallel_layers.save({"model": {"w": torch.ones(2)}}, tmp_path)

@@ -93,6 +93,7 @@ def test_text_is_the_first_ranks(rank: Any, text: Any, expected: str) -> None:
     assert text(rank + 1) == expected
 
 
+@pytest.mark.filterwarnings("ignore:.*by a number that differs by rank")
 def test_as_rank_0_in_python_containers(rank: Any) -> None:
     second = rank + 1
     letters = ["a", "b", "c", "d", "e"]

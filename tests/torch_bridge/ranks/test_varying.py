@@ -259,16 +259,46 @@ def test_a_copy_on_the_cpu_remembers_the_ranks() -> None:
     eager.same(torch.zeros(2, device="xla").copy_(host), values)
     eager.same(host.detach().to("xla"), values)
     eager.same(x[0].cpu().to("xla"), [v[0] for v in values])
-    assert sharded.varying(host[:1].to("xla")).axes == ()
+    eager.same(host[:1].to("xla"), [v[:1] for v in values])
+    assert sharded.varying(host[:1].to("xla")).axes == sharded.varying(x).axes
 
 
 @pytest.mark.parametrize(
-    "write", [lambda t: t.add_(1), lambda t: t.data.add_(1), lambda t: t.numpy().__iadd__(1), lambda t: t[0].fill_(1)], ids=range(4)
+    "write", [lambda t: t.add_(1), lambda t: t.data.add_(1), lambda t: t[0].fill_(1), lambda t: t.mul_(t.sum())], ids=range(4)
 )
-def test_a_copy_that_was_written_is_the_same_for_all(write: Any) -> None:
-    host = eager.on_xla(eager.each(lambda r: torch.tensor([float(r), -1.0]))).cpu()
+def test_a_copy_may_be_written(write: Any) -> None:
+    """Each rank's is written, and what it was copied from stays."""
+    values = eager.each(lambda r: torch.tensor([float(r), -1.0]))
+    x = eager.on_xla(values)
+    host = x.cpu()
     write(host)
-    eager.same(host.to("xla"), host)
+    expected = [v.clone() for v in values]
+    for v in expected:
+        write(v)
+    eager.same(host.to("xla"), expected)
+    eager.same(x, values)
+
+
+def test_an_array_of_a_copy_is_the_first_ranks() -> None:
+    """numpy computes once, and its array does not write to the tensor, of which other ranks have their own."""
+    values = eager.each(lambda r: torch.tensor([float(r), -1.0]))
+    host = eager.on_xla(values).cpu()
+    array = host.numpy()
+    array += 1
+    assert array.tolist() == [1.0, 0.0]
+    eager.same(host.to("xla"), values)
+
+
+def test_computing_with_copies() -> None:
+    """Losses that are gathered on the CPU, tokens that are appended there: each rank goes on with its own."""
+    values = eager.each(lambda r: torch.tensor([float(r), -1.0]))
+    copies = [(eager.on_xla(values) * k).cpu() for k in range(3)]
+    eager.same(torch.stack(copies).mean(0).to("xla"), [v * 1.0 for v in values])
+    tokens = torch.cat([torch.zeros(1), copies[1]])
+    eager.same(tokens.to("xla"), [torch.cat([torch.zeros(1), v]) for v in values])
+    total = torch.zeros(2, device="xla")
+    total += copies[2].double().sqrt().nan_to_num(0).float().to("xla")
+    eager.same(total, [(v * 2).double().sqrt().nan_to_num(0).float() for v in values])
 
 
 def test_a_module_goes_to_the_cpu_and_back() -> None:
