@@ -129,6 +129,36 @@ def _extremum(self: Tensor, dim: Sequence[int] = (), keepdim: bool = False) -> N
     _none_empty("amax/amin", self, list(dim))
 
 
+@checks(aten.max.default, aten.min.default)
+def _extremum_of_all(self: Tensor) -> None:
+    if not self.numel():
+        raise RuntimeError(
+            "max()/min(): Expected reduction dim to be specified for input.numel() == 0. Specify the reduction dim with the 'dim' argument."
+        )
+
+
+@checks(aten.argmax.default, aten.argmin.default)
+def _position(self: Tensor, dim: int | None = None, keepdim: bool = False) -> None:
+    if dim is None and not self.numel():
+        raise IndexError("argmax()/argmin(): Expected reduction dim to be specified for input.numel() == 0.")
+    _none_empty("argmax()/argmin()", self, [] if dim is None else [dim])
+
+
+@checks(aten.max.dim, aten.min.dim, aten.median.dim, aten.nanmedian.dim)
+def _with_position(self: Tensor, dim: int, keepdim: bool = False) -> None:
+    _none_empty("max()/min()/median()", self, [dim])
+
+
+@checks(aten.mode.default)
+def _mode(self: Tensor, dim: int = -1, keepdim: bool = False) -> None:
+    _none_empty("mode()", self, [dim])
+
+
+@checks(aten.kthvalue.default)
+def _kthvalue(self: Tensor, k: int, dim: int = -1, keepdim: bool = False) -> None:
+    _none_empty("kthvalue()", self, [dim])
+
+
 @checks(aten.aminmax.default)
 def _aminmax(self: Tensor, *, dim: int | None = None, keepdim: bool = False) -> None:
     _none_empty("aminmax", self, [] if dim is None else [dim])

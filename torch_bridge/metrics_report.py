@@ -48,9 +48,8 @@ def report(metrics: Iterable[str] | None = None, counters: Iterable[str] | None 
 
 
 def short(metrics: Sequence[str] = (), counters: Sequence[str] = ()) -> str:
-    """The report on the few that matter most, every op that fell back to the CPU, and the ones asked for."""
-    fallbacks = fallback_ops()
-    return report((*SHORT_METRICS, *metrics), (*SHORT_COUNTERS, *fallbacks, *counters))
+    """The report on these metrics and counters (the few that matter most where none are named), and every op that fell back to the CPU."""
+    return report(metrics or SHORT_METRICS, dict.fromkeys((*(counters or SHORT_COUNTERS), *fallback_ops())))
 
 
 def fallback_ops() -> list[str]:

@@ -28,6 +28,16 @@ _LEAVES = (
 )
 
 
+class Wrapper:
+    """Data that says itself what its tensors are, and makes what takes its place from others: `get_tensors()`, `from_tensors(tensors)`."""
+
+    def get_tensors(self) -> Any:
+        raise NotImplementedError("get_tensors() is to be written by the subclass")
+
+    def from_tensors(self, tensors: Any) -> Any:
+        raise NotImplementedError("from_tensors() is to be written by the subclass")
+
+
 def collect(data: Any, select: Select) -> list[Any]:
     """The selected values in the order `replace` meets them, each object once."""
     walk = _Walk(select)
@@ -57,6 +67,8 @@ class _Walk:
         self.values: dict[int, Any] = {}
         """What takes the place of an object."""
         self.keep: list[Any] = []
+        self.inside: dict[int, Any] = {}
+        """What each `Wrapper` gave."""
 
     def visit(self, x: Any) -> bool:
         if isinstance(x, _LEAVES) and not self.select(x):
@@ -70,7 +82,9 @@ class _Walk:
             self.holds[id(x)] = True
             return True
         self.holds[id(x)] = False
-        inside = [self.visit(child) for child in _children(x)]
+        if isinstance(x, Wrapper):
+            self.inside[id(x)] = x.get_tensors()
+        inside = [self.visit(child) for child in ([self.inside[id(x)]] if isinstance(x, Wrapper) else _children(x))]
         self.holds[id(x)] = any(inside)
         return self.holds[id(x)]
 
@@ -79,11 +93,16 @@ class _Walk:
             return self.values[id(x)]
         if not self.holds.get(id(x), False):
             return x
-        if isinstance(x, dict):
-            made: Any = copy.copy(x)
+        if isinstance(x, Wrapper):
+            made: Any = x.from_tensors(self.rebuild(self.inside[id(x)]))
             self.values[id(x)] = made
+        elif isinstance(x, dict):
+            made = copy.copy(x)
+            self.values[id(x)] = made
+            if any(self.holds.get(id(k), False) for k in x):
+                made.clear()
             for k, v in x.items():
-                made[k] = self.rebuild(v)
+                made[self.rebuild(k)] = self.rebuild(v)
         elif isinstance(x, list):
             made = copy.copy(x)
             self.values[id(x)] = made
@@ -101,7 +120,7 @@ class _Walk:
 
 def _children(x: Any) -> list[Any]:
     if isinstance(x, dict):
-        return list(x.values())
+        return [*x, *x.values()]
     if isinstance(x, (list, tuple, set, frozenset)):
         return list(x)
     if isinstance(x, torch.Tensor) or callable(x):

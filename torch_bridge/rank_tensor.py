@@ -140,19 +140,27 @@ def compute(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         raise ranks.refuse(numbers)
     if target is not None:
         _check_writable(target)
-    device = kwargs.get("device")
-    on_xla = device is not None and torch.device(device).type == "xla"
+    where = _where(kwargs, plain)
+    if where == "meta":
+        return func(*tree_map(functools.partial(_own, 0), args), **tree_map(functools.partial(_own, 0), kwargs))
     needs_grad = bool(kwargs.get("requires_grad"))
-    kwargs = {k: v for k, v in kwargs.items() if not (on_xla and k == "device") and k != "requires_grad"}
-    if on_xla or (device is None and not plain and torch.get_default_device().type == "xla"):
-        on_xla, kwargs = True, {**kwargs, "device": "cpu"}
+    if where == "xla":
+        kwargs = {**{k: v for k, v in kwargs.items() if k != "requires_grad"}, "device": "cpu"}
     results = _on_each(func, args, kwargs)
     if target is not None:
         return target if isinstance(results[0], torch.Tensor) else None
     found = _joined(results, _axes(leaves), plain)
-    if on_xla:
+    if where == "xla":
         found = tree_map(lambda t: t.uploaded() if isinstance(t, RankTensor) else t, found)
     return found.requires_grad_() if needs_grad else found
+
+
+def _where(kwargs: Any, plain: Sequence[torch.Tensor]) -> str:
+    """Where a function that makes a tensor makes it; "cpu" for all others."""
+    device = kwargs.get("device")
+    if device is None:
+        return "cpu" if plain else torch.get_default_device().type
+    return torch.device(device).type
 
 
 def _target(func: Any, args: Any, kwargs: Any) -> Any:

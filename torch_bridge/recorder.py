@@ -12,6 +12,7 @@ from torch_bridge import (
     backward,
     collective_ops,
     compile_cache,
+    ctc_lengths,
     debugging,
     dispatch,
     eager,
@@ -44,4 +45,4 @@ os.register_at_fork(after_in_child=process.mark_forked)
 # DataLoader workers fork; they use CPU tensors only, and `process.check` stops those that do not, so JAX's warning about forks misleads.
 warnings.filterwarnings("ignore", message=r"os\.fork\(\) was called", category=RuntimeWarning)
 
-__all__ = ["collective_ops", "dispatch", "specials", "tensor", "use_dispatch"]
+__all__ = ["collective_ops", "ctc_lengths", "dispatch", "specials", "tensor", "use_dispatch"]

@@ -54,6 +54,11 @@ class NeuronZero1Optimizer(ZeroRedundancyOptimizer):
             self.init_zero()
         self._reduce([p for p in self._all() if self._gradient(p) is not None])
 
+    def _calc_grad_norm(self, norm_type: float = 2.0) -> torch.Tensor:
+        """The norm of the undivided model's gradients, without dims."""
+        shards = list(self.shard_of.values())
+        return grads.get_grad_norm(shards, norm_type, zero1_optimizer=True, zero1_optimizer_groups=self.sharding_groups).reshape(())
+
     def _clip_grad_norm(self, max_norm: float | None = None, norm_type: float = 2.0) -> torch.Tensor:
         shards = list(self.shard_of.values())
         limit = self.max_norm if max_norm is None else max_norm

@@ -21,6 +21,7 @@ def _zeros(*size: int, dtype: torch.dtype = torch.float32) -> Callable[[str], to
 x, two, long, half = _zeros(3), _zeros(2, 3), _zeros(3, dtype=torch.int64), _zeros(3, dtype=torch.bfloat16)
 double = _zeros(3, dtype=torch.float64)
 
+_WITH_POSITION = ("max", "min", "argmax", "argmin", "median", "nanmedian", "mode")
 CASES: dict[str, tuple[Call, str]] = {
     "complex of integers": (lambda d: torch.complex(x(d), long(d)), "Half, Float or Double"),
     "complex of two dtypes": (lambda d: torch.complex(x(d), double(d)), "convert one with .to()"),
@@ -39,6 +40,15 @@ CASES: dict[str, tuple[Call, str]] = {
     ),
     "as_strided_scatter beyond the end": (lambda d: torch.as_strided_scatter(x(d), x(d), (3,), (2,)), "need 5 elements"),
     "amax over nothing": (lambda d: torch.amax(two(d)[:, :0], 1), "non-zero size"),
+    **{
+        f"{name} over nothing": (lambda d, name=name: getattr(two(d)[:, :0], name)(1), "dim 1 to have non-zero size")
+        for name in _WITH_POSITION
+    },  # type: ignore[misc]
+    "kthvalue over nothing": (lambda d: two(d)[:, :0].kthvalue(1, 1), "dim 1 to have non-zero size"),
+    **{
+        f"{name} of nothing": (lambda d, name=name: getattr(x(d)[:0], name)(), "reduction dim to be specified")
+        for name in ("max", "min", "argmax", "argmin")
+    },  # type: ignore[misc]
     "aminmax over nothing": (lambda d: torch.aminmax(two(d)[:, :0], dim=1), "non-zero size"),
     "aminmax into double": (lambda d: torch.aminmax(x(d), dim=0, out=(double(d), double(d))), "dtype torch.float32"),
     "convolution without dilation": (

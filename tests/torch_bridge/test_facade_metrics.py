@@ -63,8 +63,10 @@ def test_report_is_what_scripts_parse() -> None:
     assert {m[1]: int(m[2]) for m in COUNTER.finditer(report)} == metrics.COUNTERS
     short = met.short_metrics_report()
     assert "Metric: CompileTime" in short and "Counter: MarkStep" in short and "TensorsGraphSize" not in short
-    assert "TensorsGraphSize" in met.short_metrics_report(metric_names=["TensorsGraphSize"])
-    assert "Counter: UncachedCompile" in met.short_metrics_report(counter_names=["UncachedCompile"])
+    named = met.short_metrics_report(metric_names=["TensorsGraphSize"])
+    assert "TensorsGraphSize" in named and "CompileTime" not in named and "Counter: MarkStep" in named
+    named = met.short_metrics_report(counter_names=["UncachedCompile"])
+    assert "Counter: UncachedCompile" in named and "MarkStep" not in named and "Metric: CompileTime" in named
 
 
 def test_fallbacks_are_counted() -> None:

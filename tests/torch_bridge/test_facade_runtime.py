@@ -81,7 +81,18 @@ def test_initialize_cache(tmp_path: pathlib.Path) -> None:
         assert not list(tmp_path.iterdir())
         xr.initialize_cache(str(tmp_path))
         (torch.ones(5078, device="xla") * 2).cpu()
-        assert list(tmp_path.iterdir())
+        assert list(tmp_path.iterdir()) and xr.get_num_cached_compilation_graph()
+        other = tmp_path / "mine.txt"
+        other.touch()
+        xr.clear_computation_cache()
+        assert [p for p in tmp_path.rglob("*") if p.is_file()] == [other] and xr.get_num_cached_compilation_graph() == 0
+        assert (torch.ones(5078, device="xla") * 2)[0].item() == 2
+        assert len([p for p in tmp_path.rglob("*") if p.is_file()]) > 1
+        xr.initialize_cache(str(tmp_path), readonly=True)
+        xr.clear_computation_cache()
+        assert len([p for p in tmp_path.rglob("*") if p.is_file()]) > 1
+        for n in (5077, 5078):
+            (torch.ones(n, device="xla") * 2).cpu()
     finally:
         from jax.experimental.compilation_cache import compilation_cache
 

@@ -30,10 +30,11 @@ OPTIMIZERS = [
     (syncfree.Adam, torch.optim.Adam, {"lr": 0.01}),
     (syncfree.AdamW, torch.optim.AdamW, {"lr": 0.01, "amsgrad": True}),
     (syncfree.SGD, torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+    (syncfree.SGD, torch.optim.SGD, {"lr": 0.1, "momentum": 0.5, "dampening": 0.5, "weight_decay": 0.1}),
 ]
 
 
-@pytest.mark.thorough(keep=2)
+@pytest.mark.thorough(keep=3)
 @pytest.mark.parametrize(("ours", "torchs", "options"), OPTIMIZERS)
 def test_syncfree_optimizers(ours: Any, torchs: Any, options: dict[str, Any]) -> None:
     """Steps that found_inf calls off leave no trace: as if they had not been taken."""

@@ -388,6 +388,8 @@ def test_functions_have_gradients() -> None:
     x = torch.ones(2, 3, device="xla", requires_grad=True)
     (xf.all_reduce("sum", x, scale=2.0).sum() + xf.all_gather(x, dim=1).sum() + xf.all_reduce(xm.REDUCE_MAX, x).sum()).backward()
     assert x.grad.tolist() == torch.full((2, 3), 4.0).tolist()
+    (grad,) = torch.autograd.grad(xf.all_reduce("mul", x, scale=2.0).sum(), x)
+    assert grad.tolist() == torch.full((2, 3), 2.0).tolist()
 
 
 def test_rate_tracker() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import pytest
@@ -103,9 +104,22 @@ def test_layers(count: int) -> None:
         assert torch.allclose(p.grad, q.grad, rtol=1e-4, atol=1e-6)
 
 
+def test_a_tuple_is_given_as_several_arguments() -> None:
+    class Layer(nn.Linear):
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> Any:  # type: ignore[override]
+            return super().forward(x).sin(), super().forward(y).cos()
+
+    layers = [Layer(3, 3).to("xla") for _ in range(3)]
+    x = y = torch.ones(2, 3, device="xla")
+    for found, expected in zip(scan_layers(layers, (x, y)), functools.reduce(lambda xs, layer: layer(*xs), layers, (x, y)), strict=True):
+        assert found.tolist() == expected.tolist()
+
+
 def test_layers_that_differ() -> None:
     assert scan_layers([], "x") == "x" and scan_layers(iter(_layers(1)), torch.ones(1, 6)).shape == (1, 6)
-    with pytest.raises(ValueError, match=r"layers must be alike, but 0.weight is \[6, 6\] in layer 0 and \[7, 6\] in layer 1"):
+    with pytest.raises(
+        ValueError, match=r"layers must be alike, but 0.weight is \[6, 6\] in layer 0 and \[7, 6\] in layer 1 \(Shape mismatch\)"
+    ):
         scan_layers([*_layers(1), nn.Sequential(nn.Linear(6, 7))], torch.ones(1, 6))
-    with pytest.raises(ValueError, match=r"0.bias is \[6\] in layer 0 and missing in layer 1"):
+    with pytest.raises(ValueError, match=r"0.bias is \[6\] in layer 0 and missing in layer 1 \(mismatched keys\)"):
         scan_layers([*_layers(1), nn.Sequential(nn.Linear(6, 6, bias=False))], torch.ones(1, 6))

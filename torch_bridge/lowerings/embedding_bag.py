@@ -123,8 +123,7 @@ def embedding_bag_backward(
     per_sample_weights: Array | None,
     padding_idx: int = -1,
 ) -> Array:
-    if sparse:
-        raise NotImplementedError("aten._embedding_bag_backward with sparse=True: JAX has no sparse gradients; use sparse=False")
+    """Dense also for sparse=True, as in torch_xla."""
     return embedding_bag_dense_backward(
         grad, indices, offset2bag, bag_size, maximum_indices, num_weights, scale_grad_by_freq, mode, per_sample_weights, padding_idx
     )

@@ -21,6 +21,7 @@ _device.register()
 
 from torch_bridge.torch_xla import _XLAC, runtime  # noqa: E402
 from torch_bridge.torch_xla.core import xla_env_vars, xla_model  # noqa: E402
+from torch_bridge.torch_xla.core import xla_model as xm  # noqa: E402
 from torch_bridge.torch_xla.distributed import xla_backend, xla_multiprocessing  # noqa: E402
 from torch_bridge.torch_xla.torch_xla import compile, device, device_count, devices, launch, manual_seed, real_devices, step, sync  # noqa: E402
 from torch_bridge.torch_xla.version import __version__  # noqa: E402
@@ -44,6 +45,7 @@ __all__ = [
     "xla_env_vars",
     "xla_model",
     "xla_multiprocessing",
+    "xm",
 ]
 
 

@@ -152,6 +152,10 @@ def use_spmd(auto: bool = False) -> None:
     )
 
 
+_initialized: str | None = None
+"""The folder of `initialize_cache`, if it may be written to."""
+
+
 def initialize_cache(path: str, readonly: bool = False) -> None:
     """`xr.initialize_cache`: keep compiled programs in this directory, JAX's persistent compilation cache, across processes.
 
@@ -159,7 +163,22 @@ def initialize_cache(path: str, readonly: bool = False) -> None:
     """
     from torch_bridge import compile_cache
 
+    global _initialized
     compile_cache.use(path, readonly)
+    _initialized = None if readonly else os.fspath(path)
+
+
+def clear_computation_cache() -> None:
+    """`xr.clear_computation_cache`: forget the compiled programs: those in memory, and those in the folder of `initialize_cache` unless that is readonly."""
+    import pathlib
+
+    from torch_bridge import executor
+
+    executor.clear_cache()
+    if _initialized is not None:
+        for pattern in ("*-cache", "*-atime", "executables/*.executable"):
+            for file in pathlib.Path(_initialized).glob(pattern):
+                file.unlink(missing_ok=True)
 
 
 def get_num_cached_compilation_graph() -> int:

@@ -90,11 +90,29 @@ def test_gradients_add_up_in_float32(nxd: Nxd) -> None:
         assert (p.grad is None) == bool(precision.get("use_fp32_grad_acc", True))
         optimizer.step()
         optimizer.zero_grad()
-        assert p.grad is None and getattr(p, "main_grad", None) is None
+        assert p.grad is None
+        if precision.get("use_fp32_grad_acc", True):
+            assert p.main_grad.tolist() == [0.0] * 4 and p.main_grad.dtype == torch.float32  # type: ignore[attr-defined]
         return next(iter(optimizer.optimizer.shard_of.values()))[0].item()
 
     assert accumulated() == 1 - 257 / 2
     assert accumulated(use_fp32_grad_acc=False) == 1 - 256 / 2
+
+
+def test_a_script_clips_or_looks_by_itself(nxd: Nxd) -> None:
+    """`_calc_grad_norm` counts what tensor-parallel ranks hold alike once; gradients of parts stay if the inner optimizer's `zero_grad` keeps them."""
+    nxd(4, tp=2)
+    shared, divided = parameter(4), parameter(4)
+    divided.tensor_model_parallel, divided.partition_dim = True, 0  # type: ignore[attr-defined]
+    optimizer = NeuronZero1Optimizer([shared, divided], optim.SGD, lr=0.0)
+    kept = []
+    optimizer.base_optimizer.zero_grad = lambda set_to_none=True: kept.append(set_to_none)  # type: ignore[method-assign]
+    shared.grad, divided.grad = torch.full_like(shared, 2.0), torch.full_like(divided, 2.0)
+    optimizer.step()
+    whole = math.sqrt(4 * 4 + 8 * 4)
+    assert kept == [True] and optimizer.grad_norm is not None and optimizer.grad_norm.item() == pytest.approx(whole)
+    assert optimizer._calc_grad_norm().item() == pytest.approx(1.0)  # of what was clipped
+    assert optimizer._calc_grad_norm(math.inf).item() == pytest.approx(2.0 / whole)
 
 
 def test_gradients_no_hook_saw(nxd: Nxd) -> None:
@@ -112,6 +130,11 @@ def test_gradients_no_hook_saw(nxd: Nxd) -> None:
     assert other.main_grad.tolist() == [0.0] * 3  # type: ignore[attr-defined]
     optimizer.step(lambda: (other * 1).sum().backward())
     assert other.tolist() == [-1.0] * 3 and late.tolist() == [-1.0] * 3
+    optimizer.zero_grad()
+    other.main_grad.add_(2)  # type: ignore[attr-defined]  # what a script adds to the zeros counts
+    (other * 1).sum().backward()
+    optimizer.step()
+    assert other.tolist() == [-4.0] * 3 and late.tolist() == [-1.0] * 3
 
 
 def test_an_optimizer_that_is_gone_takes_no_gradients(nxd: Nxd) -> None:

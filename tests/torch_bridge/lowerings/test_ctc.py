@@ -119,3 +119,21 @@ def test_no_batch_and_no_time():
     with _compat.enable_x64():
         nll, alpha = low(aten._ctc_loss.default)(to_jax(torch.empty(0, 2, 3)), to_jax(TARGETS[:2]), [0, 0], [0, 1])
     assert to_torch(nll).tolist() == [0.0, float("inf")] and alpha.shape == (2, 0, 3)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("autocasts", [False, True])
+def test_lengths_may_stay_on_the_cpu(reduction, autocasts):
+    lengths = torch.tensor([7, 5, 6, 5, 5]), torch.tensor([3, 3, 2, 1, 2])
+    x, y = (torch.randn(7, 5, 6, generator=torch.Generator().manual_seed(1)).to(d).requires_grad_() for d in ("cpu", "xla"))
+    expected = torch.nn.functional.ctc_loss(x.log_softmax(-1), TARGETS, *lengths, reduction=reduction)
+    with torch.autocast("xla", enabled=autocasts):
+        got = torch.nn.functional.ctc_loss(y.log_softmax(-1), TARGETS.to("xla"), *lengths, reduction=reduction)
+    for loss in (expected, got):
+        loss.sum().backward()
+    torch.testing.assert_close(got.detach().cpu(), expected.detach())
+    torch.testing.assert_close(y.grad.cpu(), x.grad)
+    with torch.inference_mode():
+        torch.testing.assert_close(
+            torch.nn.functional.ctc_loss(y.log_softmax(-1), TARGETS.to("xla"), *lengths, reduction=reduction).cpu(), got.detach().cpu()
+        )

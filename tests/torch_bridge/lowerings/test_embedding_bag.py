@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -95,6 +97,12 @@ def test_no_indices(number):
     assert torch.equal(got, torch.zeros(2, 4))
 
 
-def test_sparse_gradient_says_what_to_do():
-    with pytest.raises(NotImplementedError, match="sparse=False"):
-        lowerings.lookup(aten._embedding_bag_backward.default).fn(*[None] * 6, 7, False, 0, True, None)
+@pytest.mark.parametrize("mode", MODES)
+def test_the_gradient_of_sparse_is_dense(mode):
+    bag = torch.nn.EmbeddingBag(7, 4, mode=mode, sparse=mode != "max")
+    xla = copy.deepcopy(bag).to("xla")
+    bag.sparse = False
+    for module, device in ((bag, "cpu"), (xla, "xla")):
+        module(I.to(device), OFFSETS.to(device)).square().sum().backward()
+    assert xla.weight.grad.layout == torch.strided
+    torch.testing.assert_close(xla.weight.grad.cpu(), bag.weight.grad)

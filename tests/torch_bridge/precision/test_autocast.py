@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -79,6 +80,10 @@ FLOAT32: dict[str, Callable[[], Case]] = {
     "hinge_embedding_loss": lambda: case(F.hinge_embedding_loss, f(2), torch.tensor([1, -1])),
     "margin_ranking_loss": lambda: case(F.margin_ranking_loss, f(2), f(2), torch.tensor([1, -1])),
     "multi_margin_loss": lambda: case(F.multi_margin_loss, f(4, 3), IDS),
+    "multilabel_margin_loss": lambda: case(F.multilabel_margin_loss, f(2, 3), torch.tensor([[0, 2, -1], [1, -1, 0]])),
+    "multilabel_margin_loss_forward": lambda: case(
+        lambda x, y: aten.multilabel_margin_loss_forward(x, y, 1)[0], f(2, 3), torch.tensor([[0, 2, -1], [1, -1, 0]])
+    ),
     "soft_margin_loss": lambda: case(F.soft_margin_loss, f(2), torch.tensor([1, -1])),
     "triplet_margin_loss": lambda: case(F.triplet_margin_loss, f(2, 3), f(2, 3), f(2, 3)),
     "reflection_pad1d": lambda: case(aten.reflection_pad1d, f(1, 2, 4), [1, 1]),
@@ -246,6 +251,36 @@ def test_regions_nest_and_end() -> None:
             assert (x @ x).dtype == HALF
         assert (x @ x).dtype == torch.float16
     assert (x @ x).dtype == torch.float32
+
+
+def test_without_a_dtype_it_is_bfloat16_in_every_thread() -> None:
+    """torch's own is float16 in a thread that nobody told otherwise."""
+    found: list[Any] = []
+
+    def look() -> None:
+        x = torch.ones(2, 2, device="xla")
+        with torch.autocast("xla"):
+            found.append((x @ x).dtype)
+        found.append(torch.get_autocast_dtype("xla"))
+        torch.set_autocast_dtype("xla", torch.float16)
+        found.append(torch.get_autocast_dtype("xla"))
+
+    for _ in range(2):
+        thread = threading.Thread(target=look)
+        thread.start()
+        thread.join()
+    assert found == [HALF, HALF, torch.float16] * 2
+    assert torch.get_autocast_dtype("xla") == HALF and torch.get_autocast_dtype("cpu") == HALF
+
+
+def test_the_older_names_mean_the_same() -> None:
+    assert not torch.is_autocast_xla_enabled()
+    with torch.autocast("xla"):
+        assert torch.is_autocast_xla_enabled() and torch.get_autocast_xla_dtype() == HALF
+        torch.set_autocast_xla_enabled(False)
+        torch.set_autocast_xla_dtype(torch.float16)
+        assert not torch.is_autocast_enabled("xla") and torch.get_autocast_dtype("xla") == torch.float16
+    assert torch.get_autocast_xla_dtype() == HALF
 
 
 def test_torch_xla_amp_autocast_casts() -> None:

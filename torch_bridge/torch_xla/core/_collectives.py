@@ -149,11 +149,18 @@ def broadcast_master_param(model: torch.nn.Module) -> None:
 
 
 def rendezvous(tag: str, payload: bytes = b"", replicas: Sequence[int] = ()) -> list[bytes]:
-    """`xm.rendezvous`: wait until every worker is here; returns everyone's payload by rank. Unlike torch_xla it does not end the step."""
+    """`xm.rendezvous`: wait until every worker is here; returns everyone's payload by rank. Unlike torch_xla it does not end the step.
+
+    replicas: ranks that meet, all by default; only some in a process that hosts them all.
+    """
     if not isinstance(payload, bytes):
         raise TypeError(f"`payload` must be bytes, not {type(payload)}")
     if replicas and sorted(replicas) != list(range(world.size())):
-        raise ValueError(f"rendezvous {tag!r}: only a rendezvous of all {world.size()} ranks is supported, got replicas={list(replicas)}")
+        if world.process_count() > 1 or not set(replicas) <= set(range(world.size())):
+            raise ValueError(
+                f"rendezvous {tag!r}: between processes only all {world.size()} ranks can meet, and in one process some of them; got replicas={list(replicas)}"
+            )
+        return [payload for _ in replicas]
     parts = processes.exchange(f"rendezvous {tag}", payload)
     return [part for part in parts for _ in range(world.size() // len(parts))]
 

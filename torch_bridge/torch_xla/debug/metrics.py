@@ -56,7 +56,8 @@ def metrics_report() -> str:
 
 
 def short_metrics_report(counter_names: Sequence[str] | None = None, metric_names: Sequence[str] | None = None) -> str:
-    """`met.short_metrics_report`: compile, execute and transfer times, CPU fallbacks, and the counters and metrics named."""
+    """`met.short_metrics_report`: the counters and the metrics named, and CPU fallbacks. By default steps, cached compilations; compile, execute and transfer
+    times."""
     return _report.short(metric_names or (), counter_names or ())
 
 

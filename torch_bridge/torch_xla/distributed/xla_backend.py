@@ -18,6 +18,7 @@ from torch.distributed import distributed_c10d
 from torch_bridge import groups as rank_groups
 from torch_bridge import objects, world
 from torch_bridge import ranks as ranks_of
+from torch_bridge.torch_xla.core import _sync_batch_norm
 from torch_bridge.torch_xla.distributed._process_group import ProcessGroupXla
 
 __all__ = ["ProcessGroupXla", "new_xla_process_group"]
@@ -166,6 +167,7 @@ def _install() -> None:
     for module in (dist, distributed_c10d):
         module.init_process_group = _init  # type: ignore[attr-defined]
         module.new_group = new_xla_process_group  # type: ignore[attr-defined]
+    _sync_batch_norm.install()
     _by_objects("all_gather_object", _all_gather_object)
     _by_objects("gather_object", _gather_object)
     _by_objects("broadcast_object_list", _broadcast_object_list)

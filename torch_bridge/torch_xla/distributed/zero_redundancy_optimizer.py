@@ -35,7 +35,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
     reduced in `optimizer_dtype`, else in their own. save_master_weights: `state_dict()` holds the parts. pin_layout is accepted without effect.
 
     `param_groups` are the full parameters' (schedulers change their options there); `base_optimizer` updates the parts. Parameters that have no gradient
-    are left alone. `grad_norm` is the norm before clipping, shape [1], None before the first step and without clipping.
+    are left alone. `device` is theirs. `grad_norm` is the norm before clipping, shape [1], None before the first step and without clipping.
 
     An optimizer that works element by element gives the numbers that it gives on whole parameters; so does torch's Adafactor. One of your own that takes
     norms, means or products over a parameter sees rows of it, and padding, here: use it without ZeRO-1.
@@ -77,7 +77,9 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         self._scatter_bytes = bucket_cap_mb_reduce_scatter * 2**20 or BUCKET
         self._options = defaults
         self._grad_norm: torch.Tensor | None = None
+        self._zeros: dict[torch.Tensor, torch.Tensor] = {}
         self._check_parameters(self._all())
+        self.device = self._all()[0].device
         self._check_class()
         self.base_optimizer: torch.optim.Optimizer
         self.inited = False
@@ -180,37 +182,42 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         updated = [p for p in self._all() if self._gradient(p) is not None]
         self._reduce(updated)
         if self.grad_clipping:
-            self._grad_norm = self._clip_grad_norm(max_norm=self.max_norm)
+            self._grad_norm = None
+            norm = self._clip_grad_norm(max_norm=self.max_norm)
+            if norm is not None:  # a script's own `_clip_grad_norm` returns nothing, as torch_xla's
+                self._grad_norm = norm
         self.base_optimizer.step(**kwargs)
         self._publish(updated)
-        for p in updated:
-            self.shard_of[p].grad = None
+        self.base_optimizer.zero_grad(set_to_none=True)
         self._share_options(self.base_optimizer.param_groups, self.param_groups)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients, also those in `main_grad`; with set_to_none=False they become zeros."""
+        """Forget the gradients; with set_to_none=False they become zeros. `main_grad` becomes zeros either way, as in torch_xla: from its first gradient on, a
+        parameter is updated in every step."""
         super().zero_grad(set_to_none)
         for p in self._all():
             held = getattr(p, "main_grad", None)
-            if held is None:
-                continue
-            if set_to_none:
-                p.main_grad = None  # type: ignore[attr-defined]
-            else:
-                held.zero_()
+            if held is not None:
+                p.main_grad = self._zeros[p] = torch.zeros_like(held)  # type: ignore[attr-defined]
+
+    def _holds_nothing(self, p: torch.Tensor) -> bool:
+        """Whether `main_grad` is the zeros of `zero_grad` still. What comes next replaces them: so the first step is the same program as all others, and
+        none adds to zeros."""
+        held: Any = getattr(p, "main_grad", None)
+        zeros = self._zeros.pop(p, None)
+        return held is None or (held is zeros and zeros is not None and zeros._version == 0)
 
     def _accumulate(self, p: torch.Tensor) -> None:
         """Add a complete gradient to those before it."""
         if p.grad is None:
             return
         with torch.no_grad():
-            held = getattr(p, "main_grad", None)
             grad = p.grad.detach()
-            if held is None:
+            if self._holds_nothing(p):
                 p.main_grad = grad.to(self.optimizer_dtype)  # type: ignore[attr-defined]
             else:
-                held.add_(grad)
+                p.main_grad.add_(grad)  # type: ignore[attr-defined]
         p.grad = None
 
     def _gradient(self, p: torch.Tensor) -> torch.Tensor | None:
@@ -243,22 +250,31 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
                 parts = [self.shard_of[p] for p in chosen]
                 specials.copy_all(chosen, cuts.all_gather(parts, [p.shape for p in chosen], dtype, self._gather_bytes))
 
-    def _clip_grad_norm(self, max_norm: float | None = None, norm_type: float = 2.0) -> torch.Tensor:
-        """Scale the parts' gradients down to a global norm of `max_norm`; returns the norm before, shape [1]."""
+    @torch.no_grad()
+    def _calc_grad_norm(self, norm_type: float = 2.0) -> torch.Tensor:
+        """The norm of all ranks' parts of the gradients together, without dims."""
         norm_type = float(norm_type)
-        grads = [s.grad for s in self.shard_of.values() if s.grad is not None]
+        grads = self._shards_gradients()
         if not grads:
-            return torch.zeros(1, dtype=self.optimizer_dtype, device="xla")
+            return torch.zeros((), dtype=self.optimizer_dtype, device=self.device)
         kind = "max" if norm_type == math.inf else "sum"
         parts = torch.stack(clipping.sum_powers(grads, norm_type))
         total = parts.max() if norm_type == math.inf else parts.sum()
         total = collectives.all_reduce(kind, total, groups=self.sharding_groups)
         if self.grad_norm_groups is not None:
             total = collectives.all_reduce(kind, total, groups=self.grad_norm_groups)
-        norm = (total if norm_type == math.inf else total ** (1.0 / norm_type)).reshape(1)
-        factor = ((self.max_norm if max_norm is None else max_norm) / (norm.reshape(()) + 1e-6)).clamp(max=1.0)
-        clipping.scale(grads, factor)
-        return norm
+        return total if norm_type == math.inf else total ** (1.0 / norm_type)
+
+    @torch.no_grad()
+    def _clip_grad_norm(self, max_norm: float | None = None, norm_type: float = 2.0) -> torch.Tensor:
+        """Scale the parts' gradients down to a global norm of `max_norm`; returns the norm before, shape [1]."""
+        norm = self._calc_grad_norm(norm_type)
+        factor = ((self.max_norm if max_norm is None else max_norm) / (norm + 1e-6)).clamp(max=1.0)
+        clipping.scale(self._shards_gradients(), factor)
+        return norm.reshape(1)
+
+    def _shards_gradients(self) -> list[torch.Tensor]:
+        return [s.grad for s in self.shard_of.values() if s.grad is not None]
 
     # -- state ----------------------------------------------------------------------------------------
 

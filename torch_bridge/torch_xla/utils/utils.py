@@ -94,14 +94,11 @@ class FnDataGenerator:
         return data, self._func(data)
 
 
-class DataWrapper:
-    """`xu.DataWrapper`: base class of batches that list their tensors. They need not: loaders look into any object's attributes."""
+class DataWrapper(nested.Wrapper):
+    """`xu.DataWrapper`: base class of batches that list their tensors (`get_tensors`), and make of others what a loader gives in their place (`from_tensors`).
 
-    def get_tensors(self) -> Any:
-        raise NotImplementedError("get_tensors() is to be written by the subclass")
-
-    def from_tensors(self, tensors: Any) -> Any:
-        raise NotImplementedError("from_tensors() is to be written by the subclass")
+    Batches need not be one: loaders look into any object's attributes.
+    """
 
 
 class LazyProperty:

@@ -12,8 +12,7 @@ import torch
 def stepped_unless(found_inf: torch.Tensor, optimizer: torch.optim.Optimizer, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call `step`, then put back the old value of every parameter and state if `found_inf` is not 0.
 
-    A state that this step created becomes 0 when the step is called off, as it is before a first step, except that SGD's first momentum is
-    not exempt from dampening afterwards.
+    A state that this step created becomes 0 when the step is called off, as it is before a first step.
     """
     device = found_inf.device
     _keep_counts_on(device, optimizer)

@@ -61,6 +61,13 @@ def get_1d_mesh(*args: Any, **kwargs: Any) -> Any:
     _later("get_1d_mesh")
 
 
+def xla_patched_nn_linear_forward(m: Any, input: Any, einsum_str: str | None = None) -> Any:
+    """`xs.xla_patched_nn_linear_forward`: an `nn.Linear`'s forward, for `apply_xla_patch_to_nn_linear`. `einsum_str`, which keeps shardings, is not needed."""
+    from torch_bridge.torch_xla.distributed.fsdp.utils import XLAPatchedLinear
+
+    return XLAPatchedLinear.apply(input, m.weight, m.bias)
+
+
 def xla_distribute_tensor(*args: Any, **kwargs: Any) -> Any:
     """`xs.xla_distribute_tensor`."""
     _later("xla_distribute_tensor")
