@@ -173,11 +173,20 @@ def load_object(path: Path, weights_only: bool = False) -> Any:
 # -- models ------------------------------------------------------------------------------------------
 
 
+def _refuse_empty(name: str, given: Any) -> None:
+    if isinstance(given, dict) and not given:
+        raise ValueError(
+            f"{name}={{}}: what is in the files is divided among ranks as the {name} is, and an empty dict does not say how. Give the {name} itself, and read "
+            f"{name}.state_dict() then"
+        )
+
+
 def load_model(path: Path, model: Any, strict: bool, master: Path | None) -> None:
     """Fill a module from a folder. master: an optimizer's folder whose master weights stand in for weights that were not written.
 
-    Raises RuntimeError for missing or unexpected names (unless not `strict`) and for other shapes, before anything changes.
+    Raises RuntimeError for missing or unexpected names (unless not `strict`) and for other shapes, ValueError for an empty dict, before anything changes.
     """
+    _refuse_empty("model", model)
     folder = Folder(path)
     other = folder.objects()["other"]
     module = contents.unwrapped(model)
@@ -293,6 +302,7 @@ def load_optimizer(path: Path, optimizer: Any, model: Any) -> None:
     if "nested" in saved:
         _load_nested(folder, saved["nested"], optimizer)
         return
+    _refuse_empty("optimizer", optimizer)
     parts = _named(contents.parts_of(optimizer, contents.names_of(model)), saved["order"])
     keys = {part.name: contents.keys_of(part.name, part.placement()) for part in parts}
     _check_parameters(path, saved, keys)
@@ -304,7 +314,8 @@ def load_optimizer(path: Path, optimizer: Any, model: Any) -> None:
         raise ValueError(f"cannot load {path}: " + "; ".join(p for p in problems if p))
     if contents.is_zero1(optimizer):
         contents.inner(optimizer).init_zero()
-        parts = _named(contents.parts_of(optimizer, contents.names_of(model)), saved["order"])
+        _refuse_empty("optimizer", optimizer)
+    parts = _named(contents.parts_of(optimizer, contents.names_of(model)), saved["order"])
     _take_state(folder, saved, optimizer, parts, keys, wanted)
     executor.sync()
 

@@ -259,6 +259,19 @@ def test_strict(alone: Any, tmp_path: Path) -> None:
         nxd.load_checkpoint(tmp_path, "u", model)
 
 
+def test_an_empty_dict_is_refused(alone: Any, tmp_path: Path) -> None:
+    """It stayed empty without a word if strict=False."""
+    model, optimizer = tiny()
+    step(model, optimizer)
+    nxd.save_checkpoint(tmp_path, "t", model, optimizer)
+    with pytest.raises(
+        ValueError, match=r"model=\{\}: .* divided among ranks as the model is.*Give the model itself, and read model.state_dict\(\)"
+    ):
+        nxd.load_checkpoint(tmp_path, "t", {}, strict=False)
+    with pytest.raises(ValueError, match=r"optimizer=\{\}: .*Give the optimizer itself"):
+        nxd.load_checkpoint(tmp_path, "t", optimizer={})
+
+
 def test_other_shapes_change_nothing(alone: Any, tmp_path: Path) -> None:
     model, optimizer = tiny()
     step(model, optimizer)
