@@ -332,13 +332,24 @@ def install() -> None:
 def _taking_ranks(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def function(*args: Any, **kwargs: Any) -> Any:
-        if not any(map(ranks.is_ranked, tree_leaves((args, kwargs)))):
+        if not (_hold_ranks(args) or (kwargs and _hold_ranks(tuple(kwargs.values())))):
             return original(*args, **kwargs)
         from torch_bridge import rank_ops
 
         return rank_ops.call(function, args, kwargs, original)
 
     return function
+
+
+_NESTED = {list, tuple}
+
+
+def _hold_ranks(given: Sequence[Any]) -> bool:
+    """Whether numbers that differ by rank are among some, or in lists of them; quick for long lists of other numbers."""
+    kinds = set(map(type, given))
+    if not kinds.isdisjoint(ranks.KINDS):
+        return True
+    return not kinds.isdisjoint(_NESTED) and any(_hold_ranks(x) for x in given if type(x) in _NESTED)
 
 
 def _indexed(original: Callable[..., Any]) -> Callable[..., Any]:
