@@ -1,5 +1,6 @@
-"""`neuronx_distributed`: the very modules of `nxd_jax`."""
+"""`neuronx_distributed`: the very modules of `nxd_jax`. Like the original it registers backend "xla" with torch.distributed."""
 
+import torch_bridge.torch_xla.distributed.xla_backend  # noqa: F401
 from nxd_jax import _later
 from torch_bridge import aliasing
 

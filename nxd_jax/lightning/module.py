@@ -31,8 +31,8 @@ class NeuronLTModule(LightningModule):
     train_batch_size, logging_interval, log_rank0: kept as attributes for your `training_step`. manual_opt=False: Lightning's automatic optimization
     (`Trainer(accumulate_grad_batches=, gradient_clip_val=)` then work as they do elsewhere). NxD does not support that.
 
-    Set up for you: `averaged_loss` (zeros, shape [1], float64, on the device), `should_print` (False), `loss` (None), `print_pp_rank`. Names of parameters and
-    the state dict are the model's own, without "model.".
+    Set up for you: `averaged_loss` (zeros, shape [1], float64, on the device), `should_print` (False), `print_pp_rank`, and `loss`, `lr`, `input_ids` and
+    `global_norm` (None until you set them). Names of parameters and the state dict are the model's own, without "model.".
     """
 
     model: Any
@@ -77,7 +77,10 @@ class NeuronLTModule(LightningModule):
         self.log_rank0 = log_rank0
         self.automatic_optimization = not manual_opt
         self.should_print = False
-        self.loss = None
+        self.loss: Any = None
+        self.lr: Any = None
+        self.input_ids: Any = None
+        self.global_norm: Any = None
         self._made_for: Any = None
 
     # -- the model ------------------------------------------------------------------------------------
@@ -138,16 +141,23 @@ class NeuronLTModule(LightningModule):
         return [{"params": plain, "weight_decay": 0.01}, {"params": others, "weight_decay": 0.0}]
 
     def configure_gradient_clipping(
-        self, optimizer: Any, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
+        self, optimizer: Any = None, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
     ) -> None:
         """`Trainer(gradient_clip_val=...)`, with automatic optimization: the optimizer from `initialize_parallel_optimizer` clips to it in its step, in place
-        of `max_grad_norm`. (NxD: does nothing.)
+        of `max_grad_norm`. Without an optimizer it does nothing. (NxD: never does anything.)
         """
         self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
+    def clip_gradients(
+        self, optimizer: Any = None, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
+    ) -> None:
+        """`LightningModule.clip_gradients`; without an optimizer it does nothing. (NxD: never does anything.)"""
+        if optimizer is not None:
+            super().clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+
     # -- logging --------------------------------------------------------------------------------------
 
-    def log(  # type: ignore[override]
+    def log(
         self,
         name: str,
         value: Any,
@@ -155,12 +165,33 @@ class NeuronLTModule(LightningModule):
         logger: bool | None = None,
         on_step: bool | None = None,
         on_epoch: bool | None = None,
-        **kwargs: Any,
+        reduce_fx: Any = "mean",
+        enable_graph: bool = False,
+        sync_dist: bool = False,
+        sync_dist_group: Any = None,
+        add_dataloader_idx: bool = True,
+        batch_size: int | None = None,
+        metric_attribute: str | None = None,
+        rank_zero_only: bool = False,
     ) -> None:
         """`LightningModule.log`. Numbers stay on the host; tensors on the device are read only when somebody looks at them."""
         now = prog_bar or (logger is not False and not on_epoch and self._logs_in_this_step())
-        value = to_log(value, bool(kwargs.get("sync_dist")), now)
-        super().log(name, value, prog_bar, logger, on_step, on_epoch, **kwargs)
+        super().log(
+            name,
+            to_log(value, sync_dist, now),
+            prog_bar,
+            logger,
+            on_step,
+            on_epoch,
+            reduce_fx,
+            enable_graph,
+            sync_dist,
+            sync_dist_group,
+            add_dataloader_idx,
+            batch_size,
+            metric_attribute,
+            rank_zero_only,
+        )
 
     def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
         """`LightningModule.all_gather`: nested tensors and numbers of all ranks, or of those of a process group, side by side along dim 0."""

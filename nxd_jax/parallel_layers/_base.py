@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from nxd_jax.parallel_layers import _groups, _weights
 from nxd_jax.parallel_layers._linear import LinearWithAsyncCommunication, linear_with_async_allreduce
@@ -18,7 +22,7 @@ logger = logging.getLogger("nxd_jax")
 class BaseParallelLayer(_weights.Owner):
     """A layer whose weight the ranks of a group share out.
 
-    Attributes: tensor_parallel_group (the process group), dtype, master_weight (the full weight in `dtype` on the CPU, with
+    Attributes: tensor_parallel_group (the process group), dtype, master_weight and master_bias (full-size, in `dtype` on the CPU, with
     `keep_master_weight`; else None).
     """
 
@@ -48,6 +52,7 @@ class BaseParallelLayer(_weights.Owner):
         self.arg_init_method = init_method
         self.keep_master_weight = keep_master_weight
         self.master_weight: torch.Tensor | None = None
+        self.master_bias: torch.Tensor | None = None
 
     # -- for subclasses ------------------------------------------------------------------------------
 
@@ -58,6 +63,14 @@ class BaseParallelLayer(_weights.Owner):
     def _padding(self) -> int:
         """Zeros at the end of the full weight's partitioned dim."""
         return 0
+
+    def _bias_padding(self) -> int:
+        """Entries at the end of the full bias that belong to no output."""
+        return 0
+
+    def _bias_fill(self, dtype: torch.dtype) -> float:
+        """What those entries hold."""
+        return 0.0
 
     def _fan_in(self) -> int:
         shape = self._full_shape()
@@ -85,19 +98,20 @@ class BaseParallelLayer(_weights.Owner):
             self._draw_weight()
         self._partition.mark(self.weight)
 
-    def _make_bias(self, wanted: bool, size: int, sharded: bool) -> None:
-        """A bias of `size` entries altogether, if it is wanted: shared out as the weight is, or held by all ranks."""
+    def _make_bias(self, shape: Sequence[int] | None, sharded: bool) -> None:
+        """A bias of this full shape with its padding (None: no bias): the last dim shared out as the weight is, or held by all ranks."""
         self.register_parameter("bias", None)
-        if not wanted:
+        if shape is None:
             return
-        self._bias_size = size
-        partition = Partition(self._partition.group, 0, self._partition.stride, self._partition.rank_ordering) if sharded else None
+        self._full_bias_shape = list(shape)
+        dim = len(shape) - 1
+        partition = dataclasses.replace(self._partition, dim=dim) if sharded else None
         self._bias_partition = partition
         if partition is not None:
             self._partitions["bias"] = partition
         if _weights.is_meta(self.device):
-            local = partition.local_shape([size]) if partition else [size]
-            self.bias = torch.nn.Parameter(torch.empty(local, dtype=self.dtype, device="meta"))
+            local = partition.local_shape(shape) if partition else shape
+            self.bias = torch.nn.Parameter(torch.empty(*local, dtype=self.dtype, device="meta"))
         else:
             self._draw_bias()
         if partition is not None and self.bias is not None:
@@ -118,8 +132,15 @@ class BaseParallelLayer(_weights.Owner):
         _weights.assign(self, "weight", _weights.place(full, self._partition, self.dtype, _home(self.device)))
 
     def _draw_bias(self) -> None:
-        full = _weights.drawn([self._bias_size], self._init_bias)
+        *others, last = self._full_bias_shape
+        full = self._padded_bias(_weights.drawn([*others, last - self._bias_padding()], self._init_bias))
+        if self.keep_master_weight:
+            self.master_bias = full.to(self.dtype)
         _weights.assign(self, "bias", _weights.place(full, self._bias_partition, self.dtype, _home(self.device)))
+
+    def _padded_bias(self, full: torch.Tensor) -> torch.Tensor:
+        count = self._bias_padding()
+        return F.pad(full, (0, count), value=self._bias_fill(full.dtype)) if count else full
 
     def init_weight_cpu(self) -> None:
         """Draw the weight and the bias from torch's CPU random state; also what gives a layer made on "meta" its values.
@@ -137,20 +158,18 @@ class BaseParallelLayer(_weights.Owner):
 
         Raises RuntimeError if its size is not the layer's without padding.
         """
-        count = self._padding()
+        is_bias = prefix.rpartition(".")[2] == "bias"
+        count = self._bias_padding() if is_bias else self._padding()
         if not count or prefix not in model_state_dict:
             return
-        partition = self._bias_partition if prefix.endswith("bias") else self._partition
-        if partition is None:
-            return
         full = model_state_dict[prefix]
+        dim = full.dim() - 1 if is_bias else self._partition.dim
         expected = self._full_shape()[self._partition.dim]
-        if full.shape[partition.dim] != expected:
+        if full.shape[dim] != expected:
             raise RuntimeError(
-                f"{prefix} has {full.shape[partition.dim]} entries along dim {partition.dim}, {type(self).__name__} with padding needs the {expected} "
-                "that it has without"
+                f"{prefix} has {full.shape[dim]} entries along dim {dim}, {type(self).__name__} with padding needs the {expected} that it has without"
             )
-        model_state_dict[prefix] = _weights.padded(full, partition.dim, count)
+        model_state_dict[prefix] = self._padded_bias(full) if is_bias else _weights.padded(full, dim, count)
 
 
 def _home(device: Any) -> Any:
@@ -159,16 +178,64 @@ def _home(device: Any) -> Any:
 
 
 class BaseParallelLinear(BaseParallelLayer):
-    """What the two linear layers have in common. `autograd_func_class`: the autograd function that multiplies."""
+    """What the two linear layers have in common, and what linear layers of your own derive from.
+
+    Derive from `ColumnParallelLinear` or `RowParallelLinear` to change the shape of what they hold: `set_weight_and_bias_config` sets `weight_shape` and
+    `bias_shape` (one rank's part; no bias: None) and `weight_partition_dim`; `initialize_weight_and_bias` draws them, with `_init_weight(full_weight)`.
+    `BaseParallelLinear()` without arguments has none of it: set sizes and parameters yourself.
+
+    autograd_func_class: the autograd function that multiplies. `_forward_impl`: `linear_with_async_allreduce`.
+    """
 
     autograd_func_class: Any = LinearWithAsyncCommunication
-    pad: bool
-    pad_size: int
+    _forward_impl: Any = staticmethod(linear_with_async_allreduce)
+    weight_shape: tuple[int, ...]
+    bias_shape: tuple[int, ...] | None = None
+    weight_partition_dim: int
+    pad: bool = False
+    pad_size: int = 0
     input_size: int
     output_size: int
-    sequence_parallel_enabled: bool
-    sequence_dimension: int | None
-    reduce_dtype: torch.dtype | None
+    sequence_parallel_enabled: bool = False
+    sequence_dimension: int | None = 0
+    reduce_dtype: torch.dtype | None = torch.float32
+    arg_init_method: Init | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        if args or kwargs:
+            super().__init__(*args, **kwargs)
+        else:
+            torch.nn.Module.__init__(self)
+            self._partitions = {}
+
+    # -- weights -------------------------------------------------------------------------------------
+
+    def set_weight_and_bias_config(self) -> None:
+        """Set weight_shape, weight_partition_dim and bias_shape."""
+        raise NotImplementedError(
+            f"{type(self).__name__}.set_weight_and_bias_config: derive from ColumnParallelLinear or RowParallelLinear, or set weight_shape, "
+            "weight_partition_dim and bias_shape here"
+        )
+
+    def initialize_weight_and_bias(self) -> None:
+        """Draw the weight and the bias (on "meta": make their shapes), of the shapes that `set_weight_and_bias_config` says."""
+        self.set_weight_and_bias_config()
+        self._partition = dataclasses.replace(self._partition, dim=self.weight_partition_dim % len(self.weight_shape))
+        self._partitions = {"weight": self._partition}
+        self._make_weight()
+        shape, sharded = self.bias_shape, self._shares_bias()
+        count = self._partition.size if sharded else 1
+        self._make_bias(None if shape is None else [*shape[:-1], shape[-1] * count], sharded)
+
+    def _shares_bias(self) -> bool:
+        """Whether the last dim of the bias is shared out."""
+        return False
+
+    def _full_shape(self) -> list[int]:
+        dim = self._partition.dim
+        shape = list(self.weight_shape)
+        shape[dim] = shape[dim] * self._partition.size - self._padding()
+        return shape
 
     def _padding(self) -> int:
         return self.pad_size
@@ -178,21 +245,24 @@ class BaseParallelLinear(BaseParallelLayer):
 
     def _set_sequence_dimension(self, enabled: bool, dimension: int | None) -> None:
         if enabled and dimension is None:
-            logger.warning("%s: sequence_dimension is not given, the sequence is taken to be dim 0 ([S, B, H])", type(self).__name__)
+            _say_sequence_dimension(type(self).__name__)
         self.sequence_parallel_enabled = enabled
         self.sequence_dimension = dimension or 0
 
-    def _check_mode(self) -> None:
+    # -- running -------------------------------------------------------------------------------------
+
+    def _check_pad_false_for_training(self) -> None:
+        """Raise RuntimeError in training mode if the layer is padded."""
         if self.pad and self.training:
             raise RuntimeError(
                 f"{type(self).__name__} with pad=True is for inference: call model.eval(), or make the layer without padding"
             )
 
-    def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, all_reduce: bool, gather: bool) -> torch.Tensor:
-        return linear_with_async_allreduce(
-            input,
-            weight,
-            None,
+    def _multiply(self, input: torch.Tensor, weight: torch.Tensor, all_reduce: bool, gather: bool) -> torch.Tensor:
+        return self._forward_impl(
+            input=input,
+            weight=weight,
+            bias=None,
             async_grad_allreduce=all_reduce,
             sequence_parallel_enabled=gather,
             sequence_dimension=self.sequence_dimension,
@@ -202,4 +272,12 @@ class BaseParallelLinear(BaseParallelLayer):
         )
 
     def extra_repr(self) -> str:
+        if "_partition" not in self.__dict__:  # BaseParallelLinear()
+            return ""
         return f"input_size={self.input_size}, output_size={self.output_size}, bias={self.bias is not None}, tp={self._partition.size}"
+
+
+@functools.cache
+def _say_sequence_dimension(name: str) -> None:
+    """Once for a class."""
+    logger.warning("%s: sequence_dimension is not given, the sequence is taken to be dim 0 ([S, B, H])", name)

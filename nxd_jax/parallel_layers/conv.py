@@ -77,9 +77,9 @@ class BaseParallelConv(BaseParallelLayer):
 
 
 class OutputChannelParallelConv2d(BaseParallelConv):
-    """`torch.nn.Conv2d` with the output channels shared out: each rank has [out_channels / tp, in_channels, *kernel_size].
+    """`torch.nn.Conv2d` with the output channels shared out: each rank has [out_channels / tp, in_channels, *kernel_size] and that part of the bias.
 
-    gather_output: give all ranks all channels (the bias is then full-size); else each has its own, with its part of the bias.
+    gather_output: give all ranks all channels; else each has its own.
     partition_pad: pad the output channels with zeros to a multiple of tp; a gathered result has `out_channels` again.
     groups: 1 only (NotImplementedError). padding_mode, init_method, keep_master_weight, dtype, device: as in `torch.nn.Conv2d` and
     `ColumnParallelLinear`. Input [N, in_channels, H, W] or [in_channels, H, W], the same on all ranks.
@@ -108,15 +108,18 @@ class OutputChannelParallelConv2d(BaseParallelConv):
         self.gather_output = gather_output
         self.out_channels_per_partition = self.channels_per_partition
         self._make_weight()
-        self._make_bias(bias, self.out_channels + self.partition_pad_size, sharded=not gather_output)
+        self._make_bias([self.out_channels + self.partition_pad_size] if bias else None, sharded=True)
+
+    def _bias_padding(self) -> int:
+        return int(self.partition_pad_size)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """[..., C, H, W] to [..., out_channels (or / tp), H', W']."""
         group = self._partition.group
-        out = self._convolve(mappings.copy_to_tensor_model_parallel_region(input, group))
+        out = self._with_bias(self._convolve(mappings.copy_to_tensor_model_parallel_region(input, group)))
         if not self.gather_output:
-            return self._with_bias(out)
-        whole = self._with_bias(mappings._gather(out, -3, group))
+            return out
+        whole = mappings._gather(out, -3, group)
         return whole.narrow(-3, 0, self.out_channels) if self.partition_pad_size else whole
 
 
@@ -150,7 +153,7 @@ class InputChannelParallelConv2d(BaseParallelConv):
         self.input_is_parallel = input_is_parallel
         self.in_channels_per_partition = self.channels_per_partition
         self._make_weight()
-        self._make_bias(bias, out_channels, sharded=False)
+        self._make_bias([out_channels] if bias else None, sharded=False)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """[..., in_channels (or / tp), H, W] to [..., out_channels, H', W']."""

@@ -34,12 +34,25 @@ def parallel_cross_entropy(
     return loss
 
 
-def from_parallel_logits_to_logprobs(logits: torch.Tensor, target: torch.Tensor, inference: bool = True) -> torch.Tensor:
+def from_parallel_logits_to_logprobs(
+    vocab_parallel_logits: torch.Tensor | None = None,
+    target: torch.Tensor | None = None,
+    inference: bool = True,
+    *,
+    logits: torch.Tensor | None = None,
+) -> torch.Tensor:
     """log p(token s + 1 | tokens up to s): [batch, length - 1], float32.
 
-    logits: [batch, length, vocabulary / tp]; target: [batch, length], the same tokens that the logits were computed from (they are shifted here). A
-    target outside the vocabulary (-100, say) gives 0. inference is accepted: the result always carries a gradient to logits that need one.
+    vocab_parallel_logits (or logits, the name that some releases have): [batch, length, vocabulary / tp]; target: [batch, length], the same tokens that the
+    logits were computed from (they are shifted here). A target outside the vocabulary (-100, say) gives 0. inference is accepted: the result always carries
+    a gradient to logits that need one.
     """
+    if (vocab_parallel_logits is None) == (logits is None) or target is None:
+        raise TypeError(
+            "from_parallel_logits_to_logprobs needs vocab_parallel_logits (or logits, which is the same, but not both) and target"
+        )
+    logits = vocab_parallel_logits if logits is None else logits
+    assert logits is not None
     shifted = target.roll(-1, dims=-1)
     _check(logits, shifted)
     found: torch.Tensor = DistributedLogprob.apply(logits, shifted, inference)

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from nxd_jax.parallel_layers import _groups, parallel_state
+from nxd_jax.utils.utils import hardware
 from torch_bridge import collectives, sharded, world
 
 Hook = Callable[[torch.nn.Module, float], Any]
@@ -136,8 +137,11 @@ def generate_padding_mask(
     r // num_kv_heads; on trn2 one by one, so that groups lie on neighbouring ranks. On the CPU; for a `tp_rank` that differs among the ranks that this
     process hosts, on xla with each rank's own.
 
-    Raises ValueError for numbers that do not divide.
+    hardware_type: a name or a member of `utils.utils.hardware`; None: trn1.
+
+    Raises ValueError for numbers that do not divide, and RuntimeError for hardware of which no layout is known.
     """
+    adjacent = _repeats_one_by_one(hardware_type)
     for what, number in (("num_heads", num_heads), ("num_heads_with_pad", num_heads_with_pad)):
         if number % num_kv_heads:
             raise ValueError(f"{what}={number} must be a multiple of num_kv_heads={num_kv_heads}")
@@ -146,7 +150,7 @@ def generate_padding_mask(
             f"num_heads_with_pad={num_heads_with_pad} must be a multiple of tp_degree={tp_degree}, and at least num_heads={num_heads}"
         )
     group = torch.arange(num_heads_with_pad // num_kv_heads) < num_heads // num_kv_heads
-    strided = num_kv_heads < tp_degree and "trn2" not in str(getattr(hardware_type, "value", hardware_type)).lower()
+    strided = num_kv_heads < tp_degree and not adjacent
     if strided and tp_degree % num_kv_heads:
         raise ValueError(f"tp_degree={tp_degree} must be a multiple of num_kv_heads={num_kv_heads}")
     local = num_heads_with_pad // tp_degree
@@ -159,6 +163,18 @@ def generate_padding_mask(
     if len(set(places)) == 1:
         return of(int(tp_rank))
     return sharded.from_ranks(lambda r: of(places[r]), world.axes_of_table(places))
+
+
+def _repeats_one_by_one(hardware_type: Any) -> bool:
+    """Whether copies of a K/V head lie on neighbouring ranks."""
+    if hardware_type is None:
+        return False
+    try:
+        return hardware(getattr(hardware_type, "value", str(hardware_type).lower())) is hardware.TRN2
+    except ValueError:
+        raise RuntimeError(
+            f"Unexpected hardware_type {hardware_type!r} in generate_padding_mask; use one of {', '.join(h.value for h in hardware)}"
+        ) from None
 
 
 def _per_rank(number: Any) -> list[int]:

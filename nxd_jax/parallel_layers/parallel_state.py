@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch.distributed as dist
 
+import torch_bridge.torch_xla.distributed.xla_backend  # noqa: F401 : scripts that import no torch_xla call init_process_group("xla"), too
 from nxd_jax.parallel_layers import _grid
 from torch_bridge import world
 
@@ -192,6 +193,10 @@ get_pipeline_model_parallel_size = _size_getter("pp", "get_pipeline_model_parall
 get_context_model_parallel_size = _size_getter("cp", "get_context_model_parallel_size")
 get_expert_model_parallel_size = _size_getter("ep", "get_expert_model_parallel_size")
 get_expert_data_parallel_size = _size_getter("edp", "get_expert_data_parallel_size")
+
+get_tensor_model_parallel_world_size = get_tensor_model_parallel_size
+get_data_parallel_world_size = get_data_parallel_size
+"""The names of the releases of 2023."""
 
 get_tensor_model_parallel_rank = _rank_getter("tp", "get_tensor_model_parallel_rank")
 get_data_parallel_rank = _rank_getter("dp", "get_data_parallel_rank")

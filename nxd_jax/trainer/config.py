@@ -6,11 +6,10 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-
 Options = dict[str, Any]
 
 _NUMBERS = (int, float)
+_PRECISION = ("use_master_weights", "use_fp32_grad_acc", "use_master_weights_in_ckpt")
 
 
 def sizes(**given: Any) -> None:
@@ -28,8 +27,9 @@ def flag(name: str, value: Any) -> bool:
 
 
 def optimizer(given: Options | None) -> Options:
-    """`optimizer_config`: zero_one_enabled (False), grad_clipping (True), max_grad_norm (1.0, with clipping only)."""
-    allowed = {"zero_one_enabled": bool, "grad_clipping": bool, "max_grad_norm": _NUMBERS}
+    """`optimizer_config`: zero_one_enabled (False), grad_clipping (True), max_grad_norm (1.0 with clipping; without it None is allowed, too)."""
+    clips = not isinstance(given, dict) or given.get("grad_clipping") is not False
+    allowed = {"zero_one_enabled": bool, "grad_clipping": bool, "max_grad_norm": _NUMBERS if clips else (*_NUMBERS, type(None))}
     found = {"zero_one_enabled": False, "grad_clipping": True, **_checked("optimizer_config", given, allowed)}
     if found["grad_clipping"]:
         found.setdefault("max_grad_norm", 1.0)
@@ -42,22 +42,24 @@ def optimizer(given: Options | None) -> Options:
 def mixed_precision(given: Options | None, zero1: bool) -> Options:
     """`mixed_precision_config`: use_master_weights and use_fp32_grad_acc (as ZeRO-1 is), use_master_weights_in_ckpt (False).
 
-    All three need ZeRO-1: RuntimeError without it.
+    All three need ZeRO-1, which `check_precision` sees to when the optimizer is made.
     """
-    names = ("use_master_weights", "use_fp32_grad_acc", "use_master_weights_in_ckpt")
-    found = {
+    return {
         "use_master_weights": zero1,
         "use_fp32_grad_acc": zero1,
         "use_master_weights_in_ckpt": False,
-        **_checked("mixed_precision_config", given, dict.fromkeys(names, bool)),
+        **_checked("mixed_precision_config", given, dict.fromkeys(_PRECISION, bool)),
     }
-    for name in names:
-        if found[name] and not zero1:
+
+
+def check_precision(nxd_config: Options) -> None:
+    """Raise RuntimeError for precision options that need ZeRO-1, without it."""
+    for name in _PRECISION:
+        if nxd_config["mixed_precision_config"][name] and not nxd_config["optimizer_config"]["zero_one_enabled"]:
             raise RuntimeError(
                 f"ZeRO-1 optimizer is not enabled, while `{name}` is True. Set optimizer_config={{'zero_one_enabled': True}}, or "
                 f"mixed_precision_config={{'{name}': False}}"
             )
-    return found
 
 
 def model_init(given: Options | None, sequential_move_factor: int) -> Options:
@@ -79,7 +81,10 @@ def model_init(given: Options | None, sequential_move_factor: int) -> Options:
 
 
 def activation_checkpoint(given: Any) -> Any:
-    """`activation_checkpoint_config`: None, "full", a module class or several. Raises ValueError or TypeError for anything else."""
+    """`activation_checkpoint_config`: None, "full", a class of modules or several. Raises ValueError or TypeError for anything else.
+
+    Any class will do (a mixin, say): whether the model has modules of it is seen when the model is made.
+    """
     if given is None or given == "full":
         return given
     if isinstance(given, str):
@@ -87,19 +92,15 @@ def activation_checkpoint(given: Any) -> Any:
             f"activation_checkpoint_config={given!r} is unknown: give 'full', None, a module class or a tuple of module classes"
         )
     classes = given if isinstance(given, (list, tuple, set)) else [given]
-    if not classes or not all(inspect.isclass(c) and issubclass(c, torch.nn.Module) for c in classes):
+    if not classes or not all(inspect.isclass(c) for c in classes):
         raise TypeError(f"activation_checkpoint_config must be 'full', None, a torch.nn.Module class or several, got {given!r}")
     return given
 
 
-def pipeline(given: Any, stages: int) -> Any:
-    """`pipeline_config`: a dict, needed for several stages."""
+def pipeline(given: Any) -> Any:
+    """`pipeline_config`: a dict or None, also for several stages: the model says what it needs when it is made."""
     if given is not None and not isinstance(given, dict):
         raise AssertionError(f"pipeline_config must be a dict., got {given!r}")
-    if stages > 1 and given is None:
-        raise ValueError(
-            f"pipeline_parallel_size={stages} needs a pipeline_config: a dict of NxDPPModel's options, such as transformer_layer_cls and num_microbatches"
-        )
     return given
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from nxd_jax.parallel_layers import grads
+from nxd_jax.trainer import config
 
 
 def reduce_gradients(optimizer: torch.optim.Optimizer, average: bool = True) -> None:
@@ -18,16 +19,22 @@ def reduce_gradients(optimizer: torch.optim.Optimizer, average: bool = True) -> 
     grads.allreduce_sequence_parallel_gradients(optimizer)
     if not average:
         return
-    experts: list[torch.Tensor] = []
-    others: list[torch.Tensor] = []
-    for p in (p for group in optimizer.param_groups for p in group["params"]):
-        grad = grads._grad(p)
-        if grad is not None:
-            (experts if grads._is_expert(p) else others).append(grad)
+    others, experts = _gradients(optimizer)
     if experts:
         grads.bucket_allreduce_gradients(experts)
     if others:
         grads.bucket_allreduce_gradients(others, reduce_over_ep_group=True)
+
+
+def _gradients(optimizer: torch.optim.Optimizer) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The gradients of an optimizer's parameters (`grad`, or `main_grad` where that collects them): of those that are no experts, and of experts."""
+    others: list[torch.Tensor] = []
+    experts: list[torch.Tensor] = []
+    for p in (p for group in optimizer.param_groups for p in group["params"]):
+        grad = grads._grad(p)
+        if grad is not None:
+            (experts if grads._is_expert(p) else others).append(grad)
+    return others, experts
 
 
 class NxDOptimizer(torch.optim.Optimizer):
@@ -36,9 +43,12 @@ class NxDOptimizer(torch.optim.Optimizer):
     `step()`: average gradients over context-parallel ranks, add up those of sequence-parallel parameters, then average over data-parallel ranks and clip to
     `max_grad_norm` (ZeRO-1 does these two itself), and step. `optimizer`: the one inside, whose `state`, `param_groups` and `defaults` these are.
     `grad_norm`: the norm at the last step before clipping, shape [1]; None without clipping.
+
+    Raises RuntimeError for precision options that need ZeRO-1, if it is not enabled.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, nxd_config: dict[str, Any]):
+        config.check_precision(nxd_config)
         self.optimizer = optimizer
         self.nxd_config = nxd_config
         options = nxd_config["optimizer_config"]
@@ -123,6 +133,10 @@ class NxDOptimizer(torch.optim.Optimizer):
             self._norm = grads.clip_grad_norm(self.params, self.max_grad_norm)
         self.optimizer.step()
         return loss
+
+    def _fetch_gradients(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """The gradients that a step reduces (`grad`, or `main_grad` where that collects them): of parameters that are no experts, and of experts."""
+        return _gradients(self)
 
     def clip_to(self, norm: float) -> None:
         """From now on clip gradients to this norm in every step."""

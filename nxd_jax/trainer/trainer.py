@@ -40,8 +40,9 @@ def neuronx_distributed_config(
     """`neuronx_distributed.neuronx_distributed_config`: a dict with all options of a run, checked and with their defaults.
 
     *_parallel_size: how many ranks share out a model's tensors, layers, experts and sequences; data parallelism is what is left of the world.
-    optimizer_config: {"zero_one_enabled": False, "grad_clipping": True, "max_grad_norm": 1.0}.
-    mixed_precision_config (with ZeRO-1 only): {"use_master_weights", "use_fp32_grad_acc"} (True with ZeRO-1), {"use_master_weights_in_ckpt": False}.
+    optimizer_config: {"zero_one_enabled": False, "grad_clipping": True, "max_grad_norm": 1.0} (max_grad_norm may be None without clipping).
+    mixed_precision_config: {"use_master_weights", "use_fp32_grad_acc"} (as ZeRO-1 is), {"use_master_weights_in_ckpt": False}; True needs ZeRO-1 when the
+    optimizer is made.
     activation_checkpoint_config: None, "full" (every transformer layer), or the classes of modules to compute again in the backward pass.
     pad_model: pad the attention of a model of transformers with heads of zeros, to a multiple of the tensor parallel size.
     sequence_parallel: for models that read it; a warning if no layer has it enabled.
@@ -51,7 +52,7 @@ def neuronx_distributed_config(
     If torch.distributed has been initialised, so are the model parallel groups. The dicts given are not changed.
 
     Raises AssertionError for options that are no dict, ValueError for unknown keys and impossible values, TypeError for wrong types, and RuntimeError for
-    sizes that do not divide the world and for precision options that need ZeRO-1.
+    sizes that do not divide the world.
     """
     config.sizes(
         tensor_parallel_size=tensor_parallel_size,
@@ -67,7 +68,7 @@ def neuronx_distributed_config(
         "pipeline_parallel_size": pipeline_parallel_size,
         "expert_parallel_size": expert_parallel_size,
         "context_parallel_size": context_parallel_size,
-        "pipeline_config": config.pipeline(pipeline_config, pipeline_parallel_size),
+        "pipeline_config": config.pipeline(pipeline_config),
         "optimizer_config": chosen,
         "activation_checkpoint_config": config.activation_checkpoint(activation_checkpoint_config),
         "pad_model": config.flag("pad_model", pad_model),
@@ -144,6 +145,8 @@ def initialize_parallel_optimizer(
     `fused`, `foreach` or `capturable` says otherwise. Optimizers that look at whole tensors (Muon, LBFGS, ...) raise NotImplementedError where ranks hold
     parts of them, except Adafactor, which puts parts together; one of your own sees the parts. parameters: the model's, or groups of them. defaults: the
     optimizer's options.
+
+    Raises RuntimeError for precision options (`mixed_precision_config`) that need ZeRO-1, if it is not enabled.
     """
     building.check_config(nxd_config)
     defaults.pop("decoupled_weight_decay", None)

@@ -16,6 +16,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from nxd_jax.parallel_layers import _weights, utils
+from nxd_jax.parallel_layers.utils import get_local_world_size as get_local_world_size
 from torch_bridge import abstract, processes, sharding, world
 
 _ATTRIBUTES = (
@@ -325,7 +326,7 @@ class _NoMemoryForParameters(TorchFunctionMode):
             own = caller.f_code.co_name == "__init__" and caller.f_globals.get("__name__", "").startswith("torch.nn.modules.")
             if func is torch.empty and own:
                 kwargs = {**kwargs, "device": "meta"}
-            elif func is torch.tensor and args and not isinstance(args[0], torch.Tensor):
+            elif func is inspect.unwrap(torch.tensor) and args and not isinstance(args[0], torch.Tensor):
                 kwargs = {**kwargs, "device": "cpu"}
         return func(*args, **kwargs)
 

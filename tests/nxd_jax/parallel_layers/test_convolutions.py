@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import neuronx_distributed
 import pytest
 import torch
 
-from nxd_jax.parallel_layers.layers import InputChannelParallelConv2d, OutputChannelParallelConv2d
+from nxd_jax.parallel_layers.layers import BaseParallelConv, InputChannelParallelConv2d, OutputChannelParallelConv2d
 from tests.nxd_jax.conftest import Nxd
 from tests.nxd_jax.parallel_layers.parts import close, joined, own, per_rank, tp_place
 from torch_bridge import world
@@ -53,8 +55,8 @@ def test_output_channels(nxd: Nxd, name: str, gather: bool) -> None:
     close(given.grad, expected.grad, atol=1e-4)
     torch.testing.assert_close(joined(layer.weight.grad, 0), reference.weight.grad, rtol=1e-4, atol=1e-4)
     if layer.bias is not None:
-        grad = per_rank(layer.bias.grad)[1] if gather else joined(layer.bias.grad, 0)
-        torch.testing.assert_close(grad, reference.bias.grad, rtol=1e-4, atol=1e-4)
+        assert layer.bias.shape == (2,)  # shared out also if the output is gathered, as in NxD
+        torch.testing.assert_close(joined(layer.bias.grad, 0), reference.bias.grad, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("parallel", [True, False])
@@ -90,6 +92,29 @@ def test_channels_that_do_not_divide(nxd: Nxd) -> None:
         layer(x.to("xla")).sum().backward()
         assert layer.weight.shape[layer.weight.partition_dim] == 2
         assert layer.master_weight.shape[layer.weight.partition_dim] == 8
+
+
+def test_master_weights(nxd: Nxd) -> None:
+    nxd(4, tp=4)
+    for kind in (OutputChannelParallelConv2d, InputChannelParallelConv2d):
+        reference, layer = pair(kind, in_channels=4, out_channels=8, kernel_size=3, keep_master_weight=True)
+        assert torch.equal(layer.master_weight, reference.weight) and torch.equal(layer.master_bias, reference.bias)
+        assert kind(4, 8, 3).master_bias is None and kind(4, 8, 3, bias=False, keep_master_weight=True).master_bias is None
+        assert isinstance(layer, BaseParallelConv)
+
+
+def test_a_checkpoint_with_a_bias_on_all_ranks(nxd: Nxd, tmp_path: Path) -> None:
+    """As this project wrote it for a gathered output when every rank held the whole bias: arrays in a checkpoint are full ones."""
+    nxd(4, tp=4)
+    reference, layer = pair(OutputChannelParallelConv2d, in_channels=3, out_channels=8, kernel_size=3)
+    state = {"weight": layer.weight.detach(), "bias": reference.bias.detach().to("xla")}
+    neuronx_distributed.save_checkpoint(str(tmp_path), "before", model=state)
+    torch.manual_seed(7)
+    later = OutputChannelParallelConv2d(3, 8, 3).to("xla")
+    neuronx_distributed.load_checkpoint(str(tmp_path), "before", model=later)
+    torch.testing.assert_close(joined(later.bias, 0), reference.bias.detach())
+    x = torch.randn(1, 3, 5, 5)
+    close(later(x.to("xla")), reference(x).detach())
 
 
 def test_one_image_and_bfloat16(nxd: Nxd) -> None:

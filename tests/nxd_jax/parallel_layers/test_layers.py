@@ -332,7 +332,10 @@ def test_padding(nxd: Nxd) -> None:
     column.preshard_hook(state, "w")
     assert state["w"].shape == (16, 10) and not state["w"][10:].any()
     column.preshard_hook(state, "bias")
-    assert state["bias"].shape == (10,)  # full-size: not shared out
+    assert state["bias"].tolist() == [1.0] * 10 + [torch.finfo(torch.float32).min] * 6
+    state["bias"] = torch.ones(10)
+    row.preshard_hook(state, "bias")
+    assert state["bias"].shape == (10,)  # its inputs are padded, not its outputs
     with pytest.raises(RuntimeError, match="bad has 9 entries along dim 0"):
         column.preshard_hook(state, "bad")
 

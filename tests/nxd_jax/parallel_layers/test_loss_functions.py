@@ -134,6 +134,22 @@ def test_logprobs(nxd: Nxd, tp: int, inference: bool) -> None:
     torch.testing.assert_close(whole(logits.grad, tp), full.grad, rtol=1e-4, atol=1e-5)
 
 
+def test_logprobs_by_either_name_of_the_logits(nxd: Nxd) -> None:
+    nxd(2, tp=2)
+    logits, target = cut(torch.randn(2, 6, V), 2), torch.randint(0, V, (2, 6)).to("xla")
+    by_place = same(from_parallel_logits_to_logprobs(logits, target).detach())
+    assert torch.equal(same(from_parallel_logits_to_logprobs(vocab_parallel_logits=logits, target=target).detach()), by_place)
+    assert torch.equal(same(from_parallel_logits_to_logprobs(logits=logits, target=target, inference=False).detach()), by_place)
+    for given in (
+        {},
+        {"target": target},
+        {"vocab_parallel_logits": logits},
+        {"vocab_parallel_logits": logits, "logits": logits, "target": target},
+    ):
+        with pytest.raises(TypeError, match=r"needs vocab_parallel_logits \(or logits, which is the same, but not both\) and target"):
+            from_parallel_logits_to_logprobs(**given)
+
+
 def test_logprobs_of_targets_outside_the_vocabulary(nxd: Nxd) -> None:
     nxd(2, tp=2)
     logits = cut(torch.randn(3, V), 2)

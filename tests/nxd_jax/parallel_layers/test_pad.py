@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from nxd_jax.parallel_layers import parallel_state
 from nxd_jax.parallel_layers.pad import generate_padding_mask, get_number_of_extra_heads, pad_model
+from nxd_jax.utils.utils import hardware
 from tests.nxd_jax.conftest import Nxd
 from torch_bridge import sharded
 
@@ -134,7 +135,15 @@ def test_padding_mask_of_several_ranks(nxd: Nxd) -> None:
         assert torch.equal(own, generate_padding_mask(6, 8, 2, 4, rank % 4))
 
 
+def test_padding_mask_knows_hardware_by_name_and_member() -> None:
+    for name, member in (("TRN1", hardware.TRN1), ("trn1n", hardware.TRN1), ("inf2", hardware.TRN1), ("trn2", hardware.TRN2)):
+        assert torch.equal(generate_padding_mask(6, 8, 2, 4, 1, name), generate_padding_mask(6, 8, 2, 4, 1, member))
+    assert torch.equal(generate_padding_mask(6, 8, 2, 4, 1), generate_padding_mask(6, 8, 2, 4, 1, "trn1"))
+
+
 def test_padding_mask_errors() -> None:
+    with pytest.raises(RuntimeError, match="Unexpected hardware_type 'trn999' in generate_padding_mask; use one of trn1, trn2"):
+        generate_padding_mask(48, 64, 8, 32, 0, "trn999")
     with pytest.raises(ValueError, match="num_heads=7 must be a multiple of num_kv_heads=2"):
         generate_padding_mask(7, 8, 2, 4, 0)
     with pytest.raises(ValueError, match="num_heads_with_pad=8 must be a multiple of tp_degree=3"):

@@ -231,6 +231,11 @@ def test_overrides(nxd: Nxd) -> None:
 # -- setting up -------------------------------------------------------------------------------------
 
 
+def test_names_of_earlier_releases(nxd: Nxd) -> None:
+    nxd(8, tp=2)
+    assert (ps.get_tensor_model_parallel_world_size(), ps.get_data_parallel_world_size()) == (2, 4)
+
+
 def test_initialising_again_divides_anew(nxd: Nxd) -> None:
     nxd(8, tp=2)
     before = torch.zeros(3, device="xla") + dist.get_rank()

@@ -23,6 +23,9 @@ ZERO1 = {"zero_one_enabled": True}
 def fill(module: nn.Module, device: torch.device) -> None: ...
 
 
+class Mixin: ...
+
+
 def test_defaults() -> None:
     assert neuronx_distributed_config() == {
         "tensor_parallel_size": 1,
@@ -93,7 +96,19 @@ def test_signature() -> None:
         ({"activation_checkpoint_config": "full"}, "activation_checkpoint_config", "full"),
         ({"activation_checkpoint_config": nn.Linear}, "activation_checkpoint_config", nn.Linear),
         ({"activation_checkpoint_config": [nn.Linear, nn.GELU]}, "activation_checkpoint_config", [nn.Linear, nn.GELU]),
+        ({"activation_checkpoint_config": Mixin}, "activation_checkpoint_config", Mixin),
         ({"pipeline_parallel_size": 2, "pipeline_config": {"num_microbatches": 4}}, "pipeline_config", {"num_microbatches": 4}),
+        ({"pipeline_parallel_size": 4, "pipeline_config": None}, "pipeline_config", None),
+        (
+            {"optimizer_config": {"zero_one_enabled": True, "grad_clipping": False, "max_grad_norm": None}},
+            "optimizer_config",
+            {"zero_one_enabled": True, "grad_clipping": False, "max_grad_norm": None},
+        ),
+        (
+            {"mixed_precision_config": {"use_master_weights": True}},
+            "mixed_precision_config",
+            {"use_master_weights": True, "use_fp32_grad_acc": False, "use_master_weights_in_ckpt": False},
+        ),
         ({"pad_model": True}, "pad_model", True),
         ({"sequence_parallel": True}, "sequence_parallel", True),
         ({"lnc_size": 2}, "lnc_size", 2),
@@ -141,12 +156,11 @@ def test_what_arguments_become(given: dict[str, Any], key: str, found: Any) -> N
         ({"optimizer_config": {"max_grad_norm": 0}}, ValueError, "must be above 0, got 0; grad_clipping=False turns clipping off"),
         ({"optimizer_config": {"max_grad_norm": float("nan")}}, ValueError, "must be above 0, got nan"),
         (
-            {"mixed_precision_config": {"use_master_weights": True}},
-            RuntimeError,
-            "ZeRO-1 optimizer is not enabled, while `use_master_weights` is True. Set optimizer_config={'zero_one_enabled': True}",
+            {"optimizer_config": {"max_grad_norm": None}},
+            TypeError,
+            "optimizer_config['max_grad_norm'] must be an integer or a float, got None",
         ),
-        ({"mixed_precision_config": {"use_fp32_grad_acc": True}}, RuntimeError, "while `use_fp32_grad_acc` is True"),
-        ({"mixed_precision_config": {"use_master_weights_in_ckpt": True}}, RuntimeError, "while `use_master_weights_in_ckpt` is True"),
+        ({"optimizer_config": {"grad_clipping": False, "max_grad_norm": "1"}}, TypeError, "an integer or a float or None, got '1'"),
         (
             {"mixed_precision_config": {"use_master_weights": None}},
             TypeError,
@@ -169,14 +183,13 @@ def test_what_arguments_become(given: dict[str, Any], key: str, found: Any) -> N
         ({"expert_parallel_size": True}, ValueError, "expert_parallel_size must be a positive integer, got True"),
         ({"context_parallel_size": 1.0}, ValueError, "context_parallel_size must be a positive integer, got 1.0"),
         ({"lnc_size": -1}, ValueError, "lnc_size must be a positive integer, got -1"),
-        ({"pipeline_parallel_size": 2}, ValueError, "pipeline_parallel_size=2 needs a pipeline_config"),
         (
             {"activation_checkpoint_config": "selective"},
             ValueError,
             "activation_checkpoint_config='selective' is unknown: give 'full', None, a module class",
         ),
         ({"activation_checkpoint_config": nn.GELU()}, TypeError, "must be 'full', None, a torch.nn.Module class or several, got GELU"),
-        ({"activation_checkpoint_config": [nn.GELU, int]}, TypeError, "a torch.nn.Module class or several, got [<class"),
+        ({"activation_checkpoint_config": [nn.GELU, 3]}, TypeError, "a torch.nn.Module class or several, got [<class"),
         ({"activation_checkpoint_config": ()}, TypeError, "a torch.nn.Module class or several, got ()"),
         ({"pad_model": 1}, TypeError, "pad_model must be True or False, got 1"),
         ({"sequence_parallel": "yes"}, TypeError, "sequence_parallel must be True or False, got 'yes'"),
@@ -238,9 +251,40 @@ def test_sequence_parallel_that_no_layer_follows_is_said(nxd: Nxd, caplog: pytes
     assert "no layer of Linear has sequence_parallel_enabled=True: model_fn is to pass it to its layers" in caplog.text
 
 
-def test_pipelines_are_refused(nxd: Nxd) -> None:
+@pytest.mark.parametrize("name", ["use_master_weights", "use_fp32_grad_acc", "use_master_weights_in_ckpt"])
+def test_precision_that_needs_zero1_is_refused_with_the_optimizer(nxd: Nxd, name: str) -> None:
+    nxd(1)
+    config = neuronx_distributed_config(mixed_precision_config={name: True})
+    model = initialize_parallel_model(config, lambda: nn.Linear(1, 1))
+    text = f"ZeRO-1 optimizer is not enabled, while `{name}` is True. Set optimizer_config={{'zero_one_enabled': True}}"
+    with pytest.raises(RuntimeError, match=re.escape(text)):
+        initialize_parallel_optimizer(config, torch.optim.SGD, model.parameters(), lr=0.1)
+
+
+def test_a_class_to_checkpoint_that_the_model_does_not_have(nxd: Nxd) -> None:
+    nxd(1)
+    config = neuronx_distributed_config(activation_checkpoint_config=Mixin)
+    with pytest.raises(ValueError, match="the model has no module of class Mixin"):
+        initialize_parallel_model(config, lambda: nn.Linear(1, 1))
+
+
+@pytest.mark.parametrize("zero1", [True, False])
+def test_no_clipping_and_no_norm(nxd: Nxd, zero1: bool) -> None:
     nxd(2)
-    config = neuronx_distributed_config(pipeline_parallel_size=2, pipeline_config={})
+    options = {"zero_one_enabled": zero1, "grad_clipping": False, "max_grad_norm": None}
+    config = neuronx_distributed_config(optimizer_config=options)
+    model = initialize_parallel_model(config, lambda: nn.Linear(2, 1, bias=False))
+    optimizer = initialize_parallel_optimizer(config, torch.optim.SGD, model.parameters(), lr=1.0)
+    before = model.weight.detach().cpu()
+    (1000 * model(torch.ones(1, 2, device="xla"))).sum().backward()
+    optimizer.step()
+    torch.testing.assert_close(model.weight.detach().cpu(), before - 1000)
+
+
+@pytest.mark.parametrize("given", [{}, None])
+def test_pipelines_are_refused(nxd: Nxd, given: Any) -> None:
+    nxd(2)
+    config = neuronx_distributed_config(pipeline_parallel_size=2, pipeline_config=given)
     with pytest.raises(
         NotImplementedError, match="pipeline_parallel_size=2: pipeline parallelism is not there yet; use tensor_parallel_size"
     ):

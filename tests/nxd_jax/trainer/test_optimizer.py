@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from neuronx_distributed import initialize_parallel_optimizer
+from neuronx_distributed import initialize_parallel_optimizer, neuronx_distributed_config
 from torch import optim
 
 import torch_bridge
@@ -97,3 +97,17 @@ def _backward(p: torch.Tensor) -> torch.Tensor:
     loss = (p * 1).sum()
     loss.backward()
     return loss
+
+
+def test_gradients_that_a_step_reduces(nxd: Nxd) -> None:
+    nxd(2, ep=2)
+    plain, collected, expert, unused = (torch.nn.Parameter(torch.ones(2, device="xla")) for _ in range(4))
+    optimizer = initialize_parallel_optimizer(
+        neuronx_distributed_config(expert_parallel_size=2), optim.SGD, [plain, collected, expert, unused], lr=0.1
+    )
+    assert optimizer._fetch_gradients() == ([], [])
+    plain.grad, expert.grad = torch.full((2,), 3.0, device="xla"), torch.full((2,), 5.0, device="xla")
+    collected.main_grad = torch.full((2,), 4.0, device="xla")  # type: ignore[attr-defined]
+    expert.expert_model_parallel = True  # type: ignore[attr-defined]
+    others, experts = optimizer._fetch_gradients()
+    assert [g.tolist() for g in others] == [[3, 3], [4, 4]] and [g.tolist() for g in experts] == [[5, 5]]

@@ -171,3 +171,8 @@ def test_platform(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NEURON_PLATFORM_TARGET_OVERRIDE", "trn2")
     assert model_utils.get_platform_lnc() is model_utils.LogicalNCConfig.LNC_2
     assert not model_utils.check_delay_tracing({}) and not model_utils.get_delay_tracing(None)
+
+
+def test_ranks_of_this_host(nxd: Nxd) -> None:
+    nxd(4)
+    assert model_utils.get_local_world_size() == 4
