@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from torch_bridge import ranks, world
+from torch_bridge import rank_tensor, ranks, world
 
 _NAMES = ("split", "chunk", "unbind", "tensor_split", "split_with_sizes", "hsplit", "vsplit", "dsplit", "unsafe_split", "unsafe_chunk")
 
@@ -59,4 +59,4 @@ def install() -> None:
     for name in _NAMES:
         for owner in (torch, torch.Tensor):
             if hasattr(owner, name):
-                setattr(owner, name, _wrapped(getattr(owner, name)))
+                rank_tensor.replace(owner, name, _wrapped(getattr(owner, name)))

@@ -18,8 +18,9 @@ from typing import Any
 from torch_bridge import branches, source
 
 _TAKING = {"BINARY_SUBSCR", "BINARY_SLICE", "STORE_SUBSCR", "STORE_SLICE", "BINARY_OP"}
-_KNOWN = {"lightning", "pytorch_lightning", "lightning_fabric"}
-"""Libraries whose samplers keep their rank: `rank_data` makes a copy of them for each."""
+_KNOWN = {"lightning", "pytorch_lightning", "lightning_fabric", "torchmetrics"}
+"""Libraries whose samplers keep their rank, of which `rank_data` makes a copy for each; and that put what a rank gathered from itself into its place again,
+which is right for rank 0, whose numbers are read."""
 _reported: set[tuple[str, int]] = set()
 
 

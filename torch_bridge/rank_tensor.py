@@ -1,6 +1,6 @@
 """CPU tensors that differ by rank, in a process that runs the script once for several ranks.
 
-`torch.ones(2) * rank`, `weight.chunk(n)[rank]`, `batch[rank * n : (rank + 1) * n]` and `torch.tensor([rank])` are a `RankTensor`: one CPU tensor for each
+`torch.ones(2) * rank`, `weight.chunk(n)[rank]`, `batch.narrow(0, rank * n, n)` and `torch.tensor([rank])` are a `RankTensor`: one CPU tensor for each
 hosted rank, on which every operation works as on one. On its way to xla each rank gets its own. What reads it as plain values (`print`, `item`, `numpy`, a
 file) gets the first hosted rank's, as of an xla tensor.
 """
@@ -320,13 +320,23 @@ _METHODS = ("new_tensor", "new_full", "select", "roll", "narrow")
 
 @functools.cache
 def install() -> None:
-    """Let functions that insist on plain numbers take those that differ by rank."""
+    """Let functions that insist on plain numbers take those that differ by rank.
+
+    `Tensor.__getitem__` is left alone: with one in Python a tensor is a sequence to C code, and `torch.tensor([a, b])` of tensors fails. So a slice of a
+    CPU tensor that starts at a rank's place raises, and says that `narrow` does it.
+    """
     torch.utils._device._device_constructors()  # `with torch.device(...)` knows torch's own functions, by a set that it makes at its first use
     for owner, names in ((torch, _FUNCTIONS), (torch.Tensor, _METHODS)):
         for name in names:
-            setattr(owner, name, _taking_ranks(getattr(owner, name)))
-    torch.Tensor.__getitem__ = _indexed(torch.Tensor.__getitem__)  # type: ignore[method-assign]
-    torch.Tensor.__setitem__ = _indexed(torch.Tensor.__setitem__)  # type: ignore[method-assign]
+            replace(owner, name, _taking_ranks(getattr(owner, name)))
+
+
+def replace(owner: Any, name: str, function: Callable[..., Any]) -> None:
+    """Put a function in the place of one of torch's, for TorchScript too, which looks them up by identity."""
+    builtin = torch.jit._builtins._find_builtin(getattr(owner, name)) if owner is torch else None
+    if builtin is not None:
+        torch.jit._builtins._register_builtin(function, builtin)
+    setattr(owner, name, function)
 
 
 def _taking_ranks(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -342,32 +352,12 @@ def _taking_ranks(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _NESTED = {list, tuple}
+_KINDS = (*ranks.KINDS, RankTensor)
 
 
 def _hold_ranks(given: Sequence[Any]) -> bool:
-    """Whether numbers that differ by rank are among some, or in lists of them; quick for long lists of other numbers."""
+    """Whether numbers or tensors that differ by rank are among some, or in lists of them; quick for long lists of other numbers."""
     kinds = set(map(type, given))
-    if not kinds.isdisjoint(ranks.KINDS):
+    if not kinds.isdisjoint(_KINDS):
         return True
     return not kinds.isdisjoint(_NESTED) and any(_hold_ranks(x) for x in given if type(x) in _NESTED)
-
-
-def _indexed(original: Callable[..., Any]) -> Callable[..., Any]:
-    """For CPU tensors; an xla tensor takes such numbers itself."""
-    from torch_bridge.tensor import XLATensor
-
-    @functools.wraps(original)
-    def function(self: torch.Tensor, index: Any, *value: Any) -> Any:
-        if type(self) is XLATensor or not _has_ranks(index):
-            return original(self, index, *value)
-        return compute(function.__wrapped__, (self, index, *value), {})
-
-    return function
-
-
-def _has_ranks(index: Any) -> bool:
-    if isinstance(index, tuple):
-        return any(map(_has_ranks, index))
-    if isinstance(index, slice):
-        return ranks.is_ranked(index.start) or ranks.is_ranked(index.stop) or ranks.is_ranked(index.step)
-    return ranks.is_ranked(index)

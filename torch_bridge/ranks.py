@@ -23,8 +23,9 @@ class PlainNumberNeeded(RuntimeError):
 
 _ADVICE = (
     "This process runs the script once for {count} ranks, and this number is {values} for rank 0, 1, ...: PyTorch asked for one plain number "
-    "here, as for a tensor's size, or to write to a CPU tensor that all ranks share. Give all ranks one size (pad), move a tensor that is written to or needs "
-    "gradients to xla first (x.to('xla')), use int(rank) if rank 0's number is meant, or start one process per rank with torchrun."
+    "here, as for a tensor's size, for a slice of a CPU tensor (use x.narrow(dim, rank * n, n)), or to write to a CPU tensor that all ranks share. Give all "
+    "ranks one size (pad), move a tensor that is written to or needs gradients to xla first (x.to('xla')), use int(rank) if rank 0's number is meant, or start "
+    "one process per rank with torchrun."
 )
 
 

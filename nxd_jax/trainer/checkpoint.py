@@ -107,8 +107,8 @@ def load_checkpoint(
     scheduler, the random states are put back as well. Checkpoints of the original NxD load too. num_workers, use_zero1_dcp and nxd_config are accepted
     without effect. All processes must call it.
 
-    Raises RuntimeError if there is no complete tag, or names or shapes differ; FileNotFoundError for a tag, or a part of it, that is not there; ValueError for an
-    empty dict as model or optimizer; DamagedCheckpointError (a RuntimeError) for files that cannot be read.
+    Raises RuntimeError if there is no complete tag, or names or shapes differ; FileNotFoundError for a tag, or a part of it, that is not there; ValueError
+    for an empty dict as model or optimizer; DamagedCheckpointError (a RuntimeError) for files that cannot be read.
     """
     storage = create_checkpoint_storage(path if path is not None else checkpoint_dir_str)
     folder = fetch(storage, tag)

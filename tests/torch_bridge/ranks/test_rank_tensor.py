@@ -37,6 +37,8 @@ MADE: dict[str, Script] = {
     "tensor of truths": lambda r: torch.tensor([r == 1, True]),
     "tensor of halves": lambda r: torch.tensor([r / 2], dtype=torch.float64),
     "as_tensor": lambda r: torch.as_tensor([r]),
+    "tensor of tensors": lambda r: torch.tensor([torch.ones(()) * r, torch.tensor(2.0)]),
+    "as_tensor of a tensor": lambda r: torch.as_tensor(torch.ones(2) * r, dtype=torch.float64),
     "full": lambda r: torch.full((2, 3), r),
     "full of floats": lambda r: torch.full((2,), r / 4, dtype=torch.bfloat16),
     "arange": lambda r: torch.arange(r * 3, r * 3 + 3),
@@ -49,8 +51,8 @@ MADE: dict[str, Script] = {
     "powers": lambda r: table() ** r,
     "row": lambda r: table()[r],
     "last rows": lambda r: table()[-1 - r],
-    "rows": lambda r: table()[2 * r : 2 * r + 2],
     "rows and a column": lambda r: table()[2 * r : 2 * r + 2, r % 2],
+    "rows of what differs": lambda r: (table() + r)[2 * r : 2 * r + 2],
     "a mask of rows": lambda r: table()[torch.arange(8) == r],
     "narrow": lambda r: table().narrow(0, 2 * r, 2),
     "select": lambda r: table().select(0, r),
@@ -72,7 +74,7 @@ MADE: dict[str, Script] = {
     "embedding": lambda r: F.embedding(torch.tensor([r]), table()),
     "fill_": lambda r: torch.zeros(2, 3).fill_(r),
     "matmul": lambda r: table().t() @ (table() + r),
-    "several steps": lambda r: F.softmax((table()[2 * r : 2 * r + 2] * 0.1).transpose(0, 1).contiguous(), -1).sum(0),
+    "several steps": lambda r: F.softmax((table().narrow(0, 2 * r, 2) * 0.1).transpose(0, 1).contiguous(), -1).sum(0),
     "in place": lambda r: (t := table() * r, t.add_(1), t[0].zero_(), t[:, 1].mul_(r + 2), t)[-1],
     "in place of a clone": lambda r: (t := table()[r].clone(), t.add_(r), t)[-1],
     "two results": lambda r: torch.stack((table() * (r + 1)).max(0)),
@@ -205,7 +207,8 @@ REFUSED: dict[str, tuple[Script, str]] = {
     "a write through a part": (lambda r: table()[r].zero_(), "clone\\(\\) the part first"),
     "a write through a view of a part": (lambda r: table()[r][0].zero_(), "clone\\(\\) the part first"),
     "a size": (lambda r: torch.zeros(r + 1), r"a CPU tensor would be float32\[1\], float32\[2\]"),
-    "a slice's size": (lambda r: table()[:r], r"a CPU tensor would be float32\[0, 2\], float32\[1, 2\]"),
+    "a slice's size": (lambda r: table().narrow(0, 0, r), r"a CPU tensor would be float32\[0, 2\], float32\[1, 2\]"),
+    "a slice of a tensor that ranks share": (lambda r: table()[2 * r : 2 * r + 2], r"use x.narrow\(dim, rank \* n, n\)"),
     "gradients": (lambda r: table().requires_grad_() * r, "runs the script once for 4 ranks"),
     "beside an xla tensor": (lambda r: torch.ones(2, device="xla") + torch.ones(2) * r, "same device"),
     "pieces of different shapes": (lambda r: table().split([1, 2, 2, 3])[r], "all ranks need one shape"),
@@ -232,3 +235,16 @@ def test_ordinary_tensors_are_as_ever() -> None:
         b.zero_()
         assert t[4:].sum() == 0 and a.shape == b.shape
         assert torch.tensor([1, 2]).roll(1).tolist() == [2, 1]
+        assert torch.tensor([torch.tensor(1.0), torch.tensor(2.0)]).tolist() == [1.0, 2.0]
+        assert torch.tensor([[torch.tensor(1), 2]]).tolist() == [[1, 2]] and torch.as_tensor([torch.ones(())]).tolist() == [1.0]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")
+def test_torchscript_knows_the_functions() -> None:
+    xm.get_ordinal()
+
+    def scripted(x: torch.Tensor) -> torch.Tensor:
+        return torch.cat(torch.chunk(x, 2)) + torch.arange(4.0) + torch.full((4,), 2.0) + x.roll(1)
+
+    x = torch.arange(4.0)
+    assert torch.equal(torch.jit.script(scripted)(x), scripted(x))
