@@ -8,15 +8,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torch_bridge import autocast_regions, known_hooks, rng, world
+from torch_bridge import known_hooks, rng, world
 
 
 class Ambient(NamedTuple):
-    """autocast: whose op lists ("xla", "cuda") and its dtype, None if it is off. axes: mesh axes along which random ops differ. epoch: of the world of
-    ranks. rest: what only has to be equal."""
+    """autocast: its dtype, None if it is off. axes: mesh axes along which random ops differ. epoch: of the world of ranks. rest: what only has to be equal."""
 
     grad: bool
-    autocast: tuple[str, torch.dtype] | None
+    autocast: torch.dtype | None
     cached: bool
     axes: tuple[str, ...]
     epoch: int
@@ -30,7 +29,7 @@ class Ambient(NamedTuple):
             raise RuntimeError("the world of ranks, the default dtype or an attention or determinism setting of torch is not what it was")
         before, rng.DEFAULT.axes = rng.DEFAULT.axes, self.axes
         try:
-            with autocast_regions.region(self.autocast, self.cached):
+            with torch.autocast("xla", dtype=self.autocast, enabled=self.autocast is not None, cache_enabled=self.cached):
                 yield
         finally:
             rng.DEFAULT.axes = before
@@ -38,7 +37,7 @@ class Ambient(NamedTuple):
 
 def now() -> Ambient:
     """The settings at present."""
-    autocast = autocast_regions.current()
+    autocast = torch.get_autocast_dtype("xla") if torch.is_autocast_enabled("xla") else None
     grad, cached = torch.is_grad_enabled(), torch.is_autocast_cache_enabled()
     return Ambient(grad, autocast, cached, rng.DEFAULT.axes, world.current().epoch, tuple(setting() for setting in _SETTINGS))
 

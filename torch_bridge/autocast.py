@@ -1,8 +1,7 @@
 """`torch.autocast("xla")`: which ops change the dtype of their inputs, and the kernels that do it. Imports neither JAX nor the recorder.
 
-The op lists are those of torch_xla's autocast mode; `autocast_cuda.py` has those of `torch.autocast("cuda")`. torch consults these kernels only
-while autocast is on, so recording without it pays nothing. A kernel casts and then calls its op with autocast off, above autograd: the casts have
-gradients and are nodes like any other.
+The op lists are those of torch_xla's autocast mode. torch consults these kernels only while autocast is on, so recording without it pays
+nothing. A kernel casts and then calls its op with autocast off, above autograd: the casts have gradients and are nodes like any other.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from typing import Any
 
 import torch
 
-from torch_bridge import autocast_cuda, autocast_regions
+from torch_bridge import autocast_regions
 
 LOWER = (
     "conv1d", "conv1d.padding", "conv2d", "conv2d.padding", "conv3d", "conv3d.padding", "conv_tbc",
@@ -40,106 +39,37 @@ PROMOTE = ("cat", "stack", "index_copy", "index_copy.dimname")
 """Ops whose inputs become the widest floating-point type among them."""
 
 _KEY = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)  # type: ignore[attr-defined]
-_BELOW = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.AutocastPrivateUse1)  # type: ignore[attr-defined]
 _libraries: list[Any] = []
 _cache: dict[tuple[int, bool, torch.dtype], tuple[torch.Tensor, Any, torch.Tensor]] = {}
-
-Rule = Callable[[Any, Any, Any], Any]
-"""Calls an op on arguments and keyword arguments, converted. Autocast is off while it does."""
-_RULES: dict[str, dict[str, Rule]] = {"xla": {}, "cuda": {}}
-"""By the device type whose lists are used, and the op's name."""
-_registered: set[str] = set()
 
 
 def install() -> None:
     """Register the kernels; everything else runs in its input type."""
     fallthrough = torch.library.Library("_", "IMPL")
     fallthrough.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
-    _libraries.append(fallthrough)
+    kernels = torch.library.Library("aten", "IMPL", "AutocastPrivateUse1")
     for names, target in ((LOWER, _lower_dtype), (MIXED, _lower_mixed), (FLOAT32, _float32), (PROMOTE, _widest)):
-        _RULES["xla"].update({name: _casting(target) for name in names})
-    _register("xla")
-    autocast_regions.install(_prepare_cuda)
+        for name in names:
+            kernels.impl(name, _kernel(name, target))
+    _libraries.extend((fallthrough, kernels))
+    autocast_regions.install()
     _clear_at_exit()
 
 
-def _prepare_cuda() -> None:
-    """Register CUDA's lists, which most scripts do not need: an op without a kernel costs less."""
-    if not _RULES["cuda"]:
-        lists = autocast_cuda
-        for names, target in ((lists.LOWER, _lower_dtype), (lists.FLOAT32, _float32), (lists.PROMOTE, _widest)):
-            _RULES["cuda"].update({name: _casting(target) for name in names})
-        _RULES["cuda"].update(dict.fromkeys(lists.FLOAT32_RESULT, _with_float32_result))
-        _RULES["cuda"].update({name: _calling(other) for name, other in lists.WITH_DTYPE.items()})
-        _RULES["cuda"].update(dict.fromkeys(lists.BANNED, _refuse))
-        _register("cuda")
-
-
-def _register(device_type: str) -> None:
-    kernels = torch.library.Library("aten", "IMPL", "AutocastPrivateUse1")
-    for name in sorted(set(_RULES[device_type]) - _registered):
-        kernels.impl(name, _kernel(name), with_keyset=True)
-    _registered.update(_RULES[device_type])
-    _libraries.append(kernels)
-
-
-def _kernel(name: str) -> Callable[..., Any]:
+def _kernel(name: str, target: Callable[[Any], torch.dtype | None]) -> Callable[..., Any]:
+    packet, _, overload = name.partition(".")
     op: Any = None
 
-    def run(keys: Any, *args: Any, **kwargs: Any) -> Any:
+    def run(*args: Any, **kwargs: Any) -> Any:
         nonlocal op
-        op = op or _op(name)
-        rule = _RULES[autocast_regions.name()].get(name)
-        if rule is None:  # on the other list: its parts may be on this one
-            return op.redispatch(keys & _BELOW, *args, **kwargs)
+        op = op or getattr(getattr(torch.ops.aten, packet), overload or "default")
+        dtype = target((args, kwargs))
         with torch._C._ExcludeDispatchKeyGuard(_KEY):
-            return rule(op, args, kwargs)
+            if dtype is None:
+                return op(*args, **kwargs)
+            return op(*_cast(args, dtype), **_cast(kwargs, dtype))
 
     return run
-
-
-def _op(name: str) -> Any:
-    packet, _, overload = name.partition(".")
-    return getattr(getattr(torch.ops.aten, packet), overload or "default")
-
-
-def _casting(target: Callable[[Any], torch.dtype | None]) -> Rule:
-    """Cast the inputs to the target dtype, if there is one."""
-
-    def call(op: Any, args: Any, kwargs: Any) -> Any:
-        dtype = target((args, kwargs))
-        return op(*args, **kwargs) if dtype is None else op(*_cast(args, dtype), **_cast(kwargs, dtype))
-
-    return call
-
-
-def _with_float32_result(op: Any, args: Any, kwargs: Any) -> Any:
-    """Ask for float32 where no dtype is asked for."""
-    at = [a.name for a in op._schema.arguments].index("dtype")
-    given = args[at] if len(args) > at else kwargs.get("dtype")
-    if given is not None or not _is_half_or_float(args[0]):
-        return op(*args, **kwargs)
-    return op(*args[:at], **{**kwargs, "dtype": torch.float32}) if len(args) <= at else op(*args[:at], torch.float32, *args[at + 1 :])
-
-
-def _calling(other: str) -> Rule:
-    """Call the overload that takes a dtype."""
-
-    def call(op: Any, args: Any, kwargs: Any) -> Any:
-        return _op(other)(*args, **kwargs, dtype=torch.float32) if _is_half_or_float(args[0]) else op(*args, **kwargs)
-
-    return call
-
-
-def _refuse(op: Any, args: Any, kwargs: Any) -> Any:
-    raise RuntimeError(
-        f"{op._schema.name.removeprefix('aten::')} and torch.nn.BCELoss are unsafe under torch.autocast('cuda'), as in torch: gradients of half-precision "
-        "probabilities overflow. Use torch.nn.functional.binary_cross_entropy_with_logits, or torch.autocast('xla')"
-    )
-
-
-def _is_half_or_float(x: Any) -> bool:
-    return next(_floating(x), torch.empty(0, dtype=torch.float64)).dtype != torch.float64
 
 
 def _lower_dtype(inputs: Any) -> torch.dtype:

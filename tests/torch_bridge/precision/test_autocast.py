@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from torch_bridge import autocast, executor, metrics
+from torch_bridge import autocast, autocast_regions, executor, metrics
 
 aten = torch.ops.aten
 HALF = torch.bfloat16
@@ -415,3 +416,25 @@ def test_training_with_autocast_learns_like_float32_and_compiles_no_more() -> No
     assert mixed[-1] < 0.25 * mixed[0]
     assert mixed != full
     torch.testing.assert_close(mixed, full, rtol=0.05, atol=0.05)
+
+
+def test_regions_for_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Original torch_xla 2.7 leaves xla tensors alone in them (measured); scripts of torch 1.13's days have them, so it is said."""
+    monkeypatch.setattr(autocast_regions, "_noted", False)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *given, **named: True)
+    layer, x = torch.nn.Linear(4, 4).to("xla"), torch.randn(2, 4).to("xla")
+    with pytest.warns(
+        UserWarning,
+        match=r"casts what the parallel layers .* torch.autocast\('xla', dtype=torch.bfloat16\) casts those of torch_xla's lists",
+    ):
+        region = torch.autocast("cuda", dtype=torch.bfloat16)
+        with region:
+            assert layer(x).dtype == torch.float32 and torch.is_autocast_enabled("cuda") and not torch.is_autocast_enabled("xla")
+            low = x.bfloat16()
+            assert {low.sum().dtype, torch.softmax(low, -1).dtype, torch.nn.functional.layer_norm(low, (4,)).dtype} == {torch.bfloat16}
+            with torch.autocast("xla"):
+                assert layer(x).dtype == torch.bfloat16
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with torch.autocast("cuda", dtype=torch.bfloat16), torch.autocast("cuda", enabled=False):
+            assert layer(x).dtype == torch.float32
