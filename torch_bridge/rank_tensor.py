@@ -90,6 +90,29 @@ class RankTensor(torch.Tensor):
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
         return self.first.__array__(*args, **kwargs).copy()
 
+    def data_ptr(self) -> int:
+        """Where the first hosted rank's values lie: what libraries that write files read."""
+        self._note()
+        return self.first.data_ptr()
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """The first hosted rank's memory."""
+        return self.first.untyped_storage()
+
+    def storage(self) -> Any:
+        """The first hosted rank's memory."""
+        return self.first.storage()
+
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
+        self._note()
+        return self.first.__dlpack__(*args, **kwargs)
+
+    def _note(self) -> None:
+        """Say once that what reads memory gets the first hosted rank's values."""
+        from torch_bridge import sharded
+
+        sharded.note_values(f"shape {list(self.shape)} on the CPU, different on each rank")
+
     def __bool__(self) -> bool:
         return bool(self.item() if self.dtype == torch.bool else ranks.item(tuple(bool(p) for p in self.parts)))
 
@@ -108,10 +131,11 @@ class RankTensor(torch.Tensor):
         return format(self.first, spec)
 
     def __reduce_ex__(self, proto: Any) -> Any:
-        from torch_bridge import sharded
-
-        sharded.note_values(f"shape {list(self.shape)} on the CPU, different on each rank")
+        self._note()
         return self.first.__reduce_ex__(proto)
+
+    def __copy__(self) -> RankTensor:
+        return RankTensor._around(self.first, self._parts, self.axes, self.shared)
 
     def __deepcopy__(self, memo: Any) -> RankTensor:
         made = RankTensor([p.clone() for p in self.parts], self.axes)

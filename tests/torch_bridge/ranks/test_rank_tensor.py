@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import copy
 import io
+import pathlib
 import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
+import safetensors.torch
 import torch
 import torch_xla.core.xla_model as xm
 
@@ -171,6 +174,18 @@ def test_a_file_has_the_first_ranks_values(monkeypatch: pytest.MonkeyPatch) -> N
     file.seek(0)
     loaded = torch.load(file)["x"]
     assert type(loaded) is torch.Tensor and loaded.tolist() == [0.0, 0.0]
+
+
+def test_what_reads_memory_gets_the_first_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    """safetensors, which save_pretrained writes, and DLPack: there is no memory behind the tensor itself."""
+    monkeypatch.setattr(sharded, "_files_noted", False)
+    t = torch.ones(3) * (xm.get_ordinal() + 1)
+    assert copy.copy(t).parts is t.parts
+    with pytest.warns(UserWarning, match="is saved as rank 0 holds it"):
+        safetensors.torch.save_file({"a": t}, tmp_path / "a.safetensors")
+    assert safetensors.torch.load_file(tmp_path / "a.safetensors")["a"].tolist() == [1.0, 1.0, 1.0]
+    assert torch.from_dlpack(t).tolist() == [1.0, 1.0, 1.0] and np.from_dlpack(t).tolist() == [1.0, 1.0, 1.0]
+    assert t.untyped_storage().nbytes() == 12 and t.data_ptr() == t.first.data_ptr()
 
 
 def test_a_layer_on_the_cpu_remembers_each_ranks_weights() -> None:
