@@ -30,6 +30,7 @@ def files(folder: Path) -> list[str]:
     return sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file() and "tensor" not in p.name and "info" not in p.name)
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.parametrize("xser", [False, True])
 @pytest.mark.parametrize("background", [False, True])
 def test_training_goes_on_bit_for_bit(nxd: Nxd, tmp_path: Path, xser: bool, background: bool) -> None:

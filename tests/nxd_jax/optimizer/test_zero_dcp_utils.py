@@ -86,6 +86,7 @@ def test_the_state_comes_back(nxd: Nxd, tmp_path: pathlib.Path, on_cpu: bool) ->
     assert optimizer.state_dict()["base_state"][0]["step"] == 2
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.parametrize(("world", "tp", "fuse"), [(2, 2, False), (1, 1, True), (8, 4, True)])
 def test_other_numbers_of_ranks(nxd: Nxd, tmp_path: pathlib.Path, world: int, tp: int, fuse: bool) -> None:
     """Also of parameters that tensor-parallel ranks share out, two groups, fused q, k and v."""
