@@ -28,5 +28,6 @@ def sum_of(t: torch.Tensor, p: float) -> torch.Tensor:
 
 
 def scale(tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
-    """Multiply all of them, in place, by a number on their device."""
-    torch._foreach_mul_(list(tensors), factor)
+    """Multiply all of them, if there are any, in place by a number on their device."""
+    if tensors:
+        torch._foreach_mul_(list(tensors), factor)

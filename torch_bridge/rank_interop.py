@@ -57,7 +57,7 @@ def _saving(original: Callable[..., Any]) -> Callable[..., Any]:
 def _differs(t: torch.Tensor) -> bool:
     from torch_bridge import transfer
 
-    return t.layout == torch.strided and t.device.type == "cpu" and transfer.differs(t)
+    return transfer.differs(t)
 
 
 def _seeded(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -135,7 +135,7 @@ class RankTensor(torch.Tensor):
         return self.first.__reduce_ex__(proto)
 
     def __copy__(self) -> RankTensor:
-        return RankTensor._around(self.first, self._parts, self.axes, self.shared)
+        return RankTensor(self.parts, self.axes, self.shared)
 
     def __deepcopy__(self, memo: Any) -> RankTensor:
         made = RankTensor([p.clone() for p in self.parts], self.axes)

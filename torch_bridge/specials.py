@@ -80,6 +80,8 @@ def to_copy(func: Any, args: Any, kwargs: Any) -> Any:
         host = copied(src)
         memory_format = kwargs.get("memory_format")
         if memory_format in (None, torch.preserve_format):
+            if dtype == host.dtype and torch.device(device).type == "cpu":
+                return host  # another op would ask for the values of all ranks
             return host.to(device=device, dtype=dtype)
         return host.to(device=device, dtype=dtype, memory_format=memory_format)
     if dtype == src.dtype:

@@ -124,8 +124,8 @@ def _keep(host: torch.Tensor, array: jax.Array, base: Layout, view: Layout) -> N
 
 
 def differs(t: torch.Tensor) -> bool:
-    """Whether a CPU tensor is a copy of a value that differs among ranks, of which it holds the first hosted rank's."""
-    return type(t) is rank_tensor.RankTensor or (bool(len(_READ)) and t.device.type == "cpu" and t.untyped_storage() in _READ)
+    """Whether a plain CPU tensor is a copy of a value that differs among ranks, of which it holds the first hosted rank's."""
+    return bool(len(_READ)) and t.device.type == "cpu" and t.layout == torch.strided and t.untyped_storage() in _READ
 
 
 def remember(host: torch.Tensor, own: torch.Tensor) -> None:
@@ -204,18 +204,23 @@ def copied(t: XLATensor) -> torch.Tensor:
         _keep(host, array, base, t._layout)
         return host
 
+    view = t._layout  # as it is now: the tensor may be another one when somebody asks, and need not live till then
+
     def parts() -> list[torch.Tensor]:
-        return [
-            torch.empty_strided(host.shape, host.stride(), dtype=host.dtype).copy_(view_of(b, t)) for b in sharding.blocks(array, base.size)
-        ]
+        own = [_shown(block, base, view) for block in sharding.blocks(array, base.size)]
+        return [torch.empty_strided(host.shape, host.stride(), dtype=host.dtype).copy_(x) for x in own]
 
     return rank_tensor.RankTensor.later(host, parts, sharding.ordered(axes))
 
 
 def view_of(block: Any, t: XLATensor) -> torch.Tensor:
     """What `t` shows of a block of its storage, as a CPU tensor."""
-    host, base = from_numpy(np.array(block)), t._storage.layout
-    return host if t._layout is base else _host_view(host, base, t._layout)
+    return _shown(block, t._storage.layout, t._layout)
+
+
+def _shown(block: Any, base: Layout, view: Layout) -> torch.Tensor:
+    host = from_numpy(np.array(block))
+    return host if view is base else _host_view(host, base, view)
 
 
 def download(t: XLATensor) -> torch.Tensor:

@@ -64,7 +64,7 @@ def state_of(model: Any, saving: bool = True) -> Mapping[str, Any]:
 
 
 def every_ranks(state: Any) -> Any:
-    """A state dict, unchanged CPU copies of tensors that differ among ranks on xla again: on the CPU they are rank 0's."""
+    """A state dict, CPU copies of tensors that differ among ranks on xla again, where each rank has its own."""
     found = {id(t): own for t in nested.collect(state, _on_cpu) if (own := transfer.kept(t)) is not None}
     return nested.replace(state, lambda x: id(x) in found, list(found.values())) if found else state
 

@@ -59,11 +59,6 @@ class NeuronZero1Optimizer(ZeroRedundancyOptimizer):
         shards = list(self.shard_of.values())
         return grads.get_grad_norm(shards, norm_type, zero1_optimizer=True, zero1_optimizer_groups=self.sharding_groups).reshape(())
 
-    def _clip_grad_norm(self, max_norm: float | None = None, norm_type: float = 2.0) -> torch.Tensor:
-        shards = list(self.shard_of.values())
-        limit = self.max_norm if max_norm is None else max_norm
-        return grads.clip_grad_norm(shards, limit, norm_type, zero1_optimizer=True, zero1_optimizer_groups=self.sharding_groups)
-
     def save_sharded_state_dict(self, output_dir: str, save_serially: bool = True, num_workers_per_step: int = 8) -> None:
         """Write every rank's state as `<output_dir>/optim.dp_rank_DD.tp_rank_TT` (with pipeline stages `.pp_rank_PP` besides)."""
         sharded_states.save(self.state_dict(), output_dir)

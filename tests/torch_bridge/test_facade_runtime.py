@@ -235,6 +235,9 @@ def test_zero_redundancy_optimizer_with_a_clipping_of_the_script_s_own() -> None
     assert a == pytest.approx(b) and a == pytest.approx([0.7, 0.6])
     assert norms[0].shape == () and norms[0].item() == 5.0 and own.grad_norm is None and ours.grad_norm.tolist() == [5.0]
     assert own._calc_grad_norm().tolist() == 0.0  # gradients are gone after a step
+    plain = ZeroRedundancyOptimizer([torch.nn.Parameter(torch.ones(3, device="xla"))], torch.optim.SGD, lr=0.1)
+    plain.step()  # without any, clipping has nothing to do
+    assert plain.grad_norm is not None and plain.grad_norm.tolist() == [0.0]
     own.shard_of[own._all()[0]].grad = torch.tensor([3.0, -4.0], device="xla")
     assert own._calc_grad_norm(math.inf).item() == 4.0 and own._calc_grad_norm(1).item() == 7.0
 

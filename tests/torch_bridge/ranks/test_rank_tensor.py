@@ -166,6 +166,20 @@ def test_reading_gives_the_first_rank() -> None:
     assert [p.tolist() for p in again.parts] == [[2.0 + r] * 2 for r in range(4)]
 
 
+def test_a_copy_is_of_the_moment() -> None:
+    """Other ranks' values are fetched later: what happens to the tensor meanwhile changes nothing, and copies that share memory share all of it."""
+    x = torch.arange(6.0, device="xla").view(2, 3) + xm.get_ordinal()
+    view = x.t()
+    host = view.cpu()
+    assert isinstance(host, RankTensor) and callable(host._parts), "not fetched yet"
+    x.add_(100)
+    view.data = torch.zeros(5, device="xla")
+    again = copy.copy(host)
+    again.mul_(2)
+    for r, own in enumerate(host.parts):
+        assert torch.equal(own, 2 * (torch.arange(6.0).view(2, 3).t() + r))
+
+
 def test_a_file_has_the_first_ranks_values(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sharded, "_files_noted", False)
     file = io.BytesIO()
