@@ -7,6 +7,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check
 DEMO_ARGS ?=
 BENCH_ARGS ?= --rounds 3 --write
 OPINFO_ARGS ?=
+ORACLE_ARGS ?= --count 300
 
 # torch goes in first and alone, so that no later step picks another build: without an NVIDIA GPU that is the CPU build of exactly this
 # version; where nvidia-smi works, the CUDA builds of torch and JAX.
@@ -22,24 +23,37 @@ endif
 # A recipe that fails leaves no stamp, so the next run tries again.
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint style notebooks bench opinfo clean
+.PHONY: help demo test test-deep test-processes test-all oracle lint style notebooks bench opinfo clean
 
 help: ## list the commands
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(VENV)/demo.stamp ## train a small Llama on Python's documentation, then one on 32 emulated NeuronCores (a few minutes)
 	$(BIN)/python examples/char_lm.py $(DEMO_ARGS)
 	$(BIN)/nxd-run --instance trn1.32xlarge examples/llama/train.py --tp 8 --batch 1 --steps 60 --out demo_output/llama
 
+# Whole files go to workers, those that take longest first (tests/durations.py). Options in PYTEST_ADDOPTS come last and win.
+PYTEST = PYTEST_ADDOPTS="-n 2 --dist loadfile --no-loadscope-reorder $(1) $$PYTEST_ADDOPTS" $(BIN)/python -m pytest
+
 # mypy takes one core for most of a minute, the tests two: side by side they end sooner, and each says what it has to say.
-test: $(VENV)/dev.stamp style ## lint, type check and run all tests (what CI runs)
-	$(BIN)/python -m mypy > $(VENV)/mypy.log 2>&1 & types=$$!; \
-	PYTEST_ADDOPTS="-n 2 --dist worksteal $$PYTEST_ADDOPTS" $(BIN)/python -m pytest; tests=$$?; \
+TYPED = $(BIN)/python -m mypy > $(VENV)/mypy.log 2>&1 & types=$$!; $(1); tests=$$?; \
 	wait $$types; typed=$$?; cat $(VENV)/mypy.log; [ $$tests -eq 0 ] && [ $$typed -eq 0 ]
 
-test-all: export PYTEST_ADDOPTS := --all $(PYTEST_ADDOPTS)
+test: $(VENV)/dev.stamp style ## lint, type check and test the core of every feature (minutes)
+	$(call TYPED,$(call PYTEST,--tier core))
+
+test-deep: $(VENV)/dev.stamp ## test grids, generated programs and whole trainings
+	$(call PYTEST,--tier deep)
+
+test-processes: $(VENV)/dev.stamp ## test what starts processes: commands, torchrun, notebooks, examples
+	$(call PYTEST,--tier processes)
+
 test-all: export RANDOM_PROGRAMS ?= 1000
-test-all: test ## the same with all cases of the tests of which `make test` runs a part (half an hour more)
+test-all: $(VENV)/dev.stamp style ## lint, type check and run all tests with all their cases (an hour)
+	$(call TYPED,$(call PYTEST,--all))
+
+oracle: $(VENV)/dev.stamp ## generated programs of ranks, in one process and under torchrun (ORACLE_ARGS="--count 1000 --seed 5")
+	$(BIN)/python -m tests.torch_bridge.ranks.oracle $(ORACLE_ARGS)
 
 lint: $(VENV)/dev.stamp style ## ruff check, ruff format --check, mypy
 	$(BIN)/python -m mypy

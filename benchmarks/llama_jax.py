@@ -46,17 +46,18 @@ def rotate(x_BSNH: jax.Array, theta: float = 10000.0) -> jax.Array:
     return jnp.concatenate([left * cos - right * sin, right * cos + left * sin], axis=-1)
 
 
-def attention(layer: Params, x_BSD: jax.Array, heads: int) -> jax.Array:
+def attention(layer: Params, x_BSD: jax.Array, heads: int, mask_BS: jax.Array | None = None) -> jax.Array:
     q, k, v = ((x_BSD @ layer[name]).reshape(*x_BSD.shape[:2], heads, -1) for name in "qkv")
-    out_BSNH = jax.nn.dot_product_attention(rotate(q), rotate(k), v, is_causal=True)
+    mask_B11S = None if mask_BS is None else mask_BS[:, None, None, :] != 0
+    out_BSNH = jax.nn.dot_product_attention(rotate(q), rotate(k), v, mask=mask_B11S, is_causal=True)
     return out_BSNH.reshape(x_BSD.shape) @ layer["o"]
 
 
-def loss_fn(params: Params, ids_BS: jax.Array, heads: int) -> jax.Array:
-    """Mean cross-entropy in nats of predicting each token from those before it."""
+def loss_fn(params: Params, ids_BS: jax.Array, heads: int, mask_BS: jax.Array | None = None) -> jax.Array:
+    """Mean cross-entropy in nats of predicting each token from those before it. mask_BS: nonzero where a token may be attended to (None: everywhere)."""
     x_BSD = params["embedding"][ids_BS]
     for layer in params["layers"]:
-        x_BSD = x_BSD + attention(layer, rms_norm(x_BSD, layer["attention_norm"]), heads)
+        x_BSD = x_BSD + attention(layer, rms_norm(x_BSD, layer["attention_norm"]), heads, mask_BS)
         h_BSD = rms_norm(x_BSD, layer["mlp_norm"])
         x_BSD = x_BSD + (jax.nn.silu(h_BSD @ layer["gate"]) * (h_BSD @ layer["up"])) @ layer["down"]
     logits_BSV = rms_norm(x_BSD, params["norm"])[:, :-1] @ params["head"]

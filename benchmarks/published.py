@@ -1,7 +1,7 @@
 """What `nxd_jax.inspect.estimate` predicts for the training runs on Trainium whose throughput AWS has published.
 
     python benchmarks/published.py            # the table
-    python benchmarks/published.py --write    # put it into docs/estimate.md
+    python benchmarks/published.py --write    # put it into docs/explanation/estimate.md
     python benchmarks/published.py --terms "Llama 3.1 8B"
 
 It is arithmetic: nothing runs. The published numbers are those of the Neuron documentation (trn1.32xlarge; SDK 2.12 to 2.28).
@@ -36,7 +36,7 @@ from nxd_jax.inspect.estimate import (
 from nxd_jax.inspect.tables import Column, Table
 from nxd_jax.topology import Topology
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "estimate.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "explanation" / "estimate.md"
 INSTANCE = "trn1.32xlarge"
 BEGIN, END = "<!-- {}: begin -->", "<!-- {}: end -->"
 

@@ -94,7 +94,7 @@ def main() -> None:
     elif args.device == "xla":
         if importlib.util.find_spec("torch_bridge"):
             importlib.import_module(
-                "torch_bridge.recorder"
+                "torch_bridge.device.startup"
             )  # the bridge imports JAX when a tensor first needs it; imports are not measured
         measure.measure(lambda weights: xla_variant(weights, args.replay), args)
     else:

@@ -73,7 +73,7 @@ def make_ours(zero1: bool) -> tuple[Step, Callable[[Any], float]]:
     from neuronx_distributed.parallel_layers import grads, parallel_state
     from transformers import LlamaConfig
 
-    from torch_bridge import sharded
+    from torch_bridge.recorder import sharded
 
     torch.distributed.init_process_group("xla")
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=TP)

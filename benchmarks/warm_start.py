@@ -92,13 +92,13 @@ def child_demo(weights: Path) -> None:
     """The script of `make demo`, unchanged, until its first program has run."""
     imports = Imports()
     imports.take(*BELOW_BRIDGE)
-    from torch_bridge import telemetry
+    from torch_bridge.telemetry import activity
 
     def ran(self: Any, graph: Any, output: Any) -> None:
         output.block_until_ready()
         ended(imports, 0.0)
 
-    telemetry.Activity.ran = ran  # type: ignore[method-assign]
+    activity.Activity.ran = ran  # type: ignore[method-assign]
     sys.argv = ["char_lm.py", "--out", str(weights.parent / "demo")]
     sys.path.insert(0, str(ROOT / "examples"))
     runpy.run_path(str(ROOT / "examples" / "char_lm.py"), run_name="__main__")

@@ -182,7 +182,7 @@ for nodes in (4, 16):
 # ## How long would a step take?
 #
 # `estimate` is a roofline: time in the engines, in memory and on the wires, from the documented numbers of the machine
-# (`docs/estimate.md` says how far off it is; for Trainium2 no throughput is published that it could be checked against). A step of 256
+# (`docs/explanation/estimate.md` says how far off it is; for Trainium2 no throughput is published that it could be checked against). A step of 256
 # sequences for the plans that fit, each copy of the model taking one sequence at a time:
 
 # %%

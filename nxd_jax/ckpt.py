@@ -27,7 +27,18 @@ from typing import Any
 import jax
 import torch
 
-from nxd_jax.checkpoint import full_states, full_writing, inspecting, joining, name_maps, orbax_files, original_files, tags, verifying
+from nxd_jax.checkpoint import (
+    full_states,
+    full_writing,
+    inspecting,
+    joining,
+    name_maps,
+    orbax_files,
+    original_files,
+    savers,
+    tags,
+    verifying,
+)
 from nxd_jax.checkpoint.full_states import HUB, NXD, ORIGINAL, FullState, How
 from nxd_jax.checkpoint.name_maps import NameMap
 from nxd_jax.checkpoint.safetensors_files import MAX_BYTES
@@ -56,7 +67,11 @@ def parser() -> argparse.ArgumentParser:
     commands = found.add_subparsers(dest="command", required=True, metavar="COMMAND")
     inspect = commands.add_parser("inspect", help="what there is: tags, sizes, the layout that wrote them, tensors", allow_abbrev=False)
     inspect.add_argument("path", metavar="PATH")
-    inspect.add_argument("--tensors", action="store_true", help="every tensor with its shape, dtype and shards")
+    inspect.add_argument(
+        "--tensors",
+        action="store_true",
+        help="every tensor with its shape, dtype and shards (of the newest complete tag, if --tag names none)",
+    )
     inspect.add_argument("--json", action="store_true", help="as JSON")
     convert = commands.add_parser("convert", help="into another format", allow_abbrev=False)
     convert.add_argument("path", metavar="SRC")
@@ -178,7 +193,10 @@ def _inspect(args: argparse.Namespace) -> int:
     if args.tag is None and "://" not in args.path and full_states.format_of(Path(args.path)) is None:
         listed = _tags(_storage(args.path))
         if len(listed) != 1 or not listed[0]["complete"]:
-            return _show_tags(args, listed)
+            if not (args.tensors and any(t["complete"] for t in listed)):
+                return _show_tags(args, listed)
+            others = f"{len(listed) - 1} other tag{'s' * (len(listed) > 2)}"
+            sys.stderr.write(f"nxd-ckpt: the newest complete tag of {args.path}, which has {others}: --tag names another\n")
     found = inspecting.describe(_locate(args.path, args.tag), args.trust)
     if args.json:
         _say(json.dumps(found if args.tensors else {**found, "tensors": {k: len(v) for k, v in found["tensors"].items()}}, indent=1))
@@ -200,6 +218,8 @@ def _show_tags(args: argparse.Namespace, listed: Sequence[Mapping[str, Any]]) ->
         return 0
     if not listed:
         raise CommandError(f"{args.path} holds no checkpoint")
+    if args.tensors:
+        raise CommandError(f"{args.path} holds no complete checkpoint whose tensors could be listed{_unfinished(_storage(args.path))}")
     width = max(len(t["name"]) for t in listed)
     for t in listed:
         state = "complete" if t["complete"] else "unfinished"
@@ -360,7 +380,7 @@ def _write_tag(args: argparse.Namespace, state: FullState, how: How, tag: str) -
         )
     dtype = _DTYPES.get(args.dtype)
     folder = storage.begin(tag)
-    try:
+    with savers.writing(folder, args.target, first=True):
         with full_writing.scratch(storage.root) as place:
             if args.to == NXD:
                 full_writing.to_nxd(state, folder, place, progress, dtype)
@@ -368,9 +388,6 @@ def _write_tag(args: argparse.Namespace, state: FullState, how: How, tag: str) -
                 ranks = full_writing.Ranks(args.tp, args.dp, args.zero1, args.kv_multiplier, not args.separate_qkv, args.xser)
                 full_writing.to_original(state, folder, ranks, how.rules, place, progress, dtype)
         storage.commit(tag, folder)
-    except BaseException:
-        tags.abandon(folder)
-        raise
 
 
 # -- verify ------------------------------------------------------------------------------------------
@@ -391,7 +408,7 @@ def _verify(args: argparse.Namespace) -> int:
             digests = {name: verifying.digest(full) for name, full in first.model.items()}
             _say(f"model sha256 {verifying.checksum(digests)}")
     _say_some("problem", problems)
-    _say_some("note", [] if args.finite else odd)
+    _say_some("note", report.notes + ([] if args.finite else odd))
     _say(f"{folder}: {report.read} tensors read, " + (f"{len(problems)} problems" if problems else "no problems"))
     return 1 if problems else 0
 

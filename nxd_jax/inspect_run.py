@@ -5,7 +5,7 @@
     nxd-inspect --fail-if-over-hbm --max-recompiles 2 train.py       # in continuous integration
 
 The report is one HTML file that needs no network: memory of a core against its HBM, collectives and the links they use, operations by module, an estimate for
-the machine, compilations and why they happened, the time of each module, the graph, HLO.
+the machine, compilations and why they happened, modules that are played from recordings, the time of each module, the graph, HLO.
 
 Exit status: that of the script if it failed; 3 if a check (--fail-if-over-hbm, --max-recompiles) failed; else 0.
 """
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import os
 import pathlib
@@ -23,6 +24,7 @@ import types
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from nxd_jax import interpreter
 from nxd_jax import run as running
 from nxd_jax.topology import INSTANCES
 
@@ -44,6 +46,7 @@ def parser() -> argparse.ArgumentParser:
     )
     found.add_argument("--abstract", action="store_true", help="shapes alone: nothing is computed, so any number of cores will do")
     found.add_argument("--no-profile", action="store_true", help="do not profile the last two steps")
+    found.add_argument("--trace", type=pathlib.Path, metavar="DIR", help="keep the profile's trace there, for Perfetto and XProf")
     found.add_argument("--dump-hlo", type=pathlib.Path, metavar="DIR", help="write the graph and HLO of every program there")
     found.add_argument("--fail-if-over-hbm", action="store_true", help=f"exit with {CHECK_FAILED} if a core's memory is too small")
     found.add_argument(
@@ -68,7 +71,10 @@ def _count(text: str) -> int:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """The `nxd-inspect` command."""
+    interpreter.use("nxd-inspect", "nxd_jax.inspect_run")
     args = parser().parse_args(argv)
+    if (misplaced := running.after_the_script(parser(), args)) is not None:
+        _say(misplaced)
     if not args.module and not os.path.exists(args.script):
         raise SystemExit(f"nxd-inspect: no such script: {args.script}")
     if args.out.is_dir():
@@ -84,7 +90,7 @@ def _inspect(args: argparse.Namespace) -> int:
     from nxd_jax.inspect.watching import Watch
 
     runs = args.steps if args.steps is not None else 2 if args.abstract else 4
-    watch = Watch(runs, 0 if args.abstract or args.no_profile else 2)
+    watch = Watch(runs, 0 if args.abstract or args.no_profile else 2, args.trace)
     with contextlib.ExitStack() as block:
         if args.abstract:
             from nxd_jax.abstract import abstract_run
@@ -154,6 +160,7 @@ def _as_main(args: argparse.Namespace) -> Iterator[tuple[Any, dict[str, Any]]]:
 
 
 def _report(args: argparse.Namespace, watch: Any, status: int) -> int:
+    from nxd_jax.inspect.replay import summary
     from nxd_jax.inspect.report import Report
 
     found = watch.inspection
@@ -165,9 +172,9 @@ def _report(args: argparse.Namespace, watch: Any, status: int) -> int:
         ("machine", repr(found.topology)),
         ("run", f"{'on shapes alone' if args.abstract else 'for real'}; the training step ran {found.runs} times"),
     ]
-    page = Report(found, f"nxd-inspect {os.path.basename(args.script)}", facts, watch.profile, failures).save(args.out)
+    page = Report(found, f"nxd-inspect {os.path.basename(args.script)}", facts, _profile(watch), failures, watch.modules).save(args.out)
     sys.stderr.write("\n")  # after a progress bar that was cut off
-    sys.stdout.write(f"{found}\n")
+    sys.stdout.write(f"{found}\n{summary(watch.modules)}")
     sys.stdout.flush()
     _say(f"wrote {page} ({page.stat().st_size / 1e6:.1f} MB)")
     if args.json:
@@ -175,13 +182,23 @@ def _report(args: argparse.Namespace, watch: Any, status: int) -> int:
         from nxd_jax.inspect.statistics import statistics
         from nxd_jax.inspect.tables import plain, write
 
-        more = {"recompiles": plain(recompiles()), "statistics": plain(statistics()), "failures": failures}
+        more = {"recompiles": plain(recompiles()), "statistics": plain(statistics()), "replay": plain(watch.modules), "failures": failures}
         _say(f"wrote {write(args.json, json.dumps(found.data() | more, indent=1))}")
     if args.dump_hlo:
         _say(f"wrote {_dumped(found, args.dump_hlo)} programs to {args.dump_hlo}")
     for failure in failures:
         _say(failure)
     return status or (CHECK_FAILED if failures else 0)
+
+
+def _profile(watch: Any) -> Any:
+    """The profile as it will be when this process has ended."""
+    found = watch.profile
+    if found is None or found.kept or not found.trace:
+        return found
+    return dataclasses.replace(
+        found, trace="", perfetto="", notes=(*found.notes, "nxd-inspect --trace DIR keeps the trace, for Perfetto and XProf")
+    )
 
 
 def _failures(args: argparse.Namespace, found: Any) -> list[str]:
@@ -201,13 +218,14 @@ def _failures(args: argparse.Namespace, found: Any) -> list[str]:
 
 def _dumped(found: Any, folder: pathlib.Path) -> int:
     """Write every program that is still there, the one that was looked at first; how many."""
-    from torch_bridge import environment, executor
+    from torch_bridge.compiler import dump
+    from torch_bridge.runtime import executor
 
     found.dump(folder)
     others = {p for trace in executor.TRACES.values() for programs in trace.programs.values() for p in programs if p.begun}
     others -= {found.program}
     for program in others:
-        environment.dump(program, folder)
+        dump.dump(program, folder)
     return 1 + len(others)
 
 

@@ -15,6 +15,7 @@ import runpy
 import sys
 from collections.abc import Sequence
 
+from nxd_jax import interpreter
 from nxd_jax.topology import INSTANCES, Topology
 
 
@@ -94,6 +95,26 @@ def environment(args: argparse.Namespace) -> tuple[dict[str, str], str]:
     return variables, f"nxd-run: {machine}, {count} ranks ({local} per machine) in one process"
 
 
+_TELLING = frozenset(
+    f"--{name}"
+    for name in (
+        *("topology", "instance", "nnodes", "nproc_per_node", "nproc-per-node", "lnc"),
+        *("abstract", "no-profile", "trace", "dump-hlo", "fail-if-over-hbm", "max-recompiles"),
+    )
+)
+"""Options of the commands that hardly a script has."""
+
+
+def after_the_script(of: argparse.ArgumentParser, args: argparse.Namespace) -> str | None:
+    """A sentence about options of a command that stand after the script, which gets them; None if there are none, or they stand before it as well."""
+    known = {o: action for action in of._actions for o in action.option_strings if o in _TELLING}
+    after = (a.partition("=")[0] for a in args.args)
+    found = [o for o in after if o in known and getattr(args, known[o].dest) == known[o].default]
+    if not found:
+        return None
+    return f"{', '.join(found)} comes after {args.script}, so the script gets it: options of {of.prog} come before the script"
+
+
 def _nodes(text: str) -> int:
     """torchrun's --nnodes: a number, or min:max, of which the larger counts."""
     last = text.split(":")[-1]
@@ -104,7 +125,10 @@ def _nodes(text: str) -> int:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """The `nxd-run` command."""
+    interpreter.use("nxd-run", "nxd_jax.run")
     args = parser().parse_args(argv)
+    if (misplaced := after_the_script(parser(), args)) is not None:
+        sys.stderr.write(f"nxd-run: {misplaced}\n")
     variables, line = environment(args)
     os.environ.update(variables)
     sys.stderr.write(line + "\n")

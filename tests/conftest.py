@@ -11,6 +11,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests import durations, tiers
+
 _ROOT = pathlib.Path(__file__).parent.parent
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -54,34 +56,47 @@ QUICK = (
     "torch_bridge/lowerings/test_random.py",
     "torch_bridge/lowerings/test_scatter.py",
     "torch_bridge/test_guarantees.py",
+    "torch_bridge/test_packed_sequences.py",
     "torch_bridge/test_random_distributions.py",
     "torch_bridge/test_random_programs.py",
     "torch_bridge/test_random_state.py",
 )
 """Files that spend most of their time in LLVM and compare with a reference within a tolerance: compiled with most optimizations off, in half the time.
-Not here: files about equality bit for bit, special values, precision or memory, and the processes that tests start (but for the README's code): those
+Not here: files about equality bit for bit, special values, precision or memory, and the processes that tests start (but for the code of docs/): those
 programs are compiled as users' are. `JAX_DISABLE_MOST_OPTIMIZATIONS=0` compiles everything so."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--all`: `make test-all`."""
+    """`--all`: `make test-all`. `--tier`: `make test`, `make test-deep`, `make test-processes`."""
     parser.addoption("--all", action="store_true", help="also run what is marked thorough: more cases of what the other tests test")
+    parser.addoption(
+        "--tier", choices=(*tiers.TIERS, "all"), default="all", help="run the tests of this tier (tests/tiers.py; default: all)"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Runs that are written down (`--junitxml`) say what they took of the processor."""
+    if config.getoption("xmlpath", None):
+        config.pluginmanager.register(durations.CpuTime())
+
+
+def pytest_ignore_collect(collection_path: pathlib.Path, config: pytest.Config) -> bool | None:
+    """Files without a test of the tier that is asked for need not be imported."""
+    if not collection_path.is_relative_to(tiers.TESTS):
+        return None
+    place = collection_path.relative_to(tiers.TESTS).as_posix()
+    return True if not {"all", *tiers.tiers_in(place)} & {config.getoption("--tier")} else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what is marked thorough, unless it is asked for with --all or by name."""
-    if config.getoption("--all") or any("::" in argument for argument in config.args):
-        return
-    cases: dict[str, list[pytest.Item]] = {}
-    for item in items:
-        if item.get_closest_marker("thorough") is not None:
-            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    left_out = {item for found in cases.values() for item in found}
-    for found in cases.values():
-        mark = found[0].get_closest_marker("thorough")
-        keep = min(mark.kwargs.get("keep", 0) if mark is not None else 0, len(found))
-        left_out -= {found[k * len(found) // keep] for k in range(keep)}
-    items[:] = [item for item in items if item not in left_out]
+    """Leave out other tiers, and what is marked thorough unless it is asked for with --all or by name. Workers start with the files that take longest."""
+    everything = config.getoption("--all") or any("::" in argument for argument in config.args)
+    selection = tiers.Selection(items)
+    chosen = [item for item in items if selection.runs(item, everything, config.getoption("--tier"))]
+    left_out = set(items) - set(chosen)
+    if hasattr(config, "workerinput"):
+        chosen = durations.longest_first(chosen)
+    items[:] = chosen
     config.hook.pytest_deselected(items=list(left_out))
 
 
@@ -110,7 +125,7 @@ def compile_quickly(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.fixture
 def clean_step() -> Iterator[None]:
     """Nothing recorded before the test and no step closures left after it."""
-    from torch_bridge import executor, steps
+    from torch_bridge.runtime import executor, steps
 
     executor.sync()
     yield
@@ -133,6 +148,6 @@ def bounded_memory() -> Iterator[None]:
     if "jax" in sys.modules:
         import jax
 
-        if "torch_bridge.executor" in sys.modules:
-            sys.modules["torch_bridge.executor"].clear_cache()
+        if "torch_bridge.runtime.executor" in sys.modules:
+            sys.modules["torch_bridge.runtime.executor"].clear_cache()
         jax.clear_caches()

@@ -1,4 +1,4 @@
-"""The README's code runs and its links lead somewhere."""
+"""The code of the README and of the pages in docs/ runs and prints what stands below it; links lead somewhere; the index of docs/ lists every page."""
 
 from __future__ import annotations
 
@@ -11,8 +11,35 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md"]
-BLOCKS = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), flags=re.MULTILINE | re.DOTALL)
+DOCS = sorted(f"docs/{path.relative_to(ROOT / 'docs').as_posix()}" for path in (ROOT / "docs").rglob("*.md"))
+PAGES = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md", "notebooks/README.md", *DOCS]
+GROUPS = ("tutorials", "how-to", "reference", "explanation")
+ELSEWHERE = {"docs/tutorials/look_inside.md": "nxd_jax/inspect/test_docs.py"}
+"""Pages whose code another test runs."""
+
+
+def blocks(page: Path) -> list[tuple[str, str]]:
+    """A page's blocks of Python, each with the block of text right below it (empty if there is none): what it prints."""
+    found = re.findall(r"^```python\n(.*?)^```\n(?:\n```text\n(.*?)^```)?", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    return [(code, shown) for code, shown in found]
+
+
+def script(page: Path) -> str:
+    """A page's blocks of Python, in their order, as one script."""
+    return "\n".join(code for code, _ in blocks(page))
+
+
+def not_printed(page: Path, said: str) -> list[str]:
+    """Lines that a page shows as printed and that were not, whatever the numbers in them."""
+
+    def plain(line: str) -> str:
+        return re.sub(r"\d+(\.\d+)?", "0", " ".join(line.split()))
+
+    printed = {plain(line) for line in said.splitlines()}
+    return [line for _, shown in blocks(page) for line in shown.splitlines() if plain(line) not in printed]
+
+
+RUNNABLE = [page for page in ["README.md", *DOCS] if page not in ELSEWHERE and blocks(ROOT / page)]
 
 
 def anchors(page: Path) -> set[str]:
@@ -33,17 +60,31 @@ def broken_links(page: Path) -> list[str]:
     return broken
 
 
-def test_readme_has_code():
-    assert len(BLOCKS) >= 2
+def test_pages_have_code():
+    assert "README.md" in RUNNABLE
+    assert len(RUNNABLE) >= 8
+    assert all(blocks(ROOT / page) and (ROOT / "tests" / test).exists() for page, test in ELSEWHERE.items())
 
 
-@pytest.mark.parametrize("code", BLOCKS, ids=[f"block{i}" for i in range(len(BLOCKS))])
-def test_readme_code_runs(code: str, tmp_path: Path):
-    """To the end; no number of it is looked at, so that most of XLA's optimizations can be off."""
+@pytest.mark.parametrize("page", RUNNABLE)
+def test_code_runs(page: str, tmp_path: Path):
+    """To the end, without a warning or hint, and with the lines that the page shows. Numbers are not compared, so most of XLA's optimizations can be off."""
     path = os.pathsep.join([str(ROOT), str(ROOT / "aliases"), os.environ.get("PYTHONPATH", "")])
     environment = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"} | os.environ | {"PYTHONPATH": path}
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    (tmp_path / "train.py").write_text(script(ROOT / page))
+    done = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
+    assert "Warning" not in done.stderr and "second step" not in done.stderr, done.stderr
+    assert not_printed(ROOT / page, done.stdout) == [], done.stdout
+
+
+def test_lines_that_are_not_printed_are_found(tmp_path: Path):
+    page = tmp_path / "page.md"
+    page.write_text(
+        "```python\nprint('loss', 0.5)\n```\n\n```text\nloss 0.7\nother 1\n```\n\n```python\nx = 1\n```\ntext\n```text\nnot output\n```\n"
+    )
+    assert script(page) == "print('loss', 0.5)\n\nx = 1\n"
+    assert not_printed(page, "loss  0.5\n") == ["other 1"]
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -55,3 +96,23 @@ def test_broken_links_are_found(tmp_path: Path):
     page = tmp_path / "page.md"
     page.write_text("# A heading, here\n[ok](page.md) [ok](#a-heading-here) [gone](gone.md) [no anchor](page.md#none)\n")
     assert broken_links(page) == ["gone.md", "page.md#none"]
+
+
+def test_the_index_lists_every_page_in_its_group():
+    sections = dict(zip(GROUPS, re.split(r"^## ", (ROOT / "docs" / "README.md").read_text(), flags=re.MULTILINE)[1:], strict=True))
+    assert all(section.lower().startswith(group) for group, section in sections.items())
+    for page in DOCS:
+        name = page.removeprefix("docs/")
+        assert name == "README.md" or f"]({name})" in sections[name.split("/")[0]], page
+
+
+def test_pages_that_code_names_exist():
+    """Messages and docstrings name pages by their path from the repository's root."""
+    named = {
+        (str(path.relative_to(ROOT)), page)
+        for folder in ("torch_bridge", "nxd_jax", "benchmarks", "notebooks", "examples", "tests")
+        for path in (ROOT / folder).rglob("*.py")
+        for page in re.findall(r"\bdocs/[\w/-]+\.md\b", path.read_text(encoding="utf-8"))
+    }
+    assert named
+    assert [f"{where}: {page}" for where, page in sorted(named) if not (ROOT / page).exists()] == []

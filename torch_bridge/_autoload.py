@@ -11,8 +11,8 @@ import sys
 
 def autoload() -> None:
     """Register device xla unless the original torch_xla owns it; never raises."""
-    device = sys.modules.get("torch_bridge.device")
+    device = sys.modules.get("torch_bridge.device.registration")
     if device is None or hasattr(device, "autoload"):
-        from torch_bridge.device import autoload as run
+        from torch_bridge.device.registration import autoload as run
 
         run()

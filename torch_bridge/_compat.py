@@ -6,13 +6,15 @@ Supported: torch 2.11 to 2.13 and jax 0.10 to 0.11.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import hashlib
 import io
+import os
 import pathlib
 import threading
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -181,6 +183,36 @@ def with_code(pickled: bytes, packed: bytes, devices: Sequence[Any]) -> Any:
     return jax.stages.Compiled(unloaded.load(), [], tree.unflatten(args), out_tree, no_kwargs=no_kwargs)
 
 
+@contextlib.contextmanager
+def without_preemption_service() -> Iterator[None]:
+    """While entered, `jax.distributed.initialize` leaves SIGTERM alone, unless JAX_ENABLE_PREEMPTION_SERVICE asks for JAX's service.
+
+    The service takes the signal, tells the other processes, and lets this one run on: launchers wait half a minute and then kill it.
+    """
+    import jax
+
+    name = "jax_enable_preemption_service"
+    before = getattr(jax.config, name, None)
+    if before is None or os.environ.get(name.upper()):
+        yield
+        return
+    jax.config.update(name, False)
+    try:
+        yield
+    finally:
+        jax.config.update(name, before)
+
+
+def abandon_distributed() -> None:
+    """Let this process end without JAX's farewell to the other processes."""
+    from jax._src import distributed
+
+    state = distributed.global_state
+    for part in (state.client, state.service):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(part))  # never destroyed: that would wait, too, or abort this process
+    state.client = state.service = None
+
+
 def linear_cross_entropy_ops() -> tuple[Any, Any] | None:
     """torch's chunked `linear_cross_entropy` with and without reduction, or None before torch 2.13."""
     import torch
@@ -199,3 +231,26 @@ def never_trace(code: types.CodeType) -> None:
 
     skip = eval_frame._FrameAction.SKIP
     eval_frame.set_code_exec_strategy(code, eval_frame._FrameExecStrategy(skip, skip))
+
+
+def record_untraced(entries: Iterable[Any]) -> None:
+    """Where torch and scripts come into the recorder, these functions and all that they call (JAX) run as they are, whatever traces the script around."""
+    for entry in entries:
+        function = getattr(entry, "__func__", entry)
+        if isinstance(function, types.FunctionType):
+            never_trace(function.__code__)
+
+
+def jax_started() -> bool:
+    """Whether JAX has made its devices."""
+    from jax._src import xla_bridge
+
+    return bool(xla_bridge.backends_are_initialized())
+
+
+def provision_cpu_devices(count: int) -> None:
+    """Ask for at least so many virtual CPU devices, if JAX has not started."""
+    import jax
+
+    if not jax_started():
+        jax.config.update("jax_num_cpu_devices", max(count, getattr(jax.config, "jax_num_cpu_devices", 1)))

@@ -30,6 +30,45 @@ class XlaOutOfMemoryError(torch.OutOfMemoryError):
     """JAX ran out of device memory while a recorded graph ran."""
 
 
+_OF_ARGUMENTS = (RuntimeError, ValueError, TypeError, IndexError, AssertionError)
+
+
+def locate(error: Exception, op: Any, args: Any) -> Exception:
+    """The error of an op that does not take its arguments (torch's own words), with the module, the user's line and the arguments; without the frames of what
+    looked at them."""
+    from torch_bridge import source
+
+    if type(error) not in _OF_ARGUMENTS or len(error.args) != 1 or not isinstance(error.args[0], str) or hasattr(error, _LOCATED):
+        return error
+    at = source.of_error(2)
+    module = f"in {f'{at.module} ({at.module_class})' if at.module else at.module_class}, " if at.module_class else ""
+    line = f"called at {at.file}:{at.line} in {at.function}" if at.file else "in a backward pass"
+    line = f"in the backward of what was {line}" if at.backward and at.file else line
+    shown = ", ".join(_short(a) for a in args)
+    error.args = (f"{error.args[0]}\n  {module}{line}: {op}({shown})",)
+    setattr(error, _LOCATED, True)
+    return error.with_traceback(None)
+
+
+_LOCATED = "_nxd_jax_located"
+
+
+def is_located(error: BaseException) -> bool:
+    """Whether `locate` has dealt with it."""
+    return hasattr(error, _LOCATED)
+
+
+def _short(x: Any) -> str:
+    """An argument in a few characters: float32[2, 8] for a tensor."""
+    if isinstance(x, torch.Tensor):
+        return f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}"
+    if isinstance(x, (list, tuple)):
+        more = ", ..." if len(x) > 8 else ""
+        return f"[{', '.join(_short(e) for e in x[:8])}{more}]"
+    text = repr(x)
+    return text if len(text) <= 40 else f"{text[:37]}..."
+
+
 def explain_derivative(error: Exception) -> Exception:
     """The error of a backward pass, with what to do if torch has no derivative for an op (as a rule, for the backward of one)."""
     text = str(error)

@@ -6,6 +6,7 @@ Called only for ops that were not predicted from an earlier step (see `segment`)
 from __future__ import annotations
 
 import os
+import re
 import sys
 import weakref
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ import torch
 
 _BASE = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep, "<frozen")
 _LIBRARIES: tuple[str, ...] = _BASE
-_CALL_IMPL = torch.nn.Module._call_impl.__code__
+_MODULE_FRAMES = {torch.nn.Module._call_impl.__code__}
 _ENGINE = torch.autograd.graph._engine_run_backward.__code__
 
 
@@ -55,6 +56,11 @@ def add_library(folder: str) -> None:
     _IS_USER.clear()
 
 
+def add_module_frame(code: CodeType) -> None:
+    """Frames of this code are calls of a module, the local variable `self`."""
+    _MODULE_FRAMES.add(code)
+
+
 def is_outside(code: CodeType) -> bool:
     """True for code outside torch and this package, whoever's it is."""
     return is_user(code) or not (code.co_filename.startswith(_BASE) or "/contextlib.py" in code.co_filename)
@@ -82,6 +88,24 @@ def short_line() -> str:
     return "" if frame is None else f"{base_name(frame.f_code.co_filename)}:{frame.f_lineno}"
 
 
+def script_line(*but: object) -> str:
+    """'file.py:12' of the nearest frame of the script's own, no library's (of a library if there is none), '' without any. but: objects whose methods are not
+    meant."""
+    frame: FrameType | None = sys._getframe(1)
+    nearest = ""
+    while frame is not None:
+        if is_user(frame.f_code) and not any(frame.f_locals.get("self") is x for x in but):
+            line = f"{base_name(frame.f_code.co_filename)}:{frame.f_lineno}"
+            if not _INSTALLED.search(frame.f_code.co_filename):
+                return line
+            nearest = nearest or line
+        frame = frame.f_back
+    return nearest
+
+
+_INSTALLED = re.compile(r"[/\\](site|dist)-packages[/\\]")
+
+
 def current(depth: int = 1, modules: bool = True) -> Source:
     """The source of the op being recorded."""
     backward = modules and torch._C._current_autograd_node() is not None
@@ -98,6 +122,15 @@ def current(depth: int = 1, modules: bool = True) -> Source:
     return Source(path, cls, user.f_code.co_filename, user.f_lineno, user.f_code.co_name, backward, training)
 
 
+def of_error(depth: int = 1) -> Source:
+    """As `current`, but a line of the user's that runs within a backward pass (a backward of their own, a hook) goes before that of the forward op."""
+    if torch._C._current_autograd_node() is not None:
+        user, _ = _walk(sys._getframe(depth), False, True)
+        if user is not None:
+            return Source(file=user.f_code.co_filename, line=user.f_lineno, function=user.f_code.co_name)
+    return current(depth + 1)
+
+
 def _walk(start: FrameType, modules: bool, within_backward: bool) -> tuple[FrameType | None, list[torch.nn.Module]]:
     """The nearest frame of the user's, and the modules being called, innermost first.
 
@@ -112,7 +145,7 @@ def _walk(start: FrameType, modules: bool, within_backward: bool) -> tuple[Frame
             break
         if user is None and is_user(code):
             user = frame
-        if modules and code is _CALL_IMPL:
+        if modules and code in _MODULE_FRAMES:
             owner = frame.f_locals.get("self")
             if isinstance(owner, torch.nn.Module):
                 stack.append(owner)

@@ -2,7 +2,7 @@
 
 import torch_bridge.torch_xla.distributed.xla_backend  # noqa: F401
 from nxd_jax import _later
-from torch_bridge import aliasing
+from torch_bridge.device import aliasing
 
 aliasing.install(__name__, "nxd_jax")
 _later.install()

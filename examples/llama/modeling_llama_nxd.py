@@ -176,8 +176,8 @@ class LlamaModel(nn.Module):
 class LlamaForCausalLM(nn.Module):
     """forward(input_ids [batch, seq], labels) returns (loss, logits [batch, seq, vocab / tp]).
 
-    labels: shifted already (`shift_labels`), with -100 where there is none. The loss is the mean over the whole sequence's labels; with context
-    parallelism it is cp times the rank's share, so that averaging over cp ranks gives that mean.
+    labels: shifted already (by `shift_labels`, or by the cut for context parallelism), with -100 where there is none. The loss is the mean over the whole
+    sequence's labels; with context parallelism it is cp times the rank's share, so that averaging over cp ranks gives that mean.
     """
 
     def __init__(self, config: LlamaConfig, options: NxDLlamaOptions | None = None):

@@ -135,6 +135,13 @@ def global_mean(loss: torch.Tensor) -> torch.Tensor:
     return loss
 
 
+def own_part(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """This context-parallel rank's run of each sequence, with each token's label at the token's own place."""
+    if parallel_state.get_context_model_parallel_size() > 1:
+        return get_batch_on_this_context_parallel_rank(batch)  # moves the labels before it cuts
+    return shift_labels(batch)
+
+
 def train(model: LlamaForCausalLM, loader: DataLoader, args: argparse.Namespace) -> list[float]:
     device = torch_xla.device()
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1)
@@ -150,8 +157,7 @@ def train(model: LlamaForCausalLM, loader: DataLoader, args: argparse.Namespace)
     while step < args.steps:
         loader.sampler.set_epoch(epoch)
         for (ids,) in pl.MpDeviceLoader(loader, device):
-            batch = get_batch_on_this_context_parallel_rank(shift_labels({"input_ids": ids, "labels": ids}))
-            loss, _ = model(**batch)
+            loss, _ = model(**own_part({"input_ids": ids, "labels": ids}))
             loss.backward()
             reduce_gradients(model, optimizer)
             optimizer.step()

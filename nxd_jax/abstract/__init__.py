@@ -3,6 +3,6 @@
 from nxd_jax.abstract.report import AbstractReport, ProgramReport
 from nxd_jax.abstract.run import AbstractRun, abstract_run
 from nxd_jax.inspect.collectives import Collective
-from torch_bridge.abstract import AbstractValueError
+from torch_bridge.mesh.abstract_arrays import AbstractValueError
 
 __all__ = ["AbstractReport", "AbstractRun", "AbstractValueError", "Collective", "ProgramReport", "abstract_run"]

@@ -18,14 +18,16 @@ from nxd_jax.abstract.shapes import Witness
 from nxd_jax.inspect.collectives import collectives
 from nxd_jax.parallel_layers import parallel_state
 from nxd_jax.topology import Topology
-from torch_bridge import abstract, executor, telemetry, world
+from torch_bridge.mesh import abstract_arrays, world
+from torch_bridge.runtime import abstract, executor
+from torch_bridge.telemetry import activity
 
 QUICK: dict[str, Any] = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 """Options for compiling a program that nobody runs: machine code is generated as cheaply as possible. The memory plan is made before that."""
 
 
 class AbstractRun:
-    """What `abstract_run` gives. `programs`: recorded so far, in the order in which they came (`torch_bridge.abstract.Recorded`)."""
+    """What `abstract_run` gives. `programs`: recorded so far, in the order in which they came (`torch_bridge.runtime.abstract.Recorded`)."""
 
     def __init__(self, run: abstract.Run, witness: Witness, topology: Topology | None):
         self._run = run
@@ -45,7 +47,7 @@ class AbstractRun:
         return self._run
 
     def _check(self, what: str) -> None:
-        if abstract.RUN is not self._run:
+        if abstract_arrays.RUN is not self._run:
             raise RuntimeError(f"{what}() after the end of abstract_run: call it within the `with` block, where the ranks are laid out")
 
     @property
@@ -81,7 +83,7 @@ class AbstractRun:
     def _compiled(self, recorded: abstract.Recorded) -> ProgramReport:
         memory = recorded.compile(QUICK).memory_analysis()
         return ProgramReport(
-            name=telemetry.describe(recorded.program).source,
+            name=activity.describe(recorded.program).source,
             ops=recorded.ops,
             runs=recorded.runs,
             arguments=int(memory.argument_size_in_bytes),
@@ -106,7 +108,7 @@ def abstract_run(cores: int | None = None, *, instance: str | None = None, nodes
 
     cores: ranks of the world; None: all of the instance's, or without an instance the world as it is (`NEURON_RT_NUM_CORES`, or as many as the parallel
     sizes need). instance, nodes: the machines to emulate, whose memory per core counts; default those of the environment.
-    values: what reading a tensor does: "error" raises `torch_bridge.abstract.AbstractValueError`, "zeros" gives zeros.
+    values: what reading a tensor does: "error" raises `torch_bridge.mesh.abstract_arrays.AbstractValueError`, "zeros" gives zeros.
 
     Models made in the block have parameters on "meta" until they go to xla. CPU tensors of up to 65,536 elements keep their values, on xla too. The world and
     its groups are undone at the end of the block; tensors made in it are lost then.

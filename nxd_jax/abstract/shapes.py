@@ -9,7 +9,7 @@ import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from torch_bridge.tensor import XLATensor
+from torch_bridge.recorder.tensor import XLATensor
 
 KINDS = ("parameter", "buffer", "gradient", "master weight", "optimizer state")
 

@@ -14,10 +14,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from nxd_jax.checkpoint.placement import Piece, Placement
 from nxd_jax.parallel_layers import _groups
-from torch_bridge import _compat, collectives, dtypes, executor, groups, rank_ops, sharding, world
-from torch_bridge.layout import layout
-from torch_bridge.segment import Storage
-from torch_bridge.tensor import XLATensor, make
+from torch_bridge import _compat
+from torch_bridge.collectives import functional, rank_slices
+from torch_bridge.ir import dtypes
+from torch_bridge.ir.layout import layout
+from torch_bridge.ir.segment import Storage
+from torch_bridge.mesh import groups, sharding, world
+from torch_bridge.recorder.tensor import XLATensor, make
+from torch_bridge.runtime import executor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,11 +141,11 @@ def pieces_of(tensor: torch.Tensor, placement: Placement) -> list[torch.Tensor]:
 def _exchanged(part: torch.Tensor, piece: Piece, order: Sequence[int]) -> torch.Tensor:
     """What a rank holds once the tensor-parallel ranks' groups of query heads are in another order: place k gets group `order[k]`."""
     group = _groups.tensor_parallel()
-    full = collectives.all_gather(part.contiguous(), piece.dim, group)
+    full = functional.all_gather(part.contiguous(), piece.dim, group)
     rows = torch.arange(full.shape[piece.dim]).reshape(len(order), -1)[list(order)].reshape(-1)
     among = groups.resolve(group)
     starts = [among.index(r) * part.shape[piece.dim] for r in range(world.size())]
-    return rank_ops.ops.rank_slice(full.index_select(piece.dim, rows.to("xla")), piece.dim, starts, part.shape[piece.dim])
+    return rank_slices.ops.rank_slice(full.index_select(piece.dim, rows.to("xla")), piece.dim, starts, part.shape[piece.dim])
 
 
 def _own(tensor: torch.Tensor) -> torch.Tensor:

@@ -12,8 +12,10 @@ from nxd_jax.checkpoint import heads, placement
 from nxd_jax.checkpoint.placement import Placement
 from nxd_jax.parallel_layers import _groups
 from nxd_jax.utils import full_weights
-from torch_bridge import nested, sharded, transfer, world
-from torch_bridge.row_shards import RowShards
+from torch_bridge import nested
+from torch_bridge.collectives.row_shards import RowShards
+from torch_bridge.mesh import world
+from torch_bridge.recorder import copies, sharded
 
 SMALL = 16
 """CPU tensors of up to so many numbers (an optimizer's step) are kept with what is no tensor."""
@@ -65,7 +67,7 @@ def state_of(model: Any, saving: bool = True) -> Mapping[str, Any]:
 
 def every_ranks(state: Any) -> Any:
     """A state dict, CPU copies of tensors that differ among ranks on xla again, where each rank has its own."""
-    found = {id(t): own for t in nested.collect(state, _on_cpu) if (own := transfer.kept(t)) is not None}
+    found = {id(t): own for t in nested.collect(state, _on_cpu) if (own := copies.kept(t)) is not None}
     return nested.replace(state, lambda x: id(x) in found, list(found.values())) if found else state
 
 

@@ -21,7 +21,7 @@ from nxd_jax.checkpoint.joining import Split
 from nxd_jax.checkpoint.name_maps import NameMap
 from nxd_jax.checkpoint.original_files import Rank
 from nxd_jax.checkpoint.original_states import MASTER
-from torch_bridge import transfer
+from torch_bridge.runtime import transfer
 
 Progress = Callable[[Sequence[Any], str], Iterable[Any]]
 _SMALL = 1 << 20

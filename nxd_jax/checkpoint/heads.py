@@ -14,7 +14,7 @@ import torch
 from nxd_jax.modules.qkv_linear import GQAQKVColumnParallelLinear
 from nxd_jax.parallel_layers import _groups, parallel_state
 from nxd_jax.parallel_layers.layers import RowParallelLinear
-from torch_bridge import groups
+from torch_bridge.mesh import groups
 
 ATTRIBUTE = "kv_heads_held"
 """Of a query weight or output projection: how many K/V heads a rank of its layer holds (copies count); 0 if nobody can tell."""

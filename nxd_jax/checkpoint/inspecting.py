@@ -41,7 +41,7 @@ def describe(folder: Path, trust: bool = False) -> dict[str, Any]:
 
 
 def _others(folder: Path) -> list[str]:
-    return [name for name in (writing.SCHEDULER, writing.USER, "random", "config.json") if (folder / name).exists()]
+    return [name for name in (writing.SCHEDULER, writing.USER, writing.RANDOM, "config.json") if (folder / name).exists()]
 
 
 def _tensor(shape: Any, dtype: Any, shards: int, each: Any) -> dict[str, Any]:

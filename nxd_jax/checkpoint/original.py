@@ -23,7 +23,9 @@ from nxd_jax.checkpoint.original_writing import export_original
 from nxd_jax.checkpoint.targets import Pace, Target, target_of, write
 from nxd_jax.parallel_layers import _groups, grads, parallel_state
 from nxd_jax.utils import full_weights
-from torch_bridge import executor, sharded, world
+from torch_bridge.mesh import world
+from torch_bridge.recorder import sharded
+from torch_bridge.runtime import executor
 
 __all__ = ["export_original", "is_older", "is_original", "load"]
 

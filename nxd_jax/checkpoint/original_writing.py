@@ -10,12 +10,14 @@ from typing import Any
 
 import torch
 
-from nxd_jax.checkpoint import contents, tags, writing
+from nxd_jax.checkpoint import contents, savers, tags, writing
 from nxd_jax.checkpoint.original_files import Rank
 from nxd_jax.parallel_layers import parallel_state
 from nxd_jax.parallel_layers.checkpointing import _places
 from nxd_jax.utils import rank_states
-from torch_bridge import executor, groups, nested, processes, world
+from torch_bridge import nested
+from torch_bridge.mesh import groups, processes, world
+from torch_bridge.runtime import executor
 from torch_bridge.torch_xla.utils import serialization as xser_format
 
 
@@ -43,7 +45,7 @@ def export_original(
     first = world.process_index() == 0
     name = storage.begin(tag).name if first else ""
     folder = storage.root / processes.exchange("export_original", name.encode())[0].decode()
-    try:
+    with savers.writing(folder, storage.dirname, first):
         for part, files in parts.items():
             files.write(folder / part)
         if first:
@@ -51,10 +53,6 @@ def export_original(
         processes.barrier("export_original written")
         if first:
             storage.commit(tag, folder)
-    except BaseException:
-        if first:
-            tags.abandon(folder)
-        raise
     processes.barrier("export_original done")
 
 

@@ -15,8 +15,8 @@ import torch
 from nxd_jax.checkpoint import heads
 from nxd_jax.parallel_layers import _groups
 from nxd_jax.utils import full_weights
-from torch_bridge import groups, world
-from torch_bridge.row_shards import RowShards
+from torch_bridge.collectives.row_shards import RowShards
+from torch_bridge.mesh import groups, world
 
 
 @dataclasses.dataclass(frozen=True)

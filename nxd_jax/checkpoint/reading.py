@@ -18,7 +18,10 @@ from nxd_jax.checkpoint.contents import Part
 from nxd_jax.checkpoint.orbax_files import DamagedCheckpointError
 from nxd_jax.checkpoint.placement import Placement
 from nxd_jax.utils import full_weights, progress
-from torch_bridge import dtypes, executor, nested, transfer, world
+from torch_bridge import nested
+from torch_bridge.ir import dtypes
+from torch_bridge.mesh import world
+from torch_bridge.runtime import executor, transfer
 
 logger = logging.getLogger("nxd_jax")
 

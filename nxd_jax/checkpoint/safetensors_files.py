@@ -24,7 +24,8 @@ from nxd_jax.checkpoint.orbax_files import DamagedCheckpointError
 from nxd_jax.checkpoint.targets import Pace, Target, target_of
 from nxd_jax.parallel_layers import parallel_state
 from nxd_jax.utils import full_weights
-from torch_bridge import executor, processes, world
+from torch_bridge.mesh import processes, world
+from torch_bridge.runtime import executor
 
 MAX_BYTES = 5 * 10**9
 """Bytes of tensors in one file, unless told otherwise: what Hugging Face does."""

@@ -10,7 +10,10 @@ import os
 import shutil
 from pathlib import Path
 
-BEGUN, DONE = "checkpoint", "done"
+from nxd_jax.checkpoint import savers
+from nxd_jax.checkpoint.savers import BEGUN
+
+DONE = "done"
 _NEW, _OLD = ".new", ".old"
 
 
@@ -42,19 +45,21 @@ def check(tag: str) -> None:
 
 
 def begin(root: Path, tag: str) -> Path:
-    """The folder to write a tag in, empty but for its mark."""
+    """The folder to write a tag in, empty but for its mark. Raises FileExistsError if another process is writing it."""
     folder = root / tag
     if (folder / DONE).exists():
         folder = folder.with_name(folder.name + _NEW)
+    savers.check_free(folder)
     if folder.exists():
         shutil.rmtree(folder)
     folder.mkdir(parents=True)
-    _mark(folder / BEGUN)
+    _mark(folder / BEGUN, savers.claim(folder))
     return folder
 
 
 def commit(root: Path, tag: str, folder: Path) -> None:
-    """Mark what was written as complete, in the place of an earlier one of this name."""
+    """Mark what was written as complete, in the place of an earlier one of this name. Raises FileExistsError if another process began it again meanwhile."""
+    savers.check_mine(folder)
     _sync_folder(folder)
     _mark(folder / DONE)
     final = root / tag
@@ -66,22 +71,19 @@ def commit(root: Path, tag: str, folder: Path) -> None:
         os.replace(folder, final)
         remove(old)
     _sync_folder(root)
-
-
-def abandon(folder: Path) -> None:
-    """Remove what was begun and failed, as far as that is possible."""
-    shutil.rmtree(folder, ignore_errors=True)
+    savers.release(folder)
 
 
 def retain(root: Path, count: int | None) -> list[str]:
-    """Keep the `count` newest complete tags (None or -1: all), and remove unfinished ones begun before the newest complete one. Returns what went."""
+    """Keep the `count` newest complete tags (None or -1: all), and remove unfinished ones begun before the newest complete one that nobody is writing. Returns
+    what went."""
     if count is None or count < 0:
         return []
     done = completed(root)
     gone = done[: max(len(done) - count, 0)]
     if done:
         latest = (root / done[-1] / DONE).stat().st_mtime_ns
-        gone += [t for t in unfinished(root) if (root / t).stat().st_mtime_ns < latest]
+        gone += [t for t in unfinished(root) if (root / t).stat().st_mtime_ns < latest and savers.owner(root / t) is None]
     for tag in gone:
         remove(root / tag)
     return gone
@@ -93,9 +95,9 @@ def remove(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def _mark(path: Path) -> None:
+def _mark(path: Path, text: str = "1") -> None:
     with open(path, "w") as f:
-        f.write("1")
+        f.write(text)
         f.flush()
         os.fsync(f.fileno())
 

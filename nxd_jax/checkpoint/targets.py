@@ -11,7 +11,7 @@ from nxd_jax.checkpoint import contents, placement
 from nxd_jax.checkpoint.joining import Need
 from nxd_jax.checkpoint.placement import Placement
 from nxd_jax.utils import full_weights
-from torch_bridge import executor
+from torch_bridge.runtime import executor
 
 _AT_ONCE = 256 * 2**20
 """Bytes of full tensors after which pending copies are run, so that they do not pile up on the host."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -11,11 +12,11 @@ from typing import Any
 
 import torch
 
-from nxd_jax.checkpoint import full_states, original_files, original_states, reading, writing
+from nxd_jax.checkpoint import full_states, orbax_files, original_files, original_states, reading, writing
 from nxd_jax.checkpoint.full_states import HUB, NXD, ORIGINAL, Full, FullState
 from nxd_jax.checkpoint.orbax_files import DamagedCheckpointError
 from nxd_jax.checkpoint.safetensors_files import Hub
-from torch_bridge import transfer
+from torch_bridge.runtime import transfer
 
 Progress = Callable[[Sequence[Any], str], Iterable[Any]]
 _BAD = (DamagedCheckpointError, OSError, ValueError, KeyError, NotImplementedError)
@@ -23,9 +24,10 @@ _BAD = (DamagedCheckpointError, OSError, ValueError, KeyError, NotImplementedErr
 
 @dataclasses.dataclass
 class Report:
-    """problems: what is wrong. odd: by tensor, how many values are infinite or not numbers. read: tensors that were."""
+    """problems: what is wrong. notes: what to know. odd: by tensor, how many values are infinite or not numbers. read: tensors that were."""
 
     problems: list[str] = dataclasses.field(default_factory=list)
+    notes: list[str] = dataclasses.field(default_factory=list)
     odd: dict[str, int] = dataclasses.field(default_factory=dict)
     read: int = 0
 
@@ -64,7 +66,45 @@ def verify(folder: Path, progress: Progress, trust: bool = False) -> Report:
     for name in full_states.COPIED if kind != HUB else ():
         if (folder / name).is_file():
             _check_object(folder / name, report, trust)
+    if kind != HUB:
+        _check_random(folder, report)
     return report
+
+
+def _check_random(folder: Path, report: Report) -> None:
+    """The random states: a file for each process that saved, if `save_checkpoint` did and did not leave out how many there were."""
+    place = folder / writing.RANDOM
+    found = sorted(place.glob("*.pt"))
+    count = _processes(folder)
+    if not place.is_dir() and count is None:
+        if full_states.format_of(folder) == NXD:
+            report.notes.append(f"no random states ({place}): a run that resumes draws numbers of its own. Converted checkpoints have none")
+        return
+    if not found:
+        report.problems.append(f"the random states are missing: {place} {'is empty' if place.is_dir() else 'is not there'}")
+    numbers = [f"{k:05d}.pt" for k in range(count if count is not None else 1 + max((_number(p) for p in found), default=-1))]
+    missing = [name for name in numbers if not (place / name).is_file()] if found else []
+    if missing:
+        report.problems.append(
+            f"random states of {len(missing)} of {len(numbers)} processes are missing: {', '.join(missing[:4])} in {place}"
+        )
+    for path in found:
+        if not path.stat().st_size:
+            report.problems.append(f"{path} is empty")
+        else:
+            _check_object(path, report, trust=False)
+
+
+def _processes(folder: Path) -> int | None:
+    """How many processes saved, as far as the indices say."""
+    parts = [folder / part for part in (writing.MODEL, writing.OPTIMIZER) if (folder / part / orbax_files.INDEX).is_file()]
+    with contextlib.suppress(*_BAD):
+        return next((int(n) for part in parts if (n := orbax_files.read_index(part).get("processes")) is not None), None)
+    return None
+
+
+def _number(path: Path) -> int:
+    return int(path.stem) if path.stem.isdigit() else 0
 
 
 def _verify_nxd(folder: Path, report: Report, progress: Progress) -> None:

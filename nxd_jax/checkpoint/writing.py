@@ -18,11 +18,15 @@ from nxd_jax.checkpoint.contents import Contents, Part
 from nxd_jax.checkpoint.placement import Placement
 from nxd_jax.parallel_layers import parallel_state
 from nxd_jax.utils import rank_states
-from torch_bridge import executor, nested, ranks, rng, sharded, transfer, world
-from torch_bridge.rows import Row
+from torch_bridge import nested
+from torch_bridge.mesh import random_state as rng
+from torch_bridge.mesh import rank_numbers, world
+from torch_bridge.mesh.stacked_arrays import Row
+from torch_bridge.recorder import sharded
+from torch_bridge.runtime import executor, transfer
 from torch_bridge.torch_xla.core import xla_model as xm
 
-MODEL, OPTIMIZER, SCHEDULER, USER = "model", "optim", "scheduler.pt", "user_content.pt"
+MODEL, OPTIMIZER, SCHEDULER, USER, RANDOM = "model", "optim", "scheduler.pt", "user_content.pt", "random"
 OBJECTS = "objects.pt"
 """In the folders of model and optimizer: what is no tensor."""
 
@@ -177,7 +181,7 @@ def pickled(data: Any) -> bytes:
 
 def random_state() -> dict[str, Any]:
     """The random states of this process: Python's, numpy's, torch's for the CPU and for xla."""
-    device = {"xla": ranks.first(xm.get_rng_state()), "xla_axes": rng.DEFAULT.axes}
+    device = {"xla": rank_numbers.first(xm.get_rng_state()), "xla_axes": rng.DEFAULT.axes}
     return {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state(), **device}
 
 

@@ -1,4 +1,5 @@
-"""Look inside: the graph that a script records, its HLO, its collectives, the memory of a core, what it costs, why it compiled again.
+"""Look inside: the graph that a script records, its HLO, its collectives, the memory of a core, what it costs, why it compiled again,
+which modules are played.
 
 from nxd_jax import inspect
 
@@ -6,6 +7,7 @@ step = inspect.look()          # the last executed step; also inspect.look(model
 print(step)                    # memory, operations and collectives in a few lines
 step.collectives               # a table: prints, shows in a notebook, .to_pandas(), .save("file.json")
 inspect.why()                  # why the last program that was compiled again was
+inspect.replay()               # which modules are played from recordings, and why others are not
 """
 
 from nxd_jax.inspect.collectives import Collective
@@ -19,6 +21,7 @@ from nxd_jax.inspect.pictures import memory_picture, sharding_picture, topology_
 from nxd_jax.inspect.pictures.timeline import timeline_picture
 from nxd_jax.inspect.profiling import Profile, profile
 from nxd_jax.inspect.recompiles import Compiled, recompiles, why
+from nxd_jax.inspect.replay import PlayedModule, replay
 from nxd_jax.inspect.report import Report
 from nxd_jax.inspect.statistics import Statistics, statistics
 from nxd_jax.inspect.tables import Column, Table
@@ -37,6 +40,7 @@ __all__ = [
     "Inspection",
     "Memory",
     "Node",
+    "PlayedModule",
     "Profile",
     "Report",
     "Statistics",
@@ -47,6 +51,7 @@ __all__ = [
     "memory_picture",
     "profile",
     "recompiles",
+    "replay",
     "sharding_picture",
     "statistics",
     "timeline_picture",

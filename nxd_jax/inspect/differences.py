@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from nxd_jax.inspect.nodes import Node
 from nxd_jax.inspect.tables import Column, Table
-from torch_bridge.history import Read
+from torch_bridge.compiler.history import Read
 
 MOST_ALIGNED = 20_000
 """Ops up to which two graphs are aligned op by op; of longer ones the first difference is found."""
@@ -77,6 +77,9 @@ def differences(
     inputs = list(_inputs(before, after, [(a[0], b[0]) for tag, a, b in runs if tag == "same"], origins or {}))
     if switched or inputs:
         return [*switched, *inputs[:4]]
+    accumulated = [d for d in (_gradients(before, after), _stepping(before, after)) if d is not None]
+    if accumulated:
+        return accumulated
     found = (_arguments(a[0], b[0], reads) if tag == "same" else _replaced(a, b, before, after, reads) for tag, a, b in runs)
     return list(itertools.islice((d for d in found if d is not None), MOST_CAUSES))
 
@@ -137,6 +140,52 @@ def _about_shape(a: Node, b: Node, origin: str) -> str:
 
 def _kind(node: Node) -> str:
     return f"{node.dtype}[{', '.join(map(str, node.shape))}]"
+
+
+# -- gradient accumulation -----------------------------------------------------------------------------
+
+_ACCUMULATION = "gradient accumulation: one program for the first micro-batch, those that add to its gradients, and the one that steps; each is compiled once"
+_STEP = "torch_bridge.optimizer_step"
+_VIEWS = ("aten.select.int", "aten.reshape", "aten.view", "getitem")
+"""Through which a gradient that lies with others in one array is read."""
+
+
+def _gradients(before: Sequence[Node], after: Sequence[Node]) -> Difference | None:
+    """Backward passes of which one adds to gradients that were there."""
+    old, new = (_added(nodes) for nodes in (before, after))
+    if bool(old) == bool(new) or not all(any(n.phase == "backward" for n in nodes) for nodes in (before, after)):
+        return None
+    words = {False: "new", True: "added to those of earlier backward passes"}
+    line = (new or old)[0].where
+    return Difference("ops", "each gradient", words[bool(old)], words[bool(new)], line=line, advice=_ACCUMULATION)
+
+
+def _added(nodes: Sequence[Node]) -> list[Node]:
+    """The additions of a backward pass that read what the program starts from."""
+    by_name = {n.name: n for n in nodes}
+
+    def is_input(name: str) -> bool:
+        node = by_name.get(name)
+        while node is not None and node.op in _VIEWS and node.inputs:
+            node = by_name.get(node.inputs[0])
+        return node is not None and node.op == "input"
+
+    return [n for n in nodes if n.phase == "backward" and n.op == "aten.add.Tensor" and any(map(is_input, n.inputs))]
+
+
+def _stepping(before: Sequence[Node], after: Sequence[Node]) -> Difference | None:
+    """An optimizer's step, recorded as one op, in one of two programs that both go backward; the other one ends there."""
+    old, new = ([n for n in nodes if n.op == _STEP] for nodes in (before, after))
+    if bool(old) == bool(new) or _after_backward(after if old else before) != []:
+        return None
+    words = {False: "not taken", True: "taken"}
+    return Difference("ops", "the optimizer's step", words[bool(old)], words[bool(new)], line=(new or old)[0].where, advice=_ACCUMULATION)
+
+
+def _after_backward(nodes: Sequence[Node]) -> list[Node] | None:
+    """The ops after those of the backward pass; None without one."""
+    last = max((i for i, n in enumerate(nodes) if n.phase == "backward"), default=None)
+    return None if last is None else _computing([n for n in nodes[last + 1 :] if n.op not in ("input", *_VIEWS)])
 
 
 # -- ops -----------------------------------------------------------------------------------------------
@@ -203,6 +252,11 @@ def _replaced(a: list[Node], b: list[Node], old: Sequence[Node], new: Sequence[N
         advice = "conversions (.to, autocast) that are recorded once and not another time"
         return Difference("dtype", "what is recorded", _listed(a), _listed(b), where.module, where.where, advice)
     advice = "a Python branch, an option or a number of calls changed: each way is compiled once"
+    if not (_computing(a) and _computing(b)):
+        words = {False: "not recorded", True: "recorded"}
+        return Difference(
+            "ops", _listed(_computing(a) or b), words[bool(_computing(a))], words[bool(_computing(b))], where.module, where.where, advice
+        )
     return Difference("ops", "what is recorded", _listed(a), _listed(b), where.module, where.where, advice)
 
 
@@ -213,5 +267,5 @@ def _computing(nodes: list[Node]) -> list[Node]:
 def _listed(nodes: list[Node]) -> str:
     names = [f"{n.op} to {n.dtype}" if "_to_copy" in n.op else n.op for n in _computing(nodes)]
     if not names:
-        return "nothing"
+        return "no op"
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more ops" if len(names) > 4 else "")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from torch_bridge import scopes
-from torch_bridge.scopes import Scope
+from torch_bridge.ir import scopes
+from torch_bridge.ir.scopes import Scope
 
 
 class Equation(NamedTuple):

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from nxd_jax.inspect.equations import phase
 from nxd_jax.inspect.tables import Column, Table, write
-from torch_bridge import scopes
+from torch_bridge.ir import scopes
 
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
 _LOC_USE = re.compile(r"loc\((#loc\d*|\"[^\"]*\"[^)]*\)?)\)\s*$")
@@ -131,7 +131,7 @@ def _of_optimized(text: str) -> Iterator[HloLine]:
         if line.strip():
             name = _OP_NAME.search(line)
             bare = re.sub(r",? metadata=\{[^{}]*\}", "", line)
-            yield HloLine(number, bare.rstrip(), *_place(name[1] if name else ""))
+            yield HloLine(number, bare.rstrip(), *_place(scopes.unescaped(name[1]) if name else ""))
 
 
 def _of_stablehlo(text: str) -> Iterator[HloLine]:
@@ -208,11 +208,12 @@ class _Locations:
             body = self._table.get(loc, loc)
             self._names[loc] = ""  # a location that refers to itself
             inner = _LOC_NAME.match(body)
-            if inner and scopes.read(inner[1]) != scopes.NONE:
-                self._names[loc] = inner[1]
+            own = scopes.unescaped(inner[1]) if inner else ""
+            if scopes.read(own) != scopes.NONE:
+                self._names[loc] = own
             else:
                 within = (n for ref in _LOC_REF.findall(body) if ref != loc and (n := self(ref)))
-                self._names[loc] = next(within, inner[1] if inner else "")
+                self._names[loc] = next(within, own)
         return self._names[loc]
 
 

@@ -28,8 +28,12 @@ from nxd_jax.inspect.tables import Table, plain, write
 from nxd_jax.inspect.traffic import Traffic, traffic
 from nxd_jax.topology import Topology
 from nxd_jax.topology.layouts import KINDS
-from torch_bridge import _compat, abstract, environment, executor, telemetry, world
-from torch_bridge.tensor import XLATensor
+from torch_bridge import _compat
+from torch_bridge.compiler import dump
+from torch_bridge.mesh import abstract_arrays, world
+from torch_bridge.recorder.tensor import XLATensor
+from torch_bridge.runtime import abstract, executor
+from torch_bridge.telemetry import activity
 
 logger = logging.getLogger("nxd_jax")
 
@@ -151,7 +155,7 @@ class Inspection:
     def estimate(
         self, topology: Topology | None = None, *, dtype: str = "bfloat16", sequences: int = 0, constants: Constants | None = None
     ) -> Estimate:
-        """How long one run would take on the machine (default: `topology` of this inspection): a roofline, every term shown (docs/estimate.md).
+        """How long one run would take on the machine (default: `topology` of this inspection): a roofline, every term shown (docs/explanation/estimate.md).
 
         dtype: of matrix products. sequences: that the whole job works on in a step, for sequences/s. constants: what is reached of the peaks, default
         `estimate.DOCUMENTED`. Memory traffic is counted as if no ops were fused, an upper bound.
@@ -207,7 +211,7 @@ class Inspection:
     def dump(self, folder: str | os.PathLike[str] = ".") -> pathlib.Path:
         """Write `MODULE_<hash>/` with graph.txt, stablehlo.mlir and optimized_hlo.txt, as NEURON_FRAMEWORK_DEBUG=1 does; the new folder."""
         lowered = self._subject.lowered
-        return environment.write_dump(self._subject.graph, lowered, self._subject.compiled, pathlib.Path(folder))
+        return dump.write_dump(self._subject.graph, lowered, self._subject.compiled, pathlib.Path(folder))
 
     def __str__(self) -> str:
         return "\n".join(self._lines())
@@ -253,12 +257,12 @@ def look(target: Any = None, *example_inputs: Any, topology: Topology | None = N
     Raises ValueError if nothing has run yet, TypeError for a target of another kind.
     """
     from nxd_jax.abstract import AbstractRun
-    from torch_bridge.program import Program
+    from torch_bridge.compiler.program import Program
 
     if isinstance(target, AbstractRun):
         return _of_run(target.recorded_run(), topology or target.topology)
     if target is None:
-        return _last_step(topology) if abstract.RUN is None else _of_run(abstract.RUN, topology)
+        return _last_step(topology) if abstract_arrays.RUN is None else _of_run(abstract_arrays.RUN, topology)
     if isinstance(target, Program):
         return Inspection(subjects.OfProgram(target, _recorded(target)), topology)
     if isinstance(target, torch.nn.Module):
@@ -286,7 +290,7 @@ _LARGEST = {"trn1": "trn1.32xlarge", "trn2": "trn2.48xlarge", "inf2": "inf2.48xl
 
 
 def _recorded(program: Any) -> abstract.Recorded | None:
-    return None if abstract.RUN is None else abstract.RUN.programs.get(id(program))
+    return None if abstract_arrays.RUN is None else abstract_arrays.RUN.programs.get(id(program))
 
 
 def _last_step(topology: Topology | None) -> Inspection:
@@ -295,7 +299,7 @@ def _last_step(topology: Topology | None) -> Inspection:
         raise ValueError(
             "nothing has run yet in this process: run a training step (xm.mark_step() ends it), or look at a module: inspect.look(model, *example_inputs)"
         )
-    last = max((p.step for p in programs if p.step < telemetry.ACTIVITY.steps), default=programs[-1].step)
+    last = max((p.step for p in programs if p.step < activity.ACTIVITY.steps), default=programs[-1].step)
     of_step = sorted((p for p in programs if p.step == last), key=lambda p: -nodes.ops(p.graph))
     found = [subjects.OfProgram(p) for p in of_step]
     return Inspection(found[0], topology, tuple(Inspection(s, topology) for s in found[1:]))

@@ -13,8 +13,8 @@ from torch import fx
 from nxd_jax.inspect import units
 from nxd_jax.inspect.owners import KINDS, Owner
 from nxd_jax.inspect.tables import Column, Table
-from torch_bridge import sharding
-from torch_bridge.repeats import VIEWS
+from torch_bridge.mesh import sharding
+from torch_bridge.passes.find_repeats import VIEWS
 from torch_bridge.source import NOWHERE
 
 
@@ -128,7 +128,7 @@ _TENSORS = (
 
 
 def of_program(program: Any, plan: Any, owners: dict[int, Owner], hbm_bytes: int, core: str, name: str = "") -> Memory:
-    """The memory of a `torch_bridge.program.Program`. plan: `memory_analysis()` of its executable. owners: of storages, by id."""
+    """The memory of a `torch_bridge.compiler.program.Program`. plan: `memory_analysis()` of its executable. owners: of storages, by id."""
     held = tuple(_held(program, owners))
     names = {h.name for h in held if h.kind == "gradient"}
     return Memory(

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torch_bridge.tensor import XLATensor
+from torch_bridge.recorder.tensor import XLATensor
 
 KINDS = ("parameter", "buffer", "gradient", "master weight", "optimizer state", "input", "result")
 """In the order in which pictures stack them. "master weight": what an optimizer updates that is no parameter of a module. "input" and "result": all else."""

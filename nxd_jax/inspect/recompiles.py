@@ -13,8 +13,8 @@ from nxd_jax.inspect.nodes import Node
 from nxd_jax.inspect.owners import Owner, owners
 from nxd_jax.inspect.subjects import names_of
 from nxd_jax.inspect.tables import Column, Table
-from torch_bridge import history
-from torch_bridge.history import Compilation
+from torch_bridge.compiler import history
+from torch_bridge.compiler.history import Compilation
 
 ALIKE = 0.5
 """Share of the smaller one's ops from which a program counts as another form of an earlier one."""
@@ -46,6 +46,16 @@ class Compiled:
             return "first of its kind"
         return "; ".join(map(str, self.why)) or "no difference found"
 
+    def __str__(self) -> str:
+        head = f"program {self.number} ({self.ops} ops up to {self.line or 'an unknown line'}, made in step {self.step} in {self.seconds:.2f} s)"
+        if self.like is None:
+            return f"{head}: {self.reason}"
+        lines = [f"{d}: {d.advice}" if d.advice else str(d) for d in self.why] or [self.reason]
+        return "\n".join([f"{head} is like program {self.like}, but:", *(f"  {line}" for line in lines)])
+
+    def __repr__(self) -> str:
+        return str(self)
+
 
 _COLUMNS = (
     Column("program", "number", number=True),
@@ -59,7 +69,7 @@ _COLUMNS = (
 
 
 def recompiles(again_only: bool = False) -> Table[Compiled]:
-    """Every program made so far (the last `torch_bridge.history.KEPT`), oldest first, and why.
+    """Every program made so far (the last `torch_bridge.compiler.history.KEPT`), oldest first, and why.
 
     again_only: only those that resemble an earlier one. What differs is worked out here; a step that runs as before pays nothing for it.
     """

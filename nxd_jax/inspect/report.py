@@ -9,17 +9,19 @@ import logging
 import os
 import pathlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from nxd_jax import __version__
 from nxd_jax.inspect.recompiles import recompiles
+from nxd_jax.inspect.replay import modules, section
 from nxd_jax.inspect.statistics import statistics
 from nxd_jax.inspect.tables import write
 
 if TYPE_CHECKING:
     from nxd_jax.inspect.looking import Inspection
     from nxd_jax.inspect.profiling import Profile
+    from nxd_jax.inspect.replay import PlayedModule
 
 logger = logging.getLogger("nxd_jax")
 
@@ -28,7 +30,7 @@ LIMIT = 5_000_000
 
 _HLO_LINES = (4000, 1000, 200, 0)
 _STYLE = """
-body{font:14px/1.55 system-ui,sans-serif;color:#1b1f24;background:#fff;margin:0 auto;max-width:1180px;padding:24px}
+body{font:14px/1.55 system-ui,sans-serif;color:#1b1f24;background:#fff;margin:0 auto;max-width:1500px;padding:24px}
 h1{font-size:22px;margin:0 0 4px}h2{font-size:17px;margin:34px 0 8px;padding-top:8px;border-top:1px solid #d0d7de}
 nav{position:sticky;top:0;background:#fffffff2;padding:8px 0;border-bottom:1px solid #d0d7de}nav a{margin-right:14px;color:#0969da;text-decoration:none}
 .said{color:#57606a}.bad{color:#cf222e;font-weight:600}.good{color:#1a7f37;font-weight:600}
@@ -41,7 +43,7 @@ class Report:
     """A page about a program.
 
     inspection: what was looked at. title: above it; default its name. facts: lines below the title: (what, value). profile: of some steps, if one was taken.
-    failures: checks that failed, in words (shown at the top).
+    failures: checks that failed, in words (shown at the top). modules: rows of `inspect.replay()`; default: those of now.
     """
 
     def __init__(
@@ -51,12 +53,14 @@ class Report:
         facts: list[tuple[str, str]] | None = None,
         profile: Profile | None = None,
         failures: list[str] | None = None,
+        modules: Sequence[PlayedModule] | None = None,
     ):
         self.inspection = inspection
         self.title = title or inspection.name
         self.facts = facts or []
         self.profile = profile
         self.failures = failures or []
+        self.modules = modules
 
     def save(self, path: str | os.PathLike[str]) -> pathlib.Path:
         """Write the page; its path. HLO is cut short where the page would grow beyond `LIMIT`."""
@@ -93,6 +97,7 @@ class Report:
             ("operations", "Operations", lambda: found.costs.by("module", depth=3).html() + found.costs.by("op", most=15).html()),
             ("estimate", "Estimate", lambda: _text(_ESTIMATE) + found.estimate()._repr_html_()),
             ("compilations", "Compilations", lambda: recompiles().html() + statistics()._repr_html_()),
+            ("modules", "Modules played", self._modules),
             ("time", "Time", self._time),
             ("graph", "Graph", lambda: _folded("Every op", found.graph.all()[:2000].html() if hlo_lines else found.graph.html())),
             ("hlo", "HLO", lambda: found.stablehlo.html(hlo_lines) + found.optimized.html(hlo_lines) if hlo_lines else _text(_NO_HLO)),
@@ -113,6 +118,9 @@ class Report:
             return _text(table.note)
         traffic = self.inspection.traffic.table(most=20).html()
         return table.html() + _picture(self.inspection.topology_picture) + _folded("Traffic on the wires", traffic)
+
+    def _modules(self) -> str:
+        return section(modules() if self.modules is None else self.modules)
 
     def _time(self) -> str:
         found = self.profile

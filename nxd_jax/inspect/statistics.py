@@ -6,7 +6,9 @@ from dataclasses import dataclass
 
 from nxd_jax.inspect import units
 from nxd_jax.inspect.tables import Column, Table
-from torch_bridge import executor, metrics, telemetry
+from torch_bridge import metrics
+from torch_bridge.runtime import executor
+from torch_bridge.telemetry import activity
 
 
 @dataclass(frozen=True)
@@ -67,8 +69,8 @@ def statistics() -> Statistics:
     """The numbers so far (`torch_xla.debug.metrics.metrics_report` has more)."""
     counters = dict(metrics.COUNTERS)
     return Statistics(
-        steps=telemetry.ACTIVITY.steps,
-        executions=telemetry.ACTIVITY.programs,
+        steps=activity.ACTIVITY.steps,
+        executions=activity.ACTIVITY.programs,
         compiled=counters.get("UncachedCompile", 0),
         reused=counters.get("CachedCompile", 0),
         compile_seconds=metrics.COMPILE_TIME.total,

@@ -11,7 +11,11 @@ from torch import fx
 
 from nxd_jax.inspect.memory import Memory, of_graph, of_program
 from nxd_jax.inspect.owners import Owner, owners
-from torch_bridge import _compat, abstract, hlo_text, sharding, telemetry, world
+from torch_bridge import _compat
+from torch_bridge.export import hlo_text
+from torch_bridge.mesh import sharding, world
+from torch_bridge.runtime import abstract
+from torch_bridge.telemetry import activity
 
 
 class Subject:
@@ -94,7 +98,7 @@ class OfProgram(Subject):
         self.program = program
         self.recorded = recorded
         self.graph = program.graph
-        source = telemetry.describe(program).source
+        source = activity.describe(program).source
         self.name = f"the program at {source}" if source else "the program"
 
     @property

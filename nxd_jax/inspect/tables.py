@@ -16,6 +16,8 @@ Row = TypeVar("Row")
 
 STYLE = "border-collapse:collapse;font:13px/1.5 system-ui,sans-serif;color:#1b1f24;background:#fff"
 _CELL = "padding:2px 10px 2px 0;border-bottom:1px solid #e3e7eb;vertical-align:top"
+_WIDE = 32
+"""Characters from which on a column's text is broken where the page ends, between any two letters: paths and arguments have no spaces."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,18 +149,22 @@ class Table(Generic[Row]):
 
     def html(self) -> str:
         """The table as one piece of HTML that needs nothing else."""
-        head = "".join(f'<th style="{_CELL};text-align:{_side(c)}">{escape(c.header)}</th>' for c in self.columns)
+        cells = [[c.text(row) for c in self.columns] for row in self._shown()]
+        styles = [_style(c, [line[i] for line in cells]) for i, c in enumerate(self.columns)]
+        head = "".join(f'<th style="{style}">{escape(c.header)}</th>' for c, style in zip(self.columns, styles, strict=True))
         body = "".join(
-            "<tr>" + "".join(f'<td style="{_CELL};text-align:{_side(c)}">{escape(c.text(row))}</td>' for c in self.columns) + "</tr>"
-            for row in self._shown()
+            "<tr>" + "".join(f'<td style="{style}">{escape(text)}</td>' for text, style in zip(line, styles, strict=True)) + "</tr>"
+            for line in cells
         )
         title = f'<caption style="text-align:left;font-weight:600;padding:4px 0">{escape(self.title)}</caption>' if self.title else ""
         footer = "".join(f'<div style="font:12px system-ui,sans-serif;color:#57606a">{escape(line)}</div>' for line in self._footer())
         return f'<div><table class="nxd-table" style="{STYLE}">{title}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{footer}</div>'
 
 
-def _side(column: Column) -> str:
-    return "right" if column.number else "left"
+def _style(column: Column, texts: Sequence[str]) -> str:
+    """Of the cells of a column: short ones stay in one piece, long ones are broken, so that a table is as wide as its page at most."""
+    wide = not column.number and max(map(len, texts), default=0) >= _WIDE
+    return f"{_CELL};text-align:{'right' if column.number else 'left'};{'overflow-wrap:anywhere;min-width:11em' if wide else 'white-space:nowrap'}"
 
 
 def plain(x: Any) -> Any:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import pathlib
 from typing import Any
 
 from nxd_jax.inspect import nodes
 from nxd_jax.inspect.looking import Inspection, look
 from nxd_jax.inspect.profiling import Profile, profile
-from torch_bridge import abstract, executor, steps
+from nxd_jax.inspect.replay import PlayedModule, modules
+from torch_bridge.mesh import abstract_arrays
+from torch_bridge.runtime import executor, steps
 
 logger = logging.getLogger("nxd_jax")
 
@@ -22,14 +25,17 @@ class Watch:
     """Use it as a context manager around a script. At each mark it looks at the largest program so far, the training step as a rule.
 
     runs: how often that program runs before the script is ended by `Stopped`; 0: the script runs to its end. profiled: how many of the last of these runs are
-    profiled, 0 in an abstract run. Afterwards `inspection` is of that program (None if nothing ran), and `profile` of these steps, or None.
+    profiled, 0 in an abstract run. folder: where the profile's trace goes and stays, None: it is removed. Afterwards `inspection` is of
+    that program (None if nothing ran), and `profile` of these steps, or None; `modules` are those to be played from recordings, at the last mark with any.
     """
 
-    def __init__(self, runs: int, profiled: int = 0):
+    def __init__(self, runs: int, profiled: int = 0, folder: pathlib.Path | None = None):
         self.runs = runs
         self.profiled = min(profiled, max(runs - 1, 0))
+        self.folder = folder
         self.inspection: Inspection | None = None
         self.profile: Profile | None = None
+        self.modules: tuple[PlayedModule, ...] = ()
         self._program: Any = None
         self._before: dict[Any, int] = {}
         self._block = contextlib.ExitStack()
@@ -46,6 +52,7 @@ class Watch:
 
     def look(self) -> None:
         """Look at what ran so far; the watch does so at each mark. What runs again and again counts more than what ran once, at the start."""
+        self.modules = modules() or self.modules  # they are gone when the script's functions have returned
         found = max(self._programs(), key=lambda p: _size(p) * min(self._runs(p), 2), default=None)
         if found is not None and found is not self._program:
             self._program = found
@@ -54,13 +61,13 @@ class Watch:
 
     def _runs(self, program: Any) -> int:
         """How often it ran since the watch began."""
-        recorded = None if abstract.RUN is None else abstract.RUN.programs.get(id(program))
+        recorded = None if abstract_arrays.RUN is None else abstract_arrays.RUN.programs.get(id(program))
         return program.executions - self._before.get(program, 0) if recorded is None else recorded.runs
 
     def _programs(self) -> list[Any]:
         """Those that ran since the watch began, the one looked at first: it wins a tie."""
-        if abstract.RUN is not None:
-            return [r.program for r in abstract.RUN.programs.values()]
+        if abstract_arrays.RUN is not None:
+            return [r.program for r in abstract_arrays.RUN.programs.values()]
         recent = [p for p in executor.RECENT if p.executions > self._before.get(p, 0)]
         return recent if self._program is None else [self._program, *recent]
 
@@ -82,7 +89,7 @@ class Watch:
             self._block.close()
             raise Stopped
         if self.profiled and self.profile is None and ran >= self.runs - self.profiled:
-            self.profile = self._block.enter_context(profile())
+            self.profile = self._block.enter_context(profile(self.folder))
 
 
 def _size(program: Any) -> int:

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from torch_bridge.runtime import session
+
 
 def nki_flash_attn_func(
     q: torch.Tensor,
@@ -49,7 +51,8 @@ def _check_layout(q: torch.Tensor) -> None:
 
 
 def _attend(*args: Any, **kwargs: Any) -> torch.Tensor:
-    from torch_bridge import recorder  # noqa: F401  (brings JAX up; not before attention is called)
-    from torch_bridge.attention_ops import attend
+    from torch_bridge.collectives.attention_ops import attend
+
+    session.ensure()
 
     return attend(*args, **kwargs)

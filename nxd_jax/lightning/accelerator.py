@@ -10,7 +10,7 @@ import torch
 from pytorch_lightning.accelerators import XLAAccelerator
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
-from torch_bridge import world
+from torch_bridge.mesh import world
 
 _COUNTS = ("NEURONCORE_NUM_DEVICES", "TPU_NUM_DEVICES")
 

@@ -24,7 +24,10 @@ from nxd_jax.lightning.stored import LiveOptimizer, StoredOptimizer, StoredWeigh
 from nxd_jax.parallel_layers import checkpointing
 from nxd_jax.trainer import checkpoint as checkpoints
 from nxd_jax.trainer.checkpoint_storage import BaseCheckpointStorage, FilesysCheckpointStorage, create_checkpoint_storage
-from torch_bridge import executor, nested, objects, processes, world
+from torch_bridge import nested
+from torch_bridge.collectives import object_collectives
+from torch_bridge.mesh import processes, world
+from torch_bridge.runtime import executor
 
 logger = logging.getLogger("nxd_jax")
 
@@ -167,7 +170,7 @@ def _of_first_rank(data: Any) -> Any:
     tensors = nested.collect(data, _on_xla)
     if not tensors:
         return data
-    return nested.replace(data, _on_xla, objects.each_ranks(tensors)[0])
+    return nested.replace(data, _on_xla, object_collectives.each_ranks(tensors)[0])
 
 
 def _on_xla(x: Any) -> bool:

@@ -7,11 +7,11 @@ from typing import Any
 
 from lightning_fabric.plugins.environments import ClusterEnvironment
 
-from torch_bridge import world
+from torch_bridge.mesh import world
 
 
 class NeuronXLAEnvironment(ClusterEnvironment):
-    """The world of ranks (`torch_bridge.world`): torchrun's, our launcher's, or the one that a plain script needs.
+    """The world of ranks (`torch_bridge.mesh.world`): torchrun's, our launcher's, or the one that a plain script needs.
 
     In a process that hosts several ranks, `global_rank()` and `local_rank()` are each rank's own number; they read as the first hosted rank's.
     """

@@ -10,7 +10,7 @@ from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from nxd_jax.lightning.module import NeuronLTModule
 from nxd_jax.parallel_layers import parallel_state
 from nxd_jax.trainer import building, neuronx_distributed_config
-from torch_bridge import world
+from torch_bridge.mesh import world
 
 logger = logging.getLogger("nxd_jax")
 

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from torch_bridge import rank_data
+from torch_bridge.per_rank import rank_loaders
 from torch_bridge.torch_xla.distributed.parallel_loader import MpDeviceLoader, ParallelLoader
 
 
@@ -134,7 +134,7 @@ class _Source:
         random_states = _Random(loader)
         now = random_states.get()
         begin = resumed["random"] if resumed is not None else now
-        self._of._begin = begin
+        self._of._begin = _savable(begin)
         random_states.set(begin)
         batches = iter(_without(loader, taken))
         first = next(batches, _END)
@@ -165,11 +165,10 @@ class _Random:
     """The random states that a loader may draw from when a pass begins."""
 
     def __init__(self, loader: Any):
-        self._torch = rank_data.RandomStates(loader)
+        self._torch = rank_loaders.TorchStates(loader)
 
     def get(self) -> dict[str, Any]:
-        kind, keys, *rest = np.random.get_state()
-        return {"python": random.getstate(), "numpy": (kind, np.asarray(keys).tolist(), *rest), "torch": self._torch.get()}
+        return {"python": random.getstate(), "numpy": np.random.get_state(), "torch": self._torch.get()}
 
     def set(self, states: dict[str, Any]) -> None:
         random.setstate(states["python"])
@@ -184,6 +183,12 @@ class _Random:
         now = self._torch.get()
         if len(now) == 1 + len(states):  # the loader may be another one
             self._torch.set([now[0], *states])
+
+
+def _savable(states: dict[str, Any]) -> dict[str, Any]:
+    """Without NumPy's arrays, which `torch.load` does not trust."""
+    kind, keys, *rest = states["numpy"]
+    return {**states, "numpy": (kind, np.asarray(keys).tolist(), *rest)}
 
 
 def _without(loader: Any, count: int) -> Any:

@@ -14,7 +14,8 @@ from nxd_jax.lightning._values import to_log
 from nxd_jax.parallel_layers import parallel_state
 from nxd_jax.trainer import building, initialize_parallel_model, initialize_parallel_optimizer
 from nxd_jax.utils import _device
-from torch_bridge import nested, ranks, world
+from torch_bridge import nested
+from torch_bridge.mesh import rank_numbers, world
 
 logger = logging.getLogger("nxd_jax")
 
@@ -195,8 +196,8 @@ class NeuronLTModule(LightningModule):
 
     def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
         """`LightningModule.all_gather`: nested tensors and numbers of all ranks, or of those of a process group, side by side along dim 0."""
-        numbers = [torch.zeros((), dtype=torch.double, device="xla") + n for n in nested.collect(data, ranks.is_ranked)]
-        return super().all_gather(nested.replace(data, ranks.is_ranked, numbers), group, sync_grads)
+        numbers = [torch.zeros((), dtype=torch.double, device="xla") + n for n in nested.collect(data, rank_numbers.is_ranked)]
+        return super().all_gather(nested.replace(data, rank_numbers.is_ranked, numbers), group, sync_grads)
 
     def _logs_in_this_step(self) -> bool:
         trainer = self._trainer

@@ -17,7 +17,9 @@ from torch.utils.hooks import RemovableHandle
 from nxd_jax.lightning import _hook_settings
 from nxd_jax.parallel_layers import parallel_state
 from nxd_jax.utils import rank_states
-from torch_bridge import nested, ranks, steps, world
+from torch_bridge import nested
+from torch_bridge.mesh import rank_numbers, world
+from torch_bridge.runtime import steps
 from torch_bridge.torch_xla.core import xla_model as xm
 
 logger = logging.getLogger("nxd_jax")
@@ -197,4 +199,4 @@ def _rank_info(rank: int) -> str:
         parallel_state.get_tensor_model_parallel_rank(),
         parallel_state.get_data_parallel_rank(),
     )
-    return "rank_{}_pp{}_tp{}_dp{}".format(rank, *(ranks.own(n, place) for n in numbers))
+    return "rank_{}_pp{}_tp{}_dp{}".format(rank, *(rank_numbers.own(n, place) for n in numbers))

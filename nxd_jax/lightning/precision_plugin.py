@@ -13,7 +13,7 @@ from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
 from nxd_jax.parallel_layers import grads
 from nxd_jax.trainer.optimizer import NxDOptimizer, reduce_gradients
-from torch_bridge import steps
+from torch_bridge.runtime import steps
 from torch_bridge.torch_xla.distributed.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -29,7 +30,8 @@ from nxd_jax.lightning.stored import LiveOptimizer, StoredOptimizer, StoredWeigh
 from nxd_jax.parallel_layers import parallel_state
 from nxd_jax.trainer import replicas
 from nxd_jax.utils import _device
-from torch_bridge import objects, processes, world
+from torch_bridge.collectives import object_collectives
+from torch_bridge.mesh import processes, world
 from torch_bridge.torch_xla.core import functions as xf
 from torch_bridge.torch_xla.core import xla_model as xm
 from torch_bridge.torch_xla.distributed.parallel_loader import MpDeviceLoader
@@ -228,7 +230,7 @@ class NeuronXLAStrategy(XLAStrategy):
         if world.process_count() == 1:
             return obj
         found = [obj]
-        objects.broadcast(found, src)
+        object_collectives.broadcast(found, src)
         return found[0]
 
     def reduce(self, output: Any, group: Any = None, reduce_op: Any = "mean") -> torch.Tensor:
@@ -322,7 +324,7 @@ class NeuronXLAStrategy(XLAStrategy):
             io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
             return
         found = {**checkpoint, "optimizer_states": [dict(state) for state in checkpoint.get("optimizer_states", ())]}
-        found = objects.each_ranks(found)[0] if self._is_whole() else _refuse_parts(io)
+        found = object_collectives.each_ranks(found)[0] if self._is_whole() else _refuse_parts(io)
         if self.is_global_zero:
             io.save_checkpoint(found, filepath, storage_options=storage_options)
         self.barrier("save_checkpoint")
@@ -396,12 +398,20 @@ def _refuse_parts(io: Any) -> Any:
 
 
 def _without_signal_broadcasts(trainer: Any) -> None:
-    """Newer Lightning broadcasts and reads a tensor before every batch, to learn whether rank 0 got SIGTERM: one program and one wait more per step. torchrun
-    signals all processes, and each ends at its next batch without it.
+    """Newer Lightning broadcasts and reads a tensor before every batch, to learn whether rank 0 got SIGTERM: one program and one wait more per step.
+
+    Its handler of SIGTERM broadcasts, too, in the middle of whatever is being recorded. torchrun signals all processes, and each ends at its next batch
+    without it.
     """
-    loop = trainer.fit_loop.epoch_loop
+    loop, connector = trainer.fit_loop.epoch_loop, trainer._signal_connector
     if hasattr(loop, "_broadcast_sigterm_tensor"):
         loop._broadcast_sigterm_tensor = lambda: None
+    connector._sigterm_notifier_fn = functools.partial(_note_sigterm, connector)
+
+
+def _note_sigterm(connector: Any, number: int, frame: Any) -> None:
+    """What Lightning's own handler does, but for its broadcast: the loop ends after this batch."""
+    connector.received_sigterm = True
 
 
 assert issubclass(NeuronXLAStrategy, DDPStrategy)  # what makes Lightning give every data-parallel rank its own samples

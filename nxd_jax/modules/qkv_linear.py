@@ -11,7 +11,7 @@ import torch
 from nxd_jax.parallel_layers import _groups, _linear, _weights, mappings, parallel_state
 from nxd_jax.parallel_layers._weights import Init, Partition
 from nxd_jax.parallel_layers.utils import set_tensor_model_parallel_attributes
-from torch_bridge import groups, world
+from torch_bridge.mesh import groups, world
 
 _PARTS = ("q", "k", "v")
 
@@ -127,12 +127,14 @@ class GQAQKVColumnParallelLinear(_weights.Owner):
         """The rank's rows of full tensors, fused; each rank's own if this process hosts several."""
         partition = Partition(self.tensor_parallel_group, 0)
 
-        def of(rank: int) -> torch.Tensor:
+        def of(rank: int, full: list[torch.Tensor]) -> torch.Tensor:
             return torch.cat([self._rows(t, p, rank) for t, p in zip(full, parts, strict=True)]).to(self.dtype)
 
+        device = "cpu" if _weights.is_meta(self.device) else self.device
         if partition.hosts_several():
-            return _weights.from_parts(of, partition)
-        return _weights.placed_alone(of(world.first()), partition, "cpu" if _weights.is_meta(self.device) else self.device)
+            differ = any(map(_weights.differs, full))
+            return _weights.from_parts(lambda r: of(r, [_weights.own(t, r) for t in full]), partition, device, differ)
+        return _weights.placed_alone(of(world.first(), full), partition, device)
 
     def _rows(self, full: torch.Tensor, part: int, rank: int) -> torch.Tensor:
         if part == 0:

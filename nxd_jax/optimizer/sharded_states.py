@@ -10,7 +10,8 @@ import torch
 from nxd_jax.parallel_layers import parallel_state
 from nxd_jax.parallel_layers.checkpointing import _places, _save_whole, _wait
 from nxd_jax.utils import rank_states
-from torch_bridge import executor, world
+from torch_bridge.mesh import world
+from torch_bridge.runtime import executor
 
 
 def save(state: dict[str, Any], directory: str | os.PathLike[str]) -> None:

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from nxd_jax.parallel_layers import grads, parallel_state
-from torch_bridge import divided, fused_optimizers, groups
-from torch_bridge.divided import Divided
+from torch_bridge.mesh import groups
+from torch_bridge.optimizers import fused_step, param_partition
+from torch_bridge.optimizers.param_partition import Divided
 
 _INSTEAD = "Use AdamW or another optimizer that works element by element, or torch.optim.Adafactor"
 
@@ -47,7 +48,7 @@ def check(optimizer_class: Any, params: Sequence[torch.Tensor]) -> None:
     parts = [p for p in params if whole_of(p).cuts]
     if not parts:
         return
-    reason = fused_optimizers.why_whole(optimizer_class)
+    reason = fused_step.why_whole(optimizer_class)
     where = f"on the parts of tensor- or expert-parallel parameters (such as one of shape {list(parts[0].shape)} here) it computes other numbers"
     text = f"{name} {reason}: {where}"
     if reason is not None and optimizer_class.__module__.startswith("torch.optim"):
@@ -73,4 +74,4 @@ def prepare(optimizer: torch.optim.Optimizer) -> None:
     params = [p for group in optimizer.param_groups for p in group["params"]]
     check(type(optimizer), params)
     for p in params:
-        divided.mark(p, whole_of(p))
+        param_partition.mark(p, whole_of(p))

@@ -16,7 +16,7 @@ import torch
 from nxd_jax.checkpoint import contents, reading, writing
 from nxd_jax.trainer import checkpoint as checkpoints
 from nxd_jax.trainer.checkpoint_storage import BaseCheckpointStorage, create_checkpoint_storage
-from torch_bridge import executor
+from torch_bridge.runtime import executor
 
 TAG = "zero1_optim"
 

@@ -8,8 +8,8 @@ import torch
 
 from nxd_jax.optimizer import sharded_states, wholes
 from nxd_jax.parallel_layers import grads, parallel_state, utils
-from torch_bridge.divided import Divided
-from torch_bridge.row_shards import RowShards
+from torch_bridge.collectives.row_shards import RowShards
+from torch_bridge.optimizers.param_partition import Divided
 from torch_bridge.torch_xla.distributed.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 
 _ATTRIBUTES = (*utils._DEFAULTS, "expert_model_parallel", "sequence_parallel_enabled", "shared")

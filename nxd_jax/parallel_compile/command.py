@@ -22,6 +22,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from nxd_jax import interpreter
 from nxd_jax.parallel_compile import cache
 from nxd_jax.parallel_compile.graphs import Graphs
 from nxd_jax.parallel_compile.progress import Progress, say, summary, write_report
@@ -50,6 +51,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """The `neuron_parallel_compile` command; exits with the script's status, or 1 if a graph could not be compiled."""
+    interpreter.use("neuron_parallel_compile", "nxd_jax.parallel_compile")
     args = parser().parse_args(argv)
     place = cache.folder(os.environ)
     if args.command == "clear-locks":
@@ -82,9 +84,9 @@ def launch(run: Sequence[str]) -> list[str]:
 
 def environment(command: str, place: Path, folder: str) -> dict[str, str]:
     """The variables of the run."""
-    from torch_bridge import collecting
+    from torch_bridge.telemetry import compile_log
 
-    found = os.environ | {"NEURON_EXTRACT_GRAPHS_ONLY": "1", collecting.VARIABLE: f"{command}:{folder}"}
+    found = os.environ | {"NEURON_EXTRACT_GRAPHS_ONLY": "1", compile_log.VARIABLE: f"{command}:{folder}"}
     if not cache.is_chosen(os.environ):
         found["NEURON_COMPILE_CACHE_URL"] = str(place)
     return found
@@ -140,7 +142,7 @@ def _status(status: int, graphs: Graphs, place: Path, ignore: bool) -> int:
 
 def _is_on(name: str) -> bool:
     """Whether a variable is set to 1 or true. Raises SystemExit, saying what is allowed, for what is neither on nor off."""
-    from torch_bridge.variables import VARIABLES
+    from torch_bridge.config.variables import VARIABLES
 
     try:
         return bool(VARIABLES[name].now())

@@ -1,4 +1,4 @@
-"""The graphs that a script's processes have met so far, as `torch_bridge.collecting` tells."""
+"""The graphs that a script's processes have met so far, as `torch_bridge.telemetry.compile_log` tells."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ _LAZY = {
     "parallel_cross_entropy": "loss_functions",
     "save": "checkpointing",
 }
-_SUBMODULES = ("checkpointing", "comm", "grads", "layer_norm", "layers", "loss_functions", "pad", "random", "utils")
+_SUBMODULES = ("checkpointing", "comm", "grads", "layer_norm", "layers", "layers_utils", "loss_functions", "pad", "random", "utils")
 
 __all__ = [
     "PARALLEL_FUNCTIONS",

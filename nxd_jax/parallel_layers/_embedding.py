@@ -13,7 +13,8 @@ from nxd_jax.parallel_layers._base import BaseParallelLayer
 from nxd_jax.parallel_layers._spmd_rank import SPMDRank
 from nxd_jax.parallel_layers._weights import Init
 from nxd_jax.parallel_layers.utils import EmbeddingUtility, get_padding_length
-from torch_bridge import collectives
+from torch_bridge.collectives import functional
+from torch_bridge.recorder import expected_indices
 
 
 class ParallelEmbedding(BaseParallelLayer):
@@ -115,6 +116,7 @@ class ParallelEmbedding(BaseParallelLayer):
 
     def forward(self, input_: torch.Tensor) -> torch.Tensor:
         """input_: ids of any shape (with sequence parallelism [B, S]), the same on all tensor parallel ranks."""
+        expected_indices.expect("ParallelEmbedding", input_, self.num_embeddings, f"the {self.num_embeddings} rows of the full table")
         out = self._own_part(input_)
         if self.padding_idx is not None:
             out = torch.where((input_ == self.padding_idx).unsqueeze(-1), out.detach(), out)
@@ -163,8 +165,8 @@ class ParallelEmbedding(BaseParallelLayer):
         if not self.shard_across_embedding or self._partition.size == 1:
             return torch.linalg.vector_norm(weight, self.norm_type, dim=-1)
         if self.norm_type == float("inf"):
-            return collectives.all_reduce("max", weight.abs().amax(-1), groups=self.tensor_parallel_group)
-        powers = collectives.all_reduce("sum", weight.abs().pow(self.norm_type).sum(-1), groups=self.tensor_parallel_group)
+            return functional.all_reduce("max", weight.abs().amax(-1), groups=self.tensor_parallel_group)
+        powers = functional.all_reduce("sum", weight.abs().pow(self.norm_type).sum(-1), groups=self.tensor_parallel_group)
         return powers.pow(1.0 / self.norm_type)
 
     # -- what the ranks make of their parts ----------------------------------------------------------------

@@ -38,7 +38,7 @@ class Grid:
         self.grid = order.reshape([self.size[a] for a in _DENSE])
         expert = order.reshape([self.size[a] for a in _EXPERT])
         self.lists = {
-            kind: _lines(self.grid, _DENSE.index(kind)) if kind in _DENSE else _lines(expert, _EXPERT.index(kind)) for kind in KINDS
+            kind: lines(self.grid, _DENSE.index(kind)) if kind in _DENSE else lines(expert, _EXPERT.index(kind)) for kind in KINDS
         }
         self.axes = self._axes()
         self.order = tuple(int(r) for r in order)
@@ -76,6 +76,7 @@ def _order(topology: Any, world: int, tp: int, ep: int) -> np.ndarray:
     return np.asarray(layouts.rank_order(topology, tp, "nxd", ep))
 
 
-def _lines(grid: np.ndarray, axis: int) -> list[list[int]]:
+def lines(grid: np.ndarray, axis: int) -> list[list[int]]:
+    """Every line of the grid along an axis, in row-major order of the other axes."""
     found: list[list[int]] = np.moveaxis(grid, axis, -1).reshape(-1, grid.shape[axis]).tolist()
     return found

@@ -10,8 +10,8 @@ from typing import Any
 import torch.distributed as dist
 
 from nxd_jax.parallel_layers import parallel_state
-from torch_bridge import groups, world
-from torch_bridge.groups import Groups
+from torch_bridge.mesh import groups, world
+from torch_bridge.mesh.groups import Groups
 
 
 class Members:

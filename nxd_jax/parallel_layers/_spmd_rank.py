@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from nxd_jax.parallel_layers.utils import set_tensor_model_parallel_attributes
-from torch_bridge import world
+from torch_bridge.mesh import world
 
 
 class SPMDRank(torch.nn.Module):
@@ -41,6 +41,6 @@ def _numbers(count: int) -> torch.Tensor:
 
     if len(world.current().hosted) == 1 or count == 1:
         return number(world.first())
-    from torch_bridge import sharded
+    from torch_bridge.recorder import sharded
 
     return sharded.from_ranks(number, world.axes_of_table([r % count for r in range(world.size())]))

@@ -15,7 +15,7 @@ import torch
 
 from nxd_jax.parallel_layers import _groups
 from nxd_jax.parallel_layers.utils import divide, set_tensor_model_parallel_attributes
-from torch_bridge import world
+from torch_bridge.mesh import world
 
 Init = Callable[[torch.Tensor], Any]
 
@@ -73,8 +73,8 @@ def local(full: torch.Tensor, partition: Partition, part: int) -> torch.Tensor:
     if not partition.hosts_several():
         return of(world.first())
     if full.device.type != "xla":
-        return from_parts(of, partition)
-    from torch_bridge import sharded
+        return from_parts(lambda r: own(of(r), r), partition, differs=differs(full))
+    from torch_bridge.recorder import sharded
 
     block = divide(part, partition.stride)
     first = _groups.rank(partition.group) * block
@@ -92,22 +92,43 @@ def place(full: torch.Tensor, partition: Partition | None, dtype: torch.dtype, d
     if partition is None:
         return full.to(device=device, dtype=dtype, copy=True)
     if partition.hosts_several():
-        return from_parts(lambda r: partition.part(full, partition.index_of(r)).to(dtype), partition)
+        return from_parts(lambda r: partition.part(own(full, r), partition.index_of(r)).to(dtype), partition, device, differs(full))
     part = partition.part(full, partition.index_of(world.first())).to(dtype)
     return placed_alone(part, partition, device)
 
 
-def from_parts(of: Callable[[int], torch.Tensor], partition: Partition) -> torch.Tensor:
-    """An xla tensor that is `of(world_rank)` on each rank, labelled as the partition says."""
-    from torch_bridge import sharded
+def own(full: torch.Tensor, rank: int) -> torch.Tensor:
+    """A world rank's own full weight, where each has drawn one after a seed that differs by rank."""
+    from torch_bridge.recorder import rank_tensor
 
-    return sharded.from_ranks(of, sharded.axes_of(partition.group), partition.dim)
+    return rank_tensor.own(full, world.current().hosted.index(rank))
+
+
+def differs(full: torch.Tensor) -> bool:
+    """Whether ranks have different full weights."""
+    from torch_bridge.recorder import rank_tensor
+
+    return isinstance(full, rank_tensor.RankTensor)
+
+
+def from_parts(of: Callable[[int], torch.Tensor], partition: Partition, device: Any = "xla", differs: bool = False) -> torch.Tensor:
+    """An xla tensor that is `of(world_rank)` on each rank, labelled as the partition says. device: where a process with one rank would have its part.
+    differs: ranks that hold the same part may have different values of it."""
+    from torch_bridge.recorder import cpu_draws, sharded
+
+    axes = sharded.axes_of(partition.group)
+    found = sharded.from_ranks(of) if differs else sharded.from_ranks(of, axes, partition.dim)
+    if differs:
+        sharded.expect(found, axes, partition.dim)
+    if torch.device(device or "cpu").type == "cpu":
+        cpu_draws.mark(found)
+    return found
 
 
 def placed_alone(part: torch.Tensor, partition: Partition, device: Any) -> torch.Tensor:
     """The part of the only rank that this process hosts, on the device asked for."""
     if torch.device(device or "cpu").type == "xla":
-        return from_parts(lambda r: part, partition)
+        return from_parts(lambda r: own(part, r), partition, differs=differs(part))
     return part.to(device=device)
 
 
@@ -118,16 +139,24 @@ class Owner(torch.nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """What `.to("xla")` goes through: a part that was on the CPU (of the only rank in this process) is not the same on all ranks."""
+        from torch_bridge.recorder import cpu_draws
+
+        stands = {name for name in self._partitions if cpu_draws.is_marked(self._parameters.get(name))}
+        stays = bool(stands) and fn(torch.empty(0)).device.type == "cpu"
         super()._apply(fn, recurse)
         for name, partition in self._partitions.items():
             parameter = self._parameters.get(name)
             if parameter is not None and parameter.device.type == "xla" and partition.size > 1:
                 _label(parameter, partition)
+                if name in stands:
+                    cpu_draws.mark(parameter, stays)
         return self
 
 
 def _label(parameter: Any, partition: Partition) -> None:
-    from torch_bridge import executor, sharded, sharding
+    from torch_bridge.mesh import sharding
+    from torch_bridge.recorder import sharded
+    from torch_bridge.runtime import executor
 
     storage = parameter._storage
     executor.materialize(storage)
@@ -186,7 +215,8 @@ def shapes_only() -> Iterator[None]:
 
 def assign(module: torch.nn.Module, name: str, value: torch.Tensor) -> None:
     """Make a tensor the value of a parameter: of a new one, or of one that exists, which stays the same object with the same attributes."""
-    from torch_bridge import modules, replicas
+    from torch_bridge.device import module_to
+    from torch_bridge.passes import check_replicas
 
     parameter = module._parameters[name]
     if parameter is None:
@@ -194,6 +224,6 @@ def assign(module: torch.nn.Module, name: str, value: torch.Tensor) -> None:
     elif parameter.device == value.device and parameter.shape == value.shape:
         parameter.data = value
     else:
-        modules._swap(parameter, value, f"{type(module).__name__}.{name}")
+        module_to._swap(parameter, value, f"{type(module).__name__}.{name}")
     if value.device.type == "xla":
-        replicas.own(module, name, module._parameters[name])
+        check_replicas.own(module, name, module._parameters[name])

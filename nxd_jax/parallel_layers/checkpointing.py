@@ -22,8 +22,10 @@ import torch
 from nxd_jax.parallel_layers import parallel_state
 from nxd_jax.parallel_layers.utils import cast_tensor
 from nxd_jax.utils import full_weights, progress, rank_states
-from torch_bridge import executor, nested, processes, world
-from torch_bridge.sharded import from_ranks
+from torch_bridge import nested
+from torch_bridge.mesh import processes, world
+from torch_bridge.recorder.sharded import from_ranks
+from torch_bridge.runtime import executor
 from torch_bridge.torch_xla.utils import serialization as xser
 
 logger = logging.getLogger("nxd_jax")

@@ -10,19 +10,19 @@ from typing import Any
 
 import torch
 
-from torch_bridge import collectives
+from torch_bridge.collectives import functional
 
 
 def all_reduce(op: str, tensor_or_list: Any, groups: Any = None, pin_layout: bool = True) -> list[torch.Tensor]:
     """Reduce one tensor or each of a list over the groups, in place; returns the list. op: "sum", "max", "min", "mul", "and", "or"."""
     tensors = [tensor_or_list] if isinstance(tensor_or_list, torch.Tensor) else list(tensor_or_list)
-    collectives.all_reduce(op, tensors, groups=groups)
+    functional.all_reduce(op, tensors, groups=groups)
     return tensors
 
 
 def all_gather(input: Any, dim: int = 0, groups: Any = None, output: Any = None, pin_layout: bool = True) -> Any:
     """The group's tensors concatenated along `dim`; written into `output` if it is given."""
-    return collectives.all_gather(input, dim, groups, output)
+    return functional.all_gather(input, dim, groups, output)
 
 
 def reduce_scatter(
@@ -36,4 +36,4 @@ def reduce_scatter(
     pin_layout: bool = True,
 ) -> Any:
     """Reduce over the groups, multiply by `scale` and keep this rank's part of `shard_count` along `scatter_dim`; into `output` if given."""
-    return collectives.reduce_scatter(reduce_type, input, scale, scatter_dim, shard_count, groups, output)
+    return functional.reduce_scatter(reduce_type, input, scale, scatter_dim, shard_count, groups, output)

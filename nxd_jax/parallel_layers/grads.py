@@ -11,8 +11,10 @@ from typing import Any, NamedTuple
 import torch
 
 from nxd_jax.parallel_layers import parallel_state
-from torch_bridge import clipping, collectives, world
-from torch_bridge import groups as rank_groups
+from torch_bridge.collectives import functional
+from torch_bridge.mesh import groups as rank_groups
+from torch_bridge.mesh import world
+from torch_bridge.optimizers import grad_norm
 
 Parameters = torch.Tensor | Iterable[torch.Tensor]
 
@@ -76,7 +78,7 @@ def clip_grads_with_norm(parameters: Parameters, total_norm: Any, max_norm: floa
         return
     with torch.no_grad():
         norm = torch.as_tensor(total_norm, device=grads[0].device).reshape(())
-        clipping.scale(grads, (float(max_norm) / (norm + 1e-6)).clamp(max=1.0))
+        grad_norm.scale(grads, (float(max_norm) / (norm + 1e-6)).clamp(max=1.0))
 
 
 # -- reductions -------------------------------------------------------------------------------------
@@ -92,7 +94,7 @@ def bucket_allreduce_gradients(grads_list: Sequence[torch.Tensor], reduce_over_e
     _no_numbers(grads_list)
     experts = parallel_state.get_expert_model_parallel_size() > 1 and not reduce_over_ep_group
     group = parallel_state.get_expert_data_parallel_group() if experts else parallel_state.get_data_parallel_group()
-    collectives.all_reduce("sum", list(grads_list), 1.0 / parallel_state.get_data_parallel_size(), group)
+    functional.all_reduce("sum", list(grads_list), 1.0 / parallel_state.get_data_parallel_size(), group)
 
 
 def allreduce_sequence_parallel_gradients(optimizer: Any) -> None:
@@ -102,7 +104,7 @@ def allreduce_sequence_parallel_gradients(optimizer: Any) -> None:
     """
     grads = [g for x in _parameters_of(optimizer) if getattr(x, "sequence_parallel_enabled", False) and (g := _grad(x)) is not None]
     if grads:
-        collectives.all_reduce("sum", grads, groups=parallel_state.get_tensor_model_parallel_group())
+        functional.all_reduce("sum", grads, groups=parallel_state.get_tensor_model_parallel_group())
 
 
 def allreduce_context_parallel_gradients(optimizer: Any) -> None:
@@ -121,7 +123,7 @@ def allreduce_context_parallel_gradients(optimizer: Any) -> None:
             g.mul_(1.0 / size)
     copies = [g for x, g in pairs if not _is_expert(x)]
     if copies:
-        collectives.all_reduce("sum", copies, 1.0 / size, parallel_state.get_context_model_parallel_group())
+        functional.all_reduce("sum", copies, 1.0 / size, parallel_state.get_context_model_parallel_group())
 
 
 # -- whose part is what -----------------------------------------------------------------------------
@@ -177,7 +179,7 @@ class _Divisions:
 def _over(part: torch.Tensor, among: rank_groups.Groups, p: float) -> torch.Tensor:
     if among.size == 1:
         return part
-    return collectives.all_reduce("max" if p == torch.inf else "sum", part, groups=[list(m) for m in among.members])
+    return functional.all_reduce("max" if p == torch.inf else "sum", part, groups=[list(m) for m in among.members])
 
 
 # -- sums of powers ---------------------------------------------------------------------------------
@@ -211,7 +213,7 @@ def _powers(grads: Sequence[tuple[torch.Tensor, torch.Tensor]], p: float, dtype:
     """For each parameter's gradient the sum of |g|^p, each entry as often as it counts; the maximum of |g| for p = inf."""
     shares = [1.0 if p == torch.inf else shares_of(x) for x, _ in grads]
     whole = [g for (_, g), share in zip(grads, shares, strict=True) if not isinstance(share, torch.Tensor)]
-    sums = iter(clipping.sum_powers(whole, p, dtype))
+    sums = iter(grad_norm.sum_powers(whole, p, dtype))
     for (_, g), share in zip(grads, shares, strict=True):
         if isinstance(share, torch.Tensor):
             g = g.to(dtype)

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from nxd_jax.parallel_layers import parallel_state
-from torch_bridge import collectives
+from torch_bridge.collectives import functional
+from torch_bridge.recorder import expected_indices
 
 
 def parallel_cross_entropy(
@@ -30,6 +31,8 @@ def parallel_cross_entropy(
     if not 0.0 <= label_smoothing <= 1.0:
         raise ValueError(f"label_smoothing must be between 0 and 1, got {label_smoothing}")
     _check(vocab_parallel_logits, target)
+    classes = _vocabulary(vocab_parallel_logits)
+    expected_indices.expect("parallel_cross_entropy", target, classes, f"the {classes} classes of the whole vocabulary", ignore_index)
     loss: torch.Tensor = _CrossEntropy.apply(vocab_parallel_logits, target, float(label_smoothing), ignore_index)
     return loss
 
@@ -98,11 +101,11 @@ def _losses(logits: torch.Tensor, target: torch.Tensor, smoothing: float, counte
     group = parallel_state.get_tensor_model_parallel_group()
     x = _widened(logits)
     index, mine = _places(target, x.shape[-1])
-    top = collectives.all_reduce("max", x.amax(-1), groups=group)
+    top = functional.all_reduce("max", x.amax(-1), groups=group)
     x = x - top.unsqueeze(-1)
     picked = torch.where(mine, x.gather(-1, index.unsqueeze(-1)).squeeze(-1), 0.0)
     parts = [x.exp().sum(-1), picked] + ([x.sum(-1)] if smoothing else [])
-    total, at_target, *everything = collectives.all_reduce("sum", torch.stack(parts), groups=group).unbind(0)
+    total, at_target, *everything = functional.all_reduce("sum", torch.stack(parts), groups=group).unbind(0)
     log_total = total.log()
     loss = log_total - (1 - smoothing) * at_target
     if everything:

@@ -26,7 +26,7 @@ import torch
 
 from nxd_jax.parallel_layers import _groups, parallel_state
 from nxd_jax.parallel_layers.utils import ensure_divisibility, split_tensor_along_last_dim
-from torch_bridge import collectives
+from torch_bridge.collectives import functional
 
 __all__ = ["split_tensor_along_last_dim"]
 
@@ -62,7 +62,7 @@ def _same(x: torch.Tensor, process_group: Any = None) -> torch.Tensor:
 def _reduce(x: torch.Tensor, process_group: Any = None, computation: str = "sum") -> torch.Tensor:
     """All-reduce to a new tensor."""
     group = _groups.tensor_parallel(process_group)
-    return x if _groups.size(group) == 1 else collectives.all_reduce(computation, x, groups=group)
+    return x if _groups.size(group) == 1 else functional.all_reduce(computation, x, groups=group)
 
 
 def _split_along_dim(x: torch.Tensor, partition_dim: int, process_group: Any = None) -> torch.Tensor:
@@ -79,7 +79,7 @@ def _split_along_dim(x: torch.Tensor, partition_dim: int, process_group: Any = N
 def _gather_along_dim(x: torch.Tensor, partition_dim: int, process_group: Any = None, tile_cc: bool = False) -> torch.Tensor:
     """The group's tensors side by side along a dim. tile_cc, a hint to the Neuron compiler, has no effect."""
     group = _groups.tensor_parallel(process_group)
-    return x if _groups.size(group) == 1 else collectives.all_gather(x, partition_dim, group)
+    return x if _groups.size(group) == 1 else functional.all_gather(x, partition_dim, group)
 
 
 def _reduce_scatter_along_dim(
@@ -92,7 +92,7 @@ def _reduce_scatter_along_dim(
         return x
     ensure_divisibility(x.shape[partition_dim], count)
     wide = x if dtype is None else x.to(dtype)
-    return collectives.reduce_scatter(computation, wide, 1.0, partition_dim, count, group).to(x.dtype)
+    return functional.reduce_scatter(computation, wide, 1.0, partition_dim, count, group).to(x.dtype)
 
 
 def _split_along_first_dim(x: torch.Tensor, process_group: Any = None) -> torch.Tensor:
@@ -252,14 +252,14 @@ def _between_scattered(x: torch.Tensor, scattered: bool, move: Move) -> torch.Te
 def _to_experts(x: torch.Tensor, process_group: Any) -> torch.Tensor:
     count = _groups.size(process_group)
     ensure_divisibility(x.shape[0], count)
-    moved = collectives.all_to_all(x, 0, 0, count, process_group)
+    moved = functional.all_to_all(x, 0, 0, count, process_group)
     return moved.reshape(count, x.shape[0] // count, *x.shape[1:]).transpose(0, 1).contiguous()
 
 
 def _from_experts(x: torch.Tensor, process_group: Any) -> torch.Tensor:
     count = _groups.size(process_group)
     flat = x.transpose(0, 1).reshape(x.shape[0] * count, *x.shape[2:])
-    return collectives.all_to_all(flat, 0, 0, count, process_group)
+    return functional.all_to_all(flat, 0, 0, count, process_group)
 
 
 # -- parts chosen by a rank that is itself a tensor ----------------------------------------------------

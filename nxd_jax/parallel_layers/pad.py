@@ -14,7 +14,9 @@ import torch.nn.functional as F
 
 from nxd_jax.parallel_layers import _groups, parallel_state
 from nxd_jax.utils.utils import hardware
-from torch_bridge import collectives, sharded, world
+from torch_bridge.collectives import functional
+from torch_bridge.mesh import world
+from torch_bridge.recorder import sharded
 
 Hook = Callable[[torch.nn.Module, float], Any]
 
@@ -121,7 +123,7 @@ def _padded(param: Any, group: Any, stride: int, heads: int, padded_heads: int) 
 
 def _with_zeros(part: torch.Tensor, dim: int, new_part: int, group: Any) -> torch.Tensor:
     """This rank's part of a piece that is put together, lengthened and cut again: on xla, as ranks exchange nothing on the CPU."""
-    whole = collectives.all_gather(part.to("xla"), dim, group)
+    whole = functional.all_gather(part.to("xla"), dim, group)
     missing = _groups.size(group) * new_part - whole.shape[dim]
     padded = F.pad(whole, [0, 0] * (whole.dim() - 1 - dim) + [0, missing])
     return padded.narrow(dim, _groups.rank(group) * new_part, new_part)
@@ -178,9 +180,9 @@ def _repeats_one_by_one(hardware_type: Any) -> bool:
 
 
 def _per_rank(number: Any) -> list[int]:
-    from torch_bridge import ranks
+    from torch_bridge.mesh import rank_numbers
 
-    return [int(n) for n in ranks.per_rank(number)]
+    return [int(n) for n in rank_numbers.per_rank(number)]
 
 
 __all__ = ["generate_padding_mask", "get_number_of_extra_heads", "pad_model"]

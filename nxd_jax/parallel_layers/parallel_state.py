@@ -2,38 +2,34 @@
 
 Ranks fill a grid [pp, dp, cp, tp], tp innermost; experts see the same ranks as a grid [pp, edp, ep, tp] (cp is folded into edp). Every kind of
 group is a process group with `.size()`, `.rank()` and `._mesh` (the ranks of all sister groups), or a list of lists with `as_list=True`. In a
-process that hosts several ranks, ranks are `RankInt`s: each rank's own number (see `torch_bridge.ranks`).
+process that hosts several ranks, ranks are `RankInt`s: each rank's own number (see `torch_bridge.mesh.rank_numbers`).
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch.distributed as dist
 
 import torch_bridge.torch_xla.distributed.xla_backend  # noqa: F401 : scripts that import no torch_xla call init_process_group("xla"), too
 from nxd_jax.parallel_layers import _grid
-from torch_bridge import world
+from nxd_jax.parallel_layers._group_logic import (  # noqa: F401 : names that tests and tools import from here
+    ParallelGroups,
+    PG_Group_Logic,
+    ascending_descending_ring_PG_group,
+    ascending_ring_PG_group,
+    get_logic_chosen,
+)
+from torch_bridge.mesh import world
 
 logger = logging.getLogger("nxd_jax")
 
 world.provision(64)  # a plain script says how many ranks it wants only in initialize_model_parallel, perhaps after its first tensors
 
 Lists = list[list[int]]
-
-
-class ParallelGroups(NamedTuple):
-    """What `initialize_model_parallel(mesh_only=True)` returns: the ranks of every group, by kind."""
-
-    tp_groups: Lists
-    dp_groups: Lists
-    pp_groups: Lists
-    ep_model_groups: Lists
-    ep_data_groups: Lists
-    cp_groups: Lists
 
 
 class _State:

@@ -1,7 +1,7 @@
 """`neuronx_distributed.parallel_layers.random`: random numbers that tensor parallel ranks share, and some that they do not.
 
-Outside `fork` a tensor that ranks share gets the same random numbers on all of them (dropout after a row-parallel layer), one that varies over
-ranks gets different ones. Inside `get_xla_rng_tracker().fork()` tensor parallel ranks draw different numbers also for what they share.
+Outside `fork` all ranks draw the same numbers, as processes with one seed do (NXD_JAX_INDEPENDENT_DRAWS: different ones for a tensor that varies over ranks).
+Inside `get_xla_rng_tracker().fork()` tensor parallel ranks draw different numbers, also for what they share.
 """
 
 from __future__ import annotations
@@ -13,35 +13,35 @@ from typing import Any, NamedTuple
 import torch
 
 from nxd_jax.parallel_layers import _groups
-from torch_bridge import ranks, rng, world
+from torch_bridge.mesh import random_state, rank_numbers
 
 _MODEL_PARALLEL_RNG_TRACKER_NAME = "model-parallel-rng"
 _OFFSET = 2718
 
 
 class State(NamedTuple):
-    """A random state. cpu: torch's CPU generator. xla: seed and number of draws of the device. axes: mesh axes along which ranks draw differently."""
+    """A random state. cpu: torch's CPU generator. xla: seed and number of draws of the device. axes: how ranks draw differently there (`rng.RngState.axes`)."""
 
     cpu: torch.Tensor
     xla: torch.Tensor
-    axes: tuple[str, ...] = ()
+    axes: random_state.Axes = ()
 
 
 def _current() -> State:
-    return State(torch.get_rng_state(), rng.DEFAULT.get_state(), rng.DEFAULT.axes)
+    return State(torch.get_rng_state(), random_state.DEFAULT.get_state(), random_state.DEFAULT.axes)
 
 
 def _restore(state: State) -> None:
     torch.set_rng_state(state.cpu)
-    rng.DEFAULT.set_state(state.xla)
-    rng.DEFAULT.axes = state.axes
+    random_state.DEFAULT.set_state(state.xla)
+    random_state.DEFAULT.axes = state.axes
 
 
-def _seeded(cpu_seed: int, xla_seed: int, axes: tuple[str, ...]) -> State:
-    """The state that seeding gives; the current one stays."""
-    device = rng.RngState()
+def _seeded(cpu_seed: Any, xla_seed: Any, axes: tuple[str, ...]) -> State:
+    """The state that seeding gives; the current one stays. Seeds may differ by rank. axes: mesh axes along which ranks with one seed draw differently."""
+    device = random_state.RngState()
     device.manual_seed(xla_seed)
-    return State(torch.Generator().manual_seed(cpu_seed).get_state(), device.get_state(), axes)
+    return State(torch.Generator().manual_seed(cpu_seed).get_state(), device.get_state(), device.axes or axes)
 
 
 class XLARNGStatesTracker:
@@ -49,7 +49,7 @@ class XLARNGStatesTracker:
 
     def __init__(self) -> None:
         self.states_: dict[str, State] = {}
-        self.seeds_: set[int] = set()
+        self.seeds_: set[Any] = set()
 
     def reset(self) -> None:
         """Forget all states."""
@@ -74,24 +74,22 @@ class XLARNGStatesTracker:
 
         Raises Exception if the seed or the name is taken.
         """
-        values = ranks.values_of(seed)
-        axes = () if values is None else world.axes_of_table(values)
-        base = int(seed) if values is None else int(values[0])
-        self._add(name, int(seed), base, axes)
+        self._add(name, seed, seed, ())
 
-    def _add(self, name: str, cpu_seed: int, xla_seed: int, axes: tuple[str, ...]) -> None:
-        if cpu_seed in self.seeds_:
+    def _add(self, name: str, cpu_seed: Any, xla_seed: Any, axes: tuple[str, ...]) -> None:
+        known = tuple(rank_numbers.per_rank(cpu_seed)) if rank_numbers.is_ranked(cpu_seed) else int(cpu_seed)
+        if known in self.seeds_:
             raise Exception(f"seed {cpu_seed} already exists")
         if name in self.states_:
             raise Exception(f"rng state {name} already exists")
-        self.seeds_.add(cpu_seed)
+        self.seeds_.add(known)
         self.states_[name] = _seeded(cpu_seed, xla_seed, axes)
 
     @contextlib.contextmanager
     def fork(self, name: str = _MODEL_PARALLEL_RNG_TRACKER_NAME) -> Iterator[None]:
         """Draw from a named state within the `with` block; the default state continues after it as if nothing had been drawn.
 
-        Raises Exception if there is no such state. CPU tensors are the same for all ranks that a process hosts, so only xla tensors differ.
+        Raises Exception if there is no such state.
         """
         if name not in self.states_:
             raise Exception(f"rng state {name} is not added: call model_parallel_xla_manual_seed(seed) or add(name, seed) first")
@@ -112,17 +110,18 @@ def get_xla_rng_tracker() -> XLARNGStatesTracker:
     return _tracker
 
 
-def model_parallel_xla_manual_seed(seed: int) -> None:
+def model_parallel_xla_manual_seed(seed: Any) -> None:
     """Seed the default state with `seed`, and the tracker anew with a state "model-parallel-rng" that differs among tensor parallel ranks.
 
-    That state has seed `seed + 2718 + tp_rank` on the CPU; on xla it has seed `seed + 2718` on every rank and folds in the rank.
+    That state has seed `seed + 2718 + tp_rank` on the CPU; on xla it has seed `seed + 2718` on every rank and folds in the rank. A seed that differs by rank
+    (`seed + xm.get_ordinal()`) seeds each rank with its own; the state then has seed `seed + 2718 + tp_rank` on xla too.
     """
-    from torch_bridge import sharded
+    from torch_bridge.recorder import sharded
 
     group = _groups.tensor_parallel()
     axes = sharded.axes_of(group) if _groups.size(group) > 1 else ()
     _tracker.reset()
-    first = _groups.place_of(group, world.first())
-    _tracker._add(_MODEL_PARALLEL_RNG_TRACKER_NAME, seed + _OFFSET + first, seed + _OFFSET, axes)
-    rng.DEFAULT.axes = ()
+    own = seed + _OFFSET + _groups.rank(group)
+    _tracker._add(_MODEL_PARALLEL_RNG_TRACKER_NAME, own, own if rank_numbers.is_ranked(seed) else seed + _OFFSET, axes)
+    random_state.DEFAULT.axes = ()
     torch.manual_seed(seed)

@@ -12,7 +12,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from nxd_jax.parallel_layers.parallel_state import get_tensor_model_parallel_rank, get_tensor_model_parallel_size
-from torch_bridge import world
+from torch_bridge.mesh import world
 
 _DEFAULTS = {"tensor_model_parallel": False, "partition_dim": -1, "partition_stride": 1, "num_partitions": 1, "rank_ordering": None}
 """What a parameter that nobody marked counts as."""

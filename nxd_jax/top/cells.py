@@ -17,8 +17,8 @@ _GAP = "  "
 _LEAST = (6, 4)
 """Least widths of the busy bar and the memory bar."""
 _NUMBERS = 4 + 6 + 4
-"""Characters of a cell besides label and bars: "100%", " 15.9G" and the spaces between its parts."""
-_UNITS = (("T", 2**40), ("G", 2**30), ("M", 2**20), ("K", 2**10))
+"""Characters of a cell besides label and bars: "100%", "15.9Gi" and the spaces between its parts."""
+_UNITS = (("Ti", 2**40), ("Gi", 2**30), ("Mi", 2**20), ("Ki", 2**10))
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def spans(ranks: Sequence[int]) -> str:
 
 
 def size(count: float) -> str:
-    """Bytes in at most 5 characters, in powers of 1024: "0", "130K", "15.9G", "16G"."""
+    """A number of bytes in at most 6 characters, in powers of 1024: "0", "130Ki", "15.9Gi", "16Gi"."""
     for unit, factor in _UNITS:
         if count >= factor:
             value = count / factor
@@ -112,8 +112,8 @@ def _bars(spare: int) -> tuple[int, int]:
 
 def _heading(first: Cell, widest: int, bars: tuple[int, int]) -> Text:
     width = bars[1] + 7
-    memory = f"memory of {size(first.limit)}" if first.limit else "memory"
-    memory = memory if len(memory) <= width else memory.removeprefix("memory ")
+    limit = f" of {size(first.limit)}B" if first.limit else ""
+    memory = next((m for m in (f"memory{limit}", f"mem{limit}") if len(m) <= width), limit.strip())
     return Text(f"{'core':>{widest}} {'busy':<{bars[0] + 5}} {memory:<{width}}", style="dim")
 
 

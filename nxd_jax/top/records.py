@@ -40,7 +40,7 @@ class Graph:
 
 @dataclass(frozen=True)
 class Record:
-    """What one process said last; times in seconds since the epoch, sizes in bytes. docs/nxd_top.md has the meanings."""
+    """What one process said last; times in seconds since the epoch, sizes in bytes. docs/reference/nxd_top.md has the meanings."""
 
     pid: int
     ticks: int | None
@@ -189,7 +189,7 @@ def read(places: Sequence[Path]) -> Iterator[tuple[Path, Record]]:
 
 
 def machine() -> str:
-    """This host and, on Linux, this PID namespace, in the words of `torch_bridge.publishing.machine`."""
+    """This host and, on Linux, this PID namespace, in the words of `torch_bridge.telemetry.publisher.machine`."""
     try:
         return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:

@@ -167,7 +167,7 @@ def _graph(job: Job, now: float) -> Text:
     graph = job.record.graph
     if graph is None:
         return Text("no graph has run yet")
-    needs = f", needs {size(graph.core_bytes)} a core" if graph.core_bytes else ""
+    needs = f", needs {size(graph.core_bytes)}B a core" if graph.core_bytes else ""
     return Text(f"last graph {graph.name} ({_what(graph.ops, graph.source)}{needs}) {duration(now - graph.at)} ago")
 
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from html import escape
+from typing import TYPE_CHECKING
 
 from nxd_jax.topology.layouts import Groups
 from nxd_jax.topology.marks import colour, headline, kinds_to_show, label, marks, wires
 from nxd_jax.topology.scene import Box, Line, Scene, scene
-from nxd_jax.topology.topology import Topology
+
+if TYPE_CHECKING:
+    from nxd_jax.topology.topology import Topology
 
 _STYLE = "font-family:system-ui,sans-serif;font-size:13px;color:#1b1f24;background:#fff;padding:12px;display:inline-block"
 _MOST_NAMED = 16

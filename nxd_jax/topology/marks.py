@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import colorsys
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from nxd_jax.topology.layouts import KINDS, Groups, informative
-from nxd_jax.topology.topology import Topology
+
+if TYPE_CHECKING:
+    from nxd_jax.topology.topology import Topology
 
 UNITS = (("TB/s", 1e12), ("GB/s", 1e9))
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nxd_jax.topology.layouts import Groups
 from nxd_jax.topology.marks import colour, headline, kinds_to_show, label, marks, wires
 from nxd_jax.topology.scene import Box, Scene, scene
-from nxd_jax.topology.topology import Topology
+
+if TYPE_CHECKING:
+    from nxd_jax.topology.topology import Topology
 
 _COLUMNS = 4
 INCH = 90.0

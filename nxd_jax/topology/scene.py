@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from nxd_jax.topology.links import Link
 from nxd_jax.topology.placement import Cell, cells
-from nxd_jax.topology.topology import Topology
+
+if TYPE_CHECKING:
+    from nxd_jax.topology.topology import Topology
 
 Box = tuple[float, float, float, float]
 """x, y, width, height."""

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from string import ascii_lowercase
+from typing import TYPE_CHECKING
 
 from nxd_jax.topology.layouts import Groups
 from nxd_jax.topology.marks import headline, kinds_to_show, label, marks, spans, wires
 from nxd_jax.topology.placement import Cell, cells
-from nxd_jax.topology.topology import Core, Topology
+
+if TYPE_CHECKING:
+    from nxd_jax.topology.topology import Core, Topology
 
 _MARGIN = "    "
 

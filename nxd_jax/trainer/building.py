@@ -14,7 +14,7 @@ from nxd_jax import _later
 from nxd_jax.modules.qkv_linear import GQAQKVColumnParallelLinear
 from nxd_jax.parallel_layers import ColumnParallelLinear, RowParallelLinear, pad, parallel_state
 from nxd_jax.utils import _device, activation_checkpoint, model_utils
-from torch_bridge import world
+from torch_bridge.mesh import world
 
 logger = logging.getLogger("nxd_jax")
 
@@ -190,7 +190,7 @@ def checked_lora(lora_config: Any) -> Any:
 def add_lora(nxd_config: dict[str, Any], model: torch.nn.Module) -> torch.nn.Module:
     """The model with adapters, if there is a LoRA configuration that is not switched off."""
     found = nxd_config["lora_config"]
-    if found is None or getattr(found, "enable_lora", True) is False:
+    if found is None or not getattr(found, "enable_lora", True):
         return model
     from nxd_jax.modules.lora import get_lora_model
 

@@ -16,11 +16,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from nxd_jax.checkpoint import original, original_writing, reading, tags, writing
+from nxd_jax.checkpoint import original, original_writing, reading, savers, tags, writing
 from nxd_jax.checkpoint.worker import Worker
 from nxd_jax.trainer.checkpoint_storage import BaseCheckpointStorage, create_checkpoint_storage
-from torch_bridge import executor, processes, world
-from torch_bridge.variables import VARIABLES
+from torch_bridge.config.variables import VARIABLES
+from torch_bridge.mesh import processes, world
+from torch_bridge.runtime import executor
 
 logger = logging.getLogger("nxd_jax")
 
@@ -60,7 +61,8 @@ def save_checkpoint(
 
     num_workers, zero1_optimizer, use_zero1_dcp and nxd_config are accepted without effect, so is use_xser otherwise. All processes must call it.
 
-    A failed save (a full disk, no permission) raises and leaves earlier tags as they were; so does a crash at any moment.
+    A failed save (a full disk, no permission, FileExistsError for a tag that another process is saving) raises and leaves earlier tags as they were; so does a
+    crash at any moment.
     """
     where = path if path is not None else checkpoint_dir_str
     storage = create_checkpoint_storage(where)
@@ -162,6 +164,9 @@ class Save:
     def start(self, in_background: bool = False) -> None:
         """Add the random states, then write: now, or in the background."""
         self.random = writing.pickled(writing.random_state())
+        for item in self.items.values():
+            if isinstance(item, writing.Item):
+                item.index["processes"] = world.process_count()
         _remember(self.storage, in_background)
         if not in_background:
             self.run()
@@ -176,23 +181,19 @@ class Save:
         first = world.process_index() == 0
         name = self.storage.begin(self.tag).name if first else ""
         folder = self.storage.root / processes.exchange("save_checkpoint", name.encode())[0].decode()
-        try:
+        size = sum(item.bytes for item in self.items.values())
+        with savers.writing(folder, self.storage.dirname, first, size):
             for part, item in self.items.items():
                 item.write(folder / part)
             if first:
                 for file, data in self.files.items():
                     writing.write_bytes(folder / file, data)
-                (folder / "random").mkdir(exist_ok=True)
+                (folder / writing.RANDOM).mkdir(exist_ok=True)
             processes.barrier("save_checkpoint written")
-            writing.write_bytes(folder / "random" / f"{world.process_index():05d}.pt", self.random)
+            writing.write_bytes(folder / writing.RANDOM / f"{world.process_index():05d}.pt", self.random)
             processes.barrier("save_checkpoint random")
             if first:
                 self.storage.commit(self.tag, folder)
-        except BaseException:
-            if first:
-                tags.abandon(folder)
-            raise
-        size = sum(item.bytes for item in self.items.values())
         self.items.clear()
         if first:
             self.storage.retain(self.keep)
@@ -282,7 +283,7 @@ def _part(folder: Path, name: str, what: str) -> Path:
 
 def restore_random(folder: Path) -> None:
     """Each process its own; all the first one's if there were fewer or more."""
-    found = sorted((folder / "random").glob("*.pt"))
+    found = sorted((folder / writing.RANDOM).glob("*.pt"))
     if not found:
         return
     index = world.process_index() if len(found) == world.process_count() else 0

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from nxd_jax.checkpoint import tags
+from nxd_jax.checkpoint import savers, tags
 
 
 class BaseCheckpointStorage:
@@ -146,6 +146,7 @@ class FsspecCheckpointStorage(BaseCheckpointStorage):
 
     def begin(self, tag: str) -> Path:
         local = self.root / tag
+        savers.check_free(local)
         if local.exists():
             shutil.rmtree(local)
         return tags.begin(self.root, tag)
@@ -153,6 +154,7 @@ class FsspecCheckpointStorage(BaseCheckpointStorage):
     def commit(self, tag: str, folder: Path) -> None:
         import time
 
+        savers.check_mine(folder)
         # As on a local disk: a complete tag of this name stays until the new one is there. Object stores cannot rename, so it goes under another name first.
         there = self._there(tag)
         if self.files.exists(f"{there}/{tags.DONE}"):
@@ -166,6 +168,7 @@ class FsspecCheckpointStorage(BaseCheckpointStorage):
             self.files.put_file(str(path), target)
         self.files.pipe_file(f"{there}/{tags.DONE}", f"1 {time.time_ns():020d}".encode())
         shutil.rmtree(folder, ignore_errors=True)
+        savers.release(folder)
 
     def retain(self, count: int | None) -> list[str]:
         if count is None or count < 0:

@@ -6,6 +6,8 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from nxd_jax._flags import flag
+
 Options = dict[str, Any]
 
 _NUMBERS = (int, float)
@@ -19,16 +21,9 @@ def sizes(**given: Any) -> None:
             raise ValueError(f"{name} must be a positive integer, got {value!r}")
 
 
-def flag(name: str, value: Any) -> bool:
-    """A bool. Raises TypeError for anything else."""
-    if not isinstance(value, bool):
-        raise TypeError(f"{name} must be True or False, got {value!r}")
-    return value
-
-
 def optimizer(given: Options | None) -> Options:
     """`optimizer_config`: zero_one_enabled (False), grad_clipping (True), max_grad_norm (1.0 with clipping; without it None is allowed, too)."""
-    clips = not isinstance(given, dict) or given.get("grad_clipping") is not False
+    clips = not isinstance(given, dict) or bool(given.get("grad_clipping", True))
     allowed = {"zero_one_enabled": bool, "grad_clipping": bool, "max_grad_norm": _NUMBERS if clips else (*_NUMBERS, type(None))}
     found = {"zero_one_enabled": False, "grad_clipping": True, **_checked("optimizer_config", given, allowed)}
     if found["grad_clipping"]:
@@ -105,21 +100,24 @@ def pipeline(given: Any) -> Any:
 
 
 def _checked(name: str, given: Any, allowed: dict[str, Any]) -> Options:
-    """A copy of a dict whose keys and types are allowed. Raises AssertionError, ValueError or TypeError naming the key."""
+    """A copy of a dict whose keys and types are allowed, with bools for flags. Raises AssertionError, ValueError or TypeError naming the key."""
     if given is None:
         return {}
     if not isinstance(given, dict):
         raise AssertionError(f"{name} must be a dict., got {given!r}")
+    found = dict(given)
     for key, value in given.items():
         if key not in allowed:
             raise ValueError(f"{name} has an unknown key {key!r}; it takes {', '.join(allowed)}")
         kind = allowed[key]
-        if (isinstance(value, bool) and kind is not bool) or not isinstance(value, kind):
+        if kind is bool:
+            found[key] = flag(f"{name}[{key!r}]", value)
+        elif isinstance(value, bool) or not isinstance(value, kind):
             raise TypeError(f"{name}[{key!r}] must be {_kind(kind)}, got {value!r}")
-    return dict(given)
+    return found
 
 
 def _kind(kind: Any) -> str:
     if isinstance(kind, Sequence):
         return " or ".join(_kind(k) for k in kind)
-    return {bool: "True or False", int: "an integer", float: "a float", type(None): "None", Callable: "a function"}[kind]
+    return {int: "an integer", float: "a float", type(None): "None", Callable: "a function"}[kind]

@@ -20,8 +20,9 @@ from nxd_jax.parallel_layers import _groups, grads, parallel_state
 from nxd_jax.topology import Topology
 from nxd_jax.trainer import building
 from nxd_jax.utils import full_weights
-from torch_bridge import sharded, sharding
-from torch_bridge.row_shards import RowShards
+from torch_bridge.collectives.row_shards import RowShards
+from torch_bridge.mesh import sharding
+from torch_bridge.recorder import sharded
 
 KINDS = ("parameter", "buffer", "gradient", "master weight", "optimizer state")
 

@@ -9,7 +9,9 @@ import torch
 
 from nxd_jax.parallel_layers import parallel_state
 from nxd_jax.utils import full_weights
-from torch_bridge import collectives, executor, groups, world
+from torch_bridge.collectives import functional
+from torch_bridge.mesh import groups, world
+from torch_bridge.runtime import executor
 
 
 def make_equal(module: torch.nn.Module) -> None:
@@ -32,7 +34,7 @@ def make_equal(module: torch.nn.Module) -> None:
         for ranks in among[kind]:
             found = groups.resolve(ranks)
             if found.size > 1:
-                collectives.broadcast_from(tensors, 0, found)
+                functional.broadcast_from(tensors, 0, found)
     executor.sync()
 
 

@@ -11,12 +11,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from nxd_jax._flags import flag
 from nxd_jax.optimizer import NeuronEPZero1Optimizer, NeuronZero1Optimizer, wholes
 from nxd_jax.parallel_layers import parallel_state
 from nxd_jax.trainer import building, config
 from nxd_jax.trainer.model import NxDModel
 from nxd_jax.trainer.optimizer import NxDOptimizer
-from torch_bridge import playing, replay
+from torch_bridge.replay import player, replay_policy
 
 NxDConfig = dict[str, Any]
 
@@ -49,7 +50,7 @@ def neuronx_distributed_config(
     model_init_config: {"sequential_move_factor": 11, "meta_device_init": False, "param_init_fn": None}.
     lora_config: a `LoraConfig`. lnc_size: physical cores in a logical one.
 
-    If torch.distributed has been initialised, so are the model parallel groups. The dicts given are not changed.
+    If torch.distributed has been initialised, so are the model parallel groups. The dicts given are not changed. 1 and 0 will do for True and False.
 
     Raises AssertionError for options that are no dict, ValueError for unknown keys and impossible values, TypeError for wrong types, and RuntimeError for
     sizes that do not divide the world.
@@ -71,8 +72,8 @@ def neuronx_distributed_config(
         "pipeline_config": config.pipeline(pipeline_config),
         "optimizer_config": chosen,
         "activation_checkpoint_config": config.activation_checkpoint(activation_checkpoint_config),
-        "pad_model": config.flag("pad_model", pad_model),
-        "sequence_parallel": config.flag("sequence_parallel", sequence_parallel),
+        "pad_model": flag("pad_model", pad_model),
+        "sequence_parallel": flag("sequence_parallel", sequence_parallel),
         "model_init_config": config.model_init(model_init_config, sequential_move_factor),
         "lora_config": building.checked_lora(lora_config),
         "mixed_precision_config": config.mixed_precision(mixed_precision_config, chosen["zero_one_enabled"]),
@@ -108,8 +109,8 @@ def initialize_parallel_model(
     model = building.make(nxd_config, lambda: model_fn(*model_args, **model_kwargs), include_buffers)
     building.add_checkpoints(nxd_config, model)
     model = building.add_lora(nxd_config, model)
-    if playing.of_parallel_models():
-        replay.optimize(model)
+    if replay_policy.of_parallel_models():
+        player.optimize(model)
     return NxDModel(model, nxd_config)
 
 

@@ -16,7 +16,7 @@ def cpu_mode() -> bool:
 def mark_step() -> None:
     """`utils.mark_step`: end the step (`xm.mark_step`); nothing in CPU mode."""
     if not cpu_mode():
-        from torch_bridge import steps
+        from torch_bridge.runtime import steps
 
         steps.mark()
 

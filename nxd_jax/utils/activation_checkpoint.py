@@ -13,7 +13,7 @@ from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as torch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, CheckpointWrapper
 from torch.utils import _pytree as pytree
 
-from torch_bridge import rng
+from torch_bridge.mesh import random_state
 from torch_bridge.torch_xla.core import xla_model
 from torch_bridge.torch_xla.utils.checkpoint import _torch_checkpoint
 
@@ -97,11 +97,11 @@ class _Call:
     def __call__(self, *leaves: Any) -> tuple[Any, ...]:
         gradients, self._gradients = self._gradients, []
         if not gradients:
-            self._state = rng.DEFAULT.get_state()
+            self._state = random_state.DEFAULT.get_state()
             return self._run(leaves)
         with xla_model.fork_rng(enabled=self._preserve):
             if self._preserve:
-                rng.DEFAULT.set_state(self._state)
+                random_state.DEFAULT.set_state(self._state)
             return self._run(_once_known(leaves, gradients))
 
     def _run(self, leaves: Sequence[Any]) -> tuple[Any, ...]:

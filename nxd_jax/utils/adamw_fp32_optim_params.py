@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from torch_bridge.fused_optimizers import Update
+from torch_bridge.optimizers.fused_step import Update
 
 
 class AdamW_FP32OptimParams(Optimizer):

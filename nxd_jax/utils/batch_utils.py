@@ -7,37 +7,61 @@ from typing import Any
 import torch
 
 from nxd_jax.parallel_layers import parallel_state
-from torch_bridge import sharded, world
+from torch_bridge.mesh import world
+from torch_bridge.recorder import sharded
 
 IGNORED = -100
 """The label that losses skip."""
+_MOVED = "_nxd_jax_labels_moved"
+"""An attribute of labels that `shift_labels` made."""
 
 
 def shift_labels(batch: dict[str, Any]) -> dict[str, Any]:
     """The batch with `labels` [batch, length] moved one place to the left, so that every token's label stands at its own place; the last is -100.
 
-    Do this to the whole sequence, before `get_batch_on_this_context_parallel_rank`: the label of a rank's last token is the next rank's first token. The
-    loss must not shift again. Returns a new dict; a batch without labels is returned as it is.
+    The loss must not shift again. `get_batch_on_this_context_parallel_rank` does this itself before it cuts the batch: do not do it before that.
+    Returns a new dict; a batch without labels is returned as it is.
+
+    Raises ValueError if labels have no dim along the sequence.
     """
     labels = batch.get("labels")
     if labels is None:
         return batch
-    last = torch.full_like(labels[..., :1], IGNORED)
-    return {**batch, "labels": torch.cat((labels[..., 1:], last), dim=-1)}
+    if labels.dim() < 2:
+        raise ValueError(f"batch['labels'] has shape {list(labels.shape)}: shift_labels wants [batch, length], a label for every token")
+    moved = torch.cat((labels[:, 1:], torch.full_like(labels[:, :1], IGNORED)), dim=1)
+    setattr(moved, _MOVED, True)
+    return {**batch, "labels": moved}
 
 
 def get_batch_on_this_context_parallel_rank(batch: dict[str, Any]) -> dict[str, Any]:
     """This rank's run of every sequence: context-parallel rank r takes the r-th of equal runs.
 
-    Cuts dim 1 of tensors, the query dim (-2) of 4-dimensional masks, and the only dim of 1-dimensional `position_ids`; other values stay. Returns a
-    new dict (the batch itself without context parallelism). In a process that hosts several ranks, CPU tensors go to xla, since the parts differ.
+    With context parallelism `labels` [batch, length] are moved one place to the left first, as `shift_labels` does: the label of a run's last token is
+    the next run's first token. The loss must not shift again. Without it the batch comes back as it is, and the loss shifts, as it would anyway.
 
-    Raises ValueError if a sequence does not divide by the context-parallel size.
+    Cuts dim 1 of tensors, the query dim (-2) of 4-dimensional masks, and the only dim of 1-dimensional `position_ids`; a dim of size 1 and other values
+    stay. Returns a new dict. In a process that hosts several ranks, CPU tensors go to xla, since the parts differ.
+
+    Raises ValueError if a sequence does not divide by the context-parallel size, or if `shift_labels` already moved the labels.
     """
     size = parallel_state.get_context_model_parallel_size()
     if size == 1:
         return batch
-    return {name: _own(name, x, size) if isinstance(x, torch.Tensor) and x.dim() else x for name, x in batch.items()}
+    return {name: _own(name, x, size) if isinstance(x, torch.Tensor) and x.dim() else x for name, x in _moved(batch).items()}
+
+
+def _moved(batch: dict[str, Any]) -> dict[str, Any]:
+    """The batch with its labels moved, if there is one for every token."""
+    labels = batch.get("labels")
+    if not isinstance(labels, torch.Tensor) or labels.dim() < 2:
+        return batch
+    if getattr(labels, _MOVED, False):
+        raise ValueError(
+            "batch['labels'] were moved by shift_labels already, and get_batch_on_this_context_parallel_rank would move them again: "
+            "with context_parallel_size > 1 leave shift_labels out"
+        )
+    return shift_labels(batch)
 
 
 def _sequence_dim(name: str, x: torch.Tensor) -> int | None:
@@ -49,7 +73,7 @@ def _sequence_dim(name: str, x: torch.Tensor) -> int | None:
 
 def _own(name: str, x: torch.Tensor, size: int) -> torch.Tensor:
     dim = _sequence_dim(name, x)
-    if dim is None:
+    if dim is None or x.shape[dim] == 1:
         return x
     if x.shape[dim] % size:
         raise ValueError(

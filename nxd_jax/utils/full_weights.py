@@ -13,7 +13,9 @@ from typing import Any
 import torch
 
 from nxd_jax.parallel_layers import _groups, _weights, parallel_state
-from torch_bridge import collectives, groups, sharded, world
+from torch_bridge.collectives import functional
+from torch_bridge.mesh import groups, world
+from torch_bridge.recorder import sharded
 
 Full = torch.Tensor | tuple[torch.Tensor, ...]
 
@@ -200,7 +202,7 @@ def _held(tensor: torch.Tensor, group: Any, rank: int) -> dict[int, torch.Tensor
     if tensor.device.type != "xla":
         local = tensor
         tensor = sharded.from_ranks(lambda r: local, sharded.axes_of(group))
-    gathered = collectives.all_gather(tensor.unsqueeze(0).contiguous(), 0, group)
+    gathered = functional.all_gather(tensor.unsqueeze(0).contiguous(), 0, group)
     return dict(zip(members, _hosted(gathered)[rank].unbind(), strict=True))
 
 

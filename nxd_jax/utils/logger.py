@@ -99,6 +99,6 @@ def _relative(path: str) -> str:
 
 def _on_rank_0(record: logging.LogRecord) -> bool:
     """Whether this process hosts rank 0 (it decides for all ranks that it hosts)."""
-    from torch_bridge import world
+    from torch_bridge.mesh import world
 
     return world.first() == 0

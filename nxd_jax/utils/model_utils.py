@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from nxd_jax.parallel_layers import _weights, utils
 from nxd_jax.parallel_layers.utils import get_local_world_size as get_local_world_size
-from torch_bridge import abstract, processes, sharding, world
+from torch_bridge.mesh import abstract_arrays, processes, sharding, world
 
 _ATTRIBUTES = (
     *utils._DEFAULTS,
@@ -270,7 +270,7 @@ def _materialize_and_move(model: Any, device: Any, param_init_fn: Callable[..., 
         model.maybe_materialize_local_module()
         model.move_model_to_device()
         return
-    if param_init_fn is not None and not abstract.active():
+    if param_init_fn is not None and not abstract_arrays.active():
         materialize_model(model, device, param_init_fn)
         return
     move_model_to_device(model, device)

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from torch_bridge import world
+from torch_bridge.mesh import world
 
 
 def bar(items: Sequence[Any], what: str, least: int) -> Iterable[Any]:

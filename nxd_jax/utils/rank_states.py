@@ -14,8 +14,10 @@ import torch
 
 from nxd_jax.parallel_layers import _groups
 from nxd_jax.utils import full_weights
-from torch_bridge import nested, ranks, sharded, world
-from torch_bridge.rank_tensor import RankTensor
+from torch_bridge import nested
+from torch_bridge.mesh import rank_numbers, world
+from torch_bridge.recorder import sharded
+from torch_bridge.recorder.rank_tensor import RankTensor
 
 Likes = Mapping[tuple[Any, ...], torch.Tensor]
 """Where tensors of nested data will be copied to: by the keys that lead to them."""
@@ -53,7 +55,7 @@ def numbers_of(data: Any, rank: int) -> Any:
     """`data` with numbers that differ by rank replaced by those of one hosted rank."""
     place = world.current().hosted.index(rank)
     found = nested.collect(data, _differs)
-    return nested.replace(data, _differs, [ranks.own(x, place) for x in found]) if found else data
+    return nested.replace(data, _differs, [rank_numbers.own(x, place) for x in found]) if found else data
 
 
 def _of_ranks(t: torch.Tensor) -> bool:
@@ -62,7 +64,7 @@ def _of_ranks(t: torch.Tensor) -> bool:
 
 
 def _differs(x: Any) -> bool:
-    return ranks.values_of(x) is not None or ranks.is_item(x)
+    return rank_numbers.values_of(x) is not None or rank_numbers.is_item(x)
 
 
 # -- joined ------------------------------------------------------------------------------------------

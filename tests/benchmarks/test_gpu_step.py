@@ -16,7 +16,10 @@ import rounds
 import torch
 from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
-from torch_bridge import _compat, gpu_attention, hlo_text, interpret
+from torch_bridge import _compat
+from torch_bridge.compiler import interpret
+from torch_bridge.export import hlo_text
+from torch_bridge.lowerings.kernels import cudnn_attention
 
 TINY = gpu_step.SIZES["tiny"]
 FORWARD, BACKWARD = "__cudnn$fmhaSoftmax(", "__cudnn$fmhaSoftmaxBackward("
@@ -98,7 +101,7 @@ def test_unknown_variants(monkeypatch, capsys):
 
 @pytest.fixture
 def hopper(monkeypatch):
-    monkeypatch.setattr(gpu_attention, "_on_cuda", lambda: True)
+    monkeypatch.setattr(cudnn_attention, "_on_cuda", lambda: True)
     monkeypatch.setattr(cudnn, "check_cudnn_version", lambda: 91000)
     monkeypatch.setattr(cudnn, "check_compute_capability", lambda wanted: tuple(map(int, wanted.split("."))) <= (9, 0))
 

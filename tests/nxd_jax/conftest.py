@@ -16,7 +16,7 @@ def nxd() -> Iterator[Nxd]:
     """`nxd(world, tp=1, pp=1, cp=1, ep=1)`: host a world of that many ranks and initialise parallel state; undone after the test."""
     import torch_bridge.torch_xla.distributed.xla_backend  # noqa: F401
     from nxd_jax.parallel_layers import parallel_state
-    from torch_bridge import world
+    from torch_bridge.mesh import world
 
     def stop() -> None:
         parallel_state.destroy_model_parallel()

@@ -26,7 +26,7 @@ from nxd_jax.parallel_layers import parallel_state
 from tests.nxd_jax.checkpoint import hub_model, job
 from tests.nxd_jax.checkpoint.hub_model import CONFIG, Tiny
 from tests.nxd_jax.conftest import Nxd
-from torch_bridge import world
+from torch_bridge.mesh import world
 
 Saved = types.SimpleNamespace
 
@@ -116,6 +116,20 @@ def test_inspect_lists_tags(saved: Saved, run: Any, tmp_path: pathlib.Path) -> N
     shutil.rmtree(tmp_path / "t")
     assert "holds no complete checkpoint (next: begun, but without the `done`" in run(2, "verify", tmp_path)
     assert "has no complete checkpoint 'x'; complete ones are: none" in run(2, "inspect", tmp_path, "--tag", "x")
+
+
+def test_inspect_tensors_of_several_tags(saved: Saved, run: Any, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The newest complete one's; none is silently left out."""
+    shutil.copytree(saved.ours, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "next").mkdir()
+    (tmp_path / "next/checkpoint").write_text("1")
+    assert ckpt.main(["inspect", str(tmp_path), "--tensors"]) == 0
+    shown = capsys.readouterr()
+    assert shown.out.startswith("t: nxd, ") and "gate_up_proj" in shown.out
+    assert shown.err == f"nxd-ckpt: the newest complete tag of {tmp_path}, which has 1 other tag: --tag names another\n"
+    assert "lm_head.weight" in json.loads(run(0, "inspect", tmp_path, "--tensors", "--json"))["tensors"]["model"]
+    shutil.rmtree(tmp_path / "t")
+    assert "no complete checkpoint whose tensors could be listed (next: begun" in run(2, "inspect", tmp_path, "--tensors")
 
 
 # -- convert -------------------------------------------------------------------------------------------
@@ -299,6 +313,33 @@ def test_verify_finds_what_is_wrong(saved: Saved, run: Any, tmp_path: pathlib.Pa
     index.write_text(text)
     shutil.rmtree(tmp_path / "a/t/optim/arrays")
     assert "problem: optim/" in run(1, "verify", tmp_path / "a")
+
+
+def test_verify_random_states(saved: Saved, run: Any, tmp_path: pathlib.Path) -> None:
+    shutil.copytree(saved.ours, tmp_path, dirs_exist_ok=True)
+    place = tmp_path / "t/random"
+    states = (place / "00000.pt").read_bytes()
+    assert run(0, "verify", tmp_path).endswith("no problems\n")
+    (place / "00000.pt").write_bytes(b"")
+    assert f"problem: {place / '00000.pt'} is empty" in run(1, "verify", tmp_path)
+    (place / "00000.pt").write_bytes(states[:300])
+    assert f"problem: {place / '00000.pt'} is damaged" in run(1, "verify", tmp_path)
+    (place / "00000.pt").unlink()
+    assert f"problem: the random states are missing: {place} is empty" in run(1, "verify", tmp_path)
+    place.rmdir()
+    assert f"problem: the random states are missing: {place} is not there" in run(1, "verify", tmp_path)
+    place.mkdir()
+    (place / "00000.pt").write_bytes(states)
+    index = tmp_path / "t/model/tensors.json"
+    index.write_text(index.read_text().replace('"processes": 1', '"processes": 2'))
+    assert "problem: random states of 1 of 2 processes are missing: 00001.pt in" in run(1, "verify", tmp_path)
+
+
+def test_verify_a_converted_checkpoint(saved: Saved, run: Any, tmp_path: pathlib.Path) -> None:
+    """It has no random states, and that is said."""
+    run(0, "convert", saved.theirs, tmp_path, "--to", "nxd", "--map", "llama", "--config", saved.config)
+    shown = run(0, "verify", tmp_path)
+    assert "note: no random states" in shown and shown.endswith("no problems\n")
 
 
 def test_verify_nxds_files(saved: Saved, run: Any, tmp_path: pathlib.Path) -> None:

@@ -16,7 +16,7 @@ import transformers
 from nxd_jax.parallel_layers import grads, parallel_state
 from nxd_jax.utils.batch_utils import get_batch_on_this_context_parallel_rank, shift_labels
 from tests.nxd_jax.conftest import Nxd
-from torch_bridge import sharded
+from torch_bridge.recorder import sharded
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "examples" / "llama"))
 import hf_weights
@@ -106,8 +106,8 @@ def gradients(model: LlamaForCausalLM, case: Case, ids: torch.Tensor) -> float:
     dp, rank = parallel_state.get_data_parallel_size(), parallel_state.get_data_parallel_rank()
     rows = ids.to("xla")
     own = rows[rank * ROWS : (rank + 1) * ROWS] if dp > 1 else rows
-    batch = get_batch_on_this_context_parallel_rank(shift_labels({"input_ids": own, "labels": own}))
-    loss, _ = model(**batch)
+    place = get_batch_on_this_context_parallel_rank if case.cp > 1 else shift_labels
+    loss, _ = model(**place({"input_ids": own, "labels": own}))
     loss.backward()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     if case.cp > 1:
@@ -119,6 +119,7 @@ def gradients(model: LlamaForCausalLM, case: Case, ids: torch.Tensor) -> float:
     return xm.all_reduce("sum", mean, 1 / case.cp, groups=parallel_state.get_context_model_parallel_group(as_list=True)).item()
 
 
+@pytest.mark.core(keep=2)
 @pytest.mark.thorough(keep=9)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_equals_the_unsharded_model(case: Case, nxd: Nxd) -> None:

@@ -14,7 +14,8 @@ from torch import nn
 
 from nxd_jax.parallel_layers import parallel_state
 from tests.nxd_jax.conftest import Nxd
-from torch_bridge import replicas, sharded
+from torch_bridge.passes import check_replicas
+from torch_bridge.recorder import sharded
 
 VOCAB, HIDDEN, INNER, ROWS = 24, 8, 16, 6
 
@@ -138,7 +139,7 @@ def step(model: Model, reduce: bool) -> None:
 
 @pytest.mark.parametrize("strict", [False, True])
 def test_a_missing_reduction_over_dp_is_noticed(strict: bool, nxd: Nxd, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replicas, "_reported", set())
+    monkeypatch.setattr(check_replicas, "_reported", set())
     monkeypatch.setenv("NXD_JAX_STRICT_REPLICAS", "1" if strict else "0")
     nxd(4, tp=2)
     full = {name: w.to("xla") for name, w in weights().items()}
@@ -147,7 +148,7 @@ def test_a_missing_reduction_over_dp_is_noticed(strict: bool, nxd: Nxd, monkeypa
         step(Model(full), reduce=True)
     text = r"parameter 'norm' is shared by 2 dp ranks.*not reduced over dp.*xm\.reduce_gradients"
     if strict:
-        with pytest.raises(replicas.ReplicaDriftError, match=text):
+        with pytest.raises(check_replicas.ReplicaDriftError, match=text):
             step(Model(full), reduce=False)
     else:
         with pytest.warns(UserWarning, match=text):
@@ -156,7 +157,7 @@ def test_a_missing_reduction_over_dp_is_noticed(strict: bool, nxd: Nxd, monkeypa
 
 def test_a_missing_reduction_over_tp_is_noticed(nxd: Nxd, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without `Copy` before the head, every rank adds only its own part of the vocabulary to the gradient of what is shared."""
-    monkeypatch.setattr(replicas, "_reported", set())
+    monkeypatch.setattr(check_replicas, "_reported", set())
     monkeypatch.setattr(Copy, "apply", lambda x: x)
     nxd(2, tp=2)
     with pytest.warns(UserWarning, match=r"parameter 'norm' is shared by 2 tp ranks.*not reduced over tp"):

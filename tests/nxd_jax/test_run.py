@@ -52,6 +52,22 @@ def test_the_line_that_says_what_is_emulated() -> None:
     assert line == "nxd-run: 2 x trn1.32xlarge, 64 ranks (32 per machine) in one process"
 
 
+def test_options_after_the_script(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The script gets them, and that is said; not of options that scripts have, nor of those that stand before it too."""
+    script = tmp_path / "s.py"
+    script.write_text("import sys; print(sys.argv[1:])")
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    monkeypatch.setattr(sys, "argv", sys.argv.copy())
+    monkeypatch.setattr(sys, "path", sys.path.copy())
+    run.main(["--nproc_per_node", "2", str(script), "--topology", "--lnc=2", "--steps", "3"])
+    shown = capsys.readouterr()
+    assert shown.out == "['--topology', '--lnc=2', '--steps', '3']\n"
+    line = f"nxd-run: --topology, --lnc comes after {script}, so the script gets it: options of nxd-run come before the script"
+    assert line in shown.err.splitlines()
+    run.main(["--nproc_per_node", "2", str(script), "--nproc_per_node", "4", "--steps=3"])
+    assert "comes after" not in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [

@@ -138,7 +138,7 @@ def attempt(fn: Callable[[], Any]) -> tuple[Any, Exception | None]:
 
 def forget_pending() -> None:
     """Drop what a failed call left recorded."""
-    from torch_bridge import executor
+    from torch_bridge.runtime import executor
 
     with suppress(Exception):
         executor.sync()
@@ -148,7 +148,7 @@ def forget_caches() -> None:
     """Free the compiled programs."""
     import jax
 
-    from torch_bridge import executor
+    from torch_bridge.runtime import executor
 
     executor.clear_cache()
     jax.clear_caches()

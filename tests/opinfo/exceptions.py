@@ -94,16 +94,10 @@ STRIDES: dict[str, str] = {
 }
 """Entries whose results may have other strides than on the CPU."""
 
-_OVERLAP = (
-    "accepted, though the CPU raises RuntimeError: unsupported operation: some elements of the input tensor and the written-to tensor"
-)
-_FUNCTIONAL = "values are immutable: a result that overlaps its inputs is written after they are read"
-_VALUES = "only the values show it, and looking at them would stop the graph (see torch_bridge/lowerings/indexing.py)"
+_VALUES = "only the values show it, and looking at them would stop the graph (see torch_bridge/collectives/index_checks.py)"
 
 ERRORS: dict[str, tuple[tuple[str, str], ...]] = {
-    **dict.fromkeys(("kthvalue", "take", "cat"), ((_OVERLAP, _FUNCTIONAL),)),
-    "gather": ((_OVERLAP, _FUNCTIONAL), ("is out of bounds for dimension", _VALUES)),
-    **dict.fromkeys(("scatter", "scatter_add"), (("is out of bounds for dimension", _VALUES),)),
+    **dict.fromkeys(("gather", "scatter", "scatter_add"), (("is out of bounds for dimension", _VALUES),)),
     "multinomial": (("probability tensor contains", _VALUES), ("invalid multinomial distribution", _VALUES)),
 }
 """Error inputs that are not refused as on the CPU: a piece of what the table would say, and why that is right."""

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 import torch_bridge
-from torch_bridge import executor
-from torch_bridge.replay import Player
+from torch_bridge.replay.player import Player
+from torch_bridge.runtime import executor
 
 torch_bridge.register()
 

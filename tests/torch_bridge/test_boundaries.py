@@ -41,7 +41,7 @@ def test_the_bridge_does_not_know_nxd():
 
 def test_jax_backends_start_with_the_first_tensor_only():
     code = (
-        "import torch, torch_bridge, torch_bridge.recorder\n"
+        "import torch, torch_bridge, torch_bridge.device.startup\n"
         "from jax._src import xla_bridge\n"
         "print(len(xla_bridge._backends)); torch.ones(2).to('xla'); print(len(xla_bridge._backends))"
     )
@@ -79,9 +79,9 @@ def test_imports_bring_nothing_heavy():
         "import torch_xla, torch_neuronx, nxd_jax, neuronx_distributed\n"
         "import torch_xla.core.xla_model, torch_xla.distributed.parallel_loader, torch_xla.debug.metrics\n"
         "import neuronx_distributed.parallel_layers.layers, neuronx_distributed.trainer, neuronx_distributed.optimizer\n"
-        "import neuronx_distributed.modules.qkv_linear, torch_bridge.recorder\n"
+        "import neuronx_distributed.modules.qkv_linear, torch_bridge.device.startup\n"
         "print(*sorted(set(sys.modules) - before))"
     )
     loaded = _python("import sys; sys.path.append('aliases')\n" + code).split()
-    assert "torch_bridge.executor" in loaded and "nxd_jax.trainer.trainer" in loaded, "the check can fail"
+    assert "torch_bridge.runtime.executor" in loaded and "nxd_jax.trainer.trainer" in loaded, "the check can fail"
     assert [m for m in loaded if m in HEAVY or m.partition(".")[0] in HEAVY] == []

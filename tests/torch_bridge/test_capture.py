@@ -441,3 +441,16 @@ def test_the_package_lists_its_names() -> None:
     with pytest.raises(AttributeError, match="'nothing'"):
         _ = torch_bridge.nothing
     assert Path(torch_bridge.__file__).name == "__init__.py"
+
+
+def test_last_graphs() -> None:
+    for n in (7, 9, 7):
+        torch.ones(n, device="xla").sin_().sum().item()
+    graphs = torch_bridge.last_graphs()
+    shapes = [[tuple(node.meta["val"].shape) for node in graph.nodes if node.target is torch.ops.aten.sin.default] for graph in graphs]
+    assert shapes[-2:] == [[(9,)], [(7,)]] and len(set(map(id, graphs))) == len(graphs)
+
+
+def test_every_name_is_there() -> None:
+    for name in torch_bridge.__all__:
+        assert callable(getattr(torch_bridge, name)), name

@@ -12,7 +12,9 @@ import pytest
 import torch
 import torch_xla
 
-from torch_bridge import compile_cache, executor, metrics, program
+from torch_bridge import metrics
+from torch_bridge.compiler import program, xla_cache
+from torch_bridge.runtime import executor
 
 _SETTINGS = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs", "jax_persistent_cache_min_entry_size_bytes")
 
@@ -25,20 +27,20 @@ def jax_settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     yield lambda: [getattr(jax.config, n) for n in _SETTINGS]
     for name, value in old.items():
         jax.config.update(name, value)
-    compile_cache.compilation_cache.reset_cache()
+    xla_cache.compilation_cache.reset_cache()
 
 
 def test_settings(tmp_path: pathlib.Path, jax_settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     before = jax_settings()
-    compile_cache.configure({})
+    xla_cache.configure({})
     assert jax_settings() == before, "JAX's own variables stay in force"
-    compile_cache.configure({"NEURON_COMPILE_CACHE_URL": f"file://{tmp_path}/new/folder"})
+    xla_cache.configure({"NEURON_COMPILE_CACHE_URL": f"file://{tmp_path}/new/folder"})
     assert jax_settings() == [f"{tmp_path}/new/folder", 0.0, -1] and (tmp_path / "new" / "folder").is_dir()
     monkeypatch.setenv("NEURON_CC_FLAGS", f"--no_cache --cache_dir={tmp_path}/other")
-    compile_cache.configure({"NEURON_COMPILE_CACHE_URL": str(tmp_path)})
+    xla_cache.configure({"NEURON_COMPILE_CACHE_URL": str(tmp_path)})
     assert jax_settings()[0] == f"{tmp_path}/new/folder" and not (tmp_path / "other").exists()
     monkeypatch.setenv("NEURON_CC_FLAGS", f"--model-type=transformer --cache_dir={tmp_path}/other")
-    compile_cache.configure({"NEURON_COMPILE_CACHE_URL": "/proc/nowhere"})
+    xla_cache.configure({"NEURON_COMPILE_CACHE_URL": "/proc/nowhere"})
     assert jax_settings()[0] == f"{tmp_path}/other", "--cache_dir wins"
 
 
@@ -54,19 +56,19 @@ def counted(n: int) -> list[int]:
 
 
 def test_counters(tmp_path: pathlib.Path, jax_settings: Any) -> None:
-    compile_cache.use(tmp_path)
+    xla_cache.use(tmp_path)
     assert counted(4073) == [0, 1]
     assert counted(4073) == [1, 0]
-    compile_cache.use(tmp_path, readonly=True)
+    xla_cache.use(tmp_path, readonly=True)
     assert counted(4074) == counted(4074) == [0, 1]
     jax.config.update("jax_compilation_cache_dir", None)
-    compile_cache.compilation_cache.reset_cache()
+    xla_cache.compilation_cache.reset_cache()
     assert counted(4073) == [0, 0]
 
 
 def test_nothing_is_read_while_dumps_are_asked_for(tmp_path: pathlib.Path, jax_settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is dumped is what this process compiled; what it compiles is kept for others."""
-    compile_cache.use(tmp_path / "cache")
+    xla_cache.use(tmp_path / "cache")
     monkeypatch.setenv("NEURON_DUMP_DIR", str(tmp_path / "dumps"))
     monkeypatch.setenv("NEURON_FRAMEWORK_DEBUG", "1")
     assert counted(4079) == [0, 1] and list((tmp_path / "dumps").glob("MODULE_*"))
@@ -77,7 +79,7 @@ def test_nothing_is_read_while_dumps_are_asked_for(tmp_path: pathlib.Path, jax_s
 
 def test_graphs_extracted_first_are_found(tmp_path: pathlib.Path, jax_settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The workflow of neuron_parallel_compile: compile without running, then train."""
-    compile_cache.use(tmp_path)
+    xla_cache.use(tmp_path)
     monkeypatch.setattr(program, "EXTRACT_ONLY", True)
     assert counted(4075)[0] == 0
     monkeypatch.setattr(program, "EXTRACT_ONLY", False)
@@ -86,7 +88,7 @@ def test_graphs_extracted_first_are_found(tmp_path: pathlib.Path, jax_settings: 
 
 def test_damaged_entries_are_replaced(tmp_path: pathlib.Path, jax_settings: Any) -> None:
     """What a killed process leaves behind; one warning for the folder."""
-    compile_cache.configure({"NEURON_COMPILE_CACHE_URL": str(tmp_path)})
+    xla_cache.configure({"NEURON_COMPILE_CACHE_URL": str(tmp_path)})
 
     def damage() -> None:
         for entry in tmp_path.glob("*-cache"):
@@ -106,11 +108,11 @@ def test_damaged_entries_are_replaced(tmp_path: pathlib.Path, jax_settings: Any)
 
 
 def test_damaged_entries_of_a_folder_to_read_from_stay(tmp_path: pathlib.Path, jax_settings: Any) -> None:
-    compile_cache.configure({"NEURON_COMPILE_CACHE_URL": str(tmp_path)})
+    xla_cache.configure({"NEURON_COMPILE_CACHE_URL": str(tmp_path)})
     counted(4077)
     (entry,) = tmp_path.glob("*-cache")
     entry.write_bytes(b"half")
-    compile_cache.use(tmp_path, readonly=True)
+    xla_cache.use(tmp_path, readonly=True)
     with pytest.warns(UserWarning, match="The folder is read-only, so they stay"):
         assert counted(4077) == [0, 1]
     assert entry.read_bytes() == b"half"
@@ -118,7 +120,7 @@ def test_damaged_entries_of_a_folder_to_read_from_stay(tmp_path: pathlib.Path, j
 
 def test_a_changed_flag_uses_an_entry_of_its_own(tmp_path: pathlib.Path, jax_settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every variable that `numerics.Mode` reads: another program in the folder, and back to the first when it is unset."""
-    compile_cache.use(tmp_path)
+    xla_cache.use(tmp_path)
     x = (torch.arange(64.0).reshape(8, 8) / 7).to("xla")
 
     def product() -> tuple[list[list[float]], int, int]:
@@ -146,8 +148,8 @@ def test_a_changed_flag_uses_an_entry_of_its_own(tmp_path: pathlib.Path, jax_set
 def test_storage_that_is_no_folder(jax_settings: Any, tmp_path: pathlib.Path) -> None:
     before = jax_settings()
     with pytest.warns(UserWarning, match="NEURON_COMPILE_CACHE_URL=s3://bucket/x: only folders can keep compiled programs"):
-        compile_cache.configure({"NEURON_COMPILE_CACHE_URL": "s3://bucket/x"})
+        xla_cache.configure({"NEURON_COMPILE_CACHE_URL": "s3://bucket/x"})
     assert jax_settings() == before
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="NEURON_COMPILE_CACHE_URL=.*file/below: must be a folder that can be written"):
-        compile_cache.configure({"NEURON_COMPILE_CACHE_URL": str(tmp_path / "file" / "below")})
+        xla_cache.configure({"NEURON_COMPILE_CACHE_URL": str(tmp_path / "file" / "below")})

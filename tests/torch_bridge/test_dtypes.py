@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from torch_bridge import _compat, dtypes
-from torch_bridge.dtypes import Scalar
+from torch_bridge import _compat
+from torch_bridge.ir import dtypes
+from torch_bridge.ir.dtypes import Scalar
 
 REAL = [
     torch.bool,

@@ -14,8 +14,10 @@ from torch_xla.experimental import eager_mode, eager_mode_context, is_eager_mode
 import torch_bridge
 from tests.torch_bridge.devices import python
 from tests.torch_bridge.replaying import batch, bits
-from torch_bridge import dispatch, eager, metrics
-from torch_bridge.replay import Player
+from torch_bridge import metrics
+from torch_bridge.recorder import dispatch
+from torch_bridge.recorder import eager_mode as eager
+from torch_bridge.replay.player import Player
 
 
 @pytest.fixture(autouse=True)

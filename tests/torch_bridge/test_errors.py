@@ -12,8 +12,10 @@ from torch import nn
 
 import torch_bridge
 from tests.torch_bridge.devices import python
-from torch_bridge import executor, metrics, program
+from torch_bridge import metrics
+from torch_bridge.compiler import program
 from torch_bridge.errors import DeadTensorError, UnsupportedOpError, XlaOutOfMemoryError
+from torch_bridge.runtime import executor
 
 torch_bridge.register()
 
@@ -254,3 +256,64 @@ def test_errors_in_a_backward_pass_reach_the_script(loss_on: str) -> None:
         w = z.exp()
         w.add_(1)
         w.sum().to(loss_on).backward()
+
+
+class _Inner(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(4, 8), torch.nn.Linear(9, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.relu(self.up(x)))
+
+
+def test_shapes_that_do_not_fit_in_a_module() -> None:
+    """torch's words, then the module, the user's line and the shapes; and of our frames one."""
+    model = torch.nn.Sequential(torch.nn.Identity(), _Inner()).to("xla")
+    with pytest.raises(RuntimeError) as found:
+        model(torch.ones(2, 4, device="xla"))
+    first, second = str(found.value).splitlines()
+    assert first == "a and b must have same reduction dim, but got [2, 8] X [9, 4]."
+    line = _Inner.forward.__code__.co_firstlineno + 1
+    assert second == (
+        f"  in 1.down (Linear), called at {__file__}:{line} in forward: aten.addmm.default(float32[4], float32[2, 8], float32[9, 4])"
+    )
+    frames = [entry.path.name for entry in found.traceback]
+    assert frames[-2:] == ["functional.py", "tensor.py"] or frames[-2:] == ["linear.py", "tensor.py"]
+    assert found.value.__suppress_context__
+
+
+@pytest.mark.parametrize(
+    ("what", "shown"),
+    [
+        (lambda a, b: a + b, r"aten\.add\.Tensor\(float32\[3, 4\], float32\[3, 5\]\)$"),
+        (lambda a, b: a.add_(b), r"aten\.add_\.Tensor\(float32\[3, 4\], float32\[3, 5\]\)$"),
+        (lambda a, b: torch.cat([a, b]), r"aten\.cat\.default\(\[float32\[3, 4\], float32\[3, 5\]\]\)$"),
+        (
+            lambda a, b: a.view(5, 5),
+            r"shape '\[5, 5\]' is invalid for input of size 12\n  called at .*aten\.view\.default\(float32\[3, 4\], \[5, 5\]\)$",
+        ),
+        (lambda a, b: torch.cat([a] * 9 + [b]), r"float32\[3, 4\], \.\.\.\]\)$"),
+    ],
+    ids=["add", "add_", "cat", "view", "many"],
+)
+def test_shapes_that_do_not_fit(what: Any, shown: str) -> None:
+    a, b = torch.ones(3, 4, device="xla"), torch.ones(3, 5, device="xla")
+    with pytest.raises(RuntimeError, match=shown):
+        what(a, b)
+    assert (a + 1).sum().item() == 24
+
+
+def test_shapes_that_do_not_fit_in_a_backward_pass() -> None:
+    class Wrong(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> Any:
+            return grad @ torch.ones(7, 7, device="xla")
+
+    x = torch.ones(3, 4, device="xla", requires_grad=True)
+    with pytest.raises(RuntimeError, match=r"got \[3, 4\] X \[7, 7\]\.\n  called at .*test_errors.py:\d+ in backward: aten\.mm\.default"):
+        Wrong.apply(x).sum().backward()

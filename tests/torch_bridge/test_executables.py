@@ -20,8 +20,10 @@ import torch_xla
 from torch import fx
 
 import torch_bridge
-from torch_bridge import _compat, compile_cache, executable_keys, executables, executor, interpret, lowerings, metrics, surroundings
-from torch_bridge.surroundings import UnknownError
+from torch_bridge import _compat, lowerings, metrics
+from torch_bridge.compiler import cache_environment, cache_keys, executable_cache, interpret, xla_cache
+from torch_bridge.compiler.cache_environment import UnknownError
+from torch_bridge.runtime import executor
 
 aten = torch.ops.aten
 _SETTINGS = (
@@ -39,11 +41,11 @@ def folder(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     monkeypatch.delenv("NEURON_CC_FLAGS", raising=False)
     monkeypatch.delenv("NXD_JAX_EXECUTABLES", raising=False)
     old = {n: getattr(jax.config, n) for n in _SETTINGS}
-    compile_cache.configure({"NEURON_COMPILE_CACHE_URL": str(tmp_path)})
+    xla_cache.configure({"NEURON_COMPILE_CACHE_URL": str(tmp_path)})
     yield tmp_path / "executables"
     for name, value in old.items():
         jax.config.update(name, value)
-    compile_cache.compilation_cache.reset_cache()
+    xla_cache.compilation_cache.reset_cache()
 
 
 @pytest.fixture
@@ -76,7 +78,7 @@ def product(x: torch.Tensor) -> torch.Tensor:
 
 
 def entries(folder: pathlib.Path) -> list[pathlib.Path]:
-    return sorted(folder.glob(f"*{executables.SUFFIX}"))
+    return sorted(folder.glob(f"*{executable_cache.SUFFIX}"))
 
 
 # -- hits -----------------------------------------------------------------------------------------
@@ -135,7 +137,9 @@ import hashlib, json, logging
 logging.basicConfig()
 logging.getLogger("nxd_jax").setLevel("DEBUG")
 import torch, torch_xla, torch_xla.core.xla_model as xm
-from torch_bridge import metrics, sharded, world
+from torch_bridge import metrics
+from torch_bridge.mesh import world
+from torch_bridge.recorder import sharded
 
 world.set_axes({"dp": 4, "tp": 2})
 torch.manual_seed(0)
@@ -229,43 +233,43 @@ def test_settings_are_part_of_the_name(folder: pathlib.Path, traced: list[int], 
     with jax.default_matmul_precision("highest"):
         afresh(product)
     assert len(traced) == 2
-    before = executable_keys.digest(surroundings.describe())
+    before = cache_keys.digest(cache_environment.describe())
     torch.set_default_dtype(torch.float64)
     try:
-        assert executable_keys.digest(surroundings.describe()) != before
+        assert cache_keys.digest(cache_environment.describe()) != before
     finally:
         torch.set_default_dtype(torch.float32)
     monkeypatch.setattr(_compat, "compile_options", lambda: "XLA's flags as it took them, whatever the variable says now")
-    assert executable_keys.digest(surroundings.describe()) != before
+    assert cache_keys.digest(cache_environment.describe()) != before
     monkeypatch.setattr(jax, "__version__", "9.9")
-    surroundings._versions.cache_clear()
-    changed = surroundings.describe()["versions"]
+    cache_environment._versions.cache_clear()
+    changed = cache_environment.describe()["versions"]
     monkeypatch.undo()
-    surroundings._versions.cache_clear()
-    assert changed != surroundings.describe()["versions"] and before == executable_keys.digest(surroundings.describe())
+    cache_environment._versions.cache_clear()
+    assert changed != cache_environment.describe()["versions"] and before == cache_keys.digest(cache_environment.describe())
 
 
 @pytest.mark.parametrize(
     "name", ["NEURON_FRAMEWORK_DEBUG", "NEURON_COMPILE_CACHE_URL", "NXD_JAX_TOP_DIR", "JAX_COMPILATION_CACHE_DIR", "HOME"]
 )
 def test_variables_that_do_not_matter(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    before = surroundings.describe()
+    before = cache_environment.describe()
     monkeypatch.setenv(name, "/somewhere/else")
-    assert surroundings.describe() == before
+    assert cache_environment.describe() == before
     monkeypatch.setenv("NEURON_CC_FLAGS", "--cache_dir=/somewhere/else --no_cache")
-    assert surroundings.describe() == before
+    assert cache_environment.describe() == before
 
 
 def test_source_is_part_of_the_name(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = tmp_path / "package"
     package.mkdir()
-    monkeypatch.setattr(surroundings, "__file__", str(package / "surroundings.py"))
-    digest = surroundings.source_digest.__wrapped__
+    monkeypatch.setattr(cache_environment, "__file__", str(package / "surroundings.py"))
+    digest = cache_environment.source_digest.__wrapped__
     file = package / "ops.py"
 
     def source(text: str, age: float = 1000) -> str:
         file.write_text(text)
-        os.utime(file, (surroundings._LOADED - age,) * 2)
+        os.utime(file, (cache_environment._LOADED - age,) * 2)
         return digest()
 
     first = source("x = 1")
@@ -279,7 +283,7 @@ def text_of(*args: Any, target: Any = aten.add.Tensor) -> str:
     graph = fx.Graph()
     x = graph.placeholder("arg0")
     graph.output((graph.call_function(target, (x, *args)),))
-    return executable_keys.graph_text(graph)
+    return cache_keys.graph_text(graph)
 
 
 def test_constants_in_a_name() -> None:
@@ -296,11 +300,11 @@ def test_what_has_no_name(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UnknownError, match="the graph calls <function"):
         text_of(target=test_constants_in_a_name)
     with pytest.raises(UnknownError, match="has no text that other processes share"):
-        surroundings.stable(["a", repr(object())])
+        cache_environment.stable(["a", repr(object())])
     graph = fx.Graph()
     graph.output((graph.get_attr("weight"),))
     with pytest.raises(UnknownError, match="the graph holds a tensor, weight"):
-        executable_keys.graph_text(graph)
+        cache_keys.graph_text(graph)
 
 
 def test_lowerings_of_the_scripts_own(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -318,8 +322,8 @@ def test_lowerings_of_the_scripts_own(folder: pathlib.Path, monkeypatch: pytest.
     ):
         text_of()
     monkeypatch.delitem(table, aten.tanh.default)
-    if aten.add.Tensor in executable_keys.decomposition_table:
-        monkeypatch.setitem(executable_keys.decomposition_table, aten.add.Tensor, test_constants_in_a_name)
+    if aten.add.Tensor in cache_keys.decomposition_table:
+        monkeypatch.setitem(cache_keys.decomposition_table, aten.add.Tensor, test_constants_in_a_name)
     with pytest.raises(UnknownError, match="aten.add.Tensor has a decomposition of the script's own"):
         text_of()
 
@@ -374,7 +378,7 @@ def test_entries_whose_code_was_evicted_go(folder: pathlib.Path) -> None:
     (gone,) = entries(folder)
     (code,) = folder.parent.glob("*-cache")
     jax.config.update("jax_compilation_cache_max_size", 10**9)
-    compile_cache.compilation_cache.reset_cache()
+    xla_cache.compilation_cache.reset_cache()
     code.unlink()
     afresh(VARIANTS["op"])
     assert len(entries(folder)) == 1 and not gone.exists()
@@ -382,7 +386,7 @@ def test_entries_whose_code_was_evicted_go(folder: pathlib.Path) -> None:
 
 def test_a_folder_to_read_from(folder: pathlib.Path, traced: list[int]) -> None:
     afresh(product)
-    compile_cache.use(folder.parent, readonly=True)
+    xla_cache.use(folder.parent, readonly=True)
     assert afresh(product)[1:] == (1, 0) and len(traced) == 1
     afresh(VARIANTS["op"])
     assert len(entries(folder)) == 1
@@ -397,7 +401,7 @@ def test_it_can_be_turned_off(folder: pathlib.Path, traced: list[int], monkeypat
     assert afresh(product)[1:] == (1, 0) and len(traced) == 2 and not folder.exists()
     monkeypatch.delenv("NXD_JAX_EXECUTABLES")
     jax.config.update("jax_compilation_cache_dir", str(folder.parent / "of_jax_alone"))
-    compile_cache.compilation_cache.reset_cache()
+    xla_cache.compilation_cache.reset_cache()
     afresh(product)
     assert not folder.exists() and not (folder.parent / "of_jax_alone" / "executables").exists()
 
@@ -421,13 +425,13 @@ def test_writers_at_once(folder: pathlib.Path) -> None:
 
     def write() -> None:
         while not stop.is_set():
-            executables._write(entry, made, key, packed)
+            executable_cache._write(entry, made, key, packed)
 
     threads = [threading.Thread(target=write) for _ in range(3)]
     for t in threads:
         t.start()
     for _ in range(50):
-        found.append(executables._unpacked(entry.read_bytes())[0])
+        found.append(executable_cache._unpacked(entry.read_bytes())[0])
     stop.set()
     for t in threads:
         t.join()

@@ -10,13 +10,14 @@ import sys
 
 import pytest
 
-from torch_bridge import aliasing
+from torch_bridge.device import aliasing, registration
 
 ROOT = pathlib.Path(__file__).parents[2]
 
 
-def run(code: str) -> str:
-    path = os.pathsep.join([str(ROOT), str(ROOT / "aliases"), os.environ.get("PYTHONPATH", "")])
+def run(code: str, first: str = "", last: str = "") -> str:
+    """What a Python process prints, with these folders before and after ours on its path."""
+    path = os.pathsep.join(filter(None, [first, str(ROOT), str(ROOT / "aliases"), os.environ.get("PYTHONPATH", ""), last]))
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path}, cwd="/"
     )
@@ -66,7 +67,7 @@ def test_one_set_of_modules(first: str) -> None:
 
 def test_import_is_light_and_complete() -> None:
     out = run(
-        "import sys, torch_xla, torch_neuronx.utils; print('jax' in sys.modules, 'torch_bridge.dispatch' in sys.modules);"
+        "import sys, torch_xla, torch_neuronx.utils; print('jax' in sys.modules, 'torch_bridge.recorder.dispatch' in sys.modules);"
         "print({'core', 'distributed', 'debug', 'runtime', 'device', 'sync', 'amp', '_XLAC'} <= set(dir(torch_xla)));"
         "print('mark_step' in dir(torch_xla.core.xla_model), torch_xla.amp.syncfree.AdamW.__name__ if hasattr(torch_xla.amp, 'syncfree') else '')"
     )
@@ -94,26 +95,58 @@ def test_libraries_find_it() -> None:
     assert out.split("\n")[-1] == "True True"
 
 
-@pytest.mark.parametrize(("package", "distribution"), [("torch_xla", "torch_xla"), ("torch_neuronx", "torch-neuronx")])
-def test_the_original_beside_it_is_refused(package: str, distribution: str) -> None:
+def test_the_distribution_torch_xla_is_found_before_torch_is_imported() -> None:
+    """transformers before 5 asks for it so while it is imported, and has no torch_xla without it."""
     out = run(
-        "import importlib.metadata as m, torch\n"
-        "class Found:\n    version = '2.7.0'\n"
-        "real = m.distribution\n"
-        f"m.distribution = lambda name: Found if name == {distribution!r} else real(name)\n"
-        f"try:\n    import {package}\nexcept ImportError as e:\n    print(e)\n"
-        f"import sys; print({package!r} in sys.modules)"
+        "import importlib.metadata as m, importlib.util, sys\n"
+        "print(importlib.util.find_spec('torch_xla') is not None, m.version('torch_xla') == m.version('torch-xla'), 'torch' in sys.modules)\n"
+        "print('torch_xla' in m.packages_distributions()['torch_xla'])\n"
+        "import torch_xla\n"
+        "print(m.version('torch_xla') == torch_xla.__version__ + '+nxd.jax')\n"
+        "from packaging.version import parse\n"
+        "print(parse('2.9.0') <= parse(m.version('torch_xla')) < parse('2.9.1'))"
+    )
+    assert out.split() == ["True", "True", "False", "True", "True", "True"]
+
+
+def put_original(folder: pathlib.Path, distribution: str, text: str | None = None) -> str:
+    """What pip leaves of the original, as far as `importlib.metadata` looks; the folder it lies in."""
+    found = folder / f"{distribution.replace('-', '_')}-2.7.0.dist-info"
+    found.mkdir()
+    if text is not None:
+        (found / "METADATA").write_text(text)
+    return str(folder)
+
+
+@pytest.mark.parametrize("place", ["first", "last"])
+@pytest.mark.parametrize(("package", "distribution"), [("torch_xla", "torch_xla"), ("torch_neuronx", "torch-neuronx")])
+def test_the_original_beside_it_is_refused(package: str, distribution: str, place: str, tmp_path: pathlib.Path) -> None:
+    original = put_original(tmp_path, distribution, f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 2.7.0\n")
+    out = run(
+        f"try:\n    import {package}\nexcept ImportError as e:\n    print(e)\nimport sys; print({package!r} in sys.modules)",
+        **{place: original},
     )
     text, loaded = out.split("\n")
     assert f"the original {distribution} 2.7.0 is installed" in text and f"pip uninstall {distribution}" in text and loaded == "False"
 
 
+@pytest.mark.parametrize("text", [None, "Metadata-Version: 2.1\nName: torch_xla\nVersion: 2.7.0\n"])
+def test_import_torch_leaves_the_device_to_the_original(text: str | None, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also to one whose metadata cannot be read."""
+    assert not registration.real_torch_xla()
+    monkeypatch.syspath_prepend(put_original(tmp_path, "torch_xla", text))
+    assert registration.real_torch_xla()
+    with pytest.raises(ImportError, match=r"torch_xla (2.7.0|\(a version that cannot be read\)) is installed"):
+        aliasing.refuse_original("torch_xla")
+
+
 def test_refuse_original(monkeypatch: pytest.MonkeyPatch) -> None:
     aliasing.refuse_original("no-such-distribution-here")
+    aliasing.refuse_original("torch_xla")  # the one that nxd_jax brings
 
     class Found:
         version = "1.0"
 
-    monkeypatch.setattr(importlib.metadata, "distribution", lambda name: Found)
+    monkeypatch.setattr(importlib.metadata, "distributions", lambda name: [Found])
     with pytest.raises(ImportError, match="virtual environment of its own"):
         aliasing.refuse_original("torch_xla")

@@ -14,7 +14,7 @@ import torch_xla.distributed.xla_multiprocessing as xmp
 from torch import nn
 from torch_xla.utils.utils import get_free_tcp_ports
 
-from torch_bridge import ranks, world
+from torch_bridge.mesh import rank_numbers, world
 
 DEVICES = ["xla", "cpu"]
 
@@ -161,7 +161,7 @@ def test_spawn_calls_the_function_here() -> None:
 def test_spawn_makes_a_world_of_the_size_asked_for() -> None:
     seen: list[tuple[int, list[int]]] = []
     try:
-        xmp.spawn(lambda index: seen.append((world.size(), ranks.per_rank(index))), nprocs=8)
+        xmp.spawn(lambda index: seen.append((world.size(), rank_numbers.per_rank(index))), nprocs=8)
         assert seen == [(8, list(range(8)))]
         with pytest.raises(ValueError, match=r"nprocs=4.*this host has 8 ranks"):
             xmp.spawn(print, nprocs=4)

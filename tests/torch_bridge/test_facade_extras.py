@@ -20,7 +20,7 @@ from torch_xla.experimental.callback import on_ready_callback
 from torch_xla.experimental.gradient_accumulation import gradient_accumulation
 from torch_xla.utils.dlpack import from_dlpack, to_dlpack
 
-from torch_bridge import world
+from torch_bridge.mesh import world
 
 # -- dlpack ---------------------------------------------------------------------------------------
 
@@ -100,6 +100,7 @@ def test_the_variable_names_the_folder_and_shapes_are_compared(tmp_path: pathlib
 # -- FSDP's helpers -------------------------------------------------------------------------------
 
 
+@pytest.mark.core(keep=2)
 @pytest.mark.parametrize("shape", [(3,), (2, 3), (2, 2, 3)])
 @pytest.mark.parametrize("bias", [True, False])
 def test_patched_linear_layers_have_the_same_numbers(shape: tuple[int, ...], bias: bool) -> None:

@@ -16,8 +16,11 @@ import torch_xla.core.xla_model as xm
 from torch import nn
 
 import torch_bridge
-from torch_bridge import environment, executor, hlo_text
-from torch_bridge.recorder import dispatch
+from torch_bridge.config import environment
+from torch_bridge.device.startup import dispatch
+from torch_bridge.export import hlo_text
+from torch_bridge.ir import graph_text
+from torch_bridge.runtime import executor
 
 pytestmark = pytest.mark.usefixtures("clean_step")
 ROOT = pathlib.Path(__file__).parents[2]
@@ -103,7 +106,7 @@ def test_errors(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_graph_text_names_shapes_and_lines() -> None:
     y = torch.ones(2, 3, device="xla").sum(0) * 2
-    text = hlo_text.graph_text(hlo_text.pending_graph([y]))
+    text = graph_text.graph_text(hlo_text.pending_graph([y]))
     assert "float32[3] = aten.sum.dim_IntList" in text and "test_facade_hlo.py" in text and text.splitlines()[-1].startswith("return ")
 
 

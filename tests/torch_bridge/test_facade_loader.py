@@ -17,7 +17,8 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from torch_xla.distributed import parallel_loader as pl
 from torch_xla.utils import utils as xu
 
-from torch_bridge import loading, metrics
+from torch_bridge import metrics
+from torch_bridge.recorder import prefetch
 
 pytestmark = pytest.mark.usefixtures("clean_step")
 
@@ -315,7 +316,7 @@ def test_empty_loader() -> None:
 
 def test_to_host_moves_nested_data_back() -> None:
     x = torch.ones(2).to("xla")
-    back = loading.to_host({"x": x * 2, "y": [x, x]})
+    back = prefetch.to_host({"x": x * 2, "y": [x, x]})
     assert back["x"].tolist() == [2.0, 2.0] and back["y"][0] is back["y"][1]
     same = {"plain": 1}
-    assert loading.to_host(same) is same
+    assert prefetch.to_host(same) is same

@@ -10,7 +10,8 @@ import torch
 import torch_xla
 import torch_xla.debug.metrics as met
 
-from torch_bridge import metrics, metrics_report
+from torch_bridge import metrics
+from torch_bridge.telemetry import metrics_report
 
 pytestmark = pytest.mark.usefixtures("clean_step")
 

@@ -109,3 +109,26 @@ def test_profiler_starts_and_ends_when_told(tmp_path: pathlib.Path) -> None:
         assert traces(tmp_path)
         raise KeyError
     assert len(traces(tmp_path)) == 1
+
+
+def test_libneuronxla_keeps_the_callback_for_snapshots() -> None:
+    import libneuronxla
+
+    assert libneuronxla is sys.modules["torch_bridge.libneuronxla"]
+
+    def mine(name: str, addressable_device_index: int, execution_count: int) -> str:
+        return "outputs"
+
+    with pytest.warns(
+        UserWarning, match=r"snapshots of a program's inputs and outputs are not written here.*--xla_dump_to=<folder> writes the programs"
+    ):
+        first = libneuronxla.register_hlo_snapshot_callback(mine)
+    assert first("graph", 0, 3) == "inputs"
+    with pytest.warns(UserWarning, match="the callback is never called"):
+        assert libneuronxla.register_hlo_snapshot_callback(first) is mine
+    with pytest.raises(TypeError, match=r"takes a function of \(name, addressable_device_index, execution_count\), got 'inputs'"):
+        libneuronxla.register_hlo_snapshot_callback("inputs")
+    libneuronxla.configure_environment()
+    libneuronxla.hook()
+    with pytest.raises(ModuleNotFoundError, match="No module named 'libneuronxla.libncc'"):
+        import libneuronxla.libncc

@@ -34,6 +34,7 @@ OPTIMIZERS = [
 ]
 
 
+@pytest.mark.core(keep=1)
 @pytest.mark.thorough(keep=3)
 @pytest.mark.parametrize(("ours", "torchs", "options"), OPTIMIZERS)
 def test_syncfree_optimizers(ours: Any, torchs: Any, options: dict[str, Any]) -> None:

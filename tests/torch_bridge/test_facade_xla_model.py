@@ -12,7 +12,8 @@ import torch_xla
 import torch_xla.core.xla_model as xm
 from torch import nn
 
-from torch_bridge import executor, steps, world
+from torch_bridge.mesh import world
+from torch_bridge.runtime import executor, steps
 from torch_bridge.torch_xla import _deprecation
 
 pytestmark = pytest.mark.usefixtures("clean_step")

@@ -12,10 +12,12 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from torch_bridge import executor, folding, rows
 from torch_bridge import torch_xla as xla
-from torch_bridge.dispatch import STATE
-from torch_bridge.program import Program
+from torch_bridge.compiler.program import Program
+from torch_bridge.mesh import stacked_arrays
+from torch_bridge.passes import fold_repeats
+from torch_bridge.recorder.dispatch import STATE
+from torch_bridge.runtime import executor
 from torch_bridge.torch_xla.distributed.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 
 LAYERS, WIDTH = 5, 8
@@ -79,10 +81,10 @@ def values(model: nn.Module) -> list[torch.Tensor]:
     return [t.detach().cpu() for t in (*model.parameters(), *model.buffers())]
 
 
-def loops(program: Program | None = None) -> list[folding.Loop]:
+def loops(program: Program | None = None) -> list[fold_repeats.Loop]:
     """The loops of the program that ran last."""
     program = program or executor.RECENT[-1]
-    return [] if program.plan is None else [x for x in program.plan.items if isinstance(x, folding.Loop)]
+    return [] if program.plan is None else [x for x in program.plan.items if isinstance(x, fold_repeats.Loop)]
 
 
 @pytest.fixture(autouse=True)
@@ -148,7 +150,7 @@ def test_weights_stay_stacked(monkeypatch: pytest.MonkeyPatch) -> None:
     optimizer = OPTIMIZERS["adamw"](model)
     train(model, optimizer)
     held = [block.up.weight._storage.held for block in model.blocks]
-    assert {type(x) for x in held} == {rows.Row}
+    assert {type(x) for x in held} == {stacked_arrays.Row}
     assert len({id(x.stack) for x in held}) == 1 and [x.index for x in held] == list(range(LAYERS))
     program = executor.RECENT[-1]
     assert program.executions == 3
@@ -249,7 +251,7 @@ def test_a_copy_of_one_layer_does_not_keep_the_others(monkeypatch: pytest.Monkey
     kept = model.blocks[1].up.weight.detach().clone()
     stack = model.blocks[1].up.weight._storage.held.stack.array
     train(model, optimizer, steps=1, start=2)
-    assert stack.is_deleted() and not isinstance(kept._storage.held, rows.Row)
+    assert stack.is_deleted() and not isinstance(kept._storage.held, stacked_arrays.Row)
 
 
 def test_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -434,7 +436,7 @@ def test_autocast(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
 
     programs = both(monkeypatch, script)
     forward = loops(programs[-1])[0]
-    assert any(isinstance(series, folding.Derived) for series in forward.made.values())
+    assert any(isinstance(series, fold_repeats.Derived) for series in forward.made.values())
 
 
 def test_attention_layers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -526,8 +528,8 @@ def test_evaluation_and_training_in_turn(monkeypatch: pytest.MonkeyPatch) -> Non
 
     both(monkeypatch, script)
     stacks: list[object] = []
-    stacked = rows._put_together
-    monkeypatch.setattr(rows, "_put_together", lambda arrays: stacks.append(arrays) or stacked(arrays))
+    stacked = stacked_arrays._put_together
+    monkeypatch.setattr(stacked_arrays, "_put_together", lambda arrays: stacks.append(arrays) or stacked(arrays))
     executor.clear_cache()
     script()
     assert len(stacks) == 5 * 3  # five weights a layer and their moments, once
@@ -538,4 +540,4 @@ def test_few_layers_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     model = made()
     train(model, OPTIMIZERS["adamw"](model), steps=1)
     assert executor.RECENT[-1].plan is None
-    assert not any(isinstance(p._storage.held, rows.Row) for p in model.parameters())
+    assert not any(isinstance(p._storage.held, stacked_arrays.Row) for p in model.parameters())

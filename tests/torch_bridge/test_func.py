@@ -118,6 +118,7 @@ def twice(f: Callable[..., Any], shapes: tuple[tuple[int, ...], ...], device: st
     return list(first), [x.grad for x in inputs]
 
 
+@pytest.mark.core(keep=3)
 @pytest.mark.thorough(keep=12)
 @pytest.mark.parametrize(("f", "shapes"), [pytest.param(f, shapes, id=name) for name, f, shapes in CASES])
 def test_double_backward(f: Callable[..., Any], shapes: tuple[tuple[int, ...], ...]) -> None:
@@ -333,6 +334,7 @@ FUNC: dict[str, Callable[[str], Any]] = {
 }
 
 
+@pytest.mark.core(keep=6)
 @pytest.mark.filterwarnings(
     "ignore:There is a performance drop because we have not yet implemented the batching rule:UserWarning"
 )  # torch's own

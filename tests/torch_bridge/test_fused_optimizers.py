@@ -16,7 +16,10 @@ from torch import nn, optim
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torch_bridge
-from torch_bridge import dispatch, executor, fused_optimizers, metrics
+from torch_bridge import metrics
+from torch_bridge.optimizers import fused_step
+from torch_bridge.recorder import dispatch
+from torch_bridge.runtime import executor
 
 torch_bridge.register()
 
@@ -87,6 +90,7 @@ CASES: dict[str, Make] = {
 }
 
 
+@pytest.mark.core(keep=3)
 @pytest.mark.thorough(keep=8)
 @pytest.mark.parametrize("make", CASES.values(), ids=CASES.keys())
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -109,6 +113,7 @@ def _same_state(a: dict[str, Any], b: dict[str, Any]) -> None:
             assert torch.equal(t.cpu(), other.cpu()), name
 
 
+@pytest.mark.core(keep=1)
 @pytest.mark.filterwarnings("ignore:XLA_USE_BF16 is deprecated:FutureWarning")
 @pytest.mark.parametrize("name", ["sgd-nesterov", "adamw", "adagrad", "adafactor"])
 def test_numbers_where_every_result_is_rounded(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -358,18 +363,18 @@ def test_a_gradient_scaler() -> None:
 
 
 def test_adafactor_on_parts_in_torchs_own_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch_bridge import divided
+    from torch_bridge.optimizers import param_partition
 
     (p,) = parameters()[:1]
-    divided.mark(p, divided.Divided((6, 2), (divided.Cut(0, "0,1", 1.0),)))
+    param_partition.mark(p, param_partition.Divided((6, 2), (param_partition.Cut(0, "0,1", 1.0),)))
     optimizer = optim.Adafactor([p])
     set_grads([p], 2)
     monkeypatch.setenv("NXD_JAX_FUSED_OPTIMIZERS", "0")
-    assert "second moments of whole matrices" in str(fused_optimizers.why_whole(optim.Adafactor))
+    assert "second moments of whole matrices" in str(fused_step.why_whole(optim.Adafactor))
     with pytest.raises(NotImplementedError, match=r"part \(of shape \[3, 2\]\).*NXD_JAX_FUSED_OPTIMIZERS=0"):
         optimizer.step()
     monkeypatch.delenv("NXD_JAX_FUSED_OPTIMIZERS")
-    assert fused_optimizers.why_whole(optim.Adafactor) is None and fused_optimizers.why_whole(_OwnStep) is None
+    assert fused_step.why_whole(optim.Adafactor) is None and fused_step.why_whole(_OwnStep) is None
 
 
 _EARLY = """
@@ -391,7 +396,7 @@ late = torch.optim.AdamW([q], lr=0.1)
 late.register_step_pre_hook(lambda *_: calls.append(1))
 q.grad = torch.ones(2, device="xla")
 late.step()
-from torch_bridge import dispatch
+from torch_bridge.recorder import dispatch
 assert "optimizer_step" in str(dispatch.STATE.current.nodes) and calls == [1]
 torch.testing.assert_close(q.detach().cpu(), p.detach())
 compiled = torch.compile(early.step, backend="eager")  # wraps methods of torch's optimizer classes

@@ -14,9 +14,11 @@ import torch
 from jax._src.cudnn import fused_attention_stablehlo as cudnn
 from jax.sharding import Mesh, PartitionSpec
 
-from torch_bridge import _compat, attention_ops, flash_attention, gpu_attention
+from torch_bridge import _compat
+from torch_bridge.collectives import attention_ops
 from torch_bridge.lowerings import lookup
 from torch_bridge.lowerings.attention import attention
+from torch_bridge.lowerings.kernels import cudnn_attention, flash_attention
 
 aten = torch.ops.aten
 FUSED = lookup(aten._scaled_dot_product_fused_attention_overrideable.default).fn
@@ -41,10 +43,10 @@ def qkv(dtype=jnp.bfloat16) -> list[jax.Array]:
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that looks as if it had an H100 and cuDNN 9.10, until something is to run."""
-    monkeypatch.setattr(gpu_attention, "_on_cuda", lambda: True)
+    monkeypatch.setattr(cudnn_attention, "_on_cuda", lambda: True)
     monkeypatch.setattr(cudnn, "check_cudnn_version", lambda: 91000)
     monkeypatch.setattr(cudnn, "check_compute_capability", lambda wanted: tuple(map(int, wanted.split("."))) <= (9, 0))
-    gpu_attention._tell.cache_clear()
+    cudnn_attention._tell.cache_clear()
 
 
 def lowered(fn, *args, platform: str = "cuda") -> str:
@@ -57,7 +59,7 @@ def lowered(fn, *args, platform: str = "cuda") -> str:
 
 def test_a_machine_without_cuda_devices_never_asks_cudnn(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
-    assert gpu_attention.refusal(*qkv()) == "no CUDA device"
+    assert cudnn_attention.refusal(*qkv()) == "no CUDA device"
 
 
 def spec(*shape: int, dtype=jnp.bfloat16) -> jax.ShapeDtypeStruct:
@@ -65,7 +67,7 @@ def spec(*shape: int, dtype=jnp.bfloat16) -> jax.ShapeDtypeStruct:
 
 
 def of(q=(B, H, S, D), k=(B, K, S, D), v=None, mask=None, dtype=jnp.bfloat16, **options):
-    return gpu_attention.refusal(spec(*q, dtype=dtype), spec(*k, dtype=dtype), spec(*(v or k), dtype=dtype), mask, **options)
+    return cudnn_attention.refusal(spec(*q, dtype=dtype), spec(*k, dtype=dtype), spec(*(v or k), dtype=dtype), mask, **options)
 
 
 def test_what_cudnn_computes(hopper):
@@ -101,7 +103,7 @@ def test_what_it_does_not(hopper, case, reason):
 
 
 def test_mixed_dtypes_are_refused(hopper):
-    assert gpu_attention.refusal(spec(B, H, S, D), spec(B, H, S, D, dtype=jnp.float16), spec(B, H, S, D)) == "q, k and v differ in dtype"
+    assert cudnn_attention.refusal(spec(B, H, S, D), spec(B, H, S, D, dtype=jnp.float16), spec(B, H, S, D)) == "q, k and v differ in dtype"
 
 
 @pytest.mark.parametrize(("name", "value"), [("NEURON_RT_STOCHASTIC_ROUNDING_EN", "1"), ("NEURON_CC_FLAGS", "--auto-cast=matmult")])
@@ -119,10 +121,10 @@ def test_older_machines(hopper, monkeypatch):
 
 
 def test_no_cudnn_or_another_jax(monkeypatch):
-    monkeypatch.setattr(gpu_attention, "_on_cuda", lambda: True)
+    monkeypatch.setattr(cudnn_attention, "_on_cuda", lambda: True)
     monkeypatch.setattr(cudnn, "cuda_versions", None)
     assert of() == "RuntimeError: cuDNN is not detected."
-    monkeypatch.setattr(gpu_attention, "_cudnn", lambda: SimpleNamespace())
+    monkeypatch.setattr(cudnn_attention, "_cudnn", lambda: SimpleNamespace())
     assert "AttributeError" in of()
 
 
@@ -254,22 +256,23 @@ BLIND = np.random.default_rng(0).random((B, 1, 24, 24)) > 0.4
 BLIND[0, 0, 5] = False  # this query sees nothing
 
 
+@pytest.mark.core(keep=2)
 @pytest.mark.parametrize(
     ("mask", "is_causal"), [(None, True), (None, False), (BLIND, False), (BLIND[0, 0], False), (BLIND[:, :, :1], False)]
 )
 def test_results_are_those_of_the_plain_formula(monkeypatch, mask, is_causal):
     stand_in = StandIn()
-    monkeypatch.setattr(gpu_attention, "_cudnn", lambda: stand_in)
+    monkeypatch.setattr(cudnn_attention, "_cudnn", lambda: stand_in)
     q, grad = arrays(B, H, 24, 8, count=2, dtype=jnp.float16)
     k, v = arrays(B, K, 24, 8, count=2, dtype=jnp.float16)
     blind, mask = mask is BLIND, None if mask is None else jnp.asarray(mask)
     wide = [x.astype(jnp.float32) for x in (q, k, v)]
     (expected, expected_lse), pull = jax.vjp(lambda *a: attention(*a, mask, 0.0, is_causal, 0.3), *wide)
-    out, lse = gpu_attention.forward(q, k, v, mask, is_causal, 0.3)
+    out, lse = cudnn_attention.forward(q, k, v, mask, is_causal, 0.3)
     np.testing.assert_allclose(out, expected, rtol=2e-3, atol=2e-3)
     np.testing.assert_allclose(lse, expected_lse, rtol=1e-3, atol=1e-3)
     assert lse.dtype == jnp.float32 and out.dtype == q.dtype
-    found = gpu_attention.backward(grad, q, k, v, mask, out, lse, is_causal, 0.3)
+    found = cudnn_attention.backward(grad, q, k, v, mask, out, lse, is_causal, 0.3)
     for a, e in zip(found, pull((grad.astype(jnp.float32), jnp.zeros_like(lse))), strict=True):
         np.testing.assert_allclose(a, e, rtol=1e-2, atol=1e-2)
     if blind:
@@ -279,10 +282,10 @@ def test_results_are_those_of_the_plain_formula(monkeypatch, mask, is_causal):
 @pytest.mark.gpu
 @pytest.mark.parametrize("masked", [False, True])
 def test_on_a_gpu(masked):
-    if not gpu_attention._on_cuda():
+    if not cudnn_attention._on_cuda():
         pytest.skip("needs a CUDA device that JAX sees")
     args = *qkv(), *arrays(B, H, S, D, count=1), jnp.asarray(np.random.default_rng(0).random((B, 1, S, S)) > 0.3) if masked else None
-    assert gpu_attention.refusal(*args[:3], args[4], is_causal=not masked) is None
+    assert cudnn_attention.refusal(*args[:3], args[4], is_causal=not masked) is None
     with _compat.enable_x64():
         out, lse, grads = jax.jit(lambda *a: pair(*a, is_causal=not masked))(*args)
         wide = [x.astype(jnp.float32) for x in args[:4]]

@@ -145,6 +145,7 @@ def test_modules_can_be_made_on_the_device() -> None:
 # -- batch norm ------------------------------------------------------------------------------------
 
 
+@pytest.mark.core(keep=2)
 @pytest.mark.parametrize(
     ("norm", "momentum"), [(n, m) for n in (nn.BatchNorm1d, nn.BatchNorm2d) for m in (0.1, None, 0.5)] + [(nn.InstanceNorm2d, 0.1)]
 )
@@ -280,6 +281,7 @@ WRITES: dict[str, Callable[[torch.Tensor], Any]] = {
 }
 
 
+@pytest.mark.core(keep=4)
 @pytest.mark.thorough(keep=10)
 @pytest.mark.parametrize("view", VIEWS)
 def test_writes_through_views_reach_the_base(view: str) -> None:
@@ -370,6 +372,7 @@ def test_default_dtype_is_honoured() -> None:
     assert (torch.arange(2, device="xla") / 3).dtype == torch.float32
 
 
+@pytest.mark.core(keep=3)
 @pytest.mark.thorough(keep=9)
 @pytest.mark.parametrize(
     "make",

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from tests.torch_bridge.devices import python
-from torch_bridge import interrupts
+from torch_bridge.runtime import interrupts
 
 torch.ones(1, device="xla")
 

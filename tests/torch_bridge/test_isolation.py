@@ -74,7 +74,7 @@ print(torch.func.grad(lambda t: t.sin().sum())(torch.zeros(2)), torch.ones(3).is
 @pytest.mark.thorough
 def test_cpu_code_gives_the_same_with_the_entry_point(entry_point: Path) -> None:
     plain = python(CPU_WORK, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
-    report = "\nassert 'torch_bridge.device' in sys.modules and 'jax' not in sys.modules and 'torch_bridge.recorder' not in sys.modules\n"
+    report = "\nassert 'torch_bridge.device.registration' in sys.modules and 'jax' not in sys.modules and 'torch_bridge.device.startup' not in sys.modules\n"
     assert python(CPU_WORK + report, entry_point) == plain
 
 

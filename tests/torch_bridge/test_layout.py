@@ -7,8 +7,8 @@ import hypothesis.strategies as st
 import pytest
 import torch
 
-from torch_bridge import segment
-from torch_bridge.layout import Layout, base_of_meta, is_dense, layout, of_meta, read_steps
+from torch_bridge.ir import segment
+from torch_bridge.ir.layout import Layout, base_of_meta, is_dense, layout, of_meta, read_steps
 
 aten = torch.ops.aten
 

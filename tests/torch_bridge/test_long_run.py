@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 import torch_bridge
-from torch_bridge import executor, metrics
+from torch_bridge import metrics
+from torch_bridge.runtime import executor
 
 torch_bridge.register()
 

@@ -14,7 +14,8 @@ import torch
 from torch import nn, optim
 
 import torch_bridge
-from torch_bridge import executor, optimizer_checks, optimizer_plans
+from torch_bridge.optimizers import group_cache, step_plans
+from torch_bridge.runtime import executor
 
 torch_bridge.register()
 
@@ -171,22 +172,22 @@ def train(make: Callable[[Any], optim.Optimizer], change: Callable[[Any, Any, in
 @pytest.mark.parametrize("name", CHANGES)
 def test_numbers_of_looking_every_time(name: str, again: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     found = train(MAKE["adamw"], CHANGES[name], again)
-    monkeypatch.setattr(optimizer_plans, "_NOTES", 0)
+    monkeypatch.setattr(step_plans, "_NOTES", 0)
     expected = train(MAKE["adamw"], CHANGES[name], again)
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 def test_of_sgd(monkeypatch: pytest.MonkeyPatch) -> None:
     found = train(MAKE["sgd"], _swap_memory, True)
-    monkeypatch.setattr(optimizer_plans, "_NOTES", 0)
+    monkeypatch.setattr(step_plans, "_NOTES", 0)
     torch.testing.assert_close(found, train(MAKE["sgd"], _swap_memory, True), rtol=0, atol=0)
 
 
 @pytest.mark.switched_on("NXD_JAX_FUSED_OPTIMIZERS")
 def test_a_group_is_looked_at_in_full_once(monkeypatch: pytest.MonkeyPatch) -> None:
     looks: list[int] = []
-    gather = optimizer_plans._gather
-    monkeypatch.setattr(optimizer_plans, "_gather", lambda *args: (looks.append(1), gather(*args))[1])
+    gather = step_plans._gather
+    monkeypatch.setattr(step_plans, "_gather", lambda *args: (looks.append(1), gather(*args))[1])
     train(MAKE["adamw"], _nothing, False)
     assert len(looks) == 1
     looks.clear()
@@ -197,15 +198,15 @@ def test_a_group_is_looked_at_in_full_once(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.switched_on("NXD_JAX_FUSED_OPTIMIZERS")
 def test_one_that_is_never_the_same_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
-    original = optimizer_checks.Known.__init__
-    monkeypatch.setattr(optimizer_checks.Known, "__init__", lambda *args: (made.append(1), original(*args))[1])
+    original = group_cache.Known.__init__
+    monkeypatch.setattr(group_cache.Known, "__init__", lambda *args: (made.append(1), original(*args))[1])
     params: list[Any] = parameters()
     optimizer = MAKE["adamw"](params)
     for k in range(40):
         set_grads(params, 0)
         _swap_memory(optimizer, params, k)
         optimizer.step()
-    assert 1 < len(made) <= optimizer_plans._NOTES
+    assert 1 < len(made) <= step_plans._NOTES
 
 
 def test_counters_stay_the_tensors_that_they_are() -> None:

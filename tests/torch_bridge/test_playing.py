@@ -11,7 +11,7 @@ from torch import nn
 
 import torch_bridge
 from tests.torch_bridge.replaying import batch, compile_fast, player, run, trained  # noqa: F401
-from torch_bridge.replay import Player
+from torch_bridge.replay.player import Player
 
 torch_bridge.register()
 

@@ -22,7 +22,12 @@ import torch_xla.utils.serialization as xser
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from torch_bridge import executor, hlo_text, metrics, numerics, ranks, rounding, sharded, world
+from torch_bridge import metrics
+from torch_bridge.export import hlo_text
+from torch_bridge.mesh import rank_numbers, world
+from torch_bridge.precision import precision_mode, stochastic_rounding
+from torch_bridge.recorder import sharded
+from torch_bridge.runtime import executor
 
 pytestmark = pytest.mark.usefixtures("clean_step", "environment")
 
@@ -122,9 +127,9 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No precision variables before the test; what snippets do to `os.environ` and `torch.cuda` is undone after it."""
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", torch.cuda.is_bf16_supported)
     saved = dict(os.environ)
-    for name in ("DISABLE_XLA", *numerics.VARIABLE_NAMES):
+    for name in ("DISABLE_XLA", *precision_mode.VARIABLE_NAMES):
         os.environ.pop(name, None)
-    rounding.restart()
+    stochastic_rounding.restart()
     yield
     executor.sync()
     os.environ.clear()
@@ -234,7 +239,7 @@ def test_data_parallel_training() -> None:
     try:
         names = run("imports", torch=torch)
         device = run("device")["device"]
-        assert xm.xrt_world_size() == 4 and ranks.per_rank(xm.get_ordinal()) == [0, 1, 2, 3]
+        assert xm.xrt_world_size() == 4 and rank_numbers.per_rank(xm.get_ordinal()) == [0, 1, 2, 3]
         data = TensorDataset(x, y)
         sampler: DistributedSampler[Any] = DistributedSampler(data, num_replicas=xm.xrt_world_size(), rank=xm.get_ordinal(), shuffle=False)
         dataloader = DataLoader(data, batch_size=4, sampler=sampler)
@@ -370,9 +375,9 @@ def test_bf16_with_float32_copies_of_the_weights(device: str) -> None:
 
 def test_the_compiler_s_casts_are_switched_off() -> None:
     os.environ["NEURON_CC_FLAGS"] = "--auto-cast=matmult"
-    assert numerics.current() != numerics.PLAIN
+    assert precision_mode.current() != precision_mode.PLAIN
     run("no auto-cast")
-    assert numerics.current() == numerics.PLAIN
+    assert precision_mode.current() == precision_mode.PLAIN
     x = torch.rand(8, 8)
     torch.testing.assert_close((x.to("xla") @ x.to("xla")).cpu(), x @ x, rtol=1e-6, atol=1e-6)
 

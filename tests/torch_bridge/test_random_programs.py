@@ -25,7 +25,7 @@ def _strides(t: torch.Tensor) -> list[int]:
 
 
 def _check(program: list[programs.Instruction]) -> None:
-    from torch_bridge import executor
+    from torch_bridge.runtime import executor
 
     expected, got = programs.start("cpu"), programs.start("xla")
     expected_errors = programs.run(program, expected, lambda: None)

@@ -31,6 +31,7 @@ DRAWS: dict[str, Callable[[], torch.Tensor]] = {
 }
 
 
+@pytest.mark.core(keep=2)
 @pytest.mark.thorough(keep=5)
 @pytest.mark.parametrize("name", DRAWS)
 def test_manual_seed_reproduces_and_draws_differ(name: str) -> None:
@@ -83,6 +84,7 @@ def test_fork_rng_restores_both_states() -> None:
     assert torch.equal(torch.rand(4), inside[1])
 
 
+@pytest.mark.core(keep=1)
 @pytest.mark.parametrize("device", ["cpu", "xla"])
 def test_generators_seed_ops_on_the_device(device: str) -> None:
     generator = torch.Generator(device=device)
@@ -126,14 +128,20 @@ def test_generators_are_independent_and_can_be_copied() -> None:
         assert torch.equal(torch.rand(5, device="xla", generator=twin), expected)
 
 
-def test_generators_of_other_devices_are_torchs_own() -> None:
+def test_generators_of_the_cpu_are_torchs_own() -> None:
     generator = torch.Generator()
-    assert type(generator) is torch._C.Generator
-    assert type(torch.Generator("cpu")) is torch._C.Generator
+    assert isinstance(generator, torch._C.Generator) and isinstance(torch.Generator("cpu"), torch._C.Generator)
+    twins = [copy.deepcopy(generator.manual_seed(3)), pickle.loads(pickle.dumps(generator)), generator.clone_state()]
+    expected = torch.rand(3, generator=generator)
+    for twin in twins:
+        assert twin.device.type == "cpu" and torch.equal(torch.rand(3, generator=twin), expected)
+    assert not torch.equal(
+        torch.rand(3, generator=twins[0].manual_seed(4)), torch.rand(3, generator=twins[1].set_state(generator.get_state()))
+    )
+    assert type(twins[0].seed()) is int
     assert isinstance(torch.default_generator, torch.Generator)
     assert issubclass(type(generator), torch.Generator)
     assert not isinstance(3, torch.Generator)
-    assert type(pickle.loads(pickle.dumps(generator))) is torch._C.Generator
     with pytest.raises(RuntimeError, match="nope"):
         torch.Generator("nope")
 
@@ -150,6 +158,7 @@ class Block(nn.Module):
         return self.dropout(self.linear(x)).tanh()
 
 
+@pytest.mark.core(keep=1)
 @pytest.mark.parametrize("use_reentrant", [True, False])
 @pytest.mark.parametrize("preserve", [True, False])
 def test_checkpoint_recomputes_with_the_same_dropout_mask(use_reentrant: bool, preserve: bool) -> None:

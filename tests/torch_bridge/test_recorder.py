@@ -9,7 +9,9 @@ import pytest
 import torch
 
 import torch_bridge
-from torch_bridge import executor, metrics, recorder
+from torch_bridge import metrics
+from torch_bridge.device import startup
+from torch_bridge.runtime import executor
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +29,7 @@ def executions() -> int:
 
 
 def nodes() -> list[str]:
-    return [str(n[0].op) for n in recorder.dispatch.STATE.current.nodes]
+    return [str(n[0].op) for n in startup.dispatch.STATE.current.nodes]
 
 
 def test_nothing_runs_before_it_is_asked_for():

@@ -16,7 +16,9 @@ from torch.utils.checkpoint import checkpoint
 
 import torch_bridge
 from tests.torch_bridge.replaying import batch, bits, compile_fast, descend, everything, parity, player, run, trained  # noqa: F401
-from torch_bridge import executor, hoisting, metrics, steps
+from torch_bridge import metrics
+from torch_bridge.passes import hoist_constants
+from torch_bridge.runtime import executor, steps
 
 
 class Net(nn.Module):
@@ -110,6 +112,7 @@ def _tied() -> nn.Module:
     return model
 
 
+@pytest.mark.core(keep=3)
 @pytest.mark.thorough(keep=8)
 @pytest.mark.parametrize("name", BATCHES)
 def test_modules_that_are_played(name: str) -> None:
@@ -501,6 +504,7 @@ def test_dtype_changed() -> None:
     parity(Net, step, steps=11)
 
 
+@pytest.mark.core(keep=3)
 @pytest.mark.parametrize("kind", ["forward", "pre", "backward", "tensor", "accumulated", "global", "root"])
 def test_hooks_added_later_and_removed(kind: str) -> None:
     calls: list[int] = []
@@ -668,7 +672,7 @@ def test_a_training_loop_compiles_as_often_as_without(name: str, clean_step: Non
     def step(m: Any, k: int) -> Any:
         if k == 0:
             executor.clear_cache()
-            hoisting._ONCE.clear()
+            hoist_constants._ONCE.clear()
             made[:] = [FUSED[name](m.parameters())]
             made.append(torch.optim.lr_scheduler.LambdaLR(made[0], lambda n: 1 / (1 + n)))
         optimizer, schedule = made

@@ -15,7 +15,7 @@ from transformers import BertConfig, BertForSequenceClassification
 import torch_bridge
 from tests.torch_bridge.decoders import WORDS
 from tests.torch_bridge.replaying import batch, bits, compile_fast, descend, parity, player, trained  # noqa: F401
-from torch_bridge import executor
+from torch_bridge.runtime import executor
 
 
 class Block(nn.Module):
@@ -206,3 +206,32 @@ def test_gradients_of_gradients_and_unknown_passes() -> None:
     for k in range(9):
         assert penalty(module, k) == penalty(plain, k)
     assert player(module).played
+
+
+class Scaled(nn.Module):
+    """What it computes under a checkpoint depends on an attribute."""
+
+    scale = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def inner(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.layer(x) * self.scale)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = checkpoint(self.inner, x, use_reentrant=False)
+        return found
+
+
+def test_what_a_checkpoint_reads_is_changed_before_the_backward_pass() -> None:
+    """Eager torch goes on with the new value; a played call cannot, and says so."""
+    module = torch_bridge.optimize(Scaled().to("xla"))
+    for k in range(5):
+        module(batch(k)).square().mean().backward()
+    assert player(module).played
+    loss = module(batch(6)).square().mean()
+    module.scale = 3.0
+    with pytest.raises(RuntimeError, match=r"its forward has been given another state: .*scale.*torch_bridge.restore"):
+        loss.backward()

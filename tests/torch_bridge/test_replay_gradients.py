@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from tests.torch_bridge.replaying import batch, compile_fast, parity, played_already, trained  # noqa: F401
-from torch_bridge import dispatch, leaf_gradients
+from torch_bridge.recorder import dispatch
+from torch_bridge.replay import accumulate_grad
 
 
 def net() -> nn.Module:
@@ -25,13 +26,13 @@ def loss_of(module: nn.Module, k: int = 0) -> torch.Tensor:
 def given(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Whether each gradient that could go straight did."""
     found: list[bool] = []
-    give = leaf_gradients.give
+    give = accumulate_grad.give
 
     def watched(p: Any, g: Any) -> bool:
         found.append(give(p, g))
         return found[-1]
 
-    monkeypatch.setattr(leaf_gradients, "give", watched)
+    monkeypatch.setattr(accumulate_grad, "give", watched)
     return found
 
 

@@ -14,7 +14,9 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 import torch_bridge
 from tests.torch_bridge.decoders import WORDS, gpt2, llama
 from tests.torch_bridge.replaying import batch, compile_fast, descend, parity, player  # noqa: F401
-from torch_bridge import executor, results
+from torch_bridge import metrics
+from torch_bridge.replay import output_trees
+from torch_bridge.runtime import executor
 
 
 def t5() -> nn.Module:
@@ -90,7 +92,7 @@ class Keeps(nn.Module):
         return y, new, new
 
 
-@pytest.mark.parametrize("own, reason", [(True, "it returns an object that the module keeps"), (False, "an object of class DynamicCache")])
+@pytest.mark.parametrize("own, reason", [(True, "it returns an object that was there before"), (False, "an object of class DynamicCache")])
 def test_objects_that_somebody_else_may_hold(own: bool, reason: str) -> None:
     """Whoever compares identities would see new ones."""
 
@@ -125,9 +127,9 @@ def test_taking_apart_and_putting_together() -> None:
     for k in range(2):
         cache.update(torch.ones(1, 1, 2, 2, device="xla") * k, torch.zeros(1, 1, 2, 2, device="xla"), k)
     y = torch.ones(2, device="xla")
-    tensors, rest, how, _ = results.taken_apart({"y": y, "cache": cache, "again": (y, None, 3)}, {})
-    assert len(tensors) == 5 and results.unknown(rest) is None
-    made = results.put_together([t + 1 for t in tensors], [], rest, how)
+    tensors, rest, how, _ = output_trees.taken_apart({"y": y, "cache": cache, "again": (y, None, 3)}, {})
+    assert len(tensors) == 5 and output_trees.unknown(rest) is None
+    made = output_trees.put_together([t + 1 for t in tensors], [], rest, how)
     assert made["y"] is made["again"][0] and made["again"][1:] == (None, 3)
     new = made["cache"]
     assert type(new) is DynamicCache and new is not cache and new.layers is not cache.layers and vars(new).keys() == vars(cache).keys()
@@ -136,7 +138,7 @@ def test_taking_apart_and_putting_together() -> None:
         and new.layers[1].is_initialized
         and new.layers[1].dtype == torch.float32
     )
-    assert len(results.taken_apart(made, {}).opened) == 1 + 1 + 2  # the cache, its list of layers, the layers
+    assert len(output_trees.taken_apart(made, {}).opened) == 1 + 1 + 2  # the cache, its list of layers, the layers
 
 
 class Odd:
@@ -146,13 +148,13 @@ class Odd:
 def test_other_objects_stay_as_they_are() -> None:
     odd = Odd()
     twice = torch.ones(1)
-    rest = results.taken_apart([odd, torch.ones(1)], {}).rest
-    assert rest[0] is odd and results.unknown(rest) is Odd
-    assert results.unknown(results.taken_apart([twice, torch.ones(1)], {}).rest) is None
-    assert results.unknown(results.taken_apart([twice, twice], {}).rest) is torch.Tensor
+    rest = output_trees.taken_apart([odd, torch.ones(1)], {}).rest
+    assert rest[0] is odd and output_trees.unknown(rest) is Odd
+    assert output_trees.unknown(output_trees.taken_apart([twice, torch.ones(1)], {}).rest) is None
+    assert output_trees.unknown(output_trees.taken_apart([twice, twice], {}).rest) is torch.Tensor
     cache = DynamicCache()
     cache.extra = {"a": [odd]}  # type: ignore[attr-defined]
-    assert results.unknown(results.taken_apart(cache, {}).rest) is Odd
+    assert output_trees.unknown(output_trees.taken_apart(cache, {}).rest) is Odd
 
 
 def mixtral() -> nn.Module:
@@ -218,3 +220,16 @@ def test_a_hook_of_the_scripts_beside_those() -> None:
 
     parity(llama, step, steps=18)
     assert len(seen) == 2 * 9
+
+
+def test_a_first_call_keeps_nothing() -> None:
+    """Its step has the program of all later ones: no tensor that it made is held by what was noted of it."""
+    torch.manual_seed(0)
+    module = torch_bridge.optimize(llama().to("xla"))
+    mask = torch.ones(words(0).shape, dtype=torch.long).to("xla")
+    metrics.clear_counters()
+    for k in range(5):
+        module(input_ids=words(k), labels=words(k), attention_mask=mask).loss.backward()
+        executor.sync()
+        module.zero_grad()
+    assert player(module).played and metrics.COUNTERS.get("UncachedCompile", 0) == 1

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from tests.torch_bridge.replaying import batch, compile_fast, descend, parity, played_already, player  # noqa: F401
-from torch_bridge import backward, executor
+from torch_bridge.recorder import autograd_engine
+from torch_bridge.runtime import executor
 
 
 class WithLoss(nn.Module):
@@ -32,14 +33,14 @@ Step = Callable[[nn.Module, int], Any]
 def engine(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """One entry for each backward pass of autograd's engine that the script asked for (a call that is being recorded has one inside)."""
     found: list[Any] = []
-    original = backward._original
+    original = autograd_engine._original
 
     def watched(*args: Any, **kwargs: Any) -> Any:
-        if backward._STATE.depth == 1:
+        if autograd_engine._STATE.depth == 1:
             found.append(args)
         return original(*args, **kwargs)
 
-    monkeypatch.setattr(backward, "_original", watched)
+    monkeypatch.setattr(autograd_engine, "_original", watched)
     return found
 
 

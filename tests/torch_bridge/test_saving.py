@@ -149,6 +149,7 @@ def test_state_dicts_cross_devices() -> None:
     assert empty[0].weight.device.type == "xla"
 
 
+@pytest.mark.core(keep=2)
 @pytest.mark.thorough(keep=6)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize(("resume_on", "where"), [("xla", None), ("xla", "cpu"), ("xla", "xla"), ("cpu", "cpu")])

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import torch_bridge
-from torch_bridge import scopes
-from torch_bridge.scopes import NONE, Scope
+from torch_bridge.ir import scopes
+from torch_bridge.ir.scopes import NONE, Scope
 from torch_bridge.source import NOWHERE, Source
 
 MM = torch.ops.aten.mm.default
@@ -105,6 +105,21 @@ def test_names_that_are_no_ops(text: str) -> None:
 def test_the_outer_op_counts() -> None:
     """An op that is lowered by its decomposition has the others inside."""
     assert scopes.read("jit(f)/m/x.py:1/aten.gelu/aten.mul/y.py:2/aten.add/add") == Scope("m", "x.py:1", "aten.gelu")
+
+
+def test_instructions_that_xla_made_one() -> None:
+    """The first one's: XLA writes what they share, then the rest of each in parentheses."""
+    merged = "jit(f)/shard_map/(train.py:124/torch_bridge.all_reduce/psum:train.py:131/torch_bridge.all_reduce/psum)"
+    assert scopes.read(merged) == Scope("", "train.py:124", "torch_bridge.all_reduce")
+    merged = "jit(f)/(backward(a.b)/x.py:1/aten.mm/dot:backward(c)/x.py:1/aten.mm/dot)"
+    assert scopes.read(merged) == Scope("a.b", "x.py:1", "aten.mm", backward=True)
+    assert scopes.read("jit(f)/(layers.0/x.py:1/aten.mm/dot:layers.1/x.py:2/aten.mm/dot)") == Scope("layers.0", "x.py:1", "aten.mm")
+
+
+def test_names_that_are_escaped() -> None:
+    """As in HLO's text and in StableHLO's."""
+    assert scopes.unescaped(r"it\'s \303\251.py:3/aten.mm") == scopes.unescaped(r"it's \C3\A9.py:3/aten.mm") == "it's é.py:3/aten.mm"
+    assert scopes.unescaped("plain.py:3") == "plain.py:3"
 
 
 class Main(nn.Module):

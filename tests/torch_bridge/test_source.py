@@ -13,7 +13,8 @@ import torch_xla
 from torch import fx, nn
 from torch.utils.checkpoint import checkpoint
 
-from torch_bridge import executor, source
+from torch_bridge import source
+from torch_bridge.runtime import executor
 from torch_bridge.source import Source
 
 pytestmark = pytest.mark.usefixtures("clean_step")

@@ -21,9 +21,12 @@ import torch
 import torch_xla
 from torch import nn
 
-from torch_bridge import executor, publishing, telemetry, world
-from torch_bridge.publishing import LOOK_EVERY, WRITE_EVERY, Publisher, steps_per_second
-from torch_bridge.telemetry import Activity
+from torch_bridge.mesh import world
+from torch_bridge.runtime import executor
+from torch_bridge.telemetry import activity as telemetry
+from torch_bridge.telemetry import publisher as publishing
+from torch_bridge.telemetry.activity import Activity
+from torch_bridge.telemetry.publisher import LOOK_EVERY, WRITE_EVERY, Publisher, steps_per_second
 
 pytestmark = pytest.mark.usefixtures("clean_step")
 
@@ -141,13 +144,13 @@ def test_what_cannot_be_described_is_compiled_all_the_same(
 
 
 def test_a_program_costs_one_call_and_touches_no_file(noted: Activity) -> None:
-    """Counted, not timed: about 0.15 us a program (docs/nxd_top.md)."""
+    """Counted, not timed: about 0.15 us a program (docs/reference/nxd_top.md)."""
     _train(2)
     calls: list[tuple[str, str]] = []
 
     def profile(frame: FrameType, event: str, arg: Any) -> None:
         file = pathlib.Path(frame.f_code.co_filename).name
-        if file in ("telemetry.py", "publishing.py"):
+        if file in ("activity.py", "publisher.py"):
             calls.append((event, frame.f_code.co_name if event == "call" else getattr(arg, "__name__", "")))
 
     programs = noted.programs
@@ -377,7 +380,7 @@ def test_it_can_be_turned_off(undecided: None, monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_forked_children_publish_nothing(undecided: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(publishing.process, "_forked", True)
+    monkeypatch.setattr(publishing.fork_guard, "_forked", True)
     assert not publishing.start()
 
 

@@ -15,8 +15,8 @@ from torch import nn
 import torch_bridge
 from tests.torch_bridge.devices import python
 from tests.torch_bridge.replaying import Ruled, batch, bits, compile_fast, player, run, trained  # noqa: F401
-from torch_bridge import executor
-from torch_bridge.replay import Player
+from torch_bridge.replay.player import Player
+from torch_bridge.runtime import executor
 
 torch_bridge.register()
 

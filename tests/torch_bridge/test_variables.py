@@ -15,9 +15,15 @@ import torch_xla.distributed.xla_multiprocessing as xmp
 from torch import nn
 
 from tests.torch_bridge.devices import python, same
-from torch_bridge import compiler_flags, debugging, environment, executor, metrics, program, variables, world
-from torch_bridge.recorder import dispatch, tensor
-from torch_bridge.variables import ACCEPT, HONOUR, VARIABLES, WARN
+from torch_bridge import metrics
+from torch_bridge.compiler import program
+from torch_bridge.config import compiler_flags, environment, variables
+from torch_bridge.config.variables import ACCEPT, HONOUR, VARIABLES, WARN
+from torch_bridge.device import debug_modes
+from torch_bridge.device.startup import dispatch, tensor
+from torch_bridge.mesh import world
+from torch_bridge.recorder import expected_indices
+from torch_bridge.runtime import executor
 
 ROOT = pathlib.Path(__file__).parents[2]
 pytestmark = pytest.mark.usefixtures("clean_step")
@@ -29,12 +35,14 @@ def configured(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     for owner, name in ((executor, "MAX_TRACES"), (executor, "MAX_IN_FLIGHT"), (executor, "DONATE"), (program, "EXTRACT_ONLY")):
         monkeypatch.setattr(owner, name, getattr(owner, name))
     monkeypatch.setattr(executor, "CHECKS", [])
+    monkeypatch.setattr(executor, "BEFORE", [])
+    monkeypatch.setattr(expected_indices, "_expect", None)
     executor.clear_cache()
 
     def apply(**values: str) -> None:
         for name, value in values.items():
             monkeypatch.setenv(name, value)
-        monkeypatch.setattr(tensor, "_dispatch", debugging.configure(environment.check(), dispatch.dispatch))
+        monkeypatch.setattr(tensor, "_dispatch", debug_modes.configure(environment.check(), dispatch.dispatch))
 
     yield apply
     monkeypatch.undo()
@@ -52,7 +60,8 @@ def test_rows_are_complete() -> None:
 
 
 def test_the_page_is_up_to_date() -> None:
-    assert (ROOT / "docs" / "environment.md").read_text() == variables.page(), "run python -m torch_bridge.variables > docs/environment.md"
+    page = (ROOT / "docs" / "reference" / "environment.md").read_text()
+    assert page == variables.page(), "run python -m torch_bridge.config.variables > docs/reference/environment.md"
 
 
 MALFORMED = [
@@ -79,6 +88,7 @@ MALFORMED = [
     ("NEURON_USE_EAGER_DEBUG_MODE", "maybe", "0 or 1"),
     ("NEURON_LAUNCH_BLOCKING", "maybe", "0 or 1"),
     ("NEURON_FAIL_ON_NAN", "maybe", "0 or 1"),
+    ("NXD_JAX_CHECK_INDICES", "all", "0 or 1"),
     ("NEURON_RT_NUMERICAL_ERRORS_VERBOSITY", "loud", "one of none, critical"),
     ("NEURON_RT_LOG_LEVEL", "LOUD", "one of ERROR, WARN"),
     ("NXD_CPU_MODE", "yes", "a whole number"),
@@ -86,6 +96,7 @@ MALFORMED = [
     ("NEURON_IGNORE_TRAINING_SCRIPT_ERROR_AND_COMPILE", "maybe", "0 or 1"),
     ("NXD_JAX_EXECUTABLES", "maybe", "0 or 1"),
     ("NXD_JAX_FUSED_OPTIMIZERS", "maybe", "0 or 1"),
+    ("NXD_JAX_INDEPENDENT_DRAWS", "maybe", "0 or 1"),
     ("NXD_JAX_FOLD", "many", "a whole number of at least 0"),
     ("NXD_JAX_REPLAY", "maybe", "0, 1 .* or all"),
     ("NXD_JAX_COMPILE_WORKERS", "0", "a whole number of at least 1"),
@@ -137,7 +148,7 @@ def test_unknown_names_give_one_warning(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("NEURON_FAIL_ON_NANS", "1")
     monkeypatch.setenv("NEURON_WHATEVER_THIS_IS", "1")
     with pytest.warns(
-        UserWarning, match=r"NEURON_FAIL_ON_NANS \(did you mean NEURON_FAIL_ON_NAN\?\), NEURON_WHATEVER.*docs/environment.md"
+        UserWarning, match=r"NEURON_FAIL_ON_NANS \(did you mean NEURON_FAIL_ON_NAN\?\), NEURON_WHATEVER.*docs/reference/environment.md"
     ) as found:
         environment.check()
     assert len(found) == 1
@@ -247,11 +258,17 @@ TESTED_IN = {
     "NEURON_USE_EAGER_DEBUG_MODE": "test_eager_debug_mode",
     "NEURON_LAUNCH_BLOCKING": "test_launch_blocking",
     "NEURON_FAIL_ON_NAN": "test_nan_raises",
+    "NXD_JAX_CHECK_INDICES": ("test_index_checks.py", "test_what_raises_on_the_cpu_raises"),
     "NEURON_RT_NUMERICAL_ERRORS_VERBOSITY": "test_nan_raises",
     "NEURON_RT_LOG_LEVEL": "test_log_level",
+    "NXD_JAX_INSTANCE": (TOPOLOGY, "test_the_process_environment"),
+    "NXD_JAX_NNODES": (TOPOLOGY, "test_the_process_environment"),
+    "NXD_JAX_STRICT_RANKS": ("ranks/test_plain_numbers.py", "test_strict"),
+    "NXD_JAX_STRICT_REPLICAS": ("ranks/test_replicas.py", "test_strict"),
     "NXD_JAX_EXECUTABLES": ("test_executables.py", "test_it_can_be_turned_off"),
     "NXD_JAX_COMPILE_WORKERS": ("../nxd_jax/parallel_compile/test_aside.py", "test_how_many_at_a_time"),
     "NXD_JAX_FUSED_OPTIMIZERS": ("test_fused_optimizers.py", "test_switch_and_surroundings"),
+    "NXD_JAX_INDEPENDENT_DRAWS": ("ranks/test_random_numbers.py", "test_independent_draws_differ_along_exactly_the_axes_of_the_value"),
     "NXD_JAX_FOLD": ("test_folding.py", "test_few_layers_are_left_alone"),
     "NXD_JAX_REPLAY": ("../nxd_jax/trainer/test_model.py", "test_replay_by_variable"),
     "NXD_JAX_TOP": ("test_telemetry.py", "test_it_can_be_turned_off"),

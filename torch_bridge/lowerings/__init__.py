@@ -3,9 +3,9 @@
 import importlib as _importlib
 import pkgutil as _pkgutil
 
-from torch_bridge.lowerings.registry import Lowering, lookup, lowering, registered
+from torch_bridge.lowerings.registry import Lowering, is_collective, lookup, lowering, registered
 
 for _module in _pkgutil.iter_modules(__path__):
     _importlib.import_module(f"{__name__}.{_module.name}")
 
-__all__ = ["Lowering", "lookup", "lowering", "registered"]
+__all__ = ["Lowering", "is_collective", "lookup", "lowering", "registered"]

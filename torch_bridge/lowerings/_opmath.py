@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from torch_bridge import dtypes
+from torch_bridge.ir import dtypes
 
 HALF = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 

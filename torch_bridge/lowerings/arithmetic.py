@@ -11,7 +11,7 @@ import torch
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
-from torch_bridge import dtypes
+from torch_bridge.ir import dtypes
 from torch_bridge.lowerings.precision import common_dtype, convert, elementwise, is_complex, is_float, operand, opmath, round_to
 from torch_bridge.lowerings.registry import lowering
 

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import torch
 from jax import lax
 
-from torch_bridge import gpu_attention
 from torch_bridge.lowerings._opmath import wide_dtype
 from torch_bridge.lowerings.dropout import keep_mask, keep_scale
+from torch_bridge.lowerings.kernels import cudnn_attention
 from torch_bridge.lowerings.matmul import dot
 from torch_bridge.lowerings.registry import lowering
 
@@ -130,12 +130,12 @@ def _run(
     scale: float | None,
     seed: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """`attention` for queries of 2 or more dims, by cuDNN where `gpu_attention` chooses it."""
+    """`attention` for queries of 2 or more dims, by cuDNN where `cudnn_attention` chooses it."""
 
     def plain(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | None) -> tuple[jax.Array, jax.Array]:
         return _plain(q, k, v, mask, dropout_p, is_causal, scale, seed)
 
-    return gpu_attention.forward_or(plain, q, k, v, mask, dropout_p, is_causal, _scale(q, scale))
+    return cudnn_attention.forward_or(plain, q, k, v, mask, dropout_p, is_causal, _scale(q, scale))
 
 
 def _plain(
@@ -187,7 +187,7 @@ def fused_attention_backward(
         return vjp(grad.astype(q.dtype))[: 4 if floating else 3]
 
     arrays = (grad_out, query, key, value, attn_bias, out, logsumexp)
-    grads = gpu_attention.backward_or(plain, *arrays, dropout_p, is_causal, _scale(query, scale))
+    grads = cudnn_attention.backward_or(plain, *arrays, dropout_p, is_causal, _scale(query, scale))
     return grads if floating else (*grads, None if attn_bias is None else jnp.zeros_like(attn_bias))
 
 

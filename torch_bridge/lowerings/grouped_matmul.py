@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import torch
 from jax import lax
 
-from torch_bridge import dtypes
+from torch_bridge.ir import dtypes
 from torch_bridge.lowerings._opmath import HALF
 from torch_bridge.lowerings.matmul import bmm, dot, precision_of
 from torch_bridge.lowerings.registry import lowering

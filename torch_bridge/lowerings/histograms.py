@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from torch_bridge import dtypes
+from torch_bridge.ir import dtypes
 from torch_bridge.lowerings.factories import linspace
 from torch_bridge.lowerings.indexing import Points
 from torch_bridge.lowerings.registry import lowering

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import torch
 from jax import lax
 
-from torch_bridge import dtypes
+from torch_bridge.ir import dtypes
 from torch_bridge.lowerings._opmath import pointwise, widen
 from torch_bridge.lowerings.activations import log_sigmoid
 from torch_bridge.lowerings.registry import lowering

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import torch
 from jax import lax
 
-from torch_bridge import dtypes
+from torch_bridge.ir import dtypes
 from torch_bridge.lowerings._opmath import HALF, wide_dtype, widen
 from torch_bridge.lowerings.activations import gelu, relu
 from torch_bridge.lowerings.registry import lowering

@@ -14,7 +14,7 @@ from typing import Any
 import jax.numpy as jnp
 import torch
 
-from torch_bridge import dtypes
+from torch_bridge.ir import dtypes
 from torch_bridge.lowerings.precision import opmath
 from torch_bridge.lowerings.registry import lowering
 

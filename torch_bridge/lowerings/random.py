@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from jax import lax
 
-from torch_bridge import dtypes
+from torch_bridge.ir import dtypes
 from torch_bridge.lowerings.registry import lowering
 
 aten = torch.ops.aten

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import torch
 from jax import lax
 
-from torch_bridge import dtypes
+from torch_bridge.ir import dtypes
 from torch_bridge.lowerings.comparison import truth
 from torch_bridge.lowerings.precision import convert, is_complex, is_float, opmath, round_to, widen
 from torch_bridge.lowerings.registry import lowering

@@ -27,19 +27,33 @@ class Lowering:
     fn: the JAX function. rng: True if it takes a PRNG key as keyword `key`. lift: True if changing Python numbers in
     Scalar arguments may be inputs of the program (False: they shape the program, as in `arange` or `pow` by 2).
     floats: names of arguments that the schema calls `float` and whose numbers may be inputs as well (a learning rate).
+
+    What the passes ask about an op of ours:
+    collective: ranks exchange values; its last argument names the groups.
+    entrywise: it treats each entry of its lists of tensors by itself.
+    rank_table: the place of an argument that is a table with a number for each rank.
     """
 
     fn: Callable[..., Any]
     rng: bool = False
     lift: bool = True
     floats: tuple[str, ...] = ()
+    collective: bool = False
+    entrywise: bool = False
+    rank_table: int | None = None
 
 
 _TABLE: dict[torch._ops.OpOverload, Lowering] = {}
 
 
 def lowering(
-    *ops: torch._ops.OpOverload, rng: bool = False, lift: bool = True, floats: tuple[str, ...] = ()
+    *ops: torch._ops.OpOverload,
+    rng: bool = False,
+    lift: bool = True,
+    floats: tuple[str, ...] = (),
+    collective: bool = False,
+    entrywise: bool = False,
+    rank_table: int | None = None,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register a JAX function for one or more aten overloads; a second registration of an overload raises `ValueError`."""
 
@@ -49,7 +63,7 @@ def lowering(
                 raise TypeError(f"lowering() takes OpOverloads such as torch.ops.aten.add.Tensor, got {op!r}")
             if op in _TABLE:
                 raise ValueError(f"{op} already has a lowering ({_TABLE[op].fn.__module__}.{_TABLE[op].fn.__qualname__})")
-            _TABLE[op] = Lowering(fn, rng, lift, floats)
+            _TABLE[op] = Lowering(fn, rng, lift, floats, collective, entrywise, rank_table)
         return fn
 
     return register
@@ -58,6 +72,12 @@ def lowering(
 def lookup(op: torch._ops.OpOverload) -> Lowering | None:
     """The lowering of an overload, or None."""
     return _TABLE.get(op)
+
+
+def is_collective(op: Any) -> bool:
+    """Whether ranks exchange values in an op (a node's target)."""
+    found = _TABLE.get(op)
+    return found is not None and found.collective
 
 
 def registered() -> dict[torch._ops.OpOverload, Lowering]:

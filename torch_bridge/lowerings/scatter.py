@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import torch
 from jax import lax
 
-from torch_bridge import dtypes
+from torch_bridge.ir import dtypes
 from torch_bridge.lowerings.indexing import rows, scatter_with
 from torch_bridge.lowerings.registry import lowering
 from torch_bridge.lowerings.shapes import wrap_dim

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import torch
 from jax import lax
 
-from torch_bridge import dtypes
+from torch_bridge.ir import dtypes
 from torch_bridge.lowerings.indexing import Points
 from torch_bridge.lowerings.registry import lowering
 from torch_bridge.lowerings.scatter import gather_along

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torch_bridge import aliasing
+from torch_bridge.device import aliasing
 
 aliasing.refuse_original("torch-neuronx")
 aliasing.install("torch_neuronx", __name__)

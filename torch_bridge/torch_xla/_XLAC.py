@@ -7,28 +7,31 @@ from typing import Any
 
 import torch
 
-from torch_bridge import metrics, metrics_report, steps
+from torch_bridge import metrics
+from torch_bridge.ir import graph_text
+from torch_bridge.runtime import steps
+from torch_bridge.telemetry import metrics_report
 
 
 def _get_xla_tensors_hlo(tensors: Sequence[torch.Tensor]) -> str:
     """HLO text of the pending graph that computes these tensors. Nothing is run."""
-    from torch_bridge import hlo_text
+    from torch_bridge.export import hlo_text
 
     return hlo_text.lower(hlo_text.pending_graph(tensors)).compiler_ir(dialect="hlo").as_hlo_text()
 
 
 def _get_stablehlo(tensors: Sequence[torch.Tensor], *args: Any) -> str:
     """StableHLO text of the pending graph that computes these tensors. Nothing is run."""
-    from torch_bridge import hlo_text
+    from torch_bridge.export import hlo_text
 
     return hlo_text.hlo(list(tensors))
 
 
 def _get_xla_tensors_text(tensors: Sequence[torch.Tensor]) -> str:
     """The recorded aten ops that compute these tensors, one line each, with the user's source lines."""
-    from torch_bridge import hlo_text
+    from torch_bridge.export import hlo_text
 
-    return "IR {\n" + "".join(f"  {line}\n" for line in hlo_text.graph_text(hlo_text.pending_graph(tensors)).splitlines()) + "}\n"
+    return "IR {\n" + "".join(f"  {line}\n" for line in graph_text.graph_text(hlo_text.pending_graph(tensors)).splitlines()) + "}\n"
 
 
 def _get_graph_hash(tensors: Sequence[torch.Tensor]) -> bytes:
@@ -40,7 +43,7 @@ def _get_graph_hash(tensors: Sequence[torch.Tensor]) -> bytes:
 
 def _xla_sync_multi(tensors: Sequence[torch.Tensor], devices: Sequence[str] = (), wait: bool = True, sync_xla_data: bool = False) -> None:
     """Compute these tensors (and everything else that is pending: the bridge runs a step as one graph)."""
-    from torch_bridge import executor
+    from torch_bridge.runtime import executor
 
     executor.sync(wait=wait)
 
@@ -57,7 +60,7 @@ def _xla_step_marker(device: str = "", devices: Sequence[str] = (), wait: bool =
 
 def _xla_wait_device_ops(devices: Sequence[str] = ()) -> None:
     """Block until the device is done."""
-    from torch_bridge import executor
+    from torch_bridge.runtime import executor
 
     executor.wait_all()
 
@@ -86,9 +89,9 @@ def _xla(tensor: torch.Tensor) -> Any:
 
 def _xla_get_cpu_tensors(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Values of these tensors on the CPU."""
-    from torch_bridge import loading
+    from torch_bridge.recorder import prefetch
 
-    return loading.to_host(list(tensors))
+    return prefetch.to_host(list(tensors))
 
 
 def _xla_tensors_from_aten(tensors: Sequence[torch.Tensor], devices: Sequence[str], shardings: Any = None) -> list[torch.Tensor]:
@@ -126,13 +129,13 @@ def _xla_num_devices() -> int:
 
 
 def _xla_get_replication_devices_count() -> int:
-    from torch_bridge import world
+    from torch_bridge.mesh import world
 
     return world.size()
 
 
 def _xla_memory_info(device: Any = None) -> dict[str, int]:
-    from torch_bridge import memory
+    from torch_bridge.telemetry import memory
 
     return memory.usage()
 
@@ -178,7 +181,7 @@ def _get_executed_fallback_ops() -> list[str]:
 
 
 def _xla_optimization_barrier_(tensors: Sequence[torch.Tensor]) -> None:
-    from torch_bridge import barrier
+    from torch_bridge.recorder import barrier
 
     barrier.barrier_(tensors)
 

@@ -8,13 +8,13 @@ project.
 import importlib
 from typing import Any
 
-from torch_bridge import aliasing
+from torch_bridge.device import aliasing
 
 aliasing.refuse_original("torch_xla")
 aliasing.install("torch_xla", __name__)
 
-from torch_bridge import device as _device  # noqa: E402
-from torch_bridge import environment  # noqa: E402
+from torch_bridge.config import environment  # noqa: E402
+from torch_bridge.device import registration as _device  # noqa: E402
 
 environment.prepare()
 _device.register()

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from torch_bridge import world
+from torch_bridge.mesh import world
 from torch_bridge.torch_xla.core import xla_env_vars as xenv
 
 
@@ -134,7 +134,7 @@ def global_runtime_device_attributes() -> list[dict[str, Any]]:
 
 def memory_info(device: Any = None) -> dict[str, int]:
     """Bytes used and bytes available on the device (see `xm.get_memory_info`)."""
-    from torch_bridge import memory
+    from torch_bridge.telemetry import memory
 
     return memory.usage()
 
@@ -145,9 +145,9 @@ def is_spmd() -> bool:
 
 
 def use_spmd(auto: bool = False) -> None:
-    """`xr.use_spmd`: not in this release."""
+    """`xr.use_spmd`: not there yet."""
     raise NotImplementedError(
-        "torch_xla.runtime.use_spmd(): GSPMD annotations (torch_xla.distributed.spmd) come in a later release. "
+        "torch_xla.runtime.use_spmd(): GSPMD annotations (torch_xla.distributed.spmd) are not there yet. "
         "For tensor parallelism use neuronx_distributed's layers; data parallelism needs no annotation."
     )
 
@@ -161,10 +161,10 @@ def initialize_cache(path: str, readonly: bool = False) -> None:
 
     readonly: use what is there and add nothing.
     """
-    from torch_bridge import compile_cache
+    from torch_bridge.compiler import xla_cache
 
     global _initialized
-    compile_cache.use(path, readonly)
+    xla_cache.use(path, readonly)
     _initialized = None if readonly else os.fspath(path)
 
 
@@ -172,7 +172,7 @@ def clear_computation_cache() -> None:
     """`xr.clear_computation_cache`: forget the compiled programs: those in memory, and those in the folder of `initialize_cache` unless that is readonly."""
     import pathlib
 
-    from torch_bridge import executor
+    from torch_bridge.runtime import executor
 
     executor.clear_cache()
     if _initialized is not None:
@@ -183,6 +183,6 @@ def clear_computation_cache() -> None:
 
 def get_num_cached_compilation_graph() -> int:
     """`xr.get_num_cached_compilation_graph`: compiled programs held in memory."""
-    from torch_bridge import executor
+    from torch_bridge.runtime import executor
 
     return sum(len(by_donation) for trace in executor.TRACES.values() for by_donation in trace.programs.values())

@@ -10,7 +10,10 @@ from typing import Any, TypeVar, overload
 
 import torch
 
-from torch_bridge import eager, environment, metrics, steps
+from torch_bridge import metrics
+from torch_bridge.config import environment
+from torch_bridge.recorder import eager_mode
+from torch_bridge.runtime import steps
 from torch_bridge.torch_xla import runtime
 from torch_bridge.torch_xla.core import xla_model
 
@@ -106,12 +109,12 @@ class _Region(contextlib.AbstractContextManager[None]):
 
     @contextlib.contextmanager
     def _region(self) -> Iterator[None]:
-        from torch_bridge import executor
+        from torch_bridge.runtime import executor
 
         sync()
         before = metrics.EXECUTE_TIME.count
         try:
-            with eager.mode(False):
+            with eager_mode.mode(False):
                 yield
         except BaseException:
             sync()

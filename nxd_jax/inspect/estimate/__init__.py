@@ -3,7 +3,7 @@
     work = transformer_work(LLAMA31_8B, seq=8192, global_batch=1024, tp=32, dp=32, recompute="selective", flash=True)
     print(estimate(work, Topology("trn1.32xlarge", nodes=32)))
 
-The method, where its constants come from and how far off it is: docs/estimate.md.
+The method, where its constants come from and how far off it is: docs/explanation/estimate.md.
 """
 
 from nxd_jax.inspect.estimate.constants import DOCUMENTED, PEAK, Constants

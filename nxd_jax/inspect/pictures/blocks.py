@@ -13,9 +13,9 @@ import torch
 from jax.sharding import NamedSharding, PartitionSpec
 
 from nxd_jax.utils import full_weights
-from torch_bridge import sharding as placing
-from torch_bridge import world
-from torch_bridge.sharded import varying
+from torch_bridge.mesh import sharding as placing
+from torch_bridge.mesh import world
+from torch_bridge.recorder.sharded import varying
 
 if TYPE_CHECKING:
     from nxd_jax.checkpoint.placement import Piece

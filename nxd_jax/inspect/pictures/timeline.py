@@ -12,6 +12,7 @@ import numpy as np
 
 from nxd_jax.inspect import units
 from nxd_jax.inspect.pictures import figures
+from nxd_jax.inspect.pictures.shortening import Cut, shortened
 from nxd_jax.inspect.profiling.attribution import merged, overlap
 from nxd_jax.inspect.profiling.results import COMPILER, FOREIGN, OUTSIDE, DeviceSpan, Profile
 from nxd_jax.inspect.profiling.watching import PHASES
@@ -44,7 +45,8 @@ def timeline_picture(profile: Profile, path: str | os.PathLike[str] | None = Non
 
     profile: of `nxd_jax.inspect.profile`. path: a file to write it to as well, of the kind that its suffix says (.png, .svg, .pdf). by: the colour of what a
     device runs: "module" (the first parts of the module path, with so many that at most eight colours are needed; backward is darker) or "phase" (forward,
-    backward, optimizer). A lane for each thread of the host that runs programs and for each device, up to 40 lanes; vertical lines are the ends of steps.
+    backward, optimizer). Compilations that would fill the picture are drawn short, with what they took. A lane for each thread of the host that
+    runs programs and for each device, up to 40 lanes; vertical lines are the ends of steps.
 
     Raises ValueError for a profile whose block has not ended, for another `by`, or for a file name that is no picture's; ImportError without matplotlib.
     """
@@ -53,6 +55,8 @@ def timeline_picture(profile: Profile, path: str | os.PathLike[str] | None = Non
     if not profile.done:
         raise ValueError("this profile is not there yet: it is read when its `with` block ends, so draw it after the block")
     figures.checked(path)
+    headline = profile.headline()
+    profile, cuts = shortened(profile)
     every = list(dict.fromkeys(s.thread for s in profile.host_spans))
     threads = every[:MOST_HOST_LANES]
     devices = [r.device for r in profile.devices]
@@ -70,8 +74,10 @@ def timeline_picture(profile: Profile, path: str | os.PathLike[str] | None = Non
     if rest:
         _shared_lane(axes, profile, rest, len(lanes) - 1, scale)
     _steps(axes, profile, scale)
+    _cuts(axes, cuts, scale)
     left = len(every) - len(threads)
-    _frame(axes, profile, lanes, scale, unit + (f"; {left} more threads of the host are not shown" if left else ""))
+    about = f"; compilations, {units.seconds(sum(c.seconds for c in cuts))}, are drawn short" if cuts else ""
+    _frame(axes, profile, lanes, scale, unit + about + (f"; {left} more threads of the host are not shown" if left else ""), headline)
     names = groups(profile.device_spans)
     if rest:
         colors[f"{len(rest)} more: darker where more of them are busy"] = "#55595f"
@@ -195,7 +201,17 @@ def _steps(axes: Any, profile: Profile, scale: float) -> None:
         )
 
 
-def _frame(axes: Any, profile: Profile, lanes: Sequence[str], scale: float, unit: str) -> None:
+def _cuts(axes: Any, cuts: Sequence[Cut], scale: float) -> None:
+    """What was drawn short, through all lanes, with the time that it took."""
+    for cut in cuts:
+        axes.axvspan(
+            cut.start * scale, cut.end * scale, facecolor="none", edgecolor=HOST_COLORS["compile"], hatch="///", linewidth=0, alpha=0.5
+        )
+        middle = (cut.start + cut.end) / 2 * scale
+        axes.annotate(units.seconds(cut.seconds), (middle, 0), ha="center", va="center", fontsize=8, color="white", fontweight="bold")
+
+
+def _frame(axes: Any, profile: Profile, lanes: Sequence[str], scale: float, unit: str, headline: str) -> None:
     count = max(len(lanes), 1)
     axes.set_ylim(count - 0.45, -0.55)
     axes.set_xlim(0, max(profile.seconds * scale, 1e-9))
@@ -203,7 +219,7 @@ def _frame(axes: Any, profile: Profile, lanes: Sequence[str], scale: float, unit
     axes.tick_params(axis="y", length=0)
     axes.tick_params(axis="x", labelsize=9)
     axes.set_xlabel(f"time in {unit}", fontsize=9)
-    axes.set_title(profile.headline(), fontsize=10.5, loc="left", pad=18)
+    axes.set_title(headline, fontsize=10.5, loc="left", pad=18)
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
     if not profile.device_spans:

@@ -94,9 +94,9 @@ def _code(program: Any) -> Code | None:
 def _executable(key: Key, runs: int, watched: Watched | None) -> Executable:
     if watched is None:
         return Executable(key[0] or "(unknown)", "", key[0], runs)
-    from torch_bridge import telemetry
+    from torch_bridge.telemetry import activity
 
-    graph = watched.program.facts or telemetry.describe(watched.program)
+    graph = watched.program.facts or activity.describe(watched.program)
     return Executable(graph.name, graph.source, key[0], watched.runs, watched.compile_seconds)
 
 

@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from torch_bridge import scopes
+from torch_bridge.ir import scopes
 
 CONTAINERS = ("while", "conditional", "call")
 """Instructions that are events themselves and run others, which are events too."""
@@ -75,7 +75,7 @@ def parse(text: str) -> Code:
             continue
         rest = line[matched.end() - 1 :]
         opcode, named, calls = _OPCODE.search(rest), _OP_NAME.search(rest), _CALLS.search(rest)
-        op_name = named[1] if named else ""
+        op_name = scopes.unescaped(named[1]) if named else ""
         kind = opcode[1] if opcode else ""
         here.append(_Inner(op_name, kind, bool(matched[1])))
         lines.append(_Line(matched[2], kind, op_name, calls[1] if calls else ""))

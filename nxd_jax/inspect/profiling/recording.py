@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import glob
 import gzip
@@ -45,8 +46,9 @@ def profile(
     through the metadata of the optimised HLO. At the end it waits for the devices. It stands for `neuron-profile` and `torch_xla.debug.profiler`, whose traces
     these are too.
 
-    folder: where the trace goes, made if it is missing; default a new folder among the temporary files, which stays. steps: None: all of the block; a
-    number: that many first steps, and what follows runs unrecorded; a range: those steps, counted from 0, so that `range(2, 5)` leaves two to warm up.
+    folder: where the trace goes, made if it is missing; default a new folder among the temporary files, removed when this process ends.
+    steps: None: all of the block; a number: that many first steps, and the rest runs unrecorded; a range: those steps, counted from 0, so that `range(2, 5)`
+    leaves two to warm up.
     python: Python's function calls are in the trace too, which makes it much larger and the host slower. limit: seconds that reading the trace may take
     (default 60; None: any); what it leaves out, `notes` tells.
 
@@ -56,7 +58,7 @@ def profile(
     wanted = _wanted(steps)
     with _alone():
         recording = Recording(_usable(folder), wanted, python)
-        found = Profile(folder=str(recording.folder))
+        found = Profile(folder=str(recording.folder), kept=folder is not None)
         failure: BaseException | None = None
         try:
             with recording:
@@ -66,7 +68,7 @@ def profile(
             raise
         finally:
             with _unless_failed(failure):
-                vars(found).update(vars(recording.result(failure, limit)))
+                vars(found).update(vars(recording.result(failure, limit)) | {"kept": folder is not None})
 
 
 def _caller() -> str:
@@ -119,7 +121,9 @@ def _unless_failed(failure: BaseException | None) -> Iterator[None]:
 def _usable(folder: str | os.PathLike[str] | None) -> pathlib.Path:
     """The folder, there and writable."""
     if folder is None:
-        return pathlib.Path(tempfile.mkdtemp(prefix="nxd_jax-profile-"))
+        made = tempfile.mkdtemp(prefix="nxd_jax-profile-")
+        atexit.register(shutil.rmtree, made, ignore_errors=True)
+        return pathlib.Path(made)
     place = pathlib.Path(folder).expanduser().absolute()
     try:
         place.mkdir(parents=True, exist_ok=True)

@@ -204,12 +204,14 @@ class Profile:
         modules, ops, instructions: the device time by module, aten op and HLO instruction, the most first.
         host_spans, device_spans: the timeline (`nxd_jax.inspect.pictures.timeline_picture` draws it), in seconds since the beginning.
         folder: what XProf and TensorBoard open; trace: the file in it; perfetto: what ui.perfetto.dev opens ('' if it could not be written).
+        kept: whether these stay when the process ends: in a folder that was named.
         notes: what a reader should know: what is missing, and why.
     """
 
     folder: str = ""
     trace: str = ""
     perfetto: str = ""
+    kept: bool = True
     done: bool = False
     seconds: float = 0.0
     device_seconds: float = 0.0
@@ -281,6 +283,8 @@ class Profile:
             found.append(f"Perfetto: open https://ui.perfetto.dev and drop {self.perfetto} on it")
         if self.trace:
             found.append(f"XProf: pip install xprof tensorboard; tensorboard --logdir {self.folder}")
+        if found and not self.kept:
+            found.append("These files are removed when this process ends; profile(folder=...) keeps them")
         return found
 
     def __str__(self) -> str:

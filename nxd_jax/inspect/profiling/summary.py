@@ -187,9 +187,9 @@ def _instructions(executables: Sequence[Executable], timed: Sequence[Timed], who
 def _notes(trace: Trace, host: Hosting, timed: Sequence[Timed], watched: Sequence[Watched], stale: Sequence[str]) -> tuple[str, ...]:
     notes = [trace.cut] if trace.cut else []
     if not timed:
-        from torch_bridge import abstract
+        from torch_bridge.mesh import abstract_arrays
 
-        if abstract.active():
+        if abstract_arrays.active():
             why = "this is an abstract run, which executes nothing"
         elif watched:
             why = "programs were dispatched, but the trace has no instruction of theirs: this backend does not report them"

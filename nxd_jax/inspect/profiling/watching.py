@@ -33,7 +33,7 @@ LINGER = 0.02
 
 @dataclass(eq=False)
 class Watched:
-    """A program that ran. program: a `torch_bridge.program.Program`; runs: dispatched how often; compile_seconds: spent on compiling it here."""
+    """A program that ran. program: a `torch_bridge.compiler.program.Program`; runs: dispatched how often; compile_seconds: spent on compiling it here."""
 
     program: Any
     runs: int = 0
@@ -68,7 +68,9 @@ class Watch(contextlib.AbstractContextManager["Watch"]):
         time.sleep(LINGER)
 
     def __enter__(self) -> Watch:
-        from torch_bridge import executor, program, telemetry, transfer
+        from torch_bridge.compiler import program
+        from torch_bridge.runtime import executor, transfer
+        from torch_bridge.telemetry import activity
 
         try:
             self._replace(executor, "_run", self._phase("prepare"))
@@ -77,8 +79,8 @@ class Watch(contextlib.AbstractContextManager["Watch"]):
             self._replace(transfer, "to_cpu", self._phase("wait"))
             self._replace(program.Program, "compile", self._compile)
             self._replace(program.Program, "run", self._dispatch)
-            self._replace(telemetry.ACTIVITY, "ran", self._begins_wait)
-            self._replace(telemetry.ACTIVITY, "step", self._step)
+            self._replace(activity.ACTIVITY, "ran", self._begins_wait)
+            self._replace(activity.ACTIVITY, "step", self._step)
         except BaseException:
             self._undo.close()
             raise
@@ -151,12 +153,12 @@ class Watch(contextlib.AbstractContextManager["Watch"]):
         return run
 
     def _step(self, fn: Any) -> Any:
-        from torch_bridge import telemetry
+        from torch_bridge.telemetry import activity
 
         def run() -> None:
-            before = telemetry.ACTIVITY.steps
+            before = activity.ACTIVITY.steps
             fn()
-            if telemetry.ACTIVITY.steps != before:
+            if activity.ACTIVITY.steps != before:
                 moment(STEP)
                 self._at_step()
 
@@ -176,7 +178,7 @@ def moment(name: str) -> None:
 
 def finish() -> None:
     """Block until the devices have done everything that was handed to them, so that it is in the trace."""
-    from torch_bridge import executor
+    from torch_bridge.runtime import executor
 
     with annotation("wait"):
         executor.wait_all()

@@ -9,6 +9,8 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from nxd_jax._flags import flag
+
 BIAS_MODES = ("none", "all", "lora_only")
 INIT_MODES = ("default", "gaussian")
 
@@ -93,6 +95,8 @@ class LoraConfig:
         self.modules_to_save = _names(self, "modules_to_save", text_too=False)  # type: ignore[assignment]
         for name, check in _CHECKS.items():
             check(name, getattr(self, name))
+        for name in _FLAGS:
+            setattr(self, name, flag(f"LoraConfig: {name}", getattr(self, name)))
         self.lora_save_dir = os.fspath(self.lora_save_dir)
         if self.merge_lora and not self.save_lora_base:
             raise ValueError(
@@ -206,11 +210,6 @@ def _one_of(allowed: tuple[str, ...]) -> Callable[[str, Any], None]:
     return check
 
 
-def _flag(name: str, value: Any) -> None:
-    if not isinstance(value, bool):
-        raise TypeError(f"LoraConfig: {name} must be True or False, got {value!r}")
-
-
 def _tag(name: str, value: Any) -> None:
     if value is not None and not isinstance(value, str):
         raise TypeError(f"LoraConfig: {name} must be a str or None, got {value!r}")
@@ -229,7 +228,14 @@ _CHECKS: dict[str, Callable[[str, Any], None]] = {
     "init_lora_weights": _one_of(INIT_MODES),
     "lora_load_tag": _tag,
     "lora_save_dir": _path,
-    **dict.fromkeys(
-        ("use_rslora", "lora_verbose", "load_lora_from_ckpt", "merge_lora", "save_lora_base", "save_lora_config_adapter",
-         "merge_sharded_lora", "enable_lora"), _flag),
-}  # fmt: skip
+}
+_FLAGS = (
+    "use_rslora",
+    "lora_verbose",
+    "load_lora_from_ckpt",
+    "merge_lora",
+    "save_lora_base",
+    "save_lora_config_adapter",
+    "merge_sharded_lora",
+    "enable_lora",
+)

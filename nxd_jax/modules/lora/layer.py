@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from nxd_jax.modules.lora.config import LoraConfig
-from torch_bridge import sharded
+from torch_bridge.recorder import sharded
 
 Init = Callable[[torch.Tensor], Any]
 

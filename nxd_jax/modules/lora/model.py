@@ -17,7 +17,7 @@ from nxd_jax.modules.lora import loading, making, peft_format, storage, targets
 from nxd_jax.modules.lora import state as lora_state
 from nxd_jax.modules.lora.config import LoraConfig, as_config
 from nxd_jax.modules.lora.layer import LoraLayer, inner_attribute
-from torch_bridge import world
+from torch_bridge.mesh import world
 
 logger = logging.getLogger("nxd_jax")
 

@@ -22,7 +22,7 @@ from nxd_jax.modules.lora import storage, targets
 from nxd_jax.modules.lora.config import LoraConfig
 from nxd_jax.modules.lora.layer import LoraLayer, LoraLinear
 from nxd_jax.modules.lora.peft_tensors import PREFIX, Fused, adapter, others, outgoing, parts, plain
-from torch_bridge import processes, world
+from torch_bridge.mesh import processes, world
 
 TENSORS_FILE = "adapter_model.safetensors"
 FUSED: dict[str, tuple[str, ...]] = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}

@@ -15,7 +15,8 @@ from nxd_jax.modules.lora.layer import LoraLayer
 from nxd_jax.parallel_layers import parallel_state
 from nxd_jax.parallel_layers.utils import copy_tensor_model_parallel_attributes
 from nxd_jax.utils import full_weights, rank_states
-from torch_bridge import sharded, world
+from torch_bridge.mesh import world
+from torch_bridge.recorder import sharded
 
 CONFIG = "lora_config"
 """The key of a checkpoint under which the configuration is."""

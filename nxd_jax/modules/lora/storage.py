@@ -25,7 +25,7 @@ from nxd_jax.modules.lora import state as lora_state
 from nxd_jax.modules.lora.config import LoraConfig
 from nxd_jax.parallel_layers import checkpointing, parallel_state
 from nxd_jax.utils import rank_states
-from torch_bridge import processes, world
+from torch_bridge.mesh import processes, world
 
 logger = logging.getLogger("nxd_jax")
 

@@ -19,9 +19,12 @@ from nxd_jax.parallel_layers.layers import ColumnParallelLinear, ParallelEmbeddi
 from nxd_jax.trainer.footprint import footprint
 from tests.nxd_jax.conftest import Nxd
 from tests.torch_bridge.devices import python
-from torch_bridge import executor, hlo, metrics, sharded, world
-from torch_bridge.abstract import AbstractArray
+from torch_bridge import hlo, metrics
 from torch_bridge.errors import DeadTensorError
+from torch_bridge.mesh import world
+from torch_bridge.mesh.abstract_arrays import AbstractArray
+from torch_bridge.recorder import sharded
+from torch_bridge.runtime import executor
 
 
 class Model(nn.Module):

@@ -14,7 +14,7 @@ from torch import nn
 
 from nxd_jax.checkpoint import contents
 from nxd_jax.utils.full_weights import gather_full
-from torch_bridge import sharded
+from torch_bridge.recorder import sharded
 
 
 class Model(nn.Module):

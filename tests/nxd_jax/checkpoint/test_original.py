@@ -19,7 +19,7 @@ from nxd_jax.parallel_layers.checkpointing import save as save_older
 from nxd_jax.parallel_layers.layers import ColumnParallelLinear
 from tests.nxd_jax.checkpoint import job
 from tests.nxd_jax.conftest import Nxd
-from torch_bridge import sharded
+from torch_bridge.recorder import sharded
 from torch_bridge.torch_xla.utils.serialization import TensorReference
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*copies of K/V heads")

@@ -12,7 +12,7 @@ import pytest
 import torch
 from neuronx_distributed.parallel_layers import parallel_state
 
-from torch_bridge import sharded
+from torch_bridge.recorder import sharded
 
 LAYOUTS = [(1, 1, True), (2, 2, False), (4, 4, True)]
 """(tensor parallel size, copies, fused): with 4 query and 2 or 4 K/V heads."""

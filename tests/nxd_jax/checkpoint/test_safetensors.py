@@ -21,7 +21,7 @@ from nxd_jax.checkpoint.safetensors_files import Hub, Planned
 from tests.nxd_jax.checkpoint import job
 from tests.nxd_jax.checkpoint.hub_model import ATTENTION, CONFIG, MLP, SIZE, Tiny, folder, weights
 from tests.nxd_jax.conftest import Nxd
-from torch_bridge import sharded
+from torch_bridge.recorder import sharded
 
 
 def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:

@@ -15,7 +15,7 @@ from neuronx_distributed.parallel_layers.utils import move_all_tensor_to_cpu
 from neuronx_distributed.trainer import checkpoint
 
 from tests.nxd_jax.checkpoint import job
-from torch_bridge import world
+from torch_bridge.mesh import world
 
 
 @pytest.fixture
@@ -350,7 +350,7 @@ def test_a_directory_must_be_named(alone: Any) -> None:
 def test_varying_content_is_refused(nxd: Any, tmp_path: Path) -> None:
     import neuronx_distributed
 
-    from torch_bridge import sharded
+    from torch_bridge.recorder import sharded
 
     nxd(2)
     differs = sharded.from_ranks(lambda r: torch.full((3,), float(r)))
@@ -362,7 +362,7 @@ def test_drifted_copies_are_kept_in_the_same_layout(nxd: Any, tmp_path: Path) ->
     """A parameter that every rank should hold alike, but does not."""
     import neuronx_distributed
 
-    from torch_bridge import sharded
+    from torch_bridge.recorder import sharded
 
     nxd(2)
     model = torch.nn.Linear(2, 2, bias=False).to("xla")

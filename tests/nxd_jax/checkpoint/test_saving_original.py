@@ -18,7 +18,8 @@ from nxd_jax.parallel_layers import parallel_state
 from nxd_jax.parallel_layers.utils import move_all_tensor_to_cpu
 from tests.nxd_jax.checkpoint import job
 from tests.nxd_jax.conftest import Nxd
-from torch_bridge import sharded, world
+from torch_bridge.mesh import world
+from torch_bridge.recorder import sharded
 
 
 @pytest.fixture(autouse=True)

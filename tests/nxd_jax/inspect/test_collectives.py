@@ -89,6 +89,7 @@ def found(table: inspect.Table[Collective]) -> Counter[tuple[Any, ...]]:
     return Counter({(*key, sizes[key]): count for key, count in counts.items()})
 
 
+@pytest.mark.core(keep=2)
 @pytest.mark.parametrize("name", JOBS)
 def test_rows_are_what_arithmetic_predicts(name: str) -> None:
     job = JOBS[name]

@@ -67,18 +67,29 @@ def test_a_script_for_real(tmp_path: pathlib.Path) -> None:
     """Report, JSON and dumps; a check that fails has its own exit status, and says why."""
     (tmp_path / "train.py").write_text(textwrap.dedent(SCRIPT))
     args = ("--nproc_per_node", "4", "--steps", "3", "--max-recompiles", "0", "--json", "out.json", "--dump-hlo", "hlo", "train.py", "16")
-    found = run(tmp_path, *args)
+    (tmp_path / "tmp").mkdir()
+    found = run(tmp_path, *args, TMPDIR=str(tmp_path / "tmp"))
     assert found.returncode == inspect_run.CHECK_FAILED, found.stderr
+    assert list((tmp_path / "tmp").glob("nxd_jax-profile*")) == []
     assert found.stdout.count("loss") == 3  # the third run of the first batch size is in the fourth step
     assert "--max-recompiles 0: 1 program compiled again" in found.stderr
     assert "was float32[4, 8], now float32[6, 8] at train.py:" in found.stderr
     page = (tmp_path / "report.html").read_text()
     check(page)
     assert "nxd-inspect train.py" in page and "--max-recompiles 0" in page and "Host time" in page
+    assert "nxd-inspect --trace DIR keeps the trace" in page and "ui.perfetto.dev" not in page
     data = json.loads((tmp_path / "out.json").read_text())
     assert data["memory"]["fits"] and {c["kind"] for c in data["collectives"]} == {"all-reduce"}
     assert [c["like"] is None for c in data["recompiles"]] == [True, False]
     assert all((f / "optimized_hlo.txt").exists() for f in (tmp_path / "hlo").iterdir()) and len(list((tmp_path / "hlo").iterdir())) == 2
+
+
+def test_a_trace_that_is_kept(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "train.py").write_text(textwrap.dedent(SCRIPT))
+    found = run(tmp_path, "--nproc_per_node", "2", "--trace", "kept", "--steps", "2", "train.py", "16")
+    assert found.returncode == 0, found.stderr
+    assert list((tmp_path / "kept").rglob("perfetto_trace.json.gz"))
+    assert "drop " in (page := (tmp_path / "report.html").read_text()) and "perfetto_trace.json.gz" in page and "are removed" not in page
 
 
 def test_on_shapes_alone_over_the_memory(tmp_path: pathlib.Path) -> None:

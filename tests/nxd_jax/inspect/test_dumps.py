@@ -18,7 +18,8 @@ SCRIPT = """
     import torch, torch_xla, torch_bridge
     import torch_xla.core.xla_model as xm
     from nxd_jax import inspect
-    from torch_bridge import executor, metrics
+    from torch_bridge import metrics
+    from torch_bridge.runtime import executor
 
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2)).to("xla")

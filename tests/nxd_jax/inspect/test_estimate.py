@@ -245,8 +245,8 @@ def test_shown_and_saved():
 
 
 def test_the_page_has_what_comes_out_now():
-    page = (ROOT / "docs" / "estimate.md").read_text()
-    assert published.filled(page) == page, "docs/estimate.md is out of date: python benchmarks/published.py --write"
+    page = (ROOT / "docs" / "explanation" / "estimate.md").read_text()
+    assert published.filled(page) == page, "docs/explanation/estimate.md is out of date: python benchmarks/published.py --write"
     with pytest.raises(ValueError, match=r"must have the marks <!-- published: begin --> and <!-- published: end --> once"):
         published.filled("no marks")
 

@@ -19,8 +19,9 @@ from nxd_jax.topology import Topology
 from tests.nxd_jax.conftest import Nxd
 from tests.nxd_jax.inspect.pages import read_html
 from tests.nxd_jax.inspect.small import Model, train
-from torch_bridge import executor, metrics
-from torch_bridge.recorder import dispatch
+from torch_bridge import metrics
+from torch_bridge.device.startup import dispatch
+from torch_bridge.runtime import executor
 
 IDS = torch.zeros(2, 5, dtype=torch.int64)
 

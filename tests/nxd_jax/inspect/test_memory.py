@@ -14,7 +14,7 @@ import nxd_jax
 from nxd_jax import inspect
 from tests.nxd_jax.conftest import Nxd
 from tests.nxd_jax.inspect.llama import Job
-from torch_bridge import executor
+from torch_bridge.runtime import executor
 
 JOBS = [Job(tp=4, zero1=True, sequence_parallel=True), Job(tp=2, dtype=torch.float32, layers=3, checkpoints=True)]
 

@@ -26,7 +26,7 @@ from nxd_jax.topology.marks import colour
 from nxd_jax.topology.scene import scene, ways
 from nxd_jax.utils import full_weights
 from tests.nxd_jax.conftest import Nxd
-from torch_bridge import sharded
+from torch_bridge.recorder import sharded
 
 TRN1, TRN2, ULTRA = Topology("trn1.32xlarge"), Topology("trn2.48xlarge"), Topology("trn2-ultraserver")
 GIB = 2**30

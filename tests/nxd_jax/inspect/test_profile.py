@@ -27,7 +27,9 @@ from nxd_jax.inspect.profiling import hosting as hosts
 from nxd_jax.inspect.profiling.instructions import Instruction, parse
 from nxd_jax.inspect.profiling.reading import Mark, Op
 from nxd_jax.inspect.tables import Table
-from torch_bridge import executor, program, telemetry, transfer
+from torch_bridge.compiler import program
+from torch_bridge.runtime import executor, transfer
+from torch_bridge.telemetry import activity
 
 STEPS = 3
 
@@ -136,7 +138,7 @@ def test_the_device_time_is_the_traces(measured: Profile) -> None:
 
 def test_the_program_and_its_instructions(measured: Profile) -> None:
     [row] = measured.executables.where(lambda r: r.runs == STEPS)
-    assert row.name == telemetry.describe(executor.RECENT[-1]).name and row.source.startswith("test_profile.py:")
+    assert row.name == activity.describe(executor.RECENT[-1]).name and row.source.startswith("test_profile.py:")
     assert row.compile_seconds == 0
     slowest = measured.instructions[0]
     assert (slowest.module, slowest.executable, slowest.count) == ("heavy", row.name, STEPS)
@@ -194,7 +196,7 @@ def test_nothing_is_left_behind(small: Callable[[], Any], tmp_path: pathlib.Path
         small()
         raise ZeroDivisionError
     assert before == (executor._run, executor._execute, executor.wait_all, transfer.to_cpu, program.Program.run, program.Program.compile)
-    assert not {"ran", "step"} & vars(telemetry.ACTIVITY).keys()
+    assert not {"ran", "step"} & vars(activity.ACTIVITY).keys()
     assert found.done and len(found.steps) == 1 and found.device_seconds > 0
     assert "the block raised ZeroDivisionError, so this is what ran before" in str(found)
     with profile(tmp_path) as again:  # the profiler is free, and the same folder will do
@@ -451,7 +453,7 @@ def test_long_timelines_are_merged(monkeypatch: pytest.MonkeyPatch) -> None:
     code = parse(HLO)
     monkeypatch.setattr(attribution, "_code", lambda program: code)
     monkeypatch.setattr(attribution, "_stale", lambda *found: False)
-    watched = SimpleNamespace(program=SimpleNamespace(facts=telemetry.Graph("0a0b0c0d", 3, "train.py:11")), runs=1, compile_seconds=0.0)
+    watched = SimpleNamespace(program=SimpleNamespace(facts=activity.Graph("0a0b0c0d", 3, "train.py:11")), runs=1, compile_seconds=0.0)
     found = summary.summarize(trace, [watched])  # type: ignore[list-item]
     assert len(found.device_spans) <= 40
     assert sum(s.end - s.start for s in found.device_spans) == pytest.approx(0.5, rel=0.05)
@@ -501,6 +503,25 @@ def test_lanes(count: int, lanes: int, last: str, colors: Any) -> None:
     extents = [p.get_extents() for bars in axes.collections for p in bars.get_paths()]
     assert max(e.x1 for e in extents) <= 3.0001 and axes.get_xlim() == (0, 3)
     assert len(axes.images) == (count == 64)
+
+
+def test_a_long_compilation_is_drawn_short() -> None:
+    """Ten seconds in the second of three steps of a second: the steps keep nearly all of the picture, and the ten seconds are written there."""
+    plain = drawn(1)
+    moved = replace(
+        plain,
+        seconds=13.0,
+        host_spans=(HostSpan("main", "record", 0, 1), HostSpan("main", "compile", 1, 11), HostSpan("main", "record", 11, 13)),
+        device_spans=(DeviceSpan("cpu:0", "a", "forward", 0.5, 0.9), DeviceSpan("cpu:0", "a", "forward", 12.5, 12.9)),
+        steps=Table(
+            "", [StepRow(k + 1, start, seconds, 0, 0, 0, 0, 0, 0) for k, (start, seconds) in enumerate([(0, 1), (1, 11), (12, 1)])], ()
+        ),
+    )
+    [axes] = timeline_picture(moved).axes
+    assert axes.get_xlim() == pytest.approx((0, 3.18)) and [line.get_xdata()[0] for line in axes.lines] == pytest.approx([1, 2.18, 3.18])
+    assert axes.get_xlabel() == "time in s; compilations, 10 s, are drawn short" and "profile: 13 s" in axes.get_title("left")
+    assert {t.get_text() for t in axes.texts} == {"10 s", "step 1", "step 2", "step 3"}
+    assert moved.seconds == 13.0 and "compilations" not in timeline_picture(plain).axes[0].get_xlabel()
 
 
 def test_colors_by_phase_and_files(measured: Profile, colors: Any, tmp_path: pathlib.Path) -> None:

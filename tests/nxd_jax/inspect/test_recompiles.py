@@ -10,7 +10,8 @@ import torch_xla
 from torch import nn
 
 from nxd_jax import inspect
-from torch_bridge import executor, history
+from torch_bridge.compiler import history
+from torch_bridge.runtime import executor
 
 
 class Model(nn.Module):
@@ -188,6 +189,45 @@ def test_the_table(training: Training) -> None:
     assert table[1].reason.startswith("an input of up (aten.addmm) was float32[8, 8], now float32[6, 8] at test_recompiles.py:")
     assert inspect.why() == table[1]
     assert table[1].seconds > 0 and table.data()[1]["why"][0]["kind"] == "shape"
+
+
+def test_gradient_accumulation() -> None:
+    """The first micro-batch makes gradients, others add to them, one steps: three programs, and why."""
+    model = Model().to("xla")
+    optimizer = torch.optim.AdamW(model.parameters())
+    for k in range(6):
+        model(torch.ones(2, 8, device="xla")).square().mean().backward()
+        if k % 3 == 2:
+            optimizer.step()
+            optimizer.zero_grad()
+        torch_xla.sync()
+    rows = inspect.recompiles()[-3:].rows
+    assert rows[0].like is None or "gradient" not in rows[0].reason
+    assert [[d.kind for d in c.why] for c in rows[1:]] == [["ops"], ["ops"]]
+    line = test_gradient_accumulation.__code__.co_firstlineno
+    assert rows[1].reason == f"each gradient was new, now added to those of earlier backward passes at test_recompiles.py:{line + 5}"
+    assert rows[2].reason == f"the optimizer's step was not taken, now taken at test_recompiles.py:{line + 7}"
+    assert all("gradient accumulation" in c.why[0].advice for c in rows[1:])
+
+
+def test_ops_that_are_only_in_one(training: Training) -> None:
+    """Not 'was nothing'."""
+    for k in range(2):
+        x = torch.ones(2, 8).to("xla")
+        training.step(x.cos() if k else x)
+    assert training.why().what == "aten.cos" and (training.why().before, training.why().after) == ("not recorded", "recorded")
+
+
+def test_why_reads_as_sentences(training: Training) -> None:
+    for rows in (4, 4, 3):
+        training.step(torch.ones(rows, 8).to("xla"))
+    text = str(inspect.why())
+    head, *rest = text.splitlines()
+    assert head.startswith("program ") and "ops up to test_recompiles.py:" in head and head.endswith("but:")
+    assert any("was float32[4, 8], now float32[3, 8]" in line and "another batch size" in line for line in rest)
+    assert "Difference(" not in text and repr(inspect.why()) == text
+    first = inspect.recompiles()[0]
+    assert str(first).endswith(": first of its kind") or first.like is not None
 
 
 def test_nothing_was_compiled_again() -> None:

@@ -91,6 +91,12 @@ def test_html_is_well_formed_and_escaped() -> None:
     assert table()._repr_html_() == table().html()
 
 
+def test_long_texts_are_broken_and_short_ones_are_not() -> None:
+    """A table is no wider than its page; numbers and short names stay in one piece."""
+    page = Table("", [Row("all-reduce", 3, ("model.layers.0.self_attention.query_key_value",))], COLUMNS).html()
+    assert page.count("overflow-wrap:anywhere") == 2 and page.count("white-space:nowrap") == 6
+
+
 def test_rich_shows_the_same() -> None:
     console = Console(width=100, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
     console.print(table(most=2))

@@ -17,7 +17,7 @@ from nxd_jax.inspect.report import LIMIT
 from nxd_jax.inspect.watching import Stopped, Watch
 from tests.nxd_jax.conftest import Nxd
 from tests.nxd_jax.inspect.llama import Job
-from torch_bridge import steps
+from torch_bridge.runtime import steps
 
 
 def script(marks: int, seen: list[int], between: Callable[[], Any] = lambda: None) -> None:

@@ -12,7 +12,9 @@ import torch.nn.functional as F
 import torch_bridge
 from nxd_jax.kernels.flash_attn import nki_flash_attn_func
 from tests.nxd_jax.conftest import Nxd
-from torch_bridge import _compat, flash_attention, sharded
+from torch_bridge import _compat
+from torch_bridge.lowerings.kernels import flash_attention
+from torch_bridge.recorder import sharded
 
 Tensors = list[torch.Tensor]
 
@@ -29,6 +31,7 @@ def with_gradients(out: torch.Tensor, inputs: Tensors, grad: torch.Tensor) -> Te
     return [out.detach().cpu(), *(g.cpu() for g in torch.autograd.grad(out, inputs, grad.to(out.device)))]
 
 
+@pytest.mark.core(keep=2)
 @pytest.mark.parametrize("length", [1, 5, 256, 257, 600])
 @pytest.mark.parametrize("causal", [True, False])
 def test_parity(length: int, causal: bool) -> None:
@@ -121,14 +124,16 @@ def test_dropout_gradients_use_the_same_mask(length: int) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_dropout_masks_of_ranks(nxd: Nxd) -> None:
-    """Ranks that share q, k and v draw one mask; data-parallel ranks draw their own."""
+@pytest.mark.parametrize("independent", ["0", "1"])
+def test_dropout_masks_of_ranks(nxd: Nxd, monkeypatch: pytest.MonkeyPatch, independent: str) -> None:
+    """Ranks that share q, k and v draw one mask; data-parallel ranks the same one, or their own where that is asked for."""
+    monkeypatch.setenv("NXD_JAX_INDEPENDENT_DRAWS", independent)
     nxd(4, tp=2)
     one = torch.ones(1, 1, 6, 6)
     q = sharded.from_ranks(lambda r: one.clone(), ["dp"])
     out = nki_flash_attn_func(q, q, torch.eye(6, device="xla")[None, None], dropout_p=0.5, transpose_nki_inputs=False)
     a, b, c, d = sharded.shards(out)
-    assert torch.equal(a, b) and torch.equal(c, d) and not torch.equal(a, c)
+    assert torch.equal(a, b) and torch.equal(c, d) and torch.equal(a, c) == (independent == "0")
 
 
 def test_checkpointing_draws_the_same_mask() -> None:

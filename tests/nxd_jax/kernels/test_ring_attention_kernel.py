@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from nxd_jax.kernels.ring_attention_kernel import nki_ring_attn_func
 from nxd_jax.parallel_layers import parallel_state
 from tests.nxd_jax.conftest import Nxd
-from torch_bridge import sharded
+from torch_bridge.recorder import sharded
 
 B, H, D = 2, 3, 8
 
@@ -47,6 +47,7 @@ def run(cp: int, length: int, causal: bool, pairs: Any) -> None:
         check(t.grad, whole.grad, cp)
 
 
+@pytest.mark.core(keep=2)
 @pytest.mark.thorough(keep=7)
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("length", [3, 270])

@@ -12,7 +12,7 @@ import torch.distributed as dist
 def ranks() -> Iterator[None]:
     """Undo afterwards what Trainers say about ranks."""
     from nxd_jax.parallel_layers import parallel_state
-    from torch_bridge import world
+    from torch_bridge.mesh import world
 
     yield
     parallel_state.destroy_model_parallel()

@@ -14,7 +14,7 @@ import neuronx_distributed.lightning  # noqa: F401  (before Lightning, as the sc
 import pytorch_lightning
 import torch
 
-from torch_bridge import world
+from torch_bridge.mesh import world
 
 
 class Recorder(pytorch_lightning.Callback):

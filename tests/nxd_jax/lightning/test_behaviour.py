@@ -55,6 +55,7 @@ SETTINGS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.core(keep=2)
 @pytest.mark.thorough(keep=6)
 @pytest.mark.parametrize("settings", SETTINGS, ids=[" ".join(s) for s in SETTINGS])
 def test_fit(tmp_path: Path, settings: dict[str, Any]) -> None:

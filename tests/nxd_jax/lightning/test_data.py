@@ -17,7 +17,7 @@ from pytorch_lightning.utilities import CombinedLoader
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, Subset
 
 from tests.nxd_jax.lightning import jobs
-from torch_bridge import sharded
+from torch_bridge.recorder import sharded
 
 pytestmark = jobs.MARKS
 

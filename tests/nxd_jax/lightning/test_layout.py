@@ -16,7 +16,7 @@ from pytorch_lightning.strategies import SingleDeviceStrategy, StrategyRegistry
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
 from tests.nxd_jax.lightning import jobs
-from torch_bridge import world
+from torch_bridge.mesh import world
 
 pytestmark = jobs.MARKS
 

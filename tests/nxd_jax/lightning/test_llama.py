@@ -36,7 +36,7 @@ def example() -> Iterator[Any]:
     import torch_xla.distributed.xla_backend  # noqa: F401
 
     from nxd_jax.parallel_layers import parallel_state
-    from torch_bridge import world
+    from torch_bridge.mesh import world
 
     folders = [str(ROOT / "examples"), str(ROOT / "benchmarks")]
     sys.path[:0] = folders

@@ -16,7 +16,8 @@ from pytorch_lightning.loggers import CSVLogger
 from torch import nn
 
 from tests.nxd_jax.lightning import jobs
-from torch_bridge import metrics, sharded
+from torch_bridge import metrics
+from torch_bridge.recorder import sharded
 
 pytestmark = jobs.MARKS
 

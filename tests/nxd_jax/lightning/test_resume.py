@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Weighte
 
 from nxd_jax.utils.full_weights import gather_full
 from tests.nxd_jax.lightning import jobs
-from torch_bridge import sharded
+from torch_bridge.recorder import sharded
 
 pytestmark = [
     *jobs.MARKS,

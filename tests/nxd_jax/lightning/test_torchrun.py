@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.nxd_jax.lightning import jobs, two_processes
-from torch_bridge import world
+from torch_bridge.mesh import world
 
 ROOT = Path(__file__).parents[3]
 

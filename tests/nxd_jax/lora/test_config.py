@@ -66,8 +66,8 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"bias": "some"}, ValueError, "bias must be 'none', 'all' or 'lora_only', got 'some'"),
     ({"bias": True}, ValueError, "bias must be 'none', 'all' or 'lora_only', got True"),
     ({"init_lora_weights": "zero"}, ValueError, "init_lora_weights must be 'default' or 'gaussian', got 'zero'"),
-    ({"use_rslora": "yes"}, TypeError, "use_rslora must be True or False, got 'yes'"),
-    ({"enable_lora": 1}, TypeError, "enable_lora must be True or False, got 1"),
+    ({"use_rslora": "yes"}, TypeError, r"LoraConfig: use_rslora must be True or False \(or 1 or 0\), got 'yes'"),
+    ({"enable_lora": 2}, TypeError, r"LoraConfig: enable_lora must be True or False \(or 1 or 0\), got 2"),
     ({"target_modules": []}, ValueError, r"target_modules=\[\] must name at least one module"),
     ({"target_modules": [""]}, ValueError, "by names that are not empty"),
     ({"target_modules": [3]}, TypeError, "target_modules must be a list of module names, a regular expression or None, got"),
@@ -84,6 +84,12 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
 def test_what_is_refused(arguments: dict[str, Any], error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         LoraConfig(**arguments)
+
+
+def test_one_and_zero_stand_for_true_and_false() -> None:
+    found = LoraConfig(use_rslora=1, save_lora_base=1, merge_lora=1, enable_lora=0)  # type: ignore[arg-type]
+    assert (found.use_rslora, found.merge_lora, found.enable_lora, found.lora_verbose) == (True, True, False, False)
+    assert found == LoraConfig(use_rslora=True, save_lora_base=True, merge_lora=True, enable_lora=False) and found.enable_lora is False
 
 
 def test_what_dicts_are_refused() -> None:

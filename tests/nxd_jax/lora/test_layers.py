@@ -34,7 +34,7 @@ from nxd_jax.parallel_layers.layers import (
 from nxd_jax.utils.full_weights import gather_full
 from tests.nxd_jax.conftest import Nxd
 from tests.nxd_jax.lora.models import full, stir
-from torch_bridge import sharded
+from torch_bridge.recorder import sharded
 
 R, ALPHA = 3, 6
 
@@ -143,6 +143,7 @@ def own_input(case: str, layer: Any, x: torch.Tensor) -> torch.Tensor:
     return mappings._split_along_dim(x, -1) if getattr(layer.base_layer, "input_is_parallel", False) else x
 
 
+@pytest.mark.core(keep=3)
 @pytest.mark.thorough(keep=7)
 @pytest.mark.parametrize("case", CASES)
 def test_results_gradients_and_merging(nxd: Nxd, case: str) -> None:

@@ -16,7 +16,7 @@ from nxd_jax.parallel_layers.layers import ColumnParallelLinear, ParallelEmbeddi
 from nxd_jax.utils.full_weights import gather_full
 from tests.nxd_jax.conftest import Nxd
 from tests.nxd_jax.lora.models import full, llama, logits, parallel, stir
-from torch_bridge import sharded
+from torch_bridge.recorder import sharded
 from torch_bridge.torch_xla.utils.checkpoint import checkpoint
 
 

@@ -53,9 +53,13 @@ def test_losses_equal_peft(nxd: Nxd, case: str, world: int, tp: int) -> None:
     assert settings["r"] == 4
 
 
-def test_dropout_differs_among_data_but_not_tensor_parallel_ranks(nxd: Nxd) -> None:
-    from torch_bridge import sharded
+@pytest.mark.parametrize("independent", ["0", "1"])
+def test_independent_dropout_differs_among_data_but_not_tensor_parallel_ranks(
+    nxd: Nxd, monkeypatch: pytest.MonkeyPatch, independent: str
+) -> None:
+    from torch_bridge.recorder import sharded
 
+    monkeypatch.setenv("NXD_JAX_INDEPENDENT_DRAWS", independent)
     nxd(4, tp=2)
     model = LoraModel(parallel(llama()), LoraConfig(lora_rank=4, lora_dropout=0.5, target_modules=["q_proj", "o_proj"]))
     ids = sharded.from_ranks(lambda r: torch.arange(8).reshape(1, 8), ["dp"])
@@ -63,6 +67,6 @@ def test_dropout_differs_among_data_but_not_tensor_parallel_ranks(nxd: Nxd) -> N
     layer = model._layers["model.layers.0.self_attn.q_proj"]
     x = sharded.from_ranks(lambda r: torch.ones(1, 4, 16), ["dp"])
     masks = sharded.shards(layer.lora_dropout(x))
-    assert torch.equal(masks[0], masks[1]) and torch.equal(masks[2], masks[3]) and not torch.equal(masks[0], masks[2])
+    assert torch.equal(masks[0], masks[1]) and torch.equal(masks[2], masks[3]) and torch.equal(masks[0], masks[2]) == (independent == "0")
     model.eval()
     assert torch.equal(sharded.shards(layer.lora_dropout(x))[0], torch.ones(1, 4, 16))

@@ -38,6 +38,7 @@ def files(path: pathlib.Path) -> list[str]:
 # -- save_lora ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.core(keep=1)
 @pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize("tag", [None, "step_3"])
 def test_save_and_load(nxd: Nxd, tmp_path: pathlib.Path, tag: str | None, inside: bool) -> None:

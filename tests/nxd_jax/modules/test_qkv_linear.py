@@ -12,7 +12,7 @@ from nxd_jax.modules.rms_norm import RMSNorm
 from nxd_jax.parallel_layers import parallel_state
 from tests.nxd_jax.conftest import Nxd
 from tests.nxd_jax.parallel_layers.parts import close, collectives_run, own, per_rank, tp_place
-from torch_bridge import world
+from torch_bridge.mesh import world
 
 IN, Q, KV, HEAD = 12, 16, 8, 4  # 4 heads of Q, 2 of K and V
 TP = 4

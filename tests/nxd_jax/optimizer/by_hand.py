@@ -12,7 +12,8 @@ import torch
 
 from nxd_jax.parallel_layers import parallel_state
 from nxd_jax.parallel_layers.utils import set_tensor_model_parallel_attributes
-from torch_bridge import executor, sharded
+from torch_bridge.recorder import sharded
+from torch_bridge.runtime import executor
 
 Parameters = dict[str, torch.nn.Parameter]
 

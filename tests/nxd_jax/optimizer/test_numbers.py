@@ -14,7 +14,7 @@ from nxd_jax.parallel_layers import parallel_state
 from nxd_jax.utils.adamw_fp32_optim_params import AdamW_FP32OptimParams
 from tests.nxd_jax.conftest import Nxd
 from tests.nxd_jax.optimizer.by_hand import Case, compare
-from torch_bridge import sharded
+from torch_bridge.recorder import sharded
 
 
 class Signs(optim.Optimizer):
@@ -60,6 +60,7 @@ def name_of(case: Case) -> str:
     return f"{case.optimizer.__name__}-dp{case.dp}-tp{case.tp}"
 
 
+@pytest.mark.core(keep=2)
 @pytest.mark.thorough(keep=9)
 @pytest.mark.parametrize("zero", [False, True], ids=["plain", "zero1"])
 @pytest.mark.parametrize("case", DIVIDED, ids=name_of)

@@ -17,7 +17,8 @@ from torch import optim
 from nxd_jax.optimizer import NeuronEPZero1Optimizer, NeuronZero1Optimizer
 from tests.nxd_jax.conftest import Nxd
 from tests.nxd_jax.optimizer.by_hand import WHOLE, Case, Divided
-from torch_bridge import executor, sharded
+from torch_bridge.recorder import sharded
+from torch_bridge.runtime import executor
 from torch_bridge.torch_xla.distributed.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 
 CASE = Case(optim.AdamW, {"lr": 1e-2})

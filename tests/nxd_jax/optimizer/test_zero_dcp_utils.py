@@ -18,7 +18,7 @@ from torch import nn
 
 from tests.nxd_jax.checkpoint import job
 from tests.nxd_jax.conftest import Nxd
-from torch_bridge import objects
+from torch_bridge.collectives import object_collectives
 
 
 class Rows(nn.Module):
@@ -54,7 +54,7 @@ def step(model: nn.Module, optimizer: Any) -> None:
 
 
 def of_all_ranks(optimizer: Any) -> list[Any]:
-    return copy.deepcopy(objects.each_ranks(optimizer.state_dict()))  # steps are counted in place
+    return copy.deepcopy(object_collectives.each_ranks(optimizer.state_dict()))  # steps are counted in place
 
 
 def same(a: Any, b: Any) -> None:

@@ -22,6 +22,7 @@ def rotated(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
     return torch.cat((z.real, z.imag), -1)
 
 
+@pytest.mark.core(keep=3)
 @pytest.mark.parametrize("form", ["table", "4d table", "rows", "no ids"])
 @pytest.mark.parametrize(("flash", "transpose"), [(True, True), (True, False), (False, True)])
 def test_both_layouts(form: str, flash: bool, transpose: bool) -> None:

@@ -13,8 +13,9 @@ import pytest
 import torch
 
 import torch_bridge
-import torch_bridge.recorder
-from torch_bridge import compiling_aside, executables, executor, program
+import torch_bridge.device.startup
+from torch_bridge.compiler import background_compile, executable_cache, program
+from torch_bridge.runtime import executor
 
 torch_bridge.register()
 
@@ -25,12 +26,12 @@ def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setenv("NXD_JAX_COLLECT", f"compile:{tmp_path}")
     monkeypatch.setenv("NXD_JAX_COMPILE_WORKERS", "2")
     monkeypatch.setattr(program, "EXTRACT_ONLY", True)
-    monkeypatch.setattr(compiling_aside, "_pool", None)
+    monkeypatch.setattr(background_compile, "_pool", None)
     executor.clear_cache()
 
     def events() -> list[dict[str, Any]]:
-        if compiling_aside._pool is not None:
-            compiling_aside._pool.shutdown()
+        if background_compile._pool is not None:
+            background_compile._pool.shutdown()
         return [json.loads(line) for file in tmp_path.glob("*.jsonl") for line in file.read_text().splitlines()]
 
     yield events
@@ -41,7 +42,7 @@ def graph(n: int) -> torch.Tensor:
     """One graph of its own for each n."""
     x = torch.ones(n).to("xla")
     y = (x * 2).sum()
-    torch_bridge.executor.sync()
+    torch_bridge.runtime.executor.sync()
     return y
 
 
@@ -50,13 +51,13 @@ def compile_it(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Puts something in front of each compilation."""
 
     def put(before: Any) -> None:
-        original = executables.prepared
+        original = executable_cache.prepared
 
         def prepared(*args: Any) -> Any:
             finish = original(*args)
             return lambda: (before(), finish())[1]
 
-        monkeypatch.setattr(executables, "prepared", prepared)
+        monkeypatch.setattr(executable_cache, "prepared", prepared)
 
     return put
 
@@ -93,7 +94,7 @@ def test_a_graph_that_cannot_be_lowered_raises_in_the_script(told: Any, monkeypa
     def no(*_: Any) -> Any:
         raise NotImplementedError("no lowering")
 
-    monkeypatch.setattr(executables, "prepared", no)
+    monkeypatch.setattr(executable_cache, "prepared", no)
     with pytest.raises(NotImplementedError, match="no lowering"):
         graph(3)
     assert [e["event"] for e in told()] == ["found", "failed"]
@@ -111,28 +112,28 @@ def test_whoever_asks_for_an_executable_waits(told: Any) -> None:
 
 
 def test_how_many_at_a_time(told: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert compiling_aside.wanted() and compiling_aside.workers() == 2
+    assert background_compile.wanted() and background_compile.workers() == 2
     monkeypatch.setenv("NXD_JAX_COMPILE_WORKERS", "1")
-    assert not compiling_aside.wanted()
+    assert not background_compile.wanted()
     monkeypatch.delenv("NXD_JAX_COMPILE_WORKERS")
-    assert 1 <= compiling_aside.workers() <= compiling_aside.MOST
+    assert 1 <= background_compile.workers() <= background_compile.MOST
     monkeypatch.setenv("NXD_JAX_COMPILE_WORKERS", "many")
     with pytest.raises(ValueError, match="NXD_JAX_COMPILE_WORKERS='many': must be a whole number of at least 1"):
-        compiling_aside.workers()
+        background_compile.workers()
 
 
 def test_only_where_nothing_waits(told: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not in real runs, not where processes compile together, not while graphs are collected or HLO is dumped."""
     with monkeypatch.context() as patch:
         patch.setattr(jax, "process_count", lambda: 2)
-        assert not compiling_aside.wanted()
+        assert not background_compile.wanted()
     with monkeypatch.context() as patch:
         patch.setattr(program, "EXTRACT_ONLY", False)
-        assert not compiling_aside.wanted()
+        assert not background_compile.wanted()
     with monkeypatch.context() as patch:
         patch.setenv("NXD_JAX_COLLECT", "collect:/nowhere")
-        assert not compiling_aside.wanted()
+        assert not background_compile.wanted()
     with monkeypatch.context() as patch:
         patch.setenv("NEURON_FRAMEWORK_DEBUG", "1")
-        assert not compiling_aside.wanted()
-    assert compiling_aside.wanted()
+        assert not background_compile.wanted()
+    assert background_compile.wanted()

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from nxd_jax.parallel_compile import Graphs, cache, command
-from torch_bridge import collecting
+from torch_bridge.telemetry import compile_log
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -28,7 +28,7 @@ for event in json.loads(sys.argv[1]):
 file.close()
 sys.exit(int(sys.argv[2]))
 """
-"""Stands for a script: tells of graphs as `torch_bridge.collecting` does, and exits."""
+"""Stands for a script: tells of graphs as `torch_bridge.telemetry.compile_log` does, and exits."""
 
 FIRST = {"graph": "1f0c2a44", "number": 0, "ops": 61, "source": "train.py:88"}
 SECOND = {"graph": "1f0c2a44", "number": 1, "ops": 61, "source": ""}
@@ -181,7 +181,7 @@ def test_setting_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         ValueError, match="NXD_JAX_COLLECT='walk:/tmp': must be compile:<folder> or collect:<folder>; `neuron_parallel_compile` sets it"
     ):
-        collecting.told()
+        compile_log.told()
 
 
 SCRIPT = """

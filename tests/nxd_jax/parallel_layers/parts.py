@@ -9,7 +9,8 @@ import torch
 
 import torch_bridge
 from nxd_jax.parallel_layers import parallel_state
-from torch_bridge import executor, sharded
+from torch_bridge.recorder import sharded
+from torch_bridge.runtime import executor
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 

@@ -16,7 +16,8 @@ from nxd_jax.parallel_layers import checkpointing, parallel_state
 from nxd_jax.parallel_layers.layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear
 from nxd_jax.utils.full_weights import gather_full
 from tests.nxd_jax.conftest import Nxd
-from torch_bridge import sharded, world
+from torch_bridge.mesh import world
+from torch_bridge.recorder import sharded
 
 
 class Model(nn.Module):

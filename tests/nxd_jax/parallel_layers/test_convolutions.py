@@ -12,7 +12,7 @@ import torch
 from nxd_jax.parallel_layers.layers import BaseParallelConv, InputChannelParallelConv2d, OutputChannelParallelConv2d
 from tests.nxd_jax.conftest import Nxd
 from tests.nxd_jax.parallel_layers.parts import close, joined, own, per_rank, tp_place
-from torch_bridge import world
+from torch_bridge.mesh import world
 
 CASES: dict[str, dict[str, Any]] = {
     "plain": dict(kernel_size=3),
@@ -39,6 +39,7 @@ def parted(x: torch.Tensor, dim: int) -> torch.Tensor:
     return own([x.chunk(TP, dim)[tp_place(r)] for r in range(world.size())], ["tp"])
 
 
+@pytest.mark.core(keep=3)
 @pytest.mark.parametrize("gather", [True, False])
 @pytest.mark.parametrize("name", CASES)
 def test_output_channels(nxd: Nxd, name: str, gather: bool) -> None:
@@ -59,6 +60,7 @@ def test_output_channels(nxd: Nxd, name: str, gather: bool) -> None:
         torch.testing.assert_close(joined(layer.bias.grad, 0), reference.bias.grad, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.core(keep=3)
 @pytest.mark.parametrize("parallel", [True, False])
 @pytest.mark.parametrize("name", CASES)
 def test_input_channels(nxd: Nxd, name: str, parallel: bool) -> None:

@@ -11,7 +11,7 @@ import torch
 from nxd_jax.parallel_layers import grads as nxd_grads
 from nxd_jax.parallel_layers import parallel_state
 from tests.nxd_jax.conftest import Nxd
-from torch_bridge import sharded
+from torch_bridge.recorder import sharded
 
 
 def parameter(grad: Callable[[int], torch.Tensor], axes: list[str] | None = None, **attributes: Any) -> torch.nn.Parameter:
@@ -61,6 +61,7 @@ def gradients() -> dict[str, torch.Tensor]:
     return {"column": torch.randn(8, 3), "norm": torch.randn(5), "bias": torch.randn(4), "shared": 100 * torch.randn(4)}
 
 
+@pytest.mark.core(keep=8)
 @pytest.mark.parametrize("norm_type", [2, 1, 3.0, "inf"])
 @pytest.mark.parametrize("size", [{"size": 8, "tp": 4}, {"size": 8, "tp": 2, "cp": 2}, {"size": 1}])
 @pytest.mark.parametrize("force_spmd", [True, False])

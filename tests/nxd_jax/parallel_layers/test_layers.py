@@ -18,7 +18,8 @@ from nxd_jax.parallel_layers.layer_norm import LayerNorm
 from nxd_jax.parallel_layers.layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear, SPMDRank
 from tests.nxd_jax.conftest import Nxd
 from tests.nxd_jax.parallel_layers.parts import close, collectives_run, joined, own, per_rank, tp_place
-from torch_bridge import sharded, world
+from torch_bridge.mesh import world
+from torch_bridge.recorder import sharded
 
 ROOT = pathlib.Path(__file__).parents[3]
 IN, OUT = 8, 24
@@ -58,6 +59,7 @@ COLUMN = {
 }
 
 
+@pytest.mark.core(keep=5)
 @pytest.mark.parametrize("name", COLUMN)
 def test_column(nxd: Nxd, name: str) -> None:
     nxd(8, tp=4)
@@ -119,6 +121,7 @@ ROW = {
 }
 
 
+@pytest.mark.core(keep=5)
 @pytest.mark.parametrize("name", ROW)
 def test_row(nxd: Nxd, name: str) -> None:
     nxd(8, tp=4)
@@ -406,6 +409,7 @@ EMBEDDING = {
 NATIVE = ("padding_idx", "max_norm", "norm_type", "scale_grad_by_freq")
 
 
+@pytest.mark.core(keep=8)
 @pytest.mark.parametrize("name", EMBEDDING)
 @pytest.mark.parametrize("tp", [1, 4])
 def test_embedding(nxd: Nxd, name: str, tp: int) -> None:
@@ -570,7 +574,7 @@ import sys, torch, torch.distributed as dist
 import torch_bridge.torch_xla.distributed.xla_backend
 from nxd_jax.modules.qkv_linear import GQAQKVColumnParallelLinear
 from nxd_jax.parallel_layers import layers, parallel_state, random
-from torch_bridge import sharded
+from torch_bridge.recorder import sharded
 
 dist.init_process_group("xla")
 parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)

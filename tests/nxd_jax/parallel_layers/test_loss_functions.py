@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from nxd_jax.parallel_layers import parallel_state
 from nxd_jax.parallel_layers.loss_functions import DistributedLogprob, from_parallel_logits_to_logprobs, parallel_cross_entropy
 from tests.nxd_jax.conftest import Nxd
-from torch_bridge import sharded
+from torch_bridge.recorder import sharded
 
 V = 24
 
@@ -40,6 +40,7 @@ def reference(logits: torch.Tensor, target: torch.Tensor, smoothing: float) -> t
     return flat.reshape(target.shape)
 
 
+@pytest.mark.core(keep=4)
 @pytest.mark.thorough(keep=10)
 @pytest.mark.parametrize("smoothing", [0.0, 0.1, 1.0])
 @pytest.mark.parametrize("shape", [(6,), (2, 5), (2, 3, 2)])

@@ -90,6 +90,7 @@ REGIONS = {
 }
 
 
+@pytest.mark.core(keep=5)
 @pytest.mark.parametrize("name", REGIONS)
 def test_region(nxd: Nxd, name: str) -> None:
     nxd(WORLD, tp=TP)

@@ -12,7 +12,7 @@ from nxd_jax.parallel_layers import parallel_state
 from nxd_jax.parallel_layers.pad import generate_padding_mask, get_number_of_extra_heads, pad_model
 from nxd_jax.utils.utils import hardware
 from tests.nxd_jax.conftest import Nxd
-from torch_bridge import sharded
+from torch_bridge.recorder import sharded
 
 HIDDEN, HEADS, HEAD_DIM = 12, 6, 2
 

@@ -10,7 +10,8 @@ import torch.distributed as dist
 
 from nxd_jax.parallel_layers import parallel_state as ps
 from tests.nxd_jax.conftest import Nxd
-from torch_bridge import groups, ranks, sharded, world
+from torch_bridge.mesh import groups, rank_numbers, world
+from torch_bridge.recorder import sharded
 
 GRIDS = [
     # world, tp, pp, cp, ep
@@ -61,7 +62,7 @@ def test_groups_of_every_kind(nxd: Nxd, grid: tuple[int, ...]) -> None:
         assert get(kind, "size")() == len(lists[0])
         group = get(kind, "group")()
         own = [next(g.index(r) for g in lists if r in g) for r in range(count)]
-        assert ranks.per_rank(get(kind, "rank")()) == own == ranks.per_rank(group.rank())
+        assert rank_numbers.per_rank(get(kind, "rank")()) == own == rank_numbers.per_rank(group.rank())
         assert group.size() == len(lists[0]) == dist.get_world_size(group) and group._mesh == lists
         assert group is get(kind, "group")() and type(group.size()) is int
     assert ps.get_world_group(as_list=True) == [list(range(count))] and ps.get_world_group().size() == count
@@ -99,10 +100,10 @@ def test_ranks_of_others(nxd: Nxd) -> None:
     def of(kind: str, r: int) -> list[int]:
         return next(g for g in lists[kind] if r in g)
 
-    assert ranks.per_rank(ps.get_tensor_model_parallel_src_rank()) == [of("tp", r)[0] for r in range(16)]
-    assert ranks.per_rank(ps.get_data_parallel_src_rank()) == [of("dp", r)[0] for r in range(16)]
+    assert rank_numbers.per_rank(ps.get_tensor_model_parallel_src_rank()) == [of("tp", r)[0] for r in range(16)]
+    assert rank_numbers.per_rank(ps.get_data_parallel_src_rank()) == [of("dp", r)[0] for r in range(16)]
     for step, name in ((1, "next"), (-1, "prev")):
-        answer = ranks.per_rank(getattr(ps, f"get_pipeline_model_parallel_{name}_rank")())
+        answer = rank_numbers.per_rank(getattr(ps, f"get_pipeline_model_parallel_{name}_rank")())
         assert answer == [of("pp", r)[(of("pp", r).index(r) + step) % 2] for r in range(16)]
     pairs = ps.get_context_model_parallel_src_tgt_pairs()
     assert sorted(map(tuple, pairs)) == sorted((r, of("cp", r)[(of("cp", r).index(r) + 1) % 2]) for r in range(16))
@@ -221,7 +222,7 @@ def test_overrides(nxd: Nxd) -> None:
     assert (ps.get_tensor_model_parallel_size(), ps.get_tensor_model_parallel_rank()) == (8, 5)
     assert (ps.get_expert_model_parallel_size(), ps.get_expert_model_parallel_rank(), ps.get_context_model_parallel_size()) == (2, 1, 4)
     nxd(4, tp=2)
-    assert ps.get_tensor_model_parallel_size() == 2 and ranks.per_rank(ps.get_tensor_model_parallel_rank()) == [0, 1, 0, 1]
+    assert ps.get_tensor_model_parallel_size() == 2 and rank_numbers.per_rank(ps.get_tensor_model_parallel_rank()) == [0, 1, 0, 1]
     assert ps.get_aot_mode() is False
     ps.set_aot_mode(True)
     assert ps.get_aot_mode() is True
@@ -272,7 +273,7 @@ def test_a_plain_script_gets_the_world_it_asks_for(nxd: Nxd) -> None:
     world.configure(world.World(1, fixed=False))
     dist.init_process_group("xla")
     ps.initialize_model_parallel(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
-    assert world.size() == 4 == dist.get_world_size() and ranks.per_rank(dist.get_rank()) == [0, 1, 2, 3]
+    assert world.size() == 4 == dist.get_world_size() and rank_numbers.per_rank(dist.get_rank()) == [0, 1, 2, 3]
     assert ps.get_data_parallel_size() == 1
 
 

@@ -7,11 +7,13 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.nn.functional as F
+import torch_xla.core.xla_model as xm
 
 from nxd_jax.parallel_layers import parallel_state
 from nxd_jax.parallel_layers.random import XLARNGStatesTracker, get_xla_rng_tracker, model_parallel_xla_manual_seed
 from tests.nxd_jax.conftest import Nxd
 from tests.nxd_jax.parallel_layers.parts import own, per_rank
+from torch_bridge.recorder import sharded
 
 N = 20000
 
@@ -33,7 +35,16 @@ def independent(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def test_default_state(nxd: Nxd) -> None:
+    """One seed: alike on all ranks, whatever their activations."""
+    nxd(8, tp=4)
+    model_parallel_xla_manual_seed(1)
+    found = masks(own([torch.ones(N)] * 8, ["dp"]))
+    assert all(torch.equal(m, found[0]) for m in found)
+
+
+def test_independent_draws(nxd: Nxd, monkeypatch: pytest.MonkeyPatch) -> None:
     """Alike on tensor parallel ranks, different on data parallel ones once their activations differ."""
+    monkeypatch.setenv("NXD_JAX_INDEPENDENT_DRAWS", "1")
     nxd(8, tp=4)
     model_parallel_xla_manual_seed(1)
     found = masks(own([torch.ones(N)] * 8, ["dp"]))
@@ -136,6 +147,32 @@ def test_a_world_of_one(nxd: Nxd) -> None:
     with get_xla_rng_tracker().fork():
         a = torch.rand(3, device="xla").tolist()
     assert a != torch.rand(3, device="xla").tolist()
+
+
+def test_a_seed_that_differs_by_rank(nxd: Nxd) -> None:
+    """As AWS's scripts seed: each rank draws what it would alone, in the default state and in the tracker's, on the CPU and on xla."""
+    nxd(4, tp=2)
+    rank = xm.get_ordinal()
+    model_parallel_xla_manual_seed(5 + rank)
+    host, device = sharded.shards(torch.rand(3)), per_rank(torch.rand(3, device="xla"))
+    with get_xla_rng_tracker().fork():
+        host_inside, device_inside = sharded.shards(torch.rand(3)), per_rank(torch.rand(3, device="xla"))
+    for r in range(4):
+        torch.manual_seed(5 + r)
+        assert torch.equal(host[r], torch.rand(3)) and torch.equal(device[r], torch.rand(3, device="xla").cpu())
+        torch.manual_seed(5 + r + 2718 + r % 2)
+        assert torch.equal(host_inside[r], torch.rand(3)) and torch.equal(device_inside[r], torch.rand(3, device="xla").cpu())
+
+
+def test_the_tracker_differs_among_tensor_parallel_ranks_on_the_cpu_too(nxd: Nxd) -> None:
+    nxd(4, tp=2)
+    model_parallel_xla_manual_seed(5)
+    with get_xla_rng_tracker().fork():
+        inside = sharded.shards(torch.rand(3))
+    assert type(torch.rand(3)) is torch.Tensor
+    for r in range(4):
+        torch.manual_seed(5 + 2718 + r % 2)
+        assert torch.equal(inside[r], torch.rand(3))
 
 
 def test_without_parallel_state_is_an_error() -> None:

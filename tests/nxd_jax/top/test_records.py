@@ -14,7 +14,9 @@ import pytest
 
 from nxd_jax.top import records
 from tests.nxd_jax.top.published import data, put, record
-from torch_bridge import publishing, telemetry, world
+from torch_bridge.mesh import world
+from torch_bridge.telemetry import activity as telemetry
+from torch_bridge.telemetry import publisher as publishing
 
 
 def test_what_is_published_is_understood(tmp_path: pathlib.Path) -> None:

@@ -36,10 +36,10 @@ def test_a_job_on_32_cores() -> None:
     assert "train.py running pid 4242" in lines[0]
     assert "world 32: dp 2 x tp 16 · trn1.32xlarge on 32 cpu devices · up 3m12s" in lines[1]
     assert "step 1,204 · 3.22 steps/s · 1,300 programs · busy 75%" in lines[2]
-    assert "last graph 0123abcd (3,022 ops, train.py:57, needs 5G a core) 0.4 s ago" in lines[3]
+    assert "last graph 0123abcd (3,022 ops, train.py:57, needs 5GiB a core) 0.4 s ago" in lines[3]
     assert "3 graphs compiled in 12 s · reused 1,297 times" in lines[4]
-    assert lines[5].count("core busy") == 2 and lines[5].count("memory of 16G") == 2
-    assert "   0 █████████░░░  75% █░░░░░░     1G " in lines[6]
+    assert lines[5].count("core busy") == 2 and lines[5].count("mem of 16GiB") == 2
+    assert "   0 █████████░░░  75% █░░░░░░    1Gi " in lines[6]
     assert lines[21].split()[1] == "30" and len(lines) == 23
 
 
@@ -131,7 +131,7 @@ def test_every_width(width: int) -> None:
 
 @pytest.mark.parametrize(
     ("count", "text"),
-    [(0, "0"), (1023, "1023"), (1024, "1K"), (130 * 1024, "130K"), (15.94 * 2**30, "15.9G"), (2**40, "1T"), (1000 * 2**20, "1000M")],
+    [(0, "0"), (1023, "1023"), (1024, "1Ki"), (130 * 1024, "130Ki"), (15.94 * 2**30, "15.9Gi"), (2**40, "1Ti"), (1000 * 2**20, "1000Mi")],
 )
 def test_size(count: float, text: str) -> None:
     assert size(count) == text

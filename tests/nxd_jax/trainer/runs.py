@@ -15,7 +15,7 @@ from torch import nn
 from nxd_jax.parallel_layers import parallel_state
 from nxd_jax.parallel_layers.layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear
 from nxd_jax.utils.full_weights import gather_full
-from torch_bridge import sharded
+from torch_bridge.recorder import sharded
 
 WIDTH, HIDDEN, WORDS = 8, 12, 10
 Class = Callable[..., torch.optim.Optimizer]

@@ -16,7 +16,8 @@ from torch import nn
 from nxd_jax.parallel_layers.layers import ColumnParallelLinear, RowParallelLinear
 from nxd_jax.utils.activation_checkpoint import NxDCheckpointWrapper, checkpoint_wrapper
 from tests.nxd_jax.conftest import Nxd
-from torch_bridge import executor, sharded
+from torch_bridge.recorder import sharded
+from torch_bridge.runtime import executor
 
 transformers = pytest.importorskip("transformers")
 
@@ -75,6 +76,7 @@ def assert_same(found: tuple[float, Any], expected: tuple[float, Any]) -> None:
             torch.testing.assert_close(s, t, rtol=1e-5, atol=1e-6 * max(1e-3, t.abs().max().item()))
 
 
+@pytest.mark.core(keep=1)
 @pytest.mark.thorough(keep=2)
 @pytest.mark.parametrize(("layers", "tp", "sequence_parallel"), [(8, 1, False), (3, 2, False), (3, 2, True)])
 def test_same_gradients_from_less_memory(nxd: Nxd, layers: int, tp: int, sequence_parallel: bool) -> None:

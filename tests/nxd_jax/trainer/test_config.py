@@ -120,6 +120,20 @@ def test_what_arguments_become(given: dict[str, Any], key: str, found: Any) -> N
     assert given == before  # NxD writes its defaults into the caller's dicts
 
 
+def test_one_and_zero_stand_for_true_and_false() -> None:
+    found = neuronx_distributed_config(
+        sequence_parallel=1,  # type: ignore[arg-type]
+        pad_model=0,  # type: ignore[arg-type]
+        optimizer_config={"zero_one_enabled": 1, "grad_clipping": 0, "max_grad_norm": None},
+        mixed_precision_config={"use_master_weights": 0},
+        model_init_config={"meta_device_init": 0},
+    )
+    assert found["sequence_parallel"] is True and found["pad_model"] is False
+    assert found["optimizer_config"] == {"zero_one_enabled": True, "grad_clipping": False, "max_grad_norm": None}
+    assert found["optimizer_config"]["zero_one_enabled"] is True and found["optimizer_config"]["grad_clipping"] is False
+    assert found["mixed_precision_config"]["use_master_weights"] is False and found["model_init_config"]["meta_device_init"] is False
+
+
 @pytest.mark.parametrize(
     ("given", "error", "text"),
     [
@@ -142,7 +156,16 @@ def test_what_arguments_become(given: dict[str, Any], key: str, found: Any) -> N
             ValueError,
             "model_init_config has an unknown key 'init'; it takes sequential_move_factor, meta_device_init, param_init_fn",
         ),
-        ({"optimizer_config": {"zero_one_enabled": 1}}, TypeError, "optimizer_config['zero_one_enabled'] must be True or False, got 1"),
+        (
+            {"optimizer_config": {"zero_one_enabled": 2}},
+            TypeError,
+            "optimizer_config['zero_one_enabled'] must be True or False (or 1 or 0), got 2",
+        ),
+        (
+            {"optimizer_config": {"grad_clipping": None}},
+            TypeError,
+            "optimizer_config['grad_clipping'] must be True or False (or 1 or 0), got None",
+        ),
         (
             {"optimizer_config": {"max_grad_norm": "1"}},
             TypeError,
@@ -164,7 +187,7 @@ def test_what_arguments_become(given: dict[str, Any], key: str, found: Any) -> N
         (
             {"mixed_precision_config": {"use_master_weights": None}},
             TypeError,
-            "mixed_precision_config['use_master_weights'] must be True or False, got None",
+            "mixed_precision_config['use_master_weights'] must be True or False (or 1 or 0), got None",
         ),
         (
             {"model_init_config": {"meta_device_init": True}},
@@ -191,8 +214,9 @@ def test_what_arguments_become(given: dict[str, Any], key: str, found: Any) -> N
         ({"activation_checkpoint_config": nn.GELU()}, TypeError, "must be 'full', None, a torch.nn.Module class or several, got GELU"),
         ({"activation_checkpoint_config": [nn.GELU, 3]}, TypeError, "a torch.nn.Module class or several, got [<class"),
         ({"activation_checkpoint_config": ()}, TypeError, "a torch.nn.Module class or several, got ()"),
-        ({"pad_model": 1}, TypeError, "pad_model must be True or False, got 1"),
-        ({"sequence_parallel": "yes"}, TypeError, "sequence_parallel must be True or False, got 'yes'"),
+        ({"pad_model": -1}, TypeError, "pad_model must be True or False (or 1 or 0), got -1"),
+        ({"pad_model": 1.0}, TypeError, "pad_model must be True or False (or 1 or 0), got 1.0"),
+        ({"sequence_parallel": "yes"}, TypeError, "sequence_parallel must be True or False (or 1 or 0), got 'yes'"),
         (
             {"lora_config": {"lora_rank": 4}},
             TypeError,

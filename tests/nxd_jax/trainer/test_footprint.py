@@ -19,7 +19,7 @@ from nxd_jax.topology import Topology
 from nxd_jax.trainer.footprint import KINDS, footprint
 from tests.nxd_jax.conftest import Nxd
 from tests.nxd_jax.trainer.test_meta_init import Llama, Watch, fill
-from torch_bridge import sharded
+from torch_bridge.recorder import sharded
 
 TRN1, TRN2 = Topology("trn1.32xlarge"), Topology("trn2.48xlarge")
 
@@ -184,7 +184,7 @@ from modeling_llama_nxd import LlamaForCausalLM, NxDLlamaOptions
 from neuronx_distributed.trainer import neuronx_distributed_config
 from nxd_jax.topology import Topology
 from nxd_jax.trainer.footprint import footprint
-from torch_bridge import world
+from torch_bridge.mesh import world
 from transformers import LlamaConfig
 from jax._src import xla_bridge
 

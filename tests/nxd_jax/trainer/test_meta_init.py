@@ -21,7 +21,7 @@ from nxd_jax.modules.rms_norm import RMSNorm
 from nxd_jax.parallel_layers.layers import ColumnParallelLinear, OutputChannelParallelConv2d, ParallelEmbedding, RowParallelLinear
 from nxd_jax.utils import model_utils
 from tests.nxd_jax.conftest import Nxd
-from torch_bridge import sharded
+from torch_bridge.recorder import sharded
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[3] / "examples" / "llama"))
 from modeling_llama_nxd import LlamaForCausalLM, NxDLlamaOptions

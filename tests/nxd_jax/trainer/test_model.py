@@ -16,7 +16,7 @@ from torch import nn
 
 from nxd_jax.parallel_layers.layers import ColumnParallelLinear, RowParallelLinear
 from tests.nxd_jax.conftest import Nxd
-from torch_bridge import sharded
+from torch_bridge.recorder import sharded
 
 transformers = pytest.importorskip("transformers")
 

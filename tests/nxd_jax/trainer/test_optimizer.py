@@ -13,7 +13,9 @@ import torch_bridge
 from nxd_jax.trainer.optimizer import NxDOptimizer
 from tests.nxd_jax.conftest import Nxd
 from tests.nxd_jax.trainer.runs import Run, Wrapped, compare
-from torch_bridge import dispatch, executor, metrics
+from torch_bridge import metrics
+from torch_bridge.recorder import dispatch
+from torch_bridge.runtime import executor
 
 RUNS = {
     "everything": Run(optim.AdamW, {"lr": 1e-2}, groups=True, scheduler=True, accumulate=2, tied=True),

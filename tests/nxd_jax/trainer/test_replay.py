@@ -19,8 +19,10 @@ from nxd_jax.parallel_layers.layers import ColumnParallelLinear, RowParallelLine
 from nxd_jax.parallel_layers.random import get_xla_rng_tracker, model_parallel_xla_manual_seed
 from tests.nxd_jax.conftest import Nxd
 from tests.nxd_jax.trainer.runs import Run, Wrapped
-from torch_bridge import executor, metrics, sharded
-from torch_bridge.replay import Player
+from torch_bridge import metrics
+from torch_bridge.recorder import sharded
+from torch_bridge.replay.player import Player
+from torch_bridge.runtime import executor
 
 STEPS = 6
 

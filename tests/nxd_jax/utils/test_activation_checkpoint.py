@@ -9,7 +9,7 @@ from torch import nn
 from nxd_jax.parallel_layers.layers import ColumnParallelLinear, RowParallelLinear
 from nxd_jax.utils.activation_checkpoint import NxDCheckpointWrapper, apply_activation_checkpointing, checkpoint_wrapper
 from tests.nxd_jax.conftest import Nxd
-from torch_bridge import sharded
+from torch_bridge.recorder import sharded
 
 
 class Layer(nn.Module):

@@ -25,6 +25,7 @@ def reference(
     return p
 
 
+@pytest.mark.core(keep=4)
 @pytest.mark.parametrize("device", ["cpu", "xla"])
 @pytest.mark.parametrize("downcast", [False, True])
 @pytest.mark.parametrize("decay, correct", [(0.0, True), (0.1, True), (0.1, False)])

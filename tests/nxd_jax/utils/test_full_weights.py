@@ -19,7 +19,7 @@ from nxd_jax.parallel_layers.layers import (
 )
 from nxd_jax.utils.full_weights import cut_full, gather_full, scatter_full
 from tests.nxd_jax.conftest import Nxd
-from torch_bridge import sharded
+from torch_bridge.recorder import sharded
 
 LAYERS = {
     "column": lambda: ColumnParallelLinear(6, 24, bias=False, keep_master_weight=True),
@@ -34,6 +34,7 @@ LAYERS = {
 }
 
 
+@pytest.mark.core(keep=4)
 @pytest.mark.parametrize("world, tp", [(8, 4), (4, 4), (1, 1)])
 @pytest.mark.parametrize("name", LAYERS)
 def test_full_weight_is_the_master_weight_and_comes_back(nxd: Nxd, name: str, world: int, tp: int) -> None:
@@ -91,6 +92,7 @@ def test_a_gradient_is_full_like_its_parameter(nxd: Nxd) -> None:
     torch.testing.assert_close(gather_full(grad, like=layer.weight), master.grad, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.core(keep=4)
 @pytest.mark.parametrize("platform", ["trn1", "trn2"])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("fuse", [False, True])

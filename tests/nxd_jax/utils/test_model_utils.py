@@ -15,7 +15,7 @@ from nxd_jax.parallel_layers.layers import ColumnParallelLinear, ParallelEmbeddi
 from nxd_jax.utils import model_utils
 from nxd_jax.utils.full_weights import gather_full
 from tests.nxd_jax.conftest import Nxd
-from torch_bridge import sharded
+from torch_bridge.recorder import sharded
 
 
 class Model(nn.Module):

@@ -21,7 +21,8 @@ from nxd_jax.utils import serialization
 from nxd_jax.utils.random import set_random_seed
 from nxd_jax.utils.utils import HloMetadataLevel, get_dict_from_json, hardware
 from tests.nxd_jax.conftest import Nxd
-from torch_bridge import sharded, world
+from torch_bridge.mesh import world
+from torch_bridge.recorder import sharded
 
 
 def test_parallel_state_has_a_short_path() -> None:

@@ -16,7 +16,7 @@ from nxd_jax.parallel_layers import parallel_state
 from nxd_jax.parallel_layers.layers import ColumnParallelLinear, RowParallelLinear
 from nxd_jax.utils.full_weights import gather_full, scatter_full
 from nxd_jax.utils.model_utils import get_model_sequential
-from torch_bridge import sharded
+from torch_bridge.recorder import sharded
 
 
 class Model(nn.Module):

@@ -9,6 +9,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 import torch_bridge.lowerings as lowerings
+from tests.torch_bridge.lowerings.batches import verify
 from tests.torch_bridge.lowerings.parity import to_jax, to_torch
 from torch_bridge import _compat
 
@@ -28,17 +29,23 @@ def check_grad(op: torch._ops.OpOverload, *args: Any, rtol: float | None = None,
     expected = torch.autograd.grad(outs, [wanted[i] for i in leaves], cotangents, allow_unused=True)
     with _compat.enable_x64():
         arrays = [to_jax(x) for x in flat]
+        inputs = [arrays[i] for i in leaves], [to_jax(c) for c in cotangents]
 
-        def call(values: list[Any]) -> list[Any]:
-            filled = list(arrays)
-            for i, v in zip(leaves, values, strict=True):
-                filled[i] = v
-            call_args, call_kwargs = tree_unflatten(filled, spec)
-            results = jax.tree.leaves(lowerings.lookup(op).fn(*call_args, **call_kwargs))
-            return [r for r in results if jax.numpy.issubdtype(r.dtype, jax.numpy.floating)]
+    def call(values: list[Any]) -> list[Any]:
+        filled = list(arrays)
+        for i, v in zip(leaves, values, strict=True):
+            filled[i] = v
+        call_args, call_kwargs = tree_unflatten(filled, spec)
+        results = jax.tree.leaves(lowerings.lookup(op).fn(*call_args, **call_kwargs))
+        return [r for r in results if jax.numpy.issubdtype(r.dtype, jax.numpy.floating)]
 
-        _, pull = jax.vjp(jax.jit(call), [arrays[i] for i in leaves])
-        (got,) = pull([to_jax(c) for c in cotangents])
-    for g, e, i in zip(got, expected, leaves, strict=True):
-        e = torch.zeros_like(flat[i]) if e is None else e
-        torch.testing.assert_close(to_torch(g), e, rtol=rtol, atol=atol)
+    def pulled(given: tuple[list[Any], list[Any]]) -> list[Any]:
+        _, pull = jax.vjp(jax.jit(call), given[0])
+        return pull(given[1])[0]
+
+    def compare(got: list[Any]) -> None:
+        for g, e, i in zip(got, expected, leaves, strict=True):
+            e = torch.zeros_like(flat[i]) if e is None else e
+            torch.testing.assert_close(to_torch(g), e, rtol=rtol, atol=atol)
+
+    verify((check_grad, op, args, kwargs), pulled, inputs, compare)

@@ -9,6 +9,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 import torch_bridge.lowerings as lowerings
+from tests.torch_bridge.lowerings.batches import verify
 from tests.torch_bridge.lowerings.parity import to_jax, to_torch
 from torch_bridge import _compat
 
@@ -34,13 +35,16 @@ def check_gradient(
     expected = torch.autograd.grad((out * weights).sum(), tensors, allow_unused=True)
     low = lowerings.lookup(op)
     assert low is not None, f"{op} has no lowering"
+
+    def loss(values: list[Any]) -> Any:
+        rest = tuple(to_jax(a) for a in args)
+        y = jax.tree.leaves(low.fn(*fill(values, rest), **kwargs))[result]
+        return (y * to_jax(weights)).sum()
+
+    def compare(got: list[Any]) -> None:
+        for g, e, t in zip(got, expected, tensors, strict=True):
+            torch.testing.assert_close(to_torch(g), torch.zeros_like(t) if e is None else e, rtol=rtol, atol=atol, equal_nan=True)
+
     with _compat.enable_x64():
-
-        def loss(values: list[Any]) -> Any:
-            rest = tuple(to_jax(a) for a in args)
-            y = jax.tree.leaves(low.fn(*fill(values, rest), **kwargs))[result]
-            return (y * to_jax(weights)).sum()
-
-        got = jax.jit(jax.grad(loss))([to_jax(t) for t in tensors])
-    for g, e, t in zip(got, expected, tensors, strict=True):
-        torch.testing.assert_close(to_torch(g), torch.zeros_like(t) if e is None else e, rtol=rtol, atol=atol, equal_nan=True)
+        inputs = [to_jax(t) for t in tensors]
+    verify((check_gradient, result, op, args, kwargs), jax.jit(jax.grad(loss)), inputs, compare)

@@ -10,8 +10,10 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 import torch_bridge.lowerings as lowerings
+from tests.torch_bridge.lowerings.batches import verify
 from tests.torch_bridge.lowerings.parity import to_jax, to_torch
-from torch_bridge import _compat, dtypes
+from torch_bridge import _compat
+from torch_bridge.ir import dtypes
 
 
 def run(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> list[Any]:
@@ -50,15 +52,18 @@ def check_gradients(
     weights = torch.linspace(0.5, 1.5, out.numel(), dtype=out.dtype).reshape(out.shape)
     expected = torch.autograd.grad((out * weights).sum(), inputs)
     fn = lowerings.lookup(op).fn
+
+    def loss(values: list[Any]) -> Any:
+        filled = [values[where.index(i)] if i in where else to_jax(a) for i, a in enumerate(args)]
+        return (jax.tree.leaves(fn(*filled, **kwargs))[0] * to_jax(weights)).sum()
+
+    def compare(got: list[Any]) -> None:
+        for g, e in zip(got, expected, strict=True):
+            torch.testing.assert_close(to_torch(g), e, rtol=rtol, atol=atol, equal_nan=True)
+
     with _compat.enable_x64():
-
-        def loss(values: list[Any]) -> Any:
-            filled = [values[where.index(i)] if i in where else to_jax(a) for i, a in enumerate(args)]
-            return (jax.tree.leaves(fn(*filled, **kwargs))[0] * to_jax(weights)).sum()
-
-        got = jax.jit(jax.grad(loss))([to_jax(t) for t in inputs])
-    for g, e in zip(got, expected, strict=True):
-        torch.testing.assert_close(to_torch(g), e, rtol=rtol, atol=atol, equal_nan=True)
+        values = [to_jax(t) for t in inputs]
+    verify((check_gradients, constants, op, args, kwargs), jax.jit(jax.grad(loss)), values, compare)
 
 
 def check_scalars(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> None:
@@ -71,11 +76,14 @@ def check_scalars(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> None:
         fixed = [to_jax(a) for a in args]
         numbers = {i: a for i, a in enumerate(args) if i in scalars.values()} | {k: v for k, v in kwargs.items() if k in scalars}
         assert numbers, f"{op} was given no Scalar"
+        inputs = {k: jnp.asarray(v, jnp.float64 if isinstance(v, float) else jnp.int64) for k, v in numbers.items()}
 
-        def call(values: dict[Any, Any]) -> Any:
-            lifted = {k: dtypes.Scalar(type(numbers[k]), v) for k, v in values.items()}
-            positional = [lifted.get(i, a) for i, a in enumerate(fixed)]
-            return low.fn(*positional, **{k: lifted.get(k, v) for k, v in kwargs.items()})
+    def call(values: dict[Any, Any]) -> Any:
+        lifted = {k: dtypes.Scalar(type(numbers[k]), v) for k, v in values.items()}
+        positional = [lifted.get(i, a) for i, a in enumerate(fixed)]
+        return low.fn(*positional, **{k: lifted.get(k, v) for k, v in kwargs.items()})
 
-        got = jax.jit(call)({k: jnp.asarray(v, jnp.float64 if isinstance(v, float) else jnp.int64) for k, v in numbers.items()})
-    torch.testing.assert_close(to_torch(got), expected, equal_nan=True)
+    def compare(got: Any) -> None:
+        torch.testing.assert_close(to_torch(got), expected, equal_nan=True)
+
+    verify((check_scalars, op, args, kwargs), jax.jit(call), inputs, compare)

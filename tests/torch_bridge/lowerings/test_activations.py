@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.torch_bridge.lowerings.batches import together
 from tests.torch_bridge.lowerings.nn_checks import check_gradients, check_scalars
 from tests.torch_bridge.lowerings.parity import check
 
@@ -47,6 +48,7 @@ UNARY = [
 
 @pytest.mark.parametrize("kind", INPUTS)
 @pytest.mark.parametrize(("op", "args"), UNARY)
+@together
 def test_forward(op, args, kind):
     x = INPUTS[kind]
     if op is aten.gelu.default:
@@ -56,6 +58,7 @@ def test_forward(op, args, kind):
 
 
 @pytest.mark.parametrize("kind", INPUTS)
+@together
 def test_gelu_tanh(kind):
     check(aten.gelu.default, INPUTS[kind], approximate="tanh")
     check(aten.gelu_backward.default, torch.rand_like(INPUTS[kind]), INPUTS[kind], approximate="tanh")
@@ -64,6 +67,7 @@ def test_gelu_tanh(kind):
 INTEGERS = torch.tensor([-7, -1, 0, 1, 7])
 
 
+@together
 def test_integers():
     check(aten.relu.default, INTEGERS)
     check(aten.threshold.default, INTEGERS, 1, 9)
@@ -94,6 +98,7 @@ BACKWARD = [
 
 @pytest.mark.parametrize("kind", INPUTS)
 @pytest.mark.parametrize(("op", "args"), BACKWARD)
+@together
 def test_backward(op, args, kind):
     x = INPUTS[kind]
     if op is aten.logit_backward.default:
@@ -104,6 +109,7 @@ def test_backward(op, args, kind):
 
 
 @pytest.mark.parametrize("kind", INPUTS)
+@together
 def test_backward_of_odd_arguments(kind):
     x, g = INPUTS[kind], torch.rand_like(INPUTS[kind])
     check(aten.elu_backward.default, g, 1.5, 2, 0.5, False, x)
@@ -115,6 +121,7 @@ def test_backward_of_odd_arguments(kind):
     check(aten.rrelu_with_noise_backward.default, g, x, torch.full_like(x, 0.2), 0.1, 0.3, False, False)
 
 
+@together
 def test_complex_backward():
     y = torch.randn(5, dtype=torch.complex64)
     check(aten.sigmoid_backward.default, y.flip(0), y)
@@ -123,6 +130,7 @@ def test_complex_backward():
 
 @pytest.mark.parametrize("dim", [0, 1, -1, -3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@together
 def test_glu(dim, dtype):
     x = torch.randn(4, 2, 6).to(dtype)
     check(aten.glu.default, x, dim)
@@ -134,10 +142,12 @@ FINITE = torch.cat([torch.linspace(-7, 7, 29), torch.tensor([0.0, 100.0, -100.0]
 
 
 @pytest.mark.parametrize(("op", "args"), [case for case in UNARY if case[0] is not aten.logit.default])
+@together
 def test_gradients(op, args):
     check_gradients(op, FINITE, *args)
 
 
+@together
 def test_more_gradients():
     check_gradients(aten.gelu.default, FINITE, approximate="tanh")
     check_gradients(aten.logit.default, torch.rand(9) * 0.8 + 0.1)
@@ -146,11 +156,13 @@ def test_more_gradients():
 
 
 @pytest.mark.parametrize(("op", "args"), [case for case in UNARY if case[1] and case[0] is not aten.logit.default])
+@together
 def test_traced_scalars(op, args):
     check_scalars(op, KINKS, *args)
     check_scalars(op, KINKS.bfloat16(), *args)
 
 
+@together
 def test_traced_scalars_of_backward():
     g = torch.rand_like(KINKS)
     check_scalars(aten.threshold_backward.default, g, KINKS, 0.5)

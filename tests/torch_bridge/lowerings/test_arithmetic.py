@@ -7,9 +7,11 @@ import pytest
 import torch
 
 import torch_bridge.lowerings as lowerings
+from tests.torch_bridge.lowerings.batches import together, verify
 from tests.torch_bridge.lowerings.gradients import check_gradient
 from tests.torch_bridge.lowerings.parity import check, to_jax, to_torch
-from torch_bridge import _compat, dtypes
+from torch_bridge import _compat
+from torch_bridge.ir import dtypes
 
 aten = torch.ops.aten
 inf, nan = float("inf"), float("nan")
@@ -81,6 +83,7 @@ NUMBERS = [
 
 @pytest.mark.parametrize("op", [aten.add.Tensor, aten.sub.Tensor, aten.rsub.Tensor, aten.mul.Tensor, aten.div.Tensor], ids=str)
 @pytest.mark.parametrize("a,b", PAIRS + NUMBERS)
+@together
 def test_basic(op: torch._ops.OpOverload, a: torch.Tensor, b: object) -> None:
     if op is aten.rsub.Tensor and not isinstance(b, torch.Tensor):
         op = aten.rsub.Scalar
@@ -131,6 +134,7 @@ ONE_LINE = [
 
 
 @pytest.mark.parametrize("op,args,kwargs", ONE_LINE)
+@together
 def test_arithmetic(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> None:
     check(op, *args, **kwargs)
 
@@ -158,12 +162,14 @@ DIVIDED += [
 
 @pytest.mark.parametrize("a,b", [*DIVIDED, (HALF, 0.1)])
 @pytest.mark.parametrize("mode", ["floor", "trunc", None])
+@together
 def test_division_modes(a: torch.Tensor, b: object, mode: str | None) -> None:
     check(aten.div.Tensor_mode, a, b, rounding_mode=mode)
 
 
 @pytest.mark.parametrize("a,b", DIVIDED)
 @pytest.mark.parametrize("op", [aten.floor_divide.default, aten.remainder.Tensor, aten.fmod.Tensor], ids=str)
+@together
 def test_modulo(op: torch._ops.OpOverload, a: torch.Tensor, b: object) -> None:
     scalar = {
         aten.remainder.Tensor: aten.remainder.Scalar,
@@ -173,6 +179,7 @@ def test_modulo(op: torch._ops.OpOverload, a: torch.Tensor, b: object) -> None:
     check(op if isinstance(b, torch.Tensor) else scalar[op], a, b)
 
 
+@together
 def test_modulo_of_numbers() -> None:
     check(aten.remainder.Scalar_Tensor, -7, INTS2)
     check(aten.remainder.Scalar_Tensor, -7.5, X)
@@ -197,13 +204,15 @@ POWERS = [
 
 
 @pytest.mark.parametrize("x,e", POWERS)
+@together
 def test_pow_by_number(x: torch.Tensor, e: float) -> None:
     check(aten.pow.Tensor_Scalar, x, e)
 
 
+@together
 def test_pow_by_tensor() -> None:
-    check(aten.pow.Tensor_Tensor, POSITIVE, rand(50))
-    check(aten.pow.Tensor_Tensor, POSITIVE.to(bf16), rand(50, dtype=bf16))
+    check(aten.pow.Tensor_Tensor, POSITIVE, torch.randn(50))
+    check(aten.pow.Tensor_Tensor, POSITIVE.to(bf16), torch.randn(50).to(bf16))
     check(aten.pow.Tensor_Tensor, EDGE, EDGE2)
     check(aten.pow.Tensor_Tensor, T([2, 3, -1, 1, 0, -3, -1]), T([-1, 67, -3, -5, 0, 41, 2**40]))
     check(aten.pow.Tensor_Tensor, T([2, 250], dtype=u8), T([7, 3], dtype=u8))
@@ -241,23 +250,26 @@ def check_lifted(op: torch._ops.OpOverload, args: tuple, kwargs: dict, **toleran
     def is_lifted(x: object) -> bool:
         return isinstance(x, (int, float)) and not isinstance(x, bool)
 
+    numbers = [x for x in (*args, *kwargs.values()) if is_lifted(x)]
     with _compat.enable_x64():
-        numbers = [x for x in (*args, *kwargs.values()) if is_lifted(x)]
-        tensors = [to_jax(x) for x in args if isinstance(x, torch.Tensor)]
+        inputs = [to_jax(x) for x in args if isinstance(x, torch.Tensor)], [jax.numpy.asarray(n) for n in numbers]
 
-        def call(tensors: list, values: list) -> object:
-            tensors, values = list(tensors), [dtypes.Scalar(type(n), v) for n, v in zip(numbers, values, strict=True)]
+    def call(given: tuple[list, list]) -> object:
+        tensors, values = list(given[0]), [dtypes.Scalar(type(n), v) for n, v in zip(numbers, given[1], strict=True)]
 
-            def fill(x: object) -> object:
-                return values.pop(0) if is_lifted(x) else tensors.pop(0) if isinstance(x, torch.Tensor) else x
+        def fill(x: object) -> object:
+            return values.pop(0) if is_lifted(x) else tensors.pop(0) if isinstance(x, torch.Tensor) else x
 
-            return fn(*[fill(x) for x in args], **{k: fill(v) for k, v in kwargs.items()})
+        return fn(*[fill(x) for x in args], **{k: fill(v) for k, v in kwargs.items()})
 
-        got = to_torch(jax.jit(call)(tensors, [jax.numpy.asarray(n) for n in numbers]))
-    torch.testing.assert_close(got, expected, **tolerance)
+    def compare(got: object) -> None:
+        torch.testing.assert_close(to_torch(got), expected, **tolerance)
+
+    verify((check_lifted, op, args, kwargs), jax.jit(call), inputs, compare)
 
 
 @pytest.mark.parametrize("op,args,kwargs", LIFTED)
+@together
 def test_numbers_as_inputs(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> None:
     check_lifted(op, args, kwargs)
 
@@ -271,6 +283,7 @@ def test_numbers_as_inputs(op: torch._ops.OpOverload, args: tuple, kwargs: dict)
         (aten.addcmul.default, (HALF, HALF2, HALF2)),
     ],
 )
+@together
 def test_half_precision_is_bit_exact(op: torch._ops.OpOverload, args: tuple) -> None:
     check(op, *args, rtol=0, atol=0)
     check_lifted(op, args, {}, rtol=0, atol=0)
@@ -300,6 +313,7 @@ GRADIENTS = [
 
 
 @pytest.mark.parametrize("op,args", GRADIENTS)
+@together
 def test_gradient(op: torch._ops.OpOverload, args: tuple) -> None:
     kwargs = {"rounding_mode": args[2]} if op is aten.div.Tensor_mode else {}
     check_gradient(op, *(args[:2] if kwargs else args), **kwargs)

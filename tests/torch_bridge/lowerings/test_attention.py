@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import pytest
 import torch
 
+from tests.torch_bridge.lowerings.batches import together
 from tests.torch_bridge.lowerings.nn_checks import check_gradients
 from tests.torch_bridge.lowerings.parity import check, to_jax, to_torch
 from torch_bridge import _compat
@@ -32,6 +33,7 @@ def test_masks(mask, dtype):
     check(SDPA, *args, scale=0.3, **low, jit=False)
 
 
+@together
 def test_shapes_and_causal():
     check(SDPA, Q, K, V, None, 0.0, True)
     check(SDPA, Q, K[:, :, :3], V[:, :, :3], None, 0.0, True)
@@ -44,10 +46,12 @@ def test_shapes_and_causal():
 
 
 @pytest.mark.parametrize("mask", MASKS)
+@together
 def test_gradients(mask):
     check_gradients(SDPA, Q, K, V, mask)
 
 
+@together
 def test_gradients_of_shared_heads():
     check_gradients(SDPA, Q, K[:, :2], V[:, :2], None, 0.0, True, enable_gqa=True)
 

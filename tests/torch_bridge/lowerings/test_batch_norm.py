@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.torch_bridge.lowerings.batches import together
 from tests.torch_bridge.lowerings.nn_checks import check_gradients, run
 from tests.torch_bridge.lowerings.parity import check
 from torch_bridge.lowerings import lookup
@@ -19,6 +20,7 @@ def parts(shape):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
+@together
 def test_training(shape):
     x, w, b, mean, var = parts(shape)
     check(aten._native_batch_norm_legit_functional.default, x, w, b, mean, var, True, 0.3, 1e-5, **CLOSE)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import torch_bridge.lowerings as lowerings
+from tests.torch_bridge.lowerings.batches import together
 from tests.torch_bridge.lowerings.gradients import check_gradient
 from tests.torch_bridge.lowerings.parity import check, to_jax, to_torch
 from tests.torch_bridge.lowerings.test_arithmetic import BOOLS, COMPLEX, INTS, T, X, Y, bf16, check_lifted, f16, f64, i32, i64, inf, nan, u8
@@ -20,10 +21,12 @@ VALUES = T([0.0, -1.0, -1.7, 1.7, 300.0, -300.0, 256.5, 60000.0, 0.1, 100.0])
 
 
 @pytest.mark.parametrize("source,target", list(itertools.product(DTYPES, DTYPES)), ids=str)
+@together
 def test_conversion(source: torch.dtype, target: torch.dtype) -> None:
     check(aten._to_copy.default, VALUES.to(source), dtype=target, jit=source in (torch.float32, f64))
 
 
+@together
 def test_conversion_details() -> None:
     check(aten._to_copy.default, T([nan, 0.0, inf]), dtype=torch.bool)
     check(aten._to_copy.default, T([3e9, -2.0]), dtype=torch.uint32)
@@ -70,6 +73,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("op,args,kwargs", CASES)
+@together
 def test_fill_and_factories(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> None:
     check(op, *args, **kwargs)
 
@@ -77,6 +81,7 @@ def test_fill_and_factories(op: torch._ops.OpOverload, args: tuple, kwargs: dict
 @pytest.mark.parametrize(
     "op,args", [(aten.fill.Scalar, (INTS, 2.7)), (aten.full_like.default, (X, 2.5)), (aten.full_like.default, (INTS, 7))]
 )
+@together
 def test_numbers_as_inputs(op: torch._ops.OpOverload, args: tuple) -> None:
     check_lifted(op, args, {})
 
@@ -89,6 +94,7 @@ def test_uninitialised_factories_have_shape_and_dtype(op: object, args: tuple) -
     assert (got.shape, got.dtype) == (expected.shape, expected.dtype)
 
 
+@together
 def test_gradients() -> None:
     check_gradient(aten._to_copy.default, X, dtype=f64)
     check_gradient(aten.fill.Tensor, X, T(2.0))

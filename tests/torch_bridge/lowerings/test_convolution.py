@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.torch_bridge.lowerings.batches import together
 from tests.torch_bridge.lowerings.nn_checks import check_gradients
 from tests.torch_bridge.lowerings.parity import check
 
@@ -43,6 +44,7 @@ def test_forward(name, dtype):
 
 
 @pytest.mark.parametrize("name", CASES)
+@together
 def test_backward(name):
     x, w, _, rest = tensors(CASES[name], torch.float32)
     g = torch.randn_like(aten.convolution(x, w, None, *rest))
@@ -50,6 +52,7 @@ def test_backward(name):
     check(aten.convolution_backward.default, g, x, w, sizes, *rest, [True, True, True], rtol=1e-4, atol=1e-4)
 
 
+@together
 def test_variants():
     x, w, b, rest = tensors(CASES["2d"], torch.float64)
     check(aten.convolution.default, x, w, b, *rest)
@@ -62,6 +65,7 @@ def test_variants():
 
 
 @pytest.mark.parametrize("name", ["1d stride", "depthwise", "transposed 2d"])
+@together
 def test_gradients(name):
     x, w, b, rest = tensors(CASES[name], torch.float32)
     check_gradients(aten.convolution.default, x, w, b, *rest, rtol=1e-4, atol=1e-4)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import torch_bridge.lowerings as lowerings
+from tests.torch_bridge.lowerings.batches import together
 from tests.torch_bridge.lowerings.parity import check, to_jax, to_torch
 from torch_bridge import _compat
 
@@ -53,6 +54,7 @@ def test_forward(name, dtype):
 
 
 @pytest.mark.parametrize(("name", "zero_infinity"), [*((name, name == "impossible") for name in CASES), ("ragged", True)])
+@together
 def test_backward(name, zero_infinity):
     targets, inputs, lengths, blank = CASES[name]
     lp = log_probs()

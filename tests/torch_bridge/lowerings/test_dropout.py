@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import pytest
 import torch
 
+from tests.torch_bridge.lowerings.batches import together
 from tests.torch_bridge.lowerings.parity import check
 from torch_bridge import _compat
 from torch_bridge.lowerings import lookup
@@ -36,6 +37,7 @@ def test_keys():
     assert (masks[0] == masks[1]).all() and (masks[0] != masks[2]).any()
 
 
+@together
 def test_backward():
     g, mask = torch.randn(3, 4), torch.rand(3, 4) > 0.5
     check(aten.native_dropout_backward.default, g, mask, 2.0)

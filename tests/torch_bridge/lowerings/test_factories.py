@@ -3,9 +3,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.torch_bridge.lowerings.batches import together
 from tests.torch_bridge.lowerings.parity import check, to_torch
 from torch_bridge import _compat
-from torch_bridge.dtypes import Scalar
+from torch_bridge.ir.dtypes import Scalar
 
 aten = torch.ops.aten
 T = torch.tensor
@@ -71,6 +72,7 @@ CASES = [
 
 @pytest.mark.parametrize(("op", "args", "kwargs"), CASES)
 @pytest.mark.filterwarnings("ignore:torch.range")
+@together
 def test_values(op, args, kwargs):
     check(op, *args, **kwargs)
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import torch_bridge.lowerings as lowerings
+from tests.torch_bridge.lowerings.batches import together
 from tests.torch_bridge.lowerings.parity import check, to_jax
 from torch_bridge import _compat
 
@@ -47,6 +48,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c[0].name()[6:]}{list(c[1].shape)}{c[2:]}")
+@together
 def test_values(case):
     check(*case, rtol=1e-5, atol=2e-5)
 

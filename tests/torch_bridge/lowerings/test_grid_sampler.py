@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 
+from tests.torch_bridge.lowerings.batches import together
 from tests.torch_bridge.lowerings.parity import check
 
 aten = torch.ops.aten
@@ -15,6 +16,7 @@ GRID = torch.cat([torch.rand(2, 3, 5, 2) * 4 - 2, torch.tensor([-1.0, 1.0]).expa
 
 @pytest.mark.thorough(keep=8)
 @pytest.mark.parametrize(("mode", "padding", "align"), list(itertools.product((0, 1, 2), (0, 1, 2), (False, True))))
+@together
 def test_2d(mode, padding, align):
     x = torch.randn(2, 3, 4, 6)
     check(aten.grid_sampler_2d.default, x, GRID, mode, padding, align, **CLOSE)
@@ -25,6 +27,7 @@ def test_2d(mode, padding, align):
 
 @pytest.mark.thorough(keep=5)
 @pytest.mark.parametrize(("mode", "padding", "align"), list(itertools.product((0, 1), (0, 1, 2), (False, True))))
+@together
 def test_3d(mode, padding, align):
     x, grid = torch.randn(2, 3, 3, 4, 5), torch.rand(2, 2, 3, 4, 3) * 4 - 2
     check(aten.grid_sampler_3d.default, x, grid, mode, padding, align, **CLOSE)
@@ -32,6 +35,7 @@ def test_3d(mode, padding, align):
     check(aten.grid_sampler_3d_backward.default, g, x, grid, mode, padding, align, [True, True], rtol=1e-3, atol=1e-3)
 
 
+@together
 def test_corners():
     x = torch.randn(1, 2, 1, 1)
     check(aten.grid_sampler_2d.default, x, torch.rand(1, 2, 2, 2), 0, 2, True)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.torch_bridge.lowerings.batches import together
 from tests.torch_bridge.lowerings.nn_checks import check_gradients
 from tests.torch_bridge.lowerings.parity import check
 from torch_bridge.lowerings import grouped_matmul, lookup
@@ -22,6 +23,7 @@ def offsets(sizes: list[int]) -> torch.Tensor:
 @pytest.mark.thorough(keep=6)
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@together
 def test_forms(sizes, dtype):
     m, offs = sum(sizes), offsets(sizes)
     x, w = torch.randn(m, 16).to(dtype), torch.randn(3, 16, 8).to(dtype)
@@ -33,6 +35,7 @@ def test_forms(sizes, dtype):
 
 @pytest.mark.thorough(keep=3)
 @pytest.mark.parametrize("sizes", SIZES[:5])
+@together
 def test_gradients(sizes):
     offs = offsets(sizes)
     check_gradients(aten._grouped_mm.default, torch.randn(24, 16), torch.randn(3, 16, 8), offs)

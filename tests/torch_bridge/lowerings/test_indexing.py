@@ -5,9 +5,10 @@ import torch
 
 import torch_bridge.lowerings as lowerings
 from tests.torch_bridge.lowerings.autograd_parity import check_grad
+from tests.torch_bridge.lowerings.batches import together
 from tests.torch_bridge.lowerings.parity import check, to_jax, to_torch
 from torch_bridge import _compat
-from torch_bridge.dtypes import Scalar
+from torch_bridge.ir.dtypes import Scalar
 
 aten = torch.ops.aten
 T = torch.tensor
@@ -46,10 +47,12 @@ INDEX = [
 
 
 @pytest.mark.parametrize("args", INDEX)
+@together
 def test_index(args):
     check(aten.index.Tensor, *args)
 
 
+@together
 def test_unsafe_index():
     check(aten._unsafe_index.Tensor, X, [None, A])
 
@@ -89,10 +92,12 @@ PUT = [
 
 @pytest.mark.parametrize("accumulate", [False, True])
 @pytest.mark.parametrize("args", PUT)
+@together
 def test_index_put(args, accumulate):
     check(aten.index_put.default, *args, accumulate)
 
 
+@together
 def test_index_put_accumulates_duplicates():
     twice = T([1, 1, -3])
     check(aten.index_put.default, X, [twice], torch.randn(3, 5, 6), True)
@@ -107,6 +112,7 @@ def test_index_put_with_a_mask_and_indices_says_what_to_do():
         lowerings.lookup(aten.index_put.default).fn(to_jax(X), [to_jax(MASK), to_jax(T([0, 1]))], to_jax(S))
 
 
+@together
 def test_index_put_nan_does_not_leak_through_a_mask():
     check(aten.index_put.default, torch.full((4,), torch.nan), [MASK], T([1.0, 2.0]))
 
@@ -146,11 +152,13 @@ OTHERS = [
 
 
 @pytest.mark.parametrize("case", OTHERS)
+@together
 def test_others(case):
     op, args, kwargs = case if len(case) == 3 else (*case, {})
     check(op, *args, **kwargs)
 
 
+@together
 def test_index_add_alpha():
     for x, source, alpha in (
         (X, torch.randn(4, 2, 6), 2.5),
@@ -195,5 +203,6 @@ GRADS = [
 
 
 @pytest.mark.parametrize(("op", "args"), GRADS)
+@together
 def test_gradients(op, args):
     check_grad(op, *args)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.torch_bridge.lowerings.batches import together
 from tests.torch_bridge.lowerings.nn_checks import check_gradients, run
 from tests.torch_bridge.lowerings.parity import check
 
@@ -24,6 +25,7 @@ REGRESSION = [
 @pytest.mark.thorough(keep=8)
 @pytest.mark.parametrize("reduction", [0, 1, 2])
 @pytest.mark.parametrize(("name", "extra"), REGRESSION)
+@together
 def test_regression(name, extra, reduction):
     forward, backward = getattr(aten, name).default, getattr(aten, f"{name}_backward").default
     check(forward, X, T, reduction, *extra)
@@ -36,6 +38,7 @@ def test_regression(name, extra, reduction):
     )  # at ties torch gives target the sign of self
 
 
+@together
 def test_empty_and_promotion():
     check(aten.mse_loss.default, torch.empty(0, 3), torch.empty(0, 3), 1)
     check(aten.mse_loss.default, torch.empty(0, 3), torch.empty(0, 3), 2)
@@ -48,6 +51,7 @@ Q = torch.cat([torch.rand(3, 5), torch.tensor([[0.0, 1.0, 1.0, 0.0, 0.5]])])
 
 @pytest.mark.parametrize("reduction", [0, 1, 2])
 @pytest.mark.parametrize("weight", [None, torch.rand(4, 5)])
+@together
 def test_binary_cross_entropy(reduction, weight):
     check(aten.binary_cross_entropy.default, P, Q, weight, reduction)
     g = torch.randn_like(aten.binary_cross_entropy(P, Q, weight, reduction))
@@ -65,6 +69,7 @@ TARGET = torch.tensor([0, 3, -100, 1, 2, -100])
 @pytest.mark.parametrize("reduction", [0, 1, 2])
 @pytest.mark.parametrize("weight", [None, torch.rand(4)])
 @pytest.mark.parametrize("ignore", [-100, 1])
+@together
 def test_nll(reduction, weight, ignore):
     target = TARGET if ignore < 0 else TARGET.clamp(min=0)
     for x, t in ((LOGITS, target), (LOGITS.double(), target), (LOGITS[0], target[0]), (LOGITS[0], torch.tensor(ignore))):
@@ -76,6 +81,7 @@ def test_nll(reduction, weight, ignore):
 
 
 @pytest.mark.parametrize("reduction", [0, 1, 2])
+@together
 def test_nll2d(reduction):
     x, t, w = torch.randn(2, 4, 3, 2), torch.randint(0, 4, (2, 3, 2)), torch.rand(4)
     for weight in (None, w):
@@ -96,6 +102,7 @@ def test_nll_corners():
 @pytest.mark.thorough(keep=3)
 @pytest.mark.parametrize("reduction", [0, 1, 2])
 @pytest.mark.parametrize("p", [1, 2])
+@together
 def test_multi_margin(reduction, p):
     for x, t in ((torch.randn(5, 4), torch.tensor([0, 3, 1, 1, 2])), (torch.randn(4), torch.tensor(2))):
         for weight in (None, torch.rand(4)):
@@ -105,6 +112,7 @@ def test_multi_margin(reduction, p):
 
 
 @pytest.mark.parametrize("reduction", [0, 1, 2])
+@together
 def test_multilabel_margin(reduction):
     for x, t in (
         (torch.randn(3, 4), torch.tensor([[3, 0, -1, 1], [-1, 2, 3, 0], [0, 1, 2, 3]])),

@@ -5,9 +5,10 @@ import torch
 
 import torch_bridge.lowerings as lowerings
 from tests.torch_bridge.lowerings.autograd_parity import check_grad
+from tests.torch_bridge.lowerings.batches import together
 from tests.torch_bridge.lowerings.parity import check, to_jax, to_torch
 from torch_bridge import _compat
-from torch_bridge.dtypes import Scalar
+from torch_bridge.ir.dtypes import Scalar
 
 aten = torch.ops.aten
 torch.manual_seed(0)
@@ -38,6 +39,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("op", "args"), CASES)
+@together
 def test_values(op, args):
     check(op, *args)
 
@@ -60,6 +62,7 @@ GRADS = [
 
 
 @pytest.mark.parametrize(("op", "args"), GRADS)
+@together
 def test_gradients(op, args):
     check_grad(op, *args)
 
@@ -69,6 +72,7 @@ AT = torch.tensor([True, False, True, True])
 
 
 @pytest.mark.parametrize("x", [X, I])
+@together
 def test_masked_indexing_reads_nothing_where_the_mask_is_false(x: torch.Tensor) -> None:
     rows = ROWS.clamp(-3, 2)
     check(aten._unsafe_masked_index.default, x, AT[:, None], [rows], 7)
@@ -77,6 +81,7 @@ def test_masked_indexing_reads_nothing_where_the_mask_is_false(x: torch.Tensor) 
 
 
 @pytest.mark.parametrize("x", [X, I])
+@together
 def test_masked_indexing_adds_only_where_the_mask_is_true(x: torch.Tensor) -> None:
     values = torch.arange(16).reshape(4, 4).to(x.dtype)
     check(aten._unsafe_masked_index_put_accumulate.default, x, AT[:, None], [ROWS.clamp(-3, 2)], values)

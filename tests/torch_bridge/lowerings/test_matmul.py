@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.torch_bridge.lowerings.batches import together
 from tests.torch_bridge.lowerings.nn_checks import check_gradients, check_scalars, run
 from tests.torch_bridge.lowerings.parity import check
 
@@ -18,6 +19,7 @@ def rand(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@together
 def test_products(dtype):
     check(aten.mm.default, rand(4, 5, dtype=dtype), rand(5, 3, dtype=dtype))
     check(aten.bmm.default, rand(2, 4, 5, dtype=dtype), rand(2, 5, 3, dtype=dtype))
@@ -38,6 +40,7 @@ def test_sums_of_products(dtype, scales):
     check(aten.addbmm.default, rand(4, 3, dtype=dtype), rand(2, 4, 5, dtype=dtype), rand(2, 5, 3, dtype=dtype), **low, **scales)
 
 
+@together
 def test_beta_zero_ignores_nan():
     nan = torch.full((4, 3), float("nan"))
     check(aten.addmm.default, nan, rand(4, 5), rand(5, 3), beta=0)
@@ -45,12 +48,14 @@ def test_beta_zero_ignores_nan():
     check_scalars(aten.addmm.default, nan, rand(4, 5), rand(5, 3), beta=0, alpha=1.5)
 
 
+@together
 def test_traced_scales():
     for dtype, beta, alpha in [(torch.float32, 0.5, 2), (torch.bfloat16, 0.5, 2.0), (torch.int64, 2, 3)]:
         check_scalars(aten.addmm.default, rand(3, dtype=dtype), rand(4, 5, dtype=dtype), rand(5, 3, dtype=dtype), beta=beta, alpha=alpha)
         check_scalars(aten.addr.default, rand(4, 3, dtype=dtype), rand(4, dtype=dtype), rand(3, dtype=dtype), beta=beta, alpha=alpha)
 
 
+@together
 def test_empty():
     check(aten.mm.default, rand(4, 0), rand(0, 3))
     check(aten.mm.default, rand(0, 4), rand(4, 3))
@@ -59,6 +64,7 @@ def test_empty():
     check(aten.addmm.default, rand(4, 3), rand(4, 0), rand(0, 3))
 
 
+@together
 def test_addr_promotes():
     check(aten.addr.default, rand(4, 3, dtype=torch.int64), rand(4), rand(3, dtype=torch.float64))
     check(aten.addr.default, rand(4, 3) > 0, rand(4) > 0, rand(3) > 0)
@@ -79,11 +85,13 @@ def test_wider_results():
     torch.testing.assert_close(run(aten.baddbmm.dtype, c[None], a[None], b[None], torch.float32)[0], (c + a.float() @ b.float())[None])
 
 
+@together
 def test_int_mm():
     a, b = (torch.randint(-128, 128, shape, dtype=torch.int8) for shape in ((32, 64), (64, 16)))
     check(aten._int_mm.default, a, b)
 
 
+@together
 def test_addmm_activation():
     args = rand(3), rand(4, 5), rand(5, 3)
     check(aten._addmm_activation.default, *args)
@@ -114,6 +122,7 @@ def test_matmul_backward():
     assert run(aten.matmul_backward.default, g, a, b, [True, False])[1] is None
 
 
+@together
 def test_gradients():
     check_gradients(aten.mm.default, rand(4, 5), rand(5, 3))
     check_gradients(aten.bmm.default, rand(2, 4, 5), rand(2, 5, 3))

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.torch_bridge.lowerings.batches import together
 from tests.torch_bridge.lowerings.nn_checks import check_gradients, run
 from tests.torch_bridge.lowerings.parity import check
 
@@ -16,6 +17,7 @@ CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 @pytest.mark.parametrize(
     ("shape", "w", "b"), [([6], W, B), ([6], W, None), ([6], None, None), ([3, 6], torch.randn(3, 6), torch.randn(3, 6))]
 )
+@together
 def test_layer_norm(shape, w, b):
     check(aten.native_layer_norm.default, X, shape, w, b, 1e-5, **CLOSE)
     check_gradients(aten.native_layer_norm.default, X, shape, w, b, 1e-5, **CLOSE)
@@ -24,6 +26,7 @@ def test_layer_norm(shape, w, b):
     check(aten.native_layer_norm_backward.default, torch.randn_like(out), X, shape, mean, rstd, w, b, mask, **CLOSE)
 
 
+@together
 def test_layer_norm_corners():
     check(aten.native_layer_norm.default, X.double(), [6], W.double(), None, 1e-5)
     check(aten.native_layer_norm.default, torch.randn(0, 6), [6], W, B, 1e-5)
@@ -54,6 +57,7 @@ IMAGES = torch.randn(2, 6, 4, 5) + 10
 
 @pytest.mark.parametrize("group", [1, 2, 6])
 @pytest.mark.parametrize("affine", [True, False])
+@together
 def test_group_norm(group, affine):
     w, b = (torch.randn(6), torch.randn(6)) if affine else (None, None)
     args = (2, 6, 20, group)
@@ -63,6 +67,7 @@ def test_group_norm(group, affine):
     check(aten.native_group_norm_backward.default, torch.randn_like(IMAGES), IMAGES, mean, rstd, w, *args, [True, affine, affine], **CLOSE)
 
 
+@together
 def test_group_norm_corners():
     check(aten.native_group_norm.default, IMAGES.bfloat16(), None, None, 2, 6, 20, 3, 1e-5)
     check(aten.native_group_norm.default, torch.randn(0, 6, 4), W, B, 0, 6, 4, 3, 1e-5)

@@ -6,9 +6,11 @@ import pytest
 import torch
 
 import torch_bridge.lowerings as lowerings
+from tests.torch_bridge.lowerings.batches import together
 from tests.torch_bridge.lowerings.parity import check, to_jax, to_torch
 from tests.torch_bridge.lowerings.test_arithmetic import T, bf16, f64, inf, ints, nan, rand
-from torch_bridge import _compat, dtypes
+from torch_bridge import _compat
+from torch_bridge.ir import dtypes
 
 aten = torch.ops.aten
 LIST = [rand(3, 2), rand(5), T(0.5)]
@@ -46,6 +48,7 @@ UNARY = [
 
 
 @pytest.mark.parametrize("name", UNARY)
+@together
 def test_foreach_unary(name: str) -> None:
     check(getattr(aten, f"_foreach_{name}").default, LIST, jit=name == "exp")
 
@@ -97,6 +100,7 @@ FOREACH = [
 
 
 @pytest.mark.parametrize("op,args,kwargs", FOREACH)
+@together
 def test_foreach(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> None:
     check(op, *args, **kwargs)
 
@@ -115,6 +119,7 @@ def check_step(op: torch._ops.OpOverload, *lists: list, **options: object) -> No
 @pytest.mark.parametrize("name", ["_fused_adam", "_fused_adamw"])
 @pytest.mark.parametrize("amsgrad", [False, True])
 @pytest.mark.parametrize("scaler", SCALER)
+@together
 def test_fused_adam(name: str, amsgrad: bool, scaler: dict) -> None:
     options = {"beta1": 0.9, "beta2": 0.999, "weight_decay": 0.1, "eps": 1e-8, "amsgrad": amsgrad, "maximize": bool(scaler)}
     lists = (PARAMS, GRADS, AVERAGE, SQUARE, PEAK if amsgrad else [], STEPS)
@@ -127,6 +132,7 @@ def test_fused_adam(name: str, amsgrad: bool, scaler: dict) -> None:
 
 @pytest.mark.parametrize("momentum,nesterov,first", [(0.0, False, False), (0.9, False, True), (0.9, False, False), (0.9, True, False)])
 @pytest.mark.parametrize("scaler", SCALER)
+@together
 def test_fused_sgd(momentum: float, nesterov: bool, first: bool, scaler: dict) -> None:
     options = {
         "weight_decay": 0.1,
@@ -141,6 +147,7 @@ def test_fused_sgd(momentum: float, nesterov: bool, first: bool, scaler: dict) -
 
 
 @pytest.mark.parametrize("scaler", SCALER)
+@together
 def test_fused_adagrad(scaler: dict) -> None:
     options = {"lr_decay": 0.1, "weight_decay": 0.1, "eps": 1e-8, "maximize": bool(scaler)}
     check_step(aten._fused_adagrad.default, PARAMS, GRADS, SQUARE, STEPS, lr=0.1, **options, **scaler)
@@ -157,6 +164,7 @@ def test_learning_rate_as_input() -> None:
         torch.testing.assert_close([to_torch(x) for x in got[0]], expected[0])
 
 
+@together
 def test_gradient_scaler() -> None:
     for grads in ([T([1.0, 2.0]), T([[3.0]])], [T([1.0, inf]), T([[3.0]])], [T([nan])]):
         check(aten._amp_foreach_non_finite_check_and_unscale.default, grads, T(0.0), T(0.25))

@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from tests.torch_bridge.lowerings.autograd_parity import check_grad
+from tests.torch_bridge.lowerings.batches import together
 from tests.torch_bridge.lowerings.parity import check
 from torch_bridge import _compat
-from torch_bridge.dtypes import Scalar
+from torch_bridge.ir.dtypes import Scalar
 
 aten = torch.ops.aten
 torch.manual_seed(0)
@@ -25,6 +26,7 @@ CONSTANT = [
 
 
 @pytest.mark.parametrize("args", CONSTANT)
+@together
 def test_constant(args):
     check(aten.constant_pad_nd.default, *args)
 
@@ -53,6 +55,7 @@ PADS = [
 
 @pytest.mark.parametrize("kind", ["reflection", "replication"])
 @pytest.mark.parametrize(("dims", "padding"), PADS)
+@together
 def test_borders(kind, dims, padding):
     op = getattr(aten, f"{kind}_pad{dims}d")
     batched = X[0, 0] if dims == 1 else X[0] if dims == 2 else X
@@ -65,5 +68,6 @@ def test_borders(kind, dims, padding):
         check(backward, grad, batched, padding)
 
 
+@together
 def test_replication_can_exceed_the_size():
     check(aten.replication_pad1d.default, X[0, 0], [9, 11])

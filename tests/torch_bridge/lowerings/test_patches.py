@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.torch_bridge.lowerings.autograd_parity import check_grad
+from tests.torch_bridge.lowerings.batches import together
 from tests.torch_bridge.lowerings.parity import check
 
 aten = torch.ops.aten
@@ -21,6 +22,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("args", CASES)
+@together
 def test_im2col_and_col2im(args):
     check(aten.im2col.default, X, *args)
     check(aten.im2col.default, X[0], *args)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import torch_bridge.lowerings as lowerings
+from tests.torch_bridge.lowerings.batches import together
 from tests.torch_bridge.lowerings.parity import check, to_jax
 from torch_bridge import _compat
 
@@ -37,6 +38,7 @@ def test_values_and_gradient(p):
 
 
 @pytest.mark.parametrize("shape", [(0, 3), (1, 3), (2, 3), (3, 0)])
+@together
 def test_few_points(shape):
     if shape[1]:  # torch fills points without coordinates from uninitialised memory or crashes
         check(aten._pdist_forward.default, torch.randn(shape))

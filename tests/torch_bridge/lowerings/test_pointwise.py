@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.torch_bridge.lowerings.batches import together
 from tests.torch_bridge.lowerings.gradients import check_gradient
 from tests.torch_bridge.lowerings.parity import check
 from tests.torch_bridge.lowerings.test_arithmetic import (
@@ -106,6 +107,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("op,args", CASES)
+@together
 def test_pointwise(op: torch._ops.OpOverload, args: tuple) -> None:
     check(op, *args)
 
@@ -120,6 +122,7 @@ COMPARED = [*REAL_PAIRS, (EDGE, EDGE2), (BOOLS, BOOLS2), (T([16777217]), T([1677
 
 
 @pytest.mark.parametrize("name", ["eq", "ne", "lt", "le", "gt", "ge"])
+@together
 def test_comparisons(name: str) -> None:
     op = getattr(aten, name)
     for a, b in COMPARED:
@@ -146,6 +149,7 @@ def test_comparisons(name: str) -> None:
 @pytest.mark.parametrize(
     "x", [EDGE, INTS, BOOLS, COMPLEX, HALF, torch.empty(0), T(nan), T(3), INTS.to(u8), T([complex(nan, 1), complex(1, -inf)])]
 )
+@together
 def test_predicates(x: torch.Tensor) -> None:
     for op in (
         aten.isnan,
@@ -164,6 +168,7 @@ def test_logic() -> None:
             check(op, a, b, jit=False)
 
 
+@together
 def test_bits() -> None:
     for name in ("and", "or", "xor"):
         op = getattr(aten, f"bitwise_{name}")
@@ -185,11 +190,13 @@ SHIFTED = [
 
 
 @pytest.mark.parametrize("a,b", SHIFTED)
+@together
 def test_shifts(a: torch.Tensor, b: torch.Tensor) -> None:
     for op in (aten.bitwise_left_shift, aten.bitwise_right_shift, aten.__lshift__, aten.__rshift__):
         check(op.Tensor, a, b)
 
 
+@together
 def test_shifts_of_numbers() -> None:
     for op in (aten.bitwise_left_shift, aten.bitwise_right_shift):
         check(op.Tensor_Scalar, INTS, 2)
@@ -211,6 +218,7 @@ LIFTED = [
 
 
 @pytest.mark.parametrize("op,args", LIFTED)
+@together
 def test_numbers_as_inputs(op: torch._ops.OpOverload, args: tuple) -> None:
     check_lifted(op, args, {})
 
@@ -236,5 +244,6 @@ GRADIENTS = [
 
 
 @pytest.mark.parametrize("op,args", GRADIENTS)
+@together
 def test_gradient(op: torch._ops.OpOverload, args: tuple) -> None:
     check_gradient(op, *args)

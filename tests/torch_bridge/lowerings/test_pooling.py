@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.torch_bridge.lowerings.batches import together
 from tests.torch_bridge.lowerings.nn_checks import check_gradients
 from tests.torch_bridge.lowerings.parity import check
 
@@ -24,6 +25,7 @@ AVG2D = [
 
 
 @pytest.mark.parametrize("args", AVG2D)
+@together
 def test_avg_pool2d(args):
     x = torch.randn(2, 3, 9, 8)
     for y in (x, x[0], x.bfloat16()):
@@ -33,6 +35,7 @@ def test_avg_pool2d(args):
     check_gradients(aten.avg_pool2d.default, x, *args)
 
 
+@together
 def test_more_avg_pools():
     x = torch.randn(2, 3, 7, 6, 5)
     for args in [([2, 2, 2], [], [0], False, True, None), ([3, 2, 3], [2, 1, 2], [1, 1, 1], True, False, None)]:
@@ -46,6 +49,7 @@ def test_more_avg_pools():
 
 
 @pytest.mark.parametrize("out", [[1, 1], [3, 4], [5, 7], [12, 3], [9, 8]])
+@together
 def test_adaptive_avg_pools(out):
     x = torch.randn(2, 3, 9, 8)
     for y in (x, x[0], x.bfloat16(), x.double()):
@@ -77,6 +81,7 @@ def special(*shape: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("args", MAX2D)
+@together
 def test_max_pool2d(args):
     x = torch.randn(2, 3, 9, 8)
     for y in (x, x[0], x.bfloat16(), ties(2, 3, 9, 8), special(2, 3, 9, 8), torch.full((1, 9, 8), -inf)):
@@ -85,6 +90,7 @@ def test_max_pool2d(args):
 
 
 @pytest.mark.parametrize("args", MAX2D)
+@together
 def test_max_pool2d_backward(args):
     x = ties(2, 3, 9, 8)
     y, indices = aten.max_pool2d_with_indices(x, *args)
@@ -94,6 +100,7 @@ def test_max_pool2d_backward(args):
     check_gradients(aten.max_pool2d_with_indices.default, x, *args)
 
 
+@together
 def test_long_windows():
     x = ties(2, 3, 1, 200)
     for x in (ties(2, 3, 1, 200), special(2, 3, 1, 200), torch.randn(2, 3, 1, 200)):
@@ -104,6 +111,7 @@ def test_long_windows():
     check(aten.max_pool2d_with_indices_backward.default, torch.randn_like(y), x, [1, 50], [1, 7], [0, 0], [1, 1], False, indices)
 
 
+@together
 def test_max_pool3d():
     for x in (torch.randn(2, 3, 5, 6, 7), special(2, 3, 5, 6, 7)):
         for args in [([2, 2, 2], [], 0, 1, False), ([3, 2, 3], [2, 1, 2], [1, 1, 1], [1, 2, 1], True)]:
@@ -114,6 +122,7 @@ def test_max_pool3d():
 
 
 @pytest.mark.parametrize("out", [[1, 1], [3, 4], [5, 7], [12, 3], [9, 8]])
+@together
 def test_adaptive_max_pools(out):
     for x in (torch.randn(2, 3, 9, 8), ties(3, 9, 8), special(2, 3, 9, 8)):
         check(aten.adaptive_max_pool2d.default, x, out)
@@ -125,6 +134,7 @@ def test_adaptive_max_pools(out):
     check(aten.adaptive_max_pool3d_backward.default, torch.randn_like(y), x, indices)
 
 
+@together
 def test_empty_batch():
     x = torch.randn(0, 3, 9, 8)
     check(aten.avg_pool2d.default, x, [2, 2])

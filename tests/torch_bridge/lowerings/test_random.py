@@ -12,7 +12,8 @@ import torch
 
 import torch_bridge.lowerings as lowerings
 from tests.torch_bridge.lowerings.parity import check, to_jax, to_torch
-from torch_bridge import _compat, dtypes
+from torch_bridge import _compat
+from torch_bridge.ir import dtypes
 
 aten = torch.ops.aten
 N = 20_000

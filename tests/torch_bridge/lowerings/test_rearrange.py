@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.torch_bridge.lowerings.autograd_parity import check_grad
+from tests.torch_bridge.lowerings.batches import together
 from tests.torch_bridge.lowerings.parity import check
 
 aten = torch.ops.aten
@@ -59,6 +60,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("op", "args"), CASES)
+@together
 def test_values(op, args):
     check(op, *args)
 
@@ -73,5 +75,6 @@ GRADS = [
 
 
 @pytest.mark.parametrize(("op", "args"), GRADS)
+@together
 def test_gradients(op, args):
     check_grad(op, *args)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import torch_bridge.lowerings as lowerings
+from tests.torch_bridge.lowerings.batches import together
 from tests.torch_bridge.lowerings.gradients import check_gradient
 from tests.torch_bridge.lowerings.parity import check, to_jax, to_torch
 from tests.torch_bridge.lowerings.test_arithmetic import BOOLS, COMPLEX, INTS, T, bf16, f16, f64, i32, inf, ints, nan, rand, u8
@@ -22,6 +23,7 @@ INPUTS = [X, X.to(bf16), X.to(f16), X.double(), ints(3, 4, 5), ints(3, 4, 5).to(
 
 
 @pytest.mark.parametrize("x,dim,keepdim", [(x, *d) for i, x in enumerate(INPUTS) for d in (DIMS if i < 2 else DIMS[1:3])])
+@together
 def test_sums(x: torch.Tensor, dim: list | None, keepdim: bool) -> None:
     jit = x is INPUTS[1]
     check(aten.sum.dim_IntList, x, dim, keepdim, jit=jit)
@@ -96,11 +98,13 @@ OTHER = [
 
 
 @pytest.mark.parametrize("op,args,kwargs", OTHER)
+@together
 def test_reduction(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> None:
     check(op, *args, **kwargs)
 
 
 @pytest.mark.parametrize("p", [0, 1, 2, 3, 0.5, -1, -2.5, inf, -inf])
+@together
 def test_norms(p: float) -> None:
     check(aten.linalg_vector_norm.default, X, p)
     check(aten.linalg_vector_norm.default, X, p, [0, -1], True, jit=False)
@@ -111,12 +115,13 @@ def test_norms(p: float) -> None:
     check(aten.linalg_vector_norm.default, T([[0.0, 0.0], [0.0, 3.0]]), p, [1], jit=False)
     check(aten.norm.ScalarOpt_dim, X, p, [1], jit=False)
     check(aten.norm.Scalar, X, p, jit=False)
-    check(aten.dist.default, X, rand(5), p, jit=False)
+    check(aten.dist.default, X, torch.randn(5), p, jit=False)
     if p > 0:
         check(aten.renorm.default, X, p, 1, 1.5, jit=False)
         check_gradient(aten.linalg_vector_norm.default, T([[0.0, 0.0], [0.0, 3.0], [-2.0, 2.0]]), p, [1])
 
 
+@together
 def test_norm_variants() -> None:
     check(aten.norm.ScalarOpt_dim, X, None, [0])
     check(aten.norm.ScalarOpt_dtype, X, 2, dtype=f64)
@@ -130,21 +135,23 @@ def test_norm_variants() -> None:
 
 
 @pytest.mark.parametrize("p", [0.0, 1.0, 2.0, 1.5, 3.0, inf])
+@together
 def test_cdist(p: float) -> None:
-    a, b = rand(2, 6, 4), rand(2, 5, 4)
+    a, b = torch.randn(2, 6, 4), torch.randn(2, 5, 4)
     b[0, 0] = a[0, 0]
     check(aten._cdist_forward.default, a, b, p, None)
     check(aten._cdist_forward.default, a.double(), b[:1].double(), p, 2, jit=False)
     distance = torch.cdist(a, b, p=p)
-    check(aten._cdist_backward.default, rand(2, 6, 5), a, b, p, distance)
+    check(aten._cdist_backward.default, torch.randn(2, 6, 5), a, b, p, distance)
 
 
+@together
 def test_cdist_by_matmul() -> None:
-    a, b = rand(30, 4), rand(40, 4)
+    a, b = torch.randn(30, 4), torch.randn(40, 4)
     check(aten._cdist_forward.default, a, b, 2.0, None, rtol=1e-5, atol=1e-5)
     check(aten._cdist_forward.default, a, b, 2.0, 2)
     check(aten._euclidean_dist.default, a, b, rtol=1e-5, atol=1e-5)
-    check(aten._cdist_forward.default, torch.empty(0, 3), rand(2, 3), 2.0, None)
+    check(aten._cdist_forward.default, torch.empty(0, 3), torch.randn(2, 3), 2.0, None)
     check(aten._cdist_forward.default, torch.empty(2, 0), torch.empty(3, 0), 2.0, None)
 
 
@@ -153,6 +160,7 @@ EXTREMA_INPUTS = [X, NANS, TIES, TIES.to(bf16), TIES.to(u8), T([[3.0, 3.0]]), T(
 
 @pytest.mark.thorough(keep=5)
 @pytest.mark.parametrize("x,dim", [(TIES, 0), (NANS, 0), *((x, -1) for x in EXTREMA_INPUTS)])
+@together
 def test_extrema(x: torch.Tensor, dim: int) -> None:
     for name in ("max", "min"):
         check(getattr(aten, name).dim, x, dim, jit=x is TIES)
@@ -176,6 +184,7 @@ def test_extrema(x: torch.Tensor, dim: int) -> None:
     check(aten.cummin.default, x, dim, jit=False)
 
 
+@together
 def test_extrema_of_bools_and_single_values() -> None:
     for op in (aten.max.dim, aten.min.dim, aten.mode.default, aten.cummax.default, aten.cummin.default):
         check(op, BOOLS, 0)
@@ -193,15 +202,16 @@ def test_extrema_of_bools_and_single_values() -> None:
     check(aten.median.dim, torch.empty(0, 3), 1)
 
 
+@together
 def test_mode_and_median_of_longer_rows() -> None:
-    x = ints(40, 60, low=0, high=6)
+    x = torch.randint(0, 6, (40, 60))
     check(aten.median.dim, x, 1)
     check(aten.median.dim, x.float(), 0)
 
 
 def test_mode_of_longer_rows_and_of_nan() -> None:
     """torch's index is then whatever its unstable sort leaves; ours is the last position of the value."""
-    x = ints(40, 60, low=0, high=6)
+    x = torch.randint(0, 6, (40, 60))
     mode = lowerings.lookup(aten.mode.default).fn
     with _compat.enable_x64():
         values, index = (to_torch(y) for y in mode(to_jax(x), 1))
@@ -211,6 +221,7 @@ def test_mode_of_longer_rows_and_of_nan() -> None:
     assert with_nan == [1.0, 5]
 
 
+@together
 def test_kthvalue() -> None:
     x = torch.randperm(60).reshape(4, 15).float()
     for k in (1, 7, 15):
@@ -222,6 +233,7 @@ SCANNED = [X, X.to(bf16), X.double(), ints(3, 4, 5), ints(3, 4, 5).to(u8), X > 0
 
 
 @pytest.mark.parametrize("x", SCANNED)
+@together
 def test_scans(x: torch.Tensor) -> None:
     for op in (aten.cumsum.default, aten.cumprod.default):
         check(op, x, 0)
@@ -266,10 +278,12 @@ GRADIENTS = [
 
 
 @pytest.mark.parametrize("op,args", GRADIENTS)
+@together
 def test_gradient(op: torch._ops.OpOverload, args: tuple) -> None:
     check_gradient(op, *args, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("p", [1.0, 2.0, 3.0, inf])
+@together
 def test_cdist_gradient(p: float) -> None:
-    check_gradient(aten._cdist_forward.default, rand(3, 4), rand(2, 4), p, None, rtol=1e-5, atol=1e-5)
+    check_gradient(aten._cdist_forward.default, torch.randn(3, 4), torch.randn(2, 4), p, None, rtol=1e-5, atol=1e-5)

@@ -5,9 +5,10 @@ import torch
 
 import torch_bridge.lowerings as lowerings
 from tests.torch_bridge.lowerings.autograd_parity import check_grad
+from tests.torch_bridge.lowerings.batches import together
 from tests.torch_bridge.lowerings.parity import check, to_jax, to_torch
 from torch_bridge import _compat
-from torch_bridge.dtypes import Scalar
+from torch_bridge.ir.dtypes import Scalar
 
 aten = torch.ops.aten
 T = torch.tensor
@@ -39,6 +40,7 @@ GATHER = [
 
 
 @pytest.mark.parametrize("args", GATHER)
+@together
 def test_gather(args):
     check(aten.gather.default, *args)
 
@@ -61,10 +63,12 @@ SCATTER = [
 
 
 @pytest.mark.parametrize(("op", "args"), SCATTER)
+@together
 def test_scatter(op, args):
     check(op, *args)
 
 
+@together
 def test_scatter_with_a_reduce_name():
     for name in ("add", "multiply"):
         check(aten.scatter.reduce, X, 2, SAME, torch.randn(3, 4, 5), reduce=name)
@@ -77,6 +81,7 @@ REDUCES = ["sum", "prod", "mean", "amax", "amin"]
 
 @pytest.mark.parametrize("include_self", [True, False])
 @pytest.mark.parametrize("name", REDUCES)
+@together
 def test_scatter_reduce(name, include_self):
     op, kw = aten.scatter_reduce.two, {"include_self": include_self}
     check(op, X, 2, SAME, torch.randn(3, 4, 5), name, **kw)
@@ -94,6 +99,7 @@ def test_scatter_reduce(name, include_self):
 @pytest.mark.parametrize("include_self", [True, False])
 @pytest.mark.parametrize("name", REDUCES[1:])
 @pytest.mark.filterwarnings("ignore:index_reduce")
+@together
 def test_index_reduce(name, include_self):
     op, kw = aten.index_reduce.default, {"include_self": include_self}
     check(op, X, 1, T([3, 0, 0]), torch.randn(3, 3, 5), name, **kw)
@@ -109,6 +115,7 @@ TIED_AT, TIED_SRC = T([[1, 1, 3, 3, 4]]), T([[2.0, 1.0, 0.0, 3.0, 0.0]])
 @pytest.mark.parametrize("include_self", [True, False])
 @pytest.mark.parametrize("name", REDUCES)
 @pytest.mark.filterwarnings("ignore:index_reduce")
+@together
 def test_reduce_gradients(name, include_self):
     check_grad(aten.scatter_reduce.two, X, 2, SAME, torch.randn(3, 4, 5), name, include_self=include_self)
     check_grad(aten.scatter_reduce.two, X, 1, SMALL[:, :4], torch.randn(2, 4, 3), name, include_self=include_self)
@@ -128,6 +135,7 @@ GRADS = [
 
 
 @pytest.mark.parametrize(("op", "args"), GRADS)
+@together
 def test_gradients(op, args):
     check_grad(op, *args)
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.torch_bridge.lowerings.autograd_parity import check_grad
+from tests.torch_bridge.lowerings.batches import together
 from tests.torch_bridge.lowerings.parity import check
 
 aten = torch.ops.aten
@@ -60,6 +61,7 @@ VIEWS = [
 
 
 @pytest.mark.parametrize(("packet", "args"), VIEWS)
+@together
 def test_view_and_its_copy(packet, args):
     check(packet.default, *args)
     copy = getattr(aten, packet.__name__.lstrip("_") + "_copy", None) or getattr(aten, packet.__name__ + "_copy")
@@ -122,6 +124,7 @@ OTHERS = [
 
 
 @pytest.mark.parametrize(("op", "args"), OTHERS)
+@together
 def test_other_views(op, args):
     check(op, *args)
 
@@ -139,5 +142,6 @@ GRADS = [
 
 
 @pytest.mark.parametrize(("op", "args"), GRADS)
+@together
 def test_gradients(op, args):
     check_grad(op, *args)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.torch_bridge.lowerings.batches import together
 from tests.torch_bridge.lowerings.nn_checks import check_gradients, run
 from tests.torch_bridge.lowerings.parity import check
 
@@ -29,6 +30,7 @@ BACK = [aten._softmax_backward_data.default, aten._log_softmax_backward_data.def
 
 @pytest.mark.parametrize(("x", "dim"), CASES)
 @pytest.mark.parametrize("op", SOFT)
+@together
 def test_forward(op, x, dim):
     # torch's CPU log_softmax rounds its intermediate results to bfloat16
     check(op, x, dim, False, **({"atol": 0.07, "rtol": 2e-2} if x.dtype == torch.bfloat16 else {}))
@@ -44,16 +46,19 @@ def test_half_to_float_and_one_rounding():
 
 @pytest.mark.parametrize(("x", "dim"), CASES)
 @pytest.mark.parametrize("op", BACK)
+@together
 def test_backward(op, x, dim):
     check(op, torch.rand_like(x), torch.softmax(x, dim), dim, x.dtype)
 
 
 @pytest.mark.parametrize("op", SOFT)
+@together
 def test_gradients(op):
     check_gradients(op, X, 1, False)
 
 
 @pytest.mark.parametrize("x", [X, HARD, X.bfloat16(), X.masked_fill(X < 2, -inf), torch.empty(2, 0)])
+@together
 def test_safe_softmax(x):
     check(aten._safe_softmax.default, x, -1)
     check(aten._safe_softmax.default, x, 0, torch.float64)
@@ -68,6 +73,7 @@ MASKS = [
 
 
 @pytest.mark.parametrize(("mask", "mask_type"), MASKS)
+@together
 def test_masked_softmax(mask, mask_type):
     check(aten._masked_softmax.default, SCORES, mask, 3, mask_type)
     full = (mask[:, None, None, :] if mask_type == 1 else mask).expand_as(SCORES).contiguous()

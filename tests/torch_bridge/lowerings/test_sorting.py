@@ -5,9 +5,10 @@ import torch
 
 import torch_bridge.lowerings as lowerings
 from tests.torch_bridge.lowerings.autograd_parity import check_grad
+from tests.torch_bridge.lowerings.batches import together
 from tests.torch_bridge.lowerings.parity import check, to_jax, to_torch
 from torch_bridge import _compat
-from torch_bridge.dtypes import Scalar
+from torch_bridge.ir.dtypes import Scalar
 
 aten = torch.ops.aten
 T = torch.tensor
@@ -22,6 +23,7 @@ X = torch.randn(3, 40)
 @pytest.mark.parametrize(
     "x", [ODD, INTS, X, INTS > 0, ODD.bfloat16(), INTS.to(torch.uint8), T(3.0), torch.zeros(2, 0), ODD.double(), INTS.int(), ODD.half()]
 )
+@together
 def test_sort(x, descending):
     check(aten.sort.stable, x, stable=True, descending=descending)
     check(aten.sort.stable, x, stable=True, dim=0, descending=descending)
@@ -43,6 +45,7 @@ def test_topk_values(x, k, largest):
     assert all(len(set(row)) == k for row in indices.tolist())
 
 
+@together
 def test_topk():
     check(aten.topk.default, X, 5)
     check(aten.topk.default, X, 2, 0, False)
@@ -70,12 +73,14 @@ SEARCH = [
 
 @pytest.mark.parametrize("right", [False, True])
 @pytest.mark.parametrize("args", SEARCH)
+@together
 def test_searchsorted(args, right):
     check(aten.searchsorted.Tensor, *args, right=right)
     if args[0].ndim == 1:
         check(aten.bucketize.Tensor, args[1], args[0], out_int32=True, right=right)
 
 
+@together
 def test_searchsorted_options():
     check(aten.searchsorted.Tensor, EDGES, VALUES, side="right", out_int32=True)
     check(aten.searchsorted.Scalar, EDGES, 2)
@@ -90,6 +95,7 @@ MANY = torch.arange(0, 60, 3)
 
 @pytest.mark.parametrize("invert", [False, True])
 @pytest.mark.parametrize("tests", [MANY, MANY[:4], MANY.double(), torch.zeros(0), T(3), torch.cat([MANY * 1.0, T([NAN])])])
+@together
 def test_isin(tests, invert):
     for x in (torch.arange(12).reshape(3, 4), T([NAN, 3.0, 2.5]), T(6), torch.zeros(0)):
         check(aten.isin.Tensor_Tensor, x, tests, invert=invert)
@@ -109,10 +115,12 @@ HISTC = [
 
 
 @pytest.mark.parametrize("args", HISTC)
+@together
 def test_histc(args):
     check(aten.histc.default, *args)
 
 
+@together
 def test_histc_ignores_nan():
     check(aten.histc.default, ODD, 4, -1, 1)
 
@@ -136,6 +144,7 @@ def test_lifted_numbers():
         torch.testing.assert_close(to_torch(g), e)
 
 
+@together
 def test_gradients():
     check_grad(aten.sort.stable, X, stable=True, descending=True)
     check_grad(aten.topk.default, X, 5)

@@ -11,8 +11,10 @@ import pytest
 import torch
 
 import torch_bridge.lowerings as lowerings
+from tests.torch_bridge.lowerings.batches import together
 from tests.torch_bridge.lowerings.parity import check, to_jax, to_torch
-from torch_bridge import _compat, dtypes
+from torch_bridge import _compat
+from torch_bridge.ir import dtypes
 
 aten = torch.ops.aten
 INF, NAN = float("inf"), float("nan")
@@ -53,6 +55,7 @@ def grid(*axes):
 
 
 @pytest.mark.parametrize("name", UNARY)
+@together
 def test_unary(name):
     x = UNARY[name]
     check(op_of(name), x, atol=1e-30, rtol=3e-6)
@@ -64,11 +67,13 @@ def test_unary(name):
         check(op_of(name), x[:40].bfloat16(), jit=False)
 
 
+@together
 def test_sinc_of_half_and_complex():
     check(aten.sinc.default, torch.randn(5, dtype=torch.complex64))
 
 
 @pytest.mark.parametrize("name", BESSEL)
+@together
 def test_bessel(name):
     op = op_of(f"special_{name}")
     check(op, WIDE, atol=1e-5, rtol=1e-5)
@@ -126,6 +131,7 @@ def test_polynomial_of_nan_is_nan():
 
 
 @pytest.mark.parametrize("op", [aten.igamma.default, aten.igammac.default])
+@together
 def test_incomplete_gamma(op):
     a, x = grid([0.0, 0.1, 0.5, 1.0, 2.0, 5.0, 20.0, -1.0, INF, NAN], [0.0, 0.1, 0.5, 1.0, 2.0, 5.0, 20.0, 1000.0, -1.0, INF, NAN])
     check(op, a, x, rtol=1e-5, atol=1e-5)
@@ -156,6 +162,7 @@ def test_xlog1py():
 
 
 @pytest.mark.parametrize("n", range(5))
+@together
 def test_polygamma(n):
     # No torch value to compare at the poles of order 1: it is a large finite number.
     x = torch.tensor([0.01, 0.3, 0.5, 1.0, 1.2, 2.0, 7.5, 30.0, 1e4, -0.5, -1.25, -7.3, INF, NAN] + ([0.0, -0.0, -3.0] if n != 1 else []))
@@ -165,6 +172,7 @@ def test_polygamma(n):
     check(aten.polygamma.default, n, torch.tensor([0.5, 2.0]).bfloat16(), jit=False)
 
 
+@together
 def test_mvlgamma():
     check(aten.mvlgamma.default, torch.rand(4) + 1.5, 3)
     check(aten.mvlgamma.default, torch.tensor([3, 4]), 2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.torch_bridge.lowerings.batches import together
 from tests.torch_bridge.lowerings.parity import check
 
 aten = torch.ops.aten
@@ -28,5 +29,6 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES)
+@together
 def test_values(case):
     check(aten._trilinear.default, *case)

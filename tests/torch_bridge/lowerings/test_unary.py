@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.torch_bridge.lowerings.batches import together
 from tests.torch_bridge.lowerings.gradients import check_gradient
 from tests.torch_bridge.lowerings.parity import check
 from tests.torch_bridge.lowerings.test_arithmetic import COMPLEX, INTS, T, X, bf16, inf, nan, u8
@@ -22,6 +23,7 @@ REAL_ONLY = {"i0", "erf", "erfc", "erfinv", "lgamma", "digamma", "deg2rad", "rad
 
 
 @pytest.mark.parametrize("name", FLOAT_OPS)
+@together
 def test_float_functions(name: str) -> None:
     op = getattr(aten, name).default
     x = torch.cat([X.flatten(), SPECIAL])
@@ -37,11 +39,13 @@ def test_float_functions(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FLOAT_OPS)
+@together
 def test_float_function_gradients(name: str) -> None:
     x = T([0.1, 0.3, 0.5, 0.7, 0.9])
     check_gradient(getattr(aten, name).default, x + 1 if name == "acosh" else x, rtol=1e-5, atol=1e-5)
 
 
+@together
 def test_whole_powers_have_whole_logarithms() -> None:
     check(aten.log2.default, T([2.0**n for n in range(-100, 100)]), rtol=0, atol=0)
     check(aten.log10.default, T([10.0**n for n in range(11)]), rtol=0, atol=0)
@@ -53,6 +57,7 @@ ROUNDED = T([0.5, 1.5, 2.5, -0.5, -1.5, 1.7, -1.7, 0.0, inf, -inf, nan, 1e10])
 
 
 @pytest.mark.parametrize("name", ["neg", "abs", "floor", "ceil", "trunc", "round", "sign", "sgn", "frac"])
+@together
 def test_rounding_and_signs(name: str) -> None:
     op = getattr(aten, name).default
     check(op, ROUNDED)
@@ -66,6 +71,7 @@ def test_rounding_and_signs(name: str) -> None:
         check(op, torch.cat([COMPLEX, T([0j])]))
 
 
+@together
 def test_round_decimals() -> None:
     for decimals in (0, 1, 2, 3, -1, -2):
         check(aten.round.decimals, X * 1234.5, decimals=decimals)
@@ -73,6 +79,7 @@ def test_round_decimals() -> None:
     check(aten.round.decimals, X.double() * 100, decimals=2)
 
 
+@together
 def test_frexp() -> None:
     check(aten.frexp.Tensor, T([0.0, 1.0, -3.0, inf, nan, 1e-30, -1e30, 0.75]))
     check(aten.frexp.Tensor, X.double())
@@ -93,5 +100,6 @@ def test_frexp() -> None:
         (aten.tanh.default, T([-200.0, 0.0, 200.0])),
     ],
 )
+@together
 def test_gradient(op: torch._ops.OpOverload, x: torch.Tensor) -> None:
     check_gradient(op, x)

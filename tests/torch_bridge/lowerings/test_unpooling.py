@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import torch_bridge.lowerings as lowerings
+from tests.torch_bridge.lowerings.batches import together
 from tests.torch_bridge.lowerings.parity import check, to_jax
 from torch_bridge import _compat
 
@@ -38,6 +39,7 @@ POOLS = [
 
 
 @pytest.mark.parametrize("case", POOLS)
+@together
 def test_fractional_pool(case):
     packet, x, kernel, size, samples = case
     check(packet.default, x, kernel, size, samples)
@@ -56,6 +58,7 @@ def test_gradient_of_fractional_pool():
     np.testing.assert_allclose(np.asarray(got), x.grad.numpy())
 
 
+@together
 def test_unpool():
     x = rand(2, 3, 6, 8)
     values, indices = torch.nn.functional.max_pool2d(x, 2, return_indices=True)

@@ -4,6 +4,7 @@ import jax.numpy as jnp
 import pytest
 import torch
 
+from tests.torch_bridge.lowerings.batches import together
 from tests.torch_bridge.lowerings.nn_checks import check_gradients
 from tests.torch_bridge.lowerings.parity import check
 from torch_bridge.lowerings import lookup
@@ -16,6 +17,7 @@ NEAREST = {1: "upsample_nearest1d", 2: "upsample_nearest2d", 3: "upsample_neares
 
 @pytest.mark.parametrize("exact", ["", "_exact"])
 @pytest.mark.parametrize(("size", "out"), SIZES)
+@together
 def test_nearest(size, out, exact):
     name = "_upsample_nearest_exact1d" if exact else "upsample_nearest1d"
     forward, backward = getattr(aten, name).default, getattr(aten, f"{name}_backward").default
@@ -26,6 +28,7 @@ def test_nearest(size, out, exact):
 
 
 @pytest.mark.parametrize("exact", ["", "_exact"])
+@together
 def test_nearest_2d_3d(exact):
     x = torch.randn(2, 3, 4, 5, 6)
     for n, sizes in ((2, [7, 12]), (3, [8, 3, 9])):
@@ -36,6 +39,7 @@ def test_nearest_2d_3d(exact):
         check_gradients(getattr(aten, name).default, y, sizes)
 
 
+@together
 def test_nearest_with_scales():
     x = torch.randn(1, 2, 5, 7)
     check(aten.upsample_nearest2d.default, x, [8, 9], 1.7, 1.3)
@@ -46,6 +50,7 @@ def test_nearest_with_scales():
 
 @pytest.mark.parametrize("align", [False, True])
 @pytest.mark.parametrize(("size", "out"), SIZES)
+@together
 def test_linear(size, out, align):
     x = torch.randn(2, 3, size)
     check(aten.upsample_linear1d.default, x, out, align)
@@ -55,6 +60,7 @@ def test_linear(size, out, align):
 
 
 @pytest.mark.parametrize("align", [False, True])
+@together
 def test_more_linear(align):
     x = torch.randn(2, 3, 4, 5, 6)
     check(aten.upsample_bilinear2d.default, x[0], [9, 4], align)
@@ -71,6 +77,7 @@ def test_more_linear(align):
 @pytest.mark.parametrize("op", [aten._upsample_bilinear2d_aa, aten._upsample_bicubic2d_aa])
 @pytest.mark.parametrize("out", [[3, 4], [13, 17], [5, 20], [9, 8]])
 @pytest.mark.parametrize("align", [False, True])
+@together
 def test_antialiased(op, out, align):
     close = {"rtol": 1e-4, "atol": 1e-5}
     check(op.default, torch.randn(2, 3, 9, 8), out, align, **close)

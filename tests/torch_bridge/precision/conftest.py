@@ -6,17 +6,19 @@ from collections.abc import Iterator
 
 import pytest
 
-import torch_bridge.recorder  # noqa: F401
-from torch_bridge import downcast, executor, numerics, rounding, world
+import torch_bridge.device.startup  # noqa: F401
+from torch_bridge.mesh import world
+from torch_bridge.precision import device_formats, precision_mode, stochastic_rounding
+from torch_bridge.runtime import executor
 
 
 @pytest.fixture(autouse=True)
 def plain(monkeypatch: pytest.MonkeyPatch, clean_step: None) -> None:
-    for name in numerics.VARIABLE_NAMES:
+    for name in precision_mode.VARIABLE_NAMES:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(downcast, "_warned", set())
+    monkeypatch.setattr(device_formats, "_warned", set())
     executor.sync()
-    rounding.restart()
+    stochastic_rounding.restart()
 
 
 @pytest.fixture

@@ -9,7 +9,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from torch_bridge import executor, hlo_text, metrics, numerics
+from torch_bridge import metrics
+from torch_bridge.export import hlo_text
+from torch_bridge.precision import precision_mode
+from torch_bridge.runtime import executor
 
 BITS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -31,6 +34,7 @@ PRODUCTS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 }
 
 
+@pytest.mark.core(keep=4)
 @pytest.mark.parametrize("kind", ["bf16", "fp16", "tf32", "fp8_e4m3"])
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_matmult_rounds_the_operands_and_sums_in_float32(name: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,10 +82,10 @@ def test_all_rounds_what_every_op_takes_and_gives(monkeypatch: pytest.MonkeyPatc
 
 
 def test_none_is_the_default_and_float32_is_float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert numerics.current() == numerics.PLAIN
+    assert precision_mode.current() == precision_mode.PLAIN
     for flags in ("", "--auto-cast=none", "--auto-cast=none --auto-cast-type=fp16 --model-type=transformer -O1"):
         monkeypatch.setenv("NEURON_CC_FLAGS", flags)
-        assert numerics.current() == numerics.PLAIN
+        assert precision_mode.current() == precision_mode.PLAIN
 
 
 def test_a_changed_flag_uses_another_program(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from torch_bridge import autocast, autocast_regions, executor, metrics
+from torch_bridge import metrics
+from torch_bridge.device import autocast, autocast_regions
+from torch_bridge.runtime import executor
 
 aten = torch.ops.aten
 HALF = torch.bfloat16
@@ -126,6 +128,7 @@ def run(
     return out.detach(), [g for g in grads if g is not None]
 
 
+@pytest.mark.core(keep=4)
 @pytest.mark.thorough(keep=14)
 @pytest.mark.filterwarnings("ignore:.*(is deprecated in favor of|was deprecated)")
 @pytest.mark.parametrize("name", [*LOWER, *FLOAT32])

@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from torch_bridge import executor, metrics, numerics
+from torch_bridge import metrics
+from torch_bridge.precision import precision_mode
+from torch_bridge.runtime import executor
 
 THIRD = 1 / 3
 BF16, F32 = (torch.tensor(THIRD, dtype=torch.float64).to(d).item() for d in (torch.bfloat16, torch.float32))
@@ -52,13 +54,13 @@ def test_other_dtypes_are_untouched(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_stochastic_rounding_comes_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XLA_DOWNCAST_BF16", "1")
-    assert numerics.current().stochastic
+    assert precision_mode.current().stochastic
     out = torch.ones(20_000).to("xla") / 3
     found = out.cpu().double()
     assert len(found.unique()) == 2
     assert abs(found.mean() - THIRD) < 1e-4
     monkeypatch.setenv("NEURON_RT_STOCHASTIC_ROUNDING_EN", "0")
-    assert not numerics.current().stochastic
+    assert not precision_mode.current().stochastic
     assert len((torch.ones(20_000).to("xla") / 3).cpu().unique()) == 1
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_bridge import executor
+from torch_bridge.runtime import executor
 
 
 class SGDWithFP32Copies(torch.optim.SGD):

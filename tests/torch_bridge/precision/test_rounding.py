@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -13,8 +14,13 @@ import torch_xla.core.xla_model as xm
 from jax import lax
 from torch import nn
 
+import torch_bridge
 from tests.torch_bridge.devices import python
-from torch_bridge import _compat, executor, metrics, rewriting, rounding, sharded, world
+from torch_bridge import _compat, metrics
+from torch_bridge.mesh import world
+from torch_bridge.precision import rewrite_roundings, stochastic_rounding
+from torch_bridge.recorder import sharded
+from torch_bridge.runtime import executor
 
 HALVES = [torch.bfloat16, torch.float16]
 N = 40_000
@@ -81,7 +87,9 @@ def test_probability_is_exact_over_all_random_bits(dtype: torch.dtype) -> None:
     x = np.full(bits.shape, 1 + 3 / 2**13, np.float32)
     with _compat.enable_x64():
         out = np.asarray(
-            rounding.stochastic(jnp.asarray(x), jnp.dtype(str(dtype).removeprefix("torch.")), jnp.asarray(bits)).astype(jnp.float32)
+            stochastic_rounding.stochastic(jnp.asarray(x), jnp.dtype(str(dtype).removeprefix("torch.")), jnp.asarray(bits)).astype(
+                jnp.float32
+            )
         )
     gap = torch.finfo(dtype).eps
     assert set(np.unique(out)) == {1.0, 1 + gap}
@@ -111,6 +119,7 @@ OPS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
+@pytest.mark.core(keep=3)
 @pytest.mark.usefixtures("on")
 @pytest.mark.parametrize("name", OPS)
 def test_results_of_half_precision_ops_are_rounded_stochastically(name: str) -> None:
@@ -155,7 +164,7 @@ def test_loops_and_branches_draw_anew_in_every_turn() -> None:
         return scanned, looped, branched, {"plain": x * 2}
 
     words = np.array([1, 2], np.uint32)
-    scanned, looped, branched, rest = rewriting.rewrite(run, [x], words)
+    scanned, looped, branched, rest = rewrite_roundings.rewrite(run, [x], words, stochastic_rounding.place_numbers())
     rows = [np.asarray(r.astype(jnp.float32)) for r in (*scanned, *looped, branched)]
     for i, row in enumerate(rows):
         assert abs(row.mean() - float(x[0])) < 3e-4
@@ -174,7 +183,7 @@ def draws(n: int = 3) -> list[tuple[float, ...]]:
 def test_the_seed_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     first = draws()
     assert len(set(first)) == 3
-    rounding.restart()
+    stochastic_rounding.restart()
     assert draws() == first
     monkeypatch.setenv("NEURON_RT_STOCHASTIC_ROUNDING_SEED", "7")
     before = metrics.COUNTERS.get("UncachedCompile", 0)
@@ -195,14 +204,39 @@ print([x.to(torch.bfloat16).double().sum().item() for _ in range(2)])
 
 def test_elements_are_independent() -> None:
     """Neighbouring elements, places and executions are uncorrelated, and every bit is set half the time."""
-    words = [np.array(w, np.uint32) for w in ((1, 2), (1, 3))]
-    rows = [np.asarray(rounding.random_bits((N,), w, place)) for w in words for place in (1, 2)]
-    u = np.stack([*(r / 2**32 for r in rows), np.roll(rows[0], 1) / 2**32])
+    stream, numbers = stochastic_rounding.Stream(), [jnp.asarray(k) for k in stochastic_rounding.place_numbers()]
+    words = [stream.take(0) for _ in range(2)]
+    rows = [
+        np.asarray(stochastic_rounding.random_bits((N,), w, stochastic_rounding.place_of(n, numbers)))
+        for w in words
+        for n in (0, 1, 2, 63, 510, 511, 512, 513, 1024, 5000)
+    ]
+    u = np.stack([*(r / 2**32 for r in rows), *(np.roll(rows[0], n) / 2**32 for n in (1, 2, 64, 256, 4096))])
     corr = np.corrcoef(u) - np.eye(len(u))
     assert abs(corr).max() < 4.5 / N**0.5
     for row in rows:
         shares = ((row[:, None] >> np.arange(32)) & 1).mean(0)
         assert abs(shares - 0.5).max() < 4.5 * 0.5 / N**0.5
+
+
+def test_what_tells_roundings_apart_is_an_input() -> None:
+    """A constant in the program would make every rounding a kernel of its own; beyond the 512th there is one."""
+    numbers = stochastic_rounding.place_numbers()
+    places = [stochastic_rounding.place_of(n, numbers) for n in range(4096)]
+    assert all(place is number for place, number in zip(places, numbers, strict=False)) and len(numbers) == 512
+    assert len(set(map(int, places))) == len(places)
+
+
+@pytest.mark.usefixtures("on")
+def test_roundings_of_equal_layers_share_their_kernels() -> None:
+    """Counted in the optimised program: the fused computations, without their names."""
+    layers = [torch.full((64,), 1 + 1 / 300, device="xla") for _ in range(6)]
+    rounded = [x.to(torch.bfloat16) for x in layers]
+    assert len({tuple(r.cpu().float().tolist()) for r in rounded}) == 6
+    text = torch_bridge.hlo(stage="optimized").rpartition("HloModule")[2]
+    bodies = re.findall(r"^%?fused_computation[^\n]*\{\n(.*?)^\}", text, flags=re.S | re.M)
+    shapes = {re.sub(r"(%[\w.\-]+|metadata=\{[^}]*\}|parameter\(\d+\))", "", body) for body in bodies}
+    assert len(bodies) >= 6 and len(shapes) <= 2, text
 
 
 # -- when it is switched --------------------------------------------------------------------------

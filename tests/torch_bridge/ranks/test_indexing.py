@@ -9,7 +9,7 @@ import torch
 
 from tests.torch_bridge.ranks import eager
 from tests.torch_bridge.ranks.conftest import Hosted
-from torch_bridge import ranks, world
+from torch_bridge.mesh import rank_numbers, world
 
 
 @pytest.fixture(autouse=True)
@@ -73,6 +73,7 @@ READS = {
 }
 
 
+@pytest.mark.core(keep=1)
 @pytest.mark.parametrize("own", [False, True], ids=["shared", "own"])
 def test_reading(own: bool) -> None:
     eager.agree_all(READS, eager.each(lambda r: torch.randn(4, 5, 3)) if own else torch.randn(4, 5, 3))
@@ -176,7 +177,7 @@ def test_assignments_as_statements() -> None:
         (lambda r, x: x[r : r * 2], RuntimeError, r"would have \[0, 1, 2\] elements on different ranks.*starts \[0, 1, 2, 3\].*all ranks need the same shape"),
         (lambda r, x: x[r:], RuntimeError, r"\[2, 3, 4, 5\] elements on different ranks"),
         (lambda r, x: x[:r], RuntimeError, r"\[0, 1, 2, 3\] elements on different ranks"),
-        (lambda r, x: torch.select_scatter(x, x[0], 0, r), ranks.PlainNumberNeeded, "runs the script once"),
+        (lambda r, x: torch.select_scatter(x, x[0], 0, r), rank_numbers.PlainNumberNeeded, "runs the script once"),
         (lambda r, x: x.narrow(0, r, 3), RuntimeError, r"narrow\(dim=0, start=\[0, 1, 2, 3\], length=3\) is out of range"),
         (lambda r, x: x.narrow(0, 0, r), RuntimeError, r"\[0, 1, 2, 3\] elements on different ranks"),
         (lambda r, x: x[r : r + 4 : 2], NotImplementedError, "must have step 1: use index_select"),

@@ -19,7 +19,8 @@ import torch_xla.utils.serialization as xser
 import yaml
 
 from tests.torch_bridge.ranks.conftest import Hosted
-from torch_bridge import ranks, sharded
+from torch_bridge.mesh import rank_numbers
+from torch_bridge.recorder import sharded
 
 
 @pytest.fixture
@@ -30,7 +31,7 @@ def numbers(hosted: Hosted) -> dict[str, Any]:
     item = (torch.ones((), device="xla") * rank / 2).item()
     count = (torch.ones((), device="xla", dtype=torch.int64) * rank).item()
     found = {"rank": rank, "half": rank / 4, "first": rank == 3, "loss": item, "count": count, "plain": 7}
-    assert tuple(map(type, list(found.values())[:5])) == ranks.KINDS
+    assert tuple(map(type, list(found.values())[:5])) == rank_numbers.KINDS
     return found
 
 
@@ -68,7 +69,7 @@ def test_checkpoints_load_without_trust(numbers: dict[str, Any], tmp_path: pathl
         found = torch.load(tmp_path / name, weights_only=True)
         assert found["history"] == [FIRST, (1.5, 1)] and type(found["history"][0]["rank"]) is int and type(found["history"][1][0]) is float
         assert type(found) is OrderedDict and found["weights"].tolist() == [1, 1] and found["epoch"] == 2
-    assert state["history"][0] is numbers and isinstance(numbers["rank"], ranks.RankInt)
+    assert state["history"][0] is numbers and isinstance(numbers["rank"], rank_numbers.RankInt)
 
 
 def test_only_what_has_such_numbers_is_copied(numbers: dict[str, Any]) -> None:
@@ -98,9 +99,9 @@ def test_seeds_of_the_host(numbers: dict[str, Any]) -> None:
 
 
 def test_rounding(numbers: dict[str, Any]) -> None:
-    assert ranks.values_of(round(numbers["half"], 1)) == (0.8, 1.0, 1.2, 1.5)
-    assert ranks.values_of(round(numbers["half"])) == (1, 1, 1, 2)
-    assert ranks.values_of(round(numbers["rank"] * 10, -1)) == (30, 40, 50, 60)
+    assert rank_numbers.values_of(round(numbers["half"], 1)) == (0.8, 1.0, 1.2, 1.5)
+    assert rank_numbers.values_of(round(numbers["half"])) == (1, 1, 1, 2)
+    assert rank_numbers.values_of(round(numbers["rank"] * 10, -1)) == (30, 40, 50, 60)
 
 
 @pytest.mark.parametrize("copied", ["cpu", "xser", "_maybe_convert_to_cpu"])

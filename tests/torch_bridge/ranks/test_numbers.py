@@ -16,7 +16,8 @@ import torch_xla.core.xla_model as xm
 
 from tests.torch_bridge.ranks import eager
 from tests.torch_bridge.ranks.conftest import Hosted
-from torch_bridge import ranks, sharded, world
+from torch_bridge.mesh import rank_numbers, world
+from torch_bridge.recorder import sharded
 
 ARITHMETIC = [
     operator.add, operator.sub, operator.mul, operator.mod, operator.floordiv, operator.truediv, operator.pow, operator.and_, operator.or_,
@@ -32,7 +33,7 @@ def rank(hosted: Hosted) -> Any:
 
 
 def values(x: Any) -> list[Any]:
-    return ranks.per_rank(x)
+    return rank_numbers.per_rank(x)
 
 
 @pytest.mark.parametrize("fn", ARITHMETIC + COMPARISONS, ids=lambda f: f.__name__)
@@ -64,7 +65,7 @@ def test_divmod(rank: Any) -> None:
 
 def test_floats(rank: Any) -> None:
     half = rank / 2
-    assert isinstance(half, (ranks.RankFloat, torch.SymFloat)) and values(half) == [0.0, 0.5, 1.0, 1.5]
+    assert isinstance(half, (rank_numbers.RankFloat, torch.SymFloat)) and values(half) == [0.0, 0.5, 1.0, 1.5]
     assert values(half * 2.5 - 1) == [-1.0, 0.25, 1.5, 2.75]
     assert values(rank * 0.5) == values(half) and values(1 / (half + 1)) == [1.0, 1 / 1.5, 0.5, 0.4]
     assert values(math.floor(half)) == [0, 0, 1, 1] and values(round(half)) == [0, 0, 1, 2]
@@ -74,7 +75,7 @@ def test_floats(rank: Any) -> None:
 
 def test_truth_values(rank: Any) -> None:
     odd = rank % 2 == 1
-    assert isinstance(odd, ranks.RankBool) and values(odd) == [False, True, False, True]
+    assert isinstance(odd, rank_numbers.RankBool) and values(odd) == [False, True, False, True]
     assert values(odd & (rank > 1)) == [False, False, False, True] and values(odd | True) == [True] * 4
     assert values(odd ^ (rank > 1)) == [False, True, True, False]
     assert not odd and str(odd) == "False"
@@ -106,7 +107,7 @@ def test_as_rank_0_in_python_containers(rank: Any) -> None:
 
 
 def test_isinstance(rank: Any) -> None:
-    assert isinstance(rank, torch.SymInt) and isinstance(rank, ranks.RankInt)
+    assert isinstance(rank, torch.SymInt) and isinstance(rank, rank_numbers.RankInt)
     assert isinstance(rank / 2, torch.SymFloat) and isinstance(rank == 0, torch.SymBool)
     assert torch.is_tensor(rank) is False
 
@@ -151,7 +152,7 @@ def test_pickled_as_the_first_ranks(rank: Any) -> None:
 )  # fmt: skip
 def test_one_plain_number_is_refused(rank: Any, use: Any) -> None:
     with pytest.raises(
-        ranks.PlainNumberNeeded,
+        rank_numbers.PlainNumberNeeded,
         match=r"runs the script once for 4 ranks.*for rank 0, 1, .*use int\(rank\) if rank 0's number is meant.*torchrun",
     ):
         use(rank)
@@ -232,7 +233,7 @@ def test_integer_items(rank: Any) -> None:
 
 def test_truth_items(rank: Any) -> None:
     found = (torch.arange(4, device="xla") < rank).any()
-    assert isinstance(found.item(), ranks.RankBool) and values(found.item()) == [False, True, True, True]
+    assert isinstance(found.item(), rank_numbers.RankBool) and values(found.item()) == [False, True, True, True]
     assert xm.mesh_reduce("t", found.item(), list) == [False, True, True, True] and not found and int(found) == 0
     assert type((found | True).item()) is bool
 
@@ -274,8 +275,27 @@ def test_a_world_of_one_has_plain_numbers() -> None:
 
 
 def test_of_a_process_with_one_rank(hosted: Hosted) -> None:
+    """It knows all ranks' numbers, as one that hosts them does, so that all processes compile one program; Python sees its own."""
     world.configure(world.World(4, hosted=(2,)))
-    assert type(world.rank()) is int and world.rank() == 2 and world.local_rank() == 2
+    rank = world.rank()
+    assert values(rank) == [0, 1, 2, 3] and rank == 2 and world.local_rank() == 2 and isinstance(rank, int) and f"{rank:02d}" == "02"
+    assert (
+        (torch.ones(2) * rank).tolist() == [2.0, 2.0]
+        and torch.arange(8)[rank * 2 : rank * 2 + 2].tolist() == [4, 5]
+        and [0, 1, 2, 3][rank] == 2
+    )
+    assert (
+        torch.zeros(rank).shape == (2,)
+        and float(rank) == 2.0
+        and list(range(rank)) == [0, 1]
+        and max(rank, 1) == 2
+        and math.sqrt(rank + 2) == 2.0
+    )
+    with pytest.raises(
+        rank_numbers.PlainNumberNeeded,
+        match="This process is one of 4, which compile one program, and this number is 0, 1, 2, 3 for rank 0",
+    ):
+        raise rank_numbers.refuse([0, 1, 2, 3])
 
 
 def test_local_ranks(hosted: Hosted) -> None:

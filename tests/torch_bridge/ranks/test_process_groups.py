@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch_xla.distributed.xla_backend as xla_backend
 
 from tests.torch_bridge.ranks import eager, exchanges
-from torch_bridge import ranks, world
+from torch_bridge.mesh import rank_numbers, world
 
 TP = [[0, 1], [2, 3]]
 DP = [[0, 2], [1, 3]]
@@ -36,13 +36,13 @@ def _group(mesh: list[list[int]]) -> Any:
 
 
 def test_ranks_and_sizes() -> None:
-    assert ranks.per_rank(dist.get_rank()) == [0, 1, 2, 3] and dist.get_world_size() == 4
+    assert rank_numbers.per_rank(dist.get_rank()) == [0, 1, 2, 3] and dist.get_world_size() == 4
     assert dist.get_backend() == "xla"
     for mesh in (TP, DP, [[0, 3], [1, 2]]):
         group = _group(mesh)
         own = [exchanges.members(mesh, r).index(r) for r in range(4)]
-        assert ranks.per_rank(dist.get_rank(group)) == own and dist.get_world_size(group) == 2 and group.size() == 2
-        assert ranks.per_rank(dist.get_group_rank(group, dist.get_rank())) == own
+        assert rank_numbers.per_rank(dist.get_rank(group)) == own and dist.get_world_size(group) == 2 and group.size() == 2
+        assert rank_numbers.per_rank(dist.get_group_rank(group, dist.get_rank())) == own
         assert dist.get_process_group_ranks(group) == mesh[0]
 
 

@@ -1,10 +1,14 @@
-"""Random numbers of several ranks: the same for what they share, each rank's own along the axes that a value varies over."""
+"""Random numbers of several ranks: equal seeds give equal numbers; with NXD_JAX_INDEPENDENT_DRAWS different ones along the axes that a value varies over."""
 
 from __future__ import annotations
 
+import copy
+import pickle
+import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,7 +17,9 @@ import torch_xla.core.xla_model as xm
 from torch.utils.checkpoint import checkpoint
 
 from tests.torch_bridge.ranks.conftest import Hosted
-from torch_bridge import executor, rng, sharded, world
+from torch_bridge.mesh import random_state, rank_numbers, world
+from torch_bridge.recorder import sharded
+from torch_bridge.runtime import executor
 
 SHAPE = (64,)
 
@@ -52,12 +58,32 @@ DRAWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
+@pytest.fixture
+def independent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NXD_JAX_INDEPENDENT_DRAWS", "1")
+
+
+@pytest.mark.parametrize("axes", [(), ("tp",), ("pp", "dp", "tp")], ids=str)
+def test_equal_seeds_give_equal_numbers_on_all_ranks(axes: tuple[str, ...]) -> None:
+    made = {name: draw(ones(*axes)) for name, draw in DRAWS.items()}
+    for name, t in made.items():
+        assert classes(t) == alike(), name
+
+
 @pytest.mark.thorough(keep=3)
 @pytest.mark.parametrize("axes", [(), ("tp",), ("dp",), ("dp", "tp"), ("pp",), ("pp", "dp", "tp")], ids=str)
-def test_draws_differ_along_exactly_the_axes_of_the_value(axes: tuple[str, ...]) -> None:
+def test_independent_draws_differ_along_exactly_the_axes_of_the_value(independent: None, axes: tuple[str, ...]) -> None:
     made = {name: draw(ones(*axes)) for name, draw in DRAWS.items()}
     for name, t in made.items():
         assert classes(t) == alike(*axes), name
+
+
+def test_a_program_of_one_rule_is_not_run_under_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for value in ("0", "1", "0"):
+        monkeypatch.setenv("NXD_JAX_INDEPENDENT_DRAWS", value)
+        found.append(classes(F.dropout(ones("dp"), 0.5)))
+    assert found == [alike(), alike("dp"), alike()]
 
 
 def test_factories_are_the_same_on_all_ranks() -> None:
@@ -70,7 +96,7 @@ def test_factories_are_the_same_on_all_ranks() -> None:
         assert classes(t) == alike()
 
 
-def test_masks_of_whole_features_are_the_same_on_all_ranks() -> None:
+def test_masks_of_whole_features_are_the_same_on_all_ranks(independent: None) -> None:
     """torch makes them from a fresh tensor, without a look at the values: a factory."""
     assert classes(F.dropout1d(ones("dp").view(32, 2), 0.5)) == alike()
 
@@ -114,31 +140,31 @@ def test_draws_of_one_run_differ() -> None:
 
 def test_a_state_that_draws_differently_along_an_axis() -> None:
     """What a tracker of tensor-parallel random numbers switches on."""
-    own = rng.RngState(7, axes=("tp",))
-    rng.DEFAULT.axes = own.axes
+    own = random_state.RngState(7, axes=("tp",))
+    random_state.DEFAULT.axes = own.axes
     try:
         assert classes(F.dropout(ones(), 0.5)) == alike("tp")
-        assert classes(F.dropout(ones("dp"), 0.5)) == alike("dp", "tp")
+        assert classes(F.dropout(ones("dp"), 0.5)) == alike("tp")
         assert classes(torch.rand(8, device="xla")) == alike("tp")
         assert classes((ones() + 0).uniform_()) == alike("tp")
     finally:
-        rng.DEFAULT.axes = ()
+        random_state.DEFAULT.axes = ()
     assert classes(F.dropout(ones(), 0.5)) == alike()
     assert own.take() == (7, 0, ("tp",)) and own.take() == (7, 1, ("tp",))
 
 
 def test_axes_that_the_world_has_not() -> None:
-    rng.DEFAULT.axes = ("tp", "cp")
+    random_state.DEFAULT.axes = ("tp", "cp")
     try:
         assert classes(F.dropout(ones(), 0.5)) == alike("tp")
         world.set_axes({"dp": 8})
         assert classes(F.dropout(torch.ones(SHAPE, device="xla"), 0.5)) == [0] * 8
     finally:
-        rng.DEFAULT.axes = ()
+        random_state.DEFAULT.axes = ()
 
 
 @pytest.mark.parametrize("axes", [(), ("pp", "dp", "tp")], ids=["shared", "own"])
-def test_statistics(axes: tuple[str, ...]) -> None:
+def test_statistics(independent: None, axes: tuple[str, ...]) -> None:
     x = sharded.from_ranks(lambda r: torch.ones(20000), axes) if axes else torch.ones(20000, device="xla")
     masks = torch.stack(sharded.shards(F.dropout(x, 0.3))) != 0
     assert (masks.double().mean(1) - 0.7).abs().max() < 0.02
@@ -153,7 +179,7 @@ def test_a_generator_of_ones_own() -> None:
     def draw(seed: int, *axes: str) -> torch.Tensor:
         return torch.bernoulli(ones(*axes) * 0.5, generator=torch.Generator(device="xla").manual_seed(seed))
 
-    assert classes(draw(1)) == alike() and classes(draw(1, "tp")) == alike("tp")
+    assert classes(draw(1)) == alike() == classes(draw(1, "tp"))
     assert torch.equal(sharded.shards(draw(1))[0], sharded.shards(draw(1))[0])
     assert not torch.equal(sharded.shards(draw(1))[0], sharded.shards(draw(2))[0])
 
@@ -185,11 +211,172 @@ def test_seeds_that_differ_by_rank(name: str) -> None:
     assert all(map(torch.equal, sharded.shards(each), sharded.shards(again)))
 
 
-def test_seeds_of_the_cpu_are_the_first_ranks() -> None:
-    torch.manual_seed(7)
-    expected = torch.rand(3)
+def alone(draw: Callable[[int], torch.Tensor]) -> list[torch.Tensor]:
+    """What each of 8 ranks draws alone."""
+    return [draw(r) for r in range(8)]
+
+
+@pytest.mark.parametrize("name", SEEDINGS)
+def test_each_rank_draws_on_the_device_what_it_would_alone(name: str) -> None:
+    seed = SEEDINGS[name]
+
+    def draw(start: Any) -> torch.Tensor:
+        seed(start)
+        torch.rand(3, device="xla")
+        return torch.cat([torch.randn(4, device="xla"), F.dropout(torch.ones(4, device="xla"), 0.5)])
+
+    found = sharded.shards(draw(5 + world.rank()))
+    assert all(map(torch.equal, found, alone(lambda r: sharded.shards(draw(5 + r))[0])))
+    assert all(map(torch.equal, sharded.shards(draw(2**63 + 3 * world.rank())), alone(lambda r: sharded.shards(draw(2**63 + 3 * r))[0])))
+
+
+@pytest.mark.parametrize("axes", [(), ("dp",), ("pp", "dp", "tp")], ids=str)
+def test_a_ranks_seed_decides_alone_whatever_the_values(axes: tuple[str, ...]) -> None:
+    """The mesh adds nothing to a rank's key: neither the axes that its seed differs along, nor those that the value does."""
+    for table in (world.rank(), world.current().table(lambda r: r % 2)):
+        torch.manual_seed(5 + table)
+        found = sharded.shards(F.dropout(ones(*axes), 0.5))
+        for rank, plain in enumerate(rank_numbers.per_rank(table)):
+            torch.manual_seed(5 + plain)
+            assert torch.equal(found[rank], sharded.shards(F.dropout(ones(), 0.5))[0])
+
+
+def test_independent_draws_after_a_ranks_seed(independent: None) -> None:
+    """The seed of each rank, and the axes that the value differs along."""
+    along_tp = world.current().table(lambda r: r % 2)
+    torch.manual_seed(5 + along_tp)
+    assert classes(F.dropout(ones(), 0.5)) == alike("tp")
+    assert classes(F.dropout(ones("dp"), 0.5)) == alike("dp", "tp")
+    torch.manual_seed(5)
+
+
+HOST: dict[str, Callable[[], torch.Tensor]] = {
+    "randn": lambda: torch.randn(3),
+    "rand on the device": lambda: torch.rand(3).to("xla") * 1,
+    "randint": lambda: torch.randint(0, 99, (4,)),
+    "randperm": lambda: torch.randperm(6),
+    "like": lambda: torch.randn_like(torch.ones(3)),
+    "normal_": lambda: torch.zeros(3).normal_(2.0, 0.5),
+    "into a part": lambda: torch.nn.init.trunc_normal_(torch.empty(4)),
+    "dropout": lambda: F.dropout(torch.ones(8), 0.5),
+    "module": lambda: torch.nn.Linear(2, 2).weight.detach() * 1,
+    "module on the device": lambda: torch.nn.Linear(2, 2).to("xla").weight.detach() * 1,
+    "data": lambda: _drawn_into_data(),
+    "checkpoint": lambda: _drawn_twice(),
+    "fork": lambda: _forked(),
+    "generator": lambda: torch.bernoulli(torch.full((8,), 0.5)),
+}
+
+
+def _drawn_into_data() -> torch.Tensor:
+    layer = torch.nn.Linear(2, 2)
+    layer.weight.data.normal_(0.0, 0.02)
+    return layer.to("xla").weight.detach() * 1
+
+
+def _drawn_twice() -> torch.Tensor:
+    state = torch.get_rng_state()
+    first = torch.randn(2)
+    torch.set_rng_state(state)
+    return torch.cat([first, torch.randn(2), torch.rand(2)])
+
+
+def _forked() -> torch.Tensor:
+    with torch.random.fork_rng():
+        torch.randn(2)
+    return torch.randn(2)
+
+
+@pytest.mark.core(keep=4)
+@pytest.mark.parametrize("name", HOST)
+def test_each_rank_draws_on_the_cpu_what_it_would_alone(name: str) -> None:
+    draw = HOST[name]
     torch.manual_seed(7 + world.rank())
-    assert torch.equal(torch.rand(3), expected)
+    found = sharded.shards(draw())
+
+    def of(r: int) -> torch.Tensor:
+        torch.manual_seed(7 + r)
+        made = draw()
+        return made.cpu() if made.device.type == "xla" else made
+
+    assert all(map(torch.equal, found, alone(of)))
+    torch.manual_seed(7)
+    assert type(torch.rand(3)) is torch.Tensor  # plain again
+
+
+def test_generators_take_seeds_that_differ_by_rank() -> None:
+    g = torch.Generator().manual_seed(7 + world.rank())
+    kept = g.get_state()
+    found = sharded.shards(torch.randn(3, generator=g))
+    assert all(map(torch.equal, found, alone(lambda r: torch.randn(3, generator=torch.Generator().manual_seed(7 + r)))))
+    twins = [g.clone_state(), copy.deepcopy(g), pickle.loads(pickle.dumps(g)), torch.Generator().set_state(g.get_state())]
+    more = sharded.shards(torch.zeros(2).uniform_(generator=g))
+    for twin in twins:
+        assert all(map(torch.equal, sharded.shards(torch.zeros(2).uniform_(generator=twin)), more))
+    assert all(map(torch.equal, sharded.shards(torch.randn(3, generator=g.set_state(kept))), found))
+    assert type(torch.rand(2, generator=g.manual_seed(3))) is torch.Tensor
+    x = torch.Generator("xla").manual_seed(7 + world.rank())
+    state = x.get_state()
+    drawn = torch.rand(3, device="xla", generator=x)
+    assert classes(drawn) == alike("pp", "dp", "tp")
+    assert torch.equal(sharded.shards(drawn)[0], torch.rand(3, device="xla", generator=torch.Generator("xla").manual_seed(7)).cpu())
+    assert all(map(torch.equal, sharded.shards(torch.rand(3, device="xla", generator=x.set_state(state))), sharded.shards(drawn)))
+
+
+def test_what_cannot_be_each_ranks_own_is_said() -> None:
+    torch.manual_seed(7 + world.rank())
+    with pytest.raises(
+        rank_numbers.PlainNumberNeeded, match=r"torch.dropout of a CPU tensor that needs gradients, at .*test_random_numbers.py"
+    ):
+        F.dropout(torch.ones(3, requires_grad=True), 0.5)
+    loader = torch.utils.data.DataLoader(list(range(8)), batch_size=4, shuffle=True)
+    with pytest.warns(
+        UserWarning, match=r"test_random_numbers.py:\d+ shuffles data after torch.manual_seed with a seed that differs by rank"
+    ):
+        next(iter(loader))
+    random.seed(3 + world.rank())
+    with pytest.warns(UserWarning, match=r"test_random_numbers.py:\d+ draws with random.choice after a seed that differs by rank"):
+        assert random.choice("abcdefgh") == random.Random(3).choice("abcdefgh")
+
+
+def test_pythons_and_numpys_numbers_are_each_ranks_own() -> None:
+    rank = world.rank()
+    random.seed(3 + rank)
+    state = random.getstate()
+    assert rank_numbers.per_rank(random.random()) == [random.Random(3 + r).random() for r in range(8)]
+    after = [random.Random(3 + r) for r in range(8)]
+    for g in after:
+        g.random()
+    assert rank_numbers.per_rank(random.randint(0, 999)) == [g.randint(0, 999) for g in after]
+    order = list(range(6))
+    random.shuffle(order)
+    orders = [list(range(6)) for _ in range(8)]
+    for g, plain in zip(after, orders, strict=True):
+        g.shuffle(plain)
+    assert [[rank_numbers.own(v, r) for v in order] for r in range(8)] == orders
+    random.setstate(state)
+    assert rank_numbers.per_rank(random.uniform(1, 2)) == [random.Random(3 + r).uniform(1, 2) for r in range(8)]
+    assert rank_numbers.per_rank(random.Random(5 + rank).gauss(0, 1)) == [random.Random(5 + r).gauss(0, 1) for r in range(8)]
+    twin = pickle.loads(pickle.dumps(random.Random(4)))
+    assert type(twin) is random.Random and twin.random() == random.Random(4).random()
+
+    class Own(random.Random):
+        pass
+
+    random.seed(3)
+    assert type(random.random()) is float and Own(5).sample(range(9), 3) == random.Random(5).sample(range(9), 3)
+    np.random.seed(3 + rank)
+    kept = np.random.get_state()
+    drawn = np.random.randn(2)
+    assert [p.tolist() for p in drawn.parts] == [np.random.RandomState(3 + r).randn(2).tolist() for r in range(8)]  # type: ignore[attr-defined]
+    np.random.set_state(kept)
+    assert [p.tolist() for p in np.random.randn(2).parts] == [p.tolist() for p in drawn.parts]  # type: ignore[attr-defined]
+    g = np.random.default_rng(3 + rank)
+    assert isinstance(g, np.random.Generator) and rank_numbers.per_rank(g.random()) == [
+        np.random.default_rng(3 + r).random() for r in range(8)
+    ]
+    np.random.seed(0)
+    assert type(np.random.rand(2)) is np.ndarray and isinstance(np.random.RandomState(1), np.random.RandomState)
 
 
 def test_states_remember_that_ranks_differ() -> None:
@@ -226,6 +413,23 @@ def test_the_mesh_may_get_other_axes_after_seeding(hosted: Hosted) -> None:
     assert classes_of(4, torch.rand(8, device="xla")) == [0, 1, 2, 3]
     world.set_axes({"dp": 2, "tp": 2})
     assert classes_of(4, torch.rand(8, device="xla")) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("size", [2, 8])
+def test_a_state_of_a_world_of_another_size(hosted: Hosted, size: int) -> None:
+    """What a checkpoint of 4 ranks holds: rank 0's numbers for all, on the device and on the CPU."""
+    hosted(4, dp=4)
+    torch.manual_seed(5 + world.rank())
+    state, axes = torch.get_rng_state(), random_state.DEFAULT.axes
+    hosted(size, dp=size)
+    torch.manual_seed(7 + world.rank())
+    torch.manual_seed(5)
+    expected = torch.rand(3, device="xla").cpu(), torch.rand(3)
+    torch.manual_seed(5)
+    torch.set_rng_state(state)
+    random_state.DEFAULT.axes = axes
+    assert all(torch.equal(own, expected[0]) for own in sharded.shards(torch.rand(3, device="xla")))
+    assert torch.equal(torch.rand(3), expected[1])
 
 
 def classes_of(count: int, t: torch.Tensor) -> list[int]:

@@ -17,8 +17,9 @@ import torch_xla.core.xla_model as xm
 
 import torch_bridge
 from tests.torch_bridge.ranks.conftest import Hosted
-from torch_bridge import ranks, sharded
-from torch_bridge.rank_tensor import RankTensor
+from torch_bridge.mesh import rank_numbers
+from torch_bridge.recorder import sharded
+from torch_bridge.recorder.rank_tensor import RankTensor
 
 F = torch.nn.functional
 
@@ -142,7 +143,7 @@ def test_made_on_an_xla_device() -> None:
 
 
 def test_only_axes_along_which_numbers_differ() -> None:
-    from torch_bridge import world
+    from torch_bridge.mesh import world
 
     along_tp = world.current().table(lambda r: r % 2)
     assert torch_bridge.varying((torch.ones(2) * along_tp).to("xla")).axes == ("tp",)
@@ -156,7 +157,7 @@ def test_reading_gives_the_first_rank() -> None:
     assert str(t) == "tensor([1., 1.])" and repr(t[0]) == "tensor(1.)" and f"{t[0]:.1f}" == "1.0"
     assert t.tolist() == [1.0, 1.0] and t.numpy().tolist() == [1.0, 1.0]
     number = t.sum().item()
-    assert number == 2.0 and ranks.per_rank(number) == [2.0, 4.0, 6.0, 8.0]
+    assert number == 2.0 and rank_numbers.per_rank(number) == [2.0, 4.0, 6.0, 8.0]
     assert int(t[0]) == 1 and float(t[0]) == 1.0 and [5, 6][torch.tensor(rank)] == 5
     assert bool(t[0] == 1) and not bool(t[0] == 2)
     assert len(t) == 2 and [x.item() for x in t] == [1.0, 1.0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pathlib
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 import torch_xla.core.xla_model as xm
 
 from tests.torch_bridge.ranks.conftest import Hosted
-from torch_bridge import rank_reads
+from torch_bridge.script import rank_file_names, rank_indexing
 
 Script = Callable[[Any], Any]
 
@@ -21,7 +22,8 @@ Script = Callable[[Any], Any]
 @pytest.fixture(autouse=True)
 def four_ranks(hosted: Hosted, monkeypatch: pytest.MonkeyPatch) -> None:
     hosted(4)
-    monkeypatch.setattr(rank_reads, "_reported", set())
+    monkeypatch.setattr(rank_indexing, "_reported", set())
+    monkeypatch.setattr(rank_file_names, "_seen", set())
 
 
 FILES = [f"part-{k}" for k in range(8)]
@@ -81,3 +83,48 @@ def test_not_reported() -> None:
         x[rank], x[rank : rank + 2], x.chunk(4)[rank], torch.arange(8)[rank], torch.arange(8).chunk(4)[rank]
         np.random.seed(rank)
         assert torch.zeros(3, 2).select(0, rank % 2).shape == (2,)
+
+
+# -- files by a name that holds a rank ------------------------------------------------------------------
+
+
+def _open(folder: pathlib.Path, rank: Any) -> Any:
+    with open(folder / f"part-{rank}.txt") as file:
+        return file.read()
+
+
+def _named(folder: pathlib.Path, rank: Any) -> Any:
+    name = f"part-{rank}.txt"
+    return (folder / name).read_text()
+
+
+def _text(folder: pathlib.Path, rank: Any) -> Any:
+    return np.loadtxt(folder / ("part-" + str(rank) + ".txt")).tolist()
+
+
+def _load(folder: pathlib.Path, rank: Any) -> Any:
+    return torch.load(folder / "part-{:d}.pt".format(rank)).tolist()  # noqa: UP032
+
+
+@pytest.mark.parametrize("read", [_open, _named, _text, _load], ids=lambda f: f.__name__)
+def test_files_of_ranks_that_are_read(read: Any, tmp_path: pathlib.Path) -> None:
+    for r in range(4):
+        (tmp_path / f"part-{r}.txt").write_text(str(r))
+        torch.save(torch.tensor(float(r)), tmp_path / f"part-{r}.pt")
+    with pytest.warns(
+        UserWarning, match=r"test_reads.py:\d+ makes a name of a number that differs by rank, and line \d+ reads a file.*rank 0's file"
+    ) as caught:
+        assert read(tmp_path, xm.get_ordinal()) in ("0", 0.0)
+    assert len(caught) == 1
+
+
+def test_files_of_ranks_that_are_written(tmp_path: pathlib.Path) -> None:
+    rank = xm.get_ordinal()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with open(tmp_path / f"log-{rank}.txt", "w") as file:
+            file.write(f"rank {rank}")
+        name = f"state-{rank}.pt"
+        torch.save({"rank": rank}, tmp_path / name)
+        assert str(rank) == "0"
+    assert (tmp_path / "log-0.txt").read_text() == "rank 0"

@@ -10,8 +10,8 @@ from torch import nn
 
 from tests.torch_bridge.ranks.conftest import Hosted
 from tests.torch_bridge.ranks.training import batch, trained
-from torch_bridge import sharded
-from torch_bridge.replay import Player
+from torch_bridge.recorder import sharded
+from torch_bridge.replay.player import Player
 
 
 class Shifted(nn.Module):

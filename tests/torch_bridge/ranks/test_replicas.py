@@ -13,16 +13,19 @@ import torch_xla.core.xla_model as xm
 from tests.torch_bridge.ranks import eager
 from tests.torch_bridge.ranks.conftest import Hosted
 from tests.torch_bridge.ranks.test_steps import DP, TP, Copy, Reduce
-from torch_bridge import executor, replicas, sharded, world
+from torch_bridge.mesh import world
+from torch_bridge.passes import check_replicas
+from torch_bridge.recorder import sharded
+from torch_bridge.runtime import executor
 
 
 @pytest.fixture(autouse=True)
 def four_ranks(hosted: Hosted) -> Iterator[None]:
     hosted(4, dp=2, tp=2)
-    replicas._reported.clear()
+    check_replicas._reported.clear()
     executor.clear_cache()
     yield
-    replicas._reported.clear()
+    check_replicas._reported.clear()
 
 
 class Net(torch.nn.Module):
@@ -85,13 +88,14 @@ def test_strict(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NXD_JAX_STRICT_REPLICAS", "1")
     model = Net().to("xla")
     before = [p.detach().cpu() for p in model.parameters()]
-    with pytest.raises(replicas.ReplicaDriftError, match="parameter 'block.0.weight' is shared by 2 dp ranks"):
+    with pytest.raises(check_replicas.ReplicaDriftError, match="parameter 'block.0.weight' is shared by 2 dp ranks"):
         train(model, batch("dp"))
     for p, value in zip(model.parameters(), before, strict=True):
         eager.same(p, value)
     train(model, batch("dp"), lambda o: xm.reduce_gradients(o))
 
 
+@pytest.mark.core(keep=1)
 @pytest.mark.thorough(keep=2)
 @pytest.mark.parametrize(
     "kind",

@@ -13,7 +13,8 @@ import torch_xla.debug.metrics as met
 
 from tests.torch_bridge.ranks import eager, exchanges
 from tests.torch_bridge.ranks.conftest import Hosted
-from torch_bridge import sharded, world
+from torch_bridge.mesh import world
+from torch_bridge.recorder import sharded
 
 TP, DP = [[0, 1], [2, 3]], [[0, 2], [1, 3]]
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {

@@ -12,7 +12,9 @@ from jax.sharding import PartitionSpec
 import torch_bridge
 from tests.torch_bridge.ranks import eager
 from tests.torch_bridge.ranks.conftest import Hosted
-from torch_bridge import executor, sharded, sharding, world
+from torch_bridge.mesh import sharding, world
+from torch_bridge.recorder import sharded
+from torch_bridge.runtime import executor
 
 TP = [[0, 1], [2, 3], [4, 5], [6, 7]]
 DP = [[0, 2], [1, 3], [4, 6], [5, 7]]

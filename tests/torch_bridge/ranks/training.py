@@ -10,7 +10,8 @@ import torch_xla.core.xla_model as xm
 from torch import nn
 
 import torch_bridge
-from torch_bridge import executor, sharded
+from torch_bridge.recorder import sharded
+from torch_bridge.runtime import executor
 
 
 def batch(k: int) -> torch.Tensor:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torch_bridge import loading
+from torch_bridge.recorder import prefetch
 
 
 class Comparison(NamedTuple):
@@ -24,7 +24,7 @@ class Comparison(NamedTuple):
 
 def assert_close(actual: Any, expected: Any, **kwargs: Any) -> None:
     """`torch_neuronx.testing.assert_close`: `torch.testing.assert_close` on the values, whatever devices they are on."""
-    torch.testing.assert_close(loading.to_host(actual), loading.to_host(expected), **kwargs)
+    torch.testing.assert_close(prefetch.to_host(actual), prefetch.to_host(expected), **kwargs)
 
 
 def neuron_allclose(
@@ -38,7 +38,7 @@ def neuron_allclose(
     """`torch_neuronx.testing.neuron_allclose`: whether two tensors are close, whatever devices they are on; the tolerances of
     `torch.testing.assert_close` by default.
     """
-    a, b = loading.to_host(actual).detach(), loading.to_host(expected).detach()
+    a, b = prefetch.to_host(actual).detach(), prefetch.to_host(expected).detach()
     if a.shape != b.shape:
         raise ValueError(f"neuron_allclose compares tensors of one shape, got {list(a.shape)} and {list(b.shape)}")
     if rtol is None or atol is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from torch_bridge.variables import PLATFORMS
+from torch_bridge.config.variables import PLATFORMS
 
 SUPPORTED_TYPES = list(PLATFORMS)
 """Platform targets: those that can be emulated."""

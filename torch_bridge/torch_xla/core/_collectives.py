@@ -1,4 +1,4 @@
-"""The collectives of `torch_xla.core.xla_model`, on `torch_bridge.collectives`.
+"""The collectives of `torch_xla.core.xla_model`, on `torch_bridge.collectives.functional`.
 
 `pin_layout` is accepted everywhere and means nothing to JAX.
 """
@@ -10,8 +10,11 @@ from typing import Any
 
 import torch
 
-from torch_bridge import collectives, loading, objects, processes, steps, world
-from torch_bridge import groups as rank_groups
+from torch_bridge.collectives import functional, object_collectives
+from torch_bridge.mesh import groups as rank_groups
+from torch_bridge.mesh import processes, world
+from torch_bridge.recorder import prefetch
+from torch_bridge.runtime import steps
 
 REDUCE_SUM = "sum"
 REDUCE_MUL = "mul"
@@ -26,7 +29,7 @@ def all_reduce(reduce_type: str, inputs: Any, scale: float = 1.0, groups: Any = 
 
     The result is multiplied by `scale`, also in a world of one (torch_xla forgets it there).
     """
-    return collectives.all_reduce(reduce_type, inputs, scale, groups)
+    return functional.all_reduce(reduce_type, inputs, scale, groups)
 
 
 def all_gather(value: Any, dim: int = 0, groups: Any = None, output: Any = None, pin_layout: bool = True) -> Any:
@@ -34,7 +37,7 @@ def all_gather(value: Any, dim: int = 0, groups: Any = None, output: Any = None,
 
     Also for a list of tensors.
     """
-    return collectives.all_gather(value, dim, groups, output)
+    return functional.all_gather(value, dim, groups, output)
 
 
 def all_gather_bucketized(
@@ -47,7 +50,7 @@ def all_gather_bucketized(
 ) -> Any:
     """`xm.all_gather_bucketized`: `all_gather` of a list. Buckets are accepted and not needed: the compiler combines collectives."""
     _check_bucket(bucket_cap_mb)
-    return collectives.all_gather(list(input_list), dim, groups, output)
+    return functional.all_gather(list(input_list), dim, groups, output)
 
 
 def reduce_scatter(
@@ -61,7 +64,7 @@ def reduce_scatter(
     pin_layout: bool = True,
 ) -> Any:
     """`xm.reduce_scatter`: reduce, multiply by `scale` and keep this rank's shard; written into `output` and returned if given."""
-    return collectives.reduce_scatter(reduce_type, input, scale, scatter_dim, shard_count, groups, output)
+    return functional.reduce_scatter(reduce_type, input, scale, scatter_dim, shard_count, groups, output)
 
 
 def reduce_scatter_bucketized(
@@ -77,7 +80,7 @@ def reduce_scatter_bucketized(
 ) -> Any:
     """`xm.reduce_scatter_bucketized`: `reduce_scatter` of a list."""
     _check_bucket(bucket_cap_mb)
-    return collectives.reduce_scatter(reduce_type, input_list, scale, scatter_dim, shard_count, groups, output)
+    return functional.reduce_scatter(reduce_type, input_list, scale, scatter_dim, shard_count, groups, output)
 
 
 def _check_bucket(bucket_cap_mb: float) -> None:
@@ -89,19 +92,19 @@ def all_to_all(
     value: torch.Tensor, split_dimension: int, concat_dimension: int, split_count: int, groups: Any = None, pin_layout: bool = True
 ) -> torch.Tensor:
     """`xm.all_to_all`."""
-    return collectives.all_to_all(value, split_dimension, concat_dimension, split_count, groups)
+    return functional.all_to_all(value, split_dimension, concat_dimension, split_count, groups)
 
 
 def collective_permute(value: Any, pairs: Sequence[Sequence[int]]) -> Any:
     """`xm.collective_permute`: a rank that is no target gets zeros."""
-    return collectives.permute(value, pairs)
+    return functional.permute(value, pairs)
 
 
 def collective_broadcast(tensors: list[torch.Tensor], root_ordinal: int = 0, groups: Any = None, pin_layout: bool = True) -> None:
     """`xm.collective_broadcast`: in place."""
     if groups and all(type(g) is int for g in groups):
         groups = [groups]
-    collectives.broadcast(tensors, root_ordinal, groups)
+    functional.broadcast(tensors, root_ordinal, groups)
 
 
 def send(value: torch.Tensor, channel_id: int) -> torch.Tensor:
@@ -132,19 +135,19 @@ def _fetch_gradients(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 def reduce_gradients(optimizer: torch.optim.Optimizer, groups: Any = None, pin_layout: bool = True) -> None:
     """`xm.reduce_gradients`: average the gradients over the group, in place."""
     count = rank_groups.resolve(groups).size
-    collectives.all_reduce(REDUCE_SUM, _fetch_gradients(optimizer), 1.0 / count, groups)
+    functional.all_reduce(REDUCE_SUM, _fetch_gradients(optimizer), 1.0 / count, groups)
 
 
 def all_reduce_bucketized_gradients(
     gradients: list[torch.Tensor], scale: float, groups: Any, pin_layout: bool = True, bucket_cap_mb: float = 0
 ) -> None:
     """`xm.all_reduce_bucketized_gradients`: all-reduce gradients in place."""
-    collectives.all_reduce(REDUCE_SUM, gradients, scale, groups)
+    functional.all_reduce(REDUCE_SUM, gradients, scale, groups)
 
 
 def broadcast_master_param(model: torch.nn.Module) -> None:
     """`xm.broadcast_master_param`: give every rank rank 0's parameters and buffers."""
-    collectives.broadcast([*model.parameters(), *model.buffers()])
+    functional.broadcast([*model.parameters(), *model.buffers()])
     steps.mark()
 
 
@@ -175,10 +178,10 @@ def mesh_reduce(tag: str, data: Any, reduce_fn: Callable[[list[Any]], Any]) -> A
 
     Tensors on xla, ranks and numbers read from tensors with `.item()` count as each worker's own.
     """
-    return reduce_fn(objects.all_gather(data, f"mesh_reduce {tag}"))
+    return reduce_fn(object_collectives.all_gather(data, f"mesh_reduce {tag}"))
 
 
 def do_on_ordinals(target: Callable[..., Any], data: Any = (), ordinals: Any = (0,)) -> Any:
     """`xm.do_on_ordinals`: call `target(*data)`, tensors on the CPU, on some ranks; None on the others."""
     chosen = (ordinals,) if isinstance(ordinals, int) else ordinals
-    return target(*loading.to_host(data)) if world.rank() in chosen else None
+    return target(*prefetch.to_host(data)) if world.rank() in chosen else None

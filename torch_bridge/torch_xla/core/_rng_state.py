@@ -8,8 +8,8 @@ from __future__ import annotations
 import hashlib
 from typing import Any
 
-from torch_bridge import ranks, world
-from torch_bridge.rng import RngState
+from torch_bridge.mesh import rank_numbers, world
+from torch_bridge.mesh.random_state import RngState, seed_differences
 
 _LOW = 0xFFFFFFFF
 _MAX_OFFSET = 1 << 31
@@ -23,6 +23,8 @@ def pack(state: RngState) -> Any:
     if state.seed > _LOW or state.offset >= _MAX_OFFSET:
         digest = hashlib.sha256(f"{state.seed},{state.offset}".encode()).digest()
         state.seed, state.offset = int.from_bytes(digest[:4], "little"), 0
+    if seed_differences(state.axes):
+        return world.current().table(lambda r: state.offset << 32 | state.seeds()[r] & _LOW)
     places = [world.coordinates(axis) for axis in state.axes]
     numbers = {place: k for k, place in enumerate(dict.fromkeys(tuple(p[r] for p in places) for r in range(world.size())))}
     return world.current().table(lambda r: state.offset << 32 | (state.seed + numbers[tuple(p[r] for p in places)]) & _LOW)
@@ -30,7 +32,7 @@ def pack(state: RngState) -> Any:
 
 def restore(state: RngState, packed: Any) -> None:
     """Put back what `pack` gave. Any int may be used as a seed, also one that differs by rank."""
-    values = ranks.values_of(packed)
-    state.manual_seed(packed)
+    values = rank_numbers.values_of(packed)
     unsigned = int(packed if values is None else values[0]) & 0xFFFFFFFFFFFFFFFF
-    state.seed, state.offset = unsigned & _LOW, unsigned >> 32 & (_MAX_OFFSET - 1)
+    state.manual_seed(packed & _LOW)
+    state.offset = unsigned >> 32 & (_MAX_OFFSET - 1)

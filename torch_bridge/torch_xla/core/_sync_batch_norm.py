@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch.nn.modules import batchnorm
 
-from torch_bridge import collectives, world
+from torch_bridge.collectives import functional
+from torch_bridge.mesh import world
 
 
 class _Mean(torch.autograd.Function):
@@ -16,11 +17,11 @@ class _Mean(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, count: int, groups: Any) -> torch.Tensor:
         ctx.arguments = 1 / count, groups
-        return collectives.all_reduce("sum", value, *ctx.arguments)
+        return functional.all_reduce("sum", value, *ctx.arguments)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return collectives.all_reduce("sum", grad, *ctx.arguments), None, None
+        return functional.all_reduce("sum", grad, *ctx.arguments), None, None
 
 
 class SyncBatchNorm(torch.nn.Module):

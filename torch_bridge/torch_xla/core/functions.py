@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
-from torch_bridge import collectives, world
-from torch_bridge import groups as rank_groups
+from torch_bridge.collectives import functional
+from torch_bridge.mesh import groups as rank_groups
+from torch_bridge.mesh import world
 from torch_bridge.torch_xla.core._sync_batch_norm import SyncBatchNorm
 
 __all__ = ["SyncBatchNorm", "all_gather", "all_reduce", "distributed_mm", "nms"]
@@ -59,7 +60,7 @@ class _AllGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, dim: int, groups: Any) -> torch.Tensor:
         ctx.arguments = value.shape[dim], dim, groups
-        return collectives.all_gather(value, dim, groups)
+        return functional.all_gather(value, dim, groups)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
@@ -72,7 +73,7 @@ class _AllReduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, reduce_type: str, scale: float, groups: Any) -> torch.Tensor:
         ctx.arguments = reduce_type, scale
-        result = collectives.all_reduce(reduce_type, value, scale, groups)
+        result = functional.all_reduce(reduce_type, value, scale, groups)
         if reduce_type != "sum":
             ctx.save_for_backward(value, result)
         return result

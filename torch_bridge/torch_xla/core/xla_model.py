@@ -15,7 +15,11 @@ from typing import Any, TextIO
 
 import torch
 
-from torch_bridge import environment, loading, nested, ranks, rng, steps, world
+from torch_bridge import nested
+from torch_bridge.config import environment
+from torch_bridge.mesh import random_state, rank_numbers, world
+from torch_bridge.recorder import prefetch
+from torch_bridge.runtime import session, steps
 from torch_bridge.torch_xla import _XLAC, runtime
 from torch_bridge.torch_xla._deprecation import warn_once
 from torch_bridge.torch_xla.core import _rng_state
@@ -206,7 +210,7 @@ def is_xla_tensor(tensor: torch.Tensor) -> bool:
 
 def get_memory_info(device: Any = None) -> dict[str, int]:
     """`xm.get_memory_info`: bytes_used, bytes_limit, peak_bytes_used, and kb_total, kb_free of older releases."""
-    from torch_bridge import memory
+    from torch_bridge.telemetry import memory
 
     found = memory.usage()
     return {**found, "kb_total": found["bytes_limit"] // 1024, "kb_free": max(0, found["bytes_limit"] - found["bytes_used"]) // 1024}
@@ -258,7 +262,7 @@ def optimization_barrier_(tensors: Sequence[torch.Tensor]) -> None:
 
 def get_stablehlo(tensors: Sequence[torch.Tensor] | None = None) -> str:
     """`xm.get_stablehlo`: StableHLO of the graph that computes these tensors; without an argument, of the graphs that ran last."""
-    from torch_bridge import hlo_text
+    from torch_bridge.export import hlo_text
 
     return hlo_text.hlo(list(tensors)) if tensors else hlo_text.hlo()
 
@@ -267,7 +271,7 @@ def get_stablehlo_bytecode(tensors: Sequence[torch.Tensor] | None = None) -> byt
     """`xm.get_stablehlo_bytecode`: the same as portable bytes."""
     import io
 
-    from torch_bridge import hlo_text
+    from torch_bridge.export import hlo_text
 
     if not tensors:
         raise ValueError("get_stablehlo_bytecode needs the tensors whose graph it should give")
@@ -282,14 +286,14 @@ def get_stablehlo_bytecode(tensors: Sequence[torch.Tensor] | None = None) -> byt
 def send_cpu_data_to_device(datas: Any, device: Any, input_sharding: Any = None) -> Any:
     """`xm.send_cpu_data_to_device`: nested data with its CPU tensors on the device. A single tensor comes back in a list, as upstream."""
     if input_sharding is not None:
-        raise NotImplementedError("input_sharding: GSPMD annotations come in a later release; pass None")
-    return loading.to_device([datas] if isinstance(datas, torch.Tensor) else datas, torch.device(device))
+        raise NotImplementedError("input_sharding: GSPMD annotations (torch_xla.distributed.spmd) are not there yet; pass None")
+    return prefetch.to_device([datas] if isinstance(datas, torch.Tensor) else datas, torch.device(device))
 
 
 def _maybe_convert_to_cpu(data: Any, convert: bool = True) -> Any:
     """`xm._maybe_convert_to_cpu`: nested data with its xla tensors on the CPU; only computed, and left on the device, if not `convert`."""
     if convert:
-        return loading.to_host(data)
+        return prefetch.to_host(data)
     _XLAC._xla_sync_multi((), wait=True)
     return data
 
@@ -300,7 +304,8 @@ def save(data: Any, file_or_path: Any, master_only: bool = True, global_master: 
 
     Tied weights stay one tensor in the file; torch_xla writes them twice.
     """
-    from torch_bridge import recorder, sharded  # noqa: F401
+    session.ensure()
+    from torch_bridge.recorder import sharded
 
     writes = not master_only or is_master_ordinal(local=not global_master)
     on_cpu = _maybe_convert_to_cpu(data, convert=writes)
@@ -314,20 +319,20 @@ def save(data: Any, file_or_path: Any, master_only: bool = True, global_master: 
 
 def set_rng_state(seed: int, device: Any = None) -> None:
     """`xm.set_rng_state`: seed the device's random numbers, or put back what `get_rng_state` gave."""
-    _rng_state.restore(rng.DEFAULT, seed if ranks.is_ranked(seed) else int(seed))
+    _rng_state.restore(random_state.DEFAULT, seed if rank_numbers.is_ranked(seed) else int(seed))
 
 
 def get_rng_state(device: Any = None) -> int:
     """`xm.get_rng_state`: the random state as an int that fits a signed 64-bit number; the seed, until random numbers have been drawn."""
-    return _rng_state.pack(rng.DEFAULT)
+    return _rng_state.pack(random_state.DEFAULT)
 
 
 @contextlib.contextmanager
 def fork_rng(device: Any = None, enabled: bool = True) -> Iterator[None]:
     """`xm.fork_rng`: put the device's random state back at the end of the block."""
-    before = rng.DEFAULT.get_state()
+    before = random_state.DEFAULT.get_state()
     try:
         yield
     finally:
         if enabled:
-            rng.DEFAULT.set_state(before)
+            random_state.DEFAULT.set_state(before)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch_bridge import metrics
-from torch_bridge import metrics_report as _report
+from torch_bridge.telemetry import metrics_report as _report
 
 
 def counter_names() -> list[str]:

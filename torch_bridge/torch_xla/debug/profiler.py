@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import os
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
-from torch_bridge import steps, world
+from torch_bridge.mesh import world
+from torch_bridge.runtime import steps
 
 _marked_by_trace = threading.local()
 _server_port: int | None = None
@@ -67,8 +68,45 @@ def trace(
 ) -> None:
     """`xp.trace`: trace this process for `duration_ms`, from another thread than the one that trains.
 
-    `service_addr` must name this process's own server.
+    `service_addr` must name this process's own server. A script that ends before that ends the trace, and waits until it is written.
     """
+    _capture(service_addr, logdir, duration_ms, delay_ms).run()
+
+
+class _Capture:
+    """A trace for some time. The interpreter's end waits for it: it aborts the process where a thread is still in the profiler."""
+
+    def __init__(self, logdir: str, seconds: float, delay: float):
+        import jax.profiler  # noqa: F401  (its own exit handlers are to run after ours)
+
+        self.logdir = logdir
+        self.seconds = seconds
+        self.delay = delay
+        self.process = os.getpid()
+        self.over = threading.Event()
+        self.written = threading.Event()
+        atexit.register(self.finish)
+
+    def run(self) -> None:
+        """Trace, and write the trace."""
+        try:
+            if self.over.wait(self.delay):
+                return
+            start_trace(self.logdir)
+            self.over.wait(self.seconds)
+            stop_trace()
+        finally:
+            self.written.set()
+            atexit.unregister(self.finish)
+
+    def finish(self) -> None:
+        """End the trace now, and wait until it is written."""
+        if os.getpid() == self.process:  # a forked process has no such thread
+            self.over.set()
+            self.written.wait()
+
+
+def _capture(service_addr: str, logdir: str, duration_ms: int, delay_ms: int) -> _Capture:
     host, _, port = service_addr.rpartition(":")
     if host.removeprefix("grpc://") not in ("localhost", "127.0.0.1", "") or port != str(_server_port):
         raise NotImplementedError(
@@ -76,15 +114,23 @@ def trace(
             f"{_server_port}). "
             f"From another process run: python -m jax.collect_profile --log_dir {logdir} {port or '<port>'} {duration_ms}"
         )
-    time.sleep(delay_ms / 1000)
-    start_trace(logdir)
-    time.sleep(duration_ms / 1000)
-    stop_trace()
+    return _Capture(logdir, duration_ms / 1000, delay_ms / 1000)
 
 
-def trace_detached(*args: Any, **kwargs: Any) -> threading.Thread:
-    """`xp.trace_detached`: `trace` on a thread, which is returned."""
-    thread = threading.Thread(target=trace, args=args, kwargs=kwargs, name="xla-trace", daemon=True)
+def trace_detached(
+    service_addr: str,
+    logdir: str,
+    duration_ms: int = 1000,
+    num_tracing_attempts: int = 3,
+    host_tracer_level: int = 2,
+    device_tracer_level: int = 1,
+    delay_ms: int = 0,
+    timeout_s: int = 120,
+    interval_s: int = 5,
+) -> threading.Thread:
+    """`xp.trace_detached`: `trace` on a thread, which is returned. Raises what `trace` raises about `service_addr`."""
+    capture = _capture(service_addr, logdir, duration_ms, delay_ms)
+    thread = threading.Thread(target=capture.run, name="xla-trace", daemon=True)
     thread.start()
     return thread
 

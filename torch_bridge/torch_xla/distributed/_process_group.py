@@ -9,9 +9,10 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from torch_bridge import collectives, processes, world
-from torch_bridge import groups as rank_groups
-from torch_bridge.groups import Groups
+from torch_bridge.collectives import functional
+from torch_bridge.mesh import groups as rank_groups
+from torch_bridge.mesh import processes, world
+from torch_bridge.mesh.groups import Groups
 
 Tensors = list[torch.Tensor]
 
@@ -82,7 +83,7 @@ class ProcessGroupXla(_Base):
 
     def allreduce(self, tensors: Tensors, opts: Any = None) -> Any:
         kind, scale = self._reduce(opts, tensors) if opts is not None else ("sum", 1.0)
-        collectives.all_reduce(kind, tensors, scale, self._mesh)
+        functional.all_reduce(kind, tensors, scale, self._mesh)
         return _done(tensors)
 
     allreduce_coalesced = allreduce
@@ -94,12 +95,12 @@ class ProcessGroupXla(_Base):
     def broadcast(self, tensors: Tensors, opts: Any) -> Any:
         among = self._groups()
         if among.size > 1:
-            collectives.broadcast_from(tensors, opts.rootRank, among)
+            functional.broadcast_from(tensors, opts.rootRank, among)
         return _done(tensors)
 
     def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> Any:
         for outs, t in zip(outputs, inputs, strict=True):
-            gathered = collectives.all_gather(t.reshape(1, *t.shape), 0, self._mesh)
+            gathered = functional.all_gather(t.reshape(1, *t.shape), 0, self._mesh)
             _copy(outs, gathered.unbind(0))
         return _done([t for outs in outputs for t in outs])
 
@@ -107,7 +108,7 @@ class ProcessGroupXla(_Base):
 
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Any:
         flat = input if input.dim() else input.reshape(1)
-        _copy([output], [collectives.all_gather(flat, 0, self._mesh).reshape(output.shape)])
+        _copy([output], [functional.all_gather(flat, 0, self._mesh).reshape(output.shape)])
         return _done([output])
 
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Any:
@@ -117,7 +118,7 @@ class ProcessGroupXla(_Base):
 
     def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> Any:
         for outs, t in zip(outputs, inputs, strict=False):
-            _copy(outs, collectives.all_gather(t.reshape(1, *t.shape), 0, self._mesh).unbind(0))
+            _copy(outs, functional.all_gather(t.reshape(1, *t.shape), 0, self._mesh).unbind(0))
         return _done([t for outs in outputs for t in outs])
 
     def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = None) -> Any:
@@ -129,7 +130,7 @@ class ProcessGroupXla(_Base):
             if not parts:
                 raise NotImplementedError("scatter: ranks without an input list are not supported; pass the list on every rank")
             stacked = torch.stack(list(parts))
-            collectives.broadcast_from([stacked], opts.rootRank, among)
+            functional.broadcast_from([stacked], opts.rootRank, among)
             _copy([out], [stacked[self.rank()]])
         return _done(outputs)
 
@@ -147,7 +148,7 @@ class ProcessGroupXla(_Base):
         kind, scale = self._reduce(opts, [input])
         count = self._groups().size
         flat = input.reshape(-1) if input.dim() == 0 or input.shape[0] % count else input
-        _copy([output], [collectives.reduce_scatter(kind, flat, scale, 0, count, self._mesh).reshape(output.shape)])
+        _copy([output], [functional.reduce_scatter(kind, flat, scale, 0, count, self._mesh).reshape(output.shape)])
         return _done([output])
 
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any) -> Any:
@@ -165,7 +166,7 @@ class ProcessGroupXla(_Base):
             return _done(outputs)
         if len({tuple(t.shape) for t in (*inputs, *outputs)}) != 1:
             raise NotImplementedError("all_to_all with parts of different shapes: XLA needs equal parts; pad them")
-        exchanged = collectives.all_to_all(torch.stack(list(inputs)), 0, 0, self.size(), self._mesh)
+        exchanged = functional.all_to_all(torch.stack(list(inputs)), 0, 0, self.size(), self._mesh)
         _copy(outputs, exchanged.unbind(0))
         return _done(outputs)
 
@@ -180,7 +181,7 @@ class ProcessGroupXla(_Base):
         for name, sizes in (("output_split_sizes", output_split_sizes), ("input_split_sizes", input_split_sizes)):
             if sizes and len(set(sizes)) > 1:
                 raise NotImplementedError(f"all_to_all_single with uneven {name}={list(sizes)}: XLA needs equal parts; pad them")
-        _copy([output], [collectives.all_to_all(input, 0, 0, self.size(), self._mesh)])
+        _copy([output], [functional.all_to_all(input, 0, 0, self.size(), self._mesh)])
         return _done([output])
 
     # What torch before 2.13 calls the last few.

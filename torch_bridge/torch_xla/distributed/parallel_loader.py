@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from torch_bridge import loading, steps
+from torch_bridge.recorder import prefetch
+from torch_bridge.runtime import steps
 from torch_bridge.torch_xla.debug import profiler
 
 
@@ -75,13 +76,13 @@ class ParallelLoader:
         if type(batches_per_execution) is not int or batches_per_execution < 1:
             raise ValueError(f"batches_per_execution must be a positive number, got {batches_per_execution!r}")
         if input_sharding is not None:
-            raise NotImplementedError("input_sharding: GSPMD annotations come in a later release; pass None")
+            raise NotImplementedError("input_sharding: GSPMD annotations (torch_xla.distributed.spmd) are not there yet; pass None")
         self._cpu_loader = cpu_loader
         self._devices = [torch.device(d) for d in devices]
         self._batches_per_execution = batches_per_execution
         self._sizes = (loader_prefetch_size, device_prefetch_size, host_to_device_transfer_threads)
-        self._open: weakref.WeakSet[loading.Prefetcher] = weakref.WeakSet()
-        loading.check_sizes(*self._sizes)
+        self._open: weakref.WeakSet[prefetch.Prefetcher] = weakref.WeakSet()
+        prefetch.check_sizes(*self._sizes)
 
     @property
     def batches_per_execution(self) -> int:
@@ -100,11 +101,11 @@ class ParallelLoader:
         for prefetcher in list(self._open):
             prefetcher.close()
 
-    def _prefetcher(self, device: torch.device) -> loading.Prefetcher:
+    def _prefetcher(self, device: torch.device) -> prefetch.Prefetcher:
         def move(batch: Any) -> Any:
-            return loading.to_device(batch, device)
+            return prefetch.to_device(batch, device)
 
-        prefetcher = loading.Prefetcher(self._cpu_loader, move, *self._sizes)
+        prefetcher = prefetch.Prefetcher(self._cpu_loader, move, *self._sizes)
         self._open.add(prefetcher)
         return prefetcher
 

@@ -15,10 +15,12 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from torch_bridge import groups as rank_groups
-from torch_bridge import objects, world
-from torch_bridge import ranks as ranks_of
+from torch_bridge.collectives import object_collectives
+from torch_bridge.mesh import groups as rank_groups
+from torch_bridge.mesh import rank_numbers as ranks_of
+from torch_bridge.mesh import world
 from torch_bridge.torch_xla.core import _sync_batch_norm
+from torch_bridge.torch_xla.distributed import _device_mesh
 from torch_bridge.torch_xla.distributed._process_group import ProcessGroupXla
 
 __all__ = ["ProcessGroupXla", "new_xla_process_group"]
@@ -122,13 +124,13 @@ def _by_objects(name: str, ours: Callable[..., None]) -> None:
 
 
 def _all_gather_object(group: ProcessGroupXla, object_list: list[Any], obj: Any) -> None:
-    object_list[:] = objects.all_gather(obj, among=group._mesh)
+    object_list[:] = object_collectives.all_gather(obj, among=group._mesh)
 
 
 def _gather_object(
     group: ProcessGroupXla, obj: Any, object_gather_list: list[Any] | None = None, dst: Any = None, group_dst: Any = None
 ) -> None:
-    found = objects.all_gather(obj, among=group._mesh)
+    found = object_collectives.all_gather(obj, among=group._mesh)
     if object_gather_list is not None:
         object_gather_list[:] = found
 
@@ -141,7 +143,7 @@ def _source(group: ProcessGroupXla, src: Any, group_src: Any) -> int:
 def _broadcast_object_list(
     group: ProcessGroupXla, object_list: list[Any], src: Any = None, device: Any = None, group_src: Any = None
 ) -> None:
-    objects.broadcast(object_list, _source(group, src, group_src))
+    object_collectives.broadcast(object_list, _source(group, src, group_src))
 
 
 def _scatter_object_list(
@@ -152,7 +154,7 @@ def _scatter_object_list(
             "scatter_object_list: one process runs for all ranks here, so Python objects cannot differ among them; use tensors"
         )
     shared = [inputs]
-    objects.broadcast(shared, _source(group, src, group_src))
+    object_collectives.broadcast(shared, _source(group, src, group_src))
     assert shared[0] is not None
     output[0] = shared[0][int(group.rank())]
 
@@ -168,6 +170,7 @@ def _install() -> None:
         module.init_process_group = _init  # type: ignore[attr-defined]
         module.new_group = new_xla_process_group  # type: ignore[attr-defined]
     _sync_batch_norm.install()
+    _device_mesh.install()
     _by_objects("all_gather_object", _all_gather_object)
     _by_objects("gather_object", _gather_object)
     _by_objects("broadcast_object_list", _broadcast_object_list)

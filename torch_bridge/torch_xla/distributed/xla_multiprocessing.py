@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from torch_bridge import world
+from torch_bridge.mesh import world
 
 
 def spawn(
@@ -22,7 +22,7 @@ def spawn(
 ) -> None:
     """`xmp.spawn`: call `fn(index, *args)` for every worker of this host.
 
-    All of them run in this process, together: `fn` is called once, and `index` is each worker's own number (`torch_bridge.ranks`). How many: the
+    All of them run in this process, together: `fn` is called once, and `index` is each worker's own number (`torch_bridge.mesh.rank_numbers`). How many: the
     world that a launcher or NEURON_RT_NUM_CORES made, else `nprocs`, else NEURONCORE_NUM_DEVICES or TPU_NUM_DEVICES, else one. `join`, `daemon`
     and `start_method` are accepted.
     """

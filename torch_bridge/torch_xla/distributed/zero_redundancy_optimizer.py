@@ -13,9 +13,12 @@ from typing import Any
 
 import torch
 
-from torch_bridge import clipping, collectives, divided, executor, fused_optimizers
-from torch_bridge import groups as rank_groups
-from torch_bridge.row_shards import BUCKET, RowShards
+from torch_bridge.collectives import functional
+from torch_bridge.collectives.row_shards import BUCKET, RowShards
+from torch_bridge.mesh import groups as rank_groups
+from torch_bridge.optimizers import fused_step, param_partition
+from torch_bridge.optimizers import grad_norm as clipping
+from torch_bridge.runtime import executor, session
 
 __all__ = ["ZeroRedundancyOptimizer"]
 
@@ -129,12 +132,12 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         cuts = self._cuts[p]
         with torch.no_grad():
             shard = torch.nn.Parameter(cuts.cut(p.detach()).to(self.optimizer_dtype), requires_grad=p.requires_grad)
-        divided.mark(shard, self.whole_of(p).cut(0, cuts.among))
+        param_partition.mark(shard, self.whole_of(p).cut(0, cuts.among))
         return shard
 
-    def whole_of(self, p: torch.Tensor) -> divided.Divided:
+    def whole_of(self, p: torch.Tensor) -> param_partition.Divided:
         """What a parameter is itself a part of."""
-        return divided.of(p)
+        return param_partition.of(p)
 
     def _fill_in_options(self) -> None:
         """Options that the inner optimizer's class gave its groups, for schedulers to find."""
@@ -242,13 +245,13 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def _publish(self, params: Sequence[torch.Tensor]) -> None:
         """Write every rank's parts into the parameters."""
-        import torch_bridge.recorder  # noqa: F401  # brings JAX up
-        from torch_bridge import specials
+        session.ensure()
+        from torch_bridge.recorder import op_rules
 
         for dtype in dict.fromkeys(p.dtype for p in params):
             for cuts, chosen in self._by_cuts([p for p in params if p.dtype == dtype]):
                 parts = [self.shard_of[p] for p in chosen]
-                specials.copy_all(chosen, cuts.all_gather(parts, [p.shape for p in chosen], dtype, self._gather_bytes))
+                op_rules.copy_all(chosen, cuts.all_gather(parts, [p.shape for p in chosen], dtype, self._gather_bytes))
 
     @torch.no_grad()
     def _calc_grad_norm(self, norm_type: float = 2.0) -> torch.Tensor:
@@ -260,9 +263,9 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         kind = "max" if norm_type == math.inf else "sum"
         parts = torch.stack(clipping.sum_powers(grads, norm_type))
         total = parts.max() if norm_type == math.inf else parts.sum()
-        total = collectives.all_reduce(kind, total, groups=self.sharding_groups)
+        total = functional.all_reduce(kind, total, groups=self.sharding_groups)
         if self.grad_norm_groups is not None:
-            total = collectives.all_reduce(kind, total, groups=self.grad_norm_groups)
+            total = functional.all_reduce(kind, total, groups=self.grad_norm_groups)
         return total if norm_type == math.inf else total ** (1.0 / norm_type)
 
     @torch.no_grad()
@@ -357,7 +360,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
             )
 
     def _check_class(self) -> None:
-        reason = fused_optimizers.why_whole(self.optimizer_class)
+        reason = fused_step.why_whole(self.optimizer_class)
         if reason is not None and rank_groups.resolve(self.sharding_groups).size > 1:
             raise NotImplementedError(
                 f"{self.optimizer_class.__name__} {reason}: on the rows of parameters that ZeRO-1 gives each rank it would compute other numbers. Use it with "

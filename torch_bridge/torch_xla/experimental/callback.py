@@ -16,7 +16,7 @@ def on_ready_callback(tensor: torch.Tensor, callback: Callable[[torch.Tensor], A
 
     What is pending is run, without waiting for it. An exception in the callback is reported as any thread's. Raises RuntimeError for tensors elsewhere.
     """
-    from torch_bridge import executor
+    from torch_bridge.runtime import executor
 
     t = _XLAC._xla(tensor)
     executor.materialize(t._storage)

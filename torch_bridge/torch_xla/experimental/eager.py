@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 
-from torch_bridge import eager
+from torch_bridge.recorder import eager_mode as eager
 from torch_bridge.torch_xla.torch_xla import compile
 
 

@@ -6,9 +6,13 @@ from typing import Any
 
 from torch import nn
 
+from torch_bridge.torch_xla.distributed.spmd import ADVICE
+
 
 class SpmdFullyShardedDataParallel(nn.Module):
     """Raises NotImplementedError when constructed."""
 
     def __init__(self, *args: Any, **kwargs: Any):
-        raise NotImplementedError("SpmdFullyShardedDataParallel is not in this release; in a world of one worker use the module itself")
+        raise NotImplementedError(
+            f"torch_xla.experimental.spmd_fully_sharded_data_parallel.SpmdFullyShardedDataParallel: {ADVICE} In a world of one rank use the module itself."
+        )

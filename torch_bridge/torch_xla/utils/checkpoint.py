@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 
-from torch_bridge import rng
+from torch_bridge.mesh import random_state
 from torch_bridge.torch_xla.core import xla_model
 
 _torch_checkpoint = torch.utils.checkpoint.checkpoint
@@ -25,15 +25,15 @@ class _Recomputed:
 
     def __call__(self, *args: Any) -> Any:
         if not self.after:
-            self.rng_state = rng.DEFAULT.get_state()
+            self.rng_state = random_state.DEFAULT.get_state()
             return self.function(*args)
-        from torch_bridge.barrier import barrier
+        from torch_bridge.recorder.barrier import barrier
 
         tensors = [a for a in args if isinstance(a, torch.Tensor) and a.device.type == "xla"]
         behind = dict(zip(map(id, tensors), barrier(tensors, self.after), strict=True))
         with xla_model.fork_rng(enabled=self.preserve_rng_state):
             if self.preserve_rng_state:
-                rng.DEFAULT.set_state(self.rng_state)
+                random_state.DEFAULT.set_state(self.rng_state)
             return self.function(*(behind.get(id(a), a) for a in args))
 
 

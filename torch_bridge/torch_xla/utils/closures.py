@@ -1,5 +1,5 @@
-"""`torch_xla.utils.closures`: step closures live in `torch_bridge.steps`."""
+"""`torch_xla.utils.closures`: step closures live in `torch_bridge.runtime.steps`."""
 
-from torch_bridge.steps import add_closure, mark
+from torch_bridge.runtime.steps import add_closure, mark
 
 __all__ = ["add_closure", "mark"]

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.utils.dlpack
 
-from torch_bridge import world
+from torch_bridge.mesh import world
 from torch_bridge.torch_xla import _XLAC
 
 
@@ -16,7 +16,8 @@ def to_dlpack(xla_tensor: torch.Tensor) -> Any:
 
     Raises RuntimeError for other tensors, NotImplementedError in a world of several ranks.
     """
-    from torch_bridge import executor, sharding, transfer
+    from torch_bridge.mesh import sharding
+    from torch_bridge.runtime import executor, transfer
 
     t = _XLAC._xla(xla_tensor)
     if sharding.active():

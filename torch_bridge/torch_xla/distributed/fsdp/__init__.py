@@ -1,4 +1,4 @@
-"""`torch_xla.distributed.fsdp`: can be imported, not used."""
+"""`torch_xla.distributed.fsdp`: passes through in a world of one; nothing is sharded yet."""
 
 from __future__ import annotations
 
@@ -7,18 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-_ADVICE = (
-    "is not in this release. Use neuronx_distributed (optimizer_config={'zero_one_enabled': True}) to shard optimizer state, or plain "
-    "data parallelism; "
-    "in a world of one worker there is nothing to shard."
-)
-
-
-class XlaFullyShardedDataParallel(nn.Module):
-    """`torch_xla.distributed.fsdp.XlaFullyShardedDataParallel`: raises NotImplementedError when constructed."""
-
-    def __init__(self, *args: Any, **kwargs: Any):
-        raise NotImplementedError(f"torch_xla.distributed.fsdp.XlaFullyShardedDataParallel {_ADVICE}")
+from torch_bridge.torch_xla.distributed.fsdp.xla_fully_sharded_data_parallel import ADVICE, XlaFullyShardedDataParallel
 
 
 def checkpoint_module(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
@@ -45,12 +34,14 @@ def checkpoint_module(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module
 
 def consolidate_sharded_state_dicts(*args: Any, **kwargs: Any) -> Any:
     """`fsdp.consolidate_sharded_state_dicts`: raises NotImplementedError."""
-    raise NotImplementedError(f"torch_xla.distributed.fsdp.consolidate_sharded_state_dicts {_ADVICE}")
+    raise NotImplementedError(f"torch_xla.distributed.fsdp.consolidate_sharded_state_dicts {ADVICE} Then state_dict() is the whole model.")
 
 
 def consolidate_sharded_model_checkpoints(*args: Any, **kwargs: Any) -> Any:
     """`fsdp.consolidate_sharded_model_checkpoints`: raises NotImplementedError."""
-    raise NotImplementedError(f"torch_xla.distributed.fsdp.consolidate_sharded_model_checkpoints {_ADVICE}")
+    raise NotImplementedError(
+        f"torch_xla.distributed.fsdp.consolidate_sharded_model_checkpoints {ADVICE} Then state_dict() is the whole model."
+    )
 
 
 __all__ = ["XlaFullyShardedDataParallel", "checkpoint_module", "consolidate_sharded_model_checkpoints", "consolidate_sharded_state_dicts"]

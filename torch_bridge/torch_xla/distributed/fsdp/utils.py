@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_bridge import world
+from torch_bridge.mesh import world
 from torch_bridge.torch_xla.distributed.fsdp import checkpoint_module
 
 __all__ = [

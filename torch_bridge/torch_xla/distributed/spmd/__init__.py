@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
+ADVICE = (
+    "GSPMD annotations (mark_sharding, DTensor, FSDP through SPMD) are not there yet. For tensor parallelism use neuronx_distributed's parallel layers, for "
+    "sharded optimizer state its ZeRO-1; data parallelism needs no annotation."
+)
+
 
 def _later(name: str) -> NoReturn:
-    raise NotImplementedError(
-        f"torch_xla.distributed.spmd.{name}: GSPMD annotations come in a later release. For tensor parallelism use neuronx_distributed's "
-        "parallel layers."
-    )
+    raise NotImplementedError(f"torch_xla.distributed.spmd.{name}: {ADVICE}")
 
 
 class Mesh:
@@ -59,6 +61,26 @@ def get_global_mesh() -> None:
 def get_1d_mesh(*args: Any, **kwargs: Any) -> Any:
     """`xs.get_1d_mesh`."""
     _later("get_1d_mesh")
+
+
+def mark_sharding_with_gradients(*args: Any, **kwargs: Any) -> Any:
+    """`xs.mark_sharding_with_gradients`."""
+    _later("mark_sharding_with_gradients")
+
+
+def annotate_custom_sharding(*args: Any, **kwargs: Any) -> Any:
+    """`xs.annotate_custom_sharding`."""
+    _later("annotate_custom_sharding")
+
+
+def enable_manual_sharding(*args: Any, **kwargs: Any) -> Any:
+    """`xs.enable_manual_sharding`."""
+    _later("enable_manual_sharding")
+
+
+def disable_manual_sharding(*args: Any, **kwargs: Any) -> Any:
+    """`xs.disable_manual_sharding`."""
+    _later("disable_manual_sharding")
 
 
 def xla_patched_nn_linear_forward(m: Any, input: Any, einsum_str: str | None = None) -> Any:

@@ -4,10 +4,32 @@ from torch_bridge.torch_xla.distributed.spmd import (
     HybridMesh,
     Mesh,
     ShardingSpec,
+    XLAShardedTensor,
+    annotate_custom_sharding,
     clear_sharding,
+    disable_manual_sharding,
+    enable_manual_sharding,
+    get_1d_mesh,
     get_global_mesh,
     mark_sharding,
+    mark_sharding_with_gradients,
     set_global_mesh,
+    xla_patched_nn_linear_forward,
 )
 
-__all__ = ["HybridMesh", "Mesh", "ShardingSpec", "clear_sharding", "get_global_mesh", "mark_sharding", "set_global_mesh"]
+__all__ = [
+    "HybridMesh",
+    "Mesh",
+    "ShardingSpec",
+    "XLAShardedTensor",
+    "annotate_custom_sharding",
+    "clear_sharding",
+    "disable_manual_sharding",
+    "enable_manual_sharding",
+    "get_1d_mesh",
+    "get_global_mesh",
+    "mark_sharding",
+    "mark_sharding_with_gradients",
+    "set_global_mesh",
+    "xla_patched_nn_linear_forward",
+]

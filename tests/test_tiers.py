@@ -1,0 +1,189 @@
+"""Which tests run, and in which order."""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests import durations, tiers
+from tests.conftest import pytest_collection_modifyitems, pytest_ignore_collect
+
+
+class Item:
+    """A collected test with marks."""
+
+    def __init__(self, name: str, **marks: int):
+        self.nodeid = f"tests/{name}"
+        self._marks = {mark: SimpleNamespace(kwargs={"keep": keep}) for mark, keep in marks.items()}
+
+    def get_closest_marker(self, name: str) -> Any:
+        return self._marks.get(name)
+
+
+def _items() -> list[Any]:
+    much = [Item(f"a.py::much[{k}]", thorough=3) for k in range(7)]
+    both = [Item(f"a.py::both[{k}]", thorough=4, core=2) for k in range(8)]
+    return [
+        Item("a.py::one"),
+        *much,
+        Item("a.py::alone", thorough=0),
+        *both,
+        Item("models/test_x.py::two"),
+        Item("notebooks/test_x.py::three"),
+    ]
+
+
+def _run(arguments: list[str], everything: bool = False, tier: str = "all", **more: Any) -> tuple[list[str], list[str]]:
+    """(what runs, what is left out)."""
+    items = _items()
+    left_out: list[str] = []
+    hook = SimpleNamespace(pytest_deselected=lambda items: left_out.extend(_name(item) for item in items))
+    given = {"--all": everything, "--tier": tier}
+    config = SimpleNamespace(getoption=given.__getitem__, args=arguments, hook=hook, **more)
+    pytest_collection_modifyitems(config, items)  # type: ignore[arg-type]
+    return [_name(item) for item in items], sorted(left_out)
+
+
+def _name(item: Any) -> str:
+    return item.nodeid.rpartition("::")[2]
+
+
+FEW = ["one", "much[0]", "much[2]", "much[4]", "both[0]", "both[2]", "both[4]", "both[6]", "two", "three"]
+
+
+def test_some_thorough_cases_run_spread_over_all() -> None:
+    ran, left_out = _run(["tests"])
+    assert ran == FEW
+    assert left_out == ["alone", "both[1]", "both[3]", "both[5]", "both[7]", "much[1]", "much[3]", "much[5]", "much[6]"]
+
+
+@pytest.mark.parametrize("arguments, everything", [(["tests"], True), (["tests/a.py::much"], False)])
+def test_all_run_when_asked_for(arguments: list[str], everything: bool) -> None:
+    ran, left_out = _run(arguments, everything)
+    assert len(ran) == 19 and not left_out
+
+
+def test_each_test_has_one_tier() -> None:
+    assert _run(["tests"], tier="core")[0] == ["one", "much[0]", "much[2]", "much[4]", "both[0]", "both[4]"]
+    assert _run(["tests"], tier="deep")[0] == ["both[2]", "both[6]", "two"]
+    assert _run(["tests"], tier="processes")[0] == ["three"]
+
+
+def test_thorough_cases_are_never_core() -> None:
+    assert _run(["tests"], True, "core") == _run(["tests"], False, "core")
+    assert len(_run(["tests"], True, "deep")[0]) == 3 + 9
+    assert _run(["tests"], True, "processes")[0] == ["three"]
+
+
+def test_the_tiers_of_all_tests(request: pytest.FixtureRequest) -> None:
+    """Disjoint and complete, whatever part of the tests runs here."""
+    items = request.session.items
+    selection = tiers.Selection(items)
+    assert set(selection.tiers) == set(items) and set(selection.tiers.values()) <= set(tiers.TIERS)
+    for everything in (False, True):
+        ran = Counter(item for tier in tiers.TIERS for item in items if selection.runs(item, everything, tier))
+        assert set(ran.values()) <= {1} and set(ran) == {item for item in items if selection.runs(item, everything)}
+
+
+def _is_there(name: str) -> bool:
+    path, _, function = name.partition("::")
+    place = tiers.TESTS / path
+    if not place.exists() or not (place.is_dir() or place.name.startswith("test_")):
+        return False
+    return not function or function in [n.name for n in ast.parse(place.read_text()).body if isinstance(n, ast.FunctionDef)]
+
+
+def test_the_tables_name_what_there_is() -> None:
+    assert [name for name in tiers.TABLE if not _is_there(name)] == []
+    assert not _is_there("models/test_none.py") and not _is_there("test_tiers.py::test_none") and not _is_there("tiers.py")
+
+
+def test_the_tables_say_nothing_twice() -> None:
+    """A name is in one table, and would be in another tier without it."""
+    assert len(tiers.TABLE) == len(tiers.CORE) + len(tiers.DEEP) + len(tiers.PROCESSES)
+    around = {name: name.partition("::")[0] if "::" in name else name.rpartition("/")[0] for name in tiers.TABLE}
+    assert [name for name, place in around.items() if tiers.tier_of(place) == tiers.TABLE[name]] == []
+
+
+def test_the_narrowest_name_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiers, "TABLE", {"a": "deep", "a/test_b.py": "core", "a/test_b.py::test_c": "processes"})
+    places = {
+        "a/test_x.py::test_c": "deep",
+        "a/test_b.py::test_d": "core",
+        "a/test_b.py::test_c": "processes",
+        "ab/test_b.py::test_c": "core",
+    }
+    assert {place: tiers.tier_of(place) for place in places} == places
+
+
+@pytest.mark.parametrize(
+    "tier, left_out",
+    [("core", ["models", "notebooks"]), ("deep", ["notebooks"]), ("processes", ["models/test_optimizers.py"]), ("all", [])],
+)
+def test_files_without_a_test_of_the_tier_are_not_imported(tier: str, left_out: list[str]) -> None:
+    config = SimpleNamespace(getoption={"--tier": tier}.__getitem__)
+    places = [".", "models", "models/test_optimizers.py", "notebooks", "test_readme.py", "nxd_jax"]
+    found = [place for place in places if pytest_ignore_collect(tiers.TESTS / place, config)]  # type: ignore[arg-type]
+    assert set(left_out) <= set(found) and not {".", "nxd_jax"} & set(found)
+    assert pytest_ignore_collect(Path("/elsewhere"), config) is None  # type: ignore[arg-type]
+
+
+RUN = """<testsuites><testsuite>
+<testcase classname="tests.nxd_jax.test_a" name="test_long[1]" time="9"><properties><property name="cpu_seconds" value="1.5"/></properties></testcase>
+<testcase classname="tests.nxd_jax.test_a" name="test_long[2]" time="2.04"/>
+<testcase classname="tests.nxd_jax.test_a" name="test_short" time="0.06"/>
+<testcase classname="tests.nxd_jax.test_a" name="test_shorter" time="0.05"/>
+<testcase classname="tests.test_b" name="test_it" time="20"/>
+</testsuite></testsuites>"""
+
+
+def test_durations_are_kept(tmp_path: Path) -> None:
+    (tmp_path / "run.xml").write_text(RUN)
+    durations.write(durations.measured(tmp_path / "run.xml"), tmp_path / "kept.json")
+    kept = {"nxd_jax/test_a.py": {"test_long": [3.5, 2], "others": [0.1, 2]}, "test_b.py": {"test_it": [20.0, 1]}}
+    assert durations.known(tmp_path / "kept.json") == kept
+    assert durations.known(tmp_path / "none.json") == {}
+    twice = durations.measured(tmp_path / "run.xml", tmp_path / "run.xml")
+    assert {f: {n: (s * 2, c * 2) for n, (s, c) in own.items()} for f, own in durations.measured(tmp_path / "run.xml").items()} == twice
+
+
+KEPT = {
+    "a.py": {"much": (7.0, 7), durations.OTHERS: (1.0, 10)},
+    "models/test_x.py": {"two": (9.0, 1)},
+    "notebooks/test_x.py": {"three": (4.5, 1)},
+}
+
+
+def test_cases_of_a_function_count_alike_and_so_do_functions_that_take_little() -> None:
+    items = [item for item in _items() if _name(item) in ("one", "alone", "much[0]", "much[1]", "two")]
+    assert durations.by_file(items, KEPT) == pytest.approx({"a.py": 2.2, "models/test_x.py": 9.0})
+    assert durations.by_file(items, {}) == pytest.approx({"a.py": 4 * durations.UNKNOWN, "models/test_x.py": durations.UNKNOWN})
+
+
+def test_workers_start_with_the_longest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(durations, "known", lambda: KEPT)
+    assert _run(["tests"], workerinput={})[0] == ["two", "three", *FEW[:-2]]
+    assert _run(["tests"], everything=True, workerinput={})[0][:2] == ["two", "one"]
+    assert _run(["tests"])[0] == FEW
+
+
+def test_a_run_that_is_written_down_says_what_it_took_of_the_processor(tmp_path: Path) -> None:
+    item = SimpleNamespace(user_properties=[])
+    plugin = durations.CpuTime()
+    plugin.pytest_runtest_logstart()
+    sum(range(2_000_000))
+    for when in ("call", "teardown"):
+        plugin.pytest_runtest_makereport(item, SimpleNamespace(when=when))  # type: ignore[arg-type]
+    [(name, seconds)] = item.user_properties
+    assert name == durations.PROPERTY and 0.0 < seconds < 60
+
+
+@pytest.mark.skipif(not durations.FILE.exists(), reason="no durations are kept")
+def test_the_kept_durations_are_of_files_that_exist() -> None:
+    gone = [file for file in durations.known() if not (tiers.TESTS / file).exists()]
+    assert len(gone) < 20, f"run `python -m tests.durations` with a new run: {gone}"

@@ -1,0 +1,274 @@
+"""Which tests run when: `--tier core` (`make test`), `--tier deep` (`make test-deep`) or `--tier processes` (`make test-processes`).
+
+core: every feature, once or in a few cases, in one process; whatever no table names.
+deep: grids, generated programs, comparisons of whole trainings, worlds of more ranks.
+processes: what starts other processes: commands, torchrun, notebooks, examples.
+
+The tables name folders, files and test functions below `tests/`; the longest name that fits decides. A core test marked `core(keep=n)` leaves all but n
+of its cases to deep, and what only `--all` runs of it (`thorough`) is deep too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+TIERS = ("core", "deep", "processes")
+TESTS = Path(__file__).parent
+
+CORE: tuple[str, ...] = (
+    "nxd_jax/abstract/test_abstract_run.py::test_a_world_larger_than_the_machine",
+    "nxd_jax/abstract/test_abstract_run.py::test_errors_of_arguments",
+    "nxd_jax/abstract/test_abstract_run.py::test_models_are_made_without_memory",
+    "nxd_jax/abstract/test_abstract_run.py::test_values_are_refused_with_the_line_that_asks",
+    "nxd_jax/checkpoint/test_original.py::test_export_writes_what_nxd_would",
+    "nxd_jax/checkpoint/test_original.py::test_names_and_shapes_must_agree",
+    "nxd_jax/checkpoint/test_safetensors.py",
+    "nxd_jax/checkpoint/test_save_load.py",
+    "nxd_jax/checkpoint/test_savers.py",
+    "nxd_jax/checkpoint/test_saving_original.py::test_what_scripts_read",
+    "nxd_jax/inspect/test_collectives.py::test_rows_are_what_arithmetic_predicts",
+    "nxd_jax/inspect/test_estimate.py",
+    "nxd_jax/inspect/test_hlo.py::test_find",
+    "nxd_jax/inspect/test_looking.py",
+    "nxd_jax/inspect/test_memory.py::test_the_verdict",
+    "nxd_jax/inspect/test_pictures.py",
+    "nxd_jax/inspect/test_profile.py::test_steps",
+    "nxd_jax/inspect/test_recompiles.py::test_a_new_batch_size",
+    "nxd_jax/inspect/test_recompiles.py::test_why_reads_as_sentences",
+    "nxd_jax/inspect/test_tables.py",
+    "nxd_jax/inspect/test_traffic.py",
+    "nxd_jax/kernels/test_flash_attn.py::test_errors",
+    "nxd_jax/kernels/test_flash_attn.py::test_parity",
+    "nxd_jax/kernels/test_ring_attention_kernel.py::test_errors",
+    "nxd_jax/kernels/test_ring_attention_kernel.py::test_parity",
+    "nxd_jax/lightning/test_behaviour.py::test_fit",
+    "nxd_jax/lightning/test_layout.py",
+    "nxd_jax/lightning/test_module.py",
+    "nxd_jax/lightning/test_progress_bar.py::test_three_digits",
+    "nxd_jax/lightning/test_progress_bar.py::test_what_a_batch_holds",
+    "nxd_jax/lightning/test_versions.py",
+    "nxd_jax/lora/test_config.py",
+    "nxd_jax/lora/test_layers.py::test_options_that_cannot_be_adapted",
+    "nxd_jax/lora/test_layers.py::test_results_gradients_and_merging",
+    "nxd_jax/lora/test_model.py::test_what_trains",
+    "nxd_jax/lora/test_storage.py::test_save_and_load",
+    "nxd_jax/optimizer/test_numbers.py::test_equals_torch",
+    "nxd_jax/test_ckpt_command.py::test_options_that_do_not_fit",
+    "nxd_jax/test_ckpt_command.py::test_safetensors_both_ways",
+    "nxd_jax/trainer/test_activation_checkpoint.py::test_a_class_that_the_model_does_not_have",
+    "nxd_jax/trainer/test_activation_checkpoint.py::test_same_gradients_from_less_memory",
+    "nxd_jax/trainer/test_meta_init.py::test_the_model_runs",
+    "nxd_jax/trainer/test_replay.py::test_one_program_from_the_first_step_to_played_ones",
+    "torch_bridge/precision/test_auto_cast.py::test_matmult_rounds_the_operands_and_sums_in_float32",
+    "torch_bridge/precision/test_autocast.py::test_a_case_for_every_op",
+    "torch_bridge/precision/test_autocast.py::test_op_computes_in_its_dtype_forward_and_backward",
+    "torch_bridge/precision/test_autocast.py::test_training_with_autocast_learns_like_float32_and_compiles_no_more",
+    "torch_bridge/precision/test_downcast.py::test_what_each_dtype_holds",
+    "torch_bridge/precision/test_rounding.py::test_bad_values_are_named_and_nothing_is_lost",
+    "torch_bridge/precision/test_rounding.py::test_results_of_half_precision_ops_are_rounded_stochastically",
+    "torch_bridge/ranks/test_each_rank.py::test_each_rank_reads_its_own",
+    "torch_bridge/ranks/test_functions.py::test_batch_norm_over_all_ranks",
+    "torch_bridge/ranks/test_random_numbers.py::test_each_rank_draws_on_the_cpu_what_it_would_alone",
+    "torch_bridge/replay_programs/test_programs.py::test_does_as_eager_torch",
+    "torch_bridge/replay_programs/test_programs.py::test_enough_programs",
+    "torch_bridge/test_folding.py::test_few_layers_are_left_alone",
+    "torch_bridge/test_folding.py::test_weights_stay_stacked",
+    "torch_bridge/test_random_distributions.py::test_continuous",
+    "torch_bridge/test_random_distributions.py::test_discrete",
+)
+"""What is core in folders and files of the other tables."""
+
+DEEP: tuple[str, ...] = (
+    "benchmarks",
+    "models",
+    "nxd_jax/abstract",
+    "nxd_jax/checkpoint",
+    "nxd_jax/checkpoint/test_safetensors.py::test_llama_both_ways",
+    "nxd_jax/checkpoint/test_save_load.py::test_bfloat16_keeps_master_weights",
+    "nxd_jax/checkpoint/test_save_load.py::test_state_dicts_on_the_cpu_keep_each_ranks_values",
+    "nxd_jax/inspect",
+    "nxd_jax/inspect/test_estimate.py::test_a_recorded_llama_does_what_the_formulas_say",
+    "nxd_jax/kernels",
+    "nxd_jax/lightning",
+    "nxd_jax/lora",
+    "nxd_jax/optimizer/test_numbers.py",
+    "nxd_jax/optimizer/test_zero_dcp_utils.py",
+    "nxd_jax/parallel_layers/test_checkpointing.py::test_training_continues_bit_for_bit",
+    "nxd_jax/test_ckpt_command.py",
+    "nxd_jax/test_llama.py::test_same_weights_for_every_tp",
+    "nxd_jax/test_llama.py::test_weights_go_to_hugging_face_and_back",
+    "nxd_jax/trainer/test_activation_checkpoint.py",
+    "nxd_jax/trainer/test_footprint.py",
+    "nxd_jax/trainer/test_meta_init.py",
+    "nxd_jax/trainer/test_model.py::test_a_model_of_transformers",
+    "nxd_jax/trainer/test_model.py::test_replay_by_variable",
+    "nxd_jax/trainer/test_replay.py",
+    "opinfo",
+    "torch_bridge/lowerings/test_batches.py",
+    "torch_bridge/lowerings/test_ctc.py",
+    "torch_bridge/lowerings/test_grid_sampler.py",
+    "torch_bridge/lowerings/test_grouped_matmul.py",
+    "torch_bridge/lowerings/test_random.py",
+    "torch_bridge/lowerings/test_special.py",
+    "torch_bridge/lowerings/test_unpooling.py",
+    "torch_bridge/lowerings/test_upsample.py",
+    "torch_bridge/precision",
+    "torch_bridge/ranks/test_aliasing.py",
+    "torch_bridge/ranks/test_each_rank.py",
+    "torch_bridge/ranks/test_functions.py",
+    "torch_bridge/ranks/test_random_numbers.py",
+    "torch_bridge/replay_programs",
+    "torch_bridge/test_folding.py",
+    "torch_bridge/test_func.py::test_gradient_penalty_of_a_convolutional_critic",
+    "torch_bridge/test_func.py::test_gradient_penalty_of_a_transformer",
+    "torch_bridge/test_gpu_attention.py",
+    "torch_bridge/test_growth_hints.py",
+    "torch_bridge/test_interrupts.py::test_while_recording_every_op_is_done_or_not",
+    "torch_bridge/test_long_run.py",
+    "torch_bridge/test_optimizer_checks.py",
+    "torch_bridge/test_packed_sequences.py",
+    "torch_bridge/test_programming_guide.py::test_full_bf16_with_stochastic_rounding",
+    "torch_bridge/test_random_distributions.py",
+    "torch_bridge/test_random_programs.py",
+    "torch_bridge/test_replay.py::test_a_training_loop_compiles_as_often_as_without",
+    "torch_bridge/test_replay.py::test_gradient_accumulation_with_and_without_a_step_between",
+    "torch_bridge/test_replay.py::test_gradients_of_gradients",
+    "torch_bridge/test_replay.py::test_optimized_module_in_a_checkpoint",
+    "torch_bridge/test_replay_answers.py",
+    "torch_bridge/test_replay_checkpoints.py",
+    "torch_bridge/test_replay_gradients.py",
+    "torch_bridge/test_replay_results.py",
+    "torch_bridge/test_replay_uploads.py",
+    "torch_bridge/test_replay_without_engine.py",
+    "torch_bridge/test_step_hints.py",
+    "torch_bridge/test_to_optax_states.py",
+)
+
+PROCESSES: tuple[str, ...] = (
+    "benchmarks/test_crash_checkpoints.py",
+    "models/test_hf_trainer.py",
+    "notebooks",
+    "nxd_jax/abstract/test_abstract_run.py::test_worlds_after_a_run_that_came_first",
+    "nxd_jax/checkpoint/test_any_layout.py::test_real_processes",
+    "nxd_jax/checkpoint/test_savers.py::test_a_tag_that_another_process_is_saving",
+    "nxd_jax/checkpoint/test_savers.py::test_retention_leaves_what_another_process_is_saving",
+    "nxd_jax/inspect/test_command.py",
+    "nxd_jax/inspect/test_dumps.py",
+    "nxd_jax/inspect/test_pictures.py::test_nothing_of_pyplot_is_loaded",
+    "nxd_jax/inspect/test_replay.py::test_the_command",
+    "nxd_jax/lightning/test_linear.py",
+    "nxd_jax/lightning/test_llama.py",
+    "nxd_jax/lightning/test_oldest.py",
+    "nxd_jax/lightning/test_one_lightning.py",
+    "nxd_jax/lightning/test_torchrun.py",
+    "nxd_jax/lightning/test_versions.py::test_a_malicious_release_is_not_even_looked_into",
+    "nxd_jax/lora/test_torchrun.py",
+    "nxd_jax/ls/test_command.py::test_terminals_that_lack_characters",
+    "nxd_jax/parallel_compile/test_command.py::test_the_run_after_it_compiles_nothing",
+    "nxd_jax/parallel_layers/test_alone.py",
+    "nxd_jax/parallel_layers/test_draws.py",
+    "nxd_jax/parallel_layers/test_layers.py::test_processes_of_one_rank_give_what_one_process_gives",
+    "nxd_jax/test_ckpt_command.py::test_the_command_starts",
+    "nxd_jax/test_interpreter.py::test_the_question_that_is_asked",
+    "nxd_jax/test_later.py::test_a_script_that_goes_on_without",
+    "nxd_jax/test_llama_training.py",
+    "nxd_jax/test_run.py::test_a_script_and_a_module",
+    "nxd_jax/test_run.py::test_scripts_that_fail",
+    "nxd_jax/test_run.py::test_the_same_numbers_under_torchrun",
+    "nxd_jax/top/test_command.py::test_live_while_jobs_start_end_and_are_killed",
+    "nxd_jax/top/test_command.py::test_signals_leave_the_terminal_as_it_was",
+    "nxd_jax/top/test_records.py::test_life_of_real_processes",
+    "nxd_jax/top/test_records.py::test_the_command_starts_without_torch_and_jax",
+    "nxd_jax/topology/test_topology.py::test_the_package_needs_no_jax_and_no_torch",
+    "nxd_jax/trainer/test_footprint.py::test_seven_billion_parameters_on_a_trn1_32xlarge",
+    "nxd_jax/trainer/test_package.py::test_importing_it_brings_no_checkpoints",
+    "nxd_jax/utils/test_torchrun.py",
+    "opinfo/test_workers.py",
+    "test_examples.py",
+    "torch_bridge/precision/test_rounding.py::test_a_second_process_gives_the_same",
+    "torch_bridge/ranks/test_oracle.py",
+    "torch_bridge/ranks/test_processes.py",
+    "torch_bridge/ranks/test_sigterm.py",
+    "torch_bridge/test_boundaries.py",
+    "torch_bridge/test_eager_mode.py::test_before_the_first_tensor",
+    "torch_bridge/test_errors.py::test_really_out_of_memory",
+    "torch_bridge/test_executables.py::test_a_second_process_with_eight_ranks",
+    "torch_bridge/test_facade_aliasing.py",
+    "torch_bridge/test_facade_hlo.py::test_neuron_framework_debug",
+    "torch_bridge/test_facade_hlo.py::test_xla_dump_to",
+    "torch_bridge/test_facade_neuronx.py::test_submodules_of_utils_need_no_import",
+    "torch_bridge/test_facade_profiler.py::test_the_end_of_a_script_waits_for_the_trace",
+    "torch_bridge/test_facade_sharding.py::test_dtensor_says_so",
+    "torch_bridge/test_fills.py::test_an_abstract_run_allocates_nothing",
+    "torch_bridge/test_fused_optimizers.py::test_optimizers_made_before_the_device",
+    "torch_bridge/test_interrupts.py::test_cpu_scripts_keep_pythons_handler",
+    "torch_bridge/test_interrupts.py::test_scripts_keep_their_own_handler",
+    "torch_bridge/test_isolation.py",
+    "torch_bridge/test_saving.py::test_files_can_be_read_without_the_bridge_once_on_the_cpu",
+    "torch_bridge/test_termination.py",
+    "torch_bridge/test_torch_compile.py::test_tracing_cpu_code_starts_no_jax",
+    "torch_bridge/test_variables.py::test_a_script_sets_them_before_its_first_tensor",
+)
+
+TABLE: dict[str, str] = {name: tier for tier, names in zip(TIERS, (CORE, DEEP, PROCESSES), strict=True) for name in names}
+
+
+def tier_of(place: str) -> str:
+    """The tier of `folder`, `folder/test_file.py` or `folder/test_file.py::test_function`, by the tables alone."""
+    return next((TABLE[name] for name in _wider(place) if name in TABLE), "core")
+
+
+def tiers_in(place: str) -> set[str]:
+    """The tiers that tests of a file or folder can be in. Marks may move cases from core to deep."""
+    if place in ("", "."):
+        return set(TIERS)
+    found = {tier_of(place)} | {tier for name, tier in TABLE.items() if place in _wider(name)}
+    return found | {"deep"} if "core" in found else found
+
+
+def _wider(place: str) -> Iterator[str]:
+    """A place and those around it, narrowest first."""
+    path, colons, _ = place.partition("::")
+    if colons:
+        yield place
+    while path not in ("", "."):
+        yield path
+        path = path.rpartition("/")[0]
+
+
+def place_of(item: Any) -> str:
+    """`folder/test_file.py::test_function` of a collected test."""
+    path, _, name = item.nodeid.partition("[")[0].partition("::")
+    return f"{path.removeprefix('tests/')}::{name}"
+
+
+class Selection:
+    """Which of the collected tests run. few: those that run without `--all`. tiers: the tier of each test, thorough cases too."""
+
+    def __init__(self, items: Sequence[Any]):
+        functions: dict[str, list[Any]] = {}
+        for item in items:
+            functions.setdefault(place_of(item), []).append(item)
+        self.few: set[Any] = set()
+        self.tiers: dict[Any, str] = {}
+        for place, cases in functions.items():
+            few = _kept(cases, "thorough")
+            self.few.update(few)
+            tier = tier_of(place)
+            core = _kept(few, "core") if tier == "core" else []
+            self.tiers.update(dict.fromkeys(cases, "deep" if tier == "core" else tier) | dict.fromkeys(core, "core"))
+
+    def runs(self, item: Any, everything: bool, tier: str = "all") -> bool:
+        """Whether a test runs. everything: thorough cases too."""
+        return (everything or item in self.few) and tier in ("all", self.tiers[item])
+
+
+def _kept(cases: Sequence[Any], name: str) -> list[Any]:
+    """The cases of a function without a mark, and those that the mark keeps (`keep`, none if it does not say), spread over all that have it."""
+    marks = {case: mark for case in cases if (mark := case.get_closest_marker(name)) is not None}
+    marked = list(marks)
+    keep = min(marks[marked[0]].kwargs.get("keep", 0), len(marked)) if marked else 0
+    left = {marked[k * len(marked) // keep] for k in range(keep)}
+    return [case for case in cases if case not in marks or case in left]

@@ -1,0 +1,301 @@
+"""Plain numbers and truths that Python takes from a number that differs by rank: reported where they meet tensors, silent where they print, log and save."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch_xla.core.xla_model as xm
+
+from tests.torch_bridge.ranks.conftest import Hosted
+from torch_bridge.mesh import rank_numbers, world
+from torch_bridge.runtime import executor
+from torch_bridge.script import rank_branches
+
+Program = Callable[[Any, torch.Tensor, torch.Tensor], Any]
+
+
+@pytest.fixture(autouse=True)
+def four_ranks(hosted: Hosted) -> Iterator[None]:
+    hosted(4)
+    rank_branches._taken.clear()
+    executor.clear_cache()
+    yield
+    rank_branches._taken.clear()
+
+
+def reports(run: Program) -> list[str]:
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        out = run(world.rank(), torch.ones(3, device="xla"), torch.ones(3))
+        executor.sync()
+        del out
+    return [str(w.message) for w in found if w.category is UserWarning]
+
+
+class Config:
+    scale = 1.0
+    steps: Any = ()
+
+
+class Net(torch.nn.Module):
+    def __init__(self, rank: Any):
+        super().__init__()
+        self.factor = float(rank)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.factor
+
+
+def _through_a_module(r: Any, x: Any, c: Any) -> Any:
+    return Net(r).to("xla")(x)
+
+
+def _scaled(t: torch.Tensor, scale: float) -> torch.Tensor:
+    return t * scale
+
+
+def _through_a_function(r: Any, x: Any, c: Any) -> Any:
+    return _scaled(x, 2.0 if r else 1.0)
+
+
+def _chosen(r: Any) -> float:
+    if r > 1:
+        return 2.0
+    return 1.0
+
+
+def _returned(r: Any, x: Any, c: Any) -> Any:
+    scale = _chosen(r)
+    return x * scale
+
+
+def _early(r: Any, x: Any, c: Any) -> Any:
+    for k in range(4):
+        if k == r:
+            break
+        x = x * 2
+    return x
+
+
+def _assigned(r: Any, x: Any, c: Any) -> Any:
+    if r == 0:
+        scale = 2.0
+    else:
+        scale = 3.0
+    return x * scale
+
+
+def _attribute(r: Any, x: Any, c: Any) -> Any:
+    config = Config()
+    config.scale = bool(r)
+    return x * config.scale
+
+
+def _in_place(r: Any, x: Any, c: Any) -> Any:
+    if r == 1:
+        c.mul_(2)
+    return c
+
+
+def _of_a_loss(r: Any, x: Any, c: Any) -> Any:
+    loss = (x * r).sum().item()
+    scale = 0.5 if loss > 2 else 1.0
+    return x * scale
+
+
+def _seed(r: Any, x: Any, c: Any) -> Any:
+    torch.manual_seed(1 if r else 2)
+    return torch.randn(2)
+
+
+def _early_import(r: Any, x: Any, c: Any) -> Any:
+    return x * _sqrt(r)
+
+
+_sqrt = math.sqrt  # a test before may have put ours in its place: unwrapped
+_sqrt = getattr(_sqrt, "__wrapped__", _sqrt)
+
+REPORTED: dict[str, Program] = {
+    "float": lambda r, x, c: x * float(r),
+    "float on the CPU": lambda r, x, c: c * float(r),
+    "bool": lambda r, x, c: x * bool(r),
+    "and": lambda r, x, c: x * (r and 5),
+    "conditional": lambda r, x, c: x * (2.0 if r else 1.0),
+    "in": lambda r, x, c: x * (r in (1, 2)),
+    "not": lambda r, x, c: x * (not r),
+    "any": lambda r, x, c: x * any(k == r for k in (1, 2)),
+    "sorted": lambda r, x, c: x * sorted([2, r, 1])[0],
+    "comprehension": lambda r, x, c: x * len([k for k in range(4) if k < r]),
+    "torch.full": lambda r, x, c: torch.full((2,), float(r)),
+    "module": _through_a_module,
+    "function": _through_a_function,
+    "returned": _returned,
+    "left loop": _early,
+    "assigned": _assigned,
+    "attribute": _attribute,
+    "in place": _in_place,
+    "loss": _of_a_loss,
+    "seed": _seed,
+    "early import": _early_import,
+}
+
+
+@pytest.mark.parametrize("name", REPORTED)
+def test_reported_once_with_the_line(name: str) -> None:
+    found = reports(REPORTED[name])
+    assert len(found) == 1
+    assert f"{__file__}:" in found[0] and "the first rank's choice was taken for all of them" in found[0] and "torch.where" in found[0]
+    assert reports(REPORTED[name]) == []
+
+
+@pytest.mark.parametrize("name", ["float", "conditional", "assigned", "in place"])
+def test_strict(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NXD_JAX_STRICT_RANKS", "1")
+    with pytest.raises(rank_numbers.RankError, match=r"test_plain_numbers.py:\d+ (takes|branches on)"):
+        REPORTED[name](world.rank(), torch.ones(3, device="xla"), torch.ones(3)).to("xla").cpu()
+
+
+# -- what is right ------------------------------------------------------------------------------------
+
+
+def _printing(r: Any, x: Any, c: Any) -> None:
+    y = (x * 2).sum()
+    if r == 0:
+        print(end="")  # noqa: T201
+        logging.getLogger("nobody").info("loss %f of rank %d", y.item(), r)
+
+
+def _saving(r: Any, x: Any, c: Any) -> None:
+    if xm.is_master_ordinal():
+        state = {"x": x.cpu(), "rank": r}
+        assert state
+    if not xm.is_master_ordinal():
+        return
+    assert f"{r:02d} {float(r):.1f} %d" % r
+
+
+def _progress(r: Any, x: Any, c: Any) -> Any:
+    bar = list(enumerate(SimpleNamespace(items=[1, 2], disable=not xm.is_master_ordinal()).items))
+    for _, k in bar:
+        x = x * k
+    return x
+
+
+def _log_level(r: Any, x: Any, c: Any) -> Any:
+    logger = logging.getLogger("nobody")
+    logger.setLevel(logging.INFO if r == 0 else logging.WARNING)
+    logger.setLevel(logging.NOTSET)
+    return x * 2
+
+
+def _timed(r: Any, x: Any, c: Any) -> Any:
+    started = time.time() if r == 0 else None
+    y = x * 2
+    if r == 0:
+        assert started is not None
+        print(f"{time.time() - started:.1f}", end="")  # noqa: T201
+    return y
+
+
+def _best(r: Any, x: Any, c: Any) -> Any:
+    best = 10.0
+    for k in range(2):
+        loss = (x * k).sum()
+        if r == 0:
+            best = min(best, loss.item())
+            print(f"best {best}", end="")  # noqa: T201
+    return x * 2
+
+
+def _early_stopping(r: Any, x: Any, c: Any) -> Any:
+    best, waited = 10.0, 0
+    for k in range(3):
+        own = x * (r + k)
+        if own.mean().item() < best:
+            best = own.mean().item()
+        else:
+            waited += 1
+        logging.getLogger("nobody").info("loss %f, best %f", own.mean().item(), best)
+        if waited > 1:
+            break
+    return x * 2
+
+
+def _name(r: Any, x: Any, c: Any) -> Any:
+    name = "first" if r == 0 else f"rank {r}"
+    log = print if r == 0 else (lambda *a, **k: None)
+    log(name, end="")
+    return x * 2
+
+
+def _writer(r: Any, x: Any, c: Any) -> Any:
+    writer = None
+    if r == 0:
+        writer = SimpleNamespace(add=lambda *a: None)
+    if writer is not None:
+        writer.add("loss", 1.0)
+    return x * 2
+
+
+def _sleeping(r: Any, x: Any, c: Any) -> Any:
+    time.sleep(r * 0.001)
+    return x * r
+
+
+@pytest.mark.parametrize(
+    "run", [_printing, _saving, _progress, _log_level, _timed, _best, _early_stopping, _name, _writer, _sleeping], ids=lambda f: f.__name__
+)
+def test_no_noise(run: Program, capsys: pytest.CaptureFixture[str]) -> None:
+    assert reports(run) == []
+
+
+def test_numbers_of_math_and_numpy_are_each_ranks_own() -> None:
+    import numpy as np
+
+    r = world.rank()
+    assert rank_numbers.per_rank(math.sqrt(r)) == [math.sqrt(k) for k in range(4)] and rank_numbers.per_rank(math.floor(r / 2)) == [
+        0,
+        0,
+        1,
+        1,
+    ]
+    assert rank_numbers.per_rank(max(r, 1)) == [1, 1, 2, 3] and rank_numbers.per_rank(min([r, 2], key=lambda k: -k)) == [2, 2, 2, 3]
+    assert max(3, 4) == 4 and min([2, 1]) == 1 and max([], default=3) == 3 and math.gcd(4, 6) == 2
+    assert rank_numbers.per_rank(math.prod([r, 2])) == [0, 2, 4, 6] and [rank_numbers.per_rank(v) for v in math.modf(r / 2)] == [
+        [0.0, 0.5, 0.0, 0.5],
+        [0.0, 0.0, 1.0, 1.0],
+    ]
+    assert rank_numbers.per_rank(np.multiply(r, 2.0)) == [0.0, 2.0, 4.0, 6.0]
+    array = np.arange(3.0) + r
+    assert rank_numbers.per_rank(array.sum()) == [3.0, 6.0, 9.0, 12.0] and rank_numbers.per_rank(array[1]) == [1.0, 2.0, 3.0, 4.0]
+    assert [v.tolist() for v in torch.from_numpy(array).parts] == [[k, k + 1, k + 2] for k in range(4)]  # type: ignore[attr-defined]
+    assert rank_numbers.per_rank(np.concatenate([array, array]).mean()) == [1.0, 2.0, 3.0, 4.0] and repr(array) == "array([0., 1., 2.])"
+    array += r
+    assert rank_numbers.per_rank(array.max()) == [2.0, 4.0, 6.0, 8.0]
+    with pytest.raises(
+        rank_numbers.PlainNumberNeeded, match=r"numpy.add would write values that differ by rank to an array that all 4 ranks"
+    ):
+        plain = np.ones(3)
+        plain += r
+    with pytest.raises(rank_numbers.PlainNumberNeeded, match=r"an array would be float64\[1\], float64\[3\], float64\[3\]"):
+        array[array > 1.5]
+
+
+def test_isinstance_answers_as_for_plain_numbers() -> None:
+    r = world.rank()
+    assert (
+        isinstance(r, int)
+        and isinstance(r, torch.SymInt)
+        and isinstance(r / 2, float)
+        and isinstance(r == 0, bool)
+        and isinstance(r == 0, int)
+    )
+    assert not isinstance(r, (str, float, bool)) and not isinstance(r / 2, int)

@@ -1,0 +1,32 @@
+"""What `test_processes` runs in two processes: python -m torch.distributed.run --nproc_per_node=2 two_processes.py <directory> <mismatch or not>."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import sys
+
+import torch
+import torch.distributed as dist
+import torch_xla.core.xla_model as xm
+
+import torch_bridge
+
+folder, how = sys.argv[1:3]
+dist.init_process_group("xla")
+rank = xm.get_ordinal()
+x = torch.arange(4.0, device="xla")
+
+part = x[rank * 2 : rank * 2 + 2] * max(rank, 1)  # one program in both processes: the place and the number are tables
+own = torch.full((2,), float(rank)).to("xla")  # each process's own data, of which the other knows nothing
+total = xm.all_reduce("sum", part)
+torch.manual_seed(5 + rank)
+drawn = torch.randn(2, device="xla")
+found = {
+    "rank": rank, "isinstance": isinstance(rank, int), "part": part.tolist(), "total": total.tolist(), "drawn": drawn.tolist(),
+    "varying": [str(torch_bridge.varying(t)) for t in (part, own, total)], "host": torch.randn(2).tolist(),
+}  # fmt: skip
+pathlib.Path(folder, f"rank_{rank}.json").write_text(json.dumps(found))
+if how == "mismatch":
+    y = xm.all_reduce("sum", x) if int(rank) == 0 else xm.all_gather(x)
+    y.tolist()

@@ -1,0 +1,158 @@
+"""XLA FSDP in a world of one, and what SPMD, DTensor and FSDP say where they are not there yet."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch_xla
+import torch_xla.core.xla_model as xm
+import torch_xla.runtime as xr
+from torch import nn
+from torch_neuronx.distributed.fsdp_mics import XlaFullyShardedDataParallelMiCS
+from torch_xla.distributed import spmd as xs
+from torch_xla.distributed.fsdp import XlaFullyShardedDataParallel as FSDP
+from torch_xla.distributed.fsdp import checkpoint_module, consolidate_sharded_state_dicts
+from torch_xla.distributed.fsdp.wrap import always_wrap_policy
+from torch_xla.experimental import distributed_checkpoint, xla_sharding
+from torch_xla.experimental.spmd_fully_sharded_data_parallel import SpmdFullyShardedDataParallel
+
+from torch_bridge.mesh import world
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Sequential(nn.Linear(4, 4), nn.Tanh()), nn.Linear(4, 2))
+
+
+def trained(model: nn.Module, clip: Callable[..., Any]) -> list[float]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    losses = []
+    for k in range(4):
+        optimizer.zero_grad()
+        x = torch.arange(15.0).view(5, 3).add(k).to(next(model.parameters()).device)
+        loss = model(x).square().mean()
+        loss.backward()
+        clip(0.5)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("wrapper", [FSDP, XlaFullyShardedDataParallelMiCS])
+def test_in_a_world_of_one_the_module_runs_as_it_is(wrapper: Any) -> None:
+    plain = net().to("xla")
+    expected = trained(plain, lambda most: nn.utils.clip_grad_norm_(plain.parameters(), most))
+    inner = net()
+    inner[2] = wrapper(inner[2])
+    model = wrapper(
+        inner, reshard_after_forward=False, flatten_parameters=True, auto_wrap_policy=always_wrap_policy, compute_dtype=torch.float32
+    )
+    assert next(model.parameters()).device.type == "xla"
+    assert trained(model, model.clip_grad_norm_) == expected
+    state = model.state_dict()
+    assert list(state) == list(plain.state_dict())
+    for name, value in plain.state_dict().items():
+        assert torch.equal(state[name], value)
+    fresh = wrapper(copy.deepcopy(net()))
+    assert not fresh.load_state_dict(plain.state_dict()).missing_keys
+    assert not model.load_state_dict(plain.state_dict()).unexpected_keys
+    assert torch.equal(model.state_dict()["2.0.weight"], plain[2][0].weight)
+    with model.no_sync():
+        assert model[0] is model.module[0]
+    assert model.get_shard_metadata()["world_size"] == 1
+    model.eval()
+    assert not model.training and not inner.training
+
+
+def test_checkpoints_inside() -> None:
+    """The pattern of scripts: `FSDP(checkpoint_module(block))`."""
+    expected = trained(net().to("xla"), lambda most: None)
+    inner = net()
+    inner[2] = FSDP(checkpoint_module(inner[2]))
+    assert trained(FSDP(inner), lambda most: None) == pytest.approx(expected, rel=1e-4)
+
+
+def test_options_that_would_change_numbers_or_are_unknown_are_refused() -> None:
+    with pytest.raises(NotImplementedError, match=r"compute_dtype=torch.bfloat16\).*module.to"):
+        FSDP(net(), compute_dtype=torch.bfloat16)
+    with pytest.raises(TypeError, match=r"unknown options reshard; it knows .*reshard_after_forward"):
+        FSDP(net(), reshard=True)
+    with pytest.raises(AttributeError, match="nothing"):
+        FSDP(net()).nothing  # noqa: B018
+
+
+@pytest.fixture
+def two_ranks() -> Iterator[None]:
+    world.configure(world.World(2))
+    yield
+    world.configure(None)
+
+
+def test_fsdp_of_several_ranks_is_not_there_yet(two_ranks: None) -> None:
+    for wrapper in (FSDP, XlaFullyShardedDataParallelMiCS):
+        with pytest.raises(
+            NotImplementedError, match=rf"{wrapper.__name__} is not there yet in a world of several ranks.*zero_one_enabled"
+        ):
+            wrapper(net())
+    with pytest.raises(NotImplementedError, match=r"consolidate_sharded_state_dicts is not there yet"):
+        consolidate_sharded_state_dicts([])
+
+
+def test_spmd_says_what_to_do_instead() -> None:
+    t = torch.zeros(2, device="xla")
+    for call, name in [
+        (lambda: xs.Mesh([0], (1,), ("x",)), "Mesh"),
+        (lambda: xs.mark_sharding(t, None, (0,)), "mark_sharding"),
+        (lambda: xs.mark_sharding_with_gradients(t, None, (0,)), "mark_sharding_with_gradients"),
+        (lambda: xs.enable_manual_sharding(t, (0,)), "enable_manual_sharding"),
+        (lambda: xs.disable_manual_sharding(t, (0,)), "disable_manual_sharding"),
+        (lambda: xs.annotate_custom_sharding(t), "annotate_custom_sharding"),
+        (lambda: xla_sharding.mark_sharding(t, None, (0,)), "mark_sharding"),
+        (lambda: SpmdFullyShardedDataParallel(net()), "SpmdFullyShardedDataParallel"),
+        (xr.use_spmd, "use_spmd"),
+    ]:
+        with pytest.raises(NotImplementedError, match=rf"{name}.*not there yet.*parallel layers|use_spmd.*not there yet"):
+            call()
+    for name in ("CheckpointManager", "SPMDLoadPlanner", "SPMDSavePlanner", "prime_optimizer"):
+        with pytest.raises(NotImplementedError, match=f"{name}: .*not there yet.*save_checkpoint"):
+            getattr(distributed_checkpoint, name)()
+    assert xm.xla_device() == t.device and not torch_xla.runtime.is_spmd()
+
+
+DTENSOR = """
+import torch, torch_xla, torch.distributed as dist, torch_xla.distributed.xla_backend
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+dist.init_process_group("xla", init_method="xla://")
+mesh = init_device_mesh("xla", (1,))
+for call in (
+    lambda: distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)]),
+    lambda: distribute_module(torch.nn.Linear(2, 2), mesh),
+    lambda: parallelize_module(torch.nn.Linear(2, 2), mesh, ColwiseParallel()),
+    lambda: DTensor.from_local(torch.ones(4, device="xla"), mesh, [Replicate()]),
+    lambda: fully_shard(torch.nn.Linear(2, 2).to("xla")),
+    lambda: mesh.get_group(),
+):
+    try:
+        call()
+    except NotImplementedError as error:
+        assert "not there yet" in str(error) and "parallel layers" in str(error), error
+    else:
+        raise SystemExit("no error")
+assert not hasattr(mesh, "nothing")
+print("said", mesh.size())
+"""
+
+
+def test_dtensor_says_so() -> None:
+    found = subprocess.run([sys.executable, "-W", "ignore", "-c", DTENSOR], capture_output=True, text=True)
+    assert found.stdout.strip() == "said 1", found.stderr

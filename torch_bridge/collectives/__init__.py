@@ -1,0 +1,1 @@
+"""Communication between ranks: collectives as ops of the graph and as functions, tensors cut by rows, objects, attention over a sequence axis."""

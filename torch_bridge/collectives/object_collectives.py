@@ -1,0 +1,68 @@
+"""Python objects between ranks: pickled, in rank order.
+
+A process that hosts several ranks runs the script once, so its object stands for all of them; what in it differs by rank (ranks, xla tensors, numbers
+read from them) is given as each rank's own.
+"""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import torch
+
+from torch_bridge import nested
+from torch_bridge.mesh import groups, processes, rank_numbers, world
+from torch_bridge.recorder import prefetch
+from torch_bridge.runtime import session
+
+
+def each_ranks(obj: Any) -> list[Any]:
+    """What every hosted rank's object would be, xla tensors moved to the CPU."""
+    count = len(world.current().hosted)
+    if count == 1:
+        return [prefetch.to_host(obj)]
+    tensors = nested.collect(obj, _on_xla)
+    shards = [_shards(t) for t in tensors]
+    numbers = nested.collect(obj, _is_number)
+    found = []
+    for place in range(count):
+        made = nested.replace(obj, _is_number, [rank_numbers.own(x, place) for x in numbers]) if numbers else obj
+        found.append(nested.replace(made, _on_xla, [s[place] for s in shards]) if tensors else made)
+    return found
+
+
+def _on_xla(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and x.device.type == "xla"
+
+
+def _is_number(x: Any) -> bool:
+    return rank_numbers.values_of(x) is not None or rank_numbers.is_item(x)
+
+
+def _shards(t: torch.Tensor) -> list[torch.Tensor]:
+    session.ensure()
+    from torch_bridge.recorder import sharded
+
+    return sharded.shards(t)
+
+
+def _pack(obj: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(obj, buffer)
+    return buffer.getvalue()
+
+
+def _unpack(data: bytes) -> Any:
+    return torch.load(io.BytesIO(data), weights_only=False)
+
+
+def all_gather(obj: Any, tag: str = "object", among: Any = None) -> list[Any]:
+    """The objects of all members of this rank's group (None: of all ranks), in group order; copies, as if they had travelled."""
+    parts = [own for part in processes.exchange(tag, _pack(each_ranks(obj))) for own in _unpack(part)]
+    return [parts[r] for r in groups.resolve(among).of(world.first())]
+
+
+def broadcast(objs: list[Any], source: int, tag: str = "objects") -> None:
+    """Overwrite the list's elements with those of a global rank."""
+    objs[:] = all_gather(list(objs), tag)[source]

@@ -1,0 +1,137 @@
+"""What was compiled in this process, and what Python read from tensors: enough to say later why a step compiled again.
+
+A compilation costs a note here; a step that runs as before costs nothing.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch_bridge import source
+from torch_bridge.compiler import growth_hints
+from torch_bridge.source import Source
+
+KEPT = 128
+"""Compilations that are remembered. Each holds the list of ops, not the executable."""
+
+
+class Read(NamedTuple):
+    """A number that Python got from a tensor (`.item()`, `int()`, `bool()`), and the line that asked."""
+
+    value: Any
+    line: str
+
+
+class Leaf(NamedTuple):
+    """An array that a recording starts from, as one rank has it. origin: the op that made it on the host and the line that called it, or ''."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    origin: str
+
+
+@dataclass(eq=False)
+class Compilation:
+    """One structure for which a program was made. (It may still be found in a cache on disk.)
+
+    number: counts from 1. step: marks of the script so far. nodes, sources: the recorded ops and where they were called; outs: the ids of its results.
+    leaves: of every existing array: (local shape, dtype, origin), where the origin says which op made it on the host, if one did. labels: how leaves and
+    results lie among the ranks, None for one rank. donate: leaves whose memory may be taken over. mode: the precision. numbers: the Python numbers by kind,
+    with the slots they share. axes: of the mesh. reads: what Python had read from tensors lately. modes: of modules (`source.modes`).
+    program: the `Program`, as long as it is kept.
+    """
+
+    number: int
+    step: int
+    when: float
+    nodes: tuple[Any, ...]
+    sources: tuple[Source, ...]
+    outs: tuple[int, ...]
+    leaves: tuple[Leaf, ...]
+    labels: Any
+    donate: tuple[bool, ...]
+    mode: Any
+    numbers: dict[type, Any]
+    axes: dict[str, int]
+    reads: tuple[Read, ...]
+    modes: list[dict[str, bool]]
+    program: weakref.ref[Any]
+
+    def graph(self) -> Any:
+        """The `torch.fx.Graph`, built anew."""
+        from torch_bridge.ir import dtypes
+        from torch_bridge.ir.graph import GraphBuilder
+        from torch_bridge.ir.layout import layout, meta_of
+
+        builder = GraphBuilder(self.nodes, self.sources, self.outs)
+        used = {v: self.leaves[-v - 1] for v in builder.used_leaves}
+        graph = builder.build({v: meta_of(layout(leaf.shape, None, 0, dtypes.to_torch(leaf.dtype))) for v, leaf in used.items()})
+        for (_, leaf), node in zip(used.items(), graph.nodes, strict=False):
+            node.meta["origin"] = leaf.origin
+        return graph
+
+    @property
+    def seconds(self) -> float:
+        """What tracing, lowering and compiling took, 0 if that was never done or the program is gone."""
+        program = self.program()
+        return 0.0 if program is None else float(program.compile_seconds)
+
+
+COMPILATIONS: deque[Compilation] = deque(maxlen=KEPT)
+"""The last `KEPT`, oldest first."""
+
+READS: deque[Read] = deque(maxlen=32)
+"""The numbers that Python read last, newest last."""
+
+_numbers = itertools.count(1)
+
+
+def read(value: Any) -> Any:
+    """Note a number that Python gets; gives it back."""
+    if not (READS and READS[-1].value is value):
+        READS.append(Read(value, source.short_line()))
+    return value
+
+
+def _origin(holder: Any) -> str:
+    storage = None if holder is None else holder()
+    return "" if storage is None or storage.facts is None else str(storage.facts.origin)
+
+
+def compiling(
+    program: Any, trace: Any, segment: Any, outs: Sequence[int], donate: Sequence[bool], labels: Any, numbers: dict[type, Any]
+) -> None:
+    """Note that a program was made for what a segment recorded."""
+    from torch_bridge.compiler.program import local_aval
+    from torch_bridge.mesh import sharding, world
+    from torch_bridge.telemetry import activity
+
+    avals = [local_aval(segment, i) for i in range(len(segment.leaves))]
+    leaves = tuple(Leaf(tuple(a.shape), a.dtype, _origin(segment.holders.get(-i - 1))) for i, a in enumerate(avals))
+    growth_hints.look(trace.nodes, trace.sources, tuple(leaf.shape for leaf in leaves))
+    COMPILATIONS.append(
+        Compilation(
+            number=next(_numbers),
+            step=activity.ACTIVITY.steps,
+            when=time.time(),
+            nodes=trace.nodes,
+            sources=trace.sources,
+            outs=tuple(outs),
+            leaves=leaves,
+            labels=labels,
+            donate=tuple(donate),
+            mode=program.mode,
+            numbers=numbers,
+            axes=dict(world.current().axes) if sharding.active() else {},
+            reads=tuple(READS),
+            modes=source.modes(),
+            program=weakref.ref(program),
+        )
+    )
+    READS.clear()

@@ -1,0 +1,161 @@
+"""A graph module of aten ops as a JAX computation: each node through its lowering, or through torch's own decomposition of it."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+from jax import lax
+from torch import fx
+
+from torch_bridge import lowerings
+from torch_bridge.ir import dtypes, scopes
+from torch_bridge.ir.graph import KINDS, number
+from torch_bridge.mesh import random_state, sharding
+from torch_bridge.mesh.axis_numbers import own
+from torch_bridge.source import NOWHERE
+
+KeyOf = Callable[[fx.Node], Any]
+"""Gives the PRNG key of a random node."""
+
+
+def run(
+    graph: fx.Graph,
+    inputs: Sequence[Any],
+    key_of: KeyOf,
+    attribute: Callable[[str], Any] | None = None,
+    store: Callable[[Any], Any] | None = None,
+) -> Any:
+    """Evaluate the graph on JAX values for its placeholders, in order.
+
+    `attribute` gives the arrays that `get_attr` nodes name (`transfer.attributes_of`); `store` rounds the value of each node.
+    """
+    env: dict[fx.Node, Any] = {}
+    last = _last_uses(graph)
+    supply = iter(inputs)
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            env[node] = next(supply)
+        elif node.op == "get_attr":
+            assert attribute is not None, node.target
+            env[node] = attribute(node.target)
+        elif node.op == "call_function":
+            env[node] = _call(node, env, key_of)
+        if store is not None and node in env and "val" in node.meta:
+            env[node] = store(env[node])
+        elif node.op == "output":
+            return fx.node.map_arg(node.args[0], lambda n: env[n])
+        for dead in last.get(node, ()):
+            del env[dead]
+    raise AssertionError("graph without output")
+
+
+def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+    seen: set[fx.Node] = set()
+    last: dict[fx.Node, list[fx.Node]] = {}
+    for node in reversed(graph.nodes):
+        for used in node.all_input_nodes:
+            if used not in seen:
+                seen.add(used)
+                last.setdefault(node, []).append(used)
+    return last
+
+
+def _call(node: fx.Node, env: dict[fx.Node, Any], key_of: KeyOf) -> Any:
+    values: list[Any] = []
+    fx.node.map_arg((node.args, node.kwargs), lambda n: values.append(env[n]))
+    return evaluate(node, values, lambda: key_of(node))
+
+
+def evaluate(node: fx.Node, values: Iterable[Any], key: Callable[[], Any] | None = None, scope: str | None = None) -> Any:
+    """One node's result. values: of the nodes among its arguments, as often as they stand there, in order; key: gives a random node's key; scope: its name."""
+    supply = iter(values)
+    filled: Any = fx.node.map_arg((node.args, node.kwargs), lambda n: next(supply))
+    args, kwargs = filled
+    if node.target is operator.getitem:
+        return args[0][args[1]]
+    if node.target is number:
+        return dtypes.Scalar(KINDS[args[2]], args[0][args[1]])
+    with jax.named_scope(scopes.name(node.meta.get("source", NOWHERE), node.target) if scope is None else scope):
+        result = call(node.target, args, kwargs, key if "draw" in node.meta else None)
+    return _conform(result, node)
+
+
+def through(views: Iterable[fx.Node], value: Any) -> Any:
+    """A value read through views, innermost first."""
+    for view in views:
+        value = evaluate(view, (value,))
+    return value
+
+
+Decompose = Callable[[Any, Any, Any, Callable[[], Any] | None], Any]
+_decompose: Decompose | None = None
+
+
+def decompose_with(decompose: Decompose) -> None:
+    """Say how an op without a lowering is evaluated, through torch's own decomposition (`fallback.lower_by_decomposition`)."""
+    global _decompose
+    _decompose = decompose
+
+
+def call(op: Any, args: Any, kwargs: Any, key: Callable[[], Any] | None) -> Any:
+    """One aten op on JAX values."""
+    found = lowerings.lookup(op)
+    if found is None:
+        assert _decompose is not None, f"{op} has no lowering"
+        return _decompose(op, args, kwargs, key)
+    if found.rng:
+        return found.fn(*args, **kwargs, key=None if key is None else key())
+    return found.fn(*args, **kwargs)
+
+
+def _conform(result: Any, node: fx.Node) -> Any:
+    """Check shapes and settle dtypes against what torch's shape inference promised."""
+    expected = node.meta.get("val")
+    if isinstance(expected, torch.Tensor) and not isinstance(result, (list, tuple)):
+        if tuple(result.shape) != tuple(expected.shape):
+            raise AssertionError(f"the lowering of {node.target} gave shape {tuple(result.shape)}, torch gives {tuple(expected.shape)}")
+        return dtypes.cast(result, dtypes.to_jax(expected.dtype))
+    return result
+
+
+def draw_key(row: Any, differences: Sequence[int] | None = None) -> Any:
+    """The PRNG key of one row of `draws`: uint32 (seed high, seed low, offset high, offset low). differences: what each rank's seed is larger by."""
+    seed = row[:2]
+    if differences:
+        seed64 = (row[0].astype(jnp.uint64) << 32 | row[1].astype(jnp.uint64)) + own(differences, jnp.int64).astype(jnp.uint64)
+        seed = jnp.stack([(seed64 >> 32).astype(jnp.uint32), seed64.astype(jnp.uint32)])
+    key = jax.random.wrap_key_data(seed, impl="threefry2x32")
+    return jax.random.fold_in(jax.random.fold_in(key, row[2]), row[3])
+
+
+def draws_key_of(draws: Any) -> KeyOf:
+    """Keys for the random nodes of a recorded graph, from its `draws` input."""
+    return lambda node: key_of_row(jnp.asarray(draws)[node.meta["draw"]], node)
+
+
+def key_of_row(row: Any, node: fx.Node) -> Any:
+    """The key of a random node from its row of `draws`: each rank's own where its seed is, and along the mesh axes that the result varies over otherwise."""
+    meta = node.meta
+    key = draw_key(row, random_state.seed_differences(meta.get("draw_axes") or ()) if "key_axes" in meta else None)
+    return _on_axes(key, meta.get("key_axes", ()))
+
+
+def _on_axes(key: Any, axes: Any) -> Any:
+    """A key of each rank's own along mesh axes."""
+    names = sharding.ordered(axes)
+    return jax.random.fold_in(key, jax.lax.axis_index(names)) if names else key
+
+
+def dtype_of(val: torch.Tensor) -> Any:
+    """JAX's dtype of a meta tensor."""
+    return dtypes.to_jax(val.dtype)
+
+
+def strong(x: Any) -> Any:
+    """The value with a dtype that does not give way to others, as loops need it."""
+    return lax.convert_element_type(x, x.dtype)

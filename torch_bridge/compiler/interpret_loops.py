@@ -1,0 +1,319 @@
+"""Computing a graph as its `fold_repeats.Plan` says: loops as `lax.scan`, everything else node by node."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from torch import fx
+
+from torch_bridge.compiler import interpret
+from torch_bridge.ir import scopes
+from torch_bridge.ir.graph import number
+from torch_bridge.passes.find_repeats import VIEWS, Carried, Each, Here, Same, edge, edges
+from torch_bridge.passes.fold_repeats import Built, Derived, Group, Loop, Made, Plan, Ref, Series, Updated, columns
+from torch_bridge.source import NOWHERE
+
+
+class Evaluation:
+    """Values of nodes and series so far. inputs: by placeholder; stacks: by given series; draws: the rows of random seeds, if there are any."""
+
+    def __init__(self, plan: Plan, graph: fx.Graph, inputs: dict[fx.Node, Any], stacks: dict[Series, Any], draws: Any = None):
+        self._plan = plan
+        self._values: dict[fx.Node, Any] = dict(inputs)
+        self._stacks: dict[Series, Any] = dict(stacks)
+        self._draws: Any = None if draws is None else jnp.asarray(draws)
+        for node in graph.nodes:
+            if node.target is number:
+                self._values[node] = interpret.evaluate(node, [self.get(e.source) for e in edges(node)])
+
+    def run(self) -> tuple[list[Any], list[Any]]:
+        """(results that are alone, stacked results), both in the plan's order."""
+        for item in self._plan.items:
+            if isinstance(item, Loop):
+                self._loop(item)
+            elif groups := self._plan.groups.get(item):
+                self._update(item, groups)
+            elif item not in self._plan.skipped:
+                self._values[item] = interpret.evaluate(item, (self.read(e.source, e.views) for e in edges(item)), self.key(item))
+        inside = {k for _, members in self._plan.stacked for k in members}
+        alone = [self.get(n) for k, n in enumerate(self._plan.results) if k not in inside]
+        return alone, [self._stack(series) for series, _ in self._plan.stacked]
+
+    # -- values ----------------------------------------------------------------------------------------
+
+    def get(self, node: fx.Node) -> Any:
+        """A node's value."""
+        if node.target in VIEWS:
+            found = edge(node)
+            return self.read(found.source, found.views)
+        if node not in self._values:
+            place = self._plan.where(node)
+            assert place is not None, node
+            series, index = place
+            if isinstance(series, Derived):
+                source, first, step = series.source
+                value: Any = self.derive(series, self._stack(source)[first + step * index])
+            else:
+                value = lax.index_in_dim(self._stack(series), index, 0, keepdims=False)
+            self._values[node] = value
+        return self._values[node]
+
+    def read(self, source: fx.Node, views: Sequence[fx.Node]) -> Any:
+        """A value through views, which are kept like other values."""
+        value = None
+        for k in range(len(views), 0, -1):
+            if views[k - 1] in self._values:
+                value = self._values[views[k - 1]]
+                views = views[k:]
+                break
+        value = self.get(source) if value is None else value
+        for view in views:
+            value = self._values[view] = interpret.evaluate(view, (value,))
+        return value
+
+    def _stack(self, series: Series) -> Any:
+        found = self._stacks.get(series)
+        if found is None:
+            assert isinstance(series, Built), series
+            found = self._stacks[series] = jnp.stack([self.get(n) for n in series.nodes])
+        return found
+
+    def derive(self, series: Derived, element: Any) -> Any:
+        """A value that is made anew, from the element of its source."""
+        return interpret.evaluate(series.node, (interpret.through(series.views, element),))
+
+    def key(self, node: fx.Node, row: Any = None) -> Callable[[], Any]:
+        """The PRNG key of a random node, from its row of seeds or another one."""
+
+        return lambda: interpret.key_of_row(self._draws[node.meta["draw"] if row is None else row], node)
+
+    # -- loops -----------------------------------------------------------------------------------------
+
+    def _loop(self, loop: Loop) -> None:
+        for x in (x for inputs in loop.run.inputs for x in inputs if isinstance(x, Same)):
+            self.get(x.node)
+        for ref in _bases(loop):
+            self._stack(ref.series)
+        body = _Body(self, loop)
+        stored = self._side_by_side(loop, body) if loop.aside else self._scan(loop, body)
+        self._stacks.update(zip(loop.stored(), stored, strict=True))
+
+    def _scan(self, loop: Loop, body: _Body) -> list[Any]:
+        """Iteration after iteration; what is stored of them."""
+        run, count = loop.run, loop.run.count
+        metas = [run.nodes[0][j].meta["val"] for j in body.spare]
+        start = [self.get(x.first) for x in body.carried] + [jnp.zeros(tuple(v.shape), interpret.dtype_of(v)) for v in metas]
+
+        def iteration(before: Sequence[Any], place: Any) -> tuple[list[Any], list[Any]]:
+            t = count - 1 - place if loop.reverse else place
+            after, kept = body(before, t, lambda ref: _at(self._stack(ref.series), ref.first + ref.step * t))
+            return [interpret.strong(x) for x in after], kept
+
+        places = jnp.arange(count, dtype=jnp.int32)
+        ends, stored = lax.scan(iteration, [interpret.strong(x) for x in start], places, reverse=loop.reverse)
+        offsets = [x.offset for x in body.carried] + body.spare
+        self._values.update((run.nodes[-1][j], value) for j, value in zip(offsets, ends, strict=True))
+        return list(stored)
+
+    def _side_by_side(self, loop: Loop, body: _Body) -> list[Any]:
+        """All iterations at once; what is stored of them."""
+        refs = _bases(loop)
+        lined = [_lined(self._stack(ref.series), ref, loop.run.count) for ref in refs]
+
+        def one(t: Any, *slices: Any) -> tuple[list[Any], list[Any]]:
+            return body((), t, dict(zip(refs, slices, strict=True)).__getitem__)
+
+        ends, stored = jax.vmap(one)(jnp.arange(loop.run.count, dtype=jnp.int32), *lined)
+        self._values.update((loop.run.nodes[-1][j], value[-1]) for j, value in zip(body.spare, ends, strict=True))
+        return list(stored)
+
+    # -- ops on lists ---------------------------------------------------------------------------------
+
+    def _update(self, node: fx.Node, groups: Sequence[Group]) -> None:
+        """An op on lists, its groups as stacks."""
+        step = len(columns(node)) > 1
+        for group in groups:
+            given = [self._viewed(_lined(self._stack(ref.series), ref, len(group.members)), views) for ref, views in group.lists]
+            if step:
+                results = [x[0] for x in self._step(node, [[x] for x in given]) if x]
+            else:
+                results = [self._each_row(node, given[0], group.members[0])]
+            for series in self._updated(node, group):
+                self._stacks[series] = results[series.result]
+        grouped = {k for group in groups for k in group.members}
+        single = [k for k in range(len(columns(node)[0])) if k not in grouped]
+        if not single:
+            return
+        lists = [[self.get(x[k]) for k in single] for x in columns(node)]
+        if step:
+            found = self._step(node, lists)
+            for user in node.users:
+                self._pick(user, single, found[user.args[1]])
+        else:
+            self._pick(node, single, self._call(node, lists[0], single))
+
+    def _pick(self, of: fx.Node, single: list[int], results: Sequence[Any]) -> None:
+        """Note the results for entries that are in no group."""
+        for element in of.users:
+            if element.args[1] in single:
+                self._values[element] = results[single.index(element.args[1])]  # type: ignore[arg-type]
+
+    def _viewed(self, stack: Any, views: Sequence[fx.Node]) -> Any:
+        """A stack whose elements are read through views."""
+        return jax.vmap(lambda x: interpret.through(views, x))(stack) if views else stack
+
+    def _step(self, node: fx.Node, lists: list[list[Any]]) -> Any:
+        """An optimizer's step on these parameters, gradients and state: the lists of its results that are not empty."""
+        given: Any = node.args
+        rule, *rest = given
+        numbers, options = rest[5:7]
+        supply = iter(lists)
+        filled = [next(supply) if x else [] for x in rest[:5]]
+        supplied = [self.get(x) if isinstance(x, fx.Node) else x for x in numbers]
+        return self._named(node, (rule, *filled, supplied, options))
+
+    def _each_row(self, node: fx.Node, stack: Any, member: int) -> Any:
+        """An op on one list, for every row of a stack: side by side if that is no more than the op does at once. member: one of their places in the list."""
+
+        def one(x: Any) -> Any:
+            return self._call(node, [x], [member])[0]
+
+        at = _BUCKET.get(str(node.target))
+        most: Any = math.inf if at is None else node.args[at]
+        return jax.vmap(one)(stack) if stack.nbytes <= most else lax.map(one, stack)
+
+    def _call(self, node: fx.Node, entries: list[Any], places: list[int]) -> Any:
+        """An op on one list, for these of its entries."""
+        rest = [[x[k] for k in places] if isinstance(x, (list, tuple)) else x for x in node.args[1:]]
+        rest = [self.get(x) if isinstance(x, fx.Node) else x for x in rest]
+        return self._named(node, (entries, *rest))
+
+    def _named(self, node: fx.Node, args: tuple[Any, ...]) -> Any:
+        with jax.named_scope(scopes.name(node.meta.get("source", NOWHERE), node.target)):
+            return interpret.call(node.target, args, {}, None)
+
+    def _updated(self, node: fx.Node, group: Group) -> set[Updated]:
+        """The series that a group's results are."""
+        elements = [x for user in node.users for x in (user, *user.users)]
+        places = [self._plan.where(x) for x in elements]
+        return {p[0] for p in places if p is not None and isinstance(p[0], Updated) and p[0].group is group}
+
+
+_BUCKET = {"torch_bridge.scatter_rows.default": 4, "torch_bridge.gather_rows.default": 3}
+"""Where ops on rows have the most bytes that they treat at once."""
+
+
+class _Body:
+    """What an iteration of a loop does. carried: what it gets from the one before; spare: other values of the last iteration that are needed."""
+
+    def __init__(self, evaluation: Evaluation, loop: Loop):
+        run = loop.run
+        self._outer, self._loop = evaluation, loop
+        self.carried = run.carried()
+        self.spare = [j for j in loop.last if all(x.offset != j for x in self.carried)]
+        draws = {j: [nodes[j].meta["draw"] for nodes in run.nodes] for j, node in enumerate(run.nodes[0]) if "draw" in node.meta}
+        self._rows = {j: jnp.array(numbers, dtype=jnp.int32) for j, numbers in draws.items()}
+        self._names = [_scope(first, second) for first, second in zip(*run.nodes[:2], strict=True)]
+
+    def __call__(self, before: Sequence[Any], t: Any, fetch: Callable[[Ref], Any]) -> tuple[list[Any], list[Any]]:
+        """(what goes on: carried and spare values; what is stored) of iteration t. before: of the one before, in order; fetch: gives elements of stacks."""
+        values = _Iteration(self._outer, self._loop, dict(zip(self.carried, before, strict=False)), fetch)
+        for j, node in enumerate(self._loop.run.nodes[0]):
+            key = self._outer.key(node, self._rows[j][t]) if j in self._rows else None
+            values.made.append(interpret.evaluate(node, values.inputs(j), key, self._names[j]))
+        after = [values.made[j] for j in (*(x.offset for x in self.carried), *self.spare)]
+        return after, [self._stored(series, values) for series in self._loop.stored()]
+
+    def _stored(self, series: Made, values: _Iteration) -> Any:
+        value = values.before[series.offset] if isinstance(series.offset, Carried) else values.made[series.offset]
+        return interpret.through(series.views, value)
+
+
+class _Iteration:
+    """Values inside one iteration. fetch: the element of a series that is this iteration's."""
+
+    def __init__(self, evaluation: Evaluation, loop: Loop, before: dict[Carried, Any], fetch: Callable[[Ref], Any]):
+        self._outer = evaluation
+        self._loop = loop
+        self.before = before
+        self._fetch = fetch
+        self._each: dict[Ref, Any] = {}
+        self._read: dict[tuple[Any, tuple[fx.Node, ...]], Any] = {}
+        self.made: list[Any] = []
+
+    def inputs(self, j: int) -> Iterator[Any]:
+        """The values of the j-th node's arguments, in order."""
+        run = self._loop.run
+        for x, views in zip(run.inputs[j], run.views[j], strict=True):
+            yield self._through(x, views)
+
+    def _through(self, x: Any, views: tuple[fx.Node, ...]) -> Any:
+        if not views:
+            return self._source(x)
+        found = self._read.get((x, views))
+        if found is None:
+            found = self._read[x, views] = interpret.evaluate(views[-1], (self._through(x, views[:-1]),))
+        return found
+
+    def _source(self, x: Any) -> Any:
+        if isinstance(x, Here):
+            return self.made[x.offset]
+        if isinstance(x, Carried):
+            return self.before[x]
+        if isinstance(x, Same):
+            return self._outer.get(x.node)
+        assert isinstance(x, Each)
+        return self._element(self._loop.refs[x])
+
+    def _element(self, ref: Ref) -> Any:
+        found = self._each.get(ref)
+        if found is None:
+            series = ref.series
+            if isinstance(series, Derived):
+                found = self._outer.derive(series, self._element(series.under(ref)))
+            else:
+                found = self._fetch(ref)
+            self._each[ref] = found
+        return found
+
+
+def _bases(loop: Loop) -> list[Ref]:
+    """Which stacks a loop reads, and how."""
+    found: dict[Ref, None] = {}
+    for ref in loop.refs.values():
+        while isinstance(ref.series, Derived):
+            ref = ref.series.under(ref)
+        found[ref] = None
+    return list(found)
+
+
+def _at(stack: Any, place: Any) -> Any:
+    return lax.dynamic_index_in_dim(stack, place, 0, keepdims=False)
+
+
+def _lined(stack: Any, ref: Ref, count: int) -> Any:
+    """The stack in the order in which iterations use it."""
+    if ref.first == 0 and ref.step == 1 and stack.shape[0] == count:
+        return stack
+    if ref.step == -1 and ref.first == stack.shape[0] - 1 == count - 1:
+        return lax.rev(stack, (0,))
+    return stack[jnp.array([ref.first + ref.step * t for t in range(count)])]
+
+
+def _scope(first: fx.Node, second: fx.Node) -> str:
+    """What an op of a loop is called in HLO metadata: its module path with a star for the number of the layer."""
+    one, two = (n.meta.get("source", NOWHERE) for n in (first, second))
+    return scopes.name(one._replace(module=_starred(one.module, two.module)), first.target)
+
+
+def _starred(one: str, two: str) -> str:
+    a, b = one.split("."), two.split(".")
+    if len(a) != len(b):
+        return one
+    return ".".join(x if x == y or not re.fullmatch(r"\d+", x) else "*" for x, y in zip(a, b, strict=True))

@@ -1,0 +1,1 @@
+"""`"xla"` as a torch device: registration, factories, generators, serialization, autocast, and what starts JAX at the first tensor."""

@@ -1,0 +1,112 @@
+"""`torch.xla`: the device module torch asks for counts, the current device and random state (as `torch.cuda` is for CUDA)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from torch_bridge.config import fork_guard
+from torch_bridge.mesh import random_state
+
+_initialized = True
+"""`torch.utils.checkpoint` saves the random state of devices that say so."""
+
+
+class device:
+    """Context manager in which a device is current, as `torch.cuda.device`; there is only device 0."""
+
+    def __init__(self, device: Any):
+        set_device(device)
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *error: object) -> None: ...
+
+
+def is_available() -> bool:
+    return True
+
+
+def is_initialized() -> bool:
+    return True
+
+
+def device_count() -> int:
+    """Devices that this process's script sees: one (each worker owns one core)."""
+    return 1
+
+
+def current_device() -> int:
+    return 0
+
+
+def set_device(device: Any) -> None:
+    """Accepts device 0, the only one."""
+    index = device if isinstance(device, int) else torch.device(device).index
+    if index not in (None, 0, -1):
+        raise ValueError(f"this process has one xla device, xla:0; got {device!r}")
+
+
+def _is_in_bad_fork() -> bool:
+    return fork_guard.is_forked()
+
+
+def manual_seed(seed: int) -> None:
+    """Seed the device's random state (also done by `torch.manual_seed`)."""
+    random_state.DEFAULT.manual_seed(seed)
+
+
+def manual_seed_all(seed: int) -> None:
+    random_state.DEFAULT.manual_seed(seed)
+
+
+def seed() -> None:
+    random_state.DEFAULT.manual_seed(torch.seed())
+
+
+def initial_seed() -> int:
+    return random_state.DEFAULT.seed
+
+
+def get_rng_state(device: Any = "xla") -> torch.Tensor:
+    """The random state as a CPU uint8 tensor."""
+    return random_state.DEFAULT.get_state()
+
+
+def set_rng_state(state: torch.Tensor, device: Any = "xla") -> None:
+    random_state.DEFAULT.set_state(state)
+
+
+def get_rng_state_all() -> list[torch.Tensor]:
+    return [get_rng_state()]
+
+
+def set_rng_state_all(states: list[torch.Tensor]) -> None:
+    for state in states:
+        set_rng_state(state)
+
+
+def synchronize(device: Any = None) -> None:
+    """Run what is recorded and wait until the device is done."""
+    from torch_bridge.runtime import executor
+
+    executor.sync(wait=True)
+
+
+def empty_cache() -> None:
+    """Nothing to do: JAX owns the memory."""
+
+
+def get_amp_supported_dtype() -> list[torch.dtype]:
+    return [torch.bfloat16, torch.float16]
+
+
+def get_device_name(device: Any = None) -> str:
+    import jax
+
+    return jax.devices()[0].device_kind
+
+
+def is_bf16_supported() -> bool:
+    return True

@@ -1,0 +1,40 @@
+"""Brings the recorder up: importing this gives xla tensors their behaviour (and imports JAX). Nothing imports it before the first xla tensor is made."""
+
+import os
+import warnings
+
+from torch_bridge import _compat
+from torch_bridge.config import environment
+
+environment.prepare()  # before JAX starts
+_values = environment.check()
+
+from torch_bridge.collectives import collective_ops
+from torch_bridge.compiler import xla_cache
+from torch_bridge.config import fork_guard
+from torch_bridge.device import debug_modes, module_to
+from torch_bridge.passes import check_replicas
+from torch_bridge.recorder import autograd_engine, copies, ctc_lengths, dispatch, eager_mode, make_fx, op_rules, packed_sequences, tensor
+from torch_bridge.runtime import executor, interrupts, steps
+
+_dispatch = debug_modes.configure(_values, dispatch.dispatch)
+
+
+def use_dispatch() -> None:
+    """Have ops recorded, or run one by one in eager mode."""
+    tensor._dispatch = autograd_engine.guarded(debug_modes.op_by_op(_dispatch) if eager_mode.enabled() else _dispatch)
+
+
+use_dispatch()
+eager_mode.WHEN_CHANGED.append(use_dispatch)
+_compat.record_untraced([*vars(tensor.XLATensor).values(), executor.sync, module_to._apply])
+steps.snapshot_with(copies.snapshot)
+xla_cache.configure(_values)
+make_fx.install()
+interrupts.install()
+check_replicas.install()
+os.register_at_fork(after_in_child=fork_guard.mark_forked)
+# DataLoader workers fork; they use CPU tensors only, and `fork_guard.check` stops those that do not, so JAX's warning about forks misleads.
+warnings.filterwarnings("ignore", message=r"os\.fork\(\) was called", category=RuntimeWarning)
+
+__all__ = ["collective_ops", "ctc_lengths", "dispatch", "op_rules", "packed_sequences", "tensor", "use_dispatch"]

@@ -1,0 +1,146 @@
+"""An `nn.Module` as a graph: run it once on tensors without values, and keep what it recorded.
+
+The same recorder that runs scripts captures modules, so module paths, source lines, views and in-place updates come out alike.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from torch_bridge.ir.layout import layout
+from torch_bridge.ir.segment import Segment
+from torch_bridge.recorder.subgraph import AbstractLeaf, Place, abstract, build, constants, recording, result_ids
+from torch_bridge.recorder.tensor import XLATensor
+from torch_bridge.runtime import executor, session
+
+session.ensure()
+
+
+@dataclass
+class Signature:
+    """What a captured graph's placeholders and results are.
+
+    Placeholders: the parameters, then the buffers, then the tensors among the inputs. Results: the module's tensors, then the new
+    values of `mutated` buffers. `inputs_spec`/`inputs` and `outs_spec`/`outs` rebuild the module's own argument and result structure
+    (an int stands for that tensor, anything else for itself).
+    """
+
+    params: list[str]
+    buffers: list[str]
+    inputs: list[Any]
+    inputs_spec: TreeSpec | None
+    outs: list[Any]
+    outs_spec: TreeSpec
+    mutated: list[str] = field(default_factory=list)
+
+    @property
+    def n_outs(self) -> int:
+        """How many results are the module's own."""
+        return sum(isinstance(o, Place) for o in self.outs)
+
+
+_CONSTANTS = (bool, int, float, complex, str)
+"""What a captured module may return besides tensors (anything else becomes None)."""
+
+
+def capture(module: torch.nn.Module, *example_inputs: Any, **example_kwargs: Any) -> fx.GraphModule:
+    """The graph of `module(*example_inputs, **example_kwargs)` as a `torch.fx.GraphModule` of aten ops.
+
+    Only shapes and dtypes of the example tensors matter: they and the module's weights may live on any device, including `meta`; nothing is computed.
+    Placeholders are the parameters, the buffers (by name, dots as underscores) and the input tensors; Python numbers are constants. The result is a
+    flat tuple: the module's tensors, then the new values of buffers that the forward updates. `graph_module.signature`
+    (a `Signature`) tells which is which, and
+    `torch_bridge.to_jax(graph_module)` makes it a JAX function. A module that looks at values (`.item()`, `if tensor:`) raises `RuntimeError`.
+    """
+    executor.sync()
+    with recording() as segment:
+        params = {n: _stand_in(segment, p) for n, p in module.named_parameters()}
+        buffers = {n: _stand_in(segment, b) for n, b in module.named_buffers()}
+        flat, spec = tree_flatten((example_inputs, example_kwargs))
+        inputs: list[Any] = []
+        filled: list[Any] = []
+        for x in flat:
+            if isinstance(x, torch.Tensor):
+                inputs.append(Place(sum(isinstance(i, Place) for i in inputs)))
+                filled.append(_stand_in(segment, x))
+            else:
+                inputs.append(x)
+                filled.append(x)
+        args, kwargs = tree_unflatten(filled, spec)
+        originals = {n: b._storage.vid for n, b in buffers.items()}
+        out = torch.func.functional_call(module, {**params, **buffers}, args, kwargs)
+        outs, outs_spec = tree_flatten(out)
+        vids, places = result_ids(segment, outs)
+        places = [o if isinstance(o, _CONSTANTS) else None for o in places]
+        mutated = [n for n, b in buffers.items() if b._storage.vid != originals[n]]
+        vids += [segment.read(buffers[n]._storage, buffers[n]._layout) for n in mutated]
+        graph = build(segment, vids, _placeholder_names(segment, params, buffers))[0]
+    return _graph_module(
+        graph, segment, Signature(list(params), list(buffers), inputs, spec, places, outs_spec, mutated), type(module).__name__
+    )
+
+
+def _stand_in(segment: Segment, t: torch.Tensor) -> XLATensor:
+    new = abstract(segment, layout(tuple(t.shape), None, 0, t.dtype))
+    if isinstance(t, torch.nn.Parameter):
+        new.requires_grad_(t.requires_grad)
+        new._is_param = True
+    return new
+
+
+def _placeholder_names(segment: Segment, params: dict[str, XLATensor], buffers: dict[str, XLATensor]) -> dict[int, str]:
+    names = {-i - 1: f"input_{i - len(params) - len(buffers)}" for i in range(len(segment.leaves))}
+    for kind, tensors, first in (("p", params, 0), ("b", buffers, len(params))):
+        for i, n in enumerate(tensors):
+            names[-(first + i) - 1] = f"{kind}_{n.replace('.', '_')}"
+    for i, leaf in enumerate(segment.leaves):
+        if not isinstance(leaf, AbstractLeaf):
+            names[-i - 1] = f"constant_{i}"
+    return names
+
+
+def _replace_input(user: fx.Node, old: fx.Node, value: Any) -> None:
+    """Put a constant where a node used another's result."""
+
+    def swap(n: fx.Node) -> Any:
+        return value if n is old else n
+
+    user.args = fx.node.map_arg(user.args, swap)
+    user.kwargs = fx.node.map_arg(user.kwargs, swap)
+
+
+def _graph_module(graph: fx.Graph, segment: Segment, signature: Signature, name: str) -> fx.GraphModule:
+    """Wrap a captured graph: closed-over tensors and Python numbers become attributes and constants."""
+    from torch_bridge.ir.graph import KINDS, number
+    from torch_bridge.runtime.transfer import to_cpu
+
+    owner = torch.nn.Module()
+    placeholders = [n for n in graph.nodes if n.op == "placeholder"]
+    for i, array in constants(segment).items():
+        node = placeholders[i]
+        owner.register_buffer(node.target, to_cpu(array))
+        with graph.inserting_before(node):
+            attribute = graph.get_attr(node.target)
+        attribute.meta = dict(node.meta)
+        node.replace_all_uses_with(attribute)
+        graph.erase_node(node)
+    flat = [v for _, values in segment.numbers for v in values]
+    by_kind = {name: [v for v in flat if type(v) is kind] for name, kind in KINDS.items()}
+    for node in list(graph.nodes):
+        if node.target is number:
+            _, index, kind = node.args
+            value = by_kind[kind][index]
+            for user in list(node.users):
+                _replace_input(user, node, value)
+            graph.erase_node(node)
+    for node in list(graph.nodes):
+        if node.op == "placeholder" and node.target in ("floats", "ints", "draws") and not node.users:
+            graph.erase_node(node)
+    module = fx.GraphModule(owner, graph, name)
+    module.signature = signature  # type: ignore[assignment]
+    return module

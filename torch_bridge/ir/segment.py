@@ -1,0 +1,609 @@
+"""The list of recorded ops that waits to be compiled and run: nodes, the arrays they read, and the storages they write.
+
+A value is named by an integer: node outputs count up from 0, leaves (arrays that exist already) count down from -1. A node is the
+tuple `(entry, *input ids)`; an `Entry` is one aten call with everything but its tensors fixed, interned, so that two
+recordings of the same step are equal lists, whatever arrays they run on.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from itertools import repeat
+from operator import attrgetter, is_
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+
+from torch_bridge import source
+from torch_bridge.errors import DeadTensorError
+from torch_bridge.ir.layout import Layout, Step, contiguous_stride, layout, read_steps
+from torch_bridge.mesh import sharding
+
+aten = torch.ops.aten
+
+LOCK = threading.RLock()
+"""Held while an op is recorded and while a segment runs: any thread may use the device."""
+
+
+class Slot:
+    """In an entry's template: the place of its i-th tensor input."""
+
+    __slots__ = ("index",)
+
+    def __init__(self, index: int):
+        self.index = index
+
+
+class Lift:
+    """In an entry's template: the place of its i-th lifted number, and the Python type it had."""
+
+    __slots__ = ("index", "kind")
+
+    def __init__(self, index: int, kind: type):
+        self.index = index
+        self.kind = kind
+
+
+class Entry:
+    """One functional aten call up to its tensors and lifted numbers.
+
+    op, args, kwargs: the call, with `Slot`s and `Lift`s. outs: base layouts of its results (None: undefined).
+    paths: where each result sits in what the op returns (an empty path: it is all of it). axes: mesh axes along which a random op draws anew.
+    casts: for a result written into a tensor of another dtype, that dtype. rng: draws random numbers.
+    """
+
+    __slots__ = ("_varied", "args", "axes", "casts", "kwargs", "n_outs", "op", "outs", "paths", "rng")
+
+    def __init__(
+        self, op: torch._ops.OpOverload, args: Any, kwargs: Any, outs: tuple[Layout | None, ...], casts: Any = (), rng: bool = False
+    ):
+        self.op = op
+        self.args = args
+        self.kwargs = kwargs
+        self.outs = outs
+        self.n_outs = len(outs)
+        self.paths: tuple[tuple[int, ...], ...] = ((),)
+        self.casts = casts
+        self.rng = rng
+        self.axes: tuple[str, ...] = ()
+        self._varied: dict[tuple[str, ...], Entry] = {}
+
+    def varied(self, axes: tuple[str, ...]) -> Entry:
+        """The same random op with numbers that differ along mesh axes, even where its inputs agree."""
+        found = self._varied.get(axes)
+        if found is None:
+            found = self._varied[axes] = copy.copy(self)
+            found.axes = axes
+        return found
+
+    def __repr__(self) -> str:
+        return f"Entry({self.op}, outs={list(self.outs)})"
+
+
+class Facts:
+    """What few storages have. owner: (weak module, name) of the parameter it belongs to.
+
+    spec: how the blocks of the ranks lie in the global array; axes in it are expected to differ. start: how they lie if a step that creates the storage
+    full of one number gets it as an input (`hoist_constants`). links: storages that alias this one in a way that
+    layouts cannot say (`rank_ops`): each is called with (segment, storage) after a write and writes the other side. origin: which op made the value on the
+    host, and the line that called it. cpu: it stands for a tensor on the CPU (`cpu_draws`).
+    """
+
+    __slots__ = ("cpu", "keep", "links", "origin", "owner", "spec", "start")
+
+    def __init__(self) -> None:
+        self.owner: Any = None
+        self.spec: Any = None
+        self.start: Any = None
+        self.links: list[Any] = []
+        self.keep: Any = None
+        self.origin = ""
+        self.cpu = False
+
+
+class Storage:
+    """What several views share: the current value, either a JAX array or the id of a pending value.
+
+    layout: base layout, the shape in which the value is kept.
+    held: the value if it exists, a JAX array or a row of one (`stacked_arrays.Row`), else None.
+    array: the same as an array, a copy if it is a row.
+    segment, vid: where the value is a node output (vid >= 0) or has been adopted as a leaf (vid < 0).
+    views: ids of views read so far.
+
+    A storage with neither array nor segment is full of one number, `fill` (0 for `torch.empty`); `born_full` if it never held anything else.
+    `witness(storage, new)`, if there is one, is told of every new storage and of every one that is filled (`tape`).
+    """
+
+    __slots__ = ("__weakref__", "born_full", "facts", "fill", "held", "layout", "segment", "vid", "views")
+
+    witness: ClassVar[Callable[[Storage, bool], None] | None] = None
+
+    def __init__(self, layout: Layout, array: Any = None, fill: Any = 0):
+        self.layout = layout
+        self.held = array
+        self.fill = fill
+        self.born_full = array is None
+        self.segment: Any = None
+        self.vid = -1
+        self.views: dict[Layout, int] | None = None
+        self.facts: Facts | None = None
+        if Storage.witness is not None:
+            Storage.witness(self, True)
+
+    @property
+    def array(self) -> Any:
+        """The value as an array of its own, None if there is none."""
+        return sharding.alone(self.held)
+
+    @array.setter
+    def array(self, array: Any) -> None:
+        self.held = array
+
+    def describe(self, **facts: Any) -> None:
+        """Add to `facts`."""
+        if self.facts is None:
+            self.facts = Facts()
+        for name, value in facts.items():
+            setattr(self.facts, name, value)
+
+    @property
+    def spec(self) -> Any:
+        """`Facts.spec`, None without."""
+        return None if self.facts is None else self.facts.spec
+
+    def lie_as(self, other: Storage) -> None:
+        """Lie among the ranks as another storage does: this is a copy of it, or a conversion."""
+        if other.spec is not None:
+            self.describe(spec=other.spec)
+
+    @property
+    def pending(self) -> bool:
+        """True while the value waits in a segment."""
+        return self.segment is not None and self.vid >= 0
+
+    @property
+    def constant(self) -> bool:
+        """True while the storage is full of `fill` and nothing has been computed for it."""
+        return self.held is None and self.segment is None
+
+    def set_constant(self, fill: Any) -> None:
+        """Fill the whole storage with one number; nothing is recorded until it is read."""
+        if Storage.witness is not None:
+            Storage.witness(self, False)
+        self.born_full = self.born_full and self.constant
+        self.fill = fill
+        self.held = None
+        self.segment = None
+        self.views = None
+
+    def settle(self, array: Any) -> None:
+        """The pending value has been computed."""
+        self.held = array
+        self.segment = None
+        self.views = None
+
+
+_LAYOUT, _SEGMENT, _VID, _HELD, _FACTS = map(attrgetter, ("layout", "segment", "vid", "held", "facts"))
+
+
+class Fill(NamedTuple):
+    """Where a constant storage was first read: its node and value ids, the leaves adopted before, the number, and whether it was born constant."""
+
+    node: int
+    vid: int
+    storage: weakref.ref[Storage]
+    leaves_before: int
+    value: Any
+    born: bool
+
+
+class Segment:
+    """Recorded ops that have not run yet. All methods expect the caller to hold `LOCK`.
+
+    `predicted` is a trace seen before that the nodes so far agree with: as long as they do, nothing needs to be looked up. `by_start` finds one from the
+    first node. `watch(storage, view, id)`, if there is one, is told of every read, with view None of every write, and with storage None when Python asks for a
+    value. `recording` is what records it, if something does (`tape`). `holders` says from which storage a leaf was adopted; `kept` holds arrays that no
+    program may overwrite. For a failed run: `saved` gives the leaves that storages held before, `overwritten` the arrays that nothing read (None: they were
+    constant).
+    """
+
+    def __init__(self, capture: bool = False, by_start: dict[Any, Any] | None = None):
+        self.capture = capture
+        self.by_start = {} if by_start is None else by_start
+        self.failure: str | None = None
+        self.watch: Any = None
+        self.recording: Any = None
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget everything recorded, and let go of the arrays."""
+        self.nodes: list[tuple[Any, ...]] = []
+        self.numbers: list[tuple[int, tuple[Any, ...]]] = []
+        self.draws: list[tuple[int, int, int]] = []
+        self.sources: list[source.Source] = []
+        self.next_vid = 0
+        self.leaves: list[Any] = []
+        self.leaf_index: dict[int, int] = {}
+        self.holders: dict[int, weakref.ref[Storage]] = {}
+        self.kept: list[Any] = []
+        self.scalars: set[int] = set()
+        self.writers: list[weakref.ref[Storage]] = []
+        self.saved: list[tuple[weakref.ref[Storage], int]] = []
+        self.overwritten: list[tuple[weakref.ref[Storage], Any]] = []
+        self.fills: list[Fill] = []
+        self.predicted: Any = None
+
+    # -- values ---------------------------------------------------------------------------------
+
+    def emit(self, entry: Entry, ids: tuple[int, ...], numbers: tuple[Any, ...] = (), draw: Any = None) -> int:
+        """Append a node; returns the id of its first result. draw: (seed, offset[, mesh axes]) of a random op."""
+        if draw is not None and len(draw) == 3:
+            entry = entry.varied(draw[2])
+            draw = draw[:2]
+        node = (entry, *ids)
+        nodes = self.nodes
+        i = len(nodes)
+        predicted = self.predicted
+        if i == 0:
+            if predicted is None or predicted.nodes[0] != node:
+                predicted = self.predicted = self.by_start.get(node)
+        elif predicted is not None and (i >= len(predicted.nodes) or predicted.nodes[i] != node):
+            self.sources = list(predicted.sources[:i])
+            predicted = self.predicted = None
+        if predicted is None:
+            here = source.current(2)
+            source.note_forward(here)
+            del self.sources[i:]
+            self.sources.append(here)
+        else:
+            source.note_predicted(predicted.sources, i)
+        if numbers:
+            while self.numbers and self.numbers[-1][0] >= i:
+                self.numbers.pop()
+            self.numbers.append((i, numbers))
+        if draw is not None:
+            while self.draws and self.draws[-1][0] >= i:
+                self.draws.pop()
+            self.draws.append((i, *draw))
+        vid = self.next_vid
+        self.next_vid = vid + entry.n_outs
+        nodes.append(node)
+        return vid
+
+    def splice(
+        self,
+        nodes: list[tuple[Any, ...]],
+        values: int,
+        numbers: Iterable[tuple[int, tuple[Any, ...]]],
+        draws: Iterable[tuple[int, int, int]],
+        sources: Iterable[source.Source],
+    ) -> None:
+        """Append nodes as they are, with `values` results in all; numbers and draws name them from 0. Nobody may change the list of nodes later."""
+        i = len(self.nodes)
+        if nodes and i == 0 and (self.predicted is None or self.predicted.nodes[0] != nodes[0]):
+            self.predicted = self.by_start.get(nodes[0])
+        predicted = self.predicted
+        if predicted is not None and predicted.agreed.get(i) is not nodes:
+            if list(predicted.nodes[i : i + len(nodes)]) == nodes:
+                predicted.agreed[i] = nodes
+            else:
+                self.sources = list(predicted.sources[:i])
+                predicted = self.predicted = None
+        if predicted is None:
+            del self.sources[i:]
+            self.sources.extend(sources)
+        while self.numbers and self.numbers[-1][0] >= i:
+            self.numbers.pop()
+        self.numbers.extend((i + k, given) for k, given in numbers)
+        while self.draws and self.draws[-1][0] >= i:
+            self.draws.pop()
+        self.draws.extend((i + k, seed, offset) for k, seed, offset in draws)
+        self.nodes.extend(nodes)
+        self.next_vid += values
+
+    def asked(self) -> None:
+        """Python asks for a tensor's value."""
+        if self.watch is not None:
+            self.watch(None, None, 0)
+
+    def adopt(self, storage: Storage) -> int:
+        """The id of a storage's current value, making its array a leaf if it has one."""
+        array = storage.held
+        if array is None:
+            if storage.segment is not None:
+                raise DeadTensorError.of(storage.segment)
+            return self._adopt_constant(storage)
+        if sharding.active():
+            array = storage.held = sharding.adopt(array, storage.layout.size)
+            if not storage.layout.size:
+                self.scalars.add(id(array))
+        if self.capture:
+            array = storage.array
+        vid = self.leaf(array)
+        self.holders[vid] = weakref.ref(storage)
+        storage.views = None
+        storage.vid = vid
+        storage.segment = self
+        return vid
+
+    def _adopt_constant(self, storage: Storage) -> int:
+        fill = storage.fill
+        vid = self.fill(storage.layout, fill)
+        self.fills.append(Fill(len(self.nodes) - 1, vid, weakref.ref(storage), len(self.leaves), fill, storage.born_full))
+        self.overwritten.append((weakref.ref(storage), None))
+        self.write(storage, vid)
+        return vid
+
+    def fill(self, of: Layout, value: Any) -> int:
+        """The id of a new value that is one number throughout."""
+        if type(value) in (int, float) and repr(value) not in ("0", "1", "0.0", "1.0"):
+            return self.emit(full_entry(of.size, of.dtype, type(value)), (), (value,))
+        return self.emit(constant_entry(of.size, value, of.dtype), ())
+
+    def leaf(self, array: Any) -> int:
+        """The id of an existing array."""
+        vid = self.leaf_index.get(id(array))
+        if vid is None:
+            self.leaves.append(array)
+            vid = self.leaf_index[id(array)] = -len(self.leaves)
+        return vid
+
+    def read(self, storage: Storage, view: Layout) -> int:
+        """The id of a view of a storage."""
+        vid = storage.vid if storage.segment is self else self.adopt(storage)
+        if self.watch is not None:
+            self.watch(storage, storage.layout, vid)
+        if view is storage.layout:
+            return vid
+        views = storage.views
+        if views is None:
+            views = storage.views = {}
+        found = views.get(view)
+        if found is None:
+            for entry in read_entries(storage.layout, view):
+                vid = self.emit(entry, (vid,))
+            found = views[view] = vid
+        elif self.watch is not None:
+            self.watch(storage, view, found)
+        return found
+
+    def read_all(self, storages: Sequence[Storage], views: Sequence[Layout]) -> list[int]:
+        """`read` for each: an optimizer has hundreds, and mostly all of a list are arrays that this step meets for the first time, or none is."""
+        whole = self.watch is None and not self.capture and all(map(is_, views, map(_LAYOUT, storages)))
+        if whole and all(map(is_, map(_SEGMENT, storages), repeat(self))):
+            return list(map(_VID, storages))
+        arrays = list(map(_HELD, storages))
+        if not whole or any(map(is_, arrays, repeat(None))) or not all(map(is_, map(_SEGMENT, storages), repeat(None))):
+            return [self.read(storage, view) for storage, view in zip(storages, views, strict=True)]
+        if sharding.active():
+            for k, (storage, view) in enumerate(zip(storages, views, strict=True)):
+                arrays[k] = storage.held = sharding.adopt(arrays[k], view.size)
+        start = -len(self.leaves) - 1
+        new = dict(zip(map(id, arrays), range(start, start - len(arrays), -1), strict=True))
+        if len(new) != len(arrays) or not self.leaf_index.keys().isdisjoint(new):
+            return [self.read(storage, view) for storage, view in zip(storages, views, strict=True)]
+        if sharding.active():
+            self.scalars.update(id(array) for array, view in zip(arrays, views, strict=True) if not view.size)
+        vids = list(new.values())
+        self.leaves += arrays
+        self.leaf_index.update(new)
+        self.holders.update(zip(vids, map(weakref.ref, storages), strict=True))
+        for storage, vid in zip(storages, vids, strict=True):
+            storage.views = None
+            storage.vid = vid
+            storage.segment = self
+        return vids
+
+    def write_all(self, storages: Sequence[Storage], views: Sequence[Layout], vid: int) -> None:
+        """`write_view` for each, with values from `vid` on."""
+        adopted = (
+            self.watch is None
+            and not self.capture
+            and all(map(is_, views, map(_LAYOUT, storages)))
+            and all(map(is_, map(_SEGMENT, storages), repeat(self)))
+            and all(map(is_, map(_FACTS, storages), repeat(None)))
+            and all(map(self.leaf_index.__contains__, map(id, map(_HELD, storages))))
+        )
+        if not adopted or max(map(_VID, storages), default=0) >= 0:
+            for at, (storage, view) in enumerate(zip(storages, views, strict=True), vid):
+                self.write_view(storage, view, at)
+            return
+        refs = list(map(weakref.ref, storages))
+        self.writers += refs
+        self.saved += zip(refs, map(_VID, storages), strict=True)
+        for at, storage in enumerate(storages, vid):
+            storage.views = None
+            storage.vid = at
+            storage.held = None
+
+    def write(self, storage: Storage, vid: int) -> None:
+        """Make a value the storage's whole new content."""
+        if self.watch is not None:
+            self.watch(storage, None, vid)
+        if storage.segment is not self or storage.vid < 0:
+            self.writers.append(weakref.ref(storage))
+            if storage.held is not None:
+                leaf = self.leaf_index.get(id(storage.held))
+                if leaf is not None:
+                    self.saved.append((weakref.ref(storage), leaf))
+                else:
+                    self.overwritten.append((weakref.ref(storage), storage.held))
+        storage.views = None
+        storage.vid = vid
+        storage.segment = self
+        storage.held = None if vid >= 0 or self.capture else sharding.alone(self.leaves[-vid - 1])
+
+    def write_view(self, storage: Storage, view: Layout, vid: int) -> None:
+        """Write a value through a view."""
+        if view is storage.layout:
+            self.write(storage, vid)
+            if storage.facts is not None:
+                self.follow(storage)
+            return
+        if not view.numel:
+            return
+        chain = write_entries(storage.layout, view)
+        befores: list[int] = []
+        if chain.scatters:
+            befores = [self.read(storage, storage.layout)]
+            for entry in chain.reads:
+                befores.append(self.emit(entry, (befores[-1],)))
+        for entry, before in chain.writes:
+            vid = self.emit(entry, (vid,) if before is None else (befores[before], vid))
+        self.write(storage, vid)
+        if storage.facts is not None:
+            self.follow(storage)
+
+    def follow(self, storage: Storage, written: Any = None) -> None:
+        """After a write: what aliases the storage beyond layouts is written too. `written`: the link that the write came through."""
+        assert storage.facts is not None
+        for link in list(storage.facts.links):
+            if link is not written:
+                link.follow(self, storage)
+
+    def results(self) -> dict[int, list[Storage]]:
+        """Live storages by the pending id they wait for."""
+        live: dict[int, list[Storage]] = {}
+        for ref in self.writers:
+            storage = ref()
+            if storage is not None and storage.segment is self and storage.vid >= 0:
+                holders = live.setdefault(storage.vid, [])
+                if storage not in holders:
+                    holders.append(storage)
+        return live
+
+
+# -- entries for views, made once per pair of layouts ---------------------------------------------
+
+
+class WriteChain:
+    """Entries that write through a view: `reads` gives the intermediate values, `writes` pairs an entry with the one it scatters into."""
+
+    __slots__ = ("reads", "scatters", "writes")
+
+    def __init__(self, reads: list[Entry], writes: list[tuple[Entry, int | None]]):
+        self.scatters = any(into is not None for _, into in writes)
+        self.reads = reads if self.scatters else []
+        self.writes = writes
+
+
+_STEP_ENTRIES: dict[tuple[Any, ...], Entry] = {}
+_READS: dict[tuple[Layout, Layout], tuple[Entry, ...]] = {}
+_WRITES: dict[tuple[Layout, Layout], WriteChain] = {}
+_SCATTERS = {
+    aten.slice.Tensor: aten.slice_scatter.default,
+    aten.select.int: aten.select_scatter.default,
+    aten.as_strided.default: aten.as_strided_scatter.default,
+}
+
+
+def step_entry(op: torch._ops.OpOverload, inputs: tuple[Layout, ...], args: tuple[Any, ...], **kwargs: Any) -> Entry:
+    """The entry for an op on tensors of these layouts and constant arguments after them."""
+    key = (op, inputs, args, *kwargs.items())
+    entry = _STEP_ENTRIES.get(key)
+    if entry is None:
+        metas = [torch.empty(i.size, dtype=i.dtype, device="meta") for i in inputs]
+        out = op(*metas, *args, **kwargs)
+        slots = tuple(Slot(i) for i in range(len(inputs)))
+        entry = Entry(op, (*slots, *args), kwargs, (layout(tuple(out.shape), None, 0, out.dtype),))
+        _STEP_ENTRIES[key] = entry
+    return entry
+
+
+def flat(of: Layout) -> Layout:
+    """The base layout of a value with this shape and dtype."""
+    return layout(of.size, None, 0, of.dtype)
+
+
+def full_entry(size: tuple[int, ...], dtype: torch.dtype, kind: type) -> Entry:
+    """`aten.full` with its number as an input of the program."""
+    key = (aten.full.default, size, dtype, kind)
+    entry = _STEP_ENTRIES.get(key)
+    if entry is None:
+        entry = Entry(aten.full.default, (size, Lift(0, kind)), {"dtype": dtype}, (layout(size, None, 0, dtype),))
+        _STEP_ENTRIES[key] = entry
+    return entry
+
+
+def constant_entry(size: tuple[int, ...], value: Any, dtype: torch.dtype) -> Entry:
+    """`aten.full` with its number as part of the program."""
+    key = (aten.full.default, size, dtype, repr(value))
+    entry = _STEP_ENTRIES.get(key)
+    if entry is None:
+        aten.full.default((1,), value, dtype=dtype)  # of one element: the shape is known
+        entry = Entry(aten.full.default, (size, value), {"dtype": dtype}, (layout(size, None, 0, dtype),))
+        _STEP_ENTRIES[key] = entry
+    return entry
+
+
+def read_entries(base: Layout, view: Layout) -> tuple[Entry, ...]:
+    """Entries that read `view` from a value in `base` layout."""
+    found = _READS.get((base, view))
+    if found is None:
+        entries = []
+        at = flat(base)
+        for op, args in read_steps(base, view):
+            entry = step_entry(op, (at,), args)
+            entries.append(entry)
+            assert entry.outs[0] is not None
+            at = entry.outs[0]
+        found = _READS[base, view] = tuple(entries)
+    return found
+
+
+def write_entries(base: Layout, view: Layout) -> WriteChain:
+    """Entries that write a value of `view` into a value in `base` layout, leaving the rest."""
+    found = _WRITES.get((base, view))
+    if found is None:
+        found = _WRITES[base, view] = _build_write(base, view)
+    return found
+
+
+def _build_write(base: Layout, view: Layout) -> WriteChain:
+    if any(s == 0 and n > 1 for n, s in zip(view.size, view.stride, strict=True)):
+        raise RuntimeError(
+            "unsupported operation: more than one element of the written-to tensor refers to a single memory location. "
+            f"The tensor of shape {list(view.size)} has strides {list(view.stride)}, as expand() makes them; clone() it before writing to it."
+        )
+    steps = read_steps(base, view)
+    reads = read_entries(base, view)
+    shapes = [flat(base), *(e.outs[0] for e in reads)]
+    writes: list[tuple[Entry, int | None]] = []
+    last_scatter = 0
+    for k in range(len(steps) - 1, -1, -1):
+        op, args = steps[k]
+        before, after = shapes[k], shapes[k + 1]
+        assert before is not None and after is not None
+        scatter = _SCATTERS.get(op)
+        if op is aten.select.int and before.size[args[0]] == 1:  # all there is: nothing of the old value stays
+            writes.append((step_entry(aten.reshape.default, (after,), (before.size,)), None))
+            continue
+        if scatter is not None:
+            writes.append((step_entry(scatter, (before, after), args), k))
+            last_scatter = max(last_scatter, k)
+            continue
+        inverse, inverse_args = _inverse(op, args, before, after)
+        writes.append((step_entry(inverse, (after,), inverse_args), None))
+    return WriteChain(list(reads[:last_scatter]), writes)
+
+
+def _inverse(op: torch._ops.OpOverload, args: tuple[Any, ...], before: Layout, after: Layout) -> Step:
+    if op is aten.reshape.default:
+        return aten.reshape.default, (before.size,)
+    if op is aten.permute.default:
+        return aten.permute.default, (tuple(args[0].index(d) for d in range(len(args[0]))),)
+    if op is aten.view.dtype:
+        return aten.view.dtype, (before.dtype,)
+    if op is aten.view_as_real.default:
+        return aten.view_as_complex.default, ()
+    if op is aten.view_as_complex.default:
+        return aten.view_as_real.default, ()
+    return op, ()  # conj and neg are their own inverses
+
+
+def contiguous(size: tuple[int, ...], dtype: torch.dtype) -> Layout:
+    """A contiguous base layout."""
+    return layout(size, contiguous_stride(size), 0, dtype)

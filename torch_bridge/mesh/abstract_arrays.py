@@ -1,0 +1,143 @@
+"""Abstract arrays: a shape, a dtype and a place on the mesh, and no values. They stand where JAX arrays would during an abstract run (`runtime.abstract`)."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from torch_bridge import source
+
+KEPT = 1 << 16
+"""Elements up to which what a script moves to xla keeps its values: a few token ids or a mask that Python looks at later."""
+
+VALUES = ("error", "zeros")
+
+RUN: Any = None
+"""The abstract run that is active (`runtime.abstract.Run`), or None."""
+
+
+class AbstractValueError(RuntimeError):
+    """A script asked for the value of a tensor in an abstract run."""
+
+    @classmethod
+    def here(cls, shape: Sequence[int], dtype: Any) -> AbstractValueError:
+        return cls(
+            f"the value of a tensor ({np.dtype(dtype).name}{list(shape)}) is asked for at {source.user_line(2)}, but in an abstract run tensors on xla have "
+            "shapes and no values. Leave out what reads values there (.item(), .cpu(), print, saving, a Python branch on a tensor), or choose "
+            "abstract_run(values='zeros'), which gives zeros."
+        )
+
+
+def active() -> bool:
+    """Whether tensors on xla are abstract now."""
+    return RUN is not None
+
+
+class AbstractArray:
+    """What a `jax.Array` is without its values: global `shape`, `dtype` (a numpy dtype) and `sharding`. `host`: the values, of a few small inputs.
+
+    Reading the values of any other raises `AbstractValueError`, or gives zeros if the run says so.
+    """
+
+    __slots__ = ("__weakref__", "dtype", "host", "shape", "sharding")
+
+    def __init__(self, shape: Sequence[int], dtype: Any, sharding: Any, host: np.ndarray | None = None):
+        self.shape = tuple(shape)
+        self.dtype = np.dtype(dtype)
+        self.sharding = sharding
+        self.host = host if host is not None and host.size <= KEPT else None
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        return int(np.prod(self.shape, dtype=np.int64))
+
+    @property
+    def core_bytes(self) -> int:
+        """Bytes that one device would hold."""
+        return int(np.prod(self.sharding.shard_shape(self.shape), dtype=np.int64)) * self.dtype.itemsize
+
+    def is_deleted(self) -> bool:
+        return False
+
+    def is_ready(self) -> bool:
+        return True
+
+    def block_until_ready(self) -> AbstractArray:
+        return self
+
+    @property
+    def addressable_shards(self) -> list[_Block]:
+        """What each device would hold."""
+        block = AbstractArray(self.sharding.shard_shape(self.shape), self.dtype, self.sharding, self.host)
+        return [_Block(device, block) for device in self.sharding.addressable_devices]
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
+        if self.host is not None:
+            return self.host.copy()
+        if RUN is None or RUN.values == "error":
+            raise AbstractValueError.here(self.shape, self.dtype)
+        return np.zeros(self.shape, self.dtype)
+
+    def __repr__(self) -> str:
+        return f"AbstractArray({self.dtype.name}{list(self.shape)}, {self.sharding})"
+
+
+@dataclass(frozen=True)
+class _Block:
+    """One of `addressable_shards`."""
+
+    device: Any
+    data: AbstractArray
+
+
+# -- what stands for arrays ------------------------------------------------------------------------
+
+
+def everywhere() -> Any:
+    """The sharding of a value that all ranks share."""
+    from torch_bridge.mesh import sharding
+
+    return sharding.sharding(sharding.REPLICATED) if sharding.active() else SingleDeviceSharding(jax.devices()[0])
+
+
+def blocks(size: Sequence[int], dtype: Any, spec: PartitionSpec) -> Any:
+    """For `sharding.from_blocks` and what leads to it: the array whose blocks have this local size, labelled `spec`."""
+    from torch_bridge.mesh import sharding
+
+    return AbstractArray(sharding.global_shape(size, spec), dtype, sharding.sharding(spec))
+
+
+def constant(size: Sequence[int], dtype: Any, spec: PartitionSpec | None) -> Any:
+    """For `hoist_constants`: state that starts full of one number, as an input of the step."""
+    return AbstractArray(size, dtype, everywhere()) if spec is None else blocks(size, dtype, spec)
+
+
+def adopted(array: AbstractArray, local: Sequence[int]) -> AbstractArray:
+    """For `sharding.adopt`: the array on the current mesh."""
+    from torch_bridge.mesh import sharding
+
+    now, old = sharding.mesh(), array.sharding
+    if isinstance(old, NamedSharding) and old.mesh == now:
+        return array
+    if isinstance(old, NamedSharding) and sharding.axes_of(old.spec):
+        return blocks(local, array.dtype, sharding.spec_for(sharding._axes_now(old)))
+    return AbstractArray(local, array.dtype, everywhere(), array.host)
+
+
+@functools.lru_cache(maxsize=2)
+def devices(count: int) -> tuple[Any, ...]:
+    """That many CPU devices to compile for, whatever JAX has started with: a client of their own, which never executes anything."""
+    from jaxlib import xla_client
+
+    client: Any = xla_client.make_cpu_client(asynchronous=True, num_devices=count)
+    return tuple(client.devices())

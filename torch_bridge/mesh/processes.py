@@ -1,0 +1,179 @@
+"""Several Python processes (torchrun): JAX's distributed runtime, and small exchanges between the processes through torch's store."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from torch_bridge import _compat
+from torch_bridge.mesh import termination, world
+
+_started = False
+_store: Any = None
+_counts: dict[str, int] = {}
+
+
+def store() -> Any:
+    """A key-value store that all processes see: torchrun's, under a prefix of our own."""
+    global _store
+    if _store is None:
+        missing = [name for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE") if not os.environ.get(name)]
+        if missing:
+            raise RuntimeError(f"several processes need {', '.join(missing)} in the environment; start them with torchrun")
+        found, _, _ = next(iter(dist.rendezvous("env://")))
+        _store = dist.PrefixStore("nxd_jax", found)
+    return _store
+
+
+def start(of: world.World) -> None:
+    """Join JAX's distributed runtime; each process brings one device for each rank that it hosts."""
+    global _started
+    if _started:
+        return
+    import jax
+
+    if _compat.jax_started():
+        raise RuntimeError(
+            "JAX started before the processes found each other: put the first tensor on xla after torch.distributed.init_process_group('xla')"
+        )
+    here = len(of.hosted)
+    index = world.process_index()
+    if index == 0:
+        store().set("jax_coordinator", f"{_own_address()}:{_free_port()}")
+    address = store().get("jax_coordinator").decode()
+    platforms = getattr(jax.config, "jax_platforms", None) or ""
+    if platforms in ("", "cpu"):
+        jax.config.update("jax_num_cpu_devices", here)
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    with _compat.without_preemption_service():
+        jax.distributed.initialize(address, num_processes=of.processes, process_id=index)
+    _started = True
+    termination.install(f"rank {of.hosted[0]} of {of.size}")
+    atexit.register(_leave)  # before JAX's, which was registered earlier
+    _end_at_once_after_errors()
+
+
+def _end_at_once_after_errors() -> None:
+    """Let a process that an exception ends leave without JAX's farewell, which waits minutes for the others, while they wait for this one in a collective."""
+    hook, failed = sys.excepthook, []
+
+    def note(*error: Any) -> None:
+        failed.append(error[0])
+        hook(*error)
+
+    def leave() -> None:
+        if failed:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)
+
+    sys.excepthook = note
+    atexit.register(leave)  # before `_leave`
+
+
+PATIENCE = 1.0, 2.0
+"""Seconds that a process which got SIGTERM, and ends by the script's own handler, waits for the others; and process 0, without which JAX aborts the others."""
+
+
+def _leave() -> None:
+    """JAX's farewell waits up to five minutes for the other processes. Who got SIGTERM does not have them."""
+    if termination.seen() and not _all_leave(PATIENCE[world.process_index() == 0]):
+        _compat.abandon_distributed()
+
+
+_ALONE = 1 << 32
+
+
+def _all_leave(seconds: float) -> bool:
+    """Whether all processes have got here within these seconds."""
+    until = time.monotonic() + seconds
+    try:
+        shared = store()
+        shared.add("leaving", 1)
+        while shared.add("leaving", 0) < world.process_count():
+            if time.monotonic() > until:
+                shared.add("leaving", _ALONE)
+                return False
+            time.sleep(0.05)
+        return bool(shared.add("leaving", 0) < _ALONE)  # nobody has gone without the others
+    except RuntimeError:  # the process that has the store is gone
+        return False
+
+
+def _own_address() -> str:
+    return os.environ.get("MASTER_ADDR") or "127.0.0.1"
+
+
+def _free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("", 0))
+        return int(s.getsockname()[1])
+
+
+def exchange(tag: str, payload: bytes) -> list[bytes]:
+    """Every process's payload, in process order. All processes call it with the same tag; it waits for all."""
+    count = world.process_count()
+    if count == 1:
+        return [payload]
+    number = _counts[tag] = _counts.get(tag, 0) + 1
+    key = f"{tag}/{number}"
+    shared = store()
+    shared.set(f"{key}/{world.process_index()}", payload)
+    found = [shared.get(f"{key}/{k}") for k in range(count)]
+    if shared.add(f"{key}/read", 1) == count:
+        for k in range(count):
+            shared.delete_key(f"{key}/{k}")
+    return found
+
+
+class ProgramsDiffer(RuntimeError):
+    """Processes are about to run programs whose collectives do not fit together."""
+
+
+def agree(collectives: Sequence[tuple[str, str]]) -> None:
+    """Called before a program with collectives runs for the first time: (what it does, where) for each of them, in order.
+
+    Says nothing where the other processes' programs do the same. It waits for nobody: whoever comes last sees what is wrong, raises ProgramsDiffer and ends
+    the job, in which the others wait. Later runs of known programs are not compared.
+    """
+    count = world.process_count()
+    if count == 1 or not collectives:
+        return
+    number = _counts["programs"] = _counts.get("programs", 0) + 1
+    shared, own = store(), world.process_index()
+    shared.set(f"programs/{number}/{own}", json.dumps(collectives))
+    for other in range(count):
+        key = f"programs/{number}/{other}"
+        if other == own or not shared.check([key]):
+            continue
+        found = [tuple(c) for c in json.loads(shared.get(key))]
+        if [what for what, _ in found] != [what for what, _ in collectives]:
+            raise ProgramsDiffer(_difference(number, {own: list(collectives), other: found}))
+
+
+def _difference(number: int, programs: dict[int, list[tuple[str, str]]]) -> str:
+    longest = max(map(len, programs.values()))
+    at = next(k for k in range(longest) if len({p[k][0] if k < len(p) else None for p in programs.values()}) > 1)
+    shown = ", ".join(
+        f"rank {world.current().hosted[0] if process == world.process_index() else process * len(world.current().hosted)} "
+        + (f"{p[at][0]}{f' ({p[at][1]})' if p[at][1] else ''}" if at < len(p) else "nothing")
+        for process, p in programs.items()
+    )
+    return (
+        f"the collectives of program {number} differ among processes, which would wait for each other for ever or mix up their values. Number {at + 1} "
+        f"is: {shown}. All ranks must run the same collectives in the same order, on the same shapes: look for a branch, a loop or a shape that depends on "
+        "int(rank), on a value of this rank's own data, or on a file that not all ranks have."
+    )
+
+
+def barrier(tag: str) -> None:
+    """Wait until every process is here."""
+    exchange(f"barrier {tag}", b"x")

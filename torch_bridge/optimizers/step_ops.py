@@ -1,0 +1,122 @@
+"""A known optimizer's step as one op of the graph: `torch_bridge::optimizer_step` updates a list of parameters and their state.
+
+What it does to each is in `update_rules.py`, and in `adafactor.py` where tensors that several ranks share out are looked at as wholes. Import this
+after `session.ensure()` (which brings JAX up).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+from operator import attrgetter
+from typing import Any
+
+import torch
+
+from torch_bridge.ir.layout import Layout
+from torch_bridge.ir.segment import Entry, Lift, Slot, flat
+from torch_bridge.lowerings import lowering, update_rules
+from torch_bridge.optimizers import adafactor
+from torch_bridge.recorder import tensor
+from torch_bridge.recorder.dispatch import STATE, special
+
+_STEP = "(str rule, {}, Tensor[] grads, {}, {}, {}, float[] numbers, str options) -> {}"
+_library = torch.library.Library("torch_bridge", "FRAGMENT")
+_library.define(
+    f"optimizer_step{_STEP}".format(
+        "Tensor[] params", "Tensor[] first", "Tensor[] second", "Tensor[] third", "(Tensor[], Tensor[], Tensor[], Tensor[])"
+    )
+)
+_library.define(
+    f"optimizer_step_{_STEP}".format("Tensor(a!)[] params", "Tensor(b!)[] first", "Tensor(c!)[] second", "Tensor(d!)[] third", "()")
+)
+ops = torch.ops.torch_bridge
+
+Tensors = Sequence[torch.Tensor]
+
+
+def _meta(rule: str, params: Tensors, grads: Tensors, first: Tensors, second: Tensors, third: Tensors, *_: Any) -> Any:
+    return tuple([t.new_empty(t.shape) for t in given] for given in (params, first, second, third))
+
+
+def _on_cpu(*_: Any) -> Any:
+    raise RuntimeError(
+        "a graph with a fused optimizer step runs on xla only: give the optimizer foreach=False to record torch's own operations"
+    )
+
+
+_library.impl("optimizer_step", _meta, "Meta")
+_library.impl("optimizer_step", _on_cpu, "CPU")
+_library.impl("optimizer_step_", _on_cpu, "CPU")
+
+
+@lowering(ops.optimizer_step.default, entrywise=True, floats=("numbers",))
+def _optimizer_step(rule: str, params: Any, grads: Any, first: Any, second: Any, third: Any, numbers: Any, options: str) -> Any:
+    states = _columns((first, second, third), len(params))
+    if rule == "adafactor":
+        new = adafactor.adafactor(params, grads, states, numbers, options)
+    else:
+        flags = frozenset(options.split(","))
+        new = [update_rules.RULES[rule](p, g, s, numbers, flags) for p, g, s in zip(params, grads, states, strict=True)]
+    given = [x for x in (params, first, second, third) if x]
+    lists = [[x[k].astype(old.dtype) for x, old in zip(new, before, strict=True)] for k, before in enumerate(given)]
+    return (*lists, *[[] for _ in range(4 - len(lists))])
+
+
+def _columns(lists: Sequence[Sequence[Any]], count: int) -> list[list[Any]]:
+    """For each parameter its state, from the lists that are not empty."""
+    return [[x[k] for x in lists if x] for k in range(count)]
+
+
+# -- recording ----------------------------------------------------------------------------------------
+
+_ENTRIES: dict[tuple[Any, ...], Entry] = {}
+_STORAGE, _LAYOUT = attrgetter("_storage"), attrgetter("_layout")
+
+
+@special(ops.optimizer_step_.default)
+def _record(func: Any, args: Any, kwargs: Any) -> None:
+    """One node, however many tensors: what `dispatch.record` does for any op, without describing each argument."""
+    rule, params, grads, first, second, third, numbers, options = args
+    lists = (params, grads, first, second, third)
+    storages = [list(map(_STORAGE, given)) for given in lists]
+    views = [list(map(_LAYOUT, given)) for given in lists]
+    layouts = tuple(chain.from_iterable(views))
+    key = (rule, options, len(params), len(first), len(second), len(third), len(numbers), layouts)
+    entry = _ENTRIES.get(key)
+    if entry is None:
+        entry = _ENTRIES[key] = _entry(rule, list(map(len, lists)), _written(views), layouts, len(numbers), options)
+    segment = STATE.current
+    ids: list[int] = []
+    for given in zip(storages, views, strict=True):
+        ids += segment.read_all(*given)
+    vid = segment.emit(entry, tuple(ids), tuple(numbers))
+    segment.write_all(_written(storages), _written(views), vid)
+
+
+def _written(lists: Sequence[list[Any]]) -> list[Any]:
+    """Of what belongs to parameters, gradients and states: all but the gradients'."""
+    params, _, *states = lists
+    return [*params, *chain.from_iterable(states)]
+
+
+def _entry(rule: str, counts: Sequence[int], written: Sequence[Layout], read: Sequence[Layout], numbers: int, options: str) -> Entry:
+    """counts: tensors in each of the five lists. read, written: layouts of the op's inputs and of what its results go to."""
+    slots = iter([Slot(k) for k in range(len(read))])
+    lists = [[next(slots) for _ in range(n)] for n in counts]
+    lifts = [Lift(k, float) for k in range(numbers)]
+    found = Entry(ops.optimizer_step.default, (rule, *lists, lifts, options), {}, tuple(map(flat, written)))
+    found.paths = tuple((k, j) for k, n in enumerate([counts[0], *counts[2:]]) for j in range(n))
+    return found
+
+
+def update(rule: str, params: Tensors, grads: Tensors, states: Sequence[Tensors], numbers: Sequence[float], options: str = "") -> None:
+    """Record one op that updates xla parameters, and their state (up to three lists of tensors), in place. numbers may change without a new program."""
+    lists = [*states, *[[] for _ in range(3 - len(states))]]
+    args = (rule, params, grads, *lists, [float(x) for x in numbers], options)
+    if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
+        with torch.no_grad():
+            ops.optimizer_step_(*args)
+    else:  # torch's dispatcher would take hundreds of tensors apart and put them together again
+        tensor._dispatch(ops.optimizer_step_.default, args, {})
+    torch.autograd.graph.increment_version([t for given in (params, *states) for t in given])

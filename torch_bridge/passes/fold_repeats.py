@@ -1,0 +1,501 @@
+"""How a graph with repeated layers is computed: each run of layers as one loop, its weights and what it keeps for later stacked along a new first dim.
+
+A `Series` is a value for each iteration of a run. `Plan` finds, for every value that crosses from one part of a graph to another, in which series it is
+and at which place: weights come in stacked (`Given`), a loop gives what later nodes need of its iterations (`Made`), ops on lists, such as an optimizer's
+step, treat whole stacks as entries (`Updated`), and a cast of weights is made anew where it is needed (`Derived`). What fits nowhere is put together on
+the way (`Built`). The backward loop runs through the layers from the last to the first and stores in the order of the layers, so that its gradients lie
+as the weights do.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+from torch_bridge.config.variables import VARIABLES
+from torch_bridge.lowerings import update_rules
+from torch_bridge.mesh import abstract_arrays
+from torch_bridge.passes import find_repeats
+from torch_bridge.passes.find_repeats import Carried, Each, Run, Same, aval, edge
+
+aten = torch.ops.aten
+CASTS = (aten._to_copy.default,)
+"""Ops on weights that are done again rather than kept."""
+COLLECTIVES = ("torch_bridge.all_reduce.default", "torch_bridge.all_gather.default", "torch_bridge.reduce_scatter.default")
+REDUCTIONS = (
+    aten.sum.dim_IntList,
+    aten.sum.default,
+    aten.linalg_vector_norm.default,
+    aten.isfinite.default,
+    aten.any.default,
+    aten.all.default,
+)
+"""Ops that may be done for all iterations side by side, besides those that work element by element."""
+
+
+@dataclass(eq=False)
+class Series:
+    """A value for each of `count` places."""
+
+    count: int
+
+
+@dataclass(eq=False)
+class Given(Series):
+    """Placeholders of the graph, which come in as one stacked input."""
+
+    nodes: tuple[fx.Node, ...]
+
+
+@dataclass(eq=False)
+class Made(Series):
+    """What a run's `offset`-th nodes give, or what its iterations find carried; through views, if it is only ever read through them."""
+
+    run: Run
+    offset: int | Carried
+    views: tuple[fx.Node, ...] = ()
+
+
+@dataclass(eq=False)
+class Built(Series):
+    """Values that are stacked where they are first needed."""
+
+    nodes: tuple[fx.Node, ...]
+
+
+@dataclass(eq=False)
+class Derived(Series):
+    """An op with one input, done anew at each place. node: how it is called, its input replaced by an element of `source` read through `views`."""
+
+    node: fx.Node
+    source: Ref
+    views: tuple[fx.Node, ...]
+
+    def under(self, ref: Ref) -> Ref:
+        """Where the source of what `ref` finds in this series is found."""
+        series, first, step = self.source
+        return Ref(series, first + step * ref.first, step * ref.step)
+
+
+@dataclass(eq=False)
+class Updated(Series):
+    """The `result`-th list that an op on lists gives, for one of its groups."""
+
+    group: Group
+    result: int
+
+
+class Ref(NamedTuple):
+    """Where a run finds its t-th value: at place `first + step * t`."""
+
+    series: Series
+    first: int
+    step: int
+
+
+@dataclass(eq=False)
+class Group:
+    """Entries of an op on lists (an optimizer's parameters) that are treated as one: their places in its lists, in the order of their series, and the stacks of
+    each list with the views through which they are read."""
+
+    node: fx.Node
+    members: list[int]
+    lists: list[tuple[Ref, tuple[fx.Node, ...]]]
+
+
+@dataclass(eq=False)
+class Loop:
+    """How a run is computed. refs: where its `Each` inputs are; made: the series it gives, by offset, of what it carries, and of what is read through
+    views; last: offsets whose last value is needed; reverse: it stores its t-th results at place `count - 1 - t`; aside: iterations do not depend on each
+    other and are done side by side.
+    """
+
+    run: Run
+    refs: dict[Each, Ref] = field(default_factory=dict)
+    made: dict[Any, Series] = field(default_factory=dict)
+    last: dict[int, None] = field(default_factory=dict)
+    reverse: bool = False
+    aside: bool = False
+
+    def place(self, t: int) -> int:
+        """Where the results of iteration t are stored."""
+        return self.run.count - 1 - t if self.reverse else t
+
+    def stored(self) -> list[Made]:
+        """What is stored for every iteration."""
+        return [series for series in self.made.values() if isinstance(series, Made)]
+
+
+LEAST = 12
+"""Layers from which on they are folded."""
+
+
+def least() -> int:
+    """From how many repetitions on layers are folded (`NXD_JAX_FOLD`); 0: not at all.
+
+    An abstract run folds only if it is told to: in a loop XLA for CPUs keeps weights of half precision in float32, which no accelerator does.
+    """
+    found = VARIABLES["NXD_JAX_FOLD"].now()
+    if found is None:
+        return 0 if abstract_arrays.active() else LEAST
+    return found
+
+
+def runs(graph: fx.Graph, layers: int) -> list[Run]:
+    """What is folded of a graph: if something repeats often enough, all that repeats half as often (the first and last layers' ops often differ a little)."""
+    found = find_repeats.find(graph, max(layers, find_repeats.MIN_COUNT))
+    return find_repeats.find(graph, max(layers // 2, find_repeats.MIN_COUNT)) if found and layers >= 2 * find_repeats.MIN_COUNT else found
+
+
+Alike = Callable[[Sequence[int]], bool]
+"""Whether the inputs (or results) at these places may enter (or leave) a program as one stacked array."""
+
+
+def _always(places: Sequence[int]) -> bool:
+    return True
+
+
+class Plan:
+    """A graph's parts in order: nodes, loops, and ops on lists with groups.
+
+    updates: for inputs (by place) that the graph has a new value for, which result that is. inputs_alike, results_alike: which may be stacked.
+    """
+
+    def __init__(
+        self,
+        graph: fx.Graph,
+        runs: Sequence[Run],
+        updates: dict[int, int] | None = None,
+        inputs_alike: Alike = _always,
+        results_alike: Alike = _always,
+    ):
+        self._updates = updates or {}
+        self._inputs_alike, self._results_alike = inputs_alike, results_alike
+        self.place_of_input = {n: i for i, n in enumerate(n for n in graph.nodes if n.op == "placeholder")}
+        self.loops = {run: Loop(run) for run in runs}
+        self._loop_of = {n: loop for run, loop in self.loops.items() for n in run.place}
+        self._places: dict[fx.Node, tuple[Series, int]] = {}
+        self._known: dict[tuple[fx.Node, ...], Ref] = {}
+        self.groups: dict[fx.Node, list[Group]] = {}
+        self.skipped: set[fx.Node] = set()
+        self.items: list[fx.Node | Loop] = []
+        output = next(n for n in reversed(graph.nodes) if n.op == "output")
+        self.results: list[fx.Node] = list(output.args[0])
+        self._renewed = self._renewed_inputs()
+        self._give_weights()
+        for item in self._parts(graph):
+            self.items.append(item)
+            if isinstance(item, Loop):
+                self._enter(item)
+            elif str(item.target) in LISTS:
+                self._group(item)
+            else:
+                self._need(e.source for e in find_repeats.edges(item))
+        self.stacked = self._stacked_results()
+        inside = {k for _, members in self.stacked for k in members}
+        self._need(edge(n).source for k, n in enumerate(self.results) if k not in inside)
+
+    def _renewed_inputs(self) -> dict[fx.Node, fx.Node]:
+        """For results that are new values of inputs, which."""
+        inputs = list(self.place_of_input)
+        return {self.results[k]: inputs[i] for i, k in self._updates.items()}
+
+    def given(self) -> list[Given]:
+        """Stacked inputs."""
+        return list(dict.fromkeys(s for s, _ in self._places.values() if isinstance(s, Given)))
+
+    def stacked_inputs(self) -> list[tuple[int, ...]]:
+        """The places of the inputs in each of `given`."""
+        return [tuple(self.place_of_input[n] for n in series.nodes) for series in self.given()]
+
+    def where(self, node: fx.Node) -> tuple[Series, int] | None:
+        """The series that holds a node's value, and its place there."""
+        loop = self._loop_of.get(node)
+        if loop is None:
+            return self._places.get(node)
+        t, j = loop.run.place[node]
+        series = loop.made.get(j)
+        return None if series is None else (series, t if isinstance(series, Derived) else loop.place(t))
+
+    # -- in order -----------------------------------------------------------------------------------
+
+    def _parts(self, graph: fx.Graph) -> Iterable[fx.Node | Loop]:
+        for node in find_repeats.computing(graph):
+            loop = self._loop_of.get(node)
+            if loop is None:
+                yield node
+            elif loop.run.nodes[0][0] is node:
+                yield loop
+
+    def _give_weights(self) -> None:
+        """Inputs that runs take one by one come in stacked; the longest runs choose first."""
+        for loop in sorted(self.loops.values(), key=lambda x: (-x.run.count, x.run.start)):
+            for x in _each(loop.run):
+                self._give(x.nodes)
+
+    def _give(self, nodes: tuple[fx.Node, ...]) -> bool:
+        fits = all(n.op == "placeholder" and n not in self._places for n in nodes) and len(set(nodes)) == len(nodes)
+        if not fits or not aval(nodes[0])[0]:
+            return False
+        places = [self.place_of_input[n] for n in nodes]
+        new = {i in self._updates for i in places}  # with some new and some old values, it would have to be stacked again for each step
+        if len(new) > 1 or not self._inputs_alike(places):
+            return False
+        series = Given(len(nodes), nodes)
+        self._places.update((n, (series, k)) for k, n in enumerate(nodes))
+        return True
+
+    def _enter(self, loop: Loop) -> None:
+        loop.refs = {x: self._ref(x.nodes) for x in _each(loop.run)}
+        carried = loop.run.carried()
+        loop.aside = not carried and all(map(_by_itself, loop.run.nodes[0]))
+        steps = [ref.step for ref in loop.refs.values()]
+        loop.reverse = not loop.aside and steps.count(-1) > steps.count(1)
+        self._need(x.node for inputs in loop.run.inputs for x in inputs if isinstance(x, Same))
+        self._need(x.first for x in carried)
+
+    def _need(self, nodes: Iterable[fx.Node]) -> None:
+        """Values that are needed one at a time."""
+        for node in nodes:
+            loop = self._loop_of.get(node)
+            if loop is not None:
+                t, j = loop.run.place[node]
+                if t == loop.run.count - 1 and j not in loop.made:
+                    loop.last[j] = None
+                elif j not in loop.made:
+                    self._make(loop, j)
+
+    def _make(self, loop: Loop, j: int) -> Series:
+        """The series of what the run's j-th nodes give."""
+        found = loop.made.get(j)
+        if found is None:
+            given = loop.run.inputs[j]
+            count = loop.run.count
+            source = given[0] if given else None
+            weights = isinstance(source, Each) and all(n.op == "placeholder" for n in source.nodes)
+            if loop.run.nodes[0][j].target in CASTS and len(given) == 1 and weights:
+                assert isinstance(source, Each)
+                found = Derived(count, loop.run.nodes[0][j], loop.refs[source], loop.run.views[j][0])
+            else:
+                found = Made(count, loop.run, j)
+            loop.made[j] = found
+        return found
+
+    def _ref(self, nodes: tuple[fx.Node, ...]) -> Ref:
+        """Where one value for each iteration is found."""
+        ref = self._known.get(nodes)
+        if ref is None:
+            ref = self._known[nodes] = self._found(nodes) or self._stacked_input(nodes) or Ref(self._build(nodes), 0, 1)
+        return ref
+
+    def _found(self, nodes: tuple[fx.Node, ...]) -> Ref | None:
+        loop = self._loop_of.get(nodes[1])
+        if loop is not None:
+            offset = loop.run.place[nodes[1]][1]
+            inside = [n in loop.run.place and loop.run.place[n][1] == offset for n in nodes]
+            if not all(inside):
+                return self._carried(loop, offset, nodes) if inside.count(False) == 1 else None
+            self._make(loop, offset)
+        found = [place for n in nodes if (place := self.where(n)) is not None]
+        if len(found) < len(nodes) or any(series is not found[0][0] for series, _ in found):
+            return None
+        return _regular(found[0][0], [place for _, place in found])
+
+    def _carried(self, loop: Loop, offset: int, nodes: tuple[fx.Node, ...]) -> Ref | None:
+        """Where one value for each iteration is what another run's iterations found carried."""
+        made = loop.run.nodes
+        for x in loop.run.carried():
+            found = (x.first, *(made[t][x.offset] for t in range(loop.run.count - 1)))
+            if x.offset == offset and nodes in (found, found[::-1]):
+                series = loop.made.setdefault(x, Made(loop.run.count, loop.run, x))
+                return _regular(series, [loop.place(found.index(n)) for n in nodes])
+        return None
+
+    def _stacked_input(self, nodes: tuple[fx.Node, ...]) -> Ref | None:
+        return Ref(self._places[nodes[0]][0], 0, 1) if self._give(nodes) else None
+
+    def _build(self, nodes: tuple[fx.Node, ...]) -> Series:
+        self._need(nodes)
+        return Built(len(nodes), nodes)
+
+    # -- ops on lists ---------------------------------------------------------------------------------
+
+    def _group(self, node: fx.Node) -> None:
+        """Group the entries of an op on lists by the series that they are in."""
+        lists = columns(node)
+        picked = _picked(node, len(lists))
+        groups = self.groups[node] = []
+        for members in self._members(node, lists, picked[0]) if picked is not None else ():
+            given = [[edge(x[k]) for k in members] for x in lists]
+            if all(map(_read_alike, given)):
+                groups.append(Group(node, members, [self._read(column) for column in given]))
+        for group in groups:
+            assert picked is not None
+            for result, elements in enumerate(picked):
+                updated = Updated(len(group.members), group, result)
+                self._places.update((elements[k], (updated, at)) for at, k in enumerate(group.members) if k in elements)
+        grouped = {k for group in groups for k in group.members}
+        self._need(edge(x[k]).source for x in lists for k in range(len(x)) if k not in grouped)
+        self._need(edge(x).source for x in node.args if isinstance(x, fx.Node))
+        if groups:
+            self.skipped.update(node.users)
+            self.skipped.update(
+                element for user in node.users for element in user.users if element.target is operator.getitem and user in _lists_of(node)
+            )
+
+    def _read(self, column: Sequence[find_repeats.Edge]) -> tuple[Ref, tuple[fx.Node, ...]]:
+        """Where values are found, and the views through which they are still to be read: a loop stores what it gives as others read it."""
+        views, nodes = column[0].views, tuple(e.source for e in column)
+        loop = self._loop_of.get(nodes[0])
+        if not views or loop is None or loop.aside or any(n not in loop.run.place for n in nodes):
+            return self._ref(nodes), views
+        times, offsets = zip(*(loop.run.place[n] for n in nodes), strict=True)
+        offset, shape = offsets[0], aval(views[-1])
+        if offset in loop.made or set(offsets) != {offset} or math.prod(shape[0]) > math.prod(aval(nodes[0])[0]):
+            return self._ref(nodes), views
+        key = (offset, tuple((v.target, find_repeats.plain(v)) for v in views))
+        ref = _regular(loop.made.get(key) or Made(loop.run.count, loop.run, offset, views), [loop.place(t) for t in times])
+        if ref is None:
+            return self._ref(nodes), views
+        loop.made[key] = ref.series
+        return ref, ()
+
+    def _members(self, node: fx.Node, lists: Sequence[Sequence[fx.Node]], picked: dict[int, fx.Node]) -> list[list[int]]:
+        """Entries that make up a series: of the stacked inputs that the results replace, or what the first list holds, or else the second (gradients of
+        parameters that come one by one).
+
+        picked: the nodes of the first list of results. Where ZeRO-1 gathers weights, the last layers' gradients may be of another series than the first
+        one's; what comes in as one stack must leave as one, or it is stacked again for each step.
+        """
+        if str(node.target) == _STEP and node.args[0] not in update_rules.RULES:
+            return []
+        found: dict[Any, dict[int, int]] = defaultdict(dict)
+        for k in range(len(lists[0])):
+            renewed = self._renewed.get(picked[k]) if k in picked else None
+            sources = [edge(x[k]).source for x in lists[:2]]
+            for source in sources if renewed is None else [renewed, *sources]:
+                loop = self._loop_of.get(source)
+                if loop is not None:
+                    t, j = loop.run.place[source]
+                    found[loop, j, _constant_of(node, k)].setdefault(loop.place(t), k)
+                elif source in self._places:
+                    series, place = self._places[source]
+                    found[series, series.count, _constant_of(node, k)].setdefault(place, k)
+                else:
+                    continue
+                break
+        return [
+            [at[place] for place in sorted(at)]
+            for (of, *_), at in found.items()
+            if len(at) == (of.run.count if isinstance(of, Loop) else of.count)
+        ]
+
+    # -- results -----------------------------------------------------------------------------------------
+
+    def _stacked_results(self) -> list[tuple[Series, list[int]]]:
+        """Results that leave as one array: (series, which result each place is)."""
+        by_series: dict[Any, dict[int, int]] = defaultdict(dict)
+        for k, node in enumerate(self.results):
+            loop = self._loop_of.get(node)
+            if loop is not None:
+                t, j = loop.run.place[node]
+                by_series[loop, j].setdefault(loop.place(t), k)
+            elif isinstance(self._places.get(node, (None, 0))[0], Updated):
+                series, place = self._places[node]
+                by_series[series].setdefault(place, k)
+        found = []
+        for key, at in by_series.items():
+            members = [at[place] for place in sorted(at)]
+            count = key[0].run.count if isinstance(key, tuple) else key.count
+            if len(members) < count or not aval(self.results[members[0]])[0] or not self._results_alike(members):
+                continue
+            series = self._make(*key) if isinstance(key, tuple) else key
+            if isinstance(series, (Made, Updated)):
+                found.append((series, members))
+        return [*found, *self._stacked_again({k for _, members in found for k in members})]
+
+    def _stacked_again(self, gone: set[int]) -> list[tuple[Series, list[int]]]:
+        """New values of stacked inputs that come one by one, stacked for the next step. gone: results that leave in another stack."""
+        found: list[tuple[Series, list[int]]] = []
+        for series in self.given():
+            members = [self._updates.get(self.place_of_input[n], -1) for n in series.nodes]
+            if -1 in members or gone & set(members) or not self._results_alike(members):
+                continue
+            nodes = tuple(self.results[k] for k in members)
+            self._need(edge(n).source for n in nodes)
+            found.append((Built(len(nodes), nodes), members))
+        return found
+
+
+_STEP = "torch_bridge.optimizer_step.default"
+LISTS = (
+    _STEP,
+    "torch_bridge.scatter_rows.default",
+    "torch_bridge.gather_rows.default",
+    "torch_bridge.sum_powers.default",
+    "aten._foreach_mul.Tensor",
+)
+"""Ops that treat each entry of their lists by itself."""
+
+
+def columns(node: fx.Node) -> list[Any]:
+    """The lists of an op of `LISTS` whose entries belong together, those that are not empty."""
+    return [x for x in node.args[1:6] if x] if str(node.target) == _STEP else [node.args[0]]
+
+
+def _constant_of(node: fx.Node, k: int) -> Any:
+    """What else an op of `LISTS` takes for an entry."""
+    return node.args[1][k] if str(node.target) == "torch_bridge.gather_rows.default" else None  # type: ignore[index]
+
+
+def _lists_of(node: fx.Node) -> list[fx.Node]:
+    """The nodes that pick a list of results, of an op that gives several."""
+    return list(node.users) if str(node.target) == _STEP else []
+
+
+def _regular(series: Series, places: Sequence[int]) -> Ref | None:
+    """Where a run finds its values at these places of a series; None if they are not evenly spaced."""
+    step = places[1] - places[0]
+    return Ref(series, places[0], step) if all(p == places[0] + step * t for t, p in enumerate(places)) else None
+
+
+def _each(run: Run) -> list[Each]:
+    return list(dict.fromkeys(x for inputs in run.inputs for x in inputs if isinstance(x, Each)))
+
+
+def _by_itself(node: fx.Node) -> bool:
+    """Whether an op can be done for all iterations at once as it is done for one."""
+    tags = getattr(node.target, "tags", ())
+    if "draw" in node.meta:
+        return False
+    known = node.target in CASTS or node.target in REDUCTIONS or node.target is operator.getitem
+    return known or torch.Tag.pointwise in tags or str(node.target) in COLLECTIVES
+
+
+def _read_alike(column: Sequence[find_repeats.Edge]) -> bool:
+    """Whether values of one shape (no numbers) are read through the same views."""
+    ways = {(aval(e.source), tuple((v.target, find_repeats.plain(v)) for v in e.views)) for e in column}
+    shape = aval(column[0].source)
+    return len(ways) == 1 and shape is not None and bool(shape[0])
+
+
+def _picked(node: fx.Node, count: int) -> list[dict[int, fx.Node]] | None:
+    """The nodes that pick the results of an op of `LISTS`: by list (parameters, then state), and place in it. None if it is used in another way."""
+    if any(user.target is not operator.getitem for user in node.users):
+        return None
+    if str(node.target) != _STEP:
+        return [{user.args[1]: user for user in node.users}]  # type: ignore[misc]
+    found: list[dict[int, fx.Node]] = [{} for _ in range(count - 1)]
+    for user in node.users:
+        if user.args[1] >= count - 1 or any(element.target is not operator.getitem for element in user.users):  # type: ignore[operator]
+            return None
+        for element in user.users:
+            found[user.args[1]][element.args[1]] = element  # type: ignore[index]
+    return found

@@ -1,0 +1,88 @@
+"""Which mesh axes every value of a graph varies over: from its inputs, and what each op does to them.
+
+An op's result varies over all axes its inputs vary over; a fused optimizer step works on each parameter by itself. A reduction or a gather over whole
+axes removes those; a scatter, an exchange and each rank's own number add theirs. It errs on the side of varying.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch import fx
+
+from torch_bridge import lowerings
+from torch_bridge.mesh import random_state, world
+from torch_bridge.mesh.sharding import NONE, Axes
+
+_ENTRYWISE = ("aten._fused_adam", "aten._fused_sgd", "aten._fused_adagrad", "aten._foreach_")
+"""torch's ops that treat each entry of their lists by itself; ours say so where they are registered."""
+
+_UNKNOWN = lowerings.Lowering(None)  # type: ignore[arg-type]
+
+
+def spread(graph: fx.Graph, inputs: Sequence[Axes]) -> None:
+    """Set `meta["axes"]` on every node, given the axes of the first placeholders (the leaves); numbers and draws agree on all ranks.
+
+    A random op also gets `meta["key_axes"]`: the axes along which ranks draw different numbers.
+    """
+    every = frozenset(a for a, n in world.current().axes.items() if n > 1)
+    supply = iter(inputs)
+    independent = random_state.independent()
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            node.meta["axes"] = next(supply, NONE)
+            continue
+        axes: Axes = union(n.meta["axes"] for n in node.all_input_nodes)
+        op = lowerings.lookup(node.target) or _UNKNOWN
+        if op.entrywise or str(node.target).startswith(_ENTRYWISE):
+            found = _of_each(node)
+            node.meta["each"] = [_after(node, a, every) for a in found] if op.collective else found
+        elif node.target is operator.getitem and "each" in node.args[0].meta:
+            axes = _picked(node, axes)
+        if op.collective:
+            axes = _after(node, axes, every)
+        elif op.rank_table is not None:
+            axes |= frozenset(world.axes_of_table(node.args[op.rank_table]))
+        extra = node.meta.get("draw_axes") or ()
+        own = frozenset(extra) & every
+        node.meta["axes"] = axes | own
+        if "draw" in node.meta:
+            shared = axes if independent else NONE
+            node.meta["key_axes"] = shared if random_state.seed_differences(extra) else shared | own
+
+
+def _of_each(node: fx.Node) -> list[Axes]:
+    """For each entry of the lists that an op takes: the axes of that entry in all of them, and of whatever is no list."""
+    given = [*node.args, *node.kwargs.values()]
+    lists = [x for x in given if isinstance(x, (list, tuple))]
+    shared = union(x.meta["axes"] for x in given if isinstance(x, fx.Node))
+    count = len(lists[0])
+    return [shared.union(*(x[k].meta["axes"] for x in lists if len(x) == count and isinstance(x[k], fx.Node))) for k in range(count)]
+
+
+def _picked(node: fx.Node, axes: Axes) -> Axes:
+    """The axes of an entry of an op's lists of results; a list itself (the first of two steps) passes its entries' on."""
+    source: Any = node.args[0]
+    if source.target is not operator.getitem and len(source.target._schema.returns) > 1:
+        node.meta["each"] = source.meta["each"]
+        return axes
+    return source.meta["each"][node.args[1]]
+
+
+def union(of: Iterable[Axes]) -> Axes:
+    return NONE.union(*of)
+
+
+def _after(node: fx.Node, axes: Axes, every: Axes) -> Axes:
+    """The axes of a collective's result."""
+    name = node.target._opname if hasattr(node.target, "_opname") else str(node.target)
+    if name == "permute":
+        return every
+    text: Any = node.args[-1]
+    explicit = text.startswith("[")
+    over = every if explicit else frozenset(text.split(",")) & every
+    if name in ("all_reduce", "all_gather", "gather_rows", "broadcast"):
+        return every if explicit else axes - over
+    return axes | over

@@ -1,0 +1,49 @@
+"""What `rank_numbers` asks of the floors above it (`rank_numbers.Hooks`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch_bridge.recorder import rank_array, rank_random
+from torch_bridge.script import rank_branches, rank_file_names, rank_indexing
+
+apply_ufunc = rank_array.apply_ufunc
+text_asked = rank_file_names.note
+became_plain = rank_branches.note
+taken_as_index = rank_indexing.note
+seed, get_state, set_state = rank_random.seed, rank_random.get_state, rank_random.set_state
+
+
+def prepare() -> None:
+    """Put in place what loaders, libraries of the host and torch's functions do with such numbers."""
+    from torch_bridge.per_rank import rank_host_libraries, rank_loaders, rank_math, rank_tensor_pieces
+    from torch_bridge.recorder import rank_tensor
+
+    rank_loaders.install()
+    rank_math.install()
+    rank_tensor_pieces.install()
+    rank_tensor.install()
+    rank_random.install()
+    rank_host_libraries.install()
+
+
+def torch_function(func: Any, args: Any, kwargs: Any, original: Any = None) -> Any:
+    """A torch function of one."""
+    from torch_bridge.per_rank import rank_ops
+
+    return rank_ops.call(func, args, kwargs, original)
+
+
+def record(func: Any, args: Any, kwargs: Any) -> Any:
+    """An aten op on xla tensors with one among its arguments."""
+    from torch_bridge.per_rank import rank_ops
+
+    return rank_ops.record(func, args, kwargs)
+
+
+def filled_like(base: Any, size: Sequence[int], value: Any, dtype: Any) -> Any:
+    """A tensor on xla full of each rank's own number."""
+    from torch_bridge.per_rank import rank_ops
+
+    return rank_ops.filled_like(base, size, value, dtype)

@@ -1,0 +1,119 @@
+"""The host's random states while something runs once for each rank: every rank's run sees them as if it were alone.
+
+All runs begin in the same state, after a seed that differs by rank each in its own rank's (`rank_random`, `rank_draws`). Where ranks share a run, but not a
+state, the run draws for all of them (a tensor that differs by rank), and each rank's draws are picked out of what it gives.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from torch_bridge.per_rank import rank_draws
+from torch_bridge.recorder import rank_random
+
+
+class RandomStates:
+    """keys: for each hosted rank, what stands for its run. generators: torch's that the runs draw from, besides the default one.
+
+    Use: `begin()`, then `with of(key):` for each run, then `end()`; and again.
+    """
+
+    def __init__(self, keys: Sequence[Any], generators: Sequence[torch.Generator] = ()):
+        self._keys = list(keys)
+        self._sources = [_TORCH, *[(g.get_state, g.set_state) for g in generators]]
+        if threading.current_thread() is threading.main_thread():  # else another may be drawing
+            self._sources += _OTHERS
+        self._start: list[Any] = []
+        self._left: list[Any] | None = None
+        self._after: dict[Any, list[Any]] = {}
+        self._apart = False
+
+    def begin(self) -> None:
+        """Runs go on where they ended, unless somebody has drawn or seeded since."""
+        now = self._read()
+        if self._left is None or not _same(now, self._left):
+            self._start, self._after = now, {}
+            self._apart = self._is_apart()
+
+    @contextlib.contextmanager
+    def of(self, key: Any) -> Iterator[None]:
+        """Within, one of the runs."""
+        self._write(self._after[key] if key in self._after else self._first(key))
+        try:
+            yield
+        finally:
+            self._after[key] = self._read()
+
+    def end(self) -> None:
+        """The states are as after the first hosted rank's run; each rank's as after its own where they differ."""
+        if self._apart:
+            each = [self._after[key] for key in self._keys]
+            self._write([_join(states, like) for *states, like in zip(*each, self._start, strict=True)])
+        else:
+            self._write(self._after[self._keys[0]])
+        self._left = self._read()
+
+    def undo(self) -> None:
+        """The states are as before the runs."""
+        self._write(self._start)
+
+    def _first(self, key: Any) -> list[Any]:
+        return [_split(s, len(self._keys))[self._keys.index(key)] for s in self._start] if self._apart else self._start
+
+    def _is_apart(self) -> bool:
+        """Whether ranks have states of their own, and those that share a run share one."""
+        each = list(zip(*[_split(s, len(self._keys)) for s in self._start], strict=True))
+        return any(map(_differs, self._start)) and all(
+            _same(own, each[self._keys.index(key)]) for own, key in zip(each, self._keys, strict=True)
+        )
+
+    def _read(self) -> list[Any]:
+        return [read() for read, _ in self._sources]
+
+    def _write(self, states: Sequence[Any]) -> None:
+        for (_, write), state in zip(self._sources, states, strict=True):
+            write(state)
+
+
+_Source = tuple[Callable[[], Any], Callable[[Any], Any]]
+_TORCH: _Source = (lambda: torch.get_rng_state(), lambda state: torch.set_rng_state(state))
+_OTHERS: list[_Source] = [
+    (lambda: random.getstate(), lambda state: random.setstate(state)),
+    (lambda: np.random.get_state(), lambda state: np.random.set_state(state)),
+]
+
+
+def _differs(state: Any) -> bool:
+    """Whether it holds a state for each hosted rank."""
+    return rank_random.is_joined(state) if isinstance(state, torch.Tensor) else rank_draws.is_joined(state)
+
+
+def _split(state: Any, count: int) -> list[Any]:
+    if not _differs(state):
+        return [state] * count
+    return rank_random.split(state) if isinstance(state, torch.Tensor) else rank_draws.split(state)
+
+
+def _join(states: Sequence[Any], like: Any) -> Any:
+    if not _differs(like):
+        return states[0]
+    return torch.cat(list(states)) if isinstance(like, torch.Tensor) else rank_draws.join(states)
+
+
+def _same(a: Sequence[Any], b: Sequence[Any]) -> bool:
+    return [_comparable(x) for x in a] == [_comparable(x) for x in b]
+
+
+def _comparable(state: Any) -> Any:
+    if isinstance(state, torch.Tensor):
+        return state.numpy().tobytes()
+    if _differs(state):
+        return [_comparable(x) for x in rank_draws.split(state)]
+    return [x.tobytes() if isinstance(x, np.ndarray) else x for x in state] if isinstance(state, tuple) else repr(state)

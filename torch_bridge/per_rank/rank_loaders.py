@@ -1,0 +1,199 @@
+"""Data loaders in a process that hosts several ranks: every rank gets the samples it would get alone.
+
+A sampler, batch sampler, dataset or loader that was told its rank (`DistributedSampler(rank=xm.get_ordinal())`, or any object that keeps a rank in an
+attribute) is copied for each distinct rank; the copies are read side by side, and a batch arrives as xla tensors with each rank's own values.
+A loader that knows no rank gives every rank the same batch, as it would in separate processes. Each copy sees the random states of torch, Python and NumPy as
+if it were alone (in the main thread; torch's in any). So are datasets and loaders that were made for each rank (`each_rank_factories`). Limits: a rank that was
+turned into a plain number before (`int(rank)`, `indices[rank::n]` while building the dataset) cannot be told apart.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler
+
+from torch_bridge import nested
+from torch_bridge.mesh import rank_numbers, world
+from torch_bridge.per_rank import each_rank_factories
+from torch_bridge.per_rank.each_rank_factories import each_of, vars_of
+from torch_bridge.per_rank.host_random_states import RandomStates
+from torch_bridge.recorder import rank_tensor
+from torch_bridge.runtime import session
+
+_DEPTH = 5
+_PLAIN = (str, bytes, int, float, bool, type(None), torch.Tensor, torch.nn.Module, torch.Generator, type)
+
+
+def rank_table(obj: Any) -> tuple[Any, ...] | None:
+    """Each rank's key of what it would read: equal keys mean the same samples. None if the loader knows no rank."""
+    found: list[tuple[Any, ...]] = []
+    _collect(obj, found, set(), 0)
+    return None if not found else tuple(tuple(values[r] for values in found) for r in range(world.size()))
+
+
+def _collect(obj: Any, found: list[tuple[Any, ...]], seen: set[int], depth: int) -> None:
+    values = rank_numbers.values_of(obj)
+    each = each_of(obj)
+    if each is not None and id(obj) not in seen:
+        found.append(each.keys)
+    if values is not None:
+        found.append(values)
+    elif depth < _DEPTH and not isinstance(obj, _PLAIN) and id(obj) not in seen:
+        seen.add(id(obj))
+        for part in _parts(obj).values():
+            _collect(part, found, seen, depth + 1)
+
+
+def _generators(obj: Any, seen: set[int], depth: int = 0) -> list[torch.Generator]:
+    """The random generators that a loader and what it holds draw from, torch's default one not among them."""
+    if id(obj) in seen:
+        return []
+    if isinstance(obj, torch.Generator):
+        seen.add(id(obj))
+        return [obj]
+    if depth >= _DEPTH or isinstance(obj, _PLAIN):
+        return []
+    seen.add(id(obj))
+    return [g for part in _parts(obj).values() for g in _generators(part, seen, depth + 1)]
+
+
+class TorchStates:
+    """Torch's random state, and that of generators that a loader was given."""
+
+    def __init__(self, loader: Any):
+        self._generators = _generators(loader, {id(torch.default_generator)})
+
+    def get(self) -> list[torch.Tensor]:
+        return [torch.get_rng_state(), *(g.get_state() for g in self._generators)]
+
+    def set(self, states: list[torch.Tensor]) -> None:
+        torch.set_rng_state(states[0])
+        for generator, state in zip(self._generators, states[1:], strict=True):
+            generator.set_state(state)
+
+
+def _parts(obj: Any) -> dict[Any, Any]:
+    """What to look at inside an object: attributes of loaders, samplers, datasets and other plain objects; short lists and dicts."""
+    if isinstance(obj, (list, tuple)):
+        return dict(enumerate(obj)) if len(obj) <= 16 else {}
+    if isinstance(obj, dict):
+        return obj if len(obj) <= 64 else {}
+    if isinstance(obj, (DataLoader, Sampler, BatchSampler, Dataset)) or hasattr(obj, "__iter__") or hasattr(obj, "__getitem__"):
+        return vars_of(obj)
+    return {}
+
+
+def own(obj: Any, rank: int, memo: dict[int, Any] | None = None, depth: int = 0) -> Any:
+    """The object as this rank alone would have made it: every number for each rank replaced by its own. Parts without one are shared."""
+    memo = {} if memo is None else memo
+    values = rank_numbers.values_of(obj)
+    if values is not None:
+        return values[rank]
+    if depth >= _DEPTH or isinstance(obj, _PLAIN):
+        return obj
+    if id(obj) in memo:
+        return memo[id(obj)]
+    each = each_of(obj)
+    if each is not None:
+        each.follow(obj)
+        other = each.of(rank, obj)
+        if other is not obj:
+            memo[id(obj)] = own(other, rank, memo, depth)
+            return memo[id(obj)]
+    parts = _parts(obj)
+    memo[id(obj)] = obj
+    changed = {k: new for k, part in parts.items() if (new := own(part, rank, memo, depth + 1)) is not part}
+    if not changed:
+        return obj
+    if isinstance(obj, (list, tuple)):
+        made: Any = [changed.get(k, part) for k, part in parts.items()]
+        made = made if isinstance(obj, list) else tuple(made)
+    elif isinstance(obj, dict):
+        made = {**obj, **changed}
+    else:
+        made = copy.copy(obj)
+        made.__dict__.update(changed)
+    memo[id(obj)] = made
+    return made
+
+
+class RankBatches(Iterator[Any]):
+    """Iterates over one copy of a loader for each distinct rank, and puts their batches together as xla tensors."""
+
+    def __init__(self, loader: Any, table: tuple[Any, ...]):
+        self._table = table
+        self._random = RandomStates([table[rank] for rank in world.current().hosted], _generators(loader, {id(torch.default_generator)}))
+        self._iterators: dict[Any, Iterator[Any]] = {}
+        self._random.begin()
+        for rank in world.current().hosted:
+            if table[rank] not in self._iterators:
+                with self._random.of(table[rank]):
+                    self._iterators[table[rank]] = _original_iter(own(loader, rank))
+        self._random.end()
+
+    def __next__(self) -> Any:
+        batches: dict[Any, Any] = {}
+        ended = False
+        self._random.begin()
+        for key, iterator in self._iterators.items():
+            with self._random.of(key):
+                try:
+                    batches[key] = next(iterator)
+                except StopIteration:
+                    ended = True
+        self._random.end()
+        if ended:  # ranks with fewer batches end the epoch for all: collectives need everyone
+            raise StopIteration
+        return combine(batches, self._table)
+
+
+def combine(batches: dict[Any, Any], table: tuple[Any, ...]) -> Any:
+    """One nested batch of xla tensors from each distinct rank's own batch of CPU tensors."""
+    session.ensure()
+    from torch_bridge.recorder import sharded
+
+    hosted = world.current().hosted
+    axes = world.axes_of_table(table)
+    first = batches[table[world.first()]]
+    leaves = {key: nested.collect(batch, _is_tensor) for key, batch in batches.items()}
+    counts = {len(found) for found in leaves.values()}
+    if len(counts) != 1:
+        raise ValueError(f"ranks got batches with different numbers of tensors: {sorted(counts)}")
+    placed = []
+    for k in range(counts.pop()):
+        shapes = {tuple(found[k].shape) for found in leaves.values()}
+        if len(shapes) != 1:
+            raise ValueError(
+                f"ranks got batches of different shapes {sorted(shapes)}: all ranks compute together and need equal batches. Use drop_last=True, "
+                "or pad to one length"
+            )
+        drawn = any(isinstance(found[k], rank_tensor.RankTensor) for found in leaves.values())  # for each rank, in a copy that several read
+        placed.append(
+            sharded.from_ranks(lambda r: rank_tensor.own(leaves[table[r]][k], hosted.index(r)), None if drawn else axes)  # noqa: B023  # called at once
+        )
+    return nested.replace(first, _is_tensor, placed)
+
+
+def _is_tensor(x: Any) -> bool:
+    return isinstance(x, torch.Tensor)
+
+
+_original_iter = DataLoader.__iter__
+
+
+def _iter(self: DataLoader[Any]) -> Any:
+    if len(world.current().hosted) > 1:
+        table = rank_table(self)
+        if table is not None:
+            return RankBatches(self, table)
+    return _original_iter(self)
+
+
+def install() -> None:
+    """Make `DataLoader`s aware of ranks (those without a rank are as before)."""
+    DataLoader.__iter__ = _iter  # type: ignore[method-assign]
+    each_rank_factories.install()

@@ -1,0 +1,254 @@
+"""Arguments that torch's CPU kernels refuse and its meta kernels let through: without these checks a wrong call would give a number.
+
+Each check sees the arguments of the functional overload as meta tensors, once per signature, and raises what torch raises. What only the
+values show (an index out of range, say) is not looked at: that would stop the graph (`index_checks` does, where it is asked for).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+aten = torch.ops.aten
+Tensor = torch.Tensor
+
+_CHECKS: dict[Any, Callable[..., None]] = {}
+
+
+def checks(*ops: torch._ops.OpOverload) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Register the check of one or more overloads; it takes their arguments."""
+
+    def register(fn: Callable[..., None]) -> Callable[..., None]:
+        for op in ops:
+            assert op not in _CHECKS, op
+            _CHECKS[op] = fn
+        return fn
+
+    return register
+
+
+def check(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """Raise if torch's CPU kernel of `op` would refuse the arguments."""
+    found = _CHECKS.get(op)
+    if found is not None:
+        found(*args, **kwargs)
+
+
+def one_dtype(name: str, *operands: Tensor | None) -> None:
+    """RuntimeError, as in torch, unless all operands that are there have the same dtype."""
+    found = [t.dtype for t in operands if t is not None]
+    if len(set(found)) > 1:
+        raise RuntimeError(
+            f"{name}: expected all operands to have the same dtype, but got {', '.join(map(str, found))}: convert with .to(), or run the forward pass "
+            "in torch.autocast('xla'), which converts float32 and 16-bit operands (never float64 or integers)"
+        )
+
+
+# -- dtypes and shapes ----------------------------------------------------------------------------
+
+
+@checks(aten.complex.default)
+def _complex(real: Tensor, imag: Tensor) -> None:
+    allowed = (torch.float16, torch.float32, torch.float64)
+    if real.dtype not in allowed or imag.dtype not in allowed:
+        raise RuntimeError(f"torch.complex: expected both inputs to be Half, Float or Double tensors but got {real.dtype} and {imag.dtype}")
+    if real.dtype != imag.dtype:
+        raise RuntimeError(f"torch.complex: expected real and imag of one dtype, got {real.dtype} and {imag.dtype}: convert one with .to()")
+
+
+@checks(aten.masked_scatter.default)
+def _masked_scatter(self: Tensor, mask: Tensor, source: Tensor) -> None:
+    if mask.dtype != torch.bool:
+        raise RuntimeError(f"masked_scatter_ only supports boolean masks, but got mask with dtype {mask.dtype}: use mask.bool()")
+    if self.dtype != source.dtype:
+        raise RuntimeError(f"masked_scatter_: expected self and source to have same dtypes but got {self.dtype} and {source.dtype}")
+
+
+@checks(aten.bucketize.Tensor, aten.bucketize.Scalar)
+def _bucketize(self: Any, boundaries: Tensor, **kwargs: Any) -> None:
+    if boundaries.dim() != 1:
+        raise RuntimeError(f"bucketize: boundaries tensor must be 1 dimension, but got dim({boundaries.dim()})")
+
+
+@checks(aten.embedding.default)
+def _embedding(weight: Tensor, indices: Tensor, *rest: Any, **kwargs: Any) -> None:
+    if weight.dim() != 2:
+        raise RuntimeError(f"embedding: 'weight' must be 2-D, got {weight.dim()}-D")
+
+
+@checks(aten.linalg_lstsq.default)
+def _lstsq(self: Tensor, b: Tensor, *rest: Any, **kwargs: Any) -> None:
+    if self.dim() < 2:
+        raise RuntimeError(f"torch.linalg.lstsq: input must have at least 2 dimensions, got {self.dim()}")
+    if b.dim() < 1:
+        raise RuntimeError("torch.linalg.lstsq: other must have at least 1 dimension, got 0")
+
+
+@checks(aten.cat.default)
+def _cat(tensors: Sequence[Tensor], dim: int = 0) -> None:
+    for i, t in enumerate(tensors):
+        if t.dim() == 0:
+            raise RuntimeError(f"cat: zero-dimensional tensor (at position {i}) cannot be concatenated; use torch.stack")
+
+
+@checks(aten.narrow_copy.default)
+def _narrow_copy(self: Tensor, dim: int, start: int, length: int) -> None:
+    if dim >= self.dim():
+        raise RuntimeError(f"narrow_copy: dim {dim} is out of range for a tensor of {self.dim()} dimensions")
+
+
+@checks(aten.index_add.default)
+def _index_add(self: Tensor, dim: int, index: Tensor, source: Tensor, **kwargs: Any) -> None:
+    own, given = list(self.shape), list(source.shape)
+    if len(own) == len(given) and -len(own) <= dim < len(own):
+        own[dim] = index.numel()
+    if own != given:
+        raise RuntimeError(
+            "index_add_(): source tensor shape must match self tensor shape, excluding the specified dimension. "
+            f"Got self.shape = {list(self.shape)} source.shape = {list(source.shape)}"
+        )
+
+
+@checks(aten.as_strided_scatter.default)
+def _as_strided_scatter(self: Tensor, src: Tensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None) -> None:
+    reach = (storage_offset or 0) + 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+    if 0 not in size and reach > self.numel():
+        raise RuntimeError(
+            f"as_strided_scatter: sizes {list(size)}, strides {list(stride)}, storage offset {storage_offset or 0} need {reach} elements, "
+            f"out of bounds for a tensor of {self.numel()}"
+        )
+
+
+# -- reductions over nothing ----------------------------------------------------------------------
+
+
+@checks(aten.amax.default, aten.amin.default)
+def _extremum(self: Tensor, dim: Sequence[int] = (), keepdim: bool = False) -> None:
+    _none_empty("amax/amin", self, list(dim))
+
+
+@checks(aten.max.default, aten.min.default)
+def _extremum_of_all(self: Tensor) -> None:
+    if not self.numel():
+        raise RuntimeError(
+            "max()/min(): Expected reduction dim to be specified for input.numel() == 0. Specify the reduction dim with the 'dim' argument."
+        )
+
+
+@checks(aten.argmax.default, aten.argmin.default)
+def _position(self: Tensor, dim: int | None = None, keepdim: bool = False) -> None:
+    if dim is None and not self.numel():
+        raise IndexError("argmax()/argmin(): Expected reduction dim to be specified for input.numel() == 0.")
+    _none_empty("argmax()/argmin()", self, [] if dim is None else [dim])
+
+
+@checks(aten.max.dim, aten.min.dim, aten.median.dim, aten.nanmedian.dim)
+def _with_position(self: Tensor, dim: int, keepdim: bool = False) -> None:
+    _none_empty("max()/min()/median()", self, [dim])
+
+
+@checks(aten.mode.default)
+def _mode(self: Tensor, dim: int = -1, keepdim: bool = False) -> None:
+    _none_empty("mode()", self, [dim])
+
+
+@checks(aten.kthvalue.default)
+def _kthvalue(self: Tensor, k: int, dim: int = -1, keepdim: bool = False) -> None:
+    _none_empty("kthvalue()", self, [dim])
+
+
+@checks(aten.aminmax.default)
+def _aminmax(self: Tensor, *, dim: int | None = None, keepdim: bool = False) -> None:
+    _none_empty("aminmax", self, [] if dim is None else [dim])
+
+
+def _none_empty(name: str, x: Tensor, dims: list[int]) -> None:
+    for d in dims:
+        if x.dim() and -x.dim() <= d < x.dim() and x.shape[d] == 0:
+            raise IndexError(f"{name}: Expected reduction dim {d} to have non-zero size.")
+
+
+# -- convolutions ---------------------------------------------------------------------------------
+
+
+@checks(aten.convolution.default, aten.convolution_overrideable.default, aten._convolution.default)
+def _convolution(
+    input: Tensor, weight: Tensor, bias: Tensor | None, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], *rest: Any
+) -> None:
+    one_dtype("convolution", input, weight, bias)
+    if min(padding, default=0) < 0:
+        raise RuntimeError(f"negative padding is not supported, got {list(padding)}")
+    if min(stride, default=1) <= 0:
+        raise RuntimeError(f"non-positive stride is not supported, got {list(stride)}")
+    if min(dilation, default=1) <= 0:
+        raise RuntimeError(f"dilation should be greater than zero, got {list(dilation)}")
+
+
+# -- distributions --------------------------------------------------------------------------------
+
+
+@checks(aten.uniform.default)
+def _uniform(self: Tensor, low: float = 0.0, high: float = 1.0, **named: Any) -> None:
+    low, high = named.get("from", low), named.get("to", high)
+    if not self.dtype.is_floating_point and not self.dtype.is_complex:
+        raise NotImplementedError(f"uniform_ is not implemented for {self.dtype}: for integers use random_ or randint")
+    most = torch.finfo(self.dtype).max
+    for name, bound in (("from", low), ("to", high)):
+        if not -most <= bound <= most:
+            raise RuntimeError(f"uniform_: {name}={bound} is out of bounds for {self.dtype}, which ends at {most:.6g}")
+    if low > high:
+        raise RuntimeError(f"uniform_ expects to return a [from, to) range, but found from={low} > to={high}")
+    if high - low > most:
+        raise RuntimeError(f"uniform_ expects to - from <= {most:.6g}, the greatest {self.dtype}, but found from={low} and to={high}")
+
+
+@checks(aten.multinomial.default)
+def _multinomial(self: Tensor, num_samples: int, replacement: bool = False, **kwargs: Any) -> None:
+    if not self.dtype.is_floating_point:
+        raise RuntimeError(f"multinomial only supports floating-point dtypes for input, got: {self.dtype}")
+    if num_samples <= 0:
+        raise RuntimeError(f"cannot sample n_sample <= 0 samples, got {num_samples}")
+    if self.dim() not in (1, 2):
+        raise RuntimeError(f"prob_dist must be 1 or 2 dim, got {self.dim()}")
+    if not replacement and num_samples > self.shape[-1]:
+        raise RuntimeError(f"cannot sample n_sample > prob_dist.size(-1) samples without replacement: {num_samples} of {self.shape[-1]}")
+    if self.shape[-1] > 1 << 24:
+        raise RuntimeError(f"number of categories cannot exceed 2^24, got {self.shape[-1]}")
+
+
+# -- dtypes of out= -------------------------------------------------------------------------------
+
+
+def _exact(name: str, wanted: torch.dtype, out: Tensor) -> None:
+    if out.dtype != wanted:
+        raise RuntimeError(f"{name}: expected out tensor to have dtype {wanted}, but got {out.dtype} instead")
+
+
+@checks(aten.sort.values, aten.sort.values_stable, aten.kthvalue.values, aten.mode.values)
+def _values_and_indices(self: Tensor, *rest: Any, values: Tensor, indices: Tensor, **kwargs: Any) -> None:
+    _exact("values", self.dtype, values)
+    _exact("indices", torch.int64, indices)
+
+
+@checks(aten.take.out, aten.index_select.out)
+def _of_own_dtype(self: Tensor, *rest: Any, out: Tensor) -> None:
+    _exact("out", self.dtype, out)
+
+
+@checks(aten.aminmax.out)
+def _aminmax_out(self: Tensor, *, min: Tensor, max: Tensor, **kwargs: Any) -> None:
+    _exact("aminmax", self.dtype, min)
+    _exact("aminmax", self.dtype, max)
+
+
+@checks(aten.complex.out)
+def _complex_out(real: Tensor, imag: Tensor, *, out: Tensor) -> None:
+    _complex(real, imag)
+    _exact("torch.complex", real.dtype.to_complex(), out)
+
+
+@checks(aten.multinomial.out)
+def _multinomial_out(self: Tensor, *rest: Any, out: Tensor, **kwargs: Any) -> None:
+    _exact("multinomial", torch.int64, out)

@@ -1,0 +1,26 @@
+"""`ctc_loss` of xla tensors takes lengths on the CPU, as torch's does on any device: they are put beside the rest."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from torch_bridge.recorder.dispatch import special
+
+aten = torch.ops.aten
+
+
+def _beside(log_probs: torch.Tensor, targets: torch.Tensor, *lengths_and_rest: Any) -> torch.Tensor:
+    rest = [x.to(log_probs.device) if isinstance(x, torch.Tensor) else x for x in lengths_and_rest]
+    return aten.ctc_loss.Tensor.decompose(log_probs, targets, *rest)
+
+
+_library = torch.library.Library("aten", "IMPL", "AutogradPrivateUse1")
+_library.impl("ctc_loss.Tensor", _beside)
+
+
+@special(aten.ctc_loss.Tensor)
+def _in_inference_mode(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
+    """Without autograd the op comes here whole."""
+    return _beside(*args, **kwargs)

@@ -1,0 +1,50 @@
+"""Operands of different dtypes that torch's CPU kernels refuse, products above all: without these checks a forgotten cast would go unnoticed.
+
+torch's meta kernels let them through, and a lowering would give a number in one dtype or the other. See `checks`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from torch_bridge.recorder.argument_checks import checks, one_dtype
+
+aten = torch.ops.aten
+Tensor = torch.Tensor
+
+
+@checks(aten.mm.default)
+def _mm(self: Tensor, mat2: Tensor) -> None:
+    one_dtype("mm", self, mat2)
+
+
+@checks(aten.bmm.default)
+def _bmm(self: Tensor, mat2: Tensor) -> None:
+    one_dtype("bmm", self, mat2)
+
+
+@checks(aten.mv.default)
+def _mv(self: Tensor, vec: Tensor) -> None:
+    one_dtype("mv", self, vec)
+
+
+@checks(aten.dot.default, aten.vdot.default)
+def _dot(self: Tensor, tensor: Tensor) -> None:
+    one_dtype("dot", self, tensor)
+
+
+@checks(aten.addmm.default, aten.baddbmm.default, aten.addmv.default, aten.addbmm.default)
+def _add_product(self: Tensor, first: Tensor, second: Tensor, **scales: Any) -> None:
+    one_dtype("a sum with a matrix product", self, first, second)
+
+
+@checks(aten.index_copy.default)
+def _index_copy(self: Tensor, dim: int, index: Tensor, source: Tensor) -> None:
+    one_dtype("index_copy", self, source)
+
+
+@checks(aten.binary_cross_entropy.default)
+def _binary_cross_entropy(self: Tensor, target: Tensor, weight: Tensor | None = None, reduction: int = 1) -> None:
+    one_dtype("binary_cross_entropy", self, target, weight)

@@ -1,0 +1,525 @@
+"""Ops with a recording rule of their own: copies across devices, values for the host, storage surgery, batch-norm statistics, attention."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from torch_bridge.compiler import history
+from torch_bridge.ir.layout import Layout, base_of_meta, layout
+from torch_bridge.ir.segment import Storage
+from torch_bridge.mesh import rank_numbers, sharding
+from torch_bridge.recorder import host_storage, host_values, overlaps
+from torch_bridge.recorder.copies import copied, download, kept
+from torch_bridge.recorder.cpu_attention import additive
+from torch_bridge.recorder.dispatch import LOCK, STATE, dispatch, fresh, point, read, record, record_op, resize, special
+from torch_bridge.recorder.shape_inference import infer, to_meta
+from torch_bridge.recorder.tensor import READING, XLATensor, make, own_values
+from torch_bridge.runtime.transfer import to_array
+
+aten = torch.ops.aten
+
+
+# -- copies ---------------------------------------------------------------------------------------
+
+
+@special(aten.copy_.default)
+def copy_(func: Any, args: Any, kwargs: Any) -> Any:
+    """`dst.copy_(src)` in every combination of devices; between xla tensors nothing moves, values are immutable."""
+    dst, src = args[0], args[1]
+    if not isinstance(dst, XLATensor):
+        dst.copy_(copied(src))
+        return dst
+    view = dst._layout
+    if not isinstance(src, XLATensor):
+        own = kept(src)
+        if own is not None:
+            return copy_(func, (dst, own), {})
+        if not view.numel and not linked(dst._storage):  # nothing to move: `torch.tensor([])` in a module is the same in every call
+            return dst
+        host = src if src.dtype == view.dtype and tuple(src.shape) == view.size else src.detach()
+        if host.dtype != view.dtype:
+            host = host.to(view.dtype)
+        storage = dst._storage
+        if tuple(host.shape) != view.size:
+            return _copy_expanded(dst, host)
+        array = to_array(host)
+        if view is storage.layout and not linked(storage):
+            storage.views, storage.segment, storage.array = None, None, array
+        else:
+            part = Storage(layout(view.size, None, 0, view.dtype), array)
+            STATE.current.write_view(storage, view, STATE.current.read(part, part.layout))
+        return dst
+    if src._storage is dst._storage:
+        if src is dst or src._layout is view:
+            return dst
+        overlaps.check_copy(dst, src)
+    if src._layout.dtype != view.dtype:
+        src = record_op(aten._to_copy.default, src, dtype=view.dtype)
+    if src._layout.size != view.size:
+        src = record_op(aten.expand.default, src, view.size)
+    vid = read(src)
+    STATE.current.write_view(dst._storage, view, vid)
+    return dst
+
+
+def _copy_expanded(dst: XLATensor, host: torch.Tensor) -> XLATensor:
+    """Write a CPU tensor into a larger one: only its own elements are moved, the device repeats them."""
+    host.expand(dst._layout.size)  # raises torch's own error
+    small = Storage(layout(tuple(host.shape), None, 0, host.dtype), to_array(host))
+    wide = record_op(aten.expand.default, make(small.layout, small), dst._layout.size)
+    STATE.current.write_view(dst._storage, dst._layout, read(wide))
+    return dst
+
+
+def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """`copy_` for each pair of xla tensors, past torch's dispatcher."""
+    with LOCK:
+        for dst, src in zip(targets, sources, strict=True):
+            copy_(aten.copy_.default, (dst, src), {})
+    torch.autograd.graph.increment_version(targets)
+
+
+@special(aten._to_copy.default)
+def to_copy(func: Any, args: Any, kwargs: Any) -> Any:
+    """`.to(...)` that makes a copy: to the host, or to another dtype on the device."""
+    src: XLATensor = args[0]
+    device = kwargs.get("device")
+    dtype = kwargs.get("dtype") or src.dtype
+    if device is not None and torch.device(device).type != "xla":
+        if torch.device(device).type == "meta":
+            return infer(func, args, kwargs)
+        host = copied(src)
+        memory_format = kwargs.get("memory_format")
+        if memory_format in (None, torch.preserve_format):
+            if dtype == host.dtype and torch.device(device).type == "cpu":
+                return host  # another op would ask for the values of all ranks
+            return host.to(device=device, dtype=dtype)
+        return host.to(device=device, dtype=dtype, memory_format=memory_format)
+    if dtype == src.dtype:
+        return clone(aten.clone.default, (src,), {k: v for k, v in kwargs.items() if k == "memory_format"})
+    rest = {k: v for k, v in kwargs.items() if k == "memory_format" and v is not None}
+    return record(func, (src,), {"dtype": dtype, **rest})
+
+
+@special(aten.clone.default)
+def clone(func: Any, args: Any, kwargs: Any) -> Any:
+    """A new storage with the same value; the bytes are copied only when one of the two is written."""
+    src: XLATensor = args[0]
+    base = _clone_layout(src._layout, kwargs.get("memory_format"))
+    if src._storage.constant:
+        return make(base, Storage(base, fill=src._storage.fill))
+    return fresh(STATE.current, base, read(src))
+
+
+_CLONES: dict[tuple[Layout, Any], Layout] = {}
+
+
+def _clone_layout(of: Layout, memory_format: Any) -> Layout:
+    found = _CLONES.get((of, memory_format))
+    if found is None:
+        meta = torch.empty_strided(of.size, of.stride, dtype=of.dtype, device="meta")
+        found = _CLONES[of, memory_format] = base_of_meta(meta.clone(memory_format=memory_format or torch.preserve_format))
+    return found
+
+
+@special(aten._copy_from.default, aten._copy_from_and_resize.default)
+def copy_from(func: Any, args: Any, kwargs: Any) -> Any:
+    src, dst = args[0], args[1]
+    if func is aten._copy_from_and_resize.default and isinstance(dst, XLATensor) and dst.shape != src.shape:
+        resize(dst, tuple(src.shape))
+    return copy_(aten.copy_.default, (dst, src), {})
+
+
+# -- values for the host --------------------------------------------------------------------------
+
+
+@special(aten._local_scalar_dense.default)
+def item(func: Any, args: Any, kwargs: Any) -> Any:
+    """A Python number; small integers may come without running the graph. Torch's own code may not take the first rank's for all of them."""
+    t: XLATensor = args[0]
+    segment = STATE.current
+    if not t.dtype.is_floating_point:
+        known = host_values.known(segment, t._storage, t._layout)
+        if known is not None:
+            return history.read(known.item())
+    segment.asked()
+    found = history.read(download(t).item())
+    if not READING.allowed:
+        values = own_values(t)
+        if values and rank_numbers.is_ranked(rank_numbers.item(values)):
+            raise rank_numbers.refuse(values)
+    return found
+
+
+@special(aten.allclose.default)
+def allclose(func: Any, args: Any, kwargs: Any) -> bool:
+    """A Python bool, from a comparison on the device."""
+    return bool(record_op(aten.all.default, record_op(aten.isclose.default, *args, **kwargs)).item())
+
+
+@special(aten._nested_tensor_from_mask_left_aligned.default)
+def may_be_nested(func: Any, args: Any, kwargs: Any) -> bool:
+    """Asked by `nn.TransformerEncoder` in evaluation: padded batches stay padded, as there are no nested xla tensors."""
+    return False
+
+
+@special(aten._has_same_storage_numel.default)
+def has_same_storage_numel(func: Any, args: Any, kwargs: Any) -> bool:
+    """Asked by forward-mode differentiation."""
+    a, b = args
+    return bool(a._storage.layout.numel == b._storage.layout.numel)
+
+
+@special(aten.is_pinned.default)
+def is_pinned(func: Any, args: Any, kwargs: Any) -> bool:
+    return False
+
+
+@special(aten._conj.default)
+def conj(func: Any, args: Any, kwargs: Any) -> Any:
+    """A lazy conjugate, as a view."""
+    t: XLATensor = args[0]
+    v = t._layout
+    if not v.dtype.is_complex:
+        return make(v, t._storage)
+    return make(layout(v.size, v.stride, v.offset, v.dtype, not v.conj, v.neg), t._storage)
+
+
+@special(aten._neg_view.default)
+def neg_view(func: Any, args: Any, kwargs: Any) -> Any:
+    t: XLATensor = args[0]
+    v = t._layout
+    return make(layout(v.size, v.stride, v.offset, v.dtype, v.conj, not v.neg), t._storage)
+
+
+@special(aten.view_as_real.default)
+def view_as_real(func: Any, args: Any, kwargs: Any) -> Any:
+    """torch refuses a real view of a conjugated tensor, and so do we."""
+    if args[0]._layout.conj:
+        raise RuntimeError(
+            "view_as_real doesn't work on unresolved conjugated tensors. Use x.clone() first for a real view of the conjugate."
+        )
+    return record(func, args, kwargs)
+
+
+@special(aten.real.default)
+def real_in_inference_mode(func: Any, args: Any, kwargs: Any) -> Any:
+    return real(*args)
+
+
+@special(aten.imag.default)
+def imag_in_inference_mode(func: Any, args: Any, kwargs: Any) -> Any:
+    return imag(*args)
+
+
+def real(z: torch.Tensor) -> torch.Tensor:
+    """`z.real`, a view, also of a conjugate (torch's own rule looks at a flag that xla tensors keep in their layout)."""
+    if not z.is_complex():
+        return z
+    conjugated = isinstance(z, XLATensor) and z._layout.conj
+    return torch.view_as_real(torch.conj(z) if conjugated else z).select(-1, 0)
+
+
+def imag(z: torch.Tensor) -> torch.Tensor:
+    """`z.imag`, a view, also of a conjugate."""
+    if not z.is_complex():
+        raise RuntimeError("imag is not implemented for tensors with non-complex dtypes.")
+    if isinstance(z, XLATensor) and z._layout.conj:
+        return torch._neg_view(torch.view_as_real(torch.conj(z)).select(-1, 1))
+    return torch.view_as_real(z).select(-1, 1)
+
+
+# -- memory ---------------------------------------------------------------------------------------
+
+
+@special(aten.empty_like.default, aten.new_empty.default, aten.new_empty_strided.default)
+def empty_like(func: Any, args: Any, kwargs: Any) -> Any:
+    _check_size(args)
+    device = kwargs.get("device")
+    if device is not None and torch.device(device).type != "xla":
+        out = infer(func, args, kwargs)
+        return torch.empty_strided(out.shape, out.stride(), dtype=out.dtype, device=device)
+    return uninitialized(base_of_meta(infer(func, args, kwargs)))
+
+
+def _check_size(args: Any) -> None:
+    """Sizes must be the same on all ranks."""
+    for number in args[1] if len(args) > 1 and isinstance(args[1], (list, tuple)) else ():
+        if rank_numbers.is_ranked(number):
+            raise rank_numbers.refuse(rank_numbers.per_rank(number))
+
+
+def uninitialized(base: Layout) -> XLATensor:
+    """A tensor whose storage has no value yet (it reads as zeros)."""
+    return make(base, Storage(base))
+
+
+_FILLS = {
+    aten.zeros_like.default: 0,
+    aten.new_zeros.default: 0,
+    aten.ones_like.default: 1,
+    aten.new_ones.default: 1,
+}
+
+
+@special(*_FILLS, aten.full_like.default, aten.new_full.default)
+def filled(func: Any, args: Any, kwargs: Any) -> Any:
+    """Tensors that are one number: a constant storage, without a node until something reads it."""
+    _check_size(args)
+    device = kwargs.get("device")
+    if device is not None and torch.device(device).type != "xla":
+        return func(*[to_meta(a) for a in args], **kwargs)
+    value = _FILLS[func] if func in _FILLS else kwargs.get("fill_value", args[-1])
+    if rank_numbers.is_ranked(value):
+        return rank_numbers.hooks().filled_like(
+            args[0], args[1] if func is aten.new_full.default else args[0].shape, value, kwargs.get("dtype")
+        )
+    base = _base_of_filled(func, args, kwargs)
+    _check_number(value, base)
+    made = make(base, Storage(base, fill=value))
+    if sharding.active() and isinstance(args[0], XLATensor):
+        lie_as(made, args[0])
+    return made
+
+
+_LIKE = frozenset({aten.zeros_like.default, aten.ones_like.default})
+
+
+def _base_of_filled(func: Any, args: Any, kwargs: Any) -> Layout:
+    """The layout of the result. Every `loss.backward()` asks for ones like the loss."""
+    given = args[0]._layout if isinstance(args[0], XLATensor) else None
+    if func in _LIKE and given is not None and given.contiguous and kwargs.get("dtype") in (None, given.dtype) and _keeps_strides(kwargs):
+        return layout(given.size, None, 0, given.dtype)
+    return base_of_meta(infer(func, args, kwargs))
+
+
+def _keeps_strides(kwargs: Any) -> bool:
+    return kwargs.get("memory_format") in (None, torch.preserve_format, torch.contiguous_format) and kwargs.get("layout") in (
+        None,
+        torch.strided,
+    )
+
+
+def lie_as(made: XLATensor, like: XLATensor) -> None:
+    """Say that a new tensor will differ among the ranks that another differs among, as an optimizer's state for a parameter does."""
+    storage = like._storage
+    spec = sharding.label(storage.held) if storage.spec is None else storage.spec
+    if spec is not None and sharding.axes_of(spec):
+        made._storage.describe(start=sharding.spec_for(sharding.axes_of(spec)))
+
+
+@special(aten.zero_.default)
+def zero_(func: Any, args: Any, kwargs: Any) -> Any:
+    return _fill(args[0], 0)
+
+
+@special(aten.fill_.Scalar)
+def fill_(func: Any, args: Any, kwargs: Any) -> Any:
+    return _fill(args[0], args[1])
+
+
+@special(aten.fill_.Tensor)
+def fill_tensor_(func: Any, args: Any, kwargs: Any) -> Any:
+    if args[1].dim():
+        raise RuntimeError(f"fill_ only supports 0-dimension value tensor but got tensor with {args[1].dim()} dimensions.")
+    t, value = args
+    if isinstance(value, XLATensor) and value._storage is t._storage:
+        value = clone(aten.clone.default, (value,), {})
+    return copy_(aten.copy_.default, (t, value), {})
+
+
+def linked(storage: Storage) -> bool:
+    """True if a write has to reach other storages too."""
+    return storage.facts is not None and bool(storage.facts.links)
+
+
+def _check_number(value: Any, of: Layout) -> None:
+    """Raise what torch raises for a number that the dtype cannot hold (it lets one element be)."""
+    if type(value) in (int, float) and value not in (0, 1):
+        aten.full.default((min(of.numel, 2),), value, dtype=of.dtype)
+
+
+def _fill(t: XLATensor, value: Any) -> XLATensor:
+    storage, view = t._storage, t._layout
+    _check_number(value, view)
+    if view is storage.layout and not STATE.current.capture and not linked(storage):
+        storage.set_constant(value)
+    elif view.numel:
+        once = _each_once(view)
+        STATE.current.write_view(storage, once, STATE.current.fill(once, value))
+    return t
+
+
+def _each_once(view: Layout) -> Layout:
+    """A view of the same elements without the repetitions of expand()."""
+    if 0 not in view.stride:
+        return view
+    size = tuple(1 if s == 0 else n for n, s in zip(view.size, view.stride, strict=True))
+    return layout(size, view.stride, view.offset, view.dtype, view.conj, view.neg)
+
+
+@special(aten.set_.source_Tensor)
+def set_source(func: Any, args: Any, kwargs: Any) -> Any:
+    t, src = args
+    if not isinstance(src, XLATensor) or not isinstance(t, XLATensor):
+        raise RuntimeError(f"set_ needs both tensors on the same device, got {t.device} and {src.device}: move one with .to()")
+    point(t, src._layout, src._storage)
+    return t
+
+
+@special(aten.set_.source_Tensor_storage_offset)
+def set_source_offset(func: Any, args: Any, kwargs: Any) -> Any:
+    t, src, offset, size = args[:4]
+    stride = tuple(args[4]) if len(args) > 4 and args[4] else None
+    point(t, layout(tuple(size), stride, offset, src.dtype), src._storage)
+    return t
+
+
+@special(aten.set_.default)
+def set_empty(func: Any, args: Any, kwargs: Any) -> Any:
+    t = args[0]
+    empty = layout((0,), None, 0, t.dtype)
+    point(t, empty, Storage(empty))
+    return t
+
+
+@special(aten.set_.source_Storage, aten.set_.source_Storage_storage_offset)
+def set_storage(func: Any, args: Any, kwargs: Any) -> Any:
+    """What `torch.load` does with the bytes of a file; other storages are not ours."""
+    t, host, *view = args
+    if isinstance(host, host_storage.HostStorage):
+        storage = host_storage.device_storage(host, t.dtype)
+        offset, size, *stride = view or (0, storage.layout.size)
+        point(t, layout(tuple(size), tuple(stride[0]) if stride else None, offset, t.dtype), storage)
+        return t
+    raise NotImplementedError(
+        "Tensor.set_(storage, ...) on an xla tensor: xla tensors have no addressable torch storage. Use tensor.set_(other_tensor), "
+        "other_tensor.as_strided(...), or assign tensor.data."
+    )
+
+
+@special(aten.as_strided.default)
+def as_strided(func: Any, args: Any, kwargs: Any) -> Any:
+    """A view by strides; torch's meta kernels do not know where the storage ends."""
+    out = record(func, args, kwargs)
+    view, n = out._layout, args[0]._storage.layout
+    reach = view.offset + 1 + sum((size - 1) * stride for size, stride in zip(view.size, view.stride, strict=True))
+    if view.numel and reach * view.dtype.itemsize > n.numel * n.dtype.itemsize:
+        raise RuntimeError(
+            f"setStorage: sizes {list(view.size)}, strides {list(view.stride)}, storage offset {view.offset} require a storage of {reach} elements, "
+            f"out of bounds for storage of {n.numel * n.dtype.itemsize // view.dtype.itemsize} elements"
+        )
+    return out
+
+
+@special(aten.resize_as_.default)
+def resize_as_(func: Any, args: Any, kwargs: Any) -> Any:
+    """`resize_` to another tensor's size."""
+    return resize_(aten.resize_.default, (args[0], list(args[1].shape)), kwargs)
+
+
+@special(aten.resize_.default)
+def resize_(func: Any, args: Any, kwargs: Any) -> Any:
+    t, size = args[0], tuple(args[1])
+    if t._layout.size != size:
+        resize(t, size)
+    return t
+
+
+_INPLACE_VIEWS = {
+    aten.transpose_.default: aten.transpose.int,
+    aten.t_.default: aten.t.default,
+    aten.squeeze_.default: aten.squeeze.default,
+    aten.squeeze_.dim: aten.squeeze.dim,
+    aten.squeeze_.dims: aten.squeeze.dims,
+    aten.unsqueeze_.default: aten.unsqueeze.default,
+    aten.as_strided_.default: aten.as_strided.default,
+    aten.detach_.default: aten.detach.default,
+}
+
+
+@special(*_INPLACE_VIEWS)
+def inplace_view(func: Any, args: Any, kwargs: Any) -> Any:
+    """`t.transpose_()` and the like: the same elements under new metadata."""
+    t = args[0]
+    out = dispatch(_INPLACE_VIEWS[func], args, kwargs)
+    point(t, out._layout, out._storage)
+    return t
+
+
+# -- batch norm -----------------------------------------------------------------------------------
+
+
+@special(aten.native_batch_norm.default)
+def native_batch_norm(func: Any, args: Any, kwargs: Any) -> Any:
+    """torch's schema hides that training updates the running statistics in place; write them out."""
+    x, weight, bias, mean, var, training, momentum, eps = args
+    if not training:
+        return record(aten._native_batch_norm_legit_no_training.default, (x, weight, bias, mean, var, momentum, eps))
+    if mean is None:
+        return record(aten._native_batch_norm_legit.no_stats, (x, weight, bias, True, momentum, eps))
+    *outs, new_mean, new_var = record(aten._native_batch_norm_legit_functional.default, (x, weight, bias, mean, var, True, momentum, eps))
+    segment = STATE.current
+    segment.write_view(mean._storage, mean._layout, read(new_mean))
+    segment.write_view(var._storage, var._layout, read(new_var))
+    return tuple(outs)
+
+
+# -- linear algebra -------------------------------------------------------------------------------
+
+
+@special(aten._linalg_det.default, aten._linalg_slogdet.default)
+def determinant(func: Any, args: Any, kwargs: Any) -> Any:
+    """torch's backward looks at A's strides to know whose LU it was given (A's or A^T's): for a strided A the lowering's would be the other's."""
+    outs = record(func, args, kwargs)
+    a: XLATensor = args[0]
+    if a.is_contiguous():
+        return outs
+    lu, pivots, _ = record(aten.linalg_lu_factor_ex.default, (a,), {})
+    return (*outs[:-2], lu, pivots)
+
+
+# -- attention ------------------------------------------------------------------------------------
+
+
+@special(aten.scaled_dot_product_attention.default)
+def attention_in_inference_mode(func: Any, args: Any, kwargs: Any) -> Any:
+    return attention(*args, **kwargs)
+
+
+def _only_plain() -> bool:
+    """Whether the script allows nothing but the plain formula: `sdpa_kernel(SDPBackend.MATH)`, which has gradients of gradients."""
+    return torch._C._get_math_sdp_enabled() and not any(allowed() for allowed in _FUSED_ALLOWED)
+
+
+_FUSED_ALLOWED = (
+    torch._C._get_overrideable_sdp_enabled,
+    torch._C._get_flash_sdp_enabled,
+    torch._C._get_mem_efficient_sdp_enabled,
+    torch._C._get_cudnn_sdp_enabled,
+)
+
+
+def attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """`F.scaled_dot_product_attention` as one fused op; anything that op cannot say goes through torch's plain formula."""
+    fused = query.dim() == 4 and query.dtype.is_floating_point and (attn_mask is None or not attn_mask.requires_grad)
+    if attn_mask is not None and is_causal:
+        raise RuntimeError("_scaled_dot_product_attention: Explicit attn_mask should not be set when is_causal=True")
+    if not fused or (query.shape[1] != key.shape[1] and not enable_gqa) or key.shape[1] != value.shape[1] or _only_plain():
+        return aten._scaled_dot_product_attention_math(
+            query, key, value, additive(attn_mask, query.dtype), dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )[0]
+    return aten._scaled_dot_product_fused_attention_overrideable(query, key, value, attn_mask, dropout_p, is_causal, scale=scale)[0]

@@ -1,0 +1,433 @@
+"""CPU tensors that differ by rank, in a process that runs the script once for several ranks.
+
+`torch.ones(2) * rank`, `weight.chunk(n)[rank]`, `batch.narrow(0, rank * n, n)` and `torch.tensor([rank])` are a `RankTensor`: one CPU tensor for each
+hosted rank, on which every operation works as on one. On its way to xla each rank gets its own. What reads it as plain values (`print`, `item`, `numpy`, a
+file) gets the first hosted rank's, as of an xla tensor.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils._pytree import tree_leaves, tree_map
+
+from torch_bridge.mesh import rank_numbers
+from torch_bridge.recorder import rank_array
+
+aten = torch.ops.aten
+
+
+class RankTensor(torch.Tensor):
+    """A CPU tensor for each hosted rank. parts: in the order of the hosted ranks, alike in shape, dtype and strides. axes: mesh axes along which they may
+    differ; None: any. shared: they are copies of parts of a tensor that all ranks share, and cannot be written through."""
+
+    first: torch.Tensor
+    axes: tuple[str, ...] | None
+    shared: bool
+    _parts: tuple[torch.Tensor, ...] | Callable[[], Sequence[torch.Tensor]]
+
+    @staticmethod
+    def __new__(cls, parts: Sequence[torch.Tensor], axes: tuple[str, ...] | None = None, shared: bool = False) -> RankTensor:
+        kinds = {(tuple(p.shape), p.dtype) for p in parts}
+        if len(kinds) > 1:
+            shown = ", ".join(f"{str(p.dtype).removeprefix('torch.')}{list(p.shape)}" for p in parts[:4])
+            raise rank_numbers.PlainNumberNeeded(
+                f"This process runs the script once for {len(parts)} ranks, and a CPU tensor would be {shown} for rank 0, 1, ...: pad it to one shape, "
+                "use int(rank) if rank 0's number is meant, or start one process per rank with torchrun."
+            )
+        return cls._around(parts[0], tuple(parts), axes, shared)
+
+    @classmethod
+    def _around(cls, first: torch.Tensor, parts: Any, axes: tuple[str, ...] | None, shared: bool) -> RankTensor:
+        made: RankTensor = torch.Tensor._make_wrapper_subclass(
+            cls, first.shape, strides=first.stride(), storage_offset=first.storage_offset(), dtype=first.dtype, device=first.device
+        )
+        made.first, made._parts, made.axes, made.shared = first, parts, axes, shared
+        return made
+
+    @classmethod
+    def later(cls, first: torch.Tensor, parts: Callable[[], Sequence[torch.Tensor]], axes: tuple[str, ...] | None) -> RankTensor:
+        """One whose parts are asked for when somebody computes with them; `first` is the first one."""
+        return cls._around(first, parts, axes, False)
+
+    @property
+    def parts(self) -> tuple[torch.Tensor, ...]:
+        """Each hosted rank's tensor."""
+        if not isinstance(self._parts, tuple):
+            self._parts = (self.first, *self._parts()[1:])
+        return self._parts
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        return _dispatch(func, args, kwargs or {})
+
+    def uploaded(self) -> torch.Tensor:
+        """An xla tensor with each rank's own values."""
+        from torch_bridge.mesh import world
+        from torch_bridge.recorder import sharded
+
+        part = dict(zip(world.current().hosted, self.parts, strict=True))
+        known = self.axes if self.axes is not None and set(self.axes) <= set(world.current().axes) else None
+        return sharded.from_ranks(part.__getitem__, known)
+
+    # -- read as plain values ---------------------------------------------------------------------------
+
+    def item(self) -> Any:
+        """The first hosted rank's number, which remembers the others'."""
+        return rank_numbers.item(tuple(p.item() for p in self.parts))
+
+    def tolist(self) -> Any:
+        """The first hosted rank's values, which remember the others'."""
+        return rank_array.nested([p.tolist() for p in self.parts])
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """An array that differs by rank, with memory of its own: what is written there is not written to the tensor."""
+        return rank_array.made([p.numpy(force=force).copy() for p in self.parts])
+
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        return rank_array.made([p.__array__(*args, **kwargs).copy() for p in self.parts])
+
+    def data_ptr(self) -> int:
+        """Where the first hosted rank's values lie: what libraries that write files read."""
+        self._note()
+        return self.first.data_ptr()
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """The first hosted rank's memory."""
+        return self.first.untyped_storage()
+
+    def storage(self) -> Any:
+        """The first hosted rank's memory."""
+        return self.first.storage()
+
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
+        self._note()
+        return self.first.__dlpack__(*args, **kwargs)
+
+    def _note(self) -> None:
+        """Say once that what reads memory gets the first hosted rank's values."""
+        from torch_bridge.recorder import sharded
+
+        sharded.note_values(f"shape {list(self.shape)} on the CPU, different on each rank")
+
+    def __bool__(self) -> bool:
+        return bool(self.item() if self.dtype == torch.bool else rank_numbers.item(tuple(bool(p) for p in self.parts)))
+
+    def __int__(self) -> int:
+        return int(self.first)
+
+    __index__ = __int__
+
+    def __float__(self) -> float:
+        return float(self.item())
+
+    def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]
+        return repr(self.first)
+
+    def __format__(self, spec: str) -> str:
+        return format(self.first, spec)
+
+    def __reduce_ex__(self, proto: Any) -> Any:
+        self._note()
+        return self.first.__reduce_ex__(proto)
+
+    def __copy__(self) -> RankTensor:
+        return RankTensor(self.parts, self.axes, self.shared)
+
+    def __deepcopy__(self, memo: Any) -> RankTensor:
+        if id(self) in memo:
+            return memo[id(self)]
+        made = memo[id(self)] = RankTensor([p.clone() for p in self.parts], self.axes)
+        made.requires_grad_(self.requires_grad)
+        if isinstance(self, torch.nn.Parameter):
+            made._is_param = True
+        return made
+
+
+# -- torch functions that are given numbers for each rank ---------------------------------------------
+
+
+def compute(func: Callable[..., Any], args: Any, kwargs: Any, generators: Sequence[Any] = ()) -> Any:
+    """What a torch function gives on each rank, of CPU tensors and numbers that differ by rank.
+
+    Raises PlainNumberNeeded where that is no tensor: a write into a tensor that all ranks share, gradients of one, shapes that differ.
+    """
+    from torch_bridge.mesh import world
+
+    if len(world.current().hosted) == 1:
+        return func(*own(args, 0), **own(kwargs, 0))
+    leaves = tree_leaves((args, kwargs))
+    number = next((x for x in leaves if rank_numbers.is_ranked(x)), None)
+    numbers = (0,) if number is None else tuple(rank_numbers.per_rank(number))
+    target = _target(func, args, kwargs)
+    if target is not None and not isinstance(target, RankTensor):
+        if getattr(func, "__name__", "") == "fill_":
+            return target.copy_(compute(torch.full_like, args, kwargs))
+        raise rank_numbers.refuse(numbers)
+    plain = [x for x in leaves if isinstance(x, torch.Tensor) and not isinstance(x, RankTensor)]
+    if torch.is_grad_enabled() and any(x.requires_grad for x in leaves if isinstance(x, torch.Tensor)):
+        raise rank_numbers.refuse(numbers)
+    if target is not None:
+        _check_writable(target)
+    where = _where(kwargs, plain)
+    if where == "meta":
+        return func(*own(args, 0), **own(kwargs, 0))
+    needs_grad = bool(kwargs.get("requires_grad"))
+    if where == "xla":
+        kwargs = {**{k: v for k, v in kwargs.items() if k != "requires_grad"}, "device": "cpu"}
+    results = _on_each(func, args, kwargs, generators)
+    if target is not None:
+        _written([target], leaves)
+        return target if isinstance(results[0], torch.Tensor) else None
+    found = _joined(results, None if generators else _axes(leaves), plain)
+    if where == "xla":
+        found = tree_map(lambda t: t.uploaded() if isinstance(t, RankTensor) else t, found)
+    return found.requires_grad_() if needs_grad else found
+
+
+def _where(kwargs: Any, plain: Sequence[torch.Tensor]) -> str:
+    """Where a function that makes a tensor makes it; "cpu" for all others."""
+    device = kwargs.get("device")
+    if device is None:
+        return "cpu" if plain else torch.get_default_device().type
+    return torch.device(device).type
+
+
+def _target(func: Any, args: Any, kwargs: Any) -> Any:
+    """The tensor that a torch function writes to, if it does."""
+    name = getattr(func, "__name__", "")
+    if kwargs.get("out") is not None:
+        return kwargs["out"]
+    writes = name == "__setitem__" or (name.startswith("__i") and name not in ("__int__", "__index__", "__invert__"))
+    writes = writes or (name.endswith("_") and not name.endswith("__"))
+    return args[0] if writes and args else None
+
+
+def _check_writable(t: RankTensor) -> None:
+    if t.shared:
+        raise rank_numbers.PlainNumberNeeded(
+            f"a write to each rank's part (of shape {list(t.shape)}) of a CPU tensor that all ranks share: clone() the part first, or move the tensor to xla "
+            "(x.to('xla')[rank]) where ranks have their own"
+        )
+
+
+def _on_each(func: Callable[..., Any], args: Any, kwargs: Any, generators: Sequence[Any] = ()) -> list[Any]:
+    """What it gives for each hosted rank. All draw the same random numbers, as processes with one seed do; each its own after a seed that differs by rank."""
+    from torch_bridge.recorder import rank_random
+
+    found = [*generators, *(x for x in tree_leaves((args, kwargs)) if isinstance(x, torch._C.Generator))]
+    return rank_random.on_each(lambda place: func(*own(args, place), **own(kwargs, place)), found)
+
+
+def own(given: Any, place: int) -> Any:
+    """Nested arguments as the hosted rank at this place has them."""
+    return tree_map(functools.partial(_own, place), given)
+
+
+def _own(place: int, x: Any) -> Any:
+    """What the hosted rank at this place has of an argument."""
+    if isinstance(x, RankTensor):
+        return x.parts[place]
+    if isinstance(x, slice):
+        return slice(*(_own(place, end) for end in (x.start, x.stop, x.step)))
+    if isinstance(x, np.ndarray):
+        return rank_array.own(x, place)
+    return rank_numbers.own(x, place)
+
+
+def _axes(leaves: Sequence[Any]) -> tuple[str, ...] | None:
+    """Mesh axes along which results of these may differ."""
+    from torch_bridge.mesh import world
+
+    found: set[str] = set()
+    for x in leaves:
+        if isinstance(x, slice):
+            inner = _axes((x.start, x.stop, x.step))
+        elif isinstance(x, RankTensor):
+            inner = x.axes
+        elif rank_numbers.is_item(x) or rank_array.is_ranked(x):
+            inner = None
+        else:
+            values = rank_numbers.values_of(x)
+            inner = () if values is None else world.axes_of_table(values)
+        if inner is None:
+            return None
+        found.update(inner)
+    return tuple(a for a in world.current().axes if a in found)
+
+
+def _joined(results: list[Any], axes: tuple[str, ...] | None, plain: Sequence[torch.Tensor]) -> Any:
+    """One result for what each rank got: tensors, numbers, and lists of them."""
+    first = results[0]
+    if isinstance(first, torch.Tensor):
+        copied = bool(first.numel()) and first.untyped_storage().data_ptr() in {x.untyped_storage().data_ptr() for x in plain}
+        return RankTensor([t.detach().clone() for t in results] if copied else [t.detach() for t in results], axes, copied)
+    if isinstance(first, (list, tuple)):
+        if len({len(r) for r in results}) > 1:
+            raise rank_numbers.refuse([len(r) for r in results])
+        made = [_joined(list(row), axes, plain) for row in zip(*results, strict=True)]
+        return type(first)(*made) if hasattr(first, "_fields") else type(first)(made)
+    if isinstance(first, (bool, int, float)):
+        return rank_numbers.item(tuple(results))
+    if all(r is first or r == first for r in results):
+        return first
+    raise rank_numbers.refuse(results)
+
+
+# -- ops ------------------------------------------------------------------------------------------------
+
+
+def _dispatch(func: Any, args: Any, kwargs: Any) -> Any:
+    """An op on tensors some of which differ by rank."""
+    from torch_bridge.recorder import tensor
+
+    leaves = tree_leaves((args, kwargs))
+    if any(isinstance(x, tensor.XLATensor) for x in leaves):
+        return tensor._dispatch(func, args, kwargs)
+    device = kwargs.get("device")
+    if device is not None and torch.device(device).type == "xla":
+        return _to_xla(func, args, kwargs)
+    written = [a for argument, a in _bound(func, args, kwargs) if argument.alias_info is not None and argument.alias_info.is_write]
+    if written:
+        return _write(func, args, kwargs, [t for a in written for t in tree_leaves(a) if isinstance(t, torch.Tensor)])
+    plain = [x for x in leaves if isinstance(x, torch.Tensor) and not isinstance(x, RankTensor)]
+    views = [x for x in leaves if isinstance(x, RankTensor) and x.shared] if func.is_view else []
+    axes = None if torch.Tag.nondeterministic_seeded in func.tags else _axes(leaves)
+    found = _joined(_on_each(func, args, kwargs), axes, plain)
+    if isinstance(found, torch.SymBool) or rank_numbers.is_item(found):  # what calls here takes Python's own numbers only
+        return type(rank_numbers.first(found))(found)
+    if views:
+        for t in tree_leaves(found):
+            t.shared = True
+    return found
+
+
+def _to_xla(func: Any, args: Any, kwargs: Any) -> Any:
+    """`.to("xla")`: each rank its own."""
+    if func is not aten._to_copy.default:
+        return func(*own(args, 0), **kwargs)  # a new tensor of that shape: `torch.zeros_like(x, device="xla")`
+    found = args[0].uploaded()
+    dtype = kwargs.get("dtype")
+    return found if dtype is None or dtype == found.dtype else found.to(dtype)
+
+
+def _bound(func: Any, args: Any, kwargs: Any) -> list[tuple[Any, Any]]:
+    """The schema's arguments with what was given for them."""
+    arguments = func._schema.arguments
+    return [*zip(arguments, args, strict=False), *((a, kwargs[a.name]) for a in arguments if a.name in kwargs)]
+
+
+def _write(func: Any, args: Any, kwargs: Any, targets: list[torch.Tensor]) -> Any:
+    """An op that writes: to tensors that differ by rank, or a copy of one as the whole content of a plain CPU tensor, which then remembers it."""
+    if all(isinstance(t, RankTensor) for t in targets):
+        for t in targets:
+            _check_writable(t)  # type: ignore[arg-type]
+        _on_each(func, args, kwargs)
+        _written(targets, tree_leaves((args, kwargs)))  # type: ignore[arg-type]
+        return targets[0] if len(targets) == 1 else tuple(targets)
+    if func is aten.copy_.default and targets[0].shape == args[1].shape:
+        from torch_bridge.recorder import copies
+
+        given: RankTensor = args[1]
+        target = targets[0].detach()
+        target.copy_(given.parts[0])
+        copies.remember(target, RankTensor([p.to(target.dtype) for p in given.parts], given.axes).uploaded())
+        return args[0]
+    raise rank_numbers.PlainNumberNeeded(
+        f"{func} would write values that differ by rank into a CPU tensor (of shape {list(targets[0].shape)}) that all "
+        f"{len(_first(args, kwargs).parts)} ranks of this process share: make the tensor on xla, or start one process per rank with torchrun."
+    )
+
+
+def _written(targets: Sequence[RankTensor], leaves: Sequence[Any]) -> None:
+    """Tensors that differ by rank have been written with some of these: they may differ along more axes now."""
+    from torch_bridge.recorder import rank_random
+
+    axes = None if rank_random.of(None) is not None else _axes(leaves)
+    for t in targets:
+        t.axes = axes
+
+
+def _first(args: Any, kwargs: Any) -> RankTensor:
+    return next(x for x in tree_leaves((args, kwargs)) if isinstance(x, RankTensor))
+
+
+def become(t: torch.Tensor, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Let a plain CPU tensor, which is written as a whole, differ by rank from now on. Where other tensors share its memory it remembers the other ranks'
+    values instead, until it is written again: moved to xla, each rank has its own."""
+    made = RankTensor(parts)
+    if not t.is_leaf or t._base is not None or not _alone(t):
+        with torch.no_grad():
+            return t.copy_(made)
+    made.requires_grad_(t.requires_grad)
+    if isinstance(t, torch.nn.Parameter):
+        made._is_param = True
+    try:
+        torch.utils.swap_tensors(t, made)
+    except RuntimeError:  # somebody in C++ holds it
+        with torch.no_grad():
+            return t.copy_(RankTensor(parts))
+    return t
+
+
+def _alone(t: torch.Tensor) -> bool:
+    """Whether no other tensor lies in the same memory."""
+    storage = t.untyped_storage()
+    return storage.nbytes() == t.numel() * t.element_size() and torch._C._storage_Use_Count(storage._cdata) <= 2
+
+
+# -- functions that would not ask ---------------------------------------------------------------------
+
+_FUNCTIONS = (
+    "tensor", "as_tensor", "asarray", "from_numpy", "full", "scalar_tensor", "arange", "full_like", "roll", "select", "randint", "randint_like",
+)  # fmt: skip
+_METHODS = ("new_tensor", "new_full", "select", "roll", "narrow")
+
+
+@functools.cache
+def install() -> None:
+    """Let functions that insist on plain numbers take those that differ by rank.
+
+    `Tensor.__getitem__` is left alone: with one in Python a tensor is a sequence to C code, and `torch.tensor([a, b])` of tensors fails. So a slice of a
+    CPU tensor that starts at a rank's place raises, and says that `narrow` does it.
+    """
+    torch.utils._device._device_constructors()  # `with torch.device(...)` knows torch's own functions, by a set that it makes at its first use
+    for owner, names in ((torch, _FUNCTIONS), (torch.Tensor, _METHODS)):
+        for name in names:
+            replace(owner, name, _taking_ranks(getattr(owner, name)))
+
+
+def replace(owner: Any, name: str, function: Callable[..., Any]) -> None:
+    """Put a function in the place of one of torch's, for TorchScript too, which looks them up by identity."""
+    builtin = torch.jit._builtins._find_builtin(getattr(owner, name)) if owner is torch else None
+    if builtin is not None:
+        torch.jit._builtins._register_builtin(function, builtin)
+    setattr(owner, name, function)
+
+
+def _taking_ranks(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def function(*args: Any, **kwargs: Any) -> Any:
+        if not (hold_ranks(args) or (kwargs and hold_ranks(tuple(kwargs.values())))):
+            return original(*args, **kwargs)
+        return rank_numbers.hooks().torch_function(function, args, kwargs, original)
+
+    return function
+
+
+_NESTED = {list, tuple}
+_KINDS = (*rank_numbers.KINDS, RankTensor, rank_array.RankArray)
+
+
+def hold_ranks(given: Sequence[Any]) -> bool:
+    """Whether numbers or tensors that differ by rank are among some, or in lists of them; quick for long lists of other numbers."""
+    kinds = set(map(type, given))
+    if not kinds.isdisjoint(_KINDS):
+        return True
+    return not kinds.isdisjoint(_NESTED) and any(hold_ranks(x) for x in given if type(x) in _NESTED)

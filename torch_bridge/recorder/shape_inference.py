@@ -1,0 +1,106 @@
+"""Shapes and dtypes of an op's results, from torch's own meta kernels. Runs once per signature; the recorder caches the answer."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import torch
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+import torch_bridge.recorder.dtype_checks
+import torch_bridge.recorder.random_checks  # noqa: F401  # both fill the table of checks
+from torch_bridge import _compat, lowerings
+from torch_bridge.ir import dtypes
+from torch_bridge.ir.layout import meta_of
+from torch_bridge.recorder import argument_checks
+from torch_bridge.recorder.tensor import XLATensor
+
+DROPPED = frozenset({"device", "layout", "pin_memory", "memory_format", "non_blocking", "generator"})
+"""Arguments that say where and how a result is stored, not what it is: lowerings do not take them."""
+
+
+class NeedsHost(Exception):
+    """The result's shape depends on values (or torch has no meta kernel): the op must run on the CPU."""
+
+
+def to_meta(x: Any) -> Any:
+    """xla tensors and device arguments as meta ones."""
+    if isinstance(x, XLATensor):
+        return meta_of(x._layout)
+    if isinstance(x, torch.Tensor):
+        return x if x.device.type == "meta" else torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device="meta")
+    if isinstance(x, torch.device):
+        return torch.device("meta")
+    return x
+
+
+def infer(op: torch._ops.OpOverload, args: Any, kwargs: Any) -> Any:
+    """Call `op` on meta tensors; bad arguments raise torch's own errors."""
+    margs, mkwargs = tree_map(to_meta, (args, kwargs))
+    if _is_factory(op):
+        mkwargs["device"] = torch.device("meta")  # else torch makes the result on the CPU
+    if "generator" in mkwargs:
+        mkwargs["generator"] = None
+    argument_checks.check(op, margs, mkwargs)
+    if op in _BROKEN:
+        raise NeedsHost(f"torch's meta kernel of {op} fails on valid arguments")
+    op = _RULES.get(op, op)
+    try:
+        with torch.no_grad():
+            return op(*margs, **mkwargs)
+    except NotImplementedError as error:
+        raise NeedsHost(str(error)) from None
+    except RuntimeError as error:
+        text = str(error).lower()
+        if type(error).__name__ in _DYNAMIC or ("meta" in text and "not implemented" in text) or "a meta tensor" in text:
+            raise NeedsHost(str(error)) from None
+        raise
+
+
+@functools.cache
+def _is_factory(op: torch._ops.OpOverload) -> bool:
+    """Whether the op makes a tensor from numbers alone."""
+    arguments = op._schema.arguments
+    return any(a.name == "device" for a in arguments) and not any("Tensor" in str(a.type) for a in arguments)
+
+
+def _grouped_mm(a: torch.Tensor, b: torch.Tensor, *args: Any, out_dtype: torch.dtype | None = None, **kwargs: Any) -> torch.Tensor:
+    """torch's meta kernel allows bfloat16 only (CUDA's limit); the CPU kernel and ours take any float."""
+    shaped = torch.ops.aten._grouped_mm.default(a.to(torch.bfloat16), b.to(torch.bfloat16), *args, **kwargs)
+    return shaped.to(out_dtype or a.dtype)
+
+
+def _multilabel_margin_loss(x: torch.Tensor, target: torch.Tensor, reduction: int) -> Any:
+    """torch's meta kernel makes the loss of one row 1-d; the CPU kernel makes it 0-d."""
+    loss, is_target = torch.ops.aten.multilabel_margin_loss_forward.default(x, target, reduction)
+    return (loss if x.dim() > 1 else loss.new_empty(())), is_target
+
+
+_BROKEN = {torch.ops.aten._thnn_fused_lstm_cell.default}
+"""Ops whose meta kernel fails on arguments it should take (LSTM cells without biases)."""
+
+_RULES: dict[Any, Any] = {
+    torch.ops.aten._grouped_mm.default: _grouped_mm,
+    torch.ops.aten.multilabel_margin_loss_forward.default: _multilabel_margin_loss,
+}
+"""Our own inference where torch's meta kernel is narrower than its CPU kernel."""
+
+_DYNAMIC = {"DynamicOutputShapeException", "DataDependentOutputException", "UnsupportedOperatorException"}
+
+
+def infer_from_lowering(found: lowerings.Lowering, args: Any, kwargs: Any) -> Any:
+    """For the few ops that torch has no meta kernel for: the shapes that the lowering gives."""
+    leaves, spec = tree_flatten((args, {k: v for k, v in kwargs.items() if k not in DROPPED}))
+    arrays = [jax.ShapeDtypeStruct(tuple(x.shape), dtypes.to_jax(x.dtype)) for x in leaves if isinstance(x, torch.Tensor)]
+
+    def run(*values: Any) -> Any:
+        supply = iter(values)
+        filled = [next(supply) if isinstance(x, torch.Tensor) else x for x in leaves]
+        fargs, fkwargs = tree_unflatten(filled, spec)
+        return found.fn(*fargs, **fkwargs, **({"key": jax.random.key(0)} if found.rng else {}))
+
+    with _compat.enable_x64():
+        out = jax.eval_shape(run, *arrays)
+    return tree_map(lambda a: None if a is None else torch.empty(a.shape, dtype=dtypes.to_torch(a.dtype), device="meta"), out)

@@ -1,0 +1,268 @@
+"""`XLATensor`: what `device="xla"` gives, a torch tensor without memory of its own.
+
+It has torch's metadata (shape, stride, dtype, autograd) and points to a `Storage` whose value is a JAX array or a pending
+node. Everything it does arrives at `dispatch.dispatch`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from typing import Any
+
+import torch
+
+from torch_bridge.errors import is_located
+from torch_bridge.ir.layout import Layout
+from torch_bridge.ir.segment import Storage
+from torch_bridge.runtime import session
+
+DEVICE = torch.device("xla:0")
+_make_wrapper = torch.Tensor._make_wrapper_subclass
+
+
+class StorageHandle:
+    """Stands for the storage of xla tensors: an identity (`data_ptr`), a size in bytes and a device."""
+
+    def __init__(self, storage: Storage):
+        self._storage = storage
+
+    @property
+    def device(self) -> torch.device:
+        return DEVICE
+
+    def data_ptr(self) -> int:
+        return id(self._storage)
+
+    def nbytes(self) -> int:
+        return self._storage.layout.numel * self._storage.layout.dtype.itemsize
+
+    size = nbytes
+    __len__ = nbytes
+
+
+class XLATensor(torch.Tensor):
+    """A tensor on device `xla`. Scripts never construct it: `.to("xla")`, `device="xla"` and ops on xla tensors do."""
+
+    _storage: Storage
+    _layout: Layout
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        try:
+            return _dispatch(func, args, kwargs)
+        except Exception as error:
+            if is_located(error):  # it says where: the frames below would only hide it
+                raise error.with_traceback(None) from None
+            raise
+
+    @property
+    def is_xla(self) -> bool:
+        return True
+
+    @property
+    def data(self) -> torch.Tensor:
+        """The same storage without autograd history, as in torch."""
+        return _raw_data_get(self)
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        if not isinstance(value, XLATensor):
+            raise TypeError(
+                f"cannot set .data of a tensor on xla:0 to a tensor on {value.device}: move it first with .to('xla'), "
+                "or use module.to('cpu') to move a whole module"
+            )
+        _raw_data_set(self, value)
+        self._storage, self._layout = value._storage, value._layout
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        with torch.no_grad():
+            text = torch._tensor_str._str(_on_host(self))
+        extra = ", device='xla:0'"
+        if self.grad_fn is not None:
+            extra += f", grad_fn=<{type(self.grad_fn).__name__}>"
+        elif self.requires_grad:
+            extra += ", requires_grad=True"
+        text = f"{text[:-1]}{extra})"
+        return f"Parameter containing:\n{text}" if isinstance(self, torch.nn.Parameter) else text
+
+    def numpy(self, *, force: bool = False) -> Any:
+        if force:
+            return _on_host(self).numpy()
+        raise TypeError(
+            "can't convert an xla:0 tensor to numpy: its value may not even be computed yet. "
+            "Use tensor.cpu().numpy() (or tensor.detach().cpu().numpy(), or tensor.numpy(force=True)); it runs what is pending and copies to the host."
+        )
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+        return self.numpy()
+
+    def __format__(self, spec: str) -> str:
+        return self.item().__format__(spec) if self.dim() == 0 else object.__format__(self, spec)
+
+    def item(self) -> Any:
+        """The number in a one-element tensor. If ranks hold different ones, the first hosted rank's, which remembers the others' (`rank_numbers.item`)."""
+        with READING:
+            value = torch.Tensor.item(self)
+        return value if isinstance(value, complex) else _each_ranks(self, value)
+
+    def __int__(self) -> int:
+        with READING:
+            return torch.Tensor.__int__(self)
+
+    def __float__(self) -> float:
+        with READING:
+            value = torch.Tensor.__float__(self)
+        return float(_each_ranks(self, value))
+
+    def __complex__(self) -> complex:
+        with READING:
+            return torch.Tensor.__complex__(self)
+
+    def __bool__(self) -> bool:
+        """The first hosted rank's answer. Where ranks differ, a branch on it is remembered, as one on a rank is (`branches`)."""
+        with READING:
+            value = torch.Tensor.__bool__(self)
+        return bool(_each_ranks(self, value))
+
+    def tolist(self) -> Any:
+        """Nested lists of numbers. Where ranks hold different ones, the first hosted rank's, which remember the others' (`rank_numbers.item`)."""
+        from torch_bridge.recorder import rank_array, sharded
+
+        found = _on_host(self).tolist()
+        return rank_array.nested([s.tolist() for s in sharded.shards(self)]) if _differs(self) else found
+
+    def data_ptr(self) -> int:
+        """A number that tensors share exactly when they start at the same element of the same storage; not an address."""
+        return id(self._storage) + self._layout.offset * self._layout.dtype.itemsize
+
+    def untyped_storage(self) -> Any:
+        """What libraries compare to find tensors that share memory; it gives no access to the bytes."""
+        return StorageHandle(self._storage)
+
+    def __copy__(self) -> XLATensor:
+        """Another tensor on the same storage, as in torch."""
+        new = self.detach().requires_grad_(self.requires_grad)
+        new.__dict__.update(user_attributes(self))
+        if isinstance(self, torch.nn.Parameter):
+            new._is_param = True
+        return new  # type: ignore[return-value]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> XLATensor:
+        if id(self) in memo:
+            return memo[id(self)]
+        if not self.is_leaf:
+            raise RuntimeError(
+                "Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol at the moment. "
+                "Use tensor.detach().clone() for a copy without history."
+            )
+        return _deepcopy(self, memo)
+
+    def __reduce_ex__(self, proto: Any) -> Any:
+        from torch_bridge.recorder import sharded
+
+        torch.utils.hooks.warn_if_has_hooks(self)
+        sharded.note_file([self])
+        host = _on_host(self).clone()
+        if isinstance(self, torch.nn.Parameter):  # torch's own ways to rebuild one, which weights_only accepts
+            state = user_attributes(self)
+            hooks: dict[Any, Any] = OrderedDict()
+            if state:
+                return torch._utils._rebuild_parameter_with_state, (self.data, self.requires_grad, hooks, state)
+            return torch._utils._rebuild_parameter, (self.data, self.requires_grad, hooks)
+        return torch._utils._rebuild_device_tensor_from_cpu_tensor, (host, self.dtype, "xla:0", self.requires_grad)
+
+
+def user_attributes(t: torch.Tensor) -> dict[str, Any]:
+    """What scripts have set on a tensor object."""
+    return {k: v for k, v in t.__dict__.items() if k not in ("_storage", "_layout", "_is_param")}
+
+
+def _deepcopy(t: XLATensor, memo: dict[int, Any]) -> XLATensor:
+    import copy
+
+    with torch.no_grad():
+        storage = t._storage
+        shared = memo.get(id(storage))
+        if shared is None:
+            from torch_bridge.recorder.dispatch import copy_storage
+
+            shared = memo[id(storage)] = copy_storage(storage)
+        new = make(t._layout, shared)
+    new.requires_grad_(t.requires_grad)
+    memo[id(t)] = new
+    if t.grad is not None:
+        new.grad = copy.deepcopy(t.grad, memo)
+    new.__dict__.update(copy.deepcopy(user_attributes(t), memo))
+    if isinstance(t, torch.nn.Parameter):
+        new._is_param = True
+    return new
+
+
+class _Reading(threading.local):
+    """Whether Python asks for a number (and so may be given each rank's), not torch's own code."""
+
+    allowed = False
+
+    def __enter__(self) -> None:
+        self.allowed = True
+
+    def __exit__(self, *error: Any) -> None:
+        self.allowed = False
+
+
+READING = _Reading()
+
+
+def own_values(t: XLATensor) -> tuple[Any, ...]:
+    """The number in a one-element tensor on every hosted rank; empty if the tensor is the same on all."""
+    from torch_bridge.recorder import sharded
+
+    return tuple(torch.Tensor.item(s) for s in sharded.shards(t)) if _differs(t) else ()
+
+
+def _differs(t: XLATensor) -> bool:
+    """Whether ranks hold different values of a tensor that has been computed."""
+    from torch_bridge.mesh import sharding
+
+    storage = t._storage
+    return sharding.active() and storage.held is not None and bool(sharding.axes_of(sharding.spec_of(storage.held)))
+
+
+def _on_host(t: XLATensor) -> torch.Tensor:
+    """The values as a CPU tensor, those of the first hosted rank where ranks differ."""
+    from torch_bridge.recorder import copies
+
+    with torch.no_grad():
+        return copies.download(t)
+
+
+def _each_ranks(t: XLATensor, value: Any) -> Any:
+    from torch_bridge.mesh import rank_numbers
+
+    values = own_values(t)
+    return rank_numbers.item(values) if values else value
+
+
+_raw_data_get = torch.Tensor.data.__get__  # type: ignore[attr-defined]
+_raw_data_set = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+
+
+def make(layout: Layout, storage: Storage) -> XLATensor:
+    """A new tensor that views `storage` through `layout`."""
+    if layout.contiguous:  # the common case, and a third cheaper
+        t = _make_wrapper(XLATensor, layout.size, dtype=layout.dtype, device=DEVICE)
+    else:
+        t = _make_wrapper(XLATensor, layout.size, strides=layout.stride, storage_offset=layout.offset, dtype=layout.dtype, device=DEVICE)
+    t._storage = storage
+    t._layout = layout
+    return t
+
+
+def _dispatch(func: Any, args: Any, kwargs: Any) -> Any:
+    """Replaced when the recorder comes up."""
+    session.ensure()
+
+    return _dispatch(func, args, kwargs)

@@ -1,0 +1,70 @@
+"""Gradients of parameters that go straight into `.grad`, for modules under `torch_bridge.optimize`.
+
+At the end of a backward pass autograd has a node for each leaf, which detaches the gradient: an op that goes through torch's dispatcher into Python, and for a
+model with many weights much of a played step's time. Where that node would do nothing else, its work is done here, and it gets nothing.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from itertools import repeat
+from operator import attrgetter, is_
+from typing import Any
+
+import torch
+from torch.autograd.function import _HookMixin
+
+from torch_bridge.recorder import autograd_engine
+
+_dicts: dict[int, weakref.ref[Any]] = {}
+"""Where torch keeps the hooks of autograd's nodes, for as long as they live."""
+_register = _HookMixin._register_hook
+
+
+def _watched(hooks: Any, hook: Any) -> Any:
+    """torch's own, called for every hook on a node; the dict it returns belongs to the node."""
+    found = _register(hooks, hook)
+    ref = weakref.ref(found[0], _forget)
+    _dicts[id(ref)] = ref
+    return found
+
+
+def _forget(ref: weakref.ref[Any]) -> None:
+    _dicts.pop(id(ref), None)
+
+
+_HookMixin._register_hook = staticmethod(_watched)  # type: ignore[method-assign]
+
+
+def possible() -> bool:
+    """Whether the backward pass that runs now adds to the `.grad` of all leaves (it is no `autograd.grad`, has no `inputs=` and no `create_graph=`), and nobody
+    looks at single nodes."""
+    return autograd_engine.accumulates() and unwatched()
+
+
+def unwatched() -> bool:
+    """Whether nobody looks at single nodes of autograd (hooks on nodes, anomaly detection, a profiler)."""
+    return not (torch.is_anomaly_enabled() or torch.autograd._profiler_enabled() or any(ref() for ref in list(_dicts.values())))
+
+
+def empty(leaves: Sequence[Any], views: Sequence[Any]) -> bool:
+    """Whether these are leaves without gradients and hooks that lie as told (None: as they like), so that `.grad` can just be set."""
+    return (
+        all(map(_IS_LEAF, leaves))
+        and all(map(is_, map(_GRAD, leaves), repeat(None)))
+        and not any(map(_HOOKS, leaves))
+        and not any(map(_POST_HOOKS, leaves))
+        and all(view is None or p._layout is view for p, view in zip(leaves, views, strict=True))
+    )
+
+
+_IS_LEAF, _GRAD, _HOOKS, _POST_HOOKS = map(attrgetter, ("is_leaf", "grad", "_backward_hooks", "_post_accumulate_grad_hooks"))
+
+
+def give(p: Any, g: Any) -> bool:
+    """Make `g`, which nobody else holds, the gradient of a leaf; False if autograd has to: there is one already, it lies otherwise, or there are hooks."""
+    if p._layout is not g._layout or not p.is_leaf or p.grad is not None or p._backward_hooks or p._post_accumulate_grad_hooks:
+        return False
+    p.grad = g
+    return True

@@ -1,0 +1,440 @@
+"""One call of a module under `torch_bridge.optimize`: looked at, recorded, or played, as one node of autograd; and its backward pass.
+
+The first call of a kind runs on the script's own tensors and is only looked at, so that whatever cannot be repeated is right at least then. The next ones run
+on detached arguments inside one autograd node, so that the backward pass is a stretch of ops too. Later ones are played.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.utils import _pytree
+
+from torch_bridge.guards import calls
+from torch_bridge.guards.observer import Observer
+from torch_bridge.ir.segment import Storage
+from torch_bridge.mesh import random_state
+from torch_bridge.recorder import autograd_engine as backward_passes
+from torch_bridge.recorder import dispatch
+from torch_bridge.recorder.tensor import XLATensor, make
+from torch_bridge.replay import accumulate_grad, nested_grad, output_trees, recordings, torch_state
+from torch_bridge.replay.recompute import Again
+from torch_bridge.replay.recordings import Forward, Kind, Source
+from torch_bridge.replay.replayed_calls import Played
+from torch_bridge.replay.side_effects import Before
+from torch_bridge.replay.tape import NotNow, NotRepeatable, Recording, Unread
+from torch_bridge.runtime import interrupts
+
+
+class Held:
+    """What a module holds. tensors: each once; given: their storages, each once; first: a tensor on each; places: where storages are among them, by id; ids: of
+    the tensors; parameters: those that need gradients; storages: of the tensors.
+    """
+
+    def __init__(self, tensors: Sequence[XLATensor]):
+        self.tensors = tensors
+        self.storages = [t._storage for t in tensors]
+        self.given: list[Storage] = []
+        self.first: list[XLATensor] = []
+        self.places: dict[int, int] = {}
+        for t in tensors:
+            if id(t._storage) not in self.places:
+                self.places[id(t._storage)] = len(self.given)
+                self.given.append(t._storage)
+                self.first.append(t)
+        self.ids = set(map(id, tensors))
+        self.parameters = [t for t in tensors if t.requires_grad]
+
+
+class Call:
+    """One call. tensors: the arguments that are tensors, each once; places: which of them each tensor argument is; given: storages of what the module holds and
+    of arguments, each once; first: a tensor on each; every: the tensors of both; numbers: which of the storages each argument is on.
+    """
+
+    def __init__(self, player: Any, args: Any, kwargs: Any):
+        self.player = player
+        self.arguments = (args, kwargs)
+        self.leaves, self.spec = _pytree.tree_flatten(self.arguments)
+        self.tensors: list[XLATensor] = []
+        self.places: list[int] = []
+        index: dict[int, int] = {}
+        for x in self.leaves:
+            if isinstance(x, torch.Tensor):
+                if id(x) not in index:
+                    index[id(x)] = len(self.tensors)
+                    self.tensors.append(x)  # type: ignore[arg-type]
+                self.places.append(index[id(x)])
+        self.ambient = torch_state.now()
+        self.draws = (random_state.DEFAULT.seed, random_state.DEFAULT.offset)
+
+    def holding(self, held: Held) -> None:
+        """Take note of what the module holds."""
+        self.held = list(held.tensors)
+        self.given, self.first = list(held.given), list(held.first)
+        places: dict[int, int] = {}
+        self.numbers: list[int] = []
+        for t in self.tensors:
+            storage = t._storage
+            number = held.places.get(id(storage))
+            if number is None:
+                number = places.setdefault(id(storage), len(self.given))
+                if number == len(self.given):
+                    self.given.append(storage)
+                    self.first.append(t)
+            self.numbers.append(number)
+        self.every = [*self.tensors, *held.tensors]
+        self.held_arguments = held.ids.intersection(map(id, self.tensors))
+        self.parameters = held.parameters
+        if self.held_arguments:
+            self.parameters = [t for t in held.parameters if id(t) not in self.held_arguments]
+
+    def hold_more(self, t: XLATensor) -> bool:
+        """Take note of another tensor that the forward reads, while it runs; whether its storage is new."""
+        if id(t) in self._ids_of_every():
+            return False
+        self.held.append(t)
+        self.every.append(t)
+        if t.requires_grad:
+            self.parameters = [*self.parameters, t]
+        if any(s is t._storage for s in self.given):
+            return False
+        self.given.append(t._storage)
+        self.first.append(t)
+        return True
+
+    def ordered(self) -> dict[int, int]:
+        """Number what is given as a call is numbered whose held tensors are known from the start: new numbers by old ones."""
+        before = self.given
+        self.holding(Held(self.held))
+        places = {id(s): k for k, s in enumerate(self.given)}
+        return {k: places[id(s)] for k, s in enumerate(before)}
+
+    def _ids_of_every(self) -> set[int]:
+        return set(map(id, self.every))
+
+    def key(self) -> Any:
+        """What calls of one kind have in common, beside what their forward reads (`guards`)."""
+        plain = tuple(x if isinstance(x, torch.Tensor) else recordings.described(x) for x in self.leaves if not isinstance(x, torch.Tensor))
+        facts = tuple((t._layout, t.requires_grad, _linked(t._storage), getattr(t, "_is_param", False)) for t in self.tensors)
+        return self.spec, plain, tuple(self.places), self.ambient, facts
+
+    def lies(self) -> Any:
+        """How what is given lies in memory: which tensors share it, and the layouts of their storages."""
+        return tuple(self.numbers), [s.layout for s in self.given]
+
+    def run(self, kind: Kind) -> Any:
+        """The module's result."""
+        self.kind = kind
+        if not kind.forwards:
+            return self._look()
+        inputs = [*self.tensors, *self.parameters]
+        differentiable = torch.is_grad_enabled() and any(t.requires_grad for t in inputs)
+        forward = kind.forward(differentiable)
+        if forward is not None and kind.check_is_due():
+            forward = None
+        doing: Played | Recorded = Recorded(self, differentiable) if forward is None else Played(self, forward)
+        outs = _apply(doing, *inputs) if differentiable else doing.forward()
+        return output_trees.put_together(outs, self.every, doing.rest, doing.how)
+
+    def known(self, tensors: Sequence[Any]) -> dict[int, int]:
+        """Places in `every`, by id, of tensors in the places of the arguments, and of those that the module holds."""
+        return {id(t): k for k, t in enumerate([*tensors, *self.held])}
+
+    def await_backward(self, doing: Played | Recorded) -> None:
+        """Take note of other calls whose backward pass may come in the same pass: autograd adds up their gradients of parameters, in its own order."""
+        if self.ambient.grad:
+            waiting = self.player.waiting
+            for other in list(waiting):
+                other.alone = doing.alone = False
+            waiting.add(doing)
+
+    def _look(self) -> Any:
+        """Run it op by op on what the script gave, and see whether that can be repeated."""
+        watched = Watched(self, self.arguments, self.tensors, ahead=self.kind.unread)
+        observer = Observer(calls.call, self.arguments, watched.reads, self.player.module)
+        observer.lookup(type(self.player.module), "forward")
+        try:
+            out = calls.run(self.player.plain, *self.arguments, observer)
+        except BaseException:
+            self.player.forget(self.kind)
+            observer.release()
+            raise
+        finally:
+            watched.stop()
+        watched.look_learned(out, observer)
+        return out
+
+    def detached(self) -> list[Any]:
+        """The tensor arguments as leaves, but for those that the module holds."""
+        return [t if id(t) in self.held_arguments else t.detach().requires_grad_(t.requires_grad) for t in self.tensors]
+
+    def on(self, tensors: Sequence[Any]) -> Any:
+        """(args, kwargs) with these in the places of the tensor arguments."""
+        places = iter(self.places)
+        return _pytree.tree_unflatten([tensors[next(places)] if isinstance(x, torch.Tensor) else x for x in self.leaves], self.spec)
+
+
+def _linked(storage: Storage) -> bool:
+    """Whether writes to it reach others in a way that only an op knows (`rank_ops`): a recording must see that."""
+    return storage.facts is not None and bool(storage.facts.links)
+
+
+class Watched:
+    """A forward pass under a recording. arguments: what it gets, with these tensors in the places of the call's."""
+
+    def __init__(self, call: Call, arguments: Any, tensors: Sequence[Any], ahead: bool = True):
+        self._call = call
+        self._tensors = tensors
+        self._order: dict[int, int] = {}
+        self._before = Before(arguments, call.held)
+        self._versions = [t._version for t in call.every]
+        self.recording = Recording(call.given, ahead)
+
+    def stop(self) -> None:
+        """End watching."""
+        self.recording.stop()
+
+    def reads(self, t: XLATensor) -> None:
+        """The forward reads a tensor that is neither an argument nor held by the module."""
+        versions = len(self._call.every)
+        if self._call.hold_more(t):
+            self.recording.include(t._storage)
+        if len(self._call.every) > versions:
+            self._versions.append(t._version)
+
+    def look_learned(self, out: Any, observer: Observer) -> None:
+        """Take note of a first call, if what its forward reads is known."""
+        call, kind = self._call, self._call.kind
+        opened = output_trees.taken_apart(out, call.known(self._tensors)).opened
+        theirs = any(not observer.is_own(x) and not isinstance(x, torch.Tensor) for x in opened.values())
+        observer.release()
+        try:
+            if observer.reason:
+                raise NotRepeatable(observer.reason) if observer.lasting else NotNow(observer.reason)
+            if theirs:
+                raise NotRepeatable("it returns an object that was there before")
+            self._order = call.ordered()
+            kind.conditions, kind.held, kind.lies = observer.conditions, Held(list(call.held)), call.lies()
+            kind.recomputes, kind.functions = observer.recomputes, observer.functions
+            if not kind.conditions.hold():
+                raise NotNow(f"its forward changes {kind.conditions.changed()}")
+        except NotRepeatable as error:
+            call.player.trouble(error)
+            call.player.forget(kind)
+            return
+        self.learn(out)
+        if not kind.forwards and kind.unread:
+            kind.conditions = None  # the next call is looked at again, ahead
+        elif not kind.forwards:
+            call.player.forget(kind)
+
+    def learn(self, out: Any) -> tuple[list[XLATensor], list[Any], Any, Forward | None]:
+        """(the tensors in what was returned, each once; all of it, flat, with their places; its nesting; the recording, if it may be played)."""
+        outs, rest, how, _ = output_trees.taken_apart(out, self._call.known(self._tensors))
+        try:
+            if nested_grad.reentrant(outs):
+                nested_grad.check_leaves(self._call.held)
+            return outs, rest, how, self._forward(outs, rest, how)
+        except Unread:
+            self._call.kind.unread = True
+            return outs, rest, how, None
+        except NotRepeatable as error:
+            if error.lasting or len(self._call.kind.forwards) < recordings.TIMES:  # a check may come at a bad time
+                self._call.player.trouble(error)
+            return outs, rest, how, None
+
+    def _forward(self, outs: list[XLATensor], rest: list[Any], how: Any) -> Forward | None:
+        call = self._call
+        self._before.check()
+        call.kind.check_state()
+        needs = tuple(t.requires_grad for t in outs)
+        if any(needs) and not (call.ambient.grad and any(t.requires_grad for t in (*call.tensors, *call.parameters))):
+            raise NotRepeatable("it returns tensors with gradients though nothing that it was given has any")
+        self.made = self.recording.made()
+        new = recordings.forward_of(self.recording, outs, rest, how, needs)
+        if any(k != place for k, place in self._order.items()):
+            new = dataclasses.replace(new, tape=new.tape.renumbered(self._order))
+        new.bumped = [k for k, (t, version) in enumerate(zip(call.every, self._versions, strict=True)) if t._version != version]
+        return new if recordings.agree(call.player.stop, call.kind.forwards, new) else None
+
+
+class _Run(torch.autograd.Function):
+    """The module as one node of autograd. Inputs: tensor arguments, then parameters."""
+
+    @staticmethod
+    def forward(ctx: Any, doing: Played | Recorded, *inputs: XLATensor) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.doing = doing
+        outs = doing.forward()
+        ctx.mark_non_differentiable(*[o for o, needs in zip(outs, doing.needs, strict=True) if not needs])
+        ctx.save_for_backward(*doing.keep())
+        return tuple(outs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        doing = ctx.doing
+        if doing.over:
+            raise RuntimeError(_TWICE)
+        found = doing.backward(ctx.saved_tensors, [_on_device(g) for g in grads], ctx.needs_input_grad[1:])
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
+            doing.release()
+        return (None, *found)
+
+
+def _on_device(grad: Any) -> Any:
+    """The gradient of a result: one that the script gave may be elsewhere. A number is moved, as in torch."""
+    if grad is None or isinstance(grad, XLATensor):
+        return grad
+    if grad.dim():
+        raise RuntimeError(
+            f"Expected all tensors to be on the same device, but backward() was given a gradient on {grad.device} for a tensor on xla:0: move it "
+            "with .to('xla')"
+        )
+    return grad.to("xla")
+
+
+_apply = super(torch.autograd.Function, _Run).apply
+"""Without what torch does first for functorch, which is not active here (`torch_state.observed`)."""
+
+
+_TWICE = (
+    "Trying to backward through the graph a second time (a module under torch_bridge.optimize has already freed what it kept): "
+    "call the first backward() or autograd.grad() with retain_graph=True"
+)
+
+
+class Recorded:
+    """A call that runs op by op, and is watched. rest, how: what the module returned, flat, with the places of tensors; needs: which of them have gradients."""
+
+    def __init__(self, call: Call, differentiable: bool):
+        self.call = call
+        self.rest: list[Any] = []
+        self.how: Any = None
+        self.needs: tuple[bool, ...] = ()
+        self.over = False
+        self.alone = False
+        self._differentiable = differentiable
+        self._known: dict[int, Source] = {}
+
+    def forward(self) -> list[XLATensor]:
+        """Run it; the tensors that it returns."""
+        call = self.call
+        call.await_backward(self)
+        self._again = Again(call, call.kind.forwards[0]) if self._differentiable else None
+        self._own = call.detached() if self._differentiable else call.tensors
+        arguments = call.on(self._own)
+        watched = Watched(call, arguments, self._own)
+        try:
+            with torch.set_grad_enabled(call.ambient.grad):
+                out = call.player.plain(*arguments[0], **arguments[1])
+        finally:
+            watched.stop()
+        self._outs, self.rest, self.how, self._learned = watched.learn(out)
+        self.needs = tuple(t.requires_grad for t in self._outs)
+        if self._again is None:
+            return self._outs
+        self._again.note_versions()
+        self._segment = dispatch.STATE.current
+        self._made = watched.made if self._learned is not None else []
+        self._recording = watched.recording
+        given: list[Any] = [t.detach() for t in self._outs]
+        self._known = sources_by_id(call, given)
+        return given
+
+    def keep(self) -> list[XLATensor]:
+        """What the backward pass needs if it has to compute the forward pass again; for itself, autograd keeps what it needs."""
+        assert self._again is not None
+        return self._again.keep()
+
+    def release(self) -> None:
+        """Let go of everything: there will be no other backward pass."""
+        self.over = True
+        self.call.player.waiting.discard(self)
+        del self.call, self._outs, self._own, self._made, self._again, self._recording, self._learned, self._known
+
+    def backward(self, saved: Any, grads: Any, needed: Any) -> list[Any]:
+        """Gradients of arguments and parameters."""
+        call = self.call
+        if torch.is_grad_enabled():
+            assert self._again is not None
+            if self._learned is None:
+                raise RuntimeError(
+                    f"gradients of gradients through a {call.player.name} that torch_bridge.optimize was just recording, and that cannot be repeated: "
+                    "call torch_bridge.restore(module) before"
+                )
+            return self._again.gradients([*call.tensors, *call.parameters], grads, needed, saved)
+        recording = None
+        later = dispatch.STATE.current is not self._segment
+        if self._learned is not None and not call.player.off and not self.call.kind.unknown_backward():
+            sources, related = recordings.sources_of(call.given, self._made, self._recording.constants, grads)
+            drawn = (*call.draws, len(self._learned.tape.draws))
+            recording = Recording(
+                [storage for storage, _ in sources], after=None if later else self._recording, related=related, drawn=drawn
+            )
+        try:
+            found = nested_grad.gradients(
+                self._outs, [*self._own, *call.parameters], grads, needed, keep=torch._C._autograd._get_current_graph_task_keep_graph()
+            )
+        finally:
+            if recording is not None:
+                recording.stop()
+        if recording is not None:
+            self._learn(recording, [what for _, what in sources], found, recordings.pattern(grads, needed, self._known, later))
+        return _apart(found, grads)
+
+    def _learn(self, recording: Recording, sources: Sequence[Source], found: Sequence[Any], pattern: Any) -> None:
+        player = self.call.player
+        try:
+            learned = recordings.backward_of(recording, sources, found)
+            recordings.learn_backward(player.stop, self.call.kind, learned, self._made, pattern)
+        except NotRepeatable as error:
+            player.trouble(error, "in its backward pass, ")
+
+
+def sources_by_id(call: Call, outs: Sequence[XLATensor]) -> dict[int, Source]:
+    """What given storages and results are, by id (they outlive the backward pass that asks)."""
+    found: dict[int, Source] = {id(o._storage): ("out", k) for k, o in enumerate(outs)}
+    found.update({id(storage): ("given", k) for k, storage in enumerate(call.given)})
+    return found
+
+
+def _apart(found: Sequence[Any], grads: Sequence[Any]) -> list[Any]:
+    """Gradients that share no memory with each other or with what came in: autograd takes them for its own, as nobody else holds them."""
+    taken = {id(g._storage) for g in grads if g is not None}
+    parted: list[Any] = []
+    for g in found:
+        if g is not None:
+            g = make(g._layout, dispatch.copy_storage(g._storage)) if id(g._storage) in taken else g.detach()
+            taken.add(id(g._storage))
+        parted.append(g)
+    return parted
+
+
+def backward_without_engine(loss: Any, grad: Any) -> bool:
+    """The backward pass of a loss that a played module returned, if autograd's engine is not needed for it; False, with nothing done, if it is.
+
+    The engine would look at a node for each parameter, which takes longer than to play the whole pass.
+    """
+    node: Any = loss.grad_fn
+    if type(node) is not _NODE:
+        return False
+    doing = node.doing
+    if type(doing) is not Played or doing.over or loss._backward_hooks or loss.retains_grad or not accumulate_grad.unwatched():
+        return False
+    if type(grad) is not XLATensor or (grad._layout.size, grad._layout.dtype) != (loss._layout.size, loss._layout.dtype):
+        return False  # the engine converts it, or says what is wrong
+    grads = [None] * len(doing.needs)
+    grads[loss.output_nr] = grad
+    with interrupts.deferred():
+        if not doing.backward_into_leaves(grads, node.needs_input_grad[1:]):
+            return False
+        doing.release()
+        node.maybe_clear_saved_tensors()
+    return True
+
+
+_NODE: Any = _Run._backward_cls
+backward_passes.WITHOUT_ENGINE = backward_without_engine

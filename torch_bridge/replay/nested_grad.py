@@ -1,0 +1,79 @@
+"""Gradients inside of one node of autograd: of what a module under `torch_bridge.optimize` returned, for what it was given."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import CheckpointFunction
+
+from torch_bridge.replay.tape import NotRepeatable
+
+
+def reentrant(outs: Iterable[torch.Tensor]) -> bool:
+    """Whether there is an activation checkpoint with `use_reentrant=True` behind these results: it sets `.grad` itself, and refuses `autograd.grad`."""
+    nodes = [o.grad_fn for o in outs if o.grad_fn is not None]
+    seen = set(nodes)
+    while nodes:
+        node = nodes.pop()
+        if issubclass(getattr(type(node), "_forward_cls", object), CheckpointFunction):
+            return True
+        found = {n for n, _ in node.next_functions if n is not None} - seen
+        seen |= found
+        nodes += found
+    return False
+
+
+def check_leaves(inputs: Iterable[torch.Tensor]) -> None:
+    """Raises NotRepeatable if `.grad` of one of these, which such a checkpoint sets, would go on elsewhere."""
+    if any(t.requires_grad and not t.is_leaf for t in inputs):
+        raise NotRepeatable(
+            "it has an activation checkpoint with use_reentrant=True inside, and holds a tensor that was computed with gradients"
+        )
+
+
+def gradients(
+    outs: Sequence[Any], inputs: Sequence[Any], grads: Sequence[Any], needed: Sequence[bool], keep: bool, create: bool = False
+) -> list[Any]:
+    """The gradient of each input that needs one; None where there is none. Where there are reentrant checkpoints, inputs that need one must be leaves."""
+    reached = [(o, g) for o, g in zip(outs, grads, strict=True) if g is not None and o.requires_grad]
+    wanted = [t for t, needs in zip(inputs, needed, strict=True) if needs]
+    found: Sequence[Any] = [None] * len(wanted)
+    if reached and wanted:
+        roots, given = zip(*reached, strict=True)
+        with _without(wanted, "_backward_hooks"):  # the pass around this one calls them
+            if reentrant(roots) and not create:
+                found = _by_leaves(roots, wanted, given, keep)
+            else:
+                found = torch.autograd.grad(roots, wanted, given, retain_graph=keep, create_graph=create, allow_unused=True)
+    each = iter(found)
+    return [next(each) if needs else None for needs in needed]
+
+
+def _by_leaves(roots: Sequence[Any], leaves: Sequence[Any], given: Sequence[Any], keep: bool) -> list[Any]:
+    """What a backward pass adds to `.grad` of leaves, which then is what it was. Hooks for when it is there wait for the pass around this one."""
+    before = [t.grad for t in leaves]
+    with _without(leaves, "_post_accumulate_grad_hooks"):
+        try:
+            for t in leaves:
+                t.grad = None
+            torch.autograd.backward(roots, given, retain_graph=keep)
+            return [t.grad for t in leaves]
+        finally:
+            for t, grad in zip(leaves, before, strict=True):
+                t.grad = grad
+
+
+@contextlib.contextmanager
+def _without(leaves: Sequence[Any], kind: str) -> Iterator[None]:
+    """While these leaves have no hooks of a kind."""
+    hooks = [(held, dict(held)) for t in leaves if t.is_leaf and (held := getattr(t, kind))]
+    try:
+        for held, _ in hooks:
+            held.clear()
+        yield
+    finally:
+        for held, registered in hooks:
+            held.update(registered)

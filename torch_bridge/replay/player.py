@@ -1,0 +1,336 @@
+"""Modules whose forward and backward are recorded and played again (`torch_bridge.optimize`).
+
+Recording op by op costs Python time in every step. A module that does the same on the same kind of input is looked at once and recorded twice in the ordinary
+way; if all agree (`tape.Tape`), later calls append what was recorded, forward and backward, without running the module. The graph is the one that would have
+been recorded, so numbers, programs and pictures do not change. What could make a module do something else is noted in a first, instrumented run, and asked
+again before each call (`guards`, `torch_state`); where recordings differ, or something cannot be repeated, the module goes on op by op, and a warning says why,
+once.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+import logging
+import types
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from torch_bridge import _compat
+from torch_bridge.guards import allowed_hooks, calls
+from torch_bridge.recorder import dispatch, eager_mode
+from torch_bridge.recorder.tensor import XLATensor, user_attributes
+from torch_bridge.replay import torch_state
+from torch_bridge.replay.module_calls import Call, Held
+from torch_bridge.replay.recordings import ANSWERS, Kind, Unknown
+from torch_bridge.runtime import executor
+
+logger = logging.getLogger("torch_bridge")
+
+KINDS = 16
+"""Kinds of calls (shapes, modes, states) of one module that are kept; a module with more is recorded op by op."""
+OTHERS = 16
+"""Calls with other answers than those that were recorded before a module is recorded op by op for good, if not more were played."""
+OF_METHODS = frozenset(
+    {"__annotations__", "__code__", "__defaults__", "__globals__", "__kwdefaults__", "__name__", "__qualname__", "__self__"}
+)
+"""What a player has of the forward that it stands for. Not `__func__`: who wraps that in a method of its own (accelerate) means to wrap what is called."""
+PATIENCE = 3
+"""Recordings that may fail for a passing reason (a first call fills a cache) before a module is recorded op by op for good."""
+
+
+def optimize(module: torch.nn.Module) -> torch.nn.Module:
+    """Play the module's forward and backward from recordings, where that is sound; returns the module.
+
+    Every call of `module(...)` on xla tensors counts, in training and evaluation. Its parameters, buffers, arguments and attributes may change: a call of
+    another kind is recorded anew, up to 16 kinds. A forward that branches on small integers (`if mask.all():`) is played where these can be told on the
+    host, each outcome from recordings of its own. Activation checkpoints inside are part of what is played, and so are forward hooks. While there are torch
+    modes, functorch, saved-tensor hooks (an activation checkpoint around it), a profiler, eager or inference mode, it is recorded op by op.
+    `restore(module)` undoes it.
+
+    The first call of a kind runs as instrumented code (`guards`): everything that it reads of Python's state is noted, and asked again before each later
+    call. If something cannot be followed, or is changed for good (printing, appending to a list elsewhere), the module is recorded op by op, and `states`
+    and a warning say why. The 4th, 8th, 16th, ... call that might be played is recorded and compared.
+
+    Gradients of one weight from several calls, or from a call and from elsewhere, are summed per call first, and under autocast each call casts its weights
+    for itself: the last bits may differ there. Raises TypeError for something that is no module. In a backward pass, RuntimeError where the memory of a
+    parameter was swapped since the forward pass, and where a backward pass that was not recorded, or gradients of gradients, need the forward pass again and
+    the module or its tensors have been changed since.
+    """
+    if not isinstance(module, torch.nn.Module):
+        raise TypeError(f"torch_bridge.optimize takes a torch.nn.Module, got {type(module).__name__}")
+    if not isinstance(module.__dict__.get("forward"), Player):
+        module.forward = Player(module)
+    _follow_copies()
+    return module
+
+
+class State(NamedTuple):
+    """How an optimized module is doing. module: its class; calls: how often it was called; played: how many of these calls were played; reason: why it is
+    recorded op by op, "" if nothing stands against playing it; lasting: it will be so for good."""
+
+    module: str
+    calls: int
+    played: int
+    reason: str
+    lasting: bool
+
+
+def states() -> list[State]:
+    """Of every module under `optimize` that is still there, in the order in which they were optimized."""
+    there = [p for p in _PLAYERS if p.module is not None and p.module.__dict__.get("forward") is p]
+    return [player.state() for player in sorted(there, key=lambda p: p.number)]
+
+
+_PLAYERS: weakref.WeakSet[Player] = weakref.WeakSet()
+
+
+def _follow_copies() -> None:
+    """Give a shallow copy (`copy.copy`) of an optimized module a player of its own."""
+    if torch.nn.Module.__setstate__ is not _set_state:
+        torch.nn.Module.__setstate__ = _set_state  # type: ignore[method-assign]
+
+
+_original_set_state = torch.nn.Module.__setstate__
+
+
+@functools.wraps(_original_set_state)
+def _set_state(self: torch.nn.Module, state: Any) -> None:
+    _original_set_state(self, state)
+    found = self.__dict__.get("forward")
+    if isinstance(found, Player) and found.module is not self:
+        found.put_back(self)
+        self.forward = Player(self)
+
+
+def restore(module: torch.nn.Module) -> torch.nn.Module:
+    """Record the module op by op again; returns it."""
+    found = module.__dict__.get("forward")
+    if isinstance(found, Player):
+        found.put_back(module)
+    return module
+
+
+_NUMBERS = itertools.count()
+
+
+class Player:
+    """Takes the place of a module's `forward`. off: why it records op by op, if it does; played: calls that were played; waiting: those of them
+    whose backward pass may still come; compiled: `torch.compile` asked for it, so in eager mode too; calls: how often it was called; waits: why the last calls
+    were recorded op by op, if that may pass; number: of the players, in order."""
+
+    def __init__(self, module: torch.nn.Module):
+        self._module = weakref.ref(module)
+        self._before = module.__dict__.get("forward")
+        self._kinds: dict[Any, list[Kind]] = {}
+        self._patience = PATIENCE
+        self._others = 0
+        self._reasons: Counter[str] = Counter()
+        self._hooked: tuple[tuple[str, Any], ...] = ()
+        self.__doc__ = self.plain.__doc__
+        self.off = ""
+        self.waits = ""
+        self.calls = 0
+        self.number = next(_NUMBERS)
+        _PLAYERS.add(self)
+        self.played = 0
+        self.compiled = False
+        self.waiting: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        module = memo.get(id(self._module()))
+        if module is None:
+            return self
+        new = Player(module)
+        new._before = copy.deepcopy(self._before, memo)
+        new.compiled = self.compiled
+        return new
+
+    def __reduce__(self) -> Any:
+        module = self._module()
+        if module is None:
+            raise TypeError("the forward of a module under torch_bridge.optimize cannot be pickled after the module is gone")
+        return Player, (module,), {"_before": self._before, "compiled": self.compiled}
+
+    def state(self) -> State:
+        """How it is doing."""
+        return State(self.name, self.calls, self.played, self.off or self.waits, bool(self.off))
+
+    @property
+    def module(self) -> torch.nn.Module | None:
+        """Whose forward it stands for."""
+        return self._module()
+
+    @property
+    def name(self) -> str:
+        """The class of the module."""
+        return type(self._module()).__name__
+
+    def put_back(self, module: torch.nn.Module) -> None:
+        """Undo `optimize`."""
+        if self._before is None:
+            del module.__dict__["forward"]
+        else:
+            module.forward = self._before
+
+    @property
+    def plain(self) -> Callable[..., Any]:
+        """The module's own forward, op by op."""
+        if self._before is not None:
+            return self._before
+        module = self._module()
+        if module is None:
+            raise ReferenceError(
+                "the module of this forward is gone: torch_bridge.optimize does not keep it alive. Hold the module, not module.forward alone"
+            )
+        return types.MethodType(type(module).forward, module)
+
+    __wrapped__ = plain
+    """What `inspect.signature(module.forward)` is about: transformers' Trainer and `generate` choose their arguments by it."""
+
+    def __getattr__(self, name: str) -> Any:
+        """What scripts ask of a forward method beside calling it: `module.forward.__code__.co_varnames`."""
+        if name in OF_METHODS:
+            return getattr(self.plain, name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def stop(self, reason: str) -> None:
+        """From now on op by op."""
+        if not self.off:
+            self.off = reason
+            self._kinds.clear()
+            logger.warning("torch_bridge.optimize: %s is recorded op by op from now on: %s", self.name, reason)
+
+    def _put_off(self, reason: str) -> None:
+        """This call op by op. The reason may pass; if it stays for some calls, say so, once."""
+        self.waits = reason
+        self._reasons[reason] += 1
+        if self._reasons[reason] == PATIENCE:
+            logger.warning("torch_bridge.optimize: %s is recorded op by op while there is: %s", self.name, reason)
+
+    def trouble(self, error: Exception, where: str = "") -> None:
+        """Something could not be recorded: stop, unless it may be otherwise the next times."""
+        hooks = self._hooks_inside()
+        if hooks:  # they may go
+            self._hooked = hooks
+            self._put_off(f"a hook on {hooks[0][0]}")
+            return
+        self.waits = str(error)
+        if not getattr(error, "lasting", True):
+            self._patience -= 1
+        if getattr(error, "lasting", True) or not self._patience:
+            self.stop(f"{where}{error}")
+
+    def forget(self, kind: Kind) -> None:
+        """Nothing is known of such calls."""
+        for kinds in self._kinds.values():
+            kinds[:] = [k for k in kinds if k is not kind]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if eager_mode.enabled():
+            return self._in_eager_mode(args, kwargs)
+        self.calls += 1
+        found = None if self.off else self._call(args, kwargs)
+        return self.plain(*args, **kwargs) if found is None else found[0].run(found[1])
+
+    def _in_eager_mode(self, args: Any, kwargs: Any) -> Any:
+        """Op by op, each at once; as a step of its own if `torch.compile` asked for it."""
+        if not self.compiled:
+            return self.plain(*args, **kwargs)
+        with eager_mode.mode(False):
+            out = self(*args, **kwargs)
+            executor.sync()
+        return out
+
+    def _hooks_inside(self) -> tuple[tuple[str, Any], ...]:
+        """Hooks of modules inside and of parameters: where they are, and which they are."""
+        root = self._module()
+        found: list[tuple[str, Any]] = []
+        for name, module in () if root is None else root.named_modules():
+            for hooks in (getattr(module, kind) for kind in _HOOKS) if name else ():
+                if not allowed_hooks.all_known(hooks):
+                    found += [(name, id(hook)) for hook in hooks.values()]
+            for key, t in module._parameters.items():
+                if t is not None and t._backward_hooks:
+                    found += [(f"the gradient of {name}.{key}".replace(" .", " "), id(hook)) for hook in t._backward_hooks.values()]
+        return tuple(found)
+
+    def _holding(self) -> Held:
+        """Tensors that the module holds now, each once. Raises Unknown where some are not on xla."""
+        root = self._module()
+        assert root is not None
+        found: dict[int, Any] = {}
+        for name, module in root.named_modules():
+            if isinstance(module, torch.jit.ScriptModule):
+                raise Unknown(f"a ScriptModule inside, {name}")
+            for t in (*module._parameters.values(), *module._buffers.values()):
+                if isinstance(t, XLATensor):
+                    found[id(t)] = t
+        return Held(list(found.values()))
+
+    def _call(self, args: Any, kwargs: Any) -> tuple[Call, Kind] | None:
+        """The call and its kind, if it may be recorded or played."""
+        segment = dispatch.STATE.current
+        if segment.capture or segment.watch is not None:
+            return None
+        if torch_state.observed():
+            self.waits = "somebody follows single operations (a torch mode, functorch, a profiler, an activation checkpoint around it), or inference mode is on"
+            return None
+        call = Call(self, args, kwargs)
+        if not call.tensors or not all(map(_ordinary, call.tensors)):
+            return None
+        try:
+            kinds = self._kinds.setdefault(call.key(), [])
+            alike = 0
+            for kind in kinds:
+                if kind.conditions is not None and kind.conditions.hold():
+                    call.holding(kind.holding())
+                    if call.lies() == kind.lies:
+                        alike += 1
+                        if kind.fits(call.given):
+                            self.waits = ""
+                            return call, kind
+            if self._hooked and self._hooked == self._hooks_inside():
+                raise Unknown(f"a hook on {self._hooked[0][0]}", lasting=False)
+            self._hooked = ()
+            call.holding(self._holding())
+        except Unknown as error:
+            if error.lasting:
+                self.stop(str(error))
+            else:
+                self._put_off(str(error))
+            return None
+        if sum(map(len, self._kinds.values())) >= KINDS:
+            self.stop(f"its arguments or its state have been of {KINDS} kinds so far")
+            return None
+        if alike >= ANSWERS:
+            self._others += 1
+            if self._others >= max(OTHERS, self.played):
+                self.stop("the values that it asks for (.item(), print, a branch) differ from call to call")
+            return None
+        again = next((kind for kind in kinds if kind.conditions is None and kind.unread), None)
+        if again is None:
+            kinds.append(again := Kind())
+        return call, again
+
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def _ordinary(t: torch.Tensor) -> bool:
+    """Whether it is an xla tensor without attributes of the script's, which a detached one would not have."""
+    return isinstance(t, XLATensor) and (len(t.__dict__) <= 2 or not user_attributes(t))
+
+
+def _inside(observer: Any, f: Player, args: Any, kwargs: Any) -> Any:
+    """A player inside of a module that is looked at: what counts is its module's own forward."""
+    return calls.call(observer, f.plain, args, kwargs)
+
+
+calls.add_rule(Player, _inside)
+_compat.record_untraced([Player.__call__])

@@ -1,0 +1,268 @@
+"""Running what has been recorded: look the segment up, compile it on a miss, execute it, hand the results to their storages.
+
+A `Trace` is a structure (list of nodes) seen before; for each set of live results and donated inputs it has one compiled program. A
+buffer that only the segment still holds is donated, so an in-place update really is in place. A failed run leaves every tensor that
+had a value with that value.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import sys
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+from torch import fx
+
+from torch_bridge import metrics
+from torch_bridge.compiler import background_compile, history, shard_mapping
+from torch_bridge.compiler.program import Program, Trace
+from torch_bridge.config import fork_guard
+from torch_bridge.errors import DeadTensorError, XlaOutOfMemoryError
+from torch_bridge.ir.segment import LOCK, Segment, Storage
+from torch_bridge.mesh import abstract_arrays, sharding, world
+from torch_bridge.passes import hoist_constants, scalar_inputs
+from torch_bridge.precision import precision_mode
+from torch_bridge.runtime import interrupts
+from torch_bridge.runtime.pending import STATE
+from torch_bridge.telemetry import activity, compile_log
+
+MAX_IN_FLIGHT = 4
+"""Executions that may be queued before recording waits for the oldest."""
+
+MAX_TRACES = 512
+"""Structures kept, with their executables; the one unused for longest goes first."""
+
+DONATE = True
+"""Whether buffers that only the segment holds are donated (XLA_ENABLE_PARAM_ALIASING)."""
+
+BEFORE: list[Callable[[Segment], None]] = []
+"""Called with each segment that is about to run (NXD_JAX_CHECK_INDICES)."""
+
+CHECKS: list[Callable[[Trace, dict[int, list[Storage]]], None]] = []
+"""Called after each execution with what ran and the storages that got its results, by value id (NEURON_FAIL_ON_NAN)."""
+
+TRACES: dict[tuple[Any, ...], Trace] = {}
+_BY_START: dict[tuple[Any, ...], Trace] = {}
+RECENT: deque[Program] = deque(maxlen=16)
+"""The programs that ran last, newest last."""
+
+_in_flight: deque[weakref.ref[Any]] = deque()
+_last: Trace | None = None
+_clock = itertools.count(1)
+
+
+def _before_ranks_change() -> None:
+    """What is recorded runs on the old mesh; compiled programs belong to it."""
+    sync()
+    clear_cache()
+
+
+world.before_change(_before_ranks_change)
+
+
+def clear_cache() -> None:
+    """Forget every compiled program (they are compiled again when needed)."""
+    global _last
+    with LOCK:
+        TRACES.clear()
+        _BY_START.clear()
+        RECENT.clear()
+        hoist_constants._ONCE.clear()
+        _last = None
+        STATE.current.predicted = None
+
+
+def sync(wait: bool = False) -> None:
+    """Compile and run everything recorded so far (`xm.mark_step`); `wait` blocks until the device is done."""
+    with LOCK:
+        segment = STATE.current
+        if segment.nodes:
+            if segment.capture:
+                raise RuntimeError(
+                    "a captured module asked for the value of a tensor (.item(), .cpu(), print, or a Python branch on it) while torch_bridge.capture "
+                    "was recording it: captured graphs have no values. Take the value outside the module, or use torch.where."
+                )
+            _run(segment)
+    if wait:
+        wait_all()
+
+
+def wait_all() -> None:
+    """Block until every execution so far has finished."""
+    with explained():
+        for ref in list(_in_flight):
+            array = ref()
+            if array is not None and not array.is_deleted():
+                array.block_until_ready()
+    _in_flight.clear()
+
+
+def materialize(storage: Storage) -> None:
+    """Make sure a storage has its value (running the segment if it is pending)."""
+    STATE.current.asked()
+    if storage.pending:
+        sync()
+    if storage.held is None and storage.segment is not None:
+        raise DeadTensorError.of(storage.segment)
+
+
+def _run(segment: Segment) -> None:
+    fork_guard.check()
+    for prepare in BEFORE:
+        prepare(segment)
+    mode = precision_mode.current()
+    trace = _predicted(segment)
+    if trace is None:
+        if segment.predicted is not None:
+            segment.sources = list(segment.predicted.sources[: len(segment.nodes)])
+            segment.predicted = None
+        with interrupts.deferred():  # half a rewrite would be a wrong graph
+            hoist_constants.hoist(segment)
+    live = segment.results()
+    if not live:
+        _start_next(segment, trace)
+        return
+    trace = trace or _lookup(segment)
+    trace.used = next(_clock)
+    outs = tuple(sorted(live))
+    donate = tuple(sys.getrefcount(array) == 3 for array in segment.leaves) if DONATE else (False,) * len(segment.leaves)
+    numbers: dict[type, Any] = {kind: scalar_inputs.flat(segment.numbers, kind) for kind in (float, int)}
+    program: Program | None = None
+    try:
+        labels = shard_mapping.of(segment, live, outs) if sharding.active() else None
+        program = trace.find(outs, donate, numbers, labels, mode)
+        if program is None:
+            metrics.count("UncachedCompile")
+            program = Program(trace, outs, segment, donate, labels, mode)
+            trace.programs.setdefault(outs, []).append(program)
+            history.compiling(program, trace, segment, outs, donate, labels, numbers)
+            program.results_held_by = tuple(weakref.ref(live[vid][0]) for vid in outs)
+        else:
+            metrics.count("CachedCompile")
+        _execute(program, segment, live, trace, program.arguments(segment, donate, numbers))
+    except BaseException as error:
+        activity.ACTIVITY.dispatching = False
+        if program is not None and not program.begun and program in trace.programs.get(outs, ()):
+            trace.programs[outs].remove(program)  # JAX does not lower a function again whose lowering was interrupted
+        if not isinstance(error, Exception):
+            raise
+        _roll_back(segment, error)
+        raise explain(error) from error
+    for check in CHECKS:
+        check(trace, live)
+
+
+def _predicted(segment: Segment) -> Trace | None:
+    """The trace that recording agreed with from the first node to the last."""
+    predicted = segment.predicted
+    return predicted if predicted is not None and not predicted.evicted and len(predicted.nodes) == len(segment.nodes) else None
+
+
+def _lookup(segment: Segment) -> Trace:
+    """The trace with this structure, made if it is new."""
+    key = tuple(segment.nodes)
+    trace = TRACES.get(key)
+    if trace is None:
+        trace = TRACES[key] = Trace(key, segment.sources)
+        while len(TRACES) > MAX_TRACES:
+            _evict(min((t for t in TRACES.values() if t is not trace), key=lambda t: t.used))
+    if key:
+        _BY_START[key[0]] = trace
+    return trace
+
+
+def _evict(trace: Trace) -> None:
+    """Let go of a trace and its executables."""
+    del TRACES[trace.nodes]
+    trace.evicted = True
+    trace.programs.clear()
+    if _BY_START.get(trace.nodes[0]) is trace:
+        del _BY_START[trace.nodes[0]]
+
+
+def _execute(program: Program, segment: Segment, live: dict[int, list[Storage]], trace: Trace, args: list[Any]) -> None:
+    if not program.begun and not abstract_arrays.active() and not compile_log.only_noted(program):
+        if background_compile.wanted():
+            program.compile_aside(args)
+        else:
+            with activity.compiling(program):
+                program.compile(args)
+    started = time.perf_counter()
+    activity.ACTIVITY.dispatching = True
+    with interrupts.deferred():  # running consumes donated inputs: its results must reach their storages
+        arrays = program.run(args)
+        args.clear()
+        for vid, held in zip(sorted(live), program.ports.results(arrays), strict=True):
+            for storage in live[vid]:
+                storage.settle(held)
+        _start_next(segment, trace)
+    activity.ACTIVITY.ran(program.facts, arrays[-1])
+    metrics.EXECUTE_TIME.add(time.perf_counter() - started)
+    program.step = activity.ACTIVITY.steps
+    RECENT.append(program)
+    _in_flight.append(weakref.ref(arrays[0]))
+    if len(_in_flight) > MAX_IN_FLIGHT:
+        oldest = _in_flight.popleft()()
+        if oldest is not None and not oldest.is_deleted():
+            oldest.block_until_ready()
+
+
+def _start_next(segment: Segment, trace: Trace | None) -> None:
+    global _last
+    new = Segment(by_start=_BY_START)
+    if trace is not None:
+        if _last is not None:
+            _last.following = trace
+        _last = trace
+        new.predicted = trace.following
+    STATE.current = new
+    segment.clear()
+
+
+def _roll_back(segment: Segment, error: BaseException) -> None:
+    """After a failure: storages get their last values back, pending ones are marked as lost, and recording starts afresh."""
+    for ref, leaf in reversed(segment.saved):
+        storage = ref()
+        if storage is not None and storage.segment is segment:
+            array = segment.leaves[-leaf - 1]
+            if not array.is_deleted():
+                storage.settle(array)
+    for ref, array in segment.overwritten:
+        storage = ref()
+        if storage is not None and storage.segment is segment:
+            storage.settle(array)
+    segment.failure = f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"
+    STATE.current = Segment(by_start=_BY_START)
+    segment.clear()
+
+
+def explain(error: Exception) -> Exception:
+    """The error to raise for a failed run: JAX's own, or one that says what to do."""
+    text = str(error)
+    if "RESOURCE_EXHAUSTED" in text or "Out of memory" in text:
+        return XlaOutOfMemoryError(
+            f"JAX ran out of memory on the xla device: {text.splitlines()[0]}. Use a smaller batch, activation checkpointing "
+            "(torch.utils.checkpoint) or bfloat16; del tensors you no longer need and call torch_xla.sync() so that their memory is reused."
+        )
+    return error
+
+
+@contextlib.contextmanager
+def explained() -> Iterator[None]:
+    """Turn JAX's run-time errors into ours."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        raise explain(error) from error
+
+
+def last_graphs() -> list[fx.Graph]:
+    """The graphs of aten ops of the programs that ran last, each once, in the order of their last runs (16 runs back at most)."""
+    programs = list(dict.fromkeys(reversed(RECENT)))
+    return [program.graph for program in reversed(programs)]

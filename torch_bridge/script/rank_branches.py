@@ -1,0 +1,112 @@
+"""Plain numbers and truths that Python takes from a number that differs by rank, in a process that hosts several: the first hosted rank's, for all.
+
+`if rank == 0: print(...)` is what that is for, and right. What meets tensors is not: a branch with tensor work inside, `x * float(rank)`, a scale that
+`2.0 if rank else 1.0` chose. So each place is followed through the script's source (`rank_flow`) when it is first passed, and reported once: at once where
+tensors are seen to meet it, else when a graph is compiled that holds an op of a line that works with it.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterable, Sequence
+from types import FrameType
+from typing import Any
+
+from torch_bridge import source
+from torch_bridge.mesh import rank_numbers
+from torch_bridge.script import rank_flow, rank_syntax
+
+
+class Branch:
+    """A place that took a plain number or a truth. decided: what depends on it; lines: (file, line) that do; mixed: those where tensors surely meet it."""
+
+    def __init__(self, frame: FrameType, decided: ast.AST, flow: rank_flow.Flow):
+        self.file, self.line, self.decided = frame.f_code.co_filename, frame.f_lineno, decided
+        self.lines, self.mixed = flow.lines, flow.mixed
+        self.reported = False
+
+
+_taken: dict[Any, Branch | None] = {}
+_busy = False
+
+
+def note(values: Sequence[Any], truth: bool = True) -> None:
+    """A number that differs by rank has been asked for its truth, or for a plain number."""
+    global _busy
+    frame = _asker()
+    if frame is None or _busy or _place(frame) in _taken or not source.is_outside(frame.f_code):
+        return  # torch and this package know what to do with the answer
+    _busy = True  # following the source asks no number
+    try:
+        found = _follow(frame, truth)
+    finally:
+        _busy = False
+    _taken[_place(frame)] = found
+    if found is not None and found.mixed and not found.reported:
+        _report(found, found.mixed[0][1], 3)
+
+
+def _place(frame: FrameType) -> tuple[Any, ...]:
+    """Code objects of equal functions in different files are equal."""
+    return frame.f_code.co_filename, frame.f_code, frame.f_lasti
+
+
+def _asker() -> FrameType | None:
+    """The frame that asked: not one of the methods of our numbers and tensors that answer."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and (
+        frame.f_code.co_filename == rank_numbers.__file__ or (frame.f_code.co_name in _ANSWERS and not source.is_outside(frame.f_code))
+    ):
+        frame = frame.f_back
+    return frame
+
+
+_ANSWERS = {"__bool__", "__float__", "__index__", "__hash__"}
+
+
+def _follow(frame: FrameType, truth: bool) -> Branch | None:
+    node = rank_syntax.asking(frame)
+    if node is None:
+        return None
+    decided, is_branch = rank_syntax.decision(node) if truth else (node, False)
+    if isinstance(decided, ast.Assert) or _is_string(decided):
+        return None
+    known = next((b for b in _taken.values() if b is not None and b.decided is decided), None)
+    if known is not None:
+        return known
+    flow = rank_flow.Flow()
+    flow.follow(frame, decided, is_branch)
+    return Branch(frame, decided, flow)
+
+
+def _is_string(node: ast.AST) -> bool:
+    """Whether a number becomes part of a text."""
+    return isinstance(node, (ast.JoinedStr, ast.FormattedValue)) or (
+        isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod) and isinstance(node.left, (ast.Constant, ast.JoinedStr))
+        and isinstance(getattr(node.left, "value", ""), str)
+    )  # fmt: skip
+
+
+def check(sources: Iterable[source.Source]) -> None:
+    """Warn about places whose result one of these ops works with; each is reported once."""
+    waiting = [b for b in _taken.values() if b is not None and not b.reported and b.lines]
+    if not waiting:
+        return
+    for at in sources:
+        for branch in waiting:
+            if not branch.reported and (at.file, at.line) in branch.lines:
+                _report(branch, at.line, 2)
+
+
+def _report(found: Branch, line: int, level: int) -> None:
+    found.reported = True
+    if isinstance(found.decided, (ast.If, ast.While, ast.IfExp)):
+        what = f"branches on a rank, and line {line} inside the branch, or after it with what it decided, works with tensors"
+    else:
+        what = f"takes {ast.unparse(found.decided)} from a number that differs by rank, and line {line} works with it and tensors"
+    rank_numbers.report(
+        f"{found.file}:{found.line} {what}. This process runs the script once for several ranks, and Python asks for one answer: the first rank's choice was "
+        "taken for all of them. Use a mask (torch.where(torch.zeros((), device='xla') + rank == 0, a, b)), or start one process per rank with torchrun.",
+        level + 1,
+    )

@@ -1,0 +1,119 @@
+"""`torch_xla.experimental.custom_kernel`: flash attention. The other kernels there are Pallas programs for TPUs; their names say what to do instead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from torch_bridge.runtime import session
+
+_KERNELS = (
+    "FlashAttention",
+    "SPMDFlashAttention",
+    "extended_scaled_dot_product_attention",
+    "flash_attention_xla",
+    "gmm",
+    "gmm_backward",
+    "make_kernel_from_pallas",
+    "multi_queries_paged_attention",
+    "non_kernel_attention",
+    "paged_attention",
+    "quantized_matmul",
+    "quantized_matmul_int8",
+    "ragged_paged_attention",
+    "tgmm",
+    "trace_pallas",
+)
+_MASKED = 0.7
+"""A score that a query must not see is this part of the lowest number: rows without any key give the mean of the values, not nan."""
+
+
+def flash_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    causal: bool = False,
+    q_segment_ids: torch.Tensor | None = None,
+    kv_segment_ids: torch.Tensor | None = None,
+    sm_scale: float = 1.0,
+    *,
+    ab: torch.Tensor | None = None,
+    partition_spec: Any = None,
+    mesh: Any = None,
+) -> torch.Tensor:
+    """softmax((q k^T + ab) * sm_scale) v of q [batch, heads, length, head_dim], in its dtype.
+
+    k, v: [batch, heads, keys, head_dim]. causal: query i sees keys up to i. q_segment_ids [batch, length], kv_segment_ids [batch, keys]: a query sees keys
+    with its own number. sm_scale: 1, not 1/sqrt(head_dim). ab: an additive bias, [batch, heads, length, keys]. Memory is linear in the lengths without
+    segments and bias. Gradients reach q, k, v and ab. Works on CPU tensors, too.
+
+    Raises NotImplementedError for a partition_spec or mesh (SPMD), ValueError for shapes that do not fit and for one kind of segment ids alone.
+    """
+    if partition_spec is not None or mesh is not None:
+        raise NotImplementedError(
+            "torch_xla.experimental.custom_kernel.flash_attention: partition_spec and mesh belong to torch_xla's SPMD, which is not there yet; leave them out"
+        )
+    if (q_segment_ids is None) != (kv_segment_ids is None):
+        raise ValueError("flash_attention takes q_segment_ids and kv_segment_ids together, got one of them")
+    session.ensure()
+    from torch_bridge.collectives import attention_ops
+
+    if ab is None and q_segment_ids is None:
+        return attention_ops.attend(q, k, v, causal, sm_scale)
+    attention_ops.check(q, k, v, 0.0)
+    _check(q, k, ab, q_segment_ids, kv_segment_ids)
+    bias = torch.zeros((), dtype=q.dtype, device=q.device) if ab is None else ab.to(q.dtype) * sm_scale
+    seen = _seen(q, k, causal, q_segment_ids, kv_segment_ids)
+    if seen is not None:
+        bias = bias + torch.where(seen, 0.0, _MASKED * torch.finfo(q.dtype).min).to(q.dtype)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=sm_scale)
+
+
+def jax_import_guard() -> None:
+    """`custom_kernel.jax_import_guard`: nothing to do, everything runs on JAX."""
+
+
+def _check(q: torch.Tensor, k: torch.Tensor, ab: Any, q_segment_ids: Any, kv_segment_ids: Any) -> None:
+    batch, heads, length, keys = *q.shape[:3], k.shape[2]
+    wanted = {
+        "ab": (ab, [batch, heads, length, keys]),
+        "q_segment_ids": (q_segment_ids, [batch, length]),
+        "kv_segment_ids": (kv_segment_ids, [batch, keys]),
+    }
+    for name, (given, shape) in wanted.items():
+        if given is not None and list(given.shape) != shape:
+            raise ValueError(f"flash_attention wants {name} of shape {shape}, got {list(given.shape)}")
+
+
+def _seen(
+    q: torch.Tensor, k: torch.Tensor, causal: bool, q_segment_ids: torch.Tensor | None, kv_segment_ids: torch.Tensor | None
+) -> torch.Tensor | None:
+    """Which keys [.., keys] each query [.., length, 1] sees; None: all."""
+    seen = None
+    if q_segment_ids is not None and kv_segment_ids is not None:
+        seen = q_segment_ids[:, None, :, None] == kv_segment_ids[:, None, None, :]
+    if causal:
+        triangle = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
+        seen = triangle if seen is None else seen & triangle
+    return seen
+
+
+def _without(name: str) -> Callable[..., Any]:
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError(
+            f"torch_xla.experimental.custom_kernel.{name}: Pallas kernels for TPUs are not there. For attention call flash_attention of this module or "
+            "torch.nn.functional.scaled_dot_product_attention. Write a kernel of your own in JAX: define an op with torch.library.custom_op and register its "
+            "JAX function with @torch_bridge.lowerings.lowering(torch.ops.<namespace>.<op>.default)"
+        )
+
+    kernel.__name__ = kernel.__qualname__ = name
+    return kernel
+
+
+def __getattr__(name: str) -> Any:
+    if name in _KERNELS:
+        return _without(name)
+    raise AttributeError(f"module 'torch_xla.experimental.custom_kernel' has no attribute {name!r}")
