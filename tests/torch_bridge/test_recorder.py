@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 
 import jax
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 import torch_bridge
 from torch_bridge import metrics
+from torch_bridge.compiler import program
 from torch_bridge.device import startup
 from torch_bridge.runtime import executor
 
@@ -98,14 +100,39 @@ def test_a_buffer_that_something_else_holds_is_not_donated():
     assert compilations() == count, "holding a copy for once must not recompile"
 
 
+def test_a_frame_that_is_kept_while_compiling_does_not_hold_results(monkeypatch: pytest.MonkeyPatch):
+    """An exception that was caught inside a compilation can keep all frames below it until the garbage collector runs."""
+    compiled = program.Program.compile
+
+    def caught(self, args):
+        try:
+            raise KeyError
+        except KeyError as error:
+            own = error  # noqa: F841  # a circle: the frame keeps the exception, which keeps the frame
+        compiled(self, args)
+
+    monkeypatch.setattr(program.Program, "compile", caught)
+    w = torch.zeros(8, 3, 5).to("xla")  # a shape of its own: it must compile
+    gc.disable()
+    try:
+        w.add_(3)
+        executor.sync()
+        made = w._storage.array
+        assert sys.getrefcount(made) == 3  # `made`, the storage and the call
+        del made
+    finally:
+        gc.enable()
+    assert compilations() == 1
+
+
 def test_unused_results_are_not_computed():
     x = torch.ones(5).to("xla")
     y = x + 1
     z = x * 3
     del z
     executor.sync()
-    program = executor.RECENT[-1]
-    assert [n.target for n in program.graph.nodes if n.op == "call_function" and "mul" in str(n.target)] == []
+    ran = executor.RECENT[-1]
+    assert [n.target for n in ran.graph.nodes if n.op == "call_function" and "mul" in str(n.target)] == []
     assert y.tolist() == [2.0] * 5
 
 

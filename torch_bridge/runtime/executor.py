@@ -96,10 +96,8 @@ def sync(wait: bool = False) -> None:
 def wait_all() -> None:
     """Block until every execution so far has finished."""
     with explained():
-        for ref in list(_in_flight):
-            array = ref()
-            if array is not None and not array.is_deleted():
-                array.block_until_ready()
+        for result in list(_in_flight):
+            _wait(result)
     _in_flight.clear()
 
 
@@ -198,19 +196,30 @@ def _execute(program: Program, segment: Segment, live: dict[int, list[Storage]],
     with interrupts.deferred():  # running consumes donated inputs: its results must reach their storages
         arrays = program.run(args)
         args.clear()
-        for vid, held in zip(sorted(live), program.ports.results(arrays), strict=True):
-            for storage in live[vid]:
-                storage.settle(held)
+        _settle(program, live, arrays)
         _start_next(segment, trace)
     activity.ACTIVITY.ran(program.facts, arrays[-1])
     metrics.EXECUTE_TIME.add(time.perf_counter() - started)
     program.step = activity.ACTIVITY.steps
     RECENT.append(program)
     _in_flight.append(weakref.ref(arrays[0]))
+    arrays.clear()  # whoever keeps this frame (an exception that was caught while compiling) would keep the next run from donating them
     if len(_in_flight) > MAX_IN_FLIGHT:
-        oldest = _in_flight.popleft()()
-        if oldest is not None and not oldest.is_deleted():
-            oldest.block_until_ready()
+        _wait(_in_flight.popleft())
+
+
+def _settle(program: Program, live: dict[int, list[Storage]], arrays: list[Any]) -> None:
+    """Give the results to the storages that wait for them."""
+    for vid, held in zip(sorted(live), program.ports.results(arrays), strict=True):
+        for storage in live[vid]:
+            storage.settle(held)
+
+
+def _wait(result: weakref.ref[Any]) -> None:
+    """Until a result is computed, if anyone still has it."""
+    array = result()
+    if array is not None and not array.is_deleted():
+        array.block_until_ready()
 
 
 def _start_next(segment: Segment, trace: Trace | None) -> None:
