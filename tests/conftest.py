@@ -125,11 +125,11 @@ def compile_quickly(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.fixture
 def clean_step() -> Iterator[None]:
     """Nothing recorded before the test and no step closures left after it."""
-    from torch_bridge.runtime import executor, steps
+    from torch_bridge.runtime import executor, pending
 
     executor.sync()
     yield
-    steps._closures.clear()
+    pending.current().closures.clear()
     executor.sync()
 
 

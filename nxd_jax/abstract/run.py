@@ -47,7 +47,7 @@ class AbstractRun:
         return self._run
 
     def _check(self, what: str) -> None:
-        if abstract_arrays.RUN is not self._run:
+        if abstract_arrays.ACTIVE.run is not self._run:
             raise RuntimeError(f"{what}() after the end of abstract_run: call it within the `with` block, where the ranks are laid out")
 
     @property

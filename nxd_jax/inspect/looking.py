@@ -32,7 +32,7 @@ from torch_bridge import _compat
 from torch_bridge.compiler import dump
 from torch_bridge.mesh import abstract_arrays, world
 from torch_bridge.recorder.tensor import XLATensor
-from torch_bridge.runtime import abstract, executor
+from torch_bridge.runtime import abstract, executor, pending
 from torch_bridge.telemetry import activity
 
 logger = logging.getLogger("nxd_jax")
@@ -262,7 +262,7 @@ def look(target: Any = None, *example_inputs: Any, topology: Topology | None = N
     if isinstance(target, AbstractRun):
         return _of_run(target.recorded_run(), topology or target.topology)
     if target is None:
-        return _last_step(topology) if abstract_arrays.RUN is None else _of_run(abstract_arrays.RUN, topology)
+        return _last_step(topology) if abstract_arrays.ACTIVE.run is None else _of_run(abstract_arrays.ACTIVE.run, topology)
     if isinstance(target, Program):
         return Inspection(subjects.OfProgram(target, _recorded(target)), topology)
     if isinstance(target, torch.nn.Module):
@@ -290,11 +290,11 @@ _LARGEST = {"trn1": "trn1.32xlarge", "trn2": "trn2.48xlarge", "inf2": "inf2.48xl
 
 
 def _recorded(program: Any) -> abstract.Recorded | None:
-    return None if abstract_arrays.RUN is None else abstract_arrays.RUN.programs.get(id(program))
+    return None if abstract_arrays.ACTIVE.run is None else abstract_arrays.ACTIVE.run.programs.get(id(program))
 
 
 def _last_step(topology: Topology | None) -> Inspection:
-    programs = list(dict.fromkeys(executor.RECENT))
+    programs = list(dict.fromkeys(pending.current().recent))
     if not programs:
         raise ValueError(
             "nothing has run yet in this process: run a training step (xm.mark_step() ends it), or look at a module: inspect.look(model, *example_inputs)"

@@ -12,7 +12,8 @@ from nxd_jax.inspect.looking import Inspection, look
 from nxd_jax.inspect.profiling import Profile, profile
 from nxd_jax.inspect.replay import PlayedModule, modules
 from torch_bridge.mesh import abstract_arrays
-from torch_bridge.runtime import executor, steps
+from torch_bridge.runtime import executor, pending
+from torch_bridge.runtime.observers import Observer
 
 logger = logging.getLogger("nxd_jax")
 
@@ -21,7 +22,7 @@ class Stopped(BaseException):
     """Ends a script that has run long enough. No `Exception`, for scripts catch those."""
 
 
-class Watch:
+class Watch(Observer):
     """Use it as a context manager around a script. At each mark it looks at the largest program so far, the training step as a rule.
 
     runs: how often that program runs before the script is ended by `Stopped`; 0: the script runs to its end. profiled: how many of the last of these runs are
@@ -42,12 +43,15 @@ class Watch:
 
     def __enter__(self) -> Watch:
         executor.sync()
-        self._before = {p: p.executions for trace in executor.TRACES.values() for programs in trace.programs.values() for p in programs}
-        steps.AFTER.append(self._after_step)
+        self._before = {
+            p: p.executions for trace in pending.current().traces.values() for programs in trace.programs.values() for p in programs
+        }
+        self._session = pending.current()
+        self._session.observe(self)
         return self
 
     def __exit__(self, *error: Any) -> None:
-        steps.AFTER.remove(self._after_step)
+        self._session.unobserve(self)
         self._block.close()
 
     def look(self) -> None:
@@ -61,14 +65,14 @@ class Watch:
 
     def _runs(self, program: Any) -> int:
         """How often it ran since the watch began."""
-        recorded = None if abstract_arrays.RUN is None else abstract_arrays.RUN.programs.get(id(program))
+        recorded = None if abstract_arrays.ACTIVE.run is None else abstract_arrays.ACTIVE.run.programs.get(id(program))
         return program.executions - self._before.get(program, 0) if recorded is None else recorded.runs
 
     def _programs(self) -> list[Any]:
         """Those that ran since the watch began, the one looked at first: it wins a tie."""
-        if abstract_arrays.RUN is not None:
-            return [r.program for r in abstract_arrays.RUN.programs.values()]
-        recent = [p for p in executor.RECENT if p.executions > self._before.get(p, 0)]
+        if abstract_arrays.ACTIVE.run is not None:
+            return [r.program for r in abstract_arrays.ACTIVE.run.programs.values()]
+        recent = [p for p in pending.current().recent if p.executions > self._before.get(p, 0)]
         return recent if self._program is None else [self._program, *recent]
 
     def _note(self) -> None:
@@ -79,16 +83,17 @@ class Watch:
         except Exception as error:
             logger.info("nxd-inspect cannot look at a program yet: %s: %s", type(error).__name__, error)
 
-    def _after_step(self) -> None:
+    def step_ended(self, ran: bool) -> None:
+        """Look, and stop the script after enough runs."""
         executor.sync()
         self.look()
         if self.inspection is None or not self.runs:
             return
-        ran = self._runs(self._program)
-        if ran >= self.runs:
+        runs = self._runs(self._program)
+        if runs >= self.runs:
             self._block.close()
             raise Stopped
-        if self.profiled and self.profile is None and ran >= self.runs - self.profiled:
+        if self.profiled and self.profile is None and runs >= self.runs - self.profiled:
             self.profile = self._block.enter_context(profile(self.folder))
 
 

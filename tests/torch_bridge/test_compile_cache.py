@@ -13,7 +13,8 @@ import torch
 import torch_xla
 
 from torch_bridge import metrics
-from torch_bridge.compiler import program, xla_cache
+from torch_bridge.compiler import xla_cache
+from torch_bridge.config.settings import SETTINGS
 from torch_bridge.runtime import executor
 
 _SETTINGS = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs", "jax_persistent_cache_min_entry_size_bytes")
@@ -51,7 +52,7 @@ def counted(n: int) -> list[int]:
     x = torch.ones(n, device="xla") * 2
     torch_xla.sync()
     found = [metrics.COUNTERS.get(k, 0) - before.get(k, 0) for k in ("PersistentCacheHit", "PersistentCacheMiss")]
-    assert x.tolist() == [0.0 if program.EXTRACT_ONLY else 2.0] * n
+    assert x.tolist() == [0.0 if SETTINGS.extract_only else 2.0] * n
     return found
 
 
@@ -80,9 +81,9 @@ def test_nothing_is_read_while_dumps_are_asked_for(tmp_path: pathlib.Path, jax_s
 def test_graphs_extracted_first_are_found(tmp_path: pathlib.Path, jax_settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The workflow of neuron_parallel_compile: compile without running, then train."""
     xla_cache.use(tmp_path)
-    monkeypatch.setattr(program, "EXTRACT_ONLY", True)
+    monkeypatch.setattr(SETTINGS, "extract_only", True)
     assert counted(4075)[0] == 0
-    monkeypatch.setattr(program, "EXTRACT_ONLY", False)
+    monkeypatch.setattr(SETTINGS, "extract_only", False)
     assert counted(4075) == [1, 0]
 
 

@@ -20,7 +20,7 @@ from torch_bridge.config import environment
 from torch_bridge.device.startup import dispatch
 from torch_bridge.export import hlo_text
 from torch_bridge.ir import graph_text
-from torch_bridge.runtime import executor
+from torch_bridge.runtime import executor, pending
 
 pytestmark = pytest.mark.usefixtures("clean_step")
 ROOT = pathlib.Path(__file__).parents[2]
@@ -99,7 +99,7 @@ def test_errors(monkeypatch: pytest.MonkeyPatch) -> None:
         torch_bridge.hlo(lambda x: x)
     with pytest.raises(TypeError, match="xla tensors or None, got Tensor"):
         torch_bridge.hlo(torch.ones(2))
-    monkeypatch.setattr(executor, "RECENT", type(executor.RECENT)())
+    monkeypatch.setattr(pending.current(), "recent", type(pending.current().recent)())
     with pytest.raises(ValueError, match="no graph has run yet"):
         torch_bridge.hlo()
 

@@ -17,8 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import torch_bridge
 from tests.torch_bridge.replaying import batch, bits, compile_fast, descend, everything, parity, player, run, trained  # noqa: F401
 from torch_bridge import metrics
-from torch_bridge.passes import hoist_constants
-from torch_bridge.runtime import executor, steps
+from torch_bridge.runtime import executor, pending, steps
 
 
 class Net(nn.Module):
@@ -672,7 +671,6 @@ def test_a_training_loop_compiles_as_often_as_without(name: str, clean_step: Non
     def step(m: Any, k: int) -> Any:
         if k == 0:
             executor.clear_cache()
-            hoist_constants._ONCE.clear()
             made[:] = [FUSED[name](m.parameters())]
             made.append(torch.optim.lr_scheduler.LambdaLR(made[0], lambda n: 1 / (1 + n)))
         optimizer, schedule = made
@@ -691,7 +689,7 @@ def test_a_training_loop_compiles_as_often_as_without(name: str, clean_step: Non
             programs.append(
                 {
                     t.nodes: [sum(map(len, p.ports.outputs)) for found in t.programs.values() for p in found]
-                    for t in executor.TRACES.values()
+                    for t in pending.current().traces.values()
                 }
             )
         return seen

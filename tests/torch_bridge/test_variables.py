@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import pathlib
 import warnings
@@ -16,14 +17,14 @@ from torch import nn
 
 from tests.torch_bridge.devices import python, same
 from torch_bridge import metrics
-from torch_bridge.compiler import program
 from torch_bridge.config import compiler_flags, environment, variables
+from torch_bridge.config.settings import SETTINGS
 from torch_bridge.config.variables import ACCEPT, HONOUR, VARIABLES, WARN
 from torch_bridge.device import debug_modes
 from torch_bridge.device.startup import dispatch, tensor
 from torch_bridge.mesh import world
 from torch_bridge.recorder import expected_indices
-from torch_bridge.runtime import executor
+from torch_bridge.runtime import executor, pending
 
 ROOT = pathlib.Path(__file__).parents[2]
 pytestmark = pytest.mark.usefixtures("clean_step")
@@ -32,10 +33,10 @@ pytestmark = pytest.mark.usefixtures("clean_step")
 @pytest.fixture
 def configured(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """`configured(NAME="1", ...)` applies variables as at the first xla tensor; undone after the test."""
-    for owner, name in ((executor, "MAX_TRACES"), (executor, "MAX_IN_FLIGHT"), (executor, "DONATE"), (program, "EXTRACT_ONLY")):
-        monkeypatch.setattr(owner, name, getattr(owner, name))
-    monkeypatch.setattr(executor, "CHECKS", [])
-    monkeypatch.setattr(executor, "BEFORE", [])
+    for field in dataclasses.fields(SETTINGS):
+        monkeypatch.setattr(SETTINGS, field.name, getattr(SETTINGS, field.name))
+    monkeypatch.setattr(pending, "CHECKS", [])
+    monkeypatch.setattr(pending.current(), "observers", ())
     monkeypatch.setattr(expected_indices, "_expect", None)
     executor.clear_cache()
 
@@ -392,7 +393,7 @@ def test_eager_debug_mode(configured: Any) -> None:
 def test_launch_blocking(configured: Any) -> None:
     configured(NEURON_LAUNCH_BLOCKING="1")
     same(train)
-    assert not executor._in_flight
+    assert not pending.current().in_flight
 
 
 def test_number_of_graphs_kept(configured: Any) -> None:
@@ -406,8 +407,8 @@ def test_number_of_graphs_kept(configured: Any) -> None:
 
     run(3)
     each = run(4)
-    assert run(4, 4, 4) == 0 and len(executor.TRACES) <= 2
-    assert run(5, 6, 7) == 3 * each and len(executor.TRACES) <= 2
+    assert run(4, 4, 4) == 0 and len(pending.current().traces) <= 2
+    assert run(5, 6, 7) == 3 * each and len(pending.current().traces) <= 2
     assert run(4) == each, "the graph for 4 was let go of"
 
 
@@ -422,21 +423,21 @@ def test_hot_graphs_are_kept(configured: Any) -> None:
         del x
 
     step(4)
-    programs = list(executor.TRACES.values())
+    programs = list(pending.current().traces.values())
     assert len(programs) <= 2
     for n in (4, 4, 4):
         step(n)
-    assert list(executor.TRACES.values()) == programs
+    assert list(pending.current().traces.values()) == programs
 
 
 def test_no_donation(configured: Any) -> None:
     configured(XLA_ENABLE_PARAM_ALIASING="0")
     same(train)
-    assert not any(p.ports.donated for p in executor.RECENT)
+    assert not any(p.ports.donated for p in pending.current().recent)
     configured(XLA_ENABLE_PARAM_ALIASING="1")
     executor.clear_cache()
     same(train)
-    assert any(p.ports.donated for p in executor.RECENT)
+    assert any(p.ports.donated for p in pending.current().recent)
 
 
 def test_extract_graphs_only(configured: Any) -> None:

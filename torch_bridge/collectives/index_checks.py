@@ -22,12 +22,13 @@ from torch_bridge.ir.graph import fill, lifted_kinds
 from torch_bridge.ir.layout import layout
 from torch_bridge.ir.segment import Entry, Segment, Storage, step_entry
 from torch_bridge.lowerings import lowering
-from torch_bridge.mesh import abstract_arrays, sharding, world
+from torch_bridge.mesh import sharding, world
 from torch_bridge.recorder import expected_indices
 from torch_bridge.recorder.dispatch import fresh, special
 from torch_bridge.recorder.schema import info
 from torch_bridge.recorder.tensor import XLATensor
-from torch_bridge.runtime import executor
+from torch_bridge.runtime import pending
+from torch_bridge.runtime.observers import Observer
 from torch_bridge.source import NOWHERE, Source
 
 MOST_NAMED = 8
@@ -197,15 +198,10 @@ class Check(NamedTuple):
     range: Range
 
 
-_pending: list[Check] = []
-
-
 def install() -> None:
     """Check the indices of everything that runs from now on."""
     expected_indices.check_with(expect)
-    if prepare not in executor.BEFORE:
-        executor.BEFORE.append(prepare)
-        executor.CHECKS.append(report)
+    pending.check_with(CHECKS)
 
 
 def expect(layer: str, index: torch.Tensor, end: int, of: str, ignored: int | None) -> None:
@@ -214,23 +210,49 @@ def expect(layer: str, index: torch.Tensor, end: int, of: str, ignored: int | No
         emit(check_indices, (index.detach(),), (0, end, ignored, layer, of))
 
 
-def prepare(segment: Segment) -> None:
-    """Add the checks of a segment that is about to run."""
-    _pending.clear()
-    if abstract_arrays.active() or segment.capture:
-        return
-    sources = segment.sources if segment.predicted is None else segment.predicted.sources
-    values = _values(segment)
-    known: set[tuple[Any, ...]] = set()
-    first = 0
-    for i, node in enumerate(list(segment.nodes)):
-        source = sources[i] if i < len(sources) else NOWHERE
-        for found in _ranges(node, values):
-            key = (found.indices.vid, found.low, found.end, found.ignored)
-            if key not in known and 0 not in found.indices.size:
-                known.add(key)
-                _pending.append(_check(segment, node[0], source, found, first))
-        first += node[0].n_outs
+class IndexChecks(Observer):
+    """Adds its checks to each segment that is about to run, and reads their results after it."""
+
+    reads_values = True
+
+    def __init__(self) -> None:
+        self._checks: list[Check] = []
+
+    def preparing(self, segment: Segment) -> None:
+        """Add the checks of a segment."""
+        self._checks.clear()
+        sources = segment.sources if segment.predicted is None else segment.predicted.sources
+        values = _values(segment)
+        known: set[tuple[Any, ...]] = set()
+        first = 0
+        for i, node in enumerate(list(segment.nodes)):
+            source = sources[i] if i < len(sources) else NOWHERE
+            for found in _ranges(node, values):
+                key = (found.indices.vid, found.low, found.end, found.ignored)
+                if key not in known and 0 not in found.indices.size:
+                    known.add(key)
+                    self._checks.append(_check(segment, node[0], source, found, first))
+            first += node[0].n_outs
+
+    def executed(self, trace: Trace, live: dict[int, list[Storage]]) -> None:
+        """IndexError if a run had indices out of range; it names the ops in the order in which they were recorded. The tensors keep their values."""
+        checks, wrong = list(self._checks), []
+        self._checks.clear()
+        for check in checks:
+            if check.result.array is not None:
+                wrong += _told(check, _by_rank(check.result.array))
+        if wrong:
+            more = f"\n... and {len(wrong) - MOST_NAMED} more" if len(wrong) > MOST_NAMED else ""
+            raise IndexError(
+                "\n".join(wrong[:MOST_NAMED])
+                + more
+                + "\nWithout this check the device clamps such an index, or drops what would be written. "
+                "(Checked because of NXD_JAX_CHECK_INDICES or NEURON_USE_EAGER_DEBUG_MODE.)"
+            )
+
+
+CHECKS = IndexChecks()
+"""Of this process."""
 
 
 def _values(segment: Segment) -> Callable[[int], Value]:
@@ -276,21 +298,6 @@ def _check(segment: Segment, entry: Entry, source: Source, found: Range, first: 
     assert made.outs[0] is not None
     result = fresh(segment, made.outs[0], segment.emit(made, (found.indices.vid,)))._storage
     return Check(result, entry.op._schema.name.replace("::", "."), source, found)
-
-
-def report(trace: Trace, live: dict[int, list[Storage]]) -> None:
-    """IndexError if a run had indices out of range; it names the ops in the order in which they were recorded. The tensors keep their values."""
-    checks, wrong = list(_pending), []
-    _pending.clear()
-    for check in checks:
-        if check.result.array is not None:
-            wrong += _told(check, _by_rank(check.result.array))
-    if wrong:
-        more = f"\n... and {len(wrong) - MOST_NAMED} more" if len(wrong) > MOST_NAMED else ""
-        raise IndexError(
-            "\n".join(wrong[:MOST_NAMED]) + more + "\nWithout this check the device clamps such an index, or drops what would be written. "
-            "(Checked because of NXD_JAX_CHECK_INDICES or NEURON_USE_EAGER_DEBUG_MODE.)"
-        )
 
 
 def _by_rank(array: Any) -> list[np.ndarray]:

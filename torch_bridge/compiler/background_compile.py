@@ -16,6 +16,7 @@ import jax
 
 from torch_bridge import _compat
 from torch_bridge.config import environment
+from torch_bridge.config.settings import SETTINGS
 from torch_bridge.config.variables import VARIABLES
 from torch_bridge.telemetry import compile_log
 
@@ -31,9 +32,7 @@ def wanted() -> bool:
 
     Not where several processes compile together, which must do so in one order, nor while HLO is dumped.
     """
-    from torch_bridge.compiler import program
-
-    found = compile_log.told() if program.EXTRACT_ONLY else None
+    found = compile_log.told() if SETTINGS.extract_only else None
     return found is not None and found[0] == "compile" and jax.process_count() == 1 and not environment.dumping() and workers() > 1
 
 

@@ -83,20 +83,7 @@ class Compilation:
         return 0.0 if program is None else float(program.compile_seconds)
 
 
-COMPILATIONS: deque[Compilation] = deque(maxlen=KEPT)
-"""The last `KEPT`, oldest first."""
-
-READS: deque[Read] = deque(maxlen=32)
-"""The numbers that Python read last, newest last."""
-
 _numbers = itertools.count(1)
-
-
-def read(value: Any) -> Any:
-    """Note a number that Python gets; gives it back."""
-    if not (READS and READS[-1].value is value):
-        READS.append(Read(value, source.short_line()))
-    return value
 
 
 def _origin(holder: Any) -> str:
@@ -104,34 +91,47 @@ def _origin(holder: Any) -> str:
     return "" if storage is None or storage.facts is None else str(storage.facts.origin)
 
 
-def compiling(
-    program: Any, trace: Any, segment: Any, outs: Sequence[int], donate: Sequence[bool], labels: Any, numbers: dict[type, Any]
-) -> None:
-    """Note that a program was made for what a segment recorded."""
-    from torch_bridge.compiler.program import local_aval
-    from torch_bridge.mesh import sharding, world
-    from torch_bridge.telemetry import activity
+class History:
+    """Of one session. compilations: the last `KEPT`, oldest first. reads: the numbers that Python read last, newest last."""
 
-    avals = [local_aval(segment, i) for i in range(len(segment.leaves))]
-    leaves = tuple(Leaf(tuple(a.shape), a.dtype, _origin(segment.holders.get(-i - 1))) for i, a in enumerate(avals))
-    growth_hints.look(trace.nodes, trace.sources, tuple(leaf.shape for leaf in leaves))
-    COMPILATIONS.append(
-        Compilation(
-            number=next(_numbers),
-            step=activity.ACTIVITY.steps,
-            when=time.time(),
-            nodes=trace.nodes,
-            sources=trace.sources,
-            outs=tuple(outs),
-            leaves=leaves,
-            labels=labels,
-            donate=tuple(donate),
-            mode=program.mode,
-            numbers=numbers,
-            axes=dict(world.current().axes) if sharding.active() else {},
-            reads=tuple(READS),
-            modes=source.modes(),
-            program=weakref.ref(program),
+    def __init__(self) -> None:
+        self.compilations: deque[Compilation] = deque(maxlen=KEPT)
+        self.reads: deque[Read] = deque(maxlen=32)
+
+    def read(self, value: Any) -> Any:
+        """Note a number that Python gets; gives it back."""
+        if not (self.reads and self.reads[-1].value is value):
+            self.reads.append(Read(value, source.short_line()))
+        return value
+
+    def compiling(
+        self, program: Any, trace: Any, segment: Any, outs: Sequence[int], donate: Sequence[bool], labels: Any, numbers: dict[type, Any]
+    ) -> None:
+        """Note that a program was made for what a segment recorded."""
+        from torch_bridge.compiler.program import local_aval
+        from torch_bridge.mesh import sharding, world
+        from torch_bridge.telemetry import activity
+
+        avals = [local_aval(segment, i) for i in range(len(segment.leaves))]
+        leaves = tuple(Leaf(tuple(a.shape), a.dtype, _origin(segment.holders.get(-i - 1))) for i, a in enumerate(avals))
+        growth_hints.look(trace.nodes, trace.sources, tuple(leaf.shape for leaf in leaves))
+        self.compilations.append(
+            Compilation(
+                number=next(_numbers),
+                step=activity.ACTIVITY.steps,
+                when=time.time(),
+                nodes=trace.nodes,
+                sources=trace.sources,
+                outs=tuple(outs),
+                leaves=leaves,
+                labels=labels,
+                donate=tuple(donate),
+                mode=program.mode,
+                numbers=numbers,
+                axes=dict(world.current().axes) if sharding.active() else {},
+                reads=tuple(self.reads),
+                modes=source.modes(),
+                program=weakref.ref(program),
+            )
         )
-    )
-    READS.clear()
+        self.reads.clear()

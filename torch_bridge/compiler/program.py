@@ -28,12 +28,9 @@ from torch_bridge.mesh.abstract_arrays import AbstractArray
 from torch_bridge.passes import fold_repeats, scalar_inputs
 from torch_bridge.precision import precision_mode
 from torch_bridge.source import Source
-from torch_bridge.telemetry import activity, compile_log
+from torch_bridge.telemetry import activity
 
 logger = logging.getLogger("torch_bridge")
-
-EXTRACT_ONLY = False
-"""Compile programs and give zeros for their results (NEURON_EXTRACT_GRAPHS_ONLY)."""
 
 
 class Trace:
@@ -208,15 +205,8 @@ class Program:
 
     def run(self, args: Sequence[Any]) -> list[Any]:
         """Execute; what comes out of each port, in the order in which they leave."""
-        self.executions += 1
         with _compat.enable_x64():
-            if abstract_arrays.active():
-                arrays = abstract_arrays.RUN.results(self, args)
-            else:
-                arrays = (
-                    compile_log.zeros(self) if EXTRACT_ONLY else self.compiled(*(args if self.ranks is None else self.ranks.placed(args)))
-                )
-        return list(arrays)
+            return list(self.compiled(*(args if self.ranks is None else self.ranks.placed(args))))
 
     def abstract_results(self) -> list[AbstractArray]:
         """What comes out of each port, in the order in which they leave: shapes and places, from the graph alone."""

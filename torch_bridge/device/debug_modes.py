@@ -12,10 +12,11 @@ import torch
 
 from torch_bridge import _compat
 from torch_bridge.collectives import index_checks
-from torch_bridge.compiler import program
 from torch_bridge.compiler.program import Trace
+from torch_bridge.config.settings import SETTINGS
 from torch_bridge.ir.segment import Storage
-from torch_bridge.runtime import executor
+from torch_bridge.runtime import executor, pending
+from torch_bridge.runtime.observers import Observer
 from torch_bridge.runtime.pending import STATE
 from torch_bridge.source import NOWHERE
 
@@ -23,14 +24,14 @@ Dispatch = Callable[..., Any]
 
 
 def configure(values: dict[str, Any], dispatch: Dispatch) -> Dispatch:
-    """Set the executor up for the values of `environment.check`; returns the dispatch function to use."""
-    executor.MAX_TRACES = values.get("NEURON_NUM_RECENT_MODELS_TO_KEEP", executor.MAX_TRACES)
+    """Set up how programs run for the values of `environment.check`; returns the dispatch function to use."""
+    SETTINGS.max_traces = values.get("NEURON_NUM_RECENT_MODELS_TO_KEEP", SETTINGS.max_traces)
     if values.get("NEURON_LAUNCH_BLOCKING"):
-        executor.MAX_IN_FLIGHT = 0
-    executor.DONATE = values.get("XLA_ENABLE_PARAM_ALIASING", True)
-    program.EXTRACT_ONLY = bool(values.get("NEURON_EXTRACT_GRAPHS_ONLY"))
+        SETTINGS.max_in_flight = 0
+    SETTINGS.donate = values.get("XLA_ENABLE_PARAM_ALIASING", True)
+    SETTINGS.extract_only = bool(values.get("NEURON_EXTRACT_GRAPHS_ONLY"))
     if values.get("NEURON_FAIL_ON_NAN") or values.get("NEURON_RT_NUMERICAL_ERRORS_VERBOSITY") == "critical":
-        executor.CHECKS.append(fail_on_nan)
+        pending.check_with(NAN_CHECK)
     if values.get("NXD_JAX_CHECK_INDICES") or values.get("NEURON_USE_EAGER_DEBUG_MODE"):
         index_checks.install()
     return op_by_op(dispatch) if values.get("NEURON_USE_EAGER_DEBUG_MODE") else dispatch
@@ -63,17 +64,25 @@ def op_by_op(dispatch: Dispatch) -> Dispatch:
     return run
 
 
-def fail_on_nan(trace: Trace, live: dict[int, list[Storage]]) -> None:
+class NanCheck(Observer):
     """FloatingPointError if a result of an execution holds a NaN; it names the one that was recorded first. The tensors keep their values."""
-    found: dict[int, Any] = {}
-    with _compat.enable_x64():
-        for vid in sorted(live):
-            array = live[vid][0].array
-            if array is not None and jnp.issubdtype(array.dtype, jnp.inexact):
-                found[vid] = jnp.isnan(array).any()
-    bad = [vid for vid, flag in found.items() if bool(flag)]
-    if bad:
-        raise FloatingPointError(_explain(trace, live, bad, len(live)))
+
+    reads_values = True
+
+    def executed(self, trace: Trace, live: dict[int, list[Storage]]) -> None:
+        found: dict[int, Any] = {}
+        with _compat.enable_x64():
+            for vid in sorted(live):
+                array = live[vid][0].array
+                if array is not None and jnp.issubdtype(array.dtype, jnp.inexact):
+                    found[vid] = jnp.isnan(array).any()
+        bad = [vid for vid, flag in found.items() if bool(flag)]
+        if bad:
+            raise FloatingPointError(_explain(trace, live, bad, len(live)))
+
+
+NAN_CHECK = NanCheck()
+"""Of this process."""
 
 
 def _explain(trace: Trace, live: dict[int, list[Storage]], bad: list[int], count: int) -> str:

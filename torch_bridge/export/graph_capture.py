@@ -16,7 +16,7 @@ from torch_bridge.ir.layout import layout
 from torch_bridge.ir.segment import Segment
 from torch_bridge.recorder.subgraph import AbstractLeaf, Place, abstract, build, constants, recording, result_ids
 from torch_bridge.recorder.tensor import XLATensor
-from torch_bridge.runtime import executor, session
+from torch_bridge.runtime import session
 
 session.ensure()
 
@@ -57,7 +57,6 @@ def capture(module: torch.nn.Module, *example_inputs: Any, **example_kwargs: Any
     (a `Signature`) tells which is which, and
     `torch_bridge.to_jax(graph_module)` makes it a JAX function. A module that looks at values (`.item()`, `if tensor:`) raises `RuntimeError`.
     """
-    executor.sync()
     with recording() as segment:
         params = {n: _stand_in(segment, p) for n, p in module.named_parameters()}
         buffers = {n: _stand_in(segment, b) for n, b in module.named_buffers()}

@@ -21,7 +21,7 @@ from torch_bridge.mesh import sharding
 from torch_bridge.passes import varying_axes
 from torch_bridge.recorder import dispatch
 from torch_bridge.recorder.tensor import XLATensor
-from torch_bridge.runtime import executor, session, transfer
+from torch_bridge.runtime import pending, session, transfer
 
 session.ensure()
 
@@ -176,7 +176,7 @@ def _render(lowered: Any, stage: str) -> str:
 
 
 def _of_recent(stage: str) -> str:
-    programs = list(dict.fromkeys(executor.RECENT))
+    programs = list(dict.fromkeys(pending.current().recent))
     if not programs:
         raise ValueError(
             "no graph has run yet in this process: call torch_xla.sync() after some work on xla tensors, or pass a module or tensors to "

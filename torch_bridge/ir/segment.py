@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from itertools import repeat
 from operator import attrgetter, is_
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 
@@ -200,6 +200,13 @@ class Fill(NamedTuple):
     born: bool
 
 
+class Owner(Protocol):
+    """Who records a segment (`runtime.session.Session`)."""
+
+    def finish(self, segment: Segment) -> None:
+        """Run it, if it is still pending."""
+
+
 class Segment:
     """Recorded ops that have not run yet. All methods expect the caller to hold `LOCK`.
 
@@ -207,11 +214,12 @@ class Segment:
     first node. `watch(storage, view, id)`, if there is one, is told of every read, with view None of every write, and with storage None when Python asks for a
     value. `recording` is what records it, if something does (`tape`). `holders` says from which storage a leaf was adopted; `kept` holds arrays that no
     program may overwrite. For a failed run: `saved` gives the leaves that storages held before, `overwritten` the arrays that nothing read (None: they were
-    constant).
+    constant). `owner` is the session that records it: another one that needs a value of it has it finished there.
     """
 
-    def __init__(self, capture: bool = False, by_start: dict[Any, Any] | None = None):
+    def __init__(self, capture: bool = False, by_start: dict[Any, Any] | None = None, owner: Owner | None = None):
         self.capture = capture
+        self.owner = owner
         self.by_start = {} if by_start is None else by_start
         self.failure: str | None = None
         self.watch: Any = None
@@ -311,6 +319,8 @@ class Segment:
 
     def adopt(self, storage: Storage) -> int:
         """The id of a storage's current value, making its array a leaf if it has one."""
+        if storage.pending:
+            self._finish_other(storage)
         array = storage.held
         if array is None:
             if storage.segment is not None:
@@ -328,6 +338,12 @@ class Segment:
         storage.vid = vid
         storage.segment = self
         return vid
+
+    def _finish_other(self, storage: Storage) -> None:
+        """Have the session that a storage's value is pending in run it."""
+        other = storage.segment
+        if other is not self and getattr(other, "owner", None) is not None:
+            other.owner.finish(other)
 
     def _adopt_constant(self, storage: Storage) -> int:
         fill = storage.fill
@@ -424,6 +440,8 @@ class Segment:
         if self.watch is not None:
             self.watch(storage, None, vid)
         if storage.segment is not self or storage.vid < 0:
+            if storage.pending:
+                self._finish_other(storage)
             self.writers.append(weakref.ref(storage))
             if storage.held is not None:
                 leaf = self.leaf_index.get(id(storage.held))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,8 +19,14 @@ KEPT = 1 << 16
 
 VALUES = ("error", "zeros")
 
-RUN: Any = None
-"""The abstract run that is active (`runtime.abstract.Run`), or None."""
+
+class _Active(threading.local):
+    """run: the abstract run of this thread's session (`runtime.abstract.Run`), or None."""
+
+    run: Any = None
+
+
+ACTIVE = _Active()
 
 
 class AbstractValueError(RuntimeError):
@@ -36,7 +43,7 @@ class AbstractValueError(RuntimeError):
 
 def active() -> bool:
     """Whether tensors on xla are abstract now."""
-    return RUN is not None
+    return ACTIVE.run is not None
 
 
 class AbstractArray:
@@ -84,7 +91,7 @@ class AbstractArray:
     def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
         if self.host is not None:
             return self.host.copy()
-        if RUN is None or RUN.values == "error":
+        if ACTIVE.run is None or ACTIVE.run.values == "error":
             raise AbstractValueError.here(self.shape, self.dtype)
         return np.zeros(self.shape, self.dtype)
 

@@ -14,20 +14,20 @@ from torch_bridge.ir.layout import Layout
 from torch_bridge.ir.segment import Fill, Segment
 from torch_bridge.mesh import abstract_arrays, fills, sharding
 
-_ONCE: set[int] = set()
-"""Hashes of structures that were rewritten: one that comes again creates its constants in every step, and is left as it is (so is one whose
-hash happens to be there; it only compiles once more)."""
 
+def hoist(segment: Segment, seen: set[int]) -> None:
+    """Rewrite a segment (not seen before) so that surviving, updated constants are leaves. Changes nothing if there are none.
 
-def hoist(segment: Segment) -> None:
-    """Rewrite a segment (not seen before) so that surviving, updated constants are leaves. Changes nothing if there are none."""
+    seen: hashes of structures that were rewritten. One that comes again creates its constants in every step, and is left as it is (so is one whose hash
+    happens to be there; it only compiles once more).
+    """
     fills = [f for f in segment.fills if f.born and _survives(f, segment)]
     if not fills:
         return
     structure = hash(tuple(segment.nodes))
-    if structure in _ONCE:
+    if structure in seen:
         return
-    _ONCE.add(structure)
+    seen.add(structure)
     _rewrite(segment, fills)
 
 

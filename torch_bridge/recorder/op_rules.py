@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from torch_bridge.compiler import history
 from torch_bridge.ir.layout import Layout, base_of_meta, layout
 from torch_bridge.ir.segment import Storage
 from torch_bridge.mesh import rank_numbers, sharding
@@ -144,9 +143,9 @@ def item(func: Any, args: Any, kwargs: Any) -> Any:
     if not t.dtype.is_floating_point:
         known = host_values.known(segment, t._storage, t._layout)
         if known is not None:
-            return history.read(known.item())
+            return STATE.session.history.read(known.item())
     segment.asked()
-    found = history.read(download(t).item())
+    found = STATE.session.history.read(download(t).item())
     if not READING.allowed:
         values = own_values(t)
         if values and rank_numbers.is_ranked(rank_numbers.item(values)):

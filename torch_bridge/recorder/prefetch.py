@@ -108,6 +108,8 @@ class Prefetcher(Iterator[Any]):
         return item.result()
 
     def _start(self) -> Any:
+        from torch_bridge.runtime.pending import bound
+
         assert self._loader is not None
         loader, self._loader = self._loader, None
         batches = iter(loader)
@@ -116,8 +118,8 @@ class Prefetcher(Iterator[Any]):
         host, ready = Channel(host_ahead), Channel(device_ahead)
         pool = ThreadPoolExecutor(movers, thread_name_prefix=f"{_THREAD_NAME}-move")
         threads = [
-            threading.Thread(target=_read, args=(batches, host), name=f"{_THREAD_NAME}-read", daemon=True),
-            threading.Thread(target=_submit, args=(host, ready, pool, self._move), name=f"{_THREAD_NAME}-submit", daemon=True),
+            threading.Thread(target=bound(_read), args=(batches, host), name=f"{_THREAD_NAME}-read", daemon=True),
+            threading.Thread(target=_submit, args=(host, ready, pool, bound(self._move)), name=f"{_THREAD_NAME}-submit", daemon=True),
         ]
         self._ready = ready
         self._stop = weakref.finalize(self, _shut_down, host, ready, pool, threads)

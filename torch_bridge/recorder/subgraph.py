@@ -14,9 +14,9 @@ from torch_bridge.compiler import interpret
 from torch_bridge.ir import dtypes
 from torch_bridge.ir.graph import GraphBuilder
 from torch_bridge.ir.layout import Layout, layout, meta_of
-from torch_bridge.ir.segment import LOCK, Segment, Storage
+from torch_bridge.ir.segment import Segment, Storage
 from torch_bridge.recorder.tensor import XLATensor, make
-from torch_bridge.runtime.pending import STATE
+from torch_bridge.runtime import pending
 
 
 class AbstractLeaf:
@@ -34,15 +34,9 @@ class Place(int):
 
 @contextlib.contextmanager
 def recording() -> Iterator[Segment]:
-    """A segment of its own, current for the duration."""
-    with LOCK:
-        outer = STATE.current
-        segment = STATE.current = Segment(capture=True)
-        try:
-            with torch.no_grad():
-                yield segment
-        finally:
-            STATE.current = outer
+    """A segment of its own, which this thread records in for the duration."""
+    with pending.opened(pending.Session(capture=True)) as session, torch.no_grad():
+        yield session.current
 
 
 def abstract(segment: Segment, of: Layout) -> XLATensor:

@@ -7,6 +7,7 @@ and compiled only when somebody asks what it needs (`Recorded.compile`). `nxd_ja
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import time
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ from torch_bridge import _compat
 from torch_bridge.ir import dtypes
 from torch_bridge.mesh import abstract_arrays
 from torch_bridge.mesh.abstract_arrays import KEPT, VALUES, AbstractArray, everywhere
+from torch_bridge.runtime import pending
 
 
 def uploaded(t: Any) -> Any:
@@ -83,7 +85,8 @@ class Run:
 
     values: str = "error"
     programs: dict[int, Recorded] = field(default_factory=dict)
-    _outside: tuple[list[Any], set[int]] = ([], set())
+    session: pending.Session | None = None
+    _left: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     def results(self, program: Any, args: Sequence[Any]) -> list[AbstractArray]:
         """For `Program.run`: what the program would give, in the order in which its function returns it. Nothing is traced."""
@@ -99,33 +102,26 @@ class Run:
             raise ValueError(f"values={self.values!r} must be one of {', '.join(map(repr, VALUES))}")
 
     def start(self) -> None:
-        """From now on tensors on xla are abstract. What was recorded before runs first. Raises RuntimeError within another abstract run."""
-        from torch_bridge.passes import hoist_constants
-        from torch_bridge.runtime import executor
-
-        if abstract_arrays.RUN is not None:
+        """From now on tensors on xla are abstract on this thread. What was recorded before waits. Raises RuntimeError within another abstract run."""
+        if abstract_arrays.active():
             raise RuntimeError("an abstract run is active already: leave its `with` block before another one starts")
-        executor.sync()
-        self._outside, hoist_constants._ONCE = (list(executor.CHECKS), hoist_constants._ONCE), set()
-        executor.CHECKS.clear()  # they look at values
-        abstract_arrays.RUN = self
+        observers = tuple(one for one in pending.current().observers if not one.reads_values)
+        self.session = pending.Session(observers, self)
+        self._left.enter_context(pending.activated(self.session))
 
     def stop(self) -> None:
         """Back to real values. Abstract tensors that are still around are lost, and say so when they are used. Programs that were compiled stay so."""
         from torch_bridge.mesh import sharding
-        from torch_bridge.passes import hoist_constants
         from torch_bridge.runtime import executor
 
+        assert self.session is not None, "stop() before start()"
         try:
             executor.sync()
         finally:
-            abstract_arrays.RUN = None
+            self._left.close()
             if sharding.forget_abstract_devices():
                 executor.clear_cache()
-            executor.CHECKS[:], hoist_constants._ONCE = self._outside
-            compiled = [program for program in executor.RECENT if program.begun]
-            executor.RECENT.clear()
-            executor.RECENT.extend(compiled)
+            pending.current().recent.extend(program for program in self.session.recent if program.begun)
             _forget()
 
 

@@ -8,112 +8,108 @@ had a value with that value.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import sys
 import time
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 from torch import fx
 
-from torch_bridge import metrics
-from torch_bridge.compiler import background_compile, history, shard_mapping
+from torch_bridge import _compat, metrics
+from torch_bridge.compiler import background_compile, shard_mapping
 from torch_bridge.compiler.program import Program, Trace
 from torch_bridge.config import fork_guard
+from torch_bridge.config.settings import SETTINGS
 from torch_bridge.errors import DeadTensorError, XlaOutOfMemoryError
 from torch_bridge.ir.segment import LOCK, Segment, Storage
-from torch_bridge.mesh import abstract_arrays, sharding, world
+from torch_bridge.mesh import sharding, world
 from torch_bridge.passes import hoist_constants, scalar_inputs
 from torch_bridge.precision import precision_mode
 from torch_bridge.runtime import interrupts
-from torch_bridge.runtime.pending import STATE
+from torch_bridge.runtime.observers import around
+from torch_bridge.runtime.pending import STATE, Session, activated, sessions
 from torch_bridge.telemetry import activity, compile_log
-
-MAX_IN_FLIGHT = 4
-"""Executions that may be queued before recording waits for the oldest."""
-
-MAX_TRACES = 512
-"""Structures kept, with their executables; the one unused for longest goes first."""
-
-DONATE = True
-"""Whether buffers that only the segment holds are donated (XLA_ENABLE_PARAM_ALIASING)."""
-
-BEFORE: list[Callable[[Segment], None]] = []
-"""Called with each segment that is about to run (NXD_JAX_CHECK_INDICES)."""
-
-CHECKS: list[Callable[[Trace, dict[int, list[Storage]]], None]] = []
-"""Called after each execution with what ran and the storages that got its results, by value id (NEURON_FAIL_ON_NAN)."""
-
-TRACES: dict[tuple[Any, ...], Trace] = {}
-_BY_START: dict[tuple[Any, ...], Trace] = {}
-RECENT: deque[Program] = deque(maxlen=16)
-"""The programs that ran last, newest last."""
-
-_in_flight: deque[weakref.ref[Any]] = deque()
-_last: Trace | None = None
-_clock = itertools.count(1)
 
 
 def _before_ranks_change() -> None:
     """What is recorded runs on the old mesh; compiled programs belong to it."""
-    sync()
-    clear_cache()
+    with LOCK:
+        for session in sessions():
+            if not session.current.capture:
+                with activated(session):
+                    sync()
+                    clear_cache()
 
 
 world.before_change(_before_ranks_change)
 
 
 def clear_cache() -> None:
-    """Forget every compiled program (they are compiled again when needed)."""
-    global _last
+    """Forget every compiled program of this thread's session (they are compiled again when needed)."""
+    session = STATE.session
     with LOCK:
-        TRACES.clear()
-        _BY_START.clear()
-        RECENT.clear()
-        hoist_constants._ONCE.clear()
-        _last = None
-        STATE.current.predicted = None
+        session.traces.clear()
+        session.by_start.clear()
+        session.recent.clear()
+        session.hoisted.clear()
+        session.last = None
+        session.current.predicted = None
 
 
 def sync(wait: bool = False) -> None:
     """Compile and run everything recorded so far (`xm.mark_step`); `wait` blocks until the device is done."""
     with LOCK:
-        segment = STATE.current
+        session = STATE.session
+        segment = session.current
         if segment.nodes:
             if segment.capture:
                 raise RuntimeError(
                     "a captured module asked for the value of a tensor (.item(), .cpu(), print, or a Python branch on it) while torch_bridge.capture "
                     "was recording it: captured graphs have no values. Take the value outside the module, or use torch.where."
                 )
-            _run(segment)
+            _run(session)
     if wait:
         wait_all()
 
 
 def wait_all() -> None:
     """Block until every execution so far has finished."""
-    with explained():
-        for result in list(_in_flight):
+    session = STATE.session
+    with explained(), around(session.observers, "wait"):
+        for result in list(session.in_flight):
             _wait(result)
-    _in_flight.clear()
+    session.in_flight.clear()
 
 
 def materialize(storage: Storage) -> None:
     """Make sure a storage has its value (running the segment if it is pending)."""
-    STATE.current.asked()
+    session = STATE.session
+    session.current.asked()
     if storage.pending:
-        sync()
+        owner = getattr(storage.segment, "owner", None)
+        if owner is None or owner is session:
+            sync()
+        else:
+            with LOCK:
+                owner.finish(storage.segment)
     if storage.held is None and storage.segment is not None:
         raise DeadTensorError.of(storage.segment)
 
 
-def _run(segment: Segment) -> None:
+def _run(session: Session) -> None:
+    with around(session.observers, "prepare"):
+        _run_pending(session, session.current)
+
+
+Session.run = _run
+
+
+def _run_pending(session: Session, segment: Segment) -> None:
     fork_guard.check()
-    for prepare in BEFORE:
-        prepare(segment)
+    for observer in session.observers:
+        observer.preparing(segment)
     mode = precision_mode.current()
     trace = _predicted(segment)
     if trace is None:
@@ -121,15 +117,15 @@ def _run(segment: Segment) -> None:
             segment.sources = list(segment.predicted.sources[: len(segment.nodes)])
             segment.predicted = None
         with interrupts.deferred():  # half a rewrite would be a wrong graph
-            hoist_constants.hoist(segment)
+            hoist_constants.hoist(segment, session.hoisted)
     live = segment.results()
     if not live:
-        _start_next(segment, trace)
+        _start_next(session, segment, trace)
         return
-    trace = trace or _lookup(segment)
-    trace.used = next(_clock)
+    trace = trace or _lookup(session, segment)
+    trace.used = next(session.clock)
     outs = tuple(sorted(live))
-    donate = tuple(sys.getrefcount(array) == 3 for array in segment.leaves) if DONATE else (False,) * len(segment.leaves)
+    donate = tuple(sys.getrefcount(array) == 3 for array in segment.leaves) if SETTINGS.donate else (False,) * len(segment.leaves)
     numbers: dict[type, Any] = {kind: scalar_inputs.flat(segment.numbers, kind) for kind in (float, int)}
     program: Program | None = None
     try:
@@ -139,21 +135,21 @@ def _run(segment: Segment) -> None:
             metrics.count("UncachedCompile")
             program = Program(trace, outs, segment, donate, labels, mode)
             trace.programs.setdefault(outs, []).append(program)
-            history.compiling(program, trace, segment, outs, donate, labels, numbers)
+            session.history.compiling(program, trace, segment, outs, donate, labels, numbers)
             program.results_held_by = tuple(weakref.ref(live[vid][0]) for vid in outs)
         else:
             metrics.count("CachedCompile")
-        _execute(program, segment, live, trace, program.arguments(segment, donate, numbers))
+        _execute(session, program, segment, live, trace, program.arguments(segment, donate, numbers))
     except BaseException as error:
         activity.ACTIVITY.dispatching = False
         if program is not None and not program.begun and program in trace.programs.get(outs, ()):
             trace.programs[outs].remove(program)  # JAX does not lower a function again whose lowering was interrupted
         if not isinstance(error, Exception):
             raise
-        _roll_back(segment, error)
+        _roll_back(session, segment, error)
         raise explain(error) from error
-    for check in CHECKS:
-        check(trace, live)
+    for observer in session.observers:
+        observer.executed(trace, live)
 
 
 def _predicted(segment: Segment) -> Trace | None:
@@ -162,50 +158,63 @@ def _predicted(segment: Segment) -> Trace | None:
     return predicted if predicted is not None and not predicted.evicted and len(predicted.nodes) == len(segment.nodes) else None
 
 
-def _lookup(segment: Segment) -> Trace:
+def _lookup(session: Session, segment: Segment) -> Trace:
     """The trace with this structure, made if it is new."""
     key = tuple(segment.nodes)
-    trace = TRACES.get(key)
+    traces = session.traces
+    trace = traces.get(key)
     if trace is None:
-        trace = TRACES[key] = Trace(key, segment.sources)
-        while len(TRACES) > MAX_TRACES:
-            _evict(min((t for t in TRACES.values() if t is not trace), key=lambda t: t.used))
+        trace = traces[key] = Trace(key, segment.sources)
+        while len(traces) > SETTINGS.max_traces:
+            _evict(session, min((t for t in traces.values() if t is not trace), key=lambda t: t.used))
     if key:
-        _BY_START[key[0]] = trace
+        session.by_start[key[0]] = trace
     return trace
 
 
-def _evict(trace: Trace) -> None:
+def _evict(session: Session, trace: Trace) -> None:
     """Let go of a trace and its executables."""
-    del TRACES[trace.nodes]
+    del session.traces[trace.nodes]
     trace.evicted = True
     trace.programs.clear()
-    if _BY_START.get(trace.nodes[0]) is trace:
-        del _BY_START[trace.nodes[0]]
+    if session.by_start.get(trace.nodes[0]) is trace:
+        del session.by_start[trace.nodes[0]]
 
 
-def _execute(program: Program, segment: Segment, live: dict[int, list[Storage]], trace: Trace, args: list[Any]) -> None:
-    if not program.begun and not abstract_arrays.active() and not compile_log.only_noted(program):
+def _execute(session: Session, program: Program, segment: Segment, live: dict[int, list[Storage]], trace: Trace, args: list[Any]) -> None:
+    if not program.begun and session.abstract is None and not compile_log.only_noted(program):
         if background_compile.wanted():
             program.compile_aside(args)
         else:
-            with activity.compiling(program):
+            with activity.compiling(program), around(session.observers, "compile", program):
                 program.compile(args)
     started = time.perf_counter()
     activity.ACTIVITY.dispatching = True
     with interrupts.deferred():  # running consumes donated inputs: its results must reach their storages
-        arrays = program.run(args)
+        arrays = _dispatched(session, program, args)
         args.clear()
         _settle(program, live, arrays)
-        _start_next(segment, trace)
+        _start_next(session, segment, trace)
     activity.ACTIVITY.ran(program.facts, arrays[-1])
     metrics.EXECUTE_TIME.add(time.perf_counter() - started)
     program.step = activity.ACTIVITY.steps
-    RECENT.append(program)
-    _in_flight.append(weakref.ref(arrays[0]))
+    session.recent.append(program)
+    session.in_flight.append(weakref.ref(arrays[0]))
     arrays.clear()  # whoever keeps this frame (an exception that was caught while compiling) would keep the next run from donating them
-    if len(_in_flight) > MAX_IN_FLIGHT:
-        _wait(_in_flight.popleft())
+    if len(session.in_flight) > SETTINGS.max_in_flight:
+        with around(session.observers, "wait"):
+            _wait(session.in_flight.popleft())
+
+
+def _dispatched(session: Session, program: Program, args: list[Any]) -> list[Any]:
+    """Hand a program to the devices; its results. An abstract run makes them of shapes alone, and extracting graphs of zeros."""
+    program.executions += 1
+    with around(session.observers, "dispatch", program), _compat.enable_x64():
+        if session.abstract is not None:
+            return list(session.abstract.results(program, args))
+        if SETTINGS.extract_only:
+            return compile_log.zeros(program)
+        return program.run(args)
 
 
 def _settle(program: Program, live: dict[int, list[Storage]], arrays: list[Any]) -> None:
@@ -222,19 +231,17 @@ def _wait(result: weakref.ref[Any]) -> None:
         array.block_until_ready()
 
 
-def _start_next(segment: Segment, trace: Trace | None) -> None:
-    global _last
-    new = Segment(by_start=_BY_START)
+def _start_next(session: Session, segment: Segment, trace: Trace | None) -> None:
+    new = session.begin()
     if trace is not None:
-        if _last is not None:
-            _last.following = trace
-        _last = trace
+        if session.last is not None:
+            session.last.following = trace
+        session.last = trace
         new.predicted = trace.following
-    STATE.current = new
     segment.clear()
 
 
-def _roll_back(segment: Segment, error: BaseException) -> None:
+def _roll_back(session: Session, segment: Segment, error: BaseException) -> None:
     """After a failure: storages get their last values back, pending ones are marked as lost, and recording starts afresh."""
     for ref, leaf in reversed(segment.saved):
         storage = ref()
@@ -247,7 +254,7 @@ def _roll_back(segment: Segment, error: BaseException) -> None:
         if storage is not None and storage.segment is segment:
             storage.settle(array)
     segment.failure = f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"
-    STATE.current = Segment(by_start=_BY_START)
+    session.begin()
     segment.clear()
 
 
@@ -273,5 +280,5 @@ def explained() -> Iterator[None]:
 
 def last_graphs() -> list[fx.Graph]:
     """The graphs of aten ops of the programs that ran last, each once, in the order of their last runs (16 runs back at most)."""
-    programs = list(dict.fromkeys(reversed(RECENT)))
+    programs = list(dict.fromkeys(reversed(STATE.session.recent)))
     return [program.graph for program in reversed(programs)]

@@ -13,11 +13,7 @@ from torch.utils._pytree import tree_map
 from torch_bridge import metrics
 from torch_bridge.telemetry import activity
 
-AFTER: list[Callable[[], None]] = []
-"""Called after each step, before its closures; what they raise, the script gets."""
-
 _lock = threading.Lock()
-_closures: list[tuple[Callable[..., Any], tuple[Any, ...], bool]] = []
 _background: ThreadPoolExecutor | None = None
 _running: deque[Future[Any]] = deque()
 
@@ -26,8 +22,10 @@ def add_closure(fn: Callable[..., Any], args: tuple[Any, ...] = (), run_async: b
     """Call `fn(*args)` at the end of this step, when its tensors have values; in the order added, or on a thread beside the next step if
     `run_async`.
     """
+    from torch_bridge.runtime import pending
+
     with _lock:
-        _closures.append((fn, tuple(args), run_async))
+        pending.current().closures.append((fn, tuple(args), run_async))
 
 
 def mark(wait: bool = False) -> None:
@@ -35,17 +33,17 @@ def mark(wait: bool = False) -> None:
 
     Raises what an earlier asynchronous closure raised.
     """
-    from torch_bridge.runtime import executor
+    from torch_bridge.runtime import executor, pending
 
     metrics.count("MarkStep")
     executor.sync(wait=wait)
-    activity.ACTIVITY.step()
-    for look in tuple(AFTER):
-        look()
+    ran = activity.ACTIVITY.step()
+    session = pending.current()
+    for observer in reversed(session.observers):  # a profile that began within a watch notes the step before the watch ends the script
+        observer.step_ended(ran)
     _raise_failed()
     with _lock:
-        closures = list(_closures)
-        _closures.clear()
+        closures, session.closures = session.closures, []
     for fn, args, run_async in closures:
         if run_async:
             _start(fn, args)
@@ -68,9 +66,11 @@ _snapshot: Callable[[Any], Any] = _plain
 
 def _start(fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
     global _background
+    from torch_bridge.runtime import pending
+
     if _background is None:
         _background = ThreadPoolExecutor(1, thread_name_prefix="xla-step-closures")
-    _running.append(_background.submit(fn, *tree_map(_snapshot, args)))
+    _running.append(_background.submit(pending.bound(fn), *tree_map(_snapshot, args)))
 
 
 def _raise_failed() -> None:

@@ -95,12 +95,14 @@ class Activity:
             with contextlib.suppress(Exception):  # a view of the job never fails it
                 self.devices = measure()
 
-    def step(self) -> None:
-        """A step has ended. Marks with nothing run since the last one (a loader's after the script's own) are no steps."""
-        if self.programs != self.programs_at_step:
-            self.programs_at_step = self.programs
-            self.steps += 1
-            self.step_times.append(time.monotonic())
+    def step(self) -> bool:
+        """A step has been marked. Marks with nothing run since the last one (a loader's after the script's own) are no steps: whether it is one."""
+        if self.programs == self.programs_at_step:
+            return False
+        self.programs_at_step = self.programs
+        self.steps += 1
+        self.step_times.append(time.monotonic())
+        return True
 
     def busy(self) -> bool:
         """Whether the device has work: a program is being handed over, or the newest one has not finished. Never blocks."""

@@ -1,6 +1,6 @@
 """What the bridge does while a profile is recorded, noted in the trace: its phases and the ends of steps, and which programs ran.
 
-Nothing of this costs anything outside a profile: the functions below are wrapped when it begins and put back when it ends. An annotation, `nxd:<phase>`, is
+Nothing of this costs anything outside a profile: the session tells its observers, and there is none. An annotation, `nxd:<phase>`, is
 a span of the trace like any other, so that the phases also show in Perfetto and XProf and no two clocks have to be compared.
 """
 
@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
+
+from torch_bridge.compiler.program import Program
+from torch_bridge.runtime import pending
+from torch_bridge.runtime.observers import Observer, Phase
 
 PREFIX = "nxd:"
 """How the names of our annotations begin."""
@@ -40,7 +43,7 @@ class Watched:
     compile_seconds: float = 0.0
 
 
-class Watch(contextlib.AbstractContextManager["Watch"]):
+class Watch(Observer, contextlib.AbstractContextManager["Watch"]):
     """Annotates the bridge's phases within the context.
 
     at_step: called after each step (`xm.mark_step` after which something had run), on its thread. programs: what was dispatched, in the order in which it was
@@ -49,8 +52,7 @@ class Watch(contextlib.AbstractContextManager["Watch"]):
 
     def __init__(self, at_step: Callable[[], None]):
         self._at_step = at_step
-        self._undo = contextlib.ExitStack()
-        self._waits = threading.local()
+        self._session = pending.current()
         self._counting = False
         self.programs: dict[int, Watched] = {}
 
@@ -68,101 +70,28 @@ class Watch(contextlib.AbstractContextManager["Watch"]):
         time.sleep(LINGER)
 
     def __enter__(self) -> Watch:
-        from torch_bridge.compiler import program
-        from torch_bridge.runtime import executor, transfer
-        from torch_bridge.telemetry import activity
-
-        try:
-            self._replace(executor, "_run", self._phase("prepare"))
-            self._replace(executor, "_execute", self._ends_wait)
-            self._replace(executor, "wait_all", self._phase("wait"))
-            self._replace(transfer, "to_cpu", self._phase("wait"))
-            self._replace(program.Program, "compile", self._compile)
-            self._replace(program.Program, "run", self._dispatch)
-            self._replace(activity.ACTIVITY, "ran", self._begins_wait)
-            self._replace(activity.ACTIVITY, "step", self._step)
-        except BaseException:
-            self._undo.close()
-            raise
+        self._session.observe(self)
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._undo.close()
+        self._session.unobserve(self)
 
-    def _replace(self, owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
-        """Wrap a function of a module or class, or a method of one object, until the context ends."""
-        own = name in vars(owner)
-        before = getattr(owner, name)
-        setattr(owner, name, functools.wraps(before)(wrap(before)))
-        self._undo.callback(functools.partial(setattr, owner, name, before) if own else functools.partial(delattr, owner, name))
+    @contextlib.contextmanager
+    def phase(self, phase: Phase, program: Program | None) -> Iterator[None]:
+        """An annotation around a phase; what is compiled and dispatched is counted."""
+        watched = self.programs.setdefault(id(program), Watched(program)) if self._counting and program is not None else None
+        if watched is not None and phase == "dispatch":
+            watched.runs += 1
+        with annotation(phase):
+            yield
+        if watched is not None and phase == "compile":
+            watched.compile_seconds += watched.program.compile_seconds
 
-    # -- the wrappers ----------------------------------------------------------------------------------
-
-    def _phase(self, phase: str) -> Callable[[Any], Any]:
-        def wrap(fn: Any) -> Any:
-            def run(*args: Any, **kwargs: Any) -> Any:
-                with annotation(phase):
-                    return fn(*args, **kwargs)
-
-            return run
-
-        return wrap
-
-    def _compile(self, fn: Any) -> Any:
-        def run(program: Any, args: Any) -> Any:
-            with annotation("compile"):
-                result = fn(program, args)
-            if self._counting:
-                self._of(program).compile_seconds += program.compile_seconds
-            return result
-
-        return run
-
-    def _dispatch(self, fn: Any) -> Any:
-        def run(program: Any, args: Any) -> Any:
-            if self._counting:
-                self._of(program).runs += 1
-            with annotation("dispatch"):
-                return fn(program, args)
-
-        return run
-
-    def _of(self, program: Any) -> Watched:
-        return self.programs.setdefault(id(program), Watched(program))
-
-    def _begins_wait(self, fn: Any) -> Any:
-        """After `ACTIVITY.ran` the executor only waits for the oldest of the queued executions."""
-
-        def run(*args: Any) -> Any:
-            result = fn(*args)
-            self._waits.open = annotation("wait")
-            self._waits.open.__enter__()
-            return result
-
-        return run
-
-    def _ends_wait(self, fn: Any) -> Any:
-        def run(*args: Any) -> Any:
-            try:
-                return fn(*args)
-            finally:
-                opened, self._waits.open = getattr(self._waits, "open", None), None
-                if opened is not None:
-                    opened.__exit__(None, None, None)
-
-        return run
-
-    def _step(self, fn: Any) -> Any:
-        from torch_bridge.telemetry import activity
-
-        def run() -> None:
-            before = activity.ACTIVITY.steps
-            fn()
-            if activity.ACTIVITY.steps != before:
-                moment(STEP)
-                self._at_step()
-
-        return run
+    def step_ended(self, ran: bool) -> None:
+        """A moment in the trace, if something had run."""
+        if ran:
+            moment(STEP)
+            self._at_step()
 
 
 def annotation(name: str) -> jax.profiler.TraceAnnotation:

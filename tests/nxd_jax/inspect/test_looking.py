@@ -21,7 +21,7 @@ from tests.nxd_jax.inspect.pages import read_html
 from tests.nxd_jax.inspect.small import Model, train
 from torch_bridge import metrics
 from torch_bridge.device.startup import dispatch
-from torch_bridge.runtime import executor
+from torch_bridge.runtime import pending
 
 IDS = torch.zeros(2, 5, dtype=torch.int64)
 
@@ -110,7 +110,7 @@ def test_a_step_of_several_programs() -> None:
 
 def test_a_program() -> None:
     train(steps=1)
-    program = executor.RECENT[-1]
+    program = pending.current().recent[-1]
     assert inspect.look(program).program is program
 
 
@@ -146,7 +146,7 @@ def test_parts_that_were_not_asked_for_in_time() -> None:
 
 
 def test_nothing_ran(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(executor, "RECENT", type(executor.RECENT)())
+    monkeypatch.setattr(pending.current(), "recent", type(pending.current().recent)())
     with pytest.raises(
         ValueError, match=r"nothing has run yet in this process: run a training step \(xm.mark_step\(\) ends it\), or look at a module"
     ):

@@ -14,8 +14,9 @@ import torch
 
 import torch_bridge
 import torch_bridge.device.startup
-from torch_bridge.compiler import background_compile, executable_cache, program
-from torch_bridge.runtime import executor
+from torch_bridge.compiler import background_compile, executable_cache
+from torch_bridge.config.settings import SETTINGS
+from torch_bridge.runtime import executor, pending
 
 torch_bridge.register()
 
@@ -25,7 +26,7 @@ def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Compile only, as under the command; gives what was told so far when it is called."""
     monkeypatch.setenv("NXD_JAX_COLLECT", f"compile:{tmp_path}")
     monkeypatch.setenv("NXD_JAX_COMPILE_WORKERS", "2")
-    monkeypatch.setattr(program, "EXTRACT_ONLY", True)
+    monkeypatch.setattr(SETTINGS, "extract_only", True)
     monkeypatch.setattr(background_compile, "_pool", None)
     executor.clear_cache()
 
@@ -107,7 +108,7 @@ def test_a_graph_that_comes_again_is_compiled_once(told: Any) -> None:
 
 def test_whoever_asks_for_an_executable_waits(told: Any) -> None:
     graph(5)
-    newest = executor.RECENT[-1]
+    newest = pending.current().recent[-1]
     assert newest.begun and newest.compiled.memory_analysis() is not None and newest.compile_seconds > 0
 
 
@@ -128,7 +129,7 @@ def test_only_where_nothing_waits(told: Any, monkeypatch: pytest.MonkeyPatch) ->
         patch.setattr(jax, "process_count", lambda: 2)
         assert not background_compile.wanted()
     with monkeypatch.context() as patch:
-        patch.setattr(program, "EXTRACT_ONLY", False)
+        patch.setattr(SETTINGS, "extract_only", False)
         assert not background_compile.wanted()
     with monkeypatch.context() as patch:
         patch.setenv("NXD_JAX_COLLECT", "collect:/nowhere")

@@ -15,7 +15,7 @@ from tests.nxd_jax.conftest import Nxd
 from tests.nxd_jax.trainer.runs import Run, Wrapped, compare
 from torch_bridge import metrics
 from torch_bridge.recorder import dispatch
-from torch_bridge.runtime import executor
+from torch_bridge.runtime import executor, pending
 
 RUNS = {
     "everything": Run(optim.AdamW, {"lr": 1e-2}, groups=True, scheduler=True, accumulate=2, tied=True),
@@ -43,7 +43,7 @@ def test_one_program_and_few_collectives(nxd: Nxd, zero: bool) -> None:
     for _ in range(4):
         wrapped.step(*next(batches))
     assert metrics.COUNTERS.get("UncachedCompile", 0) - before == 1
-    executor.RECENT.clear()
+    pending.current().recent.clear()
     wrapped.step(*next(batches))
     text = torch_bridge.hlo()
     found = {name: len(re.findall(rf"stablehlo\.{name}\b", text)) for name in ("reduce_scatter", "all_gather", "all_reduce")}

@@ -1,0 +1,26 @@
+"""How programs are run, as the environment says: read once, when JAX comes up (`device.debug_modes`)."""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass
+class Settings:
+    """What the environment says about running programs (`debug_modes.configure`).
+
+    Attributes:
+        donate: whether buffers that only the segment holds are donated (XLA_ENABLE_PARAM_ALIASING).
+        max_in_flight: executions that may be queued before recording waits for the oldest.
+        max_traces: structures kept, with their executables; the one unused for longest goes first.
+        extract_only: compile programs and give zeros for their results (NEURON_EXTRACT_GRAPHS_ONLY).
+    """
+
+    donate: bool = True
+    max_in_flight: int = 4
+    max_traces: int = 512
+    extract_only: bool = False
+
+
+SETTINGS = Settings()
+"""Of this process."""
