@@ -324,3 +324,54 @@ def test_played_modules_play_in_any_session() -> None:
     with pending.opened():
         assert [model(x).sum().item() for _ in range(5)] == expected
     assert metrics.COUNTERS["UncachedCompile"] > before, "programs are each session's own"
+
+
+def test_modules_are_recorded_in_two_sessions_at_once() -> None:
+    """Each recording sees the storages of its own thread, whichever of the two began or ended last."""
+    torch.manual_seed(0)
+    turn = threading.Barrier(2, timeout=60)
+
+    class Turns(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.linear(x)
+            z = torch.zeros(3).to(x.device)
+            z.add_(1)
+            return y * z
+
+    models = [torch_bridge.optimize(Turns().to("xla")) for _ in range(2)]
+    expected = [[(models[k].linear(torch.full((2, 3), n + 1.0).to("xla"))).sum().item() for n in range(8)] for k in range(2)]
+    found: dict[int, list[float]] = {}
+
+    def work(k: int) -> None:
+        with pending.opened():
+            found[k] = []
+            for n in range(8):
+                turn.wait()
+                found[k].append(models[k](torch.full((2, 3), n + 1.0).to("xla")).sum().item())
+
+    threads = [threading.Thread(target=work, args=(k,)) for k in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {0: expected[0], 1: expected[1]}
+
+
+def test_a_module_that_opens_a_session_is_not_played() -> None:
+    class Opens(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen = nn.Parameter(torch.zeros(2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with pending.opened():
+                y = (x * 3).detach()
+            return x + y + self.seen
+
+    model = torch_bridge.optimize(Opens().to("xla"))
+    for n in range(6):
+        assert model(torch.full((2,), float(n)).to("xla")).tolist() == [4.0 * n] * 2

@@ -225,6 +225,15 @@ class Unread(NotNow):
     """A storage that is full of one number was read for the first time."""
 
 
+_INNERMOST: dict[int, Recording] = {}
+"""Recordings that go on, the innermost of each segment: sessions of several threads may record at the same time."""
+
+
+def _tell(storage: Storage, new: bool) -> None:
+    for recording in tuple(_INNERMOST.values()):
+        recording._filled(storage, new)
+
+
 class Recording:
     """Watches what is recorded from now on. storages: what the stretch may read and write beyond its own; their numbers are their places.
 
@@ -273,7 +282,8 @@ class Recording:
             segment.recording._found(NotNow(_THREAD))
             self._found(NotNow(_THREAD))
         self._around, segment.recording = segment.recording, self
-        segment.watch, Storage.witness = self._saw, self._filled
+        segment.watch, _INNERMOST[id(segment)] = self._saw, self
+        Storage.witness = _tell
         if self._around is not None:
             self._around._found(NotRepeatable("it runs the backward pass of another module inside"))
         self._asked: list[tuple[Any, Any]] = []
@@ -416,7 +426,11 @@ class Recording:
             around = around._around
         segment.recording = around
         segment.watch = None if around is None else around._saw
-        Storage.witness = None if around is None else around._filled
+        if around is None:
+            _INNERMOST.pop(id(segment), None)
+        else:
+            _INNERMOST[id(segment)] = around
+        Storage.witness = _tell if _INNERMOST else None
 
     def views_of(self, storage: Storage) -> dict[Layout, int] | None:
         """Views of a storage that the stretch read, if its value is still the same."""

@@ -129,8 +129,10 @@ def sessions() -> list[Session]:
 
 @contextlib.contextmanager
 def activated(session: Session) -> Iterator[Session]:
-    """A block in which this thread records in `session`."""
+    """A block in which this thread records in `session`. What it does is not seen from outside: a module that is being recorded is not played then."""
     outer = STATE.session
+    if session is not outer:
+        outer.current.asked()
     STATE.session, abstract_arrays.ACTIVE.run = session, session.abstract
     try:
         yield session
