@@ -13,7 +13,13 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from torch_bridge import metrics, source
 from torch_bridge.compiler import interpret
 from torch_bridge.errors import UnsupportedOpError
-from torch_bridge.recorder.tensor import XLATensor
+from torch_bridge.mesh import rank_numbers, sharding, world
+from torch_bridge.recorder import sharded, subgraph
+from torch_bridge.recorder.copies import upload
+from torch_bridge.recorder.downloads import download
+from torch_bridge.recorder.schema import info
+from torch_bridge.recorder.tensor import XLATensor, read
+from torch_bridge.runtime.pending import STATE
 
 aten = torch.ops.aten
 
@@ -38,16 +44,11 @@ def has_decomposition(op: Any) -> bool:
 
 def lower_by_decomposition(op: Any, args: Any, kwargs: Any, key: Callable[[], Any] | None) -> Any:
     """Evaluate torch's decomposition of `op` on JAX values, by recording it in a segment of its own (`interpret.decompose`)."""
-    from torch_bridge.recorder.subgraph import inline
-
-    return inline(decomposition_table[op], args, kwargs, key)
+    return subgraph.inline(decomposition_table[op], args, kwargs, key)
 
 
 def on_host(func: Any, args: Any, kwargs: Any) -> Any:
     """Run an op on the CPU: copy its xla tensors to the host, run eager torch, copy results (and mutations) back."""
-    from torch_bridge.recorder.copies import download, upload
-    from torch_bridge.recorder.dispatch import STATE
-
     name = func._schema.name.removeprefix("aten::")
     if STATE.current.capture:
         raise UnsupportedOpError(
@@ -92,9 +93,6 @@ def on_host(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _varied(args: Any, kwargs: Any) -> tuple[str, ...]:
     """The mesh axes along which the xla tensors among the arguments differ."""
-    from torch_bridge.mesh import sharding
-    from torch_bridge.recorder import sharded
-
     if not sharding.active():
         return ()
     found = [sharded.varying(x).axes for x in tree_leaves((args, kwargs)) if isinstance(x, XLATensor)]
@@ -103,11 +101,6 @@ def _varied(args: Any, kwargs: Any) -> tuple[str, ...]:
 
 def _on_host_of_each(func: Any, args: Any, kwargs: Any, axes: tuple[str, ...]) -> Any:
     """Run an op on the CPU once for each distinct rank: its own inputs give its own results."""
-    from torch_bridge.mesh import rank_numbers, world
-    from torch_bridge.recorder import sharded
-    from torch_bridge.recorder.dispatch import STATE, read
-    from torch_bridge.recorder.schema import info
-
     tensors = {id(x): x for x in tree_leaves((args, kwargs)) if isinstance(x, XLATensor)}
     shards = {key: sharded.shards(x) for key, x in tensors.items()}
     hosted = world.current().hosted
@@ -147,15 +140,11 @@ def _on_host_of_each(func: Any, args: Any, kwargs: Any, axes: tuple[str, ...]) -
         for t in value if isinstance(value, (list, tuple)) else [value]:
             if isinstance(t, XLATensor):
                 new = sharded.from_ranks(lambda r: results[table[r]][1][id(t)], axes)  # noqa: B023  # called at once
-                STATE.current.write_view(t._storage, t._layout, read(new))  # type: ignore[arg-type]
+                STATE.current.write_view(t._storage, t._layout, read(new))
     return tree_unflatten([gather(k) for k in range(len(results[table[hosted[0]]][0]))], spec)
 
 
 def _write_back(func: Any, args: Any, kwargs: Any, hosts: dict[int, Any]) -> None:
-    from torch_bridge.recorder.copies import upload
-    from torch_bridge.recorder.dispatch import STATE, read, resize
-    from torch_bridge.recorder.schema import info
-
     call_info = info(func)
     for i in call_info.mutated:
         value = args[i] if i < len(args) else kwargs.get(call_info.names[i])
@@ -163,7 +152,7 @@ def _write_back(func: Any, args: Any, kwargs: Any, hosts: dict[int, Any]) -> Non
             if isinstance(t, XLATensor):
                 host = hosts[id(t)][1]
                 if tuple(host.shape) != t._layout.size:
-                    resize(t, tuple(host.shape))
+                    aten.resize_.default(t, host.shape)
                 STATE.current.write_view(t._storage, t._layout, read(upload(host)))
 
 

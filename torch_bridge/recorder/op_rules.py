@@ -12,11 +12,12 @@ from torch_bridge.ir.layout import Layout, base_of_meta, layout
 from torch_bridge.ir.segment import Storage
 from torch_bridge.mesh import rank_numbers, sharding
 from torch_bridge.recorder import host_storage, host_values, overlaps
-from torch_bridge.recorder.copies import copied, download, kept
+from torch_bridge.recorder.copies import copied, kept
 from torch_bridge.recorder.cpu_attention import additive
-from torch_bridge.recorder.dispatch import LOCK, STATE, dispatch, fresh, point, read, record, record_op, resize, special
+from torch_bridge.recorder.dispatch import LOCK, STATE, dispatch, record, record_op, resize, special
+from torch_bridge.recorder.downloads import download, each_ranks_number
 from torch_bridge.recorder.shape_inference import infer, to_meta
-from torch_bridge.recorder.tensor import READING, XLATensor, make, own_values
+from torch_bridge.recorder.tensor import READING, XLATensor, fresh, make, point, read
 from torch_bridge.runtime.transfer import to_array
 
 aten = torch.ops.aten
@@ -148,7 +149,7 @@ def item(func: Any, args: Any, kwargs: Any) -> Any:
     segment.asked()
     found = history.read(download(t).item())
     if not READING.allowed:
-        values = own_values(t)
+        values = each_ranks_number(t)
         if values and rank_numbers.is_ranked(rank_numbers.item(values)):
             raise rank_numbers.refuse(values)
     return found

@@ -15,13 +15,13 @@ import torch_xla.core.xla_model as xm
 from tests.torch_bridge.ranks import eager
 from tests.torch_bridge.ranks.conftest import Hosted
 from torch_bridge.mesh import world
-from torch_bridge.recorder import fallback, sharded
+from torch_bridge.recorder import fallback, first_rank_files, sharded
 
 
 @pytest.fixture(autouse=True)
 def four_ranks(hosted: Hosted, monkeypatch: pytest.MonkeyPatch) -> None:
     hosted(4, dp=2, tp=2)
-    monkeypatch.setattr(sharded, "_files_noted", False)
+    monkeypatch.setattr(first_rank_files, "_noted", False)
 
 
 def values(*shape: int) -> list[torch.Tensor]:
