@@ -75,6 +75,14 @@ def test_in_place_ops_on_the_host() -> None:
         eager.agree(put, values(2, 4))
 
 
+def test_an_output_on_the_host_takes_the_size_of_the_result() -> None:
+    own = values(4, 5)
+    mask = torch.arange(20).view(4, 5) % 3 == 0
+    out = torch.empty(0, device="xla")
+    assert torch.masked_select(eager.on_xla(own), mask.to("xla"), out=out) is out
+    eager.same(out, [v.masked_select(mask) for v in own])
+
+
 def test_an_op_without_a_lowering(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every rank's own result, and one warning."""
     monkeypatch.setattr(fallback, "_WARNED", set())
