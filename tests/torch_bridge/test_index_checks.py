@@ -30,7 +30,7 @@ def checked(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
     def apply(**values: str) -> None:
         for name, value in (values or {"NXD_JAX_CHECK_INDICES": "1"}).items():
             monkeypatch.setenv(name, value)
-        monkeypatch.setattr(tensor, "_dispatch", debug_modes.configure(environment.check(), dispatch.dispatch))
+        monkeypatch.setattr(tensor, "dispatch", debug_modes.configure(environment.check(), dispatch.dispatch))
 
     yield apply
     monkeypatch.undo()

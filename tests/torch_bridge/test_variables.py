@@ -43,7 +43,7 @@ def configured(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     def apply(**values: str) -> None:
         for name, value in values.items():
             monkeypatch.setenv(name, value)
-        monkeypatch.setattr(tensor, "_dispatch", debug_modes.configure(environment.check(), dispatch.dispatch))
+        monkeypatch.setattr(tensor, "dispatch", debug_modes.configure(environment.check(), dispatch.dispatch))
 
     yield apply
     monkeypatch.undo()

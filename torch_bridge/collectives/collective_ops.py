@@ -19,7 +19,7 @@ from torch_bridge.ir.segment import flat as flat_layout
 from torch_bridge.lowerings import lowering
 from torch_bridge.mesh import world
 from torch_bridge.recorder import dispatch
-from torch_bridge.recorder.tensor import XLATensor
+from torch_bridge.recorder.tensor import XLATensor, fresh, read
 
 _library = torch.library.Library("torch_bridge", "FRAGMENT")
 _library.define("all_reduce(Tensor x, str kind, str groups) -> Tensor")
@@ -73,12 +73,12 @@ def emit(op: torch._ops.OpOverload, inputs: Sequence[torch.Tensor], args: tuple[
         ids = []
         for t in inputs:
             assert isinstance(t, XLATensor)
-            ids.append(dispatch.read(t))
+            ids.append(read(t))
         entry = step_entry(op, tuple(flat_layout(t._layout) for t in inputs), args)  # type: ignore[attr-defined]
         segment = dispatch.STATE.current
         vid = segment.emit(entry, tuple(ids))
         assert entry.outs[0] is not None
-        return dispatch.fresh(segment, entry.outs[0], vid)
+        return fresh(segment, entry.outs[0], vid)
 
 
 # -- what they become -----------------------------------------------------------------------------

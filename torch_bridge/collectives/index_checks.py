@@ -24,9 +24,9 @@ from torch_bridge.ir.segment import Entry, Segment, Storage, step_entry
 from torch_bridge.lowerings import lowering
 from torch_bridge.mesh import sharding, world
 from torch_bridge.recorder import expected_indices
-from torch_bridge.recorder.dispatch import fresh, special
+from torch_bridge.recorder.dispatch import special
 from torch_bridge.recorder.schema import info
-from torch_bridge.recorder.tensor import XLATensor
+from torch_bridge.recorder.tensor import XLATensor, fresh
 from torch_bridge.runtime import pending
 from torch_bridge.runtime.observers import Observer
 from torch_bridge.source import NOWHERE, Source

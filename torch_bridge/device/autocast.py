@@ -144,13 +144,13 @@ def _is_weight(t: torch.Tensor) -> bool:
 
 def _value(t: Any) -> tuple[Any, int]:
     """What stands for the value a tensor has now: a weight written to inside the region is cast anew."""
-    from torch_bridge.recorder import dispatch
+    from torch_bridge.recorder import dispatch, tensor
 
     session.ensure()
     from torch_bridge.ir.segment import LOCK
 
     with LOCK:
-        return dispatch.STATE.current, dispatch.read(t)
+        return dispatch.STATE.current, tensor.read(t)
 
 
 def _clear_at_exit() -> None:

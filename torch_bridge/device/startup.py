@@ -22,7 +22,7 @@ _dispatch = debug_modes.configure(_values, dispatch.dispatch)
 
 def use_dispatch() -> None:
     """Have ops recorded, or run one by one in eager mode."""
-    tensor._dispatch = autograd_engine.guarded(debug_modes.op_by_op(_dispatch) if eager_mode.enabled() else _dispatch)
+    tensor.dispatch_with(autograd_engine.guarded(debug_modes.op_by_op(_dispatch) if eager_mode.enabled() else _dispatch))
 
 
 use_dispatch()

@@ -118,5 +118,5 @@ def update(rule: str, params: Tensors, grads: Tensors, states: Sequence[Tensors]
         with torch.no_grad():
             ops.optimizer_step_(*args)
     else:  # torch's dispatcher would take hundreds of tensors apart and put them together again
-        tensor._dispatch(ops.optimizer_step_.default, args, {})
+        tensor.dispatch(ops.optimizer_step_.default, args, {})
     torch.autograd.graph.increment_version([t for given in (params, *states) for t in given])

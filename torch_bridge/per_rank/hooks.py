@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from torch_bridge.per_rank import rank_torch_draws
 from torch_bridge.recorder import rank_array, rank_random
 from torch_bridge.script import rank_branches, rank_file_names, rank_indexing
 
@@ -24,7 +25,7 @@ def prepare() -> None:
     rank_math.install()
     rank_tensor_pieces.install()
     rank_tensor.install()
-    rank_random.install()
+    rank_torch_draws.install()
     rank_host_libraries.install()
 
 

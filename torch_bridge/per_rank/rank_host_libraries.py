@@ -18,7 +18,7 @@ import torch
 from torch_bridge import nested
 from torch_bridge.mesh import random_state, rank_numbers
 from torch_bridge.per_rank import rank_draws
-from torch_bridge.recorder import rank_random, sharded
+from torch_bridge.recorder import first_rank_files, rank_random
 
 
 @functools.cache
@@ -72,7 +72,7 @@ def _saving(original: Callable[..., Any]) -> Callable[..., Any]:
         found = nested.collect(obj, rank_numbers.is_ranked)
         copied = next(iter(nested.collect(obj, lambda x: type(x) is torch.Tensor and _differs(x))), None)
         if copied is not None:
-            sharded.note_values(f"a copy of shape {list(copied.shape)} of a value that differs by rank")
+            first_rank_files.note(f"a copy of shape {list(copied.shape)} of a value that differs by rank")
         return original(
             nested.replace(obj, rank_numbers.is_ranked, list(map(rank_numbers.first, found))) if found else obj, *args, **kwargs
         )
@@ -81,9 +81,9 @@ def _saving(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _differs(t: torch.Tensor) -> bool:
-    from torch_bridge.recorder import copies
+    from torch_bridge.recorder import uploads
 
-    return copies.differs(t)
+    return uploads.remembers(t)
 
 
 def _seeding_both(original: Callable[[Any], torch.Generator]) -> Callable[[Any], torch.Generator]:

@@ -14,7 +14,7 @@ import torch
 from torch_bridge.ir.segment import LOCK
 from torch_bridge.lowerings import lowering
 from torch_bridge.recorder import dispatch
-from torch_bridge.recorder.tensor import XLATensor
+from torch_bridge.recorder.tensor import XLATensor, read
 from torch_bridge.runtime import session
 
 session.ensure()
@@ -61,4 +61,4 @@ def barrier_(tensors: Sequence[torch.Tensor]) -> None:
         return
     with LOCK, torch.no_grad():
         for t, behind in zip(found, torch.ops.torch_bridge.barrier(found), strict=True):
-            dispatch.STATE.current.write_view(t._storage, t._layout, dispatch.read(behind))
+            dispatch.STATE.current.write_view(t._storage, t._layout, read(behind))

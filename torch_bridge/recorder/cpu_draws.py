@@ -12,7 +12,9 @@ from typing import Any
 import torch
 
 from torch_bridge.mesh import sharding, world
+from torch_bridge.recorder import rank_random
 from torch_bridge.recorder.tensor import XLATensor
+from torch_bridge.recorder.uploads import upload_blocks
 
 
 def mark(t: torch.Tensor, is_on_cpu: bool = True) -> None:
@@ -28,8 +30,6 @@ def is_marked(t: Any) -> bool:
 
 def draw(func: Any, args: Any, kwargs: Any) -> Any:
     """An in-place random op on such a tensor, of the shape that one rank sees: all ranks draw the same, or each its own after a seed that differs by rank."""
-    from torch_bridge.recorder import copies, rank_random
-
     target, generator = args[0], (kwargs or {}).get("generator")
 
     def own(place: int) -> torch.Tensor:
@@ -43,7 +43,7 @@ def draw(func: Any, args: Any, kwargs: Any) -> Any:
         [own(0)] * len(world.current().hosted) if streams is None else rank_random.on_each(own, [] if generator is None else [generator])
     )
     spec = _spec(target, axes)
-    target.copy_(parts[0] if spec is None else copies.upload_blocks(parts, spec))  # ranks are expected to differ again
+    target.copy_(parts[0] if spec is None else upload_blocks(parts, spec))  # ranks are expected to differ again
     return target
 
 

@@ -16,12 +16,13 @@ from torch.utils._pytree import tree_map
 from torch_bridge import lowerings
 from torch_bridge.errors import locate
 from torch_bridge.ir.layout import Layout, base_of_meta, layout, of_meta
-from torch_bridge.ir.segment import LOCK, Entry, Lift, Segment, Slot, Storage
+from torch_bridge.ir.segment import LOCK, Entry, Lift, Segment, Slot
 from torch_bridge.mesh import abstract_arrays, random_state, rank_numbers
-from torch_bridge.recorder import cpu_draws, fallback, overlaps, tensor
+from torch_bridge.recorder import cpu_draws, fallback, overlaps
+from torch_bridge.recorder.copies import upload
 from torch_bridge.recorder.schema import LIFTED, NOT_SCALAR, Info, info
 from torch_bridge.recorder.shape_inference import DROPPED, NeedsHost, infer, infer_from_lowering, to_meta
-from torch_bridge.recorder.tensor import XLATensor, make
+from torch_bridge.recorder.tensor import XLATensor, fresh, make, point, read
 from torch_bridge.runtime.pending import STATE
 
 aten = torch.ops.aten
@@ -151,8 +152,6 @@ class _Ranked(Exception):
 def _accept_cpu(t: torch.Tensor, key: list[Any]) -> XLATensor:
     """A 0-d CPU tensor next to xla tensors counts as a number, and some ops take small CPU integers, as with any device; the rest is an error."""
     if t.device.type == "cpu" and (t.dim() == 0 or (key[0] in _TAKE_CPU_INTEGERS and not t.dtype.is_floating_point)):
-        from torch_bridge.recorder.copies import upload
-
         return upload(t)
     raise RuntimeError(
         f"Expected all tensors to be on the same device, but found at least two devices, xla:0 and {t.device}! "
@@ -390,13 +389,6 @@ def _run_functional(call: Call, func: Any, args: Any, kwargs: Any, tensors: list
     return _nest(returns, made)
 
 
-def fresh(segment: Segment, base: Layout, vid: int) -> XLATensor:
-    """A new tensor whose storage holds a pending value."""
-    storage = Storage(base)
-    segment.write(storage, vid)
-    return make(base, storage)
-
-
 def _nest(returns: Any, made: list[Any]) -> Any:
     if isinstance(returns, int):
         return made[returns]
@@ -452,35 +444,9 @@ def _run_out(call: Call, func: Any, args: Any, kwargs: Any, tensors: list[XLATen
 # -- shared helpers -------------------------------------------------------------------------------
 
 
-def read(t: XLATensor) -> int:
-    """The id of a tensor's value in the current segment."""
-    return STATE.current.read(t._storage, t._layout)
-
-
 def record_op(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
     """Record a functional op from inside a special rule."""
     return record(op, args, kwargs)
-
-
-def copy_storage(storage: Storage) -> Storage:
-    """A storage of its own with the same value; nothing is computed, values are immutable."""
-    with LOCK:
-        new = Storage(storage.layout)
-        new.lie_as(storage)
-        if storage.held is not None:
-            new.held = storage.array
-        elif storage.constant:
-            new.fill = storage.fill
-        else:
-            segment = STATE.current
-            segment.write(new, segment.read(storage, storage.layout))
-        return new
-
-
-def point(t: XLATensor, layout_: Layout, storage: Storage) -> None:
-    """Make `t` view other elements, keeping its identity (`set_`, `resize_`, `.data =`, in-place view ops)."""
-    tensor._raw_data_set(t, make(layout_, storage))
-    t._storage, t._layout = storage, layout_
 
 
 def resize(t: XLATensor, size: tuple[int, ...]) -> None:

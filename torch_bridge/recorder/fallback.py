@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -13,7 +13,15 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from torch_bridge import metrics, source
 from torch_bridge.compiler import interpret
 from torch_bridge.errors import UnsupportedOpError
-from torch_bridge.recorder.tensor import XLATensor
+from torch_bridge.mesh import rank_numbers, sharding, world
+from torch_bridge.recorder import subgraph
+from torch_bridge.recorder.copies import upload
+from torch_bridge.recorder.downloads import download, each_ranks
+from torch_bridge.recorder.schema import info
+from torch_bridge.recorder.tensor import XLATensor, read
+from torch_bridge.recorder.uploads import from_ranks
+from torch_bridge.recorder.varying import varying
+from torch_bridge.runtime.pending import STATE
 
 aten = torch.ops.aten
 
@@ -38,16 +46,51 @@ def has_decomposition(op: Any) -> bool:
 
 def lower_by_decomposition(op: Any, args: Any, kwargs: Any, key: Callable[[], Any] | None) -> Any:
     """Evaluate torch's decomposition of `op` on JAX values, by recording it in a segment of its own (`interpret.decompose`)."""
-    from torch_bridge.recorder.subgraph import inline
-
-    return inline(decomposition_table[op], args, kwargs, key)
+    return subgraph.inline(decomposition_table[op], args, kwargs, key)
 
 
-def on_host(func: Any, args: Any, kwargs: Any) -> Any:
-    """Run an op on the CPU: copy its xla tensors to the host, run eager torch, copy results (and mutations) back."""
-    from torch_bridge.recorder.copies import download, upload
-    from torch_bridge.recorder.dispatch import STATE
+def on_host(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an op on the CPU: copy its xla tensors to the host, run eager torch, copy results (and mutations) back.
 
+    Where ranks hold different values it runs once for each distinct rank: its own inputs give its own results.
+    """
+    _announce(func, args, kwargs)
+    tensors = {id(x): x for x in tree_leaves((args, kwargs)) if isinstance(x, XLATensor)}
+    axes = _varied(tensors.values())
+    calls = _call_for_each(func, args, kwargs, tensors, axes)
+    first = next(iter(calls.values()))
+
+    def joined(of: Callable[[_HostCall], torch.Tensor]) -> XLATensor:
+        """One xla tensor of each rank's CPU tensor."""
+        sizes = {tuple(of(call).shape) for call in calls.values()}
+        if len(sizes) > 1:
+            raise RuntimeError(
+                f"{func} gives tensors of different shapes {sorted(sizes)} on different ranks (at {source.user_line()}): all ranks "
+                "compute together and need one shape. Use a mask (torch.where) instead, or torchrun with one process per rank."
+            )
+        return from_ranks(lambda rank: of(calls[rank]), axes) if axes else upload(of(first))
+
+    def result(k: int) -> Any:
+        found = first.results[k]
+        if not isinstance(found, torch.Tensor):
+            return rank_numbers.item(tuple(call.results[k] for call in calls.values()))
+        written = first.argument(found)
+        if written is not None:
+            return tensors[written]
+        made = joined(lambda call: call.results[k])
+        made._storage.describe(origin=f"{func} at {source.short_line()}")
+        return made
+
+    for t in _mutated(func, args, kwargs):
+        new = joined(lambda call: call.tensors[id(t)])  # noqa: B023  # called at once
+        if new._layout.size != t._layout.size:
+            aten.resize_.default(t, new._layout.size)
+        STATE.current.write_view(t._storage, t._layout, read(new))
+    return tree_unflatten([result(k) for k in range(len(first.results))], first.structure)
+
+
+def _announce(func: torch._ops.OpOverload, args: Any, kwargs: Any) -> None:
+    """Count a run on the CPU, and warn of the first of an op that should have a lowering. UnsupportedOpError while a module is captured."""
     name = func._schema.name.removeprefix("aten::")
     if STATE.current.capture:
         raise UnsupportedOpError(
@@ -59,112 +102,59 @@ def on_host(func: Any, args: Any, kwargs: Any) -> Any:
     else:
         metrics.count(f"aten::{name}")
         _warn(func, args, kwargs)
-    axes = _varied(args, kwargs)
-    if axes:
-        return _on_host_of_each(func, args, kwargs, axes)
-    hosts: dict[int, tuple[XLATensor, torch.Tensor, torch.Tensor]] = {}
-
-    def to_host(x: Any) -> Any:
-        if isinstance(x, XLATensor):
-            if id(x) not in hosts:
-                host = download(x)
-                hosts[id(x)] = (x, host, host.clone())
-            return hosts[id(x)][1]
-        return torch.device("cpu") if isinstance(x, torch.device) else x
-
-    cpu_args, cpu_kwargs = tree_map(to_host, (args, kwargs))
-    with torch.no_grad():
-        out = func(*cpu_args, **cpu_kwargs)
-    back = {id(host): x for x, host, _ in hosts.values()}
-    _write_back(func, args, kwargs, hosts)
-
-    def to_xla(x: Any) -> Any:
-        if not isinstance(x, torch.Tensor):
-            return x
-        if id(x) in back:
-            return back[id(x)]
-        made = upload(x)
-        made._storage.describe(origin=f"{func} at {source.short_line()}")
-        return made
-
-    return tree_map(to_xla, out)
 
 
-def _varied(args: Any, kwargs: Any) -> tuple[str, ...]:
-    """The mesh axes along which the xla tensors among the arguments differ."""
-    from torch_bridge.mesh import sharding
-    from torch_bridge.recorder import sharded
+class _HostCall:
+    """An op run on the CPU, on the values of one rank.
 
-    if not sharding.active():
-        return ()
-    found = [sharded.varying(x).axes for x in tree_leaves((args, kwargs)) if isinstance(x, XLATensor)]
-    return sharding.ordered(a for axes in found for a in axes)
+    tensors: the CPU tensors, by id of the xla tensor each stands for; the op may have written to them. results, structure: what the op gave, flattened.
+    """
 
-
-def _on_host_of_each(func: Any, args: Any, kwargs: Any, axes: tuple[str, ...]) -> Any:
-    """Run an op on the CPU once for each distinct rank: its own inputs give its own results."""
-    from torch_bridge.mesh import rank_numbers, world
-    from torch_bridge.recorder import sharded
-    from torch_bridge.recorder.dispatch import STATE, read
-    from torch_bridge.recorder.schema import info
-
-    tensors = {id(x): x for x in tree_leaves((args, kwargs)) if isinstance(x, XLATensor)}
-    shards = {key: sharded.shards(x) for key, x in tensors.items()}
-    hosted = world.current().hosted
-    places = [world.coordinates(a) for a in axes]
-    table = [tuple(p[r] for p in places) for r in range(world.size())]
-    results: dict[Any, tuple[list[Any], dict[int, torch.Tensor]]] = {}
-    spec = None
-    for at, rank in enumerate(hosted):
-        if table[rank] in results:
-            continue
-        own = {key: s[at].clone() for key, s in shards.items()}
-
-        def to_host(x: Any, own: dict[int, torch.Tensor] = own) -> Any:
-            return own[id(x)] if isinstance(x, XLATensor) else torch.device("cpu") if isinstance(x, torch.device) else x
+    def __init__(self, func: torch._ops.OpOverload, args: Any, kwargs: Any, tensors: dict[int, torch.Tensor]):
+        def to_host(x: Any) -> Any:
+            if isinstance(x, XLATensor):
+                return tensors[id(x)]
+            return torch.device("cpu") if isinstance(x, torch.device) else x
 
         cpu_args, cpu_kwargs = tree_map(to_host, (args, kwargs))
         with torch.no_grad():
-            leaves, spec = tree_flatten(func(*cpu_args, **cpu_kwargs))
-        results[table[rank]] = leaves, own
-    assert spec is not None
+            self.results, self.structure = tree_flatten(func(*cpu_args, **cpu_kwargs))
+        self.tensors = tensors
 
-    def gather(k: int) -> Any:
-        found = [results[table[r]][0][k] for r in hosted]
-        if not isinstance(found[0], torch.Tensor):
-            return rank_numbers.item(tuple(found))
-        if len({tuple(t.shape) for t in found}) > 1:
-            raise RuntimeError(
-                f"{func} gives tensors of different shapes {sorted({tuple(t.shape) for t in found})} on different ranks (at {source.user_line()}): all ranks "
-                "compute together and need one shape. Use a mask (torch.where) instead, or torchrun with one process per rank."
-            )
-        same = [key for key, t in results[table[hosted[0]]][1].items() if t is found[0]]
-        return tensors[same[0]] if same else sharded.from_ranks(lambda r: results[table[r]][0][k], axes)
+    def argument(self, result: torch.Tensor) -> int | None:
+        """The id of the xla tensor that a result stands for, if the op gave back an argument."""
+        return next((key for key, t in self.tensors.items() if t is result), None)
 
+
+def _varied(tensors: Iterable[XLATensor]) -> tuple[str, ...]:
+    """The mesh axes along which some of them differ."""
+    if not sharding.active():
+        return ()
+    return sharding.ordered(axis for t in tensors for axis in varying(t).axes)
+
+
+def _call_for_each(
+    func: torch._ops.OpOverload, args: Any, kwargs: Any, tensors: dict[int, XLATensor], axes: tuple[str, ...]
+) -> dict[int, _HostCall]:
+    """The call of each hosted rank; ranks at the same place along `axes` share one."""
+    hosted = world.current().hosted
+    if not axes:
+        return dict.fromkeys(hosted, _HostCall(func, args, kwargs, {key: download(t) for key, t in tensors.items()}))
+    values = {key: each_ranks(t) for key, t in tensors.items()}
+    coordinates = [world.coordinates(a) for a in axes]
+    calls: dict[tuple[int, ...], _HostCall] = {}
+    for k, rank in enumerate(hosted):
+        place = tuple(c[rank] for c in coordinates)
+        if place not in calls:
+            calls[place] = _HostCall(func, args, kwargs, {key: own[k].clone() for key, own in values.items()})
+    return {rank: calls[tuple(c[rank] for c in coordinates)] for rank in hosted}
+
+
+def _mutated(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[XLATensor]:
+    """The xla tensors that the op writes to."""
     call_info = info(func)
-    for i in call_info.mutated:
-        value = args[i] if i < len(args) else kwargs.get(call_info.names[i])
-        for t in value if isinstance(value, (list, tuple)) else [value]:
-            if isinstance(t, XLATensor):
-                new = sharded.from_ranks(lambda r: results[table[r]][1][id(t)], axes)  # noqa: B023  # called at once
-                STATE.current.write_view(t._storage, t._layout, read(new))  # type: ignore[arg-type]
-    return tree_unflatten([gather(k) for k in range(len(results[table[hosted[0]]][0]))], spec)
-
-
-def _write_back(func: Any, args: Any, kwargs: Any, hosts: dict[int, Any]) -> None:
-    from torch_bridge.recorder.copies import upload
-    from torch_bridge.recorder.dispatch import STATE, read, resize
-    from torch_bridge.recorder.schema import info
-
-    call_info = info(func)
-    for i in call_info.mutated:
-        value = args[i] if i < len(args) else kwargs.get(call_info.names[i])
-        for t in value if isinstance(value, (list, tuple)) else [value]:
-            if isinstance(t, XLATensor):
-                host = hosts[id(t)][1]
-                if tuple(host.shape) != t._layout.size:
-                    resize(t, tuple(host.shape))
-                STATE.current.write_view(t._storage, t._layout, read(upload(host)))
+    given = [args[i] if i < len(args) else kwargs.get(call_info.names[i]) for i in call_info.mutated]
+    return [t for t in tree_leaves(given) if isinstance(t, XLATensor)]
 
 
 def _warn(func: Any, args: Any, kwargs: Any) -> None:

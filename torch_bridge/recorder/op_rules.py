@@ -11,11 +11,12 @@ from torch_bridge.ir.layout import Layout, base_of_meta, layout
 from torch_bridge.ir.segment import Storage
 from torch_bridge.mesh import rank_numbers, sharding
 from torch_bridge.recorder import host_storage, host_values, overlaps
-from torch_bridge.recorder.copies import copied, download, kept
+from torch_bridge.recorder.copies import copied, kept
 from torch_bridge.recorder.cpu_attention import additive
-from torch_bridge.recorder.dispatch import LOCK, STATE, dispatch, fresh, point, read, record, record_op, resize, special
+from torch_bridge.recorder.dispatch import LOCK, STATE, dispatch, record, record_op, resize, special
+from torch_bridge.recorder.downloads import download, each_ranks_number
 from torch_bridge.recorder.shape_inference import infer, to_meta
-from torch_bridge.recorder.tensor import READING, XLATensor, make, own_values
+from torch_bridge.recorder.tensor import READING, XLATensor, fresh, make, point, read
 from torch_bridge.runtime.transfer import to_array
 
 aten = torch.ops.aten
@@ -26,34 +27,27 @@ aten = torch.ops.aten
 
 @special(aten.copy_.default)
 def copy_(func: Any, args: Any, kwargs: Any) -> Any:
-    """`dst.copy_(src)` in every combination of devices; between xla tensors nothing moves, values are immutable."""
+    """`dst.copy_(src)`: both are on xla, or one of them is."""
     dst, src = args[0], args[1]
     if not isinstance(dst, XLATensor):
         dst.copy_(copied(src))
-        return dst
-    view = dst._layout
-    if not isinstance(src, XLATensor):
+    elif isinstance(src, XLATensor):
+        _copy_on_device(dst, src)
+    else:
         own = kept(src)
-        if own is not None:
-            return copy_(func, (dst, own), {})
-        if not view.numel and not linked(dst._storage):  # nothing to move: `torch.tensor([])` in a module is the same in every call
-            return dst
-        host = src if src.dtype == view.dtype and tuple(src.shape) == view.size else src.detach()
-        if host.dtype != view.dtype:
-            host = host.to(view.dtype)
-        storage = dst._storage
-        if tuple(host.shape) != view.size:
-            return _copy_expanded(dst, host)
-        array = to_array(host)
-        if view is storage.layout and not linked(storage):
-            storage.views, storage.segment, storage.array = None, None, array
+        if own is None:
+            _copy_from_host(dst, src)
         else:
-            part = Storage(layout(view.size, None, 0, view.dtype), array)
-            STATE.current.write_view(storage, view, STATE.current.read(part, part.layout))
-        return dst
+            _copy_on_device(dst, own)
+    return dst
+
+
+def _copy_on_device(dst: XLATensor, src: XLATensor) -> None:
+    """Between xla tensors nothing moves, values are immutable."""
+    view = dst._layout
     if src._storage is dst._storage:
         if src is dst or src._layout is view:
-            return dst
+            return
         overlaps.check_copy(dst, src)
     if src._layout.dtype != view.dtype:
         src = record_op(aten._to_copy.default, src, dtype=view.dtype)
@@ -61,16 +55,33 @@ def copy_(func: Any, args: Any, kwargs: Any) -> Any:
         src = record_op(aten.expand.default, src, view.size)
     vid = read(src)
     STATE.current.write_view(dst._storage, view, vid)
-    return dst
 
 
-def _copy_expanded(dst: XLATensor, host: torch.Tensor) -> XLATensor:
+def _copy_from_host(dst: XLATensor, src: torch.Tensor) -> None:
+    """From a tensor on the CPU that is the same for all ranks: as a new array, which is the storage's value if it fills all of it."""
+    storage, view = dst._storage, dst._layout
+    if not view.numel and not linked(storage):  # nothing to move: `torch.tensor([])` in a module is the same in every call
+        return
+    host = src if src.dtype == view.dtype and tuple(src.shape) == view.size else src.detach()
+    if host.dtype != view.dtype:
+        host = host.to(view.dtype)
+    if tuple(host.shape) != view.size:
+        _copy_expanded(dst, host)
+        return
+    array = to_array(host)
+    if view is storage.layout and not linked(storage):
+        storage.views, storage.segment, storage.array = None, None, array
+    else:
+        part = Storage(layout(view.size, None, 0, view.dtype), array)
+        STATE.current.write_view(storage, view, STATE.current.read(part, part.layout))
+
+
+def _copy_expanded(dst: XLATensor, host: torch.Tensor) -> None:
     """Write a CPU tensor into a larger one: only its own elements are moved, the device repeats them."""
     host.expand(dst._layout.size)  # raises torch's own error
     small = Storage(layout(tuple(host.shape), None, 0, host.dtype), to_array(host))
     wide = record_op(aten.expand.default, make(small.layout, small), dst._layout.size)
     STATE.current.write_view(dst._storage, dst._layout, read(wide))
-    return dst
 
 
 def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
@@ -147,7 +158,7 @@ def item(func: Any, args: Any, kwargs: Any) -> Any:
     segment.asked()
     found = STATE.session.history.read(download(t).item())
     if not READING.allowed:
-        values = own_values(t)
+        values = each_ranks_number(t)
         if values and rank_numbers.is_ranked(rank_numbers.item(values)):
             raise rank_numbers.refuse(values)
     return found

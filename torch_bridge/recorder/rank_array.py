@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from torch_bridge.mesh import rank_numbers
+from torch_bridge.mesh import rank_numbers, world
+from torch_bridge.recorder import first_rank_files
 
 
 class RankArray(np.ndarray[Any, Any]):
@@ -43,9 +44,7 @@ class RankArray(np.ndarray[Any, Any]):
         return str(_parts(self)[0])
 
     def __reduce__(self) -> Any:
-        from torch_bridge.recorder import sharded
-
-        sharded.note_values(f"an array of shape {list(self.shape)} that is different on each rank")
+        first_rank_files.note(f"an array of shape {list(self.shape)} that is different on each rank")
         return _parts(self)[0].__reduce__()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -65,8 +64,6 @@ def _parts(x: np.ndarray[Any, Any]) -> Sequence[np.ndarray[Any, Any]]:
 
 
 def _count() -> int:
-    from torch_bridge.mesh import world
-
     return len(world.current().hosted)
 
 

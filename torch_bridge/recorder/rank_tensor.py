@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from torch_bridge.mesh import rank_numbers
-from torch_bridge.recorder import rank_array
+from torch_bridge.mesh import rank_numbers, world
+from torch_bridge.recorder import first_rank_files, rank_array, rank_random
+
+if TYPE_CHECKING:
+    from torch_bridge.recorder.tensor import XLATensor
 
 aten = torch.ops.aten
 
@@ -67,14 +70,13 @@ class RankTensor(torch.Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         return _dispatch(func, args, kwargs or {})
 
-    def uploaded(self) -> torch.Tensor:
+    def uploaded(self) -> XLATensor:
         """An xla tensor with each rank's own values."""
-        from torch_bridge.mesh import world
-        from torch_bridge.recorder import sharded
+        from torch_bridge.recorder import uploads  # JAX
 
         part = dict(zip(world.current().hosted, self.parts, strict=True))
         known = self.axes if self.axes is not None and set(self.axes) <= set(world.current().axes) else None
-        return sharded.from_ranks(part.__getitem__, known)
+        return uploads.from_ranks(part.__getitem__, known)
 
     # -- read as plain values ---------------------------------------------------------------------------
 
@@ -112,9 +114,7 @@ class RankTensor(torch.Tensor):
 
     def _note(self) -> None:
         """Say once that what reads memory gets the first hosted rank's values."""
-        from torch_bridge.recorder import sharded
-
-        sharded.note_values(f"shape {list(self.shape)} on the CPU, different on each rank")
+        first_rank_files.note(f"shape {list(self.shape)} on the CPU, different on each rank")
 
     def __bool__(self) -> bool:
         return bool(self.item() if self.dtype == torch.bool else rank_numbers.item(tuple(bool(p) for p in self.parts)))
@@ -158,8 +158,6 @@ def compute(func: Callable[..., Any], args: Any, kwargs: Any, generators: Sequen
 
     Raises PlainNumberNeeded where that is no tensor: a write into a tensor that all ranks share, gradients of one, shapes that differ.
     """
-    from torch_bridge.mesh import world
-
     if len(world.current().hosted) == 1:
         return func(*own(args, 0), **own(kwargs, 0))
     leaves = tree_leaves((args, kwargs))
@@ -219,8 +217,6 @@ def _check_writable(t: RankTensor) -> None:
 
 def _on_each(func: Callable[..., Any], args: Any, kwargs: Any, generators: Sequence[Any] = ()) -> list[Any]:
     """What it gives for each hosted rank. All draw the same random numbers, as processes with one seed do; each its own after a seed that differs by rank."""
-    from torch_bridge.recorder import rank_random
-
     found = [*generators, *(x for x in tree_leaves((args, kwargs)) if isinstance(x, torch._C.Generator))]
     return rank_random.on_each(lambda place: func(*own(args, place), **own(kwargs, place)), found)
 
@@ -243,8 +239,6 @@ def _own(place: int, x: Any) -> Any:
 
 def _axes(leaves: Sequence[Any]) -> tuple[str, ...] | None:
     """Mesh axes along which results of these may differ."""
-    from torch_bridge.mesh import world
-
     found: set[str] = set()
     for x in leaves:
         if isinstance(x, slice):
@@ -285,11 +279,11 @@ def _joined(results: list[Any], axes: tuple[str, ...] | None, plain: Sequence[to
 
 def _dispatch(func: Any, args: Any, kwargs: Any) -> Any:
     """An op on tensors some of which differ by rank."""
-    from torch_bridge.recorder import tensor
+    from torch_bridge.recorder import tensor  # JAX
 
     leaves = tree_leaves((args, kwargs))
     if any(isinstance(x, tensor.XLATensor) for x in leaves):
-        return tensor._dispatch(func, args, kwargs)
+        return tensor.dispatch(func, args, kwargs)
     device = kwargs.get("device")
     if device is not None and torch.device(device).type == "xla":
         return _to_xla(func, args, kwargs)
@@ -332,12 +326,12 @@ def _write(func: Any, args: Any, kwargs: Any, targets: list[torch.Tensor]) -> An
         _written(targets, tree_leaves((args, kwargs)))  # type: ignore[arg-type]
         return targets[0] if len(targets) == 1 else tuple(targets)
     if func is aten.copy_.default and targets[0].shape == args[1].shape:
-        from torch_bridge.recorder import copies
+        from torch_bridge.recorder import uploads  # JAX
 
         given: RankTensor = args[1]
         target = targets[0].detach()
         target.copy_(given.parts[0])
-        copies.remember(target, RankTensor([p.to(target.dtype) for p in given.parts], given.axes).uploaded())
+        uploads.remember(target, RankTensor([p.to(target.dtype) for p in given.parts], given.axes).uploaded())
         return args[0]
     raise rank_numbers.PlainNumberNeeded(
         f"{func} would write values that differ by rank into a CPU tensor (of shape {list(targets[0].shape)}) that all "
@@ -347,8 +341,6 @@ def _write(func: Any, args: Any, kwargs: Any, targets: list[torch.Tensor]) -> An
 
 def _written(targets: Sequence[RankTensor], leaves: Sequence[Any]) -> None:
     """Tensors that differ by rank have been written with some of these: they may differ along more axes now."""
-    from torch_bridge.recorder import rank_random
-
     axes = None if rank_random.of(None) is not None else _axes(leaves)
     for t in targets:
         t.axes = axes

@@ -1,21 +1,26 @@
 """`XLATensor`: what `device="xla"` gives, a torch tensor without memory of its own.
 
 It has torch's metadata (shape, stride, dtype, autograd) and points to a `Storage` whose value is a JAX array or a pending
-node. Everything it does arrives at `dispatch.dispatch`.
+node. Everything it does arrives at `dispatch`, which the device's startup sets to `recorder.dispatch.dispatch`.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from torch_bridge.errors import is_located
 from torch_bridge.ir.layout import Layout
-from torch_bridge.ir.segment import Storage
+from torch_bridge.ir.segment import LOCK, Segment, Storage
+from torch_bridge.mesh import rank_numbers
+from torch_bridge.recorder import rank_array
+from torch_bridge.recorder.downloads import download, each_ranks, each_ranks_number
+from torch_bridge.recorder.varying import differs, note_file
 from torch_bridge.runtime import session
+from torch_bridge.runtime.pending import STATE
 
 DEVICE = torch.device("xla:0")
 _make_wrapper = torch.Tensor._make_wrapper_subclass
@@ -52,7 +57,7 @@ class XLATensor(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         try:
-            return _dispatch(func, args, kwargs)
+            return dispatch(func, args, kwargs)
         except Exception as error:
             if is_located(error):  # it says where: the frames below would only hide it
                 raise error.with_traceback(None) from None
@@ -129,10 +134,8 @@ class XLATensor(torch.Tensor):
 
     def tolist(self) -> Any:
         """Nested lists of numbers. Where ranks hold different ones, the first hosted rank's, which remember the others' (`rank_numbers.item`)."""
-        from torch_bridge.recorder import rank_array, sharded
-
         found = _on_host(self).tolist()
-        return rank_array.nested([s.tolist() for s in sharded.shards(self)]) if _differs(self) else found
+        return rank_array.nested([own.tolist() for own in each_ranks(self)]) if differs(self) else found
 
     def data_ptr(self) -> int:
         """A number that tensors share exactly when they start at the same element of the same storage; not an address."""
@@ -161,10 +164,8 @@ class XLATensor(torch.Tensor):
         return _deepcopy(self, memo)
 
     def __reduce_ex__(self, proto: Any) -> Any:
-        from torch_bridge.recorder import sharded
-
         torch.utils.hooks.warn_if_has_hooks(self)
-        sharded.note_file([self])
+        note_file([self])
         host = _on_host(self).clone()
         if isinstance(self, torch.nn.Parameter):  # torch's own ways to rebuild one, which weights_only accepts
             state = user_attributes(self)
@@ -187,8 +188,6 @@ def _deepcopy(t: XLATensor, memo: dict[int, Any]) -> XLATensor:
         storage = t._storage
         shared = memo.get(id(storage))
         if shared is None:
-            from torch_bridge.recorder.dispatch import copy_storage
-
             shared = memo[id(storage)] = copy_storage(storage)
         new = make(t._layout, shared)
     new.requires_grad_(t.requires_grad)
@@ -216,33 +215,15 @@ class _Reading(threading.local):
 READING = _Reading()
 
 
-def own_values(t: XLATensor) -> tuple[Any, ...]:
-    """The number in a one-element tensor on every hosted rank; empty if the tensor is the same on all."""
-    from torch_bridge.recorder import sharded
-
-    return tuple(torch.Tensor.item(s) for s in sharded.shards(t)) if _differs(t) else ()
-
-
-def _differs(t: XLATensor) -> bool:
-    """Whether ranks hold different values of a tensor that has been computed."""
-    from torch_bridge.mesh import sharding
-
-    storage = t._storage
-    return sharding.active() and storage.held is not None and bool(sharding.axes_of(sharding.spec_of(storage.held)))
-
-
 def _on_host(t: XLATensor) -> torch.Tensor:
     """The values as a CPU tensor, those of the first hosted rank where ranks differ."""
-    from torch_bridge.recorder import copies
-
     with torch.no_grad():
-        return copies.download(t)
+        return download(t)
 
 
 def _each_ranks(t: XLATensor, value: Any) -> Any:
-    from torch_bridge.mesh import rank_numbers
-
-    values = own_values(t)
+    """The number that Python asked for, with the other ranks' where they differ. value: the first hosted rank's."""
+    values = each_ranks_number(t)
     return rank_numbers.item(values) if values else value
 
 
@@ -261,8 +242,56 @@ def make(layout: Layout, storage: Storage) -> XLATensor:
     return t
 
 
-def _dispatch(func: Any, args: Any, kwargs: Any) -> Any:
-    """Replaced when the recorder comes up."""
-    session.ensure()
+def fresh(segment: Segment, base: Layout, vid: int) -> XLATensor:
+    """A new tensor whose storage holds a pending value."""
+    storage = Storage(base)
+    segment.write(storage, vid)
+    return make(base, storage)
 
-    return _dispatch(func, args, kwargs)
+
+def read(t: XLATensor) -> int:
+    """The id of a tensor's value in the current segment."""
+    return STATE.current.read(t._storage, t._layout)
+
+
+def point(t: XLATensor, layout: Layout, storage: Storage) -> None:
+    """Make `t` view other elements, keeping its identity (`set_`, `resize_`, `.data =`, in-place view ops)."""
+    _raw_data_set(t, make(layout, storage))
+    t._storage, t._layout = storage, layout
+
+
+def copy_storage(storage: Storage) -> Storage:
+    """A storage of its own with the same value; nothing is computed, values are immutable."""
+    with LOCK:
+        new = Storage(storage.layout)
+        new.lie_as(storage)
+        if storage.held is not None:
+            new.held = storage.array
+        elif storage.constant:
+            new.fill = storage.fill
+        else:
+            segment = STATE.current
+            segment.write(new, segment.read(storage, storage.layout))
+        return new
+
+
+class Dispatch(Protocol):
+    """What is done with an aten call that involves an xla tensor."""
+
+    def __call__(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any: ...
+
+
+def _bring_up(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+    """For the first call: the device's startup says what is done with it, and with all others."""
+    session.ensure()
+    assert dispatch is not _bring_up, "the startup has not called dispatch_with"
+    return dispatch(func, args, kwargs)
+
+
+dispatch: Dispatch = _bring_up
+
+
+def dispatch_with(recorded: Dispatch) -> None:
+    """Say what is done with ops on xla tensors from now on."""
+    global dispatch
+    dispatch = recorded

@@ -19,7 +19,7 @@ from torch_bridge.ir.segment import Storage
 from torch_bridge.mesh import random_state
 from torch_bridge.recorder import autograd_engine as backward_passes
 from torch_bridge.recorder import dispatch
-from torch_bridge.recorder.tensor import XLATensor, make
+from torch_bridge.recorder.tensor import XLATensor, copy_storage, make
 from torch_bridge.replay import accumulate_grad, nested_grad, output_trees, recordings, torch_state
 from torch_bridge.replay.recompute import Again
 from torch_bridge.replay.recordings import Forward, Kind, Source
@@ -407,7 +407,7 @@ def _apart(found: Sequence[Any], grads: Sequence[Any]) -> list[Any]:
     parted: list[Any] = []
     for g in found:
         if g is not None:
-            g = make(g._layout, dispatch.copy_storage(g._storage)) if id(g._storage) in taken else g.detach()
+            g = make(g._layout, copy_storage(g._storage)) if id(g._storage) in taken else g.detach()
             taken.add(id(g._storage))
         parted.append(g)
     return parted

@@ -12,7 +12,7 @@ import torch
 from torch_bridge.ir.segment import LOCK
 from torch_bridge.mesh import random_state
 from torch_bridge.recorder import dispatch
-from torch_bridge.recorder.tensor import XLATensor, make
+from torch_bridge.recorder.tensor import XLATensor, copy_storage, make
 from torch_bridge.replay import output_trees
 from torch_bridge.replay.nested_grad import gradients
 from torch_bridge.replay.recordings import Forward
@@ -25,7 +25,7 @@ class Again:
         self._call = call
         self._forward = forward
         with LOCK:
-            copies = [dispatch.copy_storage(call.given[k]) for k in forward.overwritten]
+            copies = [copy_storage(call.given[k]) for k in forward.overwritten]
         self._old = [make(s.layout, s) for s in copies]
         self._versions: list[tuple[XLATensor, int]] = []
 
@@ -71,7 +71,7 @@ class Again:
         call = self._call
         draws = (random_state.DEFAULT.seed, random_state.DEFAULT.offset)
         with LOCK:
-            now = [(call.given[k], dispatch.copy_storage(call.given[k])) for k in self._forward.tape.written()]
+            now = [(call.given[k], copy_storage(call.given[k])) for k in self._forward.tape.written()]
             _write([(call.given[k], t._storage) for k, t in zip(self._forward.overwritten, old, strict=True)])
         random_state.DEFAULT.seed, random_state.DEFAULT.offset = call.draws
         try:

@@ -13,7 +13,7 @@ from torch_bridge.guards.conditions import Conditions
 from torch_bridge.ir.layout import Layout
 from torch_bridge.ir.segment import Storage
 from torch_bridge.recorder import dispatch
-from torch_bridge.recorder.tensor import XLATensor, make
+from torch_bridge.recorder.tensor import XLATensor, copy_storage, make
 from torch_bridge.replay import output_trees
 from torch_bridge.replay.side_effects import shares_memory
 from torch_bridge.replay.tape import NotNow, NotRepeatable, Own, Recording, Related, Stretch, Tape
@@ -388,7 +388,7 @@ def gradients_of(grads: Sequence[Made | int | None], at: Stretch, storages: Sequ
         if g is None:
             found.append(None)
         elif isinstance(g, int):
-            storage = dispatch.copy_storage(storages[g])
+            storage = copy_storage(storages[g])
             found.append(make(storage.layout, storage))
         else:
             found.append(make(g.view, storage_of(g, at)))

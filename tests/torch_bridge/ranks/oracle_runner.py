@@ -22,7 +22,7 @@ import torch
 import torch_xla.core.xla_model as xm
 
 from torch_bridge.mesh import rank_numbers, world
-from torch_bridge.recorder import sharded
+from torch_bridge.recorder import first_rank_files, sharded
 from torch_bridge.recorder.tensor import XLATensor
 
 
@@ -65,7 +65,7 @@ def run(file: pathlib.Path, rank: Any) -> dict[str, Any]:
     np.random.seed(0)
     torch.manual_seed(0)
     xm.set_rng_state(0)
-    sharded._files_noted = False
+    first_rank_files._noted = False
     found: dict[str, Any] = {"error": None, "results": None}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

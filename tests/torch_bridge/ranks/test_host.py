@@ -15,13 +15,13 @@ import torch_xla.core.xla_model as xm
 from tests.torch_bridge.ranks import eager
 from tests.torch_bridge.ranks.conftest import Hosted
 from torch_bridge.mesh import world
-from torch_bridge.recorder import fallback, sharded
+from torch_bridge.recorder import fallback, first_rank_files, sharded
 
 
 @pytest.fixture(autouse=True)
 def four_ranks(hosted: Hosted, monkeypatch: pytest.MonkeyPatch) -> None:
     hosted(4, dp=2, tp=2)
-    monkeypatch.setattr(sharded, "_files_noted", False)
+    monkeypatch.setattr(first_rank_files, "_noted", False)
 
 
 def values(*shape: int) -> list[torch.Tensor]:
@@ -73,6 +73,14 @@ def test_in_place_ops_on_the_host() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         eager.agree(put, values(2, 4))
+
+
+def test_an_output_on_the_host_takes_the_size_of_the_result() -> None:
+    own = values(4, 5)
+    mask = torch.arange(20).view(4, 5) % 3 == 0
+    out = torch.empty(0, device="xla")
+    assert torch.masked_select(eager.on_xla(own), mask.to("xla"), out=out) is out
+    eager.same(out, [v.masked_select(mask) for v in own])
 
 
 def test_an_op_without_a_lowering(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ import yaml
 
 from tests.torch_bridge.ranks.conftest import Hosted
 from torch_bridge.mesh import rank_numbers
-from torch_bridge.recorder import sharded
+from torch_bridge.recorder import first_rank_files
 
 
 @pytest.fixture
@@ -108,7 +108,7 @@ def test_rounding(numbers: dict[str, Any]) -> None:
 def test_copies_of_what_differs_by_rank(copied: str, hosted: Hosted, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
     """A file has the first rank's values, which is said, also of a copy on the CPU; what all ranks share is saved without a word."""
     hosted(4)
-    monkeypatch.setattr(sharded, "_files_noted", False)
+    monkeypatch.setattr(first_rank_files, "_noted", False)
     own, same = torch.ones(2, device="xla") * xm.get_ordinal(), torch.ones(2, device="xla")
     save = {
         "cpu": lambda t: torch.save({"a": t.cpu()}, tmp_path / "a.pt"),

@@ -18,7 +18,7 @@ import torch_xla.core.xla_model as xm
 import torch_bridge
 from tests.torch_bridge.ranks.conftest import Hosted
 from torch_bridge.mesh import rank_numbers
-from torch_bridge.recorder import sharded
+from torch_bridge.recorder import first_rank_files
 from torch_bridge.recorder.rank_tensor import RankTensor
 
 F = torch.nn.functional
@@ -182,7 +182,7 @@ def test_a_copy_is_of_the_moment() -> None:
 
 
 def test_a_file_has_the_first_ranks_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sharded, "_files_noted", False)
+    monkeypatch.setattr(first_rank_files, "_noted", False)
     file = io.BytesIO()
     with pytest.warns(UserWarning, match=r"a tensor \(shape \[2\] on the CPU, different on each rank\) is saved as rank 0 holds it"):
         torch.save({"x": torch.ones(2) * xm.get_ordinal()}, file)
@@ -193,7 +193,7 @@ def test_a_file_has_the_first_ranks_values(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_what_reads_memory_gets_the_first_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
     """safetensors, which save_pretrained writes, and DLPack: there is no memory behind the tensor itself."""
-    monkeypatch.setattr(sharded, "_files_noted", False)
+    monkeypatch.setattr(first_rank_files, "_noted", False)
     t = torch.ones(3) * (xm.get_ordinal() + 1)
     assert copy.copy(t).parts is t.parts
     with pytest.warns(UserWarning, match="is saved as rank 0 holds it"):
