@@ -26,6 +26,7 @@ from torch_bridge.ir.segment import Segment
 from torch_bridge.mesh import abstract_arrays, sharding, stacked_arrays
 from torch_bridge.mesh.abstract_arrays import AbstractArray
 from torch_bridge.passes import fold_repeats, scalar_inputs
+from torch_bridge.passes.verify import graphs, report, segments
 from torch_bridge.precision import precision_mode
 from torch_bridge.source import Source
 from torch_bridge.telemetry import activity, compile_log
@@ -93,6 +94,9 @@ class Program:
         avals = {v: local_aval(segment, -v - 1) for v in builder.used_leaves}
         metas = {v: meta_of(layout(tuple(a.shape), None, 0, dtypes.to_torch(a.dtype))) for v, a in avals.items()}
         self.graph = builder.build(metas, slots=self.slots)
+        if report.ON:
+            segments.check_slots(segment, trace.nodes, self.slots)
+            graphs.check(self.graph, trace.nodes, outs, metas, self.slots)
         names = [n.target for n in self.graph.nodes if n.op == "placeholder"]
         self.takes_kinds = [kind for kind, name in ((float, "floats"), (int, "ints")) if name in names]
         self.takes_draws = "draws" in names

@@ -23,10 +23,11 @@ from torch_bridge import metrics
 from torch_bridge.compiler import background_compile, history, shard_mapping
 from torch_bridge.compiler.program import Program, Trace
 from torch_bridge.config import fork_guard
-from torch_bridge.errors import DeadTensorError, XlaOutOfMemoryError
+from torch_bridge.errors import DeadTensorError, VerificationError, XlaOutOfMemoryError
 from torch_bridge.ir.segment import LOCK, Segment, Storage
 from torch_bridge.mesh import abstract_arrays, sharding, world
 from torch_bridge.passes import hoist_constants, scalar_inputs
+from torch_bridge.passes.verify import report, segments
 from torch_bridge.precision import precision_mode
 from torch_bridge.runtime import interrupts
 from torch_bridge.runtime.pending import STATE
@@ -75,7 +76,7 @@ def clear_cache() -> None:
         RECENT.clear()
         hoist_constants._ONCE.clear()
         _last = None
-        STATE.current.predicted = None
+        STATE.current.unpredict()
 
 
 def sync(wait: bool = False) -> None:
@@ -117,11 +118,8 @@ def _run(segment: Segment) -> None:
     mode = precision_mode.current()
     trace = _predicted(segment)
     if trace is None:
-        if segment.predicted is not None:
-            segment.sources = list(segment.predicted.sources[: len(segment.nodes)])
-            segment.predicted = None
-        with interrupts.deferred():  # half a rewrite would be a wrong graph
-            hoist_constants.hoist(segment)
+        segment.unpredict()
+        _hoist(segment)
     live = segment.results()
     if not live:
         _start_next(segment, trace)
@@ -154,6 +152,22 @@ def _run(segment: Segment) -> None:
         raise explain(error) from error
     for check in CHECKS:
         check(trace, live)
+
+
+def _hoist(segment: Segment) -> None:
+    """Constants of a segment that has not been predicted become inputs."""
+    try:
+        if report.ON:
+            segments.check(segment, "recording")
+        meaning = segments.Meaning(segment) if report.ON and segment.fills else None
+        with interrupts.deferred():  # half a rewrite would be a wrong graph
+            hoist_constants.hoist(segment)
+        if meaning is not None:
+            segments.check(segment, "hoist_constants")
+            meaning.check(segment, "hoist_constants")
+    except VerificationError as error:
+        _roll_back(segment, error)
+        raise
 
 
 def _predicted(segment: Segment) -> Trace | None:
@@ -236,6 +250,15 @@ def _start_next(segment: Segment, trace: Trace | None) -> None:
 
 def _roll_back(segment: Segment, error: BaseException) -> None:
     """After a failure: storages get their last values back, pending ones are marked as lost, and recording starts afresh."""
+    with contextlib.suppress(*([LookupError] if isinstance(error, VerificationError) else [])):  # its lists may be what is wrong
+        _restore(segment)
+    segment.failure = f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"
+    STATE.current = Segment(by_start=_BY_START)
+    segment.clear()
+
+
+def _restore(segment: Segment) -> None:
+    """Storages get the values that they had before the segment."""
     for ref, leaf in reversed(segment.saved):
         storage = ref()
         if storage is not None and storage.segment is segment:
@@ -246,9 +269,6 @@ def _roll_back(segment: Segment, error: BaseException) -> None:
         storage = ref()
         if storage is not None and storage.segment is segment:
             storage.settle(array)
-    segment.failure = f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"
-    STATE.current = Segment(by_start=_BY_START)
-    segment.clear()
 
 
 def explain(error: Exception) -> Exception:
