@@ -18,7 +18,7 @@ from torch_bridge.errors import VerificationError
 from torch_bridge.ir.graph import GraphBuilder
 from torch_bridge.ir.segment import Segment
 from torch_bridge.passes import hoist_constants, scalar_inputs
-from torch_bridge.passes.verify import report
+from torch_bridge.passes.verify import report, segments
 from torch_bridge.recorder import dispatch
 from torch_bridge.runtime import executor
 
@@ -36,6 +36,7 @@ def compiled_anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     monkeypatch.undo()
     executor.STATE.current = Segment()
+    segments._READ.clear()
     executor.clear_cache()
 
 
@@ -174,7 +175,10 @@ FAULTS: dict[str, Fault] = {
         arithmetic, changed(Segment, "emit", _counts_too_far), "recording", "an input is a leaf or", runs=False
     ),
     "recording writes another value": Fault(
-        arithmetic, changed(Segment, "write", _writes_what_is_read), "recording", "a storage has the shape and dtype"
+        arithmetic,
+        changed(Segment, "write", _writes_what_is_read),
+        "recording",
+        "an op reads the shapes and dtypes that it was recorded for",
     ),
     "recording loses numbers": Fault(
         numbers, changed(Segment, "emit", _loses_numbers), "recording", "a node has the lifted numbers", runs=False

@@ -48,12 +48,21 @@ def _places(x: Any) -> Iterator[Slot | Lift]:
             yield from _places(y)
 
 
+Aval = tuple[tuple[int, ...], torch.dtype]
+
+_READ: dict[Entry, tuple[Aval | None, ...]] = {}
+"""What an entry was recorded on first: it is interned with the shapes and dtypes of its inputs, so it must always read the same."""
+_MOST = 8192
+
+
 class _Check:
-    """One look at a segment. outs: the layout of every value."""
+    """One look at a segment. outs: the layout of every value; leaves: shape and dtype of every leaf; read: what is new for `_READ`."""
 
     def __init__(self, segment: Segment, after: str):
         self.segment, self.after = segment, after
         self.outs: list[Layout | None] = []
+        self.read: dict[Entry, tuple[Aval | None, ...]] = {}
+        self.leaves = [leaf_aval(segment, k) for k in range(len(segment.leaves))]
 
     def run(self) -> None:
         self._nodes()
@@ -61,6 +70,9 @@ class _Check:
         self._leaves()
         for storage in self._storages():
             self._storage(storage)
+        _READ.update(self.read)
+        while len(_READ) > _MOST:
+            del _READ[next(iter(_READ))]
 
     def fail(self, rule: str, found: str, node: int | None = None) -> None:
         segment = self.segment
@@ -85,9 +97,19 @@ class _Check:
                 self.fail(
                     "an op has a layout and a path for each result", f"{len(entry.outs)} and {len(entry.paths)} for {entry.n_outs}", i
                 )
+            given = tuple(self._aval(v) for v in ids)
+            known = _READ.get(entry) or self.read.setdefault(entry, given)
+            if known != given:
+                self.fail("an op reads the shapes and dtypes that it was recorded for", f"{given} for {known}", i)
             outs.extend(entry.outs)
         if self.segment.next_vid != len(outs):
             self.fail("the next id is the number of results so far", f"{self.segment.next_vid} with {len(outs)} results")
+
+    def _aval(self, v: int) -> Aval | None:
+        if v < 0:
+            return self.leaves[-v - 1]
+        out = self.outs[v]
+        return None if out is None else (out.size, out.dtype)
 
     def _lists(self) -> None:
         segment, nodes = self.segment, self.segment.nodes
@@ -138,9 +160,9 @@ class _Check:
                 self._holds(v, storage)
 
     def _holds(self, leaf: int, storage: Storage) -> None:
-        size, dtype = leaf_aval(self.segment, -leaf - 1)
+        size, dtype = self.leaves[-leaf - 1]
         of = storage.layout
-        if (size, dtype) != (of.size, np.dtype(dtypes.to_jax(of.dtype))):
+        if (size, dtype) != (of.size, of.dtype):
             self.fail("a leaf has the shape and dtype of the storage that it comes from", f"leaf {leaf}, {dtype}{list(size)}, for {of}")
 
     def _storages(self) -> list[Storage]:
@@ -181,13 +203,13 @@ def producer(nodes: Sequence[tuple[Any, ...]], vid: int) -> int:
     raise AssertionError(vid)
 
 
-def leaf_aval(segment: Segment, leaf: int) -> tuple[tuple[int, ...], Any]:
+def leaf_aval(segment: Segment, leaf: int) -> Aval:
     """The shape that each rank sees of a leaf, and its dtype."""
     array = segment.leaves[leaf]
     size = tuple(array.shape)
     if sharding.active() and hasattr(array, "sharding"):
         size = () if id(array) in segment.scalars else tuple(array.sharding.shard_shape(size))
-    return size, np.dtype(array.dtype)
+    return size, dtypes.to_torch(array.dtype)
 
 
 def fits(view: Layout, base: Layout) -> bool:
