@@ -29,6 +29,8 @@ def check(program: Any, segment: Segment, outs: Sequence[int]) -> None:
         _labels(program, segment)
     _ports("inputs", program.ports.inputs, program.ports.stacked_inputs, list(zip(inputs, labels_in, strict=True)))
     _ports("results", program.ports.outputs, program.ports.stacked_outputs, list(zip(results, labels_out, strict=True)))
+    if program.plan is not None:
+        _stacks(program)
     if sorted(program.ports.order) != list(range(len(program.ports.outputs))):
         _fail("every result leaves once", f"{program.ports.order} of {len(program.ports.outputs)} results")
     _taken_over(program, segment, outs, list(zip(inputs, labels_in, strict=True)), list(zip(results, labels_out, strict=True)))
@@ -56,6 +58,17 @@ def _results(program: Any) -> list[Aval]:
 
 def _fail(rule: str, found: str) -> None:
     report.fail("program_io", rule, found)
+
+
+def _stacks(program: Any) -> None:
+    """The loops find their stacks where the plan has them."""
+    ports, plan = program.ports, program.plan
+    for what, planned, ported, stacked in (
+        ("inputs", [tuple(p) for p in plan.stacked_inputs()], ports.inputs, ports.stacked_inputs),
+        ("results", [tuple(members) for _, members in plan.stacked], ports.outputs, ports.stacked_outputs),
+    ):
+        if ported[: len(planned)] != planned or list(stacked) != [k < len(planned) for k in range(len(ported))]:
+            _fail("stacks come in and leave as the plan has them, before all else", f"{what} {ported[: len(planned)]} for {planned}")
 
 
 def _ports(what: str, ports: Sequence[tuple[int, ...]], stacked: Sequence[bool], members: Sequence[Any]) -> None:

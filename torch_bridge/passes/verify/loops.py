@@ -161,11 +161,10 @@ class _Walk:
                 given = [through(x[k]) for k in group.members]
                 self._ref(ref, [(named(n), tuple(map(_view, v))) for n, v in given], views, node)
             for x in node.args:
-                if isinstance(x, (list, tuple)) and len(x) == len(lists[0]) and not any(isinstance(y, fx.Node) for y in x):
-                    if len({x[k] for k in group.members}) > 1:
-                        report.fail(
-                            AFTER, "the entries of a group are treated alike", str([x[k] for k in group.members]), report.in_graph(node)
-                        )
+                plain = isinstance(x, (list, tuple)) and len(x) == len(lists[0]) and not any(isinstance(y, fx.Node) for y in x)
+                values = [x[k] for k in group.members] if plain else []  # type: ignore[index]
+                if len(set(values)) > 1:
+                    report.fail(AFTER, "the entries of a group are treated alike", str(values), report.in_graph(node))
         single = [k for k in range(len(lists[0])) if k not in members]
         self._get([x[k] for x in lists for k in single] + [x for x in node.args if isinstance(x, fx.Node)], node)
         for element in (e for user in node.users for e in (user, *user.users)):

@@ -55,6 +55,11 @@ _READ: dict[Entry, tuple[Aval | None, ...]] = {}
 _MOST = 8192
 
 
+def read_first(entry: Entry) -> tuple[Aval | None, ...] | None:
+    """What an entry was recorded on, None if no segment with it has been looked at."""
+    return _READ.get(entry)
+
+
 class _Check:
     """One look at a segment. outs: the layout of every value; leaves: shape and dtype of every leaf; read: what is new for `_READ`."""
 
