@@ -74,6 +74,13 @@ def arithmetic() -> Any:
     return z.cpu()
 
 
+def captured() -> Any:
+    """A module as a graph, with a parameter that it does not read."""
+    module = nn.Bilinear(3, 3, 2)
+    module.unread = nn.Parameter(torch.ones(1))
+    return torch_bridge.capture(module, torch.ones(2, 3), torch.ones(2, 3))
+
+
 def numbers() -> Any:
     """Different numbers of one type in different ops."""
     x = torch.ones(4).to("xla")
@@ -434,6 +441,9 @@ FAULTS: dict[str, Fault] = {
     ),
     "GraphBuilder swaps operands": Fault(
         arithmetic, changed(GraphBuilder, "build", _reads_the_other), "GraphBuilder", "a node reads the values that it was recorded on"
+    ),
+    "GraphBuilder swaps operands of a capture": Fault(
+        captured, changed(GraphBuilder, "build", _reads_the_other), "GraphBuilder", "a node reads the values that it was recorded on"
     ),
     "scalar_inputs has one input for all": Fault(
         numbers, changed(scalar_inputs, "_labels", _one_input_for_all), "scalar_inputs", "numbers that share an input are equal", runs=False

@@ -26,14 +26,22 @@ EXTRAS = ("floats", "ints", "draws")
 
 
 def check(
-    graph: fx.Graph, nodes: Sequence[tuple[Any, ...]], outs: Sequence[int], leaves: dict[int, torch.Tensor], slots: dict[type, Slots]
+    graph: fx.Graph,
+    nodes: Sequence[tuple[Any, ...]],
+    outs: Sequence[int],
+    leaves: dict[int, torch.Tensor],
+    slots: dict[type, Slots] | None = None,
+    every: bool = False,
 ) -> None:
-    """Raise `VerificationError` for the first rule that a graph of these nodes and results breaks. leaves: meta tensors of the leaves that it uses."""
+    """Raise `VerificationError` for the first rule that a graph of these nodes and results breaks.
+
+    leaves: meta tensors of the leaves that it takes: those that it uses, or, with `every`, all. slots: which numbers share an input (None: none do).
+    """
     try:
         graph.lint()
     except (RuntimeError, AttributeError) as error:
         report.fail(AFTER, "fx finds nothing wrong with the graph", str(error).splitlines()[0])
-    _Walk(graph, nodes, outs, slots).run(leaves)
+    _Walk(graph, nodes, outs, slots).run(leaves, every)
 
 
 def needed(nodes: Sequence[tuple[Any, ...]], outs: Sequence[int]) -> tuple[list[int], list[int]]:
@@ -52,15 +60,15 @@ def needed(nodes: Sequence[tuple[Any, ...]], outs: Sequence[int]) -> tuple[list[
 class _Walk:
     """ids: the value id of every node of the graph that has one; rest: the nodes that have not been looked at."""
 
-    def __init__(self, graph: fx.Graph, nodes: Sequence[tuple[Any, ...]], outs: Sequence[int], slots: dict[type, Slots]):
+    def __init__(self, graph: fx.Graph, nodes: Sequence[tuple[Any, ...]], outs: Sequence[int], slots: dict[type, Slots] | None):
         self.nodes, self.outs, self.slots = nodes, outs, slots
         self.ids: dict[fx.Node, int] = {}
         self.inputs = [n for n in graph.nodes if n.op == "placeholder"]
         self.rest: Iterator[fx.Node] = (n for n in graph.nodes if n.op != "placeholder" and n.target is not number)
 
-    def run(self, leaves: dict[int, torch.Tensor]) -> None:
+    def run(self, leaves: dict[int, torch.Tensor], every: bool) -> None:
         live, used = needed(self.nodes, self.outs)
-        self._placeholders(used, leaves)
+        self._placeholders([-k - 1 for k in range(max(len(leaves), -min(used, default=0)))] if every else used, leaves)
         self._live(set(live))
         output = next(self.rest, None)
         if output is None or output.op != "output":
@@ -89,7 +97,7 @@ class _Walk:
                 slots = []
                 for k, kind in enumerate(kinds):
                     at = counts[kind] + sum(other is kind for other in kinds[:k])
-                    slots.append((kind.__name__, int(self.slots[kind].slot_of[at])))
+                    slots.append((kind.__name__, at if self.slots is None else int(self.slots[kind].slot_of[at])))
                 self._op(entry, ids, slots, draws, vid)
             for kind in kinds:
                 counts[kind] += 1
