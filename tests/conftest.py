@@ -18,6 +18,7 @@ _ROOT = pathlib.Path(__file__).parent.parent
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(_ROOT / ".cache" / "jax"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
+os.environ.setdefault("NXD_JAX_VERIFY", "1")  # every pass is checked, in the processes that tests start too
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch's threads spin while they wait: on tiny tensors, beside other workers, only that
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started in the background of a shell script: tests of Ctrl-C need it

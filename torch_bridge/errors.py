@@ -26,6 +26,10 @@ class DeadTensorError(RuntimeError):
         )
 
 
+class VerificationError(RuntimeError):
+    """A pass of torch_bridge made something wrong of a recorded step (`NXD_JAX_VERIFY=1`): a bug to be reported."""
+
+
 class XlaOutOfMemoryError(torch.OutOfMemoryError):
     """JAX ran out of device memory while a recorded graph ran."""
 

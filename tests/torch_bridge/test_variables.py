@@ -23,6 +23,7 @@ from torch_bridge.config.variables import ACCEPT, HONOUR, VARIABLES, WARN
 from torch_bridge.device import debug_modes
 from torch_bridge.device.startup import dispatch, tensor
 from torch_bridge.mesh import world
+from torch_bridge.passes.verify import report
 from torch_bridge.recorder import expected_indices
 from torch_bridge.runtime import executor, pending
 
@@ -37,6 +38,7 @@ def configured(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         monkeypatch.setattr(SETTINGS, field.name, getattr(SETTINGS, field.name))
     monkeypatch.setattr(pending, "CHECKS", [])
     monkeypatch.setattr(pending.current(), "observers", ())
+    monkeypatch.setattr(report, "ON", report.ON)
     monkeypatch.setattr(expected_indices, "_expect", None)
     executor.clear_cache()
 
@@ -90,6 +92,7 @@ MALFORMED = [
     ("NEURON_LAUNCH_BLOCKING", "maybe", "0 or 1"),
     ("NEURON_FAIL_ON_NAN", "maybe", "0 or 1"),
     ("NXD_JAX_CHECK_INDICES", "all", "0 or 1"),
+    ("NXD_JAX_VERIFY", "all", "0 or 1"),
     ("NEURON_RT_NUMERICAL_ERRORS_VERBOSITY", "loud", "one of none, critical"),
     ("NEURON_RT_LOG_LEVEL", "LOUD", "one of ERROR, WARN"),
     ("NXD_CPU_MODE", "yes", "a whole number"),
@@ -260,6 +263,7 @@ TESTED_IN = {
     "NEURON_LAUNCH_BLOCKING": "test_launch_blocking",
     "NEURON_FAIL_ON_NAN": "test_nan_raises",
     "NXD_JAX_CHECK_INDICES": ("test_index_checks.py", "test_what_raises_on_the_cpu_raises"),
+    "NXD_JAX_VERIFY": ("passes/test_verify.py", "test_the_switch"),
     "NEURON_RT_NUMERICAL_ERRORS_VERBOSITY": "test_nan_raises",
     "NEURON_RT_LOG_LEVEL": "test_log_level",
     "NXD_JAX_INSTANCE": (TOPOLOGY, "test_the_process_environment"),

@@ -40,6 +40,7 @@ IGNORED = (
     "NEURON_RT_LOG_",
     "NXD_JAX_EXECUTABLES",
     "NXD_JAX_TOP",
+    "NXD_JAX_VERIFY",
 )
 """Those of them that do not (all that start so): where things are kept and what is told about them."""
 

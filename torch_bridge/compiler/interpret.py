@@ -17,6 +17,7 @@ from torch_bridge.ir import dtypes, scopes
 from torch_bridge.ir.graph import KINDS, number
 from torch_bridge.mesh import random_state, sharding
 from torch_bridge.mesh.axis_numbers import own
+from torch_bridge.passes.verify import report
 from torch_bridge.source import NOWHERE
 
 KeyOf = Callable[[fx.Node], Any]
@@ -77,7 +78,7 @@ def evaluate(node: fx.Node, values: Iterable[Any], key: Callable[[], Any] | None
     filled: Any = fx.node.map_arg((node.args, node.kwargs), lambda n: next(supply))
     args, kwargs = filled
     if node.target is operator.getitem:
-        return args[0][args[1]]
+        return _conform(args[0][args[1]], node) if report.ON else args[0][args[1]]
     if node.target is number:
         return dtypes.Scalar(KINDS[args[2]], args[0][args[1]])
     with jax.named_scope(scopes.name(node.meta.get("source", NOWHERE), node.target) if scope is None else scope):
@@ -119,6 +120,9 @@ def _conform(result: Any, node: fx.Node) -> Any:
     if isinstance(expected, torch.Tensor) and not isinstance(result, (list, tuple)):
         if tuple(result.shape) != tuple(expected.shape):
             raise AssertionError(f"the lowering of {node.target} gave shape {tuple(result.shape)}, torch gives {tuple(expected.shape)}")
+        if report.ON and node.target is operator.getitem and result.dtype != dtypes.to_jax(expected.dtype):
+            rule = "a result has the dtype that torch gives it"
+            report.fail("interpret", rule, f"{result.dtype} for {expected.dtype}", f"{report.in_graph(node)}, of {node.args[0]}")
         return dtypes.cast(result, dtypes.to_jax(expected.dtype))
     return result
 

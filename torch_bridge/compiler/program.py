@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from torch_bridge import _compat, metrics
-from torch_bridge.compiler import background_compile, dump, executable_cache, interpret, interpret_loops
+from torch_bridge.compiler import background_compile, dump, executable_cache, interpret, interpret_loops, verify_programs
 from torch_bridge.compiler.program_io import Ports
 from torch_bridge.compiler.shard_mapping import RankLabels
 from torch_bridge.config import environment
@@ -26,6 +26,7 @@ from torch_bridge.ir.segment import Segment
 from torch_bridge.mesh import abstract_arrays, sharding, stacked_arrays
 from torch_bridge.mesh.abstract_arrays import AbstractArray
 from torch_bridge.passes import fold_repeats, scalar_inputs
+from torch_bridge.passes.verify import graphs, loops, repeats, report, segments
 from torch_bridge.precision import precision_mode
 from torch_bridge.source import Source
 from torch_bridge.telemetry import activity
@@ -90,6 +91,9 @@ class Program:
         avals = {v: local_aval(segment, -v - 1) for v in builder.used_leaves}
         metas = {v: meta_of(layout(tuple(a.shape), None, 0, dtypes.to_torch(a.dtype))) for v, a in avals.items()}
         self.graph = builder.build(metas, slots=self.slots)
+        if report.ON:
+            segments.check_slots(segment, trace.nodes, self.slots)
+            graphs.check(self.graph, trace.nodes, outs, metas, self.slots)
         names = [n.target for n in self.graph.nodes if n.op == "placeholder"]
         self.takes_kinds = [kind for kind, name in ((float, "floats"), (int, "ints")) if name in names]
         self.takes_draws = "draws" in names
@@ -101,6 +105,8 @@ class Program:
         stacks = ((), ()) if self.plan is None else (self.plan.stacked_inputs(), [tuple(members) for _, members in self.plan.stacked])
         self.ports = Ports.of(len(self.used), len(outs), *stacks)
         self.ports.pair(updates)
+        if report.ON:
+            verify_programs.check(self, segment, outs)
         run = self._apply if self.ranks is None else self.ranks.wrap(self._apply, self.ports)
         self.jitted = jax.jit(run, donate_argnums=self.ports.donated)
         self._compiled: Any = None
@@ -109,7 +115,10 @@ class Program:
         self.facts: activity.Graph | None = None
 
     def _apply(self, *inputs: Any) -> Any:
-        return precision_mode.apply(self.mode, self._evaluate, inputs)
+        results = precision_mode.apply(self.mode, self._evaluate, inputs)
+        if report.ON:
+            verify_programs.check_results(self, results, "rewrite_roundings")
+        return results
 
     def _evaluate(self, *inputs: Any) -> Any:
         placeholders = [n for n in self.graph.nodes if n.op == "placeholder"]
@@ -124,7 +133,10 @@ class Program:
             outs = [*stacked, *single]
         else:
             outs = interpret.run(self.graph, inputs, interpret.draws_key_of(draws), store=precision_mode.store(self.mode))
-        return tuple(outs[at] for at in ports.order)
+        results = tuple(outs[at] for at in ports.order)
+        if report.ON:
+            verify_programs.check_results(self, results, "interpret" if self.plan is None else "interpret_loops")
+        return results
 
     def _fold(self, updates: dict[int, int]) -> fold_repeats.Plan | None:
         """How to compute it as loops over repeated layers, if there are enough of them."""
@@ -132,6 +144,8 @@ class Program:
         runs = fold_repeats.runs(self.graph, least) if least and self.mode == precision_mode.PLAIN else []
         if not runs:
             return None
+        if report.ON:
+            repeats.check(self.graph, runs)
         labels = self.ranks
         metas = [(tuple(n.meta["val"].shape), n.meta["val"].dtype) for n in self._outputs()]
 
@@ -144,7 +158,10 @@ class Program:
             same = all(metas[k] == metas[places[0]] for k in places)
             return same and (labels is None or all(labels.outputs[k] == labels.outputs[places[0]] for k in places))
 
-        return fold_repeats.Plan(self.graph, runs, updates, inputs_alike, results_alike)
+        plan = fold_repeats.Plan(self.graph, runs, updates, inputs_alike, results_alike)
+        if report.ON:
+            loops.check(plan, self.graph)
+        return plan
 
     def _new_values(self, updates: dict[int, int], outs: tuple[int, ...]) -> dict[int, int]:
         """For used leaves that may be taken over: the result that is the new value, and lies as the old one does."""

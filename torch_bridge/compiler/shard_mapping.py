@@ -15,6 +15,7 @@ from torch_bridge.compiler.program_io import Ports
 from torch_bridge.ir.segment import Segment, Storage
 from torch_bridge.mesh import abstract_arrays, processes, random_state, sharding, world
 from torch_bridge.passes import check_replicas, varying_axes
+from torch_bridge.passes.verify import axes, report
 from torch_bridge.precision import precision_mode
 from torch_bridge.script import rank_branches
 from torch_bridge.source import NOWHERE
@@ -36,16 +37,22 @@ class RankLabels:
         leaves, self.wanted, self.independent = labels
         self.mesh = sharding.mesh()
         self.inputs = [leaves[i] for i in program.used]
-        varying_axes.spread(program.graph, [sharding.axes_of(spec) for spec in self.inputs])
+        given = [sharding.axes_of(spec) for spec in self.inputs]
+        varying_axes.spread(program.graph, given)
+        if report.ON:
+            axes.check(program.graph, given)
         _agree(program.graph)
         rank_branches.check(n.meta["source"] for n in program.graph.nodes if "source" in n.meta)
         results = program._outputs()
         self.axes = [node.meta["axes"] for node in results]
-        self.outputs = [_label(axes, spec) for axes, spec in zip(self.axes, self.wanted, strict=True)]
+        self.outputs = [_label(varied, spec) for varied, spec in zip(self.axes, self.wanted, strict=True)]
         self.local_inputs = [tuple(a.shape) for a in program.leaf_avals]
         self.scalar_outputs = [not node.meta["val"].dim() for node in results]
         self.extras = len(program.takes_kinds) + program.takes_draws + precision_mode.extra_count(program.mode)
-        check_replicas.check(program, segment, dict(zip(outs, self.axes, strict=True)))
+        updated = dict(zip(outs, self.axes, strict=True))
+        check_replicas.check(program, segment, updated)
+        if report.ON:
+            axes.check_drift(segment, updated)
 
     def fit(self, labels: Any, used: Sequence[int]) -> bool:
         """Whether the leaves and results of another run have these labels."""
@@ -93,10 +100,10 @@ def _agree(graph: fx.Graph) -> None:
     processes.agree(found)
 
 
-def _label(axes: sharding.Axes, wanted: PartitionSpec | None) -> PartitionSpec:
+def _label(varied: sharding.Axes, wanted: PartitionSpec | None) -> PartitionSpec:
     """How a result is labelled: as its storage wants if that says enough, else side by side along dim 0."""
     if wanted is not None:
-        if axes <= sharding.axes_of(wanted):
+        if varied <= sharding.axes_of(wanted):
             return wanted
-        axes |= sharding.axes_of(wanted)
-    return sharding.spec_for(axes)
+        varied |= sharding.axes_of(wanted)
+    return sharding.spec_for(varied)

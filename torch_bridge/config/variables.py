@@ -240,6 +240,15 @@ _DEBUGGING = [
         "debug_modes",
     ),
     Variable(
+        "NXD_JAX_VERIFY",
+        HONOUR,
+        "added by nxd_jax: what every pass makes of a recorded step is checked while a program is compiled; what breaks a rule raises VerificationError, which "
+        "names the pass, the op and its line. For those who change passes, and for reports of wrong results",
+        "0",
+        FLAG,
+        "debug_modes",
+    ),
+    Variable(
         "NEURON_RT_NUMERICAL_ERRORS_VERBOSITY",
         HONOUR,
         "`critical` does what NEURON_FAIL_ON_NAN=1 does",

@@ -1,4 +1,4 @@
-"""What the environment can switch on to find bugs and to bound memory: op by op, blocking, checks of NaNs and indices, no donation, compiling only."""
+"""What the environment can switch on to find bugs and to bound memory: op by op, blocking, checks of NaNs, indices and passes, no donation, compiling only."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from torch_bridge.collectives import index_checks
 from torch_bridge.compiler.program import Trace
 from torch_bridge.config.settings import SETTINGS
 from torch_bridge.ir.segment import Storage
+from torch_bridge.passes.verify import report
 from torch_bridge.runtime import executor, pending
 from torch_bridge.runtime.observers import Observer
 from torch_bridge.runtime.pending import STATE
@@ -34,6 +35,7 @@ def configure(values: dict[str, Any], dispatch: Dispatch) -> Dispatch:
         pending.check_with(NAN_CHECK)
     if values.get("NXD_JAX_CHECK_INDICES") or values.get("NEURON_USE_EAGER_DEBUG_MODE"):
         index_checks.install()
+    report.switch(bool(values.get("NXD_JAX_VERIFY")))
     return op_by_op(dispatch) if values.get("NEURON_USE_EAGER_DEBUG_MODE") else dispatch
 
 

@@ -312,6 +312,12 @@ class Segment:
         self.nodes.extend(nodes)
         self.next_vid += values
 
+    def unpredict(self) -> None:
+        """Go on without the prediction, with the sources of what it foretold so far."""
+        if self.predicted is not None:
+            self.sources = list(self.predicted.sources[: len(self.nodes)])
+            self.predicted = None
+
     def asked(self) -> None:
         """Python asks for a tensor's value."""
         if self.watch is not None:

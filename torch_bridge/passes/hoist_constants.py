@@ -54,7 +54,8 @@ def _rewrite(segment: Segment, fills: list[Fill]) -> None:
     segment.sources = [s for i, s in enumerate(segment.sources) if i not in gone]
     segment.numbers = [(index_of[i], values) for i, values in segment.numbers if i not in gone]
     segment.draws = [(index_of[i], seed, offset) for i, seed, offset in segment.draws]
-    for storage in {id(s): s for s in (ref() for ref in segment.writers) if s is not None and s.segment is segment}.values():
+    holding = (ref() for ref in (*segment.writers, *segment.holders.values()))
+    for storage in {id(s): s for s in holding if s is not None and s.segment is segment}.values():
         storage.vid = leaf_of[storage.vid] if storage.vid < 0 else value_of[storage.vid]
         storage.views = None
     hoisted = [(f.storage, constant_leaf[f.vid]) for f in fills]

@@ -15,6 +15,7 @@ from torch_bridge.ir import dtypes
 from torch_bridge.ir.graph import GraphBuilder
 from torch_bridge.ir.layout import Layout, layout, meta_of
 from torch_bridge.ir.segment import Segment, Storage
+from torch_bridge.passes.verify import graphs, report
 from torch_bridge.recorder.tensor import XLATensor, make
 from torch_bridge.runtime import pending
 
@@ -93,7 +94,10 @@ def build(segment: Segment, vids: list[int], names: dict[int, str] | None = None
     for i, leaf in enumerate(segment.leaves):
         of = leaf.layout if isinstance(leaf, AbstractLeaf) else layout(tuple(leaf.shape), None, 0, dtypes.to_torch(leaf.dtype))
         metas[-i - 1] = meta_of(layout(of.size, None, 0, of.dtype))
-    return builder.build(metas, names), builder
+    graph = builder.build(metas, names)
+    if report.ON:
+        graphs.check(graph, segment.nodes, vids, metas, every=True)
+    return graph, builder
 
 
 def _evaluate(graph: fx.Graph, values: Sequence[Any], const: dict[int, Any], segment: Segment, key: Callable[[], Any] | None) -> Any:

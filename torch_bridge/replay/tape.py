@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from torch_bridge.ir.layout import Layout
 from torch_bridge.ir.segment import LOCK, Segment, Storage
 from torch_bridge.mesh import random_state, sharding
+from torch_bridge.passes.verify import report, tapes
 from torch_bridge.recorder import dispatch, host_values
 from torch_bridge.replay.host_constants import Constant, Uploads
 from torch_bridge.source import Source
@@ -99,6 +100,8 @@ class Tape:
                     self._placed.clear()
                 nodes = [(n[0], *[base + r if r >= 0 else ids[-r - 1] for r in n[1:]]) for n in self.nodes]
                 self._placed[base, ids] = nodes
+                if report.ON:
+                    tapes.check(segment, self._said(storages), nodes, base, ids)
             draws = [(node, *(random_state.DEFAULT.take()[:2] if k is None else (drawn[0], drawn[1] + k))) for node, k in self.draws]
             segment.splice(nodes, self.values, self.numbers, draws, self.sources)
             for k, value in self.writes:
@@ -110,6 +113,12 @@ class Tape:
                         storage.views = {}
                     storage.views.setdefault(view, base + value)
             return Stretch(base, ids)
+
+    def _said(self, storages: Sequence[Any]) -> tapes.Played:
+        """What it says, for the verifier."""
+        views = [view for _, view in self.externals]
+        left = [(storages[k].layout, value) for k, value in self.writes] + [(view, value) for k, view, value in self.views]
+        return tapes.Played(self.nodes, self.values, views, self.numbers, [k for k, _ in self.draws], left, self.sources)
 
     def fits(self, storages: Sequence[Any]) -> bool:
         """Whether its code would get the same answers on these storages, as far as that can be told without the device."""

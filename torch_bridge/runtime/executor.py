@@ -22,10 +22,11 @@ from torch_bridge.compiler import background_compile, shard_mapping
 from torch_bridge.compiler.program import Program, Trace
 from torch_bridge.config import fork_guard
 from torch_bridge.config.settings import SETTINGS
-from torch_bridge.errors import DeadTensorError, XlaOutOfMemoryError
+from torch_bridge.errors import DeadTensorError, VerificationError, XlaOutOfMemoryError
 from torch_bridge.ir.segment import LOCK, Segment, Storage
 from torch_bridge.mesh import sharding, world
 from torch_bridge.passes import hoist_constants, scalar_inputs
+from torch_bridge.passes.verify import report, segments
 from torch_bridge.precision import precision_mode
 from torch_bridge.runtime import interrupts
 from torch_bridge.runtime.observers import around
@@ -55,7 +56,7 @@ def clear_cache() -> None:
         session.recent.clear()
         session.hoisted.clear()
         session.last = None
-        session.current.predicted = None
+        session.current.unpredict()
 
 
 def sync(wait: bool = False) -> None:
@@ -113,11 +114,8 @@ def _run_pending(session: Session, segment: Segment) -> None:
     mode = precision_mode.current()
     trace = _predicted(segment)
     if trace is None:
-        if segment.predicted is not None:
-            segment.sources = list(segment.predicted.sources[: len(segment.nodes)])
-            segment.predicted = None
-        with interrupts.deferred():  # half a rewrite would be a wrong graph
-            hoist_constants.hoist(segment, session.hoisted)
+        segment.unpredict()
+        _hoist(session, segment)
     live = segment.results()
     if not live:
         _start_next(session, segment, trace)
@@ -150,6 +148,22 @@ def _run_pending(session: Session, segment: Segment) -> None:
         raise explain(error) from error
     for observer in session.observers:
         observer.executed(trace, live)
+
+
+def _hoist(session: Session, segment: Segment) -> None:
+    """Constants of a segment that has not been predicted become inputs."""
+    try:
+        if report.ON:
+            segments.check(segment, "recording")
+        meaning = segments.Meaning(segment) if report.ON and segment.fills else None
+        with interrupts.deferred():  # half a rewrite would be a wrong graph
+            hoist_constants.hoist(segment, session.hoisted)
+        if meaning is not None:
+            segments.check(segment, "hoist_constants")
+            meaning.check(segment, "hoist_constants")
+    except VerificationError as error:
+        _roll_back(session, segment, error)
+        raise
 
 
 def _predicted(segment: Segment) -> Trace | None:
@@ -243,6 +257,15 @@ def _start_next(session: Session, segment: Segment, trace: Trace | None) -> None
 
 def _roll_back(session: Session, segment: Segment, error: BaseException) -> None:
     """After a failure: storages get their last values back, pending ones are marked as lost, and recording starts afresh."""
+    with contextlib.suppress(*([LookupError] if isinstance(error, VerificationError) else [])):  # its lists may be what is wrong
+        _restore(segment)
+    segment.failure = f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"
+    session.begin()
+    segment.clear()
+
+
+def _restore(segment: Segment) -> None:
+    """Storages get the values that they had before the segment."""
     for ref, leaf in reversed(segment.saved):
         storage = ref()
         if storage is not None and storage.segment is segment:
@@ -253,9 +276,6 @@ def _roll_back(session: Session, segment: Segment, error: BaseException) -> None
         storage = ref()
         if storage is not None and storage.segment is segment:
             storage.settle(array)
-    segment.failure = f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"
-    session.begin()
-    segment.clear()
 
 
 def explain(error: Exception) -> Exception:
