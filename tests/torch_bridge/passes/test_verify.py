@@ -30,7 +30,7 @@ from torch_bridge.passes.verify import report, segments
 from torch_bridge.precision import rewrite_roundings
 from torch_bridge.recorder import dispatch, sharded
 from torch_bridge.replay.tape import Recording
-from torch_bridge.runtime import executor
+from torch_bridge.runtime import executor, pending
 
 torch_bridge.register()
 
@@ -45,7 +45,7 @@ def compiled_anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     executor.clear_cache()
     yield
     monkeypatch.undo()
-    executor.STATE.current = Segment()
+    pending.current().begin()
     segments._READ.clear()
     executor.clear_cache()
 
@@ -137,7 +137,7 @@ def layered() -> Any:
             model(torch.ones(2, 4).to("xla")).square().sum().backward()
             optimizer.step()
             executor.sync()
-        assert any(p.plan is not None for p in executor.RECENT)
+        assert any(p.plan is not None for p in pending.current().recent)
         return model.kept.cpu(), [p.detach().cpu() for p in model.parameters()]
 
 
@@ -148,7 +148,7 @@ def _world(size: int, **axes: int) -> Iterator[None]:
     try:
         yield
     finally:
-        executor.STATE.current = Segment()
+        pending.current().begin()
         world.configure(None)
 
 
