@@ -16,7 +16,7 @@ from nxd_jax.abstract._models import models_on_meta
 from nxd_jax.abstract.report import AbstractReport, ProgramReport
 from nxd_jax.abstract.shapes import Witness
 from nxd_jax.inspect.collectives import collectives
-from nxd_jax.parallel_layers import parallel_state
+from nxd_jax.tensor_parallel import parallel_groups
 from nxd_jax.topology import Topology
 from torch_bridge.mesh import abstract_arrays, world
 from torch_bridge.runtime import abstract, executor
@@ -153,7 +153,7 @@ def _world(new: world.World) -> Iterator[None]:
     try:
         yield
     finally:
-        parallel_state.destroy_model_parallel()
+        parallel_groups.destroy()
         if dist.is_initialized():
             dist.destroy_process_group()
         world.configure(before)

@@ -10,8 +10,7 @@ import torch
 
 from nxd_jax.checkpoint import heads, placement
 from nxd_jax.checkpoint.placement import Placement
-from nxd_jax.parallel_layers import _groups
-from nxd_jax.utils import full_weights
+from nxd_jax.tensor_parallel import full_weights, layer_groups
 from torch_bridge import nested
 from torch_bridge.collectives.row_shards import RowShards
 from torch_bridge.mesh import world
@@ -102,7 +101,7 @@ def placed(t: torch.Tensor) -> Placement | None:
     """How an xla tensor lies among the ranks; None for a CPU tensor."""
     if t.device.type != "xla":
         return None
-    expected = set(sharded.axes_of(_groups.tensor_parallel())) if full_weights.is_shared_out(t) else set()
+    expected = set(sharded.axes_of(layer_groups.tensor_parallel())) if full_weights.is_shared_out(t) else set()
     axes = set(sharded.varying(t).axes)
     if axes <= expected or _agree(t):
         return placement.of(t)

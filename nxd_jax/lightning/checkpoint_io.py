@@ -21,7 +21,7 @@ from nxd_jax.checkpoint import reading, tags, writing
 from nxd_jax.checkpoint.orbax_files import DamagedCheckpointError
 from nxd_jax.lightning._plain import plain
 from nxd_jax.lightning.stored import LiveOptimizer, StoredOptimizer, StoredWeights
-from nxd_jax.parallel_layers import checkpointing
+from nxd_jax.tensor_parallel import rank_files
 from nxd_jax.trainer import checkpoint as checkpoints
 from nxd_jax.trainer.checkpoint_storage import BaseCheckpointStorage, FilesysCheckpointStorage, create_checkpoint_storage
 from torch_bridge import nested
@@ -187,7 +187,7 @@ def _of_original(storage: BaseCheckpointStorage, name: str) -> dict[str, Any] | 
     if not files:
         return None
     processes.barrier("load_checkpoint")
-    found: dict[str, Any] = checkpointing.load(
+    found: dict[str, Any] = rank_files.load(
         folder,
         load_xser=any(f.endswith(".tensors") for f in files),
         master_dp_only=not any("_dp_rank_" in f for f in files),

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nxd_jax.parallel_layers import parallel_state
 from nxd_jax.parallel_layers.parallel_state import (
     get_tensor_model_parallel_group,
     get_tensor_model_parallel_replica_groups,
     get_tensor_model_parallel_size,
 )
+from nxd_jax.tensor_parallel import kv_groups
 from torch_bridge.torch_xla.core import xla_model as xm
 
 Maybe = torch.Tensor | None
@@ -74,7 +74,7 @@ def _qkvlinear_autograd_base_setup_bwd(
     fused, q, k, v = (saved[0], None, None, None) if ctx.fuse_qkv else (None, *saved[:3])
     if ctx.kv_size_multiplier > 1:
         wide = [g.to(ctx.reduce_dtype, copy=True) for g in (grad_output_k, grad_output_v)]
-        groups = parallel_state.get_kv_shared_replica_groups()
+        groups = kv_groups.lists()
         summed = xm.all_reduce(xm.REDUCE_SUM, wide, scale=1.0, groups=groups, pin_layout=False) or wide
         grad_output_k, grad_output_v = summed[0].to(grad_output_k.dtype), summed[1].to(grad_output_v.dtype)
     return input, fused, q, k, v, grad_output_k, grad_output_v

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from nxd_jax.parallel_layers import grads
+from nxd_jax.tensor_parallel import grads
 from nxd_jax.trainer import config
 
 
@@ -31,9 +31,9 @@ def _gradients(optimizer: torch.optim.Optimizer) -> tuple[list[torch.Tensor], li
     others: list[torch.Tensor] = []
     experts: list[torch.Tensor] = []
     for p in (p for group in optimizer.param_groups for p in group["params"]):
-        grad = grads._grad(p)
+        grad = grads.gradient(p)
         if grad is not None:
-            (experts if grads._is_expert(p) else others).append(grad)
+            (experts if grads.is_expert(p) else others).append(grad)
     return others, experts
 
 

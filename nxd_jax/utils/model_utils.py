@@ -15,12 +15,11 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from nxd_jax.parallel_layers import _weights, utils
-from nxd_jax.parallel_layers.utils import get_local_world_size as get_local_world_size
+from nxd_jax.tensor_parallel import partition, sharded_weights
 from torch_bridge.mesh import abstract_arrays, processes, sharding, world
 
 _ATTRIBUTES = (
-    *utils._DEFAULTS,
+    *partition.UNMARKED,
     "expert_model_parallel",
     "expert_distribution",
     "is_prefill",
@@ -311,7 +310,7 @@ def init_on_device(device: Any, include_buffers: bool = False, force_custom_init
             nn.Module.register_buffer = buffer_there  # type: ignore[method-assign, assignment]
             block.enter_context(target)
         if target.type == "meta":
-            block.enter_context(_weights.shapes_only())
+            block.enter_context(sharded_weights.shapes_only())
             block.enter_context(_NoMemoryForParameters())
         yield
 
@@ -354,6 +353,11 @@ def recursive_filter(item: Any, predicate: Callable[[torch.Tensor], bool]) -> An
 
 def _stays(x: Any, predicate: Callable[[torch.Tensor], bool]) -> bool:
     return not isinstance(x, torch.Tensor) or bool(predicate(x))
+
+
+def get_local_world_size() -> int:
+    """Ranks on this host."""
+    return world.local_size()
 
 
 class LogicalNCConfig(IntEnum):

@@ -12,14 +12,10 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from nxd_jax.modules.lora.config import LoraConfig
 from nxd_jax.modules.lora.layer import LoraConv2d, LoraEmbedding, LoraLayer, LoraLinear, is_conv_1d
 from nxd_jax.modules.lora.tp_layer import LoraGQAQKVParallelLinear, LoraParallelConv2d, LoraParallelEmbedding, LoraParallelLinear
-from nxd_jax.modules.qkv_linear import GQAQKVColumnParallelLinear
-from nxd_jax.parallel_layers.layers import (
-    ColumnParallelLinear,
-    InputChannelParallelConv2d,
-    OutputChannelParallelConv2d,
-    ParallelEmbedding,
-    RowParallelLinear,
-)
+from nxd_jax.tensor_parallel.conv import InputChannelParallelConv2d, OutputChannelParallelConv2d
+from nxd_jax.tensor_parallel.embedding import ParallelEmbedding
+from nxd_jax.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
+from nxd_jax.tensor_parallel.qkv_linear import GQAQKVColumnParallelLinear
 
 ADAPTERS: dict[type[nn.Module], type[LoraLayer]] = {
     nn.Linear: LoraLinear,

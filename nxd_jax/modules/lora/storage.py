@@ -23,8 +23,7 @@ import torch
 
 from nxd_jax.modules.lora import state as lora_state
 from nxd_jax.modules.lora.config import LoraConfig
-from nxd_jax.parallel_layers import checkpointing, parallel_state
-from nxd_jax.utils import rank_states
+from nxd_jax.tensor_parallel import parallel_groups, rank_files, rank_states
 from torch_bridge.mesh import processes, world
 
 logger = logging.getLogger("nxd_jax")
@@ -92,7 +91,7 @@ def write(directory: str, tag: str | None, state: dict[str, Any]) -> str:
     path = os.path.join(directory, tag or "", MODEL_FILE)
     if world.first() == 0:
         os.makedirs(os.path.dirname(path), exist_ok=True)
-        checkpointing._save_whole(state, path)
+        rank_files.save_whole(state, path)
     processes.barrier("save_lora")
     return path
 
@@ -178,12 +177,8 @@ def _single_file(folder: str) -> Source | None:
 
 
 def _rank_file(rank: int) -> str:
-    places = {kind: checkpointing._places(f"{kind}_model")[rank] for kind in ("tensor", "pipeline")} if _initialized() else {}
-    return f"dp_rank_00_tp_rank_{places.get('tensor', 0):02d}_pp_rank_{places.get('pipeline', 0):02d}.pt"
-
-
-def _initialized() -> bool:
-    return parallel_state.model_parallel_is_initialized()
+    tp, pp = (parallel_groups.places(kind)[rank] if parallel_groups.initialized() else 0 for kind in ("tp", "pp"))
+    return f"dp_rank_00_tp_rank_{tp:02d}_pp_rank_{pp:02d}.pt"
 
 
 def _rank_files(folder: str) -> Source | None:
@@ -215,7 +210,7 @@ def _load(path: str) -> dict[str, Any]:
     names: list[Any] = [LoraConfig, (LoraConfig, "neuronx_distributed.modules.lora.config.LoraConfig")]
     with torch.serialization.safe_globals(names):
         if os.path.isdir(f"{path}.tensors"):
-            data = checkpointing._read_xser(path, True, set())
+            data = rank_files.read_xser(path, True, set())
         else:
             data = torch.load(path, map_location="cpu", weights_only=True)
     if not isinstance(data, dict):
