@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from nxd_jax import _wrapper
 from nxd_jax.checkpoint import heads, placement
 from nxd_jax.checkpoint.placement import Placement
 from nxd_jax.tensor_parallel import full_weights, layer_groups
@@ -46,9 +47,7 @@ def of_model(model: Any, saving: bool = True) -> Contents:
 
 def unwrapped(model: Any) -> Any:
     """The module inside an `NxDModel`."""
-    from nxd_jax.trainer.model import NxDModel
-
-    return model.original_module() if isinstance(model, NxDModel) else model
+    return _wrapper.inner(model)
 
 
 def state_of(model: Any, saving: bool = True) -> Mapping[str, Any]:
@@ -143,9 +142,7 @@ class Part:
 
 def inner(optimizer: Any) -> Any:
     """The optimizer inside an `NxDOptimizer`."""
-    from nxd_jax.trainer.optimizer import NxDOptimizer
-
-    return optimizer.optimizer if isinstance(optimizer, NxDOptimizer) else optimizer
+    return _wrapper.inner(optimizer)
 
 
 def is_zero1(optimizer: Any) -> bool:

@@ -12,6 +12,7 @@ import torch
 
 from nxd_jax.checkpoint import contents, savers, tags, writing
 from nxd_jax.checkpoint.original_files import Rank
+from nxd_jax.checkpoint.storage import create_checkpoint_storage
 from nxd_jax.tensor_parallel import parallel_groups, rank_states
 from torch_bridge import nested
 from torch_bridge.mesh import groups, processes, world
@@ -30,8 +31,6 @@ def export_original(
     Under ZeRO-1 with context parallelism, the number after `dp_rank_` counts all ranks that share a parameter out. Raises NotImplementedError for an
     optimizer under expert parallelism, ValueError if there is nothing to write.
     """
-    from nxd_jax.trainer.checkpoint_storage import create_checkpoint_storage
-
     if model is None and optimizer is None and scheduler is None and user_content is None:
         raise ValueError("export_original has nothing to write: give model=, optimizer=, scheduler= or user_content=")
     storage = create_checkpoint_storage(path)

@@ -145,6 +145,7 @@ def _kind(param: torch.Tensor) -> _Kind:
 
 
 def is_expert(param: torch.Tensor) -> bool:
+    """Whether expert-parallel ranks hold different ones of a parameter."""
     return bool(getattr(param, "expert_model_parallel", False)) and parallel_groups.size("ep") > 1
 
 

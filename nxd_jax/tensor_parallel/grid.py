@@ -1,4 +1,4 @@
-"""The grid of ranks behind `state`: group lists in NxD's orders, and mesh axes whose lines the groups are."""
+"""The grid of ranks behind `parallel_groups`: group lists in NxD's orders, and mesh axes whose lines the groups are."""
 
 from __future__ import annotations
 

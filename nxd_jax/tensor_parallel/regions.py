@@ -45,6 +45,7 @@ class _Region(torch.autograd.Function):
 
 
 def region(x: torch.Tensor, group: Any, there: Callable[..., torch.Tensor], back: Callable[..., torch.Tensor]) -> torch.Tensor:
+    """`there(x, process_group=group)`, with `back` for the gradient; x itself in a group of one."""
     if layer_groups.size(group) == 1:
         return x
     return _Region.apply(x, functools.partial(there, process_group=group), functools.partial(back, process_group=group))
@@ -54,6 +55,7 @@ def region(x: torch.Tensor, group: Any, there: Callable[..., torch.Tensor], back
 
 
 def same(x: torch.Tensor, process_group: Any = None) -> torch.Tensor:
+    """A view of x: what autograd takes for another tensor."""
     return x.view_as(x)
 
 
@@ -165,10 +167,12 @@ def reduce_from(x: torch.Tensor, group: Any) -> torch.Tensor:
 
 
 def scatter(x: torch.Tensor, dim: int, group: Any) -> torch.Tensor:
+    """This rank's part along a dim; the gradient is gathered."""
     return region(x, group, functools.partial(split_along_dim, partition_dim=dim), functools.partial(gather_along_dim, partition_dim=dim))
 
 
 def gather(x: torch.Tensor, dim: int, group: Any) -> torch.Tensor:
+    """The ranks' parts side by side along a dim; the gradient's own part goes back."""
     return region(x, group, functools.partial(gather_along_dim, partition_dim=dim), functools.partial(split_along_dim, partition_dim=dim))
 
 

@@ -27,7 +27,7 @@ _SIZES = {
     "context_parallel_size": "cp",
     "expert_parallel_size": "ep",
 }
-
+"""Options in the order of `parallel_groups.plan`, and the kinds of groups whose sizes they are."""
 
 _KEYS = (*_SIZES, "optimizer_config", "activation_checkpoint_config", "pad_model", "sequence_parallel", "model_init_config", "lora_config")
 _KEYS += ("mixed_precision_config", "lnc_size")
@@ -50,8 +50,7 @@ def lay_out(nxd_config: dict[str, Any]) -> None:
         xla_backend._init("xla")
     if parallel_groups.initialized() and _is_laid_out(nxd_config):
         return
-    kinds = ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size", "expert_parallel_size")
-    parallel_groups.lay_out(parallel_groups.plan(*(nxd_config[kind] for kind in kinds)), nxd_config["lnc_size"])
+    parallel_groups.lay_out(parallel_groups.plan(*(nxd_config[name] for name in _SIZES)), nxd_config["lnc_size"])
 
 
 def _is_laid_out(nxd_config: dict[str, Any]) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 
@@ -24,7 +25,7 @@ def make_equal(module: torch.nn.Module) -> None:
     for t in _unique(itertools.chain(module.parameters(), module.buffers())):
         if t.device.type == "xla":
             kinds[_kind(t)].append(t)
-    among = {
+    among: dict[str, list[Any]] = {
         "all": [None],
         "parts": [parallel_groups.lists("cp"), parallel_groups.lists("dp")],
         "experts": [parallel_groups.lists("edp")],

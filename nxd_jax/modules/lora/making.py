@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
+from nxd_jax._wrapper import Wrapper
 from nxd_jax.modules.lora.config import LoraConfig
 from nxd_jax.modules.lora.layer import LoraConv2d, LoraEmbedding, LoraLayer, LoraLinear, is_conv_1d
 from nxd_jax.modules.lora.tp_layer import LoraGQAQKVParallelLinear, LoraParallelConv2d, LoraParallelEmbedding, LoraParallelLinear
@@ -68,9 +69,7 @@ def check_model(module: Any, config: LoraConfig) -> None:
 
 def is_nxd_model(module: Any) -> bool:
     """Whether a model is what `initialize_parallel_model` returns."""
-    from nxd_jax.trainer.model import NxDModel
-
-    return isinstance(module, NxDModel)
+    return isinstance(module, Wrapper)
 
 
 def check_trained(model: nn.Module, layers: Mapping[str, LoraLayer], names: Mapping[str, torch.Tensor], trained: Container[int]) -> None:

@@ -12,37 +12,27 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
+from nxd_jax.modules.lora import peft_format
 from nxd_jax.modules.lora import state as lora_state
 from nxd_jax.modules.lora.config import LoraConfig
+from nxd_jax.modules.lora.folders import CONFIG_FILE, Source, read_json, write_config
 from nxd_jax.tensor_parallel import parallel_groups, rank_files, rank_states
 from torch_bridge.mesh import processes, world
 
+__all__ = ["CONFIG_FILE", "MODEL_FILE", "READERS", "Source", "at", "config_of", "find", "read_json", "write", "write_config"]
+
 logger = logging.getLogger("nxd_jax")
 
-CONFIG_FILE = "adapter_config.json"
 MODEL_FILE = "adapter_model.pt"
 _DEFAULT_DIR = "lora_adapter"
-
-
-class Source(NamedTuple):
-    """A checkpoint with adapters that was found.
-
-    path: the file or folder. config: the configuration it was made with; None if it is not there. read: its state dict for a `LoraModel`, tensors full or
-    each rank's part; or it fills the model itself, and returns an empty one.
-    """
-
-    path: str
-    config: dict[str, Any] | None
-    read: Callable[[Any], dict[str, Any]]
 
 
 READERS: list[Callable[[str], Source | None]] = []
@@ -66,8 +56,6 @@ def find(directory: str, tag: str | None) -> Source:
 
 def at(path: str | os.PathLike[str]) -> Source:
     """What is in one file, of adapters or of a base model: torch's or safetensors; or in a folder. Raises FileNotFoundError naming it."""
-    from nxd_jax.modules.lora import peft_format
-
     path = os.fspath(path)
     if os.path.isdir(path):
         return find(path, None)
@@ -96,21 +84,8 @@ def write(directory: str, tag: str | None, state: dict[str, Any]) -> str:
     return path
 
 
-def write_config(directory: str, config: dict[str, Any]) -> str:
-    """Write a configuration as `<directory>/adapter_config.json`; the file's path. The process of rank 0 does it."""
-    path = os.path.join(directory, CONFIG_FILE)
-    if world.first() == 0:
-        os.makedirs(directory, exist_ok=True)
-        with open(f"{path}.unfinished", "w") as file:
-            json.dump(config, file, indent=2, sort_keys=True)
-        os.replace(f"{path}.unfinished", path)
-    return path
-
-
 def config_of(values: Any, where: str) -> LoraConfig:
     """The configuration in a checkpoint, which may be a `LoraConfig`, its fields or PEFT's. Unknown fields (of other releases) are left out with a warning."""
-    from nxd_jax.modules.lora import peft_format
-
     if isinstance(values, LoraConfig):
         return values
     if peft_format.is_peft(values):
@@ -139,18 +114,6 @@ def _config_near(folder: str, directory: str) -> dict[str, Any] | None:
             logger.info("LoRA configuration: %s", path)
             return read_json(path)
     return None
-
-
-def read_json(path: str) -> dict[str, Any]:
-    """A JSON file with one object. Raises ValueError naming it."""
-    try:
-        with open(path) as file:
-            found = json.load(file)
-    except ValueError as error:
-        raise ValueError(f"{path} is no JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} must hold the fields of a LoRA configuration, got {type(found).__name__}")
-    return found
 
 
 def _explain_missing(directory: str, tag: str | None, folders: list[str]) -> str:
@@ -220,8 +183,6 @@ def _load(path: str) -> dict[str, Any]:
 
 
 def _peft_folder(folder: str) -> Source | None:
-    from nxd_jax.modules.lora import peft_format
-
     return peft_format.source(folder)
 
 
