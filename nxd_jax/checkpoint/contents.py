@@ -146,7 +146,7 @@ def inner(optimizer: Any) -> Any:
 
 
 def is_zero1(optimizer: Any) -> bool:
-    from torch_bridge.torch_xla.distributed.zero_redundancy_optimizer import ZeroRedundancyOptimizer
+    from torch_bridge.optimizers.zero1 import ZeroRedundancyOptimizer
 
     return isinstance(inner(optimizer), ZeroRedundancyOptimizer)
 

@@ -10,7 +10,7 @@ from nxd_jax.optimizer import sharded_states, wholes
 from nxd_jax.tensor_parallel import grads, parallel_groups, partition
 from torch_bridge.collectives.row_shards import RowShards
 from torch_bridge.optimizers.param_partition import Divided
-from torch_bridge.torch_xla.distributed.zero_redundancy_optimizer import ZeroRedundancyOptimizer
+from torch_bridge.optimizers.zero1 import ZeroRedundancyOptimizer
 
 _ATTRIBUTES = (*partition.UNMARKED, "expert_model_parallel", "sequence_parallel_enabled", "shared")
 

@@ -1,38 +1,13 @@
 """`neuronx_distributed.parallel_layers.layers`: linear, embedding and convolution layers whose weights tensor parallel ranks share out."""
 
-from nxd_jax.parallel_layers.parallel_state import (
-    get_tensor_model_parallel_rank,
-    get_tensor_model_parallel_size,
-)
-from nxd_jax.tensor_parallel.base_layer import (
-    BaseParallelLayer,
-    BaseParallelLinear,
-)
-from nxd_jax.tensor_parallel.conv import (
-    BaseParallelConv,
-    InputChannelParallelConv2d,
-    OutputChannelParallelConv2d,
-)
-from nxd_jax.tensor_parallel.embedding import (
-    ParallelEmbedding,
-)
-from nxd_jax.tensor_parallel.linear import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    _initialize_parameter_cpu,
-    create_local_weight,
-)
-from nxd_jax.tensor_parallel.matmul import (
-    LinearWithAsyncCommunication,
-    linear_with_async_allreduce,
-)
-from nxd_jax.tensor_parallel.partition import (
-    divide,
-    set_tensor_model_parallel_attributes,
-)
-from nxd_jax.tensor_parallel.spmd_rank import (
-    SPMDRank,
-)
+from nxd_jax.parallel_layers.parallel_state import get_tensor_model_parallel_rank, get_tensor_model_parallel_size
+from nxd_jax.tensor_parallel.base_layer import BaseParallelLayer, BaseParallelLinear
+from nxd_jax.tensor_parallel.conv import BaseParallelConv, InputChannelParallelConv2d, OutputChannelParallelConv2d
+from nxd_jax.tensor_parallel.embedding import ParallelEmbedding
+from nxd_jax.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, _initialize_parameter_cpu, create_local_weight
+from nxd_jax.tensor_parallel.matmul import LinearWithAsyncCommunication, linear_with_async_allreduce
+from nxd_jax.tensor_parallel.partition import divide, set_tensor_model_parallel_attributes
+from nxd_jax.tensor_parallel.spmd_rank import SPMDRank
 
 __all__ = [
     "BaseParallelConv",

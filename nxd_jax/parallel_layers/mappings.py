@@ -1,8 +1,7 @@
 """`neuronx_distributed.parallel_layers.mappings`: the regions of `tensor_parallel.regions`. NxD's model code calls the moves with an underscore, too."""
 
-from nxd_jax.tensor_parallel.partition import (
-    split_tensor_along_last_dim,
-)
+from nxd_jax.tensor_parallel import regions
+from nxd_jax.tensor_parallel.partition import split_tensor_along_last_dim
 from nxd_jax.tensor_parallel.regions import (
     copy_to_tensor_model_parallel_region,
     enter_expert_parallel_region,
@@ -20,36 +19,17 @@ from nxd_jax.tensor_parallel.regions import (
     scatter_to_sequence_parallel_region,
     scatter_to_tensor_model_parallel_region,
 )
-from nxd_jax.tensor_parallel.regions import (
-    gather_along_dim as _gather_along_dim,
-)
-from nxd_jax.tensor_parallel.regions import (
-    gather_along_first_dim as _gather_along_first_dim,
-)
-from nxd_jax.tensor_parallel.regions import (
-    gather_along_last_dim as _gather_along_last_dim,
-)
-from nxd_jax.tensor_parallel.regions import (
-    reduce as _reduce,
-)
-from nxd_jax.tensor_parallel.regions import (
-    reduce_scatter_along_dim as _reduce_scatter_along_dim,
-)
-from nxd_jax.tensor_parallel.regions import (
-    reduce_scatter_along_first_dim as _reduce_scatter_along_first_dim,
-)
-from nxd_jax.tensor_parallel.regions import (
-    reduce_scatter_along_last_dim as _reduce_scatter_along_last_dim,
-)
-from nxd_jax.tensor_parallel.regions import (
-    split_along_dim as _split_along_dim,
-)
-from nxd_jax.tensor_parallel.regions import (
-    split_along_first_dim as _split_along_first_dim,
-)
-from nxd_jax.tensor_parallel.regions import (
-    split_along_last_dim as _split_along_last_dim,
-)
+
+_gather_along_dim = regions.gather_along_dim
+_gather_along_first_dim = regions.gather_along_first_dim
+_gather_along_last_dim = regions.gather_along_last_dim
+_reduce = regions.reduce
+_reduce_scatter_along_dim = regions.reduce_scatter_along_dim
+_reduce_scatter_along_first_dim = regions.reduce_scatter_along_first_dim
+_reduce_scatter_along_last_dim = regions.reduce_scatter_along_last_dim
+_split_along_dim = regions.split_along_dim
+_split_along_first_dim = regions.split_along_first_dim
+_split_along_last_dim = regions.split_along_last_dim
 
 __all__ = [
     "_gather_along_dim",

@@ -387,9 +387,9 @@ def get_zero1_sharding_groups() -> Lists:
 
 def create_pg_with_ranks(ranks: Sequence[int]) -> Any:
     """A process group of these ranks and, if they are a line of the mesh, its sisters."""
-    from torch_bridge.torch_xla.distributed import xla_backend
+    from torch_bridge.collectives import backend
 
-    return xla_backend.new_xla_process_group(list(ranks), backend="xla")
+    return backend.new_xla_process_group(list(ranks), backend="xla")
 
 
 def gather_python_object(obj: Any, group: Any = None) -> list[Any]:

@@ -36,9 +36,9 @@ def of_layer(group: Any = None) -> Any:
             stacklevel=4,
         )
         if not dist.is_initialized():
-            from torch_bridge.torch_xla.distributed import xla_backend
+            from torch_bridge.collectives import backend
 
-            xla_backend._init("xla")
+            backend.init_process_group("xla")
         parallel_groups.lay_out(parallel_groups.plan())
     return tensor_parallel(group)
 

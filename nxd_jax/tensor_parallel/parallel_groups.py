@@ -12,9 +12,10 @@ from typing import Any
 
 import torch.distributed as dist
 
+import torch_bridge.torch_xla  # noqa: F401 : prepares the environment, and registers backend "xla" for scripts that import no torch_xla
 from nxd_jax.tensor_parallel import grid
+from torch_bridge.collectives import backend
 from torch_bridge.mesh import world
-from torch_bridge.torch_xla.distributed import xla_backend  # also for scripts that import no torch_xla and call init_process_group("xla")
 
 logger = logging.getLogger("nxd_jax")
 
@@ -64,7 +65,7 @@ def lay_out(layout: grid.Grid, lnc_size: int = 1) -> None:
         )
     destroy()
     world.set_axes(layout.axes, layout.order)
-    xla_backend.refresh()
+    backend.refresh()
     _state.layout = layout
     _state.lnc_size = lnc_size
     for remark in layout.remarks:
@@ -136,7 +137,7 @@ def places(kind: str) -> dict[int, int]:
 def new_group(members: Lists) -> Any:
     """A process group: the one of these lists, which are its sisters, that this rank is in."""
     mine = next(group for group in members if world.first() in group)
-    return xla_backend.new_xla_process_group(mine, backend="xla", pg_options={"xla_pg_options": {"mesh": members}})
+    return backend.new_xla_process_group(mine, backend="xla", pg_options={"xla_pg_options": {"mesh": members}})
 
 
 def define(kind: str, members: Lists) -> None:

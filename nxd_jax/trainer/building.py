@@ -45,9 +45,9 @@ def check_config(nxd_config: Any) -> None:
 def lay_out(nxd_config: dict[str, Any]) -> None:
     """Divide the ranks into groups of the configured sizes, unless they are."""
     if not dist.is_initialized():
-        from torch_bridge.torch_xla.distributed import xla_backend
+        from torch_bridge.collectives import backend
 
-        xla_backend._init("xla")
+        backend.init_process_group("xla")
     if parallel_groups.initialized() and _is_laid_out(nxd_config):
         return
     parallel_groups.lay_out(parallel_groups.plan(*(nxd_config[name] for name in _SIZES)), nxd_config["lnc_size"])
