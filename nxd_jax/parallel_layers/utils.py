@@ -17,6 +17,7 @@ from nxd_jax.tensor_parallel.casting import (
     move_all_tensor_to_cpu,
     verify_casted_dtype,
 )
+from nxd_jax.tensor_parallel.parallel_groups import get_local_world_size
 from nxd_jax.tensor_parallel.partition import (
     EmbeddingUtility,
     copy_tensor_model_parallel_attributes,
@@ -30,8 +31,6 @@ from nxd_jax.tensor_parallel.partition import (
     split_tensor_along_last_dim,
     split_tensor_along_second_dim,
 )
-from nxd_jax.utils import model_utils
-from nxd_jax.utils.model_utils import get_local_world_size
 
 __all__ = [
     "EmbeddingUtility",
@@ -90,6 +89,8 @@ def move_model_to_device(model: torch.nn.Module, device: Any) -> None:
         DeprecationWarning,
         stacklevel=2,
     )
+    from nxd_jax.utils import model_utils
+
     model_utils.move_model_to_device(model, device)
 
 

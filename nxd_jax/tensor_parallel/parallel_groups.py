@@ -75,6 +75,11 @@ def lay_out(layout: grid.Grid, lnc_size: int = 1) -> None:
     logger.info("%d ranks: %s", world.size(), ", ".join(f"{kind} {layout.size[kind]}" for kind in ("tp", "pp", "dp", "cp", "ep")))
 
 
+def get_local_world_size() -> int:
+    """Ranks on this host."""
+    return world.local_size()
+
+
 def current() -> State:
     """What is set up now."""
     return _state

@@ -16,6 +16,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from nxd_jax.tensor_parallel import partition, sharded_weights
+from nxd_jax.tensor_parallel.parallel_groups import get_local_world_size as get_local_world_size
 from torch_bridge.mesh import abstract_arrays, processes, sharding, world
 
 _ATTRIBUTES = (
@@ -353,11 +354,6 @@ def recursive_filter(item: Any, predicate: Callable[[torch.Tensor], bool]) -> An
 
 def _stays(x: Any, predicate: Callable[[torch.Tensor], bool]) -> bool:
     return not isinstance(x, torch.Tensor) or bool(predicate(x))
-
-
-def get_local_world_size() -> int:
-    """Ranks on this host."""
-    return world.local_size()
 
 
 class LogicalNCConfig(IntEnum):
