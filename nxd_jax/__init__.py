@@ -13,8 +13,7 @@ import importlib
 from typing import Any
 
 from nxd_jax import _later
-
-__version__ = "0.1.0"
+from nxd_jax._version import __version__
 
 _SUBMODULES = (
     "abstract",

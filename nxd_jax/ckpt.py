@@ -27,6 +27,7 @@ from typing import Any
 import jax
 import torch
 
+from nxd_jax._progress import bar
 from nxd_jax.checkpoint import (
     full_states,
     full_writing,
@@ -42,8 +43,7 @@ from nxd_jax.checkpoint import (
 from nxd_jax.checkpoint.full_states import HUB, NXD, ORIGINAL, FullState, How
 from nxd_jax.checkpoint.name_maps import NameMap
 from nxd_jax.checkpoint.safetensors_files import MAX_BYTES
-from nxd_jax.trainer.checkpoint_storage import BaseCheckpointStorage, FilesysCheckpointStorage, create_checkpoint_storage
-from nxd_jax.utils.progress import bar
+from nxd_jax.checkpoint.storage import BaseCheckpointStorage, FilesysCheckpointStorage, create_checkpoint_storage
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _MANY = 4

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from nxd_jax.parallel_layers import _weights
+from nxd_jax.tensor_parallel import sharded_weights
 from nxd_jax.utils import model_utils
 
 
@@ -34,5 +34,5 @@ def models_on_meta() -> Iterator[None]:
     with contextlib.ExitStack() as block:
         block.callback(setattr, nn.Module, "register_parameter", register)
         nn.Module.register_parameter = on_meta  # type: ignore[method-assign, assignment]
-        block.enter_context(_weights.shapes_only())
+        block.enter_context(sharded_weights.shapes_only())
         yield

@@ -8,7 +8,6 @@ import resource
 import sys
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import torch.distributed as dist
 
@@ -16,14 +15,11 @@ from nxd_jax.abstract._models import models_on_meta
 from nxd_jax.abstract.report import AbstractReport, ProgramReport
 from nxd_jax.abstract.shapes import Witness
 from nxd_jax.inspect.collectives import collectives
-from nxd_jax.parallel_layers import parallel_state
+from nxd_jax.tensor_parallel import parallel_groups
 from nxd_jax.topology import Topology
 from torch_bridge.mesh import abstract_arrays, world
 from torch_bridge.runtime import abstract, executor
 from torch_bridge.telemetry import activity
-
-QUICK: dict[str, Any] = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-"""Options for compiling a program that nobody runs: machine code is generated as cheaply as possible. The memory plan is made before that."""
 
 
 class AbstractRun:
@@ -81,7 +77,7 @@ class AbstractRun:
         )
 
     def _compiled(self, recorded: abstract.Recorded) -> ProgramReport:
-        memory = recorded.compile(QUICK).memory_analysis()
+        memory = recorded.compile(abstract.QUICK).memory_analysis()
         return ProgramReport(
             name=activity.describe(recorded.program).source,
             ops=recorded.ops,
@@ -153,7 +149,7 @@ def _world(new: world.World) -> Iterator[None]:
     try:
         yield
     finally:
-        parallel_state.destroy_model_parallel()
+        parallel_groups.destroy()
         if dist.is_initialized():
             dist.destroy_process_group()
         world.configure(before)

@@ -13,7 +13,7 @@ import torch
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from nxd_jax.checkpoint.placement import Piece, Placement
-from nxd_jax.parallel_layers import _groups
+from nxd_jax.tensor_parallel import layer_groups
 from torch_bridge import _compat
 from torch_bridge.collectives import functional, rank_slices
 from torch_bridge.ir import dtypes
@@ -140,7 +140,7 @@ def pieces_of(tensor: torch.Tensor, placement: Placement) -> list[torch.Tensor]:
 
 def _exchanged(part: torch.Tensor, piece: Piece, order: Sequence[int]) -> torch.Tensor:
     """What a rank holds once the tensor-parallel ranks' groups of query heads are in another order: place k gets group `order[k]`."""
-    group = _groups.tensor_parallel()
+    group = layer_groups.tensor_parallel()
     full = functional.all_gather(part.contiguous(), piece.dim, group)
     rows = torch.arange(full.shape[piece.dim]).reshape(len(order), -1)[list(order)].reshape(-1)
     among = groups.resolve(group)

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
+from nxd_jax import _wrapper
 from nxd_jax.checkpoint import heads, placement
 from nxd_jax.checkpoint.placement import Placement
-from nxd_jax.parallel_layers import _groups
-from nxd_jax.utils import full_weights
+from nxd_jax.tensor_parallel import full_weights, layer_groups
 from torch_bridge import nested
 from torch_bridge.collectives.row_shards import RowShards
 from torch_bridge.mesh import world
@@ -47,9 +47,7 @@ def of_model(model: Any, saving: bool = True) -> Contents:
 
 def unwrapped(model: Any) -> Any:
     """The module inside an `NxDModel`."""
-    from nxd_jax.trainer.model import NxDModel
-
-    return model.original_module() if isinstance(model, NxDModel) else model
+    return _wrapper.inner(model)
 
 
 def state_of(model: Any, saving: bool = True) -> Mapping[str, Any]:
@@ -102,7 +100,7 @@ def placed(t: torch.Tensor) -> Placement | None:
     """How an xla tensor lies among the ranks; None for a CPU tensor."""
     if t.device.type != "xla":
         return None
-    expected = set(sharded.axes_of(_groups.tensor_parallel())) if full_weights.is_shared_out(t) else set()
+    expected = set(sharded.axes_of(layer_groups.tensor_parallel())) if full_weights.is_shared_out(t) else set()
     axes = set(sharded.varying(t).axes)
     if axes <= expected or _agree(t):
         return placement.of(t)
@@ -144,13 +142,11 @@ class Part:
 
 def inner(optimizer: Any) -> Any:
     """The optimizer inside an `NxDOptimizer`."""
-    from nxd_jax.trainer.optimizer import NxDOptimizer
-
-    return optimizer.optimizer if isinstance(optimizer, NxDOptimizer) else optimizer
+    return _wrapper.inner(optimizer)
 
 
 def is_zero1(optimizer: Any) -> bool:
-    from torch_bridge.torch_xla.distributed.zero_redundancy_optimizer import ZeroRedundancyOptimizer
+    from torch_bridge.optimizers.zero1 import ZeroRedundancyOptimizer
 
     return isinstance(inner(optimizer), ZeroRedundancyOptimizer)
 

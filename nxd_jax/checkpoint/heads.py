@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from nxd_jax.modules.qkv_linear import GQAQKVColumnParallelLinear
-from nxd_jax.parallel_layers import _groups, parallel_state
-from nxd_jax.parallel_layers.layers import RowParallelLinear
+from nxd_jax.tensor_parallel import kv_groups, layer_groups
+from nxd_jax.tensor_parallel.linear import RowParallelLinear
+from nxd_jax.tensor_parallel.qkv_linear import GQAQKVColumnParallelLinear
 from torch_bridge.mesh import groups
 
 ATTRIBUTE = "kv_heads_held"
@@ -45,7 +45,7 @@ def mark(model: Any) -> None:
 
 def _held(parent: torch.nn.Module, layer: GQAQKVColumnParallelLinear, config: Any) -> int | None:
     """K/V heads of a rank: from the model's configuration, or from what the attention module says about itself."""
-    tp, rows = _groups.size(layer.tensor_parallel_group), layer.kv_output_size_per_partition
+    tp, rows = layer_groups.size(layer.tensor_parallel_group), layer.kv_output_size_per_partition
     total = getattr(config, "num_key_value_heads", None)
     if isinstance(total, int) and total * layer.kv_size_multiplier % tp == 0:
         return total * layer.kv_size_multiplier // tp
@@ -57,7 +57,7 @@ def arrangement(parameter: torch.Tensor) -> str:
     """How query heads are arranged among ranks where a checkpoint cannot bring them in order; "" elsewhere."""
     if getattr(parameter, ATTRIBUTE, None) != 0:
         return ""
-    members = groups.resolve(_groups.tensor_parallel()).members[0]
+    members = groups.resolve(layer_groups.tensor_parallel()).members[0]
     return " ".join(f"{part}.{copy}" for part, copy, _ in _places(members))
 
 
@@ -66,7 +66,7 @@ def order(held: int) -> tuple[int, ...] | None:
 
     None: all in order.
     """
-    members = groups.resolve(_groups.tensor_parallel()).members[0]
+    members = groups.resolve(layer_groups.tensor_parallel()).members[0]
     if not held:
         return None
     found = [(part * held + k) * copies + copy for part, copy, copies in _places(members) for k in range(held)]
@@ -75,6 +75,6 @@ def order(held: int) -> tuple[int, ...] | None:
 
 def _places(members: Sequence[int]) -> list[tuple[int, int, int]]:
     """For each tensor-parallel rank: which part of K and V it holds, the how manieth copy of how many."""
-    sharing = [g for g in parallel_state.get_kv_shared_group(as_list=True) if g[0] in members]
+    sharing = [g for g in kv_groups.lists() if g[0] in members]
     part = {r: (k, g.index(r), len(g)) for k, g in enumerate(sharing) for r in g}
     return [part[r] for r in members]

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from nxd_jax.utils.full_weights import Shares
+from nxd_jax.tensor_parallel.full_weights import Shares
 
 
 class Held(NamedTuple):

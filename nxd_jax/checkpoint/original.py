@@ -21,8 +21,7 @@ from nxd_jax.checkpoint.original_files import Files, is_older, is_original
 from nxd_jax.checkpoint.original_states import MASTER, ModelState
 from nxd_jax.checkpoint.original_writing import export_original
 from nxd_jax.checkpoint.targets import Pace, Target, target_of, write
-from nxd_jax.parallel_layers import _groups, grads, parallel_state
-from nxd_jax.utils import full_weights
+from nxd_jax.tensor_parallel import full_weights, grads, layer_groups, parallel_groups
 from torch_bridge.mesh import world
 from torch_bridge.recorder import sharded
 from torch_bridge.runtime import executor
@@ -100,7 +99,7 @@ def _load_model(files: Files, model: Any, strict: bool, plan: _Optimizer | None)
 
 def _warn_of_heads(files: Files, targets: Mapping[str, Target], joints: Mapping[str, Joint]) -> None:
     """With copies of K/V heads, query heads are in the order of the ranks that wrote the files, and stay in it."""
-    now = parallel_state.get_tensor_model_parallel_size() if parallel_state.model_parallel_is_initialized() else 1
+    now = parallel_groups.size("tp") if parallel_groups.initialized() else 1
     for name, target in targets.items():
         key = next((k for k in target.keys if k.endswith("weight_k")), None)
         if key is None or key not in joints:
@@ -135,19 +134,19 @@ def _joints(
 
 def _place_problems(name: str, target: Target, files: Files) -> list[str]:
     """Tensors that every rank has its own of load in the same layout only."""
-    if grads._is_expert(target.tensor):
-        saved, now = files.sizes["ep"], parallel_state.get_expert_model_parallel_size()
+    if grads.is_expert(target.tensor):
+        saved, now = files.sizes["ep"], parallel_groups.size("ep")
         return [] if saved == now else [f"{name} is of experts that {now} ranks share out here, {saved} in the checkpoint"]
     if target.where is None or not target.where.apart:
         return []
-    saved, now = files.sizes["tp"], parallel_state.get_tensor_model_parallel_size()
+    saved, now = files.sizes["tp"], parallel_groups.size("tp")
     return [] if saved == now else [f"{name} is different on each rank, and the checkpoint is of {saved} tensor-parallel ranks, not {now}"]
 
 
 def _expert_problems(files: Files) -> list[str]:
     """Which tensors are of experts is not in the files: those of several ranks load at that size only."""
     saved = files.sizes["ep"]
-    now = parallel_state.get_expert_model_parallel_size() if saved > 1 else 1
+    now = parallel_groups.size("ep") if saved > 1 else 1
     if saved == now:
         return []
     return [f"the checkpoint is of {saved} expert-parallel ranks, there are {now} here: load it at expert_parallel_size={saved}"]
@@ -158,7 +157,7 @@ def _fill(files: Files, targets: Mapping[str, Target], joints: Mapping[str, Join
     experts = {ep: original_states.model_state(files.model, ep) for ep in range(files.sizes["ep"])} if files.sizes["ep"] > 1 else {}
     with torch.no_grad():
         for target in targets.values():
-            if experts and grads._is_expert(target.tensor):
+            if experts and grads.is_expert(target.tensor):
                 _write_expert(target, experts)
             elif target.where is not None and target.where.apart:
                 _write_apart(target, state)
@@ -170,15 +169,15 @@ def _fill(files: Files, targets: Mapping[str, Target], joints: Mapping[str, Join
 
 def _write_apart(target: Target, state: ModelState) -> None:
     """Every tensor-parallel rank has a value of its own."""
-    held, group = state.parts[target.keys[0]], _groups.tensor_parallel()
-    full_weights.write(target.tensor, lambda r: held[_groups.place_of(group, r)].read())
+    held, group = state.parts[target.keys[0]], layer_groups.tensor_parallel()
+    full_weights.write(target.tensor, lambda r: held[layer_groups.place_of(group, r)].read())
 
 
 def _write_expert(target: Target, experts: Mapping[int, ModelState]) -> None:
     """Expert-parallel ranks have experts of their own."""
-    group = parallel_state.get_expert_model_parallel_group()
+    group = parallel_groups.group("ep")
     full = {ep: joining.joint(state.parts, target.keys[0], target.needs).read() for ep, state in experts.items()}
-    full_weights.write(target.tensor, lambda r: full_weights.cut_full(target.tensor, full[_groups.place_of(group, r)], r))
+    full_weights.write(target.tensor, lambda r: full_weights.cut_full(target.tensor, full[layer_groups.place_of(group, r)], r))
 
 
 # -- optimizers --------------------------------------------------------------------------------------
@@ -323,6 +322,6 @@ def _like(part: Part, full: full_weights.Full) -> torch.Tensor:
     p = part.parameter
     if p.device.type != "xla":
         return full_weights.cut_full(p, full, world.first()).reshape(p.shape).clone()
-    axes, dim = ((), 0) if not full_weights.is_shared_out(p) else (sharded.axes_of(_groups.tensor_parallel()), p.partition_dim)  # type: ignore[attr-defined]
+    axes, dim = ((), 0) if not full_weights.is_shared_out(p) else (sharded.axes_of(layer_groups.tensor_parallel()), p.partition_dim)  # type: ignore[attr-defined]
     found = sharded.from_ranks(lambda r: full_weights.cut_full(p, full, r).reshape(p.shape).contiguous(), axes, dim)
     return found if part.rows is None else part.rows.cut(found)

@@ -12,9 +12,8 @@ import torch
 
 from nxd_jax.checkpoint import contents, savers, tags, writing
 from nxd_jax.checkpoint.original_files import Rank
-from nxd_jax.parallel_layers import parallel_state
-from nxd_jax.parallel_layers.checkpointing import _places
-from nxd_jax.utils import rank_states
+from nxd_jax.checkpoint.storage import create_checkpoint_storage
+from nxd_jax.tensor_parallel import parallel_groups, rank_states
 from torch_bridge import nested
 from torch_bridge.mesh import groups, processes, world
 from torch_bridge.runtime import executor
@@ -32,8 +31,6 @@ def export_original(
     Under ZeRO-1 with context parallelism, the number after `dp_rank_` counts all ranks that share a parameter out. Raises NotImplementedError for an
     optimizer under expert parallelism, ValueError if there is nothing to write.
     """
-    from nxd_jax.trainer.checkpoint_storage import create_checkpoint_storage
-
     if model is None and optimizer is None and scheduler is None and user_content is None:
         raise ValueError("export_original has nothing to write: give model=, optimizer=, scheduler= or user_content=")
     storage = create_checkpoint_storage(path)
@@ -134,7 +131,7 @@ def model_files(model: Any, xser: bool, without: Collection[str] = ()) -> RankFi
     found = contents.of_model(model)
     state: dict[str, Any] = {name: t.detach() for name, (t, _) in found.tensors.items()}
     of_experts = [name for name, (t, _) in found.tensors.items() if getattr(t, "expert_model_parallel", False)]
-    tp, pp, ep = (_places_in(kind) for kind in ("tensor_model", "pipeline_model", "expert_model"))
+    tp, pp, ep = (_places_in(kind) for kind in ("tp", "pp", "ep"))
     ranks = _firsts({r: Rank(0, tp[r], pp[r], ep[r]) for r in range(world.size())})
     return RankFiles({**state, **found.other["other"]}, ranks, xser, _expert_parallel(), of_experts, without)
 
@@ -147,17 +144,17 @@ def optimizer_files(optimizer: Any, xser: bool) -> RankFiles:
             "NXD_JAX_CHECKPOINT_FORMAT=nxd"
         )
     state, place = _optimizer_state(optimizer)
-    tp, pp = (_places_in(kind) for kind in ("tensor_model", "pipeline_model"))
+    tp, pp = (_places_in(kind) for kind in ("tp", "pp"))
     return RankFiles(state, _firsts({r: Rank(place(r), tp[r], pp[r]) for r in range(world.size())}), xser)
 
 
 def _places_in(kind: str) -> dict[int, int]:
     """Every rank's place in its groups of a kind: all the same one before ranks are laid out."""
-    return _places(kind) if parallel_state.model_parallel_is_initialized() else dict.fromkeys(range(world.size()), 0)
+    return parallel_groups.places(kind) if parallel_groups.initialized() else dict.fromkeys(range(world.size()), 0)
 
 
 def _expert_parallel() -> bool:
-    return parallel_state.model_parallel_is_initialized() and parallel_state.get_expert_model_parallel_size() > 1
+    return parallel_groups.initialized() and parallel_groups.size("ep") > 1
 
 
 def _firsts(ranks: Mapping[int, Rank]) -> dict[Rank, int]:
@@ -174,7 +171,7 @@ def _optimizer_state(optimizer: Any) -> tuple[Mapping[str, Any], Callable[[int],
         state = contents.every_ranks(optimizer)
         if "base_state" not in state:
             return state, lambda r: 0
-        return state, groups.resolve(parallel_state.get_zero1_sharding_groups()).index
+        return state, groups.resolve(parallel_groups.layout().zero1_lists()).index
     found = contents.inner(optimizer)
     state = found.state_dict()
     params = [p for group in found.param_groups for p in group["params"]]

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 
 from nxd_jax.checkpoint import heads
-from nxd_jax.parallel_layers import _groups
-from nxd_jax.utils import full_weights
+from nxd_jax.tensor_parallel import full_weights, layer_groups
 from torch_bridge.collectives.row_shards import RowShards
 from torch_bridge.mesh import groups, world
 
@@ -85,8 +84,8 @@ def of(parameter: torch.Tensor, rows: RowShards | None = None) -> Placement:
     rows = None if rows is None or rows.size == 1 else rows
     if not full_weights.is_shared_out(parameter):
         return Placement(shape, (_everywhere(),), rows)
-    firsts = [members[0] for members in groups.resolve(_groups.tensor_parallel()).members]
-    found = [full_weights._pieces(parameter, _groups.tensor_parallel(), rank) for rank in firsts]
+    firsts = [members[0] for members in groups.resolve(layer_groups.tensor_parallel()).members]
+    found = [full_weights._pieces(parameter, layer_groups.tensor_parallel(), rank) for rank in firsts]
     names = ("_q", "_k", "_v") if len(found[0]) == 3 else ("",)
     held = getattr(parameter, heads.ATTRIBUTE, None)
     order = None if held is None else heads.order(held)

@@ -13,11 +13,12 @@ import jax
 import numpy as np
 import torch
 
+from nxd_jax import _progress
 from nxd_jax.checkpoint import arrays, contents, heads, orbax_files, placement, writing
 from nxd_jax.checkpoint.contents import Part
 from nxd_jax.checkpoint.orbax_files import DamagedCheckpointError
 from nxd_jax.checkpoint.placement import Placement
-from nxd_jax.utils import full_weights, progress
+from nxd_jax.tensor_parallel import full_weights
 from torch_bridge import nested
 from torch_bridge.ir import dtypes
 from torch_bridge.mesh import world
@@ -91,7 +92,7 @@ class Folder:
         """The tensors, batch by batch: on xla as each rank holds them, or on the CPU."""
         sizes = {str(k): sum(_bytes(self.entry(key)) for key in w.keys) for k, w in enumerate(wanted)}
         groups = list(orbax_files.batches(sizes, BATCH))
-        for group in progress.bar(groups, f"loading {self.path.name}", 2):
+        for group in _progress.bar(groups, f"loading {self.path.name}", 2):
             yield from self._batch([wanted[int(k)] for k in group])
 
     def _batch(self, wanted: Sequence[Wanted]) -> list[tuple[Wanted, torch.Tensor]]:

@@ -22,8 +22,7 @@ from nxd_jax.checkpoint import contents, name_maps, reading
 from nxd_jax.checkpoint.name_maps import Heads, Made, NameMap
 from nxd_jax.checkpoint.orbax_files import DamagedCheckpointError
 from nxd_jax.checkpoint.targets import Pace, Target, target_of
-from nxd_jax.parallel_layers import parallel_state
-from nxd_jax.utils import full_weights
+from nxd_jax.tensor_parallel import full_weights, kv_groups, parallel_groups
 from torch_bridge.mesh import processes, world
 from torch_bridge.runtime import executor
 
@@ -369,13 +368,13 @@ def _config(config: Any) -> dict[str, Any]:
 
 def heads_of_model(module: torch.nn.Module, config: Mapping[str, Any]) -> Heads | None:
     """The heads of a model, with the copies of K and V that its ranks hold. Raises ValueError if there are copies and the configuration says no heads."""
-    if not parallel_state.model_parallel_is_initialized():
+    if not parallel_groups.initialized():
         return name_maps.heads_of(config)
-    tp = parallel_state.get_tensor_model_parallel_size()
+    tp = parallel_groups.size("tp")
     copies = max([1, *(_copies(name, p, tp) for name, p in module.named_parameters())])
     if copies == 1:
         return name_maps.heads_of(config)
-    first = sorted(parallel_state.get_kv_shared_group(as_list=True))[0]
+    first = sorted(kv_groups.lists())[0]
     found = name_maps.heads_of(config, copies, tp, neighbours=first[1] - first[0] == 1 and copies < tp)
     if found is None:
         raise ValueError(

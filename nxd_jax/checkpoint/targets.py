@@ -10,7 +10,7 @@ import torch
 from nxd_jax.checkpoint import contents, placement
 from nxd_jax.checkpoint.joining import Need
 from nxd_jax.checkpoint.placement import Placement
-from nxd_jax.utils import full_weights
+from nxd_jax.tensor_parallel import full_weights
 from torch_bridge.runtime import executor
 
 _AT_ONCE = 256 * 2**20

@@ -16,8 +16,7 @@ import torch
 from nxd_jax.checkpoint import arrays, contents, heads, orbax_files
 from nxd_jax.checkpoint.contents import Contents, Part
 from nxd_jax.checkpoint.placement import Placement
-from nxd_jax.parallel_layers import parallel_state
-from nxd_jax.utils import rank_states
+from nxd_jax.tensor_parallel import parallel_groups, rank_states
 from torch_bridge import nested
 from torch_bridge.mesh import random_state as rng
 from torch_bridge.mesh import rank_numbers, world
@@ -154,15 +153,15 @@ def _entry(full: Any, stored: Any, dtype: torch.dtype) -> dict[str, Any]:
 
 def layout() -> dict[str, int]:
     """The sizes of the ranks' groups, for those who look at a checkpoint."""
-    if not parallel_state.model_parallel_is_initialized():
+    if not parallel_groups.initialized():
         return {"world": world.size()}
     return {
         "world": world.size(),
-        "tp": parallel_state.get_tensor_model_parallel_size(),
-        "pp": parallel_state.get_pipeline_model_parallel_size(),
-        "dp": parallel_state.get_data_parallel_size(),
-        "cp": parallel_state.get_context_model_parallel_size(),
-        "ep": parallel_state.get_expert_model_parallel_size(),
+        "tp": parallel_groups.size("tp"),
+        "pp": parallel_groups.size("pp"),
+        "dp": parallel_groups.size("dp"),
+        "cp": parallel_groups.size("cp"),
+        "ep": parallel_groups.size("ep"),
     }
 
 

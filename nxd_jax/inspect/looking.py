@@ -10,7 +10,7 @@ import os
 import pathlib
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import fx
@@ -246,6 +246,18 @@ class Inspection:
         return f'<div style="font:13px/1.5 system-ui,sans-serif"><b>{markup.escape(head)}</b>{body}{sections}</div>'
 
 
+@runtime_checkable
+class RunOnShapes(Protocol):
+    """What `nxd_jax.abstract_run` gives."""
+
+    @property
+    def topology(self) -> Topology:
+        """The machines whose memory counts."""
+
+    def recorded_run(self) -> abstract.Run:
+        """What was recorded."""
+
+
 def look(target: Any = None, *example_inputs: Any, topology: Topology | None = None) -> Inspection:
     """Look inside something.
 
@@ -256,10 +268,9 @@ def look(target: Any = None, *example_inputs: Any, topology: Topology | None = N
 
     Raises ValueError if nothing has run yet, TypeError for a target of another kind.
     """
-    from nxd_jax.abstract import AbstractRun
     from torch_bridge.compiler.program import Program
 
-    if isinstance(target, AbstractRun):
+    if isinstance(target, RunOnShapes):
         return _of_run(target.recorded_run(), topology or target.topology)
     if target is None:
         return _last_step(topology) if abstract_arrays.ACTIVE.run is None else _of_run(abstract_arrays.ACTIVE.run, topology)

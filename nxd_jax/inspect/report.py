@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from nxd_jax import __version__
+from nxd_jax._version import __version__
 from nxd_jax.inspect.recompiles import recompiles
 from nxd_jax.inspect.replay import modules, section
 from nxd_jax.inspect.statistics import statistics

@@ -116,9 +116,7 @@ class OfProgram(Subject):
     @cached_property
     def compiled(self) -> Any:
         if self.recorded is not None:
-            from nxd_jax.abstract.run import QUICK
-
-            return self.recorded.compile(QUICK)
+            return self.recorded.compile(abstract.QUICK)
         return self.program.compiled
 
     def names(self) -> dict[str, str]:

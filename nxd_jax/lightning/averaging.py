@@ -8,7 +8,7 @@ from pytorch_lightning import callbacks
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
 from nxd_jax.lightning.module import NeuronLTModule
-from nxd_jax.utils.full_weights import is_shared_out
+from nxd_jax.tensor_parallel.full_weights import is_shared_out
 
 _AVERAGING = tuple(getattr(callbacks, name) for name in ("StochasticWeightAveraging", "WeightAveraging") if hasattr(callbacks, name))
 """WeightAveraging came with Lightning 2.6."""

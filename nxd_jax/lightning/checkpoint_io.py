@@ -17,13 +17,12 @@ from typing import Any
 import torch
 from pytorch_lightning.plugins.io import XLACheckpointIO
 
-from nxd_jax.checkpoint import reading, tags, writing
+from nxd_jax.checkpoint import reading, saving, tags, writing
 from nxd_jax.checkpoint.orbax_files import DamagedCheckpointError
+from nxd_jax.checkpoint.storage import BaseCheckpointStorage, FilesysCheckpointStorage, create_checkpoint_storage
 from nxd_jax.lightning._plain import plain
 from nxd_jax.lightning.stored import LiveOptimizer, StoredOptimizer, StoredWeights
-from nxd_jax.parallel_layers import checkpointing
-from nxd_jax.trainer import checkpoint as checkpoints
-from nxd_jax.trainer.checkpoint_storage import BaseCheckpointStorage, FilesysCheckpointStorage, create_checkpoint_storage
+from nxd_jax.tensor_parallel import rank_files
 from torch_bridge import nested
 from torch_bridge.collectives import object_collectives
 from torch_bridge.mesh import processes, world
@@ -64,7 +63,7 @@ class NeuronCheckpointIO(XLACheckpointIO):
         if (storage.root / name).is_file():
             raise NotADirectoryError(f"{storage.root / name} is a file, and checkpoints are folders: remove it or choose another path")
         executor.sync()
-        job = checkpoints.Save(storage, name)
+        job = saving.Save(storage, name)
         rest = dict(checkpoint)
         state = rest.pop("state_dict", None)
         if state is not None:
@@ -88,11 +87,11 @@ class NeuronCheckpointIO(XLACheckpointIO):
         """Remove a checkpoint, after the saves that are under way: at no moment is the last one gone before the next is complete."""
         storage, name = _parts(path)
         if world.process_index() == 0:
-            checkpoints.then(lambda: storage.remove_tags([name]))
+            saving.then(lambda: storage.remove_tags([name]))
 
     def teardown(self) -> None:
         """Wait for saves in the background. Raises what went wrong in them."""
-        checkpoints.finalize_checkpoint()
+        saving.wait()
 
     # -- loading --------------------------------------------------------------------------------------
 
@@ -111,7 +110,7 @@ class NeuronCheckpointIO(XLACheckpointIO):
         _check_place(storage.root / name)
         if (old := _of_original(storage, name)) is not None:
             return old
-        folder = checkpoints.fetch(storage, name)
+        folder = saving.fetch(storage, name)
         only = bool(self.weights_only if weights_only is None else weights_only)
         found: dict[str, Any] = _read(folder / writing.USER, only)
         found["nxd_folder"] = str(folder)
@@ -187,7 +186,7 @@ def _of_original(storage: BaseCheckpointStorage, name: str) -> dict[str, Any] | 
     if not files:
         return None
     processes.barrier("load_checkpoint")
-    found: dict[str, Any] = checkpointing.load(
+    found: dict[str, Any] = rank_files.load(
         folder,
         load_xser=any(f.endswith(".tensors") for f in files),
         master_dp_only=not any("_dp_rank_" in f for f in files),

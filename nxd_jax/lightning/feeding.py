@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from nxd_jax.checkpoint import saving
 from nxd_jax.lightning.loaders import NeuronDeviceLoader
-from nxd_jax.trainer import checkpoint as checkpoints
 
 
 class Feeding:
@@ -48,7 +48,7 @@ class Feeding:
 
     def _restore_random(self) -> None:
         if self._folder is not None:
-            checkpoints.restore_random(Path(self._folder))
+            saving.restore_random(Path(self._folder))
 
     # -- what Lightning's loops say -------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from typing import Any
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
 from nxd_jax.lightning.module import NeuronLTModule
-from nxd_jax.parallel_layers import parallel_state
+from nxd_jax.tensor_parallel import parallel_groups
 from nxd_jax.trainer import building, neuronx_distributed_config
 from torch_bridge.mesh import world
 
@@ -68,7 +68,7 @@ def _set_world(asked: int | None, num_nodes: int, config: dict[str, Any]) -> Non
         raise MisconfigurationException(
             f"Trainer(devices={asked}, num_nodes={num_nodes}) are {count} ranks, which the parallel sizes do not divide: they take multiples of {need}"
         )
-    parallel_state.destroy_model_parallel()
+    parallel_groups.destroy()
     world.configure(world.World(count, local_size=asked, fixed=False))
 
 
@@ -82,11 +82,11 @@ def _mismatch(given: str, started: str) -> str:
 def described() -> str:
     """One line on what runs where."""
     sizes = {
-        "tp": parallel_state.get_tensor_model_parallel_size(),
-        "pp": parallel_state.get_pipeline_model_parallel_size(),
-        "dp": parallel_state.get_data_parallel_size(),
-        "cp": parallel_state.get_context_model_parallel_size(),
-        "ep": parallel_state.get_expert_model_parallel_size(),
+        "tp": parallel_groups.size("tp"),
+        "pp": parallel_groups.size("pp"),
+        "dp": parallel_groups.size("dp"),
+        "cp": parallel_groups.size("cp"),
+        "ep": parallel_groups.size("ep"),
     }
     parts = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1 or name in ("tp", "dp"))
     where = "in one process" if world.process_count() == 1 else f"in {world.process_count()} processes"

@@ -11,7 +11,7 @@ from pytorch_lightning import LightningModule
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
 from nxd_jax.lightning._values import to_log
-from nxd_jax.parallel_layers import parallel_state
+from nxd_jax.tensor_parallel import parallel_groups
 from nxd_jax.trainer import building, initialize_parallel_model, initialize_parallel_optimizer
 from nxd_jax.utils import _device
 from torch_bridge import nested
@@ -101,7 +101,7 @@ class NeuronLTModule(LightningModule):
                 f"new {type(self).__name__}, and pass ckpt_path= to take over what was trained"
             )
         self.averaged_loss = torch.zeros(1, dtype=torch.double).to(_device.get_device())
-        self.print_pp_rank = 0 if self.log_rank0 else parallel_state.get_pipeline_model_parallel_size() - 1
+        self.print_pp_rank = 0 if self.log_rank0 else parallel_groups.size("pp") - 1
 
     def _make(self, include_buffers: bool) -> Any:
         for name in ("nxd_config", "model_fn"):

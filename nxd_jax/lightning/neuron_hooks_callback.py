@@ -15,8 +15,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from nxd_jax.lightning import _hook_settings
-from nxd_jax.parallel_layers import parallel_state
-from nxd_jax.utils import rank_states
+from nxd_jax.tensor_parallel import parallel_groups, rank_states
 from torch_bridge import nested
 from torch_bridge.mesh import rank_numbers, world
 from torch_bridge.runtime import steps
@@ -191,12 +190,12 @@ def _first_tensor(data: Any) -> torch.Tensor | None:
 
 def _rank_info(rank: int) -> str:
     """`parallel_state.get_rank_info_str` of one hosted rank."""
-    if not parallel_state.model_parallel_is_initialized():
+    if not parallel_groups.initialized():
         return f"rank_{rank}"
     place = world.current().hosted.index(rank)
     numbers = (
-        parallel_state.get_pipeline_model_parallel_rank(),
-        parallel_state.get_tensor_model_parallel_rank(),
-        parallel_state.get_data_parallel_rank(),
+        parallel_groups.rank("pp"),
+        parallel_groups.rank("tp"),
+        parallel_groups.rank("dp"),
     )
     return "rank_{}_pp{}_tp{}_dp{}".format(rank, *(rank_numbers.own(n, place) for n in numbers))

@@ -11,10 +11,10 @@ from pytorch_lightning.plugins import XLAPrecision
 from pytorch_lightning.utilities import GradClipAlgorithmType
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
-from nxd_jax.parallel_layers import grads
+from nxd_jax.tensor_parallel import grads
 from nxd_jax.trainer.optimizer import NxDOptimizer, reduce_gradients
+from torch_bridge.optimizers.zero1 import ZeroRedundancyOptimizer
 from torch_bridge.runtime import steps
-from torch_bridge.torch_xla.distributed.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 
 
 class NeuronXLAPrecisionPlugin(XLAPrecision):

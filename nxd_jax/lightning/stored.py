@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from nxd_jax.checkpoint import reading
-from nxd_jax.parallel_layers import checkpointing
+from nxd_jax.tensor_parallel import rank_files
 
 
 class StoredWeights(MutableMapping[str, torch.Tensor]):
@@ -65,7 +65,7 @@ class StoredWeights(MutableMapping[str, torch.Tensor]):
 
 def load_full(module: torch.nn.Module, state: Mapping[str, Any], strict: bool) -> None:
     """Fill a module from full weights: of those that ranks share out, each takes its part."""
-    module.load_state_dict(checkpointing.get_sharded_model_dict(module, dict(state)), strict=strict)
+    module.load_state_dict(rank_files.get_sharded_model_dict(module, dict(state)), strict=strict)
 
 
 def load_plain(optimizer: Any, state: Mapping[str, Any]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from nxd_jax.lightning.launcher import _NeuronXLALauncher
 from nxd_jax.lightning.module import NeuronLTModule
 from nxd_jax.lightning.precision_plugin import NeuronXLAPrecisionPlugin
 from nxd_jax.lightning.stored import LiveOptimizer, StoredOptimizer, StoredWeights, load_full, load_plain
-from nxd_jax.parallel_layers import parallel_state
+from nxd_jax.tensor_parallel import parallel_groups
 from nxd_jax.trainer import replicas
 from nxd_jax.utils import _device
 from torch_bridge.collectives import object_collectives
@@ -105,44 +105,44 @@ class NeuronXLAStrategy(XLAStrategy):
     @property
     def tensor_parallel_size(self) -> int:
         """Ranks that share layers out: as asked for until a Trainer has laid out the ranks, then as they are laid out."""
-        return self._size("tensor_parallel_size", parallel_state.get_tensor_model_parallel_size)
+        return self._size("tensor_parallel_size", "tp")
 
     @property
     def pipeline_parallel_size(self) -> int:
         """Stages of the pipeline, as `tensor_parallel_size`."""
-        return self._size("pipeline_parallel_size", parallel_state.get_pipeline_model_parallel_size)
+        return self._size("pipeline_parallel_size", "pp")
 
     @property
     def expert_parallel_size(self) -> int:
         """Ranks that share experts out, as `tensor_parallel_size`."""
-        return self._size("expert_parallel_size", parallel_state.get_expert_model_parallel_size)
+        return self._size("expert_parallel_size", "ep")
 
     @property
     def context_parallel_size(self) -> int:
         """Ranks that share sequences out, as `tensor_parallel_size`."""
-        return self._size("context_parallel_size", parallel_state.get_context_model_parallel_size)
+        return self._size("context_parallel_size", "cp")
 
-    def _size(self, name: str, now: Callable[[], int]) -> int:
-        if self._laid_out and parallel_state.model_parallel_is_initialized():
-            return now()
+    def _size(self, name: str, kind: str) -> int:
+        if self._laid_out and parallel_groups.initialized():
+            return parallel_groups.size(kind)
         return int((self._asked or {}).get(name, 1))
 
     @property
     def data_parallel_size(self) -> int:
         """Ranks that train on different batches."""
-        return parallel_state.get_data_parallel_size()
+        return parallel_groups.size("dp")
 
     @property
     def data_parallel_rank(self) -> Any:
-        return parallel_state.get_data_parallel_rank()
+        return parallel_groups.rank("dp")
 
     @property
     def tensor_parallel_rank(self) -> Any:
-        return parallel_state.get_tensor_model_parallel_rank()
+        return parallel_groups.rank("tp")
 
     @property
     def pipeline_parallel_rank(self) -> Any:
-        return parallel_state.get_pipeline_model_parallel_rank()
+        return parallel_groups.rank("pp")
 
     @property
     def is_global_zero(self) -> bool:
@@ -331,7 +331,7 @@ class NeuronXLAStrategy(XLAStrategy):
 
     def _is_whole(self) -> bool:
         """Whether every rank holds the whole model."""
-        sizes = (parallel_state.get_tensor_model_parallel_size(), parallel_state.get_pipeline_model_parallel_size())
+        sizes = (parallel_groups.size("tp"), parallel_groups.size("pp"))
         return sizes == (1, 1) and not any(contents.is_zero1(o) for o in self.optimizers)
 
     def remove_checkpoint(self, filepath: Any) -> None:

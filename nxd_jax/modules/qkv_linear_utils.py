@@ -10,12 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nxd_jax.parallel_layers import parallel_state
-from nxd_jax.parallel_layers.parallel_state import (
-    get_tensor_model_parallel_group,
-    get_tensor_model_parallel_replica_groups,
-    get_tensor_model_parallel_size,
-)
+from nxd_jax.tensor_parallel import kv_groups, parallel_groups
 from torch_bridge.torch_xla.core import xla_model as xm
 
 Maybe = torch.Tensor | None
@@ -74,7 +69,7 @@ def _qkvlinear_autograd_base_setup_bwd(
     fused, q, k, v = (saved[0], None, None, None) if ctx.fuse_qkv else (None, *saved[:3])
     if ctx.kv_size_multiplier > 1:
         wide = [g.to(ctx.reduce_dtype, copy=True) for g in (grad_output_k, grad_output_v)]
-        groups = parallel_state.get_kv_shared_replica_groups()
+        groups = kv_groups.lists()
         summed = xm.all_reduce(xm.REDUCE_SUM, wide, scale=1.0, groups=groups, pin_layout=False) or wide
         grad_output_k, grad_output_v = summed[0].to(grad_output_k.dtype), summed[1].to(grad_output_v.dtype)
     return input, fused, q, k, v, grad_output_k, grad_output_v
@@ -85,7 +80,7 @@ def _qkvlinear_autograd_bwd_grad_reduce(ctx: Any, grad_input: torch.Tensor, orig
     if not ctx.async_grad_allreduce:
         return grad_input
     wide = grad_input.to(ctx.reduce_dtype)
-    dist.all_reduce(wide, group=get_tensor_model_parallel_group())
+    dist.all_reduce(wide, group=parallel_groups.group("tp"))
     return wide.to(original_dtype)
 
 
@@ -106,13 +101,13 @@ def _qkvlinear_autograd_bwd_input_grad(ctx: Any, grad_input: torch.Tensor, origi
 def _whole(ctx: Any, input: torch.Tensor) -> torch.Tensor:
     if not ctx.sequence_parallel_enabled:
         return input
-    return xm.all_gather(input, groups=get_tensor_model_parallel_replica_groups(), pin_layout=False)
+    return xm.all_gather(input, groups=parallel_groups.lists("tp"), pin_layout=False)
 
 
 def _scattered(ctx: Any, grad_input: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     wide = grad_input.to(ctx.reduce_dtype)
-    count = get_tensor_model_parallel_size()
+    count = parallel_groups.size("tp")
     part = torch.empty((wide.shape[0] // count, *wide.shape[1:]), dtype=wide.dtype, device=wide.device)
-    groups = get_tensor_model_parallel_replica_groups()
+    groups = parallel_groups.lists("tp")
     xm.reduce_scatter(xm.REDUCE_SUM, wide, output=part, groups=groups, shard_count=count, scatter_dim=0, scale=1, pin_layout=False)
     return part.to(dtype)

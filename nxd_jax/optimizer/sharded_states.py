@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
-from nxd_jax.parallel_layers import parallel_state
-from nxd_jax.parallel_layers.checkpointing import _places, _save_whole, _wait
-from nxd_jax.utils import rank_states
+from nxd_jax.tensor_parallel import parallel_groups, rank_states
+from nxd_jax.tensor_parallel.rank_files import save_whole, wait
 from torch_bridge.mesh import world
 from torch_bridge.runtime import executor
 
@@ -20,8 +19,8 @@ def save(state: dict[str, Any], directory: str | os.PathLike[str]) -> None:
     os.makedirs(directory, exist_ok=True)
     hosted = list(world.current().hosted)
     for path, own in dict(zip(_paths(directory, hosted), rank_states.split(state, hosted), strict=True)).items():
-        _save_whole(own, path)
-    _wait("save sharded state")
+        save_whole(own, path)
+    wait("save sharded state")
 
 
 def load(directory: str | os.PathLike[str]) -> dict[str, Any]:
@@ -39,8 +38,8 @@ def load(directory: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def _paths(directory: str | os.PathLike[str], ranks: list[int]) -> list[str]:
-    dp, tp, pp, cp = (_places(kind) for kind in ("data", "tensor_model", "pipeline_model", "context_model"))
-    stages = parallel_state.get_pipeline_model_parallel_size() > 1
-    size = parallel_state.get_context_model_parallel_size()
+    dp, tp, pp, cp = (parallel_groups.places(kind) for kind in ("dp", "tp", "pp", "cp"))
+    stages = parallel_groups.size("pp") > 1
+    size = parallel_groups.size("cp")
     names = [f"optim.dp_rank_{dp[r] * size + cp[r]:02d}.tp_rank_{tp[r]:02d}" + (f".pp_rank_{pp[r]:02d}" if stages else "") for r in ranks]
     return [os.path.join(directory, name) for name in names]

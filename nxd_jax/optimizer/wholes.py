@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from nxd_jax.parallel_layers import grads, parallel_state
+from nxd_jax.tensor_parallel import grads, parallel_groups
 from torch_bridge.mesh import groups
 from torch_bridge.optimizers import fused_step, param_partition
 from torch_bridge.optimizers.param_partition import Divided
@@ -22,10 +22,10 @@ def whole_of(p: torch.Tensor) -> Divided:
     found = Divided(tuple(shape))
     cuts: list[tuple[int, Any, int]] = []
     if getattr(p, "tensor_model_parallel", False):
-        among = groups.resolve(parallel_state.get_tensor_model_parallel_group())
+        among = groups.resolve(parallel_groups.group("tp"))
         cuts.append((p.partition_dim % len(shape), among, getattr(p, "num_partitions", among.size)))  # type: ignore[attr-defined]
-    if grads._is_expert(p):
-        among = groups.resolve(parallel_state.get_expert_model_parallel_group())
+    if grads.is_expert(p):
+        among = groups.resolve(parallel_groups.group("ep"))
         cuts.append((0, among, among.size))
     for dim, _, count in cuts:
         shape[dim] *= count

@@ -13,9 +13,8 @@ from typing import Any
 
 import torch
 
-from nxd_jax.checkpoint import contents, reading, writing
-from nxd_jax.trainer import checkpoint as checkpoints
-from nxd_jax.trainer.checkpoint_storage import BaseCheckpointStorage, create_checkpoint_storage
+from nxd_jax.checkpoint import contents, reading, saving, writing
+from nxd_jax.checkpoint.storage import BaseCheckpointStorage, create_checkpoint_storage
 from torch_bridge.runtime import executor
 
 TAG = "zero1_optim"
@@ -58,12 +57,12 @@ def save_optim_state_dict(
     if missing:
         raise ValueError(f"not a ZeRO-1 optimizer's state: it has no {', '.join(sorted(missing))}, only {', '.join(map(str, state_dict))}")
     storage = create_checkpoint_storage(path)
-    checkpoints.finalize_checkpoint()
+    saving.wait()
     executor.sync()
     optimizer = aux_infos["optimizer"]
     parts = contents.parts_of(optimizer, contents.names_of(aux_infos["model"]))
     found = contents.of_zero1_state(state_dict, parts, type(contents.stepping(optimizer)).__name__)
-    job = checkpoints.Save(storage, TAG)
+    job = saving.Save(storage, TAG)
     job.items[writing.OPTIMIZER] = writing.named_item(found, parts)
     job.start()
 
@@ -77,7 +76,7 @@ def load_optim_state_dict(
     """
     storage = create_checkpoint_storage(path)
     _check_theirs(storage)
-    folder = checkpoints.fetch(storage, TAG)
+    folder = saving.fetch(storage, TAG)
     reading.load_optimizer(folder / writing.OPTIMIZER, optimizer, aux_infos["model"])
 
 

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 
 from nxd_jax.optimizer import sharded_states, wholes
-from nxd_jax.parallel_layers import grads, parallel_state, utils
+from nxd_jax.tensor_parallel import grads, parallel_groups, partition
 from torch_bridge.collectives.row_shards import RowShards
 from torch_bridge.optimizers.param_partition import Divided
-from torch_bridge.torch_xla.distributed.zero_redundancy_optimizer import ZeroRedundancyOptimizer
+from torch_bridge.optimizers.zero1 import ZeroRedundancyOptimizer
 
-_ATTRIBUTES = (*utils._DEFAULTS, "expert_model_parallel", "sequence_parallel_enabled", "shared")
+_ATTRIBUTES = (*partition.UNMARKED, "expert_model_parallel", "sequence_parallel_enabled", "shared")
 
 
 class NeuronZero1Optimizer(ZeroRedundancyOptimizer):
@@ -23,10 +23,10 @@ class NeuronZero1Optimizer(ZeroRedundancyOptimizer):
     """
 
     def __init__(self, params: Any, optimizer_class: type[torch.optim.Optimizer], *args: Any, **kwargs: Any):
-        if not parallel_state.model_parallel_is_initialized():
+        if not parallel_groups.initialized():
             raise RuntimeError(f"{type(self).__name__} needs parallel_state.initialize_model_parallel(...) to be called first")
         if not args[4:] and kwargs.get("sharding_groups") is None:
-            kwargs["sharding_groups"] = parallel_state.get_zero1_sharding_groups()
+            kwargs["sharding_groups"] = parallel_groups.layout().zero1_lists()
         super().__init__(params, optimizer_class, *args, **kwargs)
 
     def whole_of(self, p: torch.Tensor) -> Divided:
@@ -90,14 +90,14 @@ class NeuronEPZero1Optimizer(NeuronZero1Optimizer):
         return _OfAKind(self, False)
 
     def shards_of(self, param: torch.Tensor) -> RowShards:
-        if grads._is_expert(param):
-            return RowShards(parallel_state.get_expert_data_parallel_group(as_list=True))
+        if grads.is_expert(param):
+            return RowShards(parallel_groups.lists("edp"))
         return super().shards_of(param)
 
     def gradient_scale(self, cuts: RowShards) -> float:
         """Experts' gradients were divided by the context-parallel size before (`allreduce_context_parallel_gradients`)."""
-        everyone = parallel_state.get_data_parallel_size() * parallel_state.get_context_model_parallel_size()
-        return 1.0 / (everyone if cuts.size == everyone else parallel_state.get_data_parallel_size())
+        everyone = parallel_groups.size("dp") * parallel_groups.size("cp")
+        return 1.0 / (everyone if cuts.size == everyone else parallel_groups.size("dp"))
 
 
 class _OfAKind:
@@ -115,7 +115,7 @@ class _OfAKind:
     def step(self) -> None:
         """Update the parts of this kind by the gradients that `_reduce_gradients` gave them."""
         shards = self.everything.shard_of
-        others = {s: s.grad for p, s in shards.items() if bool(grads._is_expert(p)) != self.experts}
+        others = {s: s.grad for p, s in shards.items() if bool(grads.is_expert(p)) != self.experts}
         for s in others:
             s.grad = None
         self.everything.base_optimizer.step()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import pathlib
 from typing import Any
 
 from nxd_jax.parallel_layers import mappings, parallel_state
@@ -22,9 +21,7 @@ from nxd_jax.parallel_layers.utils import (
     set_tensor_model_parallel_attributes,
     split_tensor_along_last_dim,
 )
-from torch_bridge import source
 
-source.add_library(str(pathlib.Path(__file__).parents[1]))
 PARALLEL_MODULES = [ColumnParallelLinear, RowParallelLinear, ParallelEmbedding]
 """Modules that the pipeline partitioner does not look into."""
 

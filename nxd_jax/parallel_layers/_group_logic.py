@@ -11,8 +11,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from nxd_jax.parallel_layers import _grid
-from nxd_jax.utils.utils import hardware
+from nxd_jax.tensor_parallel import grid
+from nxd_jax.topology.hardware import hardware
 
 Lists = list[list[int]]
 
@@ -49,8 +49,8 @@ def ascending_ring_PG_group(
     """
     dense = cluster_ranks_nonexp.reshape(pp, dp, -1, tp).numpy()
     expert = cluster_ranks_exp.reshape(pp, ep_data_degree, ep_model_degree, tp).numpy()
-    tp_, dp_, pp_, cp_ = (_grid.lines(dense, axis) for axis in (3, 1, 0, 2))
-    return ParallelGroups(tp_, dp_, pp_, _grid.lines(expert, 2), _grid.lines(expert, 1), cp_)
+    tp_, dp_, pp_, cp_ = (grid.lines(dense, axis) for axis in (3, 1, 0, 2))
+    return ParallelGroups(tp_, dp_, pp_, grid.lines(expert, 2), grid.lines(expert, 1), cp_)
 
 
 def ascending_descending_ring_PG_group(

@@ -7,15 +7,11 @@ process that hosts several ranks, ranks are `RankInt`s: each rank's own number (
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import torch.distributed as dist
 
-import torch_bridge.torch_xla.distributed.xla_backend  # noqa: F401 : scripts that import no torch_xla call init_process_group("xla"), too
-from nxd_jax.parallel_layers import _grid
 from nxd_jax.parallel_layers._group_logic import (  # noqa: F401 : names that tests and tools import from here
     ParallelGroups,
     PG_Group_Logic,
@@ -23,26 +19,10 @@ from nxd_jax.parallel_layers._group_logic import (  # noqa: F401 : names that te
     ascending_ring_PG_group,
     get_logic_chosen,
 )
+from nxd_jax.tensor_parallel import kv_groups, parallel_groups
+from nxd_jax.tensor_parallel.parallel_groups import Lists
 from torch_bridge.mesh import world
 
-logger = logging.getLogger("nxd_jax")
-
-world.provision(64)  # a plain script says how many ranks it wants only in initialize_model_parallel, perhaps after its first tensors
-
-Lists = list[list[int]]
-
-
-class _State:
-    """What `initialize_model_parallel` set up; one object so that `destroy_model_parallel` forgets everything."""
-
-    def __init__(self) -> None:
-        self.layout: _grid.Grid | None = None
-        self.groups: dict[str, Any] = {}
-        self.overrides: dict[str, Any] = {}
-        self.lnc_size = 1
-
-
-_state = _State()
 _aot_mode = False
 
 _NAMES = {
@@ -72,73 +52,23 @@ def initialize_model_parallel(
     Raises RuntimeError for sizes that do not divide the world, ValueError for sizes below 1, and RuntimeError if torch.distributed has not been
     initialised (not for mesh_only).
     """
-    sizes = {
-        "tensor_model_parallel_size": tensor_model_parallel_size,
-        "pipeline_model_parallel_size": pipeline_model_parallel_size,
-        "context_parallel_size": context_parallel_size,
-        "expert_model_parallel_size": expert_model_parallel_size,
-    }
-    for name, size in sizes.items():
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise ValueError(f"{name} must be a positive number, got {size!r}")
-    world.require(tensor_model_parallel_size * pipeline_model_parallel_size * max(context_parallel_size, expert_model_parallel_size))
-    tp, pp, cp, ep = (min(size, world.size()) for size in sizes.values())
-    layout = _grid.Grid(world.size(), tp, pp, cp, ep)
+    layout = parallel_groups.plan(
+        tensor_model_parallel_size, pipeline_model_parallel_size, context_parallel_size, expert_model_parallel_size
+    )
     if mesh_only:
         return ParallelGroups(*(layout.lists[k] for k in ("tp", "dp", "pp", "ep", "edp", "cp")))
-    if not dist.is_initialized():
-        raise RuntimeError(
-            "torch.distributed is not initialized: call torch.distributed.init_process_group('xla') before initialize_model_parallel"
-        )
-    from torch_bridge.torch_xla.distributed import xla_backend
-
-    destroy_model_parallel()
-    world.set_axes(layout.axes, layout.order)
-    xla_backend.refresh()
-    _state.layout = layout
-    _state.lnc_size = lnc_size
-    for remark in layout.remarks:
-        logger.warning("%s", remark)
-    for kind, lists in layout.lists.items():
-        _state.groups[kind] = _make_group(lists)
-    logger.info("%d ranks: %s", world.size(), ", ".join(f"{kind} {layout.size[kind]}" for kind in ("tp", "pp", "dp", "cp", "ep")))
+    parallel_groups.lay_out(layout, lnc_size)
     return None
 
 
 def model_parallel_is_initialized() -> bool:
     """Whether `initialize_model_parallel` has been called (and not undone)."""
-    return _state.layout is not None
+    return parallel_groups.initialized()
 
 
 def destroy_model_parallel() -> None:
     """Forget all groups. Process groups stay valid for who holds them; the ranks are data-parallel again."""
-    global _state
-    if _state.layout is not None:
-        world.set_axes({"dp": world.size()})
-    _state = _State()
-
-
-def _make_group(lists: Lists) -> Any:
-    from torch_bridge.torch_xla.distributed import xla_backend
-
-    mine = next(group for group in lists if world.first() in group)
-    return xla_backend.new_xla_process_group(mine, backend="xla", pg_options={"xla_pg_options": {"mesh": lists}})
-
-
-def _layout() -> _grid.Grid:
-    if _state.layout is None:
-        raise RuntimeError(
-            "model parallel groups are not initialized: call neuronx_distributed.parallel_layers.parallel_state.initialize_model_parallel("
-            "tensor_model_parallel_size=...) first, after torch.distributed.init_process_group('xla')"
-        )
-    return _state.layout
-
-
-def _group(kind: str, as_list: bool = False) -> Any:
-    lists = _layout().lists
-    if as_list:
-        return [list(g) for g in (_state.groups[kind]._mesh if kind not in lists else lists[kind])]
-    return _state.groups[kind]
+    parallel_groups.destroy()
 
 
 def _named(fn: Callable[..., Any], name: str, text: str) -> Any:
@@ -149,24 +79,21 @@ def _named(fn: Callable[..., Any], name: str, text: str) -> Any:
 
 def _group_getter(kind: str, name: str) -> Callable[..., Any]:
     text = f"The {_NAMES[kind]} parallel group of this rank: a process group, or with `as_list` the ranks of all such groups."
-    return _named(lambda as_list=False: _group(kind, as_list), name, text)
+    return _named(lambda as_list=False: parallel_groups.lists(kind) if as_list else parallel_groups.group(kind), name, text)
 
 
 def _lists_getter(kind: str, name: str) -> Callable[[], Lists]:
-    return _named(lambda: _group(kind, True), name, f"The ranks of all {_NAMES[kind]} parallel groups.")
+    return _named(lambda: parallel_groups.lists(kind), name, f"The ranks of all {_NAMES[kind]} parallel groups.")
 
 
 def _size_getter(kind: str, name: str) -> Callable[[], int]:
     text = f"How many ranks are in a {_NAMES[kind]} parallel group."
-    return _named(lambda: _state.overrides.get(f"{kind}_size") or _layout().size[kind], name, text)
+    return _named(lambda: parallel_groups.size(kind), name, text)
 
 
 def _rank_getter(kind: str, name: str) -> Callable[[], Any]:
-    def get() -> Any:
-        override = _state.overrides.get(f"{kind}_rank")
-        return _group(kind).rank() if override is None else override
-
-    return _named(get, name, f"This rank's place in its {_NAMES[kind]} parallel group (each rank's own if the process hosts several).")
+    text = f"This rank's place in its {_NAMES[kind]} parallel group (each rank's own if the process hosts several)."
+    return _named(lambda: parallel_groups.rank(kind), name, text)
 
 
 get_tensor_model_parallel_group = _group_getter("tp", "get_tensor_model_parallel_group")
@@ -204,27 +131,27 @@ get_expert_data_parallel_rank = _rank_getter("edp", "get_expert_data_parallel_ra
 
 def set_tensor_model_parallel_size(size: int) -> None:
     """Make `get_tensor_model_parallel_size` answer this (tracing for another world)."""
-    _state.overrides["tp_size"] = size
+    parallel_groups.current().overrides["tp_size"] = size
 
 
 def set_tensor_model_parallel_rank(rank: Any) -> None:
     """Make `get_tensor_model_parallel_rank` answer this."""
-    _state.overrides["tp_rank"] = rank
+    parallel_groups.current().overrides["tp_rank"] = rank
 
 
 def set_expert_model_parallel_size(size: int) -> None:
     """Make `get_expert_model_parallel_size` answer this."""
-    _state.overrides["ep_size"] = size
+    parallel_groups.current().overrides["ep_size"] = size
 
 
 def set_expert_model_parallel_rank(rank: Any) -> None:
     """Make `get_expert_model_parallel_rank` answer this."""
-    _state.overrides["ep_rank"] = rank
+    parallel_groups.current().overrides["ep_rank"] = rank
 
 
 def set_context_model_parallel_size(size: int) -> None:
     """Make `get_context_model_parallel_size` answer this."""
-    _state.overrides["cp_size"] = size
+    parallel_groups.current().overrides["cp_size"] = size
 
 
 # -- the world, and ranks of others -----------------------------------------------------------------
@@ -232,7 +159,7 @@ def set_context_model_parallel_size(size: int) -> None:
 
 def get_world_group(as_list: bool = False) -> Any:
     """All ranks as one group."""
-    _layout()
+    parallel_groups.layout()
     return [list(range(world.size()))] if as_list else dist.group.WORLD
 
 
@@ -249,33 +176,33 @@ def _at(lists: Sequence[Sequence[int]], place: Callable[[Sequence[int], int], in
 
 def get_tensor_model_parallel_src_rank() -> Any:
     """The global rank of the first member of this rank's tensor parallel group."""
-    return _at(_layout().lists["tp"], lambda group, r: group[0])
+    return _at(parallel_groups.layout().lists["tp"], lambda group, r: group[0])
 
 
 def get_data_parallel_src_rank() -> Any:
     """The global rank of the first member of this rank's data parallel group."""
-    return _at(_layout().lists["dp"], lambda group, r: group[0])
+    return _at(parallel_groups.layout().lists["dp"], lambda group, r: group[0])
 
 
 def get_pipeline_model_parallel_next_rank() -> Any:
     """The global rank of the next pipeline stage (after the last comes the first)."""
-    return _at(_layout().lists["pp"], lambda group, r: group[(group.index(r) + 1) % len(group)])
+    return _at(parallel_groups.layout().lists["pp"], lambda group, r: group[(group.index(r) + 1) % len(group)])
 
 
 def get_pipeline_model_parallel_prev_rank() -> Any:
     """The global rank of the pipeline stage before this one (before the first comes the last)."""
-    return _at(_layout().lists["pp"], lambda group, r: group[(group.index(r) - 1) % len(group)])
+    return _at(parallel_groups.layout().lists["pp"], lambda group, r: group[(group.index(r) - 1) % len(group)])
 
 
 def get_context_model_parallel_src_tgt_pairs() -> Lists:
     """[source, target] global ranks of a step around every context parallel ring."""
-    return [[a, b] for group in _layout().lists["cp"] for a, b in zip(group, [*group[1:], group[0]], strict=True)]
+    return parallel_groups.ring_pairs("cp")
 
 
 def _stage_pairs(parity: int) -> Lists:
     """Groups of two neighbouring stages: those that start at a stage of this parity, then the rest."""
     pairs: Lists = []
-    for group in _layout().lists["pp"]:
+    for group in parallel_groups.layout().lists["pp"]:
         for place in range(parity, len(group), 2):
             pairs.append([group[place], group[(place + 1) % len(group)]])
     return pairs
@@ -286,15 +213,15 @@ def _stage_pair_group(parity: int, as_list: bool = False) -> Any:
     if as_list:
         return lists
     key = f"sr{parity}"
-    if key not in _state.groups:
-        size = _layout().size["pp"]
+    if not parallel_groups.is_defined(key):
+        size = parallel_groups.layout().size["pp"]
         if size % 2:
             raise RuntimeError(
                 f"pipeline send/receive groups of two stages need an even number of stages, pipeline_model_parallel_size is {size}; the "
                 "pipeline runtime moves activations between sub-meshes and does not need them"
             )
-        _state.groups[key] = _make_group(lists)
-    return _state.groups[key]
+        parallel_groups.define(key, lists)
+    return parallel_groups.group(key)
 
 
 def get_pipeline_model_parallel_sr_group(parity: bool | int) -> Any:
@@ -303,7 +230,7 @@ def get_pipeline_model_parallel_sr_group(parity: bool | int) -> Any:
 
 
 def _neighbour_group(step: int, as_list: bool) -> Any:
-    rank = _layout().place("pp", world.first())
+    rank = parallel_groups.layout().place("pp", world.first())
     return _stage_pair_group((rank if step > 0 else rank - 1) % 2, as_list)
 
 
@@ -357,30 +284,23 @@ def get_experts_for_expert_parallel_rank(
 # -- groups within groups -----------------------------------------------------------------------------
 
 
-def _define(kind: str, lists: Lists) -> None:
-    _state.groups[kind] = _make_group(lists)
-
-
 def _defined(kind: str, how: str, as_list: bool) -> Any:
-    _layout()
-    if kind not in _state.groups:
-        raise RuntimeError(f"these groups are not initialized: call parallel_state.{how} first")
-    group = _state.groups[kind]
+    group = parallel_groups.defined(kind, how)
     return [list(g) for g in group._mesh] if as_list else group
 
 
 def initialize_token_shuffle_group(token_shuffle_group_size: int) -> None:
     """Divide every data parallel group into groups of this size that exchange tokens."""
-    layout = _layout()
+    layout = parallel_groups.layout()
     dp = layout.size["dp"]
     if token_shuffle_group_size < 1 or dp % token_shuffle_group_size:
         raise ValueError(f"token_shuffle_group_size={token_shuffle_group_size} must divide the data parallel size {dp}")
-    if "token_shuffle" in _state.groups:
-        if len(_state.groups["token_shuffle"]._mesh[0]) != token_shuffle_group_size:
+    if parallel_groups.is_defined("token_shuffle"):
+        if len(parallel_groups.group("token_shuffle")._mesh[0]) != token_shuffle_group_size:
             raise AssertionError("token shuffle groups of another size exist: call destroy_token_shuffle_group first")
         return
     runs = [group[k : k + token_shuffle_group_size] for group in layout.lists["dp"] for k in range(0, dp, token_shuffle_group_size)]
-    _define("token_shuffle", runs)
+    parallel_groups.define("token_shuffle", runs)
 
 
 def get_token_shuffle_group(as_list: bool = False) -> Any:
@@ -400,7 +320,7 @@ def get_token_shuffle_group_size() -> int:
 
 def destroy_token_shuffle_group() -> None:
     """Forget the token shuffle groups."""
-    _state.groups.pop("token_shuffle", None)
+    parallel_groups.forget("token_shuffle")
 
 
 def arrange_kv_groups(
@@ -414,38 +334,18 @@ def arrange_kv_groups(
 
     Trn1 (default): every tp/kv-th rank, as K/V heads are repeated as a whole; Trn2 and `sequential_ranks_in_group`: neighbouring ranks.
     """
-    tp, size = tensor_model_parallel_size, kv_shared_group_size
-    if tp % size:
-        raise AssertionError(f"tensor parallel size {tp} is not divisible by kv_shared_group_size {size}")
-    adjacent = sequential_ranks_in_group or "trn2" in str(getattr(hardware_type, "value", hardware_type)).lower()
-    groups: Lists = []
-    for start in range(0, num_tensor_model_parallel_groups * tp, tp):
-        for k in range(tp // size):
-            members = range(k * size, (k + 1) * size) if adjacent else range(k, tp, tp // size)
-            groups.append([start + m for m in members])
-    return groups
+    adjacent = kv_groups.adjacent(hardware_type, sequential_ranks_in_group)
+    return kv_groups.arrange(num_tensor_model_parallel_groups, tensor_model_parallel_size, kv_shared_group_size, adjacent)
 
 
 def initialize_kv_group(kv_shared_group_size: int = 1, sequential_ranks_in_group: bool = False) -> None:
     """Divide every tensor parallel group into groups of ranks that share K/V heads (see `arrange_kv_groups`)."""
-    from torch_bridge.torch_neuronx.utils import get_platform_target
-
-    layout = _layout()
-    if "kv" in _state.groups:
-        if len(_state.groups["kv"]._mesh[0]) != kv_shared_group_size:
-            raise AssertionError(
-                f"single KV size: groups of {len(_state.groups['kv']._mesh[0])} exist, cannot make groups of {kv_shared_group_size}; "
-                "all GQA layers of a model use one kv_size_multiplier"
-            )
-        return
-    tp = layout.size["tp"]
-    places = arrange_kv_groups(1, tp, kv_shared_group_size, sequential_ranks_in_group, get_platform_target())
-    _define("kv", [[group[p] for p in members] for group in layout.lists["tp"] for members in places])
+    kv_groups.initialize(kv_shared_group_size, sequential_ranks_in_group)
 
 
 def get_kv_shared_group(as_list: bool = False) -> Any:
     """The group of ranks that hold the same K/V heads as this one, or the ranks of all such groups."""
-    return _defined("kv", "initialize_kv_group(kv_shared_group_size)", as_list)
+    return kv_groups.lists() if as_list else kv_groups.group()
 
 
 def get_kv_shared_replica_groups() -> Lists:
@@ -460,16 +360,16 @@ def get_kv_shared_group_size() -> int:
 
 def destroy_kv_group() -> None:
     """Forget the K/V groups."""
-    _state.groups.pop("kv", None)
+    parallel_groups.forget("kv")
 
 
 def initialize_speculative_draft_group(draft_size: int) -> None:
     """Divide every tensor parallel group into groups of `draft_size` for a draft model of speculative decoding."""
-    layout = _layout()
+    layout = parallel_groups.layout()
     tp = layout.size["tp"]
     if tp % draft_size:
         raise ValueError(f"draft_size={draft_size} must divide the tensor parallel size {tp}")
-    _define("draft", [group[k : k + draft_size] for group in layout.lists["tp"] for k in range(0, tp, draft_size)])
+    parallel_groups.define("draft", [group[k : k + draft_size] for group in layout.lists["tp"] for k in range(0, tp, draft_size)])
 
 
 def get_speculative_draft_group(as_list: bool = False) -> Any:
@@ -479,9 +379,7 @@ def get_speculative_draft_group(as_list: bool = False) -> Any:
 
 def get_zero1_sharding_groups() -> Lists:
     """The ranks that share optimizer state under ZeRO-1: for every stage and tp rank, all its data and context parallel ranks."""
-    layout = _layout()
-    grid = layout.grid
-    return np.moveaxis(grid, 3, 1).reshape(-1, grid.shape[1] * grid.shape[2]).tolist()
+    return parallel_groups.layout().zero1_lists()
 
 
 # -- other ways to talk --------------------------------------------------------------------------------
@@ -489,9 +387,9 @@ def get_zero1_sharding_groups() -> Lists:
 
 def create_pg_with_ranks(ranks: Sequence[int]) -> Any:
     """A process group of these ranks and, if they are a line of the mesh, its sisters."""
-    from torch_bridge.torch_xla.distributed import xla_backend
+    from torch_bridge.collectives import backend
 
-    return xla_backend.new_xla_process_group(list(ranks), backend="xla")
+    return backend.new_xla_process_group(list(ranks), backend="xla")
 
 
 def gather_python_object(obj: Any, group: Any = None) -> list[Any]:
@@ -513,7 +411,7 @@ def get_tcp_store() -> Any:
 
 def initialize_pp_gloo_groups() -> None:
     """Accepted: pipeline stages exchange shapes inside one program here and need no groups on the CPU."""
-    _layout()
+    parallel_groups.layout()
 
 
 def get_pp_gloo_group() -> Any:

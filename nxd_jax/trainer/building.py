@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 
 from nxd_jax import _later
-from nxd_jax.modules.qkv_linear import GQAQKVColumnParallelLinear
-from nxd_jax.parallel_layers import ColumnParallelLinear, RowParallelLinear, pad, parallel_state
+from nxd_jax.tensor_parallel import head_padding, parallel_groups
+from nxd_jax.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
+from nxd_jax.tensor_parallel.qkv_linear import GQAQKVColumnParallelLinear
 from nxd_jax.utils import _device, activation_checkpoint, model_utils
 from torch_bridge.mesh import world
 
@@ -21,12 +22,12 @@ logger = logging.getLogger("nxd_jax")
 _PADDED = (ColumnParallelLinear, RowParallelLinear)
 
 _SIZES = {
-    "tensor_parallel_size": parallel_state.get_tensor_model_parallel_size,
-    "pipeline_parallel_size": parallel_state.get_pipeline_model_parallel_size,
-    "context_parallel_size": parallel_state.get_context_model_parallel_size,
-    "expert_parallel_size": parallel_state.get_expert_model_parallel_size,
+    "tensor_parallel_size": "tp",
+    "pipeline_parallel_size": "pp",
+    "context_parallel_size": "cp",
+    "expert_parallel_size": "ep",
 }
-
+"""Options in the order of `parallel_groups.plan`, and the kinds of groups whose sizes they are."""
 
 _KEYS = (*_SIZES, "optimizer_config", "activation_checkpoint_config", "pad_model", "sequence_parallel", "model_init_config", "lora_config")
 _KEYS += ("mixed_precision_config", "lnc_size")
@@ -44,24 +45,18 @@ def check_config(nxd_config: Any) -> None:
 def lay_out(nxd_config: dict[str, Any]) -> None:
     """Divide the ranks into groups of the configured sizes, unless they are."""
     if not dist.is_initialized():
-        from torch_bridge.torch_xla.distributed import xla_backend
+        from torch_bridge.collectives import backend
 
-        xla_backend._init("xla")
-    if parallel_state.model_parallel_is_initialized() and _is_laid_out(nxd_config):
+        backend.init_process_group("xla")
+    if parallel_groups.initialized() and _is_laid_out(nxd_config):
         return
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=nxd_config["tensor_parallel_size"],
-        pipeline_model_parallel_size=nxd_config["pipeline_parallel_size"],
-        context_parallel_size=nxd_config["context_parallel_size"],
-        expert_model_parallel_size=nxd_config["expert_parallel_size"],
-        lnc_size=nxd_config["lnc_size"],
-    )
+    parallel_groups.lay_out(parallel_groups.plan(*(nxd_config[name] for name in _SIZES)), nxd_config["lnc_size"])
 
 
 def _is_laid_out(nxd_config: dict[str, Any]) -> bool:
     """Whether the groups have the configured sizes (a size above the world's counts as the world's)."""
-    same = all(min(nxd_config[name], world.size()) == now() for name, now in _SIZES.items())
-    return same and parallel_state._state.lnc_size == nxd_config["lnc_size"]
+    same = all(min(nxd_config[name], world.size()) == parallel_groups.size(kind) for name, kind in _SIZES.items())
+    return same and parallel_groups.current().lnc_size == nxd_config["lnc_size"]
 
 
 def make(nxd_config: dict[str, Any], model_fn: Callable[[], Any], include_buffers: bool) -> torch.nn.Module:
@@ -111,7 +106,7 @@ def _attention_to_pad(model: torch.nn.Module) -> tuple[type, ...]:
             f"pad_model=True needs a model of transformers, whose config has num_attention_heads, got {type(model).__name__}: call "
             "parallel_layers.pad.pad_model(model, tp_degree, n_heads, wrapped_classes) in model_fn"
         )
-    heads, tensor_parallel_size = _heads(model), parallel_state.get_tensor_model_parallel_size()
+    heads, tensor_parallel_size = _heads(model), parallel_groups.size("tp")
     if heads % tensor_parallel_size == 0:
         return ()
     found = {type(m): m for m in model.modules() if "Attention" in type(m).__name__ and any(isinstance(c, _PADDED) for c in m.modules())}
@@ -137,7 +132,7 @@ def _heads(model: torch.nn.Module) -> int:
 def _pad(model: torch.nn.Module, classes: tuple[type, ...]) -> None:
     if classes:
         logger.info("pad_model: attention heads in %s", ", ".join(c.__name__ for c in classes))
-        pad.pad_model(model, parallel_state.get_tensor_model_parallel_size(), _heads(model), classes)
+        head_padding.pad_model(model, parallel_groups.size("tp"), _heads(model), classes)
 
 
 # -- activation checkpoints and adapters -----------------------------------------------------------------

@@ -16,18 +16,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from nxd_jax.checkpoint import original, original_writing, reading, savers, tags, writing
-from nxd_jax.checkpoint.worker import Worker
-from nxd_jax.trainer.checkpoint_storage import BaseCheckpointStorage, create_checkpoint_storage
+from nxd_jax.checkpoint import contents, original, original_writing, reading, saving, tags, writing
+from nxd_jax.checkpoint.storage import BaseCheckpointStorage, create_checkpoint_storage
 from torch_bridge.config.variables import VARIABLES
 from torch_bridge.mesh import processes, world
 from torch_bridge.runtime import executor
 
 logger = logging.getLogger("nxd_jax")
-
-_worker = Worker()
-_PAUSE = 1.0
-"""Seconds that a save in the background lets training go first."""
 
 
 def save_checkpoint(
@@ -69,11 +64,11 @@ def save_checkpoint(
     _check_count(num_kept_ckpts)
     if model is None and optimizer is None and scheduler is None and user_content is None:
         raise ValueError("save_checkpoint has nothing to save: give model=, optimizer=, scheduler= or user_content=")
-    _worker.wait()
-    tag = str(tag) or _next_tag(storage)
+    saving.wait()
+    tag = str(tag) or saving.next_tag(storage)
     tags.check(tag)
     executor.sync()
-    job = Save(storage, tag, num_kept_ckpts)
+    job = saving.Save(storage, tag, num_kept_ckpts)
     theirs = VARIABLES["NXD_JAX_CHECKPOINT_FORMAT"].now() == "original"
     if model is not None:
         covered = _with_master(optimizer, model) if avoid_saving_lower_precision_weights else set()
@@ -113,24 +108,24 @@ def load_checkpoint(
     for an empty dict as model or optimizer; DamagedCheckpointError (a RuntimeError) for files that cannot be read.
     """
     storage = create_checkpoint_storage(path if path is not None else checkpoint_dir_str)
-    folder = fetch(storage, tag)
+    folder = saving.fetch(storage, tag)
     started = time.perf_counter()
     if original.is_original(folder):
         content = original.load(folder, model, optimizer, scheduler, strict)
         if optimizer is not None or scheduler is not None:
-            restore_random(folder)
+            saving.restore_random(folder)
         processes.barrier("load_checkpoint")
         return content
     if model is not None:
         master = folder / writing.OPTIMIZER
-        reading.load_model(_part(folder, writing.MODEL, "model"), model, strict, master)
+        reading.load_model(saving.part(folder, writing.MODEL, "model"), model, strict, master)
     if optimizer is not None:
-        reading.load_optimizer(_part(folder, writing.OPTIMIZER, "optimizer"), optimizer, model)
+        reading.load_optimizer(saving.part(folder, writing.OPTIMIZER, "optimizer"), optimizer, model)
     if scheduler is not None:
-        scheduler.load_state_dict(reading.load_object(_part(folder, writing.SCHEDULER, "scheduler")))
+        scheduler.load_state_dict(reading.load_object(saving.part(folder, writing.SCHEDULER, "scheduler")))
     content = reading.load_object(folder / writing.USER) if (folder / writing.USER).exists() else None
     if optimizer is not None or scheduler is not None:
-        restore_random(folder)
+        saving.restore_random(folder)
     processes.barrier("load_checkpoint")
     if world.current().first_here:
         logger.info("loaded %s from %s in %.1f s", folder.name, storage.dirname, time.perf_counter() - started)
@@ -144,61 +139,10 @@ def has_checkpoint(path: Any = None, *, checkpoint_dir_str: Any = None) -> bool:
 
 def finalize_checkpoint() -> None:
     """`neuronx_distributed.finalize_checkpoint`: wait for saves in the background. Raises what went wrong in them."""
-    _worker.wait()
+    saving.wait()
 
 
-# -- saving ------------------------------------------------------------------------------------------
-
-
-class Save:
-    """One save: what to write, held as it is now. `items`: folders of arrays by name; `files`: whole files by name. All processes make and start it."""
-
-    def __init__(self, storage: BaseCheckpointStorage, tag: str, keep: int | None = None):
-        self.storage = storage
-        self.tag = tag
-        self.keep = keep
-        self.items: dict[str, writing.Item | original_writing.RankFiles] = {}
-        self.files: dict[str, bytes] = {}
-        self.random = b""
-
-    def start(self, in_background: bool = False) -> None:
-        """Add the random states, then write: now, or in the background."""
-        self.random = writing.pickled(writing.random_state())
-        for item in self.items.values():
-            if isinstance(item, writing.Item):
-                item.index["processes"] = world.process_count()
-        _remember(self.storage, in_background)
-        if not in_background:
-            self.run()
-            return
-        for item in self.items.values():
-            item.hold()
-        _worker.submit(self.run, pause=_PAUSE)
-
-    def run(self) -> None:
-        """Write, mark as complete, remove old tags."""
-        started = time.perf_counter()
-        first = world.process_index() == 0
-        name = self.storage.begin(self.tag).name if first else ""
-        folder = self.storage.root / processes.exchange("save_checkpoint", name.encode())[0].decode()
-        size = sum(item.bytes for item in self.items.values())
-        with savers.writing(folder, self.storage.dirname, first, size):
-            for part, item in self.items.items():
-                item.write(folder / part)
-            if first:
-                for file, data in self.files.items():
-                    writing.write_bytes(folder / file, data)
-                (folder / writing.RANDOM).mkdir(exist_ok=True)
-            processes.barrier("save_checkpoint written")
-            writing.write_bytes(folder / writing.RANDOM / f"{world.process_index():05d}.pt", self.random)
-            processes.barrier("save_checkpoint random")
-            if first:
-                self.storage.commit(self.tag, folder)
-        self.items.clear()
-        if first:
-            self.storage.retain(self.keep)
-            logger.info("saved %s to %s: %.1f MB in %.1f s", self.tag, self.storage.dirname, size / 1e6, time.perf_counter() - started)
-        processes.barrier("save_checkpoint done")
+# -- what is saved ---------------------------------------------------------------------------------
 
 
 def _check_count(count: Any) -> None:
@@ -208,86 +152,14 @@ def _check_count(count: Any) -> None:
         raise ValueError(f"num_kept_ckpts must be a positive number, or None or -1 to keep all, got {count!r}")
 
 
-def _next_tag(storage: BaseCheckpointStorage) -> str:
-    numbers = [int(t[5:]) for t in storage.completed_tags() if t.startswith("save_") and t[5:].isdigit()]
-    return f"save_{max(numbers, default=0) + 1:06d}"
-
-
 def _with_master(optimizer: Any, model: Any) -> set[str]:
     """Names of weights whose master weights will be in the optimizer's folder."""
-    from nxd_jax.checkpoint import contents
-
     if optimizer is None or not contents.is_zero1(optimizer):
         raise ValueError(
             "avoid_saving_lower_precision_weights needs a ZeRO-1 optimizer, whose master weights stand in for the model's weights"
         )
     found = contents.of_optimizer(optimizer, contents.parts_of(optimizer, contents.names_of(model)))
     return set(found.other["master"])
-
-
-def then(task: Callable[[], Any]) -> None:
-    """Do something once the saves in the background are done: at once if there are none."""
-    if _worker.busy:
-        _worker.submit(task)
-    else:
-        task()
-
-
-# -- loading -----------------------------------------------------------------------------------------
-
-
-def fetch(storage: BaseCheckpointStorage, tag: Any = None) -> Path:
-    """A local folder with the files of a complete tag (None: the newest), once saves in the background are done. All processes call it.
-
-    Raises RuntimeError if there is no complete tag, FileNotFoundError if not this one.
-    """
-    _worker.wait()
-    executor.sync()
-    return _fetched(storage, _chosen(storage, tag))
-
-
-def _chosen(storage: BaseCheckpointStorage, tag: Any) -> str:
-    found = storage.completed_tags()
-    if tag is None or str(tag) == "":
-        if not found:
-            raise RuntimeError(f"Error: no checkpoint under directory {storage.dirname} (a tag without its `done` file does not count)")
-        return found[-1]
-    name = str(tag)
-    for choice in (name, f"{name}.new", f"{name}.old"):  # what a crash while a tag was replaced left
-        if choice in found:
-            return choice
-    if original.is_older(storage.root / name):  # parallel_layers.save leaves no mark
-        return name
-    listed = ", ".join(found[-8:]) or "none"
-    raise FileNotFoundError(f"{storage.dirname} has no complete checkpoint {name!r}; complete ones are: {listed}")
-
-
-def _fetched(storage: BaseCheckpointStorage, name: str) -> Path:
-    if world.process_count() == 1:
-        return storage.fetch(name)
-    if world.process_index() == 0:
-        found = str(storage.fetch(name))
-        return Path(processes.exchange("load_checkpoint fetched", found.encode())[0].decode())
-    return Path(processes.exchange("load_checkpoint fetched", b"")[0].decode())
-
-
-def _part(folder: Path, name: str, what: str) -> Path:
-    path = folder / name
-    if not path.exists():
-        there = ", ".join(sorted(p.name for p in folder.iterdir()))
-        raise FileNotFoundError(
-            f"the checkpoint {folder} holds no {what}: there is no {name} among {there}. Do not pass {what}=, or load another tag"
-        )
-    return path
-
-
-def restore_random(folder: Path) -> None:
-    """Each process its own; all the first one's if there were fewer or more."""
-    found = sorted((folder / writing.RANDOM).glob("*.pt"))
-    if not found:
-        return
-    index = world.process_index() if len(found) == world.process_count() else 0
-    writing.set_random_state(reading.load_object(found[index]))
 
 
 # -- NxD's own state ---------------------------------------------------------------------------------
@@ -343,34 +215,38 @@ class CheckpointIOState:
         if storage is None:
             return
         task: Callable[[], Any] = lambda: storage.remove_tags(remove_tags) if remove_tags else storage.retain(num_kept)  # noqa: E731
-        _worker.submit(task) if async_remove else task()
+        saving.submit(task) if async_remove else task()
 
     def wait_save(self, async_remove: bool = False) -> None:
         """Until files are written."""
-        _worker.wait()
+        saving.wait()
 
     def wait_remove(self) -> None:
         """Until tags are removed."""
-        _worker.wait()
+        saving.wait()
 
     def wait_all(self) -> None:
         """Until everything is done."""
-        _worker.wait()
+        saving.wait()
 
     def finalize_shutdown(self) -> None:
         """Until everything is done."""
-        _worker.wait()
+        saving.wait()
 
     def _do(self, task: Callable[[], Any]) -> None:
-        _worker.submit(task) if self.async_save else task()
+        saving.submit(task) if self.async_save else task()
 
 
-g_iostate: CheckpointIOState | None = None
-"""`trainer.checkpoint.g_iostate`: of the directory saved to last, once there has been a save."""
+_iostate: CheckpointIOState | None = None
 
 
-def _remember(storage: BaseCheckpointStorage, async_save: bool) -> None:
-    global g_iostate
-    if g_iostate is None:
-        g_iostate = CheckpointIOState(async_save)
-    g_iostate._storage = storage
+def __getattr__(name: str) -> Any:
+    """`trainer.checkpoint.g_iostate`: of the directory saved to last, once there has been a save."""
+    global _iostate
+    if name != "g_iostate":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    last = saving.last()
+    if last is not None:
+        _iostate = _iostate or CheckpointIOState(last.in_background)
+        _iostate._storage = last.storage
+    return _iostate

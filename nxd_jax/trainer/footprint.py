@@ -16,10 +16,9 @@ from typing import Any
 
 import torch
 
-from nxd_jax.parallel_layers import _groups, grads, parallel_state
+from nxd_jax.tensor_parallel import full_weights, grads, layer_groups, parallel_groups
 from nxd_jax.topology import Topology
 from nxd_jax.trainer import building
-from nxd_jax.utils import full_weights
 from torch_bridge.collectives.row_shards import RowShards
 from torch_bridge.mesh import sharding
 from torch_bridge.recorder import sharded
@@ -126,9 +125,9 @@ def _parameters(model: torch.nn.Module) -> Iterator[Named]:
             seen.add(p)
             groups: list[Any] = []
             if full_weights.is_shared_out(p):
-                groups.append(partitions[name].group if name in partitions else _groups.tensor_parallel())
-            if grads._is_expert(p):
-                groups.append(parallel_state.get_expert_model_parallel_group())
+                groups.append(partitions[name].group if name in partitions else layer_groups.tensor_parallel())
+            if grads.is_expert(p):
+                groups.append(parallel_groups.group("ep"))
             yield f"{path}.{name}".lstrip("."), p, _along(groups)
 
 
@@ -163,9 +162,9 @@ def _of_training(
 
 def _zero1_groups(p: torch.Tensor) -> Any:
     """The ranks that share a parameter's optimizer state out."""
-    if grads._is_expert(p):
-        return parallel_state.get_expert_data_parallel_group(as_list=True)
-    return parallel_state.get_zero1_sharding_groups()
+    if grads.is_expert(p):
+        return parallel_groups.lists("edp")
+    return parallel_groups.layout().zero1_lists()
 
 
 def _states(held: list[Named], optimizer_class: type[torch.optim.Optimizer], options: dict[str, Any]) -> Iterator[Entry]:

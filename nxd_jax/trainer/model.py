@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from nxd_jax._wrapper import Wrapper
 
-class NxDModel(nn.Module):
+
+class NxDModel(Wrapper, nn.Module):
     """`neuronx_distributed.trainer.model.NxDModel`: a module that stands for the model it wraps.
 
     Names of parameters, buffers and modules, and the state dict, are the wrapped model's, without a prefix, also within a larger module (a LightningModule,
@@ -58,6 +60,9 @@ class NxDModel(nn.Module):
 
     def original_module(self) -> nn.Module:
         """The model as `model_fn` made it."""
+        return self.module
+
+    def _nxd_inner(self) -> nn.Module:
         return self.module
 
     @property

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from nxd_jax.parallel_layers import grads
+from nxd_jax._wrapper import Wrapper
+from nxd_jax.tensor_parallel import grads
 from nxd_jax.trainer import config
 
 
@@ -31,13 +32,13 @@ def _gradients(optimizer: torch.optim.Optimizer) -> tuple[list[torch.Tensor], li
     others: list[torch.Tensor] = []
     experts: list[torch.Tensor] = []
     for p in (p for group in optimizer.param_groups for p in group["params"]):
-        grad = grads._grad(p)
+        grad = grads.gradient(p)
         if grad is not None:
-            (experts if grads._is_expert(p) else others).append(grad)
+            (experts if grads.is_expert(p) else others).append(grad)
     return others, experts
 
 
-class NxDOptimizer(torch.optim.Optimizer):
+class NxDOptimizer(Wrapper, torch.optim.Optimizer):
     """`neuronx_distributed.trainer.optimizer.NxDOptimizer`: a `torch.optim.Optimizer` around one, for schedulers and loops as they are.
 
     `step()`: average gradients over context-parallel ranks, add up those of sequence-parallel parameters, then average over data-parallel ranks and clip to
@@ -61,6 +62,9 @@ class NxDOptimizer(torch.optim.Optimizer):
         self._wrapped = True
 
     # -- the optimizer inside -------------------------------------------------------------------------
+
+    def _nxd_inner(self) -> torch.optim.Optimizer:
+        return self.optimizer
 
     @property
     def state(self) -> Any:

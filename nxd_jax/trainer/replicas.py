@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 
-from nxd_jax.parallel_layers import parallel_state
-from nxd_jax.utils import full_weights
+from nxd_jax.tensor_parallel import full_weights, parallel_groups
 from torch_bridge.collectives import functional
 from torch_bridge.mesh import groups, world
 from torch_bridge.runtime import executor
@@ -25,10 +25,10 @@ def make_equal(module: torch.nn.Module) -> None:
     for t in _unique(itertools.chain(module.parameters(), module.buffers())):
         if t.device.type == "xla":
             kinds[_kind(t)].append(t)
-    among = {
+    among: dict[str, list[Any]] = {
         "all": [None],
-        "parts": [parallel_state.get_context_model_parallel_group(as_list=True), parallel_state.get_data_parallel_group(as_list=True)],
-        "experts": [parallel_state.get_expert_data_parallel_group(as_list=True)],
+        "parts": [parallel_groups.lists("cp"), parallel_groups.lists("dp")],
+        "experts": [parallel_groups.lists("edp")],
     }
     for kind, tensors in kinds.items():
         for ranks in among[kind]:
@@ -39,7 +39,7 @@ def make_equal(module: torch.nn.Module) -> None:
 
 
 def _kind(t: torch.Tensor) -> str:
-    if getattr(t, "expert_model_parallel", False) and parallel_state.get_expert_model_parallel_size() > 1:
+    if getattr(t, "expert_model_parallel", False) and parallel_groups.size("ep") > 1:
         return "experts"
     return "parts" if full_weights.is_shared_out(t) else "all"
 

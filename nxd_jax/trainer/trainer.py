@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from nxd_jax._flags import flag
 from nxd_jax.optimizer import NeuronEPZero1Optimizer, NeuronZero1Optimizer, wholes
-from nxd_jax.parallel_layers import parallel_state
+from nxd_jax.tensor_parallel import parallel_groups
 from nxd_jax.trainer import building, config
 from nxd_jax.trainer.model import NxDModel
 from nxd_jax.trainer.optimizer import NxDOptimizer
@@ -165,7 +165,7 @@ def initialize_optimizer_from_class(
         return optimizer
     precision = nxd_config["mixed_precision_config"]
     wide = precision["use_master_weights"] and os.environ.get("XLA_DOWNCAST_BF16", "0") == "1"
-    kind = NeuronEPZero1Optimizer if parallel_state.get_expert_model_parallel_size() > 1 else NeuronZero1Optimizer
+    kind = NeuronEPZero1Optimizer if parallel_groups.size("ep") > 1 else NeuronZero1Optimizer
     return kind(
         parameters,
         optimizer_class,
@@ -173,7 +173,7 @@ def initialize_optimizer_from_class(
         grad_clipping=options["grad_clipping"],
         max_norm=options.get("max_grad_norm"),
         pin_layout=False,
-        grad_norm_groups=parallel_state.get_tensor_model_parallel_group(as_list=True),
+        grad_norm_groups=parallel_groups.lists("tp"),
         use_grad_acc_hook=precision["use_fp32_grad_acc"],
         higher_cc_precision=precision["use_fp32_grad_acc"],
         save_master_weights=precision["use_master_weights_in_ckpt"],

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from nxd_jax.parallel_layers import parallel_state
+from nxd_jax.tensor_parallel import parallel_groups
 from torch_bridge.mesh import world
 from torch_bridge.recorder import sharded
 
@@ -45,7 +45,7 @@ def get_batch_on_this_context_parallel_rank(batch: dict[str, Any]) -> dict[str, 
 
     Raises ValueError if a sequence does not divide by the context-parallel size, or if `shift_labels` already moved the labels.
     """
-    size = parallel_state.get_context_model_parallel_size()
+    size = parallel_groups.size("cp")
     if size == 1:
         return batch
     return {name: _own(name, x, size) if isinstance(x, torch.Tensor) and x.dim() else x for name, x in _moved(batch).items()}
@@ -81,7 +81,7 @@ def _own(name: str, x: torch.Tensor, size: int) -> torch.Tensor:
         )
     length = x.shape[dim] // size
     if x.device.type == "cpu" and len(world.current().hosted) > 1:
-        group = parallel_state.get_context_model_parallel_group()
+        group = parallel_groups.group("cp")
         place = {rank: k for members in group._mesh for k, rank in enumerate(members)}
         return sharded.from_ranks(lambda r: x.narrow(dim, place[r] * length, length).contiguous(), sharded.axes_of(group), dim)
-    return x.narrow(dim, parallel_state.get_context_model_parallel_rank() * length, length).contiguous()
+    return x.narrow(dim, parallel_groups.rank("cp") * length, length).contiguous()

@@ -15,12 +15,12 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from nxd_jax.parallel_layers import _weights, utils
-from nxd_jax.parallel_layers.utils import get_local_world_size as get_local_world_size
+from nxd_jax.tensor_parallel import partition, sharded_weights
+from nxd_jax.tensor_parallel.parallel_groups import get_local_world_size as get_local_world_size
 from torch_bridge.mesh import abstract_arrays, processes, sharding, world
 
 _ATTRIBUTES = (
-    *utils._DEFAULTS,
+    *partition.UNMARKED,
     "expert_model_parallel",
     "expert_distribution",
     "is_prefill",
@@ -311,7 +311,7 @@ def init_on_device(device: Any, include_buffers: bool = False, force_custom_init
             nn.Module.register_buffer = buffer_there  # type: ignore[method-assign, assignment]
             block.enter_context(target)
         if target.type == "meta":
-            block.enter_context(_weights.shapes_only())
+            block.enter_context(sharded_weights.shapes_only())
             block.enter_context(_NoMemoryForParameters())
         yield
 

@@ -7,8 +7,8 @@ import random
 import numpy as np
 import torch
 
-from nxd_jax.parallel_layers import parallel_state
-from nxd_jax.parallel_layers.random import model_parallel_xla_manual_seed
+from nxd_jax.tensor_parallel import parallel_groups
+from nxd_jax.tensor_parallel.random import model_parallel_xla_manual_seed
 
 
 def set_random_seed(seed: int) -> None:
@@ -16,5 +16,5 @@ def set_random_seed(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
-    if parallel_state.model_parallel_is_initialized():
+    if parallel_groups.initialized():
         model_parallel_xla_manual_seed(seed)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -41,25 +40,13 @@ CIRCLE = 3
 """Files that import each other, at most."""
 
 
-def _floor(module: str, order: Sequence[str]) -> int:
-    """0 for a file at the root, `len(order) + 1` for facades and for the package itself."""
-    head = module.partition(".")[0]
-    if not head or head in FACADES:
-        return len(order) + 1
-    return order.index(head) + 1 if head in order else 0
-
-
-def upward(found: Sequence[Import], order: Sequence[str]) -> list[str]:
-    """Imports of something on a higher floor, as lines for people."""
-    return [
-        f"{one.importer} (line {one.line}) imports {one.imported}"
-        for one in found
-        if one.imported != one.importer and _floor(one.imported, order) > _floor(one.importer, order)
-    ]
-
-
 def test_imports_point_down() -> None:
-    assert upward(floors.imports("torch_bridge", floors.read(PACKAGE)), FLOORS) == []
+    assert floors.upward(floors.imports("torch_bridge", floors.read(PACKAGE)), FLOORS, FACADES) == []
+
+
+def test_imports_by_name_can_be_read() -> None:
+    """But in the table of the package's own names, and where the facades get their other names."""
+    assert floors.unread("torch_bridge", floors.read(PACKAGE)) == ["", "device.aliasing"]
 
 
 def test_every_package_has_a_floor_and_few_files_are_loose() -> None:
@@ -92,9 +79,28 @@ SOURCES = {
 def test_the_check_finds_what_points_up() -> None:
     """Late imports count, those for type checkers do not; a name of a module is its module."""
     found = floors.imports("pkg", SOURCES)
-    assert upward(found, ("low", "high", "top")) == ["low.b (line 2) imports high.c"]
+    assert floors.upward(found, ("low", "high", "top")) == ["low.b (line 2) imports high.c"]
     assert Import("high.c", "low.b", 1) in found and Import("high.c", "low.a", 2) in found and Import("high.c", "low.a", 3) in found
-    assert upward(found, ("top", "high", "low")) != []
+    assert floors.upward(found, ("top", "high", "low")) != []
+
+
+BY_NAME = {
+    "__init__.py": "",
+    "low/__init__.py": "def lazy(name):\n    return import_module(f'{__name__}.a')\n",
+    "low/a.py": "import importlib\ndef late():\n    importlib.import_module('pkg.high.c').run()\n",
+    "low/b.py": "def late(name):\n    __import__('pkg.high.c.run')\n    import_module('json')\n",
+    "high/__init__.py": "def lazy(name):\n    return importlib.import_module(f'{__name__}.{name}')\n",
+    "high/c.py": "def late(name):\n    importlib.import_module(name)\n",
+}
+
+
+def test_the_check_reads_imports_by_name() -> None:
+    found = floors.imports("pkg", BY_NAME)
+    assert floors.upward(found, ("low", "high")) == ["low.a (line 3) imports high.c", "low.b (line 2) imports high.c"]
+    assert Import("low", "low.a", 2) in found
+    assert floors.unread("pkg", BY_NAME) == ["high.c"]
+    with pytest.raises(ValueError, match=r"low\.b \(line 2\): write relative imports as absolute ones"):
+        floors.imports("pkg", {"low/b.py": "\nfrom . import a\n"})
 
 
 def test_the_check_finds_circles() -> None:
@@ -102,7 +108,5 @@ def test_the_check_finds_circles() -> None:
     assert floors.circles([Import("a", "b", 1), Import("b", "c", 1)]) == []
 
 
-@pytest.mark.parametrize("package", [PACKAGE, PACKAGE.parent / "nxd_jax"], ids=lambda path: path.name)
-def test_circles_of_files_are_small(package: Path) -> None:
-    found = floors.circles(floors.imports(package.name, floors.read(package)))
-    assert [circle for circle in found if len(circle) > CIRCLE] == []
+def test_circles_of_files_are_small() -> None:
+    assert [circle for circle in floors.circles(floors.imports("torch_bridge", floors.read(PACKAGE))) if len(circle) > CIRCLE] == []

@@ -1,1 +1,1 @@
-"""A whole optimizer step as one op: plans, update rules, gradient norms, parameters partitioned among ranks."""
+"""A whole optimizer step as one op: plans, update rules, gradient norms, parameters partitioned among ranks, ZeRO-1."""

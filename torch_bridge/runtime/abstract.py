@@ -22,6 +22,9 @@ from torch_bridge.mesh import abstract_arrays
 from torch_bridge.mesh.abstract_arrays import KEPT, VALUES, AbstractArray, everywhere
 from torch_bridge.runtime import pending
 
+QUICK: dict[str, Any] = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+"""Options for compiling a program that nobody runs: machine code is generated as cheaply as possible. The memory plan is made before that."""
+
 
 def uploaded(t: Any) -> Any:
     """For `transfer.to_array`: a CPU tensor, or one on "meta", as an array that all ranks share."""

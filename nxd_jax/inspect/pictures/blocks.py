@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from jax.sharding import NamedSharding, PartitionSpec
 
-from nxd_jax.utils import full_weights
+from nxd_jax.tensor_parallel import full_weights
 from torch_bridge.mesh import sharding as placing
 from torch_bridge.mesh import world
 from torch_bridge.recorder.sharded import varying

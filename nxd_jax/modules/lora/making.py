@@ -9,17 +9,14 @@ import torch
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
+from nxd_jax._wrapper import Wrapper
 from nxd_jax.modules.lora.config import LoraConfig
 from nxd_jax.modules.lora.layer import LoraConv2d, LoraEmbedding, LoraLayer, LoraLinear, is_conv_1d
 from nxd_jax.modules.lora.tp_layer import LoraGQAQKVParallelLinear, LoraParallelConv2d, LoraParallelEmbedding, LoraParallelLinear
-from nxd_jax.modules.qkv_linear import GQAQKVColumnParallelLinear
-from nxd_jax.parallel_layers.layers import (
-    ColumnParallelLinear,
-    InputChannelParallelConv2d,
-    OutputChannelParallelConv2d,
-    ParallelEmbedding,
-    RowParallelLinear,
-)
+from nxd_jax.tensor_parallel.conv import InputChannelParallelConv2d, OutputChannelParallelConv2d
+from nxd_jax.tensor_parallel.embedding import ParallelEmbedding
+from nxd_jax.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
+from nxd_jax.tensor_parallel.qkv_linear import GQAQKVColumnParallelLinear
 
 ADAPTERS: dict[type[nn.Module], type[LoraLayer]] = {
     nn.Linear: LoraLinear,
@@ -72,9 +69,7 @@ def check_model(module: Any, config: LoraConfig) -> None:
 
 def is_nxd_model(module: Any) -> bool:
     """Whether a model is what `initialize_parallel_model` returns."""
-    from nxd_jax.trainer.model import NxDModel
-
-    return isinstance(module, NxDModel)
+    return isinstance(module, Wrapper)
 
 
 def check_trained(model: nn.Module, layers: Mapping[str, LoraLayer], names: Mapping[str, torch.Tensor], trained: Container[int]) -> None:

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from nxd_jax.modules.lora import folders, targets
 from nxd_jax.modules.lora import state as lora_state
-from nxd_jax.modules.lora import storage, targets
 from nxd_jax.modules.lora.config import LoraConfig
 from nxd_jax.modules.lora.layer import LoraLayer, LoraLinear
 from nxd_jax.modules.lora.peft_tensors import PREFIX, Fused, adapter, others, outgoing, parts, plain
@@ -54,7 +54,7 @@ def save_pretrained(
         path = os.path.join(folder, TENSORS_FILE)
         _safetensors().save_file(tensors, f"{path}.unfinished", metadata={"format": "pt"})
         os.replace(f"{path}.unfinished", path)
-        storage.write_config(os.fspath(folder), config)
+        folders.write_config(os.fspath(folder), config)
     processes.barrier("save_pretrained")
 
 
@@ -63,17 +63,17 @@ def load_pretrained(model: Any, folder: str | os.PathLike[str], fused: Fused = F
     path = os.path.join(folder, TENSORS_FILE)
     if not os.path.isfile(path):
         raise FileNotFoundError(f"no {path}: save adapters with PEFT's save_pretrained (safe_serialization=True)")
-    config = storage.read_json(os.path.join(folder, storage.CONFIG_FILE))
+    config = folders.read_json(os.path.join(folder, folders.CONFIG_FILE))
     model.load_state_dict(from_peft(model, config, _safetensors().load_file(path), fused, change))
 
 
-def source(folder: str) -> storage.Source | None:
+def source(folder: str) -> folders.Source | None:
     """What `LoraConfig(load_lora_from_ckpt=True)` loads if the folder is one of PEFT's."""
     path = os.path.join(folder, TENSORS_FILE)
     if not os.path.isfile(path):
         return None
-    config = storage.read_json(os.path.join(folder, storage.CONFIG_FILE))
-    return storage.Source(path, config, lambda model: from_peft(model, config, _safetensors().load_file(path)))
+    config = folders.read_json(os.path.join(folder, folders.CONFIG_FILE))
+    return folders.Source(path, config, lambda model: from_peft(model, config, _safetensors().load_file(path)))
 
 
 def _safetensors() -> Any:

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from nxd_jax.modules.lora.layer import LoraEmbedding, LoraLayer, LoraLinear
-from nxd_jax.modules.qkv_linear import GQAQKVColumnParallelLinear
-from nxd_jax.parallel_layers import _weights
-from nxd_jax.parallel_layers.layers import ColumnParallelLinear
+from nxd_jax.tensor_parallel import sharded_weights
+from nxd_jax.tensor_parallel.linear import ColumnParallelLinear
+from nxd_jax.tensor_parallel.qkv_linear import GQAQKVColumnParallelLinear
 
 Fused = Mapping[str, Sequence[str]]
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -141,7 +141,7 @@ def _joined(path: str, pairs: Sequence[Pair | None], rank: int) -> tuple[torch.T
     if needed > rank:
         what = "a rank" if len(different) == 1 else f"{len(different)} adapters, whose ranks add up to one,"
         raise ValueError(f"{path} has rank {rank}, but the PEFT adapter has {what} of {needed}: use LoraConfig(lora_rank={needed})")
-    return _weights.padded(torch.cat(different), 0, rank - needed), starts
+    return sharded_weights.padded(torch.cat(different), 0, rank - needed), starts
 
 
 def _placed(path: str, pair: Pair | None, start: int, factor: float, rows: int, rank: int) -> torch.Tensor:

@@ -12,9 +12,8 @@ import torch
 from torch import nn
 
 from nxd_jax.modules.lora.layer import LoraLayer
-from nxd_jax.parallel_layers import parallel_state
-from nxd_jax.parallel_layers.utils import copy_tensor_model_parallel_attributes
-from nxd_jax.utils import full_weights, rank_states
+from nxd_jax.tensor_parallel import full_weights, parallel_groups, rank_states
+from nxd_jax.tensor_parallel.partition import copy_tensor_model_parallel_attributes
 from torch_bridge.mesh import world
 from torch_bridge.recorder import sharded
 
@@ -119,7 +118,7 @@ def entries(parameter: torch.Tensor) -> int:
         q, kv, copies = getattr(parameter, "qkv_partition", (1, 0, 1))
         count = count // (q + 2 * kv) * (q * parts + 2 * kv * parts // copies)
     if getattr(parameter, "expert_model_parallel", False):
-        count *= parallel_state.get_expert_model_parallel_size()
+        count *= parallel_groups.size("ep")
     return count
 
 

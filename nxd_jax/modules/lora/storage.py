@@ -12,38 +12,27 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
+from nxd_jax.modules.lora import peft_format
 from nxd_jax.modules.lora import state as lora_state
 from nxd_jax.modules.lora.config import LoraConfig
-from nxd_jax.parallel_layers import checkpointing, parallel_state
-from nxd_jax.utils import rank_states
+from nxd_jax.modules.lora.folders import CONFIG_FILE, Source, read_json, write_config
+from nxd_jax.tensor_parallel import parallel_groups, rank_files, rank_states
 from torch_bridge.mesh import processes, world
+
+__all__ = ["CONFIG_FILE", "MODEL_FILE", "READERS", "Source", "at", "config_of", "find", "read_json", "write", "write_config"]
 
 logger = logging.getLogger("nxd_jax")
 
-CONFIG_FILE = "adapter_config.json"
 MODEL_FILE = "adapter_model.pt"
 _DEFAULT_DIR = "lora_adapter"
-
-
-class Source(NamedTuple):
-    """A checkpoint with adapters that was found.
-
-    path: the file or folder. config: the configuration it was made with; None if it is not there. read: its state dict for a `LoraModel`, tensors full or
-    each rank's part; or it fills the model itself, and returns an empty one.
-    """
-
-    path: str
-    config: dict[str, Any] | None
-    read: Callable[[Any], dict[str, Any]]
 
 
 READERS: list[Callable[[str], Source | None]] = []
@@ -67,8 +56,6 @@ def find(directory: str, tag: str | None) -> Source:
 
 def at(path: str | os.PathLike[str]) -> Source:
     """What is in one file, of adapters or of a base model: torch's or safetensors; or in a folder. Raises FileNotFoundError naming it."""
-    from nxd_jax.modules.lora import peft_format
-
     path = os.fspath(path)
     if os.path.isdir(path):
         return find(path, None)
@@ -92,26 +79,13 @@ def write(directory: str, tag: str | None, state: dict[str, Any]) -> str:
     path = os.path.join(directory, tag or "", MODEL_FILE)
     if world.first() == 0:
         os.makedirs(os.path.dirname(path), exist_ok=True)
-        checkpointing._save_whole(state, path)
+        rank_files.save_whole(state, path)
     processes.barrier("save_lora")
-    return path
-
-
-def write_config(directory: str, config: dict[str, Any]) -> str:
-    """Write a configuration as `<directory>/adapter_config.json`; the file's path. The process of rank 0 does it."""
-    path = os.path.join(directory, CONFIG_FILE)
-    if world.first() == 0:
-        os.makedirs(directory, exist_ok=True)
-        with open(f"{path}.unfinished", "w") as file:
-            json.dump(config, file, indent=2, sort_keys=True)
-        os.replace(f"{path}.unfinished", path)
     return path
 
 
 def config_of(values: Any, where: str) -> LoraConfig:
     """The configuration in a checkpoint, which may be a `LoraConfig`, its fields or PEFT's. Unknown fields (of other releases) are left out with a warning."""
-    from nxd_jax.modules.lora import peft_format
-
     if isinstance(values, LoraConfig):
         return values
     if peft_format.is_peft(values):
@@ -142,18 +116,6 @@ def _config_near(folder: str, directory: str) -> dict[str, Any] | None:
     return None
 
 
-def read_json(path: str) -> dict[str, Any]:
-    """A JSON file with one object. Raises ValueError naming it."""
-    try:
-        with open(path) as file:
-            found = json.load(file)
-    except ValueError as error:
-        raise ValueError(f"{path} is no JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} must hold the fields of a LoRA configuration, got {type(found).__name__}")
-    return found
-
-
 def _explain_missing(directory: str, tag: str | None, folders: list[str]) -> str:
     looked = (
         f"no LoRA checkpoint in {' or '.join(folders)}: expected {MODEL_FILE}, adapter_model.safetensors or {_rank_file(world.first())}"
@@ -178,12 +140,8 @@ def _single_file(folder: str) -> Source | None:
 
 
 def _rank_file(rank: int) -> str:
-    places = {kind: checkpointing._places(f"{kind}_model")[rank] for kind in ("tensor", "pipeline")} if _initialized() else {}
-    return f"dp_rank_00_tp_rank_{places.get('tensor', 0):02d}_pp_rank_{places.get('pipeline', 0):02d}.pt"
-
-
-def _initialized() -> bool:
-    return parallel_state.model_parallel_is_initialized()
+    tp, pp = (parallel_groups.places(kind)[rank] if parallel_groups.initialized() else 0 for kind in ("tp", "pp"))
+    return f"dp_rank_00_tp_rank_{tp:02d}_pp_rank_{pp:02d}.pt"
 
 
 def _rank_files(folder: str) -> Source | None:
@@ -215,7 +173,7 @@ def _load(path: str) -> dict[str, Any]:
     names: list[Any] = [LoraConfig, (LoraConfig, "neuronx_distributed.modules.lora.config.LoraConfig")]
     with torch.serialization.safe_globals(names):
         if os.path.isdir(f"{path}.tensors"):
-            data = checkpointing._read_xser(path, True, set())
+            data = rank_files.read_xser(path, True, set())
         else:
             data = torch.load(path, map_location="cpu", weights_only=True)
     if not isinstance(data, dict):
@@ -225,8 +183,6 @@ def _load(path: str) -> dict[str, Any]:
 
 
 def _peft_folder(folder: str) -> Source | None:
-    from nxd_jax.modules.lora import peft_format
-
     return peft_format.source(folder)
 
 

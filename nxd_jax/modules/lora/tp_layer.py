@@ -19,14 +19,10 @@ import torch
 from torch import nn
 
 from nxd_jax.modules.lora.layer import ADAPTER_DTYPE, LoraEmbedding, LoraLayer, convolution, convolution_delta, linear, refuse, table
-from nxd_jax.modules.qkv_linear import GQAQKVColumnParallelLinear
-from nxd_jax.parallel_layers.layers import (
-    ColumnParallelLinear,
-    InputChannelParallelConv2d,
-    OutputChannelParallelConv2d,
-    ParallelEmbedding,
-    RowParallelLinear,
-)
+from nxd_jax.tensor_parallel.conv import InputChannelParallelConv2d, OutputChannelParallelConv2d
+from nxd_jax.tensor_parallel.embedding import ParallelEmbedding
+from nxd_jax.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
+from nxd_jax.tensor_parallel.qkv_linear import GQAQKVColumnParallelLinear
 
 
 class LoraParallelLinear(LoraLayer):

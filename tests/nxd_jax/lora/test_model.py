@@ -35,9 +35,9 @@ class Block(nn.Module):
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         q, _, _ = self.qkv_proj(self.embed(ids))
-        from nxd_jax.parallel_layers import mappings
+        from nxd_jax.tensor_parallel import regions
 
-        return self.head(self.norm(self.down(self.up(mappings._gather(q, -1, None)))))
+        return self.head(self.norm(self.down(self.up(regions.gather(q, -1, None)))))
 
 
 IDS = torch.tensor([[1, 2, 7], [0, 5, 3]])

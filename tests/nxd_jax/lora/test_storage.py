@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from nxd_jax.modules.lora import LoraConfig, LoraModel, get_lora_model, storage
-from nxd_jax.utils import rank_states
+from nxd_jax.tensor_parallel import rank_states
 from tests.nxd_jax.conftest import Nxd
 from tests.nxd_jax.lora.test_model import MODES, TARGETS, Block, made, results, same
 

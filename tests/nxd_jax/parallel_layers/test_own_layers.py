@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from nxd_jax.parallel_layers import _base, layers, parallel_state
+from nxd_jax.parallel_layers import layers, parallel_state
 from nxd_jax.parallel_layers.layers import BaseParallelLinear, ColumnParallelLinear, RowParallelLinear, linear_with_async_allreduce
+from nxd_jax.tensor_parallel import base_layer
 from tests.nxd_jax.conftest import Nxd
 from tests.nxd_jax.parallel_layers.parts import close, joined
 
@@ -167,7 +168,7 @@ def test_a_parameter_of_one_part_and_of_too_many(nxd: Nxd) -> None:
 
 def test_a_sequence_without_a_dimension_is_said_once_for_a_class(nxd: Nxd, caplog: pytest.LogCaptureFixture) -> None:
     nxd(4, tp=TP)
-    _base._say_sequence_dimension.cache_clear()
+    base_layer._say_sequence_dimension.cache_clear()
     with caplog.at_level(logging.WARNING, "nxd_jax"):
         for _ in range(3):
             ColumnParallelLinear(4, 4, gather_output=False, sequence_parallel_enabled=True)

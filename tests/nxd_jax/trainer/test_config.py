@@ -14,6 +14,7 @@ from neuronx_distributed.trainer import initialize_parallel_model, initialize_pa
 from torch import nn
 
 from nxd_jax.parallel_layers import parallel_state
+from nxd_jax.tensor_parallel import parallel_groups
 from tests.nxd_jax.conftest import Nxd
 
 PLAIN = {"zero_one_enabled": False, "grad_clipping": True, "max_grad_norm": 1.0}
@@ -234,12 +235,12 @@ def test_groups_are_set_up_if_torch_distributed_is(nxd: Nxd) -> None:
     nxd(8)
     config = neuronx_distributed_config(tensor_parallel_size=2, context_parallel_size=2, lnc_size=2)
     assert (parallel_state.get_tensor_model_parallel_size(), parallel_state.get_context_model_parallel_size()) == (2, 2)
-    assert parallel_state.get_data_parallel_size() == 2 and parallel_state._state.lnc_size == 2
+    assert parallel_state.get_data_parallel_size() == 2 and parallel_groups.current().lnc_size == 2
     groups = parallel_state.get_tensor_model_parallel_group()
     initialize_parallel_model(config, lambda: nn.Linear(2, 2))
     assert parallel_state.get_tensor_model_parallel_group() is groups  # they are not set up again
     neuronx_distributed_config(tensor_parallel_size=4)
-    assert parallel_state.get_tensor_model_parallel_size() == 4 and parallel_state._state.lnc_size == 1
+    assert parallel_state.get_tensor_model_parallel_size() == 4 and parallel_groups.current().lnc_size == 1
 
 
 @pytest.mark.parametrize("sizes", [{"tensor_parallel_size": 3}, {"tensor_parallel_size": 2, "expert_parallel_size": 3}])

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from torch_bridge.collectives import functional
+from torch_bridge.collectives.sync_batch_norm import SyncBatchNorm
 from torch_bridge.mesh import groups as rank_groups
 from torch_bridge.mesh import world
-from torch_bridge.torch_xla.core._sync_batch_norm import SyncBatchNorm
 
 __all__ = ["SyncBatchNorm", "all_gather", "all_reduce", "distributed_mm", "nms"]
 

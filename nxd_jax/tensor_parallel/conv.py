@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch.nn.modules.utils import _pair
 
-from nxd_jax.parallel_layers import mappings
-from nxd_jax.parallel_layers._base import BaseParallelLayer
-from nxd_jax.parallel_layers._weights import Init
-from nxd_jax.parallel_layers.utils import get_padding_length
+from nxd_jax.tensor_parallel import regions
+from nxd_jax.tensor_parallel.base_layer import BaseParallelLayer
+from nxd_jax.tensor_parallel.partition import get_padding_length
+from nxd_jax.tensor_parallel.sharded_weights import Init
 
 _MODES = ("zeros", "reflect", "replicate", "circular")
 
@@ -116,10 +116,10 @@ class OutputChannelParallelConv2d(BaseParallelConv):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """[..., C, H, W] to [..., out_channels (or / tp), H', W']."""
         group = self._partition.group
-        out = self._with_bias(self._convolve(mappings.copy_to_tensor_model_parallel_region(input, group)))
+        out = self._with_bias(self._convolve(regions.copy_to_tensor_model_parallel_region(input, group)))
         if not self.gather_output:
             return out
-        whole = mappings._gather(out, -3, group)
+        whole = regions.gather(out, -3, group)
         return whole.narrow(-3, 0, self.out_channels) if self.partition_pad_size else whole
 
 
@@ -160,5 +160,5 @@ class InputChannelParallelConv2d(BaseParallelConv):
         group = self._partition.group
         if not self.input_is_parallel:
             whole = F.pad(input, (0, 0, 0, 0, 0, self.partition_pad_size)) if self.partition_pad_size else input
-            input = mappings.scatter_input_channels_to_tensor_model_parallel_region(whole, group)
-        return self._with_bias(mappings.reduce_from_tensor_model_parallel_region(self._convolve(input), group))
+            input = regions.scatter_input_channels_to_tensor_model_parallel_region(whole, group)
+        return self._with_bias(regions.reduce_from_tensor_model_parallel_region(self._convolve(input), group))

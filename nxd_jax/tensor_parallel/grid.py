@@ -1,4 +1,4 @@
-"""The grid of ranks behind `parallel_state`: group lists in NxD's orders, and mesh axes whose lines the groups are."""
+"""The grid of ranks behind `parallel_groups`: group lists in NxD's orders, and mesh axes whose lines the groups are."""
 
 from __future__ import annotations
 
@@ -55,6 +55,11 @@ class Grid:
     def place(self, kind: str, rank: int) -> int:
         """A rank's place in its group of a kind."""
         return next(group.index(rank) for group in self.lists[kind] if rank in group)
+
+    def zero1_lists(self) -> list[list[int]]:
+        """The ranks that share optimizer state under ZeRO-1: for every stage and tp rank, all its data and context parallel ranks."""
+        found: list[list[int]] = np.moveaxis(self.grid, 3, 1).reshape(-1, self.size["dp"] * self.size["cp"]).tolist()
+        return found
 
 
 def _machine(world: int) -> Any:

@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-from nxd_jax.parallel_layers import _groups
-from nxd_jax.utils import full_weights
+from nxd_jax.tensor_parallel import full_weights, layer_groups
 from torch_bridge import nested
 from torch_bridge.mesh import rank_numbers, world
 from torch_bridge.recorder import sharded
@@ -153,7 +152,7 @@ class _Merge:
 
 def axes_of(parameter: torch.Tensor) -> set[str]:
     """The mesh axes along which a parameter on xla differs: those it is shared out over and those its present value differs along."""
-    own = sharded.axes_of(_groups.tensor_parallel()) if full_weights.is_shared_out(parameter) else ()
+    own = sharded.axes_of(layer_groups.tensor_parallel()) if full_weights.is_shared_out(parameter) else ()
     return {*sharded.varying(parameter).axes, *own}
 
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from nxd_jax.parallel_layers import _groups
-from nxd_jax.parallel_layers.utils import divide, set_tensor_model_parallel_attributes
+from nxd_jax.tensor_parallel import layer_groups
+from nxd_jax.tensor_parallel.partition import divide, set_tensor_model_parallel_attributes
 from torch_bridge.mesh import world
 
 Init = Callable[[torch.Tensor], Any]
@@ -34,7 +34,7 @@ class Partition:
 
     @property
     def size(self) -> int:
-        return _groups.size(self.group)
+        return layer_groups.size(self.group)
 
     def local_shape(self, full: Sequence[int]) -> list[int]:
         """The shape of a part."""
@@ -46,11 +46,11 @@ class Partition:
 
     def index_of(self, world_rank: int) -> int:
         """The part that a rank of the world holds."""
-        return _groups.place_of(self.group, world_rank)
+        return layer_groups.place_of(self.group, world_rank)
 
     def hosts_several(self) -> bool:
         """Whether this process holds several different parts."""
-        return _groups.hosts_several(self.group)
+        return layer_groups.hosts_several(self.group)
 
     def mark(self, parameter: torch.Tensor) -> None:
         """Set the attributes by which the rest of the library knows that a parameter is shared out."""
@@ -77,7 +77,7 @@ def local(full: torch.Tensor, partition: Partition, part: int) -> torch.Tensor:
     from torch_bridge.recorder import sharded
 
     block = divide(part, partition.stride)
-    first = _groups.rank(partition.group) * block
+    first = layer_groups.rank(partition.group) * block
     starts = range(0, full.shape[partition.dim], block * partition.size)
     found = torch.cat([full.detach().narrow(partition.dim, start + first, block) for start in starts], dim=partition.dim)
     sharded.expect(found, sharded.axes_of(partition.group), partition.dim)

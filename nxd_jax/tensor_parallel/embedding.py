@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch.nn import init
 
-from nxd_jax.parallel_layers import _groups, mappings
-from nxd_jax.parallel_layers._base import BaseParallelLayer
-from nxd_jax.parallel_layers._spmd_rank import SPMDRank
-from nxd_jax.parallel_layers._weights import Init
-from nxd_jax.parallel_layers.utils import EmbeddingUtility, get_padding_length
+from nxd_jax.tensor_parallel import layer_groups, regions
+from nxd_jax.tensor_parallel.base_layer import BaseParallelLayer
+from nxd_jax.tensor_parallel.partition import EmbeddingUtility, get_padding_length
+from nxd_jax.tensor_parallel.sharded_weights import Init
+from nxd_jax.tensor_parallel.spmd_rank import SPMDRank
 from torch_bridge.collectives import functional
 from torch_bridge.recorder import expected_indices
 
@@ -100,7 +100,7 @@ class ParallelEmbedding(BaseParallelLayer):
             return
         self.num_embeddings_per_partition = self._check_divides("num_embeddings", shared + self.pad_size, "or pass pad=True")
         self.start_index, self.end_index = EmbeddingUtility.range_from_per_partition_vocab_size(
-            self.num_embeddings_per_partition, _groups.rank(self._partition.group), count
+            self.num_embeddings_per_partition, layer_groups.rank(self._partition.group), count
         )
 
     def _full_shape(self) -> list[int]:
@@ -123,7 +123,7 @@ class ParallelEmbedding(BaseParallelLayer):
         if not self.collect_output:
             return out
         if self.shard_across_embedding:
-            whole = mappings._gather(out, -1, self._partition.group)
+            whole = regions.gather(out, -1, self._partition.group)
             return self._split_sequence(whole if not self.pad_size else whole.narrow(-1, 0, self.embedding_dim))
         return self._sum_of_parts(out)
 
@@ -173,15 +173,15 @@ class ParallelEmbedding(BaseParallelLayer):
 
     def _sum_of_parts(self, out: torch.Tensor) -> torch.Tensor:
         if not self.sequence_parallel_enabled:
-            return mappings.reduce_from_tensor_model_parallel_region(out, self.tensor_parallel_group)
+            return regions.reduce_from_tensor_model_parallel_region(out, self.tensor_parallel_group)
         laid, dim = self._with_sequence(out)
-        return mappings.reduce_scatter_to_sequence_parallel_region(laid, dim, self.tensor_parallel_group)
+        return regions.reduce_scatter_to_sequence_parallel_region(laid, dim, self.tensor_parallel_group)
 
     def _split_sequence(self, out: torch.Tensor) -> torch.Tensor:
         if not self.sequence_parallel_enabled:
             return out
         laid, dim = self._with_sequence(out)
-        return mappings.scatter_to_sequence_parallel_region(laid, dim, self.tensor_parallel_group)
+        return regions.scatter_to_sequence_parallel_region(laid, dim, self.tensor_parallel_group)
 
     def _with_sequence(self, out: torch.Tensor) -> tuple[torch.Tensor, int]:
         """[S, B, H] and 0, or [B, S, H] and the dim to cut."""

@@ -11,15 +11,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from nxd_jax.parallel_layers import _groups, _weights
-from nxd_jax.parallel_layers._linear import LinearWithAsyncCommunication, linear_with_async_allreduce
-from nxd_jax.parallel_layers._weights import Init, Partition
-from nxd_jax.parallel_layers.utils import get_padding_length
+from nxd_jax.tensor_parallel import layer_groups, sharded_weights
+from nxd_jax.tensor_parallel.matmul import LinearWithAsyncCommunication, linear_with_async_allreduce
+from nxd_jax.tensor_parallel.partition import get_padding_length
+from nxd_jax.tensor_parallel.sharded_weights import Init, Partition
 
 logger = logging.getLogger("nxd_jax")
 
 
-class BaseParallelLayer(_weights.Owner):
+class BaseParallelLayer(sharded_weights.Owner):
     """A layer whose weight the ranks of a group share out.
 
     Attributes: tensor_parallel_group (the process group), dtype, master_weight and master_bias (full-size, in `dtype` on the CPU, with
@@ -41,9 +41,9 @@ class BaseParallelLayer(_weights.Owner):
         keep_master_weight: bool = False,
     ):
         super().__init__()
-        self.tensor_parallel_group = _groups.of_layer(group)
+        self.tensor_parallel_group = layer_groups.of_layer(group)
         ordering = None if rank_ordering is None else tuple(int(k) for k in rank_ordering)
-        self._partition = Partition(_groups.ordered(self.tensor_parallel_group, ordering), dim, stride, ordering)
+        self._partition = Partition(layer_groups.ordered(self.tensor_parallel_group, ordering), dim, stride, ordering)
         self._partitions = {"weight": self._partition}
         self.dtype = dtype
         self.device = device
@@ -88,7 +88,7 @@ class BaseParallelLayer(_weights.Owner):
 
     def _make_weight(self) -> None:
         """Draw the weight (with `device="meta"`, its shape only) and mark it."""
-        if _weights.is_meta(self.device):
+        if sharded_weights.is_meta(self.device):
             shape = self._full_shape()
             shape[self._partition.dim] += self._padding()
             local = self._partition.local_shape(shape)
@@ -109,7 +109,7 @@ class BaseParallelLayer(_weights.Owner):
         self._bias_partition = partition
         if partition is not None:
             self._partitions["bias"] = partition
-        if _weights.is_meta(self.device):
+        if sharded_weights.is_meta(self.device):
             local = partition.local_shape(shape) if partition else shape
             self.bias = torch.nn.Parameter(torch.empty(*local, dtype=self.dtype, device="meta"))
         else:
@@ -119,24 +119,24 @@ class BaseParallelLayer(_weights.Owner):
 
     def _init_weight(self, weight: torch.Tensor) -> None:
         """Initialise a full weight."""
-        (self.arg_init_method or _weights.default_init)(weight)
+        (self.arg_init_method or sharded_weights.default_init)(weight)
 
     def _init_bias(self, bias: torch.Tensor) -> None:
         """Initialise a full bias: as `torch.nn.Linear` does, or with zeros if the layer was given an `init_method`."""
-        (torch.nn.init.zeros_ if self.arg_init_method else _weights.default_bias(self._fan_in()))(bias)
+        (torch.nn.init.zeros_ if self.arg_init_method else sharded_weights.default_bias(self._fan_in()))(bias)
 
     def _draw_weight(self) -> None:
-        full = _weights.padded(_weights.drawn(self._full_shape(), self._init_weight), self._partition.dim, self._padding())
+        full = sharded_weights.padded(sharded_weights.drawn(self._full_shape(), self._init_weight), self._partition.dim, self._padding())
         if self.keep_master_weight:
             self.master_weight = full.to(self.dtype)
-        _weights.assign(self, "weight", _weights.place(full, self._partition, self.dtype, _home(self.device)))
+        sharded_weights.assign(self, "weight", sharded_weights.place(full, self._partition, self.dtype, _home(self.device)))
 
     def _draw_bias(self) -> None:
         *others, last = self._full_bias_shape
-        full = self._padded_bias(_weights.drawn([*others, last - self._bias_padding()], self._init_bias))
+        full = self._padded_bias(sharded_weights.drawn([*others, last - self._bias_padding()], self._init_bias))
         if self.keep_master_weight:
             self.master_bias = full.to(self.dtype)
-        _weights.assign(self, "bias", _weights.place(full, self._bias_partition, self.dtype, _home(self.device)))
+        sharded_weights.assign(self, "bias", sharded_weights.place(full, self._bias_partition, self.dtype, _home(self.device)))
 
     def _padded_bias(self, full: torch.Tensor) -> torch.Tensor:
         count = self._bias_padding()
@@ -169,12 +169,12 @@ class BaseParallelLayer(_weights.Owner):
             raise RuntimeError(
                 f"{prefix} has {full.shape[dim]} entries along dim {dim}, {type(self).__name__} with padding needs the {expected} that it has without"
             )
-        model_state_dict[prefix] = self._padded_bias(full) if is_bias else _weights.padded(full, dim, count)
+        model_state_dict[prefix] = self._padded_bias(full) if is_bias else sharded_weights.padded(full, dim, count)
 
 
 def _home(device: Any) -> Any:
     """Where weights that are drawn now go."""
-    return "cpu" if device is None or _weights.is_meta(device) else device
+    return "cpu" if device is None or sharded_weights.is_meta(device) else device
 
 
 class BaseParallelLinear(BaseParallelLayer):

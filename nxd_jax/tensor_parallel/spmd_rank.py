@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from nxd_jax.parallel_layers.utils import set_tensor_model_parallel_attributes
+from nxd_jax.tensor_parallel.partition import set_tensor_model_parallel_attributes
 from torch_bridge.mesh import world
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from nxd_jax.parallel_layers import _groups, mappings
-from nxd_jax.parallel_layers.utils import cast_if_autocast_enabled
+from nxd_jax.tensor_parallel import layer_groups, regions
+from nxd_jax.tensor_parallel.casting import cast_if_autocast_enabled
 
 
 class _Exchange:
@@ -24,14 +24,14 @@ class _Exchange:
 
     def gathered(self, x: torch.Tensor) -> torch.Tensor:
         """The whole input."""
-        return x if self.sequence_dim is None else mappings._gather_along_dim(x, self.sequence_dim, self.group)
+        return x if self.sequence_dim is None else regions.gather_along_dim(x, self.sequence_dim, self.group)
 
     def reduced(self, grad: torch.Tensor) -> torch.Tensor:
         """The input's gradient, summed over the ranks in `dtype`."""
         wide = grad if self.dtype is None else grad.to(self.dtype)
         if self.sequence_dim is not None:
-            return mappings._reduce_scatter_along_dim(wide, self.sequence_dim, process_group=self.group).to(grad.dtype)
-        return mappings._reduce(wide, self.group).to(grad.dtype) if self.all_reduce else grad
+            return regions.reduce_scatter_along_dim(wide, self.sequence_dim, process_group=self.group).to(grad.dtype)
+        return regions.reduce(wide, self.group).to(grad.dtype) if self.all_reduce else grad
 
 
 class Linears(torch.autograd.Function):
@@ -145,7 +145,7 @@ def several(
 
 
 def _exchange(all_reduce: bool, gather: bool, dim: int | None, process_group: Any, dtype: torch.dtype | None) -> _Exchange:
-    return _Exchange(_groups.tensor_parallel(process_group), all_reduce, (dim or 0) if gather else None, dtype)
+    return _Exchange(layer_groups.tensor_parallel(process_group), all_reduce, (dim or 0) if gather else None, dtype)
 
 
 def without_autocast() -> Any:

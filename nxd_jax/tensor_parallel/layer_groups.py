@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from nxd_jax.parallel_layers import parallel_state
+from nxd_jax.tensor_parallel import parallel_groups
 from torch_bridge.mesh import groups, world
 from torch_bridge.mesh.groups import Groups
 
@@ -23,12 +23,12 @@ class Members:
 
 def tensor_parallel(group: Any = None) -> Any:
     """The group given, or this rank's tensor parallel group."""
-    return parallel_state.get_tensor_model_parallel_group() if group is None else group
+    return parallel_groups.group("tp") if group is None else group
 
 
 def of_layer(group: Any = None) -> Any:
     """The group that a layer is built for. Without model parallel groups, sets up groups of one with a warning (as NxD does)."""
-    if group is None and not parallel_state.model_parallel_is_initialized():
+    if group is None and not parallel_groups.initialized():
         warnings.warn(
             "a parallel layer was made before parallel_state.initialize_model_parallel(...): it is not divided among ranks. Call "
             "torch.distributed.init_process_group('xla') and initialize_model_parallel(tensor_model_parallel_size=...) first.",
@@ -36,10 +36,10 @@ def of_layer(group: Any = None) -> Any:
             stacklevel=4,
         )
         if not dist.is_initialized():
-            from torch_bridge.torch_xla.distributed import xla_backend
+            from torch_bridge.collectives import backend
 
-            xla_backend._init("xla")
-        parallel_state.initialize_model_parallel()
+            backend.init_process_group("xla")
+        parallel_groups.lay_out(parallel_groups.plan())
     return tensor_parallel(group)
 
 
