@@ -109,6 +109,8 @@ def abstract_run(cores: int | None = None, *, instance: str | None = None, nodes
     Models made in the block have parameters on "meta" until they go to xla. CPU tensors of up to 65,536 elements keep their values, on xla too. The world and
     its groups are undone at the end of the block; tensors made in it are lost then.
 
+    The block concerns the thread that enters it, with the loaders and step closures that it starts; other threads go on with values.
+
     Raises ValueError for sizes that are not possible, RuntimeError within another abstract run, in one of several processes (torchrun), and with `cores`
     or `instance` where torch.distributed is initialised already.
     """
