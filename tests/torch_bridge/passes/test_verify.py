@@ -598,6 +598,7 @@ def test_a_fault_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "Found: " in text and "bug of torch_bridge" in text and "NXD_JAX_VERIFY=1" in text
 
 
+@pytest.mark.core(keep=8)
 @pytest.mark.parametrize("name", FAULTS)
 def test_nothing_else_finds_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the verifier a broken program runs, or fails in another way."""

@@ -123,7 +123,7 @@ class _Check:
         numbers = {i: tuple(map(type, values)) for i, values in segment.numbers}
         draws = {i for i, _, _ in segment.draws}
         for name, given, found in (("numbers", segment.numbers, numbers), ("draws", segment.draws, draws)):
-            places = [x[0] for x in given]  # type: ignore[index]
+            places = [x[0] for x in given]
             if places != sorted(found):
                 self.fail(f"{name} name each node once, in order", str(places[:20]))
         for i, node in enumerate(nodes):
