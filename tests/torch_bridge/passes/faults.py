@@ -17,6 +17,7 @@ from tests.torch_bridge.passes.small_programs import (
     layered,
     numbers,
     played,
+    prepared,
     ranked,
     rounded,
     training,
@@ -103,6 +104,15 @@ def _drops_a_leaf(insert: Any, segment: Segment, fills: Any) -> Any:
 def _misplaces_numbers(rewrite: Any, segment: Segment, fills: Any) -> None:
     rewrite(segment, fills)
     segment.numbers = [(i + 1, values) for i, values in segment.numbers]
+
+
+def _forgets_what_is_read(rewrite: Any, segment: Segment, fills: Any) -> None:
+    """Storages that are only read keep the ids that they had."""
+    holders = [s for ref in segment.holders.values() if (s := ref()) is not None and s.vid < 0]
+    before = [s.vid for s in holders]
+    rewrite(segment, fills)
+    for storage, vid in zip(holders, before, strict=True):
+        storage.vid = vid
 
 
 def _orders_leaves(leaves: Any, self: GraphBuilder) -> list[int]:
@@ -265,6 +275,12 @@ FAULTS: dict[str, Fault] = {
     ),
     "hoist_constants misplaces numbers": Fault(
         training, changed(hoist_constants, "_rewrite", _misplaces_numbers), "hoist_constants", "a node has the lifted numbers", runs=False
+    ),
+    "hoist_constants forgets storages that are read": Fault(
+        prepared,
+        changed(hoist_constants, "_rewrite", _forgets_what_is_read),
+        "hoist_constants",
+        "a leaf has the shape and dtype of the storage",
     ),
     "GraphBuilder orders leaves otherwise": Fault(
         arithmetic,

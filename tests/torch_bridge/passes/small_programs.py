@@ -56,6 +56,15 @@ def training() -> Any:
     return loss.detach().cpu(), [p.detach().cpu() for p in model.parameters()]
 
 
+def prepared() -> Any:
+    """State that is made full of a number before a tensor of another shape is read for the first time."""
+    x = torch.arange(3.0).to("xla")
+    state = torch.zeros(2, 3, device="xla")
+    state.add_(1)
+    state.mul_(x)
+    return state.cpu(), x.cpu()
+
+
 def unequal() -> Any:
     """Layers that differ in a constant only."""
     with pytest.MonkeyPatch.context() as patch:
