@@ -250,7 +250,7 @@ def test_settings_are_part_of_the_name(folder: pathlib.Path, traced: list[int], 
 
 
 @pytest.mark.parametrize(
-    "name", ["NEURON_FRAMEWORK_DEBUG", "NEURON_COMPILE_CACHE_URL", "NXD_JAX_TOP_DIR", "JAX_COMPILATION_CACHE_DIR", "HOME"]
+    "name", ["NEURON_FRAMEWORK_DEBUG", "NEURON_COMPILE_CACHE_URL", "NXD_JAX_TOP_DIR", "NXD_JAX_VERIFY", "JAX_COMPILATION_CACHE_DIR", "HOME"]
 )
 def test_variables_that_do_not_matter(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     before = cache_environment.describe()

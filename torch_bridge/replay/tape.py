@@ -99,9 +99,9 @@ class Tape:
                 if len(self._placed) >= _PLACES:
                     self._placed.clear()
                 nodes = [(n[0], *[base + r if r >= 0 else ids[-r - 1] for r in n[1:]]) for n in self.nodes]
-                self._placed[base, ids] = nodes
                 if report.ON:
                     tapes.check(segment, self._said(storages), nodes, base, ids)
+                self._placed[base, ids] = nodes
             draws = [(node, *(random_state.DEFAULT.take()[:2] if k is None else (drawn[0], drawn[1] + k))) for node, k in self.draws]
             segment.splice(nodes, self.values, self.numbers, draws, self.sources)
             for k, value in self.writes:

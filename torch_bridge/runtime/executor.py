@@ -27,6 +27,7 @@ from torch_bridge.ir.segment import LOCK, Segment, Storage
 from torch_bridge.mesh import sharding, world
 from torch_bridge.passes import hoist_constants, scalar_inputs
 from torch_bridge.passes.verify import report, segments
+from torch_bridge.passes.verify.meaning import Meaning
 from torch_bridge.precision import precision_mode
 from torch_bridge.runtime import interrupts
 from torch_bridge.runtime.observers import around
@@ -155,12 +156,12 @@ def _hoist(session: Session, segment: Segment) -> None:
     try:
         if report.ON:
             segments.check(segment, "recording")
-        meaning = segments.Meaning(segment) if report.ON and segment.fills else None
+        before = Meaning(segment) if report.ON and segment.fills else None
         with interrupts.deferred():  # half a rewrite would be a wrong graph
             hoist_constants.hoist(segment, session.hoisted)
-        if meaning is not None:
+        if before is not None:
             segments.check(segment, "hoist_constants")
-            meaning.check(segment, "hoist_constants")
+            before.check(segment, "hoist_constants")
     except VerificationError as error:
         _roll_back(session, segment, error)
         raise

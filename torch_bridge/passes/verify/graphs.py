@@ -73,7 +73,8 @@ class _Walk:
         output = next(self.rest, None)
         if output is None or output.op != "output":
             report.fail(AFTER, "the graph has no node that no result needs", "no output" if output is None else report.in_graph(output))
-        found = [self.ids.get(n) for n in output.args[0]]  # type: ignore[union-attr]
+        results: Any = output.args[0]
+        found = [self.ids.get(n) for n in results]
         if found != list(self.outs):
             report.fail(AFTER, "the graph gives the results in their order", f"{found} for {list(self.outs)}")
 

@@ -177,8 +177,8 @@ class _Walk:
 
     def _results(self) -> None:
         results, output = self.plan.results, next(n for n in reversed(self.graph.nodes) if n.op == "output")
-        if results != list(output.args[0]):  # type: ignore[arg-type]
-            report.fail(AFTER, "a plan gives the graph's results", f"{len(results)} of {len(output.args[0])}")  # type: ignore[arg-type]
+        if results != list(output.args[0]):
+            report.fail(AFTER, "a plan gives the graph's results", f"{len(results)} of {len(output.args[0])}")
         inside: set[int] = set()
         for series, members in self.plan.stacked:
             if inside.intersection(members) or len(members) != series.count or len({aval(results[k]) for k in members}) > 1:
