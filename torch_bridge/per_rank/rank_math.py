@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 
 from torch_bridge.mesh import rank_numbers
-from torch_bridge.recorder import rank_array, rank_tensor
+from torch_bridge.per_rank import rank_functions
+from torch_bridge.recorder import rank_array
 
 _KINDS = frozenset(rank_numbers.KINDS)
 
@@ -62,7 +63,7 @@ def _of_lists(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def function(*args: Any, **kwargs: Any) -> Any:
         for x in args[:2]:
-            if type(x) in _KINDS or (type(x) in (list, tuple) and rank_tensor.hold_ranks(x)):
+            if type(x) in _KINDS or (type(x) in (list, tuple) and rank_functions.hold_ranks(x)):
                 return rank_array.on_each(original, args, kwargs)
         return original(*args, **kwargs)
 

@@ -13,7 +13,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch_bridge.collectives import collective_ops, rank_slices  # noqa: F401  # its ops
 from torch_bridge.ir.segment import Segment, Storage, flat, step_entry
 from torch_bridge.mesh import rank_numbers, world
-from torch_bridge.recorder import rank_tensor, sharded
+from torch_bridge.per_rank import rank_functions
+from torch_bridge.recorder import sharded
 from torch_bridge.recorder.tensor import XLATensor, make
 from torch_bridge.runtime import session
 
@@ -46,7 +47,7 @@ def call(func: Any, args: Any, kwargs: Any, original: Any = None) -> Any:
     name = getattr(func, "__name__", "")
     on_xla = any(isinstance(x, XLATensor) for x in tree_leaves((args, kwargs)))
     if not on_xla:
-        return rank_tensor.compute(original or func, args, kwargs)
+        return rank_functions.compute(original or func, args, kwargs)
     func = original or func
     own_rule: Any = _OWN_RULES.get(name)
     if own_rule is not None:

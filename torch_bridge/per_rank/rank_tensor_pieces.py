@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from torch_bridge.mesh import rank_numbers, world
-from torch_bridge.recorder import rank_tensor
+from torch_bridge.per_rank import rank_functions
 
 _NAMES = ("split", "chunk", "unbind", "tensor_split", "split_with_sizes", "hsplit", "vsplit", "dsplit", "unsafe_split", "unsafe_chunk")
 
@@ -60,4 +60,4 @@ def install() -> None:
     for name in _NAMES:
         for owner in (torch, torch.Tensor):
             if hasattr(owner, name):
-                rank_tensor.replace(owner, name, _wrapped(getattr(owner, name)))
+                rank_functions.replace(owner, name, _wrapped(getattr(owner, name)))

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from torch_bridge import source
 from torch_bridge.mesh import generators, rank_numbers
+from torch_bridge.per_rank import rank_functions
 from torch_bridge.recorder import rank_random, rank_tensor
 
 _FUNCTIONS = (
@@ -34,7 +35,7 @@ def install() -> None:
         (torch, _FUNCTIONS, _drawing), (torch.Tensor, _METHODS, _drawing), (torch.Tensor, _WRITING, _filling),
     ):  # fmt: skip
         for name in names:
-            rank_tensor.replace(owner, name, wrapped(getattr(owner, name)))
+            rank_functions.replace(owner, name, wrapped(getattr(owner, name)))
     for name in ("dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout", "rrelu"):
         setattr(torch._VF, name, getattr(torch, name))
     for name, function in _STATES.items():
@@ -109,7 +110,7 @@ def _drawn(original: Callable[..., Any], generator: Any, args: Any, kwargs: Any)
             f"torch.{name} of a CPU tensor that needs gradients, at {source.user_line()}, after a seed that differs by rank: each rank would get another "
             "result, and gradients of such results are worked out on xla only. Move the tensor to xla first (x.to('xla'))."
         )
-    return rank_tensor.compute(original, args, kwargs, [generator])
+    return rank_functions.compute(original, args, kwargs, [generator])
 
 
 def _filling(original: Callable[..., Any]) -> Callable[..., Any]:

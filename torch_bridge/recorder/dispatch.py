@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._pytree import tree_map
@@ -273,43 +273,62 @@ def _never_drops(names: list[str], args: tuple[Any, ...], kwargs: dict[str, Any]
     return "dropout_p" in names and not given.get("dropout_p")
 
 
+class _Mutation(NamedTuple):
+    """An in-place or out= call in its functional form.
+
+    args, kwargs: of that form. targets: the tensors that its last results are written into; they are among its arguments unless `is_out`.
+    `x.add_(y)` is `add(x, y)` with the target x, `torch.add(x, y, out=z)` the same with the target z.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    targets: list[XLATensor]
+    is_out: bool
+
+
+def _functional_form(call_info: Info, target: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Mutation:
+    out_names = {a.name for a in call_info.args if a.is_out}
+    fargs = tuple(a for a, name in zip(args, call_info.names, strict=False) if name not in out_names)
+    fkwargs = {n: a for n, a in kwargs.items() if n not in out_names}
+    fkwargs |= _own_defaults(call_info, target, len(fargs), fkwargs)
+    targets = _targets(call_info, args, kwargs)
+    if call_info.takes_dtype_of_out:
+        fkwargs["dtype"] = targets[0].dtype
+    return _Mutation(fargs, fkwargs, targets, bool(out_names))
+
+
 def _plan_mutation(
     call_info: Info, target: torch._ops.OpOverload, found: lowerings.Lowering | None, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Call:
-    """In-place and out= ops: record the functional op, then write its results into the mutated tensors."""
-    out_names = {a.name for a in call_info.args if a.is_out}
-    names = call_info.names
-    fargs = tuple(a for i, a in enumerate(args) if names[i] not in out_names)
-    fkwargs = {n: a for n, a in kwargs.items() if n not in out_names}
-    fkwargs |= _own_defaults(call_info, target, len(fargs), fkwargs)
-    mutated = [t for i in call_info.mutated for t in _tensors_of(args[i] if i < len(args) else kwargs.get(names[i]))]
-    if call_info.takes_dtype_of_out:
-        fkwargs["dtype"] = mutated[0].dtype
+    """In-place and out= ops: record the functional op, then write its last results into the mutated tensors. The results before them are new tensors."""
+    form = _functional_form(call_info, target, args, kwargs)
     try:
-        out = infer(target, fargs, fkwargs)
+        out = infer(target, form.args, form.kwargs)
     except NeedsHost:
-        if found is None or out_names or len(target._schema.returns) != len(call_info.mutated):
+        if found is None or form.is_out or len(target._schema.returns) != len(call_info.mutated):
             return Call(_run_on_host)
-        overwritten = [tree_map(to_meta, args[i] if i < len(args) else kwargs.get(names[i])) for i in call_info.mutated]
+        overwritten = [tree_map(to_meta, _argument(call_info, i, args, kwargs)) for i in call_info.mutated]  # which are the results
         out = overwritten if len(overwritten) > 1 else overwritten[0]
     results: list[Layout | None] = []
     returns = _describe_results(out, results)
-    fresh = len(results) - len(mutated)
-    casts: list[torch.dtype | None] = [None] * fresh
-    outs = list(results)
-    for k, t in enumerate(mutated):
-        made = results[fresh + k]
-        assert made is not None
-        casts.append(_cast(made.dtype, t.dtype))
-        outs[fresh + k] = layout(made.size, None, 0, t.dtype)
-    entry = _entry(target, found, fargs, fkwargs, tuple(outs), tuple(casts) if any(casts) else ())
+    n_new = len(results) - len(form.targets)
+    written = [_written_as(result, t.dtype) for result, t in zip(results[n_new:], form.targets, strict=True)]
+    outs = (*results[:n_new], *(of for of, _ in written))
+    casts = (*[None] * n_new, *(cast for _, cast in written))
+    entry = _entry(target, found, form.args, form.kwargs, outs, casts if any(casts) else ())
     entry.paths = _paths(returns)
-    call = Call(_run_out if out_names else _run_mutation, entry)
-    if fresh:
-        call.returns = returns[:fresh] if isinstance(returns, list) else returns
+    call = Call(_run_out if form.is_out else _run_mutation, entry)
+    if n_new:
+        call.returns = returns[:n_new] if isinstance(returns, list) else returns
         if call_info.n_returns == 1 and isinstance(call.returns, list):
             call.returns = call.returns[0]
     return call
+
+
+def _written_as(result: Layout | None, held: torch.dtype) -> tuple[Layout, torch.dtype | None]:
+    """The layout in which a result is written into a tensor that holds a dtype, and what it is converted to for that."""
+    assert result is not None, "an op that writes gives a value for each tensor that it writes to"
+    return layout(result.size, None, 0, held), _cast(result.dtype, held)
 
 
 def _cast(made: torch.dtype, held: torch.dtype) -> torch.dtype | None:
@@ -324,6 +343,12 @@ def _own_defaults(call_info: Info, target: torch._ops.OpOverload, given: int, kw
     defaults = {a.name: a.default_value for a in call_info.op._schema.arguments if a.has_default_value()}
     rest = target._schema.arguments[given:]
     return {a.name: defaults[a.name] for a in rest if not a.has_default_value() and a.name in defaults and a.name not in kwargs}
+
+
+def _targets(call_info: Info, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> list[XLATensor]:
+    """The tensors that a call writes to, in order."""
+    given = [_argument(call_info, i, args, kwargs) for i in call_info.mutated]
+    return given if len(given) == 1 and isinstance(given[0], torch.Tensor) else _tensors_of(given)
 
 
 def _tensors_of(x: Any) -> list[Any]:
@@ -404,7 +429,7 @@ def _run_mutation(call: Call, func: Any, args: Any, kwargs: Any, tensors: list[X
     call_info = info(func)
     entry = call.entry
     assert entry is not None
-    targets = [t for i in call_info.mutated for t in _tensors_of(_argument(call_info, i, args, kwargs))]
+    targets = _targets(call_info, args, kwargs)
     first = entry.n_outs - len(targets)
     for k, t in enumerate(targets):
         segment.write_view(t._storage, t._layout, vid + first + k)
@@ -424,7 +449,7 @@ def _argument(call_info: Info, i: int, args: Any, kwargs: Any) -> Any:
 def _run_out(call: Call, func: Any, args: Any, kwargs: Any, tensors: list[XLATensor], numbers: list[Any]) -> Any:
     """out= variants: the mutated tensors are not inputs, and take the result's shape."""
     call_info = info(func)
-    outs = [t for i in call_info.mutated for t in _tensors_of(_argument(call_info, i, args, kwargs))]
+    outs = _targets(call_info, args, kwargs)
     out_ids = {id(t) for t in outs}
     n_inputs = len(tensors) - len(outs)
     # Outs come last in every schema, so the inputs are the tensors before them.

@@ -150,64 +150,10 @@ class RankTensor(torch.Tensor):
         return made
 
 
-# -- torch functions that are given numbers for each rank ---------------------------------------------
+# -- what each rank has ------------------------------------------------------------------------------
 
 
-def compute(func: Callable[..., Any], args: Any, kwargs: Any, generators: Sequence[Any] = ()) -> Any:
-    """What a torch function gives on each rank, of CPU tensors and numbers that differ by rank.
-
-    Raises PlainNumberNeeded where that is no tensor: a write into a tensor that all ranks share, gradients of one, shapes that differ.
-    """
-    if len(world.current().hosted) == 1:
-        return func(*own(args, 0), **own(kwargs, 0))
-    leaves = tree_leaves((args, kwargs))
-    number = next((x for x in leaves if rank_numbers.is_ranked(x)), None)
-    numbers = (0,) if number is None else tuple(rank_numbers.per_rank(number))
-    target = _target(func, args, kwargs)
-    if target is not None and not isinstance(target, RankTensor):
-        if getattr(func, "__name__", "") == "fill_":
-            return target.copy_(compute(torch.full_like, args, kwargs))
-        raise rank_numbers.refuse(numbers)
-    plain = [x for x in leaves if isinstance(x, torch.Tensor) and not isinstance(x, RankTensor)]
-    if torch.is_grad_enabled() and any(x.requires_grad for x in leaves if isinstance(x, torch.Tensor)):
-        raise rank_numbers.refuse(numbers)
-    if target is not None:
-        _check_writable(target)
-    where = _where(kwargs, plain)
-    if where == "meta":
-        return func(*own(args, 0), **own(kwargs, 0))
-    needs_grad = bool(kwargs.get("requires_grad"))
-    if where == "xla":
-        kwargs = {**{k: v for k, v in kwargs.items() if k != "requires_grad"}, "device": "cpu"}
-    results = _on_each(func, args, kwargs, generators)
-    if target is not None:
-        _written([target], leaves)
-        return target if isinstance(results[0], torch.Tensor) else None
-    found = _joined(results, None if generators else _axes(leaves), plain)
-    if where == "xla":
-        found = tree_map(lambda t: t.uploaded() if isinstance(t, RankTensor) else t, found)
-    return found.requires_grad_() if needs_grad else found
-
-
-def _where(kwargs: Any, plain: Sequence[torch.Tensor]) -> str:
-    """Where a function that makes a tensor makes it; "cpu" for all others."""
-    device = kwargs.get("device")
-    if device is None:
-        return "cpu" if plain else torch.get_default_device().type
-    return torch.device(device).type
-
-
-def _target(func: Any, args: Any, kwargs: Any) -> Any:
-    """The tensor that a torch function writes to, if it does."""
-    name = getattr(func, "__name__", "")
-    if kwargs.get("out") is not None:
-        return kwargs["out"]
-    writes = name == "__setitem__" or (name.startswith("__i") and name not in ("__int__", "__index__", "__invert__"))
-    writes = writes or (name.endswith("_") and not name.endswith("__"))
-    return args[0] if writes and args else None
-
-
-def _check_writable(t: RankTensor) -> None:
+def check_writable(t: RankTensor) -> None:
     if t.shared:
         raise rank_numbers.PlainNumberNeeded(
             f"a write to each rank's part (of shape {list(t.shape)}) of a CPU tensor that all ranks share: clone() the part first, or move the tensor to xla "
@@ -215,7 +161,7 @@ def _check_writable(t: RankTensor) -> None:
         )
 
 
-def _on_each(func: Callable[..., Any], args: Any, kwargs: Any, generators: Sequence[Any] = ()) -> list[Any]:
+def on_each(func: Callable[..., Any], args: Any, kwargs: Any, generators: Sequence[Any] = ()) -> list[Any]:
     """What it gives for each hosted rank. All draw the same random numbers, as processes with one seed do; each its own after a seed that differs by rank."""
     found = [*generators, *(x for x in tree_leaves((args, kwargs)) if isinstance(x, torch._C.Generator))]
     return rank_random.on_each(lambda place: func(*own(args, place), **own(kwargs, place)), found)
@@ -237,12 +183,12 @@ def _own(place: int, x: Any) -> Any:
     return rank_numbers.own(x, place)
 
 
-def _axes(leaves: Sequence[Any]) -> tuple[str, ...] | None:
+def varied_axes(leaves: Sequence[Any]) -> tuple[str, ...] | None:
     """Mesh axes along which results of these may differ."""
     found: set[str] = set()
     for x in leaves:
         if isinstance(x, slice):
-            inner = _axes((x.start, x.stop, x.step))
+            inner = varied_axes((x.start, x.stop, x.step))
         elif isinstance(x, RankTensor):
             inner = x.axes
         elif rank_numbers.is_item(x) or rank_array.is_ranked(x):
@@ -256,7 +202,7 @@ def _axes(leaves: Sequence[Any]) -> tuple[str, ...] | None:
     return tuple(a for a in world.current().axes if a in found)
 
 
-def _joined(results: list[Any], axes: tuple[str, ...] | None, plain: Sequence[torch.Tensor]) -> Any:
+def join(results: list[Any], axes: tuple[str, ...] | None, plain: Sequence[torch.Tensor]) -> Any:
     """One result for what each rank got: tensors, numbers, and lists of them."""
     first = results[0]
     if isinstance(first, torch.Tensor):
@@ -265,7 +211,7 @@ def _joined(results: list[Any], axes: tuple[str, ...] | None, plain: Sequence[to
     if isinstance(first, (list, tuple)):
         if len({len(r) for r in results}) > 1:
             raise rank_numbers.refuse([len(r) for r in results])
-        made = [_joined(list(row), axes, plain) for row in zip(*results, strict=True)]
+        made = [join(list(row), axes, plain) for row in zip(*results, strict=True)]
         return type(first)(*made) if hasattr(first, "_fields") else type(first)(made)
     if isinstance(first, (bool, int, float)):
         return rank_numbers.item(tuple(results))
@@ -277,8 +223,8 @@ def _joined(results: list[Any], axes: tuple[str, ...] | None, plain: Sequence[to
 # -- ops ------------------------------------------------------------------------------------------------
 
 
-def _dispatch(func: Any, args: Any, kwargs: Any) -> Any:
-    """An op on tensors some of which differ by rank."""
+def _dispatch(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """An op on tensors some of which differ by rank: one that the recorder sees, one that moves them to xla, one that writes, or one that gives new ones."""
     from torch_bridge.recorder import tensor  # JAX
 
     leaves = tree_leaves((args, kwargs))
@@ -290,10 +236,15 @@ def _dispatch(func: Any, args: Any, kwargs: Any) -> Any:
     written = [a for argument, a in _bound(func, args, kwargs) if argument.alias_info is not None and argument.alias_info.is_write]
     if written:
         return _write(func, args, kwargs, [t for a in written for t in tree_leaves(a) if isinstance(t, torch.Tensor)])
+    return _make(func, args, kwargs, leaves)
+
+
+def _make(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: Sequence[Any]) -> Any:
+    """An op that gives new tensors or views, from each rank's inputs. leaves: all arguments, flattened."""
     plain = [x for x in leaves if isinstance(x, torch.Tensor) and not isinstance(x, RankTensor)]
     views = [x for x in leaves if isinstance(x, RankTensor) and x.shared] if func.is_view else []
-    axes = None if torch.Tag.nondeterministic_seeded in func.tags else _axes(leaves)
-    found = _joined(_on_each(func, args, kwargs), axes, plain)
+    axes = None if torch.Tag.nondeterministic_seeded in func.tags else varied_axes(leaves)
+    found = join(on_each(func, args, kwargs), axes, plain)
     if isinstance(found, torch.SymBool) or rank_numbers.is_item(found):  # what calls here takes Python's own numbers only
         return type(rank_numbers.first(found))(found)
     if views:
@@ -321,9 +272,9 @@ def _write(func: Any, args: Any, kwargs: Any, targets: list[torch.Tensor]) -> An
     """An op that writes: to tensors that differ by rank, or a copy of one as the whole content of a plain CPU tensor, which then remembers it."""
     if all(isinstance(t, RankTensor) for t in targets):
         for t in targets:
-            _check_writable(t)  # type: ignore[arg-type]
-        _on_each(func, args, kwargs)
-        _written(targets, tree_leaves((args, kwargs)))  # type: ignore[arg-type]
+            check_writable(t)  # type: ignore[arg-type]
+        on_each(func, args, kwargs)
+        note_written(targets, tree_leaves((args, kwargs)))  # type: ignore[arg-type]
         return targets[0] if len(targets) == 1 else tuple(targets)
     if func is aten.copy_.default and targets[0].shape == args[1].shape:
         from torch_bridge.recorder import uploads  # JAX
@@ -339,9 +290,9 @@ def _write(func: Any, args: Any, kwargs: Any, targets: list[torch.Tensor]) -> An
     )
 
 
-def _written(targets: Sequence[RankTensor], leaves: Sequence[Any]) -> None:
+def note_written(targets: Sequence[RankTensor], leaves: Sequence[Any]) -> None:
     """Tensors that differ by rank have been written with some of these: they may differ along more axes now."""
-    axes = None if rank_random.of(None) is not None else _axes(leaves)
+    axes = None if rank_random.of(None) is not None else varied_axes(leaves)
     for t in targets:
         t.axes = axes
 
@@ -372,54 +323,3 @@ def _alone(t: torch.Tensor) -> bool:
     """Whether no other tensor lies in the same memory."""
     storage = t.untyped_storage()
     return storage.nbytes() == t.numel() * t.element_size() and torch._C._storage_Use_Count(storage._cdata) <= 2
-
-
-# -- functions that would not ask ---------------------------------------------------------------------
-
-_FUNCTIONS = (
-    "tensor", "as_tensor", "asarray", "from_numpy", "full", "scalar_tensor", "arange", "full_like", "roll", "select", "randint", "randint_like",
-)  # fmt: skip
-_METHODS = ("new_tensor", "new_full", "select", "roll", "narrow")
-
-
-@functools.cache
-def install() -> None:
-    """Let functions that insist on plain numbers take those that differ by rank.
-
-    `Tensor.__getitem__` is left alone: with one in Python a tensor is a sequence to C code, and `torch.tensor([a, b])` of tensors fails. So a slice of a
-    CPU tensor that starts at a rank's place raises, and says that `narrow` does it.
-    """
-    torch.utils._device._device_constructors()  # `with torch.device(...)` knows torch's own functions, by a set that it makes at its first use
-    for owner, names in ((torch, _FUNCTIONS), (torch.Tensor, _METHODS)):
-        for name in names:
-            replace(owner, name, _taking_ranks(getattr(owner, name)))
-
-
-def replace(owner: Any, name: str, function: Callable[..., Any]) -> None:
-    """Put a function in the place of one of torch's, for TorchScript too, which looks them up by identity."""
-    builtin = torch.jit._builtins._find_builtin(getattr(owner, name)) if owner is torch else None
-    if builtin is not None:
-        torch.jit._builtins._register_builtin(function, builtin)
-    setattr(owner, name, function)
-
-
-def _taking_ranks(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def function(*args: Any, **kwargs: Any) -> Any:
-        if not (hold_ranks(args) or (kwargs and hold_ranks(tuple(kwargs.values())))):
-            return original(*args, **kwargs)
-        return rank_numbers.hooks().torch_function(function, args, kwargs, original)
-
-    return function
-
-
-_NESTED = {list, tuple}
-_KINDS = (*rank_numbers.KINDS, RankTensor, rank_array.RankArray)
-
-
-def hold_ranks(given: Sequence[Any]) -> bool:
-    """Whether numbers or tensors that differ by rank are among some, or in lists of them; quick for long lists of other numbers."""
-    kinds = set(map(type, given))
-    if not kinds.isdisjoint(_KINDS):
-        return True
-    return not kinds.isdisjoint(_NESTED) and any(hold_ranks(x) for x in given if type(x) in _NESTED)

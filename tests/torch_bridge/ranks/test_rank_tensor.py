@@ -181,6 +181,17 @@ def test_a_copy_is_of_the_moment() -> None:
         assert torch.equal(own, 2 * (torch.arange(6.0).view(2, 3).t() + r))
 
 
+def test_tensors_on_the_cpu_stay_there_where_xla_is_the_default() -> None:
+    rank = xm.get_ordinal()
+    x = torch.ones(2) * rank
+    with torch.device("xla"):
+        product, new = x * rank, torch.full((2,), rank)
+        x += rank
+    assert isinstance(product, RankTensor) and [p.tolist() for p in product.parts] == [[float(r * r)] * 2 for r in range(4)]
+    assert isinstance(x, RankTensor) and [p.tolist() for p in x.parts] == [[2.0 * r] * 2 for r in range(4)]
+    assert new.device.type == "xla" and [own.tolist() for own in torch_bridge.shards(new)] == [[r, r] for r in range(4)]
+
+
 def test_a_file_has_the_first_ranks_values(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(first_rank_files, "_noted", False)
     file = io.BytesIO()
