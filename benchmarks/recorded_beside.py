@@ -158,7 +158,7 @@ def prepare() -> tuple[Callable[[np.ndarray], Any], Callable[[], None], Callable
     step, mark = replay_designs.torch_step("xla")
     from torch_bridge.compiler.program import Program
     from torch_bridge.recorder import dispatch
-    from torch_bridge.runtime import executor, pending
+    from torch_bridge.runtime import executor, session
 
     seen: list[list[Any]] = []
     run = Program.run
@@ -170,18 +170,18 @@ def prepare() -> tuple[Callable[[np.ndarray], Any], Callable[[], None], Callable
     for k, ids in enumerate(measure.batches(WARM)):
         if k == WARM - 1:
             Program.run = noting  # type: ignore[method-assign]
-        before = len(pending.current().recent)
+        before = len(session.current().recent)
         loss = step(ids)
         mark()
         loss.item()
     Program.run = run  # type: ignore[method-assign]
-    if len(pending.current().recent) - before != 1:
+    if len(session.current().recent) - before != 1:
         raise RuntimeError("a step ran in more than one program")
 
     def discard() -> None:
-        executor._roll_back(dispatch.STATE.current, RuntimeError("thrown away"))
+        executor._roll_back(dispatch.STATE.session.current, RuntimeError("thrown away"))
 
-    return step, mark, discard, Parts(pending.current().recent[-1], seen[0])
+    return step, mark, discard, Parts(session.current().recent[-1], seen[0])
 
 
 def ways(step: Any, mark: Any, discard: Any, parts: Parts) -> dict[str, Callable[[np.ndarray], Any]]:

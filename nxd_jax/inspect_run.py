@@ -219,10 +219,10 @@ def _failures(args: argparse.Namespace, found: Any) -> list[str]:
 def _dumped(found: Any, folder: pathlib.Path) -> int:
     """Write every program that is still there, the one that was looked at first; how many."""
     from torch_bridge.compiler import dump
-    from torch_bridge.runtime import pending
+    from torch_bridge.runtime import session
 
     found.dump(folder)
-    others = {p for trace in pending.current().traces.values() for programs in trace.programs.values() for p in programs if p.begun}
+    others = {p for trace in session.current().traces.values() for programs in trace.programs.values() for p in programs if p.begun}
     others -= {found.program}
     for program in others:
         dump.dump(program, folder)

@@ -126,11 +126,11 @@ def compile_quickly(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.fixture
 def clean_step() -> Iterator[None]:
     """Nothing recorded before the test and no step closures left after it."""
-    from torch_bridge.runtime import executor, pending
+    from torch_bridge.runtime import executor, session
 
     executor.sync()
     yield
-    pending.current().closures.clear()
+    session.current().closures.clear()
     executor.sync()
 
 

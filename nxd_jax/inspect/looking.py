@@ -32,7 +32,7 @@ from torch_bridge import _compat
 from torch_bridge.compiler import dump
 from torch_bridge.mesh import abstract_arrays, world
 from torch_bridge.recorder.tensor import XLATensor
-from torch_bridge.runtime import abstract, executor, pending
+from torch_bridge.runtime import abstract, executor, session
 from torch_bridge.telemetry import activity
 
 logger = logging.getLogger("nxd_jax")
@@ -305,7 +305,7 @@ def _recorded(program: Any) -> abstract.Recorded | None:
 
 
 def _last_step(topology: Topology | None) -> Inspection:
-    programs = list(dict.fromkeys(pending.current().recent))
+    programs = list(dict.fromkeys(session.current().recent))
     if not programs:
         raise ValueError(
             "nothing has run yet in this process: run a training step (xm.mark_step() ends it), or look at a module: inspect.look(model, *example_inputs)"

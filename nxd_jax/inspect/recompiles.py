@@ -14,7 +14,7 @@ from nxd_jax.inspect.owners import Owner, owners
 from nxd_jax.inspect.subjects import names_of
 from nxd_jax.inspect.tables import Column, Table
 from torch_bridge.compiler.history import Compilation
-from torch_bridge.runtime import pending
+from torch_bridge.runtime import session
 
 ALIKE = 0.5
 """Share of the smaller one's ops from which a program counts as another form of an earlier one."""
@@ -91,7 +91,7 @@ def _compiled() -> Iterator[Compiled]:
     earlier: list[tuple[Compilation, Counter[Any]]] = []
     of: dict[int, Counter[Any]] = {}
     known = owners()
-    for c in list(pending.current().history.compilations):
+    for c in list(session.current().history.compilations):
         ops = Counter((n[0].op, s.module, s.line, s.backward) for n, s in zip(c.nodes, c.sources, strict=False))
         like = max(
             (e for e, other in earlier if _alike(ops, other)),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from nxd_jax.inspect import units
 from nxd_jax.inspect.tables import Column, Table
 from torch_bridge import metrics
-from torch_bridge.runtime import pending
+from torch_bridge.runtime import session
 from torch_bridge.telemetry import activity
 
 
@@ -79,6 +79,6 @@ def statistics() -> Statistics:
         dispatch_seconds=metrics.EXECUTE_TIME.total,
         to_device_bytes=int(metrics.OUTBOUND_DATA.total),
         from_device_bytes=int(metrics.INBOUND_DATA.total),
-        kept=sum(len(programs) for trace in pending.current().traces.values() for programs in trace.programs.values()),
+        kept=sum(len(programs) for trace in session.current().traces.values() for programs in trace.programs.values()),
         fallbacks={name: n for name, n in sorted(counters.items()) if name.startswith("aten::")},
     )

@@ -12,7 +12,7 @@ from nxd_jax.inspect.looking import Inspection, look
 from nxd_jax.inspect.profiling import Profile, profile
 from nxd_jax.inspect.replay import PlayedModule, modules
 from torch_bridge.mesh import abstract_arrays
-from torch_bridge.runtime import executor, pending
+from torch_bridge.runtime import executor, session
 from torch_bridge.runtime.observers import Observer
 
 logger = logging.getLogger("nxd_jax")
@@ -44,9 +44,9 @@ class Watch(Observer):
     def __enter__(self) -> Watch:
         executor.sync()
         self._before = {
-            p: p.executions for trace in pending.current().traces.values() for programs in trace.programs.values() for p in programs
+            p: p.executions for trace in session.current().traces.values() for programs in trace.programs.values() for p in programs
         }
-        self._session = pending.current()
+        self._session = session.current()
         self._session.observe(self)
         return self
 
@@ -72,7 +72,7 @@ class Watch(Observer):
         """Those that ran since the watch began, the one looked at first: it wins a tie."""
         if abstract_arrays.ACTIVE.run is not None:
             return [r.program for r in abstract_arrays.ACTIVE.run.programs.values()]
-        recent = [p for p in pending.current().recent if p.executions > self._before.get(p, 0)]
+        recent = [p for p in session.current().recent if p.executions > self._before.get(p, 0)]
         return recent if self._program is None else [self._program, *recent]
 
     def _note(self) -> None:

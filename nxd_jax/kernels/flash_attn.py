@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from torch_bridge.runtime import session
+from torch_bridge.runtime import backend
 
 
 def nki_flash_attn_func(
@@ -53,6 +53,6 @@ def _check_layout(q: torch.Tensor) -> None:
 def _attend(*args: Any, **kwargs: Any) -> torch.Tensor:
     from torch_bridge.collectives.attention_ops import attend
 
-    session.ensure()
+    backend.ensure()
 
     return attend(*args, **kwargs)

@@ -27,7 +27,7 @@ def as_before() -> Iterator[None]:
 
 
 def _pending(*tensors: Any) -> bool:
-    return any(t._storage.pending for t in tensors) or bool(dispatch.STATE.current.nodes)
+    return any(t._storage.pending for t in tensors) or bool(dispatch.STATE.session.current.nodes)
 
 
 def net() -> nn.Module:

@@ -23,7 +23,7 @@ import torch_bridge
 from torch_bridge import _compat, lowerings, metrics
 from torch_bridge.compiler import cache_environment, cache_keys, executable_cache, interpret, xla_cache
 from torch_bridge.compiler.cache_environment import UnknownError
-from torch_bridge.runtime import executor, pending
+from torch_bridge.runtime import executor, session
 
 aten = torch.ops.aten
 _SETTINGS = (
@@ -107,7 +107,7 @@ def test_inspection_of_a_program_that_was_found(folder: pathlib.Path, traced: li
     afresh(product)
     assert len(traced) == 1 and "HloModule" in torch_bridge.hlo(stage="optimized")
     assert "stablehlo.dot_general" in torch_bridge.hlo()
-    compiled = pending.current().recent[-1].compiled
+    compiled = session.current().recent[-1].compiled
     assert compiled.memory_analysis().output_size_in_bytes == 6 * 6 * 4
     assert [o.shape for o in compiled.out_info] == [(6, 6)] and len(compiled.output_shardings) == 1
 
@@ -417,7 +417,7 @@ def test_writers_at_once(folder: pathlib.Path) -> None:
     """Whole entries only, whoever wins; nothing else stays."""
     afresh(product)
     (entry,) = entries(folder)
-    made = pending.current().recent[-1].compiled
+    made = session.current().recent[-1].compiled
     (code,) = folder.parent.glob("*-cache")
     packed, key = code.read_bytes(), code.name.removesuffix("-cache")
     stop = threading.Event()

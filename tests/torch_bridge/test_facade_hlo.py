@@ -20,7 +20,7 @@ from torch_bridge.config import environment
 from torch_bridge.device.startup import dispatch
 from torch_bridge.export import hlo_text
 from torch_bridge.ir import graph_text
-from torch_bridge.runtime import executor, pending
+from torch_bridge.runtime import executor, session
 
 pytestmark = pytest.mark.usefixtures("clean_step")
 ROOT = pathlib.Path(__file__).parents[2]
@@ -55,14 +55,14 @@ def test_pending_tensors_are_not_run() -> None:
     torch_xla.sync()
     y = x.t() * 3
     view = y[1]
-    nodes = list(dispatch.STATE.current.nodes)
+    nodes = list(dispatch.STATE.session.current.nodes)
     for target in (y, [view, x], {"a": (y, view)}):
         text = torch_bridge.hlo(target)
         assert "stablehlo" in text or "func.func" in text
     assert "tensor<3xf32>" in torch_bridge.hlo(view)
     assert "tensor<4x3xf32>" in xm.get_stablehlo([y])
     assert xm.get_stablehlo_bytecode([y])[:4] == b"ML\xefR"
-    assert dispatch.STATE.current.nodes == nodes and y._storage.pending
+    assert dispatch.STATE.session.current.nodes == nodes and y._storage.pending
     assert view.tolist() == [6.0, 6.0, 6.0]
     assert "func.func" in torch_bridge.hlo(x)
 
@@ -99,7 +99,7 @@ def test_errors(monkeypatch: pytest.MonkeyPatch) -> None:
         torch_bridge.hlo(lambda x: x)
     with pytest.raises(TypeError, match="xla tensors or None, got Tensor"):
         torch_bridge.hlo(torch.ones(2))
-    monkeypatch.setattr(pending.current(), "recent", type(pending.current().recent)())
+    monkeypatch.setattr(session.current(), "recent", type(session.current().recent)())
     with pytest.raises(ValueError, match="no graph has run yet"):
         torch_bridge.hlo()
 

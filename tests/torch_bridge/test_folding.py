@@ -17,7 +17,7 @@ from torch_bridge.compiler.program import Program
 from torch_bridge.mesh import stacked_arrays
 from torch_bridge.passes import fold_repeats
 from torch_bridge.recorder.dispatch import STATE
-from torch_bridge.runtime import executor, pending
+from torch_bridge.runtime import executor, session
 from torch_bridge.torch_xla.distributed.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 
 LAYERS, WIDTH = 5, 8
@@ -83,7 +83,7 @@ def values(model: nn.Module) -> list[torch.Tensor]:
 
 def loops(program: Program | None = None) -> list[fold_repeats.Loop]:
     """The loops of the program that ran last."""
-    program = program or pending.current().recent[-1]
+    program = program or session.current().recent[-1]
     return [] if program.plan is None else [x for x in program.plan.items if isinstance(x, fold_repeats.Loop)]
 
 
@@ -102,7 +102,7 @@ def both(monkeypatch: pytest.MonkeyPatch, script: Callable[[], list[torch.Tensor
         monkeypatch.setenv("NXD_JAX_FOLD", fold)
         executor.clear_cache()
         results.append(script())
-        programs = list(dict.fromkeys(pending.current().recent))
+        programs = list(dict.fromkeys(session.current().recent))
         assert fold == "3" or not any(p.plan for p in programs)
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b, rtol=rtol, atol=1e-6)
@@ -152,14 +152,14 @@ def test_weights_stay_stacked(monkeypatch: pytest.MonkeyPatch) -> None:
     held = [block.up.weight._storage.held for block in model.blocks]
     assert {type(x) for x in held} == {stacked_arrays.Row}
     assert len({id(x.stack) for x in held}) == 1 and [x.index for x in held] == list(range(LAYERS))
-    program = pending.current().recent[-1]
+    program = session.current().recent[-1]
     assert program.executions == 3
     assert len(program.ports.inputs) < len(program.used) - 3 * 5 * (LAYERS - 1) + 1
     before = held[0].stack.array
     held.clear()
     train(model, optimizer, steps=1)
     assert before.is_deleted()
-    assert pending.current().recent[-1] is program and program.executions == 4
+    assert session.current().recent[-1] is program and program.executions == 4
 
 
 @pytest.mark.switched_on("NXD_JAX_FUSED_OPTIMIZERS")
@@ -176,9 +176,9 @@ def test_zero_redundancy(clip: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         for i in range(3):
             optimizer.zero_grad()
             model(torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(i)).to("xla")).square().mean().backward()
-            before = len(STATE.current.nodes)
+            before = len(STATE.session.current.nodes)
             optimizer.step()
-            ops = [node[0].op for node in STATE.current.nodes[before:]]
+            ops = [node[0].op for node in STATE.session.current.nodes[before:]]
             assert i == 0 or len([op for op in ops if not op.is_view]) < 20, "for 25 parameters"
             norms.append(optimizer.grad_norm)
             xla.sync()
@@ -539,5 +539,5 @@ def test_few_layers_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NXD_JAX_FOLD", raising=False)
     model = made()
     train(model, OPTIMIZERS["adamw"](model), steps=1)
-    assert pending.current().recent[-1].plan is None
+    assert session.current().recent[-1].plan is None
     assert not any(isinstance(p._storage.held, stacked_arrays.Row) for p in model.parameters())

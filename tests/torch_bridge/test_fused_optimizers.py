@@ -50,9 +50,9 @@ def set_grads(params: list[Any], k: int) -> None:
 
 def nodes_of(run: Callable[[], Any]) -> list[str]:
     """Names of the ops that are recorded meanwhile."""
-    start = len(dispatch.STATE.current.nodes)
+    start = len(dispatch.STATE.session.current.nodes)
     run()
-    return [str(node[0].op) for node in dispatch.STATE.current.nodes[start:]]
+    return [str(node[0].op) for node in dispatch.STATE.session.current.nodes[start:]]
 
 
 def only_one_op(run: Callable[[], Any]) -> bool:
@@ -397,13 +397,13 @@ late.register_step_pre_hook(lambda *_: calls.append(1))
 q.grad = torch.ones(2, device="xla")
 late.step()
 from torch_bridge.recorder import dispatch
-assert "optimizer_step" in str(dispatch.STATE.current.nodes) and calls == [1]
+assert "optimizer_step" in str(dispatch.STATE.session.current.nodes) and calls == [1]
 torch.testing.assert_close(q.detach().cpu(), p.detach())
 compiled = torch.compile(early.step, backend="eager")  # wraps methods of torch's optimizer classes
 compiled()
 assert early.state[p]["step"] == 2
 late.step()
-assert "optimizer_step" in str(dispatch.STATE.current.nodes)
+assert "optimizer_step" in str(dispatch.STATE.session.current.nodes)
 torch.testing.assert_close(q.detach().cpu(), p.detach())
 """
 

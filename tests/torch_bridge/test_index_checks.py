@@ -16,15 +16,15 @@ from torch_bridge.config import environment
 from torch_bridge.device import debug_modes
 from torch_bridge.device.startup import use_dispatch
 from torch_bridge.recorder import dispatch, expected_indices, tensor
-from torch_bridge.runtime import executor, pending
+from torch_bridge.runtime import executor, session
 
 
 @pytest.fixture
 def checked(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
     """`checked(NAME="1")` applies variables as at the first xla tensor; undone after the test."""
     executor.sync()
-    monkeypatch.setattr(pending, "CHECKS", [])
-    monkeypatch.setattr(pending.current(), "observers", ())
+    monkeypatch.setattr(session, "CHECKS", [])
+    monkeypatch.setattr(session.current(), "observers", ())
     monkeypatch.setattr(expected_indices, "_expect", None)
 
     def apply(**values: str) -> None:
@@ -163,7 +163,7 @@ def test_each_op_op_by_op(checked: Callable[..., None]) -> None:
 
 def test_off_by_default() -> None:
     assert torch.arange(4.0, device="xla").index_select(0, torch.tensor([9], device="xla")).numel() == 1
-    assert not pending.current().observers and expected_indices._expect is None
+    assert not session.current().observers and expected_indices._expect is None
 
 
 def test_a_result_that_nobody_reads_is_checked(checked: Callable[..., None]) -> None:
@@ -189,10 +189,10 @@ def test_indices_are_compiled_once_and_checked_in_every_run(checked: Callable[..
     x = torch.arange(4.0, device="xla")
     for k in (0, 1, 2):
         (x[torch.tensor([k], device="xla")] * 2).item()
-    programs = len(pending.current().traces)
+    programs = len(session.current().traces)
     with pytest.raises(IndexError, match="index 7"):
         (x[torch.tensor([7], device="xla")] * 2).item()
-    assert len(pending.current().traces) == programs
+    assert len(session.current().traces) == programs
     assert (x[torch.tensor([3], device="xla")] * 2).item() == 6
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 import torch_bridge
 from torch_bridge import metrics
-from torch_bridge.runtime import executor, pending
+from torch_bridge.runtime import executor, session
 
 torch_bridge.register()
 
@@ -36,7 +36,7 @@ def test_memory_stays_flat_over_thousands_of_steps() -> None:
     def state() -> tuple[float, int, int, int]:
         executor.sync(wait=True)
         gc.collect()
-        return resident_mb(), len(jax.live_arrays()), len(pending.current().traces), metrics.COUNTERS["UncachedCompile"]
+        return resident_mb(), len(jax.live_arrays()), len(session.current().traces), metrics.COUNTERS["UncachedCompile"]
 
     for step in range(1, STEPS + 1):
         optimizer.zero_grad()

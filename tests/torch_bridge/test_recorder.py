@@ -14,7 +14,7 @@ from torch_bridge import metrics
 from torch_bridge.compiler import program
 from torch_bridge.config.settings import SETTINGS
 from torch_bridge.device import startup
-from torch_bridge.runtime import executor, pending
+from torch_bridge.runtime import executor, session
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +32,7 @@ def executions() -> int:
 
 
 def nodes() -> list[str]:
-    return [str(n[0].op) for n in startup.dispatch.STATE.current.nodes]
+    return [str(n[0].op) for n in startup.dispatch.STATE.session.current.nodes]
 
 
 def test_nothing_runs_before_it_is_asked_for():
@@ -132,7 +132,7 @@ def test_unused_results_are_not_computed():
     z = x * 3
     del z
     executor.sync()
-    ran = pending.current().recent[-1]
+    ran = session.current().recent[-1]
     assert [n.target for n in ran.graph.nodes if n.op == "call_function" and "mul" in str(n.target)] == []
     assert y.tolist() == [2.0] * 5
 
@@ -154,7 +154,7 @@ def test_every_node_knows_its_module_and_line():
     loss = model(torch.ones(2, 3).to("xla")).sum()
     loss.backward()
     executor.sync()
-    sources = [(str(n.target), n.meta["source"]) for n in pending.current().recent[-1].graph.nodes if "source" in n.meta]
+    sources = [(str(n.target), n.meta["source"]) for n in session.current().recent[-1].graph.nodes if "source" in n.meta]
     modules = {s.module for _, s in sources}
     assert {"0", "1.0", "1.1"} <= modules
     forward = [s for t, s in sources if "addmm" in t or "relu" in t]
@@ -167,7 +167,7 @@ def test_a_segment_is_a_graph_module_that_torch_can_run():
     y = (x.t() * 0.5)[1:].clone()
     y[0] = 7
     executor.sync()
-    module = pending.current().recent[-1].module()
+    module = session.current().recent[-1].module()
     assert isinstance(module, torch.fx.GraphModule)
     placeholders = [n.target for n in module.graph.nodes if n.op == "placeholder"]
     values = {"arg0": torch.arange(6.0).reshape(2, 3), "floats": torch.tensor([0.5, 7.0], dtype=torch.float64), "ints": torch.tensor([7])}
@@ -199,7 +199,7 @@ def test_structures_are_forgotten_beyond_the_limit(monkeypatch):
     monkeypatch.setattr(SETTINGS, "max_traces", 4)
     for n in range(1, 9):
         (torch.ones(n).to("xla") + n).cpu()
-    assert len(pending.current().traces) <= 4
+    assert len(session.current().traces) <= 4
 
 
 def test_mixed_steps_keep_predicting():

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import torch_bridge
 from tests.torch_bridge.replaying import batch, bits, compile_fast, descend, everything, parity, player, run, trained  # noqa: F401
 from torch_bridge import metrics
-from torch_bridge.runtime import executor, pending, steps
+from torch_bridge.runtime import executor, session, steps
 
 
 class Net(nn.Module):
@@ -689,7 +689,7 @@ def test_a_training_loop_compiles_as_often_as_without(name: str, clean_step: Non
             programs.append(
                 {
                     t.nodes: [sum(map(len, p.ports.outputs)) for found in t.programs.values() for p in found]
-                    for t in pending.current().traces.values()
+                    for t in session.current().traces.values()
                 }
             )
         return seen

@@ -172,7 +172,7 @@ def test_anomaly_detection_sees_them(given: list[bool], played: nn.Module) -> No
 
 def test_values_are_kept_only_if_the_step_may_end_before_the_backward_pass(played: nn.Module) -> None:
     loss = loss_of(played)
-    segment = dispatch.STATE.current
+    segment = dispatch.STATE.session.current
     held = len(segment.results())
     loss.backward()
     assert held <= 3, f"{held} results wait: the module's result, the loss, the batch"

@@ -19,7 +19,7 @@ from torch_bridge.errors import DeadTensorError
 from torch_bridge.mesh import world
 from torch_bridge.mesh.abstract_arrays import AbstractArray, AbstractValueError
 from torch_bridge.recorder.prefetch import Prefetcher
-from torch_bridge.runtime import abstract, executor, pending, steps
+from torch_bridge.runtime import abstract, executor, session, steps
 
 pytestmark = pytest.mark.usefixtures("clean_step")
 
@@ -54,19 +54,19 @@ def trained(between: Callable[[], Any] = lambda: None, count: int = 4) -> list[f
 
 
 def programs() -> int:
-    return sum(len(found) for trace in pending.current().traces.values() for found in trace.programs.values())
+    return sum(len(found) for trace in session.current().traces.values() for found in trace.programs.values())
 
 
 def untouched(do: Callable[[], Any]) -> Callable[[], Any]:
     """`do`, which must leave the pending segment as it is and run nothing of it."""
 
     def run() -> None:
-        session, segment = pending.current(), pending.current().current
-        before = list(segment.nodes), list(segment.leaves), segment.next_vid, programs(), len(session.recent)
+        outer, segment = session.current(), session.current().current
+        before = list(segment.nodes), list(segment.leaves), segment.next_vid, programs(), len(outer.recent)
         assert before[0], "nothing is pending: the test would prove nothing"
         do()
-        assert pending.current() is session and session.current is segment
-        assert (segment.nodes, segment.leaves, segment.next_vid, programs(), len(session.recent)) == before
+        assert session.current() is outer and outer.current is segment
+        assert (segment.nodes, segment.leaves, segment.next_vid, programs(), len(outer.recent)) == before
 
     return run
 
@@ -82,7 +82,7 @@ def test_a_training_inside_a_training_step() -> None:
 
     def own() -> None:
         state = torch.get_rng_state()
-        with pending.opened():
+        with session.opened():
             inner.append(trained(count=2))
         torch.set_rng_state(state)
 
@@ -156,7 +156,7 @@ def test_two_threads_with_sessions_of_their_own() -> None:
     trainings = [Training(), Training()]
 
     def work(k: int) -> None:
-        with pending.opened() as own:
+        with session.opened() as own:
             for _ in range(6):
                 trainings[k].step(turn.wait)
             results[k], kept[k] = trainings[k].losses, own
@@ -174,18 +174,18 @@ def test_two_threads_with_sessions_of_their_own() -> None:
 
 def test_threads_share_the_session_of_the_process() -> None:
     seen: list[Any] = []
-    thread = threading.Thread(target=lambda: seen.append(pending.current()))
-    with pending.opened() as own:
+    thread = threading.Thread(target=lambda: seen.append(session.current()))
+    with session.opened() as own:
         thread.start()
         thread.join()
-        assert pending.current() is own is not seen[0]
-    assert pending.current() is seen[0]
+        assert session.current() is own is not seen[0]
+    assert session.current() is seen[0]
 
 
 def test_what_waits_in_another_session_is_run_there() -> None:
-    outer = pending.current()
+    outer = session.current()
     a = torch.arange(4.0).to("xla") * 2
-    with pending.opened() as own:
+    with session.opened() as own:
         assert (a + 1).tolist() == [1, 3, 5, 7]
         assert not outer.current.nodes and len(own.recent) == 1
         b = a * 10
@@ -197,14 +197,14 @@ def test_what_waits_in_another_session_is_run_there() -> None:
 def test_a_value_is_asked_for_where_it_waits() -> None:
     """`.item()` in the inner block of what the outer one recorded, and the other way round after an exception left it there."""
     a = torch.ones(3).to("xla") + 1
-    with pending.opened() as own:
+    with session.opened() as own:
         assert a.sum().item() == 6
-    with pytest.raises(KeyError), pending.opened() as own:
+    with pytest.raises(KeyError), session.opened() as own:
         b = torch.ones(3).to("xla") + 4
         raise KeyError
     assert own.current.nodes
     assert b.tolist() == [5, 5, 5] and not own.current.nodes
-    with pytest.raises(KeyError), pending.opened():
+    with pytest.raises(KeyError), session.opened():
         c = torch.ones(3).to("xla") + 5
         raise KeyError
     assert (c * 2).tolist() == [12, 12, 12]
@@ -215,11 +215,11 @@ def test_writes_in_place_go_back_and_forth() -> None:
     view = w[1:3]
     w.add_(1)
     before = w * 1  # of the value that the inner block does not see change
-    with pending.opened():
+    with session.opened():
         view.mul_(5)
         inner = w.sum()
     view.add_(100)
-    with pending.opened():
+    with session.opened():
         w.sub_(1)
     assert before.tolist() == [1, 1, 1, 1]
     assert inner.item() == 12
@@ -230,7 +230,7 @@ def test_a_whole_write_over_what_waits_elsewhere() -> None:
     w = torch.zeros(2).to("xla")
     w.add_(3)
     seen = w * 2
-    with pending.opened():
+    with session.opened():
         w.copy_(torch.ones(2).to("xla") * 7)
     assert seen.tolist() == [6, 6] and w.tolist() == [7, 7]
 
@@ -239,7 +239,7 @@ def test_an_array_that_another_session_reads_is_not_taken_over() -> None:
     w = torch.ones(5, 3).to("xla")
     executor.sync()
     pending_read = w * 2
-    with pending.opened():
+    with session.opened():
         w.add_(1)  # would be donated, were it not for the read that waits
         xm.mark_step()
     assert pending_read.tolist() == [[2.0] * 3] * 5 and w.tolist() == [[2.0] * 3] * 5
@@ -248,7 +248,7 @@ def test_an_array_that_another_session_reads_is_not_taken_over() -> None:
 def test_a_failure_stays_where_it_happened(monkeypatch: pytest.MonkeyPatch) -> None:
     w = torch.ones(3).to("xla")
     before = w + 1
-    with pending.opened():
+    with session.opened():
         w.mul_(2)
         lost = w * torch.ones(3).to("xla")
         with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
@@ -273,7 +273,7 @@ def test_a_capture_cannot_be_asked_from_outside() -> None:
 
 
 def test_another_world_ends_the_steps_of_all_sessions() -> None:
-    with pytest.raises(KeyError), pending.opened() as own:
+    with pytest.raises(KeyError), session.opened() as own:
         a = torch.ones(3).to("xla") * 3
         raise KeyError
     before = world.current()
@@ -288,18 +288,18 @@ def test_another_world_ends_the_steps_of_all_sessions() -> None:
 def test_our_threads_record_where_they_were_started() -> None:
     """Step closures beside the next step, and loaders."""
     seen: list[Any] = []
-    with pending.opened() as own:
-        xm.add_step_closure(lambda: seen.append(pending.current()), (), run_async=True)
+    with session.opened() as own:
+        xm.add_step_closure(lambda: seen.append(session.current()), (), run_async=True)
         xm.mark_step()
         steps.wait_closures()
-        moved = list(Prefetcher([1, 2, 3], lambda x: (x, pending.current()), 2, 2))
+        moved = list(Prefetcher([1, 2, 3], lambda x: (x, session.current()), 2, 2))
     assert seen == [own] and moved == [(k, own) for k in (1, 2, 3)]
 
 
 def test_closures_belong_to_the_session_whose_step_ends() -> None:
     called: list[str] = []
     xm.add_step_closure(lambda: called.append("outer"))
-    with pending.opened():
+    with session.opened():
         xm.add_step_closure(lambda: called.append("inner"))
         xm.mark_step()
         assert called == ["inner"]
@@ -308,7 +308,7 @@ def test_closures_belong_to_the_session_whose_step_ends() -> None:
 
 
 def test_sessions_are_let_go_of() -> None:
-    with pending.opened() as own:
+    with session.opened() as own:
         x = torch.ones(2).to("xla") + 1
     ref = weakref.ref(own)
     del own
@@ -321,7 +321,7 @@ def test_played_modules_play_in_any_session() -> None:
     x = torch.ones(4, 3).to("xla")
     expected = [model(x).sum().item() for _ in range(5)]
     before = metrics.COUNTERS.get("UncachedCompile", 0)
-    with pending.opened():
+    with session.opened():
         assert [model(x).sum().item() for _ in range(5)] == expected
     assert metrics.COUNTERS["UncachedCompile"] > before, "programs are each session's own"
 
@@ -347,7 +347,7 @@ def test_modules_are_recorded_in_two_sessions_at_once() -> None:
     found: dict[int, list[float]] = {}
 
     def work(k: int) -> None:
-        with pending.opened():
+        with session.opened():
             found[k] = []
             for n in range(8):
                 turn.wait()
@@ -368,7 +368,7 @@ def test_a_module_that_opens_a_session_is_not_played() -> None:
             self.seen = nn.Parameter(torch.zeros(2))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            with pending.opened():
+            with session.opened():
                 y = (x * 3).detach()
             return x + y + self.seen
 

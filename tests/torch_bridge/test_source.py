@@ -14,7 +14,7 @@ from torch import fx, nn
 from torch.utils.checkpoint import checkpoint
 
 from torch_bridge import source
-from torch_bridge.runtime import executor, pending
+from torch_bridge.runtime import executor, session
 from torch_bridge.source import Source
 
 pytestmark = pytest.mark.usefixtures("clean_step")
@@ -54,7 +54,7 @@ def step(model: nn.Module) -> fx.Graph:
     model(x).square().sum().backward()
     model.zero_grad()
     torch_xla.sync()
-    return pending.current().recent[-1].graph
+    return session.current().recent[-1].graph
 
 
 def found(graph: fx.Graph, op: str) -> list[Source]:
@@ -102,7 +102,7 @@ def test_backward_ops_of_predicted_forwards_keep_their_source() -> None:
     model(x).square().sum().backward()
     (x.grad * 3).cpu()  # other ops than before, after a forward pass as before
     assert x.grad is not None
-    graph = pending.current().recent[-1].graph
+    graph = session.current().recent[-1].graph
     assert [s.module for s in found(graph, "aten.tanh_backward")] == ["layers.1", "layers.0"]
     assert all(s.backward and s.line == line_of("return self.down(torch.tanh") for s in found(graph, "aten.tanh_backward"))
 
@@ -117,7 +117,7 @@ def test_another_backward_of_a_predicted_forward() -> None:
         loss.backward()
         model.zero_grad()
         torch_xla.sync()
-    backward = found(pending.current().recent[-1].graph, "aten.tanh_backward")
+    backward = found(session.current().recent[-1].graph, "aten.tanh_backward")
     assert [(s.module, s.backward) for s in backward] == [("layers.1", True), ("layers.0", True)]
 
 
@@ -150,7 +150,7 @@ def test_code_of_a_library_counts_as_its_callers(library: types.ModuleType) -> N
     def line() -> tuple[str, int]:
         executor.clear_cache()
         library.twice(torch.ones(3, device="xla")).cpu()
-        (s,) = found(pending.current().recent[-1].graph, "aten.mul")
+        (s,) = found(session.current().recent[-1].graph, "aten.mul")
         return pathlib.Path(s.file).name, s.line
 
     assert line() == ("some_library_of_ours.py", 2)

@@ -22,7 +22,7 @@ import torch_xla
 from torch import nn
 
 from torch_bridge.mesh import world
-from torch_bridge.runtime import executor, pending
+from torch_bridge.runtime import executor, session
 from torch_bridge.telemetry import activity as telemetry
 from torch_bridge.telemetry import publisher as publishing
 from torch_bridge.telemetry.activity import Activity
@@ -171,7 +171,7 @@ def test_donation_goes_on(noted: Activity) -> None:
     _train(2)
     noted.asked = True
     _train(2)
-    assert pending.current().recent[-1].ports.donated
+    assert session.current().recent[-1].ports.donated
     assert noted.devices is not None and sum(noted.devices.used) > 0
 
 

@@ -25,7 +25,7 @@ from torch_bridge.device.startup import dispatch, tensor
 from torch_bridge.mesh import world
 from torch_bridge.passes.verify import report
 from torch_bridge.recorder import expected_indices
-from torch_bridge.runtime import executor, pending
+from torch_bridge.runtime import executor, session
 
 ROOT = pathlib.Path(__file__).parents[2]
 pytestmark = pytest.mark.usefixtures("clean_step")
@@ -36,8 +36,8 @@ def configured(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """`configured(NAME="1", ...)` applies variables as at the first xla tensor; undone after the test."""
     for field in dataclasses.fields(SETTINGS):
         monkeypatch.setattr(SETTINGS, field.name, getattr(SETTINGS, field.name))
-    monkeypatch.setattr(pending, "CHECKS", [])
-    monkeypatch.setattr(pending.current(), "observers", ())
+    monkeypatch.setattr(session, "CHECKS", [])
+    monkeypatch.setattr(session.current(), "observers", ())
     monkeypatch.setattr(report, "ON", report.ON)
     monkeypatch.setattr(expected_indices, "_expect", None)
     executor.clear_cache()
@@ -385,7 +385,7 @@ def train(device: str, steps: int = 3) -> Any:
 def test_eager_debug_mode(configured: Any) -> None:
     configured(NEURON_USE_EAGER_DEBUG_MODE="1")
     x = torch.ones(3, device="xla") * 2
-    assert not x._storage.pending and not dispatch.STATE.current.nodes
+    assert not x._storage.pending and not dispatch.STATE.session.current.nodes
     y = torch.zeros(2, 3, device="xla")
     y[1].add_(x)
     assert not y._storage.pending and y.tolist() == [[0, 0, 0], [2, 2, 2]]
@@ -397,7 +397,7 @@ def test_eager_debug_mode(configured: Any) -> None:
 def test_launch_blocking(configured: Any) -> None:
     configured(NEURON_LAUNCH_BLOCKING="1")
     same(train)
-    assert not pending.current().in_flight
+    assert not session.current().in_flight
 
 
 def test_number_of_graphs_kept(configured: Any) -> None:
@@ -411,8 +411,8 @@ def test_number_of_graphs_kept(configured: Any) -> None:
 
     run(3)
     each = run(4)
-    assert run(4, 4, 4) == 0 and len(pending.current().traces) <= 2
-    assert run(5, 6, 7) == 3 * each and len(pending.current().traces) <= 2
+    assert run(4, 4, 4) == 0 and len(session.current().traces) <= 2
+    assert run(5, 6, 7) == 3 * each and len(session.current().traces) <= 2
     assert run(4) == each, "the graph for 4 was let go of"
 
 
@@ -427,21 +427,21 @@ def test_hot_graphs_are_kept(configured: Any) -> None:
         del x
 
     step(4)
-    programs = list(pending.current().traces.values())
+    programs = list(session.current().traces.values())
     assert len(programs) <= 2
     for n in (4, 4, 4):
         step(n)
-    assert list(pending.current().traces.values()) == programs
+    assert list(session.current().traces.values()) == programs
 
 
 def test_no_donation(configured: Any) -> None:
     configured(XLA_ENABLE_PARAM_ALIASING="0")
     same(train)
-    assert not any(p.ports.donated for p in pending.current().recent)
+    assert not any(p.ports.donated for p in session.current().recent)
     configured(XLA_ENABLE_PARAM_ALIASING="1")
     executor.clear_cache()
     same(train)
-    assert any(p.ports.donated for p in pending.current().recent)
+    assert any(p.ports.donated for p in session.current().recent)
 
 
 def test_extract_graphs_only(configured: Any) -> None:

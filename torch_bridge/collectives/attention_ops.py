@@ -1,6 +1,6 @@
 """Flash and ring attention as ops of the graph, and as torch functions with gradients.
 
-The ops keep the logsumexp and the seed of the dropout mask for their backward ops. Import this after `session.ensure()` (which brings JAX up).
+The ops keep the logsumexp and the seed of the dropout mask for their backward ops. Import this after `backend.ensure()` (which brings JAX up).
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ def emit(op: torch._ops.OpOverload, inputs: Sequence[torch.Tensor], args: tuple[
             assert isinstance(t, XLATensor)
             ids.append(read(t))
         entry = step_entry(op, tuple(flat_layout(t._layout) for t in inputs), args)  # type: ignore[attr-defined]
-        segment = dispatch.STATE.current
+        segment = dispatch.STATE.session.current
         vid = segment.emit(entry, tuple(ids))
         assert entry.outs[0] is not None
         return fresh(segment, entry.outs[0], vid)

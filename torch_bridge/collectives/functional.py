@@ -13,7 +13,7 @@ import torch
 from torch_bridge.mesh import groups as rank_groups
 from torch_bridge.mesh import world
 from torch_bridge.mesh.groups import Groups
-from torch_bridge.runtime import session
+from torch_bridge.runtime import backend
 
 REDUCTIONS = ("sum", "mul", "and", "or", "min", "max")
 
@@ -111,7 +111,7 @@ def _emit(name: str, t: torch.Tensor, args: tuple[Any, ...]) -> torch.Tensor:
     """Record a collective on an xla tensor."""
     from torch_bridge.collectives import collective_ops
 
-    session.ensure()
+    backend.ensure()
 
     if t.device.type != "xla":
         raise ValueError(f"{name}: ranks exchange tensors on xla, got one of shape {list(t.shape)} on {t.device}; move it with .to('xla')")

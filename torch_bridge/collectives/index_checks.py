@@ -27,7 +27,7 @@ from torch_bridge.recorder import expected_indices
 from torch_bridge.recorder.dispatch import special
 from torch_bridge.recorder.schema import info
 from torch_bridge.recorder.tensor import XLATensor, fresh
-from torch_bridge.runtime import pending
+from torch_bridge.runtime import session
 from torch_bridge.runtime.observers import Observer
 from torch_bridge.source import NOWHERE, Source
 
@@ -201,7 +201,7 @@ class Check(NamedTuple):
 def install() -> None:
     """Check the indices of everything that runs from now on."""
     expected_indices.check_with(expect)
-    pending.check_with(CHECKS)
+    session.check_with(CHECKS)
 
 
 def expect(layer: str, index: torch.Tensor, end: int, of: str, ignored: int | None) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch_bridge import nested
 from torch_bridge.mesh import groups, processes, rank_numbers, world
 from torch_bridge.recorder import prefetch
-from torch_bridge.runtime import session
+from torch_bridge.runtime import backend
 
 
 def each_ranks(obj: Any) -> list[Any]:
@@ -41,7 +41,7 @@ def _is_number(x: Any) -> bool:
 
 
 def _shards(t: torch.Tensor) -> list[torch.Tensor]:
-    session.ensure()
+    backend.ensure()
     from torch_bridge.recorder import sharded
 
     return sharded.shards(t)

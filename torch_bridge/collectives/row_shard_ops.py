@@ -1,6 +1,6 @@
 """`row_shards` as ops of the graph: one reduces many tensors and cuts them by rows, one joins the parts again.
 
-Parts lie side by side in buckets, and a bucket is one collective. Import this after `session.ensure()` (which brings JAX up).
+Parts lie side by side in buckets, and a bucket is one collective. Import this after `backend.ensure()` (which brings JAX up).
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ import torch
 
 from torch_bridge.mesh import groups as rank_groups
 from torch_bridge.mesh import world
-from torch_bridge.runtime import session
+from torch_bridge.runtime import backend
 
 BUCKET = 130 * 2**20
 """Bytes of full tensors that one collective moves, unless told otherwise."""
@@ -65,7 +65,7 @@ class RowShards:
 
 
 def _row_ops() -> Any:
-    session.ensure()
+    backend.ensure()
     from torch_bridge.collectives import row_shard_ops
 
     return row_shard_ops

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from torch_bridge.device import autocast_regions
-from torch_bridge.runtime import session
+from torch_bridge.runtime import backend
 
 LOWER = (
     "conv1d", "conv1d.padding", "conv2d", "conv2d.padding", "conv3d", "conv3d.padding", "conv_tbc",
@@ -146,11 +146,11 @@ def _value(t: Any) -> tuple[Any, int]:
     """What stands for the value a tensor has now: a weight written to inside the region is cast anew."""
     from torch_bridge.recorder import dispatch, tensor
 
-    session.ensure()
+    backend.ensure()
     from torch_bridge.ir.segment import LOCK
 
     with LOCK:
-        return dispatch.STATE.current, tensor.read(t)
+        return dispatch.STATE.session.current, tensor.read(t)
 
 
 def _clear_at_exit() -> None:

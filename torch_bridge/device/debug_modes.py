@@ -16,9 +16,9 @@ from torch_bridge.compiler.program import Trace
 from torch_bridge.config.settings import SETTINGS
 from torch_bridge.ir.segment import Storage
 from torch_bridge.passes.verify import report
-from torch_bridge.runtime import executor, pending
+from torch_bridge.runtime import executor, session
 from torch_bridge.runtime.observers import Observer
-from torch_bridge.runtime.pending import STATE
+from torch_bridge.runtime.session import STATE
 from torch_bridge.source import NOWHERE
 
 Dispatch = Callable[..., Any]
@@ -32,7 +32,7 @@ def configure(values: dict[str, Any], dispatch: Dispatch) -> Dispatch:
     SETTINGS.donate = values.get("XLA_ENABLE_PARAM_ALIASING", True)
     SETTINGS.extract_only = bool(values.get("NEURON_EXTRACT_GRAPHS_ONLY"))
     if values.get("NEURON_FAIL_ON_NAN") or values.get("NEURON_RT_NUMERICAL_ERRORS_VERBOSITY") == "critical":
-        pending.check_with(NAN_CHECK)
+        session.check_with(NAN_CHECK)
     if values.get("NXD_JAX_CHECK_INDICES") or values.get("NEURON_USE_EAGER_DEBUG_MODE"):
         index_checks.install()
     report.switch(bool(values.get("NXD_JAX_VERIFY")))
@@ -59,7 +59,7 @@ def op_by_op(dispatch: Dispatch) -> Dispatch:
             out = dispatch(func, args, kwargs)
         finally:
             _DEPTH.inside = False
-        if not STATE.current.capture:
+        if not STATE.session.current.capture:
             executor.sync(wait=True)
         return out
 

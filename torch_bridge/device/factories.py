@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from torch_bridge.runtime import session
+from torch_bridge.runtime import backend
 
 aten = torch.ops.aten
 
@@ -17,7 +17,7 @@ aten = torch.ops.aten
 def empty(size: Any, dtype: Any = None, layout: Any = None, device: Any = None, pin_memory: Any = None, memory_format: Any = None) -> Any:
     from torch_bridge.recorder import op_rules
 
-    session.ensure()
+    backend.ensure()
     from torch_bridge.ir import layout as layouts
 
     meta = torch.empty(size, dtype=dtype, device="meta", memory_format=memory_format)
@@ -27,7 +27,7 @@ def empty(size: Any, dtype: Any = None, layout: Any = None, device: Any = None, 
 def empty_strided(size: Any, stride: Any, dtype: Any = None, layout: Any = None, device: Any = None, pin_memory: Any = None) -> Any:
     from torch_bridge.recorder import op_rules
 
-    session.ensure()
+    backend.ensure()
     from torch_bridge.ir import layout as layouts
 
     return op_rules.uninitialized(layouts.base_of(tuple(size), tuple(stride), dtype or torch.get_default_dtype()))
@@ -39,7 +39,7 @@ def _recorded(op: torch._ops.OpOverload) -> Any:
     def factory(*args: Any, layout: Any = None, device: Any = None, pin_memory: Any = None, **kwargs: Any) -> Any:
         from torch_bridge.recorder import dispatch
 
-        session.ensure()
+        backend.ensure()
 
         if kwargs.get("dtype", 0) is None:
             del kwargs["dtype"]
@@ -51,7 +51,7 @@ def _recorded(op: torch._ops.OpOverload) -> Any:
 def copy_from(src: Any, dst: Any, non_blocking: bool = False) -> Any:
     from torch_bridge.recorder import dispatch
 
-    session.ensure()
+    backend.ensure()
 
     return dispatch.dispatch(aten._copy_from.default, (src, dst, non_blocking), {})
 
@@ -59,7 +59,7 @@ def copy_from(src: Any, dst: Any, non_blocking: bool = False) -> Any:
 def copy_from_and_resize(src: Any, dst: Any) -> Any:
     from torch_bridge.recorder import dispatch
 
-    session.ensure()
+    backend.ensure()
 
     return dispatch.dispatch(aten._copy_from_and_resize.default, (src, dst), {})
 
@@ -68,7 +68,7 @@ def local_scalar_dense(x: Any) -> Any:
     """`torch.tensor([x, ...])` reads its elements past `__torch_dispatch__`."""
     from torch_bridge.recorder import dispatch
 
-    session.ensure()
+    backend.ensure()
 
     return dispatch.dispatch(aten._local_scalar_dense.default, (x,), {})
 
@@ -79,7 +79,7 @@ def _composite(name: str) -> Any:
     def rule(*args: Any, **kwargs: Any) -> Any:
         from torch_bridge.recorder import op_rules
 
-        session.ensure()
+        backend.ensure()
 
         return getattr(op_rules, name)(*args, **kwargs)
 

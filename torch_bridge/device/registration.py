@@ -14,7 +14,7 @@ import torch
 from torch_bridge.device import aliasing
 from torch_bridge.mesh import rank_numbers
 from torch_bridge.recorder import autograd_engine
-from torch_bridge.runtime import session
+from torch_bridge.runtime import backend
 
 _registered = False
 _libraries: list[Any] = []
@@ -77,7 +77,7 @@ def register() -> None:
     from torch_bridge.recorder import cpu_attention
     from torch_bridge.runtime import step_hints
 
-    session.start_with(_start)
+    backend.start_with(_start)
     rank_numbers.hooks_from(_per_rank_hooks)
     torch.utils.rename_privateuse1_backend("xla")
     torch._register_device_module("xla", device_module)

@@ -16,9 +16,9 @@ from torch_bridge.ir.layout import layout
 from torch_bridge.ir.segment import Segment
 from torch_bridge.recorder.subgraph import AbstractLeaf, Place, abstract, build, constants, recording, result_ids
 from torch_bridge.recorder.tensor import XLATensor
-from torch_bridge.runtime import session
+from torch_bridge.runtime import backend
 
-session.ensure()
+backend.ensure()
 
 
 @dataclass

@@ -21,9 +21,9 @@ from torch_bridge.mesh import sharding
 from torch_bridge.passes import varying_axes
 from torch_bridge.recorder import dispatch
 from torch_bridge.recorder.tensor import XLATensor
-from torch_bridge.runtime import pending, session, transfer
+from torch_bridge.runtime import backend, session, transfer
 
-session.ensure()
+backend.ensure()
 
 STAGES = ("stablehlo", "optimized")
 
@@ -65,7 +65,7 @@ def captured(module: torch.nn.Module, *example_inputs: Any) -> fx.GraphModule:
 def pending_graph(tensors: Sequence[torch.Tensor]) -> fx.Graph:
     """The recorded graph that computes these xla tensors. Nothing is run and the recording is left as it is."""
     with LOCK:
-        segment = dispatch.STATE.current
+        segment = dispatch.STATE.session.current
         nodes = list(segment.nodes)
         sources = list(segment.sources if segment.predicted is None else segment.predicted.sources[: len(nodes)])
         leaves = list(segment.leaves)
@@ -176,7 +176,7 @@ def _render(lowered: Any, stage: str) -> str:
 
 
 def _of_recent(stage: str) -> str:
-    programs = list(dict.fromkeys(pending.current().recent))
+    programs = list(dict.fromkeys(session.current().recent))
     if not programs:
         raise ValueError(
             "no graph has run yet in this process: call torch_xla.sync() after some work on xla tensors, or pass a module or tensors to "

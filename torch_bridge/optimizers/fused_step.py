@@ -19,7 +19,7 @@ from torch import optim
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
-from torch_bridge.runtime import session
+from torch_bridge.runtime import backend
 
 _CLASSES = (optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad, optim.Adafactor)
 
@@ -106,7 +106,7 @@ def _observed() -> bool:
 
 def _record(optimizer: Any, cls: type) -> bool:
     """Record it; False, with nothing changed, if it is not what the rules compute."""
-    session.ensure()
+    backend.ensure()
     from torch_bridge.optimizers import step_plans
 
     if issubclass(cls, optim.Adafactor) and step_plans.rounds() and not _parts(optimizer):
@@ -147,7 +147,7 @@ class Update(NamedTuple):
 
     def record(self) -> None:
         """Record it: parameters and states are updated in place."""
-        session.ensure()
+        backend.ensure()
         from torch_bridge.optimizers import param_partition, step_ops
 
         grads = [p.grad for p in self.params] if self.grads is None else self.grads

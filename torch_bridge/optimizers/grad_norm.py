@@ -7,13 +7,13 @@ from collections.abc import Sequence
 
 import torch
 
-from torch_bridge.runtime import session
+from torch_bridge.runtime import backend
 
 
 def sum_powers(tensors: Sequence[torch.Tensor], p: float, dtype: torch.dtype | None = None) -> list[torch.Tensor]:
     """For each tensor the sum of |x|^p of its entries, converted to `dtype` first (None: as it is); their maximum for p = inf (0 if there are none)."""
     if any(t.device.type == "xla" for t in tensors):
-        session.ensure()
+        backend.ensure()
         from torch_bridge.optimizers import grad_norm_ops
 
         return grad_norm_ops.ops.sum_powers(list(tensors), p, dtype)

@@ -1,4 +1,4 @@
-"""`grad_norm.sum_powers` as an op of the graph. Import this after `session.ensure()` (which brings JAX up)."""
+"""`grad_norm.sum_powers` as an op of the graph. Import this after `backend.ensure()` (which brings JAX up)."""
 
 from __future__ import annotations
 

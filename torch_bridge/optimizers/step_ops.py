@@ -1,7 +1,7 @@
 """A known optimizer's step as one op of the graph: `torch_bridge::optimizer_step` updates a list of parameters and their state.
 
 What it does to each is in `update_rules.py`, and in `adafactor.py` where tensors that several ranks share out are looked at as wholes. Import this
-after `session.ensure()` (which brings JAX up).
+after `backend.ensure()` (which brings JAX up).
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def _record(func: Any, args: Any, kwargs: Any) -> None:
     entry = _ENTRIES.get(key)
     if entry is None:
         entry = _ENTRIES[key] = _entry(rule, list(map(len, lists)), _written(views), layouts, len(numbers), options)
-    segment = STATE.current
+    segment = STATE.session.current
     ids: list[int] = []
     for given in zip(storages, views, strict=True):
         ids += segment.read_all(*given)

@@ -18,7 +18,7 @@ from torch_bridge.collectives.row_shards import BUCKET, RowShards
 from torch_bridge.mesh import groups as rank_groups
 from torch_bridge.optimizers import fused_step, param_partition
 from torch_bridge.optimizers import grad_norm as clipping
-from torch_bridge.runtime import executor, session
+from torch_bridge.runtime import backend, executor
 
 __all__ = ["ZeroRedundancyOptimizer"]
 
@@ -245,7 +245,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def _publish(self, params: Sequence[torch.Tensor]) -> None:
         """Write every rank's parts into the parameters."""
-        session.ensure()
+        backend.ensure()
         from torch_bridge.recorder import op_rules
 
         for dtype in dict.fromkeys(p.dtype for p in params):

@@ -22,7 +22,7 @@ from torch_bridge.per_rank import each_rank_factories
 from torch_bridge.per_rank.each_rank_factories import each_of, vars_of
 from torch_bridge.per_rank.host_random_states import RandomStates
 from torch_bridge.recorder import rank_tensor
-from torch_bridge.runtime import session
+from torch_bridge.runtime import backend
 
 _DEPTH = 5
 _PLAIN = (str, bytes, int, float, bool, type(None), torch.Tensor, torch.nn.Module, torch.Generator, type)
@@ -153,7 +153,7 @@ class RankBatches(Iterator[Any]):
 
 def combine(batches: dict[Any, Any], table: tuple[Any, ...]) -> Any:
     """One nested batch of xla tensors from each distinct rank's own batch of CPU tensors."""
-    session.ensure()
+    backend.ensure()
     from torch_bridge.recorder import sharded
 
     hosted = world.current().hosted

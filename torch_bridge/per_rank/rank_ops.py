@@ -16,7 +16,7 @@ from torch_bridge.mesh import rank_numbers, world
 from torch_bridge.per_rank import rank_functions
 from torch_bridge.recorder import sharded
 from torch_bridge.recorder.tensor import XLATensor, make
-from torch_bridge.runtime import session
+from torch_bridge.runtime import backend
 
 aten = torch.ops.aten
 
@@ -191,7 +191,7 @@ def record(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Record a call that has numbers for each rank among its arguments."""
     from torch_bridge.recorder import dispatch
 
-    session.ensure()
+    backend.ensure()
 
     rule = _RULES.get(func)
     if rule is not None:

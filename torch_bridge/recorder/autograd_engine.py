@@ -21,7 +21,7 @@ import torch
 import torch.autograd.graph as _graph
 
 from torch_bridge import errors
-from torch_bridge.runtime import interrupts, session
+from torch_bridge.runtime import backend, interrupts
 
 _original = _graph._engine_run_backward
 
@@ -90,7 +90,7 @@ def _undefined(func: Any) -> Any:
 
 
 def _engine_run_backward(t_outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-    if not session.started:  # no xla tensor has been made yet; a loss on the CPU may come from one
+    if not backend.started:  # no xla tensor has been made yet; a loss on the CPU may come from one
         return _original(t_outputs, *args, **kwargs)
     state = _STATE
     if not state.depth and _without_engine(t_outputs, *args, **kwargs):

@@ -15,9 +15,9 @@ from torch_bridge.ir.segment import LOCK
 from torch_bridge.lowerings import lowering
 from torch_bridge.recorder import dispatch
 from torch_bridge.recorder.tensor import XLATensor, read
-from torch_bridge.runtime import session
+from torch_bridge.runtime import backend
 
-session.ensure()
+backend.ensure()
 
 _library = torch.library.Library("torch_bridge", "FRAGMENT")
 _library.define("barrier(Tensor[] tensors) -> Tensor[]")
@@ -61,4 +61,4 @@ def barrier_(tensors: Sequence[torch.Tensor]) -> None:
         return
     with LOCK, torch.no_grad():
         for t, behind in zip(found, torch.ops.torch_bridge.barrier(found), strict=True):
-            dispatch.STATE.current.write_view(t._storage, t._layout, read(behind))
+            dispatch.STATE.session.current.write_view(t._storage, t._layout, read(behind))

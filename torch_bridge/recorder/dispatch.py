@@ -23,7 +23,7 @@ from torch_bridge.recorder.copies import upload
 from torch_bridge.recorder.schema import LIFTED, NOT_SCALAR, Info, info
 from torch_bridge.recorder.shape_inference import DROPPED, NeedsHost, infer, infer_from_lowering, to_meta
 from torch_bridge.recorder.tensor import XLATensor, fresh, make, point, read
-from torch_bridge.runtime.pending import STATE
+from torch_bridge.runtime.session import STATE
 
 aten = torch.ops.aten
 
@@ -385,7 +385,7 @@ def _run_view(call: Call, func: Any, args: Any, kwargs: Any, tensors: list[XLATe
 
 
 def _emit(call: Call, tensors: list[XLATensor], numbers: list[Any], kwargs: Any) -> tuple[Segment, int]:
-    segment = STATE.current
+    segment = STATE.session.current
     ids = []
     for t in tensors:
         storage = t._storage
@@ -476,7 +476,7 @@ def record_op(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
 
 def resize(t: XLATensor, size: tuple[int, ...]) -> None:
     """`resize_` to a contiguous size, keeping the storage's elements in order; new ones are zero."""
-    segment = STATE.current
+    segment = STATE.session.current
     new = layout(size, None, t._layout.offset, t._layout.dtype)
     storage = t._storage
     needed = new.offset + math.prod(size)

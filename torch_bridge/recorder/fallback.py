@@ -21,7 +21,7 @@ from torch_bridge.recorder.schema import info
 from torch_bridge.recorder.tensor import XLATensor, read
 from torch_bridge.recorder.uploads import from_ranks
 from torch_bridge.recorder.varying import varying
-from torch_bridge.runtime.pending import STATE
+from torch_bridge.runtime.session import STATE
 
 aten = torch.ops.aten
 
@@ -85,14 +85,14 @@ def on_host(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str
         new = joined(lambda call: call.tensors[id(t)])  # noqa: B023  # called at once
         if new._layout.size != t._layout.size:
             aten.resize_.default(t, new._layout.size)
-        STATE.current.write_view(t._storage, t._layout, read(new))
+        STATE.session.current.write_view(t._storage, t._layout, read(new))
     return tree_unflatten([result(k) for k in range(len(first.results))], first.structure)
 
 
 def _announce(func: torch._ops.OpOverload, args: Any, kwargs: Any) -> None:
     """Count a run on the CPU, and warn of the first of an op that should have a lowering. UnsupportedOpError while a module is captured."""
     name = func._schema.name.removeprefix("aten::")
-    if STATE.current.capture:
+    if STATE.session.current.capture:
         raise UnsupportedOpError(
             f"{func} has no JAX lowering and cannot run on the CPU while torch_bridge.capture records a module "
             f"(at {source.user_line()}). Register one: @torch_bridge.lowerings.lowering(torch.ops.{func})."

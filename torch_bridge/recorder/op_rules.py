@@ -54,7 +54,7 @@ def _copy_on_device(dst: XLATensor, src: XLATensor) -> None:
     if src._layout.size != view.size:
         src = record_op(aten.expand.default, src, view.size)
     vid = read(src)
-    STATE.current.write_view(dst._storage, view, vid)
+    STATE.session.current.write_view(dst._storage, view, vid)
 
 
 def _copy_from_host(dst: XLATensor, src: torch.Tensor) -> None:
@@ -73,7 +73,7 @@ def _copy_from_host(dst: XLATensor, src: torch.Tensor) -> None:
         storage.views, storage.segment, storage.array = None, None, array
     else:
         part = Storage(layout(view.size, None, 0, view.dtype), array)
-        STATE.current.write_view(storage, view, STATE.current.read(part, part.layout))
+        STATE.session.current.write_view(storage, view, STATE.session.current.read(part, part.layout))
 
 
 def _copy_expanded(dst: XLATensor, host: torch.Tensor) -> None:
@@ -81,7 +81,7 @@ def _copy_expanded(dst: XLATensor, host: torch.Tensor) -> None:
     host.expand(dst._layout.size)  # raises torch's own error
     small = Storage(layout(tuple(host.shape), None, 0, host.dtype), to_array(host))
     wide = record_op(aten.expand.default, make(small.layout, small), dst._layout.size)
-    STATE.current.write_view(dst._storage, dst._layout, read(wide))
+    STATE.session.current.write_view(dst._storage, dst._layout, read(wide))
 
 
 def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
@@ -121,7 +121,7 @@ def clone(func: Any, args: Any, kwargs: Any) -> Any:
     base = _clone_layout(src._layout, kwargs.get("memory_format"))
     if src._storage.constant:
         return make(base, Storage(base, fill=src._storage.fill))
-    return fresh(STATE.current, base, read(src))
+    return fresh(STATE.session.current, base, read(src))
 
 
 _CLONES: dict[tuple[Layout, Any], Layout] = {}
@@ -150,7 +150,7 @@ def copy_from(func: Any, args: Any, kwargs: Any) -> Any:
 def item(func: Any, args: Any, kwargs: Any) -> Any:
     """A Python number; small integers may come without running the graph. Torch's own code may not take the first rank's for all of them."""
     t: XLATensor = args[0]
-    segment = STATE.current
+    segment = STATE.session.current
     if not t.dtype.is_floating_point:
         known = host_values.known(segment, t._storage, t._layout)
         if known is not None:
@@ -355,11 +355,11 @@ def _check_number(value: Any, of: Layout) -> None:
 def _fill(t: XLATensor, value: Any) -> XLATensor:
     storage, view = t._storage, t._layout
     _check_number(value, view)
-    if view is storage.layout and not STATE.current.capture and not linked(storage):
+    if view is storage.layout and not STATE.session.current.capture and not linked(storage):
         storage.set_constant(value)
     elif view.numel:
         once = _each_once(view)
-        STATE.current.write_view(storage, once, STATE.current.fill(once, value))
+        STATE.session.current.write_view(storage, once, STATE.session.current.fill(once, value))
     return t
 
 
@@ -472,7 +472,7 @@ def native_batch_norm(func: Any, args: Any, kwargs: Any) -> Any:
     if mean is None:
         return record(aten._native_batch_norm_legit.no_stats, (x, weight, bias, True, momentum, eps))
     *outs, new_mean, new_var = record(aten._native_batch_norm_legit_functional.default, (x, weight, bias, mean, var, True, momentum, eps))
-    segment = STATE.current
+    segment = STATE.session.current
     segment.write_view(mean._storage, mean._layout, read(new_mean))
     segment.write_view(var._storage, var._layout, read(new_var))
     return tuple(outs)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from torch_bridge import nested
-from torch_bridge.runtime import session
+from torch_bridge.runtime import backend
 
 _THREAD_NAME = "xla-loader"
 _JOIN_SECONDS = 5.0
@@ -108,7 +108,7 @@ class Prefetcher(Iterator[Any]):
         return item.result()
 
     def _start(self) -> Any:
-        from torch_bridge.runtime.pending import bound
+        from torch_bridge.runtime.session import bound
 
         assert self._loader is not None
         loader, self._loader = self._loader, None
@@ -169,7 +169,7 @@ def to_device(data: Any, device: torch.device) -> Any:
     if device.type != "xla":
         tensors = nested.collect(data, lambda x: isinstance(x, torch.Tensor))
         return nested.replace(data, lambda x: isinstance(x, torch.Tensor), [t.to(device) for t in tensors])
-    session.ensure()
+    backend.ensure()
     from torch_bridge.recorder.copies import upload
 
     return nested.replace(data, _on_cpu, [upload(t).requires_grad_(t.requires_grad) for t in nested.collect(data, _on_cpu)])

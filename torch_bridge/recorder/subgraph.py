@@ -17,7 +17,7 @@ from torch_bridge.ir.layout import Layout, layout, meta_of
 from torch_bridge.ir.segment import Segment, Storage
 from torch_bridge.passes.verify import graphs, report
 from torch_bridge.recorder.tensor import XLATensor, make
-from torch_bridge.runtime import pending
+from torch_bridge.runtime import session
 
 
 class AbstractLeaf:
@@ -36,8 +36,8 @@ class Place(int):
 @contextlib.contextmanager
 def recording() -> Iterator[Segment]:
     """A segment of its own, which this thread records in for the duration."""
-    with pending.opened(pending.Session(capture=True)) as session, torch.no_grad():
-        yield session.current
+    with session.opened(session.Session(capture=True)) as own, torch.no_grad():
+        yield own.current
 
 
 def abstract(segment: Segment, of: Layout) -> XLATensor:

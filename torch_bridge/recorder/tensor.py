@@ -19,8 +19,8 @@ from torch_bridge.mesh import rank_numbers
 from torch_bridge.recorder import rank_array
 from torch_bridge.recorder.downloads import download, each_ranks, each_ranks_number
 from torch_bridge.recorder.varying import differs, note_file
-from torch_bridge.runtime import session
-from torch_bridge.runtime.pending import STATE
+from torch_bridge.runtime import backend
+from torch_bridge.runtime.session import STATE
 
 DEVICE = torch.device("xla:0")
 _make_wrapper = torch.Tensor._make_wrapper_subclass
@@ -251,7 +251,7 @@ def fresh(segment: Segment, base: Layout, vid: int) -> XLATensor:
 
 def read(t: XLATensor) -> int:
     """The id of a tensor's value in the current segment."""
-    return STATE.current.read(t._storage, t._layout)
+    return STATE.session.current.read(t._storage, t._layout)
 
 
 def point(t: XLATensor, layout: Layout, storage: Storage) -> None:
@@ -270,7 +270,7 @@ def copy_storage(storage: Storage) -> Storage:
         elif storage.constant:
             new.fill = storage.fill
         else:
-            segment = STATE.current
+            segment = STATE.session.current
             segment.write(new, segment.read(storage, storage.layout))
         return new
 
@@ -283,7 +283,7 @@ class Dispatch(Protocol):
 
 def _bring_up(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
     """For the first call: the device's startup says what is done with it, and with all others."""
-    session.ensure()
+    backend.ensure()
     assert dispatch is not _bring_up, "the startup has not called dispatch_with"
     return dispatch(func, args, kwargs)
 

@@ -337,7 +337,7 @@ class Recorded:
         if self._again is None:
             return self._outs
         self._again.note_versions()
-        self._segment = dispatch.STATE.current
+        self._segment = dispatch.STATE.session.current
         self._made = watched.made if self._learned is not None else []
         self._recording = watched.recording
         given: list[Any] = [t.detach() for t in self._outs]
@@ -367,7 +367,7 @@ class Recorded:
                 )
             return self._again.gradients([*call.tensors, *call.parameters], grads, needed, saved)
         recording = None
-        later = dispatch.STATE.current is not self._segment
+        later = dispatch.STATE.session.current is not self._segment
         if self._learned is not None and not call.player.off and not self.call.kind.unknown_backward():
             sources, related = recordings.sources_of(call.given, self._made, self._recording.constants, grads)
             drawn = (*call.draws, len(self._learned.tape.draws))

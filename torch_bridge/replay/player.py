@@ -275,7 +275,7 @@ class Player:
 
     def _call(self, args: Any, kwargs: Any) -> tuple[Call, Kind] | None:
         """The call and its kind, if it may be recorded or played."""
-        segment = dispatch.STATE.current
+        segment = dispatch.STATE.session.current
         if segment.capture or segment.watch is not None:
             return None
         if torch_state.observed():

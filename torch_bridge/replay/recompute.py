@@ -86,6 +86,6 @@ class Again:
 
 
 def _write(pairs: Sequence[tuple[Any, Any]]) -> None:
-    segment = dispatch.STATE.current
+    segment = dispatch.STATE.session.current
     for storage, value in pairs:
         segment.write(storage, segment.read(value, value.layout))

@@ -375,7 +375,7 @@ def storage_of(made: Made, at: Stretch) -> Storage:
     storage = Storage(made.base)
     if made.spec is not None:
         storage.describe(spec=made.spec)
-    dispatch.STATE.current.write(storage, at.id(made.value))
+    dispatch.STATE.session.current.write(storage, at.id(made.value))
     if made.views:
         storage.views = {view: at.id(value) for view, value in made.views}
     return storage

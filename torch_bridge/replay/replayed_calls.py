@@ -55,7 +55,7 @@ class Played:
             outs = [recordings.tensor_of(made, at, shared, self._constants) for made in self._forward.outs]
         for k in self._forward.bumped:
             torch.autograd.graph.increment_version(call.every[k])
-        self._segment = dispatch.STATE.current
+        self._segment = dispatch.STATE.session.current
         self._again.note_versions()
         self._versions = list(map(_VERSION, self._read))
         self._outs = [weakref.ref(o._storage) for o in outs]
@@ -109,7 +109,7 @@ class Played:
         """The backward pass to play; None if there is none (again: then the engine will ask once more)."""
         if (self.call.kind.functions or self.call.kind.recomputes) and self.call.kind.unknown_backward():
             return None
-        later = dispatch.STATE.current is not self._segment
+        later = dispatch.STATE.session.current is not self._segment
         known = self.call.kind.backward(recordings.pattern(grads, needed, self._sources(), later))
         if known is None:
             if not again:

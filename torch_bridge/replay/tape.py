@@ -84,7 +84,7 @@ class Tape:
         """Record the stretch on these storages. known: ids of externals, by their places, for which there is no storage. drawn: seed and offset of the first
         draw of the forward pass, for the tape of its backward pass."""
         with LOCK:
-            segment = dispatch.STATE.current
+            segment = dispatch.STATE.session.current
             known = known or {}
             segment.kept += [c.array for c in self.constants]
             reads = [x for i, x in enumerate(self.externals) if i not in known] if known else self.externals
@@ -126,7 +126,7 @@ class Tape:
             return True
         storages = [*storages, *self.placed()]
         with LOCK:
-            work = host_values.Work(dispatch.STATE.current)
+            work = host_values.Work(dispatch.STATE.session.current)
             at: dict[Any, int] = {}
             for v in self._asks.views:
                 k, view = self.externals[-v - 1] if type(v) is int else v
@@ -265,7 +265,7 @@ class Recording:
         self._twin_of = {id(twin): storage for twin, storage in related.twins}
         self._copy_of = {id(copy): storage for copy, storage in related.copies}
         self._number = {id(s): k for k, s in enumerate(self.storages)}
-        segment = self._segment = dispatch.STATE.current
+        segment = self._segment = dispatch.STATE.session.current
         for storage in self.storages:
             if storage.constant and ahead:
                 segment.read(storage, storage.layout)
@@ -462,7 +462,7 @@ class Recording:
 
     def check(self) -> None:
         """Raises NotRepeatable if that was seen so far."""
-        if dispatch.STATE.current is not self._segment:
+        if dispatch.STATE.session.current is not self._segment:
             raise NotRepeatable(_ASKS)
         if self._problem is not None:
             raise self._problem

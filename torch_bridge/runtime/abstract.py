@@ -20,7 +20,7 @@ from torch_bridge import _compat
 from torch_bridge.ir import dtypes
 from torch_bridge.mesh import abstract_arrays
 from torch_bridge.mesh.abstract_arrays import KEPT, VALUES, AbstractArray, everywhere
-from torch_bridge.runtime import pending
+from torch_bridge.runtime import session
 
 QUICK: dict[str, Any] = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 """Options for compiling a program that nobody runs: machine code is generated as cheaply as possible. The memory plan is made before that."""
@@ -88,7 +88,7 @@ class Run:
 
     values: str = "error"
     programs: dict[int, Recorded] = field(default_factory=dict)
-    session: pending.Session | None = None
+    _session: session.Session | None = None
     _left: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     def results(self, program: Any, args: Sequence[Any]) -> list[AbstractArray]:
@@ -108,23 +108,23 @@ class Run:
         """From now on tensors on xla are abstract on this thread. What was recorded before waits. Raises RuntimeError within another abstract run."""
         if abstract_arrays.active():
             raise RuntimeError("an abstract run is active already: leave its `with` block before another one starts")
-        observers = tuple(one for one in pending.current().observers if not one.reads_values)
-        self.session = pending.Session(observers, self)
-        self._left.enter_context(pending.activated(self.session))
+        observers = tuple(one for one in session.current().observers if not one.reads_values)
+        self._session = session.Session(observers, self)
+        self._left.enter_context(session.activated(self._session))
 
     def stop(self) -> None:
         """Back to real values. Abstract tensors that are still around are lost, and say so when they are used. Programs that were compiled stay so."""
         from torch_bridge.mesh import sharding
         from torch_bridge.runtime import executor
 
-        assert self.session is not None, "stop() before start()"
+        assert self._session is not None, "stop() before start()"
         try:
             executor.sync()
         finally:
             self._left.close()
             if sharding.forget_abstract_devices():
                 executor.clear_cache()
-            pending.current().recent.extend(program for program in self.session.recent if program.begun)
+            session.current().recent.extend(program for program in self._session.recent if program.begun)
             _forget()
 
 

@@ -31,7 +31,7 @@ from torch_bridge.passes.verify.meaning import Meaning
 from torch_bridge.precision import precision_mode
 from torch_bridge.runtime import interrupts
 from torch_bridge.runtime.observers import around
-from torch_bridge.runtime.pending import STATE, Session, activated, sessions
+from torch_bridge.runtime.session import STATE, Session, activated, sessions
 from torch_bridge.telemetry import activity, compile_log
 
 

@@ -1,40 +1,160 @@
-"""The session: whether JAX is up yet. It comes up with the first xla tensor, or with what else needs it, and not before."""
+"""The session: what has been recorded and not run yet, and the programs that ran, as one object that a context manager swaps.
+
+A process has one session that all its threads share. A capture, an abstract run or a thread that must not touch it opens one of its own:
+
+    with session.opened() as own:
+        ...  # recorded in `own`; programs are compiled and kept there
+
+Tensors go from one session to another: what waits in another session runs there when its value is needed.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import itertools
 import threading
-from collections.abc import Callable
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, ClassVar
 
-started = False
-"""Whether xla tensors behave as such in this process, and JAX is imported."""
+from torch_bridge.compiler.history import History
+from torch_bridge.ir.segment import LOCK, Segment
+from torch_bridge.mesh import abstract_arrays
+from torch_bridge.runtime.observers import Observer
 
-_bring_up: Callable[[], None] | None = None
-_lock = threading.RLock()
-_coming_up = False
+if TYPE_CHECKING:
+    from torch_bridge.compiler.program import Program, Trace
+    from torch_bridge.runtime.abstract import Run
 
-
-def start_with(bring_up: Callable[[], None]) -> None:
-    """Say how JAX and the recorder are brought up (`device.registration`)."""
-    global _bring_up
-    _bring_up = bring_up
-
-
-def ensure() -> None:
-    """Bring them up, unless they are."""
-    if not started:
-        _start()
+RECENT = 16
+"""Programs that ran last, of which a session keeps the order."""
 
 
-def _start() -> None:
-    global started, _coming_up
-    with _lock:
-        if started or _coming_up:
-            return
-        if _bring_up is None:
-            raise RuntimeError("device 'xla' is not registered with torch in this process: import torch_bridge first")
-        _coming_up = True
-        try:
-            _bring_up()
-            started = True
-        finally:
-            _coming_up = False
+CHECKS: list[Observer] = []
+"""Observers of every session: what the environment switches on."""
+
+
+def check_with(observer: Observer) -> None:
+    """Tell an observer of every session, from now on; once."""
+    if observer not in CHECKS:
+        CHECKS.append(observer)
+        for session in sessions():
+            session.observe(observer)
+
+
+class Session:
+    """A segment that is being recorded, the structures and programs known to it, and who is told of what it does.
+
+    Attributes:
+        current: the pending segment. It is replaced when it runs.
+        traces: structures seen before, with their programs, by their nodes.
+        by_start: the structure that began with a node last.
+        last: the structure that ran last.
+        recent: the programs that ran last, newest last.
+        in_flight: a result of each execution that may not have finished.
+        clock: counts executions.
+        hoisted: hashes of structures whose constants became inputs (`hoist_constants`).
+        history: what was compiled, and what Python read from tensors.
+        closures: called at the end of the step: (function, arguments, whether on a thread of its own).
+        observers: told of compilations, executions, step ends and reads (`observers.Observer`).
+        abstract: the abstract run, None where tensors have values.
+    """
+
+    run: ClassVar[Callable[[Session], None]]
+    """Run what a session has recorded (`executor`)."""
+
+    def __init__(self, observers: tuple[Observer, ...] | None = None, abstract: Run | None = None, capture: bool = False):
+        self.traces: dict[tuple[Any, ...], Trace] = {}
+        self.by_start: dict[tuple[Any, ...], Trace] = {}
+        self.last: Trace | None = None
+        self.recent: deque[Program] = deque(maxlen=RECENT)
+        self.in_flight: deque[weakref.ref[Any]] = deque()
+        self.clock = itertools.count(1)
+        self.hoisted: set[int] = set()
+        self.history = History()
+        self.closures: list[tuple[Callable[..., Any], tuple[Any, ...], bool]] = []
+        self.observers = tuple(CHECKS) if observers is None else observers
+        self.abstract = abstract
+        self.current = Segment(capture, self.by_start, self)
+        _ALL.add(self)
+
+    def begin(self) -> Segment:
+        """A new pending segment."""
+        self.current = Segment(by_start=self.by_start, owner=self)
+        return self.current
+
+    def finish(self, segment: Segment) -> None:
+        """Run a segment of this session that another one needs a value of, if it is still pending."""
+        if segment is self.current and not segment.capture:
+            with activated(self):
+                self.run()
+
+    def observe(self, observer: Observer) -> None:
+        """Tell an observer from now on."""
+        self.observers = (*self.observers, observer)
+
+    def unobserve(self, observer: Observer) -> None:
+        """Tell it no more."""
+        self.observers = tuple(one for one in self.observers if one is not observer)
+
+
+_ALL: weakref.WeakSet[Session] = weakref.WeakSet()
+
+
+class _Thread(threading.local):
+    """session: that of this thread, the process's own unless it opened another."""
+
+    session = Session()
+
+
+STATE = _Thread()
+
+
+def current() -> Session:
+    """The session of this thread."""
+    return STATE.session
+
+
+def sessions() -> list[Session]:
+    """Those that somebody still has."""
+    return list(_ALL)
+
+
+@contextlib.contextmanager
+def activated(session: Session) -> Iterator[Session]:
+    """A block in which this thread records in `session`. What it does is not seen from outside: a module that is being recorded is not played then."""
+    outer = STATE.session
+    if session is not outer:
+        outer.current.asked()
+    STATE.session, abstract_arrays.ACTIVE.run = session, session.abstract
+    try:
+        yield session
+    finally:
+        STATE.session, abstract_arrays.ACTIVE.run = outer, outer.abstract
+
+
+@contextlib.contextmanager
+def opened(session: Session | None = None) -> Iterator[Session]:
+    """A block with a session of its own, which other threads and the session around it know nothing of. What it has recorded runs at its end.
+
+    After an exception what is still recorded runs when somebody asks for its values.
+    """
+    with activated(Session() if session is None else session) as own:
+        yield own
+        with LOCK:
+            if own.current.nodes and not own.current.capture:
+                own.run()
+
+
+def bound(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """A function for another thread that records in the session of this one."""
+    session = STATE.session
+
+    @functools.wraps(fn)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with activated(session):
+            return fn(*args, **kwargs)
+
+    return run

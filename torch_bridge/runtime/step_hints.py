@@ -67,9 +67,9 @@ def _recorded_by(optimizer: Optimizer) -> Any:
     """The segment into which its steps are recorded; None for one of parameters elsewhere, and while a module is captured."""
     dispatch = sys.modules.get("torch_bridge.recorder.dispatch")
     first = next((p for group in optimizer.param_groups for p in group["params"]), None)
-    if dispatch is None or first is None or first.device.type != "xla" or dispatch.STATE.current.capture:
+    if dispatch is None or first is None or first.device.type != "xla" or dispatch.STATE.session.current.capture:
         return None
-    return dispatch.STATE.current
+    return dispatch.STATE.session.current
 
 
 def _say(optimizer: Optimizer, ops: int) -> None:

@@ -22,10 +22,10 @@ def add_closure(fn: Callable[..., Any], args: tuple[Any, ...] = (), run_async: b
     """Call `fn(*args)` at the end of this step, when its tensors have values; in the order added, or on a thread beside the next step if
     `run_async`.
     """
-    from torch_bridge.runtime import pending
+    from torch_bridge.runtime import session
 
     with _lock:
-        pending.current().closures.append((fn, tuple(args), run_async))
+        session.current().closures.append((fn, tuple(args), run_async))
 
 
 def mark(wait: bool = False) -> None:
@@ -33,17 +33,17 @@ def mark(wait: bool = False) -> None:
 
     Raises what an earlier asynchronous closure raised.
     """
-    from torch_bridge.runtime import executor, pending
+    from torch_bridge.runtime import executor, session
 
     metrics.count("MarkStep")
     executor.sync(wait=wait)
     ran = activity.ACTIVITY.step()
-    session = pending.current()
-    for observer in reversed(session.observers):  # a profile that began within a watch notes the step before the watch ends the script
+    own = session.current()
+    for observer in reversed(own.observers):  # a profile that began within a watch notes the step before the watch ends the script
         observer.step_ended(ran)
     _raise_failed()
     with _lock:
-        closures, session.closures = session.closures, []
+        closures, own.closures = own.closures, []
     for fn, args, run_async in closures:
         if run_async:
             _start(fn, args)
@@ -66,11 +66,11 @@ _snapshot: Callable[[Any], Any] = _plain
 
 def _start(fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
     global _background
-    from torch_bridge.runtime import pending
+    from torch_bridge.runtime import session
 
     if _background is None:
         _background = ThreadPoolExecutor(1, thread_name_prefix="xla-step-closures")
-    _running.append(_background.submit(pending.bound(fn), *tree_map(_snapshot, args)))
+    _running.append(_background.submit(session.bound(fn), *tree_map(_snapshot, args)))
 
 
 def _raise_failed() -> None:

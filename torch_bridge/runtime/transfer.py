@@ -16,7 +16,7 @@ from torch_bridge.config import fork_guard
 from torch_bridge.ir import dtypes
 from torch_bridge.mesh import abstract_arrays, rank_numbers, sharding
 from torch_bridge.precision import precision_mode
-from torch_bridge.runtime import abstract, pending
+from torch_bridge.runtime import abstract, session
 from torch_bridge.runtime.observers import around
 
 WITNESS: Callable[[Any, Sequence[torch.Tensor]], None] | None = None
@@ -100,7 +100,7 @@ def to_cpu(array: jax.Array, size: tuple[int, ...] | None = None) -> torch.Tenso
     from torch_bridge.runtime.executor import explained
 
     started = time.perf_counter()
-    with explained(), around(pending.current().observers, "wait"):
+    with explained(), around(session.current().observers, "wait"):
         host = np.array(array if size is None else sharding.first_block(array, size))
     metrics.TRANSFER_FROM_DEVICE.add(time.perf_counter() - started)
     metrics.INBOUND_DATA.add(host.nbytes)

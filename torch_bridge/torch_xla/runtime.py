@@ -183,6 +183,6 @@ def clear_computation_cache() -> None:
 
 def get_num_cached_compilation_graph() -> int:
     """`xr.get_num_cached_compilation_graph`: compiled programs held in memory."""
-    from torch_bridge.runtime import pending
+    from torch_bridge.runtime import session
 
-    return sum(len(by_donation) for trace in pending.current().traces.values() for by_donation in trace.programs.values())
+    return sum(len(by_donation) for trace in session.current().traces.values() for by_donation in trace.programs.values())

@@ -109,7 +109,7 @@ class _Region(contextlib.AbstractContextManager[None]):
 
     @contextlib.contextmanager
     def _region(self) -> Iterator[None]:
-        from torch_bridge.runtime import pending
+        from torch_bridge.runtime import session
 
         sync()
         before = metrics.EXECUTE_TIME.count
@@ -120,7 +120,7 @@ class _Region(contextlib.AbstractContextManager[None]):
             sync()
             raise
         early = metrics.EXECUTE_TIME.count - before
-        culprit = pending.current().recent[-1] if early else None
+        culprit = session.current().recent[-1] if early else None
         sync()
         if self.full_graph and culprit is not None:
             raise RuntimeError(
@@ -130,7 +130,7 @@ class _Region(contextlib.AbstractContextManager[None]):
                 "Keep .item(), .cpu(), print and `if tensor:` out of it, or call torch_xla.compile without full_graph=True."
             )
         if self.allowed is not None and metrics.EXECUTE_TIME.count > before:
-            self.graphs.add(id(pending.current().recent[-1].graph))
+            self.graphs.add(id(session.current().recent[-1].graph))
             if len(self.graphs) > self.allowed:
                 raise RuntimeError(
                     f"{self.name!r} has given {len(self.graphs)} different graphs, but num_different_graphs_allowed={self.allowed}. "

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from torch_bridge.compiler.program import Program
-from torch_bridge.runtime import pending
+from torch_bridge.runtime import session
 from torch_bridge.runtime.observers import Observer, Phase
 
 PREFIX = "nxd:"
@@ -52,7 +52,7 @@ class Watch(Observer, contextlib.AbstractContextManager["Watch"]):
 
     def __init__(self, at_step: Callable[[], None]):
         self._at_step = at_step
-        self._session = pending.current()
+        self._session = session.current()
         self._counting = False
         self.programs: dict[int, Watched] = {}
 

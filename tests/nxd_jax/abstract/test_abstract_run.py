@@ -24,7 +24,7 @@ from torch_bridge.errors import DeadTensorError
 from torch_bridge.mesh import world
 from torch_bridge.mesh.abstract_arrays import AbstractArray
 from torch_bridge.recorder import sharded
-from torch_bridge.runtime import pending
+from torch_bridge.runtime import session
 
 
 class Model(nn.Module):
@@ -79,7 +79,7 @@ def losses(tp: int) -> list[float]:
 def test_report_is_what_a_real_run_needs_and_real_runs_go_on(nxd: Nxd) -> None:
     nxd(8, tp=4)
     model, _, before = train(4, look=lambda loss: loss.item())
-    program = max(pending.current().recent, key=lambda p: len(p.graph.nodes))
+    program = max(session.current().recent, key=lambda p: len(p.graph.nodes))
     real = planned(program.compiled)
     storages = {id(t._storage): t._storage.array for t in [*model.parameters(), *model.buffers()]}  # type: ignore[union-attr]
     kept = sum(a.addressable_shards[0].data.nbytes for a in storages.values())

@@ -21,7 +21,7 @@ from tests.nxd_jax.inspect.pages import read_html
 from tests.nxd_jax.inspect.small import Model, train
 from torch_bridge import metrics
 from torch_bridge.device.startup import dispatch
-from torch_bridge.runtime import pending
+from torch_bridge.runtime import session
 
 IDS = torch.zeros(2, 5, dtype=torch.int64)
 
@@ -60,13 +60,13 @@ def test_tensors_that_wait_are_not_run() -> None:
     torch_xla.sync()
     y = (x.t() @ x).relu()
     view = y[1]
-    recorded, runs = list(dispatch.STATE.current.nodes), metrics.EXECUTE_TIME.count
+    recorded, runs = list(dispatch.STATE.session.current.nodes), metrics.EXECUTE_TIME.count
     for target in (view, [y, view], {"a": (y,)}):
         found = inspect.look(target)
         assert found.name == "what is recorded" and found.costs.flops == 2 * 4 * 4 * 3
         assert found.memory.peak > 0 and "aten.mm" in str(found.graph) and "stablehlo.dot_general" in str(found.stablehlo)
     assert inspect.look(y, view).graph[-1].inputs == inspect.look([y, view]).graph[-1].inputs
-    assert dispatch.STATE.current.nodes == recorded and metrics.EXECUTE_TIME.count == runs and y._storage.pending  # type: ignore[attr-defined]
+    assert dispatch.STATE.session.current.nodes == recorded and metrics.EXECUTE_TIME.count == runs and y._storage.pending  # type: ignore[attr-defined]
     assert view.tolist() == [12.0] * 4
 
 
@@ -110,7 +110,7 @@ def test_a_step_of_several_programs() -> None:
 
 def test_a_program() -> None:
     train(steps=1)
-    program = pending.current().recent[-1]
+    program = session.current().recent[-1]
     assert inspect.look(program).program is program
 
 
@@ -146,7 +146,7 @@ def test_parts_that_were_not_asked_for_in_time() -> None:
 
 
 def test_nothing_ran(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pending.current(), "recent", type(pending.current().recent)())
+    monkeypatch.setattr(session.current(), "recent", type(session.current().recent)())
     with pytest.raises(
         ValueError, match=r"nothing has run yet in this process: run a training step \(xm.mark_step\(\) ends it\), or look at a module"
     ):

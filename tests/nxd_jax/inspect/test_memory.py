@@ -14,7 +14,7 @@ import nxd_jax
 from nxd_jax import inspect
 from tests.nxd_jax.conftest import Nxd
 from tests.nxd_jax.inspect.llama import Job
-from torch_bridge.runtime import pending
+from torch_bridge.runtime import session
 
 JOBS = [Job(tp=4, zero1=True, sequence_parallel=True), Job(tp=2, dtype=torch.float32, layers=3, checkpoints=True)]
 
@@ -32,7 +32,7 @@ def test_predicted_is_what_the_executable_needs(job: Job, nxd: Nxd) -> None:
     for _ in range(3):  # the optimizer's state exists from the second on
         job.step(model, optimizer)
     step = inspect.look()
-    plan = pending.current().recent[-1].compiled.memory_analysis()
+    plan = session.current().recent[-1].compiled.memory_analysis()
     needed = plan.argument_size_in_bytes + plan.output_size_in_bytes - plan.alias_size_in_bytes + plan.temp_size_in_bytes
     assert step.memory.peak == needed
     assert abs(foreseen.peak - needed) <= 0.1 * needed

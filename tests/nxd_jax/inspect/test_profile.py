@@ -27,7 +27,7 @@ from nxd_jax.inspect.profiling import hosting as hosts
 from nxd_jax.inspect.profiling.instructions import Instruction, parse
 from nxd_jax.inspect.profiling.reading import Mark, Op
 from nxd_jax.inspect.tables import Table
-from torch_bridge.runtime import executor, pending
+from torch_bridge.runtime import executor, session
 from torch_bridge.telemetry import activity
 
 STEPS = 3
@@ -137,7 +137,7 @@ def test_the_device_time_is_the_traces(measured: Profile) -> None:
 
 def test_the_program_and_its_instructions(measured: Profile) -> None:
     [row] = measured.executables.where(lambda r: r.runs == STEPS)
-    assert row.name == activity.describe(pending.current().recent[-1]).name and row.source.startswith("test_profile.py:")
+    assert row.name == activity.describe(session.current().recent[-1]).name and row.source.startswith("test_profile.py:")
     assert row.compile_seconds == 0
     slowest = measured.instructions[0]
     assert (slowest.module, slowest.executable, slowest.count) == ("heavy", row.name, STEPS)
@@ -190,11 +190,11 @@ def test_depth_adds_children_up(measured: Profile) -> None:
 
 
 def test_nothing_is_left_behind(small: Callable[[], Any], tmp_path: pathlib.Path) -> None:
-    before = pending.current().observers
+    before = session.current().observers
     with pytest.raises(ZeroDivisionError), profile(tmp_path) as found:
         small()
         raise ZeroDivisionError
-    assert pending.current().observers == before
+    assert session.current().observers == before
     assert found.done and len(found.steps) == 1 and found.device_seconds > 0
     assert "the block raised ZeroDivisionError, so this is what ran before" in str(found)
     with profile(tmp_path) as again:  # the profiler is free, and the same folder will do

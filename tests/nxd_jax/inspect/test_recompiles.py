@@ -11,7 +11,7 @@ import torch_xla
 from torch import nn
 
 from nxd_jax import inspect
-from torch_bridge.runtime import executor, pending
+from torch_bridge.runtime import executor, session
 
 
 class Model(nn.Module):
@@ -56,8 +56,8 @@ def begun() -> Training:
     """One that has run two steps, as the first programs of this process."""
     executor.sync()
     executor.clear_cache()
-    pending.current().history.compilations.clear()
-    pending.current().history.reads.clear()
+    session.current().history.compilations.clear()
+    session.current().history.reads.clear()
     made = Training()
     made.step(torch.zeros(8, 8).to("xla"))
     made.step(torch.zeros(8, 8).to("xla"))
@@ -75,7 +75,7 @@ def training() -> Iterator[Training]:
         again = inspect.recompiles(again_only=True).rows
     assert not again, [c.reason for c in again]
     yield made
-    pending.current().history.compilations.clear()
+    session.current().history.compilations.clear()
 
 
 def test_a_new_batch_size(training: Training) -> None:
@@ -242,16 +242,16 @@ def test_why_reads_as_sentences(training: Training) -> None:
 
 
 def test_nothing_was_compiled_again() -> None:
-    pending.current().history.compilations.clear()
+    session.current().history.compilations.clear()
     with pytest.raises(ValueError, match="nothing was compiled again"):
         inspect.why()
 
 
 def test_a_step_that_runs_as_before_notes_nothing(training: Training) -> None:
-    before = len(pending.current().history.compilations)
+    before = len(session.current().history.compilations)
     for _ in range(3):
         training.step(torch.zeros(8, 8).to("xla"))
-    assert len(pending.current().history.compilations) == before
+    assert len(session.current().history.compilations) == before
 
 
 def test_two_captured_graphs() -> None:

@@ -17,7 +17,7 @@ from nxd_jax.inspect.report import LIMIT
 from nxd_jax.inspect.watching import Stopped, Watch
 from tests.nxd_jax.conftest import Nxd
 from tests.nxd_jax.inspect.llama import Job
-from torch_bridge.runtime import pending
+from torch_bridge.runtime import session
 
 
 def script(marks: int, seen: list[int], between: Callable[[], Any] = lambda: None) -> None:
@@ -38,7 +38,7 @@ def test_it_ends_a_script_in_time() -> None:
     seen: list[int] = []
     with Watch(3) as watch, pytest.raises(Stopped):
         script(10, seen)
-    assert 1 <= len(seen) <= 4 and not pending.current().observers  # the third run's mark did not return
+    assert 1 <= len(seen) <= 4 and not session.current().observers  # the third run's mark did not return
     assert watch.inspection is not None and watch.inspection.runs >= 3 and watch.profile is None
     assert {"0.weight", "2.bias"} <= {h.name for h in watch.inspection.memory.held}
 
@@ -72,7 +72,7 @@ def test_an_error_of_the_script() -> None:
 
     with Watch(3), pytest.raises(ValueError, match="in the script"):
         script(5, [], between=failing)
-    assert not pending.current().observers
+    assert not session.current().observers
 
 
 def check(page: str) -> None:

@@ -16,7 +16,7 @@ import torch_bridge
 import torch_bridge.device.startup
 from torch_bridge.compiler import background_compile, executable_cache
 from torch_bridge.config.settings import SETTINGS
-from torch_bridge.runtime import executor, pending
+from torch_bridge.runtime import executor, session
 
 torch_bridge.register()
 
@@ -108,7 +108,7 @@ def test_a_graph_that_comes_again_is_compiled_once(told: Any) -> None:
 
 def test_whoever_asks_for_an_executable_waits(told: Any) -> None:
     graph(5)
-    newest = pending.current().recent[-1]
+    newest = session.current().recent[-1]
     assert newest.begun and newest.compiled.memory_analysis() is not None and newest.compile_seconds > 0
 
 

@@ -10,7 +10,7 @@ import torch
 import torch_bridge
 from nxd_jax.parallel_layers import parallel_state
 from torch_bridge.recorder import sharded
-from torch_bridge.runtime import executor, pending
+from torch_bridge.runtime import executor, session
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 
@@ -55,7 +55,7 @@ def own(values: Sequence[torch.Tensor], axes: Sequence[str] | None = None) -> to
 
 def collectives_run() -> dict[str, int]:
     """Run what is recorded; the collectives of its program."""
-    pending.current().recent.clear()
+    session.current().recent.clear()
     executor.sync()
     text = torch_bridge.hlo()
     return {name: n for name in COLLECTIVES if (n := len(re.findall(rf"stablehlo\.{name}\b", text)))}

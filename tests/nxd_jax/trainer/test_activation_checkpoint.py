@@ -17,7 +17,7 @@ from nxd_jax.parallel_layers.layers import ColumnParallelLinear, RowParallelLine
 from nxd_jax.utils.activation_checkpoint import NxDCheckpointWrapper, checkpoint_wrapper
 from tests.nxd_jax.conftest import Nxd
 from torch_bridge.recorder import sharded
-from torch_bridge.runtime import pending
+from torch_bridge.runtime import session
 
 transformers = pytest.importorskip("transformers")
 
@@ -90,7 +90,7 @@ def test_same_gradients_from_less_memory(nxd: Nxd, layers: int, tp: int, sequenc
     steps, memory, tanhs, dots = [], [], [], []
     for chosen in (None, Layer):
         steps.append(step(make(chosen, tp, sequence_parallel=sequence_parallel, layers=layers), x))
-        compiled = pending.current().recent[-1].compiled
+        compiled = session.current().recent[-1].compiled
         memory.append(compiled.memory_analysis().temp_size_in_bytes)
         text = compiled.as_text()
         tanhs.append(text.count(" tanh("))

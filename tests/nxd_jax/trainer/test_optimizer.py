@@ -15,7 +15,7 @@ from tests.nxd_jax.conftest import Nxd
 from tests.nxd_jax.trainer.runs import Run, Wrapped, compare
 from torch_bridge import metrics
 from torch_bridge.recorder import dispatch
-from torch_bridge.runtime import executor, pending
+from torch_bridge.runtime import executor, session
 
 RUNS = {
     "everything": Run(optim.AdamW, {"lr": 1e-2}, groups=True, scheduler=True, accumulate=2, tied=True),
@@ -43,7 +43,7 @@ def test_one_program_and_few_collectives(nxd: Nxd, zero: bool) -> None:
     for _ in range(4):
         wrapped.step(*next(batches))
     assert metrics.COUNTERS.get("UncachedCompile", 0) - before == 1
-    pending.current().recent.clear()
+    session.current().recent.clear()
     wrapped.step(*next(batches))
     text = torch_bridge.hlo()
     found = {name: len(re.findall(rf"stablehlo\.{name}\b", text)) for name in ("reduce_scatter", "all_gather", "all_reduce")}
@@ -66,9 +66,9 @@ def test_ops_recorded_by_a_step(nxd: Nxd, zero: bool, most: int) -> None:
         for p in parameters:
             p.grad = torch.ones(3, device="xla") * 1
         executor.sync()
-        start = len(dispatch.STATE.current.nodes)
+        start = len(dispatch.STATE.session.current.nodes)
         optimizer.optimizer.step()
-        counts.append(len(dispatch.STATE.current.nodes) - start)
+        counts.append(len(dispatch.STATE.session.current.nodes) - start)
         executor.sync()
     assert counts[1] <= most, counts
 

@@ -16,7 +16,7 @@ import torch_bridge
 from torch_bridge.mesh import world
 from torch_bridge.passes import check_replicas
 from torch_bridge.recorder import sharded
-from torch_bridge.runtime import executor, pending
+from torch_bridge.runtime import executor, session
 
 torch_bridge.register()
 
@@ -102,7 +102,7 @@ def layered() -> Any:
             model(torch.ones(2, 4).to("xla")).square().sum().backward()
             optimizer.step()
             executor.sync()
-        assert any(p.plan is not None for p in pending.current().recent)
+        assert any(p.plan is not None for p in session.current().recent)
         return model.kept.cpu(), [p.detach().cpu() for p in model.parameters()]
 
 
@@ -113,7 +113,7 @@ def _world(size: int, **axes: int) -> Iterator[None]:
     try:
         yield
     finally:
-        pending.current().begin()
+        session.current().begin()
         world.configure(None)
 
 

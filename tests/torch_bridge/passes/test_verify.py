@@ -16,7 +16,7 @@ from torch_bridge.errors import VerificationError
 from torch_bridge.ir.graph import GraphBuilder
 from torch_bridge.passes.verify import report, segments
 from torch_bridge.recorder import dispatch
-from torch_bridge.runtime import executor, pending
+from torch_bridge.runtime import executor, session
 
 torch_bridge.register()
 
@@ -29,7 +29,7 @@ def compiled_anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     executor.clear_cache()
     yield
     monkeypatch.undo()
-    pending.current().begin()
+    session.current().begin()
     segments._READ.clear()
     executor.clear_cache()
 
@@ -72,8 +72,8 @@ def test_sources_after_the_programs_are_forgotten() -> None:
         if clear:
             executor.clear_cache()
         z = y.sin()
-        pending.current().current.unpredict()
-        lines = [s.line for s in pending.current().current.sources]
+        session.current().current.unpredict()
+        lines = [s.line for s in session.current().current.sources]
         z.cpu()
         return lines
 

@@ -19,7 +19,7 @@ from torch_bridge import nested
 from torch_bridge.config import environment
 from torch_bridge.mesh import random_state, rank_numbers, world
 from torch_bridge.recorder import prefetch
-from torch_bridge.runtime import session, steps
+from torch_bridge.runtime import backend, steps
 from torch_bridge.torch_xla import _XLAC, runtime
 from torch_bridge.torch_xla._deprecation import warn_once
 from torch_bridge.torch_xla.core import _rng_state
@@ -304,7 +304,7 @@ def save(data: Any, file_or_path: Any, master_only: bool = True, global_master: 
 
     Tied weights stay one tensor in the file; torch_xla writes them twice.
     """
-    session.ensure()
+    backend.ensure()
     from torch_bridge.recorder import sharded
 
     writes = not master_only or is_master_ordinal(local=not global_master)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from torch_bridge.runtime import session
+from torch_bridge.runtime import backend
 
 _KERNELS = (
     "FlashAttention",
@@ -58,7 +58,7 @@ def flash_attention(
         )
     if (q_segment_ids is None) != (kv_segment_ids is None):
         raise ValueError("flash_attention takes q_segment_ids and kv_segment_ids together, got one of them")
-    session.ensure()
+    backend.ensure()
     from torch_bridge.collectives import attention_ops
 
     if ab is None and q_segment_ids is None:
