@@ -114,6 +114,9 @@ CASES: dict[str, Case] = {
 ORDER_DECIDES = {"unfold mul_", "cols setitem", "cols add_", "sum out"}
 """torch lets these through, and what it gives depends on the order in which its kernel goes through memory. Here inputs are read before anything is written."""
 
+READ_FIRST = {"out mm": 3.0, "out mm t": 3.0, "addmm_ self": 4.0}
+"""The same, and it depends on the processor whether torch's product reads what it has written; what each element is when it does not."""
+
 STRICTER = {"expand setitem idx", "expand masked_fill_"}
 """torch computes these with a warning that it will not for long."""
 
@@ -134,6 +137,8 @@ def test_as_in_torch(name: str) -> None:
     expected, got = _tried(CASES[name], "cpu"), _tried(CASES[name], "xla")
     if name in STRICTER:
         assert isinstance(got, str) and "more than one element of the written-to tensor" in got and "clone()" in got
+    elif name in READ_FIRST:
+        assert torch.equal(got, torch.full((3, 3), READ_FIRST[name]))
     elif isinstance(expected, str):
         assert isinstance(got, str) and got.split(".")[0] == expected.split(".")[0]
         assert "unsupported operation" in got
