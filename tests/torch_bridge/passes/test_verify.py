@@ -87,6 +87,15 @@ def test_the_passes_as_they_are(program: Callable[[], Any]) -> None:
     program()
 
 
+def test_a_storage_that_is_filled_twice_becomes_what_it_was_born_with() -> None:
+    """The leaf is full of the first number; the second is recorded."""
+    x = torch.full((3,), 7.0, device="xla")
+    x.add_(1)
+    x.zero_()
+    x.add_(2)
+    assert x.tolist() == [2, 2, 2]
+
+
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     fault = FAULTS[name]

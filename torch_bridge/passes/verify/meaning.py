@@ -22,7 +22,8 @@ class Meaning:
         self._known: dict[Any, int] = {}
         self._arrays = {id(a) for a in segment.leaves}
         values, _ = self._values(segment, {})
-        self._constants = {id(s): (s, values[f.vid], f.value) for f in segment.fills if (s := f.storage()) is not None}
+        # a storage that is filled anew has several; the one it was born with becomes a leaf
+        self._constants = {id(s): (s, values[f.vid], f.value) for f in segment.fills if f.born and (s := f.storage()) is not None}
         self._live = {id(s): (s, values[vid]) for vid, storages in segment.results().items() for s in storages}
 
     def check(self, segment: Segment, after: str) -> None:
