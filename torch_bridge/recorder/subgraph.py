@@ -14,7 +14,7 @@ from torch_bridge.compiler import interpret
 from torch_bridge.ir import dtypes
 from torch_bridge.ir.graph import GraphBuilder
 from torch_bridge.ir.layout import Layout, layout, meta_of
-from torch_bridge.ir.segment import Segment, Storage
+from torch_bridge.ir.segment import LOCK, Segment, Storage
 from torch_bridge.passes.verify import graphs, report
 from torch_bridge.recorder.tensor import XLATensor, make
 from torch_bridge.runtime import session
@@ -35,8 +35,8 @@ class Place(int):
 
 @contextlib.contextmanager
 def recording() -> Iterator[Segment]:
-    """A segment of its own, which this thread records in for the duration."""
-    with session.opened(session.Session(capture=True)) as own, torch.no_grad():
+    """A segment of its own, which this thread records in for the duration; other threads wait."""
+    with LOCK, session.opened(session.Session(capture=True)) as own, torch.no_grad():
         yield own.current
 
 
