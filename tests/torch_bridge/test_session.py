@@ -285,6 +285,23 @@ def test_another_world_ends_the_steps_of_all_sessions() -> None:
     assert a.tolist() == [3, 3, 3]
 
 
+def test_another_world_adopts_tensors_anew() -> None:
+    """A write that records no op (a copy of an array) must not leave the old world's leaves in the segment."""
+    executor.sync()
+    w, source = torch.zeros(2, 3).to("xla"), torch.ones(2, 3).to("xla")
+    w.copy_(source)
+    segment = session.current().current
+    assert not segment.nodes and w._storage.segment is segment and w._storage.vid < 0
+    before = world.current()
+    try:
+        world.configure(world.World(2))
+        assert session.current().current is not segment and not segment.leaves
+        assert (w + 1).tolist() == [[2.0] * 3] * 2
+    finally:
+        world.configure(before)
+    assert (w * 3).tolist() == [[3.0] * 3] * 2
+
+
 def test_our_threads_record_where_they_were_started() -> None:
     """Step closures beside the next step, and loaders."""
     seen: list[Any] = []

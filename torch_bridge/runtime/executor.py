@@ -43,6 +43,9 @@ def _before_ranks_change() -> None:
                 with activated(session):
                     sync()
                     clear_cache()
+                    left = session.current  # without nodes, but storages may be adopted in it as they lie among these ranks
+                    session.begin()
+                    left.clear()
 
 
 world.before_change(_before_ranks_change)
