@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -24,8 +24,8 @@ class Owner(NamedTuple):
 def owners() -> dict[int, Owner]:
     """Whose every storage is, by its id. Looks at all modules and optimizers that are alive; of several paths to a parameter the longest is its name."""
     objects = gc.get_objects()
-    modules = [m for m in objects if issubclass(type(m), torch.nn.Module)]
-    optimizers = [o for o in objects if issubclass(type(o), torch.optim.Optimizer)]
+    modules = [m for m in objects if issubclass(type(m), torch.nn.Module) and "_parameters" in vars(m)]  # others are being made
+    optimizers = [o for o in objects if issubclass(type(o), torch.optim.Optimizer) and {"param_groups", "state"} <= vars(o).keys()]
     names = _names(modules)
     for optimizer in optimizers:  # ZeRO-1: a rank's part of a parameter has its name
         for p, shard in getattr(optimizer, "shard_of", {}).items():
@@ -38,11 +38,19 @@ def owners() -> dict[int, Owner]:
     return found
 
 
+def _whole(named: Callable[[], Iterator[tuple[str, torch.Tensor]]]) -> list[tuple[str, torch.Tensor]]:
+    """Tensors by name; none of a module of which a part is being made."""
+    try:
+        return list(named())
+    except AttributeError:
+        return []
+
+
 def _names(modules: list[torch.nn.Module]) -> dict[int, str]:
     """The longest path of each parameter, by its id."""
     names: dict[int, str] = {}
     for module in modules:
-        for name, p in module.named_parameters():
+        for name, p in _whole(module.named_parameters):
             names[id(p)] = max(names.get(id(p), ""), name, key=len)
     return names
 
@@ -57,7 +65,7 @@ def _all(
                 yield from _one(p, Owner("parameter", name), name)
                 yield from _one(p.grad, Owner("gradient", name), name)
                 yield from _one(getattr(p, "main_grad", None), Owner("gradient", name), name)
-        for name, b in module.named_buffers():
+        for name, b in _whole(module.named_buffers):
             yield from _one(b, Owner("buffer", name), name)
     for optimizer in optimizers:
         for p in (p for group in optimizer.param_groups for p in group["params"]):

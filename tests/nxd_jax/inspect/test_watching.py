@@ -13,6 +13,7 @@ from torch import nn
 
 import nxd_jax
 from nxd_jax import inspect
+from nxd_jax.inspect.owners import Owner, owners
 from nxd_jax.inspect.report import LIMIT
 from nxd_jax.inspect.watching import Stopped, Watch
 from tests.nxd_jax.conftest import Nxd
@@ -51,6 +52,20 @@ def test_a_script_that_ends_by_itself() -> None:
     assert any(
         h.kind == "optimizer state" and h.name == "exp_avg of 0.weight" for h in watch.inspection.memory.held
     )  # known, though the model is gone
+
+
+class Unfinished(nn.Module):
+    """As an exception in a constructor leaves it, or another thread that is in one."""
+
+    def __init__(self) -> None:
+        pass
+
+
+def test_modules_and_optimizers_that_are_not_finished_stop_nobody() -> None:
+    whole = nn.Linear(2, 3).to("xla")
+    unfinished = [Unfinished(), torch.optim.SGD.__new__(torch.optim.SGD), nn.Module()]
+    unfinished[2].__dict__["_modules"] = {"part": unfinished[0]}  # type: ignore[union-attr]
+    assert owners()[id(whole.weight._storage)] == Owner("parameter", "weight")  # type: ignore[attr-defined]
 
 
 def test_the_larger_half_of_a_step_in_two() -> None:
