@@ -221,9 +221,8 @@ class Program:
         return args + precision_mode.extra_inputs(self.mode)
 
     def run(self, args: Sequence[Any]) -> list[Any]:
-        """Execute; what comes out of each port, in the order in which they leave."""
-        with _compat.enable_x64():
-            return list(self.compiled(*(args if self.ranks is None else self.ranks.placed(args))))
+        """Execute, with JAX's 64-bit types enabled; what comes out of each port, in the order in which they leave."""
+        return list(self.compiled(*(args if self.ranks is None else self.ranks.placed(args))))
 
     def abstract_results(self) -> list[AbstractArray]:
         """What comes out of each port, in the order in which they leave: shapes and places, from the graph alone."""
