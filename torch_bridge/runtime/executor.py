@@ -43,9 +43,7 @@ def _before_ranks_change() -> None:
                 with activated(session):
                     sync()
                     clear_cache()
-                    left = session.current  # without nodes, but storages may be adopted in it as they lie among these ranks
-                    session.begin()
-                    left.clear()
+                    session.begin()  # what is left has no nodes, but storages may be adopted in it as they lie among these ranks
 
 
 world.before_change(_before_ranks_change)
@@ -122,7 +120,7 @@ def _run_pending(session: Session, segment: Segment) -> None:
         _hoist(session, segment)
     live = segment.results()
     if not live:
-        _start_next(session, segment, trace)
+        _start_next(session, trace)
         return
     trace = trace or _lookup(session, segment)
     trace.used = next(session.clock)
@@ -212,7 +210,7 @@ def _execute(session: Session, program: Program, segment: Segment, live: dict[in
         arrays = _dispatched(session, program, args)
         args.clear()
         _settle(program, live, arrays)
-        _start_next(session, segment, trace)
+        _start_next(session, trace)
     activity.ACTIVITY.ran(program.facts, arrays[-1])
     metrics.EXECUTE_TIME.add(time.perf_counter() - started)
     program.step = activity.ACTIVITY.steps
@@ -249,14 +247,13 @@ def _wait(result: weakref.ref[Any]) -> None:
         array.block_until_ready()
 
 
-def _start_next(session: Session, segment: Segment, trace: Trace | None) -> None:
+def _start_next(session: Session, trace: Trace | None) -> None:
     new = session.begin()
     if trace is not None:
         if session.last is not None:
             session.last.following = trace
         session.last = trace
         new.predicted = trace.following
-    segment.clear()
 
 
 def _roll_back(session: Session, segment: Segment, error: BaseException) -> None:
@@ -265,7 +262,6 @@ def _roll_back(session: Session, segment: Segment, error: BaseException) -> None
         _restore(segment)
     segment.failure = f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"
     session.begin()
-    segment.clear()
 
 
 def _restore(segment: Segment) -> None:

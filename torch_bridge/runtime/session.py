@@ -81,8 +81,9 @@ class Session:
         _ALL.add(self)
 
     def begin(self) -> Segment:
-        """A new pending segment."""
-        self.current = Segment(by_start=self.by_start, owner=self)
+        """A new pending segment; the one before forgets what it has, and lets go of the arrays."""
+        before, self.current = self.current, Segment(by_start=self.by_start, owner=self)
+        before.clear()
         return self.current
 
     def finish(self, segment: Segment) -> None:
