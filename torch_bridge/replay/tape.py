@@ -234,12 +234,12 @@ class Unread(NotNow):
     """A storage that is full of one number was read for the first time."""
 
 
-_INNERMOST: dict[int, Recording] = {}
-"""Recordings that go on, the innermost of each segment: sessions of several threads may record at the same time."""
+_RECORDING: list[Recording] = []
+"""Those that have not stopped, of all threads and their sessions."""
 
 
 def _tell(storage: Storage, new: bool) -> None:
-    for recording in tuple(_INNERMOST.values()):
+    for recording in tuple(_RECORDING):
         recording._filled(storage, new)
 
 
@@ -291,8 +291,8 @@ class Recording:
             segment.recording._found(NotNow(_THREAD))
             self._found(NotNow(_THREAD))
         self._around, segment.recording = segment.recording, self
-        segment.watch, _INNERMOST[id(segment)] = self._saw, self
-        Storage.witness = _tell
+        segment.watch, Storage.witness = self._saw, _tell
+        _RECORDING.append(self)
         if self._around is not None:
             self._around._found(NotRepeatable("it runs the backward pass of another module inside"))
         self._asked: list[tuple[Any, Any]] = []
@@ -371,10 +371,6 @@ class Recording:
             self._seen.setdefault(vid, (first, first.layout if whole else view))
 
     def _filled(self, storage: Storage, new: bool) -> None:
-        if self._around is not None:
-            self._around._filled(storage, new)
-        if self._stopped:
-            return
         if threading.get_ident() != self._thread:
             return  # a data loader's; if it records ops, `_saw` is told
         if new:
@@ -412,6 +408,8 @@ class Recording:
     def stop(self) -> None:
         """End watching."""
         self._stopped = True
+        _RECORDING.remove(self)
+        Storage.witness = _tell if _RECORDING else None
         self._leave()
         self._uploads.stop()
         numbered = {**dict(enumerate(self.storages)), **{-k: s for k, (s, _) in enumerate(self.constants, 1) if not s.pending}}
@@ -435,11 +433,6 @@ class Recording:
             around = around._around
         segment.recording = around
         segment.watch = None if around is None else around._saw
-        if around is None:
-            _INNERMOST.pop(id(segment), None)
-        else:
-            _INNERMOST[id(segment)] = around
-        Storage.witness = _tell if _INNERMOST else None
 
     def views_of(self, storage: Storage) -> dict[Layout, int] | None:
         """Views of a storage that the stretch read, if its value is still the same."""
