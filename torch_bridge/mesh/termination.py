@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import select
 import signal
 import threading
 import time
@@ -18,26 +19,31 @@ _seen = False
 _name = ""
 _ending = threading.Lock()
 _masks = threading.local()
+_pipe: tuple[int, int] | None = None
+"""Where the numbers of signals are read, and the file descriptor (or -1) of whoever had them before."""
+_reading = threading.Lock()
 
 
 def seen() -> bool:
-    """Whether this process got a SIGTERM."""
+    """Whether this process got a SIGTERM. It reads the pipe itself: the thread may not have had its turn yet when the script's handler ends the process."""
+    _read()
     return _seen
 
 
 def install(name: str) -> None:
     """Watch for SIGTERM. `name` says in the message which process ends. Off the main thread, where Python sets no handlers, everything stays as it is."""
-    global _name
+    global _name, _pipe
     if threading.current_thread() is not threading.main_thread():
         return
     _name = name
     if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
         signal.signal(signal.SIGTERM, on_terminate)
     reading, writing = os.pipe()
+    os.set_blocking(reading, False)
     os.set_blocking(writing, False)
-    before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    _pipe = reading, signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
     os.register_at_fork(before=_before_fork, after_in_parent=_in_parent, after_in_child=_in_child)
-    threading.Thread(target=_watch, args=(reading, before), daemon=True, name="nxd_jax SIGTERM").start()
+    threading.Thread(target=_watch, args=(reading,), daemon=True, name="nxd_jax SIGTERM").start()
 
 
 def on_terminate(number: int, frame: FrameType | None) -> None:
@@ -46,16 +52,31 @@ def on_terminate(number: int, frame: FrameType | None) -> None:
         _end()
 
 
-def _watch(reading: int, before: int) -> None:
-    """Read the numbers of signals as they arrive, and hand them on to whoever had the pipe before."""
+def _watch(reading: int) -> None:
+    """Wait for signals, and end the process at a SIGTERM that no handler of the script takes."""
+    arriving = select.poll()
+    arriving.register(reading, select.POLLIN)
+    while True:
+        arriving.poll()  # takes nothing out: what `seen` reads first is not lost
+        if _read() and _is_ours():
+            _end()
+
+
+def _read() -> bool:
+    """Take the numbers of signals that have arrived, and hand them on to whoever had the pipe before. Whether SIGTERM is among them."""
     global _seen
-    while numbers := os.read(reading, 64):
+    with _reading:
+        if _pipe is None:
+            return False
+        reading, before = _pipe
+        try:
+            numbers = os.read(reading, 64)
+        except BlockingIOError:  # the other thread has read them
+            return False
         if before >= 0:
             os.write(before, numbers)
-        if signal.SIGTERM in numbers:
-            _seen = True
-            if _is_ours():
-                _end()
+        _seen = _seen or signal.SIGTERM in numbers
+        return signal.SIGTERM in numbers
 
 
 def _is_ours() -> bool:
@@ -85,7 +106,9 @@ def _in_parent() -> None:
 
 
 def _in_child() -> None:
-    """A fork (a worker of a DataLoader) has no such thread, and must not write to its parent's pipe."""
+    """A fork (a worker of a DataLoader) has no such thread, and must neither write to its parent's pipe nor read it."""
+    global _pipe, _reading
+    _pipe, _reading = None, threading.Lock()
     try:
         signal.set_wakeup_fd(-1)
         if _is_ours():

@@ -56,6 +56,26 @@ def end(processes: list[subprocess.Popen[str]]) -> tuple[list[str], list[float]]
     return list(texts), list(seconds)
 
 
+AT_ONCE = """
+import os, signal
+from torch_bridge.mesh import termination
+signal.signal(signal.SIGTERM, lambda *_: None)
+termination.install("this process")
+assert not termination.seen()
+os.kill(os.getpid(), signal.SIGTERM)  # keeps the interpreter's lock: the thread that watches cannot have run
+assert termination.seen()
+if os.fork() == 0:
+    assert termination.seen()
+    os._exit(0)
+assert os.wait()[1] == 0
+"""
+
+
+def test_a_handler_that_ends_the_process_at_once_knows_of_the_signal() -> None:
+    done = subprocess.run([sys.executable, "-c", AT_ONCE], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.slow
 def test_each_process_ends_as_it_should() -> None:
     port = free_port()
