@@ -36,12 +36,13 @@ class Parts:
         import jax
 
         from torch_bridge import _compat
+        from torch_bridge.compiler import computation
 
         self.jax, self.compat = jax, _compat
         self.program = program
         self.args = [a if isinstance(a, np.ndarray) else jax.numpy.array(a, copy=True) for a in args]
         with _compat.enable_x64():
-            self.kept = jax.jit(program._apply).lower(*self.args).compile()
+            self.kept = jax.jit(computation.of(program.spec)).lower(*self.args).compile()
             self._split()
 
     def _split(self) -> None:
@@ -51,7 +52,7 @@ class Parts:
         late = _optimizer_nodes(graph)
         places = {n: i for i, n in enumerate(n for n in graph.nodes if n.op == "placeholder")}
         results = list(next(n for n in graph.nodes if n.op == "output").args[0])
-        results = [results[k] for (k,) in (self.program.ports.outputs[at] for at in self.program.ports.order)]
+        results = [results[k] for (k,) in (self.program.spec.ports.outputs[at] for at in self.program.spec.ports.order)]
         numbers = {n for n in late if n not in _descendants(graph)}
         early = [n for n in graph.nodes if n not in late - numbers and n.op == "call_function"]
         crossing = list(dict.fromkeys(i for n in late - numbers for i in n.all_input_nodes if i in early and i not in numbers))
@@ -62,7 +63,7 @@ class Parts:
         self.crossing = len(crossing)
         first = _copy(graph, list(places), [n for n in early if n not in numbers], [*crossing, *(results[k] for k in self.results_early)])
         update = _copy(graph, [*takes, *crossing], [n for n in graph.nodes if n in late], [results[k] for k in self.results_late])
-        self.pairs = {k: self.program.ports.donated[k] for k in self.results_late if k < len(self.program.ports.donated)}
+        self.pairs = {k: self.program.spec.ports.donated[k] for k in self.results_late if k < len(self.program.spec.ports.donated)}
         donated = tuple(self.update_takes.index(at) for at in self.pairs.values())
         jit = self.jax.jit
         self.first = jit(lambda *a: tuple(interpret.run(first, a, interpret.draws_key_of(None)))).lower(*self.args).compile()
@@ -75,7 +76,7 @@ class Parts:
         """The step as it is compiled today: it takes the weights over."""
         with self.compat.enable_x64():
             results = self.program.compiled(*self.args)
-        for k, at in enumerate(self.program.ports.donated):
+        for k, at in enumerate(self.program.spec.ports.donated):
             self.args[at] = results[k]
         return self._loss(results)
 
@@ -83,7 +84,7 @@ class Parts:
         """The same program, donating nothing."""
         with self.compat.enable_x64():
             results = self.kept(*self.args)
-        for k, at in enumerate(self.program.ports.donated):
+        for k, at in enumerate(self.program.spec.ports.donated):
             self.args[at] = results[k]
         return self._loss(results)
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
 
-
-def flag(name: str, value: Any) -> bool:
+def flag(name: str, value: object) -> bool:
     """True or False; scripts also pass 1 or 0. Raises TypeError for anything else."""
     if isinstance(value, bool):
         return value

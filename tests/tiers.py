@@ -187,6 +187,7 @@ PROCESSES: tuple[str, ...] = (
     "nxd_jax/utils/test_torchrun.py",
     "opinfo/test_workers.py",
     "test_examples.py",
+    "test_readme.py::test_code_runs",
     "torch_bridge/precision/test_rounding.py::test_a_second_process_gives_the_same",
     "torch_bridge/ranks/test_oracle.py",
     "torch_bridge/ranks/test_processes.py",

@@ -29,10 +29,14 @@ class Contents:
     other: dict[str, Any]
 
 
+Model = torch.nn.Module | Mapping[str, Any]
+"""A module, or a state dict."""
+
+
 # -- models ------------------------------------------------------------------------------------------
 
 
-def of_model(model: Any, saving: bool = True) -> Contents:
+def of_model(model: Model, saving: bool = True) -> Contents:
     """A module's state dict (of adapters, what their configuration says is to be saved), or a state dict."""
     heads.mark(unwrapped(model))
     tensors: dict[str, tuple[torch.Tensor, Placement | None]] = {}
@@ -50,7 +54,7 @@ def unwrapped(model: Any) -> Any:
     return _wrapper.inner(model)
 
 
-def state_of(model: Any, saving: bool = True) -> Mapping[str, Any]:
+def state_of(model: Model, saving: bool = True) -> Mapping[str, Any]:
     """The tensors of a model by name, as they are (of adapters, if `saving`, what their configuration says is to be saved)."""
     if isinstance(model, Mapping):
         found: Mapping[str, Any] = every_ranks(model)
@@ -69,16 +73,16 @@ def every_ranks(state: Any) -> Any:
     return nested.replace(state, lambda x: id(x) in found, list(found.values())) if found else state
 
 
-def _on_cpu(x: Any) -> bool:
+def _on_cpu(x: object) -> bool:
     return isinstance(x, torch.Tensor) and x.device.type == "cpu"
 
 
-def mark_heads(model: Any) -> None:
+def mark_heads(model: Model) -> None:
     """Note on parameters in which order query heads come."""
     heads.mark(unwrapped(model))
 
 
-def names_of(model: Any) -> dict[torch.Tensor, str]:
+def names_of(model: Model | None) -> dict[torch.Tensor, str]:
     """The first name of each parameter of a model."""
     if not isinstance(model, torch.nn.Module):
         return {}
@@ -174,7 +178,7 @@ def parts_of(optimizer: Any, names: Mapping[torch.Tensor, str]) -> list[Part]:
     return parts
 
 
-def of_optimizer(optimizer: Any, parts: Sequence[Part]) -> Contents:
+def of_optimizer(optimizer: torch.optim.Optimizer, parts: Sequence[Part]) -> Contents:
     """State by parameter, options of groups, and the master weights of ZeRO-1 where they are more than the weights."""
     outer, base = inner(optimizer), stepping(optimizer)
     states = [base.state.get(part.held, {}) for part in parts]
@@ -202,7 +206,7 @@ def of_zero1_state(state: Mapping[str, Any], parts: Sequence[Part], kind: str) -
     return _of_states(parts, states, masters, state["param_groups"], kind)
 
 
-def _on_device(label: str, value: Any, part: Part) -> Any:
+def _on_device(label: str, value: object, part: Part) -> Any:
     """A tensor as every rank had it; numbers stay where they are."""
     if not isinstance(value, torch.Tensor) or value.device.type == "xla" or value.dim() == 0:
         return value

@@ -7,7 +7,6 @@ for every number of ranks and copies. Checkpoints hold them in the order that th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -22,7 +21,7 @@ ATTRIBUTE = "kv_heads_held"
 _LOCAL = ("num_kv_heads", "num_key_value_heads", "kv_heads_per_rank", "n_local_kv_heads")
 
 
-def mark(model: Any) -> None:
+def mark(model: torch.nn.Module) -> None:
     """Set `ATTRIBUTE` where query heads come in the ranks' order: on parameters of GQA layers with copies, and of the one output projection beside each."""
     if not isinstance(model, torch.nn.Module):
         return
@@ -43,7 +42,7 @@ def mark(model: Any) -> None:
                 setattr(output.weight, ATTRIBUTE, held)
 
 
-def _held(parent: torch.nn.Module, layer: GQAQKVColumnParallelLinear, config: Any) -> int | None:
+def _held(parent: torch.nn.Module, layer: GQAQKVColumnParallelLinear, config: object) -> int | None:
     """K/V heads of a rank: from the model's configuration, or from what the attention module says about itself."""
     tp, rows = layer_groups.size(layer.tensor_parallel_group), layer.kv_output_size_per_partition
     total = getattr(config, "num_key_value_heads", None)

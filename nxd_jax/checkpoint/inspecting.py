@@ -44,7 +44,7 @@ def _others(folder: Path) -> list[str]:
     return [name for name in (writing.SCHEDULER, writing.USER, writing.RANDOM, "config.json") if (folder / name).exists()]
 
 
-def _tensor(shape: Any, dtype: Any, shards: int, each: Any) -> dict[str, Any]:
+def _tensor(shape: Any, dtype: object, shards: int, each: Any) -> dict[str, Any]:
     return {"shape": list(shape), "dtype": str(dtype).removeprefix("torch."), "shards": shards, "shard_shape": list(each)}
 
 

@@ -193,7 +193,7 @@ def known() -> list[str]:
     return sorted(_MAPS)
 
 
-def resolve(mapping: Any, heads: Heads | None = None) -> NameMap:
+def resolve(mapping: object, heads: Heads | None = None) -> NameMap:
     """A `NameMap` from what users give: None (names stay), a registered name such as "llama", a dict of regular expressions and what takes their place (None:
     leave those out), a function from name to name or None, or a `NameMap`. Raises ValueError for an unknown name, TypeError for anything else."""
     if mapping is None:

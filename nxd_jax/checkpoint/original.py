@@ -31,7 +31,7 @@ __all__ = ["export_original", "is_older", "is_original", "load"]
 logger = logging.getLogger("nxd_jax")
 
 
-def load(folder: Path, model: Any, optimizer: Any, scheduler: Any, strict: bool) -> Any:
+def load(folder: Path, model: torch.nn.Module | None, optimizer: torch.optim.Optimizer | None, scheduler: Any, strict: bool) -> Any:
     """Fill a model, an optimizer and a scheduler from a checkpoint of NxD; returns its user content, or None. What is None is left alone.
 
     The sizes of tensor, pipeline and data parallelism may differ from those it was saved with, so may ZeRO-1, fused or separate q, k and v, and the copies of K
@@ -71,7 +71,7 @@ def _whole(path: Path) -> Any:
 # -- models ------------------------------------------------------------------------------------------
 
 
-def _load_model(files: Files, model: Any, strict: bool, plan: _Optimizer | None) -> set[str]:
+def _load_model(files: Files, model: torch.nn.Module | None, strict: bool, plan: _Optimizer | None) -> set[str]:
     """Fill a model; returns the names of weights that are only in the optimizer's master weights."""
     state = original_states.model_state(files.model)
     module = contents.unwrapped(model)

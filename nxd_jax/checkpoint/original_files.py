@@ -81,7 +81,7 @@ class File:
         found: dict[int, Any] = load(path, self._trust) if path.is_file() else {}
         return found
 
-    def holds(self, value: Any) -> bool:
+    def holds(self, value: object) -> bool:
         """Whether a tensor of `data` is there. (NxD leaves out weights whose master weights are in the optimizer's files.)"""
         return not isinstance(value, xser.TensorReference) or self._tensor_path(value).is_file()
 
@@ -92,7 +92,7 @@ class File:
         found: torch.Tensor = load(self._tensor_path(value), self._trust)
         return found
 
-    def describe(self, value: Any) -> tuple[tuple[int, ...], torch.dtype]:
+    def describe(self, value: object) -> tuple[tuple[int, ...], torch.dtype]:
         """The shape and dtype of a tensor of `data`, without reading its values."""
         known = self._info.get(value.tid) if isinstance(value, xser.TensorReference) else None
         if isinstance(known, Mapping) and isinstance(known.get("dtype"), torch.dtype):
@@ -109,11 +109,11 @@ class File:
         return Path(xser._get_tensor_file(xser._get_tensors_folder(self.path), reference.tid))
 
 
-def _is_reference(x: Any) -> bool:
+def _is_reference(x: object) -> bool:
     return isinstance(x, xser.TensorReference)
 
 
-def is_tensor(x: Any) -> bool:
+def is_tensor(x: object) -> bool:
     """Whether a value of a file is a tensor, in the file or in one of its own."""
     return isinstance(x, torch.Tensor) or _is_reference(x)
 
@@ -234,7 +234,7 @@ def _find_older(folder: Path, trust: bool) -> Files:
     return Files(folder, model, optimizer, older=True)
 
 
-def pick_model(data: Any) -> Any:
+def pick_model(data: object) -> Any:
     """The model's state in what a script saved: under a name that scripts use, or all of it."""
     found = next((data[k] for k in MODEL_KEYS if isinstance(data, Mapping) and isinstance(data.get(k), Mapping)), data)
     if not isinstance(found, Mapping) or not any(is_tensor(v) for v in found.values()):
@@ -245,12 +245,12 @@ def pick_model(data: Any) -> Any:
     return found
 
 
-def _only(states: Any) -> Any:
+def _only(states: object) -> Any:
     """The state of the only optimizer or scheduler (Lightning has lists)."""
     return states[0] if isinstance(states, (list, tuple)) and len(states) == 1 else states
 
 
-def _is_zero(state: Any) -> bool:
+def _is_zero(state: object) -> bool:
     return isinstance(state, Mapping) and "base_state" in state and "shape_info" in state
 
 

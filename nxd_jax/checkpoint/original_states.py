@@ -80,7 +80,7 @@ class OptimizerState:
         return list(dict.fromkeys(name.partition("/")[0] for name in self.parts))
 
 
-def is_zero(data: Any) -> bool:
+def is_zero(data: object) -> bool:
     """Whether a rank's optimizer state is ZeRO-1's. Raises ValueError for what is no optimizer's state."""
     if isinstance(data, Mapping) and {"base_state", "shape_info", "param_groups"} <= set(data):
         return True

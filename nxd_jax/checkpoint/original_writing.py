@@ -21,7 +21,13 @@ from torch_bridge.torch_xla.utils import serialization as xser_format
 
 
 def export_original(
-    path: Any, tag: str, model: Any = None, optimizer: Any = None, scheduler: Any = None, user_content: Any = None, xser: bool = False
+    path: Any,
+    tag: str,
+    model: torch.nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    scheduler: Any = None,
+    user_content: object = None,
+    xser: bool = False,
 ) -> None:
     """Write a tag that NxD loads with as many tensor- and (under ZeRO-1) data-parallel ranks as there are now: its own `save_checkpoint`.
 
@@ -74,11 +80,11 @@ def write(path: Path, data: Any, xser: bool = False, without: Collection[str] = 
     torch.save(info, f"{path}.info.pt")
 
 
-def _is_tensor(x: Any) -> bool:
+def _is_tensor(x: object) -> bool:
     return isinstance(x, torch.Tensor)
 
 
-def _write_rest(folder: Path, scheduler: Any, user_content: Any) -> None:
+def _write_rest(folder: Path, scheduler: Any, user_content: object) -> None:
     if scheduler is not None:
         writing.write_bytes(folder / "scheduler.pt", writing.pickled(scheduler.state_dict()))
     if user_content is not None:
@@ -121,7 +127,7 @@ class RankFiles:
             write(folder / rank.file_name(self.experts), own, self.xser, self.without)
 
 
-def model_files(model: Any, xser: bool, without: Collection[str] = ()) -> RankFiles:
+def model_files(model: torch.nn.Module, xser: bool, without: Collection[str] = ()) -> RankFiles:
     """A model's (a module, or a state dict). without: names of weights to leave out. Raises ValueError for these unless `xser`."""
     if without and not xser:
         raise ValueError(
@@ -136,7 +142,7 @@ def model_files(model: Any, xser: bool, without: Collection[str] = ()) -> RankFi
     return RankFiles({**state, **found.other["other"]}, ranks, xser, _expert_parallel(), of_experts, without)
 
 
-def optimizer_files(optimizer: Any, xser: bool) -> RankFiles:
+def optimizer_files(optimizer: torch.optim.Optimizer, xser: bool) -> RankFiles:
     """An optimizer's, or those of its state dict. Raises NotImplementedError under expert parallelism."""
     if _expert_parallel():
         raise NotImplementedError(
@@ -165,7 +171,7 @@ def _firsts(ranks: Mapping[int, Rank]) -> dict[Rank, int]:
     return {rank: r for rank, r in firsts.items() if r in world.current().hosted}
 
 
-def _optimizer_state(optimizer: Any) -> tuple[Mapping[str, Any], Callable[[int], Any]]:
+def _optimizer_state(optimizer: torch.optim.Optimizer) -> tuple[Mapping[str, Any], Callable[[int], Any]]:
     """The state, and for a rank the number of its file: under ZeRO-1 its place among those that share a parameter out."""
     if isinstance(optimizer, Mapping):
         state = contents.every_ranks(optimizer)

@@ -119,7 +119,7 @@ class Folder:
         executor.sync()
         return made
 
-    def _there(self, array: Any, name: str) -> Any:
+    def _there(self, array: object, name: str) -> Any:
         """An array that was read: Orbax gives back what was asked for in the place of one that is missing."""
         if not hasattr(array, "shape") or isinstance(array, jax.ShapeDtypeStruct):
             raise DamagedCheckpointError(f"the arrays in {self.path} are damaged: {name} is missing. Load another tag")
@@ -177,7 +177,7 @@ def load_object(path: Path, weights_only: bool = False) -> Any:
 # -- models ------------------------------------------------------------------------------------------
 
 
-def _refuse_empty(name: str, given: Any) -> None:
+def _refuse_empty(name: str, given: object) -> None:
     if isinstance(given, dict) and not given:
         raise ValueError(
             f"{name}={{}}: what is in the files is divided among ranks as the {name} is, and an empty dict does not say how. Give the {name} itself, and read "
@@ -185,7 +185,7 @@ def _refuse_empty(name: str, given: Any) -> None:
         )
 
 
-def load_model(path: Path, model: Any, strict: bool, master: Path | None) -> None:
+def load_model(path: Path, model: contents.Model, strict: bool, master: Path | None) -> None:
     """Fill a module from a folder. master: an optimizer's folder whose master weights stand in for weights that were not written.
 
     Raises RuntimeError for missing or unexpected names (unless not `strict`) and for other shapes, ValueError for an empty dict, before anything changes.
@@ -227,7 +227,7 @@ def load_model(path: Path, model: Any, strict: bool, master: Path | None) -> Non
     _set_extra_state(module, other)
 
 
-def refuse(path: Path, module: Any, problems: Sequence[str], missing: Sequence[str], unexpected: Sequence[str], strict: bool) -> None:
+def refuse(path: Path, module: object, problems: Sequence[str], missing: Sequence[str], unexpected: Sequence[str], strict: bool) -> None:
     """Raise RuntimeError for what keeps a checkpoint from being loaded into a module; names that only one of them has count if `strict`, else are logged."""
     found = list(problems)
     if strict:
@@ -258,7 +258,7 @@ def _inside(used: set[str], folder: Folder) -> set[str]:
     return {name for name in folder.names() if folder.key(name) in stored}
 
 
-def _set_extra_state(module: Any, other: Mapping[str, Any]) -> None:
+def _set_extra_state(module: torch.nn.Module, other: Mapping[str, Any]) -> None:
     extra = {k: v for k, v in other.items() if k.endswith("_extra_state")}
     if extra:
         module.load_state_dict(extra, strict=False)
@@ -296,7 +296,7 @@ def listed(names: Sequence[str]) -> str:
 # -- optimizers --------------------------------------------------------------------------------------
 
 
-def load_optimizer(path: Path, optimizer: Any, model: Any) -> None:
+def load_optimizer(path: Path, optimizer: torch.optim.Optimizer, model: contents.Model | None) -> None:
     """Fill an optimizer from a folder: state, options of groups, master weights. Under ZeRO-1 the parameters are cut anew first.
 
     Raises ValueError, before anything changes, for the state of other parameters.
@@ -325,7 +325,12 @@ def load_optimizer(path: Path, optimizer: Any, model: Any) -> None:
 
 
 def _take_state(
-    folder: Folder, saved: Any, optimizer: Any, parts: Sequence[Part], keys: Mapping[str, list[str]], wanted: Sequence[Wanted]
+    folder: Folder,
+    saved: Any,
+    optimizer: torch.optim.Optimizer,
+    parts: Sequence[Part],
+    keys: Mapping[str, list[str]],
+    wanted: Sequence[Wanted],
 ) -> None:
     base = contents.stepping(optimizer)
     by_name = {part.name: part for part in parts}
@@ -399,23 +404,23 @@ def _set_options(optimizer: Any, saved: Sequence[Mapping[str, Any]], keys: Mappi
         group.update({k: v for k, v in source.items() if k not in _NOT_LOADED})
 
 
-def _on_device(optimizer: Any) -> bool:
+def _on_device(optimizer: torch.optim.Optimizer) -> bool:
     """Whether an optimizer counts its steps on the device."""
     return any(g.get("fused") or g.get("capturable") for g in optimizer.param_groups)
 
 
-def _plain(value: Any, part: Part, on_device: bool) -> Any:
+def _plain(value: object, part: Part, on_device: bool) -> Any:
     if isinstance(value, torch.Tensor) and value.dim() == 0:
         return value.to(part.held.device) if on_device else value.clone()  # each parameter counts by itself
     found = [t.to(part.held.device) for t in nested.collect(value, _is_vector)]
     return nested.replace(value, _is_vector, found)
 
 
-def _is_vector(x: Any) -> bool:
+def _is_vector(x: object) -> bool:
     return isinstance(x, torch.Tensor) and x.dim() > 0
 
 
-def _load_nested(folder: Folder, structure: Any, optimizer: Any) -> None:
+def _load_nested(folder: Folder, structure: Any, optimizer: torch.optim.Optimizer) -> None:
     """An optimizer's state dict that was saved as such."""
     wanted = []
     for name in folder.entries:
@@ -432,5 +437,5 @@ def _load_nested(folder: Folder, structure: Any, optimizer: Any) -> None:
     optimizer.load_state_dict(state)
 
 
-def _is_stub(x: Any) -> bool:
+def _is_stub(x: object) -> bool:
     return isinstance(x, writing._Stub)

@@ -256,7 +256,7 @@ class Once:
 # -- models ------------------------------------------------------------------------------------------
 
 
-def load_model(path: str | os.PathLike[str], model: Any, mapping: Any = None, strict: bool = True) -> None:
+def load_model(path: str | os.PathLike[str], model: torch.nn.Module, mapping: Any = None, strict: bool = True) -> None:
     """Fill a model of any layout from a folder or file, in the model's dtypes. All processes must call it.
 
     mapping: from the folder's names to the model's (`name_maps.resolve`); where K/V heads have copies, "llama" also brings query heads into the ranks' order.
@@ -302,7 +302,7 @@ def _shape_problems(target: Target, ready: Mapping[str, Planned]) -> list[str]:
 
 
 def save_model(
-    model: Any,
+    model: torch.nn.Module,
     folder: str | os.PathLike[str],
     mapping: Any = None,
     config: Any = None,

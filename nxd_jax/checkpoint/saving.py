@@ -121,7 +121,7 @@ def then(task: Callable[[], Any]) -> None:
 # -- loading -----------------------------------------------------------------------------------------
 
 
-def fetch(storage: BaseCheckpointStorage, tag: Any = None) -> Path:
+def fetch(storage: BaseCheckpointStorage, tag: object = None) -> Path:
     """A local folder with the files of a complete tag (None: the newest), once saves in the background are done. All processes call it.
 
     Raises RuntimeError if there is no complete tag, FileNotFoundError if not this one.
@@ -131,7 +131,7 @@ def fetch(storage: BaseCheckpointStorage, tag: Any = None) -> Path:
     return _fetched(storage, _chosen(storage, tag))
 
 
-def _chosen(storage: BaseCheckpointStorage, tag: Any) -> str:
+def _chosen(storage: BaseCheckpointStorage, tag: object) -> str:
     found = storage.completed_tags()
     if tag is None or str(tag) == "":
         if not found:

@@ -61,7 +61,7 @@ class BaseCheckpointStorage:
         """Write a text file below the directory."""
         raise NotImplementedError
 
-    def save_object(self, obj: Any, filename: str) -> None:
+    def save_object(self, obj: object, filename: str) -> None:
         """`torch.save` below the directory."""
         raise NotImplementedError
 
@@ -100,7 +100,7 @@ class FilesysCheckpointStorage(BaseCheckpointStorage):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
 
-    def save_object(self, obj: Any, filename: str) -> None:
+    def save_object(self, obj: object, filename: str) -> None:
         path = self.root / filename
         path.parent.mkdir(parents=True, exist_ok=True)
         torch.save(obj, path)
@@ -203,7 +203,7 @@ class FsspecCheckpointStorage(BaseCheckpointStorage):
         self.files.makedirs(self._there(filename).rpartition("/")[0], exist_ok=True)
         self.files.pipe_file(self._there(filename), text.encode())
 
-    def save_object(self, obj: Any, filename: str) -> None:
+    def save_object(self, obj: object, filename: str) -> None:
         self.files.makedirs(self._there(filename).rpartition("/")[0], exist_ok=True)
         with self.files.open(self._there(filename), "wb") as f:
             torch.save(obj, f)
@@ -217,7 +217,7 @@ class S3CheckpointStorage(FsspecCheckpointStorage):
     """`checkpoint_storage.S3CheckpointStorage`: s3://bucket/path, through the package s3fs."""
 
 
-def create_checkpoint_storage(dirname: Any, crt_config: dict[str, Any] | None = None) -> BaseCheckpointStorage:
+def create_checkpoint_storage(dirname: object, crt_config: dict[str, Any] | None = None) -> BaseCheckpointStorage:
     """`checkpoint_storage.create_checkpoint_storage`: the storage of a path or an address. crt_config is accepted without effect."""
     name = os.fspath(dirname) if isinstance(dirname, (str, os.PathLike)) else None
     if not isinstance(name, str) or not name:

@@ -150,7 +150,7 @@ def _verify_original(folder: Path, report: Report, progress: Progress, trust: bo
         original_states.model_state(files.model)
 
 
-def _tensors(data: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+def _tensors(data: object, path: str = "") -> Iterator[tuple[str, Any]]:
     """The tensors in nested data, by the keys that lead to them."""
     if original_files.is_tensor(data):
         yield path, data

@@ -66,14 +66,14 @@ def write_bytes(path: Path, data: bytes) -> None:
     path.write_bytes(data)
 
 
-def model_item(model: Any, without: set[str] = frozenset()) -> Item:  # type: ignore[assignment]
+def model_item(model: contents.Model, without: set[str] = frozenset()) -> Item:  # type: ignore[assignment]
     """A model's folder. without: names that are not to be written."""
     found = contents.of_model(model)
     found.tensors = {name: value for name, value in found.tensors.items() if name not in without}
     return _item(found)
 
 
-def optimizer_item(optimizer: Any, model: Any) -> Item:
+def optimizer_item(optimizer: torch.optim.Optimizer | Mapping[str, Any], model: contents.Model | None) -> Item:
     """An optimizer's folder. Parameters go by the model's names, if there is a model."""
     if isinstance(optimizer, Mapping):
         return _nested_item(optimizer)
@@ -110,7 +110,7 @@ class _Stub:
         self.index = index
 
 
-def _is_large(x: Any) -> bool:
+def _is_large(x: object) -> bool:
     return isinstance(x, torch.Tensor) and (x.device.type == "xla" or x.numel() > contents.SMALL)
 
 
@@ -165,7 +165,7 @@ def layout() -> dict[str, int]:
     }
 
 
-def pickled(data: Any) -> bytes:
+def pickled(data: object) -> bytes:
     """Nested data with xla tensors on the CPU and numbers that differ by rank as the first rank's. Raises ValueError for tensors that differ among ranks."""
     for t in nested.collect(data, lambda x: isinstance(x, torch.Tensor) and x.device.type == "xla"):
         if sharded.varying(t).axes:

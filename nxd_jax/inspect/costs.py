@@ -98,7 +98,7 @@ def costs(jaxpr: Any) -> Costs:
 
 
 def _cost(eqn: Equation) -> Cost:
-    products = flops(eqn)
+    products = 0 if eqn.scope.op in _SUMS else flops(eqn)
     moved = sum(a.size * a.dtype.itemsize for a in (*eqn.inputs, *eqn.outputs))
     elements = 0 if products or eqn.primitive in _MOVES else max((a.size for a in (*eqn.inputs, *eqn.outputs)), default=0)
     scope, n = eqn.scope, eqn.times
@@ -124,6 +124,8 @@ def flops(eqn: Equation) -> int:
     return 0
 
 
+_SUMS = ("aten.native_layer_norm", "aten.native_layer_norm_backward")
+"""Ops whose products are sums over rows, written as products for XLA's sake (`torch_bridge.lowerings.normalization`)."""
 _PRODUCTS = {"dot_general": "dimension_numbers", "ragged_dot_general": "ragged_dot_dimension_numbers"}
 
 

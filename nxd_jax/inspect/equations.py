@@ -24,7 +24,7 @@ class Equation(NamedTuple):
     known: bool = True
 
 
-def equations(jaxpr: Any) -> Iterator[Equation]:
+def equations(jaxpr: object) -> Iterator[Equation]:
     """Every equation that computes, those of calls, loops and branches in place of the call. Of a conditional every branch counts."""
     yield from _walk(getattr(jaxpr, "jaxpr", jaxpr), 1, scopes.NONE, True)
 

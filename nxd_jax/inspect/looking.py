@@ -258,7 +258,7 @@ class RunOnShapes(Protocol):
         """What was recorded."""
 
 
-def look(target: Any = None, *example_inputs: Any, topology: Topology | None = None) -> Inspection:
+def look(target: object = None, *example_inputs: Any, topology: Topology | None = None) -> Inspection:
     """Look inside something.
 
     target: None: the last executed step (the largest of its programs; within an abstract run the largest recorded so far). An `nxd_jax.abstract_run`: likewise
@@ -300,7 +300,7 @@ def machine(topology: Topology | None = None) -> Topology:
 _LARGEST = {"trn1": "trn1.32xlarge", "trn2": "trn2.48xlarge", "inf2": "inf2.48xlarge"}
 
 
-def _recorded(program: Any) -> abstract.Recorded | None:
+def _recorded(program: object) -> abstract.Recorded | None:
     return None if abstract_arrays.ACTIVE.run is None else abstract_arrays.ACTIVE.run.programs.get(id(program))
 
 

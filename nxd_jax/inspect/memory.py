@@ -13,8 +13,8 @@ from torch import fx
 from nxd_jax.inspect import units
 from nxd_jax.inspect.owners import KINDS, Owner
 from nxd_jax.inspect.tables import Column, Table
+from torch_bridge.lowerings import is_view
 from torch_bridge.mesh import sharding
-from torch_bridge.passes.find_repeats import VIEWS
 from torch_bridge.source import NOWHERE
 
 
@@ -178,16 +178,17 @@ def _entry(owner: Owner, meta: Any, axes: tuple[str, ...], role: str) -> Held:
 
 
 def _held(program: Any, owners: dict[int, Owner]) -> Iterator[Held]:
-    ports, ranks = program.ports, program.ranks
+    spec = program.spec
+    ports, labels = spec.ports, spec.labels
     updated = {i for at in ports.donated for i in ports.inputs[at]}
-    for i, (aval, ref) in enumerate(zip(program.leaf_avals, program.held_by, strict=True)):
+    for i, (aval, ref) in enumerate(zip(spec.avals, program.held_by, strict=True)):
         role = "updated" if i in updated else "argument"
-        yield _entry(_owner(ref, owners, "input"), aval, () if ranks is None else _axes(ranks.inputs[i]), role)
+        yield _entry(_owner(ref, owners, "input"), aval, () if labels is None else _axes(labels.inputs[i]), role)
     taken_over = {k for at in ports.order[: len(ports.donated)] for k in ports.outputs[at]}
-    for k, node in enumerate(program._outputs()):
+    for k, node in enumerate(spec.outputs):
         if k not in taken_over:
             ref = program.results_held_by[k] if k < len(program.results_held_by) else None
-            yield _entry(_owner(ref, owners, "result"), node.meta["val"], () if ranks is None else _axes(ranks.outputs[k]), "result")
+            yield _entry(_owner(ref, owners, "result"), node.meta["val"], () if labels is None else _axes(labels.outputs[k]), "result")
 
 
 def _axes(spec: Any) -> tuple[str, ...]:
@@ -236,6 +237,6 @@ def activations(graph: fx.Graph) -> int:
 
 def _base(node: fx.Node) -> fx.Node:
     """The value that a chain of views reads."""
-    while node.op == "call_function" and node.target in VIEWS and node.all_input_nodes:
+    while node.op == "call_function" and is_view(node.target) and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node

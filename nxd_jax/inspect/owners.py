@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -77,6 +77,6 @@ def _all(
                 yield from _one(value, Owner("optimizer state", f"{key} of {name}" if name else str(key)), name)
 
 
-def _one(t: Any, owner: Owner, name: str) -> Iterator[tuple[int, Owner, str]]:
+def _one(t: object, owner: Owner, name: str) -> Iterator[tuple[int, Owner, str]]:
     if isinstance(t, XLATensor):
         yield id(t._storage), owner, name

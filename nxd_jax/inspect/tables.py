@@ -33,7 +33,7 @@ class Column:
     show: Callable[[Any], str] = str
     number: bool = False
 
-    def of(self, row: Any) -> Any:
+    def of(self, row: object) -> Any:
         """The value in a row."""
         return getattr(row, self.value) if isinstance(self.value, str) else self.value(row)
 
@@ -167,7 +167,7 @@ def _style(column: Column, texts: Sequence[str]) -> str:
     return f"{_CELL};text-align:{'right' if column.number else 'left'};{'overflow-wrap:anywhere;min-width:11em' if wide else 'white-space:nowrap'}"
 
 
-def plain(x: Any) -> Any:
+def plain(x: object) -> Any:
     """A value as JSON knows them: dataclasses as dictionaries, tables as lists, tuples as lists, other objects as text, as are "inf" and "nan"."""
     if isinstance(x, Table):
         return x.data()

@@ -19,7 +19,7 @@ def nki_flash_attn_func(
     causal: bool = True,
     mixed_precision: bool = True,
     seed: Any = None,
-    hardware_type: Any = None,
+    hardware_type: object = None,
     transpose_nki_inputs: bool = True,
 ) -> torch.Tensor:
     """softmax(q k^T * scale) v: [batch, heads, length, head_dim] in the dtype of q, with memory linear in the length.

@@ -35,17 +35,17 @@ def read(cfg: Any) -> HookSettings:
     return HookSettings(**{name: kinds.get(name, _switch)(name, value) for name, value in given.items()})
 
 
-def _setting(cfg: Any, name: str) -> Any:
+def _setting(cfg: object, name: str) -> Any:
     return cfg.get(name) if isinstance(cfg, Mapping) else getattr(cfg, name, None)
 
 
-def _switch(name: str, value: Any) -> bool:
+def _switch(name: str, value: object) -> bool:
     if value not in (True, False):
         raise ValueError(f"NeuronHooksCallback: {name} must be True or False, got {value!r}")
     return bool(value)
 
 
-def _interval(name: str, value: Any) -> int:
+def _interval(name: str, value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"NeuronHooksCallback: {name} must be a positive number of steps, got {value!r}")
     return value

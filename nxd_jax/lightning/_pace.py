@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -20,7 +20,7 @@ class Amount(NamedTuple):
     unit: str
 
 
-def amount_of(batch: Any) -> Amount | None:
+def amount_of(batch: object) -> Amount | None:
     """What a batch (any nested data) holds, by the shapes of its tensors; None without tensors.
 
     Tokens: the elements of `batch["input_ids"]`, else of the first tensor of integers with 2 dims. Samples: the first dim of the first tensor.

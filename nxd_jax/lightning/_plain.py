@@ -14,13 +14,13 @@ def plain(data: Any) -> Any:
     if omegaconf is None:
         return data
 
-    def is_config(x: Any) -> bool:
+    def is_config(x: object) -> bool:
         return isinstance(x, omegaconf.Container) or (isinstance(x, type) and issubclass(x, omegaconf.Container))
 
     return nested.replace(data, is_config, [_converted(x, omegaconf) for x in nested.collect(data, is_config)])
 
 
-def _converted(config: Any, omegaconf: Any) -> Any:
+def _converted(config: object, omegaconf: Any) -> Any:
     if isinstance(config, type):  # what Lightning notes about `hparams`
         return list if issubclass(config, omegaconf.ListConfig) else dict
     try:

@@ -81,5 +81,5 @@ class NeuronXLAAccelerator(XLAAccelerator):
         return "neuron"
 
 
-def _is_count(value: Any, least: int) -> bool:
+def _is_count(value: object, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least

@@ -172,7 +172,7 @@ def _of_first_rank(data: Any) -> Any:
     return nested.replace(data, _on_xla, object_collectives.each_ranks(tensors)[0])
 
 
-def _on_xla(x: Any) -> bool:
+def _on_xla(x: object) -> bool:
     return isinstance(x, torch.Tensor) and x.device.type == "xla"
 
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nxd_jax.checkpoint import saving
 from nxd_jax.lightning.loaders import NeuronDeviceLoader
+
+if TYPE_CHECKING:
+    from torch.types import Device
 
 
 class Feeding:
@@ -20,7 +23,7 @@ class Feeding:
         self._folder: str | None = None
         self._positions: list[dict[str, Any]] = []
 
-    def loader(self, loader: Any, device: Any) -> NeuronDeviceLoader:
+    def loader(self, loader: Any, device: Device) -> NeuronDeviceLoader:
         """A loader's batches on a device."""
         self._restore_random()
         made = NeuronDeviceLoader(loader, device, self._is_within_epoch, self._unused)

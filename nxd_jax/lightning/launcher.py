@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pytorch_lightning.strategies.launchers.launcher import _Launcher
+
+if TYPE_CHECKING:
+    from pytorch_lightning import Trainer
 
 
 class _NeuronXLALauncher(_Launcher):
@@ -18,7 +21,7 @@ class _NeuronXLALauncher(_Launcher):
     def is_interactive_compatible(self) -> bool:
         return True
 
-    def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
         """Call the function."""
         return function(*args, **kwargs)
 

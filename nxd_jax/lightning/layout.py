@@ -29,7 +29,7 @@ def asked(nxd_config: dict[str, Any] | None, **sizes: Any) -> dict[str, Any] | N
     return None if all(size == 1 for size in sizes.values()) else neuronx_distributed_config(**sizes)
 
 
-def prepare(config: dict[str, Any] | None, devices: Any, num_nodes: int, module: Any) -> None:
+def prepare(config: dict[str, Any] | None, devices: object, num_nodes: int, module: object) -> None:
     """Lay out the ranks for a Trainer's work.
 
     Raises MisconfigurationException if strategy and module want different sizes, or the Trainer another number of ranks than were started.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from pytorch_lightning import LightningModule
@@ -16,6 +16,9 @@ from nxd_jax.trainer import building, initialize_parallel_model, initialize_para
 from nxd_jax.utils import _device
 from torch_bridge import nested
 from torch_bridge.mesh import rank_numbers, world
+
+if TYPE_CHECKING:
+    from torch_bridge.mesh.groups import GroupLike
 
 logger = logging.getLogger("nxd_jax")
 
@@ -142,7 +145,10 @@ class NeuronLTModule(LightningModule):
         return [{"params": plain, "weight_decay": 0.01}, {"params": others, "weight_decay": 0.0}]
 
     def configure_gradient_clipping(
-        self, optimizer: Any = None, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
+        self,
+        optimizer: torch.optim.Optimizer | None = None,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
     ) -> None:
         """`Trainer(gradient_clip_val=...)`, with automatic optimization: the optimizer from `initialize_parallel_optimizer` clips to it in its step, in place
         of `max_grad_norm`. Without an optimizer it does nothing. (NxD: never does anything.)
@@ -150,7 +156,10 @@ class NeuronLTModule(LightningModule):
         self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
     def clip_gradients(
-        self, optimizer: Any = None, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
+        self,
+        optimizer: torch.optim.Optimizer | None = None,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
     ) -> None:
         """`LightningModule.clip_gradients`; without an optimizer it does nothing. (NxD: never does anything.)"""
         if optimizer is not None:
@@ -194,7 +203,7 @@ class NeuronLTModule(LightningModule):
             rank_zero_only,
         )
 
-    def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
+    def all_gather(self, data: Any, group: GroupLike = None, sync_grads: bool = False) -> Any:
         """`LightningModule.all_gather`: nested tensors and numbers of all ranks, or of those of a process group, side by side along dim 0."""
         numbers = [torch.zeros((), dtype=torch.double, device="xla") + n for n in nested.collect(data, rank_numbers.is_ranked)]
         return super().all_gather(nested.replace(data, rank_numbers.is_ranked, numbers), group, sync_grads)
@@ -224,7 +233,7 @@ class NeuronLTModule(LightningModule):
         return super().load_state_dict({own.get(name, name): value for name, value in state_dict.items()}, strict=strict, assign=assign)
 
     @classmethod
-    def load_from_checkpoint(cls, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Any:
+    def load_from_checkpoint(cls, checkpoint_path: object, *args: Any, **kwargs: Any) -> Any:
         """Not possible: the model is made when a Trainer lays out the ranks."""
         raise MisconfigurationException(
             f"{cls.__name__}.load_from_checkpoint: the model is made once a Trainer has laid out the ranks. Make the module as for training and pass "

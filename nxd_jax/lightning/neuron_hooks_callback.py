@@ -7,7 +7,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from pytorch_lightning.callbacks import Callback
@@ -20,6 +20,9 @@ from torch_bridge import nested
 from torch_bridge.mesh import rank_numbers, world
 from torch_bridge.runtime import steps
 from torch_bridge.torch_xla.core import xla_model as xm
+
+if TYPE_CHECKING:
+    from pytorch_lightning import LightningModule, Trainer
 
 logger = logging.getLogger("nxd_jax")
 
@@ -81,13 +84,13 @@ class NeuronHooksCallback(Callback):
         for name, value in known.items():
             pl_module.log(name, value, on_step=True, on_epoch=False, logger=True)
 
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Take the hooks off; warn about those that saw nothing."""
         for layer, what in sorted(self._unseen):
             logger.warning("NeuronHooksCallback saw no %s of the layer %r: training does not call it, or not with tensors", what, layer)
         self._take_off()
 
-    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Take the hooks off."""
         self._take_off()
 
@@ -99,21 +102,21 @@ class NeuronHooksCallback(Callback):
 
     # -- hooks ----------------------------------------------------------------------------------------
 
-    def _forward_hook(self, layer: str, trainer: Any) -> Callable[..., None]:
+    def _forward_hook(self, layer: str, trainer: Trainer) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             if self._is_due(trainer):
                 self._keep(trainer.global_step, layer, "activations", {"layer_input": (args, kwargs), "layer_output": output})
 
         return hook
 
-    def _backward_hook(self, layer: str, trainer: Any) -> Callable[..., None]:
+    def _backward_hook(self, layer: str, trainer: Trainer) -> Callable[..., None]:
         def hook(module: nn.Module, grad_input: Any, grad_output: Any) -> None:
             if self._is_due(trainer):
                 self._keep(trainer.global_step, layer, "gradients", {"grad_input": grad_input, "grad_output": grad_output})
 
         return hook
 
-    def _is_due(self, trainer: Any) -> bool:
+    def _is_due(self, trainer: Trainer) -> bool:
         return bool(trainer.training) and trainer.global_step % self.settings.hooks_interval == 0
 
     def _keep(self, step: int, layer: str, what: str, found: Mapping[str, Any]) -> None:

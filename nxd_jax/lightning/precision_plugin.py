@@ -43,7 +43,7 @@ class NeuronXLAPrecisionPlugin(XLAPrecision):
         found._begin(False, ends_step=True)
         return found
 
-    def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:  # type: ignore[override]
+    def optimizer_step(self, optimizer: torch.optim.Optimizer, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:  # type: ignore[override]
         """One step. With automatic optimization `closure` computes loss and gradients; Lightning's hooks around the step are called where they would be."""
         result = optimizer.step(closure=partial(self._prepared, model, optimizer, closure), **kwargs)
         if self.ends_step or model.automatic_optimization:
@@ -55,7 +55,7 @@ class NeuronXLAPrecisionPlugin(XLAPrecision):
             )
         return result
 
-    def _prepared(self, model: Any, optimizer: Any, closure: Callable[[], Any]) -> Any:
+    def _prepared(self, model: Any, optimizer: torch.optim.Optimizer, closure: Callable[[], Any]) -> Any:
         """Loss and gradients, the latter reduced and clipped unless the optimizer does it."""
         result = closure()
         reduces = isinstance(optimizer, (NxDOptimizer, ZeroRedundancyOptimizer))

@@ -11,7 +11,7 @@ from typing import Any
 from pytorch_lightning.overrides.distributed import UnrepeatedDistributedSampler, _IndexBatchSamplerWrapper
 
 
-def prepare(loader: Any, rank: Any) -> None:
+def prepare(loader: object, rank: Any) -> None:
     """Let a loader that Lightning has made for predicting give every rank as many batches. rank: among those with different batches."""
     batches = getattr(loader, "batch_sampler", None)
     if not isinstance(batches, _IndexBatchSamplerWrapper):

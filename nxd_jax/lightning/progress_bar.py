@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pytorch_lightning.callbacks import TQDMProgressBar
 
 from nxd_jax.lightning._pace import Pace, amount_of, described
+
+if TYPE_CHECKING:
+    from pytorch_lightning import LightningModule, Trainer
 
 _PAUSE = 0.1
 """Seconds between two drawings: a redrawn line costs more than Lightning's other work on a batch."""
@@ -31,15 +34,15 @@ class NeuronTQDMProgressBar(TQDMProgressBar):
         self._drawn = 0.0
         self._waiting = False
 
-    def on_train_start(self, trainer: Any, *args: Any) -> None:
+    def on_train_start(self, trainer: Trainer, *args: object) -> None:
         super().on_train_start(trainer, *args)
         self._pace = Pace()
 
-    def on_train_epoch_start(self, trainer: Any, *args: Any) -> None:
+    def on_train_epoch_start(self, trainer: Trainer, *args: object) -> None:
         super().on_train_epoch_start(trainer, *args)
         self._pace.pause()
 
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
         if not self._pace.begun:
             self._say(trainer, "compiling")
@@ -55,22 +58,22 @@ class NeuronTQDMProgressBar(TQDMProgressBar):
             self._drawn = now
             super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
-    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._waiting and self.is_enabled:
             self._waiting = False
             self.train_progress_bar.n = trainer.fit_loop.epoch_loop.batch_progress.current.ready
         super().on_train_epoch_end(trainer, pl_module)
 
-    def _say(self, trainer: Any, text: str) -> None:
+    def _say(self, trainer: Trainer, text: str) -> None:
         """Show a word in place of metrics."""
         if self.is_enabled and _ranks(trainer) is not None:
             self.train_progress_bar.set_postfix_str(text)
 
-    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_validation_end(trainer, pl_module)
         self._pace.pause()
 
-    def get_metrics(self, trainer: Any, pl_module: Any) -> dict[str, Any]:
+    def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
         """What the bar shows: what was logged for it, then the time of a step and the rate (unless something of that name was logged)."""
         shown = dict(super().get_metrics(trainer, pl_module))
         ranks = _ranks(trainer)
@@ -79,6 +82,6 @@ class NeuronTQDMProgressBar(TQDMProgressBar):
         return shown
 
 
-def _ranks(trainer: Any) -> int | None:
+def _ranks(trainer: Trainer) -> int | None:
     """The data-parallel ranks of the job; None under a strategy that does not say."""
     return getattr(trainer.strategy, "data_parallel_size", None)

@@ -103,7 +103,7 @@ class StoredOptimizer(Mapping[str, Any]):
     def __len__(self) -> int:
         return len(self._read())
 
-    def load_into(self, optimizer: Any, module: Any) -> None:
+    def load_into(self, optimizer: torch.optim.Optimizer, module: Any) -> None:
         """Fill an optimizer whose parameters are this module's. Raises ValueError for the state of other parameters."""
         reading.load_optimizer(self.folder, optimizer, module)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -35,6 +35,11 @@ from torch_bridge.mesh import processes, world
 from torch_bridge.torch_xla.core import functions as xf
 from torch_bridge.torch_xla.core import xla_model as xm
 from torch_bridge.torch_xla.distributed.parallel_loader import MpDeviceLoader
+
+if TYPE_CHECKING:
+    from pytorch_lightning import Trainer
+
+    from torch_bridge.mesh.groups import GroupLike
 
 logger = logging.getLogger("nxd_jax")
 
@@ -174,7 +179,7 @@ class NeuronXLAStrategy(XLAStrategy):
 
     # -- a Trainer's work -----------------------------------------------------------------------------
 
-    def setup(self, trainer: Any) -> None:
+    def setup(self, trainer: Trainer) -> None:
         """The module on the device, and its optimizers."""
         _without_signal_broadcasts(trainer)
         Strategy.setup(self, trainer)
@@ -185,7 +190,7 @@ class NeuronXLAStrategy(XLAStrategy):
         self.model.to(self.root_device)
         replicas.make_equal(self.model)
 
-    def process_dataloader(self, dataloader: Any) -> Any:
+    def process_dataloader(self, dataloader: object) -> Any:
         """Batches on the device ahead of time; a position that checkpoints keep."""
         if isinstance(dataloader, MpDeviceLoader):
             return dataloader
@@ -220,7 +225,7 @@ class NeuronXLAStrategy(XLAStrategy):
 
     # -- between processes ----------------------------------------------------------------------------
 
-    def barrier(self, name: str | None = None, *args: Any, **kwargs: Any) -> None:
+    def barrier(self, name: str | None = None, *args: object, **kwargs: object) -> None:
         """Wait for all processes."""
         if world.process_count() > 1:
             processes.barrier(f"lightning {name or ''}")
@@ -233,7 +238,7 @@ class NeuronXLAStrategy(XLAStrategy):
         object_collectives.broadcast(found, src)
         return found[0]
 
-    def reduce(self, output: Any, group: Any = None, reduce_op: Any = "mean") -> torch.Tensor:
+    def reduce(self, output: object, group: GroupLike = None, reduce_op: object = "mean") -> torch.Tensor:
         """The sum, mean, minimum or maximum of a tensor (or number) over all ranks, or over the ranks of `group` (a process group or a list of lists of ranks).
 
         Returned where it was given: a tensor on the device is not waited for. Raises ValueError for other operations.
@@ -251,7 +256,7 @@ class NeuronXLAStrategy(XLAStrategy):
         scale = 1.0 / count if operation in ("mean", "avg") else 1.0
         return xm.all_reduce(_REDUCTIONS[operation], value.detach().to(self.root_device), scale, group).to(here)
 
-    def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
+    def all_gather(self, tensor: torch.Tensor, group: GroupLike = None, sync_grads: bool = False) -> torch.Tensor:
         """The tensors of all ranks, or of the ranks of `group` (as in `reduce`), side by side along dim 0, where the tensor was; of numbers (no dims) a row.
 
         sync_grads: gradients pass through.
@@ -277,7 +282,7 @@ class NeuronXLAStrategy(XLAStrategy):
         return self._precision_plugin
 
     @precision_plugin.setter
-    def precision_plugin(self, plugin: Any) -> None:
+    def precision_plugin(self, plugin: object) -> None:
         if plugin is not None and not isinstance(plugin, XLAPrecision):
             raise TypeError(
                 f"NeuronXLAStrategy works with NeuronXLAPrecisionPlugin or XLAPrecision, got {type(plugin).__name__}: pass "
@@ -313,7 +318,7 @@ class NeuronXLAStrategy(XLAStrategy):
         inner = contents.unwrapped(getattr(module, "model", None)) if isinstance(module, NeuronLTModule) else None
         return inner if hasattr(inner, "checkpoint_state") else module
 
-    def optimizer_state(self, optimizer: Any) -> Any:
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> Any:
         """Stands for the optimizer until it is written; as a mapping, its state dict."""
         return LiveOptimizer(getattr(optimizer, "_optimizer", optimizer), self._stateful())
 
@@ -390,7 +395,7 @@ def _size_of(group: Any) -> int:
     return int(group.size()) if isinstance(group, dist.ProcessGroup) else len(group[0])
 
 
-def _refuse_parts(io: Any) -> Any:
+def _refuse_parts(io: object) -> Any:
     raise NotImplementedError(
         f"{type(io).__name__} writes one file with whole tensors, but ranks hold parts of this model or its optimizer's state: leave checkpoint_io out "
         "(NeuronCheckpointIO)"

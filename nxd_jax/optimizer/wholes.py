@@ -35,7 +35,7 @@ def whole_of(p: torch.Tensor) -> Divided:
     return found
 
 
-def check(optimizer_class: Any, params: Sequence[torch.Tensor]) -> None:
+def check(optimizer_class: object, params: Sequence[torch.Tensor]) -> None:
     """Raise NotImplementedError for an optimizer that would compute other numbers on parts of parameters than on whole ones.
 
     Those known by name only, from outside torch, get a UserWarning: on tensor-parallel parameters NxD runs them on the parts too.

@@ -6,21 +6,24 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from torch_bridge.collectives import functional
 
+if TYPE_CHECKING:
+    from torch_bridge.mesh.groups import GroupLike
 
-def all_reduce(op: str, tensor_or_list: Any, groups: Any = None, pin_layout: bool = True) -> list[torch.Tensor]:
+
+def all_reduce(op: str, tensor_or_list: Any, groups: GroupLike = None, pin_layout: bool = True) -> list[torch.Tensor]:
     """Reduce one tensor or each of a list over the groups, in place; returns the list. op: "sum", "max", "min", "mul", "and", "or"."""
     tensors = [tensor_or_list] if isinstance(tensor_or_list, torch.Tensor) else list(tensor_or_list)
     functional.all_reduce(op, tensors, groups=groups)
     return tensors
 
 
-def all_gather(input: Any, dim: int = 0, groups: Any = None, output: Any = None, pin_layout: bool = True) -> Any:
+def all_gather(input: Any, dim: int = 0, groups: GroupLike = None, output: Any = None, pin_layout: bool = True) -> Any:
     """The group's tensors concatenated along `dim`; written into `output` if it is given."""
     return functional.all_gather(input, dim, groups, output)
 
@@ -31,7 +34,7 @@ def reduce_scatter(
     scale: float,
     scatter_dim: int,
     shard_count: int,
-    groups: Any = None,
+    groups: GroupLike = None,
     output: Any = None,
     pin_layout: bool = True,
 ) -> Any:

@@ -6,13 +6,16 @@ then `_linear_autograd_bwd_grad_reduce` (the input's gradient is summed over the
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from nxd_jax.parallel_layers.mappings import _gather_along_dim, _reduce_scatter_along_dim
 from nxd_jax.parallel_layers.parallel_state import get_tensor_model_parallel_group
+
+if TYPE_CHECKING:
+    from torch_bridge.mesh.groups import GroupLike
 
 
 def _linear_autograd_base_setup_fwd(
@@ -24,7 +27,7 @@ def _linear_autograd_base_setup_fwd(
     sequence_parallel_enabled: bool,
     sequence_dimension: int | None = 0,
     save_for_backward: bool = True,
-    process_group: Any = None,
+    process_group: GroupLike = None,
     reduce_dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
     """Keep in `ctx` what the backward needs; returns the whole input, gathered along `sequence_dimension` with sequence parallelism."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.types import Device
 
 from nxd_jax.tensor_parallel import layer_groups, sharded_weights
 from nxd_jax.tensor_parallel.matmul import LinearWithAsyncCommunication, linear_with_async_allreduce
@@ -172,7 +173,7 @@ class BaseParallelLayer(sharded_weights.Owner):
         model_state_dict[prefix] = self._padded_bias(full) if is_bias else sharded_weights.padded(full, dim, count)
 
 
-def _home(device: Any) -> Any:
+def _home(device: Device) -> Any:
     """Where weights that are drawn now go."""
     return "cpu" if device is None or sharded_weights.is_meta(device) else device
 

@@ -16,12 +16,12 @@ def autocast_dtype() -> torch.dtype | None:
     return None
 
 
-def cast_tensor(tensor: Any, from_dtype: torch.dtype = torch.float32, to_dtype: torch.dtype = torch.bfloat16) -> Any:
+def cast_tensor(tensor: object, from_dtype: torch.dtype = torch.float32, to_dtype: torch.dtype = torch.bfloat16) -> Any:
     """A tensor of one dtype in another; anything else as it is."""
     return tensor.to(to_dtype) if isinstance(tensor, torch.Tensor) and tensor.dtype == from_dtype else tensor
 
 
-def cast_all(state: Any, from_dtype: torch.dtype = torch.float32, to_dtype: torch.dtype = torch.bfloat16) -> Any:
+def cast_all(state: object, from_dtype: torch.dtype = torch.float32, to_dtype: torch.dtype = torch.bfloat16) -> Any:
     """`cast_tensor` for all tensors in nested lists, tuples and dicts."""
     return tree_map(lambda x: cast_tensor(x, from_dtype, to_dtype), state)
 
@@ -34,11 +34,11 @@ def cast_if_autocast_enabled(*args: Any) -> tuple[Any, ...]:
     return tree_map(lambda x: x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x, args)
 
 
-def verify_casted_dtype(value: Any) -> None:
+def verify_casted_dtype(value: object) -> None:
     """Raise AssertionError if autocast is on and a floating-point tensor in `value` has another dtype than it asks for."""
     dtype = autocast_dtype()
 
-    def check(x: Any) -> Any:
+    def check(x: object) -> Any:
         if dtype is not None and isinstance(x, torch.Tensor) and x.is_floating_point() and x.dtype != dtype:
             raise AssertionError(f"Datatype of tensor is expected to be {dtype}, got {x.dtype} instead, in one of shape {list(x.shape)}")
         return x
@@ -46,7 +46,7 @@ def verify_casted_dtype(value: Any) -> None:
     tree_map(check, value)
 
 
-def move_all_tensor_to_cpu(data: Any, convert: bool = True) -> Any:
+def move_all_tensor_to_cpu(data: object, convert: bool = True) -> Any:
     """`data` with the xla tensors in nested lists, tuples and dicts copied to the CPU; with `convert=False` as it is."""
     if not convert:
         return data

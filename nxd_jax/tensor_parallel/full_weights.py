@@ -15,6 +15,7 @@ import torch
 from nxd_jax.tensor_parallel import kv_groups, layer_groups, sharded_weights
 from torch_bridge.collectives import functional
 from torch_bridge.mesh import groups, world
+from torch_bridge.mesh.groups import GroupLike
 from torch_bridge.recorder import sharded
 
 Full = torch.Tensor | tuple[torch.Tensor, ...]
@@ -59,7 +60,7 @@ def is_shared_out(parameter: torch.Tensor) -> bool:
     return bool(getattr(parameter, "tensor_model_parallel", False))
 
 
-def gather_full(tensor: torch.Tensor, like: torch.Tensor | None = None, group: Any = None, rank: int | None = None) -> Full:
+def gather_full(tensor: torch.Tensor, like: torch.Tensor | None = None, group: GroupLike = None, rank: int | None = None) -> Full:
     """The full value of a parameter on the CPU, in its dtype: what the tensor parallel ranks hold, joined. Of a fused GQA weight or bias: (q, k, v).
 
     tensor: a parameter, or with `like` a tensor that is shared out as the parameter `like` is (its gradient, an optimizer's moment). K/V heads
@@ -83,7 +84,7 @@ def gather_full(tensor: torch.Tensor, like: torch.Tensor | None = None, group: A
     return joined[0] if len(joined) == 1 else joined
 
 
-def scatter_full(parameter: torch.Tensor, full: Full | Callable[[int], Full], group: Any = None) -> None:
+def scatter_full(parameter: torch.Tensor, full: Full | Callable[[int], Full], group: GroupLike = None) -> None:
     """Write a full value into a parameter, each rank its part: the inverse of `gather_full`. It stays the same object with the same attributes.
 
     full: a CPU tensor, for a fused GQA weight (q, k, v), as `cut_full` takes them; or a function from a rank of the world to it, where tensor parallel
@@ -95,7 +96,7 @@ def scatter_full(parameter: torch.Tensor, full: Full | Callable[[int], Full], gr
     write(parameter, lambda r: cut_full(parameter, full(r) if callable(full) else full, r, group), group)
 
 
-def cut_full(parameter: torch.Tensor, full: Full, rank: int, group: Any = None) -> torch.Tensor:
+def cut_full(parameter: torch.Tensor, full: Full, rank: int, group: GroupLike = None) -> torch.Tensor:
     """What a rank of the world holds of a parameter's full value, in the value's dtype.
 
     K and V may have each head once, or as often as ranks hold it (NxD's converted checkpoints); fused q, k and v may be one tensor, below each other.
@@ -132,7 +133,7 @@ def _unfused(full: torch.Tensor, pieces: list[tuple[Shares, int, int]], local: l
     return (full,)
 
 
-def write(parameter: torch.Tensor, of: Callable[[int], torch.Tensor], group: Any = None) -> None:
+def write(parameter: torch.Tensor, of: Callable[[int], torch.Tensor], group: GroupLike = None) -> None:
     """Copy `of(rank)`, what a rank of the world holds, into a parameter, called once for each place along the mesh axes that it differs over.
 
     It differs over those along which it is shared out, and those along which its present value does. Raises as `scatter_full`.
@@ -192,7 +193,7 @@ def _hosted(tensor: torch.Tensor) -> dict[int, torch.Tensor]:
     return dict(zip(hosted, sharded.shards(tensor.detach()), strict=True))
 
 
-def _held(tensor: torch.Tensor, group: Any, rank: int) -> dict[int, torch.Tensor]:
+def _held(tensor: torch.Tensor, group: GroupLike, rank: int) -> dict[int, torch.Tensor]:
     """What each rank of `rank`'s group holds, on the CPU; gathered from other processes if this one does not host them all."""
     members = groups.resolve(group).of(rank)
     here = set(world.current().hosted)

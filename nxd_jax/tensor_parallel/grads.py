@@ -97,7 +97,7 @@ def bucket_allreduce_gradients(grads_list: Sequence[torch.Tensor], reduce_over_e
     functional.all_reduce("sum", list(grads_list), 1.0 / parallel_groups.size("dp"), group)
 
 
-def allreduce_sequence_parallel_gradients(optimizer: Any) -> None:
+def allreduce_sequence_parallel_gradients(optimizer: torch.optim.Optimizer) -> None:
     """Add up over the tensor-parallel ranks, in place, the gradients of an optimizer's parameters with attribute `sequence_parallel_enabled`.
 
     Such parameters (layer norms, biases of row-parallel layers) are copies that each rank applied to its own part of the sequence.
@@ -107,7 +107,7 @@ def allreduce_sequence_parallel_gradients(optimizer: Any) -> None:
         functional.all_reduce("sum", grads, groups=parallel_groups.group("tp"))
 
 
-def allreduce_context_parallel_gradients(optimizer: Any) -> None:
+def allreduce_context_parallel_gradients(optimizer: torch.optim.Optimizer) -> None:
     """Average the gradients of an optimizer's parameters over the context-parallel ranks, in place.
 
     Experts that are divided over expert-parallel ranks are only divided by the context-parallel size: their data-parallel groups cover the
@@ -241,7 +241,7 @@ def gradient(param: torch.Tensor) -> torch.Tensor | None:
     return param.grad if param.grad is not None else getattr(param, "main_grad", None)
 
 
-def _parameters_of(optimizer: Any) -> list[torch.Tensor]:
+def _parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [x for group in optimizer.param_groups for x in group["params"]]
 
 

@@ -7,7 +7,7 @@ they were.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,9 @@ from nxd_jax.topology.hardware import hardware
 from torch_bridge.collectives import functional
 from torch_bridge.mesh import world
 from torch_bridge.recorder import sharded
+
+if TYPE_CHECKING:
+    from torch_bridge.mesh.groups import GroupLike
 
 Hook = Callable[[torch.nn.Module, float], Any]
 
@@ -103,7 +106,7 @@ def _like(old: torch.nn.Parameter, value: torch.Tensor) -> torch.nn.Parameter:
     return new
 
 
-def _padded(param: Any, group: Any, stride: int, heads: int, padded_heads: int) -> torch.Tensor:
+def _padded(param: Any, group: GroupLike, stride: int, heads: int, padded_heads: int) -> torch.Tensor:
     """This rank's part of the whole weight with zeros for the new heads at the end of each of its `stride` pieces."""
     dim = param.partition_dim
     if param.device.type == "meta":
@@ -120,7 +123,7 @@ def _padded(param: Any, group: Any, stride: int, heads: int, padded_heads: int) 
     return padded
 
 
-def _with_zeros(part: torch.Tensor, dim: int, new_part: int, group: Any) -> torch.Tensor:
+def _with_zeros(part: torch.Tensor, dim: int, new_part: int, group: GroupLike) -> torch.Tensor:
     """This rank's part of a piece that is put together, lengthened and cut again: on xla, as ranks exchange nothing on the CPU."""
     whole = functional.all_gather(part.to("xla"), dim, group)
     missing = layer_groups.size(group) * new_part - whole.shape[dim]
@@ -166,7 +169,7 @@ def generate_padding_mask(
     return sharded.from_ranks(lambda r: of(places[r]), world.axes_of_table(places))
 
 
-def _repeats_one_by_one(hardware_type: Any) -> bool:
+def _repeats_one_by_one(hardware_type: object) -> bool:
     """Whether copies of a K/V head lie on neighbouring ranks."""
     if hardware_type is None:
         return False

@@ -10,7 +10,7 @@ from nxd_jax.tensor_parallel.parallel_groups import Lists
 _HOW = "initialize_kv_group(kv_shared_group_size)"
 
 
-def adjacent(hardware: Any, sequential: bool = False) -> bool:
+def adjacent(hardware: object, sequential: bool = False) -> bool:
     """Whether neighbouring ranks hold the copies of one K/V head: on trn2, and if `sequential`."""
     return sequential or "trn2" in str(getattr(hardware, "value", hardware)).lower()
 

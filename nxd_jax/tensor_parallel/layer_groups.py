@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from nxd_jax.tensor_parallel import parallel_groups
 from torch_bridge.mesh import groups, world
-from torch_bridge.mesh.groups import Groups
+from torch_bridge.mesh.groups import GroupLike, Groups
 
 
 class Members:
@@ -21,12 +21,12 @@ class Members:
         self._mesh = [list(group) for group in mesh]
 
 
-def tensor_parallel(group: Any = None) -> Any:
+def tensor_parallel(group: GroupLike = None) -> Any:
     """The group given, or this rank's tensor parallel group."""
     return parallel_groups.group("tp") if group is None else group
 
 
-def of_layer(group: Any = None) -> Any:
+def of_layer(group: GroupLike = None) -> Any:
     """The group that a layer is built for. Without model parallel groups, sets up groups of one with a warning (as NxD does)."""
     if group is None and not parallel_groups.initialized():
         warnings.warn(
@@ -43,17 +43,17 @@ def of_layer(group: Any = None) -> Any:
     return tensor_parallel(group)
 
 
-def size(group: Any) -> int:
+def size(group: GroupLike) -> int:
     """Ranks in a group."""
     return groups.resolve(group).size
 
 
-def rank(group: Any) -> Any:
+def rank(group: GroupLike) -> Any:
     """This rank's place in its group: an int, or a `RankInt` with each rank's own if the process hosts several."""
     return world.current().table(_places(groups.resolve(group)).__getitem__)
 
 
-def place_of(group: Any, world_rank: int) -> int:
+def place_of(group: GroupLike, world_rank: int) -> int:
     """The place in its group of a rank of the world."""
     return _places(groups.resolve(group))[world_rank]
 
@@ -63,7 +63,7 @@ def _places(among: Groups) -> dict[int, int]:
     return {r: k for members in among.members for k, r in enumerate(members)}
 
 
-def ordered(group: Any, rank_ordering: Sequence[int] | None) -> Any:
+def ordered(group: GroupLike, rank_ordering: Sequence[int] | None) -> Any:
     """The group with its members in the order of the shards they hold: member k of the group given holds shard `rank_ordering[k]`.
 
     Raises ValueError if `rank_ordering` is not a rearrangement of 0..size-1.
@@ -79,6 +79,6 @@ def ordered(group: Any, rank_ordering: Sequence[int] | None) -> Any:
     return Members([[m[order.index(k)] for k in range(len(m))] for m in members])
 
 
-def hosts_several(group: Any) -> bool:
+def hosts_several(group: GroupLike) -> bool:
     """Whether this process computes for several ranks and the group divides something among them: a CPU tensor cannot hold all parts."""
     return len(world.current().hosted) > 1 and size(group) > 1

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 
 from nxd_jax.tensor_parallel import layer_groups, regions
 from nxd_jax.tensor_parallel.casting import cast_if_autocast_enabled
+
+if TYPE_CHECKING:
+    from torch_bridge.mesh.groups import GroupLike
 
 
 class _Exchange:
@@ -77,7 +80,7 @@ class LinearWithAsyncCommunication(torch.autograd.Function):
         sequence_parallel_enabled: bool,
         sequence_dimension: int | None = 0,
         save_for_backward: bool = True,
-        process_group: Any = None,
+        process_group: GroupLike = None,
         reduce_dtype: torch.dtype | None = torch.float32,
     ) -> torch.Tensor:
         exchange = _exchange(async_grad_allreduce, sequence_parallel_enabled, sequence_dimension, process_group, reduce_dtype)
@@ -104,7 +107,7 @@ def linear_with_async_allreduce(
     sequence_dimension: int | None = 0,
     autograd_func_class: Any = LinearWithAsyncCommunication,
     save_for_backward: bool = True,
-    process_group: Any = None,
+    process_group: GroupLike = None,
     reduce_dtype: torch.dtype | None = torch.float32,
 ) -> torch.Tensor:
     """x W^T + b of a layer whose output (or input) the ranks share out.
@@ -134,7 +137,7 @@ def several(
     async_grad_allreduce: bool,
     sequence_parallel_enabled: bool,
     sequence_dimension: int | None = 0,
-    process_group: Any = None,
+    process_group: GroupLike = None,
     reduce_dtype: torch.dtype | None = torch.float32,
 ) -> tuple[torch.Tensor, ...]:
     """`linear_with_async_allreduce` for several weights at once: the input is gathered, and its gradient reduced, once for all."""
@@ -144,7 +147,7 @@ def several(
         return Linears.apply(exchange, input, *weights)
 
 
-def _exchange(all_reduce: bool, gather: bool, dim: int | None, process_group: Any, dtype: torch.dtype | None) -> _Exchange:
+def _exchange(all_reduce: bool, gather: bool, dim: int | None, process_group: GroupLike, dtype: torch.dtype | None) -> _Exchange:
     return _Exchange(layer_groups.tensor_parallel(process_group), all_reduce, (dim or 0) if gather else None, dtype)
 
 

@@ -58,7 +58,7 @@ def split_tensor_along_second_dim(
     return split_tensor_along_dim(tensor, 1, num_partitions, contiguous_split_chunks)
 
 
-def indices_split_along_dim(tensor: torch.Tensor, dim: int, rank: Any, num_partitions: int) -> torch.Tensor:
+def indices_split_along_dim(tensor: torch.Tensor, dim: int, rank: int | torch.Tensor, num_partitions: int) -> torch.Tensor:
     """The positions along `dim` that part `rank` (a number or an int tensor) of `num_partitions` covers, as an int64 tensor."""
     part = divide(tensor.shape[dim], num_partitions)
     return torch.arange(part, device=tensor.device) + rank * part
@@ -68,13 +68,13 @@ class EmbeddingUtility:
     """Which rows of a vocabulary a rank holds: the first, and the one after the last."""
 
     @staticmethod
-    def range_from_per_partition_vocab_size(per_partition_vocab_size: int, rank: Any, world_size: int) -> tuple[Any, Any]:
+    def range_from_per_partition_vocab_size(per_partition_vocab_size: int, rank: int, world_size: int) -> tuple[Any, Any]:
         """The rows of a rank that holds `per_partition_vocab_size` of them."""
         first = rank * per_partition_vocab_size
         return first, first + per_partition_vocab_size
 
     @staticmethod
-    def range_from_global_vocab_size(global_vocab_size: int, rank: Any, world_size: int) -> tuple[Any, Any]:
+    def range_from_global_vocab_size(global_vocab_size: int, rank: int, world_size: int) -> tuple[Any, Any]:
         """The rows of a rank out of `world_size` that share `global_vocab_size`."""
         return EmbeddingUtility.range_from_per_partition_vocab_size(divide(global_vocab_size, world_size), rank, world_size)
 

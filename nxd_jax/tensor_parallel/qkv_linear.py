@@ -12,6 +12,7 @@ from nxd_jax.tensor_parallel import kv_groups, layer_groups, matmul, regions, sh
 from nxd_jax.tensor_parallel.partition import set_tensor_model_parallel_attributes
 from nxd_jax.tensor_parallel.sharded_weights import Init, Partition
 from torch_bridge.mesh import groups, world
+from torch_bridge.mesh.groups import GroupLike
 
 _PARTS = ("q", "k", "v")
 
@@ -221,7 +222,7 @@ def gqa_qkv_linear_with_async_allreduce(
     output_size_kv: int | None = None,
     reduce_dtype: torch.dtype | None = torch.float32,
     sequence_dimension: int | None = 0,
-    process_group: Any = None,
+    process_group: GroupLike = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(q, k, v) of a rank from its weights: three of them, or with `fuse_qkv` one whose outputs are cut at `output_size_q` and `output_size_kv`.
 
@@ -254,7 +255,7 @@ def _shared(weight: torch.Tensor, copies: int, start: int, dtype: torch.dtype | 
     return regions.region(weight, kv_groups.group(), regions.same, back)
 
 
-def _sum_rows(grad: torch.Tensor, process_group: Any, start: int, dtype: torch.dtype | None) -> torch.Tensor:
+def _sum_rows(grad: torch.Tensor, process_group: GroupLike, start: int, dtype: torch.dtype | None) -> torch.Tensor:
     own, copied = grad[:start], grad[start:]
     total = regions.reduce(copied if dtype is None else copied.to(dtype), process_group).to(grad.dtype)
     return torch.cat([own, total]) if start else total

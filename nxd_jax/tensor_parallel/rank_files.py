@@ -77,8 +77,8 @@ def save(
 
 def load(
     chkpt_path: str | os.PathLike[str],
-    model: Any = None,
-    model_or_optimizer: Any = None,
+    model: torch.nn.Module | None = None,
+    model_or_optimizer: object = None,
     model_key: str | None = "model",
     load_xser: bool = False,
     sharded: bool = True,
@@ -200,7 +200,7 @@ def _remove(path: str) -> None:
         os.remove(path)
 
 
-def _on_xla(x: Any) -> bool:
+def _on_xla(x: object) -> bool:
     return isinstance(x, torch.Tensor) and x.device.type == "xla"
 
 
@@ -253,7 +253,7 @@ def read_xser(path: str, weights_only: bool, on_xla: set[int]) -> Any:
     return nested.replace(data, _is_reference, [found[r.tid] for r in references])
 
 
-def _is_reference(x: Any) -> bool:
+def _is_reference(x: object) -> bool:
     return isinstance(x, xser.TensorReference)
 
 
@@ -295,7 +295,7 @@ def _load_into(target: Any, found: _Contents, key: str | None, sharded: bool, st
     return found.merge({r: {k: v for k, v in state.items() if k != key} for r, state in found.states.items()})
 
 
-def _unwrapped(model: Any) -> Any:
+def _unwrapped(model: torch.nn.Module) -> Any:
     """The module whose parameters have the names of the full model's."""
     return getattr(model, "original_torch_module", None) or model
 

@@ -35,10 +35,10 @@ def values(t: torch.Tensor, wanted: Sequence[int]) -> list[torch.Tensor]:
     return [found[hosted.index(r)] for r in wanted]
 
 
-def split(data: Any, wanted: Sequence[int], change: Callable[[torch.Tensor], torch.Tensor] | None = None) -> list[Any]:
+def split(data: object, wanted: Sequence[int], change: Callable[[torch.Tensor], torch.Tensor] | None = None) -> list[Any]:
     """`data` as some hosted ranks would have it, xla tensors on the CPU. change: applied to every rank's tensors, those on the CPU too."""
 
-    def select(x: Any) -> bool:
+    def select(x: object) -> bool:
         return isinstance(x, torch.Tensor) and (change is not None or _of_ranks(x))
 
     def made(t: torch.Tensor) -> list[torch.Tensor]:
@@ -50,7 +50,7 @@ def split(data: Any, wanted: Sequence[int], change: Callable[[torch.Tensor], tor
     return [nested.replace(numbers_of(data, r), select, [c[k] for c in columns]) for k, r in enumerate(wanted)]
 
 
-def numbers_of(data: Any, rank: int) -> Any:
+def numbers_of(data: object, rank: int) -> Any:
     """`data` with numbers that differ by rank replaced by those of one hosted rank."""
     place = world.current().hosted.index(rank)
     found = nested.collect(data, _differs)
@@ -62,7 +62,7 @@ def _of_ranks(t: torch.Tensor) -> bool:
     return t.device.type == "xla" or isinstance(t, RankTensor)
 
 
-def _differs(x: Any) -> bool:
+def _differs(x: object) -> bool:
     return rank_numbers.values_of(x) is not None or rank_numbers.is_item(x)
 
 

@@ -20,13 +20,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from nxd_jax.tensor_parallel import layer_groups, parallel_groups
 from nxd_jax.tensor_parallel.partition import ensure_divisibility
 from torch_bridge.collectives import functional
+
+if TYPE_CHECKING:
+    from torch_bridge.mesh.groups import GroupLike
 
 Move = Callable[[torch.Tensor], torch.Tensor]
 
@@ -44,7 +47,7 @@ class _Region(torch.autograd.Function):
         return ctx.back(grad), None, None
 
 
-def region(x: torch.Tensor, group: Any, there: Callable[..., torch.Tensor], back: Callable[..., torch.Tensor]) -> torch.Tensor:
+def region(x: torch.Tensor, group: GroupLike, there: Callable[..., torch.Tensor], back: Callable[..., torch.Tensor]) -> torch.Tensor:
     """`there(x, process_group=group)`, with `back` for the gradient; x itself in a group of one."""
     if layer_groups.size(group) == 1:
         return x
@@ -54,18 +57,18 @@ def region(x: torch.Tensor, group: Any, there: Callable[..., torch.Tensor], back
 # -- moves without a gradient (NxD's model code calls these by name) ---------------------------------
 
 
-def same(x: torch.Tensor, process_group: Any = None) -> torch.Tensor:
+def same(x: torch.Tensor, process_group: GroupLike = None) -> torch.Tensor:
     """A view of x: what autograd takes for another tensor."""
     return x.view_as(x)
 
 
-def reduce(x: torch.Tensor, process_group: Any = None, computation: str = "sum") -> torch.Tensor:
+def reduce(x: torch.Tensor, process_group: GroupLike = None, computation: str = "sum") -> torch.Tensor:
     """All-reduce to a new tensor."""
     group = layer_groups.tensor_parallel(process_group)
     return x if layer_groups.size(group) == 1 else functional.all_reduce(computation, x, groups=group)
 
 
-def split_along_dim(x: torch.Tensor, partition_dim: int, process_group: Any = None) -> torch.Tensor:
+def split_along_dim(x: torch.Tensor, partition_dim: int, process_group: GroupLike = None) -> torch.Tensor:
     """This rank's part along a dim, as a tensor of its own. Raises AssertionError if the dim does not divide by the group's size."""
     group = layer_groups.tensor_parallel(process_group)
     count = layer_groups.size(group)
@@ -76,14 +79,14 @@ def split_along_dim(x: torch.Tensor, partition_dim: int, process_group: Any = No
     return x.narrow(partition_dim, layer_groups.rank(group) * part, part).contiguous()
 
 
-def gather_along_dim(x: torch.Tensor, partition_dim: int, process_group: Any = None, tile_cc: bool = False) -> torch.Tensor:
+def gather_along_dim(x: torch.Tensor, partition_dim: int, process_group: GroupLike = None, tile_cc: bool = False) -> torch.Tensor:
     """The group's tensors side by side along a dim. tile_cc, a hint to the Neuron compiler, has no effect."""
     group = layer_groups.tensor_parallel(process_group)
     return x if layer_groups.size(group) == 1 else functional.all_gather(x, partition_dim, group)
 
 
 def reduce_scatter_along_dim(
-    x: torch.Tensor, partition_dim: int, computation: str = "sum", process_group: Any = None, dtype: torch.dtype | None = None
+    x: torch.Tensor, partition_dim: int, computation: str = "sum", process_group: GroupLike = None, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
     """Reduce over the group and keep this rank's part along a dim. dtype: to reduce in (the result has x's)."""
     group = layer_groups.tensor_parallel(process_group)
@@ -95,69 +98,71 @@ def reduce_scatter_along_dim(
     return functional.reduce_scatter(computation, wide, 1.0, partition_dim, count, group).to(x.dtype)
 
 
-def split_along_first_dim(x: torch.Tensor, process_group: Any = None) -> torch.Tensor:
+def split_along_first_dim(x: torch.Tensor, process_group: GroupLike = None) -> torch.Tensor:
     return split_along_dim(x, 0, process_group)
 
 
-def split_along_last_dim(x: torch.Tensor, process_group: Any = None) -> torch.Tensor:
+def split_along_last_dim(x: torch.Tensor, process_group: GroupLike = None) -> torch.Tensor:
     return split_along_dim(x, -1, process_group)
 
 
-def gather_along_first_dim(x: torch.Tensor, process_group: Any = None) -> torch.Tensor:
+def gather_along_first_dim(x: torch.Tensor, process_group: GroupLike = None) -> torch.Tensor:
     return gather_along_dim(x, 0, process_group)
 
 
-def gather_along_last_dim(x: torch.Tensor, process_group: Any = None) -> torch.Tensor:
+def gather_along_last_dim(x: torch.Tensor, process_group: GroupLike = None) -> torch.Tensor:
     return gather_along_dim(x, -1, process_group)
 
 
-def reduce_scatter_along_first_dim(x: torch.Tensor, process_group: Any = None) -> torch.Tensor:
+def reduce_scatter_along_first_dim(x: torch.Tensor, process_group: GroupLike = None) -> torch.Tensor:
     return reduce_scatter_along_dim(x, 0, process_group=process_group)
 
 
-def reduce_scatter_along_last_dim(x: torch.Tensor, process_group: Any = None) -> torch.Tensor:
+def reduce_scatter_along_last_dim(x: torch.Tensor, process_group: GroupLike = None) -> torch.Tensor:
     return reduce_scatter_along_dim(x, -1, process_group=process_group)
 
 
 # -- tensor parallel regions -------------------------------------------------------------------------
 
 
-def copy_to_tensor_model_parallel_region(x: torch.Tensor, process_group: Any = None) -> torch.Tensor:
+def copy_to_tensor_model_parallel_region(x: torch.Tensor, process_group: GroupLike = None) -> torch.Tensor:
     """x itself; its gradient is summed over the ranks, which each use x for their part of the work."""
     return region(x, layer_groups.tensor_parallel(process_group), same, reduce)
 
 
-def reduce_from_tensor_model_parallel_region(x: torch.Tensor, process_group: Any = None) -> torch.Tensor:
+def reduce_from_tensor_model_parallel_region(x: torch.Tensor, process_group: GroupLike = None) -> torch.Tensor:
     """The sum of the ranks' partial results, written into `x` unless its gradient is recorded."""
     return reduce_from(x, layer_groups.tensor_parallel(process_group))
 
 
-def scatter_to_tensor_model_parallel_region(x: torch.Tensor, process_group: Any = None) -> torch.Tensor:
+def scatter_to_tensor_model_parallel_region(x: torch.Tensor, process_group: GroupLike = None) -> torch.Tensor:
     """This rank's part of the last dim."""
     return scatter(x, -1, layer_groups.tensor_parallel(process_group))
 
 
-def gather_from_tensor_model_parallel_region(x: torch.Tensor, process_group: Any = None) -> torch.Tensor:
+def gather_from_tensor_model_parallel_region(x: torch.Tensor, process_group: GroupLike = None) -> torch.Tensor:
     """The ranks' parts side by side along the last dim."""
     return gather(x, -1, layer_groups.tensor_parallel(process_group))
 
 
-def gather_from_tensor_model_parallel_region_with_dim(x: torch.Tensor, gather_dim: int, process_group: Any = None) -> torch.Tensor:
+def gather_from_tensor_model_parallel_region_with_dim(x: torch.Tensor, gather_dim: int, process_group: GroupLike = None) -> torch.Tensor:
     """The ranks' parts side by side along `gather_dim`."""
     return gather(x, gather_dim, layer_groups.tensor_parallel(process_group))
 
 
-def reduce_scatter_to_tensor_model_parallel_region_with_dim(x: torch.Tensor, partition_dim: int, process_group: Any = None) -> torch.Tensor:
+def reduce_scatter_to_tensor_model_parallel_region_with_dim(
+    x: torch.Tensor, partition_dim: int, process_group: GroupLike = None
+) -> torch.Tensor:
     """This rank's part along `partition_dim` of the sum of the ranks' partial results."""
     return reduce_scatter_to_sequence_parallel_region(x, partition_dim, process_group)
 
 
-def scatter_input_channels_to_tensor_model_parallel_region(x: torch.Tensor, process_group: Any = None) -> torch.Tensor:
+def scatter_input_channels_to_tensor_model_parallel_region(x: torch.Tensor, process_group: GroupLike = None) -> torch.Tensor:
     """This rank's part of the channels of images: dim 1 of [N, C, H, W] (dim 0 of [C, H, W])."""
     return scatter(x, -3, layer_groups.tensor_parallel(process_group))
 
 
-def reduce_from(x: torch.Tensor, group: Any) -> torch.Tensor:
+def reduce_from(x: torch.Tensor, group: GroupLike) -> torch.Tensor:
     if x.requires_grad and torch.is_grad_enabled():
         return region(x, group, reduce, same)
     if layer_groups.size(group) == 1:
@@ -166,12 +171,12 @@ def reduce_from(x: torch.Tensor, group: Any) -> torch.Tensor:
         return x.copy_(reduce(x, group))
 
 
-def scatter(x: torch.Tensor, dim: int, group: Any) -> torch.Tensor:
+def scatter(x: torch.Tensor, dim: int, group: GroupLike) -> torch.Tensor:
     """This rank's part along a dim; the gradient is gathered."""
     return region(x, group, functools.partial(split_along_dim, partition_dim=dim), functools.partial(gather_along_dim, partition_dim=dim))
 
 
-def gather(x: torch.Tensor, dim: int, group: Any) -> torch.Tensor:
+def gather(x: torch.Tensor, dim: int, group: GroupLike) -> torch.Tensor:
     """The ranks' parts side by side along a dim; the gradient's own part goes back."""
     return region(x, group, functools.partial(gather_along_dim, partition_dim=dim), functools.partial(split_along_dim, partition_dim=dim))
 
@@ -179,12 +184,14 @@ def gather(x: torch.Tensor, dim: int, group: Any) -> torch.Tensor:
 # -- context and sequence parallel regions -------------------------------------------------------------
 
 
-def reduce_from_context_model_parallel_region(x: torch.Tensor, process_group: Any = None) -> torch.Tensor:
+def reduce_from_context_model_parallel_region(x: torch.Tensor, process_group: GroupLike = None) -> torch.Tensor:
     """The sum over the context parallel group, written into `x` unless its gradient is recorded; the gradient passes unchanged."""
     return reduce_from(x, parallel_groups.group("cp") if process_group is None else process_group)
 
 
-def scatter_to_sequence_parallel_region(x: torch.Tensor, sequence_dimension: int | None = 0, process_group: Any = None) -> torch.Tensor:
+def scatter_to_sequence_parallel_region(
+    x: torch.Tensor, sequence_dimension: int | None = 0, process_group: GroupLike = None
+) -> torch.Tensor:
     """This rank's part of the sequence."""
     return scatter(x, sequence_dimension or 0, layer_groups.tensor_parallel(process_group))
 
@@ -193,7 +200,7 @@ def gather_from_sequence_parallel_region(
     x: torch.Tensor,
     sequence_dimension: int | None = 0,
     to_model_parallel: bool = True,
-    process_group: Any = None,
+    process_group: GroupLike = None,
     tile_cc: bool = False,
 ) -> torch.Tensor:
     """The whole sequence from the ranks' parts.
@@ -210,7 +217,7 @@ def gather_from_sequence_parallel_region(
 
 
 def reduce_scatter_to_sequence_parallel_region(
-    x: torch.Tensor, sequence_dimension: int | None = 0, process_group: Any = None, dtype: torch.dtype | None = None
+    x: torch.Tensor, sequence_dimension: int | None = 0, process_group: GroupLike = None, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
     """This rank's part of the sequence of the sum of the ranks' partial results. dtype: to reduce in (the result has x's)."""
     dim = sequence_dimension or 0
@@ -247,14 +254,14 @@ def _between_scattered(x: torch.Tensor, scattered: bool, move: Move) -> torch.Te
     return gather_from_tensor_model_parallel_region(move(scatter_to_tensor_model_parallel_region(x)))
 
 
-def _to_experts(x: torch.Tensor, process_group: Any) -> torch.Tensor:
+def _to_experts(x: torch.Tensor, process_group: GroupLike) -> torch.Tensor:
     count = layer_groups.size(process_group)
     ensure_divisibility(x.shape[0], count)
     moved = functional.all_to_all(x, 0, 0, count, process_group)
     return moved.reshape(count, x.shape[0] // count, *x.shape[1:]).transpose(0, 1).contiguous()
 
 
-def _from_experts(x: torch.Tensor, process_group: Any) -> torch.Tensor:
+def _from_experts(x: torch.Tensor, process_group: GroupLike) -> torch.Tensor:
     count = layer_groups.size(process_group)
     flat = x.transpose(0, 1).reshape(x.shape[0] * count, *x.shape[2:])
     return functional.all_to_all(flat, 0, 0, count, process_group)
@@ -263,7 +270,7 @@ def _from_experts(x: torch.Tensor, process_group: Any) -> torch.Tensor:
 # -- parts chosen by a rank that is itself a tensor ----------------------------------------------------
 
 
-def scatter_to_process_group_spmd(x: torch.Tensor, partition_dim: int, rank: Any, process_group: Any = None) -> torch.Tensor:
+def scatter_to_process_group_spmd(x: torch.Tensor, partition_dim: int, rank: Any, process_group: GroupLike = None) -> torch.Tensor:
     """Part `rank` of x along a dim, of as many parts as the group has ranks. rank: a number or an int tensor (`SPMDRank`)."""
     group = layer_groups.tensor_parallel(process_group)
     part = _part_size(x, partition_dim, group)
@@ -271,7 +278,9 @@ def scatter_to_process_group_spmd(x: torch.Tensor, partition_dim: int, rank: Any
     return x.index_select(partition_dim, index)
 
 
-def round_robin_scatter_to_process_group_spmd(x: torch.Tensor, partition_dim: int, rank: Any, process_group: Any = None) -> torch.Tensor:
+def round_robin_scatter_to_process_group_spmd(
+    x: torch.Tensor, partition_dim: int, rank: Any, process_group: GroupLike = None
+) -> torch.Tensor:
     """Entries `rank`, `rank + n`, `rank + 2n`, ... of x along a dim, for a group of n ranks."""
     group = layer_groups.tensor_parallel(process_group)
     part = _part_size(x, partition_dim, group)
@@ -279,10 +288,10 @@ def round_robin_scatter_to_process_group_spmd(x: torch.Tensor, partition_dim: in
     return x.index_select(partition_dim, index)
 
 
-def _part_size(x: torch.Tensor, dim: int, group: Any) -> int:
+def _part_size(x: torch.Tensor, dim: int, group: GroupLike) -> int:
     ensure_divisibility(x.shape[dim], layer_groups.size(group))
     return x.shape[dim] // layer_groups.size(group)
 
 
-def _number(rank: Any) -> Any:
+def _number(rank: object) -> Any:
     return rank.reshape(()) if isinstance(rank, torch.Tensor) else rank

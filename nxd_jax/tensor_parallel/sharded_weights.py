@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.types import Device
 
 from nxd_jax.tensor_parallel import layer_groups
 from nxd_jax.tensor_parallel.partition import divide, set_tensor_model_parallel_attributes
@@ -84,7 +85,7 @@ def local(full: torch.Tensor, partition: Partition, part: int) -> torch.Tensor:
     return found
 
 
-def place(full: torch.Tensor, partition: Partition | None, dtype: torch.dtype, device: Any) -> torch.Tensor:
+def place(full: torch.Tensor, partition: Partition | None, dtype: torch.dtype, device: Device) -> torch.Tensor:
     """A rank's part of a full CPU tensor (all of it without a partition), on a device.
 
     If this process hosts several ranks, their parts go to xla whatever the device, as one tensor that differs by rank.
@@ -111,7 +112,7 @@ def differs(full: torch.Tensor) -> bool:
     return isinstance(full, rank_tensor.RankTensor)
 
 
-def from_parts(of: Callable[[int], torch.Tensor], partition: Partition, device: Any = "xla", differs: bool = False) -> torch.Tensor:
+def from_parts(of: Callable[[int], torch.Tensor], partition: Partition, device: Device = "xla", differs: bool = False) -> torch.Tensor:
     """An xla tensor that is `of(world_rank)` on each rank, labelled as the partition says. device: where a process with one rank would have its part.
     differs: ranks that hold the same part may have different values of it."""
     from torch_bridge.recorder import cpu_draws, sharded
@@ -125,7 +126,7 @@ def from_parts(of: Callable[[int], torch.Tensor], partition: Partition, device: 
     return found
 
 
-def placed_alone(part: torch.Tensor, partition: Partition, device: Any) -> torch.Tensor:
+def placed_alone(part: torch.Tensor, partition: Partition, device: Device) -> torch.Tensor:
     """The part of the only rank that this process hosts, on the device asked for."""
     if torch.device(device or "cpu").type == "xla":
         return from_parts(lambda r: own(part, r), partition, differs=differs(part))
@@ -197,7 +198,7 @@ def default_bias(fan_in: int) -> Init:
 _shapes_only = False
 
 
-def is_meta(device: Any) -> bool:
+def is_meta(device: Device) -> bool:
     """Whether a layer is to have shapes only for now: because of its device, or because it is made within `shapes_only()`."""
     return _shapes_only or (device is not None and torch.device(device).type == "meta")
 

@@ -122,7 +122,7 @@ def _graph(data: Any, time: str) -> Graph | None:
     return Graph(_line(data["name"]), int(data["ops"]), _line(data["source"]), int(data["core_bytes"]), _number(data[time]))
 
 
-def _line(text: Any) -> str:
+def _line(text: object) -> str:
     """One line without anything that a terminal would obey."""
     return "".join(c if c.isprintable() else "?" for c in str(text))
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any
 
 KIB = 2**10
 MIB = 2**20
@@ -131,7 +130,7 @@ TRAINIUM2 = Chip(
 )
 
 
-def dtype_name(dtype: Any) -> str:
+def dtype_name(dtype: object) -> str:
     """The key of `Chip.peak_flops` for a dtype: `torch.bfloat16`, a NumPy or JAX dtype or scalar type, "bf16", "torch.bfloat16" -> "bfloat16"."""
     text = dtype if isinstance(dtype, str) else getattr(dtype, "name", None) or getattr(dtype, "__name__", None) or str(dtype)
     text = text.rsplit(".", 1)[-1]

@@ -33,7 +33,7 @@ _KEYS = (*_SIZES, "optimizer_config", "activation_checkpoint_config", "pad_model
 _KEYS += ("mixed_precision_config", "lnc_size")
 
 
-def check_config(nxd_config: Any) -> None:
+def check_config(nxd_config: object) -> None:
     """Raise TypeError for what is not a configuration."""
     if not isinstance(nxd_config, dict):
         raise TypeError(f"nxd_config must be what neuronx_distributed_config(...) returns, got {type(nxd_config).__name__}")
@@ -171,7 +171,7 @@ def _transformer_layers(model: torch.nn.Module) -> tuple[type, ...]:
     return found
 
 
-def checked_lora(lora_config: Any) -> Any:
+def checked_lora(lora_config: object) -> Any:
     """A `LoraConfig` or None. Raises TypeError for anything else."""
     if lora_config is None:
         return None

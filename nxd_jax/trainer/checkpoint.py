@@ -14,13 +14,16 @@ import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nxd_jax.checkpoint import contents, original, original_writing, reading, saving, tags, writing
 from nxd_jax.checkpoint.storage import BaseCheckpointStorage, create_checkpoint_storage
 from torch_bridge.config.variables import VARIABLES
 from torch_bridge.mesh import processes, world
 from torch_bridge.runtime import executor
+
+if TYPE_CHECKING:
+    import torch
 
 logger = logging.getLogger("nxd_jax")
 
@@ -29,7 +32,7 @@ def save_checkpoint(
     path: Any = None,
     tag: str = "",
     model: Any = None,
-    optimizer: Any = None,
+    optimizer: torch.optim.Optimizer | None = None,
     scheduler: Any = None,
     user_content: Any = None,
     num_workers: int = 8,
@@ -88,7 +91,7 @@ def load_checkpoint(
     path: Any = None,
     tag: Any = None,
     model: Any = None,
-    optimizer: Any = None,
+    optimizer: torch.optim.Optimizer | None = None,
     scheduler: Any = None,
     num_workers: int = 8,
     strict: bool = True,
@@ -145,7 +148,7 @@ def finalize_checkpoint() -> None:
 # -- what is saved ---------------------------------------------------------------------------------
 
 
-def _check_count(count: Any) -> None:
+def _check_count(count: object) -> None:
     if count is None or count == -1:
         return
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:

@@ -75,7 +75,7 @@ def model_init(given: Options | None, sequential_move_factor: int) -> Options:
     return found
 
 
-def activation_checkpoint(given: Any) -> Any:
+def activation_checkpoint(given: object) -> Any:
     """`activation_checkpoint_config`: None, "full", a class of modules or several. Raises ValueError or TypeError for anything else.
 
     Any class will do (a mixin, say): whether the model has modules of it is seen when the model is made.
@@ -92,14 +92,14 @@ def activation_checkpoint(given: Any) -> Any:
     return given
 
 
-def pipeline(given: Any) -> Any:
+def pipeline(given: object) -> Any:
     """`pipeline_config`: a dict or None, also for several stages: the model says what it needs when it is made."""
     if given is not None and not isinstance(given, dict):
         raise AssertionError(f"pipeline_config must be a dict., got {given!r}")
     return given
 
 
-def _checked(name: str, given: Any, allowed: dict[str, Any]) -> Options:
+def _checked(name: str, given: object, allowed: dict[str, Any]) -> Options:
     """A copy of a dict whose keys and types are allowed, with bools for flags. Raises AssertionError, ValueError or TypeError naming the key."""
     if given is None:
         return {}
@@ -117,7 +117,7 @@ def _checked(name: str, given: Any, allowed: dict[str, Any]) -> Options:
     return found
 
 
-def _kind(kind: Any) -> str:
+def _kind(kind: object) -> str:
     if isinstance(kind, Sequence):
         return " or ".join(_kind(k) for k in kind)
     return {int: "an integer", float: "a float", type(None): "None", Callable: "a function"}[kind]

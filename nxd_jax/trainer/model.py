@@ -214,7 +214,7 @@ class NxDModel(Wrapper, nn.Module):
         return self
 
 
-def _loss_of(output: Any) -> torch.Tensor:
+def _loss_of(output: object) -> torch.Tensor:
     loss = output if isinstance(output, torch.Tensor) else getattr(output, "loss", None)
     if loss is None and isinstance(output, (tuple, list)) and output:
         loss = output[0]

@@ -181,7 +181,7 @@ def initialize_optimizer_from_class(
     )
 
 
-def filter_to_local_parameter_group(optimizer: Any, model: Any) -> None:
+def filter_to_local_parameter_group(optimizer: torch.optim.Optimizer, model: Any) -> None:
     """`trainer.filter_to_local_parameter_group`: keep in an optimizer's groups only parameters that this pipeline stage has."""
     local = set(model.parameters())
     for group in optimizer.param_groups:

@@ -141,7 +141,7 @@ class _Behind(torch.autograd.Function):
         return (None, *grads, *[None] * (len(ctx.needs_input_grad) - 1 - len(grads)))
 
 
-def _is_cache(x: Any) -> bool:
+def _is_cache(x: object) -> bool:
     """Whether something is one of transformers' key-value caches (which some versions register as nested data)."""
     kind = getattr(sys.modules.get("transformers.cache_utils"), "Cache", None)
     return kind is not None and isinstance(x, kind)
@@ -190,7 +190,7 @@ def _choice(model: Any, check_fn: Callable[[torch.nn.Module], bool]) -> Callable
     return check_fn if layer is None else lambda m: isinstance(m, layer)
 
 
-def _of_pipeline(model: Any, name: str) -> Any:
+def _of_pipeline(model: object, name: str) -> Any:
     """An attribute that pipeline models have; None for other models."""
     return getattr(model, name, None) if hasattr(type(model), "cut_pipeline_stage") else None
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from torch.types import Device
 
 from nxd_jax.tensor_parallel import partition, sharded_weights
 from nxd_jax.tensor_parallel.parallel_groups import get_local_world_size as get_local_world_size
@@ -36,7 +37,7 @@ _PAYLOAD = ("_storage", "_layout", "_is_param")
 # -- ties and attributes -----------------------------------------------------------------------------
 
 
-def is_hf_pretrained_model(model: Any) -> bool:
+def is_hf_pretrained_model(model: object) -> bool:
     """`model_utils.is_hf_pretrained_model`: whether a model is one of transformers' (which then has been imported)."""
     found = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
     return found is not None and isinstance(model, found)
@@ -52,7 +53,7 @@ def is_hf_accelerate_available() -> bool:
     return importable("accelerate")
 
 
-def is_nxdt_pretrained_model(model: Any) -> bool:
+def is_nxdt_pretrained_model(model: object) -> bool:
     """`model_utils.is_nxdt_pretrained_model`: whether a model is a `MegatronModule` of NeuronX Distributed Training."""
     found = getattr(sys.modules.get("neuronx_distributed_training.models.megatron.module"), "MegatronModule", None)
     return found is not None and isinstance(model, found)
@@ -167,7 +168,7 @@ def materialize_model(model: nn.Module, device: Any, param_init_fn: Callable[...
         )
 
 
-def _move_own(module: nn.Module, device: Any) -> None:
+def _move_own(module: nn.Module, device: Device) -> None:
     """`module.to(device)` without its children."""
     children, module._modules = module._modules, {}
     try:
@@ -247,7 +248,9 @@ def _takes_two(fn: Callable[..., Any]) -> bool:
     return True
 
 
-def get_model_sequential(model: Any, device: Any, sequential_move_factor: int = 11, param_init_fn: Callable[..., Any] | None = None) -> Any:
+def get_model_sequential(
+    model: Any, device: Device, sequential_move_factor: int = 11, param_init_fn: Callable[..., Any] | None = None
+) -> Any:
     """`model_utils.get_model_sequential`: give a model its values if `param_init_fn` is given (`materialize_model`), move it to a device, return it.
 
     Of the processes on a host, `sequential_move_factor` do so at a time, which bounds the host's memory. A pipeline model moves its own stage.
@@ -265,7 +268,7 @@ def get_model_sequential(model: Any, device: Any, sequential_move_factor: int = 
     return model
 
 
-def _materialize_and_move(model: Any, device: Any, param_init_fn: Callable[..., Any] | None) -> None:
+def _materialize_and_move(model: Any, device: Device, param_init_fn: Callable[..., Any] | None) -> None:
     if hasattr(type(model), "maybe_materialize_local_module"):
         model.maybe_materialize_local_module()
         model.move_model_to_device()
@@ -340,7 +343,7 @@ def _moved(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
 # -- structures and the platform ---------------------------------------------------------------------
 
 
-def recursive_filter(item: Any, predicate: Callable[[torch.Tensor], bool]) -> Any:
+def recursive_filter(item: object, predicate: Callable[[torch.Tensor], bool]) -> Any:
     """`model_utils.recursive_filter`: nested dicts, lists, tuples and sets without the tensors for which `predicate` is false.
 
     Other values stay. A tensor by itself gives None if it goes.
@@ -352,7 +355,7 @@ def recursive_filter(item: Any, predicate: Callable[[torch.Tensor], bool]) -> An
     return item if _stays(item, predicate) else None
 
 
-def _stays(x: Any, predicate: Callable[[torch.Tensor], bool]) -> bool:
+def _stays(x: object, predicate: Callable[[torch.Tensor], bool]) -> bool:
     return not isinstance(x, torch.Tensor) or bool(predicate(x))
 
 

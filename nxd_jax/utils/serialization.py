@@ -44,11 +44,11 @@ class SerializationManager:
         return nested.collect(stubbed_obj, _is_stub)
 
 
-def _is_tensor(x: Any) -> bool:
+def _is_tensor(x: object) -> bool:
     return isinstance(x, torch.Tensor)
 
 
-def _is_stub(x: Any) -> bool:
+def _is_stub(x: object) -> bool:
     return isinstance(x, TensorMeta)
 
 
@@ -62,12 +62,12 @@ def uncompress_from_string(serialized_data_string: str) -> Any:
     return pickle.loads(base64.b64decode(serialized_data_string))
 
 
-def is_instance_namedtuple(iterable: Any) -> bool:
+def is_instance_namedtuple(iterable: object) -> bool:
     """`utils.serialization.is_instance_namedtuple`: whether a value is a named tuple (NxD's never says so)."""
     return isinstance(iterable, tuple) and hasattr(iterable, "_fields")
 
 
-def find_loss_from_output_and_spec(output_val: Any, spec_val: Any) -> torch.Tensor | None:
+def find_loss_from_output_and_spec(output_val: Any, spec_val: object) -> torch.Tensor | None:
     """`utils.serialization.find_loss_from_output_and_spec`: the tensor of a model's output where `spec_val`, nested alike, says True; None for False alone.
 
     Raises RuntimeError if the two are not nested alike, if True stands for no tensor or is nowhere.

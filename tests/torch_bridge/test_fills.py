@@ -9,7 +9,9 @@ import torch
 from torch import profiler
 from torch_xla.core import xla_model as xm
 
+from torch_bridge.compiler.program import Program
 from torch_bridge.mesh import fills
+from torch_bridge.runtime import executor
 
 N = 2048
 SIZE = N * N * 4
@@ -164,3 +166,28 @@ def test_copies_from_the_cpu_are_repeated_on_the_device():
             assert torch.equal(x.cpu(), expected)
     with pytest.raises(RuntimeError, match="expand"):
         torch.zeros(3, 4, device="xla").copy_(torch.zeros(3))
+
+
+def test_recording_goes_on_after_an_interrupted_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """State has become an input by then, so leaves have other numbers: also for two tensors that share an array and are only read."""
+    x = torch.arange(3.0).to("xla") * 1
+    y = x.clone()
+    executor.sync()
+    executor.clear_cache()
+    assert x._storage.held is y._storage.held, "one array, two storages"
+    state = torch.zeros(4, device="xla")
+    state += 1
+    seen = x * 2 + y
+    assert x._storage.vid == y._storage.vid == -1
+
+    def interrupted(self: Program, args: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Program, "compile", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            executor.sync()
+    assert x._storage.vid == y._storage.vid == -2, "the state is the first input now"
+    more = y * 10 + x
+    assert (seen + more).tolist() == [0.0, 14.0, 28.0]
+    assert state.tolist() == [1.0] * 4

@@ -84,7 +84,7 @@ def values(model: nn.Module) -> list[torch.Tensor]:
 def loops(program: Program | None = None) -> list[fold_repeats.Loop]:
     """The loops of the program that ran last."""
     program = program or session.current().recent[-1]
-    return [] if program.plan is None else [x for x in program.plan.items if isinstance(x, fold_repeats.Loop)]
+    return [] if program.spec.plan is None else [x for x in program.spec.plan.items if isinstance(x, fold_repeats.Loop)]
 
 
 @pytest.fixture(autouse=True)
@@ -103,7 +103,7 @@ def both(monkeypatch: pytest.MonkeyPatch, script: Callable[[], list[torch.Tensor
         executor.clear_cache()
         results.append(script())
         programs = list(dict.fromkeys(session.current().recent))
-        assert fold == "3" or not any(p.plan for p in programs)
+        assert fold == "3" or not any(p.spec.plan for p in programs)
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b, rtol=rtol, atol=1e-6)
     assert any(loops(p) for p in programs)
@@ -154,7 +154,7 @@ def test_weights_stay_stacked(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len({id(x.stack) for x in held}) == 1 and [x.index for x in held] == list(range(LAYERS))
     program = session.current().recent[-1]
     assert program.executions == 3
-    assert len(program.ports.inputs) < len(program.used) - 3 * 5 * (LAYERS - 1) + 1
+    assert len(program.spec.ports.inputs) < len(program.spec.inputs) - 3 * 5 * (LAYERS - 1) + 1
     before = held[0].stack.array
     held.clear()
     train(model, optimizer, steps=1)
@@ -185,7 +185,7 @@ def test_zero_redundancy(clip: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         return [*(n.cpu() for n in norms if n is not None), *values(model)]
 
     program = both(monkeypatch, script)[-1]
-    plan = program.plan
+    plan = program.spec.plan
     assert plan is not None
     leaving = [members for _, members in plan.stacked]
     renewed = [[plan._updates[i] for i in places] for places in plan.stacked_inputs() if set(places) <= set(plan._updates)]
@@ -436,7 +436,7 @@ def test_autocast(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
 
     programs = both(monkeypatch, script)
     forward = loops(programs[-1])[0]
-    assert any(isinstance(series, fold_repeats.Derived) for series in forward.made.values())
+    assert any(isinstance(series, fold_repeats.Recomputed) for series in forward.made.values())
 
 
 def test_attention_layers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -539,5 +539,5 @@ def test_few_layers_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NXD_JAX_FOLD", raising=False)
     model = made()
     train(model, OPTIMIZERS["adamw"](model), steps=1)
-    assert session.current().recent[-1].plan is None
+    assert session.current().recent[-1].spec.plan is None
     assert not any(isinstance(p._storage.held, stacked_arrays.Row) for p in model.parameters())

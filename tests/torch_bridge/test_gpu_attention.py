@@ -19,6 +19,7 @@ from torch_bridge.collectives import attention_ops
 from torch_bridge.lowerings import lookup
 from torch_bridge.lowerings.attention import attention
 from torch_bridge.lowerings.kernels import cudnn_attention, flash_attention
+from torch_bridge.precision import precision_mode
 
 aten = torch.ops.aten
 FUSED = lookup(aten._scaled_dot_product_fused_attention_overrideable.default).fn
@@ -109,7 +110,7 @@ def test_mixed_dtypes_are_refused(hopper):
 @pytest.mark.parametrize(("name", "value"), [("NEURON_RT_STOCHASTIC_ROUNDING_EN", "1"), ("NEURON_CC_FLAGS", "--auto-cast=matmult")])
 def test_other_roundings_stay_with_xla(hopper, monkeypatch, name, value):
     monkeypatch.setenv(name, value)
-    assert "the environment asks for other roundings (Mode(" in of()
+    assert "the environment asks for other roundings (Mode(" in of(mode=precision_mode.current())
 
 
 def test_older_machines(hopper, monkeypatch):

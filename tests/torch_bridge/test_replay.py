@@ -688,7 +688,7 @@ def test_a_training_loop_compiles_as_often_as_without(name: str, clean_step: Non
         if k == 9:
             programs.append(
                 {
-                    t.nodes: [sum(map(len, p.ports.outputs)) for found in t.programs.values() for p in found]
+                    t.nodes: [sum(map(len, p.spec.ports.outputs)) for found in t.programs.values() for p in found]
                     for t in session.current().traces.values()
                 }
             )

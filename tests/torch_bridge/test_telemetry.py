@@ -171,7 +171,7 @@ def test_donation_goes_on(noted: Activity) -> None:
     _train(2)
     noted.asked = True
     _train(2)
-    assert session.current().recent[-1].ports.donated
+    assert session.current().recent[-1].spec.ports.donated
     assert noted.devices is not None and sum(noted.devices.used) > 0
 
 

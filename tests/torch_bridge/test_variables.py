@@ -23,7 +23,6 @@ from torch_bridge.config.variables import ACCEPT, HONOUR, VARIABLES, WARN
 from torch_bridge.device import debug_modes
 from torch_bridge.device.startup import dispatch, tensor
 from torch_bridge.mesh import world
-from torch_bridge.passes.verify import report
 from torch_bridge.recorder import expected_indices
 from torch_bridge.runtime import executor, session
 
@@ -38,7 +37,6 @@ def configured(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         monkeypatch.setattr(SETTINGS, field.name, getattr(SETTINGS, field.name))
     monkeypatch.setattr(session, "CHECKS", [])
     monkeypatch.setattr(session.current(), "observers", ())
-    monkeypatch.setattr(report, "ON", report.ON)
     monkeypatch.setattr(expected_indices, "_expect", None)
     executor.clear_cache()
 
@@ -437,11 +435,11 @@ def test_hot_graphs_are_kept(configured: Any) -> None:
 def test_no_donation(configured: Any) -> None:
     configured(XLA_ENABLE_PARAM_ALIASING="0")
     same(train)
-    assert not any(p.ports.donated for p in session.current().recent)
+    assert not any(p.spec.ports.donated for p in session.current().recent)
     configured(XLA_ENABLE_PARAM_ALIASING="1")
     executor.clear_cache()
     same(train)
-    assert any(p.ports.donated for p in session.current().recent)
+    assert any(p.spec.ports.donated for p in session.current().recent)
 
 
 def test_extract_graphs_only(configured: Any) -> None:

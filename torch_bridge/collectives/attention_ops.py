@@ -14,12 +14,14 @@ import torch
 import torch.nn.functional as F
 
 from torch_bridge.collectives import collective_ops
-from torch_bridge.lowerings import lowering
+from torch_bridge.lowerings import AxesRule, lowering
 from torch_bridge.lowerings.kernels import flash_attention, ring_attention
 from torch_bridge.lowerings.kernels.flash_attention import Options, pack_key
 from torch_bridge.lowerings.kernels.ring_attention import Ring
+from torch_bridge.lowerings.types import Array, Key
 from torch_bridge.mesh import groups as rank_groups
 from torch_bridge.mesh import world
+from torch_bridge.precision.precision_mode import PLAIN, Mode
 from torch_bridge.recorder import cpu_attention
 
 _library = torch.library.Library("torch_bridge", "FRAGMENT")
@@ -44,31 +46,42 @@ ops = torch.ops.torch_bridge
 # -- shapes, and the CPU ----------------------------------------------------------------------------
 
 
-def _forward_meta(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _forward_meta(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     wide = torch.float32 if q.dtype in (torch.bfloat16, torch.float16) else q.dtype
     return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3], dtype=wide), q.new_empty((), dtype=torch.int64)
 
 
 def _backward_meta(
-    grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any
+    grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: object
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-def _forward_cpu(q: Any, k: Any, v: Any, seed: Any, dropout_p: float, causal: bool, scale: float) -> Any:
+def _forward_cpu(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seed: torch.Tensor | None, dropout_p: float, causal: bool, scale: float
+) -> Any:
     """For recorded graphs that run in eager torch."""
     out, logsumexp, *_ = cpu_attention.forward(q, k, v, None, dropout_p, causal, scale=scale)
     return out, logsumexp, torch.zeros((), dtype=torch.int64)
 
 
 def _backward_cpu(
-    grad: Any, q: Any, k: Any, v: Any, out: Any, logsumexp: Any, seed: Any, dropout_p: float, causal: bool, scale: float
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    logsumexp: torch.Tensor,
+    seed: torch.Tensor | None,
+    dropout_p: float,
+    causal: bool,
+    scale: float,
 ) -> Any:
     rest: Any = ([True] * 3, out, logsumexp, out, out, 0, 0, dropout_p, causal, seed, seed)
     return cpu_attention.backward(grad, q, k, v, None, *rest, scale=scale)[:3]
 
 
-def _alone(*_: Any) -> Any:
+def _alone(*_: object) -> Any:
     raise RuntimeError("a graph with ring attention runs on xla only: on one CPU there are no other ranks to exchange keys with")
 
 
@@ -84,24 +97,46 @@ _library.impl("ring_attention_backward", _alone, "CPU")
 # -- what they become -----------------------------------------------------------------------------
 
 
-def _seed(seed: Any, key: Any) -> Any:
+def _seed(seed: Array | None, key: Key | None) -> Any:
     """What the dropout mask is drawn from: the caller's number if there is one."""
     if seed is not None:
         return seed.astype(jnp.int64).reshape(())
     return jnp.zeros((), jnp.int64) if key is None else pack_key(key)
 
 
-@lowering(ops.flash_attention.default, rng=True)
-def _flash_attention(q: Any, k: Any, v: Any, seed: Any, dropout_p: float, causal: bool, scale: float, *, key: Any = None) -> Any:
-    seed = _seed(seed, key)
-    return (*flash_attention.flash_attention(q, k, v, seed, Options(scale, causal, dropout_p)), seed)
-
-
-@lowering(ops.flash_attention_backward.default)
-def _flash_attention_backward(
-    grad: Any, q: Any, k: Any, v: Any, out: Any, logsumexp: Any, seed: Any, dropout_p: float, causal: bool, scale: float
+@lowering(ops.flash_attention.default, rng=True, mode=True)
+def _flash_attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    seed: Array | None,
+    dropout_p: float,
+    causal: bool,
+    scale: float,
+    *,
+    key: Key | None = None,
+    mode: Mode = PLAIN,
 ) -> Any:
-    return flash_attention.gradients(grad, q, k, v, out, logsumexp, seed, Options(scale, causal, dropout_p))
+    seed = _seed(seed, key)
+    return (*flash_attention.flash_attention(q, k, v, seed, Options(scale, causal, dropout_p, mode=mode)), seed)
+
+
+@lowering(ops.flash_attention_backward.default, mode=True)
+def _flash_attention_backward(
+    grad: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array,
+    logsumexp: Array,
+    seed: Array,
+    dropout_p: float,
+    causal: bool,
+    scale: float,
+    *,
+    mode: Mode = PLAIN,
+) -> Any:
+    return flash_attention.gradients(grad, q, k, v, out, logsumexp, seed, Options(scale, causal, dropout_p, mode=mode))
 
 
 @functools.cache
@@ -114,24 +149,34 @@ def _ring(text: str, count: int, epoch: int) -> Ring:
     return Ring(lines.index, lambda tree: jax.tree.map(lambda x: jax.lax.ppermute(x, lines.axes, pairs), tree), count)
 
 
-@lowering(ops.ring_attention.default, collective=True, rng=True)
+@lowering(ops.ring_attention.default, collective=True, axes=AxesRule.ADDS, rng=True)
 def _ring_attention(
-    q: Any, k: Any, v: Any, seed: Any, dropout_p: float, causal: bool, scale: float, count: int, groups: str, *, key: Any = None
+    q: Array,
+    k: Array,
+    v: Array,
+    seed: Array | None,
+    dropout_p: float,
+    causal: bool,
+    scale: float,
+    count: int,
+    groups: str,
+    *,
+    key: Key | None = None,
 ) -> Any:
     seed = _seed(seed, key)
     ring = _ring(groups, count, world.current().epoch)
     return (*ring_attention.ring_attention(q, k, v, seed, Options(scale, causal, dropout_p), ring), seed)
 
 
-@lowering(ops.ring_attention_backward.default, collective=True)
+@lowering(ops.ring_attention_backward.default, collective=True, axes=AxesRule.ADDS)
 def _ring_attention_backward(
-    grad: Any,
-    q: Any,
-    k: Any,
-    v: Any,
-    out: Any,
-    logsumexp: Any,
-    seed: Any,
+    grad: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array,
+    logsumexp: Array,
+    seed: Array,
     dropout_p: float,
     causal: bool,
     scale: float,

@@ -10,7 +10,7 @@ import datetime
 import functools
 import os
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -20,6 +20,9 @@ from torch_bridge.collectives.process_group import ProcessGroupXla
 from torch_bridge.mesh import groups as rank_groups
 from torch_bridge.mesh import rank_numbers as ranks_of
 from torch_bridge.mesh import world
+
+if TYPE_CHECKING:
+    from torch.types import Device
 
 _store: dist.HashStore | None = None
 
@@ -64,7 +67,7 @@ def new_xla_process_group(
     ranks: Any = None,
     timeout: datetime.timedelta | None = None,
     backend: str | None = None,
-    pg_options: Any = None,
+    pg_options: object = None,
     *args: Any,
     **kwargs: Any,
 ) -> Any:
@@ -137,7 +140,7 @@ def _source(group: ProcessGroupXla, src: Any, group_src: Any) -> int:
 
 
 def _broadcast_object_list(
-    group: ProcessGroupXla, object_list: list[Any], src: Any = None, device: Any = None, group_src: Any = None
+    group: ProcessGroupXla, object_list: list[Any], src: Any = None, device: Device = None, group_src: Any = None
 ) -> None:
     object_collectives.broadcast(object_list, _source(group, src, group_src))
 

@@ -16,7 +16,7 @@ import torch
 
 from torch_bridge.ir.segment import LOCK, step_entry
 from torch_bridge.ir.segment import flat as flat_layout
-from torch_bridge.lowerings import lowering
+from torch_bridge.lowerings import AxesRule, lowering
 from torch_bridge.mesh import world
 from torch_bridge.recorder import dispatch
 from torch_bridge.recorder.tensor import XLATensor, fresh, read
@@ -31,7 +31,7 @@ _library.define("broadcast(Tensor x, int root, str groups) -> Tensor")
 ops = torch.ops.torch_bridge
 
 
-def _like(x: torch.Tensor, *_: Any) -> torch.Tensor:
+def _like(x: torch.Tensor, *_: object) -> torch.Tensor:
     return x.new_empty(x.shape)
 
 
@@ -50,7 +50,7 @@ def _exchanged(x: torch.Tensor, split_dim: int, concat_dim: int, count: int, gro
     return x.new_empty(size)
 
 
-def _alone(*_: Any) -> Any:
+def _alone(*_: object) -> Any:
     raise RuntimeError("a graph with collectives runs on xla only: on one CPU there are no other ranks to exchange with")
 
 
@@ -106,7 +106,7 @@ class Lines:
         at = {r: k for group in self.members for k, r in enumerate(group)}
         return jnp.asarray([at[r] for r in world.current().order], jnp.int32)[_place()]
 
-    def stack(self, x: Any) -> Any:
+    def stack(self, x: jax.Array) -> Any:
         """The group's values along a new leading dim."""
         return jax.lax.all_gather(x, self.axes, axis_index_groups=self.places)
 
@@ -128,7 +128,7 @@ def _place() -> Any:
 _DIRECT = {"sum": jax.lax.psum, "max": jax.lax.pmax, "min": jax.lax.pmin}
 
 
-def reduce(x: Any, kind: str, groups: Lines) -> Any:
+def reduce(x: jax.Array, kind: str, groups: Lines) -> Any:
     """The group's values reduced; the same on each of them."""
     if kind in ("and", "or"):
         fold: Any = jnp.bitwise_and if kind == "and" else jnp.bitwise_or
@@ -142,23 +142,23 @@ def reduce(x: Any, kind: str, groups: Lines) -> Any:
     return _DIRECT[kind](x, groups.axes, axis_index_groups=groups.places)
 
 
-def _unstacked(x: Any) -> Any:
+def _unstacked(x: jax.Array) -> Any:
     return (x[k] for k in range(x.shape[0]))
 
 
-@lowering(ops.all_reduce.default, collective=True)
-def _all_reduce(x: Any, kind: str, groups: str) -> Any:
+@lowering(ops.all_reduce.default, collective=True, axes=AxesRule.REMOVES, batches=True)
+def _all_reduce(x: jax.Array, kind: str, groups: str) -> Any:
     return reduce(x, kind, lines(groups))
 
 
-@lowering(ops.all_gather.default, collective=True)
-def _all_gather(x: Any, dim: int, count: int, groups: str) -> Any:
+@lowering(ops.all_gather.default, collective=True, axes=AxesRule.REMOVES, batches=True)
+def _all_gather(x: jax.Array, dim: int, count: int, groups: str) -> Any:
     found = lines(groups)
     return jax.lax.all_gather(x, found.axes, axis=dim, tiled=True, axis_index_groups=found.places)
 
 
-@lowering(ops.reduce_scatter.default, collective=True)
-def _reduce_scatter(x: Any, kind: str, dim: int, count: int, groups: str) -> Any:
+@lowering(ops.reduce_scatter.default, collective=True, axes=AxesRule.ADDS, batches=True)
+def _reduce_scatter(x: jax.Array, kind: str, dim: int, count: int, groups: str) -> Any:
     found = lines(groups)
     if kind == "sum" and x.dtype != jnp.bool_:
         return jax.lax.psum_scatter(x, found.axes, scatter_dimension=dim, tiled=True, axis_index_groups=found.places)
@@ -166,22 +166,22 @@ def _reduce_scatter(x: Any, kind: str, dim: int, count: int, groups: str) -> Any
     return jax.lax.dynamic_slice_in_dim(reduce(x, kind, found), found.index() * part, part, dim)
 
 
-@lowering(ops.all_to_all.default, collective=True)
-def _all_to_all(x: Any, split_dim: int, concat_dim: int, count: int, groups: str) -> Any:
+@lowering(ops.all_to_all.default, collective=True, axes=AxesRule.ADDS)
+def _all_to_all(x: jax.Array, split_dim: int, concat_dim: int, count: int, groups: str) -> Any:
     found = lines(groups)
     return jax.lax.all_to_all(x, found.axes, split_dim, concat_dim, tiled=True, axis_index_groups=found.places)
 
 
-@lowering(ops.permute.default, collective=True)
-def _permute(x: Any, pairs: str) -> Any:
+@lowering(ops.permute.default, collective=True, axes=AxesRule.EVERY)
+def _permute(x: jax.Array, pairs: str) -> Any:
     moved = x.astype(jnp.int32) if x.dtype == jnp.bool_ else x
     place = world.positions()
     moves = [(place[source], place[target]) for source, target in json.loads(pairs)]
     return jax.lax.ppermute(moved, tuple(world.current().axes), moves).astype(x.dtype)
 
 
-@lowering(ops.broadcast.default, collective=True)
-def _broadcast(x: Any, root: int, groups: str) -> Any:
+@lowering(ops.broadcast.default, collective=True, axes=AxesRule.REMOVES)
+def _broadcast(x: jax.Array, root: int, groups: str) -> Any:
     found = lines(groups)
     wide = x.astype(jnp.int32) if x.dtype == jnp.bool_ else x
     return reduce(jnp.where(found.index() == root, wide, jnp.zeros_like(wide)), "sum", found).astype(x.dtype)

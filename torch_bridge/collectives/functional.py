@@ -12,7 +12,7 @@ import torch
 
 from torch_bridge.mesh import groups as rank_groups
 from torch_bridge.mesh import world
-from torch_bridge.mesh.groups import Groups
+from torch_bridge.mesh.groups import GroupLike, Groups
 from torch_bridge.runtime import backend
 
 REDUCTIONS = ("sum", "mul", "and", "or", "min", "max")
@@ -20,7 +20,7 @@ REDUCTIONS = ("sum", "mul", "and", "or", "min", "max")
 Tensors = list[torch.Tensor]
 
 
-def all_reduce(kind: str, inputs: Any, scale: float = 1.0, groups: Any = None) -> Any:
+def all_reduce(kind: str, inputs: torch.Tensor | Tensors, scale: float = 1.0, groups: GroupLike = None) -> Any:
     """Reduce over a group, then multiply by `scale`. A tensor gives a new tensor; a list is reduced in place and returned."""
     tensors = _tensors(inputs)
     _check_reduction(kind, tensors)
@@ -34,7 +34,7 @@ def all_reduce(kind: str, inputs: Any, scale: float = 1.0, groups: Any = None) -
     return inputs
 
 
-def all_gather(value: Any, dim: int = 0, groups: Any = None, output: Any = None) -> Any:
+def all_gather(value: torch.Tensor | Tensors, dim: int = 0, groups: GroupLike = None, output: torch.Tensor | Tensors | None = None) -> Any:
     """Concatenate the group's tensors along `dim`, each of a list by itself; into `output` (which is returned) if given."""
     among = rank_groups.resolve(groups)
     dims = [_check_dim(t, dim, "dim") for t in _tensors(value)]
@@ -45,7 +45,15 @@ def all_gather(value: Any, dim: int = 0, groups: Any = None, output: Any = None)
     return _deliver(value, gathered, output, "all_gather")
 
 
-def reduce_scatter(kind: str, value: Any, scale: float, scatter_dim: int, shard_count: int, groups: Any = None, output: Any = None) -> Any:
+def reduce_scatter(
+    kind: str,
+    value: torch.Tensor | Tensors,
+    scale: float,
+    scatter_dim: int,
+    shard_count: int,
+    groups: GroupLike = None,
+    output: torch.Tensor | Tensors | None = None,
+) -> Any:
     """Reduce over the group, multiply by `scale`, and keep this rank's part of `shard_count` parts along `scatter_dim`."""
     among = rank_groups.resolve(groups)
     tensors = _tensors(value)
@@ -61,7 +69,9 @@ def reduce_scatter(kind: str, value: Any, scale: float, scatter_dim: int, shard_
     return _deliver(value, parts, output, "reduce_scatter")
 
 
-def all_to_all(value: torch.Tensor, split_dimension: int, concat_dimension: int, split_count: int, groups: Any = None) -> torch.Tensor:
+def all_to_all(
+    value: torch.Tensor, split_dimension: int, concat_dimension: int, split_count: int, groups: GroupLike = None
+) -> torch.Tensor:
     """Cut a tensor into `split_count` parts along one dim, send part i to member i, concatenate what arrives along another."""
     among = rank_groups.resolve(groups)
     (t,) = _tensors([value])
@@ -71,7 +81,7 @@ def all_to_all(value: torch.Tensor, split_dimension: int, concat_dimension: int,
     return t.clone() if among.size == 1 else _emit("all_to_all", t, (split, concat, split_count, among.text))
 
 
-def permute(value: Any, pairs: Sequence[Sequence[int]]) -> Any:
+def permute(value: torch.Tensor | Tensors, pairs: Sequence[Sequence[int]]) -> Any:
     """Send along (source, target) pairs; a rank that is no target gets zeros."""
     ranks = range(world.size())
     sources, targets = [], []
@@ -90,7 +100,7 @@ def permute(value: Any, pairs: Sequence[Sequence[int]]) -> Any:
     return moved[0] if isinstance(value, torch.Tensor) else moved
 
 
-def broadcast(tensors: Tensors, root: int = 0, groups: Any = None) -> None:
+def broadcast(tensors: Tensors, root: int = 0, groups: GroupLike = None) -> None:
     """Overwrite each tensor with the root's."""
     among = rank_groups.resolve(groups)
     found = _tensors(tensors)
@@ -125,14 +135,14 @@ def _reduced(t: torch.Tensor, kind: str, scale: float, among: Groups) -> torch.T
     return out if scale == 1.0 else _scaled(out, scale)
 
 
-def _tensors(inputs: Any) -> Tensors:
+def _tensors(inputs: object) -> Tensors:
     found = [inputs] if isinstance(inputs, torch.Tensor) else inputs
     if not isinstance(found, (list, tuple)) or not all(isinstance(t, torch.Tensor) for t in found):
         raise TypeError(f"a collective takes a tensor or a list of tensors, got {_describe(inputs)}")
     return list(found)
 
 
-def _describe(x: Any) -> str:
+def _describe(x: object) -> str:
     if isinstance(x, (list, tuple)):
         return f"{type(x).__name__} of {', '.join(sorted({type(e).__name__ for e in x}))}"
     return type(x).__name__
@@ -172,7 +182,7 @@ def _scaled(t: torch.Tensor, scale: float) -> torch.Tensor:
     return (t * scale).to(t.dtype)
 
 
-def _deliver(value: Any, results: Tensors, output: Any, name: str) -> Any:
+def _deliver(value: torch.Tensor | Tensors, results: Tensors, output: torch.Tensor | Tensors | None, name: str) -> Any:
     """The results as new tensors, one if `value` is one, or written into `output`."""
     if output is None:
         return results[0] if isinstance(value, torch.Tensor) else results

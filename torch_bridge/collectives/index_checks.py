@@ -10,13 +10,14 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
 
 from torch_bridge.collectives.collective_ops import emit
-from torch_bridge.compiler import program
-from torch_bridge.compiler.program import Trace
+from torch_bridge.compiler import program_spec
+from torch_bridge.compiler.trace import Trace
 from torch_bridge.ir import dtypes
 from torch_bridge.ir.graph import fill, lifted_kinds
 from torch_bridge.ir.layout import layout
@@ -182,7 +183,7 @@ _autograd.impl("one_hot", one_hot)
 
 
 @special(torch.ops.aten.one_hot.default)
-def _one_hot_in_inference_mode(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
+def _one_hot_in_inference_mode(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
     return one_hot(*args, **kwargs)
 
 
@@ -261,7 +262,7 @@ def _values(segment: Segment) -> Callable[[int], Value]:
 
     def value(vid: int) -> Value:
         if vid < 0:
-            aval = program.local_aval(segment, -vid - 1)
+            aval = program_spec.local_aval(segment, -vid - 1)
             return Value(vid, tuple(aval.shape), dtypes.to_torch(aval.dtype))
         out = outs[vid]
         assert out is not None
@@ -300,7 +301,7 @@ def _check(segment: Segment, entry: Entry, source: Source, found: Range, first: 
     return Check(result, entry.op._schema.name.replace("::", "."), source, found)
 
 
-def _by_rank(array: Any) -> list[np.ndarray]:
+def _by_rank(array: jax.Array) -> list[np.ndarray]:
     """The result on each hosted rank."""
     return sharding.blocks(array, (3,)) if sharding.active() else [np.asarray(array)]
 

@@ -13,11 +13,12 @@ import torch
 
 from torch_bridge import nested
 from torch_bridge.mesh import groups, processes, rank_numbers, world
+from torch_bridge.mesh.groups import GroupLike
 from torch_bridge.recorder import prefetch
 from torch_bridge.runtime import backend
 
 
-def each_ranks(obj: Any) -> list[Any]:
+def each_ranks(obj: object) -> list[Any]:
     """What every hosted rank's object would be, xla tensors moved to the CPU."""
     count = len(world.current().hosted)
     if count == 1:
@@ -32,11 +33,11 @@ def each_ranks(obj: Any) -> list[Any]:
     return found
 
 
-def _on_xla(x: Any) -> bool:
+def _on_xla(x: object) -> bool:
     return isinstance(x, torch.Tensor) and x.device.type == "xla"
 
 
-def _is_number(x: Any) -> bool:
+def _is_number(x: object) -> bool:
     return rank_numbers.values_of(x) is not None or rank_numbers.is_item(x)
 
 
@@ -47,7 +48,7 @@ def _shards(t: torch.Tensor) -> list[torch.Tensor]:
     return sharded.shards(t)
 
 
-def _pack(obj: Any) -> bytes:
+def _pack(obj: object) -> bytes:
     buffer = io.BytesIO()
     torch.save(obj, buffer)
     return buffer.getvalue()
@@ -57,7 +58,7 @@ def _unpack(data: bytes) -> Any:
     return torch.load(io.BytesIO(data), weights_only=False)
 
 
-def all_gather(obj: Any, tag: str = "object", among: Any = None) -> list[Any]:
+def all_gather(obj: object, tag: str = "object", among: GroupLike = None) -> list[Any]:
     """The objects of all members of this rank's group (None: of all ranks), in group order; copies, as if they had travelled."""
     parts = [own for part in processes.exchange(tag, _pack(each_ranks(obj))) for own in _unpack(part)]
     return [parts[r] for r in groups.resolve(among).of(world.first())]

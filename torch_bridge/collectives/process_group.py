@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch.types import Device
 
 from torch_bridge.collectives import functional
 from torch_bridge.mesh import groups as rank_groups
@@ -58,7 +59,7 @@ class ProcessGroupXla(_Base):
         """Ranks in the group."""
         return self._groups().size
 
-    def __deepcopy__(self, memo: Any) -> ProcessGroupXla:
+    def __deepcopy__(self, memo: dict[int, Any]) -> ProcessGroupXla:
         """Copies of a layer belong to the same group."""
         return self
 
@@ -191,10 +192,10 @@ class ProcessGroupXla(_Base):
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
     alltoall_base = all_to_all_single
 
-    def _start_coalescing(self, device: Any) -> None:
+    def _start_coalescing(self, device: Device) -> None:
         """Collectives until `_end_coalescing` may be combined; the compiler does that anyway."""
 
-    def _end_coalescing(self, device: Any) -> Any:
+    def _end_coalescing(self, device: Device) -> Any:
         return _done([])
 
     def barrier(self, opts: Any = None) -> Any:
@@ -202,7 +203,7 @@ class ProcessGroupXla(_Base):
         processes.barrier("process group")
         return _done([])
 
-    def monitored_barrier(self, *args: Any, **kwargs: Any) -> None:
+    def monitored_barrier(self, *args: object, **kwargs: object) -> None:
         """As `barrier`."""
         processes.barrier("process group")
 

@@ -59,25 +59,25 @@ ops = torch.ops.torch_bridge
 
 
 @lowering(ops.rank_int.default, rank_table=0)
-def _rank_int(values: Any) -> Any:
+def _rank_int(values: Sequence[int]) -> Any:
     return own(values, jnp.int64)
 
 
 @lowering(ops.rank_float.default, rank_table=0)
-def _rank_float(values: Any) -> Any:
+def _rank_float(values: Sequence[float]) -> Any:
     return own(values, jnp.float64)
 
 
 @lowering(ops.rank_slice.default, rank_table=2)
-def _rank_slice(x: Any, dim: int, starts: Any, length: int) -> Any:
+def _rank_slice(x: jax.Array, dim: int, starts: Sequence[int], length: int) -> Any:
     return jax.lax.dynamic_slice_in_dim(x, own(starts, jnp.int32), length, dim)
 
 
 @lowering(ops.rank_slice_write.default, rank_table=3)
-def _rank_slice_write(x: Any, part: Any, dim: int, starts: Any) -> Any:
+def _rank_slice_write(x: jax.Array, part: jax.Array, dim: int, starts: Sequence[int]) -> Any:
     return jax.lax.dynamic_update_slice_in_dim(x, part, own(starts, jnp.int32), dim)
 
 
 @lowering(ops.rank_slice_backward.default, rank_table=3)
-def _rank_slice_backward(grad: Any, size: Any, dim: int, starts: Any) -> Any:
+def _rank_slice_backward(grad: jax.Array, size: Sequence[int], dim: int, starts: Sequence[int]) -> Any:
     return jax.lax.dynamic_update_slice_in_dim(jnp.zeros(tuple(size), grad.dtype), grad, own(starts, jnp.int32), dim)

@@ -9,13 +9,14 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import torch
 from jax import lax
 
 from torch_bridge.collectives import collective_ops, rank_slices  # noqa: F401  # `rank_slice` for row_shards
 from torch_bridge.ir import dtypes
-from torch_bridge.lowerings import lowering
+from torch_bridge.lowerings import AxesRule, Stacks, lowering
 
 _library = torch.library.Library("torch_bridge", "FRAGMENT")
 _library.define(
@@ -37,11 +38,13 @@ def _whole_shape(part: Sequence[int], rows: int) -> list[int]:
     return [] if rows == NUMBER else [rows, *part[1:]]
 
 
-def _scattered(tensors: Any, scale: float, within: Any, dtype: torch.dtype, bucket: int, count: int, groups: str) -> Any:
+def _scattered(
+    tensors: Sequence[torch.Tensor], scale: float, within: torch.dtype | None, dtype: torch.dtype, bucket: int, count: int, groups: str
+) -> Any:
     return [t.new_empty(_part_shape(t.shape, count), dtype=dtype) for t in tensors]
 
 
-def _gathered(parts: Any, rows: Any, dtype: torch.dtype, bucket: int, count: int, groups: str) -> Any:
+def _gathered(parts: Sequence[torch.Tensor], rows: Sequence[int], dtype: torch.dtype, bucket: int, count: int, groups: str) -> Any:
     return [t.new_empty(_whole_shape(t.shape, n), dtype=dtype) for t, n in zip(parts, rows, strict=True)]
 
 
@@ -50,8 +53,10 @@ for _name, _meta in (("scatter_rows", _scattered), ("gather_rows", _gathered)):
     _library.impl(_name, collective_ops._alone, "CPU")
 
 
-@lowering(ops.scatter_rows.default, collective=True, entrywise=True)
-def _scatter_rows(tensors: Any, scale: float, within: Any, dtype: torch.dtype, bucket: int, count: int, groups: str) -> Any:
+@lowering(ops.scatter_rows.default, collective=True, axes=AxesRule.ADDS, entrywise=True, stacks=Stacks(lists=(0,), bucket=4))
+def _scatter_rows(
+    tensors: Sequence[jax.Array], scale: float, within: torch.dtype | None, dtype: torch.dtype, bucket: int, count: int, groups: str
+) -> Any:
     if within is not None:
         tensors = [t.astype(dtypes.to_jax(within)) for t in tensors]
     shapes = [_part_shape(t.shape, count) for t in tensors]
@@ -67,8 +72,8 @@ def _scatter_rows(tensors: Any, scale: float, within: Any, dtype: torch.dtype, b
     return parts
 
 
-@lowering(ops.gather_rows.default, collective=True, entrywise=True)
-def _gather_rows(parts: Any, rows: Any, dtype: torch.dtype, bucket: int, count: int, groups: str) -> Any:
+@lowering(ops.gather_rows.default, collective=True, axes=AxesRule.REMOVES, entrywise=True, stacks=Stacks(lists=(0,), constants=1, bucket=3))
+def _gather_rows(parts: Sequence[jax.Array], rows: Sequence[int], dtype: torch.dtype, bucket: int, count: int, groups: str) -> Any:
     parts = [p.astype(dtypes.to_jax(dtype)) for p in parts]
     whole: list[Any] = [None] * len(parts)
     for chosen in _buckets(parts, count, bucket):
@@ -83,12 +88,12 @@ def _gather_rows(parts: Any, rows: Any, dtype: torch.dtype, bucket: int, count: 
     return whole
 
 
-def _padded(full: Any, rows: int) -> Any:
+def _padded(full: jax.Array, rows: int) -> Any:
     full = full.reshape(1) if full.ndim == 0 else full
     return jnp.pad(full, [(0, rows - full.shape[0]), *[(0, 0)] * (full.ndim - 1)])
 
 
-def _split(rows: Any, sizes: Sequence[int]) -> Iterator[Any]:
+def _split(rows: jax.Array, sizes: Sequence[int]) -> Iterator[Any]:
     """Columns of a bucket, one block for each tensor."""
     start = 0
     for n in sizes:

@@ -13,6 +13,7 @@ import torch
 
 from torch_bridge.mesh import groups as rank_groups
 from torch_bridge.mesh import world
+from torch_bridge.mesh.groups import GroupLike
 from torch_bridge.runtime import backend
 
 BUCKET = 130 * 2**20
@@ -22,7 +23,7 @@ BUCKET = 130 * 2**20
 class RowShards:
     """Cuts tensors by rows among the ranks of `groups` (lists of ranks, a process group, or None for all), and joins them again."""
 
-    def __init__(self, groups: Any = None):
+    def __init__(self, groups: GroupLike = None):
         self.among = rank_groups.resolve(groups)
         self.size = self.among.size
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.modules import batchnorm
@@ -10,12 +10,15 @@ from torch.nn.modules import batchnorm
 from torch_bridge.collectives import functional
 from torch_bridge.mesh import world
 
+if TYPE_CHECKING:
+    from torch_bridge.mesh.groups import GroupLike
+
 
 class _Mean(torch.autograd.Function):
     """The mean over a group of ranks, whose gradient is the mean of their gradients."""
 
     @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, count: int, groups: Any) -> torch.Tensor:
+    def forward(ctx: Any, value: torch.Tensor, count: int, groups: GroupLike) -> torch.Tensor:
         ctx.arguments = 1 / count, groups
         return functional.all_reduce("sum", value, *ctx.arguments)
 
@@ -73,7 +76,7 @@ def synchronized(
     eps: float,
     momentum: float,
     count: int,
-    groups: Any,
+    groups: GroupLike,
 ) -> torch.Tensor:
     """What `torch.nn.SyncBatchNorm` computes in training, over the `count` ranks of a group.
 

@@ -21,14 +21,15 @@ from torch._decomp import decomposition_table
 from torch_bridge import lowerings
 from torch_bridge.compiler import cache_environment
 from torch_bridge.compiler.cache_environment import UnknownError
-from torch_bridge.mesh import world
+from torch_bridge.compiler.program_spec import ProgramSpec
+from torch_bridge.mesh import abstract_arrays, world
 
 
-def parts(program: Any, args: Sequence[Any]) -> dict[str, str]:
-    """What the executable of a `program.Program` for these arguments depends on, by heading. Raises `UnknownError` if that cannot be said."""
+def parts(spec: ProgramSpec, args: Sequence[Any]) -> dict[str, str]:
+    """What the executable of a program for these arguments depends on, by heading. Raises `UnknownError` if that cannot be said."""
     return {
-        "graph": graph_text(program.graph),
-        "call": _call(program),
+        "graph": graph_text(spec.graph),
+        "call": _call(spec),
         "arguments": _arguments(args),
         "devices": _devices(),
         **cache_environment.describe(),
@@ -43,11 +44,11 @@ def digest(found: dict[str, str]) -> str:
     return whole.hexdigest()
 
 
-def _call(program: Any) -> str:
-    ranks = program.ranks
-    rest = () if ranks is None else (ranks.inputs, ranks.outputs, ranks.local_inputs, ranks.scalar_outputs, ranks.extras)
-    avals = [(tuple(a.shape), str(a.dtype)) for a in program.leaf_avals]
-    return cache_environment.stable([repr((program.mode, program.ports, program.plan is None, avals, rest))])
+def _call(spec: ProgramSpec) -> str:
+    labels = spec.labels
+    rest = () if labels is None else (labels.inputs, labels.outputs, labels.local_inputs, labels.scalar_outputs, labels.extras)
+    avals = [(tuple(a.shape), str(a.dtype)) for a in spec.avals]
+    return cache_environment.stable([repr((spec.mode, spec.ports, spec.plan is None, avals, rest))])
 
 
 # -- the graph ------------------------------------------------------------------------------------
@@ -161,6 +162,9 @@ def _arguments(args: Sequence[Any]) -> str:
     for x in args:
         if isinstance(x, np.ndarray):
             lines.append(f"host {x.dtype}{x.shape}")
+            continue
+        if isinstance(x, abstract_arrays.AbstractArray):  # what a program before this one will give
+            lines.append(f"passed {x.dtype}{x.shape} {_sharding(x.sharding)}")
             continue
         if not isinstance(x, jax.Array):
             raise UnknownError(f"an argument is a {type(x).__module__}.{type(x).__qualname__}")

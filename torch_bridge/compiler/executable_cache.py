@@ -78,7 +78,7 @@ def _folder() -> pathlib.Path | None:
 def _name(program: Any, args: Sequence[Any]) -> str | None:
     """The entry's name; None if it cannot be said what the program depends on."""
     try:
-        parts = cache_keys.parts(program, args)
+        parts = cache_keys.parts(program.spec, args)
     except UnknownError as error:
         logger.debug("this program is traced in every process: %s", error)
         return None

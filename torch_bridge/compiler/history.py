@@ -9,13 +9,17 @@ import itertools
 import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch_bridge import source
 from torch_bridge.compiler import growth_hints
 from torch_bridge.source import Source
+
+if TYPE_CHECKING:
+    from torch_bridge.compiler.program import Program
+    from torch_bridge.compiler.program_spec import Execution
+    from torch_bridge.compiler.trace import Trace
 
 KEPT = 128
 """Compilations that are remembered. Each holds the list of ops, not the executable."""
@@ -67,11 +71,11 @@ class Compilation:
         """The `torch.fx.Graph`, built anew."""
         from torch_bridge.ir import dtypes
         from torch_bridge.ir.graph import GraphBuilder
-        from torch_bridge.ir.layout import layout, meta_of
+        from torch_bridge.ir.layout import contiguous_meta
 
         builder = GraphBuilder(self.nodes, self.sources, self.outs)
-        used = {v: self.leaves[-v - 1] for v in builder.used_leaves}
-        graph = builder.build({v: meta_of(layout(leaf.shape, None, 0, dtypes.to_torch(leaf.dtype))) for v, leaf in used.items()})
+        used = {v: self.leaves[-v - 1] for v in builder.inputs}
+        graph = builder.build({v: contiguous_meta(leaf.shape, dtypes.to_torch(leaf.dtype)) for v, leaf in used.items()})
         for (_, leaf), node in zip(used.items(), graph.nodes, strict=False):
             node.meta["origin"] = leaf.origin
         return graph
@@ -104,14 +108,13 @@ class History:
             self.reads.append(Read(value, source.short_line()))
         return value
 
-    def compiling(
-        self, program: Any, trace: Any, segment: Any, outs: Sequence[int], donate: Sequence[bool], labels: Any, numbers: dict[type, Any]
-    ) -> None:
+    def compiling(self, program: Program, trace: Trace, run: Execution) -> None:
         """Note that a program was made for what a segment recorded."""
-        from torch_bridge.compiler.program import local_aval
+        from torch_bridge.compiler.program_spec import local_aval
         from torch_bridge.mesh import sharding, world
         from torch_bridge.telemetry import activity
 
+        segment = run.segment
         avals = [local_aval(segment, i) for i in range(len(segment.leaves))]
         leaves = tuple(Leaf(tuple(a.shape), a.dtype, _origin(segment.holders.get(-i - 1))) for i, a in enumerate(avals))
         growth_hints.look(trace.nodes, trace.sources, tuple(leaf.shape for leaf in leaves))
@@ -122,12 +125,12 @@ class History:
                 when=time.time(),
                 nodes=trace.nodes,
                 sources=trace.sources,
-                outs=tuple(outs),
+                outs=program.spec.results,
                 leaves=leaves,
-                labels=labels,
-                donate=tuple(donate),
-                mode=program.mode,
-                numbers=numbers,
+                labels=run.labels,
+                donate=run.free,
+                mode=run.mode,
+                numbers=run.numbers,
                 axes=dict(world.current().axes) if sharding.active() else {},
                 reads=tuple(self.reads),
                 modes=source.modes(),

@@ -13,11 +13,14 @@ from jax import lax
 from torch import fx
 
 from torch_bridge import lowerings
+from torch_bridge.config.settings import SETTINGS
 from torch_bridge.ir import dtypes, scopes
 from torch_bridge.ir.graph import KINDS, number
 from torch_bridge.mesh import random_state, sharding
 from torch_bridge.mesh.axis_numbers import own
 from torch_bridge.passes.verify import report
+from torch_bridge.precision import precision_mode
+from torch_bridge.precision.precision_mode import Mode
 from torch_bridge.source import NOWHERE
 
 KeyOf = Callable[[fx.Node], Any]
@@ -30,11 +33,14 @@ def run(
     key_of: KeyOf,
     attribute: Callable[[str], Any] | None = None,
     store: Callable[[Any], Any] | None = None,
+    mode: Mode | None = None,
 ) -> Any:
     """Evaluate the graph on JAX values for its placeholders, in order.
 
     `attribute` gives the arrays that `get_attr` nodes name (`transfer.attributes_of`); `store` rounds the value of each node.
+    `mode` is the precision that lowerings are told of; None: what the environment asks for now.
     """
+    mode = precision_mode.current() if mode is None else mode
     env: dict[fx.Node, Any] = {}
     last = _last_uses(graph)
     supply = iter(inputs)
@@ -45,7 +51,7 @@ def run(
             assert attribute is not None, node.target
             env[node] = attribute(node.target)
         elif node.op == "call_function":
-            env[node] = _call(node, env, key_of)
+            env[node] = _call(node, env, key_of, mode)
         if store is not None and node in env and "val" in node.meta:
             env[node] = store(env[node])
         elif node.op == "output":
@@ -66,23 +72,29 @@ def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     return last
 
 
-def _call(node: fx.Node, env: dict[fx.Node, Any], key_of: KeyOf) -> Any:
+def _call(node: fx.Node, env: dict[fx.Node, Any], key_of: KeyOf, mode: Mode) -> Any:
     values: list[Any] = []
     fx.node.map_arg((node.args, node.kwargs), lambda n: values.append(env[n]))
-    return evaluate(node, values, lambda: key_of(node))
+    return evaluate(node, values, lambda: key_of(node), mode=mode)
 
 
-def evaluate(node: fx.Node, values: Iterable[Any], key: Callable[[], Any] | None = None, scope: str | None = None) -> Any:
-    """One node's result. values: of the nodes among its arguments, as often as they stand there, in order; key: gives a random node's key; scope: its name."""
+def evaluate(
+    node: fx.Node, values: Iterable[Any], key: Callable[[], Any] | None = None, scope: str | None = None, *, mode: Mode | None = None
+) -> Any:
+    """One node's result.
+
+    values: of the nodes among its arguments, as often as they stand there, in order. key: gives a random node's key. scope: its name.
+    mode: the precision of the program; only numbers, views and entries of lists do without.
+    """
     supply = iter(values)
     filled: Any = fx.node.map_arg((node.args, node.kwargs), lambda n: next(supply))
     args, kwargs = filled
     if node.target is operator.getitem:
-        return _conform(args[0][args[1]], node) if report.ON else args[0][args[1]]
+        return _conform(args[0][args[1]], node) if SETTINGS.verify else args[0][args[1]]
     if node.target is number:
         return dtypes.Scalar(KINDS[args[2]], args[0][args[1]])
     with jax.named_scope(scopes.name(node.meta.get("source", NOWHERE), node.target) if scope is None else scope):
-        result = call(node.target, args, kwargs, key if "draw" in node.meta else None)
+        result = call(node.target, args, kwargs, key if "draw" in node.meta else None, mode)
     return _conform(result, node)
 
 
@@ -93,7 +105,7 @@ def through(views: Iterable[fx.Node], value: Any) -> Any:
     return value
 
 
-Decompose = Callable[[Any, Any, Any, Callable[[], Any] | None], Any]
+Decompose = Callable[[Any, Any, Any, Callable[[], Any] | None, Mode], Any]
 _decompose: Decompose | None = None
 
 
@@ -103,15 +115,19 @@ def decompose_with(decompose: Decompose) -> None:
     _decompose = decompose
 
 
-def call(op: Any, args: Any, kwargs: Any, key: Callable[[], Any] | None) -> Any:
-    """One aten op on JAX values."""
+def call(op: Any, args: Any, kwargs: Any, key: Callable[[], Any] | None, mode: Mode | None) -> Any:
+    """One aten op on JAX values, with what its lowering wants besides."""
     found = lowerings.lookup(op)
     if found is None:
-        assert _decompose is not None, f"{op} has no lowering"
-        return _decompose(op, args, kwargs, key)
+        assert _decompose is not None and mode is not None, f"{op} has no lowering"
+        return _decompose(op, args, kwargs, key, mode)
+    more: dict[str, Any] = {}
     if found.rng:
-        return found.fn(*args, **kwargs, key=None if key is None else key())
-    return found.fn(*args, **kwargs)
+        more["key"] = None if key is None else key()
+    if found.mode:
+        assert mode is not None, f"the lowering of {op} depends on the precision of the program, which nobody gave"
+        more["mode"] = mode
+    return found.fn(*args, **kwargs, **more)
 
 
 def _conform(result: Any, node: fx.Node) -> Any:
@@ -120,7 +136,7 @@ def _conform(result: Any, node: fx.Node) -> Any:
     if isinstance(expected, torch.Tensor) and not isinstance(result, (list, tuple)):
         if tuple(result.shape) != tuple(expected.shape):
             raise AssertionError(f"the lowering of {node.target} gave shape {tuple(result.shape)}, torch gives {tuple(expected.shape)}")
-        if report.ON and node.target is operator.getitem and result.dtype != dtypes.to_jax(expected.dtype):
+        if SETTINGS.verify and node.target is operator.getitem and result.dtype != dtypes.to_jax(expected.dtype):
             rule = "a result has the dtype that torch gives it"
             report.fail("interpret", rule, f"{result.dtype} for {expected.dtype}", f"{report.in_graph(node)}, of {node.args[0]}")
         return dtypes.cast(result, dtypes.to_jax(expected.dtype))

@@ -15,16 +15,22 @@ from torch import fx
 from torch_bridge.compiler import interpret
 from torch_bridge.ir import scopes
 from torch_bridge.ir.graph import number
-from torch_bridge.passes.find_repeats import VIEWS, Carried, Each, Here, Same, edge, edges
-from torch_bridge.passes.fold_repeats import Built, Derived, Group, Loop, Made, Plan, Ref, Series, Updated, columns
+from torch_bridge.lowerings import Stacks, is_view, stacks_of
+from torch_bridge.passes.find_repeats import Carried, Each, Here, Same, edge, edges
+from torch_bridge.passes.fold_repeats import Group, Loop, LoopOutput, Plan, Recomputed, Series, Slice, StackedHere, UpdatedStack
+from torch_bridge.precision.precision_mode import Mode
 from torch_bridge.source import NOWHERE
 
 
 class Evaluation:
-    """Values of nodes and series so far. inputs: by placeholder; stacks: by given series; draws: the rows of random seeds, if there are any."""
+    """Values of nodes and series so far.
 
-    def __init__(self, plan: Plan, graph: fx.Graph, inputs: dict[fx.Node, Any], stacks: dict[Series, Any], draws: Any = None):
+    inputs: by placeholder. stacks: by given series. mode: the precision of the program. draws: the rows of random seeds, if there are any.
+    """
+
+    def __init__(self, plan: Plan, graph: fx.Graph, inputs: dict[fx.Node, Any], stacks: dict[Series, Any], mode: Mode, draws: Any = None):
         self._plan = plan
+        self.mode = mode
         self._values: dict[fx.Node, Any] = dict(inputs)
         self._stacks: dict[Series, Any] = dict(stacks)
         self._draws: Any = None if draws is None else jnp.asarray(draws)
@@ -40,7 +46,9 @@ class Evaluation:
             elif groups := self._plan.groups.get(item):
                 self._update(item, groups)
             elif item not in self._plan.skipped:
-                self._values[item] = interpret.evaluate(item, (self.read(e.source, e.views) for e in edges(item)), self.key(item))
+                self._values[item] = interpret.evaluate(
+                    item, (self.read(e.source, e.views) for e in edges(item)), self.key(item), mode=self.mode
+                )
         inside = {k for _, members in self._plan.stacked for k in members}
         alone = [self.get(n) for k, n in enumerate(self._plan.results) if k not in inside]
         return alone, [self._stack(series) for series, _ in self._plan.stacked]
@@ -49,14 +57,14 @@ class Evaluation:
 
     def get(self, node: fx.Node) -> Any:
         """A node's value."""
-        if node.target in VIEWS:
+        if is_view(node.target):
             found = edge(node)
             return self.read(found.source, found.views)
         if node not in self._values:
             place = self._plan.where(node)
             assert place is not None, node
             series, index = place
-            if isinstance(series, Derived):
+            if isinstance(series, Recomputed):
                 source, first, step = series.source
                 value: Any = self.derive(series, self._stack(source)[first + step * index])
             else:
@@ -80,13 +88,13 @@ class Evaluation:
     def _stack(self, series: Series) -> Any:
         found = self._stacks.get(series)
         if found is None:
-            assert isinstance(series, Built), series
+            assert isinstance(series, StackedHere), series
             found = self._stacks[series] = jnp.stack([self.get(n) for n in series.nodes])
         return found
 
-    def derive(self, series: Derived, element: Any) -> Any:
+    def derive(self, series: Recomputed, element: Any) -> Any:
         """A value that is made anew, from the element of its source."""
-        return interpret.evaluate(series.node, (interpret.through(series.views, element),))
+        return interpret.evaluate(series.node, (interpret.through(series.views, element),), mode=self.mode)
 
     def key(self, node: fx.Node, row: Any = None) -> Callable[[], Any]:
         """The PRNG key of a random node, from its row of seeds or another one."""
@@ -137,26 +145,27 @@ class Evaluation:
 
     def _update(self, node: fx.Node, groups: Sequence[Group]) -> None:
         """An op on lists, its groups as stacks."""
-        step = len(columns(node)) > 1
+        stacks = stacks_of(node.target)
+        assert stacks is not None, node.target
         for group in groups:
             given = [self._viewed(_lined(self._stack(ref.series), ref, len(group.members)), views) for ref, views in group.lists]
-            if step:
-                results = [x[0] for x in self._step(node, [[x] for x in given]) if x]
+            if stacks.elementwise:
+                results = [x[0] for x in self._entries(node, stacks, [[x] for x in given], group.members[:1]) if x]
             else:
-                results = [self._each_row(node, given[0], group.members[0])]
+                results = [self._each_row(node, stacks, given[0], group.members[0])]
             for series in self._updated(node, group):
                 self._stacks[series] = results[series.result]
         grouped = {k for group in groups for k in group.members}
-        single = [k for k in range(len(columns(node)[0])) if k not in grouped]
+        columns = stacks.columns(node.args)
+        single = [k for k in range(len(columns[0])) if k not in grouped]
         if not single:
             return
-        lists = [[self.get(x[k]) for k in single] for x in columns(node)]
-        if step:
-            found = self._step(node, lists)
+        found = self._entries(node, stacks, [[self.get(x[k]) for k in single] for x in columns], single)
+        if stacks.replaces:
             for user in node.users:
-                self._pick(user, single, found[user.args[1]])
+                self._pick(user, single, found[user.args[1]])  # type: ignore[index]
         else:
-            self._pick(node, single, self._call(node, lists[0], single))
+            self._pick(node, single, found[0])
 
     def _pick(self, of: fx.Node, single: list[int], results: Sequence[Any]) -> None:
         """Note the results for entries that are in no group."""
@@ -168,45 +177,41 @@ class Evaluation:
         """A stack whose elements are read through views."""
         return jax.vmap(lambda x: interpret.through(views, x))(stack) if views else stack
 
-    def _step(self, node: fx.Node, lists: list[list[Any]]) -> Any:
-        """An optimizer's step on these parameters, gradients and state: the lists of its results that are not empty."""
-        given: Any = node.args
-        rule, *rest = given
-        numbers, options = rest[5:7]
-        supply = iter(lists)
-        filled = [next(supply) if x else [] for x in rest[:5]]
-        supplied = [self.get(x) if isinstance(x, fx.Node) else x for x in numbers]
-        return self._named(node, (rule, *filled, supplied, options))
-
-    def _each_row(self, node: fx.Node, stack: Any, member: int) -> Any:
+    def _each_row(self, node: fx.Node, stacks: Stacks, stack: Any, member: int) -> Any:
         """An op on one list, for every row of a stack: side by side if that is no more than the op does at once. member: one of their places in the list."""
 
         def one(x: Any) -> Any:
-            return self._call(node, [x], [member])[0]
+            return self._entries(node, stacks, [[x]], [member])[0][0]
 
-        at = _BUCKET.get(str(node.target))
-        most: Any = math.inf if at is None else node.args[at]
+        most: Any = math.inf if stacks.bucket is None else node.args[stacks.bucket]
         return jax.vmap(one)(stack) if stack.nbytes <= most else lax.map(one, stack)
 
-    def _call(self, node: fx.Node, entries: list[Any], places: list[int]) -> Any:
-        """An op on one list, for these of its entries."""
-        rest = [[x[k] for k in places] if isinstance(x, (list, tuple)) else x for x in node.args[1:]]
-        rest = [self.get(x) if isinstance(x, fx.Node) else x for x in rest]
-        return self._named(node, (entries, *rest))
+    def _entries(self, node: fx.Node, stacks: Stacks, lists: list[list[Any]], places: list[int]) -> list[Any]:
+        """An op on lists, for some of their entries: its lists of results.
+
+        lists: the entries, for each list that is not empty. places: where they are in the lists.
+        """
+        supply = iter(lists)
+        args: list[Any] = []
+        for k, x in enumerate(node.args):
+            if k in stacks.lists:
+                args.append(next(supply) if x else [])
+            elif k == stacks.constants:
+                args.append([x[place] for place in places])  # type: ignore[index]
+            else:
+                args.append(fx.node.map_arg(x, self.get))
+        found = self._named(node, tuple(args))
+        return list(found) if stacks.replaces else [found]
 
     def _named(self, node: fx.Node, args: tuple[Any, ...]) -> Any:
         with jax.named_scope(scopes.name(node.meta.get("source", NOWHERE), node.target)):
-            return interpret.call(node.target, args, {}, None)
+            return interpret.call(node.target, args, {}, None, self.mode)
 
-    def _updated(self, node: fx.Node, group: Group) -> set[Updated]:
+    def _updated(self, node: fx.Node, group: Group) -> set[UpdatedStack]:
         """The series that a group's results are."""
         elements = [x for user in node.users for x in (user, *user.users)]
         places = [self._plan.where(x) for x in elements]
-        return {p[0] for p in places if p is not None and isinstance(p[0], Updated) and p[0].group is group}
-
-
-_BUCKET = {"torch_bridge.scatter_rows.default": 4, "torch_bridge.gather_rows.default": 3}
-"""Where ops on rows have the most bytes that they treat at once."""
+        return {p[0] for p in places if p is not None and isinstance(p[0], UpdatedStack) and p[0].group is group}
 
 
 class _Body:
@@ -221,16 +226,16 @@ class _Body:
         self._rows = {j: jnp.array(numbers, dtype=jnp.int32) for j, numbers in draws.items()}
         self._names = [_scope(first, second) for first, second in zip(*run.nodes[:2], strict=True)]
 
-    def __call__(self, before: Sequence[Any], t: Any, fetch: Callable[[Ref], Any]) -> tuple[list[Any], list[Any]]:
+    def __call__(self, before: Sequence[Any], t: Any, fetch: Callable[[Slice], Any]) -> tuple[list[Any], list[Any]]:
         """(what goes on: carried and spare values; what is stored) of iteration t. before: of the one before, in order; fetch: gives elements of stacks."""
         values = _Iteration(self._outer, self._loop, dict(zip(self.carried, before, strict=False)), fetch)
         for j, node in enumerate(self._loop.run.nodes[0]):
             key = self._outer.key(node, self._rows[j][t]) if j in self._rows else None
-            values.made.append(interpret.evaluate(node, values.inputs(j), key, self._names[j]))
+            values.made.append(interpret.evaluate(node, values.inputs(j), key, self._names[j], mode=self._outer.mode))
         after = [values.made[j] for j in (*(x.offset for x in self.carried), *self.spare)]
         return after, [self._stored(series, values) for series in self._loop.stored()]
 
-    def _stored(self, series: Made, values: _Iteration) -> Any:
+    def _stored(self, series: LoopOutput, values: _Iteration) -> Any:
         value = values.before[series.offset] if isinstance(series.offset, Carried) else values.made[series.offset]
         return interpret.through(series.views, value)
 
@@ -238,12 +243,12 @@ class _Body:
 class _Iteration:
     """Values inside one iteration. fetch: the element of a series that is this iteration's."""
 
-    def __init__(self, evaluation: Evaluation, loop: Loop, before: dict[Carried, Any], fetch: Callable[[Ref], Any]):
+    def __init__(self, evaluation: Evaluation, loop: Loop, before: dict[Carried, Any], fetch: Callable[[Slice], Any]):
         self._outer = evaluation
         self._loop = loop
         self.before = before
         self._fetch = fetch
-        self._each: dict[Ref, Any] = {}
+        self._each: dict[Slice, Any] = {}
         self._read: dict[tuple[Any, tuple[fx.Node, ...]], Any] = {}
         self.made: list[Any] = []
 
@@ -271,11 +276,11 @@ class _Iteration:
         assert isinstance(x, Each)
         return self._element(self._loop.refs[x])
 
-    def _element(self, ref: Ref) -> Any:
+    def _element(self, ref: Slice) -> Any:
         found = self._each.get(ref)
         if found is None:
             series = ref.series
-            if isinstance(series, Derived):
+            if isinstance(series, Recomputed):
                 found = self._outer.derive(series, self._element(series.under(ref)))
             else:
                 found = self._fetch(ref)
@@ -283,11 +288,11 @@ class _Iteration:
         return found
 
 
-def _bases(loop: Loop) -> list[Ref]:
+def _bases(loop: Loop) -> list[Slice]:
     """Which stacks a loop reads, and how."""
-    found: dict[Ref, None] = {}
+    found: dict[Slice, None] = {}
     for ref in loop.refs.values():
-        while isinstance(ref.series, Derived):
+        while isinstance(ref.series, Recomputed):
             ref = ref.series.under(ref)
         found[ref] = None
     return list(found)
@@ -297,7 +302,7 @@ def _at(stack: Any, place: Any) -> Any:
     return lax.dynamic_index_in_dim(stack, place, 0, keepdims=False)
 
 
-def _lined(stack: Any, ref: Ref, count: int) -> Any:
+def _lined(stack: Any, ref: Slice, count: int) -> Any:
     """The stack in the order in which iterations use it."""
     if ref.first == 0 and ref.step == 1 and stack.shape[0] == count:
         return stack

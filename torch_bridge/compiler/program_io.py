@@ -5,7 +5,7 @@ results leave.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jax.sharding import PartitionSpec
@@ -13,38 +13,43 @@ from jax.sharding import PartitionSpec
 Port = tuple[int, ...]
 
 
-@dataclass
+@dataclass(frozen=True)
 class Ports:
-    """inputs: by port, the places among the used leaves that come in through it; outputs: by port, the places among the results. stacked_inputs,
-    stacked_outputs: by port, whether it is one array of which these are the rows. donated: input ports whose buffers the program takes over; order: output
-    ports as its function returns them.
+    """What a program's function takes and returns.
+
+    Attributes:
+        inputs: by port, the places among the program's inputs that come in through it.
+        outputs: by port, the places among its results that leave through it.
+        stacked_inputs, stacked_outputs: by port, whether it is one array of which these are the rows.
+        donated: input ports whose buffers the program takes over.
+        order: output ports as the function returns them.
     """
 
-    inputs: list[Port]
-    outputs: list[Port]
-    stacked_inputs: list[bool]
-    stacked_outputs: list[bool]
+    inputs: tuple[Port, ...]
+    outputs: tuple[Port, ...]
+    stacked_inputs: tuple[bool, ...]
+    stacked_outputs: tuple[bool, ...]
     donated: tuple[int, ...] = ()
     order: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, leaves: int, results: int, stacks_in: Sequence[Port] = (), stacks_out: Sequence[Port] = ()) -> Ports:
-        """Ports for that many leaves and results, of which these come and go stacked: those first."""
+    def of(cls, inputs: int, results: int, stacks_in: Sequence[Port] = (), stacks_out: Sequence[Port] = ()) -> Ports:
+        """Ports for that many inputs and results, of which these come and go stacked: those first."""
         inside = {i for port in stacks_in for i in port}
         outside = {k for port in stacks_out for k in port}
-        alone = [(i,) for i in range(leaves) if i not in inside]
+        alone = [(i,) for i in range(inputs) if i not in inside]
         away = [(k,) for k in range(results) if k not in outside]
         return cls(
-            [*stacks_in, *alone],
-            [*stacks_out, *away],
-            [True] * len(stacks_in) + [False] * len(alone),
-            [True] * len(stacks_out) + [False] * len(away),
+            (*stacks_in, *alone),
+            (*stacks_out, *away),
+            (True,) * len(stacks_in) + (False,) * len(alone),
+            (True,) * len(stacks_out) + (False,) * len(away),
         )
 
-    def pair(self, updates: dict[int, int]) -> None:
-        """Decide what to donate and the order of results, in which JAX (first come, first served among equal shapes) gives each input its own new value.
+    def paired(self, updates: dict[int, int]) -> Ports:
+        """With what is donated, and the order of results in which JAX (first come, first served among equal shapes) gives each input its own new value.
 
-        updates: for a leaf that may be taken over, the result that is its new value. A weight that took over another weight's buffer would have to be copied
+        updates: for an input that may be taken over, the result that is its new value. A weight that took over another weight's buffer would have to be copied
         first: both are read until the end of the step.
         """
         port_of = {port: at for at, port in enumerate(self.outputs)}
@@ -54,18 +59,18 @@ class Ports:
             if target is not None and target not in pairs.values() and self.stacked_inputs[at] == self.stacked_outputs[target]:
                 pairs[at] = target
         taken = set(pairs.values())
-        self.donated = tuple(pairs)
-        self.order = (*pairs.values(), *(at for at in range(len(self.outputs)) if at not in taken))
+        order = (*pairs.values(), *(at for at in range(len(self.outputs)) if at not in taken))
+        return replace(self, donated=tuple(pairs), order=order)
 
-    def shapes(self, leaves: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
-        """The shape of every input, from those of the used leaves."""
+    def shapes(self, inputs: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+        """The shape of every input port, from those of the inputs."""
         return [
-            (len(port), *leaves[port[0]]) if many else leaves[port[0]] for port, many in zip(self.inputs, self.stacked_inputs, strict=True)
+            (len(port), *inputs[port[0]]) if many else inputs[port[0]] for port, many in zip(self.inputs, self.stacked_inputs, strict=True)
         ]
 
-    def input_specs(self, leaves: Sequence[PartitionSpec]) -> list[PartitionSpec]:
-        """The label of every input, from those of the used leaves."""
-        return [_spec(leaves[port[0]], many) for port, many in zip(self.inputs, self.stacked_inputs, strict=True)]
+    def input_specs(self, inputs: Sequence[PartitionSpec]) -> list[PartitionSpec]:
+        """The label of every input port, from those of the inputs."""
+        return [_spec(inputs[port[0]], many) for port, many in zip(self.inputs, self.stacked_inputs, strict=True)]
 
     def output_specs(self, results: Sequence[PartitionSpec]) -> list[PartitionSpec]:
         """The label of every output, in the order in which they leave, from those of the results."""

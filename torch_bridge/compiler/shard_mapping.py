@@ -3,62 +3,125 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from torch import fx
 
 from torch_bridge import lowerings
 from torch_bridge.compiler.program_io import Ports
+from torch_bridge.config.settings import SETTINGS
+from torch_bridge.ir.graph import results_of
 from torch_bridge.ir.segment import Segment, Storage
 from torch_bridge.mesh import abstract_arrays, processes, random_state, sharding, world
 from torch_bridge.passes import check_replicas, varying_axes
-from torch_bridge.passes.verify import axes, report
-from torch_bridge.precision import precision_mode
+from torch_bridge.passes.cut_segment import Part
+from torch_bridge.passes.verify import axes
 from torch_bridge.script import rank_branches
 from torch_bridge.source import NOWHERE
 
-
-def of(segment: Segment, live: dict[int, list[Storage]], outs: Sequence[int]) -> tuple[Any, ...]:
-    """What a program must have been made for: the leaves' labels, the labels that result storages insist on, and who draws which random numbers."""
-    wanted = tuple(next((s.spec for s in live[v] if s.spec is not None), None) for v in outs)
-    return tuple(sharding.spec_of(leaf) for leaf in segment.leaves), wanted, bool(segment.draws) and random_state.independent()
+if TYPE_CHECKING:
+    from torch_bridge.compiler.program_spec import ProgramSpec
 
 
-class RankLabels:
-    """Labels of a program's inputs and outputs on the mesh.
+class SegmentLabels(NamedTuple):
+    """How a segment lies among the ranks.
 
-    inputs: of the used leaves (numbers and draws are shared by all ranks); outputs: in the order of `outs`.
+    leaves: the labels of its leaves; wanted: by value id, the label that a result storage insists on; independent: whether ranks draw random numbers of
+    their own.
     """
 
-    def __init__(self, program: Any, segment: Segment, outs: Sequence[int], labels: tuple[Any, ...]):
-        leaves, self.wanted, self.independent = labels
-        self.mesh = sharding.mesh()
-        self.inputs = [leaves[i] for i in program.used]
-        given = [sharding.axes_of(spec) for spec in self.inputs]
-        varying_axes.spread(program.graph, given)
-        if report.ON:
-            axes.check(program.graph, given)
-        _agree(program.graph)
-        rank_branches.check(n.meta["source"] for n in program.graph.nodes if "source" in n.meta)
-        results = program._outputs()
-        self.axes = [node.meta["axes"] for node in results]
-        self.outputs = [_label(varied, spec) for varied, spec in zip(self.axes, self.wanted, strict=True)]
-        self.local_inputs = [tuple(a.shape) for a in program.leaf_avals]
-        self.scalar_outputs = [not node.meta["val"].dim() for node in results]
-        self.extras = len(program.takes_kinds) + program.takes_draws + precision_mode.extra_count(program.mode)
-        updated = dict(zip(outs, self.axes, strict=True))
-        check_replicas.check(program, segment, updated)
-        if report.ON:
-            axes.check_drift(segment, updated)
+    leaves: tuple[PartitionSpec, ...]
+    wanted: dict[int, PartitionSpec]
+    independent: bool
 
-    def fit(self, labels: Any, used: Sequence[int]) -> bool:
-        """Whether the leaves and results of another run have these labels."""
-        leaves, wanted, independent = labels
-        return (self.wanted, self.independent) == (wanted, independent) and all(
-            leaves[i] == spec for i, spec in zip(used, self.inputs, strict=True)
+
+def of(segment: Segment, live: dict[int, list[Storage]]) -> SegmentLabels:
+    """The labels of a segment whose results these storages wait for."""
+    wanted = {
+        v: spec for v, holders in live.items() for spec in [next((s.spec for s in holders if s.spec is not None), None)] if spec is not None
+    }
+    return SegmentLabels(tuple(map(sharding.spec_of, segment.leaves)), wanted, bool(segment.draws) and random_state.independent())
+
+
+def label(
+    graph: fx.Graph,
+    part: Part,
+    segment: Segment,
+    of_segment: SegmentLabels,
+    inputs: Sequence[PartitionSpec],
+    avals: Sequence[jax.ShapeDtypeStruct],
+    extras: int,
+) -> RankLabels:
+    """The labels of a part's results, from those of its inputs; every node of the graph gets its axes (`varying_axes.spread`).
+
+    avals: of the inputs, as a rank sees them; extras: how many inputs come after them that all ranks share (numbers, draws).
+    """
+    mesh = part.place.mesh or sharding.mesh()
+    given = [sharding.axes_of(spec) for spec in inputs]
+    varying_axes.spread(graph, given)
+    if SETTINGS.verify:
+        axes.check(graph, given)
+    if mesh != sharding.mesh():
+        _fits_mesh(graph, part, mesh, of_segment.independent)
+    _agree(graph)
+    rank_branches.check(n.meta["source"] for n in graph.nodes if "source" in n.meta)
+    results = results_of(graph)
+    varied = tuple(node.meta["axes"] for node in results)
+    wanted = tuple(of_segment.wanted.get(v) for v in part.results)
+    updated = dict(zip(part.results, varied, strict=True))
+    check_replicas.check(segment, updated)
+    if SETTINGS.verify:
+        axes.check_drift(segment, updated)
+    return RankLabels(
+        mesh=mesh,
+        inputs=tuple(inputs),
+        outputs=tuple(_label(own, spec) for own, spec in zip(varied, wanted, strict=True)),
+        axes=varied,
+        wanted=wanted,
+        independent=of_segment.independent,
+        local_inputs=tuple(tuple(a.shape) for a in avals),
+        scalar_outputs=tuple(not node.meta["val"].dim() for node in results),
+        extras=extras,
+    )
+
+
+@dataclass(frozen=True)
+class RankLabels:
+    """How the inputs and results of a program lie among the ranks.
+
+    Attributes:
+        mesh: the devices that it runs on.
+        inputs: the labels of its inputs (numbers and draws are shared by all ranks).
+        outputs: the labels of its results.
+        axes: the axes that each result varies over.
+        wanted: the labels that result storages insist on, None where they do not.
+        independent: whether ranks draw random numbers of their own.
+        local_inputs: the shapes of inputs as a rank sees them.
+        scalar_outputs: whether a rank sees a result as a number.
+        extras: how many inputs come after the labelled ones.
+    """
+
+    mesh: Mesh
+    inputs: tuple[PartitionSpec, ...]
+    outputs: tuple[PartitionSpec, ...]
+    axes: tuple[sharding.Axes, ...]
+    wanted: tuple[PartitionSpec | None, ...]
+    independent: bool
+    local_inputs: tuple[tuple[int, ...], ...]
+    scalar_outputs: tuple[bool, ...]
+    extras: int
+
+    def fit(self, given: SegmentLabels | None, spec: ProgramSpec) -> bool:
+        """Whether the leaves and results of another execution have these labels."""
+        if given is None or given.independent != self.independent:
+            return False
+        wanted, leaves = given.wanted, given.leaves
+        return all(wanted.get(v) == label for v, label in zip(spec.results, self.wanted, strict=True)) and all(
+            leaves[-v - 1] == label for v, label in zip(spec.inputs, self.inputs, strict=True) if v < 0
         )
 
     def wrap(self, run: Callable[..., Any], ports: Ports) -> Callable[..., Any]:
@@ -77,8 +140,41 @@ class RankLabels:
         return jax.shard_map(blocks, mesh=self.mesh, in_specs=specs, out_specs=tuple(labels), check_vma=False)
 
     def placed(self, args: Sequence[Any]) -> list[Any]:
-        """The arguments with packed numbers and draws on every rank's device."""
-        return [sharding.replicated(a) if isinstance(a, np.ndarray) else a for a in args]
+        """The arguments on the devices of the mesh: packed numbers and draws on each, arrays of another mesh moved."""
+        if self.mesh == sharding.mesh():
+            return [sharding.replicated(a) if isinstance(a, np.ndarray) else a for a in args]
+        return [moved(a, self.mesh) for a in args]
+
+
+def moved(array: Any, mesh: Mesh) -> Any:
+    """An array, or numbers of the host, on the devices of a mesh, labelled as it was."""
+    lies = getattr(array, "sharding", None)
+    if isinstance(lies, NamedSharding) and lies.mesh == mesh:
+        return array
+    place = NamedSharding(mesh, lies.spec if isinstance(lies, NamedSharding) else sharding.REPLICATED)
+    if isinstance(array, abstract_arrays.AbstractArray):
+        return abstract_arrays.AbstractArray(array.shape, array.dtype, place, array.host)
+    return jax.device_put(array, place)
+
+
+def _fits_mesh(graph: fx.Graph, part: Part, mesh: Mesh, independent: bool) -> None:
+    """On a part of the world's mesh an op must not name ranks that are not there."""
+    if not world.is_local():
+        raise NotImplementedError(
+            f"a program at {part.place.name!r} runs on a mesh of its own, which takes a world of one process: start the script with nxd-run"
+        )
+    sizes = world.current().axes
+    gone = {name for name, size in mesh.shape.items() if size != sizes[name]}
+    for node in graph.nodes:
+        op = lowerings.lookup(node.target)
+        text: Any = node.args[-1] if op is not None and op.collective else ""
+        named = op is not None and op.rank_table is not None
+        across = op is not None and op.collective and (text.startswith("[") or gone.intersection(text.split(",")))
+        if named or across or ("draw" in node.meta and (independent or gone.intersection(node.meta["key_axes"]))):
+            raise NotImplementedError(
+                f"{node.target} at {node.meta.get('source', NOWHERE).where} names ranks of the whole world, and the program at {part.place.name!r} runs on a "
+                f"mesh without the ranks along {', '.join(sorted(gone))}: only ops of each rank alone and collectives over its own axes can run there"
+            )
 
 
 def _agree(graph: fx.Graph) -> None:

@@ -3,42 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from jax.sharding import PartitionSpec
 
 from torch_bridge.ir import dtypes
-from torch_bridge.ir.segment import Segment
 from torch_bridge.mesh import sharding
 from torch_bridge.mesh.sharding import NONE
 from torch_bridge.passes.verify import report
 
+if TYPE_CHECKING:
+    from torch_bridge.compiler.program_spec import Execution, ProgramSpec
+    from torch_bridge.compiler.shard_mapping import RankLabels
+
 Aval = tuple[tuple[int, ...], Any]
 
 
-def check(program: Any, segment: Segment, outs: Sequence[int]) -> None:
-    """Raise `VerificationError` for the first rule that a `program.Program` breaks which has its labels and its ports."""
-    inputs = [(tuple(a.shape), np.dtype(a.dtype)) for a in program.leaf_avals]
-    results = _results(program)
-    if program.ranks is None:
+def check(spec: ProgramSpec, run: Execution) -> None:
+    """Raise `VerificationError` for the first rule that the spec of a program for this execution breaks."""
+    inputs = [(tuple(a.shape), np.dtype(a.dtype)) for a in spec.avals]
+    results = _results(spec)
+    if spec.labels is None:
         labels_in: Sequence[Any] = [None] * len(inputs)
         labels_out: Sequence[Any] = [None] * len(results)
     else:
-        labels_in, labels_out = program.ranks.inputs, program.ranks.outputs
-        _labels(program, segment)
-    _ports("inputs", program.ports.inputs, program.ports.stacked_inputs, list(zip(inputs, labels_in, strict=True)))
-    _ports("results", program.ports.outputs, program.ports.stacked_outputs, list(zip(results, labels_out, strict=True)))
-    if program.plan is not None:
-        _stacks(program)
-    if sorted(program.ports.order) != list(range(len(program.ports.outputs))):
-        _fail("every result leaves once", f"{program.ports.order} of {len(program.ports.outputs)} results")
-    _taken_over(program, segment, outs, list(zip(inputs, labels_in, strict=True)), list(zip(results, labels_out, strict=True)))
+        labels_in, labels_out = spec.labels.inputs, spec.labels.outputs
+        _labels(spec, spec.labels, run)
+    _ports("inputs", spec.ports.inputs, spec.ports.stacked_inputs, list(zip(inputs, labels_in, strict=True)))
+    _ports("results", spec.ports.outputs, spec.ports.stacked_outputs, list(zip(results, labels_out, strict=True)))
+    if spec.plan is not None:
+        _stacks(spec)
+    if sorted(spec.ports.order) != list(range(len(spec.ports.outputs))):
+        _fail("every result leaves once", f"{spec.ports.order} of {len(spec.ports.outputs)} results")
+    _taken_over(spec, run, list(zip(inputs, labels_in, strict=True)), list(zip(results, labels_out, strict=True)))
 
 
-def check_results(program: Any, found: Sequence[Any], after: str) -> None:
+def check_results(spec: ProgramSpec, found: Sequence[Any], after: str) -> None:
     """Raise `VerificationError` unless a program's function returned what its graph says, in the order of its ports."""
-    ports, avals = program.ports, _results(program)
+    ports, avals = spec.ports, _results(spec)
     if len(found) != len(ports.order):
         report.fail(after, "a program returns a value for each port", f"{len(found)} for {len(ports.order)}")
     for at, value in zip(ports.order, found, strict=True):
@@ -46,26 +49,27 @@ def check_results(program: Any, found: Sequence[Any], after: str) -> None:
         shape, dtype = avals[members[0]]
         shape = (len(members), *shape) if ports.stacked_outputs[at] else shape
         if (tuple(value.shape), value.dtype) != (shape, dtype):
-            where = report.in_graph(program._outputs()[members[0]])
+            where = report.in_graph(spec.outputs[members[0]])
             report.fail(
                 after, "a result has the shape and dtype of its node", f"{value.dtype}{list(value.shape)} for {dtype}{list(shape)}", where
             )
 
 
-def _results(program: Any) -> list[Aval]:
-    return [(tuple(n.meta["val"].shape), np.dtype(dtypes.to_jax(n.meta["val"].dtype))) for n in program._outputs()]
+def _results(spec: ProgramSpec) -> list[Aval]:
+    return [(tuple(n.meta["val"].shape), np.dtype(dtypes.to_jax(n.meta["val"].dtype))) for n in spec.outputs]
 
 
 def _fail(rule: str, found: str) -> None:
     report.fail("program_io", rule, found)
 
 
-def _stacks(program: Any) -> None:
+def _stacks(spec: ProgramSpec) -> None:
     """The loops find their stacks where the plan has them."""
-    ports, plan = program.ports, program.plan
+    ports, plan = spec.ports, spec.plan
+    assert plan is not None
     for what, planned, ported, stacked in (
-        ("inputs", [tuple(p) for p in plan.stacked_inputs()], ports.inputs, ports.stacked_inputs),
-        ("results", [tuple(members) for _, members in plan.stacked], ports.outputs, ports.stacked_outputs),
+        ("inputs", tuple(map(tuple, plan.stacked_inputs())), ports.inputs, ports.stacked_inputs),
+        ("results", tuple(tuple(members) for _, members in plan.stacked), ports.outputs, ports.stacked_outputs),
     ):
         if ported[: len(planned)] != planned or list(stacked) != [k < len(planned) for k in range(len(ported))]:
             _fail("stacks come in and leave as the plan has them, before all else", f"{what} {ported[: len(planned)]} for {planned}")
@@ -82,49 +86,56 @@ def _ports(what: str, ports: Sequence[tuple[int, ...]], stacked: Sequence[bool],
             _fail("the members of a stack have one shape, dtype and label", f"{what} {port}: {[members[i] for i in port][:4]}")
 
 
-def _taken_over(program: Any, segment: Segment, outs: Sequence[int], inputs: Sequence[Any], results: Sequence[Any]) -> None:
+def _taken_over(spec: ProgramSpec, run: Execution, inputs: Sequence[Any], results: Sequence[Any]) -> None:
     """An input that is taken over meets its own new value: JAX gives buffers away in the order of inputs, among equal shapes."""
-    ports = program.ports
+    ports = spec.ports
     if list(ports.donated) != sorted(set(ports.donated)):
         _fail("inputs that are taken over are named once, in order", str(ports.donated))
     new: dict[int, set[int]] = {}
-    for ref, leaf in segment.saved:
+    for ref, leaf in run.segment.saved:
         storage = ref()
-        if storage is not None and storage.segment is segment:
-            new.setdefault(-leaf - 1, set()).add(storage.vid)
+        if storage is not None and storage.segment is run.segment:
+            new.setdefault(leaf, set()).add(storage.vid)
     for given, result in zip(ports.donated, ports.order, strict=False):
         if ports.stacked_inputs[given] != ports.stacked_outputs[result] or len(ports.inputs[given]) != len(ports.outputs[result]):
             _fail("a stack takes over a stack", f"input {given}, {ports.inputs[given]}, by {ports.outputs[result]}")
         for i, k in zip(ports.inputs[given], ports.outputs[result], strict=True):
-            leaf = program.used[i]
-            if not program.donate[leaf]:
+            leaf = spec.inputs[i]
+            if leaf >= 0 or not run.free[-leaf - 1]:
                 _fail("only buffers that nobody else holds are taken over", f"leaf {leaf}")
+            if -leaf - 1 in spec.part.shared:
+                _fail("a buffer is taken over by the last part that reads it", f"leaf {leaf}")
             if inputs[i] != results[k]:
                 _fail("an input is taken over by a result of its shape, dtype and label", f"{inputs[i]} by {results[k]}")
-            if outs[k] not in new.get(leaf, ()):
+            if spec.results[k] not in new.get(leaf, ()):
                 _fail(
                     "an input is taken over by its own new value",
-                    f"leaf {leaf} by value {outs[k]}, its storage waits for {sorted(new.get(leaf, ()))}",
+                    f"leaf {leaf} by value {spec.results[k]}, its storage waits for {sorted(new.get(leaf, ()))}",
                 )
 
 
-def _labels(program: Any, segment: Segment) -> None:
-    """Labels of leaves are those of their arrays; labels of results say all axes that they vary over, as their storages want them."""
-    ranks = program.ranks
-    for i, leaf in enumerate(program.used):
-        spec, array = ranks.inputs[i], segment.leaves[leaf]
-        if spec != sharding.spec_of(array):
-            report.fail("shard_mapping", "an input is labelled as its array lies", f"{spec} for {sharding.spec_of(array)}")
-        _fits(spec, tuple(array.shape), f"leaf {leaf}")
-    for k, (node, spec, wanted) in enumerate(zip(program._outputs(), ranks.outputs, ranks.wanted, strict=True)):
-        varied, said = node.meta["axes"], sharding.axes_of(spec)
+def _labels(spec: ProgramSpec, labels: RankLabels, run: Execution) -> None:
+    """Labels of inputs are those of their arrays; labels of results say all axes that they vary over, as their storages want them."""
+    for vid, label in zip(spec.inputs, labels.inputs, strict=True):
+        if vid < 0:
+            array = run.segment.leaves[-vid - 1]
+            lies: PartitionSpec | None = sharding.spec_of(array)
+            shape = tuple(array.shape)
+        else:
+            lies = run.passed[vid].label
+            shape = sharding.global_shape(run.passed[vid].aval.shape, label)
+        if label != lies:
+            report.fail("shard_mapping", "an input is labelled as its array lies", f"{label} for {lies}")
+        _fits(label, shape, f"value {vid}")
+    for k, (node, label, wanted) in enumerate(zip(spec.outputs, labels.outputs, labels.wanted, strict=True)):
+        varied, said = node.meta["axes"], sharding.axes_of(label)
         if not varied <= said:
-            found = f"{spec} for {sorted(varied)}"
+            found = f"{label} for {sorted(varied)}"
             report.fail("shard_mapping", "the label of a result has all axes that it varies over", found, report.in_graph(node))
         asked = NONE if wanted is None else sharding.axes_of(wanted)
-        if wanted is not None and (not said.issuperset(sharding.ordered(asked)) or (varied <= asked and spec != wanted)):
-            report.fail("shard_mapping", "a result is labelled as its storage wants", f"{spec} for {wanted}", report.in_graph(node))
-        _fits(spec, sharding.global_shape(tuple(node.meta["val"].shape), spec), f"result {k}")
+        if wanted is not None and (not said.issuperset(sharding.ordered(asked)) or (varied <= asked and label != wanted)):
+            report.fail("shard_mapping", "a result is labelled as its storage wants", f"{label} for {wanted}", report.in_graph(node))
+        _fits(label, sharding.global_shape(tuple(node.meta["val"].shape), label), f"result {k}")
 
 
 def _fits(spec: PartitionSpec, shape: Sequence[int], what: str) -> None:

@@ -14,12 +14,14 @@ class Settings:
         max_in_flight: executions that may be queued before recording waits for the oldest.
         max_traces: structures kept, with their executables; the one unused for longest goes first.
         extract_only: compile programs and give zeros for their results (NEURON_EXTRACT_GRAPHS_ONLY).
+        verify: check what every pass makes of a recorded step (NXD_JAX_VERIFY).
     """
 
     donate: bool = True
     max_in_flight: int = 4
     max_traces: int = 512
     extract_only: bool = False
+    verify: bool = False
 
 
 SETTINGS = Settings()

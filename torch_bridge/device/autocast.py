@@ -94,7 +94,7 @@ def _widest(inputs: Any) -> torch.dtype | None:
     return widest
 
 
-def _floating(x: Any) -> Iterator[torch.Tensor]:
+def _floating(x: object) -> Iterator[torch.Tensor]:
     if isinstance(x, torch.Tensor):
         if x.is_floating_point() and x.device.type == "xla":
             yield x
@@ -105,7 +105,7 @@ def _floating(x: Any) -> Iterator[torch.Tensor]:
         yield from _floating(list(x.values()))
 
 
-def _cast(x: Any, dtype: torch.dtype) -> Any:
+def _cast(x: object, dtype: torch.dtype) -> Any:
     """`x` with its floating-point xla tensors in `dtype`; float64 stays, as in torch, unless it is asked for."""
     if isinstance(x, torch.Tensor):
         wrong = x.is_floating_point() and x.dtype not in (dtype, torch.float64) and x.device.type == "xla"

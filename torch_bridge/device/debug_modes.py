@@ -12,10 +12,9 @@ import torch
 
 from torch_bridge import _compat
 from torch_bridge.collectives import index_checks
-from torch_bridge.compiler.program import Trace
+from torch_bridge.compiler.trace import Trace
 from torch_bridge.config.settings import SETTINGS
 from torch_bridge.ir.segment import Storage
-from torch_bridge.passes.verify import report
 from torch_bridge.runtime import executor, session
 from torch_bridge.runtime.observers import Observer
 from torch_bridge.runtime.session import STATE
@@ -35,7 +34,7 @@ def configure(values: dict[str, Any], dispatch: Dispatch) -> Dispatch:
         session.check_with(NAN_CHECK)
     if values.get("NXD_JAX_CHECK_INDICES") or values.get("NEURON_USE_EAGER_DEBUG_MODE"):
         index_checks.install()
-    report.switch(bool(values.get("NXD_JAX_VERIFY")))
+    SETTINGS.verify = bool(values.get("NXD_JAX_VERIFY"))
     return op_by_op(dispatch) if values.get("NEURON_USE_EAGER_DEBUG_MODE") else dispatch
 
 
@@ -51,7 +50,7 @@ _DEPTH = _Depth()
 def op_by_op(dispatch: Dispatch) -> Dispatch:
     """A dispatch function that runs each op by itself and waits for it."""
 
-    def run(func: Any, args: Any, kwargs: Any) -> Any:
+    def run(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         if _DEPTH.inside:
             return dispatch(func, args, kwargs)
         _DEPTH.inside = True

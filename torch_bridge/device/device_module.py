@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.types import Device
 
 from torch_bridge.config import fork_guard
 from torch_bridge.mesh import random_state
@@ -16,7 +17,7 @@ _initialized = True
 class device:
     """Context manager in which a device is current, as `torch.cuda.device`; there is only device 0."""
 
-    def __init__(self, device: Any):
+    def __init__(self, device: Device):
         set_device(device)
 
     def __enter__(self) -> None: ...
@@ -69,12 +70,12 @@ def initial_seed() -> int:
     return random_state.DEFAULT.seed
 
 
-def get_rng_state(device: Any = "xla") -> torch.Tensor:
+def get_rng_state(device: Device = "xla") -> torch.Tensor:
     """The random state as a CPU uint8 tensor."""
     return random_state.DEFAULT.get_state()
 
 
-def set_rng_state(state: torch.Tensor, device: Any = "xla") -> None:
+def set_rng_state(state: torch.Tensor, device: Device = "xla") -> None:
     random_state.DEFAULT.set_state(state)
 
 
@@ -87,7 +88,7 @@ def set_rng_state_all(states: list[torch.Tensor]) -> None:
         set_rng_state(state)
 
 
-def synchronize(device: Any = None) -> None:
+def synchronize(device: Device = None) -> None:
     """Run what is recorded and wait until the device is done."""
     from torch_bridge.runtime import executor
 
@@ -102,7 +103,7 @@ def get_amp_supported_dtype() -> list[torch.dtype]:
     return [torch.bfloat16, torch.float16]
 
 
-def get_device_name(device: Any = None) -> str:
+def get_device_name(device: Device = None) -> str:
     import jax
 
     return jax.devices()[0].device_kind

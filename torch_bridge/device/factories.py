@@ -5,16 +5,25 @@ Registered for PrivateUse1 by `registration.register`; each first use imports th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.types import Device
 
 from torch_bridge.runtime import backend
 
 aten = torch.ops.aten
 
 
-def empty(size: Any, dtype: Any = None, layout: Any = None, device: Any = None, pin_memory: Any = None, memory_format: Any = None) -> Any:
+def empty(
+    size: Sequence[int],
+    dtype: torch.dtype | None = None,
+    layout: torch.layout | None = None,
+    device: Device = None,
+    pin_memory: bool | None = None,
+    memory_format: torch.memory_format | None = None,
+) -> Any:
     from torch_bridge.recorder import op_rules
 
     backend.ensure()
@@ -24,7 +33,14 @@ def empty(size: Any, dtype: Any = None, layout: Any = None, device: Any = None, 
     return op_rules.uninitialized(layouts.base_of_meta(meta))
 
 
-def empty_strided(size: Any, stride: Any, dtype: Any = None, layout: Any = None, device: Any = None, pin_memory: Any = None) -> Any:
+def empty_strided(
+    size: Sequence[int],
+    stride: Sequence[int],
+    dtype: torch.dtype | None = None,
+    layout: torch.layout | None = None,
+    device: Device = None,
+    pin_memory: bool | None = None,
+) -> Any:
     from torch_bridge.recorder import op_rules
 
     backend.ensure()
@@ -36,7 +52,9 @@ def empty_strided(size: Any, stride: Any, dtype: Any = None, layout: Any = None,
 def _recorded(op: torch._ops.OpOverload) -> Any:
     """A factory that is recorded as a node of its own."""
 
-    def factory(*args: Any, layout: Any = None, device: Any = None, pin_memory: Any = None, **kwargs: Any) -> Any:
+    def factory(
+        *args: Any, layout: torch.layout | None = None, device: Device = None, pin_memory: bool | None = None, **kwargs: Any
+    ) -> Any:
         from torch_bridge.recorder import dispatch
 
         backend.ensure()
@@ -48,7 +66,7 @@ def _recorded(op: torch._ops.OpOverload) -> Any:
     return factory
 
 
-def copy_from(src: Any, dst: Any, non_blocking: bool = False) -> Any:
+def copy_from(src: torch.Tensor, dst: torch.Tensor, non_blocking: bool = False) -> Any:
     from torch_bridge.recorder import dispatch
 
     backend.ensure()
@@ -56,7 +74,7 @@ def copy_from(src: Any, dst: Any, non_blocking: bool = False) -> Any:
     return dispatch.dispatch(aten._copy_from.default, (src, dst, non_blocking), {})
 
 
-def copy_from_and_resize(src: Any, dst: Any) -> Any:
+def copy_from_and_resize(src: torch.Tensor, dst: torch.Tensor) -> Any:
     from torch_bridge.recorder import dispatch
 
     backend.ensure()

@@ -5,16 +5,15 @@ Without this, torch would ask the xla backend for an allocator that it does not 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
+from torch.types import Device
 
 
-def pin_memory(t: torch.Tensor, device: Any = None) -> torch.Tensor:
+def pin_memory(t: torch.Tensor, device: Device = None) -> torch.Tensor:
     return t.clone()
 
 
-def is_pinned(t: torch.Tensor, device: Any = None) -> bool:
+def is_pinned(t: torch.Tensor, device: Device = None) -> bool:
     return False
 
 

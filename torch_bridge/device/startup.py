@@ -14,7 +14,18 @@ from torch_bridge.compiler import xla_cache
 from torch_bridge.config import fork_guard
 from torch_bridge.device import debug_modes, module_to
 from torch_bridge.passes import check_replicas
-from torch_bridge.recorder import autograd_engine, copies, ctc_lengths, dispatch, eager_mode, make_fx, op_rules, packed_sequences, tensor
+from torch_bridge.recorder import (
+    autograd_engine,
+    copies,
+    ctc_lengths,
+    dispatch,
+    eager_mode,
+    make_fx,
+    op_rules,
+    packed_sequences,
+    recurrent_layers,
+    tensor,
+)
 from torch_bridge.runtime import executor, interrupts, steps
 
 _dispatch = debug_modes.configure(_values, dispatch.dispatch)
@@ -37,4 +48,4 @@ os.register_at_fork(after_in_child=fork_guard.mark_forked)
 # DataLoader workers fork; they use CPU tensors only, and `fork_guard.check` stops those that do not, so JAX's warning about forks misleads.
 warnings.filterwarnings("ignore", message=r"os\.fork\(\) was called", category=RuntimeWarning)
 
-__all__ = ["collective_ops", "ctc_lengths", "dispatch", "op_rules", "packed_sequences", "tensor", "use_dispatch"]
+__all__ = ["collective_ops", "ctc_lengths", "dispatch", "op_rules", "packed_sequences", "recurrent_layers", "tensor", "use_dispatch"]

@@ -31,7 +31,7 @@ def install() -> None:
         torch.compile = functools.wraps(_original)(_compile)
 
 
-def _compile(model: Any = None, **options: Any) -> Any:
+def _compile(model: object = None, **options: Any) -> Any:
     """`torch.compile`, with a backend for xla.
 
     With `backend="openxla"` a module is played from recordings (`torch_bridge.optimize`) and comes back in torch's `OptimizedModule`, its own as `_orig_mod`; a

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -15,7 +15,7 @@ from torch_bridge import _compat
 from torch_bridge.compiler import interpret
 from torch_bridge.ir import dtypes
 from torch_bridge.ir.graph import GraphBuilder, number
-from torch_bridge.ir.layout import layout, meta_of
+from torch_bridge.ir.layout import contiguous_meta
 from torch_bridge.ir.segment import LOCK, read_entries
 from torch_bridge.mesh import sharding
 from torch_bridge.passes import varying_axes
@@ -23,12 +23,15 @@ from torch_bridge.recorder import dispatch
 from torch_bridge.recorder.tensor import XLATensor
 from torch_bridge.runtime import backend, session, transfer
 
+if TYPE_CHECKING:
+    from torch_bridge.ir.segment import Storage
+
 backend.ensure()
 
 STAGES = ("stablehlo", "optimized")
 
 
-def hlo(target: Any = None, *example_inputs: Any, stage: str = "stablehlo") -> str:
+def hlo(target: object = None, *example_inputs: Any, stage: str = "stablehlo") -> str:
     """HLO text, with module paths and `file:line` in its metadata.
 
     target: an `nn.Module` (captured on `example_inputs`, whose shapes and dtypes alone matter) or a graph from `torch_bridge.capture`; an
@@ -86,9 +89,9 @@ def pending_graph(tensors: Sequence[torch.Tensor]) -> fx.Graph:
             outs.append(vid)
         builder = GraphBuilder(nodes, sources, outs)
         sizes = {id(t._storage.held): t._storage.layout.size for t in tensors if isinstance(t, XLATensor)}
-        avals = {v: _local(leaves[-v - 1], segment, sizes) for v in builder.used_leaves}
-        graph = builder.build({v: meta_of(layout(tuple(a.shape), None, 0, dtypes.to_torch(a.dtype))) for v, a in avals.items()})
-        for v, placeholder in zip(builder.used_leaves, graph.nodes, strict=False):
+        avals = {v: _local(leaves[-v - 1], segment, sizes) for v in builder.inputs}
+        graph = builder.build({v: contiguous_meta(a.shape, dtypes.to_torch(a.dtype)) for v, a in avals.items()})
+        for v, placeholder in zip(builder.inputs, graph.nodes, strict=False):
             found = getattr(leaves[-v - 1], "sharding", None)
             placeholder.meta["spec"] = getattr(found, "spec", sharding.REPLICATED)
         return graph
@@ -102,7 +105,7 @@ def _local(leaf: Any, segment: Any, sizes: dict[int, tuple[int, ...]]) -> Any:
     return jax.ShapeDtypeStruct(shape, leaf.dtype)
 
 
-def _aval(storage: Any) -> Any:
+def _aval(storage: Storage) -> Any:
     if storage.held is not None:
         return storage.held
     return jax.ShapeDtypeStruct(storage.layout.size, dtypes.to_jax(storage.layout.dtype))

@@ -132,7 +132,7 @@ def _narrowed(x: Any) -> Any:
     return x.astype(_NARROW[x.dtype]) if x.dtype in _NARROW else x
 
 
-def _is_array(x: Any) -> bool:
+def _is_array(x: object) -> bool:
     return hasattr(x, "shape") and hasattr(x, "dtype") and not isinstance(x, type)
 
 

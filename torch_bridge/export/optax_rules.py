@@ -12,9 +12,11 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import optax
 import torch
+from jax.typing import ArrayLike
 from torch import optim
 
 from torch_bridge.lowerings.precision import opmath, round_to
@@ -61,7 +63,7 @@ def _instead(optimizer: optim.Optimizer) -> str:
     return own
 
 
-def _steps_as(own: Any, cls: Any) -> bool:
+def _steps_as(own: type, cls: type) -> bool:
     """Whether a subclass has its parent's step, whatever hooks are around it."""
     return all(inspect.unwrap(getattr(own, name)) is inspect.unwrap(getattr(cls, name)) for name in ("step", "_init_group"))
 
@@ -97,7 +99,7 @@ class Stored:
         self.dtype = jnp.dtype(dtype)
         self.exact = opmath(self.dtype) == self.dtype
 
-    def __call__(self, x: Any) -> Any:
+    def __call__(self, x: ArrayLike) -> Any:
         if self.exact:
             return x
         x = jnp.asarray(x, jnp.float32)
@@ -189,7 +191,7 @@ def _decays(n: Numbers) -> bool:
     return not (isinstance(n["weight_decay"], float) and n["weight_decay"] == 0)
 
 
-def _lerp(a: Any, b: Any, weight: Any) -> Any:
+def _lerp(a: jax.Array, b: jax.Array, weight: Any) -> Any:
     return a + weight * (b - a)
 
 
@@ -276,11 +278,11 @@ def _adafactor_rule(n: Numbers, stored: Stored, x: Leaf, old: Moments) -> tuple[
     return _decay(x, n, stored) - stored(rate / jnp.maximum(1, size)) * update, new
 
 
-def _norm(x: Any) -> Any:
+def _norm(x: jax.Array) -> Any:
     return jnp.linalg.norm(x.ravel())
 
 
-def _mean_square(grad: Any, dim: int, stored: Stored) -> Any:
+def _mean_square(grad: jax.Array, dim: int, stored: Stored) -> Any:
     norm = stored(jnp.linalg.norm(grad, axis=dim, keepdims=True))
     return stored(stored(norm * norm) / grad.shape[dim])
 
@@ -292,7 +294,7 @@ def _numbers(*names: str) -> Callable[[optim.Optimizer, dict[str, Any]], Numbers
     return lambda _, group: {name: _number(group[name]) for name in names}
 
 
-def _number(x: Any) -> float:
+def _number(x: float | torch.Tensor) -> float:
     """Options may be tensors."""
     return float(x)
 

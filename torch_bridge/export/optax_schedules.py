@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import optim
 from torch.optim import lr_scheduler
+from torch.optim.lr_scheduler import LRScheduler
 
 Groups = list[dict[str, Any]]
 Read = Callable[[Groups], dict[Any, float]]
@@ -112,7 +113,7 @@ class _StandIn:
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
 
 
-def _own(value: Any) -> Any:
+def _own(value: object) -> Any:
     return value.detach().cpu().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
 
 
@@ -123,7 +124,7 @@ def epoch_of(scheduler: Any) -> int:
     return int(scheduler.last_epoch)
 
 
-def check(scheduler: Any, optimizer: optim.Optimizer) -> None:
+def check(scheduler: LRScheduler, optimizer: optim.Optimizer) -> None:
     """TypeError for schedulers that cannot be tabulated, ValueError for one of another optimizer."""
     if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau):
         raise TypeError(
@@ -161,7 +162,7 @@ def tabulate(clock: Clock, read: Read, steps: int | None) -> dict[Any, float | T
 _LONGEST = 2_000_000
 
 
-def _without_end(scheduler: Any) -> ValueError:
+def _without_end(scheduler: LRScheduler) -> ValueError:
     kind = type(scheduler).__name__
     return ValueError(
         f"a {kind} may go on for ever without repeating itself: say how many optimizer steps are to come, to_optax(..., steps=10_000)"
@@ -190,15 +191,15 @@ def _columns(columns: dict[Any, np.ndarray], first: int, tail: Tail | None) -> d
     return found
 
 
-def _is_rate(key: Any) -> bool:
+def _is_rate(key: object) -> bool:
     return (key[-1] if isinstance(key, tuple) else key) == LR
 
 
-def _ratio(key: Any, tail: Tail) -> float:
+def _ratio(key: object, tail: Tail) -> float:
     return tail.ratio if _is_rate(key) else 1.0
 
 
-def _goes_on(values: np.ndarray, tail: Tail, key: Any) -> bool:
+def _goes_on(values: np.ndarray, tail: Tail, key: object) -> bool:
     """Whether the second half of two periods is what a tail says of the first."""
     before, after = np.split(values, 2)
     return bool(np.isclose(after, before * _ratio(key, tail), rtol=1e-6, atol=1e-12).all())
@@ -207,7 +208,7 @@ def _goes_on(values: np.ndarray, tail: Tail, key: Any) -> bool:
 # -- schedulers that rest or repeat ------------------------------------------------------------------------
 
 
-def tail_of(scheduler: Any) -> Tail | None:
+def tail_of(scheduler: LRScheduler) -> Tail | None:
     """How a scheduler goes on for ever, in its own epochs; None if it does not say."""
     find = _TAILS.get(type(scheduler))
     tail = None if find is None else find(scheduler)

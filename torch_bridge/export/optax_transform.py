@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import optax
 import torch
 from torch import optim
+from torch.optim.lr_scheduler import LRScheduler
 
 from torch_bridge.export import optax_rules, optax_schedules, optax_states
 from torch_bridge.export.optax_names import Layout, Leaves, Parameter, parameters
@@ -71,7 +72,7 @@ class TorchTransformation(optax.GradientTransformationExtraArgs):
 class _Training:
     """A torch optimizer, its numbers as functions of the step, and where its parameters are found in a pytree."""
 
-    def __init__(self, optimizer: Any, scheduler: Any, model: Any, steps: int | None, every: int):
+    def __init__(self, optimizer: torch.optim.Optimizer, scheduler: LRScheduler | None, model: Any, steps: int | None, every: int):
         _check_arguments(optimizer, model, steps, every)
         self.optimizer, self.scheduler, self.every = optimizer, scheduler, every
         self.kind = optax_rules.kind_of(optimizer)
@@ -219,7 +220,7 @@ def _check_leaves(grads: Leaves, params: Leaves, state: GroupState) -> None:
         )
 
 
-def _check_arguments(optimizer: Any, model: Any, steps: Any, every: Any) -> None:
+def _check_arguments(optimizer: torch.optim.Optimizer, model: object, steps: Any, every: Any) -> None:
     if not isinstance(optimizer, optim.Optimizer):
         raise TypeError(f"to_optax takes a torch.optim.Optimizer, got {type(optimizer).__name__}")
     if model is not None and not isinstance(model, torch.nn.Module):

@@ -8,21 +8,24 @@ checkpoints (`enable_input_require_grads`): a hook that calls `output.requires_g
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
 
 _COLLECTS = "transformers.utils.output_capturing"
 
 
-def _require_gradient(module: Any, args: Any, output: Any) -> None:
+def _require_gradient(module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
     output.requires_grad_(True)
 
 
-def _require_gradient_by_default(module: Any, args: Any, output: Any) -> None:
+def _require_gradient_by_default(module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
     output.requires_grad_()
 
 
-def _does(hook: Any) -> tuple[Any, ...]:
+def _does(hook: Callable[..., Any]) -> tuple[Any, ...]:
     """What a function does, if it is one: its bytecode with the names and constants in it. Its arguments may have other names."""
     code = getattr(hook, "__code__", None)
     return (hook,) if code is None else (code.co_code, code.co_names, code.co_consts, code.co_argcount, code.co_freevars)
@@ -46,7 +49,7 @@ def collector() -> Any:
     return getattr(found, "context_var", found)  # some versions have a wrapper around it
 
 
-def idle(hook: Any) -> bool:
+def idle(hook: Callable[..., Any]) -> bool:
     """Whether a hook does something only while a module around is collecting."""
     return getattr(hook, "__module__", "") == _COLLECTS
 

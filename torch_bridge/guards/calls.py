@@ -15,7 +15,7 @@ import logging
 import os
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -29,11 +29,15 @@ from torch_bridge.guards.instrument import ROUTED, CannotInstrument, code_of, in
 from torch_bridge.guards.observer import ACTIVE, Observer
 from torch_bridge.guards.values import is_a, unchanging
 
+Function = Callable[..., Any]
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+
 _OURS = ("torch_bridge.", "nxd_jax.")
 _PROBES = types.CellType(probes)
 
 
-def run(function: Callable[..., Any], args: Any, kwargs: Any, observer: Observer) -> Any:
+def run(function: Callable[..., Any], args: Args, kwargs: Kwargs, observer: Observer) -> Any:
     """Call a function with everything that it does routed through the observer."""
     from torch_bridge.guards.observer import Watchdog
 
@@ -47,7 +51,7 @@ def run(function: Callable[..., Any], args: Any, kwargs: Any, observer: Observer
         observer.end()
 
 
-def call(observer: Observer, f: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def call(observer: Observer, f: Any, args: Args, kwargs: Kwargs) -> Any:
     """`f(*args, **kwargs)`, with what decides it noted."""
     if observer.reason:
         return f(*args, **kwargs)
@@ -78,12 +82,12 @@ def call(observer: Observer, f: Any, args: tuple[Any, ...], kwargs: dict[str, An
     return _opaque(observer, f, args, kwargs)
 
 
-def _opaque(observer: Observer, f: Any, args: Any, kwargs: Any, why: str = "") -> Any:
+def _opaque(observer: Observer, f: Function, args: Args, kwargs: Kwargs, why: str = "") -> Any:
     observer.refuse(f"it calls {_name(f)}" + (f": {why}" if why else ""))
     return f(*args, **kwargs)
 
 
-def _name(f: Any) -> str:
+def _name(f: Function) -> str:
     name = getattr(f, "__qualname__", None) or getattr(f, "__name__", None)
     module = getattr(f, "__module__", None)
     if name is None:
@@ -94,7 +98,7 @@ def _name(f: Any) -> str:
 # -- functions in Python ------------------------------------------------------------------------------
 
 
-def _function(observer: Observer, f: types.FunctionType, args: Any, kwargs: Any) -> Any:
+def _function(observer: Observer, f: types.FunctionType, args: Args, kwargs: Kwargs) -> Any:
     if f.__code__ in ROUTED:
         return f(*args, **kwargs)
     if _is_ours(f) and hasattr(f, "__wrapped__") and not _is_ours(f.__wrapped__) and not _of_known_module(f.__wrapped__):
@@ -124,7 +128,7 @@ def _is_ours(f: Any) -> bool:
     return f"{getattr(f, '__globals__', {}).get('__name__') or ''}.".startswith(_OURS)
 
 
-def _of_known_module(f: Any) -> bool:
+def _of_known_module(f: Function) -> bool:
     """Whether a function is of a module whose functions depend on their arguments alone."""
     home = f"{getattr(f, '__module__', None) or getattr(getattr(f, '__objclass__', None), '__module__', '')}."
     return home.startswith(("torch.", "numpy.", "math.", "cmath.")) and not home.startswith("numpy.random")
@@ -138,12 +142,12 @@ def _stands_for(f: types.FunctionType) -> Any:
     return _RULES.get(id(wrapped))
 
 
-def _has_objects(args: Any, kwargs: Any) -> bool:
+def _has_objects(args: Args, kwargs: Kwargs) -> bool:
     """Whether there are objects among the arguments whose state a function may read."""
     return any(is_a(x, torch.nn.Module) or (type(x).__dictoffset__ and not _stateless(x)) for x in (*args, *kwargs.values()))
 
 
-def _stateless(x: Any) -> bool:
+def _stateless(x: object) -> bool:
     """Whether what an object of this project's or torch's holds is not the script's."""
     if is_a(x, (torch.Tensor, type, types.FunctionType, types.ModuleType, enum.Enum)):
         return True
@@ -156,7 +160,7 @@ def _is_generated(f: types.FunctionType) -> bool:
     return f.__code__.co_filename.startswith("<string>") and f.__name__ in ("__init__", "__new__", "__eq__", "__repr__", "__create_fn__")
 
 
-def _method(observer: Observer, f: types.MethodType, args: Any, kwargs: Any) -> Any:
+def _method(observer: Observer, f: types.MethodType, args: Args, kwargs: Kwargs) -> Any:
     of: Any = f.__self__
     function: Any = f.__func__
     if is_a(of, type) and issubclass(of, torch.autograd.Function) and function is _APPLY:
@@ -174,7 +178,7 @@ _APPLY: Any = torch.autograd.Function.apply.__func__  # type: ignore[attr-define
 _SETUP_CONTEXT = vars(torch.autograd.function._SingleLevelFunction)["setup_context"]
 
 
-def _autograd_function(observer: Observer, cls: type, f: Any, args: Any, kwargs: Any) -> Any:
+def _autograd_function(observer: Observer, cls: type, f: Any, args: Args, kwargs: Kwargs) -> Any:
     if cls.__module__.startswith((*_OURS, "torch.")):
         return f(*args, **kwargs)
     if kwargs or observer.lookup(cls, "setup_context") is not _SETUP_CONTEXT:
@@ -188,7 +192,7 @@ def _autograd_function(observer: Observer, cls: type, f: Any, args: Any, kwargs:
         observer.own(ctx)
         return call(observer, forward, (ctx, *inputs), {})
 
-    def routed_backward(ctx: Any, *grads: Any) -> Any:
+    def routed_backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         new = Observer(call, grads)
         new.own(ctx)
         backwards.append(new)
@@ -204,7 +208,7 @@ def _autograd_function(observer: Observer, cls: type, f: Any, args: Any, kwargs:
 _LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40, "exception": 40, "critical": 50}
 
 
-def _logger(observer: Observer, f: Any, args: Any, kwargs: Any) -> Any:
+def _logger(observer: Observer, f: Any, args: Args, kwargs: Kwargs) -> Any:
     of, name = f.__self__, f.__func__.__name__
     if is_a(f.__func__, functools._lru_cache_wrapper):  # transformers' warning_once
         return _cached(observer, f.__func__, (of, *args), kwargs)
@@ -216,7 +220,7 @@ def _logger(observer: Observer, f: Any, args: Any, kwargs: Any) -> Any:
     return _opaque(observer, f, args, kwargs)
 
 
-def _asked_again(observer: Observer, f: Any, args: Any, kwargs: Any) -> Any:
+def _asked_again(observer: Observer, f: Function, args: Args, kwargs: Kwargs) -> Any:
     """Something whose answer is asked for again before every call that is played."""
     found = f(*args, **kwargs)
     ask = functools.partial(f, **kwargs) if kwargs else f
@@ -234,7 +238,7 @@ _CALL = tuple(
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
-def _module(observer: Observer, m: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+def _module(observer: Observer, m: torch.nn.Module, args: Args, kwargs: Kwargs) -> Any:
     """`module(...)`: its hooks, and its forward."""
     how, inner = observer.lookup(type(m), "__call__"), observer.lookup(type(m), "_call_impl")
     if how is not _CALL[0] or inner is not _CALL[1] or m._compiled_call_impl is not None:
@@ -250,7 +254,7 @@ def _module(observer: Observer, m: torch.nn.Module, args: Any, kwargs: Any) -> A
     return module_frame(m, args, kwargs)
 
 
-def module_frame(self: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+def module_frame(self: torch.nn.Module, args: Args, kwargs: Kwargs) -> Any:
     """In the place of `nn.Module._call_impl` on the stack: `source` knows it, and says in which module an op was called."""
     return probes.call(probes.attribute(self, "forward"), *args, **kwargs)
 
@@ -258,7 +262,7 @@ def module_frame(self: torch.nn.Module, args: Any, kwargs: Any) -> Any:
 source.add_module_frame(module_frame.__code__)
 
 
-def _with_hooks(observer: Observer, m: torch.nn.Module, hooks: dict[str, Any], args: Any, kwargs: Any) -> Any:
+def _with_hooks(observer: Observer, m: torch.nn.Module, hooks: dict[str, Any], args: Args, kwargs: Kwargs) -> Any:
     """Forward hooks are code like any other."""
     if hooks["_backward_hooks"] or hooks["_backward_pre_hooks"] or m._forward_hooks_with_kwargs or m._forward_pre_hooks_with_kwargs:
         return _opaque(observer, m, args, kwargs, "it has hooks on its backward pass, or hooks with keyword arguments")
@@ -280,7 +284,7 @@ def _with_hooks(observer: Observer, m: torch.nn.Module, hooks: dict[str, Any], a
 # -- classes ------------------------------------------------------------------------------------------
 
 
-def _instance(observer: Observer, cls: type, args: Any, kwargs: Any) -> Any:
+def _instance(observer: Observer, cls: type, args: Args, kwargs: Kwargs) -> Any:
     """A new object."""
     if issubclass(cls, BaseException) or issubclass(cls, enum.Enum):
         return cls(*args, **kwargs)
@@ -334,7 +338,7 @@ _PLAIN_INIT = (dict.__init__, list.__init__, set.__init__, collections.OrderedDi
 _TORCH_CLASSES = ("torch.autograd.grad_mode", "torch.amp.autocast_mode", "torch.autograd.profiler")
 
 
-def _data_instance(observer: Observer, cls: type, init: types.FunctionType, made: Any, args: Any, kwargs: Any) -> Any:
+def _data_instance(observer: Observer, cls: type, init: types.FunctionType, made: object, args: Args, kwargs: Kwargs) -> Any:
     """Of a dataclass: the generated `__init__` sets its fields and calls `__post_init__`, which the watchdog sees."""
     for field in dataclasses.fields(cls):
         if field.default_factory is not dataclasses.MISSING and field.default_factory not in (list, dict, set):
@@ -349,14 +353,14 @@ def _data_instance(observer: Observer, cls: type, init: types.FunctionType, made
     return made
 
 
-def _slot(x: Any, name: str) -> Any:
+def _slot(x: object, name: str) -> Any:
     try:
         return object.__getattribute__(x, name)
     except AttributeError:
         return None
 
 
-def _named_tuple(observer: Observer, cls: type, args: Any, kwargs: Any) -> Any:
+def _named_tuple(observer: Observer, cls: type, args: Args, kwargs: Kwargs) -> Any:
     new = observer.lookup(cls, "__new__")
     function = getattr(new, "__func__", new)
     if cls is torch.Size or (is_a(function, types.FunctionType) and _is_named_tuple_code(function) and hasattr(cls, "_fields")):
@@ -391,7 +395,7 @@ _PURE_OWNERS = (str, bytes, int, float, complex, bool, tuple, frozenset, range, 
 _GIVE_NEW = {"copy", "items", "keys", "values", "union", "intersection", "difference", "symmetric_difference", "__iter__"}
 
 
-def _in_c(observer: Observer, f: Any, args: Any, kwargs: Any) -> Any:
+def _in_c(observer: Observer, f: Function, args: Args, kwargs: Kwargs) -> Any:
     of = getattr(f, "__self__", MISSING)
     name = getattr(f, "__name__", "")
     if of is MISSING:  # an unbound method: str.upper
@@ -405,7 +409,7 @@ def _in_c(observer: Observer, f: Any, args: Any, kwargs: Any) -> Any:
     return _in_c_method(observer, f, of, name, args, kwargs, None)
 
 
-def _in_c_method(observer: Observer, f: Any, of: Any, name: str, args: Any, kwargs: Any, full: Any) -> Any:
+def _in_c_method(observer: Observer, f: Any, of: Any, name: str, args: Any, kwargs: Any, full: tuple[Any, ...] | None) -> Any:
     kind = type(of)
     do = (lambda: f(*full, **kwargs)) if full is not None else (lambda: f(*args, **kwargs))
     if is_a(of, torch.Tensor):
@@ -444,7 +448,7 @@ _OF_CONTEXTS = ("save_for_backward", "save_for_forward", "mark_dirty", "mark_non
 _NUMPY = (np.ufunc, type(np.sum))
 
 
-def _numpy(observer: Observer, f: Any, args: Any, kwargs: Any) -> Any:
+def _numpy(observer: Observer, f: Any, args: Args, kwargs: Kwargs) -> Any:
     """A function of numpy's: the result is the run's own."""
     if (
         not (getattr(f, "__module__", "") or "numpy").startswith("numpy")
@@ -496,7 +500,9 @@ def _class_method_in_c(observer: Observer, f: Any, of: type, name: str, args: An
     return _opaque(observer, f, args, kwargs)
 
 
-def _container_method(observer: Observer, f: Any, of: Any, builtin: type, name: str, args: Any, kwargs: Any, do: Callable[[], Any]) -> Any:
+def _container_method(
+    observer: Observer, f: Any, of: Any, builtin: type, name: str, args: Any, kwargs: Kwargs, do: Callable[[], Any]
+) -> Any:
     own = observer.is_own(of)
     if is_a(of, dict) and name in ("get", "__getitem__", "__contains__", "pop", "setdefault") and args:
         probes.hashed(args[0])
@@ -519,13 +525,13 @@ def _container_method(observer: Observer, f: Any, of: Any, builtin: type, name: 
     return _changes(observer, of, do)
 
 
-def _changes(observer: Observer, of: Any, do: Callable[[], Any]) -> Any:
+def _changes(observer: Observer, of: object, do: Callable[[], Any]) -> Any:
     what = " that it was given" if observer.is_given(of) else " that was there before"
     observer.effect(f"it changes a {type(of).__name__}{what}")
     return do()
 
 
-def _context_variable(observer: Observer, f: Any, of: Any, name: str, args: Any, kwargs: Any) -> Any:
+def _context_variable(observer: Observer, f: Any, of: Any, name: str, args: Args, kwargs: Kwargs) -> Any:
     if name == "get":
         if observer.wrote(of, None):
             return f(*args, **kwargs)
@@ -539,7 +545,7 @@ def _context_variable(observer: Observer, f: Any, of: Any, name: str, args: Any,
     return _opaque(observer, f, args, kwargs)
 
 
-def _array_method(observer: Observer, f: Any, of: Any, name: str, args: Any, kwargs: Any) -> Any:
+def _array_method(observer: Observer, f: Function, of: Any, name: str, args: Args, kwargs: Kwargs) -> Any:
     if is_a(of, np.ndarray):
         observer.array(of)
         if not observer.is_own(of) and name in (
@@ -683,18 +689,18 @@ def _tensor_method(
     return do()
 
 
-def _check_host_write(observer: Observer, tensors: Any) -> None:
+def _check_host_write(observer: Observer, tensors: Iterable[Any]) -> None:
     if any(is_a(t, torch.Tensor) and not observer.may_write_host(t) for t in tensors):
         observer.refuse("it writes into a CPU tensor that was there before")
 
 
-def _check_out(observer: Observer, kwargs: dict[str, Any]) -> None:
+def _check_out(observer: Observer, kwargs: Kwargs) -> None:
     out = kwargs.get("out")
     if out is not None:
         _check_host_write(observer, out if is_a(out, (tuple, list)) else (out,))
 
 
-def _is_torch(f: Any) -> bool:
+def _is_torch(f: Function) -> bool:
     of = getattr(f, "__self__", None)
     return is_a(of, type) and of.__module__.startswith("torch") and of is not torch.Tensor
 
@@ -743,7 +749,7 @@ _FREE = frozenset(
 """Functions of torch's that depend on their arguments, or on settings that are compared anyway (`torch_state`)."""
 
 
-def _c_function(observer: Observer, f: Any, name: str, args: Any, kwargs: Any) -> Any:
+def _c_function(observer: Observer, f: Function, name: str, args: Args, kwargs: Kwargs) -> Any:
     module = getattr(f, "__module__", None) or ""
     of: Any = getattr(f, "__self__", None)
     home = of.__name__ if is_a(of, types.ModuleType) else ""
@@ -775,7 +781,7 @@ _PURE = (abs, bin, chr, divmod, hex, oct, ord, pow, round, ascii)
 # -- builtins that need a rule of their own -----------------------------------------------------------
 
 
-def _getattr(observer: Observer, f: Any, args: Any, kwargs: Any) -> Any:
+def _getattr(observer: Observer, f: Function, args: Args, kwargs: Kwargs) -> Any:
     x, name, *default = args
     try:
         return probes.attribute(x, name)
@@ -785,7 +791,7 @@ def _getattr(observer: Observer, f: Any, args: Any, kwargs: Any) -> Any:
         return default[0]
 
 
-def _hasattr(observer: Observer, f: Any, args: Any, kwargs: Any) -> bool:
+def _hasattr(observer: Observer, f: Function, args: Args, kwargs: Kwargs) -> bool:
     try:
         probes.attribute(*args)
     except AttributeError:
@@ -793,16 +799,16 @@ def _hasattr(observer: Observer, f: Any, args: Any, kwargs: Any) -> bool:
     return True
 
 
-def _setattr(observer: Observer, f: Any, args: Any, kwargs: Any) -> None:
+def _setattr(observer: Observer, f: Function, args: Args, kwargs: Kwargs) -> None:
     x, name, value = args
     probes.set_attribute(value, x, name)
 
 
-def _delattr(observer: Observer, f: Any, args: Any, kwargs: Any) -> None:
+def _delattr(observer: Observer, f: Function, args: Args, kwargs: Kwargs) -> None:
     probes.delete_attribute(*args)
 
 
-def _type(observer: Observer, f: Any, args: Any, kwargs: Any) -> Any:
+def _type(observer: Observer, f: Function, args: Args, kwargs: Kwargs) -> Any:
     if len(args) != 1:
         return _opaque(observer, f, args, kwargs)
     if not observer.follows(args[0]) and not is_a(args[0], (types.FunctionType, types.ModuleType, type)):
@@ -812,7 +818,7 @@ def _type(observer: Observer, f: Any, args: Any, kwargs: Any) -> Any:
     return type(args[0])
 
 
-def _isinstance(observer: Observer, f: Any, args: Any, kwargs: Any) -> Any:
+def _isinstance(observer: Observer, f: Function, args: Args, kwargs: Kwargs) -> Any:
     x, kinds = args
     if observer.given_parameter(x):
         observer.refuse("it asks for the class of a parameter that it was given")
@@ -828,11 +834,11 @@ def _isinstance(observer: Observer, f: Any, args: Any, kwargs: Any) -> Any:
     return f(*args)
 
 
-def _plainly(observer: Observer, f: Any, args: Any, kwargs: Any) -> Any:
+def _plainly(observer: Observer, f: Function, args: Args, kwargs: Kwargs) -> Any:
     return f(*args, **kwargs)
 
 
-def _len(observer: Observer, f: Any, args: Any, kwargs: Any) -> Any:
+def _len(observer: Observer, f: Function, args: Args, kwargs: Kwargs) -> Any:
     (x,) = args
     kind = type(x)
     if is_a(x, torch.Tensor) or kind is tuple:
@@ -853,7 +859,7 @@ def _len(observer: Observer, f: Any, args: Any, kwargs: Any) -> Any:
     return _opaque(observer, f, args, kwargs)
 
 
-def _gone_through(observer: Observer, f: Any, args: Any, kwargs: Any) -> Any:
+def _gone_through(observer: Observer, f: Function, args: Any, kwargs: Kwargs) -> Any:
     """`list(x)`, `zip(x, y)` and the like."""
     if f in (sorted, min, max, sum, any, all):
         for x in args:
@@ -866,43 +872,43 @@ def _gone_through(observer: Observer, f: Any, args: Any, kwargs: Any) -> Any:
     return found if f in (min, max, sum, any, all) else observer.own(found)
 
 
-def _through(f: Any, x: Any) -> Any:
+def _through(f: Function, x: Any) -> Any:
     if f in (min, max) and (is_a(x, torch.Tensor) or not hasattr(type(x), "__iter__")):
         return probes.operand(x)
     return probes.iterate(x)
 
 
-def _elements_are_plain(observer: Observer, f: Any, x: Any) -> None:
+def _elements_are_plain(observer: Observer, f: Function, x: Any) -> None:
     for y in x:
         if not unchanging(y) and not is_a(y, (torch.Tensor, list, tuple, dict, torch.SymInt, torch.SymFloat)):
             observer.refuse(f"{f.__name__} of a {type(x).__name__} with a {type(y).__name__} in it")
 
 
-def _mapped(observer: Observer, f: Any, args: Any, kwargs: Any) -> Any:
+def _mapped(observer: Observer, f: Function, args: Args, kwargs: Kwargs) -> Any:
     function, *rest = args
     if function is not None:
         function = _callback(observer, function)
     return observer.own(f(function, *map(probes.iterate, rest), **kwargs))
 
 
-def _callback(observer: Observer, f: Any) -> Any:
+def _callback(observer: Observer, f: Function) -> Any:
     """A function to be called from C."""
     return functools.partial(probes.call, f)
 
 
-def _iter(observer: Observer, f: Any, args: Any, kwargs: Any) -> Any:
+def _iter(observer: Observer, f: Function, args: Args, kwargs: Kwargs) -> Any:
     if len(args) != 1:
         return _opaque(observer, f, args, kwargs)
     return observer.own(iter(probes.iterate(args[0])))
 
 
-def _next(observer: Observer, f: Any, args: Any, kwargs: Any) -> Any:
+def _next(observer: Observer, f: Function, args: Args, kwargs: Kwargs) -> Any:
     if not observer.is_own(args[0]):
         observer.refuse(f"it takes an element from a {type(args[0]).__name__} that was there before, which is an iterator")
     return observer.seen(f(*args))
 
 
-def _number(observer: Observer, f: Any, args: Any, kwargs: Any) -> Any:
+def _number(observer: Observer, f: Function, args: Args, kwargs: Kwargs) -> Any:
     """`int(x)`, `str(x)`, `range(n)`."""
     for x in (*args, *kwargs.values()):
         if is_a(x, torch.Tensor):
@@ -915,23 +921,23 @@ def _number(observer: Observer, f: Any, args: Any, kwargs: Any) -> Any:
     return f(*args, **kwargs)
 
 
-def _bool(observer: Observer, f: Any, args: Any, kwargs: Any) -> Any:
+def _bool(observer: Observer, f: Function, args: Args, kwargs: Kwargs) -> Any:
     return probes.truth(args[0]) if args else False
 
 
-def _tuple(observer: Observer, f: Any, args: Any, kwargs: Any) -> Any:
+def _tuple(observer: Observer, f: Function, args: Args, kwargs: Kwargs) -> Any:
     return f(*[probes.iterate(a) for a in args])
 
 
-def _object(observer: Observer, f: Any, args: Any, kwargs: Any) -> Any:
+def _object(observer: Observer, f: Function, args: Args, kwargs: Kwargs) -> Any:
     return observer.own(f(*args, **kwargs))
 
 
-def _partial(observer: Observer, f: Any, args: Any, kwargs: Any) -> Any:
+def _partial(observer: Observer, f: Function, args: Args, kwargs: Kwargs) -> Any:
     return observer.own(f(*args, **kwargs))
 
 
-def _call_partial(observer: Observer, f: functools.partial[Any], args: Any, kwargs: Any) -> Any:
+def _call_partial(observer: Observer, f: functools.partial[Any], args: Args, kwargs: Kwargs) -> Any:
     if type(f) is not functools.partial:
         return _opaque(observer, f, args, kwargs)
     if not observer.is_own(f):
@@ -945,7 +951,7 @@ def _parts(f: functools.partial[Any]) -> Any:
     return (f.func, f.args, *f.keywords, *f.keywords.values())
 
 
-def _cached(observer: Observer, f: Any, args: Any, kwargs: Any) -> Any:
+def _cached(observer: Observer, f: Any, args: Args, kwargs: Kwargs) -> Any:
     """A function under `functools.lru_cache`: what it kept is asked for again."""
     if not all(unchanging(x) or is_a(x, logging.Logger) for x in (*args, *kwargs.values())):
         return _opaque(observer, f, args, kwargs)
@@ -961,7 +967,7 @@ def _cached(observer: Observer, f: Any, args: Any, kwargs: Any) -> Any:
     return observer.seen(found)
 
 
-def _signature(observer: Observer, f: Any, args: Any, kwargs: Any) -> Any:
+def _signature(observer: Observer, f: Function, args: Args, kwargs: Kwargs) -> Any:
     """`inspect.signature` of a function or a method: what it says follows from those that it wraps."""
     of: Any = args[0] if len(args) == 1 and not kwargs else None
     of = getattr(of, "plain", of) if type(of).__module__ == "torch_bridge.replay.player" else of
@@ -978,7 +984,7 @@ def _signature(observer: Observer, f: Any, args: Any, kwargs: Any) -> Any:
     return _opaque(observer, f, args, kwargs)
 
 
-def _deep_copy(observer: Observer, f: Any, args: Any, kwargs: Any) -> Any:
+def _deep_copy(observer: Observer, f: Function, args: Args, kwargs: Kwargs) -> Any:
     """`copy.deepcopy` of lists, dicts and plain objects: everything in them is read, and the copies are the run's own."""
     if len(args) != 1 or kwargs:
         return _opaque(observer, f, args, kwargs)
@@ -989,7 +995,7 @@ def _deep_copy(observer: Observer, f: Any, args: Any, kwargs: Any) -> Any:
     return found
 
 
-def _note(observer: Observer, x: Any) -> None:
+def _note(observer: Observer, x: object) -> None:
     if is_a(x, (list, dict, set)):
         observer.elements(x)
     elif not observer.is_own(x):
@@ -1019,14 +1025,14 @@ def _all_of(observer: Observer, x: Any, seen: dict[int, Any], do: Callable[[Obse
         _all_of(observer, part, seen, do)
 
 
-def _checkpoint(observer: Observer, f: Any, args: Any, kwargs: Any) -> Any:
+def _checkpoint(observer: Observer, f: Function, args: Args, kwargs: Kwargs) -> Any:
     """An activation checkpoint: the function is followed now, and runs again in the backward pass."""
     observer.recomputes = True
     function, *rest = args
     return f(functools.partial(probes.call, function), *rest, **kwargs)
 
 
-def _op(observer: Observer, f: Any, args: Any, kwargs: Any) -> Any:
+def _op(observer: Observer, f: Any, args: Args, kwargs: Kwargs) -> Any:
     namespace = f._schema.name.split("::")[0] if is_a(f, torch._ops.OpOverload) else f._qualified_op_name.split("::")[0]
     if namespace not in ("aten", "prims", "torch_bridge", "nxd_jax", "xla"):
         return _opaque(observer, f, args, kwargs)
@@ -1036,19 +1042,19 @@ def _op(observer: Observer, f: Any, args: Any, kwargs: Any) -> Any:
     return f(*args, **kwargs)
 
 
-def _register_hook(observer: Observer, f: Any, args: Any, kwargs: Any) -> Any:
+def _register_hook(observer: Observer, f: Any, args: Args, kwargs: Kwargs) -> Any:
     hook = args[1] if len(args) > 1 else None
     if not _is_ours(getattr(hook, "__func__", hook)):  # those of activation checkpoints are part of what is recorded
         observer.refuse("it registers a hook on a tensor")
     return f(*args, **kwargs)
 
 
-def _backward_inside(observer: Observer, f: Any, args: Any, kwargs: Any) -> Any:
+def _backward_inside(observer: Observer, f: Function, args: Args, kwargs: Kwargs) -> Any:
     observer.refuse("it runs a backward pass inside, which sets .grad")
     return f(*args, **kwargs)
 
 
-def _gradients_inside(observer: Observer, f: Any, args: Any, kwargs: Any) -> Any:
+def _gradients_inside(observer: Observer, f: Function, args: Args, kwargs: Kwargs) -> Any:
     probes.check_arguments(observer, args, kwargs, "takes gradients of")
     return f(*args, **kwargs)
 
@@ -1151,7 +1157,7 @@ def _with_arguments(rule: Callable[..., Any], numbers: tuple[int, ...]) -> Calla
     """The rule for calls with so many arguments; what is wrong with others, the function says itself."""
     names = rule in (_partial, _mapped)
 
-    def checked(observer: Observer, f: Any, args: Any, kwargs: Any) -> Any:
+    def checked(observer: Observer, f: Function, args: Args, kwargs: Kwargs) -> Any:
         if len(args) not in numbers or (kwargs and not names):
             return _opaque(observer, f, args, kwargs)
         return rule(observer, f, args, kwargs)
@@ -1159,18 +1165,18 @@ def _with_arguments(rule: Callable[..., Any], numbers: tuple[int, ...]) -> Calla
     return checked
 
 
-def _isinstance_of_call(observer: Observer, f: Any, args: Any, kwargs: Any) -> Any:
+def _isinstance_of_call(observer: Observer, f: Function, args: Args, kwargs: Kwargs) -> Any:
     _type(observer, type, args, {})
     observer.lookup(type(args[0]), "__call__")
     return f(*args)
 
 
-def _object_of_iterables(observer: Observer, f: Any, args: Any, kwargs: Any) -> Any:
+def _object_of_iterables(observer: Observer, f: Function, args: Any, kwargs: Kwargs) -> Any:
     args = [a if unchanging(a) or f is itertools.repeat else probes.iterate(a) for a in args]
     return observer.own(f(*args, **kwargs))
 
 
-def _torch_value(observer: Observer, f: Any, args: Any, kwargs: Any) -> Any:
+def _torch_value(observer: Observer, f: Function, args: Args, kwargs: Kwargs) -> Any:
     probes.check_arguments(observer, args, kwargs, f"makes a {f.__name__} of")
     return f(*args, **kwargs)
 

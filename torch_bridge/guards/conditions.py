@@ -7,13 +7,18 @@ from __future__ import annotations
 
 import collections
 import sys
+import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, repeat
-from operator import attrgetter, call, contains, is_, itemgetter
-from typing import Any, NamedTuple
+from operator import attrgetter, call, contains, itemgetter
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch_bridge.guards.values import alike, shown, unchanging
+from torch_bridge.identity import same
+
+if TYPE_CHECKING:
+    import torch
 
 HEAP = 1 << 9
 """Of `__flags__` of classes that Python code made."""
@@ -32,7 +37,7 @@ class _Cell:
 
     __slots__ = ("cell",)
 
-    def __init__(self, cell: Any):
+    def __init__(self, cell: types.CellType):
         self.cell = cell
 
     def __call__(self) -> Any:
@@ -110,7 +115,7 @@ class Conditions:
         """A function keeps its code and its defaults."""
         self._functions.setdefault(id(f), f)
 
-    def cell(self, cell: Any) -> None:
+    def cell(self, cell: types.CellType) -> None:
         """A variable of an enclosing function keeps its value."""
         if id(cell) not in self._cells:
             reader = _Cell(cell)
@@ -132,11 +137,11 @@ class Conditions:
             self._asked.add(key)
             self._questions.append(Question(ask, args, known, label))
 
-    def tensor(self, t: Any) -> None:
+    def tensor(self, t: torch.Tensor) -> None:
         """A tensor goes on needing a gradient or not, and has no hooks."""
         self._tensors.setdefault(id(t), t)
 
-    def has_tensor(self, t: Any) -> bool:
+    def has_tensor(self, t: torch.Tensor) -> bool:
         """Whether it is one of the tensors that were read."""
         return id(t) in self._tensors
 
@@ -212,12 +217,12 @@ class Conditions:
     def _same_objects(self) -> bool:
         return (
             self._same_root()
-            and all(map(is_, map(type, self._with_class), self._class_of))
-            and all(map(is_, map(_MRO, self._ordered), self._mros))
-            and all(map(is_, map(_VARS, self._with_dict, repeat("__dict__")), self._dict_of))
-            and (all(map(is_, map(call, self._gets, self._names, repeat(MISSING)), self._found)) or self._alike_in_classes())
-            and all(all(map(is_, map(get, self._code_of), known)) for get, known in zip(_FUNCTION, self._codes, strict=True))
-            and all(map(is_, map(_NEEDS_GRAD, self._tensor_list), self._needs))
+            and same(map(type, self._with_class), self._class_of)
+            and same(map(_MRO, self._ordered), self._mros)
+            and same(map(_VARS, self._with_dict, repeat("__dict__")), self._dict_of)
+            and (same(map(call, self._gets, self._names, repeat(MISSING)), self._found) or self._alike_in_classes())
+            and all(same(map(get, self._code_of), known) for get, known in zip(_FUNCTION, self._codes, strict=True))
+            and same(map(_NEEDS_GRAD, self._tensor_list), self._needs)
             and not any(map(_HOOKS, self._tensor_list))
         )
 
@@ -234,7 +239,7 @@ class Conditions:
 
     def _same_entries(self) -> bool:
         try:
-            if all(map(is_, chain.from_iterable(map(call, self._getters, self._dicts)), self._values)):
+            if same(chain.from_iterable(map(call, self._getters, self._dicts)), self._values):
                 return not any(map(contains, self._absent_in, self._absent_keys))
         except KeyError:
             return False
@@ -307,11 +312,11 @@ class Conditions:
 _FUNCTION = (_CODE, _DEFAULTS, _KWDEFAULTS)
 
 
-def _shown(x: Any) -> str:
+def _shown(x: object) -> str:
     return "nothing" if x is MISSING else shown(x)
 
 
-def _still(now: Any, known: Any) -> bool:
+def _still(now: object, known: Any) -> bool:
     return now is known or alike(known, now)
 
 

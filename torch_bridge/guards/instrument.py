@@ -196,7 +196,7 @@ _LEFT_OUT = ("EXTENDED_ARG", "PUSH_NULL", "CACHE", "NOP")
 _CALLED_ALIKE = {"LOAD_METHOD": "LOAD_ATTR"}
 
 
-def _same_constant(a: Any, b: Any) -> bool:
+def _same_constant(a: object, b: object) -> bool:
     if isinstance(a, types.CodeType) and isinstance(b, types.CodeType):
         return _same(a, b)
     return type(a) is type(b) and repr(a) == repr(b)
@@ -209,7 +209,7 @@ def _imported(code: types.CodeType, space: dict[str, Any]) -> tuple[str, ...]:
     return tuple(name for name, x in found if isinstance(x, types.ModuleType) or getattr(x, "__module__", home) != home)
 
 
-def _compiled(node: Any, of: types.CodeType, imports: tuple[str, ...] = ()) -> types.CodeType:
+def _compiled(node: ast.FunctionDef | ast.AsyncFunctionDef, of: types.CodeType, imports: tuple[str, ...] = ()) -> types.CodeType:
     """The code of a function's node, compiled with the free variables that the original has. imports: globals that the module imports."""
     free = [PROBES_NAME, *of.co_freevars]
     inner = node
@@ -482,7 +482,7 @@ class _Router(ast.NodeTransformer):
         node.elts = [self.visit(e) if isinstance(e, ast.Starred) else self._use(e, "hashed") for e in node.elts]
         return self._probe("fresh", node, at=node)
 
-    def _own(self, node: Any) -> Any:
+    def _own(self, node: ast.AST) -> Any:
         return self._probe("fresh", self.generic_visit(node), at=node)  # type: ignore[arg-type]
 
     visit_ListComp = visit_SetComp = visit_DictComp = visit_GeneratorExp = _own
@@ -548,7 +548,7 @@ class _Router(ast.NodeTransformer):
         node.orelse = [new for s in getattr(node, "orelse", []) for new in self._statements(s)]
         return node
 
-    def _target(self, node: Any) -> Any:
+    def _target(self, node: ast.AST) -> Any:
         """A target of names, also in tuples."""
         for inner in ast.walk(node):
             if isinstance(inner, (ast.Attribute, ast.Subscript)):

@@ -48,7 +48,9 @@ class Observer:
     again in the backward pass (activation checkpoints).
     """
 
-    def __init__(self, caller: Any, given: Any = (), reads: Callable[[Any], None] | None = None, root: Any = None) -> None:
+    def __init__(
+        self, caller: Callable[..., Any], given: object = (), reads: Callable[[Any], None] | None = None, root: object = None
+    ) -> None:
         self.caller = caller
         self.reads = reads or _ignore
         self.conditions = Conditions(root)
@@ -108,7 +110,7 @@ class Observer:
         """The same for a change of something that was there before: a first call may make it, and later ones not."""
         self.refuse(reason, lasting=False)
 
-    def given_parameter(self, x: Any) -> bool:
+    def given_parameter(self, x: object) -> bool:
         """Whether it is a parameter among the arguments: while it is recorded, its place is taken by a tensor."""
         return is_a(x, torch.Tensor) and getattr(x, "_is_param", False) and id(x) in self._given_tensors
 
@@ -120,20 +122,20 @@ class Observer:
 
     # -- what is its own ------------------------------------------------------------------------------
 
-    def own(self, x: Any) -> Any:
+    def own(self, x: object) -> Any:
         """Something that the run made."""
         self._own[id(x)] = x
         return x
 
-    def is_own(self, x: Any) -> bool:
+    def is_own(self, x: object) -> bool:
         """Whether the run made it."""
         return id(x) in self._own
 
-    def is_given(self, x: Any) -> bool:
+    def is_given(self, x: object) -> bool:
         """Whether it is a list or dict among the arguments."""
         return id(x) in self._given
 
-    def follows(self, x: Any) -> bool:
+    def follows(self, x: object) -> bool:
         """Whether what is in an object follows from the rest: it is plain, the run's own, or an argument."""
         return unchanging(x) or is_a(x, torch.Tensor) or id(x) in self._own or id(x) in self._given
 
@@ -249,7 +251,7 @@ class Observer:
 
     # -- writing --------------------------------------------------------------------------------------
 
-    def writes(self, holder: Any, space: Any, key: Any, label: str) -> None:
+    def writes(self, holder: object, space: Any, key: object, label: str) -> None:
         """An entry of a dict (or a context variable) that was there before is about to change: it must be what it was in the end."""
         if not self.is_own(holder) and (id(space), key) not in self._written:
             before = _read(space, key)
@@ -257,12 +259,12 @@ class Observer:
                 self.conditions.entry(space, key, before, label)
             self._written[id(space), key] = space, key, before, label
 
-    def wrote(self, space: Any, key: Any) -> bool:
+    def wrote(self, space: Any, key: object) -> bool:
         """Whether the run has written there."""
         return (id(space), key) in self._written
 
 
-def _ignore(t: Any) -> None:
+def _ignore(t: torch.Tensor) -> None:
     """Nobody wants to know."""
 
 
@@ -271,7 +273,7 @@ def _others(x: dict[Any, Any], left_out: frozenset[Any]) -> tuple[Any, ...]:
     return tuple(part for key, value in dict.items(x) if key not in left_out for part in (key, value))
 
 
-def _read(space: Any, key: Any) -> Any:
+def _read(space: Any, key: object) -> Any:
     return dict.get(space, key, MISSING) if is_a(space, dict) else space.get(MISSING)
 
 
@@ -311,7 +313,7 @@ class Watchdog:
             sys.setprofile(self._hook)
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         self.stop()
 
     def stop(self) -> None:
@@ -335,7 +337,7 @@ class Watchdog:
             self._collecting = False
             sys.setprofile(self._hook)
 
-    def _event(self, frame: types.FrameType, event: str, arg: Any) -> None:
+    def _event(self, frame: types.FrameType, event: str, arg: object) -> None:
         if event != "call" or self._observer.reason:
             return
         code = frame.f_code

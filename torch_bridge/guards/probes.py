@@ -16,7 +16,7 @@ import sys
 import threading
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -107,7 +107,7 @@ _PLAINLY_KEPT = (
 """Modules with classes in C whose attributes are found as those of any object are."""
 
 
-def standard(observer: Observer, x: Any, name: str, raised: list[AttributeError], fall_back: bool = True) -> Any:
+def standard(observer: Observer, x: object, name: str, raised: list[AttributeError], fall_back: bool = True) -> Any:
     """`object.__getattribute__`, and `__getattr__` behind it."""
     kind = type(x)
     if name == "__class__" and observer.lookup(kind, name) is _CLASS:
@@ -132,11 +132,11 @@ _TUPLE_GETTER: Any = type(vars(collections.namedtuple("_TUPLE_GETTER", "a"))["a"
 _CLASS = vars(object)["__class__"]
 
 
-def _called(x: Any) -> str:
+def _called(x: object) -> str:
     return type(x).__name__
 
 
-def _dict_of(x: Any) -> dict[str, Any] | None:
+def _dict_of(x: object) -> dict[str, Any] | None:
     try:
         found = object.__getattribute__(x, "__dict__")
     except AttributeError:
@@ -144,7 +144,7 @@ def _dict_of(x: Any) -> dict[str, Any] | None:
     return found if is_a(found, dict) else None
 
 
-def _is_data_descriptor(raw: Any) -> bool:
+def _is_data_descriptor(raw: object) -> bool:
     return hasattr(type(raw), "__set__") or hasattr(type(raw), "__delete__")
 
 
@@ -198,7 +198,7 @@ def _slot(raw: Any, x: Any) -> Any:
         return MISSING
 
 
-def _by_getattr(observer: Observer, x: Any, name: str, raised: list[AttributeError]) -> Any:
+def _by_getattr(observer: Observer, x: object, name: str, raised: list[AttributeError]) -> Any:
     how = observer.lookup(type(x), "__getattr__")
     if how is MISSING:
         return MISSING
@@ -342,7 +342,7 @@ def _of_tensor(observer: Observer, x: torch.Tensor, name: str) -> Any:
     return getattr(x, name, MISSING) if value is MISSING else value
 
 
-def set_attribute(value: Any, x: Any, name: str) -> None:
+def set_attribute(value: object, x: object, name: str) -> None:
     """`x.name = value`."""
     observer = ACTIVE.observer
     if observer is None or observer.reason:
@@ -357,7 +357,7 @@ def set_attribute(value: Any, x: Any, name: str) -> None:
     return store(observer, x, name, lambda: setattr(x, name, value))
 
 
-def store(observer: Observer, x: Any, name: str, do: Callable[[], None]) -> None:
+def store(observer: Observer, x: object, name: str, do: Callable[[], None]) -> None:
     """Set or delete an attribute, and note what it was."""
     raw = observer.lookup(type(x), name)
     if name in ("__dict__", "__class__"):
@@ -381,7 +381,7 @@ def store(observer: Observer, x: Any, name: str, do: Callable[[], None]) -> None
     return do()
 
 
-def delete_attribute(x: Any, name: str) -> None:
+def delete_attribute(x: object, name: str) -> None:
     """`del x.name`."""
     observer = ACTIVE.observer
     if observer is None or observer.reason:
@@ -393,12 +393,12 @@ def delete_attribute(x: Any, name: str) -> None:
     return store(observer, x, name, lambda: delattr(x, name))
 
 
-def attribute_before(x: Any, name: str) -> tuple[Any, str, Any]:
+def attribute_before(x: object, name: str) -> tuple[Any, str, Any]:
     """The left of `x.name += value`, which is read before the right."""
     return x, name, attribute(x, name)
 
 
-def update_attribute(x: Any, name: str, before: Any, op: str, value: Any) -> None:
+def update_attribute(x: object, name: str, before: object, op: str, value: object) -> None:
     """`x.name += value` and the like."""
     set_attribute(update(before, op, value), x, name)
 
@@ -452,11 +452,11 @@ def item(x: Any, key: Any) -> Any:
 _DICT_GETITEMS = (dict.__getitem__, collections.OrderedDict.__getitem__, collections.defaultdict.__getitem__)
 
 
-def _key(key: Any) -> str:
+def _key(key: object) -> str:
     return repr(key)[:40] if unchanging(key) else f"a {type(key).__name__}"
 
 
-def make_slice(start: Any, stop: Any, step: Any) -> slice:
+def make_slice(start: object, stop: object, step: object) -> slice:
     """`start:stop:step`."""
     return slice(start, stop, step)
 
@@ -499,17 +499,17 @@ def delete_item(x: Any, key: Any) -> None:
     del x[key]
 
 
-def item_before(x: Any, key: Any) -> tuple[Any, Any, Any]:
+def item_before(x: object, key: object) -> tuple[Any, Any, Any]:
     """The left of `x[key] += value`, which is read before the right."""
     return x, key, item(x, key)
 
 
-def update_item(x: Any, key: Any, before: Any, op: str, value: Any) -> None:
+def update_item(x: object, key: object, before: object, op: str, value: object) -> None:
     """`x[key] += value` and the like."""
     set_item(update(before, op, value), x, key)
 
 
-def update(x: Any, op: str, value: Any) -> Any:
+def update(x: Any, op: str, value: object) -> Any:
     """The new value of a name in `x += value` and the like."""
     observer = ACTIVE.observer
     if observer is not None and not observer.reason:
@@ -552,18 +552,18 @@ _OPERATOR: dict[str, Callable[[Any, Any], Any]] = {
 # -- operators ----------------------------------------------------------------------------------------
 
 
-def operand(x: Any) -> Any:
+def operand(x: object) -> Any:
     """A value that an operator is applied to."""
     return _operand(x, "applies an operator to")
 
 
-def joined(x: Any) -> Any:
+def joined(x: object) -> Any:
     """What `+` and `*` give: of lists, a new one."""
     observer = ACTIVE.observer
     return observer.own(x) if observer is not None and type(x) is list else x
 
 
-def compared(x: Any) -> Any:
+def compared(x: object) -> Any:
     """A value that is compared."""
     observer = ACTIVE.observer
     if observer is not None and not observer.reason and _compares_by_identity(observer, x):
@@ -571,7 +571,7 @@ def compared(x: Any) -> Any:
     return _operand(x, "compares")
 
 
-def identified(x: Any) -> Any:
+def identified(x: object) -> Any:
     """A value whose identity is compared. Of those that may be exchanged for equal ones nothing may be concluded."""
     observer = ACTIVE.observer
     if observer is not None and not observer.reason and (type(x) in _EXCHANGED or (type(x) is torch.Tensor and x.device.type == "cpu")):
@@ -582,7 +582,7 @@ def identified(x: Any) -> Any:
 _EXCHANGED = (float, complex, tuple)
 
 
-def formatted(x: Any) -> Any:
+def formatted(x: object) -> Any:
     """A value in an f-string."""
     observer = ACTIVE.observer
     if observer is not None and not observer.reason and is_a(x, torch.Tensor):
@@ -610,7 +610,7 @@ def hashed(x: Any) -> Any:
 _HASHED_BY_IDENTITY = (torch.Tensor, types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType, torch.nn.Module)
 
 
-def _compares_by_identity(observer: Observer, x: Any) -> bool:
+def _compares_by_identity(observer: Observer, x: object) -> bool:
     return not is_a(x, torch.Tensor) and observer.lookup(type(x), "__eq__") is object.__eq__
 
 
@@ -651,7 +651,7 @@ _OPERATORS = (
 )
 
 
-def _in_python(observer: Observer, x: Any, names: tuple[str, ...]) -> bool:
+def _in_python(observer: Observer, x: object, names: tuple[str, ...]) -> bool:
     return any(is_a(observer.lookup(type(x), name), types.FunctionType) for name in names)
 
 
@@ -698,7 +698,7 @@ def truth(x: Any) -> bool:
     return True
 
 
-def condition(x: Any) -> Any:
+def condition(x: object) -> Any:
     """An operand of `and` or `or`."""
     observer = ACTIVE.observer
     if observer is not None and not observer.reason and not is_a(x, torch.Tensor):
@@ -709,7 +709,7 @@ def condition(x: Any) -> Any:
     return x
 
 
-def _is_asked_in_python(observer: Observer, x: Any) -> bool:
+def _is_asked_in_python(observer: Observer, x: object) -> bool:
     for name in ("__bool__", "__len__"):
         how = observer.lookup(type(x), name)
         if how is not MISSING:
@@ -753,10 +753,10 @@ def container(x: Any) -> Any:
 class _Contains:
     """Stands on the right of `in` for an object whose class says in Python what is in it."""
 
-    def __init__(self, how: Any, x: Any):
+    def __init__(self, how: Callable[[object, object], bool], x: Any):
         self._how, self._x = how, x
 
-    def __contains__(self, value: Any) -> bool:
+    def __contains__(self, value: object) -> bool:
         return bool(call(self._how, self._x, value))
 
 
@@ -821,7 +821,7 @@ def iterate(x: Any) -> Any:
     return x
 
 
-def merged(x: Any) -> Any:
+def merged(x: object) -> Any:
     """What `**` takes entries from."""
     observer = ACTIVE.observer
     if observer is None or observer.reason:
@@ -835,7 +835,7 @@ def merged(x: Any) -> Any:
     return {k: item(x, k) for k in iterate(call(keys))}
 
 
-def context(x: Any) -> Any:
+def context(x: object) -> Any:
     """What `with` enters."""
     observer = ACTIVE.observer
     if observer is not None and not observer.reason and not _known_context(observer, x):
@@ -857,7 +857,7 @@ _CONTEXTS = (
 )
 
 
-def _known_context(observer: Observer, x: Any) -> bool:
+def _known_context(observer: Observer, x: object) -> bool:
     """Whether entering and leaving it does nothing but what torch's settings say, or what routed code does."""
     kind = type(x)
     if kind is contextlib._GeneratorContextManager:
@@ -865,7 +865,7 @@ def _known_context(observer: Observer, x: Any) -> bool:
     return kind in _CONTEXTS or kind.__module__.startswith(("torch_bridge.", "nxd_jax."))
 
 
-def check_arguments(observer: Observer, args: Any, kwargs: dict[str, Any], doing: str) -> None:
+def check_arguments(observer: Observer, args: Iterable[Any], kwargs: dict[str, Any], doing: str) -> None:
     """Arguments of something in C: plain values, tensors, and containers of such; what is in them is noted."""
     for x in (*args, *kwargs.values()):
         _check_argument(observer, x, doing)
@@ -893,7 +893,7 @@ def _check_argument(observer: Observer, x: Any, doing: str) -> None:
 _PASSED = (torch.SymInt, torch.SymFloat, torch.SymBool, slice, torch.Generator, types.FunctionType, types.ModuleType)
 
 
-def fresh(x: Any) -> Any:
+def fresh(x: object) -> Any:
     """A list, dict, set or generator that the code has just made."""
     observer = ACTIVE.observer
     return x if observer is None else observer.own(x)
@@ -937,7 +937,7 @@ def imported_from(module: str, *names: str) -> None:
             imported(f"{module}.{name}")
 
 
-def call(f: Any, /, *args: Any, **kwargs: Any) -> Any:
+def call(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """`f(*args, **kwargs)`."""
     observer = ACTIVE.observer
     if observer is None or observer.reason:

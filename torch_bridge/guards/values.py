@@ -66,6 +66,6 @@ def same_contents(a: torch.Tensor, b: torch.Tensor) -> bool:
     return alike_outside and a.layout is b.layout is torch.strided and max(a.nbytes, b.nbytes) <= BYTES and bits(a) == bits(b)
 
 
-def shown(x: Any) -> str:
+def shown(x: object) -> str:
     """A value in a message."""
     return repr(x)[:60] if unchanging(x) else f"a {type(x).__name__}"

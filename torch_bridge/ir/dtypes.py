@@ -5,11 +5,16 @@ All functions here run under 64-bit JAX (`_compat.enable_x64`): torch's int64 an
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
+from jax.typing import ArrayLike, DTypeLike
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeIs
 
 _PAIRS = {
     torch.bool: jnp.bool_,
@@ -46,7 +51,7 @@ def to_jax(dtype: torch.dtype) -> np.dtype:
         ) from None
 
 
-def to_torch(dtype: Any) -> torch.dtype:
+def to_torch(dtype: DTypeLike) -> torch.dtype:
     """The torch dtype of a JAX or numpy dtype."""
     return _TO_TORCH[jnp.dtype(dtype)]
 
@@ -60,7 +65,7 @@ class Scalar:
 
     __slots__ = ("kind", "value")
 
-    def __init__(self, kind: type, value: Any):
+    def __init__(self, kind: type, value: jax.Array):
         self.kind = kind
         self.value = value
 
@@ -68,12 +73,15 @@ class Scalar:
         return f"Scalar({self.kind.__name__})"
 
 
-def is_number(x: Any) -> bool:
+SchemaScalar: TypeAlias = int | float | complex | Scalar
+
+
+def is_number(x: object) -> TypeIs[SchemaScalar]:
     """True for what torch's schema calls a Scalar: a Python number or a lifted `Scalar`."""
     return isinstance(x, (bool, int, float, complex, Scalar))
 
 
-def cast(x: Any, dtype: Any) -> Any:
+def cast(x: ArrayLike | Scalar, dtype: DTypeLike) -> jax.Array:
     """`x` (JAX array, Python number or `Scalar`) as a JAX array of a numpy dtype, converted as C does.
 
     Floats are truncated towards zero, integers wrap, and complex to real drops the imaginary part.
@@ -105,7 +113,7 @@ def _category(dtype: torch.dtype) -> int:
     return 2 if dtype.is_floating_point else 1
 
 
-def _number_dtype(x: Any) -> torch.dtype:
+def _number_dtype(x: SchemaScalar) -> torch.dtype:
     kind = x.kind if isinstance(x, Scalar) else type(x)
     if kind is bool:
         return torch.bool
@@ -117,7 +125,7 @@ def _number_dtype(x: Any) -> torch.dtype:
     return default
 
 
-def result_dtype(*operands: Any) -> torch.dtype:
+def result_dtype(*operands: jax.Array | SchemaScalar | None) -> torch.dtype:
     """torch's `result_type` over JAX arrays and Python numbers.
 
     Tensors with dims win over 0-d tensors, which win over numbers; a lower class only matters when its category
@@ -148,13 +156,13 @@ def result_dtype(*operands: Any) -> torch.dtype:
     return result
 
 
-def promote(*operands: Any) -> list[Any]:
+def promote(*operands: jax.Array | SchemaScalar | None) -> list[Any]:
     """The operands as JAX arrays of their common torch dtype (None stays None)."""
     dtype = to_jax(result_dtype(*operands))
     return [None if x is None else cast(x, dtype) for x in operands]
 
 
-def floating(*operands: Any) -> list[Any]:
+def floating(*operands: jax.Array | SchemaScalar | None) -> list[Any]:
     """Like `promote`, and integer or bool results become torch's default float dtype (`sqrt`, true division, ...)."""
     dtype = result_dtype(*operands)
     if _category(dtype) < 2:

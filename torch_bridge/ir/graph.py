@@ -7,7 +7,7 @@ row of random seed and offset for every random op). Each node's `meta` has `val`
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,13 +29,28 @@ def number(values: torch.Tensor, index: int, kind: str) -> Any:
     return KINDS[kind](values[index].item())
 
 
-class GraphBuilder:
-    """Builds the fx graph of a list of nodes. `used_leaves` lists the leaves the outputs depend on, in input order."""
+def results_of(graph: fx.Graph) -> Sequence[fx.Node]:
+    """The nodes of the results of a recorded graph."""
+    output = next(n for n in reversed(graph.nodes) if n.op == "output")
+    return output.args[0]
 
-    def __init__(self, nodes: Sequence[tuple[Any, ...]], sources: Sequence[Source], outs: Sequence[int]):
+
+class GraphBuilder:
+    """Builds the fx graph of a list of nodes, or of a part of it.
+
+    Attributes:
+        outs: ids of the values that the graph gives.
+        given: ids of values of nodes that are inputs of the graph: what computes them is no part of it.
+        inputs: ids of what the graph takes, in order: the leaves that its results depend on, then those of `given`.
+    """
+
+    def __init__(
+        self, nodes: Sequence[tuple[Any, ...]], sources: Sequence[Source], outs: Sequence[int], given: frozenset[int] = frozenset()
+    ):
         self.nodes = nodes
         self.sources = sources
         self.outs = outs
+        self.given = given
         self.first: list[int] = []
         at = 0
         for node in nodes:
@@ -46,36 +61,36 @@ class GraphBuilder:
             for k in range(node[0].n_outs):
                 self.producer[self.first[i] + k] = i
         self.live = self._live_nodes()
-        self.used_leaves = self._leaves()
+        self.inputs = self._inputs()
 
     def _live_nodes(self) -> list[bool]:
         live = [False] * len(self.nodes)
-        stack = [self.producer[v] for v in self.outs if v >= 0]
+        stack = [self.producer[v] for v in self.outs if v >= 0 and v not in self.given]
         while stack:
             i = stack.pop()
             if not live[i]:
                 live[i] = True
-                stack.extend(self.producer[v] for v in self.nodes[i][1:] if v >= 0)
+                stack.extend(self.producer[v] for v in self.nodes[i][1:] if v >= 0 and v not in self.given)
         return live
 
-    def _leaves(self) -> list[int]:
-        used = {v for i, node in enumerate(self.nodes) if self.live[i] for v in node[1:] if v < 0}
-        used |= {v for v in self.outs if v < 0}
-        return sorted(used, reverse=True)
+    def _inputs(self) -> list[int]:
+        read = {v for i, node in enumerate(self.nodes) if self.live[i] for v in node[1:]}.union(self.outs)
+        return [*sorted((v for v in read if v < 0), reverse=True), *sorted(v for v in read if v in self.given)]
 
     def build(
-        self, leaf_metas: dict[int, torch.Tensor], leaf_names: dict[int, str] | None = None, slots: dict[type, Any] | None = None
+        self, metas: dict[int, torch.Tensor], names: dict[int, str] | None = None, slots: Mapping[type, Any] | None = None
     ) -> fx.Graph:
         """The graph (wrap it with `fx.GraphModule(torch.nn.Module(), graph)`).
 
-        `leaf_metas` gives a meta tensor for each used leaf id, `leaf_names` their placeholder names,
-        `slots` which of the numbers share an input (`scalar_inputs.Slots` by kind; None: each has its own)."""
+        metas, names: a meta tensor for each of `inputs` by its id, and names for their placeholders ("arg0", ... where there is none).
+        slots: which of the numbers share an input (`scalar_inputs.Slots` by kind; None: each has its own).
+        """
         graph = fx.Graph()
         values: dict[int, fx.Node] = {}
-        for k, leaf in enumerate(self.used_leaves):
-            name = (leaf_names or {}).get(leaf, f"arg{k}")
-            values[leaf] = node = graph.placeholder(name)
-            node.meta["val"] = leaf_metas[leaf]
+        for k, vid in enumerate(self.inputs):
+            name = (names or {}).get(vid, f"arg{k}")
+            values[vid] = node = graph.placeholder(name)
+            node.meta["val"] = metas[vid]
         floats, ints, draws = (graph.placeholder(n) for n in ("floats", "ints", "draws"))
         counts = {float: 0, int: 0}
         shared: dict[tuple[type, int], fx.Node] = {}

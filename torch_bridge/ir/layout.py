@@ -8,6 +8,7 @@ the inverse chain, so every kind of view, and views of views, share one mechanis
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -279,3 +280,8 @@ def meta_of(layout: Layout) -> torch.Tensor:
     reach = layout.offset + 1 + sum((n - 1) * s for n, s in zip(layout.size, layout.stride, strict=True) if n)
     flat = torch.empty((reach,), dtype=layout.dtype, device="meta")
     return flat.as_strided(layout.size, layout.stride, layout.offset)
+
+
+def contiguous_meta(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """A contiguous meta tensor, as values of a graph lie."""
+    return meta_of(layout(tuple(shape), None, 0, dtype))

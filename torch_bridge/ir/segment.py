@@ -11,14 +11,14 @@ import copy
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from itertools import repeat
-from operator import attrgetter, is_
+from operator import attrgetter
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 
 from torch_bridge import source
 from torch_bridge.errors import DeadTensorError
+from torch_bridge.identity import all_are, any_is, same
 from torch_bridge.ir.layout import Layout, Step, contiguous_stride, layout, read_steps
 from torch_bridge.mesh import sharding
 
@@ -200,6 +200,20 @@ class Fill(NamedTuple):
     born: bool
 
 
+class Renumbering(NamedTuple):
+    """A rewrite of a segment.
+
+    nodes: what it has now, with the new ids. leaves: its arrays now. node_of, value_of, leaf_of: the new place of each node that is kept, and the new ids of
+    values and of leaves, by the old ones.
+    """
+
+    nodes: list[tuple[Any, ...]]
+    leaves: list[Any]
+    node_of: dict[int, int]
+    value_of: dict[int, int]
+    leaf_of: dict[int, int]
+
+
 class Owner(Protocol):
     """Who records a segment (`runtime.session.Session`)."""
 
@@ -210,11 +224,24 @@ class Owner(Protocol):
 class Segment:
     """Recorded ops that have not run yet. All methods expect the caller to hold `LOCK`.
 
-    `predicted` is a trace seen before that the nodes so far agree with: as long as they do, nothing needs to be looked up. `by_start` finds one from the
-    first node. `watch(storage, view, id)`, if there is one, is told of every read, with view None of every write, and with storage None when Python asks for a
-    value. `recording` is what records it, if something does (`tape`). `holders` says from which storage a leaf was adopted; `kept` holds arrays that no
-    program may overwrite. For a failed run: `saved` gives the leaves that storages held before, `overwritten` the arrays that nothing read (None: they were
-    constant). `owner` is the session that records it: another one that needs a value of it has it finished there.
+    Attributes:
+        nodes: the ops, as (entry, *input ids).
+        sources: where each was called, as far as no prediction says so.
+        numbers: lifted Python numbers, as (node, its numbers); draws: seeds of random ops, as (node, seed, offset).
+        next_vid: the id of the next value.
+        leaves: the arrays that nodes read; leaf_index: the id of each by its `id()`; scalars: `id()`s of those that a rank sees as numbers.
+        holders: from which storage a leaf was adopted last; sharers: which others it was adopted from.
+        kept: arrays that no program may overwrite.
+        writers: storages that were written, as often as they were.
+        saved: for a failed run: the leaves that storages held before; overwritten: the arrays that nothing had read (None: they were constant).
+        fills: constants that were read.
+        predicted: a trace seen before that the nodes so far agree with: as long as they do, nothing needs to be looked up.
+        by_start: finds such a trace from the first node.
+        watch: told of every read as (storage, view, id), with view None of every write, and with storage None when Python asks for a value.
+        recording: what records it, if something does (`replay.tape`).
+        capture: it records a module for `torch_bridge.capture`, and never runs.
+        owner: the session that records it: another one that needs a value of it has it finished there.
+        failure: why its run failed.
     """
 
     def __init__(self, capture: bool = False, by_start: dict[Any, Any] | None = None, owner: Owner | None = None):
@@ -236,6 +263,7 @@ class Segment:
         self.leaves: list[Any] = []
         self.leaf_index: dict[int, int] = {}
         self.holders: dict[int, weakref.ref[Storage]] = {}
+        self.sharers: list[weakref.ref[Storage]] = []
         self.kept: list[Any] = []
         self.scalars: set[int] = set()
         self.writers: list[weakref.ref[Storage]] = []
@@ -325,7 +353,7 @@ class Segment:
 
     def adopt(self, storage: Storage) -> int:
         """The id of a storage's current value, making its array a leaf if it has one."""
-        if storage.pending:
+        if storage.segment is not None and storage.vid >= 0:  # `pending`, without a call
             self._finish_other(storage)
         array = storage.held
         if array is None:
@@ -339,6 +367,8 @@ class Segment:
         if self.capture:
             array = storage.array
         vid = self.leaf(array)
+        if vid in self.holders:
+            self.sharers.append(self.holders[vid])
         self.holders[vid] = weakref.ref(storage)
         storage.views = None
         storage.vid = vid
@@ -394,11 +424,11 @@ class Segment:
 
     def read_all(self, storages: Sequence[Storage], views: Sequence[Layout]) -> list[int]:
         """`read` for each: an optimizer has hundreds, and mostly all of a list are arrays that this step meets for the first time, or none is."""
-        whole = self.watch is None and not self.capture and all(map(is_, views, map(_LAYOUT, storages)))
-        if whole and all(map(is_, map(_SEGMENT, storages), repeat(self))):
+        whole = self.watch is None and not self.capture and same(views, map(_LAYOUT, storages))
+        if whole and all_are(map(_SEGMENT, storages), self):
             return list(map(_VID, storages))
         arrays = list(map(_HELD, storages))
-        if not whole or any(map(is_, arrays, repeat(None))) or not all(map(is_, map(_SEGMENT, storages), repeat(None))):
+        if not whole or any_is(arrays, None) or not all_are(map(_SEGMENT, storages), None):
             return [self.read(storage, view) for storage, view in zip(storages, views, strict=True)]
         if sharding.active():
             for k, (storage, view) in enumerate(zip(storages, views, strict=True)):
@@ -424,9 +454,9 @@ class Segment:
         adopted = (
             self.watch is None
             and not self.capture
-            and all(map(is_, views, map(_LAYOUT, storages)))
-            and all(map(is_, map(_SEGMENT, storages), repeat(self)))
-            and all(map(is_, map(_FACTS, storages), repeat(None)))
+            and same(views, map(_LAYOUT, storages))
+            and all_are(map(_SEGMENT, storages), self)
+            and all_are(map(_FACTS, storages), None)
             and all(map(self.leaf_index.__contains__, map(id, map(_HELD, storages))))
         )
         if not adopted or max(map(_VID, storages), default=0) >= 0:
@@ -445,8 +475,9 @@ class Segment:
         """Make a value the storage's whole new content."""
         if self.watch is not None:
             self.watch(storage, None, vid)
-        if storage.segment is not self or storage.vid < 0:
-            if storage.pending:
+        other = storage.segment
+        if other is not self or storage.vid < 0:
+            if other is not None and other is not self and storage.vid >= 0:
                 self._finish_other(storage)
             self.writers.append(weakref.ref(storage))
             if storage.held is not None:
@@ -487,6 +518,23 @@ class Segment:
         for link in list(storage.facts.links):
             if link is not written:
                 link.follow(self, storage)
+
+    def renumber(self, new: Renumbering) -> None:
+        """Give nodes, leaves and values new ids, here and in the storages that wait for them or were adopted."""
+        node_of, leaf_of = new.node_of, new.leaf_of
+        self.sources = [s for i, s in enumerate(self.sources) if i in node_of]
+        self.numbers = [(node_of[i], values) for i, values in self.numbers if i in node_of]
+        self.draws = [(node_of[i], seed, offset) for i, seed, offset in self.draws]
+        holding = (ref() for ref in (*self.writers, *self.holders.values(), *self.sharers))
+        for storage in {id(s): s for s in holding if s is not None and s.segment is self}.values():
+            storage.vid = leaf_of[storage.vid] if storage.vid < 0 else new.value_of[storage.vid]
+            storage.views = None
+        self.saved = [(ref, leaf_of[leaf]) for ref, leaf in self.saved]
+        self.holders = {leaf_of[v]: ref for v, ref in self.holders.items()}
+        self.nodes, self.leaves = new.nodes, new.leaves
+        self.next_vid = sum(node[0].n_outs for node in new.nodes)
+        self.leaf_index = {id(array): -i - 1 for i, array in enumerate(new.leaves)}
+        self.predicted = None
 
     def results(self) -> dict[int, list[Storage]]:
         """Live storages by the pending id they wait for."""

@@ -3,9 +3,33 @@
 import importlib as _importlib
 import pkgutil as _pkgutil
 
-from torch_bridge.lowerings.registry import Lowering, is_collective, lookup, lowering, registered
+from torch_bridge.lowerings.registry import (
+    AxesRule,
+    Lowering,
+    Stacks,
+    batches,
+    is_cast,
+    is_collective,
+    is_view,
+    lookup,
+    lowering,
+    registered,
+    stacks_of,
+)
 
 for _module in _pkgutil.iter_modules(__path__):
     _importlib.import_module(f"{__name__}.{_module.name}")
 
-__all__ = ["Lowering", "is_collective", "lookup", "lowering", "registered"]
+__all__ = [
+    "AxesRule",
+    "Lowering",
+    "Stacks",
+    "batches",
+    "is_cast",
+    "is_collective",
+    "is_view",
+    "lookup",
+    "lowering",
+    "registered",
+    "stacks_of",
+]

@@ -11,22 +11,23 @@ import jax.numpy as jnp
 import numpy as np
 
 from torch_bridge.ir import dtypes
+from torch_bridge.lowerings.types import DType
 
 HALF = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 
 
-def wide_dtype(dtype: Any) -> np.dtype:
+def wide_dtype(dtype: DType) -> np.dtype:
     """The dtype that arithmetic on `dtype` runs in (torch's opmath type)."""
     dtype = jnp.dtype(dtype)
     return jnp.dtype(jnp.float32) if dtype in HALF else dtype
 
 
-def widen(x: Any) -> Any:
+def widen(x: jax.Array | None) -> Any:
     """An array in its opmath dtype; None stays None."""
     return None if x is None else x.astype(wide_dtype(x.dtype))
 
 
-def is_array(x: Any) -> bool:
+def is_array(x: object) -> bool:
     """True for a JAX array, as opposed to numbers, `Scalar`s, dtypes, strings and None."""
     return isinstance(x, (jax.Array, np.ndarray))
 

@@ -7,7 +7,6 @@ so that `jax.grad` gives the same: a branch that is not taken never sees a value
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +16,7 @@ from jax import lax
 from torch_bridge.ir import dtypes
 from torch_bridge.lowerings._opmath import pointwise
 from torch_bridge.lowerings.registry import lowering
+from torch_bridge.lowerings.types import Scalar
 
 aten = torch.ops.aten
 
@@ -25,7 +25,7 @@ _INV_SQRT_2PI = 1 / math.sqrt(2 * math.pi)
 _SQRT_2_OVER_PI = math.sqrt(2 / math.pi)
 
 
-def _as(number: Any, x: jax.Array) -> jax.Array:
+def _as(number: Scalar, x: jax.Array) -> jax.Array:
     """A schema Scalar in the dtype of `x`."""
     return dtypes.cast(number, x.dtype)
 
@@ -37,32 +37,32 @@ def relu(self: jax.Array) -> jax.Array:
 
 @lowering(aten.threshold.default)
 @pointwise
-def threshold(self: jax.Array, threshold: Any, value: Any) -> jax.Array:
+def threshold(self: jax.Array, threshold: Scalar, value: Scalar) -> jax.Array:
     return jnp.where(self <= _as(threshold, self), _as(value, self), self)
 
 
 @lowering(aten.threshold_backward.default)
 @pointwise
-def threshold_backward(grad_output: jax.Array, self: jax.Array, threshold: Any) -> jax.Array:
+def threshold_backward(grad_output: jax.Array, self: jax.Array, threshold: Scalar) -> jax.Array:
     return jnp.where(self <= _as(threshold, self), 0, grad_output)
 
 
 @lowering(aten.leaky_relu.default)
 @pointwise
-def leaky_relu(self: jax.Array, negative_slope: Any = 0.01) -> jax.Array:
+def leaky_relu(self: jax.Array, negative_slope: Scalar = 0.01) -> jax.Array:
     return jnp.where(self > 0, self, self * _as(negative_slope, self))
 
 
 @lowering(aten.leaky_relu_backward.default)
 @pointwise
-def leaky_relu_backward(grad_output: jax.Array, self: jax.Array, negative_slope: Any, self_is_result: bool) -> jax.Array:
+def leaky_relu_backward(grad_output: jax.Array, self: jax.Array, negative_slope: Scalar, self_is_result: bool) -> jax.Array:
     return jnp.where(self > 0, grad_output, grad_output * _as(negative_slope, self))
 
 
 @lowering(aten.rrelu_with_noise_backward.default, lift=False)
 @pointwise
 def rrelu_with_noise_backward(
-    grad_output: jax.Array, self: jax.Array, noise: jax.Array, lower: Any, upper: Any, training: bool, self_is_result: bool
+    grad_output: jax.Array, self: jax.Array, noise: jax.Array, lower: float, upper: float, training: bool, self_is_result: bool
 ) -> jax.Array:
     if training and upper - lower > 1e-6:
         return grad_output * noise
@@ -84,14 +84,14 @@ def prelu_backward(grad_output: jax.Array, self: jax.Array, weight: jax.Array) -
 
 @lowering(aten.hardtanh.default)
 @pointwise
-def hardtanh(self: jax.Array, min_val: Any = -1, max_val: Any = 1) -> jax.Array:
+def hardtanh(self: jax.Array, min_val: Scalar = -1, max_val: Scalar = 1) -> jax.Array:
     low, high = _as(min_val, self), _as(max_val, self)
     return jnp.where(self >= high, high, jnp.where(self <= low, low, self))
 
 
 @lowering(aten.hardtanh_backward.default)
 @pointwise
-def hardtanh_backward(grad_output: jax.Array, self: jax.Array, min_val: Any, max_val: Any) -> jax.Array:
+def hardtanh_backward(grad_output: jax.Array, self: jax.Array, min_val: Scalar, max_val: Scalar) -> jax.Array:
     return jnp.where((self <= _as(min_val, self)) | (self >= _as(max_val, self)), 0, grad_output)
 
 
@@ -122,35 +122,35 @@ def hardswish_backward(grad_output: jax.Array, self: jax.Array) -> jax.Array:
 
 @lowering(aten.hardshrink.default)
 @pointwise
-def hardshrink(self: jax.Array, lambd: Any = 0.5) -> jax.Array:
+def hardshrink(self: jax.Array, lambd: Scalar = 0.5) -> jax.Array:
     bound = _as(lambd, self)
     return jnp.where((self >= -bound) & (self <= bound), 0, self)
 
 
 @lowering(aten.hardshrink_backward.default, aten.softshrink_backward.default)
 @pointwise
-def shrink_backward(grad_output: jax.Array, self: jax.Array, lambd: Any) -> jax.Array:
+def shrink_backward(grad_output: jax.Array, self: jax.Array, lambd: Scalar) -> jax.Array:
     bound = _as(lambd, self)
     return jnp.where((self >= -bound) & (self <= bound), 0, grad_output)
 
 
 @lowering(aten.softshrink.default)
 @pointwise
-def softshrink(self: jax.Array, lambd: Any = 0.5) -> jax.Array:
+def softshrink(self: jax.Array, lambd: Scalar = 0.5) -> jax.Array:
     bound = _as(lambd, self)
     return jnp.where(self > bound, self - bound, jnp.where(self < -bound, self + bound, self * 0))
 
 
 @lowering(aten.elu.default)
 @pointwise
-def elu(self: jax.Array, alpha: Any = 1, scale: float | None = 1, input_scale: Any = 1) -> jax.Array:
+def elu(self: jax.Array, alpha: Scalar = 1, scale: Scalar = 1, input_scale: Scalar = 1) -> jax.Array:
     negative = jnp.where(self <= 0, self, 0)
     below = jnp.expm1(negative * _as(input_scale, self)) * (_as(alpha, self) * _as(scale, self))
     return jnp.where(self <= 0, below, self * _as(scale, self))
 
 
 @lowering(aten.celu.default)
-def celu(self: jax.Array, alpha: Any = 1.0) -> jax.Array:
+def celu(self: jax.Array, alpha: Scalar = 1.0) -> jax.Array:
     wide = dtypes.cast(alpha, jnp.float64)
     return elu(self, dtypes.Scalar(float, wide), 1, dtypes.Scalar(float, 1 / wide))
 
@@ -158,7 +158,7 @@ def celu(self: jax.Array, alpha: Any = 1.0) -> jax.Array:
 @lowering(aten.elu_backward.default)
 @pointwise
 def elu_backward(
-    grad_output: jax.Array, alpha: Any, scale: float | None, input_scale: Any, is_result: bool, self_or_result: Any
+    grad_output: jax.Array, alpha: Scalar, scale: Scalar, input_scale: Scalar, is_result: bool, self_or_result: jax.Array
 ) -> jax.Array:
     x = self_or_result
     poscoef, negiptcoef = _as(scale, x), _as(input_scale, x)
@@ -169,7 +169,7 @@ def elu_backward(
 
 @lowering(aten.softplus.default)
 @pointwise
-def softplus(self: jax.Array, beta: Any = 1, threshold: Any = 20) -> jax.Array:
+def softplus(self: jax.Array, beta: Scalar = 1, threshold: Scalar = 20) -> jax.Array:
     b = _as(beta, self)
     linear = self * b > _as(threshold, self)
     return jnp.where(linear, self, jnp.log1p(jnp.exp(jnp.where(linear, 0, self * b))) / b)
@@ -177,7 +177,7 @@ def softplus(self: jax.Array, beta: Any = 1, threshold: Any = 20) -> jax.Array:
 
 @lowering(aten.softplus_backward.default)
 @pointwise
-def softplus_backward(grad_output: jax.Array, self: jax.Array, beta: Any, threshold: Any) -> jax.Array:
+def softplus_backward(grad_output: jax.Array, self: jax.Array, beta: Scalar, threshold: Scalar) -> jax.Array:
     b = _as(beta, self)
     linear = self * b > _as(threshold, self)
     z = jnp.exp(jnp.where(linear, 0, self * b))
@@ -272,7 +272,7 @@ def log_sigmoid_forward(self: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 @lowering(aten.log_sigmoid_backward.default)
 @pointwise
-def log_sigmoid_backward(grad_output: jax.Array, self: jax.Array, buffer: Any) -> jax.Array:
+def log_sigmoid_backward(grad_output: jax.Array, self: jax.Array, buffer: jax.Array) -> jax.Array:
     """d/dx log(sigmoid(x)) = sigmoid(-x). The buffer, which some devices leave empty, is not needed."""
     return grad_output * lax.logistic(-self)
 

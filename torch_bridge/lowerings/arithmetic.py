@@ -14,15 +14,16 @@ from jax.custom_derivatives import SymbolicZero
 from torch_bridge.ir import dtypes
 from torch_bridge.lowerings.precision import common_dtype, convert, elementwise, is_complex, is_float, operand, opmath, round_to
 from torch_bridge.lowerings.registry import lowering
+from torch_bridge.lowerings.types import Array, Number, Operand, Scalar
 
 aten = torch.ops.aten
 
 
-def is_one(x: Any) -> bool:
+def is_one(x: object) -> bool:
     return isinstance(x, (bool, int, float)) and x == 1
 
 
-def _add_scaled(x: Any, y: Any, alpha: Any, sign: int) -> Any:
+def _add_scaled(x: Operand, y: Operand, alpha: Scalar, sign: int) -> Array:
     """x + sign * alpha * y; torch rounds numbers and alpha to the dtype of the result first, also for half precision."""
     dtype = common_dtype(x, y)
     a, b = operand(x, dtype), operand(y, dtype)
@@ -32,40 +33,40 @@ def _add_scaled(x: Any, y: Any, alpha: Any, sign: int) -> Any:
 
 
 @lowering(aten.add.Tensor, aten.add.Scalar)
-def add(self: Any, other: Any, alpha: Any = 1) -> Any:
+def add(self: Operand, other: Operand, alpha: Scalar = 1) -> Array:
     return _add_scaled(self, other, alpha, 1)
 
 
 @lowering(aten.sub.Tensor, aten.sub.Scalar)
-def sub(self: Any, other: Any, alpha: Any = 1) -> Any:
+def sub(self: Operand, other: Operand, alpha: Scalar = 1) -> Array:
     return _add_scaled(self, other, alpha, -1)
 
 
 @lowering(aten.rsub.Tensor, aten.rsub.Scalar)
-def rsub(self: Any, other: Any, alpha: Any = 1) -> Any:
+def rsub(self: Operand, other: Operand, alpha: Scalar = 1) -> Array:
     return _add_scaled(other, self, alpha, -1)
 
 
 @lowering(aten._add_relu.Tensor, aten._add_relu.Scalar)
-def add_relu(self: Any, other: Any, alpha: Any = 1) -> Any:
+def add_relu(self: Operand, other: Operand, alpha: Scalar = 1) -> Array:
     total = _add_scaled(self, other, alpha, 1)
     return jnp.where(total < 0, jnp.zeros_like(total), total)
 
 
 @lowering(aten.mul.Tensor, aten.mul.Scalar)
-def mul(self: Any, other: Any) -> Any:
+def mul(self: Operand, other: Operand) -> Array:
     dtype = common_dtype(self, other)
     return jnp.multiply(operand(self, dtype), operand(other, dtype, exact=True)).astype(dtype)
 
 
 @lowering(aten.div.Tensor, aten.div.Scalar)
-def div(self: Any, other: Any) -> Any:
+def div(self: Operand, other: Operand) -> Array:
     dtype = common_dtype(self, other, floating=True)
     return jnp.true_divide(operand(self, dtype), operand(other, dtype, exact=True)).astype(dtype)
 
 
 @lowering(aten.div.Tensor_mode, aten.div.Scalar_mode)
-def div_mode(self: Any, other: Any, rounding_mode: str | None = None) -> Any:
+def div_mode(self: Operand, other: Operand, rounding_mode: str | None = None) -> Array:
     if rounding_mode is None:
         return div(self, other)
     dtype = common_dtype(self, other)
@@ -80,11 +81,11 @@ def div_mode(self: Any, other: Any, rounding_mode: str | None = None) -> Any:
 
 
 @lowering(aten.floor_divide.default, aten.floor_divide.Scalar)
-def floor_divide(self: Any, other: Any) -> Any:
+def floor_divide(self: Operand, other: Operand) -> Array:
     return div_mode(self, other, rounding_mode="floor")
 
 
-def _floor_divide(a: Any, b: Any) -> Any:
+def _floor_divide(a: Array, b: Array) -> Array:
     """Python's floor division, with a / b where b is zero (floating point), as torch does."""
     if a.dtype == jnp.bool_:
         return a & b
@@ -102,8 +103,8 @@ def _floor_divide(a: Any, b: Any) -> Any:
 
 
 @lowering(aten.remainder.Tensor, aten.remainder.Scalar, aten.remainder.Scalar_Tensor)
-def remainder(self: Any, other: Any) -> Any:
-    def python_modulo(a: Any, b: Any) -> Any:
+def remainder(self: Operand, other: Operand) -> Array:
+    def python_modulo(a: Array, b: Array) -> Array:
         a, b = jnp.broadcast_arrays(a, b)
         rest = lax.rem(a, b)
         return jnp.where((rest != 0) & ((rest < 0) != (b < 0)), rest + b, rest)
@@ -112,19 +113,19 @@ def remainder(self: Any, other: Any) -> Any:
 
 
 @lowering(aten.fmod.Tensor, aten.fmod.Scalar)
-def fmod(self: Any, other: Any) -> Any:
+def fmod(self: Operand, other: Operand) -> Array:
     return elementwise(lambda a, b: lax.rem(*jnp.broadcast_arrays(a, b)), self, other)
 
 
 @lowering(aten.pow.Tensor_Scalar, lift=False)
-def pow_scalar(self: Any, exponent: Any) -> Any:
+def pow_scalar(self: Operand, exponent: Number) -> Array:
     """The exponents that torch writes out (and XLA does not always) become multiplications, square roots and quotients."""
     dtype = common_dtype(self, exponent)
     x = operand(self, dtype)
     if exponent == 0:
         return jnp.ones_like(x, dtype=dtype)
     if not is_float(x):
-        return lax.integer_pow(x, int(exponent))
+        return lax.integer_pow(x, int(exponent.real))
     if exponent == 0.5:
         result = jnp.sqrt(x)
     elif exponent == -0.5:
@@ -136,7 +137,7 @@ def pow_scalar(self: Any, exponent: Any) -> Any:
     return result.astype(dtype)
 
 
-def _small_power(x: Any, n: int, dtype: np.dtype) -> Any:
+def _small_power(x: Array, n: int, dtype: np.dtype) -> Array:
     """x ** n by multiplication, rounding between the steps for half dtypes as torch does."""
     power = x
     for _ in range(abs(n) - 1):
@@ -145,11 +146,11 @@ def _small_power(x: Any, n: int, dtype: np.dtype) -> Any:
 
 
 @jax.custom_jvp
-def _real_pow(x: Any, y: Any) -> Any:
+def _real_pow(x: Array, y: Array) -> Array:
     return lax.pow(x, y)
 
 
-def _real_pow_jvp(primals: Any, tangents: Any) -> Any:
+def _real_pow_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
     """torch's gradients: 0 for the base where the exponent is 0, and 0 for the exponent where the base is 0 (lax has NaN)."""
     x, y = primals
     power, tangent = lax.pow(x, y), jnp.zeros_like(x)
@@ -165,24 +166,24 @@ def _real_pow_jvp(primals: Any, tangents: Any) -> Any:
 _real_pow.defjvp(_real_pow_jvp, symbolic_zeros=True)
 
 
-def _float_pow(x: Any, y: Any) -> Any:
+def _float_pow(x: Array, y: Array) -> Array:
     x, y = jnp.broadcast_arrays(x, y)
     return lax.pow(x, y) if is_complex(x) else _real_pow(x, y)
 
 
 @lowering(aten.pow.Tensor_Tensor, aten.pow.Scalar)
-def pow_tensor(self: Any, exponent: Any) -> Any:
-    def power(x: Any, y: Any) -> Any:
+def pow_tensor(self: Operand, exponent: Operand) -> Array:
+    def power(x: Array, y: Array) -> Array:
         x, y = jnp.broadcast_arrays(x, y)
         return _float_pow(x, y) if is_float(x) else _integer_pow(x, y)
 
     return elementwise(power, self, exponent)
 
 
-def _integer_pow(x: Any, y: Any) -> Any:
+def _integer_pow(x: Array, y: Array) -> Array:
     """Wrapping integer power by squaring; a negative exponent gives 0 unless the base is 1 or -1, as in torch."""
 
-    def step(_: int, state: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
+    def step(_: int, state: tuple[Any, Any, Any]) -> tuple[Array, Array, Array]:
         result, base, left = state
         return jnp.where(left & 1 != 0, result * base, result), base * base, lax.shift_right_logical(left, jnp.ones_like(left))
 
@@ -196,12 +197,12 @@ def _integer_pow(x: Any, y: Any) -> Any:
 
 
 @lowering(aten.ldexp.Tensor)
-def ldexp(self: Any, other: Any) -> Any:
+def ldexp(self: Operand, other: Operand) -> Array:
     return mul(self, pow_tensor(2.0, other))
 
 
 @lowering(aten.addcmul.default)
-def addcmul(self: Any, tensor1: Any, tensor2: Any, value: Any = 1) -> Any:
+def addcmul(self: Array, tensor1: Array, tensor2: Array, value: Scalar = 1) -> Array:
     dtype = common_dtype(self, tensor1, tensor2)
     a, b, c = (operand(x, dtype) for x in (self, tensor1, tensor2))
     product = b * c if is_one(value) else convert(value, opmath(dtype)) * b * c
@@ -209,7 +210,7 @@ def addcmul(self: Any, tensor1: Any, tensor2: Any, value: Any = 1) -> Any:
 
 
 @lowering(aten.addcdiv.default)
-def addcdiv(self: Any, tensor1: Any, tensor2: Any, value: Any = 1) -> Any:
+def addcdiv(self: Array, tensor1: Array, tensor2: Array, value: Scalar = 1) -> Array:
     dtype = common_dtype(self, tensor1, tensor2)
     a, b, c = (operand(x, dtype) for x in (self, tensor1, tensor2))
     quotient = b / c if is_one(value) else convert(value, opmath(dtype)) * b / c
@@ -217,7 +218,7 @@ def addcdiv(self: Any, tensor1: Any, tensor2: Any, value: Any = 1) -> Any:
 
 
 @lowering(aten.lerp.Scalar, aten.lerp.Tensor)
-def lerp(self: Any, end: Any, weight: Any) -> Any:
+def lerp(self: Array, end: Operand, weight: Operand) -> Array:
     dtype = self.dtype if dtypes.is_number(weight) else common_dtype(self, end, weight)
     a, b = operand(self, dtype), operand(end, dtype)
     w = operand(weight, dtype, exact=True)

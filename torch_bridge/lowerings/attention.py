@@ -18,6 +18,7 @@ from torch_bridge.lowerings.dropout import keep_mask, keep_scale
 from torch_bridge.lowerings.kernels import cudnn_attention
 from torch_bridge.lowerings.matmul import dot
 from torch_bridge.lowerings.registry import lowering
+from torch_bridge.precision.precision_mode import PLAIN, Mode
 
 aten = torch.ops.aten
 
@@ -101,7 +102,7 @@ def _mask_as_4d(mask: jax.Array | None, lead: tuple[int, ...]) -> jax.Array | No
     return jnp.broadcast_to(mask, (*lead, *mask.shape[-2:])).reshape(-1, lead[-1], *mask.shape[-2:])
 
 
-@lowering(aten._scaled_dot_product_fused_attention_overrideable.default, rng=True)
+@lowering(aten._scaled_dot_product_fused_attention_overrideable.default, rng=True, mode=True)
 def fused_attention(
     query: jax.Array,
     key_: jax.Array,
@@ -113,10 +114,11 @@ def fused_attention(
     *,
     scale: float | None = None,
     key: jax.Array,
+    mode: Mode = PLAIN,
 ) -> tuple[Any, ...]:
     """The structure of torch's meta kernel: no cumulative lengths, lengths as ints, seed and offset 0-d int64, no debug mask."""
     seed = _pack_key(key) if dropout_p > 0 else jnp.zeros((), jnp.int64)
-    out, logsumexp = _run(query, key_, value, attn_bias, dropout_p, is_causal, scale, seed)
+    out, logsumexp = _run(query, key_, value, attn_bias, dropout_p, is_causal, scale, seed, mode)
     return out, logsumexp, None, None, query.shape[-2], key_.shape[-2], seed, jnp.zeros((), jnp.int64), None
 
 
@@ -129,13 +131,14 @@ def _run(
     is_causal: bool,
     scale: float | None,
     seed: jax.Array,
+    mode: Mode,
 ) -> tuple[jax.Array, jax.Array]:
     """`attention` for queries of 2 or more dims, by cuDNN where `cudnn_attention` chooses it."""
 
     def plain(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | None) -> tuple[jax.Array, jax.Array]:
         return _plain(q, k, v, mask, dropout_p, is_causal, scale, seed)
 
-    return cudnn_attention.forward_or(plain, q, k, v, mask, dropout_p, is_causal, _scale(q, scale))
+    return cudnn_attention.forward_or(plain, q, k, v, mask, dropout_p, is_causal, _scale(q, scale), mode)
 
 
 def _plain(
@@ -155,7 +158,7 @@ def _plain(
     return out.reshape(*q.shape[:-1], v.shape[-1]), logsumexp
 
 
-@lowering(aten._scaled_dot_product_fused_attention_overrideable_backward.default)
+@lowering(aten._scaled_dot_product_fused_attention_overrideable_backward.default, mode=True)
 def fused_attention_backward(
     grad_out: jax.Array,
     query: jax.Array,
@@ -165,8 +168,8 @@ def fused_attention_backward(
     grad_input_mask: list[bool],
     out: jax.Array,
     logsumexp: jax.Array,
-    cum_seq_q: Any,
-    cum_seq_k: Any,
+    cum_seq_q: jax.Array,
+    cum_seq_k: jax.Array,
     max_q: int,
     max_k: int,
     dropout_p: float,
@@ -175,6 +178,7 @@ def fused_attention_backward(
     philox_offset: jax.Array,
     *,
     scale: float | None = None,
+    mode: Mode = PLAIN,
 ) -> tuple[jax.Array | None, ...]:
     """cuDNN's backward pass where the forward was its own, else the VJP of the very same forward: inside one program XLA merges the two forwards."""
     floating = attn_bias is not None and jnp.issubdtype(attn_bias.dtype, jnp.floating)
@@ -187,11 +191,11 @@ def fused_attention_backward(
         return vjp(grad.astype(q.dtype))[: 4 if floating else 3]
 
     arrays = (grad_out, query, key, value, attn_bias, out, logsumexp)
-    grads = cudnn_attention.backward_or(plain, *arrays, dropout_p, is_causal, _scale(query, scale))
+    grads = cudnn_attention.backward_or(plain, *arrays, dropout_p, is_causal, _scale(query, scale), mode)
     return grads if floating else (*grads, None if attn_bias is None else jnp.zeros_like(attn_bias))
 
 
-@lowering(aten.scaled_dot_product_attention.default, rng=True)
+@lowering(aten.scaled_dot_product_attention.default, rng=True, mode=True)
 def scaled_dot_product_attention(
     query: jax.Array,
     key_: jax.Array,
@@ -203,9 +207,10 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
     key: jax.Array | None = None,
+    mode: Mode = PLAIN,
 ) -> jax.Array:
     """`F.scaled_dot_product_attention` as one op, for graphs that keep it whole."""
     seed = _pack_key(key) if dropout_p > 0 and key is not None else jnp.zeros((), jnp.int64)
     lead = jnp.broadcast_shapes(query.shape[:-3], key_.shape[:-3], value.shape[:-3])
     q, k, v = (jnp.broadcast_to(x, (*lead, *x.shape[-3:])) if x.ndim > 2 else x for x in (query, key_, value))
-    return _run(q, k, v, attn_mask, dropout_p, is_causal, scale, seed)[0]
+    return _run(q, k, v, attn_mask, dropout_p, is_causal, scale, seed, mode)[0]

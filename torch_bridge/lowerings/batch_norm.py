@@ -18,6 +18,7 @@ from jax import lax
 from torch_bridge.lowerings._opmath import wide_dtype, widen
 from torch_bridge.lowerings.normalization import mean_and_centred
 from torch_bridge.lowerings.registry import lowering
+from torch_bridge.lowerings.types import Array
 
 aten = torch.ops.aten
 OptArray = jax.Array | None
@@ -202,7 +203,7 @@ def native_batch_norm_backward(
 
 @lowering(aten.batch_norm_backward.default)
 def batch_norm_backward(
-    grad_out: Any,
+    grad_out: Array,
     input: jax.Array,
     weight: jax.Array | None,
     running_mean: jax.Array | None,
@@ -212,7 +213,7 @@ def batch_norm_backward(
     update: bool,
     eps: float,
     output_mask: Sequence[bool],
-    reserve: Any,
+    reserve: Array,
 ) -> tuple[Any, ...]:
     return native_batch_norm_backward(grad_out, input, weight, running_mean, running_var, save_mean, save_var, update, eps, output_mask)
 
@@ -252,7 +253,7 @@ def batch_norm_gather_stats_with_counts(
     running_var: jax.Array | None,
     momentum: float,
     eps: float,
-    counts: Any,
+    counts: Array,
 ) -> tuple[Any, ...]:
     _refuse_update("batch_norm_gather_stats_with_counts", True, running_mean)
     joint, var, _ = gathered_stats(widen(mean), widen(invstd), counts, eps)

@@ -21,13 +21,14 @@ import torch
 from jax import lax
 
 from torch_bridge.lowerings.registry import lowering
+from torch_bridge.lowerings.types import Array
 
 aten = torch.ops.aten
 
 Lengths = Any  # (N,) int array, concrete for the list overloads
 
 
-def _padded_targets(targets: Any, lengths: Lengths, width: int) -> Any:
+def _padded_targets(targets: Array, lengths: Lengths, width: int) -> Array:
     """Targets as (N, width); a flat tensor of concatenated targets is cut up by the lengths."""
     if targets.ndim == 2:
         return jnp.pad(targets, ((0, 0), (0, max(0, width - targets.shape[1]))))[:, :width]
@@ -36,13 +37,13 @@ def _padded_targets(targets: Any, lengths: Lengths, width: int) -> Any:
     return targets[jnp.clip(at, 0, max(0, targets.shape[0] - 1))] if targets.shape[0] else jnp.zeros((len(lengths), width), targets.dtype)
 
 
-def _labels(targets: Any, blank: int) -> Any:
+def _labels(targets: Array, blank: int) -> Array:
     """(N, S) -> (N, 2 S + 1): blanks around every label."""
     n, width = targets.shape
     return jnp.full((n, 2 * width + 1), blank, targets.dtype).at[:, 1::2].set(targets)
 
 
-def _alphas(log_probs: Any, labels: Any, input_lengths: Lengths) -> Any:
+def _alphas(log_probs: Array, labels: Array, input_lengths: Lengths) -> Array:
     """(N, T, 2 S + 1) log probabilities of all label prefixes by time; -inf beyond an input's length.
 
     A step may stay, come from the label before, or skip the blank between two different labels.
@@ -52,10 +53,10 @@ def _alphas(log_probs: Any, labels: Any, input_lengths: Lengths) -> Any:
     states = jnp.arange(labels.shape[1])
     skips = jnp.zeros(labels.shape, bool).at[:, 2:].set(labels[:, 2:] != labels[:, :-2])
 
-    def shifted(x: Any, by: int) -> Any:
+    def shifted(x: Array, by: int) -> Array:
         return jnp.pad(x, ((0, 0), (by, 0)), constant_values=-jnp.inf)[:, : x.shape[1]]
 
-    def step(alpha: Any, at: tuple[Any, Any]) -> tuple[Any, Any]:
+    def step(alpha: Array, at: tuple[Array, Array]) -> tuple[Array, Array]:
         t, emission = at
         arrive = jnp.logaddexp(jnp.logaddexp(alpha, shifted(alpha, 1)), jnp.where(skips, shifted(alpha, 2), -jnp.inf))
         arrive = jnp.where(t == 0, jnp.where(states < 2, 0.0, -jnp.inf), arrive)
@@ -66,7 +67,7 @@ def _alphas(log_probs: Any, labels: Any, input_lengths: Lengths) -> Any:
     return jnp.moveaxis(lax.scan(step, start, (jnp.arange(steps), emitted))[1], 0, 1)
 
 
-def _nll(alphas: Any, input_lengths: Lengths, target_lengths: Lengths) -> Any:
+def _nll(alphas: Array, input_lengths: Lengths, target_lengths: Lengths) -> Array:
     """(N,) minus log of the last alpha at the last label or the blank behind it."""
     n, steps, _ = alphas.shape
     if steps == 0:
@@ -79,7 +80,7 @@ def _nll(alphas: Any, input_lengths: Lengths, target_lengths: Lengths) -> Any:
     return jnp.where(input_lengths == 0, empty, -jnp.logaddexp(blank, label)).astype(alphas.dtype)
 
 
-def _reversed_by_length(x: Any, lengths: Lengths, axis: int) -> Any:
+def _reversed_by_length(x: Array, lengths: Lengths, axis: int) -> Array:
     """Each row's first `length` entries along `axis` back to front; the rest stays."""
     at = jnp.arange(x.shape[axis])
     back = jnp.where(at < lengths[:, None], lengths[:, None] - 1 - at, at)
@@ -89,15 +90,15 @@ def _reversed_by_length(x: Any, lengths: Lengths, axis: int) -> Any:
 
 
 def _gradient(
-    grad: Any,
-    log_probs: Any,
-    labels: Any,
-    nll: Any,
-    alphas: Any,
+    grad: Array,
+    log_probs: Array,
+    labels: Array,
+    nll: Array,
+    alphas: Array,
     input_lengths: Lengths,
     target_lengths: Lengths,
     zero_infinity: bool,
-) -> Any:
+) -> Array:
     """torch's gradient; beta is alpha of the time-reversed input with the reversed labels."""
     states = 2 * target_lengths + 1
     back_probs = jnp.moveaxis(_reversed_by_length(jnp.moveaxis(log_probs, 1, 0), input_lengths, 1), 0, 1)
@@ -125,12 +126,14 @@ def _gradient(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _loss(log_probs: Any, labels: Any, input_lengths: Lengths, target_lengths: Lengths, zero_infinity: bool) -> tuple[Any, Any]:
+def _loss(log_probs: Array, labels: Array, input_lengths: Lengths, target_lengths: Lengths, zero_infinity: bool) -> tuple[Array, Array]:
     alphas = _alphas(log_probs, labels, input_lengths)
     return _nll(alphas, input_lengths, target_lengths), alphas
 
 
-def _loss_forward(log_probs: Any, labels: Any, input_lengths: Lengths, target_lengths: Lengths, zero_infinity: bool) -> tuple[Any, Any]:
+def _loss_forward(
+    log_probs: Array, labels: Array, input_lengths: Lengths, target_lengths: Lengths, zero_infinity: bool
+) -> tuple[tuple[Array, Array], tuple[Array, ...]]:
     out = _loss(log_probs, labels, input_lengths, target_lengths, zero_infinity)
     return out, (log_probs, labels, *out, input_lengths, target_lengths)
 
@@ -144,7 +147,7 @@ def _loss_backward(zero_infinity: bool, saved: Sequence[Any], grads: Sequence[An
 _loss.defvjp(_loss_forward, _loss_backward)
 
 
-def _prepare(targets: Any, input_lengths: Any, target_lengths: Any, blank: int) -> tuple[Any, Any, Any]:
+def _prepare(targets: Array, input_lengths: Any, target_lengths: Any, blank: int) -> tuple[Array, Array, Array]:
     """Labels and both lengths as int64 arrays, for lists (exact width) and tensors (greatest possible width)."""
     if hasattr(target_lengths, "shape"):
         width = targets.shape[-1]
@@ -156,13 +159,13 @@ def _prepare(targets: Any, input_lengths: Any, target_lengths: Any, blank: int) 
 
 @lowering(aten._ctc_loss.default, aten._ctc_loss.Tensor)
 def _ctc_loss(
-    log_probs: Any,
-    targets: Any,
-    input_lengths: Sequence[int] | Any,
-    target_lengths: Sequence[int] | Any,
+    log_probs: Array,
+    targets: Array,
+    input_lengths: Array | Sequence[int],
+    target_lengths: Array | Sequence[int],
     blank: int = 0,
     zero_infinity: bool = False,
-) -> tuple[Any, Any]:
+) -> tuple[Array, Array]:
     """(T, N, C) -> negative log likelihoods (N,) and alphas. `zero_infinity` acts on the gradient only, as in torch."""
     nll, alphas = _loss(log_probs, *_prepare(targets, input_lengths, target_lengths, blank), zero_infinity)
     return nll, lax.stop_gradient(alphas)
@@ -170,15 +173,15 @@ def _ctc_loss(
 
 @lowering(aten._ctc_loss_backward.default, aten._ctc_loss_backward.Tensor)
 def _ctc_loss_backward(
-    grad: Any,
-    log_probs: Any,
-    targets: Any,
-    input_lengths: Sequence[int] | Any,
-    target_lengths: Sequence[int] | Any,
-    neg_log_likelihood: Any,
-    log_alpha: Any,
+    grad: Array,
+    log_probs: Array,
+    targets: Array,
+    input_lengths: Array | Sequence[int],
+    target_lengths: Array | Sequence[int],
+    neg_log_likelihood: Array,
+    log_alpha: Array,
     blank: int,
     zero_infinity: bool = False,
-) -> Any:
+) -> Array:
     labels, input_lengths, target_lengths = _prepare(targets, input_lengths, target_lengths, blank)
     return _gradient(grad, log_probs, labels, neg_log_likelihood, log_alpha, input_lengths, target_lengths, zero_infinity)

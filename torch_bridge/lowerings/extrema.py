@@ -16,48 +16,55 @@ from jax import lax
 from torch_bridge.lowerings.precision import is_float
 from torch_bridge.lowerings.reductions import axes
 from torch_bridge.lowerings.registry import lowering
+from torch_bridge.lowerings.types import Array, Dims
 
 aten = torch.ops.aten
 
 
-def take(x: Any, index: Any, dim: int, keepdim: bool) -> Any:
+def take(x: Array, index: Array, dim: int, keepdim: bool) -> Array:
     """x at `index` (with dim kept) along dim."""
     values = jnp.take_along_axis(x, index, axis=dim, mode="promise_in_bounds")
     return values if keepdim else jnp.squeeze(values, dim)
 
 
-def select(x: Any, index: Any, dim: int, keepdim: bool) -> tuple[Any, Any]:
+def select(x: Array, index: Array, dim: int, keepdim: bool) -> tuple[Array, Array]:
     """(values, indices) of a reduction of dim, from indices that still have dim."""
     return take(x, index, dim, keepdim), index if keepdim else jnp.squeeze(index, dim)
 
 
-def _scalar_pair(x: Any) -> tuple[Any, Any]:
+def _scalar_pair(x: Array) -> tuple[Array, Array]:
     return x, jnp.zeros((), jnp.int64)
 
 
-def _arg(fn: Callable[..., Any], x: Any, dim: int) -> Any:
+def _arg(fn: Callable[..., Any], x: Array, dim: int) -> Array:
     """First index of the extremum, int64, dim kept; bools as integers."""
     x = x.astype(jnp.uint8) if x.dtype == jnp.bool_ else x
     return lax.expand_dims(fn(lax.stop_gradient(x), dim, jnp.int64), (dim,))
 
 
-def _register_extremum(op: Any, amop: Any, argop: Any, reduce: Callable[..., Any], arg: Callable[..., Any]) -> None:
+def _register_extremum(
+    op: torch._ops.OpOverloadPacket,
+    amop: torch._ops.OpOverloadPacket,
+    argop: torch._ops.OpOverloadPacket,
+    reduce: Callable[..., Any],
+    arg: Callable[..., Any],
+) -> None:
     @lowering(amop.default)
-    def along(self: Any, dim: Any = (), keepdim: bool = False) -> Any:
+    def along(self: Array, dim: Dims = (), keepdim: bool = False) -> Array:
         return reduce(self, axis=axes(dim, self.ndim), keepdims=keepdim)
 
     @lowering(op.default)
-    def whole(self: Any) -> Any:
+    def whole(self: Array) -> Array:
         return reduce(self)
 
     @lowering(op.dim)
-    def with_index(self: Any, dim: int, keepdim: bool = False) -> tuple[Any, Any]:
+    def with_index(self: Array, dim: int, keepdim: bool = False) -> tuple[Array, Array]:
         if self.ndim == 0:
             return _scalar_pair(self)
         return select(self, _arg(arg, self, dim % self.ndim), dim % self.ndim, keepdim)
 
     @lowering(argop.default)
-    def index(self: Any, dim: int | None = None, keepdim: bool = False) -> Any:
+    def index(self: Array, dim: int | None = None, keepdim: bool = False) -> Array:
         if self.ndim == 0:
             return jnp.zeros((), jnp.int64)
         if dim is None:
@@ -72,23 +79,23 @@ _register_extremum(aten.min, aten.amin, aten.argmin, jnp.min, lax.argmin)
 
 
 @lowering(aten.aminmax.default, aten._aminmax.default, aten._aminmax.dim)
-def aminmax(self: Any, dim: int | None = None, keepdim: bool = False) -> tuple[Any, Any]:
+def aminmax(self: Array, dim: int | None = None, keepdim: bool = False) -> tuple[Array, Array]:
     reduced = axes(dim, self.ndim)
     return jnp.min(self, axis=reduced, keepdims=keepdim), jnp.max(self, axis=reduced, keepdims=keepdim)
 
 
-def _stable_order(x: Any, dim: int) -> tuple[Any, Any]:
+def _stable_order(x: Array, dim: int) -> tuple[Array, Array]:
     """x sorted along dim (NaN last) and where each value was."""
     position = lax.broadcasted_iota(jnp.int64, x.shape, dim)
     values, order = lax.sort((lax.stop_gradient(x), position), dimension=dim, is_stable=True, num_keys=1)
     return values, order
 
 
-def _is_nan(x: Any) -> Any:
+def _is_nan(x: Array) -> Array:
     return x != x if is_float(x) else jnp.zeros(x.shape, jnp.bool_)
 
 
-def _median_index(x: Any, dim: int, ignore_nan: bool) -> Any:
+def _median_index(x: Array, dim: int, ignore_nan: bool) -> Array:
     """Index (dim kept) of the lower median; without `ignore_nan` the first NaN wins."""
     nan = _is_nan(x)
     nan_count = jnp.sum(nan, axis=dim, keepdims=True, dtype=jnp.int64)
@@ -99,16 +106,16 @@ def _median_index(x: Any, dim: int, ignore_nan: bool) -> Any:
     return jnp.take_along_axis(_stable_order(x, dim)[1], middle, axis=dim, mode="promise_in_bounds")
 
 
-def _register_median(op: Any, ignore_nan: bool) -> None:
+def _register_median(op: torch._ops.OpOverloadPacket, ignore_nan: bool) -> None:
     @lowering(op.default)
-    def whole(self: Any) -> Any:
+    def whole(self: Array) -> Array:
         flat = self.reshape(-1)
         if flat.shape[0] == 0:
             return jnp.full((), jnp.nan, self.dtype) if is_float(self) else jnp.full((), jnp.iinfo(self.dtype).min, self.dtype)
         return take(flat, _median_index(flat, 0, ignore_nan), 0, keepdim=False)
 
     @lowering(op.dim)
-    def along(self: Any, dim: int, keepdim: bool = False) -> tuple[Any, Any]:
+    def along(self: Array, dim: int, keepdim: bool = False) -> tuple[Array, Array]:
         if self.ndim == 0:
             return _scalar_pair(self)
         return select(self, _median_index(self, dim % self.ndim, ignore_nan), dim % self.ndim, keepdim)
@@ -119,7 +126,7 @@ _register_median(aten.nanmedian, ignore_nan=True)
 
 
 @lowering(aten.kthvalue.default)
-def kthvalue(self: Any, k: int, dim: int = -1, keepdim: bool = False) -> tuple[Any, Any]:
+def kthvalue(self: Array, k: int, dim: int = -1, keepdim: bool = False) -> tuple[Array, Array]:
     if self.ndim == 0:
         return _scalar_pair(self)
     dim = dim % self.ndim
@@ -128,7 +135,7 @@ def kthvalue(self: Any, k: int, dim: int = -1, keepdim: bool = False) -> tuple[A
 
 
 @lowering(aten.mode.default)
-def mode(self: Any, dim: int = -1, keepdim: bool = False) -> tuple[Any, Any]:
+def mode(self: Array, dim: int = -1, keepdim: bool = False) -> tuple[Array, Array]:
     """The smallest of the most frequent values, at its last position.
 
     NaNs count as different values and as the largest; torch's own answer for a row with NaN depends on their order.

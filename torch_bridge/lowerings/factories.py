@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
@@ -17,9 +15,9 @@ from jax import lax
 
 from torch_bridge.ir import dtypes
 from torch_bridge.lowerings.registry import lowering
+from torch_bridge.lowerings.types import Array, Operand, Scalar
 
 aten = torch.ops.aten
-Array = jax.Array
 
 
 def _default(dtype: torch.dtype | None) -> np.dtype:
@@ -27,17 +25,17 @@ def _default(dtype: torch.dtype | None) -> np.dtype:
 
 
 @lowering(aten.arange.default, lift=False)
-def arange(end: Any, dtype: torch.dtype | None = None) -> Array:
+def arange(end: float, dtype: torch.dtype | None = None) -> Array:
     return arange_start_step(0, end, 1, dtype=dtype)
 
 
 @lowering(aten.arange.start, lift=False)
-def arange_start(start: Any, end: Any, dtype: torch.dtype | None = None) -> Array:
+def arange_start(start: float, end: float, dtype: torch.dtype | None = None) -> Array:
     return arange_start_step(start, end, 1, dtype=dtype)
 
 
 @lowering(aten.arange.start_step, lift=False)
-def arange_start_step(start: Any, end: Any, step: Any = 1, dtype: torch.dtype | None = None) -> Array:
+def arange_start_step(start: float, end: float, step: float = 1, dtype: torch.dtype | None = None) -> Array:
     """int64 if all numbers are ints, else the default float; the length is exact for int64 and computed in float64 else."""
     if dtype is None:
         dtype = torch.get_default_dtype() if any(isinstance(v, float) for v in (start, end, step)) else torch.int64
@@ -50,18 +48,18 @@ def arange_start_step(start: Any, end: Any, step: Any = 1, dtype: torch.dtype | 
 
 
 @lowering(aten.range.step, lift=False)
-def range_step(start: Any, end: Any, step: Any = 1, dtype: torch.dtype | None = None) -> Array:
+def range_step(start: float, end: float, step: float = 1, dtype: torch.dtype | None = None) -> Array:
     """The deprecated `torch.range`: its end is included and its default dtype is the float one."""
     size = math.floor((float(end) - float(start)) / float(step)) + 1
     return _ramp(start, step, size, dtype or torch.get_default_dtype())
 
 
 @lowering(aten.range.default, lift=False)
-def range_default(start: Any, end: Any, dtype: torch.dtype | None = None) -> Array:
+def range_default(start: float, end: float, dtype: torch.dtype | None = None) -> Array:
     return range_step(start, end, 1, dtype)
 
 
-def _ramp(start: Any, step: Any, size: int, dtype: torch.dtype) -> Array:
+def _ramp(start: float, step: float, size: int, dtype: torch.dtype) -> Array:
     """start + i * step, computed as torch does: in float64 for floats, in int64 (truncating both numbers) for integers."""
     if dtype.is_floating_point:
         ramp = lax.iota(jnp.float64, size) * float(step) + float(start)
@@ -71,14 +69,14 @@ def _ramp(start: Any, step: Any, size: int, dtype: torch.dtype) -> Array:
 
 
 @lowering(aten.full.default)
-def full(size: Sequence[int], fill_value: Any, dtype: torch.dtype | None = None) -> Array:
+def full(size: Sequence[int], fill_value: Scalar, dtype: torch.dtype | None = None) -> Array:
     """Without a dtype the number's own: bool, int64, the default float or complex."""
     target = dtypes.to_jax(dtype or dtypes.result_dtype(fill_value))
     return jnp.full(tuple(size), dtypes.cast(fill_value, target))
 
 
 @lowering(aten.scalar_tensor.default)
-def scalar_tensor(s: Any, dtype: torch.dtype | None = None) -> Array:
+def scalar_tensor(s: Scalar, dtype: torch.dtype | None = None) -> Array:
     return dtypes.cast(s, _default(dtype))
 
 
@@ -122,7 +120,7 @@ def triu_indices(row: int, col: int, offset: int = 0, dtype: torch.dtype | None 
     return jnp.asarray(np.stack(np.triu_indices(row, offset, col)).astype(dtypes.to_jax(dtype or torch.int64)))
 
 
-def _line(start: Any, end: Any, steps: int, dtype: np.dtype) -> Array:
+def _line(start: Operand, end: Operand, steps: int, dtype: np.dtype) -> Array:
     """`linspace` in the precision torch steps in: float64 for integers, float32 inside for the 16-bit types."""
     if jnp.issubdtype(dtype, jnp.integer):
         work, start, end = jnp.float64, dtypes.cast(start, dtype), dtypes.cast(end, dtype)
@@ -137,7 +135,7 @@ def _line(start: Any, end: Any, steps: int, dtype: np.dtype) -> Array:
     return jnp.where(i < steps // 2, ahead, behind)
 
 
-def _line_dtype(start: Any, end: Any, dtype: torch.dtype | None) -> np.dtype:
+def _line_dtype(start: Operand, end: Operand, dtype: torch.dtype | None) -> np.dtype:
     if dtype is None:
         kinds = [dtypes.result_dtype(v) for v in (start, end)]
         default = torch.get_default_dtype()
@@ -146,13 +144,13 @@ def _line_dtype(start: Any, end: Any, dtype: torch.dtype | None) -> np.dtype:
 
 
 @lowering(aten.linspace.default, aten.linspace.Tensor_Tensor, aten.linspace.Tensor_Scalar, aten.linspace.Scalar_Tensor)
-def linspace(start: Any, end: Any, steps: int, dtype: torch.dtype | None = None) -> Array:
+def linspace(start: Operand, end: Operand, steps: int, dtype: torch.dtype | None = None) -> Array:
     target = _line_dtype(start, end, dtype)
     return _line(start, end, steps, target).astype(target)
 
 
 @lowering(aten.logspace.default, aten.logspace.Tensor_Tensor, aten.logspace.Tensor_Scalar, aten.logspace.Scalar_Tensor)
-def logspace(start: Any, end: Any, steps: int, base: float = 10.0, dtype: torch.dtype | None = None) -> Array:
+def logspace(start: Operand, end: Operand, steps: int, base: float = 10.0, dtype: torch.dtype | None = None) -> Array:
     """Powers are taken in double precision, as torch's CPU kernel does."""
     target = _line_dtype(start, end, dtype)
     line = _line(start, end, steps, target)

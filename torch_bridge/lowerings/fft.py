@@ -8,29 +8,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax.numpy as jnp
 import torch
 
 from torch_bridge.lowerings.registry import lowering
+from torch_bridge.lowerings.types import Array
 
 aten = torch.ops.aten
 
 _MOST_DIMS = 3
 
 
-def _scaled(x: Any, points: int, normalization: int) -> Any:
+def _scaled(x: Array, points: int, normalization: int) -> Array:
     if normalization == 0 or points == 0:
         return x
     return x * (1 / math.sqrt(points) if normalization == 1 else 1 / points)
 
 
-def _points(x: Any, dims: Sequence[int]) -> int:
+def _points(x: Array, dims: Sequence[int]) -> int:
     return math.prod(x.shape[d] for d in dims)
 
 
-def _c2c(x: Any, dims: Sequence[int], forward: bool) -> Any:
+def _c2c(x: Array, dims: Sequence[int], forward: bool) -> Array:
     """Complex transform over `dims` without any scaling."""
     for start in range(0, len(dims), _MOST_DIMS):
         some = tuple(dims[start : start + _MOST_DIMS])
@@ -39,12 +39,12 @@ def _c2c(x: Any, dims: Sequence[int], forward: bool) -> Any:
 
 
 @lowering(aten._fft_c2c.default)
-def _fft_c2c(self: Any, dim: Sequence[int], normalization: int, forward: bool) -> Any:
+def _fft_c2c(self: Array, dim: Sequence[int], normalization: int, forward: bool) -> Array:
     return _scaled(_c2c(self, dim, forward), _points(self, dim), normalization)
 
 
 @lowering(aten._fft_r2c.default)
-def _fft_r2c(self: Any, dim: Sequence[int], normalization: int, onesided: bool) -> Any:
+def _fft_r2c(self: Array, dim: Sequence[int], normalization: int, onesided: bool) -> Array:
     """The last of `dim` is the one that `onesided` cuts to n // 2 + 1."""
     if not dim:
         return self.astype(jnp.promote_types(self.dtype, jnp.complex64))
@@ -56,7 +56,7 @@ def _fft_r2c(self: Any, dim: Sequence[int], normalization: int, onesided: bool) 
 
 
 @lowering(aten._fft_c2r.default)
-def _fft_c2r(self: Any, dim: Sequence[int], normalization: int, last_dim_size: int) -> Any:
+def _fft_c2r(self: Array, dim: Sequence[int], normalization: int, last_dim_size: int) -> Array:
     """Inverse transform to `last_dim_size` real points along the last of `dim`; its missing half is implied by symmetry."""
     if not dim:
         return self.real

@@ -5,14 +5,18 @@ Lists of tensors or numbers go along element by element; anything else is the sa
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from torch_bridge.lowerings import arithmetic, comparison, conversion, extrema, norms, pointwise, unary  # noqa: F401  (fill the registry)
-from torch_bridge.lowerings.registry import lookup, lowering
+from torch_bridge.lowerings.registry import Stacks, lookup, lowering
+from torch_bridge.lowerings.types import Array
 
 aten = torch.ops.aten
+_STACKS = {aten._foreach_mul.Tensor: Stacks(lists=(0,))}
+"""Ops that gradients go through before a step, such as when their norm is clipped."""
 
 
 def _each(op: torch._ops.OpOverload, single: torch._ops.OpOverload) -> None:
@@ -20,8 +24,8 @@ def _each(op: torch._ops.OpOverload, single: torch._ops.OpOverload) -> None:
     assert low is not None, f"{single} has no lowering, which {op} is made of"
     fn, names = low.fn, [a.name for a in op._schema.arguments]
 
-    @lowering(op, lift=low.lift)
-    def foreach(*args: Any, **kwargs: Any) -> list[Any]:
+    @lowering(op, lift=low.lift, entrywise=True, stacks=_STACKS.get(op))
+    def foreach(*args: Any, **kwargs: Any) -> list[Array]:
         given = dict(zip(names, args, strict=False)) | kwargs
         count = next(len(v) for v in given.values() if isinstance(v, (list, tuple)))
         options = {k: v for k, v in given.items() if k in _OPTIONS}
@@ -72,28 +76,28 @@ for _name in ("addcmul", "addcdiv"):
     _each(_op.ScalarList, _whole)
 
 
-@lowering(aten._foreach_addcmul.Tensor)
-def foreach_addcmul(self: Any, tensor1: Any, tensor2: Any, scalars: Any) -> list[Any]:
+@lowering(aten._foreach_addcmul.Tensor, entrywise=True)
+def foreach_addcmul(self: Sequence[Array], tensor1: Sequence[Array], tensor2: Sequence[Array], scalars: Array) -> list[Array]:
     return [arithmetic.addcmul(*xs, scalars[i]) for i, xs in enumerate(zip(self, tensor1, tensor2, strict=True))]
 
 
-@lowering(aten._foreach_addcdiv.Tensor)
-def foreach_addcdiv(self: Any, tensor1: Any, tensor2: Any, scalars: Any) -> list[Any]:
+@lowering(aten._foreach_addcdiv.Tensor, entrywise=True)
+def foreach_addcdiv(self: Sequence[Array], tensor1: Sequence[Array], tensor2: Sequence[Array], scalars: Array) -> list[Array]:
     return [arithmetic.addcdiv(*xs, scalars[i]) for i, xs in enumerate(zip(self, tensor1, tensor2, strict=True))]
 
 
-@lowering(aten._foreach_norm.Scalar, lift=False)
-def foreach_norm(self: Any, ord: Any = 2, dtype: torch.dtype | None = None) -> list[Any]:
+@lowering(aten._foreach_norm.Scalar, lift=False, entrywise=True)
+def foreach_norm(self: Sequence[Array], ord: float = 2, dtype: torch.dtype | None = None) -> list[Array]:
     return [norms.vector_norm(x, ord, dtype=dtype) for x in self]
 
 
-@lowering(aten._foreach_powsum.Scalar, lift=False)
-def foreach_powsum(self: Any, ord: Any = 2, dtype: torch.dtype | None = None) -> list[Any]:
+@lowering(aten._foreach_powsum.Scalar, lift=False, entrywise=True)
+def foreach_powsum(self: Sequence[Array], ord: float = 2, dtype: torch.dtype | None = None) -> list[Array]:
     return [norms.powsum(x, ord, dtype=dtype) for x in self]
 
 
-@lowering(aten._foreach_mm.default)
-def foreach_mm(self: Any, mat2: Any) -> list[Any]:
+@lowering(aten._foreach_mm.default, entrywise=True)
+def foreach_mm(self: Sequence[Array], mat2: Sequence[Array]) -> list[Array]:
     low = lookup(aten.mm.default)
     if low is None:
         raise NotImplementedError("_foreach_mm: aten.mm has no lowering; multiply the matrices one by one")

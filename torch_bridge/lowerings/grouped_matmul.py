@@ -9,8 +9,6 @@ Legend: m rows, k contracted, n columns, g groups, b rows of a block.
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import torch
@@ -92,6 +90,9 @@ def _outer_tpu(x_mk: jax.Array, y_mn: jax.Array, offs: jax.Array) -> jax.Array:
     return lax.ragged_dot_general(x_mk, y_mn, _sizes(offs), _RAGGED_CONTRACTING, precision=precision_of(x_mk.dtype))
 
 
+Saved = tuple[jax.Array, jax.Array, jax.Array]
+
+
 @jax.custom_vjp
 def grouped_rows(x_mk: jax.Array, w_gkn: jax.Array, offs: jax.Array) -> jax.Array:
     """Rows `offs[i-1]:offs[i]` of `x` times matrix i of `w` -> [m, n]; rows behind the last offset give zeros."""
@@ -100,11 +101,11 @@ def grouped_rows(x_mk: jax.Array, w_gkn: jax.Array, offs: jax.Array) -> jax.Arra
     return lax.platform_dependent(x_mk, w_gkn, offs, tpu=_rows_tpu, default=_rows_by_blocks)
 
 
-def _grouped_rows_fwd(x_mk: Any, w_gkn: Any, offs: Any) -> Any:
+def _grouped_rows_fwd(x_mk: jax.Array, w_gkn: jax.Array, offs: jax.Array) -> tuple[jax.Array, Saved]:
     return grouped_rows(x_mk, w_gkn, offs), (x_mk, w_gkn, offs)
 
 
-def _grouped_rows_bwd(saved: Any, grad_mn: Any) -> Any:
+def _grouped_rows_bwd(saved: Saved, grad_mn: jax.Array) -> tuple[jax.Array, jax.Array, None]:
     x_mk, w_gkn, offs = saved
     return grouped_rows(grad_mn, w_gkn.swapaxes(1, 2), offs), grouped_outer(x_mk, grad_mn, offs), None
 
@@ -120,11 +121,11 @@ def grouped_outer(x_mk: jax.Array, y_mn: jax.Array, offs: jax.Array) -> jax.Arra
     return lax.platform_dependent(x_mk, y_mn, offs, tpu=_outer_tpu, default=_outer_by_blocks)
 
 
-def _grouped_outer_fwd(x_mk: Any, y_mn: Any, offs: Any) -> Any:
+def _grouped_outer_fwd(x_mk: jax.Array, y_mn: jax.Array, offs: jax.Array) -> tuple[jax.Array, Saved]:
     return grouped_outer(x_mk, y_mn, offs), (x_mk, y_mn, offs)
 
 
-def _grouped_outer_bwd(saved: Any, grad_gkn: Any) -> Any:
+def _grouped_outer_bwd(saved: Saved, grad_gkn: jax.Array) -> tuple[jax.Array, jax.Array, None]:
     x_mk, y_mn, offs = saved
     return grouped_rows(y_mn, grad_gkn.swapaxes(1, 2), offs), grouped_rows(x_mk, grad_gkn, offs), None
 

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
-import jax
 import jax.numpy as jnp
 import torch
 from jax import lax
@@ -18,9 +16,9 @@ from jax import lax
 from torch_bridge.ir import dtypes
 from torch_bridge.lowerings.registry import lowering
 from torch_bridge.lowerings.shapes import wrap_dim
+from torch_bridge.lowerings.types import Array, Operand, Scalar
 
 aten = torch.ops.aten
-Array = jax.Array
 
 _SCATTERS: dict[str, Callable[..., Array]] = {
     "set": lax.scatter,
@@ -158,7 +156,7 @@ def _at_least_1d(x: Array) -> Array:
 
 
 @lowering(aten.index_add.default)
-def index_add(self: Array, dim: int, index: Array, source: Array, alpha: Any = 1) -> Array:
+def index_add(self: Array, dim: int, index: Array, source: Array, alpha: Scalar = 1) -> Array:
     x = _at_least_1d(self)
     points = rows(x, dim, index)
     source = source.astype(self.dtype).reshape(points.shape)
@@ -175,7 +173,7 @@ def index_copy(self: Array, dim: int, index: Array, source: Array) -> Array:
 
 
 @lowering(aten.index_fill.int_Scalar, aten.index_fill.int_Tensor)
-def index_fill(self: Array, dim: int, index: Array, value: Any) -> Array:
+def index_fill(self: Array, dim: int, index: Array, value: Operand) -> Array:
     """A mask over one dim and a `where`: no scatter of slices."""
     x = _at_least_1d(self)
     dim = wrap_dim(dim, x.ndim)

@@ -18,21 +18,22 @@ import torch
 from jax import lax
 
 from torch_bridge.lowerings.registry import lowering
+from torch_bridge.lowerings.types import Array, DType
 
 aten = torch.ops.aten
 
 _matmul = partial(jnp.matmul, precision=lax.Precision.HIGHEST)
 
 
-def _transpose(x: Any) -> Any:
+def _transpose(x: Array) -> Array:
     return jnp.swapaxes(x, -1, -2)
 
 
-def _diagonal(x: Any) -> Any:
+def _diagonal(x: Array) -> Array:
     return jnp.diagonal(x, axis1=-2, axis2=-1)
 
 
-def _info(lu: Any) -> Any:
+def _info(lu: Array) -> Array:
     """1-based position of the first zero pivot, or 0."""
     zero = _diagonal(lax.stop_gradient(lu)) == 0
     if zero.shape[-1] == 0:
@@ -40,22 +41,22 @@ def _info(lu: Any) -> Any:
     return jnp.where(jnp.any(zero, -1), jnp.argmax(zero, -1) + 1, 0).astype(jnp.int32)
 
 
-def _factor(a: Any) -> tuple[Any, Any]:
+def _factor(a: Array) -> tuple[Array, Array]:
     """LU factors in one matrix and torch's 1-based pivots."""
     lu, pivots, _ = lax.linalg.lu(a)
     return lu, (pivots + 1).astype(jnp.int32)
 
 
-def _rows(pivots: Any, m: int) -> Any:
+def _rows(pivots: Array, m: int) -> Array:
     """The row order `perm` of pivots: L U = A[perm]."""
     return lax.linalg.lu_pivots_to_permutation(pivots - 1, m)
 
 
-def _triangular(lu: Any, b: Any, lower: bool, **flags: Any) -> Any:
+def _triangular(lu: Array, b: Array, lower: bool, **flags: Any) -> Array:
     return lax.linalg.triangular_solve(lu, b, left_side=True, lower=lower, unit_diagonal=lower, **flags)
 
 
-def _solve_factored(lu: Any, pivots: Any, b: Any, adjoint: bool, conjugate: bool = True) -> Any:
+def _solve_factored(lu: Array, pivots: Array, b: Array, adjoint: bool, conjugate: bool = True) -> Array:
     """X of A X = B, or of A^H X = B (A^T where not `conjugate`), from A's LU factors."""
     perm = _rows(pivots, lu.shape[-2])[..., None]
     if not adjoint:
@@ -65,7 +66,7 @@ def _solve_factored(lu: Any, pivots: Any, b: Any, adjoint: bool, conjugate: bool
     return jnp.take_along_axis(x, jnp.argsort(perm, axis=-2), -2)
 
 
-def _share_batch(b: Any, lu: Any, pivots: Any) -> tuple[Any, Any, Any]:
+def _share_batch(b: Array, lu: Array, pivots: Array) -> tuple[Array, Array, Array]:
     batch = jnp.broadcast_shapes(b.shape[:-2], lu.shape[:-2])
     grow = lambda x, keep: jnp.broadcast_to(x, batch + x.shape[x.ndim - keep :])  # noqa: E731
     return grow(b, 2), grow(lu, 2), grow(pivots, 1)
@@ -77,39 +78,39 @@ def _pivoting_only(op: str, pivot: bool) -> None:
 
 
 @lowering(aten.linalg_lu_factor_ex.default)
-def _lu_factor_ex(A: Any, *, pivot: bool = True, check_errors: bool = False) -> tuple[Any, Any, Any]:
+def _lu_factor_ex(A: Array, *, pivot: bool = True, check_errors: bool = False) -> tuple[Array, Array, Array]:
     _pivoting_only("aten.linalg_lu_factor_ex", pivot)
     lu, pivots = _factor(A)
     return lu, pivots, _info(lu)
 
 
-def _lower_upper(lu: Any) -> tuple[Any, Any]:
+def _lower_upper(lu: Array) -> tuple[Array, Array]:
     m, n = lu.shape[-2:]
     k = min(m, n)
     return jnp.tril(lu[..., :, :k], -1) + jnp.eye(m, k, dtype=lu.dtype), jnp.triu(lu[..., :k, :])
 
 
-def _permutation(pivots: Any, m: int, dtype: Any) -> Any:
+def _permutation(pivots: Array, m: int, dtype: DType) -> Array:
     """P of A = P L U."""
     return (_rows(pivots, m)[..., None, :] == jnp.arange(m)[:, None]).astype(dtype)
 
 
 @lowering(aten.linalg_lu.default)
-def _lu(A: Any, *, pivot: bool = True) -> tuple[Any, Any, Any]:
+def _lu(A: Array, *, pivot: bool = True) -> tuple[Array, Array, Array]:
     _pivoting_only("aten.linalg_lu", pivot)
     lu, pivots = _factor(A)
     return _permutation(pivots, A.shape[-2], A.dtype), *_lower_upper(lu)
 
 
 @lowering(aten.lu_unpack.default)
-def _lu_unpack(LU_data: Any, LU_pivots: Any, unpack_data: bool = True, unpack_pivots: bool = True) -> tuple[Any, Any, Any]:
+def _lu_unpack(LU_data: Array, LU_pivots: Array, unpack_data: bool = True, unpack_pivots: bool = True) -> tuple[Array, Array, Array]:
     empty = jnp.zeros((0,), LU_data.dtype)
     lower, upper = _lower_upper(LU_data) if unpack_data else (empty, empty)
     return _permutation(LU_pivots, LU_data.shape[-2], LU_data.dtype) if unpack_pivots else empty, lower, upper
 
 
 @lowering(aten.linalg_lu_solve.default)
-def _lu_solve(LU: Any, pivots: Any, B: Any, *, left: bool = True, adjoint: bool = False) -> Any:
+def _lu_solve(LU: Array, pivots: Array, B: Array, *, left: bool = True, adjoint: bool = False) -> Array:
     b, lu, pivots = _share_batch(B, LU, pivots)
     if left:
         return _solve_factored(lu, pivots, b, adjoint)
@@ -119,7 +120,7 @@ def _lu_solve(LU: Any, pivots: Any, B: Any, *, left: bool = True, adjoint: bool 
     return _transpose(_solve_factored(lu, pivots, _transpose(b), True, conjugate=False))
 
 
-def _solve(a: Any, b: Any, lu: Any, pivots: Any) -> Any:
+def _solve(a: Array, b: Array, lu: Array, pivots: Array) -> Array:
     """A^-1 B from constant factors, with the gradient of a linear solve in A and B instead of that of the factorisation."""
     a, _, _ = _share_batch(a, lu, pivots)
     b, lu, pivots = _share_batch(b, lu, pivots)
@@ -133,7 +134,7 @@ def _solve(a: Any, b: Any, lu: Any, pivots: Any) -> Any:
 
 
 @lowering(aten._linalg_solve_ex.default)
-def _solve_ex(A: Any, B: Any, *, left: bool = True, check_errors: bool = False) -> tuple[Any, Any, Any, Any]:
+def _solve_ex(A: Array, B: Array, *, left: bool = True, check_errors: bool = False) -> tuple[Array, Array, Array, Array]:
     vector = B.ndim == 1 or (A.ndim - 1 == B.ndim and B.shape == A.shape[:-1])
     lu, pivots = _factor(lax.stop_gradient(A))
     b = B[..., None] if vector else B
@@ -146,7 +147,7 @@ def _solve_ex(A: Any, B: Any, *, left: bool = True, check_errors: bool = False) 
 
 
 @lowering(aten.linalg_inv_ex.default)
-def _inv_ex(A: Any, *, check_errors: bool = False) -> tuple[Any, Any]:
+def _inv_ex(A: Array, *, check_errors: bool = False) -> tuple[Array, Array]:
     x, _, _, info = _solve_ex(A, jnp.broadcast_to(jnp.eye(A.shape[-1], dtype=A.dtype), A.shape))
     return x, info
 
@@ -154,12 +155,12 @@ def _inv_ex(A: Any, *, check_errors: bool = False) -> tuple[Any, Any]:
 # Determinants
 
 
-def _parity(pivots: Any, dtype: Any) -> Any:
+def _parity(pivots: Array, dtype: DType) -> Array:
     swaps = jnp.sum(pivots != jnp.arange(1, pivots.shape[-1] + 1, dtype=jnp.int32), axis=-1)
     return jnp.where(swaps % 2 == 1, -1, 1).astype(dtype)
 
 
-def _trace_of_solution(lu: Any, pivots: Any, da: Any) -> Any:
+def _trace_of_solution(lu: Array, pivots: Array, da: Array) -> tuple[Array, Array]:
     """trace(A^-1 dA); a zero pivot counts as eps, as in torch's backward."""
     eye = jnp.eye(lu.shape[-1], dtype=lu.dtype)
     lu = lu + eye * jnp.where(_diagonal(lu) == 0, jnp.finfo(lu.dtype).eps, 0)[..., None, :].astype(lu.dtype)
@@ -167,43 +168,43 @@ def _trace_of_solution(lu: Any, pivots: Any, da: Any) -> Any:
 
 
 @jax.custom_jvp
-def _det(a: Any, lu: Any, pivots: Any) -> Any:
+def _det(a: Array, lu: Array, pivots: Array) -> Array:
     return _parity(pivots, lu.dtype) * jnp.prod(_diagonal(lu), -1)
 
 
 @_det.defjvp
-def _det_jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
+def _det_jvp(primals: Sequence[Array], tangents: Sequence[Array]) -> tuple[Array, Array]:
     trace, lu = _trace_of_solution(primals[1], primals[2], tangents[0])
     return _det(*primals), _det(primals[0], lu, primals[2]) * trace
 
 
 @jax.custom_jvp
-def _slogdet(a: Any, lu: Any, pivots: Any) -> tuple[Any, Any]:
+def _slogdet(a: Array, lu: Array, pivots: Array) -> tuple[Array, Array]:
     diagonal = _diagonal(lu)
     return _parity(pivots, lu.dtype) * jnp.prod(jnp.sign(diagonal), -1), jnp.sum(jnp.log(jnp.abs(diagonal)), -1)
 
 
 @_slogdet.defjvp
-def _slogdet_jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
+def _slogdet_jvp(primals: Sequence[Array], tangents: Sequence[Array]) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
     trace, _ = _trace_of_solution(primals[1], primals[2], tangents[0])
     sign, logabs = _slogdet(*primals)
     turning = sign * (trace - trace.real)  # the phase moves only for complex matrices
     return (sign, logabs), (turning.astype(sign.dtype), trace.real)
 
 
-def _as_lapack_sees(A: Any, contiguous: bool) -> Any:
+def _as_lapack_sees(A: Array, contiguous: bool) -> Array:
     return A if jnp.iscomplexobj(A) or not contiguous else _transpose(A)
 
 
 @lowering(aten._linalg_det.default)
-def _linalg_det(A: Any, *, contiguous: bool = True) -> tuple[Any, Any, Any]:
+def _linalg_det(A: Array, *, contiguous: bool = True) -> tuple[Array, Array, Array]:
     a = _as_lapack_sees(A, contiguous)
     lu, pivots = _factor(lax.stop_gradient(a))
     return _det(a, lu, pivots), lu, pivots
 
 
 @lowering(aten._linalg_slogdet.default)
-def _linalg_slogdet(A: Any, *, contiguous: bool = True) -> tuple[Any, Any, Any, Any]:
+def _linalg_slogdet(A: Array, *, contiguous: bool = True) -> tuple[Array, Array, Array, Array]:
     a = _as_lapack_sees(A, contiguous)
     lu, pivots = _factor(lax.stop_gradient(a))
     return *_slogdet(a, lu, pivots), lu, pivots
@@ -218,7 +219,7 @@ def _pade(order: int) -> list[float]:
     return [f(2 * order - k) * f(order) / (f(2 * order) * f(k) * f(order - k)) for k in range(order + 1)]
 
 
-def _expm_scaled(a: Any, order: int) -> Any:
+def _expm_scaled(a: Array, order: int) -> Array:
     """The [order/order] Pade approximant of exp for a matrix of small norm: (V - U)^-1 (V + U)."""
     b, square = _pade(order), _matmul(a, a)
     power = jnp.broadcast_to(jnp.eye(a.shape[-1], dtype=a.dtype), a.shape)
@@ -232,7 +233,7 @@ def _expm_scaled(a: Any, order: int) -> Any:
 
 
 @jax.custom_vjp
-def _expm(a: Any) -> Any:
+def _expm(a: Array) -> Array:
     """Scaling and squaring; each matrix of a batch is squared as often as its own norm asks."""
     # Order and norm bound per precision: Higham, "The scaling and squaring method revisited" (2005), table 2.3.
     order, bound = (13, 5.371920351148152) if jnp.finfo(a.dtype).dtype == jnp.float64 else (7, 3.925724783138660)
@@ -241,14 +242,14 @@ def _expm(a: Any) -> Any:
     scale = jnp.ldexp(jnp.ones_like(norm), -halvings)[..., None, None]
     state = (jnp.int32(0), _expm_scaled(a * scale.astype(a.dtype), order))
 
-    def square(state: tuple[Any, Any]) -> tuple[Any, Any]:
+    def square(state: tuple[Array, Array]) -> tuple[Array, Array]:
         i, x = state
         return i + 1, jnp.where((i < halvings)[..., None, None], _matmul(x, x), x)
 
     return lax.while_loop(lambda s: s[0] < jnp.max(halvings), square, state)[1]
 
 
-def _expm_backward(a: Any, g: Any) -> tuple[Any]:
+def _expm_backward(a: Array, g: Array) -> tuple[Array]:
     """The upper right block of exp [[A^T, G], [0, A^T]]."""
     n, t = a.shape[-1], _transpose(a)
     block = jnp.concatenate([jnp.concatenate([t, g], -1), jnp.concatenate([jnp.zeros_like(t), t], -1)], -2)
@@ -259,7 +260,7 @@ _expm.defvjp(lambda a: (_expm(a), a), _expm_backward)
 
 
 @lowering(aten.linalg_matrix_exp.default)
-def _matrix_exp(self: Any) -> Any:
+def _matrix_exp(self: Array) -> Array:
     if self.size == 0:
         return self
     return _expm(self.astype(jnp.promote_types(self.dtype, jnp.float32))).astype(self.dtype)

@@ -5,20 +5,18 @@ N rows, C classes, F features. torch 2.13 and newer have the ops.
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
+import torch
 from jax import lax
 
 from torch_bridge import _compat
 from torch_bridge.lowerings._opmath import widen
 from torch_bridge.lowerings.registry import lowering
+from torch_bridge.lowerings.types import Array, DType
 
-Array = jax.Array
 
-
-def _row_weights(target_N: Array, class_weight: Array | None, ignore_index: int, dtype: Any) -> Array:
+def _row_weights(target_N: Array, class_weight: Array | None, ignore_index: int, dtype: DType) -> Array:
     """The weight of each row's class, 0 for ignored rows."""
     kept = target_N != ignore_index
     of_class = jnp.ones((), dtype) if class_weight is None else class_weight.astype(dtype)[jnp.where(kept, target_N, 0)]
@@ -53,7 +51,7 @@ def _chunked(
     label_smoothing: float,
     batch_chunk_size: int,
     acc_policy: str,
-    acc_dtype: Any,
+    acc_dtype: torch.dtype,
     allow_retain_graph: bool,
     compute_input_grad: bool,
     compute_linear_weight_grad: bool,
@@ -100,7 +98,7 @@ def _without_reduction(
     ignore_index: int,
     batch_chunk_size: int,
     acc_policy: str,
-    acc_dtype: Any,
+    acc_dtype: torch.dtype,
 ) -> Array:
     """Each row's loss; torch's own backward works out the gradients chunk by chunk from recorded ops."""
     x_NF, w_CF, b_C = widen(input), widen(linear_weight), widen(linear_bias)

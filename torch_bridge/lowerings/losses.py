@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +15,7 @@ from torch_bridge.ir import dtypes
 from torch_bridge.lowerings._opmath import pointwise, widen
 from torch_bridge.lowerings.activations import log_sigmoid
 from torch_bridge.lowerings.registry import lowering
+from torch_bridge.lowerings.types import DType, Scalar
 
 aten = torch.ops.aten
 
@@ -58,7 +58,7 @@ def mse_loss_backward(self: jax.Array, target: jax.Array) -> jax.Array:
 
 @lowering(aten.smooth_l1_loss.default)
 @pointwise
-def smooth_l1_loss(self: jax.Array, target: jax.Array, reduction: int = 1, beta: Any = 1.0) -> jax.Array:
+def smooth_l1_loss(self: jax.Array, target: jax.Array, reduction: int = 1, beta: float = 1.0) -> jax.Array:
     diff = self - target
     z = jnp.where(diff > 0, diff, -diff)  # with beta 0, torch's derivative at 0 is -1
     return reduced(z if beta == 0 else jnp.where(z < beta, 0.5 * z * z / beta, z - 0.5 * beta), reduction)
@@ -66,21 +66,21 @@ def smooth_l1_loss(self: jax.Array, target: jax.Array, reduction: int = 1, beta:
 
 @lowering(aten.smooth_l1_loss_backward.default)
 @_backward
-def smooth_l1_loss_backward(self: jax.Array, target: jax.Array, beta: Any) -> jax.Array:
+def smooth_l1_loss_backward(self: jax.Array, target: jax.Array, beta: float) -> jax.Array:
     diff = self - target
     return jnp.where(diff <= -beta, -1, jnp.where(diff >= beta, 1, diff / beta if beta else diff))
 
 
 @lowering(aten.huber_loss.default)
 @pointwise
-def huber_loss(self: jax.Array, target: jax.Array, reduction: int = 1, delta: Any = 1.0) -> jax.Array:
+def huber_loss(self: jax.Array, target: jax.Array, reduction: int = 1, delta: float = 1.0) -> jax.Array:
     z = jnp.abs(self - target)
     return reduced(jnp.where(z <= delta, 0.5 * z * z, delta * (z - 0.5 * delta)), reduction)
 
 
 @lowering(aten.huber_loss_backward.default)
 @_backward
-def huber_loss_backward(self: jax.Array, target: jax.Array, delta: Any) -> jax.Array:
+def huber_loss_backward(self: jax.Array, target: jax.Array, delta: float) -> jax.Array:
     diff = self - target
     return jnp.where(diff <= -delta, -delta, jnp.where(diff >= delta, delta, diff))
 
@@ -121,7 +121,7 @@ def binary_cross_entropy_backward(
 @lowering(aten.binary_cross_entropy_with_logits.default)
 @pointwise
 def binary_cross_entropy_with_logits(
-    self: jax.Array, target: jax.Array, weight: jax.Array | None = None, pos_weight: Any = None, reduction: int = 1
+    self: jax.Array, target: jax.Array, weight: jax.Array | None = None, pos_weight: jax.Array | None = None, reduction: int = 1
 ) -> jax.Array:
     """-(pos_weight * t * log s(x) + (1 - t) * log(1 - s(x))), with log s(x) = -softplus(-x)."""
     factor = 1 if pos_weight is None else 1 + (pos_weight - 1) * target
@@ -131,7 +131,7 @@ def binary_cross_entropy_with_logits(
 # --- negative log likelihood -----------------------------------------------------------------------------------------------------
 
 
-def _target_weights(target: jax.Array, weight: jax.Array | None, ignore_index: int, dtype: Any) -> jax.Array:
+def _target_weights(target: jax.Array, weight: jax.Array | None, ignore_index: int, dtype: DType) -> jax.Array:
     """Per target its class weight, 0 where ignored."""
     seen = target != ignore_index
     if weight is None:
@@ -206,7 +206,7 @@ def nll_loss_backward(
 # --- margins ---------------------------------------------------------------------------------------------------------------------
 
 
-def _class_margins(x: jax.Array, target: jax.Array, margin: Any, weight: jax.Array | None) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _class_margins(x: jax.Array, target: jax.Array, margin: Scalar, weight: jax.Array | None) -> tuple[jax.Array, jax.Array, jax.Array]:
     """margin - x[target] + x of every class but the target, its class number as mask, and the weight of each row."""
     rows = x.reshape(-1, x.shape[-1]) if x.ndim else x.reshape(1, 1)
     t = target.reshape(-1, 1)
@@ -216,7 +216,7 @@ def _class_margins(x: jax.Array, target: jax.Array, margin: Any, weight: jax.Arr
     return z, other & (z > 0), w
 
 
-def _multi_margin(self: jax.Array, target: jax.Array, p: Any, margin: Any, weight: jax.Array | None, reduction: int) -> jax.Array:
+def _multi_margin(self: jax.Array, target: jax.Array, p: Scalar, margin: Scalar, weight: jax.Array | None, reduction: int) -> jax.Array:
     z, active, w = _class_margins(self, target, margin, weight)
     loss = jnp.where(active, w * (z if p == 1 else z * z), 0).sum(axis=1) / z.shape[1]
     return reduced(loss.reshape(target.shape if self.ndim > 1 else ()), reduction)
@@ -224,7 +224,7 @@ def _multi_margin(self: jax.Array, target: jax.Array, p: Any, margin: Any, weigh
 
 @lowering(aten.multi_margin_loss.default, lift=False)
 def multi_margin_loss(
-    self: jax.Array, target: jax.Array, p: Any = 1, margin: Any = 1, weight: jax.Array | None = None, reduction: int = 1
+    self: jax.Array, target: jax.Array, p: Scalar = 1, margin: Scalar = 1, weight: jax.Array | None = None, reduction: int = 1
 ) -> jax.Array:
     x = widen(self)
     return _multi_margin(x, target, p, margin, widen(weight), reduction).astype(self.dtype)
@@ -232,7 +232,13 @@ def multi_margin_loss(
 
 @lowering(aten.multi_margin_loss_backward.default, lift=False)
 def multi_margin_loss_backward(
-    grad_output: jax.Array, self: jax.Array, target: jax.Array, p: Any, margin: Any, weight: jax.Array | None = None, reduction: int = 1
+    grad_output: jax.Array,
+    self: jax.Array,
+    target: jax.Array,
+    p: Scalar,
+    margin: Scalar,
+    weight: jax.Array | None = None,
+    reduction: int = 1,
 ) -> jax.Array:
     _, vjp = jax.vjp(lambda x: _multi_margin(x, target, p, margin, widen(weight), reduction), widen(self))
     return vjp(widen(grad_output))[0].astype(self.dtype)
@@ -264,7 +270,7 @@ def multilabel_margin_loss_forward(self: jax.Array, target: jax.Array, reduction
 
 @lowering(aten.multilabel_margin_loss_backward.default)
 def multilabel_margin_loss_backward(
-    grad_output: jax.Array, self: jax.Array, target: jax.Array, reduction: int, is_target: Any
+    grad_output: jax.Array, self: jax.Array, target: jax.Array, reduction: int, is_target: jax.Array
 ) -> jax.Array:
     x, t = jnp.atleast_1d(widen(self)), jnp.atleast_1d(target)
     _, vjp = jax.vjp(lambda x: _multilabel_margin(x, t, reduction)[0], x)

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
-import jax
 import jax.numpy as jnp
 import torch
 
 from torch_bridge.ir import dtypes
 from torch_bridge.lowerings.indexing import Points, index, index_put
 from torch_bridge.lowerings.registry import lowering
+from torch_bridge.lowerings.types import Array, Operand, Scalar
 
 aten = torch.ops.aten
-Array = jax.Array
 
 
 @lowering(aten.masked_fill.Scalar, aten.masked_fill.Tensor)
-def masked_fill(self: Array, mask: Array, value: Any) -> Array:
+def masked_fill(self: Array, mask: Array, value: Operand) -> Array:
     return jnp.where(mask != 0, dtypes.cast(value, self.dtype), self)
 
 
@@ -57,7 +55,7 @@ def _within(self: Array, indices: Sequence[Array | None]) -> list[Array | None]:
 
 
 @lowering(aten._unsafe_masked_index.default)
-def unsafe_masked_index(self: Array, mask: Array, indices: Sequence[Array | None], fill: Any) -> Array:
+def unsafe_masked_index(self: Array, mask: Array, indices: Sequence[Array | None], fill: Scalar) -> Array:
     """`self[indices]` where the mask is True, `fill` elsewhere."""
     return jnp.where(mask != 0, index(self, _within(self, indices)), dtypes.cast(fill, self.dtype))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +13,7 @@ from torch_bridge.ir import dtypes
 from torch_bridge.lowerings._opmath import HALF, wide_dtype, widen
 from torch_bridge.lowerings.activations import gelu, relu
 from torch_bridge.lowerings.registry import lowering
+from torch_bridge.lowerings.types import DType, Scalar
 
 aten = torch.ops.aten
 Dims = tuple[tuple[tuple[int, ...], tuple[int, ...]], tuple[tuple[int, ...], tuple[int, ...]]]
@@ -25,17 +25,17 @@ _DOT: Dims = (((0,), (0,)), ((), ()))
 _ADDBMM: Dims = (((0, 2), (0, 1)), ((), ()))
 
 
-def precision_of(dtype: Any) -> lax.Precision | None:
+def precision_of(dtype: DType) -> lax.Precision | None:
     """HIGHEST where a GPU or TPU would otherwise round float32 operands."""
     return lax.Precision.HIGHEST if jnp.dtype(dtype) in (jnp.float32, jnp.complex64) else None
 
 
-def _dot_general(a: jax.Array, b: jax.Array, dims: Dims, out: Any = None) -> jax.Array:
+def _dot_general(a: jax.Array, b: jax.Array, dims: Dims, out: DType | None = None) -> jax.Array:
     return lax.dot_general(a, b, dims, precision=precision_of(a.dtype), preferred_element_type=out)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(2, 3))
-def dot(a: jax.Array, b: jax.Array, dims: Dims, out: Any = None) -> jax.Array:
+def dot(a: jax.Array, b: jax.Array, dims: Dims, out: DType | None = None) -> jax.Array:
     """`lax.dot_general` with result dtype `out` (default: that of `a`).
 
     Half precision asks for a float32 result (on CPU twice as fast as a half-precision one) and rounds it. Its derivative is
@@ -47,21 +47,21 @@ def dot(a: jax.Array, b: jax.Array, dims: Dims, out: Any = None) -> jax.Array:
 
 
 @dot.defjvp
-def _dot_jvp(dims: Dims, out: Any, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+def _dot_jvp(dims: Dims, out: DType | None, primals: tuple[jax.Array, ...], tangents: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
     (a, b), (da, db) = primals, tangents
     y = dot(a, b, dims, out)
     return y, (_dot_general(da, b, dims) + _dot_general(a, db, dims)).astype(y.dtype)
 
 
-def _is_one(scale: Any) -> bool:
+def _is_one(scale: Scalar) -> bool:
     return not isinstance(scale, dtypes.Scalar) and scale == 1
 
 
-def _times(scale: Any, x: jax.Array) -> jax.Array:
+def _times(scale: Scalar, x: jax.Array) -> jax.Array:
     return x if _is_one(scale) else dtypes.cast(scale, x.dtype) * x
 
 
-def _add_scaled(beta: Any, self: jax.Array, alpha: Any, product: jax.Array, dtype: Any) -> jax.Array:
+def _add_scaled(beta: Scalar, self: jax.Array, alpha: Scalar, product: jax.Array, dtype: DType) -> jax.Array:
     """`beta * self + alpha * product` in the opmath dtype. With beta 0, `self` is ignored even where it is NaN."""
     product = _times(alpha, product)
     if _is_one(beta):
@@ -71,9 +71,11 @@ def _add_scaled(beta: Any, self: jax.Array, alpha: Any, product: jax.Array, dtyp
     return (scaled + product).astype(dtype)
 
 
-def _add_product(self: jax.Array, a: jax.Array, b: jax.Array, dims: Dims, beta: Any, alpha: Any, dtype: Any = None) -> jax.Array:
-    dtype = a.dtype if dtype is None else dtypes.to_jax(dtype)
-    return _add_scaled(beta, self, alpha, dot(a, b, dims, wide_dtype(dtype)), dtype)
+def _add_product(
+    self: jax.Array, a: jax.Array, b: jax.Array, dims: Dims, beta: Scalar, alpha: Scalar, dtype: torch.dtype | None = None
+) -> jax.Array:
+    out = a.dtype if dtype is None else dtypes.to_jax(dtype)
+    return _add_scaled(beta, self, alpha, dot(a, b, dims, wide_dtype(out)), out)
 
 
 @lowering(aten.mm.default)
@@ -112,47 +114,49 @@ def vdot(self: jax.Array, other: jax.Array) -> jax.Array:
 
 
 @lowering(aten.addmm.default)
-def addmm(self: jax.Array, mat1: jax.Array, mat2: jax.Array, *, beta: Any = 1, alpha: Any = 1) -> jax.Array:
+def addmm(self: jax.Array, mat1: jax.Array, mat2: jax.Array, *, beta: Scalar = 1, alpha: Scalar = 1) -> jax.Array:
     return _add_product(self, mat1, mat2, _MM, beta, alpha)
 
 
 @lowering(aten.addmm.dtype)
-def addmm_dtype(self: jax.Array, mat1: jax.Array, mat2: jax.Array, out_dtype: torch.dtype, *, beta: Any = 1, alpha: Any = 1) -> jax.Array:
+def addmm_dtype(
+    self: jax.Array, mat1: jax.Array, mat2: jax.Array, out_dtype: torch.dtype, *, beta: Scalar = 1, alpha: Scalar = 1
+) -> jax.Array:
     return _add_product(self, mat1, mat2, _MM, beta, alpha, out_dtype)
 
 
 @lowering(aten._addmm_activation.default)
 def addmm_activation(
-    self: jax.Array, mat1: jax.Array, mat2: jax.Array, *, beta: Any = 1, alpha: Any = 1, use_gelu: bool = False
+    self: jax.Array, mat1: jax.Array, mat2: jax.Array, *, beta: Scalar = 1, alpha: Scalar = 1, use_gelu: bool = False
 ) -> jax.Array:
     out = addmm(self, mat1, mat2, beta=beta, alpha=alpha)
     return gelu(out) if use_gelu else relu(out)
 
 
 @lowering(aten.addmv.default)
-def addmv(self: jax.Array, mat: jax.Array, vec: jax.Array, *, beta: Any = 1, alpha: Any = 1) -> jax.Array:
+def addmv(self: jax.Array, mat: jax.Array, vec: jax.Array, *, beta: Scalar = 1, alpha: Scalar = 1) -> jax.Array:
     return _add_product(self, mat, vec, _MV, beta, alpha)
 
 
 @lowering(aten.baddbmm.default)
-def baddbmm(self: jax.Array, batch1: jax.Array, batch2: jax.Array, *, beta: Any = 1, alpha: Any = 1) -> jax.Array:
+def baddbmm(self: jax.Array, batch1: jax.Array, batch2: jax.Array, *, beta: Scalar = 1, alpha: Scalar = 1) -> jax.Array:
     return _add_product(self, batch1, batch2, _BMM, beta, alpha)
 
 
 @lowering(aten.baddbmm.dtype)
 def baddbmm_dtype(
-    self: jax.Array, batch1: jax.Array, batch2: jax.Array, out_dtype: torch.dtype, *, beta: Any = 1, alpha: Any = 1
+    self: jax.Array, batch1: jax.Array, batch2: jax.Array, out_dtype: torch.dtype, *, beta: Scalar = 1, alpha: Scalar = 1
 ) -> jax.Array:
     return _add_product(self, batch1, batch2, _BMM, beta, alpha, out_dtype)
 
 
 @lowering(aten.addbmm.default)
-def addbmm(self: jax.Array, batch1: jax.Array, batch2: jax.Array, *, beta: Any = 1, alpha: Any = 1) -> jax.Array:
+def addbmm(self: jax.Array, batch1: jax.Array, batch2: jax.Array, *, beta: Scalar = 1, alpha: Scalar = 1) -> jax.Array:
     return _add_product(self, batch1, batch2, _ADDBMM, beta, alpha)
 
 
 @lowering(aten.addr.default)
-def addr(self: jax.Array, vec1: jax.Array, vec2: jax.Array, *, beta: Any = 1, alpha: Any = 1) -> jax.Array:
+def addr(self: jax.Array, vec1: jax.Array, vec2: jax.Array, *, beta: Scalar = 1, alpha: Scalar = 1) -> jax.Array:
     dtype = dtypes.to_jax(dtypes.result_dtype(self, vec1, vec2))
     self, a, b = (dtypes.cast(x, wide_dtype(dtype)) for x in (self, vec1, vec2))
     if dtype == jnp.bool_:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +17,7 @@ from jax import lax
 from torch_bridge.lowerings._opmath import widen
 from torch_bridge.lowerings.pooling import Ints, Window, _expand, adaptive_bounds, pad_axis, tap_slice, windows
 from torch_bridge.lowerings.registry import lowering
+from torch_bridge.lowerings.types import DType
 
 aten = torch.ops.aten
 Pair = tuple[jax.Array, jax.Array]
@@ -35,7 +35,7 @@ def _range(pair: Pair, axis: int, start: int, end: int) -> Pair:
     return lax.slice_in_dim(pair[0], start, end, axis=axis), lax.slice_in_dim(pair[1], start, end, axis=axis)
 
 
-def _lowest(dtype: Any) -> float | int:
+def _lowest(dtype: DType) -> float | int:
     return -math.inf if jnp.issubdtype(dtype, jnp.floating) else int(jnp.iinfo(dtype).min)
 
 

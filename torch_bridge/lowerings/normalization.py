@@ -16,16 +16,35 @@ from jax import lax
 
 from torch_bridge.lowerings._opmath import wide_dtype, widen
 from torch_bridge.lowerings.registry import lowering
+from torch_bridge.precision.precision_mode import PLAIN, Mode
 
 aten = torch.ops.aten
 
 
-def mean_and_centred(x: jax.Array, axes: tuple[int, ...]) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Mean and biased variance (dims kept), and x - mean. Two passes, so that a large mean costs no digits."""
+def mean_and_centred(x: jax.Array, axes: tuple[int, ...], total: jax.Array | None = None) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Mean and biased variance (dims kept), and x - mean. Two passes, so that a large mean costs no digits. total: the sum of x, if it is known."""
     count = math.prod(x.shape[a] for a in axes)
-    mean = jnp.sum(x, axis=axes, keepdims=True) / count
+    mean = (jnp.sum(x, axis=axes, keepdims=True) if total is None else total) / count
     centred = x - mean
     return mean, jnp.sum(centred * centred, axis=axes, keepdims=True) / count, centred
+
+
+def _row_sum(x: jax.Array, weight: jax.Array | None, mode: Mode) -> jax.Array:
+    """The sum of x * weight over the last dim, which is kept.
+
+    On CPUs as a product of x and a vector: XLA computes a chain of elementwise ops anew for each of its readers unless a product is among them. The residual
+    stream of a transformer is such a chain, from the embedding to every layer, and back. Where operands of products are rounded this is a plain sum.
+    """
+
+    def plain(x: jax.Array) -> jax.Array:
+        return jnp.sum(x if weight is None else x * weight, axis=-1, keepdims=True)
+
+    def product(x: jax.Array) -> jax.Array:
+        batch = tuple(range(x.ndim - 2))
+        vector = jnp.broadcast_to(jnp.ones((), x.dtype) if weight is None else weight.astype(x.dtype), (*x.shape[:-2], x.shape[-1]))
+        return lax.dot_general(x, vector, (((x.ndim - 1,), (x.ndim - 2,)), (batch, batch)), precision=lax.Precision.HIGHEST)[..., None]
+
+    return plain(x) if mode.matmul is not None or x.ndim < 2 else lax.platform_dependent(x, cpu=product, default=plain)
 
 
 def _affine(x: jax.Array, weight: jax.Array | None, bias: jax.Array | None) -> jax.Array:
@@ -38,25 +57,26 @@ def _cast_like(x: jax.Array | None, like: jax.Array | None) -> jax.Array | None:
     return x if x is None or like is None else x.astype(like.dtype)
 
 
-@lowering(aten.native_layer_norm.default)
+@lowering(aten.native_layer_norm.default, mode=True)
 def native_layer_norm(
-    input: jax.Array, normalized_shape: Sequence[int], weight: jax.Array | None, bias: jax.Array | None, eps: float
+    input: jax.Array, normalized_shape: Sequence[int], weight: jax.Array | None, bias: jax.Array | None, eps: float, *, mode: Mode = PLAIN
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     axes = tuple(range(input.ndim - len(normalized_shape), input.ndim))
-    mean, var, centred = mean_and_centred(widen(input), axes)
+    x = widen(input)
+    mean, var, centred = mean_and_centred(x, axes, _row_sum(x, None, mode) if len(axes) == 1 else None)
     rstd = lax.rsqrt(var + eps)
     return _affine(centred * rstd, weight, bias).astype(input.dtype), mean, rstd
 
 
-def _normal_grad(grad_hat: jax.Array, hat: jax.Array, rstd: jax.Array, axes: tuple[int, ...]) -> jax.Array:
-    """Gradient of x -> (x - mean) * rstd, given the gradient of that result and the result itself."""
+def _normal_grad(grad_hat: jax.Array, hat: jax.Array, rstd: jax.Array, axes: tuple[int, ...], total: jax.Array | None = None) -> jax.Array:
+    """Gradient of x -> (x - mean) * rstd, given the gradient of that result and the result itself. total: the sum of the former, if it is known."""
     count = math.prod(hat.shape[a] for a in axes)
-    mean_grad = jnp.sum(grad_hat, axis=axes, keepdims=True) / count
+    mean_grad = (jnp.sum(grad_hat, axis=axes, keepdims=True) if total is None else total) / count
     mean_prod = jnp.sum(grad_hat * hat, axis=axes, keepdims=True) / count
     return rstd * (grad_hat - mean_grad - hat * mean_prod)
 
 
-@lowering(aten.native_layer_norm_backward.default)
+@lowering(aten.native_layer_norm_backward.default, mode=True)
 def native_layer_norm_backward(
     grad_out: jax.Array,
     input: jax.Array,
@@ -66,12 +86,15 @@ def native_layer_norm_backward(
     weight: jax.Array | None,
     bias: jax.Array | None,
     output_mask: Sequence[bool],
+    *,
+    mode: Mode = PLAIN,
 ) -> tuple[jax.Array | None, ...]:
     first = input.ndim - len(normalized_shape)
     outer, inner = tuple(range(first)), tuple(range(first, input.ndim))
     g, rstd = widen(grad_out), widen(rstd)
     hat = (widen(input) - widen(mean)) * rstd
-    grad_input = _normal_grad(_affine(g, weight, None), hat, rstd, inner).astype(input.dtype) if output_mask[0] else None
+    total = _row_sum(g, None if weight is None else widen(weight), mode) if len(inner) == 1 else None
+    grad_input = _normal_grad(_affine(g, weight, None), hat, rstd, inner, total).astype(input.dtype) if output_mask[0] else None
     grad_weight = _cast_like(jnp.sum(g * hat, axis=outer), weight) if output_mask[1] and weight is not None else None
     grad_bias = _cast_like(jnp.sum(g, axis=outer), bias if bias is not None else input) if output_mask[2] else None
     return grad_input, grad_weight, grad_bias

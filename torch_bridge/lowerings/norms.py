@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 import torch
 from jax import lax
 
@@ -13,12 +13,13 @@ from torch_bridge.ir import dtypes
 from torch_bridge.lowerings.precision import convert, is_complex, opmath, round_to, widen
 from torch_bridge.lowerings.reductions import axes, safe_sqrt
 from torch_bridge.lowerings.registry import lowering
+from torch_bridge.lowerings.types import Array, Dims
 from torch_bridge.lowerings.unary import magnitude
 
 aten = torch.ops.aten
 
 
-def power_sum(x: Any, p: float, reduced: tuple[int, ...], keepdim: bool) -> Any:
+def power_sum(x: Array, p: float, reduced: tuple[int, ...], keepdim: bool) -> Array:
     """sum(|x| ** p), for finite p."""
     if p == 0:
         terms = (x != 0).astype(x.real.dtype)
@@ -29,14 +30,14 @@ def power_sum(x: Any, p: float, reduced: tuple[int, ...], keepdim: bool) -> Any:
     return jnp.sum(terms, axis=reduced, keepdims=keepdim, dtype=terms.dtype)
 
 
-def _power(x: Any, p: float) -> Any:
+def _power(x: Array, p: float) -> Array:
     """x ** p for x >= 0, with gradient 0 instead of inf or NaN at x = 0."""
     zero = x == 0
     value = lax.pow(jnp.where(zero, jnp.ones_like(x), x), jnp.full_like(x, p))
     return jnp.where(zero, jnp.full_like(x, 0 if p > 0 else jnp.inf), value)
 
 
-def p_norm(x: Any, p: float, reduced: tuple[int, ...], keepdim: bool = False) -> Any:
+def p_norm(x: Array, p: float, reduced: tuple[int, ...], keepdim: bool = False) -> Array:
     """The p-norm over axes, in the (real) dtype of x; gradients follow torch: 0 at 0, ties of the maximum share."""
     if math.isinf(p):
         if p < 0:
@@ -48,43 +49,43 @@ def p_norm(x: Any, p: float, reduced: tuple[int, ...], keepdim: bool = False) ->
     return safe_sqrt(total) if p == 2 else _power(total, 1 / p)
 
 
-def _norm_input(x: Any, dtype: torch.dtype | None) -> tuple[Any, Any]:
+def _norm_input(x: Array, dtype: torch.dtype | None) -> tuple[Array, np.dtype]:
     """x as norms accumulate it, and the real dtype of the result."""
     target = x.dtype if dtype is None else dtypes.to_jax(dtype)
     wide = widen(x) if target == x.dtype else round_to(convert(x, opmath(target)), target)
     return wide, jnp.zeros((), target).real.dtype
 
 
-@lowering(aten.linalg_vector_norm.default, lift=False)
-def vector_norm(self: Any, ord: Any = 2, dim: Any = None, keepdim: bool = False, dtype: torch.dtype | None = None) -> Any:
+@lowering(aten.linalg_vector_norm.default, lift=False, batches=True)
+def vector_norm(self: Array, ord: float = 2, dim: Dims | None = None, keepdim: bool = False, dtype: torch.dtype | None = None) -> Array:
     x, result = _norm_input(self, dtype)
     return p_norm(x, float(ord), axes(dim, x.ndim), keepdim).astype(result)
 
 
 @lowering(aten.linalg__powsum.default, lift=False)
-def powsum(self: Any, ord: Any = 2, dim: Any = None, keepdim: bool = False, dtype: torch.dtype | None = None) -> Any:
+def powsum(self: Array, ord: float = 2, dim: Dims | None = None, keepdim: bool = False, dtype: torch.dtype | None = None) -> Array:
     x, result = _norm_input(self, dtype)
     return power_sum(x, float(ord), axes(dim, x.ndim), keepdim).astype(result)
 
 
 @lowering(aten.norm.Scalar, aten.norm.ScalarOpt_dtype, lift=False)
-def norm(self: Any, p: Any = 2, dtype: torch.dtype | None = None) -> Any:
+def norm(self: Array, p: float | None = 2, dtype: torch.dtype | None = None) -> Array:
     return vector_norm(self, 2 if p is None else p, dtype=dtype)
 
 
 @lowering(aten.norm.ScalarOpt_dim, aten.norm.ScalarOpt_dim_dtype, lift=False)
-def norm_dim(self: Any, p: Any, dim: Any, keepdim: bool = False, dtype: torch.dtype | None = None) -> Any:
+def norm_dim(self: Array, p: float | None, dim: Dims, keepdim: bool = False, dtype: torch.dtype | None = None) -> Array:
     return vector_norm(self, 2 if p is None else p, dim, keepdim, dtype)
 
 
 @lowering(aten.dist.default, lift=False)
-def dist(self: Any, other: Any, p: Any = 2) -> Any:
+def dist(self: Array, other: Array, p: float = 2) -> Array:
     a, b = dtypes.promote(self, other)
     return vector_norm(a - b, p)
 
 
 @lowering(aten.renorm.default, lift=False)
-def renorm(self: Any, p: Any, dim: int, maxnorm: Any) -> Any:
+def renorm(self: Array, p: float, dim: int, maxnorm: float) -> Array:
     x = widen(self)
     others = tuple(d for d in range(x.ndim) if d != dim % x.ndim)
     size = p_norm(x, float(p), others, keepdim=True)
@@ -93,7 +94,7 @@ def renorm(self: Any, p: Any, dim: int, maxnorm: Any) -> Any:
     return (x * factor).astype(self.dtype)
 
 
-def _euclidean_by_matmul(x1: Any, x2: Any) -> Any:
+def _euclidean_by_matmul(x1: Array, x2: Array) -> Array:
     """|a|^2 + |b|^2 - 2ab, clamped at 0: one matmul, at the price of cancellation for near points (as in torch)."""
     dot = jnp.matmul(x1, jnp.swapaxes(x2, -1, -2), precision=lax.Precision.HIGHEST)
     square1 = jnp.sum(x1 * x1, axis=-1)[..., :, None]
@@ -102,12 +103,12 @@ def _euclidean_by_matmul(x1: Any, x2: Any) -> Any:
 
 
 @lowering(aten._euclidean_dist.default)
-def euclidean_dist(x1: Any, x2: Any) -> Any:
+def euclidean_dist(x1: Array, x2: Array) -> Array:
     return _euclidean_by_matmul(x1, x2)
 
 
 @lowering(aten._cdist_forward.default)
-def cdist(x1: Any, x2: Any, p: float, compute_mode: int | None = None) -> Any:
+def cdist(x1: Array, x2: Array, p: float, compute_mode: int | None = None) -> Array:
     rows1, rows2 = x1.shape[-2], x2.shape[-2]
     by_matmul = compute_mode == 1 or (compute_mode in (None, 0) and (rows1 > 25 or rows2 > 25))
     if p == 2 and by_matmul:
@@ -116,7 +117,7 @@ def cdist(x1: Any, x2: Any, p: float, compute_mode: int | None = None) -> Any:
 
 
 @lowering(aten._cdist_backward.default)
-def cdist_backward(grad: Any, x1: Any, x2: Any, p: float, cdist: Any) -> Any:
+def cdist_backward(grad: Array, x1: Array, x2: Array, p: float, cdist: Array) -> Array:
     """The gradient for x1, in closed form: 0 where the distance is 0, and for p = inf the full gradient to every tie."""
     difference = x1[..., :, None, :] - x2[..., None, :, :]
     distance, grad = cdist[..., None], grad[..., None]
@@ -135,7 +136,7 @@ def cdist_backward(grad: Any, x1: Any, x2: Any, p: float, cdist: Any) -> Any:
     return _unbroadcast(jnp.sum(terms, axis=-2), x1.shape)
 
 
-def _unbroadcast(x: Any, shape: tuple[int, ...]) -> Any:
+def _unbroadcast(x: Array, shape: tuple[int, ...]) -> Array:
     """Sum x down to a shape that broadcasts to it."""
     x = jnp.sum(x, axis=tuple(range(x.ndim - len(shape))))
     return jnp.sum(x, axis=tuple(d for d, n in enumerate(shape) if n == 1 and x.shape[d] != 1), keepdims=True)

@@ -8,7 +8,7 @@ the program: they arrive as `Scalar`s from the recorder, and may be plain floats
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -17,23 +17,29 @@ import torch
 from torch_bridge.ir import dtypes
 from torch_bridge.lowerings.precision import opmath
 from torch_bridge.lowerings.registry import lowering
+from torch_bridge.lowerings.types import Array, Operand, Scalar
 
 aten = torch.ops.aten
 Lists = tuple[list[Any], ...]
 
 
-def _double(x: Any) -> Any:
+def _double(x: Operand) -> Array:
     """A number or one-element array as a 0-d float64 array."""
     return jnp.reshape(dtypes.cast(x, jnp.float64), ())
 
 
-def _is_zero(x: Any) -> bool:
+def _is_zero(x: Scalar) -> bool:
     """True for a constant 0, whose term torch leaves out (0 * inf would be NaN)."""
     return not isinstance(x, dtypes.Scalar) and x == 0
 
 
 def _step_each(
-    update: Callable[..., list[Any]], states: Lists, steps: list[Any] | None, grad_scale: Any, found_inf: Any, maximize: bool
+    update: Callable[..., list[Any]],
+    states: tuple[Sequence[Array], ...],
+    steps: Sequence[Array] | None,
+    grad_scale: Array | None,
+    found_inf: Array | None,
+    maximize: bool,
 ) -> Lists:
     """Run `update(step, param, grad, *rest)` on each parameter and its state; states = (params, grads, ...), maybe with empty lists.
 
@@ -57,51 +63,51 @@ def _step_each(
     return results
 
 
-def _lerp(start: Any, end: Any, weight: Any) -> Any:
+def _lerp(start: Array, end: Array, weight: Array) -> Array:
     """torch's two forms, chosen by the weight (a 0-d float64 array)."""
     near, far = weight.astype(start.dtype), (1 - weight).astype(start.dtype)
     return jnp.where(weight < 0.5, start + near * (end - start), end - (end - start) * far)
 
 
-def _unless(found_inf: Any, before: Any, after: Any) -> Any:
+def _unless(found_inf: Array | None, before: Array, after: Array) -> Array:
     return after if found_inf is None else jnp.where(jnp.reshape(found_inf, ()) == 1, before, after)
 
 
 def _adam(decoupled: bool) -> Callable[..., Lists]:
     def adam(
-        self: Any,
-        grads: Any,
-        exp_avgs: Any,
-        exp_avg_sqs: Any,
-        max_exp_avg_sqs: Any,
-        state_steps: Any,
+        self: Sequence[Array],
+        grads: Sequence[Array],
+        exp_avgs: Sequence[Array],
+        exp_avg_sqs: Sequence[Array],
+        max_exp_avg_sqs: Sequence[Array],
+        state_steps: Sequence[Array],
         *,
-        lr: Any,
-        beta1: Any,
-        beta2: Any,
-        weight_decay: Any,
+        lr: Operand,
+        beta1: Scalar,
+        beta2: Scalar,
+        weight_decay: Scalar,
         eps: float,
         amsgrad: bool,
         maximize: bool,
-        grad_scale: Any = None,
-        found_inf: Any = None,
+        grad_scale: Array | None = None,
+        found_inf: Array | None = None,
     ) -> Lists:
-        rate, beta1, beta2 = _double(lr), _double(beta1), _double(beta2)
+        rate, b1, b2 = _double(lr), _double(beta1), _double(beta2)
 
-        def update(step: Any, param: Any, grad: Any, mean: Any, square: Any, peak: Any) -> list[Any]:
-            def number(x: Any) -> Any:
+        def update(step: Array, param: Array, grad: Array, mean: Array, square: Array, peak: Any) -> list[Any]:
+            def number(x: Operand) -> Array:
                 return dtypes.cast(x, param.dtype)
 
             if not _is_zero(weight_decay) and decoupled:
                 param = param - number(rate * _double(weight_decay)) * param
             elif not _is_zero(weight_decay):
                 grad = grad + param * number(weight_decay)
-            mean = _lerp(mean, grad, 1 - beta1)
-            square = square * number(beta2) + number(1 - beta2) * grad * grad
+            mean = _lerp(mean, grad, 1 - b1)
+            square = square * number(b2) + number(1 - b2) * grad * grad
             peak = jnp.maximum(peak, square) if amsgrad else None
             count = _double(step)
-            root = jnp.sqrt(1 - beta2**count)
-            step_size = rate / (1 - beta1**count)
+            root = jnp.sqrt(1 - b2**count)
+            step_size = rate / (1 - b1**count)
             denominator = jnp.sqrt(peak if amsgrad else square) / number(root) + number(eps)
             return [param - number(step_size) * mean / denominator, mean, square, peak]
 
@@ -113,28 +119,28 @@ def _adam(decoupled: bool) -> Callable[..., Lists]:
 
 
 _ADAM_FLOATS = ("lr", "beta1", "beta2", "weight_decay")
-lowering(aten._fused_adam.default, aten._fused_adam.tensor_lr, floats=_ADAM_FLOATS)(_adam(decoupled=False))
-lowering(aten._fused_adamw.default, aten._fused_adamw.tensor_lr, floats=_ADAM_FLOATS)(_adam(decoupled=True))
+lowering(aten._fused_adam.default, aten._fused_adam.tensor_lr, floats=_ADAM_FLOATS, entrywise=True)(_adam(decoupled=False))
+lowering(aten._fused_adamw.default, aten._fused_adamw.tensor_lr, floats=_ADAM_FLOATS, entrywise=True)(_adam(decoupled=True))
 
 
-@lowering(aten._fused_sgd.default, aten._fused_sgd.tensor_lr, floats=("lr", "momentum", "weight_decay"))
+@lowering(aten._fused_sgd.default, aten._fused_sgd.tensor_lr, floats=("lr", "momentum", "weight_decay"), entrywise=True)
 def fused_sgd(
-    self: Any,
-    grads: Any,
-    momentum_buffer_list: Any,
+    self: Sequence[Array],
+    grads: Sequence[Array],
+    momentum_buffer_list: Sequence[Array],
     *,
-    weight_decay: Any,
-    momentum: Any,
-    lr: Any,
+    weight_decay: Scalar,
+    momentum: Scalar,
+    lr: Operand,
     dampening: float,
     nesterov: bool,
     maximize: bool,
     is_first_step: bool,
-    grad_scale: Any = None,
-    found_inf: Any = None,
+    grad_scale: Array | None = None,
+    found_inf: Array | None = None,
 ) -> Lists:
-    def update(_: Any, param: Any, grad: Any, buffer: Any) -> list[Any]:
-        def number(x: Any) -> Any:
+    def update(_: None, param: Array, grad: Array, buffer: Array | None) -> list[Any]:
+        def number(x: Operand) -> Array:
             return dtypes.cast(x, param.dtype)
 
         if not _is_zero(weight_decay):
@@ -148,21 +154,21 @@ def fused_sgd(
 
 
 def _fused_adagrad(
-    self: Any,
-    grads: Any,
-    state_sums: Any,
-    state_steps: Any,
+    self: Sequence[Array],
+    grads: Sequence[Array],
+    state_sums: Sequence[Array],
+    state_steps: Sequence[Array],
     *,
-    lr: Any,
-    lr_decay: Any,
-    weight_decay: Any,
+    lr: Operand,
+    lr_decay: Scalar,
+    weight_decay: Scalar,
     eps: float,
     maximize: bool,
-    grad_scale: Any = None,
-    found_inf: Any = None,
+    grad_scale: Array | None = None,
+    found_inf: Array | None = None,
 ) -> Lists:
-    def update(step: Any, param: Any, grad: Any, total: Any) -> list[Any]:
-        def number(x: Any) -> Any:
+    def update(step: Array, param: Array, grad: Array, total: Array) -> list[Any]:
+        def number(x: Operand) -> Array:
             return dtypes.cast(x, param.dtype)
 
         if not _is_zero(weight_decay):
@@ -174,18 +180,22 @@ def _fused_adagrad(
     return _step_each(update, (self, grads, state_sums), state_steps, grad_scale, found_inf, maximize)
 
 
-@lowering(aten._fused_adagrad.tensor_lr, floats=("weight_decay",))
-def fused_adagrad_tensor_lr(self: Any, grads: Any, state_sums: Any, state_steps: Any, **options: Any) -> Lists:
+@lowering(aten._fused_adagrad.tensor_lr, floats=("weight_decay",), entrywise=True)
+def fused_adagrad_tensor_lr(
+    self: Sequence[Array], grads: Sequence[Array], state_sums: Sequence[Array], state_steps: Sequence[Array], **options: Any
+) -> Lists:
     return _fused_adagrad(self, grads, state_sums, state_steps, **options)
 
 
-@lowering(aten._fused_adagrad.default, floats=("lr", "weight_decay"))
-def fused_adagrad(self: Any, grads: Any, state_sums: Any, state_steps: Any, **options: Any) -> Lists:
+@lowering(aten._fused_adagrad.default, floats=("lr", "weight_decay"), entrywise=True)
+def fused_adagrad(
+    self: Sequence[Array], grads: Sequence[Array], state_sums: Sequence[Array], state_steps: Sequence[Array], **options: Any
+) -> Lists:
     return (*_fused_adagrad(self, grads, state_sums, state_steps, **options), list(state_steps))
 
 
 @lowering(aten._amp_foreach_non_finite_check_and_unscale.default)
-def amp_unscale(self: Any, found_inf: Any, inv_scale: Any) -> tuple[list[Any], Any]:
+def amp_unscale(self: Sequence[Array], found_inf: Array, inv_scale: Array) -> tuple[list[Array], Array]:
     """Gradients times `inv_scale`, and found_inf set to 1 where any of them was not finite."""
     bad = jnp.zeros((), jnp.bool_)
     for grad in self:
@@ -197,8 +207,8 @@ def amp_unscale(self: Any, found_inf: Any, inv_scale: Any) -> tuple[list[Any], A
 
 @lowering(aten._amp_update_scale.default)
 def amp_update_scale(
-    self: Any, growth_tracker: Any, found_inf: Any, scale_growth_factor: float, scale_backoff_factor: float, growth_interval: int
-) -> tuple[Any, Any]:
+    self: Array, growth_tracker: Array, found_inf: Array, scale_growth_factor: float, scale_backoff_factor: float, growth_interval: int
+) -> tuple[Array, Array]:
     """Back off after an overflow; grow after `growth_interval` good steps in a row, unless that would overflow."""
     overflow = jnp.reshape(found_inf, self.shape) != 0
     good = growth_tracker + 1

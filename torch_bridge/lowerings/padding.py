@@ -6,7 +6,6 @@ torch lists pads from the last dim backwards, (left, right) each; negative pads 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,13 +14,13 @@ from jax import lax
 
 from torch_bridge.ir import dtypes
 from torch_bridge.lowerings.registry import lowering
+from torch_bridge.lowerings.types import Array, Scalar
 
 aten = torch.ops.aten
-Array = jax.Array
 
 
 @lowering(aten.constant_pad_nd.default)
-def constant_pad_nd(self: Array, pad: Sequence[int], value: Any = 0) -> Array:
+def constant_pad_nd(self: Array, pad: Sequence[int], value: Scalar = 0) -> Array:
     config = [(0, 0, 0)] * self.ndim
     for i in range(len(pad) // 2):
         config[-1 - i] = (pad[2 * i], pad[2 * i + 1], 0)

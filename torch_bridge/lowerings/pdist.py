@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,11 +12,12 @@ import torch
 from jax import lax
 
 from torch_bridge.lowerings.registry import lowering
+from torch_bridge.lowerings.types import Array
 
 aten = torch.ops.aten
 
 
-def _distances(x: Any, p: float) -> Any:
+def _distances(x: Array, p: float) -> Array:
     first, second = np.triu_indices(x.shape[0], 1)
     diff = jnp.abs(x[first] - x[second])
     if p == 0:
@@ -31,7 +31,7 @@ def _distances(x: Any, p: float) -> Any:
     return jnp.sum(diff**p, -1) ** (1 / p)
 
 
-def _slope(diff: Any, distance: Any, p: float) -> Any:
+def _slope(diff: Array, distance: Array, p: float) -> Array:
     """d distance / d diff per coordinate; 0 where the rows coincide."""
     some = jnp.where(distance == 0, 1, distance)
     size = jnp.abs(diff)
@@ -46,7 +46,7 @@ def _slope(diff: Any, distance: Any, p: float) -> Any:
     return jnp.where(distance == 0, 0, slope)
 
 
-def _backward(grad: Any, x: Any, p: float, distances: Any) -> Any:
+def _backward(grad: Array, x: Array, p: float, distances: Array) -> Array:
     """Sums over all ordered pairs of rows at once instead of scattering the pairs: (n, n, m) of work, no atomics."""
     n = x.shape[0]
     if p == 0 or x.size == 0 or n < 2:
@@ -60,7 +60,7 @@ def _backward(grad: Any, x: Any, p: float, distances: Any) -> Any:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _pdist(x: Any, p: float) -> Any:
+def _pdist(x: Array, p: float) -> Array:
     return _distances(x, p)
 
 
@@ -71,10 +71,10 @@ _pdist.defvjp(
 
 
 @lowering(aten._pdist_forward.default)
-def _pdist_forward(self: Any, p: float = 2.0) -> Any:
+def _pdist_forward(self: Array, p: float = 2.0) -> Array:
     return _pdist(self, p)
 
 
 @lowering(aten._pdist_backward.default)
-def _pdist_backward(grad: Any, self: Any, p: float, pdist: Any) -> Any:
+def _pdist_backward(grad: Array, self: Array, p: float, pdist: Array) -> Array:
     return _backward(grad, self, p, lax.stop_gradient(pdist))

@@ -6,26 +6,28 @@ from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 import torch
 from jax import lax
 
 from torch_bridge.lowerings.precision import common_dtype, elementwise, is_float, operand
 from torch_bridge.lowerings.registry import lowering
+from torch_bridge.lowerings.types import Array, Operand
 
 aten = torch.ops.aten
 
 
-def _at_least(x: Any, bound: Any) -> Any:
+def _at_least(x: Array, bound: Array) -> Array:
     # Not lax.max: at the bound torch's gradient goes to x, and a NaN bound gives NaN.
     return jnp.where((x < bound) | (bound != bound), bound, x)
 
 
-def _at_most(x: Any, bound: Any) -> Any:
+def _at_most(x: Array, bound: Array) -> Array:
     return jnp.where((x > bound) | (bound != bound), bound, x)
 
 
 @lowering(aten.clamp.default, aten.clamp.Tensor)
-def clamp(self: Any, min: Any = None, max: Any = None) -> Any:
+def clamp(self: Operand, min: Operand | None = None, max: Operand | None = None) -> Array:
     dtype = common_dtype(self, min, max)
     x = operand(self, dtype)
     if min is not None:
@@ -36,91 +38,91 @@ def clamp(self: Any, min: Any = None, max: Any = None) -> Any:
 
 
 @lowering(aten.clamp_min.default, aten.clamp_min.Tensor)
-def clamp_min(self: Any, min: Any) -> Any:
+def clamp_min(self: Operand, min: Operand) -> Array:
     return elementwise(_at_least, self, min)
 
 
 @lowering(aten.clamp_max.default, aten.clamp_max.Tensor)
-def clamp_max(self: Any, max: Any) -> Any:
+def clamp_max(self: Operand, max: Operand) -> Array:
     return elementwise(_at_most, self, max)
 
 
 @lowering(aten.maximum.default)
-def maximum(self: Any, other: Any) -> Any:
+def maximum(self: Operand, other: Operand) -> Array:
     return elementwise(jnp.maximum, self, other)
 
 
 @lowering(aten.minimum.default)
-def minimum(self: Any, other: Any) -> Any:
+def minimum(self: Operand, other: Operand) -> Array:
     return elementwise(jnp.minimum, self, other)
 
 
 @lowering(aten.fmax.default)
-def fmax(self: Any, other: Any) -> Any:
+def fmax(self: Operand, other: Operand) -> Array:
     return elementwise(lambda a, b: jnp.where((a >= b) | (b != b), a, b), self, other)
 
 
 @lowering(aten.fmin.default)
-def fmin(self: Any, other: Any) -> Any:
+def fmin(self: Operand, other: Operand) -> Array:
     return elementwise(lambda a, b: jnp.where((a <= b) | (b != b), a, b), self, other)
 
 
 @lowering(aten.where.self)
-def where(condition: Any, self: Any, other: Any) -> Any:
+def where(condition: Array, self: Operand, other: Operand) -> Array:
     dtype = common_dtype(self, other)
     condition = condition if condition.dtype == jnp.bool_ else condition != 0
     return jnp.where(condition, operand(self, dtype), operand(other, dtype)).astype(dtype)
 
 
-def _xlogy(x: Any, y: Any) -> Any:
+def _xlogy(x: Array, y: Array) -> Array:
     # 0 * log(y) is 0 for every y but NaN. The replaced y keeps the gradient log(y) at x = 0 where it is finite.
     degenerate = (x == 0) & ((y <= 0) | (y == jnp.inf))
     return x * jnp.log(jnp.where(degenerate, jnp.ones_like(y), y))
 
 
 @lowering(aten.xlogy.Tensor, aten.xlogy.Scalar_Self, aten.xlogy.Scalar_Other)
-def xlogy(self: Any, other: Any) -> Any:
+def xlogy(self: Operand, other: Operand) -> Array:
     return elementwise(_xlogy, self, other, floating=True)
 
 
-def _hypot(x: Any, y: Any) -> Any:
+def _hypot(x: Array, y: Array) -> Array:
     # inf wins over NaN (C99); jnp.hypot scales, so that large values do not overflow.
     return jnp.where(jnp.isinf(x) | jnp.isinf(y), jnp.full_like(x + y, jnp.inf), jnp.hypot(x, y))
 
 
 @lowering(aten.heaviside.default)
-def heaviside(self: Any, values: Any) -> Any:
+def heaviside(self: Operand, values: Operand) -> Array:
     return elementwise(lambda x, v: jnp.where(x == 0, v, (x > 0).astype(v.dtype)), self, values)
 
 
 @lowering(aten.nextafter.default)
-def nextafter(self: Any, other: Any) -> Any:
+def nextafter(self: Array, other: Array) -> Array:
     dtype = common_dtype(self, other)
     return lax.nextafter(*jnp.broadcast_arrays(self.astype(dtype), other.astype(dtype)))
 
 
-def _copysign(x: Any, y: Any) -> Any:
+def _copysign(x: Array, y: Array) -> Array:
     magnitude = jnp.abs(x)
     return jnp.where(jnp.signbit(y), -magnitude, magnitude)
 
 
 @lowering(aten.copysign.Tensor, aten.copysign.Scalar)
-def copysign(self: Any, other: Any) -> Any:
+def copysign(self: Operand, other: Operand) -> Array:
     return elementwise(_copysign, self, other, floating=True)
 
 
-def _gcd(x: Any, y: Any) -> Any:
+def _gcd(x: Array, y: Array) -> Array:
     return jnp.gcd(x, y)
 
 
-def _lcm(x: Any, y: Any) -> Any:
+def _lcm(x: Array, y: Array) -> Array:
     divisor = jnp.gcd(x, y)
     return jnp.where(divisor == 0, jnp.zeros_like(divisor), jnp.abs(lax.div(*jnp.broadcast_arrays(x, jnp.maximum(divisor, 1))) * y))
 
 
 def _register(op: torch._ops.OpOverload, fn: Callable[..., Any], floating: bool) -> None:
     @lowering(op)
-    def binary(self: Any, other: Any) -> Any:
+    def binary(self: Operand, other: Operand) -> Array:
         return elementwise(fn, self, other, floating=floating)
 
 
@@ -136,14 +138,14 @@ for _op, _fn, _floating in (
 
 
 @lowering(aten.nan_to_num.default)
-def nan_to_num(self: Any, nan: float | None = None, posinf: float | None = None, neginf: float | None = None) -> Any:
+def nan_to_num(self: Array, nan: float | None = None, posinf: float | None = None, neginf: float | None = None) -> Array:
     if not is_float(self):
         return self
     if jnp.iscomplexobj(self):
         return lax.complex(nan_to_num(self.real, nan, posinf, neginf), nan_to_num(self.imag, nan, posinf, neginf))
     limits = jnp.finfo(self.dtype)
 
-    def number(value: float | None, default: Any) -> Any:
+    def number(value: float | None, default: float | np.floating) -> Array:
         return jnp.asarray(default if value is None else value, self.dtype)
 
     x = jnp.where(jnp.isnan(self), number(nan, 0), self)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -69,7 +68,7 @@ def windows(sizes: Sequence[int], kernel: Ints, stride: Ints, padding: Ints, dil
     return result
 
 
-def pad_axis(x: jax.Array, axis: int, edges: tuple[int, int], value: Any) -> jax.Array:
+def pad_axis(x: jax.Array, axis: int, edges: tuple[int, int], value: float) -> jax.Array:
     config = [(0, 0, 0)] * x.ndim
     config[axis] = (*edges, 0)
     return x if edges == (0, 0) else lax.pad(x, jnp.asarray(value, x.dtype), config)

@@ -16,36 +16,37 @@ import torch
 from jax import lax
 
 from torch_bridge.ir import dtypes
+from torch_bridge.lowerings.types import Array, DType, Operand
 
 _HALF = {jnp.dtype(jnp.float16): (5, 10), jnp.dtype(jnp.bfloat16): (8, 7)}
 
 
-def is_complex(x: Any) -> bool:
+def is_complex(x: Array) -> bool:
     return jnp.issubdtype(x.dtype, jnp.complexfloating)
 
 
-def is_float(x: Any) -> bool:
+def is_float(x: Array) -> bool:
     """True for real and complex floating point arrays."""
     return jnp.issubdtype(x.dtype, jnp.inexact)
 
 
-def opmath(dtype: Any) -> np.dtype:
+def opmath(dtype: DType) -> np.dtype:
     """The dtype torch computes in for tensors of `dtype`: float32 for float16 and bfloat16, else `dtype`."""
     dtype = jnp.dtype(dtype)
     return jnp.dtype(jnp.float32) if dtype in _HALF else dtype
 
 
-def widen(x: Any) -> Any:
+def widen(x: Array) -> Array:
     return x.astype(opmath(x.dtype))
 
 
-def round_to(x: Any, dtype: Any) -> Any:
+def round_to(x: Array, dtype: DType) -> Array:
     """A float32 `x` rounded to the precision of a half dtype, still float32 (or unchanged for other dtypes)."""
     bits = _HALF.get(jnp.dtype(dtype))
     return x if bits is None else lax.reduce_precision(x, *bits)
 
 
-def convert(x: Any, dtype: Any) -> Any:
+def convert(x: Operand, dtype: DType) -> Array:
     """`dtypes.cast` with C's conversions: float to a narrow or unsigned integer wraps (XLA saturates); halves round via float32."""
     dtype = jnp.dtype(dtype)
     x = x.value if isinstance(x, dtypes.Scalar) else x
@@ -61,7 +62,7 @@ def convert(x: Any, dtype: Any) -> Any:
     return dtypes.cast(x, dtype)
 
 
-def _to_integer(x: Any, dtype: np.dtype) -> Any:
+def _to_integer(x: Array, dtype: np.dtype) -> Array:
     if dtype == jnp.uint64:
         return jnp.where(x < 0, x.astype(jnp.int64).astype(dtype), x.astype(dtype))
     if dtype == jnp.uint32:
@@ -69,7 +70,7 @@ def _to_integer(x: Any, dtype: np.dtype) -> Any:
     return x.astype(jnp.int32).astype(dtype) if dtype.itemsize < 4 else x.astype(dtype)
 
 
-def operand(x: Any, dtype: Any, exact: bool = False) -> Any:
+def operand(x: Operand, dtype: DType, exact: bool = False) -> Array:
     """`x` in the dtype that computes for `dtype`; `exact` keeps a number or 0-d tensor unrounded, as torch's `mul` and `div` do."""
     wide = opmath(dtype)
     if not dtypes.is_number(x) and x.dtype == dtype:
@@ -78,7 +79,7 @@ def operand(x: Any, dtype: Any, exact: bool = False) -> Any:
     return y if exact and y.ndim == 0 else round_to(y, dtype)
 
 
-def common_dtype(*operands: Any, floating: bool = False) -> np.dtype:
+def common_dtype(*operands: Operand | None, floating: bool = False) -> np.dtype:
     """torch's promoted dtype of the operands; with `floating`, integers and bools become the default float dtype."""
     dtype = dtypes.result_dtype(*operands)
     if floating and not (dtype.is_floating_point or dtype.is_complex):
@@ -86,7 +87,7 @@ def common_dtype(*operands: Any, floating: bool = False) -> np.dtype:
     return dtypes.to_jax(dtype)
 
 
-def elementwise(fn: Callable[..., Any], *operands: Any, floating: bool = False) -> Any:
+def elementwise(fn: Callable[..., Any], *operands: Operand, floating: bool = False) -> Array:
     """`fn` on the operands in their common dtype, computed wide and rounded once to that dtype."""
     dtype = common_dtype(*operands, floating=floating)
     return fn(*(operand(x, dtype) for x in operands)).astype(dtype)

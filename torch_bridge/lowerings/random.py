@@ -21,6 +21,7 @@ from jax import lax
 
 from torch_bridge.ir import dtypes
 from torch_bridge.lowerings.registry import lowering
+from torch_bridge.lowerings.types import Array, Key, Scalar
 
 aten = torch.ops.aten
 
@@ -37,7 +38,7 @@ def _default(dtype: torch.dtype | None) -> torch.dtype:
     return torch.get_default_dtype() if dtype is None else dtype
 
 
-def _unit(key: Any, shape: Shape, dtype: torch.dtype) -> Any:
+def _unit(key: Key, shape: Shape, dtype: torch.dtype) -> Array:
     """Uniform on the multiples of 2^-digits in [0, 1), in the wide dtype; exact in `dtype`."""
     digits = _DIGITS.get(dtype, 24)
     width = 64 if digits > 24 else 32
@@ -45,14 +46,14 @@ def _unit(key: Any, shape: Shape, dtype: torch.dtype) -> Any:
     return (bits >> (width - digits)).astype(_wide(dtype)) * 2.0**-digits
 
 
-def _open_unit(key: Any, shape: Shape, dtype: torch.dtype) -> Any:
+def _open_unit(key: Key, shape: Shape, dtype: torch.dtype) -> Array:
     """Uniform strictly inside (0, 1), in the wide dtype: safe under log."""
     digits, width = (52, 64) if dtype == torch.float64 else (23, 32)
     bits = jax.random.bits(key, tuple(shape), jnp.uint64 if width == 64 else jnp.uint32)
     return ((bits >> (width - digits)).astype(_wide(dtype)) + 0.5) * 2.0**-digits
 
 
-def _gaussian(key: Any, shape: Shape, dtype: torch.dtype) -> Any:
+def _gaussian(key: Key, shape: Shape, dtype: torch.dtype) -> Array:
     """Standard normal in the wide dtype; a complex one has variance 1 in total."""
     if not dtype.is_complex:
         return jax.random.normal(key, tuple(shape), _wide(dtype))
@@ -60,11 +61,11 @@ def _gaussian(key: Any, shape: Shape, dtype: torch.dtype) -> Any:
     return lax.complex(parts[0], parts[1])
 
 
-def _rounded(x: Any, dtype: torch.dtype) -> Any:
+def _rounded(x: Array, dtype: torch.dtype) -> Array:
     return x.astype(dtypes.to_jax(dtype))
 
 
-def _valid(x: Any, holds: Any) -> Any:
+def _valid(x: Array, holds: Array) -> Array:
     """NaN where a parameter's value is none that torch accepts: to raise, as on the CPU, would stop the graph."""
     return jnp.where(holds, x, jnp.asarray(jnp.nan, x.dtype))
 
@@ -72,7 +73,7 @@ def _valid(x: Any, holds: Any) -> Any:
 # Uniform
 
 
-def _uniform(key: Any, shape: Shape, dtype: torch.dtype, low: float, high: float) -> Any:
+def _uniform(key: Key, shape: Shape, dtype: torch.dtype, low: float, high: float) -> Array:
     if dtype.is_complex:
         real = torch.float64 if dtype == torch.complex128 else torch.float32
         parts = _uniform(key, (2, *shape), real, low, high)
@@ -88,17 +89,17 @@ def _uniform(key: Any, shape: Shape, dtype: torch.dtype, low: float, high: float
 
 
 @lowering(aten.rand.default, aten.rand.generator, rng=True)
-def _rand(size: Shape, *, dtype: torch.dtype | None = None, key: Any) -> Any:
+def _rand(size: Shape, *, dtype: torch.dtype | None = None, key: Key) -> Array:
     return _uniform(key, size, _default(dtype), 0.0, 1.0)
 
 
 @lowering(aten.rand_like.default, aten.rand_like.generator, rng=True)
-def _rand_like(self: Any, *, dtype: torch.dtype | None = None, key: Any) -> Any:
+def _rand_like(self: Array, *, dtype: torch.dtype | None = None, key: Key) -> Array:
     return _uniform(key, self.shape, dtype or dtypes.to_torch(self.dtype), 0.0, 1.0)
 
 
 @lowering(aten.uniform.default, rng=True)
-def _uniform_functional(self: Any, low: float = 0.0, high: float = 1.0, *, key: Any, **named: float) -> Any:
+def _uniform_functional(self: Array, low: float = 0.0, high: float = 1.0, *, key: Key, **named: float) -> Array:
     # `from` is a Python keyword, so callers that pass the schema's names arrive in `named`.
     low, high = named.get("from", low), named.get("to", high)
     return _uniform(key, self.shape, dtypes.to_torch(self.dtype), low, high)
@@ -108,27 +109,27 @@ def _uniform_functional(self: Any, low: float = 0.0, high: float = 1.0, *, key: 
 
 
 @lowering(aten.randn.default, aten.randn.generator, rng=True)
-def _randn(size: Shape, *, dtype: torch.dtype | None = None, key: Any) -> Any:
+def _randn(size: Shape, *, dtype: torch.dtype | None = None, key: Key) -> Array:
     return _rounded(_gaussian(key, size, _default(dtype)), _default(dtype))
 
 
 @lowering(aten.randn_like.default, aten.randn_like.generator, rng=True)
-def _randn_like(self: Any, *, dtype: torch.dtype | None = None, key: Any) -> Any:
+def _randn_like(self: Array, *, dtype: torch.dtype | None = None, key: Key) -> Array:
     return _randn(self.shape, dtype=dtype or dtypes.to_torch(self.dtype), key=key)
 
 
 @lowering(aten.normal.float_float, rng=True)
-def _normal_float_float(mean: float, std: float, size: Shape, *, dtype: torch.dtype | None = None, key: Any) -> Any:
+def _normal_float_float(mean: float, std: float, size: Shape, *, dtype: torch.dtype | None = None, key: Key) -> Array:
     return _rounded(_gaussian(key, size, _default(dtype)) * std + mean, _default(dtype))
 
 
 @lowering(aten.normal_functional.default, rng=True)
-def _normal_functional(self: Any, mean: float = 0.0, std: float = 1.0, *, key: Any) -> Any:
+def _normal_functional(self: Array, mean: float = 0.0, std: float = 1.0, *, key: Key) -> Array:
     return _normal_float_float(mean, std, self.shape, dtype=dtypes.to_torch(self.dtype), key=key)
 
 
 @lowering(aten.normal.Tensor_float, aten.normal.float_Tensor, aten.normal.Tensor_Tensor, rng=True)
-def _normal_tensors(mean: Any, std: Any = 1.0, *, key: Any) -> Any:
+def _normal_tensors(mean: Array | float, std: Array | float = 1.0, *, key: Key) -> Array:
     """The result has the dtype of `mean` where that is a tensor, else that of `std`."""
     dtype = dtypes.to_torch((mean if hasattr(mean, "dtype") else std).dtype)
     shape = jnp.broadcast_shapes(jnp.shape(mean), jnp.shape(std))
@@ -139,26 +140,26 @@ def _normal_tensors(mean: Any, std: Any = 1.0, *, key: Any) -> Any:
 
 
 @lowering(aten.log_normal.default, rng=True)
-def _log_normal(self: Any, mean: float = 1.0, std: float = 2.0, *, key: Any) -> Any:
+def _log_normal(self: Array, mean: float = 1.0, std: float = 2.0, *, key: Key) -> Array:
     dtype = dtypes.to_torch(self.dtype)
     return _rounded(jnp.exp(_gaussian(key, self.shape, dtype) * std + mean), dtype)
 
 
 @lowering(aten.exponential.default, rng=True)
-def _exponential(self: Any, lambd: float = 1.0, *, key: Any) -> Any:
+def _exponential(self: Array, lambd: float = 1.0, *, key: Key) -> Array:
     """Strictly positive, so that `gumbel_softmax` and exponential races can take its log or divide by it."""
     dtype = dtypes.to_torch(self.dtype)
     return _rounded(-jnp.log(_open_unit(key, self.shape, dtype)) / lambd, dtype)
 
 
 @lowering(aten.geometric.default, rng=True)
-def _geometric(self: Any, p: float, *, key: Any) -> Any:
+def _geometric(self: Array, p: float, *, key: Key) -> Array:
     draws = jnp.ceil(jnp.log(_open_unit(key, self.shape, torch.float64)) / math.log1p(-p))
     return draws.astype(self.dtype)
 
 
 @lowering(aten.cauchy.default, rng=True)
-def _cauchy(self: Any, median: float = 0.0, sigma: float = 1.0, *, key: Any) -> Any:
+def _cauchy(self: Array, median: float = 0.0, sigma: float = 1.0, *, key: Key) -> Array:
     dtype = dtypes.to_torch(self.dtype)
     return _rounded(median + sigma * jnp.tan(math.pi * (_open_unit(key, self.shape, dtype) - 0.5)), dtype)
 
@@ -166,7 +167,7 @@ def _cauchy(self: Any, median: float = 0.0, sigma: float = 1.0, *, key: Any) -> 
 # Integers
 
 
-def _integers(key: Any, shape: Shape, low: Any, span: int | Any) -> Any:
+def _integers(key: Key, shape: Shape, low: int | Array, span: int | Array) -> Array:
     """int64 uniform on [low, low + span); the span may be up to 2^64, or traced.
 
     As in torch the draw is random bits modulo the span: 32 of them while the bias stays below 2^-16, else 64.
@@ -196,33 +197,33 @@ def _representable(low: int, high: int, dtype: torch.dtype) -> tuple[int, int]:
     return low, high
 
 
-def _between(key: Any, shape: Shape, low: int, high: int, dtype: torch.dtype) -> Any:
+def _between(key: Key, shape: Shape, low: int, high: int, dtype: torch.dtype) -> Array:
     low, high = _representable(low, high, dtype)
     return _integers(key, shape, low, high - low).astype(dtypes.to_jax(dtype))
 
 
 @lowering(aten.randint.default, aten.randint.generator, rng=True)
-def _randint(high: int, size: Shape, *, dtype: torch.dtype | None = torch.int64, key: Any) -> Any:
+def _randint(high: int, size: Shape, *, dtype: torch.dtype | None = torch.int64, key: Key) -> Array:
     return _between(key, size, 0, high, dtype or torch.int64)
 
 
 @lowering(aten.randint.low, aten.randint.low_generator, rng=True)
-def _randint_low(low: int, high: int, size: Shape, *, dtype: torch.dtype | None = torch.int64, key: Any) -> Any:
+def _randint_low(low: int, high: int, size: Shape, *, dtype: torch.dtype | None = torch.int64, key: Key) -> Array:
     return _between(key, size, low, high, dtype or torch.int64)
 
 
 @lowering(aten.randint_like.default, aten.randint_like.generator, rng=True)
-def _randint_like(self: Any, high: int, *, dtype: torch.dtype | None = None, key: Any) -> Any:
+def _randint_like(self: Array, high: int, *, dtype: torch.dtype | None = None, key: Key) -> Array:
     return _between(key, self.shape, 0, high, dtype or dtypes.to_torch(self.dtype))
 
 
 @lowering(aten.randint_like.low_dtype, aten.randint_like.low_generator_dtype, rng=True)
-def _randint_like_low(self: Any, low: int, high: int, *, dtype: torch.dtype | None = None, key: Any) -> Any:
+def _randint_like_low(self: Array, low: int, high: int, *, dtype: torch.dtype | None = None, key: Key) -> Array:
     return _between(key, self.shape, low, high, dtype or dtypes.to_torch(self.dtype))
 
 
 @lowering(aten.randint_like.Tensor, aten.randint_like.Tensor_generator, rng=True)
-def _randint_like_tensor(self: Any, high: Any, *, dtype: torch.dtype | None = None, key: Any) -> Any:
+def _randint_like_tensor(self: Array, high: Array, *, dtype: torch.dtype | None = None, key: Key) -> Array:
     draws = _integers(key, self.shape, 0, lax.stop_gradient(high).reshape(()).astype(jnp.int64))
     return draws.astype(dtypes.to_jax(dtype) if dtype else self.dtype)
 
@@ -235,17 +236,17 @@ def _last(dtype: torch.dtype) -> int:
 
 
 @lowering(aten.random.default, rng=True)
-def _random(self: Any, *, key: Any) -> Any:
+def _random(self: Array, *, key: Key) -> Array:
     return _integers(key, self.shape, 0, _last(dtypes.to_torch(self.dtype)) + 1).astype(self.dtype)
 
 
 @lowering(aten.random.to, rng=True)
-def _random_to(self: Any, to: int, *, key: Any) -> Any:
+def _random_to(self: Array, to: int, *, key: Key) -> Array:
     return _between(key, self.shape, 0, to, dtypes.to_torch(self.dtype))
 
 
 @lowering(getattr(aten.random, "from"), rng=True)
-def _random_from(self: Any, low: int | None = None, to: int | None = None, *, key: Any, **named: int) -> Any:
+def _random_from(self: Array, low: int | None = None, to: int | None = None, *, key: Key, **named: int) -> Array:
     low = named.get("from", low)
     dtype = dtypes.to_torch(self.dtype)
     assert low is not None
@@ -256,7 +257,7 @@ def _random_from(self: Any, low: int | None = None, to: int | None = None, *, ke
 
 
 @lowering(aten.randperm.default, aten.randperm.generator, rng=True)
-def _randperm(n: int, *, dtype: torch.dtype | None = torch.int64, key: Any) -> Any:
+def _randperm(n: int, *, dtype: torch.dtype | None = torch.int64, key: Key) -> Array:
     order = jax.random.permutation(key, jnp.arange(n, dtype=jnp.int32 if n < 1 << 31 else jnp.int64))
     return order.astype(dtypes.to_jax(dtype or torch.int64))
 
@@ -264,7 +265,7 @@ def _randperm(n: int, *, dtype: torch.dtype | None = torch.int64, key: Any) -> A
 # Discrete distributions with parameters
 
 
-def _flips(key: Any, shape: Shape, p: float) -> Any:
+def _flips(key: Key, shape: Shape, p: float) -> Array:
     """Booleans, true with probability p: one integer comparison per element, exact to 2^-32 (2^-64 for tiny p)."""
     if p <= 0.0 or p >= 1.0:
         return jnp.full(tuple(shape), p >= 1.0)
@@ -276,36 +277,36 @@ def _flips(key: Any, shape: Shape, p: float) -> Any:
 
 
 @lowering(aten.bernoulli.p, rng=True)
-def _bernoulli_p(self: Any, p: float, *, key: Any) -> Any:
+def _bernoulli_p(self: Array, p: float, *, key: Key) -> Array:
     return _flips(key, self.shape, p).astype(self.dtype)
 
 
 @lowering(aten.bernoulli.default, rng=True)
-def _bernoulli(self: Any, *, key: Any) -> Any:
+def _bernoulli(self: Array, *, key: Key) -> Array:
     return _bernoulli_tensor(self, self, key=key)
 
 
 @lowering(aten.bernoulli.Tensor, rng=True)
-def _bernoulli_tensor(self: Any, p: Any, *, key: Any) -> Any:
+def _bernoulli_tensor(self: Array, p: Array, *, key: Key) -> Array:
     wide = torch.float64 if p.dtype == jnp.float64 else torch.float32
     p = lax.stop_gradient(p)
     draws = (_unit(key, self.shape, wide) < p).astype(self.dtype)
     return _valid(draws, (p >= 0) & (p <= 1)) if jnp.issubdtype(self.dtype, jnp.floating) else draws
 
 
-def _threefry(key: Any) -> Any:
+def _threefry(key: Key) -> Array:
     """A threefry key derived from any key: jax.random.poisson takes no other kind."""
     return jax.random.wrap_key_data(jax.random.bits(key, (2,), jnp.uint32), impl="threefry2x32")
 
 
 @lowering(aten.poisson.default, rng=True)
-def _poisson(self: Any, *, key: Any) -> Any:
+def _poisson(self: Array, *, key: Key) -> Array:
     rate = lax.stop_gradient(self).astype(jnp.promote_types(self.dtype, jnp.float32))
     return _valid(jax.random.poisson(_threefry(key), rate, self.shape, jnp.int64).astype(self.dtype), rate >= 0)
 
 
 @lowering(aten.binomial.default, rng=True)
-def _binomial(count: Any, prob: Any, *, key: Any) -> Any:
+def _binomial(count: Array, prob: Array, *, key: Key) -> Array:
     shape = jnp.broadcast_shapes(count.shape, prob.shape)
     wide = jnp.float64 if count.dtype == jnp.float64 else jnp.float32
     n, p = (lax.stop_gradient(x).astype(wide) for x in (count, prob))
@@ -313,7 +314,7 @@ def _binomial(count: Any, prob: Any, *, key: Any) -> Any:
 
 
 @lowering(aten.multinomial.default, rng=True)
-def _multinomial(self: Any, num_samples: int, replacement: bool = False, *, key: Any) -> Any:
+def _multinomial(self: Array, num_samples: int, replacement: bool = False, *, key: Key) -> Array:
     """Indices of categories drawn with the weights of the last dim; a category of weight 0 is never drawn.
 
     Weights that torch refuses (negative, not finite, or all zero) give -1, an index out of range: to raise would stop the graph.
@@ -327,7 +328,7 @@ def _multinomial(self: Any, num_samples: int, replacement: bool = False, *, key:
     return jnp.where(valid, lax.top_k(race, num_samples)[1].astype(jnp.int64), -1)
 
 
-def _draw_with_replacement(key: Any, weights: Any, num_samples: int) -> Any:
+def _draw_with_replacement(key: Key, weights: Array, num_samples: int) -> Array:
     """Search uniform draws in the cumulative weights, made monotone so that a zero weight spans an empty interval."""
     total = lax.cummax(jnp.where(weights > 0, jnp.cumsum(weights, -1), 0.0), axis=weights.ndim - 1)
     draws = _unit(key, (*weights.shape[:-1], num_samples), torch.float64) * total[..., -1:]
@@ -340,19 +341,19 @@ def _draw_with_replacement(key: Any, weights: Any, num_samples: int) -> Any:
 
 
 @lowering(aten._standard_gamma.default, rng=True)
-def _standard_gamma(self: Any, *, key: Any) -> Any:
+def _standard_gamma(self: Array, *, key: Key) -> Array:
     """Differentiable in alpha; a draw that underflows becomes the least normal number, as in torch."""
     return jnp.maximum(jax.random.gamma(key, self, self.shape, self.dtype), jnp.finfo(self.dtype).tiny)
 
 
 @lowering(aten._standard_gamma_grad.default)
-def _standard_gamma_grad(self: Any, output: Any) -> Any:
+def _standard_gamma_grad(self: Array, output: Array) -> Array:
     """d sample / d alpha at a fixed quantile."""
     return lax.random_gamma_grad(self, output)
 
 
 @lowering(aten._sample_dirichlet.default, rng=True)
-def _sample_dirichlet(self: Any, *, key: Any) -> Any:
+def _sample_dirichlet(self: Array, *, key: Key) -> Array:
     """Normalised gammas over the last dim, in log space: small concentrations underflow otherwise."""
     logs = jax.random.loggamma(key, self, self.shape, self.dtype)
     info = jnp.finfo(self.dtype)
@@ -360,7 +361,7 @@ def _sample_dirichlet(self: Any, *, key: Any) -> Any:
 
 
 @lowering(aten._dirichlet_grad.default)
-def _dirichlet_grad(x: Any, alpha: Any, total: Any) -> Any:
+def _dirichlet_grad(x: Array, alpha: Array, total: Array) -> Array:
     """-(d cdf / d alpha) / pdf / (1 - x) of Beta(alpha, total - alpha) at x: one coordinate of a Dirichlet sample's gradient.
 
     JAX has no derivative of betainc by its parameters; a central difference in float64 is good to about 1e-9.
@@ -373,12 +374,14 @@ def _dirichlet_grad(x: Any, alpha: Any, total: Any) -> Any:
 
 
 @lowering(aten.rrelu_with_noise_functional.default, rng=True)
-def _rrelu(self: Any, noise: Any, lower: Any = 0.125, upper: Any = 1 / 3, training: bool = False, *, key: Any) -> tuple[Any, Any]:
+def _rrelu(
+    self: Array, noise: Array, lower: Scalar = 0.125, upper: Scalar = 1 / 3, training: bool = False, *, key: Key
+) -> tuple[Array, Array]:
     """Leaky ReLU whose slope is drawn per element in training (the noise output) and is the mean slope otherwise."""
     wide = jnp.promote_types(self.dtype, jnp.float32)
-    x, lower, upper = self.astype(wide), dtypes.cast(lower, wide), dtypes.cast(upper, wide)
+    x, low, high = self.astype(wide), dtypes.cast(lower, wide), dtypes.cast(upper, wide)
     if not training:
-        return jnp.where(x <= 0, x * ((lower + upper) / 2), x).astype(self.dtype), noise
-    slope = _unit(key, self.shape, dtypes.to_torch(wide)) * (upper - lower) + lower
+        return jnp.where(x <= 0, x * ((low + high) / 2), x).astype(self.dtype), noise
+    slope = _unit(key, self.shape, dtypes.to_torch(wide)) * (high - low) + low
     slope = jnp.where(x <= 0, slope, 1.0).astype(self.dtype)
     return (x * slope.astype(wide)).astype(self.dtype), slope

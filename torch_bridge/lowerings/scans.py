@@ -12,11 +12,12 @@ from jax import lax
 from torch_bridge.lowerings.precision import is_complex, is_float, widen
 from torch_bridge.lowerings.reductions import accumulator
 from torch_bridge.lowerings.registry import lowering
+from torch_bridge.lowerings.types import Array
 
 aten = torch.ops.aten
 
 
-def _along(fn: Callable[[Any, int], Any], x: Any, dim: int) -> Any:
+def _along(fn: Callable[[Any, int], Any], x: Array, dim: int) -> Array:
     """fn(x, axis), with a 0-d x as one element; an empty x is its own scan."""
     if x.size == 0:
         return x
@@ -24,29 +25,29 @@ def _along(fn: Callable[[Any, int], Any], x: Any, dim: int) -> Any:
 
 
 @lowering(aten.cumsum.default)
-def cumsum(self: Any, dim: int, dtype: torch.dtype | None = None) -> Any:
+def cumsum(self: Array, dim: int, dtype: torch.dtype | None = None) -> Array:
     x, result = accumulator(self, dtype)
     return _along(lax.cumsum, x, dim).astype(result)
 
 
 @lowering(aten.cumprod.default)
-def cumprod(self: Any, dim: int, dtype: torch.dtype | None = None) -> Any:
+def cumprod(self: Array, dim: int, dtype: torch.dtype | None = None) -> Array:
     x, result = accumulator(self, dtype)
     return _along(lax.cumprod, x, dim).astype(result)
 
 
 @lowering(aten.logcumsumexp.default, aten._logcumsumexp.default)
-def logcumsumexp(self: Any, dim: int) -> Any:
+def logcumsumexp(self: Array, dim: int) -> Array:
     if is_complex(self):
         raise NotImplementedError("logcumsumexp: complex input has no lowering on device 'xla'; use x.exp().cumsum(dim).log() instead")
     return _along(lax.cumlogsumexp, widen(self), dim).astype(self.dtype)
 
 
-def _register_cumulative_extremum(op: Any, scan: Callable[..., Any]) -> None:
+def _register_cumulative_extremum(op: torch._ops.OpOverloadPacket, scan: Callable[..., Any]) -> None:
     """The index is the latest position of the running extremum: equal values and NaNs move it on, nothing follows a NaN."""
 
     @lowering(op.default)
-    def cumulative(self: Any, dim: int) -> tuple[Any, Any]:
+    def cumulative(self: Array, dim: int) -> tuple[Array, Array]:
         if self.ndim == 0:
             return self, jnp.zeros((), jnp.int64)
         if self.size == 0:

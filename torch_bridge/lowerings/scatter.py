@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +18,9 @@ from torch_bridge.ir import dtypes
 from torch_bridge.lowerings.indexing import rows, scatter_with
 from torch_bridge.lowerings.registry import lowering
 from torch_bridge.lowerings.shapes import wrap_dim
+from torch_bridge.lowerings.types import Array, DType, Scalar
 
 aten = torch.ops.aten
-Array = jax.Array
 
 
 def _as_1d(*arrays: Array) -> list[Array]:
@@ -87,7 +86,7 @@ def scatter_src(self: Array, dim: int, index: Array, src: Array) -> Array:
 
 
 @lowering(aten.scatter.value)
-def scatter_value(self: Array, dim: int, index: Array, value: Any) -> Array:
+def scatter_value(self: Array, dim: int, index: Array, value: Scalar) -> Array:
     return _scatter("set", self, dim, index, jnp.broadcast_to(dtypes.cast(value, self.dtype), index.shape))
 
 
@@ -105,7 +104,7 @@ def scatter_src_reduce(self: Array, dim: int, index: Array, src: Array, reduce: 
 
 
 @lowering(aten.scatter.value_reduce)
-def scatter_value_reduce(self: Array, dim: int, index: Array, value: Any, reduce: str) -> Array:
+def scatter_value_reduce(self: Array, dim: int, index: Array, value: Scalar, reduce: str) -> Array:
     src = jnp.broadcast_to(dtypes.cast(value, self.dtype), index.shape)
     return scatter_reduce(self, dim, index, src, _OLD_NAMES[reduce])
 
@@ -135,7 +134,7 @@ def _get(by_row: bool, dim: int, x: Array, index: Array) -> Array:
     return rows(x, dim, index).read(x) if by_row else gather_along(x, dim, index)
 
 
-def _identity(reduce: str, dtype: Any) -> Any:
+def _identity(reduce: str, dtype: DType) -> float:
     """What a reduction starts from where `self` does not take part."""
     if reduce in ("sum", "mean", "prod"):
         return 1 if reduce == "prod" else 0
@@ -166,7 +165,9 @@ def _counts(by_row: bool, dim: int, include_self: bool, x: Array, index: Array, 
 
 
 @_reduce_into.defjvp
-def _reduce_into_jvp(by_row: bool, dim: int, reduce: str, include_self: bool, primals: Any, tangents: Any) -> tuple[Array, Array]:
+def _reduce_into_jvp(
+    by_row: bool, dim: int, reduce: str, include_self: bool, primals: tuple[Array, ...], tangents: tuple[Array, ...]
+) -> tuple[Array, Array]:
     """torch's gradient: ties of amax and amin share it evenly, and products with one zero factor are handled apart."""
     x, index, src = primals
     dx, _, dsrc = tangents

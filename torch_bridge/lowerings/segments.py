@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +16,9 @@ from jax import lax
 
 from torch_bridge.ir import dtypes
 from torch_bridge.lowerings.registry import lowering
+from torch_bridge.lowerings.types import Array, Dims, Scalar
 
 aten = torch.ops.aten
-Array = jax.Array
 
 _REDUCERS: dict[str, tuple[Callable[..., Array], float]] = {
     "sum": (jax.ops.segment_sum, 0.0),
@@ -74,7 +73,7 @@ def segment_reduce(
     offsets: Array | None = None,
     axis: int = 0,
     unsafe: bool = False,
-    initial: Any = None,
+    initial: Scalar | None = None,
 ) -> Array:
     """An empty segment gives `initial`, or what the reduction starts from; the mean of one is NaN."""
     at = _Segments(data.shape, lengths, offsets, axis)
@@ -103,7 +102,7 @@ def segment_reduce_backward(
     lengths: Array | None = None,
     offsets: Array | None = None,
     axis: int = 0,
-    initial: Any = None,
+    initial: Scalar | None = None,
 ) -> Array:
     """Ties of a maximum share a positive gradient evenly; of a negative one each gets the whole, as in torch's kernels."""
     at = _Segments(data.shape, lengths, offsets, axis)
@@ -123,7 +122,7 @@ def segment_reduce_backward(
     return jnp.where(at.inside, g, 0).reshape(data.shape).astype(data.dtype)
 
 
-def _other_factors(at: _Segments, x: Array, product: Array, initial: Any) -> Array:
+def _other_factors(at: _Segments, x: Array, product: Array, initial: Scalar | None) -> Array:
     """The product of a segment without each of its elements."""
     zero = x == 0
     zeros = at.spread(_fold("sum", zero.astype(jnp.int32), at.ids_BL, at.count))
@@ -134,7 +133,7 @@ def _other_factors(at: _Segments, x: Array, product: Array, initial: Any) -> Arr
 
 
 @lowering(aten.hash_tensor.default)
-def hash_tensor(self: Array, dim: Any = (), *, keepdim: bool = False, mode: int = 0) -> Array:
+def hash_tensor(self: Array, dim: Dims = (), *, keepdim: bool = False, mode: int = 0) -> Array:
     """The exclusive or of the elements' bits: of floating-point numbers as float64, of integers as int64."""
     if mode != 0:
         raise NotImplementedError(f"aten.hash_tensor with mode={mode}: only mode=0, the exclusive or of all bits, is known")

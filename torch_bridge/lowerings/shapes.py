@@ -35,17 +35,20 @@ def slice_bounds(size: int, start: int | None, end: int | None, step: int) -> tu
     return first, max(first, limit), length
 
 
-@lowering(aten.alias.default, aten.alias_copy.default, aten.lift_fresh.default, aten.lift_fresh_copy.default, aten.lift.default)
+@lowering(aten.alias.default, view=True)
+@lowering(aten.alias_copy.default, aten.lift_fresh.default, aten.lift_fresh_copy.default, aten.lift.default)
 def alias(self: Array) -> Array:
     return self
 
 
-@lowering(aten.detach.default, aten.detach_copy.default)
+@lowering(aten.detach.default, view=True)
+@lowering(aten.detach_copy.default)
 def detach(self: Array) -> Array:
     return lax.stop_gradient(self)
 
 
-@lowering(aten.view.default, aten.view_copy.default, aten._unsafe_view.default)
+@lowering(aten.view.default, aten._unsafe_view.default, view=True)
+@lowering(aten.view_copy.default)
 def view(self: Array, size: Sequence[int]) -> Array:
     known = math.prod(s for s in size if s != -1)
     return jnp.reshape(self, [self.size // known if s == -1 else s for s in size])
@@ -103,57 +106,67 @@ def _from_plain_bits(x: Array, target: np.dtype) -> Array:
     return x
 
 
-@lowering(aten.permute.default, aten.permute_copy.default)
+@lowering(aten.permute.default, view=True)
+@lowering(aten.permute_copy.default)
 def permute(self: Array, dims: Sequence[int]) -> Array:
     return jnp.transpose(self, [wrap_dim(d, self.ndim) for d in dims])
 
 
-@lowering(aten.transpose.int, aten.transpose_copy.int)
+@lowering(aten.transpose.int, view=True)
+@lowering(aten.transpose_copy.int)
 def transpose(self: Array, dim0: int, dim1: int) -> Array:
     if self.ndim == 0:
         return self
     return jnp.swapaxes(self, dim0, dim1)
 
 
-@lowering(aten.t.default, aten.t_copy.default)
+@lowering(aten.t.default, view=True)
+@lowering(aten.t_copy.default)
 def t(self: Array) -> Array:
     return self.T
 
 
-@lowering(aten.expand.default, aten.expand_copy.default)
+@lowering(aten.expand.default, view=True)
+@lowering(aten.expand_copy.default)
 def expand(self: Array, size: Sequence[int], implicit: bool = False) -> Array:
     shape = (1,) * (len(size) - self.ndim) + self.shape
     return jnp.broadcast_to(self, [have if want == -1 else want for have, want in zip(shape, size, strict=True)])
 
 
-@lowering(aten.squeeze.default, aten.squeeze_copy.default)
+@lowering(aten.squeeze.default, view=True)
+@lowering(aten.squeeze_copy.default)
 def squeeze(self: Array) -> Array:
     return jnp.squeeze(self)
 
 
-@lowering(aten.squeeze.dim, aten.squeeze_copy.dim)
+@lowering(aten.squeeze.dim, view=True)
+@lowering(aten.squeeze_copy.dim)
 def squeeze_dim(self: Array, dim: int) -> Array:
     return squeeze_dims(self, [dim])
 
 
-@lowering(aten.squeeze.dims, aten.squeeze_copy.dims)
+@lowering(aten.squeeze.dims, view=True)
+@lowering(aten.squeeze_copy.dims)
 def squeeze_dims(self: Array, dim: Sequence[int]) -> Array:
     """Dims of another size than 1 stay."""
     dims = {wrap_dim(d, self.ndim) for d in dim}
     return self.reshape([s for d, s in enumerate(self.shape) if d not in dims or s != 1])
 
 
-@lowering(aten.unsqueeze.default, aten.unsqueeze_copy.default)
+@lowering(aten.unsqueeze.default, view=True)
+@lowering(aten.unsqueeze_copy.default)
 def unsqueeze(self: Array, dim: int) -> Array:
     return jnp.expand_dims(self, dim)
 
 
-@lowering(aten.select.int, aten.select_copy.int)
+@lowering(aten.select.int, view=True)
+@lowering(aten.select_copy.int)
 def select(self: Array, dim: int, index: int) -> Array:
     return lax.index_in_dim(self, index, wrap_dim(dim, self.ndim), keepdims=False)
 
 
-@lowering(aten.slice.Tensor, aten.slice_copy.Tensor)
+@lowering(aten.slice.Tensor, view=True)
+@lowering(aten.slice_copy.Tensor)
 def slice_tensor(self: Array, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Array:
     dim = wrap_dim(dim, self.ndim)
     first, limit, _ = slice_bounds(self.shape[dim], start, end, step)

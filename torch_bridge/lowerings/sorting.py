@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
-import jax
 import jax.numpy as jnp
 import torch
 from jax import lax
@@ -15,9 +13,9 @@ from torch_bridge.lowerings.indexing import Points
 from torch_bridge.lowerings.registry import lowering
 from torch_bridge.lowerings.scatter import gather_along
 from torch_bridge.lowerings.shapes import wrap_dim
+from torch_bridge.lowerings.types import Array, Operand, Scalar
 
 aten = torch.ops.aten
-Array = jax.Array
 
 
 @lowering(aten.sort.default)
@@ -120,7 +118,7 @@ def _search(sequence: Array, values: Array, right: bool) -> Array:
 @lowering(aten.searchsorted.Tensor, aten.searchsorted.Scalar)
 def searchsorted(
     sorted_sequence: Array,
-    self: Any,
+    self: Operand,
     out_int32: bool = False,
     right: bool = False,
     side: str | None = None,
@@ -134,7 +132,7 @@ def searchsorted(
 
 
 @lowering(aten.bucketize.Tensor, aten.bucketize.Scalar)
-def bucketize(self: Any, boundaries: Array, out_int32: bool = False, right: bool = False) -> Array:
+def bucketize(self: Operand, boundaries: Array, out_int32: bool = False, right: bool = False) -> Array:
     return searchsorted(boundaries, self, out_int32, right)
 
 
@@ -142,7 +140,7 @@ _FEW_TESTS = 16
 
 
 @lowering(aten.isin.Tensor_Tensor, aten.isin.Tensor_Scalar, aten.isin.Scalar_Tensor)
-def isin(elements: Any, test_elements: Any, assume_unique: bool = False, invert: bool = False) -> Array:
+def isin(elements: Operand, test_elements: Operand, assume_unique: bool = False, invert: bool = False) -> Array:
     """Few test elements are compared one by one, many are sorted and searched."""
     x, tests = dtypes.promote(elements, test_elements)
     tests = tests.reshape(-1)
@@ -158,7 +156,7 @@ def isin(elements: Any, test_elements: Any, assume_unique: bool = False, invert:
 
 
 @lowering(aten.histc.default)
-def histc(self: Array, bins: int = 100, min: Any = 0, max: Any = 0) -> Array:
+def histc(self: Array, bins: int = 100, min: Scalar = 0, max: Scalar = 0) -> Array:
     """Counts of equal bins from `min` to `max`; equal bounds stand for the range of the data. NaN falls in no bin.
 
     Integers count too, as on CUDA (torch's CPU kernel refuses them): models ask for that on devices other than the CPU.

@@ -8,7 +8,7 @@ formulas where JAX's lose digits (`log_ndtr`) or are wrong (`zeta` for negative 
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -18,12 +18,13 @@ from jax.scipy import special as jsp
 
 from torch_bridge.lowerings.precision import elementwise
 from torch_bridge.lowerings.registry import lowering
+from torch_bridge.lowerings.types import Array, Operand
 
 aten = torch.ops.aten
 
 
 @jax.custom_jvp
-def _log_ndtr(x: Any) -> Any:
+def _log_ndtr(x: Array) -> Array:
     """log of the normal cdf: erfcx carries the left tail, log1p the right one."""
     left = x < -1
     tail = jnp.log(jsp.erfcx(-x * math.sqrt(0.5)) / 2) - x * x / 2
@@ -34,14 +35,14 @@ _log_ndtr.defjvps(lambda dx, _, x: dx * math.sqrt(2 / math.pi) / jsp.erfcx(-x * 
 
 
 @jax.custom_jvp
-def _entr(x: Any) -> Any:
+def _entr(x: Array) -> Array:
     return jsp.entr(x)
 
 
 _entr.defjvps(lambda dx, _, x: dx * (-jnp.log(x) - 1))  # infinite at 0 as torch's, not JAX's 0
 
 
-def _xlog1py(x: Any, y: Any) -> Any:
+def _xlog1py(x: Array, y: Array) -> Array:
     """x * log1p(y), 0 at x = 0 whatever y is, except NaN."""
     skip = (x == 0) & ~jnp.isnan(y)
     return jnp.where(skip, 0, jnp.where(skip, 1, x) * jnp.log1p(jnp.where(skip, 0, y)))
@@ -50,15 +51,15 @@ def _xlog1py(x: Any, y: Any) -> Any:
 # Gamma family
 
 
-def _igamma(a: Any, x: Any) -> Any:
+def _igamma(a: Array, x: Array) -> Array:
     return _at_gamma_edges(a, x, jsp.gammainc(a, x), at_origin=0, beyond=1)
 
 
-def _igammac(a: Any, x: Any) -> Any:
+def _igammac(a: Array, x: Array) -> Array:
     return _at_gamma_edges(a, x, jsp.gammaincc(a, x), at_origin=1, beyond=0)
 
 
-def _at_gamma_edges(a: Any, x: Any, inside: Any, at_origin: int, beyond: int) -> Any:
+def _at_gamma_edges(a: Array, x: Array, inside: Array, at_origin: int, beyond: int) -> Array:
     """Limits of the incomplete gamma functions: `at_origin` for x << a, `beyond` for x >> a."""
     out = jnp.where(jnp.isinf(x), beyond, inside)
     out = jnp.where(jnp.isinf(a), jnp.where(jnp.isinf(x), jnp.nan, at_origin), out)
@@ -68,11 +69,11 @@ def _at_gamma_edges(a: Any, x: Any, inside: Any, at_origin: int, beyond: int) ->
 
 
 @jax.custom_jvp
-def _zeta(x: Any, q: Any) -> Any:
+def _zeta(x: Array, q: Array) -> Array:
     """Hurwitz zeta. For negative q the terms up to q + m > 0 are added one by one, as many as the most negative q needs."""
     shift = jnp.where((q < 0) & jnp.isfinite(q) & (x > 1), jnp.ceil(-q), 0)
 
-    def add(state: tuple[Any, Any]) -> tuple[Any, Any]:
+    def add(state: tuple[Array, Array]) -> tuple[Array, Array]:
         k, total = state
         return k + 1, total + jnp.where(k < shift, jnp.power(q + k, -x), 0)
 
@@ -84,7 +85,7 @@ def _zeta(x: Any, q: Any) -> Any:
     return jnp.where(x == 1, jnp.inf, jnp.where(x < 1, jnp.nan, out)).astype(q.dtype)
 
 
-def _zeta_jvp(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[Any, Any]:
+def _zeta_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
     (x, q), (dx, dq) = primals, tangents
     if not isinstance(dx, jax.custom_derivatives.SymbolicZero):
         raise NotImplementedError("aten.special_zeta has no derivative by its first argument, in torch or here: detach it.")
@@ -94,7 +95,7 @@ def _zeta_jvp(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[Any,
 _zeta.defjvp(_zeta_jvp, symbolic_zeros=True)
 
 
-def _trigamma(x: Any) -> Any:
+def _trigamma(x: Array) -> Array:
     """Reflection below 1/2, then six steps up and the asymptotic series (Bernoulli numbers 1/6, -1/30, 1/42)."""
     low = x < 0.5
     z = jnp.where(low, 1 - x, x)
@@ -105,9 +106,9 @@ def _trigamma(x: Any) -> Any:
     return jnp.where(low, (math.pi / jnp.sin(math.pi * x)) ** 2 - total, total)
 
 
-def _polygamma(n: int, x: Any) -> Any:
+def _polygamma(n: int, x: Array) -> Array:
     @jax.custom_jvp
-    def value(x: Any) -> Any:
+    def value(x: Array) -> Array:
         if n == 0:
             return jnp.where(x == 0, jnp.copysign(jnp.full_like(x, jnp.inf), -x), lax.digamma(x))
         if n == 1:
@@ -119,19 +120,19 @@ def _polygamma(n: int, x: Any) -> Any:
 
 
 @lowering(aten.polygamma.default)
-def _polygamma_op(n: int, self: Any) -> Any:
+def _polygamma_op(n: int, self: Array) -> Array:
     return elementwise(lambda x: _polygamma(n, x), self, floating=True)
 
 
 @lowering(aten.mvlgamma.default)
-def _mvlgamma(self: Any, p: int) -> Any:
+def _mvlgamma(self: Array, p: int) -> Array:
     constant = p * (p - 1) / 4 * math.log(math.pi)
     return elementwise(lambda x: sum(lax.lgamma(x - j / 2) for j in range(p)) + constant, self, floating=True)
 
 
 # Registration: all of these compute in torch's opmath type and round once.
 
-_UNARY = {
+_UNARY: dict[torch._ops.OpOverload, Callable[..., Array]] = {
     aten.special_entr.default: _entr,
     aten.special_erfcx.default: jsp.erfcx,
     aten.special_i0e.default: jsp.i0e,
@@ -141,7 +142,7 @@ _UNARY = {
     aten.special_ndtri.default: jsp.ndtri,
     aten.sinc.default: jnp.sinc,
 }
-_BINARY = {
+_BINARY: dict[torch._ops.OpOverload, Callable[..., Array]] = {
     aten.igamma.default: _igamma,
     aten.igammac.default: _igammac,
     aten.special_xlog1py.default: _xlog1py,
@@ -153,15 +154,15 @@ _BINARY = {
 }
 
 
-def _register_unary(op: torch._ops.OpOverload, fn: Any) -> None:
+def _register_unary(op: torch._ops.OpOverload, fn: Callable[..., Array]) -> None:
     @lowering(op)
-    def run(self: Any) -> Any:
+    def run(self: Array) -> Array:
         return elementwise(fn, self, floating=True)
 
 
-def _register_binary(op: torch._ops.OpOverload, fn: Any) -> None:
+def _register_binary(op: torch._ops.OpOverload, fn: Callable[..., Array]) -> None:
     @lowering(op)
-    def run(self: Any, other: Any) -> Any:
+    def run(self: Operand, other: Operand) -> Array:
         return elementwise(fn, self, other, floating=True)
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -21,6 +21,7 @@ from jax.scipy import special as jsp
 
 from torch_bridge.lowerings.precision import elementwise
 from torch_bridge.lowerings.registry import lowering
+from torch_bridge.lowerings.types import Array
 
 aten = torch.ops.aten
 
@@ -28,6 +29,7 @@ _NEAR = 8.0  # J and Y: power-like below, oscillating above
 _NEAR_K = 2.0
 _AIRY = (-5.0, 2.0)
 _TERMS = 48
+T = TypeVar("T", float, Array)
 
 
 @functools.cache
@@ -44,8 +46,8 @@ def _targets() -> dict[str, tuple[float, float, Callable[[Any], Any]]]:
     """Name -> (interval, function) of everything that is expanded."""
     from scipy import special as sp
 
-    def amplitude(order: float, edge: float, part: str) -> tuple[float, float, Callable[[Any], Any]]:
-        def fn(t: Any) -> Any:
+    def amplitude(order: float, edge: float, part: str) -> tuple[float, float, Callable[[np.ndarray], np.ndarray]]:
+        def fn(t: np.ndarray) -> np.ndarray:
             x = edge / t
             return getattr(sp.hankel1e(order, x) * np.sqrt(np.pi * x / 2) * np.exp(1j * np.pi * (order / 2 + 0.25)), part)
 
@@ -69,25 +71,25 @@ def _targets() -> dict[str, tuple[float, float, Callable[[Any], Any]]]:
     }
 
 
-def _evaluate(name: str, v: Any) -> Any:
+def _evaluate(name: str, v: Array) -> Array:
     """The expansion at `v`, clipped to its interval (the other branch of a `where` is discarded), by Clenshaw's recurrence."""
     low, high, _ = _targets()[name]
     u = (jnp.clip(v, low, high) - low) * (2 / (high - low)) - 1
     return _clenshaw(_expansion(name), u)
 
 
-def _clenshaw(series: Sequence[float], u: Any) -> Any:
+def _clenshaw(series: Sequence[float], u: Array) -> Array:
     a = b = jnp.zeros_like(u)
     for c in reversed(series[1:]):
         a, b = 2 * u * a - b + c, a
     return u * a - b + series[0]
 
 
-def _zeta(x: Any) -> Any:
+def _zeta(x: T) -> T:
     return 2 / 3 * x**1.5
 
 
-def _oscillating(order: int, x: Any) -> tuple[Any, Any]:
+def _oscillating(order: int, x: Array) -> tuple[Array, Array]:
     """J and Y of order 0 or 1 far from the origin; cos(x - pi/4) is expanded so that large x loses no digits."""
     p, q = _evaluate(f"real {order}", _NEAR / x), _evaluate(f"imag {order}", _NEAR / x)
     c, s = (jnp.cos(x) + jnp.sin(x)) * math.sqrt(0.5), (jnp.sin(x) - jnp.cos(x)) * math.sqrt(0.5)
@@ -97,14 +99,14 @@ def _oscillating(order: int, x: Any) -> tuple[Any, Any]:
     return size * (p * c - q * s), size * (p * s + q * c)
 
 
-def _bessel_j(order: int, x: Any) -> Any:
+def _bessel_j(order: int, x: Array) -> Array:
     r = jnp.abs(x)
     near = _evaluate(f"j{order}", r * r) * (r if order else 1)
     out = jnp.where(r <= _NEAR, near, _oscillating(order, jnp.maximum(r, _NEAR))[0])
     return jnp.copysign(1, x) * out if order else out
 
 
-def _bessel_y(order: int, x: Any) -> Any:
+def _bessel_y(order: int, x: Array) -> Array:
     r = jnp.where(x > 0, x, 1)
     log = 2 / math.pi * jnp.log(r)
     if order:
@@ -115,7 +117,7 @@ def _bessel_y(order: int, x: Any) -> Any:
     return jnp.where(x > 0, out, jnp.where(x == 0, -jnp.inf, jnp.nan))
 
 
-def _bessel_k(order: int, scaled: bool, x: Any) -> Any:
+def _bessel_k(order: int, scaled: bool, x: Array) -> Array:
     r = jnp.where(x > 0, x, 1)
     if order:
         near = jnp.log(r / 2) * jsp.i1(r) + _evaluate("k1", r * r) / r
@@ -126,7 +128,7 @@ def _bessel_k(order: int, scaled: bool, x: Any) -> Any:
     return jnp.where(x > 0, out, jnp.where(x == 0, jnp.inf, jnp.nan))
 
 
-def _airy_ai(x: Any) -> Any:
+def _airy_ai(x: Array) -> Array:
     right, left = jnp.maximum(x, _AIRY[1]), jnp.maximum(-x, -_AIRY[0])
     decaying = _evaluate("airy far", _zeta(_AIRY[1]) / _zeta(right)) * jnp.exp(-_zeta(right)) / right**0.25
     phase, edge = _zeta(left), _zeta(-_AIRY[0])
@@ -137,7 +139,7 @@ def _airy_ai(x: Any) -> Any:
     return jnp.where(jnp.isfinite(x), out, jnp.nan)  # at +inf too, as torch
 
 
-def _spherical_j0(x: Any) -> Any:
+def _spherical_j0(x: Array) -> Array:
     safe = jnp.where((x == 0) | jnp.isinf(x), 1, x)
     return jnp.where(x == 0, 1, jnp.where(jnp.isinf(x), 0, jnp.sin(safe) / safe))
 
@@ -160,7 +162,7 @@ _TABLE: dict[torch._ops.OpOverload, Callable[[Any], Any]] = {
 
 def _register(op: torch._ops.OpOverload, fn: Callable[[Any], Any]) -> None:
     @lowering(op)
-    def run(x: Any) -> Any:
+    def run(x: Array) -> Array:
         return elementwise(fn, x, floating=True)
 
 

@@ -17,6 +17,7 @@ from jax import lax
 
 from torch_bridge.lowerings.precision import elementwise
 from torch_bridge.lowerings.registry import lowering
+from torch_bridge.lowerings.types import Array, Operand
 
 aten = torch.ops.aten
 
@@ -35,15 +36,15 @@ class Family:
     limit: bool = False  # Hermite: NaN above an order that depends on the dtype
 
 
-def _order(n: Any) -> Any:
+def _order(n: Array) -> Array:
     return jnp.where(jnp.isfinite(n), n, -1).astype(jnp.int64)
 
 
-def _recur(family: Family, x: Any, n: Any) -> Any:
+def _recur(family: Family, x: Array, n: Array) -> Array:
     x, n = jnp.broadcast_arrays(x, n)
     top = jnp.max(n, initial=0)
 
-    def step(state: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
+    def step(state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         k, before, now = state
         after = family.step(x, k.astype(x.dtype), now, before)
         go = (k < n) & ~jnp.isnan(now)
@@ -54,7 +55,7 @@ def _recur(family: Family, x: Any, n: Any) -> Any:
     return jnp.where(n == 0, 1, value)
 
 
-def _polynomial(family: Family, x: Any, n: Any) -> Any:
+def _polynomial(family: Family, x: Array, n: Array) -> Array:
     n = _order(n)
     usable = n
     if family.limit:
@@ -76,11 +77,11 @@ def _polynomial(family: Family, x: Any, n: Any) -> Any:
     return jnp.where(n < 0, 0, out).astype(x.dtype)
 
 
-def _chebyshev_step(x: Any, k: Any, now: Any, before: Any) -> Any:
+def _chebyshev_step(x: Array, k: Array, now: Array, before: Array) -> Array:
     return 2 * x * now - before
 
 
-def _ratio(top: Any, bottom: Any, limit: Any) -> Any:
+def _ratio(top: Array, bottom: Array, limit: Array) -> Array:
     """top / bottom, or `limit` where the denominator rounds to 0."""
     zero = bottom == 0
     return jnp.where(zero, limit, top / jnp.where(zero, 1, bottom))
@@ -126,7 +127,7 @@ def _register(name: str, family: Family, shifted: bool = False) -> None:
     packet = getattr(aten, name)
 
     @lowering(packet.default, packet.x_scalar, packet.n_scalar)
-    def run(x: Any, n: Any) -> Any:
+    def run(x: Operand, n: Operand) -> Array:
         return elementwise(lambda x, n: _polynomial(family, 2 * x - 1 if shifted else x, n), x, n, floating=True)
 
 

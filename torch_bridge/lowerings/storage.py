@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from torch_bridge.lowerings.registry import lowering
+from torch_bridge.lowerings.types import Array, Shape
 
 aten = torch.ops.aten
 
 
-@lowering(aten.reshape.default)
-def reshape(x: Any, shape: Any) -> Any:
+@lowering(aten.reshape.default, view=True)
+def reshape(x: Array, shape: Shape) -> Array:
     return x.reshape(shape)

@@ -10,21 +10,22 @@ import torch
 from jax import lax
 
 from torch_bridge.lowerings.registry import lowering
+from torch_bridge.lowerings.types import Array
 
 aten = torch.ops.aten
 
 
 @lowering(aten._trilinear.default)
 def _trilinear(
-    i1: Any,
-    i2: Any,
-    i3: Any,
+    i1: Array,
+    i2: Array,
+    i3: Array,
     expand1: Sequence[int],
     expand2: Sequence[int],
     expand3: Sequence[int],
     sumdim: Sequence[int],
     unroll_dim: int = 1,
-) -> Any:
+) -> Array:
     """Each input gets size-1 dims at its `expand` places; the product of all three is summed over `sumdim`.
 
     That is an einsum over the dims of the product, in which an input lacks its expanded dims. `unroll_dim` only tells

@@ -14,6 +14,7 @@ from jax import lax
 
 from torch_bridge.lowerings.precision import elementwise, is_complex, is_float, opmath, widen
 from torch_bridge.lowerings.registry import lowering
+from torch_bridge.lowerings.types import Array
 
 aten = torch.ops.aten
 
@@ -22,20 +23,20 @@ def _register_float(op: torch._ops.OpOverload, fn: Callable[[Any], Any]) -> None
     """Integers become the default float dtype; half precision is computed in float32."""
 
     @lowering(op)
-    def unary(self: Any) -> Any:
+    def unary(self: Array) -> Array:
         return elementwise(fn, self, floating=True)
 
 
-def _digamma(x: Any) -> Any:
+def _digamma(x: Array) -> Array:
     """lax gives NaN at the zeros; torch (and C) give minus infinity with the sign of the zero, and NaN at minus infinity."""
     return jnp.where(x == 0, jnp.copysign(jnp.full_like(x, jnp.inf), -x), lax.digamma(x))
 
 
-def _rsqrt(x: Any) -> Any:
+def _rsqrt(x: Array) -> Array:
     return 1 / jnp.sqrt(x) if is_complex(x) else lax.rsqrt(x)
 
 
-def _exp2(x: Any) -> Any:
+def _exp2(x: Array) -> Array:
     # Exact at integers, which exp(x * log(2)) is not.
     return jnp.exp2(x) if is_complex(x) else lax.pow(jnp.full_like(x, 2), x)
 
@@ -46,7 +47,7 @@ def _log_base(base: float) -> Callable[[Any], Any]:
     Programs take floor(log2(x)); one rounding below 3.0 would make that 2.
     """
 
-    def log(x: Any) -> Any:
+    def log(x: Array) -> Array:
         result = jnp.log(x) / jnp.asarray(math.log(base), x.dtype)
         if is_complex(x):
             return result
@@ -95,33 +96,33 @@ for _op, _fn in (
 
 
 @lowering(aten.neg.default)
-def neg(self: Any) -> Any:
+def neg(self: Array) -> Array:
     return -self
 
 
 @jax.custom_jvp
-def _real_abs(x: Any) -> Any:
+def _real_abs(x: Array) -> Array:
     return lax.abs(x)
 
 
 @_real_abs.defjvp
-def _real_abs_jvp(primals: tuple[Any], tangents: tuple[Any]) -> tuple[Any, Any]:
+def _real_abs_jvp(primals: tuple[Any], tangents: tuple[Any]) -> tuple[Array, Array]:
     return lax.abs(primals[0]), tangents[0] * lax.sign(primals[0])  # 0 at 0, where JAX has 1
 
 
 @lowering(aten.abs.default)
-def magnitude(self: Any) -> Any:
+def magnitude(self: Array) -> Array:
     """|x|, real for complex input."""
     return _real_abs(self) if jnp.issubdtype(self.dtype, jnp.floating) else jnp.abs(self)
 
 
-def _round_even(x: Any) -> Any:
+def _round_even(x: Array) -> Array:
     return lax.round(x, lax.RoundingMethod.TO_NEAREST_EVEN)
 
 
 def _register_rounding(op: torch._ops.OpOverload, fn: Callable[[Any], Any]) -> None:
     @lowering(op)
-    def rounding(self: Any) -> Any:
+    def rounding(self: Array) -> Array:
         return fn(self) if is_float(self) else self
 
 
@@ -132,7 +133,7 @@ _register_rounding(aten.round.default, _round_even)
 
 
 @lowering(aten.round.decimals)
-def round_decimals(self: Any, decimals: int) -> Any:
+def round_decimals(self: Array, decimals: int) -> Array:
     if not is_float(self):
         return self
     x, scale = widen(self), jnp.asarray(10.0 ** abs(decimals), opmath(self.dtype))
@@ -141,23 +142,23 @@ def round_decimals(self: Any, decimals: int) -> Any:
 
 
 @lowering(aten.frac.default)
-def frac(self: Any) -> Any:
+def frac(self: Array) -> Array:
     return self - jnp.trunc(self)
 
 
 @lowering(aten.frexp.Tensor)
-def frexp(self: Any) -> tuple[Any, Any]:
+def frexp(self: Array) -> tuple[Array, Array]:
     mantissa, exponent = jnp.frexp(self)
     return mantissa, jnp.where(jnp.isfinite(self), exponent, 0).astype(jnp.int32)
 
 
 @lowering(aten.angle.default)
-def angle(self: Any) -> Any:
+def angle(self: Array) -> Array:
     """The argument of complex numbers; for real ones 0 or pi, and NaN for NaN."""
     if is_complex(self):
         return jnp.angle(self)
 
-    def real(x: Any) -> Any:
+    def real(x: Array) -> Array:
         x = lax.stop_gradient(x)
         return jnp.where(x != x, x, jnp.where(x < 0, jnp.full_like(x, math.pi), jnp.zeros_like(x)))
 

@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax.numpy as jnp
 import torch
 
 from torch_bridge.lowerings.registry import lowering
+from torch_bridge.lowerings.types import Array
 
 aten = torch.ops.aten
 
 
-def _starts(sample: Any, size: int, out: int, window: int) -> Any:
+def _starts(sample: Array, size: int, out: int, window: int) -> Array:
     """Where the `out` windows of one dim start, from samples of any shape: (..., out). The last one ends at the border."""
     last = jnp.full((*sample.shape, 1), size - window, jnp.int64)
     if out == 1:
@@ -28,7 +28,7 @@ def _starts(sample: Any, size: int, out: int, window: int) -> Any:
     return jnp.concatenate([places, last], -1)
 
 
-def _window_positions(x: Any, window: Sequence[int], out: Sequence[int], samples: Any) -> Any:
+def _window_positions(x: Array, window: Sequence[int], out: Sequence[int], samples: Array) -> Array:
     """Flat positions of all windows' elements: (N, C, *out, prod(window)). Samples are ordered from the last dim to the first."""
     rank = len(window)
     size = x.shape[-rank:]
@@ -44,7 +44,7 @@ def _window_positions(x: Any, window: Sequence[int], out: Sequence[int], samples
     return jnp.broadcast_to(flat, full).reshape(*full[: 2 + rank], math.prod(window))
 
 
-def _fractional_pool(self: Any, kernel_size: Sequence[int], output_size: Sequence[int], random_samples: Any) -> tuple[Any, Any]:
+def _fractional_pool(self: Array, kernel_size: Sequence[int], output_size: Sequence[int], random_samples: Array) -> tuple[Array, Array]:
     rank = len(kernel_size)
     x = self if self.ndim == rank + 2 else self[None]
     positions = _window_positions(x, kernel_size, output_size, random_samples[: x.shape[0]])
@@ -59,29 +59,35 @@ def _fractional_pool(self: Any, kernel_size: Sequence[int], output_size: Sequenc
 
 
 @lowering(aten.fractional_max_pool2d.default)
-def _fractional_max_pool2d(self: Any, kernel_size: Sequence[int], output_size: Sequence[int], random_samples: Any) -> tuple[Any, Any]:
+def _fractional_max_pool2d(
+    self: Array, kernel_size: Sequence[int], output_size: Sequence[int], random_samples: Array
+) -> tuple[Array, Array]:
     return _fractional_pool(self, kernel_size, output_size, random_samples)
 
 
 @lowering(aten.fractional_max_pool3d.default)
-def _fractional_max_pool3d(self: Any, kernel_size: Sequence[int], output_size: Sequence[int], random_samples: Any) -> tuple[Any, Any]:
+def _fractional_max_pool3d(
+    self: Array, kernel_size: Sequence[int], output_size: Sequence[int], random_samples: Array
+) -> tuple[Array, Array]:
     return _fractional_pool(self, kernel_size, output_size, random_samples)
 
 
-def _planes(x: Any, rank: int) -> Any:
+def _planes(x: Array, rank: int) -> Array:
     """(..., spatial) with every leading dim merged into one and the spatial dims into the other."""
     return x.reshape(math.prod(x.shape[:-rank]), math.prod(x.shape[-rank:]))
 
 
 @lowering(aten.fractional_max_pool2d_backward.default, aten.fractional_max_pool3d_backward.default)
-def _fractional_pool_backward(grad_output: Any, self: Any, kernel_size: Sequence[int], output_size: Sequence[int], indices: Any) -> Any:
+def _fractional_pool_backward(
+    grad_output: Array, self: Array, kernel_size: Sequence[int], output_size: Sequence[int], indices: Array
+) -> Array:
     rank = len(kernel_size)
     grads, places = _planes(grad_output, rank), _planes(indices, rank)
     rows = jnp.arange(grads.shape[0])[:, None]
     return jnp.zeros_like(_planes(self, rank)).at[rows, places].add(grads).reshape(self.shape)
 
 
-def _unpool(self: Any, indices: Any, output_size: Sequence[int]) -> Any:
+def _unpool(self: Array, indices: Array, output_size: Sequence[int]) -> Array:
     rank = len(output_size)
     values, places = _planes(self, rank), _planes(indices, rank)
     out = jnp.zeros((values.shape[0], math.prod(output_size)), self.dtype)
@@ -89,11 +95,11 @@ def _unpool(self: Any, indices: Any, output_size: Sequence[int]) -> Any:
 
 
 @lowering(aten.max_unpool2d.default)
-def _max_unpool2d(self: Any, indices: Any, output_size: Sequence[int]) -> Any:
+def _max_unpool2d(self: Array, indices: Array, output_size: Sequence[int]) -> Array:
     return _unpool(self, indices, output_size)
 
 
 @lowering(aten.max_unpool3d.default)
-def _max_unpool3d(self: Any, indices: Any, output_size: Sequence[int], stride: Sequence[int], padding: Sequence[int]) -> Any:
+def _max_unpool3d(self: Array, indices: Array, output_size: Sequence[int], stride: Sequence[int], padding: Sequence[int]) -> Array:
     """Stride and padding only serve torch's check of the sizes."""
     return _unpool(self, indices, output_size)

@@ -21,8 +21,10 @@ from jax import lax
 from torch_bridge.lowerings._opmath import wide_dtype
 from torch_bridge.lowerings.pooling import along
 from torch_bridge.lowerings.registry import lowering
+from torch_bridge.lowerings.types import DType
 
 aten = torch.ops.aten
+Real = type[np.floating]
 
 
 @dataclass(frozen=True)
@@ -88,26 +90,26 @@ def _resample_back(g: jax.Array, axis: int, taps: Taps, size: int) -> jax.Array:
 # --- where each output element looks -----------------------------------------------------------------------------------------------
 
 
-def _scale(size: int, out: int, align_corners: bool, factor: float | None, real: Any) -> Any:
+def _scale(size: int, out: int, align_corners: bool, factor: float | None, real: Real) -> np.floating:
     """Input elements per output element, in the precision torch computes it in."""
     if align_corners:
         return real(size - 1) / real(out - 1) if out > 1 else real(0)
     return real(1.0 / factor) if factor is not None and factor > 0 else real(size) / real(out)
 
 
-def _nearest(size: int, out: int, factor: float | None, real: Any, *, offset: float = 0.0) -> Taps:
+def _nearest(size: int, out: int, factor: float | None, real: Real, *, offset: float = 0.0) -> Taps:
     scale = _scale(size, out, False, factor, real)
     index = np.floor((np.arange(out).astype(real) + real(offset)) * scale).astype(np.int64)
     return Taps(np.minimum(index, size - 1)[None], None)
 
 
-def _source(size: int, out: int, factor: float | None, real: Any, align_corners: bool) -> np.ndarray:
+def _source(size: int, out: int, factor: float | None, real: Real, align_corners: bool) -> np.ndarray:
     scale = _scale(size, out, align_corners, factor, real)
     i = np.arange(out).astype(real)
     return i * scale if align_corners else scale * (i + real(0.5)) - real(0.5)
 
 
-def _linear(size: int, out: int, factor: float | None, real: Any, *, align_corners: bool) -> Taps:
+def _linear(size: int, out: int, factor: float | None, real: Real, *, align_corners: bool) -> Taps:
     if size == out:
         return Taps(np.arange(out)[None], None)
     source = np.maximum(_source(size, out, factor, real, align_corners), 0)
@@ -116,19 +118,19 @@ def _linear(size: int, out: int, factor: float | None, real: Any, *, align_corne
     return Taps(np.stack([low, np.minimum(low + 1, size - 1)]), np.stack([1 - part, part]))
 
 
-def cubic_weights(t: Any, a: float = -0.75) -> list[Any]:
+def cubic_weights(t: jax.Array, a: float = -0.75) -> list[Any]:
     """Weights of the four neighbours of a point `t` behind the second one (Keys' kernel)."""
 
-    def near(x: Any) -> Any:
+    def near(x: jax.Array) -> jax.Array:
         return ((a + 2) * x - (a + 3)) * x * x + 1
 
-    def far(x: Any) -> Any:
+    def far(x: jax.Array) -> jax.Array:
         return ((a * x - 5 * a) * x + 8 * a) * x - 4 * a
 
     return [far(t + 1), near(t), near(1 - t), far(2 - t)]
 
 
-def _cubic(size: int, out: int, factor: float | None, real: Any, *, align_corners: bool) -> Taps:
+def _cubic(size: int, out: int, factor: float | None, real: Real, *, align_corners: bool) -> Taps:
     source = _source(size, out, factor, real, align_corners)
     low = np.minimum(np.floor(source).astype(np.int64), size - 1)
     part = np.clip(source - low, 0, 1).astype(real)
@@ -146,7 +148,9 @@ def _keys(x: np.ndarray) -> np.ndarray:
     return np.where(x < 1, ((a + 2) * x - (a + 3)) * x * x + 1, np.where(x < 2, (((x - 5) * x + 8) * x - 4) * a, 0))
 
 
-def _antialiased(size: int, out: int, factor: float | None, real: Any, *, align_corners: bool, kernel: Any, width: int) -> Taps:
+def _antialiased(
+    size: int, out: int, factor: float | None, real: Real, *, align_corners: bool, kernel: Callable[[np.ndarray], np.ndarray], width: int
+) -> Taps:
     """The kernel stretched over as many input elements as one output element covers, weights normalized."""
     scale = _scale(size, out, align_corners, factor, real)
     stretch = max(float(scale), 1.0)
@@ -162,7 +166,7 @@ def _antialiased(size: int, out: int, factor: float | None, real: Any, *, align_
 # --- the ops -----------------------------------------------------------------------------------------------------------------------
 
 
-def _real(dtype: Any) -> Any:
+def _real(dtype: DType) -> Real:
     return np.float64 if dtype == jnp.float64 else np.float32
 
 
@@ -190,7 +194,7 @@ def _backward(g: jax.Array, in_sizes: Sequence[int], factors: Sequence[float | N
     return y.astype(g.dtype)
 
 
-def _register_nearest(n: int, forward: Any, backward: Any, offset: float) -> None:
+def _register_nearest(n: int, forward: torch._ops.OpOverload, backward: torch._ops.OpOverload, offset: float) -> None:
     taps = partial(_nearest, offset=offset)
 
     def up(self: jax.Array, output_size: Sequence[int], *scales: float | None, **named: float | None) -> jax.Array:
@@ -205,7 +209,7 @@ def _register_nearest(n: int, forward: Any, backward: Any, offset: float) -> Non
     lowering(backward)(down)
 
 
-def _register_smooth(n: int, forward: Any, backward: Any, make: Callable[..., Taps]) -> None:
+def _register_smooth(n: int, forward: torch._ops.OpOverload, backward: torch._ops.OpOverload, make: Callable[..., Taps]) -> None:
     def up(self: jax.Array, output_size: Sequence[int], align_corners: bool, *scales: float | None, **named: float | None) -> jax.Array:
         _check_float(str(forward), self)
         return _forward(self, output_size, _factors(n, scales, named), partial(make, align_corners=align_corners))

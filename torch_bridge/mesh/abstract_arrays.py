@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.typing import DTypeLike
 
 from torch_bridge import source
 
@@ -33,7 +34,7 @@ class AbstractValueError(RuntimeError):
     """A script asked for the value of a tensor in an abstract run."""
 
     @classmethod
-    def here(cls, shape: Sequence[int], dtype: Any) -> AbstractValueError:
+    def here(cls, shape: Sequence[int], dtype: DTypeLike) -> AbstractValueError:
         return cls(
             f"the value of a tensor ({np.dtype(dtype).name}{list(shape)}) is asked for at {source.user_line(2)}, but in an abstract run tensors on xla have "
             "shapes and no values. Leave out what reads values there (.item(), .cpu(), print, saving, a Python branch on a tensor), or choose "
@@ -54,7 +55,7 @@ class AbstractArray:
 
     __slots__ = ("__weakref__", "dtype", "host", "shape", "sharding")
 
-    def __init__(self, shape: Sequence[int], dtype: Any, sharding: Any, host: np.ndarray | None = None):
+    def __init__(self, shape: Sequence[int], dtype: DTypeLike, sharding: Any, host: np.ndarray | None = None):
         self.shape = tuple(shape)
         self.dtype = np.dtype(dtype)
         self.sharding = sharding
@@ -88,7 +89,7 @@ class AbstractArray:
         block = AbstractArray(self.sharding.shard_shape(self.shape), self.dtype, self.sharding, self.host)
         return [_Block(device, block) for device in self.sharding.addressable_devices]
 
-    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
+    def __array__(self, dtype: DTypeLike | None = None, copy: Any = None) -> np.ndarray:
         if self.host is not None:
             return self.host.copy()
         if ACTIVE.run is None or ACTIVE.run.values == "error":
@@ -117,14 +118,14 @@ def everywhere() -> Any:
     return sharding.sharding(sharding.REPLICATED) if sharding.active() else SingleDeviceSharding(jax.devices()[0])
 
 
-def blocks(size: Sequence[int], dtype: Any, spec: PartitionSpec) -> Any:
+def blocks(size: Sequence[int], dtype: DTypeLike, spec: PartitionSpec) -> Any:
     """For `sharding.from_blocks` and what leads to it: the array whose blocks have this local size, labelled `spec`."""
     from torch_bridge.mesh import sharding
 
     return AbstractArray(sharding.global_shape(size, spec), dtype, sharding.sharding(spec))
 
 
-def constant(size: Sequence[int], dtype: Any, spec: PartitionSpec | None) -> Any:
+def constant(size: Sequence[int], dtype: DTypeLike, spec: PartitionSpec | None) -> Any:
     """For `hoist_constants`: state that starts full of one number, as an input of the step."""
     return AbstractArray(size, dtype, everywhere()) if spec is None else blocks(size, dtype, spec)
 

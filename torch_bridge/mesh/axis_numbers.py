@@ -7,11 +7,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from torch_bridge.mesh import world
 
 
-def own(values: Sequence[Any], dtype: Any) -> Any:
+def own(values: Sequence[Any], dtype: DTypeLike) -> Any:
     """Inside a program: the rank's own of the values, as a traced scalar; a line through the axis index where it is one."""
     axes = world.axes_of_table(values)
     if not axes:

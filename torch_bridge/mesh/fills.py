@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec, SingleDeviceSharding
+from jax.typing import DTypeLike
 
 from torch_bridge import _compat
 from torch_bridge.mesh import sharding, world
@@ -18,7 +19,7 @@ MOST_ON_HOST = 1 << 20
 """Bytes up to which a fill is made on the host and moved."""
 
 
-def full(size: Sequence[int], value: Any, dtype: Any, spec: PartitionSpec | None = None) -> jax.Array:
+def full(size: Sequence[int], value: complex, dtype: DTypeLike, spec: PartitionSpec | None = None) -> jax.Array:
     """An array of a rank's `size`. spec: how the blocks of the ranks lie, None: all ranks share one value."""
     host = np.asarray(value).astype(dtype)
     small = int(np.prod(size, dtype=np.int64)) * host.itemsize <= MOST_ON_HOST
@@ -48,7 +49,7 @@ def _made(size: tuple[int, ...], value: np.ndarray, spec: PartitionSpec | None) 
 
 @functools.lru_cache(maxsize=256)
 def _program(shape: tuple[int, ...], place: Any) -> Callable[[np.ndarray], jax.Array]:
-    def fill(value: Any) -> Any:
+    def fill(value: jax.Array) -> Any:
         return jnp.broadcast_to(value, shape)
 
     return jax.jit(fill) if place is None else jax.jit(fill, out_shardings=place)

@@ -12,6 +12,7 @@ import weakref
 from typing import Any
 
 import torch
+from torch.types import Device
 
 from torch_bridge.mesh import rank_numbers, world
 
@@ -30,12 +31,12 @@ class CPUGenerator(_Original):
 
     _streams: Any = None
 
-    def __new__(cls, device: Any = None) -> CPUGenerator:
+    def __new__(cls, device: Device = None) -> CPUGenerator:
         made = super().__new__(cls, "cpu")  # type: ignore[call-arg]
         _MADE[made._cdata] = made  # type: ignore[attr-defined]
         return made
 
-    def manual_seed(self, seed: Any) -> CPUGenerator:
+    def manual_seed(self, seed: int | torch.SymInt) -> CPUGenerator:
         if type(seed) is int and self._streams is None:
             super().manual_seed(seed)
             return self
@@ -78,7 +79,7 @@ class XLAGenerator(CPUGenerator):
     def device(self) -> torch.device:  # type: ignore[override]
         return torch.device("xla:0")
 
-    def manual_seed(self, seed: Any) -> XLAGenerator:
+    def manual_seed(self, seed: int | torch.SymInt) -> XLAGenerator:
         if type(seed) is int:
             self.differences = None
             _Original.manual_seed(self, seed)
@@ -127,7 +128,7 @@ class _AnyDevice(type(_Original)):  # type: ignore[misc]
             return XLAGenerator()
         return CPUGenerator() if kind == "cpu" and world.may_have_several_ranks() else _Original(*args, **kwargs)
 
-    def __instancecheck__(cls, instance: Any) -> bool:
+    def __instancecheck__(cls, instance: object) -> bool:
         return isinstance(instance, _Original) if cls is Generator else super().__instancecheck__(instance)
 
     def __subclasscheck__(cls, subclass: type) -> bool:

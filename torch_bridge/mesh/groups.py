@@ -8,11 +8,25 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from torch_bridge.mesh import world
 
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
 Members = tuple[tuple[int, ...], ...]
+
+
+class HasMesh(Protocol):
+    """A process group of ours, or what stands for one: `_mesh` lists the ranks of all groups."""
+
+    @property
+    def _mesh(self) -> Sequence[Sequence[int]]: ...
+
+
+GroupLike: TypeAlias = "Sequence[Sequence[int]] | dist.ProcessGroup | HasMesh | None"
+"""What scripts give for groups; None: all ranks are one."""
 
 
 class Groups:
@@ -100,7 +114,7 @@ def sisters(ranks: Sequence[int]) -> list[list[int]]:
     )
 
 
-def resolve(groups: Any = None) -> Groups:
+def resolve(groups: GroupLike = None) -> Groups:
     """Groups from what a script passes: None or empty (all ranks), lists of lists of ranks, or a process group (which NxD's own model code passes).
 
     Raises TypeError for anything else, and ValueError for ranks that do not exist, appear twice or are left out, or groups of different sizes.

@@ -14,7 +14,7 @@ import operator
 import os
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, SupportsIndex
 
 import torch
 
@@ -199,13 +199,13 @@ class Hooks(Protocol):
     def taken_as_index(self, values: Sequence[Any], hosted: Sequence[int]) -> bool:
         """A list is indexed with it; whether that is followed."""
 
-    def seed(self, generator: Any, seed: Any, plain: Callable[[Any], Any]) -> None:
+    def seed(self, generator: torch.Generator, seed: Any, plain: Callable[[Any], Any]) -> None:
         """A random generator is seeded with it."""
 
-    def get_state(self, generator: Any) -> torch.Tensor:
+    def get_state(self, generator: torch.Generator) -> torch.Tensor:
         """The state of a generator that was."""
 
-    def set_state(self, generator: Any, state: torch.Tensor) -> None:
+    def set_state(self, generator: torch.Generator, state: torch.Tensor) -> None:
         """Set it."""
 
 
@@ -230,13 +230,13 @@ def _prepare() -> None:
     hooks().prepare()
 
 
-def values_of(x: Any) -> tuple[Any, ...] | None:
+def values_of(x: object) -> tuple[Any, ...] | None:
     """Each rank's value of a number that may differ by rank; None for anything else."""
     node = getattr(x, "node", None) if isinstance(x, (torch.SymInt, torch.SymFloat, torch.SymBool)) else None
     return node.values if isinstance(node, RankNode) else None
 
 
-def per_rank(x: Any) -> list[Any]:
+def per_rank(x: object) -> list[Any]:
     """The value of a number for each rank of the world, in order. A plain number is the same for all."""
     from torch_bridge.mesh import world
 
@@ -299,13 +299,13 @@ class _Ranked:
     def __hash__(self) -> int:
         return hash(self.node.first)
 
-    def __reduce_ex__(self, proto: Any) -> Any:
+    def __reduce_ex__(self, proto: SupportsIndex) -> Any:
         return type(self.node.first), (self.node.first,)
 
     def __copy__(self) -> Any:
         return self
 
-    def __deepcopy__(self, memo: Any) -> Any:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return self
 
 
@@ -430,19 +430,19 @@ class _Item:
         """The first hosted rank's number alone."""
         return self.values[0]
 
-    def __reduce_ex__(self, proto: Any) -> Any:
+    def __reduce_ex__(self, proto: SupportsIndex) -> Any:
         plain: Any = float if isinstance(self, float) else int
         return plain, (self.values[0],)
 
     def __copy__(self) -> Any:
         return self
 
-    def __deepcopy__(self, memo: Any) -> Any:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return self
 
 
 def _item_op(fn: Callable[[Any, Any], Any], swap: bool) -> Any:
-    def method(self: Any, other: Any) -> Any:
+    def method(self: Any, other: object) -> Any:
         if not isinstance(other, (int, float)):
             return NotImplemented
         others = other.values if isinstance(other, _Item) else (other,) * len(self.values)
@@ -502,7 +502,7 @@ def _truths(values: tuple[bool, ...]) -> Any:
     return ranked(values, world.current().hosted) if world.is_local() else values[0]
 
 
-def own(x: Any, place: int) -> Any:
+def own(x: object, place: int) -> Any:
     """What the hosted rank at this place sees of a number."""
     from torch_bridge.mesh import world
 
@@ -519,7 +519,7 @@ def first(x: Any) -> Any:
     return x.node.first if values_of(x) is not None else x
 
 
-def is_item(x: Any) -> bool:
+def is_item(x: object) -> bool:
     """True for a number read from a tensor that differs among ranks."""
     return isinstance(x, _Item)
 

@@ -11,7 +11,7 @@ import functools
 import math
 import sys
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -102,12 +102,19 @@ def axes_of(spec: PartitionSpec) -> Axes:
     return frozenset(a for part in spec if part is not None for a in (part if isinstance(part, tuple) else (part,)))
 
 
-def spec_of(array: Any) -> PartitionSpec:
+class HasSharding(Protocol):
+    """A JAX array, or what stands for one."""
+
+    @property
+    def sharding(self) -> Any: ...
+
+
+def spec_of(array: HasSharding) -> PartitionSpec:
     """The label of an array; one made before there were several ranks is the same for all."""
     return array.sharding.spec if isinstance(array.sharding, NamedSharding) else REPLICATED
 
 
-def label(array: Any) -> PartitionSpec | None:
+def label(array: object) -> PartitionSpec | None:
     """The label of an array on the current mesh; None for any other, and without an array."""
     found = getattr(array, "sharding", None)
     return found.spec if isinstance(found, NamedSharding) and found.mesh == mesh() else None
@@ -127,7 +134,7 @@ def spec_for(axes: Iterable[str], dim: int = 0) -> PartitionSpec:
     return PartitionSpec(*[None] * dim, names if len(names) > 1 else names[0])
 
 
-def count(part: Any) -> int:
+def count(part: object) -> int:
     """Blocks along a dim with this entry of a label."""
     sizes = world.current().axes
     return math.prod(sizes[a] for a in (part if isinstance(part, tuple) else (part,))) if part is not None else 1

@@ -69,22 +69,22 @@ class Row:
             return _take(stack.sharding if isinstance(stack.sharding, NamedSharding) else None)(stack.array, self.index)
 
 
-def plain(found: Any) -> Any:
+def plain(found: object) -> Any:
     """What a storage holds, as an array."""
     return found.value() if type(found) is Row else found
 
 
 @functools.lru_cache(maxsize=64)
-def _take(sharding: Any) -> Any:
+def _take(sharding: NamedSharding) -> Any:
     return jax.jit(lambda x, k: lax.dynamic_index_in_dim(x, k, 0, keepdims=False), **_out(sharding))
 
 
 @functools.lru_cache(maxsize=64)
-def _stacked(sharding: Any) -> Any:
+def _stacked(sharding: NamedSharding) -> Any:
     return jax.jit(lambda *xs: jnp.stack(xs), **_out(sharding))
 
 
-def _out(sharding: Any) -> dict[str, Any]:
+def _out(sharding: NamedSharding) -> dict[str, Any]:
     return {} if sharding is None else {"out_shardings": sharding}
 
 

@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -16,6 +17,7 @@ from torch_bridge.collectives import collective_ops
 from torch_bridge.ir import dtypes
 from torch_bridge.lowerings.arithmetic import add, div, lerp, mul
 from torch_bridge.lowerings.precision import widen
+from torch_bridge.lowerings.types import Operand
 from torch_bridge.optimizers.param_partition import Cut, Divided, parse
 
 Arrays = list[Any]
@@ -48,7 +50,7 @@ def _means(grads: Arrays, wholes: Sequence[Divided]) -> list[Arrays]:
     wanted = [(g, w, dim) for g, w in zip(grads, wholes, strict=True) if g.ndim > 1 for dim in (-1, -2)]
     sums = iter(_together([_Sum((widen(g) ** 2).sum(dim, keepdims=True), w.across(dim)) for g, w, dim in wanted]))
 
-    def mean(g: Any, w: Divided, dim: int) -> Any:
+    def mean(g: jax.Array, w: Divided, dim: int) -> Any:
         root = jnp.sqrt(next(sums)).astype(g.dtype)  # torch's way: the norm, squared
         return div(mul(root, root), w.shape[dim])
 
@@ -60,7 +62,7 @@ def _variances(states: Sequence[Arrays], wholes: Sequence[Divided], eps1: Any) -
     factors = [(s, w) for s, w in zip(states, wholes, strict=True) if len(s) == 2]
     sums = iter(_together([_Sum(widen(row).sum(-2, keepdims=True), w.across(-2)) for (row, _), w in factors]))
 
-    def estimate(row: Any, column: Any, w: Divided) -> Any:
+    def estimate(row: jax.Array, column: jax.Array, w: Divided) -> Any:
         mean = (next(sums) / w.shape[-2]).astype(row.dtype)
         return div(mul(row, column), _clamp(mean, _double(eps1)))
 
@@ -106,7 +108,7 @@ def _together(sums: Sequence[_Sum]) -> Arrays:
 # -- numbers ----------------------------------------------------------------------------------------
 
 
-def _double(x: Any) -> Any:
+def _double(x: Operand) -> Any:
     """A number or one-element array as a 0-d float64 array."""
     return jnp.reshape(dtypes.cast(x, jnp.float64), ())
 
@@ -115,5 +117,5 @@ def _clamp(x: Any, low: Any) -> Any:
     return jnp.maximum(x, low.astype(x.dtype))
 
 
-def _rsqrt(x: Any) -> Any:
+def _rsqrt(x: jax.Array) -> Any:
     return lax.rsqrt(widen(x)).astype(x.dtype)

@@ -74,7 +74,7 @@ def _one_op(cls: type, own: Callable[..., Any]) -> Callable[..., Any]:
     return step
 
 
-def _on_xla(optimizer: Any) -> bool:
+def _on_xla(optimizer: torch.optim.Optimizer) -> bool:
     """Whether its first parameter is; parameters on several devices are told apart later."""
     first = next((p for group in optimizer.param_groups for p in group["params"]), None)
     return first is not None and first.device.type == "xla"
@@ -104,7 +104,7 @@ def _observed() -> bool:
     )
 
 
-def _record(optimizer: Any, cls: type) -> bool:
+def _record(optimizer: torch.optim.Optimizer, cls: type) -> bool:
     """Record it; False, with nothing changed, if it is not what the rules compute."""
     backend.ensure()
     from torch_bridge.optimizers import step_plans
@@ -119,14 +119,14 @@ def _record(optimizer: Any, cls: type) -> bool:
     return gathered is not None
 
 
-def _parts(optimizer: Any) -> list[Any]:
+def _parts(optimizer: torch.optim.Optimizer) -> list[Any]:
     """Its parameters of which ranks hold parts, as far as somebody said so."""
     from torch_bridge.optimizers import param_partition
 
     return [p for group in optimizer.param_groups for p in group["params"] if param_partition.of(p).cuts]
 
 
-def _check_parts(optimizer: Any) -> None:
+def _check_parts(optimizer: torch.optim.Optimizer) -> None:
     """Raise for torch's own step of an optimizer that looks at whole tensors, where ranks hold parts."""
     if isinstance(optimizer, optim.Adafactor) and (parts := _parts(optimizer)):
         raise NotImplementedError(

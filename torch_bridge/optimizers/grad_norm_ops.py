@@ -6,11 +6,12 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import torch
 
 from torch_bridge.ir import dtypes
-from torch_bridge.lowerings import lowering
+from torch_bridge.lowerings import Stacks, lowering
 from torch_bridge.optimizers import grad_norm
 
 _library = torch.library.Library("torch_bridge", "FRAGMENT")
@@ -26,12 +27,12 @@ _library.impl("sum_powers", _meta, "Meta")
 _library.impl("sum_powers", grad_norm.sum_powers, "CPU")
 
 
-@lowering(ops.sum_powers.default, entrywise=True, lift=False)
-def _sum_powers(tensors: Any, p: float, dtype: torch.dtype | None) -> list[Any]:
+@lowering(ops.sum_powers.default, entrywise=True, stacks=Stacks(lists=(0,)), lift=False)
+def _sum_powers(tensors: Sequence[jax.Array], p: float, dtype: torch.dtype | None) -> list[Any]:
     return [_sum_of(t if dtype is None else t.astype(dtypes.to_jax(dtype)), p) for t in tensors]
 
 
-def _sum_of(t: Any, p: float) -> Any:
+def _sum_of(t: jax.Array, p: float) -> Any:
     if p == math.inf:
         return jnp.abs(t).max() if t.size else jnp.zeros((), t.dtype)
     if p == 2:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping, Sequence
 from itertools import repeat
-from operator import attrgetter, call, eq, is_
+from operator import attrgetter, call, eq
 from typing import Any
 
 import numpy as np
 import torch
 
+from torch_bridge.identity import same
 from torch_bridge.recorder.tensor import XLATensor
 
 _GRAD, _LAYOUT, _STORAGE = map(attrgetter, ("grad", "_layout", "_storage"))
@@ -58,7 +59,7 @@ class Known:
     names: of the states. counters: None for classes that do not count. times: how often notes were made of this group, these included.
     """
 
-    def __init__(self, optimizer: Any, names: tuple[str, ...], looked: Looked, times: int):
+    def __init__(self, optimizer: torch.optim.Optimizer, names: tuple[str, ...], looked: Looked, times: int):
         params, grads, columns, steps = looked
         written = [t for given in (params, *columns) for t in given]
         self.names, self.times = names, times
@@ -80,7 +81,7 @@ class Known:
             and (not steps or Counters.possible(steps))
         )
 
-    def look(self, optimizer: Any, group: Group) -> Looked | None:
+    def look(self, optimizer: torch.optim.Optimizer, group: Group) -> Looked | None:
         """The group as it is now; None if it is not what it was."""
         params = group["params"]
         if len(params) != len(self._params) or not all(map(eq, map(id, params), self._params)):
@@ -95,13 +96,13 @@ class Known:
         written = [t for given in (params, *columns) for t in given]
         if not set(map(type, written)) <= _XLA:
             return None
-        same = (
-            all(map(is_, map(_STORAGE, written), map(call, self._storages)))
-            and all(map(is_, map(_LAYOUT, (*written, *grads)), self._layouts))
+        known = (
+            same(map(_STORAGE, written), map(call, self._storages))
+            and same(map(_LAYOUT, (*written, *grads)), self._layouts)
             and self._ids.isdisjoint(map(id, map(_STORAGE, grads)))
-            and (self.counters is None or (all(map(is_, map(dict.get, own, repeat("step")), steps)) and self.counters.there()))
+            and (self.counters is None or (same(map(dict.get, own, repeat("step")), steps) and self.counters.there()))
         )
-        return (params, grads, columns, steps) if same else None
+        return (params, grads, columns, steps) if known else None
 
 
 _XLA = {XLATensor}

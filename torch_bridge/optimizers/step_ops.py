@@ -9,17 +9,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import chain
 from operator import attrgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from torch_bridge.ir.layout import Layout
 from torch_bridge.ir.segment import Entry, Lift, Slot, flat
-from torch_bridge.lowerings import lowering, update_rules
+from torch_bridge.lowerings import Stacks, lowering, update_rules
+from torch_bridge.lowerings.types import Array, Scalar
 from torch_bridge.optimizers import adafactor
+from torch_bridge.precision.precision_mode import Mode
 from torch_bridge.recorder import tensor
 from torch_bridge.recorder.dispatch import STATE, special
 
+if TYPE_CHECKING:
+    pass
+
+Arrays = list[Array]
 _STEP = "(str rule, {}, Tensor[] grads, {}, {}, {}, float[] numbers, str options) -> {}"
 _library = torch.library.Library("torch_bridge", "FRAGMENT")
 _library.define(
@@ -35,11 +41,11 @@ ops = torch.ops.torch_bridge
 Tensors = Sequence[torch.Tensor]
 
 
-def _meta(rule: str, params: Tensors, grads: Tensors, first: Tensors, second: Tensors, third: Tensors, *_: Any) -> Any:
+def _meta(rule: str, params: Tensors, grads: Tensors, first: Tensors, second: Tensors, third: Tensors, *_: object) -> Any:
     return tuple([t.new_empty(t.shape) for t in given] for given in (params, first, second, third))
 
 
-def _on_cpu(*_: Any) -> Any:
+def _on_cpu(*_: object) -> Any:
     raise RuntimeError(
         "a graph with a fused optimizer step runs on xla only: give the optimizer foreach=False to record torch's own operations"
     )
@@ -50,14 +56,34 @@ _library.impl("optimizer_step", _on_cpu, "CPU")
 _library.impl("optimizer_step_", _on_cpu, "CPU")
 
 
-@lowering(ops.optimizer_step.default, entrywise=True, floats=("numbers",))
-def _optimizer_step(rule: str, params: Any, grads: Any, first: Any, second: Any, third: Any, numbers: Any, options: str) -> Any:
+def _by_parameter(args: Sequence[Any]) -> bool:
+    """Adafactor's step looks at many parameters together."""
+    return args[0] in update_rules.RULES
+
+
+_STACKS = Stacks(lists=(1, 2, 3, 4, 5), replaces=(1, 3, 4, 5), elementwise=True, when=_by_parameter)
+
+
+@lowering(ops.optimizer_step.default, entrywise=True, stacks=_STACKS, floats=("numbers",), mode=True)
+def _optimizer_step(
+    rule: str,
+    params: Arrays,
+    grads: Arrays,
+    first: Arrays,
+    second: Arrays,
+    third: Arrays,
+    numbers: Sequence[Scalar],
+    options: str,
+    *,
+    mode: Mode,
+) -> Any:
     states = _columns((first, second, third), len(params))
     if rule == "adafactor":
         new = adafactor.adafactor(params, grads, states, numbers, options)
     else:
         flags = frozenset(options.split(","))
-        new = [update_rules.RULES[rule](p, g, s, numbers, flags) for p, g, s in zip(params, grads, states, strict=True)]
+        step, do = update_rules.RULES[rule], update_rules.Arithmetic(mode)
+        new = [step(do, p, g, s, numbers, flags) for p, g, s in zip(params, grads, states, strict=True)]
     given = [x for x in (params, first, second, third) if x]
     lists = [[x[k].astype(old.dtype) for x, old in zip(new, before, strict=True)] for k, before in enumerate(given)]
     return (*lists, *[[] for _ in range(4 - len(lists))])
@@ -75,7 +101,7 @@ _STORAGE, _LAYOUT = attrgetter("_storage"), attrgetter("_layout")
 
 
 @special(ops.optimizer_step_.default)
-def _record(func: Any, args: Any, kwargs: Any) -> None:
+def _record(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """One node, however many tensors: what `dispatch.record` does for any op, without describing each argument."""
     rule, params, grads, first, second, third, numbers, options = args
     lists = (params, grads, first, second, third)

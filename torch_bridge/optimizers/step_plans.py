@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import repeat
-from operator import attrgetter, is_
+from operator import attrgetter
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import optim
 
+from torch_bridge.identity import any_is
 from torch_bridge.mesh import rank_numbers, sharding
 from torch_bridge.optimizers.fused_step import Update
 from torch_bridge.optimizers.group_cache import Counters, Known
@@ -84,7 +84,7 @@ class Plan:
     counts: bool = True
 
 
-def gather(plan: Plan, optimizer: Any) -> list[Gathered] | None:
+def gather(plan: Plan, optimizer: torch.optim.Optimizer) -> list[Gathered] | None:
     """What all groups' steps take, with new state where there is none; None if one of them is not what the rules compute."""
     known = _KNOWN.setdefault(optimizer, {})
     found = [_look(plan, optimizer, number, known) for number in range(len(optimizer.param_groups))]
@@ -97,7 +97,7 @@ _NOTES = 16
 """How often notes are made of one group: where it is another one every time, they cost more than they save."""
 
 
-def _look(plan: Plan, optimizer: Any, number: int, known: dict[int, Known]) -> Gathered | None:
+def _look(plan: Plan, optimizer: torch.optim.Optimizer, number: int, known: dict[int, Known]) -> Gathered | None:
     """A group, in full only if it is not what it was."""
     group = optimizer.param_groups[number]
     if not plain(group):
@@ -129,14 +129,14 @@ def plain(group: Group) -> bool:
     return all(_is_plain(y) for x in given for y in (x if type(x) is tuple else (x,)))
 
 
-def _is_plain(x: Any) -> bool:
+def _is_plain(x: object) -> bool:
     return type(x) in _PLAIN or (isinstance(x, float) and not rank_numbers.is_ranked(x))
 
 
 def _gather(plan: Plan, optimizer: Any, group: Group) -> Gathered | None:
     params = group["params"]
     grads = [p.grad for p in params]
-    if any(map(is_, grads, repeat(None))):
+    if any_is(grads, None):
         params = [p for p, g in zip(params, grads, strict=True) if g is not None]
         grads = [g for g in grads if g is not None]
     if not set(map(type, (*params, *grads))) <= {XLATensor}:
@@ -204,7 +204,7 @@ def _apart(params: Sequence[Any], grads: Sequence[Any], columns: Sequence[Column
     written = list(params)
     for column in columns:
         written += column
-    if any(map(is_, written, repeat(None))):
+    if any_is(written, None):
         written = [t for t in written if t is not None]
     if not set(map(type, written)) <= {XLATensor}:
         return False

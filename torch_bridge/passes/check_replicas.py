@@ -70,8 +70,8 @@ def _place(module: torch.nn.Module) -> list[str]:
     return names
 
 
-def check(program: Any, segment: Segment, axes: dict[int, sharding.Axes]) -> None:
-    """Look at every parameter that a program writes: does it vary over axes that the parameter was shared over?"""
+def check(segment: Segment, axes: dict[int, sharding.Axes]) -> None:
+    """Look at every parameter that a program writes: does it vary over axes that the parameter was shared over? axes: of new values, by id."""
     for ref, leaf in segment.saved:
         storage = ref()
         if storage is None or storage.segment is not segment or storage.facts is None or storage.facts.owner is None:

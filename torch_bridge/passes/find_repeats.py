@@ -4,8 +4,8 @@ A recorded step lists the forward ops layer by layer, then the backward ops laye
 parameter. Each of them is a word repeated: the same ops with the same constants and shapes, wired in the same way. A `Run` is such a stretch:
 `count` iterations of `period` nodes, where each input of a node is made in the same iteration, in the one before, or outside.
 
-Views (reshape, permute, slice...) are no nodes here but ways to read a value: recording keeps the views that it has read, so the first layer would
-have views that the others share with it.
+Views (`lowerings.is_view`: reshape, permute, slice...) are no nodes here but ways to read a value: recording keeps the views that it has read, so the
+first layer would have views that the others share with it.
 """
 
 from __future__ import annotations
@@ -20,29 +20,7 @@ import torch
 from torch import fx
 
 from torch_bridge.ir.graph import number
-
-aten = torch.ops.aten
-
-VIEWS = frozenset(
-    (
-        aten.reshape.default,
-        aten.view.default,
-        aten._unsafe_view.default,
-        aten.permute.default,
-        aten.transpose.int,
-        aten.t.default,
-        aten.expand.default,
-        aten.unsqueeze.default,
-        aten.squeeze.default,
-        aten.squeeze.dim,
-        aten.squeeze.dims,
-        aten.select.int,
-        aten.slice.Tensor,
-        aten.alias.default,
-        aten.detach.default,
-    )
-)
-"""Ops that are read anew wherever they are needed: they compute nothing."""
+from torch_bridge.lowerings import is_view
 
 MIN_COUNT = 3
 """Iterations that a run has at least."""
@@ -97,7 +75,7 @@ class Edge:
 def edge(node: fx.Node) -> Edge:
     """A node as what it is a view of."""
     views: list[fx.Node] = []
-    while node.op == "call_function" and node.target in VIEWS:
+    while node.op == "call_function" and is_view(node.target):
         views.append(node)
         node = node.args[0]  # type: ignore[assignment]
     return Edge(node, tuple(reversed(views)))
@@ -162,7 +140,7 @@ def find(graph: fx.Graph, min_count: int = MIN_COUNT, min_saved: int = MIN_SAVED
 
 def computing(graph: fx.Graph) -> list[fx.Node]:
     """The nodes that compute something, in order."""
-    return [n for n in graph.nodes if n.op == "call_function" and n.target is not number and n.target not in VIEWS]
+    return [n for n in graph.nodes if n.op == "call_function" and n.target is not number and not is_view(n.target)]
 
 
 # -- candidates -------------------------------------------------------------------------------------
@@ -249,6 +227,11 @@ def _turned(
 
 # -- wiring -----------------------------------------------------------------------------------------
 
+OUTSIDE = 1 << 40
+"""The origin of an input that is made before the first iteration."""
+TOO_EARLY = -OUTSIDE
+"""The origin of an input that is made more than one iteration before: no loop can carry it."""
+
 
 def _wired(
     sequence: Sequence[fx.Node],
@@ -258,46 +241,42 @@ def _wired(
     min_count: int,
     min_saved: int,
 ) -> Iterator[Run]:
-    """The runs in a stretch: as many iterations in a row as are wired alike."""
+    """The runs in a stretch: as many iterations in a row as have inputs of the same origins.
+
+    With three nodes to an iteration, `a = f(x); b = g(a, w); x = h(b)`, iterations have the origins -1 (x of the one before), 0 (a), OUTSIDE (w) and 1 (b); the
+    first has OUTSIDE for x. Where the usual origins change, a run ends and another one may begin.
+    """
     begin, count, inputs = turned
     while count >= min_count and (count - 1) * period >= min_saved:
-        labels = [_labels(inputs, begin, begin + t * period, period) for t in range(count)]
-        usual = Counter(labels[1:]).most_common(1)[0][0]
-        first = next((t for t in range(count) if labels[t] == usual or (t == 0 and _may_start(labels[0], usual))), count)
+        origins = [_origins(inputs, begin, begin + t * period, period) for t in range(count)]
+        usual = Counter(origins[1:]).most_common(1)[0][0]
+        first = next((t for t in range(count) if origins[t] == usual or (t == 0 and _may_start(origins[0], usual))), count)
         if first > 0:
             begin, count = begin + first * period, count - first
-            if first < 2 or labels[first] == usual:
+            if first < 2 or origins[first] == usual:
                 # what the iterations before made is outside now
                 continue
-        alike = next((t for t in range(1, count) if labels[t] != usual), count)
-        if "bad" not in usual and alike >= min_count and (alike - 1) * period >= min_saved:
+        alike = next((t for t in range(1, count) if origins[t] != usual), count)
+        if TOO_EARLY not in usual and alike >= min_count and (alike - 1) * period >= min_saved:
             run = _run(sequence, given, begin, alike, period, usual)
             if run is not None:
                 yield run
         begin, count = begin + alike * period, count - alike
 
 
-def _labels(inputs: list[list[int]], begin: int, at: int, period: int) -> tuple[Any, ...]:
-    """Where each input of an iteration comes from, as seen from that iteration."""
-    found: list[Any] = []
-    for y in range(at, at + period):
-        for x in inputs[y]:
-            if x < begin:
-                found.append("out")
-            elif x >= at:
-                found.append(x - at)
-            else:
-                found.append(x - at if x >= at - period else "bad")
-    return tuple(found)
+def _origins(inputs: list[list[int]], begin: int, at: int, period: int) -> tuple[int, ...]:
+    """For each input of the iteration at a place: the number of the node that makes it, counted from there (below 0: in the iteration before), OUTSIDE or
+    TOO_EARLY. begin: where the first iteration starts."""
+    return tuple(OUTSIDE if x < begin else x - at if x >= at - period else TOO_EARLY for y in range(at, at + period) for x in inputs[y])
 
 
-def _may_start(first: tuple[Any, ...], usual: tuple[Any, ...]) -> bool:
+def _may_start(first: tuple[int, ...], usual: tuple[int, ...]) -> bool:
     """Whether an iteration may be the first: what the others carry comes from outside."""
-    return all(a == b or (a == "out" and b != "bad" and b != "out" and b < 0) for a, b in zip(first, usual, strict=True))
+    return all(a == b or (a == OUTSIDE and TOO_EARLY < b < 0) for a, b in zip(first, usual, strict=True))
 
 
 def _run(
-    sequence: Sequence[fx.Node], given: Sequence[list[Edge]], begin: int, count: int, period: int, labels: tuple[Any, ...]
+    sequence: Sequence[fx.Node], given: Sequence[list[Edge]], begin: int, count: int, period: int, origins: tuple[int, ...]
 ) -> Run | None:
     """The run, if its inputs and what it carries are of one shape throughout."""
     nodes = [list(sequence[begin + t * period : begin + (t + 1) * period]) for t in range(count)]
@@ -306,10 +285,10 @@ def _run(
     for j in range(period):
         row: list[Input] = []
         for q in range(len(given[begin + j])):
-            label = labels[at]
+            origin = origins[at]
             at += 1
             every = tuple(given[begin + t * period + j][q].source for t in range(count))
-            found = _input(label, every, nodes, period)
+            found = _input(origin, every, nodes, period)
             if found is None:
                 return None
             row.append(found)
@@ -318,12 +297,12 @@ def _run(
     return Run(nodes, inputs, views, begin)
 
 
-def _input(label: Any, every: tuple[fx.Node, ...], nodes: list[list[fx.Node]], period: int) -> Input | None:
-    if label != "out":
-        if label >= 0:
-            return Here(label)
-        made = nodes[0][label + period]
-        return Carried(label + period, every[0]) if aval(made) is not None and aval(made) == aval(every[0]) else None
+def _input(origin: int, every: tuple[fx.Node, ...], nodes: list[list[fx.Node]], period: int) -> Input | None:
+    if origin != OUTSIDE:
+        if origin >= 0:
+            return Here(origin)
+        made = nodes[0][origin + period]
+        return Carried(origin + period, every[0]) if aval(made) is not None and aval(made) == aval(every[0]) else None
     if all(n is every[0] for n in every):
         return Same(every[0])
     if aval(every[0]) is None or any(aval(n) != aval(every[0]) for n in every):

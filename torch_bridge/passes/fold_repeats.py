@@ -1,10 +1,21 @@
 """How a graph with repeated layers is computed: each run of layers as one loop, its weights and what it keeps for later stacked along a new first dim.
 
 A `Series` is a value for each iteration of a run. `Plan` finds, for every value that crosses from one part of a graph to another, in which series it is
-and at which place: weights come in stacked (`Given`), a loop gives what later nodes need of its iterations (`Made`), ops on lists, such as an optimizer's
-step, treat whole stacks as entries (`Updated`), and a cast of weights is made anew where it is needed (`Derived`). What fits nowhere is put together on
-the way (`Built`). The backward loop runs through the layers from the last to the first and stores in the order of the layers, so that its gradients lie
-as the weights do.
+and at which place (`Slice`):
+
+| series | what it is |
+|---|---|
+| `StackedInput` | inputs of the graph that come in as one array: weights |
+| `LoopOutput` | what later nodes need of a loop's iterations |
+| `UpdatedStack` | what an op on lists, such as an optimizer's step, gives for a stack that it takes as one entry |
+| `Recomputed` | a cast of weights, which is done again where it is needed |
+| `StackedHere` | what fits nowhere else, put together on the way |
+
+The backward loop runs through the layers from the last to the first and stores in the order of the layers, so that its gradients lie as the weights do.
+
+Three layers `h = tanh(h @ w)` with SGD: w0, w1 and w2 come in as one `StackedInput`. The forward loop reads its t-th place and gives the `LoopOutput` of all h.
+The backward loop reads both at place 2 - t, carries the gradient of h, and stores the gradient of w at place 2 - t. The optimizer's step takes the two stacks
+as one entry, and its `UpdatedStack` leaves the program in the memory of the `StackedInput`.
 """
 
 from __future__ import annotations
@@ -16,28 +27,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import torch
 from torch import fx
 
+from torch_bridge import lowerings
 from torch_bridge.config.variables import VARIABLES
-from torch_bridge.lowerings import update_rules
+from torch_bridge.lowerings import Stacks
 from torch_bridge.mesh import abstract_arrays
 from torch_bridge.passes import find_repeats
 from torch_bridge.passes.find_repeats import Carried, Each, Run, Same, aval, edge
-
-aten = torch.ops.aten
-CASTS = (aten._to_copy.default,)
-"""Ops on weights that are done again rather than kept."""
-COLLECTIVES = ("torch_bridge.all_reduce.default", "torch_bridge.all_gather.default", "torch_bridge.reduce_scatter.default")
-REDUCTIONS = (
-    aten.sum.dim_IntList,
-    aten.sum.default,
-    aten.linalg_vector_norm.default,
-    aten.isfinite.default,
-    aten.any.default,
-    aten.all.default,
-)
-"""Ops that may be done for all iterations side by side, besides those that work element by element."""
 
 
 @dataclass(eq=False)
@@ -48,14 +45,14 @@ class Series:
 
 
 @dataclass(eq=False)
-class Given(Series):
+class StackedInput(Series):
     """Placeholders of the graph, which come in as one stacked input."""
 
     nodes: tuple[fx.Node, ...]
 
 
 @dataclass(eq=False)
-class Made(Series):
+class LoopOutput(Series):
     """What a run's `offset`-th nodes give, or what its iterations find carried; through views, if it is only ever read through them."""
 
     run: Run
@@ -64,35 +61,35 @@ class Made(Series):
 
 
 @dataclass(eq=False)
-class Built(Series):
+class StackedHere(Series):
     """Values that are stacked where they are first needed."""
 
     nodes: tuple[fx.Node, ...]
 
 
 @dataclass(eq=False)
-class Derived(Series):
+class Recomputed(Series):
     """An op with one input, done anew at each place. node: how it is called, its input replaced by an element of `source` read through `views`."""
 
     node: fx.Node
-    source: Ref
+    source: Slice
     views: tuple[fx.Node, ...]
 
-    def under(self, ref: Ref) -> Ref:
+    def under(self, ref: Slice) -> Slice:
         """Where the source of what `ref` finds in this series is found."""
         series, first, step = self.source
-        return Ref(series, first + step * ref.first, step * ref.step)
+        return Slice(series, first + step * ref.first, step * ref.step)
 
 
 @dataclass(eq=False)
-class Updated(Series):
+class UpdatedStack(Series):
     """The `result`-th list that an op on lists gives, for one of its groups."""
 
     group: Group
     result: int
 
 
-class Ref(NamedTuple):
+class Slice(NamedTuple):
     """Where a run finds its t-th value: at place `first + step * t`."""
 
     series: Series
@@ -107,7 +104,7 @@ class Group:
 
     node: fx.Node
     members: list[int]
-    lists: list[tuple[Ref, tuple[fx.Node, ...]]]
+    lists: list[tuple[Slice, tuple[fx.Node, ...]]]
 
 
 @dataclass(eq=False)
@@ -118,7 +115,7 @@ class Loop:
     """
 
     run: Run
-    refs: dict[Each, Ref] = field(default_factory=dict)
+    refs: dict[Each, Slice] = field(default_factory=dict)
     made: dict[Any, Series] = field(default_factory=dict)
     last: dict[int, None] = field(default_factory=dict)
     reverse: bool = False
@@ -128,9 +125,9 @@ class Loop:
         """Where the results of iteration t are stored."""
         return self.run.count - 1 - t if self.reverse else t
 
-    def stored(self) -> list[Made]:
+    def stored(self) -> list[LoopOutput]:
         """What is stored for every iteration."""
-        return [series for series in self.made.values() if isinstance(series, Made)]
+        return [series for series in self.made.values() if isinstance(series, LoopOutput)]
 
 
 LEAST = 12
@@ -182,7 +179,7 @@ class Plan:
         self.loops = {run: Loop(run) for run in runs}
         self._loop_of = {n: loop for run, loop in self.loops.items() for n in run.place}
         self._places: dict[fx.Node, tuple[Series, int]] = {}
-        self._known: dict[tuple[fx.Node, ...], Ref] = {}
+        self._known: dict[tuple[fx.Node, ...], Slice] = {}
         self.groups: dict[fx.Node, list[Group]] = {}
         self.skipped: set[fx.Node] = set()
         self.items: list[fx.Node | Loop] = []
@@ -194,8 +191,8 @@ class Plan:
             self.items.append(item)
             if isinstance(item, Loop):
                 self._enter(item)
-            elif str(item.target) in LISTS:
-                self._group(item)
+            elif stacks := lowerings.stacks_of(item.target):
+                self._group(item, stacks)
             else:
                 self._need(e.source for e in find_repeats.edges(item))
         self.stacked = self._stacked_results()
@@ -207,9 +204,9 @@ class Plan:
         inputs = list(self.place_of_input)
         return {self.results[k]: inputs[i] for i, k in self._updates.items()}
 
-    def given(self) -> list[Given]:
+    def given(self) -> list[StackedInput]:
         """Stacked inputs."""
-        return list(dict.fromkeys(s for s, _ in self._places.values() if isinstance(s, Given)))
+        return list(dict.fromkeys(s for s, _ in self._places.values() if isinstance(s, StackedInput)))
 
     def stacked_inputs(self) -> list[tuple[int, ...]]:
         """The places of the inputs in each of `given`."""
@@ -222,7 +219,7 @@ class Plan:
             return self._places.get(node)
         t, j = loop.run.place[node]
         series = loop.made.get(j)
-        return None if series is None else (series, t if isinstance(series, Derived) else loop.place(t))
+        return None if series is None else (series, t if isinstance(series, Recomputed) else loop.place(t))
 
     # -- in order -----------------------------------------------------------------------------------
 
@@ -248,7 +245,7 @@ class Plan:
         new = {i in self._updates for i in places}  # with some new and some old values, it would have to be stacked again for each step
         if len(new) > 1 or not self._inputs_alike(places):
             return False
-        series = Given(len(nodes), nodes)
+        series = StackedInput(len(nodes), nodes)
         self._places.update((n, (series, k)) for k, n in enumerate(nodes))
         return True
 
@@ -280,22 +277,22 @@ class Plan:
             count = loop.run.count
             source = given[0] if given else None
             weights = isinstance(source, Each) and all(n.op == "placeholder" for n in source.nodes)
-            if loop.run.nodes[0][j].target in CASTS and len(given) == 1 and weights:
+            if lowerings.is_cast(loop.run.nodes[0][j].target) and len(given) == 1 and weights:
                 assert isinstance(source, Each)
-                found = Derived(count, loop.run.nodes[0][j], loop.refs[source], loop.run.views[j][0])
+                found = Recomputed(count, loop.run.nodes[0][j], loop.refs[source], loop.run.views[j][0])
             else:
-                found = Made(count, loop.run, j)
+                found = LoopOutput(count, loop.run, j)
             loop.made[j] = found
         return found
 
-    def _ref(self, nodes: tuple[fx.Node, ...]) -> Ref:
+    def _ref(self, nodes: tuple[fx.Node, ...]) -> Slice:
         """Where one value for each iteration is found."""
         ref = self._known.get(nodes)
         if ref is None:
-            ref = self._known[nodes] = self._found(nodes) or self._stacked_input(nodes) or Ref(self._build(nodes), 0, 1)
+            ref = self._known[nodes] = self._found(nodes) or self._stacked_input(nodes) or Slice(self._build(nodes), 0, 1)
         return ref
 
-    def _found(self, nodes: tuple[fx.Node, ...]) -> Ref | None:
+    def _found(self, nodes: tuple[fx.Node, ...]) -> Slice | None:
         loop = self._loop_of.get(nodes[1])
         if loop is not None:
             offset = loop.run.place[nodes[1]][1]
@@ -308,49 +305,48 @@ class Plan:
             return None
         return _regular(found[0][0], [place for _, place in found])
 
-    def _carried(self, loop: Loop, offset: int, nodes: tuple[fx.Node, ...]) -> Ref | None:
+    def _carried(self, loop: Loop, offset: int, nodes: tuple[fx.Node, ...]) -> Slice | None:
         """Where one value for each iteration is what another run's iterations found carried."""
         made = loop.run.nodes
         for x in loop.run.carried():
             found = (x.first, *(made[t][x.offset] for t in range(loop.run.count - 1)))
             if x.offset == offset and nodes in (found, found[::-1]):
-                series = loop.made.setdefault(x, Made(loop.run.count, loop.run, x))
+                series = loop.made.setdefault(x, LoopOutput(loop.run.count, loop.run, x))
                 return _regular(series, [loop.place(found.index(n)) for n in nodes])
         return None
 
-    def _stacked_input(self, nodes: tuple[fx.Node, ...]) -> Ref | None:
-        return Ref(self._places[nodes[0]][0], 0, 1) if self._give(nodes) else None
+    def _stacked_input(self, nodes: tuple[fx.Node, ...]) -> Slice | None:
+        return Slice(self._places[nodes[0]][0], 0, 1) if self._give(nodes) else None
 
     def _build(self, nodes: tuple[fx.Node, ...]) -> Series:
         self._need(nodes)
-        return Built(len(nodes), nodes)
+        return StackedHere(len(nodes), nodes)
 
     # -- ops on lists ---------------------------------------------------------------------------------
 
-    def _group(self, node: fx.Node) -> None:
+    def _group(self, node: fx.Node, stacks: Stacks) -> None:
         """Group the entries of an op on lists by the series that they are in."""
-        lists = columns(node)
-        picked = _picked(node, len(lists))
+        lists = stacks.columns(node.args)
+        picked = _picked(node, stacks)
         groups = self.groups[node] = []
-        for members in self._members(node, lists, picked[0]) if picked is not None else ():
+        for members in self._members(node, stacks, picked[0]) if picked is not None else ():
             given = [[edge(x[k]) for k in members] for x in lists]
             if all(map(_read_alike, given)):
                 groups.append(Group(node, members, [self._read(column) for column in given]))
         for group in groups:
             assert picked is not None
             for result, elements in enumerate(picked):
-                updated = Updated(len(group.members), group, result)
+                updated = UpdatedStack(len(group.members), group, result)
                 self._places.update((elements[k], (updated, at)) for at, k in enumerate(group.members) if k in elements)
         grouped = {k for group in groups for k in group.members}
         self._need(edge(x[k]).source for x in lists for k in range(len(x)) if k not in grouped)
         self._need(edge(x).source for x in node.args if isinstance(x, fx.Node))
         if groups:
             self.skipped.update(node.users)
-            self.skipped.update(
-                element for user in node.users for element in user.users if element.target is operator.getitem and user in _lists_of(node)
-            )
+            picking = node.users if stacks.replaces else ()  # the nodes that pick a list of results
+            self.skipped.update(element for user in picking for element in user.users if element.target is operator.getitem)
 
-    def _read(self, column: Sequence[find_repeats.Edge]) -> tuple[Ref, tuple[fx.Node, ...]]:
+    def _read(self, column: Sequence[find_repeats.Edge]) -> tuple[Slice, tuple[fx.Node, ...]]:
         """Where values are found, and the views through which they are still to be read: a loop stores what it gives as others read it."""
         views, nodes = column[0].views, tuple(e.source for e in column)
         loop = self._loop_of.get(nodes[0])
@@ -361,33 +357,36 @@ class Plan:
         if offset in loop.made or set(offsets) != {offset} or math.prod(shape[0]) > math.prod(aval(nodes[0])[0]):
             return self._ref(nodes), views
         key = (offset, tuple((v.target, find_repeats.plain(v)) for v in views))
-        ref = _regular(loop.made.get(key) or Made(loop.run.count, loop.run, offset, views), [loop.place(t) for t in times])
+        ref = _regular(loop.made.get(key) or LoopOutput(loop.run.count, loop.run, offset, views), [loop.place(t) for t in times])
         if ref is None:
             return self._ref(nodes), views
         loop.made[key] = ref.series
         return ref, ()
 
-    def _members(self, node: fx.Node, lists: Sequence[Sequence[fx.Node]], picked: dict[int, fx.Node]) -> list[list[int]]:
+    def _members(self, node: fx.Node, stacks: Stacks, picked: dict[int, fx.Node]) -> list[list[int]]:
         """Entries that make up a series: of the stacked inputs that the results replace, or what the first list holds, or else the second (gradients of
         parameters that come one by one).
 
         picked: the nodes of the first list of results. Where ZeRO-1 gathers weights, the last layers' gradients may be of another series than the first
         one's; what comes in as one stack must leave as one, or it is stacked again for each step.
         """
-        if str(node.target) == _STEP and node.args[0] not in update_rules.RULES:
+        if stacks.when is not None and not stacks.when(node.args):
             return []
+        lists: list[Sequence[fx.Node]] = stacks.columns(node.args)
+        constants: Any = () if stacks.constants is None else node.args[stacks.constants]
         found: dict[Any, dict[int, int]] = defaultdict(dict)
         for k in range(len(lists[0])):
+            constant = constants[k] if constants else None
             renewed = self._renewed.get(picked[k]) if k in picked else None
             sources = [edge(x[k]).source for x in lists[:2]]
             for source in sources if renewed is None else [renewed, *sources]:
                 loop = self._loop_of.get(source)
                 if loop is not None:
                     t, j = loop.run.place[source]
-                    found[loop, j, _constant_of(node, k)].setdefault(loop.place(t), k)
+                    found[loop, j, constant].setdefault(loop.place(t), k)
                 elif source in self._places:
                     series, place = self._places[source]
-                    found[series, series.count, _constant_of(node, k)].setdefault(place, k)
+                    found[series, series.count, constant].setdefault(place, k)
                 else:
                     continue
                 break
@@ -407,7 +406,7 @@ class Plan:
             if loop is not None:
                 t, j = loop.run.place[node]
                 by_series[loop, j].setdefault(loop.place(t), k)
-            elif isinstance(self._places.get(node, (None, 0))[0], Updated):
+            elif isinstance(self._places.get(node, (None, 0))[0], UpdatedStack):
                 series, place = self._places[node]
                 by_series[series].setdefault(place, k)
         found = []
@@ -417,7 +416,7 @@ class Plan:
             if len(members) < count or not aval(self.results[members[0]])[0] or not self._results_alike(members):
                 continue
             series = self._make(*key) if isinstance(key, tuple) else key
-            if isinstance(series, (Made, Updated)):
+            if isinstance(series, (LoopOutput, UpdatedStack)):
                 found.append((series, members))
         return [*found, *self._stacked_again({k for _, members in found for k in members})]
 
@@ -430,40 +429,14 @@ class Plan:
                 continue
             nodes = tuple(self.results[k] for k in members)
             self._need(edge(n).source for n in nodes)
-            found.append((Built(len(nodes), nodes), members))
+            found.append((StackedHere(len(nodes), nodes), members))
         return found
 
 
-_STEP = "torch_bridge.optimizer_step.default"
-LISTS = (
-    _STEP,
-    "torch_bridge.scatter_rows.default",
-    "torch_bridge.gather_rows.default",
-    "torch_bridge.sum_powers.default",
-    "aten._foreach_mul.Tensor",
-)
-"""Ops that treat each entry of their lists by itself."""
-
-
-def columns(node: fx.Node) -> list[Any]:
-    """The lists of an op of `LISTS` whose entries belong together, those that are not empty."""
-    return [x for x in node.args[1:6] if x] if str(node.target) == _STEP else [node.args[0]]
-
-
-def _constant_of(node: fx.Node, k: int) -> Any:
-    """What else an op of `LISTS` takes for an entry."""
-    return node.args[1][k] if str(node.target) == "torch_bridge.gather_rows.default" else None  # type: ignore[index]
-
-
-def _lists_of(node: fx.Node) -> list[fx.Node]:
-    """The nodes that pick a list of results, of an op that gives several."""
-    return list(node.users) if str(node.target) == _STEP else []
-
-
-def _regular(series: Series, places: Sequence[int]) -> Ref | None:
+def _regular(series: Series, places: Sequence[int]) -> Slice | None:
     """Where a run finds its values at these places of a series; None if they are not evenly spaced."""
     step = places[1] - places[0]
-    return Ref(series, places[0], step) if all(p == places[0] + step * t for t, p in enumerate(places)) else None
+    return Slice(series, places[0], step) if all(p == places[0] + step * t for t, p in enumerate(places)) else None
 
 
 def _each(run: Run) -> list[Each]:
@@ -472,11 +445,7 @@ def _each(run: Run) -> list[Each]:
 
 def _by_itself(node: fx.Node) -> bool:
     """Whether an op can be done for all iterations at once as it is done for one."""
-    tags = getattr(node.target, "tags", ())
-    if "draw" in node.meta:
-        return False
-    known = node.target in CASTS or node.target in REDUCTIONS or node.target is operator.getitem
-    return known or torch.Tag.pointwise in tags or str(node.target) in COLLECTIVES
+    return "draw" not in node.meta and (node.target is operator.getitem or lowerings.batches(node.target))
 
 
 def _read_alike(column: Sequence[find_repeats.Edge]) -> bool:
@@ -486,15 +455,15 @@ def _read_alike(column: Sequence[find_repeats.Edge]) -> bool:
     return len(ways) == 1 and shape is not None and bool(shape[0])
 
 
-def _picked(node: fx.Node, count: int) -> list[dict[int, fx.Node]] | None:
-    """The nodes that pick the results of an op of `LISTS`: by list (parameters, then state), and place in it. None if it is used in another way."""
+def _picked(node: fx.Node, stacks: Stacks) -> list[dict[int, fx.Node]] | None:
+    """The nodes that pick the results of an op on lists: by list (parameters, then state), and place in it. None if it is used in another way."""
     if any(user.target is not operator.getitem for user in node.users):
         return None
-    if str(node.target) != _STEP:
+    if not stacks.replaces:
         return [{user.args[1]: user for user in node.users}]  # type: ignore[misc]
-    found: list[dict[int, fx.Node]] = [{} for _ in range(count - 1)]
+    found: list[dict[int, fx.Node]] = [{} for _ in range(stacks.results(node.args))]
     for user in node.users:
-        if user.args[1] >= count - 1 or any(element.target is not operator.getitem for element in user.users):  # type: ignore[operator]
+        if user.args[1] >= len(found) or any(element.target is not operator.getitem for element in user.users):  # type: ignore[operator]
             return None
         for element in user.users:
             found[user.args[1]][element.args[1]] = element  # type: ignore[index]

@@ -11,7 +11,7 @@ import jax
 
 from torch_bridge.ir import dtypes
 from torch_bridge.ir.layout import Layout
-from torch_bridge.ir.segment import Fill, Segment
+from torch_bridge.ir.segment import Fill, Renumbering, Segment
 from torch_bridge.mesh import abstract_arrays, fills, sharding
 
 
@@ -37,34 +37,24 @@ def _survives(fill: Fill, segment: Segment) -> bool:
 
 
 def _rewrite(segment: Segment, fills: list[Fill]) -> None:
+    """Without the nodes of these fills; what reads them reads leaves."""
     gone = {f.node for f in fills}
     leaves, leaf_of, constant_leaf = _insert_leaves(segment, fills)
     value_of: dict[int, int] = dict(constant_leaf)
     kept: list[tuple[Any, ...]] = []
-    index_of: dict[int, int] = {}
+    node_of: dict[int, int] = {}
     old = new = 0
     for i, node in enumerate(segment.nodes):
         n = node[0].n_outs
         if i not in gone:
-            index_of[i] = len(kept)
+            node_of[i] = len(kept)
             kept.append((node[0], *(leaf_of[v] if v < 0 else value_of[v] for v in node[1:])))
             value_of.update((old + k, new + k) for k in range(n))
             new += n
         old += n
-    segment.sources = [s for i, s in enumerate(segment.sources) if i not in gone]
-    segment.numbers = [(index_of[i], values) for i, values in segment.numbers if i not in gone]
-    segment.draws = [(index_of[i], seed, offset) for i, seed, offset in segment.draws]
-    holding = (ref() for ref in (*segment.writers, *segment.holders.values()))
-    for storage in {id(s): s for s in holding if s is not None and s.segment is segment}.values():
-        storage.vid = leaf_of[storage.vid] if storage.vid < 0 else value_of[storage.vid]
-        storage.views = None
-    hoisted = [(f.storage, constant_leaf[f.vid]) for f in fills]
-    segment.saved = hoisted + [(ref, leaf_of[leaf]) for ref, leaf in segment.saved]
-    segment.nodes, segment.next_vid, segment.leaves = kept, new, leaves
-    segment.leaf_index = {id(array): -i - 1 for i, array in enumerate(leaves)}
-    segment.holders = {leaf_of[v]: ref for v, ref in segment.holders.items()}
+    segment.renumber(Renumbering(kept, leaves, node_of, value_of, leaf_of))
+    segment.saved[:0] = [(f.storage, constant_leaf[f.vid]) for f in fills]
     segment.fills = []
-    segment.predicted = None
 
 
 def _insert_leaves(segment: Segment, fills: list[Fill]) -> tuple[list[Any], dict[int, int], dict[int, int]]:

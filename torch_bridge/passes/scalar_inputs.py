@@ -6,7 +6,7 @@ number when the program was compiled share one input; every run checks that they
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -41,7 +41,7 @@ class Slots:
 
 
 def share(
-    nodes: Sequence[tuple[Any, ...]], sources: Sequence[Source], numbers: Numbers, finer_than: Sequence[dict[type, Slots]]
+    nodes: Sequence[tuple[Any, ...]], sources: Sequence[Source], numbers: Numbers, finer_than: Sequence[Mapping[type, Slots]]
 ) -> dict[type, Slots]:
     """Slots for the numbers of a segment, by kind; places that `finer_than` (slots of programs that did not fit) kept apart stay apart."""
     return {kind: Slots(_labels(nodes, sources, numbers, kind, [slots[kind] for slots in finer_than])) for kind in _DTYPES}

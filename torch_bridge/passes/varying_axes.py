@@ -1,7 +1,7 @@
 """Which mesh axes every value of a graph varies over: from its inputs, and what each op does to them.
 
-An op's result varies over all axes its inputs vary over; a fused optimizer step works on each parameter by itself. A reduction or a gather over whole
-axes removes those; a scatter, an exchange and each rank's own number add theirs. It errs on the side of varying.
+An op's result varies over all axes that its inputs vary over. What else an op does (collectives by their `AxesRule`, each rank's own number by its table,
+ops on lists entry by entry) is said where it is registered. It errs on the side of varying.
 """
 
 from __future__ import annotations
@@ -13,11 +13,9 @@ from typing import Any
 from torch import fx
 
 from torch_bridge import lowerings
+from torch_bridge.lowerings import AxesRule
 from torch_bridge.mesh import random_state, world
 from torch_bridge.mesh.sharding import NONE, Axes
-
-_ENTRYWISE = ("aten._fused_adam", "aten._fused_sgd", "aten._fused_adagrad", "aten._foreach_")
-"""torch's ops that treat each entry of their lists by itself; ours say so where they are registered."""
 
 _UNKNOWN = lowerings.Lowering(None)  # type: ignore[arg-type]
 
@@ -36,7 +34,7 @@ def spread(graph: fx.Graph, inputs: Sequence[Axes]) -> None:
             continue
         axes: Axes = union(n.meta["axes"] for n in node.all_input_nodes)
         op = lowerings.lookup(node.target) or _UNKNOWN
-        if op.entrywise or str(node.target).startswith(_ENTRYWISE):
+        if op.entrywise:
             found = _of_each(node)
             node.meta["each"] = [_after(node, a, every) for a in found] if op.collective else found
         elif node.target is operator.getitem and "each" in node.args[0].meta:
@@ -77,12 +75,13 @@ def union(of: Iterable[Axes]) -> Axes:
 
 def _after(node: fx.Node, axes: Axes, every: Axes) -> Axes:
     """The axes of a collective's result."""
-    name = node.target._opname if hasattr(node.target, "_opname") else str(node.target)
-    if name == "permute":
+    op = lowerings.lookup(node.target)
+    assert op is not None and op.axes is not None, node.target
+    if op.axes is AxesRule.EVERY:
         return every
     text: Any = node.args[-1]
     explicit = text.startswith("[")
     over = every if explicit else frozenset(text.split(",")) & every
-    if name in ("all_reduce", "all_gather", "gather_rows", "broadcast"):
+    if op.axes is AxesRule.REMOVES:
         return every if explicit else axes - over
     return axes | over

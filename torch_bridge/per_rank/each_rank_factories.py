@@ -56,7 +56,7 @@ class Each:
                     holder.__dict__[name] = value
 
 
-def _plain_values(obj: Any) -> dict[tuple[str, str], Any]:
+def _plain_values(obj: object) -> dict[tuple[str, str], Any]:
     """Numbers and texts among the attributes of an object, and of a loader's dataset and samplers: by the part and the name."""
     parts = {part: getattr(obj, part, None) for part in ("dataset", "sampler", "batch_sampler")} if isinstance(obj, DataLoader) else {}
     return {
@@ -67,12 +67,12 @@ def _plain_values(obj: Any) -> dict[tuple[str, str], Any]:
     }
 
 
-def vars_of(obj: Any) -> dict[str, Any]:
+def vars_of(obj: object) -> dict[str, Any]:
     """An object's attributes, the mark left out."""
     return {name: value for name, value in getattr(obj, "__dict__", {}).items() if name != MARK}
 
 
-def each_of(obj: Any) -> Each | None:
+def each_of(obj: object) -> Each | None:
     """The mark on an object, None without."""
     return getattr(obj, "__dict__", {}).get(MARK)
 
@@ -115,7 +115,7 @@ def _is_main_thread() -> bool:
     return threading.current_thread() is threading.main_thread()
 
 
-def _joined(made: dict[Any, Any], keys: Sequence[Any], hosted: Sequence[int], function: Any) -> Any:
+def _joined(made: dict[Any, Any], keys: Sequence[Any], hosted: Sequence[int], function: Callable[..., Any]) -> Any:
     """One thing that stands for what each rank got."""
     first, results = made[keys[hosted[0]]], list(made.values())
     if all(x is first for x in results) or (

@@ -43,7 +43,7 @@ class RandomStates:
             self._apart = self._is_apart()
 
     @contextlib.contextmanager
-    def of(self, key: Any) -> Iterator[None]:
+    def of(self, key: object) -> Iterator[None]:
         """Within, one of the runs."""
         self._write(self._after[key] if key in self._after else self._first(key))
         try:
@@ -90,18 +90,18 @@ _OTHERS: list[_Source] = [
 ]
 
 
-def _differs(state: Any) -> bool:
+def _differs(state: object) -> bool:
     """Whether it holds a state for each hosted rank."""
     return rank_random.is_joined(state) if isinstance(state, torch.Tensor) else rank_draws.is_joined(state)
 
 
-def _split(state: Any, count: int) -> list[Any]:
+def _split(state: object, count: int) -> list[Any]:
     if not _differs(state):
         return [state] * count
     return rank_random.split(state) if isinstance(state, torch.Tensor) else rank_draws.split(state)
 
 
-def _join(states: Sequence[Any], like: Any) -> Any:
+def _join(states: Sequence[Any], like: object) -> Any:
     if not _differs(like):
         return states[0]
     return torch.cat(list(states)) if isinstance(like, torch.Tensor) else rank_draws.join(states)
@@ -111,7 +111,7 @@ def _same(a: Sequence[Any], b: Sequence[Any]) -> bool:
     return [_comparable(x) for x in a] == [_comparable(x) for x in b]
 
 
-def _comparable(state: Any) -> Any:
+def _comparable(state: object) -> Any:
     if isinstance(state, torch.Tensor):
         return state.numpy().tobytes()
     if _differs(state):

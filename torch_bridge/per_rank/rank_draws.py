@@ -93,7 +93,7 @@ class _States(tuple[Any, ...]):
         return tuple, (tuple(self),)
 
 
-def is_joined(state: Any) -> bool:
+def is_joined(state: object) -> bool:
     """Whether a state of Python's or NumPy's generator is one for each hosted rank."""
     return isinstance(state, _States)
 
@@ -217,7 +217,7 @@ def _kind_of(plain: type) -> Any:
             seeds = _own_seeds(seed)
             return plain(rank_numbers.own(seed, 0)) if seeds is None else _RankGenerator([plain(s) for s in seeds])
 
-        def __instancecheck__(cls, instance: Any) -> bool:
+        def __instancecheck__(cls, instance: object) -> bool:
             return isinstance(instance, plain)
 
         def __subclasscheck__(cls, subclass: type) -> bool:

@@ -74,7 +74,7 @@ def _where(kwargs: Any, tensors: Sequence[torch.Tensor]) -> str:
     return torch.device(device).type
 
 
-def _target(func: Any, args: Any, kwargs: Any) -> Any:
+def _target(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The tensor that a torch function writes to, if it does."""
     name = getattr(func, "__name__", "")
     if kwargs.get("out") is not None:
@@ -105,7 +105,7 @@ def install() -> None:
             replace(owner, name, _taking_ranks(getattr(owner, name)))
 
 
-def replace(owner: Any, name: str, function: Callable[..., Any]) -> None:
+def replace(owner: object, name: str, function: Callable[..., Any]) -> None:
     """Put a function in the place of one of torch's, for TorchScript too, which looks them up by identity."""
     builtin = torch.jit._builtins._find_builtin(getattr(owner, name)) if owner is torch else None
     if builtin is not None:

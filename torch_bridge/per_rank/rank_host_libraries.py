@@ -35,7 +35,7 @@ def install() -> None:
 
 def _json(original: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     @functools.wraps(original)
-    def default(self: Any, o: Any) -> Any:
+    def default(self: Any, o: object) -> Any:
         return rank_numbers.first(o) if rank_numbers.is_ranked(o) else original(self, o)
 
     return default
@@ -46,7 +46,7 @@ def _of_first(original: Callable[..., Any]) -> Callable[..., Any]:
     return functools.wraps(original)(lambda *args: original(*map(rank_numbers.first, args)))
 
 
-def _plain_json(o: Any) -> str:
+def _plain_json(o: object) -> str:
     plain = rank_numbers.first(o)
     return str(plain).lower() if isinstance(plain, bool) else int.__repr__(plain)
 
@@ -68,7 +68,7 @@ def _saving(original: Callable[..., Any]) -> Callable[..., Any]:
     are the first one's, which is said."""
 
     @functools.wraps(original)
-    def save(obj: Any, *args: Any, **kwargs: Any) -> Any:
+    def save(obj: object, *args: Any, **kwargs: Any) -> Any:
         found = nested.collect(obj, rank_numbers.is_ranked)
         copied = next(iter(nested.collect(obj, lambda x: type(x) is torch.Tensor and _differs(x))), None)
         if copied is not None:

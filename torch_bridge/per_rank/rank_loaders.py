@@ -28,14 +28,14 @@ _DEPTH = 5
 _PLAIN = (str, bytes, int, float, bool, type(None), torch.Tensor, torch.nn.Module, torch.Generator, type)
 
 
-def rank_table(obj: Any) -> tuple[Any, ...] | None:
+def rank_table(obj: object) -> tuple[Any, ...] | None:
     """Each rank's key of what it would read: equal keys mean the same samples. None if the loader knows no rank."""
     found: list[tuple[Any, ...]] = []
     _collect(obj, found, set(), 0)
     return None if not found else tuple(tuple(values[r] for values in found) for r in range(world.size()))
 
 
-def _collect(obj: Any, found: list[tuple[Any, ...]], seen: set[int], depth: int) -> None:
+def _collect(obj: object, found: list[tuple[Any, ...]], seen: set[int], depth: int) -> None:
     values = rank_numbers.values_of(obj)
     each = each_of(obj)
     if each is not None and id(obj) not in seen:
@@ -48,7 +48,7 @@ def _collect(obj: Any, found: list[tuple[Any, ...]], seen: set[int], depth: int)
             _collect(part, found, seen, depth + 1)
 
 
-def _generators(obj: Any, seen: set[int], depth: int = 0) -> list[torch.Generator]:
+def _generators(obj: object, seen: set[int], depth: int = 0) -> list[torch.Generator]:
     """The random generators that a loader and what it holds draw from, torch's default one not among them."""
     if id(obj) in seen:
         return []
@@ -76,7 +76,7 @@ class TorchStates:
             generator.set_state(state)
 
 
-def _parts(obj: Any) -> dict[Any, Any]:
+def _parts(obj: object) -> dict[Any, Any]:
     """What to look at inside an object: attributes of loaders, samplers, datasets and other plain objects; short lists and dicts."""
     if isinstance(obj, (list, tuple)):
         return dict(enumerate(obj)) if len(obj) <= 16 else {}
@@ -87,7 +87,7 @@ def _parts(obj: Any) -> dict[Any, Any]:
     return {}
 
 
-def own(obj: Any, rank: int, memo: dict[int, Any] | None = None, depth: int = 0) -> Any:
+def own(obj: object, rank: int, memo: dict[int, Any] | None = None, depth: int = 0) -> Any:
     """The object as this rank alone would have made it: every number for each rank replaced by its own. Parts without one are shared."""
     memo = {} if memo is None else memo
     values = rank_numbers.values_of(obj)
@@ -178,7 +178,7 @@ def combine(batches: dict[Any, Any], table: tuple[Any, ...]) -> Any:
     return nested.replace(first, _is_tensor, placed)
 
 
-def _is_tensor(x: Any) -> bool:
+def _is_tensor(x: object) -> bool:
     return isinstance(x, torch.Tensor)
 
 

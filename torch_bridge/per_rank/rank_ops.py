@@ -26,7 +26,7 @@ ops = torch.ops.torch_bridge
 # -- recording ------------------------------------------------------------------------------------
 
 
-def as_tensor(number: Any) -> torch.Tensor:
+def as_tensor(number: object) -> torch.Tensor:
     """A 0-d xla tensor with each rank's own value of a number that differs by rank."""
     if rank_numbers.is_item(number):
         first = world.current().hosted[0]
@@ -93,7 +93,7 @@ def symbolic(x: Any) -> Any:
     return {int: torch.SymInt, float: torch.SymFloat, bool: torch.SymBool}[node.pytype](node)
 
 
-def _getitem(x: torch.Tensor, index: Any) -> torch.Tensor:
+def _getitem(x: torch.Tensor, index: object) -> torch.Tensor:
     """`x[rank]`, also among other indices: a slice of length one at each rank's own place, without that dim."""
     items = list(index) if isinstance(index, tuple) else [index]
     if any(isinstance(i, (torch.Tensor, list, bool)) for i in items):
@@ -206,7 +206,7 @@ def record(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return dispatch.dispatch(tensor_form, args, kwargs)
 
 
-def filled_like(x: torch.Tensor, size: Any, number: Any, dtype: Any) -> torch.Tensor:
+def filled_like(x: torch.Tensor, size: Sequence[Any], number: Any, dtype: Any) -> torch.Tensor:
     """A new tensor full of each rank's own number (`torch.full_like`, `x.new_full`)."""
     return torch.zeros(tuple(size), dtype=dtype or x.dtype, device=x.device).copy_(as_tensor(number))
 
@@ -319,13 +319,13 @@ def _select(x: XLATensor, dim: int, index: Any) -> Any:
     return _emit_slice(x, dim, [i % size for i in at], 1).squeeze(dim)
 
 
-def _slice_backward(grad: XLATensor, size: Any, dim: int, start: Any, end: Any, step: int = 1) -> Any:
+def _slice_backward(grad: XLATensor, size: Sequence[Any], dim: int, start: Any, end: Any, step: int = 1) -> Any:
     dim = dim % len(size)
     starts = tuple(_clamp(s, size[dim]) for s in rank_numbers.per_rank(start))
     return collective_ops.emit(ops.rank_slice_backward.default, (grad,), (tuple(int(n) for n in size), dim, starts))
 
 
-def _select_backward(grad: XLATensor, size: Any, dim: int, index: Any) -> Any:
+def _select_backward(grad: XLATensor, size: Sequence[Any], dim: int, index: Any) -> Any:
     dim = dim % len(size)
     at = [i % size[dim] for i in rank_numbers.per_rank(index)]
     return collective_ops.emit(ops.rank_slice_backward.default, (grad.unsqueeze(dim),), (tuple(int(n) for n in size), dim, tuple(at)))

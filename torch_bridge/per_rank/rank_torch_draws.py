@@ -102,7 +102,7 @@ def _generators() -> set[type]:
     return {generators.CPUGenerator, generators.XLAGenerator}
 
 
-def _drawn(original: Callable[..., Any], generator: Any, args: Any, kwargs: Any) -> Any:
+def _drawn(original: Callable[..., Any], generator: torch.Generator | None, args: Any, kwargs: Any) -> Any:
     name = getattr(original, "__name__", "")
     leaves = tree_leaves((args, kwargs))
     if torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in leaves):
@@ -128,7 +128,7 @@ def _filling(original: Callable[..., Any]) -> Callable[..., Any]:
     return fill
 
 
-def _filled(original: Callable[..., Any], generator: Any, t: torch.Tensor, args: Any, kwargs: Any) -> torch.Tensor:
+def _filled(original: Callable[..., Any], generator: torch.Generator | None, t: torch.Tensor, args: Any, kwargs: Any) -> torch.Tensor:
     """A CPU tensor filled with each rank's own numbers: it becomes one that differs by rank, or remembers what the other ranks have."""
     if isinstance(t, rank_tensor.RankTensor):
         return original(t, *args, **kwargs)

@@ -67,19 +67,19 @@ def _masked_scatter(self: Tensor, mask: Tensor, source: Tensor) -> None:
 
 
 @checks(aten.bucketize.Tensor, aten.bucketize.Scalar)
-def _bucketize(self: Any, boundaries: Tensor, **kwargs: Any) -> None:
+def _bucketize(self: Tensor | complex, boundaries: Tensor, **kwargs: object) -> None:
     if boundaries.dim() != 1:
         raise RuntimeError(f"bucketize: boundaries tensor must be 1 dimension, but got dim({boundaries.dim()})")
 
 
 @checks(aten.embedding.default)
-def _embedding(weight: Tensor, indices: Tensor, *rest: Any, **kwargs: Any) -> None:
+def _embedding(weight: Tensor, indices: Tensor, *rest: object, **kwargs: object) -> None:
     if weight.dim() != 2:
         raise RuntimeError(f"embedding: 'weight' must be 2-D, got {weight.dim()}-D")
 
 
 @checks(aten.linalg_lstsq.default)
-def _lstsq(self: Tensor, b: Tensor, *rest: Any, **kwargs: Any) -> None:
+def _lstsq(self: Tensor, b: Tensor, *rest: object, **kwargs: object) -> None:
     if self.dim() < 2:
         raise RuntimeError(f"torch.linalg.lstsq: input must have at least 2 dimensions, got {self.dim()}")
     if b.dim() < 1:
@@ -100,7 +100,7 @@ def _narrow_copy(self: Tensor, dim: int, start: int, length: int) -> None:
 
 
 @checks(aten.index_add.default)
-def _index_add(self: Tensor, dim: int, index: Tensor, source: Tensor, **kwargs: Any) -> None:
+def _index_add(self: Tensor, dim: int, index: Tensor, source: Tensor, **kwargs: object) -> None:
     own, given = list(self.shape), list(source.shape)
     if len(own) == len(given) and -len(own) <= dim < len(own):
         own[dim] = index.numel()
@@ -175,7 +175,13 @@ def _none_empty(name: str, x: Tensor, dims: list[int]) -> None:
 
 @checks(aten.convolution.default, aten.convolution_overrideable.default, aten._convolution.default)
 def _convolution(
-    input: Tensor, weight: Tensor, bias: Tensor | None, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], *rest: Any
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    *rest: object,
 ) -> None:
     one_dtype("convolution", input, weight, bias)
     if min(padding, default=0) < 0:
@@ -190,7 +196,7 @@ def _convolution(
 
 
 @checks(aten.uniform.default)
-def _uniform(self: Tensor, low: float = 0.0, high: float = 1.0, **named: Any) -> None:
+def _uniform(self: Tensor, low: float = 0.0, high: float = 1.0, **named: float) -> None:
     low, high = named.get("from", low), named.get("to", high)
     if not self.dtype.is_floating_point and not self.dtype.is_complex:
         raise NotImplementedError(f"uniform_ is not implemented for {self.dtype}: for integers use random_ or randint")
@@ -205,7 +211,7 @@ def _uniform(self: Tensor, low: float = 0.0, high: float = 1.0, **named: Any) ->
 
 
 @checks(aten.multinomial.default)
-def _multinomial(self: Tensor, num_samples: int, replacement: bool = False, **kwargs: Any) -> None:
+def _multinomial(self: Tensor, num_samples: int, replacement: bool = False, **kwargs: object) -> None:
     if not self.dtype.is_floating_point:
         raise RuntimeError(f"multinomial only supports floating-point dtypes for input, got: {self.dtype}")
     if num_samples <= 0:
@@ -227,18 +233,18 @@ def _exact(name: str, wanted: torch.dtype, out: Tensor) -> None:
 
 
 @checks(aten.sort.values, aten.sort.values_stable, aten.kthvalue.values, aten.mode.values)
-def _values_and_indices(self: Tensor, *rest: Any, values: Tensor, indices: Tensor, **kwargs: Any) -> None:
+def _values_and_indices(self: Tensor, *rest: object, values: Tensor, indices: Tensor, **kwargs: object) -> None:
     _exact("values", self.dtype, values)
     _exact("indices", torch.int64, indices)
 
 
 @checks(aten.take.out, aten.index_select.out)
-def _of_own_dtype(self: Tensor, *rest: Any, out: Tensor) -> None:
+def _of_own_dtype(self: Tensor, *rest: object, out: Tensor) -> None:
     _exact("out", self.dtype, out)
 
 
 @checks(aten.aminmax.out)
-def _aminmax_out(self: Tensor, *, min: Tensor, max: Tensor, **kwargs: Any) -> None:
+def _aminmax_out(self: Tensor, *, min: Tensor, max: Tensor, **kwargs: object) -> None:
     _exact("aminmax", self.dtype, min)
     _exact("aminmax", self.dtype, max)
 
@@ -250,5 +256,5 @@ def _complex_out(real: Tensor, imag: Tensor, *, out: Tensor) -> None:
 
 
 @checks(aten.multinomial.out)
-def _multinomial_out(self: Tensor, *rest: Any, out: Tensor, **kwargs: Any) -> None:
+def _multinomial_out(self: Tensor, *rest: object, out: Tensor, **kwargs: object) -> None:
     _exact("multinomial", torch.int64, out)

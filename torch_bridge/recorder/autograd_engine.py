@@ -42,7 +42,7 @@ _STATE = _State()
 def guarded(dispatch: Callable[..., Any]) -> Callable[..., Any]:
     """A dispatch function that keeps its errors for the end of the backward pass it runs in."""
 
-    def run(func: Any, args: Any, kwargs: Any) -> Any:
+    def run(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         state = _STATE
         if not state.depth:
             return dispatch(func, args, kwargs)
@@ -65,7 +65,7 @@ GUARD_TYPE = staticmethod(functools.partial(next, itertools.repeat(_DEVICE_TYPE)
 entering a function of its own, would end the process."""
 
 
-def _rescue(guard: Any) -> Any:
+def _rescue(guard: object) -> Any:
     """The device guard's type while a backward pass runs (and Ctrl-C waits): first take over an exception that is on its way through the
     engine (from a hook, say).
 
@@ -83,7 +83,7 @@ _PROBE = ctypes.pythonapi.PyErr_Occurred
 """A C function: calling it raises the exception that is set, if there is one."""
 
 
-def _undefined(func: Any) -> Any:
+def _undefined(func: torch._ops.OpOverload) -> Any:
     """What an op returns when it has no result: undefined tensors."""
     n = len(func._schema.returns)
     return None if n < 2 else (None,) * n
@@ -151,7 +151,7 @@ def _take_error(state: _State) -> BaseException | None:
     return error
 
 
-def install(guard: Any) -> None:
+def install(guard: type) -> None:
     """Put it in place (once); `guard` is the class of torch's device guard, whose `type_` is ours."""
     global _guard
     _guard = guard

@@ -32,8 +32,8 @@ _library.impl("barrier", lambda tensors: [t.clone() for t in tensors], "CPU")
 _OP = torch.ops.torch_bridge.barrier.default
 
 
-@lowering(_OP)
-def _barrier(tensors: Any) -> Any:
+@lowering(_OP, entrywise=False)
+def _barrier(tensors: Sequence[jax.Array]) -> Any:
     return jax.lax.optimization_barrier(list(tensors))
 
 
@@ -45,7 +45,7 @@ class _Barrier(torch.autograd.Function):
         return tuple(torch.ops.torch_bridge.barrier(list(tensors))[:n])
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         return (None, *grads, *[None] * (len(ctx.needs_input_grad) - 1 - len(grads)))
 
 

@@ -48,6 +48,6 @@ def copied(t: XLATensor) -> torch.Tensor:
     return RankTensor.later(host, parts, sharding.ordered(axes))
 
 
-def snapshot(x: Any) -> Any:
+def snapshot(x: object) -> Any:
     """An xla tensor with today's value, whatever is written into the original later; anything else as it is."""
     return make(x._layout, copy_storage(x._storage)) if isinstance(x, XLATensor) else x

@@ -75,7 +75,9 @@ def _over_groups(grad: torch.Tensor, heads: int) -> torch.Tensor:
     return grad.unflatten(1, (-1, heads)).sum(2) if heads > 1 else grad
 
 
-def _attend(q: Any, k: Any, v: Any, bias: Any, is_causal: bool, scale: float | None) -> torch.Tensor:
+def _attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None, is_causal: bool, scale: float | None
+) -> torch.Tensor:
     return aten._scaled_dot_product_attention_math(
         q, k, v, additive(bias, q.dtype), 0.0, is_causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
     )[0]

@@ -23,12 +23,12 @@ def mark(t: torch.Tensor, is_on_cpu: bool = True) -> None:
         t._storage.describe(cpu=is_on_cpu)
 
 
-def is_marked(t: Any) -> bool:
+def is_marked(t: object) -> bool:
     """Whether the storage stands for a tensor on the CPU."""
     return isinstance(t, XLATensor) and t._storage.facts is not None and t._storage.facts.cpu
 
 
-def draw(func: Any, args: Any, kwargs: Any) -> Any:
+def draw(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
     """An in-place random op on such a tensor, of the shape that one rank sees: all ranks draw the same, or each its own after a seed that differs by rank."""
     target, generator = args[0], (kwargs or {}).get("generator")
 

@@ -11,7 +11,7 @@ from torch_bridge.recorder.dispatch import special
 aten = torch.ops.aten
 
 
-def _beside(log_probs: torch.Tensor, targets: torch.Tensor, *lengths_and_rest: Any) -> torch.Tensor:
+def _beside(log_probs: torch.Tensor, targets: torch.Tensor, *lengths_and_rest: object) -> torch.Tensor:
     rest = [x.to(log_probs.device) if isinstance(x, torch.Tensor) else x for x in lengths_and_rest]
     return aten.ctc_loss.Tensor.decompose(log_probs, targets, *rest)
 
@@ -21,6 +21,6 @@ _library.impl("ctc_loss.Tensor", _beside)
 
 
 @special(aten.ctc_loss.Tensor)
-def _in_inference_mode(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
+def _in_inference_mode(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
     """Without autograd the op comes here whole."""
     return _beside(*args, **kwargs)

@@ -7,7 +7,7 @@ inputs' ids, append a node, wrap the outputs. On a miss `_plan_call` asks torch'
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +28,9 @@ from torch_bridge.runtime.session import STATE
 aten = torch.ops.aten
 
 
+Op = torch._ops.OpOverload
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any] | None
 Special = Callable[..., Any]
 SPECIAL: dict[int, Special] = {}
 """Ops with their own recording rule, by id of the overload: `special(func, args, kwargs)`."""
@@ -209,7 +212,7 @@ def _decide(call_info: Info, args: tuple[Any, ...], kwargs: dict[str, Any]) -> C
     return Call(_run_functional, entry, returns)
 
 
-def _describe_results(out: Any, outs: list[Layout | None]) -> Any:
+def _describe_results(out: object, outs: list[Layout | None]) -> Any:
     """Base layouts of the results in order, and how to nest them: an index, None, a Python value or a tuple/list."""
     if isinstance(out, torch.Tensor):
         outs.append(base_of_meta(out))
@@ -219,7 +222,7 @@ def _describe_results(out: Any, outs: list[Layout | None]) -> Any:
     return _Constant(out)
 
 
-def _paths(returns: Any, at: tuple[int, ...] = ()) -> tuple[tuple[int, ...], ...]:
+def _paths(returns: object, at: tuple[int, ...] = ()) -> tuple[tuple[int, ...], ...]:
     """Where each result sits in what the op returns."""
     if isinstance(returns, int):
         return (at,)
@@ -243,14 +246,14 @@ def _entry(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     outs: tuple[Layout | None, ...],
-    casts: Any = (),
+    casts: Sequence[torch.dtype | None] = (),
 ) -> Entry:
     counts = [0, 0]
     lift = found is not None and found.lift
     scalar = info(target).scalar
     names = info(target).names
 
-    def template(x: Any, is_scalar: bool) -> Any:
+    def template(x: object, is_scalar: bool) -> Any:
         if isinstance(x, torch.Tensor):
             counts[0] += 1
             return Slot(counts[0] - 1)
@@ -351,7 +354,7 @@ def _targets(call_info: Info, args: tuple[Any, ...], kwargs: dict[str, Any] | No
     return given if len(given) == 1 and isinstance(given[0], torch.Tensor) else _tensors_of(given)
 
 
-def _tensors_of(x: Any) -> list[Any]:
+def _tensors_of(x: object) -> list[Any]:
     if isinstance(x, torch.Tensor):
         return [x]
     if isinstance(x, (list, tuple)):
@@ -362,15 +365,15 @@ def _tensors_of(x: Any) -> list[Any]:
 # -- the hit paths --------------------------------------------------------------------------------
 
 
-def _run_composite(call: Call, func: Any, args: Any, kwargs: Any, tensors: Any, numbers: Any) -> Any:
+def _run_composite(call: Call, func: Op, args: Args, kwargs: Kwargs, tensors: list[XLATensor], numbers: list[Any]) -> Any:
     return func.decompose(*args, **(kwargs or {}))
 
 
-def _run_on_host(call: Call, func: Any, args: Any, kwargs: Any, tensors: Any, numbers: Any) -> Any:
+def _run_on_host(call: Call, func: Op, args: Args, kwargs: Kwargs, tensors: list[XLATensor], numbers: list[Any]) -> Any:
     return fallback.on_host(func, args, kwargs or {})
 
 
-def _run_view(call: Call, func: Any, args: Any, kwargs: Any, tensors: list[XLATensor], numbers: Any) -> Any:
+def _run_view(call: Call, func: Op, args: Args, kwargs: Kwargs, tensors: list[XLATensor], numbers: list[Any]) -> Any:
     source = args[call.returns]
     view = call.view_layouts
     base = source._layout
@@ -384,7 +387,7 @@ def _run_view(call: Call, func: Any, args: Any, kwargs: Any, tensors: list[XLATe
     return [make(v, source._storage) for v in view]
 
 
-def _emit(call: Call, tensors: list[XLATensor], numbers: list[Any], kwargs: Any) -> tuple[Segment, int]:
+def _emit(call: Call, tensors: list[XLATensor], numbers: list[Any], kwargs: dict[str, Any] | None) -> tuple[Segment, int]:
     segment = STATE.session.current
     ids = []
     for t in tensors:
@@ -399,13 +402,13 @@ def _emit(call: Call, tensors: list[XLATensor], numbers: list[Any], kwargs: Any)
     return segment, segment.emit(entry, tuple(ids), tuple(numbers), draw)
 
 
-def draw_for(kwargs: Any) -> tuple[Any, ...]:
+def draw_for(kwargs: dict[str, Any] | None) -> tuple[Any, ...]:
     """(seed, offset[, mesh axes]) of the next random draw, from `generator=` if the call names one."""
     generator = kwargs.get("generator") if kwargs else None
     return random_state.of_generator(generator).take()
 
 
-def _run_functional(call: Call, func: Any, args: Any, kwargs: Any, tensors: list[XLATensor], numbers: list[Any]) -> Any:
+def _run_functional(call: Call, func: Op, args: Args, kwargs: Kwargs, tensors: list[XLATensor], numbers: list[Any]) -> Any:
     segment, vid = _emit(call, tensors, numbers, kwargs)
     returns = call.returns
     if returns == 0:
@@ -422,7 +425,7 @@ def _nest(returns: Any, made: list[Any]) -> Any:
     return tuple(_nest(r, made) for r in returns)
 
 
-def _run_mutation(call: Call, func: Any, args: Any, kwargs: Any, tensors: list[XLATensor], numbers: list[Any]) -> Any:
+def _run_mutation(call: Call, func: Op, args: Args, kwargs: Kwargs, tensors: list[XLATensor], numbers: list[Any]) -> Any:
     if call.draws and len(tensors) == 1 and cpu_draws.is_marked(tensors[0]) and not abstract_arrays.active():
         return cpu_draws.draw(func, args, kwargs)
     segment, vid = _emit(call, tensors, numbers, kwargs)
@@ -442,11 +445,11 @@ def _run_mutation(call: Call, func: Any, args: Any, kwargs: Any, tensors: list[X
     return back[0] if len(back) == 1 else tuple(back)
 
 
-def _argument(call_info: Info, i: int, args: Any, kwargs: Any) -> Any:
+def _argument(call_info: Info, i: int, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
     return args[i] if i < len(args) else (kwargs or {}).get(call_info.names[i])
 
 
-def _run_out(call: Call, func: Any, args: Any, kwargs: Any, tensors: list[XLATensor], numbers: list[Any]) -> Any:
+def _run_out(call: Call, func: Op, args: Args, kwargs: Kwargs, tensors: list[XLATensor], numbers: list[Any]) -> Any:
     """out= variants: the mutated tensors are not inputs, and take the result's shape."""
     call_info = info(func)
     outs = _targets(call_info, args, kwargs)

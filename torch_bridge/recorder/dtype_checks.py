@@ -5,8 +5,6 @@ torch's meta kernels let them through, and a lowering would give a number in one
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from torch_bridge.recorder.argument_checks import checks, one_dtype
@@ -36,7 +34,7 @@ def _dot(self: Tensor, tensor: Tensor) -> None:
 
 
 @checks(aten.addmm.default, aten.baddbmm.default, aten.addmv.default, aten.addbmm.default)
-def _add_product(self: Tensor, first: Tensor, second: Tensor, **scales: Any) -> None:
+def _add_product(self: Tensor, first: Tensor, second: Tensor, **scales: object) -> None:
     one_dtype("a sum with a matrix product", self, first, second)
 
 

@@ -14,6 +14,7 @@ from torch_bridge import metrics, source
 from torch_bridge.compiler import interpret
 from torch_bridge.errors import UnsupportedOpError
 from torch_bridge.mesh import rank_numbers, sharding, world
+from torch_bridge.precision.precision_mode import Mode
 from torch_bridge.recorder import subgraph
 from torch_bridge.recorder.copies import upload
 from torch_bridge.recorder.downloads import download, each_ranks
@@ -34,19 +35,21 @@ DATA_DEPENDENT = {
 _WARNED: set[Any] = set()
 
 
-def is_data_dependent(op: Any) -> bool:
+def is_data_dependent(op: torch._ops.OpOverload) -> bool:
     """True if the op's result shape depends on values."""
     return op._schema.name.removeprefix("aten::") in DATA_DEPENDENT
 
 
-def has_decomposition(op: Any) -> bool:
+def has_decomposition(op: torch._ops.OpOverload) -> bool:
     """True if torch can express the op through others."""
     return op in decomposition_table
 
 
-def lower_by_decomposition(op: Any, args: Any, kwargs: Any, key: Callable[[], Any] | None) -> Any:
+def lower_by_decomposition(
+    op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], key: Callable[[], Any] | None, mode: Mode
+) -> Any:
     """Evaluate torch's decomposition of `op` on JAX values, by recording it in a segment of its own (`interpret.decompose`)."""
-    return subgraph.inline(decomposition_table[op], args, kwargs, key)
+    return subgraph.inline(decomposition_table[op], args, kwargs, key, mode)
 
 
 def on_host(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -89,7 +92,7 @@ def on_host(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str
     return tree_unflatten([result(k) for k in range(len(first.results))], first.structure)
 
 
-def _announce(func: torch._ops.OpOverload, args: Any, kwargs: Any) -> None:
+def _announce(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Count a run on the CPU, and warn of the first of an op that should have a lowering. UnsupportedOpError while a module is captured."""
     name = func._schema.name.removeprefix("aten::")
     if STATE.session.current.capture:
@@ -110,8 +113,8 @@ class _HostCall:
     tensors: the CPU tensors, by id of the xla tensor each stands for; the op may have written to them. results, structure: what the op gave, flattened.
     """
 
-    def __init__(self, func: torch._ops.OpOverload, args: Any, kwargs: Any, tensors: dict[int, torch.Tensor]):
-        def to_host(x: Any) -> Any:
+    def __init__(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: dict[int, torch.Tensor]):
+        def to_host(x: object) -> Any:
             if isinstance(x, XLATensor):
                 return tensors[id(x)]
             return torch.device("cpu") if isinstance(x, torch.device) else x
@@ -134,7 +137,7 @@ def _varied(tensors: Iterable[XLATensor]) -> tuple[str, ...]:
 
 
 def _call_for_each(
-    func: torch._ops.OpOverload, args: Any, kwargs: Any, tensors: dict[int, XLATensor], axes: tuple[str, ...]
+    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: dict[int, XLATensor], axes: tuple[str, ...]
 ) -> dict[int, _HostCall]:
     """The call of each hosted rank; ranks at the same place along `axes` share one."""
     hosted = world.current().hosted
@@ -157,7 +160,7 @@ def _mutated(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[st
     return [t for t in tree_leaves(given) if isinstance(t, XLATensor)]
 
 
-def _warn(func: Any, args: Any, kwargs: Any) -> None:
+def _warn(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if func in _WARNED:
         return
     _WARNED.add(func)

@@ -8,7 +8,7 @@ leaves that differ among ranks each rank's value is computed: they must agree.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -19,6 +19,9 @@ from torch_bridge.ir.graph import fill
 from torch_bridge.ir.layout import Layout
 from torch_bridge.ir.segment import Entry, Segment, Storage, read_entries
 from torch_bridge.mesh import sharding, world
+
+if TYPE_CHECKING:
+    import jax
 
 aten = torch.ops.aten
 
@@ -166,7 +169,7 @@ def _compute(entry: Entry, inputs: Sequence[torch.Tensor], numbers: Sequence[Any
         values[first + k] = value if cast is None else value.to(cast)
 
 
-def _on_host(array: Any, rank: int, size: tuple[int, ...]) -> torch.Tensor:
+def _on_host(array: jax.Array, rank: int, size: tuple[int, ...]) -> torch.Tensor:
     from torch_bridge.runtime.transfer import from_numpy
 
     return from_numpy(np.array(sharding.block(array, rank, size) if sharding.active() else array))

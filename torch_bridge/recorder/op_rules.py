@@ -26,7 +26,7 @@ aten = torch.ops.aten
 
 
 @special(aten.copy_.default)
-def copy_(func: Any, args: Any, kwargs: Any) -> Any:
+def copy_(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`dst.copy_(src)`: both are on xla, or one of them is."""
     dst, src = args[0], args[1]
     if not isinstance(dst, XLATensor):
@@ -93,7 +93,7 @@ def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -
 
 
 @special(aten._to_copy.default)
-def to_copy(func: Any, args: Any, kwargs: Any) -> Any:
+def to_copy(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`.to(...)` that makes a copy: to the host, or to another dtype on the device."""
     src: XLATensor = args[0]
     device = kwargs.get("device")
@@ -115,7 +115,7 @@ def to_copy(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 @special(aten.clone.default)
-def clone(func: Any, args: Any, kwargs: Any) -> Any:
+def clone(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A new storage with the same value; the bytes are copied only when one of the two is written."""
     src: XLATensor = args[0]
     base = _clone_layout(src._layout, kwargs.get("memory_format"))
@@ -127,7 +127,7 @@ def clone(func: Any, args: Any, kwargs: Any) -> Any:
 _CLONES: dict[tuple[Layout, Any], Layout] = {}
 
 
-def _clone_layout(of: Layout, memory_format: Any) -> Layout:
+def _clone_layout(of: Layout, memory_format: torch.memory_format | None) -> Layout:
     found = _CLONES.get((of, memory_format))
     if found is None:
         meta = torch.empty_strided(of.size, of.stride, dtype=of.dtype, device="meta")
@@ -136,7 +136,7 @@ def _clone_layout(of: Layout, memory_format: Any) -> Layout:
 
 
 @special(aten._copy_from.default, aten._copy_from_and_resize.default)
-def copy_from(func: Any, args: Any, kwargs: Any) -> Any:
+def copy_from(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     src, dst = args[0], args[1]
     if func is aten._copy_from_and_resize.default and isinstance(dst, XLATensor) and dst.shape != src.shape:
         resize(dst, tuple(src.shape))
@@ -147,7 +147,7 @@ def copy_from(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 @special(aten._local_scalar_dense.default)
-def item(func: Any, args: Any, kwargs: Any) -> Any:
+def item(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A Python number; small integers may come without running the graph. Torch's own code may not take the first rank's for all of them."""
     t: XLATensor = args[0]
     segment = STATE.session.current
@@ -165,31 +165,31 @@ def item(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 @special(aten.allclose.default)
-def allclose(func: Any, args: Any, kwargs: Any) -> bool:
+def allclose(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """A Python bool, from a comparison on the device."""
     return bool(record_op(aten.all.default, record_op(aten.isclose.default, *args, **kwargs)).item())
 
 
 @special(aten._nested_tensor_from_mask_left_aligned.default)
-def may_be_nested(func: Any, args: Any, kwargs: Any) -> bool:
+def may_be_nested(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Asked by `nn.TransformerEncoder` in evaluation: padded batches stay padded, as there are no nested xla tensors."""
     return False
 
 
 @special(aten._has_same_storage_numel.default)
-def has_same_storage_numel(func: Any, args: Any, kwargs: Any) -> bool:
+def has_same_storage_numel(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Asked by forward-mode differentiation."""
     a, b = args
     return bool(a._storage.layout.numel == b._storage.layout.numel)
 
 
 @special(aten.is_pinned.default)
-def is_pinned(func: Any, args: Any, kwargs: Any) -> bool:
+def is_pinned(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return False
 
 
 @special(aten._conj.default)
-def conj(func: Any, args: Any, kwargs: Any) -> Any:
+def conj(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A lazy conjugate, as a view."""
     t: XLATensor = args[0]
     v = t._layout
@@ -199,14 +199,14 @@ def conj(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 @special(aten._neg_view.default)
-def neg_view(func: Any, args: Any, kwargs: Any) -> Any:
+def neg_view(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     t: XLATensor = args[0]
     v = t._layout
     return make(layout(v.size, v.stride, v.offset, v.dtype, v.conj, not v.neg), t._storage)
 
 
 @special(aten.view_as_real.default)
-def view_as_real(func: Any, args: Any, kwargs: Any) -> Any:
+def view_as_real(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """torch refuses a real view of a conjugated tensor, and so do we."""
     if args[0]._layout.conj:
         raise RuntimeError(
@@ -216,12 +216,12 @@ def view_as_real(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 @special(aten.real.default)
-def real_in_inference_mode(func: Any, args: Any, kwargs: Any) -> Any:
+def real_in_inference_mode(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return real(*args)
 
 
 @special(aten.imag.default)
-def imag_in_inference_mode(func: Any, args: Any, kwargs: Any) -> Any:
+def imag_in_inference_mode(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return imag(*args)
 
 
@@ -246,7 +246,7 @@ def imag(z: torch.Tensor) -> torch.Tensor:
 
 
 @special(aten.empty_like.default, aten.new_empty.default, aten.new_empty_strided.default)
-def empty_like(func: Any, args: Any, kwargs: Any) -> Any:
+def empty_like(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     _check_size(args)
     device = kwargs.get("device")
     if device is not None and torch.device(device).type != "xla":
@@ -255,7 +255,7 @@ def empty_like(func: Any, args: Any, kwargs: Any) -> Any:
     return uninitialized(base_of_meta(infer(func, args, kwargs)))
 
 
-def _check_size(args: Any) -> None:
+def _check_size(args: tuple[Any, ...]) -> None:
     """Sizes must be the same on all ranks."""
     for number in args[1] if len(args) > 1 and isinstance(args[1], (list, tuple)) else ():
         if rank_numbers.is_ranked(number):
@@ -276,7 +276,7 @@ _FILLS = {
 
 
 @special(*_FILLS, aten.full_like.default, aten.new_full.default)
-def filled(func: Any, args: Any, kwargs: Any) -> Any:
+def filled(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Tensors that are one number: a constant storage, without a node until something reads it."""
     _check_size(args)
     device = kwargs.get("device")
@@ -298,7 +298,7 @@ def filled(func: Any, args: Any, kwargs: Any) -> Any:
 _LIKE = frozenset({aten.zeros_like.default, aten.ones_like.default})
 
 
-def _base_of_filled(func: Any, args: Any, kwargs: Any) -> Layout:
+def _base_of_filled(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Layout:
     """The layout of the result. Every `loss.backward()` asks for ones like the loss."""
     given = args[0]._layout if isinstance(args[0], XLATensor) else None
     if func in _LIKE and given is not None and given.contiguous and kwargs.get("dtype") in (None, given.dtype) and _keeps_strides(kwargs):
@@ -306,7 +306,7 @@ def _base_of_filled(func: Any, args: Any, kwargs: Any) -> Layout:
     return base_of_meta(infer(func, args, kwargs))
 
 
-def _keeps_strides(kwargs: Any) -> bool:
+def _keeps_strides(kwargs: dict[str, Any]) -> bool:
     return kwargs.get("memory_format") in (None, torch.preserve_format, torch.contiguous_format) and kwargs.get("layout") in (
         None,
         torch.strided,
@@ -322,17 +322,17 @@ def lie_as(made: XLATensor, like: XLATensor) -> None:
 
 
 @special(aten.zero_.default)
-def zero_(func: Any, args: Any, kwargs: Any) -> Any:
+def zero_(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return _fill(args[0], 0)
 
 
 @special(aten.fill_.Scalar)
-def fill_(func: Any, args: Any, kwargs: Any) -> Any:
+def fill_(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return _fill(args[0], args[1])
 
 
 @special(aten.fill_.Tensor)
-def fill_tensor_(func: Any, args: Any, kwargs: Any) -> Any:
+def fill_tensor_(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if args[1].dim():
         raise RuntimeError(f"fill_ only supports 0-dimension value tensor but got tensor with {args[1].dim()} dimensions.")
     t, value = args
@@ -346,13 +346,13 @@ def linked(storage: Storage) -> bool:
     return storage.facts is not None and bool(storage.facts.links)
 
 
-def _check_number(value: Any, of: Layout) -> None:
+def _check_number(value: complex, of: Layout) -> None:
     """Raise what torch raises for a number that the dtype cannot hold (it lets one element be)."""
     if type(value) in (int, float) and value not in (0, 1):
         aten.full.default((min(of.numel, 2),), value, dtype=of.dtype)
 
 
-def _fill(t: XLATensor, value: Any) -> XLATensor:
+def _fill(t: XLATensor, value: complex) -> XLATensor:
     storage, view = t._storage, t._layout
     _check_number(value, view)
     if view is storage.layout and not STATE.session.current.capture and not linked(storage):
@@ -372,7 +372,7 @@ def _each_once(view: Layout) -> Layout:
 
 
 @special(aten.set_.source_Tensor)
-def set_source(func: Any, args: Any, kwargs: Any) -> Any:
+def set_source(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     t, src = args
     if not isinstance(src, XLATensor) or not isinstance(t, XLATensor):
         raise RuntimeError(f"set_ needs both tensors on the same device, got {t.device} and {src.device}: move one with .to()")
@@ -381,7 +381,7 @@ def set_source(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 @special(aten.set_.source_Tensor_storage_offset)
-def set_source_offset(func: Any, args: Any, kwargs: Any) -> Any:
+def set_source_offset(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     t, src, offset, size = args[:4]
     stride = tuple(args[4]) if len(args) > 4 and args[4] else None
     point(t, layout(tuple(size), stride, offset, src.dtype), src._storage)
@@ -389,7 +389,7 @@ def set_source_offset(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 @special(aten.set_.default)
-def set_empty(func: Any, args: Any, kwargs: Any) -> Any:
+def set_empty(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     t = args[0]
     empty = layout((0,), None, 0, t.dtype)
     point(t, empty, Storage(empty))
@@ -397,7 +397,7 @@ def set_empty(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 @special(aten.set_.source_Storage, aten.set_.source_Storage_storage_offset)
-def set_storage(func: Any, args: Any, kwargs: Any) -> Any:
+def set_storage(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What `torch.load` does with the bytes of a file; other storages are not ours."""
     t, host, *view = args
     if isinstance(host, host_storage.HostStorage):
@@ -412,7 +412,7 @@ def set_storage(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 @special(aten.as_strided.default)
-def as_strided(func: Any, args: Any, kwargs: Any) -> Any:
+def as_strided(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A view by strides; torch's meta kernels do not know where the storage ends."""
     out = record(func, args, kwargs)
     view, n = out._layout, args[0]._storage.layout
@@ -426,13 +426,13 @@ def as_strided(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 @special(aten.resize_as_.default)
-def resize_as_(func: Any, args: Any, kwargs: Any) -> Any:
+def resize_as_(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`resize_` to another tensor's size."""
     return resize_(aten.resize_.default, (args[0], list(args[1].shape)), kwargs)
 
 
 @special(aten.resize_.default)
-def resize_(func: Any, args: Any, kwargs: Any) -> Any:
+def resize_(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     t, size = args[0], tuple(args[1])
     if t._layout.size != size:
         resize(t, size)
@@ -452,7 +452,7 @@ _INPLACE_VIEWS = {
 
 
 @special(*_INPLACE_VIEWS)
-def inplace_view(func: Any, args: Any, kwargs: Any) -> Any:
+def inplace_view(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`t.transpose_()` and the like: the same elements under new metadata."""
     t = args[0]
     out = dispatch(_INPLACE_VIEWS[func], args, kwargs)
@@ -464,7 +464,7 @@ def inplace_view(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 @special(aten.native_batch_norm.default)
-def native_batch_norm(func: Any, args: Any, kwargs: Any) -> Any:
+def native_batch_norm(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """torch's schema hides that training updates the running statistics in place; write them out."""
     x, weight, bias, mean, var, training, momentum, eps = args
     if not training:
@@ -482,7 +482,7 @@ def native_batch_norm(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 @special(aten._linalg_det.default, aten._linalg_slogdet.default)
-def determinant(func: Any, args: Any, kwargs: Any) -> Any:
+def determinant(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """torch's backward looks at A's strides to know whose LU it was given (A's or A^T's): for a strided A the lowering's would be the other's."""
     outs = record(func, args, kwargs)
     a: XLATensor = args[0]
@@ -496,7 +496,7 @@ def determinant(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 @special(aten.scaled_dot_product_attention.default)
-def attention_in_inference_mode(func: Any, args: Any, kwargs: Any) -> Any:
+def attention_in_inference_mode(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return attention(*args, **kwargs)
 
 

@@ -27,7 +27,9 @@ _MESSAGE = (
 _REFUSED: dict[Any, str] = {}
 
 
-def check(func: torch._ops.OpOverload, args: Any, kwargs: Any, tensors: list[XLATensor], key: Any) -> None:
+def check(
+    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any] | None, tensors: list[XLATensor], key: tuple[Any, ...]
+) -> None:
     """RuntimeError if torch's own op refuses to write where these arguments (`tensors`, of the signature `key`) share memory."""
     places: dict[int, int] = {}
     sharing = tuple(places.setdefault(id(t._storage), len(places)) for t in tensors)
@@ -48,7 +50,7 @@ def check_copy(dst: XLATensor, src: XLATensor) -> None:
         raise RuntimeError(_MESSAGE)
 
 
-def _asked(func: torch._ops.OpOverload, args: Any, kwargs: dict[str, Any], tensors: list[XLATensor]) -> str:
+def _asked(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[XLATensor]) -> str:
     """What torch says against it, '' if nothing."""
     storages = {id(t._storage): t._storage for t in tensors}
     if sum(s.layout.numel for s in storages.values()) > MOST_ELEMENTS:
@@ -57,7 +59,7 @@ def _asked(func: torch._ops.OpOverload, args: Any, kwargs: dict[str, Any], tenso
     memory = {key: _zeros(storage) for key, storage in storages.items()}
     twins: dict[int, torch.Tensor] = {}
 
-    def twin(x: Any) -> Any:
+    def twin(x: object) -> Any:
         if isinstance(x, XLATensor):
             if id(x) not in twins:
                 twins[id(x)] = _view(memory[id(x._storage)], x._layout)
@@ -76,7 +78,7 @@ def _asked(func: torch._ops.OpOverload, args: Any, kwargs: dict[str, Any], tenso
     return ""
 
 
-def _given(args: Any, kwargs: dict[str, Any], i: int, name: str) -> list[XLATensor]:
+def _given(args: tuple[Any, ...], kwargs: dict[str, Any], i: int, name: str) -> list[XLATensor]:
     value = args[i] if i < len(args) else kwargs.get(name)
     return [t for t in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(t, XLATensor)]
 

@@ -18,10 +18,10 @@ aten = torch.ops.aten
 
 def pack(padded: torch.Tensor, lengths: torch.Tensor, batch_first: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """`_pack_padded_sequence`: the rows of all sequences, step after step, and how many sequences each step has."""
-    _same_on_all_ranks("lengths", lengths)
+    same_on_all_ranks("lengths", lengths)
     if padded.dim() < 2 or not padded.numel() or lengths.device.type != "cpu":
         return _on_meta(padded, lengths, batch_first)
-    numbers = torch.arange(padded.shape[0] * padded.shape[1]).view(*padded.shape[:2], 1)
+    numbers = torch.arange(padded.shape[0] * padded.shape[1], device="cpu").view(*padded.shape[:2], 1)
     rows, batch_sizes = torch._VF._pack_padded_sequence(numbers, lengths, batch_first)
     return padded.flatten(0, 1).index_select(0, rows.flatten().to(padded.device)), batch_sizes
 
@@ -36,17 +36,18 @@ def pad(
     data: torch.Tensor, batch_sizes: torch.Tensor, batch_first: bool, padding_value: float, total_length: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`_pad_packed_sequence`: the padded sequences, and their lengths."""
-    _same_on_all_ranks("batch sizes", batch_sizes)
-    numbers = torch.arange(data.shape[0]).view(-1, 1)
+    same_on_all_ranks("batch sizes", batch_sizes)
+    numbers = torch.arange(data.shape[0], device="cpu").view(-1, 1)
     rows, lengths = torch._VF._pad_packed_sequence(numbers, batch_sizes, batch_first, -1, total_length)
     flat = rows.flatten()
-    places = torch.empty(data.shape[0], dtype=torch.int64)
+    places = torch.empty(data.shape[0], dtype=torch.int64, device="cpu")
     places[flat[flat >= 0]] = (flat >= 0).nonzero().flatten()
     padded = data.new_full((flat.shape[0], *data.shape[1:]), padding_value)
     return padded.index_copy(0, places.to(data.device), data).unflatten(0, rows.shape[:2]), lengths
 
 
-def _same_on_all_ranks(what: str, lengths: torch.Tensor) -> None:
+def same_on_all_ranks(what: str, lengths: torch.Tensor) -> None:
+    """Raise RuntimeError for lengths that differ by rank."""
     if type(lengths) is rank_tensor.RankTensor:
         raise RuntimeError(
             f"the {what} of a packed sequence differ by rank (at {source.user_line()}): all ranks compute together, and packed data have one row for each step "
@@ -60,11 +61,11 @@ _library.impl("_pad_packed_sequence", pad)
 
 
 @special(aten._pack_padded_sequence.default)
-def _pack_in_inference_mode(func: Any, args: Any, kwargs: Any) -> Any:
+def _pack_in_inference_mode(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Without autograd the op comes here whole."""
     return pack(*args, **kwargs)
 
 
 @special(aten._pad_packed_sequence.default)
-def _pad_in_inference_mode(func: Any, args: Any, kwargs: Any) -> Any:
+def _pad_in_inference_mode(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return pad(*args, **kwargs)

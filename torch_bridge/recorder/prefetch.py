@@ -39,7 +39,7 @@ class Channel:
         self._changed = threading.Condition()
         self._closed = False
 
-    def put(self, item: Any) -> bool:
+    def put(self, item: object) -> bool:
         """Append, waiting for room; False if the channel was closed."""
         with self._changed:
             while len(self._items) >= self._capacity and not self._closed:
@@ -175,7 +175,7 @@ def to_device(data: Any, device: torch.device) -> Any:
     return nested.replace(data, _on_cpu, [upload(t).requires_grad_(t.requires_grad) for t in nested.collect(data, _on_cpu)])
 
 
-def _on_cpu(x: Any) -> bool:
+def _on_cpu(x: object) -> bool:
     return isinstance(x, torch.Tensor) and x.device.type == "cpu"
 
 
@@ -200,5 +200,5 @@ def _as_on_device(t: torch.Tensor, host: torch.Tensor) -> torch.Tensor:
     return torch.nn.Parameter(host, t.requires_grad) if isinstance(t, torch.nn.Parameter) else host
 
 
-def _on_xla(x: Any) -> bool:
+def _on_xla(x: object) -> bool:
     return isinstance(x, torch.Tensor) and x.device.type == "xla"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,32 +25,32 @@ def _need_float(name: str, dtype: torch.dtype | None, complex_too: bool = False)
 
 
 @checks(aten.rand.default, aten.rand.generator)
-def _rand(size: Any, *, dtype: torch.dtype | None = None, **kwargs: Any) -> None:
+def _rand(size: Sequence[int], *, dtype: torch.dtype | None = None, **kwargs: object) -> None:
     _need_float("rand", dtype, complex_too=True)
 
 
 @checks(aten.rand_like.default, aten.rand_like.generator)
-def _rand_like(self: Tensor, *, dtype: torch.dtype | None = None, **kwargs: Any) -> None:
+def _rand_like(self: Tensor, *, dtype: torch.dtype | None = None, **kwargs: object) -> None:
     _need_float("rand_like", dtype or self.dtype, complex_too=True)
 
 
 @checks(aten.poisson.default)
-def _poisson(self: Tensor, generator: Any = None) -> None:
+def _poisson(self: Tensor, generator: torch.Generator | None = None) -> None:
     _need_float("poisson", self.dtype)
 
 
 @checks(aten.bernoulli.default)
-def _bernoulli(self: Tensor, *, generator: Any = None) -> None:
+def _bernoulli(self: Tensor, *, generator: torch.Generator | None = None) -> None:
     _need_float("bernoulli", self.dtype)
 
 
 @checks(aten.bernoulli.Tensor)
-def _bernoulli_tensor(self: Tensor, p: Tensor, *, generator: Any = None) -> None:
+def _bernoulli_tensor(self: Tensor, p: Tensor, *, generator: torch.Generator | None = None) -> None:
     _need_float("bernoulli_ with a tensor p", p.dtype)
 
 
 @checks(aten.binomial.default)
-def _binomial(count: Tensor, prob: Tensor, generator: Any = None) -> None:
+def _binomial(count: Tensor, prob: Tensor, generator: torch.Generator | None = None) -> None:
     for name, x in (("count", count), ("prob", prob)):
         if not x.dtype.is_floating_point:
             raise ValueError(f"binomial only supports floating-point dtypes for {name}, got: {x.dtype}")
@@ -59,7 +60,7 @@ def _binomial(count: Tensor, prob: Tensor, generator: Any = None) -> None:
 
 
 @checks(aten.bernoulli.p)
-def _bernoulli_p(self: Tensor, p: float, *, generator: Any = None) -> None:
+def _bernoulli_p(self: Tensor, p: float, *, generator: torch.Generator | None = None) -> None:
     if not 0 <= p <= 1:
         raise RuntimeError(f"bernoulli_ expects p to be in [0, 1], but got p={p}")
 
@@ -84,39 +85,41 @@ def _ends(dtype: torch.dtype) -> tuple[float, float]:
 
 
 @checks(aten.randint.default, aten.randint.generator)
-def _randint(high: int, size: Any, *, dtype: torch.dtype | None = torch.int64, **kwargs: Any) -> None:
+def _randint(high: int, size: Sequence[int], *, dtype: torch.dtype | None = torch.int64, **kwargs: object) -> None:
     _check_integers(dtype or torch.int64, 0, high)
 
 
 @checks(aten.randint.low, aten.randint.low_generator)
-def _randint_low(low: int, high: int, size: Any, *, dtype: torch.dtype | None = torch.int64, **kwargs: Any) -> None:
+def _randint_low(low: int, high: int, size: Sequence[int], *, dtype: torch.dtype | None = torch.int64, **kwargs: object) -> None:
     _check_integers(dtype or torch.int64, low, high)
 
 
 @checks(aten.randint_like.default, aten.randint_like.generator)
-def _randint_like(self: Tensor, high: int, *, dtype: torch.dtype | None = None, **kwargs: Any) -> None:
+def _randint_like(self: Tensor, high: int, *, dtype: torch.dtype | None = None, **kwargs: object) -> None:
     _check_integers(dtype or self.dtype, 0, high)
 
 
 @checks(aten.randint_like.low_dtype, aten.randint_like.low_generator_dtype)
-def _randint_like_low(self: Tensor, low: int, high: int, *, dtype: torch.dtype | None = None, **kwargs: Any) -> None:
+def _randint_like_low(self: Tensor, low: int, high: int, *, dtype: torch.dtype | None = None, **kwargs: object) -> None:
     _check_integers(dtype or self.dtype, low, high)
 
 
 @checks(aten.random.to)
-def _random_to(self: Tensor, to: int, *, generator: Any = None) -> None:
+def _random_to(self: Tensor, to: int, *, generator: torch.Generator | None = None) -> None:
     _check_integers(self.dtype, 0, to)
 
 
 @checks(getattr(aten.random, "from"))
-def _random_from(self: Tensor, low: int | None = None, to: int | None = None, *, generator: Any = None, **named: Any) -> None:
+def _random_from(
+    self: Tensor, low: int | None = None, to: int | None = None, *, generator: torch.Generator | None = None, **named: int
+) -> None:
     low = named.get("from", low)
     assert low is not None
     _check_integers(self.dtype, low, low + 1 if to is None else to)
 
 
 @checks(aten.randperm.default, aten.randperm.generator)
-def _randperm(n: int, *, dtype: torch.dtype | None = torch.int64, **kwargs: Any) -> None:
+def _randperm(n: int, *, dtype: torch.dtype | None = torch.int64, **kwargs: object) -> None:
     dtype = dtype or torch.int64
     if dtype == torch.bool or dtype.is_complex:
         raise NotImplementedError(f'"randperm" not implemented for {dtype}: ask for an integer or a float dtype')

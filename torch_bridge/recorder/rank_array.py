@@ -7,8 +7,8 @@ memory in any other way gets the first hosted rank's.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, SupportsIndex
 
 import numpy as np
 import torch
@@ -22,10 +22,10 @@ class RankArray(np.ndarray[Any, Any]):
 
     parts: list[np.ndarray[Any, Any]]
 
-    def __array_finalize__(self, source: Any) -> None:
+    def __array_finalize__(self, source: object) -> None:
         """Views that NumPy makes by itself are the first rank's alone."""
 
-    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
+    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any) -> Any:
         return apply_ufunc(ufunc, method, inputs, kwargs)
 
     def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
@@ -47,7 +47,7 @@ class RankArray(np.ndarray[Any, Any]):
         first_rank_files.note(f"an array of shape {list(self.shape)} that is different on each rank")
         return _parts(self)[0].__reduce__()
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         return self.__reduce__()
 
     def __copy__(self) -> Any:
@@ -67,7 +67,7 @@ def _count() -> int:
     return len(world.current().hosted)
 
 
-def is_ranked(x: Any) -> bool:
+def is_ranked(x: object) -> bool:
     """Whether this is an array that differs by rank."""
     return isinstance(x, RankArray)
 
@@ -117,12 +117,12 @@ def nested(parts: Sequence[Any]) -> Any:
     return rank_numbers.item(tuple(parts)) if isinstance(first, (bool, int, float)) else first
 
 
-def on_each(func: Any, args: Any, kwargs: Any) -> Any:
+def on_each(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """A function of NumPy's for each hosted rank."""
     return made([func(*own(tuple(args), place), **own(dict(kwargs), place)) for place in range(_count())])
 
 
-def apply_ufunc(ufunc: Any, method: str, inputs: Any, kwargs: Any) -> Any:
+def apply_ufunc(ufunc: np.ufunc, method: str, inputs: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """A ufunc of arrays or numbers that differ by rank. Raises PlainNumberNeeded for a write to an array that all ranks share."""
     outs = kwargs.get("out", ())
     if any(not isinstance(o, RankArray) for o in outs if o is not None):

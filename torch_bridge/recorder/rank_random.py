@@ -34,7 +34,7 @@ _default: Streams | None = None
 """Of torch's default generator."""
 
 
-def of(generator: Any) -> Streams | None:
+def of(generator: torch.Generator | None) -> Streams | None:
     """The states of a generator (None: torch's default one) that was seeded by rank."""
     if generator is None or generator is torch.default_generator:
         return _default
@@ -49,12 +49,12 @@ def _set(generator: Any, streams: Streams | None) -> None:
         generator._streams = streams
 
 
-def forget(generator: Any) -> None:
+def forget(generator: torch.Generator) -> None:
     """All ranks draw the same from a generator again."""
     _set(generator, None)
 
 
-def seed(generator: Any, number: Any, original: Callable[[Any], Any]) -> None:
+def seed(generator: torch.Generator, number: Any, original: Callable[[Any], Any]) -> None:
     """`manual_seed`, with a number that may differ by rank. original: what seeds the generator with a plain one."""
     if not rank_numbers.is_ranked(number):
         forget(generator)
@@ -67,7 +67,7 @@ def seed(generator: Any, number: Any, original: Callable[[Any], Any]) -> None:
     _set(generator, Streams(states[::-1]) if len(states) > 1 else None)
 
 
-def _plain_state(generator: Any) -> torch.Tensor:
+def _plain_state(generator: torch.Generator) -> torch.Tensor:
     return torch._C.Generator.get_state(generator)
 
 
@@ -75,7 +75,7 @@ def _hosted() -> int:
     return len(world.current().hosted)
 
 
-def get_state(generator: Any) -> torch.Tensor:
+def get_state(generator: torch.Generator) -> torch.Tensor:
     """`generator.get_state()`: all ranks' states one after another where they differ."""
     streams = of(generator)
     if streams is None:
@@ -94,7 +94,7 @@ def split(state: torch.Tensor) -> list[torch.Tensor]:
     return [s.clone() for s in state.split(_STATE_BYTES)]  # torch reads from the start of the memory
 
 
-def set_state(generator: Any, state: torch.Tensor) -> None:
+def set_state(generator: torch.Generator, state: torch.Tensor) -> None:
     """Put back what `get_state` gave; of a world of another size the first rank's state, for all."""
     count = state.numel() // _STATE_BYTES if state.dtype == torch.uint8 and state.dim() == 1 and state.numel() % _STATE_BYTES == 0 else 1
     states = split(state) if count > 1 else [state]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import numpy as np
 import torch
@@ -127,20 +127,20 @@ class RankTensor(torch.Tensor):
     def __float__(self) -> float:
         return float(self.item())
 
-    def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]
+    def __repr__(self, *, tensor_contents: object = None) -> Any:  # type: ignore[override]
         return repr(self.first)
 
     def __format__(self, spec: str) -> str:
         return format(self.first, spec)
 
-    def __reduce_ex__(self, proto: Any) -> Any:
+    def __reduce_ex__(self, proto: SupportsIndex) -> Any:
         self._note()
         return self.first.__reduce_ex__(proto)
 
     def __copy__(self) -> RankTensor:
         return RankTensor(self.parts, self.axes, self.shared)
 
-    def __deepcopy__(self, memo: Any) -> RankTensor:
+    def __deepcopy__(self, memo: dict[int, Any]) -> RankTensor:
         if id(self) in memo:
             return memo[id(self)]
         made = memo[id(self)] = RankTensor([p.clone() for p in self.parts], self.axes)
@@ -161,18 +161,18 @@ def check_writable(t: RankTensor) -> None:
         )
 
 
-def on_each(func: Callable[..., Any], args: Any, kwargs: Any, generators: Sequence[Any] = ()) -> list[Any]:
+def on_each(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], generators: Sequence[Any] = ()) -> list[Any]:
     """What it gives for each hosted rank. All draw the same random numbers, as processes with one seed do; each its own after a seed that differs by rank."""
     found = [*generators, *(x for x in tree_leaves((args, kwargs)) if isinstance(x, torch._C.Generator))]
     return rank_random.on_each(lambda place: func(*own(args, place), **own(kwargs, place)), found)
 
 
-def own(given: Any, place: int) -> Any:
+def own(given: object, place: int) -> Any:
     """Nested arguments as the hosted rank at this place has them."""
     return tree_map(functools.partial(_own, place), given)
 
 
-def _own(place: int, x: Any) -> Any:
+def _own(place: int, x: object) -> Any:
     """What the hosted rank at this place has of an argument."""
     if isinstance(x, RankTensor):
         return x.parts[place]
@@ -253,7 +253,7 @@ def _make(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, 
     return found
 
 
-def _to_xla(func: Any, args: Any, kwargs: Any) -> Any:
+def _to_xla(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`.to("xla")`: each rank its own."""
     if func is not aten._to_copy.default:
         return func(*own(args, 0), **kwargs)  # a new tensor of that shape: `torch.zeros_like(x, device="xla")`
@@ -262,13 +262,13 @@ def _to_xla(func: Any, args: Any, kwargs: Any) -> Any:
     return found if dtype is None or dtype == found.dtype else found.to(dtype)
 
 
-def _bound(func: Any, args: Any, kwargs: Any) -> list[tuple[Any, Any]]:
+def _bound(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[Any, Any]]:
     """The schema's arguments with what was given for them."""
     arguments = func._schema.arguments
     return [*zip(arguments, args, strict=False), *((a, kwargs[a.name]) for a in arguments if a.name in kwargs)]
 
 
-def _write(func: Any, args: Any, kwargs: Any, targets: list[torch.Tensor]) -> Any:
+def _write(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], targets: list[torch.Tensor]) -> Any:
     """An op that writes: to tensors that differ by rank, or a copy of one as the whole content of a plain CPU tensor, which then remembers it."""
     if all(isinstance(t, RankTensor) for t in targets):
         for t in targets:
@@ -297,7 +297,7 @@ def note_written(targets: Sequence[RankTensor], leaves: Sequence[Any]) -> None:
         t.axes = axes
 
 
-def _first(args: Any, kwargs: Any) -> RankTensor:
+def _first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> RankTensor:
     return next(x for x in tree_leaves((args, kwargs)) if isinstance(x, RankTensor))
 
 

@@ -55,7 +55,7 @@ class Info:
         self.n_returns = len(schema.returns)
         self.cache: dict[tuple[Any, ...], Any] = {}
 
-    def _source_of(self, ret: Any) -> int | None:
+    def _source_of(self, ret: torch._C.Argument) -> int | None:
         """The argument a result aliases."""
         if ret.alias_info is None:
             return None
@@ -104,17 +104,17 @@ class Info:
 _NUMBER_TYPES = {"number", "Scalar", "Optional[number]", "Optional[Scalar]", "List[number]", "List[Scalar]", "Tensor", "Optional[Tensor]"}
 
 
-def _is_scalar(arg: Any) -> bool:
+def _is_scalar(arg: torch._C.Argument) -> bool:
     """True where a Python number means a value to compute with (for a Tensor argument, torch's "wrapped number")."""
     return str(arg.type) in _NUMBER_TYPES
 
 
-def _is_lifted_float(found: lowerings.Lowering | None, arg: Any) -> bool:
+def _is_lifted_float(found: lowerings.Lowering | None, arg: torch._C.Argument) -> bool:
     """The fused optimizers take plain floats that a scheduler may change every step (`lr`, and with it betas or momentum)."""
     return found is not None and arg.name in found.floats
 
 
-def _type(arg: Any) -> str:
+def _type(arg: torch._C.Argument) -> str:
     return str(arg.type)
 
 

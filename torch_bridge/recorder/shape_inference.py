@@ -14,6 +14,7 @@ import torch_bridge.recorder.random_checks  # noqa: F401  # both fill the table 
 from torch_bridge import _compat, lowerings
 from torch_bridge.ir import dtypes
 from torch_bridge.ir.layout import meta_of
+from torch_bridge.precision import precision_mode
 from torch_bridge.recorder import argument_checks
 from torch_bridge.recorder.tensor import XLATensor
 
@@ -25,7 +26,7 @@ class NeedsHost(Exception):
     """The result's shape depends on values (or torch has no meta kernel): the op must run on the CPU."""
 
 
-def to_meta(x: Any) -> Any:
+def to_meta(x: object) -> Any:
     """xla tensors and device arguments as meta ones."""
     if isinstance(x, XLATensor):
         return meta_of(x._layout)
@@ -36,7 +37,7 @@ def to_meta(x: Any) -> Any:
     return x
 
 
-def infer(op: torch._ops.OpOverload, args: Any, kwargs: Any) -> Any:
+def infer(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call `op` on meta tensors; bad arguments raise torch's own errors."""
     margs, mkwargs = tree_map(to_meta, (args, kwargs))
     if _is_factory(op):
@@ -90,7 +91,7 @@ _RULES: dict[Any, Any] = {
 _DYNAMIC = {"DynamicOutputShapeException", "DataDependentOutputException", "UnsupportedOperatorException"}
 
 
-def infer_from_lowering(found: lowerings.Lowering, args: Any, kwargs: Any) -> Any:
+def infer_from_lowering(found: lowerings.Lowering, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """For the few ops that torch has no meta kernel for: the shapes that the lowering gives."""
     leaves, spec = tree_flatten((args, {k: v for k, v in kwargs.items() if k not in DROPPED}))
     arrays = [jax.ShapeDtypeStruct(tuple(x.shape), dtypes.to_jax(x.dtype)) for x in leaves if isinstance(x, torch.Tensor)]
@@ -99,7 +100,9 @@ def infer_from_lowering(found: lowerings.Lowering, args: Any, kwargs: Any) -> An
         supply = iter(values)
         filled = [next(supply) if isinstance(x, torch.Tensor) else x for x in leaves]
         fargs, fkwargs = tree_unflatten(filled, spec)
-        return found.fn(*fargs, **fkwargs, **({"key": jax.random.key(0)} if found.rng else {}))
+        key = {"key": jax.random.key(0)} if found.rng else {}
+        mode = {"mode": precision_mode.PLAIN} if found.mode else {}  # shapes are the same in all
+        return found.fn(*fargs, **fkwargs, **key, **mode)
 
     with _compat.enable_x64():
         out = jax.eval_shape(run, *arrays)

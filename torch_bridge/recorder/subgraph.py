@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,11 +11,13 @@ from torch import fx
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from torch_bridge.compiler import interpret
+from torch_bridge.config.settings import SETTINGS
 from torch_bridge.ir import dtypes
 from torch_bridge.ir.graph import GraphBuilder
-from torch_bridge.ir.layout import Layout, layout, meta_of
+from torch_bridge.ir.layout import Layout, contiguous_meta, layout
 from torch_bridge.ir.segment import LOCK, Segment, Storage
-from torch_bridge.passes.verify import graphs, report
+from torch_bridge.passes.verify import graphs
+from torch_bridge.precision.precision_mode import Mode
 from torch_bridge.recorder.tensor import XLATensor, make
 from torch_bridge.runtime import session
 
@@ -48,7 +50,7 @@ def abstract(segment: Segment, of: Layout) -> XLATensor:
     return make(of, storage)
 
 
-def inline(fn: Callable[..., Any], args: Any, kwargs: Any, key: Callable[[], Any] | None) -> Any:
+def inline(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], key: Callable[[], Any] | None, mode: Mode) -> Any:
     """Evaluate a torch function on JAX values by recording it and lowering what it recorded."""
     flat, spec = tree_flatten((args, kwargs))
     values = []
@@ -65,7 +67,7 @@ def inline(fn: Callable[..., Any], args: Any, kwargs: Any, key: Callable[[], Any
         out_flat, out_spec = tree_flatten(out)
         vids, places = result_ids(segment, out_flat)
         graph, const = build(segment, vids)[0], constants(segment)
-    results = _evaluate(graph, values, const, segment, key)
+    results = _evaluate(graph, values, const, segment, key, mode)
     restored = [results[o] if isinstance(o, Place) else o for o in places]
     return tree_unflatten(restored, out_spec)
 
@@ -89,18 +91,22 @@ def constants(segment: Segment) -> dict[int, Any]:
 
 def build(segment: Segment, vids: list[int], names: dict[int, str] | None = None) -> tuple[fx.Graph, GraphBuilder]:
     builder = GraphBuilder(segment.nodes, segment.sources, vids)
-    builder.used_leaves = [-i - 1 for i in range(len(segment.leaves))]
+    builder.inputs = [-i - 1 for i in range(len(segment.leaves))]
     metas = {}
     for i, leaf in enumerate(segment.leaves):
-        of = leaf.layout if isinstance(leaf, AbstractLeaf) else layout(tuple(leaf.shape), None, 0, dtypes.to_torch(leaf.dtype))
-        metas[-i - 1] = meta_of(layout(of.size, None, 0, of.dtype))
+        is_abstract = isinstance(leaf, AbstractLeaf)
+        metas[-i - 1] = contiguous_meta(
+            *((leaf.layout.size, leaf.layout.dtype) if is_abstract else (leaf.shape, dtypes.to_torch(leaf.dtype)))
+        )
     graph = builder.build(metas, names)
-    if report.ON:
+    if SETTINGS.verify:
         graphs.check(graph, segment.nodes, vids, metas, every=True)
     return graph, builder
 
 
-def _evaluate(graph: fx.Graph, values: Sequence[Any], const: dict[int, Any], segment: Segment, key: Callable[[], Any] | None) -> Any:
+def _evaluate(
+    graph: fx.Graph, values: Sequence[Any], const: dict[int, Any], segment: Segment, key: Callable[[], Any] | None, mode: Mode
+) -> Any:
     supply = iter(values)
     leaves = [const[i] if i in const else next(supply) for i in range(len(segment.leaves))]
     extras = _numbers(graph, segment)
@@ -111,7 +117,7 @@ def _evaluate(graph: fx.Graph, values: Sequence[Any], const: dict[int, Any], seg
         assert key is not None, f"{node.target} draws random numbers inside a decomposition without a key"
         return jax.random.fold_in(key(), node.meta["draw"])
 
-    return interpret.run(graph, [*leaves, *extras], key_of)
+    return interpret.run(graph, [*leaves, *extras], key_of, mode=mode)
 
 
 def _numbers(graph: fx.Graph, segment: Segment) -> list[Any]:

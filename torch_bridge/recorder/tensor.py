@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from typing import Any, Protocol
+from typing import Any, Protocol, SupportsIndex
 
 import torch
 
@@ -82,7 +82,7 @@ class XLATensor(torch.Tensor):
         _raw_data_set(self, value)
         self._storage, self._layout = value._storage, value._layout
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         with torch.no_grad():
             text = torch._tensor_str._str(_on_host(self))
         extra = ", device='xla:0'"
@@ -101,7 +101,7 @@ class XLATensor(torch.Tensor):
             "Use tensor.cpu().numpy() (or tensor.detach().cpu().numpy(), or tensor.numpy(force=True)); it runs what is pending and copies to the host."
         )
 
-    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+    def __array__(self, dtype: object = None, copy: object = None) -> Any:
         return self.numpy()
 
     def __format__(self, spec: str) -> str:
@@ -163,7 +163,7 @@ class XLATensor(torch.Tensor):
             )
         return _deepcopy(self, memo)
 
-    def __reduce_ex__(self, proto: Any) -> Any:
+    def __reduce_ex__(self, proto: SupportsIndex) -> Any:
         torch.utils.hooks.warn_if_has_hooks(self)
         note_file([self])
         host = _on_host(self).clone()
@@ -208,7 +208,7 @@ class _Reading(threading.local):
     def __enter__(self) -> None:
         self.allowed = True
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         self.allowed = False
 
 

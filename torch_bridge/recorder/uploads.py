@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import torch
@@ -20,6 +20,9 @@ from torch_bridge.recorder.tensor import XLATensor, make
 from torch_bridge.recorder.varying import Stored
 from torch_bridge.runtime import transfer
 
+if TYPE_CHECKING:
+    from jax.sharding import PartitionSpec
+
 
 def upload_plain(t: torch.Tensor) -> XLATensor:
     """The same values on all ranks, with the strides of `t` (without the gaps and overlaps of a view, in the same order of dims)."""
@@ -32,7 +35,7 @@ def upload_plain(t: torch.Tensor) -> XLATensor:
     return make(base, Storage(base, transfer.to_array(t)))
 
 
-def upload_blocks(blocks: list[torch.Tensor], spec: Any) -> XLATensor:
+def upload_blocks(blocks: list[torch.Tensor], spec: PartitionSpec) -> XLATensor:
     """The hosted ranks' own CPU tensors, labelled as `spec` says."""
     base = layout(tuple(blocks[0].shape), None, 0, blocks[0].dtype)
     hosts: dict[int, Any] = {}

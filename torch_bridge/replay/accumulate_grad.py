@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from itertools import repeat
-from operator import attrgetter, is_
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch.autograd.function import _HookMixin
 
+from torch_bridge.identity import all_are
 from torch_bridge.recorder import autograd_engine
 
 _dicts: dict[int, weakref.ref[Any]] = {}
@@ -52,7 +52,7 @@ def empty(leaves: Sequence[Any], views: Sequence[Any]) -> bool:
     """Whether these are leaves without gradients and hooks that lie as told (None: as they like), so that `.grad` can just be set."""
     return (
         all(map(_IS_LEAF, leaves))
-        and all(map(is_, map(_GRAD, leaves), repeat(None)))
+        and all_are(map(_GRAD, leaves), None)
         and not any(map(_HOOKS, leaves))
         and not any(map(_POST_HOOKS, leaves))
         and all(view is None or p._layout is view for p, view in zip(leaves, views, strict=True))

@@ -8,13 +8,16 @@ import dataclasses
 import hashlib
 import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from torch_bridge.ir.layout import Layout
 from torch_bridge.ir.segment import Segment, Storage
 from torch_bridge.runtime import transfer
+
+if TYPE_CHECKING:
+    pass
 
 MOST = 1 << 24
 """Bytes of the largest constant."""
@@ -40,7 +43,7 @@ class Constant:
 _WATCHING: list[Uploads] = []
 
 
-def _tell(array: Any, hosts: Sequence[torch.Tensor]) -> None:
+def _tell(array: object, hosts: Sequence[torch.Tensor]) -> None:
     for uploads in tuple(_WATCHING):
         uploads._uploaded(array, hosts)
 
@@ -55,7 +58,7 @@ class Uploads:
         _WATCHING.append(self)
         transfer.WITNESS = _tell
 
-    def _uploaded(self, array: Any, hosts: Sequence[torch.Tensor]) -> None:
+    def _uploaded(self, array: object, hosts: Sequence[torch.Tensor]) -> None:
         if threading.get_ident() != self._thread:  # a data loader's
             return
         self._segment.kept.append(array)

@@ -413,7 +413,7 @@ def _apart(found: Sequence[Any], grads: Sequence[Any]) -> list[Any]:
     return parted
 
 
-def backward_without_engine(loss: Any, grad: Any) -> bool:
+def backward_without_engine(loss: Any, grad: object) -> bool:
     """The backward pass of a loss that a played module returned, if autograd's engine is not needed for it; False, with nothing done, if it is.
 
     The engine would look at a node for each parameter, which takes longer than to play the whole pass.

@@ -61,7 +61,7 @@ _PLAIN = (bool, int, float, str, type(None))
 _PLAIN_INSIDE = (*_PLAIN, torch.dtype, torch.device)
 
 
-def taken_apart(out: Any, given: Mapping[int, int]) -> Parts:
+def taken_apart(out: object, given: Mapping[int, int]) -> Parts:
     """What a module returned. given: places of the tensors that it was given or holds, by id."""
     flat, how = _pytree.tree_flatten(out)
     tensors: dict[int, tuple[int, torch.Tensor]] = {}
@@ -70,7 +70,9 @@ def taken_apart(out: Any, given: Mapping[int, int]) -> Parts:
     return Parts([t for _, t in tensors.values()], rest, how, opened)
 
 
-def _described(x: Any, inside: bool, given: Mapping[int, int], tensors: dict[int, tuple[int, torch.Tensor]], opened: dict[int, Any]) -> Any:
+def _described(
+    x: object, inside: bool, given: Mapping[int, int], tensors: dict[int, tuple[int, torch.Tensor]], opened: dict[int, Any]
+) -> Any:
     """tensors: by id, their places and themselves; opened: what was taken apart. (A function in a function that calls itself would keep the tensors.)"""
     if isinstance(x, torch.Tensor):
         if id(x) in given:

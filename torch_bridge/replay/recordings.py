@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from operator import attrgetter, is_
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
 
 from torch_bridge.guards.conditions import Conditions
+from torch_bridge.identity import same
 from torch_bridge.ir.layout import Layout
 from torch_bridge.ir.segment import Storage
 from torch_bridge.recorder import dispatch
@@ -156,7 +157,7 @@ class Kind:
     def holding(self) -> Any:
         """The tensors that its forward may read, as they lie now."""
         held = self.held
-        if not all(map(is_, map(_STORAGE, held.tensors), held.storages)):
+        if not same(map(_STORAGE, held.tensors), held.storages):
             held = self.held = type(held)(held.tensors)
         return held
 
@@ -210,7 +211,7 @@ class Kind:
         return found[0] if len(found) >= TIMES else None
 
 
-def described(x: Any) -> Any:
+def described(x: object) -> Any:
     """An argument that is no tensor, for comparison."""
     kind = type(x)
     if kind is float:

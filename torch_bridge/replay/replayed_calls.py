@@ -5,11 +5,12 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from itertools import count, repeat
-from operator import attrgetter, eq, is_
+from operator import attrgetter, eq
 from typing import Any, NamedTuple
 
 import torch
 
+from torch_bridge.identity import any_is, same
 from torch_bridge.ir.segment import LOCK, Storage
 from torch_bridge.recorder import dispatch
 from torch_bridge.recorder.tensor import XLATensor
@@ -100,7 +101,7 @@ class Played:
 
     def _check_reads(self) -> None:
         """Raises RuntimeError if what backward passes read was changed."""
-        if not all(map(is_, map(_STORAGE, self._read), self._given)):
+        if not same(map(_STORAGE, self._read), self._given):
             raise RuntimeError(_SWAPPED)
         if not all(map(eq, map(_VERSION, self._read), self._versions)):
             raise RuntimeError(_changed(self._read, self._versions))
@@ -121,7 +122,7 @@ class Played:
             for what, k in known.reads
         ]
         values = None if later else known.values(self._forward)
-        if not known.given <= self._reads or (values is None and any(map(is_, storages, repeat(None)))):
+        if not known.given <= self._reads or (values is None and any_is(storages, None)):
             return None
         return _Found(known, storages, values)
 

@@ -12,15 +12,19 @@ import functools
 import threading
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from torch_bridge.config.settings import SETTINGS
 from torch_bridge.ir.layout import Layout
 from torch_bridge.ir.segment import LOCK, Segment, Storage
 from torch_bridge.mesh import random_state, sharding
-from torch_bridge.passes.verify import report, tapes
+from torch_bridge.passes.verify import tapes
 from torch_bridge.recorder import dispatch, host_values
 from torch_bridge.replay.host_constants import Constant, Uploads
 from torch_bridge.source import Source
+
+if TYPE_CHECKING:
+    import torch
 
 Node = tuple[Any, ...]
 
@@ -99,7 +103,7 @@ class Tape:
                 if len(self._placed) >= _PLACES:
                     self._placed.clear()
                 nodes = [(n[0], *[base + r if r >= 0 else ids[-r - 1] for r in n[1:]]) for n in self.nodes]
-                if report.ON:
+                if SETTINGS.verify:
                     tapes.check(segment, self._said(storages), nodes, base, ids)
                 self._placed[base, ids] = nodes
             draws = [(node, *(random_state.DEFAULT.take()[:2] if k is None else (drawn[0], drawn[1] + k))) for node, k in self.draws]
@@ -383,7 +387,7 @@ class Recording:
         number = self._number.get(id(storage))
         return number is not None and number not in self._written
 
-    def got_view(self, storage: Storage, view: Layout, value: Any) -> None:
+    def got_view(self, storage: Storage, view: Layout, value: torch.Tensor) -> None:
         """Code was told, without the device, what a storage holds that has not changed since this began, or that is no result of ops."""
         number = self._number.get(id(storage))
         if number is not None:
@@ -391,7 +395,7 @@ class Recording:
         elif not self._is_own(storage):
             self._found(NotRepeatable(f"it asks for a value of a tensor {_FOREIGN}"))
 
-    def got_value(self, vid: int, value: Any, place: int) -> None:
+    def got_value(self, vid: int, value: torch.Tensor, place: int) -> None:
         """Code was told, without the device, a value that follows from nodes from this place on, or from leaves (0)."""
         if place <= self._node:  # one that follows from nodes of the stretch alone is the same whenever they are
             self._asked.append((vid, value.item()))

@@ -17,6 +17,7 @@ from typing import Any
 import jax
 
 from torch_bridge import _compat
+from torch_bridge.compiler.program import Program
 from torch_bridge.ir import dtypes
 from torch_bridge.mesh import abstract_arrays
 from torch_bridge.mesh.abstract_arrays import KEPT, VALUES, AbstractArray, everywhere
@@ -38,9 +39,9 @@ def uploaded(t: Any) -> Any:
 # -- programs --------------------------------------------------------------------------------------
 
 
-def _signature(program: Any, args: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
+def _signature(program: Program, args: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
     """The inputs as `jax.jit` is to see them; packed numbers and draws are the same on all ranks."""
-    shared = None if program.ranks is None else everywhere()
+    shared = None if program.spec.labels is None else everywhere()
     return [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=None if shared is None else getattr(a, "sharding", shared)) for a in args]
 
 
@@ -50,7 +51,7 @@ class Recorded:
     to StableHLO, by XLA to an executable.
     """
 
-    program: Any
+    program: Program
     signature: list[jax.ShapeDtypeStruct]
     runs: int = 0
     jaxpr: Any = None
@@ -91,14 +92,14 @@ class Run:
     _session: session.Session | None = None
     _left: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
-    def results(self, program: Any, args: Sequence[Any]) -> list[AbstractArray]:
+    def results(self, program: Program, args: Sequence[Any]) -> list[AbstractArray]:
         """For `Program.run`: what the program would give, in the order in which its function returns it. Nothing is traced."""
         found = self.programs.get(id(program))
         if found is None:
             program.signature = _signature(program, args)  # for `Program.lowered`
             found = self.programs[id(program)] = Recorded(program, program.signature)
         found.runs += 1
-        return program.abstract_results()
+        return program.spec.abstract_results()
 
     def __post_init__(self) -> None:
         if self.values not in VALUES:

@@ -1,8 +1,8 @@
 """Running what has been recorded: look the segment up, compile it on a miss, execute it, hand the results to their storages.
 
-A `Trace` is a structure (list of nodes) seen before; for each set of live results and donated inputs it has one compiled program. A
-buffer that only the segment still holds is donated, so an in-place update really is in place. A failed run leaves every tensor that
-had a value with that value.
+A `Trace` is a structure (list of nodes) seen before. For each set of live results it is cut into parts, by default one (`passes.cut_segment`), and has a
+compiled program for each. A buffer that only the segment still holds is donated, so an in-place update really is in place. A run that cannot be compiled
+leaves every tensor that had a value with that value. So does one that fails on the devices, but for buffers that were taken over before it failed.
 """
 
 from __future__ import annotations
@@ -19,14 +19,16 @@ from torch import fx
 
 from torch_bridge import _compat, metrics
 from torch_bridge.compiler import background_compile, shard_mapping
-from torch_bridge.compiler.program import Program, Trace
+from torch_bridge.compiler.program import Program
+from torch_bridge.compiler.program_spec import Execution, specify
+from torch_bridge.compiler.trace import Trace
 from torch_bridge.config import fork_guard
 from torch_bridge.config.settings import SETTINGS
 from torch_bridge.errors import DeadTensorError, VerificationError, XlaOutOfMemoryError
 from torch_bridge.ir.segment import LOCK, Segment, Storage
 from torch_bridge.mesh import sharding, world
 from torch_bridge.passes import hoist_constants, scalar_inputs
-from torch_bridge.passes.verify import report, segments
+from torch_bridge.passes.verify import segments
 from torch_bridge.passes.verify.meaning import Meaning
 from torch_bridge.precision import precision_mode
 from torch_bridge.runtime import interrupts
@@ -124,26 +126,19 @@ def _run_pending(session: Session, segment: Segment) -> None:
         return
     trace = trace or _lookup(session, segment)
     trace.used = next(session.clock)
-    outs = tuple(sorted(live))
-    donate = tuple(sys.getrefcount(array) == 3 for array in segment.leaves) if SETTINGS.donate else (False,) * len(segment.leaves)
-    numbers: dict[type, Any] = {kind: scalar_inputs.flat(segment.numbers, kind) for kind in (float, int)}
-    program: Program | None = None
+    programs: list[Program] = []
     try:
-        labels = shard_mapping.of(segment, live, outs) if sharding.active() else None
-        program = trace.find(outs, donate, numbers, labels, mode)
-        if program is None:
-            metrics.count("UncachedCompile")
-            program = Program(trace, outs, segment, donate, labels, mode)
-            trace.programs.setdefault(outs, []).append(program)
-            session.history.compiling(program, trace, segment, outs, donate, labels, numbers)
-            program.results_held_by = tuple(weakref.ref(live[vid][0]) for vid in outs)
-        else:
-            metrics.count("CachedCompile")
-        _execute(session, program, segment, live, trace, program.arguments(segment, donate, numbers))
+        labels = shard_mapping.of(segment, live) if sharding.active() else None
+        numbers: dict[type, Any] = {kind: scalar_inputs.flat(segment.numbers, kind) for kind in (float, int)}
+        run = Execution(segment, _free(segment), numbers, labels, mode)
+        for program in _programs(session, trace, run, live):
+            programs.append(program)
+        _execute(session, trace, programs, run, live)
     except BaseException as error:
         activity.ACTIVITY.dispatching = False
-        if program is not None and not program.begun and program in trace.programs.get(outs, ()):
-            trace.programs[outs].remove(program)  # JAX does not lower a function again whose lowering was interrupted
+        for program in programs:
+            if not program.begun and program in trace.programs.get(program.spec.part, ()):
+                trace.programs[program.spec.part].remove(program)  # JAX does not lower a function again whose lowering was interrupted
         if not isinstance(error, Exception):
             raise
         _roll_back(session, segment, error)
@@ -152,12 +147,35 @@ def _run_pending(session: Session, segment: Segment) -> None:
         observer.executed(trace, live)
 
 
+def _free(segment: Segment) -> tuple[bool, ...]:
+    """By leaf, whether nobody but the segment holds its array: three references are the list's, the loop's and that of the call."""
+    return tuple(sys.getrefcount(array) == 3 for array in segment.leaves) if SETTINGS.donate else (False,) * len(segment.leaves)
+
+
+def _programs(session: Session, trace: Trace, run: Execution, live: dict[int, list[Storage]]) -> Iterator[Program]:
+    """The programs that compute what storages wait for, in order; those that are missing are made, and not compiled yet."""
+    parts = trace.cut(tuple(sorted(live)), () if session.placement is None else tuple(session.placement(run.segment)))
+    for part in parts:
+        program = trace.find(part, run)
+        if program is None:
+            metrics.count("UncachedCompile")
+            program = Program(specify(trace, part, run), run.segment)
+            trace.programs.setdefault(part, []).append(program)
+            session.history.compiling(program, trace, run)
+            program.results_held_by = tuple(weakref.ref(live[vid][0]) if vid in live else None for vid in part.results)
+        else:
+            metrics.count("CachedCompile")
+        yield program
+        if part is not parts[-1]:
+            run.passed.update(program.spec.passes())
+
+
 def _hoist(session: Session, segment: Segment) -> None:
     """Constants of a segment that has not been predicted become inputs."""
     try:
-        if report.ON:
+        if SETTINGS.verify:
             segments.check(segment, "recording")
-        before = Meaning(segment) if report.ON and segment.fills else None
+        before = Meaning(segment) if SETTINGS.verify and segment.fills else None
         with interrupts.deferred():  # half a rewrite would be a wrong graph
             hoist_constants.hoist(segment, session.hoisted)
         if before is not None:
@@ -197,29 +215,55 @@ def _evict(session: Session, trace: Trace) -> None:
         del session.by_start[trace.nodes[0]]
 
 
-def _execute(session: Session, program: Program, segment: Segment, live: dict[int, list[Storage]], trace: Trace, args: list[Any]) -> None:
-    if not program.begun and session.abstract is None and not compile_log.only_noted(program):
-        if background_compile.wanted():
-            program.compile_aside(args)
-        else:
-            with activity.compiling(program), around(session.observers, "compile", program):
-                program.compile(args)
+def _execute(session: Session, trace: Trace, programs: list[Program], run: Execution, live: dict[int, list[Storage]]) -> None:
+    """Compile what is not compiled yet, then run the programs one after the other: a program that cannot be compiled leaves all values as they were."""
+    args = programs[0].arguments(run, {})
+    _compile(session, programs, run, args)
+    passed: dict[int, Any] = {}
+    with interrupts.deferred():  # running consumes donated inputs: its results must reach their storages
+        for program in programs:
+            if program is not programs[0]:
+                args = program.arguments(run, passed)
+            _run_program(session, program, args, live, passed if len(programs) > 1 else None)
+        passed.clear()
+        _start_next(session, trace)
+    while len(session.in_flight) > SETTINGS.max_in_flight:
+        with around(session.observers, "wait"):
+            _wait(session.in_flight.popleft())
+
+
+def _compile(session: Session, programs: list[Program], run: Execution, args: list[Any]) -> None:
+    """Compile the programs that are not compiled yet. args: the arguments of the first; later ones are compiled for what those before will give."""
+    if all(program.begun for program in programs):
+        return
+    passed: dict[int, Any] = {}
+    for program in programs:
+        if not program.begun and session.abstract is None and not compile_log.only_noted(program):
+            given = args if program is programs[0] else program.arguments(run, passed)
+            if background_compile.wanted():
+                program.compile_aside(given)
+            else:
+                with activity.compiling(program), around(session.observers, "compile", program):
+                    program.compile(given)
+        if program is not programs[-1]:
+            passed.update(zip(program.spec.results, program.spec.ports.results(program.spec.abstract_results()), strict=True))
+
+
+def _run_program(
+    session: Session, program: Program, args: list[Any], live: dict[int, list[Storage]], passed: dict[int, Any] | None
+) -> None:
+    """Hand a program to the devices, and its results to the storages that wait for them and to the programs after it."""
     started = time.perf_counter()
     activity.ACTIVITY.dispatching = True
-    with interrupts.deferred():  # running consumes donated inputs: its results must reach their storages
-        arrays = _dispatched(session, program, args)
-        args.clear()
-        _settle(program, live, arrays)
-        _start_next(session, trace)
+    arrays = _dispatched(session, program, args)
+    args.clear()
+    _settle(program, live, arrays, passed)
     activity.ACTIVITY.ran(program.facts, arrays[-1])
     metrics.EXECUTE_TIME.add(time.perf_counter() - started)
     program.step = activity.ACTIVITY.steps
     session.recent.append(program)
     session.in_flight.append(weakref.ref(arrays[0]))
     arrays.clear()  # whoever keeps this frame (an exception that was caught while compiling) would keep the next run from donating them
-    if len(session.in_flight) > SETTINGS.max_in_flight:
-        with around(session.observers, "wait"):
-            _wait(session.in_flight.popleft())
 
 
 def _dispatched(session: Session, program: Program, args: list[Any]) -> list[Any]:
@@ -233,11 +277,17 @@ def _dispatched(session: Session, program: Program, args: list[Any]) -> list[Any
         return program.run(args)
 
 
-def _settle(program: Program, live: dict[int, list[Storage]], arrays: list[Any]) -> None:
-    """Give the results to the storages that wait for them."""
-    for vid, held in zip(sorted(live), program.ports.results(arrays), strict=True):
-        for storage in live[vid]:
-            storage.settle(held)
+def _settle(program: Program, live: dict[int, list[Storage]], arrays: list[Any], passed: dict[int, Any] | None) -> None:
+    """Give the results to the storages that wait for them, and note what later programs may take."""
+    labels = program.spec.labels
+    elsewhere = labels is not None and labels.mesh != sharding.mesh()
+    for vid, held in zip(program.spec.results, program.spec.ports.results(arrays), strict=True):
+        if passed is not None:
+            passed[vid] = held
+        if vid in live:
+            found = shard_mapping.moved(sharding.alone(held), sharding.mesh()) if elsewhere else held
+            for storage in live[vid]:
+                storage.settle(found)
 
 
 def _wait(result: weakref.ref[Any]) -> None:

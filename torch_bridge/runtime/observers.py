@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from torch_bridge.compiler.program import Program, Trace
+    from torch_bridge.compiler.program import Program
+    from torch_bridge.compiler.trace import Trace
     from torch_bridge.ir.segment import Segment, Storage
 
 Phase = Literal["prepare", "compile", "dispatch", "wait"]

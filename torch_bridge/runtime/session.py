@@ -16,7 +16,7 @@ import itertools
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch_bridge.compiler.history import History
@@ -25,7 +25,9 @@ from torch_bridge.mesh import abstract_arrays
 from torch_bridge.runtime.observers import Observer
 
 if TYPE_CHECKING:
-    from torch_bridge.compiler.program import Program, Trace
+    from torch_bridge.compiler.program import Program
+    from torch_bridge.compiler.trace import Trace
+    from torch_bridge.passes.cut_segment import Place
     from torch_bridge.runtime.abstract import Run
 
 RECENT = 16
@@ -60,6 +62,8 @@ class Session:
         closures: called at the end of the step: (function, arguments, whether on a thread of its own).
         observers: told of compilations, executions, step ends and reads (`observers.Observer`).
         abstract: the abstract run, None where tensors have values.
+        placement: says for each node of a segment where it runs: nodes at different places become programs of their own, in the order that their values
+            ask for. None: all of a segment is one program, on the mesh of the world.
     """
 
     run: ClassVar[Callable[[Session], None]]
@@ -77,6 +81,7 @@ class Session:
         self.closures: list[tuple[Callable[..., Any], tuple[Any, ...], bool]] = []
         self.observers = tuple(CHECKS) if observers is None else observers
         self.abstract = abstract
+        self.placement: Callable[[Segment], Sequence[Place]] | None = None
         self.current = Segment(capture, self.by_start, self)
         _ALL.add(self)
 

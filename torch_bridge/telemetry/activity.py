@@ -161,7 +161,7 @@ def _described(program: Any) -> Graph:
 def describe(program: Any) -> Graph:
     """A program's graph in short, before it is compiled."""
     calls = [node for node in program.graph.nodes if node.op == "call_function" and getattr(node.target, "namespace", None)]
-    inputs = [(aval.shape, str(aval.dtype)) for aval in program.leaf_avals]
+    inputs = [(aval.shape, str(aval.dtype)) for aval in program.spec.avals]
     digest = hashlib.sha256(repr(([str(node.target) for node in calls], inputs)).encode()).hexdigest()
     sources = (node.meta.get("source") for node in reversed(calls))
     source = next((s for s in sources if s is not None and s.file), None)

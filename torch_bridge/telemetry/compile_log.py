@@ -110,8 +110,8 @@ def zeros(program: Any) -> list[Any]:
     from torch_bridge.mesh import world
 
     results = []
-    for out in program.abstract_results():
-        place = None if program.ranks is None else out.sharding
+    for out in program.spec.abstract_results():
+        place = None if program.spec.labels is None else out.sharding
         results.append(
             jax.device_put(np.zeros(out.shape, out.dtype), place) if world.is_local() else jnp.zeros(out.shape, out.dtype, device=place)
         )

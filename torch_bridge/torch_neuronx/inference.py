@@ -11,7 +11,7 @@ _TRACED = "which is not in this release. " + (
 )
 
 
-def trace(func: Any, example_inputs: Any = None, *args: Any, **kwargs: Any) -> Any:
+def trace(func: Any, example_inputs: Any = None, *args: object, **kwargs: object) -> Any:
     """`torch_neuronx.trace`: not in this release."""
     raise NotImplementedError(
         "torch_neuronx.trace (ahead-of-time compilation for inference) is not in this release. To run the model, move it to the device: "
@@ -20,7 +20,7 @@ def trace(func: Any, example_inputs: Any = None, *args: Any, **kwargs: Any) -> A
     )
 
 
-def analyze(*args: Any, **kwargs: Any) -> Any:
+def analyze(*args: object, **kwargs: object) -> Any:
     """`torch_neuronx.analyze`: not in this release."""
     raise NotImplementedError(
         "torch_neuronx.analyze (which operators the Neuron compiler supports) is not in this release. Here every torch operator runs: those "
@@ -35,7 +35,7 @@ def dynamic_batch(neuron_script: Any) -> Any:
     )
 
 
-def bucket_model_trace(*args: Any, **kwargs: Any) -> Any:
+def bucket_model_trace(*args: object, **kwargs: object) -> Any:
     """`torch_neuronx.bucket_model_trace`: not in this release."""
     raise _needs_trace("bucket_model_trace")
 
@@ -63,21 +63,21 @@ def replace_weights(neuron_model: Any, weights: Any) -> None:
 class DataParallel(torch.nn.Module):
     """`torch_neuronx.DataParallel`: raises NotImplementedError when constructed."""
 
-    def __init__(self, *args: Any, **kwargs: Any):
+    def __init__(self, *args: object, **kwargs: object):
         raise _needs_trace("DataParallel")
 
 
 class BucketModelConfig:
     """`torch_neuronx.BucketModelConfig`: raises NotImplementedError when constructed."""
 
-    def __init__(self, *args: Any, **kwargs: Any):
+    def __init__(self, *args: object, **kwargs: object):
         raise _needs_trace("BucketModelConfig")
 
 
 class PartitionerConfig:
     """`torch_neuronx.PartitionerConfig`: raises NotImplementedError when constructed."""
 
-    def __init__(self, *args: Any, **kwargs: Any):
+    def __init__(self, *args: object, **kwargs: object):
         raise _needs_trace("PartitionerConfig")
 
 

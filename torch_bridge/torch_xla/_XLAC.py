@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.types import Device
 
 from torch_bridge import metrics
 from torch_bridge.ir import graph_text
@@ -134,19 +135,19 @@ def _xla_get_replication_devices_count() -> int:
     return world.size()
 
 
-def _xla_memory_info(device: Any = None) -> dict[str, int]:
+def _xla_memory_info(device: Device = None) -> dict[str, int]:
     from torch_bridge.telemetry import memory
 
     return memory.usage()
 
 
-def _xla_set_rng_seed(seed: int, device: Any = None) -> None:
+def _xla_set_rng_seed(seed: int, device: Device = None) -> None:
     from torch_bridge.torch_xla.core import xla_model
 
     xla_model.set_rng_state(seed)
 
 
-def _xla_get_rng_seed(device: Any = None) -> int:
+def _xla_get_rng_seed(device: Device = None) -> int:
     from torch_bridge.torch_xla.core import xla_model
 
     return xla_model.get_rng_state()

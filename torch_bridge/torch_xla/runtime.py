@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 import torch
+from torch.types import Device
 
 from torch_bridge.mesh import world
 from torch_bridge.torch_xla.core import xla_env_vars as xenv
@@ -113,7 +114,7 @@ def get_master_ip() -> str:
     return os.environ.get("MASTER_ADDR", "127.0.0.1")
 
 
-def runtime_device_attributes(device: Any = "xla:0") -> dict[str, Any]:
+def runtime_device_attributes(device: Device = "xla:0") -> dict[str, Any]:
     """`xr.runtime_device_attributes`: what JAX says of the device behind `xla:0`."""
     import jax
 
@@ -132,7 +133,7 @@ def global_runtime_device_attributes() -> list[dict[str, Any]]:
     return [{**runtime_device_attributes(), "name": f"{device_type()}:0"}]
 
 
-def memory_info(device: Any = None) -> dict[str, int]:
+def memory_info(device: Device = None) -> dict[str, int]:
     """Bytes used and bytes available on the device (see `xm.get_memory_info`)."""
     from torch_bridge.telemetry import memory
 

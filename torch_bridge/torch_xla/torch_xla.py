@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar, overload
 
 import torch
+from torch.types import Device
 
 from torch_bridge import metrics
 from torch_bridge.config import environment
@@ -144,7 +145,7 @@ def _last_line(program: Any) -> str:
     return str(sources[-1]) if sources else "an unknown line"
 
 
-def manual_seed(seed: int, device: Any = None) -> None:
+def manual_seed(seed: int, device: Device = None) -> None:
     """`torch_xla.manual_seed`: seed the device's random numbers."""
     xla_model.set_rng_state(seed, device)
 

@@ -188,7 +188,7 @@ def split(shape: Sequence[int], spec: PartitionSpec, sizes: Mapping[str, int], r
     return Slices(tuple(shape), axes, blocks, ranks.size)
 
 
-def _names(part: Any) -> tuple[str, ...]:
+def _names(part: object) -> tuple[str, ...]:
     if part is None:
         return ()
     names = part if isinstance(part, tuple) else (part,)

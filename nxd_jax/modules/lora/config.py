@@ -137,7 +137,7 @@ class LoraConfig:
         return dataclasses.replace(saved, **{name: getattr(self, name) for name in RUN_FIELDS})
 
 
-def as_config(config: Any) -> LoraConfig:
+def as_config(config: object) -> LoraConfig:
     """A `LoraConfig` as it is, or made of a dict. Raises TypeError for anything else."""
     if isinstance(config, LoraConfig):
         return config
@@ -178,14 +178,14 @@ def _compiles(field: str, pattern: str) -> bool:
     return True
 
 
-def _rank(name: str, value: Any) -> None:
+def _rank(name: str, value: object) -> None:
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"LoraConfig: {name} must be an int, got {value!r}")
     if value < 1:
         raise ValueError(f"LoraConfig: {name}={value} must be at least 1")
 
 
-def _number(name: str, value: Any) -> None:
+def _number(name: str, value: object) -> None:
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         raise TypeError(f"LoraConfig: {name} must be a number, got {value!r}")
 
@@ -203,19 +203,19 @@ def _probability(name: str, value: Any) -> None:
 
 
 def _one_of(allowed: tuple[str, ...]) -> Callable[[str, Any], None]:
-    def check(name: str, value: Any) -> None:
+    def check(name: str, value: object) -> None:
         if value not in allowed:
             raise ValueError(f"LoraConfig: {name} must be {', '.join(map(repr, allowed[:-1]))} or {allowed[-1]!r}, got {value!r}")
 
     return check
 
 
-def _tag(name: str, value: Any) -> None:
+def _tag(name: str, value: object) -> None:
     if value is not None and not isinstance(value, str):
         raise TypeError(f"LoraConfig: {name} must be a str or None, got {value!r}")
 
 
-def _path(name: str, value: Any) -> None:
+def _path(name: str, value: object) -> None:
     if not isinstance(value, (str, os.PathLike)) or not os.fspath(value):
         raise TypeError(f"LoraConfig: {name} must be the path of a directory, got {value!r}")
 

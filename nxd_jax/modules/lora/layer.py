@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.types import Device
 
 from nxd_jax.modules.lora.config import LoraConfig
 from torch_bridge.recorder import sharded
@@ -248,7 +249,7 @@ class LoraConv2d(LoraLayer):
 # -- parts -------------------------------------------------------------------------------------------
 
 
-def linear(inputs: int, outputs: int, init: Init, device: Any) -> nn.Linear:
+def linear(inputs: int, outputs: int, init: Init, device: Device) -> nn.Linear:
     """A linear layer that all ranks hold, without a bias; drawn on the CPU, so that one seed gives the same on every device."""
     layer = nn.utils.skip_init(nn.Linear, inputs, outputs, bias=False, dtype=ADAPTER_DTYPE)
     with torch.no_grad():
@@ -256,7 +257,7 @@ def linear(inputs: int, outputs: int, init: Init, device: Any) -> nn.Linear:
     return layer.to(device)
 
 
-def convolution(inputs: int, outputs: int, kernel: Any, init: Init, device: Any, **how: Any) -> nn.Conv2d:
+def convolution(inputs: int, outputs: int, kernel: Any, init: Init, device: Device, **how: Any) -> nn.Conv2d:
     """`linear` for convolutions."""
     layer = nn.utils.skip_init(nn.Conv2d, inputs, outputs, kernel, bias=False, dtype=ADAPTER_DTYPE, **how)
     with torch.no_grad():

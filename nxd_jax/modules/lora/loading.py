@@ -79,7 +79,7 @@ def after(model: Any, keys: Any) -> None:
     keys.unexpected_keys[:] = [prefix + name.removeprefix(inner) if name.startswith(inner) else name for name in keys.unexpected_keys]
 
 
-def is_merged(config: Any) -> bool:
+def is_merged(config: object) -> bool:
     """Whether a checkpoint with this configuration has adapters merged into its weights."""
     values = vars(config) if isinstance(config, LoraConfig) else config if isinstance(config, Mapping) else {}
     return bool(values.get("merge_lora") and values.get("save_lora_base"))

@@ -51,7 +51,7 @@ def adapter(name: str, module: nn.Module, config: LoraConfig) -> LoraLayer:
         raise type(error)(f"{name}: {error}") from None
 
 
-def check_model(module: Any, config: LoraConfig) -> None:
+def check_model(module: object, config: LoraConfig) -> None:
     """Raise TypeError, ValueError or NotImplementedError for what cannot get adapters."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"LoraModel takes a torch.nn.Module, got {type(module).__name__}")
@@ -67,7 +67,7 @@ def check_model(module: Any, config: LoraConfig) -> None:
         raise NotImplementedError("LoRA does not work on a pipeline model: use pipeline_parallel_size=1, with more tensor parallelism")
 
 
-def is_nxd_model(module: Any) -> bool:
+def is_nxd_model(module: object) -> bool:
     """Whether a model is what `initialize_parallel_model` returns."""
     return isinstance(module, Wrapper)
 
@@ -107,7 +107,7 @@ class _Connect(torch.autograd.Function):
         return None, None
 
 
-def _connect(module: nn.Module, args: Any, out: Any) -> Any:
+def _connect(module: nn.Module, args: Any, out: object) -> Any:
     """Let a frozen embedding's result require a gradient: activation checkpointing skips the backward pass of layers none of whose inputs does."""
     if not module.training or not torch.is_grad_enabled() or not isinstance(out, torch.Tensor) or out.requires_grad:
         return out

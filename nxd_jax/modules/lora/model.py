@@ -206,7 +206,7 @@ class LoraModel(nn.Module):
     def _full(self, state: dict[str, Any]) -> dict[str, Any]:
         groups, known = lora_state.groups_of(self.module), self.tensors()
 
-        def full(name: str, value: Any) -> Any:
+        def full(name: str, value: object) -> Any:
             like = known.get(name)
             if like is None or not isinstance(value, torch.Tensor):
                 return value

@@ -37,7 +37,7 @@ _UNSUPPORTED = ("use_dora", "lora_bias", "use_qalora", "use_bdlora", "layer_repl
 
 
 def save_pretrained(
-    model: Any,
+    model: nn.Module,
     folder: str | os.PathLike[str],
     base_model_name_or_path: str | None = None,
     fused: Fused = FUSED,
@@ -58,7 +58,7 @@ def save_pretrained(
     processes.barrier("save_pretrained")
 
 
-def load_pretrained(model: Any, folder: str | os.PathLike[str], fused: Fused = FUSED, change: Change | None = None) -> None:
+def load_pretrained(model: nn.Module, folder: str | os.PathLike[str], fused: Fused = FUSED, change: Change | None = None) -> None:
     """Load a folder of PEFT into a `LoraModel`. Raises FileNotFoundError naming the file, and as `from_peft`."""
     path = os.path.join(folder, TENSORS_FILE)
     if not os.path.isfile(path):
@@ -87,7 +87,7 @@ def _safetensors() -> Any:
 # -- configurations ----------------------------------------------------------------------------------
 
 
-def is_peft(config: Any) -> bool:
+def is_peft(config: object) -> bool:
     """Whether a configuration is PEFT's."""
     return isinstance(config, Mapping) and "peft_type" in config
 

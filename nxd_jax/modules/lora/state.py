@@ -6,7 +6,7 @@ Names are those of the model without adapters, and `<module>.lora_A.*`, `<module
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -16,6 +16,9 @@ from nxd_jax.tensor_parallel import full_weights, parallel_groups, rank_states
 from nxd_jax.tensor_parallel.partition import copy_tensor_model_parallel_attributes
 from torch_bridge.mesh import world
 from torch_bridge.recorder import sharded
+
+if TYPE_CHECKING:
+    from torch_bridge.mesh.groups import GroupLike
 
 CONFIG = "lora_config"
 """The key of a checkpoint under which the configuration is."""
@@ -142,13 +145,13 @@ def is_divided(parameter: torch.Tensor) -> bool:
     return full_weights.is_shared_out(parameter) and (parameter.num_partitions > 1 or fused is not None)  # type: ignore[attr-defined]
 
 
-def whole(value: torch.Tensor, parameter: torch.Tensor, group: Any) -> torch.Tensor:
+def whole(value: torch.Tensor, parameter: torch.Tensor, group: GroupLike) -> torch.Tensor:
     """The full tensor on the CPU of a value that lies as a parameter does; of fused q, k and v, below each other. All processes must call it."""
     full = full_weights.gather_full(value, like=parameter, group=group)
     return full if isinstance(full, torch.Tensor) else torch.cat(full)
 
 
-def local(name: str, parameter: torch.Tensor, value: Any, group: Any) -> Any:
+def local(name: str, parameter: torch.Tensor, value: object, group: GroupLike) -> Any:
     """What to load into a parameter: a value of its shape as it is; of a full one each rank's part. Raises ValueError, naming it, for other shapes."""
     if not isinstance(value, torch.Tensor) or value.shape == parameter.shape or not full_weights.is_shared_out(parameter):
         return value

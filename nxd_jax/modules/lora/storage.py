@@ -16,7 +16,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -26,6 +26,9 @@ from nxd_jax.modules.lora.config import LoraConfig
 from nxd_jax.modules.lora.folders import CONFIG_FILE, Source, read_json, write_config
 from nxd_jax.tensor_parallel import parallel_groups, rank_files, rank_states
 from torch_bridge.mesh import processes, world
+
+if TYPE_CHECKING:
+    from torch import nn
 
 __all__ = ["CONFIG_FILE", "MODEL_FILE", "READERS", "Source", "at", "config_of", "find", "read_json", "write", "write_config"]
 
@@ -195,7 +198,7 @@ def _orbax_folder(folder: str) -> Source | None:
         return None
     config = reading.Folder(path).objects()["other"].get(lora_state.CONFIG)
 
-    def read(model: Any) -> dict[str, Any]:
+    def read(model: nn.Module) -> dict[str, Any]:
         reading.load_model(path, model, False, None)
         return {}
 

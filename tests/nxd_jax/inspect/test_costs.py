@@ -60,8 +60,8 @@ def test_products_are_those_of_arithmetic_and_of_xla(name: str) -> None:
     found = inspect.look(module, x)
     assert found.costs.flops == expected
     assert found.costs.complete
-    theirs = xla_flops(found)  # counts elementwise operations too
-    assert expected <= theirs <= expected + 2 * found.costs.other or name == "embedding"
+    theirs = xla_flops(found)  # counts elementwise operations too, and what is in a loop once
+    assert expected <= theirs <= expected + 2 * found.costs.other or name in ("embedding", "lstm")
     if name.startswith("conv"):
         assert abs(theirs - expected) <= found.costs.other, "padding and holes count in neither"
 

@@ -14,6 +14,7 @@ from tests.torch_bridge.passes.small_programs import (
     arithmetic,
     captured,
     drifting,
+    halved,
     layered,
     numbers,
     played,
@@ -27,7 +28,7 @@ from torch_bridge.compiler import interpret, interpret_loops, shard_mapping
 from torch_bridge.compiler.program_io import Ports
 from torch_bridge.ir.graph import GraphBuilder
 from torch_bridge.ir.segment import Segment
-from torch_bridge.passes import check_replicas, find_repeats, fold_repeats, hoist_constants, scalar_inputs, varying_axes
+from torch_bridge.passes import check_replicas, cut_segment, find_repeats, fold_repeats, hoist_constants, scalar_inputs, varying_axes
 from torch_bridge.passes.find_repeats import Carried
 from torch_bridge.precision import rewrite_roundings
 from torch_bridge.replay.tape import Recording
@@ -115,8 +116,8 @@ def _forgets_what_is_read(rewrite: Any, segment: Segment, fills: Any) -> None:
         storage.vid = vid
 
 
-def _orders_leaves(leaves: Any, self: GraphBuilder) -> list[int]:
-    return leaves(self)[::-1]
+def _orders_inputs(inputs: Any, self: GraphBuilder) -> list[int]:
+    return inputs(self)[::-1]
 
 
 def _forgets_a_node(live: Any, self: GraphBuilder) -> list[bool]:
@@ -193,7 +194,7 @@ def _loses_results(need: Any, self: fold_repeats.Plan, nodes: Any) -> None:
 def _stores_the_wrong_way(enter: Any, self: fold_repeats.Plan, loop: Any) -> None:
     """A loop says that it stores in the other order after others have noted its places."""
     enter(self, loop)
-    loop.refs = {x: fold_repeats.Ref(ref.series, len(x.nodes) - 1 - ref.first, -ref.step) for x, ref in loop.refs.items()}
+    loop.refs = {x: fold_repeats.Slice(ref.series, len(x.nodes) - 1 - ref.first, -ref.step) for x, ref in loop.refs.items()}
 
 
 def _mixes_a_stack(results: Any, self: fold_repeats.Plan) -> Any:
@@ -205,20 +206,34 @@ def _groups_twice(members: Any, self: fold_repeats.Plan, *args: Any) -> Any:
     return [*found, *found[:1]]
 
 
-def _leaves_twice(pair: Any, self: Ports, updates: Any) -> None:
-    pair(self, updates)
-    self.order = (self.order[0], *self.order[:-1])
+def _leaves_twice(paired: Any, self: Ports, updates: Any) -> Ports:
+    ports = paired(self, updates)
+    return dataclasses.replace(ports, order=(ports.order[0], *ports.order[:-1]))
 
 
-def _takes_over_others(pair: Any, self: Ports, updates: Any) -> None:
+def _takes_over_others(paired: Any, self: Ports, updates: Any) -> Ports:
     """Each input gets the new value of the next."""
-    pair(self, updates)
-    count = len(self.donated)
-    self.order = (*self.order[1:count], self.order[0], *self.order[count:])
+    ports = paired(self, updates)
+    count = len(ports.donated)
+    return dataclasses.replace(ports, order=(*ports.order[1:count], ports.order[0], *ports.order[count:]))
 
 
-def _loses_a_row(of: Any, leaves: int, results: int, stacks_in: Any = (), stacks_out: Any = ()) -> Ports:
-    return of(leaves, results, [port[:-1] for port in stacks_in], stacks_out)
+def _loses_a_row(of: Any, inputs: int, results: int, stacks_in: Any = (), stacks_out: Any = ()) -> Ports:
+    return of(inputs, results, [port[:-1] for port in stacks_in], stacks_out)
+
+
+def _passes_too_little(cut: Any, *args: Any) -> Any:
+    """A part computes again what the one before has computed."""
+    first, *rest = cut(*args)
+    return (first, *(dataclasses.replace(part, given=frozenset()) for part in rest))
+
+
+def _frees_leaves_early(cut: Any, *args: Any) -> Any:
+    return tuple(dataclasses.replace(part, shared=frozenset()) for part in cut(*args))
+
+
+def _runs_backwards(cut: Any, *args: Any) -> Any:
+    return cut(*args)[::-1]
 
 
 def _rounds_to_float32(rewrite: Any, *args: Any, **kwargs: Any) -> Any:
@@ -284,7 +299,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "GraphBuilder orders leaves otherwise": Fault(
         arithmetic,
-        changed(GraphBuilder, "_leaves", _orders_leaves),
+        changed(GraphBuilder, "_inputs", _orders_inputs),
         "GraphBuilder",
         "the graph takes the leaves that its results depend on, in order",
     ),
@@ -350,13 +365,22 @@ FAULTS: dict[str, Fault] = {
         layered, changed(fold_repeats.Plan, "_members", _groups_twice), "fold_repeats", "an entry of an op on lists is in one group"
     ),
     "program_io lets a result leave twice": Fault(
-        training, changed(Ports, "pair", _leaves_twice), "program_io", "every result leaves once"
+        training, changed(Ports, "paired", _leaves_twice), "program_io", "every result leaves once"
     ),
     "program_io takes over another buffer": Fault(
-        training, changed(Ports, "pair", _takes_over_others), "program_io", "an input is taken over by"
+        training, changed(Ports, "paired", _takes_over_others), "program_io", "an input is taken over by"
     ),
     "program_io loses a row of a stack": Fault(
         layered, changed(Ports, "of", _loses_a_row), "program_io", "stacks come in and leave as the plan"
+    ),
+    "cut_segment passes too little": Fault(
+        halved, changed(cut_segment, "cut", _passes_too_little), "cut_segment", "a node is computed in one part"
+    ),
+    "cut_segment frees leaves early": Fault(
+        halved, changed(cut_segment, "cut", _frees_leaves_early), "cut_segment", "a part takes over no leaf that a later one reads"
+    ),
+    "cut_segment runs parts backwards": Fault(
+        halved, changed(cut_segment, "cut", _runs_backwards), "cut_segment", "a part takes values of parts before it", runs=False
     ),
     "rewrite_roundings changes a dtype": Fault(
         rounded,

@@ -15,6 +15,7 @@ from torch import nn
 import torch_bridge
 from torch_bridge.mesh import world
 from torch_bridge.passes import check_replicas
+from torch_bridge.passes.cut_segment import Place
 from torch_bridge.recorder import sharded
 from torch_bridge.runtime import executor, session
 
@@ -53,6 +54,19 @@ def training() -> Any:
     loss.backward()
     optimizer.step()
     return loss.detach().cpu(), [p.detach().cpu() for p in model.parameters()]
+
+
+def halved() -> Any:
+    """Two programs: the second reads the input and a value of the first."""
+    x = torch.arange(4.0).to("xla")
+    y = x * 3
+    z = y.exp() + x
+    own = session.current()
+    own.placement = lambda segment: [Place("first" if k < len(segment.nodes) - 2 else "second") for k in range(len(segment.nodes))]
+    try:
+        return z.cpu()
+    finally:
+        own.placement = None
 
 
 def prepared() -> Any:
@@ -102,7 +116,7 @@ def layered() -> Any:
             model(torch.ones(2, 4).to("xla")).square().sum().backward()
             optimizer.step()
             executor.sync()
-        assert any(p.plan is not None for p in session.current().recent)
+        assert any(p.spec.plan is not None for p in session.current().recent)
         return model.kept.cpu(), [p.detach().cpu() for p in model.parameters()]
 
 

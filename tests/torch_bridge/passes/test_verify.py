@@ -11,10 +11,11 @@ import torch
 import torch_bridge
 from tests.torch_bridge.passes.faults import FAULTS, changed
 from torch_bridge.config import environment
+from torch_bridge.config.settings import SETTINGS
 from torch_bridge.device import debug_modes
 from torch_bridge.errors import VerificationError
 from torch_bridge.ir.graph import GraphBuilder
-from torch_bridge.passes.verify import report, segments
+from torch_bridge.passes.verify import segments
 from torch_bridge.recorder import dispatch
 from torch_bridge.runtime import executor, session
 
@@ -37,15 +38,15 @@ def compiled_anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_the_switch() -> None:
     """NXD_JAX_VERIFY: on while tests run, off by default."""
     torch.ones(1).to("xla")
-    before = report.ON
+    before = SETTINGS.verify
     try:
         for text, on in (("1", True), ("0", False), ("", False)):
             with pytest.MonkeyPatch.context() as patch:
                 patch.setenv("NXD_JAX_VERIFY", text)
                 debug_modes.configure(environment.check(), dispatch.dispatch)
-            assert report.ON is on
+            assert SETTINGS.verify is on
     finally:
-        report.switch(before)
+        SETTINGS.verify = before
     assert before, "tests/conftest.py switches it on"
 
 
@@ -54,7 +55,7 @@ def test_what_comes_after_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.ones(2).to("xla")
     y = x * 2
     with pytest.MonkeyPatch.context() as patch:
-        changed(GraphBuilder, "_leaves", lambda leaves, self: [*leaves(self), -1])(patch)
+        changed(GraphBuilder, "_inputs", lambda inputs, self: [*inputs(self), -1])(patch)
         with pytest.raises(VerificationError):
             y.cpu()
     assert x.tolist() == [1, 1]
@@ -112,7 +113,7 @@ def test_a_fault_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_nothing_else_finds_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the verifier a broken program runs, or fails in another way."""
     fault = FAULTS[name]
-    monkeypatch.setattr(report, "ON", False)
+    monkeypatch.setattr(SETTINGS, "verify", False)
     fault.broken(monkeypatch)
     if fault.runs:
         fault.program()

@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from torch_bridge.lowerings._opmath import HALF
+from torch_bridge.precision.precision_mode import PLAIN, Mode
 
 logger = logging.getLogger("nxd_jax")
 Gradients = tuple[jax.Array, jax.Array, jax.Array]
@@ -35,16 +36,22 @@ OLDEST = "8.0"
 
 
 def refusal(
-    q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | None = None, dropout_p: float = 0.0, is_causal: bool = False
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    mask: jax.Array | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    mode: Mode = PLAIN,
 ) -> str | None:
     """Why XLA computes this attention even on CUDA devices; None if cuDNN does.
 
-    q [B, H, S, D], k and v [B, K, T, D], mask broadcasting to [B, H, S, T]: only shapes and dtypes are looked at. On a machine with CUDA
-    devices each reason is logged once (logger "nxd_jax", INFO).
+    q [B, H, S, D], k and v [B, K, T, D], mask broadcasting to [B, H, S, T]: only shapes and dtypes are looked at. mode: the precision of the program.
+    On a machine with CUDA devices each reason is logged once (logger "nxd_jax", INFO).
     """
     if not _on_cuda():
         return "no CUDA device"
-    reason = _unlike_torch(q, k, v, mask, dropout_p, is_causal) or _rounded() or _beyond_cudnn(q, k, v, mask)
+    reason = _unlike_torch(q, k, v, mask, dropout_p, is_causal) or _rounded(mode) or _beyond_cudnn(q, k, v, mask)
     if reason:
         _tell(reason)
     return reason
@@ -90,12 +97,9 @@ def _unlike_torch_mask(mask: Any, S: int, T: int) -> str | None:
     return f"masked, it takes even lengths, not {S} queries and {T} keys" if S % 2 or T % 2 else None
 
 
-def _rounded() -> str | None:
+def _rounded(mode: Mode) -> str | None:
     """Roundings that the environment asks for: `rewrite_roundings` makes them in XLA's programs only, and a rounded logsumexp would spoil the backward pass."""
-    from torch_bridge.precision import precision_mode
-
-    mode = precision_mode.current()
-    return None if mode == precision_mode.PLAIN else f"the environment asks for other roundings ({mode}), which it has not"
+    return None if mode == PLAIN else f"the environment asks for other roundings ({mode}), which it has not"
 
 
 def _beyond_cudnn(q: Any, k: Any, v: Any, mask: Any) -> str | None:
@@ -210,12 +214,13 @@ def forward_or(
     dropout_p: float = 0.0,
     is_causal: bool = False,
     scale: float = 1.0,
+    mode: Mode = PLAIN,
 ) -> tuple[jax.Array, jax.Array]:
     """`forward` where the program is lowered for CUDA and cuDNN has it, else `other(q, k, v, mask)`, whose results have the same shapes and dtypes.
 
     On a machine without CUDA devices this is `other` and nothing else.
     """
-    if refusal(q, k, v, mask, dropout_p, is_causal):
+    if refusal(q, k, v, mask, dropout_p, is_causal, mode):
         return other(q, k, v, mask)
     return lax.platform_dependent(q, k, v, mask, cuda=functools.partial(forward, is_causal=is_causal, scale=scale), default=other)
 
@@ -232,9 +237,10 @@ def backward_or(
     dropout_p: float = 0.0,
     is_causal: bool = False,
     scale: float = 1.0,
+    mode: Mode = PLAIN,
 ) -> Gradients:
     """`backward` where the program is lowered for CUDA and cuDNN has it, else `other(grad, q, k, v, mask, out, logsumexp)`."""
     arrays = (grad, q, k, v, mask, out, logsumexp)
-    if refusal(q, k, v, mask, dropout_p, is_causal):
+    if refusal(q, k, v, mask, dropout_p, is_causal, mode):
         return other(*arrays)
     return lax.platform_dependent(*arrays, cuda=functools.partial(backward, is_causal=is_causal, scale=scale), default=other)

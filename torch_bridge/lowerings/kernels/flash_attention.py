@@ -20,18 +20,26 @@ from torch_bridge.lowerings.attention import _unpack_key as unpack_key
 from torch_bridge.lowerings.dropout import keep_mask, keep_scale
 from torch_bridge.lowerings.kernels import cudnn_attention
 from torch_bridge.lowerings.matmul import dot
+from torch_bridge.lowerings.types import Key
+from torch_bridge.precision.precision_mode import PLAIN, Mode
 
 BLOCK = 256
 """Queries, and keys, of a block: the fastest of 128 to 1024 on CPUs (a block of scores stays in the cache)."""
 
 
 class Options(NamedTuple):
-    """What shapes the program. causal: query s sees keys t <= s. block: queries, and keys, of a block; shorter inputs are one block."""
+    """What shapes the program.
+
+    causal: query s sees keys t <= s.
+    block: queries, and keys, of a block; shorter inputs are one block.
+    mode: the precision of the program.
+    """
 
     scale: float
     causal: bool = True
     dropout_p: float = 0.0
     block: int = BLOCK
+    mode: Mode = PLAIN
 
 
 class _Blocks(NamedTuple):
@@ -40,6 +48,12 @@ class _Blocks(NamedTuple):
     rows: int
     columns: int
     pairs: np.ndarray
+
+
+Carry = tuple[jax.Array, ...]
+Pair = jax.Array | np.ndarray
+"""Which block of rows and which of columns."""
+Position = jax.Array | np.integer
 
 
 def _cut(S: int, T: int, o: Options) -> _Blocks:
@@ -54,21 +68,21 @@ def _padded(x: jax.Array, block: int) -> jax.Array:
     return jnp.pad(x, [(0, 0), (0, extra)] + [(0, 0)] * (x.ndim - 2)) if extra else x
 
 
-def _take(x: jax.Array, k: Any, block: int) -> jax.Array:
+def _take(x: jax.Array, k: Position, block: int) -> jax.Array:
     return x if x.shape[1] == block else lax.dynamic_slice_in_dim(x, k * block, block, 1)
 
 
-def _put(x: jax.Array, part: jax.Array, k: Any, block: int) -> jax.Array:
+def _put(x: jax.Array, part: jax.Array, k: Position, block: int) -> jax.Array:
     return part if x.shape[1] == block else lax.dynamic_update_slice_in_dim(x, part, k * block, 1)
 
 
-def _loop(step: Callable[[Any, Any], Any], carry: Any, pairs: np.ndarray) -> Any:
+def _loop(step: Callable[[Carry, Pair], Carry], carry: Carry, pairs: np.ndarray) -> Carry:
     if len(pairs) == 1:
         return step(carry, pairs[0])
     return lax.scan(lambda c, pair: (step(c, pair), None), carry, pairs)[0]
 
 
-def _scores(q_NQD: jax.Array, k_NCD: jax.Array, at: Any, b: _Blocks, T: int, o: Options) -> jax.Array:
+def _scores(q_NQD: jax.Array, k_NCD: jax.Array, at: Pair, b: _Blocks, T: int, o: Options) -> jax.Array:
     """Scaled scores of a block in the opmath dtype, -inf where a query must not look."""
     s = dot(q_NQD, k_NCD, (((2,), (2,)), ((0,), (0,))), wide_dtype(q_NQD.dtype)) * o.scale
     column = at[1] * b.columns + lax.broadcasted_iota(jnp.int32, (b.rows, b.columns), 1)
@@ -78,7 +92,7 @@ def _scores(q_NQD: jax.Array, k_NCD: jax.Array, at: Any, b: _Blocks, T: int, o: 
     return s if T % b.columns == 0 else jnp.where(column < T, s, -jnp.inf)
 
 
-def _dropped(p: jax.Array, at: Any, key: Any, o: Options) -> jax.Array:
+def _dropped(p: jax.Array, at: Pair, key: Any, o: Options) -> jax.Array:
     """A block of weights (or of their gradients) with dropout; both directions draw the same mask."""
     if not o.dropout_p:
         return p
@@ -86,7 +100,7 @@ def _dropped(p: jax.Array, at: Any, key: Any, o: Options) -> jax.Array:
     return jnp.where(keep_mask(block_key, o.dropout_p, p.shape), p * keep_scale(o.dropout_p), 0)
 
 
-def forward(q_NSD: jax.Array, k_NTD: jax.Array, v_NTE: jax.Array, o: Options, key: Any = None) -> tuple[jax.Array, jax.Array]:
+def forward(q_NSD: jax.Array, k_NTD: jax.Array, v_NTE: jax.Array, o: Options, key: Key | None = None) -> tuple[jax.Array, jax.Array]:
     """Output [N, S, E] and logsumexp [N, S], both in the opmath dtype (float32 for half precision). `key` is needed for dropout."""
     S, T = q_NSD.shape[1], k_NTD.shape[1]
     b = _cut(S, T, o)
@@ -94,7 +108,7 @@ def forward(q_NSD: jax.Array, k_NTD: jax.Array, v_NTE: jax.Array, o: Options, ke
     q = _padded(q_NSD, b.rows)
     k, v = _padded(k_NTD, b.columns), _padded(v_NTE, b.columns)
 
-    def step(carry: Any, at: Any) -> Any:
+    def step(carry: Carry, at: Pair) -> Carry:
         acc, top, total = (_take(x, at[0], b.rows) for x in carry)
         s = _scores(_take(q, at[0], b.rows), _take(k, at[1], b.columns), at, b, T, o)
         new_top = jnp.maximum(top, jnp.max(s, axis=-1))
@@ -118,7 +132,7 @@ def backward(
     logsumexp_NS: jax.Array,
     delta_NS: jax.Array,
     o: Options,
-    key: Any = None,
+    key: Key | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Gradients of q, k and v in the opmath dtype; `delta` is `sum(grad * out, -1)`. Weights are made again from the logsumexp."""
     S, T = q_NSD.shape[1], k_NTD.shape[1]
@@ -127,7 +141,7 @@ def backward(
     grad, q, logsumexp, delta = (_padded(x, b.rows) for x in (grad_NSE.astype(q_NSD.dtype), q_NSD, logsumexp_NS, delta_NS))
     k, v = _padded(k_NTD, b.columns), _padded(v_NTE, b.columns)
 
-    def step(carry: Any, at: Any) -> Any:
+    def step(carry: Carry, at: Pair) -> Carry:
         dq, dk, dv = carry
         g, qi, li, di = (_take(x, at[0], b.rows) for x in (grad, q, logsumexp, delta))
         kj, vj = (_take(x, at[1], b.columns) for x in (k, v))
@@ -144,7 +158,7 @@ def backward(
     return dq[:, :S], dk[:, :T], dv[:, :T]
 
 
-def _plus(x: jax.Array, part: jax.Array, k: Any, block: int) -> jax.Array:
+def _plus(x: jax.Array, part: jax.Array, k: Position, block: int) -> jax.Array:
     return _put(x, _take(x, k, block) + part, k, block)
 
 
@@ -179,10 +193,10 @@ def flash_attention(q: jax.Array, k: jax.Array, v: jax.Array, seed: jax.Array, o
         out, logsumexp = forward(merged(q), merged(k), merged(v), o, _key(seed, o))
         return out.reshape(*q.shape[:3], v.shape[3]).astype(q.dtype), logsumexp.reshape(q.shape[:3])
 
-    return cudnn_attention.forward_or(blocks, q, k, v, None, o.dropout_p, o.causal, o.scale)
+    return cudnn_attention.forward_or(blocks, q, k, v, None, o.dropout_p, o.causal, o.scale, o.mode)
 
 
-def _key(seed: jax.Array, o: Options) -> Any:
+def _key(seed: jax.Array, o: Options) -> Key | None:
     return unpack_key(seed) if o.dropout_p else None
 
 
@@ -191,20 +205,24 @@ def gradients(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The gradients of q, k and v of `flash_attention`, from its results."""
 
-    def blocks(grad: Any, q: Any, k: Any, v: Any, _: None, out: Any, logsumexp: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def blocks(
+        grad: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, _: None, out: jax.Array, logsumexp: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
         found = backward(merged(grad), merged(q), merged(k), merged(v), rows(logsumexp), rows(delta_of(grad, out)), o, _key(seed, o))
         dq, dk, dv = (g.reshape(x.shape).astype(x.dtype) for g, x in zip(found, (q, k, v), strict=True))
         return dq, dk, dv
 
-    return cudnn_attention.backward_or(blocks, grad, q, k, v, None, out, logsumexp, o.dropout_p, o.causal, o.scale)
+    return cudnn_attention.backward_or(blocks, grad, q, k, v, None, out, logsumexp, o.dropout_p, o.causal, o.scale, o.mode)
 
 
-def _keep(q: jax.Array, k: jax.Array, v: jax.Array, seed: jax.Array, o: Options) -> Any:
+def _keep(
+    q: jax.Array, k: jax.Array, v: jax.Array, seed: jax.Array, o: Options
+) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, ...]]:
     out, logsumexp = flash_attention(q, k, v, seed, o)
     return (out, logsumexp), (q, k, v, out, logsumexp, seed)
 
 
-def _pull(o: Options, kept: Any, cotangents: Any) -> Any:
+def _pull(o: Options, kept: tuple[jax.Array, ...], cotangents: tuple[jax.Array, ...]) -> tuple[jax.Array | None, ...]:
     q, k, v, out, logsumexp, seed = kept
     return (*gradients(cotangents[0], q, k, v, out, logsumexp, seed, o), None)
 

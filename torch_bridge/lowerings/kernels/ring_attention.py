@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,9 @@ from jax import lax
 
 from torch_bridge.lowerings.kernels import flash_attention as flash
 from torch_bridge.lowerings.kernels.flash_attention import Options, delta_of, merged, rows
+
+Pair = tuple[jax.Array, jax.Array]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -35,11 +38,11 @@ def along(axes: tuple[str, ...], count: int) -> Ring:
     return Ring(lambda: lax.axis_index(axes), lambda tree: jax.tree.map(lambda x: lax.ppermute(x, axes, pairs), tree), count)
 
 
-def _key(seed: jax.Array, step: Any, o: Options) -> Any:
+def _key(seed: jax.Array, step: int | jax.Array, o: Options) -> jax.Array | None:
     return jax.random.fold_in(flash.unpack_key(seed), step) if o.dropout_p else None
 
 
-def _when_earlier(ring: Ring, step: Any, o: Options, work: Callable[[Any], Any], carry: Any) -> Any:
+def _when_earlier(ring: Ring, step: int | jax.Array, o: Options, work: Callable[[T], T], carry: T) -> T:
     """`work(carry)` where the visiting keys come from earlier in the sequence; all do if attention looks both ways."""
     return lax.cond(ring.index() >= step, work, lambda c: c, carry) if o.causal else work(carry)
 
@@ -48,11 +51,11 @@ def forward(q: jax.Array, k: jax.Array, v: jax.Array, seed: jax.Array, o: Option
     """Output [N, S, E] and logsumexp [N, S] of this rank's queries, in the opmath dtype."""
     both_ways = o._replace(causal=False)
 
-    def turn(carry: Any, step: Any) -> Any:
+    def turn(carry: tuple[Pair, Pair], step: jax.Array) -> tuple[tuple[Pair, Pair], None]:
         visiting, result = carry
         visiting = ring.shift(visiting)
 
-        def work(so_far: Any) -> Any:
+        def work(so_far: Pair) -> Pair:
             return _merge(so_far, flash.forward(q, visiting[0], visiting[1], both_ways, _key(seed, step, o)))
 
         return (visiting, _when_earlier(ring, step, o, work, result)), None
@@ -81,14 +84,14 @@ def backward(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Gradients of this rank's q, k and v in the opmath dtype."""
 
-    def pull(visiting: Any, o_step: Options, step: Any) -> Any:
+    def pull(visiting: Pair, o_step: Options, step: int | jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         return flash.backward(grad, q, visiting[0], visiting[1], logsumexp, delta, o_step, _key(seed, step, o))
 
-    def turn(carry: Any, step: Any) -> Any:
+    def turn(carry: tuple[tuple[Pair, Pair], jax.Array], step: jax.Array) -> tuple[tuple[tuple[Pair, Pair], jax.Array], None]:
         travelling, dq = carry
         visiting, grads = ring.shift(travelling)
 
-        def work(so_far: Any) -> Any:
+        def work(so_far: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             return jax.tree.map(jnp.add, so_far, pull(visiting, o._replace(causal=False), step))
 
         dq, *grads = _when_earlier(ring, step, o, work, (dq, *grads))
@@ -122,12 +125,12 @@ def gradients(
     return dq, dk, dv
 
 
-def _keep(q: jax.Array, k: jax.Array, v: jax.Array, seed: jax.Array, o: Options, ring: Ring) -> Any:
+def _keep(q: jax.Array, k: jax.Array, v: jax.Array, seed: jax.Array, o: Options, ring: Ring) -> tuple[Pair, tuple[jax.Array, ...]]:
     out, logsumexp = ring_attention(q, k, v, seed, o, ring)
     return (out, logsumexp), (q, k, v, out, logsumexp, seed)
 
 
-def _pull(o: Options, ring: Ring, kept: Any, cotangents: Any) -> Any:
+def _pull(o: Options, ring: Ring, kept: tuple[jax.Array, ...], cotangents: Pair) -> tuple[jax.Array | None, ...]:
     q, k, v, out, logsumexp, seed = kept
     return (*gradients(cotangents[0], q, k, v, out, logsumexp, seed, o, ring), None)
 

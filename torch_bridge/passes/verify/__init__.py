@@ -1,4 +1,4 @@
-"""Rules that a segment, a graph and what passes make of them must obey, checked after every pass while `report.ON` (`NXD_JAX_VERIFY=1`; the tests).
+"""Rules that a segment, a graph and what passes make of them must obey, checked after every pass while `SETTINGS.verify` (`NXD_JAX_VERIFY=1`; the tests).
 
 `report`: the switch and the error. `segments`: recording, `hoist_constants`, `scalar_inputs`. `meaning`: what `hoist_constants` must leave alone.
 `tapes`: replay. `graphs`: `GraphBuilder`. `axes`: `varying_axes`, `check_replicas`. `repeats`: `find_repeats`. `loops`: `fold_repeats`.

@@ -10,16 +10,13 @@ from torch import fx
 
 from torch_bridge import lowerings
 from torch_bridge.ir.segment import Segment
+from torch_bridge.lowerings import AxesRule
 from torch_bridge.mesh import random_state, sharding, world
 from torch_bridge.mesh.sharding import NONE, Axes
 from torch_bridge.passes import check_replicas
 from torch_bridge.passes.verify import report
 
 AFTER = "varying_axes"
-AGREE = frozenset({"all_reduce", "all_gather", "gather_rows", "broadcast"})
-"""Collectives whose results are the same for all ranks of a group."""
-BY_ENTRY = ("aten._foreach_", "aten._fused_adam", "aten._fused_sgd", "aten._fused_adagrad")
-"""torch's ops on lists whose entries have nothing to do with each other."""
 
 
 def check(graph: fx.Graph, inputs: Sequence[Axes]) -> None:
@@ -61,8 +58,8 @@ class _Walk:
         if node.target is operator.getitem:
             return self._picked(node)
         given = _union(self.axes[n] for n in node.all_input_nodes)
-        op = lowerings.lookup(node.target)  # type: ignore[arg-type]
-        if (op is not None and op.entrywise) or any(name in str(node.target) for name in BY_ENTRY):
+        op = lowerings.lookup(node.target)
+        if op is not None and op.entrywise:
             self.entries[node] = [self._after(node, x) for x in self._columns(node)]
         if op is not None and op.rank_table is not None:
             return given | frozenset(world.axes_of_table(node.args[op.rank_table]))  # type: ignore[arg-type]
@@ -91,14 +88,15 @@ class _Walk:
 
     def _after(self, node: fx.Node, given: Axes) -> Axes:
         """What an op that may be a collective leaves of its inputs' axes."""
-        if not lowerings.is_collective(node.target):
+        op = lowerings.lookup(node.target)
+        if op is None or not op.collective:
             return given
-        name = node.target._opname  # type: ignore[union-attr]
         groups = str(node.args[-1])
-        if name == "permute" or (name in AGREE and groups.startswith("[")):
+        agree = op.axes is AxesRule.REMOVES
+        if op.axes is AxesRule.EVERY or (agree and groups.startswith("[")):
             return self.every
         over = self.every if groups.startswith("[") else self.every & frozenset(groups.split(","))
-        return given - over if name in AGREE else given | over
+        return given - over if agree else given | over
 
     @staticmethod
     def _of_key(node: fx.Node, given: Axes, own: Axes) -> Axes:

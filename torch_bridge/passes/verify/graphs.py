@@ -32,42 +32,47 @@ def check(
     leaves: dict[int, torch.Tensor],
     slots: dict[type, Slots] | None = None,
     every: bool = False,
+    given: frozenset[int] = frozenset(),
 ) -> None:
     """Raise `VerificationError` for the first rule that a graph of these nodes and results breaks.
 
-    leaves: meta tensors of the leaves that it takes: those that it uses, or, with `every`, all. slots: which numbers share an input (None: none do).
+    leaves: meta tensors of what it takes: the leaves that it uses, or, with `every`, all, then the values of `given` that it uses. slots: which numbers
+    share an input (None: none do). given: ids of values that other programs compute.
     """
     try:
         graph.lint()
     except (RuntimeError, AttributeError) as error:
         report.fail(AFTER, "fx finds nothing wrong with the graph", str(error).splitlines()[0])
-    _Walk(graph, nodes, outs, slots).run(leaves, every)
+    _Walk(graph, nodes, outs, slots, given).run(leaves, every)
 
 
-def needed(nodes: Sequence[tuple[Any, ...]], outs: Sequence[int]) -> tuple[list[int], list[int]]:
-    """The nodes that results depend on, and the leaves in the order of their ids."""
-    wanted = set(outs)
+def needed(nodes: Sequence[tuple[Any, ...]], outs: Sequence[int], given: frozenset[int] = frozenset()) -> tuple[list[int], list[int]]:
+    """The nodes that results depend on, and what they take: leaves in the order of their ids, then values of `given`."""
+    wanted, taken = set(outs) - given, set(outs) & given
     last = sum(node[0].n_outs for node in nodes)
     found = []
     for i in range(len(nodes) - 1, -1, -1):
         last -= nodes[i][0].n_outs
         if any(last + k in wanted for k in range(nodes[i][0].n_outs)):
             found.append(i)
-            wanted.update(nodes[i][1:])
-    return found[::-1], sorted((v for v in wanted if v < 0), reverse=True)
+            wanted.update(v for v in nodes[i][1:] if v not in given)
+            taken.update(v for v in nodes[i][1:] if v in given)
+    return found[::-1], [*sorted((v for v in wanted if v < 0), reverse=True), *sorted(taken)]
 
 
 class _Walk:
     """ids: the value id of every node of the graph that has one; rest: the nodes that have not been looked at."""
 
-    def __init__(self, graph: fx.Graph, nodes: Sequence[tuple[Any, ...]], outs: Sequence[int], slots: dict[type, Slots] | None):
-        self.nodes, self.outs, self.slots = nodes, outs, slots
+    def __init__(
+        self, graph: fx.Graph, nodes: Sequence[tuple[Any, ...]], outs: Sequence[int], slots: dict[type, Slots] | None, given: frozenset[int]
+    ):
+        self.nodes, self.outs, self.slots, self.given = nodes, outs, slots, given
         self.ids: dict[fx.Node, int] = {}
         self.inputs = [n for n in graph.nodes if n.op == "placeholder"]
         self.rest: Iterator[fx.Node] = (n for n in graph.nodes if n.op != "placeholder" and n.target is not number)
 
     def run(self, leaves: dict[int, torch.Tensor], every: bool) -> None:
-        live, used = needed(self.nodes, self.outs)
+        live, used = needed(self.nodes, self.outs, self.given)
         self._placeholders([-k - 1 for k in range(max(len(leaves), -min(used, default=0)))] if every else used, leaves)
         self._live(set(live))
         output = next(self.rest, None)

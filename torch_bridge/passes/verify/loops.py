@@ -12,8 +12,20 @@ from typing import Any
 from torch import fx
 
 from torch_bridge.ir.graph import number
-from torch_bridge.passes.find_repeats import VIEWS, Carried, Each, Same, aval
-from torch_bridge.passes.fold_repeats import Built, Derived, Given, Group, Loop, Made, Plan, Ref, Series, Updated, columns
+from torch_bridge.lowerings import is_view, stacks_of
+from torch_bridge.passes.find_repeats import Carried, Each, Same, aval
+from torch_bridge.passes.fold_repeats import (
+    Group,
+    Loop,
+    LoopOutput,
+    Plan,
+    Recomputed,
+    Series,
+    Slice,
+    StackedHere,
+    StackedInput,
+    UpdatedStack,
+)
 from torch_bridge.passes.verify import report
 from torch_bridge.passes.verify.repeats import read, through, what
 
@@ -36,8 +48,8 @@ class _Walk:
         stacked = {n for series in given for n in series.nodes}
         self.made: set[fx.Node] = {n for n in graph.nodes if n.target is number or (n.op == "placeholder" and n not in stacked)}
         self.stacks: set[Series] = set(given)
-        self.derived = {s: (loop, j) for loop in plan.loops.values() for j, s in loop.made.items() if isinstance(s, Derived)}
-        self.todo = [n for n in graph.nodes if n.op == "call_function" and n.target is not number and n.target not in VIEWS]
+        self.derived = {s: (loop, j) for loop in plan.loops.values() for j, s in loop.made.items() if isinstance(s, Recomputed)}
+        self.todo = [n for n in graph.nodes if n.op == "call_function" and n.target is not number and not is_view(n.target)]
 
     def run(self) -> None:
         self._given()
@@ -85,10 +97,10 @@ class _Walk:
             self.made.add(source)
 
     def _stack(self, series: Series, reader: fx.Node) -> None:
-        if isinstance(series, Derived):
+        if isinstance(series, Recomputed):
             self._stack(series.source.series, reader)
         elif series not in self.stacks:
-            if not isinstance(series, Built):
+            if not isinstance(series, StackedHere):
                 report.fail(
                     AFTER, "a series is made before it is read", f"{type(series).__name__} of {series.count}", report.in_graph(reader)
                 )
@@ -99,28 +111,28 @@ class _Walk:
         """The value at a place of a series."""
         if not 0 <= place < series.count:
             report.fail(AFTER, "places lie in their series", f"place {place} of {series.count}", report.in_graph(reader))
-        if isinstance(series, (Given, Built)):
+        if isinstance(series, (StackedInput, StackedHere)):
             return _whole(series.nodes[place])
-        if isinstance(series, Updated):
+        if isinstance(series, UpdatedStack):
             return (series.group.node, series.result, series.group.members[place]), ()
-        if isinstance(series, Derived):
+        if isinstance(series, Recomputed):
             loop, j = self.derived[series]
             node = loop.run.nodes[place][j]
             self._done_again(series, node, place)
             return named(node), ()
-        assert isinstance(series, Made)
+        assert isinstance(series, LoopOutput)
         loop = self.plan.loops[series.run]
         t = series.run.count - 1 - place if loop.reverse else place
         return named(_made(series, t)), tuple(map(_view, series.views))
 
-    def _done_again(self, series: Derived, node: fx.Node, place: int) -> None:
+    def _done_again(self, series: Recomputed, node: fx.Node, place: int) -> None:
         source, first, step = series.source
         given = self._name(source, first + step * place, node)
         wanted = [(named(n), tuple(map(_view, views))) for n, views in read(node)]
         if what(series.node) != what(node) or [(given[0], (*given[1], *map(_view, series.views)))] != wanted:
             report.fail(AFTER, "what is done anew is done on the same value", f"{given} for {wanted}", report.in_graph(node))
 
-    def _ref(self, ref: Ref, wanted: Sequence[Name], views: Sequence[fx.Node], reader: fx.Node) -> None:
+    def _ref(self, ref: Slice, wanted: Sequence[Name], views: Sequence[fx.Node], reader: fx.Node) -> None:
         """`ref` finds these values, one for each iteration."""
         self._stack(ref.series, reader)
         for t, name in enumerate(wanted):
@@ -145,14 +157,16 @@ class _Walk:
                     report.fail(AFTER, "a loop knows where its inputs are", str(x.nodes[0]), report.in_graph(first))
                 self._ref(loop.refs[x], [(named(n), ()) for n in x.nodes], (), first)
         for key, series in loop.made.items():
-            offset = series.offset if isinstance(series, Made) else self.derived[series][1]  # type: ignore[index]
+            offset = series.offset if isinstance(series, LoopOutput) else self.derived[series][1]  # type: ignore[index]
             if series.count != run.count or offset != (key[0] if isinstance(key, tuple) else key):
                 report.fail(AFTER, "a loop stores a value of every iteration", f"{series.count} of {run.count}", report.in_graph(first))
         self.stacks.update(loop.stored())
         self.made.update(run.nodes[-1][j] for j in (*(x.offset for x in carried), *loop.last))
 
     def _lists(self, node: fx.Node, groups: Sequence[Group]) -> None:
-        lists = columns(node)
+        stacks = stacks_of(node.target)
+        assert stacks is not None, node.target
+        lists = stacks.columns(node.args)
         members = [k for group in groups for k in group.members]
         if len(set(members)) < len(members) or not set(members) <= set(range(len(lists[0]))):
             report.fail(AFTER, "an entry of an op on lists is in one group", str(members[:20]), report.in_graph(node))
@@ -172,7 +186,7 @@ class _Walk:
             if isinstance(name, tuple) and name[0] is node and name[2] in single:
                 self.made.add(element)
             place = self.plan.where(element)
-            if place is not None and isinstance(place[0], Updated):
+            if place is not None and isinstance(place[0], UpdatedStack):
                 self.stacks.add(place[0])
 
     def _results(self) -> None:
@@ -184,7 +198,7 @@ class _Walk:
             if inside.intersection(members) or len(members) != series.count or len({aval(results[k]) for k in members}) > 1:
                 report.fail(AFTER, "a result leaves once, beside others of its shape", f"results {members} as a stack of {series.count}")
             inside.update(members)
-            self._ref(Ref(series, 0, 1), [_whole(results[k]) for k in members], (), output)
+            self._ref(Slice(series, 0, 1), [_whole(results[k]) for k in members], (), output)
         self._get([n for k, n in enumerate(results) if k not in inside], output)
 
 
@@ -203,7 +217,7 @@ def _whole(node: fx.Node) -> Name:
     return (named(node), ()) if not views else (named(source), tuple(map(_view, views)))
 
 
-def _made(series: Made, t: int) -> fx.Node:
+def _made(series: LoopOutput, t: int) -> fx.Node:
     if not isinstance(series.offset, Carried):
         return series.run.nodes[t][series.offset]
     return series.run.nodes[t - 1][series.offset.offset] if t else series.offset.first

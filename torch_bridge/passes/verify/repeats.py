@@ -8,7 +8,8 @@ from typing import Any
 from torch import fx
 
 from torch_bridge.ir.graph import number
-from torch_bridge.passes.find_repeats import VIEWS, Carried, Each, Here, Input, Run, Same, aval
+from torch_bridge.lowerings import is_view
+from torch_bridge.passes.find_repeats import Carried, Each, Here, Input, Run, Same, aval
 from torch_bridge.passes.verify import report
 
 AFTER = "find_repeats"
@@ -17,7 +18,7 @@ AFTER = "find_repeats"
 def check(graph: fx.Graph, runs: Sequence[Run]) -> None:
     """Raise `VerificationError` for the first rule that the runs of a graph break."""
     place = {n: k for k, n in enumerate(graph.nodes)}
-    order = [n for n in graph.nodes if n.op == "call_function" and n.target not in VIEWS and n.target is not number]
+    order = [n for n in graph.nodes if n.op == "call_function" and not is_view(n.target) and n.target is not number]
     at = {n: k for k, n in enumerate(order)}
     seen: set[fx.Node] = set()
     for run in runs:
@@ -82,7 +83,7 @@ def read(node: fx.Node) -> list[tuple[fx.Node, tuple[fx.Node, ...]]]:
 def through(node: fx.Node) -> tuple[fx.Node, tuple[fx.Node, ...]]:
     """What a node is a view of, and the views."""
     views: tuple[fx.Node, ...] = ()
-    while node.op == "call_function" and node.target in VIEWS:
+    while node.op == "call_function" and is_view(node.target):
         views = (node, *views)
         node = node.args[0]  # type: ignore[assignment]
     return node, views

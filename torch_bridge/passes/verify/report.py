@@ -1,4 +1,4 @@
-"""The switch of the verifier, and how a broken rule is told."""
+"""How a broken rule is told."""
 
 from __future__ import annotations
 
@@ -9,15 +9,6 @@ from torch import fx
 
 from torch_bridge.errors import VerificationError
 from torch_bridge.source import NOWHERE, Source
-
-ON = False
-"""Whether passes are checked (NXD_JAX_VERIFY)."""
-
-
-def switch(on: bool) -> None:
-    """Turn the checks on or off."""
-    global ON
-    ON = on
 
 
 def fail(after: str, rule: str, found: str, where: str = "") -> NoReturn:

@@ -9,7 +9,7 @@ def set_unload_prior_neuron_models_mode(value: bool) -> None:
     """`ops.set_unload_prior_neuron_models_mode`: whether a core drops programs that ran before. Accepted without effect."""
 
 
-def nki_jit(*args: Any, **kwargs: Any) -> Any:
+def nki_jit(*args: object, **kwargs: object) -> Any:
     """`ops.nki_jit`: raises NotImplementedError."""
     raise NotImplementedError(
         "torch_neuronx.nki_jit compiles NKI kernels for Neuron hardware. For attention there is neuronx_distributed.kernels; write other kernels in "

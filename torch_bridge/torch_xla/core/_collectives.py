@@ -13,6 +13,7 @@ import torch
 from torch_bridge.collectives import functional, object_collectives
 from torch_bridge.mesh import groups as rank_groups
 from torch_bridge.mesh import processes, world
+from torch_bridge.mesh.groups import GroupLike
 from torch_bridge.recorder import prefetch
 from torch_bridge.runtime import steps
 
@@ -24,7 +25,7 @@ REDUCE_MIN = "min"
 REDUCE_MAX = "max"
 
 
-def all_reduce(reduce_type: str, inputs: Any, scale: float = 1.0, groups: Any = None, pin_layout: bool = True) -> Any:
+def all_reduce(reduce_type: str, inputs: Any, scale: float = 1.0, groups: GroupLike = None, pin_layout: bool = True) -> Any:
     """`xm.all_reduce`: a tensor gives a new tensor; a list is reduced in place and returned.
 
     The result is multiplied by `scale`, also in a world of one (torch_xla forgets it there).
@@ -32,7 +33,7 @@ def all_reduce(reduce_type: str, inputs: Any, scale: float = 1.0, groups: Any = 
     return functional.all_reduce(reduce_type, inputs, scale, groups)
 
 
-def all_gather(value: Any, dim: int = 0, groups: Any = None, output: Any = None, pin_layout: bool = True) -> Any:
+def all_gather(value: Any, dim: int = 0, groups: GroupLike = None, output: Any = None, pin_layout: bool = True) -> Any:
     """`xm.all_gather`: the group's tensors side by side along `dim`; written into `output` and returned if given.
 
     Also for a list of tensors.
@@ -43,7 +44,7 @@ def all_gather(value: Any, dim: int = 0, groups: Any = None, output: Any = None,
 def all_gather_bucketized(
     input_list: Sequence[torch.Tensor],
     dim: int = 0,
-    groups: Any = None,
+    groups: GroupLike = None,
     output: Any = None,
     pin_layout: bool = False,
     bucket_cap_mb: float = 160,
@@ -59,7 +60,7 @@ def reduce_scatter(
     scale: float,
     scatter_dim: int,
     shard_count: int,
-    groups: Any = None,
+    groups: GroupLike = None,
     output: Any = None,
     pin_layout: bool = True,
 ) -> Any:
@@ -73,7 +74,7 @@ def reduce_scatter_bucketized(
     scale: float,
     scatter_dim: int,
     shard_count: int,
-    groups: Any = None,
+    groups: GroupLike = None,
     output: Any = None,
     pin_layout: bool = False,
     bucket_cap_mb: float = 160,
@@ -89,7 +90,7 @@ def _check_bucket(bucket_cap_mb: float) -> None:
 
 
 def all_to_all(
-    value: torch.Tensor, split_dimension: int, concat_dimension: int, split_count: int, groups: Any = None, pin_layout: bool = True
+    value: torch.Tensor, split_dimension: int, concat_dimension: int, split_count: int, groups: GroupLike = None, pin_layout: bool = True
 ) -> torch.Tensor:
     """`xm.all_to_all`."""
     return functional.all_to_all(value, split_dimension, concat_dimension, split_count, groups)
@@ -132,14 +133,14 @@ def _fetch_gradients(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [p.grad.data for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
 
 
-def reduce_gradients(optimizer: torch.optim.Optimizer, groups: Any = None, pin_layout: bool = True) -> None:
+def reduce_gradients(optimizer: torch.optim.Optimizer, groups: GroupLike = None, pin_layout: bool = True) -> None:
     """`xm.reduce_gradients`: average the gradients over the group, in place."""
     count = rank_groups.resolve(groups).size
     functional.all_reduce(REDUCE_SUM, _fetch_gradients(optimizer), 1.0 / count, groups)
 
 
 def all_reduce_bucketized_gradients(
-    gradients: list[torch.Tensor], scale: float, groups: Any, pin_layout: bool = True, bucket_cap_mb: float = 0
+    gradients: list[torch.Tensor], scale: float, groups: GroupLike, pin_layout: bool = True, bucket_cap_mb: float = 0
 ) -> None:
     """`xm.all_reduce_bucketized_gradients`: all-reduce gradients in place."""
     functional.all_reduce(REDUCE_SUM, gradients, scale, groups)

@@ -10,11 +10,12 @@ from torch_bridge.collectives import functional
 from torch_bridge.collectives.sync_batch_norm import SyncBatchNorm
 from torch_bridge.mesh import groups as rank_groups
 from torch_bridge.mesh import world
+from torch_bridge.mesh.groups import GroupLike
 
 __all__ = ["SyncBatchNorm", "all_gather", "all_reduce", "distributed_mm", "nms"]
 
 
-def all_reduce(reduce_type: str, value: torch.Tensor, scale: float = 1.0, groups: Any = None) -> torch.Tensor:
+def all_reduce(reduce_type: str, value: torch.Tensor, scale: float = 1.0, groups: GroupLike = None) -> torch.Tensor:
     """`xf.all_reduce`: the gradient is that of each rank's own result, which is not exchanged, as in torch_xla.
 
     For "sum" it is the result's times `scale`: right for a loss that all ranks compute alike from the result. A loss made of what ranks do differently with
@@ -24,7 +25,7 @@ def all_reduce(reduce_type: str, value: torch.Tensor, scale: float = 1.0, groups
     return _AllReduce.apply(value, reduce_type, scale, groups)
 
 
-def all_gather(value: torch.Tensor, dim: int = 0, groups: Any = None) -> torch.Tensor:
+def all_gather(value: torch.Tensor, dim: int = 0, groups: GroupLike = None) -> torch.Tensor:
     """`xf.all_gather`: the gradient is this rank's part of the result's. (groups: not in torch_xla.)"""
     return _AllGather.apply(value, dim, groups)
 
@@ -58,7 +59,7 @@ def nms(boxes: torch.Tensor, scores: torch.Tensor, score_threshold: Any, iou_thr
 
 class _AllGather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, dim: int, groups: Any) -> torch.Tensor:
+    def forward(ctx: Any, value: torch.Tensor, dim: int, groups: GroupLike) -> torch.Tensor:
         ctx.arguments = value.shape[dim], dim, groups
         return functional.all_gather(value, dim, groups)
 
@@ -71,7 +72,7 @@ class _AllGather(torch.autograd.Function):
 
 class _AllReduce(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, reduce_type: str, scale: float, groups: Any) -> torch.Tensor:
+    def forward(ctx: Any, value: torch.Tensor, reduce_type: str, scale: float, groups: GroupLike) -> torch.Tensor:
         ctx.arguments = reduce_type, scale
         result = functional.all_reduce(reduce_type, value, scale, groups)
         if reduce_type != "sum":

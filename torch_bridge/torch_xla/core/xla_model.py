@@ -11,9 +11,10 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 import torch
+from torch.types import Device
 
 from torch_bridge import nested
 from torch_bridge.config import environment
@@ -50,6 +51,9 @@ from torch_bridge.torch_xla.core._collectives import (
     send,
     xla_rendezvous,
 )
+
+if TYPE_CHECKING:
+    from torch_bridge.mesh.groups import GroupLike
 
 __all__ = [
     "REDUCE_AND",
@@ -144,19 +148,19 @@ def xla_real_devices(devices: Sequence[Any] | None = None) -> list[str]:
     return [real[_index(d)] for d in devices]
 
 
-def _index(device: Any) -> int:
+def _index(device: Device) -> int:
     match = re.match(r"xla(?::(\d+))?$", str(device))
     if not match:
         raise RuntimeError(f"Invalid device format: {device}")
     return runtime.device_at(int(match[1] or 0)).index or 0
 
 
-def xla_device_hw(device: Any) -> str:
+def xla_device_hw(device: Device) -> str:
     """`xm.xla_device_hw`: the kind of hardware scripts believe in, "NEURON" (see `torch_xla.runtime.device_type`)."""
     return xla_real_devices([device])[0].split(":")[0]
 
 
-def xla_device_kind(device: Any = None) -> str:
+def xla_device_kind(device: Device = None) -> str:
     """`xm.xla_device_kind`: what JAX calls the device that really computes, such as "cpu" or "NVIDIA H100 80GB HBM3"."""
     return runtime.runtime_device_attributes(device)["device_kind"]
 
@@ -166,7 +170,7 @@ def xla_replication_devices(local_devices: Sequence[Any] | None = None) -> list[
     return [f"{runtime.device_type()}:{i}" for i in range(world.size())]
 
 
-def set_replication(device: Any, devices: Sequence[Any] | None) -> None:
+def set_replication(device: Device, devices: Sequence[Any] | None) -> None:
     """`xm.set_replication`: accepts this process's device; replication needs no setting up here.
 
     Its one caller today, `accelerate`, then takes its local rank from `LOCAL_RANK`, or -1 without it, and in a plain `python script.py` would
@@ -197,7 +201,7 @@ def is_master_ordinal(local: bool = True) -> bool:
     return (world.local_rank() if local else world.rank()) == 0
 
 
-def master_print(*args: Any, fd: TextIO | None = None, local: bool = False, flush: bool = False) -> None:
+def master_print(*args: object, fd: TextIO | None = None, local: bool = False, flush: bool = False) -> None:
     """`xm.master_print`: print on rank 0 only."""
     if is_master_ordinal(local=local):
         print(*args, file=fd or sys.stdout, flush=flush)
@@ -208,7 +212,7 @@ def is_xla_tensor(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "xla"
 
 
-def get_memory_info(device: Any = None) -> dict[str, int]:
+def get_memory_info(device: Device = None) -> dict[str, int]:
     """`xm.get_memory_info`: bytes_used, bytes_limit, peak_bytes_used, and kb_total, kb_free of older releases."""
     from torch_bridge.telemetry import memory
 
@@ -234,7 +238,7 @@ def optimizer_step(
     optimizer: torch.optim.Optimizer,
     barrier: bool = False,
     optimizer_args: dict[str, Any] | None = None,
-    groups: Any = None,
+    groups: GroupLike = None,
     pin_layout: bool = True,
 ) -> Any:
     """`xm.optimizer_step`: average gradients over workers and step; `barrier` ends the step. Returns what `optimizer.step` does."""
@@ -317,18 +321,18 @@ def save(data: Any, file_or_path: Any, master_only: bool = True, global_master: 
 # -- random numbers -------------------------------------------------------------------------------
 
 
-def set_rng_state(seed: int, device: Any = None) -> None:
+def set_rng_state(seed: int, device: Device = None) -> None:
     """`xm.set_rng_state`: seed the device's random numbers, or put back what `get_rng_state` gave."""
     _rng_state.restore(random_state.DEFAULT, seed if rank_numbers.is_ranked(seed) else int(seed))
 
 
-def get_rng_state(device: Any = None) -> int:
+def get_rng_state(device: Device = None) -> int:
     """`xm.get_rng_state`: the random state as an int that fits a signed 64-bit number; the seed, until random numbers have been drawn."""
     return _rng_state.pack(random_state.DEFAULT)
 
 
 @contextlib.contextmanager
-def fork_rng(device: Any = None, enabled: bool = True) -> Iterator[None]:
+def fork_rng(device: Device = None, enabled: bool = True) -> Iterator[None]:
     """`xm.fork_rng`: put the device's random state back at the end of the block."""
     before = random_state.DEFAULT.get_state()
     try:

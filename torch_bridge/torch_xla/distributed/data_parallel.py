@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 
 class DataParallel:
     """Raises NotImplementedError when constructed."""
 
-    def __init__(self, *args: Any, **kwargs: Any):
+    def __init__(self, *args: object, **kwargs: object):
         raise NotImplementedError(
             "torch_xla.distributed.data_parallel.DataParallel (several threads, one device each) was removed from torch_xla; use one "
             "worker per device "

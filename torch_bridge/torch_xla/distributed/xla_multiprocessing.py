@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.types import Device
 
 from torch_bridge.mesh import world
 
@@ -48,7 +49,7 @@ class MpModelWrapper:
         self._model = model
         self._lock = threading.Lock()
 
-    def to(self, device: Any) -> torch.nn.Module:
+    def to(self, device: Device) -> torch.nn.Module:
         """The model, moved to `device`."""
         with self._lock:
             self._model.to(device)

@@ -15,24 +15,24 @@ def _later(name: str) -> NoReturn:
 class CheckpointManager:
     """`CheckpointManager`."""
 
-    def __init__(self, *args: Any, **kwargs: Any):
+    def __init__(self, *args: object, **kwargs: object):
         _later("CheckpointManager")
 
 
 class SPMDLoadPlanner:
     """`SPMDLoadPlanner`."""
 
-    def __init__(self, *args: Any, **kwargs: Any):
+    def __init__(self, *args: object, **kwargs: object):
         _later("SPMDLoadPlanner")
 
 
 class SPMDSavePlanner:
     """`SPMDSavePlanner`."""
 
-    def __init__(self, *args: Any, **kwargs: Any):
+    def __init__(self, *args: object, **kwargs: object):
         _later("SPMDSavePlanner")
 
 
-def prime_optimizer(*args: Any, **kwargs: Any) -> Any:
+def prime_optimizer(*args: object, **kwargs: object) -> Any:
     """`prime_optimizer`."""
     _later("prime_optimizer")

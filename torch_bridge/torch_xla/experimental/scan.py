@@ -43,7 +43,7 @@ def _check(before: Any, now: Any) -> None:
         )
 
 
-def _facts(x: Any) -> Any:
+def _facts(x: object) -> Any:
     return f"{x.dtype} {list(x.shape)}" if isinstance(x, torch.Tensor) else x
 
 

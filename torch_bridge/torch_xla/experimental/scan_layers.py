@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 
-def scan_layers(layers: Iterable[torch.nn.Module], input_data: Any, partition_fn: Any = None, is_layer_pure: bool = False) -> Any:
+def scan_layers(layers: Iterable[torch.nn.Module], input_data: object, partition_fn: Any = None, is_layer_pure: bool = False) -> Any:
     """`torch_xla.experimental.scan_layers.scan_layers`: what the layers make of `input_data`, each of what the one before returned.
 
     A tuple is given as several arguments. Without layers it is `input_data`. Hooks, dropout and buffers are those of calling them; from `NXD_JAX_FOLD` (12)

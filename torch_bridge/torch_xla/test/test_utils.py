@@ -5,10 +5,13 @@ from __future__ import annotations
 import time
 import unittest
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch_bridge.torch_xla.core import xla_model as xm
 from torch_bridge.torch_xla.debug import metrics as met
+
+if TYPE_CHECKING:
+    from torch.types import Device
 
 
 def now(format: str = "%H:%M:%S") -> str:
@@ -17,7 +20,7 @@ def now(format: str = "%H:%M:%S") -> str:
 
 
 def print_training_update(
-    device: Any, step: int, loss: Any, rate: float, global_rate: float, epoch: int | None = None, summary_writer: Any = None
+    device: Device, step: int, loss: object, rate: float, global_rate: float, epoch: int | None = None, summary_writer: Any = None
 ) -> None:
     """`test_utils.print_training_update`: one line on a training step; rates in samples per second."""
     value = loss.item() if hasattr(loss, "item") else loss
@@ -31,7 +34,7 @@ def print_training_update(
         write_to_summary(summary_writer, dict_to_write={"examples/sec": rate, "average_examples/sec": global_rate})
 
 
-def print_test_update(device: Any, accuracy: float | None, epoch: int | None = None, step: int | None = None) -> None:
+def print_test_update(device: Device, accuracy: float | None, epoch: int | None = None, step: int | None = None) -> None:
     """`test_utils.print_test_update`: one line on an evaluation."""
     parts = {"Epoch": epoch, "Step": step, "Accuracy": None if accuracy is None else f"{accuracy:.2f}"}
     _say(f"| Test Device={device} " + " ".join(f"{k}={v}" for k, v in parts.items() if v is not None) + f" Time={now()}")

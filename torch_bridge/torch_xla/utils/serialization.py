@@ -40,7 +40,7 @@ def _get_tensor_file(path: str, tid: int) -> str:
     return os.path.join(path, f"tensor_{tid}.pt")
 
 
-def _on_xla(x: Any) -> bool:
+def _on_xla(x: object) -> bool:
     return isinstance(x, torch.Tensor) and x.device.type == "xla"
 
 
@@ -69,7 +69,7 @@ def load(path: str | os.PathLike[str]) -> Any:
     folder = _get_tensors_folder(path)
     data = torch.load(path, map_location="cpu", weights_only=False)
 
-    def reference(x: Any) -> bool:
+    def reference(x: object) -> bool:
         return isinstance(x, TensorReference)
 
     tensors = [torch.load(_get_tensor_file(folder, r.tid), map_location="cpu") for r in nested.collect(data, reference)]

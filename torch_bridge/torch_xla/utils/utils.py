@@ -164,7 +164,7 @@ def eprint(*args: Any, **kwargs: Any) -> None:
     print(*args, file=sys.stderr, **kwargs)  # noqa: T201
 
 
-def null_print(*args: Any, **kwargs: Any) -> None:
+def null_print(*args: object, **kwargs: object) -> None:
     """`xu.null_print`: print nothing."""
 
 
@@ -173,7 +173,7 @@ def get_print_fn(debug: bool | None = None) -> Callable[..., None]:
     return eprint if (check_env_flag("DEBUG") if debug is None else debug) else null_print
 
 
-def as_list(t: Any) -> Any:
+def as_list(t: object) -> Any:
     """`xu.as_list`: a tuple or list as it is, anything else as a tuple of one."""
     return t if isinstance(t, (tuple, list)) else (t,)
 
@@ -183,14 +183,14 @@ def list_copy_append(ilist: list[Any], item: Any) -> list[Any]:
     return [*ilist, item]
 
 
-def flatten_nested_tuple(inputs: Any) -> Any:
+def flatten_nested_tuple(inputs: object) -> Any:
     """`xu.flatten_nested_tuple`."""
     if not isinstance(inputs, (tuple, list)):
         return (inputs,)
     return tuple(x for part in inputs for x in flatten_nested_tuple(part))
 
 
-def shape(inputs: Any) -> tuple[int, ...]:
+def shape(inputs: object) -> tuple[int, ...]:
     """`xu.shape`: the shape of nested lists, or of a tensor."""
     if hasattr(inputs, "shape"):
         return tuple(inputs.shape)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import MethodType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from torch_bridge.mesh import world
 from torch_bridge.torch_xla.distributed.fsdp import checkpoint_module
+
+if TYPE_CHECKING:
+    from torch_bridge.mesh.groups import GroupLike
 
 __all__ = [
     "XLAPatchedLinear",
@@ -60,18 +63,18 @@ def apply_xla_patch_to_nn_linear(module: nn.Module, patched_function: Callable[.
     return module
 
 
-def dummy_all_gather(value: torch.Tensor, dim: int = 0, groups: Any = None) -> torch.Tensor:
+def dummy_all_gather(value: torch.Tensor, dim: int = 0, groups: GroupLike = None) -> torch.Tensor:
     """`fsdp.utils.dummy_all_gather`: of the shape that a gather of all ranks' tensors has, made of this rank's."""
     return torch.cat([value] * world.size(), dim)
 
 
-def dummy_all_reduce(reduce_type: str, inputs: Any, scale: float = 1.0, groups: Any = None) -> Any:
+def dummy_all_reduce(reduce_type: str, inputs: Any, scale: float = 1.0, groups: GroupLike = None) -> Any:
     """`fsdp.utils.dummy_all_reduce`: this rank's own, scaled; a list in place."""
     return inputs * scale if isinstance(inputs, torch.Tensor) else [t.mul_(scale) for t in inputs]
 
 
 def dummy_reduce_scatter(
-    reduce_type: str, input: torch.Tensor, scale: float, scatter_dim: int, shard_count: int, groups: Any = None
+    reduce_type: str, input: torch.Tensor, scale: float, scatter_dim: int, shard_count: int, groups: GroupLike = None
 ) -> torch.Tensor:
     """`fsdp.utils.dummy_reduce_scatter`: this rank's part of its own, scaled."""
     if shard_count != world.size():

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from torch_bridge.mesh import world
+
+if TYPE_CHECKING:
+    from torch_bridge.mesh.groups import GroupLike
 
 __all__ = ["ADVICE", "XlaFullyShardedDataParallel"]
 
@@ -57,7 +60,7 @@ class XlaFullyShardedDataParallel(nn.Module):
     float32, TypeError for options that it does not know.
     """
 
-    def __init__(self, module: nn.Module, *args: Any, **options: Any):
+    def __init__(self, module: nn.Module, *args: object, **options: Any):
         super().__init__()
         if world.size() > 1:
             raise NotImplementedError(f"torch_xla.distributed.fsdp.{type(self).__name__} {ADVICE}")
@@ -65,7 +68,7 @@ class XlaFullyShardedDataParallel(nn.Module):
         self.module = module if any(p.device.type == "meta" for p in module.parameters()) else module.to("xla")
         self._register_load_state_dict_pre_hook(_add_prefix)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> Any:
         return self.module(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
@@ -85,7 +88,7 @@ class XlaFullyShardedDataParallel(nn.Module):
         """The module's, under its own names."""
         return self.module.state_dict(*args, **kwargs)
 
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, groups: Any = None) -> torch.Tensor:
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, groups: GroupLike = None) -> torch.Tensor:
         """Clip the gradients to a total norm; returns the norm before that."""
         return nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type)
 

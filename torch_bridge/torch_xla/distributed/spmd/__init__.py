@@ -17,7 +17,7 @@ def _later(name: str) -> NoReturn:
 class Mesh:
     """`xs.Mesh`."""
 
-    def __init__(self, *args: Any, **kwargs: Any):
+    def __init__(self, *args: object, **kwargs: object):
         _later("Mesh")
 
 
@@ -28,18 +28,18 @@ class HybridMesh(Mesh):
 class ShardingSpec:
     """`xs.ShardingSpec`."""
 
-    def __init__(self, *args: Any, **kwargs: Any):
+    def __init__(self, *args: object, **kwargs: object):
         _later("ShardingSpec")
 
 
 class XLAShardedTensor:
     """`xs.XLAShardedTensor`: no tensor is one."""
 
-    def __init__(self, *args: Any, **kwargs: Any):
+    def __init__(self, *args: object, **kwargs: object):
         _later("XLAShardedTensor")
 
 
-def mark_sharding(*args: Any, **kwargs: Any) -> Any:
+def mark_sharding(*args: object, **kwargs: object) -> Any:
     """`xs.mark_sharding`."""
     _later("mark_sharding")
 
@@ -58,27 +58,27 @@ def get_global_mesh() -> None:
     """`xs.get_global_mesh`: None, as no mesh can have been set."""
 
 
-def get_1d_mesh(*args: Any, **kwargs: Any) -> Any:
+def get_1d_mesh(*args: object, **kwargs: object) -> Any:
     """`xs.get_1d_mesh`."""
     _later("get_1d_mesh")
 
 
-def mark_sharding_with_gradients(*args: Any, **kwargs: Any) -> Any:
+def mark_sharding_with_gradients(*args: object, **kwargs: object) -> Any:
     """`xs.mark_sharding_with_gradients`."""
     _later("mark_sharding_with_gradients")
 
 
-def annotate_custom_sharding(*args: Any, **kwargs: Any) -> Any:
+def annotate_custom_sharding(*args: object, **kwargs: object) -> Any:
     """`xs.annotate_custom_sharding`."""
     _later("annotate_custom_sharding")
 
 
-def enable_manual_sharding(*args: Any, **kwargs: Any) -> Any:
+def enable_manual_sharding(*args: object, **kwargs: object) -> Any:
     """`xs.enable_manual_sharding`."""
     _later("enable_manual_sharding")
 
 
-def disable_manual_sharding(*args: Any, **kwargs: Any) -> Any:
+def disable_manual_sharding(*args: object, **kwargs: object) -> Any:
     """`xs.disable_manual_sharding`."""
     _later("disable_manual_sharding")
 
@@ -90,11 +90,11 @@ def xla_patched_nn_linear_forward(m: Any, input: Any, einsum_str: str | None = N
     return XLAPatchedLinear.apply(input, m.weight, m.bias)
 
 
-def xla_distribute_tensor(*args: Any, **kwargs: Any) -> Any:
+def xla_distribute_tensor(*args: object, **kwargs: object) -> Any:
     """`xs.xla_distribute_tensor`."""
     _later("xla_distribute_tensor")
 
 
-def xla_distribute_module(*args: Any, **kwargs: Any) -> Any:
+def xla_distribute_module(*args: object, **kwargs: object) -> Any:
     """`xs.xla_distribute_module`."""
     _later("xla_distribute_module")

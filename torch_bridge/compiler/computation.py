@@ -1,0 +1,51 @@
+"""The JAX function of a program spec: what `jax.jit` is given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import fx
+
+from torch_bridge.compiler import interpret, interpret_loops, verify_programs
+from torch_bridge.compiler.program_spec import ProgramSpec
+from torch_bridge.config.settings import SETTINGS
+from torch_bridge.precision import precision_mode
+
+
+def of(spec: ProgramSpec) -> Callable[..., tuple[Any, ...]]:
+    """A function of the arrays of all input ports, the packed numbers and the draws; it gives what leaves through each output port, in their order.
+
+    With ranks this is what one rank computes of its blocks (`shard_mapping.RankLabels.wrap`).
+    """
+
+    def evaluate(*inputs: Any) -> Any:
+        return _evaluate(spec, inputs)
+
+    def _apply(*inputs: Any) -> Any:
+        results = precision_mode.apply(spec.mode, evaluate, inputs)
+        if SETTINGS.verify:
+            verify_programs.check_results(spec, results, "rewrite_roundings")
+        return results
+
+    return _apply
+
+
+def _evaluate(spec: ProgramSpec, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    ports, plan = spec.ports, spec.plan
+    placeholders = [n for n in spec.graph.nodes if n.op == "placeholder"]
+    values: dict[fx.Node, Any] = dict(zip(placeholders[len(spec.inputs) :], inputs[len(ports.inputs) :], strict=False))
+    draws = next((x for n, x in values.items() if n.target == "draws"), None)
+    if plan is not None:
+        given = plan.given()
+        alone = ports.inputs[len(given) :]
+        values.update((placeholders[i], x) for (i,), x in zip(alone, inputs[len(given) :], strict=False))
+        loops = interpret_loops.Evaluation(plan, spec.graph, values, dict(zip(given, inputs, strict=False)), spec.mode, draws)
+        single, stacked = loops.run()
+        outs = [*stacked, *single]
+    else:
+        outs = interpret.run(spec.graph, inputs, interpret.draws_key_of(draws), store=precision_mode.store(spec.mode), mode=spec.mode)
+    results = tuple(outs[at] for at in ports.order)
+    if SETTINGS.verify:
+        verify_programs.check_results(spec, results, "interpret" if plan is None else "interpret_loops")
+    return results

@@ -1,0 +1,54 @@
+"""A recorded structure, with the programs that were made for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch_bridge.compiler.program import Program
+from torch_bridge.compiler.program_spec import Execution
+from torch_bridge.config.settings import SETTINGS
+from torch_bridge.passes import cut_segment
+from torch_bridge.passes.cut_segment import Part, Place
+from torch_bridge.passes.verify import parts as verify_parts
+from torch_bridge.source import Source
+
+
+class Trace:
+    """A structure that was recorded.
+
+    Attributes:
+        nodes: its nodes.
+        sources: where each came from.
+        parts: how it is cut into programs, by the values that are needed and the places of its nodes.
+        programs: those of each part; they differ in what they take over, in labels, precision or in which numbers they share.
+        following: the trace that ran after it last time.
+        used: when it ran last, on the session's clock.
+        evicted: it is no longer kept.
+        agreed: lists of nodes that are known to be its own from a place on.
+    """
+
+    def __init__(self, nodes: tuple[Any, ...], sources: Sequence[Source]):
+        self.nodes = nodes
+        self.sources = tuple(sources)
+        self.parts: dict[tuple[tuple[int, ...], tuple[Place, ...]], tuple[Part, ...]] = {}
+        self.programs: dict[Part, list[Program]] = {}
+        self.following: Trace | None = None
+        self.used = 0
+        self.evicted = False
+        self.agreed: dict[int, list[Any]] = {}
+
+    def cut(self, outs: tuple[int, ...], places: tuple[Place, ...] = ()) -> tuple[Part, ...]:
+        """The parts that compute these values, in order. places: where each node runs; without them all is one part."""
+        parts = self.parts.get((outs, places))
+        if parts is None:
+            parts = cut_segment.cut(self.nodes, outs, places) if places else (Part(outs),)
+            if SETTINGS.verify:
+                verify_parts.check(parts, self.nodes, outs)
+            self.parts[outs, places] = parts
+        return parts
+
+    def find(self, part: Part, run: Execution) -> Program | None:
+        """A program of a part for this execution: one that takes over just what is free, or more too (that is copied for it)."""
+        fitting = [program for program in self.programs.get(part, ()) if program.spec.accepts(run)]
+        return next((program for program in fitting if program.spec.takes_just(run)), fitting[0] if fitting else None)

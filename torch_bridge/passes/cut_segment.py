@@ -1,0 +1,89 @@
+"""A segment as a list of parts, each of which is compiled to a program of its own.
+
+By default a segment is one part. A session with a `placement` (`runtime.session.Session`) says for every node at which place it runs, a sub-mesh for
+example: nodes at one place become one part, or several where what lies between them is computed at another place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from jax.sharding import Mesh
+
+
+class Place(NamedTuple):
+    """Where nodes run. name: for messages, and to tell two places on one mesh apart; mesh: their devices, None for the mesh of the world."""
+
+    name: str = ""
+    mesh: Mesh | None = None
+
+
+HERE = Place()
+"""Where all nodes run in a session without a placement."""
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """What one program of a segment computes. Parts are told apart by identity.
+
+    Attributes:
+        results: ids of the values that it gives.
+        given: ids of the values that it may take from parts before it.
+        shared: leaves (by position) that a later part reads, so that it may not take them over.
+        place: where it runs.
+    """
+
+    results: tuple[int, ...]
+    given: frozenset[int] = frozenset()
+    shared: frozenset[int] = frozenset()
+    place: Place = HERE
+
+
+def cut(nodes: Sequence[tuple[Any, ...]], outs: Sequence[int], places: Sequence[Place]) -> tuple[Part, ...]:
+    """The parts of a segment in the order in which they run. places: where each node runs.
+
+    A part has the nodes of one place and one level. A node's level is that of its inputs, one more if an input is computed at another place. So a part
+    needs parts before it only.
+    """
+    if len(places) != len(nodes):
+        raise ValueError(f"a placement must give a place for each of the {len(nodes)} recorded nodes, got {len(places)}")
+    producer = [i for i, node in enumerate(nodes) for _ in range(node[0].n_outs)]
+    needed = _needed(nodes, outs, producer)
+    level: dict[int, int] = {}
+    for i in needed:
+        inputs = {producer[v] for v in nodes[i][1:] if v >= 0}
+        level[i] = max((level[j] + (places[j] != places[i]) for j in inputs), default=0)
+    members: dict[tuple[int, Place], list[int]] = {}
+    for i in needed:
+        members.setdefault((level[i], places[i]), []).append(i)
+    order = sorted(members, key=lambda key: key[0])
+    number = {i: k for k, key in enumerate(order) for i in members[key]}
+    results: list[set[int]] = [set() for _ in order]
+    for v in outs:
+        results[number[producer[v]]].add(v)
+    last: dict[int, int] = {}
+    for i in needed:
+        for v in nodes[i][1:]:
+            if v < 0:
+                last[-v - 1] = max(last.get(-v - 1, 0), number[i])
+            elif number[producer[v]] != number[i]:
+                results[number[producer[v]]].add(v)
+    parts, before = [], frozenset[int]()
+    for k, key in enumerate(order):
+        shared = frozenset(leaf for leaf, end in last.items() if end > k)
+        parts.append(Part(tuple(sorted(results[k])), before, shared, key[1]))
+        before |= results[k]
+    return tuple(parts)
+
+
+def _needed(nodes: Sequence[tuple[Any, ...]], outs: Sequence[int], producer: Sequence[int]) -> list[int]:
+    """The nodes that these values depend on, in order."""
+    wanted, stack = set[int](), [producer[v] for v in outs]
+    while stack:
+        i = stack.pop()
+        if i not in wanted:
+            wanted.add(i)
+            stack.extend(producer[v] for v in nodes[i][1:] if v >= 0)
+    return sorted(wanted)
