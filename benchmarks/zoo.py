@@ -1,0 +1,196 @@
+"""Twelve kinds of models in three sizes: first step, step, CPU time and memory of the unchanged script on `xla` against eager PyTorch and others.
+
+    python benchmarks/zoo.py --rounds 3 --write                      # all kinds, small and medium
+    python benchmarks/zoo.py --kinds bert,gpt2 --sizes medium --variants xla,eager,compile
+
+Each variant runs in a process of its own, in turn. A step is forward, backward, AdamW and the loss's value. Where a model draws no dropout, the losses of
+the variants must agree.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import rounds
+import torch_xla_venv
+import zoo_models
+
+VARIANTS = {
+    "xla": "unchanged script on `xla`",
+    "eager": "eager PyTorch on the CPU",
+    "compile": "`torch.compile` on the CPU (needs a C++ compiler)",
+    "torch_xla": "original torch_xla 2.7.0",
+}
+PEER = "eager"
+DRAWS = {"mlp", "lstm", "bert", "gpt2", "t5"}
+"""Kinds with dropout: each variant draws numbers of its own."""
+CHECKED = 3
+TOLERANCE = 5e-3
+COLUMNS: dict[str, tuple[str, Callable[[dict[str, Any]], float], int]] = {
+    "first": ("first step (s)", lambda run: run["first_step_s"], 2),
+    "step": ("step (ms)", lambda run: run["step_ms"], 1),
+    "cpu": ("CPU time of a step (ms)", lambda run: run["step_cpu_ms"], 1),
+    "memory": ("peak memory above imports (MiB)", lambda run: run["memory_mib"], 0),
+}
+
+
+def measure(kind: str, size: str, variant: str, least: int, seconds: float) -> dict[str, Any]:
+    """What one variant takes, in this process. It runs at least `least` steps, and then until `seconds` have passed."""
+    import measure as measuring
+    import torch
+
+    device = "cpu"
+    if variant in ("xla", "torch_xla"):
+        import torch_xla.core.xla_model as xm
+
+        device = xm.xla_device()
+        torch.zeros(1, device=device).tolist()  # starts the runtime: its imports are no part of a first step
+    work = zoo_models.make(kind, size)
+    before = measuring.resident_mib()
+    model = work.model.to(device)
+    model.train()
+    forward = torch.compile(model) if variant == "compile" else model
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    batches = [tuple(part.to(device) for part in batch) for batch in work.batches]
+
+    def step(k: int) -> float:
+        optimizer.zero_grad()
+        loss = work.loss(forward, *batches[k % len(batches)])
+        loss.backward()
+        optimizer.step()
+        if device != "cpu":
+            xm.mark_step()
+        return loss.item()
+
+    losses, walls, cpus = [], [], []
+    began = time.perf_counter()
+    while len(walls) < least + CHECKED or time.perf_counter() - began < seconds:
+        wall, cpu = time.perf_counter(), time.process_time()
+        losses.append(step(len(walls)))
+        walls.append(time.perf_counter() - wall)
+        cpus.append(time.process_time() - cpu)
+        if len(walls) == CHECKED + 1:
+            began = time.perf_counter()
+    steady = slice(CHECKED + 1, None)
+    return {
+        "first_step_s": walls[0],
+        "first_step_cpu_s": cpus[0],
+        "first_steps_s": sum(walls[: CHECKED + 1]),
+        "step_ms": 1e3 * statistics.median(walls[steady]),
+        "step_cpu_ms": 1e3 * statistics.median(cpus[steady]),
+        "memory_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024 - before,
+        "losses": losses[:CHECKED],
+    }
+
+
+def run(kind: str, size: str, variant: str, options: list[str]) -> dict[str, Any]:
+    """`measure` in a process of its own."""
+    removed = {"JAX_COMPILATION_CACHE_DIR", "PYTHONPATH"}
+    env = {k: v for k, v in os.environ.items() if k not in removed}
+    python = sys.executable
+    if variant == "torch_xla":
+        python = str(torch_xla_venv.make_venv(torch_xla_venv.DEFAULT_VENV))
+        env["PJRT_DEVICE"] = "CPU"
+    elif variant == "xla":
+        env |= {"PYTHONPATH": os.pathsep.join([str(rounds.HERE.parent), str(rounds.HERE.parent / "aliases")]), "JAX_PLATFORMS": "cpu"}
+    command = [python, __file__, "--kinds", kind, "--sizes", size, "--variant", variant, *options]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{kind}, {size}, {variant} failed:\n{done.stderr[-3000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+Found = dict[tuple[str, str], dict[str, list[dict[str, Any]]]]
+"""(kind, size): variant: what each round found."""
+
+
+def disagreement(found: Found) -> float:
+    """The largest relative difference between losses of variants. Raises RuntimeError if it is more than TOLERANCE."""
+    worst = 0.0
+    for (kind, size), variants in found.items():
+        if kind in DRAWS:
+            continue
+        everyone = [run["losses"] for runs in variants.values() for run in runs]
+        here = max(abs(a - b) / max(abs(b), 1e-6) for losses in everyone for a, b in zip(losses, everyone[0], strict=True))
+        if here > TOLERANCE:
+            raise RuntimeError(f"the losses of {kind}, {size} differ by {here:.1e}: {everyone}")
+        worst = max(worst, here)
+    return worst
+
+
+def ratio(variants: dict[str, list[dict[str, Any]]], variant: str, column: str) -> float:
+    """The median over the rounds of a variant's value over the peer's."""
+    value = COLUMNS[column][1]
+    return statistics.median(value(mine) / max(value(peer), 1e-9) for mine, peer in zip(variants[variant], variants[PEER], strict=True))
+
+
+def table(found: Found, names: list[str]) -> str:
+    """Worst first, by the step of the first variant."""
+    order = sorted(found, key=lambda case: -ratio(found[case], names[0], "step"))
+    lines = [f"| model | variant | {' | '.join(title for title, _, _ in COLUMNS.values())} |", "|---" * (len(COLUMNS) + 2) + "|"]
+    for kind, size in order:
+        for name in names:
+            cells = []
+            for column, (_, value, digits) in COLUMNS.items():
+                own = statistics.median(value(run) for run in found[kind, size][name])
+                cells.append(f"{own:.{digits}f} ({ratio(found[kind, size], name, column):.2f}x)")
+            lines.append(f"| {kind}, {size} | {name} | {' | '.join(cells)} |")
+    lines.append("")
+    for name in names:
+        if name != PEER:
+            means = {
+                column: math.exp(statistics.fmean(math.log(ratio(found[case], name, column)) for case in found))
+                for column in ("step", "cpu")
+            }
+            lines.append(f"- `{name}` ({VARIANTS[name]}): geometric mean of steps {means['step']:.2f}x, of CPU time {means['cpu']:.2f}x.")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--kinds", default=",".join(zoo_models.KINDS), help=f"comma-separated, of {', '.join(zoo_models.KINDS)}")
+    parser.add_argument("--sizes", default="small,medium", help=f"comma-separated, of {', '.join(zoo_models.SIZES)}")
+    parser.add_argument("--variants", default="xla,eager", help=f"comma-separated, of {', '.join(VARIANTS)}; eager is always among them")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=5, help="steps per measurement at least")
+    parser.add_argument("--seconds", type=float, default=2.0, help="seconds per measurement at least")
+    parser.add_argument("--write", action="store_true", help="put the table into benchmarks/README.md")
+    parser.add_argument("--variant", choices=VARIANTS, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    for given, known in (args.kinds, zoo_models.KINDS), (args.sizes, zoo_models.SIZES), (args.variants, VARIANTS):
+        if unknown := set(given.split(",")) - set(known):
+            parser.error(f"{', '.join(sorted(unknown))}: choose from {', '.join(known)}")
+    if args.variant:
+        print(json.dumps(measure(args.kinds, args.sizes, args.variant, args.steps, args.seconds)), flush=True)
+        return
+    names = args.variants.split(",")
+    names += [PEER] if PEER not in names else []
+    cases = zoo_models.names(args.kinds.split(","), args.sizes.split(","))
+    found: Found = {case: {name: [] for name in names} for case in cases}
+    for number in range(args.rounds):
+        for case in cases:
+            for name in names:
+                found[case][name].append(run(*case, name, ["--steps", str(args.steps), "--seconds", str(args.seconds)]))
+            shown = ", ".join(
+                f"{name} {found[case][name][-1]['first_step_s']:.1f} s, {found[case][name][-1]['step_ms']:.1f} ms" for name in names
+            )
+            print(f"round {number + 1}: {', '.join(case)}: {shown}", file=sys.stderr, flush=True)
+    text = table(found, names)
+    text += f"\n\nMedian of {args.rounds} round(s); losses agree to {disagreement(found):.0e}; {rounds.stack('torch', 'transformers', 'jax', 'jaxlib')}"
+    print(text)
+    if args.write:
+        rounds.put("zoo", text)
+
+
+if __name__ == "__main__":
+    main()
