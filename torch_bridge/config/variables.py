@@ -57,7 +57,7 @@ def _as_flag(text: str) -> bool:
 
 
 FLAG = Kind("0 or 1 (or false, true)", _as_flag)
-FLAG_OR_ALL = Kind("0, 1 (or false, true) or all", lambda text: "all" if text.lower() == "all" else _as_flag(text))
+REPLAYED = Kind("0, 1 (or false, true), auto or all", lambda text: text.lower() if text.lower() in ("auto", "all") else _as_flag(text))
 
 
 def count(lowest: int) -> Kind:
@@ -405,10 +405,10 @@ _OWN = [
     Variable(
         "NXD_JAX_REPLAY",
         HONOUR,
-        "1: play models of `initialize_parallel_model`, also under Lightning, from recordings; 0: record them op by op; all: also play every module that is "
-        "moved to xla (docs/how-to/play_modules.md)",
-        "1",
-        FLAG_OR_ALL,
+        "auto: play modules that are moved to xla from recordings once they have been called a few times, and models of `initialize_parallel_model`; all: both "
+        "from their first calls on; 1: those models alone; 0: record everything op by op (docs/how-to/play_modules.md)",
+        "auto",
+        REPLAYED,
         "replay_policy",
     ),
     Variable(

@@ -40,6 +40,10 @@ OF_METHODS = frozenset(
     {"__annotations__", "__code__", "__defaults__", "__globals__", "__kwdefaults__", "__name__", "__qualname__", "__self__"}
 )
 """What a player has of the forward that it stands for. Not `__func__`: who wraps that in a method of its own (accelerate) means to wrap what is called."""
+WARM_UP = 8
+"""Calls of a kind that come before a module is looked at that nobody has asked to be played: looking takes a second, and many scripts run a few steps."""
+SEEN = 64
+"""Kinds of calls that are counted until then. Where there are more (a sequence that grows), further ones are recorded op by op."""
 PATIENCE = 3
 """Recordings that may fail for a passing reason (a first call fills a cache) before a module is recorded op by op for good."""
 
@@ -64,10 +68,30 @@ def optimize(module: torch.nn.Module) -> torch.nn.Module:
     """
     if not isinstance(module, torch.nn.Module):
         raise TypeError(f"torch_bridge.optimize takes a torch.nn.Module, got {type(module).__name__}")
-    if not isinstance(module.__dict__.get("forward"), Player):
+    found = module.__dict__.get("forward")
+    if isinstance(found, Player):
+        found.asked, found.warm_up = True, 0
+    else:
         module.forward = Player(module)
     _follow_copies()
     return module
+
+
+def play_unasked(module: torch.nn.Module, warm_up: int) -> None:
+    """`optimize`, but nobody has asked for it: what stands against playing is a matter of information, not a warning. A module that has a player keeps it.
+
+    warm_up: calls of a kind that are recorded op by op first.
+    """
+    if not isinstance(module.__dict__.get("forward"), Player):
+        module.forward = Player(module, asked=False, warm_up=warm_up)
+        _follow_copies()
+
+
+def restore_unasked(module: torch.nn.Module) -> None:
+    """Undo `play_unasked`. A module that a script has asked to be played stays so."""
+    found = module.__dict__.get("forward")
+    if isinstance(found, Player) and not found.asked:
+        found.put_back(module)
 
 
 class State(NamedTuple):
@@ -105,7 +129,7 @@ def _set_state(self: torch.nn.Module, state: Any) -> None:
     found = self.__dict__.get("forward")
     if isinstance(found, Player) and found.module is not self:
         found.put_back(self)
-        self.forward = Player(self)
+        self.forward = Player(self, found.asked, found.warm_up)
 
 
 def restore(module: torch.nn.Module) -> torch.nn.Module:
@@ -122,9 +146,10 @@ _NUMBERS = itertools.count()
 class Player:
     """Takes the place of a module's `forward`. off: why it records op by op, if it does; played: calls that were played; waiting: those of them
     whose backward pass may still come; compiled: `torch.compile` asked for it, so in eager mode too; calls: how often it was called; waits: why the last calls
-    were recorded op by op, if that may pass; number: of the players, in order."""
+    were recorded op by op, if that may pass; number: of the players, in order; asked: the script wants it played; warm_up: calls of a kind that are recorded op
+    by op first."""
 
-    def __init__(self, module: torch.nn.Module):
+    def __init__(self, module: torch.nn.Module, asked: bool = True, warm_up: int = 0):
         self._module = weakref.ref(module)
         self._before = module.__dict__.get("forward")
         self._kinds: dict[Any, list[Kind]] = {}
@@ -140,13 +165,16 @@ class Player:
         _PLAYERS.add(self)
         self.played = 0
         self.compiled = False
+        self.asked = asked
+        self.warm_up = warm_up
+        self._seen: Counter[Any] = Counter()
         self.waiting: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         module = memo.get(id(self._module()))
         if module is None:
             return self
-        new = Player(module)
+        new = Player(module, self.asked, self.warm_up)
         new._before = copy.deepcopy(self._before, memo)
         new.compiled = self.compiled
         return new
@@ -155,7 +183,7 @@ class Player:
         module = self._module()
         if module is None:
             raise TypeError("the forward of a module under torch_bridge.optimize cannot be pickled after the module is gone")
-        return Player, (module,), {"_before": self._before, "compiled": self.compiled}
+        return Player, (module, self.asked, self.warm_up), {"_before": self._before, "compiled": self.compiled}
 
     def state(self) -> State:
         """How it is doing."""
@@ -204,14 +232,18 @@ class Player:
         if not self.off:
             self.off = reason
             self._kinds.clear()
-            logger.warning("torch_bridge.optimize: %s is recorded op by op from now on: %s", self.name, reason)
+            self._say("torch_bridge.optimize: %s is recorded op by op from now on: %s", self.name, reason)
 
     def _put_off(self, reason: str) -> None:
         """This call op by op. The reason may pass; if it stays for some calls, say so, once."""
         self.waits = reason
         self._reasons[reason] += 1
         if self._reasons[reason] == PATIENCE:
-            logger.warning("torch_bridge.optimize: %s is recorded op by op while there is: %s", self.name, reason)
+            self._say("torch_bridge.optimize: %s is recorded op by op while there is: %s", self.name, reason)
+
+    def _say(self, *message: str) -> None:
+        """A warning to who asked for it."""
+        logger.log(logging.WARNING if self.asked else logging.INFO, *message)
 
     def trouble(self, error: Exception, where: str = "") -> None:
         """Something could not be recorded: stop, unless it may be otherwise the next times."""
@@ -285,7 +317,10 @@ class Player:
         if not call.tensors or not all(map(_ordinary, call.tensors)):
             return None
         try:
-            kinds = self._kinds.setdefault(call.key(), [])
+            key = call.key()
+            if self.warm_up and not self._is_warm(key):
+                return None
+            kinds = self._kinds.setdefault(key, [])
             alike = 0
             for kind in kinds:
                 if kind.conditions is not None and kind.conditions.hold():
@@ -317,6 +352,15 @@ class Player:
         if again is None:
             kinds.append(again := Kind())
         return call, again
+
+    def _is_warm(self, key: Any) -> bool:
+        """Whether so many calls of this kind have come that it pays to look at them. Counts this one."""
+        count = self._seen[key]
+        if count >= self.warm_up:
+            return True
+        if count or len(self._seen) < SEEN:
+            self._seen[key] = count + 1
+        return False
 
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")

@@ -1,13 +1,13 @@
 """Which modules are played from recordings without being asked: `NXD_JAX_REPLAY`.
 
-`torch_bridge.optimize` asks for one module. Models of `initialize_parallel_model` are played unless the variable is 0; where it is "all", so is every module
-that is moved to xla as a whole, as plain torch_xla scripts move theirs.
+`torch_bridge.optimize` asks for one module. Models of `initialize_parallel_model` are played unless the variable is 0. Every module that is moved to xla as a
+whole, as plain torch_xla scripts move theirs, is played too: with "auto", the default, once calls of its kind have come a few times; with "all" from the first
+one on.
 """
 
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -15,18 +15,19 @@ import torch
 
 from torch_bridge.config.variables import VARIABLES
 
-ALL = "all"
+AUTO, ALL = "auto", "all"
 _SWITCH = "NXD_JAX_REPLAY"
 
 
 def of_parallel_models() -> bool:
-    """Whether models of `initialize_parallel_model` are played. Raises ValueError if NXD_JAX_REPLAY is neither 0, 1 nor all."""
-    return _said() is not False
+    """Whether models of `initialize_parallel_model` are played. Raises ValueError if NXD_JAX_REPLAY is neither 0, 1, auto nor all."""
+    return said() is not False
 
 
-def _said() -> bool | str | None:
+def said() -> bool | str:
+    """NXD_JAX_REPLAY: False, True, "auto" (also where it is not set) or "all". Raises ValueError for anything else."""
     found: bool | str | None = VARIABLES[_SWITCH].now()
-    return found
+    return AUTO if found is None else found
 
 
 class Moving(threading.local):
@@ -38,14 +39,11 @@ class Moving(threading.local):
 MOVING = Moving()
 
 
-_asked_by_none: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
-"""Modules that are played because all are."""
-
-
 @contextmanager
 def moved(module: torch.nn.Module) -> Iterator[None]:
     """Around the outermost `nn.Module._apply`: if all are to be played, play it when it comes to xla; when it leaves (to be exported) it is as it was."""
-    everything = _said() == ALL and not isinstance(module, torch.jit.ScriptModule)
+    switch = said()
+    everything = switch in (AUTO, ALL) and not isinstance(module, torch.jit.ScriptModule)
     before = everything and on_xla(module)
     MOVING.inside = True
     try:
@@ -55,12 +53,10 @@ def moved(module: torch.nn.Module) -> Iterator[None]:
     if everything and on_xla(module) != before:
         from torch_bridge.replay import player
 
-        if not before and not isinstance(module.__dict__.get("forward"), player.Player):
-            player.optimize(module)
-            _asked_by_none.add(module)
-        elif before and module in _asked_by_none:
-            player.restore(module)
-            _asked_by_none.discard(module)
+        if before:
+            player.restore_unasked(module)
+        else:
+            player.play_unasked(module, 0 if switch == ALL else player.WARM_UP)
 
 
 def on_xla(module: torch.nn.Module) -> bool:
