@@ -8,13 +8,14 @@ from html import escape
 
 from nxd_jax.inspect import units
 from nxd_jax.inspect.tables import Column, Table
-from torch_bridge.config.variables import VARIABLES
+from torch_bridge.replay import replay_policy
 from torch_bridge.replay.player import states
 
 
 @dataclass(frozen=True)
 class PlayedModule:
-    """A module under `torch_bridge.optimize`, whoever asked for it: the script, `initialize_parallel_model`, `torch.compile` or NXD_JAX_REPLAY=all.
+    """A module that may be played: the script asked for it (`torch_bridge.optimize`, `torch.compile`), it is one of `initialize_parallel_model`, or it was moved
+    to xla.
 
     module: its class. calls: so far. played: how many of them were played. reason: why it is recorded op by op, "" if nothing is known to stand against playing
     it. lasting: the reason stays; otherwise later calls may be played.
@@ -39,22 +40,24 @@ _COLUMNS = (
     Column("recorded op by op because", "because"),
 )
 _WITHOUT_REASON = (
-    "The first calls of each kind (shapes, modes) are recorded and compared.\n"
+    "The first calls of each kind (shapes, modes) are recorded and compared; of modules that nobody has asked to be played, a few more.\n"
     "Abstract runs are recorded too, and calls in inference mode, under a torch mode, under hooks on all modules or on saved tensors (an activation checkpoint "
     "around the module), under a profiler of Python or in a capture.\nNone of these has a reason here."
 )
+_MOVED = "No module is to be played: none was moved to xla, or those that were are gone."
 _NONE = {
     False: "No module is to be played. NXD_JAX_REPLAY=0 leaves that to torch_bridge.optimize and torch.compile(..., backend='openxla').",
-    True: "No module is to be played. NXD_JAX_REPLAY=1, the default, is for models of initialize_parallel_model, and all for every module that is moved to "
-    "xla; torch_bridge.optimize(module) is for one.",
-    "all": "No module is to be played: none was moved to xla, or those that were are gone.",
+    True: "No module is to be played. NXD_JAX_REPLAY=1 is for models of initialize_parallel_model; auto, the default, and all are for every module that is moved "
+    "to xla; torch_bridge.optimize(module) is for one.",
+    replay_policy.AUTO: _MOVED,
+    replay_policy.ALL: _MOVED,
 }
 
 
 def replay() -> Table[PlayedModule]:
     """Every module that is to be played from recordings and is still there: how often it was called and played, and why it is recorded op by op if it is.
 
-    Raises ValueError if there is none and NXD_JAX_REPLAY is neither 0, 1 nor all.
+    Raises ValueError if there is none and NXD_JAX_REPLAY is neither 0, 1, auto nor all.
     """
     return table(modules())
 
@@ -71,15 +74,9 @@ def table(found: Sequence[PlayedModule]) -> Table[PlayedModule]:
 
 def _note(found: Sequence[PlayedModule]) -> str:
     if not found:
-        return _NONE[_switch()]
+        return _NONE[replay_policy.said()]
     said = f"{sum(m.played > 0 for m in found)} of {units.many(len(found), 'module')} played."
     return f"{said}\n{_WITHOUT_REASON}" if any(m.calls > m.played and not m.reason for m in found) else said
-
-
-def _switch() -> bool | str:
-    """NXD_JAX_REPLAY: False, True (also where it is not set) or "all"."""
-    said = VARIABLES["NXD_JAX_REPLAY"].now()
-    return True if said is None else said
 
 
 def summary(found: Sequence[PlayedModule]) -> str:
@@ -96,4 +93,4 @@ def section(found: Sequence[PlayedModule]) -> str:
     """HTML for a report: the table, or a sentence if there is no module; "" if NXD_JAX_REPLAY is 0 too."""
     if found:
         return table(found).html()
-    return f'<div class="said">{escape(_note(found))}</div>' if _switch() else ""
+    return f'<div class="said">{escape(_note(found))}</div>' if replay_policy.said() else ""

@@ -1,17 +1,21 @@
-"""`NXD_JAX_REPLAY=all`: modules that are moved to xla are played."""
+"""`NXD_JAX_REPLAY`: modules that are moved to xla are played, with auto after some calls, with all from the first."""
 
 from __future__ import annotations
 
 import copy
+import io
+import logging
+import pickle
 from typing import Any
 
 import pytest
 import torch
+import torch_xla.debug.metrics as met
 from torch import nn
 
 import torch_bridge
 from tests.torch_bridge.replaying import batch, compile_fast, player, run, trained  # noqa: F401
-from torch_bridge.replay.player import Player
+from torch_bridge.replay.player import SEEN, WARM_UP, Player
 
 torch_bridge.register()
 
@@ -26,7 +30,7 @@ def net() -> nn.Sequential:
     return nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.GELU(), nn.Linear(8, 6))
 
 
-@pytest.mark.parametrize("said", ["", "0", "1"])
+@pytest.mark.parametrize("said", ["0", "1"])
 def test_otherwise_only_what_asks(said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NXD_JAX_REPLAY", said)
     assert not isinstance(net().to("xla").forward, Player)
@@ -38,6 +42,78 @@ def test_a_plain_script_is_played(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NXD_JAX_REPLAY", "All")
     module = net().to("xla")
     assert run(module, trained(), 6) == run(plain, trained(), 6) and player(module).played
+
+
+@pytest.fixture
+def by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NXD_JAX_REPLAY", raising=False)
+
+
+@pytest.mark.usefixtures("by_default")
+def test_by_default_after_some_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The losses and weights of op-by-op recording, bit for bit, and no other program when playing begins."""
+    monkeypatch.setenv("NXD_JAX_REPLAY", "0")
+    plain = net().to("xla")
+    monkeypatch.delenv("NXD_JAX_REPLAY")
+    module = net().to("xla")
+    assert run(module, trained(), WARM_UP + 2) == run(plain, trained(), WARM_UP + 2) and not player(module).played
+    compiled = met.metric_data("CompileTime")[0]
+    assert run(module, trained(), 6) == run(plain, trained(), 6) and player(module).played
+    assert met.metric_data("CompileTime")[0] == compiled
+
+
+@pytest.mark.usefixtures("by_default")
+def test_calls_of_each_kind_are_counted() -> None:
+    """A sequence that grows is never looked at; what comes often is, whatever came in between."""
+    module = net().to("xla")
+    with torch.no_grad():
+        for k in range(SEEN + 5):
+            module(torch.ones(k + 1, 6, device="xla"))
+        assert not player(module)._kinds
+        for _ in range(WARM_UP + 3):
+            module(torch.ones(2, 6, device="xla"))
+    assert player(module).played and len(player(module)._kinds) == 1
+
+
+@pytest.mark.usefixtures("by_default")
+def test_what_nobody_asked_for_is_no_warning(caplog: pytest.LogCaptureFixture) -> None:
+    class Meter(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            print("called")
+            return super().forward(x)
+
+    module = Meter(6, 6).to("xla")
+    caplog.set_level(logging.INFO, "torch_bridge")
+    for _ in range(WARM_UP + 1):
+        module(batch(0))
+    assert "print" in player(module).off
+    assert [r.levelname for r in caplog.records if "op by op from now on" in r.message] == ["INFO"]
+    asked = torch_bridge.optimize(Meter(6, 6)).to("xla")
+    asked(batch(0))
+    assert [r.levelname for r in caplog.records if "op by op from now on" in r.message] == ["INFO", "WARNING"]
+
+
+@pytest.mark.usefixtures("by_default")
+def test_asking_for_it_begins_at_once() -> None:
+    module = net().to("xla")
+    torch_bridge.optimize(module)
+    run(module, trained(), 5)
+    assert player(module).played and isinstance(module.cpu().forward, Player)
+
+
+@pytest.mark.usefixtures("by_default")
+def test_files_hold_no_player() -> None:
+    """A pickled module is loaded where there is no torch_bridge."""
+    module = nn.Sequential(nn.Linear(2, 2)).to("xla")
+    found = io.BytesIO()
+    pickler = pickle.Pickler(found)
+    pickler.persistent_id = lambda x: "t" if isinstance(x, torch.Tensor) else None  # type: ignore[method-assign]
+    pickler.dump(module)
+    assert b"torch_bridge" not in found.getvalue()
+    unpickler = pickle.Unpickler(io.BytesIO(found.getvalue()))
+    unpickler.persistent_load = lambda _: nn.Parameter(torch.ones(2, 2))  # type: ignore[method-assign]
+    loaded = unpickler.load()
+    assert not isinstance(loaded.forward, Player) and loaded.forward.__self__ is loaded
 
 
 @pytest.mark.usefixtures("everything")
@@ -84,5 +160,5 @@ def test_copies_are_played_for_themselves() -> None:
 
 def test_a_value_that_is_none_of_these(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NXD_JAX_REPLAY", "everything")
-    with pytest.raises(ValueError, match=r"NXD_JAX_REPLAY='everything': must be 0, 1 \(or false, true\) or all"):
+    with pytest.raises(ValueError, match=r"NXD_JAX_REPLAY='everything': must be 0, 1 \(or false, true\), auto or all"):
         net().to("xla")

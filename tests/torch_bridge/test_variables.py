@@ -100,7 +100,7 @@ MALFORMED = [
     ("NXD_JAX_FUSED_OPTIMIZERS", "maybe", "0 or 1"),
     ("NXD_JAX_INDEPENDENT_DRAWS", "maybe", "0 or 1"),
     ("NXD_JAX_FOLD", "many", "a whole number of at least 0"),
-    ("NXD_JAX_REPLAY", "maybe", "0, 1 .* or all"),
+    ("NXD_JAX_REPLAY", "maybe", "0, 1 .* auto or all"),
     ("NXD_JAX_COMPILE_WORKERS", "0", "a whole number of at least 1"),
     ("NXD_JAX_TOP", "maybe", "0 or 1"),
     ("NXD_JAX_CHECKPOINT_FORMAT", "orbax", "one of nxd, original"),

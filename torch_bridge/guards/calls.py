@@ -1059,8 +1059,18 @@ def _gradients_inside(observer: Observer, f: Function, args: Args, kwargs: Kwarg
     return f(*args, **kwargs)
 
 
+def _weak_reference(observer: Observer, f: weakref.ref[Any], args: Args, kwargs: Kwargs) -> Any:
+    """`ref()`. What is gone stays gone. A tensor that was read elsewhere, too, is alive as long as that place holds it, which is a condition already; conditions
+    on anything else would keep it alive themselves."""
+    found = f(*args, **kwargs)
+    if type(f) is weakref.ref and (found is None or (is_a(found, torch.Tensor) and observer.conditions.has_tensor(found))):
+        return found
+    return _opaque(observer, f, args, kwargs)
+
+
 _BY_TYPE: list[tuple[Any, Any]] = [
     (functools.partial, _call_partial),
+    (weakref.ref, _weak_reference),
     (functools._lru_cache_wrapper, _cached),
     ((torch._ops.OpOverload, torch._ops.OpOverloadPacket), _op),
     (_NUMPY, _numpy),

@@ -35,7 +35,8 @@ _DICTS: tuple[dict[Any, Any], ...] = ({}, collections.OrderedDict())
 _ITERATORS = (
     types.GeneratorType,
     *(type(iter(x)) for x in _EMPTY),
-    *(zip, map, filter, enumerate, reversed),
+    *(type(reversed(x)) for x in ([], (), {}, {}.values(), {}.items(), range(0), collections.deque())),
+    *(zip, map, filter, enumerate),
 )
 _VIEWS = (
     types.MappingProxyType,

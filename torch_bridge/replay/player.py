@@ -183,7 +183,9 @@ class Player:
         module = self._module()
         if module is None:
             raise TypeError("the forward of a module under torch_bridge.optimize cannot be pickled after the module is gone")
-        return Player, (module, self.asked, self.warm_up), {"_before": self._before, "compiled": self.compiled}
+        if not self.asked:  # a file of the module is one of the script's own classes
+            return (getattr, (module, "forward")) if self._before is None else (copy.copy, (self._before,))
+        return Player, (module,), {"_before": self._before, "compiled": self.compiled}
 
     def state(self) -> State:
         """How it is doing."""

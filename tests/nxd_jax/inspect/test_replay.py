@@ -89,7 +89,7 @@ def test_the_words_below_and_of_a_reason_that_may_pass() -> None:
     assert PASSING.because == "an argument of type Cache (this may pass)"
     note = table([PLAYED, PASSING, FOR_GOOD]).note
     assert note.startswith(
-        "1 of 3 modules played.\nThe first calls of each kind (shapes, modes) are recorded and compared.\nAbstract runs are recorded too"
+        "1 of 3 modules played.\nThe first calls of each kind (shapes, modes) are recorded and compared; of modules that nobody has asked to be played, a few more.\n"
     )
     assert table([ALL_PLAYED, FOR_GOOD]).note == "1 of 2 modules played."
 
@@ -107,8 +107,12 @@ def test_the_lines_in_a_terminal() -> None:
 @pytest.mark.parametrize(
     ("switch", "text"),
     [
-        (None, "No module is to be played. NXD_JAX_REPLAY=1, the default, is for models of initialize_parallel_model,"),
-        ("1", "and all for every module that is moved to xla; torch_bridge.optimize(module) is for one."),
+        (None, "No module is to be played: none was moved to xla, or those that were are gone."),
+        (
+            "1",
+            "NXD_JAX_REPLAY=1 is for models of initialize_parallel_model; auto, the default, and all are for every module that is moved to xla;",
+        ),
+        ("auto", "No module is to be played: none was moved to xla, or those that were are gone."),
         ("all", "No module is to be played: none was moved to xla, or those that were are gone."),
         (
             "0",

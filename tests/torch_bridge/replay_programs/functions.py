@@ -1107,6 +1107,33 @@ def weak_reference_dies(run: Run) -> None:
 
 
 @program("references")
+def weak_reference_to_a_tensor_that_dies(run: Run) -> None:
+    held = [torch.ones(6, device=run.device)]
+    reference = weakref.ref(held[0])
+
+    class Model(Net):
+        def forward(self, x):
+            found = reference()
+            return self.layer(x) * 3.0 if found is None else self.layer(x) + found
+
+    run.train(Model(), lambda: held.clear())
+
+
+@program("references")
+def weak_reference_to_a_tensor_that_is_read_elsewhere(run: Run) -> None:
+    held = [torch.ones(6, device=run.device)]
+    reference = weakref.ref(held[0])
+
+    class Model(Net):
+        def forward(self, x):
+            first = held[0] if held else None
+            found = reference()
+            return self.layer(x) * 3.0 if found is None or found is not first else self.layer(x) + found
+
+    run.train(Model(), lambda: held.clear())
+
+
+@program("references")
 def weak_reference_to_state(run: Run) -> None:
     class Config:
         scale = 1.0

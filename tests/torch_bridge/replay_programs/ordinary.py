@@ -55,6 +55,40 @@ def convolution_and_batch_norm(run: Run) -> None:
 
 
 @played("plain")
+def recurrent_layer(run: Run) -> None:
+    """It compares its weights with weak references to them."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lstm = nn.LSTM(6, 6, num_layers=2, batch_first=True)
+
+        def forward(self, x):
+            return self.lstm(x.unflatten(1, (2, 3)).repeat(1, 4, 2))[0].sum(1)
+
+    run.train(Model())
+
+
+@played("plain")
+def layers_backwards(run: Run) -> None:
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+            self.scales = [1.0, 0.5, 0.25]
+
+        def forward(self, x):
+            pairs = [(layer, scale) for layer, scale in zip(self.layers, self.scales, strict=True)]
+            for layer, scale in reversed(pairs):
+                x = layer(x).relu() * scale
+            for scale in reversed(self.scales):
+                x = x + scale
+            return x
+
+    run.train(Model())
+
+
+@played("plain")
 def layer_norm(run: Run) -> None:
     run.train(nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6), nn.Linear(6, 6)))
 
