@@ -14,8 +14,7 @@ from torch_bridge.replay.player import states
 
 @dataclass(frozen=True)
 class PlayedModule:
-    """A module that may be played: the script asked for it (`torch_bridge.optimize`, `torch.compile`), it is one of `initialize_parallel_model`, or it was moved
-    to xla.
+    """A module that may be played: asked for (`torch_bridge.optimize`, `torch.compile`), one of `initialize_parallel_model`, or moved to xla as a whole.
 
     module: its class. calls: so far. played: how many of them were played. reason: why it is recorded op by op, "" if nothing is known to stand against playing
     it. lasting: the reason stays; otherwise later calls may be played.
@@ -47,8 +46,8 @@ _WITHOUT_REASON = (
 _MOVED = "No module is to be played: none was moved to xla, or those that were are gone."
 _NONE = {
     False: "No module is to be played. NXD_JAX_REPLAY=0 leaves that to torch_bridge.optimize and torch.compile(..., backend='openxla').",
-    True: "No module is to be played. NXD_JAX_REPLAY=1 is for models of initialize_parallel_model; auto, the default, and all are for every module that is moved "
-    "to xla; torch_bridge.optimize(module) is for one.",
+    True: "No module is to be played. NXD_JAX_REPLAY=1 is for models of initialize_parallel_model; auto, the default, and all are for every module that is "
+    "moved to xla; torch_bridge.optimize(module) is for one.",
     replay_policy.AUTO: _MOVED,
     replay_policy.ALL: _MOVED,
 }

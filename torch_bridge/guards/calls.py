@@ -1060,8 +1060,10 @@ def _gradients_inside(observer: Observer, f: Function, args: Args, kwargs: Kwarg
 
 
 def _weak_reference(observer: Observer, f: weakref.ref[Any], args: Args, kwargs: Kwargs) -> Any:
-    """`ref()`. What is gone stays gone. A tensor that was read elsewhere, too, is alive as long as that place holds it, which is a condition already; conditions
-    on anything else would keep it alive themselves."""
+    """`ref()`. What is gone stays gone. A tensor that was read elsewhere, too, lives as long as that place holds it, which is a condition already.
+
+    Conditions on anything else would keep it alive themselves.
+    """
     found = f(*args, **kwargs)
     if type(f) is weakref.ref and (found is None or (is_a(found, torch.Tensor) and observer.conditions.has_tensor(found))):
         return found

@@ -32,10 +32,11 @@ _BUILTIN = (list, dict, set, collections.deque, collections.OrderedDict, collect
 _TORCH_MODULE_GETATTR = torch.nn.Module.__getattr__
 _EMPTY: tuple[Any, ...] = ([], (), {}, "", set(), range(0), {}.values(), {}.items(), collections.deque())
 _DICTS: tuple[dict[Any, Any], ...] = ({}, collections.OrderedDict())
+_REVERSIBLE: tuple[Any, ...] = ([], (), {}, {}.values(), {}.items(), range(0), collections.deque())
 _ITERATORS = (
     types.GeneratorType,
     *(type(iter(x)) for x in _EMPTY),
-    *(type(reversed(x)) for x in ([], (), {}, {}.values(), {}.items(), range(0), collections.deque())),
+    *(type(reversed(x)) for x in _REVERSIBLE),
     *(zip, map, filter, enumerate),
 )
 _VIEWS = (
