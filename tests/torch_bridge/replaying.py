@@ -128,7 +128,7 @@ def parity(
     stopped; close: up to rounding instead of bit for bit.
     """
     torch.manual_seed(0)
-    plain = make().to("xla")
+    plain = torch_bridge.restore(make().to("xla"))
     optimized = copy.deepcopy(plain)
     torch_bridge.optimize(part(optimized))
     expected = run(plain, step or trained(), steps)

@@ -103,6 +103,14 @@ def test_asking_for_it_begins_at_once() -> None:
 
 
 @pytest.mark.usefixtures("by_default")
+def test_a_forward_that_nobody_asked_to_be_played_is_a_method_to_scripts() -> None:
+    module = nn.Linear(6, 6).to("xla")
+    assert module.forward.__func__ is nn.Linear.forward and module.forward.__name__ == "forward" and module.forward.__self__ is module
+    torch_bridge.optimize(module)
+    assert not hasattr(module.forward, "__func__")
+
+
+@pytest.mark.usefixtures("by_default")
 def test_files_hold_no_player() -> None:
     """A pickled module is loaded where there is no torch_bridge."""
     module = nn.Sequential(nn.Linear(2, 2)).to("xla")

@@ -16,6 +16,7 @@ from torch_bridge import lowerings
 from torch_bridge.config.settings import SETTINGS
 from torch_bridge.ir import dtypes, scopes
 from torch_bridge.ir.graph import KINDS, number
+from torch_bridge.lowerings import random_keys
 from torch_bridge.mesh import random_state, sharding
 from torch_bridge.mesh.axis_numbers import own
 from torch_bridge.passes.verify import report
@@ -145,12 +146,11 @@ def _conform(result: Any, node: fx.Node) -> Any:
 
 def draw_key(row: Any, differences: Sequence[int] | None = None) -> Any:
     """The PRNG key of one row of `draws`: uint32 (seed high, seed low, offset high, offset low). differences: what each rank's seed is larger by."""
-    seed = row[:2]
+    high0, low0, high1, low1 = row.astype(jnp.uint64)
+    seed = high0 << 32 | low0
     if differences:
-        seed64 = (row[0].astype(jnp.uint64) << 32 | row[1].astype(jnp.uint64)) + own(differences, jnp.int64).astype(jnp.uint64)
-        seed = jnp.stack([(seed64 >> 32).astype(jnp.uint32), seed64.astype(jnp.uint32)])
-    key = jax.random.wrap_key_data(seed, impl="threefry2x32")
-    return jax.random.fold_in(jax.random.fold_in(key, row[2]), row[3])
+        seed = seed + own(differences, jnp.int64).astype(jnp.uint64)
+    return random_keys.from_seed(seed, high1 << 32 | low1)
 
 
 def draws_key_of(draws: Any) -> KeyOf:
@@ -168,7 +168,7 @@ def key_of_row(row: Any, node: fx.Node) -> Any:
 def _on_axes(key: Any, axes: Any) -> Any:
     """A key of each rank's own along mesh axes."""
     names = sharding.ordered(axes)
-    return jax.random.fold_in(key, jax.lax.axis_index(names)) if names else key
+    return random_keys.fold_in(key, jax.lax.axis_index(names)) if names else key
 
 
 def dtype_of(val: torch.Tensor) -> Any:

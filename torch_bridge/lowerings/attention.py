@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import torch
 from jax import lax
 
+from torch_bridge.lowerings import random_keys
 from torch_bridge.lowerings._opmath import wide_dtype
 from torch_bridge.lowerings.dropout import keep_mask, keep_scale
 from torch_bridge.lowerings.kernels import cudnn_attention
@@ -87,8 +88,8 @@ def _pack_key(key: jax.Array) -> jax.Array:
 
 
 def _unpack_key(seed: jax.Array) -> jax.Array:
-    """The PRNG key that both directions draw the dropout mask from; threefry whatever the default is, as its state is 64 bits."""
-    return jax.random.wrap_key_data(lax.bitcast_convert_type(seed, jnp.uint32), impl="threefry2x32")
+    """The PRNG key that both directions draw the dropout mask from."""
+    return random_keys.from_bits(seed)
 
 
 def _as_4d(x: jax.Array) -> jax.Array:

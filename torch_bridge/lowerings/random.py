@@ -258,7 +258,7 @@ def _random_from(self: Array, low: int | None = None, to: int | None = None, *, 
 
 @lowering(aten.randperm.default, aten.randperm.generator, rng=True)
 def _randperm(n: int, *, dtype: torch.dtype | None = torch.int64, key: Key) -> Array:
-    order = jax.random.permutation(key, jnp.arange(n, dtype=jnp.int32 if n < 1 << 31 else jnp.int64))
+    order = jax.random.permutation(_threefry(key), jnp.arange(n, dtype=jnp.int32 if n < 1 << 31 else jnp.int64))
     return order.astype(dtypes.to_jax(dtype or torch.int64))
 
 
@@ -295,7 +295,7 @@ def _bernoulli_tensor(self: Array, p: Array, *, key: Key) -> Array:
 
 
 def _threefry(key: Key) -> Array:
-    """A threefry key derived from any key: jax.random.poisson takes no other kind."""
+    """A threefry key derived from any key, for samplers that split theirs among elements (poisson takes no other kind)."""
     return jax.random.wrap_key_data(jax.random.bits(key, (2,), jnp.uint32), impl="threefry2x32")
 
 
@@ -310,7 +310,7 @@ def _binomial(count: Array, prob: Array, *, key: Key) -> Array:
     shape = jnp.broadcast_shapes(count.shape, prob.shape)
     wide = jnp.float64 if count.dtype == jnp.float64 else jnp.float32
     n, p = (lax.stop_gradient(x).astype(wide) for x in (count, prob))
-    return jax.random.binomial(key, n, p, shape, wide).astype(count.dtype)
+    return jax.random.binomial(_threefry(key), n, p, shape, wide).astype(count.dtype)
 
 
 @lowering(aten.multinomial.default, rng=True)
@@ -343,7 +343,7 @@ def _draw_with_replacement(key: Key, weights: Array, num_samples: int) -> Array:
 @lowering(aten._standard_gamma.default, rng=True)
 def _standard_gamma(self: Array, *, key: Key) -> Array:
     """Differentiable in alpha; a draw that underflows becomes the least normal number, as in torch."""
-    return jnp.maximum(jax.random.gamma(key, self, self.shape, self.dtype), jnp.finfo(self.dtype).tiny)
+    return jnp.maximum(jax.random.gamma(_threefry(key), self, self.shape, self.dtype), jnp.finfo(self.dtype).tiny)
 
 
 @lowering(aten._standard_gamma_grad.default)
@@ -355,7 +355,7 @@ def _standard_gamma_grad(self: Array, output: Array) -> Array:
 @lowering(aten._sample_dirichlet.default, rng=True)
 def _sample_dirichlet(self: Array, *, key: Key) -> Array:
     """Normalised gammas over the last dim, in log space: small concentrations underflow otherwise."""
-    logs = jax.random.loggamma(key, self, self.shape, self.dtype)
+    logs = jax.random.loggamma(_threefry(key), self, self.shape, self.dtype)
     info = jnp.finfo(self.dtype)
     return jnp.clip(jax.nn.softmax(logs, axis=-1), info.tiny, 1 - info.epsneg)
 

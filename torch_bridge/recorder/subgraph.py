@@ -112,10 +112,10 @@ def _evaluate(
     extras = _numbers(graph, segment)
 
     def key_of(node: fx.Node) -> Any:
-        import jax
+        from torch_bridge.lowerings import random_keys
 
         assert key is not None, f"{node.target} draws random numbers inside a decomposition without a key"
-        return jax.random.fold_in(key(), node.meta["draw"])
+        return random_keys.fold_in(key(), node.meta["draw"])
 
     return interpret.run(graph, [*leaves, *extras], key_of, mode=mode)
 

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from torch_bridge.lowerings import random_keys
 from torch_bridge.lowerings._opmath import wide_dtype
 from torch_bridge.lowerings.attention import _pack_key as pack_key
 from torch_bridge.lowerings.attention import _unpack_key as unpack_key
@@ -96,7 +97,7 @@ def _dropped(p: jax.Array, at: Pair, key: Any, o: Options) -> jax.Array:
     """A block of weights (or of their gradients) with dropout; both directions draw the same mask."""
     if not o.dropout_p:
         return p
-    block_key = jax.random.fold_in(jax.random.fold_in(key, at[0]), at[1])
+    block_key = random_keys.fold_in(random_keys.fold_in(key, at[0]), at[1])
     return jnp.where(keep_mask(block_key, o.dropout_p, p.shape), p * keep_scale(o.dropout_p), 0)
 
 

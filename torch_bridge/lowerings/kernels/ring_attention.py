@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from torch_bridge.lowerings import random_keys
 from torch_bridge.lowerings.kernels import flash_attention as flash
 from torch_bridge.lowerings.kernels.flash_attention import Options, delta_of, merged, rows
 
@@ -39,7 +40,7 @@ def along(axes: tuple[str, ...], count: int) -> Ring:
 
 
 def _key(seed: jax.Array, step: int | jax.Array, o: Options) -> jax.Array | None:
-    return jax.random.fold_in(flash.unpack_key(seed), step) if o.dropout_p else None
+    return random_keys.fold_in(flash.unpack_key(seed), step) if o.dropout_p else None
 
 
 def _when_earlier(ring: Ring, step: int | jax.Array, o: Options, work: Callable[[T], T], carry: T) -> T:
