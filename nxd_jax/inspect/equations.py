@@ -25,7 +25,8 @@ class Equation(NamedTuple):
 
 
 def equations(jaxpr: object) -> Iterator[Equation]:
-    """Every equation that computes, those of calls, loops and branches in place of the call. Of a conditional every branch counts."""
+    """Every equation that computes, those of calls, loops and branches in place of the call. Of a conditional every branch counts; of
+    what is computed otherwise on one platform (CPUs, mostly) what is computed on all others does: it is what the op is, and what an accelerator does."""
     yield from _walk(getattr(jaxpr, "jaxpr", jaxpr), 1, scopes.NONE, True)
 
 
@@ -41,7 +42,7 @@ def _walk(jaxpr: Any, times: int, outer: Scope, known: bool) -> Iterator[Equatio
         own = scopes.read(str(eqn.source_info.name_stack))
         scope = own if own != scopes.NONE else outer
         name = eqn.primitive.name
-        nested = list(_nested(eqn.params))
+        nested = list(_nested(_on_accelerators(eqn.params)))
         if not nested or name in ("reduce", "reduce_window", "scatter", "scatter-add", "sort", "argmax", "argmin", "custom_jvp_call"):
             nested = nested if name == "custom_jvp_call" else []
         if not nested:
@@ -50,6 +51,14 @@ def _walk(jaxpr: Any, times: int, outer: Scope, known: bool) -> Iterator[Equatio
         inner = times * eqn.params["length"] if name == "scan" else times
         for each in nested:
             yield from _walk(each, inner, scope, known and name != "while")
+
+
+def _on_accelerators(params: dict[str, Any]) -> dict[str, Any]:
+    """Of `lax.platform_dependent` the default alone."""
+    platforms = params.get("branches_platforms")
+    if platforms is None or None not in platforms:
+        return params
+    return params | {"branches": (params["branches"][platforms.index(None)],)}
 
 
 def _nested(params: dict[str, Any]) -> Iterator[Any]:

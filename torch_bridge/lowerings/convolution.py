@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Sequence
 
 import jax
@@ -14,6 +16,10 @@ from torch_bridge.lowerings.matmul import dot, precision_of
 from torch_bridge.lowerings.registry import lowering
 
 aten = torch.ops.aten
+
+MOST_TAPS, MOST_TAPS_OF_WEIGHT = 49, 25
+"""Up to so many elements of a kernel a depthwise convolution (and the gradient of its weight) is a sum of products on CPUs, one fused loop. Other grouped
+convolutions are loops over their groups there: XLA has no fast code for either."""
 
 
 def _per_dim(values: Sequence[int], n: int) -> list[int]:
@@ -29,6 +35,78 @@ def _conv(
     dilation: Sequence[int],
     groups: int,
     lhs_dilation: Sequence[int] | None = None,
+    most_taps: int = MOST_TAPS,
+) -> jax.Array:
+    if groups == 1:
+        return _in_xla(x, w, stride, padding, dilation, 1, lhs_dilation)
+    depthwise = x.shape[1] == groups
+    if depthwise and (math.prod(w.shape[2:]) > most_taps or not jnp.issubdtype(x.dtype, jnp.floating)):
+        return _in_xla(x, w, stride, padding, dilation, groups, lhs_dilation)
+
+    def on_cpu(x: jax.Array, w: jax.Array) -> jax.Array:
+        if depthwise:
+            return _sum_of_taps(x, w, stride, padding, dilation, lhs_dilation or [1] * len(stride))
+        return _by_group(x, w, stride, padding, dilation, groups, lhs_dilation)
+
+    def default(x: jax.Array, w: jax.Array) -> jax.Array:
+        return _in_xla(x, w, stride, padding, dilation, groups, lhs_dilation)
+
+    return lax.platform_dependent(x, w, cpu=on_cpu, default=default)
+
+
+def _sum_of_taps(
+    x: jax.Array,
+    w: jax.Array,
+    stride: Sequence[int],
+    padding: Sequence[tuple[int, int]],
+    dilation: Sequence[int],
+    lhs_dilation: Sequence[int],
+) -> jax.Array:
+    """A depthwise convolution: for each element of the kernel, the part of x that it meets times that element, in the opmath dtype."""
+    x = lax.pad(
+        x,
+        jnp.zeros((), x.dtype),
+        [(0, 0, 0), (0, 0, 0), *((low, high, d - 1) for (low, high), d in zip(padding, lhs_dilation, strict=True))],
+    )
+    x = jnp.repeat(x, w.shape[0] // x.shape[1], axis=1)
+    sizes = [(i - d * (k - 1) - 1) // s + 1 for i, k, s, d in zip(x.shape[2:], w.shape[2:], stride, dilation, strict=True)]
+    found = jnp.zeros((), widen(x[:0]).dtype)
+    for tap in itertools.product(*map(range, w.shape[2:])):
+        starts = [t * d for t, d in zip(tap, dilation, strict=True)]
+        ends = [a + s * (n - 1) + 1 for a, s, n in zip(starts, stride, sizes, strict=True)]
+        met = lax.slice(x, (0, 0, *starts), (*x.shape[:2], *ends), (1, 1, *stride))
+        found = found + widen(met) * widen(w[(slice(None), 0, *tap)]).reshape(1, -1, *[1] * len(sizes))
+    return found.astype(x.dtype)
+
+
+def _by_group(
+    x: jax.Array,
+    w: jax.Array,
+    stride: Sequence[int],
+    padding: Sequence[tuple[int, int]],
+    dilation: Sequence[int],
+    groups: int,
+    lhs_dilation: Sequence[int] | None,
+) -> jax.Array:
+    """A grouped convolution as a loop over its groups."""
+    x = x.reshape(x.shape[0], groups, -1, *x.shape[2:]).swapaxes(0, 1)
+    w = w.reshape(groups, -1, *w.shape[1:])
+
+    def one(part: tuple[jax.Array, jax.Array]) -> jax.Array:
+        return _in_xla(part[0], part[1], stride, padding, dilation, 1, lhs_dilation)
+
+    found = lax.map(one, (x, w)).swapaxes(0, 1)
+    return found.reshape(found.shape[0], -1, *found.shape[3:])
+
+
+def _in_xla(
+    x: jax.Array,
+    w: jax.Array,
+    stride: Sequence[int],
+    padding: Sequence[tuple[int, int]],
+    dilation: Sequence[int],
+    groups: int,
+    lhs_dilation: Sequence[int] | None,
 ) -> jax.Array:
     n = x.ndim - 2
     spatial = "DHW"[-n:] if n <= 3 else "".join(chr(ord("a") + i) for i in range(n))
@@ -139,6 +217,56 @@ def _convolution(
     return convolution(input, weight, bias, stride, padding, dilation, transposed, output_padding, groups)
 
 
+def _gradients(
+    grad: jax.Array,
+    x: jax.Array,
+    w: jax.Array,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    output_padding: Sequence[int],
+    groups: int,
+    wanted: Sequence[bool],
+) -> tuple[jax.Array | None, jax.Array | None]:
+    """Of input and weight. A convolution is linear in each: transposing it runs no forward convolution."""
+
+    def of_input(x: jax.Array) -> jax.Array:
+        return _without_bias(x, w, stride, padding, dilation, transposed, output_padding, groups)
+
+    def of_weight(w: jax.Array) -> jax.Array:
+        if transposed or 0 in (*x.shape, *w.shape):
+            return _without_bias(x, w, stride, padding, dilation, transposed, output_padding, groups)
+        return _conv(x, w, stride, [(p, p) for p in padding], dilation, groups, most_taps=MOST_TAPS_OF_WEIGHT)
+
+    grad_input = jax.linear_transpose(of_input, x)(grad)[0] if wanted[0] else None
+    return grad_input, jax.linear_transpose(of_weight, w)(grad)[0] if wanted[1] else None
+
+
+def _gradients_of_transposed(
+    grad: jax.Array,
+    x: jax.Array,
+    w: jax.Array,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    output_padding: Sequence[int],
+    groups: int,
+    wanted: Sequence[bool],
+) -> tuple[jax.Array | None, jax.Array | None]:
+    """Of input and weight of a transposed convolution T. It is the adjoint of an ordinary one, C: <grad, T(x, w)> = <C(grad, w), x>.
+
+    So the gradient of x is C(grad, w), and that of w is what it would be for C of grad, with x as the gradient of C's result. (XLA for CPUs computes the
+    gradient that JAX derives from T itself thirty times slower.)
+    """
+    edges = [(p, p - extra) for p, extra in zip(padding, output_padding, strict=True)]
+    grad_input = _conv(grad, w, stride, edges, dilation, groups) if wanted[0] else None
+    if not wanted[1]:
+        return grad_input, None
+    of_weight = jax.linear_transpose(lambda w: _conv(grad, w, stride, edges, dilation, groups, most_taps=MOST_TAPS_OF_WEIGHT), w)
+    return grad_input, of_weight(x)[0]
+
+
 @lowering(aten.convolution_backward.default)
 def convolution_backward(
     grad_output: jax.Array,
@@ -153,15 +281,14 @@ def convolution_backward(
     groups: int,
     output_mask: Sequence[bool],
 ) -> tuple[jax.Array | None, ...]:
-    def of_input(x: jax.Array) -> jax.Array:
-        return _without_bias(x, weight, stride, padding, dilation, transposed, output_padding, groups)
-
-    def of_weight(w: jax.Array) -> jax.Array:
-        return _without_bias(input, w, stride, padding, dilation, transposed, output_padding, groups)
-
-    # convolution is linear in each operand: transposing it runs no forward convolution
-    grad_input = jax.linear_transpose(of_input, input)(grad_output)[0] if output_mask[0] else None
-    grad_weight = jax.linear_transpose(of_weight, weight)(grad_output)[0] if output_mask[1] else None
+    n = input.ndim - 2
+    stride, padding, dilation, output_padding = (_per_dim(v, n) for v in (stride, padding, dilation, output_padding))
+    args = grad_output, input, weight, stride, padding, dilation
+    empty = 0 in input.shape or 0 in weight.shape
+    if transposed and not empty:
+        grad_input, grad_weight = _gradients_of_transposed(*args, output_padding, groups, output_mask)
+    else:
+        grad_input, grad_weight = _gradients(*args, transposed, output_padding, groups, output_mask)
     sum_dims = (0, *range(2, grad_output.ndim))
     grad_bias = jnp.sum(widen(grad_output), axis=sum_dims).astype(grad_output.dtype) if output_mask[2] else None
     return grad_input, grad_weight, grad_bias
