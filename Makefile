@@ -65,8 +65,9 @@ style: $(VENV)/dev.stamp
 notebooks: $(VENV)/dev.stamp ## write notebooks/*.ipynb from the scripts beside them, without outputs
 	$(BIN)/python -m tests.notebooks.pairs
 
-bench: $(VENV)/dev.stamp ## time a training step against hand-written JAX and original torch_xla (many minutes)
+bench: $(VENV)/dev.stamp ## time a training step against hand-written JAX, original torch_xla and eager PyTorch (an hour)
 	$(BIN)/python benchmarks/step_time.py $(BENCH_ARGS)
+	$(BIN)/python benchmarks/zoo.py $(BENCH_ARGS)
 
 opinfo: $(VENV)/dev.stamp ## run torch's databases of ops, modules and optimizers against the CPU (half an hour)
 	$(BIN)/python -m tests.opinfo --jobs 2 $(OPINFO_ARGS)
