@@ -103,11 +103,13 @@ def test_asking_for_it_begins_at_once() -> None:
 
 
 @pytest.mark.usefixtures("by_default")
-def test_a_forward_that_nobody_asked_to_be_played_is_a_method_to_scripts() -> None:
+def test_a_forward_that_nobody_asked_to_be_played_is_a_method_to_scripts(monkeypatch: pytest.MonkeyPatch) -> None:
     module = nn.Linear(6, 6).to("xla")
     assert module.forward.__func__ is nn.Linear.forward and module.forward.__name__ == "forward" and module.forward.__self__ is module
     torch_bridge.optimize(module)
     assert not hasattr(module.forward, "__func__")
+    monkeypatch.setenv("NXD_JAX_REPLAY", "all")
+    assert not hasattr(nn.Linear(6, 6).to("xla").forward, "__func__")
 
 
 @pytest.mark.usefixtures("by_default")

@@ -39,8 +39,8 @@ OTHERS = 16
 OF_METHODS = frozenset(
     {"__annotations__", "__code__", "__defaults__", "__globals__", "__kwdefaults__", "__name__", "__qualname__", "__self__"}
 )
-"""What a player has of the forward that it stands for. `__func__` only if nobody asked for the module to be played: who wraps that in a method of its own
-(accelerate) leaves the player out."""
+"""What a player has of the forward that it stands for. `__func__` only if neither the script nor NXD_JAX_REPLAY=all asked for it to be played: who wraps
+that in a method of its own (accelerate) leaves the player out."""
 WARM_UP = 8
 """Calls of a kind that come before a module is looked at that nobody has asked to be played: looking takes a second, and many scripts run a few steps."""
 SEEN = 64
@@ -226,7 +226,7 @@ class Player:
 
     def __getattr__(self, name: str) -> Any:
         """What scripts ask of a forward method beside calling it: `module.forward.__code__.co_varnames`."""
-        if name in OF_METHODS or (name == "__func__" and not self.__dict__.get("asked", True)):
+        if name in OF_METHODS or (name == "__func__" and self.__dict__.get("warm_up")):
             return getattr(self.plain, name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
