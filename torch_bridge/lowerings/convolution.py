@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,52 +24,71 @@ MOST_TAPS, MOST_TAPS_OF_WEIGHT = 49, 25
 convolutions are loops over their groups there: XLA has no fast code for either."""
 
 
-def _per_dim(values: Sequence[int], n: int) -> list[int]:
-    """torch lets one number stand for all spatial dims."""
-    return list(values) * n if len(values) == 1 else list(values)
+class Window(NamedTuple):
+    """How a kernel goes over its input, as XLA has it: one number (for padding a pair) for each spatial dim. lhs_dilation: the holes in the input, plus one."""
+
+    stride: Sequence[int]
+    padding: Sequence[tuple[int, int]]
+    dilation: Sequence[int]
+    groups: int
+    lhs_dilation: Sequence[int]
 
 
-def _conv(
-    x: jax.Array,
-    w: jax.Array,
+class Geometry(NamedTuple):
+    """A convolution as torch has it: one number for each spatial dim."""
+
+    stride: Sequence[int]
+    padding: Sequence[int]
+    dilation: Sequence[int]
+    transposed: bool
+    output_padding: Sequence[int]
+    groups: int
+
+    def window(self) -> Window:
+        """Of an ordinary convolution; of a transposed one that of the convolution whose adjoint it is."""
+        extra = self.output_padding if self.transposed else [0] * len(self.padding)
+        edges = [(p, p - e) for p, e in zip(self.padding, extra, strict=True)]
+        return Window(self.stride, edges, self.dilation, self.groups, [1] * len(edges))
+
+    def window_of_transposed(self, kernel: Sequence[int]) -> Window:
+        """Of a transposed convolution, of these kernel sizes, as the convolution with holes in its input that it is."""
+        reach = [d * (k - 1) for d, k in zip(self.dilation, kernel, strict=True)]
+        edges = [(r - p, r - p + extra) for r, p, extra in zip(reach, self.padding, self.output_padding, strict=True)]
+        return Window([1] * len(edges), edges, self.dilation, self.groups, self.stride)
+
+
+def _geometry(
+    n: int,
     stride: Sequence[int],
-    padding: Sequence[tuple[int, int]],
+    padding: Sequence[int],
     dilation: Sequence[int],
+    transposed: bool,
+    output_padding: Sequence[int],
     groups: int,
-    lhs_dilation: Sequence[int] | None = None,
-    most_taps: int = MOST_TAPS,
-) -> jax.Array:
-    if groups == 1:
-        return _in_xla(x, w, stride, padding, dilation, 1, lhs_dilation)
-    depthwise = x.shape[1] == groups
+) -> Geometry:
+    """torch lets one number stand for all n spatial dims."""
+
+    def per_dim(values: Sequence[int]) -> list[int]:
+        return list(values) * n if len(values) == 1 else list(values)
+
+    return Geometry(per_dim(stride), per_dim(padding), per_dim(dilation), transposed, per_dim(output_padding), groups)
+
+
+def _conv(x: jax.Array, w: jax.Array, window: Window, most_taps: int = MOST_TAPS) -> jax.Array:
+    if window.groups == 1:
+        return _in_xla(x, w, window)
+    depthwise = x.shape[1] == window.groups
     if depthwise and (math.prod(w.shape[2:]) > most_taps or not jnp.issubdtype(x.dtype, jnp.floating)):
-        return _in_xla(x, w, stride, padding, dilation, groups, lhs_dilation)
-
-    def on_cpu(x: jax.Array, w: jax.Array) -> jax.Array:
-        if depthwise:
-            return _sum_of_taps(x, w, stride, padding, dilation, lhs_dilation or [1] * len(stride))
-        return _by_group(x, w, stride, padding, dilation, groups, lhs_dilation)
-
-    def default(x: jax.Array, w: jax.Array) -> jax.Array:
-        return _in_xla(x, w, stride, padding, dilation, groups, lhs_dilation)
-
-    return lax.platform_dependent(x, w, cpu=on_cpu, default=default)
+        return _in_xla(x, w, window)
+    on_cpu = _sum_of_taps if depthwise else _by_group
+    return lax.platform_dependent(x, w, cpu=partial(on_cpu, window=window), default=partial(_in_xla, window=window))
 
 
-def _sum_of_taps(
-    x: jax.Array,
-    w: jax.Array,
-    stride: Sequence[int],
-    padding: Sequence[tuple[int, int]],
-    dilation: Sequence[int],
-    lhs_dilation: Sequence[int],
-) -> jax.Array:
+def _sum_of_taps(x: jax.Array, w: jax.Array, window: Window) -> jax.Array:
     """A depthwise convolution: for each element of the kernel, the part of x that it meets times that element, in the opmath dtype."""
-    x = lax.pad(
-        x,
-        jnp.zeros((), x.dtype),
-        [(0, 0, 0), (0, 0, 0), *((low, high, d - 1) for (low, high), d in zip(padding, lhs_dilation, strict=True))],
-    )
+    stride, padding, dilation, _, lhs_dilation = window
+    around = [(low, high, d - 1) for (low, high), d in zip(padding, lhs_dilation, strict=True)]
+    x = lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), (0, 0, 0), *around])
     x = jnp.repeat(x, w.shape[0] // x.shape[1], axis=1)
     sizes = [(i - d * (k - 1) - 1) // s + 1 for i, k, s, d in zip(x.shape[2:], w.shape[2:], stride, dilation, strict=True)]
     found = jnp.zeros((), widen(x[:0]).dtype)
@@ -79,45 +100,27 @@ def _sum_of_taps(
     return found.astype(x.dtype)
 
 
-def _by_group(
-    x: jax.Array,
-    w: jax.Array,
-    stride: Sequence[int],
-    padding: Sequence[tuple[int, int]],
-    dilation: Sequence[int],
-    groups: int,
-    lhs_dilation: Sequence[int] | None,
-) -> jax.Array:
+def _by_group(x: jax.Array, w: jax.Array, window: Window) -> jax.Array:
     """A grouped convolution as a loop over its groups."""
+    groups = window.groups
     x = x.reshape(x.shape[0], groups, -1, *x.shape[2:]).swapaxes(0, 1)
     w = w.reshape(groups, -1, *w.shape[1:])
 
     def one(part: tuple[jax.Array, jax.Array]) -> jax.Array:
-        return _in_xla(part[0], part[1], stride, padding, dilation, 1, lhs_dilation)
+        return _in_xla(*part, window._replace(groups=1))
 
     found = lax.map(one, (x, w)).swapaxes(0, 1)
     return found.reshape(found.shape[0], -1, *found.shape[3:])
 
 
-def _in_xla(
-    x: jax.Array,
-    w: jax.Array,
-    stride: Sequence[int],
-    padding: Sequence[tuple[int, int]],
-    dilation: Sequence[int],
-    groups: int,
-    lhs_dilation: Sequence[int] | None,
-) -> jax.Array:
+def _in_xla(x: jax.Array, w: jax.Array, window: Window) -> jax.Array:
     n = x.ndim - 2
     spatial = "DHW"[-n:] if n <= 3 else "".join(chr(ord("a") + i) for i in range(n))
     numbers = (f"NC{spatial}", f"OI{spatial}", f"NC{spatial}")
+    stride, padding, dilation, groups, lhs_dilation = window
     return lax.conv_general_dilated(
         x, w, stride, padding, lhs_dilation, dilation, numbers, feature_group_count=groups, precision=precision_of(x.dtype)
     )
-
-
-def _forward(x: jax.Array, w: jax.Array, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], groups: int) -> jax.Array:
-    return _conv(x, w, stride, [(p, p) for p in padding], dilation, groups)
 
 
 def _flip_and_swap(w: jax.Array, groups: int) -> jax.Array:
@@ -127,55 +130,21 @@ def _flip_and_swap(w: jax.Array, groups: int) -> jax.Array:
     return jnp.flip(w.reshape(-1, w.shape[2], *spatial), range(2, 2 + len(spatial)))
 
 
-def _transposed(
-    x: jax.Array,
-    w: jax.Array,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    output_padding: Sequence[int],
-    groups: int,
-) -> jax.Array:
-    kernel = w.shape[2:]
-    edges = [(d * (k - 1) - p, d * (k - 1) - p + extra) for k, d, p, extra in zip(kernel, dilation, padding, output_padding, strict=True)]
-    return _conv(x, _flip_and_swap(w, groups), [1] * len(kernel), edges, dilation, groups, lhs_dilation=stride)
-
-
-def _without_bias(
-    x: jax.Array,
-    w: jax.Array,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    transposed: bool,
-    output_padding: Sequence[int],
-    groups: int,
-) -> jax.Array:
-    n = x.ndim - 2
-    stride, padding, dilation, output_padding = (_per_dim(v, n) for v in (stride, padding, dilation, output_padding))
+def _without_bias(x: jax.Array, w: jax.Array, g: Geometry) -> jax.Array:
     if 0 in x.shape or 0 in w.shape:
-        return _empty(x, w, stride, padding, dilation, transposed, output_padding, groups)
-    if transposed:
-        return _transposed(x, w, stride, padding, dilation, output_padding, groups)
-    return _forward(x, w, stride, padding, dilation, groups)
+        return _empty(x, w, g)
+    if g.transposed:
+        return _conv(x, _flip_and_swap(w, g.groups), g.window_of_transposed(w.shape[2:]))
+    return _conv(x, w, g.window())
 
 
-def _empty(
-    x: jax.Array,
-    w: jax.Array,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    transposed: bool,
-    output_padding: Sequence[int],
-    groups: int,
-) -> jax.Array:
+def _empty(x: jax.Array, w: jax.Array, g: Geometry) -> jax.Array:
     """A convolution over nothing (empty batch or no channels) is zeros, connected to both operands for `jax.vjp`."""
     sizes = [
-        (i - 1) * s - 2 * p + d * (k - 1) + o + 1 if transposed else (i + 2 * p - d * (k - 1) - 1) // s + 1
-        for i, k, s, p, d, o in zip(x.shape[2:], w.shape[2:], stride, padding, dilation, output_padding, strict=True)
+        (i - 1) * s - 2 * p + d * (k - 1) + o + 1 if g.transposed else (i + 2 * p - d * (k - 1) - 1) // s + 1
+        for i, k, s, p, d, o in zip(x.shape[2:], w.shape[2:], g.stride, g.padding, g.dilation, g.output_padding, strict=True)
     ]
-    channels = w.shape[1] * groups if transposed else w.shape[0]
+    channels = w.shape[1] * g.groups if g.transposed else w.shape[0]
     nothing = (jnp.sum(x) + jnp.sum(w)) * 0 if x.size == 0 and w.size == 0 else jnp.zeros((), x.dtype)
     return jnp.broadcast_to(nothing.astype(x.dtype), (x.shape[0], channels, *sizes))
 
@@ -192,7 +161,7 @@ def convolution(
     output_padding: Sequence[int],
     groups: int,
 ) -> jax.Array:
-    out = _without_bias(input, weight, stride, padding, dilation, transposed, output_padding, groups)
+    out = _without_bias(input, weight, _geometry(input.ndim - 2, stride, padding, dilation, transposed, output_padding, groups))
     if bias is None:
         return out
     return (widen(out) + widen(bias).reshape(-1, *[1] * (input.ndim - 2))).astype(out.dtype)
@@ -218,53 +187,26 @@ def _convolution(
 
 
 def _gradients(
-    grad: jax.Array,
-    x: jax.Array,
-    w: jax.Array,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    transposed: bool,
-    output_padding: Sequence[int],
-    groups: int,
-    wanted: Sequence[bool],
+    grad: jax.Array, x: jax.Array, w: jax.Array, g: Geometry, wanted: Sequence[bool]
 ) -> tuple[jax.Array | None, jax.Array | None]:
-    """Of input and weight. A convolution is linear in each: transposing it runs no forward convolution."""
+    """Of input and weight. A convolution is linear in each: transposing it runs no forward convolution.
 
-    def of_input(x: jax.Array) -> jax.Array:
-        return _without_bias(x, w, stride, padding, dilation, transposed, output_padding, groups)
-
-    def of_weight(w: jax.Array) -> jax.Array:
-        if transposed or 0 in (*x.shape, *w.shape):
-            return _without_bias(x, w, stride, padding, dilation, transposed, output_padding, groups)
-        return _conv(x, w, stride, [(p, p) for p in padding], dilation, groups, most_taps=MOST_TAPS_OF_WEIGHT)
-
-    grad_input = jax.linear_transpose(of_input, x)(grad)[0] if wanted[0] else None
-    return grad_input, jax.linear_transpose(of_weight, w)(grad)[0] if wanted[1] else None
-
-
-def _gradients_of_transposed(
-    grad: jax.Array,
-    x: jax.Array,
-    w: jax.Array,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    output_padding: Sequence[int],
-    groups: int,
-    wanted: Sequence[bool],
-) -> tuple[jax.Array | None, jax.Array | None]:
-    """Of input and weight of a transposed convolution T. It is the adjoint of an ordinary one, C: <grad, T(x, w)> = <C(grad, w), x>.
-
-    So the gradient of x is C(grad, w), and that of w is what it would be for C of grad, with x as the gradient of C's result. (XLA for CPUs computes the
-    gradient that JAX derives from T itself thirty times slower.)
+    A transposed one, T, is the adjoint of an ordinary one, C: <grad, T(x, w)> = <C(grad, w), x>. So the gradient of x is C(grad, w), and that of w is what it
+    would be for C of grad, with x as the gradient of C's result. (XLA for CPUs computes the gradient that JAX derives from T itself thirty times slower.)
     """
-    edges = [(p, p - extra) for p, extra in zip(padding, output_padding, strict=True)]
-    grad_input = _conv(grad, w, stride, edges, dilation, groups) if wanted[0] else None
-    if not wanted[1]:
-        return grad_input, None
-    of_weight = jax.linear_transpose(lambda w: _conv(grad, w, stride, edges, dilation, groups, most_taps=MOST_TAPS_OF_WEIGHT), w)
-    return grad_input, of_weight(x)[0]
+
+    def transposed(f: Callable[[jax.Array], jax.Array], operand: jax.Array, of: jax.Array, want: bool) -> jax.Array | None:
+        return jax.linear_transpose(f, operand)(of)[0] if want else None
+
+    if 0 in x.shape or 0 in w.shape:
+        of_x = transposed(lambda x: _without_bias(x, w, g), x, grad, wanted[0])
+        return of_x, transposed(lambda w: _without_bias(x, w, g), w, grad, wanted[1])
+    window = g.window()
+    if g.transposed:
+        of_x = _conv(grad, w, window) if wanted[0] else None
+        return of_x, transposed(lambda w: _conv(grad, w, window, MOST_TAPS_OF_WEIGHT), w, x, wanted[1])
+    of_x = transposed(lambda x: _conv(x, w, window), x, grad, wanted[0])
+    return of_x, transposed(lambda w: _conv(x, w, window, MOST_TAPS_OF_WEIGHT), w, grad, wanted[1])
 
 
 @lowering(aten.convolution_backward.default)
@@ -281,14 +223,8 @@ def convolution_backward(
     groups: int,
     output_mask: Sequence[bool],
 ) -> tuple[jax.Array | None, ...]:
-    n = input.ndim - 2
-    stride, padding, dilation, output_padding = (_per_dim(v, n) for v in (stride, padding, dilation, output_padding))
-    args = grad_output, input, weight, stride, padding, dilation
-    empty = 0 in input.shape or 0 in weight.shape
-    if transposed and not empty:
-        grad_input, grad_weight = _gradients_of_transposed(*args, output_padding, groups, output_mask)
-    else:
-        grad_input, grad_weight = _gradients(*args, transposed, output_padding, groups, output_mask)
+    g = _geometry(input.ndim - 2, stride, padding, dilation, transposed, output_padding, groups)
+    grad_input, grad_weight = _gradients(grad_output, input, weight, g, output_mask)
     sum_dims = (0, *range(2, grad_output.ndim))
     grad_bias = jnp.sum(widen(grad_output), axis=sum_dims).astype(grad_output.dtype) if output_mask[2] else None
     return grad_input, grad_weight, grad_bias

@@ -31,6 +31,7 @@ from torch import fx
 
 from torch_bridge import lowerings
 from torch_bridge.config.variables import VARIABLES
+from torch_bridge.ir.graph import results_of
 from torch_bridge.lowerings import Stacks
 from torch_bridge.mesh import abstract_arrays
 from torch_bridge.passes import find_repeats
@@ -183,8 +184,7 @@ class Plan:
         self.groups: dict[fx.Node, list[Group]] = {}
         self.skipped: set[fx.Node] = set()
         self.items: list[fx.Node | Loop] = []
-        output = next(n for n in reversed(graph.nodes) if n.op == "output")
-        self.results: list[fx.Node] = list(output.args[0])
+        self.results: list[fx.Node] = list(results_of(graph))
         self._renewed = self._renewed_inputs()
         self._give_weights()
         for item in self._parts(graph):
