@@ -80,6 +80,17 @@ def compile_options() -> str:
     return hashlib.sha256(compiler.get_compile_options(num_replicas=1, num_partitions=1).SerializeAsString()).hexdigest()
 
 
+def knows_options(options: dict[str, Any]) -> bool:
+    """Whether XLA takes these `compiler_options`: names and values differ between versions, and one that it does not know is an error."""
+    import jax
+
+    try:
+        jax.jit(lambda x: x, compiler_options=options).lower(np.zeros((), np.float32)).compile()
+    except jax.errors.JaxRuntimeError:
+        return False
+    return True
+
+
 _watchers = threading.local()
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from torch_bridge import _compat, metrics
-from torch_bridge.compiler import background_compile, computation, dump, executable_cache
+from torch_bridge.compiler import background_compile, computation, dump, executable_cache, xla_options
 from torch_bridge.compiler.program_spec import Execution, ProgramSpec
 from torch_bridge.config import environment
 from torch_bridge.ir.segment import Segment
@@ -44,7 +44,8 @@ class Program:
     def __init__(self, spec: ProgramSpec, segment: Segment):
         self.spec = spec
         run = computation.of(spec)
-        self.jitted = jax.jit(run if spec.labels is None else spec.labels.wrap(run, spec.ports), donate_argnums=spec.ports.donated)
+        mapped = run if spec.labels is None else spec.labels.wrap(run, spec.ports)
+        self.jitted = jax.jit(mapped, donate_argnums=spec.ports.donated, compiler_options=xla_options.of(spec.graph))
         self.signature: Sequence[jax.ShapeDtypeStruct] = ()
         holders = {**{leaf: ref for ref, leaf in segment.saved}, **segment.holders}
         self.held_by = tuple(map(holders.get, spec.inputs))

@@ -1,0 +1,74 @@
+"""`compiler/xla_options.py`: programs with convolutions keep them from YNNPACK on CPUs, unless XLA_FLAGS says otherwise."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import torch
+from torch import fx
+
+from torch_bridge import _compat
+from torch_bridge.compiler import xla_options
+
+aten = torch.ops.aten
+OPTION = "xla_cpu_experimental_ynn_fusion_type"
+on_cpu = pytest.mark.skipif(jax.default_backend() != "cpu", reason="the option is for CPUs")
+
+
+@pytest.fixture(autouse=True)
+def asked_anew() -> Iterator[None]:
+    xla_options._known.cache_clear()
+    yield
+    xla_options._known.cache_clear()
+
+
+def graph_of(*ops: Callable[..., Any]) -> fx.Graph:
+    graph = fx.Graph()
+    node = graph.placeholder("x")
+    for op in ops:
+        node = graph.call_function(op, (node,))
+    graph.output(node)
+    return graph
+
+
+@on_cpu
+@pytest.mark.parametrize("op", [aten.convolution.default, aten.convolution_backward.default])
+def test_convolutions_are_not_left_to_the_kernel_library(op: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    options = xla_options.of(graph_of(aten.relu.default, op))
+    assert options is not None and "CONVOLUTION" not in options[OPTION] and "DOT" in options[OPTION]
+
+
+def test_other_programs_have_no_options() -> None:
+    assert xla_options.of(graph_of(aten.mm.default, aten.relu.default)) is None
+
+
+def test_what_xla_flags_say_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XLA_FLAGS", f"--{OPTION}=LIBRARY_FUSION_TYPE_DOT")
+    assert xla_options.of(graph_of(aten.convolution.default)) is None
+
+
+@on_cpu
+def test_an_option_that_this_xla_does_not_know_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    monkeypatch.setattr(xla_options, "_ALL_BUT_CONVOLUTIONS", {OPTION: "LIBRARY_FUSION_TYPE_OF_TOMORROW"})
+    assert xla_options.of(graph_of(aten.convolution.default)) is None
+    assert not _compat.knows_options({"xla_cpu_no_such_option": "1"})
+
+
+@on_cpu
+def test_a_model_with_convolutions_is_compiled_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiled program of one has a plain convolution: the library's would stand in a fusion of kind `__ynn_fusion`."""
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    from torch_bridge.runtime import session
+
+    torch.manual_seed(0)
+    layer = torch.nn.Conv2d(32, 32, 3, padding=1)
+    x = torch.randn(16, 32, 32, 32)
+    expected = layer(x).detach().numpy()
+    found = layer.to("xla")(x.to("xla")).cpu()
+    text = next(p for p in reversed(session.current().recent) if xla_options.of(p.graph)).compiled.as_text()
+    assert " convolution(" in text.split("ENTRY")[1], "the convolution is in a fusion"
+    np.testing.assert_allclose(found.detach().numpy(), expected, atol=1e-5)

@@ -1,0 +1,41 @@
+"""The XLA options that a program is compiled with (`compiler_options` of `jax.jit`), where XLA's own choice is known to be slow."""
+
+from __future__ import annotations
+
+import functools
+import os
+from typing import Any
+
+import jax
+import torch
+from torch import fx
+
+from torch_bridge import _compat
+
+aten = torch.ops.aten
+
+_CONVOLUTIONS = frozenset(
+    {
+        aten.convolution.default,
+        aten._convolution.default,
+        aten.convolution_overrideable.default,
+        aten.convolution_backward.default,
+        aten.convolution_backward_overrideable.default,
+    }
+)
+_LIBRARY_FUSIONS = "xla_cpu_experimental_ynn_fusion_type"
+_ALL_BUT_CONVOLUTIONS = {_LIBRARY_FUSIONS: "LIBRARY_FUSION_TYPE_DOT,LIBRARY_FUSION_TYPE_REDUCE"}
+"""On CPUs XLA gives convolutions to YNNPACK, which computes many of them on one thread. Without it they run in Eigen on all of them."""
+
+
+def of(graph: fx.Graph) -> dict[str, Any] | None:
+    """The options for a program of this graph of aten ops; None: XLA's own. What `XLA_FLAGS` says of an option stands."""
+    if not any(node.target in _CONVOLUTIONS for node in graph.nodes) or jax.default_backend() != "cpu":
+        return None
+    return _ALL_BUT_CONVOLUTIONS if _known() else None
+
+
+@functools.cache
+def _known() -> bool:
+    """Whether this process may set the option: the jaxlib knows it, and `XLA_FLAGS` does not name it."""
+    return _LIBRARY_FUSIONS not in os.environ.get("XLA_FLAGS", "") and _compat.knows_options(_ALL_BUT_CONVOLUTIONS)
