@@ -1,7 +1,7 @@
 """Twelve kinds of models in three sizes: first step, step, CPU time and memory of the unchanged script on `xla` against eager PyTorch and others.
 
     python benchmarks/zoo.py --rounds 3 --write                      # all kinds, small and medium
-    python benchmarks/zoo.py --kinds bert,gpt2 --sizes medium --variants xla,eager,compile
+    python benchmarks/zoo.py --kinds bert,gpt2 --sizes medium --variants xla,jax,compile
 
 Each variant runs in a process of its own, in turn. A step is forward, backward, AdamW and the loss's value. Where a model draws no dropout, the losses of
 the variants must agree.
@@ -10,6 +10,7 @@ the variants must agree.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import math
 import os
@@ -18,7 +19,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import rounds
@@ -30,8 +31,11 @@ VARIANTS = {
     "eager": "eager PyTorch on the CPU",
     "compile": "`torch.compile` on the CPU (needs a C++ compiler)",
     "torch_xla": "original torch_xla 2.7.0",
+    "jax": "the model hand-written in JAX and Optax",
 }
 PEER = "eager"
+BY_HAND = ("mlp", "resnet", "lstm", "bert", "gpt2", "llama")
+"""Kinds that `zoo_jax.py` has; the others have no variant `jax`."""
 DRAWS = {"mlp", "lstm", "bert", "gpt2", "t5"}
 """Kinds with dropout: each variant draws numbers of its own."""
 CHECKED = 3
@@ -44,8 +48,12 @@ COLUMNS: dict[str, tuple[str, Callable[[dict[str, Any]], float], int]] = {
 }
 
 
-def measure(kind: str, size: str, variant: str, least: int, seconds: float) -> dict[str, Any]:
-    """What one variant takes, in this process. It runs at least `least` steps, and then until `seconds` have passed."""
+Made = tuple[float, Callable[[int], float]]
+"""MiB resident before the weights went to the device, and a function that takes step `k` and returns its loss."""
+
+
+def on_torch(kind: str, size: str, variant: str) -> Made:
+    """The script in torch."""
     import measure as measuring
     import torch
 
@@ -72,7 +80,31 @@ def measure(kind: str, size: str, variant: str, least: int, seconds: float) -> d
             xm.mark_step()
         return loss.item()
 
-    losses, walls, cpus = [], [], []
+    return before, step
+
+
+def on_jax(kind: str, size: str) -> Made:
+    """The same by hand."""
+    import jax.numpy as jnp
+    import measure as measuring
+    import zoo_jax
+
+    jnp.zeros(1).tolist()  # starts the runtime
+    work = zoo_models.make(kind, size)
+    before = measuring.resident_mib()
+    train = zoo_jax.trainer(zoo_jax.make(kind, work.model))
+    batches = [zoo_jax.batch_of(batch) for batch in work.batches]
+    del work
+    gc.collect()  # the torch model, which may be a circle
+    return before, lambda k: train(*batches[k % len(batches)])
+
+
+def measure(kind: str, size: str, variant: str, least: int, seconds: float) -> dict[str, Any]:
+    """What one variant takes, in this process. It runs at least `least` steps, and then until `seconds` have passed."""
+    before, step = on_jax(kind, size) if variant == "jax" else on_torch(kind, size, variant)
+    losses: list[float] = []
+    walls: list[float] = []
+    cpus: list[float] = []
     began = time.perf_counter()
     while len(walls) < least + CHECKED or time.perf_counter() - began < seconds:
         wall, cpu = time.perf_counter(), time.process_time()
@@ -103,6 +135,8 @@ def run(kind: str, size: str, variant: str, options: list[str]) -> dict[str, Any
         env["PJRT_DEVICE"] = "CPU"
     elif variant == "xla":
         env |= {"PYTHONPATH": os.pathsep.join([str(rounds.HERE.parent), str(rounds.HERE.parent / "aliases")]), "JAX_PLATFORMS": "cpu"}
+    elif variant == "jax":
+        env |= {"JAX_PLATFORMS": "cpu", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}  # without our device
     command = [python, __file__, "--kinds", kind, "--sizes", size, "--variant", variant, *options]
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     if done.returncode:
@@ -110,8 +144,9 @@ def run(kind: str, size: str, variant: str, options: list[str]) -> dict[str, Any
     return json.loads(done.stdout.splitlines()[-1])
 
 
-Found = dict[tuple[str, str], dict[str, list[dict[str, Any]]]]
-"""(kind, size): variant: what each round found."""
+Runs = dict[str, list[dict[str, Any]]]
+Found = dict[tuple[str, str], Runs]
+"""(kind, size): variant: what each round found. Variants that a kind does not have are not there."""
 
 
 def disagreement(found: Found) -> float:
@@ -128,32 +163,54 @@ def disagreement(found: Found) -> float:
     return worst
 
 
-def ratio(variants: dict[str, list[dict[str, Any]]], variant: str, column: str) -> float:
+def ratio(variants: Runs, variant: str, column: str, peer: str = PEER) -> float:
     """The median over the rounds of a variant's value over the peer's."""
     value = COLUMNS[column][1]
-    return statistics.median(value(mine) / max(value(peer), 1e-9) for mine, peer in zip(variants[variant], variants[PEER], strict=True))
+    return statistics.median(value(mine) / max(value(other), 1e-9) for mine, other in zip(variants[variant], variants[peer], strict=True))
+
+
+def mean(values: Iterable[float]) -> float:
+    """The geometric mean."""
+    return math.exp(statistics.fmean(map(math.log, values)))
 
 
 def table(found: Found, names: list[str]) -> str:
     """Worst first, by the step of the first variant."""
-    order = sorted(found, key=lambda case: -ratio(found[case], names[0], "step"))
+    order = sorted(found, key=lambda case: -ratio(found[case], names[0], "step") if names[0] in found[case] else 0.0)
     lines = [f"| model | variant | {' | '.join(title for title, _, _ in COLUMNS.values())} |", "|---" * (len(COLUMNS) + 2) + "|"]
-    for kind, size in order:
+    for case in order:
         for name in names:
-            cells = []
-            for column, (_, value, digits) in COLUMNS.items():
-                own = statistics.median(value(run) for run in found[kind, size][name])
-                cells.append(f"{own:.{digits}f} ({ratio(found[kind, size], name, column):.2f}x)")
-            lines.append(f"| {kind}, {size} | {name} | {' | '.join(cells)} |")
+            cells = [_cell(found[case], name, column) if name in found[case] else "-" for column in COLUMNS]
+            lines.append(f"| {', '.join(case)} | {name} | {' | '.join(cells)} |")
     lines.append("")
     for name in names:
-        if name != PEER:
-            means = {
-                column: math.exp(statistics.fmean(math.log(ratio(found[case], name, column)) for case in found))
-                for column in ("step", "cpu")
-            }
-            lines.append(f"- `{name}` ({VARIANTS[name]}): geometric mean of steps {means['step']:.2f}x, of CPU time {means['cpu']:.2f}x.")
+        having = [variants for variants in found.values() if name in variants]
+        if name != PEER and having:
+            step, cpu = (mean(ratio(variants, name, column) for variants in having) for column in ("step", "cpu"))
+            few = "" if len(having) == len(found) else f" ({len(having)} of {len(found)} models)"
+            lines.append(f"- `{name}` ({VARIANTS[name]}): geometric mean of steps {step:.2f}x, of CPU time {cpu:.2f}x{few}.")
     return "\n".join(lines)
+
+
+def _cell(variants: Runs, name: str, column: str) -> str:
+    _, value, digits = COLUMNS[column]
+    return f"{statistics.median(value(run) for run in variants[name]):.{digits}f} ({ratio(variants, name, column):.2f}x)"
+
+
+def against_jax(found: Found) -> str:
+    """A table of `xla` against `jax`, worst step first; empty where no model has both."""
+    ratios = {
+        ", ".join(case): [ratio(variants, "xla", column, "jax") for column in COLUMNS]
+        for case, variants in found.items()
+        if {"xla", "jax"} <= set(variants)
+    }
+    if not ratios:
+        return ""
+    rows = sorted(ratios.items(), key=lambda row: -row[1][list(COLUMNS).index("step")])
+    rows.append(("geometric mean", [mean(column) for column in zip(*ratios.values(), strict=True)]))
+    titles = [title.rpartition(" (")[0] for title, _, _ in COLUMNS.values()]
+    lines = [f"| `xla` against hand-written JAX | {' | '.join(titles)} |", "|---" * (len(COLUMNS) + 1) + "|"]
+    return "\n".join([*lines, *(f"| {name} | {' | '.join(f'{value:.2f}x' for value in row)} |" for name, row in rows)])
 
 
 def main() -> None:
@@ -176,17 +233,18 @@ def main() -> None:
     names = args.variants.split(",")
     names += [PEER] if PEER not in names else []
     cases = zoo_models.names(args.kinds.split(","), args.sizes.split(","))
-    found: Found = {case: {name: [] for name in names} for case in cases}
+    found: Found = {case: {name: [] for name in names if name != "jax" or case[0] in BY_HAND} for case in cases}
     for number in range(args.rounds):
         for case in cases:
-            for name in names:
-                found[case][name].append(run(*case, name, ["--steps", str(args.steps), "--seconds", str(args.seconds)]))
+            for name, runs in found[case].items():
+                runs.append(run(*case, name, ["--steps", str(args.steps), "--seconds", str(args.seconds)]))
             shown = ", ".join(
-                f"{name} {found[case][name][-1]['first_step_s']:.1f} s, {found[case][name][-1]['step_ms']:.1f} ms" for name in names
+                f"{name} {runs[-1]['first_step_s']:.1f} s, {runs[-1]['step_ms']:.1f} ms" for name, runs in found[case].items()
             )
             print(f"round {number + 1}: {', '.join(case)}: {shown}", file=sys.stderr, flush=True)
-    text = table(found, names)
-    text += f"\n\nMedian of {args.rounds} round(s); losses agree to {disagreement(found):.0e}; {rounds.stack('torch', 'transformers', 'jax', 'jaxlib')}"
+    text = "\n\n".join(filter(None, [table(found, names), against_jax(found)]))
+    stack = rounds.stack("torch", "transformers", "jax", "jaxlib", "optax")
+    text += f"\n\nMedian of {args.rounds} round(s); losses agree to {disagreement(found):.0e}; {stack}"
     print(text)
     if args.write:
         rounds.put("zoo", text)
