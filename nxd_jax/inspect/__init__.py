@@ -8,6 +8,7 @@ print(step)                    # memory, operations and collectives in a few lin
 step.collectives               # a table: prints, shows in a notebook, .to_pandas(), .save("file.json")
 inspect.why()                  # why the last program that was compiled again was
 inspect.replay()               # which modules are played from recordings, and why others are not
+inspect.schedule("zbv", stages=8, microbatches=32)  # what a pipeline schedule costs, without any model
 """
 
 from nxd_jax.inspect.collectives import Collective
@@ -18,11 +19,13 @@ from nxd_jax.inspect.looking import Inspection, compare, look
 from nxd_jax.inspect.memory import Held, Memory
 from nxd_jax.inspect.nodes import Node
 from nxd_jax.inspect.pictures import memory_picture, sharding_picture, topology_picture
+from nxd_jax.inspect.pictures.schedule import schedule_picture
 from nxd_jax.inspect.pictures.timeline import timeline_picture
 from nxd_jax.inspect.profiling import Profile, profile
 from nxd_jax.inspect.recompiles import Compiled, recompiles, why
 from nxd_jax.inspect.replay import PlayedModule, replay
 from nxd_jax.inspect.report import Report
+from nxd_jax.inspect.schedules import RankOfSchedule, ScheduleTable, schedule
 from nxd_jax.inspect.statistics import Statistics, statistics
 from nxd_jax.inspect.tables import Column, Table
 from nxd_jax.inspect.traffic import Traffic
@@ -42,7 +45,9 @@ __all__ = [
     "Node",
     "PlayedModule",
     "Profile",
+    "RankOfSchedule",
     "Report",
+    "ScheduleTable",
     "Statistics",
     "Table",
     "Traffic",
@@ -52,6 +57,8 @@ __all__ = [
     "profile",
     "recompiles",
     "replay",
+    "schedule",
+    "schedule_picture",
     "sharding_picture",
     "statistics",
     "timeline_picture",
