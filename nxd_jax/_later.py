@@ -26,7 +26,7 @@ _QUANTIZATION = "quantization is not there yet; weights are float32, bfloat16 or
 _OTHER = "it is not there yet; this release trains with parallel_layers, trainer, optimizer, modules.lora and lightning"
 
 LATER = {
-    **dict.fromkeys(("pipeline.comm", "pipeline.manual_pipe_stage", "pipeline.scheduler", "pipeline.timeline"), PIPELINE),
+    **dict.fromkeys(("pipeline.comm", "pipeline.timeline"), PIPELINE),
     **dict.fromkeys(
         (
             "BaseNxDModel",

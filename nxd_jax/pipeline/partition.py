@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,16 +10,23 @@ from nxd_jax import _later
 from nxd_jax.parallel_layers import parallel_state
 
 
+def even_sizes(layers: int, stages: int) -> list[int]:
+    """How many layers each stage has: as many as any other, or one more for the last stages if they do not come out even. AssertionError for too few layers."""
+    size, more = divmod(layers, stages)
+    if not size:
+        raise AssertionError(
+            f"{layers} layers cannot make {stages} stages: each needs one. Use fewer stages (pipeline_parallel_size, virtual_pipeline_size)"
+        )
+    return [size + (stage >= stages - more) for stage in range(stages)]
+
+
 def create_partitions(pipeline_parallel_size: int, model_layer_names: Sequence[str]) -> list[str]:
     """`partition.create_partitions`: the last layer of each stage but the last one's. Layers left over go to the last stages, one each.
 
     Raises AssertionError for fewer layers than stages.
     """
-    size, more = divmod(len(model_layer_names), pipeline_parallel_size)
-    if not size:
-        raise AssertionError(f"{len(model_layer_names)} layers cannot make {pipeline_parallel_size} stages: each needs one")
-    ends = [k * size + max(0, more - (pipeline_parallel_size - k)) for k in range(1, pipeline_parallel_size)]
-    return [model_layer_names[end - 1] for end in ends]
+    sizes = even_sizes(len(model_layer_names), pipeline_parallel_size)
+    return [model_layer_names[end - 1] for end in itertools.accumulate(sizes[:-1])]
 
 
 def stage_to_pipeline_parallel_rank(stage: int, pp_size: int | None = None) -> int:
