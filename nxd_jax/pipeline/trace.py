@@ -1,27 +1,209 @@
-"""`neuronx_distributed.pipeline.trace`: what records a model to cut it into stages. Scripts subclass the tracers; they cannot be made yet."""
+"""`neuronx_distributed.pipeline.trace`: a model as a torch.fx graph whose nodes are layers, to see and choose where it is cut into stages.
+
+Tracing is symbolic: Python runs once with proxies in place of tensors, so a forward that branches on a tensor cannot be traced. Name the modules that do so
+in `leaf_modules`: they become one node each.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import inspect
+import math
+import pathlib
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import ModuleType
 from typing import Any
 
-from nxd_jax import _later
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+from nxd_jax.utils.model_utils import is_hf_pretrained_model
+
+HF, TORCH = "hf", "torch"
 
 
-class NxDTracer:
-    """`trace.NxDTracer`: raises NotImplementedError when constructed."""
+class NxDTracer(fx.Tracer):
+    """`trace.NxDTracer`: a tracer that keeps chosen modules as one node.
 
-    def __init__(self, *args: Any, **kwargs: Any):
-        raise NotImplementedError(f"neuronx_distributed.pipeline.trace.{type(self).__name__}: {_later.PIPELINE}")
+    Args:
+        leaf_modules: names of classes (or parts of them), or dotted names of modules, that are not looked into; `torch.nn`'s own are not either.
+        autowrap_modules: Python modules whose functions are recorded as calls.
+        autowrap_functions: functions that are recorded as calls.
+        autowrap_obj_methods: by object, names of methods that are recorded as calls.
+    """
 
+    def __init__(
+        self,
+        leaf_modules: Sequence[str] = (),
+        autowrap_modules: Sequence[ModuleType] = (),
+        autowrap_functions: Sequence[Callable[..., Any]] = (),
+        autowrap_obj_methods: Mapping[Any, Sequence[str]] | None = None,
+    ):
+        modules: Any = (math, *autowrap_modules)  # torch annotates a tuple of one
+        super().__init__(autowrap_modules=modules, autowrap_functions=tuple(autowrap_functions))
+        self.leaf_modules = tuple(leaf_modules)
+        self.autowrap_obj_methods = dict(autowrap_obj_methods or {})
+        self._constants: dict[str, Any] = {}
 
-class HFTracerWrapper(NxDTracer):
-    """`trace.HFTracerWrapper`: for models of transformers."""
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        """Whether a module is one node."""
+        name = type(m).__name__
+        return any(leaf in name or leaf == module_qualified_name for leaf in self.leaf_modules) or super().is_leaf_module(
+            m, module_qualified_name
+        )
+
+    def trace(self, root: Any, concrete_args: dict[str, Any] | None = None) -> fx.Graph:
+        """The graph of a module. concrete_args: values of the parameters of its forward that are no inputs (`get_concrete_args`)."""
+        self._constants = dict(concrete_args or {})
+        with _recorded(self.autowrap_obj_methods):
+            return super().trace(root)
+
+    def create_args_for_root(
+        self, root_fn: Callable[..., Any], is_module: bool, concrete_args: dict[str, Any] | tuple[Any, ...] | None = None
+    ) -> tuple[Callable[..., Any], list[Any]]:
+        """The forward and what it is called with: a placeholder for each input, constants for the rest."""
+        parameters = list(inspect.signature(root_fn).parameters.values())[is_module:]
+        given = {
+            p.name: self._constants[p.name] if p.name in self._constants else self.create_proxy("placeholder", p.name, (), {})
+            for p in parameters
+            if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+        }
+        args: list[Any] = [self.root] if is_module else []
+        args += [given[p.name] for p in parameters if p.kind is p.POSITIONAL_ONLY]
+        return functools.partial(
+            root_fn, **{p.name: given[p.name] for p in parameters if p.name in given and p.kind is not p.POSITIONAL_ONLY}
+        ), args
 
 
 class TorchTracerWrapper(NxDTracer):
-    """`trace.TorchTracerWrapper`: for other models."""
+    """`trace.TorchTracerWrapper`: for models in plain torch."""
 
 
-def trace_model(*args: Any, **kwargs: Any) -> Any:
-    """`trace.trace_model`: raises NotImplementedError."""
-    raise NotImplementedError(f"neuronx_distributed.pipeline.trace.trace_model: {_later.PIPELINE}")
+class HFTracerWrapper(NxDTracer):
+    """`trace.HFTracerWrapper`: for models of transformers. (transformers no longer has a tracer of its own; models whose masks depend on values need those
+    parts in `leaf_modules`.)
+    """
+
+
+TRACERS: dict[str, type[NxDTracer]] = {HF: HFTracerWrapper, TORCH: TorchTracerWrapper}
+
+
+def get_tracer_class(model: nn.Module, tracer_cls: str | type[fx.Tracer] | None = None) -> type[fx.Tracer]:
+    """`trace.get_tracer_class`: the class that is meant. tracer_cls: "hf", "torch", a class, or None: by the model. ValueError for anything else."""
+    if tracer_cls is None:
+        tracer_cls = HF if is_hf_pretrained_model(model) else TORCH
+    if isinstance(tracer_cls, str) and tracer_cls in TRACERS:
+        return TRACERS[tracer_cls]
+    if isinstance(tracer_cls, type) and issubclass(tracer_cls, fx.Tracer):
+        return tracer_cls
+    raise ValueError(f"tracer_cls={tracer_cls!r} must be {HF!r}, {TORCH!r}, a subclass of torch.fx.Tracer, or None")
+
+
+def get_concrete_args(
+    model: nn.Module, input_names: Sequence[str] | None, args: Sequence[Any] | None = None, kwargs: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """`trace.get_concrete_args`: the parameters of the model's forward that are no inputs, with their defaults.
+
+    input_names: the inputs; None: what `args` and `kwargs` give. Raises ValueError for a name that the forward does not have, or if nothing is given, and
+    for a parameter that is neither an input nor has a default.
+    """
+    signature = inspect.signature(model.forward)
+    parameters = {name: p for name, p in signature.parameters.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+    if input_names is None:
+        if not args and not kwargs:
+            raise ValueError("say what the inputs are: input_names, or example args and kwargs")
+        positional = [name for name, p in parameters.items() if p.kind is not p.KEYWORD_ONLY]
+        if len(args or ()) > len(positional):
+            raise ValueError(
+                f"{len(args or ())} args were given, {type(model).__name__}.forward takes {len(positional)}: {', '.join(positional)}"
+            )
+        input_names = [*positional[: len(args or ())], *(kwargs or {})]
+    unknown = [name for name in input_names if name not in parameters]
+    if unknown:
+        raise ValueError(f"{type(model).__name__}.forward has no input named {', '.join(unknown)}; it has {', '.join(parameters)}")
+    left = {name: p.default for name, p in parameters.items() if name not in input_names}
+    missing = [name for name, default in left.items() if default is inspect.Parameter.empty]
+    if missing:
+        raise ValueError(f"{type(model).__name__}.forward needs {', '.join(missing)}, which has no default: add it to input_names")
+    return left
+
+
+def trace_model(
+    model: nn.Module,
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    input_names: Sequence[str] | None = None,
+    leaf_modules: Sequence[str] | None = None,
+    autowrap_functions: Sequence[Callable[..., Any]] | None = None,
+    autowrap_modules: Sequence[ModuleType] | None = None,
+    autowrap_obj_methods: Mapping[Any, Sequence[str]] | None = None,
+    tracer_cls: str | type[fx.Tracer] | None = None,
+) -> fx.GraphModule:
+    """`trace.trace_model`: the model as a GraphModule; what nothing needs is left out.
+
+    Args:
+        model: the module.
+        args, kwargs: example inputs, of which the names matter alone.
+        input_names: names of the inputs in place of examples; the other parameters of the forward become constants (their defaults).
+        leaf_modules, autowrap_functions, autowrap_modules, autowrap_obj_methods: of the tracer (`NxDTracer`).
+        tracer_cls: "hf", "torch", or a class (`get_tracer_class`).
+
+    Raises ValueError for wrong names, RuntimeError for a model whose Python needs values of tensors.
+    """
+    constants = get_concrete_args(model, input_names, args, kwargs)
+    cls: Any = get_tracer_class(model, tracer_cls)
+    tracer = cls(
+        leaf_modules=tuple(leaf_modules or ()),
+        autowrap_modules=tuple(autowrap_modules or ()),
+        autowrap_functions=tuple(autowrap_functions or ()),
+        autowrap_obj_methods=autowrap_obj_methods,
+    )
+    try:
+        graph = tracer.trace(model, concrete_args=constants)
+    except (fx.proxy.TraceError, TypeError, RuntimeError) as error:
+        raise RuntimeError(
+            f"{type(model).__name__} cannot be traced symbolically: {error}{_place(error)}. Python there needs a tensor's value or shape: add the class name "
+            "of the module to leaf_modules, or the function to autowrap_functions"
+        ) from error
+    made = fx.GraphModule(model, graph, type(model).__name__)
+    made.graph.eliminate_dead_code()
+    made.graph.lint()
+    made.recompile()
+    return made
+
+
+def _place(error: BaseException) -> str:
+    """Where in the model an error came from."""
+    inside = (str(pathlib.Path(fx.__file__).parent), str(pathlib.Path(nn.__file__).parent), __file__)
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(inside)]
+    return f" ({frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line})" if frames else ""
+
+
+@contextlib.contextmanager
+def _recorded(methods: Mapping[Any, Sequence[str]]) -> Iterator[None]:
+    """Record calls of these methods as nodes as long as the block runs. AttributeError for a method that an object does not have."""
+    missing = object()
+    undo: list[tuple[Any, str, Any]] = []
+    try:
+        for owner, names in methods.items():
+            for name in names:
+                undo.append((owner, name, vars(owner).get(name, missing)))
+                setattr(owner, name, _as_call(getattr(owner, name)))
+        yield
+    finally:
+        for owner, name, before in reversed(undo):
+            if before is missing:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, before)
+
+
+def _as_call(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        proxy = next((x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, fx.Proxy)), None)
+        return method(*args, **kwargs) if proxy is None else proxy.tracer.create_proxy("call_function", method, args, kwargs)
+
+    return call

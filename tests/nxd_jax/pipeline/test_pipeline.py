@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import neuronx_distributed as nxd_api
 import pytest
 import torch
 from neuronx_distributed.pipeline import NxDPPModel, model, partition
-from neuronx_distributed.pipeline.trace import HFTracerWrapper, NxDTracer, TorchTracerWrapper, trace_model
 
 from tests.nxd_jax.conftest import Nxd
 
@@ -26,26 +23,11 @@ def test_no_model_is_a_pipeline(nxd: Nxd) -> None:
         nxd_api.initialize_parallel_model(config, lambda: torch.nn.Linear(1, 1))
 
 
-class Tracer(HFTracerWrapper):
-    """As optimum subclasses it."""
-
-
-@pytest.mark.parametrize(
-    ("make", "name"),
-    [
-        (lambda: NxDPPModel(torch.nn.Linear(1, 1), num_microbatches=2), "pipeline.NxDPPModel"),
-        (lambda: NxDTracer(), "pipeline.trace.NxDTracer"),
-        (lambda: Tracer(autowrap_modules=()), "pipeline.trace.Tracer"),
-        (lambda: TorchTracerWrapper(), "pipeline.trace.TorchTracerWrapper"),
-        (lambda: trace_model(torch.nn.Linear(1, 1)), "pipeline.trace.trace_model"),
-        (lambda: partition.partition_traced_model(None), "pipeline.partition.partition_traced_model"),
-        (lambda: partition.analyze_pipeline_module(None), "pipeline.partition.analyze_pipeline_module"),
-        (lambda: partition.analyze_shared_weights_across_stages(None, []), "pipeline.partition.analyze_shared_weights_across_stages"),
-    ],
-)
-def test_what_cannot_be_used_says_what_to_do(make: Callable[[], object], name: str) -> None:
-    with pytest.raises(NotImplementedError, match=f"neuronx_distributed.{name}: {ADVICE}.*pipeline_parallel_size=1.*zero_one_enabled"):
-        make()
+def test_a_pipeline_says_what_to_do_instead() -> None:
+    with pytest.raises(
+        NotImplementedError, match=f"neuronx_distributed.pipeline.NxDPPModel: {ADVICE}.*pipeline_parallel_size=1.*zero_one_enabled"
+    ):
+        NxDPPModel(torch.nn.Linear(1, 1), num_microbatches=2)
 
 
 @pytest.mark.parametrize(
