@@ -27,7 +27,9 @@ OPTIMIZER_PASSES = 12
 
 @dataclass(frozen=True)
 class Layout:
-    """What the arithmetic needs besides the sizes. tokens: of a micro-batch. sp: ranks that share the norms and residuals. e: bytes of an activation."""
+    """What the arithmetic needs besides the sizes. tokens: of a micro-batch. sp: ranks that share the norms and residuals. e: bytes of an activation. chunks:
+    stages of a pipeline rank.
+    """
 
     seq: int
     tokens: int
@@ -45,6 +47,7 @@ class Layout:
     gradient_size: int
     state_bytes: float
     zero1: bool
+    chunks: int = 1
 
 
 def repeated(p: Phase, n: int) -> Phase:
@@ -157,7 +160,7 @@ def along_tp(m: Transformer, lay: Layout, layers: int) -> list[Collective]:
 
 def along_pp(m: Transformer, lay: Layout) -> list[Collective]:
     """Activations and their gradients between stages, in a step."""
-    return _collective("permute", "pp", lay.pp, 2 * lay.microbatches, lay.tokens * m.hidden / lay.sp, lay.e)
+    return _collective("permute", "pp", lay.pp, 2 * lay.chunks * lay.microbatches, lay.tokens * m.hidden / lay.sp, lay.e)
 
 
 def reductions(m: Transformer, lay: Layout, layers: int) -> list[Collective]:

@@ -100,8 +100,8 @@ def estimate(work: Work, topology: Topology, *, constants: Constants = DOCUMENTE
 
     The rule: within a phase the engines and the memory work at the same time, so it takes as long as the slowest of them; phases come one after another, since
     each reads what the one before has made; and so do collectives, which nothing overlaps with. A collective takes its hops, and the time of the busiest link
-    (or of the memory of the busiest chip, if that is longer), and after that the time of the network. A pipeline of p stages and m micro-batches makes all but
-    the update longer by (p - 1) / m.
+    (or of the memory of the busiest chip, if that is longer), and after that the time of the network. A pipeline makes all but the
+    update longer by the idle time of its schedule (`Work.bubble`).
 
     Raises ValueError if the machine has fewer cores than the work's mesh, if no document states a peak or bandwidth that is needed, and what `traffic` raises.
     """

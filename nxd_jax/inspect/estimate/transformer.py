@@ -7,6 +7,8 @@ import math
 from nxd_jax.inspect.estimate import arithmetic
 from nxd_jax.inspect.estimate.models import Transformer
 from nxd_jax.inspect.estimate.work import Work
+from nxd_jax.pipeline import schedules
+from nxd_jax.pipeline.schedules import Schedule
 
 RECOMPUTE = ("none", "selective", "full")
 ITEMSIZE = {"bfloat16": 2, "float32": 4}
@@ -29,6 +31,8 @@ def transformer_work(
     reduce_dtype: str = "bfloat16",
     gradient_dtype: str = "float32",
     master_weights: bool = True,
+    schedule: str | Schedule = "1f1b",
+    chunks: int | None = None,
 ) -> Work:
     """The work of a training step with AdamW, on a core of the pipeline's last stage (which has the head besides its layers, so the others wait for it).
 
@@ -38,6 +42,8 @@ def transformer_work(
     between the projections), "full" (every layer). flash: blockwise attention, whose scores never go to HBM and whose backward pass computes them again.
     precision: of weights and activations, "bfloat16" or "float32". reduce_dtype: of the reduce-scatters and all-reduces along tp. gradient_dtype: of gradients
     while micro-batches add up, and of their reduction. master_weights: whether the optimizer keeps float32 weights besides (else moments in `precision`).
+    schedule: of the pipeline, by name or one's own (`nxd_jax.pipeline.schedules`). chunks: stages of a pipeline rank (NxD's virtual_pipeline_size); default:
+    the fewest that the schedule has.
 
     The formulas, for a micro-batch of T tokens, per core, with q, kv, f the widths of attention and MLP, s = seq:
 
@@ -48,7 +54,8 @@ def transformer_work(
       inputs again) and two; computing the layer again, two and one. The head: two all-gathers and a reduce-scatter; the embedding, without a pipeline: one
       of each. Without sequence parallelism there are all-reduces in place of the reduce-scatters and no all-gathers. The loss: three all-reduces of T
       float32 values.
-    - along pp: two permutes for each micro-batch, of T h values (a rank's share with sequence parallelism).
+    - along pp: two permutes for each micro-batch and chunk, of T h values (a rank's share with sequence parallelism). A rank is idle as long as the schedule
+      says, if the two parts of the backward pass take as long as the forward pass each (the first twice as long if it computes the layer again).
     - along dp, once: a reduce-scatter of the gradients and an all-gather of the weights' shards (ZeRO-1), or an all-reduce. With sequence parallelism the
       gradients of the norms are all-reduced along tp.
 
@@ -58,10 +65,16 @@ def transformer_work(
     e, g = ITEMSIZE[precision], ITEMSIZE[gradient_dtype]
     # bytes of the optimizer's state for each parameter: moments and master weights read and written, the weight written
     states = 3 * 2 * 4 + e if master_weights else 3 * 2 * e
+    microbatches = global_batch // (dp * micro_batch)
+    plan = _plan(schedule, pp, microbatches, chunks) if pp > 1 else None
+    held = 1 if plan is None else plan.stages // pp
+    if pp * held > model.layers:
+        stages = f"pp={pp} stages" if held == 1 else f"{pp * held} stages (pp={pp}, {held} chunks each)"
+        raise ValueError(f"transformer_work: {stages} for {model.layers} layers of {model.name}; a stage has at least one")
     lay = arithmetic.Layout(
         seq=seq,
         tokens=micro_batch * seq,
-        microbatches=global_batch // (dp * micro_batch),
+        microbatches=microbatches,
         tp=tp,
         pp=pp,
         dp=dp,
@@ -75,6 +88,7 @@ def transformer_work(
         gradient_size=g,
         state_bytes=states + g,
         zero1=zero1,
+        chunks=held,
     )
     layers = math.ceil(model.layers / pp)
     n = lay.microbatches
@@ -94,7 +108,25 @@ def transformer_work(
         microbatches=n,
         sequences=global_batch,
         tokens=global_batch * seq,
+        schedule_bubble=None if plan is None else _bubble(plan, recompute == "full"),
     )
+
+
+def _plan(schedule: str | Schedule, pp: int, microbatches: int, chunks: int | None) -> Schedule:
+    """The schedule that is meant, refused if it is not for this pipeline."""
+    plan = schedule if isinstance(schedule, Schedule) else schedules.make(schedule, pp, microbatches, chunks)
+    if plan.ranks != pp or plan.stages % pp:
+        raise ValueError(f"transformer_work: the schedule {plan.name} has {plan.stages} stages on {plan.ranks} ranks, the layout pp={pp}")
+    schedules.check(plan, microbatches)
+    return plan
+
+
+def _bubble(plan: Schedule, recompute: bool) -> float:
+    """How long the idlest rank waits, as a part of the time that it computes."""
+    timeline = schedules.run(plan, schedules.Times(input_backward=2.0 if recompute else 1.0))
+    assert isinstance(timeline, schedules.Timeline)
+    idle = max(map(timeline.idle, range(plan.ranks)))
+    return idle / (timeline.end - idle)
 
 
 def _check(
@@ -116,5 +148,3 @@ def _check(
         raise ValueError(
             f"transformer_work: {model.heads} heads of {model.name} cannot be shared out to tp={tp} ranks; tp must divide them"
         )
-    if pp > model.layers:
-        raise ValueError(f"transformer_work: pp={pp} stages for {model.layers} layers of {model.name}; a stage has at least one")

@@ -31,7 +31,8 @@ class Work:
 
     name: of the model and layout. axes: of the mesh and their sizes, outermost first; its ranks fill it in row-major order. phases, collectives: of the
     micro-batches, all of them together. update, reductions: the same of what happens once after them (optimizer, gradients). stages, microbatches: of the
-    pipeline. sequences, tokens: in the global batch; 0 if not known.
+    pipeline. sequences, tokens: in the global batch; 0 if not known. schedule_bubble: part of the micro-batches' time that a stage waits besides; None: that
+    of 1F1B, (stages - 1) / microbatches.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Work:
     microbatches: int = 1
     sequences: int = 0
     tokens: int = 0
+    schedule_bubble: float | None = None
 
     def __post_init__(self) -> None:
         if self.stages < 1 or self.microbatches < 1:
@@ -70,8 +72,8 @@ class Work:
 
     @property
     def bubble(self) -> float:
-        """Part of the micro-batches' time that a stage waits besides: (stages - 1) / microbatches."""
-        return (self.stages - 1) / self.microbatches
+        """Part of the micro-batches' time that a stage waits besides."""
+        return (self.stages - 1) / self.microbatches if self.schedule_bubble is None else self.schedule_bubble
 
 
 def program_work(

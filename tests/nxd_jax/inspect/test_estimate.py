@@ -33,6 +33,7 @@ from nxd_jax.inspect.estimate import (
     transformer_work,
 )
 from nxd_jax.inspect.tables import plain
+from nxd_jax.pipeline import schedules
 from nxd_jax.topology import Topology
 from tests.nxd_jax.inspect.llama import Job
 
@@ -86,6 +87,28 @@ def test_pipeline_stages_share_the_layers_and_send_activations():
     (permute,) = [c for c in work.collectives if c.kind == "permute"]
     assert (permute.count, permute.bytes) == (64, 64 * 4096 * 4096 * 2 // 8)
     assert work.axes == {"pp": 4, "dp": 2, "tp": 8} and work.cores == 64
+
+
+@pytest.mark.parametrize(
+    ("layout", "bubble", "permutes"),
+    [
+        (dict(schedule="gpipe"), 3 / 32, 64),
+        (dict(schedule="interleaved"), 3 / 64, 128),
+        (dict(schedule="interleaved", chunks=4), 3 / 128, 256),
+        (dict(schedule="zb_h1"), 1 / 32, 64),
+        (dict(schedule="zbv"), 1 / 64, 128),
+        (dict(schedule="1f1b", recompute="full"), 3 / 32, 64),
+        (dict(schedule="zb_h1", recompute="full"), 3 * (1 + 2 - 1) / (32 * 4), 64),
+        (dict(schedule=schedules.make("gpipe", 4, 32)), 3 / 32, 64),
+    ],
+)
+def test_schedules_of_a_pipeline(layout: dict[str, Any], bubble: float, permutes: int) -> None:
+    work = transformer_work(LLAMA2_7B, tp=8, pp=4, dp=2, **layout, **LLAMA)
+    assert work.bubble == pytest.approx(bubble)
+    (permute,) = [c for c in work.collectives if c.kind == "permute"]
+    assert permute.count == permutes
+    (term,) = [t for t in estimate(work, Topology("trn1.32xlarge", nodes=2)).terms if t.name == "pipeline bubble"]
+    assert term.seconds > 0
 
 
 @cache
@@ -144,6 +167,13 @@ def test_the_work_of_a_recorded_program():
         (dict(tp=3), r"32 heads of Llama 2 7B cannot be shared out to tp=3 ranks"),
         (dict(dp=3), r"global_batch=64 is no multiple of dp \* micro_batch = 3 \* 1"),
         (dict(pp=64), r"pp=64 stages for 32 layers"),
+        (
+            dict(pp=16, schedule="interleaved", chunks=3),
+            r"48 stages \(pp=16, 3 chunks each\) for 32 layers of Llama 2 7B; a stage has at least one",
+        ),
+        (dict(pp=4, schedule="zbw"), r"there is no pipeline schedule 'zbw' \(did you mean 'zbv'\?\)"),
+        (dict(pp=4, schedule=schedules.make("1f1b", 2, 64)), r"the schedule 1f1b has 2 stages on 2 ranks, the layout pp=4"),
+        (dict(pp=4, schedule=schedules.make("1f1b", 4, 8)), r"1f1b is for 8 micro-batches, and the step has num_microbatches=64"),
         (dict(dp=0), r"sizes are at least 1, got {'dp': 0}"),
         (dict(recompute="some"), r"recompute='some' must be one of 'none', 'selective', 'full'"),
         (dict(precision="float8"), r"'float8' is no dtype that is known here; use one of 'bfloat16', 'float32'"),
