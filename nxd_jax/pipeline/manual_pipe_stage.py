@@ -27,9 +27,12 @@ def mark_weight_sharing(layers_and_weights: Sequence[tuple[nn.Module, str]], gro
     """
     if len(layers_and_weights) < 2:
         raise ValueError(f"mark_weight_sharing({group_name!r}) needs two weights or more to share, got {len(layers_and_weights)}")
-    kinds = {f"{layer.__class__.__name__}.{path}": _kind(weight_at(layer, path)) for layer, path in layers_and_weights}
-    if len(set(kinds.values())) > 1:
-        said = ", ".join(f"{name} {shape} {dtype}" for name, (shape, dtype) in kinds.items())
+    weights = [weight_at(layer, path) for layer, path in layers_and_weights]
+    if len({(weight.shape, weight.dtype) for weight in weights}) > 1:
+        said = ", ".join(
+            f"{layer.__class__.__name__}.{path} {tuple(weight.shape)} {weight.dtype}"
+            for (layer, path), weight in zip(layers_and_weights, weights, strict=True)
+        )
         raise ValueError(f"weights of the group {group_name!r} must have one shape and dtype to be shared, got {said}")
     seen: set[nn.Module] = set()
     for layer, path in layers_and_weights:
@@ -51,10 +54,6 @@ def weight_at(layer: nn.Module, path: str) -> nn.Parameter:
     except AttributeError as error:
         known = ", ".join(name for name, _ in layer.named_parameters()) or "none"
         raise AttributeError(f"{layer.__class__.__name__} has no parameter {path!r}; it has {known}") from error
-
-
-def _kind(weight: nn.Parameter) -> tuple[tuple[int, ...], torch.dtype]:
-    return tuple(weight.shape), weight.dtype
 
 
 class PipelineStageModule(nn.Module):

@@ -134,6 +134,11 @@ def _cut(layers: list[nn.Module], stages: list[int], count: int = 2) -> None:
             r"weights of the group 'g' must have one shape and dtype to be shared, got First.inner.weight \(8, 4\) torch.float32, Middle",
         ),
         (
+            lambda layers: mark_weight_sharing([(nn.Linear(2, 3), "weight"), (nn.Linear(4, 3), "weight")], "g"),
+            ValueError,
+            r"to be shared, got Linear.weight \(3, 2\) torch.float32, Linear.weight \(3, 4\)",
+        ),
+        (
             lambda layers: mark_weight_sharing([(layers[0], "weight"), (layers[1], "inner.weight")], "g"),
             AttributeError,
             "First has no parameter 'weight'; it has inner.weight, inner.bias",
