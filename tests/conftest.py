@@ -30,6 +30,7 @@ if importlib.util.find_spec("torch_xla") is None:  # not installed: `torch_xla` 
     sys.path.append(str(_ROOT / "aliases"))
 
 QUICK = (
+    "benchmarks/test_zoo_jax.py",
     "models/test_optimizers.py",
     "models/test_training_parity.py",
     "nxd_jax/checkpoint/test_query_heads.py",

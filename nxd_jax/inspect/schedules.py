@@ -98,7 +98,4 @@ def schedule(
         if own < 1 or stages % own:
             raise ScheduleError(f"stages={stages} is not a multiple of the {own} stages that each rank has: change stages or chunks")
         plan = schedules.make(which, stages // own, microbatches, own)
-    schedules.check(plan)
-    timeline = schedules.run(plan, times)
-    assert isinstance(timeline, schedules.Timeline)
-    return ScheduleTable(timeline)
+    return ScheduleTable(schedules.check(plan, times=times))

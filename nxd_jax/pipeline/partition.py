@@ -18,7 +18,7 @@ from torch.fx.passes.split_module import split_module
 from nxd_jax.parallel_layers import parallel_state
 
 MARK = "partition"
-"""In a node's `meta`: the node is the last of its stage (before the model is split), the stage of the node (after)."""
+"""In a node's `meta`: the node is the last of its stage."""
 
 
 def even_sizes(layers: int, stages: int) -> list[int]:

@@ -66,8 +66,8 @@ def transformer_work(
     # bytes of the optimizer's state for each parameter: moments and master weights read and written, the weight written
     states = 3 * 2 * 4 + e if master_weights else 3 * 2 * e
     microbatches = global_batch // (dp * micro_batch)
-    plan = _plan(schedule, pp, microbatches, chunks) if pp > 1 else None
-    held = 1 if plan is None else plan.stages // pp
+    timeline = _timeline(schedule, pp, microbatches, chunks, recompute == "full") if pp > 1 else None
+    held = 1 if timeline is None else timeline.schedule.stages // pp
     if pp * held > model.layers:
         stages = f"pp={pp} stages" if held == 1 else f"{pp * held} stages (pp={pp}, {held} chunks each)"
         raise ValueError(f"transformer_work: {stages} for {model.layers} layers of {model.name}; a stage has at least one")
@@ -108,24 +108,21 @@ def transformer_work(
         microbatches=n,
         sequences=global_batch,
         tokens=global_batch * seq,
-        schedule_bubble=None if plan is None else _bubble(plan, recompute == "full"),
+        schedule_bubble=None if timeline is None else _bubble(timeline),
     )
 
 
-def _plan(schedule: str | Schedule, pp: int, microbatches: int, chunks: int | None) -> Schedule:
-    """The schedule that is meant, refused if it is not for this pipeline."""
+def _timeline(schedule: str | Schedule, pp: int, microbatches: int, chunks: int | None, recompute: bool) -> schedules.Timeline:
+    """Of the schedule that is meant, refused if it is not for this pipeline."""
     plan = schedule if isinstance(schedule, Schedule) else schedules.make(schedule, pp, microbatches, chunks)
     if plan.ranks != pp or plan.stages % pp:
         raise ValueError(f"transformer_work: the schedule {plan.name} has {plan.stages} stages on {plan.ranks} ranks, the layout pp={pp}")
-    schedules.check(plan, microbatches)
-    return plan
+    return schedules.check(plan, microbatches, times=schedules.Times(input_backward=2.0 if recompute else 1.0))
 
 
-def _bubble(plan: Schedule, recompute: bool) -> float:
+def _bubble(timeline: schedules.Timeline) -> float:
     """How long the idlest rank waits, as a part of the time that it computes."""
-    timeline = schedules.run(plan, schedules.Times(input_backward=2.0 if recompute else 1.0))
-    assert isinstance(timeline, schedules.Timeline)
-    idle = max(map(timeline.idle, range(plan.ranks)))
+    idle = max(map(timeline.idle, range(timeline.schedule.ranks)))
     return idle / (timeline.end - idle)
 
 

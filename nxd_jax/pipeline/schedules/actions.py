@@ -38,7 +38,7 @@ _NO_COMPUTATION = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD|(SEND|RECV)_[FB]\
 def parse(text: str) -> tuple[Action, ...]:
     """The computations of a cell of torch's schedule tables.
 
-    None for an empty cell and for communication, which follows from the computations; two for `(0F3;3B1)OVERLAP_F_B`. Raises ValueError for other text.
+    No action for an empty cell and for communication, which follows from the computations; two for `(0F3;3B1)OVERLAP_F_B`. Raises ValueError for other text.
     """
     text = text.strip()
     if not text or _NO_COMPUTATION.fullmatch(text):

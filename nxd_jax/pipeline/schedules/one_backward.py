@@ -5,6 +5,8 @@ Each function gives the orders by rank. P: ranks, v: chunks (stages per rank), M
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from nxd_jax.pipeline.schedules.actions import Action, backward, forward
 from nxd_jax.pipeline.schedules.schedule import ScheduleError
 
@@ -17,12 +19,7 @@ def gpipe(ranks: int, chunks: int, microbatches: int) -> list[list[Action]]:
 
 def one_f_one_b(ranks: int, chunks: int, microbatches: int) -> list[list[Action]]:
     """NxD's Train1F1BSchedule: one forward pass, one backward pass in turn, as soon as there is something to go back. Idle (P-1)(F+B), peak min(P-r, M)."""
-    orders = []
-    for rank in range(ranks):
-        forwards = [forward(rank, m) for m in range(microbatches)]
-        backwards = [backward(rank, m) for m in range(microbatches)]
-        orders.append(alternating(forwards, backwards, min(ranks - 1 - rank, microbatches)))
-    return orders
+    return in_turn(ranks, chunks, microbatches, 1, backward)
 
 
 def looped_bfs(ranks: int, chunks: int, microbatches: int) -> list[list[Action]]:
@@ -37,18 +34,28 @@ def looped_bfs(ranks: int, chunks: int, microbatches: int) -> list[list[Action]]
 
 def interleaved(ranks: int, chunks: int, microbatches: int) -> list[list[Action]]:
     """1F1B over several chunks: groups of P micro-batches go through all chunks of a rank. Idle (P-1)(F+B)/v, peak (v-1)P + 2(P-1-r) + 1, at most vM."""
-    forwards, backwards = rounds(ranks, chunks, microbatches)
-    group = group_size(ranks, microbatches)
+    return in_turn(ranks, chunks, microbatches, 2, backward)
+
+
+def in_turn(ranks: int, chunks: int, microbatches: int, lead: int, back: Callable[[int, int], Action]) -> list[list[Action]]:
+    """Forward passes until the first micro-batch is back, then one forward and one backward pass in turn, then the backward passes that are left.
+
+    With several chunks a group of micro-batches goes through a chunk before the next chunk's turn. lead: how many forward passes more a rank does before it
+    turns back than the rank after it. back: makes a backward pass, or the part of it for the input.
+    """
+    group = group_size(ranks, microbatches) if chunks > 1 else microbatches
+    firsts = range(0, microbatches, group)
+    ahead = [(chunk, first + m) for first in firsts for chunk in range(chunks) for m in range(group)]
+    behind = [(chunk, first + m) for first in firsts for chunk in reversed(range(chunks)) for m in range(group)]
     orders = []
     for rank in range(ranks):
-        warm_up = min((chunks - 1) * group + 2 * (ranks - 1 - rank), len(forwards))
-        orders.append(
-            alternating(
-                [forward(chunk * ranks + rank, m) for chunk, m in forwards],
-                [backward(chunk * ranks + rank, m) for chunk, m in backwards],
-                warm_up,
-            )
-        )
+        forwards = [forward(chunk * ranks + rank, m) for chunk, m in ahead]
+        backwards = [back(chunk * ranks + rank, m) for chunk, m in behind]
+        warm_up = min((chunks - 1) * group + lead * (ranks - 1 - rank), len(forwards))
+        order, steady = forwards[:warm_up], forwards[warm_up:]
+        for pair in zip(steady, backwards, strict=False):
+            order += pair
+        orders.append(order + backwards[len(steady) :])
     return orders
 
 
@@ -62,20 +69,3 @@ def group_size(ranks: int, microbatches: int) -> int:
             f"num_microbatches to a multiple of {ranks}, such as {below} or {below + ranks}, or virtual_pipeline_size=1"
         )
     return microbatches // groups
-
-
-def rounds(ranks: int, chunks: int, microbatches: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """(chunk, micro-batch) of all forward passes of a rank, and of all its backward passes."""
-    group = group_size(ranks, microbatches)
-    firsts = range(0, microbatches, group)
-    forwards = [(chunk, first + m) for first in firsts for chunk in range(chunks) for m in range(group)]
-    backwards = [(chunk, first + m) for first in firsts for chunk in reversed(range(chunks)) for m in range(group)]
-    return forwards, backwards
-
-
-def alternating(forwards: list[Action], backwards: list[Action], warm_up: int) -> list[Action]:
-    """So many forward passes, then one forward and one backward pass in turn, then the backward passes that are left."""
-    order, steady = forwards[:warm_up], forwards[warm_up:]
-    for ahead, back in zip(steady, backwards, strict=False):
-        order += [ahead, back]
-    return order + backwards[len(steady) :]

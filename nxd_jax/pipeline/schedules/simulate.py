@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -45,7 +46,7 @@ class Timeline:
     schedule: Schedule
     tasks: tuple[tuple[Task, ...], ...]
 
-    @property
+    @functools.cached_property
     def end(self) -> float:
         """When the last task ends; the first starts at 0."""
         return max((task.end for tasks in self.tasks for task in tasks), default=0.0)
@@ -101,6 +102,11 @@ def needs(action: Action, stages: int) -> tuple[tuple[Action, ...], ...]:
     return (own, after) if stage + 1 < stages else (own,)
 
 
+def unmet(action: Action, stages: int, done: Container[Action]) -> Action | None:
+    """What an action still waits for; None: it can be done."""
+    return next((choices[0] for choices in needs(action, stages) if not any(choice in done for choice in choices)), None)
+
+
 @dataclass(frozen=True)
 class Stuck:
     """Where a schedule cannot go on: by rank, how many actions it did; and for each rank that has more, what its next one waits for."""
@@ -123,26 +129,21 @@ def run(schedule: Schedule, times: Times | Sequence[Times] = EQUAL) -> Timeline 
     while moved:
         moved = False
         for rank, order in enumerate(schedule.orders):
-            while len(tasks[rank]) < len(order):
-                action = order[len(tasks[rank])]
+            for action in order[len(tasks[rank]) :]:
+                if unmet(action, stages, ended) is not None:
+                    break
+                own = of_stage[action.stage]
                 start = clock[rank]
                 for choices in needs(action, stages):
-                    found = next((choice for choice in choices if choice in ended), None)
-                    if found is None:
-                        break
-                    far = placement[found.stage] != rank
-                    start = max(start, ended[found] + (of_stage[action.stage].transfer if far else 0.0))
-                else:
-                    clock[rank] = ended[action] = start + of_stage[action.stage].of(action.kind)
-                    tasks[rank].append(Task(action, start, clock[rank]))
-                    moved = True
-                    continue
-                break
-    if all(len(done) == len(order) for done, order in zip(tasks, schedule.orders, strict=True)):
-        return Timeline(schedule, tuple(map(tuple, tasks)))
+                    found = next(choice for choice in choices if choice in ended)
+                    start = max(start, ended[found] + (own.transfer if placement[found.stage] != rank else 0.0))
+                clock[rank] = ended[action] = start + own.of(action.kind)
+                tasks[rank].append(Task(action, start, clock[rank]))
+                moved = True
     waits: dict[int, tuple[Action, Action]] = {}
     for rank, order in enumerate(schedule.orders):
-        if len(tasks[rank]) < len(order):
-            action = order[len(tasks[rank])]
-            waits[rank] = action, next(choices[0] for choices in needs(action, stages) if not any(choice in ended for choice in choices))
-    return Stuck(tuple(map(len, tasks)), waits)
+        for action in order[len(tasks[rank]) :][:1]:
+            missing = unmet(action, stages, ended)
+            assert missing is not None, f"{action} could be done"
+            waits[rank] = action, missing
+    return Stuck(tuple(map(len, tasks)), waits) if waits else Timeline(schedule, tuple(map(tuple, tasks)))

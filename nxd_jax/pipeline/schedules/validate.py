@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 from nxd_jax.pipeline.schedules import simulate
 from nxd_jax.pipeline.schedules.actions import Action, Kind, backward, forward, input_backward, weight_backward
 from nxd_jax.pipeline.schedules.schedule import Schedule, ScheduleError
+from nxd_jax.pipeline.schedules.simulate import EQUAL, Times
 
 
-def check(schedule: Schedule, microbatches: int | None = None, placement: tuple[int, ...] | None = None) -> simulate.Timeline:
+def check(
+    schedule: Schedule,
+    microbatches: int | None = None,
+    placement: tuple[int, ...] | None = None,
+    times: Times | Sequence[Times] = EQUAL,
+) -> simulate.Timeline:
     """Raise ScheduleError if a schedule loses or repeats an action, has one on a rank that does not hold its stage, or deadlocks; its text names the action.
 
-    microbatches, placement: what the model is run with, if it is known; default: the schedule's own. Returns the timeline with equal times.
+    microbatches, placement: what the model is run with, if it is known; default: the schedule's own. Returns the timeline with these
+    times (of all stages, or of each).
     """
     if microbatches is not None and microbatches != schedule.microbatches:
         raise _error(schedule, f"is for {schedule.microbatches} micro-batches, and the step has num_microbatches={microbatches}")
@@ -20,7 +28,7 @@ def check(schedule: Schedule, microbatches: int | None = None, placement: tuple[
         raise _error(schedule, f"has its stages on ranks {list(schedule.placement)}, and the model has them on {list(placement)}")
     _check_places(schedule)
     _check_counts(schedule)
-    found = simulate.run(schedule)
+    found = simulate.run(schedule, times)
     if isinstance(found, simulate.Stuck):
         raise _error(schedule, f"deadlocks: {_circle(schedule, found)}")
     return found

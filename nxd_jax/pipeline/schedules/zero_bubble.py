@@ -8,32 +8,20 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-from nxd_jax.pipeline.schedules.actions import Action, Kind, forward, input_backward, weight_backward
-from nxd_jax.pipeline.schedules.one_backward import alternating, group_size, rounds
-from nxd_jax.pipeline.schedules.simulate import needs
+from nxd_jax.pipeline.schedules.actions import Action, Kind, input_backward, weight_backward
+from nxd_jax.pipeline.schedules.one_backward import group_size, in_turn
+from nxd_jax.pipeline.schedules.simulate import unmet
 
 
 def zb_h1(ranks: int, chunks: int, microbatches: int) -> list[list[Action]]:
     """1F1B with the backward pass in two parts, and no more memory than it. Idle (P-1)(F+I-W), peak P on every rank."""
-    planned = []
-    for rank in range(ranks):
-        forwards = [forward(rank, m) for m in range(microbatches)]
-        backwards = [input_backward(rank, m) for m in range(microbatches)]
-        planned.append(alternating(forwards, backwards, min(ranks - 1 - rank, microbatches)))
-    return _walk([_Rank(order, ranks) for order in planned], ranks)
+    return _walk([_Rank(plan, ranks) for plan in in_turn(ranks, chunks, microbatches, 1, input_backward)], ranks)
 
 
 def interleaved_zero_bubble(ranks: int, chunks: int, microbatches: int) -> list[list[Action]]:
     """Interleaved 1F1B with the backward pass in two parts. Idle (P-1)(f+i-w), peak v*P on every rank."""
-    forwards, backwards = rounds(ranks, chunks, microbatches)
-    group = group_size(ranks, microbatches)
-    planned = []
-    for rank in range(ranks):
-        warm_up = min((chunks - 1) * group + ranks - 1 - rank, len(forwards))
-        ahead = [forward(chunk * ranks + rank, m) for chunk, m in forwards]
-        back = [input_backward(chunk * ranks + rank, m) for chunk, m in backwards]
-        planned.append(alternating(ahead, back, warm_up))
-    return _walk([_Rank(order, max(chunks * ranks, chunks * group)) for order in planned], ranks * chunks)
+    most = chunks * max(ranks, group_size(ranks, microbatches))
+    return _walk([_Rank(plan, most) for plan in in_turn(ranks, chunks, microbatches, 1, input_backward)], ranks * chunks)
 
 
 def zbv(ranks: int, chunks: int, microbatches: int) -> list[list[Action]]:
@@ -115,7 +103,7 @@ def _walk(ranks: list[_Rank], stages: int) -> list[list[Action]]:
     ended: set[Action] = set()
 
     def ready(action: Action) -> bool:
-        return all(any(choice in ended for choice in choices) for choices in needs(action, stages))
+        return unmet(action, stages, ended) is None
 
     while not all(rank.done for rank in ranks):
         now = [action for rank in ranks for action in rank.step(ready)]
