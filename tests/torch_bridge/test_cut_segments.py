@@ -6,7 +6,6 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 import torch
@@ -18,8 +17,8 @@ from torch_bridge import metrics
 from torch_bridge.compiler import cache_keys
 from torch_bridge.compiler.program import Program
 from torch_bridge.ir.segment import Segment
-from torch_bridge.mesh import sharding
-from torch_bridge.passes.cut_segment import Part, Place, cut
+from torch_bridge.mesh.places import Place, along
+from torch_bridge.passes.cut_segment import Part, cut
 from torch_bridge.recorder import sharded
 from torch_bridge.runtime import abstract, executor, session
 
@@ -287,8 +286,7 @@ def test_several_programs_of_ranks(hosted: Hosted) -> None:  # noqa: F811
 
 def stages() -> Placement:
     """The forward half of the nodes on the first pp rank's devices, the rest on the second's."""
-    mesh = sharding.mesh()
-    halves = [Place(f"pp {k}", jax.sharding.Mesh(mesh.devices[k : k + 1], mesh.axis_names)) for k in range(2)]
+    halves = [along("pp", k) for k in range(2)]
 
     def places(segment: Segment) -> list[Place]:
         return [halves[2 * i // len(segment.nodes)] for i in range(len(segment.nodes))]
@@ -297,7 +295,7 @@ def stages() -> Placement:
 
 
 def test_programs_on_meshes_of_their_own(hosted: Hosted) -> None:  # noqa: F811
-    """Each runs on its part of the devices; what comes out lies on the mesh of the world again."""
+    """Each runs on its part of the devices; what comes out stays there, and is read for all ranks."""
     hosted(4, pp=2, tp=2)
     expected = ranks_train(None)
     for one, other in zip(ranks_train(stages), expected, strict=True):
@@ -314,7 +312,8 @@ def test_ops_that_name_ranks_which_are_elsewhere(hosted: Hosted) -> None:  # noq
     y = xm.all_reduce("sum", x * 2, groups=[[0, 2], [1, 3]]) + 1
     session.current().placement = stages()
     with pytest.raises(
-        NotImplementedError, match=r"all_reduce\.default at test_cut_segments\.py:\d+ names ranks of the whole world, .* along pp"
+        NotImplementedError,
+        match=r"all_reduce\.default at test_cut_segments\.py:\d+ names ranks along pp, and its tensor lies at 'pp 0' alone",
     ):
         executor.sync()
     assert y is not None

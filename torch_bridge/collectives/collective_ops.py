@@ -96,8 +96,8 @@ class Lines:
         """What JAX wants as `axis_index_groups`: each group's places on the mesh, in group order; None along axes."""
         if self.members is None:
             return None
-        place = world.positions()
-        return [[place[m] for m in group] for group in self.members]
+        place, there = world.positions(), set(world.current().order)
+        return [[place[m] for m in group] for group in self.members if there.issuperset(group)]
 
     def index(self) -> Any:
         """This rank's place in its group."""
@@ -176,7 +176,8 @@ def _all_to_all(x: jax.Array, split_dim: int, concat_dim: int, count: int, group
 def _permute(x: jax.Array, pairs: str) -> Any:
     moved = x.astype(jnp.int32) if x.dtype == jnp.bool_ else x
     place = world.positions()
-    moves = [(place[source], place[target]) for source, target in json.loads(pairs)]
+    there = set(world.current().order)
+    moves = [(place[source], place[target]) for source, target in json.loads(pairs) if source in there and target in there]
     return jax.lax.ppermute(moved, tuple(world.current().axes), moves).astype(x.dtype)
 
 

@@ -17,7 +17,7 @@ from torch_bridge.config.settings import SETTINGS
 from torch_bridge.ir import dtypes, scopes
 from torch_bridge.ir.graph import KINDS, number
 from torch_bridge.lowerings import random_keys
-from torch_bridge.mesh import random_state, sharding
+from torch_bridge.mesh import random_state, sharding, world
 from torch_bridge.mesh.axis_numbers import own
 from torch_bridge.passes.verify import report
 from torch_bridge.precision import precision_mode
@@ -161,14 +161,24 @@ def draws_key_of(draws: Any) -> KeyOf:
 def key_of_row(row: Any, node: fx.Node) -> Any:
     """The key of a random node from its row of `draws`: each rank's own where its seed is, and along the mesh axes that the result varies over otherwise."""
     meta = node.meta
-    key = draw_key(row, random_state.seed_differences(meta.get("draw_axes") or ()) if "key_axes" in meta else None)
-    return _on_axes(key, meta.get("key_axes", ()))
+    asked = meta.get("draw_axes") or ()
+    differences = random_state.seed_differences(asked)
+    key = draw_key(row, differences if "key_axes" in meta else None)
+    return _on_axes(key, meta.get("key_axes", ()), () if differences else random_state.names(asked))
 
 
-def _on_axes(key: Any, axes: Any) -> Any:
-    """A key of each rank's own along mesh axes."""
-    names = sharding.ordered(axes)
-    return random_keys.fold_in(key, jax.lax.axis_index(names)) if names else key
+def _on_axes(key: Any, axes: Any, asked: Sequence[str]) -> Any:
+    """A key of each rank's own along mesh axes. asked: axes along which ranks are to differ in any case, also where only one index of them is there."""
+    now = world.current()
+    fixed = [name for name in asked if name in now.at]
+    if now.within is None or not fixed:
+        names = sharding.ordered(axes)
+        return random_keys.fold_in(key, jax.lax.axis_index(names)) if names else key
+    index: Any = 0
+    for name, size in now.within.axes.items():
+        if name in fixed or name in axes:
+            index = index * size + (now.at[name] if name in fixed else jax.lax.axis_index(name))
+    return random_keys.fold_in(key, index)
 
 
 def dtype_of(val: torch.Tensor) -> Any:

@@ -24,7 +24,7 @@ from torch_bridge.ir import dtypes
 from torch_bridge.ir.graph import GraphBuilder, results_of
 from torch_bridge.ir.layout import contiguous_meta
 from torch_bridge.ir.segment import Segment
-from torch_bridge.mesh import abstract_arrays, sharding
+from torch_bridge.mesh import abstract_arrays, places, sharding
 from torch_bridge.mesh.abstract_arrays import AbstractArray
 from torch_bridge.passes import fold_repeats, scalar_inputs
 from torch_bridge.passes.cut_segment import Part
@@ -122,7 +122,7 @@ class ProgramSpec:
         """Whether a program of this spec computes what an execution needs. It may want to take over more than is free (that is copied), not less."""
         if self.mode != run.mode or (self.labels is not None and not self.labels.fit(run.labels, self)):
             return False
-        if any(run.passed[v].label != label for v, label in self._passed_labels()):
+        if any(places.label_at(run.passed[v].label, self.part.place) != label for v, label in self._passed_labels()):
             return False
         free = run.free
         if any(free[at] and not own for at, own in self.leaves):
@@ -185,7 +185,8 @@ def specify(trace: Trace, part: Part, run: Execution) -> ProgramSpec:
     owned = tuple(v < 0 and -v - 1 not in part.shared and run.free[-v - 1] for v in inputs)
     labels = None
     if run.labels is not None:
-        given = [run.labels.leaves[-v - 1] if v < 0 else run.passed[v].label or sharding.REPLICATED for v in inputs]
+        leaves = run.labels.at(part.place.mesh)
+        given = [leaves[-v - 1] if v < 0 else places.label_at(run.passed[v].label, part.place) for v in inputs]
         extras = len(kinds) + draws + precision_mode.extra_count(run.mode)
         labels = shard_mapping.label(graph, part, segment, run.labels, given, avals, extras)
     updates = _new_values(graph, part, inputs, avals, owned, labels, segment)

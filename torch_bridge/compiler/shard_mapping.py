@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 from torch import fx
 
 from torch_bridge import lowerings
@@ -16,7 +18,7 @@ from torch_bridge.compiler.program_io import Ports
 from torch_bridge.config.settings import SETTINGS
 from torch_bridge.ir.graph import results_of
 from torch_bridge.ir.segment import Segment, Storage
-from torch_bridge.mesh import abstract_arrays, processes, random_state, sharding, world
+from torch_bridge.mesh import abstract_arrays, places, processes, random_state, sharding, world
 from torch_bridge.passes import check_replicas, varying_axes
 from torch_bridge.passes.cut_segment import Part
 from torch_bridge.passes.verify import axes
@@ -37,6 +39,11 @@ class SegmentLabels(NamedTuple):
     leaves: tuple[PartitionSpec, ...]
     wanted: dict[int, PartitionSpec]
     independent: bool
+
+    def at(self, mesh: Mesh | None) -> tuple[PartitionSpec, ...]:
+        """The labels that the leaves have on the mesh of a place."""
+        narrow = None if mesh is None else places.ranks(mesh)
+        return self.leaves if narrow is None else tuple(places.project(spec, narrow) for spec in self.leaves)
 
 
 def of(segment: Segment, live: dict[int, list[Storage]]) -> SegmentLabels:
@@ -62,12 +69,14 @@ def label(
     """
     mesh = part.place.mesh or sharding.mesh()
     given = [sharding.axes_of(spec) for spec in inputs]
-    varying_axes.spread(graph, given)
-    if SETTINGS.verify:
-        axes.check(graph, given)
+    with _ranks_of(mesh):
+        varying_axes.spread(graph, given)
+        if SETTINGS.verify:
+            axes.check(graph, given)
     if mesh != sharding.mesh():
-        _fits_mesh(graph, part, mesh, of_segment.independent)
-    _agree(graph)
+        _fits_mesh(graph, part, mesh)
+    else:
+        _agree(graph)
     rank_branches.check(n.meta["source"] for n in graph.nodes if "source" in n.meta)
     results = results_of(graph)
     varied = tuple(node.meta["axes"] for node in results)
@@ -119,7 +128,8 @@ class RankLabels:
         """Whether the leaves and results of another execution have these labels."""
         if given is None or given.independent != self.independent:
             return False
-        wanted, leaves = given.wanted, given.leaves
+        wanted = given.wanted
+        leaves = given.at(self.mesh)
         return all(wanted.get(v) == label for v, label in zip(spec.results, self.wanted, strict=True)) and all(
             leaves[-v - 1] == label for v, label in zip(spec.inputs, self.inputs, strict=True) if v < 0
         )
@@ -133,7 +143,8 @@ class RankLabels:
 
         def blocks(*inputs: Any) -> Any:
             own = [x.reshape(shape) for x, shape in zip(inputs, shapes, strict=False)]
-            results = run(*own, *inputs[len(own) :])
+            with _ranks_of(self.mesh):
+                results = run(*own, *inputs[len(own) :])
             return tuple(r.reshape(1) if vector else r for r, vector in zip(results, vectors, strict=True))
 
         specs = (*ports.input_specs(self.inputs), *[PartitionSpec()] * self.extras)
@@ -141,39 +152,34 @@ class RankLabels:
 
     def placed(self, args: Sequence[Any]) -> list[Any]:
         """The arguments on the devices of the mesh: packed numbers and draws on each, arrays of another mesh moved."""
-        if self.mesh == sharding.mesh():
+        if self.mesh == sharding.mesh() and not places.in_use():
             return [sharding.replicated(a) if isinstance(a, np.ndarray) else a for a in args]
-        return [moved(a, self.mesh) for a in args]
+        return [places.put(a, self.mesh) for a in args]
 
 
-def moved(array: Any, mesh: Mesh) -> Any:
-    """An array, or numbers of the host, on the devices of a mesh, labelled as it was."""
-    lies = getattr(array, "sharding", None)
-    if isinstance(lies, NamedSharding) and lies.mesh == mesh:
-        return array
-    place = NamedSharding(mesh, lies.spec if isinstance(lies, NamedSharding) else sharding.REPLICATED)
-    if isinstance(array, abstract_arrays.AbstractArray):
-        return abstract_arrays.AbstractArray(array.shape, array.dtype, place, array.host)
-    return jax.device_put(array, place)
+def _ranks_of(mesh: Mesh) -> contextlib.AbstractContextManager[None]:
+    """A block in which the ranks of a mesh are all there are."""
+    narrow = places.ranks(mesh)
+    return contextlib.nullcontext() if narrow is None else world.taken_for(narrow)
 
 
-def _fits_mesh(graph: fx.Graph, part: Part, mesh: Mesh, independent: bool) -> None:
-    """On a part of the world's mesh an op must not name ranks that are not there."""
-    if not world.is_local():
-        raise NotImplementedError(
-            f"a program at {part.place.name!r} runs on a mesh of its own, which takes a world of one process: start the script with nxd-run"
-        )
+def _fits_mesh(graph: fx.Graph, part: Part, mesh: Mesh) -> None:
+    """On a part of the world's mesh a collective must not name ranks that are not there."""
     sizes = world.current().axes
     gone = {name for name, size in mesh.shape.items() if size != sizes[name]}
+    narrow = places.ranks(mesh)
+    there = set(range(world.size()) if narrow is None else narrow.order)
     for node in graph.nodes:
         op = lowerings.lookup(node.target)
-        text: Any = node.args[-1] if op is not None and op.collective else ""
-        named = op is not None and op.rank_table is not None
-        across = op is not None and op.collective and (text.startswith("[") or gone.intersection(text.split(",")))
-        if named or across or ("draw" in node.meta and (independent or gone.intersection(node.meta["key_axes"]))):
+        if op is None or not op.collective:
+            continue
+        text: Any = node.args[-1]
+        groups = [set(group) for group in json.loads(text)] if text.startswith("[") else []
+        if gone.intersection(text.split(",")) or any(not group <= there and group & there for group in groups):
             raise NotImplementedError(
-                f"{node.target} at {node.meta.get('source', NOWHERE).where} names ranks of the whole world, and the program at {part.place.name!r} runs on a "
-                f"mesh without the ranks along {', '.join(sorted(gone))}: only ops of each rank alone and collectives over its own axes can run there"
+                f"{node.target} at {node.meta.get('source', NOWHERE).where} names ranks along {', '.join(sorted(gone))}, and its tensor lies at "
+                f"{part.place.name!r} alone (a pipeline stage, say), where these ranks are not: the other ranks have no value of their own. Reduce over the "
+                "tensor-, data- or context-parallel group; what stages have in common is added up by the pipeline"
             )
 
 

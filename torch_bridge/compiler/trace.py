@@ -8,8 +8,9 @@ from typing import Any
 from torch_bridge.compiler.program import Program
 from torch_bridge.compiler.program_spec import Execution
 from torch_bridge.config.settings import SETTINGS
-from torch_bridge.passes import cut_segment
-from torch_bridge.passes.cut_segment import Part, Place
+from torch_bridge.mesh.places import Place
+from torch_bridge.passes import cut_segment, place_nodes
+from torch_bridge.passes.cut_segment import Part
 from torch_bridge.passes.verify import parts as verify_parts
 from torch_bridge.source import Source
 
@@ -20,7 +21,7 @@ class Trace:
     Attributes:
         nodes: its nodes.
         sources: where each came from.
-        parts: how it is cut into programs, by the values that are needed and the places of its nodes.
+        parts: how it is cut into programs, by the values that are needed, the places of its nodes if somebody chose them, and those of its leaves.
         programs: those of each part; they differ in what they take over, in labels, precision or in which numbers they share.
         following: the trace that ran after it last time.
         used: when it ran last, on the session's clock.
@@ -31,21 +32,25 @@ class Trace:
     def __init__(self, nodes: tuple[Any, ...], sources: Sequence[Source]):
         self.nodes = nodes
         self.sources = tuple(sources)
-        self.parts: dict[tuple[tuple[int, ...], tuple[Place, ...]], tuple[Part, ...]] = {}
+        self.parts: dict[tuple[tuple[int, ...], tuple[Place, ...], tuple[Place | None, ...]], tuple[Part, ...]] = {}
         self.programs: dict[Part, list[Program]] = {}
         self.following: Trace | None = None
         self.used = 0
         self.evicted = False
         self.agreed: dict[int, list[Any]] = {}
 
-    def cut(self, outs: tuple[int, ...], places: tuple[Place, ...] = ()) -> tuple[Part, ...]:
-        """The parts that compute these values, in order. places: where each node runs; without them all is one part."""
-        parts = self.parts.get((outs, places))
+    def cut(self, outs: tuple[int, ...], chosen: tuple[Place, ...] = (), leaves: tuple[Place | None, ...] = ()) -> tuple[Part, ...]:
+        """The parts that compute these values, in order.
+
+        chosen: where each node runs; leaves: the places at which these lie, from which it follows otherwise. Without either all is one part.
+        """
+        parts = self.parts.get((outs, chosen, leaves))
         if parts is None:
+            places = chosen or (place_nodes.place(self.nodes, leaves, outs) if leaves else ())
             parts = cut_segment.cut(self.nodes, outs, places) if places else (Part(outs),)
             if SETTINGS.verify:
                 verify_parts.check(parts, self.nodes, outs)
-            self.parts[outs, places] = parts
+            self.parts[outs, chosen, leaves] = parts
         return parts
 
     def find(self, part: Part, run: Execution) -> Program | None:

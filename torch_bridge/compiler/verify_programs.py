@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from torch_bridge.ir import dtypes
-from torch_bridge.mesh import sharding
+from torch_bridge.mesh import places, sharding
 from torch_bridge.mesh.sharding import NONE
 from torch_bridge.passes.verify import report
 
@@ -116,13 +116,13 @@ def _taken_over(spec: ProgramSpec, run: Execution, inputs: Sequence[Any], result
 
 def _labels(spec: ProgramSpec, labels: RankLabels, run: Execution) -> None:
     """Labels of inputs are those of their arrays; labels of results say all axes that they vary over, as their storages want them."""
-    for vid, label in zip(spec.inputs, labels.inputs, strict=True):
+    for vid, label, aval in zip(spec.inputs, labels.inputs, spec.avals, strict=True):
         if vid < 0:
             array = run.segment.leaves[-vid - 1]
-            lies: PartitionSpec | None = sharding.spec_of(array)
-            shape = tuple(array.shape)
+            lies = places.label_at(sharding.spec_of(array), spec.part.place)
+            shape = sharding.global_shape(aval.shape, label)
         else:
-            lies = run.passed[vid].label
+            lies = places.label_at(run.passed[vid].label, spec.part.place)
             shape = sharding.global_shape(run.passed[vid].aval.shape, label)
         if label != lies:
             report.fail("shard_mapping", "an input is labelled as its array lies", f"{label} for {lies}")

@@ -87,17 +87,19 @@ class Facts:
     """What few storages have. owner: (weak module, name) of the parameter it belongs to.
 
     spec: how the blocks of the ranks lie in the global array; axes in it are expected to differ. start: how they lie if a step that creates the storage
-    full of one number gets it as an input (`hoist_constants`). links: storages that alias this one in a way that
+    full of one number gets it as an input (`hoist_constants`); home: the place (`mesh.places`) at which that is then.
+    links: storages that alias this one in a way that
     layouts cannot say (`rank_ops`): each is called with (segment, storage) after a write and writes the other side. origin: which op made the value on the
     host, and the line that called it. cpu: it stands for a tensor on the CPU (`cpu_draws`).
     """
 
-    __slots__ = ("cpu", "keep", "links", "origin", "owner", "spec", "start")
+    __slots__ = ("cpu", "home", "keep", "links", "origin", "owner", "spec", "start")
 
     def __init__(self) -> None:
         self.owner: Any = None
         self.spec: Any = None
         self.start: Any = None
+        self.home: Any = None
         self.links: list[Any] = []
         self.keep: Any = None
         self.origin = ""
@@ -235,6 +237,7 @@ class Segment:
         writers: storages that were written, as often as they were.
         saved: for a failed run: the leaves that storages held before; overwritten: the arrays that nothing had read (None: they were constant).
         fills: constants that were read.
+        followed: at which places its values lie, as far as somebody asked (`recorder.placed`).
         predicted: a trace seen before that the nodes so far agree with: as long as they do, nothing needs to be looked up.
         by_start: finds such a trace from the first node.
         watch: told of every read as (storage, view, id), with view None of every write, and with storage None when Python asks for a value.
@@ -270,6 +273,7 @@ class Segment:
         self.saved: list[tuple[weakref.ref[Storage], int]] = []
         self.overwritten: list[tuple[weakref.ref[Storage], Any]] = []
         self.fills: list[Fill] = []
+        self.followed: Any = None
         self.predicted: Any = None
 
     # -- values ---------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ def own(values: Sequence[Any], dtype: DTypeLike) -> Any:
     """Inside a program: the rank's own of the values, as a traced scalar; a line through the axis index where it is one."""
     axes = world.axes_of_table(values)
     if not axes:
-        return jnp.asarray(values[0], dtype)
+        return jnp.asarray(values[world.current().order[0]], dtype)
     index = jax.lax.axis_index(axes if len(axes) > 1 else axes[0])
     table = _reduced(values, axes)
     step = table[1] - table[0]

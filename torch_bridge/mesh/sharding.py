@@ -55,9 +55,37 @@ def device_of(rank: int) -> Any:
     return _laid_out(world.current().epoch)[1][rank]
 
 
-@functools.lru_cache(maxsize=8)
+def parts() -> dict[Mesh, world.World]:
+    """Parts of the current mesh that have been asked for (`part`), with their ranks as a world of their own."""
+    return _PARTS.get(world.current().epoch, {})
+
+
+def part(axis: str, index: int) -> Mesh:
+    """The part of the mesh with this index along an axis: a mesh with the same axes, that one of size 1."""
+    known = _PARTS.setdefault(world.current().epoch, {})
+    found = next((mesh for mesh, narrow in known.items() if narrow.at == {axis: index}), None)
+    if found is not None:
+        return found
+    for epoch in [e for e in _PARTS if e != world.current().epoch and not _PARTS[e]]:
+        del _PARTS[epoch]
+    whole, devices = _laid_out(world.current().epoch)
+    found = Mesh(np.take(whole.devices, [index], axis=whole.axis_names.index(axis)), whole.axis_names)
+    known[found] = world.narrowed(axis, index)
+    _NARROWED[known[found].epoch] = found, devices
+    return found
+
+
+_PARTS: dict[int, dict[Mesh, world.World]] = {}
+"""By epoch of a world."""
+_NARROWED: dict[int, tuple[Mesh, Sequence[Any]]] = {}
+"""By epoch of a narrowed world: its mesh, and the devices of all ranks by rank."""
+
+
+@functools.lru_cache(maxsize=32)
 def _laid_out(epoch: int) -> tuple[Mesh, Sequence[Any]]:
     """The current world's mesh, and its devices by rank; asked for with every array, so kept for a layout."""
+    if epoch in _NARROWED:
+        return _NARROWED[epoch]
     now = world.current()
     devices = _devices(now)
     placed = np.array([devices[r] for r in now.order])
@@ -115,9 +143,9 @@ def spec_of(array: HasSharding) -> PartitionSpec:
 
 
 def label(array: object) -> PartitionSpec | None:
-    """The label of an array on the current mesh; None for any other, and without an array."""
+    """The label of an array on the current mesh or a part of it; None for any other, and without an array."""
     found = getattr(array, "sharding", None)
-    return found.spec if isinstance(found, NamedSharding) and found.mesh == mesh() else None
+    return found.spec if isinstance(found, NamedSharding) and (found.mesh == mesh() or found.mesh in parts()) else None
 
 
 def ordered(axes: Iterable[str]) -> tuple[str, ...]:
@@ -183,11 +211,21 @@ def filled(host: np.ndarray, spec: PartitionSpec) -> jax.Array:
 
 
 def blocks(array: jax.Array, local: Sequence[int]) -> list[np.ndarray]:
-    """The hosted ranks' own values of a global array, in rank order."""
+    """The hosted ranks' own values of a global array, in rank order. Of one on a part of the mesh: of the rank there that stands for each."""
     by_device = {s.device: s.data for s in array.addressable_shards}
     if not isinstance(array.sharding, NamedSharding):
         return [np.asarray(array)] * len(world.current().hosted)
-    return [np.asarray(by_device[device_of(r)]).reshape(tuple(local)) for r in world.current().hosted]
+    return [np.asarray(by_device[_device_of(array, r)]).reshape(tuple(local)) for r in world.current().hosted]
+
+
+def _device_of(array: jax.Array, rank: int) -> Any:
+    """The device with a rank's block of an array: its own, or that of the rank of a part of the mesh with the same place along the other axes."""
+    narrow = parts().get(array.sharding.mesh) if isinstance(array.sharding, NamedSharding) else None
+    if narrow is None:
+        return device_of(rank)
+    others = [world.coordinates(a) for a in world.current().axes if a not in narrow.at]
+    there = next(r for r in narrow.order if all(c[r] == c[rank] for c in others))
+    return device_of(there)
 
 
 def first_block(array: jax.Array, local: Sequence[int]) -> np.ndarray:
@@ -201,19 +239,22 @@ def block(array: jax.Array, rank: int, local: Sequence[int]) -> np.ndarray:
         return np.asarray(array)
     if array.sharding.is_fully_replicated:
         return np.asarray(array.addressable_shards[0].data).reshape(tuple(local))
-    device = device_of(rank)
+    device = _device_of(array, rank)
     shard = next(s for s in array.addressable_shards if s.device == device)
     return np.asarray(shard.data).reshape(tuple(local))
 
 
 def adopt(array: jax.Array, local: Sequence[int]) -> jax.Array:
-    """The same values on the current mesh (made before the ranks were laid out on these axes, or before there were several)."""
-    if isinstance(array, abstract_arrays.AbstractArray):
-        return abstract_arrays.adopted(array, local)
+    """The same values on the current mesh (made before the ranks were laid out on these axes, or before there were several).
+
+    What lies on a part of it stays there.
+    """
     now = mesh()
     old = array.sharding
-    if isinstance(old, NamedSharding) and old.mesh == now:
+    if isinstance(old, NamedSharding) and (old.mesh == now or old.mesh in parts()):
         return array
+    if isinstance(array, abstract_arrays.AbstractArray):
+        return abstract_arrays.adopted(array, local)
     array = alone(array)
     if not isinstance(old, NamedSharding) or old.mesh.size != now.size:
         if isinstance(old, NamedSharding) and axes_of(old.spec):

@@ -6,11 +6,14 @@ the facades goes through here. In a process that hosts several ranks a rank quer
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import os
 import sys
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from torch_bridge import _compat
@@ -25,8 +28,12 @@ class World:
 
     size: how many. hosted: those that this process computes for, ascending. local_size: ranks on a host. axes: names and sizes of the mesh
     axes, outermost first; their product is `size`. order: the ranks in row-major order over the axes (0, 1, 2, ... unless the machine wants another).
-    epoch: another number for every layout. fixed: the size was asked for, so `require` must not change it.
+    epoch: another number for every layout. fixed: the size was asked for, so `require` must not change it. within, at: for the ranks of one place alone
+    (`narrowed`): the whole world, and where the place is along the axes that it has one index of.
     """
+
+    within: World | None = None
+    at: Mapping[str, int] = MappingProxyType({})
 
     def __init__(self, size: int, hosted: Sequence[int] | None = None, local_size: int | None = None, fixed: bool = True):
         self.size = size
@@ -52,7 +59,14 @@ class World:
         return rank_numbers.ranked(tuple(of(r) for r in range(self.size)), self.hosted)
 
 
+class _Narrowed(threading.local):
+    """world: what this thread takes for the world, None for all of it."""
+
+    world: World | None = None
+
+
 _epochs = itertools.count()
+_NARROWED = _Narrowed()
 _world: World | None = None
 _changing: list[Callable[[], None]] = []
 
@@ -65,6 +79,8 @@ def before_change(hook: Callable[[], None]) -> None:
 def current() -> World:
     """The world, decided from the environment at the first question."""
     global _world
+    if _NARROWED.world is not None:
+        return _NARROWED.world
     if _world is None:
         _world = from_environment()
     return _world
@@ -169,10 +185,31 @@ def set_axes(axes: dict[str, int], order: Sequence[int] | None = None) -> None:
         world.epoch = next(_epochs)
 
 
+def narrowed(axis: str, index: int) -> World:
+    """The ranks with this index along an axis, as a world in which the axis has size 1. They keep their numbers."""
+    whole = current()
+    found = World(whole.size // whole.axes[axis], tuple(r for r in whole.hosted if coordinates(axis)[r] == index), whole.local_size)
+    found.axes = {**whole.axes, axis: 1}
+    found.order = tuple(r for r in whole.order if coordinates(axis)[r] == index)
+    found.within, found.at = whole, MappingProxyType({axis: index})
+    return found
+
+
+@contextlib.contextmanager
+def taken_for(narrow: World) -> Iterator[None]:
+    """A block in which this thread takes some ranks for the world (programs for them are made there)."""
+    before, _NARROWED.world = _NARROWED.world, narrow
+    try:
+        yield
+    finally:
+        _NARROWED.world = before
+
+
 def positions() -> tuple[int, ...]:
-    """Each rank's place in row-major order over the axes."""
-    found = [0] * size()
-    for place, r in enumerate(current().order):
+    """Each rank's place in row-major order over the axes (0 for ranks that are not there, `narrowed`)."""
+    order = current().order
+    found = [0] * (max(order) + 1)
+    for place, r in enumerate(order):
         found[r] = place
     return tuple(found)
 

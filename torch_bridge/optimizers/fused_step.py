@@ -146,9 +146,19 @@ class Update(NamedTuple):
     grads: list[Any] | None = None
 
     def record(self) -> None:
-        """Record it: parameters and states are updated in place."""
+        """Record it: parameters and states are updated in place, in one op for each place that they lie at."""
         backend.ensure()
         from torch_bridge.optimizers import param_partition, step_ops
+        from torch_bridge.recorder import placed
+
+        apart = placed.groups([self.params])
+        for of in apart or ():
+            grads = None if self.grads is None else [self.grads[k] for k in of]
+            Update(
+                self.rule, [self.params[k] for k in of], [[s[k] for k in of] for s in self.states], self.numbers, self.flags, grads
+            ).record()
+        if apart is not None:
+            return
 
         grads = [p.grad for p in self.params] if self.grads is None else self.grads
         options = param_partition.text(self.flags, self.params) if self.rule == "adafactor" else ",".join(sorted(self.flags))

@@ -1,27 +1,16 @@
 """A segment as a list of parts, each of which is compiled to a program of its own.
 
-By default a segment is one part. A session with a `placement` (`runtime.session.Session`) says for every node at which place it runs, a sub-mesh for
-example: nodes at one place become one part, or several where what lies between them is computed at another place.
+By default a segment is one part. Where tensors lie at places (`place_nodes`), or a session has a `placement` (`runtime.session.Session`), nodes at one place
+become one part, or several where what lies between them is computed at another place.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
-from jax.sharding import Mesh
-
-
-class Place(NamedTuple):
-    """Where nodes run. name: for messages, and to tell two places on one mesh apart; mesh: their devices, None for the mesh of the world."""
-
-    name: str = ""
-    mesh: Mesh | None = None
-
-
-HERE = Place()
-"""Where all nodes run in a session without a placement."""
+from torch_bridge.mesh.places import HERE, Place
 
 
 @dataclass(frozen=True, eq=False)

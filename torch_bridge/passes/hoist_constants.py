@@ -12,7 +12,7 @@ import jax
 from torch_bridge.ir import dtypes
 from torch_bridge.ir.layout import Layout
 from torch_bridge.ir.segment import Fill, Renumbering, Segment
-from torch_bridge.mesh import abstract_arrays, fills, sharding
+from torch_bridge.mesh import abstract_arrays, fills, places, sharding
 
 
 def hoist(segment: Segment, seen: set[int]) -> None:
@@ -77,8 +77,9 @@ def _insert_leaves(segment: Segment, fills: list[Fill]) -> tuple[list[Any], dict
 def _array(fill: Fill, segment: Segment) -> jax.Array:
     of = segment.nodes[fill.node][0].outs[0]
     storage = fill.storage()
-    start = None if storage is None or storage.facts is None else storage.facts.start
-    made = _full(of, fill.value, start)
+    facts = None if storage is None else storage.facts
+    with places.at(None if facts is None else facts.home):
+        made = _full(of, fill.value, None if facts is None else facts.start)
     if sharding.active() and not of.size:
         segment.scalars.add(id(made))
     return made

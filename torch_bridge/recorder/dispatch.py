@@ -17,8 +17,8 @@ from torch_bridge import lowerings
 from torch_bridge.errors import locate
 from torch_bridge.ir.layout import Layout, base_of_meta, layout, of_meta
 from torch_bridge.ir.segment import LOCK, Entry, Lift, Segment, Slot
-from torch_bridge.mesh import abstract_arrays, random_state, rank_numbers
-from torch_bridge.recorder import cpu_draws, fallback, overlaps
+from torch_bridge.mesh import abstract_arrays, places, random_state, rank_numbers
+from torch_bridge.recorder import cpu_draws, fallback, overlaps, placed
 from torch_bridge.recorder.copies import upload
 from torch_bridge.recorder.schema import LIFTED, NOT_SCALAR, Info, info
 from torch_bridge.recorder.shape_inference import DROPPED, NeedsHost, infer, infer_from_lowering, to_meta
@@ -78,6 +78,10 @@ def dispatch(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[st
 def record(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
     """The general rule."""
     call_info = info(func)
+    if call_info.lists and places.in_use():
+        apart = placed.by_place(record, call_info, args, kwargs)
+        if apart is not NotImplemented:
+            return apart
     key: list[Any] = [func._schema.name]
     tensors: list[XLATensor] = []
     numbers: list[Any] = []

@@ -9,8 +9,8 @@ import torch
 
 from torch_bridge.ir.layout import Layout, base_of_meta, layout
 from torch_bridge.ir.segment import Storage
-from torch_bridge.mesh import rank_numbers, sharding
-from torch_bridge.recorder import host_storage, host_values, overlaps
+from torch_bridge.mesh import places, rank_numbers, sharding
+from torch_bridge.recorder import host_storage, host_values, overlaps, placed
 from torch_bridge.recorder.copies import copied, kept
 from torch_bridge.recorder.cpu_attention import additive
 from torch_bridge.recorder.dispatch import LOCK, STATE, dispatch, record, record_op, resize, special
@@ -319,6 +319,10 @@ def lie_as(made: XLATensor, like: XLATensor) -> None:
     spec = sharding.label(storage.held) if storage.spec is None else storage.spec
     if spec is not None and sharding.axes_of(spec):
         made._storage.describe(start=sharding.spec_for(sharding.axes_of(spec)))
+    if places.in_use():
+        home = placed.place_of(like)
+        if home is not None:
+            made._storage.describe(home=home)
 
 
 @special(aten.zero_.default)

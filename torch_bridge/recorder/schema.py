@@ -53,6 +53,7 @@ class Info:
         self.scalar_at = [self.scalar.get(a.name, NOT_SCALAR) for a in schema.arguments]
         self.takes_dtype_of_out = self._is_factory_out()
         self.n_returns = len(schema.returns)
+        self.lists = self._lists() if found is not None and found.entrywise else ()
         self.cache: dict[tuple[Any, ...], Any] = {}
 
     def _source_of(self, ret: torch._C.Argument) -> int | None:
@@ -63,6 +64,13 @@ class Info:
             if a.alias_info is not None and a.alias_info.before_set & ret.alias_info.before_set:
                 return i
         return None
+
+    def _lists(self) -> tuple[str, ...]:
+        """Of an op that treats each entry of its lists by itself, the names of these lists."""
+        low = None if self.functional is None else lowerings.lookup(self.functional)
+        constants = None if low is None or low.stacks is None else low.stacks.constants
+        kinds = ("List[Tensor]", "List[number]", "List[Scalar]")
+        return tuple(a.name for k, a in enumerate(self.args) if str(a.type) in kinds or k == constants)
 
     def _is_factory_out(self) -> bool:
         """True for `torch.eye(3, out=t)` and the like: the functional op must be told the dtype."""

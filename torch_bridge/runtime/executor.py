@@ -26,7 +26,8 @@ from torch_bridge.config import fork_guard
 from torch_bridge.config.settings import SETTINGS
 from torch_bridge.errors import DeadTensorError, VerificationError, XlaOutOfMemoryError
 from torch_bridge.ir.segment import LOCK, Segment, Storage
-from torch_bridge.mesh import sharding, world
+from torch_bridge.mesh import places, sharding, world
+from torch_bridge.mesh.places import Place
 from torch_bridge.passes import hoist_constants, scalar_inputs
 from torch_bridge.passes.verify import segments
 from torch_bridge.passes.verify.meaning import Meaning
@@ -154,7 +155,7 @@ def _free(segment: Segment) -> tuple[bool, ...]:
 
 def _programs(session: Session, trace: Trace, run: Execution, live: dict[int, list[Storage]]) -> Iterator[Program]:
     """The programs that compute what storages wait for, in order; those that are missing are made, and not compiled yet."""
-    parts = trace.cut(tuple(sorted(live)), () if session.placement is None else tuple(session.placement(run.segment)))
+    parts = trace.cut(tuple(sorted(live)), *_placed(session, run.segment))
     for part in parts:
         program = trace.find(part, run)
         if program is None:
@@ -168,6 +169,14 @@ def _programs(session: Session, trace: Trace, run: Execution, live: dict[int, li
         yield program
         if part is not parts[-1]:
             run.passed.update(program.spec.passes())
+
+
+def _placed(session: Session, segment: Segment) -> tuple[tuple[Place, ...], tuple[Place | None, ...]]:
+    """Where the nodes of a segment run, if the session says so, and where its leaves lie, if one lies at a place."""
+    if session.placement is not None:
+        return tuple(session.placement(segment)), ()
+    lying = places.of_all(segment.leaves) if places.in_use() else ()
+    return (), lying if any(lying) else ()
 
 
 def _hoist(session: Session, segment: Segment) -> None:
@@ -279,15 +288,12 @@ def _dispatched(session: Session, program: Program, args: list[Any]) -> list[Any
 
 def _settle(program: Program, live: dict[int, list[Storage]], arrays: list[Any], passed: dict[int, Any] | None) -> None:
     """Give the results to the storages that wait for them, and note what later programs may take."""
-    labels = program.spec.labels
-    elsewhere = labels is not None and labels.mesh != sharding.mesh()
     for vid, held in zip(program.spec.results, program.spec.ports.results(arrays), strict=True):
         if passed is not None:
             passed[vid] = held
         if vid in live:
-            found = shard_mapping.moved(sharding.alone(held), sharding.mesh()) if elsewhere else held
             for storage in live[vid]:
-                storage.settle(found)
+                storage.settle(held)
 
 
 def _wait(result: weakref.ref[Any]) -> None:

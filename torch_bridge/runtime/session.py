@@ -27,7 +27,7 @@ from torch_bridge.runtime.observers import Observer
 if TYPE_CHECKING:
     from torch_bridge.compiler.program import Program
     from torch_bridge.compiler.trace import Trace
-    from torch_bridge.passes.cut_segment import Place
+    from torch_bridge.mesh.places import Place
     from torch_bridge.runtime.abstract import Run
 
 RECENT = 16
@@ -63,7 +63,7 @@ class Session:
         observers: told of compilations, executions, step ends and reads (`observers.Observer`).
         abstract: the abstract run, None where tensors have values.
         placement: says for each node of a segment where it runs: nodes at different places become programs of their own, in the order that their values
-            ask for. None: all of a segment is one program, on the mesh of the world.
+            ask for. None: each runs where its inputs lie (`passes.place_nodes`).
     """
 
     run: ClassVar[Callable[[Session], None]]
