@@ -1,16 +1,483 @@
-"""`neuronx_distributed.pipeline.model`: the class of pipeline models, which cannot be made yet."""
+"""`neuronx_distributed.pipeline.model`: a model whose layers lie on several pipeline ranks, and the steps that run through them."""
 
 from __future__ import annotations
 
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import fx, nn
 
-from nxd_jax import _later
+from nxd_jax.pipeline import batches, loss_values, partition, runtime, schedules, stages, trace, weights
+from nxd_jax.pipeline.manual_pipe_stage import PipelineStageModule
+from nxd_jax.pipeline.schedules import Action, Schedule
+from nxd_jax.tensor_parallel import grads, parallel_groups
+from nxd_jax.utils import _device, model_utils
+from torch_bridge.collectives import functional
+from torch_bridge.mesh import places, world
+from torch_bridge.runtime import executor
+
+logger = logging.getLogger("nxd_jax")
+
+_PARALLEL_LAYERS = ("ColumnParallelLinear", "RowParallelLinear", "ParallelEmbedding", "GQAQKVColumnParallelLinear", "CheckpointWrapper")
 
 
-class NxDPPModel(torch.nn.Module):
-    """`pipeline.NxDPPModel`: raises NotImplementedError when constructed."""
+class NxDPPModel(nn.Module):
+    """`pipeline.NxDPPModel`: a model in a pipeline. `run_train` and `run_eval` take a batch and do a whole step, cut into micro-batches.
 
-    def __init__(self, *args: Any, **kwargs: Any):
-        raise NotImplementedError(f"neuronx_distributed.pipeline.{type(self).__name__}: {_later.PIPELINE}")
+    The model is cut after layers (`pipeline_cuts`, `auto_partition`, `cut_pipeline_stage`, or a list of layers with `manual_pp_partition`). Weights, gradients
+    and optimizer state of a stage lie on its cores only. A process that hosts all ranks has all stages: `local_*` are those of the whole model, and
+    `run_train` returns the loss; NxD returns it on the last pipeline rank and None on others.
+
+    Args:
+        module: the whole model, or a list of layers for the manual mode.
+        transformer_layer_cls: class of the repeated layer: it is kept whole, and `auto_partition` counts it.
+        num_microbatches: into how many equal parts a batch is cut along dim 0.
+        virtual_pipeline_size: stages on each pipeline rank.
+        output_loss_value_spec: which part of what the model returns is the loss: True, or nested tuples, lists and dicts of booleans with one True; None: it
+            has none (in manual mode: what `manual_pp_loss_fn` gives).
+        return_mb_loss: `run_train` returns the list of micro-batches' losses in place of their mean.
+        broadcast_and_average_loss: the loss is averaged over context- and data-parallel ranks.
+        use_zero1_optimizer, use_optimizer_wrapper: the optimizer averages gradients over data-parallel ranks; otherwise `run_train` does.
+        use_model_wrapper: `initialize_parallel_model` moves the model to its device.
+        pipeline_cuts: names of the layers after which a stage ends.
+        auto_partition: cut so that stages have as many layers of `transformer_layer_cls` as any other, or one more for the last ones.
+        input_names: the parameters of the model's forward that `run_train` is given, by keyword. Others have their defaults.
+        leaf_module_cls, autowrap_functions, autowrap_modules, autowrap_obj_methods, tracer_cls: how the model is traced (`trace.trace_model`).
+        param_init_fn: fills the parameters of modules on "meta" (`model_utils.materialize_model`).
+        return_loss_on_cpu: the loss comes as a CPU tensor.
+        schedule: in which order stages compute: a name (`schedules.KINDS`), a `Schedule`, lists of actions by rank, or torch's CSV. Default: "1f1b", and
+            "interleaved" for several stages on a rank. (NxD has these two.)
+        manual_pp_partition: `module` is a list of layers, each of which takes what the one before returns.
+        manual_pp_stage_partition_fn, manual_pp_loss_fn: in manual mode, the stage of each layer, and the loss of (outputs, labels).
+
+    NxD's other arguments choose how it sends and compiles; they are accepted and change nothing here.
+
+    Raises RuntimeError before `initialize_model_parallel`, and for pipeline_cuts with auto_partition; ValueError for numbers that do not fit; AssertionError
+    for return_mb_loss with broadcast_and_average_loss, and for layers that are no list in manual mode.
+    """
+
+    def __init__(
+        self,
+        module: Any,
+        transformer_layer_cls: type[nn.Module] | None = None,
+        num_microbatches: int = 1,
+        virtual_pipeline_size: int = 1,
+        output_loss_value_spec: Any = None,
+        return_mb_loss: bool = False,
+        broadcast_and_average_loss: bool = False,
+        use_zero1_optimizer: bool = False,
+        use_model_wrapper: bool = False,
+        use_optimizer_wrapper: bool = False,
+        pipeline_cuts: Sequence[str] | None = None,
+        input_names: Sequence[str] | None = None,
+        leaf_module_cls: Sequence[str] | None = None,
+        autowrap_functions: Sequence[Callable[..., Any]] | None = None,
+        autowrap_modules: Sequence[Any] | None = None,
+        autowrap_obj_methods: Mapping[Any, Sequence[str]] | None = None,
+        tracer_cls: str | type[fx.Tracer] | None = None,
+        param_init_fn: Callable[..., Any] | None = None,
+        trace_file_path: str | None = None,
+        return_loss_on_cpu: bool = True,
+        deallocate_pipeline_outputs: bool = False,
+        auto_partition: bool = False,
+        fuse_microbatches: bool = False,
+        manual_pp_partition: bool = False,
+        manual_pp_stage_partition_fn: Callable[..., Any] | None = None,
+        manual_pp_loss_fn: Callable[..., Any] | None = None,
+        schedule: Any = None,
+        _delay_tracing: bool = False,
+        _turn_off_odd_even_scheduler: bool = False,
+        _all_reduce_send_recv: bool = False,
+        _fused_send_recv: bool = False,
+        _fused_fwd_bwd: bool = False,
+        _mark_step_before_pp_runtime: bool = True,
+        _mark_step_after_pp_runtime: bool = True,
+        _deallocate_send_tensors: bool = True,
+        _use_gloo_for_metadata_comm: bool = False,
+        _debug_mode: bool = False,
+        _debug_pp_size: int = 8,
+        _debug_pp_rank: int = 0,
+    ):
+        super().__init__()
+        if not _debug_mode and not parallel_groups.initialized():
+            raise RuntimeError(
+                "model parallel groups are not initialized: call neuronx_distributed.parallel_layers.parallel_state.initialize_model_parallel("
+                "pipeline_model_parallel_size=...) before NxDPPModel"
+            )
+        if return_mb_loss and broadcast_and_average_loss:
+            raise AssertionError(
+                "return_mb_loss=True gives a list of losses, broadcast_and_average_loss=True their mean: choose one of them"
+            )
+        self.manual_pp_partition = manual_pp_partition
+        if manual_pp_partition:
+            if not isinstance(module, list):
+                raise AssertionError(f"manual_pp_partition=True takes the model as a list of layers, got {type(module).__name__}")
+            if virtual_pipeline_size > 1:
+                raise ValueError(f"manual_pp_partition=True has one stage on each rank, got virtual_pipeline_size={virtual_pipeline_size}")
+        elif transformer_layer_cls is None:
+            raise ValueError(
+                "NxDPPModel needs transformer_layer_cls, the class of the model's repeated layer (or manual_pp_partition=True)"
+            )
+        self.pipeline_parallel_size = _debug_pp_size if _debug_mode else parallel_groups.size("pp")
+        self.pipeline_parallel_rank = _debug_pp_rank if _debug_mode else parallel_groups.rank("pp")
+        self.virtual_pipeline_size = virtual_pipeline_size
+        self.num_microbatches = num_microbatches
+        self.transformer_layer_cls = transformer_layer_cls
+        self.output_loss_value_spec = output_loss_value_spec
+        self.return_mb_loss = return_mb_loss
+        self.broadcast_and_average_loss = broadcast_and_average_loss
+        self.use_zero1_optimizer = use_zero1_optimizer
+        self.use_optimizer_wrapper = use_optimizer_wrapper
+        self.use_model_wrapper = use_model_wrapper
+        self.input_names = None if input_names is None else list(input_names)
+        self.param_init_fn = param_init_fn
+        self.return_loss_on_cpu = return_loss_on_cpu
+        if fuse_microbatches and return_loss_on_cpu:
+            logger.warning("fuse_microbatches=True: the loss stays on the device (return_loss_on_cpu=False)")
+            self.return_loss_on_cpu = False
+        self.schedule = _schedule(schedule, self.pipeline_parallel_size, num_microbatches, virtual_pipeline_size)
+        self.partitioned = False
+        self.model_moved_to_device = False
+        self.traced_model: fx.GraphModule | None = None
+        self._debug = _debug_mode
+        self._cuts: list[str] = []
+        self._modes: dict[bool, stages.Stages] = {}
+        self._order: list[Action] = runtime.in_order(self.schedule)
+        self._copies: list[list[runtime.Replica]] = []
+        self._manual_loss = manual_pp_loss_fn
+        self._tracing = {
+            "autowrap_functions": autowrap_functions,
+            "autowrap_modules": autowrap_modules,
+            "autowrap_obj_methods": autowrap_obj_methods,
+            "tracer_cls": tracer_cls,
+        }
+        layer = [] if transformer_layer_cls is None else [transformer_layer_cls.__name__]
+        self._leaves = [*(leaf_module_cls or ()), *layer, *_PARALLEL_LAYERS]
+        if manual_pp_partition:
+            self._manual(module, manual_pp_stage_partition_fn)
+            return
+        self.original_torch_module: nn.Module = module
+        names = list(pipeline_cuts or ())
+        if auto_partition:
+            if names:
+                raise RuntimeError("auto_partition=True chooses the cuts itself: leave out pipeline_cuts, or set auto_partition=False")
+            names = self._even_cuts()
+        if names:
+            if self.input_names is None:
+                raise ValueError("pipeline_cuts needs input_names, the names of the inputs that run_train is given")
+            self.trace(input_names=self.input_names)
+            for name in names:
+                self.cut_pipeline_stage(name)
+            self.partition()
+
+    # -- tracing and cutting --------------------------------------------------------------------------
+
+    def _even_cuts(self) -> list[str]:
+        cls = self.transformer_layer_cls
+        assert cls is not None
+        layers = [name for name, module in self.original_torch_module.named_modules() if isinstance(module, cls)]
+        layers = [name for name in layers if not any(name.startswith(f"{other}.") for other in layers)]
+        count = self.pipeline_parallel_size * self.virtual_pipeline_size
+        if not layers and count > 1:
+            raise ValueError(f"auto_partition=True: the model has no modules of type {cls.__name__}, which transformer_layer_cls names")
+        return partition.create_partitions(count, layers) if count > 1 else []
+
+    def trace(
+        self,
+        args: Sequence[Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+        input_names: Sequence[str] | None = None,
+        leaf_modules: Sequence[str] | None = None,
+        autowrap_functions: Sequence[Callable[..., Any]] | None = None,
+        autowrap_modules: Sequence[Any] | None = None,
+        autowrap_obj_methods: Mapping[Any, Sequence[str]] | None = None,
+        tracer_cls: str | type[fx.Tracer] | None = None,
+    ) -> None:
+        """Trace the model (`trace.trace_model`) into `traced_model`; a second time only warns."""
+        if self.traced_model is not None:
+            logger.warning("trace() was called before; the model stays as it was traced then")
+            return
+        self._leaves += [leaf for leaf in leaf_modules or () if leaf not in self._leaves]
+        for name, value in (
+            ("autowrap_functions", autowrap_functions),
+            ("autowrap_modules", autowrap_modules),
+            ("autowrap_obj_methods", autowrap_obj_methods),
+            ("tracer_cls", tracer_cls),
+        ):
+            self._tracing[name] = value if value is not None else self._tracing[name]
+        if input_names is None and not args and not kwargs:
+            input_names = self.input_names
+        self.traced_model = self._traced(args, kwargs, input_names)
+        self.input_names = [str(node.target) for node in self.traced_model.graph.nodes if node.op == "placeholder"]
+
+    def _traced(self, args: Any = None, kwargs: Any = None, input_names: Any = None) -> fx.GraphModule:
+        return trace.trace_model(self.original_torch_module, args, kwargs, input_names, leaf_modules=self._leaves, **self._tracing)  # type: ignore[arg-type]
+
+    def cut_pipeline_stage(self, layer_name: str) -> None:
+        """Let a stage end with this layer. AssertionError before `trace`, after `partition` and for a second cut there; RuntimeError for an unknown name."""
+        if self.traced_model is None:
+            raise AssertionError("cut_pipeline_stage needs a traced model: call trace() first")
+        if self.partitioned:
+            raise AssertionError("the model is partitioned already: cut it before partition()")
+        partition.cut_after(self.traced_model, layer_name)
+        self._cuts.append(layer_name)
+
+    def partition(self) -> None:
+        """Make stages of the cut model, and move their weights to their cores unless `use_model_wrapper` leaves that to `initialize_parallel_model`.
+
+        Raises ValueError if there are not as many stages as the ranks take.
+        """
+        if self.partitioned:
+            logger.warning("partition() was called before; the stages stay as they are")
+            return
+        if self.traced_model is None:
+            raise AssertionError("partition needs a traced model: call trace() first")
+        wanted = self.pipeline_parallel_size * self.virtual_pipeline_size
+        if 1 + len(self._cuts) != wanted:
+            raise ValueError(
+                f"{len(self._cuts)} cuts make {1 + len(self._cuts)} stages, but pipeline_parallel_size={self.pipeline_parallel_size} and "
+                f"virtual_pipeline_size={self.virtual_pipeline_size} take {wanted}: give {wanted - 1} cuts"
+            )
+        self._partitioned(self._stages_of(self.traced_model))
+
+    def _stages_of(self, traced: fx.GraphModule) -> stages.Stages:
+        return stages.of_traced(partition.partition_traced_model(traced))
+
+    def _manual(self, layers: list[nn.Module], partition_fn: Any) -> None:
+        count = self.pipeline_parallel_size
+        modules = [PipelineStageModule(layers, count, k, partition_fn) for k in range(count)]
+        self.original_torch_module = nn.ModuleDict({"layers": nn.ModuleDict({str(k): layer for k, layer in enumerate(layers)})})
+        self.input_names = ["inputs", "labels"]
+        weights.tie_marked(layers)
+        found = stages.in_a_row(modules, [stages.FromBatch("inputs")])
+        if self._manual_loss is not None:
+            found.output = (found.output, stages.FromBatch("labels"))
+        self._partitioned(found)
+
+    def _partitioned(self, found: stages.Stages) -> None:
+        self._modes = {self.original_torch_module.training: found} if not self.manual_pp_partition else {True: found, False: found}
+        self.partitioned = True
+        weights.check(found)
+        if not self._debug and not self.use_model_wrapper:
+            self.maybe_materialize_local_module()
+            self.move_model_to_device()
+
+    def _stages(self) -> stages.Stages:
+        """The stages as the model computes now: training or not, which is part of what is traced."""
+        mode = self.original_torch_module.training
+        found = self._modes.get(mode)
+        if found is None:
+            traced = self._traced(input_names=self.input_names)
+            for name in self._cuts:
+                partition.cut_after(traced, name)
+            found = self._modes[mode] = self._stages_of(traced)
+        return found
+
+    @property
+    def local_stage_modules(self) -> list[nn.Module]:
+        """The stages of this process's pipeline ranks."""
+        self._check_partitioned()
+        return [stage.module for stage in self._stages()]
+
+    @property
+    def homes(self) -> list[places.Place | None]:
+        """By stage, the place of its cores; None without several of them."""
+        if self._debug or world.size() == 1 or self.pipeline_parallel_size == 1:
+            return [None] * len(self.schedule.placement)
+        return [places.along("pp", rank) for rank in self.schedule.placement]
+
+    def _check_partitioned(self) -> None:
+        if not self.partitioned:
+            raise RuntimeError("the model has no stages yet: call trace(), cut_pipeline_stage() for every cut, and partition()")
+
+    # -- the device -----------------------------------------------------------------------------------
+
+    def maybe_materialize_local_module(self) -> None:
+        """Give parameters on "meta" their values, by `param_init_fn`, and move them. Raises ValueError if there is no such function."""
+        if not any(p.is_meta for p in self.original_torch_module.parameters()):
+            return
+        if self.param_init_fn is None:
+            raise ValueError("the model's parameters are on 'meta': give NxDPPModel a param_init_fn(module, device) that fills them")
+        model_utils.materialize_model(self.original_torch_module, _device.get_device(), self.param_init_fn)
+
+    def move_model_to_device(self) -> None:
+        """Move the model to the device, each weight to the cores of the stage that uses it."""
+        if self.model_moved_to_device:
+            return
+        self._check_partitioned()
+        if not world.is_local():
+            raise NotImplementedError(
+                "a pipeline over several processes (torchrun) is not there yet: start the script with nxd-run, which hosts all ranks in one process"
+            )
+        model_utils.move_model_to_device(self.original_torch_module, _device.get_device())
+        self._copies = weights.place(self._stages(), self.homes, self.original_torch_module)
+        self.model_moved_to_device = True
+
+    # -- steps ----------------------------------------------------------------------------------------
+
+    def run_train(self, *args: Any, **kwargs: Any) -> Any:
+        """A training step: forward and backward of all micro-batches; gradients are added to those that are there.
+
+        kwargs: the whole batch: the inputs that `input_names` says, CPU or xla tensors of one size along dim 0. Returns the mean loss of the micro-batches (a
+        list of them with `return_mb_loss`), None for a model without a loss.
+
+        Raises RuntimeError for other names, for a batch that does not divide and before `partition`; ValueError for inputs that are no tensors.
+        """
+        step = self._step(kwargs)
+        if step.loss is None:
+            raise RuntimeError("run_train needs a loss: output_loss_value_spec says which part of the model's output it is")
+        step.train(self._order)
+        if not self.use_zero1_optimizer and not self.use_optimizer_wrapper:
+            self._reduce()
+        weights.add_up(self._copies)
+        executor.sync()
+        return self._result(step)
+
+    def run_eval(self, *args: Any, **kwargs: Any) -> Any:
+        """The forward passes alone, with the model in evaluation mode; returns the loss as `run_train` does, or what the model returns if it has no loss.
+
+        Raises AssertionError for a model without a loss with several micro-batches.
+        """
+        if self._loss() is None and self.num_microbatches != 1:
+            raise AssertionError(
+                "run_eval of a model without a loss gives its outputs, for num_microbatches=1 alone; set output_loss_value_spec"
+            )
+        before = self.original_torch_module.training
+        self.original_torch_module.eval()
+        try:
+            step = self._step(kwargs)
+            step.evaluate()
+            return self._result(step) if step.loss is not None else step.outputs[0]
+        finally:
+            self.original_torch_module.train(before)
+
+    def _step(self, kwargs: Mapping[str, Any]) -> runtime.Step:
+        self._check_partitioned()
+        if not self.model_moved_to_device:
+            self.maybe_materialize_local_module()
+            self.move_model_to_device()
+        found = self._stages()
+        batch = batches.cut(kwargs, self.input_names or [], self._read(found), self.num_microbatches)
+        executor.sync()
+        weights.refresh(self._copies)
+        return runtime.Step(found, self.homes, self._copies, batch, self._loss(), _ambient_autocast())
+
+    def _read(self, found: stages.Stages) -> list[str]:
+        """The inputs that stages look at."""
+        of_output = [x.name for x in runtime._sources(found.output) if isinstance(x, stages.FromBatch)]
+        return [*dict.fromkeys([*(name for stage in found for name in stage.inputs), *of_output])]
+
+    def _loss(self) -> Callable[[Any], torch.Tensor] | None:
+        if self.manual_pp_partition:
+            if self._manual_loss is None:
+                return None
+            loss_fn = self._manual_loss
+            return lambda found: loss_fn(*found)
+        if self.output_loss_value_spec is None:
+            return None
+        return lambda found: loss_values.find(found, self.output_loss_value_spec)
+
+    def _reduce(self) -> None:
+        found = [g for p in self.original_torch_module.parameters() if (g := grads.gradient(p)) is not None]
+        if found and parallel_groups.size("dp") > 1:
+            grads.bucket_allreduce_gradients(found, reduce_over_ep_group=True)
+
+    def _result(self, step: runtime.Step) -> Any:
+        losses = [step.outputs[mb] for mb in range(self.num_microbatches)]
+        if self.return_mb_loss:
+            return losses
+        with torch.no_grad():
+            loss = torch.stack(losses).mean()
+            if self.broadcast_and_average_loss:
+                for kind in ("cp", "dp"):
+                    if parallel_groups.size(kind) > 1:
+                        loss = functional.all_reduce("sum", loss, 1.0 / parallel_groups.size(kind), parallel_groups.group(kind))
+        return loss.cpu() if self.return_loss_on_cpu else loss
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("a pipeline model has no forward of its own: call run_train(**batch) or run_eval(**batch)")
+
+    def train(self, mode: bool = True) -> NxDPPModel:
+        """Put the model into training mode, or into evaluation mode. (NxD raises RuntimeError.)"""
+        self.training = mode
+        module = self.__dict__.get("_modules", {}).get("original_torch_module")
+        if module is not None:
+            module.train(mode)
+        return self
+
+    # -- what this process has ------------------------------------------------------------------------
+
+    def local_parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """The parameters of this process's stages; so for the other `local_` functions, with names as in the whole model."""
+        return self.original_torch_module.parameters(recurse)
+
+    def local_named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        return self.original_torch_module.named_parameters(*args, **kwargs)
+
+    def local_buffers(self, recurse: bool = True) -> Iterator[torch.Tensor]:
+        return self.original_torch_module.buffers(recurse)
+
+    def local_named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        return self.original_torch_module.named_buffers(*args, **kwargs)
+
+    def local_modules(self) -> Iterator[nn.Module]:
+        return self.original_torch_module.modules()
+
+    def local_named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+        return self.original_torch_module.named_modules(*args, **kwargs)
+
+    def local_children(self) -> Iterator[nn.Module]:
+        return self.original_torch_module.children()
+
+    def local_named_children(self) -> Iterator[tuple[str, nn.Module]]:
+        return self.original_torch_module.named_children()
+
+    def local_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The state of this process's stages, under the names of the whole model."""
+        return self.original_torch_module.state_dict(*args, **kwargs)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        raise RuntimeError("a pipeline model has the state of its stages: call local_state_dict()")
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, **kwargs: Any) -> Any:  # type: ignore[override]
+        """Load what `local_state_dict` gave, or the state of the whole model."""
+        return self.original_torch_module.load_state_dict(state_dict, strict=strict, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "original_torch_module":
+                raise
+            return getattr(self.original_torch_module, name)
+
+
+def _schedule(given: Any, ranks: int, microbatches: int, chunks: int) -> Schedule:
+    """The schedule that is meant. Raises ScheduleError for one that cannot be run with these numbers."""
+    if given is None:
+        given = "interleaved" if chunks > 1 else "1f1b"
+    placement = None
+    if isinstance(given, str) and not given.endswith(".csv") and "\n" not in given:
+        found = schedules.make(given, ranks, microbatches, chunks if chunks > 1 else None)
+    else:
+        found = (
+            given if isinstance(given, Schedule) else schedules.from_csv(given) if isinstance(given, str) else schedules.from_orders(given)
+        )
+    if len(found.placement) != ranks * chunks:
+        raise schedules.ScheduleError(
+            f"the pipeline schedule {found.name} has {len(found.placement)} stages, and pipeline_parallel_size={ranks} with virtual_pipeline_size={chunks} "
+            f"makes {ranks * chunks}: set virtual_pipeline_size={len(found.placement) // ranks}"
+        )
+    schedules.check(found, microbatches, placement)
+    return found
+
+
+def _ambient_autocast() -> Callable[[], contextlib.AbstractContextManager[Any]]:
+    """The autocast that a step is called in, for each forward pass of a stage by itself."""
+    if not torch.is_autocast_enabled("xla"):
+        return contextlib.nullcontext
+    dtype = torch.get_autocast_dtype("xla")
+    return lambda: torch.autocast("xla", dtype=dtype)

@@ -55,7 +55,7 @@ def device_of(rank: int) -> Any:
     return _laid_out(world.current().epoch)[1][rank]
 
 
-def parts() -> dict[Mesh, world.World]:
+def parts() -> dict[Any, world.World]:
     """Parts of the current mesh that have been asked for (`part`), with their ranks as a world of their own."""
     return _PARTS.get(world.current().epoch, {})
 
@@ -75,7 +75,7 @@ def part(axis: str, index: int) -> Mesh:
     return found
 
 
-_PARTS: dict[int, dict[Mesh, world.World]] = {}
+_PARTS: dict[int, dict[Any, world.World]] = {}
 """By epoch of a world."""
 _NARROWED: dict[int, tuple[Mesh, Sequence[Any]]] = {}
 """By epoch of a narrowed world: its mesh, and the devices of all ranks by rank."""

@@ -125,7 +125,9 @@ def _without_engine(
     """Whether a backward pass has been done without it: one from one loss, that is to fill the `.grad` of all leaves and to free its graph."""
     if WITHOUT_ENGINE is None or not kwargs.get("accumulate_grad") or keep or create or inputs or rest:
         return False
-    return len(outputs) == len(grads) == 1 and grads[0] is not None and WITHOUT_ENGINE(outputs[0], grads[0])
+    if len(outputs) != 1 or len(grads) != 1 or not isinstance(outputs[0], torch.Tensor):  # or a `GradientEdge`
+        return False
+    return grads[0] is not None and WITHOUT_ENGINE(outputs[0], grads[0])
 
 
 def accumulates() -> bool:

@@ -29,7 +29,7 @@ def _of_storage(storage: Storage) -> Place | None:
     if storage.held is not None:
         return places.of(storage.held)
     if storage.facts is not None and storage.constant:
-        return storage.facts.home  # type: ignore[no-any-return]
+        return storage.facts.home
     segment = storage.segment
     if storage.vid < 0 or not isinstance(segment, Segment):
         return None

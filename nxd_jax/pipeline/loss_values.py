@@ -1,0 +1,45 @@
+"""Where the loss is in what a model returns: `output_loss_value_spec`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+
+def find(output: Any, spec: Any) -> torch.Tensor:
+    """The loss in an output. spec: True, or nested tuples, lists and dicts of booleans with one True, as the output is nested.
+
+    Raises RuntimeError for an output that is nested otherwise, whose part is no tensor, and for a spec without True.
+    """
+    found = _find(output, spec, "output")
+    if found is None:
+        raise RuntimeError(f"output_loss_value_spec={spec!r} has no True, so it does not say where the loss is")
+    return found
+
+
+def _find(output: Any, spec: Any, where: str) -> torch.Tensor | None:
+    if isinstance(spec, bool):
+        if not spec:
+            return None
+        if not isinstance(output, torch.Tensor):
+            raise RuntimeError(
+                f"output_loss_value_spec says that {where} is the loss, but it is of type {type(output).__name__} and no tensor"
+            )
+        return output
+    if isinstance(spec, Mapping):
+        if not isinstance(output, Mapping) or set(output) != set(spec):
+            said = f"a dict with {', '.join(map(str, output))}" if isinstance(output, Mapping) else type(output).__name__
+            raise RuntimeError(f"output_loss_value_spec says that {where} is a dict with {', '.join(map(str, spec))}, but it is {said}")
+        parts = [(output[key], spec[key], f"{where}[{key!r}]") for key in spec]
+    elif isinstance(spec, (tuple, list)):
+        if not isinstance(output, (tuple, list)) or len(output) != len(spec):
+            said = f"of {len(output)}" if isinstance(output, (tuple, list)) else ""
+            raise RuntimeError(
+                f"output_loss_value_spec says that {where} is a {type(spec).__name__} of {len(spec)}, but it is a {type(output).__name__} {said}".rstrip()
+            )
+        parts = [(o, s, f"{where}[{k}]") for k, (o, s) in enumerate(zip(output, spec, strict=True))]
+    else:
+        raise RuntimeError(f"output_loss_value_spec must consist of tuples, lists, dicts and booleans, got {spec!r}")
+    return next((loss for part in parts if (loss := _find(*part)) is not None), None)

@@ -1,0 +1,133 @@
+"""The stages of a model as modules with connections: what each takes from the batch and from stages before, and what it gives to later ones."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+
+class FromBatch(NamedTuple):
+    """An argument of a stage: an input of the model, by name."""
+
+    name: str
+
+
+class FromStage(NamedTuple):
+    """An argument of a stage: what a stage before gives, its result at a position (None: all that it gives)."""
+
+    stage: int
+    position: int | None = None
+
+
+@dataclass
+class Stage:
+    """A part of the model.
+
+    Attributes:
+        index: its number, from 0.
+        module: called with `args`; a stage of a traced model, or of a list of layers.
+        args: where its arguments come from (`FromBatch`, `FromStage`); anything else is a constant.
+        names: dotted names in the whole model of its parameters, by the parameter's `id`.
+        consumers: which of its results later stages take, as (position, stage).
+    """
+
+    index: int
+    module: nn.Module
+    args: tuple[Any, ...]
+    names: dict[int, str] = field(default_factory=dict)
+    consumers: list[tuple[int | None, int]] = field(default_factory=list)
+
+    @property
+    def inputs(self) -> list[str]:
+        """Names of the model's inputs that it reads."""
+        return [arg.name for arg in self.args if isinstance(arg, FromBatch)]
+
+    def results(self, given: Any) -> Iterator[tuple[int | None, Any]]:
+        """What it gives that somebody takes, each once, of what its module returned."""
+        for position in dict.fromkeys(position for position, _ in self.consumers):
+            yield position, given if position is None else given[position]
+
+
+@dataclass
+class Stages:
+    """All stages of a model, and what the model returns: `output`, a structure with `FromStage` and `FromBatch` in the place of values."""
+
+    stages: list[Stage]
+    output: Any
+
+    def __iter__(self) -> Iterator[Stage]:
+        return iter(self.stages)
+
+    def __len__(self) -> int:
+        return len(self.stages)
+
+    def __getitem__(self, index: int) -> Stage:
+        return self.stages[index]
+
+    def output_stages(self) -> set[int]:
+        """Stages that what the model returns comes from."""
+        return {found.stage for found in _leaves(self.output) if isinstance(found, FromStage)}
+
+
+def of_traced(partitioned: fx.GraphModule) -> Stages:
+    """The stages of what `partition.partition_traced_model` made. Connections are direct: a value goes to every stage that takes it."""
+    found: list[Stage] = []
+    place: dict[fx.Node, Any] = {}
+    output: Any = None
+    for node in partitioned.graph.nodes:
+        if node.op == "placeholder":
+            place[node] = FromBatch(str(node.target))
+        elif node.op == "call_module":
+            args = tuple(fx.node.map_aggregate(arg, lambda x: place[x] if isinstance(x, fx.Node) else x) for arg in node.args)
+            found.append(Stage(len(found), partitioned.get_submodule(node.target), args))
+            place[node] = FromStage(len(found) - 1)
+        elif node.op == "call_function" and node.target is operator.getitem:
+            place[node] = FromStage(place[node.args[0]].stage, node.args[1])
+        elif node.op == "get_attr":
+            place[node] = operator.attrgetter(str(node.target))(partitioned)
+        elif node.op == "output":
+            output = fx.node.map_aggregate(node.args[0], lambda x: place[x] if isinstance(x, fx.Node) else x)
+        else:
+            raise AssertionError(f"{node.op} {node.target} between stages")
+    return _connected(found, output)
+
+
+def in_a_row(modules: Sequence[nn.Module], first: Any) -> Stages:
+    """Stages of which each takes what the one before gives (manual mode). first: the arguments of the first."""
+    found = [Stage(k, module, tuple(first) if not k else (FromStage(k - 1),)) for k, module in enumerate(modules)]
+    return _connected(found, FromStage(len(found) - 1))
+
+
+def _connected(stages: list[Stage], output: Any) -> Stages:
+    for stage in stages:
+        for arg in _leaves(stage.args):
+            if isinstance(arg, FromStage):
+                stages[arg.stage].consumers.append((arg.position, stage.index))
+    for arg in _leaves(output):
+        if isinstance(arg, FromStage):
+            stages[arg.stage].consumers.append((arg.position, len(stages)))
+    return Stages(stages, output)
+
+
+def _leaves(tree: Any) -> list[Any]:
+    return pytree.tree_leaves(tree, is_leaf=_is_source)
+
+
+def _is_source(x: object) -> bool:
+    return isinstance(x, (FromBatch, FromStage))
+
+
+def filled(tree: Any, value: Mapping[Any, Any]) -> Any:
+    """A structure with values in the places of `FromBatch` and `FromStage`."""
+    return pytree.tree_map(lambda x: value[x] if _is_source(x) else x, tree, is_leaf=_is_source)
+
+
+def tensors(tree: Any) -> list[torch.Tensor]:
+    """The tensors in a value."""
+    return [x for x in pytree.tree_leaves(tree) if isinstance(x, torch.Tensor)]
