@@ -12,10 +12,8 @@ from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-PIPELINE = (
-    "pipeline parallelism is not there yet; use tensor_parallel_size and context_parallel_size, and data parallelism for the rest of the world, with "
-    "pipeline_parallel_size=1. If memory is short, ZeRO-1 (optimizer_config={'zero_one_enabled': True}) and activation checkpoints "
-    "(activation_checkpoint_config='full') make room"
+_PIPELINE = (
+    "it is not there yet: NxDPPModel moves values between stages itself, in a process that hosts all ranks; for the times of a step use nxd_jax.inspect"
 )
 _INFERENCE = (
     "tracing for inference is not there yet; to run a model, move it to the device: model.eval().to('xla'); to compile it as a JAX function: "
@@ -26,7 +24,7 @@ _QUANTIZATION = "quantization is not there yet; weights are float32, bfloat16 or
 _OTHER = "it is not there yet; this release trains with parallel_layers, trainer, optimizer, modules.lora and lightning"
 
 LATER = {
-    **dict.fromkeys(("pipeline.comm", "pipeline.timeline"), PIPELINE),
+    **dict.fromkeys(("pipeline.comm", "pipeline.timeline"), _PIPELINE),
     **dict.fromkeys(
         (
             "BaseNxDModel",

@@ -19,7 +19,7 @@ from torch_bridge.collectives import functional, rank_slices
 from torch_bridge.ir import dtypes
 from torch_bridge.ir.layout import layout
 from torch_bridge.ir.segment import Storage
-from torch_bridge.mesh import groups, sharding, world
+from torch_bridge.mesh import groups, places, sharding, world
 from torch_bridge.recorder.tensor import XLATensor, make
 from torch_bridge.runtime import executor
 
@@ -39,15 +39,15 @@ class Blocks:
         """Of the full array (rows that pad it included)."""
         return tuple(n * self.places[d][1] if d in self.places else n for d, n in enumerate(self.local))
 
-    def sharding(self) -> NamedSharding:
-        """The full array's: a mesh of the world's devices, sorted by the blocks that they hold.
+    def sharding(self, ranks: Sequence[int] | None = None) -> NamedSharding:
+        """The full array's: a mesh of the devices of these ranks (default: all), sorted by the blocks that they hold.
 
         Raises ValueError if some block is held more often than others.
         """
         dims = sorted(self.places)
         counts = [self.places[d][1] for d in dims]
         holders: dict[tuple[int, ...], list[Any]] = {}
-        for rank in range(world.size()):
+        for rank in range(world.size()) if ranks is None else ranks:
             holders.setdefault(tuple(self.places[d][0][rank] for d in dims), []).append(_device(rank))
         copies = {len(found) for found in holders.values()}
         if len(copies) != 1 or len(holders) != math.prod(counts):
@@ -166,8 +166,11 @@ def full_array(piece: torch.Tensor, how: Blocks) -> jax.Array:
         else:
             array = sharding.adopt(array, storage.layout.size) if sharding.active() else array
             by_device = {s.device: s.data for s in array.addressable_shards}
-            parts = [by_device[_device(r)] for r in world.current().hosted]
+            narrow = places.ranks(array.sharding.mesh) if places.in_use() and isinstance(array.sharding, NamedSharding) else None
+            parts = [by_device[_device(r)] for r in (world.current() if narrow is None else narrow).hosted]
             parts = [p if p.shape == how.local else p.reshape(how.local) for p in parts]
+            if narrow is not None:
+                return jax.make_array_from_single_device_arrays(how.shape, how.sharding(sorted(narrow.order)), parts)
         return jax.make_array_from_single_device_arrays(how.shape, how.sharding(), parts)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from nxd_jax.parallel_layers import loss_functions, mappings
 from nxd_jax.pipeline import batches, loss_values, partition, runtime, schedules, stages, trace, weights
 from nxd_jax.pipeline.manual_pipe_stage import PipelineStageModule
 from nxd_jax.pipeline.schedules import Action, Schedule
@@ -22,6 +23,8 @@ from torch_bridge.runtime import executor
 logger = logging.getLogger("nxd_jax")
 
 _PARALLEL_LAYERS = ("ColumnParallelLinear", "RowParallelLinear", "ParallelEmbedding", "GQAQKVColumnParallelLinear", "CheckpointWrapper")
+_COLLECTIVES = (mappings, loss_functions)
+"""Modules whose functions are nodes of a traced model: what they do depends on ranks."""
 
 
 class NxDPPModel(nn.Module):
@@ -150,7 +153,7 @@ class NxDPPModel(nn.Module):
         self._manual_loss = manual_pp_loss_fn
         self._tracing = {
             "autowrap_functions": autowrap_functions,
-            "autowrap_modules": autowrap_modules,
+            "autowrap_modules": [*(autowrap_modules or ()), *_COLLECTIVES],
             "autowrap_obj_methods": autowrap_obj_methods,
             "tracer_cls": tracer_cls,
         }
@@ -207,6 +210,8 @@ class NxDPPModel(nn.Module):
             ("autowrap_obj_methods", autowrap_obj_methods),
             ("tracer_cls", tracer_cls),
         ):
+            if name == "autowrap_modules" and value is not None:
+                value = [*value, *_COLLECTIVES]
             self._tracing[name] = value if value is not None else self._tracing[name]
         if input_names is None and not args and not kwargs:
             input_names = self.input_names
@@ -362,6 +367,7 @@ class NxDPPModel(nn.Module):
         found = self._stages()
         batch = batches.cut(kwargs, self.input_names or [], self._read(found), self.num_microbatches)
         executor.sync()
+        weights.put_back(found, self.homes)
         weights.refresh(self._copies)
         return runtime.Step(found, self.homes, self._copies, batch, self._loss(), _ambient_autocast())
 

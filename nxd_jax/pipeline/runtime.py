@@ -85,6 +85,7 @@ class Step:
         self.readers: dict[tuple[int, FromStage], int] = {}
         self.held: dict[tuple[int, int], Held] = {}
         self.grads: dict[tuple[int, int], dict[tuple[int | None, int], torch.Tensor]] = {}
+        self.waiting: dict[tuple[int, int], tuple[executor.Deferred | None, list[nn.Parameter], list[torch.Tensor]]] = {}
         self.outputs: dict[int, Any] = {}
         self.last = len(stages) - 1
 
@@ -184,15 +185,7 @@ class Step:
         """The backward pass of a stage: gradients of its weights are added up, those of its inputs go to the stages that made them."""
         held = self.held.pop((index, mb))
         arrived = self.grads.pop((index, mb), {})
-        roots: list[Any] = []
-        grads: list[torch.Tensor | None] = []
-        for name, edge in held.edges.items():
-            if name is None:
-                roots.append(edge)
-                grads.append(None)
-            elif name in arrived:
-                roots.append(edge)
-                grads.append(arrived[name])
+        roots, grads = self._roots(held, arrived)
         if roots:
             with self._weights(index):
                 torch.autograd.backward(roots, grads)
@@ -201,6 +194,46 @@ class Step:
         for grad, (stage, position, k) in found:
             assert grad is not None
             self._return(grad, stage, mb, (position, k))
+
+    @staticmethod
+    def _roots(held: Held, arrived: Mapping[tuple[int | None, int], torch.Tensor]) -> tuple[list[Any], list[torch.Tensor | None]]:
+        """Where the backward pass of a stage starts, with the gradients there (None for the loss)."""
+        chosen = {name: edge for name, edge in held.edges.items() if name is None or name in arrived}
+        return list(chosen.values()), [None if name is None else arrived[name] for name in chosen]
+
+    def input_backward(self, index: int, mb: int) -> None:
+        """The part of a stage's backward pass that the gradients of its inputs need; the rest waits for `weight_backward`.
+
+        Hooks of weights would run twice, so a stage that has some does all of it now.
+        """
+        with self._weights(index):
+            weights = [p for p in self.stages[index].module.parameters() if p.requires_grad]
+        if any(p._backward_hooks for p in weights):
+            self.backward(index, mb)
+            self.waiting[index, mb] = None, [], []
+            return
+        held = self.held.pop((index, mb))
+        roots, grads = self._roots(held, self.grads.pop((index, mb), {}))
+        inputs = [t for t, _ in held.sources]
+        with self._weights(index):
+            found = (
+                torch.autograd.grad(roots, [*inputs, *weights], grads, allow_unused=True) if roots else [None] * len([*inputs, *weights])
+            )
+        given = [(grad, source) for grad, (_, source) in zip(found, held.sources, strict=False) if grad is not None]
+        kept = [(p, grad) for p, grad in zip(weights, found[len(inputs) :], strict=True) if grad is not None]
+        deferred = executor.sync_first([grad._storage for grad, _ in given])  # type: ignore[attr-defined]
+        self.waiting[index, mb] = deferred, [p for p, _ in kept], [grad for _, grad in kept]
+        for grad, (stage, position, k) in given:
+            self._return(grad, stage, mb, (position, k))
+
+    def weight_backward(self, index: int, mb: int) -> None:
+        """The rest of a stage's backward pass: gradients of its weights are added up."""
+        deferred, weights, grads = self.waiting.pop((index, mb))
+        if deferred is not None:
+            deferred.run()
+        if weights:
+            torch.autograd.backward([p.view_as(p) for p in weights], grads)
+            executor.sync()
 
     def _return(self, grad: torch.Tensor, stage: int, mb: int, name: tuple[int | None, int]) -> None:
         """Hand a gradient to the stage whose result it belongs to; those of several readers are added up there."""
@@ -217,8 +250,10 @@ class Step:
                 self.forward(stage, mb)
             elif kind is Kind.BACKWARD:
                 self.backward(stage, mb)
+            elif kind is Kind.INPUT_BACKWARD:
+                self.input_backward(stage, mb)
             else:
-                raise NotImplementedError(kind)
+                self.weight_backward(stage, mb)
 
     def evaluate(self) -> None:
         """All micro-batches forward through all stages."""

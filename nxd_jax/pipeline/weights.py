@@ -61,6 +61,17 @@ def _replica(weight: nn.Parameter, home: Place) -> Replica:
     return Replica(weight, copy, [])
 
 
+def put_back(stages: Stages, homes: Homes) -> None:
+    """Move weights to their places that lie elsewhere now, because a checkpoint was loaded, say."""
+    seen: set[int] = set()
+    for stage in stages:
+        home = homes[stage.index]
+        for parameter in stage.module.parameters() if home is not None else ():
+            if id(parameter) not in seen and home is not None and placed.place_of(parameter) != home:
+                placed.move_(parameter, home)
+            seen.add(id(parameter))
+
+
 def refresh(replicas: Sequence[Sequence[Replica]]) -> None:
     """Give copies the values that the weights have now."""
     for replica in (r for found in replicas for r in found):

@@ -13,8 +13,9 @@ import torch
 from nxd_jax.tensor_parallel import parallel_groups
 from torch_bridge.collectives import functional
 from torch_bridge.mesh import groups as rank_groups
-from torch_bridge.mesh import world
+from torch_bridge.mesh import places, world
 from torch_bridge.optimizers import grad_norm
+from torch_bridge.recorder import placed
 
 Parameters = torch.Tensor | Iterable[torch.Tensor]
 
@@ -52,7 +53,8 @@ def get_grad_norm(
         for (x, _), part in zip(grads, _powers(grads, p, wide), strict=True):
             parts[_kind(x)].append(part)
         sums = {kind: _combined(found, p) for kind, found in parts.items()}
-        total = _Divisions(zero1_optimizer, zero1_optimizer_groups).total(sums, p)
+        all_stages = any(g.device.type == "xla" and placed.place_of(g) is not None for _, g in grads) if places.in_use() else False
+        total = _Divisions(zero1_optimizer, zero1_optimizer_groups, all_stages).total(sums, p)
         return (total if p == torch.inf else total ** (1 / p)).reshape(1)
 
 
@@ -150,9 +152,10 @@ def is_expert(param: torch.Tensor) -> bool:
 
 
 class _Divisions:
-    """The groups that share out each kind of parameter, and those that hold copies."""
+    """The groups that share out each kind of parameter, and those that hold copies. all_stages: this process has the parameters of all pipeline stages."""
 
-    def __init__(self, zero1: bool, zero1_groups: Any):
+    def __init__(self, zero1: bool, zero1_groups: Any, all_stages: bool = False):
+        self.all_stages = all_stages
         self.tensor = rank_groups.resolve(parallel_groups.group("tp"))
         self.experts = rank_groups.resolve(parallel_groups.group("ep"))
         self.stages = rank_groups.resolve(parallel_groups.group("pp"))
@@ -169,7 +172,7 @@ class _Divisions:
         found = _combined([experts, *(part for kind, part in reduced.items() if not kind.expert)], p)
         if self.shards is not None:
             found = _over(found, self.shards, p)
-        return _over(found, self.stages, p)
+        return found if self.all_stages else _over(found, self.stages, p)
 
     def _shards_cover_experts(self) -> bool:
         """Whether adding up over the ZeRO-1 groups adds up over the expert-parallel ranks too."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -10,10 +11,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nxd_jax import _later
+from nxd_jax.pipeline.model import NxDPPModel
 from nxd_jax.tensor_parallel import head_padding, parallel_groups
 from nxd_jax.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from nxd_jax.tensor_parallel.qkv_linear import GQAQKVColumnParallelLinear
+from nxd_jax.trainer.post_partition_hooks import hooks
 from nxd_jax.utils import _device, activation_checkpoint, model_utils
 from torch_bridge.mesh import world
 
@@ -81,9 +83,37 @@ def on_meta(nxd_config: dict[str, Any], model_fn: Callable[[], Any]) -> torch.nn
     return model
 
 
+def make_pipeline(nxd_config: dict[str, Any], model_fn: Callable[[], Any], include_buffers: bool) -> NxDPPModel:
+    """The model as stages of a pipeline, each with its weights on its cores."""
+    options = nxd_config["model_init_config"]
+    meta = options["meta_device_init"]
+    given = {**(nxd_config["pipeline_config"] or {}), "use_model_wrapper": True}
+    with model_utils.init_on_device("meta", include_buffers=include_buffers) if meta else contextlib.nullcontext():
+        model = model_fn()
+    if isinstance(model, NxDPPModel):
+        pipeline = model
+    else:
+        if isinstance(model, torch.nn.Module):
+            _pad(model, () if meta or not nxd_config["pad_model"] else _attention_to_pad(model))
+            add_checkpoints(nxd_config, model, given.get("transformer_layer_cls"))
+        pipeline = _pipeline(model, given, options["param_init_fn"] if meta else None)
+    hooks.execute_all_hooks(pipeline)
+    model_utils.get_model_sequential(pipeline, _device.get_device(), options["sequential_move_factor"])
+    return pipeline
+
+
+def _pipeline(model: Any, given: dict[str, Any], param_init_fn: Callable[..., Any] | None) -> NxDPPModel:
+    """A pipeline of what pipeline_config says. Raises ValueError for keys that NxDPPModel does not have."""
+    known = set(inspect.signature(NxDPPModel).parameters) - {"module"}
+    unknown = [key for key in given if key not in known]
+    if unknown:
+        raise ValueError(f"pipeline_config has no option {', '.join(unknown)}; it takes NxDPPModel's: {', '.join(sorted(known))}")
+    if param_init_fn is not None:
+        given = {**given, "param_init_fn": param_init_fn}
+    return NxDPPModel(model, **given)
+
+
 def _made(nxd_config: dict[str, Any], model_fn: Callable[[], Any], meta: bool, include_buffers: bool) -> torch.nn.Module:
-    if nxd_config["pipeline_parallel_size"] > 1:
-        raise NotImplementedError(f"pipeline_parallel_size={nxd_config['pipeline_parallel_size']}: {_later.PIPELINE}")
     with model_utils.init_on_device("meta", include_buffers=include_buffers) if meta else contextlib.nullcontext():
         model = model_fn()
     if not isinstance(model, torch.nn.Module):
@@ -138,12 +168,15 @@ def _pad(model: torch.nn.Module, classes: tuple[type, ...]) -> None:
 # -- activation checkpoints and adapters -----------------------------------------------------------------
 
 
-def add_checkpoints(nxd_config: dict[str, Any], model: torch.nn.Module) -> None:
-    """Wrap the modules that are to compute their activations again."""
+def add_checkpoints(nxd_config: dict[str, Any], model: torch.nn.Module, layer: type[torch.nn.Module] | None = None) -> None:
+    """Wrap the modules that are to compute their activations again. layer: the class that "full" means, if it is known."""
     chosen = nxd_config["activation_checkpoint_config"]
     if chosen is None:
         return
-    classes = _transformer_layers(model) if chosen == "full" else tuple(chosen) if isinstance(chosen, (list, tuple, set)) else (chosen,)
+    full = (layer,) if layer is not None else None
+    classes = (
+        full or _transformer_layers(model) if chosen == "full" else tuple(chosen) if isinstance(chosen, (list, tuple, set)) else (chosen,)
+    )
     count = sum(isinstance(m, classes) for m in model.modules())
     names = ", ".join(c.__name__ for c in classes)
     if not count:

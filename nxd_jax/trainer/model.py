@@ -9,19 +9,23 @@ import torch
 from torch import nn
 
 from nxd_jax._wrapper import Wrapper
+from nxd_jax.pipeline.model import NxDPPModel
 
 
 class NxDModel(Wrapper, nn.Module):
     """`neuronx_distributed.trainer.model.NxDModel`: a module that stands for the model it wraps.
 
     Names of parameters, buffers and modules, and the state dict, are the wrapped model's, without a prefix, also within a larger module (a LightningModule,
-    say). Attributes that this class does not have are looked up there (`generate`, `lm_head`, ...), and set there if they exist there or are modules or
+    say). Of a pipeline it stands for the whole model, which `run_train` and `run_eval` run; it has no forward then.
+
+    Attributes that this class does not have are looked up there (`generate`, `lm_head`, ...), and set there if they exist there or are modules or
     parameters. Hooks on this module are called around the model. The model is put into training mode.
     """
 
     def __init__(self, module: nn.Module, nxd_config: dict[str, Any]):
         super().__init__()
-        self.module = module
+        self.__dict__["pipeline"] = module if isinstance(module, NxDPPModel) else None
+        self.module = module.original_torch_module if isinstance(module, NxDPPModel) else module
         self.nxd_config = nxd_config
         self.pp_enabled = nxd_config["pipeline_parallel_size"] > 1
         self.train()
@@ -32,27 +36,32 @@ class NxDModel(Wrapper, nn.Module):
     # -- running --------------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.module(*args, **kwargs)
+        return (self.module if self.pipeline is None else self.pipeline)(*args, **kwargs)
 
     def run_train(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Forward and backward; returns the loss: what the model returns, or its `.loss`, or the first of several. Gradients are added to those that are there.
 
-        Raises TypeError if the model returns no scalar loss.
+        Raises TypeError if the model returns no scalar loss. Of a pipeline: `NxDPPModel.run_train`.
         """
+        if self.pipeline is not None:
+            found: torch.Tensor = self.pipeline.run_train(*args, **kwargs)
+            return found
         loss = _loss_of(self(*args, **kwargs))
         loss.backward()
         return loss
 
     def run_eval(self, *args: Any, **kwargs: Any) -> Any:
         """Forward alone, without gradients. (NxD: for pipelines only.)"""
+        if self.pipeline is not None:
+            return self.pipeline.run_eval(*args, **kwargs)
         with torch.no_grad():
             return self(*args, **kwargs)
 
     # -- the model inside -----------------------------------------------------------------------------
 
     def local_modules(self) -> list[nn.Module]:
-        """The parts of the model that this rank has: without a pipeline, all of it."""
-        return [self.module]
+        """The parts of the model that this process has: without a pipeline, all of it; with one, its stages."""
+        return [self.module] if self.pipeline is None else self.pipeline.local_stage_modules
 
     def local_module(self) -> nn.Module:
         """The unwrapped model (or its first local part)."""

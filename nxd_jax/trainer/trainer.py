@@ -106,6 +106,8 @@ def initialize_parallel_model(
         model_args = tuple(rest)
     building.check_config(nxd_config)
     building.lay_out(nxd_config)
+    if nxd_config["pipeline_parallel_size"] > 1:
+        return NxDModel(building.make_pipeline(nxd_config, lambda: model_fn(*model_args, **model_kwargs), include_buffers), nxd_config)
     model = building.make(nxd_config, lambda: model_fn(*model_args, **model_kwargs), include_buffers)
     building.add_checkpoints(nxd_config, model)
     model = building.add_lora(nxd_config, model)

@@ -8,7 +8,7 @@ from typing import Any
 from torch_bridge.compiler.program import Program
 from torch_bridge.compiler.program_spec import Execution
 from torch_bridge.config.settings import SETTINGS
-from torch_bridge.mesh.places import Place
+from torch_bridge.mesh.places import HERE, Place
 from torch_bridge.passes import cut_segment, place_nodes
 from torch_bridge.passes.cut_segment import Part
 from torch_bridge.passes.verify import parts as verify_parts
@@ -32,25 +32,34 @@ class Trace:
     def __init__(self, nodes: tuple[Any, ...], sources: Sequence[Source]):
         self.nodes = nodes
         self.sources = tuple(sources)
-        self.parts: dict[tuple[tuple[int, ...], tuple[Place, ...], tuple[Place | None, ...]], tuple[Part, ...]] = {}
+        self.parts: dict[Any, tuple[Part, ...]] = {}
         self.programs: dict[Part, list[Program]] = {}
         self.following: Trace | None = None
         self.used = 0
         self.evicted = False
         self.agreed: dict[int, list[Any]] = {}
 
-    def cut(self, outs: tuple[int, ...], chosen: tuple[Place, ...] = (), leaves: tuple[Place | None, ...] = ()) -> tuple[Part, ...]:
+    def cut(
+        self,
+        outs: tuple[int, ...],
+        chosen: tuple[Place, ...] = (),
+        leaves: tuple[Place | None, ...] = (),
+        first: tuple[int, ...] | None = None,
+    ) -> tuple[Part, ...]:
         """The parts that compute these values, in order.
 
-        chosen: where each node runs; leaves: the places at which these lie, from which it follows otherwise. Without either all is one part.
+        chosen: where each node runs; leaves: the places at which these lie, from which it follows otherwise. Without either all is one part, or two if `first`,
+        values that are needed at once, leaves some for later.
         """
-        parts = self.parts.get((outs, chosen, leaves))
+        parts = self.parts.get((outs, chosen, leaves, first))
         if parts is None:
             places = chosen or (place_nodes.place(self.nodes, leaves, outs) if leaves else ())
-            parts = cut_segment.cut(self.nodes, outs, places) if places else (Part(outs),)
+            if first is not None and not places:
+                places = [HERE] * len(self.nodes)
+            parts = cut_segment.cut(self.nodes, outs, places, first) if places else (Part(outs),)
             if SETTINGS.verify:
                 verify_parts.check(parts, self.nodes, outs)
-            self.parts[outs, chosen, leaves] = parts
+            self.parts[outs, chosen, leaves, first] = parts
         return parts
 
     def find(self, part: Part, run: Execution) -> Program | None:

@@ -244,6 +244,7 @@ class Segment:
         recording: what records it, if something does (`replay.tape`).
         capture: it records a module for `torch_bridge.capture`, and never runs.
         owner: the session that records it: another one that needs a value of it has it finished there.
+        deferred: what of it is still to run (`runtime.executor.Deferred`).
         failure: why its run failed.
     """
 
@@ -252,6 +253,7 @@ class Segment:
         self.owner = owner
         self.by_start = {} if by_start is None else by_start
         self.failure: str | None = None
+        self.deferred: Any = None
         self.watch: Any = None
         self.recording: Any = None
         self.clear()

@@ -119,7 +119,8 @@ def put(array: Any, mesh: Mesh) -> Any:
             raise RuntimeError(
                 "a value of other processes' ranks is needed here: it lies on a pipeline stage that this process has no part of"
             )
-        return jax.device_put(array, target)
+        with _compat.enable_x64():
+            return jax.device_put(array, target)
     by_device = {shard.device: shard.data for shard in array.addressable_shards}
     blocks = [by_device[device] for device in mesh.devices.flat if device in by_device]
     return jax.make_array_from_single_device_arrays(shape, target, blocks)
@@ -133,7 +134,8 @@ def _everywhere(value: Any, mesh: Mesh) -> Any:
     if abstract_arrays.active():
         return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=target)
     if world.is_local():
-        return jax.device_put(value, target)
+        with _compat.enable_x64():
+            return jax.device_put(value, target)
     here = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
     with _compat.enable_x64():
         return jax.make_array_from_single_device_arrays(value.shape, target, [jax.device_put(value, device) for device in here])

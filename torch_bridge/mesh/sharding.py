@@ -32,7 +32,8 @@ _MOST_PROVIDED = 64
 
 def active() -> bool:
     """True if the world has several ranks: values then live on a mesh."""
-    return world.current().size > 1
+    now = world.current()
+    return now.size > 1 or now.within is not None
 
 
 def mesh() -> Mesh:

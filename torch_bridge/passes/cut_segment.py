@@ -22,16 +22,22 @@ class Part:
         given: ids of the values that it may take from parts before it.
         shared: leaves (by position) that a later part reads, so that it may not take them over.
         place: where it runs.
+        late: it may run later than the parts before it, when somebody needs its results.
     """
 
     results: tuple[int, ...]
     given: frozenset[int] = frozenset()
     shared: frozenset[int] = frozenset()
     place: Place = HERE
+    late: bool = False
 
 
-def cut(nodes: Sequence[tuple[Any, ...]], outs: Sequence[int], places: Sequence[Place]) -> tuple[Part, ...]:
-    """The parts of a segment in the order in which they run. places: where each node runs.
+def cut(
+    nodes: Sequence[tuple[Any, ...]], outs: Sequence[int], places: Sequence[Place], first: Sequence[int] | None = None
+) -> tuple[Part, ...]:
+    """The parts of a segment in the order in which they run.
+
+    places: where each node runs. first: the results that are needed at once: what only others depend on is in late parts, after all others.
 
     A part has the nodes of one place and one level. A node's level is that of its inputs, one more if an input is computed at another place. So a part
     needs parts before it only.
@@ -44,10 +50,11 @@ def cut(nodes: Sequence[tuple[Any, ...]], outs: Sequence[int], places: Sequence[
     for i in needed:
         inputs = {producer[v] for v in nodes[i][1:] if v >= 0}
         level[i] = max((level[j] + (places[j] != places[i]) for j in inputs), default=0)
-    members: dict[tuple[int, Place], list[int]] = {}
+    early = set(needed if first is None else _needed(nodes, first, producer))
+    members: dict[tuple[bool, int, Place], list[int]] = {}
     for i in needed:
-        members.setdefault((level[i], places[i]), []).append(i)
-    order = sorted(members, key=lambda key: key[0])
+        members.setdefault((i not in early, level[i], places[i]), []).append(i)
+    order = sorted(members, key=lambda key: key[:2])
     number = {i: k for k, key in enumerate(order) for i in members[key]}
     results: list[set[int]] = [set() for _ in order]
     for v in outs:
@@ -62,7 +69,7 @@ def cut(nodes: Sequence[tuple[Any, ...]], outs: Sequence[int], places: Sequence[
     parts, before = [], frozenset[int]()
     for k, key in enumerate(order):
         shared = frozenset(leaf for leaf, end in last.items() if end > k)
-        parts.append(Part(tuple(sorted(results[k])), before, shared, key[1]))
+        parts.append(Part(tuple(sorted(results[k])), before, shared, key[2], key[0]))
         before |= results[k]
     return tuple(parts)
 

@@ -97,7 +97,8 @@ def by_place(record: Callable[..., Any], info: Info, args: Sequence[Any], kwargs
     results: list[Any] = [None] * count
     several: list[list[Any]] | None = None
     for places_of in apart:
-        out = record(info.op, (), given | {name: [x[k] for k in places_of] for name, x in lists.items()})
+        part = given | {name: [x[k] for k in places_of] for name, x in lists.items()}
+        out = record(info.op, tuple(part[name] for name in info.names[: len(args)]), {name: part[name] for name in kwargs or ()})
         if isinstance(out, tuple) and out and isinstance(out[0], (list, tuple)):
             several = several or [[None] * count for _ in out]
             for column, part in zip(several, out, strict=True):

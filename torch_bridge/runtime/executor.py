@@ -11,7 +11,7 @@ import contextlib
 import sys
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
@@ -45,6 +45,8 @@ def _before_ranks_change() -> None:
             if not session.current.capture:
                 with activated(session):
                     sync()
+                    for deferred in list(session.deferred):
+                        deferred.run()
                     clear_cache()
                     session.begin()  # what is left has no nodes, but storages may be adopted in it as they lie among these ranks
 
@@ -80,6 +82,58 @@ def sync(wait: bool = False) -> None:
         wait_all()
 
 
+class Deferred:
+    """Programs of a segment that are to run later: when `run` is called, or somebody needs a value of theirs."""
+
+    def __init__(self, session: Session, trace: Trace, programs: list[Program], run: Execution, live: dict[int, list[Storage]]):
+        self.session = session
+        self.trace = trace
+        self.programs = programs
+        self.execution = run
+        self.live = live
+        self.passed: dict[int, Any] = {}
+        run.segment.deferred = self
+        session.deferred.add(self)
+
+    def run(self) -> None:
+        """Run them, unless they have run. Buffers that only they still need are let go of."""
+        segment = self.execution.segment
+        with LOCK, activated(self.session):
+            if segment.deferred is not self:
+                return
+            segment.deferred = None
+            self.session.deferred.discard(self)
+            try:
+                with around(self.session.observers, "prepare"), interrupts.deferred():
+                    for program in self.programs:
+                        args = program.arguments(self.execution, self.passed)
+                        _run_program(self.session, program, args, self.live, self.passed)
+            except Exception as error:
+                activity.ACTIVITY.dispatching = False
+                _restore(segment)
+                segment.failure = _short(error)
+                raise explain(error) from error
+            finally:
+                self.passed.clear()
+                segment.clear()
+        for observer in self.session.observers:
+            observer.executed(self.trace, self.live)
+        self.live = {}
+
+
+def sync_first(storages: Iterable[Storage]) -> Deferred | None:
+    """Run of what is recorded only what these storages wait for. The rest, None if there is none, runs when its `run` is called or a value of it is needed."""
+    with LOCK:
+        session = STATE.session
+        segment = session.current
+        wanted = frozenset(s.vid for s in storages if s.segment is segment and s.vid >= 0)
+        if segment.capture or not segment.nodes:
+            sync()
+            return None
+        with around(session.observers, "prepare"):
+            return _run_pending(session, segment, wanted)
+
+
 def wait_all() -> None:
     """Block until every execution so far has finished."""
     session = STATE.session
@@ -95,7 +149,9 @@ def materialize(storage: Storage) -> None:
     session.current.asked()
     if storage.pending:
         owner = getattr(storage.segment, "owner", None)
-        if owner is None or owner is session:
+        if storage.segment.deferred is not None:
+            storage.segment.deferred.run()
+        elif owner is None or owner is session:
             sync()
         else:
             with LOCK:
@@ -112,7 +168,8 @@ def _run(session: Session) -> None:
 Session.run = _run
 
 
-def _run_pending(session: Session, segment: Segment) -> None:
+def _run_pending(session: Session, segment: Segment, first: frozenset[int] | None = None) -> Deferred | None:
+    """Run what is recorded. first: values that are needed at once; what the others need alone comes back as what is to run later."""
     fork_guard.check()
     for observer in session.observers:
         observer.preparing(segment)
@@ -124,7 +181,7 @@ def _run_pending(session: Session, segment: Segment) -> None:
     live = segment.results()
     if not live:
         _start_next(session, trace)
-        return
+        return None
     trace = trace or _lookup(session, segment)
     trace.used = next(session.clock)
     programs: list[Program] = []
@@ -132,9 +189,10 @@ def _run_pending(session: Session, segment: Segment) -> None:
         labels = shard_mapping.of(segment, live) if sharding.active() else None
         numbers: dict[type, Any] = {kind: scalar_inputs.flat(segment.numbers, kind) for kind in (float, int)}
         run = Execution(segment, _free(segment), numbers, labels, mode)
-        for program in _programs(session, trace, run, live):
+        now = None if first is None else tuple(sorted(first & live.keys()))
+        for program in _programs(session, trace, run, live, now):
             programs.append(program)
-        _execute(session, trace, programs, run, live)
+        deferred = _execute(session, trace, programs, run, live)
     except BaseException as error:
         activity.ACTIVITY.dispatching = False
         for program in programs:
@@ -145,7 +203,8 @@ def _run_pending(session: Session, segment: Segment) -> None:
         _roll_back(session, segment, error)
         raise explain(error) from error
     for observer in session.observers:
-        observer.executed(trace, live)
+        observer.executed(trace, live if deferred is None else {v: held for v, held in live.items() if v not in deferred.live})
+    return deferred
 
 
 def _free(segment: Segment) -> tuple[bool, ...]:
@@ -153,9 +212,11 @@ def _free(segment: Segment) -> tuple[bool, ...]:
     return tuple(sys.getrefcount(array) == 3 for array in segment.leaves) if SETTINGS.donate else (False,) * len(segment.leaves)
 
 
-def _programs(session: Session, trace: Trace, run: Execution, live: dict[int, list[Storage]]) -> Iterator[Program]:
+def _programs(
+    session: Session, trace: Trace, run: Execution, live: dict[int, list[Storage]], first: tuple[int, ...] | None
+) -> Iterator[Program]:
     """The programs that compute what storages wait for, in order; those that are missing are made, and not compiled yet."""
-    parts = trace.cut(tuple(sorted(live)), *_placed(session, run.segment))
+    parts = trace.cut(tuple(sorted(live)), *_placed(session, run.segment), first)
     for part in parts:
         program = trace.find(part, run)
         if program is None:
@@ -224,21 +285,32 @@ def _evict(session: Session, trace: Trace) -> None:
         del session.by_start[trace.nodes[0]]
 
 
-def _execute(session: Session, trace: Trace, programs: list[Program], run: Execution, live: dict[int, list[Storage]]) -> None:
-    """Compile what is not compiled yet, then run the programs one after the other: a program that cannot be compiled leaves all values as they were."""
+def _execute(session: Session, trace: Trace, programs: list[Program], run: Execution, live: dict[int, list[Storage]]) -> Deferred | None:
+    """Compile what is not compiled yet, then run the programs one after the other: a program that cannot be compiled leaves all values as they were.
+
+    Late ones do not run now.
+    """
+    late = [program for program in programs if program.spec.part.late]
+    deferred = None
     args = programs[0].arguments(run, {})
     _compile(session, programs, run, args)
     passed: dict[int, Any] = {}
     with interrupts.deferred():  # running consumes donated inputs: its results must reach their storages
-        for program in programs:
+        for program in programs[: len(programs) - len(late)]:
             if program is not programs[0]:
                 args = program.arguments(run, passed)
             _run_program(session, program, args, live, passed if len(programs) > 1 else None)
+        if late:
+            results = {v for program in late for v in program.spec.results}
+            deferred = Deferred(session, trace, late, run, {v: held for v, held in live.items() if v in results})
+            needed = {v for program in late for v in program.spec.inputs}
+            deferred.passed.update((v, held) for v, held in passed.items() if v in needed)
         passed.clear()
         _start_next(session, trace)
     while len(session.in_flight) > SETTINGS.max_in_flight:
         with around(session.observers, "wait"):
             _wait(session.in_flight.popleft())
+    return deferred
 
 
 def _compile(session: Session, programs: list[Program], run: Execution, args: list[Any]) -> None:
@@ -316,8 +388,12 @@ def _roll_back(session: Session, segment: Segment, error: BaseException) -> None
     """After a failure: storages get their last values back, pending ones are marked as lost, and recording starts afresh."""
     with contextlib.suppress(*([LookupError] if isinstance(error, VerificationError) else [])):  # its lists may be what is wrong
         _restore(segment)
-    segment.failure = f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"
+    segment.failure = _short(error)
     session.begin()
+
+
+def _short(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"
 
 
 def _restore(segment: Segment) -> None:

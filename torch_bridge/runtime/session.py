@@ -59,6 +59,7 @@ class Session:
         clock: counts executions.
         hoisted: hashes of structures whose constants became inputs (`hoist_constants`).
         history: what was compiled, and what Python read from tensors.
+        deferred: parts of segments that are still to run (`executor.Deferred`).
         closures: called at the end of the step: (function, arguments, whether on a thread of its own).
         observers: told of compilations, executions, step ends and reads (`observers.Observer`).
         abstract: the abstract run, None where tensors have values.
@@ -78,6 +79,7 @@ class Session:
         self.clock = itertools.count(1)
         self.hoisted: set[int] = set()
         self.history = History()
+        self.deferred: weakref.WeakSet[Any] = weakref.WeakSet()
         self.closures: list[tuple[Callable[..., Any], tuple[Any, ...], bool]] = []
         self.observers = tuple(CHECKS) if observers is None else observers
         self.abstract = abstract
@@ -86,14 +88,17 @@ class Session:
         _ALL.add(self)
 
     def begin(self) -> Segment:
-        """A new pending segment; the one before forgets what it has, and lets go of the arrays."""
+        """A new pending segment; the one before forgets what it has, and lets go of the arrays, unless some of it is still to run."""
         before, self.current = self.current, Segment(by_start=self.by_start, owner=self)
-        before.clear()
+        if before.deferred is None:
+            before.clear()
         return self.current
 
     def finish(self, segment: Segment) -> None:
         """Run a segment of this session that another one needs a value of, if it is still pending."""
-        if segment is self.current and not segment.capture:
+        if segment.deferred is not None:
+            segment.deferred.run()
+        elif segment is self.current and not segment.capture:
             with activated(self):
                 self.run()
 
