@@ -13,7 +13,8 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 _PIPELINE = (
-    "it is not there yet: NxDPPModel moves values between stages itself, in a process that hosts all ranks; for the times of a step use nxd_jax.inspect"
+    "it is not there yet: NxDPPModel moves values between stages itself, in a process that hosts all ranks; "
+    "for the times of a step use nxd_jax.inspect"
 )
 _INFERENCE = (
     "tracing for inference is not there yet; to run a model, move it to the device: model.eval().to('xla'); to compile it as a JAX function: "

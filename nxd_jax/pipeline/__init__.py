@@ -1,4 +1,4 @@
-"""`neuronx_distributed.pipeline`: can be imported, not used. Scripts ask `isinstance(model, NxDPPModel)`, and no model here is one."""
+"""`neuronx_distributed.pipeline`: models whose layers lie on several pipeline ranks."""
 
 from nxd_jax.pipeline.model import NxDPPModel
 

@@ -30,16 +30,18 @@ def _find(output: Any, spec: Any, where: str) -> torch.Tensor | None:
         return output
     if isinstance(spec, Mapping):
         if not isinstance(output, Mapping) or set(output) != set(spec):
-            said = f"a dict with {', '.join(map(str, output))}" if isinstance(output, Mapping) else type(output).__name__
+            said = f"a dict with {', '.join(map(str, output))}" if isinstance(output, Mapping) else f"a {_type(output)}"
             raise RuntimeError(f"output_loss_value_spec says that {where} is a dict with {', '.join(map(str, spec))}, but it is {said}")
         parts = [(output[key], spec[key], f"{where}[{key!r}]") for key in spec]
     elif isinstance(spec, (tuple, list)):
         if not isinstance(output, (tuple, list)) or len(output) != len(spec):
-            said = f"of {len(output)}" if isinstance(output, (tuple, list)) else ""
-            raise RuntimeError(
-                f"output_loss_value_spec says that {where} is a {type(spec).__name__} of {len(spec)}, but it is a {type(output).__name__} {said}".rstrip()
-            )
+            said = f"a {_type(output)} of {len(output)}" if isinstance(output, (tuple, list)) else f"a {_type(output)}"
+            raise RuntimeError(f"output_loss_value_spec says that {where} is a {_type(spec)} of {len(spec)}, but it is {said}")
         parts = [(o, s, f"{where}[{k}]") for k, (o, s) in enumerate(zip(output, spec, strict=True))]
     else:
         raise RuntimeError(f"output_loss_value_spec must consist of tuples, lists, dicts and booleans, got {spec!r}")
     return next((loss for part in parts if (loss := _find(*part)) is not None), None)
+
+
+def _type(value: object) -> str:
+    return "Tensor" if isinstance(value, torch.Tensor) else type(value).__name__

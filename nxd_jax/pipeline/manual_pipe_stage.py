@@ -1,6 +1,6 @@
 """`neuronx_distributed.pipeline.manual_pipe_stage`: a stage of a model that is given as a list of layers, without tracing.
 
-Running several stages in a pipeline is not there yet; a stage alone computes its part.
+`NxDPPModel(layers, manual_pp_partition=True)` makes one of each pipeline rank's layers and runs steps through them.
 """
 
 from __future__ import annotations

@@ -210,8 +210,8 @@ class NxDPPModel(nn.Module):
             ("autowrap_obj_methods", autowrap_obj_methods),
             ("tracer_cls", tracer_cls),
         ):
-            if name == "autowrap_modules" and value is not None:
-                value = [*value, *_COLLECTIVES]
+            if autowrap_modules is not None and value is autowrap_modules:
+                value = [*autowrap_modules, *_COLLECTIVES]
             self._tracing[name] = value if value is not None else self._tracing[name]
         if input_names is None and not args and not kwargs:
             input_names = self.input_names

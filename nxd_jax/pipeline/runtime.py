@@ -121,7 +121,7 @@ class Step:
     def _argument(self, stage: Stage, arg: Any, mb: int, sources: list[Any], train: bool) -> Any:
         """The value of an argument at the stage's place: a tensor of a stage before without its history."""
         if isinstance(arg, FromBatch):
-            return pytree.tree_map_only(torch.Tensor, lambda t: self._upload(t, stage.index), self.batch[mb][arg.name])
+            return self._uploaded(arg, mb, stage.index)
         value = self._take(mb, arg)
         leaves, spec = pytree.tree_flatten(value)
         position = 0
@@ -148,11 +148,15 @@ class Step:
     def _output(self, arg: Any, mb: int) -> Any:
         """A value that the model returns: in the last stage with its history, else at the last stage's place without."""
         if isinstance(arg, FromBatch):
-            return self.batch[mb][arg.name]
+            return self._uploaded(arg, mb, self.last)
         value = self._take(mb, arg)
         if arg.stage == self.last:
             return value
         return pytree.tree_map_only(torch.Tensor, lambda t: self._moved(t, self.last), value)
+
+    def _uploaded(self, arg: FromBatch, mb: int, index: int) -> Any:
+        """An input of the model at a stage's place."""
+        return pytree.tree_map_only(torch.Tensor, lambda t: self._upload(t, index), self.batch[mb][arg.name])
 
     def _upload(self, t: torch.Tensor, index: int) -> torch.Tensor:
         if t.device.type == "xla":

@@ -21,7 +21,7 @@ IMPORTS = {
     "from neuronx_distributed.modules import moe": "neuronx_distributed.modules.moe: mixture of experts is not there yet",
     "from neuronx_distributed.modules.moe.model import MoE": "neuronx_distributed.modules.moe: mixture of experts is not there yet",
     "import neuronx_distributed.quantization": "neuronx_distributed.quantization: quantization is not there yet",
-    "from neuronx_distributed.pipeline import comm": "neuronx_distributed.pipeline.comm: pipeline parallelism is not there yet",
+    "from neuronx_distributed.pipeline import comm": "neuronx_distributed.pipeline.comm: it is not there yet: NxDPPModel moves values",
     "from neuronx_distributed.scripts.checkpoint_converter import CheckpointConverterBase": "neuronx_distributed.scripts: .*nxd-ckpt convert",
     "import neuronx_distributed.nothing": "No module named 'neuronx_distributed.nothing'",
     "from neuronx_distributed import nothing": "cannot import name 'nothing'",

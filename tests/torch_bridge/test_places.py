@@ -69,6 +69,17 @@ def test_moving_there_and_back(hosted: Hosted) -> None:  # noqa: F811
     assert [s[0, 0].item() for s in sharded.shards(back)] == seen[2] == [s[0, 0].item() for s in sharded.shards(x)][4:] * 2
 
 
+def test_a_tensor_of_a_place_of_an_earlier_layout(hosted: Hosted) -> None:  # noqa: F811
+    """All ranks have the value of the rank there that was in the same place along the other axes, whichever axes they have now."""
+    hosted(8, pp=2, dp=2, tp=2)
+    x = sharded.from_ranks(lambda r: torch.full((2,), float(r)), ("pp", "tp"))
+    there = placed.moved(x, along("pp", 1))
+    expected = [s[0].item() for s in sharded.shards(placed.moved(there, HERE))]
+    world.set_axes({"pp": 4, "tp": 2})
+    assert [s[0].item() for s in sharded.shards(there)] == expected
+    assert [s[0].item() for s in sharded.shards(there + 1)] == [x + 1 for x in expected] and len(set(expected)) == 2
+
+
 def test_what_is_computed_stays_where_it_is(hosted: Hosted) -> None:  # noqa: F811
     hosted(4, pp=2, tp=2)
     w = sharded.from_ranks(lambda r: torch.full((3,), 1.0 + r % 2), ("tp",))

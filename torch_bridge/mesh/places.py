@@ -65,7 +65,7 @@ def of_all(arrays: Iterable[Any]) -> tuple[Place | None, ...]:
     return tuple(known.get(lies.mesh) if type(lies) is NamedSharding else None for lies in lying)
 
 
-def ranks(mesh: Mesh) -> world.World | None:
+def ranks(mesh: Any) -> world.World | None:
     """The ranks of a place, by its mesh, as a world of their own; None for the mesh of the world."""
     return sharding.parts().get(mesh)
 

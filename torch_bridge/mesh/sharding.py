@@ -72,12 +72,15 @@ def part(axis: str, index: int) -> Mesh:
     whole, devices = _laid_out(world.current().epoch)
     found = Mesh(np.take(whole.devices, [index], axis=whole.axis_names.index(axis)), whole.axis_names)
     known[found] = world.narrowed(axis, index)
+    _WHOLE[found] = whole, axis
     _NARROWED[known[found].epoch] = found, devices
     return found
 
 
 _PARTS: dict[int, dict[Any, world.World]] = {}
 """By epoch of a world."""
+_WHOLE: dict[Any, tuple[Mesh, str]] = {}
+"""By part of a mesh, of this world's or an earlier one's: the mesh that it is a part of, and along which axis."""
 _NARROWED: dict[int, tuple[Mesh, Sequence[Any]]] = {}
 """By epoch of a narrowed world: its mesh, and the devices of all ranks by rank."""
 
@@ -221,12 +224,15 @@ def blocks(array: jax.Array, local: Sequence[int]) -> list[np.ndarray]:
 
 def _device_of(array: jax.Array, rank: int) -> Any:
     """The device with a rank's block of an array: its own, or that of the rank of a part of the mesh with the same place along the other axes."""
-    narrow = parts().get(array.sharding.mesh) if isinstance(array.sharding, NamedSharding) else None
-    if narrow is None:
-        return device_of(rank)
-    others = [world.coordinates(a) for a in world.current().axes if a not in narrow.at]
-    there = next(r for r in narrow.order if all(c[r] == c[rank] for c in others))
-    return device_of(there)
+    lies = array.sharding
+    known = _WHOLE.get(lies.mesh) if isinstance(lies, NamedSharding) else None
+    own = device_of(rank)
+    if known is None or not isinstance(lies, NamedSharding):
+        return own
+    whole, axis = known
+    (at,) = np.argwhere(whole.devices == own)
+    at[whole.axis_names.index(axis)] = 0
+    return lies.mesh.devices[tuple(at)]
 
 
 def first_block(array: jax.Array, local: Sequence[int]) -> np.ndarray:
@@ -248,7 +254,7 @@ def block(array: jax.Array, rank: int, local: Sequence[int]) -> np.ndarray:
 def adopt(array: jax.Array, local: Sequence[int]) -> jax.Array:
     """The same values on the current mesh (made before the ranks were laid out on these axes, or before there were several).
 
-    What lies on a part of it stays there.
+    What lies on a part of it stays there; what lies on a part of an earlier mesh comes to all ranks.
     """
     now = mesh()
     old = array.sharding
@@ -257,6 +263,10 @@ def adopt(array: jax.Array, local: Sequence[int]) -> jax.Array:
     if isinstance(array, abstract_arrays.AbstractArray):
         return abstract_arrays.adopted(array, local)
     array = alone(array)
+    if isinstance(old, NamedSharding) and old.mesh in _WHOLE:
+        old = NamedSharding(_WHOLE[old.mesh][0], old.spec)
+        with _compat.enable_x64():
+            array = jax.device_put(array, old)
     if not isinstance(old, NamedSharding) or old.mesh.size != now.size:
         if isinstance(old, NamedSharding) and axes_of(old.spec):
             raise RuntimeError(f"a tensor that differs among {old.mesh.size} ranks cannot be used in a world of {now.size}")

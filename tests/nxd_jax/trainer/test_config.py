@@ -304,13 +304,3 @@ def test_no_clipping_and_no_norm(nxd: Nxd, zero1: bool) -> None:
     (1000 * model(torch.ones(1, 2, device="xla"))).sum().backward()
     optimizer.step()
     torch.testing.assert_close(model.weight.detach().cpu(), before - 1000)
-
-
-@pytest.mark.parametrize("given", [{}, None])
-def test_pipelines_are_refused(nxd: Nxd, given: Any) -> None:
-    nxd(2)
-    config = neuronx_distributed_config(pipeline_parallel_size=2, pipeline_config=given)
-    with pytest.raises(
-        NotImplementedError, match="pipeline_parallel_size=2: pipeline parallelism is not there yet; use tensor_parallel_size"
-    ):
-        initialize_parallel_model(config, lambda: nn.Linear(1, 1))
