@@ -9,7 +9,8 @@ import torch
 
 
 def find(output: Any, spec: Any) -> torch.Tensor:
-    """The loss in an output. spec: True, or nested tuples, lists and dicts of booleans with one True, as the output is nested.
+    """The loss in an output. spec: True, or nested tuples, lists and dicts of booleans with one True, as the output is nested. A tuple also
+    says it of transformers' `ModelOutput`, which is a dict with an order.
 
     Raises RuntimeError for an output that is nested otherwise, whose part is no tensor, and for a spec without True.
     """
@@ -34,6 +35,8 @@ def _find(output: Any, spec: Any, where: str) -> torch.Tensor | None:
             raise RuntimeError(f"output_loss_value_spec says that {where} is a dict with {', '.join(map(str, spec))}, but it is {said}")
         parts = [(output[key], spec[key], f"{where}[{key!r}]") for key in spec]
     elif isinstance(spec, (tuple, list)):
+        if isinstance(output, Mapping) and hasattr(output, "to_tuple"):
+            output = tuple(output.values())
         if not isinstance(output, (tuple, list)) or len(output) != len(spec):
             said = f"a {_type(output)} of {len(output)}" if isinstance(output, (tuple, list)) else f"a {_type(output)}"
             raise RuntimeError(f"output_loss_value_spec says that {where} is a {_type(spec)} of {len(spec)}, but it is {said}")

@@ -11,9 +11,10 @@ import torch
 from torch import fx, nn
 
 from nxd_jax.parallel_layers import loss_functions, mappings
-from nxd_jax.pipeline import batches, loss_values, partition, runtime, schedules, stages, trace, weights
+from nxd_jax.pipeline import batches, loss_values, partition, runtime, schedules, stages, weights
 from nxd_jax.pipeline.manual_pipe_stage import PipelineStageModule
 from nxd_jax.pipeline.schedules import Action, Schedule
+from nxd_jax.pipeline.traced_stages import TracedStages
 from nxd_jax.tensor_parallel import grads, parallel_groups
 from nxd_jax.utils import _device, model_utils
 from torch_bridge.collectives import functional
@@ -48,7 +49,8 @@ class NxDPPModel(nn.Module):
         pipeline_cuts: names of the layers after which a stage ends.
         auto_partition: cut so that stages have as many layers of `transformer_layer_cls` as any other, or one more for the last ones.
         input_names: the parameters of the model's forward that `run_train` is given, by keyword. Others have their defaults.
-        leaf_module_cls, autowrap_functions, autowrap_modules, autowrap_obj_methods, tracer_cls: how the model is traced (`trace.trace_model`).
+        leaf_module_cls, autowrap_functions, autowrap_modules, autowrap_obj_methods, tracer_cls: how the model is traced (`trace.trace_model`). transformers'
+            models are traced by running them without values, if `tracer_cls` is None, and so are those that symbolic tracing refuses (`capture`).
         param_init_fn: fills the parameters of modules on "meta" (`model_utils.materialize_model`).
         return_loss_on_cpu: the loss comes as a CPU tensor.
         schedule: in which order stages compute: a name (`schedules.KINDS`), a `Schedule`, lists of actions by rank, or torch's CSV. Default: "1f1b", and
@@ -144,12 +146,11 @@ class NxDPPModel(nn.Module):
         self.schedule = _schedule(schedule, self.pipeline_parallel_size, num_microbatches, virtual_pipeline_size)
         self.partitioned = False
         self.model_moved_to_device = False
-        self.traced_model: fx.GraphModule | None = None
         self._debug = _debug_mode
-        self._cuts: list[str] = []
-        self._modes: dict[bool, stages.Stages] = {}
+        self._tracer: TracedStages | None = None
+        self._fixed: stages.Stages | None = None
         self._order: list[Action] = runtime.in_order(self.schedule)
-        self._copies: list[list[runtime.Replica]] = []
+        self._copies: weights.Copies = {}
         self._manual_loss = manual_pp_loss_fn
         self._tracing = {
             "autowrap_functions": autowrap_functions,
@@ -199,8 +200,12 @@ class NxDPPModel(nn.Module):
         autowrap_obj_methods: Mapping[Any, Sequence[str]] | None = None,
         tracer_cls: str | type[fx.Tracer] | None = None,
     ) -> None:
-        """Trace the model (`trace.trace_model`) into `traced_model`; a second time only warns."""
-        if self.traced_model is not None:
+        """Trace the model into `traced_model`; a second time only warns.
+
+        A model that is traced by running it (`capture`) has no `traced_model` before its first batch, if that takes more than token ids and no example is
+        given.
+        """
+        if self._tracer is not None:
             logger.warning("trace() was called before; the model stays as it was traced then")
             return
         self._leaves += [leaf for leaf in leaf_modules or () if leaf not in self._leaves]
@@ -215,20 +220,23 @@ class NxDPPModel(nn.Module):
             self._tracing[name] = value if value is not None else self._tracing[name]
         if input_names is None and not args and not kwargs:
             input_names = self.input_names
-        self.traced_model = self._traced(args, kwargs, input_names)
-        self.input_names = [str(node.target) for node in self.traced_model.graph.nodes if node.op == "placeholder"]
+        assert self.transformer_layer_cls is not None
+        tracer = TracedStages(self.original_torch_module, self.transformer_layer_cls, self._leaves, self._tracing)
+        tracer.trace(args, kwargs, input_names)
+        self._tracer, self.input_names = tracer, tracer.input_names
 
-    def _traced(self, args: Any = None, kwargs: Any = None, input_names: Any = None) -> fx.GraphModule:
-        return trace.trace_model(self.original_torch_module, args, kwargs, input_names, leaf_modules=self._leaves, **self._tracing)  # type: ignore[arg-type]
+    @property
+    def traced_model(self) -> fx.GraphModule | None:
+        """The model as a graph of its layers; None before it has been traced."""
+        return None if self._tracer is None else self._tracer.traced
 
     def cut_pipeline_stage(self, layer_name: str) -> None:
         """Let a stage end with this layer. AssertionError before `trace`, after `partition` and for a second cut there; RuntimeError for an unknown name."""
-        if self.traced_model is None:
+        if self._tracer is None:
             raise AssertionError("cut_pipeline_stage needs a traced model: call trace() first")
         if self.partitioned:
             raise AssertionError("the model is partitioned already: cut it before partition()")
-        partition.cut_after(self.traced_model, layer_name)
-        self._cuts.append(layer_name)
+        self._tracer.cut(layer_name)
 
     def partition(self) -> None:
         """Make stages of the cut model, and move their weights to their cores unless `use_model_wrapper` leaves that to `initialize_parallel_model`.
@@ -238,18 +246,16 @@ class NxDPPModel(nn.Module):
         if self.partitioned:
             logger.warning("partition() was called before; the stages stay as they are")
             return
-        if self.traced_model is None:
+        if self._tracer is None:
             raise AssertionError("partition needs a traced model: call trace() first")
         wanted = self.pipeline_parallel_size * self.virtual_pipeline_size
-        if 1 + len(self._cuts) != wanted:
+        cuts = len(self._tracer.cuts)
+        if 1 + cuts != wanted:
             raise ValueError(
-                f"{len(self._cuts)} cuts make {1 + len(self._cuts)} stages, but pipeline_parallel_size={self.pipeline_parallel_size} and "
+                f"{cuts} cuts make {1 + cuts} stages, but pipeline_parallel_size={self.pipeline_parallel_size} and "
                 f"virtual_pipeline_size={self.virtual_pipeline_size} take {wanted}: give {wanted - 1} cuts"
             )
-        self._partitioned(self._stages_of(self.traced_model))
-
-    def _stages_of(self, traced: fx.GraphModule) -> stages.Stages:
-        return stages.of_traced(partition.partition_traced_model(traced))
+        self._partitioned(self._tracer.first())
 
     def _manual(self, layers: list[nn.Module], partition_fn: Any) -> None:
         count = self.pipeline_parallel_size
@@ -260,32 +266,40 @@ class NxDPPModel(nn.Module):
         found = stages.in_a_row(modules, [stages.FromBatch("inputs")])
         if self._manual_loss is not None:
             found.output = (found.output, stages.FromBatch("labels"))
+        self._fixed = found
         self._partitioned(found)
 
-    def _partitioned(self, found: stages.Stages) -> None:
-        self._modes = {self.original_torch_module.training: found} if not self.manual_pp_partition else {True: found, False: found}
+    def _partitioned(self, found: stages.Stages | None) -> None:
         self.partitioned = True
-        weights.check(found)
+        if found is not None:
+            weights.check(found)
         if not self._debug and not self.use_model_wrapper:
             self.maybe_materialize_local_module()
             self.move_model_to_device()
 
-    def _stages(self) -> stages.Stages:
-        """The stages as the model computes now: training or not, which is part of what is traced."""
-        mode = self.original_torch_module.training
-        found = self._modes.get(mode)
-        if found is None:
-            traced = self._traced(input_names=self.input_names)
-            for name in self._cuts:
-                partition.cut_after(traced, name)
-            found = self._modes[mode] = self._stages_of(traced)
-        return found
+    def _known(self) -> stages.Stages | None:
+        """The stages as they were traced first; None if that needs a batch."""
+        self._check_partitioned()
+        return self._fixed if self._tracer is None else self._tracer.first()
+
+    def _stages(self, micro_batch: Mapping[str, Any]) -> stages.Stages:
+        """The stages for inputs like these."""
+        if self._tracer is None:
+            assert self._fixed is not None
+            return self._fixed
+        return self._tracer.of(micro_batch, self._place)
+
+    def _place(self, found: stages.Stages) -> None:
+        if self.model_moved_to_device:
+            weights.place(found, self.homes, self._copies)
 
     @property
     def local_stage_modules(self) -> list[nn.Module]:
-        """The stages of this process's pipeline ranks."""
-        self._check_partitioned()
-        return [stage.module for stage in self._stages()]
+        """The stages of this process's pipeline ranks. Raises RuntimeError for a model that is traced when the first batch is there."""
+        found = self._known()
+        if found is None:
+            raise RuntimeError("the model has no stages before its first batch: call run_train, or trace() with an example of its inputs")
+        return [stage.module for stage in found]
 
     @property
     def homes(self) -> list[places.Place | None]:
@@ -318,8 +332,10 @@ class NxDPPModel(nn.Module):
                 "a pipeline over several processes (torchrun) is not there yet: start the script with nxd-run, which hosts all ranks in one process"
             )
         model_utils.move_model_to_device(self.original_torch_module, _device.get_device())
-        self._copies = weights.place(self._stages(), self.homes, self.original_torch_module)
         self.model_moved_to_device = True
+        found = self._known()
+        if found is not None:
+            self._place(found)
 
     # -- steps ----------------------------------------------------------------------------------------
 
@@ -337,7 +353,7 @@ class NxDPPModel(nn.Module):
         step.train(self._order)
         if not self.use_zero1_optimizer and not self.use_optimizer_wrapper:
             self._reduce()
-        weights.add_up(self._copies)
+        weights.add_up(step.replicas)
         executor.sync()
         return self._result(step)
 
@@ -364,15 +380,19 @@ class NxDPPModel(nn.Module):
         if not self.model_moved_to_device:
             self.maybe_materialize_local_module()
             self.move_model_to_device()
-        found = self._stages()
-        batch = batches.cut(kwargs, self.input_names or [], self._read(found), self.num_microbatches)
+        batch = batches.cut(kwargs, self.input_names or [], self._read(kwargs), self.num_microbatches)
         executor.sync()
+        found = self._stages(batch[0])
+        assert found.replicas is not None
         weights.put_back(found, self.homes)
-        weights.refresh(self._copies)
-        return runtime.Step(found, self.homes, self._copies, batch, self._loss(), _ambient_autocast())
+        weights.refresh(found.replicas)
+        return runtime.Step(found, self.homes, found.replicas, batch, self._loss(), _ambient_autocast())
 
-    def _read(self, found: stages.Stages) -> list[str]:
-        """The inputs that stages look at."""
+    def _read(self, given: Mapping[str, Any]) -> list[str]:
+        """The inputs that stages look at; all that are given, where these decide what the stages are."""
+        if self._tracer is not None and self._tracer.by_running:
+            return [name for name in self.input_names or () if given.get(name) is not None]
+        found = self._stages({})
         of_output = [x.name for x in runtime._sources(found.output) if isinstance(x, stages.FromBatch)]
         return [*dict.fromkeys([*(name for stage in found for name in stage.inputs), *of_output])]
 

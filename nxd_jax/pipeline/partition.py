@@ -56,6 +56,16 @@ def cut_after(traced_model: fx.GraphModule, layer: str) -> None:
     node.meta[MARK] = True
 
 
+def stage_numbers(traced_model: fx.GraphModule) -> dict[fx.Node, int]:
+    """The stage of each node of a model that has been cut."""
+    stage = 0
+    found: dict[fx.Node, int] = {}
+    for node in traced_model.graph.nodes:
+        found[node] = stage
+        stage += MARK in node.meta
+    return found
+
+
 @dataclass
 class PipelineIO:
     """`partition.PipelineIO`: a value that one stage gets from the one before.
@@ -85,11 +95,7 @@ def partition_traced_model(traced_model: fx.GraphModule, qualname_map: dict[str,
 
     qualname_map: filled with the name in the traced model of each module and parameter of a stage, by its new name. The traced model stays as it is.
     """
-    stage = 0
-    stages: dict[fx.Node, int] = {}
-    for node in traced_model.graph.nodes:
-        stages[node] = stage
-        stage += MARK in node.meta
+    stages = stage_numbers(traced_model)
     return split_module(traced_model, traced_model, stages.__getitem__, qualname_map, keep_original_order=True)
 
 

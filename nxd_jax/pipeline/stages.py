@@ -56,10 +56,16 @@ class Stage:
 
 @dataclass
 class Stages:
-    """All stages of a model, and what the model returns: `output`, a structure with `FromStage` and `FromBatch` in the place of values."""
+    """All stages of a model.
+
+    Attributes:
+        output: what the model returns, a structure with `FromStage` and `FromBatch` in the place of values.
+        replicas: by stage, its copies of weights that lie with other stages; None until weights have been placed.
+    """
 
     stages: list[Stage]
     output: Any
+    replicas: list[list[Any]] | None = None
 
     def __iter__(self) -> Iterator[Stage]:
         return iter(self.stages)

@@ -82,8 +82,8 @@ class TorchTracerWrapper(NxDTracer):
 
 
 class HFTracerWrapper(NxDTracer):
-    """`trace.HFTracerWrapper`: for models of transformers. (transformers no longer has a tracer of its own; models whose masks depend on values need those
-    parts in `leaf_modules`.)
+    """`trace.HFTracerWrapper`: for models of transformers. (transformers no longer has a tracer of its own; `NxDPPModel` traces their
+    models by running them, `capture.py`.)
     """
 
 
@@ -164,19 +164,25 @@ def trace_model(
         graph = tracer.trace(model, concrete_args=constants)
     except (fx.proxy.TraceError, TypeError, RuntimeError) as error:
         raise RuntimeError(
-            f"{type(model).__name__} cannot be traced symbolically: {error}{_place(error)}. Python there needs a tensor's value or shape: add the class name "
-            "of the module to leaf_modules, or the function to autowrap_functions"
+            f"{type(model).__name__} cannot be traced symbolically: {error}{place_of_error(error)}. Python there needs a tensor's value or shape: add the "
+            "class name of the module to leaf_modules, or the function to autowrap_functions"
         ) from error
     made = fx.GraphModule(model, graph, type(model).__name__)
-    made.graph.eliminate_dead_code()
+    made.graph.eliminate_dead_code(lambda node: _writes(node) or node.is_impure())
     made.graph.lint()
     made.recompile()
     return made
 
 
-def _place(error: BaseException) -> str:
+def _writes(node: fx.Node) -> bool:
+    """Whether a call changes a tensor in place, so that it is needed though nobody takes its result."""
+    name = str(node.target)
+    return bool(node.kwargs.get("inplace")) or (node.op == "call_method" and name.endswith("_") and not name.endswith("__"))
+
+
+def place_of_error(error: BaseException) -> str:
     """Where in the model an error came from."""
-    inside = (str(pathlib.Path(fx.__file__).parent), str(pathlib.Path(nn.__file__).parent), __file__)
+    inside = (str(pathlib.Path(fx.__file__).parent), str(pathlib.Path(nn.__file__).parent), str(pathlib.Path(__file__).parent))
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(inside)]
     return f" ({frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line})" if frames else ""
 

@@ -35,8 +35,12 @@ def _holders(stage: Stage) -> Iterator[tuple[nn.Parameter, nn.Module, str]]:
                 yield parameter, module, name
 
 
-def place(stages: Stages, homes: Homes, model: nn.Module) -> list[list[Replica]]:
-    """Move each parameter to the place of the first stage that uses it; by stage, the copies of those that belong to others."""
+Copies = dict[tuple[int, Place], nn.Parameter]
+"""Copies of weights at other places than their own, by the weight's `id`."""
+
+
+def place(stages: Stages, homes: Homes, copies: Copies) -> None:
+    """Move each parameter to the place of the first stage that uses it, and give other stages copies (`Stages.replicas`). copies: those there are, extended."""
     owner: dict[int, int] = {}
     replicas: list[list[Replica]] = [[] for _ in stages]
     for stage in stages:
@@ -48,17 +52,18 @@ def place(stages: Stages, homes: Homes, model: nn.Module) -> list[list[Replica]]
                 if home is not None:
                     placed.move_(parameter, home)
             elif homes[first] != home and home is not None:
-                known = found.get(id(parameter)) or _replica(parameter, home)
-                found[id(parameter)] = known
+                if (id(parameter), home) not in copies:
+                    copies[id(parameter), home] = _copy(parameter, home)
+                known = found.setdefault(id(parameter), Replica(parameter, copies[id(parameter), home], []))
                 known.holders.append((module, name))
         replicas[stage.index] = list(found.values())
-    return replicas
+    stages.replicas = replicas
 
 
-def _replica(weight: nn.Parameter, home: Place) -> Replica:
+def _copy(weight: nn.Parameter, home: Place) -> nn.Parameter:
     copy = nn.Parameter(placed.moved(weight, home), weight.requires_grad)
     copy.__dict__.update({key: value for key, value in weight.__dict__.items() if not key.startswith("_")})
-    return Replica(weight, copy, [])
+    return copy
 
 
 def put_back(stages: Stages, homes: Homes) -> None:

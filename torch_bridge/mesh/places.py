@@ -61,7 +61,7 @@ def of(array: Any) -> Place | None:
 def of_all(arrays: Iterable[Any]) -> tuple[Place | None, ...]:
     """`of` each."""
     known = {mesh: _named(mesh, *next(iter(narrow.at.items()))) for mesh, narrow in sharding.parts().items()}
-    lying = (array.sharding for array in arrays)
+    lying = (getattr(array, "sharding", None) for array in arrays)
     return tuple(known.get(lies.mesh) if type(lies) is NamedSharding else None for lies in lying)
 
 
