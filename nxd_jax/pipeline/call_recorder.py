@@ -228,7 +228,7 @@ class CallRecorder(TorchFunctionMode):
         if isinstance(value, tuple) and hasattr(value, "_fields"):
             return type(value)(*map(self.argument, value))
         if isinstance(value, (tuple, list)):
-            return type(value)(map(self.argument, value))
+            return (tuple if isinstance(value, tuple) else list)(map(self.argument, value))
         if isinstance(value, slice):
             return slice(*map(self.argument, (value.start, value.stop, value.step)))
         if type(value) is dict:
@@ -275,7 +275,7 @@ class CallRecorder(TorchFunctionMode):
         if isinstance(value, _OPAQUE) or (inspect.isfunction(value) and value.__closure__ is None):
             return value
         if isinstance(value, (tuple, list)) and not isinstance(value, torch.Size) and not hasattr(value, "_fields"):
-            return type(value)(self._slots(x, values) for x in value)
+            return (tuple if isinstance(value, tuple) else list)(self._slots(x, values) for x in value)
         if type(value) is dict:
             return {key: self._slots(x, values) for key, x in value.items()}
         found = self.argument(value)
@@ -356,7 +356,16 @@ def _name(func: Any) -> str:
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
-    return [x for x in pytree.tree_leaves(value) if isinstance(x, torch.Tensor)]
+    """The tensors in a value: in tuples, lists and dicts of any class, and in dataclasses."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, (tuple, list)):
+        return [t for x in value for t in _tensors(x)]
+    if isinstance(value, Mapping):
+        return [t for x in value.values() for t in _tensors(x)]
+    if _is_dataclass(value):
+        return [t for f in dataclasses.fields(value) for t in _tensors(getattr(value, f.name, None))]
+    return []
 
 
 def _is_dataclass(value: Any) -> bool:

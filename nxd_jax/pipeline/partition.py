@@ -57,11 +57,11 @@ def cut_after(traced_model: fx.GraphModule, layer: str) -> None:
 
 
 def stage_numbers(traced_model: fx.GraphModule) -> dict[fx.Node, int]:
-    """The stage of each node of a model that has been cut."""
+    """The stage of each node of a model that has been cut. A field of an object is taken in the stage that has made it: objects do not go to others."""
     stage = 0
     found: dict[fx.Node, int] = {}
     for node in traced_model.graph.nodes:
-        found[node] = stage
+        found[node] = found[node.args[0]] if node.target is getattr and isinstance(node.args[0], fx.Node) else stage
         stage += MARK in node.meta
     return found
 

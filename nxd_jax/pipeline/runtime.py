@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.fx.node import base_types
 from torch.utils import _pytree as pytree
 
 from nxd_jax.pipeline.schedules import Action, Kind, Schedule, run
@@ -136,7 +137,13 @@ class Step:
         return pytree.tree_unflatten(leaves, spec)
 
     def _give(self, mb: int, name: FromStage, value: Any) -> None:
-        """Keep a result until the last stage that takes it has it."""
+        """Keep a result until the last stage that takes it has it. Raises TypeError for an object that may hide tensors."""
+        for leaf in pytree.tree_leaves(value):
+            if not (leaf is None or isinstance(leaf, base_types)):
+                raise TypeError(
+                    f"stage {name.stage} of the pipeline hands on an object of type {type(leaf).__name__}: stages take tensors, numbers, strings, and tuples, "
+                    "lists and dicts of them. Let the layer return those"
+                )
         self.given[mb, name] = value
         consumers = {stage for position, stage in self.stages[name.stage].consumers if position == name.position}
         self.readers[mb, name] = len(consumers)

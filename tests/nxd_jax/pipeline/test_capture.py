@@ -363,3 +363,19 @@ def test_what_nobody_needs_is_left_out() -> None:
         return h
 
     assert [node.op for node in captured(Net(forward)).graph.nodes] == ["placeholder", "call_module", "call_method", "output"]
+
+
+def test_fields_are_taken_where_the_object_is_made() -> None:
+    torch.manual_seed(0)
+    model = Net(lambda model, x: model.second(model.first(x).out).out, Returning)
+    found = captured(model)
+    cut_after(found, "first")
+    split = partition_traced_model(found)
+    x = torch.randn(2, 4)
+    assert isinstance(split.submod_0(x), torch.Tensor)
+    torch.testing.assert_close(split(x), model(x))
+
+
+def test_pieces_of_a_world_of_ranks(nxd: Nxd) -> None:
+    nxd(2)
+    agrees(views)

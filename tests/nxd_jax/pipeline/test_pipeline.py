@@ -409,3 +409,19 @@ def test_stages_go_round(nxd: Nxd) -> None:
     assert [partition.stage_to_pipeline_parallel_rank(s, 2) for s in range(4)] == [0, 1, 0, 1]
     nxd(4, pp=4)
     assert partition.stage_to_pipeline_parallel_rank(5) == 1
+
+
+class Hiding(nn.Linear):
+    """A layer whose result is an object with a tensor inside."""
+
+    def forward(self, x: Any) -> Any:
+        return type("State", (), {"x": super().forward(x[0])})()
+
+
+def test_objects_do_not_go_from_stage_to_stage(nxd: Nxd) -> None:
+    nxd(2, pp=2)
+    pipeline = NxDPPModel([Hiding(4, 4), nn.Linear(4, 4)], manual_pp_partition=True, manual_pp_loss_fn=lambda out, labels: out.sum())
+    with pytest.raises(
+        TypeError, match="stage 0 of the pipeline hands on an object of type State: stages take tensors, numbers, strings, and tuples"
+    ):
+        pipeline.run_train(inputs=[torch.ones(2, 4)], labels=[torch.ones(2)])
