@@ -331,11 +331,14 @@ def compiling(said: bool) -> Iterator[None]:
 
 
 class _Ops(TorchDispatchMode):
-    """Sees every op, and notes the storages that ops write in place since `written` was emptied."""
+    """Sees every op, and notes the storages that ops write in place since `written` was emptied.
+
+    The tensors are kept with them: another tensor's storage would else get the key of one that is gone.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.written: dict[Any, None] = {}
+        self.written: dict[Any, torch.Tensor] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with torch._C.DisableTorchFunction():
@@ -345,7 +348,7 @@ class _Ops(TorchDispatchMode):
             for k, argument in enumerate(schema.arguments):
                 if argument.alias_info is not None and argument.alias_info.is_write:
                     value = args[k] if k < len(args) else (kwargs or {}).get(argument.name)
-                    self.written.update(dict.fromkeys(map(storage_key, _tensors(value))))
+                    self.written.update((storage_key(t), t) for t in _tensors(value))
         return found
 
 

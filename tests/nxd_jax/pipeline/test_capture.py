@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from nxd_jax.parallel_layers import mappings
 from nxd_jax.pipeline import capture
+from nxd_jax.pipeline.call_recorder import storage_key
 from nxd_jax.pipeline.capture import Spec
 from nxd_jax.pipeline.partition import cut_after, partition_traced_model, stage_numbers
 from tests.nxd_jax.conftest import Nxd
@@ -251,6 +253,22 @@ def test_writes_of_another_stages_tensors_are_refused() -> None:
     found = captured(Net(written_in_one_stage))
     cut_after(found, "first")
     capture.check_writes(found, stage_numbers(found))
+
+
+def test_writes_of_tensors_that_are_gone_do_not_count() -> None:
+    """What a layer makes next may lie in memory where a tensor that it wrote in place was."""
+
+    class Layer(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            temporaries = [torch.zeros(3, device=x.device).add_(1) for _ in range(10)]
+            written = set(map(storage_key, temporaries))
+            del temporaries
+            gc.collect()
+            outs = [x + k for k in range(10)]
+            return next((out for out in outs if storage_key(out) in written), outs[0])
+
+    found = captured(Net(lambda m, x: m.second(m.first(x)), Layer))
+    assert [node.name for node in found.graph.nodes if node.meta.get("writes")] == []
 
 
 def test_a_layer_that_writes_its_input() -> None:
