@@ -136,7 +136,7 @@ def test_taking_apart_and_putting_together() -> None:
     assert (
         torch.equal(new.layers[1].keys.cpu(), torch.full((1, 1, 2, 2), 2.0))
         and new.layers[1].is_initialized
-        and new.layers[1].dtype == torch.float32
+        and new.layers[1].keys.dtype == torch.float32
     )
     assert len(output_trees.taken_apart(made, {}).opened) == 1 + 1 + 2  # the cache, its list of layers, the layers
 
