@@ -2,9 +2,11 @@
 
     nxd-run --instance trn1.32xlarge script.py --epochs 3
     nxd-run --nproc_per_node 8 script.py
+    torchrun --nproc_per_node 2 --no-python nxd-run --nproc_per_node 4 script.py
 
 It sets what `torchrun` would set (RANK, WORLD_SIZE, LOCAL_RANK, ...) and runs the script once for all ranks. The options are torchrun's where they
-mean something here; `-m` runs a module. Use torchrun itself for one process per rank.
+mean something here; `-m` runs a module. Use torchrun itself for one process per rank; under torchrun, each process has as many ranks as --nproc_per_node
+says (two processes of four, above), or all cores of the instance.
 """
 
 from __future__ import annotations
@@ -80,6 +82,8 @@ def environment(args: argparse.Namespace) -> tuple[dict[str, str], str]:
         if not args.nproc_per_node or args.nproc_per_node < 1:
             raise SystemExit("nxd-run: say how many ranks: --instance trn1.32xlarge, or --nproc_per_node 8")
         hosts, local, machine = nodes, args.nproc_per_node, f"{nodes} machine(s)"
+    if _among_processes():
+        return _of_one_process(variables, local, args.instance)
     count = hosts * local
     variables |= {
         "NXD_JAX_WORLD_SIZE": str(count),
@@ -93,6 +97,30 @@ def environment(args: argparse.Namespace) -> tuple[dict[str, str], str]:
         "TORCHELASTIC_RUN_ID": "nxd-run",
     }
     return variables, f"nxd-run: {machine}, {count} ranks ({local} per machine) in one process"
+
+
+def _among_processes() -> bool:
+    """Whether torchrun (or whoever sets its variables) has started this process as one of several."""
+    return all(os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")) and "NXD_JAX_WORLD_SIZE" not in os.environ
+
+
+def _of_one_process(variables: dict[str, str], ranks: int, instance: str | None) -> tuple[dict[str, str], str]:
+    """The variables of one of several processes that torchrun started, each with so many ranks, and the line that says so."""
+    index, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    beside, place = int(os.environ.get("LOCAL_WORLD_SIZE") or count), int(os.environ.get("LOCAL_RANK") or index)
+    if instance:
+        variables["NXD_JAX_NNODES"] = str(-(-count * ranks // Topology(instance).cores_per_node))
+    variables |= {
+        "NXD_JAX_WORLD_SIZE": str(count * ranks),
+        "NXD_JAX_PROCESSES": str(count),
+        "NXD_JAX_PROCESS": str(index),
+        "WORLD_SIZE": str(count * ranks),
+        "LOCAL_WORLD_SIZE": str(beside * ranks),
+        "RANK": str(index * ranks),
+        "LOCAL_RANK": str(place * ranks),
+    }
+    last = (index + 1) * ranks - 1
+    return variables, f"nxd-run: ranks {index * ranks} to {last} of {count * ranks} in process {index} of {count}"
 
 
 _TELLING = frozenset(

@@ -214,6 +214,21 @@ def without_preemption_service() -> Iterator[None]:
         jax.config.update(name, before)
 
 
+def transfer_server(client: Any, address: str) -> Any:
+    """JAX's server that sends arrays to other processes. address: where it listens, "host:0" for any port. Large arrays take four connections side by side.
+
+    Raises NotImplementedError where this JAX has none.
+    """
+    try:
+        from jax.experimental import transfer
+    except ImportError as error:
+        raise NotImplementedError(
+            "this build of JAX has no jax.experimental.transfer, through which pipeline stages in several processes send each other arrays: start the script "
+            "with nxd-run, which hosts all ranks in one process, or install another release of jaxlib"
+        ) from error
+    return transfer.start_transfer_server(client, address, [address] * 4, 8, 1 << 22)
+
+
 def abandon_distributed() -> None:
     """Let this process end without JAX's farewell to the other processes."""
     from jax._src import distributed

@@ -10,25 +10,40 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from nxd_jax._wrapper import Adapted, Pipeline
 from nxd_jax.parallel_layers import loss_functions, mappings
-from nxd_jax.pipeline import batches, loss_values, partition, runtime, schedules, stages, weights
+from nxd_jax.pipeline import batches, loss_values, observers, partition, runtime, schedules, stage_names, stages, step_log, weights
+from nxd_jax.pipeline.elsewhere import Elsewhere, needed, owned, unread_by
+from nxd_jax.pipeline.exchange import Exchange, signature
 from nxd_jax.pipeline.manual_pipe_stage import PipelineStageModule
 from nxd_jax.pipeline.schedules import Action, Schedule
 from nxd_jax.pipeline.traced_stages import TracedStages
 from nxd_jax.tensor_parallel import grads, parallel_groups
 from nxd_jax.utils import _device, model_utils
 from torch_bridge.collectives import functional
-from torch_bridge.mesh import places, world
+from torch_bridge.mesh import abstract_arrays, messages, places, world
+from torch_bridge.recorder import placed
 from torch_bridge.runtime import executor
 
 logger = logging.getLogger("nxd_jax")
 
 _PARALLEL_LAYERS = ("ColumnParallelLinear", "RowParallelLinear", "ParallelEmbedding", "GQAQKVColumnParallelLinear", "CheckpointWrapper")
+_ADAPTED_LAYERS = (
+    "LoraLinear",
+    "LoraEmbedding",
+    "LoraConv2d",
+    "LoraParallelLinear",
+    "LoraGQAQKVParallelLinear",
+    "LoraParallelEmbedding",
+    "LoraParallelConv2d",
+)
+_KEPT_WHOLE = (*_PARALLEL_LAYERS, *_ADAPTED_LAYERS)
+"""Classes of modules that are nodes of a traced model: what they do depends on ranks, or on whether adapters are merged."""
 _COLLECTIVES = (mappings, loss_functions)
 """Modules whose functions are nodes of a traced model: what they do depends on ranks."""
 
 
-class NxDPPModel(nn.Module):
+class NxDPPModel(Pipeline, nn.Module):
     """`pipeline.NxDPPModel`: a model in a pipeline. `run_train` and `run_eval` take a batch and do a whole step, cut into micro-batches.
 
     The model is cut after layers (`pipeline_cuts`, `auto_partition`, `cut_pipeline_stage`, or a list of layers with `manual_pp_partition`). Weights, gradients
@@ -36,7 +51,7 @@ class NxDPPModel(nn.Module):
     `run_train` returns the loss; NxD returns it on the last pipeline rank and None on others.
 
     Args:
-        module: the whole model, or a list of layers for the manual mode.
+        module: the whole model (also a `LoraModel`: the model in it, with its adapters), or a list of layers for the manual mode.
         transformer_layer_cls: class of the repeated layer: it is kept whole, and `auto_partition` counts it.
         num_microbatches: into how many equal parts a batch is cut along dim 0.
         virtual_pipeline_size: stages on each pipeline rank.
@@ -151,6 +166,9 @@ class NxDPPModel(nn.Module):
         self._fixed: stages.Stages | None = None
         self._order: list[Action] = runtime.in_order(self.schedule)
         self._copies: weights.Copies = {}
+        self._elsewhere = Elsewhere()
+        several = self.pipeline_parallel_size > 1 and not _debug_mode and not world.is_local()
+        self._exchange = Exchange() if several else None
         self._manual_loss = manual_pp_loss_fn
         self._tracing = {
             "autowrap_functions": autowrap_functions,
@@ -159,7 +177,7 @@ class NxDPPModel(nn.Module):
             "tracer_cls": tracer_cls,
         }
         layer = [] if transformer_layer_cls is None else [transformer_layer_cls.__name__]
-        self._leaves = [*(leaf_module_cls or ()), *layer, *_PARALLEL_LAYERS]
+        self._leaves = [*(leaf_module_cls or ()), *layer, *_KEPT_WHOLE]
         if manual_pp_partition:
             self._manual(module, manual_pp_stage_partition_fn)
             return
@@ -179,10 +197,15 @@ class NxDPPModel(nn.Module):
 
     # -- tracing and cutting --------------------------------------------------------------------------
 
+    def _root(self) -> nn.Module:
+        """What is traced: the model itself, inside a `LoraModel`."""
+        found = self.original_torch_module
+        return found.get_base_model() if isinstance(found, Adapted) else found
+
     def _even_cuts(self) -> list[str]:
         cls = self.transformer_layer_cls
         assert cls is not None
-        layers = [name for name, module in self.original_torch_module.named_modules() if isinstance(module, cls)]
+        layers = [name for name, module in self._root().named_modules() if isinstance(module, cls)]
         layers = [name for name in layers if not any(name.startswith(f"{other}.") for other in layers)]
         count = self.pipeline_parallel_size * self.virtual_pipeline_size
         if not layers and count > 1:
@@ -221,7 +244,7 @@ class NxDPPModel(nn.Module):
         if input_names is None and not args and not kwargs:
             input_names = self.input_names
         assert self.transformer_layer_cls is not None
-        tracer = TracedStages(self.original_torch_module, self.transformer_layer_cls, self._leaves, self._tracing)
+        tracer = TracedStages(self._root(), self.transformer_layer_cls, self._leaves, self._tracing)
         tracer.trace(args, kwargs, input_names)
         self._tracer, self.input_names = tracer, tracer.input_names
 
@@ -287,11 +310,21 @@ class NxDPPModel(nn.Module):
         if self._tracer is None:
             assert self._fixed is not None
             return self._fixed
-        return self._tracer.of(micro_batch, self._place)
+        with self._elsewhere.present():
+            return self._tracer.of(micro_batch, self._place)
+
+    @property
+    def _here(self) -> list[bool]:
+        """By stage, whether this process has a part of it."""
+        return [home is None or messages.hosted(home) for home in self.homes]
 
     def _place(self, found: stages.Stages) -> None:
+        """Lay the weights of stages out, while the model has all of them."""
+        if isinstance(self.original_torch_module, Adapted):
+            self.original_torch_module.also_held_by(stage.module for stage in found)
         if self.model_moved_to_device:
-            weights.place(found, self.homes, self._copies)
+            names = {id(p): name for name, p in self.original_torch_module.named_parameters()}
+            weights.place(found, self.homes, self._copies, names)
 
     @property
     def local_stage_modules(self) -> list[nn.Module]:
@@ -299,7 +332,7 @@ class NxDPPModel(nn.Module):
         found = self._known()
         if found is None:
             raise RuntimeError("the model has no stages before its first batch: call run_train, or trace() with an example of its inputs")
-        return [stage.module for stage in found]
+        return [stage.module for stage, here in zip(found, self._here, strict=True) if here]
 
     @property
     def homes(self) -> list[places.Place | None]:
@@ -316,7 +349,7 @@ class NxDPPModel(nn.Module):
 
     def maybe_materialize_local_module(self) -> None:
         """Give parameters on "meta" their values, by `param_init_fn`, and move them. Raises ValueError if there is no such function."""
-        if not any(p.is_meta for p in self.original_torch_module.parameters()):
+        if abstract_arrays.active() or not any(p.is_meta for p in self.original_torch_module.parameters()):
             return
         if self.param_init_fn is None:
             raise ValueError("the model's parameters are on 'meta': give NxDPPModel a param_init_fn(module, device) that fills them")
@@ -327,15 +360,28 @@ class NxDPPModel(nn.Module):
         if self.model_moved_to_device:
             return
         self._check_partitioned()
-        if not world.is_local():
-            raise NotImplementedError(
-                "a pipeline over several processes (torchrun) is not there yet: start the script with nxd-run, which hosts all ranks in one process"
-            )
+        found = self._known()
+        self._leave_out(found)
         model_utils.move_model_to_device(self.original_torch_module, _device.get_device())
         self.model_moved_to_device = True
-        found = self._known()
         if found is not None:
-            self._place(found)
+            with self._elsewhere.present():
+                self._place(found)
+                borrowed = needed(found, self._here) - owned(found, self._here)
+            self._elsewhere.take_out(self.original_torch_module, found, borrowed.__contains__)
+
+    def _leave_out(self, found: stages.Stages | None) -> None:
+        """In one of several processes, take parameters out that none of its stages reads. Those that no stage reads at all stay with the first."""
+        if self._exchange is None:
+            return
+        if found is None:
+            raise RuntimeError(
+                f"stages of {type(self.original_torch_module).__name__} are known only when the first batch is there, and one of several processes must know "
+                "before which weights are its own: call trace(kwargs={...}) with an example of the model's inputs, cut_pipeline_stage() and partition()"
+            )
+        others = needed(found, [not here for here in self._here]) - needed(found, self._here)
+        unread = set() if self._here[0] else unread_by(found, self.original_torch_module)
+        self._elsewhere.take_out(self.original_torch_module, found, (others | unread).__contains__)
 
     # -- steps ----------------------------------------------------------------------------------------
 
@@ -350,10 +396,12 @@ class NxDPPModel(nn.Module):
         step = self._step(kwargs)
         if step.loss is None:
             raise RuntimeError("run_train needs a loss: output_loss_value_spec says which part of the model's output it is")
-        step.train(self._order)
+        step_log.keep()
+        with observers.step(self):
+            step.train(self._order)
         if not self.use_zero1_optimizer and not self.use_optimizer_wrapper:
             self._reduce()
-        weights.add_up(step.replicas)
+        weights.add_up(step.replicas, self.homes, self._exchange)
         executor.sync()
         return self._result(step)
 
@@ -371,7 +419,7 @@ class NxDPPModel(nn.Module):
         try:
             step = self._step(kwargs)
             step.evaluate()
-            return self._result(step) if step.loss is not None else step.outputs[0]
+            return self._result(step) if step.loss is not None else step.outputs.get(0)
         finally:
             self.original_torch_module.train(before)
 
@@ -385,16 +433,19 @@ class NxDPPModel(nn.Module):
         found = self._stages(batch[0])
         assert found.replicas is not None
         weights.put_back(found, self.homes)
-        weights.refresh(found.replicas)
-        return runtime.Step(found, self.homes, found.replicas, batch, self._loss(), _ambient_autocast())
+        if self._exchange is not None:
+            self._exchange.begin(signature(batch[0], f"{self.original_torch_module.training} {torch.is_autocast_enabled('xla')}"))
+        weights.refresh(found.replicas, self.homes, self._exchange)
+        return runtime.Step(found, self.homes, found.replicas, batch, self._loss(), _ambient_autocast(), self._exchange)
 
     def _read(self, given: Mapping[str, Any]) -> list[str]:
         """The inputs that stages look at; all that are given, where these decide what the stages are."""
         if self._tracer is not None and self._tracer.by_running:
             return [name for name in self.input_names or () if given.get(name) is not None]
         found = self._stages({})
-        of_output = [x.name for x in runtime._sources(found.output) if isinstance(x, stages.FromBatch)]
-        return [*dict.fromkeys([*(name for stage in found for name in stage.inputs), *of_output])]
+        here = self._here
+        of_output = [x.name for x in runtime._sources(found.output) if isinstance(x, stages.FromBatch) and here[-1]]
+        return [*dict.fromkeys([*(name for stage in found if here[stage.index] for name in stage.inputs), *of_output])]
 
     def _loss(self) -> Callable[[Any], torch.Tensor] | None:
         if self.manual_pp_partition:
@@ -412,16 +463,28 @@ class NxDPPModel(nn.Module):
             grads.bucket_allreduce_gradients(found, reduce_over_ep_group=True)
 
     def _result(self, step: runtime.Step) -> Any:
-        losses = [step.outputs[mb] for mb in range(self.num_microbatches)]
+        losses = [step.outputs[mb] for mb in range(self.num_microbatches)] if self._here[-1] else None
+        if losses is None and not self.broadcast_and_average_loss:
+            return None
         if self.return_mb_loss:
             return losses
         with torch.no_grad():
-            loss = torch.stack(losses).mean()
+            loss = torch.stack(losses).mean() if losses is not None else None
+            if self._exchange is not None and self.broadcast_and_average_loss:
+                loss = self._broadcast(loss)
+            assert loss is not None
             if self.broadcast_and_average_loss:
                 for kind in ("cp", "dp"):
                     if parallel_groups.size(kind) > 1:
                         loss = functional.all_reduce("sum", loss, 1.0 / parallel_groups.size(kind), parallel_groups.group(kind))
-        return loss.cpu() if self.return_loss_on_cpu else loss
+        return loss.cpu() if self.return_loss_on_cpu and not abstract_arrays.active() else loss
+
+    def _broadcast(self, loss: torch.Tensor | None) -> torch.Tensor:
+        """The loss of the last stage (None in processes that have no part of it), float32 on all ranks."""
+        zero = torch.zeros((), device="xla")
+        parts = {home: loss.float() if home == self.homes[-1] and loss is not None else zero for home in places.hosted("pp")}
+        found: torch.Tensor = functional.all_reduce("sum", placed.joined(parts, "pp"), groups=parallel_groups.group("pp"))
+        return found
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         raise RuntimeError("a pipeline model has no forward of its own: call run_train(**batch) or run_eval(**batch)")
@@ -465,12 +528,29 @@ class NxDPPModel(nn.Module):
         """The state of this process's stages, under the names of the whole model."""
         return self.original_torch_module.state_dict(*args, **kwargs)
 
+    def names_by_rank(self) -> list[list[str]]:
+        """For each pipeline rank of NxD the names of the parameters and buffers that it has: stage s is with rank s modulo their number.
+
+        Raises RuntimeError for a model that is traced when the first batch is there.
+        """
+        found = self._known()
+        if found is None:
+            raise RuntimeError(
+                f"the stages of {type(self.original_torch_module).__name__} are known when the first batch is there: call run_train or run_eval before, or "
+                "trace() with an example of its inputs"
+            )
+        with self._elsewhere.present():
+            return stage_names.by_rank(self.original_torch_module, found, self.pipeline_parallel_size)
+
+    def _nxd_whole(self) -> nn.Module:
+        return self.original_torch_module
+
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         raise RuntimeError("a pipeline model has the state of its stages: call local_state_dict()")
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, **kwargs: Any) -> Any:  # type: ignore[override]
         """Load what `local_state_dict` gave, or the state of the whole model."""
-        return self.original_torch_module.load_state_dict(state_dict, strict=strict, **kwargs)
+        return self.original_torch_module.load_state_dict(self._elsewhere.of_here(state_dict), strict=strict, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         try:

@@ -17,15 +17,20 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.fx.node import base_types
 from torch.utils import _pytree as pytree
 
+from nxd_jax.pipeline import observers
+from nxd_jax.pipeline.draws import Draws
+from nxd_jax.pipeline.exchange import Exchange
 from nxd_jax.pipeline.schedules import Action, Kind, Schedule, run
 from nxd_jax.pipeline.schedules.simulate import Stuck
 from nxd_jax.pipeline.stages import FromBatch, FromStage, Stage, Stages, filled, tensors
-from torch_bridge.mesh import places
+from torch_bridge.mesh import messages, places
 from torch_bridge.mesh.places import Place
 from torch_bridge.recorder import placed
 from torch_bridge.runtime import executor
 
 Loss = Callable[[Any], torch.Tensor]
+Source = tuple[int, int | None, int]
+"""Where a tensor comes from: stage, position among its results, which tensor of that value."""
 
 
 def in_order(schedule: Schedule) -> list[Action]:
@@ -37,11 +42,18 @@ def in_order(schedule: Schedule) -> list[Action]:
 
 
 class Replica(NamedTuple):
-    """A weight of one stage that another one uses, too: there it has a copy of its own in every step. holders: modules with the names they have it under."""
+    """A weight of one stage that another one uses, too: there it has a copy of its own in every step.
+
+    weight: what the owner has (in a process that has no part of its stage, something of its shape); copy: None in a process that has no part of the
+    reader's stage; holders: modules with the names they have it under; name: in the whole model; owner, reader: the two stages.
+    """
 
     weight: nn.Parameter
-    copy: nn.Parameter
+    copy: nn.Parameter | None
     holders: list[tuple[nn.Module, str]]
+    name: str
+    owner: int
+    reader: int
 
 
 class Held(NamedTuple):
@@ -51,7 +63,7 @@ class Held(NamedTuple):
     edges: where backward starts, by (position, which tensor); the loss, in the last stage, by None.
     """
 
-    sources: list[tuple[torch.Tensor, tuple[int, int | None, int]]]
+    sources: list[tuple[torch.Tensor, Source]]
     edges: dict[tuple[int | None, int] | None, GradientEdge | torch.Tensor]
 
 
@@ -65,6 +77,7 @@ class Step:
         batch: by micro-batch, the inputs by name.
         loss: finds the loss in what the model returns; None: it has none.
         autocast: contexts in which stages run forward.
+        exchange: with stages of other processes; None if this process hosts all ranks.
     """
 
     def __init__(
@@ -75,6 +88,7 @@ class Step:
         batch: Sequence[Mapping[str, Any]],
         loss: Loss | None,
         autocast: Callable[[], contextlib.AbstractContextManager[Any]],
+        exchange: Exchange | None = None,
     ):
         self.stages = stages
         self.homes = homes
@@ -89,24 +103,36 @@ class Step:
         self.waiting: dict[tuple[int, int], tuple[executor.Deferred | None, list[nn.Parameter], list[torch.Tensor]]] = {}
         self.outputs: dict[int, Any] = {}
         self.last = len(stages) - 1
+        self.exchange = exchange
+        self.here = [home is None or messages.hosted(home) for home in homes]
+        self.draws = Draws()
+
+    def _apart(self, stage: int, other: int) -> bool:
+        """Whether values of one stage have to be sent to get to another."""
+        a, b = self.homes[stage], self.homes[other]
+        return self.exchange is not None and a is not None and b is not None and a != b and not messages.within_process(a, b)
 
     # -- forward --------------------------------------------------------------------------------------
 
     def forward(self, index: int, mb: int, train: bool = True) -> None:
         """The forward pass of a stage."""
         stage = self.stages[index]
-        sources: list[tuple[torch.Tensor, tuple[int, int | None, int]]] = []
-        values = {arg: self._argument(stage, arg, mb, sources, train) for arg in dict.fromkeys(_sources(stage.args))}
-        with self._weights(index), self.autocast(), torch.set_grad_enabled(train):
+        sources: list[tuple[torch.Tensor, Source]] = []
+        received: dict[FromStage, Any] = {}
+        values = {arg: self._argument(stage, arg, mb, sources, train, received) for arg in dict.fromkeys(_sources(stage.args))}
+        with self._weights(index), self.autocast(), torch.set_grad_enabled(train), self.draws.of(index, mb):
             given = stage.module(*filled(stage.args, values))
         edges: dict[tuple[int | None, int] | None, GradientEdge | torch.Tensor] = {}
+        leaving: list[tuple[FromStage, int, Any]] = []
         for position, value in stage.results(given):
             for k, t in enumerate(tensors(value)):
                 if t.requires_grad:
                     edges[position, k] = get_gradient_edge(t)
-            self._give(mb, FromStage(index, position), value)
+            leaving += self._give(mb, FromStage(index, position), value)
         if index == self.last:
-            found = filled(self.stages.output, {arg: self._output(arg, mb) for arg in dict.fromkeys(_sources(self.stages.output))})
+            found = filled(
+                self.stages.output, {arg: self._output(arg, mb, received) for arg in dict.fromkeys(_sources(self.stages.output))}
+            )
             if self.loss is not None:
                 with self.autocast(), torch.set_grad_enabled(train):
                     loss = self.loss(found)
@@ -118,44 +144,74 @@ class Step:
         if train:
             self.held[index, mb] = Held(sources, edges)
         executor.sync()
+        for name, to, value in leaving:
+            self._send(_forward_name(name, to), mb, value, index, to)
 
-    def _argument(self, stage: Stage, arg: Any, mb: int, sources: list[Any], train: bool) -> Any:
-        """The value of an argument at the stage's place: a tensor of a stage before without its history."""
+    def _send(self, name: str, mb: int, value: Any, stage: int, to: int) -> None:
+        home, target = self.homes[stage], self.homes[to]
+        assert self.exchange is not None and home is not None and target is not None
+        self.exchange.send(name, mb, value, home, target)
+
+    def _receive(self, name: str, mb: int, stage: int, to: int) -> Any:
+        home, target = self.homes[stage], self.homes[to]
+        assert self.exchange is not None and home is not None and target is not None
+        return self.exchange.receive(name, mb, home, target)
+
+    def _argument(self, stage: Stage, arg: Any, mb: int, sources: list[Any], train: bool, received: dict[FromStage, Any]) -> Any:
+        """The value of an argument at the stage's place: a tensor of a stage before without its history. received: what came from another process."""
         if isinstance(arg, FromBatch):
             return self._uploaded(arg, mb, stage.index)
-        value = self._take(mb, arg)
+        apart = self._apart(arg.stage, stage.index)
+        value = received[arg] = self._receive(_forward_name(arg, stage.index), mb, arg.stage, stage.index) if apart else self._take(mb, arg)
         leaves, spec = pytree.tree_flatten(value)
         position = 0
         for k, leaf in enumerate(leaves):
             if not isinstance(leaf, torch.Tensor):
                 continue
-            leaves[k] = self._moved(leaf, stage.index)
+            leaves[k] = leaf.detach() if apart else self._moved(leaf, stage.index)
             if leaf.requires_grad and train:
                 leaves[k] = leaves[k].requires_grad_()
                 sources.append((leaves[k], (arg.stage, arg.position, position)))
             position += 1
         return pytree.tree_unflatten(leaves, spec)
 
-    def _give(self, mb: int, name: FromStage, value: Any) -> None:
-        """Keep a result until the last stage that takes it has it. Raises TypeError for an object that may hide tensors."""
+    def _give(self, mb: int, name: FromStage, value: Any) -> list[tuple[FromStage, int, Any]]:
+        """Keep a result until the last stage that takes it has it. Gives what is to be sent to stages in other processes, by result and stage.
+
+        Raises TypeError for an object that may hide tensors.
+        """
         for leaf in pytree.tree_leaves(value):
             if not (leaf is None or isinstance(leaf, base_types)):
                 raise TypeError(
                     f"stage {name.stage} of the pipeline hands on an object of type {type(leaf).__name__}: stages take tensors, numbers, strings, and tuples, "
                     "lists and dicts of them. Let the layer return those"
                 )
-        self.given[mb, name] = value
-        consumers = {stage for position, stage in self.stages[name.stage].consumers if position == name.position}
-        self.readers[mb, name] = len(consumers)
+        near, far = self._consumers(name)
+        if near:
+            self.given[mb, name] = value
+            self.readers[mb, name] = near
+        if not far:
+            return []
+        own = pytree.tree_map_only(torch.Tensor, _owned, value)
+        return [(name, stage, own) for stage in far]
+
+    def _consumers(self, name: FromStage) -> tuple[int, list[int]]:
+        """How many readers of a result get it in this process, and the stages to which it is sent. What the model returns is read by the last stage."""
+        found = {stage for position, stage in self.stages[name.stage].consumers if position == name.position}
+        far = sorted({min(stage, self.last) for stage in found if self._apart(name.stage, min(stage, self.last))})
+        return sum(not self._apart(name.stage, min(stage, self.last)) for stage in found), far
 
     def _take(self, mb: int, name: FromStage) -> Any:
         self.readers[mb, name] -= 1
         return self.given[mb, name] if self.readers[mb, name] else self.given.pop((mb, name))
 
-    def _output(self, arg: Any, mb: int) -> Any:
+    def _output(self, arg: Any, mb: int, received: Mapping[FromStage, Any]) -> Any:
         """A value that the model returns: in the last stage with its history, else at the last stage's place without."""
         if isinstance(arg, FromBatch):
             return self._uploaded(arg, mb, self.last)
+        if self._apart(arg.stage, self.last):
+            value = received[arg] if arg in received else self._receive(_forward_name(arg, self.last), mb, arg.stage, self.last)
+            return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, value)
         value = self._take(mb, arg)
         if arg.stage == self.last:
             return value
@@ -175,36 +231,38 @@ class Step:
         home = self.homes[index]
         if t.device.type != "xla" or home is None:
             return t.detach()
-        return t.detach() if placed.place_of(t) == home else placed.moved(t, home)
+        there = placed.place_of(t)
+        if there == home:
+            return t.detach()
+        if there is not None:
+            observers.moved(there, home, t.numel() * t.element_size())
+        return placed.moved(t, home)
 
     @contextlib.contextmanager
     def _weights(self, index: int) -> Iterator[None]:
         """A block in which a stage has its own copies of other stages' weights."""
+        before = [(module, name, module._parameters[name]) for replica in self.replicas[index] for module, name in replica.holders]
         for replica in self.replicas[index]:
             for module, name in replica.holders:
                 module._parameters[name] = replica.copy
         try:
             yield
         finally:
-            for replica in self.replicas[index]:
-                for module, name in replica.holders:
-                    module._parameters[name] = replica.weight
+            for module, name, parameter in before:
+                module._parameters[name] = parameter
 
     # -- backward -------------------------------------------------------------------------------------
 
     def backward(self, index: int, mb: int) -> None:
         """The backward pass of a stage: gradients of its weights are added up, those of its inputs go to the stages that made them."""
         held = self.held.pop((index, mb))
-        arrived = self.grads.pop((index, mb), {})
-        roots, grads = self._roots(held, arrived)
+        roots, grads = self._roots(held, self._arrived(index, mb))
         if roots:
             with self._weights(index):
                 torch.autograd.backward(roots, grads)
-        found = [(t.grad, source) for t, source in held.sources if t.grad is not None]
+        found = self._leaving(index, [(t.grad, source) for t, source in held.sources if t.grad is not None])
         executor.sync()
-        for grad, (stage, position, k) in found:
-            assert grad is not None
-            self._return(grad, stage, mb, (position, k))
+        self._return_all(index, mb, found)
 
     @staticmethod
     def _roots(held: Held, arrived: Mapping[tuple[int | None, int], torch.Tensor]) -> tuple[list[Any], list[torch.Tensor | None]]:
@@ -224,18 +282,17 @@ class Step:
             self.waiting[index, mb] = None, [], []
             return
         held = self.held.pop((index, mb))
-        roots, grads = self._roots(held, self.grads.pop((index, mb), {}))
+        roots, grads = self._roots(held, self._arrived(index, mb))
         inputs = [t for t, _ in held.sources]
         with self._weights(index):
             found = (
                 torch.autograd.grad(roots, [*inputs, *weights], grads, allow_unused=True) if roots else [None] * len([*inputs, *weights])
             )
-        given = [(grad, source) for grad, (_, source) in zip(found, held.sources, strict=False) if grad is not None]
+        given = self._leaving(index, [(grad, source) for grad, (_, source) in zip(found, held.sources, strict=False) if grad is not None])
         kept = [(p, grad) for p, grad in zip(weights, found[len(inputs) :], strict=True) if grad is not None]
         deferred = executor.sync_first([grad._storage for grad, _ in given])  # type: ignore[attr-defined]
         self.waiting[index, mb] = deferred, [p for p, _ in kept], [grad for _, grad in kept]
-        for grad, (stage, position, k) in given:
-            self._return(grad, stage, mb, (position, k))
+        self._return_all(index, mb, given)
 
     def weight_backward(self, index: int, mb: int) -> None:
         """The rest of a stage's backward pass: gradients of its weights are added up."""
@@ -246,33 +303,76 @@ class Step:
             torch.autograd.backward([p.view_as(p) for p in weights], grads)
             executor.sync()
 
-    def _return(self, grad: torch.Tensor, stage: int, mb: int, name: tuple[int | None, int]) -> None:
-        """Hand a gradient to the stage whose result it belongs to; those of several readers are added up there."""
+    def _leaving(self, index: int, found: Sequence[tuple[Any, Source]]) -> list[tuple[torch.Tensor, Source]]:
+        """Gradients of inputs of a stage, those that are sent to other processes with their memory for themselves."""
+        return [(placed.own(grad) if self._apart(source[0], index) else grad, source) for grad, source in found]
+
+    def _return_all(self, index: int, mb: int, found: Sequence[tuple[torch.Tensor, Source]]) -> None:
+        """Hand the gradients of a stage's inputs to the stages that gave these; those of several readers are added up there."""
+        far: dict[FromStage, list[tuple[int, torch.Tensor]]] = {
+            arg: [] for arg in _sources(self.stages[index].args) if isinstance(arg, FromStage) and self._apart(arg.stage, index)
+        }
+        for grad, (stage, position, k) in found:
+            if FromStage(stage, position) in far:
+                far[FromStage(stage, position)].append((k, grad))
+            else:
+                self._add(stage, mb, (position, k), self._moved(grad, stage))
+        for arg, grads in far.items():
+            self._send(_backward_name(arg, index), mb, grads, index, arg.stage)
+
+    def _arrived(self, index: int, mb: int) -> dict[tuple[int | None, int], torch.Tensor]:
+        """The gradients of a stage's results, those from other processes too."""
+        for position, stage in dict.fromkeys(self.stages[index].consumers):
+            if stage <= self.last and self._apart(index, stage):
+                for k, grad in self._receive(_backward_name(FromStage(index, position), stage), mb, stage, index):
+                    self._add(index, mb, (position, k), grad)
+        return self.grads.pop((index, mb), {})
+
+    def _add(self, stage: int, mb: int, name: tuple[int | None, int], grad: torch.Tensor) -> None:
         there = self.grads.setdefault((stage, mb), {})
-        moved = self._moved(grad, stage)
-        there[name] = there[name] + moved if name in there else moved
+        there[name] = there[name] + grad if name in there else grad
 
     # -- the whole step -------------------------------------------------------------------------------
 
     def train(self, actions: Sequence[Action]) -> None:
-        """Do these actions."""
-        for stage, kind, mb in actions:
-            if kind is Kind.FORWARD:
-                self.forward(stage, mb)
-            elif kind is Kind.BACKWARD:
-                self.backward(stage, mb)
-            elif kind is Kind.INPUT_BACKWARD:
-                self.input_backward(stage, mb)
-            else:
-                self.weight_backward(stage, mb)
+        """Do those of these actions whose stage this process has a part of."""
+        for action in actions:
+            if self.here[action.stage]:
+                with observers.action(action):
+                    self._do(action)
+
+    def _do(self, action: Action) -> None:
+        stage, kind, mb = action
+        if kind is Kind.FORWARD:
+            self.forward(stage, mb)
+        elif kind is Kind.BACKWARD:
+            self.backward(stage, mb)
+        elif kind is Kind.INPUT_BACKWARD:
+            self.input_backward(stage, mb)
+        else:
+            self.weight_backward(stage, mb)
 
     def evaluate(self) -> None:
         """All micro-batches forward through all stages."""
         for mb in range(len(self.batch)):
             for stage in self.stages:
-                self.forward(stage.index, mb, train=False)
+                if self.here[stage.index]:
+                    self.forward(stage.index, mb, train=False)
 
 
 def _sources(tree: Any) -> list[Any]:
     found = pytree.tree_leaves(tree, is_leaf=lambda x: isinstance(x, (FromBatch, FromStage)))
     return [x for x in found if isinstance(x, (FromBatch, FromStage))]
+
+
+def _forward_name(arg: FromStage, to: int) -> str:
+    return f"F {arg.stage} {arg.position} {to}"
+
+
+def _backward_name(arg: FromStage, reader: int) -> str:
+    return f"B {arg.stage} {arg.position} {reader}"
+
+
+def _owned(t: torch.Tensor) -> torch.Tensor:
+    """What is sent of a tensor of a stage; a tensor on the CPU is refused when it is."""
+    return placed.own(t).requires_grad_(t.requires_grad) if t.device.type == "xla" else t

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from nxd_jax.pipeline import capture, partition, stages, trace
+from nxd_jax.pipeline import capture, partition, read_tensors, stages, trace
 from nxd_jax.tensor_parallel import parallel_groups
 from nxd_jax.utils.model_utils import is_hf_pretrained_model
 
@@ -139,7 +139,7 @@ class TracedStages:
         if self.traced is None:
             return None
         if self._first is None:
-            self._first = self.found[self._first_key] = _stages_of(self.traced)
+            self._first = self.found[self._first_key] = self._stages_of(self.traced)
         return self._first
 
     def of(self, micro_batch: Mapping[str, Any], made: Callable[[stages.Stages], None]) -> stages.Stages:
@@ -148,7 +148,7 @@ class TracedStages:
         key = self._key(specs)
         if key not in self.found:
             traced = self._captured(specs) if self.by_running else self._symbolic()
-            self.found[key] = _stages_of(self._marked(traced))
+            self.found[key] = self._stages_of(self._marked(traced))
             if self.traced is None:
                 self.traced, self._specs, self._first = traced, specs, self.found[key]
             made(self.found[key])
@@ -162,7 +162,8 @@ class TracedStages:
         autocast = torch.get_autocast_dtype("xla") if torch.is_autocast_enabled("xla") else None
         return mode, autocast, repr(sorted(specs.items()))
 
-
-def _stages_of(traced: fx.GraphModule) -> stages.Stages:
-    capture.check_writes(traced, partition.stage_numbers(traced))
-    return stages.of_traced(partition.partition_traced_model(traced))
+    def _stages_of(self, traced: fx.GraphModule) -> stages.Stages:
+        capture.check_writes(traced, partition.stage_numbers(traced))
+        partitioned = partition.partition_traced_model(traced)
+        read_tensors.give(partitioned, self.model)
+        return stages.of_traced(partitioned)

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from nxd_jax.pipeline.exchange import Exchange
 from nxd_jax.pipeline.manual_pipe_stage import SHARED
 from nxd_jax.pipeline.runtime import Replica
 from nxd_jax.pipeline.stages import Stage, Stages
+from torch_bridge.mesh import messages
 from torch_bridge.mesh.places import Place
 from torch_bridge.recorder import placed
+from torch_bridge.runtime import executor
 
 logger = logging.getLogger("nxd_jax")
 
@@ -35,12 +38,15 @@ def _holders(stage: Stage) -> Iterator[tuple[nn.Parameter, nn.Module, str]]:
                 yield parameter, module, name
 
 
-Copies = dict[tuple[int, Place], nn.Parameter]
-"""Copies of weights at other places than their own, by the weight's `id`."""
+Copies = dict[tuple[str, Place], nn.Parameter]
+"""Copies of weights at other places than their own, by the weight's name."""
 
 
-def place(stages: Stages, homes: Homes, copies: Copies) -> None:
-    """Move each parameter to the place of the first stage that uses it, and give other stages copies (`Stages.replicas`). copies: those there are, extended."""
+def place(stages: Stages, homes: Homes, copies: Copies, names: Mapping[int, str]) -> None:
+    """Move each parameter to the place of the first stage that uses it, and give other stages copies (`Stages.replicas`).
+
+    copies: those there are, extended. names: of parameters in the model, by `id`. What lies with other processes alone stays as it is.
+    """
     owner: dict[int, int] = {}
     replicas: list[list[Replica]] = [[] for _ in stages]
     for stage in stages:
@@ -48,16 +54,24 @@ def place(stages: Stages, homes: Homes, copies: Copies) -> None:
         found: dict[int, Replica] = {}
         for parameter, module, name in _holders(stage):
             first = owner.setdefault(id(parameter), stage.index)
+            if home is None:
+                continue
             if first == stage.index:
-                if home is not None:
+                if messages.hosted(home):
                     placed.move_(parameter, home)
-            elif homes[first] != home and home is not None:
-                if (id(parameter), home) not in copies:
-                    copies[id(parameter), home] = _copy(parameter, home)
-                known = found.setdefault(id(parameter), Replica(parameter, copies[id(parameter), home], []))
+            elif homes[first] != home:
+                known = found.setdefault(id(parameter), Replica(parameter, None, [], names[id(parameter)], first, stage.index))
                 known.holders.append((module, name))
-        replicas[stage.index] = list(found.values())
+        replicas[stage.index] = [_with_copy(replica, home, copies) for replica in found.values()]
     stages.replicas = replicas
+
+
+def _with_copy(replica: Replica, home: Place | None, copies: Copies) -> Replica:
+    if home is None or not messages.hosted(home):
+        return replica
+    if (replica.name, home) not in copies:
+        copies[replica.name, home] = _copy(replica.weight, home)
+    return replica._replace(copy=copies[replica.name, home])
 
 
 def _copy(weight: nn.Parameter, home: Place) -> nn.Parameter:
@@ -71,29 +85,56 @@ def put_back(stages: Stages, homes: Homes) -> None:
     seen: set[int] = set()
     for stage in stages:
         home = homes[stage.index]
-        for parameter in stage.module.parameters() if home is not None else ():
-            if id(parameter) not in seen and home is not None and placed.place_of(parameter) != home:
+        if home is None or not messages.hosted(home):
+            continue
+        for parameter in stage.module.parameters():
+            if id(parameter) not in seen and placed.place_of(parameter) != home:
                 placed.move_(parameter, home)
             seen.add(id(parameter))
 
 
-def refresh(replicas: Sequence[Sequence[Replica]]) -> None:
+def refresh(replicas: Sequence[Sequence[Replica]], homes: Homes, exchange: Exchange | None) -> None:
     """Give copies the values that the weights have now."""
     for replica in (r for found in replicas for r in found):
-        home = placed.place_of(replica.copy)
-        assert home is not None
-        replica.copy.data = placed.moved(replica.weight, home)
+        source, target = _ends(replica, homes)
+        if exchange is None or messages.within_process(source, target):
+            assert replica.copy is not None
+            replica.copy.data = placed.moved(replica.weight, target)
+            continue
+        if messages.hosted(source):
+            executor.materialize(replica.weight._storage)  # type: ignore[attr-defined]
+            exchange.send(f"W {replica.name} {replica.reader}", 0, replica.weight.detach(), source, target)
+        if replica.copy is not None:
+            replica.copy.data = exchange.receive(f"W {replica.name} {replica.reader}", 0, source, target).detach()
 
 
-def add_up(replicas: Sequence[Sequence[Replica]]) -> None:
+def add_up(replicas: Sequence[Sequence[Replica]], homes: Homes, exchange: Exchange | None) -> None:
     """Add the gradients of copies to those of the weights, as if their stages were one: hooks of the weight run."""
     for replica in (r for found in replicas for r in found):
-        if replica.copy.grad is None:
-            continue
-        home = placed.place_of(replica.weight)
-        grad = replica.copy.grad if home is None else placed.moved(replica.copy.grad, home)
-        replica.copy.grad = None
-        torch.autograd.backward(replica.weight.view_as(replica.weight), grad)
+        grad = None if replica.copy is None else replica.copy.grad
+        if replica.copy is not None:
+            replica.copy.grad = None
+        for found in _arriving(replica, grad, homes, exchange):
+            torch.autograd.backward(replica.weight.view_as(replica.weight), found)
+
+
+def _arriving(replica: Replica, grad: torch.Tensor | None, homes: Homes, exchange: Exchange | None) -> list[torch.Tensor]:
+    """The gradient of a copy, where the weight is: one or none."""
+    target, source = _ends(replica, homes)
+    if exchange is None or messages.within_process(source, target):
+        return [] if grad is None else [placed.moved(grad, target)]
+    if messages.hosted(source):
+        given = [] if grad is None else [placed.own(grad)]
+        executor.sync()
+        exchange.send(f"G {replica.name} {replica.reader}", 0, given, source, target)
+    return exchange.receive(f"G {replica.name} {replica.reader}", 0, source, target) if messages.hosted(target) else []
+
+
+def _ends(replica: Replica, homes: Homes) -> tuple[Place, Place]:
+    """Where the weight lies, and where its copy."""
+    source, target = homes[replica.owner], homes[replica.reader]
+    assert source is not None and target is not None
+    return source, target
 
 
 def tie_marked(layers: Sequence[nn.Module]) -> None:

@@ -14,6 +14,7 @@ from nxd_jax.tensor_parallel import parallel_groups
 from torch_bridge.collectives import functional
 from torch_bridge.mesh import groups as rank_groups
 from torch_bridge.mesh import places, world
+from torch_bridge.mesh.places import Place
 from torch_bridge.optimizers import grad_norm
 from torch_bridge.recorder import placed
 
@@ -48,14 +49,31 @@ def get_grad_norm(
     grads = [(x, g) for x in parameters if param_is_not_shared(x) and (g := gradient(x)) is not None]
     wide = torch.float64 if any(g.dtype == torch.float64 for _, g in grads) else torch.float32
     device = next((t.device for t in (*(g for _, g in grads), *parameters)), torch.device("xla" if world.size() > 1 else "cpu"))
+    divisions = _Divisions(zero1_optimizer, zero1_optimizer_groups)
     with torch.no_grad():
-        parts: dict[_Kind, list[torch.Tensor]] = {kind: [torch.zeros((), dtype=wide, device=device)] for kind in _KINDS}
-        for (x, _), part in zip(grads, _powers(grads, p, wide), strict=True):
-            parts[_kind(x)].append(part)
-        sums = {kind: _combined(found, p) for kind, found in parts.items()}
-        all_stages = any(g.device.type == "xla" and placed.place_of(g) is not None for _, g in grads) if places.in_use() else False
-        total = _Divisions(zero1_optimizer, zero1_optimizer_groups, all_stages).total(sums, p)
+        by_stage = _by_stage(grads)
+        if by_stage is None:
+            total = _over(divisions.of_stage(_sums(grads, p, wide, device), p), divisions.stages, p)
+        else:
+            everywhere = by_stage.pop(None, [])
+            sums = {place: divisions.of_stage(_sums(found, p, wide, device), p) for place, found in by_stage.items()}
+            total = _over(placed.joined(sums, "pp"), divisions.stages, p)
+            if everywhere:
+                total = _combined([total, divisions.of_stage(_sums(everywhere, p, wide, device), p)], p)
         return (total if p == torch.inf else total ** (1 / p)).reshape(1)
+
+
+def _by_stage(grads: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> dict[Place | None, list[tuple[torch.Tensor, torch.Tensor]]] | None:
+    """Gradients by the pipeline stage that they lie with, also of stages of this process without any; under None those on all ranks. None without a pipeline."""
+    if not places.in_use() or not all(g.device.type == "xla" for _, g in grads):
+        return None
+    lying = [placed.place_of(g) for _, g in grads]
+    if grads and not any(lying):
+        return None
+    found: dict[Place | None, list[tuple[torch.Tensor, torch.Tensor]]] = {place: [] for place in places.hosted("pp")}
+    for pair, place in zip(grads, lying, strict=True):
+        found.setdefault(place, []).append(pair)
+    return found
 
 
 def clip_grad_norm(
@@ -152,17 +170,16 @@ def is_expert(param: torch.Tensor) -> bool:
 
 
 class _Divisions:
-    """The groups that share out each kind of parameter, and those that hold copies. all_stages: this process has the parameters of all pipeline stages."""
+    """The groups that share out each kind of parameter, and those that hold copies."""
 
-    def __init__(self, zero1: bool, zero1_groups: Any, all_stages: bool = False):
-        self.all_stages = all_stages
+    def __init__(self, zero1: bool, zero1_groups: Any):
         self.tensor = rank_groups.resolve(parallel_groups.group("tp"))
         self.experts = rank_groups.resolve(parallel_groups.group("ep"))
         self.stages = rank_groups.resolve(parallel_groups.group("pp"))
         self.shards = rank_groups.resolve(zero1_groups or parallel_groups.layout().zero1_lists()) if zero1 else None
 
-    def total(self, sums: dict[_Kind, torch.Tensor], p: float) -> torch.Tensor:
-        """What all ranks' sums of |g|^p (maxima for p = inf) come to. Copies are averaged, so that all ranks get the same number."""
+    def of_stage(self, sums: dict[_Kind, torch.Tensor], p: float) -> torch.Tensor:
+        """What the sums of |g|^p (maxima for p = inf) of a stage's ranks come to. Copies are averaged, so that all of them get the same number."""
         share = 1.0 if p == torch.inf else 1.0 / self.tensor.size
         stacked = torch.stack([part if kind.tensor else part * share for kind, part in sums.items()])
         reduced = dict(zip(sums, _over(stacked, self.tensor, p).unbind(0), strict=True))
@@ -172,7 +189,7 @@ class _Divisions:
         found = _combined([experts, *(part for kind, part in reduced.items() if not kind.expert)], p)
         if self.shards is not None:
             found = _over(found, self.shards, p)
-        return found if self.all_stages else _over(found, self.stages, p)
+        return found
 
     def _shards_cover_experts(self) -> bool:
         """Whether adding up over the ZeRO-1 groups adds up over the expert-parallel ranks too."""
@@ -211,6 +228,16 @@ def shares_of(param: torch.Tensor) -> Any:
     if not getattr(param, "tensor_model_parallel", False) or getattr(param, "num_partitions", -1) < 1:
         return 1.0
     return min(param.num_partitions / parallel_groups.size("tp"), 1.0)  # type: ignore[attr-defined]
+
+
+def _sums(
+    grads: Sequence[tuple[torch.Tensor, torch.Tensor]], p: float, dtype: torch.dtype, device: torch.device
+) -> dict[_Kind, torch.Tensor]:
+    """The sum of |g|^p (the maximum for p = inf) of each kind of parameter that this rank holds."""
+    parts: dict[_Kind, list[torch.Tensor]] = {kind: [torch.zeros((), dtype=dtype, device=device)] for kind in _KINDS}
+    for (x, _), part in zip(grads, _powers(grads, p, dtype), strict=True):
+        parts[_kind(x)].append(part)
+    return {kind: _combined(found, p) for kind, found in parts.items()}
 
 
 def _powers(grads: Sequence[tuple[torch.Tensor, torch.Tensor]], p: float, dtype: torch.dtype) -> Iterator[torch.Tensor]:

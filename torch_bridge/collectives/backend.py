@@ -37,7 +37,7 @@ def _rendezvous(url: str, timeout: datetime.timedelta = dist.default_pg_timeout,
     if _store is None:
         _store = dist.HashStore()
     if world.process_count() > 1:
-        yield from dist.rendezvous("env://", timeout=timeout)
+        yield from dist.rendezvous("env://", world.process_index(), world.process_count(), timeout=timeout)
         return
     yield _store, world.first(), world.size()
 
@@ -52,11 +52,16 @@ def init_process_group(backend: str | None = None, init_method: str | None = Non
         launched = "RANK" in os.environ or "WORLD_SIZE" in os.environ
         told = init_method or args or {"rank", "world_size"} & kwargs.keys()
         if world.size() > 1 or not (launched or told):  # one process is all there is: what it was told about its rank stands for all
-            kwargs = {k: v for k, v in kwargs.items() if k not in ("rank", "world_size")}
-            init_method = "xla://"
+            kwargs, init_method = _without_numbers(kwargs), "xla://"
+    elif ours and len(world.current().hosted) > 1 and "store" not in kwargs:  # torch would take the numbers of ranks for those of processes
+        kwargs, init_method = _without_numbers(kwargs), "xla://"
     _init_process_group(backend, init_method, *args, **kwargs)
     if ours:
         refresh()
+
+
+def _without_numbers(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in kwargs.items() if k not in ("rank", "world_size")}
 
 
 _new_group = distributed_c10d.new_group

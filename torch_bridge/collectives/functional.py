@@ -120,12 +120,13 @@ def broadcast_from(tensors: Tensors, place: int, among: Groups) -> None:
 def _emit(name: str, t: torch.Tensor, args: tuple[Any, ...]) -> torch.Tensor:
     """Record a collective on an xla tensor."""
     from torch_bridge.collectives import collective_ops
+    from torch_bridge.recorder import placed
 
     backend.ensure()
 
     if t.device.type != "xla":
         raise ValueError(f"{name}: ranks exchange tensors on xla, got one of shape {list(t.shape)} on {t.device}; move it with .to('xla')")
-    return collective_ops.emit(getattr(collective_ops.ops, name).default, (t.detach(),), args)
+    return collective_ops.emit(getattr(collective_ops.ops, name).default, (placed.for_ranks(t.detach(), args[-1]),), args)
 
 
 def _reduced(t: torch.Tensor, kind: str, scale: float, among: Groups) -> torch.Tensor:

@@ -18,7 +18,8 @@ from torch_bridge.compiler.program_io import Ports
 from torch_bridge.config.settings import SETTINGS
 from torch_bridge.ir.graph import results_of
 from torch_bridge.ir.segment import Segment, Storage
-from torch_bridge.mesh import abstract_arrays, places, processes, random_state, sharding, world
+from torch_bridge.mesh import abstract_arrays, messages, places, processes, random_state, sharding, world
+from torch_bridge.mesh.places import Place
 from torch_bridge.passes import check_replicas, varying_axes
 from torch_bridge.passes.cut_segment import Part
 from torch_bridge.passes.verify import axes
@@ -75,8 +76,7 @@ def label(
             axes.check(graph, given)
     if mesh != sharding.mesh():
         _fits_mesh(graph, part, mesh)
-    else:
-        _agree(graph)
+    meeting = _agree(graph, part.place)
     rank_branches.check(n.meta["source"] for n in graph.nodes if "source" in n.meta)
     results = results_of(graph)
     varied = tuple(node.meta["axes"] for node in results)
@@ -95,6 +95,7 @@ def label(
         local_inputs=tuple(tuple(a.shape) for a in avals),
         scalar_outputs=tuple(not node.meta["val"].dim() for node in results),
         extras=extras,
+        meeting=meeting,
     )
 
 
@@ -112,6 +113,7 @@ class RankLabels:
         local_inputs: the shapes of inputs as a rank sees them.
         scalar_outputs: whether a rank sees a result as a number.
         extras: how many inputs come after the labelled ones.
+        meeting: where the processes that run it meet before they do so for the first time; None if it is one, or without collectives.
     """
 
     mesh: Mesh
@@ -123,6 +125,7 @@ class RankLabels:
     local_inputs: tuple[tuple[int, ...], ...]
     scalar_outputs: tuple[bool, ...]
     extras: int
+    meeting: processes.Meeting | None = None
 
     def fit(self, given: SegmentLabels | None, spec: ProgramSpec) -> bool:
         """Whether the leaves and results of another execution have these labels."""
@@ -183,10 +186,10 @@ def _fits_mesh(graph: fx.Graph, part: Part, mesh: Mesh) -> None:
             )
 
 
-def _agree(graph: fx.Graph) -> None:
-    """Several processes must run the same collectives."""
+def _agree(graph: fx.Graph, place: Place) -> processes.Meeting | None:
+    """Several processes must run the same collectives: those of a place alone, or all of them."""
     if world.process_count() == 1 or abstract_arrays.active():
-        return
+        return None
     found = []
     for node in graph.nodes:
         if lowerings.is_collective(node.target):
@@ -199,7 +202,7 @@ def _agree(graph: fx.Graph) -> None:
             found.append(
                 (f"{str(node.target).split('.')[1]} of {', '.join(shapes)} ({', '.join(plain)})", node.meta.get("source", NOWHERE).where)
             )
-    processes.agree(found)
+    return processes.agree(found, None if place.mesh is None else messages.processes_of(place))
 
 
 def _label(varied: sharding.Axes, wanted: PartitionSpec | None) -> PartitionSpec:

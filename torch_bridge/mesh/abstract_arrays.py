@@ -6,7 +6,7 @@ import functools
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -53,13 +53,18 @@ class AbstractArray:
     Reading the values of any other raises `AbstractValueError`, or gives zeros if the run says so.
     """
 
-    __slots__ = ("__weakref__", "dtype", "host", "shape", "sharding")
+    __slots__ = ("__weakref__", "_counted", "dtype", "host", "shape", "sharding")
 
-    def __init__(self, shape: Sequence[int], dtype: DTypeLike, sharding: Any, host: np.ndarray | None = None):
+    def __init__(self, shape: Sequence[int], dtype: DTypeLike, sharding: Any, host: np.ndarray | None = None, counted: bool = True):
         self.shape = tuple(shape)
         self.dtype = np.dtype(dtype)
         self.sharding = sharding
         self.host = host if host is not None and host.size <= KEPT else None
+        self._counted = ACTIVE.run.live.add(self) if counted and ACTIVE.run is not None else None
+
+    def __del__(self) -> None:
+        if self._counted is not None:
+            self._counted.remove()
 
     @property
     def ndim(self) -> int:
@@ -86,7 +91,7 @@ class AbstractArray:
     @property
     def addressable_shards(self) -> list[_Block]:
         """What each device would hold."""
-        block = AbstractArray(self.sharding.shard_shape(self.shape), self.dtype, self.sharding, self.host)
+        block = AbstractArray(self.sharding.shard_shape(self.shape), self.dtype, self.sharding, self.host, counted=False)
         return [_Block(device, block) for device in self.sharding.addressable_devices]
 
     def __array__(self, dtype: DTypeLike | None = None, copy: Any = None) -> np.ndarray:
@@ -98,6 +103,47 @@ class AbstractArray:
 
     def __repr__(self) -> str:
         return f"AbstractArray({self.dtype.name}{list(self.shape)}, {self.sharding})"
+
+
+class Live:
+    """How much memory of a core the abstract arrays take that somebody still has.
+
+    of_mesh: bytes by the mesh that arrays lie on; None: on no mesh, so on every core.
+    """
+
+    def __init__(self) -> None:
+        self.of_mesh: dict[Any, int] = {}
+        self._sizes: dict[Any, int] = {}
+
+    def add(self, array: AbstractArray) -> Counted:
+        """Count an array until it is removed."""
+        lies = array.sharding
+        key = array.shape, array.dtype, lies
+        size = self._sizes.get(key)
+        if size is None:
+            size = self._sizes[key] = array.core_bytes
+        mesh = lies.mesh if isinstance(lies, NamedSharding) else None
+        self.of_mesh[mesh] = self.of_mesh.get(mesh, 0) + size
+        return Counted(self.of_mesh, mesh, size)
+
+    def on(self, mesh: Any) -> int:
+        """Bytes of a core of the mesh of a place (None: of the world): of arrays there, and of those that all cores have."""
+        from torch_bridge.mesh import sharding
+
+        whole = sharding.mesh() if sharding.active() else None
+        return sum(self.of_mesh.get(m, 0) for m in {mesh, whole, None})
+
+
+class Counted(NamedTuple):
+    """What an array adds to `Live`."""
+
+    of_mesh: dict[Any, int]
+    mesh: Any
+    size: int
+
+    def remove(self) -> None:
+        """The array is gone."""
+        self.of_mesh[self.mesh] -= self.size
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ runs over those axes; any other division of the world into equal groups works to
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
@@ -46,13 +47,17 @@ class Groups:
         self.loose_text = self.text if self.axes is None else ",".join(self.axes)
         """Names axes also if only the sets agree: enough for reductions."""
 
+    @functools.cached_property
+    def _places(self) -> dict[int, tuple[tuple[int, ...], int]]:
+        return {rank: (group, k) for group in self.members for k, rank in enumerate(group)}
+
     def of(self, rank: int) -> tuple[int, ...]:
         """The group that a rank is in."""
-        return next(m for m in self.members if rank in m)
+        return self._places[rank][0]
 
     def index(self, rank: int) -> int:
         """A rank's place in its group."""
-        return self.of(rank).index(rank)
+        return self._places[rank][1]
 
 
 def lines(axes: Sequence[str]) -> Members:
@@ -122,12 +127,33 @@ def resolve(groups: GroupLike = None) -> Groups:
     if groups is None:
         return everyone()
     if hasattr(groups, "_mesh"):
-        groups = groups._mesh
+        return _of_mesh(groups._mesh)
     if not isinstance(groups, Sequence) or isinstance(groups, str):
         raise TypeError(f"groups must be a list of lists of ranks such as [[0]], got {groups!r}")
     if not groups:
         return everyone()
     return _of(_checked(groups))
+
+
+_LARGE = 64
+"""Ranks from which on the groups of a process group are kept: looking at every rank of a large world takes longer than what asks for them."""
+_resolved: dict[int, tuple[Sequence[Sequence[int]], Sequence[Sequence[int]], int, Groups]] = {}
+"""By the id of a process group's `_mesh`: the list itself, its contents then, the layout's epoch, and the groups."""
+
+
+def _of_mesh(mesh: Sequence[Sequence[int]]) -> Groups:
+    """`resolve` the ranks of a process group, which are looked at again only if they have changed."""
+    now = world.current()
+    if now.size < _LARGE:
+        return resolve(mesh)
+    known = _resolved.get(id(mesh))
+    if known is not None and known[0] is mesh and known[1] == mesh and known[2] == now.epoch:
+        return known[3]
+    found = resolve(mesh)
+    if len(_resolved) >= 64:
+        _resolved.clear()
+    _resolved[id(mesh)] = mesh, [list(group) for group in mesh], now.epoch, found
+    return found
 
 
 def _of(members: Members) -> Groups:

@@ -38,6 +38,20 @@ def along(axis: str, index: int) -> Place:
     return _named(sharding.part(axis, index), axis, index)
 
 
+def hosted(axis: str) -> list[Place]:
+    """The places along an axis of which this process hosts ranks, in order."""
+    mine = world.current().hosted
+    return [along(axis, index) for index in sorted({world.coordinates(axis)[r] for r in mine})]
+
+
+def axis_of(place: Place) -> str:
+    """The axis that a place has one index of."""
+    narrow = ranks(place.mesh)
+    assert narrow is not None, place
+    (axis,) = narrow.at
+    return axis
+
+
 @functools.lru_cache(maxsize=256)
 def _named(mesh: Mesh, axis: str, index: int) -> Place:
     return Place(f"{axis} {index}", mesh)

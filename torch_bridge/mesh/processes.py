@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import atexit
+import datetime
 import json
 import os
 import socket
 import sys
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -28,7 +29,7 @@ def store() -> Any:
         missing = [name for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE") if not os.environ.get(name)]
         if missing:
             raise RuntimeError(f"several processes need {', '.join(missing)} in the environment; start them with torchrun")
-        found, _, _ = next(iter(dist.rendezvous("env://")))
+        found, _, _ = next(iter(dist.rendezvous("env://", world.process_index(), world.process_count())))
         _store = dist.PrefixStore("nxd_jax", found)
     return _store
 
@@ -47,10 +48,11 @@ def start(of: world.World) -> None:
     here = len(of.hosted)
     index = world.process_index()
     if index == 0:
-        store().set("jax_coordinator", f"{_own_address()}:{_free_port()}")
+        store().set("jax_coordinator", f"{own_address()}:{_free_port()}")
     address = store().get("jax_coordinator").decode()
     platforms = getattr(jax.config, "jax_platforms", None) or ""
     if platforms in ("", "cpu"):
+        os.environ.setdefault("PJRT_NPROC", str((os.cpu_count() or 1) + 2 * here))
         jax.config.update("jax_num_cpu_devices", here)
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
     with _compat.without_preemption_service():
@@ -108,7 +110,8 @@ def _all_leave(seconds: float) -> bool:
         return False
 
 
-def _own_address() -> str:
+def own_address() -> str:
+    """Where the first process is reached."""
     return os.environ.get("MASTER_ADDR") or "127.0.0.1"
 
 
@@ -134,29 +137,84 @@ def exchange(tag: str, payload: bytes) -> list[bytes]:
     return found
 
 
+_SLICE = datetime.timedelta(seconds=30)
+
+
+def told(key: str) -> bytes:
+    """What another process puts into the store under a key. It waits as long as that takes: the other may be compiling. (One that has died ends the job.)"""
+    shared = store()
+    while True:
+        try:
+            shared.wait([key], _SLICE)
+        except dist.DistStoreError as error:
+            if "timeout" not in str(error).lower():
+                raise
+            continue
+        found: bytes = shared.get(key)
+        return found
+
+
+def of_first(tag: str, payload: bytes) -> bytes:
+    """The first process's payload, in all processes, which call it with the same tag. The first waits for nobody."""
+    count = world.process_count()
+    if count == 1:
+        return payload
+    number = _counts[tag] = _counts.get(tag, 0) + 1
+    key, shared = f"{tag}/{number}", store()
+    if world.process_index() == 0:
+        shared.set(key, payload)
+        return payload
+    found = told(key)
+    if shared.add(f"{key}/read", 1) == count - 1:
+        shared.delete_key(key)
+        shared.delete_key(f"{key}/read")
+    return found
+
+
 class ProgramsDiffer(RuntimeError):
     """Processes are about to run programs whose collectives do not fit together."""
 
 
-def agree(collectives: Sequence[tuple[str, str]]) -> None:
-    """Called before a program with collectives runs for the first time: (what it does, where) for each of them, in order.
+class Meeting(NamedTuple):
+    """Where processes wait for each other before a program with collectives runs for the first time: a name, and how many they are."""
+
+    name: str
+    count: int
+
+
+def agree(collectives: Sequence[tuple[str, str]], among: Sequence[int] | None = None) -> Meeting | None:
+    """Called before a program with collectives is compiled: (what it does, where) for each of them, in order. Gives where to `meet` before it runs, None if it
+    concerns one process alone.
+
+    among: the processes that run it, None for all.
 
     Says nothing where the other processes' programs do the same. It waits for nobody: whoever comes last sees what is wrong, raises ProgramsDiffer and ends
     the job, in which the others wait. Later runs of known programs are not compared.
     """
-    count = world.process_count()
-    if count == 1 or not collectives:
-        return
-    number = _counts["programs"] = _counts.get("programs", 0) + 1
+    others = range(world.process_count()) if among is None else among
+    if len(others) == 1 or not collectives:
+        return None
+    tag = "programs" if among is None else f"programs of {','.join(map(str, among))}"
+    number = _counts[tag] = _counts.get(tag, 0) + 1
     shared, own = store(), world.process_index()
-    shared.set(f"programs/{number}/{own}", json.dumps(collectives))
-    for other in range(count):
-        key = f"programs/{number}/{other}"
+    shared.set(f"{tag}/{number}/{own}", json.dumps(collectives))
+    for other in others:
+        key = f"{tag}/{number}/{other}"
         if other == own or not shared.check([key]):
             continue
         found = [tuple(c) for c in json.loads(shared.get(key))]
         if [what for what, _ in found] != [what for what, _ in collectives]:
             raise ProgramsDiffer(_difference(number, {own: list(collectives), other: found}))
+    return Meeting(f"{tag}/{number}", len(others))
+
+
+def meet(at: Meeting) -> None:
+    """Wait until all have come here: one may compile for minutes, and the first collective of processes waits for half a minute only."""
+    shared = store()
+    if shared.add(f"{at.name}/here", 1) == at.count:
+        shared.set(f"{at.name}/go", b"")
+    else:
+        told(f"{at.name}/go")
 
 
 def _difference(number: int, programs: dict[int, list[tuple[str, str]]]) -> str:

@@ -496,10 +496,12 @@ def item(values: tuple[Any, ...]) -> Any:
 
 
 def _truths(values: tuple[bool, ...]) -> Any:
-    """A truth value for each rank, so that a branch on it is noticed; the first one's in a process that hosts some of the ranks."""
+    """A truth value for each hosted rank, so that a branch on it is noticed. (Those of other processes' ranks are not known; nothing asks for them.)"""
     from torch_bridge.mesh import world
 
-    return ranked(values, world.current().hosted) if world.is_local() else values[0]
+    hosted = world.current().hosted
+    known = dict(zip(hosted, values, strict=True))
+    return ranked(tuple(known.get(r, values[0]) for r in range(world.size())), hosted)
 
 
 def own(x: object, place: int) -> Any:

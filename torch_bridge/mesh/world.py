@@ -87,12 +87,15 @@ def current() -> World:
 
 
 def from_environment() -> World:
-    """NXD_JAX_WORLD_SIZE (our launcher), else torchrun's WORLD_SIZE and RANK, else the variables of a plain script (`_plain`)."""
+    """NXD_JAX_WORLD_SIZE (our launcher, which under torchrun also says which of how many processes this is), else torchrun's WORLD_SIZE and RANK, else the
+    variables of a plain script (`_plain`)."""
     env = os.environ
     emulated = env.get("NXD_JAX_WORLD_SIZE")
     if emulated:
         count = _number("NXD_JAX_WORLD_SIZE", emulated)
-        return World(count, local_size=_number("LOCAL_WORLD_SIZE", env.get("LOCAL_WORLD_SIZE") or str(count)))
+        share = count // _number("NXD_JAX_PROCESSES", env.get("NXD_JAX_PROCESSES") or "1")
+        first = int(env.get("NXD_JAX_PROCESS") or 0) * share
+        return World(count, range(first, first + share), _number("LOCAL_WORLD_SIZE", env.get("LOCAL_WORLD_SIZE") or str(count)))
     if env.get("WORLD_SIZE"):
         count = _number("WORLD_SIZE", env["WORLD_SIZE"])
         if count > 1 and not env.get("RANK"):
@@ -187,10 +190,10 @@ def set_axes(axes: dict[str, int], order: Sequence[int] | None = None) -> None:
 
 def narrowed(axis: str, index: int) -> World:
     """The ranks with this index along an axis, as a world in which the axis has size 1. They keep their numbers."""
-    whole = current()
-    found = World(whole.size // whole.axes[axis], tuple(r for r in whole.hosted if coordinates(axis)[r] == index), whole.local_size)
+    whole, along = current(), coordinates(axis)
+    found = World(whole.size // whole.axes[axis], tuple(r for r in whole.hosted if along[r] == index), whole.local_size)
     found.axes = {**whole.axes, axis: 1}
-    found.order = tuple(r for r in whole.order if coordinates(axis)[r] == index)
+    found.order = tuple(r for r in whole.order if along[r] == index)
     found.within, found.at = whole, MappingProxyType({axis: index})
     return found
 
@@ -266,9 +269,20 @@ def local_rank() -> Any:
 
 def process_count() -> int:
     """Python processes in the job."""
-    return current().processes
+    return _whole().processes
 
 
 def process_index() -> int:
     """This process's number in the job."""
-    return first() // len(current().hosted)
+    return process_of(_whole().hosted[0])
+
+
+def process_of(rank: int) -> int:
+    """The number of the process that hosts a rank."""
+    return rank // len(_whole().hosted)
+
+
+def _whole() -> World:
+    """The world itself, where the thread takes a part of it for the world."""
+    now = current()
+    return now if now.within is None else now.within

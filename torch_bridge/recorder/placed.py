@@ -5,13 +5,19 @@ An op runs where its inputs lie. A call that treats each entry of its lists by i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
+import numpy as np
 import torch
 
+from torch_bridge import _compat
+from torch_bridge.ir import dtypes
+from torch_bridge.ir.layout import layout
 from torch_bridge.ir.segment import Segment, Storage
-from torch_bridge.mesh import places, sharding
+from torch_bridge.mesh import abstract_arrays, places, sharding, world
 from torch_bridge.mesh.places import HERE, Place
 from torch_bridge.passes import place_nodes
 from torch_bridge.recorder.schema import Info
@@ -64,6 +70,70 @@ def move_(t: torch.Tensor, place: Place) -> None:
         storage.array = _put(storage, place)
     else:
         storage.describe(home=None if place is HERE else place)
+
+
+def array_at(t: torch.Tensor, place: Place) -> Any:
+    """The array of an xla tensor that lies at a place, computed first. The tensor must have its memory for itself (`own`)."""
+    storage = t._storage  # type: ignore[attr-defined]
+    executor.materialize(storage)
+    if storage.held is not None:
+        return _put(storage, place)
+    size = storage.layout.size
+    with places.at(place), _compat.enable_x64():
+        spec = sharding.REPLICATED if storage.spec is None else storage.spec
+        return sharding.filled(np.full(size, storage.fill, dtypes.to_jax(storage.layout.dtype)), spec)
+
+
+def own(t: torch.Tensor) -> torch.Tensor:
+    """An xla tensor with its memory for itself, which it shows as it lies; a copy (recorded) of one that is a view of more, or in another order."""
+    assert isinstance(t, XLATensor)
+    with torch.no_grad():
+        return t.detach() if t._layout is t._storage.layout and t._layout.contiguous else t.contiguous().clone()
+
+
+def from_array(array: Any, dtype: torch.dtype, size: Sequence[int]) -> XLATensor:
+    """An xla tensor of an array that lies at a place. size: what each rank sees."""
+    base = layout(tuple(size), None, 0, dtype)
+    storage = Storage(base, array)
+    storage.describe(spec=sharding.spec_of(array))
+    return make(base, storage)
+
+
+def joined(parts: Mapping[Any, torch.Tensor], axis: str) -> XLATensor:
+    """One tensor on the whole mesh that differs along an axis, of one at each of its places that this process hosts (`places.hosted`).
+
+    What a process computes at its own stage becomes its ranks' values; nothing is copied. Parts must have one shape and dtype; one that lies at no place
+    has its values at the place that it is given for.
+    """
+    arrays = [array_at(own(t), place) for place, t in parts.items()]
+    t = next(iter(parts.values()))
+    size, dtype = tuple(t.shape), t.dtype
+    spec = sharding.spec_for(frozenset([axis]).union(*(sharding.axes_of(a.sharding.spec) for a in arrays)))
+    if abstract_arrays.active():
+        return from_array(abstract_arrays.blocks(size, arrays[0].dtype, spec), dtype, size)
+    by_device = {shard.device: shard.data for a in arrays for shard in a.addressable_shards}
+    inner = size or (1,)
+    with _compat.enable_x64():
+        blocks = [by_device[sharding.device_of(r)] for r in world.current().hosted]
+        blocks = [b if b.shape == inner else b.reshape(inner) for b in blocks]
+        array = jax.make_array_from_single_device_arrays(sharding.global_shape(size, spec), sharding.sharding(spec), blocks)
+    return from_array(array, dtype, size)
+
+
+def for_ranks(t: torch.Tensor, groups: str) -> torch.Tensor:
+    """What a collective takes for an xla tensor. groups: ranks, as recorded collectives name them.
+
+    Where a process has ranks of one place alone (a pipeline stage, under torchrun), a tensor there is these ranks' own value, and a collective with ranks of
+    other places works on that. In a process that has several places, it cannot be meant, and fails when it is compiled.
+    """
+    place = place_of(t) if places.in_use() and not world.is_local() else None
+    if place is None:
+        return t
+    axis = places.axis_of(place)
+    at = world.coordinates(axis)
+    lists = json.loads(groups) if groups.startswith("[") else []
+    crosses = axis in groups.split(",") or any(len({at[r] for r in group}) > 1 for group in lists)
+    return joined({place: t}, axis) if crosses and len(places.hosted(axis)) == 1 else t
 
 
 def _put(storage: Storage, place: Place) -> Any:

@@ -71,10 +71,10 @@ class RankTensor(torch.Tensor):
         return _dispatch(func, args, kwargs or {})
 
     def uploaded(self) -> XLATensor:
-        """An xla tensor with each rank's own values."""
+        """An xla tensor with each rank's own values; at a place (`mesh.places`), of the ranks there."""
         from torch_bridge.recorder import uploads  # JAX
 
-        part = dict(zip(world.current().hosted, self.parts, strict=True))
+        part = dict(zip((world.current().within or world.current()).hosted, self.parts, strict=True))
         known = self.axes if self.axes is not None and set(self.axes) <= set(world.current().axes) else None
         return uploads.from_ranks(part.__getitem__, known)
 

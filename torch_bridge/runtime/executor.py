@@ -26,7 +26,7 @@ from torch_bridge.config import fork_guard
 from torch_bridge.config.settings import SETTINGS
 from torch_bridge.errors import DeadTensorError, VerificationError, XlaOutOfMemoryError
 from torch_bridge.ir.segment import LOCK, Segment, Storage
-from torch_bridge.mesh import places, sharding, world
+from torch_bridge.mesh import places, processes, sharding, world
 from torch_bridge.mesh.places import Place
 from torch_bridge.passes import hoist_constants, scalar_inputs
 from torch_bridge.passes.verify import segments
@@ -334,6 +334,8 @@ def _run_program(
     session: Session, program: Program, args: list[Any], live: dict[int, list[Storage]], passed: dict[int, Any] | None
 ) -> None:
     """Hand a program to the devices, and its results to the storages that wait for them and to the programs after it."""
+    if not program.executions and program.spec.labels is not None and program.spec.labels.meeting is not None:
+        processes.meet(program.spec.labels.meeting)
     started = time.perf_counter()
     activity.ACTIVITY.dispatching = True
     arrays = _dispatched(session, program, args)

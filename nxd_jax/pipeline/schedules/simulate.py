@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -115,11 +115,12 @@ class Stuck:
     waits: dict[int, tuple[Action, Action]]
 
 
-def run(schedule: Schedule, times: Times | Sequence[Times] = EQUAL) -> Timeline | Stuck:
+def run(schedule: Schedule, times: Times | Sequence[Times] = EQUAL, durations: Mapping[Action, float] | None = None) -> Timeline | Stuck:
     """Let every rank do its actions in order, each as soon as what it needs is there.
 
-    times: of all stages, or of each.
+    times: of all stages, or of each. durations: what single actions take, where it is known; `times` says the rest.
     """
+    measured = durations or {}
     stages, placement = schedule.stages, schedule.placement
     of_stage = list(times) if isinstance(times, Sequence) else [times] * stages
     ended: dict[Action, float] = {}
@@ -137,7 +138,7 @@ def run(schedule: Schedule, times: Times | Sequence[Times] = EQUAL) -> Timeline 
                 for choices in needs(action, stages):
                     found = next(choice for choice in choices if choice in ended)
                     start = max(start, ended[found] + (own.transfer if placement[found.stage] != rank else 0.0))
-                clock[rank] = ended[action] = start + own.of(action.kind)
+                clock[rank] = ended[action] = start + measured.get(action, own.of(action.kind))
                 tasks[rank].append(Task(action, start, clock[rank]))
                 moved = True
     waits: dict[int, tuple[Action, Action]] = {}

@@ -1,0 +1,57 @@
+"""Random numbers of a pipeline: each pass of a stage draws from a state of its own.
+
+So a micro-batch's dropout does not depend on the schedule, nor on which process computes which stage.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Iterator
+
+from nxd_jax.tensor_parallel.random import State, get_xla_rng_tracker
+from torch_bridge.mesh import random_state
+from torch_bridge.mesh.random_state import RngState
+
+_MASK = (1 << 64) - 1
+
+
+class Draws:
+    """The random states of a step. Making one advances the default state and those of the tracker (`get_xla_rng_tracker`) by one draw."""
+
+    def __init__(self) -> None:
+        tracker = get_xla_rng_tracker()
+        self._default = random_state.DEFAULT.seed, random_state.DEFAULT.offset
+        self._named = dict(tracker.states_)
+        random_state.DEFAULT.offset += 1
+        tracker.states_ = {name: _changed(state, after=True) for name, state in tracker.states_.items()}
+
+    @contextlib.contextmanager
+    def of(self, stage: int, micro_batch: int) -> Iterator[None]:
+        """A block that draws what a pass of this stage over this micro-batch draws. Afterwards all states are as they were."""
+        tracker, default = get_xla_rng_tracker(), random_state.DEFAULT
+        before = default.seed, default.offset, default.axes, tracker.states_
+        default.seed, default.offset = _mixed(*self._default, stage, micro_batch), 0
+        tracker.states_ = {name: _changed(state, stage, micro_batch) for name, state in self._named.items()}
+        try:
+            yield
+        finally:
+            default.seed, default.offset, default.axes, tracker.states_ = before
+
+
+def _changed(state: State, *task: int, after: bool = False) -> State:
+    """A tracker's state for a pass, or one draw later."""
+    held = RngState()
+    held.set_state(state.xla)
+    if after:
+        held.offset += 1
+    else:
+        held.seed, held.offset = _mixed(held.seed, held.offset, *task), 0
+    held.axes = state.axes
+    return State(state.cpu, held.get_state(), state.axes)
+
+
+def _mixed(*numbers: int) -> int:
+    """One number of 64 bits of several."""
+    data = b"".join((n & _MASK).to_bytes(8, "little") for n in numbers)
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
