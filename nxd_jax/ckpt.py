@@ -4,6 +4,7 @@
     nxd-ckpt convert checkpoints llama-hf --to safetensors --map llama --config config.json
     nxd-ckpt convert llama-hf checkpoints --to nxd --tag pretrained --map llama
     nxd-ckpt convert trainium_checkpoints checkpoints --to nxd --map llama --config config.json
+    nxd-ckpt convert checkpoints trainium_checkpoints --to original --tp 8 --pp 4 --map llama
     nxd-ckpt verify checkpoints --against trainium_checkpoints
 
 A path is a directory of tags, one tag's folder, a Hugging Face folder or a .safetensors file; where tags are, also an address such as s3://bucket/path. Formats
@@ -37,6 +38,7 @@ from nxd_jax.checkpoint import (
     orbax_files,
     original_files,
     savers,
+    stage_rules,
     tags,
     verifying,
 )
@@ -82,6 +84,11 @@ def parser() -> argparse.ArgumentParser:
     convert.add_argument(
         "--dp", type=int, default=1, help="data-parallel ranks that share out the optimizer's state, with --zero1 (default 1)"
     )
+    convert.add_argument("--pp", type=int, default=1, help="pipeline ranks to write NxD's files for (default 1)")
+    convert.add_argument("--vpp", type=int, default=1, help="stages on each pipeline rank (virtual_pipeline_size; default 1)")
+    convert.add_argument(
+        "--stage", action="append", default=[], metavar="NAMES=first|last|N", help="with --pp: the stage of tensors that are in no layer"
+    )
     convert.add_argument("--zero1", action="store_true", help="write the optimizer's state as ZeRO-1 keeps it")
     convert.add_argument("--xser", action="store_true", help="write NxD's files with a file for each tensor")
     convert.add_argument("--separate-qkv", action="store_true", help="write q, k and v as three weights in NxD's files (fuse_qkv=False)")
@@ -91,7 +98,9 @@ def parser() -> argparse.ArgumentParser:
     )
     convert.add_argument("--model-only", action="store_true", help="leave out the optimizer")
     convert.add_argument(
-        "--param-names", metavar="FILE", help="the names of the optimizer's parameters in order, one on a line (for NxD's files)"
+        "--param-names",
+        metavar="FILE",
+        help="the names of the optimizer's parameters in order, one on a line, pipeline rank 0's first (for NxD's files)",
     )
     convert.add_argument("--force", action="store_true", help="replace what is complete at DST")
     verify = commands.add_parser(
@@ -241,7 +250,9 @@ def _show(found: Mapping[str, Any], tensors: bool) -> None:
         if listed:
             own = [t for t in listed.values() if "same_as" not in t]
             kinds = ", ".join(sorted({t["dtype"] for t in own}))
-            each = " on one rank" if found["format"] == ORIGINAL else ""
+            stages = found["layout"].get("pp", 1)
+            on_one = " on one rank" if stages == 1 else f" on the {stages} pipeline ranks of one tensor-parallel rank"
+            each = on_one if found["format"] == ORIGINAL else ""
             _say(f"  {part}: {len(own)} tensors of {kinds}, {_size(sum(map(inspecting.size, own)))}{each}")
     if found["other"]:
         _say(f"  besides: {', '.join(found['other'])}")
@@ -256,6 +267,8 @@ def _show_tensors(part: str, listed: Mapping[str, Any]) -> None:
     for name, t in listed.items():
         shards = f"{t['shards']} x {t['shard_shape']}" if t["shards"] > 1 else t.get("file", "")
         tail = f"the same as {t['same_as']}" if "same_as" in t else shards
+        if "pp" in t:
+            tail += f"  pipeline rank{'s' * (len(t['pp']) > 1)} {', '.join(map(str, t['pp']))}"
         _say(f"{part}  {name:{width}}  {t['dtype']:9} {t['shape']!s:20} {tail}".rstrip())
 
 
@@ -301,9 +314,13 @@ def _convert(args: argparse.Namespace) -> int:
 
 
 def _check_numbers(args: argparse.Namespace) -> None:
-    for name in ("tp", "dp", "kv_multiplier"):
+    for name in ("tp", "pp", "vpp", "dp", "kv_multiplier"):
         if getattr(args, name) < 1:
             raise CommandError(f"--{name.replace('_', '-')} must be a positive number, got {getattr(args, name)}")
+    if args.to != ORIGINAL and (args.pp > 1 or args.vpp > 1 or args.stage):
+        raise CommandError(f"--pp, --vpp and --stage say how NxD's files are written; --to {args.to} holds full tensors for any ranks")
+    if args.pp == 1 and (args.vpp > 1 or args.stage):
+        raise CommandError("--vpp and --stage are about stages of a pipeline: give --pp, the number of its ranks, as well")
     if args.to != ORIGINAL and (args.dp > 1 or args.zero1 or args.xser):
         raise CommandError(f"--dp, --zero1 and --xser say how NxD's files are written; --to {args.to} holds full tensors for any ranks")
     if args.dp > 1 and not args.zero1:
@@ -385,7 +402,8 @@ def _write_tag(args: argparse.Namespace, state: FullState, how: How, tag: str) -
             if args.to == NXD:
                 full_writing.to_nxd(state, folder, place, progress, dtype)
             else:
-                ranks = full_writing.Ranks(args.tp, args.dp, args.zero1, args.kv_multiplier, not args.separate_qkv, args.xser)
+                pipeline = stage_rules.Pipeline(args.pp, args.vpp, stage_rules.parse(args.stage))
+                ranks = full_writing.Ranks(args.tp, args.dp, args.zero1, args.kv_multiplier, not args.separate_qkv, args.xser, pipeline)
                 full_writing.to_original(state, folder, ranks, how.rules, place, progress, dtype)
         storage.commit(tag, folder)
 
@@ -402,7 +420,7 @@ def _verify(args: argparse.Namespace) -> int:
     if not problems and (args.against or args.checksum):
         config = _config(args, folder)
         other = _locate(args.against, args.against_tag) if args.against else None
-        first, second = _both(args, folder, other, config)
+        first, second = _both(args, folder, other, config, report.notes)
         problems += verifying.compare(first, second, progress) if second is not None else []
         if args.checksum:
             digests = {name: verifying.digest(full) for name, full in first.model.items()}
@@ -420,8 +438,10 @@ def _say_some(what: str, texts: Sequence[str]) -> None:
         _say(f"and {len(texts) - _SHOWN} more")
 
 
-def _both(args: argparse.Namespace, folder: Path, other: Path | None, config: dict[str, Any]) -> tuple[FullState, FullState | None]:
-    """Both checkpoints as full tensors. What NxD's files do not say is taken from the other one."""
+def _both(
+    args: argparse.Namespace, folder: Path, other: Path | None, config: dict[str, Any], notes: list[str]
+) -> tuple[FullState, FullState | None]:
+    """Both checkpoints as full tensors. What NxD's files do not say is taken from the other one. notes: gets what is left out."""
     order = [folder] if other is None else [folder, other]
     found: dict[Path, FullState] = {}
     shapes: dict[str, joining.Need] = {}
@@ -437,6 +457,8 @@ def _both(args: argparse.Namespace, folder: Path, other: Path | None, config: di
                 raise
             how.optimizer = False
             found[path] = full_states.read(path, how)
+            if other is not None:
+                notes.append(f"the optimizers are not compared: {str(error).partition(': list their')[0]}")
         shapes = {name: full.need for name, full in found[path].model.items()}
     return found[folder], found[other] if other is not None else None
 

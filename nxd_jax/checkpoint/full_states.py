@@ -55,7 +55,7 @@ class How:
     """What files of NxD do not say.
 
     rules: how ranks share tensors out, by names. config: of the model (heads, for fused q, k and v). copies: ranks that hold each K/V head. shapes: full
-    tensors as another checkpoint has them. parameters: the optimizer's, in order. trust: run code in files. optimizer: read it.
+    tensors as another checkpoint has them. parameters: the optimizer's, in order, those of pipeline rank 0 first. trust: run code in files. optimizer: read it.
     """
 
     rules: Rules = ()
@@ -177,6 +177,8 @@ def of_original(folder: Path, how: How) -> FullState:
             f"{folder} is of {files.sizes['ep']} expert-parallel ranks: load it with nxd.load_checkpoint at that size and save it"
         )
     state = original_states.model_state(files.model) if files.model else original_states.ModelState({}, [], set(), {})
+    if differing := state.differing():
+        raise ValueError(f"{folder}: " + "; ".join(differing[:8]))
     needs = needs_of(state.parts, files.sizes["tp"], how)
     joints = {key: joining.joint(state.parts, key, needs) for key in needs if joining.source_of(state.parts, key) not in state.absent}
     found.model = {key: Full(needs[key], j.dtype, j.read) for key, j in joints.items()}
@@ -268,14 +270,17 @@ def _add_optimizer(
     found: FullState, files: original_files.Files, state: original_states.ModelState, needs: Mapping[str, Need], how: How
 ) -> None:
     names = _parameter_names(files, state, how)
-    got = original_states.optimizer_state(files, [names], lambda n: state.parts[n][0].shape if n in state.parts else None)
+    got = original_states.optimizer_state(files, names, lambda n: state.parts[n][0].shape if n in state.parts else None)
     odd = [label for label, held in got.odd.items()]
     if odd:
         raise ValueError(
             f"{files.folder}: {reading.listed(odd)} of the optimizer are not shaped like their parameters; convert the model alone (--model-only)"
         )
     keys = {
-        name: joining.separate_names(name) if name.endswith("_qkv") and name not in needs else [name] for group in names for name in group
+        name: joining.separate_names(name) if name.endswith("_qkv") and name not in needs else [name]
+        for groups in names
+        for group in groups
+        for name in group
     }
     for kind in got.kinds:
         for key in (k for own in keys.values() for k in own):
@@ -296,22 +301,41 @@ def _add_optimizer(
     }
 
 
-def _parameter_names(files: original_files.Files, state: original_states.ModelState, how: How) -> list[list[str]]:
-    """The names of the parameters in each group: those given, or the model's if there is one group with as many of the same shapes."""
-    if files.sizes["pp"] > 1:
-        raise NotImplementedError(
-            f"{files.folder}: optimizers of several pipeline stages load with nxd.load_checkpoint; convert the model alone (--model-only)"
-        )
-    sizes = original_states.counts(files.optimizer)
-    own = list(how.parameters) or list(state.parts)
-    shapes = files.optimizer[min(files.optimizer)].data.get("shape_info") or {}
-    fits = len(own) == sum(sizes) and all(
-        tuple(shapes[k]) == state.parts[n][0].shape for k, n in enumerate(own) if shapes and k in shapes and n in state.parts
-    )
-    if not fits or (len(sizes) > 1 and not how.parameters):
+def _parameter_names(files: original_files.Files, state: original_states.ModelState, how: How) -> list[list[list[str]]]:
+    """For each pipeline rank the names of the parameters in each group: those given, or the rank's tensors if there is one group with as many of the same
+    shapes."""
+    counts = [original_states.counts(files.optimizer, stage) for stage in range(files.sizes["pp"])]
+    given = list(how.parameters)
+    if given and len(given) != sum(map(sum, counts)):
         raise ValueError(
-            f"{files.folder}: the optimizer has groups of {sizes} numbered parameters, and which are which is not in NxD's files: list their names in "
-            "order, one on a line, in a file (--param-names FILE), convert the model alone (--model-only), or load both with nxd.load_checkpoint and save them"
+            f"{files.folder}: the optimizer has {sum(map(sum, counts))} parameters, --param-names lists {len(given)}"
+            + _of_each_rank(counts)
         )
-    ends = np.cumsum(sizes).tolist()
-    return [own[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+    found, start = [], 0
+    for stage, sizes in enumerate(counts):
+        own = given[start : start + sum(sizes)] if given else state.stages[stage]
+        start += sum(sizes)
+        shapes = files.optimizer[original_files.Rank(pp=stage)].data.get("shape_info") or {}
+        fits = len(own) == sum(sizes) and all(
+            tuple(shapes[k]) == state.parts[n][0].shape for k, n in enumerate(own) if shapes and k in shapes and n in state.parts
+        )
+        if not fits or (len(sizes) > 1 and not given):
+            raise ValueError(
+                f"{files.folder}: the optimizer{_on_rank(stage, counts)} has groups of {sizes} numbered parameters, and which are which is not in NxD's files: "
+                f"list their names in order, one on a line, in a file (--param-names FILE){_of_each_rank(counts)}, convert the model alone (--model-only), or "
+                "load both with nxd.load_checkpoint and save them"
+            )
+        ends = np.cumsum(sizes).tolist()
+        found.append([own[end - size : end] for size, end in zip(sizes, ends, strict=True)])
+    return found
+
+
+def _on_rank(stage: int, counts: Sequence[Sequence[int]]) -> str:
+    return f" of pipeline rank {stage}" if len(counts) > 1 else ""
+
+
+def _of_each_rank(counts: Sequence[Sequence[int]]) -> str:
+    """How names are listed for several pipeline ranks."""
+    if len(counts) == 1:
+        return ""
+    return f", those of pipeline rank 0 first, then those of rank 1 and so on ({', '.join(str(sum(sizes)) for sizes in counts)} of them)"

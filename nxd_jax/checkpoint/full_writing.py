@@ -15,12 +15,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from nxd_jax.checkpoint import full_states, joining, orbax_files, original_writing, reading, safetensors_files, writing
+from nxd_jax.checkpoint import full_states, joining, orbax_files, original_writing, pipeline_ranks, reading, safetensors_files, writing
 from nxd_jax.checkpoint.full_states import Full, FullState
 from nxd_jax.checkpoint.joining import Split
 from nxd_jax.checkpoint.name_maps import NameMap
 from nxd_jax.checkpoint.original_files import Rank
 from nxd_jax.checkpoint.original_states import MASTER
+from nxd_jax.checkpoint.stage_rules import Pipeline
 from torch_bridge.runtime import transfer
 
 Progress = Callable[[Sequence[Any], str], Iterable[Any]]
@@ -155,6 +156,7 @@ class Ranks:
     """The ranks to write files for.
 
     zero1: cut the optimizer's state among dp ranks. copies: ranks that hold each K/V head. fuse: q, k and v into one weight. xser: a file for each tensor.
+    pipeline: its ranks, and which of them has which tensor.
     """
 
     tp: int = 1
@@ -163,6 +165,7 @@ class Ranks:
     copies: int = 1
     fuse: bool = True
     xser: bool = False
+    pipeline: Pipeline = dataclasses.field(default_factory=Pipeline)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,19 +191,20 @@ def to_original(
     _check_apart({**state.model, **state.optimizer})
     splits = _splits({**state.model}, ranks, rules)
     parameters = _parameters(list(state.model), splits, ranks.fuse)
-    files: list[dict[str, torch.Tensor]] = [{} for _ in range(ranks.tp)]
+    by_rank = ranks.pipeline.by_rank([*(p.name for p in parameters), *state.aliases])
+    parts: list[dict[str, torch.Tensor]] = [{} for _ in range(ranks.tp)]
     for p in progress(parameters, "reading model"):
         full = [_cast(state.model[k], dtype) for k in p.keys]
-        for t, file in enumerate(files):
-            file[p.name] = place.keep(p.part(full, t, ranks.tp))
-    for alias, name in state.aliases.items():
-        for file in files:
-            if name in file:
-                file[alias] = file[name]
-    for t, file in enumerate(progress(files, "writing model") if state.model else []):
-        original_writing.write(folder / "model" / Rank(tp=t).file_name(), file, ranks.xser)
+        for t, own in enumerate(parts):
+            own[p.name] = place.keep(p.part(full, t, ranks.tp))
+    for own in parts:
+        own.update({alias: own[name] for alias, name in state.aliases.items() if name in own})
+    files = [(Rank(tp=t, pp=pp), names) for pp, names in enumerate(by_rank) for t in range(ranks.tp)]
+    for rank, names in progress(files, "writing model") if state.model else []:
+        found = {name: parts[rank.tp][name] for name in names if name in parts[rank.tp]}
+        original_writing.write(folder / "model" / rank.file_name(), found, ranks.xser)
     if state.other is not None:
-        _write_optimizer(state, folder, ranks, splits, place, progress)
+        _write_optimizer(state, folder, ranks, splits, by_rank, place, progress)
     copy_files(state, folder)
 
 
@@ -239,32 +243,58 @@ def _parameters(names: Sequence[str], splits: Mapping[str, Split], fuse: bool) -
     return found
 
 
-def _write_optimizer(state: FullState, folder: Path, ranks: Ranks, splits: Mapping[str, Split], place: Scratch, progress: Progress) -> None:
+def _write_optimizer(
+    state: FullState,
+    folder: Path,
+    ranks: Ranks,
+    splits: Mapping[str, Split],
+    by_rank: Sequence[Sequence[str]],
+    place: Scratch,
+    progress: Progress,
+) -> None:
     other = state.other
     assert other is not None
     _check_optimizer(state, other, splits)
     parameters = _parameters(other["order"], splits, ranks.fuse)
     kinds = list(dict.fromkeys(label.partition("/")[0] for label in state.optimizer))
     dp = ranks.dp if ranks.zero1 else 1
-    grid = [[_Cell(other, parameters, ranks) for _ in range(dp)] for _ in range(ranks.tp)]
-    for index, p in enumerate(progress(parameters, "reading optimizer")):
+    cells = _cells(state, parameters, ranks, dp, by_rank)
+    for p in progress(parameters, "reading optimizer"):
         shape = None
         for kind in kinds:
             if not all(f"{kind}/{k}" in state.optimizer for k in p.keys) or (kind == MASTER and not ranks.zero1):
                 continue
             full = [state.optimizer[f"{kind}/{k}"].read() for k in p.keys]
-            for t, cells in enumerate(grid):
+            for t in range(ranks.tp):
                 part = p.part(full, t, ranks.tp)
                 shape = part.shape
-                for d, cell in enumerate(cells):
-                    cell.add(index, kind, place.keep(_rows(part, d, dp) if ranks.zero1 else part))
+                for d in range(dp):
+                    value = place.keep(_rows(part, d, dp) if ranks.zero1 else part)
+                    for pp in range(len(by_rank)):
+                        cells[Rank(d, t, pp)].add(p.name, kind, value)
         if shape is None:
             shape = p.part([torch.empty(state.model[k].need.shape, device="meta") for k in p.keys], 0, ranks.tp).shape
-        for cell in itertools.chain(*grid):
-            cell.shapes[index] = torch.Size(shape)
-    every = [(Rank(d, t), cell) for t, row in enumerate(grid) for d, cell in enumerate(row)]
-    for rank, cell in progress(every, "writing optimizer"):
+        for cell in cells.values():
+            cell.shape(p.name, torch.Size(shape))
+    for rank, cell in progress(list(cells.items()), "writing optimizer"):
         original_writing.write(folder / "optim" / rank.file_name(), cell.data(), ranks.xser)
+
+
+def _cells(
+    state: FullState, parameters: Sequence[_Parameter], ranks: Ranks, dp: int, by_rank: Sequence[Sequence[str]]
+) -> dict[Rank, _Cell]:
+    """A file for each rank, whose parameters have numbers of their own on each pipeline rank."""
+    other = state.other
+    assert other is not None
+    key_of = {key: p.name for p in parameters for key in p.keys}
+    groups = [list(dict.fromkeys(key_of[k] for k in g["params"])) for g in other["param_groups"]]
+    whole = [p.name for p in _parameters(list(state.model), dict.fromkeys(state.model, Split(None)), ranks.fuse)]
+    found = {}
+    for pp, names in enumerate(by_rank):
+        local = [state.aliases.get(name, name) for name in names]
+        own = groups if len(by_rank) == 1 else [pipeline_ranks.numbered(group, local, whole) for group in groups]
+        found.update({Rank(d, t, pp): _Cell(other, parameters, own, ranks.zero1) for t in range(ranks.tp) for d in range(dp)})
+    return found
 
 
 def _check_optimizer(state: FullState, other: Mapping[str, Any], splits: Mapping[str, Split]) -> None:
@@ -291,25 +321,37 @@ def _rows(part: torch.Tensor, index: int, dp: int) -> torch.Tensor:
 
 
 class _Cell:
-    """One rank's optimizer file."""
+    """One rank's optimizer file. groups: names of its parameters, which are numbered in this order."""
 
-    def __init__(self, other: Mapping[str, Any], parameters: Sequence[_Parameter], ranks: Ranks):
-        self.zero1 = ranks.zero1
-        numbers = {key: index for index, p in enumerate(parameters) for key in p.keys}
-        self.groups = [{**g, "params": list(dict.fromkeys(numbers[k] for k in g["params"]))} for g in other["param_groups"]]
+    def __init__(self, other: Mapping[str, Any], parameters: Sequence[_Parameter], groups: Sequence[Sequence[str]], zero1: bool):
+        self.zero1 = zero1
+        self.numbers = {name: k for k, name in enumerate(name for group in groups for name in group)}
+        self.groups = [{**g, "params": [self.numbers[name] for name in own]} for g, own in zip(other["param_groups"], groups, strict=True)]
         self.state: dict[int, dict[str, Any]] = {
-            i: dict(other["state"][p.keys[0]]) for i, p in enumerate(parameters) if p.keys[0] in other["state"]
+            self.numbers[p.name]: dict(other["state"][p.keys[0]])
+            for p in parameters
+            if p.name in self.numbers and p.keys[0] in other["state"]
         }
         self.master: dict[int, torch.Tensor] = {}
         self.shapes: dict[int, torch.Size] = {}
 
-    def add(self, index: int, kind: str, value: torch.Tensor) -> None:
+    def add(self, name: str, kind: str, value: torch.Tensor) -> None:
+        """A tensor of a parameter's state, if the rank has the parameter."""
+        index = self.numbers.get(name)
+        if index is None:
+            return
         if kind == MASTER:
             self.master[index] = value
         else:
             self.state.setdefault(index, {})[kind] = value
 
+    def shape(self, name: str, shape: torch.Size) -> None:
+        """A parameter's shape, if the rank has it."""
+        if name in self.numbers:
+            self.shapes[self.numbers[name]] = shape
+
     def data(self) -> dict[str, Any]:
+        """What the file holds."""
         if not self.zero1:
             return {"state": self.state, "param_groups": self.groups}
         found = {"state": {}, "param_groups": self.groups, "base_state": self.state, "shape_info": self.shapes}

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from nxd_jax.checkpoint import full_states, original_files, original_states, reading, tags, writing
+from nxd_jax.checkpoint import full_states, original_files, original_states, pipeline_ranks, reading, tags, writing
 from nxd_jax.checkpoint.full_states import HUB, NXD, ORIGINAL
 from nxd_jax.checkpoint.orbax_files import DamagedCheckpointError
 from nxd_jax.checkpoint.safetensors_files import Hub
@@ -28,7 +28,8 @@ def tag_of(folder: Path) -> dict[str, Any]:
 
 
 def describe(folder: Path, trust: bool = False) -> dict[str, Any]:
-    """A checkpoint: as `tag_of`, and the layout that wrote it and every tensor with shape, dtype and shards. problem: why something of it is not shown."""
+    """A checkpoint: as `tag_of`, and the layout that wrote it and every tensor with shape, dtype, shards and, in a pipeline, the ranks that had it ("pp").
+    problem: why something of it is not shown."""
     found = tag_of(folder)
     found |= {"layout": {}, "tensors": {"model": {}, "optimizer": {}}, "other": _others(folder)}
     try:
@@ -59,6 +60,8 @@ def _nxd(folder: Path, found: dict[str, Any], trust: bool) -> None:
             each = chunks.get(key, tuple(entry["stored"]))
             count = math.prod(math.ceil(n / m) for n, m in zip(entry["stored"], each, strict=True) if m)
             found["tensors"][part][key] = _tensor(entry["shape"], entry["dtype"], count, each)
+            if (rank := own.rank_of(key)) is not None:
+                found["tensors"][part][key]["pp"] = [rank]
         for key, other in own.aliases.items():
             found["tensors"][part][key] = {**found["tensors"][part][other], "same_as": other}
 
@@ -81,17 +84,29 @@ def _original(folder: Path, found: dict[str, Any], trust: bool) -> None:
     files = original_files.find(folder, trust)
     found["layout"] = files.sizes
     if files.model:
-        parts = original_states.model_state(files.model).parts
-        found["tensors"]["model"] = {name: _tensor(h[0].shape, h[0].dtype, len(h), h[0].shape) for name, h in parts.items()}
-    if files.optimizer:
-        data = files.optimizer[min(files.optimizer)]
-        zero = original_states.is_zero(data.data)
-        found["zero1"] = zero
-        for index, own in data.data["base_state" if zero else "state"].items():
-            for kind, value in own.items():
-                if original_files.is_tensor(value):
-                    shape, dtype = data.describe(value)
-                    found["tensors"]["optimizer"][f"{kind}/{index}"] = _tensor(shape, dtype, len(files.optimizer), shape)
+        state = original_states.model_state(files.model)
+        for name, h in state.parts.items():
+            found["tensors"]["model"][name] = _tensor(h[0].shape, h[0].dtype, len(h), h[0].shape) | _ranks(state.ranks_of(name))
+    for stage in range(files.sizes["pp"] if files.optimizer else 0):
+        _original_optimizer(files, stage, found)
+
+
+def _ranks(ranks: list[int]) -> dict[str, Any]:
+    return {pipeline_ranks.AXIS: ranks} if ranks else {}
+
+
+def _original_optimizer(files: original_files.Files, stage: int, found: dict[str, Any]) -> None:
+    """The optimizer of a pipeline rank: its parameters have numbers for names, which count from 0 on each rank."""
+    data = files.optimizer[original_files.Rank(pp=stage)]
+    zero = found["zero1"] = original_states.is_zero(data.data)
+    several = files.sizes["pp"] > 1
+    count = sum(rank.pp == stage for rank in files.optimizer)
+    for index, own in data.data["base_state" if zero else "state"].items():
+        for kind, value in own.items():
+            if original_files.is_tensor(value):
+                shape, dtype = data.describe(value)
+                name = f"pp_rank_{stage:02d}: {kind}/{index}" if several else f"{kind}/{index}"
+                found["tensors"]["optimizer"][name] = _tensor(shape, dtype, count, shape) | _ranks([stage] if several else [])
 
 
 def _hub(folder: Path, found: dict[str, Any], trust: bool) -> None:

@@ -8,22 +8,20 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from nxd_jax.checkpoint import contents, joining, original_files, original_states, reading
-from nxd_jax.checkpoint.contents import Part
+from nxd_jax.checkpoint import contents, joining, original_files, original_states, pipeline_ranks, reading
 from nxd_jax.checkpoint.joining import Joint, Need
 from nxd_jax.checkpoint.original_files import Files, is_older, is_original
-from nxd_jax.checkpoint.original_states import MASTER, ModelState
+from nxd_jax.checkpoint.original_optimizers import Optimizer
+from nxd_jax.checkpoint.original_states import ModelState
 from nxd_jax.checkpoint.original_writing import export_original
-from nxd_jax.checkpoint.targets import Pace, Target, target_of, write
+from nxd_jax.checkpoint.targets import Pace, Target, target_of
 from nxd_jax.tensor_parallel import full_weights, grads, layer_groups, parallel_groups
-from torch_bridge.mesh import world
-from torch_bridge.recorder import sharded
 from torch_bridge.runtime import executor
 
 __all__ = ["export_original", "is_older", "is_original", "load"]
@@ -44,10 +42,14 @@ def load(folder: Path, model: torch.nn.Module | None, optimizer: torch.optim.Opt
     for what, wanted, there in (("model", model, files.model), ("optimizer", optimizer, files.optimizer)):
         if wanted is not None and not there:
             raise FileNotFoundError(f"the checkpoint {folder} holds no {what}: do not pass {what}=, or load another tag")
-    absent: set[str] = set()
-    plan = _Optimizer(files, optimizer, model) if optimizer is not None else None
+    plan, error = _planned(files, optimizer, model)
     if model is not None:
-        absent = _load_model(files, model, strict, plan)
+        absent, fill = _plan_model(files, model, strict, error is not None or (plan is not None and plan.has_masters))
+    else:
+        absent, fill = set(), lambda: None
+    if error is not None:
+        raise error
+    fill()
     if plan is not None:
         plan.load(absent)
     if files.older:
@@ -64,6 +66,14 @@ def load(folder: Path, model: torch.nn.Module | None, optimizer: torch.optim.Opt
     return _whole(folder / "user_content.pt") if (folder / "user_content.pt").exists() else None
 
 
+def _planned(files: Files, optimizer: Any, model: Any) -> tuple[Optimizer | None, ValueError | None]:
+    """How to fill the optimizer, and why that cannot be done: for the user to read once the model's names are known to agree."""
+    try:
+        return (None if optimizer is None else Optimizer(files, optimizer, model)), None
+    except ValueError as error:
+        return None, error
+
+
 def _whole(path: Path) -> Any:
     return original_files.File(path).whole()
 
@@ -71,8 +81,11 @@ def _whole(path: Path) -> Any:
 # -- models ------------------------------------------------------------------------------------------
 
 
-def _load_model(files: Files, model: torch.nn.Module | None, strict: bool, plan: _Optimizer | None) -> set[str]:
-    """Fill a model; returns the names of weights that are only in the optimizer's master weights."""
+def _plan_model(files: Files, model: torch.nn.Module, strict: bool, masters: bool) -> tuple[set[str], Callable[[], None]]:
+    """The names of weights that are only in the optimizer's master weights (masters: there are such, and they will be read), and what fills the model.
+
+    Raises RuntimeError for a checkpoint that does not fit.
+    """
     state = original_states.model_state(files.model)
     module = contents.unwrapped(model)
     found = contents.of_model(module, saving=False)
@@ -80,21 +93,68 @@ def _load_model(files: Files, model: torch.nn.Module | None, strict: bool, plan:
     needs = {k: n for target in targets.values() for k, n in target.needs.items()}
     missing = [name for name, target in targets.items() if not all(joining.is_there(state.parts, k) for k in target.keys)]
     loaded = {name: target for name, target in targets.items() if name not in missing}
+    missing = _wanted(model, module, targets, state, missing)
     used = {joining.source_of(state.parts, k) for target in loaded.values() for k in target.keys}
     unexpected = sorted(set(state.parts) - used)
     absent = {name for name, target in loaded.items() if any(joining.source_of(state.parts, k) in state.absent for k in target.keys)}
     problems, joints = _joints(state, {n: t for n, t in loaded.items() if n not in absent}, needs, files)
-    if absent and (plan is None or not plan.has_masters):
+    problems += state.differing() + _untied(state, {n: t for n, t in loaded.items() if n not in absent})
+    if absent and not masters:
         problems.append(
             f"the values of {reading.listed(sorted(absent))} are in the optimizer's master weights only: pass optimizer= with ZeRO-1's states"
         )
-    reading.refuse(files.folder, module, problems, missing, unexpected, strict and not hasattr(module, "checkpoint_state"))
+    missing = [pipeline_ranks.said(name, pipeline_ranks.rank_of(targets[name].tensor)) for name in missing]
+    unexpected = [pipeline_ranks.said(name, state.ranks_of(name)) for name in unexpected]
+    strict = strict and not hasattr(module, "checkpoint_state")
+    problems += _of_fewer_ranks(files) * bool(missing and strict)
+    reading.refuse(files.folder, module, problems, missing, unexpected, strict)
     _warn_of_heads(files, loaded, joints)
     if absent:
         logger.info("Sharded master weights found in optim states, ignoring model weight tensors")
-    _fill(files, {n: t for n, t in loaded.items() if n not in absent}, joints, state)
-    reading._set_extra_state(module, state.other)
-    return absent
+
+    def fill() -> None:
+        _fill(files, {n: t for n, t in loaded.items() if n not in absent}, joints, state)
+        reading._set_extra_state(module, state.other)
+
+    return absent, fill
+
+
+def _wanted(model: Any, module: Any, targets: Mapping[str, Target], state: ModelState, missing: list[str]) -> list[str]:
+    """Missing names that count: not other names of a tensor that is there, nor those that no stage of a pipeline uses, which NxD leaves out."""
+    if not missing or len(state.stages) == 1:
+        return missing
+    there = {id(target.tensor) for name, target in targets.items() if name not in missing}
+    by_rank = pipeline_ranks.names_if_known(model, {name: target.tensor for name, target in targets.items()})
+    unused = set() if by_rank is None else set(pipeline_ranks.unused(targets, by_rank))
+    return [name for name in missing if id(targets[name].tensor) not in there and name not in unused]
+
+
+def _untied(state: ModelState, targets: Mapping[str, Target]) -> list[str]:
+    """Tensors that are one here under several names, and have different values in the files."""
+    problems: list[str] = []
+    first: dict[int, str] = {}
+    for name, target in targets.items():
+        other = first.setdefault(id(target.tensor), name)
+        pairs = [
+            (joining.source_of(state.parts, a), joining.source_of(state.parts, b))
+            for a, b in zip(targets[other].keys, target.keys, strict=True)
+        ]
+        if other != name and not all(original_states.same_values(state.parts[a], state.parts[b]) for a, b in pairs):
+            problems.append(
+                f"{pipeline_ranks.said(other, state.ranks_of(other))} and {pipeline_ranks.said(name, state.ranks_of(name))} are one tied weight here, and have "
+                "different values in the checkpoint: load it into a model that does not tie them"
+            )
+    return problems
+
+
+def _of_fewer_ranks(files: Files) -> list[str]:
+    """What may be wrong where names are missing: nothing in files says how many pipeline ranks there were."""
+    last = files.sizes["pp"] - 1
+    if not last:
+        return []
+    return [
+        f"the files are of pipeline ranks 0 to {last}: if there were more ranks, copy theirs (pp_rank_{last + 1:02d}) into the folder as well"
+    ]
 
 
 def _warn_of_heads(files: Files, targets: Mapping[str, Target], joints: Mapping[str, Joint]) -> None:
@@ -178,150 +238,3 @@ def _write_expert(target: Target, experts: Mapping[int, ModelState]) -> None:
     group = parallel_groups.group("ep")
     full = {ep: joining.joint(state.parts, target.keys[0], target.needs).read() for ep, state in experts.items()}
     full_weights.write(target.tensor, lambda r: full_weights.cut_full(target.tensor, full[layer_groups.place_of(group, r)], r))
-
-
-# -- optimizers --------------------------------------------------------------------------------------
-
-
-class _Optimizer:
-    """An optimizer to fill from a checkpoint's files."""
-
-    def __init__(self, files: Files, optimizer: Any, model: Any):
-        if not files.optimizer:
-            raise FileNotFoundError(f"the checkpoint {files.folder} holds no optimizer: do not pass optimizer=, or load another tag")
-        self.files = files
-        self.optimizer = optimizer
-        self.names = contents.names_of(model)
-        self.model = original_states.model_state(files.model) if files.model else None
-        self.parts = contents.parts_of(optimizer, self.names)
-        self.targets = {part.name: target_of(part.name, part.parameter) for part in self.parts}
-        self.needs = {k: n for t in self.targets.values() for k, n in t.needs.items()}
-        self.state = original_states.optimizer_state(files, self._names_by_stage(), self._shape)
-        self.joints = self._plan()
-
-    @property
-    def has_masters(self) -> bool:
-        """Whether there are master weights."""
-        return MASTER in self.state.kinds
-
-    def _names_by_stage(self) -> list[list[list[str]]]:
-        """For each stage, for each group: the names of the parameters that the files number."""
-        groups, k = [], 0
-        known = [name for stage in self.model.stages for name in stage] if self.model is not None else []
-        for group in contents.inner(self.optimizer).param_groups:
-            own = [part.name for part in self.parts[k : k + len(group["params"])]]
-            k += len(own)
-            groups.append(original_states.file_names(own, known) if known else own)
-        stages = self.files.sizes["pp"]
-        if stages == 1:
-            return [groups]
-        if self.model is None:
-            raise FileNotFoundError(
-                f"{self.files.folder} has the optimizer of {stages} pipeline stages, but no model that would say which parameters each stage has"
-            )
-        return [[[n for n in group if n in set(names)] for group in groups] for names in self.model.stages]
-
-    def _shape(self, name: str) -> tuple[int, ...] | None:
-        """What a rank held of a parameter, where that is known."""
-        if self.model is not None and name in self.model.parts:
-            return self.model.parts[name][0].shape
-        need = self.needs.get(name)
-        return None if need is None or need.dim is not None else need.shape
-
-    def _plan(self) -> dict[str, Joint]:
-        """How to make every tensor of the state. Raises ValueError if something does not fit."""
-        problems = [self._odd_problem(label) for label in self.state.odd]
-        found = {}
-        for kind in self.state.kinds:
-            for part in self.parts:
-                for key in self.targets[part.name].keys:
-                    if joining.is_there(self.state.parts, f"{kind}/{key}"):
-                        try:
-                            found[f"{kind}/{key}"] = joining.joint(self.state.parts, key, self.needs, f"{kind}/")
-                        except ValueError as error:
-                            problems.append(str(error))
-        problems = [p for p in problems if p]
-        if problems:
-            raise ValueError(f"cannot load the optimizer of {self.files.folder}: " + "; ".join(problems[:8]))
-        return found
-
-    def _odd_problem(self, label: str) -> str:
-        held = self.state.odd[label]
-        first = held[0].read()
-        if all(h.shape == held[0].shape and torch.equal(first, h.read()) for h in held[1:]):
-            return ""
-        return (
-            f"{label} has shape {list(held[0].shape)}, not its parameter's, and is different on each rank: how it would be joined is not known. Load it into "
-            "the same layout with parallel_layers.load, or leave the optimizer out"
-        )
-
-    def load(self, absent: set[str]) -> None:
-        """Fill the optimizer. absent: weights of the model that take their master weight's value."""
-        zero = contents.is_zero1(self.optimizer)
-        if zero:
-            contents.inner(self.optimizer).init_zero()
-            self.parts = contents.parts_of(self.optimizer, self.names)
-        base = contents.stepping(self.optimizer)
-        reading._set_options(self.optimizer, self._groups(), {p.parameter: self.targets[p.name].keys for p in self.parts})
-        on_device = reading._on_device(base)
-        base.state.clear()
-        pace = Pace()
-        with torch.no_grad():
-            for part in self.parts:
-                found = self._plain(part, on_device)
-                for kind in self.state.kinds:
-                    if f"{kind}/{self.targets[part.name].keys[0]}" in self.joints:
-                        self._take(part, kind, found, part.name in absent)
-                        pace.add(part.parameter)
-                if found:
-                    base.state[part.held] = found
-            if zero and self.has_masters:
-                contents.inner(self.optimizer)._publish([part.parameter for part in self.parts])
-        if zero:
-            contents.inner(self.optimizer)._share_options(contents.inner(self.optimizer).param_groups, base.param_groups)
-        executor.sync()
-
-    def _take(self, part: Part, kind: str, found: dict[str, Any], absent: bool) -> None:
-        values = tuple(self.joints[f"{kind}/{k}"].read() for k in self.targets[part.name].keys)
-        full = values if len(values) > 1 else values[0]
-        if kind != MASTER:
-            found[kind] = _like(part, full)
-        elif part.held is not part.parameter:
-            part.held.detach().copy_(_like(part, full))
-        elif absent:
-            write(part.parameter, full)
-
-    def _plain(self, part: Part, on_device: bool) -> dict[str, Any]:
-        """What is not shaped like the parameter."""
-        name = self._source(part)
-        found = {kind: reading._plain(v, part, on_device) for kind, v in self.state.plain.get(name, {}).items()}
-        for label, held in self.state.odd.items():
-            kind, _, of = label.partition("/")
-            if of == name:
-                found[kind] = reading._plain(held[0].read().clone(), part, on_device)
-        return found
-
-    def _source(self, part: Part) -> str:
-        """The name that the files have a parameter's state under."""
-        key = self.targets[part.name].keys[0]
-        there = {n for group in self.state.groups for n in group["params"]}
-        fused = joining.fused_name(key)
-        return next((n for n in (part.name, key, fused[0] if fused else key) if n in there), part.name)
-
-    def _groups(self) -> list[dict[str, Any]]:
-        """Groups with the keys of their parameters."""
-        found = []
-        for group in self.state.groups:
-            keys = [k for name in group["params"] for k in ([name] if not name.endswith("_qkv") else [name, *joining.separate_names(name)])]
-            found.append({**group, "params": keys})
-        return found
-
-
-def _like(part: Part, full: full_weights.Full) -> torch.Tensor:
-    """A full tensor as the optimizer keeps it for a parameter: each rank's part, under ZeRO-1 its rows of that."""
-    p = part.parameter
-    if p.device.type != "xla":
-        return full_weights.cut_full(p, full, world.first()).reshape(p.shape).clone()
-    axes, dim = ((), 0) if not full_weights.is_shared_out(p) else (sharded.axes_of(layer_groups.tensor_parallel()), p.partition_dim)  # type: ignore[attr-defined]
-    found = sharded.from_ranks(lambda r: full_weights.cut_full(p, full, r).reshape(p.shape).contiguous(), axes, dim)
-    return found if part.rows is None else part.rows.cut(found)

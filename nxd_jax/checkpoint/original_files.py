@@ -208,6 +208,7 @@ def find(folder: Path, trust: bool = True) -> Files:
         )
     _check_complete(found.model, folder, dp=False)
     _check_complete(found.optimizer, folder, dp=True)
+    _check_same_ranks(found)
     return found
 
 
@@ -267,7 +268,24 @@ def _check_complete(files: Mapping[Rank, File], folder: Path, dp: bool) -> None:
     ]
     missing = [r for r in needed if r not in files]
     if missing:
+        path = files[min(files)].path
+        name = missing[0].file_name(sizes["ep"] > 1)
+        place = f", {path.parent.name}/{name}" if _TRAINER.fullmatch(path.name) else ""
         raise FileNotFoundError(
-            f"{folder} has files of {len(files)} ranks out of {len(needed)}: that of {missing[0]} is missing ({len(missing)} are). Copy the files of all "
-            "nodes into one folder"
+            f"{folder} has files of {len(files)} ranks out of {len(needed)}: that of {missing[0]} is missing{place} ({len(missing)} are). Copy the files of "
+            "all nodes into one folder"
+        )
+
+
+def _check_same_ranks(files: Files) -> None:
+    """The model's and the optimizer's files must be of the same tensor- and pipeline-parallel ranks."""
+    if not files.model or not files.optimizer:
+        return
+    model, optimizer = ({name: 1 + max(getattr(r, name) for r in own) for name in ("tp", "pp")} for own in (files.model, files.optimizer))
+    if model != optimizer:
+        said = " and ".join(
+            f"those of the {what} of tp {n['tp']}, pp {n['pp']}" for what, n in (("model", model), ("optimizer", optimizer))
+        )
+        raise ValueError(
+            f"the files in {files.folder} are of different runs, or some are missing: {said}. Copy the files of all nodes of one run into one folder"
         )

@@ -17,13 +17,27 @@ MASTER = "master"
 
 @dataclasses.dataclass
 class ModelState:
-    """The model's tensors. parts: by name what each tensor-parallel rank held (expert-parallel rank 0), stages united. stages: names of each stage.
-    absent: names of those whose values are only in the optimizer's master weights. other: what is no tensor."""
+    """The model's tensors. parts: by name what each tensor-parallel rank held (expert-parallel rank 0), pipeline ranks united. stages: names of each pipeline
+    rank, in its order. absent: names of those whose values are only in the optimizer's master weights. other: what is no tensor. again: what further pipeline
+    ranks held of a tensor that several have, by name and rank."""
 
     parts: dict[str, list[Held]]
     stages: list[list[str]]
     absent: set[str]
     other: dict[str, Any]
+    again: dict[tuple[str, int], list[Held]] = dataclasses.field(default_factory=dict)
+
+    def ranks_of(self, name: str) -> list[int]:
+        """The pipeline ranks whose files have a tensor; none if there is one rank."""
+        return [k for k, names in enumerate(self.stages) if name in names] if len(self.stages) > 1 else []
+
+    def differing(self) -> list[str]:
+        """For each tensor that several pipeline ranks have in different values: a sentence."""
+        return [
+            f"{name} is not the same in the files of pipeline ranks {self.ranks_of(name)[0]} and {stage}: they are of different checkpoints"
+            for (name, stage), held in self.again.items()
+            if not same_values(self.parts[name], held)
+        ]
 
 
 def model_state(files: Mapping[Rank, File], ep: int = 0) -> ModelState:
@@ -37,11 +51,20 @@ def model_state(files: Mapping[Rank, File], ep: int = 0) -> ModelState:
         found.stages.append([name for name, value in states[0].items() if is_tensor(value)])
         for name in found.stages[-1]:
             values = [s[name] for s in states]
-            found.parts.setdefault(name, [_held(f, v) for f, v in zip(group, values, strict=True)])
-            if not all(f.holds(v) for f, v in zip(group, values, strict=True)):
+            held = [_held(f, v) for f, v in zip(group, values, strict=True)]
+            there = all(f.holds(v) for f, v in zip(group, values, strict=True))
+            if found.parts.setdefault(name, held) is not held and there and name not in found.absent:
+                found.again[name, stage] = held
+            if not there:
                 found.absent.add(name)
         found.other.update({k: v for k, v in states[0].items() if not is_tensor(v)})
     return found
+
+
+def same_values(one: Sequence[Held], other: Sequence[Held]) -> bool:
+    """Whether each tensor-parallel rank held the same in two tensors."""
+    pairs = list(zip(one, other, strict=True))
+    return all(a.shape == b.shape and a.dtype == b.dtype for a, b in pairs) and all(torch.equal(a.read(), b.read()) for a, b in pairs)
 
 
 def _check_names(group: Sequence[File], states: Sequence[Any]) -> None:
@@ -90,9 +113,9 @@ def is_zero(data: object) -> bool:
     raise ValueError(f"no state of an optimizer: it needs state and param_groups (ZeRO-1: also base_state and shape_info), there is {keys}")
 
 
-def counts(files: Mapping[Rank, File]) -> list[int]:
-    """Parameters in each group of the first stage's optimizer."""
-    return [len(g["params"]) for g in files[min(files)].data["param_groups"]]
+def counts(files: Mapping[Rank, File], pp: int = 0) -> list[int]:
+    """Parameters in each group of a pipeline rank's optimizer."""
+    return [len(g["params"]) for g in files[Rank(pp=pp)].data["param_groups"]]
 
 
 def optimizer_state(
@@ -100,8 +123,8 @@ def optimizer_state(
 ) -> OptimizerState:
     """The optimizer's state by parameter.
 
-    names: for each stage, for each group: the names of its parameters in order. shape_of: what a rank held of a parameter, for files that do not say (those
-    of ZeRO-1 do). Raises ValueError if there are more or fewer.
+    names: for each pipeline rank, for each group: the names of its parameters in order. shape_of: what a rank held of a parameter, for files that do not say
+    (those of ZeRO-1 do). What several pipeline ranks have (tied weights) is the first one's. Raises ValueError if there are more or fewer.
     """
     sizes = files.sizes
     if sizes["ep"] > 1:
@@ -131,9 +154,11 @@ def _add_stage(
     for k, (group, own) in enumerate(zip(groups, names, strict=True)):
         if len(found.groups) <= k:
             found.groups.append({**{o: v for o, v in group.items() if o != "params"}, "params": []})
-        found.groups[k]["params"] += own
+        known = set(found.groups[k]["params"])
+        found.groups[k]["params"] += [name for name in own if name not in known]
         for index, name in zip(group["params"], own, strict=True):
-            _add_parameter(found, grid, index, name, shape_of)
+            if name not in known:
+                _add_parameter(found, grid, index, name, shape_of)
 
 
 def _add_parameter(found: OptimizerState, grid: Sequence[Sequence[File]], index: int, name: str, shape_of: Callable[[str], Any]) -> None:

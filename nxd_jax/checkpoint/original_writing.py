@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from nxd_jax.checkpoint import contents, savers, tags, writing
+from nxd_jax.checkpoint import contents, pipeline_ranks, reading, savers, tags, writing
 from nxd_jax.checkpoint.original_files import Rank
 from nxd_jax.checkpoint.storage import create_checkpoint_storage
 from nxd_jax.tensor_parallel import parallel_groups, rank_states
@@ -18,6 +19,8 @@ from torch_bridge import nested
 from torch_bridge.mesh import groups, processes, world
 from torch_bridge.runtime import executor
 from torch_bridge.torch_xla.utils import serialization as xser_format
+
+logger = logging.getLogger("nxd_jax")
 
 
 def export_original(
@@ -29,10 +32,11 @@ def export_original(
     user_content: object = None,
     xser: bool = False,
 ) -> None:
-    """Write a tag that NxD loads with as many tensor- and (under ZeRO-1) data-parallel ranks as there are now: its own `save_checkpoint`.
+    """Write a tag that NxD loads with as many tensor-, pipeline- and (under ZeRO-1) data-parallel ranks as there are now: its own `save_checkpoint`.
 
     path: a directory, or an address that fsspec knows. model: a module or a state dict; optimizer: `initialize_parallel_optimizer`'s, or one of torch.
     xser: a file for each tensor (`use_xser=True`). Complete tags of that name are replaced once the new one is written. All processes must call it.
+    Of a pipeline each rank's file has the weights of its own stages, stage s with rank s modulo their number; the optimizer needs the model.
 
     Under ZeRO-1 with context parallelism, the number after `dp_rank_` counts all ranks that share a parameter out. Raises NotImplementedError for an
     optimizer under expert parallelism, ValueError if there is nothing to write.
@@ -44,7 +48,7 @@ def export_original(
     executor.sync()
     parts = {} if model is None else {"model": model_files(model, xser)}
     if optimizer is not None:
-        parts["optim"] = optimizer_files(optimizer, xser)
+        parts["optim"] = optimizer_files(optimizer, xser, model)
     first = world.process_index() == 0
     name = storage.begin(tag).name if first else ""
     folder = storage.root / processes.exchange("export_original", name.encode())[0].decode()
@@ -98,11 +102,12 @@ def _write_rest(folder: Path, scheduler: Any, user_content: object) -> None:
 class RankFiles:
     """`model/` or `optim/`, ready to be written.
 
-    state: what stands for all ranks' states. ranks: for each file that is written here the rank whose state it holds. experts: names tell expert-parallel
-    ranks, and the tensors `of_experts` are marked. without: tensors whose values are left out, with `xser`.
+    states: for each pipeline rank what stands for all its ranks' states; one for all if they have the same. ranks: for each file that is written here the rank
+    whose state it holds. experts: names tell expert-parallel ranks, and the tensors `of_experts` are marked. without: tensors whose values are left out, with
+    `xser`.
     """
 
-    state: Any
+    states: Sequence[Any]
     ranks: Mapping[Rank, int]
     xser: bool
     experts: bool = False
@@ -110,40 +115,77 @@ class RankFiles:
     without: Collection[str] = ()
     bytes: int = 0
     """Of the tensors written."""
-    _held: list[Any] | None = None
+    _held: dict[Rank, Any] | None = None
 
     def hold(self) -> None:
         """Copy to the host what is to be written: from now on nothing changes it."""
-        self._held = rank_states.split(self.state, list(self.ranks.values()), torch.clone)
-        self.state = None
+        self._held = {}
+        for pp in {rank.pp for rank in self.ranks}:
+            own = [rank for rank in self.ranks if rank.pp == pp]
+            found = rank_states.split(self._state(pp), [self.ranks[rank] for rank in own], torch.clone)
+            self._held.update(zip(own, found, strict=True))
+        self.states = ()
+
+    def _state(self, pp: int) -> Any:
+        return self.states[pp] if len(self.states) > 1 else self.states[0]
 
     def write(self, folder: Path) -> None:
         """All processes call it. Unless all is held, one rank's state at a time is on the host."""
-        for k, (rank, r) in enumerate(self.ranks.items()):
-            own = self._held[k] if self._held is not None else rank_states.split(self.state, [r], _alone)[0]
+        for rank, r in self.ranks.items():
+            own = self._held[rank] if self._held is not None else rank_states.split(self._state(rank.pp), [r], _alone)[0]
             for name in self.of_experts:
-                own[name].expert_model_parallel = True
+                if name in own:
+                    own[name].expert_model_parallel = True
             self.bytes += sum(t.nbytes for t in nested.collect(own, _is_tensor))
-            write(folder / rank.file_name(self.experts), own, self.xser, self.without)
+            write(folder / rank.file_name(self.experts), own, self.xser, [name for name in self.without if name in own])
 
 
 def model_files(model: torch.nn.Module, xser: bool, without: Collection[str] = ()) -> RankFiles:
-    """A model's (a module, or a state dict). without: names of weights to leave out. Raises ValueError for these unless `xser`."""
+    """A model's (a module, or a state dict). without: names of weights to leave out. Raises ValueError for these unless `xser`, and for a pipeline's state
+    dict."""
     if without and not xser:
         raise ValueError(
             "weights whose master weights are in the optimizer's state can be left out of NxD's files only where each tensor has its own: "
             "save_checkpoint(..., avoid_saving_lower_precision_weights=True) needs use_xser=True, or NXD_JAX_CHECKPOINT_FORMAT=nxd"
         )
     found = contents.of_model(model)
-    state: dict[str, Any] = {name: t.detach() for name, (t, _) in found.tensors.items()}
-    of_experts = [name for name, (t, _) in found.tensors.items() if getattr(t, "expert_model_parallel", False)]
+    tensors = {name: t for name, (t, _) in found.tensors.items()}
+    state: dict[str, Any] = {name: t.detach() for name, t in tensors.items()}
+    of_experts = [name for name, t in tensors.items() if getattr(t, "expert_model_parallel", False)]
     tp, pp, ep = (_places_in(kind) for kind in ("tp", "pp", "ep"))
     ranks = _firsts({r: Rank(0, tp[r], pp[r], ep[r]) for r in range(world.size())})
-    return RankFiles({**state, **found.other["other"]}, ranks, xser, _expert_parallel(), of_experts, without)
+    other = found.other["other"]
+    by_rank = pipeline_ranks.names_of(model, tensors)
+    states = [{**state, **other}] if by_rank is None else _of_stages(state, other, by_rank)
+    left_out = without if by_rank is None else _with_aliases(without, tensors)
+    return RankFiles(states, ranks, xser, _expert_parallel(), of_experts, left_out)
 
 
-def optimizer_files(optimizer: torch.optim.Optimizer, xser: bool) -> RankFiles:
-    """An optimizer's, or those of its state dict. Raises NotImplementedError under expert parallelism."""
+def _of_stages(state: Mapping[str, Any], other: Mapping[str, Any], by_rank: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
+    """What each pipeline rank has of a state, and of what is no tensor that which belongs to its modules."""
+    unused = pipeline_ranks.unused(state, by_rank)
+    if unused:
+        logger.warning("no stage of the pipeline uses %s: NxD's files do not have them", reading.listed(unused))
+    parents = [{name.rpartition(".")[0] for name in names} for names in by_rank]
+    known = set().union(*parents)
+    found = []
+    for names, own in zip(by_rank, parents, strict=True):
+        extra = {k: v for k, v in other.items() if (parent := k.rpartition(".")[0]) in own or parent not in known}
+        found.append({**{name: state[name] for name in names}, **extra})
+    return found
+
+
+def _with_aliases(names: Collection[str], tensors: Mapping[str, torch.Tensor]) -> list[str]:
+    """Names with the other ones of the same tensors."""
+    same = {id(tensors[name]) for name in names if name in tensors}
+    return [name for name, t in tensors.items() if id(t) in same]
+
+
+def optimizer_files(optimizer: torch.optim.Optimizer, xser: bool, model: Any = None) -> RankFiles:
+    """An optimizer's, or those of its state dict. model: of a pipeline, which says which parameters each rank has.
+
+    Raises NotImplementedError under expert parallelism, ValueError for a pipeline without its model or the optimizer itself.
+    """
     if _expert_parallel():
         raise NotImplementedError(
             "optimizers under expert parallelism cannot be written in NxD's format: pass optimizer=None, or use nxd.save_checkpoint with "
@@ -151,7 +193,49 @@ def optimizer_files(optimizer: torch.optim.Optimizer, xser: bool) -> RankFiles:
         )
     state, place = _optimizer_state(optimizer)
     tp, pp = (_places_in(kind) for kind in ("tp", "pp"))
-    return RankFiles(state, _firsts({r: Rank(place(r), tp[r], pp[r]) for r in range(world.size())}), xser)
+    ranks = _firsts({r: Rank(place(r), tp[r], pp[r]) for r in range(world.size())})
+    numbers = _numbers(optimizer, state, model)
+    return RankFiles([state] if numbers is None else [_renumbered(state, own) for own in numbers], ranks, xser)
+
+
+def _numbers(optimizer: Any, state: Mapping[str, Any], model: Any) -> list[list[list[int]]] | None:
+    """For each pipeline rank, for each group: the numbers of its parameters in the whole optimizer, in the rank's order. None without a pipeline."""
+    tensors = contents.state_of(model, saving=False) if isinstance(model, torch.nn.Module) else {}
+    by_rank = pipeline_ranks.names_of(model, tensors)
+    given = isinstance(optimizer, Mapping)
+    params = [] if given else [p for group in contents.inner(optimizer).param_groups for p in group["params"]]
+    if by_rank is None:
+        if any(pipeline_ranks.rank_of(t) is not None for t in params or nested.collect(state, _is_tensor)):
+            raise ValueError(
+                "NxD's files have the optimizer of each pipeline rank, and which parameters that has is in the model: pass model= as well"
+            )
+        return None
+    if given:
+        raise ValueError("the state dict of a pipeline's optimizer does not say which parameters are which: give the optimizer itself")
+    names = contents.names_of(model)
+    foreign = sum(p not in names for p in params)
+    if foreign:
+        raise ValueError(f"{foreign} of the optimizer's {len(params)} parameters are not the model's: give the model that it was made for")
+    number = {names[p]: k for k, p in enumerate(params)}
+    local = [[names[t] for name in own if (t := tensors[name]) in names] for own in by_rank]
+    order, groups = list(names.values()), [[names[p] for p in group["params"]] for group in contents.inner(optimizer).param_groups]
+    return [[[number[n] for n in pipeline_ranks.numbered(group, own, order)] for group in groups] for own in local]
+
+
+_BY_NUMBER = ("state", "base_state", "shape_info", "sharded_master_weights")
+
+
+def _renumbered(state: Mapping[str, Any], groups: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """An optimizer's state with some of its parameters, numbered anew."""
+    new = {old: k for k, old in enumerate(old for group in groups for old in group)}
+    found = dict(state)
+    for key in _BY_NUMBER:
+        if key in state:
+            found[key] = {new[old]: state[key][old] for old in new if old in state[key]}
+    found["param_groups"] = [
+        {**group, "params": [new[old] for old in own]} for group, own in zip(state["param_groups"], groups, strict=True)
+    ]
+    return found
 
 
 def _places_in(kind: str) -> dict[int, int]:

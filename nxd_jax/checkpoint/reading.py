@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from nxd_jax import _progress
-from nxd_jax.checkpoint import arrays, contents, heads, orbax_files, placement, writing
+from nxd_jax.checkpoint import arrays, contents, heads, orbax_files, pipeline_ranks, placement, writing
 from nxd_jax.checkpoint.contents import Part
 from nxd_jax.checkpoint.orbax_files import DamagedCheckpointError
 from nxd_jax.checkpoint.placement import Placement
@@ -22,6 +22,8 @@ from nxd_jax.tensor_parallel import full_weights
 from torch_bridge import nested
 from torch_bridge.ir import dtypes
 from torch_bridge.mesh import world
+from torch_bridge.recorder import placed
+from torch_bridge.recorder.tensor import XLATensor
 from torch_bridge.runtime import executor, transfer
 
 logger = logging.getLogger("nxd_jax")
@@ -61,6 +63,11 @@ class Folder:
 
     def entry(self, name: str) -> dict[str, Any]:
         found: dict[str, Any] = self.entries[self.key(name)]
+        return found
+
+    def rank_of(self, name: str) -> int | None:
+        """The pipeline rank that an array lay with; None without a pipeline."""
+        found: int | None = self.entry(name).get(pipeline_ranks.AXIS)
         return found
 
     def apart(self, name: str, like: torch.Tensor | None = None) -> Placement | None:
@@ -115,7 +122,7 @@ class Folder:
             for key in w.keys:
                 layer, stored, how = targets[key, number]
                 parts.append(self._tensor(self._there(found[layer][stored], stored), how, self.entry(key)))
-            made.append((w, arrays.joined(parts, w.where) if w.where is not None else self._on_cpu(parts, w)))
+            made.append((w, self._on_xla(parts, w) if w.where is not None else self._on_cpu(parts, w)))
         executor.sync()
         return made
 
@@ -131,6 +138,13 @@ class Folder:
             return arrays.piece_tensor(array, how, dtype)
         host = transfer.from_numpy(np.array(array).reshape(entry["stored"])).to(dtype)
         return _cut_to(host, entry)
+
+    def _on_xla(self, parts: list[torch.Tensor], w: Wanted) -> torch.Tensor:
+        """A tensor where the one lies that it is for: on the cores of its pipeline stage, say."""
+        assert w.where is not None
+        value = arrays.joined(parts, w.where)
+        home = placed.place_of(w.tensor) if isinstance(w.tensor, XLATensor) else None
+        return value if home is None else placed.moved(value, home)
 
     def _on_cpu(self, parts: list[torch.Tensor], w: Wanted) -> torch.Tensor:
         full = parts[0] if len(parts) == 1 else tuple(parts)
@@ -211,9 +225,9 @@ def load_model(path: Path, model: contents.Model, strict: bool, master: Path | N
             there.append(Wanted(name, tuple(f"master/{k}" for k in keys), where, t))
         else:
             missing.append(name)
-    unexpected = sorted(folder.names().keys() - used - _inside(used, folder)) + [
-        k for k in other if k not in target.other["other"] and k != "lora_config"
-    ]
+    missing = [pipeline_ranks.said(name, pipeline_ranks.rank_of(target.tensors[name][0])) for name in missing]
+    unexpected = [pipeline_ranks.said(name, folder.rank_of(name)) for name in sorted(folder.names().keys() - used - _inside(used, folder))]
+    unexpected += [k for k in other if k not in target.other["other"] and k != "lora_config"]
     problems = _shape_problems(folder, here) + (_shape_problems(spare, there) if spare is not None else [])
     refuse(path, module, problems, missing, [] if strict and adapters else unexpected, strict)
     _warn_of_heads(folder, here)
@@ -309,7 +323,7 @@ def load_optimizer(path: Path, optimizer: torch.optim.Optimizer, model: contents
     _refuse_empty("optimizer", optimizer)
     parts = _named(contents.parts_of(optimizer, contents.names_of(model)), saved["order"])
     keys = {part.name: contents.keys_of(part.name, part.placement()) for part in parts}
-    _check_parameters(path, saved, keys)
+    _check_parameters(path, saved, keys, {part.name: pipeline_ranks.rank_of(part.parameter) for part in parts})
     wanted = [w for part in parts for w in _state_wanted(folder, saved, part, keys[part.name])]
     like = set(saved["like"])
     problems = _shape_problems(folder, [w for w in wanted if w.keys[0] in like])
@@ -368,14 +382,15 @@ def _named(parts: list[Part], order: Sequence[str]) -> list[Part]:
     return [dataclasses.replace(part, name=name) for part, name in zip(parts, order, strict=True)]
 
 
-def _check_parameters(path: Path, saved: Any, keys: Mapping[str, list[str]]) -> None:
+def _check_parameters(path: Path, saved: Any, keys: Mapping[str, list[str]], ranks: Mapping[str, int | None]) -> None:
     known = set(saved["order"])
     absent = [name for name, own in keys.items() if not known.issuperset(own)]
     if absent:
         hint = (
             "pass model= as well, so that parameters go by name" if all(n.isdigit() for n in absent) else "was it saved from another model?"
         )
-        raise ValueError(f"{path} has no state for {listed(absent)}; it has {listed(saved['order'])}: {hint}")
+        shown = listed([pipeline_ranks.said(name, ranks[name]) for name in absent])
+        raise ValueError(f"{path} has no state for {shown}; it has {listed(saved['order'])}: {hint}")
 
 
 def _state_wanted(folder: Folder, saved: Any, part: Part, keys: Sequence[str]) -> list[Wanted]:

@@ -147,7 +147,7 @@ def _verify_original(folder: Path, report: Report, progress: Progress, trust: bo
             label = f"{file.path.relative_to(folder)}: {name}"
             report.check(label, functools.partial(file.tensor, value), shape)
     if files.model and not report.problems:
-        original_states.model_state(files.model)
+        report.problems += original_states.model_state(files.model).differing()
 
 
 def _tensors(data: object, path: str = "") -> Iterator[tuple[str, Any]]:

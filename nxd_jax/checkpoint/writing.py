@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import torch
 
-from nxd_jax.checkpoint import arrays, contents, heads, orbax_files
+from nxd_jax.checkpoint import arrays, contents, heads, orbax_files, pipeline_ranks
 from nxd_jax.checkpoint.contents import Contents, Part
 from nxd_jax.checkpoint.placement import Placement
 from nxd_jax.tensor_parallel import parallel_groups, rank_states
@@ -136,6 +136,8 @@ def _item(found: Contents) -> Item:
             entries[key] = _entry(piece.full_shape(where.shape), how.shape, t.dtype)
             if where.apart:
                 entries[key]["apart"] = list(piece.part)
+            if (rank := pipeline_ranks.rank_of(t)) is not None:
+                entries[key][pipeline_ranks.AXIS] = rank
             if piece is where.pieces[0] and heads.arrangement(t):
                 entries[key]["heads"] = heads.arrangement(t)
     executor.sync()

@@ -55,7 +55,8 @@ def save_checkpoint(
     weights whose master weights are in the optimizer's state. The random states of Python, numpy, torch and xla are saved too.
 
     With the environment's NXD_JAX_CHECKPOINT_FORMAT=original the folders of model and optimizer hold NxD's own files instead of full arrays: one for each of
-    its ranks, with use_xser one for each tensor too. They load here all the same.
+    its ranks, with use_xser one for each tensor too. They load here all the same. Of a pipeline each rank's has what its own stages read; that needs the model
+    and the optimizer themselves.
 
     num_workers, zero1_optimizer, use_zero1_dcp and nxd_config are accepted without effect, so is use_xser otherwise. All processes must call it.
 
@@ -78,7 +79,7 @@ def save_checkpoint(
         job.items[writing.MODEL] = original_writing.model_files(model, use_xser, covered) if theirs else writing.model_item(model, covered)
     if optimizer is not None:
         job.items[writing.OPTIMIZER] = (
-            original_writing.optimizer_files(optimizer, use_xser) if theirs else writing.optimizer_item(optimizer, model)
+            original_writing.optimizer_files(optimizer, use_xser, model) if theirs else writing.optimizer_item(optimizer, model)
         )
     if scheduler is not None:
         job.files[writing.SCHEDULER] = writing.pickled(scheduler.state_dict())

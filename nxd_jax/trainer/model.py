@@ -74,6 +74,9 @@ class NxDModel(Wrapper, nn.Module):
     def _nxd_inner(self) -> nn.Module:
         return self.module
 
+    def _nxd_pipeline(self) -> NxDPPModel | None:
+        return self.pipeline
+
     @property
     def dtype(self) -> torch.dtype:
         """The model's `dtype` if it says one, else its first floating-point parameter's (float32 without parameters)."""

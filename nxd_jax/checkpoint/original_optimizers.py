@@ -1,0 +1,196 @@
+"""Optimizers filled from NxD's files, whatever ranks wrote them and whatever ranks there are now."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from nxd_jax.checkpoint import contents, joining, original_states, pipeline_ranks, reading
+from nxd_jax.checkpoint.contents import Part
+from nxd_jax.checkpoint.joining import Joint
+from nxd_jax.checkpoint.original_files import Files
+from nxd_jax.checkpoint.original_states import MASTER
+from nxd_jax.checkpoint.targets import Pace, target_of, write
+from nxd_jax.tensor_parallel import full_weights, layer_groups
+from torch_bridge.mesh import world
+from torch_bridge.recorder import sharded
+from torch_bridge.runtime import executor
+
+
+def _aliases(model: Any, names: Mapping[torch.Tensor, str]) -> dict[str, str]:
+    """Names of a model's parameters by their other names (of tied weights)."""
+    if not names:
+        return {}
+    return {
+        name: first
+        for name, t in contents.state_of(model, saving=False).items()
+        if isinstance(t, torch.Tensor) and (first := names.get(t, name)) != name
+    }
+
+
+def _sizes(names: Sequence[Sequence[Sequence[str]]]) -> list[list[int]]:
+    return [[len(group) for group in groups] for groups in names]
+
+
+class Optimizer:
+    """An optimizer to fill from a checkpoint's files."""
+
+    def __init__(self, files: Files, optimizer: Any, model: Any):
+        if not files.optimizer:
+            raise FileNotFoundError(f"the checkpoint {files.folder} holds no optimizer: do not pass optimizer=, or load another tag")
+        self.files = files
+        self.optimizer = optimizer
+        self.names = contents.names_of(model)
+        self.aliases = _aliases(model, self.names)
+        self.here = pipeline_ranks.names_if_known(model, contents.state_of(model, saving=False)) if self.names else None
+        self.model = original_states.model_state(files.model) if files.model else None
+        self.parts = contents.parts_of(optimizer, self.names)
+        self.targets = {part.name: target_of(part.name, part.parameter) for part in self.parts}
+        self.needs = {k: n for t in self.targets.values() for k, n in t.needs.items()}
+        self.state = original_states.optimizer_state(files, self._names_by_stage(), self._shape)
+        self.joints = self._plan()
+
+    @property
+    def has_masters(self) -> bool:
+        """Whether there are master weights."""
+        return MASTER in self.state.kinds
+
+    def _names_by_stage(self) -> list[list[list[str]]]:
+        """For each pipeline rank, for each group: the names of the parameters that the files number."""
+        groups, k = [], 0
+        known = [name for stage in self.model.stages for name in stage] if self.model is not None else []
+        for group in contents.inner(self.optimizer).param_groups:
+            own = [part.name for part in self.parts[k : k + len(group["params"])]]
+            k += len(own)
+            groups.append(original_states.file_names(own, known) if known else own)
+        stages = self.files.sizes["pp"]
+        if stages == 1:
+            return [groups]
+        if self.model is None:
+            raise FileNotFoundError(
+                f"{self.files.folder} has the optimizer of {stages} pipeline ranks, but no model that would say which parameters each rank has"
+            )
+        if not self.names:
+            raise ValueError(
+                f"{self.files.folder} has the optimizer of {stages} pipeline ranks, each with its own parameters: pass model= as well, so that they go by name"
+            )
+        whole = original_states.file_names(list(self.names.values()), known)
+        found = self._numbered(groups, self.model.stages, whole)
+        counts = [original_states.counts(self.files.optimizer, stage) for stage in range(stages)]
+        if (
+            counts != _sizes(found) and self.here is not None and len(self.here) == stages
+        ):  # the model's files do not have all: adapters alone, say
+            other = self._numbered(groups, self.here, whole)
+            return other if counts == _sizes(other) else found
+        return found
+
+    def _numbered(self, groups: Sequence[Sequence[str]], local: Sequence[Sequence[str]], whole: Sequence[str]) -> list[list[list[str]]]:
+        own = [[self.aliases.get(name, name) for name in names] for names in local]
+        return [[pipeline_ranks.numbered(group, names, whole) for group in groups] for names in own]
+
+    def _shape(self, name: str) -> tuple[int, ...] | None:
+        """What a rank held of a parameter, where that is known."""
+        if self.model is not None and name in self.model.parts:
+            return self.model.parts[name][0].shape
+        need = self.needs.get(name)
+        return None if need is None or need.dim is not None else need.shape
+
+    def _plan(self) -> dict[str, Joint]:
+        """How to make every tensor of the state. Raises ValueError if something does not fit."""
+        problems = [self._odd_problem(label) for label in self.state.odd]
+        found = {}
+        for kind in self.state.kinds:
+            for part in self.parts:
+                for key in self.targets[part.name].keys:
+                    if joining.is_there(self.state.parts, f"{kind}/{key}"):
+                        try:
+                            found[f"{kind}/{key}"] = joining.joint(self.state.parts, key, self.needs, f"{kind}/")
+                        except ValueError as error:
+                            problems.append(str(error))
+        problems = [p for p in problems if p]
+        if problems:
+            raise ValueError(f"cannot load the optimizer of {self.files.folder}: " + "; ".join(problems[:8]))
+        return found
+
+    def _odd_problem(self, label: str) -> str:
+        held = self.state.odd[label]
+        first = held[0].read()
+        if all(h.shape == held[0].shape and torch.equal(first, h.read()) for h in held[1:]):
+            return ""
+        return (
+            f"{label} has shape {list(held[0].shape)}, not its parameter's, and is different on each rank: how it would be joined is not known. Load it into "
+            "the same layout with parallel_layers.load, or leave the optimizer out"
+        )
+
+    def load(self, absent: set[str]) -> None:
+        """Fill the optimizer. absent: weights of the model that take their master weight's value."""
+        zero = contents.is_zero1(self.optimizer)
+        if zero:
+            contents.inner(self.optimizer).init_zero()
+            self.parts = contents.parts_of(self.optimizer, self.names)
+        base = contents.stepping(self.optimizer)
+        reading._set_options(self.optimizer, self._groups(), {p.parameter: self.targets[p.name].keys for p in self.parts})
+        on_device = reading._on_device(base)
+        base.state.clear()
+        pace = Pace()
+        with torch.no_grad():
+            for part in self.parts:
+                found = self._plain(part, on_device)
+                for kind in self.state.kinds:
+                    if f"{kind}/{self.targets[part.name].keys[0]}" in self.joints:
+                        self._take(part, kind, found, part.name in absent)
+                        pace.add(part.parameter)
+                if found:
+                    base.state[part.held] = found
+            if zero and self.has_masters:
+                contents.inner(self.optimizer)._publish([part.parameter for part in self.parts])
+        if zero:
+            contents.inner(self.optimizer)._share_options(contents.inner(self.optimizer).param_groups, base.param_groups)
+        executor.sync()
+
+    def _take(self, part: Part, kind: str, found: dict[str, Any], absent: bool) -> None:
+        values = tuple(self.joints[f"{kind}/{k}"].read() for k in self.targets[part.name].keys)
+        full = values if len(values) > 1 else values[0]
+        if kind != MASTER:
+            found[kind] = _like(part, full)
+        elif part.held is not part.parameter:
+            part.held.detach().copy_(_like(part, full))
+        elif absent:
+            write(part.parameter, full)
+
+    def _plain(self, part: Part, on_device: bool) -> dict[str, Any]:
+        """What is not shaped like the parameter."""
+        name = self._source(part)
+        found = {kind: reading._plain(v, part, on_device) for kind, v in self.state.plain.get(name, {}).items()}
+        for label, held in self.state.odd.items():
+            kind, _, of = label.partition("/")
+            if of == name:
+                found[kind] = reading._plain(held[0].read().clone(), part, on_device)
+        return found
+
+    def _source(self, part: Part) -> str:
+        """The name that the files have a parameter's state under."""
+        key = self.targets[part.name].keys[0]
+        there = {n for group in self.state.groups for n in group["params"]}
+        fused = joining.fused_name(key)
+        return next((n for n in (part.name, key, fused[0] if fused else key) if n in there), part.name)
+
+    def _groups(self) -> list[dict[str, Any]]:
+        """Groups with the keys of their parameters."""
+        found = []
+        for group in self.state.groups:
+            keys = [k for name in group["params"] for k in ([name] if not name.endswith("_qkv") else [name, *joining.separate_names(name)])]
+            found.append({**group, "params": keys})
+        return found
+
+
+def _like(part: Part, full: full_weights.Full) -> torch.Tensor:
+    """A full tensor as the optimizer keeps it for a parameter: each rank's part, under ZeRO-1 its rows of that."""
+    p = part.parameter
+    if p.device.type != "xla":
+        return full_weights.cut_full(p, full, world.first()).reshape(p.shape).clone()
+    axes, dim = ((), 0) if not full_weights.is_shared_out(p) else (sharded.axes_of(layer_groups.tensor_parallel()), p.partition_dim)  # type: ignore[attr-defined]
+    found = sharded.from_ranks(lambda r: full_weights.cut_full(p, full, r).reshape(p.shape).contiguous(), axes, dim)
+    return found if part.rows is None else part.rows.cut(found)
