@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from nxd_jax.inspect import timeline_text
 from nxd_jax.inspect.tables import Column, Table
 from nxd_jax.pipeline import schedules
 from nxd_jax.pipeline.schedules import EQUAL, Schedule, ScheduleError, Times
@@ -36,7 +38,7 @@ class RankOfSchedule:
 
 
 class ScheduleTable(Table[RankOfSchedule]):
-    """A row for each rank; `timeline` says when each computation runs, and `picture()` draws it."""
+    """A row for each rank; `timeline` says when each computation runs, `picture()` draws it, and `print` shows it as text below the table."""
 
     def __init__(self, timeline: schedules.Timeline):
         self.timeline = timeline
@@ -64,15 +66,26 @@ class ScheduleTable(Table[RankOfSchedule]):
         note = f"A step takes {timeline.end:g}, of which ranks are idle {timeline.idle_share:.1%}."
         super().__init__(title, rows, columns, note)
 
-    def picture(self, path: str | os.PathLike[str] | None = None) -> Figure:
+    def text(self, width: int | None = None) -> str:
+        """The step as lines of text, one for each rank. width: characters that a line may have; default: those of the terminal."""
+        return timeline_text.text(self.timeline, width)
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}\n\n{self.text()}"
+
+    def picture(self, path: str | os.PathLike[str] | None = None, until: float | None = None) -> Figure:
         """The step as a `matplotlib.figure.Figure` (`nxd_jax.inspect.schedule_picture`)."""
         from nxd_jax.inspect.pictures.schedule import schedule_picture
 
-        return schedule_picture(self.timeline, path)
+        return schedule_picture(self.timeline, path, until)
 
 
 def schedule(
-    which: str | Schedule, stages: int | None = None, microbatches: int | None = None, chunks: int | None = None, times: Times = EQUAL
+    which: str | Schedule,
+    stages: int | None = None,
+    microbatches: int | None = None,
+    chunks: int | None = None,
+    times: Times | Sequence[Times] = EQUAL,
 ) -> ScheduleTable:
     """What a pipeline schedule costs: `print(inspect.schedule("zbv", stages=8, microbatches=32))`.
 
@@ -81,7 +94,7 @@ def schedule(
         stages: stages of all ranks together; a rank has `chunks` of them.
         microbatches: NxD's num_microbatches.
         chunks: NxD's virtual_pipeline_size; default: the fewest that the schedule has (1, or 2 where it needs several).
-        times: what one stage takes for one micro-batch.
+        times: what one stage takes for one micro-batch; of all stages, or of each (`PipelineStep.times`).
 
     Raises ScheduleError for a schedule that cannot be run, or for numbers that it does not allow.
     """
@@ -98,4 +111,8 @@ def schedule(
         if own < 1 or stages % own:
             raise ScheduleError(f"stages={stages} is not a multiple of the {own} stages that each rank has: change stages or chunks")
         plan = schedules.make(which, stages // own, microbatches, own)
+    if isinstance(times, Sequence) and len(times) != plan.stages:
+        raise ScheduleError(
+            f"times has {len(times)} entries, and the schedule {plan.name} has {plan.stages} stages: give one for each, or one for all"
+        )
     return ScheduleTable(schedules.check(plan, times=times))

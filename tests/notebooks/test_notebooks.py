@@ -29,8 +29,8 @@ def test_runs(source: Path, tmp_path: Path) -> None:
     assert time.monotonic() - started < SECONDS
 
 
-def test_there_are_six() -> None:
-    assert [name[:2] for name in NAMES] == [f"{n}_" for n in range(1, 7)]
+def test_there_are_seven() -> None:
+    assert [name[:2] for name in NAMES] == [f"{n}_" for n in range(1, 8)]
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=NAMES)

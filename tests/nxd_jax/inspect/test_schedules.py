@@ -22,7 +22,7 @@ def test_table() -> None:
     ]
     text = str(found)
     assert text.startswith("Schedule 1f1b: 4 stages on 4 ranks, 12 micro-batches\n")
-    assert text.endswith("A step takes 45, of which ranks are idle 20.0%.")
+    assert "\nA step takes 45, of which ranks are idle 20.0%.\n\nrank 0 " in text
 
 
 def test_chunks_and_times() -> None:
@@ -56,6 +56,54 @@ def test_mistakes(arguments: dict[str, Any], said: str) -> None:
         inspect.schedule(**arguments)
 
 
+def test_times_of_each_stage() -> None:
+    found = inspect.schedule("1f1b", stages=2, microbatches=1, times=[Times(1, 1, 1), Times(10, 10, 10)])
+    assert found.timeline.end == 33
+    with pytest.raises(ScheduleError, match="times has 3 entries, and the schedule 1f1b has 2 stages: give one for each, or one for all"):
+        inspect.schedule("1f1b", stages=2, microbatches=1, times=[Times()] * 3)
+
+
+# -- as text ----------------------------------------------------------------------------------------------
+
+
+def test_text() -> None:
+    assert inspect.schedule("1f1b", stages=2, microbatches=2).text(80).splitlines() == [
+        "rank 0 F0 F1 ······B0 -- ···B1 --",
+        "rank 1 ···F0 B0 -- F1 B1 -- ······",
+        "F forward, B backward, · idle",
+    ]
+    assert inspect.schedule("zbv", stages=4, microbatches=2).text(200).splitlines() == [
+        "rank 0 F0 F1 ···f0 i0 w0 f1 i1 I0 w1 I1 W0 W1",
+        "rank 1 ···F0 f0 F1 f1 i0 I0 w0 i1 I1 W0 w1 W1",
+        "F forward, I backward of the input, W backward of the weights, lower case: later chunks of a rank, · idle",
+    ]
+
+
+@pytest.mark.parametrize("name", schedules.KINDS)
+def test_text_is_no_wider_than_asked(name: str) -> None:
+    """And has letters alone then, each as often as its computations take."""
+    found = inspect.schedule(name, stages=8, microbatches=32)
+    for width in (60, 200, 2000):
+        *lanes, _ = found.text(width).splitlines()
+        assert len(lanes) == found.timeline.schedule.ranks and max(map(len, lanes)) <= width
+    *lanes, _ = found.text(7 + round(found.timeline.end)).splitlines()
+    assert [len(lane) - 7 - lane.count("·") for lane in lanes] == [row.busy for row in found]
+
+
+# -- as a picture -----------------------------------------------------------------------------------------
+
+
+def boxes(axes: Any, name: str) -> list[tuple[float, float]]:
+    """(start, length) of the boxes in the collections of this name."""
+    found = []
+    for collection in axes.collections:
+        if (collection.get_gid() or "").startswith(name):
+            for path in collection.get_paths():
+                x = path.vertices[:, 0]
+                found.append((float(x.min()), float(x.max() - x.min())))
+    return sorted(found)
+
+
 @pytest.mark.parametrize(("name", "colours"), [("1f1b", 2), ("zb_h1", 3), ("dualpipev", 4)])
 def test_picture(name: str, colours: int, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
@@ -63,17 +111,31 @@ def test_picture(name: str, colours: int, tmp_path: Path) -> None:
     made = found.picture(tmp_path / "made" / "step.png")
     assert (tmp_path / "made" / "step.png").stat().st_size > 5000
     lanes, kept = made.axes
-    tasks = [task for rank in found.timeline.tasks for task in rank]
-    boxes = sorted((box.get_x(), box.get_width()) for box in lanes.patches)
-    assert boxes == sorted((task.start, task.end - task.start) for task in tasks)
-    assert sorted(int(text.get_text()) for text in lanes.texts) == sorted(task.action.microbatch for task in tasks)
-    assert len(lanes.get_legend().get_texts()) == colours
-    assert [max(line.get_ydata()) for line in kept.lines] == [row.peak for row in found]
+    for rank, tasks in enumerate(found.timeline.tasks):
+        assert boxes(lanes, f"rank {rank} ") == sorted((task.start, task.end - task.start) for task in tasks)
+        assert sum(length for _, length in boxes(lanes, f"idle {rank}")) == pytest.approx(found[rank].idle)
+    numbers = [text.get_text() for text in lanes.texts if text.get_gid() is None]
+    assert sorted(map(int, numbers)) == sorted(task.action.microbatch for tasks in found.timeline.tasks for task in tasks)
+    assert [text.get_text() for text in lanes.texts if text.get_gid()] == [f"{row.idle / found.timeline.end:.1%} idle" for row in found]
+    assert [text.get_text() for text in kept.texts] == [str(row.peak) for row in found]
+    (legend,) = made.legends
+    assert len(legend.get_texts()) == colours + 1 + (name == "dualpipev")
 
 
-def test_picture_of_many_boxes_has_no_numbers() -> None:
+def test_pictures_on_one_scale() -> None:
     pytest.importorskip("matplotlib")
-    assert not inspect.schedule("gpipe", stages=8, microbatches=64).picture().axes[0].texts
+    found = inspect.schedule("gpipe", stages=2, microbatches=2)
+    assert found.picture(until=20).axes[0].get_xlim() == (0, 20)
+    with pytest.raises(ValueError, match="until=5 is before the end of the step, 9: give that or more"):
+        found.picture(until=5)
+
+
+def test_picture_of_many_boxes_has_numbers_where_they_fit() -> None:
+    pytest.importorskip("matplotlib")
+    texts = inspect.schedule("1f1b", stages=16, microbatches=64).picture().axes[0].texts
+    numbers = [text for text in texts if text.get_gid() is None]
+    assert 16 * 64 <= len(numbers) < 2 * 16 * 64  # backward passes, which are longer, and the first forward passes
+    assert len(inspect.schedule("gpipe", stages=8, microbatches=512).picture().axes[0].texts) == 8
 
 
 def test_picture_of_another_kind() -> None:

@@ -128,6 +128,24 @@ def test_bubble_share() -> None:
     assert timeline(schedules.make("1f1b", 1, 5)).idle_share == 0.0
 
 
+@pytest.mark.parametrize("ranks", [4, 8])
+@pytest.mark.parametrize(
+    ("name", "idle"), [(name, 1.0 if "zb" in name or "zero" in name or name == "dualpipev" else 3.0) for name in schedules.KINDS]
+)
+def test_idle_share_is_the_formulas(name: str, idle: float, ranks: int) -> None:
+    """Of (P-1)(F+B) or (P-1)(F+I-W) in units of a stage, at equal times and with durations that vary by a tenth."""
+    made = schedules.make(name, ranks, 4 * ranks)
+    work = 3 * 4 * ranks * schedules.KINDS[name].chunks
+    share = (ranks - 1) * idle / (work + (ranks - 1) * idle)
+    assert timeline(made).idle_share == pytest.approx(share)
+    rng = random.Random(0)
+    durations = {action: rng.uniform(0.95, 1.05) * Times().of(action.kind) for order in made.orders for action in order}
+    found = schedules.run(made, durations=durations)
+    assert isinstance(found, Timeline)
+    assert {task.action: task.end - task.start for tasks in found.tasks for task in tasks} == pytest.approx(durations)
+    assert found.idle_share == pytest.approx(share, abs=0.05)
+
+
 def test_transfers_take_time() -> None:
     alone, far = (timeline(schedules.make("1f1b", 2, 1), transfer=t).end for t in (0.0, 5.0))
     assert (alone, far) == (6.0, 16.0)
