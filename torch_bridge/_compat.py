@@ -194,6 +194,39 @@ def with_code(pickled: bytes, packed: bytes, devices: Sequence[Any]) -> Any:
     return jax.stages.Compiled(unloaded.load(), [], tree.unflatten(args), out_tree, no_kwargs=no_kwargs)
 
 
+def on_devices(compiled: Any, devices: Sequence[Any], others: Sequence[Any]) -> Any:
+    """A `jax.stages.Compiled` for other devices, with the same machine code. devices: those that it was compiled for, in the order of its mesh.
+
+    It must have been compiled in this process. Raises what pickle does for callbacks into Python, and NotImplementedError for constants beside the program.
+    """
+    import jax
+    import numpy as np
+    from jax._src import compiler
+    from jax.experimental import serialize_executable
+
+    if compiled._params.const_args:
+        raise NotImplementedError("the program has constants of its own")
+    args, tree = jax.tree.flatten(compiled.args_info)
+    with io.BytesIO() as out:
+        unloaded = compiled._executable._unloaded_executable
+        serialize_executable._JaxPjrtPickler(out).dump((unloaded, args, tree, compiled.out_tree, compiled._no_kwargs))
+        pickled = out.getvalue()
+    options = compiler.get_compile_options(
+        num_replicas=1, num_partitions=len(others), device_assignment=np.array([[device.id for device in others]])
+    )
+
+    class Unpickler(serialize_executable._JaxPjrtUnpickler):
+        def persistent_load(self, pid: Any) -> Any:
+            if pid[0] == "exec":
+                return self.backend.deserialize_executable(pid[1], executable_devices=self.execution_devices, compile_options=options)
+            return super().persistent_load(pid)
+
+    reader = Unpickler(io.BytesIO(pickled), others[0].client, others)
+    reader.devices_by_id = {old.id: new for old, new in zip(devices, others, strict=True)}
+    unloaded, args, tree, out_tree, no_kwargs = reader.load()
+    return jax.stages.Compiled(unloaded.load(), [], tree.unflatten(args), out_tree, no_kwargs=no_kwargs)
+
+
 @contextlib.contextmanager
 def without_preemption_service() -> Iterator[None]:
     """While entered, `jax.distributed.initialize` leaves SIGTERM alone, unless JAX_ENABLE_PREEMPTION_SERVICE asks for JAX's service.

@@ -24,7 +24,7 @@ from typing import Any
 import jax
 
 from torch_bridge import _compat, metrics
-from torch_bridge.compiler import cache_keys
+from torch_bridge.compiler import cache_keys, equal_programs
 from torch_bridge.compiler.cache_environment import UnknownError
 from torch_bridge.config import environment
 from torch_bridge.config.variables import VARIABLES
@@ -47,7 +47,7 @@ def prepared(program: Any, args: Sequence[Any]) -> Callable[[], Any]:
     folder = _folder()
     name = None if folder is None else _name(program, args)
     if folder is None or name is None:
-        return program.jitted.lower(*args).compile
+        return equal_programs.compiling(program, program.jitted.lower(*args))
     file = folder / f"{name}{SUFFIX}"
     found = _read(file)
     if found is not None:

@@ -1,0 +1,79 @@
+"""Programs that differ in their devices alone, such as the passes of equal stages of a pipeline: one is compiled, the others are its code on their devices.
+
+Whether two are the same is decided by what JAX lowers them to, so each is traced and lowered; that takes a fraction of XLA's time.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+import threading
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from torch_bridge import _compat, metrics
+from torch_bridge.config import environment
+from torch_bridge.mesh import places, world
+
+if TYPE_CHECKING:
+    from torch_bridge.compiler.program import Program
+
+logger = logging.getLogger("nxd_jax")
+
+_COMPILED: weakref.WeakValueDictionary[str, Program] = weakref.WeakValueDictionary()
+"""Programs at places that were compiled here, by what they were lowered to."""
+
+
+def compiling(program: Program, lowered: Any) -> Callable[[], Any]:
+    """What gives the executable of a program that has been lowered."""
+    labels = program.spec.labels
+    if labels is None or places.ranks(labels.mesh) is None or not world.is_local() or environment.dumping():
+        return lowered.compile
+    key = hashlib.sha256(f"{labels.mesh.axis_names}{labels.mesh.devices.shape}{lowered.as_text()}".encode()).hexdigest()
+    return functools.partial(_compiled, program, lowered, key)
+
+
+class _Hits(threading.local):
+    """How often this thread has found a program in JAX's cache on disk: what was loaded from there cannot be copied."""
+
+    count = 0
+
+
+_HITS = _Hits()
+
+
+@functools.cache
+def _listen() -> None:
+    jax.monitoring.register_event_listener(_note)
+
+
+def _note(event: str, **_: Any) -> None:
+    if event == "/jax/compilation_cache/cache_hits":
+        _HITS.count += 1
+
+
+def _compiled(program: Program, lowered: Any, key: str) -> Any:
+    twin = _COMPILED.get(key)
+    if twin is not None and twin is not program and twin.compiled is not None:
+        try:
+            found = _compat.on_devices(twin.compiled, _devices(twin), _devices(program))
+        except Exception as error:  # host callbacks, say: slower, nothing worse
+            logger.debug("a program is compiled again for other devices: %s: %s", type(error).__name__, error)
+        else:
+            metrics.count("EqualProgram")
+            return found
+    _listen()
+    before = _HITS.count
+    made = lowered.compile()
+    if _HITS.count == before:
+        _COMPILED[key] = program
+    return made
+
+
+def _devices(program: Program) -> list[Any]:
+    assert program.spec.labels is not None
+    return list(program.spec.labels.mesh.devices.flat)
