@@ -34,6 +34,10 @@ class XlaOutOfMemoryError(torch.OutOfMemoryError):
     """JAX ran out of device memory while a recorded graph ran."""
 
 
+class PeerEndedError(RuntimeError):
+    """Another process of the job has ended, so that its values do not come."""
+
+
 _OF_ARGUMENTS = (RuntimeError, ValueError, TypeError, IndexError, AssertionError)
 
 

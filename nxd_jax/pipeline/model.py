@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,7 +14,20 @@ from torch import fx, nn
 
 from nxd_jax._wrapper import Adapted, Pipeline
 from nxd_jax.parallel_layers import loss_functions, mappings
-from nxd_jax.pipeline import batches, loss_values, observers, partition, runtime, schedules, stage_names, stages, step_log, weights
+from nxd_jax.pipeline import (
+    arguments,
+    batches,
+    lending,
+    loss_values,
+    observers,
+    partition,
+    runtime,
+    schedules,
+    stage_names,
+    stages,
+    step_log,
+    weights,
+)
 from nxd_jax.pipeline.elsewhere import Elsewhere, needed, owned, unread_by
 from nxd_jax.pipeline.exchange import Exchange, signature
 from nxd_jax.pipeline.manual_pipe_stage import PipelineStageModule
@@ -23,6 +38,7 @@ from nxd_jax.utils import _device, model_utils
 from torch_bridge.collectives import functional
 from torch_bridge.mesh import abstract_arrays, messages, places, world
 from torch_bridge.recorder import placed
+from torch_bridge.replay import player, replay_policy
 from torch_bridge.runtime import executor
 
 logger = logging.getLogger("nxd_jax")
@@ -131,16 +147,21 @@ class NxDPPModel(Pipeline, nn.Module):
             raise AssertionError(
                 "return_mb_loss=True gives a list of losses, broadcast_and_average_loss=True their mean: choose one of them"
             )
+        arguments.check_numbers(num_microbatches=num_microbatches, virtual_pipeline_size=virtual_pipeline_size)
+        arguments.check_names(input_names=input_names, pipeline_cuts=pipeline_cuts, leaf_module_cls=leaf_module_cls)
         self.manual_pp_partition = manual_pp_partition
         if manual_pp_partition:
-            if not isinstance(module, list):
-                raise AssertionError(f"manual_pp_partition=True takes the model as a list of layers, got {type(module).__name__}")
-            if virtual_pipeline_size > 1:
-                raise ValueError(f"manual_pp_partition=True has one stage on each rank, got virtual_pipeline_size={virtual_pipeline_size}")
-        elif transformer_layer_cls is None:
-            raise ValueError(
-                "NxDPPModel needs transformer_layer_cls, the class of the model's repeated layer (or manual_pp_partition=True)"
-            )
+            arguments.check_layers(module, virtual_pipeline_size)
+        else:
+            arguments.check_model(module, transformer_layer_cls)
+        arguments.warn_of_unused(
+            manual_pp_partition,
+            auto_partition=auto_partition,
+            pipeline_cuts=pipeline_cuts,
+            output_loss_value_spec=output_loss_value_spec,
+            manual_pp_stage_partition_fn=manual_pp_stage_partition_fn,
+            manual_pp_loss_fn=manual_pp_loss_fn,
+        )
         self.pipeline_parallel_size = _debug_pp_size if _debug_mode else parallel_groups.size("pp")
         self.pipeline_parallel_rank = _debug_pp_rank if _debug_mode else parallel_groups.rank("pp")
         self.virtual_pipeline_size = virtual_pipeline_size
@@ -169,6 +190,7 @@ class NxDPPModel(Pipeline, nn.Module):
         self._elsewhere = Elsewhere()
         several = self.pipeline_parallel_size > 1 and not _debug_mode and not world.is_local()
         self._exchange = Exchange() if several else None
+        self._lent = itertools.count()
         self._manual_loss = manual_pp_loss_fn
         self._tracing = {
             "autowrap_functions": autowrap_functions,
@@ -187,9 +209,10 @@ class NxDPPModel(Pipeline, nn.Module):
             if names:
                 raise RuntimeError("auto_partition=True chooses the cuts itself: leave out pipeline_cuts, or set auto_partition=False")
             names = self._even_cuts()
-        if names:
+        if names or auto_partition:
             if self.input_names is None:
-                raise ValueError("pipeline_cuts needs input_names, the names of the inputs that run_train is given")
+                option = "auto_partition=True" if auto_partition else "pipeline_cuts"
+                raise ValueError(f"{option} needs input_names, the names of the inputs that run_train is given")
             self.trace(input_names=self.input_names)
             for name in names:
                 self.cut_pipeline_stage(name)
@@ -205,12 +228,18 @@ class NxDPPModel(Pipeline, nn.Module):
     def _even_cuts(self) -> list[str]:
         cls = self.transformer_layer_cls
         assert cls is not None
-        layers = [name for name, module in self._root().named_modules() if isinstance(module, cls)]
-        layers = [name for name in layers if not any(name.startswith(f"{other}.") for other in layers)]
+        layers = self.get_model_layers(self._root(), cls)
         count = self.pipeline_parallel_size * self.virtual_pipeline_size
         if not layers and count > 1:
             raise ValueError(f"auto_partition=True: the model has no modules of type {cls.__name__}, which transformer_layer_cls names")
         return partition.create_partitions(count, layers) if count > 1 else []
+
+    def get_model_layers(
+        self, module: nn.Module, target_module_type: type[nn.Module], current_path: Sequence[str] | None = None
+    ) -> list[str]:
+        """The dotted names of the layers of a class in a module, in order; what is inside of one does not count. current_path: names to put before them."""
+        found = [name for name, layer in module.named_modules() if name and isinstance(layer, target_module_type)]
+        return [".".join((*(current_path or ()), name)) for name in found if not any(name.startswith(f"{other}.") for other in found)]
 
     def trace(
         self,
@@ -228,9 +257,14 @@ class NxDPPModel(Pipeline, nn.Module):
         A model that is traced by running it (`capture`) has no `traced_model` before its first batch, if that takes more than token ids and no example is
         given.
         """
+        if self.manual_pp_partition:
+            raise RuntimeError(
+                "manual_pp_partition=True makes stages of the list of layers, and traces nothing: leave out trace(), and cut by manual_pp_stage_partition_fn"
+            )
         if self._tracer is not None:
             logger.warning("trace() was called before; the model stays as it was traced then")
             return
+        arguments.check_names(input_names=input_names, leaf_modules=leaf_modules)
         self._leaves += [leaf for leaf in leaf_modules or () if leaf not in self._leaves]
         for name, value in (
             ("autowrap_functions", autowrap_functions),
@@ -255,10 +289,10 @@ class NxDPPModel(Pipeline, nn.Module):
 
     def cut_pipeline_stage(self, layer_name: str) -> None:
         """Let a stage end with this layer. AssertionError before `trace`, after `partition` and for a second cut there; RuntimeError for an unknown name."""
-        if self._tracer is None:
-            raise AssertionError("cut_pipeline_stage needs a traced model: call trace() first")
         if self.partitioned:
             raise AssertionError("the model is partitioned already: cut it before partition()")
+        if self._tracer is None:
+            raise AssertionError("cut_pipeline_stage needs a traced model: call trace() first")
         self._tracer.cut(layer_name)
 
     def partition(self) -> None:
@@ -325,6 +359,10 @@ class NxDPPModel(Pipeline, nn.Module):
         if self.model_moved_to_device:
             names = {id(p): name for name, p in self.original_torch_module.named_parameters()}
             weights.place(found, self.homes, self._copies, names)
+            if replay_policy.of_parallel_models():
+                for stage, here in zip(found, self._here, strict=True):
+                    if here:
+                        player.play_unasked(stage.module, 0)
 
     @property
     def local_stage_modules(self) -> list[nn.Module]:
@@ -343,7 +381,9 @@ class NxDPPModel(Pipeline, nn.Module):
 
     def _check_partitioned(self) -> None:
         if not self.partitioned:
-            raise RuntimeError("the model has no stages yet: call trace(), cut_pipeline_stage() for every cut, and partition()")
+            raise RuntimeError(
+                "the model has no stages yet: set auto_partition=True or pipeline_cuts, or call trace(), cut_pipeline_stage() for every cut, and partition()"
+            )
 
     # -- the device -----------------------------------------------------------------------------------
 
@@ -393,9 +433,16 @@ class NxDPPModel(Pipeline, nn.Module):
 
         Raises RuntimeError for other names, for a batch that does not divide and before `partition`; ValueError for inputs that are no tensors.
         """
+        if not torch.is_grad_enabled():
+            raise RuntimeError("run_train computes gradients, and they are switched off here (torch.no_grad, inference_mode): use run_eval")
         step = self._step(kwargs)
         if step.loss is None:
-            raise RuntimeError("run_train needs a loss: output_loss_value_spec says which part of the model's output it is")
+            said = (
+                "manual_pp_loss_fn makes it"
+                if self.manual_pp_partition
+                else "output_loss_value_spec says which part of the model's output it is"
+            )
+            raise RuntimeError(f"run_train needs a loss: {said}")
         step_log.keep()
         with observers.step(self):
             step.train(self._order)
@@ -542,6 +589,51 @@ class NxDPPModel(Pipeline, nn.Module):
         with self._elsewhere.present():
             return stage_names.by_rank(self.original_torch_module, found, self.pipeline_parallel_size)
 
+    def names_in_order(self) -> list[str]:
+        """The names of the whole model's parameters and buffers, also of those that lie with other processes, module by module."""
+        with self._elsewhere.present():
+            return stage_names.in_order(self.original_torch_module)
+
+    def lent(self, of: Callable[[str], Any]) -> dict[str, Any]:
+        """What belongs to weights that stages of this process read and that lie with other processes, by every name of these weights in the model.
+
+        of: what belongs to a weight that lies here, by its first name: nested data with computed xla tensors at its stage. All processes call it.
+        """
+        found = self._known()
+        if self._exchange is None or found is None or found.replicas is None:
+            return {}
+        self._exchange.begin(f"lent {next(self._lent)}")
+        by_name = lending.lend(found.replicas, self.homes, self._exchange, of)
+        with self._elsewhere.present():
+            names = dict(self.original_torch_module.named_parameters(remove_duplicate=False))
+        return {name: value for first, value in by_name.items() for name, p in names.items() if p is names[first]}
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """Those of the model, as `named_parameters`, `buffers` and `named_buffers`: with the names that they have there."""
+        return self.original_torch_module.parameters(recurse)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        return self.original_torch_module.named_parameters(*args, **kwargs)
+
+    def buffers(self, recurse: bool = True) -> Iterator[torch.Tensor]:
+        return self.original_torch_module.buffers(recurse)
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        return self.original_torch_module.named_buffers(*args, **kwargs)
+
+    def translate_origin_state_dict_to_local_state_dict(self, origin_state_dict: Mapping[str, Any]) -> dict[str, Any]:
+        """The entries of a state of the whole model that this process's stages have. (Names are the same here.)"""
+        own = self.local_state_dict()
+        return {name: value for name, value in origin_state_dict.items() if name in own}
+
+    def translate_local_state_dict_to_origin_state_dict(self, local_state_dict: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+        """A state of this process's stages under the whole model's names, after a prefix. ValueError for a name that its stages do not have."""
+        own, found = self.local_state_dict(), {name.removeprefix(prefix): value for name, value in local_state_dict.items()}
+        unknown = [name for name in found if name not in own]
+        if unknown:
+            raise ValueError(f"the stages of this process have no {', '.join(unknown)}: give what local_state_dict() returned")
+        return {f"{prefix}{name}": value for name, value in found.items()}
+
     def _nxd_whole(self) -> nn.Module:
         return self.original_torch_module
 
@@ -568,9 +660,13 @@ def _schedule(given: Any, ranks: int, microbatches: int, chunks: int) -> Schedul
     placement = None
     if isinstance(given, str) and not given.endswith(".csv") and "\n" not in given:
         found = schedules.make(given, ranks, microbatches, chunks if chunks > 1 else None)
+    elif isinstance(given, Schedule):
+        found = given
+    elif isinstance(given, (str, Path, list, tuple)):
+        found = schedules.from_csv(given) if isinstance(given, (str, Path)) else schedules.from_orders(given)
     else:
-        found = (
-            given if isinstance(given, Schedule) else schedules.from_csv(given) if isinstance(given, str) else schedules.from_orders(given)
+        raise TypeError(
+            f"schedule takes a name ({', '.join(schedules.KINDS)}), a Schedule, a list of actions for each rank, or torch's CSV, got {type(given).__name__}"
         )
     if len(found.placement) != ranks * chunks:
         raise schedules.ScheduleError(

@@ -64,7 +64,7 @@ def get_grad_norm(
 
 
 def _by_stage(grads: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> dict[Place | None, list[tuple[torch.Tensor, torch.Tensor]]] | None:
-    """Gradients by the pipeline stage that they lie with, also of stages of this process without any; under None those on all ranks. None without a pipeline."""
+    """Gradients by the pipeline stage that they lie with, for stages of this process without any, too; under None those on all ranks. None: no pipeline."""
     if not places.in_use() or not all(g.device.type == "xla" for _, g in grads):
         return None
     lying = [placed.place_of(g) for _, g in grads]

@@ -155,9 +155,16 @@ class RankLabels:
 
     def placed(self, args: Sequence[Any]) -> list[Any]:
         """The arguments on the devices of the mesh: packed numbers and draws on each, arrays of another mesh moved."""
-        if self.mesh == sharding.mesh() and not places.in_use():
-            return [sharding.replicated(a) if isinstance(a, np.ndarray) else a for a in args]
-        return [places.put(a, self.mesh) for a in args]
+        mesh = self.mesh
+        if not places.in_use():
+            return [places.numbers(a, mesh) if isinstance(a, np.ndarray) else a for a in args]
+        found = []
+        for a in args:
+            if isinstance(a, np.ndarray):
+                found.append(places.numbers(a, mesh))
+            else:
+                found.append(a if getattr(a.sharding, "mesh", None) is mesh else places.put(a, mesh))
+        return found
 
 
 def _ranks_of(mesh: Mesh) -> contextlib.AbstractContextManager[None]:

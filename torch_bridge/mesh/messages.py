@@ -7,7 +7,6 @@ devices, while the program goes on: neither side waits. Both sides name a messag
 from __future__ import annotations
 
 import hashlib
-import socket
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -139,7 +138,7 @@ def _server() -> Any:
     """This process's server; the first call tells the other processes where it is."""
     global _own_server
     if _own_server is None:
-        _own_server = _compat.transfer_server(jax.local_devices()[0].client, _address())
+        _own_server = _compat.transfer_server(jax.local_devices()[0].client, processes.listening_address())
         processes.store().set(f"transfer/{world.process_index()}", _own_server.address())
     return _own_server
 
@@ -148,16 +147,3 @@ def _connection(process: int) -> Any:
     if process not in _connections:
         _connections[process] = _server().connect(processes.told(f"transfer/{process}").decode())
     return _connections[process]
-
-
-def _address() -> str:
-    """The address of this machine by which the first process is reached, on any port."""
-    host = processes.own_address()
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((host, 9))
-            found = probe.getsockname()[0]
-        except OSError:
-            found = "127.0.0.1"
-    return f"[{found}]:0" if ":" in found else f"{found}:0"

@@ -6,12 +6,14 @@ An array lies at a place, or on the whole mesh; one on the whole mesh is at ever
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from torch_bridge import _compat
@@ -138,6 +140,26 @@ def put(array: Any, mesh: Mesh) -> Any:
     by_device = {shard.device: shard.data for shard in array.addressable_shards}
     blocks = [by_device[device] for device in mesh.devices.flat if device in by_device]
     return jax.make_array_from_single_device_arrays(shape, target, blocks)
+
+
+_NUMBERS: collections.OrderedDict[Any, Any] = collections.OrderedDict()
+_KEPT_NUMBERS = 256
+"""Arrays of numbers that `numbers` keeps: a pipeline's passes ask for the same ones over and over."""
+
+
+def numbers(value: np.ndarray, mesh: Mesh) -> Any:
+    """Few numbers of the host, the same for all ranks of a mesh; nobody may take them over. Those that were asked for last are kept on the devices."""
+    if abstract_arrays.active() or value.nbytes > 4096:
+        return _everywhere(value, mesh)
+    key = mesh, value.dtype.str, value.shape, value.tobytes()
+    found = _NUMBERS.get(key)
+    if found is None:
+        found = _NUMBERS[key] = _everywhere(value, mesh)
+        if len(_NUMBERS) > _KEPT_NUMBERS:
+            _NUMBERS.popitem(last=False)
+    else:
+        _NUMBERS.move_to_end(key)
+    return found
 
 
 def _everywhere(value: Any, mesh: Mesh) -> Any:

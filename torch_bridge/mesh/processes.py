@@ -8,6 +8,7 @@ import json
 import os
 import socket
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -17,9 +18,20 @@ import torch.distributed as dist
 from torch_bridge import _compat
 from torch_bridge.mesh import termination, world
 
+HEARTBEAT = 20
+"""Seconds after which a process that has died ends the others, where no launcher does."""
 _started = False
 _store: Any = None
 _counts: dict[str, int] = {}
+
+
+class _Clients(threading.local):
+    """store: this thread's connection. A connection does one thing at a time: a thread that waits in it would keep the others from saying anything."""
+
+    store: Any = None
+
+
+_clients = _Clients()
 
 
 def store() -> Any:
@@ -30,8 +42,10 @@ def store() -> Any:
         if missing:
             raise RuntimeError(f"several processes need {', '.join(missing)} in the environment; start them with torchrun")
         found, _, _ = next(iter(dist.rendezvous("env://", world.process_index(), world.process_count())))
-        _store = dist.PrefixStore("nxd_jax", found)
-    return _store
+        _store = _clients.store = dist.PrefixStore("nxd_jax", found)
+    elif _clients.store is None:
+        _clients.store = _store.clone()
+    return _clients.store
 
 
 def start(of: world.World) -> None:
@@ -55,12 +69,51 @@ def start(of: world.World) -> None:
         os.environ.setdefault("PJRT_NPROC", str((os.cpu_count() or 1) + 2 * here))
         jax.config.update("jax_num_cpu_devices", here)
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    watched = "TORCHELASTIC_RUN_ID" in os.environ  # torchrun ends all processes when one has died
+    options: dict[str, Any] = {} if watched else {"heartbeat_timeout_seconds": HEARTBEAT}
     with _compat.without_preemption_service():
-        jax.distributed.initialize(address, num_processes=of.processes, process_id=index)
+        jax.distributed.initialize(address, num_processes=of.processes, process_id=index, **options)
     _started = True
+    _be_found(index)
     termination.install(f"rank {of.hosted[0]} of {of.size}")
     atexit.register(_leave)  # before JAX's, which was registered earlier
     _end_at_once_after_errors()
+
+
+_listening: socket.socket | None = None
+"""Where others find out whether this process lives: the system answers for it as long as it does."""
+
+
+def _be_found(index: int) -> None:
+    global _listening
+    _listening = socket.create_server((_own_host(), 0), backlog=128)
+    host, port = _listening.getsockname()[:2]
+    store().set(f"lives/{index}", f"{host} {port}")
+
+
+def ended() -> list[int]:
+    """The processes, but for this one, that have ended, as far as their machines answer."""
+    found = []
+    for process in range(world.process_count()):
+        if process == world.process_index():
+            continue
+        try:
+            host, port = store().get(f"lives/{process}").decode().split()
+            socket.create_connection((host, int(port)), timeout=2).close()
+        except (OSError, RuntimeError):
+            found.append(process)
+    return found
+
+
+def _own_host() -> str:
+    """The address of this machine by which the first process is reached."""
+    host = own_address()
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((host, 9))
+            return str(probe.getsockname()[0])
+        except OSError:
+            return "127.0.0.1"
 
 
 def _end_at_once_after_errors() -> None:
@@ -110,6 +163,12 @@ def _all_leave(seconds: float) -> bool:
         return False
 
 
+def listening_address() -> str:
+    """This machine's address for others, with any port: "host:0"."""
+    host = _own_host()
+    return f"[{host}]:0" if ":" in host else f"{host}:0"
+
+
 def own_address() -> str:
     """Where the first process is reached."""
     return os.environ.get("MASTER_ADDR") or "127.0.0.1"
@@ -130,7 +189,7 @@ def exchange(tag: str, payload: bytes) -> list[bytes]:
     key = f"{tag}/{number}"
     shared = store()
     shared.set(f"{key}/{world.process_index()}", payload)
-    found = [shared.get(f"{key}/{k}") for k in range(count)]
+    found = [told(f"{key}/{k}") for k in range(count)]
     if shared.add(f"{key}/read", 1) == count:
         for k in range(count):
             shared.delete_key(f"{key}/{k}")
@@ -179,7 +238,7 @@ class Meeting(NamedTuple):
     """Where processes wait for each other before a program with collectives runs for the first time: a name, and how many they are."""
 
     name: str
-    count: int
+    processes: int
 
 
 def agree(collectives: Sequence[tuple[str, str]], among: Sequence[int] | None = None) -> Meeting | None:
@@ -211,7 +270,7 @@ def agree(collectives: Sequence[tuple[str, str]], among: Sequence[int] | None = 
 def meet(at: Meeting) -> None:
     """Wait until all have come here: one may compile for minutes, and the first collective of processes waits for half a minute only."""
     shared = store()
-    if shared.add(f"{at.name}/here", 1) == at.count:
+    if shared.add(f"{at.name}/here", 1) == at.processes:
         shared.set(f"{at.name}/go", b"")
     else:
         told(f"{at.name}/go")

@@ -17,23 +17,26 @@ import torch
 from tests.nxd_jax.conftest import Nxd
 from tests.nxd_jax.pipeline import torchrun_job as job
 from tests.nxd_jax.pipeline.models import Layout
+from tests.torch_bridge.ranks.test_sigterm import free_port
 
 ROOT = Path(__file__).parents[3]
 NXD_RUN = Path(sys.executable).with_name("nxd-run")
 
 
-def launch(processes: int, folder: Path, what: str, *numbers: int, ranks: int = 1, limit: float = 500) -> subprocess.CompletedProcess[str]:
+def launch(
+    processes: int, folder: Path, *what: object, ranks: int = 1, limit: float = 500, script: str = job.__file__
+) -> subprocess.CompletedProcess[str]:
     """torchrun, with so many ranks in each process."""
     environment = {k: v for k, v in os.environ.items() if k not in ("WORLD_SIZE", "RANK", "NEURON_RT_NUM_CORES")} | {"OMP_NUM_THREADS": "1"}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "aliases"), *filter(None, [os.environ.get("PYTHONPATH")])])
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
     if ranks > 1:
         command += ["--no-python", str(NXD_RUN), "--nproc_per_node", str(ranks)]
-    command += [job.__file__, str(folder), what, *map(str, numbers)]
+    command += [script, str(folder), *map(str, what)]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=limit)
 
 
-def check(nxd: Nxd, folder: Path, layouts: list[Layout], numbers: range, processes: int) -> None:
+def check(nxd: Nxd, folder: Path, layouts: list[Layout], numbers: tuple[int, ...], processes: int) -> None:
     """Losses, norms and weights of each process are those of one that hosts all ranks."""
     for number in numbers:
         layout = layouts[number]
@@ -52,18 +55,22 @@ def check(nxd: Nxd, folder: Path, layouts: list[Layout], numbers: range, process
         assert names == alone["weights"].keys()
 
 
-def test_processes_of_one_rank(nxd: Nxd, tmp_path: Path) -> None:
-    done = launch(4, tmp_path, "four", *range(len(job.FOUR)))
+@pytest.mark.thorough(keep=1)
+@pytest.mark.parametrize("numbers", [(1, 2, 3), (0, 4, 5)], ids=str)
+def test_processes_of_one_rank(nxd: Nxd, tmp_path: Path, numbers: tuple[int, ...]) -> None:
+    done = launch(4, tmp_path, "four", *numbers)
     assert not done.returncode, done.stderr
-    check(nxd, tmp_path, job.FOUR, range(len(job.FOUR)), 4)
+    check(nxd, tmp_path, job.FOUR, numbers, 4)
 
 
-def test_processes_of_four_ranks(nxd: Nxd, tmp_path: Path) -> None:
+@pytest.mark.thorough(keep=1)
+@pytest.mark.parametrize("numbers", [(0, 1), (2,)], ids=str)
+def test_processes_of_four_ranks(nxd: Nxd, tmp_path: Path, numbers: tuple[int, ...]) -> None:
     """nxd-run under torchrun: each process hosts some pipeline ranks whole."""
-    done = launch(2, tmp_path, "eight", *range(len(job.EIGHT)), ranks=4)
+    done = launch(2, tmp_path, "eight", *numbers, ranks=4)
     assert not done.returncode, done.stderr
     assert "nxd-run: ranks 4 to 7 of 8 in process 1 of 2" in done.stderr
-    check(nxd, tmp_path, job.EIGHT, range(len(job.EIGHT)), 2)
+    check(nxd, tmp_path, job.EIGHT, numbers, 2)
 
 
 def test_what_a_script_sees(nxd: Nxd, tmp_path: Path) -> None:
@@ -97,3 +104,36 @@ def test_a_process_that_dies_in_the_middle_of_a_step(tmp_path: Path) -> None:
     died = float(re.findall(r"([\d.]+) dies", done.stderr)[-1])
     assert ended - died < 30, done.stderr
     assert re.search(r"exitcode\s*: -9", done.stderr) and re.search(r"rank\s*: 1 ", done.stderr), done.stderr
+
+
+def test_a_process_that_dies_without_a_launcher(tmp_path: Path) -> None:
+    """Whoever waits for it raises an error that names it."""
+    port = str(free_port())
+    path = os.pathsep.join([str(ROOT), str(ROOT / "aliases"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    started = []
+    for rank in "01":
+        numbers = {
+            "RANK": rank,
+            "LOCAL_RANK": rank,
+            "WORLD_SIZE": "2",
+            "LOCAL_WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+        }
+        started.append(
+            subprocess.Popen(
+                [sys.executable, job.__file__, str(tmp_path), "dying"],
+                env=os.environ | numbers | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        )
+    try:
+        said, killed = (process.communicate(timeout=200)[0] for process in started)
+    finally:
+        for process in started:
+            process.kill()
+    assert [process.returncode for process in started] == [1, -9], said
+    assert time.time() - float(re.findall(r"([\d.]+) dies", killed)[-1]) < 30
+    assert "PeerEndedError: process 1 of 2 (rank 1) has ended while this one was waiting for its values" in said

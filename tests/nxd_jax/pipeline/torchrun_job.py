@@ -159,7 +159,10 @@ def main(folder: str, what: str, *numbers: str) -> None:
         torch.save(trained(layout), Path(folder, f"{number}.{place}.pt"))
     if what == "two":
         lay_out(Layout(2, 2, 4))
-        found = {schedule: noisy(schedule) for schedule in ("1f1b", "zbv")} | {"each": noisy("1f1b", return_mb_loss=True), "reduced": reduced()}
+        found = {schedule: noisy(schedule) for schedule in ("1f1b", "zbv")} | {
+            "each": noisy("1f1b", return_mb_loss=True),
+            "reduced": reduced(),
+        }
         Path(folder, f"two.{place}.json").write_text(json.dumps(found))
 
 
