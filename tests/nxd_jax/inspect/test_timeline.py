@@ -75,7 +75,9 @@ OTHERS = [layout for layout in STEPS if layout not in (WHOLE, PARTS)]
 
 @pytest.mark.core(keep=2)  # the first and the one in the middle
 @pytest.mark.parametrize("layout", [WHOLE, *OTHERS[:8], PARTS, *OTHERS[8:]], ids=str)
-def test_as_many_activations_are_kept_as_the_schedule_says(nxd: Nxd, layout: Layout) -> None:
+def test_as_many_activations_are_kept_as_the_schedule_says(nxd: Nxd, monkeypatch: pytest.MonkeyPatch, layout: Layout) -> None:
+    """Every micro-batch keeps the same arrays, as none of them is played."""
+    monkeypatch.setenv("NXD_JAX_REPLAY", "0")
     step = measured(*made(nxd, layout))
     expected = [formula(layout, rank) for rank in range(layout.pp)]
     assert [row.peak for row in step.ranks] == expected
@@ -86,6 +88,12 @@ def test_as_many_activations_are_kept_as_the_schedule_says(nxd: Nxd, layout: Lay
     for row in step.ranks:
         assert row.peak_bytes >= row.held_bytes + row.activation_bytes - _freed(step, row.rank)
         assert row.activation_bytes >= row.peak * min(step.stages[stage].activation_bytes for stage in row.stages)
+
+
+def test_as_many_are_kept_of_played_stages(nxd: Nxd) -> None:
+    """Fewer bytes, perhaps."""
+    step = measured(*made(nxd, WHOLE))
+    assert [row.peak for row in step.ranks] == [formula(WHOLE, rank) for rank in range(WHOLE.pp)]
 
 
 def _freed(step: inspect.PipelineStep, rank: int) -> int:
@@ -201,7 +209,8 @@ def test_the_first_step_says_that_it_compiled(nxd: Nxd) -> None:
     assert step.measured.compiled > 0 and "compiled in this step: measure another one." in str(step)
 
 
-def test_of_several_steps_the_least_time_of_each_computation_counts(nxd: Nxd) -> None:
+def test_of_several_steps_the_least_time_of_each_computation_counts(nxd: Nxd, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NXD_JAX_REPLAY", "0")
     model, batch = made(nxd, Layout(2, 2, 2))
     short = {name: t[:, :2] for name, t in batch.items()}
     with inspect.pipeline(model) as step:
