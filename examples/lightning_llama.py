@@ -1,6 +1,7 @@
-"""Train the Llama of examples/llama with PyTorch Lightning on bytes of Python's documentation: tensor, sequence and data parallelism, ZeRO-1, checkpoints.
+"""Train the Llama of examples/llama with PyTorch Lightning on bytes of Python's documentation: tensor, sequence, data and pipeline parallelism, ZeRO-1.
 
     nxd-run --instance trn1.32xlarge examples/lightning_llama.py --tp 8      # 32 emulated NeuronCores in one process: TP 8 x DP 4
+    nxd-run --instance trn1.32xlarge examples/lightning_llama.py --tp 4 --pp 2 --schedule zbv
     torchrun --nproc_per_node=4 examples/lightning_llama.py --tp 2           # one process per rank
     python examples/lightning_llama.py --tp 2                                # a world just large enough
 
@@ -38,18 +39,23 @@ from transformers import LlamaConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "llama"))
 
-from modeling_llama_nxd import LlamaForCausalLM, NxDLlamaOptions
+from modeling_llama_nxd import DecoderLayer, LlamaForCausalLM, NxDLlamaOptions
+
+ONE_STAGE = ("gpipe", "1f1b", "zb_h1")
+"""Schedules with one stage on each pipeline rank; others have two."""
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tp", type=int, default=2, help="tensor parallel size")
+    parser.add_argument("--pp", type=int, default=1, help="pipeline parallel size")
+    parser.add_argument("--schedule", default="1f1b", help="with --pp: 1f1b, gpipe, zb_h1, interleaved, looped_bfs, zbv, dualpipev, ...")
     parser.add_argument("--steps", type=int, default=40, help="optimizer steps in all")
-    parser.add_argument("--accumulate", type=int, default=2, help="batches in a step")
+    parser.add_argument("--accumulate", type=int, default=2, help="batches in a step; with --pp its micro-batches")
     parser.add_argument("--batch", type=int, default=1, help="sequences per data-parallel rank and batch")
     parser.add_argument("--seq", type=int, default=128, help="bytes per sequence")
     parser.add_argument("--hidden", type=int, default=128)
-    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--layers", type=int, help="default: 2, or as many as there are stages")
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--warmup", type=int, default=5, help="steps until the learning rate is --lr")
@@ -61,7 +67,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--async-save", action="store_true", help="write checkpoints in the background")
     parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in --out, if there is one")
     parser.add_argument("--out", type=Path, default=Path("demo_output/lightning_llama"))
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    args.stages = 1 if args.pp == 1 or args.schedule in ONE_STAGE else 2
+    args.layers = args.layers or max(2, args.pp * args.stages)
+    return args
 
 
 def create_text_dataset(seq: int, batch_size: int, dp_size: int, dp_rank: Any, seed: int) -> DataLoader:
@@ -95,17 +104,23 @@ class NeuronLightningDataModule(LightningDataModule):
 
 
 class NeuronLlamaLTModule(NeuronLTModule):
-    """One optimizer step for every `grad_accum_steps` batches."""
+    """One optimizer step for every `grad_accum_steps` batches. A pipeline has its micro-batches in their place."""
+
+    def forward_backward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        if self.trainer.strategy.pipeline_parallel_size > 1:
+            return self.model.run_train(**batch)
+        loss, _ = self.model(**batch)
+        loss = loss / self.grad_accum_steps
+        loss.backward()
+        return loss.detach()
 
     def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
         xm.mark_step()
         for logger in self.trainer.loggers:
             logger.print_step = -1
         self.should_print = False
-        loss, _ = self.model(**batch)
-        loss = loss / self.grad_accum_steps
-        loss.backward()
-        self.averaged_loss += loss.detach()
+        loss = self.forward_backward(batch)
+        self.averaged_loss += loss
         xm.mark_step()
         if (batch_idx + 1) % self.grad_accum_steps == 0:
             self.should_print = True
@@ -148,8 +163,23 @@ def configure_scheduler(optimizer: torch.optim.Optimizer, warmup: int, steps: in
 
 
 def make_config(args: argparse.Namespace) -> dict[str, Any]:
+    pipeline = {
+        "transformer_layer_cls": DecoderLayer,
+        "leaf_module_cls": ["RotaryEmbedding"],  # it asks on which device it is: that must wait until the model is there
+        "auto_partition": True,
+        "input_names": ["input_ids", "labels"],
+        "output_loss_value_spec": (True, False),
+        "num_microbatches": args.accumulate,
+        "virtual_pipeline_size": args.stages,
+        "schedule": args.schedule,
+        "use_optimizer_wrapper": True,
+        "use_zero1_optimizer": not args.no_zero1,
+        "broadcast_and_average_loss": True,  # all ranks have the loss, also those that are not the last stage's
+    }
     return nxd.neuronx_distributed_config(
         tensor_parallel_size=args.tp,
+        pipeline_parallel_size=args.pp,
+        pipeline_config=pipeline if args.pp > 1 else None,
         optimizer_config={"zero_one_enabled": not args.no_zero1, "grad_clipping": True, "max_grad_norm": 1.0},
         sequence_parallel=not args.no_sequence_parallel,
     )
@@ -181,7 +211,7 @@ def make_module(args: argparse.Namespace, kind: type[NeuronLTModule] = NeuronLla
         opt_kwargs={"lr": args.lr, "betas": (0.9, 0.95)},
         scheduler_cls=configure_scheduler,
         scheduler_args=(args.warmup, args.steps),
-        grad_accum_steps=args.accumulate,
+        grad_accum_steps=args.accumulate if args.pp == 1 else 1,
         manual_opt=True,
     )
 
@@ -215,7 +245,8 @@ def train(args: argparse.Namespace, callbacks: tuple[Any, ...] = ()) -> Trainer:
         callbacks=chosen,
         enable_model_summary=False,
     )
-    data = NeuronLightningDataModule(create_text_dataset, args.seq, args.batch, data_args=(args.seed,))
+    rows = args.batch if args.pp == 1 else args.batch * args.accumulate
+    data = NeuronLightningDataModule(create_text_dataset, args.seq, rows, data_args=(args.seed,))
     newest = newest_checkpoint(checkpoints) if args.resume else None
     trainer.fit(model=make_module(args), datamodule=data, ckpt_path=newest)
     return trainer

@@ -21,7 +21,8 @@ def to_log(value: Any, together: bool, now: bool) -> Any:
     if isinstance(value, numbers.Number) or rank_numbers.is_ranked(value):
         if together and rank_numbers.is_ranked(value):
             return torch.zeros((), dtype=torch.double, device="xla") + value
-        return torch.tensor(float(value), dtype=torch.get_default_dtype(), device="cpu")
+        first = rank_numbers.own(value, 0) if rank_numbers.is_ranked(value) else value
+        return torch.tensor(float(first), dtype=torch.get_default_dtype(), device="cpu")
     if isinstance(value, XLATensor):
         return value.detach().cpu() if now and not together and not value._storage.pending else value
     if isinstance(value, torch.Tensor) and together and copies.kept(value) is not None:

@@ -17,7 +17,9 @@ from torch.utils.hooks import RemovableHandle
 from nxd_jax.lightning import _hook_settings
 from nxd_jax.tensor_parallel import parallel_groups, rank_states
 from torch_bridge import nested
-from torch_bridge.mesh import rank_numbers, world
+from torch_bridge.mesh import places, rank_numbers, world
+from torch_bridge.recorder import placed
+from torch_bridge.recorder.tensor import XLATensor
 from torch_bridge.runtime import steps
 from torch_bridge.torch_xla.core import xla_model as xm
 
@@ -37,7 +39,7 @@ class NeuronHooksCallback(Callback):
     - hooks_interval: write at every so many steps (`global_step`), by default at all.
     - enable_activation_dumps, enable_grad_dumps: what is written.
     - dump_only_norms: L2 norms (floats, computed on the device in float32 or better) in place of tensors.
-    - dump_only_master_rank: rank 0's only, in place of every rank's.
+    - dump_only_master_rank: rank 0's only, in place of every rank's; of layers of later pipeline stages, the first rank's that has them.
     - enable_tb_logging_master_rank_activation_norms, enable_tb_logging_master_rank_grad_norms: log the norms as well, as `activation_input_norm`,
       `activation_output_norm`, `grad_input_norm` and `grad_output_norm`; with several layers, as `activation_input_norm/<layer>` and so on. Only
       together with both dump_only_ settings. (At the steps between, Lightning logs the last value again.)
@@ -140,7 +142,8 @@ class NeuronHooksCallback(Callback):
     # -- files and curves -----------------------------------------------------------------------------
 
     def _write(self, step: int, layer: str, kept: Mapping[str, torch.Tensor]) -> None:
-        wanted = [r for r in world.current().hosted if r == 0 or not self.settings.dump_only_master_rank]
+        having = _ranks_with(next(iter(kept.values())))
+        wanted = [r for r in having.hosted if r == min(having.order) or not self.settings.dump_only_master_rank]
         if not wanted:
             return
         folder = Path(self.hooks_dump_base_directory) / layer / f"global_step_{step}"
@@ -189,6 +192,12 @@ def _check_names(layers: Sequence[str], modules: Mapping[str, nn.Module]) -> Non
 def _first_tensor(data: Any) -> torch.Tensor | None:
     """The first tensor in what a module takes or returns."""
     return next(iter(nested.collect(data, lambda x: isinstance(x, torch.Tensor))), None)
+
+
+def _ranks_with(t: torch.Tensor) -> world.World:
+    """The ranks that have a tensor: those of its pipeline stage, or all."""
+    home = placed.place_of(t) if isinstance(t, XLATensor) else None
+    return (None if home is None else places.ranks(home.mesh)) or world.current()
 
 
 def _rank_info(rank: int) -> str:

@@ -14,6 +14,7 @@ from pytorch_lightning.plugins.io import CheckpointIO
 from pytorch_lightning.plugins.io.wrapper import _WrappingCheckpointIO
 from pytorch_lightning.strategies import DDPStrategy, Strategy, XLAStrategy
 from pytorch_lightning.trainer.states import TrainerFn
+from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_only
 
 from nxd_jax.checkpoint import contents
@@ -52,8 +53,9 @@ class NeuronXLAStrategy(XLAStrategy):
     begin with the same values, so sync_module_states, debug and save_load_xser are accepted without effect.
 
     The Trainer's `devices` and `num_nodes` say how many ranks there are (their product) in a process that no launcher started; under torchrun and nxd-run
-    they must agree with what was started. `data_parallel_rank`, `tensor_parallel_rank`, `pipeline_parallel_rank`: this rank's place; in a process that hosts
-    several ranks each rank's own number. `data_parallel_size`, `tensor_parallel_size` and so on: how many there are.
+    they must agree with what was started. `data_parallel_rank`, `tensor_parallel_rank`: this rank's place; in a process that hosts several ranks each rank's
+    own number. `pipeline_parallel_rank`: the last stage of those that this process hosts, which is the one that has the loss. `data_parallel_size`,
+    `tensor_parallel_size` and so on: how many there are.
     """
 
     strategy_name = "neuron_xla"
@@ -146,8 +148,9 @@ class NeuronXLAStrategy(XLAStrategy):
         return parallel_groups.rank("tp")
 
     @property
-    def pipeline_parallel_rank(self) -> Any:
-        return parallel_groups.rank("pp")
+    def pipeline_parallel_rank(self) -> int:
+        places = parallel_groups.places("pp")
+        return max(places[rank] for rank in world.current().hosted)
 
     @property
     def is_global_zero(self) -> bool:
@@ -180,8 +183,14 @@ class NeuronXLAStrategy(XLAStrategy):
     # -- a Trainer's work -----------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer) -> None:
-        """The module on the device, and its optimizers."""
+        """The module on the device, and its optimizers. Raises MisconfigurationException for automatic optimization of a pipeline."""
         _without_signal_broadcasts(trainer)
+        if trainer.state.fn == TrainerFn.FITTING and trainer.lightning_module.automatic_optimization and self.pipeline_parallel_size > 1:
+            raise MisconfigurationException(
+                f"{type(trainer.lightning_module).__name__} has automatic optimization, which calls loss.backward(), but with pipeline_parallel_size="
+                f"{self.pipeline_parallel_size} run_train does forward and backward: use manual optimization (manual_opt=True), and in training_step call "
+                "self.model.run_train(**batch), then optimizer.step() and optimizer.zero_grad() of self.optimizers()"
+            )
         Strategy.setup(self, trainer)
 
     def model_to_device(self) -> None:
@@ -191,11 +200,19 @@ class NeuronXLAStrategy(XLAStrategy):
         replicas.make_equal(self.model)
 
     def process_dataloader(self, dataloader: object) -> Any:
-        """Batches on the device ahead of time; a position that checkpoints keep."""
+        """Batches ahead of time, on the device that `batch_to_device` says; a position that checkpoints keep."""
         if isinstance(dataloader, MpDeviceLoader):
             return dataloader
         predicting.prepare(dataloader, self.data_parallel_rank)
-        return self._feeding.loader(dataloader, self.root_device)
+        return self._feeding.loader(dataloader, self._batch_device)
+
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        """Move a batch to the device; with a pipeline to the CPU, from where each stage takes what it reads."""
+        return super().batch_to_device(batch, self._batch_device if device is None else device, dataloader_idx)
+
+    @property
+    def _batch_device(self) -> torch.device:
+        return self.root_device if self.pipeline_parallel_size == 1 else torch.device("cpu")
 
     def _trainer(self) -> Any:
         assert self.lightning_module is not None

@@ -83,23 +83,81 @@ def on_meta(nxd_config: dict[str, Any], model_fn: Callable[[], Any]) -> torch.nn
     return model
 
 
+def pipeline_on_meta(nxd_config: dict[str, Any], model: torch.nn.Module) -> NxDPPModel:
+    """A model without weights (`on_meta`) as stages of a pipeline, which stay without."""
+    if isinstance(model, NxDPPModel):
+        return model
+    return _pipeline(model, {**(nxd_config["pipeline_config"] or {}), "use_model_wrapper": True}, None)
+
+
 def make_pipeline(nxd_config: dict[str, Any], model_fn: Callable[[], Any], include_buffers: bool) -> NxDPPModel:
-    """The model as stages of a pipeline, each with its weights on its cores."""
+    """The model as stages of a pipeline, each with its weights on its cores. Raises ValueError for more pipeline ranks than the world has."""
+    if (wanted := nxd_config["pipeline_parallel_size"]) > world.size():
+        raise ValueError(
+            f"pipeline_parallel_size={wanted} needs {wanted} ranks or more, and there are {world.size()}: start the script with more of them "
+            "(nxd-run or torchrun, --nproc_per_node), or lower pipeline_parallel_size"
+        )
     options = nxd_config["model_init_config"]
     meta = options["meta_device_init"]
     given = {**(nxd_config["pipeline_config"] or {}), "use_model_wrapper": True}
     with model_utils.init_on_device("meta", include_buffers=include_buffers) if meta else contextlib.nullcontext():
         model = model_fn()
     if isinstance(model, NxDPPModel):
+        _check_nothing_to_add(nxd_config)
         pipeline = model
     else:
-        if isinstance(model, torch.nn.Module):
-            _pad(model, () if meta or not nxd_config["pad_model"] else _attention_to_pad(model))
-            add_checkpoints(nxd_config, model, given.get("transformer_layer_cls"))
-        pipeline = _pipeline(model, given, options["param_init_fn"] if meta else None)
+        init = options["param_init_fn"] if meta else None
+        pipeline = _pipeline(_prepared(nxd_config, model, given.get("transformer_layer_cls"), init), given, init)
     hooks.execute_all_hooks(pipeline)
     model_utils.get_model_sequential(pipeline, _device.get_device(), options["sequential_move_factor"])
     return pipeline
+
+
+def _check_nothing_to_add(nxd_config: dict[str, Any]) -> None:
+    """Raise ValueError for options that change a model before it is traced, where `model_fn` returns a pipeline."""
+    asked = {
+        "activation_checkpoint_config": nxd_config["activation_checkpoint_config"] is not None,
+        "pad_model": nxd_config["pad_model"],
+        "lora_config": _wants_lora(nxd_config),
+    }
+    for name in (name for name, is_asked in asked.items() if is_asked):
+        raise ValueError(
+            f"{name} changes the model before it is cut into stages, but model_fn returns an NxDPPModel: let model_fn return the plain model, and give "
+            "NxDPPModel's arguments as pipeline_config"
+        )
+
+
+def _prepared(nxd_config: dict[str, Any], model: Any, layer: type[torch.nn.Module] | None, param_init_fn: Any) -> Any:
+    """A model, or the layers of the manual mode, as it is to be traced: padded, with activation checkpoints and adapters.
+
+    Adapters need the weights they stand beside: a model with them is moved to the device here, one without when its stages are known.
+    """
+    if isinstance(model, list):
+        layers = torch.nn.ModuleList(model)
+        add_checkpoints(nxd_config, layers, layer)
+        if _wants_lora(nxd_config):
+            raise NotImplementedError(
+                "lora_config with manual_pp_partition=True is not supported: let model_fn return the whole model, and give pipeline_cuts or "
+                "auto_partition=True as pipeline_config"
+            )
+        return list(layers)
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(
+            f"model_fn must return a torch.nn.Module, or a list of them with manual_pp_partition=True, got {type(model).__name__}"
+        )
+    padded = _attention_to_pad(model) if nxd_config["pad_model"] else ()
+    if padded and param_init_fn is not None:
+        raise NotImplementedError(
+            "pad_model=True with meta_device_init=True and pipeline_parallel_size > 1 is not supported: there are no weights to put zeros beside when the "
+            "model is cut. Set meta_device_init=False"
+        )
+    _pad(model, padded)
+    add_checkpoints(nxd_config, model, layer)
+    if not _wants_lora(nxd_config):
+        return model
+    options = nxd_config["model_init_config"]
+    model_utils.get_model_sequential(model, _device.get_device(), options["sequential_move_factor"], param_init_fn)
+    return add_lora(nxd_config, model)
 
 
 def _pipeline(model: Any, given: dict[str, Any], param_init_fn: Callable[..., Any] | None) -> NxDPPModel:
@@ -215,11 +273,15 @@ def checked_lora(lora_config: object) -> Any:
     return lora_config
 
 
+def _wants_lora(nxd_config: dict[str, Any]) -> bool:
+    found = nxd_config["lora_config"]
+    return found is not None and bool(getattr(found, "enable_lora", True))
+
+
 def add_lora(nxd_config: dict[str, Any], model: torch.nn.Module) -> torch.nn.Module:
     """The model with adapters, if there is a LoRA configuration that is not switched off."""
-    found = nxd_config["lora_config"]
-    if found is None or not getattr(found, "enable_lora", True):
+    if not _wants_lora(nxd_config):
         return model
     from nxd_jax.modules.lora import get_lora_model
 
-    return get_lora_model(model, found)
+    return get_lora_model(model, nxd_config["lora_config"])

@@ -11,22 +11,25 @@ import torch
 from nxd_jax.tensor_parallel import full_weights, parallel_groups
 from torch_bridge.collectives import functional
 from torch_bridge.mesh import groups, world
+from torch_bridge.recorder import placed
 from torch_bridge.runtime import executor
 
 
 def make_equal(module: torch.nn.Module) -> None:
     """Give every rank the parameters and buffers of the first rank that holds the same part of the model. Does nothing in a process that hosts all ranks.
 
-    Parts that tensor-parallel or expert-parallel ranks share out are taken from the first rank of their data-parallel group.
+    Parts that tensor-parallel or expert-parallel ranks share out are taken from the first rank of their data-parallel group. Of a pipeline's, weights are
+    made equal among the ranks of their stage, and buffers, which no stage owns, are left.
     """
     if world.process_count() == 1:
         return
+    stages = parallel_groups.size("pp") > 1
     kinds: dict[str, list[torch.Tensor]] = {"all": [], "parts": [], "experts": []}
     for t in _unique(itertools.chain(module.parameters(), module.buffers())):
-        if t.device.type == "xla":
+        if t.device.type == "xla" and not (stages and placed.place_of(t) is None):
             kinds[_kind(t)].append(t)
     among: dict[str, list[Any]] = {
-        "all": [None],
+        "all": [parallel_groups.lists(kind) for kind in ("tp", "cp", "dp")] if stages else [None],
         "parts": [parallel_groups.lists("cp"), parallel_groups.lists("dp")],
         "experts": [parallel_groups.lists("edp")],
     }

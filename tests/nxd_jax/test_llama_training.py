@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = str(ROOT / "examples" / "llama" / "train.py")
@@ -64,6 +65,24 @@ def test_a_whole_machine(instance: str, arguments: list[str], sizes: tuple[int, 
     assert (summary["tp"], summary["dp"], summary["cp"]) == sizes and summary["world"] == world
     assert summary["losses"][-1] < summary["losses"][0] - 0.3
     assert "UserWarning" not in output
+
+
+@pytest.mark.thorough(keep=1)
+@pytest.mark.parametrize(
+    "arguments",
+    [["--schedule", "zbv", "--tp", "2"], ["--microbatches", "2", "--sequence-parallel", "--tp", "2"], ["--cp", "2", "--tp", "1"]],
+)
+def test_a_pipeline(arguments: list[str], tmp_path: Path) -> None:
+    """The losses and the Hugging Face folder of a model that is not cut."""
+    common = ["--layers", "4", "--batch", "4", "--steps", "4", *arguments]
+    cut, _ = start([*EMULATE, "--nproc_per_node", "4"], *common, "--pp", "2", "--save-hf", str(tmp_path / "a"), out=tmp_path / "cut")
+    whole, _ = start([*EMULATE, "--nproc_per_node", "2"], *common, "--save-hf", str(tmp_path / "b"), out=tmp_path / "whole")
+    assert (cut["pp"], whole["pp"], len(cut["losses"])) == (2, 1, 4)
+    torch.testing.assert_close(torch.tensor(cut["losses"]), torch.tensor(whole["losses"]), rtol=1e-4, atol=1e-5)
+    one, two = (load_file(tmp_path / folder / "model.safetensors") for folder in "ab")
+    assert one.keys() == two.keys()
+    for name, value in one.items():
+        torch.testing.assert_close(two[name], value, rtol=1e-3, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
 
 
 def test_a_plain_script_makes_the_smallest_world(tmp_path: Path) -> None:

@@ -47,6 +47,19 @@ def test_the_mesh_of_the_world_is_at_every_place() -> None:
     assert place(nodes, [A, B], [1, 2, 3]) == [HERE, A, B, HERE]
 
 
+def test_a_collective_with_ranks_elsewhere_is_on_the_mesh_of_the_world(hosted: Hosted) -> None:  # noqa: F811
+    """Also if only one place needs what it gives, as in one of several processes, whose stage scales its gradients by the norm of all."""
+    hosted(4, pp=2, tp=2)
+    x = placed.moved(torch.ones(3).to("xla"), along("pp", 1))
+    total = xm.all_reduce("sum", torch.full((3,), 2.0).to("xla"), groups=[[0, 2], [1, 3]])
+    own = xm.all_reduce("sum", torch.full((3,), 2.0).to("xla"), groups=[[0, 1], [2, 3]])
+    y = x * total + own
+    del total, own
+    torch_xla.sync()
+    assert devices(y) == {2, 3} and y.tolist() == [8, 8, 8]
+    assert {p.spec.part.place for p in session.current().recent if p.executions} >= {HERE, along("pp", 1)}
+
+
 # -- tensors --------------------------------------------------------------------------------------
 
 

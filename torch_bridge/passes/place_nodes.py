@@ -2,14 +2,17 @@
 
 A value lies at a place (`mesh.places`) or on the mesh of the world, which has all places. A node runs at the place of its inputs; those on the mesh of the
 world are there, too. If its inputs lie at several places, it runs on the mesh of the world, and they are moved there. A node without inputs at a place runs
-where its results are needed: at one place, or else on the mesh of the world.
+where its results are needed: at one place, or else on the mesh of the world. So does a collective with ranks elsewhere: on the mesh of the world.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
+from torch_bridge import lowerings
+from torch_bridge.mesh import places
 from torch_bridge.mesh.places import HERE, Place
 
 Nodes = Sequence[tuple[Any, ...]]
@@ -54,7 +57,7 @@ def place(nodes: Nodes, leaves: Sequence[Place | None], results: Sequence[int]) 
         wanted[producer[v]] = HERE
     for i in range(len(nodes) - 1, -1, -1):
         if found[i] is None:
-            found[i] = wanted[i]
+            found[i] = HERE if _meets_others(nodes[i][0], wanted[i]) else wanted[i]
         here = found[i]
         if here is None:
             continue  # nothing needs it
@@ -63,3 +66,15 @@ def place(nodes: Nodes, leaves: Sequence[Place | None], results: Sequence[int]) 
                 j = producer[v]
                 wanted[j] = here if wanted[j] in (None, here) else HERE
     return [HERE if at is None else at for at in found]
+
+
+def _meets_others(entry: Any, at: Place | None) -> bool:
+    """Whether an op exchanges values between ranks at a place and others."""
+    narrow = None if at is None else places.ranks(at.mesh)
+    if narrow is None or not lowerings.is_collective(entry.op):
+        return False
+    text: str = entry.args[-1]
+    if not text.startswith("["):
+        return not narrow.at.keys().isdisjoint(text.split(","))
+    there = set(narrow.order)
+    return any(there.intersection(group) and not there.issuperset(group) for group in json.loads(text))

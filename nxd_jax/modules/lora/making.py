@@ -64,7 +64,9 @@ def check_model(module: object, config: LoraConfig) -> None:
     if any(isinstance(m, LoraLayer) for m in module.modules()):
         raise ValueError("the model has LoRA adapters already: merge_and_unload() them first, or make the model anew")
     if hasattr(type(module), "cut_pipeline_stage"):
-        raise NotImplementedError("LoRA does not work on a pipeline model: use pipeline_parallel_size=1, with more tensor parallelism")
+        raise ValueError(
+            "a pipeline's stages are cut from the model with its adapters: give NxDPPModel the LoraModel, or neuronx_distributed_config a lora_config"
+        )
 
 
 def is_nxd_model(module: object) -> bool:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
+from nxd_jax._wrapper import Adapted
 from nxd_jax.modules.lora import loading, making, peft_format, storage, targets
 from nxd_jax.modules.lora import state as lora_state
 from nxd_jax.modules.lora.config import LoraConfig, as_config
@@ -22,7 +23,7 @@ from torch_bridge.mesh import world
 logger = logging.getLogger("nxd_jax")
 
 
-class LoraModel(nn.Module):
+class LoraModel(Adapted, nn.Module):
     """`lora.LoraModel` (`LoRAModel` in the documentation): a model with adapters in it; only they train. The model itself is changed.
 
     module: with its weights, on the device it will train on. config: a `LoraConfig` or a dict of its fields; with `load_lora_from_ckpt` the checkpoint's fields
@@ -32,7 +33,8 @@ class LoraModel(nn.Module):
     checkpoint, so that loading base weights leaves them; lora_ckpt: None, or a state dict of one, as NxD has there, which `load_state_dict` loads.
 
     Raises ValueError if no module matches `target_modules` or a module of another kind does, or if nothing would train; NotImplementedError for options of
-    layers that cannot be adapted and for pipeline models; TypeError for an NxDModel; FileNotFoundError without the checkpoint.
+    layers that cannot be adapted; ValueError for a pipeline, which is made of the model with adapters; TypeError for an NxDModel; FileNotFoundError without
+    the checkpoint.
     """
 
     module: nn.Module
@@ -48,6 +50,7 @@ class LoraModel(nn.Module):
         self.module = module
         self._layers: dict[str, LoraLayer] = {}
         self._whole: dict[str, nn.Module] = {}
+        self._holders: list[nn.Module] = []
         self._loading = loading.Loading()
         self.lora_ckpt: dict[str, Any] | None = None
         self.is_checkpoint_loaded = False
@@ -144,9 +147,14 @@ class LoraModel(nn.Module):
         self.merge_lora()
         for layer in self._layers.values():
             layer._before_merging = {}
-        targets.replace(self.module, {layer: layer.base_layer for layer in self._layers.values()})
+        for holder in (self.module, *self._holders):
+            targets.replace(holder, {layer: layer.base_layer for layer in self._layers.values()})
         self._layers = {}
         return self.module
+
+    def also_held_by(self, holders: Iterable[nn.Module]) -> None:
+        """Other modules that have adapted layers in them, such as the stages of a pipeline: `merge_and_unload` takes the adapters out there, too."""
+        self._holders += holders
 
     # -- counting ------------------------------------------------------------------------------------
 
@@ -334,6 +342,7 @@ def get_lora_model(model: nn.Module, lora_config: LoraConfig | Mapping[str, Any]
     if lora_config is None or not as_config(lora_config).enable_lora:
         return model
     if making.is_nxd_model(model):
+        making.check_model(getattr(model, "pipeline", None) or model.module, as_config(lora_config))
         model.module = LoraModel(model.module, lora_config)  # type: ignore[arg-type]
         return model
     return LoraModel(model, lora_config)

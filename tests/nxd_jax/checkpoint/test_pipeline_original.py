@@ -217,7 +217,8 @@ def test_adapters(nxd: Nxd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bas
     monkeypatch.setenv("NXD_JAX_CHECKPOINT_FORMAT", "original")
     layout = Layout(4, 2, 2)
     layout.start(nxd)
-    lora = LoraConfig(lora_rank=2, lora_alpha=4, target_modules=["up", "down", "head"], save_lora_base=base, merge_lora=False)
+    options = {"save_lora_base": base, "merge_lora": False, "lora_save_dir": str(tmp_path / "lora")}
+    lora = LoraConfig(lora_rank=2, lora_alpha=4, target_modules=["up", "down", "head"], **options)
     config = layout.config() | {"lora_config": lora}
     made = []
     for seed in range(2):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -95,3 +96,17 @@ def test_killed_and_resumed_or_without_lightning_the_losses_are_the_same(example
 
     loop, _ = example.with_loop(arguments(tmp_path / "loop"))
     assert loop == whole
+
+
+@pytest.mark.thorough
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_pipeline(example: Any, tmp_path: Path) -> None:
+    """The losses of a model that is not cut; resumed, bit for bit."""
+    common = ["--layers", "4", "--steps", "5"]
+    whole, _ = example.with_lightning(arguments(tmp_path / "whole", *common))
+    cut = ["--tp", "4", "--pp", "2", "--schedule", "zbv", *common]
+    losses, _ = example.with_lightning(arguments(tmp_path / "cut", *cut))
+    assert losses == pytest.approx(whole, rel=1e-4)
+    shutil.rmtree(tmp_path / "cut/checkpoints/epoch=0-step=4.ckpt")
+    resumed, _ = example.with_lightning(arguments(tmp_path / "cut", *cut, "--resume"))
+    assert resumed == losses[2:]

@@ -179,7 +179,7 @@ def test_what_is_no_model_for_lora() -> None:
     class Pipeline(nn.Module):
         def cut_pipeline_stage(self) -> None: ...
 
-    with pytest.raises(NotImplementedError, match="LoRA does not work on a pipeline model: use pipeline_parallel_size=1"):
+    with pytest.raises(ValueError, match="give NxDPPModel the LoraModel, or neuronx_distributed_config a lora_config"):
         LoraModel(Pipeline(), config)
 
 

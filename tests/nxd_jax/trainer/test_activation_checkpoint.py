@@ -289,3 +289,36 @@ def test_a_class_that_the_model_does_not_have(nxd: Nxd) -> None:
     nxd(1)
     with pytest.raises(ValueError, match="the model has no module of class Conv2d, GELU, so no activation would be computed again"):
         make([nn.Conv2d, nn.GELU], 1, **SMALL)
+
+
+def test_a_list_of_layers(nxd: Nxd) -> None:
+    """In a pipeline's manual mode the layers of the list are wrapped; gradients are the same."""
+
+    class First(nn.Linear):
+        def forward(self, inputs: list[torch.Tensor]) -> torch.Tensor:
+            return super().forward(inputs[0])
+
+    class Middle(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.tanh(super().forward(x))
+
+    def gradients(chosen: Any) -> tuple[int, dict[str, torch.Tensor]]:
+        torch.manual_seed(0)
+        config = neuronx_distributed_config(
+            pipeline_parallel_size=2,
+            activation_checkpoint_config=chosen,
+            pipeline_config={"manual_pp_partition": True, "num_microbatches": 2, "manual_pp_loss_fn": nn.functional.mse_loss},
+        )
+        model = initialize_parallel_model(config, lambda: [First(4, 4), Middle(4, 4), Middle(4, 4), nn.Linear(4, 1)])
+        draw = torch.Generator().manual_seed(1)
+        model.run_train(inputs=torch.randn(4, 4, generator=draw), labels=torch.randn(4, 1, generator=draw))
+        wrapped = sum(isinstance(m, NxDCheckpointWrapper) for m in model.modules())
+        return wrapped, {name: p.grad.cpu() for name, p in model.named_parameters()}
+
+    nxd(2, pp=2)
+    none, expected = gradients(None)
+    two, found = gradients(Middle)
+    assert (none, two) == (0, 2)
+    assert len(found) == len(expected) == 8
+    for (name, value), wanted in zip(found.items(), expected.values(), strict=True):
+        torch.testing.assert_close(value, wanted, msg=lambda m, n=name: f"{n}: {m}")

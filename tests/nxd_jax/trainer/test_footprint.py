@@ -14,10 +14,13 @@ import torch_xla
 from neuronx_distributed.trainer import initialize_parallel_model, initialize_parallel_optimizer, neuronx_distributed_config
 from torch import nn
 
+from nxd_jax.abstract import abstract_run
 from nxd_jax.parallel_layers.layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear
 from nxd_jax.topology import Topology
 from nxd_jax.trainer.footprint import KINDS, footprint
 from tests.nxd_jax.conftest import Nxd
+from tests.nxd_jax.pipeline.models import HIDDEN, WORDS, Block, Layout
+from tests.nxd_jax.pipeline.models import Model as Blocks
 from tests.nxd_jax.trainer.test_meta_init import Llama, Watch, fill
 from torch_bridge.recorder import sharded
 
@@ -173,6 +176,57 @@ def test_what_cannot_be_worked_out(nxd: Nxd) -> None:
         RuntimeError, match="cannot work out the state of LBFGS, whose step on 'meta' raises TypeError: .*optimizer_class=None leaves"
     ):
         footprint(neuronx_distributed_config(), lambda: nn.Linear(1, 1), optimizer_class=torch.optim.LBFGS)
+
+
+# -- pipelines ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", [Layout(16, 4, 4, tp=2, zero1=True), Layout(8, 4, 4, tp=2, tied=True)], ids=str)
+def test_every_rank_of_a_pipeline(layout: Layout) -> None:
+    """Each rank holds its stages; an abstract run of the same training finds as much on its cores."""
+    with abstract_run(layout.ranks) as run:
+        found = footprint(layout.config(), Blocks, layout.layers, layout.tied)
+        model, optimizer = layout.make()
+        ids = torch.zeros(2 * layout.microbatches, 4, dtype=torch.int64)
+        model.run_train(ids=ids, labels=ids)
+        optimizer.step()
+        optimizer.zero_grad()
+        torch_xla.sync()
+        pipeline = run.report().pipeline
+    assert pipeline is not None and len(found.ranks) == layout.pp
+    for expected, memory in zip(found.ranks, pipeline.ranks, strict=True):
+        for kind in ("master weight", "optimizer state"):
+            assert expected.bytes_of(kind) == memory.stays.get(kind, 0), (memory.rank, kind)
+        copies = 4 * WORDS * HIDDEN if layout.tied and memory.rank == 3 else 0  # of the embedding, beside the head
+        assert expected.bytes_of("parameter") == memory.stays["parameter"] + copies
+    assert found.total == max(rank.total for rank in found.ranks) < sum(rank.total for rank in found.ranks)
+    names = [e.name for rank in found.ranks for e in rank.entries if e.kind == "optimizer state" and e.label == "exp_avg"]
+    assert len(names) == len(set(names)) == 4 * layout.layers + (1 if layout.tied else 2)
+    assert "\npipeline ranks: 0 " in str(found)
+
+
+def test_stages_that_take_a_batch_to_be_known(nxd: Nxd) -> None:
+    """A model that is traced by running it, with inputs that are no token ids."""
+    nxd(2, pp=2)
+    config = Layout(2, 2, 2).config()
+    config["pipeline_config"] |= {"input_names": ["x"], "output_loss_value_spec": True}
+
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(Block() for _ in range(2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if x.shape[-1] != HIDDEN:
+                raise ValueError("the last dim is HIDDEN")
+            for layer in self.layers:
+                x = layer(x)
+            return x.mean()
+
+    with pytest.raises(
+        NotImplementedError, match="the stages of Branches are known only when there is a batch, .*; abstract_run says what"
+    ):
+        footprint(config, Branches)
 
 
 # -- large models ------------------------------------------------------------------------------------------
