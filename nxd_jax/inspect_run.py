@@ -172,17 +172,21 @@ def _report(args: argparse.Namespace, watch: Any, status: int) -> int:
         ("machine", repr(found.topology)),
         ("run", f"{'on shapes alone' if args.abstract else 'for real'}; the training step ran {found.runs} times"),
     ]
-    page = Report(found, f"nxd-inspect {os.path.basename(args.script)}", facts, _profile(watch), failures, watch.modules).save(args.out)
+    page = Report(
+        found, f"nxd-inspect {os.path.basename(args.script)}", facts, _profile(watch), failures, watch.modules, watch.pipeline
+    ).save(args.out)
     sys.stderr.write("\n")  # after a progress bar that was cut off
     sys.stdout.write(f"{found}\n{summary(watch.modules)}")
     sys.stdout.flush()
     _say(f"wrote {page} ({page.stat().st_size / 1e6:.1f} MB)")
     if args.json:
+        step = watch.pipeline
         from nxd_jax.inspect.recompiles import recompiles
         from nxd_jax.inspect.statistics import statistics
         from nxd_jax.inspect.tables import plain, write
 
         more = {"recompiles": plain(recompiles()), "statistics": plain(statistics()), "replay": plain(watch.modules), "failures": failures}
+        more |= {"pipeline": step.data()} if step is not None and step.done else {}
         _say(f"wrote {write(args.json, json.dumps(found.data() | more, indent=1))}")
     if args.dump_hlo:
         _say(f"wrote {_dumped(found, args.dump_hlo)} programs to {args.dump_hlo}")

@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 
 from nxd_jax.inspect.collectives import Collective
+from nxd_jax.inspect.stage_memory import RankMemory, StageRow
+from nxd_jax.inspect.stages import StageProgram, collective_lines
+from nxd_jax.inspect.tables import Table
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,19 +33,43 @@ class ProgramReport:
     compile_seconds: float
 
     @property
+    def seconds(self) -> float:
+        """To trace, lower and compile it."""
+        return self.trace_seconds + self.lower_seconds + self.compile_seconds
+
+    @property
     def peak(self) -> int:
         """Bytes that a core needs while it runs: arguments, outputs that are new, temporaries."""
         return self.arguments + self.outputs - self.aliased + self.temporaries
 
 
 @dataclasses.dataclass(frozen=True)
+class PipelineReport:
+    """A training step of a pipeline. Sizes are bytes on one core.
+
+    name: the schedule and its numbers. ranks: the memory of every pipeline rank when it needs most. stages: the same as a table, a row for ranks that need the
+    same. programs: what each rank runs in a step. collectives: what its cores send in a step.
+    """
+
+    name: str
+    ranks: tuple[RankMemory, ...]
+    stages: Table[StageRow]
+    programs: Table[StageProgram]
+    collectives: Table[Collective]
+
+    def __str__(self) -> str:
+        tables = "\n\n".join(map(str, (self.stages, self.programs)))
+        return "\n".join([self.name, "", tables, "", *collective_lines(self.collectives)])
+
+
+@dataclasses.dataclass(frozen=True)
 class AbstractReport:
-    """What `AbstractRun.report` gives; `print` shows it as text. Sizes are bytes on one core.
+    """What `AbstractRun.report` gives; `print` shows it as text. Sizes are bytes on one core, of a pipeline on one of the rank that needs most.
 
     cores: ranks of the world. axes: the mesh axes and their sizes, outermost first. core, hbm_bytes: the emulated core and its memory.
     kinds: of the tensors that the script keeps, by shape: "parameter", "buffer", "gradient", "master weight", "optimizer state".
     programs: those compiled, the largest first; skipped: programs that were not. record_seconds: from the start of the run, without compiling.
-    host_bytes: the most memory that this process had so far.
+    host_bytes: the most memory that this process had so far. pipeline: of a training step of one, None without.
     """
 
     cores: int
@@ -54,6 +81,7 @@ class AbstractReport:
     skipped: int
     record_seconds: float
     host_bytes: int
+    pipeline: PipelineReport | None = None
 
     @property
     def kept(self) -> int:
@@ -62,7 +90,9 @@ class AbstractReport:
 
     @property
     def peak(self) -> int:
-        """The largest `peak` of a program, or what is kept if that is more."""
+        """The largest `peak` of a program, or what is kept if that is more. In a pipeline, of a rank with all that it holds while a program runs."""
+        if self.pipeline is not None:
+            return max(memory.peak for memory in self.pipeline.ranks)
         return max([self.kept, *(p.peak for p in self.programs)])
 
     @property
@@ -73,10 +103,16 @@ class AbstractReport:
     def __str__(self) -> str:
         axes = " x ".join(f"{name} {n}" for name, n in self.axes.items() if n > 1) or "one rank"
         lines = [f"{self.cores} cores ({axes}), each {self.core} with {_size(self.hbm_bytes)}"]
-        kinds = ", ".join(f"{kind} {_size(n)}" for kind, n in self.kinds.items() if n)
-        lines.append(f"  by shape, per core: {kinds or 'nothing'}")
-        for p in self.programs:
-            lines += _lines(p)
+        if self.pipeline is not None:
+            lines += [
+                str(self.pipeline),
+                f"compiled in {sum(p.seconds for p in self.programs):.1f} s: {len(self.programs)} different programs",
+            ]
+        else:
+            kinds = ", ".join(f"{kind} {_size(n)}" for kind, n in self.kinds.items() if n)
+            lines.append(f"  by shape, per core: {kinds or 'nothing'}")
+            for p in self.programs:
+                lines += _lines(p)
         if self.skipped:
             lines.append(f"  {self.skipped} smaller programs (initialisation and the like) were not compiled")
         verdict = "fits" if self.fits else "does not fit"

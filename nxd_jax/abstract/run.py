@@ -12,9 +12,11 @@ from collections.abc import Iterator
 import torch.distributed as dist
 
 from nxd_jax.abstract._models import models_on_meta
-from nxd_jax.abstract.report import AbstractReport, ProgramReport
+from nxd_jax.abstract.report import AbstractReport, PipelineReport, ProgramReport
 from nxd_jax.abstract.shapes import Witness
 from nxd_jax.inspect.collectives import collectives
+from nxd_jax.inspect.pipeline_inspection import PipelineInspection
+from nxd_jax.pipeline import step_log
 from nxd_jax.tensor_parallel import parallel_groups
 from nxd_jax.topology import Topology
 from torch_bridge.mesh import abstract_arrays, world
@@ -51,7 +53,8 @@ class AbstractRun:
         return list(self._run.programs.values())
 
     def report(self, programs: int = 1) -> AbstractReport:
-        """Compile the `programs` largest programs (the training step is the largest one as a rule) and say what they need.
+        """Compile the `programs` largest programs (the training step is the largest one as a rule) and say what they need. Of a training step of a pipeline all
+        are compiled, those that do the same on several ranks once.
 
         What is still recorded is a program too. Raises RuntimeError after the end of the `with` block, or if nothing has been recorded.
         """
@@ -61,20 +64,38 @@ class AbstractRun:
         if not found:
             raise RuntimeError("report() without a program: within the `with` block, run a training step on tensors on xla first")
         recording = time.perf_counter() - self._started - self._compiling
-        reports = tuple(self._compiled(p) for p in found[: max(programs, 1)])
-        self._compiling = sum(p.trace_seconds + p.lower_seconds + p.compile_seconds for p in found)
         topology = self.topology
+        pipeline = self._pipeline(topology)
+        if pipeline is None:
+            chosen = found[: max(programs, 1)]
+        else:
+            chosen = list({p.structure: p for p in found if p.compiled}.values())
+        reports = tuple(self._compiled(p) for p in chosen)
+        self._compiling = sum(p.trace_seconds + p.lower_seconds + p.compile_seconds for p in found)
+        kinds = self._witness.bytes_by_kind()
+        if pipeline is not None:
+            fullest = max(pipeline.ranks, key=lambda memory: memory.peak).kinds()
+            kinds = {kind: fullest.get(kind, 0) for kind in kinds}
         return AbstractReport(
             cores=world.size(),
             axes=dict(world.current().axes),
             core=f"a core of {topology.chip.name} at LNC {topology.lnc}",
             hbm_bytes=topology.hbm_per_core,
-            kinds=self._witness.bytes_by_kind(),
+            kinds=kinds,
             programs=reports,
-            skipped=len(found) - len(reports),
+            skipped=sum(not p.compiled for p in found),
+            pipeline=pipeline,
             record_seconds=recording,
             host_bytes=_most_memory(),
         )
+
+    def _pipeline(self, topology: Topology) -> PipelineReport | None:
+        """The last training step of a pipeline, if there was one."""
+        log = step_log.last({p.program for p in self.programs})
+        if log is None:
+            return None
+        step = PipelineInspection(log, self._run, topology)
+        return PipelineReport(step.name, step.ranks, step.stages, step.programs, step.collectives)
 
     def _compiled(self, recorded: abstract.Recorded) -> ProgramReport:
         memory = recorded.compile(abstract.QUICK).memory_analysis()
@@ -129,7 +150,8 @@ def abstract_run(cores: int | None = None, *, instance: str | None = None, nodes
         raise RuntimeError(
             f"abstract_run in one of {world.process_count()} processes: start the script once, without torchrun, and give cores= (one process stands for all)"
         )
-    run, witness = abstract.Run(values), Witness()
+    witness = Witness()
+    run = abstract.Run(values, training=witness)
     with contextlib.ExitStack() as block:
         if topology is not None and count == topology.core_count:
             block.enter_context(_environment(NXD_JAX_INSTANCE=str(instance), NXD_JAX_NNODES=str(nodes)))

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from torch_bridge.recorder import placed
 from torch_bridge.recorder.tensor import XLATensor
+from torch_bridge.runtime.abstract import Standing
 
 KINDS = ("parameter", "buffer", "gradient", "master weight", "optimizer state")
 
@@ -22,6 +25,7 @@ class Witness:
         self._optimizers: dict[torch.optim.Optimizer, None] = {}
         self._gradients: dict[int, int] = {}
         self._hooks: list[Any] = []
+        self._some: dict[Any, Callable[[], torch.Tensor | None]] = {}
 
     def start(self) -> None:
         """Begin to look."""
@@ -33,6 +37,7 @@ class Witness:
             hook.remove()
         self._modules.clear()
         self._optimizers.clear()
+        self._some.clear()
 
     def _called(self, module: torch.nn.Module, args: Any) -> None:
         self._modules[module] = None
@@ -57,11 +62,46 @@ class Witness:
         found["parameter"] = _total((p for m in tops for p in m.parameters()), seen)
         found["buffer"] = _total((b for m in tops for b in m.buffers()), seen)
         found["gradient"] = sum(self._gradients.values())
-        optimizers = list(self._optimizers)
-        found["master weight"] = _total((p for o in optimizers for g in o.param_groups for p in g["params"]), seen)
-        states = (v for o in optimizers for state in o.state.values() if isinstance(state, dict) for v in state.values())
-        found["optimizer state"] = _total(states, seen)
+        found["master weight"] = _total((p for o in self._optimizers for g in o.param_groups for p in g["params"]), seen)
+        found["optimizer state"] = _total(self._states(), seen)
         return found
+
+    def _states(self) -> Iterator[Any]:
+        for optimizer in self._optimizers:
+            for state in optimizer.state.values():
+                yield from state.values() if isinstance(state, dict) else ()
+
+    # -- what comes into being (`torch_bridge.runtime.abstract.Training`) ------------------------------
+
+    def standing(self, mesh: Any) -> Standing:
+        """Whether an optimizer has state by now, and a parameter at the place with this mesh a gradient."""
+        some = self._some.get(mesh)
+        if some is None or some() is None:
+            found = next((p for p in self._of_modules() if p.requires_grad and _mesh(p) == mesh), None)
+            some = self._some[mesh] = (lambda: None) if found is None else weakref.ref(found)
+        p = some()
+        return Standing(any(optimizer.state for optimizer in self._optimizers), p is not None and _has_gradient(p))
+
+    def state_bytes(self, mesh: Any) -> int:
+        """Bytes of the optimizers' state on a core of the mesh of a place, with what lies on all cores."""
+        found: dict[Any, int] = {}
+        seen: set[int] = set()
+        for t in self._states():
+            if isinstance(t, XLATensor) and id(t._storage) not in seen:
+                seen.add(id(t._storage))
+                found[_mesh(t)] = found.get(_mesh(t), 0) + _bytes(t)
+        return found.get(mesh, 0) + (found.get(None, 0) if mesh is not None else 0)
+
+
+def _mesh(t: torch.Tensor) -> Any:
+    """That of the place at which a tensor lies; None on the whole mesh."""
+    place = placed.place_of(t) if isinstance(t, XLATensor) else None
+    return None if place is None else place.mesh
+
+
+def _has_gradient(p: torch.Tensor) -> bool:
+    held = p.grad if p.grad is not None else getattr(p, "main_grad", None)
+    return isinstance(held, XLATensor) and not held._storage.constant
 
 
 def _total(tensors: Iterable[Any], seen: set[int]) -> int:

@@ -9,18 +9,21 @@ step.collectives               # a table: prints, shows in a notebook, .to_panda
 inspect.why()                  # why the last program that was compiled again was
 inspect.replay()               # which modules are played from recordings, and why others are not
 inspect.schedule("zbv", stages=8, microbatches=32)  # what a pipeline schedule costs, without any model
+inspect.pipeline(model)        # a step of a pipeline, measured: with inspect.pipeline(model) as step: model.run_train(**batch)
 """
 
 from nxd_jax.inspect.collectives import Collective
 from nxd_jax.inspect.costs import Cost, Costs
 from nxd_jax.inspect.differences import Difference
 from nxd_jax.inspect.hlo import HloLine, HloText
-from nxd_jax.inspect.looking import Inspection, compare, look
+from nxd_jax.inspect.inspection import Inspection
+from nxd_jax.inspect.looking import compare, look
 from nxd_jax.inspect.memory import Held, Memory
 from nxd_jax.inspect.nodes import Node
 from nxd_jax.inspect.pictures import memory_picture, sharding_picture, topology_picture
 from nxd_jax.inspect.pictures.schedule import schedule_picture
 from nxd_jax.inspect.pictures.timeline import timeline_picture
+from nxd_jax.inspect.pipeline_inspection import PipelineInspection
 from nxd_jax.inspect.profiling import Profile, profile
 from nxd_jax.inspect.recompiles import Compiled, recompiles, why
 from nxd_jax.inspect.replay import PlayedModule, replay
@@ -28,6 +31,9 @@ from nxd_jax.inspect.report import Report
 from nxd_jax.inspect.schedules import RankOfSchedule, ScheduleTable, schedule
 from nxd_jax.inspect.statistics import Statistics, statistics
 from nxd_jax.inspect.tables import Column, Table
+from nxd_jax.inspect.timeline import pipeline
+from nxd_jax.inspect.timeline_measured import RankOfStep, StageOfStep, TaskOfStep
+from nxd_jax.inspect.timeline_step import PipelineStep
 from nxd_jax.inspect.traffic import Traffic
 
 __all__ = [
@@ -43,17 +49,23 @@ __all__ = [
     "Inspection",
     "Memory",
     "Node",
+    "PipelineInspection",
+    "PipelineStep",
     "PlayedModule",
     "Profile",
     "RankOfSchedule",
+    "RankOfStep",
     "Report",
     "ScheduleTable",
+    "StageOfStep",
     "Statistics",
     "Table",
+    "TaskOfStep",
     "Traffic",
     "compare",
     "look",
     "memory_picture",
+    "pipeline",
     "profile",
     "recompiles",
     "replay",

@@ -35,6 +35,7 @@ class Collective:
     ranks: that take part in each; fewer than the axes hold for groups that are no lines of the mesh. count: how many. bytes: of all their inputs, on one
     core. dtype: of what is sent. module: the module's dotted path, with a star for the number of a layer in a loop. line: "file.py:12". op: the aten name.
     phase: "forward", "backward" or "outside" (of modules: the optimizer, gradients' reduction, the loop). `collectives` leaves the last five empty.
+    stage: in a step of a pipeline the ranks along pp that send it, each as much: "0", "1-14", or "all together"; else "".
     """
 
     kind: str
@@ -47,6 +48,7 @@ class Collective:
     line: str = ""
     op: str = ""
     phase: str = ""
+    stage: str = ""
 
     @property
     def wire_bytes(self) -> float:

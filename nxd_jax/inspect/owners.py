@@ -23,6 +23,11 @@ class Owner(NamedTuple):
 
 def owners() -> dict[int, Owner]:
     """Whose every storage is, by its id. Looks at all modules and optimizers that are alive; of several paths to a parameter the longest is its name."""
+    return {key: owner for key, (owner, _) in owned().items()}
+
+
+def owned() -> dict[int, tuple[Owner, XLATensor]]:
+    """`owners` with a tensor of each storage."""
     objects = gc.get_objects()
     modules = [m for m in objects if issubclass(type(m), torch.nn.Module) and "_parameters" in vars(m)]  # others are being made
     optimizers = [o for o in objects if issubclass(type(o), torch.optim.Optimizer) and {"param_groups", "state"} <= vars(o).keys()]
@@ -30,11 +35,11 @@ def owners() -> dict[int, Owner]:
     for optimizer in optimizers:  # ZeRO-1: a rank's part of a parameter has its name
         for p, shard in getattr(optimizer, "shard_of", {}).items():
             names[id(shard)] = names.get(id(p), "")
-    found: dict[int, Owner] = {}
-    for key, owner, of in _all(modules, optimizers, names):
-        known = found.get(key)
+    found: dict[int, tuple[Owner, XLATensor]] = {}
+    for t, owner, of in _all(modules, optimizers, names):
+        known, _ = found.get(id(t._storage), (None, None))
         if known is None or (known.kind == owner.kind and len(of) > len(known.name)):
-            found[key] = owner
+            found[id(t._storage)] = owner, t
     return found
 
 
@@ -57,7 +62,7 @@ def _names(modules: list[torch.nn.Module]) -> dict[int, str]:
 
 def _all(
     modules: list[torch.nn.Module], optimizers: list[torch.optim.Optimizer], names: dict[int, str]
-) -> Iterator[tuple[int, Owner, str]]:
+) -> Iterator[tuple[XLATensor, Owner, str]]:
     for module in modules:
         for p in module._parameters.values():
             if p is not None:
@@ -77,6 +82,6 @@ def _all(
                 yield from _one(value, Owner("optimizer state", f"{key} of {name}" if name else str(key)), name)
 
 
-def _one(t: object, owner: Owner, name: str) -> Iterator[tuple[int, Owner, str]]:
+def _one(t: object, owner: Owner, name: str) -> Iterator[tuple[XLATensor, Owner, str]]:
     if isinstance(t, XLATensor):
-        yield id(t._storage), owner, name
+        yield t, owner, name

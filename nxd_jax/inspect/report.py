@@ -15,13 +15,15 @@ from typing import TYPE_CHECKING, Any
 from nxd_jax._version import __version__
 from nxd_jax.inspect.recompiles import recompiles
 from nxd_jax.inspect.replay import modules, section
+from nxd_jax.inspect.schedules import schedule
 from nxd_jax.inspect.statistics import statistics
 from nxd_jax.inspect.tables import write
 
 if TYPE_CHECKING:
-    from nxd_jax.inspect.looking import Inspection
+    from nxd_jax.inspect.inspection import Inspection
     from nxd_jax.inspect.profiling import Profile
     from nxd_jax.inspect.replay import PlayedModule
+    from nxd_jax.inspect.timeline_step import PipelineStep
 
 logger = logging.getLogger("nxd_jax")
 
@@ -43,7 +45,7 @@ class Report:
     """A page about a program.
 
     inspection: what was looked at. title: above it; default its name. facts: lines below the title: (what, value). profile: of some steps, if one was taken.
-    failures: checks that failed, in words (shown at the top). modules: rows of `inspect.replay()`; default: those of now.
+    failures: checks that failed, in words (shown at the top). modules: rows of `inspect.replay()`; default: those of now. pipeline: a measured step.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class Report:
         profile: Profile | None = None,
         failures: list[str] | None = None,
         modules: Sequence[PlayedModule] | None = None,
+        pipeline: PipelineStep | None = None,
     ):
         self.inspection = inspection
         self.title = title or inspection.name
@@ -61,6 +64,7 @@ class Report:
         self.profile = profile
         self.failures = failures or []
         self.modules = modules
+        self.pipeline = pipeline
 
     def save(self, path: str | os.PathLike[str]) -> pathlib.Path:
         """Write the page; its path. HLO is cut short where the page would grow beyond `LIMIT`."""
@@ -92,6 +96,8 @@ class Report:
         found = self.inspection
         return [
             ("overview", "Overview", self._overview),
+            ("pipeline", "Pipeline", self._pipeline),
+            ("stages", "Stages", found.stages_html),
             ("memory", "Memory", self._memory),
             ("collectives", "Collectives", self._collectives),
             ("operations", "Operations", lambda: found.costs.by("module", depth=3).html() + found.costs.by("op", most=15).html()),
@@ -107,6 +113,15 @@ class Report:
         lines = str(self.inspection).splitlines()[:-1]
         verdict = "good" if self.inspection.memory.fits else "bad"
         return f'<div class="{verdict}">{html.escape(self.inspection.memory.verdict)}</div><pre>{html.escape(chr(10).join(lines))}</pre>'
+
+    def _pipeline(self) -> str:
+        step = self.pipeline
+        if step is None or step.schedule is None:
+            return ""
+        if step.done:
+            return step._repr_html_() + _picture(step.picture) + _folded("Every computation", step.tasks.all()[:2000].html())
+        plan = schedule(step.schedule)
+        return _text(_PLANNED) + plan.html() + _picture(plan.picture)
 
     def _memory(self) -> str:
         memory = self.inspection.memory
@@ -135,6 +150,7 @@ _ESTIMATE = (
     "How long one run would take on the emulated machine: a roofline over engines, memory and wires. Memory traffic counts every op as if none were fused, so "
     "times that memory limits are upper bounds."
 )
+_PLANNED = "No step was measured. This is the plan: every forward pass of a stage takes 1, every backward pass 2 (1 for each of its parts)."
 _NO_HLO = "left out, for it would make this file too large; nxd-inspect --dump-hlo DIR and Inspection.dump(folder) write it to files"
 
 

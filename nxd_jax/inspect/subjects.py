@@ -54,6 +54,11 @@ class Subject:
         with _compat.enable_x64():
             return self._trace()
 
+    @property
+    def jaxpr(self) -> Any:
+        """What JAX traced."""
+        return self.traced.jaxpr
+
     @cached_property
     def lowered(self) -> Any:
         """The `jax.stages.Lowered`."""
@@ -91,13 +96,16 @@ class Subject:
 
 
 class OfProgram(Subject):
-    """A program that ran (or was recorded in an abstract run: `recorded`)."""
+    """A program that ran (or was recorded in an abstract run: `recorded`). known: whose storages are; None: found out when it is asked for."""
 
-    def __init__(self, program: Any, recorded: abstract.Recorded | None = None):
+    def __init__(self, program: Any, recorded: abstract.Recorded | None = None, known: dict[int, Owner] | None = None):
         super().__init__()
         self.program = program
         self.recorded = recorded
+        self._known = known
         self.graph = program.graph
+        if program.spec.labels is not None:  # at a place, an axis of one
+            self.axes |= {axis: size for axis, size in program.spec.labels.mesh.shape.items() if axis in self.axes}
         source = activity.describe(program).source
         self.name = f"the program at {source}" if source else "the program"
 
@@ -110,6 +118,11 @@ class OfProgram(Subject):
         found = self.recorded
         return float(self.program.compile_seconds if found is None else found.trace_seconds + found.lower_seconds + found.compile_seconds)
 
+    @property
+    def jaxpr(self) -> Any:
+        known = None if self.recorded is None else self.recorded.jaxpr
+        return self.traced.jaxpr if known is None else known
+
     def _trace(self) -> Any:
         return self.program.jitted.trace(*self.program.signature)
 
@@ -120,10 +133,13 @@ class OfProgram(Subject):
         return self.program.compiled
 
     def names(self) -> dict[str, str]:
-        return names_of(self.program, owners())
+        return names_of(self.program, self._owners())
+
+    def _owners(self) -> dict[int, Owner]:
+        return owners() if self._known is None else self._known
 
     def memory(self, hbm_bytes: int, core: str) -> Memory:
-        return of_program(self.program, self.compiled.memory_analysis(), owners(), hbm_bytes, core, self.name)
+        return of_program(self.program, self.compiled.memory_analysis(), self._owners(), hbm_bytes, core, self.name)
 
 
 def names_of(program: Any, known: dict[int, Owner]) -> dict[str, str]:

@@ -116,10 +116,20 @@ def traffic(topology: Topology, collectives: Iterable[Collective], groups: Group
 
     Raises ValueError for a kind of collective that is not known, groups of fewer ranks than take part, and ranks that the topology does not have.
     """
+    return traffic_among(topology, ((c, groups(c.axes)) for c in collectives))
+
+
+def traffic_among(
+    topology: Topology,
+    collectives: Iterable[tuple[Collective, Sequence[Sequence[int]]]],
+    messages: Iterable[tuple[int, int, float]] = (),
+) -> Traffic:
+    """The same for collectives that come with the groups of ranks that ask for them, and for messages: (from, to, bytes)."""
     flows: dict[tuple[int, int], float] = {}
     unplaced = []
-    for c in collectives:
-        found = groups(c.axes)
+    for source, target, size in messages:
+        flows[source, target] = flows.get((source, target), 0.0) + size
+    for c, found in collectives:
         if any(len(group) > c.ranks for group in found):
             unplaced.append(c)
             continue

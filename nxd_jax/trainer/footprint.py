@@ -51,12 +51,14 @@ class Entry:
 class Footprint:
     """What one core holds between two steps. Activations, what collectives need meanwhile and compiled programs are not in it.
 
-    entries: every tensor. hbm_bytes: the core's memory. core: what kind of core. All cores hold as much.
+    entries: every tensor. hbm_bytes: the core's memory. core: what kind of core. All cores hold as much; in a pipeline all of a rank along pp, and this is the
+    rank that holds most. ranks: of a pipeline, of every rank; () without.
     """
 
     entries: tuple[Entry, ...]
     hbm_bytes: int
     core: str
+    ranks: tuple[Footprint, ...] = ()
 
     @property
     def total(self) -> int:
@@ -76,7 +78,10 @@ class Footprint:
 
     def __str__(self) -> str:
         """A table with a line for each group of parameters that differ in a number in their names alone."""
-        return "\n".join([*_aligned(_table(self)), _verdict(self)])
+        lines = [*_aligned(_table(self)), _verdict(self)]
+        if self.ranks:
+            lines.append("pipeline ranks: " + ", ".join(f"{k} {_shown(rank.total)}" for k, rank in enumerate(self.ranks)))
+        return "\n".join(lines)
 
 
 def footprint(
@@ -94,7 +99,10 @@ def footprint(
     `model_kwargs` are those of `initialize_parallel_model`. optimizer_class: None for inference, without gradients. optimizer_options: its options.
     topology: whose cores; default the one that the environment describes.
 
-    Raises NotImplementedError for configurations with LoRA or a pipeline, and RuntimeError for an optimizer that makes no state from shapes alone.
+    With a pipeline the model is cut into its stages on "meta"; a weight that several of them use counts on each, for those after the first have a copy.
+
+    Raises NotImplementedError for configurations with LoRA and for a model whose stages take a batch to be known, RuntimeError for an optimizer that makes no
+    state from shapes alone.
     """
     building.check_config(nxd_config)
     building.lay_out(nxd_config)
@@ -102,12 +110,41 @@ def footprint(
         raise NotImplementedError("footprint: adapters are not worked out yet; use a configuration without lora_config")
     model = building.on_meta(nxd_config, lambda: model_fn(*model_args, **model_kwargs))
     parameters = list(_parameters(model))
-    entries = [Entry(name, "parameter", tuple(p.shape), p.dtype, axes) for name, p, axes in parameters]
-    entries += [Entry(name, "buffer", tuple(b.shape), b.dtype) for name, b in model.named_buffers()]
-    if optimizer_class is not None:
-        entries += _of_training(nxd_config, parameters, optimizer_class, optimizer_options or {})
+    buffers = [Entry(name, "buffer", tuple(b.shape), b.dtype) for name, b in model.named_buffers()]
     chosen = topology or Topology.from_environment()
-    return Footprint(tuple(entries), chosen.hbm_per_core, f"{chosen.chip.name} at LNC {chosen.lnc}")
+    core = chosen.hbm_per_core, f"{chosen.chip.name} at LNC {chosen.lnc}"
+
+    def of(own: list[Named], copies: list[Named]) -> Footprint:
+        entries = [Entry(name, "parameter", tuple(p.shape), p.dtype, axes) for name, p, axes in (*own, *copies)] + buffers
+        if optimizer_class is not None:
+            entries += _of_training(nxd_config, own, optimizer_class, optimizer_options or {})
+            entries += [Entry(name, "gradient", tuple(p.shape), p.dtype, axes) for name, p, axes in copies if p.requires_grad]
+        return Footprint(tuple(entries), *core)
+
+    if parallel_groups.size("pp") == 1:
+        return of(parameters, [])
+    ranks = tuple(of(*shares) for shares in _by_rank(nxd_config, model, parameters))
+    return dataclasses.replace(max(ranks, key=lambda rank: rank.total), ranks=ranks)
+
+
+def _by_rank(nxd_config: dict[str, Any], model: torch.nn.Module, parameters: list[Named]) -> list[tuple[list[Named], list[Named]]]:
+    """For each rank of the pipeline, the parameters that it has, and those of other ranks that it has copies of."""
+    pipeline = building.pipeline_on_meta(nxd_config, model)
+    try:
+        modules = pipeline.local_stage_modules
+    except RuntimeError as error:
+        raise NotImplementedError(
+            f"footprint: the stages of {type(model).__name__} are known only when there is a batch, for it is traced by running it; abstract_run says what "
+            "every stage takes"
+        ) from error
+    known = {id(p): (name, p, axes) for name, p, axes in parameters}
+    owner: dict[int, int] = {}
+    own: list[dict[int, Named]] = [{} for _ in range(parallel_groups.size("pp"))]
+    copies: list[dict[int, Named]] = [{} for _ in own]
+    for module, rank in zip(modules, pipeline.schedule.placement, strict=True):
+        for key in (id(p) for p in module.parameters()):
+            (own if owner.setdefault(key, rank) == rank else copies)[rank][key] = known[key]
+    return [(list(a.values()), list(b.values())) for a, b in zip(own, copies, strict=True)]
 
 
 Named = tuple[str, torch.Tensor, tuple[str, ...]]

@@ -59,6 +59,20 @@ def test_nodes_that_nothing_needs_are_in_no_part() -> None:
     assert shown(cut(nodes, [2], [A, B, B])) == [("a", (0,), [], []), ("b", (2,), [0], [])]
 
 
+def test_what_only_a_later_part_reads_is_computed_there() -> None:
+    """The second node turns a weight over for the fourth, which waits for another place: no copy of the weight goes from part to part."""
+    nodes = [(Op(), -1), (Op(), -2), (Op(), 0), (Op(), 1, 2)]
+    parts = cut(nodes, [3], [A, A, B, A])
+    assert shown(parts) == [("a", (0,), [], [1]), ("b", (2,), [0], [1]), ("a", (3,), [0, 2], [])]
+
+
+def test_what_would_take_its_input_along_stays() -> None:
+    """The third node is read later alone, but the second, which it reads, is needed elsewhere at once: one of the two has to be passed on."""
+    nodes = [(Op(), -1), (Op(), 0), (Op(), 0), (Op(), 1), (Op(), 2, 3)]
+    parts = cut(nodes, [4], [A, A, A, B, A])
+    assert shown(parts) == [("a", (1, 2), [], []), ("b", (3,), [1, 2], []), ("a", (4,), [1, 2, 3], [])]
+
+
 def test_every_node_needs_a_place() -> None:
     with pytest.raises(ValueError, match="a place for each of the 2 recorded nodes, got 1"):
         cut([(Op(), -1), (Op(), 0)], [1], [A])

@@ -44,6 +44,15 @@ def digest(found: dict[str, str]) -> str:
     return whole.hexdigest()
 
 
+def structure(spec: ProgramSpec) -> str:
+    """A hash that programs share which do the same on other devices of as many: equal stages of a pipeline. One of its own for a program without a name."""
+    try:
+        mesh = "" if spec.labels is None else repr(tuple(spec.labels.mesh.shape.items()))
+        return digest({"graph": graph_text(spec.graph), "call": _call(spec), "mesh": mesh})
+    except UnknownError:
+        return f"program {id(spec)}"
+
+
 def _call(spec: ProgramSpec) -> str:
     labels = spec.labels
     rest = () if labels is None else (labels.inputs, labels.outputs, labels.local_inputs, labels.scalar_outputs, labels.extras)

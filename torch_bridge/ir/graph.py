@@ -159,9 +159,11 @@ def _meta(of: Layout | None) -> torch.Tensor | None:
 
 def lifted_kinds(entry: Entry) -> list[type]:
     """The Python types of an entry's lifted numbers, in order."""
-    found: list[tuple[int, type]] = []
-    _walk_lifts((entry.args, entry.kwargs), found)
-    return [kind for _, kind in sorted(found, key=lambda f: f[0])]
+    if entry.lifted is None:
+        found: list[tuple[int, type]] = []
+        _walk_lifts((entry.args, entry.kwargs), found)
+        entry.lifted = [kind for _, kind in sorted(found, key=lambda f: f[0])]
+    return entry.lifted
 
 
 def _walk_lifts(x: Any, found: list[tuple[int, type]]) -> None:

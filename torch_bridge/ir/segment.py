@@ -52,10 +52,11 @@ class Entry:
 
     op, args, kwargs: the call, with `Slot`s and `Lift`s. outs: base layouts of its results (None: undefined).
     paths: where each result sits in what the op returns (an empty path: it is all of it). axes: mesh axes along which a random op draws anew.
-    casts: for a result written into a tensor of another dtype, that dtype. rng: draws random numbers.
+    casts: for a result written into a tensor of another dtype, that dtype. rng: draws random numbers. lifted: the types of its lifted numbers in order, once
+    they have been found (`graph.lifted_kinds`).
     """
 
-    __slots__ = ("_varied", "args", "axes", "casts", "kwargs", "n_outs", "op", "outs", "paths", "rng")
+    __slots__ = ("_varied", "args", "axes", "casts", "kwargs", "lifted", "n_outs", "op", "outs", "paths", "rng")
 
     def __init__(
         self, op: torch._ops.OpOverload, args: Any, kwargs: Any, outs: tuple[Layout | None, ...], casts: Any = (), rng: bool = False
@@ -69,6 +70,7 @@ class Entry:
         self.casts = casts
         self.rng = rng
         self.axes: tuple[str, ...] = ()
+        self.lifted: list[type] | None = None
         self._varied: dict[tuple[str, ...], Entry] = {}
 
     def varied(self, axes: tuple[str, ...]) -> Entry:

@@ -40,7 +40,7 @@ def cut(
     places: where each node runs. first: the results that are needed at once: what only others depend on is in late parts, after all others.
 
     A part has the nodes of one place and one level. A node's level is that of its inputs, one more if an input is computed at another place. So a part
-    needs parts before it only.
+    needs parts before it only. What only a later part reads is computed there (`_sunk`).
     """
     if len(places) != len(nodes):
         raise ValueError(f"a placement must give a place for each of the {len(nodes)} recorded nodes, got {len(places)}")
@@ -50,6 +50,7 @@ def cut(
     for i in needed:
         inputs = {producer[v] for v in nodes[i][1:] if v >= 0}
         level[i] = max((level[j] + (places[j] != places[i]) for j in inputs), default=0)
+    level = _sunk(nodes, needed, producer, places, level)
     early = set(needed if first is None else _needed(nodes, first, producer))
     members: dict[tuple[bool, int, Place], list[int]] = {}
     for i in needed:
@@ -72,6 +73,31 @@ def cut(
         parts.append(Part(tuple(sorted(results[k])), before, shared, key[2], key[0]))
         before |= results[k]
     return tuple(parts)
+
+
+def _sunk(
+    nodes: Sequence[tuple[Any, ...]], needed: Sequence[int], producer: Sequence[int], places: Sequence[Place], level: dict[int, int]
+) -> dict[int, int]:
+    """Levels with nodes that only later parts read in the first of these: a transposed weight, say, which would be a copy if it went from part to part.
+
+    A node stays if one of its inputs does, which would have to go from part to part in its stead.
+    """
+    readers: dict[int, list[int]] = {}
+    for i in needed:
+        for j in {producer[v] for v in nodes[i][1:] if v >= 0}:
+            readers.setdefault(j, []).append(i)
+    if len(set(level.values())) < 2:
+        return level
+    stays: set[int] = set()
+    while True:
+        found = dict(level)
+        for j in reversed(needed):
+            if j in readers and j not in stays:
+                found[j] = max(level[j], min(found[i] - (places[i] != places[j]) for i in readers[j]))
+        held = {i for j, after in readers.items() for i in after if level[i] < found[i] > found[j] and places[i] == places[j]}
+        if not held:
+            return found
+        stays |= held
 
 
 def _needed(nodes: Sequence[tuple[Any, ...]], outs: Sequence[int], producer: Sequence[int]) -> list[int]:

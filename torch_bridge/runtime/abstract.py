@@ -8,19 +8,21 @@ and compiled only when somebody asks what it needs (`Recorded.compile`). `nxd_ja
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import jax
 
 from torch_bridge import _compat
+from torch_bridge.compiler import cache_keys
 from torch_bridge.compiler.program import Program
 from torch_bridge.ir import dtypes
-from torch_bridge.mesh import abstract_arrays
-from torch_bridge.mesh.abstract_arrays import KEPT, VALUES, AbstractArray, everywhere
+from torch_bridge.mesh import abstract_arrays, places
+from torch_bridge.mesh.abstract_arrays import KEPT, VALUES, AbstractArray, Live, everywhere
 from torch_bridge.runtime import session
 
 QUICK: dict[str, Any] = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
@@ -40,20 +42,28 @@ def uploaded(t: Any) -> Any:
 
 
 def _signature(program: Program, args: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
-    """The inputs as `jax.jit` is to see them; packed numbers and draws are the same on all ranks."""
-    shared = None if program.spec.labels is None else everywhere()
-    return [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=None if shared is None else getattr(a, "sharding", shared)) for a in args]
+    """The inputs as `jax.jit` is to see them, on the mesh of the program; packed numbers and draws are the same on all ranks."""
+    labels = program.spec.labels
+    if labels is None:
+        return [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in args]
+    placed = [a if getattr(getattr(a, "sharding", None), "mesh", None) == labels.mesh else places.put(a, labels.mesh) for a in args]
+    return [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding) for a in placed]
 
 
 @dataclass
 class Recorded:
-    """A program that an abstract run met. runs: how often. trace_seconds, lower_seconds, compile_seconds: of `compile`: by us and JAX to a jaxpr, by JAX
-    to StableHLO, by XLA to an executable.
+    """A program that an abstract run met.
+
+    alike: of all programs of the run that were compiled, by structure. runs: how often. live: the most bytes of arrays that a core had when it ran, its
+    arguments among them, by what there was else (`Run.most`). trace_seconds, lower_seconds, compile_seconds: of `compile`: by us and JAX to a
+    jaxpr, by JAX to StableHLO, by XLA to an executable; 0 where another program of the same structure was compiled before.
     """
 
     program: Program
     signature: list[jax.ShapeDtypeStruct]
+    alike: dict[str, Recorded]
     runs: int = 0
+    live: dict[Standing, int] = field(default_factory=dict)
     jaxpr: Any = None
     trace_seconds: float = 0.0
     lower_seconds: float = 0.0
@@ -65,9 +75,29 @@ class Recorded:
         """Nodes of the program's graph."""
         return len(self.program.graph.nodes)
 
+    @functools.cached_property
+    def structure(self) -> str:
+        """The same for programs that do the same on other cores, such as equal stages of a pipeline (`cache_keys.structure`)."""
+        return cache_keys.structure(self.program.spec)
+
+    @property
+    def mesh(self) -> Any:
+        """The mesh that it runs on, None without ranks."""
+        labels = self.program.spec.labels
+        return None if labels is None else labels.mesh
+
+    @property
+    def compiled(self) -> bool:
+        """Whether it has been compiled, or another one of its structure for it."""
+        return self._compiled is not None
+
     def compile(self, options: dict[str, Any] | None = None) -> Any:
-        """Trace, lower and compile, once; the executable. options: XLA's, for `jax.stages.Lowered.compile`."""
+        """Trace, lower and compile, once for all programs of this structure; the executable. options: XLA's, for `jax.stages.Lowered.compile`."""
         if self._compiled is not None:
+            return self._compiled
+        other = self.alike.setdefault(self.structure, self)
+        if other is not self:
+            self._compiled, self.jaxpr = other.compile(options), other.jaxpr
             return self._compiled
         started = time.perf_counter()
         with _compat.enable_x64():
@@ -83,12 +113,36 @@ class Recorded:
         return self._compiled
 
 
+class Standing(NamedTuple):
+    """What there is of a training script's tensors at a time. state: optimizers have their state; gradients: parameters have gradients."""
+
+    state: bool = True
+    gradients: bool = True
+
+
+class Training(Protocol):
+    """Follows the optimizers and gradients of a script: they come into being while it runs."""
+
+    def standing(self, mesh: Any) -> Standing:
+        """What there is now; gradients on the mesh of a place."""
+
+    def state_bytes(self, mesh: Any) -> int:
+        """Bytes of the optimizers' state on a core of the mesh of a place, with what lies on all cores."""
+
+
 @dataclass
 class Run:
-    """An abstract run. values: what reading a value does, one of `VALUES`. programs: met so far, by identity."""
+    """An abstract run.
+
+    values: what reading a value does, one of `VALUES`. programs: met so far, by identity. live: the arrays that there are. training: None if nobody
+    follows it.
+    """
 
     values: str = "error"
     programs: dict[int, Recorded] = field(default_factory=dict)
+    live: Live = field(default_factory=Live)
+    training: Training | None = None
+    _alike: dict[str, Recorded] = field(default_factory=dict)
     _session: session.Session | None = None
     _left: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
@@ -97,9 +151,19 @@ class Run:
         found = self.programs.get(id(program))
         if found is None:
             program.signature = _signature(program, args)  # for `Program.lowered`
-            found = self.programs[id(program)] = Recorded(program, program.signature)
+            found = self.programs[id(program)] = Recorded(program, program.signature, self._alike)
         found.runs += 1
+        standing = Standing() if self.training is None else self.training.standing(found.mesh)
+        found.live[standing] = max(found.live.get(standing, 0), self.live.on(found.mesh))
         return program.spec.abstract_results()
+
+    def most(self, recorded: Recorded) -> tuple[int, bool]:
+        """The most bytes of arrays that a core has when a program runs, and whether gradients are among them.
+
+        In a first step programs run before optimizers have their state; in later steps that is there, so it counts.
+        """
+        missing = 0 if self.training is None else self.training.state_bytes(recorded.mesh)
+        return max((live + (0 if there.state else missing), there.gradients) for there, live in recorded.live.items())
 
     def __post_init__(self) -> None:
         if self.values not in VALUES:

@@ -184,7 +184,7 @@ def test_html(step: inspect.Inspection) -> None:
 
 def test_data_and_json(step: inspect.Inspection, tmp_path: pathlib.Path) -> None:
     data = step.data()
-    assert set(data) == {"name", "axes", "runs", "compile_seconds", *inspect.looking.PARTS}
+    assert set(data) == {"name", "axes", "runs", "compile_seconds", *inspect.inspection.PARTS}
     assert json.loads(step.save(tmp_path / "a" / "step.json").read_text()) == data
     assert len(data["graph"]) == len(step.graph) and data["graph"][-1]["op"] == "output"
     memory = data["memory"]

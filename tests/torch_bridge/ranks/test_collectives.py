@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import types
 from typing import Any
 
 import pytest
@@ -76,6 +77,27 @@ def test_groups_find_their_axes(layout: Any) -> None:
     passed, _, names = layout
     assert groups.resolve(passed).axes == names
     assert sharded.axes_of(passed) == (tuple(world.current().axes) if names is None else names)
+
+
+def test_groups_of_large_worlds_are_found_anew_after_a_change() -> None:
+    """There the groups of a process group are kept, for as long as its ranks and the layout stay."""
+    world.configure(world.World(128))
+    try:
+        world.set_axes({"dp": 4, "tp": 32})
+        group = types.SimpleNamespace(_mesh=[list(line) for line in groups.lines(("tp",))])
+        found = groups.resolve(group)
+        assert found.axes == ("tp",) and groups.resolve(group) is found
+        assert found.index(33) == 1 and found.of(33)[0] == 32
+        group._mesh[0][:2] = [1, 0]
+        assert groups.resolve(group).members[0][:2] == (1, 0) and not groups.resolve(group).ordered
+        group._mesh[0][:2] = [0, 1]
+        world.set_axes({"pp": 2, "dp": 2, "tp": 32})
+        assert groups.resolve(group).axes == ("tp",)
+        group._mesh[0][0] = 1
+        with pytest.raises(ValueError, match="rank 1 appears more than once"):
+            groups.resolve(group)
+    finally:
+        world.configure(None)
 
 
 @pytest.mark.core(keep=8)
