@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-_PIPELINE = (
-    "it is not there yet: NxDPPModel moves values between stages itself, in a process that hosts all ranks; "
-    "for the times of a step use nxd_jax.inspect"
+_TIMELINE = (
+    "it is not there (NxD itself writes no timeline: NxDPPModel leaves trace_file_path aside); for the times of a pipeline's step use "
+    "`with nxd_jax.inspect.pipeline(model) as step:`, and nxd_jax.inspect.schedule for those of a schedule"
 )
 _INFERENCE = (
     "tracing for inference is not there yet; to run a model, move it to the device: model.eval().to('xla'); to compile it as a JAX function: "
@@ -25,7 +25,7 @@ _QUANTIZATION = "quantization is not there yet; weights are float32, bfloat16 or
 _OTHER = "it is not there yet; this release trains with parallel_layers, trainer, optimizer, modules.lora and lightning"
 
 LATER = {
-    **dict.fromkeys(("pipeline.comm", "pipeline.timeline"), _PIPELINE),
+    **dict.fromkeys(("pipeline.timeline", "utils.timeline"), _TIMELINE),
     **dict.fromkeys(
         (
             "BaseNxDModel",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 
@@ -27,6 +27,14 @@ class Pipeline:
 
     def names_by_rank(self) -> list[list[str]]:
         """For each pipeline rank of NxD the names of the parameters and buffers that it has, in its order."""
+        raise NotImplementedError
+
+    def lent(self, of: Callable[[str], Any]) -> dict[str, Any]:
+        """What belongs to weights that stages of this process read and that lie with other processes, by name. of: for a weight that lies here."""
+        raise NotImplementedError
+
+    def names_in_order(self) -> list[str]:
+        """The names of the whole model's parameters and buffers, also of those that lie with other processes, module by module."""
         raise NotImplementedError
 
 

@@ -101,7 +101,10 @@ def environment(args: argparse.Namespace) -> tuple[dict[str, str], str]:
 
 def _among_processes() -> bool:
     """Whether torchrun (or whoever sets its variables) has started this process as one of several."""
-    return all(os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")) and "NXD_JAX_WORLD_SIZE" not in os.environ
+    return (
+        all(os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
+        and "NXD_JAX_WORLD_SIZE" not in os.environ
+    )
 
 
 def _of_one_process(variables: dict[str, str], ranks: int, instance: str | None) -> tuple[dict[str, str], str]:

@@ -194,6 +194,11 @@ def with_code(pickled: bytes, packed: bytes, devices: Sequence[Any]) -> Any:
     return jax.stages.Compiled(unloaded.load(), [], tree.unflatten(args), out_tree, no_kwargs=no_kwargs)
 
 
+def inputs_of(lowered: Any) -> str:
+    """What a `jax.stages.Lowered` is called with, and the numbers of the inputs that it reads: its text has those alone."""
+    return f"{lowered.args_info} {sorted(lowered._lowering.compile_args['kept_var_idx'])}"
+
+
 def on_devices(compiled: Any, devices: Sequence[Any], others: Sequence[Any]) -> Any:
     """A `jax.stages.Compiled` for other devices, with the same machine code. devices: those that it was compiled for, in the order of its mesh.
 

@@ -63,7 +63,7 @@ def save_optim_state_dict(
     parts = contents.parts_of(optimizer, contents.names_of(aux_infos["model"]))
     found = contents.of_zero1_state(state_dict, parts, type(contents.stepping(optimizer)).__name__)
     job = saving.Save(storage, TAG)
-    job.items[writing.OPTIMIZER] = writing.named_item(found, parts)
+    job.items[writing.OPTIMIZER] = writing.named_item(found, parts, aux_infos["model"])
     job.start()
 
 

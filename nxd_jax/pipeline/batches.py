@@ -26,6 +26,10 @@ def cut(given: Mapping[str, Any], names: Sequence[str], read: Sequence[str], cou
             if len(set(sizes.values())) > 1:
                 raise AssertionError(f"inputs must have one batch size (dim 0), got {', '.join(f'{n}: {s}' for n, s in sizes.items())}")
     size = next(iter(sizes.values()), 0)
+    if sizes and not size:
+        raise RuntimeError(
+            "the batch has no rows (dim 0 is 0), and a step needs some: leave out empty batches (drop_last=True in the loader)"
+        )
     if size % count:
         raise RuntimeError(
             f"a batch of {size} cannot be cut into num_microbatches={count} equal parts: use a batch size that divides by {count}"
@@ -40,10 +44,15 @@ def _tensors(name: str, value: Any) -> list[torch.Tensor]:
         if not isinstance(t, torch.Tensor) or not t.dim():
             said = "a tensor without dims" if isinstance(t, torch.Tensor) else type(t).__name__
             raise ValueError(f"the input {name} must be a torch tensor with the batch along dim 0, got {said}")
+        if t.device.type not in ("cpu", "xla"):
+            raise ValueError(
+                f"the input {name} is on {t.device}: give run_train tensors on the CPU (or on xla), each stage uploads those that it reads"
+            )
     return found
 
 
 def _part(value: Any, start: int, length: int) -> Any:
     if isinstance(value, (list, tuple)):
-        return [t.narrow(0, start, length) for t in value]
-    return value.narrow(0, start, length)
+        return [_part(t, start, length) for t in value]
+    part = value.narrow(0, start, length)
+    return part.clone() if part.device.type == "xla" else part  # as a view, where it starts would be part of each stage's program

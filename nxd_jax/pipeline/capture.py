@@ -78,15 +78,34 @@ def capture(
         with recording() as segment, _kept(model), _stand_ins(model, segment) as weights, torch.enable_grad():
             recorder = CallRecorder(weights, modules)
             given = {name: _input(recorder, segment, name, spec) for name, spec in inputs.items()}
-            with _calls_replaced(recorder, model, looked_into, functions), compiling(True), recorder:
+            with _calls_replaced(recorder, model, looked_into, functions), compiling(True), recorder, _dicts_inside(model) as wants_tuple:
                 found = model(**given, **constants)
-            recorder.graph.output(recorder.argument(_plain_tuple(found)))
+            recorder.graph.output(
+                recorder.argument(_plain_tuple(found.to_tuple() if wants_tuple and hasattr(found, "to_tuple") else found))
+            )
     except (RuntimeError, TypeError, ValueError, NotImplementedError, AttributeError, IndexError) as error:
         raise RuntimeError(
             f"{type(model).__name__} cannot be traced by running it without values: {error}{place_of_error(error)}. Keep the module that does this whole: "
             "add its class name to leaf_modules; or make it a module of its own"
         ) from error
     return _graph_module(model, recorder)
+
+
+@contextlib.contextmanager
+def _dicts_inside(model: nn.Module) -> Iterator[bool]:
+    """A block in which modules of transformers return dicts, although `config.return_dict` is False: today's read each other's results by name.
+
+    Gives whether the model is to return a tuple. NxD's scripts set that option.
+    """
+    config = getattr(model, "config", None)
+    wants_tuple = getattr(config, "return_dict", None) is False
+    try:
+        if wants_tuple:
+            config.return_dict = True  # type: ignore[union-attr]
+        yield wants_tuple
+    finally:
+        if wants_tuple:
+            config.return_dict = False  # type: ignore[union-attr]
 
 
 def _holders(names: Iterable[str]) -> set[str]:

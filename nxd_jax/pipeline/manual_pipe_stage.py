@@ -13,17 +13,17 @@ from torch import nn
 
 from nxd_jax.pipeline.partition import even_sizes
 
-SHARED = "_nxd_weight_sharing_marks"
+SHARED = "weight_sharing"
 """Attribute of a layer with marked weights: path of the weight by group."""
 
 PartitionFn = Callable[[list[nn.Module], int], Mapping[nn.Module, int]]
 
 
-def mark_weight_sharing(layers_and_weights: Sequence[tuple[nn.Module, str]], group_name: str) -> None:
-    """`manual_pipe_stage.mark_weight_sharing`: say that weights of these layers are one weight, before stages are made of them.
+def mark_weight_sharing(layers_and_weights: Sequence[tuple[nn.Module, str]], group_name: str = "default") -> None:
+    """`manual_pipe_stage.PipelineStageModule.mark_weight_sharing`: say that weights of these layers are one weight, before stages are made of them.
 
     layers_and_weights: (layer, dotted path of its parameter) pairs. Raises RuntimeError if a layer has a weight of this group already, AttributeError for a
-    path that leads to no parameter, ValueError for shapes or dtypes that differ, or for fewer than two.
+    path that leads to no parameter, AssertionError for shapes or dtypes that differ, ValueError for fewer than two.
     """
     if len(layers_and_weights) < 2:
         raise ValueError(f"mark_weight_sharing({group_name!r}) needs two weights or more to share, got {len(layers_and_weights)}")
@@ -33,7 +33,7 @@ def mark_weight_sharing(layers_and_weights: Sequence[tuple[nn.Module, str]], gro
             f"{layer.__class__.__name__}.{path} {tuple(weight.shape)} {weight.dtype}"
             for (layer, path), weight in zip(layers_and_weights, weights, strict=True)
         )
-        raise ValueError(f"weights of the group {group_name!r} must have one shape and dtype to be shared, got {said}")
+        raise AssertionError(f"weights of the group {group_name!r} must have one shape and dtype to be shared, got {said}")
     seen: set[nn.Module] = set()
     for layer, path in layers_and_weights:
         if group_name in getattr(layer, SHARED, {}) or layer in seen:
@@ -77,48 +77,83 @@ class PipelineStageModule(nn.Module):
 
     def __init__(self, layers: Sequence[nn.Module], num_stages: int, stage_index: int, partition_fn: PartitionFn | None = None):
         super().__init__()
-        layers = list(layers)
+        if not isinstance(layers, (list, tuple)):
+            raise AssertionError(f"PipelineStageModule takes a list or tuple of layers, got {type(layers).__name__}: give it list(layers)")
         if not 0 <= stage_index < num_stages:
             raise ValueError(f"stage_index={stage_index}: {num_stages} stages are numbered 0 to {num_stages - 1}")
         self.num_stages, self.stage_index = num_stages, stage_index
-        self.layer_to_stage = _partition_evenly(layers, num_stages) if partition_fn is None else dict(partition_fn(layers, num_stages))
-        _check_partition(self.layer_to_stage, layers, num_stages)
-        own = {str(k): layer for k, layer in enumerate(layers) if self.layer_to_stage[layer] == stage_index}
-        self.layers = nn.ModuleDict(own)
-        self.shared_weights_on_pp_stages = self._shared(layers)
+        self.layer_to_stage = _stages_of(layers, num_stages, partition_fn)
+        self.layers = nn.ModuleDict({str(k): layer for k, layer in enumerate(layers) if self.layer_to_stage[layer] == stage_index})
+        self.shared_weights_on_pp_stages = self._gather_pp_stage_idxs_for_weight_sharing(self.layer_to_stage, stage_index)
 
     @property
     def stage_modules(self) -> list[nn.Module]:
         """The layers of this stage."""
         return list(self.layers.values())
 
-    def _shared(self, layers: Sequence[nn.Module]) -> dict[str, list[Any]]:
+    @staticmethod
+    def mark_weight_sharing(layer_and_weight_path: Sequence[tuple[nn.Module, str]], sharing_group_name: str = "default") -> None:
+        """`mark_weight_sharing` of this module."""
+        mark_weight_sharing(layer_and_weight_path, sharing_group_name)
+
+    @staticmethod
+    def _partition_evenly(layers: Sequence[nn.Module], num_stages: int) -> dict[nn.Module, int]:
+        """The stage of each layer; what does not come out even goes to the last stages, one layer each. AssertionError for fewer layers than stages."""
+        sizes = even_sizes(len(layers), num_stages)
+        stages = [stage for stage, count in enumerate(sizes) for _ in range(count)]
+        return dict(zip(layers, stages, strict=True))
+
+    @staticmethod
+    def _partition(
+        layers: Sequence[nn.Module], num_stages: int, stage_idx: int, partition_fn: PartitionFn | None = None
+    ) -> tuple[list[nn.Module], dict[str, list[Any]]]:
+        """The layers of a stage, and its `shared_weights_on_pp_stages`."""
+        found = _stages_of(layers, num_stages, partition_fn)
+        shared = PipelineStageModule._gather_pp_stage_idxs_for_weight_sharing(found, stage_idx)
+        return [layer for layer in layers if found[layer] == stage_idx], shared
+
+    @staticmethod
+    def _gather_pp_stage_idxs_for_weight_sharing(
+        stage_idx_mapping: Mapping[nn.Module, int], current_stage_idx: int
+    ) -> dict[str, list[Any]]:
+        """A stage's `shared_weights_on_pp_stages`. stage_idx_mapping: the stage of each layer of the model."""
         groups: dict[str, list[tuple[nn.Module, str]]] = {}
-        for layer in layers:
+        for layer in stage_idx_mapping:
             for group, path in getattr(layer, SHARED, {}).items():
                 groups.setdefault(group, []).append((layer, path))
         found: dict[str, list[Any]] = {}
         for group, members in groups.items():
-            stages = [self.layer_to_stage[layer] for layer, _ in members]
-            mine = [[layer, path] for (layer, path), stage in zip(members, stages, strict=True) if stage == self.stage_index]
+            mine = [[layer, path] for layer, path in members if stage_idx_mapping[layer] == current_stage_idx]
             if mine:
-                found[group] = [sorted(set(stages)), mine[0]]
+                found[group] = [sorted({stage_idx_mapping[layer] for layer, _ in members}), mine[0]]
         return found
 
     def forward(self, inputs: Any) -> Any:
         """What the last layer of the stage gives."""
-        if self.stage_index == 0 and isinstance(inputs, torch.Tensor):
-            inputs = [inputs]
-        for layer in self.layers.values():
-            inputs = layer(inputs)
-        return inputs
+        first, *others = self.layers.values()
+        found = self._first(first, inputs) if self.stage_index == 0 else first(inputs)
+        for layer in others:
+            found = layer(found)
+        return found
+
+    @staticmethod
+    def _first(layer: nn.Module, inputs: Any) -> Any:
+        """What the model's first layer makes of a list of tensors."""
+        try:
+            return layer([inputs] if isinstance(inputs, torch.Tensor) else inputs)
+        except (TypeError, AttributeError) as error:
+            error.add_note(
+                f"The first layer in manual mode ({type(layer).__name__}) is given a list of tensors, as NxD gives it: let its forward(self, inputs) "
+                "start with (x,) = inputs, or put a layer before it that does"
+            )
+            raise
 
 
-def _partition_evenly(layers: Sequence[nn.Module], num_stages: int) -> dict[nn.Module, int]:
-    """The stage of each layer; what does not come out even goes to the last stages, one layer each. Raises AssertionError for fewer layers than stages."""
-    sizes = even_sizes(len(layers), num_stages)
-    stages = [stage for stage, count in enumerate(sizes) for _ in range(count)]
-    return dict(zip(layers, stages, strict=True))
+def _stages_of(layers: Sequence[nn.Module], num_stages: int, partition_fn: PartitionFn | None) -> dict[nn.Module, int]:
+    """The stage of each layer."""
+    found = (partition_fn or PipelineStageModule._partition_evenly)(list(layers), num_stages)
+    _check_partition(found, layers, num_stages)
+    return dict(found)
 
 
 def _check_partition(found: Mapping[nn.Module, int], layers: Sequence[nn.Module], num_stages: int) -> None:

@@ -33,7 +33,7 @@ from nxd_jax.pipeline.exchange import Exchange, signature
 from nxd_jax.pipeline.manual_pipe_stage import PipelineStageModule
 from nxd_jax.pipeline.schedules import Action, Schedule
 from nxd_jax.pipeline.traced_stages import TracedStages
-from nxd_jax.tensor_parallel import grads, parallel_groups
+from nxd_jax.tensor_parallel import grads, parallel_groups, stage_states
 from nxd_jax.utils import _device, model_utils
 from torch_bridge.collectives import functional
 from torch_bridge.mesh import abstract_arrays, messages, places, world
@@ -91,8 +91,9 @@ class NxDPPModel(Pipeline, nn.Module):
 
     NxD's other arguments choose how it sends and compiles; they are accepted and change nothing here.
 
-    Raises RuntimeError before `initialize_model_parallel`, and for pipeline_cuts with auto_partition; ValueError for numbers that do not fit; AssertionError
-    for return_mb_loss with broadcast_and_average_loss, and for layers that are no list in manual mode.
+    Raises RuntimeError before `initialize_model_parallel`, and for pipeline_cuts with auto_partition; ValueError for numbers that do not fit; TypeError for
+    arguments of other types; AssertionError for return_mb_loss with broadcast_and_average_loss, and for layers that are no list in manual mode. Warns of
+    options that are for the other mode.
     """
 
     def __init__(
@@ -572,8 +573,23 @@ class NxDPPModel(Pipeline, nn.Module):
         return self.original_torch_module.named_children()
 
     def local_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """The state of this process's stages, under the names of the whole model."""
-        return self.original_torch_module.state_dict(*args, **kwargs)
+        """The state of this process's stages, under the names of the whole model.
+
+        `parallel_layers.save` writes into each pipeline rank's file what its stages read.
+        """
+        state: dict[str, Any] = self.original_torch_module.state_dict(*args, **kwargs)
+        named_otherwise = bool(args or kwargs) or isinstance(self.original_torch_module, Adapted)
+        if named_otherwise or not self.partitioned or self._known() is None:
+            return state
+        marked: dict[str, Any] = stage_states.mark(state, self._state_by_rank)
+        return marked
+
+    def _state_by_rank(self, state: Mapping[str, Any]) -> list[dict[str, Any]]:
+        own = dict(self.original_torch_module.named_parameters())
+        first, *others = self.names_by_rank()
+        used = set(first).union(*others)
+        first += [name for name in state if name not in used]
+        return stage_states.parts({**state, **self.lent(lambda name: own[name])}, [first, *others])
 
     def names_by_rank(self) -> list[list[str]]:
         """For each pipeline rank of NxD the names of the parameters and buffers that it has: stage s is with rank s modulo their number.
@@ -641,8 +657,21 @@ class NxDPPModel(Pipeline, nn.Module):
         raise RuntimeError("a pipeline model has the state of its stages: call local_state_dict()")
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, **kwargs: Any) -> Any:  # type: ignore[override]
-        """Load what `local_state_dict` gave, or the state of the whole model."""
-        return self.original_torch_module.load_state_dict(self._elsewhere.of_here(state_dict), strict=strict, **kwargs)
+        """Load what `local_state_dict` gave, what its rank's file has, or the state of the whole model."""
+        given = self._elsewhere.of_here(state_dict)
+        if self._exchange is not None:
+            given = self._with_other_names(given)
+        loaded = self.original_torch_module.load_state_dict(given, strict=strict, **kwargs)
+        found = self._known() if self.model_moved_to_device else None
+        if found is not None:
+            weights.put_back(found, self.homes)
+        return loaded
+
+    def _with_other_names(self, given: dict[str, Any]) -> dict[str, Any]:
+        """A state with the other names of its tied weights, which stages of other processes read: the file of a rank has those that its own stages read."""
+        names = dict(self.original_torch_module.named_parameters(remove_duplicate=False))
+        known = {id(names[name]): value for name, value in given.items() if name in names}
+        return {name: known[id(p)] for name, p in names.items() if id(p) in known} | given
 
     def __getattr__(self, name: str) -> Any:
         try:

@@ -104,9 +104,9 @@ def analyze_pipeline_module(
 ) -> tuple[dict[int, OrderedDict[str, PipelineIO]], dict[int, dict[str, int]], dict[int, int], dict[int, int]]:
     """`partition.analyze_pipeline_module`: how the stages of `partition_traced_model` are connected.
 
-    Returns four dicts by stage: what it gets from the stage before, by name, in the order in which it is sent; which argument each of the model's inputs is;
-    how many arguments it has; how many results. A value that a later stage needs is handed on by the stages between; inputs of the model are not. What the
-    model returns of earlier stages is handed on to the last one.
+    Returns four dicts by stage: what it gets from the stage before, by name (what that one made, then what it handed on); which argument each of the model's
+    inputs is; how many arguments it has; how many results. A value that a later stage needs is handed on by the stages between; inputs of the model are not.
+    What the model returns of earlier stages is handed on to the last one.
     """
     calls = [node for node in top_mod.graph.nodes if node.op == "call_module"]
     stage_of = {node: stage for stage, node in enumerate(calls)}
@@ -124,9 +124,8 @@ def analyze_pipeline_module(
         inputs[stage] = {
             str(value.target): k for value, k in sorted(arguments.items(), key=lambda item: item[1]) if value.op == "placeholder"
         }
-        alive = [value for value in alive if last_use[value] > stage]
         own = [value for value in last_use if _producer(value) is call and last_use[value] > stage]
-        alive += sorted(own, key=_index)
+        alive = sorted(own, key=_index) + [value for value in alive if last_use[value] > stage]
     counts = {stage: len(call.args) for stage, call in enumerate(calls)}
     return connections, inputs, counts, {stage: len(results[call]) for stage, call in enumerate(calls)}
 

@@ -17,7 +17,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.fx.node import base_types
 from torch.utils import _pytree as pytree
 
-from nxd_jax.pipeline import observers
+from nxd_jax.pipeline import foreign, observers
 from nxd_jax.pipeline.draws import Draws
 from nxd_jax.pipeline.exchange import Exchange
 from nxd_jax.pipeline.schedules import Action, Kind, Schedule, run
@@ -121,7 +121,12 @@ class Step:
         received: dict[FromStage, Any] = {}
         values = {arg: self._argument(stage, arg, mb, sources, train, received) for arg in dict.fromkeys(_sources(stage.args))}
         with self._weights(index), self.autocast(), torch.set_grad_enabled(train), self.draws.of(index, mb):
+            home = None if stage.checked else self.homes[index]
+            buffers = [] if home is None else foreign.arrays_of_buffers(stage)
             given = stage.module(*filled(stage.args, values))
+            if home is not None:
+                foreign.check(stage, home, buffers, tensors(given), [t for t, _ in sources])
+                stage.checked = True
         edges: dict[tuple[int | None, int] | None, GradientEdge | torch.Tensor] = {}
         leaving: list[tuple[FromStage, int, Any]] = []
         for position, value in stage.results(given):

@@ -25,6 +25,12 @@ def by_rank(model: nn.Module, stages: Stages, ranks: int) -> list[list[str]]:
     return [list(own) for own in found]
 
 
+def in_order(model: nn.Module) -> list[str]:
+    """The names of a model's parameters and buffers that its state dict has, module by module."""
+    modules = model.named_modules(remove_duplicate=False)
+    return [f"{prefix}.{key}".lstrip(".") for prefix, module in modules for key, _ in _own(module)]
+
+
 class _Names:
     """Names of tensors in a model, by the module that holds them and by themselves."""
 

@@ -35,6 +35,7 @@ class Stage:
         args: where its arguments come from (`FromBatch`, `FromStage`); anything else is a constant.
         names: dotted names in the whole model of its parameters, by the parameter's `id`.
         consumers: which of its results later stages take, as (position, stage).
+        checked: whether somebody has looked for tensors of other stages that it reads (`foreign`).
     """
 
     index: int
@@ -42,6 +43,7 @@ class Stage:
     args: tuple[Any, ...]
     names: dict[int, str] = field(default_factory=dict)
     consumers: list[tuple[int | None, int]] = field(default_factory=list)
+    checked: bool = False
 
     @property
     def inputs(self) -> list[str]:

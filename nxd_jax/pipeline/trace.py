@@ -10,6 +10,7 @@ import contextlib
 import functools
 import inspect
 import math
+import operator
 import pathlib
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -104,10 +105,9 @@ def get_tracer_class(model: nn.Module, tracer_cls: str | type[fx.Tracer] | None 
 def get_concrete_args(
     model: nn.Module, input_names: Sequence[str] | None, args: Sequence[Any] | None = None, kwargs: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """`trace.get_concrete_args`: the parameters of the model's forward that are no inputs, with their defaults.
+    """`trace.get_concrete_args`: the parameters of the model's forward that are no inputs, with their defaults (`inspect.Parameter.empty` without one).
 
-    input_names: the inputs; None: what `args` and `kwargs` give. Raises ValueError for a name that the forward does not have, or if nothing is given, and
-    for a parameter that is neither an input nor has a default.
+    input_names: the inputs; None: what `args` and `kwargs` give. Raises ValueError for a name that the forward does not have, or if nothing is given.
     """
     signature = inspect.signature(model.forward)
     parameters = {name: p for name, p in signature.parameters.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
@@ -123,11 +123,18 @@ def get_concrete_args(
     unknown = [name for name in input_names if name not in parameters]
     if unknown:
         raise ValueError(f"{type(model).__name__}.forward has no input named {', '.join(unknown)}; it has {', '.join(parameters)}")
-    left = {name: p.default for name, p in parameters.items() if name not in input_names}
-    missing = [name for name, default in left.items() if default is inspect.Parameter.empty]
+    return {name: p.default for name, p in parameters.items() if name not in input_names}
+
+
+def constants_of(
+    model: nn.Module, input_names: Sequence[str] | None, args: Sequence[Any] | None = None, kwargs: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """`get_concrete_args`, each with a value. Raises ValueError for a parameter that is neither an input nor has a default."""
+    found = get_concrete_args(model, input_names, args, kwargs)
+    missing = [name for name, default in found.items() if default is inspect.Parameter.empty]
     if missing:
         raise ValueError(f"{type(model).__name__}.forward needs {', '.join(missing)}, which has no default: add it to input_names")
-    return left
+    return found
 
 
 def trace_model(
@@ -152,7 +159,7 @@ def trace_model(
 
     Raises ValueError for wrong names, RuntimeError for a model whose Python needs values of tensors.
     """
-    constants = get_concrete_args(model, input_names, args, kwargs)
+    constants = constants_of(model, input_names, args, kwargs)
     cls: Any = get_tracer_class(model, tracer_cls)
     tracer = cls(
         leaf_modules=tuple(leaf_modules or ()),
@@ -178,6 +185,33 @@ def _writes(node: fx.Node) -> bool:
     """Whether a call changes a tensor in place, so that it is needed though nobody takes its result."""
     name = str(node.target)
     return bool(node.kwargs.get("inplace")) or (node.op == "call_method" and name.endswith("_") and not name.endswith("__"))
+
+
+def check_writes(traced: fx.GraphModule, stage_of: Mapping[fx.Node, int]) -> None:
+    """Raise RuntimeError for a tensor that one stage writes in place and another makes or uses: each stage has a copy of its own of what it gets.
+
+    (`x *= 2` is traced as `x = x * 2`; a model that assigns to a part of a tensor is traced by running it.)
+    """
+    for node in traced.graph.nodes:
+        if not node.args or not isinstance(node.args[0], fx.Node) or not _writes_its_input(traced, node):
+            continue
+        written = node.args[0]
+        while written.target is operator.getitem and isinstance(written.args[0], fx.Node):
+            written = written.args[0]
+        stages = {stage_of[user] for user in written.users} | ({stage_of[written]} if written.op != "placeholder" else set())
+        others = stages - {stage_of[node]}
+        if others:
+            raise RuntimeError(
+                f"stage {stage_of[node]} of the pipeline writes a tensor in place ({node.name}) that stage {min(others)} makes or uses: a stage cannot change "
+                "another's tensors. Write the operation out of place (x = x * 2 in place of x.mul_(2)), or cut the model elsewhere"
+            )
+
+
+def _writes_its_input(traced: fx.GraphModule, node: fx.Node) -> bool:
+    if node.op == "call_module":
+        return bool(getattr(traced.get_submodule(str(node.target)), "inplace", False))
+    name = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
+    return bool(node.kwargs.get("inplace")) or (name.endswith("_") and not name.endswith("__"))
 
 
 def place_of_error(error: BaseException) -> str:

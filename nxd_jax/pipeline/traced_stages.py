@@ -63,7 +63,7 @@ class TracedStages:
         self._first_key = self._key(self._specs)
 
     def _trace(self, args: Sequence[Any] | None, kwargs: Mapping[str, Any] | None, input_names: Sequence[str] | None) -> None:
-        self._constants = trace.get_concrete_args(self.model, input_names, args, kwargs)
+        self._constants = trace.constants_of(self.model, input_names, args, kwargs)
         if is_hf_pretrained_model(self.model) and "use_cache" in self._constants:
             self._constants["use_cache"] = False
         parameters = inspect.signature(self.model.forward).parameters.values()
@@ -163,7 +163,8 @@ class TracedStages:
         return mode, autocast, repr(sorted(specs.items()))
 
     def _stages_of(self, traced: fx.GraphModule) -> stages.Stages:
-        capture.check_writes(traced, partition.stage_numbers(traced))
+        stage_of = partition.stage_numbers(traced)
+        (capture if self.by_running else trace).check_writes(traced, stage_of)
         partitioned = partition.partition_traced_model(traced)
         read_tensors.give(partitioned, self.model)
         return stages.of_traced(partitioned)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from nxd_jax.pipeline.exchange import Exchange
 from nxd_jax.pipeline.manual_pipe_stage import SHARED
@@ -24,10 +25,24 @@ Homes = Sequence[Place | None]
 
 
 def check(stages: Stages) -> None:
-    """Warn of stages without parameters."""
+    """Warn of stages without parameters, and of running statistics that several stages write."""
+    owner: dict[int, int] = {}
     for stage in stages:
         if next(stage.module.parameters(), None) is None:
             logger.warning("stage %d of the pipeline has no parameters: cut the model elsewhere to give it work", stage.index)
+        for name, module in stage.module.named_modules():
+            if not isinstance(module, _NormBase) or module.running_mean is None:
+                continue
+            first = owner.setdefault(id(module.running_mean), stage.index)
+            if first != stage.index:
+                logger.warning(
+                    "stages %d and %d of the pipeline have the same %s (%s): the order in which they update its running statistics is the schedule's. "
+                    "Give each layer a module of its own, or track_running_stats=False",
+                    first,
+                    stage.index,
+                    type(module).__name__,
+                    name,
+                )
 
 
 def _holders(stage: Stage) -> Iterator[tuple[nn.Parameter, nn.Module, str]]:

@@ -16,7 +16,7 @@ from nxd_jax.tensor_parallel import kv_groups, layer_groups, sharded_weights
 from torch_bridge.collectives import functional
 from torch_bridge.mesh import groups, world
 from torch_bridge.mesh.groups import GroupLike
-from torch_bridge.recorder import sharded
+from torch_bridge.recorder import placed, sharded
 
 Full = torch.Tensor | tuple[torch.Tensor, ...]
 
@@ -144,7 +144,7 @@ def write(parameter: torch.Tensor, of: Callable[[int], torch.Tensor], group: Gro
             own = sharded.axes_of(layer_groups.tensor_parallel(group)) if shared else ()
             dtype, dim = parameter.dtype, parameter.partition_dim if shared else 0  # type: ignore[attr-defined]
             axes = {*sharded.varying(parameter).axes, *own}
-            parameter.copy_(sharded.from_ranks(lambda r: of(r).to(dtype).contiguous(), axes, dim))
+            parameter.copy_(beside(sharded.from_ranks(lambda r: of(r).to(dtype).contiguous(), axes, dim), parameter))
             return
         if shared and layer_groups.hosts_several(layer_groups.tensor_parallel(group)):
             raise RuntimeError(
@@ -152,6 +152,12 @@ def write(parameter: torch.Tensor, of: Callable[[int], torch.Tensor], group: Gro
                 "several of them: a CPU tensor cannot hold all parts. Make the model after initialize_model_parallel, or move it to xla first"
             )
         parameter.copy_(of(world.first()))
+
+
+def beside(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """A value on xla where a parameter lies: on the cores of its pipeline stage, say."""
+    home = placed.place_of(parameter) if parameter.device.type == "xla" else None
+    return value if home is None else placed.moved(value, home)
 
 
 def _pieces(parameter: Any, group: Any, rank: int) -> list[tuple[Shares, int, int]]:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from nxd_jax import _progress
-from nxd_jax.tensor_parallel import full_weights, parallel_groups, rank_states
+from nxd_jax.tensor_parallel import full_weights, parallel_groups, rank_states, stage_states
 from nxd_jax.tensor_parallel.casting import cast_tensor
 from torch_bridge import nested
 from torch_bridge.mesh import processes, world
@@ -51,7 +51,8 @@ def save(
     a file of its own; load it with `load_xser`. down_cast_bf16: float32 tensors as bfloat16. master_dp_only: only data (and context) parallel
     rank 0 writes; False: all of them do, each under its own name, which ZeRO-1 states and experts need.
 
-    All processes must call it. Numbers that differ by rank are written as each rank's own.
+    All processes must call it. Numbers that differ by rank are written as each rank's own. Of what a pipeline's `local_state_dict()` returned, each
+    pipeline rank's file has what its stages read; a copy of that, and the state of an optimizer in a process with several pipeline ranks, are in all files.
     """
     directory = os.fspath(output_dir)
     logger.info("saving checkpoint to %s", directory)
@@ -66,10 +67,12 @@ def save(
     writers = _writers(directory, master_dp_only)
     cast = cast_tensor if down_cast_bf16 else None
     write = _write_xser if save_xser else _write_plain
+    by_stage = stage_states.by_rank(checkpoint)
     turns = range(world.process_count()) if save_serially and not save_xser else [world.process_index()]
     for turn in turns:
-        if turn == world.process_index() and writers:
-            write(checkpoint, writers, cast)
+        if turn == world.process_index():
+            for data, own in _of_stages(checkpoint, by_stage, writers):
+                write(data, own, cast)
         if len(turns) > 1:
             wait("save turn")
     wait("save")
@@ -153,6 +156,14 @@ def _writers(directory: str, master_dp_only: bool) -> dict[int, str]:
 
 
 # -- writing -----------------------------------------------------------------------------------------
+
+
+def _of_stages(checkpoint: Any, by_stage: list[Any] | None, writers: dict[int, str]) -> list[tuple[Any, dict[int, str]]]:
+    """The data of each pipeline rank here with its writers; without a pipeline's state in it, all have the same."""
+    if by_stage is None:
+        return [(checkpoint, writers)] if writers else []
+    places = parallel_groups.places("pp")
+    return [(by_stage[pp], {r: path for r, path in writers.items() if places[r] == pp}) for pp in sorted({places[r] for r in writers})]
 
 
 def _write_plain(checkpoint: Any, writers: dict[int, str], cast: Any) -> None:

@@ -147,7 +147,8 @@ class _Merge:
         uploaded = like is None and id(nearest[here[0]]) in self.to_xla
         if not axes and not uploaded:
             return nearest[here[0]]
-        return sharded.from_ranks(lambda r: nearest[r].contiguous(), axes, dim)
+        made = sharded.from_ranks(lambda r: nearest[r].contiguous(), axes, dim)
+        return made if like is None else full_weights.beside(made, like)
 
 
 def axes_of(parameter: torch.Tensor) -> set[str]:

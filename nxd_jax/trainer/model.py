@@ -204,10 +204,11 @@ class NxDModel(Wrapper, nn.Module):
 
     def local_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """The state of what this rank has."""
-        return self.state_dict(*args, **kwargs)
+        return self.state_dict(*args, **kwargs) if self.pipeline is None else self.pipeline.local_state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, **kwargs: Any) -> Any:  # type: ignore[override]
-        return self.module.load_state_dict(state_dict, strict=strict, **kwargs)
+        whole = self.module if self.pipeline is None else self.pipeline
+        return whole.load_state_dict(state_dict, strict=strict, **kwargs)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         """As a part of another module: entries have no `module.` in their names."""

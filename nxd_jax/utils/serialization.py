@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import base64
+import copy
 import pickle
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-
-from torch_bridge import nested
 
 
 class TensorMeta(NamedTuple):
@@ -22,34 +22,55 @@ class TensorMeta(NamedTuple):
 
 
 class SerializationManager:
-    """`utils.serialization.SerializationManager`: takes the tensors out of nested lists, tuples, sets, dicts and objects, and puts them back."""
+    """`utils.serialization.SerializationManager`: takes the tensors out of nested data, and puts them back.
+
+    Nested data are lists, tuples, named tuples, sets and dicts, and subclasses of them; values and keys. Objects of other classes stay what they are, with the
+    tensors that they hold.
+    """
 
     def serialize(self, obj: Any, return_stub_list: bool = True) -> tuple[Any, ...]:
         """(`obj` with a `TensorMeta` for each tensor, the tensors, the `TensorMeta`s); without the last one if not `return_stub_list`.
 
-        A tensor that occurs several times is taken once. `obj` itself stays as it is.
+        A tensor that occurs several times is taken once. `obj` itself stays as it is. Raises RuntimeError for data that contain themselves.
         """
-        tensors = nested.collect(obj, _is_tensor)
-        stubs = [TensorMeta(k, t.dtype, t.shape, t.requires_grad, t.device) for k, t in enumerate(tensors)]
-        stubbed = nested.replace(obj, _is_tensor, stubs)
-        return (stubbed, tensors, stubs) if return_stub_list else (stubbed, tensors)
+        tensors: list[torch.Tensor] = []
+        stubs: dict[int, TensorMeta] = {}
+
+        def taken(x: Any) -> Any:
+            if isinstance(x, torch.Tensor) and id(x) not in stubs:
+                stubs[id(x)] = TensorMeta(len(tensors), x.dtype, x.shape, x.requires_grad, x.device)
+                tensors.append(x)
+            return stubs[id(x)] if isinstance(x, torch.Tensor) else x
+
+        stubbed = _mapped(obj, taken)
+        return (stubbed, tensors, list(stubs.values())) if return_stub_list else (stubbed, tensors)
 
     def deserialize(self, stubbed_obj: Any, tensors: list[torch.Tensor]) -> Any:
         """What `serialize` was given, from what it returned (with any tensors in place of the old ones)."""
-        stubs = nested.collect(stubbed_obj, _is_stub)
-        return nested.replace(stubbed_obj, _is_stub, [tensors[s.tensor_index] for s in stubs])
+        return _mapped(stubbed_obj, lambda x: tensors[x.tensor_index] if isinstance(x, TensorMeta) else x)
 
     def extract_stubs(self, stubbed_obj: Any) -> list[TensorMeta]:
-        """The `TensorMeta`s in nested data."""
-        return nested.collect(stubbed_obj, _is_stub)
+        """The `TensorMeta`s in nested data, in their order, as often as they are there."""
+        found: list[TensorMeta] = []
+        _mapped(stubbed_obj, lambda x: found.append(x) if isinstance(x, TensorMeta) else x)
+        return found
 
 
-def _is_tensor(x: object) -> bool:
-    return isinstance(x, torch.Tensor)
-
-
-def _is_stub(x: object) -> bool:
-    return isinstance(x, TensorMeta)
+def _mapped(data: Any, change: Callable[[Any], Any], around: tuple[int, ...] = ()) -> Any:
+    """A copy of nested data with each leaf changed. around: `id`s of what it is inside of."""
+    if isinstance(data, (TensorMeta, torch.Size, torch.Tensor)) or not isinstance(data, (list, tuple, set, frozenset, dict)):
+        return change(data)
+    if id(data) in around:
+        raise RuntimeError(f"a {type(data).__name__} contains itself: serialize takes data that end; leave the inner one out")
+    inner = (*around, id(data))
+    if not isinstance(data, dict):
+        items = [_mapped(x, change, inner) for x in data]
+        return type(data)(*items) if is_instance_namedtuple(data) else type(data)(items)
+    new = copy.copy(data)  # keeps what a subclass has besides its entries, such as a default factory
+    new.clear()
+    for key, value in data.items():
+        new[_mapped(key, change, inner)] = _mapped(value, change, inner)
+    return new
 
 
 def compress_to_string(obj: Any) -> str:

@@ -21,7 +21,8 @@ IMPORTS = {
     "from neuronx_distributed.modules import moe": "neuronx_distributed.modules.moe: mixture of experts is not there yet",
     "from neuronx_distributed.modules.moe.model import MoE": "neuronx_distributed.modules.moe: mixture of experts is not there yet",
     "import neuronx_distributed.quantization": "neuronx_distributed.quantization: quantization is not there yet",
-    "from neuronx_distributed.pipeline import comm": "neuronx_distributed.pipeline.comm: it is not there yet: NxDPPModel moves values",
+    "from neuronx_distributed.pipeline import timeline": "neuronx_distributed.pipeline.timeline: it is not there .*use `with nxd_jax.inspect.pipeline",
+    "from neuronx_distributed.utils.timeline import Timeline": "neuronx_distributed.utils.timeline: it is not there",
     "from neuronx_distributed.scripts.checkpoint_converter import CheckpointConverterBase": "neuronx_distributed.scripts: .*nxd-ckpt convert",
     "import neuronx_distributed.nothing": "No module named 'neuronx_distributed.nothing'",
     "from neuronx_distributed import nothing": "cannot import name 'nothing'",
@@ -42,7 +43,7 @@ def test_attributes(name: str) -> None:
 
 
 def test_asking_what_there_is() -> None:
-    for name in ("trace", "modules.moe", "quantization", "pipeline.comm"):
+    for name in ("trace", "modules.moe", "quantization", "pipeline.timeline"):
         assert importlib.util.find_spec(f"neuronx_distributed.{name}") is None
     assert importlib.util.find_spec("neuronx_distributed.pipeline") is not None
     assert not hasattr(modules, "moe") and not hasattr(nxd_api, "nothing")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import pytest
 import torch
 import torch_xla
@@ -48,6 +49,26 @@ def test_one_is_compiled(hosted: Hosted) -> None:  # noqa: F811
         torch_xla.sync()
     assert shared() == before + 2
     assert sharded.shards(drawn[0])[0].tolist() == sharded.shards(drawn[1])[4].tolist()
+
+
+def test_inputs_that_nothing_reads() -> None:
+    """JAX's text of a program leaves them out."""
+
+    def first(x: Any, y: Any) -> Any:
+        return x + 1
+
+    def second(x: Any, y: Any) -> Any:
+        return y + 1
+
+    def alone(x: Any) -> Any:
+        return x + 1
+
+    second.__name__ = alone.__name__ = first.__name__
+    x, mesh = jax.numpy.ones(2), jax.sharding.Mesh(jax.devices()[:1], ("pp",))
+    lowered = [jax.jit(first).lower(x, x), jax.jit(second).lower(x, x), jax.jit(alone).lower(x), jax.jit(first).lower(x, x)]
+    assert len({one.as_text() for one in lowered}) == 1
+    keys = [equal_programs._key(mesh, one) for one in lowered]
+    assert keys[0] == keys[3] and len(set(keys)) == 3
 
 
 def test_what_depends_on_the_ranks_is_not_shared(hosted: Hosted) -> None:  # noqa: F811

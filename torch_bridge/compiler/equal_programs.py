@@ -33,8 +33,13 @@ def compiling(program: Program, lowered: Any) -> Callable[[], Any]:
     labels = program.spec.labels
     if labels is None or places.ranks(labels.mesh) is None or not world.is_local() or environment.dumping():
         return lowered.compile
-    key = hashlib.sha256(f"{labels.mesh.axis_names}{labels.mesh.devices.shape}{lowered.as_text()}".encode()).hexdigest()
-    return functools.partial(_compiled, program, lowered, key)
+    return functools.partial(_compiled, program, lowered, _key(labels.mesh, lowered))
+
+
+def _key(mesh: Any, lowered: Any) -> str:
+    """What a program is, but for its devices. The text leaves out inputs that nothing reads, so it does not say which of them it takes."""
+    text = f"{mesh.axis_names} {mesh.devices.shape} {_compat.inputs_of(lowered)} {lowered.out_tree} {lowered.as_text()}"
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 class _Hits(threading.local):

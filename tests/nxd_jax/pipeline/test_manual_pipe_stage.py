@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from neuronx_distributed.pipeline import manual_pipe_stage
 from neuronx_distributed.pipeline.manual_pipe_stage import PipelineStageModule, mark_weight_sharing
 from torch import Tensor, nn
 
@@ -69,7 +68,7 @@ def test_stages_in_a_row_compute_what_the_model_does(stages: int) -> None:
 )
 def test_even_partition(layers: int, stages: int, expected: list[int]) -> None:
     modules = [nn.Identity() for _ in range(layers)]
-    assert list(manual_pipe_stage._partition_evenly(modules, stages).values()) == expected
+    assert list(PipelineStageModule._partition_evenly(modules, stages).values()) == expected
     assert [len(PipelineStageModule(modules, stages, k).stage_modules) for k in range(stages)] == [expected.count(k) for k in range(stages)]
 
 
@@ -91,13 +90,27 @@ def test_own_partition() -> None:
     assert PipelineStageModule(layers, 2, 0, lambda given, stages: cut).stage_modules == layers[:1]
 
 
-def test_shared_weights() -> None:
+@pytest.mark.parametrize("mark", [mark_weight_sharing, PipelineStageModule.mark_weight_sharing])
+def test_shared_weights(mark: Callable[..., None]) -> None:
     layers = model()
-    mark_weight_sharing([(layers[0], "inner.weight"), (layers[4], "inner.weight")], "ends")
+    mark([(layers[0], "inner.weight"), (layers[4], "inner.weight")], "ends")
     parts = [PipelineStageModule(layers, 5, k) for k in range(5)]
     assert [sorted(part.shared_weights_on_pp_stages) for part in parts] == [["ends"], [], [], [], ["ends"]]
     assert parts[0].shared_weights_on_pp_stages["ends"] == [[0, 4], [layers[0], "inner.weight"]]
     assert parts[4].shared_weights_on_pp_stages["ends"] == [[0, 4], [layers[4], "inner.weight"]]
+
+
+def test_names_that_nxds_tests_ask_for() -> None:
+    layers = [nn.Linear(8, 8) for _ in range(4)]
+    PipelineStageModule.mark_weight_sharing([(layers[0], "weight"), (layers[-1], "weight")])
+    assert layers[0].weight_sharing == layers[-1].weight_sharing == {"default": "weight"} and not hasattr(layers[1], "weight_sharing")
+    stages = dict(zip(layers, range(4), strict=True))
+    gather = PipelineStageModule._gather_pp_stage_idxs_for_weight_sharing
+    shared = {k: gather(stage_idx_mapping=stages, current_stage_idx=k) for k in range(4)}
+    assert shared == {0: {"default": [[0, 3], [layers[0], "weight"]]}, 1: {}, 2: {}, 3: {"default": [[0, 3], [layers[3], "weight"]]}}
+    cut = {layer: min(k, 1) for k, layer in enumerate(layers)}
+    assert PipelineStageModule._partition(layers, 2, 0, lambda *_: cut) == ([layers[0]], {"default": [[0, 1], [layers[0], "weight"]]})
+    assert PipelineStageModule._partition(tuple(layers), 2, 1)[0] == layers[2:]
 
 
 def _twice(layers: list[nn.Module]) -> None:
@@ -117,6 +130,11 @@ def _cut(layers: list[nn.Module], stages: list[int], count: int = 2) -> None:
             AssertionError,
             "5 layers cannot make 6 stages: each needs one. Use fewer stages",
         ),
+        (
+            lambda layers: PipelineStageModule(nn.Sequential(*layers), 2, 0),
+            AssertionError,
+            "takes a list or tuple of layers, got Sequential",
+        ),
         (lambda layers: PipelineStageModule(layers, 2, 2), ValueError, "stage_index=2: 2 stages are numbered 0 to 1"),
         (lambda layers: PipelineStageModule([layers[0], *layers], 2, 0), AssertionError, "stages for 5 layers, the model has 6"),
         (lambda layers: _cut(layers, [0, 1]), AssertionError, "the partition has stages for 2 layers, the model has 5"),
@@ -130,12 +148,12 @@ def _cut(layers: list[nn.Module], stages: list[int], count: int = 2) -> None:
         ),
         (
             lambda layers: mark_weight_sharing([(layers[0], "inner.weight"), (layers[1], "inner.weight")], "g"),
-            ValueError,
+            AssertionError,
             r"weights of the group 'g' must have one shape and dtype to be shared, got First.inner.weight \(8, 4\) torch.float32, Middle",
         ),
         (
             lambda layers: mark_weight_sharing([(nn.Linear(2, 3), "weight"), (nn.Linear(4, 3), "weight")], "g"),
-            ValueError,
+            AssertionError,
             r"to be shared, got Linear.weight \(3, 2\) torch.float32, Linear.weight \(3, 4\)",
         ),
         (

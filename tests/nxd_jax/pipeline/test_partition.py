@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections import OrderedDict
 from collections.abc import Callable
@@ -97,6 +98,7 @@ def test_inputs_by_example() -> None:
 def test_constants_are_the_defaults() -> None:
     assert get_concrete_args(Decoder(), ["input_ids", "mask"]) == {"labels": None, "use_cache": False, "power": 2.0}
     assert list(get_concrete_args(Decoder(), None, (1, 2), {"use_cache": True})) == ["labels", "power"]
+    assert get_concrete_args(nn.Linear(2, 2), []) == {"input": inspect.Parameter.empty}
 
 
 def test_keyword_only_inputs_and_constants() -> None:

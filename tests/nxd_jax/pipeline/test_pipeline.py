@@ -16,6 +16,7 @@ from torch import nn
 from nxd_jax.pipeline import schedules
 from tests.nxd_jax.conftest import Nxd
 from tests.nxd_jax.pipeline.models import Block, Layout, Model, agree, train
+from torch_bridge import metrics
 from torch_bridge.recorder import placed
 
 BATCH = {"ids": torch.arange(32).reshape(8, 4) % 16, "labels": torch.arange(32).reshape(8, 4) % 7}
@@ -48,7 +49,9 @@ def test_cutting_by_hand(nxd: Nxd) -> None:
     pipeline = made(auto_partition=False, input_names=None)
     with pytest.raises(AssertionError, match=r"needs a traced model: call trace\(\) first"):
         pipeline.cut_pipeline_stage("layers.0")
-    with pytest.raises(RuntimeError, match=r"has no stages yet: call trace\(\), cut_pipeline_stage\(\)"):
+    with pytest.raises(
+        RuntimeError, match=r"has no stages yet: set auto_partition=True or pipeline_cuts, or call trace\(\), cut_pipeline_stage\(\)"
+    ):
         pipeline.run_train(**BATCH)
     pipeline.trace(input_names=["ids", "labels"])
     with pytest.raises(
@@ -425,3 +428,47 @@ def test_objects_do_not_go_from_stage_to_stage(nxd: Nxd) -> None:
         TypeError, match="stage 0 of the pipeline hands on an object of type State: stages take tensors, numbers, strings, and tuples"
     ):
         pipeline.run_train(inputs=[torch.ones(2, 4)], labels=[torch.ones(2)])
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+def test_dropout_is_drawn_again_by_activation_checkpoints(nxd: Nxd, schedule: str) -> None:
+    """A pass that is computed again in the backward pass draws what it drew: losses and gradients are those without checkpoints."""
+    from torch.utils.checkpoint import checkpoint
+
+    from tests.nxd_jax.pipeline.torchrun_job import Noise, Noisy
+
+    class Kept(Noisy):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return checkpoint(super().forward, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+    found = []
+    for layer in (Noisy, Kept):
+        nxd(2, pp=2)
+        torch.manual_seed(3)
+        plain = Noise()
+        for module in plain.layers:
+            module.__class__ = layer
+        model = NxDPPModel(
+            plain, layer, num_microbatches=4, output_loss_value_spec=True, input_names=["x"], auto_partition=True, schedule=schedule
+        )
+        x = torch.randn(8, 8, generator=torch.Generator().manual_seed(1))
+        losses = [float(model.run_train(x=x)) for _ in range(3)]
+        found.append((losses, [p.grad.cpu() for p in model.local_parameters()]))
+    (one, grads), (two, others) = found
+    assert len(set(one)) == 3 and one == pytest.approx(two, rel=1e-6)
+    torch.testing.assert_close(others, grads)
+
+
+@pytest.mark.parametrize("device", ["cpu", "xla"])
+def test_programs_do_not_depend_on_the_number_of_micro_batches(nxd: Nxd, device: str) -> None:
+    from tests.nxd_jax.pipeline.torchrun_job import Noise, Noisy
+
+    made = []
+    for count in (4, 8):
+        nxd(2, pp=2)
+        model = NxDPPModel(Noise(), Noisy, count, output_loss_value_spec=True, input_names=["x"], auto_partition=True)
+        before = metrics.COUNTERS.get("UncachedCompile", 0)
+        for _ in range(3):
+            model.run_train(x=torch.randn(2 * count, 8).to(device))
+        made.append(metrics.COUNTERS.get("UncachedCompile", 0) - before)
+    assert made[0] == made[1] > 4

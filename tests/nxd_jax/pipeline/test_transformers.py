@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch_xla
-from neuronx_distributed.pipeline import NxDPPModel
+from neuronx_distributed.pipeline import NxDPPModel, partition
 
 from tests.nxd_jax.conftest import Nxd
 
@@ -104,6 +104,39 @@ def test_decoders_train_as_in_eager_torch(nxd: Nxd, kind: str, schedule: str, ch
     with torch.no_grad():
         expected = float(torch.stack([eager(**{n: t.chunk(4)[k] for n, t in batch().items()}).loss for k in range(4)]).mean())
     assert float(pipeline.run_eval(**batch())) == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_config_that_asks_for_tuples(nxd: Nxd) -> None:
+    """NxD's scripts set `return_dict=False`, with which these models do not run in plain torch: the pipeline gives a tuple."""
+    nxd(2, pp=2)
+    model = decoder("Llama", return_dict=False)
+    pipeline = NxDPPModel(model, layer_class(model, "Llama"), input_names=["input_ids", "labels"], auto_partition=True)
+    given = {name: batch()[name] for name in ("input_ids", "labels")}
+    with torch.no_grad():
+        expected = decoder("Llama")(**given)
+    loss, logits = pipeline.run_eval(**given)
+    torch.testing.assert_close((loss.cpu(), logits.cpu()), (expected.loss, expected.logits), rtol=1e-4, atol=1e-5)
+    assert model.config.return_dict is False
+    pipeline.output_loss_value_spec = (True, False)
+    assert float(pipeline.run_eval(**given)) == pytest.approx(float(expected.loss), rel=1e-5)
+
+
+def test_stages_of_gpt2_as_nxds_tests_cut_it(nxd: Nxd) -> None:
+    nxd(8, pp=8)
+    config = transformers.GPT2Config(n_positions=512, n_layer=8, use_cache=False, return_dict=False, **NO_DROPOUT)
+    with torch.device("meta"):
+        model = transformers.GPT2LMHeadModel(config)
+    pipeline = NxDPPModel(model, layer_class(model, "GPT2"))
+    pipeline.trace(input_names=["input_ids", "attention_mask", "labels"], leaf_modules=["GPT2Block"])
+    for k in range(1, 8):
+        pipeline.cut_pipeline_stage(f"transformer.h.{k}")
+    stages = partition.partition_traced_model(pipeline.traced_model)
+    assert [sum(p.numel() for p in stage.parameters()) for stage in stages.children()] == [53166336, *[7087872] * 6, 38598912]
+    shared = partition.analyze_shared_weights_across_stages(pipeline.traced_model, list(stages.children()))
+    assert shared == [[("transformer_wte.weight", 0), ("lm_head.weight", 7)]]
+    received, inputs, _, _ = partition.analyze_pipeline_module(stages)
+    assert [next(iter(found), None) for found in received.values()] == [None, *(f"transformer_h_{k}" for k in range(1, 8))]
+    assert [list(found) for found in inputs.values()] == [["input_ids", "attention_mask"], *[[]] * 6, ["labels"]]
 
 
 def test_checkpointed_layers_and_sequences_without_a_mask(nxd: Nxd) -> None:
