@@ -20,6 +20,8 @@ from torch_bridge.ir import dtypes
 from torch_bridge.ir.layout import layout
 from torch_bridge.ir.segment import Storage
 from torch_bridge.mesh import groups, places, sharding, world
+from torch_bridge.mesh.places import Place
+from torch_bridge.recorder import placed
 from torch_bridge.recorder.tensor import XLATensor, make
 from torch_bridge.runtime import executor
 
@@ -39,36 +41,49 @@ class Blocks:
         """Of the full array (rows that pad it included)."""
         return tuple(n * self.places[d][1] if d in self.places else n for d, n in enumerate(self.local))
 
-    def sharding(self, ranks: Sequence[int] | None = None) -> NamedSharding:
+    def sharding(self, ranks: Sequence[int] | None = None, spare: Sequence[int] = ()) -> NamedSharding:
         """The full array's: a mesh of the devices of these ranks (default: all), sorted by the blocks that they hold.
 
-        Raises ValueError if some block is held more often than others.
+        spare: ranks that are given the last copy of each block, in order; they need not have it. Raises ValueError if blocks are not held equally often.
         """
         dims = sorted(self.places)
         counts = [self.places[d][1] for d in dims]
         holders: dict[tuple[int, ...], list[Any]] = {}
         for rank in range(world.size()) if ranks is None else ranks:
-            holders.setdefault(tuple(self.places[d][0][rank] for d in dims), []).append(_device(rank))
+            holders.setdefault(tuple(self.places[d][0][rank] for d in dims), []).append(device(rank))
         copies = {len(found) for found in holders.values()}
         if len(copies) != 1 or len(holders) != math.prod(counts):
             raise ValueError(f"ranks hold blocks of an array unevenly: {sorted(holders)} of {counts}")
+        for key, rank in zip(sorted(holders), spare, strict=False):
+            holders[key].append(device(rank))
         names = [f"dim{d}" for d in dims]
-        grid = np.array([holders[key] for key in sorted(holders)]).reshape(*counts, copies.pop())
+        grid = np.array([holders[key] for key in sorted(holders)]).reshape(*counts, copies.pop() + bool(spare))
         return NamedSharding(
             Mesh(grid, (*names, "copy")), PartitionSpec(*[f"dim{d}" if d in self.places else None for d in range(len(self.local))])
         )
+
+    @property
+    def count(self) -> int:
+        """How many blocks there are."""
+        return math.prod(count for _, count in self.places.values())
 
     def axes(self) -> tuple[str, ...]:
         """The mesh axes along which ranks hold different blocks."""
         return world.axes_of_table([tuple(table[r] for table, _ in self.places.values()) for r in range(world.size())])
 
-    def target(self, dtype: Any) -> jax.ShapeDtypeStruct:
-        """What to restore."""
-        return jax.ShapeDtypeStruct(self.shape, dtype, sharding=self.sharding())
+    def target(self, dtype: Any, home: Place | None = None) -> jax.ShapeDtypeStruct:
+        """What to restore. home: where; None: for all ranks."""
+        return jax.ShapeDtypeStruct(self.shape, dtype, sharding=self.sharding(_ranks_at(home)))
 
 
-def _device(rank: int) -> Any:
+def device(rank: int) -> Any:
+    """The device of a rank."""
     return sharding.device_of(rank) if sharding.active() else jax.devices()[0]
+
+
+def _ranks_at(home: Place | None) -> Sequence[int] | None:
+    narrow = None if home is None else places.ranks(home.mesh)
+    return None if narrow is None else sorted(narrow.order)
 
 
 # -- out of ranks ------------------------------------------------------------------------------------
@@ -154,37 +169,54 @@ def _own(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if whole else tensor.contiguous().clone()
 
 
-def full_array(piece: torch.Tensor, how: Blocks) -> jax.Array:
-    """The full array of a piece that has run; it shares memory with the piece."""
+@dataclasses.dataclass
+class Held:
+    """What this process has of a full array. home: the place that it lies at; None on the whole mesh. blocks: of this process's ranks there."""
+
+    how: Blocks
+    home: Place | None
+    blocks: list[jax.Array]
+
+    def full(self) -> jax.Array:
+        """The array, where all processes have their part of it. It shares memory with the blocks."""
+        with _compat.enable_x64():
+            return jax.make_array_from_single_device_arrays(self.how.shape, self.how.sharding(_ranks_at(self.home)), self.blocks)
+
+
+def held(piece: torch.Tensor, how: Blocks) -> Held:
+    """The blocks of a piece that has run; they share memory with it."""
     storage = piece._storage  # type: ignore[attr-defined]
     executor.materialize(storage)
     array = storage.array
     with _compat.enable_x64():
         if array is None:  # full of one number, and not in memory yet
+            home = placed.place_of(piece)
             filled = np.full(how.local, storage.fill, dtypes.to_jax(storage.layout.dtype))
-            parts = [jax.device_put(filled, _device(r)) for r in world.current().hosted]
-        else:
-            array = sharding.adopt(array, storage.layout.size) if sharding.active() else array
-            by_device = {s.device: s.data for s in array.addressable_shards}
-            narrow = places.ranks(array.sharding.mesh) if places.in_use() and isinstance(array.sharding, NamedSharding) else None
-            parts = [by_device[_device(r)] for r in (world.current() if narrow is None else narrow).hosted]
-            parts = [p if p.shape == how.local else p.reshape(how.local) for p in parts]
-            if narrow is not None:
-                return jax.make_array_from_single_device_arrays(how.shape, how.sharding(sorted(narrow.order)), parts)
-        return jax.make_array_from_single_device_arrays(how.shape, how.sharding(), parts)
+            return Held(how, home, [jax.device_put(filled, device(r)) for r in _hosted(home)])
+        array = sharding.adopt(array, storage.layout.size) if sharding.active() else array
+        by_device = {s.device: s.data for s in array.addressable_shards}
+        home = places.of(array) if places.in_use() else None
+        blocks = [by_device[device(r)] for r in _hosted(home)]
+        return Held(how, home, [b if b.shape == how.local else b.reshape(how.local) for b in blocks])
+
+
+def _hosted(home: Place | None) -> Sequence[int]:
+    narrow = None if home is None else places.ranks(home.mesh)
+    return (world.current() if narrow is None else narrow).hosted
 
 
 # -- into ranks --------------------------------------------------------------------------------------
 
 
-def piece_tensor(array: jax.Array, how: Blocks, dtype: torch.dtype) -> XLATensor:
-    """A rank's block of a restored array, as an xla tensor."""
-    if not sharding.active():
-        placed = array.addressable_shards[0].data
-        return make(layout(how.local, None, 0, dtype), Storage(layout(how.local, None, 0, dtype), placed))
-    spec = sharding.spec_for(how.axes(), next(iter(how.places), 0))
+def piece_tensor(array: jax.Array, how: Blocks, dtype: torch.dtype, home: Place | None = None) -> XLATensor:
+    """A rank's block of a restored array, as an xla tensor. home: where it lies; None on the whole mesh."""
     base = layout(how.local, None, 0, dtype)
-    storage = Storage(base, sharding.relabel(array, how.local, spec))
+    if not sharding.active():
+        return make(base, Storage(base, array.addressable_shards[0].data))
+    spec = sharding.spec_for(how.axes(), next(iter(how.places), 0))
+    spec = spec if home is None else places.label_at(spec, home)
+    with places.at(home):
+        storage = Storage(base, sharding.relabel(array, how.local, spec))
     storage.describe(spec=spec)
     return make(base, storage)
 
@@ -218,3 +250,8 @@ def _swapped(shape: Sequence[int], dim: int) -> list[int]:
 def torch_dtype(array: Any) -> torch.dtype:
     """The torch dtype of an array or of what describes one."""
     return dtypes.to_torch(np.dtype(array.dtype))
+
+
+def jax_dtype(name: str) -> Any:
+    """JAX's dtype of torch's name of one."""
+    return dtypes.to_jax(getattr(torch, name))

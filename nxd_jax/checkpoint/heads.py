@@ -39,7 +39,8 @@ def mark(model: torch.nn.Module) -> None:
                 if isinstance(parameter, torch.nn.Parameter):
                     setattr(parameter, ATTRIBUTE, held)
             for output in outputs:
-                setattr(output.weight, ATTRIBUTE, held)
+                if isinstance(output.weight, torch.nn.Parameter):  # a stage of another process has none
+                    setattr(output.weight, ATTRIBUTE, held)
 
 
 def _held(parent: torch.nn.Module, layer: GQAQKVColumnParallelLinear, config: object) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from nxd_jax.checkpoint import shares
 from torch_bridge import _compat
 
 INDEX = "tensors.json"
@@ -23,12 +25,16 @@ class DamagedCheckpointError(RuntimeError):
     """A checkpoint's files cannot be read."""
 
 
+_saves = itertools.count()
+
+
 def save(folder: Path, arrays: Mapping[str, Any], index: Mapping[str, Any]) -> None:
-    """Write arrays (`jax.Array`s or numpy's) and the index. All processes call it. Not atomic: the tag is."""
+    """Write arrays (`jax.Array`s, numpy's, or a `Share` of each) and the index. All processes call it. Not atomic: the tag is."""
     import orbax.checkpoint as ocp
 
     if arrays:
-        with _compat.enable_x64(), ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_compression=False)) as checkpointer:
+        handler = shares.handler() if any(isinstance(a, shares.Share) for a in arrays.values()) else None
+        with _compat.enable_x64(), _checkpointer(range(jax.process_count()), handler) as checkpointer:
             checkpointer.save(folder.absolute() / "arrays", args=ocp.args.PyTreeSave(dict(arrays)), force=True)
     if jax.process_index() == 0:
         folder.mkdir(parents=True, exist_ok=True)
@@ -36,6 +42,19 @@ def save(folder: Path, arrays: Mapping[str, Any], index: Mapping[str, Any]) -> N
             json.dump({"format": FORMAT, **index}, f, indent=1)
             f.flush()
             os.fsync(f.fileno())
+
+
+def _checkpointer(processes: Sequence[int], types: Any = None) -> Any:
+    """Orbax's, which has these processes wait for each other by messages. (Without them named, they do by a collective, which could get between those of
+    training.) types: what writes arrays of which type; None: Orbax's own."""
+    import orbax.checkpoint as ocp
+
+    handler = ocp.PyTreeCheckpointHandler(use_compression=False, **({} if types is None else {"type_handler_registry": types}))
+    if jax.process_count() == 1:
+        return ocp.Checkpointer(handler)
+    first, prefix = processes[0], f"nxd_jax_{next(_saves)}" if len(processes) > 1 else None
+    how = ocp.options.MultiprocessingOptions(primary_host=first, active_processes=set(processes), barrier_sync_key_prefix=prefix)
+    return ocp.Checkpointer(handler, multiprocessing_options=how)
 
 
 def read_index(folder: Path) -> dict[str, Any]:
@@ -57,7 +76,7 @@ def read_index(folder: Path) -> dict[str, Any]:
 def restore(folder: Path, targets: Mapping[str, jax.ShapeDtypeStruct | None]) -> dict[str, Any]:
     """Read some arrays: for each a shape, dtype and sharding (cut or padded with zeros at the ends to that shape), or None for a numpy array as stored.
 
-    Every process reads what its devices hold. Raises DamagedCheckpointError naming the folder.
+    Every process reads what its devices hold, and waits for nobody. Raises DamagedCheckpointError naming the folder.
     """
     import orbax.checkpoint as ocp
 
@@ -72,7 +91,7 @@ def restore(folder: Path, targets: Mapping[str, jax.ShapeDtypeStruct | None]) ->
             item[name] = target
             args[name] = ocp.ArrayRestoreArgs(sharding=target.sharding, global_shape=target.shape, dtype=target.dtype, strict=False)
     try:
-        with _compat.enable_x64(), ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_compression=False)) as checkpointer:
+        with _compat.enable_x64(), _checkpointer([jax.process_index()]) as checkpointer:
             found = checkpointer.restore(
                 folder.absolute() / "arrays", args=ocp.args.PyTreeRestore(item=item, restore_args=args, partial_restore=True)
             )

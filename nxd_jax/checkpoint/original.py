@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from nxd_jax.checkpoint import contents, joining, original_files, original_states, pipeline_ranks, reading
+from nxd_jax.checkpoint import contents, joining, original_files, original_states, pipeline_ranks, reading, united
 from nxd_jax.checkpoint.joining import Joint, Need
 from nxd_jax.checkpoint.original_files import Files, is_older, is_original
 from nxd_jax.checkpoint.original_optimizers import Optimizer
@@ -95,7 +95,6 @@ def _plan_model(files: Files, model: torch.nn.Module, strict: bool, masters: boo
     loaded = {name: target for name, target in targets.items() if name not in missing}
     missing = _wanted(model, module, targets, state, missing)
     used = {joining.source_of(state.parts, k) for target in loaded.values() for k in target.keys}
-    unexpected = sorted(set(state.parts) - used)
     absent = {name for name, target in loaded.items() if any(joining.source_of(state.parts, k) in state.absent for k in target.keys)}
     problems, joints = _joints(state, {n: t for n, t in loaded.items() if n not in absent}, needs, files)
     problems += state.differing() + _untied(state, {n: t for n, t in loaded.items() if n not in absent})
@@ -103,11 +102,12 @@ def _plan_model(files: Files, model: torch.nn.Module, strict: bool, masters: boo
         problems.append(
             f"the values of {reading.listed(sorted(absent))} are in the optimizer's master weights only: pass optimizer= with ZeRO-1's states"
         )
-    missing = [pipeline_ranks.said(name, pipeline_ranks.rank_of(targets[name].tensor)) for name in missing]
-    unexpected = [pipeline_ranks.said(name, state.ranks_of(name)) for name in unexpected]
+    own = reading.Names([pipeline_ranks.said(name, pipeline_ranks.rank_of(targets[name].tensor)) for name in missing], used, problems)
+    every = own.of_all() if united.needed() else own
+    unexpected = [pipeline_ranks.said(name, state.ranks_of(name)) for name in sorted(set(state.parts) - every.used)]
     strict = strict and not hasattr(module, "checkpoint_state")
-    problems += _of_fewer_ranks(files) * bool(missing and strict)
-    reading.refuse(files.folder, module, problems, missing, unexpected, strict)
+    problems = every.problems + _of_fewer_ranks(files) * bool(every.missing and strict)
+    reading.refuse(files.folder, module, problems, every.missing, unexpected, strict)
     _warn_of_heads(files, loaded, joints)
     if absent:
         logger.info("Sharded master weights found in optim states, ignoring model weight tensors")

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from nxd_jax.checkpoint import contents, joining, original_states, pipeline_ranks, reading
+from nxd_jax.checkpoint import contents, joining, original_states, pipeline_ranks, reading, united
 from nxd_jax.checkpoint.contents import Part
 from nxd_jax.checkpoint.joining import Joint
 from nxd_jax.checkpoint.original_files import Files
@@ -30,6 +30,40 @@ def _aliases(model: Any, names: Mapping[torch.Tensor, str]) -> dict[str, str]:
     }
 
 
+def _groups(optimizer: Any, parts: Sequence[Part]) -> list[list[str]]:
+    """The names of the parameters of each group."""
+    found, k = [], 0
+    for group in contents.inner(optimizer).param_groups:
+        found.append([part.name for part in parts[k : k + len(group["params"])]])
+        k += len(group["params"])
+    return found
+
+
+def _of_all(groups: list[list[str]], aliases: dict[str, str], order: Sequence[str]) -> tuple[list[list[str]], dict[str, str]]:
+    """Groups and aliases of the whole model's optimizer, where other processes have some of its stages. order: names of the whole model.
+
+    Raises ValueError if processes have different numbers of groups, and without names.
+    """
+    if not united.needed():
+        return groups, aliases
+    everyone: list[tuple[list[list[str]], dict[str, str]]] = united.of_all("optimizer", (groups, aliases))
+    counts = [len(own) for own, _ in everyone]
+    if len(set(counts)) > 1:
+        raise ValueError(
+            f"processes have optimizers of {', '.join(map(str, counts))} groups, and NxD's files number parameters group by group: give each process the same "
+            "groups, also where it has no parameters of one"
+        )
+    if not order:
+        raise ValueError("each process has the optimizer of its own pipeline stages: pass model= as well, so that parameters go by name")
+    place = {name: k for k, name in enumerate(order)}
+    whole = []
+    for column in zip(*(own for own, _ in everyone), strict=True):
+        ordered = [sorted(own, key=lambda name: place.get(name, len(place))) for own in column]
+        names = [name for own in column for name in own]
+        whole.append(sorted(names, key=place.__getitem__) if ordered == list(column) and place.keys() >= set(names) else names)
+    return [list(dict.fromkeys(own)) for own in whole], {name: first for _, own in everyone for name, first in own.items()}
+
+
 def _sizes(names: Sequence[Sequence[Sequence[str]]]) -> list[list[int]]:
     return [[len(group) for group in groups] for groups in names]
 
@@ -43,10 +77,11 @@ class Optimizer:
         self.files = files
         self.optimizer = optimizer
         self.names = contents.names_of(model)
-        self.aliases = _aliases(model, self.names)
         self.here = pipeline_ranks.names_if_known(model, contents.state_of(model, saving=False)) if self.names else None
         self.model = original_states.model_state(files.model) if files.model else None
         self.parts = contents.parts_of(optimizer, self.names)
+        self.groups, self.aliases = _of_all(_groups(optimizer, self.parts), _aliases(model, self.names), pipeline_ranks.order_of(model))
+        self.order = pipeline_ranks.order_of(model) or list(self.names.values())
         self.targets = {part.name: target_of(part.name, part.parameter) for part in self.parts}
         self.needs = {k: n for t in self.targets.values() for k, n in t.needs.items()}
         self.state = original_states.optimizer_state(files, self._names_by_stage(), self._shape)
@@ -59,12 +94,8 @@ class Optimizer:
 
     def _names_by_stage(self) -> list[list[list[str]]]:
         """For each pipeline rank, for each group: the names of the parameters that the files number."""
-        groups, k = [], 0
         known = [name for stage in self.model.stages for name in stage] if self.model is not None else []
-        for group in contents.inner(self.optimizer).param_groups:
-            own = [part.name for part in self.parts[k : k + len(group["params"])]]
-            k += len(own)
-            groups.append(original_states.file_names(own, known) if known else own)
+        groups = [original_states.file_names(own, known) if known else own for own in self.groups]
         stages = self.files.sizes["pp"]
         if stages == 1:
             return [groups]
@@ -76,7 +107,7 @@ class Optimizer:
             raise ValueError(
                 f"{self.files.folder} has the optimizer of {stages} pipeline ranks, each with its own parameters: pass model= as well, so that they go by name"
             )
-        whole = original_states.file_names(list(self.names.values()), known)
+        whole = original_states.file_names(self.order, known)
         found = self._numbered(groups, self.model.stages, whole)
         counts = [original_states.counts(self.files.optimizer, stage) for stage in range(stages)]
         if (
@@ -193,4 +224,5 @@ def _like(part: Part, full: full_weights.Full) -> torch.Tensor:
         return full_weights.cut_full(p, full, world.first()).reshape(p.shape).clone()
     axes, dim = ((), 0) if not full_weights.is_shared_out(p) else (sharded.axes_of(layer_groups.tensor_parallel()), p.partition_dim)  # type: ignore[attr-defined]
     found = sharded.from_ranks(lambda r: full_weights.cut_full(p, full, r).reshape(p.shape).contiguous(), axes, dim)
-    return found if part.rows is None else part.rows.cut(found)
+    there = full_weights.beside(found, p)
+    return there if part.rows is None else part.rows.cut(there)

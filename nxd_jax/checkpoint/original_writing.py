@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 
-from nxd_jax.checkpoint import contents, pipeline_ranks, reading, savers, tags, writing
+from nxd_jax import _wrapper
+from nxd_jax.checkpoint import contents, original_numbers, pipeline_ranks, reading, savers, tags, writing
 from nxd_jax.checkpoint.original_files import Rank
 from nxd_jax.checkpoint.storage import create_checkpoint_storage
-from nxd_jax.tensor_parallel import parallel_groups, rank_states
+from nxd_jax.tensor_parallel import parallel_groups, rank_states, stage_states
 from torch_bridge import nested
 from torch_bridge.mesh import groups, processes, world
 from torch_bridge.runtime import executor
@@ -149,7 +150,7 @@ def model_files(model: torch.nn.Module, xser: bool, without: Collection[str] = (
             "save_checkpoint(..., avoid_saving_lower_precision_weights=True) needs use_xser=True, or NXD_JAX_CHECKPOINT_FORMAT=nxd"
         )
     found = contents.of_model(model)
-    tensors = {name: t for name, (t, _) in found.tensors.items()}
+    tensors = {name: t for name, (t, _) in found.tensors.items()} | _lent_weights(model)
     state: dict[str, Any] = {name: t.detach() for name, t in tensors.items()}
     of_experts = [name for name, t in tensors.items() if getattr(t, "expert_model_parallel", False)]
     tp, pp, ep = (_places_in(kind) for kind in ("tp", "pp", "ep"))
@@ -161,18 +162,25 @@ def model_files(model: torch.nn.Module, xser: bool, without: Collection[str] = (
     return RankFiles(states, ranks, xser, _expert_parallel(), of_experts, left_out)
 
 
+def _lent_weights(model: Any) -> dict[str, torch.Tensor]:
+    """Weights that pipeline ranks here read, and that lie with other processes."""
+    module = contents.unwrapped(model)
+    own = dict(module.named_parameters(remove_duplicate=False)) if isinstance(module, torch.nn.Module) else {}
+    found = pipeline_ranks.lent_to(model, lambda name: own[name])
+    if found and hasattr(module, "checkpoint_state"):
+        raise NotImplementedError(
+            f"{reading.listed(list(found))} lie with another process, and NxD's file of this one would have to say whether adapters leave them out: start the "
+            "script with nxd-run, which hosts all ranks in one process, or use NXD_JAX_CHECKPOINT_FORMAT=nxd"
+        )
+    return found
+
+
 def _of_stages(state: Mapping[str, Any], other: Mapping[str, Any], by_rank: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
-    """What each pipeline rank has of a state, and of what is no tensor that which belongs to its modules."""
+    """What each pipeline rank has of a state, and of what is no tensor."""
     unused = pipeline_ranks.unused(state, by_rank)
     if unused:
         logger.warning("no stage of the pipeline uses %s: NxD's files do not have them", reading.listed(unused))
-    parents = [{name.rpartition(".")[0] for name in names} for names in by_rank]
-    known = set().union(*parents)
-    found = []
-    for names, own in zip(by_rank, parents, strict=True):
-        extra = {k: v for k, v in other.items() if (parent := k.rpartition(".")[0]) in own or parent not in known}
-        found.append({**{name: state[name] for name in names}, **extra})
-    return found
+    return stage_states.parts({**state, **other}, by_rank)
 
 
 def _with_aliases(names: Collection[str], tensors: Mapping[str, torch.Tensor]) -> list[str]:
@@ -194,48 +202,10 @@ def optimizer_files(optimizer: torch.optim.Optimizer, xser: bool, model: Any = N
     state, place = _optimizer_state(optimizer)
     tp, pp = (_places_in(kind) for kind in ("tp", "pp"))
     ranks = _firsts({r: Rank(place(r), tp[r], pp[r]) for r in range(world.size())})
-    numbers = _numbers(optimizer, state, model)
-    return RankFiles([state] if numbers is None else [_renumbered(state, own) for own in numbers], ranks, xser)
-
-
-def _numbers(optimizer: Any, state: Mapping[str, Any], model: Any) -> list[list[list[int]]] | None:
-    """For each pipeline rank, for each group: the numbers of its parameters in the whole optimizer, in the rank's order. None without a pipeline."""
-    tensors = contents.state_of(model, saving=False) if isinstance(model, torch.nn.Module) else {}
-    by_rank = pipeline_ranks.names_of(model, tensors)
-    given = isinstance(optimizer, Mapping)
-    params = [] if given else [p for group in contents.inner(optimizer).param_groups for p in group["params"]]
-    if by_rank is None:
-        if any(pipeline_ranks.rank_of(t) is not None for t in params or nested.collect(state, _is_tensor)):
-            raise ValueError(
-                "NxD's files have the optimizer of each pipeline rank, and which parameters that has is in the model: pass model= as well"
-            )
-        return None
-    if given:
-        raise ValueError("the state dict of a pipeline's optimizer does not say which parameters are which: give the optimizer itself")
-    names = contents.names_of(model)
-    foreign = sum(p not in names for p in params)
-    if foreign:
-        raise ValueError(f"{foreign} of the optimizer's {len(params)} parameters are not the model's: give the model that it was made for")
-    number = {names[p]: k for k, p in enumerate(params)}
-    local = [[names[t] for name in own if (t := tensors[name]) in names] for own in by_rank]
-    order, groups = list(names.values()), [[names[p] for p in group["params"]] for group in contents.inner(optimizer).param_groups]
-    return [[[number[n] for n in pipeline_ranks.numbered(group, own, order)] for group in groups] for own in local]
-
-
-_BY_NUMBER = ("state", "base_state", "shape_info", "sharded_master_weights")
-
-
-def _renumbered(state: Mapping[str, Any], groups: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """An optimizer's state with some of its parameters, numbered anew."""
-    new = {old: k for k, old in enumerate(old for group in groups for old in group)}
-    found = dict(state)
-    for key in _BY_NUMBER:
-        if key in state:
-            found[key] = {new[old]: state[key][old] for old in new if old in state[key]}
-    found["param_groups"] = [
-        {**group, "params": [new[old] for old in own]} for group, own in zip(state["param_groups"], groups, strict=True)
-    ]
-    return found
+    original_numbers.check(optimizer, state, model)
+    if _wrapper.pipeline_of(model) is None:
+        return RankFiles([state], ranks, xser)
+    return RankFiles(original_numbers.by_rank(optimizer, state, model), ranks, xser)
 
 
 def _places_in(kind: str) -> dict[int, int]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from nxd_jax import _wrapper
+from nxd_jax.checkpoint import joining
 from nxd_jax.tensor_parallel import parallel_groups
 from torch_bridge.mesh import places, world
 from torch_bridge.recorder import placed
@@ -31,10 +32,11 @@ def said(name: str, ranks: Collection[int] | int | None) -> str:
     return f"{name} (pipeline rank{'s' * (len(known) > 1)} {', '.join(map(str, known))})"
 
 
-def names_of(model: Any, state: Mapping[str, Any]) -> list[list[str]] | None:
+def names_of(model: Any, state: Mapping[str, Any], complete: bool = True) -> list[list[str]] | None:
     """For each pipeline rank of NxD the names of a state that it has, in its order; None for a model that is in no pipeline.
 
-    Raises RuntimeError if the stages are not known yet, ValueError for a pipeline's state dict, which does not say what is with which rank.
+    state: with what other processes lent (`Pipeline.lent`), unless it need not be `complete` for ranks here. Raises RuntimeError if the stages are not known
+    yet, ValueError for a pipeline's state dict, which does not say what is with which rank, NotImplementedError for a state that is not complete.
     """
     pipeline = _wrapper.pipeline_of(model)
     if pipeline is None:
@@ -49,20 +51,37 @@ def names_of(model: Any, state: Mapping[str, Any]) -> list[list[str]] | None:
     whole = _wrapper.inner(pipeline)
     tensors = dict(whole.named_parameters(remove_duplicate=False)) | dict(whole.named_buffers(remove_duplicate=False))
     by_rank = pipeline.names_by_rank()
-    _check_here(by_rank, tensors)
+    if complete:
+        _check_here(by_rank, tensors.keys() | state.keys())
     return [[found for name in names for found in ([name] if name in state else by_id.get(id(tensors.get(name)), ()))] for names in by_rank]
+
+
+def order_of(model: Any) -> list[str]:
+    """The names of a pipeline's whole model in order, also of what lies with other processes; none without a pipeline."""
+    pipeline = _wrapper.pipeline_of(model)
+    names = [] if pipeline is None else pipeline.names_in_order()
+    return [own for name in names for own in ([name, *joining.separate_names(name)] if name.endswith("_qkv") else [name])]
+
+
+def lent_to(model: Any, of: Callable[[str], Any]) -> dict[str, Any]:
+    """What belongs to weights of a pipeline that ranks here read and that lie with other processes, by every name of these; nothing without a pipeline.
+
+    of: what belongs to a weight that lies here, by its name. All processes call it.
+    """
+    pipeline = _wrapper.pipeline_of(model)
+    return {} if pipeline is None else pipeline.lent(of)
 
 
 def names_if_known(model: Any, state: Mapping[str, Any]) -> list[list[str]] | None:
     """`names_of` a model in a pipeline whose stages are known; else None."""
     try:
-        return None if _wrapper.pipeline_of(model) is None else names_of(model, state)
-    except (RuntimeError, NotImplementedError):
+        return None if _wrapper.pipeline_of(model) is None else names_of(model, state, complete=False)
+    except RuntimeError:
         return None
 
 
 def _check_here(by_rank: Sequence[Sequence[str]], tensors: Collection[str]) -> None:
-    """Raise NotImplementedError if a rank that this process hosts reads what lies with another process."""
+    """Raise NotImplementedError if a rank that this process hosts reads what is not here."""
     places_of = parallel_groups.places(AXIS)
     for rank in sorted({places_of[r] for r in world.current().hosted}):
         for name in by_rank[rank]:

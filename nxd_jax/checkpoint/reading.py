@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from nxd_jax import _progress
-from nxd_jax.checkpoint import arrays, contents, heads, orbax_files, pipeline_ranks, placement, writing
+from nxd_jax.checkpoint import arrays, contents, heads, orbax_files, pipeline_ranks, placement, united, writing
 from nxd_jax.checkpoint.contents import Part
 from nxd_jax.checkpoint.orbax_files import DamagedCheckpointError
 from nxd_jax.checkpoint.placement import Placement
@@ -22,6 +22,7 @@ from nxd_jax.tensor_parallel import full_weights
 from torch_bridge import nested
 from torch_bridge.ir import dtypes
 from torch_bridge.mesh import world
+from torch_bridge.mesh.places import Place
 from torch_bridge.recorder import placed
 from torch_bridge.recorder.tensor import XLATensor
 from torch_bridge.runtime import executor, transfer
@@ -43,6 +44,11 @@ class Wanted:
     keys: tuple[str, ...]
     where: Placement | None
     tensor: torch.Tensor
+
+    @property
+    def home(self) -> Place | None:
+        """The place that the tensor lies at, such as the cores of its pipeline stage; None on the whole mesh."""
+        return placed.place_of(self.tensor) if self.where is not None and isinstance(self.tensor, XLATensor) else None
 
 
 class Folder:
@@ -96,11 +102,19 @@ class Folder:
         return next(value for _, value in self.read([Wanted(name, (name,), None, like)]))
 
     def read(self, wanted: Sequence[Wanted]) -> Iterable[tuple[Wanted, torch.Tensor]]:
-        """The tensors, batch by batch: on xla as each rank holds them, or on the CPU."""
-        sizes = {str(k): sum(_bytes(self.entry(key)) for key in w.keys) for k, w in enumerate(wanted)}
-        groups = list(orbax_files.batches(sizes, BATCH))
-        for group in _progress.bar(groups, f"loading {self.path.name}", 2):
-            yield from self._batch([wanted[int(k)] for k in group])
+        """The tensors, batch by batch: on xla as each rank holds them, or on the CPU.
+
+        A batch is of one place: processes that share a place's ranks, and not others, read the same ones in one order.
+        """
+        by_home: dict[Place | None, list[Wanted]] = {}
+        for w in wanted:
+            by_home.setdefault(w.home, []).append(w)
+        batches = []
+        for own in by_home.values():
+            sizes = {str(k): sum(_bytes(self.entry(key)) for key in w.keys) for k, w in enumerate(own)}
+            batches += [[own[int(k)] for k in group] for group in orbax_files.batches(sizes, BATCH)]
+        for batch in _progress.bar(batches, f"loading {self.path.name}", 2):
+            yield from self._batch(batch)
 
     def _batch(self, wanted: Sequence[Wanted]) -> list[tuple[Wanted, torch.Tensor]]:
         targets: dict[tuple[str, int], Any] = {}
@@ -113,7 +127,7 @@ class Folder:
                 if layer == len(requests):
                     requests.append({})
                 dtype = dtypes.to_jax(getattr(torch, self.entry(key)["dtype"]))
-                requests[layer][stored] = None if how is None else _fitting(how, self.entry(key), dtype)
+                requests[layer][stored] = None if how is None else _fitting(how, self.entry(key), dtype, w.home)
                 targets[key, number] = layer, stored, how
         found = [orbax_files.restore(self.path, r) for r in requests]
         made = []
@@ -121,8 +135,8 @@ class Folder:
             parts = []
             for key in w.keys:
                 layer, stored, how = targets[key, number]
-                parts.append(self._tensor(self._there(found[layer][stored], stored), how, self.entry(key)))
-            made.append((w, self._on_xla(parts, w) if w.where is not None else self._on_cpu(parts, w)))
+                parts.append(self._tensor(self._there(found[layer][stored], stored), how, self.entry(key), w.home))
+            made.append((w, arrays.joined(parts, w.where) if w.where is not None else self._on_cpu(parts, w)))
         executor.sync()
         return made
 
@@ -132,19 +146,12 @@ class Folder:
             raise DamagedCheckpointError(f"the arrays in {self.path} are damaged: {name} is missing. Load another tag")
         return array
 
-    def _tensor(self, array: Any, how: arrays.Blocks | None, entry: Mapping[str, Any]) -> torch.Tensor:
+    def _tensor(self, array: Any, how: arrays.Blocks | None, entry: Mapping[str, Any], home: Place | None = None) -> torch.Tensor:
         dtype = getattr(torch, entry["dtype"])
         if how is not None:
-            return arrays.piece_tensor(array, how, dtype)
+            return arrays.piece_tensor(array, how, dtype, home)
         host = transfer.from_numpy(np.array(array).reshape(entry["stored"])).to(dtype)
         return _cut_to(host, entry)
-
-    def _on_xla(self, parts: list[torch.Tensor], w: Wanted) -> torch.Tensor:
-        """A tensor where the one lies that it is for: on the cores of its pipeline stage, say."""
-        assert w.where is not None
-        value = arrays.joined(parts, w.where)
-        home = placed.place_of(w.tensor) if isinstance(w.tensor, XLATensor) else None
-        return value if home is None else placed.moved(value, home)
 
     def _on_cpu(self, parts: list[torch.Tensor], w: Wanted) -> torch.Tensor:
         full = parts[0] if len(parts) == 1 else tuple(parts)
@@ -154,12 +161,12 @@ class Folder:
         return full.reshape(w.tensor.shape)
 
 
-def _fitting(how: arrays.Blocks, entry: Mapping[str, Any], dtype: Any) -> Any:
+def _fitting(how: arrays.Blocks, entry: Mapping[str, Any], dtype: Any, home: Place | None) -> Any:
     if len(how.shape) != len(entry["stored"]):
         raise ValueError(
             f"an array of shape {entry['stored']} was stored, {list(how.shape)} is needed: the layer fuses tensors in another way (stride)"
         )
-    return how.target(dtype)
+    return how.target(dtype, home)
 
 
 def _cut_to(host: torch.Tensor, entry: Mapping[str, Any]) -> torch.Tensor:
@@ -225,11 +232,16 @@ def load_model(path: Path, model: contents.Model, strict: bool, master: Path | N
             there.append(Wanted(name, tuple(f"master/{k}" for k in keys), where, t))
         else:
             missing.append(name)
-    missing = [pipeline_ranks.said(name, pipeline_ranks.rank_of(target.tensors[name][0])) for name in missing]
-    unexpected = [pipeline_ranks.said(name, folder.rank_of(name)) for name in sorted(folder.names().keys() - used - _inside(used, folder))]
+    own = Names(
+        [pipeline_ranks.said(name, pipeline_ranks.rank_of(target.tensors[name][0])) for name in missing],
+        used,
+        _shape_problems(folder, here) + (_shape_problems(spare, there) if spare is not None else []),
+    )
+    every = own.of_all() if united.needed() else own
+    left = folder.names().keys() - every.used - _inside(every.used, folder)
+    unexpected = [pipeline_ranks.said(name, folder.rank_of(name)) for name in sorted(left)]
     unexpected += [k for k in other if k not in target.other["other"] and k != "lora_config"]
-    problems = _shape_problems(folder, here) + (_shape_problems(spare, there) if spare is not None else [])
-    refuse(path, module, problems, missing, [] if strict and adapters else unexpected, strict)
+    refuse(path, module, every.problems, every.missing, [] if strict and adapters else unexpected, strict)
     _warn_of_heads(folder, here)
     if there:
         logger.info("Sharded master weights found in optim states, ignoring model weight tensors")
@@ -239,6 +251,21 @@ def load_model(path: Path, model: contents.Model, strict: bool, master: Path | N
                 w.tensor.detach().copy_(value.reshape(w.tensor.shape))
     executor.sync()
     _set_extra_state(module, other)
+
+
+@dataclasses.dataclass
+class Names:
+    """How a model's names fit those of a checkpoint. missing: there, as they are said; used: of arrays that are read; problems: what does not fit."""
+
+    missing: list[str]
+    used: set[str]
+    problems: list[str]
+
+    def of_all(self) -> Names:
+        """The same for what all processes have."""
+        found: list[Names] = united.of_all("names", self)
+        missing, problems = (list(dict.fromkeys(x for own in found for x in getattr(own, kind))) for kind in ("missing", "problems"))
+        return Names(missing, set().union(*(own.used for own in found)), problems)
 
 
 def refuse(path: Path, module: object, problems: Sequence[str], missing: Sequence[str], unexpected: Sequence[str], strict: bool) -> None:
@@ -436,7 +463,12 @@ def _is_vector(x: object) -> bool:
 
 
 def _load_nested(folder: Folder, structure: Any, optimizer: torch.optim.Optimizer) -> None:
-    """An optimizer's state dict that was saved as such."""
+    """An optimizer's state dict that was saved as such. Raises ValueError where the optimizer is a part of the whole one, or ranks are laid out otherwise."""
+    if united.needed():
+        raise ValueError(
+            f"{folder.path} holds the state dict of a whole optimizer, and this process has some pipeline stages' alone: save the optimizer itself, with "
+            "model=, or start the script with nxd-run, which hosts all ranks in one process"
+        )
     wanted = []
     for name in folder.entries:
         entry = folder.entry(name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,10 @@ import jax
 import numpy as np
 import torch
 
-from nxd_jax.checkpoint import arrays, contents, heads, orbax_files, pipeline_ranks
+from nxd_jax.checkpoint import arrays, contents, heads, orbax_files, pipeline_ranks, united
 from nxd_jax.checkpoint.contents import Contents, Part
 from nxd_jax.checkpoint.placement import Placement
+from nxd_jax.checkpoint.shares import Share
 from nxd_jax.tensor_parallel import parallel_groups, rank_states
 from torch_bridge import nested
 from torch_bridge.mesh import random_state as rng
@@ -30,9 +31,13 @@ OBJECTS = "objects.pt"
 """In the folders of model and optimizer: what is no tensor."""
 
 
+Unite = Callable[[Sequence[Any], Sequence[str]], Any]
+"""Makes one of what each process has, given the order of names in the whole model."""
+
+
 @dataclasses.dataclass
 class Item:
-    """A folder of a checkpoint, ready to be written: full arrays, their index, and pickled objects.
+    """A folder of a checkpoint, ready to be written: full arrays (or this process's shares of them), their index, and pickled objects.
 
     sources: the tensors' own arrays, with which the full ones share memory. Held here, a step that would update them in place takes new memory instead.
     """
@@ -51,6 +56,9 @@ class Item:
     def hold(self) -> None:
         """For devices with memory of their own: copy the arrays to the host, so that a save in the background keeps no device memory."""
         for name, a in self.arrays.items():
+            if isinstance(a, Share) and a.on_host() is not a:
+                self.arrays[name] = a.on_host()
+                self.sources.clear()
             if isinstance(a, jax.Array) and next(iter(a.devices())).platform != "cpu":
                 self.arrays[name] = jax.device_put(a, a.sharding.with_memory_kind("pinned_host"))
                 self.sources.clear()
@@ -70,7 +78,7 @@ def model_item(model: contents.Model, without: set[str] = frozenset()) -> Item: 
     """A model's folder. without: names that are not to be written."""
     found = contents.of_model(model)
     found.tensors = {name: value for name, value in found.tensors.items() if name not in without}
-    return _item(found)
+    return _item(found, united.extras, pipeline_ranks.order_of(model))
 
 
 def optimizer_item(optimizer: torch.optim.Optimizer | Mapping[str, Any], model: contents.Model | None) -> Item:
@@ -78,11 +86,18 @@ def optimizer_item(optimizer: torch.optim.Optimizer | Mapping[str, Any], model: 
     if isinstance(optimizer, Mapping):
         return _nested_item(optimizer)
     parts = contents.parts_of(optimizer, contents.names_of(model))
-    return named_item(contents.of_optimizer(optimizer, parts), parts)
+    return named_item(contents.of_optimizer(optimizer, parts), parts, model)
 
 
-def named_item(found: Contents, parts: Sequence[Part]) -> Item:
-    """An optimizer's folder, from the state of its parameters. Fused q, k and v go by their own names."""
+def named_item(found: Contents, parts: Sequence[Part], model: contents.Model | None) -> Item:
+    """An optimizer's folder, from the state of its parameters. Fused q, k and v go by their own names.
+
+    Raises ValueError without the model of a pipeline in several processes, whose parameters have no common numbers.
+    """
+    if united.needed() and any(part.name.isdigit() for part in parts):
+        raise ValueError(
+            "the optimizer of a pipeline in several processes has this process's parameters alone, which go by name: pass model= as well"
+        )
     keys = {part.name: contents.keys_of(part.name, part.placement()) for part in parts}
     found.other["state"] = {k: v for name, v in found.other["state"].items() for k in keys[name]}
     for group in found.other["param_groups"]:
@@ -91,16 +106,21 @@ def named_item(found: Contents, parts: Sequence[Part]) -> Item:
     shapes = {part.name: part.shape() for part in parts}
     like = [name for name, (t, _) in found.tensors.items() if t.shape == shapes[name.partition("/")[2]]]
     found.other["like"] = sorted({k for name in like for k in contents.keys_of(name, found.tensors[name][1])})
-    return _item(found)
+    return _item(found, united.states, pipeline_ranks.order_of(model))
 
 
 def _nested_item(state: Mapping[str, Any]) -> Item:
-    """The folder of an optimizer's state dict."""
+    """The folder of an optimizer's state dict. Raises ValueError where it is a part of the whole optimizer's."""
+    if united.needed():
+        raise ValueError(
+            "the state dict of an optimizer whose pipeline is in several processes numbers this process's parameters alone: give save_checkpoint the optimizer "
+            "itself, and model="
+        )
     state = contents.every_ranks(state)
     tensors = nested.collect(state, _is_large)
     found: dict[str, tuple[torch.Tensor, Placement | None]] = {f"nested/{k}": (t, contents.placed(t)) for k, t in enumerate(tensors)}
     stubs = nested.replace(state, _is_large, [_Stub(k) for k in range(len(tensors))])
-    return _item(Contents(found, {"nested": stubs}))
+    return _item(Contents(found, {"nested": stubs}), united.extras, ())
 
 
 class _Stub:
@@ -114,7 +134,8 @@ def _is_large(x: object) -> bool:
     return isinstance(x, torch.Tensor) and (x.device.type == "xla" or x.numel() > contents.SMALL)
 
 
-def _item(found: Contents) -> Item:
+def _item(found: Contents, unite: Unite, order: Sequence[str]) -> Item:
+    """unite: makes what is no tensor of what several processes have of it. order: names of the whole model."""
     recorded: list[tuple[str, torch.Tensor, arrays.Blocks]] = []
     made: dict[str, Any] = {}
     entries: dict[str, Any] = {}
@@ -141,10 +162,15 @@ def _item(found: Contents) -> Item:
             if piece is where.pieces[0] and heads.arrangement(t):
                 entries[key]["heads"] = heads.arrangement(t)
     executor.sync()
-    held = [tensor._storage.held for _, tensor, _ in recorded]  # type: ignore[attr-defined]
-    sources = [x for x in held if type(x) is not Row]  # of a row, what is saved is a copy
-    for key, tensor, how in recorded:
-        made[key] = arrays.full_array(tensor, how)
+    values = [tensor._storage.held for _, tensor, _ in recorded]  # type: ignore[attr-defined]
+    sources = [x for x in values if type(x) is not Row]  # of a row, what is saved is a copy
+    held = {key: arrays.held(tensor, how) for key, tensor, how in recorded}
+    if united.needed():
+        data = found.other | {"modules": sorted({name.rpartition(".")[0] for name in found.tensors})}
+        all_of_it = united.whole({**made, **held}, entries, aliases, pickled(data), order)
+        index = {"layout": layout(), "tensors": all_of_it.entries, "aliases": all_of_it.aliases}
+        return Item(dict(all_of_it.arrays), index, pickled(unite(all_of_it.objects, order)), sources)
+    made |= {key: own.full() for key, own in held.items()}
     index = {"layout": layout(), "tensors": entries, "aliases": aliases}
     return Item(made, index, pickled(found.other), sources)
 

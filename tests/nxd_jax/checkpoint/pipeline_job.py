@@ -12,7 +12,7 @@ from neuronx_distributed.parallel_layers import ColumnParallelLinear, RowParalle
 from torch import nn
 
 from tests.nxd_jax.checkpoint import job
-from torch_bridge.mesh import rank_numbers
+from torch_bridge.mesh import rank_numbers, world
 from torch_bridge.recorder import sharded
 
 HIDDEN, WORDS, ROWS, LAYERS = 8, 16, 8, 4
@@ -105,7 +105,9 @@ class Layout:
     def _batch(self, step: int) -> dict[str, torch.Tensor]:
         draw = torch.Generator().manual_seed(step)
         batch = {name: torch.randint(0, WORDS, (ROWS, 4), generator=draw) for name in ("ids", "labels")}
-        if self.dp > 1:
+        if self.dp > 1 and len(world.current().hosted) == 1:
+            batch = {name: t.chunk(self.dp)[int(parallel_state.get_data_parallel_rank())] for name, t in batch.items()}
+        elif self.dp > 1:
             place = rank_numbers.per_rank(parallel_state.get_data_parallel_rank())
             batch = {name: sharded.from_ranks(lambda r, t=t: t.chunk(self.dp)[place[r]], ("dp",)) for name, t in batch.items()}
         return {name: t.to("xla") for name, t in batch.items()} if self.pp == 1 else batch

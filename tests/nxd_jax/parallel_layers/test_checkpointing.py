@@ -14,7 +14,9 @@ from nxd_jax import parallel_layers
 from nxd_jax.modules.qkv_linear import GQAQKVColumnParallelLinear
 from nxd_jax.parallel_layers import checkpointing, parallel_state
 from nxd_jax.parallel_layers.layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear
+from nxd_jax.tensor_parallel import rank_files
 from nxd_jax.utils.full_weights import gather_full
+from tests.nxd_jax.checkpoint import pipeline_job
 from tests.nxd_jax.conftest import Nxd
 from torch_bridge.mesh import world
 from torch_bridge.recorder import sharded
@@ -407,3 +409,32 @@ def test_nan_and_tied_tensors_agree(nxd: Nxd, tmp_path: pathlib.Path) -> None:
     back = parallel_layers.load(tmp_path)
     assert back["a"] is back["b"] and all(v.device.type == "cpu" for v in back.values())
     assert world.size() == 2
+
+
+# -- pipelines -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("xser", [False, True])
+def test_each_pipeline_rank_has_what_its_stages_read(nxd: Nxd, tmp_path: pathlib.Path, xser: bool) -> None:
+    """A tied weight is with both ranks, under the names by which they read it; what no stage reads is with the first. A copy of the state is whole."""
+    layout = pipeline_job.Layout(4, 2, 2)
+    layout.start(nxd)
+    model, _, _ = layout.build(tied=True)
+    model.register_parameter("unread", nn.Parameter(torch.ones(3, device="xla")))
+    state = model.local_state_dict()
+    parallel_layers.save({"model": state, "all": [dict(state)["norm.weight"]], "epoch": 7}, tmp_path, save_xser=xser)
+    names = []
+    for rank in range(2):
+        path = tmp_path / f"tp_rank_01_pp_rank_{rank:02d}"
+        data = rank_files.read_xser(str(path), False, set()) if xser else torch.load(path / "checkpoint.pt")
+        assert data["epoch"] == 7 and torch.equal(data["all"][0], model.norm.weight.detach().cpu())
+        names.append(list(data["model"]))
+        half = own(model.layers[2 * rank].up.weight)[1 if rank == 0 else 3]
+        assert torch.equal(data["model"][f"layers.{2 * rank}.up.weight"], half) and half.shape == (8, 8)
+    layers = {name for name in state if name.startswith("layers.")}
+    assert set(names[0]) == {"embedding.weight", "unread"} | {n for n in layers if n[7] in "01"}
+    assert set(names[1]) == {"norm.weight", "norm.bias", "head.weight"} | {n for n in layers if n[7] in "23"}
+    other, _, _ = layout.build(seed=1, tied=True)
+    other.register_parameter("unread", nn.Parameter(torch.zeros(3, device="xla")))
+    assert parallel_layers.load(tmp_path, other, load_xser=xser)["epoch"] == 7
+    assert all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(model.parameters(), other.parameters(), strict=True))
