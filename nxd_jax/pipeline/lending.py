@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from nxd_jax.pipeline.exchange import Exchange
 from nxd_jax.pipeline.runtime import Replica
-from nxd_jax.pipeline.weights import Homes, _ends
+from nxd_jax.pipeline.weights import Homes, ends
 from torch_bridge.mesh import messages
 from torch_bridge.recorder import placed
 from torch_bridge.runtime import executor
@@ -30,7 +30,7 @@ def lend(replicas: Sequence[Sequence[Replica]], homes: Homes, exchange: Exchange
     """Send what `of(name)` gives for each weight, nested data, to the processes of stages that have a copy of it; what comes here, by the weight's name."""
     found: dict[str, Any] = {}
     for replica in (r for own in replicas for r in own):
-        source, target = _ends(replica, homes)
+        source, target = ends(replica, homes)
         if messages.within_process(source, target):
             continue
         name = f"L {replica.name} {replica.reader}"

@@ -111,7 +111,7 @@ def put_back(stages: Stages, homes: Homes) -> None:
 def refresh(replicas: Sequence[Sequence[Replica]], homes: Homes, exchange: Exchange | None) -> None:
     """Give copies the values that the weights have now."""
     for replica in (r for found in replicas for r in found):
-        source, target = _ends(replica, homes)
+        source, target = ends(replica, homes)
         if exchange is None or messages.within_process(source, target):
             assert replica.copy is not None
             replica.copy.data = placed.moved(replica.weight, target)
@@ -135,7 +135,7 @@ def add_up(replicas: Sequence[Sequence[Replica]], homes: Homes, exchange: Exchan
 
 def _arriving(replica: Replica, grad: torch.Tensor | None, homes: Homes, exchange: Exchange | None) -> list[torch.Tensor]:
     """The gradient of a copy, where the weight is: one or none."""
-    target, source = _ends(replica, homes)
+    target, source = ends(replica, homes)
     if exchange is None or messages.within_process(source, target):
         return [] if grad is None else [placed.moved(grad, target)]
     if messages.hosted(source):
@@ -145,7 +145,7 @@ def _arriving(replica: Replica, grad: torch.Tensor | None, homes: Homes, exchang
     return exchange.receive(f"G {replica.name} {replica.reader}", 0, source, target) if messages.hosted(target) else []
 
 
-def _ends(replica: Replica, homes: Homes) -> tuple[Place, Place]:
+def ends(replica: Replica, homes: Homes) -> tuple[Place, Place]:
     """Where the weight lies, and where its copy."""
     source, target = homes[replica.owner], homes[replica.reader]
     assert source is not None and target is not None

@@ -112,14 +112,7 @@ def _pulled(number: int, what: Described, sender: int, ranks: Sequence[int]) -> 
 def _whole(what: Described, target: Place) -> tuple[int, ...]:
     """The shape of the array of all blocks."""
     sizes = target.mesh.shape if target.mesh is not None else {}
-    return tuple(n * _count(part, sizes) for n, part in zip(what.block, [*what.spec, *[None] * len(what.block)], strict=False))
-
-
-def _count(part: Any, sizes: Any) -> int:
-    found = 1
-    for name in part if isinstance(part, tuple) else (part,):
-        found *= 1 if name is None else sizes[name]
-    return found
+    return tuple(n * places.blocks_along(part, sizes) for n, part in zip(what.block, [*what.spec, *[None] * len(what.block)], strict=False))
 
 
 def _number(key: str, sender: int, receiver: int) -> int:

@@ -127,7 +127,7 @@ def put(array: Any, mesh: Mesh) -> Any:
     spec = project(lies.spec, narrow) if narrow is not None and whole else lies.spec
     target = NamedSharding(mesh, spec)
     sizes = mesh.shape
-    shape = tuple(n // _blocks(old, lies.mesh.shape) * _blocks(new, sizes) for n, old, new in _dims(array.shape, lies.spec, spec))
+    shape = tuple(n // blocks_along(old, lies.mesh.shape) * blocks_along(new, sizes) for n, old, new in _dims(array.shape, lies.spec, spec))
     if isinstance(array, AbstractArray):
         return AbstractArray(shape, array.dtype, target, array.host if shape == tuple(array.shape) else None)
     if not whole:
@@ -182,7 +182,8 @@ def _dims(shape: tuple[int, ...], old: PartitionSpec, new: PartitionSpec) -> lis
     return list(zip(shape, [*old, *pad], [*new, *pad], strict=False))
 
 
-def _blocks(part: Any, sizes: Mapping[str, int]) -> int:
+def blocks_along(part: Any, sizes: Mapping[str, int]) -> int:
+    """Blocks along a dim with this entry of a label, on a mesh with axes of these sizes."""
     found = 1
     for name in part if isinstance(part, tuple) else (part,):
         found *= 1 if name is None else sizes[name]
