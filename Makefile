@@ -59,8 +59,8 @@ lint: $(VENV)/dev.stamp style ## ruff check, ruff format --check, mypy
 	$(BIN)/python -m mypy
 
 style: $(VENV)/dev.stamp
-	$(BIN)/python -m ruff check .
-	$(BIN)/python -m ruff format --check .
+	$(BIN)/python -m ruff check --no-cache .
+	$(BIN)/python -m ruff format --check --no-cache .
 
 notebooks: $(VENV)/dev.stamp ## write notebooks/*.ipynb from the scripts beside them, without outputs
 	$(BIN)/python -m tests.notebooks.pairs

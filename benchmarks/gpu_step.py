@@ -70,17 +70,13 @@ class Size:
 
 SIZES = {"1b": Size(16, 2048, 8192, 32, 8, 128_256, 4096), "tiny": Size(2, 64, 128, 4, 2, 256, 64)}
 
-PEAKS = {
-    "GB200": 2500, "B200": 2250, "H200 NVL": 835, "H200": 989, "GH200": 989, "H100 NVL": 835, "H100 PCIe": 756, "H100": 989, "H800": 989, "H20": 148,
-    "A100": 312, "A800": 312, "L40S": 362, "L40": 181, "L4": 121, "A10G": 70, "A10": 125, "A40": 150, "A30": 165, "RTX 4090": 165, "RTX 3090": 71,
-}  # fmt: skip
-"""TFLOP/s in dense bfloat16 that NVIDIA names for a device; the first name that the device's contains as words."""
-
 
 def peak_of(device: str) -> float | None:
-    """TFLOP/s of a device by its name, such as "NVIDIA H100 80GB HBM3"; None if it is not in the table."""
-    words = f" {device.replace('-', ' ')} "
-    return next((peak for name, peak in PEAKS.items() if f" {name} " in words), None)
+    """TFLOP/s in dense bfloat16 of a device by its name, such as "NVIDIA H100 80GB HBM3"; None if it is not known."""
+    from nxd_jax.topology.device_peaks import peak_flops_of
+
+    peak = peak_flops_of(device)
+    return None if peak is None else peak / 1e12
 
 
 # -- variants ---------------------------------------------------------------------------------------

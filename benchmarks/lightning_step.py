@@ -12,10 +12,8 @@ import argparse
 import contextlib
 import json
 import os
-import statistics
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +45,7 @@ def with_lightning(args: argparse.Namespace) -> tuple[list[float], list[tuple[fl
 
         def on_train_batch_end(self, trainer: Any, module: Any, *rest: Any) -> None:
             if module.should_print:
-                self.times.append(now())
+                self.times.append(rounds.now())
 
         def on_train_batch_start(self, trainer: Any, module: Any, *rest: Any) -> None:
             self._keep(trainer)
@@ -115,7 +113,7 @@ def with_loop(args: argparse.Namespace) -> tuple[list[float], list[tuple[float, 
             scheduler.step()
             xm.add_step_closure(record, args=(mean,))
             xm.mark_step()
-            times.append(now())
+            times.append(rounds.now())
             if len(times) == args.steps:
                 break
     return losses, times
@@ -127,26 +125,13 @@ def measure(name: str, steps: int, more: list[str]) -> dict[str, Any]:
     sys.path[:0] = [str(HERE.parent / "examples")]
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):
         losses, times = {"lightning": with_lightning, "loop": with_loop}[name](arguments(steps, folder, more))
-    took, used = ([b - a for a, b in zip(at[WARM:], at[WARM + 1 :], strict=False)] for at in zip(*times, strict=True))
-    return {"losses": losses, "mean": statistics.mean(took), "median": statistics.median(took), "cpu": statistics.median(used)}
-
-
-def now() -> tuple[float, float]:
-    """Seconds on the wall, and of all threads' processor time."""
-    return time.perf_counter(), time.process_time()
+    return {"losses": losses, **rounds.steps_of(times, WARM)}
 
 
 def table(found: dict[str, list[dict[str, Any]]], args: argparse.Namespace, most: float) -> str:
     """A Markdown table with ratios to the loop."""
     difference = rounds.difference(found, most)
-    columns = {"median": "step, median (ms)", "mean": "step, mean (ms)", "cpu": "CPU time of a step, all threads (ms)"}
-    lines = [f"| variant | {' | '.join(columns.values())} |", "|---" * (len(columns) + 1) + "|"]
-    for name, title in VARIANTS.items():
-        cells = []
-        for key in columns:
-            ratio = statistics.median(a[key] / b[key] for a, b in zip(found[name], found["loop"], strict=True))
-            cells.append(f"{1e3 * statistics.median(r[key] for r in found[name]):.0f} ({ratio:.2f}x)")
-        lines.append(f"| {title} | {' | '.join(cells)} |")
+    lines = rounds.against("loop", found, VARIANTS)
     about = rounds.stack("torch", "jax", "pytorch-lightning")
     shape = f"TP {TP} x DP {WORLD // TP} on {WORLD} virtual CPU devices; steps of 2 batches"
     lines += ["", f"{shape}; median of {len(found['loop'])} round(s), {args.steps} steps each; losses differ by {difference:.0e}; {about}"]

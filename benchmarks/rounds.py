@@ -7,9 +7,11 @@ import importlib.metadata
 import json
 import os
 import platform
+import statistics
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,32 @@ def difference(found: dict[str, list[dict[str, Any]]], most: float) -> float:
     if worst > most:
         raise RuntimeError(f"the variants' losses differ by {worst}")
     return worst
+
+
+STEP_COLUMNS = {"median": "step, median (ms)", "mean": "step, mean (ms)", "cpu": "CPU time of a step, all threads (ms)"}
+
+
+def against(base: str, found: dict[str, list[dict[str, Any]]], titles: Mapping[str, str]) -> list[str]:
+    """Rows of a Markdown table: medians of rounds of each variant, in brackets the median of their ratios to the variant `base`."""
+    lines = [f"| variant | {' | '.join(STEP_COLUMNS.values())} |", "|---" * (len(STEP_COLUMNS) + 1) + "|"]
+    for name, title in titles.items():
+        cells = []
+        for key in STEP_COLUMNS:
+            ratio = statistics.median(a[key] / b[key] for a, b in zip(found[name], found[base], strict=True))
+            cells.append(f"{1e3 * statistics.median(r[key] for r in found[name]):.0f} ({ratio:.2f}x)")
+        lines.append(f"| {title} | {' | '.join(cells)} |")
+    return lines
+
+
+def now() -> tuple[float, float]:
+    """Seconds on the wall, and of all threads' processor time."""
+    return time.perf_counter(), time.process_time()
+
+
+def steps_of(times: Sequence[tuple[float, float]], warm: int) -> dict[str, float]:
+    """Seconds of a step behind the first `warm` ones, of (wall, processor) times at which steps ended."""
+    took, used = ([b - a for a, b in zip(at[warm:], at[warm + 1 :], strict=False)] for at in zip(*times, strict=True))
+    return {"mean": statistics.mean(took), "median": statistics.median(took), "cpu": statistics.median(used)}
 
 
 def stack(*packages: str) -> str:

@@ -1,9 +1,11 @@
 """nxd_jax: NeuronX Distributed scripts on JAX. Scripts import it as `neuronx_distributed`.
 
-Every module has the place and the names that it has there. So far: `trainer`, `lightning`, `optimizer`, `parallel_layers` (with `parallel_state`), `modules`,
-`kernels`, `overrides`, `utils`, of `pipeline` the names, and, not part of the original, `checkpoint` (what the trainer's checkpoints are made of), `topology`
-(Trainium machines as data and pictures), `abstract` (what a script needs on a machine that is not at hand), `inspect` (graphs, HLO, collectives, memory, costs
-of what runs), and the commands `run`, `ckpt`, `top`, `ls` (each `nxd-` and its name on the command line) and `parallel_compile` (`neuron_parallel_compile`).
+Every module has the place and the names that it has there. So far: `trainer`, `lightning`, `optimizer`, `parallel_layers` (with
+`parallel_state`), `modules`, `operators`, `kernels`, `overrides`, `utils`, `pipeline`, `quantization`, and `training`, which scripts import as
+`neuronx_distributed_training`. Not part of the original: `checkpoint` (what the trainer's checkpoints are made of), `topology`
+(Trainium machines as data and pictures), `abstract` (what a script needs on a machine that is not at hand), `inspect` (graphs, HLO,
+collectives, memory, costs of what runs), `inference` (language models that generate text), and the commands `run`, `ckpt`, `top`, `ls`
+(each `nxd-` and its name on the command line) and `parallel_compile` (`neuron_parallel_compile`).
 Subpackages are imported when first used; what is not there yet, `_later.py` lists.
 """
 
@@ -17,17 +19,23 @@ from nxd_jax._version import __version__
 
 _SUBMODULES = (
     "abstract",
+    "inference",
     "inspect",
     "kernels",
     "lightning",
     "modules",
+    "operators",
     "optimizer",
     "overrides",
     "parallel_layers",
     "parallel_state",
     "pipeline",
+    "quantization",
+    "scripts",
     "topology",
+    "trace",
     "trainer",
+    "training",
     "utils",
 )
 _FROM = {
@@ -40,6 +48,13 @@ _FROM = {
     "has_checkpoint": "trainer.checkpoint",
     "load_checkpoint": "trainer.checkpoint",
     "save_checkpoint": "trainer.checkpoint",
+    "BaseNxDModel": "trace.nxd_model",
+    "ModelBuilder": "trace.model_builder_v2",
+    "NxDModel": "trace.nxd_model",
+    "NxDParallelState": "trace.parallel_context",
+    "TorchScriptNxDModel": "trace.nxd_model",
+    "convert_nxd_model_to_torchscript_model": "trace.nxd_model",
+    "shard_checkpoint": "trace.functions",
 }
 """Names that are here too, and the modules that define them."""
 

@@ -16,36 +16,11 @@ _TIMELINE = (
     "it is not there (NxD itself writes no timeline: NxDPPModel leaves trace_file_path aside); for the times of a pipeline's step use "
     "`with nxd_jax.inspect.pipeline(model) as step:`, and nxd_jax.inspect.schedule for those of a schedule"
 )
-_INFERENCE = (
-    "tracing for inference is not there yet; to run a model, move it to the device: model.eval().to('xla'); to compile it as a JAX function: "
-    "jax.jit(torch_bridge.to_jax(model))"
-)
-_MOE = "mixture of experts is not there yet; this release trains dense models"
-_QUANTIZATION = "quantization is not there yet; weights are float32, bfloat16 or float16"
 _OTHER = "it is not there yet; this release trains with parallel_layers, trainer, optimizer, modules.lora and lightning"
 
 LATER = {
     **dict.fromkeys(("pipeline.timeline", "utils.timeline"), _TIMELINE),
-    **dict.fromkeys(
-        (
-            "BaseNxDModel",
-            "ModelBuilder",
-            "NxDModel",
-            "NxDParallelState",
-            "TorchScriptNxDModel",
-            "convert_nxd_model_to_torchscript_model",
-            "shard_checkpoint",
-            "trace",
-            "utils.medusa_utils",
-            "utils.sampling",
-            "utils.speculative_decoding",
-        ),
-        _INFERENCE,
-    ),
-    "modules.moe": _MOE,
-    "quantization": _QUANTIZATION,
-    "scripts": "it is not there yet; `nxd-ckpt convert` converts checkpoints",
-    **dict.fromkeys(("experimental", "modules.attention", "operators", "utils.tensor_capture", "utils.tensor_replacement"), _OTHER),
+    "experimental": _OTHER,
 }
 """Modules and names below `neuronx_distributed`, and what an error says of them."""
 
@@ -72,6 +47,6 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 def _importing() -> bool:
-    """Whether it is an import that asks the finder, through importlib's `_find_spec`."""
+    """Whether it is an import that asks the finder which calls this, through importlib's `_find_spec` (and not `importlib.util.find_spec`)."""
     asking = sys._getframe(2).f_back
     return asking is not None and asking.f_code.co_name == "_find_and_load_unlocked"

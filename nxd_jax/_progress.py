@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, Protocol
 
 from torch_bridge.mesh import world
 
 
-def bar(items: Sequence[Any], what: str, least: int) -> Iterable[Any]:
+class Items(Protocol):
+    """What can be counted and gone through."""
+
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[Any]: ...
+
+
+def bar(items: Items, what: str, least: int) -> Iterable[Any]:
     """The items; with a bar named `what` if there are at least `least`, on a terminal, in the process of rank 0, and if tqdm is installed."""
     if len(items) < least or world.first() or not sys.stderr.isatty():
         return items

@@ -84,6 +84,7 @@ def parser() -> argparse.ArgumentParser:
     convert.add_argument(
         "--dp", type=int, default=1, help="data-parallel ranks that share out the optimizer's state, with --zero1 (default 1)"
     )
+    convert.add_argument("--ep", type=int, default=1, help="expert-parallel ranks to write NxD's files for; --dp counts them (default 1)")
     convert.add_argument("--pp", type=int, default=1, help="pipeline ranks to write NxD's files for (default 1)")
     convert.add_argument("--vpp", type=int, default=1, help="stages on each pipeline rank (virtual_pipeline_size; default 1)")
     convert.add_argument(
@@ -267,6 +268,8 @@ def _show_tensors(part: str, listed: Mapping[str, Any]) -> None:
     for name, t in listed.items():
         shards = f"{t['shards']} x {t['shard_shape']}" if t["shards"] > 1 else t.get("file", "")
         tail = f"the same as {t['same_as']}" if "same_as" in t else shards
+        if "experts" in t:
+            tail += "  experts"
         if "pp" in t:
             tail += f"  pipeline rank{'s' * (len(t['pp']) > 1)} {', '.join(map(str, t['pp']))}"
         _say(f"{part}  {name:{width}}  {t['dtype']:9} {t['shape']!s:20} {tail}".rstrip())
@@ -291,7 +294,7 @@ def _convert(args: argparse.Namespace) -> int:
     in_order = ORIGINAL not in (kind, args.to)  # tags of ours hold query heads as Hugging Face's model has them
     names = _names(args, config, args.tp if kind == HUB else _tp_of([source], args), 1 if in_order else args.kv_multiplier)
     how = How(
-        rules=[*joining.parse_rules(args.split), *names.rules],
+        rules=_rules(args, names),
         config=config,
         copies=args.kv_multiplier,
         parameters=_lines(args.param_names),
@@ -313,16 +316,25 @@ def _convert(args: argparse.Namespace) -> int:
     return 0
 
 
+def _rules(args: argparse.Namespace, names: NameMap) -> joining.Rules:
+    """How ranks share tensors out: as the user says, as the map does, and of mixtures of experts as NxD's modules do."""
+    return [*joining.parse_rules(args.split), *names.rules, *name_maps.EXPERTS]
+
+
 def _check_numbers(args: argparse.Namespace) -> None:
-    for name in ("tp", "pp", "vpp", "dp", "kv_multiplier"):
+    for name in ("tp", "pp", "vpp", "dp", "ep", "kv_multiplier"):
         if getattr(args, name) < 1:
             raise CommandError(f"--{name.replace('_', '-')} must be a positive number, got {getattr(args, name)}")
     if args.to != ORIGINAL and (args.pp > 1 or args.vpp > 1 or args.stage):
         raise CommandError(f"--pp, --vpp and --stage say how NxD's files are written; --to {args.to} holds full tensors for any ranks")
     if args.pp == 1 and (args.vpp > 1 or args.stage):
         raise CommandError("--vpp and --stage are about stages of a pipeline: give --pp, the number of its ranks, as well")
-    if args.to != ORIGINAL and (args.dp > 1 or args.zero1 or args.xser):
-        raise CommandError(f"--dp, --zero1 and --xser say how NxD's files are written; --to {args.to} holds full tensors for any ranks")
+    if args.to != ORIGINAL and (args.dp > 1 or args.ep > 1 or args.zero1 or args.xser):
+        raise CommandError(
+            f"--dp, --ep, --zero1 and --xser say how NxD's files are written; --to {args.to} holds full tensors for any ranks"
+        )
+    if args.zero1 and args.dp % args.ep:
+        raise CommandError(f"--dp {args.dp} must be a multiple of --ep {args.ep}: expert-parallel ranks are data-parallel ranks, too")
     if args.dp > 1 and not args.zero1:
         raise CommandError(
             "--dp cuts the optimizer's state among ranks: give --zero1 as well (without it all data-parallel ranks read one file)"
@@ -403,7 +415,8 @@ def _write_tag(args: argparse.Namespace, state: FullState, how: How, tag: str) -
                 full_writing.to_nxd(state, folder, place, progress, dtype)
             else:
                 pipeline = stage_rules.Pipeline(args.pp, args.vpp, stage_rules.parse(args.stage))
-                ranks = full_writing.Ranks(args.tp, args.dp, args.zero1, args.kv_multiplier, not args.separate_qkv, args.xser, pipeline)
+                fuse = not args.separate_qkv
+                ranks = full_writing.Ranks(args.tp, args.dp, args.ep, args.zero1, args.kv_multiplier, fuse, args.xser, pipeline)
                 full_writing.to_original(state, folder, ranks, how.rules, place, progress, dtype)
         storage.commit(tag, folder)
 
@@ -449,7 +462,7 @@ def _both(
         kind = full_states.format_of(path)
         ranks = any(full_states.format_of(p) == ORIGINAL for p in order)
         names = _names(args, config, _tp_of(order, args), args.kv_multiplier if ranks else 1)
-        how = How([*joining.parse_rules(args.split), *names.rules], config, args.kv_multiplier, shapes, trust=args.trust)
+        how = How(_rules(args, names), config, args.kv_multiplier, shapes, trust=args.trust)
         try:
             found[path] = full_states.read(path, how, names if kind == HUB else None)
         except (ValueError, NotImplementedError) as error:

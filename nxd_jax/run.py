@@ -99,6 +99,11 @@ def environment(args: argparse.Namespace) -> tuple[dict[str, str], str]:
     return variables, f"nxd-run: {machine}, {count} ranks ({local} per machine) in one process"
 
 
+def hosting(ranks: int, command: str) -> dict[str, str]:
+    """The variables of one process that hosts so many ranks. command: what runs in it."""
+    return environment(parser().parse_args(["--nproc_per_node", str(ranks), command]))[0]
+
+
 def _among_processes() -> bool:
     """Whether torchrun (or whoever sets its variables) has started this process as one of several."""
     return (

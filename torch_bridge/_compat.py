@@ -14,6 +14,7 @@ import os
 import pathlib
 import threading
 import types
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -38,6 +39,22 @@ def enable_x64() -> contextlib.AbstractContextManager[Any]:
     return experimental_enable_x64()
 
 
+@contextlib.contextmanager
+def torchscript() -> Iterator[None]:
+    """A block that uses torch.jit, which torch 2.13 calls deprecated: files of traced models are TorchScript archives."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=r"`torch\.jit\.\w+` is deprecated", category=DeprecationWarning)
+        yield
+
+
+@functools.cache
+def float8_saturates() -> bool:
+    """Whether torch makes 448 of larger numbers when it casts them to float8_e4m3fn (torch 2.13 does), instead of NaN."""
+    import torch
+
+    return bool(torch.tensor(1e6).to(torch.float8_e4m3fn).float().isfinite())
+
+
 @functools.cache
 def _uploader() -> Any:
     """JAX's own function under `jax.device_put`, which takes a tenth of its time; None where it is not found."""
@@ -55,6 +72,39 @@ def _uploader() -> Any:
     except Exception:  # another JAX: whatever it does not like
         return None
     return lambda host: batched_device_put(ShapedArray(host.shape, host.dtype), place, [host], [device])
+
+
+@functools.cache
+def _copier() -> Any:
+    """JAX's own function under `jax.device_put` of arrays from mesh to mesh, which takes a fifth of its time; None where it is not found."""
+    import jax
+
+    try:
+        from jax._src.lib import xla_client
+    except ImportError:
+        return None
+
+    def copy(array: Any, target: Any) -> Any:
+        semantics = xla_client.ArrayCopySemantics.REUSE_INPUT
+        return xla_client.batched_copy_array_to_devices_with_sharding([array], [target._internal_device_list], [target], [semantics])[0]
+
+    try:
+        place = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+        copy(jax.device_put(np.zeros(1, np.int32), place), place)
+    except Exception:  # another JAX: whatever it does not like
+        return None
+    return copy
+
+
+def moved(array: Any, target: Any) -> Any:
+    """`jax.device_put` of an array of this process with a sharding to other devices of its own, cut there as it is cut here."""
+    import jax
+
+    copy = _copier()
+    if copy is not None and array.sharding.num_devices == target.num_devices:
+        return copy(array, target)
+    with enable_x64():
+        return jax.device_put(array, target)
 
 
 def put(host: np.ndarray) -> Any:

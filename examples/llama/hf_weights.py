@@ -10,13 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from modeling_llama_nxd import LlamaForCausalLM
 from neuronx_distributed.parallel_layers import parallel_state
 from neuronx_distributed.utils.full_weights import gather_full, scatter_full
 from safetensors.torch import load_file, save_file
-from torch import nn
+from transformers import PretrainedConfig
+
+Take = Callable[[str], torch.Tensor]
 
 
 def query_order(heads: int, kv_heads: int, copies: int) -> list[int]:
@@ -50,62 +53,72 @@ def _order(model: LlamaForCausalLM) -> tuple[list[int], list[int]]:
     return order, [order.index(h) for h in range(len(order))]
 
 
-def to_full(model: LlamaForCausalLM, grads: bool = False) -> dict[str, torch.Tensor]:
+def full_names(name: str, value: torch.Tensor | tuple[torch.Tensor, ...], back: list[int]) -> dict[str, torch.Tensor]:
+    """What the full value of our parameter `name` (q, k and v of a fused one) is under Hugging Face's names. back: the place of each query head."""
+    kind = name.rsplit(".", 1)[-1].split("_")[0]
+    prefix = name.rsplit(".", 2)[0]
+    if "qkv_proj" in name:
+        names = "qkv" if name.endswith("_qkv") else name[-1]
+        parts = zip(names, value if name.endswith("_qkv") else (value,), strict=True)
+        return {f"{prefix}.{letter}_proj.{kind}": reordered(part, back) if letter == "q" else part for letter, part in parts}
+    if "gate_up_proj" in name:
+        return dict(zip([f"{prefix}.{part}_proj.{kind}" for part in ("gate", "up")], value.chunk(2), strict=True))
+    return {name: reordered(value, back, dim=1) if name.endswith("o_proj.weight") else value}
+
+
+def full_value(name: str, take: Take, order: list[int]) -> torch.Tensor | tuple[torch.Tensor, ...]:
+    """The inverse: the full value of our parameter `name`. take: gives the full tensor with a Hugging Face name. order: of the query heads."""
+    kind = name.rsplit(".", 1)[-1].split("_")[0]
+    prefix = name.rsplit(".", 2)[0]
+    if "qkv_proj" in name:
+        parts = {letter: take(f"{prefix}.{letter}_proj.{kind}") for letter in "qkv"}
+        parts["q"] = reordered(parts["q"], order)
+        return tuple(parts.values()) if name.endswith("_qkv") else parts[name[-1]]
+    if "gate_up_proj" in name:
+        return torch.cat([take(f"{prefix}.gate_proj.{kind}"), take(f"{prefix}.up_proj.{kind}")])
+    return reordered(take(name), order, dim=1) if name.endswith("o_proj.weight") else take(name)
+
+
+def to_full(
+    model: LlamaForCausalLM, grads: bool = False, names: Callable[..., dict[str, torch.Tensor]] = full_names
+) -> dict[str, torch.Tensor]:
     """The full CPU tensors of all parameters (of their gradients) by Hugging Face name."""
     _, back = _order(model)
     full: dict[str, torch.Tensor] = {}
-
-    def value(parameter: nn.Parameter):
-        return gather_full(parameter.grad, like=parameter) if grads else gather_full(parameter.detach(), like=parameter)
-
     for name, parameter in model.named_parameters():
-        kind = name.rsplit(".", 1)[-1].split("_")[0]
-        prefix = name.rsplit(".", 2)[0]
-        if "qkv_proj" in name:
-            parts = value(parameter) if name.endswith("_qkv") else (value(parameter),)
-            names = "qkv" if name.endswith("_qkv") else name[-1]
-            for letter, part in zip(names, parts, strict=True):
-                full[f"{prefix}.{letter}_proj.{kind}"] = reordered(part, back) if letter == "q" else part
-        elif "gate_up_proj" in name:
-            full[f"{prefix}.gate_proj.{kind}"], full[f"{prefix}.up_proj.{kind}"] = value(parameter).chunk(2)
-        elif name.endswith("o_proj.weight"):
-            full[name] = reordered(value(parameter), back, dim=1)
-        else:
-            full[name] = value(parameter)
+        full |= names(name, gather_full(parameter.grad if grads else parameter.detach(), like=parameter), back)
     return full
 
 
-def from_full(model: LlamaForCausalLM, full: dict[str, torch.Tensor]) -> None:
+def from_full(model: LlamaForCausalLM, full: dict[str, torch.Tensor], value: Callable[..., Any] = full_value) -> None:
     """Give the model the full weights of a Hugging Face state dict. Raises KeyError for a missing one."""
     order, _ = _order(model)
-    take: Callable[[str], torch.Tensor] = lambda name: full[name].detach().cpu()  # noqa: E731
+    take: Take = lambda name: full[name].detach().cpu()  # noqa: E731
     for name, parameter in model.named_parameters():
-        kind = name.rsplit(".", 1)[-1].split("_")[0]
-        prefix = name.rsplit(".", 2)[0]
-        if "qkv_proj" in name:
-            parts = {letter: take(f"{prefix}.{letter}_proj.{kind}") for letter in "qkv"}
-            parts["q"] = reordered(parts["q"], order)
-            scatter_full(parameter, tuple(parts.values()) if name.endswith("_qkv") else parts[name[-1]])
-        elif "gate_up_proj" in name:
-            scatter_full(parameter, torch.cat([take(f"{prefix}.gate_proj.{kind}"), take(f"{prefix}.up_proj.{kind}")]))
-        elif name.endswith("o_proj.weight"):
-            scatter_full(parameter, reordered(take(name), order, dim=1))
-        else:
-            scatter_full(parameter, take(name))
+        scatter_full(parameter, value(name, take, order))
+
+
+def read(path: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a safetensors file, or of a Hugging Face folder."""
+    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+    if not files:
+        raise FileNotFoundError(f"{path} holds no .safetensors file")
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
+def write(folder: Path, config: PretrainedConfig, full: dict[str, torch.Tensor]) -> None:
+    """A Hugging Face folder: config.json and model.safetensors, from the first rank."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if torch.distributed.get_rank() == 0:
+        save_file({name: tensor.contiguous() for name, tensor in full.items()}, folder / "model.safetensors", metadata={"format": "pt"})
+        config.save_pretrained(folder)
 
 
 def load(model: LlamaForCausalLM, path: Path) -> None:
     """Weights from a safetensors file, or from all of a Hugging Face folder."""
-    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
-    if not files:
-        raise FileNotFoundError(f"{path} holds no .safetensors file")
-    from_full(model, {name: tensor for file in files for name, tensor in load_file(file).items()})
+    from_full(model, read(path))
 
 
 def save(model: LlamaForCausalLM, folder: Path) -> None:
-    """A Hugging Face folder: config.json and model.safetensors."""
-    folder.mkdir(parents=True, exist_ok=True)
-    full = to_full(model)
-    if torch.distributed.get_rank() == 0:
-        save_file({name: tensor.contiguous() for name, tensor in full.items()}, folder / "model.safetensors", metadata={"format": "pt"})
-        model.config.save_pretrained(folder)
+    """A Hugging Face folder that transformers loads."""
+    write(folder, model.config, to_full(model))

@@ -75,16 +75,17 @@ class Attention(nn.Module):
             "sequence_dimension": 0,
         }
         q_size, kv_size = config.num_attention_heads * self.head_dim, config.num_key_value_heads * self.head_dim
+        bias = getattr(config, "attention_bias", False)
         self.qkv_proj = GQAQKVColumnParallelLinear(
             config.hidden_size,
             [q_size, kv_size],
-            bias=config.attention_bias,
+            bias=bias,
             gather_output=False,
             kv_size_multiplier=options.kv_size_multiplier,
             fuse_qkv=options.fuse_qkv,
             **layout,
         )
-        self.o_proj = RowParallelLinear(q_size, config.hidden_size, bias=config.attention_bias, input_is_parallel=True, **layout)
+        self.o_proj = RowParallelLinear(q_size, config.hidden_size, bias=bias, input_is_parallel=True, **layout)
 
     def heads(self, x: torch.Tensor, count: int) -> torch.Tensor:
         """[batch, count, length, head_dim]."""
@@ -119,12 +120,11 @@ class MLP(nn.Module):
             "sequence_dimension": 0,
         }
         self.size = divide(config.intermediate_size, parallel_state.get_tensor_model_parallel_size())
+        bias = getattr(config, "mlp_bias", False)
         self.gate_up_proj = ColumnParallelLinear(
-            config.hidden_size, 2 * config.intermediate_size, stride=2, bias=config.mlp_bias, gather_output=False, **layout
+            config.hidden_size, 2 * config.intermediate_size, stride=2, bias=bias, gather_output=False, **layout
         )
-        self.down_proj = RowParallelLinear(
-            config.intermediate_size, config.hidden_size, bias=config.mlp_bias, input_is_parallel=True, **layout
-        )
+        self.down_proj = RowParallelLinear(config.intermediate_size, config.hidden_size, bias=bias, input_is_parallel=True, **layout)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         gate, up = self.gate_up_proj(hidden).split(self.size, dim=-1)
@@ -132,7 +132,9 @@ class MLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    def __init__(self, config: LlamaConfig, options: NxDLlamaOptions, init):
+    """Attention and `mlp`, each added to what goes past it. mlp: what takes the place of Llama's MLP."""
+
+    def __init__(self, config: LlamaConfig, options: NxDLlamaOptions, init, mlp: nn.Module | None = None):
         super().__init__()
         norm = partial(
             RMSNorm, config.hidden_size, eps=config.rms_norm_eps, sequence_parallel_enabled=options.sequence_parallel, dtype=options.dtype
@@ -140,7 +142,7 @@ class DecoderLayer(nn.Module):
         self.input_layernorm = norm()
         self.self_attn = Attention(config, options, init)
         self.post_attention_layernorm = norm()
-        self.mlp = MLP(config, options, init)
+        self.mlp = MLP(config, options, init) if mlp is None else mlp
 
     def forward(self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         hidden = hidden + self.self_attn(self.input_layernorm(hidden), cos, sin)
@@ -148,6 +150,8 @@ class DecoderLayer(nn.Module):
 
 
 class LlamaModel(nn.Module):
+    """Hidden states of token ids; models with other layers override `make_layer`."""
+
     def __init__(self, config: LlamaConfig, options: NxDLlamaOptions, init):
         super().__init__()
         self.options = options
@@ -158,12 +162,15 @@ class LlamaModel(nn.Module):
             dtype=options.dtype,
             sequence_parallel_enabled=options.sequence_parallel,
         )
-        self.layers = nn.ModuleList(DecoderLayer(config, options, init) for _ in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(self.make_layer(n, config, options, init) for n in range(config.num_hidden_layers))
         self.norm = RMSNorm(
             config.hidden_size, eps=config.rms_norm_eps, sequence_parallel_enabled=options.sequence_parallel, dtype=options.dtype
         )
         theta = (getattr(config, "rope_parameters", None) or {}).get("rope_theta") or getattr(config, "rope_theta", 10000.0)
         self.rotary = RotaryEmbedding(self.layers[0].self_attn.head_dim, theta)
+
+    def make_layer(self, index: int, config: LlamaConfig, options: NxDLlamaOptions, init) -> DecoderLayer:
+        return DecoderLayer(config, options, init)
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         hidden = self.embed_tokens(input_ids)
@@ -180,12 +187,14 @@ class LlamaForCausalLM(nn.Module):
     sequence's labels; with context parallelism it is cp times the rank's share, so that averaging over cp ranks gives that mean.
     """
 
+    model_class = LlamaModel
+
     def __init__(self, config: LlamaConfig, options: NxDLlamaOptions | None = None):
         super().__init__()
         self.config = config
         self.options = options = options or NxDLlamaOptions()
         init = partial(nn.init.normal_, mean=0.0, std=config.initializer_range)
-        self.model = LlamaModel(config, options, init)
+        self.model = self.model_class(config, options, init)
         self.lm_head = ColumnParallelLinear(
             config.hidden_size,
             config.vocab_size,
@@ -198,12 +207,15 @@ class LlamaForCausalLM(nn.Module):
         )
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> tuple[torch.Tensor | None, torch.Tensor]:
-        logits = self.lm_head(self.model(input_ids))
-        if self.options.sequence_parallel:
-            logits = logits.transpose(0, 1).contiguous()
-        if labels is None:
-            return None, logits
+        logits = self.logits(self.model(input_ids))
+        return None if labels is None else self.loss(logits, labels), logits
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        found = self.lm_head(hidden)
+        return found.transpose(0, 1).contiguous() if self.options.sequence_parallel else found
+
+    def loss(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         losses = parallel_cross_entropy(logits.float(), labels)
         cp = parallel_state.get_context_model_parallel_size()
         count = labels.shape[0] * (labels.shape[1] * cp - 1)
-        return losses.sum() * cp / count, logits
+        return losses.sum() * cp / count

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import time
 from pathlib import Path
@@ -29,12 +28,10 @@ from neuronx_distributed.parallel_layers.random import model_parallel_xla_manual
 from neuronx_distributed.pipeline import NxDPPModel
 from neuronx_distributed.utils.batch_utils import get_batch_on_this_context_parallel_rank, shift_labels
 from neuronx_distributed.utils.model_utils import move_model_to_device
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader
 from tqdm import tqdm
+from training_parts import ONE_STAGE, global_mean, make_loader, warmup_cosine
 from transformers import LlamaConfig
-
-ONE_STAGE = ("gpipe", "1f1b", "zb_h1")
-"""Schedules with one stage on each pipeline rank; others have two."""
 
 
 def parse_args() -> argparse.Namespace:
@@ -68,28 +65,6 @@ def parse_args() -> argparse.Namespace:
     args.layers = args.layers or max(2, args.pp * args.stages)
     args.microbatches = args.microbatches or args.batch
     return args
-
-
-def load_text(seq: int) -> torch.Tensor:
-    """Python's documentation topics as bytes, [rows, seq]."""
-    from pydoc_data.topics import topics
-
-    text = torch.tensor(list("\n\n".join(topics[name].strip() for name in sorted(topics)).encode()))
-    return text[: len(text) // seq * seq].view(-1, seq)
-
-
-def make_loader(args: argparse.Namespace) -> DataLoader:
-    """Every data-parallel rank reads its own rows; tensor- and context-parallel ranks read the same."""
-    rows = TensorDataset(load_text(args.seq))
-    sampler = DistributedSampler(
-        rows,
-        num_replicas=parallel_state.get_data_parallel_size(),
-        rank=parallel_state.get_data_parallel_rank(),
-        shuffle=True,
-        seed=args.seed,
-        drop_last=True,
-    )
-    return DataLoader(rows, batch_size=args.batch, sampler=sampler, drop_last=True)
 
 
 def make_model(args: argparse.Namespace) -> LlamaForCausalLM:
@@ -136,13 +111,6 @@ def in_pipeline(model: LlamaForCausalLM, args: argparse.Namespace) -> NxDPPModel
     )
 
 
-def warmup_cosine(step: int, steps: int) -> float:
-    warmup = max(steps // 10, 1)
-    if step < warmup:
-        return (step + 1) / warmup
-    return 0.1 + 0.45 * (1 + math.cos(math.pi * (step - warmup) / max(steps - warmup, 1)))
-
-
 def reduce_gradients(optimizer: torch.optim.Optimizer, sequence_parallel: bool) -> torch.Tensor:
     """Gradients as one rank alone would have them for the whole batch, clipped to norm 1; returns the norm."""
     if parallel_state.get_context_model_parallel_size() > 1:
@@ -152,16 +120,6 @@ def reduce_gradients(optimizer: torch.optim.Optimizer, sequence_parallel: bool) 
     parameters = optimizer.param_groups[0]["params"]
     grads.bucket_allreduce_gradients([p.grad for p in parameters if p.grad is not None])
     return grads.clip_grad_norm(parameters, 1.0)
-
-
-def global_mean(loss: torch.Tensor) -> torch.Tensor:
-    """The loss over the whole batch."""
-    groups = parallel_state.get_data_parallel_group(as_list=True)
-    loss = xm.all_reduce("sum", loss, 1.0 / parallel_state.get_data_parallel_size(), groups=groups)
-    if parallel_state.get_context_model_parallel_size() > 1:
-        groups = parallel_state.get_context_model_parallel_group(as_list=True)
-        loss = xm.all_reduce("sum", loss, 1.0 / parallel_state.get_context_model_parallel_size(), groups=groups)
-    return loss
 
 
 def own_part(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -239,7 +197,7 @@ def main() -> None:
     }
     xm.master_print(f"{torch.distributed.get_world_size()} ranks: " + " x ".join(f"{k} {n}" for k, n in sizes.items()))
     started = time.perf_counter()
-    losses = train(trained, make_loader(args), args)
+    losses = train(trained, make_loader(args.seq, args.batch, args.seed), args)
     done = f"{args.steps} steps of {args.batch * sizes['dp']} sequences, {time.perf_counter() - started:.0f} s"
     xm.master_print(f"loss {losses[0]:.4f} -> {losses[-1]:.4f} nats/byte in {done}")
     if args.checkpoint:

@@ -13,13 +13,14 @@ import torch
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from nxd_jax.checkpoint.placement import Piece, Placement
-from nxd_jax.tensor_parallel import layer_groups
+from nxd_jax.tensor_parallel import layer_groups, parallel_groups
 from torch_bridge import _compat
 from torch_bridge.collectives import functional, rank_slices
 from torch_bridge.ir import dtypes
 from torch_bridge.ir.layout import layout
 from torch_bridge.ir.segment import Storage
 from torch_bridge.mesh import groups, places, sharding, world
+from torch_bridge.mesh.groups import GroupLike
 from torch_bridge.mesh.places import Place
 from torch_bridge.recorder import placed
 from torch_bridge.recorder.tensor import XLATensor, make
@@ -67,9 +68,13 @@ class Blocks:
         """How many blocks there are."""
         return math.prod(count for _, count in self.places.values())
 
-    def axes(self) -> tuple[str, ...]:
-        """The mesh axes along which ranks hold different blocks."""
-        return world.axes_of_table([tuple(table[r] for table, _ in self.places.values()) for r in range(world.size())])
+    def cuts(self) -> dict[int, tuple[str, ...]]:
+        """By dim the mesh axes along which ranks hold different blocks."""
+        found: dict[int, tuple[str, ...]] = {}
+        for dim, (table, _) in self.places.items():
+            taken = {a for axes in found.values() for a in axes}
+            found[dim] = tuple(a for a in world.axes_of_table(table) if a not in taken)
+        return found
 
     def target(self, dtype: Any, home: Place | None = None) -> jax.ShapeDtypeStruct:
         """What to restore. home: where; None: for all ranks."""
@@ -99,26 +104,33 @@ def _blocks(placement: Placement, piece: Piece) -> Blocks:
     places: dict[int, tuple[tuple[int, ...], int]] = {}
     if piece.count > 1:
         places[piece.stored_dim] = piece.part, piece.count
+    if piece.experts is not None:
+        _divide(places, 0, piece.experts.part, piece.experts.count, outer=True)
     dim = _row_dim(placement, piece, local)
     if dim is not None:
         rows = placement.rows
         assert rows is not None
-        place = placement.row_part()
         local[dim] = math.ceil(local[dim] / rows.size)
-        before, count = places.get(dim, ((0,) * world.size(), 1))
-        places[dim] = tuple(b * rows.size + r for b, r in zip(before, place, strict=True)), count * rows.size
+        _divide(places, dim, placement.row_part(), rows.size)
     return Blocks(tuple(local), places)
+
+
+def _divide(places: dict[int, tuple[tuple[int, ...], int]], dim: int, part: Sequence[int], count: int, outer: bool = False) -> None:
+    """Cut a dim besides: each block into `count` smaller ones (outer: `count` larger ones, each of which consists of the blocks that there were)."""
+    before, there = places.get(dim, ((0,) * world.size(), 1))
+    pairs = zip(before, part, strict=True)
+    places[dim] = tuple(p * there + b if outer else b * count + p for b, p in pairs), count * there
 
 
 def _row_dim(placement: Placement, piece: Piece, local: Sequence[int]) -> int | None:
     """The dim along which a piece's rows are cut among data-parallel ranks: None if they are not, or do not divide and the rows are shared out over
-    tensor-parallel ranks too (padding would come in between)."""
+    tensor- or expert-parallel ranks too (padding would come in between)."""
     if placement.rows is None:
         return None
     dim = piece.stored_dim if piece.dim == 0 and piece.stride > 1 else 0
-    if local[dim] % placement.rows.size == 0 or (piece.whole and piece.count == 1) or (piece.whole and piece.dim != 0):
+    if local[dim] % placement.rows.size == 0:
         return dim
-    return None
+    return dim if piece.whole and piece.experts is None and (piece.count == 1 or piece.dim != 0) else None
 
 
 def _as_it_is(placement: Placement) -> bool:
@@ -143,7 +155,9 @@ def pieces_of(tensor: torch.Tensor, placement: Placement) -> list[torch.Tensor]:
     for piece in placement.pieces:
         part = tensor.narrow(0, piece.start, piece.rows) if piece.rows else tensor
         if piece.order is not None:
-            part = _exchanged(part, piece, [piece.order.index(k) for k in range(len(piece.order))])
+            part = _exchanged(part, piece.dim, layer_groups.tensor_parallel(), _inverse(piece.order))
+        if piece.experts is not None and piece.experts.order is not None:
+            part = _exchanged(part, 0, parallel_groups.group("ep"), _inverse(piece.experts.order))
         local = piece.local_shape(placement.shape)
         part = part.reshape(local)
         dim = _row_dim(placement, piece, local)
@@ -153,14 +167,18 @@ def pieces_of(tensor: torch.Tensor, placement: Placement) -> list[torch.Tensor]:
     return found
 
 
-def _exchanged(part: torch.Tensor, piece: Piece, order: Sequence[int]) -> torch.Tensor:
-    """What a rank holds once the tensor-parallel ranks' groups of query heads are in another order: place k gets group `order[k]`."""
-    group = layer_groups.tensor_parallel()
-    full = functional.all_gather(part.contiguous(), piece.dim, group)
-    rows = torch.arange(full.shape[piece.dim]).reshape(len(order), -1)[list(order)].reshape(-1)
+def _exchanged(part: torch.Tensor, dim: int, group: GroupLike, order: Sequence[int]) -> torch.Tensor:
+    """What a rank holds once the stretches of a dim that the ranks of a group have (groups of query heads, experts) are in another order: place k gets
+    stretch `order[k]`."""
+    full = functional.all_gather(part.contiguous(), dim, group)
+    rows = torch.arange(full.shape[dim]).reshape(len(order), -1)[list(order)].reshape(-1)
     among = groups.resolve(group)
-    starts = [among.index(r) * part.shape[piece.dim] for r in range(world.size())]
-    return rank_slices.ops.rank_slice(full.index_select(piece.dim, rows.to("xla")), piece.dim, starts, part.shape[piece.dim])
+    starts = [among.index(r) * part.shape[dim] for r in range(world.size())]
+    return rank_slices.ops.rank_slice(full.index_select(dim, rows.to("xla")), dim, starts, part.shape[dim])
+
+
+def _inverse(order: Sequence[int]) -> list[int]:
+    return [order.index(k) for k in range(len(order))]
 
 
 def _own(tensor: torch.Tensor) -> torch.Tensor:
@@ -213,7 +231,7 @@ def piece_tensor(array: jax.Array, how: Blocks, dtype: torch.dtype, home: Place 
     base = layout(how.local, None, 0, dtype)
     if not sharding.active():
         return make(base, Storage(base, array.addressable_shards[0].data))
-    spec = sharding.spec_for(how.axes(), next(iter(how.places), 0))
+    spec = sharding.spec_for(how.cuts())
     spec = spec if home is None else places.label_at(spec, home)
     with places.at(home):
         storage = Storage(base, sharding.relabel(array, how.local, spec))
@@ -236,7 +254,9 @@ def joined(parts: Sequence[torch.Tensor], placement: Placement) -> torch.Tensor:
             part = part.transpose(0, dim)
         shape = [piece.rows, *placement.shape[1:]] if piece.rows else list(placement.shape)
         part = part.reshape(shape)
-        found.append(part if piece.order is None else _exchanged(part, piece, piece.order))
+        if piece.experts is not None and piece.experts.order is not None:
+            part = _exchanged(part, 0, parallel_groups.group("ep"), piece.experts.order)
+        found.append(part if piece.order is None else _exchanged(part, piece.dim, layer_groups.tensor_parallel(), piece.order))
     tensor = found[0] if len(found) == 1 else torch.cat(found)
     return rows.cut(tensor) if rows is not None else tensor
 

@@ -11,7 +11,7 @@ import torch
 from nxd_jax import _wrapper
 from nxd_jax.checkpoint import heads, placement
 from nxd_jax.checkpoint.placement import Placement
-from nxd_jax.tensor_parallel import full_weights, layer_groups
+from nxd_jax.tensor_parallel import expert_shares, expert_states, full_weights
 from torch_bridge import nested
 from torch_bridge.collectives.row_shards import RowShards
 from torch_bridge.mesh import world
@@ -104,7 +104,7 @@ def placed(t: torch.Tensor) -> Placement | None:
     """How an xla tensor lies among the ranks; None for a CPU tensor."""
     if t.device.type != "xla":
         return None
-    expected = set(sharded.axes_of(layer_groups.tensor_parallel())) if full_weights.is_shared_out(t) else set()
+    expected = {a for axes in full_weights.cuts_of(t).values() for a in axes}
     axes = set(sharded.varying(t).axes)
     if axes <= expected or _agree(t):
         return placement.of(t)
@@ -190,8 +190,18 @@ def of_optimizer(optimizer: torch.optim.Optimizer, parts: Sequence[Part]) -> Con
     return _of_states(parts, states, masters, outer.param_groups, type(base).__name__)
 
 
+def are_experts(optimizer: Any) -> list[list[bool]]:
+    """For each group of an optimizer, for each parameter: whether expert-parallel ranks have different experts of it."""
+    return [[expert_shares.is_shared_out(p) for p in group["params"]] for group in inner(optimizer).param_groups]
+
+
+def plain_state(optimizer: Any, state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A state dict of an optimizer that numbers all its parameters group by group (`NeuronEPZero1Optimizer` has experts by themselves)."""
+    return expert_states.plain(state, are_experts(optimizer)) if expert_states.is_combined(state) else state
+
+
 def of_zero1_state(state: Mapping[str, Any], parts: Sequence[Part], kind: str) -> Contents:
-    """The same of a ZeRO-1 optimizer's state dict; its tensors may be on the CPU. kind: the class of the optimizer inside.
+    """The same of a ZeRO-1 optimizer's state dict (`plain_state`); its tensors may be on the CPU. kind: the class of the optimizer inside.
 
     Raises ValueError for the state of other parameters, and for tensors on the CPU that do not tell what each rank had.
     """
@@ -212,7 +222,7 @@ def _on_device(label: str, value: object, part: Part) -> Any:
         return value
     found = value.to("xla")
     cut = part.rows is not None and part.rows.size > 1
-    if (cut or full_weights.is_shared_out(part.parameter)) and value.shape == part.shape() and not sharded.varying(found).axes:
+    if (cut or full_weights.is_divided(part.parameter)) and value.shape == part.shape() and not sharded.varying(found).axes:
         raise ValueError(
             f"{label} on the CPU is rank 0's, and ranks have different ones: it was changed or copied after it was read. Give optimizer.state_dict() itself, "
             "or what move_all_tensor_to_cpu made of it"

@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from nxd_jax.checkpoint import joining, name_maps, orbax_files, original_files, original_states, reading, writing
+from nxd_jax.checkpoint import expert_files, joining, name_maps, orbax_files, original_files, original_states, reading, writing
 from nxd_jax.checkpoint.joining import Need, Parts, Rules
 from nxd_jax.checkpoint.name_maps import NameMap
 from nxd_jax.checkpoint.safetensors_files import Hub, planned
+from nxd_jax.tensor_parallel import expert_shares, expert_states
 
 NXD, ORIGINAL, HUB = "nxd", "original", "safetensors"
 
@@ -98,7 +99,8 @@ def read(folder: Path, how: How, names: NameMap | None = None) -> FullState:
 def of_nxd(folder: Path, how: How) -> FullState:
     """A checkpoint of ours."""
     found = FullState(NXD, files={name: folder / name for name in COPIED if (folder / name).is_file()})
-    if (folder / writing.MODEL).is_dir():
+    has_model = (folder / writing.MODEL).is_dir()
+    if has_model:
         arrays = reading.Folder(folder / writing.MODEL)
         found.model, found.aliases, found.layout = _arrays(arrays), dict(arrays.aliases), arrays.index["layout"]
     if how.optimizer and (folder / writing.OPTIMIZER).is_dir():
@@ -107,7 +109,7 @@ def of_nxd(folder: Path, how: How) -> FullState:
         found.other = original_files.load(arrays.path / writing.OBJECTS, how.trust)
         for label, full in found.optimizer.items():
             kind, _, name = label.partition("/")
-            if kind == original_states.MASTER and found.model and name not in found.model and name not in found.aliases:
+            if kind == original_states.MASTER and has_model and name not in found.model and name not in found.aliases:
                 found.model[name] = full  # a weight that was left out because this is there
     return found
 
@@ -136,16 +138,16 @@ def stored_array(folder: reading.Folder, name: str) -> np.ndarray:
 
 def stored_as(entry: Mapping[str, Any]) -> Need:
     """What an index says of a tensor: its shape, and where it has a dim more on disk, that several are fused."""
-    shape, stored = tuple(entry["shape"]), tuple(entry["stored"])
+    shape, stored, experts = tuple(entry["shape"]), tuple(entry["stored"]), bool(entry.get("experts"))
     dim = entry.get("dim")
     if len(stored) != len(shape) + 1:
-        return Need(shape, dim)
+        return Need(shape, dim, experts=experts)
     found = next(
         d
         for d in range(len(shape))
         if stored[:d] == shape[:d] and stored[d] * stored[d + 1] >= shape[d] and stored[d + 2 :] == shape[d + 1 :]
     )
-    return Need(shape, found, stored[found])
+    return Need(shape, found, stored[found], experts=experts)
 
 
 # -- Hugging Face's ----------------------------------------------------------------------------------
@@ -172,14 +174,12 @@ def of_original(folder: Path, how: How) -> FullState:
     """A checkpoint of NxD. Raises ValueError naming the tensors of which it is not known how ranks share them out, and what to say about them."""
     files = original_files.find(folder, how.trust)
     found = FullState(ORIGINAL, layout=files.sizes, files={name: folder / name for name in COPIED if (folder / name).is_file()})
-    if files.sizes["ep"] > 1:
-        raise NotImplementedError(
-            f"{folder} is of {files.sizes['ep']} expert-parallel ranks: load it with nxd.load_checkpoint at that size and save it"
-        )
     state = original_states.model_state(files.model) if files.model else original_states.ModelState({}, [], set(), {})
     if differing := state.differing():
         raise ValueError(f"{folder}: " + "; ".join(differing[:8]))
+    unite_experts(state, files, how)
     needs = needs_of(state.parts, files.sizes["tp"], how)
+    needs |= {name: dataclasses.replace(needs[name], experts=True) for name in state.experts}
     joints = {key: joining.joint(state.parts, key, needs) for key in needs if joining.source_of(state.parts, key) not in state.absent}
     found.model = {key: Full(needs[key], j.dtype, j.read) for key, j in joints.items()}
     if how.optimizer and files.optimizer:
@@ -190,6 +190,28 @@ def of_original(folder: Path, how: How) -> FullState:
             f"{folder}: the values of {reading.listed(missing)} are only in the optimizer's master weights, which were not read"
         )
     return found
+
+
+def unite_experts(state: original_states.ModelState, files: original_files.Files, how: How) -> None:
+    """Join what expert-parallel ranks had of experts. Raises ValueError naming the tensors of which it is not known whether they are of experts."""
+    unknown = []
+    marked = any(peers.mark is not None for peers in state.peers.values())
+    for name, peers in state.peers.items():
+        known = how.shapes.get(name)
+        split = joining.rule_for(name, how.rules)
+        held = expert_files.experts_of(name, peers.local, files.sizes["ep"], known, peers.mark)
+        if held is None and not marked and known is None:
+            experts = split.experts if split is not None else expert_files.differ(peers)
+            if experts is None:
+                unknown.append(name)
+            held = expert_shares.runs(files.sizes["ep"], peers.local[0]) if experts else None
+        if held is not None:
+            state.unite(name, held)
+    if unknown:
+        raise ValueError(
+            f"whether {files.sizes['ep']} expert-parallel ranks share out {reading.listed(unknown)}, which hold one number alone, is not in NxD's files: "
+            f"{rules_help()}"
+        )
 
 
 def needs_of(parts: Parts, tp: int, how: How) -> dict[str, Need]:
@@ -214,7 +236,7 @@ def rules_help() -> str:
     """How a user says how tensors are shared out."""
     return (
         f"give a map (--map {', '.join(name_maps.known())}) or rules for names, such as --split '.*down_proj.weight=1' (along dim 1), "
-        "'.*gate_up_proj.weight=0x2' (two fused tensors along dim 0) or '.*norm.*=none' (all have it)"
+        "'.*gate_up_proj.weight=0x2' (two fused tensors along dim 0), '.*norm.*=none' (all have it), or of experts '.*mlp_op.down_proj.weight=experts+1'"
     )
 
 
@@ -270,7 +292,7 @@ def _add_optimizer(
     found: FullState, files: original_files.Files, state: original_states.ModelState, needs: Mapping[str, Need], how: How
 ) -> None:
     names = _parameter_names(files, state, how)
-    got = original_states.optimizer_state(files, names, lambda n: state.parts[n][0].shape if n in state.parts else None)
+    got = original_states.optimizer_state(files, names, lambda n: state.local(n) if n in state.parts else None, state.experts.get)
     odd = [label for label, held in got.odd.items()]
     if odd:
         raise ValueError(
@@ -315,9 +337,9 @@ def _parameter_names(files: original_files.Files, state: original_states.ModelSt
     for stage, sizes in enumerate(counts):
         own = given[start : start + sum(sizes)] if given else state.stages[stage]
         start += sum(sizes)
-        shapes = files.optimizer[original_files.Rank(pp=stage)].data.get("shape_info") or {}
+        shapes = _shapes(files.optimizer[original_files.Rank(pp=stage)].data, own, state)
         fits = len(own) == sum(sizes) and all(
-            tuple(shapes[k]) == state.parts[n][0].shape for k, n in enumerate(own) if shapes and k in shapes and n in state.parts
+            tuple(shapes[k]) == state.local(n) for k, n in enumerate(own) if shapes and k in shapes and n in state.parts
         )
         if not fits or (len(sizes) > 1 and not given):
             raise ValueError(
@@ -328,6 +350,19 @@ def _parameter_names(files: original_files.Files, state: original_states.ModelSt
         ends = np.cumsum(sizes).tolist()
         found.append([own[end - size : end] for size, end in zip(sizes, ends, strict=True)])
     return found
+
+
+def _shapes(data: Mapping[str, Any], own: Sequence[str], state: original_states.ModelState) -> Mapping[int, Any]:
+    """The shapes of an optimizer's parameters by number. own: their names. (NxD numbers experts by themselves.)"""
+    found: Mapping[int, Any] = data.get("shape_info") or {}
+    if not expert_states.is_combined(data):
+        return found
+    start = data["ep_shape_info_offset"]
+    experts = [k for k, name in enumerate(own) if name in state.experts]
+    others = [k for k, name in enumerate(own) if name not in state.experts]
+    if sum(k < start for k in found) != len(others):
+        return dict.fromkeys(range(len(own)), ())
+    return {others[k] if k < start else experts[k - start]: shape for k, shape in found.items() if k < start or k - start < len(experts)}
 
 
 def _on_rank(stage: int, counts: Sequence[Sequence[int]]) -> str:

@@ -15,13 +15,24 @@ from typing import Any
 import numpy as np
 import torch
 
-from nxd_jax.checkpoint import full_states, joining, orbax_files, original_writing, pipeline_ranks, reading, safetensors_files, writing
+from nxd_jax.checkpoint import (
+    expert_files,
+    full_states,
+    joining,
+    orbax_files,
+    original_writing,
+    pipeline_ranks,
+    reading,
+    safetensors_files,
+    writing,
+)
 from nxd_jax.checkpoint.full_states import Full, FullState
 from nxd_jax.checkpoint.joining import Split
 from nxd_jax.checkpoint.name_maps import NameMap
 from nxd_jax.checkpoint.original_files import Rank
 from nxd_jax.checkpoint.original_states import MASTER
 from nxd_jax.checkpoint.stage_rules import Pipeline
+from nxd_jax.tensor_parallel import expert_states
 from torch_bridge.runtime import transfer
 
 Progress = Callable[[Sequence[Any], str], Iterable[Any]]
@@ -101,6 +112,8 @@ def _write_arrays(
         entries[name] = writing._entry(full.need.shape or (1,), stored, value.dtype)
         if full.need.dim is not None:
             entries[name]["dim"] = full.need.dim
+        if full.need.experts:
+            entries[name]["experts"] = True
         if full.apart is not None:
             entries[name]["apart"] = list(full.apart)
     orbax_files.save(folder, arrays, {"layout": dict(layout), "tensors": entries, "aliases": dict(aliases)})
@@ -155,12 +168,13 @@ def _check_apart(tensors: Mapping[str, Full]) -> None:
 class Ranks:
     """The ranks to write files for.
 
-    zero1: cut the optimizer's state among dp ranks. copies: ranks that hold each K/V head. fuse: q, k and v into one weight. xser: a file for each tensor.
-    pipeline: its ranks, and which of them has which tensor.
+    ep: that share out experts; dp, a multiple of it, counts them. zero1: cut the optimizer's state among dp ranks. copies: ranks that hold each K/V head.
+    fuse: q, k and v into one weight. xser: a file for each tensor. pipeline: its ranks, and which of them has which tensor.
     """
 
     tp: int = 1
     dp: int = 1
+    ep: int = 1
     zero1: bool = False
     copies: int = 1
     fuse: bool = True
@@ -176,9 +190,15 @@ class _Parameter:
     keys: tuple[str, ...]
     splits: tuple[Split, ...]
 
-    def part(self, full: Sequence[torch.Tensor], rank: int, tp: int) -> torch.Tensor:
+    @property
+    def experts(self) -> bool:
+        """Whether it is of experts."""
+        return self.splits[0].experts
+
+    def part(self, full: Sequence[torch.Tensor], rank: int, tp: int, expert_rank: int = 0, ep: int = 1) -> torch.Tensor:
+        """What a rank holds."""
         try:
-            found = [split.part(t, rank, tp) for split, t in zip(self.splits, full, strict=True)]
+            found = [split.part(split.own_experts(t, expert_rank, ep), rank, tp) for split, t in zip(self.splits, full, strict=True)]
         except ValueError as error:
             raise ValueError(f"{self.name}: {error}") from None
         return found[0] if len(found) == 1 else torch.cat(found)
@@ -192,20 +212,34 @@ def to_original(
     splits = _splits({**state.model}, ranks, rules)
     parameters = _parameters(list(state.model), splits, ranks.fuse)
     by_rank = ranks.pipeline.by_rank([*(p.name for p in parameters), *state.aliases])
-    parts: list[dict[str, torch.Tensor]] = [{} for _ in range(ranks.tp)]
+    if ranks.ep > 1 and not any(p.experts for p in parameters):
+        raise ValueError(
+            f"no tensor is known to be of experts that {ranks.ep} ranks could share out: give rules such as --split '.*experts.*=experts+1'"
+        )
+    parts: dict[tuple[int, int], dict[str, torch.Tensor]] = {(e, t): {} for e in range(ranks.ep) for t in range(ranks.tp)}
     for p in progress(parameters, "reading model"):
         full = [_cast(state.model[k], dtype) for k in p.keys]
-        for t, own in enumerate(parts):
-            own[p.name] = place.keep(p.part(full, t, ranks.tp))
-    for own in parts:
+        for (e, t), own in parts.items():
+            shared = e > 0 and not p.experts
+            own[p.name] = parts[0, t][p.name] if shared else _marked(place.keep(p.part(full, t, ranks.tp, e, ranks.ep)), p, ranks)
+    for own in parts.values():
         own.update({alias: own[name] for alias, name in state.aliases.items() if name in own})
-    files = [(Rank(tp=t, pp=pp), names) for pp, names in enumerate(by_rank) for t in range(ranks.tp)]
+    files = [(Rank(tp=t, pp=pp, ep=e), names) for pp, names in enumerate(by_rank) for e, t in parts]
     for rank, names in progress(files, "writing model") if state.model else []:
-        found = {name: parts[rank.tp][name] for name in names if name in parts[rank.tp]}
-        original_writing.write(folder / "model" / rank.file_name(), found, ranks.xser)
+        own = parts[rank.ep, rank.tp]
+        found = {name: own[name] for name in names if name in own}
+        original_writing.write(folder / "model" / rank.file_name(ranks.ep > 1), found, ranks.xser, experts_alone=rank.ep > 0)
     if state.other is not None:
         _write_optimizer(state, folder, ranks, splits, by_rank, place, progress)
     copy_files(state, folder)
+
+
+def _marked(t: torch.Tensor, p: _Parameter, ranks: Ranks) -> torch.Tensor:
+    """The tensor, marked if it is of experts that several ranks share out."""
+    if p.experts and ranks.ep > 1:
+        for attribute, value in expert_files.marks_for(t).items():
+            setattr(t, attribute, value)
+    return t
 
 
 def _splits(tensors: Mapping[str, Full], ranks: Ranks, rules: joining.Rules) -> dict[str, Split]:
@@ -218,6 +252,8 @@ def _splits(tensors: Mapping[str, Full], ranks: Ranks, rules: joining.Rules) -> 
             split = Split(full.need.dim, full.need.stride)
         if split is None and ranks.tp == 1:
             split = Split(None)
+        if split is not None and full.need.experts:
+            split = dataclasses.replace(split, experts=True)
         if split is None:
             unknown.append(name)
         else:
@@ -257,8 +293,7 @@ def _write_optimizer(
     _check_optimizer(state, other, splits)
     parameters = _parameters(other["order"], splits, ranks.fuse)
     kinds = list(dict.fromkeys(label.partition("/")[0] for label in state.optimizer))
-    dp = ranks.dp if ranks.zero1 else 1
-    cells = _cells(state, parameters, ranks, dp, by_rank)
+    cells = _cells(state, parameters, ranks, by_rank)
     for p in progress(parameters, "reading optimizer"):
         shape = None
         for kind in kinds:
@@ -266,23 +301,36 @@ def _write_optimizer(
                 continue
             full = [state.optimizer[f"{kind}/{k}"].read() for k in p.keys]
             for t in range(ranks.tp):
-                part = p.part(full, t, ranks.tp)
-                shape = part.shape
-                for d in range(dp):
-                    value = place.keep(_rows(part, d, dp) if ranks.zero1 else part)
-                    for pp in range(len(by_rank)):
-                        cells[Rank(d, t, pp)].add(p.name, kind, value)
+                shape = _add(cells, p, kind, full, t, ranks, len(by_rank), place)
         if shape is None:
-            shape = p.part([torch.empty(state.model[k].need.shape, device="meta") for k in p.keys], 0, ranks.tp).shape
+            shape = p.part([torch.empty(state.model[k].need.shape, device="meta") for k in p.keys], 0, ranks.tp, 0, ranks.ep).shape
         for cell in cells.values():
             cell.shape(p.name, torch.Size(shape))
+    named = ranks.ep > 1 and not ranks.zero1
     for rank, cell in progress(list(cells.items()), "writing optimizer"):
-        original_writing.write(folder / "optim" / rank.file_name(), cell.data(), ranks.xser)
+        original_writing.write(folder / "optim" / rank.file_name(named), cell.data(), ranks.xser, experts_alone=rank.ep > 0)
 
 
-def _cells(
-    state: FullState, parameters: Sequence[_Parameter], ranks: Ranks, dp: int, by_rank: Sequence[Sequence[str]]
-) -> dict[Rank, _Cell]:
+def _add(
+    cells: Mapping[Rank, _Cell], p: _Parameter, kind: str, full: Sequence[torch.Tensor], t: int, ranks: Ranks, stages: int, place: Scratch
+) -> torch.Size:
+    """Give the files of a tensor-parallel rank a tensor of a parameter's state; returns the shape of what a rank has of the parameter."""
+    shape = torch.Size()
+    for e in range(ranks.ep):
+        if e == 0 or p.experts:
+            part = p.part(full, t, ranks.tp, e, ranks.ep)
+            shape = part.shape
+        numbers = range(e, ranks.dp, ranks.ep) if ranks.zero1 else [0]
+        for n, d in enumerate(numbers):
+            index, count = (n, len(numbers)) if p.experts else (d, ranks.dp)
+            value = place.keep(_rows(part, index, count) if ranks.zero1 else part)
+            for pp in range(stages):
+                rank = Rank(d, t, pp) if ranks.zero1 else Rank(0, t, pp, e)
+                cells[rank].add(p.name, kind, value if ranks.zero1 else _marked(value, p, ranks))
+    return shape
+
+
+def _cells(state: FullState, parameters: Sequence[_Parameter], ranks: Ranks, by_rank: Sequence[Sequence[str]]) -> dict[Rank, _Cell]:
     """A file for each rank, whose parameters have numbers of their own on each pipeline rank."""
     other = state.other
     assert other is not None
@@ -293,7 +341,8 @@ def _cells(
     for pp, names in enumerate(by_rank):
         local = [state.aliases.get(name, name) for name in names]
         own = groups if len(by_rank) == 1 else [pipeline_ranks.numbered(group, local, whole) for group in groups]
-        found.update({Rank(d, t, pp): _Cell(other, parameters, own, ranks.zero1) for t in range(ranks.tp) for d in range(dp)})
+        places = [(d, 0) for d in range(ranks.dp)] if ranks.zero1 else [(0, e) for e in range(ranks.ep)]
+        found.update({Rank(d, t, pp, e): _Cell(other, parameters, own, ranks) for t in range(ranks.tp) for d, e in places})
     return found
 
 
@@ -323,8 +372,10 @@ def _rows(part: torch.Tensor, index: int, dp: int) -> torch.Tensor:
 class _Cell:
     """One rank's optimizer file. groups: names of its parameters, which are numbered in this order."""
 
-    def __init__(self, other: Mapping[str, Any], parameters: Sequence[_Parameter], groups: Sequence[Sequence[str]], zero1: bool):
-        self.zero1 = zero1
+    def __init__(self, other: Mapping[str, Any], parameters: Sequence[_Parameter], groups: Sequence[Sequence[str]], ranks: Ranks):
+        self.ranks = ranks
+        experts = {p.name for p in parameters if p.experts}
+        self.flags = [[name in experts for name in group] for group in groups]
         self.numbers = {name: k for k, name in enumerate(name for group in groups for name in group)}
         self.groups = [{**g, "params": [self.numbers[name] for name in own]} for g, own in zip(other["param_groups"], groups, strict=True)]
         self.state: dict[int, dict[str, Any]] = {
@@ -352,7 +403,8 @@ class _Cell:
 
     def data(self) -> dict[str, Any]:
         """What the file holds."""
-        if not self.zero1:
+        if not self.ranks.zero1:
             return {"state": self.state, "param_groups": self.groups}
         found = {"state": {}, "param_groups": self.groups, "base_state": self.state, "shape_info": self.shapes}
-        return {**found, "sharded_master_weights": self.master} if self.master else found
+        found = {**found, "sharded_master_weights": self.master} if self.master else found
+        return expert_states.combined(found, self.flags) if self.ranks.ep > 1 else found

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from nxd_jax.checkpoint import full_states, original_files, original_states, pipeline_ranks, reading, tags, writing
+from nxd_jax.checkpoint import full_states, joining, name_maps, original_files, original_states, pipeline_ranks, reading, tags, writing
 from nxd_jax.checkpoint.full_states import HUB, NXD, ORIGINAL
 from nxd_jax.checkpoint.orbax_files import DamagedCheckpointError
 from nxd_jax.checkpoint.safetensors_files import Hub
@@ -28,8 +28,8 @@ def tag_of(folder: Path) -> dict[str, Any]:
 
 
 def describe(folder: Path, trust: bool = False) -> dict[str, Any]:
-    """A checkpoint: as `tag_of`, and the layout that wrote it and every tensor with shape, dtype, shards and, in a pipeline, the ranks that had it ("pp").
-    problem: why something of it is not shown."""
+    """A checkpoint: as `tag_of`, and the layout that wrote it and every tensor with shape, dtype, shards and, in a pipeline, the ranks that had it ("pp");
+    "experts" is True for those that expert-parallel ranks share out. problem: why something of it is not shown."""
     found = tag_of(folder)
     found |= {"layout": {}, "tensors": {"model": {}, "optimizer": {}}, "other": _others(folder)}
     try:
@@ -60,6 +60,8 @@ def _nxd(folder: Path, found: dict[str, Any], trust: bool) -> None:
             each = chunks.get(key, tuple(entry["stored"]))
             count = math.prod(math.ceil(n / m) for n, m in zip(entry["stored"], each, strict=True) if m)
             found["tensors"][part][key] = _tensor(entry["shape"], entry["dtype"], count, each)
+            if entry.get("experts"):
+                found["tensors"][part][key]["experts"] = True
             if (rank := own.rank_of(key)) is not None:
                 found["tensors"][part][key]["pp"] = [rank]
         for key, other in own.aliases.items():
@@ -86,9 +88,20 @@ def _original(folder: Path, found: dict[str, Any], trust: bool) -> None:
     if files.model:
         state = original_states.model_state(files.model)
         for name, h in state.parts.items():
-            found["tensors"]["model"][name] = _tensor(h[0].shape, h[0].dtype, len(h), h[0].shape) | _ranks(state.ranks_of(name))
+            experts = _experts(state, name)
+            shards = len(h) * (files.sizes["ep"] if experts else 1)
+            found["tensors"]["model"][name] = _tensor(h[0].shape, h[0].dtype, shards, h[0].shape) | experts | _ranks(state.ranks_of(name))
     for stage in range(files.sizes["pp"] if files.optimizer else 0):
         _original_optimizer(files, stage, found)
+
+
+def _experts(state: original_states.ModelState, name: str) -> dict[str, Any]:
+    """ "experts": True for a tensor that expert-parallel ranks share out, as its files say, or its name in NxD's modules."""
+    peers = state.peers.get(name)
+    split = joining.rule_for(name, name_maps.EXPERTS)
+    if peers is None or not (split is not None and split.experts if peers.mark is None else peers.mark.experts):
+        return {}
+    return {"experts": True}
 
 
 def _ranks(ranks: list[int]) -> dict[str, Any]:
@@ -111,7 +124,9 @@ def _original_optimizer(files: original_files.Files, stage: int, found: dict[str
 
 def _hub(folder: Path, found: dict[str, Any], trust: bool) -> None:
     hub = Hub(folder)
-    found["tensors"]["model"] = {name: {**_tensor(e.shape, e.dtype, 1, e.shape), "file": e.path.name} for name, e in hub.entries.items()}
+    found["tensors"]["model"] = {
+        name: {**_tensor(e.shape, e.dtype, 1, e.shape), "file": hub.files[name].name} for name, e in hub.entries.items()
+    }
 
 
 def size(shown: Mapping[str, Any]) -> int:

@@ -27,12 +27,15 @@ Parts = Mapping[str, Sequence[Held]]
 @dataclasses.dataclass(frozen=True)
 class Need:
     """A full tensor that is wanted. dim: along which ranks share it out (None: each has all of it). stride: tensors fused along `dim`, each shared out by
-    itself. order: which part tensor-parallel rank k holds, if not part k."""
+    itself. order: which part tensor-parallel rank k holds, if not part k. experts: whether dim 0 is known to count experts that expert-parallel ranks share
+    out; held: which each of them has, if not equal runs."""
 
     shape: tuple[int, ...]
     dim: int | None = None
     stride: int = 1
     order: tuple[int, ...] | None = None
+    experts: bool = False
+    held: tuple[tuple[int, ...], ...] | None = None
 
     @property
     def stored(self) -> tuple[int, ...]:
@@ -149,7 +152,10 @@ def _count(name: str, local: Sequence[int], tp: int, need: Need) -> int:
     dim = need.dim
     fits = dim is not None and len(local) == len(full) and all(a == b for d, (a, b) in enumerate(zip(local, full, strict=True)) if d != dim)
     if not fits or dim is None or local[dim] == 0 or full[dim] % local[dim] or tp % (full[dim] // local[dim]):
-        raise ValueError(f"{name} has shape {list(local)} on each of {tp} ranks in the checkpoint, {list(full)} is needed" + _along(dim))
+        said = (
+            f" (it is of {local[0]} experts, and {full[0]} are needed)" if need.experts and local and local[0] != full[0] else _along(dim)
+        )
+        raise ValueError(f"{name} has shape {list(local)} on each of {tp} ranks in the checkpoint, {list(full)} is needed{said}")
     if need.order is not None and len(need.order) != tp:
         raise ValueError(
             f"{name} is shared out in an order of its own (rank_ordering) among {len(need.order)} ranks, the checkpoint is of {tp}"
@@ -166,20 +172,31 @@ def _along(dim: int | None) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """How tensor-parallel ranks share a tensor out: dim None: each has all of it. stride: as in `Need`. copies: ranks that hold each part."""
+    """How ranks share a tensor out. dim: that tensor-parallel ranks cut; None: each has all of it. stride: as in `Need`. copies: ranks that hold each part.
+    experts: whether expert-parallel ranks share out dim 0."""
 
     dim: int | None
     stride: int = 1
     copies: int = 1
+    experts: bool = False
 
     def need(self, local: Sequence[int], tp: int) -> Need:
-        """The full tensor, given what one of `tp` ranks held."""
+        """The full tensor, given what one of `tp` ranks held (of all experts)."""
         if self.dim is None:
-            return Need(tuple(local))
-        return Need(tuple(n * tp // self.copies if d == self.dim else n for d, n in enumerate(local)), self.dim, self.stride)
+            return Need(tuple(local), experts=self.experts)
+        shape = tuple(n * tp // self.copies if d == self.dim else n for d, n in enumerate(local))
+        return Need(shape, self.dim, self.stride, experts=self.experts)
+
+    def own_experts(self, full: torch.Tensor, rank: int, ep: int) -> torch.Tensor:
+        """What an expert-parallel rank holds of a full tensor. Raises ValueError if experts do not divide."""
+        if not self.experts or ep == 1:
+            return full
+        if not full.dim() or full.shape[0] % ep:
+            raise ValueError(f"dim 0 of shape {list(full.shape)}, the experts, does not divide by {ep} expert-parallel ranks")
+        return full.chunk(ep)[rank]
 
     def part(self, full: torch.Tensor, rank: int, tp: int) -> torch.Tensor:
-        """What a rank holds of a full tensor. Copies go round the ranks, as on trn1. Raises ValueError if it does not divide."""
+        """What a tensor-parallel rank holds of a full tensor. Copies go round the ranks, as on trn1. Raises ValueError if it does not divide."""
         if self.dim is None or tp == 1:
             return full
         count = tp // self.copies
@@ -201,16 +218,21 @@ def rule_for(name: str, rules: Rules) -> Split | None:
 
 
 def parse_rules(texts: Iterable[str]) -> Rules:
-    """Rules such as `.*down_proj.weight=1` (along dim 1), `.*gate_up.*=0x2` (two fused along dim 0), `.*norm.*=none`. Raises ValueError."""
+    """Rules such as `.*down_proj.weight=1` (along dim 1), `.*gate_up.*=0x2` (two fused along dim 0), `.*norm.*=none`; of experts, which expert-parallel ranks
+    share out along dim 0, `.*mlp_op.down_proj.weight=experts+1` and, if tensor-parallel ranks all have the same, `.*bias=experts`. Raises ValueError."""
     found = []
     for text in texts:
         pattern, equals, how = text.rpartition("=")
-        match = re.fullmatch(r"(?P<none>none)|(?P<dim>\d+)(x(?P<stride>\d+))?", how)
+        match = re.fullmatch(r"(?P<none>none|experts)|(?P<experts>experts\+)?(?P<dim>\d+)(x(?P<stride>\d+))?", how)
         if not equals or not match:
-            raise ValueError(f"a rule is NAMES=DIM, NAMES=DIMxFUSED or NAMES=none, with a regular expression for whole names, got {text!r}")
+            raise ValueError(
+                "a rule is NAMES=DIM, NAMES=DIMxFUSED or NAMES=none (of experts NAMES=experts, NAMES=experts+DIM or NAMES=experts+DIMxFUSED), with a regular "
+                f"expression for whole names, got {text!r}"
+            )
         try:
             compiled = re.compile(pattern)
         except re.error as error:
             raise ValueError(f"{pattern!r} in the rule {text!r} is no regular expression: {error}") from None
-        found.append((compiled, Split(None) if match["none"] else Split(int(match["dim"]), int(match["stride"] or 1))))
+        dim, experts = None if match["none"] else int(match["dim"]), bool(match["experts"]) or match["none"] == "experts"
+        found.append((compiled, Split(dim, int(match["stride"] or 1), experts=experts)))
     return found

@@ -253,4 +253,22 @@ def llama(heads: Heads | None = None) -> NameMap:
     return Suffixes(table, rules, (".qkv_proj.weight_q", ".qkv_proj.bias_q"), (".o_proj.weight",), heads)
 
 
+EXPERTS = parse_rules(
+    (
+        r"(.*\.)?mlp_op(_tkg)?\.gate_up_proj\.weight=experts+2x2",
+        r"(.*\.)?mlp_op(_tkg)?\.gate_up_proj\.bias=experts+1x2",
+        r"(.*\.)?mlp_op(_tkg)?\.up_proj\.weight=experts+2",
+        r"(.*\.)?mlp_op(_tkg)?\.up_proj\.bias=experts+1",
+        r"(.*\.)?mlp_op(_tkg)?\.down_proj\.weight=experts+1",
+        r"(.*\.)?mlp_op(_tkg)?\.down_proj\.bias=experts",
+        r"(.*\.)?router\.(linear_router\.(weight|bias)|weight_T|e_score_correction_bias)=none",
+        r"(.*\.)?shared_experts\.(gate_proj|up_proj)\.(weight|bias)=0",
+        r"(.*\.)?shared_experts\.gate_up_proj\.(weight|bias)=0x2",
+        r"(.*\.)?shared_experts\.down_proj\.weight=1",
+        r"(.*\.)?shared_experts\.down_proj\.bias=none",
+    )
+)
+"""How ranks share out what NxD's mixtures of experts (`modules.moe`) consist of, whatever model they are in."""
+
+
 register("llama", llama)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -34,14 +36,37 @@ def save(folder: Path, arrays: Mapping[str, Any], index: Mapping[str, Any]) -> N
 
     if arrays:
         handler = shares.handler() if any(isinstance(a, shares.Share) for a in arrays.values()) else None
-        with _compat.enable_x64(), _checkpointer(range(jax.process_count()), handler) as checkpointer:
-            checkpointer.save(folder.absolute() / "arrays", args=ocp.args.PyTreeSave(dict(arrays)), force=True)
+
+        def write() -> None:
+            with _checkpointer(range(jax.process_count()), handler) as checkpointer:
+                checkpointer.save(folder.absolute() / "arrays", args=ocp.args.PyTreeSave(dict(arrays)), force=True)
+
+        _in_64_bits(write)
     if jax.process_index() == 0:
         folder.mkdir(parents=True, exist_ok=True)
         with open(folder / INDEX, "w") as f:
             json.dump({"format": FORMAT, **index}, f, indent=1)
             f.flush()
             os.fsync(f.fileno())
+
+
+def _in_64_bits(work: Callable[[], Any]) -> Any:
+    """The result of a call of Orbax that keeps 64-bit dtypes.
+
+    JAX keeps them per thread. Under a running event loop, as in a notebook's kernel, Orbax would go on in a thread of its own, and float64 arrays would
+    become float32: there the whole call runs in a thread without a loop.
+    """
+
+    def wide() -> Any:
+        with _compat.enable_x64():
+            return work()
+
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return wide()
+    with ThreadPoolExecutor(1, thread_name_prefix="checkpoint") as pool:
+        return pool.submit(wide).result()
 
 
 def _checkpointer(processes: Sequence[int], types: Any = None) -> Any:
@@ -90,14 +115,17 @@ def restore(folder: Path, targets: Mapping[str, jax.ShapeDtypeStruct | None]) ->
         else:
             item[name] = target
             args[name] = ocp.ArrayRestoreArgs(sharding=target.sharding, global_shape=target.shape, dtype=target.dtype, strict=False)
+
+    def read() -> dict[str, Any]:
+        with _checkpointer([jax.process_index()]) as checkpointer:
+            asked = ocp.args.PyTreeRestore(item=item, restore_args=args, partial_restore=True)
+            return dict(checkpointer.restore(folder.absolute() / "arrays", args=asked))
+
     try:
-        with _compat.enable_x64(), _checkpointer([jax.process_index()]) as checkpointer:
-            found = checkpointer.restore(
-                folder.absolute() / "arrays", args=ocp.args.PyTreeRestore(item=item, restore_args=args, partial_restore=True)
-            )
+        found: dict[str, Any] = _in_64_bits(read)
     except (OSError, ValueError, KeyError) as error:
         raise DamagedCheckpointError(f"the arrays in {folder} cannot be read: {str(error).splitlines()[0]}. Load another tag") from error
-    return dict(found)
+    return found
 
 
 def batches(sizes: Mapping[str, int], limit: int) -> Iterator[Sequence[str]]:

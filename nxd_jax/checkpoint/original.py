@@ -14,14 +14,14 @@ from typing import Any
 
 import torch
 
-from nxd_jax.checkpoint import contents, joining, original_files, original_states, pipeline_ranks, reading, united
+from nxd_jax.checkpoint import contents, expert_files, joining, original_files, original_states, pipeline_ranks, reading, united
 from nxd_jax.checkpoint.joining import Joint, Need
 from nxd_jax.checkpoint.original_files import Files, is_older, is_original
 from nxd_jax.checkpoint.original_optimizers import Optimizer
 from nxd_jax.checkpoint.original_states import ModelState
 from nxd_jax.checkpoint.original_writing import export_original
 from nxd_jax.checkpoint.targets import Pace, Target, target_of
-from nxd_jax.tensor_parallel import full_weights, grads, layer_groups, parallel_groups
+from nxd_jax.tensor_parallel import full_weights, layer_groups, parallel_groups
 from torch_bridge.runtime import executor
 
 __all__ = ["export_original", "is_older", "is_original", "load"]
@@ -29,11 +29,19 @@ __all__ = ["export_original", "is_older", "is_original", "load"]
 logger = logging.getLogger("nxd_jax")
 
 
-def load(folder: Path, model: torch.nn.Module | None, optimizer: torch.optim.Optimizer | None, scheduler: Any, strict: bool) -> Any:
+def load(
+    folder: Path,
+    model: torch.nn.Module | None,
+    optimizer: torch.optim.Optimizer | None,
+    scheduler: Any,
+    strict: bool,
+    optional: tuple[str, ...] = (),
+) -> Any:
     """Fill a model, an optimizer and a scheduler from a checkpoint of NxD; returns its user content, or None. What is None is left alone.
 
-    The sizes of tensor, pipeline and data parallelism may differ from those it was saved with, so may ZeRO-1, fused or separate q, k and v, and the copies of K
-    and V. With expert parallelism the model loads at the same size. The optimizer must have the same groups of the same parameters in the same order.
+    The sizes of tensor, pipeline, expert and data parallelism may differ from those it was saved with, so may ZeRO-1, fused or separate q, k and v, and the
+    copies of K and V. The optimizer must have the same groups of the same parameters in the same order. optional: endings of names that may be missing on
+    either side.
 
     Raises FileNotFoundError for parts that are missing, RuntimeError for names or shapes that differ (before anything changes), ValueError for the state of
     another optimizer, DamagedCheckpointError for files that cannot be read.
@@ -44,7 +52,7 @@ def load(folder: Path, model: torch.nn.Module | None, optimizer: torch.optim.Opt
             raise FileNotFoundError(f"the checkpoint {folder} holds no {what}: do not pass {what}=, or load another tag")
     plan, error = _planned(files, optimizer, model)
     if model is not None:
-        absent, fill = _plan_model(files, model, strict, error is not None or (plan is not None and plan.has_masters))
+        absent, fill = _plan_model(files, model, strict, error is not None or (plan is not None and plan.has_masters), optional)
     else:
         absent, fill = set(), lambda: None
     if error is not None:
@@ -81,7 +89,9 @@ def _whole(path: Path) -> Any:
 # -- models ------------------------------------------------------------------------------------------
 
 
-def _plan_model(files: Files, model: torch.nn.Module, strict: bool, masters: bool) -> tuple[set[str], Callable[[], None]]:
+def _plan_model(
+    files: Files, model: torch.nn.Module, strict: bool, masters: bool, optional: tuple[str, ...] = ()
+) -> tuple[set[str], Callable[[], None]]:
     """The names of weights that are only in the optimizer's master weights (masters: there are such, and they will be read), and what fills the model.
 
     Raises RuntimeError for a checkpoint that does not fit.
@@ -91,20 +101,23 @@ def _plan_model(files: Files, model: torch.nn.Module, strict: bool, masters: boo
     found = contents.of_model(module, saving=False)
     targets = {name: target_of(name, t) for name, (t, _) in found.tensors.items()}
     needs = {k: n for target in targets.values() for k, n in target.needs.items()}
+    disputed = _unite_experts(state, needs, files)
     missing = [name for name, target in targets.items() if not all(joining.is_there(state.parts, k) for k in target.keys)]
     loaded = {name: target for name, target in targets.items() if name not in missing}
-    missing = _wanted(model, module, targets, state, missing)
+    missing = [name for name in _wanted(model, module, targets, state, missing) if not name.endswith(optional)]
     used = {joining.source_of(state.parts, k) for target in loaded.values() for k in target.keys}
     absent = {name for name, target in loaded.items() if any(joining.source_of(state.parts, k) in state.absent for k in target.keys)}
     problems, joints = _joints(state, {n: t for n, t in loaded.items() if n not in absent}, needs, files)
-    problems += state.differing() + _untied(state, {n: t for n, t in loaded.items() if n not in absent})
+    problems += disputed + state.differing() + _untied(state, {n: t for n, t in loaded.items() if n not in absent})
     if absent and not masters:
         problems.append(
             f"the values of {reading.listed(sorted(absent))} are in the optimizer's master weights only: pass optimizer= with ZeRO-1's states"
         )
     own = reading.Names([pipeline_ranks.said(name, pipeline_ranks.rank_of(targets[name].tensor)) for name in missing], used, problems)
     every = own.of_all() if united.needed() else own
-    unexpected = [pipeline_ranks.said(name, state.ranks_of(name)) for name in sorted(set(state.parts) - every.used)]
+    unexpected = [
+        pipeline_ranks.said(name, state.ranks_of(name)) for name in sorted(set(state.parts) - every.used) if not name.endswith(optional)
+    ]
     strict = strict and not hasattr(module, "checkpoint_state")
     problems = every.problems + _of_fewer_ranks(files) * bool(every.missing and strict)
     reading.refuse(files.folder, module, problems, every.missing, unexpected, strict)
@@ -113,10 +126,23 @@ def _plan_model(files: Files, model: torch.nn.Module, strict: bool, masters: boo
         logger.info("Sharded master weights found in optim states, ignoring model weight tensors")
 
     def fill() -> None:
-        _fill(files, {n: t for n, t in loaded.items() if n not in absent}, joints, state)
+        _fill({n: t for n, t in loaded.items() if n not in absent}, joints, state)
         reading._set_extra_state(module, state.other)
 
     return absent, fill
+
+
+def _unite_experts(state: ModelState, needs: Mapping[str, Need], files: Files) -> list[str]:
+    """Join what expert-parallel ranks' files have of experts; returns why that cannot be done."""
+    problems = []
+    for name, peers in state.peers.items():
+        try:
+            held = expert_files.experts_of(name, peers.local, files.sizes["ep"], needs.get(name), peers.mark)
+            if held is not None:
+                state.unite(name, held)
+        except ValueError as error:
+            problems.append(str(error))
+    return problems
 
 
 def _wanted(model: Any, module: Any, targets: Mapping[str, Target], state: ModelState, missing: list[str]) -> list[str]:
@@ -180,7 +206,7 @@ def _warn_of_heads(files: Files, targets: Mapping[str, Target], joints: Mapping[
 def _joints(
     state: ModelState, targets: Mapping[str, Target], needs: Mapping[str, Need], files: Files
 ) -> tuple[list[str], dict[str, Joint]]:
-    problems = _expert_problems(files)
+    problems: list[str] = []
     joints: dict[str, Joint] = {}
     for name, target in targets.items():
         problems += _place_problems(name, target, files)
@@ -194,32 +220,17 @@ def _joints(
 
 def _place_problems(name: str, target: Target, files: Files) -> list[str]:
     """Tensors that every rank has its own of load in the same layout only."""
-    if grads.is_expert(target.tensor):
-        saved, now = files.sizes["ep"], parallel_groups.size("ep")
-        return [] if saved == now else [f"{name} is of experts that {now} ranks share out here, {saved} in the checkpoint"]
     if target.where is None or not target.where.apart:
         return []
     saved, now = files.sizes["tp"], parallel_groups.size("tp")
     return [] if saved == now else [f"{name} is different on each rank, and the checkpoint is of {saved} tensor-parallel ranks, not {now}"]
 
 
-def _expert_problems(files: Files) -> list[str]:
-    """Which tensors are of experts is not in the files: those of several ranks load at that size only."""
-    saved = files.sizes["ep"]
-    now = parallel_groups.size("ep") if saved > 1 else 1
-    if saved == now:
-        return []
-    return [f"the checkpoint is of {saved} expert-parallel ranks, there are {now} here: load it at expert_parallel_size={saved}"]
-
-
-def _fill(files: Files, targets: Mapping[str, Target], joints: Mapping[str, Joint], state: ModelState) -> None:
+def _fill(targets: Mapping[str, Target], joints: Mapping[str, Joint], state: ModelState) -> None:
     pace = Pace()
-    experts = {ep: original_states.model_state(files.model, ep) for ep in range(files.sizes["ep"])} if files.sizes["ep"] > 1 else {}
     with torch.no_grad():
         for target in targets.values():
-            if experts and grads.is_expert(target.tensor):
-                _write_expert(target, experts)
-            elif target.where is not None and target.where.apart:
+            if target.where is not None and target.where.apart:
                 _write_apart(target, state)
             else:
                 target.write(lambda key: joints[key].read())
@@ -231,10 +242,3 @@ def _write_apart(target: Target, state: ModelState) -> None:
     """Every tensor-parallel rank has a value of its own."""
     held, group = state.parts[target.keys[0]], layer_groups.tensor_parallel()
     full_weights.write(target.tensor, lambda r: held[layer_groups.place_of(group, r)].read())
-
-
-def _write_expert(target: Target, experts: Mapping[int, ModelState]) -> None:
-    """Expert-parallel ranks have experts of their own."""
-    group = parallel_groups.group("ep")
-    full = {ep: joining.joint(state.parts, target.keys[0], target.needs).read() for ep, state in experts.items()}
-    full_weights.write(target.tensor, lambda r: full_weights.cut_full(target.tensor, full[layer_groups.place_of(group, r)], r))

@@ -1,9 +1,10 @@
 """The files of checkpoints written by NxD itself: their names, and what they hold, tensor by tensor.
 
 <tag>/model/dp_rank_00_tp_rank_TT_pp_rank_PP.pt     one for each tensor-parallel rank and stage; with experts also _ep_rank_EE after dp_rank_00
-<tag>/optim/dp_rank_DD_tp_rank_TT_pp_rank_PP.pt     with ZeRO-1 one for each data-parallel rank too
+<tag>/optim/dp_rank_DD_tp_rank_TT_pp_rank_PP.pt     with ZeRO-1 one for each data-parallel rank too (rank D is expert-parallel rank D modulo their number);
+                                                    with experts and without ZeRO-1 _ep_rank_EE after dp_rank_00
 <tag>/scheduler.pt, user_content.pt
-<tag>/X.pt, X.pt.info.pt, X.pt.tensors/tensor_N.pt  any of the above as "xser": a file for each tensor
+<tag>/X.pt, X.pt.info.pt, X.pt.tensors/tensor_N.pt  any of the above as "xser": a file for each tensor; what is not of experts is below ep_rank_00 alone
 
 <dir>/tp_rank_TT_pp_rank_PP[_dp_rank_DD]/checkpoint.pt      older: `parallel_layers.save`, everything in one; or xser without /checkpoint.pt
 <dir>/optim.dp_rank_DD.tp_rank_TT                           older: `NeuronZero1Optimizer.save_sharded_state_dict`
@@ -20,6 +21,7 @@ from typing import Any
 
 import torch
 
+from nxd_jax.checkpoint import expert_files
 from nxd_jax.checkpoint.orbax_files import INDEX, DamagedCheckpointError
 from torch_bridge import nested
 from torch_bridge.torch_xla.utils import serialization as xser
@@ -99,6 +101,13 @@ class File:
             return tuple(known["shape"]), known["dtype"]
         found = self.tensor(value)
         return tuple(found.shape), found.dtype
+
+    def mark(self, value: object) -> expert_files.Mark | None:
+        """What the file says of a tensor's experts; None if it does not."""
+        if isinstance(value, xser.TensorReference):
+            known = self._info.get(value.tid)
+            return expert_files.mark_of(known) if isinstance(known, Mapping) else None
+        return expert_files.mark_of(getattr(value, "__dict__", {}))
 
     def whole(self) -> Any:
         """`data` with all tensors in place."""
@@ -266,9 +275,14 @@ def _check_complete(files: Mapping[Rank, File], folder: Path, dp: bool) -> None:
         for p in range(sizes["pp"])
         for e in range(sizes["ep"])
     ]
+    path = files[min(files)].path
+    if sizes["ep"] == 1 and "_ep_rank_" in path.name:
+        raise FileNotFoundError(
+            f"{folder} has files of expert-parallel rank 0 alone ({path.parent.name}/{path.name}), and there were several ranks, or they would not be called "
+            "so: copy the files of all nodes into one folder"
+        )
     missing = [r for r in needed if r not in files]
     if missing:
-        path = files[min(files)].path
         name = missing[0].file_name(sizes["ep"] > 1)
         place = f", {path.parent.name}/{name}" if _TRAINER.fullmatch(path.name) else ""
         raise FileNotFoundError(
@@ -278,9 +292,18 @@ def _check_complete(files: Mapping[Rank, File], folder: Path, dp: bool) -> None:
 
 
 def _check_same_ranks(files: Files) -> None:
-    """The model's and the optimizer's files must be of the same tensor- and pipeline-parallel ranks."""
+    """The model's and the optimizer's files must be of the same tensor-, pipeline- and (where both say so) expert-parallel ranks."""
     if not files.model or not files.optimizer:
         return
+    ep, other, dp = (
+        1 + max(getattr(r, name) for r in own) for own, name in ((files.model, "ep"), (files.optimizer, "ep"), (files.optimizer, "dp"))
+    )
+    if other not in (1, ep) or (other == 1 and dp % ep):
+        counted = f"{dp} data-parallel ranks, which {ep} do not divide" if other == 1 else f"{other}"
+        raise ValueError(
+            f"the files in {files.folder} are of different runs, or some are missing: those of the model are of {ep} expert-parallel ranks, those of the "
+            f"optimizer of {counted}. Copy the files of all nodes of one run into one folder"
+        )
     model, optimizer = ({name: 1 + max(getattr(r, name) for r in own) for name in ("tp", "pp")} for own in (files.model, files.optimizer))
     if model != optimizer:
         said = " and ".join(

@@ -12,10 +12,12 @@ from nxd_jax.checkpoint import contents, pipeline_ranks
 from torch_bridge import nested
 
 
-def by_rank(optimizer: Any, state: Mapping[str, Any], model: Any) -> list[dict[str, Any]]:
-    """An optimizer's state as each pipeline rank has it; of ranks that other processes host, something. All processes call it."""
+def by_rank(optimizer: Any, state: Mapping[str, Any], model: Any) -> list[tuple[Mapping[str, Any], list[list[bool]]]]:
+    """An optimizer's state as each pipeline rank has it, and for each of its groups which parameters are of experts; of ranks that other processes host,
+    something. All processes call it."""
     whole = _Numbered(optimizer, state, model)
-    return [_renumbered(whole.state, own) for own in whole.by_rank()]
+    flags = dict(enumerate(flag for own in contents.are_experts(optimizer) for flag in own))
+    return [(_renumbered(whole.state, own), [[flags.get(k, False) for k in group] for group in own]) for own in whole.by_rank()]
 
 
 def check(optimizer: Any, state: Mapping[str, Any], model: Any) -> None:

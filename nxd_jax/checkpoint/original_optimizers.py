@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from nxd_jax.checkpoint import contents, joining, original_states, pipeline_ranks, reading, united
+from nxd_jax.checkpoint import contents, expert_files, joining, original_states, pipeline_ranks, reading, united
 from nxd_jax.checkpoint.contents import Part
 from nxd_jax.checkpoint.joining import Joint
 from nxd_jax.checkpoint.original_files import Files
 from nxd_jax.checkpoint.original_states import MASTER
 from nxd_jax.checkpoint.targets import Pace, target_of, write
-from nxd_jax.tensor_parallel import full_weights, layer_groups
+from nxd_jax.tensor_parallel import expert_states, full_weights
 from torch_bridge.mesh import world
 from torch_bridge.recorder import sharded
 from torch_bridge.runtime import executor
@@ -68,12 +68,37 @@ def _sizes(names: Sequence[Sequence[Sequence[str]]]) -> list[list[int]]:
     return [[len(group) for group in groups] for groups in names]
 
 
+class UnwrittenShardsError(ValueError):
+    """The states of some data-parallel ranks were never written, or their files are missing."""
+
+
+def _check_shards(files: Files) -> None:
+    """Raise UnwrittenShardsError if the shards of ZeRO-1 in the files are of more data-parallel ranks than there are files of."""
+    first = files.optimizer[min(files.optimizer)]
+    if not isinstance(first.data, Mapping) or "base_state" not in first.data or expert_states.is_combined(first.data):
+        return
+    shapes = dict(first.data.get("shape_info", ()))
+    ranks = 1
+    for k, state in dict(first.data["base_state"]).items():
+        if k not in shapes:
+            continue
+        held = [first.describe(v)[0] for v in state.values() if original_states.is_tensor(v)]
+        rows = [shape[0] for shape in held if len(shape) == len(shapes[k]) and shape[1:] == tuple(shapes[k][1:]) and shape and shape[0]]
+        ranks = max([ranks, *(-(-shapes[k][0] // n) for n in rows)])
+    if ranks > files.sizes["dp"]:
+        raise UnwrittenShardsError(
+            f"{files.folder} has the optimizer states of {files.sizes['dp']} data-parallel rank(s), and they are shards of {ranks}: NxD Training wrote "
+            "those of one rank alone unless model.wrap_with_zero was True, or files of other nodes were not copied. Load the model without the optimizer"
+        )
+
+
 class Optimizer:
     """An optimizer to fill from a checkpoint's files."""
 
     def __init__(self, files: Files, optimizer: Any, model: Any):
         if not files.optimizer:
             raise FileNotFoundError(f"the checkpoint {files.folder} holds no optimizer: do not pass optimizer=, or load another tag")
+        _check_shards(files)
         self.files = files
         self.optimizer = optimizer
         self.names = contents.names_of(model)
@@ -84,7 +109,8 @@ class Optimizer:
         self.order = pipeline_ranks.order_of(model) or list(self.names.values())
         self.targets = {part.name: target_of(part.name, part.parameter) for part in self.parts}
         self.needs = {k: n for t in self.targets.values() for k, n in t.needs.items()}
-        self.state = original_states.optimizer_state(files, self._names_by_stage(), self._shape)
+        self.ep = files.sizes["ep"]
+        self.state = original_states.optimizer_state(files, self._names_by_stage(), self._shape, self._experts())
         self.joints = self._plan()
 
     @property
@@ -124,9 +150,46 @@ class Optimizer:
     def _shape(self, name: str) -> tuple[int, ...] | None:
         """What a rank held of a parameter, where that is known."""
         if self.model is not None and name in self.model.parts:
-            return self.model.parts[name][0].shape
+            return self.model.local(name)
         need = self.needs.get(name)
-        return None if need is None or need.dim is not None else need.shape
+        if need is None or need.dim is not None:
+            return None
+        return (need.shape[0] // self.ep, *need.shape[1:]) if need.experts else need.shape
+
+    def _experts(self) -> original_states.ExpertsOf:
+        """Which experts each rank had of a parameter, by its name. Raises ValueError if there are some and nothing says which parameters those are."""
+        first = self.files.optimizer[min(self.files.optimizer)].data
+        shapes = first["shape_info"] if expert_states.is_combined(first) else {}
+        held = [tuple(shape) for k, shape in shapes.items() if k >= first["ep_shape_info_offset"]]
+        if self.ep == 1 and held and self.model is None:
+            self.ep = self._ranks_by_shape(held[0])
+        found = {} if self.ep == 1 else {name: own for name in self.needs if (own := self._experts_of(name)) is not None}
+        if held and not found and not self.names:
+            raise ValueError(
+                f"{self.files.folder} has the optimizer of a model with experts, and which of the parameters here are of experts is not known: pass model= as "
+                "well, so that they go by name"
+            )
+        if united.needed():
+            found.update({name: own for others in united.of_all("experts", found) for name, own in others.items()})
+        return found.get
+
+    def _ranks_by_shape(self, local: tuple[int, ...]) -> int:
+        """How many expert-parallel ranks there were, given what one had of experts. Raises ValueError if that cannot be told."""
+        experts = [need for need in self.needs.values() if need.experts]
+        if not experts or experts[0].shape[0] % local[0]:
+            raise ValueError(
+                f"{self.files.folder} has an optimizer of a model with experts and no model, and which of the parameters here are of experts is not known: "
+                "save the model as well, or load it at the expert_parallel_size that it was saved with"
+            )
+        return experts[0].shape[0] // local[0]
+
+    def _experts_of(self, name: str) -> expert_files.Experts | None:
+        need, peers = self.needs.get(name), None if self.model is None else self.model.peers.get(name)
+        if peers is not None:
+            return expert_files.experts_of(name, peers.local, self.ep, need, peers.mark)
+        if need is None or not need.experts:
+            return None
+        return expert_files.experts_of(name, (need.shape[0] // self.ep, *need.shape[1:]), self.ep, need, None)
 
     def _plan(self) -> dict[str, Joint]:
         """How to make every tensor of the state. Raises ValueError if something does not fit."""
@@ -222,7 +285,6 @@ def _like(part: Part, full: full_weights.Full) -> torch.Tensor:
     p = part.parameter
     if p.device.type != "xla":
         return full_weights.cut_full(p, full, world.first()).reshape(p.shape).clone()
-    axes, dim = ((), 0) if not full_weights.is_shared_out(p) else (sharded.axes_of(layer_groups.tensor_parallel()), p.partition_dim)  # type: ignore[attr-defined]
-    found = sharded.from_ranks(lambda r: full_weights.cut_full(p, full, r).reshape(p.shape).contiguous(), axes, dim)
+    found = sharded.from_ranks(lambda r: full_weights.cut_full(p, full, r).reshape(p.shape).contiguous(), full_weights.cuts_of(p))
     there = full_weights.beside(found, p)
     return there if part.rows is None else part.rows.cut(there)

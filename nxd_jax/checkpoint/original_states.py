@@ -8,24 +8,46 @@ from typing import Any
 
 import torch
 
-from nxd_jax.checkpoint import joining
+from nxd_jax.checkpoint import expert_files, joining
+from nxd_jax.checkpoint.expert_files import Experts, Peers
 from nxd_jax.checkpoint.joining import Held
 from nxd_jax.checkpoint.original_files import STEP, File, Files, Rank, is_tensor
+from nxd_jax.tensor_parallel import expert_states
 
 MASTER = "master"
 
 
 @dataclasses.dataclass
 class ModelState:
-    """The model's tensors. parts: by name what each tensor-parallel rank held (expert-parallel rank 0), pipeline ranks united. stages: names of each pipeline
-    rank, in its order. absent: names of those whose values are only in the optimizer's master weights. other: what is no tensor. again: what further pipeline
-    ranks held of a tensor that several have, by name and rank."""
+    """The model's tensors. parts: by name what each tensor-parallel rank held (expert-parallel rank 0, until `unite`), pipeline ranks united. stages: names of
+    each pipeline rank, in its order. absent: names of those whose values are only in the optimizer's master weights. other: what is no tensor. again: what
+    further pipeline ranks held of a tensor that several have, by name and rank. peers: what all expert-parallel ranks held, if there are several. experts:
+    which experts each of them has, of tensors that were united."""
 
     parts: dict[str, list[Held]]
     stages: list[list[str]]
     absent: set[str]
     other: dict[str, Any]
     again: dict[tuple[str, int], list[Held]] = dataclasses.field(default_factory=dict)
+    peers: dict[str, Peers] = dataclasses.field(default_factory=dict)
+    experts: dict[str, Experts] = dataclasses.field(default_factory=dict)
+
+    def unite(self, name: str, held: Experts) -> None:
+        """Make one tensor of what expert-parallel ranks held of experts. Raises ValueError for other shapes on some of them."""
+        peers = self.peers[name]
+        shapes = {h.shape for row in peers.held for h in row}
+        if len(shapes) > 1 or sum(map(len, held)) != peers.local[0] * len(peers.held):
+            raise ValueError(
+                f"{name} has different shapes on expert-parallel ranks: {sorted(shapes)} for experts {[list(own) for own in held]}"
+            )
+        self.parts[name] = [expert_files.united(column, held) for column in zip(*peers.held, strict=True)]
+        self.experts[name] = held
+        if not all(peers.there):
+            self.absent.add(name)
+
+    def local(self, name: str) -> tuple[int, ...]:
+        """The shape of what one rank held."""
+        return self.peers[name].local if name in self.peers else self.parts[name][0].shape
 
     def ranks_of(self, name: str) -> list[int]:
         """The pipeline ranks whose files have a tensor; none if there is one rank."""
@@ -40,14 +62,16 @@ class ModelState:
         ]
 
 
-def model_state(files: Mapping[Rank, File], ep: int = 0) -> ModelState:
-    """The model's tensors, as expert-parallel rank `ep` had them. Raises ValueError if tensor-parallel ranks held different names."""
+def model_state(files: Mapping[Rank, File]) -> ModelState:
+    """The model's tensors. Raises ValueError if tensor- or expert-parallel ranks held different names, or their `info.pt` disagree."""
     found = ModelState({}, [], set(), {})
-    tp, pp = (1 + max(getattr(r, name) for r in files) for name in ("tp", "pp"))
+    tp, pp, ep = (1 + max(getattr(r, name) for r in files) for name in ("tp", "pp", "ep"))
     for stage in range(pp):
-        group = [files[Rank(0, t, stage, ep)] for t in range(tp)]
+        grid = [[files[Rank(0, t, stage, e)] for t in range(tp)] for e in range(ep)]
+        group = grid[0]
         states = [f.data for f in group]
-        _check_names(group, states)
+        every = [f for row in grid for f in row]
+        _check_names(every, [f.data for f in every])
         found.stages.append([name for name, value in states[0].items() if is_tensor(value)])
         for name in found.stages[-1]:
             values = [s[name] for s in states]
@@ -57,8 +81,24 @@ def model_state(files: Mapping[Rank, File], ep: int = 0) -> ModelState:
                 found.again[name, stage] = held
             if not there:
                 found.absent.add(name)
+            if ep > 1 and name not in found.peers:
+                found.peers[name] = _peers(name, grid)
         found.other.update({k: v for k, v in states[0].items() if not is_tensor(v)})
     return found
+
+
+def _peers(name: str, grid: Sequence[Sequence[File]]) -> Peers:
+    """What expert-parallel ranks' files have of a tensor."""
+    first = grid[0][0]
+    mark = first.mark(first.data[name])
+    for file in (f for row in grid for f in row):
+        if file.mark(file.data[name]) != mark:
+            raise ValueError(
+                f"{first.path} and {file.path} (or the info.pt beside them) do not say the same of whether expert-parallel ranks share out {name}, or of who "
+                "has which experts: they are of different checkpoints"
+            )
+    held = [[_held(f, f.data[name]) for f in row] for row in grid]
+    return Peers(held, [all(f.holds(f.data[name]) for f in row) for row in grid], mark)
 
 
 def same_values(one: Sequence[Held], other: Sequence[Held]) -> bool:
@@ -115,41 +155,86 @@ def is_zero(data: object) -> bool:
 
 def counts(files: Mapping[Rank, File], pp: int = 0) -> list[int]:
     """Parameters in each group of a pipeline rank's optimizer."""
-    return [len(g["params"]) for g in files[Rank(pp=pp)].data["param_groups"]]
+    data = files[Rank(pp=pp)].data
+    sizes = [len(g["params"]) for g in data["param_groups"]]
+    if not expert_states.is_combined(data):
+        return sizes
+    half = data["ep_param_group_offset"]
+    return [a + b for a, b in zip(sizes[:half], sizes[half:], strict=True)]
+
+
+ExpertsOf = Callable[[str], Experts | None]
+"""Which experts each expert-parallel rank had of a parameter, by its name; None if all had all of it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Cell:
+    """A rank's file of an optimizer. data: with the numbers that every optimizer has."""
+
+    file: File
+    data: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class _Stage:
+    """The files of a pipeline rank. shared: for each tensor-parallel rank, those of the ranks that share out a parameter of no experts, in order. experts: by
+    expert-parallel rank, the same for its experts."""
+
+    shared: list[list[_Cell]]
+    experts: list[list[list[_Cell]]]
 
 
 def optimizer_state(
-    files: Files, names: Sequence[Sequence[Sequence[str]]], shape_of: Callable[[str], tuple[int, ...] | None]
+    files: Files,
+    names: Sequence[Sequence[Sequence[str]]],
+    shape_of: Callable[[str], tuple[int, ...] | None],
+    experts: ExpertsOf = lambda name: None,
 ) -> OptimizerState:
     """The optimizer's state by parameter.
 
     names: for each pipeline rank, for each group: the names of its parameters in order. shape_of: what a rank held of a parameter, for files that do not say
-    (those of ZeRO-1 do). What several pipeline ranks have (tied weights) is the first one's. Raises ValueError if there are more or fewer.
+    (those of ZeRO-1 do). experts: of which parameters expert-parallel ranks had different experts. What several pipeline ranks have (tied weights) is the
+    first one's. Raises ValueError if there are more or fewer, and if values are missing.
     """
-    sizes = files.sizes
-    if sizes["ep"] > 1:
-        raise NotImplementedError(
-            f"{files.folder}: optimizer states of {sizes['ep']} expert-parallel ranks cannot be read; load the model alone (optimizer=None)"
-        )
     zero = is_zero(files.optimizer[min(files.optimizer)].data)
     found = OptimizerState({}, {}, [], zero, {})
-    for stage in range(sizes["pp"]):
-        ranks = sorted(r for r in files.optimizer if r.pp == stage)
-        grid = [[files.optimizer[r] for r in ranks if r.tp == t and (zero or r.dp == 0)] for t in range(sizes["tp"])]
-        _add_stage(found, grid, names[stage], shape_of)
+    for stage in range(files.sizes["pp"]):
+        own = [[experts(name) for name in group] for group in names[stage]]
+        ep = max((len(held) for group in own for held in group if held is not None), default=1)
+        flags = [[held is not None for held in group] for group in own]
+        _add_stage(found, _stage(files, stage, zero, ep, flags), names[stage], shape_of, experts)
     return found
 
 
+def _stage(files: Files, stage: int, zero: bool, ep: int, flags: expert_states.Flags) -> _Stage:
+    def cell(rank: Rank) -> _Cell:
+        file = files.optimizer[rank]
+        if not zero or not (expert_states.is_combined(file.data) or any(flag for own in flags for flag in own)):
+            return _Cell(file, file.data)
+        try:
+            return _Cell(file, expert_states.plain(file.data, flags))
+        except ValueError as error:
+            raise ValueError(f"{file.path}: {error}") from None
+
+    tps = range(files.sizes["tp"])
+    ranks = sorted(r for r in files.optimizer if r.pp == stage)
+    if zero:
+        shared = [[cell(r) for r in ranks if r.tp == t] for t in tps]
+        return _Stage(shared, [[row[e::ep] for row in shared] for e in range(ep)])
+    by_rank = [[[cell(r) for r in ranks if r.tp == t and r.dp == 0 and r.ep == e] for t in tps] for e in range(ep)]
+    return _Stage(by_rank[0], by_rank)
+
+
 def _add_stage(
-    found: OptimizerState, grid: Sequence[Sequence[File]], names: Sequence[Sequence[str]], shape_of: Callable[[str], Any]
+    found: OptimizerState, stage: _Stage, names: Sequence[Sequence[str]], shape_of: Callable[[str], Any], experts: ExpertsOf
 ) -> None:
-    first = grid[0][0]
+    first = stage.shared[0][0]
     groups = first.data["param_groups"]
     sizes = [len(g["params"]) for g in groups]
     if sizes != [len(n) for n in names]:
         raise ValueError(
-            f"{first.path} has groups of {sizes} parameters, there are groups of {[len(n) for n in names]} here: the optimizer must get the same groups of the "
-            "same parameters in the same order"
+            f"{first.file.path} has groups of {sizes} parameters, there are groups of {[len(n) for n in names]} here: the optimizer must get the same groups "
+            "of the same parameters in the same order"
         )
     for k, (group, own) in enumerate(zip(groups, names, strict=True)):
         if len(found.groups) <= k:
@@ -158,26 +243,44 @@ def _add_stage(
         found.groups[k]["params"] += [name for name in own if name not in known]
         for index, name in zip(group["params"], own, strict=True):
             if name not in known:
-                _add_parameter(found, grid, index, name, shape_of)
+                _add_parameter(found, stage, index, name, shape_of, experts(name))
 
 
-def _add_parameter(found: OptimizerState, grid: Sequence[Sequence[File]], index: int, name: str, shape_of: Callable[[str], Any]) -> None:
-    shape = tuple(grid[0][0].data["shape_info"][index]) if found.zero else shape_of(name)
+def _add_parameter(
+    found: OptimizerState, stage: _Stage, index: int, name: str, shape_of: Callable[[str], Any], held: Experts | None
+) -> None:
+    """The state of one parameter. held: the experts of each expert-parallel rank, if it is of experts."""
+    cells = [stage.shared] if held is None else stage.experts
+    first = stage.shared[0][0]
+    shape = tuple(first.data["shape_info"][index]) if found.zero else shape_of(name)
     if shape is not None:
         found.shapes[name] = shape
-    own = [[_state_of(f, index, found.zero) for f in row] for row in grid]
-    first = grid[0][0]
-    for kind, value in own[0][0].items():
-        if not is_tensor(value) or _is_number(kind, first.describe(value)[0], shape):
-            found.plain.setdefault(name, {})[kind] = first.tensor(value) if is_tensor(value) else value
+    own = [[[(c.file, state_of(c.data, index, found.zero)) for c in row] for row in rows] for rows in cells]
+    for kind, value in own[0][0][0][1].items():
+        if not is_tensor(value) or _is_number(kind, first.file.describe(value)[0], shape):
+            found.plain.setdefault(name, {})[kind] = first.file.tensor(value) if is_tensor(value) else value
             continue
-        rows = [[(f, state[kind]) for f, state in zip(files, states, strict=True)] for files, states in zip(grid, own, strict=True)]
-        part = first.describe(value)[0]
+        parts = [[[(f, state[kind]) for f, state in row] for row in rows] for rows in own]
+        label = f"{kind}/{name}"
+        _check_there(label, parts)
+        part = first.file.describe(value)[0]
         local = part if shape is None else shape
-        if part == (_piece(local, len(grid[0])) if found.zero else local):
-            found.parts[f"{kind}/{name}"] = [_joined_rows(r, local) for r in rows]
+        if part == (_piece(local, len(parts[0][0])) if found.zero else local):
+            joined = [[_joined_rows(row, local) for row in rows] for rows in parts]
+            found.parts[label] = joined[0] if held is None else [expert_files.united(column, held) for column in zip(*joined, strict=True)]
         else:
-            found.odd[f"{kind}/{name}"] = [_held(f, v) for r in rows for f, v in r]
+            found.odd[label] = [_held(f, v) for rows in parts for row in rows for f, v in row]
+
+
+def _check_there(label: str, parts: Sequence[Sequence[Sequence[tuple[File, Any]]]]) -> None:
+    """Raise ValueError if the values of further expert-parallel ranks are missing."""
+    for rows in parts[1:]:
+        for file, value in (pair for row in rows for pair in row):
+            if not file.holds(value):
+                raise ValueError(
+                    f"{file.path} has no values of {label}, of which each expert-parallel rank has its own experts': NxD writes those of the first rank alone, "
+                    "if use_xser is on and ZeRO-1 is off. Load the model alone (optimizer=None)"
+                )
 
 
 def _is_number(kind: str, size: tuple[int, ...], shape: tuple[int, ...] | None) -> bool:
@@ -185,12 +288,12 @@ def _is_number(kind: str, size: tuple[int, ...], shape: tuple[int, ...] | None) 
     return kind == STEP or (size == () and shape != ())
 
 
-def _state_of(file: File, index: int, zero: bool) -> dict[str, Any]:
+def state_of(data: Mapping[str, Any], index: int, zero: bool) -> dict[str, Any]:
     """What one rank keeps for a parameter."""
     if not zero:
-        return dict(file.data["state"].get(index, {}))
-    own = dict(file.data["base_state"].get(index, {}))
-    master = file.data.get("sharded_master_weights") or {}
+        return dict(data["state"].get(index, {}))
+    own = dict(data["base_state"].get(index, {}))
+    master = data.get("sharded_master_weights") or {}
     return {**own, **({MASTER: master[index]} if index in master else {})}
 
 

@@ -12,12 +12,13 @@ from typing import Any
 import torch
 
 from nxd_jax import _wrapper
-from nxd_jax.checkpoint import contents, original_numbers, pipeline_ranks, reading, savers, tags, writing
-from nxd_jax.checkpoint.original_files import Rank
+from nxd_jax.checkpoint import contents, expert_files, original_numbers, pipeline_ranks, reading, savers, tags, writing
+from nxd_jax.checkpoint.original_files import STEP, Rank
 from nxd_jax.checkpoint.storage import create_checkpoint_storage
-from nxd_jax.tensor_parallel import parallel_groups, rank_states, stage_states
+from nxd_jax.tensor_parallel import expert_shares, expert_states, parallel_groups, rank_states, stage_states
 from torch_bridge import nested
 from torch_bridge.mesh import groups, processes, world
+from torch_bridge.recorder import sharded
 from torch_bridge.runtime import executor
 from torch_bridge.torch_xla.utils import serialization as xser_format
 
@@ -39,8 +40,8 @@ def export_original(
     xser: a file for each tensor (`use_xser=True`). Complete tags of that name are replaced once the new one is written. All processes must call it.
     Of a pipeline each rank's file has the weights of its own stages, stage s with rank s modulo their number; the optimizer needs the model.
 
-    Under ZeRO-1 with context parallelism, the number after `dp_rank_` counts all ranks that share a parameter out. Raises NotImplementedError for an
-    optimizer under expert parallelism, ValueError if there is nothing to write.
+    Under ZeRO-1 with context parallelism, the number after `dp_rank_` counts all ranks that share a parameter out. Raises ValueError if there is nothing to
+    write.
     """
     if model is None and optimizer is None and scheduler is None and user_content is None:
         raise ValueError("export_original has nothing to write: give model=, optimizer=, scheduler= or user_content=")
@@ -64,8 +65,9 @@ def export_original(
     processes.barrier("export_original done")
 
 
-def write(path: Path, data: Any, xser: bool = False, without: Collection[str] = ()) -> None:
-    """One rank's file; as "xser" with its tensors in files of their own, but for the values of those `without`."""
+def write(path: Path, data: Any, xser: bool = False, without: Collection[str] = (), experts_alone: bool = False) -> None:
+    """One rank's file; as "xser" with its tensors in files of their own, but for the values of those `without`. experts_alone: of these files, too, leave out
+    those of tensors that are not of experts: the first expert-parallel rank has them."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if not xser:
         torch.save(data, path)
@@ -74,15 +76,18 @@ def write(path: Path, data: Any, xser: bool = False, without: Collection[str] = 
     folder = Path(xser_format._get_tensors_folder(path))
     folder.mkdir()
     absent = {id(data[name]) for name in without}
+    absent |= {id(t) for t in found if experts_alone and not getattr(t, expert_files.FLAG, False)}
     for tid, t in enumerate(found):
         if id(t) not in absent:
             torch.save(t, xser_format._get_tensor_file(os.fspath(folder), tid))
     torch.save(nested.replace(data, _is_tensor, [xser_format.TensorReference(k) for k in range(len(found))]), path)
-    info = {
-        k: {"dtype": t.dtype, "shape": t.shape, "expert_model_parallel": getattr(t, "expert_model_parallel", False)}
-        for k, t in enumerate(found)
-    }
-    torch.save(info, f"{path}.info.pt")
+    torch.save({k: _info(t) for k, t in enumerate(found)}, f"{path}.info.pt")
+
+
+def _info(t: torch.Tensor) -> dict[str, Any]:
+    """What NxD notes of a tensor; of experts also how ranks hold them, which it does not."""
+    found = {"dtype": t.dtype, "shape": t.shape, expert_files.FLAG: getattr(t, expert_files.FLAG, False)}
+    return found | {expert_files.ORDER: getattr(t, expert_files.ORDER, None)} if found[expert_files.FLAG] else found
 
 
 def _is_tensor(x: object) -> bool:
@@ -104,15 +109,15 @@ class RankFiles:
     """`model/` or `optim/`, ready to be written.
 
     states: for each pipeline rank what stands for all its ranks' states; one for all if they have the same. ranks: for each file that is written here the rank
-    whose state it holds. experts: names tell expert-parallel ranks, and the tensors `of_experts` are marked. without: tensors whose values are left out, with
-    `xser`.
+    whose state it holds. experts: names tell expert-parallel ranks. of_experts: the tensors of experts among a rank's state, each with what is to be marked
+    on it. without: tensors whose values are left out, with `xser`.
     """
 
     states: Sequence[Any]
     ranks: Mapping[Rank, int]
     xser: bool
     experts: bool = False
-    of_experts: Collection[str] = ()
+    of_experts: Callable[[Rank, Any], list[tuple[torch.Tensor, dict[str, Any]]]] = lambda rank, own: []
     without: Collection[str] = ()
     bytes: int = 0
     """Of the tensors written."""
@@ -134,11 +139,12 @@ class RankFiles:
         """All processes call it. Unless all is held, one rank's state at a time is on the host."""
         for rank, r in self.ranks.items():
             own = self._held[rank] if self._held is not None else rank_states.split(self._state(rank.pp), [r], _alone)[0]
-            for name in self.of_experts:
-                if name in own:
-                    own[name].expert_model_parallel = True
-            self.bytes += sum(t.nbytes for t in nested.collect(own, _is_tensor))
-            write(folder / rank.file_name(self.experts), own, self.xser, [name for name in self.without if name in own])
+            for t, marks in self.of_experts(rank, own):
+                for attribute, value in marks.items():
+                    setattr(t, attribute, value)
+            alone = self.xser and rank.ep > 0
+            self.bytes += sum(t.nbytes for t in nested.collect(own, _is_tensor) if not alone or getattr(t, expert_files.FLAG, False))
+            write(folder / rank.file_name(self.experts), own, self.xser, [name for name in self.without if name in own], alone)
 
 
 def model_files(model: torch.nn.Module, xser: bool, without: Collection[str] = ()) -> RankFiles:
@@ -152,14 +158,25 @@ def model_files(model: torch.nn.Module, xser: bool, without: Collection[str] = (
     found = contents.of_model(model)
     tensors = {name: t for name, (t, _) in found.tensors.items()} | _lent_weights(model)
     state: dict[str, Any] = {name: t.detach() for name, t in tensors.items()}
-    of_experts = [name for name, t in tensors.items() if getattr(t, "expert_model_parallel", False)]
+    marks = {name: expert_files.marks_for(t) for name, t in tensors.items() if _is_of_experts(model, t)}
     tp, pp, ep = (_places_in(kind) for kind in ("tp", "pp", "ep"))
     ranks = _firsts({r: Rank(0, tp[r], pp[r], ep[r]) for r in range(world.size())})
     other = found.other["other"]
     by_rank = pipeline_ranks.names_of(model, tensors)
     states = [{**state, **other}] if by_rank is None else _of_stages(state, other, by_rank)
     left_out = without if by_rank is None else _with_aliases(without, tensors)
+
+    def of_experts(_: Rank, own: Any) -> list[tuple[torch.Tensor, dict[str, Any]]]:
+        return [(own[name], said) for name, said in marks.items() if name in own]
+
     return RankFiles(states, ranks, xser, _expert_parallel(), of_experts, left_out)
+
+
+def _is_of_experts(model: Any, t: torch.Tensor) -> bool:
+    """Whether expert-parallel ranks have different experts of a tensor. Tensors of a state dict have lost the attributes that say so."""
+    if not isinstance(model, Mapping) or not _expert_parallel() or t.device.type != "xla":
+        return expert_shares.is_shared_out(t)
+    return bool(set(sharded.varying(t).axes) & set(sharded.axes_of(parallel_groups.group("ep"))))
 
 
 def _lent_weights(model: Any) -> dict[str, torch.Tensor]:
@@ -192,20 +209,52 @@ def _with_aliases(names: Collection[str], tensors: Mapping[str, torch.Tensor]) -
 def optimizer_files(optimizer: torch.optim.Optimizer, xser: bool, model: Any = None) -> RankFiles:
     """An optimizer's, or those of its state dict. model: of a pipeline, which says which parameters each rank has.
 
-    Raises NotImplementedError under expert parallelism, ValueError for a pipeline without its model or the optimizer itself.
+    Raises ValueError for a pipeline without its model or the optimizer itself.
     """
-    if _expert_parallel():
-        raise NotImplementedError(
-            "optimizers under expert parallelism cannot be written in NxD's format: pass optimizer=None, or use nxd.save_checkpoint with "
-            "NXD_JAX_CHECKPOINT_FORMAT=nxd"
-        )
     state, place = _optimizer_state(optimizer)
-    tp, pp = (_places_in(kind) for kind in ("tp", "pp"))
-    ranks = _firsts({r: Rank(place(r), tp[r], pp[r]) for r in range(world.size())})
+    tp, pp, ep = (_places_in(kind) for kind in ("tp", "pp", "ep"))
+    named = _expert_parallel() and "base_state" not in state  # of ZeRO-1's files the data-parallel rank says whose experts they have
+    ranks = _firsts({r: Rank(place(r), tp[r], pp[r], ep[r] if named else 0) for r in range(world.size())})
     original_numbers.check(optimizer, state, model)
-    if _wrapper.pipeline_of(model) is None:
-        return RankFiles([state], ranks, xser)
-    return RankFiles(original_numbers.by_rank(optimizer, state, model), ranks, xser)
+    alone = _wrapper.pipeline_of(model) is None
+    found = [(state, _flags(optimizer, state))] if alone else original_numbers.by_rank(optimizer, state, model)
+    flags = [own for _, own in found]
+    states = [_numbered(own, of) for own, of in found]
+
+    def of_experts(rank: Rank, own: Any) -> list[tuple[torch.Tensor, dict[str, Any]]]:
+        return _moments_of_experts(own, flags[rank.pp] if len(flags) > 1 else flags[0])
+
+    return RankFiles(states, ranks, xser, named, of_experts)
+
+
+def _flags(optimizer: Any, state: Mapping[str, Any]) -> list[list[bool]]:
+    """For each group which parameters are of experts; of a state dict, those whose state differs among expert-parallel ranks."""
+    if not isinstance(optimizer, Mapping):
+        return contents.are_experts(optimizer)
+    if not _expert_parallel() or "state" not in state:
+        return []
+    axes = set(sharded.axes_of(parallel_groups.group("ep")))
+
+    def differs(own: Mapping[str, Any]) -> bool:
+        return any(isinstance(t, torch.Tensor) and t.device.type == "xla" and set(sharded.varying(t).axes) & axes for t in own.values())
+
+    return [[differs(state["state"].get(k, {})) for k in group["params"]] for group in state["param_groups"]]
+
+
+def _numbered(state: Mapping[str, Any], flags: expert_states.Flags) -> Mapping[str, Any]:
+    """The state as NxD numbers it: ZeRO-1's with experts by themselves."""
+    if not _expert_parallel() or "base_state" not in state or expert_states.is_combined(state):
+        return state
+    return expert_states.combined(state, flags)
+
+
+def _moments_of_experts(own: Mapping[str, Any], flags: expert_states.Flags) -> list[tuple[torch.Tensor, dict[str, Any]]]:
+    """The tensors of experts in a state that is not ZeRO-1's."""
+    if "base_state" in own:
+        return []
+    pairs = zip(own["param_groups"], flags, strict=False)
+    kept = [own["state"].get(k, {}) for group, of in pairs for k, flag in zip(group["params"], of, strict=True) if flag]
+    return [(t, {expert_files.FLAG: True}) for state in kept for kind, t in state.items() if _is_tensor(t) and kind != STEP]
 
 
 def _places_in(kind: str) -> dict[int, int]:
@@ -233,7 +282,7 @@ def _optimizer_state(optimizer: torch.optim.Optimizer) -> tuple[Mapping[str, Any
             return state, lambda r: 0
         return state, groups.resolve(parallel_groups.layout().zero1_lists()).index
     found = contents.inner(optimizer)
-    state = found.state_dict()
+    state = dict(contents.plain_state(found, found.state_dict()))
     params = [p for group in found.param_groups for p in group["params"]]
     if not contents.is_zero1(found) or not params:
         return state, lambda r: 0

@@ -1,7 +1,8 @@
 """Which part of which full array each rank's tensor is.
 
-A parameter that tensor-parallel ranks share out is a part of a full array along one dim. Fused parameters (gate and up; q, k and v) are several parts. Under
-ZeRO-1 a rank holds some of its rows only. Copies are stored once. So an array on disk does not depend on how many ranks wrote it.
+A parameter that tensor-parallel ranks share out is a part of a full array along one dim. Fused parameters (gate and up; q, k and v) are several parts. Of
+experts, expert-parallel ranks hold some of the array's first dim. Under ZeRO-1 a rank holds some of its rows only. Copies are stored once. So an array on
+disk does not depend on how many ranks wrote it.
 """
 
 from __future__ import annotations
@@ -13,9 +14,19 @@ from typing import Any
 import torch
 
 from nxd_jax.checkpoint import heads
-from nxd_jax.tensor_parallel import full_weights, layer_groups
+from nxd_jax.tensor_parallel import expert_shares, full_weights, layer_groups
 from torch_bridge.collectives.row_shards import RowShards
 from torch_bridge.mesh import groups, world
+
+
+@dataclasses.dataclass(frozen=True)
+class Experts:
+    """Which block of all experts each rank holds, along dim 0. count: different blocks. part: of each rank of the world. order: the experts' numbers in the
+    order in which ranks hold them, where no rank's are such a block; None: they are blocks."""
+
+    count: int
+    part: tuple[int, ...]
+    order: tuple[int, ...] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +35,7 @@ class Piece:
 
     suffix: added to the name ("" if the tensor is one piece). start, rows: which rows of the tensor (rows 0: all). dim: along which ranks share the array out.
     stride: tensors fused along `dim`, each shared out by itself. count: different parts. part: of each rank of the world. order: for each group of query heads
-    in the ranks' order its place in the full array (`heads.order`); None: they are in order.
+    in the ranks' order its place in the full array (`heads.order`); None: they are in order. experts: how expert-parallel ranks share out dim 0 besides.
     """
 
     suffix: str
@@ -35,11 +46,12 @@ class Piece:
     count: int
     part: tuple[int, ...]
     order: tuple[int, ...] | None = None
+    experts: Experts | None = None
 
     @property
     def whole(self) -> bool:
         """Whether the piece is the tensor as it is."""
-        return not self.rows and self.stride == 1 and self.order is None
+        return not self.rows and self.stride == 1 and self.order is None and (self.experts is None or self.experts.order is None)
 
     def local_shape(self, tensor: Sequence[int]) -> list[int]:
         """The shape of what a rank stores, given its tensor's: fused tensors along a dim of their own."""
@@ -58,6 +70,7 @@ class Piece:
         shape = [self.rows, *tensor[1:]] if self.rows else list(tensor)
         if shape:
             shape[self.dim] *= self.count
+            shape[0] *= 1 if self.experts is None else self.experts.count
         return shape
 
 
@@ -82,8 +95,9 @@ def of(parameter: torch.Tensor, rows: RowShards | None = None) -> Placement:
     """The placement of a parameter, or of a tensor that is shared out like it. A number counts as one row."""
     shape = tuple(parameter.shape) or (1,)
     rows = None if rows is None or rows.size == 1 else rows
+    experts = _experts(parameter)
     if not full_weights.is_shared_out(parameter):
-        return Placement(shape, (_everywhere(),), rows)
+        return Placement(shape, (dataclasses.replace(_everywhere(), experts=experts),), rows)
     firsts = [members[0] for members in groups.resolve(layer_groups.tensor_parallel()).members]
     found = [full_weights._pieces(parameter, layer_groups.tensor_parallel(), rank) for rank in firsts]
     names = ("_q", "_k", "_v") if len(found[0]) == 3 else ("",)
@@ -105,9 +119,26 @@ def of(parameter: torch.Tensor, rows: RowShards | None = None) -> Placement:
                 shares.count,
                 tuple(part[r] for r in range(world.size())),
                 None if k else order,
+                experts,
             )
         )
+    if experts is not None and any(piece.rows or (piece.dim == 0 and piece.stride > 1) for piece in pieces):
+        raise ValueError(
+            f"a parameter of shape {list(shape)} is of experts, and tensor-parallel ranks share out several tensors fused along its dim 0, which counts "
+            "experts: fuse them along another dim"
+        )
     return Placement(shape, tuple(pieces), rows)
+
+
+def _experts(parameter: torch.Tensor) -> Experts | None:
+    entries = expert_shares.entries_of(parameter)
+    if entries is None:
+        return None
+    places = [expert_shares.place_of(entries, r) for r in range(world.size())]
+    blocks = expert_shares.blocks(entries.held)
+    if blocks is not None:
+        return Experts(len(entries.held), tuple(blocks[place] for place in places))
+    return Experts(len(entries.held), tuple(places), tuple(expert_shares.order(entries.held)))
 
 
 def everywhere(shape: Sequence[int], rows: RowShards | None = None) -> Placement:

@@ -155,7 +155,7 @@ class Folder:
 
     def _on_cpu(self, parts: list[torch.Tensor], w: Wanted) -> torch.Tensor:
         full = parts[0] if len(parts) == 1 else tuple(parts)
-        if full_weights.is_shared_out(w.tensor):
+        if full_weights.is_divided(w.tensor):
             return full_weights.cut_full(w.tensor, full, world.first())
         assert isinstance(full, torch.Tensor)
         return full.reshape(w.tensor.shape)
@@ -306,7 +306,7 @@ def _set_extra_state(module: torch.nn.Module, other: Mapping[str, Any]) -> None:
 
 
 def _placement_on_cpu(t: torch.Tensor) -> Placement | None:
-    return placement.of(t) if full_weights.is_shared_out(t) else None
+    return placement.of(t) if full_weights.is_divided(t) else None
 
 
 def _shape_problems(folder: Folder, wanted: Sequence[Wanted]) -> list[str]:
@@ -319,8 +319,18 @@ def _shape_problems(folder: Folder, wanted: Sequence[Wanted]) -> list[str]:
             if "apart" in entry:
                 found.append(_apart_problem(key, entry, where))
             elif entry["shape"] != shape and not (entry["shape"] in ([], [1]) and shape in ([], [1])):
-                found.append(f"{key} has shape {entry['shape']} in the checkpoint, {shape} in the model")
+                found.append(
+                    f"{key} has shape {entry['shape']} in the checkpoint, {shape} in the model{_of_other_experts(entry, where, k, shape)}"
+                )
     return [f for f in found if f]
+
+
+def _of_other_experts(entry: Mapping[str, Any], where: Placement | None, k: int, shape: Sequence[int]) -> str:
+    """What to say of a shape that differs, where it is known that dim 0 counts experts."""
+    known = entry.get("experts") or (where is not None and where.pieces[k].experts is not None)
+    if not known or entry["shape"][0] == shape[0]:
+        return ""
+    return f" (it is of {entry['shape'][0]} experts, and {shape[0]} are needed)"
 
 
 def _apart_problem(key: str, entry: Mapping[str, Any], where: Placement | None) -> str:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +22,7 @@ from nxd_jax.checkpoint.name_maps import Heads, Made, NameMap
 from nxd_jax.checkpoint.orbax_files import DamagedCheckpointError
 from nxd_jax.checkpoint.targets import Pace, Target, target_of
 from nxd_jax.tensor_parallel import full_weights, kv_groups, parallel_groups
+from torch_bridge.aot import safetensors
 from torch_bridge.mesh import processes, world
 from torch_bridge.runtime import executor
 
@@ -31,22 +31,6 @@ MAX_BYTES = 5 * 10**9
 
 INDEX = "model.safetensors.index.json"
 _ONE = "model.safetensors"
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-    "C64": torch.complex64,
-}
-_CODES = {dtype: code for code, dtype in _DTYPES.items()}
 
 
 class Planned(NamedTuple):
@@ -65,22 +49,17 @@ class Planned(NamedTuple):
 # -- reading -----------------------------------------------------------------------------------------
 
 
-class _Entry(NamedTuple):
-    path: Path
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    start: int
-    bytes: int
-
-
 class Hub:
     """The tensors of a folder, or of one file. Raises FileNotFoundError if there are none, DamagedCheckpointError for a damaged file."""
 
     def __init__(self, path: str | os.PathLike[str]):
         self.path = Path(path)
-        self.entries: dict[str, _Entry] = {}
+        self.entries: dict[str, safetensors.Entry] = {}
+        self.files: dict[str, Path] = {}
         for file in self._files():
-            self.entries.update(_header(file))
+            found = _header(file)
+            self.entries.update(found)
+            self.files.update(dict.fromkeys(found, file))
 
     def _files(self) -> list[Path]:
         if self.path.is_file():
@@ -112,12 +91,7 @@ class Hub:
 
     def read(self, name: str) -> torch.Tensor:
         """A tensor, mapped to memory: writing to it does not change the file."""
-        entry = self.entries[name]
-        if not entry.bytes:
-            return torch.empty(entry.shape, dtype=entry.dtype)
-        raw = torch.from_numpy(np.memmap(entry.path, np.uint8, "c", entry.start, (entry.bytes,)))
-        raw = raw.clone() if entry.start % entry.dtype.itemsize else raw
-        return raw.view(entry.dtype).reshape(entry.shape)
+        return safetensors.tensor(np.memmap(self.files[name], np.uint8, "c"), self.entries[name])
 
 
 def _json(path: Path) -> dict[str, Any]:
@@ -128,29 +102,12 @@ def _json(path: Path) -> dict[str, Any]:
     return found
 
 
-def _header(path: Path) -> dict[str, _Entry]:
-    """What a file holds: its length comes first (8 bytes, little endian), then JSON, then the tensors."""
-    size = path.stat().st_size
+def _header(path: Path) -> dict[str, safetensors.Entry]:
     with open(path, "rb") as f:
-        length = struct.unpack("<Q", f.read(8))[0] if size >= 8 else size
-        if length > size - 8:
-            raise DamagedCheckpointError(f"{path} is damaged: {size} bytes cannot hold a header of {length}. Download it again")
         try:
-            described = json.loads(f.read(length))
-            found = {name: _entry(path, 8 + length, d) for name, d in described.items() if name != "__metadata__"}
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise DamagedCheckpointError(f"{path} is damaged: its header cannot be read ({error!r}). Download it again") from error
-    short = [
-        name for name, e in found.items() if e.start + e.bytes > size or e.bytes != e.dtype.itemsize * np.prod(e.shape, dtype=np.int64)
-    ]
-    if short:
-        raise DamagedCheckpointError(f"{path} is damaged: {size} bytes do not hold {short[0]} as its header says. Download it again")
-    return found
-
-
-def _entry(path: Path, base: int, described: Mapping[str, Any]) -> _Entry:
-    start, end = described["data_offsets"]
-    return _Entry(path, _DTYPES[described["dtype"]], tuple(described["shape"]), base + start, end - start)
+            return safetensors.entries(f, 0, path.stat().st_size)
+        except ValueError as error:
+            raise DamagedCheckpointError(f"{path} is damaged: {error}. Download it again") from error
 
 
 # -- writing -----------------------------------------------------------------------------------------
@@ -161,7 +118,7 @@ def write(
 ) -> list[Path]:
     """Write a folder, files of an earlier model replaced. max_bytes: of tensors in a file. config: for config.json. here: whether this process writes; every
     one reads the tensors, one after the other. Returns the files. Raises ValueError for dtypes that the format does not have."""
-    unknown = [f"{t.name} ({t.dtype})" for t in tensors if t.dtype not in _CODES]
+    unknown = [f"{t.name} ({t.dtype})" for t in tensors if t.dtype not in safetensors.CODES]
     if unknown:
         raise ValueError(f"safetensors files cannot hold {', '.join(unknown[:4])}: convert them first (dtype=)")
     groups = _groups(tensors, max_bytes)
@@ -192,21 +149,14 @@ def _write_file(path: Path, tensors: Sequence[Planned], here: bool) -> None:
         for t in tensors:
             t.read()
         return
-    described: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for t in tensors:
-        described[t.name] = {"dtype": _CODES[t.dtype], "shape": list(t.shape), "data_offsets": [end, end + t.bytes]}
-        end += t.bytes
-    text = json.dumps(described).encode()
-    text += b" " * (-len(text) % 8)
     unfinished = path.with_name(path.name + ".unfinished")
     with open(unfinished, "wb") as f:
-        f.write(struct.pack("<Q", len(text)) + text)
+        f.write(safetensors.header((t.name, t.dtype, t.shape) for t in tensors))
         for t in tensors:
             value = t.read().to(t.dtype).contiguous()
             assert tuple(value.shape) == t.shape
             if value.numel():
-                f.write(value.reshape(-1).view(torch.uint8).numpy().data)
+                f.write(safetensors.raw(value))
         f.flush()
         os.fsync(f.fileno())
     os.replace(unfinished, path)

@@ -10,7 +10,8 @@ import torch
 from nxd_jax.checkpoint import contents, placement
 from nxd_jax.checkpoint.joining import Need
 from nxd_jax.checkpoint.placement import Placement
-from nxd_jax.tensor_parallel import full_weights
+from nxd_jax.tensor_parallel import expert_shares, full_weights
+from nxd_jax.tensor_parallel.sharded_weights import Entries
 from torch_bridge.runtime import executor
 
 _AT_ONCE = 256 * 2**20
@@ -35,14 +36,24 @@ class Target:
 
 def target_of(name: str, tensor: torch.Tensor) -> Target:
     """A tensor of a model by its name in the state dict."""
-    if not full_weights.is_shared_out(tensor):
+    entries = expert_shares.entries_of(tensor)
+    if not full_weights.is_shared_out(tensor) and entries is None:
         return Target(tensor, contents.placed(tensor), (name,), {name: Need(tuple(tensor.shape))})
     where = placement.of(tensor)
+    if not full_weights.is_shared_out(tensor):
+        return Target(tensor, where, (name,), {name: _of_experts(Need(tuple(where.pieces[0].full_shape(where.shape))), entries, tensor)})
     keys = tuple(contents.keys_of(name, where))
     order = getattr(tensor, "rank_ordering", None)
     found = tuple(int(k) for k in order) if isinstance(order, (tuple, list)) else None
-    needs = [Need(tuple(p.full_shape(where.shape)), p.dim, p.stride, found) for p in where.pieces]
+    needs = [_of_experts(Need(tuple(p.full_shape(where.shape)), p.dim, p.stride, found), entries, tensor) for p in where.pieces]
     return Target(tensor, where, keys, dict(zip(keys, needs, strict=True)))
+
+
+def _of_experts(need: Need, entries: Entries | None, tensor: torch.Tensor) -> Need:
+    if entries is None:
+        return need
+    said = getattr(tensor, "expert_distribution", None)
+    return dataclasses.replace(need, experts=True, held=None if said is None else entries.held)
 
 
 def write(tensor: torch.Tensor, full: full_weights.Full) -> None:

@@ -135,10 +135,10 @@ def _check_object(path: Path, report: Report, trust: bool) -> None:
 
 def _verify_original(folder: Path, report: Report, progress: Progress, trust: bool) -> None:
     files = original_files.find(folder, trust)
-    every = [*files.model.values(), *files.optimizer.values()]
-    for file in progress(every, "reading"):
+    every = [*files.model.items(), *files.optimizer.items()]
+    for rank, file in progress(every, "reading"):
         try:
-            values = {name: v for name, v in _tensors(file.data) if file.holds(v) or not files.optimizer}
+            values = {name: v for name, v in _tensors(file.data) if file.holds(v) or not (files.optimizer or _elsewhere(rank, file, v))}
         except _BAD as error:
             report.problems.append(_first_line(error))
             continue
@@ -148,6 +148,12 @@ def _verify_original(folder: Path, report: Report, progress: Progress, trust: bo
             report.check(label, functools.partial(file.tensor, value), shape)
     if files.model and not report.problems:
         report.problems += original_states.model_state(files.model).differing()
+
+
+def _elsewhere(rank: original_files.Rank, file: original_files.File, value: Any) -> bool:
+    """Whether the values of a tensor are in the files of the first expert-parallel rank."""
+    mark = file.mark(value)
+    return rank.ep > 0 and mark is not None and not mark.experts
 
 
 def _tensors(data: object, path: str = "") -> Iterator[tuple[str, Any]]:

@@ -157,6 +157,8 @@ def _item(found: Contents, unite: Unite, order: Sequence[str]) -> Item:
             entries[key] = _entry(piece.full_shape(where.shape), how.shape, t.dtype)
             if where.apart:
                 entries[key]["apart"] = list(piece.part)
+            if piece.experts is not None:
+                entries[key]["experts"] = True
             if (rank := pipeline_ranks.rank_of(t)) is not None:
                 entries[key][pipeline_ranks.AXIS] = rank
             if piece is where.pieces[0] and heads.arrangement(t):

@@ -9,18 +9,21 @@ step.collectives               # a table: prints, shows in a notebook, .to_panda
 inspect.why()                  # why the last program that was compiled again was
 inspect.replay()               # which modules are played from recordings, and why others are not
 inspect.schedule("zbv", stages=8, microbatches=32)  # what a pipeline schedule costs, without any model
+inspect.experts(model)         # how busy the experts of MoE layers are, by layer and step
 inspect.pipeline(model)        # a step of a pipeline, measured: with inspect.pipeline(model) as step: model.run_train(**batch)
 """
 
 from nxd_jax.inspect.collectives import Collective
 from nxd_jax.inspect.costs import Cost, Costs
 from nxd_jax.inspect.differences import Difference
+from nxd_jax.inspect.experts import ExpertTable, LayerOfExperts, experts
 from nxd_jax.inspect.hlo import HloLine, HloText
 from nxd_jax.inspect.inspection import Inspection
 from nxd_jax.inspect.looking import compare, look
 from nxd_jax.inspect.memory import Held, Memory
 from nxd_jax.inspect.nodes import Node
 from nxd_jax.inspect.pictures import memory_picture, sharding_picture, topology_picture
+from nxd_jax.inspect.pictures.experts import experts_picture
 from nxd_jax.inspect.pictures.schedule import schedule_picture
 from nxd_jax.inspect.pictures.timeline import timeline_picture
 from nxd_jax.inspect.pipeline_inspection import PipelineInspection
@@ -43,10 +46,12 @@ __all__ = [
     "Cost",
     "Costs",
     "Difference",
+    "ExpertTable",
     "Held",
     "HloLine",
     "HloText",
     "Inspection",
+    "LayerOfExperts",
     "Memory",
     "Node",
     "PipelineInspection",
@@ -63,6 +68,8 @@ __all__ = [
     "TaskOfStep",
     "Traffic",
     "compare",
+    "experts",
+    "experts_picture",
     "look",
     "memory_picture",
     "pipeline",

@@ -54,11 +54,13 @@ def _walk(jaxpr: Any, times: int, outer: Scope, known: bool) -> Iterator[Equatio
 
 
 def _on_accelerators(params: dict[str, Any]) -> dict[str, Any]:
-    """Of `lax.platform_dependent` the default alone."""
+    """Of `lax.platform_dependent` the default alone; for a grouped product, whose default loops over as many blocks as there are rows, the ragged one."""
     platforms = params.get("branches_platforms")
     if platforms is None or None not in platforms:
         return params
-    return params | {"branches": (params["branches"][platforms.index(None)],)}
+    branches = params["branches"]
+    ragged = [b for b in branches if any(eqn.primitive.name == "ragged_dot_general" for eqn in getattr(b, "jaxpr", b).eqns)]
+    return params | {"branches": (ragged[0] if ragged else branches[platforms.index(None)],)}
 
 
 def _nested(params: dict[str, Any]) -> Iterator[Any]:

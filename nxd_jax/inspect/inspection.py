@@ -167,14 +167,15 @@ class Inspection:
     def topology_picture(self, by: str | Sequence[str] | None = None, path: str | os.PathLike[str] | None = None) -> Any:
         """The machine with the groups of ranks and the bytes on every link: a matplotlib figure, saved too if there is a path. Needs matplotlib.
 
-        by: which groups colour the cores ("tp", "dp", ...); default all that there are.
+        by: which groups colour the cores ("tp", "dp", "ep", ...); default all that there are.
         """
         from nxd_jax.inspect.pictures import topology_picture
 
         used = self._cores_in_use
-        shown = [axis for axis, n in self.axes.items() if n > 1]
+        kinds = {kind: [a for a in axes if self.axes.get(a, 1) > 1] for kind, axes in _kinds(self.axes).items()}
+        shown = [kind for kind, axes in kinds.items() if axes]
         alone = [[rank] for rank in range(used.core_count)]
-        groups = {kind: self.groups((kind,)) if kind in shown else alone for kind in KINDS} if shown else None
+        groups = {kind: self.groups(kinds[kind]) if kind in shown else alone for kind in KINDS} if shown else None
         traffic = self.traffic if self.collectives.rows else None
         return topology_picture(used, groups, by or shown or None, traffic, path=path)
 
@@ -243,6 +244,18 @@ class Inspection:
         parts = [self.memory.table().html(), self.costs.by("module", depth=2, most=12).html(), self.collectives[:12].html()]
         sections = "".join(f'<div style="margin-top:10px">{p}</div>' for p in parts)
         return f'<div style="font:13px/1.5 system-ui,sans-serif"><b>{markup.escape(head)}</b>{body}{sections}</div>'
+
+
+def _kinds(axes: dict[str, int]) -> dict[str, tuple[str, ...]]:
+    """The mesh axes along which the groups of each kind lie. Expert parallelism divides the axis dp, or within context parallelism cp."""
+    names = list(axes)
+    if "ep" not in axes:
+        return {axis: (axis,) for axis in names if axis in KINDS}
+    if names.index("ep") < names.index("cp"):
+        experts = {"dp": ("dp", "ep"), "cp": ("cp",), "ep": ("ep", "cp"), "edp": ("dp",)}
+    else:
+        experts = {"dp": ("dp",), "cp": ("cp", "ep"), "ep": ("ep",), "edp": ("dp", "cp")}
+    return {"pp": ("pp",), **experts, "tp": ("tp",)}
 
 
 def machine(topology: Topology | None = None) -> Topology:

@@ -46,6 +46,7 @@ class NeuronCheckpointIO(XLACheckpointIO):
         self.save_load_xser = save_load_xser
         self.weights_only = weights_only
         self.async_save = async_save
+        self._last: tuple[BaseCheckpointStorage, str] | None = None
 
     # -- saving ---------------------------------------------------------------------------------------
 
@@ -76,18 +77,34 @@ class NeuronCheckpointIO(XLACheckpointIO):
         if schedulers is not None:
             rest["schedulers"] = len(schedulers)
             job.files[writing.SCHEDULER] = writing.pickled(schedulers[0] if len(schedulers) == 1 else schedulers)
+        job.items.update(self._more_items(rest))
         job.files[writing.USER] = writing.pickled(_of_first_rank(plain(rest)))
         if self.async_save and isinstance(job.storage, FilesysCheckpointStorage) and world.process_index() == 0:
             (job.storage.root / job.tag).mkdir(
                 parents=True, exist_ok=True
             )  # Lightning may link to it (save_last="link") before it is written
+        self._last = storage, name
         job.start(self.async_save)
 
+    def _more_items(self, rest: dict[str, Any]) -> dict[str, writing.Item]:
+        """For subclasses: further folders of arrays, by name; what is in them is taken out of `rest`."""
+        return {}
+
     def remove_checkpoint(self, path: Any) -> None:
-        """Remove a checkpoint, after the saves that are under way: at no moment is the last one gone before the next is complete."""
+        """Remove a checkpoint, after the saves that are under way: at no moment is the last one gone before the next is complete. It stays if that failed."""
         storage, name = _parts(path)
+        after = self._last
+        if after is not None and (after[0].dirname, after[1]) == (storage.dirname, name):
+            after = self._last = None
+
+        def remove() -> None:
+            if after is None or after[1] in after[0].completed_tags():
+                storage.remove_tags([name])
+            else:
+                logger.warning("%s stays, because %s, saved after it, is not complete", path, after[1])
+
         if world.process_index() == 0:
-            saving.then(lambda: storage.remove_tags([name]))
+            saving.then(remove)
 
     def teardown(self) -> None:
         """Wait for saves in the background. Raises what went wrong in them."""

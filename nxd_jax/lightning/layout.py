@@ -38,7 +38,7 @@ def prepare(config: dict[str, Any] | None, devices: object, num_nodes: int, modu
     found = config or own or neuronx_distributed_config()
     if config is not None and own is not None:
         _check_same(config, own)
-    _set_world(getattr(devices, "asked", None), num_nodes, found)
+    set_world(getattr(devices, "asked", None), num_nodes, found)
     building.lay_out(found)
 
 
@@ -51,7 +51,11 @@ def _check_same(strategy: dict[str, Any], module: dict[str, Any]) -> None:
         )
 
 
-def _set_world(asked: int | None, num_nodes: int, config: dict[str, Any]) -> None:
+def set_world(asked: int | None, num_nodes: int, config: dict[str, Any]) -> None:
+    """Have as many ranks as a Trainer asks for: `asked` on each of `num_nodes` machines; None: as many as there are.
+
+    Raises MisconfigurationException if a launcher started another number, or the configuration's sizes do not divide it.
+    """
     current = world.current()
     if asked is None:
         if num_nodes > 1 and current.fixed and current.size != num_nodes * current.local_size:

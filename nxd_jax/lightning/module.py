@@ -41,6 +41,10 @@ class NeuronLTModule(LightningModule):
 
     model: Any
 
+    runs_backward = False
+    """Whether `training_step` itself runs backward passes and zeroes gradients before, so that of automatic optimization only the optimizer's step is left
+    (`neuronx_distributed_training`)."""
+
     def __init__(
         self,
         nxd_config: dict[str, Any] | None = None,

@@ -48,7 +48,7 @@ class NeuronXLAPrecisionPlugin(XLAPrecision):
         result = optimizer.step(closure=partial(self._prepared, model, optimizer, closure), **kwargs)
         if self.ends_step or model.automatic_optimization:
             steps.mark()
-        if model.automatic_optimization and result is None:
+        if model.automatic_optimization and result is None and not getattr(model, "runs_backward", False):
             raise MisconfigurationException(
                 "training_step returned None: with XLA a step cannot be left out, for other ranks wait in its collectives. Return a loss of 0 times "
                 "something that needs gradients, or use manual optimization"

@@ -44,6 +44,7 @@ class NeuronTQDMProgressBar(TQDMProgressBar):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
+        self._know_total(trainer)
         if not self._pace.begun:
             self._say(trainer, "compiling")
         self._pace.batch_starts(time.perf_counter())
@@ -64,6 +65,13 @@ class NeuronTQDMProgressBar(TQDMProgressBar):
             self.train_progress_bar.n = trainer.fit_loop.epoch_loop.batch_progress.current.ready
         super().on_train_epoch_end(trainer, pl_module)
 
+    def _know_total(self, trainer: Trainer) -> None:
+        """In an epoch that is resumed in its middle, which Lightning does not say has begun."""
+        bar, total = self.train_progress_bar, self.total_train_batches
+        if self.is_enabled and bar.total is None and total != float("inf"):
+            bar.total = int(total)
+            bar.set_description(f"Epoch {trainer.current_epoch}")
+
     def _say(self, trainer: Trainer, text: str) -> None:
         """Show a word in place of metrics."""
         if self.is_enabled and _ranks(trainer) is not None:
@@ -76,6 +84,9 @@ class NeuronTQDMProgressBar(TQDMProgressBar):
     def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
         """What the bar shows: what was logged for it, then the time of a step and the rate (unless something of that name was logged)."""
         shown = dict(super().get_metrics(trainer, pl_module))
+        version = getattr(trainer.logger, "version", None)
+        if isinstance(version, str) and "v_num" in shown:
+            shown["v_num"] = version  # Lightning's: its last four letters
         ranks = _ranks(trainer)
         for name, text in {} if ranks is None else described(self._pace, ranks).items():
             shown.setdefault(name, text)

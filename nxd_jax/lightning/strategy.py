@@ -185,9 +185,11 @@ class NeuronXLAStrategy(XLAStrategy):
     def setup(self, trainer: Trainer) -> None:
         """The module on the device, and its optimizers. Raises MisconfigurationException for automatic optimization of a pipeline."""
         _without_signal_broadcasts(trainer)
-        if trainer.state.fn == TrainerFn.FITTING and trainer.lightning_module.automatic_optimization and self.pipeline_parallel_size > 1:
+        module = trainer.lightning_module
+        automatic = module.automatic_optimization and not getattr(module, "runs_backward", False)
+        if trainer.state.fn == TrainerFn.FITTING and automatic and self.pipeline_parallel_size > 1:
             raise MisconfigurationException(
-                f"{type(trainer.lightning_module).__name__} has automatic optimization, which calls loss.backward(), but with pipeline_parallel_size="
+                f"{type(module).__name__} has automatic optimization, which calls loss.backward(), but with pipeline_parallel_size="
                 f"{self.pipeline_parallel_size} run_train does forward and backward: use manual optimization (manual_opt=True), and in training_step call "
                 "self.model.run_train(**batch), then optimizer.step() and optimizer.zero_grad() of self.optimizers()"
             )
@@ -207,12 +209,13 @@ class NeuronXLAStrategy(XLAStrategy):
         return self._feeding.loader(dataloader, self._batch_device)
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        """Move a batch to the device; with a pipeline to the CPU, from where each stage takes what it reads."""
+        """Move a batch to the device; with a pipeline, and for modules that cut it into micro-batches themselves, to the CPU."""
         return super().batch_to_device(batch, self._batch_device if device is None else device, dataloader_idx)
 
     @property
     def _batch_device(self) -> torch.device:
-        return self.root_device if self.pipeline_parallel_size == 1 else torch.device("cpu")
+        on_host = self.pipeline_parallel_size > 1 or getattr(self.lightning_module, "runs_backward", False)
+        return torch.device("cpu") if on_host else self.root_device
 
     def _trainer(self) -> Any:
         assert self.lightning_module is not None

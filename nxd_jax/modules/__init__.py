@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-_SUBMODULES = ("lora", "qkv_linear", "qkv_linear_utils", "rms_norm")
+_SUBMODULES = ("attention", "lora", "moe", "qkv_linear", "qkv_linear_utils", "rms_norm")
 
 
 def __getattr__(name: str) -> Any:

@@ -22,6 +22,7 @@ from nxd_jax.checkpoint import original_files, original_states, original_writing
 from nxd_jax.checkpoint.full_writing import _rows
 from nxd_jax.checkpoint.original_files import File, Rank, is_tensor
 from nxd_jax.checkpoint.original_states import MASTER
+from nxd_jax.tensor_parallel import expert_states
 
 FULL, SHARDED = "sharded_to_full", "full_to_sharded"
 _FULL_FILE = re.compile(r"full_tp_rank_(?P<tp>\d+)_pp_rank_(?P<pp>\d+)\.pt")
@@ -98,8 +99,18 @@ def _resharded(files: Mapping[Rank, File], size: int) -> Iterator[tuple[Rank, di
         row = [files[r] for r in sorted(files) if (r.tp, r.pp) == (tp, pp)]
         if not original_states.is_zero(row[0].data):
             raise ValueError(f"{row[0].path} is not the state of a ZeRO-1 optimizer: there is nothing to join or to cut")
+        if expert_states.is_combined(row[0].data) and _of_experts(row[0].data):
+            raise ValueError(
+                f"{row[0].path} is of a model with experts, of which data-parallel ranks have different ones: their rows are not one tensor's. Use nxd-ckpt "
+                "convert --to original --zero1 --dp ... --ep ..., which knows them by the model's files beside it"
+            )
         for dp in range(size):
             yield Rank(dp, tp, pp), _state(row, dp, size)
+
+
+def _of_experts(data: Mapping[str, Any]) -> list[int]:
+    """The numbers of parameters of experts."""
+    return [k for k in data["shape_info"] if k >= data["ep_shape_info_offset"]]
 
 
 def _state(row: Sequence[File], dp: int, size: int) -> dict[str, Any]:
@@ -108,7 +119,7 @@ def _state(row: Sequence[File], dp: int, size: int) -> dict[str, Any]:
     shapes = first["shape_info"]
     made: dict[int, dict[str, Any]] = {}
     for index, shape in shapes.items():
-        states = [original_states._state_of(f, index, zero=True) for f in row]
+        states = [original_states.state_of(f.data, index, zero=True) for f in row]
         for kind, value in states[0].items():
             made.setdefault(index, {})[kind] = _value(row, [s[kind] for s in states], tuple(shape), dp, size) if is_tensor(value) else value
     found = {**first, "base_state": {i: {k: v for k, v in s.items() if k != MASTER} for i, s in made.items() if set(s) - {MASTER}}}

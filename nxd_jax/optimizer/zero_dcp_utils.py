@@ -30,7 +30,12 @@ def get_dcp_aux_infos(model: torch.nn.Module, optim: torch.optim.Optimizer) -> d
             f"{type(contents.inner(optim)).__name__}: for others use neuronx_distributed.save_checkpoint(..., model, optimizer)"
         )
     names = contents.names_of(model)
-    params = dict(enumerate(p for group in optim.param_groups for p in group["params"]))
+    every = [
+        (p, flag)
+        for group, own in zip(optim.param_groups, contents.are_experts(optim), strict=True)
+        for p, flag in zip(group["params"], own, strict=True)
+    ]
+    params = dict(enumerate(p for p, _ in sorted(every, key=lambda pair: pair[1])))  # state dicts have experts after all others
     strange = [k for k, p in params.items() if p not in names]
     if strange:
         raise ValueError(
@@ -61,6 +66,7 @@ def save_optim_state_dict(
     executor.sync()
     optimizer = aux_infos["optimizer"]
     parts = contents.parts_of(optimizer, contents.names_of(aux_infos["model"]))
+    state_dict = contents.plain_state(optimizer, state_dict)
     found = contents.of_zero1_state(state_dict, parts, type(contents.stepping(optimizer)).__name__)
     job = saving.Save(storage, TAG)
     job.items[writing.OPTIMIZER] = writing.named_item(found, parts, aux_infos["model"])

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from nxd_jax.optimizer import sharded_states, wholes
-from nxd_jax.tensor_parallel import grads, parallel_groups, partition
+from nxd_jax.tensor_parallel import expert_states, grads, parallel_groups, partition
 from torch_bridge.collectives.row_shards import RowShards
 from torch_bridge.optimizers.param_partition import Divided
 from torch_bridge.optimizers.zero1 import ZeroRedundancyOptimizer
@@ -71,6 +71,8 @@ class NeuronZero1Optimizer(ZeroRedundancyOptimizer):
 class NeuronEPZero1Optimizer(NeuronZero1Optimizer):
     """`NeuronEPZero1Optimizer`: with expert parallelism. Experts are cut among the ranks that hold the same ones, everything else among all.
 
+    State dicts have NxD's numbers (`tensor_parallel.expert_states`), and master weights too, which NxD leaves out of them.
+
     Raises ValueError for sharding_groups of your own.
     """
 
@@ -93,6 +95,17 @@ class NeuronEPZero1Optimizer(NeuronZero1Optimizer):
         if grads.is_expert(param):
             return RowShards(parallel_groups.lists("edp"))
         return super().shards_of(param)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As in the base class, parameters of experts after all others: `ep_param_id_offset` and the other offsets say from which number on."""
+        return expert_states.combined(super().state_dict(), self._are_experts())
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over what `state_dict()` gave. Raises ValueError, before anything changes, for a state without the offsets."""
+        super().load_state_dict(expert_states.plain(state_dict, self._are_experts()))
+
+    def _are_experts(self) -> list[list[bool]]:
+        return [[grads.is_expert(p) for p in group["params"]] for group in self.param_groups]
 
     def gradient_scale(self, cuts: RowShards) -> float:
         """Experts' gradients were divided by the context-parallel size before (`allreduce_context_parallel_gradients`)."""

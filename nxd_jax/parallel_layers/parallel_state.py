@@ -19,11 +19,12 @@ from nxd_jax.parallel_layers._group_logic import (  # noqa: F401 : names that te
     ascending_ring_PG_group,
     get_logic_chosen,
 )
-from nxd_jax.tensor_parallel import kv_groups, parallel_groups
+from nxd_jax.tensor_parallel import kv_groups, parallel_groups, shuffle_groups
 from nxd_jax.tensor_parallel.parallel_groups import Lists
 from torch_bridge.mesh import world
 
 _aot_mode = False
+parallel_groups.publish_in(globals())
 
 _NAMES = {
     "tp": "tensor model",
@@ -290,37 +291,31 @@ def _defined(kind: str, how: str, as_list: bool) -> Any:
 
 
 def initialize_token_shuffle_group(token_shuffle_group_size: int) -> None:
-    """Divide every data parallel group into groups of this size that exchange tokens."""
-    layout = parallel_groups.layout()
-    dp = layout.size["dp"]
-    if token_shuffle_group_size < 1 or dp % token_shuffle_group_size:
-        raise ValueError(f"token_shuffle_group_size={token_shuffle_group_size} must divide the data parallel size {dp}")
-    if parallel_groups.is_defined("token_shuffle"):
-        if len(parallel_groups.group("token_shuffle")._mesh[0]) != token_shuffle_group_size:
-            raise AssertionError("token shuffle groups of another size exist: call destroy_token_shuffle_group first")
-        return
-    runs = [group[k : k + token_shuffle_group_size] for group in layout.lists["dp"] for k in range(0, dp, token_shuffle_group_size)]
-    parallel_groups.define("token_shuffle", runs)
+    """Divide every data parallel group into groups of this size that exchange tokens.
+
+    Raises RuntimeError if it does not divide the data parallel size, AssertionError if there are groups of another size.
+    """
+    shuffle_groups.initialize(token_shuffle_group_size)
 
 
 def get_token_shuffle_group(as_list: bool = False) -> Any:
     """The token shuffle group of this rank, or the ranks of all."""
-    return _defined("token_shuffle", "initialize_token_shuffle_group(size)", as_list)
+    return shuffle_groups.lists() if as_list else shuffle_groups.group()
 
 
 def get_token_shuffle_replica_groups() -> Lists:
     """The ranks of all token shuffle groups."""
-    return get_token_shuffle_group(as_list=True)
+    return shuffle_groups.lists()
 
 
 def get_token_shuffle_group_size() -> int:
     """Ranks in a token shuffle group."""
-    return len(get_token_shuffle_group(as_list=True)[0])
+    return len(shuffle_groups.lists()[0])
 
 
 def destroy_token_shuffle_group() -> None:
     """Forget the token shuffle groups."""
-    parallel_groups.forget("token_shuffle")
+    parallel_groups.forget(shuffle_groups.KIND)
 
 
 def arrange_kv_groups(

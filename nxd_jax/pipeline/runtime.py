@@ -26,6 +26,7 @@ from nxd_jax.pipeline.stages import FromBatch, FromStage, Stage, Stages, filled,
 from torch_bridge.mesh import messages, places
 from torch_bridge.mesh.places import Place
 from torch_bridge.recorder import placed
+from torch_bridge.replay import accumulate_grad
 from torch_bridge.runtime import executor
 
 Loss = Callable[[Any], torch.Tensor]
@@ -123,6 +124,7 @@ class Step:
         with self._weights(index), self.autocast(), torch.set_grad_enabled(train), self.draws.of(index, mb):
             home = None if stage.checked else self.homes[index]
             buffers = [] if home is None else foreign.arrays_of_buffers(stage)
+            placed.compute_at(self.homes[index])
             given = stage.module(*filled(stage.args, values))
             if home is not None:
                 foreign.check(stage, home, buffers, tensors(given), [t for t, _ in sources])
@@ -263,6 +265,7 @@ class Step:
         held = self.held.pop((index, mb))
         roots, grads = self._roots(held, self._arrived(index, mb))
         if roots:
+            placed.compute_at(self.homes[index])
             with self._weights(index):
                 torch.autograd.backward(roots, grads)
         found = self._leaving(index, [(t.grad, source) for t, source in held.sources if t.grad is not None])
@@ -289,12 +292,15 @@ class Step:
         held = self.held.pop((index, mb))
         roots, grads = self._roots(held, self._arrived(index, mb))
         inputs = [t for t, _ in held.sources]
+        placed.compute_at(self.homes[index])
         with self._weights(index):
             found = (
                 torch.autograd.grad(roots, [*inputs, *weights], grads, allow_unused=True) if roots else [None] * len([*inputs, *weights])
             )
         given = self._leaving(index, [(grad, source) for grad, (_, source) in zip(found, held.sources, strict=False) if grad is not None])
         kept = [(p, grad) for p, grad in zip(weights, found[len(inputs) :], strict=True) if grad is not None]
+        handed = {id(grad._storage) for grad, _ in given}  # type: ignore[attr-defined]
+        kept = [(p, grad.clone() if id(grad._storage) in handed else grad) for p, grad in kept]  # type: ignore[attr-defined]
         deferred = executor.sync_first([grad._storage for grad, _ in given])  # type: ignore[attr-defined]
         self.waiting[index, mb] = deferred, [p for p, _ in kept], [grad for _, grad in kept]
         self._return_all(index, mb, given)
@@ -305,7 +311,8 @@ class Step:
         if deferred is not None:
             deferred.run()
         if weights:
-            torch.autograd.backward([p.view_as(p) for p in weights], grads)
+            if not accumulate_grad.add(weights, grads):
+                torch.autograd.backward([p.view_as(p) for p in weights], grads)
             executor.sync()
 
     def _leaving(self, index: int, found: Sequence[tuple[Any, Source]]) -> list[tuple[torch.Tensor, Source]]:

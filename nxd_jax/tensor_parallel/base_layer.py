@@ -106,7 +106,7 @@ class BaseParallelLayer(sharded_weights.Owner):
             return
         self._full_bias_shape = list(shape)
         dim = len(shape) - 1
-        partition = dataclasses.replace(self._partition, dim=dim) if sharded else None
+        partition = self._partition_of_bias(dim, sharded)
         self._bias_partition = partition
         if partition is not None:
             self._partitions["bias"] = partition
@@ -118,6 +118,12 @@ class BaseParallelLayer(sharded_weights.Owner):
         if partition is not None and self.bias is not None:
             partition.mark(self.bias)
 
+    def _partition_of_bias(self, dim: int, sharded: bool) -> Partition | None:
+        """How ranks share out a bias whose last dim is `dim`; None if all hold all of it."""
+        if sharded:
+            return dataclasses.replace(self._partition, dim=dim)
+        return None if self._partition.entries is None else dataclasses.replace(self._partition, group=None, dim=dim, stride=1)
+
     def _init_weight(self, weight: torch.Tensor) -> None:
         """Initialise a full weight."""
         (self.arg_init_method or sharded_weights.default_init)(weight)
@@ -126,8 +132,12 @@ class BaseParallelLayer(sharded_weights.Owner):
         """Initialise a full bias: as `torch.nn.Linear` does, or with zeros if the layer was given an `init_method`."""
         (torch.nn.init.zeros_ if self.arg_init_method else sharded_weights.default_bias(self._fan_in()))(bias)
 
+    def _drawn_weight(self) -> torch.Tensor:
+        """A full weight in float32 on the CPU, without padding."""
+        return sharded_weights.drawn(self._full_shape(), self._init_weight)
+
     def _draw_weight(self) -> None:
-        full = sharded_weights.padded(sharded_weights.drawn(self._full_shape(), self._init_weight), self._partition.dim, self._padding())
+        full = sharded_weights.padded(self._drawn_weight(), self._partition.dim, self._padding())
         if self.keep_master_weight:
             self.master_weight = full.to(self.dtype)
         sharded_weights.assign(self, "weight", sharded_weights.place(full, self._partition, self.dtype, _home(self.device)))
@@ -225,17 +235,16 @@ class BaseParallelLinear(BaseParallelLayer):
         self._partitions = {"weight": self._partition}
         self._make_weight()
         shape, sharded = self.bias_shape, self._shares_bias()
-        count = self._partition.size if sharded else 1
-        self._make_bias(None if shape is None else [*shape[:-1], shape[-1] * count], sharded)
+        partition = None if shape is None else self._partition_of_bias(len(shape) - 1, sharded)
+        self._make_bias(shape if shape is None or partition is None else partition.full_shape(shape), sharded)
 
     def _shares_bias(self) -> bool:
         """Whether the last dim of the bias is shared out."""
         return False
 
     def _full_shape(self) -> list[int]:
-        dim = self._partition.dim
-        shape = list(self.weight_shape)
-        shape[dim] = shape[dim] * self._partition.size - self._padding()
+        shape = self._partition.full_shape(self.weight_shape)
+        shape[self._partition.dim] -= self._padding()
         return shape
 
     def _padding(self) -> int:

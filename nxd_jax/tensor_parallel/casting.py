@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -51,3 +52,8 @@ def move_all_tensor_to_cpu(data: object, convert: bool = True) -> Any:
     if not convert:
         return data
     return tree_map(lambda x: x.cpu() if isinstance(x, torch.Tensor) and x.device.type == "xla" else x, data)
+
+
+def wide_dtype() -> torch.dtype:
+    """What holds float32 numbers on the device: torch.float32, but torch.float64 with `XLA_DOWNCAST_BF16=1`, which makes torch.float32 bfloat16 there."""
+    return torch.float64 if os.environ.get("XLA_DOWNCAST_BF16", "0") == "1" else torch.float32

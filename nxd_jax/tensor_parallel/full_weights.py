@@ -1,7 +1,8 @@
-"""The full tensor of a parameter that tensor parallel ranks share out, and back: for checkpoints, conversions and tests. (NxD has no such functions.)
+"""The full tensor of a parameter that tensor and expert parallel ranks share out, and back: for checkpoints and tests. (NxD has no such functions.)
 
 How ranks share a parameter out is in its attributes: `tensor_model_parallel`, `partition_dim`, `partition_stride`, `num_partitions`, `rank_ordering`,
-and `qkv_partition` on a fused GQA weight.
+`qkv_partition` on a fused GQA weight; and `expert_model_parallel` and `expert_distribution` on those of experts, of which the full tensor has all, in the
+order of their numbers.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 
 import torch
 
-from nxd_jax.tensor_parallel import kv_groups, layer_groups, sharded_weights
+from nxd_jax.tensor_parallel import expert_shares, kv_groups, layer_groups, sharded_weights
 from torch_bridge.collectives import functional
 from torch_bridge.mesh import groups, world
 from torch_bridge.mesh.groups import GroupLike
@@ -60,13 +61,37 @@ def is_shared_out(parameter: torch.Tensor) -> bool:
     return bool(getattr(parameter, "tensor_model_parallel", False))
 
 
+def is_divided(parameter: torch.Tensor) -> bool:
+    """Whether tensor or expert parallel ranks hold different parts of a parameter."""
+    return is_shared_out(parameter) or expert_shares.is_shared_out(parameter)
+
+
+def cuts_of(parameter: torch.Tensor, group: GroupLike = None) -> dict[int, tuple[str, ...]]:
+    """By dim the mesh axes over which ranks hold different parts of a parameter: how a tensor that lies as it does is labelled. group: as in `gather_full`."""
+    entries = expert_shares.entries_of(parameter)
+    if not is_shared_out(parameter):
+        return {} if entries is None else sharded_weights.Partition(None, 0, entries=entries).axes()
+    found: Any = parameter
+    return sharded_weights.Partition(layer_groups.tensor_parallel(group), found.partition_dim % parameter.dim(), entries=entries).axes()
+
+
+def cuts_now(parameter: torch.Tensor, group: GroupLike = None) -> dict[int, tuple[str, ...]]:
+    """`cuts_of`, and the mesh axes along which the present value of a parameter on xla differs besides."""
+    cuts = cuts_of(parameter, group)
+    known = {a for axes in cuts.values() for a in axes}
+    more = tuple(a for a in sharded.varying(parameter).axes if a not in known)
+    first = next(iter(cuts), 0)
+    return {**cuts, first: (*cuts.get(first, ()), *more)} if more else cuts
+
+
 def gather_full(tensor: torch.Tensor, like: torch.Tensor | None = None, group: GroupLike = None, rank: int | None = None) -> Full:
     """The full value of a parameter on the CPU, in its dtype: what the tensor parallel ranks hold, joined. Of a fused GQA weight or bias: (q, k, v).
 
     tensor: a parameter, or with `like` a tensor that is shared out as the parameter `like` is (its gradient, an optimizer's moment). K/V heads
-    that several ranks hold are taken once; padding that a layer added stays. One that all ranks hold is returned as this process has it.
+    that several ranks hold are taken once; padding that a layer added stays. Of experts it has all, in the order of their numbers. One that all ranks hold
+    is returned as this process has it.
     group: the ranks that share it out, if its layer was given a group; default the tensor parallel group. rank: of which rank of the world the
-    group is meant (stages and expert parallel ranks differ); default the first that this process hosts.
+    groups are meant (stages differ); default the first that this process hosts.
 
     Under torchrun all processes must call it, in the same order. Raises ValueError if `tensor` and `like` differ in shape, RuntimeError for "meta".
     """
@@ -75,10 +100,33 @@ def gather_full(tensor: torch.Tensor, like: torch.Tensor | None = None, group: G
         raise ValueError(f"a tensor of shape {list(tensor.shape)} is not shared out like a parameter of shape {list(parameter.shape)}")
     _check_values(tensor)
     member = world.first() if rank is None else rank
+    entries = expert_shares.entries_of(parameter)
+    if entries is not None:
+        return _all_experts(tensor.detach(), parameter, entries, group, member)
     if not is_shared_out(parameter):
         return tensor.detach().cpu() if rank is None else _hosted(tensor)[member]
-    group = layer_groups.tensor_parallel(group)
-    held = _held(tensor.detach(), group, member)
+    return _over_tensor_parallel(tensor.detach(), parameter, layer_groups.tensor_parallel(group), member)
+
+
+def _all_experts(tensor: torch.Tensor, parameter: torch.Tensor, entries: Any, group: GroupLike, member: int) -> Full:
+    """What tensor parallel ranks hold, joined, of all experts."""
+    peers = expert_shares.members(entries, member)
+    if not set(world.current().hosted).issuperset(peers):
+        if tensor.device.type != "xla":
+            local = tensor
+            tensor = sharded.from_ranks(lambda r: local, cuts_of(parameter, group))
+        tensor, peers = expert_shares.gathered(tensor, entries), [member]
+    if not is_shared_out(parameter):
+        values = _hosted(tensor)
+        found: list[Any] = [values[r] for r in peers]
+    else:
+        found = [_over_tensor_parallel(tensor, parameter, layer_groups.tensor_parallel(group), r) for r in peers]
+    return found[0] if len(found) == 1 else expert_shares.joined(found, entries.held)
+
+
+def _over_tensor_parallel(tensor: torch.Tensor, parameter: torch.Tensor, group: Any, member: int) -> Full:
+    """What the tensor parallel ranks of a rank hold, joined."""
+    held = _held(tensor, group, member)
     joined = tuple(shares.join({r: t.narrow(0, start, size) for r, t in held.items()} if size else held)
                    for shares, start, size in _pieces(parameter, group, member))  # fmt: skip
     return joined[0] if len(joined) == 1 else joined
@@ -88,7 +136,7 @@ def scatter_full(parameter: torch.Tensor, full: Full | Callable[[int], Full], gr
     """Write a full value into a parameter, each rank its part: the inverse of `gather_full`. It stays the same object with the same attributes.
 
     full: a CPU tensor, for a fused GQA weight (q, k, v), as `cut_full` takes them; or a function from a rank of the world to it, where tensor parallel
-    groups (of other experts) have different ones. group: as in `gather_full`.
+    groups have different ones. group: as in `gather_full`.
 
     Raises ValueError for another shape, RuntimeError for a parameter on "meta" or (if this process hosts several ranks) a shared one on the CPU.
     """
@@ -102,6 +150,9 @@ def cut_full(parameter: torch.Tensor, full: Full, rank: int, group: GroupLike = 
     K and V may have each head once, or as often as ranks hold it (NxD's converted checkpoints); fused q, k and v may be one tensor, below each other.
     Raises ValueError if the full value has another shape.
     """
+    entries = expert_shares.entries_of(parameter)
+    if entries is not None:
+        full = _own_experts(parameter, full, entries, rank)
     if not is_shared_out(parameter):
         if isinstance(full, torch.Tensor):
             _check_shape(full, list(parameter.shape), parameter)
@@ -122,6 +173,33 @@ def cut_full(parameter: torch.Tensor, full: Full, rank: int, group: GroupLike = 
     return found[0] if len(found) == 1 else torch.cat(found)
 
 
+def plain_shares(parameter: torch.Tensor) -> Shares | None:
+    """How all ranks of the world share out a parameter, if each holds one part along one dim; None for experts, and for fused q, k and v."""
+    found: dict[int, int] = {}
+    for rank in range(world.size()) if is_shared_out(parameter) and expert_shares.entries_of(parameter) is None else ():
+        if parameter.num_partitions == world.size() != layer_groups.size(layer_groups.tensor_parallel(None)):  # type: ignore[attr-defined]
+            return None  # ranks number themselves
+        (piece, *others) = _pieces(parameter, layer_groups.tensor_parallel(None), rank)
+        if others:
+            return None
+        found[rank] = piece[0].index[rank]
+    return dataclasses.replace(piece[0], index=found) if found else None
+
+
+def _own_experts(parameter: torch.Tensor, full: Full, entries: Any, rank: int) -> torch.Tensor:
+    """Of the full tensor of all experts, those of a rank."""
+    if not isinstance(full, torch.Tensor):
+        raise ValueError(f"a parameter of shape {list(parameter.shape)} of experts takes one tensor, got {len(full)}")
+    count = sum(map(len, entries.held))
+    if full.dim() != parameter.dim() or full.shape[0] != count:
+        raise ValueError(
+            f"a parameter of shape {list(parameter.shape)} is of {count} experts that {len(entries.held)} expert parallel ranks share out, its full value "
+            f"has shape {list(full.shape)}: dim 0 must be the experts"
+        )
+    part: torch.Tensor = entries.part(full, rank)
+    return part
+
+
 def _unfused(full: torch.Tensor, pieces: list[tuple[Shares, int, int]], local: list[list[int]]) -> tuple[torch.Tensor, ...]:
     """The full q, k and v that lie below each other in one tensor; anything else as it is."""
     for copies in (False, True):
@@ -138,20 +216,27 @@ def write(parameter: torch.Tensor, of: Callable[[int], torch.Tensor], group: Gro
 
     It differs over those along which it is shared out, and those along which its present value does. Raises as `scatter_full`.
     """
-    shared = is_shared_out(parameter)
     with torch.no_grad():
         if parameter.device.type == "xla":
-            own = sharded.axes_of(layer_groups.tensor_parallel(group)) if shared else ()
-            dtype, dim = parameter.dtype, parameter.partition_dim if shared else 0  # type: ignore[attr-defined]
-            axes = {*sharded.varying(parameter).axes, *own}
-            parameter.copy_(beside(sharded.from_ranks(lambda r: of(r).to(dtype).contiguous(), axes, dim), parameter))
+            dtype = parameter.dtype
+            value = sharded.from_ranks(lambda r: of(r).to(dtype).contiguous(), cuts_now(parameter, group))
+            parameter.copy_(beside(value, parameter))
             return
-        if shared and layer_groups.hosts_several(layer_groups.tensor_parallel(group)):
+        kind = _several(parameter, group)
+        if kind:
             raise RuntimeError(
-                f"a parameter of shape {list(parameter.shape)} that tensor parallel ranks share out is on {parameter.device}, and this process hosts "
+                f"a parameter of shape {list(parameter.shape)} that {kind} parallel ranks share out is on {parameter.device}, and this process hosts "
                 "several of them: a CPU tensor cannot hold all parts. Make the model after initialize_model_parallel, or move it to xla first"
             )
         parameter.copy_(of(world.first()))
+
+
+def _several(parameter: torch.Tensor, group: GroupLike) -> str:
+    """Which kind of ranks share a parameter out of which this process hosts several; "" if there is none."""
+    entries = expert_shares.entries_of(parameter)
+    if is_shared_out(parameter) and layer_groups.hosts_several(layer_groups.tensor_parallel(group)):
+        return "tensor"
+    return "expert" if entries is not None and layer_groups.hosts_several(entries.group) else ""
 
 
 def beside(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:

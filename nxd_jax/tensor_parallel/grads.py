@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nxd_jax.tensor_parallel import parallel_groups
+from nxd_jax.tensor_parallel import casting, parallel_groups
 from torch_bridge.collectives import functional
 from torch_bridge.mesh import groups as rank_groups
 from torch_bridge.mesh import places, world
@@ -44,12 +44,22 @@ def get_grad_norm(
 
     Call it after gradients were reduced. Raises ValueError for a norm_type that is not positive.
     """
-    p = _exponent(norm_type)
     parameters = _listed(parameters)
     grads = [(x, g) for x in parameters if param_is_not_shared(x) and (g := gradient(x)) is not None]
-    wide = torch.float64 if any(g.dtype == torch.float64 for _, g in grads) else torch.float32
+    return _norm(grads, parameters, _exponent(norm_type), _Divisions(zero1_optimizer, zero1_optimizer_groups))
+
+
+def parameter_norm(parameters: Parameters, norm_type: float | str = 2) -> torch.Tensor:
+    """The norm of all parameters of the whole model, as one vector: a tensor of shape [1], the same on all ranks. The arguments are `get_grad_norm`'s."""
+    parameters = _listed(parameters)
+    values = [(x, x.detach()) for x in parameters if param_is_not_shared(x)]
+    return _norm(values, parameters, _exponent(norm_type), _Divisions(False, None))
+
+
+def _norm(grads: list[tuple[torch.Tensor, torch.Tensor]], parameters: list[torch.Tensor], p: float, divisions: _Divisions) -> torch.Tensor:
+    """The norm of what is given with each parameter, which lies as the parameter does (or in shards of ZeRO-1)."""
+    wide = torch.float64 if any(g.dtype == torch.float64 for _, g in grads) else casting.wide_dtype()
     device = next((t.device for t in (*(g for _, g in grads), *parameters)), torch.device("xla" if world.size() > 1 else "cpu"))
-    divisions = _Divisions(zero1_optimizer, zero1_optimizer_groups)
     with torch.no_grad():
         by_stage = _by_stage(grads)
         if by_stage is None:
@@ -117,6 +127,24 @@ def bucket_allreduce_gradients(grads_list: Sequence[torch.Tensor], reduce_over_e
     functional.all_reduce("sum", list(grads_list), 1.0 / parallel_groups.size("dp"), group)
 
 
+def average_over_data_parallel_ranks(parameters: Iterable[torch.Tensor]) -> None:
+    """`bucket_allreduce_gradients` for all gradients of a model, in place: experts over the ranks that hold the same ones, everything else over all."""
+    experts: list[torch.Tensor] = []
+    others: list[torch.Tensor] = []
+    for x in parameters:
+        if (g := gradient(x)) is not None:
+            (experts if is_expert(x) else others).append(g)
+    average_gradients(others, experts)
+
+
+def average_gradients(others: Sequence[torch.Tensor], experts: Sequence[torch.Tensor]) -> None:
+    """Average gradients over data-parallel ranks, in place: those of experts, and those of everything else."""
+    if experts:
+        bucket_allreduce_gradients(experts)
+    if others:
+        bucket_allreduce_gradients(others, reduce_over_ep_group=True)
+
+
 def allreduce_sequence_parallel_gradients(optimizer: torch.optim.Optimizer) -> None:
     """Add up over the tensor-parallel ranks, in place, the gradients of an optimizer's parameters with attribute `sequence_parallel_enabled`.
 
@@ -180,16 +208,22 @@ class _Divisions:
 
     def of_stage(self, sums: dict[_Kind, torch.Tensor], p: float) -> torch.Tensor:
         """What the sums of |g|^p (maxima for p = inf) of a stage's ranks come to. Copies are averaged, so that all of them get the same number."""
-        share = 1.0 if p == torch.inf else 1.0 / self.tensor.size
-        stacked = torch.stack([part if kind.tensor else part * share for kind, part in sums.items()])
-        reduced = dict(zip(sums, _over(stacked, self.tensor, p).unbind(0), strict=True))
-        experts = _combined([part for kind, part in reduced.items() if kind.expert], p)
-        if not self._shards_cover_experts():
-            experts = _over(experts, self.experts, p)
-        found = _combined([experts, *(part for kind, part in reduced.items() if not kind.expert)], p)
+        if self.experts.size == 1:
+            found = self._over_tensor_parallel({k: part for k, part in sums.items() if not k.expert}, p)
+        else:
+            experts, others = (self._over_tensor_parallel({k: part for k, part in sums.items() if k.expert is e}, p) for e in (True, False))
+            if not self._shards_cover_experts():
+                experts = _over(experts, self.experts, p)
+            found = _combined([experts, others], p)
         if self.shards is not None:
             found = _over(found, self.shards, p)
         return found
+
+    def _over_tensor_parallel(self, sums: dict[_Kind, torch.Tensor], p: float) -> torch.Tensor:
+        """The sum over tensor-parallel ranks of experts, or of others: together, what all ranks have alike would count as different along ep."""
+        share = 1.0 if p == torch.inf else 1.0 / self.tensor.size
+        stacked = torch.stack([part if kind.tensor else part * share for kind, part in sums.items()])
+        return _combined(list(_over(stacked, self.tensor, p).unbind(0)), p)
 
     def _shards_cover_experts(self) -> bool:
         """Whether adding up over the ZeRO-1 groups adds up over the expert-parallel ranks too."""

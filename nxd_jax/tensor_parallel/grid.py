@@ -33,7 +33,7 @@ class Grid:
             )
         self.size = {"tp": tp, "pp": pp, "cp": cp, "ep": ep, "dp": world // (tp * pp * cp), "edp": world // (tp * pp * ep)}
         machine = _machine(world)
-        order = _order(machine, world, tp, ep)
+        order = _order(machine, world, tp)
         self.remarks: list[str] = [] if machine is None else machine.check(tp=tp, pp=pp, cp=cp, ep=ep, layout="nxd")
         self.grid = order.reshape([self.size[a] for a in _DENSE])
         expert = order.reshape([self.size[a] for a in _EXPERT])
@@ -72,13 +72,13 @@ def _machine(world: int) -> Any:
     return topology if topology.core_count == world else None
 
 
-def _order(topology: Any, world: int, tp: int, ep: int) -> np.ndarray:
+def _order(topology: Any, world: int, tp: int) -> np.ndarray:
     """Ranks in the order in which they fill the grid: NxD rearranges them on machines where the hardware wants it."""
     if topology is None:
         return np.arange(world)
     from nxd_jax.topology import layouts
 
-    return np.asarray(layouts.rank_order(topology, tp, "nxd", ep))
+    return np.asarray(layouts.rank_order(topology, tp, "nxd"))
 
 
 def lines(grid: np.ndarray, axis: int) -> list[list[int]]:

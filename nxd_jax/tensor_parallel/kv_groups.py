@@ -15,6 +15,11 @@ def adjacent(hardware: object, sequential: bool = False) -> bool:
     return sequential or "trn2" in str(getattr(hardware, "value", hardware)).lower()
 
 
+def fitting_copies(heads: int, kv_heads: int, tp: int) -> list[int]:
+    """How often each K/V head may be held so that tensor-parallel ranks have equally many, and each serves its own query heads; ascending."""
+    return [n for n in range(1, tp + 1) if tp % n == 0 and kv_heads * n % tp == 0 and heads // kv_heads % n == 0]
+
+
 def arrange(count: int, tp: int, size: int, neighbours: bool) -> Lists:
     """Such groups of `size`, in `count` groups of `tp` ranks: of neighbouring ranks, or of every tp/size-th, as K/V heads are repeated as a whole.
 

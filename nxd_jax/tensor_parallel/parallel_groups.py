@@ -35,6 +35,64 @@ class State:
 
 
 _state = State()
+_laid_out: list[State] = []
+"""All that `lay_out` has set up, for scripts that put an earlier one back (`_follow`)."""
+_globals: dict[str, Any] = {}
+"""The namespace in which NxD's code finds its state as private globals (`publish_in`)."""
+_PRIVATE = {
+    "tp": ("_TENSOR_MODEL_PARALLEL_GROUP", "_MPU_TENSOR_MODEL_PARALLEL_WORLD_SIZE", "_MPU_TENSOR_MODEL_PARALLEL_RANK"),
+    "pp": ("_PIPELINE_MODEL_PARALLEL_GROUP",),
+    "dp": ("_DATA_PARALLEL_GROUP",),
+    "cp": ("_CONTEXT_PARALLEL_GROUP",),
+    "ep": ("_EXPERT_MODEL_PARALLEL_GROUP", "_MPU_EXPERT_MODEL_PARALLEL_WORLD_SIZE", "_MPU_EXPERT_MODEL_PARALLEL_RANK"),
+    "edp": ("_EXP_DATA_PARALLEL_GROUP",),
+    "token_shuffle": ("_TOKEN_SHUFFLE_GROUP", "_TOKEN_SHUFFLE_GROUP_SIZE"),
+    "kv": ("_KV_SHARED_GROUP", "_KV_SHARED_GROUP_SIZE"),
+}
+_OTHERS = (
+    "_PIPELINE_GLOBAL_RANKS",
+    "_NEXT_RANK_GROUP",
+    "_NEXT_RANK_GROUP_SPMD",
+    "_PREV_RANK_GROUP",
+    "_PREV_RANK_GROUP_SPMD",
+    "PP_GROUP_PG_GLOO",
+)
+_MARK = "_TENSOR_MODEL_PARALLEL_GROUP"
+
+
+def publish_in(namespace: dict[str, Any]) -> None:
+    """Keep NxD's private globals (groups, their ranks as `..._SPMD`, sizes) in a namespace. Tests of NxD's save them, and put them back to change layouts."""
+    global _globals
+    _globals = namespace
+    _publish()
+
+
+def _publish() -> None:
+    for kind, (name, *others) in _PRIVATE.items():
+        found = _state.groups.get(kind)
+        _globals[name], _globals[f"{name}_SPMD"] = found, None if found is None else found._mesh
+        for other in others:
+            _globals[other] = None if found is None or other.endswith("RANK") else len(found._mesh[0])
+    _globals.update(dict.fromkeys(_OTHERS))
+
+
+def _follow() -> None:
+    """If a script has put the globals of an earlier layout back, go back to that."""
+    global _state
+    found = _globals.get(_MARK)
+    if found is _state.groups.get("tp") or not _globals:
+        return
+    state = next((s for s in _laid_out if s.groups.get("tp") is found), None)
+    if state is None or state.layout is None:
+        raise RuntimeError(
+            f"parallel_state.{_MARK} was set to {found!r}, which is no group that was set up here: call initialize_model_parallel(...)"
+        )
+    put_back = {kind: _globals.get(name) for kind, (name, *_) in _PRIVATE.items()}
+    state.groups.update({kind: group for kind, group in put_back.items() if group is not None})
+    _state = state
+    world.set_axes(state.layout.axes, state.layout.order)
+    backend.refresh()
+    _publish()
 
 
 def plan(tensor: int = 1, pipeline: int = 1, context: int = 1, expert: int = 1) -> grid.Grid:
@@ -72,6 +130,7 @@ def lay_out(layout: grid.Grid, lnc_size: int = 1) -> None:
         logger.warning("%s", remark)
     for kind, members in layout.lists.items():
         define(kind, members)
+    _laid_out[:] = [*_laid_out[-31:], _state]
     logger.info("%d ranks: %s", world.size(), ", ".join(f"{kind} {layout.size[kind]}" for kind in ("tp", "pp", "dp", "cp", "ep")))
 
 
@@ -96,10 +155,12 @@ def destroy() -> None:
     if _state.layout is not None:
         world.set_axes({"dp": world.size()})
     _state = State()
+    _publish()
 
 
 def layout() -> grid.Grid:
     """The grid of ranks. Raises RuntimeError if there is none."""
+    _follow()
     if _state.layout is None:
         raise RuntimeError(
             "model parallel groups are not initialized: call neuronx_distributed.parallel_layers.parallel_state.initialize_model_parallel("
@@ -148,6 +209,7 @@ def new_group(members: Lists) -> Any:
 def define(kind: str, members: Lists) -> None:
     """Add groups of a kind."""
     _state.groups[kind] = new_group(members)
+    _publish()
 
 
 def is_defined(kind: str) -> bool:
@@ -166,6 +228,7 @@ def defined(kind: str, how: str) -> Any:
 def forget(kind: str) -> None:
     """Forget groups that `define` added."""
     _state.groups.pop(kind, None)
+    _publish()
 
 
 def ring_pairs(kind: str) -> Lists:

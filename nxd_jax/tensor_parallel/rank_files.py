@@ -126,15 +126,15 @@ def ensure_directory_exists(filename: str | os.PathLike[str]) -> None:
 def get_sharded_model_dict(model: torch.nn.Module, model_state_dict: dict[str, Any]) -> dict[str, Any]:
     """This rank's parts of a state dict with full weights: a new dict, ready for `model.load_state_dict` (NxD's changes the one given).
 
-    Parameters with tensor parallel attributes are cut as those say. K/V weights may be full or hold their copies already; fused GQA weights are
+    Parameters with attributes of tensor or expert parallelism are cut as those say. K/V weights may be full or hold their copies already; fused GQA weights are
     full Q, K and V below each other. Modules with a `preshard_hook(state_dict, prefix + "weight")` may change the full weights first (padding).
     In a process that hosts several ranks, parts are xla tensors that differ by rank.
     """
     module = _unwrapped(model)
     full = copy.copy(model_state_dict)
-    _preshard(module, full, "")
+    preshard(module, full, "")
     for name, parameter in _tensors_of(module).items():
-        if name in full and full_weights.is_shared_out(parameter):
+        if name in full and full_weights.is_divided(parameter):
             full[name] = _cut(name, parameter, full[name])
     return full
 
@@ -332,17 +332,17 @@ def _cut(name: str, parameter: Any, full: Any) -> torch.Tensor:
     try:
         if parameter.device.type != "xla":
             return full_weights.cut_full(parameter, full, world.first())
-        return from_ranks(lambda r: full_weights.cut_full(parameter, full, r), rank_states.axes_of(parameter), parameter.partition_dim)
+        return from_ranks(lambda r: full_weights.cut_full(parameter, full, r), full_weights.cuts_now(parameter))
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
 
 
-def _preshard(module: torch.nn.Module, state: dict[str, Any], prefix: str) -> None:
+def preshard(module: torch.nn.Module, state: dict[str, Any], prefix: str) -> None:
     """Let modules that have a `preshard_hook` change the full weights; those below such a module are its business."""
     hook: Callable[[dict[str, Any], str], Any] | None = getattr(module, "preshard_hook", None)
     if hook is None:
         for name, child in module.named_children():
-            _preshard(child, state, f"{prefix}{name}.")
+            preshard(child, state, f"{prefix}{name}.")
         return
     hook(state, f"{prefix}weight")
     if f"{prefix}bias" in state and _is_ours(module):

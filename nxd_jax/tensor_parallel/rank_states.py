@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from nxd_jax.tensor_parallel import full_weights, layer_groups
+from nxd_jax.tensor_parallel import full_weights
 from torch_bridge import nested
 from torch_bridge.mesh import rank_numbers, world
 from torch_bridge.recorder import sharded
@@ -135,26 +135,22 @@ class _Merge:
             axes = set(world.current().axes)
         elif differ:
             axes = set(world.axes_of_table([classes[id(nearest[r])] for r in range(world.size())]))
-        dim = 0
+        cuts: dict[int, tuple[str, ...]] = {}
         if like is not None and like.device.type == "xla":
-            axes |= axes_of(like)
-            dim = getattr(like, "partition_dim", 0) if full_weights.is_shared_out(like) else 0
+            cuts = full_weights.cuts_now(like)
         elif like is not None and differ:
             raise RuntimeError(
                 f"{name_of(path)} differs among the ranks that this process hosts, but the model's is on {like.device}, where a tensor is the same for all: "
                 "move the model to xla before loading"
             )
+        more = tuple(axes.difference(*cuts.values()))
+        first = next(iter(cuts), 0)
+        cuts = {**cuts, first: (*cuts.get(first, ()), *more)} if more else cuts
         uploaded = like is None and id(nearest[here[0]]) in self.to_xla
-        if not axes and not uploaded:
+        if not any(cuts.values()) and not uploaded:
             return nearest[here[0]]
-        made = sharded.from_ranks(lambda r: nearest[r].contiguous(), axes, dim)
+        made = sharded.from_ranks(lambda r: nearest[r].contiguous(), cuts)
         return made if like is None else full_weights.beside(made, like)
-
-
-def axes_of(parameter: torch.Tensor) -> set[str]:
-    """The mesh axes along which a parameter on xla differs: those it is shared out over and those its present value differs along."""
-    own = sharded.axes_of(layer_groups.tensor_parallel()) if full_weights.is_shared_out(parameter) else ()
-    return {*sharded.varying(parameter).axes, *own}
 
 
 def name_of(path: Sequence[Any]) -> str:

@@ -228,21 +228,21 @@ def reduce_scatter_to_sequence_parallel_region(
 # -- expert parallel regions ---------------------------------------------------------------------------
 
 
-def enter_expert_parallel_region(x: torch.Tensor, scatter_gather: bool = False) -> torch.Tensor:
+def enter_expert_parallel_region(x: torch.Tensor, scatter_gather: bool = False, process_group: GroupLike = None) -> torch.Tensor:
     """From this rank's tokens for all experts, [E, C, H], to all ranks' tokens for its experts, [E / ep, ep, C, H].
 
     scatter_gather: tensor parallel ranks, which hold the same tokens, send a part of H each and gather the rest among themselves. Without
-    expert parallelism (ep 1), x itself.
+    expert parallelism (ep 1), x itself. process_group: default the expert parallel group.
     """
-    group = parallel_groups.group("ep")
+    group = parallel_groups.group("ep") if process_group is None else process_group
     if layer_groups.size(group) == 1:
         return x
     return _between_scattered(x, scatter_gather, lambda part: region(part, group, _to_experts, _from_experts))
 
 
-def exit_expert_parallel_region(x: torch.Tensor, scatter_gather: bool = False) -> torch.Tensor:
+def exit_expert_parallel_region(x: torch.Tensor, scatter_gather: bool = False, process_group: GroupLike = None) -> torch.Tensor:
     """The way back from `enter_expert_parallel_region`: [E / ep, ep, C, H] to [E, C, H]."""
-    group = parallel_groups.group("ep")
+    group = parallel_groups.group("ep") if process_group is None else process_group
     if layer_groups.size(group) == 1:
         return x
     return _between_scattered(x, scatter_gather, lambda part: region(part, group, _from_experts, _to_experts))

@@ -22,40 +22,88 @@ Init = Callable[[torch.Tensor], Any]
 
 
 @dataclasses.dataclass(frozen=True)
+class Entries:
+    """How ranks share out the entries of dim 0, such as experts: member k of `group` holds the entries `held[k]`, in this order."""
+
+    group: Any
+    held: tuple[tuple[int, ...], ...]
+
+    def part(self, full: torch.Tensor, world_rank: int) -> torch.Tensor:
+        """The entries that a rank of the world holds, as a tensor of its own."""
+        return full.detach()[list(self.held[layer_groups.place_of(self.group, world_rank)])]
+
+    def local(self, full: torch.Tensor) -> torch.Tensor:
+        """Each rank's entries of an xla tensor."""
+        from torch_bridge.recorder import sharded
+
+        index = sharded.from_ranks(lambda r: torch.tensor(self.held[layer_groups.place_of(self.group, r)]), sharded.axes_of(self.group))
+        return full.detach().index_select(0, index)
+
+
+@dataclasses.dataclass(frozen=True)
 class Partition:
     """How ranks share a tensor out: `group.size` parts along `dim`, member k of `group` holding part k.
 
-    stride: how many tensors lie fused along `dim` (gate and up: 2), each shared out by itself.
+    group: None if `dim` is not cut. stride: how many tensors lie fused along `dim` (gate and up: 2), each shared out by itself. entries: a cut of dim 0
+    besides, among the ranks of another group, as of experts among expert parallel ranks.
     """
 
     group: Any
     dim: int
     stride: int = 1
     rank_ordering: tuple[int, ...] | None = None
+    entries: Entries | None = None
 
     @property
     def size(self) -> int:
-        return layer_groups.size(self.group)
+        """Parts along `dim`."""
+        return 1 if self.group is None else layer_groups.size(self.group)
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether ranks hold different parts."""
+        return self.size > 1 or (self.entries is not None and len(self.entries.held) > 1)
 
     def local_shape(self, full: Sequence[int]) -> list[int]:
         """The shape of a part."""
-        return [divide(n, self.size) if d == self.dim else n for d, n in enumerate(full)]
+        shape = [divide(n, self.size) if d == self.dim else n for d, n in enumerate(full)]
+        return shape if self.entries is None else [divide(shape[0], len(self.entries.held)), *shape[1:]]
 
-    def part(self, full: torch.Tensor, index: int) -> torch.Tensor:
-        """Part `index` of a full tensor, as a tensor of its own."""
-        return cut(full, self.dim, divide(full.shape[self.dim], self.size), self.stride, index, self.size)
+    def full_shape(self, local: Sequence[int]) -> list[int]:
+        """The shape of the full tensor, given a part's."""
+        shape = [n * self.size if d == self.dim else n for d, n in enumerate(local)]
+        return shape if self.entries is None else [shape[0] * len(self.entries.held), *shape[1:]]
+
+    def part(self, full: torch.Tensor, world_rank: int) -> torch.Tensor:
+        """What a rank of the world holds of a full tensor, as a tensor of its own."""
+        held = full if self.entries is None else self.entries.part(full, world_rank)
+        return cut(held, self.dim, divide(full.shape[self.dim], self.size), self.stride, self.index_of(world_rank), self.size)
 
     def index_of(self, world_rank: int) -> int:
-        """The part that a rank of the world holds."""
-        return layer_groups.place_of(self.group, world_rank)
+        """The part along `dim` that a rank of the world holds."""
+        return 0 if self.group is None else layer_groups.place_of(self.group, world_rank)
 
     def hosts_several(self) -> bool:
         """Whether this process holds several different parts."""
-        return layer_groups.hosts_several(self.group)
+        return any(layer_groups.hosts_several(group) for _, group in self._cuts())
+
+    def axes(self) -> dict[int, tuple[str, ...]]:
+        """By dim the mesh axes over which parts differ: the label of the tensor that consists of them. (Groups that are no lines of the mesh take all axes.)"""
+        from torch_bridge.recorder import sharded
+
+        found: dict[int, tuple[str, ...]] = {}
+        for dim, group in self._cuts():
+            taken = {a for own in found.values() for a in own}
+            found[dim] = (*found.get(dim, ()), *(a for a in sharded.axes_of(group) if a not in taken))
+        return found
+
+    def _cuts(self) -> list[tuple[int, Any]]:
+        cuts = [(0, self.entries and self.entries.group), (self.dim, self.group)]
+        return [(dim, group) for dim, group in cuts if group is not None]
 
     def mark(self, parameter: torch.Tensor) -> None:
-        """Set the attributes by which the rest of the library knows that a parameter is shared out."""
-        if not hasattr(parameter, "tensor_model_parallel"):
+        """Set the attributes by which the rest of the library knows that tensor parallel ranks share a parameter out."""
+        if self.group is not None and not hasattr(parameter, "tensor_model_parallel"):
             set_tensor_model_parallel_attributes(parameter, True, self.dim, self.stride, self.size, self.rank_ordering)
 
 
@@ -69,7 +117,8 @@ def local(full: torch.Tensor, partition: Partition, part: int) -> torch.Tensor:
     """A rank's own part, of `part` entries along the partition's dim. An xla tensor is cut where it is."""
 
     def of(rank: int) -> torch.Tensor:
-        return cut(full, partition.dim, part, partition.stride, partition.index_of(rank), partition.size)
+        held = full if partition.entries is None else partition.entries.part(full, rank)
+        return cut(held, partition.dim, part, partition.stride, partition.index_of(rank), partition.size)
 
     if not partition.hosts_several():
         return of(world.first())
@@ -77,11 +126,12 @@ def local(full: torch.Tensor, partition: Partition, part: int) -> torch.Tensor:
         return from_parts(lambda r: own(of(r), r), partition, differs=differs(full))
     from torch_bridge.recorder import sharded
 
+    full = full if partition.entries is None else partition.entries.local(full)
     block = divide(part, partition.stride)
-    first = layer_groups.rank(partition.group) * block
+    first = 0 if partition.group is None else layer_groups.rank(partition.group) * block
     starts = range(0, full.shape[partition.dim], block * partition.size)
     found = torch.cat([full.detach().narrow(partition.dim, start + first, block) for start in starts], dim=partition.dim)
-    sharded.expect(found, sharded.axes_of(partition.group), partition.dim)
+    sharded.expect(found, partition.axes())
     return found
 
 
@@ -93,8 +143,8 @@ def place(full: torch.Tensor, partition: Partition | None, dtype: torch.dtype, d
     if partition is None:
         return full.to(device=device, dtype=dtype, copy=True)
     if partition.hosts_several():
-        return from_parts(lambda r: partition.part(own(full, r), partition.index_of(r)).to(dtype), partition, device, differs(full))
-    part = partition.part(full, partition.index_of(world.first())).to(dtype)
+        return from_parts(lambda r: partition.part(own(full, r), r).to(dtype), partition, device, differs(full))
+    part = partition.part(full, world.first()).to(dtype)
     return placed_alone(part, partition, device)
 
 
@@ -117,10 +167,10 @@ def from_parts(of: Callable[[int], torch.Tensor], partition: Partition, device: 
     differs: ranks that hold the same part may have different values of it."""
     from torch_bridge.recorder import cpu_draws, sharded
 
-    axes = sharded.axes_of(partition.group)
-    found = sharded.from_ranks(of) if differs else sharded.from_ranks(of, axes, partition.dim)
+    axes = partition.axes()
+    found = sharded.from_ranks(of) if differs else sharded.from_ranks(of, axes)
     if differs:
-        sharded.expect(found, axes, partition.dim)
+        sharded.expect(found, axes)
     if torch.device(device or "cpu").type == "cpu":
         cpu_draws.mark(found)
     return found
@@ -147,7 +197,7 @@ class Owner(torch.nn.Module):
         super()._apply(fn, recurse)
         for name, partition in self._partitions.items():
             parameter = self._parameters.get(name)
-            if parameter is not None and parameter.device.type == "xla" and partition.size > 1:
+            if parameter is not None and parameter.device.type == "xla" and partition.is_cut:
                 _label(parameter, partition)
                 if name in stands:
                     cpu_draws.mark(parameter, stays)
@@ -156,14 +206,13 @@ class Owner(torch.nn.Module):
 
 def _label(parameter: Any, partition: Partition) -> None:
     from torch_bridge.mesh import sharding
-    from torch_bridge.recorder import sharded
     from torch_bridge.runtime import executor
 
     storage = parameter._storage
     executor.materialize(storage)
     if storage.held is None or sharding.axes_of(storage.held.sharding.spec):
         return
-    spec = sharding.spec_for(sharded.axes_of(partition.group), partition.dim)
+    spec = sharding.spec_for(partition.axes())
     storage.array = sharding.relabel(storage.array, storage.layout.size, spec)
     storage.describe(spec=spec)
 

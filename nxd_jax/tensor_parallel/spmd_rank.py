@@ -31,8 +31,9 @@ class SPMDRank(torch.nn.Module):
     get_rank = forward
 
     def preshard_hook(self, model_state_dict: dict[str, Any], prefix: str) -> None:
-        """Put all ranks' numbers into a full state dict, to be shared out with the weights."""
-        model_state_dict[prefix] = torch.arange(self.world_size, dtype=torch.int32)
+        """Put all ranks' numbers into a full state dict, to be shared out with the weights. prefix: `...rank`, or `...weight`, as modules are asked."""
+        module, dot, _ = prefix.rpartition(".")
+        model_state_dict[f"{module}{dot}rank"] = torch.arange(self.world_size, dtype=torch.int32)
 
 
 def _numbers(count: int) -> torch.Tensor:

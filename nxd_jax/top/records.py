@@ -204,9 +204,9 @@ def life(record: Record, stat_of: Callable[[int], str] | None = None) -> str:
         fields = (stat_of or _stat)(record.pid).rpartition(")")[2].split()
         state, ticks = fields[0], int(fields[19])
     except FileNotFoundError:
-        return DEAD if Path("/proc/self/stat").exists() or not _answers(record.pid) else LIVE
+        return DEAD if Path("/proc/self/stat").exists() or not answers(record.pid) else LIVE
     except (OSError, ValueError, IndexError):
-        return LIVE if _answers(record.pid) else DEAD
+        return LIVE if answers(record.pid) else DEAD
     if state in "ZX" or record.ticks not in (None, ticks):
         return DEAD
     return STOPPED if state in "Tt" else LIVE
@@ -216,7 +216,7 @@ def _stat(pid: int) -> str:
     return Path(f"/proc/{pid}/stat").read_text()
 
 
-def _answers(pid: int) -> bool:
+def answers(pid: int) -> bool:
     """Whether a process has this number, where /proc does not say."""
     try:
         os.kill(pid, 0)

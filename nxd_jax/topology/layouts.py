@@ -55,8 +55,11 @@ def sizes(world: int, tp: int = 1, pp: int = 1, cp: int = 1, ep: int = 1, dp: in
     return {**given, "dp": implied, "edp": world // (tp * pp * ep)}
 
 
-def rank_order(topology: Topology, tp: int, layout: str = "contiguous", ep: int = 1) -> np.ndarray:
-    """The ranks in the order in which they fill the grid [pp, dp, cp, tp]: an integer array of shape [cores]."""
+def rank_order(topology: Topology, tp: int, layout: str = "contiguous") -> np.ndarray:
+    """The ranks in the order in which they fill the grids [pp, dp, cp, tp] and, for experts, [pp, edp, ep, tp]: an integer array of shape [cores].
+
+    (NxD refuses expert parallelism with its strided tp 4 groups.)
+    """
     if layout not in LAYOUTS:
         raise ValueError(f"layout={layout!r} is not known; use one of {', '.join(LAYOUTS)}")
     ranks = np.arange(topology.core_count)
@@ -65,10 +68,6 @@ def rank_order(topology: Topology, tp: int, layout: str = "contiguous", ep: int 
     nodes = ranks.reshape(topology.node_count, 4, -1)
     if quarters == "rows":  # rows 0 and 3 of each node, then rows 1 and 2
         return nodes[:, [0, 3, 1, 2]].reshape(-1)
-    if ep > 1:
-        raise NotImplementedError(
-            "NxD has no expert parallelism with its strided tp 4 groups on trn1; use layout='contiguous' or another tp"
-        )
     return nodes.transpose(0, 2, 1).reshape(-1)
 
 
@@ -95,10 +94,10 @@ def groups(
     The order of the groups of a kind runs over the other axes: tp over (pp, dp, cp), dp over (pp, cp, tp), pp over (dp, cp, tp), cp over
     (pp, dp, tp), ep over (pp, edp, tp), edp over (pp, ep, tp). Expert groups see the same ranks as a grid [pp, edp, ep, tp].
 
-    Raises ValueError as `sizes` does, and NotImplementedError for ep > 1 with NxD's strided tp 4 on trn1.
+    Raises ValueError as `sizes` does.
     """
     size = sizes(topology.core_count, tp, pp, cp, ep, dp)
-    order = rank_order(topology, tp, layout, ep)
+    order = rank_order(topology, tp, layout)
     dense = order.reshape([size[a] for a in _AXES])
     expert = order.reshape([size[a] for a in _EXPERT_AXES])
     return {kind: _lines(dense, _AXES.index(kind)) if kind in _AXES else _lines(expert, _EXPERT_AXES.index(kind)) for kind in KINDS}

@@ -50,7 +50,7 @@ def mixed_precision(given: Options | None, zero1: bool) -> Options:
 def check_precision(nxd_config: Options) -> None:
     """Raise RuntimeError for precision options that need ZeRO-1, without it."""
     for name in _PRECISION:
-        if nxd_config["mixed_precision_config"][name] and not nxd_config["optimizer_config"]["zero_one_enabled"]:
+        if (nxd_config.get("mixed_precision_config") or {}).get(name) and not nxd_config["optimizer_config"]["zero_one_enabled"]:
             raise RuntimeError(
                 f"ZeRO-1 optimizer is not enabled, while `{name}` is True. Set optimizer_config={{'zero_one_enabled': True}}, or "
                 f"mixed_precision_config={{'{name}': False}}"

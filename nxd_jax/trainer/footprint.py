@@ -3,35 +3,39 @@
 found = footprint(nxd_config, get_model, config, optimizer_class=torch.optim.AdamW)
 print(found)                        # a table, and the total beside the core's memory
 found.total, found.bytes_of("gradient")
+
+Experts are counted as `ep` and `tp` share them out; with `tokens=` also what they keep for the backward pass.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 
-from nxd_jax.tensor_parallel import full_weights, grads, layer_groups, parallel_groups
+from nxd_jax.tensor_parallel import casting, full_weights, grads, layer_groups, parallel_groups
 from nxd_jax.topology import Topology
-from nxd_jax.trainer import building
+from nxd_jax.trainer import building, expert_activations
 from torch_bridge.collectives.row_shards import RowShards
 from torch_bridge.mesh import sharding
 from torch_bridge.recorder import sharded
 
 KINDS = ("parameter", "buffer", "gradient", "master weight", "optimizer state")
+EXPERT_ACTIVATION = "expert activation"
+"""What routed experts keep for the backward pass: of a tensor that is there only within a step."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
     """One tensor that a core holds.
 
-    name: of the parameter or buffer it belongs to. kind: one of `KINDS`. shape, dtype: of what the core holds. axes: mesh axes along which cores hold
-    different parts (or, for experts, different tensors), outermost first. label: of a tensor of the optimizer's state, its key.
+    name: of the parameter, buffer or module it belongs to. kind: one of `KINDS`, or `EXPERT_ACTIVATION`. shape, dtype: of what the core holds. axes: mesh axes
+    along which cores hold different parts (or, for experts, different tensors), outermost first. label: of a tensor of the optimizer's state, its key; of an
+    activation, which one.
     """
 
     name: str
@@ -49,7 +53,8 @@ class Entry:
 
 @dataclasses.dataclass(frozen=True)
 class Footprint:
-    """What one core holds between two steps. Activations, what collectives need meanwhile and compiled programs are not in it.
+    """What one core holds between two steps, and what its experts keep within one, if `footprint` was told how many tokens there are. Other activations, what
+    collectives need meanwhile and compiled programs are not in it.
 
     entries: every tensor. hbm_bytes: the core's memory. core: what kind of core. All cores hold as much; in a pipeline all of a rank along pp, and this is the
     rank that holds most. ranks: of a pipeline, of every rank; () without.
@@ -71,9 +76,9 @@ class Footprint:
         return self.hbm_bytes - self.total
 
     def bytes_of(self, kind: str) -> int:
-        """Bytes per core of one kind of tensor. Raises ValueError for a word that is not in `KINDS`."""
-        if kind not in KINDS:
-            raise ValueError(f"kind={kind!r} must be one of {', '.join(map(repr, KINDS))}")
+        """Bytes per core of one kind of tensor. Raises ValueError for a word that is not in `KINDS` and not `EXPERT_ACTIVATION`."""
+        if kind not in (*KINDS, EXPERT_ACTIVATION):
+            raise ValueError(f"kind={kind!r} must be one of {', '.join(map(repr, (*KINDS, EXPERT_ACTIVATION)))}")
         return sum(e.bytes for e in self.entries if e.kind == kind)
 
     def __str__(self) -> str:
@@ -91,13 +96,15 @@ def footprint(
     optimizer_class: type[torch.optim.Optimizer] | None = torch.optim.AdamW,
     optimizer_options: dict[str, Any] | None = None,
     topology: Topology | None = None,
+    tokens: int | None = None,
     **model_kwargs: Any,
 ) -> Footprint:
     """What `initialize_parallel_model` and `initialize_parallel_optimizer` would put on a core of the current world, after a first step.
 
     The model is made on "meta", as with `meta_device_init`, and the optimizer steps there: no weights, no device. `model_fn`, `model_args` and
     `model_kwargs` are those of `initialize_parallel_model`. optimizer_class: None for inference, without gradients. optimizer_options: its options.
-    topology: whose cores; default the one that the environment describes.
+    topology: whose cores; default the one that the environment describes. tokens: of a micro-batch on a rank, sequences undivided: also count what experts keep
+    of it from the forward to the backward pass; where layers are computed again in the backward pass, of the one that keeps most.
 
     With a pipeline the model is cut into its stages on "meta"; a weight that several of them use counts on each, for those after the first have a copy.
 
@@ -114,8 +121,11 @@ def footprint(
     chosen = topology or Topology.from_environment()
     core = chosen.hbm_per_core, f"{chosen.chip.name} at LNC {chosen.lnc}"
 
+    kept = [] if tokens is None else list(expert_activations.kept(model, tokens, nxd_config["activation_checkpoint_config"]))
+
     def of(own: list[Named], copies: list[Named]) -> Footprint:
         entries = [Entry(name, "parameter", tuple(p.shape), p.dtype, axes) for name, p, axes in (*own, *copies)] + buffers
+        entries += _at_once(kept, {name for name, _, _ in own})
         if optimizer_class is not None:
             entries += _of_training(nxd_config, own, optimizer_class, optimizer_options or {})
             entries += [Entry(name, "gradient", tuple(p.shape), p.dtype, axes) for name, p, axes in copies if p.requires_grad]
@@ -168,6 +178,17 @@ def _parameters(model: torch.nn.Module) -> Iterator[Named]:
             yield f"{path}.{name}".lstrip("."), p, _along(groups)
 
 
+def _at_once(kept: Iterable[expert_activations.Kept], parameters: set[str]) -> list[Entry]:
+    """Of the experts that have these parameters, what they keep at the same time: all that is not computed again, and the layer that takes most of the rest."""
+    layers: dict[tuple[bool, str], list[Entry]] = {}
+    for k in kept:
+        if any(name.startswith(f"{k.name}.") for name in parameters):
+            layers.setdefault((k.recomputed, k.name), []).append(Entry(k.name, EXPERT_ACTIVATION, k.shape, k.dtype, label=k.label))
+    again = [entries for (recomputed, _), entries in layers.items() if recomputed]
+    most = max(again, key=lambda entries: sum(e.bytes for e in entries), default=[])
+    return [e for (recomputed, _), entries in layers.items() if not recomputed for e in entries] + most
+
+
 def _along(groups: Iterable[Any], more: Iterable[str] = ()) -> tuple[str, ...]:
     return sharding.ordered({*more, *(a for g in groups for a in sharded.axes_of(g))})
 
@@ -181,7 +202,7 @@ def _of_training(
     """Gradients, and under ZeRO-1 each core's parts, and the optimizer's state of them or of the parameters."""
     zero1 = nxd_config["optimizer_config"]["zero_one_enabled"]
     precision = nxd_config["mixed_precision_config"]
-    dtype = torch.float64 if precision["use_master_weights"] and os.environ.get("XLA_DOWNCAST_BF16", "0") == "1" else torch.float32
+    dtype = casting.wide_dtype() if precision["use_master_weights"] else torch.float32
     updated: list[Named] = []
     for name, p, axes in parameters:
         if p.requires_grad:
@@ -228,6 +249,7 @@ def _states(held: list[Named], optimizer_class: type[torch.optim.Optimizer], opt
 
 
 def _table(found: Footprint) -> list[list[str]]:
+    columns = [*(k for k in KINDS if k != "buffer"), *([EXPERT_ACTIVATION] if found.bytes_of(EXPERT_ACTIVATION) else [])]
     rows: dict[tuple[Any, ...], list[Entry]] = {}
     others: dict[str, dict[str, int]] = {}
     for e in found.entries:
@@ -237,21 +259,30 @@ def _table(found: Footprint) -> list[list[str]]:
         if e.kind in KINDS[:2]:
             key = re.sub(r"\d+", "*", e.name), e.shape, e.dtype, e.axes, tuple(others[e.name].items())
             rows.setdefault(key, []).append(e)
-    table = [["tensor", "shape on a core", "dtype", "differs along", *(f"{k}s" for k in KINDS if k != "buffer")]]
+        elif e.kind == EXPERT_ACTIVATION:
+            rows.setdefault((re.sub(r"\d+", "*", e.name), e.shape, e.dtype, e.axes, e.label), []).append(e)
+    table = [["tensor", "shape on a core", "dtype", "differs along", *(f"{k}s" for k in columns)]]
     for (pattern, shape, dtype, axes, _), entries in rows.items():
         several = len(entries) > 1
-        kinds = [sum(others[e.name].get(k, 0) for e in entries) for k in KINDS]
+        of = f" {entries[0].label}" if entries[0].kind == EXPERT_ACTIVATION else ""
+        sizes = {EXPERT_ACTIVATION: sum(e.bytes for e in entries)} if of else _sizes(entries, others)
         table.append(
             [
-                f"{pattern if several else entries[0].name}{f' ({len(entries)})' if several else ''}",
+                f"{pattern if several else entries[0].name}{of}{f' ({len(entries)})' if several else ''}",
                 "x".join(map(str, shape)) or "one number",
                 str(dtype).removeprefix("torch."),
                 ", ".join(axes) or "-",
-                *(_shown(n) for n in [kinds[0] + kinds[1], *kinds[2:]]),
+                *(_shown(sizes.get(k, 0)) for k in columns),
             ]
         )
-    sums = [found.bytes_of("parameter") + found.bytes_of("buffer"), *(found.bytes_of(k) for k in KINDS[2:])]
-    return [*table, ["all", "", "", "", *map(_shown, sums)]]
+    sums = {k: found.bytes_of(k) for k in columns} | {"parameter": found.bytes_of("parameter") + found.bytes_of("buffer")}
+    return [*table, ["all", "", "", "", *(_shown(sums[k]) for k in columns)]]
+
+
+def _sizes(entries: Iterable[Entry], others: dict[str, dict[str, int]]) -> dict[str, int]:
+    """By kind the bytes of all that belongs to parameters or buffers, which count as parameters."""
+    found = {k: sum(others[e.name].get(k, 0) for e in entries) for k in KINDS}
+    return found | {"parameter": found["parameter"] + found["buffer"]}
 
 
 def _aligned(table: list[list[str]]) -> list[str]:

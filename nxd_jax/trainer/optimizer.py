@@ -18,13 +18,8 @@ def reduce_gradients(optimizer: torch.optim.Optimizer, average: bool = True) -> 
     """
     grads.allreduce_context_parallel_gradients(optimizer)
     grads.allreduce_sequence_parallel_gradients(optimizer)
-    if not average:
-        return
-    others, experts = _gradients(optimizer)
-    if experts:
-        grads.bucket_allreduce_gradients(experts)
-    if others:
-        grads.bucket_allreduce_gradients(others, reduce_over_ep_group=True)
+    if average:
+        grads.average_over_data_parallel_ranks(p for group in optimizer.param_groups for p in group["params"])
 
 
 def _gradients(optimizer: torch.optim.Optimizer) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -131,7 +126,9 @@ class NxDOptimizer(Wrapper, torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        reduce_gradients(self, average=not self.zero_enabled)
+        reduce_gradients(self, average=False)
+        if not self.zero_enabled:
+            grads.average_gradients(*self._fetch_gradients())
         if not self.zero_enabled and self.grad_clipping:
             assert self.max_grad_norm is not None
             self._norm = grads.clip_grad_norm(self.params, self.max_grad_norm)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import os
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +12,7 @@ import torch.distributed as dist
 
 from nxd_jax._flags import flag
 from nxd_jax.optimizer import NeuronEPZero1Optimizer, NeuronZero1Optimizer, wholes
-from nxd_jax.tensor_parallel import parallel_groups
+from nxd_jax.tensor_parallel import casting, parallel_groups
 from nxd_jax.trainer import building, config
 from nxd_jax.trainer.model import NxDModel
 from nxd_jax.trainer.optimizer import NxDOptimizer
@@ -166,7 +165,7 @@ def initialize_optimizer_from_class(
         wholes.prepare(optimizer)
         return optimizer
     precision = nxd_config["mixed_precision_config"]
-    wide = precision["use_master_weights"] and os.environ.get("XLA_DOWNCAST_BF16", "0") == "1"
+    wide = precision["use_master_weights"] and casting.wide_dtype() == torch.double
     kind = NeuronEPZero1Optimizer if parallel_groups.size("ep") > 1 else NeuronZero1Optimizer
     return kind(
         parameters,

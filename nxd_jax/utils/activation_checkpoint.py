@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import sys
@@ -13,6 +14,7 @@ from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as torch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, CheckpointWrapper
 from torch.utils import _pytree as pytree
 
+from nxd_jax.tensor_parallel.random import State, get_xla_rng_tracker
 from torch_bridge.mesh import random_state
 from torch_bridge.torch_xla.core import xla_model
 from torch_bridge.torch_xla.utils.checkpoint import _torch_checkpoint
@@ -54,8 +56,9 @@ def recomputed(module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str
     """`module(*args, **kwargs)` without keeping its activations: the backward pass computes them again. (NxD has no such function.)
 
     torch's checkpoint without reentrance does it, so that hooks of parameters run once and the module can be played from a recording; the compiler cannot merge
-    the two computations, and random numbers are the same in both (`preserve_rng_state`). Tensors may be anywhere in nested arguments and results, and need not
-    require gradients for the module's parameters to get theirs. Without gradients to compute (`no_grad`, everything frozen) this is a plain call.
+    the two computations, and random numbers are the same in both (`preserve_rng_state`), also those of `get_xla_rng_tracker()`. Tensors may be anywhere in
+    nested arguments and results, and need not require gradients for the module's parameters to get theirs. Without gradients to compute (`no_grad`, everything
+    frozen) this is a plain call.
 
     Raises ValueError for a key-value cache among the arguments, which the second computation would change again, and TypeError for a result whose tensors
     autograd would not see.
@@ -88,6 +91,8 @@ class _Call:
         self._preserve = preserve_rng_state
         self._gradients: list[torch.Tensor] = []
         self._state: Any = None
+        self._axes: random_state.Axes = ()
+        self._named: dict[str, State] = {}
 
     def reached(self, gradient: torch.Tensor) -> None:
         """The backward pass has come to a result."""
@@ -97,11 +102,13 @@ class _Call:
     def __call__(self, *leaves: Any) -> tuple[Any, ...]:
         gradients, self._gradients = self._gradients, []
         if not gradients:
-            self._state = random_state.DEFAULT.get_state()
+            self._state, self._axes = random_state.DEFAULT.get_state(), random_state.DEFAULT.axes
+            self._named = get_xla_rng_tracker().states_.copy()
             return self._run(leaves)
-        with xla_model.fork_rng(enabled=self._preserve):
-            if self._preserve:
-                random_state.DEFAULT.set_state(self._state)
+        if not self._preserve:
+            return self._run(_once_known(leaves, gradients))
+        with xla_model.fork_rng(), _drawing(self._axes, self._named):
+            random_state.DEFAULT.set_state(self._state)
             return self._run(_once_known(leaves, gradients))
 
     def _run(self, leaves: Sequence[Any]) -> tuple[Any, ...]:
@@ -110,6 +117,18 @@ class _Call:
         self.result = self.result or result
         _check_result(self.module, found)
         return tuple(found)
+
+
+@contextlib.contextmanager
+def _drawing(axes: random_state.Axes, named: dict[str, State]) -> Iterator[None]:
+    """A block in which ranks draw differently along these axes, and the tracker has these states. Afterwards all is as it was."""
+    tracker, default = get_xla_rng_tracker(), random_state.DEFAULT
+    before = default.axes, tracker.states_
+    default.axes, tracker.states_ = axes, named.copy()
+    try:
+        yield
+    finally:
+        default.axes, tracker.states_ = before
 
 
 def _once_known(leaves: Sequence[Any], gradients: Sequence[torch.Tensor]) -> list[Any]:

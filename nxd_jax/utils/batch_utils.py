@@ -7,8 +7,9 @@ from typing import Any
 import torch
 
 from nxd_jax.tensor_parallel import parallel_groups
-from torch_bridge.mesh import world
+from torch_bridge.mesh import sharding, world
 from torch_bridge.recorder import sharded
+from torch_bridge.recorder.rank_tensor import RankTensor
 
 IGNORED = -100
 """The label that losses skip."""
@@ -83,5 +84,8 @@ def _own(name: str, x: torch.Tensor, size: int) -> torch.Tensor:
     if x.device.type == "cpu" and len(world.current().hosted) > 1:
         group = parallel_groups.group("cp")
         place = {rank: k for members in group._mesh for k, rank in enumerate(members)}
+        if isinstance(x, RankTensor):  # ranks have other batches, too
+            own = [p.narrow(dim, place[r] * length, length).contiguous() for r, p in zip(world.current().hosted, x.parts, strict=True)]
+            return RankTensor(own, None if x.axes is None else sharding.ordered({*x.axes, *sharded.axes_of(group)})).to("xla")
         return sharded.from_ranks(lambda r: x.narrow(dim, place[r] * length, length).contiguous(), sharded.axes_of(group), dim)
     return x.narrow(dim, parallel_groups.rank("cp") * length, length).contiguous()

@@ -19,7 +19,7 @@ KERNEL = {"display_name": "Python 3", "language": "python", "name": "python3"}
 
 def sources() -> list[Path]:
     """The scripts, in order."""
-    return sorted(FOLDER.glob("[0-9]*.py"))
+    return sorted(FOLDER.glob("[0-9]*.py"), key=lambda path: int(path.stem.partition("_")[0]))
 
 
 def notebook(source: Path) -> NotebookNode:

@@ -275,7 +275,7 @@ def test_nothing_complete_is_overwritten(saved: Saved, run: Any, tmp_path: pathl
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--to", "nxd", "--zero1"), "--dp, --zero1 and --xser say how NxD's files are written; --to nxd holds full tensors"),
+        (("--to", "nxd", "--zero1"), "--dp, --ep, --zero1 and --xser say how NxD's files are written; --to nxd holds full tensors"),
         (("--to", "original", "--dp", "2"), "--dp cuts the optimizer's state among ranks: give --zero1 as well"),
         (("--to", "original", "--tp", "0"), "--tp must be a positive number, got 0"),
         (("--to", "safetensors", "--max-shard-gb", "0"), "--max-shard-gb must be positive"),

@@ -8,22 +8,17 @@ import sys
 
 import neuronx_distributed as nxd_api
 import pytest
-from neuronx_distributed import modules
+from neuronx_distributed import pipeline
 
 from nxd_jax import _later
 
 IMPORTS = {
-    "import neuronx_distributed.trace": "neuronx_distributed.trace: tracing for inference is not there yet; .*to_jax",
-    "from neuronx_distributed import trace": "neuronx_distributed.trace: tracing for inference",
-    "from nxd_jax import trace": "neuronx_distributed.trace: tracing for inference",
-    "from neuronx_distributed.trace.model_builder import ModelBuilder": "neuronx_distributed.trace: tracing for inference",
-    "from neuronx_distributed import NxDParallelState": "neuronx_distributed.NxDParallelState: tracing for inference",
-    "from neuronx_distributed.modules import moe": "neuronx_distributed.modules.moe: mixture of experts is not there yet",
-    "from neuronx_distributed.modules.moe.model import MoE": "neuronx_distributed.modules.moe: mixture of experts is not there yet",
-    "import neuronx_distributed.quantization": "neuronx_distributed.quantization: quantization is not there yet",
+    "import neuronx_distributed.experimental": "neuronx_distributed.experimental: it is not there yet",
+    "from nxd_jax import experimental": "neuronx_distributed.experimental: it is not there yet",
+    "from neuronx_distributed import experimental": "neuronx_distributed.experimental: it is not there yet",
+    "from neuronx_distributed.experimental.quantization import microscaling": "neuronx_distributed.experimental: it is not there yet",
     "from neuronx_distributed.pipeline import timeline": "neuronx_distributed.pipeline.timeline: it is not there .*use `with nxd_jax.inspect.pipeline",
     "from neuronx_distributed.utils.timeline import Timeline": "neuronx_distributed.utils.timeline: it is not there",
-    "from neuronx_distributed.scripts.checkpoint_converter import CheckpointConverterBase": "neuronx_distributed.scripts: .*nxd-ckpt convert",
     "import neuronx_distributed.nothing": "No module named 'neuronx_distributed.nothing'",
     "from neuronx_distributed import nothing": "cannot import name 'nothing'",
 }
@@ -43,12 +38,12 @@ def test_attributes(name: str) -> None:
 
 
 def test_asking_what_there_is() -> None:
-    for name in ("trace", "modules.moe", "quantization", "pipeline.timeline"):
+    for name in ("experimental", "pipeline.timeline"):
         assert importlib.util.find_spec(f"neuronx_distributed.{name}") is None
     assert importlib.util.find_spec("neuronx_distributed.pipeline") is not None
-    assert not hasattr(modules, "moe") and not hasattr(nxd_api, "nothing")
+    assert not hasattr(pipeline, "timeline") and not hasattr(nxd_api, "nothing")
     finder = next(f for f in sys.meta_path if isinstance(f, _later._Finder))
-    assert finder.find_spec("neuronx_distributed.trace") is None
+    assert finder.find_spec("neuronx_distributed.experimental") is None
     _later.install()
     assert sum(isinstance(f, _later._Finder) for f in sys.meta_path) == 1
 
@@ -63,6 +58,8 @@ def test_a_real_module_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_script_that_goes_on_without() -> None:
-    code = "try:\n    from neuronx_distributed.modules.moe import MoE\nexcept ImportError as e:\n    print(type(e).__name__, e.name)"
+    code = (
+        "try:\n    from neuronx_distributed.experimental import quantization\nexcept ImportError as e:\n    print(type(e).__name__, e.name)"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert done.stdout.split() == ["ModuleNotFoundError", "neuronx_distributed.modules.moe"], done.stderr
+    assert done.stdout.split() == ["ModuleNotFoundError", "neuronx_distributed.experimental"], done.stderr

@@ -186,6 +186,110 @@ def test_buffers_that_change_are_results(net: nn.Module) -> None:
         torch.testing.assert_close(value, after[name])
 
 
+class Assigns(nn.Module):
+    """Assigns one buffer anew, another to itself, a third in place through a view, and adds to a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("cache", torch.arange(4.0))
+        self.register_buffer("same", torch.ones(2))
+        self.register_buffer("view", torch.zeros(2, 3))
+        self.inner = nn.Linear(4, 4)
+        self.inner.register_buffer("count", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.cache = torch.where(x > 0, x, self.cache)
+        self.same = self.same
+        self.view[0].add_(1)
+        self.inner.count = self.inner.count + 2
+        with torch.no_grad():
+            self.inner.bias.add_(self.cache)
+        return self.inner(x)
+
+
+def test_what_the_forward_assigns_anew_is_a_result() -> None:
+    torch.manual_seed(0)
+    module = Assigns()
+    before = {n: t.detach().clone() for n, t in [*module.named_parameters(), *module.named_buffers()]}
+    x = torch.tensor([1.0, -1.0, 2.0, -2.0])
+    graph = torch_bridge.capture(module, x)
+    signature: Any = graph.signature
+    assert set(signature.mutated) == {"cache", "view", "inner.count", "inner.bias"} and signature.left_out == []
+    now = dict([*module.named_parameters(), *module.named_buffers()])
+    assert all(torch.equal(now[n], t) and now[n].device.type == "cpu" for n, t in before.items())  # the module is as it was
+    with torch.no_grad():
+        y, *new = run_graph(graph, module, x)
+    found = dict(zip(signature.mutated, new, strict=True))
+    expected = Assigns()
+    expected.load_state_dict(before)
+    torch.testing.assert_close(y, expected(x).detach())
+    for name, t in [*expected.named_buffers(), *expected.named_parameters()]:
+        if name in found:
+            torch.testing.assert_close(found[name], t.detach())
+    with pytest.raises(
+        ValueError,
+        match=r"the forward updates parameters \(inner\.bias\), and a JAX function of params and buffers returns new buffers alone",
+    ):
+        torch_bridge.to_jax(module)(arrays(module.named_parameters()), arrays(module.named_buffers()), None, jnp.asarray(x.numpy()))
+
+
+@pytest.mark.parametrize(
+    ("new", "text"),
+    [
+        (
+            lambda b, x: torch.cat([b, b]),
+            r"sets state to torch\.float32 \[4\] on xla.*, which was torch\.float32 \[2\]: what is kept from call to call must",
+        ),
+        (lambda b, x: b.to(torch.bfloat16), r"sets state to torch\.bfloat16 \[2\] on xla.*, which was torch\.float32 \[2\]"),
+        (lambda b, x: torch.zeros(2), r"sets state to torch\.float32 \[2\] on cpu, which was torch\.float32 \[2\]"),
+        (lambda b, x: None, r"sets state to NoneType, which was torch\.float32 \[2\]"),
+    ],
+)
+def test_a_state_keeps_its_shape_dtype_and_device(new: Any, text: str) -> None:
+    class Changes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("state", torch.zeros(2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.state = new(self.state, x)
+            return x
+
+    module = Changes()
+    with pytest.raises(ValueError, match=f"the forward {text}"):
+        torch_bridge.capture(module, torch.ones(2))
+    assert module.state.tolist() == [0.0, 0.0]
+
+
+def test_buffers_assigned_anew_come_back_from_jax() -> None:
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("n", torch.zeros(2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.n = self.n + x
+            return self.n * 2
+
+    f = torch_bridge.to_jax(Counts())
+    y, buffers = f({}, {"n": jnp.ones(2)}, None, jnp.arange(2.0))
+    assert y.tolist() == [2.0, 4.0] and buffers["n"].tolist() == [1.0, 2.0]
+
+
+def test_results_that_are_no_tensors_are_named() -> None:
+    graph: Any = torch_bridge.capture(Returns(lambda x: (x, {1}, torch.zeros(1), None, 3)), torch.ones(2))
+    assert graph.signature.left_out == ["set", "a cpu tensor (make it on the device of an input)"]
+
+
+class Returns(nn.Module):
+    def __init__(self, what: Any) -> None:
+        super().__init__()
+        self.what = what
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.what(x)
+
+
 def test_capturing_changes_nothing(net: nn.Module) -> None:
     before = {n: t.clone() for n, t in net.state_dict().items()}
     pending = torch.ones(2, device="xla") + 1

@@ -138,6 +138,42 @@ def test_floats_truncate_and_wrap(source):
         cast_like_torch(VALUES, source, target)
 
 
+@pytest.mark.parametrize(
+    "source", [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.float8_e5m2, torch.int8, torch.int64, torch.bool]
+)
+@pytest.mark.parametrize("target", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_float8_ends_where_torch_ends_it(source, target):
+    """Both sides of the halfway point behind the largest number (464 and 61440), infinities, NaN, and the smallest numbers."""
+    numbers = [
+        0.0,
+        -0.0,
+        1.0,
+        -2.5,
+        240.0,
+        448.0,
+        449.0,
+        464.0,
+        465.0,
+        -480.0,
+        1e4,
+        57344.0,
+        61439.0,
+        61440.0,
+        65504.0,
+        2.0**-9,
+        2.0**-10,
+        1.5 * 2.0**-10,
+    ]
+    if source.is_floating_point:
+        values = torch.tensor([*numbers, 1e38, float("inf"), -float("inf"), float("nan")], dtype=torch.float64).to(source)
+    else:
+        values = torch.tensor([int(max(-128, min(n, 127))) if source is torch.int8 else int(n) for n in numbers]).to(source)
+    wide = values.to(torch.float64 if source.is_floating_point else source).numpy()
+    got = dtypes.cast(jnp.asarray(wide).astype(dtypes.to_jax(source)), dtypes.to_jax(target))
+    assert got.dtype == dtypes.to_jax(target)
+    np.testing.assert_array_equal(np.asarray(got.astype(jnp.float32)), values.to(target).float().numpy())
+
+
 def test_integers_wrap():
     for target in COMMON:
         cast_like_torch(INTEGERS, torch.int64, target)

@@ -190,7 +190,6 @@ def test_what_is_not_here_says_so() -> None:
         (lambda: xla_builder.create_computation("x", None, []), "Write the computation in JAX"),
         (lambda: xla_op_registry.register("x", None), "in JAX instead"),
         (lambda: custom_op.load(name="x", compute_srcs=[]), "write the operator in JAX"),
-        (lambda: torch_neuronx.trace(model, torch.ones(1)), r"to_jax\(model\)"),
     ]:
         with pytest.raises(NotImplementedError, match=text):
             call()

@@ -21,9 +21,9 @@ def table() -> dict[str, Lowering]:
     """All that is registered, by name, with the ops that are only there where ranks or optimizers are."""
     from torch_bridge.collectives import attention_ops, collective_ops, index_checks, rank_slices, row_shard_ops
     from torch_bridge.optimizers import grad_norm_ops, step_ops
-    from torch_bridge.recorder import barrier
+    from torch_bridge.recorder import barrier, grouped_mlp_ops
 
-    assert all((attention_ops, collective_ops, index_checks, rank_slices, row_shard_ops, grad_norm_ops, step_ops, barrier))
+    assert all((grouped_mlp_ops, attention_ops, collective_ops, index_checks, rank_slices, row_shard_ops, grad_norm_ops, step_ops, barrier))
     return {str(op): found for op, found in registered().items()}
 
 
@@ -63,6 +63,8 @@ OURS: dict[str, dict[str, Any]] = {
     "check_indices": {},
     "flash_attention": {},
     "flash_attention_backward": {},
+    "grouped_mlp": {},
+    "grouped_mlp_backward": {},
 }
 """Every op of ours."""
 

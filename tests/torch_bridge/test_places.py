@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import numpy as np
@@ -39,6 +40,12 @@ def test_a_node_runs_where_its_inputs_lie() -> None:
 def test_what_lies_nowhere_is_computed_where_it_is_needed() -> None:
     nodes = [(Op(),), (Op(), 0), (Op(), 1, -1), (Op(),), (Op(), 3, -1), (Op(), 3, -2), (Op(),)]
     assert place(nodes, [A, B], [2, 4, 5, 6]) == [A, A, A, HERE, A, B, HERE]
+
+
+def test_what_lies_nowhere_and_is_asked_for_is_computed_at_home() -> None:
+    nodes = [(Op(),), (Op(), 0), (Op(), 0, -1), (Op(),), (Op(), 3, -1), (Op(), 3, -2)]
+    assert place(nodes, [A, B], [1, 2, 4, 5], A) == [A, A, A, HERE, A, B]
+    assert place(nodes[:2], [], [1], B) == [B, B] and place(nodes[:2], [], [1]) == [HERE, HERE]
 
 
 def test_the_mesh_of_the_world_is_at_every_place() -> None:
@@ -80,6 +87,33 @@ def test_moving_there_and_back(hosted: Hosted) -> None:  # noqa: F811
     back = placed.moved(second, HERE)
     assert devices(back) == set(range(8))
     assert [s[0, 0].item() for s in sharded.shards(back)] == seen[2] == [s[0, 0].item() for s in sharded.shards(x)][4:] * 2
+
+
+def test_what_a_place_has_of_an_array_is_found_once(hosted: Hosted) -> None:  # noqa: F811
+    """A mask that every micro-batch reads is looked at once, also if somebody takes its buffer over in between; nothing of it stays when it goes."""
+    hosted(8, pp=2, dp=2, tp=2)
+    x = sharded.from_ranks(lambda r: torch.full((2, 3), float(r)), ("pp", "tp"))
+    mesh = along("pp", 1).mesh
+    assert mesh is not None
+    array = x._storage.array  # type: ignore[attr-defined]
+    first = places.put(array, mesh)
+    assert places.put(array, mesh) is first
+    first.delete()
+    kept = len(places._PARTS._found)
+    del first, array, x
+    gc.collect()
+    assert len(places._PARTS._found) < kept
+
+
+def test_what_reads_nothing_is_computed_at_home(hosted: Hosted) -> None:  # noqa: F811
+    """In a pass of a stage: its rotary tables, say. Afterwards such values are those of all ranks again."""
+    hosted(4, pp=2, tp=2)
+    placed.compute_at(along("pp", 1))
+    x = torch.arange(4, device="xla").float().cos()
+    torch_xla.sync()
+    y = torch.arange(4, device="xla").float().cos()
+    assert devices(x) == {2, 3} and devices(y) == {0, 1, 2, 3}
+    torch.testing.assert_close(x.cpu(), torch.arange(4).float().cos())
 
 
 def test_a_tensor_of_a_place_of_an_earlier_layout(hosted: Hosted) -> None:  # noqa: F811

@@ -165,7 +165,7 @@ def frequencies(sample: np.ndarray, law: st.rv_discrete) -> float:
     return float(st.chisquare(o[keep], e[keep] * o[keep].sum() / e[keep].sum()).pvalue)
 
 
-@pytest.mark.core(keep=4)
+@pytest.mark.core(keep=2)
 @pytest.mark.parametrize("name", CONTINUOUS)
 def test_continuous(name: str, rounds: Rounds) -> None:
     law = CONTINUOUS[name][1]

@@ -35,6 +35,7 @@ def _padded(k: int, short: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
     return words.to("xla"), mask.to("xla"), words.masked_fill(mask == 0, -100).to("xla")
 
 
+@pytest.mark.thorough(keep=4)
 @pytest.mark.parametrize("make", [llama, gpt2, bert])
 @pytest.mark.parametrize("short", [lambda k: False, lambda k: True, lambda k: k % 3 == 2], ids=["full", "padded", "both"])
 def test_attention_masks(make: Callable[[], nn.Module], short: Callable[[int], bool]) -> None:

@@ -104,6 +104,7 @@ MALFORMED = [
     ("NXD_JAX_COMPILE_WORKERS", "0", "a whole number of at least 1"),
     ("NXD_JAX_TOP", "maybe", "0 or 1"),
     ("NXD_JAX_CHECKPOINT_FORMAT", "orbax", "one of nxd, original"),
+    ("NXD_JAX_FP8_MAX", "300", "one of 240, 448"),
 ]
 
 
@@ -277,6 +278,7 @@ TESTED_IN = {
     "NXD_JAX_TOP": ("test_telemetry.py", "test_it_can_be_turned_off"),
     "NXD_JAX_TOP_DIR": ("test_telemetry.py", "test_folders"),
     "NXD_JAX_CHECKPOINT_FORMAT": ("../nxd_jax/checkpoint/test_saving_original.py", "test_training_goes_on_bit_for_bit"),
+    "NXD_JAX_FP8_MAX": ("../nxd_jax/quantization/test_config.py", "test_neurons_float8_goes_up_to_240"),
 }
 """The test of what each honoured variable does: a name in this file, or a file and a name."""
 

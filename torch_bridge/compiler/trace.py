@@ -44,25 +44,27 @@ class Trace:
         outs: tuple[int, ...],
         chosen: tuple[Place, ...] = (),
         leaves: tuple[Place | None, ...] = (),
+        home: Place = HERE,
         first: tuple[int, ...] | None = None,
     ) -> tuple[Part, ...]:
         """The parts that compute these values, in order.
 
         chosen: where each node runs; leaves: the places at which these lie, from which it follows otherwise. Without either all is one part, or two if `first`,
-        values that are needed at once, leaves some for later.
+        values that are needed at once, leaves some for later. home: where nodes run whose inputs lie at none of the places.
         """
-        parts = self.parts.get((outs, chosen, leaves, first))
+        parts = self.parts.get((outs, chosen, leaves, first, home))
         if parts is None:
-            places = chosen or (place_nodes.place(self.nodes, leaves, outs) if leaves else ())
+            places = chosen or (place_nodes.place(self.nodes, leaves, outs, home) if leaves or home is not HERE else ())
             if first is not None and not places:
                 places = [HERE] * len(self.nodes)
             parts = cut_segment.cut(self.nodes, outs, places, first) if places else (Part(outs),)
             if SETTINGS.verify:
                 verify_parts.check(parts, self.nodes, outs)
-            self.parts[outs, chosen, leaves, first] = parts
+            self.parts[outs, chosen, leaves, first, home] = parts
         return parts
 
     def find(self, part: Part, run: Execution) -> Program | None:
         """A program of a part for this execution: one that takes over just what is free, or more too (that is copied for it)."""
-        fitting = [program for program in self.programs.get(part, ()) if program.spec.accepts(run)]
-        return next((program for program in fitting if program.spec.takes_just(run)), fitting[0] if fitting else None)
+        programs = self.programs.get(part, ())
+        just = next((program for program in programs if program.spec.takes_just(run) and program.spec.accepts(run)), None)
+        return just or next((program for program in programs if program.spec.accepts(run)), None)

@@ -453,6 +453,14 @@ _OWN = [
         one_of("nxd", "original"),
         "nxd_jax.trainer.checkpoint",
     ),
+    Variable(
+        "NXD_JAX_FP8_MAX",
+        HONOUR,
+        "the largest number that quantization to float8_e4m3fn makes: 240 fits Neuron's format, 448 is that of OCP and GPUs (docs/how-to/quantize.md)",
+        "240",
+        one_of("240", "448"),
+        "nxd_jax.quantization.quantization_config",
+    ),
     Variable("NXD_JAX_TOP", HONOUR, "tell `nxd-top` what this process does (docs/reference/nxd_top.md)", "1", FLAG, "publisher"),
     Variable(
         "NXD_JAX_TOP_DIR",

@@ -10,7 +10,7 @@ import importlib.util
 import sys
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
-from types import ModuleType
+from types import CodeType, ModuleType
 
 STAND_IN = "+nxd.jax"
 """The end of the version of a distribution of ours under an original's name."""
@@ -65,7 +65,7 @@ class _Finder(importlib.abc.MetaPathFinder):
         spec = importlib.util.find_spec(real)
         if spec is None:
             return None
-        return ModuleSpec(fullname, _Loader(real), is_package=spec.submodule_search_locations is not None)
+        return ModuleSpec(fullname, _Loader(real), origin=spec.origin, is_package=spec.submodule_search_locations is not None)
 
 
 class _Loader(importlib.abc.Loader):
@@ -74,6 +74,13 @@ class _Loader(importlib.abc.Loader):
     def __init__(self, real: str):
         self.real = real
         self.spec: ModuleSpec | None = None
+
+    def get_code(self, name: str) -> CodeType | None:
+        """For `python -m`."""
+        found = importlib.util.find_spec(self.real)
+        loader = None if found is None else found.loader
+        code: CodeType | None = loader.get_code(self.real) if isinstance(loader, importlib.abc.InspectLoader) else None
+        return code
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         module = importlib.import_module(self.real)

@@ -26,8 +26,8 @@ class Signature:
     """What a captured graph's placeholders and results are.
 
     Placeholders: the parameters, then the buffers, then the tensors among the inputs. Results: the module's tensors, then the new
-    values of `mutated` buffers. `inputs_spec`/`inputs` and `outs_spec`/`outs` rebuild the module's own argument and result structure
-    (an int stands for that tensor, anything else for itself).
+    values of what is `mutated`: buffers, and parameters that the forward itself updates. `inputs_spec`/`inputs` and `outs_spec`/`outs` rebuild the
+    module's own argument and result structure (an int stands for that tensor, anything else for itself).
     """
 
     params: list[str]
@@ -37,6 +37,8 @@ class Signature:
     outs: list[Any]
     outs_spec: TreeSpec
     mutated: list[str] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+    """Types of what the module returns that is neither a tensor nor a constant, and None here."""
 
     @property
     def n_outs(self) -> int:
@@ -53,7 +55,7 @@ def capture(module: torch.nn.Module, *example_inputs: Any, **example_kwargs: Any
 
     Only shapes and dtypes of the example tensors matter: they and the module's weights may live on any device, including `meta`; nothing is computed.
     Placeholders are the parameters, the buffers (by name, dots as underscores) and the input tensors; Python numbers are constants. The result is a
-    flat tuple: the module's tensors, then the new values of buffers that the forward updates. `graph_module.signature`
+    flat tuple: the module's tensors, then the new values of buffers (and parameters) that the forward updates or assigns anew. `graph_module.signature`
     (a `Signature`) tells which is which, and
     `torch_bridge.to_jax(graph_module)` makes it a JAX function. A module that looks at values (`.item()`, `if tensor:`) raises `RuntimeError`.
     """
@@ -71,17 +73,23 @@ def capture(module: torch.nn.Module, *example_inputs: Any, **example_kwargs: Any
                 inputs.append(x)
                 filled.append(x)
         args, kwargs = tree_unflatten(filled, spec)
-        originals = {n: b._storage.vid for n, b in buffers.items()}
-        out = torch.func.functional_call(module, {**params, **buffers}, args, kwargs)
+        held: dict[str, Any] = {**params, **buffers}
+        before = {n: (t, t._storage.vid) for n, t in held.items()}
+        out = torch.func.functional_call(module, held, args, kwargs)  # what the forward assigned anew is in `held` afterwards
         outs, outs_spec = tree_flatten(out)
         vids, places = result_ids(segment, outs)
+        left_out = [_kind(o) for o in places if o is not None and not isinstance(o, _CONSTANTS)]
         places = [o if isinstance(o, _CONSTANTS) else None for o in places]
-        mutated = [n for n, b in buffers.items() if b._storage.vid != originals[n]]
-        vids += [segment.read(buffers[n]._storage, buffers[n]._layout) for n in mutated]
+        updated = {n: _updated(n, t, held[n]) for n, (t, vid) in before.items() if held[n] is not t or t._storage.vid != vid}
+        mutated = list(updated)
+        vids += [segment.read(t._storage, t._layout) for t in updated.values()]
         graph = build(segment, vids, _placeholder_names(segment, params, buffers))[0]
-    return _graph_module(
-        graph, segment, Signature(list(params), list(buffers), inputs, spec, places, outs_spec, mutated), type(module).__name__
-    )
+    signature = Signature(list(params), list(buffers), inputs, spec, places, outs_spec, mutated, left_out)
+    return _graph_module(graph, segment, signature, type(module).__name__)
+
+
+def _kind(o: Any) -> str:
+    return f"a {o.device.type} tensor (make it on the device of an input)" if isinstance(o, torch.Tensor) else type(o).__name__
 
 
 def _stand_in(segment: Segment, t: torch.Tensor) -> XLATensor:
@@ -90,6 +98,17 @@ def _stand_in(segment: Segment, t: torch.Tensor) -> XLATensor:
         new.requires_grad_(t.requires_grad)
         new._is_param = True
     return new
+
+
+def _updated(name: str, before: XLATensor, after: Any) -> XLATensor:
+    """The new value of a parameter or buffer, which must be able to stand where the old one was."""
+    if not isinstance(after, XLATensor) or after.shape != before.shape or after.dtype != before.dtype:
+        found = f"{after.dtype} {list(after.shape)} on {after.device}" if isinstance(after, torch.Tensor) else type(after).__name__
+        raise ValueError(
+            f"the forward sets {name} to {found}, which was {before.dtype} {list(before.shape)}: what is kept from call to call must stay on the "
+            "device, with its shape and dtype"
+        )
+    return after
 
 
 def _placeholder_names(segment: Segment, params: dict[str, XLATensor], buffers: dict[str, XLATensor]) -> dict[int, str]:

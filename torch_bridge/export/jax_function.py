@@ -60,6 +60,7 @@ class JaxFunction:
             signature: Any = graph.signature
             _check_names("params", params, signature.params)
             _check_names("buffers", buffers, signature.buffers)
+            _check_updates(signature)
             metas = [n.meta["val"] for n in graph.graph.nodes if n.op == "placeholder" and n.target != "draws"]
             values = [params[n] for n in signature.params] + [buffers[n] for n in signature.buffers] + arrays
             supplied = [_as_placeholder(v, m) for v, m in zip(values, metas, strict=True)]
@@ -164,6 +165,15 @@ def _check_names(what: str, given: Arrays, wanted: list[str]) -> None:
     if missing or extra:
         raise ValueError(
             f"{what} must have exactly the module's names; missing: {missing or 'none'}, unexpected: {extra or 'none'}. Start from to_jax(module).{what}."
+        )
+
+
+def _check_updates(signature: graph_capture.Signature) -> None:
+    updated = [n for n in signature.mutated if n in signature.params]
+    if updated:
+        raise ValueError(
+            f"the forward updates parameters ({', '.join(updated)}), and a JAX function of params and buffers returns new buffers alone: "
+            "register as buffers what changes from call to call"
         )
 
 

@@ -1059,6 +1059,14 @@ def _gradients_inside(observer: Observer, f: Function, args: Args, kwargs: Kwarg
     return f(*args, **kwargs)
 
 
+def _running_backward(observer: Observer, f: Function, args: Args, kwargs: Kwargs) -> Any:
+    """Which backward pass runs: none (-1) in a forward pass, but for one that an activation checkpoint computes again."""
+    found = f(*args, **kwargs)
+    if found >= 0:
+        observer.refuse("it asks which backward pass runs, within one", lasting=False)
+    return found
+
+
 def _weak_reference(observer: Observer, f: weakref.ref[Any], args: Args, kwargs: Kwargs) -> Any:
     """`ref()`. What is gone stays gone. A tensor that was read elsewhere, too, lives as long as that place holds it, which is a condition already.
 
@@ -1113,6 +1121,7 @@ def _rules() -> dict[int, Any]:
         id(torch.Tensor.backward): _backward_inside,
         id(torch.autograd.backward): _backward_inside,
         id(torch.autograd.grad): _gradients_inside,
+        id(torch._C._current_graph_task_id): _running_backward,
         id(torch.compiler.is_compiling): _plainly,
         id(torch.jit.is_scripting): _plainly,
         id(torch.jit.is_tracing): _plainly,

@@ -42,14 +42,15 @@ ACTIVE = Active()
 class Observer:
     """One run.
 
-    caller: makes calls for the probes (`calls`). given: the arguments. reads: told of each tensor on xla that was there before. root: the object whose method
-    runs; it is not kept alive. reason: why nothing may be concluded, "" if everything could be followed; lasting: it will be so in later runs, too.
+    caller: makes calls for the probes (`calls`). given: the arguments. reads: told of each tensor on xla that is read from somewhere; False: the run has made
+    it. root: the object whose method runs; it is not kept alive. reason: why nothing may be concluded, "" if everything could be followed; lasting: it will
+    be so in later runs, too.
     functions: classes of `torch.autograd.Function` that were applied, with observers of their backward passes, as these run. recomputes: code runs
     again in the backward pass (activation checkpoints).
     """
 
     def __init__(
-        self, caller: Callable[..., Any], given: object = (), reads: Callable[[Any], None] | None = None, root: object = None
+        self, caller: Callable[..., Any], given: object = (), reads: Callable[[Any], bool] | None = None, root: object = None
     ) -> None:
         self.caller = caller
         self.reads = reads or _ignore
@@ -161,9 +162,8 @@ class Observer:
     def read_tensor(self, t: torch.Tensor, given: bool = False) -> None:
         """A tensor that was there before."""
         if is_a(t, XLATensor):
-            if not given:
+            if not given and self.reads(t):
                 self.conditions.tensor(t)
-                self.reads(t)
         elif t.device.type == "cpu" and t.layout is torch.strided and type(t) in (torch.Tensor, torch.nn.Parameter):
             self._host.add(t.untyped_storage().data_ptr())
             if t.nbytes > BYTES:
@@ -264,8 +264,9 @@ class Observer:
         return (id(space), key) in self._written
 
 
-def _ignore(t: torch.Tensor) -> None:
-    """Nobody wants to know."""
+def _ignore(t: torch.Tensor) -> bool:
+    """Nobody follows which tensors the run makes itself."""
+    return True
 
 
 def _others(x: dict[Any, Any], left_out: frozenset[Any]) -> tuple[Any, ...]:

@@ -177,7 +177,8 @@ def _bound(observer: Observer, raw: Any, x: Any, kind: type, name: str, raised: 
             return observer.own(value)
         if name == "__dict__" or is_a(x, (types.MethodType, types.CodeType)) or observer.follows(x):
             return value
-        observer.conditions.question(_slot, (raw, x), value, f"{_called(x)}.{name}")
+        if not is_a(x, tuple):  # what is in a tuple stays, as with torch's `max(...).indices`
+            observer.conditions.question(_slot, (raw, x), value, f"{_called(x)}.{name}")
         return observer.seen(value)
     if is_a(raw, (types.MethodDescriptorType, types.WrapperDescriptorType, types.ClassMethodDescriptorType, types.BuiltinFunctionType)):
         return raw.__get__(x, kind) if hasattr(raw, "__get__") else raw

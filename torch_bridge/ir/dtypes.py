@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from jax.typing import ArrayLike, DTypeLike
 
+from torch_bridge import _compat
+
 if TYPE_CHECKING:
     from typing_extensions import TypeIs
 
@@ -84,7 +86,8 @@ def is_number(x: object) -> TypeIs[SchemaScalar]:
 def cast(x: ArrayLike | Scalar, dtype: DTypeLike) -> jax.Array:
     """`x` (JAX array, Python number or `Scalar`) as a JAX array of a numpy dtype, converted as C does.
 
-    Floats are truncated towards zero, integers wrap, and complex to real drops the imaginary part.
+    Floats are truncated towards zero, integers wrap, and complex to real drops the imaginary part. What float8_e4m3fn cannot hold becomes what torch makes
+    of it.
     """
     if isinstance(x, Scalar):
         x = x.value
@@ -102,6 +105,8 @@ def cast(x: ArrayLike | Scalar, dtype: DTypeLike) -> jax.Array:
             x = x.astype(jnp.int32)
         elif dtype == jnp.uint32:
             x = x.astype(jnp.int64)
+    if dtype == jnp.float8_e4m3fn and _compat.float8_saturates():
+        x = jnp.clip(x if jnp.issubdtype(x.dtype, jnp.floating) else x.astype(jnp.float32), -448, 448)
     return x.astype(dtype)
 
 

@@ -240,6 +240,7 @@ class Segment:
         saved: for a failed run: the leaves that storages held before; overwritten: the arrays that nothing had read (None: they were constant).
         fills: constants that were read.
         followed: at which places its values lie, as far as somebody asked (`recorder.placed`).
+        home: the place at which nodes run whose inputs lie at none, if its results are needed there or nobody knows where; None: the mesh of the world.
         predicted: a trace seen before that the nodes so far agree with: as long as they do, nothing needs to be looked up.
         by_start: finds such a trace from the first node.
         watch: told of every read as (storage, view, id), with view None of every write, and with storage None when Python asks for a value.
@@ -278,6 +279,7 @@ class Segment:
         self.overwritten: list[tuple[weakref.ref[Storage], Any]] = []
         self.fills: list[Fill] = []
         self.followed: Any = None
+        self.home: Any = None
         self.predicted: Any = None
 
     # -- values ---------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
+import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -135,11 +136,34 @@ def put(array: Any, mesh: Mesh) -> Any:
             raise RuntimeError(
                 "a value of other processes' ranks is needed here: it lies on a pipeline stage that this process has no part of"
             )
+        if narrow is not None and lies.mesh.size == mesh.size:
+            return _compat.moved(array, target)
         with _compat.enable_x64():
             return jax.device_put(array, target)
-    by_device = {shard.device: shard.data for shard in array.addressable_shards}
-    blocks = [by_device[device] for device in mesh.devices.flat if device in by_device]
-    return jax.make_array_from_single_device_arrays(shape, target, blocks)
+    return _PARTS.of(array, target, shape)
+
+
+class _Parts:
+    """What lies at places of arrays on the whole mesh, as long as these are there: micro-batches and passes ask for the same masks over and over."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, tuple[weakref.ref[Any], dict[NamedSharding, Any]]] = {}
+
+    def of(self, array: Any, target: NamedSharding, shape: tuple[int, ...]) -> Any:
+        """The blocks of an array that the devices of a place have; nothing is copied."""
+        key = id(array)
+        known = self._found.get(key)
+        if known is None or known[0]() is not array:
+            known = self._found[key] = weakref.ref(array, lambda _: self._found.pop(key, None)), {}
+        found = known[1].get(target)
+        if found is None or found.is_deleted():
+            by_device = {shard.device: shard.data for shard in array.addressable_shards}
+            blocks = [by_device[device] for device in target.mesh.devices.flat if device in by_device]
+            found = known[1][target] = jax.make_array_from_single_device_arrays(shape, target, blocks)
+        return found
+
+
+_PARTS = _Parts()
 
 
 _NUMBERS: collections.OrderedDict[Any, Any] = collections.OrderedDict()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -158,12 +158,18 @@ def ordered(axes: Iterable[str]) -> tuple[str, ...]:
     return tuple(a for a, n in world.current().axes.items() if a in chosen and n > 1)
 
 
-def spec_for(axes: Iterable[str], dim: int = 0) -> PartitionSpec:
-    """The label of a value that varies over axes, its blocks side by side along `dim`."""
-    names = ordered(axes)
-    if not names:
+Cuts = Mapping[int, Iterable[str]]
+"""Mesh axes by the dim along which blocks that differ over them lie side by side in the global array."""
+
+
+def spec_for(axes: Iterable[str] | Cuts, dim: int = 0) -> PartitionSpec:
+    """The label of a value that varies over axes, its blocks side by side along `dim`; or along several dims, each with axes of its own."""
+    cuts = axes if isinstance(axes, Mapping) else {dim: axes}
+    named = {d: names for d, own in cuts.items() if (names := ordered(own))}
+    if not named:
         return REPLICATED
-    return PartitionSpec(*[None] * dim, names if len(names) > 1 else names[0])
+    parts = [named.get(d) for d in range(max(named) + 1)]
+    return PartitionSpec(*[names[0] if names is not None and len(names) == 1 else names for names in parts])
 
 
 def count(part: object) -> int:

@@ -20,10 +20,12 @@ as one entry, and its `UpdatedStack` leaves the program in the memory of the `St
 
 from __future__ import annotations
 
+import contextlib
 import math
 import operator
+import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -135,11 +137,36 @@ LEAST = 12
 """Layers from which on they are folded."""
 
 
+class _Apart(threading.local):
+    """inside: whether this thread is in `apart`."""
+
+    inside = False
+
+
+_APART = _Apart()
+
+
+@contextlib.contextmanager
+def apart() -> Iterator[None]:
+    """A block in which this thread makes programs without loops.
+
+    A loop copies each layer's weights out of the stack before it uses them. That is little beside a training step, and more than all else where a program
+    does little with each weight, as for one token of a text.
+    """
+    before, _APART.inside = _APART.inside, True
+    try:
+        yield
+    finally:
+        _APART.inside = before
+
+
 def least() -> int:
     """From how many repetitions on layers are folded (`NXD_JAX_FOLD`); 0: not at all.
 
     An abstract run folds only if it is told to: in a loop XLA for CPUs keeps weights of half precision in float32, which no accelerator does.
     """
+    if _APART.inside:
+        return 0
     found = VARIABLES["NXD_JAX_FOLD"].now()
     if found is None:
         return 0 if abstract_arrays.active() else LEAST

@@ -2,7 +2,8 @@
 
 A value lies at a place (`mesh.places`) or on the mesh of the world, which has all places. A node runs at the place of its inputs; those on the mesh of the
 world are there, too. If its inputs lie at several places, it runs on the mesh of the world, and they are moved there. A node without inputs at a place runs
-where its results are needed: at one place, or else on the mesh of the world. So does a collective with ranks elsewhere: on the mesh of the world.
+where its results are needed: at one place, or else on the mesh of the world (or at the segment's `home`). A collective with ranks elsewhere runs on the mesh of
+the world.
 """
 
 from __future__ import annotations
@@ -46,15 +47,15 @@ class Inputs:
             of_value += [found] * node[0].n_outs
 
 
-def place(nodes: Nodes, leaves: Sequence[Place | None], results: Sequence[int]) -> list[Place]:
-    """Where each node runs. leaves: where these lie; results: ids of the values that are needed."""
+def place(nodes: Nodes, leaves: Sequence[Place | None], results: Sequence[int], home: Place = HERE) -> list[Place]:
+    """Where each node runs. leaves: where these lie; results: ids of the values that are needed; home: where, if no input says otherwise."""
     given = Inputs(leaves)
     given.follow(nodes)
     producer = [i for i, node in enumerate(nodes) for _ in range(node[0].n_outs)]
     found = given.of_node
     wanted: list[Place | None] = [None] * len(nodes)
     for v in results:
-        wanted[producer[v]] = HERE
+        wanted[producer[v]] = home
     for i in range(len(nodes) - 1, -1, -1):
         if found[i] is None:
             found[i] = HERE if _meets_others(nodes[i][0], wanted[i]) else wanted[i]

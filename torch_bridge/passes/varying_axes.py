@@ -14,7 +14,7 @@ from torch import fx
 
 from torch_bridge import lowerings
 from torch_bridge.lowerings import AxesRule
-from torch_bridge.mesh import random_state, world
+from torch_bridge.mesh import group_axes, random_state, world
 from torch_bridge.mesh.sharding import NONE, Axes
 
 _UNKNOWN = lowerings.Lowering(None)  # type: ignore[arg-type]
@@ -80,8 +80,9 @@ def _after(node: fx.Node, axes: Axes, every: Axes) -> Axes:
     if op.axes is AxesRule.EVERY:
         return every
     text: Any = node.args[-1]
-    explicit = text.startswith("[")
-    over = every if explicit else frozenset(text.split(",")) & every
-    if op.axes is AxesRule.REMOVES:
-        return every if explicit else axes - over
-    return axes | over
+    if not text.startswith("["):
+        over = frozenset(text.split(",")) & every
+        return axes - over if op.axes is AxesRule.REMOVES else axes | over
+    named = group_axes.of(text)
+    found = (axes | named.uneven) & every
+    return found & named.apart if op.axes is AxesRule.REMOVES else found

@@ -36,6 +36,11 @@ def formats(switched_on: Mapping[str, bool | None]) -> dict[str, str]:
     return {}
 
 
+def without_warnings() -> None:
+    """Do not say that the variables are deprecated: they were set for somebody who did not choose them (`nxdt-train`, by `precision.type`)."""
+    _warned.update(VARIABLES)
+
+
 def _warn(name: str) -> None:
     if name in _warned:
         return

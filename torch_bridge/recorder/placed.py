@@ -22,7 +22,7 @@ from torch_bridge.mesh.places import HERE, Place
 from torch_bridge.passes import place_nodes
 from torch_bridge.recorder.schema import Info
 from torch_bridge.recorder.tensor import XLATensor, make
-from torch_bridge.runtime import executor
+from torch_bridge.runtime import executor, session
 
 
 def place_of(t: torch.Tensor) -> Place | None:
@@ -46,6 +46,11 @@ def _of_storage(storage: Storage) -> Place | None:
     leaves += places.of_all(segment.leaves[len(leaves) :])
     followed.follow(segment.nodes)
     return followed.of_value[storage.vid]
+
+
+def compute_at(place: Place | None) -> None:
+    """What is recorded until the next run is for a place (None: for all ranks): what reads nothing that lies at a place is computed there, too."""
+    session.current().current.home = place
 
 
 def moved(t: torch.Tensor, place: Place) -> XLATensor:

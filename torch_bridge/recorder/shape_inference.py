@@ -67,10 +67,26 @@ def _is_factory(op: torch._ops.OpOverload) -> bool:
     return any(a.name == "device" for a in arguments) and not any("Tensor" in str(a.type) for a in arguments)
 
 
-def _grouped_mm(a: torch.Tensor, b: torch.Tensor, *args: Any, out_dtype: torch.dtype | None = None, **kwargs: Any) -> torch.Tensor:
-    """torch's meta kernel allows bfloat16 only (CUDA's limit); the CPU kernel and ours take any float."""
-    shaped = torch.ops.aten._grouped_mm.default(a.to(torch.bfloat16), b.to(torch.bfloat16), *args, **kwargs)
-    return shaped.to(out_dtype or a.dtype)
+def _grouped_mm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    offs: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """torch's meta kernel takes bfloat16 alone (CUDA's limit). Its CPU kernel takes other floats, too, if rows are multiples of 16 bytes; ours also float64."""
+    argument_checks.one_dtype("_grouped_mm", a, b)
+    if not a.dtype.is_floating_point:
+        raise RuntimeError(f"_grouped_mm: expected matrices of floats, got {a.dtype}: convert them with .to()")
+    if out_dtype not in (None, a.dtype):
+        raise RuntimeError(f"_grouped_mm: out_dtype={out_dtype} must be the matrices' dtype, {a.dtype}: convert the result with .to()")
+    return torch.ops.aten._grouped_mm.default(_as_bfloat16(a), _as_bfloat16(b), offs, bias).to(a.dtype)
+
+
+def _as_bfloat16(x: torch.Tensor) -> torch.Tensor:
+    """Of the same sizes, and rows as many bytes apart."""
+    width = x.element_size() // torch.bfloat16.itemsize
+    return torch.empty_strided(x.size(), [s if s == 1 else s * width for s in x.stride()], dtype=torch.bfloat16, device="meta")
 
 
 def _multilabel_margin_loss(x: torch.Tensor, target: torch.Tensor, reduction: int) -> Any:

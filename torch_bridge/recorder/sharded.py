@@ -25,10 +25,10 @@ def shards(t: torch.Tensor) -> list[torch.Tensor]:
     return list(t.parts) if isinstance(t, RankTensor) else each_ranks(t)
 
 
-def expect(t: torch.Tensor, axes: Iterable[str], dim: int = 0) -> None:
+def expect(t: torch.Tensor, axes: Iterable[str] | sharding.Cuts, dim: int = 0) -> None:
     """Declare that ranks hold different parts of a tensor along these axes (a tensor-parallel weight), side by side along `dim` in the global array.
 
-    Updates that differ along them are then no drift.
+    axes: for parts along several dims (experts, and parts of each), a dict from dim to axes. Updates that differ along them are then no drift.
     """
     if sharding.active():
         t._storage.describe(spec=sharding.spec_for(axes, dim))  # type: ignore[attr-defined]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -59,12 +59,14 @@ def upload_blocks(blocks: list[torch.Tensor], spec: PartitionSpec) -> XLATensor:
     return make(base, storage)
 
 
-def from_ranks(of: Callable[[int], torch.Tensor], axes: Iterable[str] | None = None, dim: int = 0) -> XLATensor:
+def from_ranks(of: Callable[[int], torch.Tensor], axes: Iterable[str] | sharding.Cuts | None = None, dim: int = 0) -> XLATensor:
     """An xla tensor whose value on each rank is `of(rank)`, a CPU tensor (called once for each distinct place along `axes`).
 
-    axes: mesh axes along which the values differ; None: all of them. dim: along which the blocks lie side by side in the global array.
+    axes: mesh axes along which the values differ; None: all of them. dim: along which the blocks lie side by side in the global array; if along several
+    dims, `axes` is a dict from dim to axes.
     """
-    names = sharding.ordered(world.current().axes if axes is None else axes)
+    cuts: sharding.Cuts = axes if isinstance(axes, Mapping) else {dim: world.current().axes if axes is None else axes}
+    names = sharding.ordered(a for own in cuts.values() for a in own)
     places = [world.coordinates(a) for a in names]
     made: dict[tuple[int, ...], torch.Tensor] = {}
     blocks = []
@@ -75,7 +77,7 @@ def from_ranks(of: Callable[[int], torch.Tensor], axes: Iterable[str] | None = N
         blocks.append(made[place])
     if not sharding.active():
         return upload_plain(blocks[0])
-    spec = sharding.spec_for(names, dim if blocks[0].dim() else 0)
+    spec = sharding.spec_for(cuts if blocks[0].dim() else names)
     return upload_blocks(blocks, spec)
 
 

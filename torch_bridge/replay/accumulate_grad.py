@@ -68,3 +68,26 @@ def give(p: Any, g: Any) -> bool:
         return False
     p.grad = g
     return True
+
+
+def add(leaves: Sequence[Any], grads: Sequence[Any]) -> bool:
+    """Add gradients to those of leaves, without autograd; False, and nothing done, if autograd has to: somebody looks, there are hooks, tensors share memory.
+
+    grads: on xla, and held by nobody else.
+    """
+    before = [p.grad for p in leaves]
+    memory = {id(t._storage) for t in (*grads, *before) if t is not None}
+    plain = all(
+        p.is_leaf and p._layout is g._layout and not p._backward_hooks and not p._post_accumulate_grad_hooks
+        for p, g in zip(leaves, grads, strict=True)
+    )
+    alike = all(old is None or old.dtype == g.dtype for old, g in zip(before, grads, strict=True))
+    if not (plain and alike and unwatched()) or len(memory) < len(grads) + sum(old is not None for old in before):
+        return False
+    with torch.no_grad():
+        for p, old, g in zip(leaves, before, grads, strict=True):
+            if old is None:
+                p.grad = g
+            else:
+                old.add_(g)
+    return True

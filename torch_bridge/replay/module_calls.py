@@ -197,13 +197,17 @@ class Watched:
         """End watching."""
         self.recording.stop()
 
-    def reads(self, t: XLATensor) -> None:
-        """The forward reads a tensor that is neither an argument nor held by the module."""
+    def reads(self, t: XLATensor) -> bool:
+        """The forward reads a tensor from somewhere. False if it has made it itself (and put it into a named tuple, say); else it is taken note of, if it is
+        neither an argument nor held by the module."""
+        if self.recording.is_own(t._storage):
+            return False
         versions = len(self._call.every)
         if self._call.hold_more(t):
             self.recording.include(t._storage)
         if len(self._call.every) > versions:
             self._versions.append(t._version)
+        return True
 
     def look_learned(self, out: Any, observer: Observer) -> None:
         """Take note of a first call, if what its forward reads is known."""

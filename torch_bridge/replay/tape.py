@@ -344,14 +344,14 @@ class Recording:
                 if storage.constant and self._constant[number] is not None:
                     self._found(Unread("it reads tensors that are full of one number"))
                 self._written.add(number)
-            elif not self._is_own(storage):
+            elif not self.is_own(storage):
                 self._found(NotRepeatable(f"it writes to a tensor of shape {list(storage.layout.size)} {_FOREIGN}"))
         elif vid < self._vid and number not in self._written:
             self._saw_external(storage, number, view, vid)
 
     def _saw_external(self, storage: Storage, number: int | None, view: Layout, vid: int) -> None:
         if number is None:
-            if not self._is_own(storage):
+            if not self.is_own(storage):
                 self._found(NotRepeatable(f"it uses a tensor of shape {list(storage.layout.size)} {_FOREIGN}"))
             elif vid not in self._seen and vid < 0 and self.constant(storage) is not None:
                 self._seen[vid] = storage, view
@@ -379,7 +379,7 @@ class Recording:
             return  # a data loader's; if it records ops, `_saw` is told
         if new:
             self._born[id(storage)] = weakref.ref(storage)
-        elif id(storage) in self._twin_of or (id(storage) not in self._number and not self._is_own(storage)):
+        elif id(storage) in self._twin_of or (id(storage) not in self._number and not self.is_own(storage)):
             self._found(NotRepeatable(f"it fills a tensor of shape {list(storage.layout.size)} {_FOREIGN}"))
 
     def has_still(self, storage: Storage) -> bool:
@@ -392,7 +392,7 @@ class Recording:
         number = self._number.get(id(storage))
         if number is not None:
             self._asked.append(((number, view), value.item()))
-        elif not self._is_own(storage):
+        elif not self.is_own(storage):
             self._found(NotRepeatable(f"it asks for a value of a tensor {_FOREIGN}"))
 
     def got_value(self, vid: int, value: torch.Tensor, place: int) -> None:
@@ -403,7 +403,7 @@ class Recording:
     def constant(self, storage: Storage) -> int | None:
         """The number of a constant, if that is what a storage of the stretch's own holds."""
         number = self._constants.get(id(storage))
-        found = self._uploads.constant(storage) if self._is_own(storage) else None
+        found = self._uploads.constant(storage) if self.is_own(storage) else None
         if number is None and found is not None:
             self.constants.append((storage, found))
             number = self._constants[id(storage)] = -len(self.constants)
@@ -450,7 +450,7 @@ class Recording:
             storage = ref()
             if storage is None or id(storage) in self._number or storage.segment is not self._segment:
                 continue
-            if storage.vid >= self._vid or (storage.vid in self._place and self._is_own(storage)):
+            if storage.vid >= self._vid or (storage.vid in self._place and self.is_own(storage)):
                 views = tuple((view, vid - self._vid) for view, vid in (storage.views or {}).items() if vid >= self._vid)
                 copied, view = self._seen.get(storage.vid, (storage, None))
                 of = copied if view is copied.layout else None
@@ -501,7 +501,7 @@ class Recording:
             raise NotRepeatable(f"it uses a tensor{shape} {_FOREIGN}{where}; if its forward makes it on the host, make it a buffer")
         return names[vid]
 
-    def _is_own(self, storage: Storage) -> bool:
+    def is_own(self, storage: Storage) -> bool:
         """Whether the stretch made it."""
         ref = self._born.get(id(storage))
         return ref is not None and ref() is storage

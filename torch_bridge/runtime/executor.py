@@ -27,7 +27,7 @@ from torch_bridge.config.settings import SETTINGS
 from torch_bridge.errors import DeadTensorError, PeerEndedError, VerificationError, XlaOutOfMemoryError
 from torch_bridge.ir.segment import LOCK, Segment, Storage
 from torch_bridge.mesh import places, processes, sharding, world
-from torch_bridge.mesh.places import Place
+from torch_bridge.mesh.places import HERE, Place
 from torch_bridge.passes import hoist_constants, scalar_inputs
 from torch_bridge.passes.verify import segments
 from torch_bridge.passes.verify.meaning import Meaning
@@ -216,7 +216,7 @@ def _programs(
     session: Session, trace: Trace, run: Execution, live: dict[int, list[Storage]], first: tuple[int, ...] | None
 ) -> Iterator[Program]:
     """The programs that compute what storages wait for, in order; those that are missing are made, and not compiled yet."""
-    parts = trace.cut(tuple(sorted(live)), *_placed(session, run.segment), first)
+    parts = trace.cut(tuple(sorted(live)), *_placed(session, run.segment), first=first)
     for part in parts:
         program = trace.find(part, run)
         if program is None:
@@ -232,12 +232,15 @@ def _programs(
             run.passed.update(program.spec.passes())
 
 
-def _placed(session: Session, segment: Segment) -> tuple[tuple[Place, ...], tuple[Place | None, ...]]:
-    """Where the nodes of a segment run, if the session says so, and where its leaves lie, if one lies at a place."""
+def _placed(session: Session, segment: Segment) -> tuple[tuple[Place, ...], tuple[Place | None, ...], Place]:
+    """Where the nodes of a segment run, if the session says so; where its leaves lie, if that matters; and where nodes run that these say nothing of."""
     if session.placement is not None:
-        return tuple(session.placement(segment)), ()
-    lying = places.of_all(segment.leaves) if places.in_use() else ()
-    return (), lying if any(lying) else ()
+        return tuple(session.placement(segment)), (), HERE
+    if not places.in_use():
+        return (), (), HERE
+    lying = places.of_all(segment.leaves)
+    home = segment.home or HERE
+    return (), lying if any(lying) or home is not HERE else (), home
 
 
 def _hoist(session: Session, segment: Segment) -> None:

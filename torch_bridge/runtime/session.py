@@ -103,8 +103,9 @@ class Session:
                 self.run()
 
     def observe(self, observer: Observer) -> None:
-        """Tell an observer from now on."""
-        self.observers = (*self.observers, observer)
+        """Tell an observer from now on; once, if it is told already."""
+        if not any(one is observer for one in self.observers):
+            self.observers = (*self.observers, observer)
 
     def unobserve(self, observer: Observer) -> None:
         """Tell it no more."""

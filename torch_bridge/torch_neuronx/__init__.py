@@ -8,7 +8,8 @@ aliasing.refuse_original("torch-neuronx")
 aliasing.install("torch_neuronx", __name__)
 
 from torch_bridge import torch_xla as _torch_xla  # noqa: E402, F401
-from torch_bridge.torch_neuronx import experimental, xla_impl  # noqa: E402
+from torch_bridge.aot import script_files  # noqa: E402
+from torch_bridge.torch_neuronx import contexts, experimental, neuron_classes, xla_impl  # noqa: E402
 from torch_bridge.torch_neuronx.inference import (  # noqa: E402
     BucketModelConfig,
     DataParallel,
@@ -24,6 +25,9 @@ from torch_bridge.torch_neuronx.inference import (  # noqa: E402
 )
 from torch_bridge.torch_neuronx.xla_impl.ops import nki_jit  # noqa: E402
 
+neuron_classes.install()
+script_files.loads("traced module", "torch_bridge.aot.traced_module:loaded")
+
 __version__ = "2.9.0.2.12.0"
 """PyTorch's release and the SDK's, as the original writes it."""
 
@@ -35,6 +39,7 @@ __all__ = [
     "analyze",
     "async_load",
     "bucket_model_trace",
+    "contexts",
     "dynamic_batch",
     "experimental",
     "lazy_load",

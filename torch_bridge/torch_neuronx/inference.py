@@ -1,85 +1,253 @@
-"""What runs models that `torch_neuronx.trace` compiled: can be imported, not used."""
+"""`torch_neuronx`'s functions for inference: modules traced ahead of time, alone or in buckets, and what is done with them."""
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
-_TRACED = "which is not in this release. " + (
-    "To run the model, move it to the device: model.eval().to('xla'); to compile it as a JAX function: jax.jit(torch_bridge.to_jax(model))."
-)
+from torch_bridge.mesh import world
 
 
-def trace(func: Any, example_inputs: Any = None, *args: object, **kwargs: object) -> Any:
-    """`torch_neuronx.trace`: not in this release."""
-    raise NotImplementedError(
-        "torch_neuronx.trace (ahead-of-time compilation for inference) is not in this release. To run the model, move it to the device: "
-        "model.eval().to('xla'); to compile it as a JAX function: jax.jit(torch_bridge.to_jax(model)); to look at its graph: "
-        "torch_bridge.hlo(model, inputs)."
-    )
+def trace(
+    func: torch.nn.Module | Callable[..., Any],
+    example_inputs: object,
+    *_: object,
+    input_output_aliases: Mapping[torch.Tensor, int] | None = None,
+    compiler_workdir: str | Path | None = None,
+    compiler_args: str | Sequence[str] | None = None,
+    partitioner_config: object = None,
+    inline_weights_to_neff: bool = True,
+    cpu_backend: bool = False,
+) -> Any:
+    """`torch_neuronx.trace`: a module (or function) compiled for inputs of these shapes and dtypes; called with CPU tensors it gives CPU tensors.
 
+    example_inputs: a tensor, or a tuple of tensors and nests of them. input_output_aliases: parameters and buffers that a result of forward updates, and which
+    one: they are kept from call to call, and that result is not returned. Buffers that forward assigns anew or updates in place are kept, too. The result is
+    saved with `torch.jit.save` and loaded with `torch.jit.load`. Other arguments are accepted.
 
-def analyze(*args: object, **kwargs: object) -> Any:
-    """`torch_neuronx.analyze`: not in this release."""
-    raise NotImplementedError(
-        "torch_neuronx.analyze (which operators the Neuron compiler supports) is not in this release. Here every torch operator runs: those "
-        "without a JAX lowering on the CPU, with a warning that names them."
-    )
+    Raises RuntimeError if the module cannot be traced (it reads values), or in a world of several ranks (`neuronx_distributed.trace.parallel_model_trace`),
+    ValueError for inputs or results that are not tensors.
+    """
+    from torch_bridge.aot import traced_module
 
-
-def dynamic_batch(neuron_script: Any) -> Any:
-    """`torch_neuronx.dynamic_batch`: not in this release."""
-    raise NotImplementedError(
-        "torch_neuronx.dynamic_batch needs torch_neuronx.trace, which is not in this release; pad batches to one size"
-    )
-
-
-def bucket_model_trace(*args: object, **kwargs: object) -> Any:
-    """`torch_neuronx.bucket_model_trace`: not in this release."""
-    raise _needs_trace("bucket_model_trace")
-
-
-def async_load(trace: Any) -> None:
-    """`torch_neuronx.async_load`: not in this release."""
-    raise _needs_trace("async_load")
-
-
-def lazy_load(trace: Any, enable_lazy_load: bool = True) -> None:
-    """`torch_neuronx.lazy_load`: not in this release."""
-    raise _needs_trace("lazy_load")
-
-
-def move_trace_to_device(trace: Any, device_id: int) -> None:
-    """`torch_neuronx.move_trace_to_device`: not in this release."""
-    raise _needs_trace("move_trace_to_device")
-
-
-def replace_weights(neuron_model: Any, weights: Any) -> None:
-    """`torch_neuronx.replace_weights`: not in this release."""
-    raise _needs_trace("replace_weights")
-
-
-class DataParallel(torch.nn.Module):
-    """`torch_neuronx.DataParallel`: raises NotImplementedError when constructed."""
-
-    def __init__(self, *args: object, **kwargs: object):
-        raise _needs_trace("DataParallel")
+    _require_one_rank("trace")
+    module = traced_module.as_module(func)
+    program, inputs = traced_module.trace_program(module, traced_module.as_tuple(example_inputs), input_output_aliases)
+    return traced_module.TracedModule({traced_module.tag_of(0): program}, inputs, [_weights(module)])
 
 
 class BucketModelConfig:
-    """`torch_neuronx.BucketModelConfig`: raises NotImplementedError when constructed."""
+    """`torch_neuronx.BucketModelConfig`: how `bucket_model_trace` chooses among buckets.
 
-    def __init__(self, *args: object, **kwargs: object):
-        raise _needs_trace("BucketModelConfig")
+    bucket_kernel: a function that returns a TorchScript function from (list of tensors, *bucket_kernel_constant_args) to (tensors as the bucket takes them,
+    its number as a tensor). shared_state_buffer: example states, accepted (states belong to the module here). func_kwargs: a dict for each bucket, or one for
+    all: what the function that makes the module is called with.
+    """
+
+    def __init__(
+        self,
+        bucket_kernel: Callable[[], Any],
+        *,
+        bucket_kernel_constant_args: Sequence[Any] = (),
+        shared_state_buffer: Sequence[torch.Tensor] | None = None,
+        func_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
+    ):
+        if not callable(bucket_kernel):
+            raise ValueError(
+                f"bucket_kernel must be a function that returns a torch.jit.script function, got {type(bucket_kernel).__name__}"
+            )
+        self.bucket_kernel = bucket_kernel
+        self.bucket_kernel_constant_args = tuple(bucket_kernel_constant_args)
+        self.shared_state_buffer = shared_state_buffer
+        self.func_kwargs = func_kwargs
+        self.example_inputs: list[Any] = []
+
+    def store_example_inputs(self, example_inputs: Sequence[Any]) -> None:
+        """Keep the example inputs of all buckets."""
+        if not isinstance(example_inputs, (list, tuple)) or not example_inputs:
+            raise ValueError("example_inputs must be a list with the inputs of each bucket")
+        self.example_inputs = list(example_inputs)
+
+    @property
+    def bucket_degree(self) -> int:
+        """How many buckets there are."""
+        return len(self.example_inputs)
+
+    def get_func_kwargs_for_bucket_rank(self, bucket_rank: int) -> dict[str, Any]:
+        """What the module of a bucket is made with."""
+        if self.func_kwargs is None:
+            return {}
+        own = self.func_kwargs if isinstance(self.func_kwargs, Mapping) else self.func_kwargs[bucket_rank]
+        return dict(own)
 
 
 class PartitionerConfig:
-    """`torch_neuronx.PartitionerConfig`: raises NotImplementedError when constructed."""
+    """`torch_neuronx.PartitionerConfig`: which operators the original leaves on the CPU. Accepted: every operator is part of the program here."""
 
-    def __init__(self, *args: object, **kwargs: object):
-        raise _needs_trace("PartitionerConfig")
+    def __init__(self, *, trace_kwargs: dict[str, Any] | None = None, model_support_percentage_threshold: float = 0.5, **kwargs: object):
+        self.trace_kwargs = trace_kwargs
+        self.model_support_percentage_threshold = model_support_percentage_threshold
+        self.options = kwargs
 
 
-def _needs_trace(name: str) -> NotImplementedError:
-    return NotImplementedError(f"torch_neuronx.{name} needs torch_neuronx.trace, {_TRACED}")
+def bucket_model_trace(
+    func: Callable[..., Any],
+    example_inputs: Sequence[Any],
+    bucket_config: BucketModelConfig,
+    compiler_workdir: str | Path | None = None,
+    compiler_args: object = None,
+    partitioner_config: object = None,
+    inline_weights_to_neff: bool = True,
+    cpu_backend: bool = False,
+) -> Any:
+    """`torch_neuronx.bucket_model_trace`: one model with a program for each bucket, chosen by `bucket_config`'s kernel; weights and states are shared by name.
+
+    func: makes (module, {state: index of the result that updates it}). example_inputs: those of each bucket. Others and errors as in `trace`.
+    """
+    from torch_bridge.aot import traced_module
+
+    _require_one_rank("bucket_model_trace")
+    bucket_config.store_example_inputs(example_inputs)
+    programs = {}
+    weights: dict[str, torch.Tensor] = {}
+    for bucket, example in enumerate(bucket_config.example_inputs):
+        module, aliases = made(func, bucket_config.get_func_kwargs_for_bucket_rank(bucket))
+        programs[traced_module.tag_of(bucket)], inputs = traced_module.trace_program(module, traced_module.as_tuple(example), aliases)
+        weights = weights or _weights(module)
+    buckets = traced_module.Buckets(bucket_config.bucket_kernel(), bucket_config.bucket_kernel_constant_args)
+    return traced_module.TracedModule(programs, inputs, [weights], buckets)
+
+
+def made(func: Callable[..., Any], kwargs: Mapping[str, Any]) -> tuple[torch.nn.Module, Mapping[torch.Tensor, int]]:
+    """What a function that makes a model returns: the module, in evaluation mode as it is, and its states."""
+    found = func(**kwargs)
+    if isinstance(found, torch.nn.Module):
+        return found, {}
+    module, aliases = found
+    if not isinstance(module, torch.nn.Module):
+        raise ValueError(f"the function must return (module, states), got {type(module).__name__} first")
+    return module, aliases or {}
+
+
+def analyze(func: object, example_inputs: object, compiler_workdir: object = None) -> dict[str, Any]:
+    """`torch_neuronx.analyze`: which operators of a module are supported, as a report.
+
+    Every operator runs here, so `support_percentage` is 100 and `unsupported_operators` empty; the report names the operators and how often each is used.
+    """
+    from torch_bridge.aot import traced_module
+    from torch_bridge.export import graph_capture
+
+    graph = graph_capture.capture(traced_module.as_module(func), *traced_module.as_tuple(example_inputs))
+    counts: dict[str, int] = {}
+    for node in graph.graph.nodes:
+        if node.op == "call_function":
+            name = str(node.target)
+            counts[name] = counts.get(name, 0) + 1
+    operators = [{"operator": name, "instances": n, "supported": True} for name, n in sorted(counts.items())]
+    return {
+        "support_percentage": 100.0,
+        "supported_operators": operators,
+        "unsupported_operators": [],
+    }
+
+
+def dynamic_batch(neuron_script: Any) -> Any:
+    """`torch_neuronx.dynamic_batch`: let the first dim of all inputs and results have any size; rows run in batches of the traced size. Returns the model."""
+    _require_no_buckets(_traced(neuron_script, "dynamic_batch"), "dynamic_batch")
+    neuron_script.dynamic_batch = True
+    return neuron_script
+
+
+def async_load(trace: object) -> None:
+    """`torch_neuronx.async_load`: put a traced model on its device now instead of with the first call."""
+    _traced(trace, "async_load").load()
+
+
+def lazy_load(trace: object, enable_lazy_load: bool = True) -> None:
+    """`torch_neuronx.lazy_load`: put a traced model on its device with the first call (as it is by default), or now (False)."""
+    if not enable_lazy_load:
+        _traced(trace, "lazy_load").load()
+
+
+def move_trace_to_device(trace: object, device_id: int) -> None:
+    """`torch_neuronx.move_trace_to_device`: the NeuronCore that a traced model runs on. Accepted: it runs on JAX's first device."""
+    _traced(trace, "move_trace_to_device")
+    if device_id < 0:
+        raise ValueError(f"device_id must not be negative, got {device_id}")
+
+
+def replace_weights(neuron_model: object, weights: torch.nn.Module | Mapping[str, torch.Tensor]) -> None:
+    """`torch_neuronx.replace_weights`: other weights for a traced model, from a module or a state dict; names that it does not have raise ValueError.
+
+    States stay as they are.
+    """
+    model = _traced(neuron_model, "replace_weights")
+    given = _weights(weights) if isinstance(weights, torch.nn.Module) else dict(weights)
+    unknown = [name for name in given if name not in model.programs.weights and name not in model.programs.states]
+    if unknown:
+        raise ValueError(f"the traced model has no weight {', '.join(unknown[:8])}")
+    model.replace_weights([given for _ in model.weights])
+
+
+class DataParallel(torch.nn.Module):
+    """`torch_neuronx.DataParallel`: a traced model whose batch may have any size (`dim` 0); its cores are one device here, so rows run batch by batch.
+
+    device_ids, num_workers, split_size: accepted. set_dynamic_batching: as in the original, False needs batches of the traced size.
+    """
+
+    def __init__(
+        self,
+        model: object,
+        device_ids: Sequence[int] | None = None,
+        dim: int = 0,
+        set_dynamic_batching: bool = True,
+        num_workers: int | None = None,
+    ):
+        super().__init__()
+        if dim != 0:
+            raise NotImplementedError(f"DataParallel splits along dim 0 only, got dim={dim}: transpose the inputs")
+        self.model = copy.copy(_traced(model, "DataParallel"))
+        if set_dynamic_batching:
+            _require_no_buckets(self.model, "DataParallel(set_dynamic_batching=True)")
+        self.model.dynamic_batch = set_dynamic_batching
+        self.device_ids = list(device_ids or [0])
+        self.dim = dim
+
+    def forward(self, *args: object) -> Any:
+        """Run the model."""
+        return self.model(*args)
+
+    def disable_dynamic_batching(self) -> None:
+        """Batches must have the traced size from now on."""
+        self.model.dynamic_batch = False
+
+
+def _traced(model: object, name: str) -> Any:
+    from torch_bridge.aot.traced_module import TracedModule
+
+    if not isinstance(model, TracedModule):
+        raise ValueError(
+            f"torch_neuronx.{name} takes a model that torch_neuronx.trace returned or torch.jit.load read, got {type(model).__name__}"
+        )
+    return model
+
+
+def _require_no_buckets(model: Any, name: str) -> None:
+    if model.buckets is not None:
+        raise NotImplementedError(f"torch_neuronx.{name} is for models without buckets: let the bucket kernel pad the batch, too")
+
+
+def _require_one_rank(name: str) -> None:
+    if world.size() > 1:
+        raise RuntimeError(
+            f"torch_neuronx.{name} traces for one rank, and the world has {world.size()}: use neuronx_distributed.trace.parallel_model_trace or ModelBuilder"
+        )
+
+
+def _weights(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    named = [*module.named_parameters(), *module.named_buffers()]
+    return {name: t.detach().cpu() for name, t in named if t.device.type != "meta"}

@@ -9,6 +9,7 @@ The method, where its constants come from and how far off it is: docs/explanatio
 from nxd_jax.inspect.estimate.constants import DOCUMENTED, PEAK, Constants
 from nxd_jax.inspect.estimate.models import (
     BERT_LARGE,
+    GLM45_AIR,
     GPT_6B,
     GPT_23B,
     GPT_46B,
@@ -18,6 +19,8 @@ from nxd_jax.inspect.estimate.models import (
     LLAMA2_70B,
     LLAMA31_8B,
     LLAMA31_70B,
+    MIXTRAL_8X7B,
+    QWEN3_30B_A3B,
     Transformer,
 )
 from nxd_jax.inspect.estimate.roofline import Estimate, Term, estimate
@@ -27,6 +30,7 @@ from nxd_jax.inspect.estimate.work import Phase, Work, program_work
 __all__ = [
     "BERT_LARGE",
     "DOCUMENTED",
+    "GLM45_AIR",
     "GPT_6B",
     "GPT_23B",
     "GPT_46B",
@@ -36,7 +40,9 @@ __all__ = [
     "LLAMA2_70B",
     "LLAMA31_8B",
     "LLAMA31_70B",
+    "MIXTRAL_8X7B",
     "PEAK",
+    "QWEN3_30B_A3B",
     "Constants",
     "Estimate",
     "Phase",

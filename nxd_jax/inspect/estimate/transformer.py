@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 
-from nxd_jax.inspect.estimate import arithmetic
+from nxd_jax.inspect.estimate import arithmetic, experts
+from nxd_jax.inspect.estimate.layout import Layout, repeated
 from nxd_jax.inspect.estimate.models import Transformer
 from nxd_jax.inspect.estimate.work import Work
 from nxd_jax.pipeline import schedules
@@ -33,6 +34,8 @@ def transformer_work(
     master_weights: bool = True,
     schedule: str | Schedule = "1f1b",
     chunks: int | None = None,
+    ep: int = 1,
+    capacity_factor: float | None = None,
 ) -> Work:
     """The work of a training step with AdamW, on a core of the pipeline's last stage (which has the head besides its layers, so the others wait for it).
 
@@ -43,7 +46,8 @@ def transformer_work(
     precision: of weights and activations, "bfloat16" or "float32". reduce_dtype: of the reduce-scatters and all-reduces along tp. gradient_dtype: of gradients
     while micro-batches add up, and of their reduction. master_weights: whether the optimizer keeps float32 weights besides (else moments in `precision`).
     schedule: of the pipeline, by name or one's own (`nxd_jax.pipeline.schedules`). chunks: stages of a pipeline rank (NxD's virtual_pipeline_size); default:
-    the fewest that the schedule has.
+    the fewest that the schedule has. ep: data-parallel ranks that hold different experts, so that dp / ep hold the same ones. capacity_factor: of experts;
+    None: they take all tokens.
 
     The formulas, for a micro-batch of T tokens, per core, with q, kv, f the widths of attention and MLP, s = seq:
 
@@ -58,10 +62,17 @@ def transformer_work(
       says, if the two parts of the backward pass take as long as the forward pass each (the first twice as long if it computes the layer again).
     - along dp, once: a reduce-scatter of the gradients and an all-gather of the weights' shards (ZeRO-1), or an all-reduce. With sequence parallelism the
       gradients of the norms are all-reduced along tp.
+    - a layer with experts: products of R rows with the weights of one expert, forward 2 R (its parameters) / tp, backward twice that, R being T k, or with a
+      capacity all slots; all experts taken to be equally busy. Besides, the router on every rank, and shared experts as MLPs. Along tp one all-gather fewer in
+      the backward pass, and all-reduces of the gradients of rows and of weights [T, E] in place of the reduce-scatter. Along ep, with a capacity, two
+      all-to-alls of R h values forward and two backward; without, an all-gather of the tokens (and of their experts and weights) and a reduce-scatter of the
+      results, backward the other way round: the products of the T k ep pairs that a rank sees then are only those for its own experts. Gradients of experts
+      are reduced over dp / ep ranks.
 
     Raises ValueError for sizes that do not divide, and for unknown words.
     """
     _check(model, seq, global_batch, micro_batch, tp, pp, dp, recompute, (precision, reduce_dtype, gradient_dtype))
+    _check_experts(model, ep, dp, capacity_factor)
     e, g = ITEMSIZE[precision], ITEMSIZE[gradient_dtype]
     # bytes of the optimizer's state for each parameter: moments and master weights read and written, the weight written
     states = 3 * 2 * 4 + e if master_weights else 3 * 2 * e
@@ -71,7 +82,7 @@ def transformer_work(
     if pp * held > model.layers:
         stages = f"pp={pp} stages" if held == 1 else f"{pp * held} stages (pp={pp}, {held} chunks each)"
         raise ValueError(f"transformer_work: {stages} for {model.layers} layers of {model.name}; a stage has at least one")
-    lay = arithmetic.Layout(
+    lay = Layout(
         seq=seq,
         tokens=micro_batch * seq,
         microbatches=microbatches,
@@ -89,19 +100,24 @@ def transformer_work(
         state_bytes=states + g,
         zero1=zero1,
         chunks=held,
+        ep=ep,
+        capacity_factor=capacity_factor,
     )
     layers = math.ceil(model.layers / pp)
     n = lay.microbatches
+    with_experts = experts.layers_with_experts(model, layers)
     phases = [
-        arithmetic.repeated(p, n * layers)
-        for p in (arithmetic.linear(model, lay), arithmetic.attention(model, lay), arithmetic.elementwise(model, lay))
+        repeated(p, n * count)
+        for count, has_experts in ((layers - with_experts, False), (with_experts, True))
+        for p in (arithmetic.layer(model, lay, has_experts) if count else ())
     ]
-    phases.append(arithmetic.repeated(arithmetic.head(model, lay), n))
+    phases.append(repeated(arithmetic.head(model, lay), n))
+    sent = arithmetic.along_tp(model, lay, layers) + arithmetic.along_ep(model, lay, layers) + arithmetic.along_pp(model, lay)
     return Work(
-        name=f"{model.name}, TP {tp} PP {pp} DP {dp}, {seq} tokens, batch {global_batch}",
-        axes={"pp": pp, "dp": dp, "tp": tp},
+        name=f"{model.name}, TP {tp} PP {pp} DP {dp}{f' EP {ep}' if ep > 1 else ''}, {seq} tokens, batch {global_batch}",
+        axes={"pp": pp, "dp": dp, "tp": tp} if ep == 1 else {"pp": pp, "dp": dp // ep, "ep": ep, "tp": tp},
         phases=tuple(phases),
-        collectives=tuple(arithmetic.along_tp(model, lay, layers) + arithmetic.along_pp(model, lay)),
+        collectives=tuple(sent),
         update=(arithmetic.optimizer(model, lay, layers),),
         reductions=tuple(arithmetic.reductions(model, lay, layers)),
         stages=pp,
@@ -144,4 +160,17 @@ def _check(
     if model.heads % tp:
         raise ValueError(
             f"transformer_work: {model.heads} heads of {model.name} cannot be shared out to tp={tp} ranks; tp must divide them"
+        )
+
+
+def _check_experts(model: Transformer, ep: int, dp: int, capacity_factor: float | None) -> None:
+    if not model.experts and (ep != 1 or capacity_factor is not None):
+        raise ValueError(f"transformer_work: {model.name} has no experts; leave out ep and capacity_factor")
+    if ep < 1 or dp % ep:
+        raise ValueError(
+            f"transformer_work: ep={ep} must divide dp={dp}: expert-parallel ranks are data-parallel ranks that hold different experts"
+        )
+    if model.experts % ep:
+        raise ValueError(
+            f"transformer_work: {model.experts} experts of {model.name} cannot be shared out to ep={ep} ranks; ep must divide them"
         )

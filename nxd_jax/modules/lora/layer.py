@@ -100,7 +100,15 @@ class LoraLayer(nn.Module):
 
     @torch.no_grad()
     def merged_weights(self) -> dict[str, torch.Tensor]:
-        """The base's weights with the adapter added, by their names, as new tensors; of each rank's own part. Neither changes."""
+        """The base's weights with the adapter added, by their names, as new tensors; of each rank's own part. Neither changes.
+
+        Raises NotImplementedError for quantized weights.
+        """
+        if hasattr(self.base_layer, "quantized_dtype"):
+            raise NotImplementedError(
+                f"{type(self).__name__}: the weight is quantized to {self.base_layer.weight.dtype}, and with the adapter added it would be rounded anew: "
+                "keep the adapter beside it, or merge before quantize.convert"
+            )
         parameters = self.base_layer._parameters
         if self.merged:
             return {name: parameters[name].detach().clone() for name in self._before_merging}

@@ -13,6 +13,7 @@ from nxd_jax._wrapper import Wrapper
 from nxd_jax.modules.lora.config import LoraConfig
 from nxd_jax.modules.lora.layer import LoraConv2d, LoraEmbedding, LoraLayer, LoraLinear, is_conv_1d
 from nxd_jax.modules.lora.tp_layer import LoraGQAQKVParallelLinear, LoraParallelConv2d, LoraParallelEmbedding, LoraParallelLinear
+from nxd_jax.modules.moe.moe_parallel_layers import ExpertFusedLinear
 from nxd_jax.tensor_parallel.conv import InputChannelParallelConv2d, OutputChannelParallelConv2d
 from nxd_jax.tensor_parallel.embedding import ParallelEmbedding
 from nxd_jax.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
@@ -35,6 +36,8 @@ ADAPTERS: dict[type[nn.Module], type[LoraLayer]] = {
 def adapter(name: str, module: nn.Module, config: LoraConfig) -> LoraLayer:
     """The layer that takes a module's place. Raises ValueError for modules of other kinds, and as the layers do, naming the module."""
     kind = LoraLinear if is_conv_1d(module) else next((ADAPTERS[c] for c in type(module).__mro__ if c in ADAPTERS), None)
+    if isinstance(module, ExpertFusedLinear):  # an adapter of the linear layer that it is, too, would be one for all experts
+        kind = None
     if isinstance(module, NonDynamicallyQuantizableLinear):
         raise ValueError(
             f"LoraConfig: target_modules matches {name}, a part of torch.nn.MultiheadAttention, which uses its weight without calling it: an adapter "

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from nxd_jax.modules.lora.layer import LoraLayer
-from nxd_jax.tensor_parallel import full_weights, parallel_groups, rank_states
+from nxd_jax.tensor_parallel import expert_shares, full_weights, parallel_groups
 from nxd_jax.tensor_parallel.partition import copy_tensor_model_parallel_attributes
 from torch_bridge.mesh import world
 from torch_bridge.recorder import sharded
@@ -91,7 +91,7 @@ def merged(layers: Mapping[str, LoraLayer]) -> dict[str, torch.Tensor]:
             like = layer.base_layer._parameters[last]
             assert like is not None
             copy_tensor_model_parallel_attributes(value, like)
-            for attribute in ("qkv_partition", "expert_model_parallel"):
+            for attribute in ("qkv_partition", "expert_model_parallel", "expert_distribution"):
                 if hasattr(like, attribute):
                     setattr(value, attribute, getattr(like, attribute))
             found[f"{name}.{last}"] = value
@@ -142,7 +142,8 @@ def groups_of(model: nn.Module) -> dict[int, Any]:
 def is_divided(parameter: torch.Tensor) -> bool:
     """Whether no rank has all of a parameter."""
     fused = getattr(parameter, "qkv_partition", None)
-    return full_weights.is_shared_out(parameter) and (parameter.num_partitions > 1 or fused is not None)  # type: ignore[attr-defined]
+    cut = full_weights.is_shared_out(parameter) and (parameter.num_partitions > 1 or fused is not None)  # type: ignore[attr-defined]
+    return cut or expert_shares.is_shared_out(parameter)
 
 
 def whole(value: torch.Tensor, parameter: torch.Tensor, group: GroupLike) -> torch.Tensor:
@@ -153,13 +154,14 @@ def whole(value: torch.Tensor, parameter: torch.Tensor, group: GroupLike) -> tor
 
 def local(name: str, parameter: torch.Tensor, value: object, group: GroupLike) -> Any:
     """What to load into a parameter: a value of its shape as it is; of a full one each rank's part. Raises ValueError, naming it, for other shapes."""
-    if not isinstance(value, torch.Tensor) or value.shape == parameter.shape or not full_weights.is_shared_out(parameter):
+    if not isinstance(value, torch.Tensor) or value.shape == parameter.shape or not full_weights.is_divided(parameter):
         return value
     full = value.detach().cpu()
     try:
         if parameter.device.type != "xla":
             return full_weights.cut_full(parameter, full, world.first(), group)
-        axes, dim = rank_states.axes_of(parameter), parameter.partition_dim  # type: ignore[attr-defined]
-        return sharded.from_ranks(lambda r: full_weights.cut_full(parameter, full, r, group).contiguous(), axes, dim)
+        return sharded.from_ranks(
+            lambda r: full_weights.cut_full(parameter, full, r, group).contiguous(), full_weights.cuts_now(parameter, group)
+        )
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None

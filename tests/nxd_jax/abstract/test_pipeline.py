@@ -151,6 +151,7 @@ def test_a_second_step_changes_nothing(one_f_one_b: tuple[AbstractReport, Pipeli
         assert kept == others
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize(
     "layout",
     [

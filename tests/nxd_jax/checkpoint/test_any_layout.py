@@ -46,7 +46,7 @@ def _saved(nxd_world: Any, states: dict[str, Any], name: str) -> tuple[Path, dic
     return states[name]
 
 
-@pytest.mark.thorough(keep=5)
+@pytest.mark.thorough(keep=3)
 @pytest.mark.filterwarnings("ignore:the query heads of")
 @pytest.mark.parametrize("loaded", LOADED)
 @pytest.mark.parametrize("saved", SAVED)

@@ -60,6 +60,7 @@ def check_files(folder: Path, other: Path, count: int) -> None:
         torch.testing.assert_close(data, wanted[name], rtol=0, atol=0, msg=name)
 
 
+@pytest.mark.thorough
 def test_from_processes_to_one_and_back(nxd: Nxd, tmp_path: Path) -> None:
     """Four processes save, one loads and saves, two with two ranks each go on. NxD's files are those that one process writes."""
     saved = launch(4, tmp_path, "save")

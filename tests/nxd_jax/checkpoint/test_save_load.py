@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import shutil
@@ -65,6 +66,26 @@ def test_orbax_reads_it(alone: Any, tmp_path: Path) -> None:
     nxd.save_checkpoint(tmp_path, "t", model)
     found = ocp.PyTreeCheckpointer().restore(tmp_path / "t" / "model" / "arrays")
     assert torch.equal(torch.tensor(found["a.weight"]), model.a.weight.detach().cpu())
+
+
+def test_64_bits_under_a_running_event_loop(alone: Any, tmp_path: Path) -> None:
+    """A notebook's kernel has one; Orbax would then read in a thread in which JAX makes float32 of float64."""
+    numbers = {"third": torch.tensor([1 / 3, 1e-300], dtype=torch.float64), "many": torch.tensor([2**40 + 1])}
+
+    class Wide(torch.nn.Module):
+        def __init__(self, filled: bool):
+            super().__init__()
+            for name, t in numbers.items():
+                self.register_buffer(name, (t if filled else torch.zeros_like(t)).to("xla"))
+
+    async def cell() -> Wide:
+        nxd.save_checkpoint(tmp_path, "t", Wide(True))
+        found = Wide(False)
+        nxd.load_checkpoint(tmp_path, "t", found)
+        return found
+
+    found = asyncio.run(cell())
+    assert all(torch.equal(getattr(found, name).cpu(), t) for name, t in numbers.items())
 
 
 def test_interrupted_training_goes_on_bit_for_bit(nxd: Any, tmp_path: Path) -> None:

@@ -74,7 +74,7 @@ def predicted(job: Job) -> Counter[tuple[Any, ...]]:
         for module in shapes:
             if "norm" in module:
                 send("all-reduce", "tp", "float32" if job.zero1 else name, "outside", "", job.hidden)
-    send("all-reduce", "tp", "float32", "outside", "", 4)  # squares for the norm: of parameters divided or copied, of experts or not
+    send("all-reduce", "tp", "float32", "outside", "", 2)  # squares for the norm: of parameters that are divided, and of copies
     return Counter({(*key, sizes[key]): count for key, count in rows.items()})
 
 

@@ -155,6 +155,16 @@ def test_loops_of_known_and_unknown_length() -> None:
     assert nested.flops == 15 * 2 * 6 * 4 * 4 and nested.complete
 
 
+def test_grouped_products_count_all_rows() -> None:
+    """However many blocks their loops run for; forward, and each of the two products of backward."""
+    x, weight = torch.ones(32, 16).to("xla").requires_grad_(), torch.ones(3, 16, 8).to("xla").requires_grad_()
+    ends = torch.tensor([3, 9, 20], dtype=torch.int32).to("xla")
+    torch._grouped_mm(x, weight, offs=ends).square().sum().backward()
+    torch_xla.sync()
+    found = inspect.look().costs
+    assert found.flops == 3 * 2 * 32 * 16 * 8 and found.complete
+
+
 def test_batched_and_ragged_products() -> None:
     assert of(lambda a, b: jnp.einsum("bij,bjk->bik", a, b), jnp.ones((3, 6, 4)), jnp.ones((3, 4, 5))).flops == 2 * 3 * 6 * 4 * 5
     sizes = jnp.array([1, 2, 3])

@@ -20,11 +20,14 @@ from nxd_jax.inspect.costs import costs
 from nxd_jax.inspect.estimate import (
     BERT_LARGE,
     DOCUMENTED,
+    GLM45_AIR,
     GPT_175B,
     LLAMA2_7B,
     LLAMA2_70B,
     LLAMA31_8B,
+    MIXTRAL_8X7B,
     PEAK,
+    QWEN3_30B_A3B,
     Phase,
     Transformer,
     Work,
@@ -35,6 +38,7 @@ from nxd_jax.inspect.estimate import (
 from nxd_jax.inspect.tables import plain
 from nxd_jax.pipeline import schedules
 from nxd_jax.topology import Topology
+from tests.nxd_jax.inspect import mixture
 from tests.nxd_jax.inspect.llama import Job
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -148,7 +152,7 @@ def test_a_recorded_llama_does_what_the_formulas_say(job: Job):
     assert found.flops == work.flops["bfloat16"] + attention  # the bridge's attention computes its forward pass again in the backward pass
     expected = {(c.kind, c.axes): c.bytes for c in summary((*work.collectives, *work.reductions))}
     seen = {(c.kind, c.axes): c.bytes for c in sent}
-    norm = {("all-reduce", ("tp",)): 16, ("all-reduce", ("dp",)): 4 if job.zero1 else 0}  # squares of the gradients' norm
+    norm = {("all-reduce", ("tp",)): 8, ("all-reduce", ("dp",)): 4 if job.zero1 else 0}  # squares of the gradients' norm
     assert seen == {key: expected.get(key, 0) + norm.get(key, 0) for key in {*expected, *seen}}
 
 
@@ -159,6 +163,128 @@ def test_the_work_of_a_recorded_program():
     result = estimate(work, NODE)
     assert {"forward", "backward", "outside", "all-reduce along tp", "all-reduce along dp"} == {t.name for t in result.terms}
     assert result.sequences_per_second == 8 / result.seconds
+
+
+# -- experts ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("model", "billions", "active"),
+    [(MIXTRAL_8X7B, 46.70, 12.88), (QWEN3_30B_A3B, 30.53, 3.35), (GLM45_AIR, 106.9, 13.42), (LLAMA2_7B, 6.74, 6.74)],
+)
+def test_parameters_of_experts(model: Transformer, billions: float, active: float):
+    """Published: 46.7 B and 12.9 B, 30.5 B and 3.3 B, 106 B and 12 B (which leaves the embedding out)."""
+    assert model.parameters / 1e9 == pytest.approx(billions, rel=0.002)
+    assert model.active_parameters / 1e9 == pytest.approx(active, rel=0.002)
+
+
+@pytest.mark.parametrize("ep", [1, 4])
+def test_only_what_is_routed_is_computed(ep: int):
+    """Six times the parameters that a token meets, and attention; routers are computed by every tensor-parallel rank."""
+    m, tokens, tp = MIXTRAL_8X7B, 64 * 4096, 8
+    work = transformer_work(m, tp=tp, dp=4, ep=ep, **LLAMA)
+    router = m.layers * m.experts * m.hidden
+    used = m.active_parameters - m.vocabulary * m.hidden - router
+    assert work.flops["bfloat16"] * work.cores == pytest.approx(6 * used * tokens + 12 * m.layers * m.hidden * 4096 * tokens)
+    assert work.flops["float32"] * work.cores == pytest.approx(6 * router * tokens * tp)
+    (experts,) = [p for p in work.phases if p.name == "experts"]
+    assert experts.flops == 6 * m.layers * 16 * 4096 * 2 * m.mlp_parameters(m.ffn) / tp  # 16 sequences of a rank
+
+
+def test_slots_are_computed_whether_used_or_not():
+    half, all_, more = (
+        next(p.flops for p in transformer_work(MIXTRAL_8X7B, tp=8, capacity_factor=f, **LLAMA).phases if p.name == "experts")
+        for f in (0.5, 1.0, 4.0)
+    )
+    assert (half * 2, more) == (all_, all_)  # a factor of E / k or more keeps all tokens, and needs no slots
+
+
+def test_experts_elsewhere_take_less_memory_and_send_tokens():
+    one, four = (transformer_work(MIXTRAL_8X7B, tp=8, dp=4, ep=ep, **LLAMA) for ep in (1, 4))
+    expert = MIXTRAL_8X7B.layers * 8 * MIXTRAL_8X7B.mlp_parameters(MIXTRAL_8X7B.ffn) / 8
+    assert (one.update[0].elements - four.update[0].elements) / 12 == 0  # a quarter of all experts either way, ZeRO-1 or not
+    assert four.axes == {"pp": 1, "dp": 1, "ep": 4, "tp": 8} and four.cores == one.cores
+    grads = (
+        {c.axes: c.bytes for c in one.reductions if c.kind == "reduce-scatter"},
+        {c.axes: c.bytes for c in four.reductions if c.kind == "reduce-scatter"},
+    )
+    assert grads[0][("dp",)] - grads[1][("ep",)] == 4 * expert and ("dp",) not in grads[1]
+    assert {c.kind for c in four.collectives if c.axes == ("ep",)} == {"all-gather", "reduce-scatter"}
+    slots = transformer_work(MIXTRAL_8X7B, tp=8, dp=4, ep=4, capacity_factor=1.25, **LLAMA)
+    (exchange,) = [c for c in slots.collectives if c.axes == ("ep",)]
+    assert exchange.kind == "all-to-all" and exchange.count == 4 * 32 * 16
+    assert exchange.bytes == exchange.count * 8 * 1280 * 4096 * 2
+    text = str(estimate(slots, NODE))
+    assert "all-to-all along ep" in text and "dispatch to experts" in text and "TP 8 PP 1 DP 4 EP 4" in text
+
+
+def test_the_last_stages_have_the_layers_with_experts():
+    dense = dataclasses.replace(GLM45_AIR, dense_layers=GLM45_AIR.layers - 4)
+    work = transformer_work(dense, tp=4, pp=2, dp=4, **LLAMA)
+    whole = transformer_work(GLM45_AIR, tp=4, pp=2, dp=4, **LLAMA)
+    routed = [next(p.flops for p in w.phases if p.name == "router") for w in (work, whole)]
+    assert routed[0] * 23 == routed[1] * 4
+
+
+@cache
+def recorded_mixture(job: mixture.Job) -> tuple[Any, Any]:
+    """Costs and collectives of a step on 16 cores."""
+    with nxd_jax.abstract_run(16) as run:
+        job.step(*job.build())
+        report = run.report()
+        program = max(run.programs, key=lambda p: p.ops)
+        return costs(program.jaxpr), report.programs[0].collectives
+
+
+MIXTURES = {
+    "dropless": mixture.Job(),
+    "slots, sequence parallel, ZeRO-1, EP 2": mixture.Job(ep=2, factor=1.0, sequence_parallel=True, zero1=True),
+    "dropless, EP 2": mixture.Job(ep=2),
+    "shared, after a dense layer, ZeRO-1, EP 4": mixture.Job(ep=4, dense=1, zero1=True),
+    "checkpoints, slots, EP 2": mixture.Job(ep=2, factor=0.5, checkpoints=True),
+    "checkpoints, dropless, shared, sequence parallel, EP 2": mixture.Job(ep=2, dense=0, checkpoints=True, sequence_parallel=True),
+}
+
+
+@pytest.mark.thorough(keep=2)
+@pytest.mark.parametrize("job", MIXTURES.values(), ids=MIXTURES)
+def test_a_recorded_mixture_does_what_the_formulas_say(job: mixture.Job):
+    sizes = dict(gated=True, rope=True, norm="rms", experts=job.experts, top_k=2, expert_ffn=job.ffn)
+    more = {} if job.dense is None else dict(shared_experts=1, dense_layers=job.dense)
+    model = Transformer("tiny", job.layers, job.hidden, job.heads, 2 * job.ffn, job.vocabulary, **sizes, **more)
+    dp = 16 // job.tp
+    work = transformer_work(
+        model,
+        seq=job.seq,
+        global_batch=dp * job.batch,
+        micro_batch=job.batch,
+        tp=job.tp,
+        dp=dp,
+        ep=job.ep,
+        capacity_factor=job.factor,
+        sequence_parallel=job.sequence_parallel,
+        zero1=job.zero1,
+        recompute="full" if job.checkpoints else "none",
+        precision="float32",
+        reduce_dtype="float32",
+    )
+    found, sent = recorded_mixture(job)
+    attention = 4 * job.batch * job.seq**2 * job.hidden // job.tp * job.layers
+    # without a capacity the graph has the rows of all ranks in it, and the loop over blocks ends where those of a rank's own experts do
+    experts = next(p.flops for p in work.phases if p.name == "experts")
+    unseen = experts * (job.ep - 1) if job.factor is None else 0
+    assert found.flops == sum(work.flops.values()) + attention + unseen
+    expected = {(c.kind, c.axes): c.bytes for c in summary((*work.collectives, *work.reductions))}
+    seen = {(c.kind, c.axes): c.bytes for c in sent}
+    data = tuple(axis for axis in ("dp", "ep") if work.axes.get(axis, 1) > 1)
+    # what the gradients' norm adds up: squares of divided parameters and of copies, those of experts apart if ranks hold different ones
+    norm = {
+        ("all-reduce", ("tp",)): 16 if job.ep > 1 else 8,
+        ("all-reduce", data if job.zero1 else ("ep",)): 4 if job.zero1 or job.ep > 1 else 0,
+    }
+    assert {key: size for key, size in seen.items() if size} == {
+        key: total for key in {*expected, *norm} if (total := expected.get(key, 0) + norm.get(key, 0))
+    }
 
 
 @pytest.mark.parametrize(
@@ -176,6 +302,8 @@ def test_the_work_of_a_recorded_program():
         (dict(pp=4, schedule=schedules.make("1f1b", 4, 8)), r"1f1b is for 8 micro-batches, and the step has num_microbatches=64"),
         (dict(dp=0), r"sizes are at least 1, got {'dp': 0}"),
         (dict(recompute="some"), r"recompute='some' must be one of 'none', 'selective', 'full'"),
+        (dict(ep=2), "Llama 2 7B has no experts; leave out ep and capacity_factor"),
+        (dict(capacity_factor=1.0), "Llama 2 7B has no experts; leave out ep and capacity_factor"),
         (dict(precision="float8"), r"'float8' is no dtype that is known here; use one of 'bfloat16', 'float32'"),
     ],
 )
@@ -184,7 +312,27 @@ def test_layouts_that_make_no_sense(wrong: dict[str, Any], text: str):
         transformer_work(LLAMA2_7B, **{**LLAMA, **wrong})
 
 
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        (dict(dp=4, ep=3), "ep=3 must divide dp=4: expert-parallel ranks are data-parallel ranks that hold different experts"),
+        (dict(dp=16, ep=16), "8 experts of Mixtral 8x7B cannot be shared out to ep=16 ranks; ep must divide them"),
+    ],
+)
+def test_experts_that_cannot_be_shared_out(wrong: dict[str, Any], text: str):
+    with pytest.raises(ValueError, match=text):
+        transformer_work(MIXTRAL_8X7B, **{**LLAMA, **wrong})
+
+
 def test_sizes_that_make_no_sense():
+    with pytest.raises(ValueError, match="top_k=9 must be in 1..8, the number of experts"):
+        dataclasses.replace(MIXTRAL_8X7B, top_k=9)
+    with pytest.raises(
+        ValueError, match="top_k, expert_ffn, shared_experts and dense_layers are of models with experts; give experts, too"
+    ):
+        dataclasses.replace(LLAMA2_7B, dense_layers=1)
+    with pytest.raises(ValueError, match="dense_layers=33 of 32 layers"):
+        dataclasses.replace(MIXTRAL_8X7B, dense_layers=33)
     with pytest.raises(ValueError, match="norm='batch' must be one of 'rms', 'layer'"):
         dataclasses.replace(LLAMA2_7B, norm="batch")
     with pytest.raises(ValueError, match="stages=0 and microbatches=1 must both be at least 1"):

@@ -15,10 +15,12 @@ from nxd_jax import inspect
 from nxd_jax.inspect import stage_times, stages
 from nxd_jax.inspect.estimate import estimate
 from nxd_jax.inspect.pipeline_inspection import PipelineInspection
+from nxd_jax.pipeline import step_log
 from nxd_jax.topology import Topology
 from tests.nxd_jax.conftest import Nxd
 from tests.nxd_jax.inspect.pages import read_html
 from tests.nxd_jax.pipeline.models import Layout
+from torch_bridge.runtime import session
 
 TRN1 = Topology("trn1.32xlarge")
 LAYOUT = Layout(8, 4, 4, tp=2, checkpoint=True)
@@ -56,6 +58,8 @@ def _worked_out(found: object) -> PipelineInspection:
 
 
 def test_a_real_run_shows_what_shapes_do(nxd: Nxd, tmp_path: pathlib.Path) -> None:
+    """Also behind a step that never ended, whose log still listens."""
+    step_log.LOG._listen(session.current())
     shapes = looked(LAYOUT)
     nxd(8)
     real = looked(LAYOUT, real=True)

@@ -15,6 +15,7 @@ from pytorch_lightning import Callback, LightningModule, Trainer
 from pytorch_lightning.callbacks import EarlyStopping
 
 from tests.nxd_jax.lightning import jobs
+from torch_bridge.precision import device_formats
 
 pytestmark = jobs.MARKS
 
@@ -201,6 +202,7 @@ def test_one_module_goes_through_everything(tmp_path: Path) -> None:
 def test_half_precision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`precision="bf16-true"` sets XLA_USE_BF16 as Lightning does, and takes it back."""
     monkeypatch.delenv("XLA_USE_BF16", raising=False)
+    monkeypatch.setattr(device_formats, "_warned", set())  # it is said once
     seen = []
 
     class Look(Callback):

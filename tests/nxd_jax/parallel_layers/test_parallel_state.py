@@ -157,7 +157,7 @@ def test_token_shuffle_groups(nxd: Nxd) -> None:
     ps.initialize_token_shuffle_group(4)
     assert sorted(ps.get_token_shuffle_group(as_list=True)) == [[0, 2, 4, 6], [1, 3, 5, 7]]
     for wrong in (3, 0):
-        with pytest.raises(ValueError, match=f"token_shuffle_group_size={wrong} must divide the data parallel size 4"):
+        with pytest.raises(RuntimeError, match=f"token_shuffle_group_size={wrong} must divide the data parallel size 4"):
             ps.initialize_token_shuffle_group(wrong)
 
 
@@ -352,3 +352,26 @@ def test_the_names_that_scripts_import() -> None:
     import neuronx_distributed.parallel_layers.parallel_state as imported
 
     assert imported is ps or imported.get_tensor_model_parallel_size is ps.get_tensor_model_parallel_size
+
+
+def test_private_globals_are_those_of_nxd_and_may_be_put_back(nxd: Nxd) -> None:
+    """NxD's module tests keep them for each layout, and change layouts by writing them."""
+    names = [name for name in vars(ps) if name.startswith(("_", "PP_")) and name.isupper() and "GROUP" in name]
+    assert {"_TENSOR_MODEL_PARALLEL_GROUP", "_EXP_DATA_PARALLEL_GROUP_SPMD", "_TOKEN_SHUFFLE_GROUP_SIZE", "PP_GROUP_PG_GLOO"} <= set(names)
+    nxd(8, tp=2, ep=2)
+    ps.initialize_token_shuffle_group(2)
+    assert ps._TENSOR_MODEL_PARALLEL_GROUP is ps.get_tensor_model_parallel_group()
+    assert ps.get_data_parallel_group(as_list=True) == ps._DATA_PARALLEL_GROUP_SPMD
+    kept = {name: vars(ps)[name] for name in names}
+    ps.destroy_token_shuffle_group()
+    ps.destroy_model_parallel()
+    assert ps._TENSOR_MODEL_PARALLEL_GROUP is ps._TOKEN_SHUFFLE_GROUP_SIZE is None
+    ps.initialize_model_parallel(tensor_model_parallel_size=4)
+    assert ps.get_tensor_model_parallel_size() == 4
+    vars(ps).update(kept)
+    assert ps.get_tensor_model_parallel_size() == ps.get_expert_model_parallel_size() == 2
+    assert ps.get_token_shuffle_group_size() == 2
+    vars(ps)["_TENSOR_MODEL_PARALLEL_GROUP"] = "mine"
+    with pytest.raises(RuntimeError, match="_TENSOR_MODEL_PARALLEL_GROUP was set to 'mine', which is no group that was set up here"):
+        ps.get_tensor_model_parallel_size()
+    vars(ps).update(kept)

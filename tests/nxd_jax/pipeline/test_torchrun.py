@@ -55,7 +55,7 @@ def check(nxd: Nxd, folder: Path, layouts: list[Layout], numbers: tuple[int, ...
         assert names == alone["weights"].keys()
 
 
-@pytest.mark.thorough(keep=1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("numbers", [(1, 2, 3), (0, 4, 5)], ids=str)
 def test_processes_of_one_rank(nxd: Nxd, tmp_path: Path, numbers: tuple[int, ...]) -> None:
     done = launch(4, tmp_path, "four", *numbers)

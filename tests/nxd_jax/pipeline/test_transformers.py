@@ -72,6 +72,7 @@ def eager_step(model: Any, given: dict[str, torch.Tensor], microbatches: int) ->
     return float(loss.detach())
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize(
     ("kind", "schedule", "chunks"), [("Llama", "1f1b", 1), ("Qwen3", "zbv", 2), ("Mixtral", "1f1b", 1), ("GPT2", "interleaved", 2)]
 )

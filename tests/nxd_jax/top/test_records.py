@@ -138,7 +138,7 @@ def test_life_without_proc(monkeypatch: pytest.MonkeyPatch) -> None:
         raise PermissionError(pid)
 
     assert records.life(record(pid=os.getpid()), denied) == records.LIVE
-    monkeypatch.setattr(records, "_answers", lambda pid: False)
+    monkeypatch.setattr(records, "answers", lambda pid: False)
     assert records.life(record(), denied) == records.DEAD
 
 

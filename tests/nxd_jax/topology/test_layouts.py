@@ -58,8 +58,13 @@ def test_nxd_strides_tp4_on_whole_trn1_nodes():
     assert groups["tp"][:2] == [[0, 8, 16, 24], [1, 9, 17, 25]] and groups["tp"][8] == [32, 40, 48, 56]
     assert groups["dp"][0] == [*range(8), *range(32, 40)]
     assert Topology("trn1.32xlarge", visible=range(4)).groups(tp=4, layout="nxd")["tp"] == [[0, 1, 2, 3]]
-    with pytest.raises(NotImplementedError, match="no expert parallelism with its strided tp 4.*layout='contiguous'"):
-        Topology("trn1.32xlarge").groups(tp=4, ep=2, layout="nxd")
+
+
+def test_experts_lie_on_strided_groups_too():
+    groups = Topology("trn1.32xlarge").groups(tp=4, pp=2, ep=2, layout="nxd")
+    assert groups["tp"][:2] == [[0, 8, 16, 24], [1, 9, 17, 25]]
+    assert groups["ep"][0] == [0, 1] and groups["edp"][0] == [0, 2] and groups["pp"][0] == [0, 4]
+    assert sorted(itertools.chain(*groups["ep"])) == list(range(32))
 
 
 @pytest.mark.parametrize(("lnc", "tp", "row"), [(2, 32, 16), (1, 64, 32)])

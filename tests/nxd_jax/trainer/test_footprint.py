@@ -15,10 +15,12 @@ from neuronx_distributed.trainer import initialize_parallel_model, initialize_pa
 from torch import nn
 
 from nxd_jax.abstract import abstract_run
+from nxd_jax.modules.moe import ExpertMLPs, MoE
 from nxd_jax.parallel_layers.layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear
 from nxd_jax.topology import Topology
-from nxd_jax.trainer.footprint import KINDS, footprint
+from nxd_jax.trainer.footprint import EXPERT_ACTIVATION, KINDS, footprint
 from tests.nxd_jax.conftest import Nxd
+from tests.nxd_jax.inspect.mixture import ExpertDecoderLayer, Job
 from tests.nxd_jax.pipeline.models import HIDDEN, WORDS, Block, Layout
 from tests.nxd_jax.pipeline.models import Model as Blocks
 from tests.nxd_jax.trainer.test_meta_init import Llama, Watch, fill
@@ -227,6 +229,120 @@ def test_stages_that_take_a_batch_to_be_known(nxd: Nxd) -> None:
         NotImplementedError, match="the stages of Branches are known only when there is a batch, .*; abstract_run says what"
     ):
         footprint(config, Branches)
+
+
+# -- experts -----------------------------------------------------------------------------------------------
+
+JOBS = {
+    "ep, zero1, bf16": Job(tp=2, ep=2, zero1=True, dtype=torch.bfloat16),
+    "slots": Job(tp=2, factor=1.0),
+    "shared, ep": Job(tp=2, ep=4, dense=1, zero1=True),
+    "slots, ep, sequence parallel": Job(tp=4, ep=2, factor=0.5, sequence_parallel=True),
+}
+
+
+def saved(model: nn.Module, run: Any) -> int:
+    """Bytes on a core of the wide tensors that experts keep for the backward pass, parameters left out; a tensor that is kept twice counts once."""
+    kept: dict[int, torch.Tensor] = {}
+    weights = {id(p._storage) for p in model.parameters()}  # type: ignore[attr-defined]
+    hooks: list[Any] = []
+
+    def pack(t: torch.Tensor) -> torch.Tensor:
+        if t.is_floating_point() and t.dim() > 1 and t.shape[-1] > 8 and id(t._storage) not in weights:  # type: ignore[attr-defined]
+            kept[id(t._storage)] = t  # type: ignore[attr-defined]
+        return t
+
+    def enter(*_: Any) -> None:
+        hooks.append(torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t))
+        hooks[-1].__enter__()
+
+    handles = [m.register_forward_pre_hook(enter) for m in model.modules() if isinstance(m, ExpertMLPs)]
+    handles += [m.register_forward_hook(lambda *_: hooks.pop().__exit__()) for m in model.modules() if isinstance(m, ExpertMLPs)]
+    run()
+    for handle in handles:
+        handle.remove()
+    return sum(t.numel() * t.element_size() for t in kept.values())
+
+
+@pytest.mark.thorough(keep=1)
+@pytest.mark.parametrize("job", JOBS.values(), ids=JOBS)
+def test_experts_take_as_much(nxd: Nxd, job: Job) -> None:
+    nxd(8, tp=job.tp, ep=job.ep)
+    tokens = job.batch * job.seq
+    expected = footprint(job.config(), job.model, tokens=tokens)
+    model, optimizer = job.build()
+    ids = torch.zeros(job.batch, job.seq, dtype=torch.int64).to("xla")
+    losses: list[torch.Tensor] = []
+    kept = saved(model, lambda: losses.append(model(ids, ids)[0]))
+    losses[0].backward()
+    optimizer.step()
+    torch_xla.sync()
+    found = held(model, optimizer)
+    stays = [e for e in expected.entries if e.kind != EXPERT_ACTIVATION]
+    assert {(e.name, e.kind, e.label): e.bytes for e in stays} == {key: size for key, (size, _) in found.items()}
+    for e in stays:
+        assert e.kind not in ("parameter", "master weight") or found[e.name, e.kind, e.label][1] == e.axes, e.name
+    experts = next(e for e in stays if e.kind == "parameter" and e.name.endswith("mlp_op.down_proj.weight"))
+    assert experts.shape == (8 // job.ep, 48 // job.tp, 64)
+    # what lies between the two products may be kept besides, and the room of tiles
+    between = sum(e.bytes for e in expected.entries if e.label == "first product")
+    assert expected.bytes_of(EXPERT_ACTIVATION) <= kept <= expected.bytes_of(EXPERT_ACTIVATION) + 2 * between
+
+
+def test_what_experts_keep(nxd: Nxd) -> None:
+    """By arithmetic: 64 tokens, two of eight experts each; in the table; and with layers that are computed again."""
+    nxd(8, tp=2, ep=2)
+
+    def kept(job: Job, **options: Any) -> int:
+        return footprint(job.config(), job.model, tokens=64, **options).bytes_of(EXPERT_ACTIVATION)
+
+    row = 4 * (2 * 64 + 2 * 48 // 2)
+    assert kept(Job(tp=2, ep=2)) == 2 * 256 * row  # a rank sees the tokens of two
+    assert kept(Job(tp=2, ep=2, factor=1.0)) == 2 * 128 * row
+    assert kept(Job(tp=2, ep=2, factor=0.5)) == 2 * 64 * row
+    assert kept(Job(tp=2, ep=2, factor=1.0, checkpoints=True)) == 128 * row
+    config = Job(tp=2, ep=2).config()
+    for classes in ("full", [MoE]):
+        assert (
+            footprint(config | {"activation_checkpoint_config": classes}, Job().model, tokens=64).bytes_of(EXPERT_ACTIVATION) == 256 * row
+        )
+    assert footprint(config | {"activation_checkpoint_config": nn.Linear}, Job().model, tokens=64).bytes_of(EXPERT_ACTIVATION) == 512 * row
+    assert footprint(config, Job().model).bytes_of(EXPERT_ACTIVATION) == 0
+    lines = str(footprint(config, Job().model, tokens=64, topology=TRN2)).splitlines()
+    assert lines[0].endswith("optimizer states  expert activations")
+    (found,) = [line for line in lines if "first product" in line]
+    assert re.split(r"\s{2,}", found) == [
+        "model.layers.*.mlp.expert_mlps first product (2)",
+        "256x48",
+        "float32",
+        "-",
+        "-",
+        "-",
+        "-",
+        "-",
+        "96.0 KiB",
+    ]
+    assert lines[-2].split()[-2:] == ["0.3", "MiB"]
+
+
+def test_experts_of_a_pipeline(nxd: Nxd) -> None:
+    """Each rank has its own layers' experts, and what they keep."""
+    nxd(8, tp=2, pp=2, ep=2)
+    job = Job(tp=2, ep=2, layers=4)
+    pipeline = {
+        "transformer_layer_cls": ExpertDecoderLayer,
+        "leaf_module_cls": ["RotaryEmbedding"],
+        "auto_partition": True,
+        "input_names": ["input_ids", "labels"],
+        "output_loss_value_spec": (True, False),
+        "num_microbatches": 2,
+        "use_optimizer_wrapper": True,
+    }
+    found = footprint(job.config() | {"pipeline_parallel_size": 2, "pipeline_config": pipeline}, job.model, tokens=64)
+    for rank, held in enumerate(found.ranks):
+        layers = {e.name.split(".")[2] for e in held.entries if e.kind == EXPERT_ACTIVATION}
+        assert layers == ({"0", "1"}, {"2", "3"})[rank]
+        assert held.bytes_of(EXPERT_ACTIVATION) == 2 * 256 * 4 * (2 * 64 + 48)
 
 
 # -- large models ------------------------------------------------------------------------------------------

@@ -132,6 +132,15 @@ def test_batches_of_data_parallel_ranks(nxd: Nxd) -> None:
     assert [t.tolist() for t in sharded.shards(found)] == [[[0, 1, 2]], [[3, 4, 5]], [[6, 7, 8]], [[9, 10, 11]]]
 
 
+def test_cpu_batches_of_data_parallel_ranks(nxd: Nxd) -> None:
+    """A CPU tensor that differs among data-parallel ranks is cut as each rank's own."""
+    nxd(4, cp=2)
+    own = torch.arange(12).reshape(2, 1, 6)[parallel_state.get_data_parallel_rank()]
+    assert own.device.type == "cpu"
+    found = get_batch_on_this_context_parallel_rank({"input_ids": own})["input_ids"]
+    assert [t.tolist() for t in sharded.shards(found)] == [[[0, 1, 2]], [[3, 4, 5]], [[6, 7, 8]], [[9, 10, 11]]]
+
+
 def test_without_context_parallelism(nxd: Nxd) -> None:
     nxd(2, tp=2)
     batch = make()

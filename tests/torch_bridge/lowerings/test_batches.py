@@ -132,6 +132,7 @@ BROKEN = [
 ]
 
 
+@pytest.mark.thorough(keep=3)
 @pytest.mark.parametrize(("fn", "text"), BROKEN)
 def test_a_wrong_lowering_fails_at_its_own_id(run: Run, sizes: list[int], monkeypatch: pytest.MonkeyPatch, fn: Callable, text: str) -> None:
     lowered(monkeypatch, aten.sin.default, fn)

@@ -44,6 +44,7 @@ def tensors(case, dtype):
     return torch.randn(x).to(dtype), torch.randn(w).to(dtype), torch.randn(channels).to(dtype), rest
 
 
+@pytest.mark.core(keep=24)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_forward(name, dtype):

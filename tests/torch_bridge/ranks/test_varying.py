@@ -46,7 +46,7 @@ AXES = {
     "all_reduce tp of dp, tp": (lambda: xm.all_reduce("sum", over("dp", "tp"), groups=TP), ("dp",)),
     "all_reduce dp of tp": (lambda: xm.all_reduce("sum", over("tp"), groups=DP), ("tp",)),
     "all_reduce everyone": (lambda: xm.all_reduce("max", over("pp", "dp", "tp")), ()),
-    "all_reduce along no axis": (lambda: xm.all_reduce("sum", over("tp"), groups=[[0, 3], [1, 2], [4, 7], [5, 6]]), ("pp", "dp", "tp")),
+    "all_reduce along no axis": (lambda: xm.all_reduce("sum", over("tp"), groups=[[0, 3], [1, 2], [4, 7], [5, 6]]), ("dp", "tp")),
     "all_gather": (lambda: xm.all_gather(over("tp", "pp"), 0, TP), ("pp",)),
     "reduce_scatter": (lambda: xm.reduce_scatter("sum", over("dp"), 1.0, 0, 2, TP), ("dp", "tp")),
     "reduce_scatter of shared": (lambda: xm.reduce_scatter("sum", torch.ones(4, device="xla"), 1.0, 0, 2, TP), ("tp",)),

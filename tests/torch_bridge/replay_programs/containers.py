@@ -1394,3 +1394,39 @@ def accumulate(run: Run) -> None:
             return self.layer(x) * list(itertools.accumulate(factors))[-1]
 
     run.train(Model(), lambda: factors.append(1.5))
+
+
+@program("containers", played=True)
+def named_results_of_an_op(run: Run) -> None:
+    """What torch returns by name, made in the forward."""
+
+    class Model(Net):
+        def forward(self, x):
+            best = self.layer(x).topk(2, dim=-1)
+            return best.values * torch.argsort(best.indices).float()
+
+    run.train(Model())
+
+
+@program("containers", played=True)
+def tensors_in_a_named_tuple(run: Run) -> None:
+    Parts = collections.namedtuple("Parts", "left right")
+
+    class Model(Net):
+        def forward(self, x):
+            parts = Parts(*self.layer(x).chunk(2, dim=-1))
+            return parts.left * parts[1]
+
+    run.train(Model())
+
+
+@program("containers")
+def named_results_from_before(run: Run) -> None:
+    """They hold a tensor that the forward has not made; then there are others."""
+    kept = {"best": torch.arange(4.0).to(run.device).topk(2)}
+
+    class Model(Net):
+        def forward(self, x):
+            return self.layer(x) * kept["best"].values.sum()
+
+    run.train(Model(), lambda: kept.update(best=(torch.arange(4.0) * 3).to(run.device).topk(2)))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import fx
@@ -93,15 +94,37 @@ class _Walk:
             return given
         groups = str(node.args[-1])
         agree = op.axes is AxesRule.REMOVES
-        if op.axes is AxesRule.EVERY or (agree and groups.startswith("[")):
+        if op.axes is AxesRule.EVERY:
             return self.every
-        over = self.every if groups.startswith("[") else self.every & frozenset(groups.split(","))
+        if groups.startswith("["):
+            return self._after_lists(json.loads(groups), given, agree)
+        over = self.every & frozenset(groups.split(","))
         return given - over if agree else given | over
+
+    def _after_lists(self, groups: list[list[int]], given: Axes, agree: bool) -> Axes:
+        """What ranks in lists leave: an axis stays out if a step along it leads, from any rank, to the same group (whose ranks agree), or, of what does not
+        vary along it, to a group that lies in the same way."""
+        ranks = world.current().order
+        at = dict(zip(ranks, zip(*([world.coordinates(a)[r] for r in ranks] for a in self.every), strict=True), strict=True))
+        group_of = {r: [r] for r in ranks} | {r: group for group in groups for r in group}
+        found = set()
+        for k, axis in enumerate(self.every):
+            steps = [(a, b) for a in ranks for b in ranks if at[a][:k] + at[a][k + 1 :] == at[b][:k] + at[b][k + 1 :]]
+            same = agree and all(group_of[a] is group_of[b] for a, b in steps)
+            alike = axis not in given and all(_lies(group_of[a], a, at) == _lies(group_of[b], b, at) for a, b in steps)
+            if not same and not alike:
+                found.add(axis)
+        return frozenset(found)
 
     @staticmethod
     def _of_key(node: fx.Node, given: Axes, own: Axes) -> Axes:
         found = given if random_state.independent() else NONE
         return found if any(isinstance(x, tuple) for x in node.meta.get("draw_axes") or ()) else found | own
+
+
+def _lies(group: Sequence[int], rank: int, at: Mapping[int, tuple[int, ...]]) -> list[tuple[int, ...] | None]:
+    """Where a group's ranks are, seen from one of them."""
+    return [tuple(there - here for there, here in zip(at[r], at[rank], strict=True)) if r in at else None for r in group]
 
 
 def _union(of: Iterable[Axes]) -> Axes:

@@ -1,0 +1,42 @@
+"""Language models that generate text: Hugging Face's folders, traced with `ModelBuilder` for tensor-parallel ranks, with a KV cache that stays on the device.
+
+| module | what it has |
+|---|---|
+| `config` | `InferenceConfig`: ranks, batch, lengths, sampling |
+| `language_model` | `LanguageModel`: a model on its devices, `prefill`, `decode`, `score` |
+| `generation` | `generate` and `stream`: texts of any number of prompts |
+| `speculation` | a draft model that guesses ahead |
+| `model_files` | `save`, `load` |
+| `building` | from a folder to traced programs with weights |
+| `decoder`, `attention`, `kv_cache`, `head_plans`, `token_choice` | the model of one rank |
+| `command`, `printing` | `nxd-generate` |
+
+Not part of the original, whose examples/inference has most of these names in files beside its scripts.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+_FROM = {
+    "CausalLM": "decoder",
+    "InferenceConfig": "config",
+    "KVCacheManager": "kv_cache",
+    "LanguageModel": "language_model",
+    "generate": "generation",
+    "generate_buckets": "buckets",
+    "load": "model_files",
+    "save": "model_files",
+    "stream": "generation",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _FROM:
+        return getattr(importlib.import_module(f"{__name__}.{_FROM[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_FROM])

@@ -1,0 +1,121 @@
+"""Attention of a decoder for inference: over the prompt while it is read, over the KV cache afterwards.
+
+Legend: B rows, S tokens, L cache slots, H query heads, G K/V heads of this rank, D size of a head.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from nxd_jax.inference import head_plans
+from nxd_jax.inference.kv_cache import KVCacheManager
+from nxd_jax.kernels import nki_flash_attn_func
+from nxd_jax.tensor_parallel import parallel_groups
+from nxd_jax.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
+from nxd_jax.training.models.hf_models.attention import head_dim
+from nxd_jax.training.models.hf_models.rotary import rotate
+
+FLASH_FROM = 4096
+"""Tokens of a prompt from which on its attention is computed blockwise (`nki_flash_attn_func`)."""
+
+
+def attend(q_BHSD: torch.Tensor, k_BGLD: torch.Tensor, v_BGLD: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+    """softmax(q k^T / sqrt(D)) v of grouped queries, [B, H, S, D]; the softmax in float32. seen: bool [1 or B, S, L], what each token attends to."""
+    B, H, S, D = q_BHSD.shape
+    grouped = q_BHSD.unflatten(1, (k_BGLD.shape[1], -1)).flatten(2, 3)
+    scores = torch.matmul(grouped, k_BGLD.transpose(2, 3)).float() * D**-0.5
+    scores = scores.unflatten(2, (-1, S)).masked_fill(~seen[:, None, None], -torch.inf)
+    weights = scores.softmax(-1).to(v_BGLD.dtype).flatten(2, 3)
+    return torch.matmul(weights, v_BGLD).reshape(B, H, S, D)
+
+
+def seen_by(positions: torch.Tensor, slots: torch.Tensor, window: int | None) -> torch.Tensor:
+    """bool [..., S, L]: tokens at positions [..., S] see slots [L] up to their own, within a sliding window only the last `window`."""
+    back = positions.unsqueeze(-1) - slots
+    return (back >= 0) if window is None else (back >= 0) & (back < window)
+
+
+class Attention(nn.Module):
+    """Attention of a rank's heads, with Hugging Face's names: q_proj, k_proj, v_proj, o_proj. `preshard_hook` gives a full checkpoint the ranks' heads.
+
+    config: transformers'. bias: of q, k and v; out_bias: of o. window: tokens that a token sees, None for all before it. gqa: see `head_plans.plan`.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        layer: int,
+        bias: bool,
+        out_bias: bool,
+        window: int | None,
+        gqa: head_plans.GQA | None,
+        dtype: torch.dtype,
+        device: Any,
+    ):
+        super().__init__()
+        tp = parallel_groups.size("tp")
+        self.layer = layer
+        self.window = window
+        self.head_dim = head_dim(config)
+        self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.plan = head_plans.plan(self.heads, self.kv_heads, tp, gqa)
+        self.kv_heads_per_rank = len(self.plan.kv) // tp
+        q, kv = len(self.plan.query) * self.head_dim, len(self.plan.kv) * self.head_dim
+        made: dict[str, Any] = {"dtype": dtype, "device": device}
+        for name, size in (("q_proj", q), ("k_proj", kv), ("v_proj", kv)):
+            self.add_module(name, ColumnParallelLinear(config.hidden_size, size, bias=bias, gather_output=False, **made))
+        self.o_proj = RowParallelLinear(q, config.hidden_size, bias=out_bias, input_is_parallel=True, **made)
+
+    def preshard_hook(self, model_state_dict: dict[str, torch.Tensor], prefix: str) -> None:
+        """Copy, pad and order the heads of a full checkpoint. Raises RuntimeError for weights of other heads."""
+        own = prefix.rpartition(".")[0]
+        for name, places, heads in (
+            ("q", self.plan.query, self.heads),
+            ("k", self.plan.kv, self.kv_heads),
+            ("v", self.plan.kv, self.kv_heads),
+        ):
+            for kind in ("weight", "bias"):
+                key = f"{own}.{name}_proj.{kind}"
+                if key in model_state_dict:
+                    model_state_dict[key] = head_plans.arranged(model_state_dict[key], places, heads)
+        key = f"{own}.o_proj.weight"
+        if key in model_state_dict:
+            model_state_dict[key] = head_plans.arranged(model_state_dict[key], self.plan.query, self.heads, dim=1)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        cache: KVCacheManager,
+        positions: torch.Tensor | None,
+        seq_ids: torch.Tensor | None,
+        length: int | None,
+    ) -> torch.Tensor:
+        """x: [B, S, hidden]. positions: [B, S], or None for prompts, which begin at 0. length: slots of the cache to read, None for all."""
+        q, k, v = (self._heads(getattr(self, f"{name}_proj")(x)) for name in "qkv")
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        if positions is None:
+            cache.fill(self.layer, k, v, seq_ids)
+            out = self._over_prompt(q, k, v)
+        else:
+            cache.append(self.layer, k, v, positions, seq_ids)
+            k, v = cache.get_cache(self.layer, length, seq_ids)
+            slots = torch.arange(k.shape[2], device=x.device)
+            out = attend(q, k, v, seen_by(positions, slots, self.window))
+        found: torch.Tensor = self.o_proj(out.transpose(1, 2).flatten(2))
+        return found
+
+    def _heads(self, x: torch.Tensor) -> torch.Tensor:
+        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+
+    def _over_prompt(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        length = q.shape[2]
+        if length >= FLASH_FROM and (self.window is None or self.window >= length):
+            k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
+            return nki_flash_attn_func(q, k, v, transpose_nki_inputs=False)
+        slots = torch.arange(length, device=q.device)
+        return attend(q, k, v, seen_by(slots, slots, self.window)[None])

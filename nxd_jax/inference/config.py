@@ -1,0 +1,110 @@
+"""How a language model is traced for inference: ranks, batch, lengths, sampling."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from nxd_jax.inference.buckets import generate_buckets
+from nxd_jax.inference.head_plans import GQA
+
+_SMALLEST_BUCKET = 128
+"""Tokens: where buckets begin with `enable_bucketing`, as in the original's examples."""
+
+
+@dataclasses.dataclass(frozen=True)
+class InferenceConfig:
+    """What the original's examples call NeuronConfig; fields have its names where it has them.
+
+    tp_degree: tensor-parallel ranks. batch_size: lines of the KV cache, and rows of each decode. seq_len: tokens that a line holds, those of the prompt
+    included. max_context_length: tokens of the longest prompt; default seq_len. torch_dtype: of weights and cache; default what config.json says, else float32.
+
+    ctx_batch_size: prompts that one prefill takes; default batch_size, with is_continuous_batching 1: there, prompts come and go while others are decoded.
+    enable_bucketing: trace prefill and decode for several lengths (`generate_buckets` from 128 on); context_buckets, decode_buckets: these instead.
+
+    on_device_sampling: programs return tokens in place of logits, greedy (top_k 1) or drawn among the top_k likeliest. speculation_length: also trace a
+    program that scores so many tokens at once (0: none). gqa: how K/V heads are shared out (`head_plans.plan`); default: the rule's choice.
+
+    Raises ValueError for numbers that do not fit together.
+    """
+
+    tp_degree: int = 1
+    batch_size: int = 1
+    seq_len: int = 128
+    max_context_length: int | None = None
+    torch_dtype: torch.dtype | None = None
+    is_continuous_batching: bool = False
+    ctx_batch_size: int | None = None
+    enable_bucketing: bool = False
+    context_buckets: tuple[int, ...] = ()
+    decode_buckets: tuple[int, ...] = ()
+    on_device_sampling: bool = False
+    top_k: int = 1
+    speculation_length: int = 0
+    gqa: GQA | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("tp_degree", "batch_size", "seq_len", "top_k"):
+            _check_number(name, getattr(self, name), 1)
+        _check_number("speculation_length", self.speculation_length, 0)
+        set_ = object.__setattr__
+        set_(self, "max_context_length", self.seq_len if self.max_context_length is None else self.max_context_length)
+        set_(self, "ctx_batch_size", self.ctx_batch_size or (1 if self.is_continuous_batching else self.batch_size))
+        _check_number("max_context_length", self.max_context_length, 1)
+        _check_number("ctx_batch_size", self.ctx_batch_size, 1)
+        self._check_sizes()
+        set_(self, "context_buckets", self._buckets("context_buckets", self.longest_prompt))
+        set_(self, "decode_buckets", self._buckets("decode_buckets", self.seq_len))
+
+    def _check_sizes(self) -> None:
+        if self.longest_prompt > self.seq_len:
+            raise ValueError(
+                f"max_context_length={self.max_context_length} must be at most seq_len={self.seq_len}, which a line of the cache holds"
+            )
+        if self.prompts_at_once > self.batch_size:
+            raise ValueError(f"ctx_batch_size={self.ctx_batch_size} must be at most batch_size={self.batch_size}, the lines of the cache")
+        if self.speculation_length == 1 or self.speculation_length >= self.seq_len:
+            raise ValueError(f"speculation_length={self.speculation_length} must be 0 (none) or from 2 to below seq_len={self.seq_len}")
+        if self.speculation_length and self.on_device_sampling and self.top_k > 1:
+            raise ValueError(f"speculation is greedy: with speculation_length={self.speculation_length} top_k must be 1, got {self.top_k}")
+
+    def _buckets(self, name: str, most: int) -> tuple[int, ...]:
+        given = tuple(getattr(self, name))
+        if not given:
+            return tuple(generate_buckets(min(_SMALLEST_BUCKET, most), most)) if self.enable_bucketing else (most,)
+        if list(given) != sorted(set(given)) or given[0] < 1 or given[-1] != most:
+            raise ValueError(f"{name}={list(given)} must be ascending numbers of tokens, the last of them {most}")
+        return given
+
+    @property
+    def longest_prompt(self) -> int:
+        """Tokens."""
+        return int(self.max_context_length or 0)
+
+    @property
+    def prompts_at_once(self) -> int:
+        """Rows of a prefill."""
+        return int(self.ctx_batch_size or 0)
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain values."""
+        found = dataclasses.asdict(self)
+        dtype = None if self.torch_dtype is None else str(self.torch_dtype).removeprefix("torch.")
+        return found | {"torch_dtype": dtype, "gqa": self.gqa.value if self.gqa else None}
+
+    @classmethod
+    def from_json(cls, found: dict[str, Any]) -> InferenceConfig:
+        """The other way."""
+        given = dict(found)
+        given["torch_dtype"] = getattr(torch, given["torch_dtype"]) if given["torch_dtype"] else None
+        given["gqa"] = GQA(given["gqa"]) if given["gqa"] else None
+        for name in ("context_buckets", "decode_buckets"):
+            given[name] = tuple(given[name])
+        return cls(**given)
+
+
+def _check_number(name: str, value: Any, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name}={value!r} must be a whole number of at least {least}")

@@ -1,0 +1,195 @@
+"""Decoders of Hugging Face's configurations, as one rank computes them with a KV cache. Parameters have the names of Hugging Face's files.
+
+Legend: B rows, S tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from nxd_jax.inference.attention import Attention
+from nxd_jax.inference.config import InferenceConfig
+from nxd_jax.inference.kv_cache import KVCacheManager
+from nxd_jax.inference.token_choice import TokenChoice
+from nxd_jax.modules.moe import ExpertMLPs, MoE, RouterTopK
+from nxd_jax.tensor_parallel import parallel_groups
+from nxd_jax.tensor_parallel.embedding import ParallelEmbedding
+from nxd_jax.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
+from nxd_jax.training.models.hf_models import rotary
+from nxd_jax.training.models.hf_models.layers import LlamaRMSNorm
+
+Layout = dict[str, Any]
+"""dtype and device of parameters."""
+
+
+class GatedMLP(nn.Module):
+    """down_proj(activation(gate_proj(x)) * up_proj(x)). An intermediate_size that the ranks do not divide is padded with zeros."""
+
+    def __init__(self, config: Any, layout: Layout):
+        super().__init__()
+        from transformers.activations import ACT2FN
+
+        size, bias = (config.hidden_size, config.intermediate_size), bool(getattr(config, "mlp_bias", False))
+        self.gate_proj = ColumnParallelLinear(*size, bias=bias, gather_output=False, pad=True, **layout)
+        self.up_proj = ColumnParallelLinear(*size, bias=bias, gather_output=False, pad=True, **layout)
+        self.down_proj = RowParallelLinear(size[1], size[0], bias=bias, input_is_parallel=True, pad=True, **layout)
+        self.act_fn = ACT2FN[config.hidden_act]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+        return found
+
+
+def mixture(config: Any, layout: Layout) -> MoE:
+    """Mixtral's router and experts, in place of an MLP; no token is dropped. Raises ValueError for experts that the ranks do not divide."""
+    tp = parallel_groups.size("tp")
+    if config.intermediate_size % tp:
+        raise ValueError(
+            f"experts of intermediate_size {config.intermediate_size} must be divided by {tp} tensor-parallel ranks: choose another number"
+        )
+    size = config.num_local_experts, config.num_experts_per_tok, config.hidden_size
+    router = RouterTopK(*size, **layout | {"device": layout["device"] or "cpu"})
+    normalize = config.num_experts_per_tok > 1
+    experts = ExpertMLPs(*size, config.intermediate_size, config.hidden_act, True, None, normalize_top_k_affinities=normalize, **layout)
+    return MoE(router, experts)
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """What sets a kind of model apart from Llama. qkv_bias: q, k and v have biases, whatever the configuration says. mlp: makes that part of a layer."""
+
+    qkv_bias: bool = False
+    mlp: Callable[[Any, Layout], nn.Module] = GatedMLP
+
+
+FAMILIES = {"llama": Family(), "mistral": Family(), "mixtral": Family(mlp=mixture), "qwen2": Family(qkv_bias=True)}
+"""By `model_type` of a config.json."""
+
+
+def family(config: Any) -> Family:
+    """Of a configuration. Raises ValueError, naming those there are."""
+    if config.model_type not in FAMILIES:
+        raise ValueError(f"model_type {config.model_type!r} of config.json must be one of {', '.join(sorted(FAMILIES))}")
+    return FAMILIES[config.model_type]
+
+
+def window(config: Any, layer: int) -> int | None:
+    """Tokens that a layer's attention sees; None for all."""
+    kinds, found = getattr(config, "layer_types", None), getattr(config, "sliding_window", None)
+    return None if kinds and kinds[layer] != "sliding_attention" else found
+
+
+class Rotary(nn.Module):
+    """Cosines and sines of positions [..., S]: [..., S, head_dim] float32. Raises NotImplementedError for kinds whose frequencies change with the length."""
+
+    inv_freq: torch.Tensor
+
+    def __init__(self, config: Any):
+        super().__init__()
+        kind = rotary.kind_of(config)
+        if kind in rotary.BY_LENGTH:
+            raise NotImplementedError(
+                f"rope_type {kind!r} of config.json changes frequencies with the length of a text, and what is in the KV cache was turned by others: use "
+                "a model with default, linear, yarn or llama3"
+            )
+        found, self.scaling = rotary.frequencies(config)
+        self.register_buffer("inv_freq", found.float(), persistent=False)
+
+    def forward(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        angles = positions.float().unsqueeze(-1) * self.inv_freq
+        angles = torch.cat((angles, angles), dim=-1)
+        return angles.cos() * self.scaling, angles.sin() * self.scaling
+
+
+class DecoderLayer(nn.Module):
+    """Attention and MLP (or experts), each added to what goes past it."""
+
+    def __init__(self, config: Any, layer: int, options: InferenceConfig, layout: Layout):
+        super().__init__()
+        kind, bias = family(config), bool(getattr(config, "attention_bias", False))
+        self.self_attn = Attention(config, layer, bias or kind.qkv_bias, bias, window(config, layer), options.gqa, **layout)
+        self.mlp = kind.mlp(config, layout)
+        self.input_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps, dtype=layout["dtype"])
+        self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps, dtype=layout["dtype"])
+
+    def forward(self, x: torch.Tensor, *attention: Any) -> torch.Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), *attention)
+        found = self.mlp(self.post_attention_layernorm(x))
+        return x + (found[0] if isinstance(found, tuple) else found)
+
+
+class Decoder(nn.Module):
+    """Embedding, layers, norm."""
+
+    def __init__(self, config: Any, options: InferenceConfig, layout: Layout):
+        super().__init__()
+        self.embed_tokens = ParallelEmbedding(config.vocab_size, config.hidden_size, pad=True, **layout)
+        self.layers = nn.ModuleList(DecoderLayer(config, k, options, layout) for k in range(config.num_hidden_layers))
+        self.norm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps, dtype=layout["dtype"])
+        self.rotary_emb = Rotary(config)
+
+    def forward(self, ids: torch.Tensor, positions: torch.Tensor, *attention: Any) -> torch.Tensor:
+        cos, sin = self.rotary_emb(positions)
+        x = self.embed_tokens(ids)
+        for layer in self.layers:
+            x = layer(x, cos, sin, *attention)
+        found: torch.Tensor = self.norm(x)
+        return found
+
+
+class CausalLM(nn.Module):
+    """A language model with a KV cache, for `ModelBuilder`: it is made, and traced, within `NxDParallelState`.
+
+    A prompt: input_ids [B, S] with attention_mask [B, S], 0 for padding, on the left, on the right or between; the tokens are counted without it, and their
+    keys and values go to lines seq_ids [B] of the cache (default: row i to line i). Gives what follows each row's last token (for a row without, anything).
+    Later tokens: input_ids [B, S] with position_ids [B], the place of each row's first one in its text. Gives what follows each token.
+
+    What is given: logits [B, V] of a prompt, [B, S, V] of later tokens, float32; with on_device_sampling tokens [B] or [B, S], int64.
+
+    config: transformers'. device: "meta" makes parameters without values, which a trace does not need.
+    Attribute `cache_length`: slots of the cache that later tokens see, None for all: set it before a trace.
+    """
+
+    def __init__(self, config: Any, options: InferenceConfig, device: Any = None):
+        super().__init__()
+        layout: Layout = {"dtype": options.torch_dtype or getattr(config, "dtype", None) or torch.float32, "device": device}
+        family(config)
+        self.cache_length: int | None = None
+        self.model = Decoder(config, options, layout)
+        self.lm_head = ColumnParallelLinear(config.hidden_size, config.vocab_size, bias=False, gather_output=False, pad=True, **layout)
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+        first: Any = self.model.layers[0].self_attn
+        self.kv_mgr = KVCacheManager(
+            config.num_hidden_layers, options.batch_size, first.kv_heads_per_rank, options.seq_len, first.head_dim, **layout
+        )
+        self.choice = TokenChoice(config.vocab_size, options.top_k if options.on_device_sampling else None)
+        self.eval()
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        seq_ids: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        steps = torch.arange(input_ids.shape[1], device=input_ids.device)
+        if (attention_mask is None) == (position_ids is None):
+            raise ValueError("give attention_mask for prompts, or position_ids for later tokens, and not both")
+        if position_ids is not None:
+            positions = position_ids[:, None] + steps
+            cos_of = positions[:, None]
+            x = self.model(input_ids, cos_of, self.kv_mgr, positions, seq_ids, self.cache_length)
+            return self.choice(self.lm_head(x))
+        assert attention_mask is not None
+        padding = attention_mask == 0
+        ids = input_ids.gather(1, padding.int().argsort(stable=True, dim=1))  # tokens first, in their order
+        x = self.model(ids, steps, self.kv_mgr, None, seq_ids, None)
+        last = ((~padding).sum(1) - 1).clamp(min=0)
+        x = x.gather(1, last[:, None, None].expand(-1, 1, x.shape[2]))
+        return self.choice(self.lm_head(x))[:, 0]

@@ -1,0 +1,51 @@
+"""Keys and values of earlier tokens, on each rank, in buffers of a fixed size."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class KVCacheManager(nn.Module):
+    """`KVCacheManager`: `past_key_values` holds K, then V, of each layer: [lines, kv_heads, length, head_dim], zeros at first.
+
+    A line holds a sequence: the token at position p has slot p. What lies behind a sequence's last token is of earlier ones, and must not be read.
+    layers, kv_heads: of this rank. lines, length: the most sequences and tokens. In a traced model they are states, which stay on the device from call
+    to call. device: "meta" where a model is only traced.
+    """
+
+    def __init__(
+        self, layers: int, lines: int, kv_heads: int, length: int, head_dim: int, dtype: torch.dtype = torch.float32, device: Any = None
+    ):
+        super().__init__()
+        shape = (lines, kv_heads, length, head_dim)
+        self.past_key_values = nn.ParameterList(
+            nn.Parameter(torch.zeros(shape, dtype=dtype, device=device), requires_grad=False) for _ in range(2 * layers)
+        )
+
+    def get_cache(self, layer: int, length: int | None = None, seq_ids: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of a layer, [rows, kv_heads, length, head_dim]: the first `length` slots (default all) of lines seq_ids [rows] (default all lines)."""
+        found = []
+        for cache in self._of(layer):
+            rows = cache if seq_ids is None else cache.index_select(0, seq_ids)
+            found.append(rows if length is None else rows[:, :, :length])
+        return found[0], found[1]
+
+    def fill(self, layer: int, k: torch.Tensor, v: torch.Tensor, seq_ids: torch.Tensor | None = None) -> None:
+        """Begin sequences: k, v [rows, kv_heads, tokens, head_dim] go to slots 0 to tokens - 1 of lines seq_ids [rows], by default row i to line i."""
+        for cache, new in zip(self._of(layer), (k, v), strict=True):
+            if seq_ids is None:
+                cache[: new.shape[0], :, : new.shape[2]] = new
+            else:
+                cache[seq_ids, :, : new.shape[2]] = new
+
+    def append(self, layer: int, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor, seq_ids: torch.Tensor | None = None) -> None:
+        """Go on: k, v [rows, kv_heads, tokens, head_dim] go to slots positions [rows, tokens] of lines seq_ids [rows], by default row i to line i."""
+        lines = torch.arange(k.shape[0], device=k.device) if seq_ids is None else seq_ids
+        for cache, new in zip(self._of(layer), (k, v), strict=True):
+            cache[lines[:, None], :, positions] = new.transpose(1, 2)
+
+    def _of(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.past_key_values[2 * layer], self.past_key_values[2 * layer + 1]

@@ -1,0 +1,1 @@
+"""`neuronx_distributed.modules.attention`: rotary position embeddings, in `utils`."""

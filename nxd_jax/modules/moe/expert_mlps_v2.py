@@ -1,0 +1,307 @@
+"""`neuronx_distributed.modules.moe.expert_mlps_v2`: tokens to the experts that they chose, and back as a weighted sum.
+
+Two ways of computing serve all that NxD distinguishes:
+
+    NxD                                       here
+    capacity factor > 0                       capacity: C slots for each expert, later tokens are dropped
+    capacity factor None (all experts),       dropless: rows sorted by expert, grouped products, at the cost of the tokens that are routed
+    <= 0 (blockwise), selective loading
+
+One token per sequence is generated without dropping. With expert parallelism, capacity slots go to the ranks of their experts and back (all-to-all); without a
+capacity, ranks see each other's tokens (all-gather), compute what is for their own experts, and sum up (reduce-scatter).
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+
+from nxd_jax.modules.moe import blockwise, capacity, dropless
+from nxd_jax.modules.moe.assignment import Assignment
+from nxd_jax.modules.moe.experts import Experts
+from nxd_jax.modules.moe.model_utils import DEFAULT_SELECTIVE_LOADING_THRESHOLD, activation
+from nxd_jax.modules.moe.moe_configs import BlockwiseMatmulConfig, RoutedExpertsMLPOpsConfig
+from nxd_jax.tensor_parallel import layer_groups, parallel_groups, regions
+from nxd_jax.tensor_parallel.spmd_rank import SPMDRank
+from torch_bridge.mesh import world
+
+
+class ExpertMLPsV2(torch.nn.Module):
+    """The experts of a mixture: attribute `mlp_op` (`Experts`) holds this rank's, `forward` sends tokens through them.
+
+    routed_experts_mlp_config: sizes, activation, capacity and so on; it is copied. blockwise_matmul_config: kept; the grouped products choose their blocks.
+    sequence_parallel_enabled: in eval mode, affinities and indices may be those of this rank's part of the tokens; they are gathered. dtype, device: of the
+    weights. tensor_model_parallel_group, expert_model_parallel_group: the ranks that share out experts (default: `parallel_state`'s). is_prefill: a mark on
+    the weights. cte_*_group and tkg_*_group, NxD's groups for prefill and decode, may repeat these groups.
+
+    Attribute SELECTIVE_LOADING_THRESHOLD is kept for scripts that set it. It changes nothing: grouped products read the weights of chosen experts only, for
+    any number of tokens.
+
+    Raises ValueError for a top_k outside of 1..num_experts, an unknown activation, normalised affinities with top_k 1, an expert_distribution that does not
+    fit the ranks, and AssertionError for experts that do not divide by the ranks; NotImplementedError for return_bias and for hybrid sharding.
+    """
+
+    SELECTIVE_LOADING_THRESHOLD = DEFAULT_SELECTIVE_LOADING_THRESHOLD
+    _places: torch.Tensor | None
+
+    def __init__(
+        self,
+        routed_experts_mlp_config: RoutedExpertsMLPOpsConfig,
+        blockwise_matmul_config: BlockwiseMatmulConfig | None = None,
+        return_bias: bool = False,
+        dtype: torch.dtype = torch.float32,
+        sequence_parallel_enabled: bool = False,
+        device: Any = None,
+        tensor_model_parallel_group: Any = None,
+        expert_model_parallel_group: Any = None,
+        tkg_tensor_model_parallel_group: Any = None,
+        tkg_expert_model_parallel_group: Any = None,
+        cte_tensor_model_parallel_group: Any = None,
+        cte_expert_model_parallel_group: Any = None,
+        is_prefill: bool = True,
+        enabled_hybrid_sharding: bool = False,
+    ):
+        super().__init__()
+        if return_bias:
+            raise NotImplementedError(
+                "return_bias=True: the experts' biases are added where they belong and cannot be returned; leave it False"
+            )
+        if enabled_hybrid_sharding:
+            raise NotImplementedError(
+                "enabled_hybrid_sharding=True would keep the experts twice, cut differently for prefill and decode; one copy serves both here: leave it False"
+            )
+        self.routed_experts_mlp_config = _checked(routed_experts_mlp_config)
+        self.blockwise_matmul_config = blockwise_matmul_config or BlockwiseMatmulConfig.default()
+        self.return_bias = return_bias
+        self.sequence_parallel_enabled = sequence_parallel_enabled
+        self.dtype = dtype
+        self.device = device
+        self.is_prefill = is_prefill
+        tensor = _one_group("tensor", tensor_model_parallel_group, cte_tensor_model_parallel_group, tkg_tensor_model_parallel_group)
+        expert = _one_group("expert", expert_model_parallel_group, cte_expert_model_parallel_group, tkg_expert_model_parallel_group)
+        self.tensor_parallel_group = layer_groups.of_layer(tensor)
+        self.expert_model_parallel_group = parallel_groups.group("ep") if expert is None else expert
+        self.moe_tensor_model_parallel_group = self.tensor_parallel_group
+        self.moe_expert_model_parallel_group = self.expert_model_parallel_group
+        self.mlp_op = self._make_experts()
+        self.register_buffer("_places", _places(self.routed_experts_mlp_config.expert_distribution), persistent=False)
+        if self.routed_experts_mlp_config.enable_spmd_rank:
+            self.spmd_rank = SPMDRank(world.size(), layer_groups.size(self.tensor_parallel_group))
+
+    def _make_experts(self) -> Experts:
+        config = self.routed_experts_mlp_config
+        return Experts(
+            num_experts=config.num_experts,
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            hidden_act=config.hidden_act,
+            glu_mlp=config.glu_mlp,
+            glu_type=config.glu_type,
+            bias=config.bias,
+            hidden_act_scaling_factor=config.hidden_act_scaling_factor,
+            hidden_act_bias=config.hidden_act_bias,
+            gate_clamp_upper_limit=config.gate_clamp_upper_limit,
+            gate_clamp_lower_limit=config.gate_clamp_lower_limit,
+            up_clamp_upper_limit=config.up_clamp_upper_limit,
+            up_clamp_lower_limit=config.up_clamp_lower_limit,
+            init_method=config.input_layer_init_method,
+            output_layer_init_method=config.output_layer_init_method,
+            dtype=self.dtype,
+            device=self.device,
+            tensor_model_parallel_group=self.tensor_parallel_group,
+            expert_model_parallel_group=self.expert_model_parallel_group,
+            expert_distribution=config.expert_distribution or None,
+            is_prefill=self.is_prefill,
+        )
+
+    # -- what scripts ask ------------------------------------------------------------------------------
+
+    @property
+    def num_experts(self) -> int:
+        return self.routed_experts_mlp_config.num_experts
+
+    @property
+    def top_k(self) -> int:
+        return self.routed_experts_mlp_config.top_k
+
+    @property
+    def hidden_size(self) -> int:
+        return self.routed_experts_mlp_config.hidden_size
+
+    @property
+    def intermediate_size(self) -> int:
+        return self.routed_experts_mlp_config.intermediate_size
+
+    @property
+    def capacity_factor(self) -> float | None:
+        """None for experts that take all tokens: not given, or at least num_experts / top_k."""
+        return self.routed_experts_mlp_config.capacity_factor
+
+    @property
+    def normalize_top_k_affinities(self) -> bool:
+        return self.routed_experts_mlp_config.normalize_top_k_affinities
+
+    @normalize_top_k_affinities.setter
+    def normalize_top_k_affinities(self, value: bool) -> None:
+        self.routed_experts_mlp_config.normalize_top_k_affinities = value
+
+    def get_mlp_op(self) -> Experts:
+        """The experts (NxD has others for decode with hybrid sharding)."""
+        return self.mlp_op
+
+    def drops_tokens(self, seq_len: int) -> bool:
+        """Whether experts have a capacity in this mode: a positive factor, and not one token per sequence that is generated."""
+        factor = self.capacity_factor
+        return factor is not None and factor > 0 and (self.training or seq_len != 1)
+
+    # -- running ---------------------------------------------------------------------------------------
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        expert_affinities: torch.Tensor,
+        expert_index: torch.Tensor,
+        seq_len: int,
+        padding_mask: torch.Tensor | None = None,
+        expert_affinities_masked_full: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """[T, H] -> [T, H], partial sums over the tensor parallel ranks; so is the gradient of the affinities, while that of hidden_states is whole.
+
+        expert_affinities: [T, E] for all experts on every rank. expert_index: [T, k] int64, k different experts of each token. seq_len: tokens of a
+        sequence; in eval mode 1 means that one token of each is generated. padding_mask: T entries, 0 (or False) for tokens that are padding: they give
+        zeros, and take no slot of an expert with a capacity (NxD looks at it in one of its paths, the blockwise one in eval mode).
+        expert_affinities_masked_full: [T, E], weights as they shall be, 0 for experts that a token did not choose; in place of expert_affinities and their
+        normalisation.
+
+        Raises ValueError for shapes that do not fit together.
+        """
+        affinities = expert_affinities if expert_affinities_masked_full is None else expert_affinities_masked_full
+        affinities, expert_index = self._whole(affinities, hidden_states), self._whole(expert_index, hidden_states)
+        self._check(hidden_states, affinities, expert_index, padding_mask)
+        keys = expert_index if self._places is None else self._places[expert_index]
+        if padding_mask is not None:
+            keys = torch.where(padding_mask.reshape(-1, 1) != 0, keys, self.num_experts)
+        normalize = self.normalize_top_k_affinities and expert_affinities_masked_full is None
+        if self.drops_tokens(seq_len):
+            return self._with_capacity(hidden_states, affinities, expert_index, keys, normalize)
+        kept = None if padding_mask is None else keys < self.num_experts
+        weights = capacity.pair_weights(affinities, expert_index, kept, normalize)
+        return self._dropless(hidden_states, weights, keys, complete=padding_mask is None)
+
+    def _with_capacity(
+        self, x: torch.Tensor, affinities: torch.Tensor, expert_index: torch.Tensor, keys: torch.Tensor, normalize: bool
+    ) -> torch.Tensor:
+        assert self.capacity_factor is not None
+        slots = capacity.expert_capacity(x.shape[0], self.top_k, self.capacity_factor, self.num_experts)
+        assigned = capacity.assign(keys, self.num_experts, slots)
+        weights = capacity.pair_weights(affinities, expert_index, assigned.kept, normalize)
+        rows = self._entering(x, weights, assigned).reshape(self.num_experts, slots, x.shape[1])
+        group = self.moe_expert_model_parallel_group
+        entered = regions.enter_expert_parallel_region(rows, process_group=group)
+        out = regions.exit_expert_parallel_region(self.mlp_op(entered), process_group=group)
+        return self._leaving(out.reshape(-1, x.shape[1]), weights, assigned)
+
+    def _dropless(self, x: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, complete: bool) -> torch.Tensor:
+        """All pairs go to their experts. With expert parallelism each rank computes the pairs of all ranks that are for its own experts."""
+        group = self.moe_expert_model_parallel_group
+        count = layer_groups.size(group)
+        own = self.num_experts // count
+        if count > 1:
+            x, weights = _gathered(x, group), _gathered(weights, group)
+            keys = regions.gather_along_dim(keys, 0, group) - layer_groups.rank(group) * own
+            keys = torch.where((keys >= 0) & (keys < own), keys, own)
+            complete = False
+        assigned, ends = dropless.assign(keys, own, complete)
+        out = self._leaving(self.mlp_op.rows(self._entering(x, weights, assigned), ends), weights, assigned)
+        return _summed(out, group) if count > 1 else out
+
+    def _entering(self, x: torch.Tensor, weights: torch.Tensor, assigned: Assignment) -> torch.Tensor:
+        rows = assigned.to_rows(x)
+        if not self.routed_experts_mlp_config.early_expert_affinity_modulation:
+            return rows
+        # the rows' gradient has been summed over the tensor parallel ranks, unlike that of the results: each takes its share, for the sum that MoE makes
+        weights = regions.region(weights, self.tensor_parallel_group, regions.same, _share)
+        return (rows * assigned.of_rows(weights).unsqueeze(1)).to(x.dtype)
+
+    def _leaving(self, rows: torch.Tensor, weights: torch.Tensor, assigned: Assignment) -> torch.Tensor:
+        return assigned.to_tokens(rows, None if self.routed_experts_mlp_config.early_expert_affinity_modulation else weights)
+
+    def _whole(self, of_tokens: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """What a router with sequence parallelism gives in eval mode is of this rank's tokens; gathered, it is of all that the experts see."""
+        count = layer_groups.size(self.tensor_parallel_group)
+        if not self.sequence_parallel_enabled or self.training or of_tokens.shape[0] * count != x.shape[0]:
+            return of_tokens
+        return regions.gather_from_sequence_parallel_region(of_tokens, 0, to_model_parallel=False, process_group=self.tensor_parallel_group)
+
+    def _check(self, x: torch.Tensor, affinities: torch.Tensor, expert_index: torch.Tensor, padding_mask: torch.Tensor | None) -> None:
+        tokens = x.shape[0]
+        expected = {
+            "hidden_states": (x, [tokens, self.hidden_size]),
+            "expert_affinities": (affinities, [tokens, self.num_experts]),
+            "expert_index": (expert_index, [tokens, self.top_k]),
+        }
+        wrong = [f"{name} {list(t.shape)} (expected {shape})" for name, (t, shape) in expected.items() if list(t.shape) != shape]
+        if padding_mask is not None and padding_mask.numel() != tokens:
+            wrong.append(f"padding_mask {list(padding_mask.shape)} (expected {tokens} entries)")
+        if wrong:
+            raise ValueError(
+                f"experts with hidden size {self.hidden_size}, {self.num_experts} experts and top_k {self.top_k} were given {', '.join(wrong)}"
+            )
+
+    # -- NxD's names -----------------------------------------------------------------------------------
+
+    get_blockwise_expert_and_token_mapping = staticmethod(blockwise.get_blockwise_expert_and_token_mapping)
+    get_block_conditions = staticmethod(blockwise.get_block_conditions)
+    allocate_token_blocks = staticmethod(blockwise.allocate_token_blocks)
+    generate_local_expert_mask_with_redundancy = staticmethod(blockwise.generate_local_expert_mask_with_redundancy)
+    get_expert_mask = staticmethod(blockwise.get_expert_mask)
+    get_expert_affinities_masked = staticmethod(blockwise.get_expert_affinities_masked)
+
+
+def _checked(given: RoutedExpertsMLPOpsConfig) -> RoutedExpertsMLPOpsConfig:
+    """A copy of the configuration, in which None stands for every factor that keeps all tokens. (NxD changes the one that it is given.)"""
+    config = copy.copy(given)
+    if not 0 < config.top_k <= config.num_experts:
+        raise ValueError(f"top_k={config.top_k} must be between 1 and num_experts={config.num_experts}")
+    activation(config.hidden_act)
+    if config.normalize_top_k_affinities and config.top_k == 1:
+        raise ValueError(
+            "normalize_top_k_affinities=True needs top_k > 1: with one expert a token every weight would be 1, and the router would get no gradient"
+        )
+    if config.capacity_factor is not None and config.capacity_factor >= config.num_experts / config.top_k:
+        config.capacity_factor = None
+    return config
+
+
+def _one_group(kind: str, *given: Any) -> Any:
+    """The one group among those given for layers, prefill and decode. Raises NotImplementedError for several."""
+    found = [group for group in given if group is not None]
+    if any(group is not found[0] for group in found):
+        raise NotImplementedError(
+            f"one {kind}_model_parallel_group serves prefill and decode here; the groups that were given for them differ"
+        )
+    return found[0] if found else None
+
+
+def _places(distribution: Any) -> torch.Tensor | None:
+    """Where each expert stands when ranks' experts are counted through, [E] int64; None if that is its number."""
+    if not distribution:
+        return None
+    order = torch.tensor([expert for own in distribution for expert in own])
+    return torch.argsort(order)
+
+
+def _share(grad: torch.Tensor, process_group: Any) -> torch.Tensor:
+    return grad / layer_groups.size(process_group)
+
+
+def _gathered(x: torch.Tensor, group: Any) -> torch.Tensor:
+    """All ranks' tokens, of which each uses its own part: gradients are summed."""
+    return regions.gather_from_sequence_parallel_region(x, 0, process_group=group)
+
+
+def _summed(x: torch.Tensor, group: Any) -> torch.Tensor:
+    """This rank's tokens, summed over what the ranks computed of them."""
+    return regions.reduce_scatter_to_sequence_parallel_region(x, 0, process_group=group)

@@ -1,0 +1,1 @@
+"""`neuronx_distributed.scripts`: names of NxD for `training.converters`."""

@@ -1,0 +1,1 @@
+"""What is in a YAML file: read, completed, checked."""

@@ -1,0 +1,78 @@
+"""Batches, steps, and when Lightning's Trainer does what."""
+
+from __future__ import annotations
+
+from nxd_jax.training.config.facts import Facts
+from nxd_jax.training.config.problems import Problems
+
+
+def check(facts: Facts, problems: Problems) -> None:
+    _sizes(facts, problems)
+    _trainer(facts, problems)
+    _validation(facts, problems)
+
+
+def _sizes(facts: Facts, problems: Problems) -> None:
+    key, dp = "data.global_batch_size", facts.dp
+    if dp is None or not facts.gbs:
+        return
+    unit = facts.mbs * dp
+    if facts.gbs % unit:
+        low = facts.gbs // unit * unit
+        near = f"{low} or {low + unit}" if low else str(unit)
+        problems.error(
+            key,
+            f"{facts.gbs} must be a multiple of data.micro_batch_size={facts.mbs} times {dp} data-parallel ranks ({facts.world} ranks / {facts.shared} of "
+            f"tp, pp and cp), such as {near}. (The original rounds down, and trains on fewer.)",
+        )
+    elif facts.size("pp") > 1 and facts.microbatches is not None and facts.microbatches < facts.size("pp"):
+        problems.warn(key, f"{facts.microbatches} micro-batches for {facts.size('pp')} pipeline stages: most of them wait most of the time")
+
+
+def _trainer(facts: Facts, problems: Problems) -> None:
+    if facts.get("trainer.accumulate_grad_batches", 1) > 1:
+        problems.error(
+            "trainer.accumulate_grad_batches",
+            "must be left out: micro-batches follow from data.global_batch_size and data.micro_batch_size",
+        )
+    if facts.get("trainer.gradient_clip_algorithm") is not None:
+        problems.error("trainer.gradient_clip_algorithm", "must be left out: gradients are clipped by their norm, in the optimizer")
+    if facts.get("trainer.enable_model_summary"):
+        problems.error("trainer.enable_model_summary", "True is not supported; this report has parameters and memory")
+    if facts.megatron and facts.get("trainer.precision", 32) not in (32, "32", "32-true"):
+        problems.error(
+            "trainer.precision", f"{facts.get('trainer.precision')!r} must be 32, or left out: precision.type says the precision"
+        )
+    if (
+        facts.steps < 1
+        and facts.get("trainer.max_epochs", -1) < 1
+        and "trainer.max_steps" not in facts.bad
+        and not facts.get("trainer.max_time")
+    ):
+        problems.error("trainer.max_steps", "is not set, and max_epochs is not either: training would never end")
+
+
+def _validation(facts: Facts, problems: Problems) -> None:
+    limit = facts.get("trainer.limit_val_batches")
+    key = "trainer.limit_val_batches"
+    if facts.megatron and isinstance(limit, float) and limit > 1.0:
+        problems.error(key, f"{limit} must be a whole number of batches, or a part of at most 1.0")
+    elif isinstance(limit, float) and (limit > 1.0 or (limit != int(limit) and limit < 0)):
+        problems.error(key, f"{limit}: a number with a point is a part of all batches, 0.0 to 1.0; give {int(limit)} for so many batches")
+    every = facts.get("trainer.val_check_interval")
+    if isinstance(every, float) and every > 1.0:
+        problems.error(
+            "trainer.val_check_interval",
+            f"{every}: a number with a point is a part of an epoch, 0.0 to 1.0; give {int(every)} for so many steps",
+        )
+    validates = limit not in (0, 0.0) and (every is None or facts.steps < 1 or every <= facts.steps)
+    if facts.hf and validates and not facts.get("data.val_dir") and limit is not None:
+        problems.warn(key, f"{limit}: data.val_dir is not set, so there is no validation")
+    if (
+        isinstance(every, int)
+        and facts.get("trainer.check_val_every_n_epoch") is not None
+        and limit not in (0, 0.0)
+        and facts.steps
+        and every > facts.steps > 0
+    ):
+        problems.warn("trainer.val_check_interval", f"{every} is more than max_steps={facts.steps}: there is no validation")

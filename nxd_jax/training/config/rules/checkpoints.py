@@ -1,0 +1,48 @@
+"""`exp_manager`: what is logged and saved, and where."""
+
+from __future__ import annotations
+
+from nxd_jax.training.config.facts import Facts
+from nxd_jax.training.config.problems import Problems
+
+M, C = "exp_manager", "exp_manager.checkpoint_callback_params"
+
+
+def check(facts: Facts, problems: Problems) -> None:
+    if facts.get(f"{M}.log_local_rank_0_only") and facts.get(f"{M}.log_global_rank_0_only"):
+        problems.error(f"{M}.log_global_rank_0_only", "True together with log_local_rank_0_only: True; set one of them to False")
+    if facts.get(f"{M}.explicit_log_dir"):
+        for key in ("exp_dir", "version"):
+            if facts.get(f"{M}.{key}"):
+                problems.warn(f"{M}.{key}", "is not used: explicit_log_dir says the whole folder")
+    if facts.get(f"{M}.create_wandb_logger"):
+        for key in ("name", "project"):
+            if not facts.get(f"{M}.wandb_logger_kwargs.{key}"):
+                problems.error(f"{M}.create_wandb_logger", f"True needs {key} in wandb_logger_kwargs")
+    if facts.get(f"{M}.resume_from_checkpoint") and facts.get(f"{M}.resume_if_exists") and not facts.get("model.weight_init_only"):
+        problems.note(
+            f"{M}.resume_from_checkpoint",
+            "the run begins with this checkpoint; a restart goes on from the run's own newest one (resume_if_exists)",
+        )
+    if facts.get(f"{M}.create_checkpoint_callback", True):
+        _saving(facts, problems)
+
+
+def _saving(facts: Facts, problems: Problems) -> None:
+    steps, seconds = facts.get(f"{C}.every_n_train_steps"), facts.get(f"{C}.train_time_interval")
+    if steps and seconds:
+        problems.error(f"{C}.train_time_interval", f"give every_n_train_steps ({steps}) or train_time_interval ({seconds}), not both")
+    if steps and 0 < facts.steps < steps and not facts.get(f"{C}.save_last", True):
+        problems.warn(
+            f"{C}.every_n_train_steps",
+            f"{steps} is more than trainer.max_steps={facts.steps}, and save_last is False: no checkpoint is written",
+        )
+    if facts.get(f"{C}.save_top_k", 3) < -1:
+        problems.error(f"{C}.save_top_k", f"{facts.get(f'{C}.save_top_k')} must be a number of checkpoints, or -1 for all")
+    monitor = facts.get(f"{C}.monitor", "val_loss")
+    if monitor == "val_loss" and facts.get("trainer.limit_val_batches") in (0, 0.0):
+        problems.warn(
+            f"{C}.monitor", "val_loss: there is no validation (trainer.limit_val_batches); monitor: step with mode: max keeps the newest"
+        )
+    if monitor in ("step", "global_step", "consumed_samples") and facts.get(f"{C}.mode", "min") == "min":
+        problems.error(f"{C}.mode", f"min with monitor: {monitor} keeps the oldest checkpoints and deletes each new one; use max")

@@ -1,0 +1,1 @@
+"""`neuronx_distributed_training.models`: the models themselves."""

@@ -1,0 +1,191 @@
+"""`neuronx_distributed_training.optim.lr_schedulers`: schedules of learning rates, under NeMo's names.
+
+Each is a class with `rate(step, base)`, the learning rate of the step with that number (from 0) where an optimizer was given `base`. Legend: w warmup_steps,
+c constant_steps, m max_steps, lowest min_lr.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+
+class Schedule(LRScheduler):
+    """What all have in common: a warm-up, what a subclass says (`after`), and `min_lr` behind `max_steps`.
+
+    warmup_steps, or warmup_ratio of max_steps. During the warm-up the rate is base * (step + 1) / (w + 1).
+
+    Raises ValueError for both kinds of warm-up, a ratio without max_steps, or numbers out of range.
+    """
+
+    takes_constant_steps = False
+    takes_hold_steps = False
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        *,
+        warmup_steps: int | None = None,
+        warmup_ratio: float | None = None,
+        max_steps: int | None = None,
+        min_lr: float = 0.0,
+        last_epoch: int = -1,
+    ):
+        self.max_steps = max_steps
+        self.warmup_steps = _share("warmup", warmup_steps, warmup_ratio, max_steps)
+        self.min_lr = float(min_lr)
+        super().__init__(optimizer, last_epoch)
+
+    def get_lr(self) -> list[Any]:
+        """The learning rates of the coming step."""
+        return [self.rate(self.last_epoch, float(base)) for base in self.base_lrs]
+
+    def rate(self, step: int, base: float) -> float:
+        """The learning rate of a step."""
+        if self.warmup_steps > 0 and step <= self.warmup_steps:
+            return self.warming(step, base)
+        if self.max_steps is not None and step > self.max_steps:
+            return self.min_lr
+        return self.after(step, base)
+
+    def warming(self, step: int, base: float) -> float:
+        """The rate while step <= w."""
+        return base * (step + 1) / (self.warmup_steps + 1)
+
+    def after(self, step: int, base: float) -> float:
+        """The rate when the warm-up is over."""
+        return base
+
+    @property
+    def _rest(self) -> int:
+        """m - w, for schedules that need max_steps."""
+        if self.max_steps is None:
+            raise ValueError(f"{type(self).__name__} needs max_steps (which is trainer.max_steps)")
+        return max(self.max_steps - self.warmup_steps, 1)
+
+
+class WarmupPolicy(Schedule):
+    """A warm-up, then the base rate."""
+
+
+class WarmupHoldPolicy(Schedule):
+    """A warm-up, then the base rate; hold_steps or hold_ratio, for which subclasses keep it before they lower it."""
+
+    takes_hold_steps = True
+
+    def __init__(self, optimizer: Optimizer, *, hold_steps: int | None = None, hold_ratio: float | None = None, **options: Any):
+        self.hold_steps = _share("hold", hold_steps, hold_ratio, options.get("max_steps"))
+        super().__init__(optimizer, **options)
+
+
+class CosineAnnealing(Schedule):
+    """Half a cosine from the base rate to min_lr.
+
+    With constant_steps > 0 Megatron's form: base * step / w, half a cosine over m - c - w steps, then min_lr. (Where c + w exceeds m, the rate is min_lr from
+    the end of the warm-up on, as in the original.)
+
+    Raises ValueError for a base rate below min_lr.
+    """
+
+    takes_constant_steps = True
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        *,
+        constant_steps: int | None = None,
+        constant_ratio: float | None = None,
+        min_lr: float = 0.0,
+        **options: Any,
+    ):
+        self.constant_steps = _share("constant", constant_steps, constant_ratio, options.get("max_steps"))
+        for group in optimizer.param_groups:
+            base = float(group.get("initial_lr", group["lr"]))
+            if base < min_lr:
+                raise ValueError(f"CosineAnnealing: min_lr={min_lr} must not be above the learning rate, which is {base}")
+        super().__init__(optimizer, min_lr=min_lr, **options)
+
+    def warming(self, step: int, base: float) -> float:
+        return base * step / self.warmup_steps if self.constant_steps else super().warming(step, base)
+
+    def after(self, step: int, base: float) -> float:
+        decay = self._rest if not self.constant_steps else (self.max_steps or 0) - self.constant_steps - self.warmup_steps
+        gone = step - self.warmup_steps
+        if self.constant_steps and gone > decay:
+            return self.min_lr
+        return self.min_lr + (base - self.min_lr) * 0.5 * (1 + math.cos(math.pi * gone / decay))
+
+
+class SquareAnnealing(Schedule):
+    """The square of what is left of the steps, at least min_lr."""
+
+    power = 2.0
+
+    def after(self, step: int, base: float) -> float:
+        left = max(self._rest - (step - self.warmup_steps), 0) / self._rest
+        return max(base * left**self.power, self.min_lr)
+
+
+class SquareRootAnnealing(SquareAnnealing):
+    """The root of what is left of the steps, at least min_lr."""
+
+    power = 0.5
+
+
+class WarmupAnnealing(Schedule):
+    """A straight line from the base rate, at the end of the warm-up, to 0 at max_steps."""
+
+    def after(self, step: int, base: float) -> float:
+        if self.max_steps is None:
+            raise ValueError("WarmupAnnealing needs max_steps (which is trainer.max_steps)")
+        return base * max((self.max_steps - step) / self._rest, 0.0)
+
+
+class NoamAnnealing(Schedule):
+    """base / sqrt(d_model) times the lesser of step**-0.5 and step * w**-1.5; at least min_lr when the warm-up is over."""
+
+    def __init__(self, optimizer: Optimizer, *, d_model: int, **options: Any):
+        self._normalize = d_model**-0.5
+        super().__init__(optimizer, **options)
+
+    def rate(self, step: int, base: float) -> float:
+        step = max(step, 1)
+        w = self.warmup_steps
+        found = base * self._normalize * (min(step**-0.5, step * w**-1.5) if w > 0 else step**-0.5)
+        return max(found, self.min_lr) if step > w else found
+
+
+class LinearAnnealingWithWarmUp(LRScheduler):
+    """A straight line from 0 to the base rate over warmup_steps, then one to 0 at max_steps; the first step's rate is 0 (as transformers')."""
+
+    def __init__(self, optimizer: Optimizer, warmup_steps: int = 0, max_steps: int = 0, last_epoch: int = -1):
+        self.warmup_steps = int(warmup_steps)
+        self.max_steps = int(max_steps)
+        super().__init__(optimizer, last_epoch)
+
+    def get_lr(self) -> list[Any]:
+        return [self.rate(self.last_epoch, float(base)) for base in self.base_lrs]
+
+    def rate(self, step: int, base: float) -> float:
+        """The learning rate of a step."""
+        if step < self.warmup_steps:
+            return base * step / max(1, self.warmup_steps)
+        return base * max(0.0, (self.max_steps - step) / max(1, self.max_steps - self.warmup_steps))
+
+
+def _share(name: str, steps: int | None, ratio: float | None, max_steps: int | None) -> int:
+    """A number of steps, said as such or as a share of max_steps. Raises ValueError for both, or a share of nothing."""
+    if steps is not None and ratio is not None:
+        raise ValueError(f"give {name}_steps or {name}_ratio, not both: {steps}, {ratio}")
+    if ratio is not None:
+        if not 0 <= ratio <= 1:
+            raise ValueError(f"{name}_ratio={ratio} must be between 0 and 1")
+        if max_steps is None:
+            raise ValueError(f"{name}_ratio={ratio} needs max_steps (which is trainer.max_steps)")
+        return int(ratio * max_steps)
+    if steps is not None and steps < 0:
+        raise ValueError(f"{name}_steps={steps} must not be negative")
+    return int(steps or 0)

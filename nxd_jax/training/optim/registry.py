@@ -1,0 +1,145 @@
+"""Optimizers and schedules by the names that YAML files have for them; your own by `register_optimizer` and `register_scheduler`, as in NeMo."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import ExponentialLR, StepLR
+
+from nxd_jax.training.config.loading import plain
+from nxd_jax.training.optim import lr_schedulers
+from nxd_jax.utils.adamw_fp32_optim_params import AdamW_FP32OptimParams
+
+OPTIMIZERS: dict[str, Any] = {
+    "adamw": torch.optim.AdamW,
+    "adamw_fp32OptState": AdamW_FP32OptimParams,
+    "sgd": torch.optim.SGD,
+    "adam": torch.optim.Adam,
+    "adadelta": torch.optim.Adadelta,
+    "adamax": torch.optim.Adamax,
+    "adagrad": torch.optim.Adagrad,
+    "rmsprop": torch.optim.RMSprop,
+    "rprop": torch.optim.Rprop,
+    "adafactor": torch.optim.Adafactor,
+}
+"""By `model.optim.name`."""
+
+SCHEDULERS: dict[str, Any] = {
+    **{
+        name: getattr(lr_schedulers, name)
+        for name in (
+            *("LinearAnnealingWithWarmUp", "CosineAnnealing", "WarmupPolicy", "WarmupHoldPolicy"),
+            *("SquareAnnealing", "SquareRootAnnealing", "NoamAnnealing", "WarmupAnnealing"),
+        )
+    },
+    "StepLR": StepLR,
+    "ExponentialLR": ExponentialLR,
+}
+"""By `model.optim.sched.name`."""
+
+_NOT_HERE = {
+    "novograd": "NovoGrad is no optimizer of torch: register one with nxd_jax.training.optim.register_optimizer('novograd', cls, None)"
+}
+_WITHOUT_EFFECT = ("capturable", "fused", "foreach", "no_deprecation_warning")
+"""Options of optimizers that choose how a GPU computes."""
+
+
+def register_optimizer(name: str, optimizer: Any, optimizer_params: Any = None) -> None:
+    """`nemo.core.optim.register_optimizer`: a class for `model.optim.name`. optimizer_params: NeMo's dataclass of its options, accepted without effect.
+
+    Raises ValueError for a name that is taken.
+    """
+    _register("optimizer", OPTIMIZERS, name, optimizer)
+
+
+def register_scheduler(name: str, scheduler: Any, scheduler_params: Any = None) -> None:
+    """`nemo.core.optim.lr_scheduler.register_scheduler`: a class for `model.optim.sched.name`. Raises ValueError for a name that is taken."""
+    _register("scheduler", SCHEDULERS, name, scheduler)
+
+
+def _register(what: str, table: dict[str, Any], name: str, cls: Any) -> None:
+    if table.get(name, cls) is not cls:
+        raise ValueError(f"there is an {what} {name!r} already: {table[name].__name__}; register yours under another name")
+    table[name] = cls
+
+
+def get_optimizer(name: str, **options: Any) -> Any:
+    """The class of an optimizer (with options already given, if there are some). Raises ValueError for unknown names."""
+    if name not in OPTIMIZERS:
+        raise ValueError(_NOT_HERE.get(name) or _unknown("model.optim.name", name, OPTIMIZERS))
+    found = OPTIMIZERS[name]
+    if not options:
+        return found
+
+    class _WithOptions(found):  # type: ignore[valid-type, misc]
+        def __init__(self, params: Any, **given: Any):
+            super().__init__(params, **{**options, **given})
+
+    _WithOptions.__name__ = found.__name__
+    return _WithOptions
+
+
+def optimizer_options(optim: Any) -> dict[str, Any]:
+    """The options in `model.optim`, for the class that its name says. Raises ValueError for those that the class does not take."""
+    found = {str(k): v for k, v in plain(optim).items() if k not in ("name", "sched", *_WITHOUT_EFFECT)}
+    taken = inspect.signature(get_optimizer(optim["name"]).__init__).parameters
+    if not any(p.kind is p.VAR_KEYWORD for p in taken.values()):
+        for key in found:
+            if key not in taken:
+                allowed = [name for name in taken if name not in ("self", "params", *_WITHOUT_EFFECT)]
+                raise ValueError(f"model.optim.{key}: {optim['name']} takes {', '.join(allowed)}")
+    for key in ("lr", "eps", "weight_decay"):
+        if isinstance(found.get(key), (str, int)) and not isinstance(found[key], bool):
+            found[key] = _number(f"model.optim.{key}", found[key])
+    if "betas" in found:
+        found["betas"] = tuple(_number("model.optim.betas", beta) for beta in found["betas"])
+    return found
+
+
+def make_scheduler(optimizer: Any, sched: dict[str, Any]) -> Any:
+    """A schedule from `model.optim.sched` (with `max_steps`). Raises ValueError for unknown names, and keys that it does not take."""
+    options = dict(sched)
+    name = options.pop("name", None)
+    if name not in SCHEDULERS:
+        raise ValueError(_unknown("model.optim.sched.name", name, SCHEDULERS))
+    cls = SCHEDULERS[name]
+    allowed = scheduler_keys(cls)
+    if allowed is not None:
+        if "max_steps" not in allowed:
+            options.pop("max_steps", None)
+        for key in options:
+            if key not in allowed:
+                raise ValueError(f"model.optim.sched.{key}: {name} takes {', '.join(allowed)}")
+    for key, value in options.items():
+        if isinstance(value, str):
+            options[key] = _number(f"model.optim.sched.{key}", value)
+    return cls(getattr(optimizer, "_optimizer", optimizer), **options)
+
+
+def scheduler_keys(cls: Any) -> list[str] | None:
+    """The keys that a class of schedules takes, with those of the classes that it derives from; None: any."""
+    found: list[str] = []
+    for one in cls.__mro__:
+        if "__init__" not in vars(one):
+            continue
+        parameters = inspect.signature(one.__init__).parameters
+        found += [name for name, p in parameters.items() if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD) and name not in found]
+        if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+            return [name for name in found if name not in ("self", "optimizer")]
+    return None
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise ValueError(f"{name}: {value!r} must be a number") from None
+
+
+def _unknown(key: str, name: Any, table: dict[str, Any]) -> str:
+    lowered = {known.lower(): known for known in table}
+    near = difflib.get_close_matches(str(name).lower(), lowered, 1, cutoff=0.5)
+    return f"{key}: {name!r} must be one of {', '.join(table)}" + (f" (did you mean {lowered[near[0]]!r}?)" if near else "")

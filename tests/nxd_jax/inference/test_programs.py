@@ -1,0 +1,145 @@
+"""Prompts and the tokens after them, through traced programs with a KV cache, give what transformers' eager model gives for the whole text."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from nxd_jax.inference import building
+from nxd_jax.inference.config import InferenceConfig
+from nxd_jax.inference.head_plans import GQA
+from tests.nxd_jax.inference import small
+
+
+class Case(NamedTuple):
+    """A model on ranks."""
+
+    kind: str
+    tp: int
+    changes: dict[str, Any] = {}
+    gqa: GQA | None = None
+    buckets: tuple[tuple[int, ...], tuple[int, ...]] = ((6, 12), (10, 24))
+
+
+CASES = {
+    "qwen2-8-fewer-heads": Case("qwen2", 8, {"num_attention_heads": 6, "hidden_size": 96, "num_key_value_heads": 2}),
+    "llama-1": Case("llama", 1),
+    "llama-2": Case("llama", 2, {"attention_bias": True, "mlp_bias": True}),
+    "llama-4": Case("llama", 4),
+    "llama-8": Case("llama", 8),
+    "llama-2-mha-of-3": Case("llama", 2, {"num_attention_heads": 6, "hidden_size": 96, "num_key_value_heads": 3}),
+    "llama-4-as-mha": Case("llama", 4, gqa=GQA.CONVERT_TO_MHA),
+    "mixtral-2": Case("mixtral", 2, {"sliding_window": 6}, buckets=((12,), (24,))),
+    "llama-4-rope-llama3": Case(
+        "llama",
+        4,
+        {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 10000.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 16,
+            }
+        },
+    ),
+    "mistral-2-window": Case("mistral", 2),
+    "mixtral-1": Case("mixtral", 1),
+    "mixtral-4": Case("mixtral", 4),
+    "qwen2-1": Case("qwen2", 1),
+    "qwen2-2-window": Case("qwen2", 2, {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}),
+}
+
+
+@pytest.mark.core(keep=2)
+@pytest.mark.thorough(keep=10)
+@pytest.mark.parametrize("name", CASES)
+def test_prompts_and_later_tokens(name: str) -> None:
+    """Rows are padded on the right, on the left and in the middle. They go to lines in another order and from one bucket to the next; then a line gets
+    another text."""
+    case = CASES[name]
+    model = small.model(case.kind, **case.changes)
+    options = InferenceConfig(
+        tp_degree=case.tp,
+        batch_size=3,
+        ctx_batch_size=2,
+        seq_len=24,
+        max_context_length=12,
+        context_buckets=case.buckets[0],
+        decode_buckets=case.buckets[1],
+        gqa=case.gqa,
+    )
+    ours = building.build(model.config, options, model.state_dict())
+    ours.to_neuron()
+    right, left, other = small.prompts([8, 7, 4])
+    texts: dict[int, list[int]] = {2: right, 0: left}
+    found = ours(**padded([(right, "right"), (left, "left")], 12), seq_ids=torch.tensor([2, 0]))
+    close(found, [small.logits(model, right)[-1], small.logits(model, left)[-1]])
+    for step in range(4):
+        if step == 2:
+            texts[1] = other
+            found = ours(**padded([(other, "left"), (other, "both")], case.buckets[0][0]), seq_ids=torch.tensor([1, 1]))
+            close(found, [small.logits(model, other)[-1]] * 2)
+        for text in texts.values():
+            text.append(small.prompts([1], seed=len(text))[0][0])
+        ids, places = torch.zeros(3, 1, dtype=torch.int64), torch.zeros(3, dtype=torch.int64)
+        for line, text in texts.items():
+            ids[line, 0], places[line] = text[-1], len(text) - 1
+        slots = next(n for n in case.buckets[1] if max(places) < n)
+        found = ours(input_ids=ids, position_ids=places, model_name=f"decode_{slots}")
+        lines = sorted(texts)
+        close(found[lines, 0], [small.logits(model, texts[line])[-1] for line in lines])
+
+
+@pytest.mark.core(keep=0)
+def test_long_prompts_go_blockwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    from nxd_jax.inference import attention
+
+    monkeypatch.setattr(attention, "FLASH_FROM", 16)
+    model = small.model("llama")
+    ours = building.build(model.config, InferenceConfig(tp_degree=2, seq_len=24, max_context_length=16), model.state_dict())
+    ours.to_neuron()
+    (text,) = small.prompts([13])
+    close(ours(**padded([(text, "left")], 16)), [small.logits(model, text)[-1]])
+    text.append(9)
+    close(ours(input_ids=torch.tensor([[9]]), position_ids=torch.tensor([13]))[0], [small.logits(model, text)[-1]])
+
+
+@pytest.mark.core(keep=0)
+def test_bfloat16() -> None:
+    """As near to float32 as transformers' bfloat16 is."""
+    exact, model = small.model("llama"), small.model("llama").bfloat16()
+    options = InferenceConfig(tp_degree=2, seq_len=24, max_context_length=8, torch_dtype=torch.bfloat16)
+    ours = building.build(model.config, options, model.state_dict())
+    ours.to_neuron()
+    (text,) = small.prompts([8])
+    found = [ours(**padded([(text, "right")], 8))[0]]
+    for token in (3, 9, 27):
+        text.append(token)
+        found.append(ours(input_ids=torch.tensor([[token]]), position_ids=torch.tensor([len(text) - 1]))[0, 0])
+    expected, theirs = small.logits(exact, text)[7:], small.logits(model, text)[7:].float()
+    assert (torch.stack(found) - expected).abs().max() < 1.5 * (theirs - expected).abs().max()
+
+
+def test_experts_that_do_not_divide() -> None:
+    config = small.model("mixtral").config
+    with pytest.raises(ValueError, match="experts of intermediate_size 64 must be divided by 3 tensor-parallel ranks"):
+        building.build(config, InferenceConfig(tp_degree=3), {})
+
+
+def padded(rows: list[tuple[list[int], str]], length: int) -> dict[str, torch.Tensor]:
+    """Rows with the side that they are padded on, filled with tokens that must not matter."""
+    ids, mask = torch.full((len(rows), length), 7), torch.zeros(len(rows), length, dtype=torch.int64)
+    for k, (row, side) in enumerate(rows):
+        place = {"right": range(len(row)), "left": range(length - len(row), length), "both": [0, *range(length - len(row) + 1, length)]}[
+            side
+        ]
+        ids[k, list(place)], mask[k, list(place)] = torch.tensor(row), 1
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def close(found: torch.Tensor, expected: list[torch.Tensor]) -> None:
+    torch.testing.assert_close(found, torch.stack(expected), atol=1e-4, rtol=1e-4)

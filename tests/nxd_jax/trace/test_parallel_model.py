@@ -1,0 +1,221 @@
+"""`parallel_model_trace`, its folders, and buckets."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch_neuronx
+from torch import nn
+
+from nxd_jax.parallel_layers import layers
+from nxd_jax.trace import parallel_model_load, parallel_model_save, parallel_model_trace
+from nxd_jax.trace.trace import ParallelModel, TensorParallelNeuronModel
+
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.*is deprecated:DeprecationWarning")
+IDS = torch.tensor([[3, 1, 2]])
+
+
+class Net(nn.Module):
+    """An embedding cut along the vocabulary, two linears, and a sum that is kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = layers.ParallelEmbedding(8, 4)
+        self.up = layers.ColumnParallelLinear(4, 8, gather_output=False)
+        self.down = layers.RowParallelLinear(8, 4, input_is_parallel=True)
+        self.register_buffer("sum", torch.zeros(4))
+
+    def forward(self, ids: torch.Tensor) -> Any:
+        y = self.down(torch.relu(self.up(self.embed(ids))))
+        return y, self.sum + y.sum((0, 1))
+
+
+def make() -> tuple[nn.Module, Mapping[torch.Tensor, int]]:
+    module = Net()
+    return module, {module.sum: 1}
+
+
+def full() -> dict[str, torch.Tensor]:
+    g = torch.Generator().manual_seed(7)
+    shapes = {"embed.weight": (8, 4), "up.weight": (8, 4), "up.bias": (8,), "down.weight": (4, 8), "down.bias": (4,)}
+    return {n: torch.randn(s, generator=g) for n, s in shapes.items()} | {"sum": torch.zeros(4)}
+
+
+def reference(ids: torch.Tensor, w: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    x = torch.nn.functional.embedding(ids, w["embed.weight"])
+    x = torch.relu(x @ w["up.weight"].T + w["up.bias"])
+    return x @ w["down.weight"].T + w["down.bias"]
+
+
+def traced(tp: int = 2, **kwargs: Any) -> TensorParallelNeuronModel:
+    options = {"tp_degree": tp, "spmd_mode": True, "inline_weights_to_neff": False, "checkpoint_loader_callable": full}
+    return parallel_model_trace(make, (IDS,), **{**options, **kwargs})
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("parallel") / "model"
+    traced(serialization_path=path)
+    return path
+
+
+def test_weights_of_a_checkpoint(folder: Path) -> None:
+    """The state that a result updates is kept and not returned."""
+    assert sorted(p.name for p in folder.iterdir()) == ["tp_0.pt", "tp_1.pt"]
+    model = parallel_model_load(folder)
+    assert isinstance(model, ParallelModel) and model.tp_degree == 2 and len(model.models) == 1
+    wanted = reference(IDS, full())
+    for k in range(1, 3):
+        (y,) = model(IDS)
+        torch.testing.assert_close(y, wanted)
+        torch.testing.assert_close(model.model.programs.read("sum", 1), wanted.sum((0, 1)) * k)
+    with pytest.raises(
+        ValueError, match=r"the model was traced for inputs int64 \[1, 3\], got int64 \[1, 2\]: pad them, or trace the model"
+    ):
+        model(IDS[:, :2])
+    with pytest.raises(ValueError, match=r"the model was traced for inputs int64 \[1, 3\], got float32 \[1, 3\]: pad them"):
+        model(IDS.float())
+    with pytest.raises(ValueError, match=r"the model was traced with inputs \(tensor\), got \(tensor, tensor\)"):
+        model(IDS, IDS)
+
+
+def test_weights_of_the_module(tmp_path: Path) -> None:
+    """Those that `func` made, for a number of ranks that differs; a second save leaves no files of other ranks."""
+    found: list[dict[str, torch.Tensor]] = []
+
+    def linear() -> nn.Module:
+        torch.manual_seed(3)
+        module = layers.ColumnParallelLinear(3, 8, bias=False)
+        found.append({"weight": module.weight})
+        return module
+
+    x = torch.ones(2, 3)
+    results = []
+    for tp in (4, 1):
+        model = parallel_model_trace(linear, x, tp_degree=tp)
+        results.append(model(x))
+        parallel_model_save(model, tmp_path)
+        torch.testing.assert_close(parallel_model_load(tmp_path)(x), results[-1])
+        assert len(list(tmp_path.iterdir())) == tp
+    torch.testing.assert_close(results[0], results[1])  # layers are initialised alike for every number of ranks
+    assert type(torch.jit.load(tmp_path / "tp_0.pt")(x)) is torch.Tensor
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"inline_weights_to_neff": True}, "spmd_mode needs weights apart from the programs: set inline_weights_to_neff=False"),
+        (
+            {"inline_weights_to_neff": True, "spmd_mode": False, "bucket_config": torch_neuronx.BucketModelConfig(print)},
+            "bucket_config needs weights apart from the programs: set inline_weights_to_neff=False",
+        ),
+        ({"checkpoint_loader_callable": None}, "spmd_mode needs checkpoint_loader_callable, a function that returns the full state dict"),
+        (
+            {"spmd_mode": False, "serialization_path": "x"},
+            "serialization_path needs spmd_mode=True; save other models with parallel_model_save",
+        ),
+    ],
+)
+def test_arguments_that_do_not_go_together(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        traced(**options)
+
+
+def test_results_that_update_nothing() -> None:
+    for aliases, text in (
+        (lambda m: {m.sum: 5}, "sum is said to be updated by result 5, and the forward returns 2 tensors"),
+        (
+            lambda m: {m.sum: 0},
+            r"sum: float32 \[4\] is to be updated by a result that is float32 \[1, 3, 4\]: a state keeps its shape and dtype",
+        ),
+        (
+            lambda m: {torch.ones(4): 1},
+            r"result 1 is to update a tensor of shape \[4\] that is no parameter or buffer of the module: register it",
+        ),
+    ):
+
+        def made(aliases: Any = aliases) -> Any:
+            module = Net()
+            return module, aliases(module)
+
+        with pytest.raises(ValueError, match=text):
+            parallel_model_trace(made, (IDS,))
+    with pytest.raises(RuntimeError, match="weight is on meta: give the model its weights, or a checkpoint loader"):
+        parallel_model_trace(lambda: nn.Linear(3, 2, device="meta"), torch.ones(1, 3))
+    with pytest.raises(ValueError, match=r"the function must return \(module, states\), got int first"):
+        parallel_model_trace(lambda: (3, {}), (IDS,))
+
+
+def test_folders_that_are_not_whole(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"has no tp_0\.pt, tp_1\.pt, \.\.\.: it is no folder that parallel_model_save wrote"):
+        parallel_model_load(tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"has no tp_0\.pt"):
+        parallel_model_load(tmp_path / "nowhere")
+    shutil.copy(folder / "tp_1.pt", tmp_path / "tp_1.pt")
+    with pytest.raises(ValueError, match="the model has 2 ranks, and .* has the files of ranks 1: all are needed"):
+        parallel_model_load(tmp_path)
+    shutil.copy(folder / "tp_0.pt", tmp_path / "tp_0.pt")
+    parallel_model_load(tmp_path)
+    shutil.copy(folder / "tp_0.pt", tmp_path / "tp_2.pt")
+    with pytest.raises(ValueError, match=r"tp_2\.pt holds the weights of rank 0"):
+        parallel_model_load(tmp_path)
+    (tmp_path / "tp_2.pt").unlink()
+    shutil.copy(folder / "tp_0.pt", tmp_path / "tp_1.pt")
+    with pytest.raises(ValueError, match=r"tp_1\.pt holds the weights of rank 0: the folder has files under wrong names"):
+        parallel_model_load(tmp_path)
+    (tmp_path / "tp_1.pt").write_bytes((folder / "tp_1.pt").read_bytes()[:-100])
+    with pytest.raises(ValueError, match=r"tp_1\.pt cannot be opened as a model file: File is not a zip file"):
+        parallel_model_load(tmp_path)
+    torch.jit.save(torch_neuronx.trace(nn.Linear(3, 2), torch.ones(1, 3)), tmp_path / "tp_1.pt")
+    with pytest.raises(ValueError, match=r"tp_1\.pt is a model that traced module made: load it with torch\.jit\.load"):
+        parallel_model_load(tmp_path)
+    with pytest.raises(
+        RuntimeError, match=r"this file is one rank of a model: load its folder with neuronx_distributed\.trace\.parallel_model_load"
+    ):
+        torch.jit.load(folder / "tp_0.pt")
+    with pytest.raises(ValueError, match="parallel_model_save takes what parallel_model_trace returned, got Linear"):
+        parallel_model_save(nn.Linear(1, 1), tmp_path)  # type: ignore[arg-type]
+
+
+def test_files_of_two_models(folder: Path, tmp_path: Path) -> None:
+    traced(serialization_path=tmp_path, checkpoint_loader_callable=lambda: {n: t * 2 for n, t in full().items()})
+    parallel_model_load(tmp_path)
+    other = parallel_model_trace(lambda: layers.ColumnParallelLinear(3, 8), torch.ones(2, 3), tp_degree=2)
+    parallel_model_save(other, tmp_path / "other")
+    shutil.copy(folder / "tp_0.pt", tmp_path / "other" / "tp_0.pt")
+    with pytest.raises(ValueError, match=r"tp_1\.pt holds other programs than tp_0\.pt: the folder has files of several models"):
+        parallel_model_load(tmp_path / "other")
+
+
+def by_length(tensors: list[torch.Tensor], lengths: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """The smallest bucket that the tokens which are not 0 fit into."""
+    longest = (tensors[0] != 0).sum(1).max()
+    bucket = (lengths < longest).sum()
+    return [tensors[0][:, : int(lengths[bucket])]], bucket.to(torch.int32)
+
+
+def test_buckets(tmp_path: Path) -> None:
+    lengths = torch.tensor([2, 4])
+    config = torch_neuronx.BucketModelConfig(lambda: torch.jit.script(by_length), bucket_kernel_constant_args=(lengths,))
+    examples = [(torch.ones(1, int(n), dtype=torch.int64),) for n in lengths]
+    with pytest.raises(ValueError, match="example_inputs must be a list with the inputs of each bucket"):
+        parallel_model_trace(make, [], bucket_config=config, inline_weights_to_neff=False)
+    model = parallel_model_trace(
+        make, examples, bucket_config=config, inline_weights_to_neff=False, tp_degree=2, spmd_mode=True, checkpoint_loader_callable=full
+    )
+    assert config.bucket_degree == 2
+    parallel_model_save(model, tmp_path)
+    loaded = parallel_model_load(tmp_path)
+    for one in (model, loaded):
+        total = torch.zeros(4)
+        for ids in (torch.tensor([[1, 2, 0, 0]]), torch.tensor([[1, 2, 3, 0]]), torch.tensor([[5, 0, 0, 0]])):
+            cut = ids[:, :2] if int((ids != 0).sum()) <= 2 else ids
+            wanted = reference(cut, full())
+            torch.testing.assert_close(one(ids)[0], wanted)
+            total += wanted.sum((0, 1))
+        torch.testing.assert_close(one.model.programs.read("sum", 0), total)  # one state for both buckets

@@ -1,0 +1,116 @@
+"""`nxdt-train` as users start it: plain, under torchrun, after a stop, and users' own orchestrators."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from nxd_jax.training import command
+from tests.nxd_jax.training import yaml_runs
+
+ORCHESTRATOR = Path(__file__).with_name("orchestrator.py")
+S = "distributed_strategy"
+TP2 = f"{S}.tensor_model_parallel_size=2"
+FOUR = ("trainer.devices=4", TP2, f"{S}.pipeline_model_parallel_size=2", f"{S}.sequence_parallel=True", "trainer.max_steps=4")
+PROGRAM = (sys.executable, "-m", "neuronx_distributed_training")
+
+
+def run(words: Sequence[str], folder: Path, **environ: str) -> str:
+    """What a command wrote to stderr and stdout; it must end well."""
+    kept = {
+        name: value for name, value in os.environ.items() if not name.startswith(("XLA_", "NEURON_", "NXD_JAX_", "COMPILE", "TRAIN_ITERS"))
+    }
+    done = subprocess.run([str(w) for w in words], cwd=folder, env={**kept, **environ}, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr[-4000:] + done.stdout[-1000:]
+    return done.stderr + done.stdout
+
+
+def torchrun(count: int) -> tuple[str, ...]:
+    return (sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(count))
+
+
+def test_processes_train_as_one_does(tmp_path: Path) -> None:
+    """Fixture 5: TP 2 x PP 2 in one process, in four, and in two with two ranks each."""
+    file = yaml_runs.write(tmp_path)
+    found = {}
+    for name, launcher in {"one": (), "four": torchrun(4), "two": torchrun(2)}.items():
+        program = PROGRAM if not launcher else (*launcher, "-m", "neuronx_distributed_training")
+        said = run((*program, file, *FOUR, f"exp_manager.name={name}"), tmp_path)
+        found[name] = yaml_runs.losses(tmp_path / "experiments" / name)
+        assert (
+            "4 ranks" if name == "one" else "nxdt-train: rank 0 of 4" if name == "four" else "ranks 0 to 1 of 4 in process 0 of 2"
+        ) in said
+    assert len(found["one"]) == 4
+    assert found["four"] == pytest.approx(found["one"], rel=1e-5) and found["two"] == pytest.approx(found["one"], rel=1e-5)
+
+
+def test_users_own_orchestrators_run(tmp_path: Path) -> None:
+    """Fixture 1, with a copy of the original's programs, plain and under torchrun; the file's folder and name as they say it."""
+    yaml_runs.write(tmp_path, {"num_key_value_heads": 4})
+    changes = ("trainer.devices=2", TP2, "model.qkv_linear=False", "trainer.max_steps=3", "exp_manager.create_checkpoint_callback=False")
+    config = (f"--config-path={tmp_path}", "--config-name=conf")
+    run((sys.executable, ORCHESTRATOR, *config, *changes, "exp_manager.name=plain"), tmp_path, XLA_USE_BF16="0")
+    run((*torchrun(2), ORCHESTRATOR, *config, *changes, "exp_manager.name=two"), tmp_path, XLA_USE_BF16="0")
+    one, two = (yaml_runs.losses(tmp_path / "experiments" / name) for name in ("plain", "two"))
+    assert len(one) == 3 and two == pytest.approx(one, rel=1e-5)
+
+
+def test_train_iters_compile_and_going_on(tmp_path: Path) -> None:
+    """Fixture 23, in two processes with ZeRO-1: three steps, saved in the background, then on to six as in one process; ten steps for compilation."""
+    file = yaml_runs.write(tmp_path)
+    words = (file, "trainer.devices=2", f"{S}.zero1=True", "~model.optim.sched", "exp_manager.async_checkpointing=True")
+    two = (*torchrun(2), "-m", "neuronx_distributed_training", *words)
+    run((*PROGRAM, *words, "exp_manager.name=whole"), tmp_path)
+
+    def kept() -> list[str]:
+        return [p.name for p in (tmp_path / "experiments" / "hf_llama" / "checkpoints").iterdir()]
+
+    run(two, tmp_path, COMPILE="0", TRAIN_ITERS="3")
+    assert kept() == ["hf_llama--step=3-consumed_samples=12.0.ckpt"]
+    run((*PROGRAM, *words, "exp_manager.create_tensorboard_logger=True"), tmp_path, COMPILE="1")
+    assert kept() == ["hf_llama--step=3-consumed_samples=12.0.ckpt"]
+    run(two, tmp_path)
+    assert kept() == ["hf_llama--step=6-consumed_samples=24.0.ckpt"]
+    whole, parts = (yaml_runs.losses(tmp_path / "experiments" / name) for name in ("whole", "hf_llama"))
+    assert len(whole) == 6 and parts == pytest.approx(whole, rel=1e-5)
+
+
+def test_mistakes_are_said_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = yaml_runs.write(tmp_path)
+    wrong = ["trainer.max_steps=0", "+trainer.max_stesp=5", "data.global_batch_size=3", "trainer.devices=2"]
+    with pytest.raises(SystemExit) as ended:
+        command.main([str(file), *wrong])
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert "max_stesp" in said and "max_steps" in said and "global_batch_size" in said
+    assert not (tmp_path / "experiments").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ([], r"say which configuration: nxdt-train CONFIG.yaml"),
+        (["trainer.devices=2"], r"say which configuration"),
+        (["nowhere.yaml"], r"there is no configuration file .*nowhere.yaml"),
+    ],
+)
+def test_no_configuration(words: list[str], text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit, match=text):
+        command.main(words)
+
+
+def test_a_file_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "conf").mkdir()
+    (tmp_path / "conf" / "mine.yaml").write_text("a: 1\nb: ${a}\n")
+    monkeypatch.chdir(tmp_path)
+    for words in (["mine"], ["mine.yaml"], ["--config-name", "mine"], ["--config-path", "conf", "--config-name=mine.yaml"]):
+        with pytest.raises(SystemExit) as ended:
+            command.main(["--show", *words, "a=3"])
+        assert ended.value.code == 0
+        assert capsys.readouterr().out == "a: 3\nb: 3\n"

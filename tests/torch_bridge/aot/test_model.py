@@ -1,0 +1,89 @@
+"""Programs, facts and models below the names of torch_neuronx and NxD."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.torch_bridge.aot.nets import Net, X
+from torch_bridge.aot import facts, traced_module, tracing
+from torch_bridge.aot.model import Model, Program
+
+
+@pytest.fixture(scope="module")
+def program() -> Program:
+    return traced_module.trace_program(Net(), (X,))[0]
+
+
+def weights() -> dict[str, torch.Tensor]:
+    return {n: t.detach() for n, t in Net().state_dict().items()}
+
+
+def test_facts(program: Program) -> None:
+    found = program.facts
+    assert [str(t) for t in found.inputs] == ["input_0: float32 [2, 3]"] and found.route == "(input_0: [2, 3])"
+    assert [str(t) for t in found.states] == ["calls: int32 [1]"]
+    assert {t.name: t.nbytes for t in found.weights} == {"linear.weight": 48, "linear.bias": 16, "scale": 2, "table": 16}
+    assert set(program.initial) == {"table", "calls"}
+    assert facts.from_json(json.loads(json.dumps(facts.to_json(found)))) == found
+
+
+def test_what_is_said_of_weights(program: Program) -> None:
+    model = Model()
+    model.add("a", program)
+    with pytest.raises(ValueError, match="weights are needed for 1 ranks, got 2 dicts"):
+        model.set_weights([weights(), weights()])
+    with pytest.raises(
+        ValueError, match=r"3 weights are missing: linear\.weight, linear\.bias, scale; they are named as in|3 weights are missing"
+    ):
+        model.set_weights([{}])
+    with pytest.raises(
+        RuntimeError, match=r"the model has no weights yet \(.*\): call set_weights\(\.\.\.\) with a dict for each rank first"
+    ):
+        model.start()
+    model.set_weights([weights()])
+    model.start(workers=2)
+    torch.testing.assert_close(model.results("a", model.run("a", [X]), 0)[0], Net()(X)["y"].detach())
+
+
+def test_another_platform(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Model()
+    model.add("a", program)
+    model.set_weights([weights()])
+    monkeypatch.setattr("torch_bridge.aot.model.jax.default_backend", lambda: "rocm")
+    with pytest.raises(RuntimeError, match="program 'a' was exported for cpu, cuda, tpu, and this machine is rocm: trace it here"):
+        model.start()
+
+
+def test_aliases_of_names_that_are_not_there() -> None:
+    with pytest.raises(ValueError, match="nothing is said to be updated by result 0, and the module has no such parameter or buffer"):
+        tracing.trace(nn.Linear(3, 2), (X,), {}, ["x"], {0: "nothing"})
+
+
+@pytest.mark.core(keep=2)
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.bool, torch.int64, torch.float8_e4m3fn])
+def test_states_of_any_dtype(dtype: torch.dtype) -> None:
+    """They begin with the module's values."""
+
+    class Keeps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("last", torch.tensor([1, 0, 1]).to(dtype))
+
+        def forward(self, x: torch.Tensor) -> Any:
+            before = self.last
+            self.last = torch.where(x > 0, x.to(dtype), before)
+            return before.to(torch.complex64) if dtype.is_complex else before.to(torch.float32)
+
+    program, _ = traced_module.trace_program(Keeps(), (torch.ones(3),))
+    model = Model()
+    model.add("a", program)
+    model.start()
+    x = torch.tensor([0.0, 1.0, 0.0])
+    first, second = (model.results("a", model.run("a", [x]), 0)[0] for _ in range(2))
+    assert first.real.tolist() == [1.0, 0.0, 1.0] and second.real.tolist() == [1.0, 1.0, 1.0]
+    assert model.read("last", 0).dtype == dtype

@@ -1,0 +1,233 @@
+"""`torch_neuronx.trace` and what is done with traced models: batches of any size, buckets, other weights, loading."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch_neuronx
+from torch import nn
+from torch_neuronx import contexts
+
+from torch_bridge.mesh import world
+
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.*is deprecated:DeprecationWarning")
+
+
+class Net(nn.Module):
+    """Convolution, batch norm and dropout, in evaluation mode; several results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.conv = nn.Conv1d(2, 3, 2)
+        self.norm = nn.BatchNorm1d(3)
+        self.norm.running_mean.uniform_()
+        self.drop = nn.Dropout(0.5)
+        self.out = nn.Linear(12, 2)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        h = self.drop(torch.relu(self.norm(self.conv(x))))
+        return self.out(h.flatten(1)), {"hidden": h, "rows": h.mean((1, 2))}
+
+
+X = torch.arange(40.0).view(4, 2, 5) / 40
+
+
+@pytest.fixture(scope="module")
+def net() -> nn.Module:
+    return Net().eval()
+
+
+@pytest.fixture(scope="module")
+def saved(net: nn.Module, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("traced") / "net.pt"
+    torch.jit.save(torch_neuronx.trace(net, X, compiler_args=["-O1"], compiler_workdir=path.parent / "work"), path)
+    return path
+
+
+def check(got: Any, wanted: Any) -> None:
+    torch.testing.assert_close(got[0], wanted[0].detach())
+    assert list(got[1]) == ["hidden", "rows"]
+    for name in got[1]:
+        torch.testing.assert_close(got[1][name], wanted[1][name].detach())
+
+
+def test_the_same_as_the_module(net: nn.Module, saved: Path) -> None:
+    traced = torch_neuronx.trace(net, X)
+    check(traced(X), net(X))
+    check(torch.jit.load(saved)(X), net(X))
+    assert torch.equal(X, torch.arange(40.0).view(4, 2, 5) / 40) and not net.training
+
+
+def test_any_batch(net: nn.Module, saved: Path) -> None:
+    """Rows run 4 at a time; the last ones are filled up."""
+    traced = torch.jit.load(saved)
+    with pytest.raises(
+        ValueError, match=r"traced for inputs float32 \[4, 2, 5\], got float32 \[3, 2, 5\]: .*; torch_neuronx\.dynamic_batch\(model\) lets"
+    ):
+        traced(X[:3])
+    assert torch_neuronx.dynamic_batch(traced) is traced
+    for rows in (1, 3, 4, 5, 8, 11):
+        x = torch.randn(rows, 2, 5)
+        check(traced(x), net(x))
+    with pytest.raises(
+        ValueError, match=r"traced for inputs float32 \[4, 2, 5\], got float32 \[3, 2, 6\]: pad them, or trace the model for these"
+    ):
+        traced(torch.ones(3, 2, 6))
+    with pytest.raises(ValueError, match=r"dynamic_batch needs inputs of the same number of rows, at least one, got \[0, 2, 5\]"):
+        traced(X[:0])
+
+
+def test_batches_of_several_inputs() -> None:
+    class Two(nn.Module):
+        def forward(self, pair: tuple[torch.Tensor, torch.Tensor], more: dict[str, torch.Tensor]) -> Any:
+            return [pair[0] + pair[1], more["z"] * 2]
+
+    example = ((torch.ones(2, 3), torch.ones(2, 3)), {"z": torch.ones(2)})
+    traced = torch_neuronx.dynamic_batch(torch_neuronx.trace(Two(), example))
+    x, z = torch.randn(5, 3), torch.randn(5)
+    got = traced((x, x), {"z": z})
+    assert torch.equal(got[0], x + x) and torch.equal(got[1], z * 2)
+    with pytest.raises(
+        ValueError, match=r"traced with inputs \(\(tensor, tensor\), \{'z': tensor\}\), got \(\[tensor, tensor\], \{'z': tensor\}\)"
+    ):
+        traced([x, x], {"z": z})
+    with pytest.raises(ValueError, match=r"the same number of rows, at least one, got \[5, 3\], \[5, 3\], \[4\]"):
+        traced((x, x), {"z": z[:4]})
+
+
+def test_results_without_a_batch() -> None:
+    number = torch_neuronx.dynamic_batch(torch_neuronx.trace(lambda x: (x, x.sum()), torch.ones(2, 3)))
+    with pytest.raises(
+        ValueError, match=r"dynamic_batch needs results with the batch as dim 0, 2 rows here, and the model returns one of shape \[\]"
+    ):
+        number(torch.ones(4, 3))
+    turned = torch_neuronx.dynamic_batch(torch_neuronx.trace(lambda x: x.t(), torch.ones(2, 3)))
+    with pytest.raises(ValueError, match=r"2 rows here, and the model returns one of shape \[3, 2\]"):
+        turned(torch.ones(4, 3))
+
+
+def test_data_parallel(net: nn.Module, saved: Path) -> None:
+    traced = torch.jit.load(saved)
+    parallel = torch_neuronx.DataParallel(traced, device_ids=[0, 1])
+    x = torch.randn(6, 2, 5)
+    check(parallel(x), net(x))
+    assert not traced.dynamic_batch
+    parallel.disable_dynamic_batching()
+    with pytest.raises(ValueError, match="traced for inputs"):
+        parallel(x)
+    check(torch_neuronx.DataParallel(traced, set_dynamic_batching=False)(X), net(X))
+    with pytest.raises(NotImplementedError, match="DataParallel splits along dim 0 only, got dim=1: transpose the inputs"):
+        torch_neuronx.DataParallel(traced, dim=1)
+
+
+def test_aliases() -> None:
+    """A state begins with the values of the module, and its result is not returned."""
+
+    class Sum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.total = nn.Parameter(torch.tensor([1.0, 2.0]), requires_grad=False)
+            self.register_buffer("n", torch.zeros(1, dtype=torch.int64))
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.total + x, 3, self.n + 1, x * 2
+
+    module = Sum()
+    traced = torch_neuronx.trace(module, torch.ones(2), input_output_aliases={module.total: 0, module.n: 1})
+    for k in range(1, 4):
+        three, doubled = traced(torch.ones(2))
+        assert three == 3 and doubled.tolist() == [2.0, 2.0]
+        assert traced.programs.read("total", 0).tolist() == [1.0 + k, 2.0 + k] and traced.programs.read("n", 0).item() == k
+    assert module.total.tolist() == [1.0, 2.0]
+
+
+def test_other_weights(net: nn.Module, saved: Path) -> None:
+    other = Net().eval()
+    with torch.no_grad():
+        for p in other.parameters():
+            p.add_(torch.rand_like(p))
+        other.norm.running_var.mul_(3)
+    for run_first in (False, True):
+        traced = torch.jit.load(saved)
+        if run_first:
+            traced(X)
+        torch_neuronx.replace_weights(traced, other)
+        check(traced(X), other(X))
+        torch_neuronx.replace_weights(traced, {"out.bias": net.out.bias.detach()})  # others stay
+        wanted = other(X)
+        check(traced(X), (wanted[0] - other.out.bias + net.out.bias, wanted[1]))
+    with pytest.raises(ValueError, match="the traced model has no weight nothing"):
+        torch_neuronx.replace_weights(traced, {"nothing": torch.ones(1)})
+    with pytest.raises(ValueError, match=r"out\.bias was traced with shape \[2\], got \[3\]"):
+        torch_neuronx.replace_weights(traced, {"out.bias": torch.ones(3)})
+    check(traced(X), (wanted[0] - other.out.bias + net.out.bias, wanted[1]))  # as before
+
+
+def test_loading(saved: Path) -> None:
+    with contexts.disable_nrt_load(), contexts.lazy_load(True):
+        traced = torch.jit.load(saved)
+    torch_neuronx.lazy_load(traced)
+    torch_neuronx.move_trace_to_device(traced, 3)
+    assert not traced.programs.started
+    torch_neuronx.async_load(traced)
+    assert traced.programs.started
+    other = torch.jit.load(saved)
+    torch_neuronx.lazy_load(other, False)
+    assert other.programs.started
+    with pytest.raises(ValueError, match="device_id must not be negative, got -1"):
+        torch_neuronx.move_trace_to_device(traced, -1)
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("DataParallel", torch_neuronx.DataParallel),
+        ("async_load", torch_neuronx.async_load),
+        ("lazy_load", lambda m: torch_neuronx.lazy_load(m, False)),
+        ("move_trace_to_device", lambda m: torch_neuronx.move_trace_to_device(m, 0)),
+        ("replace_weights", lambda m: torch_neuronx.replace_weights(m, {})),
+        ("dynamic_batch", torch_neuronx.dynamic_batch),
+    ],
+)
+def test_models_that_are_not_traced(name: str, call: Callable[[Any], Any]) -> None:
+    text = rf"torch_neuronx\.{name} takes a model that torch_neuronx\.trace returned or torch\.jit\.load read, got Linear"
+    with pytest.raises(ValueError, match=text):
+        call(nn.Linear(1, 1))
+
+
+def test_what_cannot_be_traced() -> None:
+    trace = torch_neuronx.trace
+    with pytest.raises(ValueError, match=r"func must be an nn\.Module or a function, got int"):
+        trace(3, torch.ones(1))
+    with pytest.raises(ValueError, match="a trace needs at least one example tensor"):
+        trace(nn.Linear(1, 1), ())
+    with pytest.raises(ValueError, match="a traced forward returns set"):
+        trace(lambda x: {"a": {1}, "x": x}, torch.ones(1))
+    with pytest.raises(RuntimeError, match="asked for the value of a tensor"):
+        trace(lambda x: x if x.sum() > 0 else -x, torch.ones(1))
+    with pytest.raises(ValueError, match="a traced forward is given set: only tensors, constants"):
+        trace(lambda x, y: x, (torch.ones(1), {1}))
+
+
+def test_a_world_of_several_ranks() -> None:
+    world.configure(world.World(2))
+    try:
+        for call in (lambda: torch_neuronx.trace(nn.Linear(1, 1), torch.ones(1)), lambda: torch_neuronx.bucket_model_trace(None, [], None)):
+            with pytest.raises(
+                RuntimeError, match=r"traces for one rank, and the world has 2: use neuronx_distributed\.trace\.parallel_model_trace or"
+            ):
+                call()
+    finally:
+        world.configure(None)
+
+
+def test_analyze(net: nn.Module) -> None:
+    report = torch_neuronx.analyze(net, X)
+    assert report["support_percentage"] == 100.0 and report["unsupported_operators"] == []
+    found = {o["operator"]: o["instances"] for o in report["supported_operators"]}
+    assert found["aten.relu.default"] == 1 and any("convolution" in name for name in found)

@@ -1,0 +1,187 @@
+"""What is known of a traced program without its code: names, shapes and dtypes of what goes in and comes out. Kept in model files as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import torch
+
+Tree = Any
+"""A structure with an int for each tensor: {"tuple" | "list": [...]}, {"dict": [[key, ...], ...]}, {"tensor": i} or {"value": a constant}."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+    """A rank's tensor. name: as the module has it, or the argument. dtype: torch's."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on a rank."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        return f"{self.name}: {str(self.dtype).removeprefix('torch.')} {list(self.shape)}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    """How ranks share out a full weight: `parts` parts along `dim`, of `stride` tensors that lie fused there. index: the part that each rank holds; with
+    fewer parts than ranks some hold the same."""
+
+    dim: int
+    parts: int
+    stride: int
+    index: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Held(Tensor):
+    """What stays on the device: a weight or a state. shared: all ranks have the same values. cut: how ranks share it out, where that is known."""
+
+    shared: bool = True
+    cut: Cut | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Ranks:
+    """The ranks that a program was traced for. axes: mesh axes, outermost first; order: the ranks in row-major order over them."""
+
+    axes: dict[str, int]
+    order: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """How many."""
+        return len(self.order)
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        """Each rank's place in row-major order over the axes."""
+        found = [0] * self.size
+        for place, rank in enumerate(self.order):
+            found[rank] = place
+        return tuple(found)
+
+
+@dataclasses.dataclass(frozen=True)
+class Facts:
+    """A program's signature.
+
+    inputs: in order. weights, states: names of what it takes from the device, in order; `updated` are the states that it gives back, in order. results: the
+    tensors that it returns, and `outs` the structure they stand in. draws: rows of random seeds that it takes.
+    """
+
+    ranks: Ranks
+    inputs: tuple[Tensor, ...]
+    weights: tuple[Held, ...]
+    states: tuple[Held, ...]
+    results: tuple[Tensor, ...]
+    outs: Tree
+    draws: int
+
+    @property
+    def route(self) -> str:
+        """The text by which a call finds its program: `(name: [shape], ...)`."""
+        return route((t.name, t.shape) for t in self.inputs)
+
+
+def route(inputs: Any) -> str:
+    """`(name: [shape], ...)` of (name, shape) pairs."""
+    return f"({', '.join(f'{name}: {list(shape)}' for name, shape in inputs)})"
+
+
+# -- structures --------------------------------------------------------------------------------------
+
+
+def tree_of(structure: Any, index: Any, what: str = "a traced forward returns") -> Tree:
+    """The structure of a result. index: gives a leaf's number if it is a tensor, None for other leaves. what: begins what an error says."""
+    number = index(structure)
+    if number is not None:
+        return {"tensor": number}
+    if isinstance(structure, dict):  # transformers' results too
+        for key in structure:
+            if not isinstance(key, (str, int)):
+                raise ValueError(f"{what} a dict with key {key!r}: keys must be strings or integers")
+        return {"dict": [[key, tree_of(value, index, what)] for key, value in structure.items()]}
+    if isinstance(structure, (tuple, list)):
+        return {"tuple" if isinstance(structure, tuple) else "list": [tree_of(x, index, what) for x in structure]}
+    if structure is None or isinstance(structure, (bool, int, float, str)):
+        return {"value": structure}
+    raise no_structure(type(structure).__name__, what)
+
+
+def no_structure(kind: str, what: str = "a traced forward returns") -> ValueError:
+    """For a structure of another kind."""
+    return ValueError(
+        f"{what} {kind}: only tensors, constants, and tuples, lists and dicts of them can be made again without the model's code"
+    )
+
+
+def build(tree: Tree, tensors: Any) -> Any:
+    """The structure again, with `tensors[i]` for tensor i."""
+    ((kind, content),) = tree.items()
+    if kind == "tensor":
+        return tensors[content]
+    if kind == "value":
+        return content
+    if kind == "dict":
+        return {key: build(value, tensors) for key, value in content}
+    parts = [build(x, tensors) for x in content]
+    return tuple(parts) if kind == "tuple" else parts
+
+
+# -- JSON --------------------------------------------------------------------------------------------
+
+
+def to_json(facts: Facts) -> dict[str, Any]:
+    """As plain values."""
+    return {
+        "axes": list(facts.ranks.axes.items()),
+        "order": list(facts.ranks.order),
+        "inputs": [_tensor(t) for t in facts.inputs],
+        "weights": [_tensor(t) for t in facts.weights],
+        "states": [_tensor(t) for t in facts.states],
+        "results": [_tensor(t) for t in facts.results],
+        "outs": facts.outs,
+        "draws": facts.draws,
+    }
+
+
+def from_json(found: dict[str, Any]) -> Facts:
+    """The other way. Raises KeyError, TypeError or ValueError for what `to_json` did not write."""
+    return Facts(
+        Ranks({str(a): int(n) for a, n in found["axes"]}, tuple(int(r) for r in found["order"])),
+        tuple(Tensor(**_read(t)) for t in found["inputs"]),
+        tuple(Held(**_read(t)) for t in found["weights"]),
+        tuple(Held(**_read(t)) for t in found["states"]),
+        tuple(Tensor(**_read(t)) for t in found["results"]),
+        found["outs"],
+        int(found["draws"]),
+    )
+
+
+def _tensor(t: Tensor) -> dict[str, Any]:
+    found: dict[str, Any] = {"name": t.name, "shape": list(t.shape), "dtype": str(t.dtype).removeprefix("torch.")}
+    if isinstance(t, Held):
+        found |= {"shared": t.shared, "cut": None if t.cut is None else dataclasses.asdict(t.cut)}
+    return found
+
+
+def _read(found: dict[str, Any]) -> dict[str, Any]:
+    dtype = getattr(torch, found["dtype"])
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{found['dtype']!r} is no dtype")
+    more = {}
+    if "shared" in found:
+        more = {"shared": bool(found["shared"]), "cut": None if found["cut"] is None else _cut(**found["cut"])}
+    return {"name": str(found["name"]), "shape": tuple(int(n) for n in found["shape"]), "dtype": dtype, **more}
+
+
+def _cut(dim: int, parts: int, stride: int, index: list[int]) -> Cut:
+    return Cut(dim, parts, stride, tuple(index))

@@ -1,0 +1,307 @@
+"""Programs with the weights and states that they share, on devices."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+from jax import export
+
+from torch_bridge import _compat
+from torch_bridge.aot import devices, exporting, facts
+from torch_bridge.aot.facts import Facts, Held, Tensor
+from torch_bridge.runtime import transfer
+
+logger = logging.getLogger("nxd_jax")
+
+RankWeights = Mapping[str, torch.Tensor]
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A traced program without its code. initial: what states begin with, if not with zeros, and weights that need not be given."""
+
+    facts: Facts
+    forms: exporting.Forms
+    initial: Mapping[str, torch.Tensor] = dataclasses.field(default_factory=dict)
+
+
+class OnDevice:
+    """A rank's result that is still on its device: `.cpu()` waits for it and brings it over."""
+
+    def __init__(self, array: Any, rank: int, of: Tensor, where: devices.Placement):
+        self._array, self._rank, self._of, self._where = array, rank, of, where
+
+    @property
+    def shape(self) -> torch.Size:
+        """As the rank sees it."""
+        return torch.Size(self._of.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """torch's."""
+        return self._of.dtype
+
+    def cpu(self) -> torch.Tensor:
+        """The values as a new CPU tensor."""
+        return _to_torch(self._where.read(self._array, self._rank))
+
+    def to(self, device: Any) -> torch.Tensor:
+        """`.to("cpu")`."""
+        if torch.device(device).type != "cpu":
+            raise NotImplementedError(f"results of a traced model go to the CPU only, got {device}: use .cpu()")
+        return self.cpu()
+
+    def __repr__(self) -> str:
+        return f"OnDevice({self._of}, rank {self._rank})"
+
+
+class Model:
+    """Programs by tag. Weights are there once, and a state that several programs name is one: what one writes the others read.
+
+    `add` programs, `set_weights`, `start`, then `run`. Threads may call `run`: calls wait for each other.
+    """
+
+    def __init__(self, where: devices.Placement | None = None) -> None:
+        self.programs: dict[str, Program] = {}
+        self.weights: dict[str, Held] = {}
+        self.states: dict[str, Held] = {}
+        self.started = False
+        self._where = where
+        self._arrays: dict[str, Any] = {}
+        self._compiled: dict[str, Callable[..., Any]] = {}
+        self._own_weights: dict[str, list[Any]] = {}
+        self._readers: list[str] = []  # tags of programs that read a state without updating it
+        self._lock = threading.RLock()
+
+    def add(self, tag: str, program: Program) -> None:
+        """Add a program. Raises ValueError if its weights, states or ranks do not fit those that are there."""
+        others = next(iter(self.programs.values()), None)
+        if others is not None and others.facts.ranks != program.facts.ranks:
+            raise ValueError(f"program {tag!r} was traced for {program.facts.ranks}, the others for {others.facts.ranks}")
+        weights = {t.name: t for t in program.facts.weights}
+        states = {t.name: t for t in program.facts.states}
+        for name, t in {**weights, **states}.items():
+            known = self.weights.get(name) or self.states.get(name)
+            if known is not None and (known.shape, known.dtype) != (t.shape, t.dtype):
+                raise ValueError(f"program {tag!r} has {t}, the others {known}: programs that share weights and states need the same")
+        _check_shared(tag, program, [*self.programs.items(), (tag, program)])
+        self.programs[tag] = program
+        self.states.update(states)
+        self.weights.update(weights)
+        for name in self.states:  # what one program updates is a state for all
+            self.weights.pop(name, None)
+        self._readers = [tag for tag, p in self.programs.items() if any(t.name in self.states for t in p.facts.weights)]
+
+    @property
+    def ranks(self) -> facts.Ranks:
+        """Of all programs."""
+        return next(iter(self.programs.values())).facts.ranks
+
+    @property
+    def where(self) -> devices.Placement:
+        """Where the ranks compute, decided when first asked for."""
+        if self._where is None:
+            forms = set.intersection(*(set(p.forms.serialized) for p in self.programs.values()))
+            self._where = devices.place(self.ranks, sorted(forms))
+        return self._where
+
+    # -- weights and states --------------------------------------------------------------------------
+
+    def set_weights(self, of_ranks: Sequence[RankWeights]) -> None:
+        """Put weights on the devices: a dict for each rank that this process hosts, ascending. Names that no program has are passed over.
+
+        Values are cast to the dtype that was traced. Raises ValueError for missing names, other shapes, and ranks that differ in a shared weight.
+        """
+        hosted = self.where.hosted
+        if len(of_ranks) != len(hosted):
+            raise ValueError(f"weights are needed for {len(hosted)} ranks, got {len(of_ranks)} dicts")
+        initial = self._initial()
+        missing = [n for n in self.weights if n not in initial and any(n not in w for w in of_ranks)]
+        if missing:
+            raise ValueError(f"{len(missing)} weights are missing: {_few(missing)}; they are named as in the traced module's state_dict()")
+        by_rank = dict(zip(hosted, of_ranks, strict=True))
+        new = {name: self._weight(t, by_rank, initial) for name, t in self.weights.items()}
+        self._arrays = {n: a for n, a in self._arrays.items() if n in self.states} | new
+        self._own_weights.clear()
+
+    def _weight(self, of: Held, by_rank: Mapping[int, RankWeights], initial: Mapping[str, torch.Tensor]) -> Any:
+        def host(rank: int) -> np.ndarray:
+            t = by_rank[rank].get(of.name)
+            return _to_host(initial[of.name] if t is None else t, of)
+
+        if of.shared and len(by_rank) > 1:
+            first = by_rank[self.where.hosted[0]].get(of.name)
+            for rank, own in by_rank.items():
+                if own.get(of.name) is not first and not np.array_equal(_bits(host(rank)), _bits(host(self.where.hosted[0]))):
+                    raise ValueError(
+                        f"{of.name} was traced as a weight that all ranks share, and rank {rank} is given other values than rank {self.where.hosted[0]}: "
+                        "set its attribute tensor_model_parallel (set_tensor_model_parallel_attributes) before the trace"
+                    )
+        return self.where.put(host, of.shared)
+
+    def _initial(self) -> dict[str, torch.Tensor]:
+        return {name: t for p in self.programs.values() for name, t in p.initial.items()}
+
+    def reset_states(self) -> None:
+        """Let states begin anew."""
+        initial = self._initial()
+        for name, of in self.states.items():
+            zeros = torch.zeros(of.shape, dtype=of.dtype)
+            host = _to_host(initial.get(name, zeros), of)
+            self._arrays[name] = self.where.put(lambda rank, host=host: host, False)
+
+    def read(self, name: str, rank: int) -> torch.Tensor:
+        """A rank's values of a weight or state. Raises KeyError for an unknown name or a rank that is elsewhere."""
+        of = self._find(name, rank)
+        return _to_torch(self.where.read(self._arrays[name], rank, self._is_shared(name))).view(of.shape)
+
+    def write(self, name: str, rank: int, value: torch.Tensor) -> None:
+        """Set a rank's values of a weight or state; of a weight that all ranks share, everyone's. Raises KeyError for an unknown name or another shape."""
+        of = self._find(name, rank)
+        if tuple(value.shape) != of.shape:
+            raise KeyError(f"{of} cannot take a tensor of shape {list(value.shape)}")
+        with self._lock:
+            held = {r: self.where.read(self._arrays[name], r, self._is_shared(name)) for r in self.where.hosted}
+            held[rank] = _to_host(value, of)
+            if self._is_shared(name):
+                held[self.where.hosted[0]] = held[rank]
+            self._arrays[name] = self.where.put(held.__getitem__, self._is_shared(name))
+            self._own_weights.clear()
+
+    def _find(self, name: str, rank: int) -> Held:
+        of = self.states.get(name) or self.weights.get(name)
+        if of is None or name not in self._arrays:
+            raise KeyError(f"no weight or state is named {name!r}: there are {_few([*self.weights, *self.states])}")
+        if rank not in self.where.hosted:
+            raise KeyError(f"rank {rank} is not among the ranks of this process, {list(self.where.hosted)}")
+        return of
+
+    def _is_shared(self, name: str) -> bool:
+        return name not in self.states and self.weights[name].shared
+
+    # -- running -------------------------------------------------------------------------------------
+
+    def start(self, workers: int | None = None) -> None:
+        """Compile what is not compiled, and let states begin. workers: compilations at the same time. Raises RuntimeError without weights."""
+        missing = [n for n in self.weights if n not in self._arrays]
+        if missing:
+            if all(n in self._initial() for n in missing):
+                self.set_weights([{} for _ in self.where.hosted])
+            else:
+                raise RuntimeError(f"the model has no weights yet ({_few(missing)}): call set_weights(...) with a dict for each rank first")
+        self.compile(workers)
+        self.reset_states()
+        self.started = True
+
+    def compile(self, workers: int | None = None) -> None:
+        """Compile all programs for the devices of this process."""
+        todo = [tag for tag in self.programs if tag not in self._compiled]
+        with ThreadPoolExecutor(max(1, min(workers or 1, len(todo) or 1))) as pool:
+            self._compiled.update(zip(todo, pool.map(self._compile, todo), strict=True))
+
+    def _compile(self, tag: str) -> Callable[..., Any]:
+        program = self.programs[tag]
+        with _compat.enable_x64():
+            exported = export.deserialize(bytearray(program.forms.serialized[self.where.form]))
+            here = exporting.platform()
+            if here not in exported.platforms:
+                raise RuntimeError(
+                    f"program {tag!r} was exported for {', '.join(exported.platforms)}, and this machine is {here}: trace it here"
+                )
+            shapes = exporting.arguments(program.facts, self.where.mesh)
+            call = jax.jit(exported.call, donate_argnums=(2,))
+            return call.lower(*shapes).compile()
+
+    def run(self, tag: str, inputs: Sequence[Any], ranked: bool = False) -> list[Any]:
+        """Run a program on CPU tensors: the same for all ranks, or (ranked) a list with one for each rank. Returns the arrays of its results (`results`)."""
+        program = self.programs[tag]
+        given = [self._input(x, t, ranked) for x, t in zip(inputs, program.facts.inputs, strict=True)]
+        names = program.facts.states
+        with self._lock, _compat.enable_x64():
+            weights = self._own_weights.get(tag)
+            if weights is None:
+                weights = self._own_weights[tag] = [self._as_taken(t) for t in program.facts.weights]
+            draws = [_draws(program.facts.draws)] if program.facts.draws else []
+            found, new = self._compiled[tag](draws, weights, [self._arrays[t.name] for t in names], given)
+            for t, array in zip(names, new, strict=True):
+                self._arrays[t.name] = array
+            for reader in self._readers if names else ():
+                self._own_weights.pop(reader, None)
+        return list(found)
+
+    def _as_taken(self, of: Held) -> Any:
+        """A weight as a program takes it. A state that it only reads comes with the ranks as dim 0, whether it takes it so or not."""
+        array = self._arrays[of.name]
+        if of.name in self.states and of.shared:
+            return self.where.put(lambda rank: self.where.read(array, rank), True)
+        return array
+
+    def _input(self, x: Any, of: Tensor, ranked: bool) -> Any:
+        if not ranked:
+            host = _to_host(x, of)
+            return self._spread(lambda rank: host)
+        held = {r: y.cpu() if isinstance(y, OnDevice) else y for r, y in zip(self.where.hosted, x, strict=True)}
+        return self._spread(lambda rank: _to_host(held[rank], of))
+
+    def _spread(self, of_rank: Callable[[int], np.ndarray]) -> Any:
+        if self.ranks.size == 1:
+            return of_rank(self.ranks.order[0])
+        if self.where.mesh is None or len(self.where.hosted) == self.ranks.size:
+            return np.stack([of_rank(r) for r in self.ranks.order])
+        return self.where.put(of_rank, False)
+
+    def results(self, tag: str, arrays: Iterable[Any], rank: int) -> list[torch.Tensor]:
+        """A rank's results as CPU tensors."""
+        return [_to_torch(self.where.read(array, rank)) for array in arrays]
+
+    def on_device(self, tag: str, arrays: Iterable[Any]) -> list[list[OnDevice]]:
+        """All results as [result][rank], left where they are."""
+        results = self.programs[tag].facts.results
+        return [[OnDevice(array, r, t, self.where) for r in self.where.hosted] for array, t in zip(arrays, results, strict=True)]
+
+
+def _check_shared(tag: str, program: Program, programs: Iterable[tuple[str, Program]]) -> None:
+    """A parameter that all ranks share in one program cannot be each rank's own state in another."""
+    for other, p in programs if program.facts.ranks.size > 1 else ():
+        for reads, updates in ((program, p), (p, program)):
+            both = {t.name for t in reads.facts.weights if t.shared} & {t.name for t in updates.facts.states}
+            if both:
+                raise ValueError(
+                    f"{_few(sorted(both))} is a parameter that one of the programs {tag!r} and {other!r} updates, and the other takes for a weight that all "
+                    "ranks share: register it as a buffer"
+                )
+
+
+def _draws(rows: int) -> np.ndarray:
+    """Seeds from torch's generator, so that `torch.manual_seed` repeats a run."""
+    return torch.randint(0, 2**32, (rows, 4), dtype=torch.int64).numpy().astype(np.uint32)
+
+
+def _to_host(t: torch.Tensor, of: Tensor) -> np.ndarray:
+    if tuple(t.shape) != of.shape:
+        raise ValueError(f"{of.name} was traced with shape {list(of.shape)}, got {list(t.shape)}")
+    if not torch.can_cast(t.dtype, of.dtype):
+        raise ValueError(f"{of.name} was traced as {of.dtype}, and {t.dtype} is of another kind: convert it, or trace the model for it")
+    if t.device.type != "cpu":
+        t = t.detach().cpu()
+    return transfer.to_numpy(t if t.dtype == of.dtype else t.to(of.dtype))
+
+
+def _to_torch(host: np.ndarray) -> torch.Tensor:
+    return transfer.from_numpy(np.array(host))
+
+
+def _bits(host: np.ndarray) -> np.ndarray:
+    return host.view(np.uint8) if host.ndim else host
+
+
+def _few(names: Sequence[str]) -> str:
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")

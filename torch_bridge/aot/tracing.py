@@ -1,0 +1,185 @@
+"""A module's forward as a graph for all ranks of the world, with what it keeps from call to call told apart from its weights."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from torch_bridge.aot import facts
+from torch_bridge.export import graph_capture
+from torch_bridge.mesh import sharding, world
+from torch_bridge.passes import varying_axes
+from torch_bridge.recorder import sharded
+from torch_bridge.recorder.tensor import XLATensor
+from torch_bridge.runtime import executor
+
+
+@dataclasses.dataclass(frozen=True)
+class Traced:
+    """A graph and its facts. leaves: the kind ("weights", "states", "inputs") and index of each placeholder; results: for each of the graph's results,
+    ("results", i) or ("states", i). initial: values that states start with where these are not zeros, and weights that no checkpoint holds."""
+
+    graph: fx.GraphModule
+    facts: facts.Facts
+    leaves: tuple[tuple[str, int], ...]
+    results: tuple[tuple[str, int], ...]
+    initial: dict[str, torch.Tensor]
+
+
+Describe = Callable[[torch.Tensor], tuple[bool, facts.Cut | None]]
+"""Whether ranks hold different values of a parameter, and how they share it out if that is a plain cut."""
+
+
+def trace(
+    module: torch.nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    names: Sequence[str],
+    aliases: Mapping[int, str] | None = None,
+    describe: Describe = lambda t: (False, None),
+) -> Traced:
+    """Capture `module(*args, **kwargs)`.
+
+    args, kwargs: example tensors (or nests of them), of which shapes and dtypes count. names: of the tensors in them, in order. aliases: which of the
+    tensors in the result are new values of parameters or buffers, by index; they are not returned. Parameters and buffers that the forward updates in
+    place or assigns anew are states in any case. describe: of a parameter or buffer.
+    """
+    graph = graph_capture.capture(module, *args, **kwargs)
+    signature: Any = graph.signature
+    if signature.left_out:
+        raise facts.no_structure(signature.left_out[0])
+    own = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    held = {name: _held(name, own[name], describe, name in signature.params) for name in (*signature.params, *signature.buffers)}
+    aliases = _checked(signature, aliases or {})
+    updated = [*aliases.values(), *(n for n in signature.mutated if n not in aliases.values())]
+    states = [n for n in held if n in set(updated)]
+    weights = [n for n in held if n not in set(updated)]
+    given = [n for n in graph.graph.nodes if n.op == "placeholder" and n.target not in ("draws",)]
+    inputs = [
+        facts.Tensor(name, tuple(n.meta["val"].shape), n.meta["val"].dtype) for name, n in zip(names, given[len(held) :], strict=True)
+    ]
+    leaves = [("states", states.index(n)) if n in states else ("weights", weights.index(n)) for n in held]
+    leaves += [("inputs", i) for i in range(len(inputs))]
+    values = _result_nodes(graph)
+    kept = [i for i in range(signature.n_outs) if i not in aliases]
+    results: list[tuple[str, int]] = []
+    for i in range(signature.n_outs):
+        results.append(("states", states.index(aliases[i])) if i in aliases else ("results", kept.index(i)))
+    results += [("states", states.index(n)) for n in signature.mutated]
+    for i, name in aliases.items():
+        _fits(name, held[name], values[i])
+    found = facts.Facts(
+        _ranks(),
+        tuple(inputs),
+        tuple(held[n] for n in weights),
+        tuple(dataclasses.replace(held[n], shared=False) for n in states),
+        tuple(facts.Tensor(str(k), tuple(values[i].meta["val"].shape), values[i].meta["val"].dtype) for k, i in enumerate(kept)),
+        _outs(signature, kept),
+        max((n.meta["draw"] for n in graph.graph.nodes if "draw" in n.meta), default=-1) + 1,
+    )
+    _spread(graph, found, leaves)
+    return Traced(graph, found, tuple(leaves), tuple(results), _initial(module, own, states))
+
+
+def _ranks() -> facts.Ranks:
+    now = world.current()
+    return facts.Ranks(dict(now.axes), tuple(now.order))
+
+
+def _checked(signature: Any, aliases: Mapping[int, str]) -> dict[int, str]:
+    known = {*signature.params, *signature.buffers}
+    for index, name in aliases.items():
+        if not 0 <= index < signature.n_outs:
+            raise ValueError(f"{name} is said to be updated by result {index}, and the forward returns {signature.n_outs} tensors")
+        if name not in known:
+            raise ValueError(f"{name} is said to be updated by result {index}, and the module has no such parameter or buffer")
+    return dict(aliases)
+
+
+def _fits(name: str, state: facts.Held, value: fx.Node) -> None:
+    new = value.meta["val"]
+    if tuple(new.shape) != state.shape or new.dtype != state.dtype:
+        raise ValueError(
+            f"{state} is to be updated by a result that is {str(new.dtype).removeprefix('torch.')} {list(new.shape)}: a state keeps its shape and dtype"
+        )
+
+
+def _held(name: str, t: torch.Tensor, describe: Describe, is_parameter: bool) -> facts.Held:
+    """A buffer counts as each rank's own: another program may update it, which is for `Model.add` to see."""
+    differs, cut = describe(t)
+    shared = is_parameter and (world.size() == 1 or not (differs or cut is not None or _axes(t)))
+    return facts.Held(name, tuple(t.shape), t.dtype, shared, cut)
+
+
+def _axes(t: torch.Tensor) -> sharding.Axes:
+    """The mesh axes over which a tensor differs."""
+    if not isinstance(t, XLATensor) or not sharding.active():
+        return sharding.NONE
+    executor.materialize(t._storage)
+    array = t._storage.held
+    return sharding.NONE if array is None else sharding.axes_of(array.sharding.spec)
+
+
+def _result_nodes(graph: fx.GraphModule) -> list[fx.Node]:
+    output = next(n for n in reversed(graph.graph.nodes) if n.op == "output")
+    return list(output.args[0])
+
+
+def _outs(signature: Any, kept: Sequence[int]) -> facts.Tree:
+    """The structure of the result, with what is no tensor of its own left out."""
+
+    class Leaf:
+        def __init__(self, place: Any):
+            self.place = place
+
+    from torch.utils._pytree import tree_unflatten
+
+    structure = tree_unflatten([Leaf(o) if isinstance(o, graph_capture.Place) else o for o in signature.outs], signature.outs_spec)
+    dropped = object()
+
+    def without(x: Any) -> Any:
+        if isinstance(x, Leaf):
+            return x if int(x.place) in kept else dropped
+        if isinstance(x, dict):
+            return {k: y for k, v in x.items() if (y := without(v)) is not dropped}
+        if isinstance(x, (tuple, list)):
+            parts = [y for v in x if (y := without(v)) is not dropped]
+            return tuple(parts) if isinstance(x, tuple) else parts
+        return x
+
+    found = without(structure)
+    return facts.tree_of(None if found is dropped else found, lambda x: kept.index(int(x.place)) if isinstance(x, Leaf) else None)
+
+
+def _spread(graph: fx.GraphModule, found: facts.Facts, leaves: Sequence[tuple[str, int]]) -> None:
+    """Say on every node which mesh axes it may differ over: inputs, states and weights that ranks do not share differ over all."""
+    every = frozenset(a for a, n in found.ranks.axes.items() if n > 1)
+    axes = [sharding.NONE if kind == "weights" and found.weights[i].shared else every for kind, i in leaves]
+    varying_axes.spread(graph.graph, axes)
+
+
+def _initial(module: torch.nn.Module, own: Mapping[str, torch.Tensor], states: Sequence[str]) -> dict[str, torch.Tensor]:
+    saved = set(module.state_dict(keep_vars=True))
+    found = {}
+    for name, t in own.items():
+        if t.device.type == "meta" or (name in saved and name not in states):
+            continue
+        if isinstance(t, XLATensor) and _axes(t):
+            if name in states and any(_any(part) for part in sharded.shards(t.detach())):
+                raise ValueError(
+                    f"{name} is updated by the forward and begins with values that differ by rank: a state begins with zeros, or with values that all have"
+                )
+            continue
+        value = t.detach().cpu().clone()
+        if name not in states or _any(value):
+            found[name] = value
+    return found
+
+
+def _any(value: torch.Tensor) -> bool:
+    """Whether there is anything but zeros."""
+    return bool((value if value.is_complex() else value.to(torch.float32)).ne(0).any())
