@@ -241,6 +241,7 @@ PROCESSES: tuple[str, ...] = (
     "nxd_jax/inference/test_model_files.py::test_in_another_process",
     "nxd_jax/inference/test_torchrun.py",
     "nxd_jax/inspect/test_command.py",
+    "nxd_jax/inspect/test_docs.py::test_the_code_runs",
     "nxd_jax/inspect/test_dumps.py",
     "nxd_jax/inspect/test_pictures.py::test_nothing_of_pyplot_is_loaded",
     "nxd_jax/inspect/test_replay.py::test_the_command",
