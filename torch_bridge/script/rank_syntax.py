@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import linecache
 import site
@@ -109,16 +110,25 @@ class Names:
             builtins = self._global.get("__builtins__", {})
             builtins = builtins if isinstance(builtins, dict) else vars(builtins)
             return self._global.get(node.id, builtins.get(node.id))
-        if isinstance(node, ast.Attribute):
-            owner = self.value(node.value)
-            if isinstance(owner, (types.ModuleType, type)):
-                return getattr(owner, node.attr, None)
-            if isinstance(owner, torch.nn.Module):
-                return {**owner.__dict__, **owner._modules, **owner._parameters, **owner._buffers}.get(node.attr) or getattr(
-                    type(owner), node.attr, None
-                )
-            return getattr(owner, "__dict__", {}).get(node.attr) or getattr(type(owner), node.attr, None) if owner is not None else None
-        return None
+        return _attribute(self.value(node.value), node.attr) if isinstance(node, ast.Attribute) else None
+
+
+def _attribute(owner: Any, name: str) -> Any:
+    """An attribute that is there, whatever its truth would be; None for what only code of the object's (`__getattr__`, a property) would give."""
+    with contextlib.suppress(Exception):  # whatever a class or a lazy module does when it is asked
+        if isinstance(owner, (types.ModuleType, type)):
+            return getattr(owner, name, None)
+        own = getattr(owner, "__dict__", {})
+        members = (own, *(own.get(kind, {}) for kind in _MEMBERS)) if isinstance(owner, torch.nn.Module) else (own,)
+        for held in members:
+            if name in held:
+                return held[name]
+        return None if owner is None else getattr(type(owner), name, None)
+    return None
+
+
+_MEMBERS = ("_modules", "_parameters", "_buffers")
+"""Where a module keeps what is assigned to it."""
 
 
 def inside(statements: Iterable[ast.AST]) -> Iterator[ast.AST]:

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch_xla.core.xla_model as xm
@@ -185,3 +186,72 @@ def test_code_without_source() -> None:
 def test_master_print(capsys: pytest.CaptureFixture[str]) -> None:
     xm.master_print("step", world.rank())
     assert capsys.readouterr().out == "step 0\n"
+
+
+class Lazy:
+    """What asks to be left alone: attributes whose truth, equality or mere reading raises."""
+
+    def __init__(self) -> None:
+        self.table = torch.arange(3.0)
+        self.array = np.arange(3.0)
+        self.zero = 0
+        self.nothing = None
+
+    zero = torch.ones(3)  # the object's own comes first, though it is false
+
+    @property
+    def computed(self) -> Any:
+        raise AssertionError("a property was run")
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(f"{name} was asked for")
+
+    def __bool__(self) -> bool:
+        raise AssertionError("its truth was asked for")
+
+
+class Module(torch.nn.Module):
+    """Attributes of every kind, several elements in each."""
+
+    kept = torch.ones(3)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.p = torch.nn.Parameter(torch.ones(3))
+        self.bias = None
+        self.register_buffer("b", torch.ones(3))
+        self.own = Lazy()
+        self.inner = torch.nn.ModuleList([torch.nn.Linear(3, 3)])
+
+    def forward(self, r: Any, x: torch.Tensor) -> torch.Tensor:
+        chosen = 1.0 if r == 0 else self.own.zero
+        looked_at = (self.own.table, self.own.array, self.own.nothing, self.kept, self.bias, self.inner, np.float64)
+        if not looked_at:
+            looked_at = (self.own.computed, self.own.missing, self.absent, torch.absent)  # type: ignore[attr-defined]
+        if r == 1:
+            x = x * self.p
+        return x * chosen + self.p.sum() + self.b + self.own.table.to(x.device)
+
+
+def test_attributes_are_found_without_asking_for_their_truth() -> None:
+    """As in models of transformers, whose attributes are tensors of several elements, and objects that load what they are asked for."""
+    module = Module().to("xla")
+    x = torch.ones(3, device="xla")
+    with warnings.catch_warnings(record=True) as raised:
+        warnings.simplefilter("always")
+        y = module(world.rank(), x)
+        assert y.tolist() == [5.0, 6.0, 7.0]
+    texts = [str(w.message) for w in raised if w.category is UserWarning]
+    assert len(texts) == 2 and all("branches on a rank" in t for t in texts)
+
+
+def test_or_of_a_rank_and_a_tensor_is_pythons() -> None:
+    """Operands come back as they are; a tensor's truth is asked for where Python asks, and raises where Python's would."""
+    r, t = world.rank(), torch.ones(3, device="xla")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert (r or t) is t  # rank 0's number is false
+        assert (r + 1 or t) is not t and (r and t) is not t
+        assert ((r + 1) and t) is t and (None or t) is t
+        with pytest.raises(RuntimeError, match="Boolean value of Tensor with more than one value is ambiguous"):
+            _ = t or r
