@@ -214,6 +214,25 @@ def test_what_cannot_be_traced() -> None:
         trace(lambda x, y: x, (torch.ones(1), {1}))
 
 
+def reads(x: torch.Tensor) -> torch.Tensor:
+    return x * float(x.sum())
+
+
+def test_where_a_value_is_read() -> None:
+    """The error names the line; in transformers, what reads no values."""
+    asked = r"asked for the value of a tensor(.|\n)*It was asked for at .*test_torch_neuronx_trace\.py:\d+ in reads: return x \* float\(x\.sum\(\)\)\.$"
+    for call in (torch_neuronx.trace, torch_neuronx.analyze):
+        with pytest.raises(RuntimeError, match=asked):
+            call(reads, torch.ones(1))
+    found: dict[str, Any] = {}
+    exec(compile("def mask(x):\n    return x if x.all() else -x", "/x/transformers/masks.py", "exec"), found)
+    with pytest.raises(
+        RuntimeError, match=r'masks\.py:2 in mask: .*\. Make the model with attn_implementation="eager", which reads no values of masks'
+    ):
+        torch_neuronx.trace(lambda x: found["mask"](x), torch.ones(1))
+    assert not torch.compiler.is_exporting()
+
+
 def test_a_world_of_several_ranks() -> None:
     world.configure(world.World(2))
     try:

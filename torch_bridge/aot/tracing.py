@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from torch_bridge.aot import facts
+from torch_bridge.aot import facts, forwards
 from torch_bridge.export import graph_capture
 from torch_bridge.mesh import sharding, world
 from torch_bridge.passes import varying_axes
@@ -48,7 +48,7 @@ def trace(
     tensors in the result are new values of parameters or buffers, by index; they are not returned. Parameters and buffers that the forward updates in
     place or assigns anew are states in any case. describe: of a parameter or buffer.
     """
-    graph = graph_capture.capture(module, *args, **kwargs)
+    graph = forwards.capture(module, *args, **kwargs)
     signature: Any = graph.signature
     if signature.left_out:
         raise facts.no_structure(signature.left_out[0])

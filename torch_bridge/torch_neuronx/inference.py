@@ -138,10 +138,9 @@ def analyze(func: object, example_inputs: object, compiler_workdir: object = Non
 
     Every operator runs here, so `support_percentage` is 100 and `unsupported_operators` empty; the report names the operators and how often each is used.
     """
-    from torch_bridge.aot import traced_module
-    from torch_bridge.export import graph_capture
+    from torch_bridge.aot import forwards, traced_module
 
-    graph = graph_capture.capture(traced_module.as_module(func), *traced_module.as_tuple(example_inputs))
+    graph = forwards.capture(traced_module.as_module(func), *traced_module.as_tuple(example_inputs))
     counts: dict[str, int] = {}
     for node in graph.graph.nodes:
         if node.op == "call_function":

@@ -251,8 +251,10 @@ def test_buffers_of_several_ranks_that_nobody_updates(tmp_path: Path) -> None:
         assert torch.equal(got[0], X + torch.arange(3.0)) and torch.equal(got[1], got[0] + 1)
 
 
-def test_models_of_transformers() -> None:
-    """Results become dicts; weights that are tied go by either name."""
+@pytest.mark.core(keep=1)
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_models_of_transformers(attention: str) -> None:
+    """Results become dicts; weights that are tied go by either name; sdpa's masks are made without a look at their values."""
     hf = pytest.importorskip("transformers")
     torch.manual_seed(2)
     config = hf.LlamaConfig(
@@ -264,7 +266,7 @@ def test_models_of_transformers() -> None:
         num_key_value_heads=1,
         tie_word_embeddings=True,
     )
-    config._attn_implementation = "eager"  # sdpa asks for values of a mask
+    config._attn_implementation = attention
     llama = hf.LlamaForCausalLM(config).eval()
 
     class Wrapped(nn.Module):
@@ -285,6 +287,33 @@ def test_models_of_transformers() -> None:
         got = model(input_ids=ids, attention_mask=mask)
         assert type(got) is dict
         torch.testing.assert_close(got["logits"][:, 2:], llama(ids, attention_mask=mask).logits[:, 2:], rtol=1e-4, atol=1e-5)
+
+
+READS_A_MASK = """
+def skips(mask):
+    return not mask.all()
+
+def forward(mask):
+    return mask * 2 if skips(mask) else mask
+"""
+
+
+@pytest.mark.parametrize(
+    ("file", "advised"),
+    [
+        ("/site-packages/transformers/masking_utils.py", True),
+        ("/site-packages/transformers/models/llama/modeling_llama.py", False),
+        ("/home/me/masking_utils.py", False),
+    ],
+)
+def test_values_that_are_read_are_named_by_their_line(file: str, advised: bool) -> None:
+    """The innermost line outside torch; where transformers looks at a mask, what to do instead. `is_exporting` is true for the forward alone."""
+    scope: dict[str, Any] = {}
+    exec(compile(READS_A_MASK, file, "exec"), scope)
+    with pytest.raises(RuntimeError, match=rf"It was asked for at {file}:3 in skips") as raised:
+        ModelBuilder(scope["forward"]).trace(X)
+    assert ('attn_implementation="eager"' in str(raised.value)) is advised
+    assert not torch.compiler.is_exporting()
 
 
 def test_calls_of_several_threads() -> None:
