@@ -20,8 +20,8 @@ _READS = "torch_bridge.capture"
 
 
 def capture(module: torch.nn.Module, *args: Any, **kwargs: Any) -> fx.GraphModule:
-    """`graph_capture.capture` of `module(*args, **kwargs)`. `torch.compiler.is_exporting()` is true meanwhile: transformers' models do not look at the values of
-    masks then.
+    """`graph_capture.capture` of `module(*args, **kwargs)`. Meanwhile `torch.compiler.is_exporting()` is true: transformers' models then look at no values of
+    masks.
 
     Raises RuntimeError, with the line, for a forward that reads a value.
     """
