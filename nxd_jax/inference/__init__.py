@@ -8,7 +8,7 @@
 | `speculation` | a draft model that guesses ahead |
 | `model_files` | `save`, `load` |
 | `building` | from a folder to traced programs with weights |
-| `decoder`, `attention`, `kv_cache`, `head_plans`, `token_choice` | the model of one rank |
+| `decoder`, `attention`, `gpt2`, `step`, `kv_cache`, `head_plans`, `token_choice` | the model of one rank |
 | `command`, `printing` | `nxd-generate` |
 
 Not part of the original, whose examples/inference has most of these names in files beside its scripts.

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from nxd_jax.inference import head_plans
-from nxd_jax.inference.kv_cache import KVCacheManager
+from nxd_jax.inference.config import InferenceConfig
+from nxd_jax.inference.step import Step
 from nxd_jax.kernels import nki_flash_attn_func
 from nxd_jax.tensor_parallel import parallel_groups
 from nxd_jax.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
@@ -41,33 +42,32 @@ def seen_by(positions: torch.Tensor, slots: torch.Tensor, window: int | None) ->
 class Attention(nn.Module):
     """Attention of a rank's heads, with Hugging Face's names: q_proj, k_proj, v_proj, o_proj. `preshard_hook` gives a full checkpoint the ranks' heads.
 
-    config: transformers'. bias: of q, k and v; out_bias: of o. window: tokens that a token sees, None for all before it. gqa: see `head_plans.plan`.
+    config: transformers'. bias: of q, k and v; out_bias: of o. window: tokens that a token sees, None for all before it. layout: dtype and device of parameters.
     """
 
     def __init__(
         self,
         config: Any,
         layer: int,
+        options: InferenceConfig,
         bias: bool,
         out_bias: bool,
         window: int | None,
-        gqa: head_plans.GQA | None,
-        dtype: torch.dtype,
-        device: Any,
+        layout: dict[str, Any],
     ):
         super().__init__()
         tp = parallel_groups.size("tp")
         self.layer = layer
         self.window = window
         self.head_dim = head_dim(config)
-        self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
-        self.plan = head_plans.plan(self.heads, self.kv_heads, tp, gqa)
+        self.heads = config.num_attention_heads
+        self.kv_heads = getattr(config, "num_key_value_heads", self.heads)
+        self.plan = head_plans.plan(self.heads, self.kv_heads, tp, options.gqa)
         self.kv_heads_per_rank = len(self.plan.kv) // tp
         q, kv = len(self.plan.query) * self.head_dim, len(self.plan.kv) * self.head_dim
-        made: dict[str, Any] = {"dtype": dtype, "device": device}
         for name, size in (("q_proj", q), ("k_proj", kv), ("v_proj", kv)):
-            self.add_module(name, ColumnParallelLinear(config.hidden_size, size, bias=bias, gather_output=False, **made))
-        self.o_proj = RowParallelLinear(q, config.hidden_size, bias=out_bias, input_is_parallel=True, **made)
+            self.add_module(name, ColumnParallelLinear(config.hidden_size, size, bias=bias, gather_output=False, **layout))
+        self.o_proj = RowParallelLinear(q, config.hidden_size, bias=out_bias, input_is_parallel=True, **layout)
 
     def preshard_hook(self, model_state_dict: dict[str, torch.Tensor], prefix: str) -> None:
         """Copy, pad and order the heads of a full checkpoint. Raises RuntimeError for weights of other heads."""
@@ -85,27 +85,19 @@ class Attention(nn.Module):
         if key in model_state_dict:
             model_state_dict[key] = head_plans.arranged(model_state_dict[key], self.plan.query, self.heads, dim=1)
 
-    def forward(
-        self,
-        x: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        cache: KVCacheManager,
-        positions: torch.Tensor | None,
-        seq_ids: torch.Tensor | None,
-        length: int | None,
-    ) -> torch.Tensor:
-        """x: [B, S, hidden]. positions: [B, S], or None for prompts, which begin at 0. length: slots of the cache to read, None for all."""
+    def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+        """x: [B, S, hidden]."""
         q, k, v = (self._heads(getattr(self, f"{name}_proj")(x)) for name in "qkv")
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        if positions is None:
-            cache.fill(self.layer, k, v, seq_ids)
+        if step.rotation is not None:
+            q, k = rotate(q, *step.rotation), rotate(k, *step.rotation)
+        if step.positions is None:
+            step.cache.fill(self.layer, k, v, step.seq_ids)
             out = self._over_prompt(q, k, v)
         else:
-            cache.append(self.layer, k, v, positions, seq_ids)
-            k, v = cache.get_cache(self.layer, length, seq_ids)
+            step.cache.append(self.layer, k, v, step.positions, step.seq_ids)
+            k, v = step.cache.get_cache(self.layer, step.length, step.seq_ids)
             slots = torch.arange(k.shape[2], device=x.device)
-            out = attend(q, k, v, seen_by(positions, slots, self.window))
+            out = attend(q, k, v, seen_by(step.positions, slots, self.window))
         found: torch.Tensor = self.o_proj(out.transpose(1, 2).flatten(2))
         return found
 

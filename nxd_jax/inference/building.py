@@ -51,19 +51,20 @@ def read_config(folder: Path) -> Any:
 
 
 def full_weights(model: CausalLM, files: Mapping[str, torch.Tensor]) -> State:
-    """The tensors of a folder by our model's names: Hugging Face's, with the experts of a layer in one tensor as `modules.moe` has them.
+    """The tensors of a folder by our model's names: those of transformers' Llama, with the experts of a layer in one tensor as `modules.moe` has them.
 
     Raises KeyError naming weights that are not there.
     """
-    full, found, missing = hf_weights.stacked(files), {}, []
+    full = {name.removeprefix("transformer."): t for name, t in hf_weights.stacked(files).items()}
+    found, missing = {}, []
     for mine, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue  # the cache
-        (name,) = hf_weights.hf_names(mine)
-        if name not in full:
+        name, made = model.family.source(mine)
+        if name in full:
+            found[mine] = made(full[name])
+        elif name not in missing:
             missing.append(name)
-            continue
-        found[mine] = full[name].transpose(1, 2) if ".expert_mlps." in mine else full[name]
     if missing:
         raise KeyError(
             f"the model's files have no {', '.join(missing[:8])}" + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")

@@ -1,4 +1,4 @@
-"""Decoders of Hugging Face's configurations, as one rank computes them with a KV cache. Parameters have the names of Hugging Face's files.
+"""Decoders of Hugging Face's configurations, as one rank computes them with a KV cache. Parameters have the names that transformers' Llama has.
 
 Legend: B rows, S tokens, V vocabulary.
 """
@@ -12,15 +12,17 @@ from typing import Any
 import torch
 from torch import nn
 
+from nxd_jax.inference import gpt2
 from nxd_jax.inference.attention import Attention
 from nxd_jax.inference.config import InferenceConfig
 from nxd_jax.inference.kv_cache import KVCacheManager
+from nxd_jax.inference.step import Rotation, Step
 from nxd_jax.inference.token_choice import TokenChoice
 from nxd_jax.modules.moe import ExpertMLPs, MoE, RouterTopK
 from nxd_jax.tensor_parallel import parallel_groups
 from nxd_jax.tensor_parallel.embedding import ParallelEmbedding
 from nxd_jax.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
-from nxd_jax.training.models.hf_models import rotary
+from nxd_jax.training.models.hf_models import hf_weights, rotary
 from nxd_jax.training.models.hf_models.layers import LlamaRMSNorm
 
 Layout = dict[str, Any]
@@ -59,15 +61,45 @@ def mixture(config: Any, layout: Layout) -> MoE:
     return MoE(router, experts)
 
 
+def rms_norm(config: Any, dtype: torch.dtype) -> nn.Module:
+    """Llama's."""
+    return LlamaRMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
+
+
+Source = Callable[[str], tuple[str, Callable[[torch.Tensor], torch.Tensor]]]
+"""From one of our parameters to the tensor that holds it, and what is made of that one."""
+
+
+def llama_source(mine: str) -> tuple[str, Callable[[torch.Tensor], torch.Tensor]]:
+    """transformers' own name; what our experts have is transposed."""
+    (name,) = hf_weights.hf_names(mine)
+    return name, (lambda full: full.transpose(1, 2)) if ".expert_mlps." in mine else (lambda full: full)
+
+
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """What sets a kind of model apart from Llama. qkv_bias: q, k and v have biases, whatever the configuration says. mlp: makes that part of a layer."""
+    """What sets a kind of model apart from Llama.
+
+    qkv_bias, out_bias: attention has these biases, whatever the configuration says. mlp, norm: make those parts of a layer. learned_positions: an embedding
+    of positions in place of rotations. source: where files have its weights. check: raises for configurations that are not supported.
+    """
 
     qkv_bias: bool = False
+    out_bias: bool = False
     mlp: Callable[[Any, Layout], nn.Module] = GatedMLP
+    norm: Callable[[Any, torch.dtype], nn.Module] = rms_norm
+    learned_positions: bool = False
+    source: Source = llama_source
+    check: Callable[[Any], None] = lambda config: None
 
 
-FAMILIES = {"llama": Family(), "mistral": Family(), "mixtral": Family(mlp=mixture), "qwen2": Family(qkv_bias=True)}
+FAMILIES = {
+    "gpt2": Family(True, True, gpt2.MLP, gpt2.norm, learned_positions=True, source=gpt2.source, check=gpt2.check),
+    "llama": Family(),
+    "mistral": Family(),
+    "mixtral": Family(mlp=mixture),
+    "qwen2": Family(qkv_bias=True),
+}
 """By `model_type` of a config.json."""
 
 
@@ -100,7 +132,7 @@ class Rotary(nn.Module):
         found, self.scaling = rotary.frequencies(config)
         self.register_buffer("inv_freq", found.float(), persistent=False)
 
-    def forward(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, positions: torch.Tensor) -> Rotation:
         angles = positions.float().unsqueeze(-1) * self.inv_freq
         angles = torch.cat((angles, angles), dim=-1)
         return angles.cos() * self.scaling, angles.sin() * self.scaling
@@ -112,32 +144,47 @@ class DecoderLayer(nn.Module):
     def __init__(self, config: Any, layer: int, options: InferenceConfig, layout: Layout):
         super().__init__()
         kind, bias = family(config), bool(getattr(config, "attention_bias", False))
-        self.self_attn = Attention(config, layer, bias or kind.qkv_bias, bias, window(config, layer), options.gqa, **layout)
+        self.self_attn = Attention(config, layer, options, bias or kind.qkv_bias, bias or kind.out_bias, window(config, layer), layout)
         self.mlp = kind.mlp(config, layout)
-        self.input_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps, dtype=layout["dtype"])
-        self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps, dtype=layout["dtype"])
+        self.input_layernorm = kind.norm(config, layout["dtype"])
+        self.post_attention_layernorm = kind.norm(config, layout["dtype"])
 
-    def forward(self, x: torch.Tensor, *attention: Any) -> torch.Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), *attention)
+    def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), step)
         found = self.mlp(self.post_attention_layernorm(x))
         return x + (found[0] if isinstance(found, tuple) else found)
 
 
 class Decoder(nn.Module):
-    """Embedding, layers, norm."""
+    """Embedding, layers, norm.
+
+    Raises ValueError for a cache with more tokens than learned positions.
+    """
 
     def __init__(self, config: Any, options: InferenceConfig, layout: Layout):
         super().__init__()
+        kind = family(config)
         self.embed_tokens = ParallelEmbedding(config.vocab_size, config.hidden_size, pad=True, **layout)
         self.layers = nn.ModuleList(DecoderLayer(config, k, options, layout) for k in range(config.num_hidden_layers))
-        self.norm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps, dtype=layout["dtype"])
-        self.rotary_emb = Rotary(config)
+        self.norm = kind.norm(config, layout["dtype"])
+        if not kind.learned_positions:
+            self.rotary_emb = Rotary(config)
+            return
+        if options.seq_len > config.max_position_embeddings:
+            raise ValueError(
+                f"seq_len={options.seq_len} is more than the {config.max_position_embeddings} positions that the {config.model_type} model has learned: "
+                "lower it"
+            )
+        self.embed_positions = nn.Embedding(config.max_position_embeddings, config.hidden_size, **layout)
 
-    def forward(self, ids: torch.Tensor, positions: torch.Tensor, *attention: Any) -> torch.Tensor:
-        cos, sin = self.rotary_emb(positions)
-        x = self.embed_tokens(ids)
+    def forward(self, ids: torch.Tensor, step: Step) -> torch.Tensor:
+        places, x = step.places(ids), self.embed_tokens(ids)
+        if hasattr(self, "embed_positions"):
+            x = x + self.embed_positions(places)
+        else:
+            step = dataclasses.replace(step, rotation=self.rotary_emb(places if places.dim() == 1 else places[:, None]))
         for layer in self.layers:
-            x = layer(x, cos, sin, *attention)
+            x = layer(x, step)
         found: torch.Tensor = self.norm(x)
         return found
 
@@ -158,7 +205,8 @@ class CausalLM(nn.Module):
     def __init__(self, config: Any, options: InferenceConfig, device: Any = None):
         super().__init__()
         layout: Layout = {"dtype": options.torch_dtype or getattr(config, "dtype", None) or torch.float32, "device": device}
-        family(config)
+        self.family = family(config)
+        self.family.check(config)
         self.cache_length: int | None = None
         self.model = Decoder(config, options, layout)
         self.lm_head = ColumnParallelLinear(config.hidden_size, config.vocab_size, bias=False, gather_output=False, pad=True, **layout)
@@ -182,14 +230,12 @@ class CausalLM(nn.Module):
         if (attention_mask is None) == (position_ids is None):
             raise ValueError("give attention_mask for prompts, or position_ids for later tokens, and not both")
         if position_ids is not None:
-            positions = position_ids[:, None] + steps
-            cos_of = positions[:, None]
-            x = self.model(input_ids, cos_of, self.kv_mgr, positions, seq_ids, self.cache_length)
+            x = self.model(input_ids, Step(self.kv_mgr, position_ids[:, None] + steps, seq_ids, self.cache_length))
             return self.choice(self.lm_head(x))
         assert attention_mask is not None
         padding = attention_mask == 0
         ids = input_ids.gather(1, padding.int().argsort(stable=True, dim=1))  # tokens first, in their order
-        x = self.model(ids, steps, self.kv_mgr, None, seq_ids, None)
+        x = self.model(ids, Step(self.kv_mgr, None, seq_ids))
         last = ((~padding).sum(1) - 1).clamp(min=0)
         x = x.gather(1, last[:, None, None].expand(-1, 1, x.shape[2]))
         return self.choice(self.lm_head(x))[:, 0]

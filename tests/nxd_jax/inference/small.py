@@ -25,7 +25,9 @@ _SIZES = {
     "eos_token_id": 1,
     "pad_token_id": None,
 }
+_LLAMAS = ("intermediate_size", "num_key_value_heads", "head_dim")
 _MORE: dict[str, dict[str, Any]] = {
+    "gpt2": {"n_inner": 90},
     "llama": {},
     "mistral": {"sliding_window": 5},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 64},
@@ -36,7 +38,8 @@ _MORE: dict[str, dict[str, Any]] = {
 def model(kind: str, seed: int = 0, **changes: Any) -> Any:
     """A model; biases are random, too."""
     torch.manual_seed(seed)
-    config = transformers.AutoConfig.for_model(kind, **{**_SIZES, **_MORE[kind], **changes})
+    sizes = {name: size for name, size in _SIZES.items() if kind != "gpt2" or name not in _LLAMAS}
+    config = transformers.AutoConfig.for_model(kind, **{**sizes, **_MORE[kind], **changes})
     config._attn_implementation = "eager"
     found = transformers.AutoModelForCausalLM.from_config(config).float().eval()
     for name, parameter in found.named_parameters():

@@ -89,7 +89,7 @@ def test_a_file_and_draws(folder: Path, tmp_path: Path, capsys: pytest.CaptureFi
 
 def test_what_cannot_be_done(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bare, other, broken = tmp_path / "bare", tmp_path / "other", tmp_path / "broken"
-    for place, content in ((bare, '{"model_type": "llama"}'), (other, '{"model_type": "gpt2"}'), (broken, "{")):
+    for place, content in ((bare, '{"model_type": "llama"}'), (other, '{"model_type": "bert"}'), (broken, "{")):
         place.mkdir()
         (place / "config.json").write_text(content)
         if place is not bare:
@@ -103,7 +103,7 @@ def test_what_cannot_be_done(folder: Path, tmp_path: Path, capsys: pytest.Captur
         ([str(empty), text, "--tokenizer", model], "empty is no Hugging Face model: there is no config.json"),
         ([str(bare), text], "bare has no tokenizer (tokenizer.json or the like): name one with --tokenizer"),
         ([str(bare), text, "--tokenizer", model], "bare"),
-        ([str(other), text], "model_type is 'gpt2', and must be one of llama, mistral, mixtral, qwen2"),
+        ([str(other), text], "model_type is 'bert', and must be one of gpt2, llama, mistral, mixtral, qwen2"),
         ([str(broken), text], "config.json is no JSON"),
         ([model, text, "--chat"], "the tokenizer has no chat template: leave --chat out"),
         ([model, text * 30], "the longest text has"),
@@ -121,6 +121,18 @@ def test_what_cannot_be_done(folder: Path, tmp_path: Path, capsys: pytest.Captur
     ):
         status, out, err = run(capsys, *words)
         assert (status, out) == (2, "") and said in err and err.startswith("nxd-generate: "), (words, err)
+
+
+@pytest.mark.core(keep=0)
+def test_gpt2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Six heads on four ranks; texts of other lengths."""
+    tokenizer = corpus.tokenizer()
+    sizes = {"num_attention_heads": 6, "hidden_size": 96}
+    small.folder(tmp_path, "gpt2", vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id, **sizes)
+    tokenizer.save_pretrained(tmp_path)
+    status, out, err = run(capsys, str(tmp_path), *TEXTS, "--tp", "4", "--max-new-tokens", "9")
+    first, second = expected(tmp_path, TEXTS, 9)
+    assert (status, out) == (0, f"[{TEXTS[0]}]\n{first}\n[{TEXTS[1]}]\n{second}\n") and "gpt2 on 4 ranks is ready" in err
 
 
 def test_missing_weights(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

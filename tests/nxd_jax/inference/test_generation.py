@@ -185,7 +185,7 @@ def test_scores_are_those_of_the_whole_text(theirs: Any, model: LanguageModel) -
 
 
 @pytest.mark.core(keep=0)
-@pytest.mark.parametrize("kind", ["qwen2", "mixtral", "mistral"])
+@pytest.mark.parametrize("kind", ["gpt2", "qwen2", "mixtral", "mistral"])
 def test_other_models(kind: str, tmp_path: Path) -> None:
     """With continuous batching: one prompt at a time is read."""
     theirs = small.folder(tmp_path, kind)

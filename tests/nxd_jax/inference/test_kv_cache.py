@@ -70,8 +70,8 @@ def test_what_forward_refuses(nxd) -> None:  # type: ignore[no-untyped-def]
     ):
         config.dtype = said
         assert {t.dtype for t in CausalLM(config, InferenceConfig(torch_dtype=asked), device="meta").parameters()} == {expected}
-    config.model_type = "gpt2"
-    with pytest.raises(ValueError, match="model_type 'gpt2' of config.json must be one of llama, mistral, mixtral, qwen2"):
+    config.model_type = "bert"
+    with pytest.raises(ValueError, match="model_type 'bert' of config.json must be one of gpt2, llama, mistral, mixtral, qwen2"):
         CausalLM(config, InferenceConfig(), device="meta")
     config.model_type, config.rope_parameters = "llama", {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
     with pytest.raises(NotImplementedError, match="rope_type 'dynamic' of config.json changes frequencies with the length"):

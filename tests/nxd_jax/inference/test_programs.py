@@ -25,6 +25,9 @@ class Case(NamedTuple):
 
 CASES = {
     "qwen2-8-fewer-heads": Case("qwen2", 8, {"num_attention_heads": 6, "hidden_size": 96, "num_key_value_heads": 2}),
+    "gpt2-1": Case("gpt2", 1),
+    "gpt2-2": Case("gpt2", 2, {"tie_word_embeddings": False, "n_inner": None}),
+    "gpt2-4-fewer-heads": Case("gpt2", 4, {"num_attention_heads": 6, "hidden_size": 96}),
     "llama-1": Case("llama", 1),
     "llama-2": Case("llama", 2, {"attention_bias": True, "mlp_bias": True}),
     "llama-4": Case("llama", 4),
