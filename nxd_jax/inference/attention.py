@@ -42,7 +42,7 @@ def seen_by(positions: torch.Tensor, slots: torch.Tensor, window: int | None) ->
 class Attention(nn.Module):
     """Attention of a rank's heads, with Hugging Face's names: q_proj, k_proj, v_proj, o_proj. `preshard_hook` gives a full checkpoint the ranks' heads.
 
-    config: transformers'. bias: of q, k and v; out_bias: of o. window: tokens that a token sees, None for all before it. layout: dtype and device of parameters.
+    config: transformers'. bias: of q, k and v; out_bias: of o. window: tokens that a token sees, None for all. layout: dtype and device of parameters.
     """
 
     def __init__(

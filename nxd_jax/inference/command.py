@@ -24,6 +24,7 @@ from nxd_jax import interpreter
 
 _SMALLEST, _DEFAULT_LENGTH, _NEW = 128, 1024, 128
 _DTYPES = ("float32", "bfloat16", "float16")
+_KV_DTYPES = {"float8_e4m3": "float8_e4m3fn", "float8_e5m2": "float8_e5m2"}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -52,6 +53,9 @@ def parser() -> argparse.ArgumentParser:
         "--seq-len", type=int, help=f"most tokens of a text with its answer (default: as needed; with --save {_DEFAULT_LENGTH})"
     )
     trace.add_argument("--dtype", choices=_DTYPES, help="of weights and KV cache (default: as config.json says)")
+    trace.add_argument(
+        "--kv-dtype", choices=_KV_DTYPES, help="keep the KV cache in float8, a byte for each number, cast without scales (default: --dtype)"
+    )
     trace.add_argument("--save", metavar="FILE", help="write the model, compiled for these sizes, its weights and tokenizer to a file")
     trace.add_argument(
         "--draft", metavar="FOLDER", help="a small model of the same vocabulary that guesses tokens ahead; same answers, sooner"
@@ -95,7 +99,7 @@ def _check(args: argparse.Namespace) -> None:
     if Path(args.model).is_file():
         given = [
             f"--{n.replace('_', '-')}"
-            for n in ("tp", "batch_size", "seq_len", "dtype", "save", "draft")
+            for n in ("tp", "batch_size", "seq_len", "dtype", "kv_dtype", "save", "draft")
             if getattr(args, n) not in (None, 1)
         ]
         if given:
@@ -178,6 +182,7 @@ def _options(args: argparse.Namespace, config: Any, prompts: Sequence[Sequence[i
 
     from nxd_jax.inference.buckets import power_above
     from nxd_jax.inference.config import InferenceConfig
+    from nxd_jax.quantization import KVQuantizationConfig
 
     longest = max(map(len, prompts), default=0)
     limit = getattr(config, "max_position_embeddings", None) or sys.maxsize
@@ -195,7 +200,13 @@ def _options(args: argparse.Namespace, config: Any, prompts: Sequence[Sequence[i
             f"the longest text has {longest} tokens, with --max-new-tokens {needed - longest} that is more than {which}, or ask for fewer"
         )
     dtype = getattr(torch, args.dtype) if args.dtype else None
-    sizes = {"tp_degree": args.tp, "batch_size": args.batch_size or min(max(len(prompts), 1), 8), "torch_dtype": dtype}
+    kept = KVQuantizationConfig(quant_dtype=getattr(torch, _KV_DTYPES[args.kv_dtype])) if args.kv_dtype else None
+    sizes = {
+        "tp_degree": args.tp,
+        "batch_size": args.batch_size or min(max(len(prompts), 1), 8),
+        "torch_dtype": dtype,
+        "kv_quant_config": kept,
+    }
     if args.save:
         length = args.seq_len or min(max(_DEFAULT_LENGTH, power_above(needed)), limit)
         return InferenceConfig(**sizes, seq_len=length, enable_bucketing=True)

@@ -9,9 +9,12 @@ import torch
 
 from nxd_jax.inference.buckets import generate_buckets
 from nxd_jax.inference.head_plans import GQA
+from nxd_jax.inference.kv_cache import check_quantization
+from nxd_jax.quantization import KVQuantizationConfig
 
 _SMALLEST_BUCKET = 128
 """Tokens: where buckets begin with `enable_bucketing`, as in the original's examples."""
+_KV = "kv_quant_config"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +30,9 @@ class InferenceConfig:
     on_device_sampling: programs return tokens in place of logits, greedy (top_k 1) or drawn among the top_k likeliest. speculation_length: also trace a
     program that scores so many tokens at once (0: none). gqa: how K/V heads are shared out (`head_plans.plan`); default: the rule's choice.
 
-    Raises ValueError for numbers that do not fit together.
+    kv_quant_config: keep the KV cache in float8, a byte for each number: `KVQuantizationConfig()` (`kv_cache.KVCacheManager`); default torch_dtype.
+
+    Raises ValueError for numbers that do not fit together, and what `KVCacheManager` does.
     """
 
     tp_degree: int = 1
@@ -44,11 +49,13 @@ class InferenceConfig:
     top_k: int = 1
     speculation_length: int = 0
     gqa: GQA | None = None
+    kv_quant_config: KVQuantizationConfig | None = None
 
     def __post_init__(self) -> None:
         for name in ("tp_degree", "batch_size", "seq_len", "top_k"):
             _check_number(name, getattr(self, name), 1)
         _check_number("speculation_length", self.speculation_length, 0)
+        check_quantization(self.kv_quant_config)
         set_ = object.__setattr__
         set_(self, "max_context_length", self.seq_len if self.max_context_length is None else self.max_context_length)
         set_(self, "ctx_batch_size", self.ctx_batch_size or (1 if self.is_continuous_batching else self.batch_size))
@@ -91,8 +98,11 @@ class InferenceConfig:
     def to_json(self) -> dict[str, Any]:
         """As plain values."""
         found = dataclasses.asdict(self)
-        dtype = None if self.torch_dtype is None else str(self.torch_dtype).removeprefix("torch.")
-        return found | {"torch_dtype": dtype, "gqa": self.gqa.value if self.gqa else None}
+        kept = self.kv_quant_config and self.kv_quant_config.quant_dtype
+        names = {
+            name: str(dtype).removeprefix("torch.") if dtype else None for name, dtype in (("torch_dtype", self.torch_dtype), (_KV, kept))
+        }
+        return found | names | {"gqa": self.gqa.value if self.gqa else None}
 
     @classmethod
     def from_json(cls, found: dict[str, Any]) -> InferenceConfig:
@@ -100,6 +110,8 @@ class InferenceConfig:
         given = dict(found)
         given["torch_dtype"] = getattr(torch, given["torch_dtype"]) if given["torch_dtype"] else None
         given["gqa"] = GQA(given["gqa"]) if given["gqa"] else None
+        kept = given.get(_KV)
+        given[_KV] = KVQuantizationConfig(quant_dtype=getattr(torch, kept)) if kept else None
         for name in ("context_buckets", "decode_buckets"):
             given[name] = tuple(given[name])
         return cls(**given)

@@ -214,7 +214,13 @@ class CausalLM(nn.Module):
             self.lm_head.weight = self.model.embed_tokens.weight
         first: Any = self.model.layers[0].self_attn
         self.kv_mgr = KVCacheManager(
-            config.num_hidden_layers, options.batch_size, first.kv_heads_per_rank, options.seq_len, first.head_dim, **layout
+            config.num_hidden_layers,
+            options.batch_size,
+            first.kv_heads_per_rank,
+            options.seq_len,
+            first.head_dim,
+            quantization=options.kv_quant_config,
+            **layout,
         )
         self.choice = TokenChoice(config.vocab_size, options.top_k if options.on_device_sampling else None)
         self.eval()

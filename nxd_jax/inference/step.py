@@ -14,7 +14,7 @@ Rotation = tuple[torch.Tensor, torch.Tensor]
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """B rows of S tokens. positions: [B, S] int64, None for prompts, which begin at 0. seq_ids: [B] int64, the rows' lines of the cache, by default row i's is i.
+    """B rows of S tokens. positions: [B, S] int64, None for prompts, which begin at 0. seq_ids: [B] int64, lines of the cache, by default row i's is i.
 
     length: slots of the cache to read, None for all. rotation: of queries and keys, None for a model with learned positions.
     """

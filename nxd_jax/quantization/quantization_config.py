@@ -164,6 +164,12 @@ class KVQuantizationConfig:
                 "pass direct_cast=False"
             )
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, KVQuantizationConfig) and vars(self) == vars(other)
+
+    def __hash__(self) -> int:
+        return hash(tuple(vars(self).values()))
+
 
 # -- configurations of layers ------------------------------------------------------------------------
 

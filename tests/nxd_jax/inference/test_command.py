@@ -15,9 +15,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from nxd_jax.inference import command
+from nxd_jax.inference import InferenceConfig, LanguageModel, command, generate
 from nxd_jax.inference.generation import Made
 from nxd_jax.inference.printing import Printer
+from nxd_jax.quantization import KVQuantizationConfig
 from tests.nxd_jax.inference import small
 from tests.nxd_jax.training.data import corpus
 
@@ -133,6 +134,16 @@ def test_gpt2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status, out, err = run(capsys, str(tmp_path), *TEXTS, "--tp", "4", "--max-new-tokens", "9")
     first, second = expected(tmp_path, TEXTS, 9)
     assert (status, out) == (0, f"[{TEXTS[0]}]\n{first}\n[{TEXTS[1]}]\n{second}\n") and "gpt2 on 4 ranks is ready" in err
+
+
+@pytest.mark.core(keep=0)
+def test_a_quantized_cache(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = run(capsys, str(folder), TEXTS[0], "--kv-dtype", "float8_e4m3", "--max-new-tokens", "9")
+    tokenizer, options = corpus.tokenizer(), InferenceConfig(kv_quant_config=KVQuantizationConfig())
+    model = LanguageModel.from_pretrained(folder, options)
+    (answer,) = generate(model, [tokenizer(TEXTS[0])["input_ids"]], 9)
+    assert (status, out) == (0, tokenizer.decode(answer, skip_special_tokens=True) + "\n")
+    assert out != expected(folder, TEXTS[:1], 9)[0] + "\n"
 
 
 def test_missing_weights(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
