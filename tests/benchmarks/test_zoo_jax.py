@@ -40,6 +40,7 @@ def test_kinds() -> None:
     assert set(zoo.BY_HAND) == set(zoo_jax.KINDS)
 
 
+@pytest.mark.thorough(keep=3)
 @pytest.mark.parametrize("kind", zoo_jax.KINDS)
 def test_losses_equal_torch(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(zoo_models.TEXT, "small", replace(zoo_models.TEXT["small"], layers=2))  # half of them, to compile less

@@ -10,7 +10,7 @@ from tests.models.zoo import TASKS
 from tests.models.zoo_more import MORE
 
 
-@pytest.mark.thorough(keep=6)
+@pytest.mark.thorough(keep=4)
 @pytest.mark.parametrize(
     ("model", "optimizer"),
     [("llama", "sgd"), ("llama", "adamw"), *((m, ("adamw", "sgd")[i % 2]) for i, m in enumerate(m for m in TASKS if m != "llama"))],
@@ -28,7 +28,7 @@ ADAMW = ("deberta_v2", "fnet", "convnextv2")
 """The others train with plain SGD: one small program instead of two, as compilation takes most of the time."""
 
 
-@pytest.mark.thorough(keep=5)
+@pytest.mark.thorough(keep=3)
 @pytest.mark.parametrize(("model", "optimizer"), [(m, "adamw" if m in ADAMW else "plain") for m in MORE])
 def test_ten_more_families(model: str, optimizer: str) -> None:
     task = MORE[model]
@@ -44,6 +44,7 @@ def test_the_script_names_the_models_it_knows(capsys: pytest.CaptureFixture[str]
     assert "no model lama: choose from llama, gpt2" in capsys.readouterr().err
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.parametrize("name", ["bert", "mixtral", "t5", "resnet"])
 def test_played(name: str) -> None:
     """With `torch_bridge.optimize`: the same bits, all but the first calls played."""

@@ -120,7 +120,7 @@ def gradients(model: LlamaForCausalLM, case: Case, ids: torch.Tensor) -> float:
 
 
 @pytest.mark.core(keep=2)
-@pytest.mark.thorough(keep=9)
+@pytest.mark.thorough(keep=5)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_equals_the_unsharded_model(case: Case, nxd: Nxd) -> None:
     nxd(case.world, tp=case.tp, cp=case.cp)

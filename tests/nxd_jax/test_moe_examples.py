@@ -105,7 +105,7 @@ def ours(case: Case, full: dict[str, torch.Tensor], **options: Any) -> Any:
     return model.to("xla")
 
 
-@pytest.mark.thorough(keep=3)
+@pytest.mark.thorough(keep=2)
 @pytest.mark.core(keep=1)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_equals_transformers(case: Case, nxd: Nxd) -> None:

@@ -142,6 +142,7 @@ def compiled() -> int:
     return metrics.COUNTERS.get("UncachedCompile", 0)
 
 
+@pytest.mark.core(keep=2)
 @pytest.mark.parametrize("placement", [in_thirds, *map(scattered, range(3))], ids=["thirds", "scattered 0", "scattered 1", "scattered 2"])
 def test_a_training_step_as_several_programs(placement: Placement) -> None:
     """Dropout draws the same, the learning rate is an input of whichever program reads it, and later steps compile nothing."""

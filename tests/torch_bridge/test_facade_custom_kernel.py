@@ -23,6 +23,7 @@ def by_hand(q, k, v, causal, ids, scale, ab):  # type: ignore[no-untyped-def]
     return scores.masked_fill(~seen, float("-inf")).softmax(-1) @ v
 
 
+@pytest.mark.thorough(keep=14)
 @pytest.mark.core(keep=4)
 @pytest.mark.parametrize("device", ["cpu", "xla"])
 @pytest.mark.parametrize("causal", [False, True])

@@ -190,6 +190,8 @@ def train(
     return losses, [p.detach().cpu().numpy() for p in model.parameters()], model
 
 
+@pytest.mark.core(keep=2)
+@pytest.mark.thorough(keep=4)
 @pytest.mark.parametrize(
     ("kind", "options"),
     [

@@ -81,7 +81,8 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.core(keep=10)
+@pytest.mark.thorough(keep=10)
+@pytest.mark.core(keep=5)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_outputs_states_and_gradients(kind: str, options: dict[str, Any]) -> None:
@@ -95,7 +96,7 @@ def test_outputs_states_and_gradients(kind: str, options: dict[str, Any]) -> Non
     assert len(layer_ops()) == 2 * count
 
 
-@pytest.mark.core(keep=4)
+@pytest.mark.core(keep=2)
 @pytest.mark.thorough(keep=8)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("lengths", [[5, 5, 5], [5, 3, 1], [2, 5, 4]], ids=str)
@@ -126,7 +127,7 @@ def test_dtypes(kind: str, dtype: torch.dtype, rtol: float) -> None:
     equal(results(twin, "xla", x, start), results(model, "cpu", x, start), rtol, rtol)
 
 
-@pytest.mark.thorough(keep=2)
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_of_gradients(kind: str) -> None:
     def run(device: str) -> list[torch.Tensor]:

@@ -70,7 +70,7 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.thorough(keep=4)
+@pytest.mark.thorough(keep=3)
 @pytest.mark.parametrize("name", MODULES)
 def test_the_same_numbers(name: str) -> None:
     parity(MODULES[name], steps=8)

@@ -47,7 +47,8 @@ def _caches_in_the_loss(module: nn.Module, k: int) -> Any:
     return [out.loss, [layer.keys for layer in cache.layers]]
 
 
-@pytest.mark.parametrize("make", [gpt2, llama, t5])
+@pytest.mark.thorough(keep=2)
+@pytest.mark.parametrize("make", [gpt2, t5, llama])
 def test_decoders_with_their_default_configuration(make: Callable[[], nn.Module]) -> None:
     parity(make, _trained)
 

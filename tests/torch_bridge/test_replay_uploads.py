@@ -137,7 +137,7 @@ RULES: dict[str, Callable[..., Any]] = {
 }
 
 
-@pytest.mark.thorough(keep=12)
+@pytest.mark.thorough(keep=8)
 @pytest.mark.parametrize("name", RULES)
 def test_the_same_values_in_every_call(name: str) -> None:
     parity(lambda: Small(RULES[name]), _step)

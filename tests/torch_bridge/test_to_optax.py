@@ -131,7 +131,8 @@ def test_numbers_in_double_precision(name: str) -> None:
     assert_same(found, in_torch(name, torch.float64, *SHAPES), tolerance=1e-12)
 
 
-@pytest.mark.core(keep=12)
+@pytest.mark.thorough(keep=20)
+@pytest.mark.core(keep=6)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", [name for name in CASES if name not in ("adamw-fused", "adamw-foreach")])
 def test_numbers_in_half_precision(name: str, dtype: torch.dtype) -> None:

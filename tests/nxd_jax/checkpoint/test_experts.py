@@ -52,7 +52,7 @@ def saved(nxd: Nxd, states: dict[str, Any], name: str) -> tuple[Path, dict[str, 
 
 
 @pytest.mark.core(keep=1)
-@pytest.mark.thorough(keep=3)
+@pytest.mark.thorough(keep=2)
 @pytest.mark.parametrize("loaded", LOADED)
 @pytest.mark.parametrize("name", SAVED)
 def test_any_layout(nxd: Nxd, states: dict[str, Any], name: str, loaded: str) -> None:
@@ -130,6 +130,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.parametrize("name", OTHERS)
 def test_an_order_of_their_own(nxd: Nxd, tmp_path: Path, name: str) -> None:
     """Whatever ranks hold which experts, checkpoints hold them by their numbers, and so do full tensors."""

@@ -46,7 +46,7 @@ def filled(made: Any, full: Full, state: dict[str, Full] | None = None) -> None:
         assert all(v == 7 for k, v in found.items() if k.startswith("step/"))
 
 
-@pytest.mark.thorough(keep=8)
+@pytest.mark.thorough(keep=4)
 @pytest.mark.parametrize("loaded", LOADED)
 @pytest.mark.parametrize("written", WRITTEN)
 def test_into_any_layout(nxd: Nxd, tmp_path: Path, written: str, loaded: str) -> None:

@@ -110,6 +110,7 @@ def test_files_of_parallel_layers_save(nxd: Nxd, tmp_path: Path) -> None:
 # -- out -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough(keep=5)
 @pytest.mark.core(keep=1)
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize(

@@ -246,7 +246,7 @@ MIXTURES = {
 }
 
 
-@pytest.mark.thorough(keep=2)
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("job", MIXTURES.values(), ids=MIXTURES)
 def test_a_recorded_mixture_does_what_the_formulas_say(job: mixture.Job):
     sizes = dict(gated=True, rope=True, norm="rms", experts=job.experts, top_k=2, expert_ffn=job.ffn)

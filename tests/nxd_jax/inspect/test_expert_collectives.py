@@ -71,6 +71,7 @@ def ep_axes(step: inspect.Inspection) -> tuple[str, ...]:
     return tuple(a for a in ("ep", "cp") if step.axes[a] > 1 and (a == "ep" or list(step.axes).index("ep") < list(step.axes).index("cp")))
 
 
+@pytest.mark.thorough(keep=4)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_rows_are_what_arithmetic_predicts(layout: Layout) -> None:
     with nxd_jax.abstract_run(layout.ranks):

@@ -73,8 +73,8 @@ WHOLE, PARTS = STEPS[9], STEPS[14]
 OTHERS = [layout for layout in STEPS if layout not in (WHOLE, PARTS)]
 
 
-@pytest.mark.thorough(keep=6)
-@pytest.mark.core(keep=2)  # the first and the one in the middle
+@pytest.mark.thorough(keep=2)  # the first and the one in the middle
+@pytest.mark.core(keep=1)
 @pytest.mark.parametrize("layout", [WHOLE, *OTHERS[:8], PARTS, *OTHERS[8:]], ids=str)
 def test_as_many_activations_are_kept_as_the_schedule_says(nxd: Nxd, monkeypatch: pytest.MonkeyPatch, layout: Layout) -> None:
     """Every micro-batch keeps the same arrays, as none of them is played."""
@@ -154,7 +154,7 @@ def test_each_computation_is_waited_for(nxd: Nxd) -> None:
     assert all(seconds > 0 for seconds in (*step.measured.seconds.values(), *step.measured.host_seconds.values()))
 
 
-@pytest.mark.thorough(keep=4)
+@pytest.mark.thorough(keep=2)
 @pytest.mark.core(keep=1)
 @pytest.mark.parametrize("ranks", [4, 2])
 @pytest.mark.parametrize("name", ["1f1b", "gpipe", "zb_h1", "interleaved", "zbv"])

@@ -48,7 +48,7 @@ def run(cp: int, length: int, causal: bool, pairs: Any) -> None:
 
 
 @pytest.mark.core(keep=2)
-@pytest.mark.thorough(keep=7)
+@pytest.mark.thorough(keep=3)
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("length", [3, 270])
 @pytest.mark.parametrize("size", [{"size": 2, "cp": 2}, {"size": 4, "cp": 4}, {"size": 8, "cp": 4, "tp": 2}, {"size": 8, "cp": 2, "tp": 2}])

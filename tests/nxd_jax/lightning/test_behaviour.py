@@ -80,6 +80,7 @@ def test_overfitting(tmp_path: Path) -> None:
     jobs.close(found, wanted)
 
 
+@pytest.mark.thorough(keep=5)
 @pytest.mark.parametrize("what", ["validate", "test", "predict"])
 @pytest.mark.parametrize("limit", [1.0, 0.5, 3], ids=str)
 def test_evaluation(tmp_path: Path, what: str, limit: Any) -> None:

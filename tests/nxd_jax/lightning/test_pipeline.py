@@ -110,6 +110,7 @@ def fit(folder: Path, layout: Layout, steps: int = 4, model: Any = None, **optio
 ONE = Layout(2, 1, 1, layers=4)
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.core(keep=1)
 @pytest.mark.parametrize(
     "layout",

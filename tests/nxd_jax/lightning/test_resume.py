@@ -104,7 +104,7 @@ def test_in_another_layout(tmp_path: Path) -> None:
     assert before + after == pytest.approx(expected, rel=1e-4)
 
 
-@pytest.mark.thorough(keep=4)
+@pytest.mark.thorough(keep=3)
 @pytest.mark.parametrize(
     ("options", "names"),
     [

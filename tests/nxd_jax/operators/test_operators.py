@@ -57,7 +57,8 @@ def test_argmax(nxd: Nxd, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     same(kept, best(x, 1, -1)[1])
 
 
-@pytest.mark.core(keep=5)
+@pytest.mark.thorough(keep=9)
+@pytest.mark.core(keep=3)
 @pytest.mark.parametrize("stages", [1, 2, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)

@@ -60,8 +60,8 @@ def expected(nxd: Nxd, layout: Layout) -> Trained:
     return _EXPECTED[key]
 
 
-@pytest.mark.thorough(keep=7)
-@pytest.mark.core(keep=2)
+@pytest.mark.thorough(keep=4)
+@pytest.mark.core(keep=1)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_training(nxd: Nxd, layout: Layout) -> None:
     """Losses, norms, gradients and weights; nothing is compiled after the first step; weights and their optimizer's state lie on their stage's cores."""

@@ -76,7 +76,7 @@ def start(path: Path, model: Any) -> None:
     nxd_api.save_checkpoint(str(path), "start", model)
 
 
-@pytest.mark.thorough(keep=2)
+@pytest.mark.thorough(keep=1)
 @pytest.mark.core(keep=2)
 @pytest.mark.parametrize(
     "layout",

@@ -311,6 +311,7 @@ def test_gradients_past_the_pipeline(nxd: Nxd, model: type[Model], size: str) ->
         made(model).run_train(x=X)
 
 
+@pytest.mark.core(keep=2)
 @pytest.mark.parametrize("model", [SharedWeight, NoStatistics, PastDetached, Statistics])
 def test_values_past_the_pipeline(nxd: Nxd, caplog: pytest.LogCaptureFixture, model: type[Model]) -> None:
     """What stages share by its name is right; what the schedule decides is warned of, once."""

@@ -62,6 +62,7 @@ def made(by_running: bool, **options: Any) -> tuple[Any, NxDPPModel]:
     return model, NxDPPModel(model, auto_partition=True, **{**chosen, **options})
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
 @pytest.mark.parametrize("by_running", [False, True])
 def test_gradients(nxd: Nxd, by_running: bool, schedule: str) -> None:

@@ -66,7 +66,8 @@ GRID = [
 ]
 
 
-@pytest.mark.core(keep=6)
+@pytest.mark.thorough(keep=16)
+@pytest.mark.core(keep=4)
 @pytest.mark.parametrize("kind, name, tp, ep", GRID)
 def test_a_loop_over_experts(nxd: Nxd, kind: Any, name: str, tp: int, ep: int) -> None:
     row = kind is ExpertFusedRowParallelLinear

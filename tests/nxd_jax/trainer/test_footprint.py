@@ -183,6 +183,7 @@ def test_what_cannot_be_worked_out(nxd: Nxd) -> None:
 # -- pipelines ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("layout", [Layout(16, 4, 4, tp=2, zero1=True), Layout(8, 4, 4, tp=2, tied=True)], ids=str)
 def test_every_rank_of_a_pipeline(layout: Layout) -> None:
     """Each rank holds its stages; an abstract run of the same training finds as much on its cores."""

@@ -85,6 +85,7 @@ def generated(tree: list[list[int]], prompt: list[int], least: int, hit: float) 
     return input_ids[0].tolist(), passes
 
 
+@pytest.mark.thorough(keep=12)
 @pytest.mark.core(keep=4)
 @pytest.mark.parametrize("hit", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("tree", TREES.values(), ids=TREES)

@@ -44,7 +44,8 @@ def tensors(case, dtype):
     return torch.randn(x).to(dtype), torch.randn(w).to(dtype), torch.randn(channels).to(dtype), rest
 
 
-@pytest.mark.core(keep=24)
+@pytest.mark.thorough(keep=22)
+@pytest.mark.core(keep=11)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_forward(name, dtype):

@@ -56,7 +56,8 @@ def test_sizes() -> None:
     assert (grouped_tiles.block_rows(1024, 8), grouped_tiles.block_rows(1024, 4, 128), grouped_tiles.block_rows(8, 64)) == (32, 32, 16)
 
 
-@pytest.mark.core(keep=8)
+@pytest.mark.thorough(keep=8)
+@pytest.mark.core(keep=4)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("name", ROUTINGS)
 def test_numbers_and_gradients(monkeypatch: pytest.MonkeyPatch, name: str, dtype: jnp.dtype) -> None:

@@ -22,6 +22,7 @@ FLOAT_OPS = [
 REAL_ONLY = {"i0", "erf", "erfc", "erfinv", "lgamma", "digamma", "deg2rad", "rad2deg"}
 
 
+@pytest.mark.core(keep=12)
 @pytest.mark.parametrize("name", FLOAT_OPS)
 @together
 def test_float_functions(name: str) -> None:

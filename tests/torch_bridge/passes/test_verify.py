@@ -108,6 +108,7 @@ def test_a_fault_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "Found: " in text and "bug of torch_bridge" in text and "NXD_JAX_VERIFY=1" in text
 
 
+@pytest.mark.thorough(keep=19)
 @pytest.mark.core(keep=8)
 @pytest.mark.parametrize("name", FAULTS)
 def test_nothing_else_finds_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:

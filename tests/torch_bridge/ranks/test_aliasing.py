@@ -34,7 +34,7 @@ def _compare(seeds: range, length: int) -> None:
 
 
 @pytest.mark.core(keep=1)
-@pytest.mark.thorough(keep=4)
+@pytest.mark.thorough(keep=2)
 @pytest.mark.parametrize("batch", range(8))
 def test_random_programs(batch: int) -> None:
     _compare(range(batch * BATCH, (batch + 1) * BATCH), 6 + batch // 2)

@@ -100,7 +100,8 @@ def test_groups_of_large_worlds_are_found_anew_after_a_change() -> None:
         world.configure(None)
 
 
-@pytest.mark.core(keep=8)
+@pytest.mark.thorough(keep=12)
+@pytest.mark.core(keep=4)
 @every_layout
 def test_reductions(layout: Any) -> None:
     passed, among, names = layout

@@ -31,13 +31,14 @@ def check(program: Program, form: str) -> int:
     return found.played
 
 
+@pytest.mark.thorough(keep=300)
 @pytest.mark.core(keep=20)
 @pytest.mark.parametrize(("name", "form"), FIRST)
 def test_does_as_eager_torch(name: str, form: str) -> None:
     check(PROGRAMS[name], form)
 
 
-@pytest.mark.thorough(keep=60)
+@pytest.mark.thorough(keep=30)
 @pytest.mark.parametrize(("name", "form"), SECOND)
 def test_does_as_eager_torch_in_its_other_form(name: str, form: str) -> None:
     check(PROGRAMS[name], form)
@@ -55,7 +56,7 @@ def test_is_played_as_a_script(name: str) -> None:
     assert check(PLAYED[name], "script"), "no call was played"
 
 
-@pytest.mark.thorough(keep=60)
+@pytest.mark.thorough(keep=30)
 @pytest.mark.parametrize(("name", "form"), EVERY)
 def test_a_careless_player_is_found_out(name: str, form: str) -> None:
     """Each program can fail: it ends otherwise if the third call is played for ever."""
@@ -72,7 +73,7 @@ def test_enough_programs() -> None:
     assert len([p for p in PROGRAMS.values() if p.careless]) < len(PROGRAMS) / 10
 
 
-@pytest.mark.thorough(keep=60)
+@pytest.mark.thorough(keep=40)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_generated_program_does_as_eager_torch(seed: int) -> None:
     body = generated(seed)

@@ -129,6 +129,7 @@ def test_layouts(nxd: Nxd, layout: Layout) -> None:
         assert wanted[name].abs().max() > 0
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.core(keep=1)
 @pytest.mark.parametrize("layout", [Layout(4, ep=2, router="group", zero1=True), LAYOUTS[2]], ids=str)
 def test_checkpoints_have_the_biases(nxd: Nxd, layout: Layout, tmp_path: Path) -> None:

@@ -45,6 +45,8 @@ def test_a_capacity_must_be_positive(factor: float) -> None:
         capacity.expert_capacity(4, 1, factor, 2)
 
 
+@pytest.mark.core(keep=2)
+@pytest.mark.thorough(keep=4)
 @pytest.mark.parametrize("device", ["cpu", "xla"])
 @pytest.mark.parametrize("k", [1, 2, 4])
 def test_earlier_tokens_win(k: int, device: str) -> None:

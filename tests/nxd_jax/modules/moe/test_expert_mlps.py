@@ -153,7 +153,7 @@ def test_biases_and_plain_mlps(glu: bool, factor: Any, device: str) -> None:
 
 
 @pytest.mark.core(keep=1)
-@pytest.mark.thorough(keep=4)
+@pytest.mark.thorough(keep=3)
 @pytest.mark.parametrize("factor", [None, 0.5])
 @pytest.mark.parametrize("k", [1, 2])
 @pytest.mark.parametrize("shape", [(13,), (1, 13)])

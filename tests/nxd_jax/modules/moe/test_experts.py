@@ -164,7 +164,8 @@ def check_rows(
     model.compare_gradients(rtol, atol)
 
 
-@pytest.mark.core(keep=3)
+@pytest.mark.thorough(keep=4)
+@pytest.mark.core(keep=2)
 @pytest.mark.parametrize("tp, ep", LAYOUTS)
 def test_every_layout(nxd: Nxd, tp: int, ep: int) -> None:
     nxd(8, tp=tp, ep=ep)

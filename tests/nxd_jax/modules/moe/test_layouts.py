@@ -34,8 +34,8 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.core(keep=1)
-@pytest.mark.thorough(keep=3)
+@pytest.mark.core(keep=0)
+@pytest.mark.thorough(keep=2)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_training(nxd: Nxd, layout: Layout) -> None:
     nxd(1)

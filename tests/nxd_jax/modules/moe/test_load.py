@@ -87,8 +87,8 @@ def run(layout: Layout, model: Any, optimizer: Any, after: Callable[[], Any] = l
         yield batch
 
 
-@pytest.mark.thorough(keep=4)
-@pytest.mark.core(keep=2)
+@pytest.mark.thorough(keep=3)
+@pytest.mark.core(keep=1)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_counts_are_those_by_hand(nxd: Nxd, layout: Layout) -> None:
     nxd(layout.ranks, tp=layout.tp, pp=layout.pp, cp=layout.cp, ep=layout.ep)
@@ -211,7 +211,7 @@ CHECKPOINTS: dict[str, Callable[[MoE], Callable[[torch.Tensor], torch.Tensor]]] 
 }
 
 
-@pytest.mark.thorough(keep=3)
+@pytest.mark.thorough(keep=2)
 @pytest.mark.parametrize("kind", CHECKPOINTS)
 @pytest.mark.parametrize("played", [False, True])
 def test_what_is_computed_again_is_counted_once(played: bool, kind: str) -> None:

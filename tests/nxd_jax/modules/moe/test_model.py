@@ -60,6 +60,8 @@ def take(layer: MoE, block: MixtralSparseMoeBlock) -> None:
         layer.expert_mlps.mlp_op.down_proj.weight.copy_(block.experts.down_proj.transpose(1, 2))
 
 
+@pytest.mark.core(keep=6)
+@pytest.mark.thorough(keep=12)
 @pytest.mark.parametrize("device", ["cpu", "xla"])
 @pytest.mark.parametrize("factor", [None, 0.0, "all but nothing"])
 @pytest.mark.parametrize("k", [2, 3, 4])
@@ -152,7 +154,7 @@ def own_parts(x: torch.Tensor) -> torch.Tensor:
     return own([x.chunk(tp)[place[r]] for r in range(len(place))])
 
 
-@pytest.mark.thorough(keep=4)
+@pytest.mark.thorough(keep=3)
 @pytest.mark.core(keep=1)
 @pytest.mark.parametrize("router_sp", [False, True])
 @pytest.mark.parametrize("shared", ["none", "partial", "replicated"])

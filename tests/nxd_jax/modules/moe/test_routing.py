@@ -405,6 +405,7 @@ RANKED = {
 }
 
 
+@pytest.mark.thorough(keep=10)
 @pytest.mark.core(keep=4)
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("dim", [0, 1])

@@ -13,7 +13,7 @@ from tests.nxd_jax.pipeline.test_torchrun import launch
 
 
 @pytest.mark.thorough(keep=1)
-@pytest.mark.parametrize(("numbers", "processes"), [((0, 3), 4), ((1, 2, 4), 4), ((0, 1, 3), 2)], ids=str)
+@pytest.mark.parametrize(("numbers", "processes"), [((0, 3), 2), ((1, 2, 4), 4), ((0, 1, 3), 4), ((1,), 2)], ids=str)
 def test_several_processes(nxd: Nxd, tmp_path: Path, numbers: tuple[int, ...], processes: int) -> None:
     """Losses, norms and every rank's weights; processes of one rank each, and of two under nxd-run."""
     done = launch(processes, tmp_path, *numbers, ranks=4 // processes, script=job.__file__)

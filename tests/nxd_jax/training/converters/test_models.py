@@ -37,6 +37,7 @@ CASES: list[tuple[dict[str, Any], str, int]] = [
 ]
 
 
+@pytest.mark.thorough(keep=6)
 @pytest.mark.core(keep=2)
 @pytest.mark.parametrize(("sizes", "flags", "copies"), CASES, ids=lambda x: "-".join(x.split()) if isinstance(x, str) else "")
 def test_logits(sizes: dict[str, Any], flags: str, copies: int, nxd: Nxd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,7 +58,8 @@ def plain() -> list[dict[str, float]]:
     return in_plain_torch()
 
 
-@pytest.mark.core(keep=2)
+@pytest.mark.thorough(keep=2)
+@pytest.mark.core(keep=1)
 @pytest.mark.parametrize("layout", small.LAYOUTS)
 def test_a_training_is_that_of_eager_torch_on_one_device(layout: str) -> None:
     expected = plain()
@@ -69,7 +70,8 @@ def test_a_training_is_that_of_eager_torch_on_one_device(layout: str) -> None:
             assert now[name] == pytest.approx(eager[name], rel=1e-4), (step, name)
 
 
-@pytest.mark.core(keep=1)
+@pytest.mark.thorough(keep=1)
+@pytest.mark.core(keep=0)
 @pytest.mark.parametrize("layout", small.LAYOUTS)
 def test_mixed_precision_adds_losses_and_norms_up_in_float32(layout: str) -> None:
     """(q) The original's running loss is a bfloat16 number."""

@@ -99,7 +99,8 @@ def turned(x: torch.Tensor, o: dict[str, Any]) -> torch.Tensor:
     return torch.cat([product.real, product.imag, x[..., size:]], -1)
 
 
-@pytest.mark.core(keep=2)
+@pytest.mark.thorough(keep=4)
+@pytest.mark.core(keep=1)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_equals_plain_torch(case: Case, nxd: Nxd) -> None:
     nxd(case.world, tp=case.tp)

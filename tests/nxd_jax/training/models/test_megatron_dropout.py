@@ -39,7 +39,8 @@ def gradients(recomputed: Any, options: dict[str, Any]) -> dict[str, torch.Tenso
     return found | {name: gather_full(p.grad, like=p) for name, p in model.named_parameters()}
 
 
-@pytest.mark.core(keep=1)
+@pytest.mark.thorough(keep=2)
+@pytest.mark.core(keep=0)
 @pytest.mark.parametrize("kind", [CoreAttention, ParallelTransformerLayer])
 @pytest.mark.parametrize("options", [{"ffn_dropout": 0.3}, {"sequence_parallel": True, "hidden_dropout": 0.3}], ids=str)
 def test_what_is_computed_again_draws_the_same(options: dict[str, Any], kind: type[nn.Module], nxd: Nxd) -> None:

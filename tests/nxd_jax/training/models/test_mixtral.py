@@ -78,7 +78,7 @@ def expected(want: nn.Module, ids: torch.Tensor, labels: torch.Tensor, parts: in
 
 
 @pytest.mark.core(keep=1)
-@pytest.mark.thorough(keep=3)
+@pytest.mark.thorough(keep=2)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_equals_transformers(case: Case, nxd: Nxd, monkeypatch: pytest.MonkeyPatch) -> None:
     nxd(case.world, tp=case.tp, cp=case.cp, ep=case.ep)

@@ -129,6 +129,7 @@ def keep(folder: Path, every: int) -> ModelCheckpoint:
     return ModelCheckpoint(dirpath=folder / "kept", every_n_train_steps=every, save_top_k=-1, filename="{step}")
 
 
+@pytest.mark.thorough(keep=8)
 @pytest.mark.core(keep=2)
 @pytest.mark.parametrize("devices", [1, 2, 4])
 @pytest.mark.parametrize("stop", [1, 3, 5])
