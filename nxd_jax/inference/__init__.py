@@ -7,6 +7,7 @@
 | `generation` | `generate` and `stream`: texts of any number of prompts |
 | `speculation` | a draft model that guesses ahead |
 | `model_files` | `save`, `load` |
+| `lora_serving`, `adapter_slots`, `adapted_linear` | LoRA adapters beside each other: `LoraServingConfig`, what is loaded, layers |
 | `building` | from a folder to traced programs with weights |
 | `decoder`, `attention`, `gpt2`, `step`, `kv_cache`, `head_plans`, `token_choice` | the model of one rank |
 | `command`, `printing` | `nxd-generate` |
@@ -24,6 +25,7 @@ _FROM = {
     "InferenceConfig": "config",
     "KVCacheManager": "kv_cache",
     "LanguageModel": "language_model",
+    "LoraServingConfig": "lora_serving",
     "generate": "generation",
     "generate_buckets": "buckets",
     "load": "model_files",

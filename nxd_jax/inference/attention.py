@@ -10,12 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from nxd_jax.inference import head_plans
+from nxd_jax.inference import adapted_linear, head_plans
 from nxd_jax.inference.config import InferenceConfig
 from nxd_jax.inference.step import Step
 from nxd_jax.kernels import nki_flash_attn_func
 from nxd_jax.tensor_parallel import parallel_groups
-from nxd_jax.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from nxd_jax.training.models.hf_models.attention import head_dim
 from nxd_jax.training.models.hf_models.rotary import rotate
 
@@ -66,8 +65,8 @@ class Attention(nn.Module):
         self.kv_heads_per_rank = len(self.plan.kv) // tp
         q, kv = len(self.plan.query) * self.head_dim, len(self.plan.kv) * self.head_dim
         for name, size in (("q_proj", q), ("k_proj", kv), ("v_proj", kv)):
-            self.add_module(name, ColumnParallelLinear(config.hidden_size, size, bias=bias, gather_output=False, **layout))
-        self.o_proj = RowParallelLinear(q, config.hidden_size, bias=out_bias, input_is_parallel=True, **layout)
+            self.add_module(name, adapted_linear.column(name, config.hidden_size, size, options.lora_config, bias=bias, **layout))
+        self.o_proj = adapted_linear.row("o_proj", q, config.hidden_size, options.lora_config, bias=out_bias, **layout)
 
     def preshard_hook(self, model_state_dict: dict[str, torch.Tensor], prefix: str) -> None:
         """Copy, pad and order the heads of a full checkpoint. Raises RuntimeError for weights of other heads."""
@@ -87,7 +86,7 @@ class Attention(nn.Module):
 
     def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         """x: [B, S, hidden]."""
-        q, k, v = (self._heads(getattr(self, f"{name}_proj")(x)) for name in "qkv")
+        q, k, v = (self._heads(adapted_linear.through(getattr(self, f"{name}_proj"), x, step.adapter_ids)) for name in "qkv")
         if step.rotation is not None:
             q, k = rotate(q, *step.rotation), rotate(k, *step.rotation)
         if step.positions is None:
@@ -98,8 +97,7 @@ class Attention(nn.Module):
             k, v = step.cache.get_cache(self.layer, step.length, step.seq_ids)
             slots = torch.arange(k.shape[2], device=x.device)
             out = attend(q, k, v, seen_by(step.positions, slots, self.window))
-        found: torch.Tensor = self.o_proj(out.transpose(1, 2).flatten(2))
-        return found
+        return adapted_linear.through(self.o_proj, out.transpose(1, 2).flatten(2), step.adapter_ids)
 
     def _heads(self, x: torch.Tensor) -> torch.Tensor:
         return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)

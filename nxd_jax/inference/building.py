@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from nxd_jax.checkpoint.safetensors_files import Hub
+from nxd_jax.inference.adapted_linear import FACTORS
 from nxd_jax.inference.config import InferenceConfig
 from nxd_jax.inference.decoder import FAMILIES, CausalLM
 from nxd_jax.trace.functions import shard_checkpoint
@@ -60,6 +61,8 @@ def full_weights(model: CausalLM, files: Mapping[str, torch.Tensor]) -> State:
     for mine, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue  # the cache
+        if mine.rpartition(".")[2] in FACTORS:
+            continue  # adapters come later
         name, made = model.family.source(mine)
         if name in full:
             found[mine] = made(full[name])
@@ -81,6 +84,8 @@ def build(hf_config: Any, options: InferenceConfig, files: Mapping[str, torch.Te
         model = CausalLM(hf_config, options, device="meta")
         found = _traced(model, options).compile()
         weights = shard_checkpoint(full_weights(model, files), model)
+        empty = {name: torch.zeros(p.shape, dtype=p.dtype) for name, p in model.named_parameters() if name.rpartition(".")[2] in FACTORS}
+        weights = [state | empty for state in weights]
     found.set_weights(weights)
     return found
 
@@ -88,16 +93,17 @@ def build(hf_config: Any, options: InferenceConfig, files: Mapping[str, torch.Te
 def _traced(model: CausalLM, options: InferenceConfig) -> ModelBuilder:
     builder = ModelBuilder(model)
     lines = {} if options.batch_size == 1 else {"seq_ids": _ints(options.prompts_at_once)}
+    adapters = [{} if options.lora_config is None else {"adapter_ids": _ints(n)} for n in (options.prompts_at_once, options.batch_size)]
     for tokens in options.context_buckets:
         ids = _ints(options.prompts_at_once, tokens)
-        builder.trace(kwargs={"input_ids": ids, "attention_mask": ids, **lines}, tag=prefill_tag(tokens))
+        builder.trace(kwargs={"input_ids": ids, "attention_mask": ids, **lines, **adapters[0]}, tag=prefill_tag(tokens))
     for slots in options.decode_buckets:
         model.cache_length = None if slots == options.seq_len else slots
         later = {"decode": 1, SPECULATION: options.speculation_length}
         for tag, tokens in later.items():
             if tokens:
                 inputs = {"input_ids": _ints(options.batch_size, tokens), "position_ids": _ints(options.batch_size)}
-                builder.trace(kwargs=inputs, tag=decode_tag(slots, tag))
+                builder.trace(kwargs=inputs | adapters[1], tag=decode_tag(slots, tag))
     model.cache_length = None
     return builder
 

@@ -5,6 +5,7 @@
     nxd-generate llama-hf --tp 8 --seq-len 4096 --batch-size 4 --save llama.pt
     nxd-generate llama.pt --chat "Why is the sky blue?"
     nxd-generate llama-70b-hf "Once upon a time" --tp 8 --draft llama-1b-hf --speculation-length 5
+    nxd-generate llama-hf "Once upon a time" "Dear Sir" --lora poet=poet-lora --lora clerk=clerk-lora --adapter poet --adapter clerk
 
 MODEL is a Hugging Face folder (config.json, safetensors files, a tokenizer), or a file that --save wrote, which starts without tracing. Answers go to stdout as
 they are made, speed to stderr. Wrong arguments and models that cannot be read end with status 2.
@@ -46,6 +47,16 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--top-k", type=int, default=0, help="draw among so many (default 0: all)")
     found.add_argument("--top-p", type=float, default=1.0, help="draw among those with so much of the probability (default 1)")
     found.add_argument("--seed", type=int, default=42, help="of draws (default %(default)s)")
+    lora = found.add_argument_group("adapters")
+    lora.add_argument(
+        "--lora", metavar="NAME=FOLDER", action="append", default=[], help="load a LoRA adapter of PEFT under a name; may be repeated"
+    )
+    lora.add_argument(
+        "--adapter",
+        metavar="NAME",
+        action="append",
+        help="that answers: once for all texts or once for each, - for none (default: the only --lora)",
+    )
     trace = found.add_argument_group("how a folder is traced")
     trace.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks (default 1)")
     trace.add_argument("--batch-size", type=int, help="texts that are answered together (default: all, at most 8)")
@@ -96,6 +107,7 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError("--draft goes with the likeliest tokens only: leave --temperature out")
     if args.draft and args.save:
         raise ValueError("--save writes one model, and --draft is another: save without it")
+    _adapters(args)
     if Path(args.model).is_file():
         given = [
             f"--{n.replace('_', '-')}"
@@ -106,6 +118,31 @@ def _check(args: argparse.Namespace) -> None:
             raise ValueError(
                 f"{args.model} is traced already, and {', '.join(given)} would need another trace: give the Hugging Face folder"
             )
+
+
+def _folders(args: argparse.Namespace) -> dict[str, str]:
+    """By name the folders of adapters."""
+    found = dict(one.partition("=")[::2] for one in args.lora)
+    if len(found) < len(args.lora) or not all(name not in ("", "-") and folder for name, folder in found.items()):
+        raise ValueError(f"--lora takes NAME=FOLDER, each with a name of its own, got {', '.join(args.lora)}")
+    return found
+
+
+def _adapters(args: argparse.Namespace) -> list[str | None]:
+    """The adapter of each text."""
+    names, given = list(_folders(args)), args.adapter
+    if given is None and len(names) > 1 and args.texts:
+        raise ValueError(
+            f"there are adapters {', '.join(names)}: say which one answers with --adapter NAME (- for none), once or for each text"
+        )
+    given = (names or ["-"])[:1] if given is None else given
+    if len(given) not in (1, len(args.texts)) and args.texts:
+        raise ValueError(f"--adapter is given {len(given)} times for {len(args.texts)} texts: give it once, or once for each")
+    unknown = [name for name in given if name not in ("-", *names)]
+    if unknown and not Path(args.model).is_file():
+        raise ValueError(f"--adapter {unknown[0]} is none of {', '.join(names) or 'no --lora'}: load it with --lora {unknown[0]}=FOLDER")
+    each = given * len(args.texts) if len(given) == 1 else given
+    return [None if name == "-" else name for name in each]
 
 
 def _run(args: argparse.Namespace) -> None:
@@ -169,12 +206,17 @@ def _models(args: argparse.Namespace, prompts: Sequence[Sequence[int]]) -> tuple
 
     place = Path(args.model)
     if place.is_file():
-        return model_files.load(place), None
+        model = model_files.load(place)
+        for name, folder in _folders(args).items():
+            model.load_adapter(name, folder)
+        return model, None
     options = _options(args, building.read_config(place), prompts)
     if not args.draft:
         return LanguageModel.from_pretrained(place, options), None
     checked = dataclasses.replace(options, speculation_length=args.speculation_length or 4)
-    return LanguageModel.from_pretrained(place, checked), LanguageModel.from_pretrained(args.draft, options)
+    return LanguageModel.from_pretrained(place, checked), LanguageModel.from_pretrained(
+        args.draft, dataclasses.replace(options, lora_config=None)
+    )
 
 
 def _options(args: argparse.Namespace, config: Any, prompts: Sequence[Sequence[int]]) -> Any:
@@ -182,6 +224,7 @@ def _options(args: argparse.Namespace, config: Any, prompts: Sequence[Sequence[i
 
     from nxd_jax.inference.buckets import power_above
     from nxd_jax.inference.config import InferenceConfig
+    from nxd_jax.inference.lora_serving import LoraServingConfig
     from nxd_jax.quantization import KVQuantizationConfig
 
     longest = max(map(len, prompts), default=0)
@@ -201,7 +244,9 @@ def _options(args: argparse.Namespace, config: Any, prompts: Sequence[Sequence[i
         )
     dtype = getattr(torch, args.dtype) if args.dtype else None
     kept = KVQuantizationConfig(quant_dtype=getattr(torch, _KV_DTYPES[args.kv_dtype])) if args.kv_dtype else None
-    sizes = {
+    paths = _folders(args)
+    sizes: dict[str, Any] = {"lora_config": LoraServingConfig.of_folders(paths) if paths else None}
+    sizes |= {
         "tp_degree": args.tp,
         "batch_size": args.batch_size or min(max(len(prompts), 1), 8),
         "torch_dtype": dtype,
@@ -232,7 +277,7 @@ def _answer(args: argparse.Namespace, model: Any, draft: Any, tokenizer: Any, pr
     most = args.max_new_tokens or max(min(_NEW, model.options.seq_len - max(map(len, prompts))), 1)
     printer, made, first = Printer(sys.stdout, tokenizer, args.texts), 0, 0.0
     started = time.perf_counter()
-    for one in generation.stream(model, prompts, most, ends, choosing, args.seed, draft):
+    for one in generation.stream(model, prompts, most, ends, choosing, args.seed, draft, _adapters(args)):
         made += one.token is not None
         first = first or time.perf_counter() - started
         printer.add(one)

@@ -10,6 +10,7 @@ import torch
 from nxd_jax.inference.buckets import generate_buckets
 from nxd_jax.inference.head_plans import GQA
 from nxd_jax.inference.kv_cache import check_quantization
+from nxd_jax.inference.lora_serving import LoraServingConfig
 from nxd_jax.quantization import KVQuantizationConfig
 
 _SMALLEST_BUCKET = 128
@@ -32,6 +33,8 @@ class InferenceConfig:
 
     kv_quant_config: keep the KV cache in float8, a byte for each number: `KVQuantizationConfig()` (`kv_cache.KVCacheManager`); default torch_dtype.
 
+    lora_config: room for LoRA adapters, of which each row has one or none (`lora_serving.LoraServingConfig`); default none.
+
     Raises ValueError for numbers that do not fit together, and what `KVCacheManager` does.
     """
 
@@ -50,12 +53,15 @@ class InferenceConfig:
     speculation_length: int = 0
     gqa: GQA | None = None
     kv_quant_config: KVQuantizationConfig | None = None
+    lora_config: LoraServingConfig | None = None
 
     def __post_init__(self) -> None:
         for name in ("tp_degree", "batch_size", "seq_len", "top_k"):
             _check_number(name, getattr(self, name), 1)
         _check_number("speculation_length", self.speculation_length, 0)
         check_quantization(self.kv_quant_config)
+        if self.lora_config is not None and not isinstance(self.lora_config, LoraServingConfig):
+            raise TypeError(f"lora_config must be a LoraServingConfig or None, got {type(self.lora_config).__name__}")
         set_ = object.__setattr__
         set_(self, "max_context_length", self.seq_len if self.max_context_length is None else self.max_context_length)
         set_(self, "ctx_batch_size", self.ctx_batch_size or (1 if self.is_continuous_batching else self.batch_size))
@@ -114,6 +120,8 @@ class InferenceConfig:
         given[_KV] = KVQuantizationConfig(quant_dtype=getattr(torch, kept)) if kept else None
         for name in ("context_buckets", "decode_buckets"):
             given[name] = tuple(given[name])
+        room = given.get("lora_config")
+        given["lora_config"] = LoraServingConfig(**room) if room else None
         return cls(**given)
 
 

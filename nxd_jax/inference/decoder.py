@@ -12,16 +12,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from nxd_jax.inference import gpt2
+from nxd_jax.inference import adapted_linear, gpt2, lora_serving
 from nxd_jax.inference.attention import Attention
 from nxd_jax.inference.config import InferenceConfig
 from nxd_jax.inference.kv_cache import KVCacheManager
+from nxd_jax.inference.lora_serving import LoraServingConfig
 from nxd_jax.inference.step import Rotation, Step
 from nxd_jax.inference.token_choice import TokenChoice
 from nxd_jax.modules.moe import ExpertMLPs, MoE, RouterTopK
 from nxd_jax.tensor_parallel import parallel_groups
 from nxd_jax.tensor_parallel.embedding import ParallelEmbedding
-from nxd_jax.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
+from nxd_jax.tensor_parallel.linear import ColumnParallelLinear
 from nxd_jax.training.models.hf_models import hf_weights, rotary
 from nxd_jax.training.models.hf_models.layers import LlamaRMSNorm
 
@@ -32,19 +33,19 @@ Layout = dict[str, Any]
 class GatedMLP(nn.Module):
     """down_proj(activation(gate_proj(x)) * up_proj(x)). An intermediate_size that the ranks do not divide is padded with zeros."""
 
-    def __init__(self, config: Any, layout: Layout):
+    def __init__(self, config: Any, layout: Layout, room: LoraServingConfig | None = None):
         super().__init__()
         from transformers.activations import ACT2FN
 
         size, bias = (config.hidden_size, config.intermediate_size), bool(getattr(config, "mlp_bias", False))
-        self.gate_proj = ColumnParallelLinear(*size, bias=bias, gather_output=False, pad=True, **layout)
-        self.up_proj = ColumnParallelLinear(*size, bias=bias, gather_output=False, pad=True, **layout)
-        self.down_proj = RowParallelLinear(size[1], size[0], bias=bias, input_is_parallel=True, pad=True, **layout)
+        self.gate_proj = adapted_linear.column("gate_proj", *size, room, bias=bias, pad=True, **layout)
+        self.up_proj = adapted_linear.column("up_proj", *size, room, bias=bias, pad=True, **layout)
+        self.down_proj = adapted_linear.row("down_proj", *size[::-1], room, bias=bias, pad=True, **layout)
         self.act_fn = ACT2FN[config.hidden_act]
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
-        return found
+    def forward(self, x: torch.Tensor, adapter_ids: torch.Tensor | None = None) -> torch.Tensor:
+        gate, up = (adapted_linear.through(layer, x, adapter_ids) for layer in (self.gate_proj, self.up_proj))
+        return adapted_linear.through(self.down_proj, self.act_fn(gate) * up, adapter_ids)
 
 
 def mixture(config: Any, layout: Layout) -> MoE:
@@ -145,13 +146,14 @@ class DecoderLayer(nn.Module):
         super().__init__()
         kind, bias = family(config), bool(getattr(config, "attention_bias", False))
         self.self_attn = Attention(config, layer, options, bias or kind.qkv_bias, bias or kind.out_bias, window(config, layer), layout)
-        self.mlp = kind.mlp(config, layout)
+        self.mlp = GatedMLP(config, layout, options.lora_config) if kind.mlp is GatedMLP else kind.mlp(config, layout)
         self.input_layernorm = kind.norm(config, layout["dtype"])
         self.post_attention_layernorm = kind.norm(config, layout["dtype"])
 
     def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         x = x + self.self_attn(self.input_layernorm(x), step)
-        found = self.mlp(self.post_attention_layernorm(x))
+        x_normed = self.post_attention_layernorm(x)
+        found = self.mlp(x_normed) if step.adapter_ids is None else self.mlp(x_normed, step.adapter_ids)
         return x + (found[0] if isinstance(found, tuple) else found)
 
 
@@ -196,6 +198,8 @@ class CausalLM(nn.Module):
     keys and values go to lines seq_ids [B] of the cache (default: row i to line i). Gives what follows each row's last token (for a row without, anything).
     Later tokens: input_ids [B, S] with position_ids [B], the place of each row's first one in its text. Gives what follows each token.
 
+    adapter_ids [B]: slots of the rows' LoRA adapters, 0 for none, for a model with `lora_config` (else ValueError).
+
     What is given: logits [B, V] of a prompt, [B, S, V] of later tokens, float32; with on_device_sampling tokens [B] or [B, S], int64.
 
     config: transformers'. device: "meta" makes parameters without values, which a trace does not need.
@@ -207,6 +211,12 @@ class CausalLM(nn.Module):
         layout: Layout = {"dtype": options.torch_dtype or getattr(config, "dtype", None) or torch.float32, "device": device}
         self.family = family(config)
         self.family.check(config)
+        if options.lora_config is not None and config.model_type not in lora_serving.FAMILIES:
+            raise NotImplementedError(
+                f"LoRA adapters cannot be served for model_type {config.model_type!r}, only for {', '.join(lora_serving.FAMILIES)}: merge one into the "
+                "model with PEFT's merge_and_unload, and leave lora_config out"
+            )
+        self.has_adapters = options.lora_config is not None
         self.cache_length: int | None = None
         self.model = Decoder(config, options, layout)
         self.lm_head = ColumnParallelLinear(config.hidden_size, config.vocab_size, bias=False, gather_output=False, pad=True, **layout)
@@ -231,17 +241,22 @@ class CausalLM(nn.Module):
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
         seq_ids: torch.Tensor | None = None,
+        adapter_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
         steps = torch.arange(input_ids.shape[1], device=input_ids.device)
         if (attention_mask is None) == (position_ids is None):
             raise ValueError("give attention_mask for prompts, or position_ids for later tokens, and not both")
+        if adapter_ids is not None and not self.has_adapters:
+            raise ValueError(
+                "adapter_ids are for a model with room for adapters: make it with InferenceConfig(lora_config=LoraServingConfig(...))"
+            )
         if position_ids is not None:
-            x = self.model(input_ids, Step(self.kv_mgr, position_ids[:, None] + steps, seq_ids, self.cache_length))
+            x = self.model(input_ids, Step(self.kv_mgr, position_ids[:, None] + steps, seq_ids, self.cache_length, adapter_ids=adapter_ids))
             return self.choice(self.lm_head(x))
         assert attention_mask is not None
         padding = attention_mask == 0
         ids = input_ids.gather(1, padding.int().argsort(stable=True, dim=1))  # tokens first, in their order
-        x = self.model(ids, Step(self.kv_mgr, None, seq_ids))
+        x = self.model(ids, Step(self.kv_mgr, None, seq_ids, adapter_ids=adapter_ids))
         last = ((~padding).sum(1) - 1).clamp(min=0)
         x = x.gather(1, last[:, None, None].expand(-1, 1, x.shape[2]))
         return self.choice(self.lm_head(x))[:, 0]

@@ -14,6 +14,9 @@ from nxd_jax.inference.language_model import CacheFullError, LanguageModel
 from nxd_jax.inference.speculation import Draft
 from nxd_jax.training.evaluation.generation import Choosing
 
+_Prompt = tuple[Sequence[int], str | None]
+"""Token ids, and the name of an adapter."""
+
 
 class Made(NamedTuple):
     """A token that was made. prompt: the number of the prompt that it answers. last: the answer ends with it; token is None if the text ended before it."""
@@ -52,21 +55,25 @@ def stream(
     choosing: Choosing | None = None,
     seed: int = 42,
     draft: LanguageModel | None = None,
+    adapters: Sequence[str | None] | None = None,
 ) -> Iterator[Made]:
     """Tokens as they are made, of any number of prompts; as many as the cache has lines are decoded together.
 
     max_new_tokens: of an answer; default: until the cache is full. end: tokens that end a text; default the model's. choosing: of a token by logits on the
     CPU, default the likeliest; draws follow `seed` (those of on_device_sampling torch's own seed). draft: a small model that guesses what `model` then checks,
-    speculation_length tokens at once; the answers are those without it.
+    speculation_length tokens at once; the answers are those without it. adapters: the LoRA adapters of the prompts, by name, None for the model as it is
+    (default all).
 
     A model makes the texts of one stream at a time: while it makes others, the first token raises RuntimeError. Before that raises CacheFullError for prompts
     that do not fit, or not with max_new_tokens, and ValueError for what `LanguageModel.prefill` refuses, for max_new_tokens below 1, and for what does not go
-    with on_device_sampling or a draft.
+    with on_device_sampling or a draft, and for adapters that are not loaded.
     """
     _check(model, prompts, max_new_tokens, choosing)
+    named = [None] * len(prompts) if adapters is None else list(adapters)
+    model.check_adapters(named, len(prompts))
     ends = model.about.end if end is None else tuple(end)
     guess = None if draft is None else Draft(model, draft, choosing)
-    return _streamed(_Stepping(model, guess, choosing or Choosing(), seed), prompts, max_new_tokens, ends)
+    return _streamed(_Stepping(model, guess, choosing or Choosing(), seed), list(zip(prompts, named, strict=True)), max_new_tokens, ends)
 
 
 def _check(model: LanguageModel, prompts: Sequence[Sequence[int]], most: int | None, choosing: Choosing | None) -> None:
@@ -95,11 +102,12 @@ class _Stepping:
         """The model and its draft."""
         return [self.model] if self.draft is None else [self.model, self.draft.model]
 
-    def begin(self, prompts: Sequence[Sequence[int]], lines: Sequence[int]) -> list[int]:
+    def begin(self, taken: Sequence[_Prompt], lines: Sequence[int]) -> list[int]:
         """The first token of each answer."""
+        prompts, adapters = [ids for ids, _ in taken], [name for _, name in taken]
         if self.draft is not None:
-            self.draft.model.prefill(prompts, lines)
-        return self._chosen(self.model.prefill(prompts, lines))
+            self.draft.model.prefill(prompts, lines, adapters if self.draft.model is self.model else None)
+        return self._chosen(self.model.prefill(prompts, lines, adapters))
 
     def go_on(self, rows: dict[int, _Row]) -> dict[int, list[int]]:
         """The next tokens of each line."""
@@ -116,14 +124,14 @@ class _Stepping:
         return chosen
 
 
-def _streamed(stepping: _Stepping, prompts: Sequence[Sequence[int]], most: int | None, ends: Sequence[int]) -> Iterator[Made]:
+def _streamed(stepping: _Stepping, prompts: Sequence[_Prompt], most: int | None, ends: Sequence[int]) -> Iterator[Made]:
     with contextlib.ExitStack() as busy:
         for model in {id(m): m for m in stepping.models}.values():
             busy.enter_context(model.busy())
         yield from _all(stepping, prompts, most, ends)
 
 
-def _all(stepping: _Stepping, prompts: Sequence[Sequence[int]], most: int | None, ends: Sequence[int]) -> Iterator[Made]:
+def _all(stepping: _Stepping, prompts: Sequence[_Prompt], most: int | None, ends: Sequence[int]) -> Iterator[Made]:
     options = stepping.model.options
     waiting, rows = deque(enumerate(prompts)), dict[int, _Row]()
     while waiting or rows:
@@ -131,7 +139,7 @@ def _all(stepping: _Stepping, prompts: Sequence[Sequence[int]], most: int | None
         taken = [waiting.popleft() for _ in range(min(len(free), len(waiting), options.prompts_at_once))]
         if taken:
             lines = free[: len(taken)]
-            for line, (number, prompt), token in zip(lines, taken, stepping.begin([p for _, p in taken], lines), strict=True):
+            for line, (number, (prompt, _)), token in zip(lines, taken, stepping.begin([p for _, p in taken], lines), strict=True):
                 rows[line] = _Row(number, token, len(prompt) - 1, options.seq_len - len(prompt) if most is None else most)
                 yield from _said(rows, line, [token], ends)
             continue

@@ -12,9 +12,11 @@ from typing import Any
 import torch
 
 from nxd_jax.inference import building
+from nxd_jax.inference.adapter_slots import AdapterSlots, Base
 from nxd_jax.inference.buckets import fitting
 from nxd_jax.inference.config import InferenceConfig
 from nxd_jax.trace.nxd_model import NxDModel
+from nxd_jax.training.models.hf_models.attention import head_dim
 
 
 class CacheFullError(ValueError):
@@ -34,31 +36,81 @@ class LanguageModel:
     """`LanguageModel.from_pretrained(folder, InferenceConfig(tp_degree=8))`, or `model_files.load(path)` of what `model_files.save` wrote.
 
     `generation.generate` and `generation.stream` make texts; `prefill`, `decode` and `score` are their steps. nxd_model: with weights; goes to its devices.
+    base, adapters: of a model with room for LoRA adapters: what they are for, and the slots of those that are among its weights.
     """
 
-    def __init__(self, nxd_model: NxDModel, options: InferenceConfig, about: About):
+    def __init__(
+        self, nxd_model: NxDModel, options: InferenceConfig, about: About, base: Base | None = None, adapters: dict[str, int] | None = None
+    ):
         self.nxd_model = nxd_model
         self.options = options
         self.about = about
         self._busy = False
         nxd_model.to_neuron()
+        self.slots = None if base is None else AdapterSlots(nxd_model, options, base, adapters)
+        self._slot_of_line: list[int | None] = [0] * options.batch_size
 
     @classmethod
     def from_pretrained(cls, folder: str | Path, options: InferenceConfig | None = None) -> LanguageModel:
-        """Trace and compile the model of a Hugging Face folder (config.json and safetensors files).
+        """Trace and compile the model of a Hugging Face folder (config.json and safetensors files), and load the adapters of `lora_config`.
 
-        Raises FileNotFoundError, ValueError for a model_type that is not known, KeyError for missing weights.
+        Raises FileNotFoundError, ValueError for a model_type that is not known, KeyError for missing weights, and what `load_adapter` raises.
         """
         place, options = Path(folder), options or InferenceConfig()
         config = building.read_config(place)
         model = building.build(config, options, building.read_files(place))
-        return cls(model, options, About(config.model_type, config.vocab_size, end_tokens(place, config)))
+        base = None if options.lora_config is None else Base.of(config, head_dim(config))
+        found = cls(model, options, About(config.model_type, config.vocab_size, end_tokens(place, config)), base)
+        for name, path in options.lora_config.lora_ckpt_paths.items() if options.lora_config else ():
+            found.load_adapter(name, path)
+        return found
 
-    def prefill(self, prompts: Sequence[Sequence[int]], lines: Sequence[int]) -> torch.Tensor:
+    # -- adapters ------------------------------------------------------------------------------------
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """The names of those that are loaded."""
+        return () if self.slots is None else tuple(self.slots.names)
+
+    def load_adapter(self, name: str, folder: str | Path) -> None:
+        """Load a LoRA adapter of PEFT under a name, in place of one that has the name already. Nothing is compiled.
+
+        Raises ValueError for a model without `lora_config`, an adapter of another model, with a larger rank or of other layers than there is room for, and
+        for more than max_loras; FileNotFoundError; RuntimeError while texts are made. Then nothing has changed.
+        """
+        with self.busy():
+            self._left(self._room().load(name, str(folder)))
+
+    def unload_adapter(self, name: str) -> None:
+        """Make room for another one. Raises ValueError for a name that is not loaded, RuntimeError while texts are made."""
+        with self.busy():
+            self._left(self._room().unload(name))
+
+    def _room(self) -> AdapterSlots:
+        if self.slots is None:
+            raise ValueError(
+                "the model has no room for adapters: trace it with InferenceConfig(lora_config=LoraServingConfig(max_loras=...))"
+            )
+        return self.slots
+
+    def _left(self, slot: int) -> None:
+        self._slot_of_line = [None if of == slot else of for of in self._slot_of_line]
+
+    def check_adapters(self, names: Sequence[str | None], prompts: int) -> list[int]:
+        """The slots of prompts' adapters. Raises ValueError for a name that is not loaded, and for another number of names than prompts."""
+        if len(names) != prompts:
+            raise ValueError(f"{len(names)} adapters for {prompts} prompts: name one for each, None for those without")
+        return self._room().slots(names) if any(name is not None for name in names) else [0] * prompts
+
+    # -- steps ---------------------------------------------------------------------------------------
+
+    def prefill(self, prompts: Sequence[Sequence[int]], lines: Sequence[int], adapters: Sequence[str | None] | None = None) -> torch.Tensor:
         """Read prompts (at most `options.prompts_at_once`) into lines of the cache; what follows each: logits [prompts, V], or tokens [prompts].
 
-        Raises CacheFullError for a prompt above max_context_length, ValueError for an empty one, for tokens outside of the vocabulary and for lines that
-        are not there.
+        adapters: the prompts' LoRA adapters, by name, None for the model as it is (default all); later tokens of these lines have them, too.
+
+        Raises CacheFullError for a prompt above max_context_length, ValueError for an empty one, for tokens outside of the vocabulary, for lines that are not
+        there, and what `check_adapters` raises.
         """
         rows = self.options.prompts_at_once
         if not 0 < len(prompts) <= rows or len(prompts) != len(lines):
@@ -69,6 +121,7 @@ class LanguageModel:
             raise ValueError(f"lines {list(lines)} must be different numbers below batch_size={self.options.batch_size}")
         for prompt in prompts:
             self.check_prompt(prompt)
+        slots = self.check_adapters(adapters or [None] * len(prompts), len(prompts))
         tokens = fitting(self.options.context_buckets, max(map(len, prompts)))
         assert tokens is not None
         ids, mask = torch.zeros(rows, tokens, dtype=torch.int64), torch.zeros(rows, tokens, dtype=torch.int64)
@@ -79,6 +132,10 @@ class LanguageModel:
         inputs = {"input_ids": ids, "attention_mask": mask}
         if self.options.batch_size > 1:
             inputs["seq_ids"] = torch.tensor([*lines, *[lines[0]] * (rows - len(lines))])
+        if self.slots is not None:
+            inputs["adapter_ids"] = torch.tensor([*slots, *[slots[0]] * (rows - len(lines))])
+        for line, slot in zip(lines, slots, strict=True):
+            self._slot_of_line[line] = slot
         return self._run(building.prefill_tag(tokens), inputs)[: len(prompts)]
 
     @contextlib.contextmanager
@@ -86,7 +143,7 @@ class LanguageModel:
         """A block that has all lines of the cache for itself. Raises RuntimeError within another one."""
         if self._busy:
             raise RuntimeError(
-                "the model is making other texts, whose lines of the KV cache these would overwrite: take them to their end, or close() them"
+                "the model is making other texts, whose lines of the KV cache or adapters this would overwrite: take them to their end, or close() them"
             )
         self._busy = True
         try:
@@ -138,6 +195,13 @@ class LanguageModel:
                 f"the KV cache is full: a text has {needed} tokens, and a line holds {self.options.seq_len} (seq_len): trace it for more"
             )
         inputs = {"input_ids": ids, "position_ids": torch.tensor(positions)}
+        if self.slots is not None:
+            gone = [line for line in counted if self._slot_of_line[line] is None]
+            if gone:
+                raise ValueError(
+                    f"the adapter that line {gone[0]} was read with is not loaded any more: read its text again with `prefill`"
+                )
+            inputs["adapter_ids"] = torch.tensor([slot or 0 for slot in self._slot_of_line])
         return self._run(building.decode_tag(slots, tag), inputs)
 
     def _run(self, tag: str, inputs: dict[str, torch.Tensor]) -> torch.Tensor:

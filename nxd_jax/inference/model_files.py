@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from nxd_jax.inference.adapter_slots import Base
 from nxd_jax.inference.config import InferenceConfig
 from nxd_jax.inference.language_model import About, LanguageModel
 from nxd_jax.trace.nxd_model import NxDModel
@@ -40,6 +41,8 @@ def save(model: LanguageModel, path: str | os.PathLike[str], tokenizer: str | os
     target = Path(path)
     unfinished = target.with_name(f"{target.name}.partial")
     described = {"options": model.options.to_json(), "about": dataclasses.asdict(model.about)}
+    if model.slots is not None:
+        described |= {"base": dataclasses.asdict(model.slots.base), "adapters": model.slots.names}
     try:
         model.nxd_model.save(str(unfinished), save_weights=True)
         with zipfile.ZipFile(unfinished, "a", zipfile.ZIP_STORED) as archive:
@@ -63,15 +66,17 @@ def load(path: str | os.PathLike[str]) -> LanguageModel:
         if _ABOUT not in archive.namelist():
             raise ValueError(f"{path} holds a traced model that is no language model: nxd-generate --save writes those")
         try:
-            options, about = _read(json.loads(archive.read(_ABOUT)))
+            described = _read(json.loads(archive.read(_ABOUT)))
         except (KeyError, TypeError, ValueError, zipfile.BadZipFile) as error:
             raise DamagedModelError(f"{path} cannot be opened as a language model: {error!r}") from error
-    return LanguageModel(found, options, about)
+    return LanguageModel(found, *described)
 
 
-def _read(described: dict[str, Any]) -> tuple[InferenceConfig, About]:
-    about = described["about"]
-    return InferenceConfig.from_json(described["options"]), About(**about | {"end": tuple(about["end"])})
+def _read(described: dict[str, Any]) -> tuple[InferenceConfig, About, Base | None, dict[str, int] | None]:
+    about, base = described["about"], described.get("base")
+    if base is not None:
+        base = Base(**base | {"sizes": {name: tuple(size) for name, size in base["sizes"].items()}})
+    return InferenceConfig.from_json(described["options"]), About(**about | {"end": tuple(about["end"])}), base, described.get("adapters")
 
 
 @contextlib.contextmanager

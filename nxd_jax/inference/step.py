@@ -16,7 +16,8 @@ Rotation = tuple[torch.Tensor, torch.Tensor]
 class Step:
     """B rows of S tokens. positions: [B, S] int64, None for prompts, which begin at 0. seq_ids: [B] int64, lines of the cache, by default row i's is i.
 
-    length: slots of the cache to read, None for all. rotation: of queries and keys, None for a model with learned positions.
+    length: slots of the cache to read, None for all. rotation: of queries and keys, None for a model with learned positions. adapter_ids: [B] int64, the
+    slots of the rows' LoRA adapters, 0 for none; None for a model without room for adapters.
     """
 
     cache: KVCacheManager
@@ -24,6 +25,7 @@ class Step:
     seq_ids: torch.Tensor | None = None
     length: int | None = None
     rotation: Rotation | None = None
+    adapter_ids: torch.Tensor | None = None
 
     def places(self, ids: torch.Tensor) -> torch.Tensor:
         """The positions of ids [B, S]: [B, S], or [S] where all rows have the same."""

@@ -102,7 +102,7 @@ def adapter(
     pairs = [_pair(given, n, ends) for n in names]
     if not any(pairs):
         return {}
-    factors = [_scaling(n, p[0].shape[0], config) / layer.scaling if p else 1.0 for n, p in zip(names, pairs, strict=True)]
+    factors = [scaling(n, p[0].shape[0], config) / layer.scaling if p else 1.0 for n, p in zip(names, pairs, strict=True)]
     a, starts = _joined(path, pairs, layer.lora_rank)
     bs = [_placed(path, p, start, factor, rows, layer.lora_rank)
           for p, start, factor, rows in zip(pairs, starts, factors, _rows(layer, len(names)), strict=True)]  # fmt: skip
@@ -121,7 +121,7 @@ def _pair(given: dict[str, torch.Tensor], name: str, ends: tuple[str, str]) -> P
     return a.float(), b.float()
 
 
-def _scaling(name: str, r: int, config: Mapping[str, Any]) -> float:
+def scaling(name: str, r: int, config: Mapping[str, Any]) -> float:
     """How PEFT scales the adapter of a module."""
     patterns = config.get("alpha_pattern") or {}
     alpha = next((v for k, v in patterns.items() if re.match(rf"(.*\.)?({k})$", name)), config["lora_alpha"])

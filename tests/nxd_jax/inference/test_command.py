@@ -13,13 +13,14 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import save_file
 
 from nxd_jax.inference import InferenceConfig, LanguageModel, command, generate
 from nxd_jax.inference.generation import Made
 from nxd_jax.inference.printing import Printer
 from nxd_jax.quantization import KVQuantizationConfig
-from tests.nxd_jax.inference import small
+from tests.nxd_jax.inference import adapters, small
 from tests.nxd_jax.training.data import corpus
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -38,8 +39,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def expected(folder: Path, texts: tuple[str, ...], new: int) -> list[str]:
     """transformers' answers."""
-    import transformers
-
     tokenizer = corpus.tokenizer()
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     prompts = [tokenizer(text)["input_ids"] for text in texts]
@@ -106,6 +105,14 @@ def test_what_cannot_be_done(folder: Path, tmp_path: Path, capsys: pytest.Captur
         ([str(bare), text, "--tokenizer", model], "bare"),
         ([str(other), text], "model_type is 'bert', and must be one of gpt2, llama, mistral, mixtral, qwen2"),
         ([str(broken), text], "config.json is no JSON"),
+        ([model, text, "--lora", "poet"], "--lora takes NAME=FOLDER, each with a name of its own, got poet"),
+        (
+            [model, text, "--lora", "a=x", "--lora", "b=x"],
+            "there are adapters a, b: say which one answers with --adapter NAME (- for none)",
+        ),
+        ([model, text, "--lora", "a=x", "--adapter", "b"], "--adapter b is none of a: load it with --lora b=FOLDER"),
+        ([model, text, text, text, "--lora", "a=x", "--adapter", "a", "--adapter", "-"], "--adapter is given 2 times for 3 texts"),
+        ([model, text, "--lora", "a=nowhere"], "nowhere is no folder of PEFT: there is no adapter_config.json"),
         ([model, text, "--chat"], "the tokenizer has no chat template: leave --chat out"),
         ([model, text * 30], "the longest text has"),
         (
@@ -144,6 +151,30 @@ def test_a_quantized_cache(folder: Path, capsys: pytest.CaptureFixture[str]) -> 
     (answer,) = generate(model, [tokenizer(TEXTS[0])["input_ids"]], 9)
     assert (status, out) == (0, tokenizer.decode(answer, skip_special_tokens=True) + "\n")
     assert out != expected(folder, TEXTS[:1], 9)[0] + "\n"
+
+
+@pytest.mark.core(keep=0)
+def test_adapters(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One for each text; the file that is saved has them, and takes another."""
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    places = [adapters.write(theirs, tmp_path / str(k), k, ("q_proj", "up_proj")) for k in (1, 2, 3)]
+    said = []
+    for k, place in enumerate(places):
+        adapters.merged(theirs, place).save_pretrained(tmp_path / f"merged_{k}")
+        said.append(expected(tmp_path / f"merged_{k}", TEXTS[:1], 6)[0])
+    plain, file = expected(folder, TEXTS[:1], 6)[0], str(tmp_path / "llama.pt")
+    lora = ["--lora", f"a={places[0]}", "--lora", f"b={places[1]}"]
+    words = [TEXTS[0], TEXTS[0], TEXTS[0], "--max-new-tokens", "6"]
+    chosen = ["--adapter", "b", "--adapter", "-", "--adapter", "a"]
+    status, out, err = run(capsys, str(folder), *words, "--tp", "2", *lora, *chosen, "--save", file)
+    shown = [f"[{TEXTS[0]}]\n{answer}\n" for answer in (said[1], plain, said[0])]
+    assert (status, out) == (0, "".join(shown)), err
+    status, out, _ = run(capsys, file, TEXTS[0], "--max-new-tokens", "6", "--adapter", "b")
+    assert (status, out) == (0, said[1] + "\n")
+    status, out, _ = run(capsys, file, TEXTS[0], "--max-new-tokens", "6", "--lora", f"b={places[2]}")
+    assert (status, out) == (0, said[2] + "\n")
+    status, _, err = run(capsys, file, TEXTS[0], "--adapter", "c")
+    assert status == 2 and "no adapter is named 'c': there are a, b" in err
 
 
 def test_missing_weights(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,142 @@
+"""The adapters that a traced model holds: by name, in slots of the weights lora_A and lora_B of its programs. Slot 0 is that of rows without one."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from nxd_jax.inference import head_plans
+from nxd_jax.inference.config import InferenceConfig
+from nxd_jax.inference.lora_serving import Adapter, LoraServingConfig, Place, read_adapter
+from nxd_jax.tensor_parallel import sharded_weights
+from nxd_jax.trace.nxd_model import NxDModel
+from torch_bridge.aot import facts
+
+
+@dataclasses.dataclass(frozen=True)
+class Base:
+    """The model that adapters are for. sizes: inputs and outputs of its layers, by the last part of their names."""
+
+    layers: int
+    heads: int
+    kv_heads: int
+    sizes: dict[str, tuple[int, int]]
+
+    @classmethod
+    def of(cls, config: Any, head_dim: int) -> Base:
+        """Of transformers' configuration of a Llama, Mistral or Qwen2."""
+        hidden, inner = config.hidden_size, config.intermediate_size
+        q, kv = config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim
+        sizes = {"q_proj": (hidden, q), "k_proj": (hidden, kv), "v_proj": (hidden, kv), "o_proj": (q, hidden)}
+        sizes |= {"gate_proj": (hidden, inner), "up_proj": (hidden, inner), "down_proj": (inner, hidden)}
+        return cls(config.num_hidden_layers, config.num_attention_heads, config.num_key_value_heads, sizes)
+
+    def check(self, adapter: Adapter, room: LoraServingConfig) -> None:
+        """Raise ValueError for an adapter that is of another model, above the rank that there is room for, or of layers that have none."""
+        for at, (a, b) in adapter.factors.items():
+            inputs, outputs = self.sizes[at.module]
+            if at.layer >= self.layers or (a.shape[1], b.shape[0]) != (inputs, outputs):
+                raise ValueError(
+                    f"the adapter in {adapter.folder} is of another base model: its {at.module} of layer {at.layer} has {a.shape[1]} inputs and {b.shape[0]} "
+                    f"outputs, and this model has {self.layers} layers, whose {at.module} has {inputs} and {outputs}"
+                )
+        if adapter.rank > room.max_lora_rank:
+            raise ValueError(
+                f"the adapter in {adapter.folder} has rank {adapter.rank}, and the model was traced for max_lora_rank={room.max_lora_rank}: trace it for more"
+            )
+        missing = sorted({at.module for at in adapter.factors} - set(room.target_modules))
+        if missing:
+            raise ValueError(
+                f"the adapter in {adapter.folder} is of {', '.join(missing)}, and the model was traced for target_modules {', '.join(room.target_modules)}: "
+                "trace it for all of them"
+            )
+
+
+class AdapterSlots:
+    """Loads adapters into a model that is on its devices; nothing is compiled for that. base, room: what it was traced for. names: by name the slot."""
+
+    def __init__(self, model: NxDModel, options: InferenceConfig, base: Base, names: dict[str, int] | None = None):
+        assert options.lora_config is not None
+        self.base, self.room, self.names = base, options.lora_config, dict(names or {})
+        self._model = model
+        self._plan = head_plans.plan(base.heads, base.kv_heads, options.tp_degree, options.gqa)
+        tag = min(model.get_available_keys())
+        self._held = {t.name: t for t in facts.from_json(model.get_metaneff(tag)).weights}
+
+    def slots(self, names: Sequence[str | None]) -> list[int]:
+        """Of adapters, None meaning no one. Raises ValueError for a name that is not loaded."""
+        for name in names:
+            if name is not None and name not in self.names:
+                raise ValueError(f"no adapter is named {name!r}: there are {self._shown()}; load_adapter(name, folder) loads one")
+        return [0 if name is None else self.names[name] for name in names]
+
+    def load(self, name: str, folder: str) -> int:
+        """Put a folder's adapter under a name, in place of one that has it already; its slot. If that raises nothing has changed: ValueError for one that does
+        not fit or has no room, and what `read_adapter` raises."""
+        adapter = read_adapter(folder)
+        self.base.check(adapter, self.room)
+        free = [slot for slot in range(1, self.room.max_loras + 1) if slot not in self.names.values()]
+        if name not in self.names and not free:
+            raise ValueError(
+                f"there is no room for adapter {name!r} beside {self._shown()} (max_loras={self.room.max_loras}): unload_adapter(name) one"
+            )
+        slot = self.names.get(name) or free[0]
+        self._write(slot, adapter)
+        self.names[name] = slot
+        return slot
+
+    def unload(self, name: str) -> int:
+        """Take an adapter out; the slot that it had. Raises ValueError for a name that is not loaded."""
+        (slot,) = self.slots([name])
+        self._write(slot, None)
+        del self.names[name]
+        return slot
+
+    def _shown(self) -> str:
+        return ", ".join(self.names) or "none"
+
+    def _write(self, slot: int, adapter: Adapter | None) -> None:
+        """Every layer's factors; zeros where the adapter has none."""
+        for name in [n for n in self._held if n.endswith(".lora_A")]:
+            parts = name.split(".")
+            at = Place(int(parts[2]), parts[-2])
+            factors = self._full(at, adapter)
+            for own, full in zip((name, f"{name[:-1]}B"), factors, strict=True):
+                self._put(own, slot, full)
+
+    def _full(self, at: Place, adapter: Adapter | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """A and B of a layer with the heads of all ranks, and rows and columns of zeros up to the rank that there is room for."""
+        inputs, outputs = self.base.sizes[at.module]
+        found = None if adapter is None else adapter.factors.get(at)
+        a, b = found or (torch.zeros(0, inputs), torch.zeros(outputs, 0))
+        more = self.room.max_lora_rank - a.shape[0]
+        a, b = sharded_weights.padded(a, 0, more), sharded_weights.padded(b, 1, more)
+        if at.module == "o_proj":
+            a = head_plans.arranged(a, self._plan.query, self.base.heads, dim=1)
+        elif at.module == "q_proj":
+            b = head_plans.arranged(b, self._plan.query, self.base.heads)
+        elif at.module in ("k_proj", "v_proj"):
+            b = head_plans.arranged(b, self._plan.kv, self.base.kv_heads)
+        return a, b
+
+    def _put(self, name: str, slot: int, full: torch.Tensor) -> None:
+        """Write one slot of a weight on all ranks of this process, and in what the model is saved from."""
+        of, model = self._held[name], self._model
+        made: dict[int, torch.Tensor] = {}
+        for k, state in enumerate(model.weights):
+            rank = model.start_rank + k
+            part = full
+            if of.cut is not None:
+                dim, size = of.cut.dim - 1, of.shape[of.cut.dim]
+                wide = sharded_weights.padded(full, dim, size * of.cut.parts - full.shape[dim])
+                part = sharded_weights.cut(wide, dim, size, of.cut.stride, of.cut.index[rank], of.cut.parts)
+            before = state[name]
+            if id(before) not in made or not of.shared:
+                made[id(before)] = before.clone()
+                made[id(before)][slot] = part.to(before.dtype)
+            state[name] = made[id(before)]
+            if k == 0 or not of.shared:
+                model.write_to_neuron_buffer(state[name], name, rank)
