@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests import durations, tiers
+from tests import durations, quick, tiers
 
 _ROOT = pathlib.Path(__file__).parent.parent
 
@@ -64,9 +64,9 @@ QUICK = (
     "torch_bridge/test_replay_",
     "torch_bridge/test_to_optax",
 )
-"""How names of files begin that spend most of their time in LLVM and compare with a reference within a tolerance: compiled with most optimizations off,
-in two thirds of the time. Not here: special values, precision or memory, and the processes that tests start (but for the code of docs/): those programs
-are compiled as users' are. `JAX_DISABLE_MOST_OPTIMIZATIONS=0` compiles everything so."""
+"""How names of files begin that spend most of their time in LLVM and compare with a reference within a tolerance: compiled as `tests/quick.py` says, in
+half of the time. Not here: special values, precision or memory, and processes that tests start without `quick.environment()`: those programs are
+compiled as users' are. `JAX_DISABLE_MOST_OPTIMIZATIONS=0` compiles everything so."""
 
 AS_USERS = (
     "nxd_jax/abstract/",
@@ -123,15 +123,11 @@ def switched_on(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 def compile_quickly(request: pytest.FixtureRequest) -> Iterator[None]:
     """Most optimizations are off while the tests of a file of `QUICK` run in this process."""
     place = request.path.relative_to(tiers.TESTS).as_posix()
-    if "JAX_DISABLE_MOST_OPTIMIZATIONS" in os.environ or not place.startswith(QUICK) or place.startswith(AS_USERS):
+    if quick.VARIABLE in os.environ or not place.startswith(QUICK) or place.startswith(AS_USERS):
         yield
         return
-    import jax
-
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
+    with quick.compiling():
+        yield
 
 
 @pytest.fixture

@@ -7,12 +7,12 @@ import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import jax
 import pytest
 import torch
 from torch import nn
 
 import torch_bridge
+from tests import quick
 from torch_bridge.replay.player import Player
 from torch_bridge.runtime import executor
 
@@ -21,11 +21,9 @@ torch_bridge.register()
 
 @pytest.fixture(autouse=True, scope="module")
 def compile_fast() -> Iterator[None]:
-    """Compile with most optimizations off: both runs are compiled alike, and only their equality counts."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
+    """Both runs are compiled alike, and only their equality counts."""
+    with quick.compiling():
+        yield
 
 
 class Ruled(nn.Module):

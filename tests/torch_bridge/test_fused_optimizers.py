@@ -9,13 +9,13 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import jax
 import pytest
 import torch
 from torch import nn, optim
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torch_bridge
+from tests import quick
 from torch_bridge import metrics
 from torch_bridge.optimizers import fused_step
 from torch_bridge.recorder import dispatch
@@ -29,11 +29,9 @@ Make = Callable[[Any], optim.Optimizer]
 
 @pytest.fixture(autouse=True, scope="module")
 def compile_fast() -> Iterator[None]:
-    """Compile with most optimizations off: both runs are compiled alike, and only their equality counts."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
+    """Both runs are compiled alike, and only their equality counts."""
+    with quick.compiling():
+        yield
 
 
 def parameters(dtype: torch.dtype = torch.float32, device: str = "xla") -> list[nn.Parameter]:

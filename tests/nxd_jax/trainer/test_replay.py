@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import jax
 import neuronx_distributed as nxd_api
 import pytest
 import torch
@@ -17,6 +16,7 @@ from nxd_jax.modules.lora import LoraConfig
 from nxd_jax.parallel_layers import parallel_state
 from nxd_jax.parallel_layers.layers import ColumnParallelLinear, RowParallelLinear
 from nxd_jax.parallel_layers.random import get_xla_rng_tracker, model_parallel_xla_manual_seed
+from tests import quick
 from tests.nxd_jax.conftest import Nxd
 from tests.nxd_jax.trainer.runs import Run, Wrapped
 from torch_bridge import metrics
@@ -29,11 +29,9 @@ STEPS = 6
 
 @pytest.fixture(autouse=True, scope="module")
 def compile_fast() -> Iterator[None]:
-    """Compile with most optimizations off: both runs are compiled alike, and only their equality counts."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
+    """Both runs are compiled alike, and only their equality counts."""
+    with quick.compiling():
+        yield
 
 
 def player(model: Any) -> Player:

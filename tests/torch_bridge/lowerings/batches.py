@@ -176,11 +176,6 @@ def run_together(programs: Sequence[Program]) -> dict[int, Any]:
 
     try:
         with _compat.enable_x64():
-            return jax.block_until_ready(jax.jit(every, compiler_options=_options())([program.inputs for program in programs]))
+            return jax.block_until_ready(jax.jit(every)([program.inputs for program in programs]))
     except Exception:
         return {}
-
-
-def _options() -> dict[str, Any] | None:
-    """Where a file is compiled with most optimizations off (`QUICK`), XLA's older emitters too: they take a fifth of the time."""
-    return {"xla_cpu_use_fusion_emitters": False} if jax.config.read("jax_disable_most_optimizations") else None

@@ -1,0 +1,44 @@
+"""Compiling in half of the time: most of XLA's optimizations off, and its older emitters, which do not lower each fusion through MLIR.
+
+For what compares within tolerances: files of `QUICK` (`tests/conftest.py`), and processes that tests start with `environment()`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from typing import Any
+
+VARIABLE = "JAX_DISABLE_MOST_OPTIMIZATIONS"
+EMITTERS = "xla_cpu_use_fusion_emitters"
+
+
+@contextlib.contextmanager
+def compiling() -> Iterator[None]:
+    """What this process compiles meanwhile."""
+    import jax
+    from jax._src import compiler
+
+    options, before = compiler.get_compile_options, jax.config.read(VARIABLE.lower())
+
+    def quick(*args: Any, **named: Any) -> Any:
+        made = options(*args, **named)
+        made.env_option_overrides += [(EMITTERS, False)]
+        return made
+
+    compiler.get_compile_options = quick
+    jax.config.update(VARIABLE.lower(), True)
+    try:
+        yield
+    finally:
+        compiler.get_compile_options = options
+        jax.config.update(VARIABLE.lower(), before)
+
+
+def environment() -> dict[str, str]:
+    """The variables of a process that is to compile so; none if this one was told how to (`JAX_DISABLE_MOST_OPTIMIZATIONS=0 make test`)."""
+    if VARIABLE in os.environ:
+        return {}
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --{EMITTERS}=false".strip()
+    return {VARIABLE: "1", "XLA_FLAGS": flags}
