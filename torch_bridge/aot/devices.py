@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -68,12 +68,12 @@ class Placement:
         return host if shared else host[0]
 
 
-def place(ranks: facts.Ranks, forms: Sequence[str]) -> Placement:
-    """The placement for ranks on the devices there are. forms: what programs were exported in, by all of them.
+def place(ranks: facts.Ranks, forms: Mapping[str, exporting.Forms]) -> Placement:
+    """The placement for ranks on the devices there are. forms: of all programs, by tag; that for one device is asked for only where it must be one.
 
     Raises RuntimeError if there are fewer devices than ranks and the programs cannot run on one.
     """
-    if ranks.size > 1 and "mesh" in forms:
+    if ranks.size > 1 and all(f.get("mesh") is not None for f in forms.values()):
         now = world.current()
         if now.processes > 1 and now.size == ranks.size:
             devices = [sharding.device_of(r) for r in ranks.order]
@@ -83,9 +83,16 @@ def place(ranks: facts.Ranks, forms: Sequence[str]) -> Placement:
         if len(found) >= ranks.size:
             chosen = np.array([found[r] for r in ranks.order]).reshape(tuple(ranks.axes.values()))
             return Placement(ranks, "mesh", Mesh(chosen, tuple(ranks.axes)), None)
-    if "one" not in forms:
-        raise RuntimeError(
-            f"the model was traced for {ranks.size} ranks, there are {len(jax.local_devices())} devices, and its collectives cannot run on one device: set "
-            f"JAX_NUM_CPU_DEVICES={ranks.size} for emulated devices, or use a machine with {ranks.size}"
-        )
+    for tag, of in forms.items():
+        if of.get("one") is None:
+            raise RuntimeError(
+                f"the model was traced for {ranks.size} ranks, there are {len(jax.local_devices())} devices, and {lacks(tag, of, 'one')}. Set "
+                f"JAX_NUM_CPU_DEVICES={ranks.size} for emulated devices, or use a machine with {ranks.size}"
+            )
     return Placement(ranks, "one", None, jax.local_devices()[0])
+
+
+def lacks(tag: str, forms: exporting.Forms, form: str) -> str:
+    """What is said of a program without a form."""
+    where = "one device" if form == "one" else "a device for each rank"
+    return f"program {tag!r} cannot run on {where} ({forms.missing.get(form, 'its file does not say why')})"

@@ -3,13 +3,16 @@
 "mesh": one device for each rank. "one": all ranks on one device, as batched dimensions, whose collectives are sums and gathers along them.
 Ranks' tensors lie in arrays with the ranks as dim 0, in row-major order over the mesh axes. Weights that all ranks share have no such dim, and neither has
 anything of a program for one rank: XLA for CPUs updates a state in place only if it comes out as it went in.
+
+The form "one" of several ranks takes longer than all else of a trace. It is made when a model is saved, or when it runs on one device.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import copy
 import logging
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -22,7 +25,9 @@ from torch_bridge.aot import facts
 from torch_bridge.aot.tracing import Traced
 from torch_bridge.compiler import interpret
 from torch_bridge.ir import dtypes
-from torch_bridge.mesh import sharding
+from torch_bridge.mesh import sharding, world
+from torch_bridge.precision import precision_mode
+from torch_bridge.precision.precision_mode import Mode
 from torch_bridge.runtime import transfer
 
 logger = logging.getLogger("nxd_jax")
@@ -37,31 +42,58 @@ def platform() -> str:
     return "cuda" if here == "gpu" else here
 
 
-@dataclasses.dataclass(frozen=True)
 class Forms:
-    """The exported forms of a program, serialized; and why one is missing."""
+    """The exported forms of a program, serialized; and why one is missing. later: makes the form "one" when it is first asked for (`get`)."""
 
-    serialized: dict[str, bytes]
-    missing: dict[str, str]
+    def __init__(self, serialized: Mapping[str, bytes], missing: Mapping[str, str], later: Callable[[], bytes] | None = None):
+        self.serialized = dict(serialized)
+        self.missing = dict(missing)
+        self._later = later
+        self._lock = threading.Lock()
+
+    def get(self, form: str) -> bytes | None:
+        """A form; None if it is `missing`."""
+        with self._lock:
+            if form == "one" and self._later is not None:
+                try:
+                    self.serialized["one"] = self._later()
+                except (NotImplementedError, AssertionError, ValueError) as error:  # JAX's rules for batched operations are not all there
+                    self.missing["one"] = f"a collective cannot run as a batched one: {type(error).__name__}: {error}"
+                self._later = None  # and the graph that it holds
+        return self.serialized.get(form)
+
+    def made(self) -> Forms:
+        """The same, with all forms that can be made."""
+        self.get("one")
+        return self
 
     @property
     def for_all_ranks(self) -> bytes:
         """The form with a device for each rank."""
         return self.serialized.get("mesh") or self.serialized["one"]
 
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Forms):
+            return NotImplemented
+        self.made(), other.made()
+        return (self.serialized, self.missing) == (other.serialized, other.missing)
+
+    __hash__ = None  # type: ignore[assignment]
+
 
 def export_forms(traced: Traced) -> Forms:
-    """Lower a traced graph for one device, and for one device per rank where the world has several. Must be called in the world of the trace."""
+    """Lower a traced graph for one device per rank where the world has several, else for one device. Must be called in the world of the trace: the form that
+    is made later is made for that world, too."""
+    mode = precision_mode.current()
     if traced.facts.ranks.size == 1:
-        return Forms({"one": _exported(_on_one_device(traced), traced.facts, None)}, {"mesh": "the program has one rank"})
-    mesh = sharding.mesh()
-    found = {"mesh": _exported(_on_mesh(traced, mesh), traced.facts, mesh)}
-    missing: dict[str, str] = {}
-    try:
-        found["one"] = _exported(_on_one_device(traced), traced.facts, None)
-    except (NotImplementedError, AssertionError, ValueError) as error:  # JAX's rules for batched collectives are not all there
-        missing["one"] = f"a collective cannot run as a batched one: {error}"
-    return Forms(found, missing)
+        return Forms({"one": _exported(_on_one_device(traced, mode), traced.facts, None)}, {"mesh": "the program has one rank"})
+    mesh, now = sharding.mesh(), copy.copy(world.current())  # a layout that comes later changes the world itself
+
+    def one() -> bytes:
+        with world.taken_for(now):
+            return _exported(_on_one_device(traced, mode), traced.facts, None)
+
+    return Forms({"mesh": _exported(_on_mesh(traced, mesh, mode), traced.facts, mesh)}, {}, one)
 
 
 def _exported(fn: Callable[..., Any], of: facts.Facts, mesh: Mesh | None) -> bytes:
@@ -103,8 +135,8 @@ def ranked(mesh: Mesh) -> PartitionSpec:
     return PartitionSpec(tuple(mesh.axis_names))
 
 
-def _rank_function(traced: Traced) -> Callable[..., Any]:
-    """What a rank computes: (draws, weights, states, inputs) -> (results, states)."""
+def _rank_function(traced: Traced, mode: Mode | None = None) -> Callable[..., Any]:
+    """What a rank computes: (draws, weights, states, inputs) -> (results, states). mode: the precision, None for that of the environment."""
     graph, of = traced.graph.graph, traced.facts
     attribute = transfer.attributes_of(traced.graph)
     places = [n for n in graph.nodes if n.op == "placeholder"]
@@ -121,15 +153,15 @@ def _rank_function(traced: Traced) -> Callable[..., Any]:
                 values.append(given[kind][index])
         key_of = interpret.draws_key_of(draws[0] if of.draws else np.zeros((0, 4), np.uint32))
         found: dict[str, dict[int, Any]] = {"results": {}, "states": {}}
-        for (kind, index), value in zip(traced.results, interpret.run(graph, values, key_of, attribute), strict=True):
+        for (kind, index), value in zip(traced.results, interpret.run(graph, values, key_of, attribute, mode=mode), strict=True):
             found[kind][index] = value
         return [found["results"][i] for i in range(len(of.results))], [found["states"][i] for i in range(len(of.states))]
 
     return run
 
 
-def _on_mesh(traced: Traced, mesh: Mesh) -> Callable[..., Any]:
-    run, of = _rank_function(traced), traced.facts
+def _on_mesh(traced: Traced, mesh: Mesh, mode: Mode | None = None) -> Callable[..., Any]:
+    run, of = _rank_function(traced, mode), traced.facts
 
     def blocks(draws: Any, weights: Any, states: Any, inputs: Any) -> Any:
         own = [w if t.shared else w[0] for w, t in zip(weights, of.weights, strict=True)]
@@ -142,8 +174,8 @@ def _on_mesh(traced: Traced, mesh: Mesh) -> Callable[..., Any]:
     return jax.shard_map(blocks, mesh=mesh, in_specs=(*specs, [one] * len(of.inputs)), out_specs=outs, check_vma=False)
 
 
-def _on_one_device(traced: Traced) -> Callable[..., Any]:
-    run, of = _rank_function(traced), traced.facts
+def _on_one_device(traced: Traced, mode: Mode | None = None) -> Callable[..., Any]:
+    run, of = _rank_function(traced, mode), traced.facts
     if of.ranks.size == 1:
         return run
     axes = of.ranks.axes

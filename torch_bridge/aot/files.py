@@ -88,14 +88,15 @@ def in_memory(save: Callable[[Path], None]) -> bytes:
 def _write(archive: zipfile.ZipFile, kind: str, programs: Mapping[str, Program], weights: Any, extra: dict[str, Any]) -> None:
     described: list[Any] = []
     for k, (tag, program) in enumerate(programs.items()):
-        for form, content in program.forms.serialized.items():
+        forms = program.forms.made()
+        for form, content in forms.serialized.items():
             archive.writestr(f"{FOLDER}/programs/{k}.{form}.stablehlo", content)
         described.append(
             {
                 "tag": tag,
                 "facts": facts.to_json(program.facts),
-                "forms": list(program.forms.serialized),
-                "missing": program.forms.missing,
+                "forms": list(forms.serialized),
+                "missing": forms.missing,
                 "initial": list(program.initial),
             }
         )

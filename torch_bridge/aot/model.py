@@ -109,8 +109,7 @@ class Model:
     def where(self) -> devices.Placement:
         """Where the ranks compute, decided when first asked for."""
         if self._where is None:
-            forms = set.intersection(*(set(p.forms.serialized) for p in self.programs.values()))
-            self._where = devices.place(self.ranks, sorted(forms))
+            self._where = devices.place(self.ranks, {tag: p.forms for tag, p in self.programs.items()})
         return self._where
 
     # -- weights and states --------------------------------------------------------------------------
@@ -210,7 +209,10 @@ class Model:
     def _compile(self, tag: str) -> Callable[..., Any]:
         program = self.programs[tag]
         with _compat.enable_x64():
-            exported = export.deserialize(bytearray(program.forms.serialized[self.where.form]))
+            serialized = program.forms.get(self.where.form)
+            if serialized is None:
+                raise RuntimeError(devices.lacks(tag, program.forms, self.where.form))
+            exported = export.deserialize(bytearray(serialized))
             here = exporting.platform()
             if here not in exported.platforms:
                 raise RuntimeError(

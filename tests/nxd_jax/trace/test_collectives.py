@@ -111,6 +111,7 @@ def test_collectives(form: str, tp: int, names: list[str]) -> None:
 @pytest.mark.parametrize("name", ON_A_DEVICE_EACH)
 def test_what_needs_a_device_for_each_rank(name: str) -> None:
     forms = traced([name])._model.programs["all"].forms
+    assert forms.get("one") is None
     assert set(forms.serialized) == {"mesh"} and forms.missing["one"].startswith("a collective cannot run as a batched one: ")
 
 

@@ -13,7 +13,9 @@ import torch
 import torch_neuronx
 from torch import nn
 
+from nxd_jax.trace.model_builder_v2 import ModelBuilder
 from nxd_jax.trace.nxd_model import NxDModel, TorchScriptNxDModel, convert_nxd_model_to_torchscript_model
+from nxd_jax.trace.parallel_context import NxDParallelState
 from tests.nxd_jax.trace import nets
 from tests.nxd_jax.trace.nets import PROMPT, built
 from tests.nxd_jax.trace.test_decoding import decode_all
@@ -149,13 +151,58 @@ def test_another_process_without_the_models_code(devices: int, form: str, saved:
     torch.testing.assert_close(torch.tensor(logits), nets.reference(ids))
 
 
-def test_too_few_devices_for_collectives_that_need_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_form_for_one_device_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The model runs on a device for each rank, is saved, and its file says why it runs on no single one: loading says so there, with the program's tag."""
     from torch_bridge.aot import devices as placing
+    from torch_bridge.aot import exporting
 
-    ranks: Any = built(2).builder.trace_artifacts_collection["decode"].program.facts.ranks
+    class Swaps(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            import torch.distributed as dist
+
+            dist.all_reduce(x)
+            return x
+
+    def refuse(*_: Any) -> Any:
+        raise NotImplementedError("Batching rule for 'ragged_dot' not implemented")
+
+    with NxDParallelState(world_size=2, tensor_model_parallel_size=2):
+        model = ModelBuilder(Swaps()).trace(torch.ones(3), tag="swap").compile(compiler_workdir=tmp_path)
+    monkeypatch.setattr(exporting, "_on_one_device", refuse)
+    model.to_neuron()
+    assert model(torch.ones(3)).tolist() == [2.0] * 3
+    assert not model._model.programs["swap"].forms.missing
+    model.save(str(tmp_path / "swap.pt"))
+    again = NxDModel.load(str(tmp_path / "swap.pt"))
+    again.to_neuron()
+    assert again(torch.ones(3)).tolist() == [2.0] * 3
     monkeypatch.setattr(placing.jax, "local_devices", lambda: [object()])
-    with pytest.raises(
-        RuntimeError,
-        match=r"traced for 2 ranks, there are 1 devices, and its collectives cannot run on one device: set JAX_NUM_CPU_DEVICES=2",
-    ):
-        placing.place(ranks, ["mesh"])
+    for alone in (NxDModel.load(str(tmp_path / "swap.pt")), model):
+        alone._model._where = None
+        with pytest.raises(
+            RuntimeError,
+            match=r"traced for 2 ranks, there are 1 devices, and program 'swap' cannot run on one device \(a collective cannot run as a batched one: "
+            r"NotImplementedError: Batching rule for 'ragged_dot' not implemented\)\. Set JAX_NUM_CPU_DEVICES=2",
+        ):
+            _ = alone._model.where
+
+
+def test_the_form_for_one_device_is_made_when_it_is_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Not for a model that is traced and run; also after the world that it was traced in has gone, and others have been there."""
+    from torch_bridge.aot import exporting
+
+    made = []
+    original = exporting._on_one_device
+    monkeypatch.setattr(exporting, "_on_one_device", lambda *args: made.append(args) or original(*args))
+    own = nets.built.__wrapped__(2)
+    model = own.model(workdir=tmp_path)
+    ids = nets.tokens(nets.PROMPT)
+    logits = model(ids, torch.arange(nets.PROMPT))["logits"]
+    assert not made
+    with NxDParallelState(world_size=4, tensor_model_parallel_size=2):
+        alone = own.model("one", workdir=tmp_path)
+        torch.testing.assert_close(alone(ids, torch.arange(nets.PROMPT))["logits"], logits)
+    assert len(made) == 2
+    model.save(str(tmp_path / "a.pt"))
+    model.save(str(tmp_path / "b.pt"))
+    assert len(made) == 2  # of its two programs, once
