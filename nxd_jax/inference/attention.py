@@ -5,6 +5,7 @@ Legend: B rows, S tokens, L cache slots, H query heads, G K/V heads of this rank
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -38,8 +39,15 @@ def seen_by(positions: torch.Tensor, slots: torch.Tensor, window: int | None) ->
     return (back >= 0) if window is None else (back >= 0) & (back < window)
 
 
+def unfused(name: str) -> list[str]:
+    """A parameter's name; of a fused Wqkv those of q_proj, k_proj and v_proj, which `preshard_hook` takes."""
+    return [name.replace(".Wqkv.", f".{part}_proj.") for part in "qkv"] if ".Wqkv." in name else [name]
+
+
 class Attention(nn.Module):
     """Attention of a rank's heads, with Hugging Face's names: q_proj, k_proj, v_proj, o_proj. `preshard_hook` gives a full checkpoint the ranks' heads.
+
+    With `options.fused_qkv` the first three are one layer, Wqkv, and one product: each rank's rows of q, of k and of v below each other.
 
     config: transformers'. bias: of q, k and v; out_bias: of o. window: tokens that a token sees, None for all. layout: dtype and device of parameters.
     """
@@ -64,12 +72,14 @@ class Attention(nn.Module):
         self.plan = head_plans.plan(self.heads, self.kv_heads, tp, options.gqa)
         self.kv_heads_per_rank = len(self.plan.kv) // tp
         q, kv = len(self.plan.query) * self.head_dim, len(self.plan.kv) * self.head_dim
-        for name, size in (("q_proj", q), ("k_proj", kv), ("v_proj", kv)):
+        self.sizes = [q // tp, kv // tp, kv // tp]
+        self.fused = options.fused_qkv
+        for name, size in (("Wqkv", q + 2 * kv),) if self.fused else (("q_proj", q), ("k_proj", kv), ("v_proj", kv)):
             self.add_module(name, adapted_linear.column(name, config.hidden_size, size, options.lora_config, bias=bias, **layout))
         self.o_proj = adapted_linear.row("o_proj", q, config.hidden_size, options.lora_config, bias=out_bias, **layout)
 
     def preshard_hook(self, model_state_dict: dict[str, torch.Tensor], prefix: str) -> None:
-        """Copy, pad and order the heads of a full checkpoint. Raises RuntimeError for weights of other heads."""
+        """Copy, pad, order and fuse the heads of a full checkpoint. Raises RuntimeError for weights of other heads."""
         own = prefix.rpartition(".")[0]
         for name, places, heads in (
             ("q", self.plan.query, self.heads),
@@ -83,10 +93,15 @@ class Attention(nn.Module):
         key = f"{own}.o_proj.weight"
         if key in model_state_dict:
             model_state_dict[key] = head_plans.arranged(model_state_dict[key], self.plan.query, self.heads, dim=1)
+        for kind in ("weight", "bias") if self.fused else ():
+            separate = [f"{own}.{name}_proj.{kind}" for name in "qkv"]
+            if all(key in model_state_dict for key in separate):
+                parts = [model_state_dict.pop(key).chunk(parallel_groups.size("tp")) for key in separate]
+                model_state_dict[f"{own}.Wqkv.{kind}"] = torch.cat([part for rank in zip(*parts, strict=True) for part in rank])
 
     def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         """x: [B, S, hidden]."""
-        q, k, v = (self._heads(adapted_linear.through(getattr(self, f"{name}_proj"), x, step.adapter_ids)) for name in "qkv")
+        q, k, v = (self._heads(part) for part in self._projected(x, step))
         if step.rotation is not None:
             q, k = rotate(q, *step.rotation), rotate(k, *step.rotation)
         if step.positions is None:
@@ -98,6 +113,11 @@ class Attention(nn.Module):
             slots = torch.arange(k.shape[2], device=x.device)
             out = attend(q, k, v, seen_by(step.positions, slots, self.window))
         return adapted_linear.through(self.o_proj, out.transpose(1, 2).flatten(2), step.adapter_ids)
+
+    def _projected(self, x: torch.Tensor, step: Step) -> Sequence[torch.Tensor]:
+        if self.fused:
+            return self.Wqkv(x).split(self.sizes, dim=-1)  # type: ignore[no-any-return]
+        return [adapted_linear.through(getattr(self, f"{name}_proj"), x, step.adapter_ids) for name in "qkv"]
 
     def _heads(self, x: torch.Tensor) -> torch.Tensor:
         return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)

@@ -11,6 +11,7 @@ import torch
 
 from nxd_jax.checkpoint.safetensors_files import Hub
 from nxd_jax.inference.adapted_linear import FACTORS
+from nxd_jax.inference.attention import unfused
 from nxd_jax.inference.config import InferenceConfig
 from nxd_jax.inference.decoder import FAMILIES, CausalLM
 from nxd_jax.trace.functions import shard_checkpoint
@@ -52,17 +53,15 @@ def read_config(folder: Path) -> Any:
 
 
 def full_weights(model: CausalLM, files: Mapping[str, torch.Tensor]) -> State:
-    """The tensors of a folder by our model's names: those of transformers' Llama, with the experts of a layer in one tensor as `modules.moe` has them.
+    """The tensors of a folder by our model's names: those of transformers' Llama, with the experts of a layer in one tensor as `modules.moe` has them, and
+    q, k and v apart.
 
     Raises KeyError naming weights that are not there.
     """
     full = {name.removeprefix("transformer."): t for name, t in hf_weights.stacked(files).items()}
     found, missing = {}, []
-    for mine, parameter in model.named_parameters():
-        if not parameter.requires_grad:
-            continue  # the cache
-        if mine.rpartition(".")[2] in FACTORS:
-            continue  # adapters come later
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]  # all but the cache
+    for mine in (part for name in trained if name.rpartition(".")[2] not in FACTORS for part in unfused(name)):  # adapters come later
         name, made = model.family.source(mine)
         if name in full:
             found[mine] = made(full[name])

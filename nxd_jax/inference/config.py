@@ -30,6 +30,7 @@ class InferenceConfig:
 
     on_device_sampling: programs return tokens in place of logits, greedy (top_k 1) or drawn among the top_k likeliest. speculation_length: also trace a
     program that scores so many tokens at once (0: none). gqa: how K/V heads are shared out (`head_plans.plan`); default: the rule's choice.
+    fused_qkv: queries, keys and values are one weight and one product (`Wqkv`); same results.
 
     kv_quant_config: keep the KV cache in float8, a byte for each number: `KVQuantizationConfig()` (`kv_cache.KVCacheManager`); default torch_dtype.
 
@@ -54,6 +55,7 @@ class InferenceConfig:
     gqa: GQA | None = None
     kv_quant_config: KVQuantizationConfig | None = None
     lora_config: LoraServingConfig | None = None
+    fused_qkv: bool = False
 
     def __post_init__(self) -> None:
         for name in ("tp_degree", "batch_size", "seq_len", "top_k"):
@@ -82,6 +84,12 @@ class InferenceConfig:
             raise ValueError(f"speculation_length={self.speculation_length} must be 0 (none) or from 2 to below seq_len={self.seq_len}")
         if self.speculation_length and self.on_device_sampling and self.top_k > 1:
             raise ValueError(f"speculation is greedy: with speculation_length={self.speculation_length} top_k must be 1, got {self.top_k}")
+
+        adapted = [name for name in ("q_proj", "k_proj", "v_proj") if self.lora_config and name in self.lora_config.target_modules]
+        if self.fused_qkv and adapted:
+            raise ValueError(
+                f"fused_qkv=True has no separate {', '.join(adapted)} that adapters could be of: leave it out, or those out of target_modules of lora_config"
+            )
 
     def _buckets(self, name: str, most: int) -> tuple[int, ...]:
         given = tuple(getattr(self, name))

@@ -21,6 +21,7 @@ class Case(NamedTuple):
     changes: dict[str, Any] = {}
     gqa: GQA | None = None
     buckets: tuple[tuple[int, ...], tuple[int, ...]] = ((6, 12), (10, 24))
+    options: dict[str, Any] = {}
 
 
 CASES = {
@@ -28,6 +29,7 @@ CASES = {
     "gpt2-1": Case("gpt2", 1),
     "gpt2-2": Case("gpt2", 2, {"tie_word_embeddings": False, "n_inner": None}),
     "gpt2-4-fewer-heads": Case("gpt2", 4, {"num_attention_heads": 6, "hidden_size": 96}),
+    "gpt2-4-fused-qkv": Case("gpt2", 4, {"num_attention_heads": 6, "hidden_size": 96}, options={"fused_qkv": True}),
     "llama-1": Case("llama", 1),
     "llama-2": Case("llama", 2, {"attention_bias": True, "mlp_bias": True}),
     "llama-4": Case("llama", 4),
@@ -74,6 +76,7 @@ def test_prompts_and_later_tokens(name: str) -> None:
         context_buckets=case.buckets[0],
         decode_buckets=case.buckets[1],
         gqa=case.gqa,
+        **case.options,
     )
     ours = building.build(model.config, options, model.state_dict())
     ours.to_neuron()
