@@ -79,7 +79,8 @@ def build(hf_config: Any, options: InferenceConfig, files: Mapping[str, torch.Te
 
     Tags: prefill_N for prompts of up to N tokens, decode_N for tokens that see N slots of the cache, speculation_N. files: by Hugging Face's names.
     """
-    with NxDParallelState(world_size=options.tp_degree, tensor_model_parallel_size=options.tp_degree):
+    ranks = {"tensor_model_parallel_size": options.tp_degree, "expert_model_parallel_size": options.ep_degree}
+    with NxDParallelState(world_size=options.world_size, **ranks):
         model = CausalLM(hf_config, options, device="meta")
         found = _traced(model, options).compile()
         weights = shard_checkpoint(full_weights(model, files), model)

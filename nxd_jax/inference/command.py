@@ -59,6 +59,7 @@ def parser() -> argparse.ArgumentParser:
     )
     trace = found.add_argument_group("how a folder is traced")
     trace.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks (default 1)")
+    trace.add_argument("--ep", type=int, default=1, help="of a mixture: expert-parallel ranks for each tensor-parallel one (default 1)")
     trace.add_argument("--batch-size", type=int, help="texts that are answered together (default: all, at most 8)")
     trace.add_argument(
         "--seq-len", type=int, help=f"most tokens of a text with its answer (default: as needed; with --save {_DEFAULT_LENGTH})"
@@ -98,7 +99,7 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError("there is nothing to do: give a text to go on from, or --save FILE")
     if not Path(args.model).exists():
         raise ValueError(f"MODEL {args.model} does not exist: give a Hugging Face folder (with config.json), or a file that --save wrote")
-    for name in ("tp", "batch_size", "seq_len", "max_new_tokens"):
+    for name in ("tp", "ep", "batch_size", "seq_len", "max_new_tokens"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
     if args.speculation_length is not None and not args.draft:
@@ -111,7 +112,7 @@ def _check(args: argparse.Namespace) -> None:
     if Path(args.model).is_file():
         given = [
             f"--{n.replace('_', '-')}"
-            for n in ("tp", "batch_size", "seq_len", "dtype", "kv_dtype", "save", "draft")
+            for n in ("tp", "ep", "batch_size", "seq_len", "dtype", "kv_dtype", "save", "draft")
             if getattr(args, n) not in (None, 1)
         ]
         if given:
@@ -155,7 +156,7 @@ def _run(args: argparse.Namespace) -> None:
         prompts = [_ids(tokenizer, sys.stdin.read() if text == "-" else text, args) for text in args.texts]
         started = time.perf_counter()
         model, draft = _models(args, prompts)
-        _say(f"{model.about.kind} on {model.options.tp_degree} ranks is ready after {time.perf_counter() - started:.1f} s")
+        _say(f"{model.about.kind} on {model.options.world_size} ranks is ready after {time.perf_counter() - started:.1f} s")
         if args.save:
             from nxd_jax.inference import model_files
 
@@ -214,9 +215,8 @@ def _models(args: argparse.Namespace, prompts: Sequence[Sequence[int]]) -> tuple
     if not args.draft:
         return LanguageModel.from_pretrained(place, options), None
     checked = dataclasses.replace(options, speculation_length=args.speculation_length or 4)
-    return LanguageModel.from_pretrained(place, checked), LanguageModel.from_pretrained(
-        args.draft, dataclasses.replace(options, lora_config=None)
-    )
+    guessing = dataclasses.replace(options, ep_degree=1, lora_config=None)
+    return LanguageModel.from_pretrained(place, checked), LanguageModel.from_pretrained(args.draft, guessing)
 
 
 def _options(args: argparse.Namespace, config: Any, prompts: Sequence[Sequence[int]]) -> Any:
@@ -248,6 +248,7 @@ def _options(args: argparse.Namespace, config: Any, prompts: Sequence[Sequence[i
     sizes: dict[str, Any] = {"lora_config": LoraServingConfig.of_folders(paths) if paths else None}
     sizes |= {
         "tp_degree": args.tp,
+        "ep_degree": args.ep,
         "batch_size": args.batch_size or min(max(len(prompts), 1), 8),
         "torch_dtype": dtype,
         "kv_quant_config": kept,

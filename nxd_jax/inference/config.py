@@ -30,7 +30,8 @@ class InferenceConfig:
 
     on_device_sampling: programs return tokens in place of logits, greedy (top_k 1) or drawn among the top_k likeliest. speculation_length: also trace a
     program that scores so many tokens at once (0: none). gqa: how K/V heads are shared out (`head_plans.plan`); default: the rule's choice.
-    fused_qkv: queries, keys and values are one weight and one product (`Wqkv`); same results.
+    ep_degree: expert-parallel ranks for each tensor-parallel one, of which each has some of the experts, and what else there is besides: there are
+    tp_degree * ep_degree ranks. fused_qkv: queries, keys and values are one weight and one product (`Wqkv`); same results.
 
     kv_quant_config: keep the KV cache in float8, a byte for each number: `KVQuantizationConfig()` (`kv_cache.KVCacheManager`); default torch_dtype.
 
@@ -56,9 +57,10 @@ class InferenceConfig:
     kv_quant_config: KVQuantizationConfig | None = None
     lora_config: LoraServingConfig | None = None
     fused_qkv: bool = False
+    ep_degree: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("tp_degree", "batch_size", "seq_len", "top_k"):
+        for name in ("tp_degree", "ep_degree", "batch_size", "seq_len", "top_k"):
             _check_number(name, getattr(self, name), 1)
         _check_number("speculation_length", self.speculation_length, 0)
         check_quantization(self.kv_quant_config)
@@ -98,6 +100,11 @@ class InferenceConfig:
         if list(given) != sorted(set(given)) or given[0] < 1 or given[-1] != most:
             raise ValueError(f"{name}={list(given)} must be ascending numbers of tokens, the last of them {most}")
         return given
+
+    @property
+    def world_size(self) -> int:
+        """Ranks."""
+        return self.tp_degree * self.ep_degree
 
     @property
     def longest_prompt(self) -> int:

@@ -17,10 +17,9 @@ from nxd_jax.inference.attention import Attention
 from nxd_jax.inference.config import InferenceConfig
 from nxd_jax.inference.kv_cache import KVCacheManager
 from nxd_jax.inference.lora_serving import LoraServingConfig
+from nxd_jax.inference.mixture import mixture
 from nxd_jax.inference.step import Rotation, Step
 from nxd_jax.inference.token_choice import TokenChoice
-from nxd_jax.modules.moe import ExpertMLPs, MoE, RouterTopK
-from nxd_jax.tensor_parallel import parallel_groups
 from nxd_jax.tensor_parallel.embedding import ParallelEmbedding
 from nxd_jax.tensor_parallel.linear import ColumnParallelLinear
 from nxd_jax.training.models.hf_models import hf_weights, rotary
@@ -46,20 +45,6 @@ class GatedMLP(nn.Module):
     def forward(self, x: torch.Tensor, adapter_ids: torch.Tensor | None = None) -> torch.Tensor:
         gate, up = (adapted_linear.through(layer, x, adapter_ids) for layer in (self.gate_proj, self.up_proj))
         return adapted_linear.through(self.down_proj, self.act_fn(gate) * up, adapter_ids)
-
-
-def mixture(config: Any, layout: Layout) -> MoE:
-    """Mixtral's router and experts, in place of an MLP; no token is dropped. Raises ValueError for experts that the ranks do not divide."""
-    tp = parallel_groups.size("tp")
-    if config.intermediate_size % tp:
-        raise ValueError(
-            f"experts of intermediate_size {config.intermediate_size} must be divided by {tp} tensor-parallel ranks: choose another number"
-        )
-    size = config.num_local_experts, config.num_experts_per_tok, config.hidden_size
-    router = RouterTopK(*size, **layout | {"device": layout["device"] or "cpu"})
-    normalize = config.num_experts_per_tok > 1
-    experts = ExpertMLPs(*size, config.intermediate_size, config.hidden_act, True, None, normalize_top_k_affinities=normalize, **layout)
-    return MoE(router, experts)
 
 
 def rms_norm(config: Any, dtype: torch.dtype) -> nn.Module:
@@ -217,6 +202,10 @@ class CausalLM(nn.Module):
                 "model with PEFT's merge_and_unload, and leave lora_config out"
             )
         self.has_adapters = options.lora_config is not None
+        if options.ep_degree > 1 and self.family.mlp is not mixture:
+            raise ValueError(
+                f"ep_degree={options.ep_degree} shares out experts, and a {config.model_type} model has none: leave it 1, and raise tp_degree instead"
+            )
         self.cache_length: int | None = None
         self.model = Decoder(config, options, layout)
         self.lm_head = ColumnParallelLinear(config.hidden_size, config.vocab_size, bias=False, gather_output=False, pad=True, **layout)

@@ -54,6 +54,8 @@ CASES = {
     "mistral-2-window": Case("mistral", 2),
     "mixtral-1": Case("mixtral", 1),
     "mixtral-4": Case("mixtral", 4),
+    "mixtral-1-ep-2": Case("mixtral", 1, options={"ep_degree": 2}),
+    "mixtral-2-ep-4": Case("mixtral", 2, options={"ep_degree": 4}, buckets=((12,), (24,))),
     "qwen2-1": Case("qwen2", 1),
     "qwen2-2-window": Case("qwen2", 2, {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}),
 }
@@ -134,6 +136,12 @@ def test_experts_that_do_not_divide() -> None:
     config = small.model("mixtral").config
     with pytest.raises(ValueError, match="experts of intermediate_size 64 must be divided by 3 tensor-parallel ranks"):
         building.build(config, InferenceConfig(tp_degree=3), {})
+    with pytest.raises(ValueError, match="4 experts must be divided by ep_degree=3: choose another number"):
+        building.build(config, InferenceConfig(ep_degree=3), {})
+    with pytest.raises(
+        ValueError, match="ep_degree=2 shares out experts, and a llama model has none: leave it 1, and raise tp_degree instead"
+    ):
+        building.build(small.model("llama").config, InferenceConfig(ep_degree=2), {})
 
 
 def padded(rows: list[tuple[list[int], str]], length: int) -> dict[str, torch.Tensor]:
