@@ -13,6 +13,7 @@ from torch import nn
 
 from nxd_jax.inference import adapted_linear, head_plans
 from nxd_jax.inference.config import InferenceConfig
+from nxd_jax.inference.flash_decoding import attend_together, group_size
 from nxd_jax.inference.step import Step
 from nxd_jax.kernels import nki_flash_attn_func
 from nxd_jax.tensor_parallel import parallel_groups
@@ -70,6 +71,7 @@ class Attention(nn.Module):
         self.heads = config.num_attention_heads
         self.kv_heads = getattr(config, "num_key_value_heads", self.heads)
         self.plan = head_plans.plan(self.heads, self.kv_heads, tp, options.gqa)
+        self.sharing = group_size(self.plan, tp, self.kv_heads) if options.flash_decoding_enabled else 1
         self.kv_heads_per_rank = len(self.plan.kv) // tp
         q, kv = len(self.plan.query) * self.head_dim, len(self.plan.kv) * self.head_dim
         self.sizes = [q // tp, kv // tp, kv // tp]
@@ -110,8 +112,8 @@ class Attention(nn.Module):
         else:
             step.cache.append(self.layer, k, v, step.positions, step.seq_ids)
             k, v = step.cache.get_cache(self.layer, step.length, step.seq_ids)
-            slots = torch.arange(k.shape[2], device=x.device)
-            out = attend(q, k, v, seen_by(step.positions, slots, self.window))
+            seen = seen_by(step.positions, step.cache.places(k.shape[2], x.device), self.window)
+            out = attend(q, k, v, seen) if self.sharing == 1 else attend_together(q, k, v, seen)
         return adapted_linear.through(self.o_proj, out.transpose(1, 2).flatten(2), step.adapter_ids)
 
     def _projected(self, x: torch.Tensor, step: Step) -> Sequence[torch.Tensor]:

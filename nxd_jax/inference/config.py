@@ -33,6 +33,8 @@ class InferenceConfig:
     ep_degree: expert-parallel ranks for each tensor-parallel one, of which each has some of the experts, and what else there is besides: there are
     tp_degree * ep_degree ranks. fused_qkv: queries, keys and values are one weight and one product (`Wqkv`); same results.
 
+    flash_decoding_enabled: ranks that would hold copies of a K/V head's cache share out its slots instead (`flash_decoding`); there must be such ranks.
+
     kv_quant_config: keep the KV cache in float8, a byte for each number: `KVQuantizationConfig()` (`kv_cache.KVCacheManager`); default torch_dtype.
 
     lora_config: room for LoRA adapters, of which each row has one or none (`lora_serving.LoraServingConfig`); default none.
@@ -58,6 +60,7 @@ class InferenceConfig:
     lora_config: LoraServingConfig | None = None
     fused_qkv: bool = False
     ep_degree: int = 1
+    flash_decoding_enabled: bool = False
 
     def __post_init__(self) -> None:
         for name in ("tp_degree", "ep_degree", "batch_size", "seq_len", "top_k"):

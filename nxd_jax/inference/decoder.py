@@ -6,6 +6,7 @@ Legend: B rows, S tokens, V vocabulary.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import nn
 from nxd_jax.inference import adapted_linear, gpt2, lora_serving
 from nxd_jax.inference.attention import Attention
 from nxd_jax.inference.config import InferenceConfig
+from nxd_jax.inference.flash_decoding import SplitKVCacheManager
 from nxd_jax.inference.kv_cache import KVCacheManager
 from nxd_jax.inference.lora_serving import LoraServingConfig
 from nxd_jax.inference.mixture import mixture
@@ -212,7 +214,8 @@ class CausalLM(nn.Module):
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
         first: Any = self.model.layers[0].self_attn
-        self.kv_mgr = KVCacheManager(
+        cache = functools.partial(SplitKVCacheManager, ranks=first.sharing) if first.sharing > 1 else KVCacheManager
+        self.kv_mgr = cache(
             config.num_hidden_layers,
             options.batch_size,
             first.kv_heads_per_rank,

@@ -89,6 +89,10 @@ class KVCacheManager(nn.Module):
         for cache, new in zip(self._of(layer), (k, v), strict=True):
             cache[lines[:, None], :, positions] = self._kept(new).transpose(1, 2)
 
+    def places(self, count: int, device: Any) -> torch.Tensor:
+        """The positions that the first `count` slots are of."""
+        return torch.arange(count, device=device)
+
     def _kept(self, new: torch.Tensor) -> torch.Tensor:
         return new if self.quantized is None else rounded(new, self.quantized)
 

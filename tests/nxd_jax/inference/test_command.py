@@ -122,6 +122,8 @@ def test_what_cannot_be_done(folder: Path, tmp_path: Path, capsys: pytest.Captur
         ([model, text, "--seq-len", "16", "--max-new-tokens", "15"], "that is more than --seq-len 16: raise it, or ask for fewer"),
         ([model, text, "--seq-len", "256"], "--seq-len 256 is more than the model's 128 positions (max_position_embeddings)"),
         ([model, text, "--tp", "0"], "--tp must be at least 1, got 0"),
+        ([model, text, "--ep", "0"], "--ep must be at least 1, got 0"),
+        ([model, text, "--ep", "2", "--max-new-tokens", "4"], "ep_degree=2 shares out experts, and a llama model has none"),
         ([model, text, "--draft", model, "--temperature", "1"], "--draft goes with the likeliest tokens only: leave --temperature out"),
         ([model, text, "--speculation-length", "3"], "--speculation-length is about --draft: give both"),
         ([model, text, "--draft", model, "--save", "x"], "--save writes one model, and --draft is another: save without it"),

@@ -225,7 +225,10 @@ def test_drawn_on_the_device(top_k: int, tmp_path: Path) -> None:
         ({"speculation_length": 1}, "speculation_length=1 must be 0"),
         ({"speculation_length": 4, "on_device_sampling": True, "top_k": 5}, "top_k must be 1, got 5"),
         ({"decode_buckets": (64, 100)}, "decode_buckets=[64, 100] must be ascending numbers of tokens, the last of them 128"),
-        ({"fused_qkv": True, "lora_config": LoraServingConfig()}, "fused_qkv=True has no separate q_proj, k_proj, v_proj that adapters could be of"),
+        (
+            {"fused_qkv": True, "lora_config": LoraServingConfig()},
+            "fused_qkv=True has no separate q_proj, k_proj, v_proj that adapters could be of",
+        ),
         ({"context_buckets": (64, 32, 128)}, "context_buckets=[64, 32, 128] must be ascending"),
     ],
 )

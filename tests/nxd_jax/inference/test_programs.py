@@ -56,6 +56,13 @@ CASES = {
     "mixtral-4": Case("mixtral", 4),
     "mixtral-1-ep-2": Case("mixtral", 1, options={"ep_degree": 2}),
     "mixtral-2-ep-4": Case("mixtral", 2, options={"ep_degree": 4}, buckets=((12,), (24,))),
+    "llama-4-flash-decoding": Case("llama", 4, options={"flash_decoding_enabled": True}),
+    "qwen2-8-flash-decoding": Case(
+        "qwen2",
+        8,
+        {"num_attention_heads": 6, "hidden_size": 96, "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
+        options={"flash_decoding_enabled": True, "fused_qkv": True},
+    ),
     "qwen2-1": Case("qwen2", 1),
     "qwen2-2-window": Case("qwen2", 2, {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}),
 }
