@@ -37,8 +37,11 @@ def low_rank(x_BSI: torch.Tensor, a_NRI: torch.Tensor, b_NOR: torch.Tensor, adap
 class ColumnWithAdapters(ColumnParallelLinear):
     """A `ColumnParallelLinear` without `gather_output`; forward takes adapter_ids [B] int64 (None: no row has one). All ranks have A, each its part of B."""
 
-    def __init__(self, *sizes: int, room: LoraServingConfig, **more: Any):
-        super().__init__(*sizes, **more)
+    lora_A: nn.Parameter
+    lora_B: nn.Parameter
+
+    def __init__(self, inputs: int, outputs: int, room: LoraServingConfig, **more: Any):
+        super().__init__(inputs, outputs, **more)
         _add_factors(self, room, self.input_size, self.output_size_per_partition, "lora_B", 1)
 
     def forward(self, input: torch.Tensor, adapter_ids: torch.Tensor | None = None) -> torch.Tensor:
@@ -51,8 +54,11 @@ class RowWithAdapters(RowParallelLinear):
     """A `RowParallelLinear` with `input_is_parallel`; forward as in `ColumnWithAdapters`. Each rank has its part of A, all have B: what adapters add is
     summed together with the layer's own partial results."""
 
-    def __init__(self, *sizes: int, room: LoraServingConfig, **more: Any):
-        super().__init__(*sizes, **more)
+    lora_A: nn.Parameter
+    lora_B: nn.Parameter
+
+    def __init__(self, inputs: int, outputs: int, room: LoraServingConfig, **more: Any):
+        super().__init__(inputs, outputs, **more)
         _add_factors(self, room, self.input_size_per_partition, self.output_size, "lora_A", 2)
 
     def forward(self, input: torch.Tensor, adapter_ids: torch.Tensor | None = None) -> torch.Tensor:

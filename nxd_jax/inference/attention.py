@@ -53,6 +53,8 @@ class Attention(nn.Module):
     config: transformers'. bias: of q, k and v; out_bias: of o. window: tokens that a token sees, None for all. layout: dtype and device of parameters.
     """
 
+    Wqkv: nn.Module
+
     def __init__(
         self,
         config: Any,
@@ -118,7 +120,8 @@ class Attention(nn.Module):
 
     def _projected(self, x: torch.Tensor, step: Step) -> Sequence[torch.Tensor]:
         if self.fused:
-            return self.Wqkv(x).split(self.sizes, dim=-1)  # type: ignore[no-any-return]
+            fused: torch.Tensor = self.Wqkv(x)
+            return fused.split(self.sizes, dim=-1)
         return [adapted_linear.through(getattr(self, f"{name}_proj"), x, step.adapter_ids) for name in "qkv"]
 
     def _heads(self, x: torch.Tensor) -> torch.Tensor:

@@ -57,7 +57,12 @@ class Forms:
             if form == "one" and self._later is not None:
                 try:
                     self.serialized["one"] = self._later()
-                except (NotImplementedError, AssertionError, ValueError) as error:  # JAX's rules for batched operations are not all there
+                except (
+                    NotImplementedError,
+                    AssertionError,
+                    ValueError,
+                    TypeError,
+                ) as error:  # JAX's rules for batched operations are not all there
                     self.missing["one"] = f"a collective cannot run as a batched one: {type(error).__name__}: {error}"
                 self._later = None  # and the graph that it holds
         return self.serialized.get(form)

@@ -61,6 +61,16 @@ def test_in_another_process(saved: tuple[Path, Any, Any], tmp_path: Path) -> Non
     assert json.loads(done.stdout) == answers
 
 
+@pytest.mark.core(keep=0)
+def test_experts_of_several_ranks(tmp_path: Path) -> None:
+    """Their programs need a device for each rank; a file says so, and has those."""
+    theirs = small.folder(tmp_path, "mixtral")
+    model = LanguageModel.from_pretrained(tmp_path, InferenceConfig(ep_degree=2, seq_len=24, max_context_length=8))
+    model_files.save(model, tmp_path / "mixtral.pt")
+    prompts = small.prompts([5])
+    assert generation.generate(model_files.load(tmp_path / "mixtral.pt"), prompts, 6) == small.answers(theirs, prompts, 24, 6)
+
+
 def test_files_that_are_no_language_models(tmp_path: Path) -> None:
     plain = ModelBuilder(torch.nn.Linear(2, 2)).trace(args=torch.zeros(1, 2)).compile()
     plain.save(str(tmp_path / "linear.pt"))
