@@ -16,7 +16,7 @@ MASKS = {
 }
 
 
-@pytest.mark.thorough(keep=10)
+@pytest.mark.thorough(keep=11)
 @pytest.mark.core(keep=2)
 @pytest.mark.parametrize("shape", [(5, 8), (4, 5, 8), (2, 4, 5, 8), (2, 3, 4, 5, 8)])
 @pytest.mark.parametrize("kind", MASKS)

@@ -167,7 +167,7 @@ def train(make: Callable[[Any], optim.Optimizer], change: Callable[[Any, Any, in
     return found, states
 
 
-@pytest.mark.thorough(keep=6)
+@pytest.mark.thorough(keep=9)
 @pytest.mark.parametrize("again", [False, True], ids=["once", "twice"])
 @pytest.mark.parametrize("name", CHANGES)
 def test_numbers_of_looking_every_time(name: str, again: bool, monkeypatch: pytest.MonkeyPatch) -> None:

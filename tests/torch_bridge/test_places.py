@@ -191,7 +191,6 @@ def train(
 
 
 @pytest.mark.core(keep=2)
-@pytest.mark.thorough(keep=4)
 @pytest.mark.parametrize(
     ("kind", "options"),
     [

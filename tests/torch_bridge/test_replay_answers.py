@@ -103,7 +103,7 @@ def _mask(k: int) -> torch.Tensor:
     return mask
 
 
-@pytest.mark.thorough(keep=8)
+@pytest.mark.thorough(keep=12)
 @pytest.mark.parametrize("given", MASKS)
 @pytest.mark.parametrize("name", ASKS)
 def test_answers_that_differ_now_and_then(name: str, given: str) -> None:

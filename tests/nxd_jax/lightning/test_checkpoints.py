@@ -148,7 +148,7 @@ LOADERS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.thorough(keep=3)
+@pytest.mark.thorough(keep=5)
 @pytest.mark.parametrize(
     ("loader", "hook", "step", "settings"),
     [

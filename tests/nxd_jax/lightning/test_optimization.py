@@ -108,7 +108,7 @@ def test_a_step_that_is_left_out(tmp_path: Path, devices: int, said: str) -> Non
 # -- clipping and accumulation -----------------------------------------------------------------------
 
 
-@pytest.mark.thorough(keep=2)
+@pytest.mark.thorough(keep=3)
 @pytest.mark.parametrize(
     ("kind", "tp", "zero1", "algorithm"),
     [

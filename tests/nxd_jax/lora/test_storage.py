@@ -101,7 +101,7 @@ def rank_files(model: LoraModel, folder: pathlib.Path, xser: bool = False) -> No
         torch.save(references, path)
 
 
-@pytest.mark.thorough(keep=4)
+@pytest.mark.thorough(keep=5)
 @pytest.mark.parametrize("xser", [False, True])
 @pytest.mark.parametrize("inner, tag", [("model", "t1"), ("model", "t1/model"), (".", "t1"), (".", "t1/model")])
 def test_files_of_every_rank(nxd: Nxd, tmp_path: pathlib.Path, inner: str, tag: str, xser: bool) -> None:

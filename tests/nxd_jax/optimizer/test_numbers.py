@@ -61,7 +61,7 @@ def name_of(case: Case) -> str:
 
 
 @pytest.mark.core(keep=2)
-@pytest.mark.thorough(keep=6)
+@pytest.mark.thorough(keep=9)
 @pytest.mark.parametrize("zero", [False, True], ids=["plain", "zero1"])
 @pytest.mark.parametrize("case", DIVIDED, ids=name_of)
 def test_equals_torch(nxd: Nxd, case: Case, zero: bool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,8 +63,7 @@ def made(by_running: bool, **options: Any) -> tuple[Any, NxDPPModel]:
 
 
 @pytest.mark.thorough(keep=2)
-@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
-@pytest.mark.parametrize("by_running", [False, True])
+@pytest.mark.parametrize(("by_running", "schedule"), [(False, "1f1b"), (False, "zb_h1"), (True, "zb_h1"), (True, "1f1b")])
 def test_gradients(nxd: Nxd, by_running: bool, schedule: str) -> None:
     """The loss and every gradient are those of the whole model; a module's tensors lie with the first stage that reads one of them."""
     nxd(1)

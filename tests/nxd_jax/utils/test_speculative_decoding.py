@@ -98,7 +98,7 @@ def generated(target: Adapter, draft: Any, prompt: list[int], limit: int, **kwar
     return target._assisted_decoding(ids, draft, **given)[0].tolist()
 
 
-@pytest.mark.thorough(keep=24)
+@pytest.mark.thorough(keep=25)
 @pytest.mark.core(keep=4)
 @pytest.mark.parametrize("steps", [1, 3, 4, 9])
 @pytest.mark.parametrize("length", [1, 2, 4, 7])

@@ -44,7 +44,6 @@ def tensors(case, dtype):
     return torch.randn(x).to(dtype), torch.randn(w).to(dtype), torch.randn(channels).to(dtype), rest
 
 
-@pytest.mark.thorough(keep=22)
 @pytest.mark.core(keep=11)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

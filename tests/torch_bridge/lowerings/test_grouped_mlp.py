@@ -58,7 +58,7 @@ def small(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setattr(grouped_tiles, "_MATRIX", 10)
 
 
-@pytest.mark.thorough(keep=8)
+@pytest.mark.thorough(keep=13)
 @pytest.mark.core(keep=4)
 @pytest.mark.parametrize("mean", [M // G, 4])
 @pytest.mark.parametrize("sizes", ROUTINGS.values(), ids=list(ROUTINGS))

@@ -56,7 +56,7 @@ def test_sizes() -> None:
     assert (grouped_tiles.block_rows(1024, 8), grouped_tiles.block_rows(1024, 4, 128), grouped_tiles.block_rows(8, 64)) == (32, 32, 16)
 
 
-@pytest.mark.thorough(keep=8)
+@pytest.mark.thorough(keep=10)
 @pytest.mark.core(keep=4)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("name", ROUTINGS)

@@ -15,7 +15,7 @@ SIZES = [(7, [7]), (7, [14]), (7, [21]), (7, [3]), (7, [1]), (7, [10]), (1, [5])
 NEAREST = {1: "upsample_nearest1d", 2: "upsample_nearest2d", 3: "upsample_nearest3d"}
 
 
-@pytest.mark.thorough(keep=8)
+@pytest.mark.thorough(keep=9)
 @pytest.mark.parametrize("exact", ["", "_exact"])
 @pytest.mark.parametrize(("size", "out"), SIZES)
 @together
@@ -49,7 +49,7 @@ def test_nearest_with_scales():
     check(aten.upsample_nearest2d_backward.default, torch.randn(1, 2, 8, 9), [8, 9], [1, 2, 5, 7], 1.7, 1.3)
 
 
-@pytest.mark.thorough(keep=8)
+@pytest.mark.thorough(keep=9)
 @pytest.mark.parametrize("align", [False, True])
 @pytest.mark.parametrize(("size", "out"), SIZES)
 @together
@@ -76,7 +76,7 @@ def test_more_linear(align):
     check_gradients(aten.upsample_bicubic2d.default, x[0], [9, 4], align)
 
 
-@pytest.mark.thorough(keep=8)
+@pytest.mark.thorough(keep=9)
 @pytest.mark.parametrize("op", [aten._upsample_bilinear2d_aa, aten._upsample_bicubic2d_aa])
 @pytest.mark.parametrize("out", [[3, 4], [13, 17], [5, 20], [9, 8]])
 @pytest.mark.parametrize("align", [False, True])

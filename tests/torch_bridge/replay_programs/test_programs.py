@@ -31,7 +31,6 @@ def check(program: Program, form: str) -> int:
     return found.played
 
 
-@pytest.mark.thorough(keep=300)
 @pytest.mark.core(keep=20)
 @pytest.mark.parametrize(("name", "form"), FIRST)
 def test_does_as_eager_torch(name: str, form: str) -> None:

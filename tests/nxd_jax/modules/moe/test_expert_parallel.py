@@ -135,7 +135,7 @@ def rule_of(k: int, factor: Any, tokens: int = 9, **kwargs: Any) -> Rule:
     return Rule(capacity.expert_capacity(tokens, k, factor, E) if factor and factor > 0 else None, **kwargs)
 
 
-@pytest.mark.thorough(keep=5)
+@pytest.mark.thorough(keep=7)
 @pytest.mark.core(keep=2)
 @pytest.mark.parametrize("factor", [None, 0.0, 0.5, 1.0, 1.25])
 @pytest.mark.parametrize("k", [1, 2, 3])
@@ -156,7 +156,7 @@ def test_all_tokens_to_few_ranks(nxd: Nxd, tokens: int, routing: str, factor: An
     check(make(2, factor).to("xla"), Data(2, tokens, routing), rule_of(2, factor, tokens))
 
 
-@pytest.mark.thorough(keep=4)
+@pytest.mark.thorough(keep=5)
 @pytest.mark.core(keep=2)
 @pytest.mark.parametrize("factor", [None, 1.0])
 @pytest.mark.parametrize("option", ["padding", "early", "bias", "distribution"])

@@ -211,7 +211,7 @@ CHECKPOINTS: dict[str, Callable[[MoE], Callable[[torch.Tensor], torch.Tensor]]] 
 }
 
 
-@pytest.mark.thorough(keep=2)
+@pytest.mark.thorough(keep=3)
 @pytest.mark.parametrize("kind", CHECKPOINTS)
 @pytest.mark.parametrize("played", [False, True])
 def test_what_is_computed_again_is_counted_once(played: bool, kind: str) -> None:

@@ -154,7 +154,7 @@ def own_parts(x: torch.Tensor) -> torch.Tensor:
     return own([x.chunk(tp)[place[r]] for r in range(len(place))])
 
 
-@pytest.mark.thorough(keep=3)
+@pytest.mark.thorough(keep=4)
 @pytest.mark.core(keep=1)
 @pytest.mark.parametrize("router_sp", [False, True])
 @pytest.mark.parametrize("shared", ["none", "partial", "replicated"])

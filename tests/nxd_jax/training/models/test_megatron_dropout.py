@@ -41,8 +41,16 @@ def gradients(recomputed: Any, options: dict[str, Any]) -> dict[str, torch.Tenso
 
 @pytest.mark.thorough(keep=2)
 @pytest.mark.core(keep=0)
-@pytest.mark.parametrize("kind", [CoreAttention, ParallelTransformerLayer])
-@pytest.mark.parametrize("options", [{"ffn_dropout": 0.3}, {"sequence_parallel": True, "hidden_dropout": 0.3}], ids=str)
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (CoreAttention, {"ffn_dropout": 0.3}),
+        (CoreAttention, {"sequence_parallel": True, "hidden_dropout": 0.3}),
+        (ParallelTransformerLayer, {"sequence_parallel": True, "hidden_dropout": 0.3}),
+        (ParallelTransformerLayer, {"ffn_dropout": 0.3}),
+    ],
+    ids=str,
+)
 def test_what_is_computed_again_draws_the_same(options: dict[str, Any], kind: type[nn.Module], nxd: Nxd) -> None:
     nxd(2, tp=2)
     options = {"attention_dropout": 0.3, "num_layers": 1, **options}

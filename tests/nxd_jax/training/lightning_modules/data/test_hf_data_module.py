@@ -54,7 +54,7 @@ def test_ranks_read_their_rows(made: Path, tmp_path: Path) -> None:
 WAYS: dict[str, dict[str, Any]] = {"in order": {}, "shuffled": {"shuffle": True}, "streaming": {"streaming": True}}
 
 
-@pytest.mark.thorough(keep=9)
+@pytest.mark.thorough(keep=10)
 @pytest.mark.core(keep=2)
 @pytest.mark.parametrize("after", [{"devices": 4}, {"devices": 1}, {"devices": 2, "gbs": 2}], ids=str)
 @pytest.mark.parametrize("stop", [3, 5, 7])
