@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from nxd_jax.training import command
+from tests import quick
 from tests.nxd_jax.training import yaml_runs
 
 ORCHESTRATOR = Path(__file__).with_name("orchestrator.py")
@@ -25,7 +26,9 @@ def run(words: Sequence[str], folder: Path, **environ: str) -> str:
     kept = {
         name: value for name, value in os.environ.items() if not name.startswith(("XLA_", "NEURON_", "NXD_JAX_", "COMPILE", "TRAIN_ITERS"))
     }
-    done = subprocess.run([str(w) for w in words], cwd=folder, env={**kept, **environ}, capture_output=True, text=True, timeout=500)
+    done = subprocess.run(
+        [str(w) for w in words], cwd=folder, env={**kept, **quick.environment(), **environ}, capture_output=True, text=True, timeout=500
+    )
     assert done.returncode == 0, done.stderr[-4000:] + done.stdout[-1000:]
     return done.stderr + done.stdout
 
@@ -34,25 +37,30 @@ def torchrun(count: int) -> tuple[str, ...]:
     return (sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(count))
 
 
-def test_processes_train_as_one_does(tmp_path: Path) -> None:
-    """Fixture 5: TP 2 x PP 2 in one process, in four, and in two with two ranks each."""
+@pytest.mark.thorough(keep=1)
+@pytest.mark.usefixtures("ranks", "variables")
+@pytest.mark.parametrize(("count", "says"), [(2, "ranks 0 to 1 of 4 in process 0 of 2"), (4, "nxdt-train: rank 0 of 4")])
+def test_processes_train_as_one_does(count: int, says: str, tmp_path: Path) -> None:
+    """Fixture 5: TP 2 x PP 2 in this process, in two with two ranks each, and in four."""
     file = yaml_runs.write(tmp_path)
-    found = {}
-    for name, launcher in {"one": (), "four": torchrun(4), "two": torchrun(2)}.items():
-        program = PROGRAM if not launcher else (*launcher, "-m", "neuronx_distributed_training")
-        said = run((*program, file, *FOUR, f"exp_manager.name={name}"), tmp_path)
-        found[name] = yaml_runs.losses(tmp_path / "experiments" / name)
-        assert (
-            "4 ranks" if name == "one" else "nxdt-train: rank 0 of 4" if name == "four" else "ranks 0 to 1 of 4 in process 0 of 2"
-        ) in said
-    assert len(found["one"]) == 4
-    assert found["four"] == pytest.approx(found["one"], rel=1e-5) and found["two"] == pytest.approx(found["one"], rel=1e-5)
+    said = run((*torchrun(count), "-m", "neuronx_distributed_training", file, *FOUR, "exp_manager.name=several"), tmp_path)
+    assert says in said
+    found = yaml_runs.losses(tmp_path / "experiments" / "several")
+    one = yaml_runs.train(file, *FOUR, "exp_manager.name=one")
+    assert len(one) == 4 and found == pytest.approx(one, rel=1e-5)
 
 
 def test_users_own_orchestrators_run(tmp_path: Path) -> None:
     """Fixture 1, with a copy of the original's programs, plain and under torchrun; the file's folder and name as they say it."""
     yaml_runs.write(tmp_path, {"num_key_value_heads": 4})
-    changes = ("trainer.devices=2", TP2, "model.qkv_linear=False", "trainer.max_steps=3", "exp_manager.create_checkpoint_callback=False")
+    changes = (
+        "trainer.devices=2",
+        TP2,
+        "model.qkv_linear=False",
+        "model.num_layers=1",
+        "trainer.max_steps=3",
+        "exp_manager.create_checkpoint_callback=False",
+    )
     config = (f"--config-path={tmp_path}", "--config-name=conf")
     run((sys.executable, ORCHESTRATOR, *config, *changes, "exp_manager.name=plain"), tmp_path, XLA_USE_BF16="0")
     run((*torchrun(2), ORCHESTRATOR, *config, *changes, "exp_manager.name=two"), tmp_path, XLA_USE_BF16="0")
@@ -60,23 +68,25 @@ def test_users_own_orchestrators_run(tmp_path: Path) -> None:
     assert len(one) == 3 and two == pytest.approx(one, rel=1e-5)
 
 
+@pytest.mark.usefixtures("ranks", "variables")
 def test_train_iters_compile_and_going_on(tmp_path: Path) -> None:
     """Fixture 23, in two processes with ZeRO-1: three steps, saved in the background, then on to six as in one process; ten steps for compilation."""
     file = yaml_runs.write(tmp_path)
-    words = (file, "trainer.devices=2", f"{S}.zero1=True", "~model.optim.sched", "exp_manager.async_checkpointing=True")
+    changes = ("trainer.devices=2", f"{S}.zero1=True", "model.num_layers=1", "~model.optim.sched", "exp_manager.async_checkpointing=True")
+    words = (file, *changes)
     two = (*torchrun(2), "-m", "neuronx_distributed_training", *words)
-    run((*PROGRAM, *words, "exp_manager.name=whole"), tmp_path)
+    whole = yaml_runs.train(file, *changes, "exp_manager.name=whole")
 
     def kept() -> list[str]:
         return [p.name for p in (tmp_path / "experiments" / "hf_llama" / "checkpoints").iterdir()]
 
-    run(two, tmp_path, COMPILE="0", TRAIN_ITERS="3")
+    assert "nxdt-train: rank 0 of 2" in run(two, tmp_path, COMPILE="0", TRAIN_ITERS="3")
     assert kept() == ["hf_llama--step=3-consumed_samples=12.0.ckpt"]
-    run((*PROGRAM, *words, "exp_manager.create_tensorboard_logger=True"), tmp_path, COMPILE="1")
+    assert "2 ranks" in run((*PROGRAM, *words, "exp_manager.create_tensorboard_logger=True"), tmp_path, COMPILE="1")
     assert kept() == ["hf_llama--step=3-consumed_samples=12.0.ckpt"]
     run(two, tmp_path)
     assert kept() == ["hf_llama--step=6-consumed_samples=24.0.ckpt"]
-    whole, parts = (yaml_runs.losses(tmp_path / "experiments" / name) for name in ("whole", "hf_llama"))
+    parts = yaml_runs.losses(tmp_path / "experiments" / "hf_llama")
     assert len(whole) == 6 and parts == pytest.approx(whole, rel=1e-5)
 
 
