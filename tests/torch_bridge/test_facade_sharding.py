@@ -17,7 +17,7 @@ from torch import nn
 from torch_neuronx.distributed.fsdp_mics import XlaFullyShardedDataParallelMiCS
 from torch_xla.distributed import spmd as xs
 from torch_xla.distributed.fsdp import XlaFullyShardedDataParallel as FSDP
-from torch_xla.distributed.fsdp import checkpoint_module, consolidate_sharded_state_dicts
+from torch_xla.distributed.fsdp import checkpoint_module
 from torch_xla.distributed.fsdp.wrap import always_wrap_policy
 from torch_xla.experimental import distributed_checkpoint, xla_sharding
 from torch_xla.experimental.spmd_fully_sharded_data_parallel import SpmdFullyShardedDataParallel
@@ -94,14 +94,9 @@ def two_ranks() -> Iterator[None]:
     world.configure(None)
 
 
-def test_fsdp_of_several_ranks_is_not_there_yet(two_ranks: None) -> None:
-    for wrapper in (FSDP, XlaFullyShardedDataParallelMiCS):
-        with pytest.raises(
-            NotImplementedError, match=rf"{wrapper.__name__} is not there yet in a world of several ranks.*zero_one_enabled"
-        ):
-            wrapper(net())
-    with pytest.raises(NotImplementedError, match=r"consolidate_sharded_state_dicts is not there yet"):
-        consolidate_sharded_state_dicts([])
+def test_what_is_not_there_yet_in_a_world_of_several_ranks(two_ranks: None) -> None:
+    with pytest.raises(NotImplementedError, match=r"MiCS, .* is not there yet in a world of several ranks: use .*XlaFullyShardedDataParallel"):
+        XlaFullyShardedDataParallelMiCS(net())
 
 
 def test_spmd_says_what_to_do_instead() -> None:

@@ -28,6 +28,7 @@ FLOORS = (
     "optimizers",
     "guards",
     "replay",
+    "fsdp",
     "generation",
     "export",
     "aot",

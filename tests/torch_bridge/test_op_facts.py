@@ -20,10 +20,13 @@ OF_A_LOWERING = ("fn", "rng", "lift", "floats", "mode")
 def table() -> dict[str, Lowering]:
     """All that is registered, by name, with the ops that are only there where ranks or optimizers are."""
     from torch_bridge.collectives import attention_ops, collective_ops, index_checks, rank_slices, row_shard_ops
+    from torch_bridge.fsdp import apart
     from torch_bridge.optimizers import grad_norm_ops, step_ops
     from torch_bridge.recorder import barrier, grouped_mlp_ops
 
-    assert all((grouped_mlp_ops, attention_ops, collective_ops, index_checks, rank_slices, row_shard_ops, grad_norm_ops, step_ops, barrier))
+    assert all(
+        (grouped_mlp_ops, attention_ops, collective_ops, index_checks, rank_slices, row_shard_ops, grad_norm_ops, step_ops, barrier, apart)
+    )
     return {str(op): found for op, found in registered().items()}
 
 
@@ -58,6 +61,7 @@ OURS: dict[str, dict[str, Any]] = {
     "rank_slice_write": dict(rank_table=3),
     "rank_slice_backward": dict(rank_table=3),
     "barrier": {},
+    "apart": {},
     "recurrent_layer": {},
     "recurrent_layer_backward": {},
     "check_indices": {},

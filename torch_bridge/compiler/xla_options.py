@@ -28,14 +28,25 @@ _ALL_BUT_CONVOLUTIONS = {_LIBRARY_FUSIONS: "LIBRARY_FUSION_TYPE_DOT,LIBRARY_FUSI
 """On CPUs XLA gives convolutions to YNNPACK, which computes many of them on one thread. Without it they run in Eigen on all of them."""
 
 
+_APART = "torch_bridge.apart.default"
+_WITHOUT_PASSES = "xla_disable_hlo_passes"
+_WITH_BARRIERS = {_WITHOUT_PASSES: "cse_barrier_expander"}
+"""On CPUs XLA drops barriers before it merges equal computations for the last time: what parameters are gathered again for would stay (`fsdp.apart`)."""
+
+
 def of(graph: fx.Graph) -> dict[str, Any] | None:
     """The options for a program of this graph of aten ops; None: XLA's own. What `XLA_FLAGS` says of an option stands."""
-    if not any(node.target in _CONVOLUTIONS for node in graph.nodes) or jax.default_backend() != "cpu":
+    wanted: dict[str, Any] = {}
+    if any(node.target in _CONVOLUTIONS for node in graph.nodes):
+        wanted |= _ALL_BUT_CONVOLUTIONS
+    if any(str(node.target) == _APART for node in graph.nodes):
+        wanted |= _WITH_BARRIERS
+    if not wanted or jax.default_backend() != "cpu":
         return None
-    return _ALL_BUT_CONVOLUTIONS if _known() else None
+    return {name: value for name, value in wanted.items() if _known(name, value)} or None
 
 
 @functools.cache
-def _known() -> bool:
-    """Whether this process may set the option: the jaxlib knows it, and `XLA_FLAGS` does not name it."""
-    return _LIBRARY_FUSIONS not in os.environ.get("XLA_FLAGS", "") and _compat.knows_options(_ALL_BUT_CONVOLUTIONS)
+def _known(name: str, value: str) -> bool:
+    """Whether this process may set an option: the jaxlib knows it, and `XLA_FLAGS` does not name it."""
+    return name not in os.environ.get("XLA_FLAGS", "") and _compat.knows_options({name: value})

@@ -18,6 +18,7 @@ from torch.types import Device
 
 from torch_bridge import nested
 from torch_bridge.config import environment
+from torch_bridge.fsdp import rank_files
 from torch_bridge.mesh import random_state, rank_numbers, world
 from torch_bridge.recorder import prefetch
 from torch_bridge.runtime import backend, steps
@@ -306,11 +307,15 @@ def save(data: Any, file_or_path: Any, master_only: bool = True, global_master: 
     """`xm.save`: `torch.save` of the data on the CPU, by rank 0 of each host (of the job if `global_master`) or by all if not
     `master_only`.
 
-    Tied weights stay one tensor in the file; torch_xla writes them twice.
+    Tied weights stay one tensor in the file; torch_xla writes them twice. A process that hosts several ranks writes data with shards of
+    `XlaFullyShardedDataParallel` into a file for each rank, if not `master_only`: the path has the first rank's number, as `xm.get_ordinal()` prints.
     """
     backend.ensure()
     from torch_bridge.recorder import sharded
 
+    if not master_only and rank_files.needed(data):
+        rank_files.save(data, file_or_path)
+        return
     writes = not master_only or is_master_ordinal(local=not global_master)
     on_cpu = _maybe_convert_to_cpu(data, convert=writes)
     if writes:

@@ -1,4 +1,4 @@
-"""`torch_xla.distributed.fsdp`: passes through in a world of one; nothing is sharded yet."""
+"""`torch_xla.distributed.fsdp`: parameters shared out among data-parallel ranks (ZeRO-3), see `torch_bridge.fsdp`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_bridge.torch_xla.distributed.fsdp.xla_fully_sharded_data_parallel import ADVICE, XlaFullyShardedDataParallel
+from torch_bridge.fsdp.consolidation import consolidate_sharded_model_checkpoints, consolidate_sharded_state_dicts
+from torch_bridge.fsdp.wrapper import XlaFullyShardedDataParallel
 
 
 def checkpoint_module(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
@@ -30,18 +31,6 @@ def checkpoint_module(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module
 
     module.forward = checkpointed
     return module
-
-
-def consolidate_sharded_state_dicts(*args: Any, **kwargs: Any) -> Any:
-    """`fsdp.consolidate_sharded_state_dicts`: raises NotImplementedError."""
-    raise NotImplementedError(f"torch_xla.distributed.fsdp.consolidate_sharded_state_dicts {ADVICE} Then state_dict() is the whole model.")
-
-
-def consolidate_sharded_model_checkpoints(*args: Any, **kwargs: Any) -> Any:
-    """`fsdp.consolidate_sharded_model_checkpoints`: raises NotImplementedError."""
-    raise NotImplementedError(
-        f"torch_xla.distributed.fsdp.consolidate_sharded_model_checkpoints {ADVICE} Then state_dict() is the whole model."
-    )
 
 
 __all__ = ["XlaFullyShardedDataParallel", "checkpoint_module", "consolidate_sharded_model_checkpoints", "consolidate_sharded_state_dicts"]

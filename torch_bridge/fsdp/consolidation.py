@@ -1,0 +1,107 @@
+"""The whole module's state dict from every rank's: `consolidate_sharded_state_dicts` and `consolidate_sharded_model_checkpoints`.
+
+Files that torch_xla wrote are joined, too, and need nothing but torch.
+"""
+
+from __future__ import annotations
+
+import glob
+import logging
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from torch_bridge.fsdp import naming
+
+logger = logging.getLogger("torch_bridge")
+
+State = Mapping[str, torch.Tensor]
+
+
+def consolidate_sharded_state_dicts(state_dict_list: Sequence[State], shard_metadata: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """`fsdp.consolidate_sharded_state_dicts`: the state dict of the module without wrappers, from every rank's `model.state_dict()`, in rank order.
+
+    shard_metadata: of any rank, `model.get_shard_metadata()`. Buffers are rank 0's, with the dtypes that they had before `buffer_dtype`. Tied parameters have
+    all their names, if the metadata is ours (torch_xla's knows the first one only).
+
+    Raises ValueError for another number of state dicts than ranks, and for entries that the metadata or another rank does not have.
+    """
+    count = shard_metadata["world_size"]
+    if len(state_dict_list) != count:
+        raise ValueError(
+            f"the model was shared out among {count} ranks, got {len(state_dict_list)} state dicts: give every rank's, in rank order"
+        )
+    whole: dict[str, torch.Tensor] = OrderedDict()
+    for entry, value in state_dict_list[0].items():
+        found = naming.unit_and_shard(entry)
+        if found is None:
+            dtype = shard_metadata.get("buffer_info", {}).get(entry, {}).get("_orig_dtype")
+            whole[naming.plain(entry)] = value if dtype is None else value.to(dtype)
+        else:
+            whole.update(_joined(entry, *found, state_dict_list, shard_metadata))
+    for other, name in shard_metadata.get("tied_info", {}).items():
+        if name in whole:
+            whole[other] = whole[name]
+    return whole
+
+
+def _joined(entry: str, unit: str, name: str, states: Sequence[State], metadata: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The parameters that a shard is a part of."""
+    info = metadata["shard_info"].get(unit, {}).get(name)
+    if info is None:
+        raise ValueError(
+            f"{entry} is not in the shard metadata: it is of another model; save model.get_shard_metadata() beside model.state_dict()"
+        )
+    without = [rank for rank, s in enumerate(states) if entry not in s]
+    if without:
+        raise ValueError(f"{entry} is not in the state dicts of ranks {', '.join(map(str, without))}: they are of another model")
+    size = torch.Size(info["_orig_size"])
+    vector = torch.cat([s[entry].detach().reshape(-1) for s in states])[: size.numel()].clone()
+    full = naming.joined(unit, info["_orig_name"])
+    flat = metadata.get("flatten_info", {}).get(full)
+    if flat is None:
+        return {naming.plain(full): vector.view(size)}
+    names, shapes, lengths = flat
+    above = full.rpartition(".")[0]
+    parts = vector.split(list(lengths))
+    return {naming.plain(naming.joined(above, n)): part.view(shape).clone() for n, part, shape in zip(names, parts, shapes, strict=True)}
+
+
+def consolidate_sharded_model_checkpoints(
+    ckpt_prefix: str, ckpt_suffix: str = "*.pth", save_path: str = "", save_model: bool = True
+) -> tuple[dict[str, torch.Tensor], str | None]:
+    """`fsdp.consolidate_sharded_model_checkpoints`: join the files `ckpt_prefix + ckpt_suffix` (a pattern), one for each rank, whatever their names.
+
+    Each holds a dict with "model" (`model.state_dict()`) and "shard_metadata" (`model.get_shard_metadata()`). With `save_model`, {"model": state dict} is saved
+    in `save_path`, by default `ckpt_prefix + "_consolidated.pth"`. Returns (the state dict, the path of the file or None).
+
+    Raises FileNotFoundError if there are no such files, ValueError if they are not one of each rank or lack one of these keys.
+    """
+    pattern = ckpt_prefix + ckpt_suffix
+    target = save_path or f"{ckpt_prefix}_consolidated.pth"
+    paths = sorted(path for path in glob.glob(pattern) if path != target)
+    if not paths:
+        raise FileNotFoundError(f"no file matches {pattern}: ckpt_prefix and ckpt_suffix together are the pattern of all ranks' files")
+    found = [(path, torch.load(path, map_location="cpu", weights_only=False)) for path in paths]
+    logger.info("found %d checkpoint files in %s", len(found), pattern)
+    for path, ckpt in found:
+        missing = [key for key in ("model", "shard_metadata") if not isinstance(ckpt, Mapping) or key not in ckpt]
+        if missing:
+            raise ValueError(
+                f'{path} has no {" and no ".join(missing)}: save {{"model": model.state_dict(), "shard_metadata": model.get_shard_metadata()}} for each rank'
+            )
+    found.sort(key=lambda pair: int(pair[1]["shard_metadata"]["rank"]))
+    ranks = [int(ckpt["shard_metadata"]["rank"]) for _, ckpt in found]
+    count = int(found[0][1]["shard_metadata"]["world_size"])
+    if ranks != list(range(count)):
+        raise ValueError(
+            f"{pattern} should be one file for each of {count} ranks; these are of ranks {', '.join(map(str, ranks))}: some are missing, or other files match"
+        )
+    whole = consolidate_sharded_state_dicts([ckpt["model"] for _, ckpt in found], found[0][1]["shard_metadata"])
+    if not save_model:
+        return whole, None
+    torch.save({"model": whole}, target)
+    logger.info("saved the consolidated model in %s", target)
+    return whole, target

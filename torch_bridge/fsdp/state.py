@@ -1,0 +1,53 @@
+"""What a wrapper does before it loads: names, and checks of what cannot be loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from torch_bridge.fsdp import naming
+from torch_bridge.fsdp.shards import Shared
+from torch_bridge.mesh import world
+from torch_bridge.recorder.rank_tensor import RankTensor
+
+
+def below(state: dict[str, Any], prefix: str) -> None:
+    """In a world of one: entries get the name under which the wrapper holds the module."""
+    inner = f"{prefix}{naming.WRAPPED}."
+    own = {name: value for name, value in state.items() if name.startswith(prefix)}
+    for name, value in own.items():
+        del state[name]
+        state[inner + name.removeprefix(prefix)] = value
+
+
+def check(state: dict[str, Any], prefix: str, shared: Sequence[Shared], assign: bool) -> None:
+    """Raises ValueError for the state of a whole module, shards of another number of ranks or other options, one rank's shards for several ranks, and
+    `load_state_dict(assign=True)`."""
+    if assign:
+        raise ValueError("load_state_dict(assign=True) would put other parameters in the place of shards: leave assign out")
+    entries = {prefix + naming.registered(s.original): s for s in shared}
+    if entries and not any(naming.unit_and_shard(name) for name in state):
+        raise ValueError(
+            f"this is the state of a whole module ({next(iter(state), 'empty')}, ...), a wrapper loads shards: load it into the module before wrapping it"
+        )
+    for name, s in entries.items():
+        value = state.get(name)
+        if value is None:  # load_state_dict says so
+            continue
+        if tuple(value.shape) != s.layout.shape:
+            raise ValueError(
+                f"{name} is a shard of shape {list(value.shape)}, and here a rank has {list(s.layout.shape)} of {list(s.layout.size)}: it was saved with "
+                "another number of ranks or other options. Join the files with consolidate_sharded_model_checkpoints, and load the result before wrapping"
+            )
+        if len(world.current().hosted) > 1 and value.device.type == "cpu" and not isinstance(value, RankTensor):
+            raise ValueError(
+                f"{name} is one rank's shard, and this process hosts {len(world.current().hosted)} ranks, which have different ones. Load every rank's file: "
+                "ckpt = torch_bridge.each_rank(lambda rank: torch.load(path_of(rank)), xm.get_ordinal())"
+            )
+
+
+def is_shard(t: object) -> bool:
+    """Whether a tensor is a shard of a wrapper."""
+    return isinstance(t, torch.Tensor) and bool(getattr(t, "_is_sharded", False))
