@@ -106,7 +106,7 @@ def ours(case: Case, full: dict[str, torch.Tensor], **options: Any) -> Any:
 
 
 @pytest.mark.thorough(keep=2)
-@pytest.mark.core(keep=1)
+@pytest.mark.core(keep=0)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_equals_transformers(case: Case, nxd: Nxd) -> None:
     """Each data-parallel rank has its own rows, and its own auxiliary loss: what transformers gives for them, averaged."""

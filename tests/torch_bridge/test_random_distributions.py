@@ -165,7 +165,6 @@ def frequencies(sample: np.ndarray, law: st.rv_discrete) -> float:
     return float(st.chisquare(o[keep], e[keep] * o[keep].sum() / e[keep].sum()).pvalue)
 
 
-@pytest.mark.core(keep=2)
 @pytest.mark.parametrize("name", CONTINUOUS)
 def test_continuous(name: str, rounds: Rounds) -> None:
     law = CONTINUOUS[name][1]
@@ -177,7 +176,6 @@ def test_continuous(name: str, rounds: Rounds) -> None:
         assert abs(sample.var() / law.var() - 1) < 4.5 * math.sqrt((float(law.stats(moments="k")) + 2) / N)
 
 
-@pytest.mark.core(keep=4)
 @pytest.mark.parametrize("name", DISCRETE)
 def test_discrete(name: str, rounds: Rounds) -> None:
     law = DISCRETE[name][1]

@@ -57,6 +57,7 @@ def test_inspect(nxd: Nxd, run: Any, tmp_path: Path) -> None:
     assert next(line for line in shown.splitlines() if " layers.3.down.weight " in line).endswith("pipeline rank 1")
 
 
+@pytest.mark.core(keep=1)
 @pytest.mark.parametrize(
     "written",
     [Written(4, 2, 2, zero1=True, tied=True), Written(2, 2, stages=2), Written(2, 2, 3, stages=2, zero1=True, xser=True)],

@@ -155,7 +155,7 @@ def test_each_computation_is_waited_for(nxd: Nxd) -> None:
 
 
 @pytest.mark.thorough(keep=2)
-@pytest.mark.core(keep=1)
+@pytest.mark.core(keep=0)
 @pytest.mark.parametrize("ranks", [4, 2])
 @pytest.mark.parametrize("name", ["1f1b", "gpipe", "zb_h1", "interleaved", "zbv"])
 def test_the_timeline_is_what_durations_make_of_it(nxd: Nxd, name: str, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:

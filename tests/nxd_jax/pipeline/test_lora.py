@@ -274,7 +274,7 @@ def test_merging(nxd: Nxd, tmp_path: Path) -> None:
     assert loss_of(TP_PP, model) == pytest.approx(wanted, rel=1e-5)
 
 
-@pytest.mark.core(keep=1)
+@pytest.mark.core(keep=0)
 @pytest.mark.parametrize("kind", ["merge_lora", "save_lora_base"])
 def test_checkpoints_with_the_base(nxd: Nxd, tmp_path: Path, kind: str) -> None:
     """save_checkpoint of a pipeline: merged weights are a plain model's; the base with adapters loads in another layout."""

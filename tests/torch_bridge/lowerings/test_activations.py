@@ -46,6 +46,7 @@ UNARY = [
 ]
 
 
+@pytest.mark.core(keep=46)
 @pytest.mark.parametrize("kind", INPUTS)
 @pytest.mark.parametrize(("op", "args"), UNARY)
 @together
@@ -96,6 +97,7 @@ BACKWARD = [
 ]
 
 
+@pytest.mark.core(keep=34)
 @pytest.mark.parametrize("kind", INPUTS)
 @pytest.mark.parametrize(("op", "args"), BACKWARD)
 @together

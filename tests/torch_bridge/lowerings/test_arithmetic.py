@@ -81,6 +81,7 @@ NUMBERS = [
 ]
 
 
+@pytest.mark.core(keep=60)
 @pytest.mark.parametrize("op", [aten.add.Tensor, aten.sub.Tensor, aten.rsub.Tensor, aten.mul.Tensor, aten.div.Tensor], ids=str)
 @pytest.mark.parametrize("a,b", PAIRS + NUMBERS)
 @together
@@ -203,6 +204,7 @@ POWERS = [
 ]
 
 
+@pytest.mark.core(keep=20)
 @pytest.mark.parametrize("x,e", POWERS)
 @together
 def test_pow_by_number(x: torch.Tensor, e: float) -> None:

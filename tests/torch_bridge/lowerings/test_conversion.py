@@ -20,6 +20,7 @@ DTYPES = [torch.bool, u8, torch.int8, torch.int16, i32, i64, bf16, f16, torch.fl
 VALUES = T([0.0, -1.0, -1.7, 1.7, 300.0, -300.0, 256.5, 60000.0, 0.1, 100.0])
 
 
+@pytest.mark.core(keep=50)
 @pytest.mark.parametrize("source,target", list(itertools.product(DTYPES, DTYPES)), ids=str)
 @together
 def test_conversion(source: torch.dtype, target: torch.dtype) -> None:

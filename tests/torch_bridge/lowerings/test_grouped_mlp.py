@@ -69,6 +69,7 @@ def test_numbers_and_gradients(small: None, sizes: list[int], mean: int) -> None
     close([out, *back(grad)], [wanted, *wanted_back(grad)])
 
 
+@pytest.mark.core(keep=2)
 @pytest.mark.parametrize("act", grouped_mlp.ACTIVATIONS)
 def test_activations(act: str) -> None:
     x, first, second, grad = draw()

@@ -90,6 +90,7 @@ PUT = [
 ]
 
 
+@pytest.mark.core(keep=20)
 @pytest.mark.parametrize("accumulate", [False, True])
 @pytest.mark.parametrize("args", PUT)
 @together

@@ -47,6 +47,7 @@ UNARY = [
 ]
 
 
+@pytest.mark.core(keep=13)
 @pytest.mark.parametrize("name", UNARY)
 @together
 def test_foreach_unary(name: str) -> None:

@@ -106,12 +106,14 @@ CASES = [
 ]
 
 
+@pytest.mark.core(keep=33)
 @pytest.mark.parametrize("op,args", CASES)
 @together
 def test_pointwise(op: torch._ops.OpOverload, args: tuple) -> None:
     check(op, *args)
 
 
+@pytest.mark.core(keep=30)
 @pytest.mark.parametrize("op", [aten.maximum.default, aten.minimum.default, aten.fmax.default, aten.fmin.default], ids=str)
 @pytest.mark.parametrize("a,b", REAL_PAIRS)
 def test_maxima_promote(op: torch._ops.OpOverload, a: torch.Tensor, b: torch.Tensor) -> None:

@@ -22,6 +22,7 @@ DIMS = [(None, False), ([0], False), ([-1], True), ([0, 2], False), ([], False),
 INPUTS = [X, X.to(bf16), X.to(f16), X.double(), ints(3, 4, 5), ints(3, 4, 5).to(u8), X > 0]
 
 
+@pytest.mark.core(keep=8)
 @pytest.mark.parametrize("x,dim,keepdim", [(x, *d) for i, x in enumerate(INPUTS) for d in (DIMS if i < 2 else DIMS[1:3])])
 @together
 def test_sums(x: torch.Tensor, dim: list | None, keepdim: bool) -> None:
@@ -103,6 +104,7 @@ def test_reduction(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> None
     check(op, *args, **kwargs)
 
 
+@pytest.mark.core(keep=4)
 @pytest.mark.parametrize("p", [0, 1, 2, 3, 0.5, -1, -2.5, inf, -inf])
 @together
 def test_norms(p: float) -> None:

@@ -28,6 +28,7 @@ SOFT = [aten._softmax.default, aten._log_softmax.default]
 BACK = [aten._softmax_backward_data.default, aten._log_softmax_backward_data.default]
 
 
+@pytest.mark.core(keep=10)
 @pytest.mark.parametrize(("x", "dim"), CASES)
 @pytest.mark.parametrize("op", SOFT)
 @together

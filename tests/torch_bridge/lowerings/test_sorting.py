@@ -19,6 +19,7 @@ INTS = T([[3, -1, 3, 2**62, -(2**63), 0], [1, 1, 1, 0, 0, 2]])
 X = torch.randn(3, 40)
 
 
+@pytest.mark.core(keep=8)
 @pytest.mark.parametrize("descending", [False, True])
 @pytest.mark.parametrize(
     "x", [ODD, INTS, X, INTS > 0, ODD.bfloat16(), INTS.to(torch.uint8), T(3.0), torch.zeros(2, 0), ODD.double(), INTS.int(), ODD.half()]
@@ -32,6 +33,7 @@ def test_sort(x, descending):
         check(aten.sort.stable, x, stable=None)
 
 
+@pytest.mark.core(keep=20)
 @pytest.mark.parametrize("largest", [True, False])
 @pytest.mark.parametrize("k", [0, 1, 4, 6])
 @pytest.mark.parametrize("x", [ODD, INTS, INTS.to(torch.uint8), INTS.int(), ODD.bfloat16(), ODD.half(), ODD.double()])
@@ -71,6 +73,7 @@ SEARCH = [
 ]
 
 
+@pytest.mark.core(keep=8)
 @pytest.mark.parametrize("right", [False, True])
 @pytest.mark.parametrize("args", SEARCH)
 @together

@@ -303,6 +303,7 @@ def test_counting_compiles_no_more(nxd: Nxd, factor: float | None) -> None:
 # -- routers that are out of their minds -----------------------------------------------------------------
 
 
+@pytest.mark.core(keep=1)
 @pytest.mark.parametrize("factor", [None, 1.0])
 @pytest.mark.parametrize("ep", [1, 2])
 def test_all_tokens_to_one_expert(nxd: Nxd, ep: int, factor: float | None) -> None:

@@ -77,7 +77,7 @@ def expected(want: nn.Module, ids: torch.Tensor, labels: torch.Tensor, parts: in
     return total
 
 
-@pytest.mark.core(keep=1)
+@pytest.mark.core(keep=0)
 @pytest.mark.thorough(keep=2)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_equals_transformers(case: Case, nxd: Nxd, monkeypatch: pytest.MonkeyPatch) -> None:
