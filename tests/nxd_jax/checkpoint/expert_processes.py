@@ -1,8 +1,9 @@
-"""What `test_experts_processes` runs in processes of its own: expert_processes.py FOLDER TASK [NUMBER]."""
+"""What `test_experts_processes` runs in processes of its own: expert_processes.py FOLDER TASK."""
 
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -62,31 +63,37 @@ def resume(folder: Path) -> dict[str, Any]:
     return found
 
 
-def machine(folder: Path, task: str, ep: int) -> dict[str, Any]:
-    """On all cores of a trn1.32xlarge: train four steps, or be killed while the third is being saved, or go on after that, with so many expert-parallel
-    ranks."""
-    layout = Layout(**{**MACHINE.__dict__, "ep": ep})
-    lay_out(layout)
-    made = build(layout, seed=0 if task != "resume" else 5)
-    if task == "resume":
-        step = nxd.load_checkpoint(folder / "tags", None, *made)
-        return {"step": step, "values": values(made), "losses": train(layout, made, step, 4), "after": values(made)}
-    losses = train(layout, made, 0, 2)
+def killed(folder: Path) -> dict[str, Any]:
+    """On all cores of a trn1.32xlarge: train four steps, save the second and be killed while the fourth is being saved. What was seen before is in whole.pt."""
+    lay_out(MACHINE)
+    made = build(MACHINE)
+    losses = train(MACHINE, made, 0, 2)
     held = values(made)
-    if task == "killed":
-        nxd.save_checkpoint(folder / "tags", "step_2", *made, user_content=2)
-        train(layout, made, 2, 3)
-        pipeline_kills.kill_at(folder / "tags", "20")
-        nxd.save_checkpoint(folder / "tags", "step_3", *made, user_content=3)
-        raise SystemExit("it was to be killed while it saved")
-    return {"values": held, "losses": losses + train(layout, made, 2, 4), "after": values(made)}
+    nxd.save_checkpoint(folder / "tags", "step_2", *made, user_content=2)
+    losses += train(MACHINE, made, 2, 4)
+    torch.save({"values": held, "losses": losses, "after": values(made)}, folder / "whole.pt")
+    pipeline_kills.kill_at(folder / "tags", "20")
+    nxd.save_checkpoint(folder / "tags", "step_4", *made, user_content=4)
+    raise SystemExit("it was to be killed while it saved")
 
 
-def main(folder: str, task: str, number: str = "0") -> None:
+def resumed(folder: Path) -> dict[str, Any]:
+    """Go on after that, by the number of expert-parallel ranks."""
+    found: dict[Any, Any] = {}
+    for ep in (2, 4):
+        layout = replace(MACHINE, ep=ep)
+        lay_out(layout)
+        made = build(layout, seed=5)
+        step = nxd.load_checkpoint(folder / "tags", None, *made)
+        found[ep] = {"step": step, "values": values(made), "losses": train(layout, made, step, 4), "after": values(made)}
+    return found
+
+
+def main(folder: str, task: str) -> None:
     """Do this, and write what this process saw."""
     dist.init_process_group("xla")
-    found = {"save": save, "resume": resume}[task](Path(folder)) if number == "0" else machine(Path(folder), task, int(number))
-    torch.save(found, Path(folder, f"{task}.{number}.{world.process_index()}.pt"))
+    found = {"save": save, "resume": resume, "killed": killed, "resumed": resumed}[task](Path(folder))
+    torch.save(found, Path(folder, f"{task}.{world.process_index()}.pt"))
 
 
 if __name__ == "__main__":
