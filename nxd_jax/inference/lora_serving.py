@@ -20,6 +20,9 @@ ROWS = ("o_proj", "down_proj")
 """Layers whose inputs ranks share out."""
 FAMILIES = ("llama", "mistral", "qwen2")
 """By `model_type`: the models that adapters can be served for."""
+_OTHER_PRODUCTS = ("alora_invocation_tokens", "arrow_config", "kasa_config", "monteclora_config", "velora_config")
+_STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
+"""What PEFT's `init_lora_weights` can be; adapters with other starts go with weights of the base that they have changed."""
 _NAME = re.compile(r"model\.layers\.(\d+)\.(self_attn|mlp)\.(\w+)\.lora_([AB])\.weight")
 
 
@@ -89,8 +92,9 @@ class Adapter(NamedTuple):
 def read_adapter(folder: str | os.PathLike[str]) -> Adapter:
     """The adapter in a folder that PEFT's `save_pretrained` wrote, or `nxd_jax.modules.lora`.
 
-    Raises FileNotFoundError without its files; ValueError for kinds of adapters that LoRA layers do not have here, for one without tensors, with half a pair,
-    and for tensors of layers that cannot have adapters while they are served (embeddings, heads, biases, whole modules).
+    Raises FileNotFoundError without its files; ValueError for kinds of adapters that LoRA layers do not have here, for one whose start changed the base model
+    (PiSSA, OLoRA, CorDA, LoftQ), without tensors, with half a pair, and for tensors of layers that cannot have adapters while they are served (embeddings,
+    heads, biases, whole modules).
     """
     place = Path(folder)
     for name in (folders.CONFIG_FILE, peft_format.TENSORS_FILE):
@@ -101,6 +105,7 @@ def read_adapter(folder: str | os.PathLike[str]) -> Adapter:
         peft_format.config_from_peft(config)
     except ValueError as error:
         raise ValueError(f"{place}: {error}") from None
+    _check_kind(place, config)
     hub = Hub(place / peft_format.TENSORS_FILE)
     halves: dict[Place, dict[str, torch.Tensor]] = {}
     others = []
@@ -117,6 +122,20 @@ def read_adapter(folder: str | os.PathLike[str]) -> Adapter:
             "adapter into the model with PEFT's merge_and_unload, and generate with that"
         )
     return Adapter(str(place), {at: _scaled(place, at, pair, config) for at, pair in halves.items()})
+
+
+def _check_kind(folder: Path, config: Mapping[str, Any]) -> None:
+    used = [name for name in _OTHER_PRODUCTS if config.get(name)]
+    if used:
+        raise ValueError(
+            f"the adapter in {folder} uses {', '.join(used)}, and only plain LoRA can be served: merge it in PEFT if it can be, or use it there"
+        )
+    start = config.get("init_lora_weights")
+    if start not in _STARTS:
+        raise ValueError(
+            f"the adapter in {folder} has init_lora_weights={start!r}, a start that changes the base model's weights, too, which are served as they are: save "
+            "it with PEFT's save_pretrained(path_initial_model_for_weight_conversion=...), or merge it with merge_and_unload"
+        )
 
 
 def _scaled(folder: Path, at: Place, pair: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -54,10 +54,14 @@ def test_what_is_kept(dtype: torch.dtype, step: float, largest: float) -> None:
     assert cache.get_cache(0)[0][0, 0, 0, 0] == largest and cache.get_cache(0)[1][1, 1, 5, 0] == -largest
 
 
-def test_programs(tmp_path: Path) -> None:
-    """Four ranks with a copy of a K/V head each: logits are those of transformers with a rounded cache, near the exact ones, in a quarter of the bytes."""
+@pytest.mark.core(keep=1)
+@pytest.mark.parametrize(("split", "slots"), [(False, 24), (True, 24 // 2 + 1)])
+def test_programs(split: bool, slots: int, tmp_path: Path) -> None:
+    """Four ranks with a copy of a K/V head each, or a part of its slots and one to spare: logits are those of transformers with a rounded cache, near the
+    exact ones, in a quarter of the bytes."""
     theirs = small.folder(tmp_path, "llama")
-    options = InferenceConfig(tp_degree=4, batch_size=2, seq_len=24, max_context_length=8, kv_quant_config=KVQuantizationConfig())
+    kept: dict[str, Any] = {"kv_quant_config": KVQuantizationConfig(), "flash_decoding_enabled": split}
+    options = InferenceConfig(tp_degree=4, batch_size=2, seq_len=24, max_context_length=8, **kept)
     model = LanguageModel.from_pretrained(tmp_path, options)
     (text,) = small.prompts([12])
     found = [model.prefill([text[:8]], [1])[0]]
@@ -70,7 +74,7 @@ def test_programs(tmp_path: Path) -> None:
     cache = [model.nxd_model.read_from_neuron_buffer(f"kv_mgr.past_key_values.{k}", rank) for k in range(4) for rank in range(4)]
     layers, heads = 2, 4
     assert {t.dtype for t in cache} == {E4M3}
-    assert sum(t.nbytes for t in cache) == 2 * layers * options.batch_size * heads * options.seq_len * 16
+    assert sum(t.nbytes for t in cache) == 2 * layers * options.batch_size * heads * slots * 16
 
 
 @pytest.mark.core(keep=0)

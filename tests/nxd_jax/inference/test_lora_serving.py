@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -130,6 +131,14 @@ def test_folders_that_cannot_be_served(served: Served, tmp_path: Path) -> None:
     dora = adapters.write(served.theirs, tmp_path / "dora", 1, ("q_proj",), use_dora=True)
     with pytest.raises(ValueError, match=r"dora: the PEFT adapters use use_dora, which LoRA layers here do not have: merge them in PEFT"):
         model.load_adapter("new", dora)
+    for given, words in (
+        ({"init_lora_weights": "pissa"}, "dora has init_lora_weights='pissa', a start that changes the base model's weights, too"),
+        ({"alora_invocation_tokens": [1]}, "dora uses alora_invocation_tokens, and only plain LoRA can be served"),
+    ):
+        config = json.loads((dora / "adapter_config.json").read_text()) | {"use_dora": False} | given
+        (dora / "adapter_config.json").write_text(json.dumps(config))
+        with pytest.raises(ValueError, match=words):
+            model.load_adapter("new", dora)
     half = adapters.write(served.theirs, tmp_path / "half", 1, ("q_proj",)) / "adapter_model.safetensors"
     tensors = load_file(half)
     del tensors["base_model.model.model.layers.1.self_attn.q_proj.lora_B.weight"]
@@ -173,6 +182,19 @@ def test_models_and_ranks(kind: str, tp: int, changes: dict[str, Any], tmp_path:
     again.load_adapter("first", second)
     again.load_adapter("second", first)
     assert generation.generate(again, prompts, 6, end=[NEVER], adapters=["second", None, "first"]) == answers
+
+
+@pytest.mark.core(keep=0)
+def test_beside_other_options(tmp_path: Path) -> None:
+    """A fused Wqkv, which has no adapters itself, and ranks that share out a K/V head's cache."""
+    theirs = small.folder(tmp_path / "model", "llama")
+    place = adapters.write(theirs, tmp_path / "one", 1, ("o_proj", "up_proj", "down_proj"))
+    more: dict[str, Any] = {"fused_qkv": True, "flash_decoding_enabled": True, "is_continuous_batching": True}
+    options = InferenceConfig(tp_degree=4, lora_config=LoraServingConfig.of_folders({"one": str(place)}), **more, **SIZES)
+    model = LanguageModel.from_pretrained(tmp_path / "model", options)
+    prompts = small.prompts([5, 3, 9, 7])
+    found = generation.generate(model, prompts, 6, end=[NEVER], adapters=["one", None, None, "one"])
+    assert found == expected(theirs, prompts, [place, None, None, place])
 
 
 @pytest.mark.parametrize(
