@@ -48,7 +48,8 @@ def test_from_layout_to_layout_and_back(nxd: Nxd, tmp_path: Path, how: str) -> N
     assert found == expected
 
 
-@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.thorough(keep=1)
+@pytest.mark.parametrize("background", [True, False])
 def test_training_goes_on_bit_for_bit(nxd: Nxd, tmp_path: Path, background: bool) -> None:
     """With dropout, whose random numbers go on, and a schedule whose last stage is with the first rank."""
     layout = Layout(8, 2, 2, 2, True, "zbv")

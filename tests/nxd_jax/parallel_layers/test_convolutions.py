@@ -39,6 +39,7 @@ def parted(x: torch.Tensor, dim: int) -> torch.Tensor:
     return own([x.chunk(TP, dim)[tp_place(r)] for r in range(world.size())], ["tp"])
 
 
+@pytest.mark.thorough(keep=9)
 @pytest.mark.core(keep=3)
 @pytest.mark.parametrize("gather", [True, False])
 @pytest.mark.parametrize("name", CASES)
@@ -60,6 +61,7 @@ def test_output_channels(nxd: Nxd, name: str, gather: bool) -> None:
         torch.testing.assert_close(joined(layer.bias.grad, 0), reference.bias.grad, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.thorough(keep=9)
 @pytest.mark.core(keep=3)
 @pytest.mark.parametrize("parallel", [True, False])
 @pytest.mark.parametrize("name", CASES)

@@ -332,7 +332,7 @@ def test_state_has_the_names_of_the_model(nxd: Nxd) -> None:
     assert set(state) == set(names)
 
 
-@pytest.mark.thorough(keep=1)
+@pytest.mark.thorough  # tests/nxd_jax/checkpoint/test_pipeline.py goes from layout to layout, too
 @pytest.mark.parametrize("zero1", [False, True])
 def test_a_checkpoint_loads_in_other_layouts(nxd: Nxd, tmp_path: Path, zero1: bool) -> None:
     """pp 4 x tp 2, pp 2 x 2 chunks x tp 4, and no pipeline: the same weights and state, and the same training goes on."""

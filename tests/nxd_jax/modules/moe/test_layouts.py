@@ -35,7 +35,7 @@ LAYOUTS = [
 
 
 @pytest.mark.core(keep=0)
-@pytest.mark.thorough(keep=2)
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_training(nxd: Nxd, layout: Layout) -> None:
     nxd(1)

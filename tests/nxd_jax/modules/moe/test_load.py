@@ -278,6 +278,7 @@ class _First(nn.Module):
         return first
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("factor", [None, 1.0])
 def test_counting_compiles_no_more(nxd: Nxd, factor: float | None) -> None:
     """One program from the first step on, as without counting; reading has programs of its own."""

@@ -214,6 +214,7 @@ class Validated(small.Module):
         self.validated = [*getattr(self, "validated", []), self.trainer.global_step]
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize(("off", "steps"), [("True", [6]), ("False", [6])])
 def test_validation_after_a_resume(tmp_path: Path, off: str, steps: list[int]) -> None:
     """A checkpoint of step 3 is saved before the validation there, which does not run when training goes on from it."""
