@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests import quick
 from tests.nxd_jax.parallel_layers import draws_job
 
 ROOT = Path(__file__).parents[3]
@@ -20,7 +21,7 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 
 def run(launcher: list[str], folder: Path) -> list[dict[str, torch.Tensor]]:
     folder.mkdir()
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'aliases'}"}
+    environment = {**os.environ, **quick.environment(), "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'aliases'}"}
     done = subprocess.run([*launcher, draws_job.__file__, str(folder)], capture_output=True, text=True, timeout=300, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     return [torch.load(folder / f"{rank}.pt") for rank in range(4)]
