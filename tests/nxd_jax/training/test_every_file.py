@@ -47,7 +47,7 @@ def shrunk(conf: str) -> dict[str, Any]:
         "data.global_batch_size": 4,
         "model.encoder_seq_length": LENGTH,
         "model.max_position_embeddings": LENGTH,
-        "model.num_layers": 4,
+        "model.num_layers": 4 if strategy["pipeline_model_parallel_size"] > 1 else 2,
         "model.hidden_size": 64,
         "model.optim.sched.warmup_steps": 1,
         "compiler_cache_url": None,
