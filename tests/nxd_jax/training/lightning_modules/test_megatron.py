@@ -219,7 +219,7 @@ def test_a_training_is_that_of_a_plain_loop(kind: str, changes: tuple[str, ...])
 
 @pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize(
-    "changes", [(), (f"{DEVICES}=4", f"{TP}=2", f"{PP}=2", SP, UNTIED, "model.fp32_residual_connection=True")], ids=len
+    "changes", [("model.num_layers=1",), (f"{DEVICES}=4", f"{TP}=2", f"{PP}=2", SP, UNTIED, "model.fp32_residual_connection=True")], ids=len
 )
 def test_mixed_precision_learns_about_what_float32_learns(changes: tuple[str, ...]) -> None:
     kinds = ("fp32", "mixed_precision")
@@ -250,7 +250,7 @@ DROPOUT = ("model.hidden_dropout=0.2", "model.attention_dropout=0.2", "model.ffn
 
 @pytest.mark.core(keep=0)
 @pytest.mark.thorough(keep=1)
-@pytest.mark.parametrize("changes", [(), (f"{DEVICES}=4", f"{TP}=2", f"{PP}=2", SP, UNTIED)], ids=len)
+@pytest.mark.parametrize("changes", [("model.num_layers=1",), (f"{DEVICES}=4", f"{TP}=2", f"{PP}=2", SP, UNTIED)], ids=len)
 def test_dropout(changes: tuple[str, ...]) -> None:
     """New numbers in each step, the same ones where they are computed again, and no new programs."""
 
