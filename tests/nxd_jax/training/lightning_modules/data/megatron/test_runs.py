@@ -40,10 +40,10 @@ SMALL: dict[str, Any] = {
 }
 
 
-def write(folder: Path, conf: str) -> Path:
-    """A conf file with its set and tokenizer beside it."""
+def write(folder: Path, conf: str, more: dict[str, Any] | None = None) -> Path:
+    """A conf file with its set and tokenizer beside it. more: values that it changes besides."""
     values = conf_files.configuration(conf)
-    conf_files.change(values, SMALL)
+    conf_files.change(values, SMALL | (more or {}))
     write_set(values, conf, folder)
     values["exp_manager"]["exp_dir"] = str(folder / "experiments")
     file = folder / "conf.yaml"
@@ -69,7 +69,7 @@ def write_set(values: dict[str, Any], conf: str, folder: Path) -> None:
 @pytest.mark.parametrize("conf", ["megatron_llama_7B", "megatron_gpt"])
 def test_a_training_from_text(conf: str, tmp_path: Path) -> None:
     """Its losses do not depend on how ranks share the samples; one that goes on reads what comes next."""
-    file = write(tmp_path, conf)
+    file = write(tmp_path, conf, {"model.num_layers": 1})
     assert not checking.check_file(file).errors, checking.check_file(file).problems()
     whole = yaml_runs.train(file, "exp_manager.name=whole")
     assert len(whole) == 6 and whole[-1] < whole[0] and abs(whole[0] - math.log(300)) < 1
