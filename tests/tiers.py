@@ -295,6 +295,7 @@ PROCESSES: tuple[str, ...] = (
     "test_readme.py::test_code_runs",
     "torch_bridge/aot/test_files.py::test_another_process_needs_no_code_of_the_model",
     "torch_bridge/aot/test_files.py::test_without_the_library_it_says_what_to_call",
+    "torch_bridge/fsdp/test_processes.py",
     "torch_bridge/precision/test_rounding.py::test_a_second_process_gives_the_same",
     "torch_bridge/ranks/test_oracle.py",
     "torch_bridge/ranks/test_processes.py",

@@ -1,7 +1,8 @@
-"""Saving shards: one file for each rank, also from a process that hosts several."""
+"""Saving what differs by rank: one file for each rank, also from a process that hosts several."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 from typing import Any
 
@@ -9,34 +10,51 @@ import torch
 
 from torch_bridge import nested
 from torch_bridge.collectives import object_collectives
-from torch_bridge.fsdp.state import is_shard
+from torch_bridge.fsdp import naming
 from torch_bridge.mesh import world
 from torch_bridge.per_rank import rank_paths
+from torch_bridge.recorder import sharded
 
 
-def needed(data: Any) -> bool:
-    """Whether nested data has shards, or their metadata, of several ranks that this process hosts."""
+def needed(data: Any, path: Any) -> bool:
+    """Whether nested data is to be saved in a file for each of several ranks that this process hosts: it has shards of a wrapper, or tensors (of its optimizer)
+    that differ by rank and go to a path with the rank's number."""
     if len(world.current().hosted) == 1:
         return False
-    return _has_metadata(data) or bool(nested.collect(data, is_shard))
+    if _has_shards(data):
+        return True
+    with contextlib.suppress(ValueError, TypeError):
+        _paths(path)
+        return any(sharded.varying(t).axes for t in nested.collect(data, _on_xla))
+    return False
 
 
-def save(data: Any, path: str | os.PathLike[str]) -> None:
+def save(data: Any, path: Any) -> None:
     """`torch.save` each rank's own values of the data, tensors on the CPU, in its own file. path: the first hosted rank's.
 
-    Raises ValueError for an open file, or where the path does not have the rank's number (`rank_paths`).
+    Raises TypeError for an open file, ValueError where the path does not have the rank's number (`rank_paths`).
     """
-    if not isinstance(path, (str, os.PathLike)):
-        raise ValueError(
-            f"xm.save: shards of several ranks go to a file for each, so pass a path with the rank's number, not a {type(path).__name__}"
-        )
-    hosted = list(world.current().hosted)
-    paths = rank_paths.of_ranks(path, hosted[0], hosted)
-    for target, own in zip(paths, object_collectives.each_ranks(data), strict=True):
+    for target, own in zip(_paths(path), object_collectives.each_ranks(data), strict=True):
         torch.save(own, target)
 
 
-def _has_metadata(data: Any) -> bool:
+def _paths(path: Any) -> list[str]:
+    if not isinstance(path, (str, os.PathLike)):
+        raise TypeError(
+            f"xm.save: shards of several ranks go to a file for each, so pass a path with the rank's number, not a {type(path).__name__}"
+        )
+    hosted = list(world.current().hosted)
+    return rank_paths.of_ranks(path, hosted[0], hosted)
+
+
+def _on_xla(x: object) -> bool:
+    return isinstance(x, torch.Tensor) and x.device.type == "xla"
+
+
+def _has_shards(data: Any) -> bool:
+    """Whether there is a wrapper's state dict or shard metadata in it."""
     if isinstance(data, dict):
-        return {"shard_info", "world_size", "rank"} <= data.keys() or any(map(_has_metadata, data.values()))
-    return isinstance(data, (list, tuple)) and any(map(_has_metadata, data))
+        if {"shard_info", "world_size", "rank"} <= data.keys():
+            return True
+        return any((isinstance(k, str) and naming.unit_and_shard(k) is not None) or _has_shards(v) for k, v in data.items())
+    return isinstance(data, (list, tuple)) and any(map(_has_shards, data))

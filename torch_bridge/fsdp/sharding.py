@@ -111,7 +111,8 @@ def _check(found: Sequence[tuple[nn.Parameter, Names]]) -> None:
 
 def _piece(p: nn.Parameter, names: Names) -> Piece:
     (first, _), *others = names
-    return Piece(first, tuple(path for path, _ in others), p.size(), p.dtype, tuple(place for _, place in names))
+    stand_in = torch.empty(p.size(), dtype=p.dtype, device="meta")
+    return Piece(first, tuple(path for path, _ in others), p.size(), tuple(place for _, place in names), stand_in)
 
 
 def _shared(p: torch.Tensor, pieces: Sequence[Piece], original: str, among: Groups, multiple: int, rows: bool) -> Shared:
@@ -125,11 +126,10 @@ def _shared(p: torch.Tensor, pieces: Sequence[Piece], original: str, among: Grou
 
 def _take_out(piece: Piece) -> None:
     """A placeholder without memory takes the parameter's place: it has its shape and dtype, and no values."""
-    stand_in = torch.empty(piece.size, dtype=piece.dtype, device="meta")
     for place in piece.places:
         p = place.module._parameters.pop(place.name)
         setattr(p, _TAKEN, piece.path)
-        setattr(place.module, place.name, stand_in)
+        setattr(place.module, place.name, piece.stand_in)
 
 
 def convert_buffers(module: nn.Module, dtype: torch.dtype, wrapper: type) -> dict[str, torch.dtype]:

@@ -20,13 +20,14 @@ class Place(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A parameter of the wrapped module. path: its first name in it; others: further names (tied parameters); places: all of them."""
+    """A parameter of the wrapped module. path: its first name in it; others: further names (tied parameters); places: all of them; stand_in:
+    what they hold while the parameter is not gathered, a tensor on the meta device."""
 
     path: str
     others: tuple[str, ...]
     size: torch.Size
-    dtype: torch.dtype
     places: tuple[Place, ...]
+    stand_in: torch.Tensor
 
 
 class Shared:

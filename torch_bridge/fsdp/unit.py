@@ -129,7 +129,6 @@ class Use:
         self._task = -1
         self._begun = False
         self._full: list[list[torch.Tensor]] = []
-        self._hidden: list[tuple[Place, Any]] = []
 
     @contextlib.contextmanager
     def forward(self, given: Any) -> Iterator[None]:
@@ -190,7 +189,7 @@ class Use:
         if self._task < 0:  # somebody looks at a saved tensor
             return
         with torch.enable_grad():
-            self._hidden += _put(self.unit, _with_history(self.unit, self._full))
+            _put(self.unit, _with_history(self.unit, self._full))
         engine: Any = torch.autograd.Variable._execution_engine
         engine.queue_callback(self._end)
 
@@ -205,8 +204,8 @@ class Use:
 
     def _end(self) -> None:
         self._full, self._begun = [], False
-        hidden, self._hidden = self._hidden, []
-        _take_back(hidden)
+        for piece in (piece for s in self.unit.shared for piece in s.pieces):
+            _take_back([(place, piece.stand_in) for place in piece.places])
         if self.unit.marks:
             steps.mark()
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -126,9 +127,14 @@ def _joined(made: dict[Any, Any], keys: Sequence[Any], hosted: Sequence[int], fu
     if alike and isinstance(first, (tuple, list)) and len({len(x) for x in results}) == 1:
         parts = [_joined({key: x[k] for key, x in made.items()}, keys, hosted, function) for k in range(len(first))]
         return type(first)(*parts) if hasattr(first, "_fields") else type(first)(parts)
-    if alike and type(first) is dict and all(x.keys() == first.keys() for x in results):
-        return {name: _joined({key: x[name] for key, x in made.items()}, keys, hosted, function) for name in first}
+    if alike and type(first) in (dict, OrderedDict) and all(x.keys() == first.keys() for x in results):
+        joined = type(first)((name, _joined({key: x[name] for key, x in made.items()}, keys, hosted, function)) for name in first)
+        if type(first) is OrderedDict:  # a state dict, which knows its modules' versions
+            vars(joined).update(vars(first))
+        return joined
     if all(isinstance(x, torch.Tensor) and x.device.type == "cpu" for x in results):
+        if all(not x.dim() and x.dtype == first.dtype and torch.equal(x, first) for x in results):  # an optimizer's count of steps
+            return first
         return rank_tensor.RankTensor([rank_tensor.own(made[keys[r]], place) for place, r in enumerate(hosted)])
     if alike and type(first) in (int, float, bool):
         return rank_numbers.ranked(tuple(made.get(key, first) for key in keys), tuple(hosted))

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
-import torch
 from torch import nn
 from torch_xla.distributed.fsdp import XlaFullyShardedDataParallel as FSDP
 from torch_xla.distributed.fsdp import checkpoint_module
 from torch_xla.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
-from tests.torch_bridge.fsdp import models
 from tests.torch_bridge.fsdp.models import Block, Net, adam, alone, assert_close, nested, net, train, whole
 from tests.torch_bridge.ranks.conftest import Hosted
-from torch_bridge.recorder import sharded
-from torch_bridge.runtime import executor
 
 KINDS: dict[str, Callable[[Net], nn.Module]] = {
     "flat": lambda m: FSDP(m, flatten_parameters=True, disable_reshard_on_root=False),

@@ -307,13 +307,14 @@ def save(data: Any, file_or_path: Any, master_only: bool = True, global_master: 
     """`xm.save`: `torch.save` of the data on the CPU, by rank 0 of each host (of the job if `global_master`) or by all if not
     `master_only`.
 
-    Tied weights stay one tensor in the file; torch_xla writes them twice. A process that hosts several ranks writes data with shards of
-    `XlaFullyShardedDataParallel` into a file for each rank, if not `master_only`: the path has the first rank's number, as `xm.get_ordinal()` prints.
+    Tied weights stay one tensor in the file; torch_xla writes them twice. A process that hosts several ranks writes a file for each, if not `master_only` and
+    the path has the first rank's number, as `xm.get_ordinal()` prints, of data that differs by rank. Shards of `XlaFullyShardedDataParallel` need such a path
+    (ValueError).
     """
     backend.ensure()
     from torch_bridge.recorder import sharded
 
-    if not master_only and rank_files.needed(data):
+    if not master_only and rank_files.needed(data, file_or_path):
         rank_files.save(data, file_or_path)
         return
     writes = not master_only or is_master_ordinal(local=not global_master)
