@@ -50,7 +50,8 @@ class NxDModel:
         own = list(weights)
         if len(own) != size:
             own = list(resharding.resharded(own, self.programs.weights, size))
-        self.programs.set_weights([own[rank] for rank in self.programs.where.hosted])
+        with self.programs.compiling():
+            self.programs.set_weights([own[rank] for rank in self.programs.where.hosted])
         self.weights = [dict(state) for state in own]
         self.programs.start()
 

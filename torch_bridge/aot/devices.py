@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import torch
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from torch_bridge import _compat
@@ -42,12 +43,12 @@ class Placement:
         """An array of `of_rank(rank)`, each rank's own numpy array, or of rank 0's where it is shared."""
         with _compat.enable_x64():
             if shared or self.ranks.size == 1:
-                host = np.array(of_rank(self.hosted[0]))
+                host = _own([of_rank(self.hosted[0])])[0]
                 return jax.device_put(host, self.sharding(True)) if self.mesh is None else self._shards(lambda rank: host, host.shape, True)
             if self.mesh is None:
-                return jax.device_put(np.stack([of_rank(r) for r in self.ranks.order]), self.sharding(False))
+                return jax.device_put(_own([of_rank(r) for r in self.ranks.order]), self.sharding(False))
             shape = of_rank(self.hosted[0]).shape
-            return self._shards(lambda rank: np.array(of_rank(rank))[None], (self.ranks.size, *shape), False)
+            return self._shards(lambda rank: _own([of_rank(rank)]), (self.ranks.size, *shape), False)
 
     def _shards(self, of_rank: Any, shape: Sequence[int], shared: bool) -> Any:
         assert self.mesh is not None
@@ -66,6 +67,15 @@ class Placement:
         shard = next(s.data for s in array.addressable_shards if s.device == device)
         host = np.asarray(shard)
         return host if shared else host[0]
+
+
+def _own(parts: Sequence[np.ndarray]) -> np.ndarray:
+    """A copy of arrays, one above the other. It begins as torch's memory does, so that JAX takes it as it is on CPUs: any other it would copy once more."""
+    first = np.asarray(parts[0])
+    found = torch.empty(len(parts) * first.nbytes, dtype=torch.uint8).numpy().view(first.dtype).reshape(len(parts), *first.shape)
+    for k, part in enumerate(parts):
+        found[k] = part
+    return found
 
 
 def place(ranks: facts.Ranks, forms: Mapping[str, exporting.Forms]) -> Placement:

@@ -20,6 +20,7 @@ import tempfile
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -152,9 +153,11 @@ class Opened:
         """Ranks' weights, mapped to memory. Raises DamagedModelError if their bytes are not those that were written."""
         shared = {t.name for program in self.programs.values() for t in program.facts.weights if t.shared}
         with _said(self._path, _READING):
-            first = self._tensors(_weights_of(0))
-            common = {name: t for name, t in first.items() if name in shared}
-            return [first if rank == 0 else common | self._tensors(_weights_of(rank)) for rank in ranks]
+            wanted = sorted({0, *ranks})
+            with ThreadPoolExecutor(max(1, min(len(wanted), os.cpu_count() or 1))) as pool:  # checksums take longest
+                found = dict(zip(wanted, pool.map(lambda rank: self._tensors(_weights_of(rank)), wanted), strict=True))
+            common = {name: t for name, t in found[0].items() if name in shared}
+            return [found[0] if rank == 0 else common | found[rank] for rank in ranks]
 
     def _tensors(self, name: str) -> dict[str, torch.Tensor]:
         info = self._archive.getinfo(name)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -199,6 +200,15 @@ class Model:
         self.compile(workers)
         self.reset_states()
         self.started = True
+
+    @contextlib.contextmanager
+    def compiling(self) -> Iterator[None]:
+        """A block beside which all programs are compiled, such as one that sets weights; at its end they are."""
+        _ = self.where
+        with ThreadPoolExecutor(1) as pool:
+            compiled = pool.submit(self.compile)
+            yield
+            compiled.result()
 
     def compile(self, workers: int | None = None) -> None:
         """Compile all programs for the devices of this process."""

@@ -234,7 +234,8 @@ class TracedModule(torch.nn.Module):
     def load(self) -> None:
         """Put weights on the device and compile, if that has not happened yet."""
         if not self.programs.started:
-            self.programs.set_weights([self.weights[rank] for rank in self.programs.where.hosted])
+            with self.programs.compiling():
+                self.programs.set_weights([self.weights[rank] for rank in self.programs.where.hosted])
             self.programs.start()
 
     def replace_weights(self, weights: list[dict[str, torch.Tensor]]) -> None:

@@ -117,7 +117,8 @@ class NxDModel(torch.nn.Module, BaseNxDModel):
             return
         self._check_ranks()
         if self._loaded is not None and not self.weights:
-            self._set(self._loaded)
+            with self._model.compiling():
+                self._set(self._loaded)
         self._loaded = None
         self._model.start()
         self.loaded_on_neuron = True

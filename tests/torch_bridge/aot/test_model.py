@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import ml_dtypes
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from tests.torch_bridge.aot.nets import Net, X
-from torch_bridge.aot import facts, traced_module, tracing
+from torch_bridge.aot import devices, facts, traced_module, tracing
 from torch_bridge.aot.model import Model, Program
 
 
@@ -87,3 +89,27 @@ def test_states_of_any_dtype(dtype: torch.dtype) -> None:
     first, second = (model.results("a", model.run("a", [x]), 0)[0] for _ in range(2))
     assert first.real.tolist() == [1.0, 0.0, 1.0] and second.real.tolist() == [1.0, 1.0, 1.0]
     assert model.read("last", 0).dtype == dtype
+
+
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16, np.bool_])
+@pytest.mark.parametrize("shape", [(5, 3), (), (0, 2)])
+def test_weights_are_copied_once(shape: tuple[int, ...], dtype: Any) -> None:
+    """Into memory that JAX takes as it is on CPUs, and that is nobody else's."""
+    parts = [np.ones(shape, dtype), np.zeros(shape, dtype)]
+    own = devices._own(parts)
+    assert own.shape == (2, *shape) and own.dtype == dtype and (not own.size or own.ctypes.data % 64 == 0)
+    assert np.array_equal(own, np.stack(parts)) and not any(np.shares_memory(own, part) for part in parts)
+
+
+def test_weights_that_do_not_fit_are_told_of_beside_a_compilation() -> None:
+    """The block's error is raised, not the compilation's."""
+    program, _ = traced_module.trace_program(nn.Linear(3, 2), (torch.ones(4, 3),))
+    model = Model()
+    model.add("a", program)
+    with pytest.raises(ValueError, match=r"weight was traced with shape \[2, 3\], got \[3, 2\]"), model.compiling():
+        model.set_weights([{"weight": torch.ones(3, 2), "bias": torch.zeros(2)}])
+    with model.compiling():
+        model.set_weights([{"weight": torch.ones(2, 3), "bias": torch.zeros(2)}])
+    model.start()
+    (found,) = model.results("a", model.run("a", [torch.ones(4, 3)]), 0)
+    assert found.tolist() == [[3.0, 3.0]] * 4
