@@ -1,6 +1,7 @@
-"""Compiling in half of the time: most of XLA's optimizations off, and its older emitters, which do not lower each fusion through MLIR.
+"""Compiling in less time: most of XLA's optimizations off, and its older emitters, which do not lower each fusion through MLIR.
 
-For what compares within tolerances: files of `QUICK` (`tests/conftest.py`), and processes that tests start with `environment()`.
+For what compares within tolerances: files of `QUICK` (`tests/conftest.py`), and processes that tests start with `environment()`. The older emitters round
+what they fuse in ways that depend on what is beside it: two programs of the same ops can differ in bits.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ EMITTERS = "xla_cpu_use_fusion_emitters"
 
 
 @contextlib.contextmanager
-def compiling() -> Iterator[None]:
+def compiling(older_emitters: bool = False) -> Iterator[None]:
     """What this process compiles meanwhile."""
     import jax
     from jax._src import compiler
@@ -27,7 +28,8 @@ def compiling() -> Iterator[None]:
         made.env_option_overrides += [(EMITTERS, False)]
         return made
 
-    compiler.get_compile_options = quick
+    if older_emitters:
+        compiler.get_compile_options = quick
     jax.config.update(VARIABLE.lower(), True)
     try:
         yield
