@@ -18,7 +18,7 @@ from nxd_jax.training.lightning_modules.data.base import BaseDataModule
 from nxd_jax.training.lightning_modules.model.base import BaseModelModule
 from nxd_jax.training.lightning_modules.nlp_overrides import NLPDDPStrategy, NLPTrainer
 
-WORDS, WIDTH, LENGTH, ROWS = 64, 16, 8, 64
+WORDS, WIDTH, LENGTH, ROWS, LAYERS = 64, 16, 8, 64, 2
 
 
 class Layer(nn.Module):
@@ -37,7 +37,7 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.words = ParallelEmbedding(WORDS, WIDTH)
-        self.layers = nn.ModuleList(Layer() for _ in range(4))
+        self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
         self.head = ColumnParallelLinear(WIDTH, WORDS, bias=False, gather_output=False)
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

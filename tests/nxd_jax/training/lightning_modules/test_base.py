@@ -38,7 +38,7 @@ def in_plain_torch() -> list[dict[str, float]]:
         optimizer.param_groups[0]["lr"] = lr
         ids = small.rows()[8 * step : 8 * step + 8]
         hidden = torch.nn.functional.embedding(ids, weights["words.weight"])
-        for n in range(4):
+        for n in range(small.LAYERS):
             hidden = hidden + torch.relu(hidden @ weights[f"layers.{n}.up.weight"].T) @ weights[f"layers.{n}.down.weight"].T
         loss = torch.nn.functional.cross_entropy((hidden @ weights["head.weight"].T).flatten(0, 1), ids.roll(1, 1).flatten())
         optimizer.zero_grad()
