@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import quick
+
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = sorted(f"docs/{path.relative_to(ROOT / 'docs').as_posix()}" for path in (ROOT / "docs").rglob("*.md"))
 PAGES = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md", "notebooks/README.md", *DOCS]
@@ -70,7 +72,7 @@ def test_pages_have_code():
 def test_code_runs(page: str, tmp_path: Path):
     """To the end, without a warning or hint, and with the lines that the page shows. Numbers are not compared, so most of XLA's optimizations can be off."""
     path = os.pathsep.join([str(ROOT), str(ROOT / "aliases"), os.environ.get("PYTHONPATH", "")])
-    environment = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"} | os.environ | {"PYTHONPATH": path}
+    environment = os.environ | quick.environment() | {"PYTHONPATH": path}
     (tmp_path / "train.py").write_text(script(ROOT / page))
     done = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
