@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tests import quick
 from tests.nxd_jax.training.utils import preempted
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -16,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[4]
 
 def launched(folder: Path, step: str) -> list[dict[str, Any]]:
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", preempted.__file__, str(folder), step]
-    environment = {**os.environ, "JAX_NUM_CPU_DEVICES": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'aliases'}"}
+    environment = {**os.environ, **quick.environment(), "JAX_NUM_CPU_DEVICES": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'aliases'}"}
     done = subprocess.run(launch, capture_output=True, text=True, timeout=300, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads((folder / f"found_{rank}.json").read_text()) for rank in (0, 1)]
