@@ -16,8 +16,7 @@ from torch_bridge.runtime import executor
 
 
 @pytest.mark.thorough(keep=2)
-@pytest.mark.parametrize("checkpoints", [False, True])
-@pytest.mark.parametrize("flatten", [True, False])
+@pytest.mark.parametrize(("flatten", "checkpoints"), [(True, False), (False, False), (False, True), (True, True)])
 def test_numbers_of_played_modules(flatten: bool, checkpoints: bool, hosted: Hosted, monkeypatch: pytest.MonkeyPatch) -> None:
     hosted(2)
     found = []
