@@ -19,7 +19,7 @@ from nxd_jax.inspect.pipeline_inspection import PipelineInspection
 from nxd_jax.pipeline import step_log
 from nxd_jax.tensor_parallel import parallel_groups
 from nxd_jax.topology import Topology
-from torch_bridge.mesh import abstract_arrays, world
+from torch_bridge.mesh import abstract_arrays, spmd, world
 from torch_bridge.runtime import abstract, executor
 from torch_bridge.telemetry import activity
 
@@ -132,9 +132,15 @@ def abstract_run(cores: int | None = None, *, instance: str | None = None, nodes
 
     The block concerns the thread that enters it, with the loaders and step closures that it starts; other threads go on with values.
 
-    Raises ValueError for sizes that are not possible, RuntimeError within another abstract run, in one of several processes (torchrun), and with `cores`
+    Raises ValueError for sizes that are not possible, NotImplementedError for annotated programs (`xr.use_spmd`),
+    RuntimeError within another abstract run, in one of several processes (torchrun), and with `cores`
     or `instance` where torch.distributed is initialised already.
     """
+    if spmd.active():
+        raise NotImplementedError(
+            "abstract_run after xr.use_spmd(): abstract runs know programs of ranks, not annotated ones. Look at a step that ran (nxd_jax.inspect.look), with "
+            "a small model on as many virtual devices"
+        )
     topology = None if instance is None else Topology(instance, nodes=nodes)
     count = topology.core_count if cores is None and topology is not None else cores
     if count is not None and count < 1:

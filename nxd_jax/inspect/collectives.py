@@ -78,7 +78,7 @@ def table(jaxpr: Any, sizes: dict[str, int], most: int | None = 40) -> Table[Col
 
     A loop of known length counts every time round.
     """
-    rows = _summed(_found(equations(jaxpr), sizes, _place))
+    rows = summed(_found(equations(jaxpr), sizes, _place))
     total = sum(c.bytes for c in rows)
     note = (
         f"{units.many(sum(c.count for c in rows), 'collective')}, {units.size(total)} of inputs on each core"
@@ -90,12 +90,12 @@ def table(jaxpr: Any, sizes: dict[str, int], most: int | None = 40) -> Table[Col
 
 def collectives(jaxpr: Any, sizes: dict[str, int]) -> tuple[Collective, ...]:
     """The same wherever they come from: one entry for each kind, axes and number of ranks."""
-    return tuple(_summed(_found(equations(jaxpr), sizes, lambda eqn: {})))
+    return tuple(summed(_found(equations(jaxpr), sizes, lambda eqn: {})))
 
 
 def summary(rows: Iterable[Collective]) -> tuple[Collective, ...]:
     """Rows of a table added up wherever they come from."""
-    return tuple(_summed(Collective(c.kind, c.axes, c.ranks, c.count, c.bytes) for c in rows))
+    return tuple(summed(Collective(c.kind, c.axes, c.ranks, c.count, c.bytes) for c in rows))
 
 
 def _place(eqn: Equation) -> dict[str, str]:
@@ -116,7 +116,8 @@ def _found(eqns: Iterable[Equation], sizes: dict[str, int], place: Callable[[Equ
             yield Collective(kind, axes, ranks, count, size, **place(eqn))
 
 
-def _summed(found: Iterable[Collective]) -> list[Collective]:
+def summed(found: Iterable[Collective]) -> list[Collective]:
+    """One for each kind, axes, number of ranks, dtype and place, the most bytes first."""
     sums: dict[Collective, tuple[int, int]] = {}
     for c in found:
         key = Collective(c.kind, c.axes, c.ranks, 0, 0, c.dtype, c.module, c.line, c.op, c.phase)

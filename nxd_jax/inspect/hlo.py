@@ -15,7 +15,7 @@ from nxd_jax.inspect.equations import phase
 from nxd_jax.inspect.tables import Column, Table, write
 from torch_bridge.ir import scopes
 
-_OP_NAME = re.compile(r'op_name="([^"]*)"')
+OP_NAME = re.compile(r'op_name="([^"]*)"')
 _LOC_USE = re.compile(r"loc\((#loc\d*|\"[^\"]*\"[^)]*\)?)\)\s*$")
 _LOC_DEF = re.compile(r"^(#loc\d*) = loc\((.*)\)\s*$")
 _LOC_NAME = re.compile(r'^"([^"]*)"')
@@ -129,9 +129,9 @@ def _within(module: str, wanted: str) -> bool:
 def _of_optimized(text: str) -> Iterator[HloLine]:
     for number, line in enumerate(text.splitlines(), 1):
         if line.strip():
-            name = _OP_NAME.search(line)
+            name = OP_NAME.search(line)
             bare = re.sub(r",? metadata=\{[^{}]*\}", "", line)
-            yield HloLine(number, bare.rstrip(), *_place(scopes.unescaped(name[1]) if name else ""))
+            yield HloLine(number, bare.rstrip(), *place(scopes.unescaped(name[1]) if name else ""))
 
 
 def _of_stablehlo(text: str) -> Iterator[HloLine]:
@@ -149,7 +149,7 @@ def _of_stablehlo(text: str) -> Iterator[HloLine]:
         return places[name]
 
     def of(at: _Parsed) -> _Place:
-        return _place(at.name) if scopes.read(at.name) != scopes.NONE or not at.function else of_function(at.function)
+        return place(at.name) if scopes.read(at.name) != scopes.NONE or not at.function else of_function(at.function)
 
     for at in found:
         yield HloLine(at.number, at.text.rstrip(), *(_NOWHERE if _FUNCTION.match(at.text) else of(at)))
@@ -223,6 +223,7 @@ def _common(places: list[_Place]) -> _Place:
     return module, line, op, phase
 
 
-def _place(name: str) -> _Place:
+def place(name: str) -> _Place:
+    """Module, line, op and phase of an instruction with this `op_name`; empty where it says nothing."""
     scope = scopes.read(name)
     return scope.module, scope.line, scope.op, phase(scope) if scope != scopes.NONE else ""

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from nxd_jax.inspect import collectives, costs, nodes, subjects, units
+from nxd_jax.inspect import collectives, costs, nodes, partitioned, subjects, units
 from nxd_jax.inspect.collectives import Collective
 from nxd_jax.inspect.costs import Costs
 from nxd_jax.inspect.estimate import DOCUMENTED, Constants, Estimate, estimate, program_work
@@ -28,7 +28,7 @@ from nxd_jax.topology import Topology
 from nxd_jax.topology.layouts import KINDS
 from torch_bridge import _compat
 from torch_bridge.compiler import dump
-from torch_bridge.mesh import world
+from torch_bridge.mesh import spmd, world
 
 logger = logging.getLogger("nxd_jax")
 
@@ -115,11 +115,13 @@ class Inspection:
     @cached_property
     def collectives(self) -> Table[Collective]:
         """What the ranks send to each other in one run, by kind, mesh axes, module and line."""
+        if self._subject.partitioned:
+            return partitioned.table(self._subject.compiled.as_text(), self.axes)
         return collectives.table(self.jaxpr, self.axes)
 
     @cached_property
     def costs(self) -> Costs:
-        """Operations and bytes by module, line, op or phase, on one core in one run."""
+        """Operations and bytes by module, line, op or phase, on one core in one run; of an annotated program, on all cores together."""
         return costs.costs(self.jaxpr)
 
     @cached_property
@@ -155,6 +157,11 @@ class Inspection:
         dtype: of matrix products. sequences: that the whole job works on in a step, for sequences/s. constants: what is reached of the peaks, default
         `estimate.DOCUMENTED`. Memory traffic is counted as if no ops were fused, an upper bound.
         """
+        if self._subject.partitioned:
+            raise NotImplementedError(
+                "estimate: the costs of an annotated program are those of whole tensors, and how XLA divided each op is not known. Use .collectives, .memory "
+                "and .traffic, which are those of a core; or estimate the same model as a script of ranks"
+            )
         work = program_work(self.costs, self.collectives, self.axes, dtype=dtype, name=self.name, sequences=sequences)
         return estimate(work, topology or self.topology, constants=constants or DOCUMENTED, groups=self.groups)
 
@@ -222,10 +229,9 @@ class Inspection:
     def _lines(self) -> list[str]:
         ranks = " x ".join(f"{a} {n}" for a, n in self.axes.items() if n > 1) or "one rank"
         found = [f"{self.name}: {self.graph.title.removeprefix('Graph: ')}, {ranks}, run {self.runs} times"]
+        where = "on all cores together" if self._subject.partitioned else "on one core"
         found.append(f"  memory        {self.memory.verdict}")
-        found.append(
-            f"  operations    {units.count(self.costs.flops)} FLOP in products, {units.count(self.costs.other)} others, on one core"
-        )
+        found.append(f"  operations    {units.count(self.costs.flops)} FLOP in products, {units.count(self.costs.other)} others, {where}")
         found.append(f"  collectives   {self.collectives.note}")
         for c in collectives.summary(self.collectives)[:8]:
             found.append(
@@ -261,7 +267,7 @@ def _kinds(axes: dict[str, int]) -> dict[str, tuple[str, ...]]:
 def machine(topology: Topology | None = None) -> Topology:
     """A machine that holds the ranks: the one given (default: that of the environment), more nodes of it, or the largest of its family if it has one chip."""
     found = topology or Topology.from_environment()
-    ranks = world.size()
+    ranks = len(spmd.devices()) or world.size()
     if ranks <= found.core_count:
         return found
     name = found.instance.name if found.instance.chips > 1 else _LARGEST.get(found.platform_target, found.instance.name)

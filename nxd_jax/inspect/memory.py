@@ -5,14 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
 import torch
+from jax.sharding import NamedSharding
 from torch import fx
 
 from nxd_jax.inspect import units
 from nxd_jax.inspect.owners import KINDS, Owner
 from nxd_jax.inspect.tables import Column, Table
+from torch_bridge.compiler.annotated_labels import AnnotatedLabels
 from torch_bridge.lowerings import is_view
 from torch_bridge.mesh import sharding
 from torch_bridge.source import NOWHERE
@@ -137,7 +140,7 @@ def of_program(program: Any, plan: Any, owners: dict[int, Owner], hbm_bytes: int
         in_place=int(plan.alias_size_in_bytes),
         temporaries=int(plan.temp_size_in_bytes),
         held=held,
-        activations=activations(program.graph),
+        activations=0 if isinstance(program.spec.labels, AnnotatedLabels) else activations(program.graph),  # the graph has whole tensors
         gradients=_gradients(program, held, names),
         hbm_bytes=hbm_bytes,
         core=core,
@@ -183,12 +186,38 @@ def _held(program: Any, owners: dict[int, Owner]) -> Iterator[Held]:
     updated = {i for at in ports.donated for i in ports.inputs[at]}
     for i, (aval, ref) in enumerate(zip(spec.avals, program.held_by, strict=True)):
         role = "updated" if i in updated else "argument"
-        yield _entry(_owner(ref, owners, "input"), aval, () if labels is None else _axes(labels.inputs[i]), role)
+        yield _entry(_owner(ref, owners, "input"), *_on_a_core(aval, None if labels is None else labels.inputs[i]), role)
     taken_over = {k for at in ports.order[: len(ports.donated)] for k in ports.outputs[at]}
+    chosen = _chosen_by_xla(program)
     for k, node in enumerate(spec.outputs):
         if k not in taken_over:
             ref = program.results_held_by[k] if k < len(program.results_held_by) else None
-            yield _entry(_owner(ref, owners, "result"), node.meta["val"], () if labels is None else _axes(labels.outputs[k]), "result")
+            lies = None if labels is None else labels.outputs[k] or chosen.get(k)
+            yield _entry(_owner(ref, owners, "result"), *_on_a_core(node.meta["val"], lies), "result")
+
+
+class _Block(NamedTuple):
+    """What one device holds of an annotated tensor."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+
+
+def _on_a_core(whole: Any, lies: Any) -> tuple[Any, tuple[str, ...]]:
+    """Shape and dtype on a core, and the mesh axes along which cores differ. lies: a label of ranks, which see their own shape already, or a sharding."""
+    if not isinstance(lies, NamedSharding):
+        return whole, () if lies is None else _axes(lies)
+    axes = tuple(a for a in lies.mesh.axis_names if a in sharding.axes_of(lies.spec) and lies.mesh.shape[a] > 1)
+    return _Block(lies.shard_shape(tuple(whole.shape)), whole.dtype), axes
+
+
+def _chosen_by_xla(program: Any) -> dict[int, NamedSharding]:
+    """Of an annotated program: how results lie for which nobody asked, by result."""
+    if not isinstance(program.spec.labels, AnnotatedLabels):
+        return {}
+    ports = program.spec.ports
+    found = jax.tree.leaves(program.compiled.output_shardings)
+    return {k: lies for at, lies in zip(ports.order, found, strict=True) for k in ports.outputs[at] if isinstance(lies, NamedSharding)}
 
 
 def _axes(spec: Any) -> tuple[str, ...]:

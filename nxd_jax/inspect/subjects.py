@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from torch import fx
 
 from nxd_jax.inspect.memory import Memory, of_graph, of_program
 from nxd_jax.inspect.owners import Owner, owners
 from torch_bridge import _compat
+from torch_bridge.compiler.annotated_labels import AnnotatedLabels
 from torch_bridge.export import hlo_text
 from torch_bridge.mesh import sharding, world
 from torch_bridge.runtime import abstract
@@ -26,6 +28,8 @@ class Subject:
 
     name: str
     graph: fx.Graph
+    partitioned = False
+    """Whether XLA divides the work among devices (`xr.use_spmd`), so that collectives stand in the optimised HLO alone."""
 
     def __init__(self) -> None:
         self.axes: dict[str, int] = dict(world.current().axes) if sharding.active() else {}
@@ -104,7 +108,14 @@ class OfProgram(Subject):
         self.recorded = recorded
         self._known = known
         self.graph = program.graph
-        if program.spec.labels is not None:  # at a place, an axis of one
+        labels = program.spec.labels
+        self.partitioned = isinstance(labels, AnnotatedLabels)
+        if isinstance(labels, AnnotatedLabels):
+            sizes = {str(axis): int(size) for axis, size in labels.mesh.shape.items()}
+            self.axes, self._order = sizes, tuple(range(labels.mesh.size))
+            places = np.unravel_index(np.arange(labels.mesh.size), tuple(sizes.values()))
+            self._places = {axis: tuple(map(int, at)) for axis, at in zip(sizes, places, strict=True)}
+        elif labels is not None:  # at a place, an axis of one
             self.axes |= {axis: size for axis, size in program.spec.labels.mesh.shape.items() if axis in self.axes}
         source = activity.describe(program).source
         self.name = f"the program at {source}" if source else "the program"

@@ -291,7 +291,7 @@ OPTION_ERRORS = [
     ({"loader_prefetch_size": 0}, ValueError, "loader_prefetch_size"),
     ({"device_prefetch_size": -1}, ValueError, "device_prefetch_size"),
     ({"host_to_device_transfer_threads": 1.5}, ValueError, "host_to_device_transfer_threads"),
-    ({"input_sharding": object()}, NotImplementedError, "input_sharding"),
+    ({"input_sharding": object()}, RuntimeError, "Call torch_xla.runtime.use_spmd"),
     ({"prefetch": 3}, TypeError, "prefetch"),
 ]
 

@@ -302,7 +302,7 @@ def test_send_cpu_data_to_device() -> None:
     assert only.device.type == "xla"
     moved = xm.send_cpu_data_to_device({"x": x, "n": 1, "on": only}, torch.device("xla:0"))
     assert moved["x"].device.type == "xla" and moved["n"] == 1 and moved["on"] is only
-    with pytest.raises(NotImplementedError, match="input_sharding"):
+    with pytest.raises(RuntimeError, match="Call torch_xla.runtime.use_spmd"):
         xm.send_cpu_data_to_device(x, "xla", input_sharding=object())
 
 

@@ -22,10 +22,22 @@ def table() -> dict[str, Lowering]:
     from torch_bridge.collectives import attention_ops, collective_ops, index_checks, rank_slices, row_shard_ops
     from torch_bridge.fsdp import apart
     from torch_bridge.optimizers import grad_norm_ops, step_ops
-    from torch_bridge.recorder import barrier, grouped_mlp_ops
+    from torch_bridge.recorder import annotate, barrier, grouped_mlp_ops
 
     assert all(
-        (grouped_mlp_ops, attention_ops, collective_ops, index_checks, rank_slices, row_shard_ops, grad_norm_ops, step_ops, barrier, apart)
+        (
+            grouped_mlp_ops,
+            attention_ops,
+            collective_ops,
+            index_checks,
+            rank_slices,
+            row_shard_ops,
+            grad_norm_ops,
+            step_ops,
+            barrier,
+            annotate,
+            apart,
+        )
     )
     return {str(op): found for op, found in registered().items()}
 
@@ -61,6 +73,7 @@ OURS: dict[str, dict[str, Any]] = {
     "rank_slice_write": dict(rank_table=3),
     "rank_slice_backward": dict(rank_table=3),
     "barrier": {},
+    "shard": {},
     "apart": {},
     "recurrent_layer": {},
     "recurrent_layer_backward": {},

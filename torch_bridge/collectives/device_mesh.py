@@ -18,7 +18,8 @@ def install() -> None:
 def _missing(self: DeviceMesh, name: str) -> NoReturn:
     if name in _OF_GROUPS and vars(self).get("_device_type", vars(self).get("device_type")) == "xla":
         raise NotImplementedError(
-            "torch.distributed.tensor (DTensor, distribute_tensor, parallelize_module) and fully_shard on a DeviceMesh of xla devices are not there yet. For "
-            "tensor parallelism use neuronx_distributed's parallel layers, for sharded optimizer state its ZeRO-1; data parallelism needs no mesh."
+            "DTensors of this rank's own part (DTensor.from_local, parallelize_module, fully_shard) need process groups, which a DeviceMesh of xla devices "
+            "lacks. distribute_tensor and distribute_module work there: they annotate tensors of their global shape (torch_xla.distributed.spmd). "
+            "Among ranks use neuronx_distributed's parallel layers for tensor parallelism, and XlaFullyShardedDataParallel to shard parameters."
         )
     raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")

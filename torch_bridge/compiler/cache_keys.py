@@ -54,8 +54,7 @@ def structure(spec: ProgramSpec) -> str:
 
 
 def _call(spec: ProgramSpec) -> str:
-    labels = spec.labels
-    rest = () if labels is None else (labels.inputs, labels.outputs, labels.local_inputs, labels.scalar_outputs, labels.extras)
+    rest = () if spec.labels is None else spec.labels.told()
     avals = [(tuple(a.shape), str(a.dtype)) for a in spec.avals]
     return cache_environment.stable([repr((spec.mode, spec.ports, spec.plan is None, avals, rest))])
 

@@ -45,7 +45,8 @@ class Program:
         self.spec = spec
         run = computation.of(spec)
         mapped = run if spec.labels is None else spec.labels.wrap(run, spec.ports)
-        self.jitted = jax.jit(mapped, donate_argnums=spec.ports.donated, compiler_options=xla_options.of(spec.graph))
+        placing = {} if spec.labels is None else spec.labels.jit_options(spec.ports)
+        self.jitted = jax.jit(mapped, donate_argnums=spec.ports.donated, compiler_options=xla_options.of(spec.graph), **placing)
         self.signature: Sequence[jax.ShapeDtypeStruct] = ()
         holders = {**{leaf: ref for ref, leaf in segment.saved}, **segment.holders}
         self.held_by = tuple(map(holders.get, spec.inputs))

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 Port = tuple[int, ...]
 
@@ -76,6 +76,10 @@ class Ports:
         """The label of every output, in the order in which they leave, from those of the results."""
         return [_spec(results[self.outputs[at][0]], self.stacked_outputs[at]) for at in self.order]
 
+    def output_shardings(self, results: Sequence[Any]) -> list[Any]:
+        """The sharding of every output, in the order in which they leave, from those of the results; None where nobody asks for one."""
+        return [_sharding(results[self.outputs[at][0]], self.stacked_outputs[at]) for at in self.order]
+
     def results(self, arrays: Sequence[Any]) -> list[Any]:
         """What the function returned, by result: an array, or a row of one."""
         from torch_bridge.mesh.stacked_arrays import Stack
@@ -89,6 +93,10 @@ class Ports:
             else:
                 found[port[0]] = array
         return found
+
+
+def _sharding(of: NamedSharding | None, stacked: bool) -> NamedSharding | None:
+    return of if of is None or not stacked else NamedSharding(of.mesh, _spec(of.spec, True))
 
 
 def _spec(of: PartitionSpec, stacked: bool) -> PartitionSpec:

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec
 from torch import fx
 
 from torch_bridge.compiler import shard_mapping, verify_programs
+from torch_bridge.compiler.annotated_labels import AnnotatedLabels, AnnotatedSegment
 from torch_bridge.compiler.program_io import Ports
 from torch_bridge.compiler.shard_mapping import RankLabels, SegmentLabels
 from torch_bridge.config.settings import SETTINGS
@@ -24,7 +25,7 @@ from torch_bridge.ir import dtypes
 from torch_bridge.ir.graph import GraphBuilder, results_of
 from torch_bridge.ir.layout import contiguous_meta
 from torch_bridge.ir.segment import Segment
-from torch_bridge.mesh import abstract_arrays, places, sharding
+from torch_bridge.mesh import abstract_arrays, places, sharding, spmd
 from torch_bridge.mesh.abstract_arrays import AbstractArray
 from torch_bridge.passes import fold_repeats, scalar_inputs
 from torch_bridge.passes.cut_segment import Part
@@ -52,7 +53,7 @@ class Execution:
         segment: what was recorded.
         free: by leaf, whether nobody but the segment holds its array, so that a program may take it over.
         numbers: the lifted Python numbers, by type.
-        labels: how leaves lie among the ranks and results are to lie; None without ranks.
+        labels: how leaves lie among the ranks, or on the mesh of annotated programs, and results are to lie; None on one device.
         mode: the precision that the environment asks for.
         passed: values of parts before, by id.
     """
@@ -60,7 +61,7 @@ class Execution:
     segment: Segment
     free: tuple[bool, ...]
     numbers: dict[type, np.ndarray]
-    labels: SegmentLabels | None = None
+    labels: SegmentLabels | AnnotatedSegment | None = None
     mode: Mode = precision_mode.PLAIN
     passed: dict[int, Passed] = field(default_factory=dict)
 
@@ -84,7 +85,8 @@ class ProgramSpec:
         kinds: the types of lifted numbers that the graph reads.
         draws: whether it draws random numbers.
         mode: the precision that it computes in.
-        labels: how inputs and results lie among the ranks, and the mesh; None without ranks.
+        labels: how inputs and results lie: among the ranks (`RankLabels`: one rank's program under `shard_map`), or on the mesh of an annotated program
+            (`AnnotatedLabels`: whole tensors, divided by XLA); None on one device.
         plan: how it is computed as loops over repeated layers; None if it is not.
         ports: what goes in and out as one array, what is donated, and in which order results leave.
     """
@@ -98,7 +100,7 @@ class ProgramSpec:
     kinds: tuple[type, ...]
     draws: bool
     mode: Mode
-    labels: RankLabels | None
+    labels: RankLabels | AnnotatedLabels | None
     plan: fold_repeats.Plan | None
     ports: Ports
 
@@ -120,7 +122,9 @@ class ProgramSpec:
 
     def accepts(self, run: Execution) -> bool:
         """Whether a program of this spec computes what an execution needs. It may want to take over more than is free (that is copied), not less."""
-        if self.mode != run.mode or (self.labels is not None and not self.labels.fit(run.labels, self)):
+        if self.mode != run.mode or (self.labels is None) != (run.labels is None):
+            return False
+        if self.labels is not None and not self.labels.fit(run.labels, self):
             return False
         if any(places.label_at(run.passed[v].label, self.part.place) != label for v, label in self._passed_labels()):
             return False
@@ -136,13 +140,13 @@ class ProgramSpec:
 
     def _passed_labels(self) -> list[tuple[int, PartitionSpec]]:
         """The inputs that are results of parts before, with their labels."""
-        if self.labels is None or not self.part.given:
+        if not isinstance(self.labels, RankLabels) or not self.part.given:
             return []
         return [(v, label) for v, label in zip(self.inputs, self.labels.inputs, strict=True) if v >= 0]
 
     def passes(self) -> dict[int, Passed]:
         """What later parts can know of its results."""
-        labels = [None] * len(self.results) if self.labels is None else self.labels.outputs
+        labels: Sequence[Any] = self.labels.outputs if isinstance(self.labels, RankLabels) else [None] * len(self.results)
         metas = [node.meta["val"] for node in self.outputs]
         avals = [jax.ShapeDtypeStruct(tuple(m.shape), dtypes.to_jax(m.dtype)) for m in metas]
         return {v: Passed(aval, label) for v, aval, label in zip(self.results, avals, labels, strict=True)}
@@ -153,7 +157,9 @@ class ProgramSpec:
         shapes = [tuple(m.shape) for m in metas]
         ports = self.ports
         places: list[Any]
-        if self.labels is not None:
+        if isinstance(self.labels, AnnotatedLabels):
+            places = [s or spmd.replicated() for s in ports.output_shardings(self.labels.outputs)]
+        elif self.labels is not None:
             shapes = [sharding.global_shape(shape, spec) for shape, spec in zip(shapes, self.labels.outputs, strict=True)]
             places = [jax.sharding.NamedSharding(self.labels.mesh, spec) for spec in ports.output_specs(self.labels.outputs)]
         else:
@@ -183,8 +189,10 @@ def specify(trace: Trace, part: Part, run: Execution) -> ProgramSpec:
     kinds = tuple(kind for kind, name in ((float, "floats"), (int, "ints")) if name in names)
     draws = "draws" in names
     owned = tuple(v < 0 and -v - 1 not in part.shared and run.free[-v - 1] for v in inputs)
-    labels = None
-    if run.labels is not None:
+    labels: RankLabels | AnnotatedLabels | None = None
+    if isinstance(run.labels, AnnotatedSegment):
+        labels = run.labels.label(inputs, part.results)
+    elif run.labels is not None:
         leaves = run.labels.at(part.place.mesh)
         given = [leaves[-v - 1] if v < 0 else places.label_at(run.passed[v].label, part.place) for v in inputs]
         extras = len(kinds) + draws + precision_mode.extra_count(run.mode)
@@ -214,7 +222,7 @@ def _new_values(
     inputs: Sequence[int],
     avals: Sequence[jax.ShapeDtypeStruct],
     owned: Sequence[bool],
-    labels: RankLabels | None,
+    labels: RankLabels | AnnotatedLabels | None,
     segment: Segment,
 ) -> dict[int, int]:
     """For inputs that may be taken over: the result that is the new value of the same storage, and lies as the old one does."""
@@ -243,7 +251,7 @@ def _updates(segment: Segment) -> dict[int, int]:
 
 
 def _fold(
-    graph: fx.Graph, inputs: Sequence[int], labels: RankLabels | None, updates: dict[int, int], mode: Mode
+    graph: fx.Graph, inputs: Sequence[int], labels: RankLabels | AnnotatedLabels | None, updates: dict[int, int], mode: Mode
 ) -> fold_repeats.Plan | None:
     """How to compute a graph as loops over repeated layers, if there are enough of them."""
     least = fold_repeats.least()

@@ -27,7 +27,7 @@ from torch_bridge.script import rank_branches
 from torch_bridge.source import NOWHERE
 
 if TYPE_CHECKING:
-    from torch_bridge.compiler.program_spec import ProgramSpec
+    from torch_bridge.compiler.program_spec import Execution, ProgramSpec
 
 
 class SegmentLabels(NamedTuple):
@@ -127,9 +127,9 @@ class RankLabels:
     extras: int
     meeting: processes.Meeting | None = None
 
-    def fit(self, given: SegmentLabels | None, spec: ProgramSpec) -> bool:
+    def fit(self, given: Any, spec: ProgramSpec) -> bool:
         """Whether the leaves and results of another execution have these labels."""
-        if given is None or given.independent != self.independent:
+        if not isinstance(given, SegmentLabels) or given.independent != self.independent:
             return False
         wanted = given.wanted
         leaves = given.at(self.mesh)
@@ -152,6 +152,20 @@ class RankLabels:
 
         specs = (*ports.input_specs(self.inputs), *[PartitionSpec()] * self.extras)
         return jax.shard_map(blocks, mesh=self.mesh, in_specs=specs, out_specs=tuple(labels), check_vma=False)
+
+    def jit_options(self, ports: Ports) -> dict[str, Any]:
+        """For `jax.jit`: nothing, `shard_map` says how results lie."""
+        return {}
+
+    def told(self) -> tuple[Any, ...]:
+        """What a compiled program depends on."""
+        return (self.inputs, self.outputs, self.local_inputs, self.scalar_outputs, self.extras)
+
+    def check(self, spec: ProgramSpec, run: Execution) -> None:
+        """For the verifier: inputs lie as labelled, and results as their storages want (`verify_programs`)."""
+        from torch_bridge.compiler import verify_programs
+
+        verify_programs.check_labels(spec, self, run)
 
     def placed(self, args: Sequence[Any]) -> list[Any]:
         """The arguments on the devices of the mesh: packed numbers and draws on each, arrays of another mesh moved."""

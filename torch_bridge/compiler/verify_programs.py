@@ -29,7 +29,7 @@ def check(spec: ProgramSpec, run: Execution) -> None:
         labels_out: Sequence[Any] = [None] * len(results)
     else:
         labels_in, labels_out = spec.labels.inputs, spec.labels.outputs
-        _labels(spec, spec.labels, run)
+        spec.labels.check(spec, run)
     _ports("inputs", spec.ports.inputs, spec.ports.stacked_inputs, list(zip(inputs, labels_in, strict=True)))
     _ports("results", spec.ports.outputs, spec.ports.stacked_outputs, list(zip(results, labels_out, strict=True)))
     if spec.plan is not None:
@@ -114,7 +114,7 @@ def _taken_over(spec: ProgramSpec, run: Execution, inputs: Sequence[Any], result
                 )
 
 
-def _labels(spec: ProgramSpec, labels: RankLabels, run: Execution) -> None:
+def check_labels(spec: ProgramSpec, labels: RankLabels, run: Execution) -> None:
     """Labels of inputs are those of their arrays; labels of results say all axes that they vary over, as their storages want them."""
     for vid, label, aval in zip(spec.inputs, labels.inputs, spec.avals, strict=True):
         if vid < 0:

@@ -20,7 +20,7 @@ from torch_bridge import source
 from torch_bridge.errors import DeadTensorError
 from torch_bridge.identity import all_are, any_is, same
 from torch_bridge.ir.layout import Layout, Step, contiguous_stride, layout, read_steps
-from torch_bridge.mesh import sharding
+from torch_bridge.mesh import sharding, spmd
 
 aten = torch.ops.aten
 
@@ -374,6 +374,8 @@ class Segment:
             array = storage.held = sharding.adopt(array, storage.layout.size)
             if not storage.layout.size:
                 self.scalars.add(id(array))
+        elif spmd.active():
+            array = storage.held = spmd.adopt(array)
         if self.capture:
             array = storage.array
         vid = self.leaf(array)
@@ -443,6 +445,9 @@ class Segment:
         if sharding.active():
             for k, (storage, view) in enumerate(zip(storages, views, strict=True)):
                 arrays[k] = storage.held = sharding.adopt(arrays[k], view.size)
+        elif spmd.active():
+            for k, storage in enumerate(storages):
+                arrays[k] = storage.held = spmd.adopt(arrays[k])
         start = -len(self.leaves) - 1
         new = dict(zip(map(id, arrays), range(start, start - len(arrays), -1), strict=True))
         if len(new) != len(arrays) or not self.leaf_index.keys().isdisjoint(new):

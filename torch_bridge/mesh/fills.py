@@ -9,18 +9,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec, SingleDeviceSharding
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from jax.typing import DTypeLike
 
 from torch_bridge import _compat
-from torch_bridge.mesh import sharding, world
+from torch_bridge.mesh import sharding, spmd, world
 
 MOST_ON_HOST = 1 << 20
 """Bytes up to which a fill is made on the host and moved."""
 
 
-def full(size: Sequence[int], value: complex, dtype: DTypeLike, spec: PartitionSpec | None = None) -> jax.Array:
-    """An array of a rank's `size`. spec: how the blocks of the ranks lie, None: all ranks share one value."""
+def full(size: Sequence[int], value: complex, dtype: DTypeLike, spec: PartitionSpec | NamedSharding | None = None) -> jax.Array:
+    """An array of a rank's `size`. spec: how the blocks of the ranks lie, None: all ranks share one value. With annotations: the sharding."""
     host = np.asarray(value).astype(dtype)
     small = int(np.prod(size, dtype=np.int64)) * host.itemsize <= MOST_ON_HOST
     with _compat.enable_x64():
@@ -29,13 +29,19 @@ def full(size: Sequence[int], value: complex, dtype: DTypeLike, spec: PartitionS
         return _made(tuple(size), host, spec)
 
 
-def _moved(host: np.ndarray, spec: PartitionSpec | None) -> jax.Array:
+def _moved(host: np.ndarray, spec: PartitionSpec | NamedSharding | None) -> jax.Array:
+    if spmd.active():
+        return spmd.put(host, spec if isinstance(spec, NamedSharding) else spmd.replicated())
+    assert not isinstance(spec, NamedSharding), spec
     if not sharding.active():
         return jax.device_put(host)
     return sharding.replicated(host) if spec is None else sharding.filled(host, spec)
 
 
-def _made(size: tuple[int, ...], value: np.ndarray, spec: PartitionSpec | None) -> jax.Array:
+def _made(size: tuple[int, ...], value: np.ndarray, spec: PartitionSpec | NamedSharding | None) -> jax.Array:
+    if spmd.active():
+        return _program(size, spec if isinstance(spec, NamedSharding) else spmd.replicated())(value)
+    assert not isinstance(spec, NamedSharding), spec
     if not sharding.active():
         return _program(size, None)(value)
     spec = sharding.REPLICATED if spec is None else spec

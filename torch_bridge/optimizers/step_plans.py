@@ -16,7 +16,7 @@ import torch
 from torch import optim
 
 from torch_bridge.identity import any_is
-from torch_bridge.mesh import rank_numbers, sharding
+from torch_bridge.mesh import rank_numbers, sharding, spmd
 from torch_bridge.optimizers.fused_step import Update
 from torch_bridge.optimizers.group_cache import Counters, Known
 from torch_bridge.precision import precision_mode
@@ -276,7 +276,7 @@ def _adafactor(given: Gathered) -> Iterator[Update]:
 
 def _lie_as_parameters(params: list[Any], states: list[Column]) -> None:
     """New state differs among the ranks among which its parameter does, which torch's way of making it (from the gradient) does not say."""
-    for state in states if sharding.active() else []:
+    for state in states if sharding.active() or spmd.active() else []:
         for p, t in zip(params, state, strict=True):
             if t is not None and t._storage.constant:
                 op_rules.lie_as(t, p)

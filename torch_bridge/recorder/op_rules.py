@@ -9,7 +9,7 @@ import torch
 
 from torch_bridge.ir.layout import Layout, base_of_meta, layout
 from torch_bridge.ir.segment import Storage
-from torch_bridge.mesh import places, rank_numbers, sharding
+from torch_bridge.mesh import places, rank_numbers, sharding, spmd
 from torch_bridge.recorder import host_storage, host_values, overlaps, placed
 from torch_bridge.recorder.copies import copied, kept
 from torch_bridge.recorder.cpu_attention import additive
@@ -290,7 +290,7 @@ def filled(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str,
     base = _base_of_filled(func, args, kwargs)
     _check_number(value, base)
     made = make(base, Storage(base, fill=value))
-    if sharding.active() and isinstance(args[0], XLATensor):
+    if (sharding.active() or spmd.active()) and isinstance(args[0], XLATensor):
         lie_as(made, args[0])
     return made
 
@@ -316,6 +316,11 @@ def _keeps_strides(kwargs: dict[str, Any]) -> bool:
 def lie_as(made: XLATensor, like: XLATensor) -> None:
     """Say that a new tensor will differ among the ranks that another differs among, as an optimizer's state for a parameter does."""
     storage = like._storage
+    if spmd.active():
+        lies = spmd.lies(storage.held) if storage.spec is None else storage.spec
+        if lies is not None and made._storage.layout.size == storage.layout.size:
+            made._storage.describe(start=lies)
+        return
     spec = sharding.label(storage.held) if storage.spec is None else storage.spec
     if spec is not None and sharding.axes_of(spec):
         made._storage.describe(start=sharding.spec_for(sharding.axes_of(spec)))

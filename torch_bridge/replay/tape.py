@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch_bridge.config.settings import SETTINGS
 from torch_bridge.ir.layout import Layout
 from torch_bridge.ir.segment import LOCK, Segment, Storage
-from torch_bridge.mesh import random_state, sharding
+from torch_bridge.mesh import random_state, sharding, spmd
 from torch_bridge.passes.verify import tapes
 from torch_bridge.recorder import dispatch, host_values
 from torch_bridge.replay.host_constants import Constant, Uploads
@@ -242,6 +242,14 @@ _RECORDING: list[Recording] = []
 """Those that have not stopped, of all threads and their sessions."""
 
 
+def _adopt(storage: Storage) -> None:
+    """Have its value lie on the mesh, if there is one."""
+    if sharding.active():
+        storage.held = sharding.adopt(storage.held, storage.layout.size)
+    elif spmd.active():
+        storage.held = spmd.adopt(storage.held)
+
+
 def _tell(storage: Storage, new: bool) -> None:
     for recording in tuple(_RECORDING):
         recording._filled(storage, new)
@@ -273,8 +281,8 @@ class Recording:
         for storage in self.storages:
             if storage.constant and ahead:
                 segment.read(storage, storage.layout)
-            elif sharding.active() and storage.segment is not segment and storage.held is not None:
-                storage.held = sharding.adopt(storage.held, storage.layout.size)
+            elif storage.segment is not segment and storage.held is not None:
+                _adopt(storage)
         self._node, self._vid, self._writer = len(segment.nodes), segment.next_vid, len(segment.writers)
         self._before = [s.vid if s.segment is segment else None for s in self.storages]
         self._arrays = [s.held for s in self.storages]
@@ -309,8 +317,8 @@ class Recording:
         """Something else that the stretch may read and write, which it has not used so far."""
         if storage.constant:
             self._found(NotNow("it reads a tensor, beside those that the module holds, that is full of one number"))
-        elif sharding.active() and storage.segment is not self._segment and storage.held is not None:
-            storage.held = sharding.adopt(storage.held, storage.layout.size)
+        elif storage.segment is not self._segment and storage.held is not None:
+            _adopt(storage)
         vid = storage.vid if storage.segment is self._segment else None
         if vid is not None and vid >= self._vid:
             self._found(NotNow("it reads a tensor that it has written before under another name"))

@@ -18,15 +18,17 @@ import jax
 from torch import fx
 
 from torch_bridge import _compat, metrics
-from torch_bridge.compiler import background_compile, shard_mapping
+from torch_bridge.compiler import annotated_labels, background_compile, shard_mapping
+from torch_bridge.compiler.annotated_labels import AnnotatedSegment
 from torch_bridge.compiler.program import Program
 from torch_bridge.compiler.program_spec import Execution, specify
+from torch_bridge.compiler.shard_mapping import SegmentLabels
 from torch_bridge.compiler.trace import Trace
 from torch_bridge.config import fork_guard
 from torch_bridge.config.settings import SETTINGS
 from torch_bridge.errors import DeadTensorError, PeerEndedError, VerificationError, XlaOutOfMemoryError
 from torch_bridge.ir.segment import LOCK, Segment, Storage
-from torch_bridge.mesh import places, processes, sharding, world
+from torch_bridge.mesh import places, processes, sharding, spmd, world
 from torch_bridge.mesh.places import HERE, Place
 from torch_bridge.passes import hoist_constants, scalar_inputs
 from torch_bridge.passes.verify import segments
@@ -186,7 +188,7 @@ def _run_pending(session: Session, segment: Segment, first: frozenset[int] | Non
     trace.used = next(session.clock)
     programs: list[Program] = []
     try:
-        labels = shard_mapping.of(segment, live) if sharding.active() else None
+        labels = _labels(segment, live)
         numbers: dict[type, Any] = {kind: scalar_inputs.flat(segment.numbers, kind) for kind in (float, int)}
         run = Execution(segment, _free(segment), numbers, labels, mode)
         now = None if first is None else tuple(sorted(first & live.keys()))
@@ -205,6 +207,13 @@ def _run_pending(session: Session, segment: Segment, first: frozenset[int] | Non
     for observer in session.observers:
         observer.executed(trace, live if deferred is None else {v: held for v, held in live.items() if v not in deferred.live})
     return deferred
+
+
+def _labels(segment: Segment, live: dict[int, list[Storage]]) -> SegmentLabels | AnnotatedSegment | None:
+    """How a segment lies: among the ranks, on the mesh of annotated programs, or (None) on one device."""
+    if sharding.active():
+        return shard_mapping.of(segment, live)
+    return annotated_labels.of(segment, live) if spmd.active() else None
 
 
 def _free(segment: Segment) -> tuple[bool, ...]:

@@ -200,3 +200,33 @@ def _xla_set_mat_mul_precision(precision: str) -> None:
     import jax
 
     jax.config.update("jax_default_matmul_precision", precision)
+
+
+_OF_ANNOTATIONS = {
+    "OpSharding": "OpSharding",
+    "_get_local_shard_replica_and_indices": "replicas_and_indices",
+    "_get_local_shards": "local_shards",
+    "_get_xla_sharding_spec": "spec",
+    "_get_xla_sharding_type": "type_of",
+    "_get_xla_tensor_debug_info": "debug_info",
+    "_global_tensor_from_cpu_shards": "from_cpu_shards",
+    "_load_local_shards": "load_shards",
+    "_xla_clear_sharding": "clear",
+    "_xla_mark_sharding": "mark",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """What is about sharding annotations (`_spmd_functions`), once it is asked for."""
+    if name in _OF_ANNOTATIONS:
+        from torch_bridge.torch_xla import _spmd_functions
+
+        return getattr(_spmd_functions, _OF_ANNOTATIONS[name])
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _get_xla_sharding_specs(tensors: Sequence[torch.Tensor]) -> list[str]:
+    """The sharding of each tensor, as XLA writes it."""
+    from torch_bridge.torch_xla import _spmd_functions
+
+    return [_spmd_functions.spec(t) for t in tensors]

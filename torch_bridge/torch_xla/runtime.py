@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.types import Device
 
-from torch_bridge.mesh import world
+from torch_bridge.mesh import spmd, world
 from torch_bridge.torch_xla.core import xla_env_vars as xenv
 
 
@@ -81,12 +81,12 @@ def local_process_count() -> int:
 
 def global_device_count() -> int:
     """`xr.global_device_count`: devices in the job."""
-    return world.size()
+    return len(spmd.devices()) or world.size()
 
 
 def local_device_count() -> int:
     """`xr.local_device_count`: devices on this host."""
-    return world.local_size()
+    return len(spmd.devices()) or world.local_size()
 
 
 def addressable_device_count() -> int:
@@ -96,12 +96,12 @@ def addressable_device_count() -> int:
 
 def global_runtime_device_count() -> int:
     """`xr.global_runtime_device_count`: devices in the job."""
-    return world.size()
+    return len(spmd.devices()) or world.size()
 
 
 def addressable_runtime_device_count() -> int:
-    """`xr.addressable_runtime_device_count`: devices that this process's script sees."""
-    return 1
+    """`xr.addressable_runtime_device_count`: devices that this process's script computes on: 1 for a worker, all of them with `use_spmd`."""
+    return len(spmd.devices()) or 1
 
 
 def host_index() -> int:
@@ -129,8 +129,9 @@ def runtime_device_attributes(device: Device = "xla:0") -> dict[str, Any]:
 
 
 def global_runtime_device_attributes() -> list[dict[str, Any]]:
-    """`xr.global_runtime_device_attributes`."""
-    return [{**runtime_device_attributes(), "name": f"{device_type()}:0"}]
+    """`xr.global_runtime_device_attributes`: of each device of the job with `use_spmd`, else of this worker's."""
+    count = len(spmd.devices()) or 1
+    return [{**runtime_device_attributes(), "name": f"{device_type()}:{k}"} for k in range(count)]
 
 
 def memory_info(device: Device = None) -> dict[str, int]:
@@ -141,16 +142,22 @@ def memory_info(device: Device = None) -> dict[str, int]:
 
 
 def is_spmd() -> bool:
-    """`xr.is_spmd`: False."""
-    return False
+    """`xr.is_spmd`: whether `use_spmd` was called."""
+    return spmd.active()
 
 
 def use_spmd(auto: bool = False) -> None:
-    """`xr.use_spmd`: not there yet."""
-    raise NotImplementedError(
-        "torch_xla.runtime.use_spmd(): GSPMD annotations (torch_xla.distributed.spmd) are not there yet. "
-        "For tensor parallelism use neuronx_distributed's layers; data parallelism needs no annotation."
-    )
+    """`xr.use_spmd`: from now on programs run over all devices of the job, divided as annotations say (`torch_xla.distributed.spmd`).
+
+    There is one worker then, with tensors of their global shape; call it before the first tensor goes to xla. Raises NotImplementedError for auto=True, and in
+    a job of several processes.
+    """
+    if auto:
+        raise NotImplementedError(
+            "torch_xla.runtime.use_spmd(auto=True): no pass chooses shardings by itself here. Annotate inputs and weights (xs.mark_sharding, or "
+            "SpmdFullyShardedDataParallel); XLA propagates the rest"
+        )
+    spmd.use()
 
 
 _initialized: str | None = None

@@ -289,10 +289,14 @@ def get_stablehlo_bytecode(tensors: Sequence[torch.Tensor] | None = None) -> byt
 
 
 def send_cpu_data_to_device(datas: Any, device: Any, input_sharding: Any = None) -> Any:
-    """`xm.send_cpu_data_to_device`: nested data with its CPU tensors on the device. A single tensor comes back in a list, as upstream."""
-    if input_sharding is not None:
-        raise NotImplementedError("input_sharding: GSPMD annotations (torch_xla.distributed.spmd) are not there yet; pass None")
-    return prefetch.to_device([datas] if isinstance(datas, torch.Tensor) else datas, torch.device(device))
+    """`xm.send_cpu_data_to_device`: nested data with its CPU tensors on the device. A single tensor comes back in a list, as upstream.
+
+    input_sharding: an `xs.ShardingSpec` for tensors with as many dims, or a dict of them by key of `datas` (a dict); None: replicated.
+    """
+    from torch_bridge.torch_xla.distributed import input_sharding as inputs
+
+    given = [datas] if isinstance(datas, torch.Tensor) else datas
+    return inputs.move(given, torch.device(device), inputs.checked(input_sharding))
 
 
 def _maybe_convert_to_cpu(data: Any, convert: bool = True) -> Any:

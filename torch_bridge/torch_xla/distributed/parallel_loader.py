@@ -11,6 +11,7 @@ import torch
 from torch_bridge.recorder import prefetch
 from torch_bridge.runtime import steps
 from torch_bridge.torch_xla.debug import profiler
+from torch_bridge.torch_xla.distributed import input_sharding as sharded_inputs
 
 
 class PerDeviceLoader(Iterator[Any]):
@@ -56,8 +57,8 @@ class ParallelLoader:
     """`pl.ParallelLoader`: a loader whose batches go to `devices` (one per process) ahead of time.
 
     batches_per_execution: batches per step. loader_prefetch_size, device_prefetch_size: batches read ahead on the host, and moved ahead.
-    host_to_device_transfer_threads: threads that move; the order of batches is kept. batchdim is accepted and not used; input_sharding must
-    be None.
+    host_to_device_transfer_threads: threads that move; the order of batches is kept. batchdim is accepted and not used.
+    input_sharding: with `xr.use_spmd`, an `xs.ShardingSpec` for the tensors of a batch that have as many dims, or a dict of them by key of the batch.
     """
 
     def __init__(
@@ -75,11 +76,10 @@ class ParallelLoader:
             raise ValueError(f"a process has one xla device, so a loader feeds one; got {list(devices)}")
         if type(batches_per_execution) is not int or batches_per_execution < 1:
             raise ValueError(f"batches_per_execution must be a positive number, got {batches_per_execution!r}")
-        if input_sharding is not None:
-            raise NotImplementedError("input_sharding: GSPMD annotations (torch_xla.distributed.spmd) are not there yet; pass None")
         self._cpu_loader = cpu_loader
         self._devices = [torch.device(d) for d in devices]
         self._batches_per_execution = batches_per_execution
+        self._input_sharding = sharded_inputs.checked(input_sharding)
         self._sizes = (loader_prefetch_size, device_prefetch_size, host_to_device_transfer_threads)
         self._open: weakref.WeakSet[prefetch.Prefetcher] = weakref.WeakSet()
         prefetch.check_sizes(*self._sizes)
@@ -103,7 +103,7 @@ class ParallelLoader:
 
     def _prefetcher(self, device: torch.device) -> prefetch.Prefetcher:
         def move(batch: Any) -> Any:
-            return prefetch.to_device(batch, device)
+            return sharded_inputs.move(batch, device, self._input_sharding)
 
         prefetcher = prefetch.Prefetcher(self._cpu_loader, move, *self._sizes)
         self._open.add(prefetcher)

@@ -1,28 +1,44 @@
-"""`torch_xla.distributed.spmd.xla_sharding`."""
+"""`torch_xla.distributed.spmd.xla_sharding`: annotations of tensors, by mesh and partition spec."""
 
-from torch_bridge.torch_xla.distributed.spmd import (
-    HybridMesh,
-    Mesh,
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from torch_bridge.recorder import annotate
+from torch_bridge.torch_xla.distributed.fsdp.utils import XLAPatchedLinear
+from torch_bridge.torch_xla.distributed.spmd.marking import (
     ShardingSpec,
-    XLAShardedTensor,
     annotate_custom_sharding,
     clear_sharding,
-    disable_manual_sharding,
-    enable_manual_sharding,
+    mark_sharding,
+    wrap_as_sharded_tensor,
+)
+from torch_bridge.torch_xla.distributed.spmd.meshes import (
+    HybridMesh,
+    Mesh,
+    PartitionSpec,
+    ShardingError,
+    ShardingType,
     get_1d_mesh,
     get_global_mesh,
-    mark_sharding,
-    mark_sharding_with_gradients,
+    require_xla,
     set_global_mesh,
-    xla_patched_nn_linear_forward,
 )
+from torch_bridge.torch_xla.distributed.spmd.xla_sharded_tensor import XLAShardedTensor, lies, unwrap, wrapped
 
 __all__ = [
     "HybridMesh",
     "Mesh",
+    "ShardingError",
     "ShardingSpec",
+    "ShardingType",
+    "XLAPatchedLinear",
     "XLAShardedTensor",
     "annotate_custom_sharding",
+    "apply_backward_optimization_barrier",
     "clear_sharding",
     "disable_manual_sharding",
     "enable_manual_sharding",
@@ -31,5 +47,53 @@ __all__ = [
     "mark_sharding",
     "mark_sharding_with_gradients",
     "set_global_mesh",
+    "wrap_as_sharded_tensor",
+    "wrap_if_sharded",
     "xla_patched_nn_linear_forward",
 ]
+
+
+def mark_sharding_with_gradients(t: torch.Tensor, mesh: Mesh, partition_spec: PartitionSpec) -> torch.Tensor:
+    """`xs.mark_sharding_with_gradients`: a tensor with the same values that is divided so, as is its gradient. The argument stays as it is."""
+    plain = unwrap(t)
+    require_xla(plain, "mark_sharding_with_gradients")
+    return annotate.with_gradients(plain, mesh.sharding(partition_spec, plain.shape))
+
+
+def wrap_if_sharded(t: Any) -> Any:
+    """`xs.wrap_if_sharded`: an annotated tensor as an `XLAShardedTensor`, anything else as it is."""
+    return wrapped(t) if isinstance(t, torch.Tensor) and t.device.type == "xla" and lies(t) is not None else t
+
+
+def _no_regions(name: str) -> NoReturn:
+    raise NotImplementedError(
+        f"torch_xla.distributed.spmd.{name}: regions in which the script computes with each device's block are not supported. Annotate the tensors "
+        "(xs.mark_sharding) and let XLA divide the work, or write a script of ranks (torch.distributed, neuronx_distributed), where every tensor is a block"
+    )
+
+
+def enable_manual_sharding(*args: object, **kwargs: object) -> Any:
+    """`xs.enable_manual_sharding`: raises NotImplementedError."""
+    _no_regions("enable_manual_sharding")
+
+
+def disable_manual_sharding(*args: object, **kwargs: object) -> Any:
+    """`xs.disable_manual_sharding`: raises NotImplementedError."""
+    _no_regions("disable_manual_sharding")
+
+
+def apply_backward_optimization_barrier(m: nn.Module) -> None:
+    """`xs.apply_backward_optimization_barrier`: in the backward pass the gradients of a module's parameters are there before those of its inputs go on, so that
+    XLA frees what it gathered for this module."""
+    from torch_bridge.recorder import barrier
+
+    def hook(module: nn.Module, into: Any, out: Any) -> None:
+        given = [p for p in (*(q.grad for q in module.parameters()), *into, *out) if isinstance(p, torch.Tensor)]
+        barrier.barrier_(given)
+
+    m.register_full_backward_hook(hook)
+
+
+def xla_patched_nn_linear_forward(m: Any, input: Any, einsum_str: str | None = None) -> Any:
+    """`xs.xla_patched_nn_linear_forward`: an `nn.Linear`'s forward, for `apply_xla_patch_to_nn_linear`. `einsum_str`, which keeps shardings, is not needed."""
+    return XLAPatchedLinear.apply(input, m.weight, m.bias)

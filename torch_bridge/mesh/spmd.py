@@ -1,0 +1,231 @@
+"""Programs over all devices at once, with sharding annotations: what `xr.use_spmd` switches on.
+
+There are no ranks then. The script runs once for all devices of the job, a tensor has its global shape, and its array lies on a mesh of all devices: as
+annotated, or replicated. XLA divides the work (GSPMD) and puts the collectives in. Programs of ranks (`mesh.sharding`) and annotated ones exclude each other.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import math
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from torch_bridge import _compat
+from torch_bridge.mesh import abstract_arrays, world
+
+logger = logging.getLogger("nxd_jax")
+
+Spec = tuple[tuple[str, ...] | None, ...]
+"""By dim of a tensor, the mesh axes that it is divided over; None: it is not."""
+
+
+class _Mode:
+    """Whether annotations are on. devices: of the job, in their order; mesh: what values without an annotation are replicated over; chosen: whether it is the
+    script's own."""
+
+    devices: tuple[Any, ...] = ()
+    mesh: Mesh | None = None
+    chosen: bool = False
+
+
+_MODE = _Mode()
+
+
+def active() -> bool:
+    """Whether programs run over all devices, with annotations."""
+    return _MODE.mesh is not None
+
+
+def use() -> None:
+    """Switch annotations on (`xr.use_spmd`): one script for all devices of the job. Does nothing the second time.
+
+    The devices are those of the world of ranks, if one was asked for (`nxd-run`, NEURON_RT_NUM_CORES, torchrun), else all that JAX has. Tensors that are on
+    xla already are replicated when they are used next. Raises RuntimeError if ranks have been laid out on several mesh axes before.
+    """
+    if active():
+        return
+    if abstract_arrays.active():
+        raise NotImplementedError(
+            "xr.use_spmd() in an abstract run: abstract runs know programs of ranks, not annotated ones; run the step with values"
+        )
+    now = world.current()
+    if len(now.axes) > 1 and sum(n > 1 for n in now.axes.values()) > 1:
+        raise RuntimeError(
+            f"xr.use_spmd(): this process runs a world of ranks laid out as {now.axes} (initialize_model_parallel). A script either has ranks "
+            "(neuronx_distributed, torch.distributed) or annotations over all devices: call xr.use_spmd() alone, in a script of its own"
+        )
+    devices = _devices(now)
+    for_ranks = now.size
+    world.configure(world.World(1, fixed=True))
+    _MODE.devices = tuple(devices)
+    _MODE.mesh, _MODE.chosen = Mesh(np.array(devices), ("devices",)), False
+    kind = "virtual CPU devices" if devices[0].platform == "cpu" else f"{devices[0].device_kind} devices"
+    if now.first_here:
+        note = "" if len(devices) > 1 or for_ranks > 1 else f" (for more: {world.KNOB})"
+        sys.stderr.write(f"nxd_jax: one program over {len(devices)} {kind}, with sharding annotations{note}\n")
+
+
+def stop() -> None:
+    """Back to ranks (for tests): the world is decided anew."""
+    world.configure(None)  # what is recorded runs first
+    _MODE.devices, _MODE.mesh, _MODE.chosen = (), None, False
+    for cached in (mesh_of, _reordered, _same_order):
+        cached.cache_clear()
+
+
+def _devices(now: world.World) -> Sequence[Any]:
+    if now.processes > 1:
+        raise NotImplementedError(
+            f"xr.use_spmd() in a job of {now.processes} processes: annotated programs run in one process here, which hosts all devices. Start it with "
+            f"`nxd-run --nproc_per_node={now.size}`, which gives one process {now.size} devices"
+        )
+    if now.size > 1 or now.fixed:
+        if not _compat.jax_started():
+            _compat.provision_cpu_devices(now.size)
+        found = jax.devices()
+        if len(found) < now.size and found[0].platform != "cpu":
+            found = jax.devices("cpu")
+        if len(found) < now.size:
+            raise RuntimeError(
+                f"{now.size} devices were asked for, and JAX started with {len(found)}, which cannot change any more: call xr.use_spmd() before the first "
+                "tensor goes to xla"
+            )
+        return found[: now.size]
+    return jax.devices()
+
+
+def devices() -> tuple[Any, ...]:
+    """The devices of the job; empty without annotations."""
+    return _MODE.devices
+
+
+def mesh() -> Mesh:
+    """The mesh that values without an annotation are replicated over."""
+    assert _MODE.mesh is not None, "annotations are off"
+    return _MODE.mesh
+
+
+# -- shardings ------------------------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=64)
+def mesh_of(ids: tuple[int, ...], shape: tuple[int, ...], axes: tuple[str, ...]) -> Mesh:
+    """A mesh of the job's devices, by their numbers in row-major order."""
+    return Mesh(np.array([_MODE.devices[k] for k in ids]).reshape(shape), axes)
+
+
+def in_order(sharding: NamedSharding) -> NamedSharding:
+    """The same sharding for programs, which run on one order of devices: that of the first mesh. Blocks of a later mesh that has another order lie on other
+    devices than it says; values are the same."""
+    of: Any = sharding.mesh
+    if not _MODE.chosen:
+        _MODE.mesh, _MODE.chosen = of, True
+    if _same_order(of, mesh()):
+        return sharding
+    return NamedSharding(_reordered(of, mesh()), sharding.spec)
+
+
+@functools.lru_cache(maxsize=64)
+def _reordered(of: Mesh, like: Mesh) -> Mesh:
+    logger.warning(
+        "a mesh has its devices in another order than the first mesh of this script; a program runs on one order, that of the first: blocks lie on other "
+        "devices than this mesh says, and values are the same. Give all meshes the same device_ids"
+    )
+    return Mesh(np.array(like.devices.flat).reshape(of.devices.shape), of.axis_names)
+
+
+def text(sharding: NamedSharding) -> str:
+    """A sharding as an argument of a recorded op: `parse` reads it."""
+    of = sharding.mesh
+    number = {d: k for k, d in enumerate(_MODE.devices)}
+    ids = [number[d] for d in of.devices.flat]
+    told = {
+        "axes": list(of.axis_names),
+        "shape": list(of.devices.shape),
+        "devices": None if ids == list(range(len(ids))) else ids,
+        "spec": [None if part is None else list(part) if isinstance(part, tuple) else [part] for part in sharding.spec],
+    }
+    return json.dumps(told)
+
+
+def parse(said: str) -> NamedSharding:
+    """The sharding that `text` wrote down."""
+    told = json.loads(said)
+    ids = tuple(told["devices"] or range(math.prod(told["shape"])))
+    return named(
+        mesh_of(ids, tuple(told["shape"]), tuple(told["axes"])), tuple(None if part is None else tuple(part) for part in told["spec"])
+    )
+
+
+def named(of: Mesh, spec: Spec) -> NamedSharding:
+    """The sharding of a tensor whose dims are divided over these axes, written in the shortest way."""
+    parts: list[Any] = [None if not part else part[0] if len(part) == 1 else tuple(part) for part in spec]
+    while parts and parts[-1] is None:
+        parts.pop()
+    return NamedSharding(of, PartitionSpec(*parts))
+
+
+def fitting(of: Any, spec: Spec, shape: Sequence[int], what: str) -> NamedSharding:
+    """`named` without the axes that do not divide their dim: such a dim stays whole on each device (torch_xla pads it; values are the same)."""
+    fits: list[tuple[str, ...] | None] = []
+    for dim, part in enumerate(spec):
+        count = math.prod(of.shape[a] for a in part or ())
+        if count > 1 and shape[dim] % count:
+            logger.warning(
+                "%s: dim %d of %s has %d elements, which %d devices (%s) do not divide: it is kept whole on each of them",
+                what, dim, list(shape), shape[dim], count, ", ".join(part or ()),
+            )  # fmt: skip
+            fits.append(None)
+        else:
+            fits.append(part)
+    return named(of, tuple(fits))
+
+
+# -- arrays ---------------------------------------------------------------------------------------
+
+
+def lies(array: Any) -> NamedSharding | None:
+    """How an array lies on the mesh; None for one that does not yet."""
+    found = getattr(array, "sharding", None)
+    if isinstance(found, NamedSharding) and found.mesh.devices.size == len(_MODE.devices) and _same_order(found.mesh, mesh()):
+        return found
+    return None
+
+
+@functools.lru_cache(maxsize=64)
+def _same_order(a: Mesh, b: Mesh) -> bool:
+    return list(a.devices.flat) == list(b.devices.flat)
+
+
+def replicated() -> NamedSharding:
+    """The sharding of what has no annotation."""
+    return NamedSharding(mesh(), PartitionSpec())
+
+
+def adopt(array: Any) -> Any:
+    """The same values on the mesh: as they lie, or replicated."""
+    return array if lies(array) is not None else put(array, replicated())
+
+
+def put(array: Any, target: NamedSharding) -> Any:
+    """The same values, lying so (`in_order`)."""
+    target = in_order(target)
+    if isinstance(array, abstract_arrays.AbstractArray):
+        return abstract_arrays.AbstractArray(array.shape, array.dtype, target)
+    with _compat.enable_x64():
+        return jax.device_put(plain(array), target)
+
+
+def plain(found: Any) -> Any:
+    """What a storage holds, as an array."""
+    from torch_bridge.mesh.stacked_arrays import plain as row
+
+    return row(found)

@@ -1,0 +1,54 @@
+"""Batches that are divided over the devices as they are moved there: `input_sharding` of loaders and of `xm.send_cpu_data_to_device`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from torch_bridge import nested
+from torch_bridge.recorder import prefetch
+
+
+def checked(given: Any) -> Any:
+    """An `xs.ShardingSpec`, a dict of them, or None; raises TypeError for anything else, and RuntimeError without `xr.use_spmd`."""
+    if given is None:
+        return None
+    from torch_bridge.torch_xla.distributed.spmd import marking, meshes
+
+    meshes.require_on()
+    specs = list(given.values()) if isinstance(given, Mapping) else [given]
+    for spec in specs:
+        if spec is not None and not isinstance(spec, marking.ShardingSpec):
+            raise TypeError(f"input_sharding takes an xs.ShardingSpec, or a dict of them by the keys of a batch, got {type(spec).__name__}")
+    return given
+
+
+def move(data: Any, device: torch.device, sharding: Any) -> Any:
+    """Nested data with its CPU tensors on a device, divided as the sharding says. A dict of shardings needs data that is a dict with these keys."""
+    moved = prefetch.to_device(data, device)
+    if sharding is None:
+        return moved
+    if not isinstance(sharding, Mapping):
+        _divide(moved, sharding)
+        return moved
+    if not isinstance(moved, Mapping):
+        raise ValueError(
+            f"input_sharding is a dict by the keys of a batch ({', '.join(map(str, sharding))}), the batch is a {type(moved).__name__}"
+        )
+    missing = [str(key) for key in moved if key not in sharding]
+    if missing:
+        raise KeyError(
+            f"input_sharding says nothing of {', '.join(missing)} of the batch; it has {', '.join(map(str, sharding))} (None: replicated)"
+        )
+    for key, part in moved.items():
+        if sharding[key] is not None:
+            _divide(part, sharding[key])
+    return moved
+
+
+def _divide(data: Any, spec: Any) -> None:
+    for t in nested.collect(data, lambda x: isinstance(x, torch.Tensor)):
+        if spec.can_apply(t):
+            spec.apply(t)
