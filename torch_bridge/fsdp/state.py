@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from torch_bridge.fsdp import naming
 from torch_bridge.fsdp.shards import Shared
+from torch_bridge.mesh import groups as rank_groups
 from torch_bridge.mesh import world
 from torch_bridge.recorder.rank_tensor import RankTensor
+
+if TYPE_CHECKING:
+    from torch_bridge.mesh.groups import GroupLike, Groups
 
 
 def below(state: dict[str, Any], prefix: str) -> None:
@@ -45,6 +49,18 @@ def check(state: dict[str, Any], prefix: str, shared: Sequence[Shared], assign: 
             raise ValueError(
                 f"{name} is one rank's shard, and this process hosts {len(world.current().hosted)} ranks, which have different ones. Load every rank's file: "
                 "ckpt = torch_bridge.each_rank(lambda rank: torch.load(path_of(rank)), xm.get_ordinal())"
+            )
+
+
+def check_not_summed(params: Iterable[torch.Tensor], groups: GroupLike) -> None:
+    """Before gradients are averaged over ranks of `groups`: raises ValueError if these hold different parts of a parameter."""
+    mine = world.first()
+    for p in params:
+        among: Groups | None = getattr(p, "_sharded_among", None)
+        if among is not None and len(set(among.of(mine)) & set(rank_groups.resolve(groups).of(mine))) > 1:
+            raise ValueError(
+                "xm.optimizer_step and xm.reduce_gradients would add up gradients of different parts of a parameter: XlaFullyShardedDataParallel has averaged "
+                "gradients already, so call optimizer.step()"
             )
 
 

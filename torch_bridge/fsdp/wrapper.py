@@ -155,6 +155,7 @@ class XlaFullyShardedDataParallel(nn.Module):
         name = naming.registered(s.original)
         shard: Any = s.shard
         shard._is_sharded, shard._orig_size, shard._orig_name, shard._name = True, s.layout.size, s.original, name
+        shard._sharded_among = s.layout.among
         self.register_parameter(name, s.shard)
         check_replicas.own(self, name, s.shard)
 

@@ -31,6 +31,16 @@ def test_equals_plain_data_parallelism_bit_for_bit(flatten: bool, hosted: Hosted
     assert all(torch.equal(states[1][name], value) for name, value in states[0].items())
 
 
+def test_adafactor_sees_whole_parameters_that_are_cut_by_rows(hosted: Hosted) -> None:
+    def adafactor(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.Adafactor(model.parameters(), lr=0.05)
+
+    expected = alone(net(), 4, optimize=adafactor)
+    hosted(4)
+    model = nested(net(), shard_param_on_dim_0=True)
+    assert_close((train(model, adafactor(model)), whole(model)), expected, 1e-3)
+
+
 @pytest.mark.parametrize("flatten", [False, True])
 def test_tied_parameters(flatten: bool, hosted: Hosted) -> None:
     expected = alone(net(tied=True), 4)

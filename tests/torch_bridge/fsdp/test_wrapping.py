@@ -162,3 +162,17 @@ def test_parameters_that_change_before_the_backward_pass(hosted: Hosted) -> None
             p.mul_(2)
     with pytest.raises(RuntimeError, match=r"changed between its forward and its backward pass .*run backward\(\) first, or pass reshard"):
         loss.backward()
+
+
+def test_gradients_are_not_averaged_twice(hosted: Hosted) -> None:
+    """But across groups that have the same parts they may be, which is data parallelism around."""
+    hosted(4)
+    options: dict[str, Any] = {"sharding_groups": [[0, 1], [2, 3]], "sharding_rank": xm.get_ordinal() % 2, "sharding_world_size": 2}
+    model = FSDP(nn.Linear(2, 2), **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model(torch.ones(1, 2, device="xla") * xm.get_ordinal()).sum().backward()
+    for groups in (None, [[0, 1], [2, 3]]):
+        with pytest.raises(ValueError, match=r"xm.optimizer_step .*has averaged gradients already, so call optimizer.step\(\)"):
+            xm.optimizer_step(optimizer, groups=groups)
+    xm.optimizer_step(optimizer, groups=[[0, 2], [1, 3]])
+    assert next(model.parameters()).grad[:2].tolist() == [1.5, 1.5]  # type: ignore[index]
