@@ -108,6 +108,8 @@ def _look(plan: Plan, optimizer: torch.optim.Optimizer, number: int, known: dict
     if before is not None and looked is not None:
         return Gathered(optimizer, group, *looked, before.counters)
     found = _gather(plan, optimizer, group)
+    if found is not None and spmd.active():
+        _divide_as_parameters(found.params, found.columns)
     times = 0 if before is None else before.times
     if found is not None and times < _NOTES and Known.possible(group, found[2:6]):
         made = known[number] = Known(optimizer, names, found[2:6], times + 1)
@@ -272,6 +274,17 @@ def _adafactor(given: Gathered) -> Iterator[Update]:
             chosen = [k for k in places if states[0][k] is not None]
             if chosen:
                 yield given.update("adafactor", chosen, states, numbers)
+
+
+def _divide_as_parameters(params: list[Any], states: list[Column]) -> None:
+    """State that was loaded, and so is replicated on the devices of an annotated program, is divided as its parameter is."""
+    for state in states:
+        for p, t in zip(params, state, strict=True):
+            if t is None or t._storage.segment is not None or t._storage.held is None or t._storage.spec is not None:
+                continue
+            lies = p._storage.spec or spmd.lies(p._storage.held)
+            if lies is not None and t._storage.layout.size == p._storage.layout.size:
+                t._storage.held = spmd.put(t._storage.held, lies)
 
 
 def _lie_as_parameters(params: list[Any], states: list[Column]) -> None:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import copy
 import functools
+import pathlib
 from typing import Any
 
 import pytest
 import torch
 import torch_xla
+import torch_xla.core.xla_model as xm
 import torch_xla.distributed.spmd as xs
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_module, distribute_tensor
 from torch_xla.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from torch_xla.distributed.spmd import api
+from torch_xla.experimental import distributed_checkpoint
 from torch_xla.experimental.spmd_fully_sharded_data_parallel import SpmdFullyShardedDataParallel as FSDPv2
 
 from tests.torch_bridge.spmd.test_annotations import placed
@@ -142,3 +145,34 @@ def test_distribute_module(mesh: xs.Mesh) -> None:
     assert torch.allclose(model(host.to("xla")).cpu(), reference(host), atol=1e-5)
     with pytest.raises(ValueError, match=r"input_fn takes \(module, values, mesh\), this one takes 1 arguments"):
         distribute_module(net(), on, input_fn=lambda x: x)
+
+
+def test_weights_go_to_files_and_back(mesh: xs.Mesh, tmp_path: pathlib.Path) -> None:
+    """A file has whole tensors; loading leaves them divided as they are, with the optimizer's state."""
+    fsdp = xs.Mesh(range(8), (8,), ("fsdp",))
+    model = FSDPv2(net(), mesh=fsdp)
+    x = torch.randn(16, 8).to("xla")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    model(x).square().mean().backward()
+    optimizer.step()
+    xm.save({"model": model.module.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "all.pt")
+    expected = losses(model, x, 1)
+    state = torch.load(tmp_path / "all.pt")
+    assert state["model"]["1.up.weight"].shape == (64, 16) and state["model"]["1.up.weight"].device.type == "cpu"
+    net().load_state_dict(state["model"])
+    other = FSDPv2(net(), mesh=fsdp)
+    other.module.load_state_dict(state["model"])
+    again = torch.optim.AdamW(other.parameters(), lr=0.01)
+    again.load_state_dict(state["optimizer"])
+    assert losses(other, x, 1) == pytest.approx(expected, rel=1e-6)
+    assert again.load_state_dict(state["optimizer"]) is None and placed(again.state[other[1].up.weight]["exp_avg"]) == (64, 16)
+    other(x).square().mean().backward()
+    again.step()
+    assert placed(again.state[other[1].up.weight]["exp_avg"]) == (8, 16)
+    assert placed(other[1].up.weight) == (8, 16) and torch.equal(again.state_dict()["state"][0]["step"], torch.tensor(2.0))
+
+
+@pytest.mark.parametrize("name", ["CheckpointManager", "SPMDLoadPlanner", "SPMDSavePlanner", "prime_optimizer"])
+def test_checkpoints_of_torch_xla_say_what_to_do(name: str) -> None:
+    with pytest.raises(NotImplementedError, match=rf"distributed_checkpoint\.{name}: .*xm.save"):
+        getattr(distributed_checkpoint, name)()

@@ -7,8 +7,8 @@ from typing import Any, NoReturn
 
 def _later(name: str) -> NoReturn:
     raise NotImplementedError(
-        f"torch_xla.experimental.distributed_checkpoint.{name}: checkpoints of SPMD models are not there yet. Use nxd.save_checkpoint and nxd.load_checkpoint "
-        "(neuronx_distributed), or xm.save of a state_dict."
+        f"torch_xla.experimental.distributed_checkpoint.{name}: sharded checkpoints of annotated models are not there yet. xm.save(model.state_dict(), path) "
+        "writes whole tensors, and load_state_dict(torch.load(path)) leaves each divided as it is; models of ranks have nxd.save_checkpoint."
     )
 
 
