@@ -26,16 +26,17 @@ def below(state: dict[str, Any], prefix: str) -> None:
         state[inner + name.removeprefix(prefix)] = value
 
 
-def check(state: dict[str, Any], prefix: str, shared: Sequence[Shared], assign: bool) -> None:
+def check(state: dict[str, Any], prefix: str, shared: Sequence[Shared], inside: bool, assign: bool) -> None:
     """Raises ValueError for the state of a whole module, shards of another number of ranks or other options, one rank's shards for several ranks, and
-    `load_state_dict(assign=True)`."""
+    `load_state_dict(assign=True)`. shared: what the wrapper shares out; inside: whether it, or one inside, does at all."""
     if assign:
         raise ValueError("load_state_dict(assign=True) would put other parameters in the place of shards: leave assign out")
-    entries = {prefix + naming.registered(s.original): s for s in shared}
-    if entries and not any(naming.unit_and_shard(name) for name in state):
+    own = [name for name in state if name.startswith(prefix)]
+    if inside and own and not any(naming.unit_and_shard(name) for name in own):
         raise ValueError(
-            f"this is the state of a whole module ({next(iter(state), 'empty')}, ...), a wrapper loads shards: load it into the module before wrapping it"
+            f"this is the state of a whole module ({own[0]}, ...), a wrapper loads shards: load it into the module before wrapping it"
         )
+    entries = {prefix + naming.registered(s.original): s for s in shared}
     for name, s in entries.items():
         value = state.get(name)
         if value is None:  # load_state_dict says so

@@ -282,7 +282,8 @@ class XlaFullyShardedDataParallel(nn.Module):
         if self._unit is None:
             state.below(state_dict, prefix)
         else:
-            state.check(state_dict, prefix, self._unit.shared, bool(local_metadata.get("assign_to_params_buffers")))
+            inside = any(unit.shared for unit in self._units())
+            state.check(state_dict, prefix, self._unit.shared, inside, bool(local_metadata.get("assign_to_params_buffers")))
 
     def get_shard_metadata(self) -> dict[str, Any]:
         """What `consolidate_sharded_state_dicts` needs to know of the shards, to be saved beside `state_dict()`: names and whole shapes, how many ranks share

@@ -190,6 +190,22 @@ def whole_of_group(model: Any) -> dict[str, torch.Tensor]:
     return consolidate_sharded_state_dicts([states[0], states[2]], model.get_shard_metadata())
 
 
+@pytest.mark.parametrize("root", [True, False])
+def test_a_step_that_ends_between_forward_and_backward(root: bool, hosted: Hosted) -> None:
+    """As where a script prints the loss: what was gathered is gathered again, in another program."""
+    expected = alone(net(), 2, range(2))
+    hosted(2)
+    model = nested(net(), disable_reshard_on_root=root)
+    optimizer, losses = adam(model), []
+    for k in range(2):
+        optimizer.zero_grad()
+        loss = model(batch(k))
+        losses.append([t.item() for t in sharded.shards(loss.detach())])
+        loss.backward()
+        optimizer.step()
+    assert_close((losses, whole(model)), expected)
+
+
 def test_gradient_divide_factors(hosted: Hosted) -> None:
     hosted(2)
     x = torch.ones(1, 3, device="xla")

@@ -124,6 +124,12 @@ def test_what_cannot_be_loaded(hosted: Hosted, tmp_path: pathlib.Path) -> None:
     ]:
         with pytest.raises(ValueError, match=text):
             model.load_state_dict(given)
+    all_inside = FSDP(nn.Sequential(FSDP(nn.Linear(2, 2))))
+    with pytest.raises(ValueError, match=r"the state of a whole module \(0.weight, ...\)"):
+        all_inside.load_state_dict(nn.Sequential(nn.Linear(2, 2)).state_dict(), strict=False)
+    around = nn.ModuleDict({"wrapped": all_inside, "plain": nn.Linear(2, 2)})
+    around.load_state_dict({f"plain.{k}": v for k, v in nn.Linear(2, 2).state_dict().items()}, strict=False)
+    around.load_state_dict(around.state_dict())
     with pytest.raises(ValueError, match="assign=True.*leave assign out"):
         model.load_state_dict(state, assign=True)
     with pytest.raises(RuntimeError, match="Missing key"):
