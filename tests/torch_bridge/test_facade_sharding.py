@@ -106,7 +106,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 dist.init_process_group("xla", init_method="xla://")
 mesh = init_device_mesh("xla", (1,))
 for call in (
-    lambda: parallelize_module(torch.nn.Linear(2, 2), mesh, ColwiseParallel()),
+    lambda: parallelize_module(torch.nn.Linear(2, 2), mesh, ColwiseParallel())(torch.ones(1, 2, device="xla")),
     lambda: DTensor.from_local(torch.ones(4, device="xla"), mesh, [Replicate()]),
     lambda: fully_shard(torch.nn.Linear(2, 2).to("xla")),
     lambda: mesh.get_group(),
