@@ -29,11 +29,12 @@ Spec = tuple[tuple[str, ...] | None, ...]
 
 class _Mode:
     """Whether annotations are on. devices: of the job, in their order; mesh: what values without an annotation are replicated over; chosen: whether it is the
-    script's own."""
+    script's own; stopping: annotations are being switched off."""
 
     devices: tuple[Any, ...] = ()
     mesh: Mesh | None = None
     chosen: bool = False
+    stopping: bool = False
 
 
 _MODE = _Mode()
@@ -75,10 +76,25 @@ def use() -> None:
 
 def stop() -> None:
     """Back to ranks (for tests): the world is decided anew."""
-    world.configure(None)  # what is recorded runs first
-    _MODE.devices, _MODE.mesh, _MODE.chosen = (), None, False
+    _MODE.stopping = True
+    try:
+        world.configure(None)  # what is recorded runs first
+    finally:
+        _MODE.devices, _MODE.mesh, _MODE.chosen, _MODE.stopping = (), None, False, False
     for cached in (mesh_of, _reordered, _same_order):
         cached.cache_clear()
+
+
+def _refuse_ranks() -> None:
+    """Before ranks are laid out anew."""
+    if active() and not _MODE.stopping:
+        raise RuntimeError(
+            "this script called xr.use_spmd(): it is one program over all devices, without ranks. neuronx_distributed (initialize_model_parallel, "
+            "NxDParallelState) and other worlds of ranks need a script of their own; here, divide tensors with xs.mark_sharding"
+        )
+
+
+world.before_change(_refuse_ranks)
 
 
 def _devices(now: world.World) -> Sequence[Any]:

@@ -298,6 +298,14 @@ def test_ranks_and_annotations_exclude_each_other() -> None:
         world.configure(None)
 
 
+def test_ranks_after_annotations(mesh: xs.Mesh) -> None:
+    """Also by NxD's initialize_model_parallel, which would count tp=2 as the one rank that there is."""
+    for change in (lambda: world.configure(world.World(8)), lambda: world.set_axes({"pp": 1, "dp": 1, "tp": 1})):
+        with pytest.raises(RuntimeError, match=r"this script called xr.use_spmd\(\): it is one program over all devices, without ranks"):
+            change()
+    assert xr.is_spmd() and world.size() == 1
+
+
 def test_hybrid_meshes(mesh: xs.Mesh) -> None:
     """Devices of one machine follow each other; an axis runs through a machine first."""
     made = xs.HybridMesh(ici_mesh_shape=(2, 2), dcn_mesh_shape=(2, 1), axis_names=("data", "model"))
