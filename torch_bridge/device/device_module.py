@@ -95,6 +95,36 @@ def synchronize(device: Device = None) -> None:
     executor.sync(wait=True)
 
 
+class Stream:
+    """As `torch.cuda.Stream`, for code that asks for one (`torch.distributed.checkpoint`): JAX orders work by itself, so there is only one."""
+
+    device_type = "xla"
+
+    def synchronize(self) -> None:
+        """Wait for all work."""
+        synchronize()
+
+    def wait_stream(self, stream: Stream) -> None:
+        """Nothing: work is ordered."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *error: object) -> None: ...
+
+
+_STREAM = Stream()
+
+
+def current_stream(device: Device = None) -> Stream:
+    """The only stream."""
+    return _STREAM
+
+
+def stream(stream: Stream | None) -> Stream:
+    """Context manager in which a stream is current; there is only one."""
+    return _STREAM
+
+
 def empty_cache() -> None:
     """Nothing to do: JAX owns the memory."""
 

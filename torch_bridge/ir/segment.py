@@ -375,7 +375,7 @@ class Segment:
             if not storage.layout.size:
                 self.scalars.add(id(array))
         elif spmd.active():
-            array = storage.held = spmd.adopt(array)
+            array = storage.held = spmd.adopt(array, storage.facts)
         if self.capture:
             array = storage.array
         vid = self.leaf(array)
@@ -447,7 +447,7 @@ class Segment:
                 arrays[k] = storage.held = sharding.adopt(arrays[k], view.size)
         elif spmd.active():
             for k, storage in enumerate(storages):
-                arrays[k] = storage.held = spmd.adopt(arrays[k])
+                arrays[k] = storage.held = spmd.adopt(arrays[k], storage.facts)
         start = -len(self.leaves) - 1
         new = dict(zip(map(id, arrays), range(start, start - len(arrays), -1), strict=True))
         if len(new) != len(arrays) or not self.leaf_index.keys().isdisjoint(new):

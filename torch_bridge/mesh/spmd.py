@@ -226,9 +226,13 @@ def replicated() -> NamedSharding:
     return NamedSharding(mesh(), PartitionSpec())
 
 
-def adopt(array: Any) -> Any:
-    """The same values on the mesh: as they lie, or replicated."""
-    return array if lies(array) is not None else put(array, replicated())
+def adopt(array: Any, facts: Any = None) -> Any:
+    """The same values on the mesh: as the facts of their storage say (`ir.segment.Facts`), else as they lie, else replicated."""
+    found = lies(array)
+    said = None if facts is None else facts.spec or facts.start
+    if isinstance(said, NamedSharding):
+        return array if found is not None and found == in_order(said) else put(array, said)
+    return array if found is not None else put(array, replicated())
 
 
 def put(array: Any, target: NamedSharding) -> Any:

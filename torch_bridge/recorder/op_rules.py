@@ -70,6 +70,8 @@ def _copy_from_host(dst: XLATensor, src: torch.Tensor) -> None:
         return
     array = to_array(host)
     if view is storage.layout and not linked(storage):
+        if spmd.active() and storage.facts is not None:
+            array = spmd.adopt(array, storage.facts)
         storage.views, storage.segment, storage.array = None, None, array
     else:
         part = Storage(layout(view.size, None, 0, view.dtype), array)

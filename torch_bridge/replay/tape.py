@@ -247,7 +247,7 @@ def _adopt(storage: Storage) -> None:
     if sharding.active():
         storage.held = sharding.adopt(storage.held, storage.layout.size)
     elif spmd.active():
-        storage.held = spmd.adopt(storage.held)
+        storage.held = spmd.adopt(storage.held, storage.facts)
 
 
 def _tell(storage: Storage, new: bool) -> None:

@@ -329,3 +329,16 @@ def test_a_barrier_in_the_backward_pass(mesh: xs.Mesh) -> None:
     assert torch.allclose(there.grad.cpu(), x.grad, atol=1e-5)
     for p, q in zip(reference.parameters(), model.parameters(), strict=True):
         assert torch.allclose(q.grad.cpu(), p.grad, atol=1e-5)
+
+
+def test_values_from_the_cpu_into_an_annotated_tensor(mesh: xs.Mesh) -> None:
+    """They lie as annotated at once: `load_state_dict` does that to every weight."""
+    t = torch.zeros(8, 8).to("xla")
+    xs.mark_sharding(t, mesh, ("data", None))
+    host = torch.randn(8, 8)
+    t.copy_(host)
+    assert placed(t) == (2, 8) and torch.equal(t.cpu(), host)
+    t[:, 1] = torch.ones(8)
+    assert placed(t) == (2, 8) and torch.equal(t.cpu()[:, 1], torch.ones(8))
+    t.data = torch.ones(8, 8).to("xla")
+    assert torch.equal((t + 1).cpu(), torch.full((8, 8), 2.0))

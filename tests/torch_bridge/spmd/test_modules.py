@@ -17,7 +17,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_module, distribute_tensor
 from torch_xla.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from torch_xla.distributed.spmd import api
-from torch_xla.experimental import distributed_checkpoint
 from torch_xla.experimental.spmd_fully_sharded_data_parallel import SpmdFullyShardedDataParallel as FSDPv2
 
 from tests.torch_bridge.spmd.test_annotations import placed
@@ -170,9 +169,3 @@ def test_weights_go_to_files_and_back(mesh: xs.Mesh, tmp_path: pathlib.Path) -> 
     again.step()
     assert placed(again.state[other[1].up.weight]["exp_avg"]) == (8, 16)
     assert placed(other[1].up.weight) == (8, 16) and torch.equal(again.state_dict()["state"][0]["step"], torch.tensor(2.0))
-
-
-@pytest.mark.parametrize("name", ["CheckpointManager", "SPMDLoadPlanner", "SPMDSavePlanner", "prime_optimizer"])
-def test_checkpoints_of_torch_xla_say_what_to_do(name: str) -> None:
-    with pytest.raises(NotImplementedError, match=rf"distributed_checkpoint\.{name}: .*xm.save"):
-        getattr(distributed_checkpoint, name)()

@@ -199,5 +199,5 @@ def _computed(t: XLATensor) -> Any:
         if storage.constant:
             raise RuntimeError("local_shards: nothing has been computed for this tensor yet: torch_xla.sync() first")
     executor.materialize(storage)
-    storage.held = spmd.adopt(storage.held)
+    storage.held = spmd.adopt(storage.held, storage.facts)
     return storage.array
