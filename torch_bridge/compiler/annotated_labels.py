@@ -76,7 +76,7 @@ class AnnotatedLabels:
     outputs: tuple[NamedSharding | None, ...]
     meeting: None = None
 
-    def fit(self, given: Any, spec: ProgramSpec) -> bool:
+    def fit(self, given: object, spec: ProgramSpec) -> bool:
         """Whether the leaves and results of another execution lie so."""
         if not isinstance(given, AnnotatedSegment) or spmd.mesh() != self.mesh:
             return False

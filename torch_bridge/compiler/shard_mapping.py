@@ -127,7 +127,7 @@ class RankLabels:
     extras: int
     meeting: processes.Meeting | None = None
 
-    def fit(self, given: Any, spec: ProgramSpec) -> bool:
+    def fit(self, given: object, spec: ProgramSpec) -> bool:
         """Whether the leaves and results of another execution have these labels."""
         if not isinstance(given, SegmentLabels) or given.independent != self.independent:
             return False

@@ -28,7 +28,7 @@ from torch_bridge.runtime import steps
 Call = Callable[..., Any]
 
 
-def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _call(module: nn.Module, *args: object, **kwargs: object) -> Any:
     return module(*args, **kwargs)
 
 

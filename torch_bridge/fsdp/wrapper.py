@@ -173,7 +173,7 @@ class XlaFullyShardedDataParallel(nn.Module):
 
     # -- running --------------------------------------------------------------------------------------
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> Any:
         """The wrapped module's, with its parameters gathered."""
         if self._unit is None:
             return self._fsdp_wrapped_module(*args, **kwargs)

@@ -208,7 +208,7 @@ def fitting(of: Any, spec: Spec, shape: Sequence[int], what: str) -> NamedShardi
 # -- arrays ---------------------------------------------------------------------------------------
 
 
-def lies(array: Any) -> NamedSharding | None:
+def lies(array: object) -> NamedSharding | None:
     """How an array lies on the mesh; None for one that does not yet."""
     found = getattr(array, "sharding", None)
     if isinstance(found, NamedSharding) and found.mesh.devices.size == len(_MODE.devices) and _same_order(found.mesh, mesh()):
@@ -244,7 +244,7 @@ def put(array: Any, target: NamedSharding) -> Any:
         return jax.device_put(plain(array), target)
 
 
-def plain(found: Any) -> Any:
+def plain(found: object) -> Any:
     """What a storage holds, as an array."""
     from torch_bridge.mesh.stacked_arrays import plain as row
 

@@ -11,7 +11,7 @@ from torch_bridge import nested
 from torch_bridge.recorder import prefetch
 
 
-def checked(given: Any) -> Any:
+def checked(given: object) -> Any:
     """An `xs.ShardingSpec`, a dict of them, or None; raises TypeError for anything else, and RuntimeError without `xr.use_spmd`."""
     if given is None:
         return None
@@ -25,7 +25,7 @@ def checked(given: Any) -> Any:
     return given
 
 
-def move(data: Any, device: torch.device, sharding: Any) -> Any:
+def move(data: object, device: torch.device, sharding: object) -> Any:
     """Nested data with its CPU tensors on a device, divided as the sharding says. A dict of shardings needs data that is a dict with these keys."""
     moved = prefetch.to_device(data, device)
     if sharding is None:
@@ -48,7 +48,7 @@ def move(data: Any, device: torch.device, sharding: Any) -> Any:
     return moved
 
 
-def _divide(data: Any, spec: Any) -> None:
+def _divide(data: object, spec: Any) -> None:
     for t in nested.collect(data, lambda x: isinstance(x, torch.Tensor)):
         if spec.can_apply(t):
             spec.apply(t)

@@ -36,7 +36,7 @@ class SpmdFullyShardedDataParallel(nn.Module):
         auto_wrap_policy: Callable[..., bool] | None = None,
         auto_wrapper_callable: Callable[..., nn.Module] | None = None,
         extra_data_axis: str | None = None,
-        **options: Any,
+        **options: object,
     ):
         super().__init__()
         meshes.require_on()
@@ -64,7 +64,7 @@ class SpmdFullyShardedDataParallel(nn.Module):
         """The module itself."""
         return self._orig_module
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> Any:
         output = self._orig_module(*args, **kwargs)
         if self._shard_output is not None:
             self._shard_output(output, self._mesh)
@@ -102,7 +102,7 @@ def _spec(parameter: torch.Tensor, mesh: Mesh) -> tuple[str | None, ...]:
     return tuple("fsdp" if d == chosen else None for d in range(parameter.dim()))
 
 
-def _wrap_inside(module: nn.Module, policy: Callable[..., bool], wrapper: Callable[..., nn.Module], **options: Any) -> None:
+def _wrap_inside(module: nn.Module, policy: Callable[..., bool], wrapper: Callable[..., nn.Module], **options: object) -> None:
     """Wrap the submodules that a policy chooses."""
     from torch_bridge.torch_xla.distributed.fsdp import wrap
 

@@ -62,7 +62,7 @@ class XLAShardedTensor(torch.Tensor):
     global_tensor: torch.Tensor
 
     @staticmethod
-    def __new__(cls, elem: torch.Tensor, *args: Any, **kwargs: Any) -> XLAShardedTensor:
+    def __new__(cls, elem: torch.Tensor, *args: object, **kwargs: object) -> XLAShardedTensor:
         plain = unwrap(elem)
         with torch._C.DisableTorchFunctionSubclass():
             made = torch.Tensor._make_wrapper_subclass(
@@ -116,15 +116,16 @@ class XLAShardedTensor(torch.Tensor):
     __str__ = __repr__
 
 
-def unwrap(t: Any) -> Any:
+def unwrap(t: object) -> Any:
     """The tensor itself."""
     return t.__dict__["global_tensor"] if isinstance(t, XLAShardedTensor) else t
 
 
-def wrapped(t: Any) -> Any:
+def wrapped(t: object) -> Any:
     """An xla tensor as an `XLAShardedTensor`; anything else as it is."""
-    is_plain = isinstance(t, torch.Tensor) and not isinstance(t, XLAShardedTensor) and t.device.type == "xla"
-    return XLAShardedTensor(t) if is_plain else t
+    if isinstance(t, torch.Tensor) and not isinstance(t, XLAShardedTensor) and t.device.type == "xla":
+        return XLAShardedTensor(t)
+    return t
 
 
 def lies(t: torch.Tensor) -> jax.sharding.NamedSharding | None:

@@ -60,7 +60,7 @@ def mark_sharding_with_gradients(t: torch.Tensor, mesh: Mesh, partition_spec: Pa
     return annotate.with_gradients(plain, mesh.sharding(partition_spec, plain.shape))
 
 
-def wrap_if_sharded(t: Any) -> Any:
+def wrap_if_sharded(t: object) -> Any:
     """`xs.wrap_if_sharded`: an annotated tensor as an `XLAShardedTensor`, anything else as it is."""
     return wrapped(t) if isinstance(t, torch.Tensor) and t.device.type == "xla" and lies(t) is not None else t
 
@@ -94,6 +94,6 @@ def apply_backward_optimization_barrier(m: nn.Module) -> None:
     m.register_full_backward_hook(hook)
 
 
-def xla_patched_nn_linear_forward(m: Any, input: Any, einsum_str: str | None = None) -> Any:
+def xla_patched_nn_linear_forward(m: nn.Linear, input: torch.Tensor, einsum_str: str | None = None) -> Any:
     """`xs.xla_patched_nn_linear_forward`: an `nn.Linear`'s forward, for `apply_xla_patch_to_nn_linear`. `einsum_str`, which keeps shardings, is not needed."""
     return XLAPatchedLinear.apply(input, m.weight, m.bias)

@@ -39,7 +39,7 @@ class CheckpointManager:
         save_interval: int,
         max_to_keep: int | None = 0,
         max_pending_async: int | None = 1,
-        process_group: Any = None,
+        process_group: object = None,
         chkpt_on_preemption: bool = True,
     ):
         if type(save_interval) is not int or save_interval < 1:
@@ -108,7 +108,7 @@ class CheckpointManager:
         """Whether SIGTERM has come: True for one checkpoint; a checkpoint of this step or a later one settles it."""
         return self._preempted.is_set()
 
-    def _noted(self, before: Any) -> Callable[[int, Any], None]:
+    def _noted(self, before: object) -> Callable[[int, Any], None]:
         def note(number: int, frame: Any) -> None:
             self._preempted.set()
             if callable(before):

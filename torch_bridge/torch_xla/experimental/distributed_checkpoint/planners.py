@@ -27,7 +27,7 @@ def on_cpu(state_dict: dict[str, Any]) -> dict[str, Any]:
     return prefetch.to_host(_plain(state_dict))
 
 
-def _plain(data: Any) -> Any:
+def _plain(data: object) -> Any:
     marked = nested.collect(data, lambda x: isinstance(x, XLAShardedTensor))
     return nested.replace(data, lambda x: isinstance(x, XLAShardedTensor), [unwrap(t) for t in marked]) if marked else data
 
