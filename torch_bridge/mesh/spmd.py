@@ -20,29 +20,30 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from torch_bridge import _compat
 from torch_bridge.mesh import abstract_arrays, world
+from torch_bridge.mesh.spmd_mode import MODE, active, devices
+
+__all__ = [
+    "active",
+    "adopt",
+    "devices",
+    "fitting",
+    "in_order",
+    "lies",
+    "mesh",
+    "mesh_of",
+    "named",
+    "parse",
+    "put",
+    "replicated",
+    "stop",
+    "text",
+    "use",
+]
 
 logger = logging.getLogger("nxd_jax")
 
 Spec = tuple[tuple[str, ...] | None, ...]
 """By dim of a tensor, the mesh axes that it is divided over; None: it is not."""
-
-
-class _Mode:
-    """Whether annotations are on. devices: of the job, in their order; mesh: what values without an annotation are replicated over; chosen: whether it is the
-    script's own; stopping: annotations are being switched off."""
-
-    devices: tuple[Any, ...] = ()
-    mesh: Mesh | None = None
-    chosen: bool = False
-    stopping: bool = False
-
-
-_MODE = _Mode()
-
-
-def active() -> bool:
-    """Whether programs run over all devices, with annotations."""
-    return _MODE.mesh is not None
 
 
 def use() -> None:
@@ -63,31 +64,31 @@ def use() -> None:
             f"xr.use_spmd(): this process runs a world of ranks laid out as {now.axes} (initialize_model_parallel). A script either has ranks "
             "(neuronx_distributed, torch.distributed) or annotations over all devices: call xr.use_spmd() alone, in a script of its own"
         )
-    devices = _devices(now)
+    chosen = _devices(now)
     for_ranks = now.size
     world.configure(world.World(1, fixed=True))
-    _MODE.devices = tuple(devices)
-    _MODE.mesh, _MODE.chosen = Mesh(np.array(devices), ("devices",)), False
-    kind = "virtual CPU devices" if devices[0].platform == "cpu" else f"{devices[0].device_kind} devices"
+    MODE.devices = tuple(chosen)
+    MODE.mesh, MODE.chosen = Mesh(np.array(chosen), ("devices",)), False
+    kind = "virtual CPU devices" if chosen[0].platform == "cpu" else f"{chosen[0].device_kind} devices"
     if now.first_here:
-        note = "" if len(devices) > 1 or for_ranks > 1 else f" (for more: {world.KNOB})"
-        sys.stderr.write(f"nxd_jax: one program over {len(devices)} {kind}, with sharding annotations{note}\n")
+        note = "" if len(chosen) > 1 or for_ranks > 1 else f" (for more: {world.KNOB})"
+        sys.stderr.write(f"nxd_jax: one program over {len(chosen)} {kind}, with sharding annotations{note}\n")
 
 
 def stop() -> None:
     """Back to ranks (for tests): the world is decided anew."""
-    _MODE.stopping = True
+    MODE.stopping = True
     try:
         world.configure(None)  # what is recorded runs first
     finally:
-        _MODE.devices, _MODE.mesh, _MODE.chosen, _MODE.stopping = (), None, False, False
+        MODE.devices, MODE.mesh, MODE.chosen, MODE.stopping = (), None, False, False
     for cached in (mesh_of, _reordered, _same_order):
         cached.cache_clear()
 
 
 def _refuse_ranks() -> None:
     """Before ranks are laid out anew."""
-    if active() and not _MODE.stopping:
+    if active() and not MODE.stopping:
         raise RuntimeError(
             "this script called xr.use_spmd(): it is one program over all devices, without ranks. neuronx_distributed (initialize_model_parallel, "
             "NxDParallelState) and other worlds of ranks need a script of their own; here, divide tensors with xs.mark_sharding"
@@ -118,15 +119,10 @@ def _devices(now: world.World) -> Sequence[Any]:
     return jax.devices()
 
 
-def devices() -> tuple[Any, ...]:
-    """The devices of the job; empty without annotations."""
-    return _MODE.devices
-
-
 def mesh() -> Mesh:
     """The mesh that values without an annotation are replicated over."""
-    assert _MODE.mesh is not None, "annotations are off"
-    return _MODE.mesh
+    assert MODE.mesh is not None, "annotations are off"
+    return MODE.mesh
 
 
 # -- shardings ------------------------------------------------------------------------------------
@@ -135,15 +131,15 @@ def mesh() -> Mesh:
 @functools.lru_cache(maxsize=64)
 def mesh_of(ids: tuple[int, ...], shape: tuple[int, ...], axes: tuple[str, ...]) -> Mesh:
     """A mesh of the job's devices, by their numbers in row-major order."""
-    return Mesh(np.array([_MODE.devices[k] for k in ids]).reshape(shape), axes)
+    return Mesh(np.array([MODE.devices[k] for k in ids]).reshape(shape), axes)
 
 
 def in_order(sharding: NamedSharding) -> NamedSharding:
     """The same sharding for programs, which run on one order of devices: that of the first mesh. Blocks of a later mesh that has another order lie on other
     devices than it says; values are the same."""
     of: Any = sharding.mesh
-    if not _MODE.chosen:
-        _MODE.mesh, _MODE.chosen = of, True
+    if not MODE.chosen:
+        MODE.mesh, MODE.chosen = of, True
     if _same_order(of, mesh()):
         return sharding
     return NamedSharding(_reordered(of, mesh()), sharding.spec)
@@ -161,7 +157,7 @@ def _reordered(of: Mesh, like: Mesh) -> Mesh:
 def text(sharding: NamedSharding) -> str:
     """A sharding as an argument of a recorded op: `parse` reads it."""
     of = sharding.mesh
-    number = {d: k for k, d in enumerate(_MODE.devices)}
+    number = {d: k for k, d in enumerate(MODE.devices)}
     ids = [number[d] for d in of.devices.flat]
     told = {
         "axes": list(of.axis_names),
@@ -211,7 +207,7 @@ def fitting(of: Any, spec: Spec, shape: Sequence[int], what: str) -> NamedShardi
 def lies(array: object) -> NamedSharding | None:
     """How an array lies on the mesh; None for one that does not yet."""
     found = getattr(array, "sharding", None)
-    if isinstance(found, NamedSharding) and found.mesh.devices.size == len(_MODE.devices) and _same_order(found.mesh, mesh()):
+    if isinstance(found, NamedSharding) and found.mesh.devices.size == len(MODE.devices) and _same_order(found.mesh, mesh()):
         return found
     return None
 

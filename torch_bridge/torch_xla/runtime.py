@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.types import Device
 
-from torch_bridge.mesh import spmd, world
+from torch_bridge.mesh import spmd_mode, world
 from torch_bridge.torch_xla.core import xla_env_vars as xenv
 
 
@@ -81,12 +81,12 @@ def local_process_count() -> int:
 
 def global_device_count() -> int:
     """`xr.global_device_count`: devices in the job."""
-    return len(spmd.devices()) or world.size()
+    return len(spmd_mode.devices()) or world.size()
 
 
 def local_device_count() -> int:
     """`xr.local_device_count`: devices on this host."""
-    return len(spmd.devices()) or world.local_size()
+    return len(spmd_mode.devices()) or world.local_size()
 
 
 def addressable_device_count() -> int:
@@ -96,12 +96,12 @@ def addressable_device_count() -> int:
 
 def global_runtime_device_count() -> int:
     """`xr.global_runtime_device_count`: devices in the job."""
-    return len(spmd.devices()) or world.size()
+    return len(spmd_mode.devices()) or world.size()
 
 
 def addressable_runtime_device_count() -> int:
     """`xr.addressable_runtime_device_count`: devices that this process's script computes on: 1 for a worker, all of them with `use_spmd`."""
-    return len(spmd.devices()) or 1
+    return len(spmd_mode.devices()) or 1
 
 
 def host_index() -> int:
@@ -130,7 +130,7 @@ def runtime_device_attributes(device: Device = "xla:0") -> dict[str, Any]:
 
 def global_runtime_device_attributes() -> list[dict[str, Any]]:
     """`xr.global_runtime_device_attributes`: of each device of the job with `use_spmd`, else of this worker's."""
-    count = len(spmd.devices()) or 1
+    count = len(spmd_mode.devices()) or 1
     return [{**runtime_device_attributes(), "name": f"{device_type()}:{k}"} for k in range(count)]
 
 
@@ -143,7 +143,7 @@ def memory_info(device: Device = None) -> dict[str, int]:
 
 def is_spmd() -> bool:
     """`xr.is_spmd`: whether `use_spmd` was called."""
-    return spmd.active()
+    return spmd_mode.active()
 
 
 def use_spmd(auto: bool = False) -> None:
@@ -157,6 +157,8 @@ def use_spmd(auto: bool = False) -> None:
             "torch_xla.runtime.use_spmd(auto=True): no pass chooses shardings by itself here. Annotate inputs and weights (xs.mark_sharding, or "
             "SpmdFullyShardedDataParallel); XLA propagates the rest"
         )
+    from torch_bridge.mesh import spmd
+
     spmd.use()
 
 

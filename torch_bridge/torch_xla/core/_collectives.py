@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from torch_bridge.collectives import functional, object_collectives
-from torch_bridge.fsdp import state as fsdp_state
 from torch_bridge.mesh import groups as rank_groups
 from torch_bridge.mesh import processes, world
 from torch_bridge.mesh.groups import GroupLike
@@ -136,6 +135,8 @@ def _fetch_gradients(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 def reduce_gradients(optimizer: torch.optim.Optimizer, groups: GroupLike = None, pin_layout: bool = True) -> None:
     """`xm.reduce_gradients`: average the gradients over the group, in place. Raises ValueError for those of shards that the group's ranks have parts of."""
+    from torch_bridge.fsdp import state as fsdp_state
+
     fsdp_state.check_not_summed((p for group in optimizer.param_groups for p in group["params"]), groups)
     count = rank_groups.resolve(groups).size
     functional.all_reduce(REDUCE_SUM, _fetch_gradients(optimizer), 1.0 / count, groups)

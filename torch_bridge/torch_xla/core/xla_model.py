@@ -18,7 +18,6 @@ from torch.types import Device
 
 from torch_bridge import nested
 from torch_bridge.config import environment
-from torch_bridge.fsdp import rank_files
 from torch_bridge.mesh import random_state, rank_numbers, world
 from torch_bridge.recorder import prefetch
 from torch_bridge.runtime import backend, steps
@@ -316,6 +315,7 @@ def save(data: Any, file_or_path: Any, master_only: bool = True, global_master: 
     (ValueError).
     """
     backend.ensure()
+    from torch_bridge.fsdp import rank_files
     from torch_bridge.recorder import sharded
 
     if not master_only and rank_files.needed(data, file_or_path):
