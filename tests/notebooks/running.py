@@ -10,8 +10,6 @@ from pathlib import Path
 from nbclient import NotebookClient
 from nbformat import NotebookNode
 
-from tests import quick
-
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 120
 
@@ -28,7 +26,7 @@ def run(notebook: NotebookNode, folder: Path) -> NotebookNode:
     here.mkdir(parents=True)
     (folder / "examples").symlink_to(ROOT / "examples", target_is_directory=True)
     path = os.pathsep.join([str(ROOT), str(ROOT / "aliases"), os.environ.get("PYTHONPATH", "")])
-    environment = {key: value for key, value in os.environ.items() if key not in OWN} | quick.environment() | {"PYTHONPATH": path}
+    environment = {key: value for key, value in os.environ.items() if key not in OWN} | {"PYTHONPATH": path}
     client = NotebookClient(
         notebook, timeout=SECONDS, kernel_name="python3", allow_errors=True, resources={"metadata": {"path": str(here)}}
     )
