@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import pathlib
-import socket
 import subprocess
 import sys
 import threading
 
 import pytest
 import torch_xla.debug.profiler as xp
+
+from tests import ports
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -31,17 +32,11 @@ with xp.StepTrace("train", step_num=0):
 """
 
 
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("localhost", 0))
-        return int(s.getsockname()[1])
-
-
 @pytest.mark.parametrize(("duration", "delay", "written"), [(600_000, 0, True), (1, 0, True), (600_000, 600_000, False)])
 def test_the_end_of_a_script_waits_for_the_trace(duration: int, delay: int, written: bool, tmp_path: pathlib.Path) -> None:
     """It ends a trace that would go on; one that has not begun is left out."""
     path = os.pathsep.join([str(ROOT), str(ROOT / "aliases"), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, "-c", SCRIPT, str(tmp_path / "out"), str(free_port()), str(duration), str(delay)]
+    command = [sys.executable, "-c", SCRIPT, str(tmp_path / "out"), str(ports.free()), str(duration), str(delay)]
     environment = {**os.environ, "PYTHONPATH": path, "JAX_NUM_CPU_DEVICES": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr[-2000:]

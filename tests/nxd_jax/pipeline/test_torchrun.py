@@ -14,11 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests import quick
+from tests import ports, quick
 from tests.nxd_jax.conftest import Nxd
 from tests.nxd_jax.pipeline import torchrun_job as job
 from tests.nxd_jax.pipeline.models import Layout
-from tests.torch_bridge.ranks.test_sigterm import free_port
 
 ROOT = Path(__file__).parents[3]
 NXD_RUN = Path(sys.executable).with_name("nxd-run")
@@ -110,7 +109,7 @@ def test_a_process_that_dies_in_the_middle_of_a_step(tmp_path: Path) -> None:
 
 def test_a_process_that_dies_without_a_launcher(tmp_path: Path) -> None:
     """Whoever waits for it raises an error that names it."""
-    port = str(free_port())
+    port = str(ports.free())
     path = os.pathsep.join([str(ROOT), str(ROOT / "aliases"), *filter(None, [os.environ.get("PYTHONPATH")])])
     started = []
     for rank in "01":

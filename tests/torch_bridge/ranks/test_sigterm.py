@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests import ports
 from tests.torch_bridge.ranks import sigterm_job
 
 ROOT = Path(__file__).parents[3]
@@ -30,15 +30,17 @@ def read_until_ready(process: subprocess.Popen[str], count: int) -> str:
     found = ""
     while found.count("READY") < count:
         line = process.stdout.readline()  # type: ignore[union-attr]
-        assert line, found
+        assert line, (found, process.wait())
         found += line
     return found
 
 
-def free_port() -> str:
-    with socket.socket() as s:
-        s.bind(("", 0))
-        return str(s.getsockname()[1])
+def kill(processes: list[subprocess.Popen[str]]) -> None:
+    """Leave nothing behind that a later test would hear of."""
+    for process in processes:
+        process.kill()
+        process.wait()
+        process.stdout.close()  # type: ignore[union-attr]
 
 
 def end(processes: list[subprocess.Popen[str]]) -> tuple[list[str], list[float]]:
@@ -50,8 +52,7 @@ def end(processes: list[subprocess.Popen[str]]) -> tuple[list[str], list[float]]
     try:
         found = [(process.communicate(timeout=60)[0], time.monotonic() - began) for process in reversed(processes)]
     finally:
-        for process in processes:
-            process.kill()
+        kill(processes)
     texts, seconds = zip(*reversed(found), strict=True)
     return list(texts), list(seconds)
 
@@ -78,11 +79,14 @@ def test_a_handler_that_ends_the_process_at_once_knows_of_the_signal() -> None:
 
 @pytest.mark.slow
 def test_each_process_ends_as_it_should() -> None:
-    port = free_port()
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS)}
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ports.free()), "WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS)}
     processes = [start([sys.executable], **common, RANK=str(k), LOCAL_RANK=str(k)) for k in range(RANKS)]
-    for process in processes:
-        read_until_ready(process, 1)
+    try:
+        for process in processes:
+            read_until_ready(process, 1)
+    except BaseException:
+        kill(processes)
+        raise
     (handling, waiting, compiling), seconds = end(processes)
     assert [process.returncode for process in processes] == [7, -signal.SIGTERM, -signal.SIGTERM], (handling, waiting, compiling)
     assert (
