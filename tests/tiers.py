@@ -225,6 +225,7 @@ DEEP: tuple[str, ...] = (
 
 PROCESSES: tuple[str, ...] = (
     "benchmarks/test_crash_checkpoints.py",
+    "models/test_hf_fsdp.py",
     "models/test_hf_trainer.py",
     "notebooks",
     "nxd_jax/abstract/test_abstract_run.py::test_worlds_after_a_run_that_came_first",

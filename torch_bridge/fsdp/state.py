@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torch_bridge.fsdp import naming
+from torch_bridge.fsdp import live, naming
 from torch_bridge.fsdp.shards import Shared
 from torch_bridge.mesh import groups as rank_groups
 from torch_bridge.mesh import world
@@ -53,16 +53,32 @@ def check(state: dict[str, Any], prefix: str, shared: Sequence[Shared], inside: 
             )
 
 
-def check_not_summed(params: Iterable[torch.Tensor], groups: GroupLike) -> None:
-    """Before gradients are averaged over ranks of `groups`: raises ValueError if these hold different parts of a parameter."""
+def check_not_summed(what: str, grads: Iterable[torch.Tensor], groups: GroupLike) -> None:
+    """Before `what` adds up gradients over ranks of `groups`: raises ValueError if these hold different parts of a parameter."""
+    given = list(grads)
     mine = world.first()
-    for p in params:
-        among: Groups | None = getattr(p, "_sharded_among", None)
+    for grad, found in zip(given, live.of(given), strict=True):
+        among: Groups | None = found or getattr(grad, "_sharded_among", None)
         if among is not None and len(set(among.of(mine)) & set(rank_groups.resolve(groups).of(mine))) > 1:
             raise ValueError(
-                "xm.optimizer_step and xm.reduce_gradients would add up gradients of different parts of a parameter: XlaFullyShardedDataParallel has averaged "
-                "gradients already, so call optimizer.step()"
+                f"{what} would add up gradients of different parts of a parameter: XlaFullyShardedDataParallel has averaged gradients already, so call "
+                "optimizer.step(). Only ranks that have the same parts (one of each of sharding_groups) may average them again"
             )
+
+
+def unshared(params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Gradients of parameters, those of shards of all ranks left out: they are averaged, and no ranks have the same part. Those of shards of `sharding_groups`
+    remember it (`check_not_summed`)."""
+    found = []
+    for p in params:
+        among: Groups | None = getattr(p, "_sharded_among", None)
+        if p.grad is None or (among is not None and among.size == world.size()):
+            continue
+        grad: Any = p.grad.data
+        if among is not None:
+            grad._sharded_among = among
+        found.append(grad)
+    return found
 
 
 def is_shard(t: object) -> bool:

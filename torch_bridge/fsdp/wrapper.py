@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from torch_bridge.fsdp import grad_norm, metadata, naming, options, sharding, state, wrapping
+from torch_bridge.fsdp import grad_norm, live, metadata, naming, options, sharding, state, torchs_norm, wrapping
+from torch_bridge.fsdp.inner import XlaFlattenParamsWrapper
 from torch_bridge.fsdp.shards import Shared
 from torch_bridge.fsdp.unit import Unit
-from torch_bridge.mesh import world
+from torch_bridge.mesh import spmd_mode, world
 from torch_bridge.passes import check_replicas
 from torch_bridge.replay import player, replay_policy
 from torch_bridge.runtime import backend, executor
@@ -56,8 +57,8 @@ class XlaFullyShardedDataParallel(nn.Module):
 
     In a world of one the module runs as it is, moved to xla, with its own names in `state_dict()`; options about sharding have no effect.
 
-    Raises RuntimeError for a module that is wrapped already or has no forward, TypeError for parameters of other dtypes and unknown options, ValueError for
-    options that do not fit together and for parameters that are tied to those of another wrapper, NotImplementedError for torch_xla's
+    Raises RuntimeError after `xr.use_spmd()` and for a module that is wrapped already or has no forward, TypeError for parameters of other dtypes and unknown
+    options, ValueError for options that do not fit together and for parameters that are tied to those of another wrapper, NotImplementedError for torch_xla's
     `_debug_dummy_...`, and, in a world of one, for dtypes other than float32.
     """
 
@@ -86,6 +87,7 @@ class XlaFullyShardedDataParallel(nn.Module):
         **others: Any,
     ):
         super().__init__()
+        _refuse_annotations(type(self).__name__)
         given = {k: v for k, v in locals().items() if k not in ("self", "module", "others", "__class__")}
         name = type(self).__name__
         options.check_unknown(name, others, _KNOWN)
@@ -105,6 +107,7 @@ class XlaFullyShardedDataParallel(nn.Module):
         backend.ensure()
         from torch_bridge.fsdp import played  # noqa: F401
 
+        torchs_norm.install()
         among = options.sharding(sharding_groups, sharding_rank, sharding_world_size)
         if auto_wrap_policy is not None:
             inner = auto_wrapper_callable or XlaFullyShardedDataParallel
@@ -156,6 +159,7 @@ class XlaFullyShardedDataParallel(nn.Module):
         shard: Any = s.shard
         shard._is_sharded, shard._orig_size, shard._orig_name, shard._name = True, s.layout.size, s.original, name
         shard._sharded_among = s.layout.among
+        live.add(s.shard, s.layout.among)
         self.register_parameter(name, s.shard)
         check_replicas.own(self, name, s.shard)
 
@@ -231,8 +235,8 @@ class XlaFullyShardedDataParallel(nn.Module):
 
     @property
     def module(self) -> nn.Module:
-        """The wrapped module."""
-        return self._fsdp_wrapped_module
+        """The wrapped module by another name, as in torch_xla; `model.module.module` is the module itself."""
+        return XlaFlattenParamsWrapper(self._fsdp_wrapped_module)
 
     def __getattr__(self, name: str) -> Any:
         """What the wrapper does not have is the module's."""
@@ -296,6 +300,14 @@ class XlaFullyShardedDataParallel(nn.Module):
             if isinstance(m, XlaFullyShardedDataParallel) and m._unit is not None
         ]
         return {**metadata.of(units), "world_size": self.world_size, "rank": self.rank}
+
+
+def _refuse_annotations(name: str) -> None:
+    if spmd_mode.active():
+        raise RuntimeError(
+            f"{name} shares parameters out among ranks, and this script called xr.use_spmd(), after which there are none: use SpmdFullyShardedDataParallel "
+            "(torch_xla.experimental.spmd_fully_sharded_data_parallel), or leave use_spmd() out"
+        )
 
 
 def _rank(among: Any) -> Any:

@@ -12,6 +12,7 @@ import torch_xla.core.xla_model as xm
 from torch import nn
 from torch_xla.distributed.fsdp import XlaFullyShardedDataParallel as FSDP
 from torch_xla.distributed.fsdp.wrap import always_wrap_policy
+from torch_xla.distributed.fsdp.xla_flatten_params_wrapper import XlaFlattenParamsWrapper
 
 from tests.torch_bridge.fsdp.models import Net, adam, alone, assert_close, batch, ids, nested, net, train, whole
 from tests.torch_bridge.ranks.conftest import Hosted
@@ -281,3 +282,35 @@ def test_names_and_representation(hosted: Hosted) -> None:
     assert names == ["flat_param_0", "0.weight", "0.bias"]
     assert "world_size=2, rank=0, compute_dtype=torch.float32" in repr(model)
     assert model.module[1].weight.shape == (2, 4) and model[1].weight.is_meta and model[1].out_features == 2
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_module_inside(ranks: int, hosted: Hosted) -> None:
+    """torch_xla has a wrapper between: `model.module` is that one, `model.module.module` the module."""
+    hosted(ranks)
+    plain = nn.Sequential(nn.Linear(3, 4), nn.Dropout())
+    model = FSDP(plain)
+    inner: Any = model.module
+    assert (
+        isinstance(inner, XlaFlattenParamsWrapper)
+        and isinstance(inner, nn.Module)
+        and inner.module is plain
+        and not hasattr(plain, "module")
+    )
+    assert inner[1] is plain[1] and len(inner) == 2 and list(inner) == list(plain) and bool(inner)
+    assert inner.eval() is inner and not plain.training and not inner.training and not plain[1].training
+    inner.note, inner.extra = "kept", nn.Linear(1, 1)
+    assert plain.note == "kept" and [name for name, _ in inner.named_children()] == ["0", "1", "extra"]
+    assert [m for _, m in inner.named_modules()] == list(plain.modules()) and next(iter(inner.modules())) is plain
+    assert list(inner.state_dict()) == list(plain.state_dict()) and inner.load_state_dict(plain.state_dict()).missing_keys == []
+    del inner.note
+    assert not hasattr(plain, "note") and copy.deepcopy(inner).module is not plain
+    seen: list[Any] = []
+    plain.register_forward_hook(lambda *args: seen.append(1))
+    inner.apply(seen.append)
+    assert seen == [*plain.children(), plain]
+    if ranks == 1:
+        x = torch.ones(2, 3, device="xla")
+        del plain.extra
+        assert torch.equal(inner(x).cpu(), plain(x).cpu()) and seen[-2:] == [1, 1] and inner.forward(x).shape == (2, 4)
+        assert inner.double()[0].weight.dtype == plain[0].weight.dtype == torch.float64

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch_xla.core.xla_model as xm
+import torch_xla.runtime as xr
 from torch import nn
 from torch.distributed.fsdp import wrap as torchs
 from torch_xla.distributed.fsdp import XlaFullyShardedDataParallel as FSDP
@@ -22,6 +23,7 @@ from torch_xla.distributed.fsdp.wrap import (
 
 from tests.torch_bridge.fsdp.models import Block, batch, net
 from tests.torch_bridge.ranks.conftest import Hosted
+from torch_bridge.mesh import spmd, world
 
 POLICIES: dict[str, tuple[Any, set[str]]] = {
     "always": (
@@ -164,15 +166,14 @@ def test_parameters_that_change_before_the_backward_pass(hosted: Hosted) -> None
         loss.backward()
 
 
-def test_gradients_are_not_averaged_twice(hosted: Hosted) -> None:
-    """But across groups that have the same parts they may be, which is data parallelism around."""
-    hosted(4)
-    options: dict[str, Any] = {"sharding_groups": [[0, 1], [2, 3]], "sharding_rank": xm.get_ordinal() % 2, "sharding_world_size": 2}
-    model = FSDP(nn.Linear(2, 2), **options)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    model(torch.ones(1, 2, device="xla") * xm.get_ordinal()).sum().backward()
-    for groups in (None, [[0, 1], [2, 3]]):
-        with pytest.raises(ValueError, match=r"xm.optimizer_step .*has averaged gradients already, so call optimizer.step\(\)"):
-            xm.optimizer_step(optimizer, groups=groups)
-    xm.optimizer_step(optimizer, groups=[[0, 2], [1, 3]])
-    assert next(model.parameters()).grad[:2].tolist() == [1.5, 1.5]  # type: ignore[index]
+def test_after_use_spmd() -> None:
+    """There are no ranks then."""
+    world.configure(world.World(2))
+    try:
+        xr.use_spmd()
+        with pytest.raises(
+            RuntimeError, match=r"XlaFullyShardedDataParallel shares parameters out among ranks.*use SpmdFullyShardedDataParallel"
+        ):
+            FSDP(nn.Linear(2, 2))
+    finally:
+        spmd.stop()

@@ -28,8 +28,10 @@ REDUCE_MAX = "max"
 def all_reduce(reduce_type: str, inputs: Any, scale: float = 1.0, groups: GroupLike = None, pin_layout: bool = True) -> Any:
     """`xm.all_reduce`: a tensor gives a new tensor; a list is reduced in place and returned.
 
-    The result is multiplied by `scale`, also in a world of one (torch_xla forgets it there).
+    The result is multiplied by `scale`, also in a world of one (torch_xla forgets it there). Raises ValueError for gradients of shards of
+    `XlaFullyShardedDataParallel`, of which the group's ranks have different parts.
     """
+    _refuse_shards("xm.all_reduce", inputs, groups)
     return functional.all_reduce(reduce_type, inputs, scale, groups)
 
 
@@ -129,15 +131,25 @@ def _no_peer(call: str, what: str) -> Exception:
 
 
 def _fetch_gradients(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """`xm._fetch_gradients`: the gradients of all of an optimizer's parameters."""
-    return [p.grad.data for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    """`xm._fetch_gradients`: the gradients that are to be averaged over ranks: of all of an optimizer's parameters but shards of `XlaFullyShardedDataParallel`,
+    which has done it. accelerate's optimizer, and so transformers' Trainer, averages them."""
+    from torch_bridge.fsdp import state as fsdp_state
+
+    return fsdp_state.unshared(p for group in optimizer.param_groups for p in group["params"])
+
+
+def _refuse_shards(what: str, grads: Any, groups: GroupLike) -> None:
+    from torch_bridge.fsdp import state as fsdp_state
+
+    given = [grads] if isinstance(grads, torch.Tensor) else grads
+    if isinstance(given, (list, tuple)):
+        fsdp_state.check_not_summed(what, given, groups)
 
 
 def reduce_gradients(optimizer: torch.optim.Optimizer, groups: GroupLike = None, pin_layout: bool = True) -> None:
     """`xm.reduce_gradients`: average the gradients over the group, in place. Raises ValueError for those of shards that the group's ranks have parts of."""
-    from torch_bridge.fsdp import state as fsdp_state
-
-    fsdp_state.check_not_summed((p for group in optimizer.param_groups for p in group["params"]), groups)
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    _refuse_shards("xm.optimizer_step and xm.reduce_gradients", [p.grad for p in params if p.grad is not None], groups)
     count = rank_groups.resolve(groups).size
     functional.all_reduce(REDUCE_SUM, _fetch_gradients(optimizer), 1.0 / count, groups)
 
@@ -146,6 +158,7 @@ def all_reduce_bucketized_gradients(
     gradients: list[torch.Tensor], scale: float, groups: GroupLike, pin_layout: bool = True, bucket_cap_mb: float = 0
 ) -> None:
     """`xm.all_reduce_bucketized_gradients`: all-reduce gradients in place."""
+    _refuse_shards("xm.all_reduce_bucketized_gradients", gradients, groups)
     functional.all_reduce(REDUCE_SUM, gradients, scale, groups)
 
 
