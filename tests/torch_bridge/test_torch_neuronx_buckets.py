@@ -121,3 +121,28 @@ def test_operators(dtype: torch.dtype) -> None:
     assert torch.equal(argmax, x.argmax(1)) and torch.equal(values, x.topk(2).values) and torch.equal(indices, x.topk(2).indices)
     across = ops.RmsNorm.apply(wide, torch.rand(3), 0.0, 0)
     assert across.shape == (3, 8)
+
+
+class Scaled(nn.Module):
+    def __init__(self, scale: float, persistent: bool) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.tensor(scale), persistent=persistent)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale
+
+
+def test_buckets_of_other_values() -> None:
+    """A buffer that no state dict holds is each bucket's own; weights are shared by name, and must be equal."""
+    lengths = torch.tensor([2, 5])
+    kwargs = [{"scale": 1.0}, {"scale": 3.0}]
+    examples = [torch.ones(1, 2), torch.ones(1, 5)]
+    config = torch_neuronx.BucketModelConfig(
+        lambda: torch.jit.script(shortest), bucket_kernel_constant_args=(lengths, 1.0, ["a"]), func_kwargs=kwargs
+    )
+    traced = torch_neuronx.bucket_model_trace(lambda scale: Scaled(scale, persistent=False), examples, config)
+    assert traced(torch.ones(1, 2)).tolist() == [[1.0, 1.0]] and traced(torch.ones(1, 5)).tolist() == [[3.0] * 5]
+    with pytest.raises(
+        ValueError, match="scale of bucket 1 has other values than in the buckets before, and buckets share weights by name: have the"
+    ):
+        torch_neuronx.bucket_model_trace(lambda scale: Scaled(scale, persistent=True), examples, config)

@@ -33,6 +33,14 @@ class Program:
     forms: exporting.Forms
     initial: Mapping[str, torch.Tensor] = dataclasses.field(default_factory=dict)
 
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Program):
+            return NotImplemented
+        alike = (self.facts, self.forms, self.initial.keys()) == (other.facts, other.forms, other.initial.keys())
+        return alike and all(same(t, other.initial[name]) for name, t in self.initial.items())
+
+    __hash__ = None  # type: ignore[assignment]
+
 
 class OnDevice:
     """A rank's result that is still on its device: `.cpu()` waits for it and brings it over."""
@@ -80,13 +88,16 @@ class Model:
         self._compiled: dict[str, Callable[..., Any]] = {}
         self._own_weights: dict[str, list[Any]] = {}
         self._readers: list[str] = []  # tags of programs that read a state without updating it
+        self._alone: set[str] = set()  # names of buffers of which some program has its own
         self._lock = threading.RLock()
 
     def add(self, tag: str, program: Program) -> None:
-        """Add a program. Raises ValueError if its weights, states or ranks do not fit those that are there."""
+        """Add a program. A buffer that no checkpoint holds (`Program.initial`) and that has other values than another program's of that name is its own, and is
+        named `name@tag`. Raises ValueError if its weights, states or ranks do not fit those that are there."""
         others = next(iter(self.programs.values()), None)
         if others is not None and others.facts.ranks != program.facts.ranks:
             raise ValueError(f"program {tag!r} was traced for {program.facts.ranks}, the others for {others.facts.ranks}")
+        program = self._with_its_own(tag, program)
         weights = {t.name: t for t in program.facts.weights}
         states = {t.name: t for t in program.facts.states}
         for name, t in {**weights, **states}.items():
@@ -94,12 +105,34 @@ class Model:
             if known is not None and (known.shape, known.dtype) != (t.shape, t.dtype):
                 raise ValueError(f"program {tag!r} has {t}, the others {known}: programs that share weights and states need the same")
         _check_shared(tag, program, [*self.programs.items(), (tag, program)])
+        self._check_beginnings(tag, program)
         self.programs[tag] = program
         self.states.update(states)
         self.weights.update(weights)
         for name in self.states:  # what one program updates is a state for all
             self.weights.pop(name, None)
         self._readers = [tag for tag, p in self.programs.items() if any(t.name in self.states for t in p.facts.weights)]
+
+    def _with_its_own(self, tag: str, program: Program) -> Program:
+        """The program with other names for buffers of its own."""
+        own = {t.name for t in program.facts.weights if t.name in program.initial and t.name in self.weights}
+        names = {n: f"{n}@{tag}" for n in own if not all(_begin_alike(n, program, p) for p in self.programs.values() if _holds(p, n))}
+        self._alone.update(names)
+        weights = tuple(dataclasses.replace(t, name=names.get(t.name, t.name)) for t in program.facts.weights)
+        initial = {names.get(n, n): t for n, t in program.initial.items()}
+        return Program(dataclasses.replace(program.facts, weights=weights), program.forms, initial) if names else program
+
+    def _check_beginnings(self, tag: str, program: Program) -> None:
+        """What one program updates must begin with the same values in all."""
+        updated = {*self.states, *(t.name for t in program.facts.states)}
+        for other, p in self.programs.items():
+            for name in sorted(updated & {*program.initial, *p.initial}):
+                values = _beginning(name, program), _beginning(name, p)
+                if name in self._alone or (values[0] is not None and values[1] is not None and not same(values[0], values[1])):
+                    raise ValueError(
+                        f"{name} is a state, and begins with other values in program {tag!r} than in {other!r}: programs share states by name, so give it the "
+                        "same values, or another name"
+                    )
 
     @property
     def ranks(self) -> facts.Ranks:
@@ -290,6 +323,25 @@ def _check_shared(tag: str, program: Program, programs: Iterable[tuple[str, Prog
                     f"{_few(sorted(both))} is a parameter that one of the programs {tag!r} and {other!r} updates, and the other takes for a weight that all "
                     "ranks share: register it as a buffer"
                 )
+
+
+def _holds(program: Program, name: str) -> bool:
+    return any(t.name == name for t in program.facts.weights)
+
+
+def _begin_alike(name: str, one: Program, other: Program) -> bool:
+    return name in other.initial and same(one.initial[name], other.initial[name])
+
+
+def _beginning(name: str, program: Program) -> torch.Tensor | None:
+    """What a state begins with as a program has it; None if it does not say."""
+    of = next((t for t in program.facts.states if t.name == name), None)
+    return program.initial.get(name, None if of is None else torch.zeros(of.shape, dtype=of.dtype))
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two CPU tensors are the same, bit by bit."""
+    return a.shape == b.shape and a.dtype == b.dtype and np.array_equal(_bits(transfer.to_numpy(a)), _bits(transfer.to_numpy(b)))
 
 
 def _draws(rows: int) -> np.ndarray:

@@ -106,7 +106,8 @@ def bucket_model_trace(
 ) -> Any:
     """`torch_neuronx.bucket_model_trace`: one model with a program for each bucket, chosen by `bucket_config`'s kernel; weights and states are shared by name.
 
-    func: makes (module, {state: index of the result that updates it}). example_inputs: those of each bucket. Others and errors as in `trace`.
+    func: makes (module, {state: index of the result that updates it}). example_inputs: those of each bucket. Others and errors as in `trace`; ValueError if the
+    modules of two buckets have a weight with other values.
     """
     from torch_bridge.aot import traced_module
 
@@ -117,7 +118,7 @@ def bucket_model_trace(
     for bucket, example in enumerate(bucket_config.example_inputs):
         module, aliases = made(func, bucket_config.get_func_kwargs_for_bucket_rank(bucket))
         programs[traced_module.tag_of(bucket)], inputs = traced_module.trace_program(module, traced_module.as_tuple(example), aliases)
-        weights = weights or _weights(module)
+        weights = traced_module.with_more(weights, _weights(module), module, bucket)
     buckets = traced_module.Buckets(bucket_config.bucket_kernel(), bucket_config.bucket_kernel_constant_args)
     return traced_module.TracedModule(programs, inputs, [weights], buckets)
 

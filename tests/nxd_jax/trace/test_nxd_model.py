@@ -178,3 +178,38 @@ def test_what_can_be_looked_at(model: NxDModel) -> None:
     assert model.router([IDS, POS], ["ids", "pos"]) == ["prefill"]
     zeros = StateInitializer({"a": [2, 3]}, {"a": torch.bfloat16}, 2)()
     assert len(zeros) == 2 and zeros[1]["a"].dtype == torch.bfloat16 and not zeros[1]["a"].any()
+
+
+def test_written_weights_are_saved(tmp_path: Path) -> None:
+    """A rank's own, and one that all share."""
+    model = built(2).model()
+    part, bias = torch.randn(8, 16), torch.randn(16)
+    model.write_to_neuron_buffer(part, "q.weight", 1)
+    model.write_to_neuron_buffer(bias.double(), "o.bias", 1)
+    wanted = model(IDS, POS)["logits"]
+    model.save(str(tmp_path / "model.pt"), save_weights=True)
+    found = NxDModel.load(str(tmp_path / "model.pt"))
+    found.to_neuron()
+    assert torch.equal(found.read_from_neuron_buffer("q.weight", 1), part) and torch.equal(found.read_from_neuron_buffer("o.bias", 0), bias)
+    assert torch.equal(found.read_from_neuron_buffer("q.weight", 0), built(2).weights[0]["q.weight"])
+    assert torch.equal(found(IDS, POS)["logits"], wanted)
+
+
+class Table(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.ones(2), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.table
+
+
+def test_written_tables_are_saved(tmp_path: Path) -> None:
+    """A model without weights has what no checkpoint holds."""
+    model = ModelBuilder(Table()).trace(torch.ones(2)).compile()
+    model.to_neuron()
+    model.write_to_neuron_buffer(torch.tensor([2.0, 3.0]), "table", 0)
+    model.save(str(tmp_path / "model.pt"), save_weights=True)
+    found = NxDModel.load(str(tmp_path / "model.pt"))
+    found.to_neuron()
+    assert found(torch.ones(2)).tolist() == [2.0, 3.0]

@@ -219,3 +219,36 @@ def test_buckets(tmp_path: Path) -> None:
             torch.testing.assert_close(one(ids)[0], wanted)
             total += wanted.sum((0, 1))
         torch.testing.assert_close(one.model.programs.read("sum", 0), total)  # one state for both buckets
+
+
+class Masked(nn.Module):
+    """A mask that no state dict holds, each bucket's own; seed: of the weight."""
+
+    def __init__(self, length: int, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.up = layers.ColumnParallelLinear(1, 4, bias=False)
+        self.register_buffer("mask", torch.arange(float(length)), persistent=False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.up((ids * self.mask).sum(1, keepdim=True))
+
+
+@pytest.mark.parametrize("seeds", [(3, 3), (3, 4)])
+def test_buckets_of_other_modules(seeds: tuple[int, int], tmp_path: Path) -> None:
+    lengths = torch.tensor([2, 4])
+    kwargs = [{"length": 2, "seed": seeds[0]}, {"length": 4, "seed": seeds[1]}]
+    config = torch_neuronx.BucketModelConfig(
+        lambda: torch.jit.script(by_length), bucket_kernel_constant_args=(lengths,), func_kwargs=kwargs
+    )
+    options: dict[str, Any] = {"bucket_config": config, "inline_weights_to_neff": False, "tp_degree": 2}
+    examples = [torch.ones(1, 2), torch.ones(1, 4)]
+    if seeds[0] != seeds[1]:
+        with pytest.raises(ValueError, match=r"up\.weight of bucket 1 has other values than in the buckets before"):
+            parallel_model_trace(Masked, examples, **options)
+        return
+    parallel_model_save(parallel_model_trace(Masked, examples, **options), tmp_path)
+    weight = torch.cat([own["up.weight"] for own in parallel_model_load(tmp_path).model.weights])
+    for length, total in ((2, 1.0), (4, 6.0)):
+        ids = torch.nn.functional.pad(torch.ones(1, length), (0, 4 - length))
+        torch.testing.assert_close(parallel_model_load(tmp_path)(ids), total * weight.T)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 
 from tests.torch_bridge.aot.nets import Net, X
-from torch_bridge.aot import devices, facts, traced_module, tracing
+from torch_bridge.aot import devices, facts, files, traced_module, tracing
 from torch_bridge.aot.model import Model, Program
 
 
@@ -113,3 +114,55 @@ def test_weights_that_do_not_fit_are_told_of_beside_a_compilation() -> None:
     model.start()
     (found,) = model.results("a", model.run("a", [torch.ones(4, 3)]), 0)
     assert found.tolist() == [[3.0, 3.0]] * 4
+
+
+class Own(nn.Module):
+    """A table that no state dict holds, and a state. updates: it is a state, too."""
+
+    def __init__(self, table: float, begin: float = 0.0, updates: bool = False, size: int = 2) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.full((size,), table), persistent=False)
+        self.register_buffer("calls", torch.full((1,), begin))
+        self.updates = updates
+
+    def forward(self, x: torch.Tensor) -> Any:
+        self.calls = self.calls + 1
+        if self.updates:
+            self.table = self.table * 2
+        return x * self.table.sum(), self.calls
+
+
+def test_tables_of_one_name_and_other_values(tmp_path: Path) -> None:
+    """Each program has its own, in files too; what is equal is there once."""
+    modules = {"a": Own(1.0), "b": Own(3.0), "c": Own(1.0), "d": Own(1.0, size=3)}
+    programs = {tag: traced_module.trace_program(m, (torch.ones(1),))[0] for tag, m in modules.items()}
+    assert programs["a"] == programs["c"] != programs["b"]
+    found = programs
+    for _ in range(2):
+        model = Model()
+        for tag, p in found.items():
+            model.add(tag, p)
+        assert set(model.weights) == {"table", "table@b", "table@d"} and set(model.states) == {"calls"}
+        model.start()
+        for k, (tag, value) in enumerate({"a": 2.0, "b": 6.0, "c": 2.0, "d": 3.0}.items()):
+            assert [t.item() for t in model.results(tag, model.run(tag, [torch.ones(1)]), 0)] == [value, k + 1]
+        files.save(tmp_path / "model.pt", "kind", model.programs)
+        with files.opened(tmp_path / "model.pt") as opened:
+            found = opened.programs
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "name"),
+    [
+        (Own(1.0), Own(1.0, begin=5.0), "calls"),
+        (Own(1.0), Own(3.0, updates=True), "table"),
+        (Own(3.0, updates=True), Own(1.0), "table"),
+    ],
+)
+def test_states_that_begin_with_other_values(first: nn.Module, second: nn.Module, name: str) -> None:
+    model = Model()
+    model.add("a", traced_module.trace_program(first, (torch.ones(1),))[0])
+    with pytest.raises(
+        ValueError, match=f"{name} is a state, and begins with other values in program 'b' than in 'a': programs share states by name"
+    ):
+        model.add("b", traced_module.trace_program(second, (torch.ones(1),))[0])
