@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from nxd_jax.inference import head_plans
 from nxd_jax.inference.config import InferenceConfig
 from nxd_jax.inference.lora_serving import Adapter, LoraServingConfig, Place, read_adapter
 from nxd_jax.tensor_parallel import sharded_weights
+from nxd_jax.trace import layouts
 from nxd_jax.trace.nxd_model import NxDModel
 from torch_bridge.aot import facts
 
@@ -62,7 +62,6 @@ class AdapterSlots:
         assert options.lora_config is not None
         self.base, self.room, self.names = base, options.lora_config, dict(names or {})
         self._model = model
-        self._plan = head_plans.plan(base.heads, base.kv_heads, options.tp_degree, options.gqa)
         tag = min(model.get_available_keys())
         self._held = {t.name: t for t in facts.from_json(model.get_metaneff(tag)).weights}
 
@@ -108,35 +107,19 @@ class AdapterSlots:
                 self._put(own, slot, full)
 
     def _full(self, at: Place, adapter: Adapter | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """A and B of a layer with the heads of all ranks, and rows and columns of zeros up to the rank that there is room for."""
+        """A and B of a layer, with rows and columns of zeros up to the rank that there is room for."""
         inputs, outputs = self.base.sizes[at.module]
         found = None if adapter is None else adapter.factors.get(at)
         a, b = found or (torch.zeros(0, inputs), torch.zeros(outputs, 0))
         more = self.room.max_lora_rank - a.shape[0]
-        a, b = sharded_weights.padded(a, 0, more), sharded_weights.padded(b, 1, more)
-        if at.module == "o_proj":
-            a = head_plans.arranged(a, self._plan.query, self.base.heads, dim=1)
-        elif at.module == "q_proj":
-            b = head_plans.arranged(b, self._plan.query, self.base.heads)
-        elif at.module in ("k_proj", "v_proj"):
-            b = head_plans.arranged(b, self._plan.kv, self.base.kv_heads)
-        return a, b
+        return sharded_weights.padded(a, 0, more), sharded_weights.padded(b, 1, more)
 
     def _put(self, name: str, slot: int, full: torch.Tensor) -> None:
-        """Write one slot of a weight on all ranks of this process, and in what the model is saved from."""
+        """Write one slot of a weight on all ranks of this process."""
         of, model = self._held[name], self._model
-        made: dict[int, torch.Tensor] = {}
-        for k, state in enumerate(model.weights):
-            rank = model.start_rank + k
-            part = full
-            if of.cut is not None:
-                dim, size = of.cut.dim - 1, of.shape[of.cut.dim]
-                wide = sharded_weights.padded(full, dim, size * of.cut.parts - full.shape[dim])
-                part = sharded_weights.cut(wide, dim, size, of.cut.stride, of.cut.index[rank], of.cut.parts)
-            before = state[name]
-            if id(before) not in made or not of.shared:
-                made[id(before)] = before.clone()
-                made[id(before)][slot] = part.to(before.dtype)
-            state[name] = made[id(before)]
-            if k == 0 or not of.shared:
-                model.write_to_neuron_buffer(state[name], name, rank)
+        (cut,) = of.cuts or (None,)
+        parts = [full] if cut is None else layouts.parts_of(full, cut, cut.parts, cut.dim - 1)
+        for rank in range(model.start_rank, model.start_rank + (1 if of.shared else model.local_ranks_size)):
+            value = model.weights[rank - model.start_rank][name].clone()
+            value[slot] = parts[0 if cut is None else cut.index[rank]].to(value.dtype)
+            model.write_to_neuron_buffer(value, name, rank)

@@ -11,14 +11,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from nxd_jax.inference import adapted_linear, head_plans
+from nxd_jax.inference import adapted_linear
 from nxd_jax.inference.config import InferenceConfig
 from nxd_jax.inference.flash_decoding import attend_together, group_size
 from nxd_jax.inference.step import Step
 from nxd_jax.kernels import nki_flash_attn_func
-from nxd_jax.tensor_parallel import parallel_groups
+from nxd_jax.tensor_parallel import head_plans, parallel_groups
 from nxd_jax.training.models.hf_models.attention import head_dim
 from nxd_jax.training.models.hf_models.rotary import rotate
+from torch_bridge.aot.facts import Heads
 
 FLASH_FROM = 4096
 """Tokens of a prompt from which on its attention is computed blockwise (`nki_flash_attn_func`)."""
@@ -73,6 +74,7 @@ class Attention(nn.Module):
         self.heads = config.num_attention_heads
         self.kv_heads = getattr(config, "num_key_value_heads", self.heads)
         self.plan = head_plans.plan(self.heads, self.kv_heads, tp, options.gqa)
+        self.strategy = options.gqa and options.gqa.value
         self.sharing = group_size(self.plan, tp, self.kv_heads) if options.flash_decoding_enabled else 1
         self.kv_heads_per_rank = len(self.plan.kv) // tp
         q, kv = len(self.plan.query) * self.head_dim, len(self.plan.kv) * self.head_dim
@@ -81,6 +83,13 @@ class Attention(nn.Module):
         for name, size in (("Wqkv", q + 2 * kv),) if self.fused else (("q_proj", q), ("k_proj", kv), ("v_proj", kv)):
             self.add_module(name, adapted_linear.column(name, config.hidden_size, size, options.lora_config, bias=bias, **layout))
         self.o_proj = adapted_linear.row("o_proj", q, config.hidden_size, options.lora_config, bias=out_bias, **layout)
+
+    def heads_of(self) -> dict[str, tuple[Heads, ...]]:
+        """The heads that ranks share out, by layer (`trace.cuts.describe_in`)."""
+        q, kv = (Heads(self.heads, self.kv_heads, of_kv, self.strategy) for of_kv in (False, True))
+        if self.fused:
+            return {"Wqkv": (q, kv, kv), "o_proj": (q,)}
+        return {"q_proj": (q,), "k_proj": (kv,), "v_proj": (kv,), "o_proj": (q,)}
 
     def preshard_hook(self, model_state_dict: dict[str, torch.Tensor], prefix: str) -> None:
         """Copy, pad, order and fuse the heads of a full checkpoint. Raises RuntimeError for weights of other heads."""

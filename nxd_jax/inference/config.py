@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from nxd_jax.inference.buckets import generate_buckets
-from nxd_jax.inference.head_plans import GQA
 from nxd_jax.inference.kv_cache import check_quantization
 from nxd_jax.inference.lora_serving import LoraServingConfig
 from nxd_jax.quantization import KVQuantizationConfig
+from nxd_jax.tensor_parallel.head_plans import GQA
 
 _SMALLEST_BUCKET = 128
 """Tokens: where buckets begin with `enable_bucketing`, as in the original's examples."""

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from nxd_jax.inference.head_plans import GQA, HeadPlan
 from nxd_jax.inference.kv_cache import KVCacheManager
 from nxd_jax.tensor_parallel import kv_groups, layer_groups, regions
+from nxd_jax.tensor_parallel.head_plans import GQA, HeadPlan
 from torch_bridge.collectives import functional
 
 

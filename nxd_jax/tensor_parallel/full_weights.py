@@ -174,9 +174,10 @@ def cut_full(parameter: torch.Tensor, full: Full, rank: int, group: GroupLike = 
 
 
 def plain_shares(parameter: torch.Tensor) -> Shares | None:
-    """How all ranks of the world share out a parameter, if each holds one part along one dim; None for experts, and for fused q, k and v."""
+    """How the tensor parallel ranks of the world share out a parameter (of experts, those that they have), if each holds one part along one dim; None for
+    fused q, k and v."""
     found: dict[int, int] = {}
-    for rank in range(world.size()) if is_shared_out(parameter) and expert_shares.entries_of(parameter) is None else ():
+    for rank in range(world.size()) if is_shared_out(parameter) else ():
         if parameter.num_partitions == world.size() != layer_groups.size(layer_groups.tensor_parallel(None)):  # type: ignore[attr-defined]
             return None  # ranks number themselves
         (piece, *others) = _pieces(parameter, layer_groups.tensor_parallel(None), rank)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from nxd_jax.parallel_layers import parallel_state
-from nxd_jax.trace import sharding, signatures
+from nxd_jax.trace import cuts, sharding, signatures
 from nxd_jax.trace.model_builder_utils import (
     CompilationArtifacts,
     LayoutTransformerArtifacts,
@@ -53,7 +53,7 @@ def trace(
     try:
         with torch.no_grad():
             inputs = {a.param_name: a.tensor for a in given}
-            traced = tracing.trace(module, (), inputs, names, describe=sharding.describe)
+            traced = tracing.trace(module, (), inputs, names, describe=cuts.describe_in(module))
             forms = exporting.export_forms(traced)
     except Exception as error:
         raise RuntimeError(f"HLO generation failed: {error}") from error

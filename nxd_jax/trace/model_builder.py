@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from nxd_jax.trace import functions, sharding
+from nxd_jax.trace import cuts, functions
 from nxd_jax.trace.parallel_context import NxDParallelState
 from nxd_jax.trace.spmd import NxDModel, NxDModelExecutor
 from nxd_jax.utils import model_utils
@@ -129,7 +129,7 @@ class ModelBuilder:
                     kwargs = {} if bucket_config is None else bucket_config.get_func_kwargs_for_bucket_rank(bucket)
                     module, aliases = instance.get(bucket, **kwargs)
                     tag = key if len(examples) == 1 else f"{key}_{bucket}"
-                    programs[tag], _ = traced_module.trace_program(module, example, aliases, sharding.describe)
+                    programs[tag], _ = traced_module.trace_program(module, example, aliases, cuts.describe_in(module))
                     functions.compile(programs[tag].forms.for_all_ranks, None, self.compiler_workdir, None, tag)
             if initialize_model_weights and not dry_run:
                 weights = self._weights(None)

@@ -10,7 +10,6 @@ import torch
 
 from nxd_jax.tensor_parallel import full_weights, parallel_groups, rank_files
 from nxd_jax.tensor_parallel.spmd_rank import SPMDRank
-from torch_bridge.aot import facts
 from torch_bridge.mesh import world
 
 logger = logging.getLogger("nxd_jax")
@@ -36,16 +35,6 @@ def preprocess_checkpoint(model: torch.nn.Module, checkpoint: State) -> None:
         )
     for name in unknown:
         del checkpoint[name]
-
-
-def describe(parameter: torch.Tensor) -> tuple[bool, facts.Cut | None]:
-    """Whether ranks hold different values of a parameter, and how it is cut (`aot.tracing.Describe`). Experts and fused q, k and v are no plain cuts."""
-    if not full_weights.is_divided(parameter):
-        return False, None
-    shares = full_weights.plain_shares(parameter)
-    if shares is None:
-        return True, None
-    return True, facts.Cut(shares.dim, shares.count, shares.stride, tuple(shares.index[r] for r in range(world.size())))
 
 
 def _readers(model: torch.nn.Module) -> dict[str, Callable[[str, Mapping[str, torch.Tensor]], torch.Tensor]]:

@@ -47,9 +47,7 @@ class NxDModel:
         """
         self._check_start(start_rank_tensor)
         size = self.programs.ranks.size
-        own = list(weights)
-        if len(own) != size:
-            own = list(resharding.resharded(own, self.programs.weights, size))
+        own = resharding.suited(weights, self.programs.weights, size, range(size))
         with self.programs.compiling():
             self.programs.set_weights([own[rank] for rank in self.programs.where.hosted])
         self.weights = [dict(state) for state in own]

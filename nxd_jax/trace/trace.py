@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from nxd_jax.trace import sharding, traced_weights
+from nxd_jax.trace import cuts, traced_weights
 from nxd_jax.trace.parallel_context import NxDParallelState
 from nxd_jax.trace.sharding import create_local_weight, create_local_weight_qkv, get_sharded_checkpoint, preprocess_checkpoint
 from nxd_jax.utils import model_utils
@@ -82,7 +82,8 @@ def parallel_model_trace(
     compiler_workdir, compiler_args, max_parallel_compilations, force_custom_init_on_device: accepted.
 
     Embeddings may be cut along the vocabulary in spmd_mode, too (the original refuses them: there a rank's first row is a constant of the program).
-    Raises ValueError for bucket_config or spmd_mode with inlined weights, spmd_mode without a checkpoint loader, serialization_path without spmd_mode.
+    Raises ValueError for bucket_config or spmd_mode with inlined weights, spmd_mode without a checkpoint loader, serialization_path without spmd_mode, and for
+    buckets whose modules have a weight with other values.
     """
     if inline_weights_to_neff and (bucket_config is not None or spmd_mode):
         what = "bucket_config" if bucket_config is not None else "spmd_mode"
@@ -100,10 +101,13 @@ def parallel_model_trace(
         for bucket, example in enumerate(examples):
             kwargs = {} if bucket_config is None else bucket_config.get_func_kwargs_for_bucket_rank(bucket)
             module, aliases = _made(func, kwargs, spmd_mode)
-            program, inputs = traced_module.trace_program(module, traced_module.as_tuple(example), aliases, sharding.describe)
+            program, inputs = traced_module.trace_program(module, traced_module.as_tuple(example), aliases, cuts.describe_in(module))
             programs[traced_module.tag_of(bucket)] = program
-            if not bucket:
-                weights = _weights(module, checkpoint_loader_callable if spmd_mode else None)
+            if not bucket or not spmd_mode:
+                own = _weights(module, checkpoint_loader_callable if spmd_mode else None)
+                weights = [
+                    traced_module.with_more(w, more, module, bucket) for w, more in zip(weights or [{}] * len(own), own, strict=True)
+                ]
     chosen = (
         None if bucket_config is None else traced_module.Buckets(bucket_config.bucket_kernel(), bucket_config.bucket_kernel_constant_args)
     )

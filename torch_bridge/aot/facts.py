@@ -30,22 +30,49 @@ class Tensor:
 
 
 @dataclasses.dataclass(frozen=True)
+class Heads:
+    """Attention heads, of which ranks hold copies, or zeros besides. query, kv: the model's. of_kv: whether the tensor is of K/V heads. strategy: what is done
+    with fewer K/V heads than ranks, by name; None: what the rule for their numbers says."""
+
+    query: int
+    kv: int
+    of_kv: bool
+    strategy: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """A full tensor that lies with others below each other, and is shared out by itself.
+
+    size: its entries along the cut's dim. multiple: at its end are as many entries of `fill` as make it a multiple of this times the parts; 0: the parts must
+    divide it. heads: what the entries are of, where parts are more than that.
+    """
+
+    size: int
+    multiple: int = 0
+    fill: float = 0.0
+    heads: Heads | None = None
+
+
+@dataclasses.dataclass(frozen=True)
 class Cut:
-    """How ranks share out a full weight: `parts` parts along `dim`, of `stride` tensors that lie fused there. index: the part that each rank holds; with
-    fewer parts than ranks some hold the same."""
+    """How ranks share out a full weight: `parts` parts along `dim`, each with its part of every piece. index: the part that each rank holds; with fewer parts
+    than ranks some hold the same. numbers: it is no weight but the ranks' own numbers, `index`."""
 
     dim: int
     parts: int
-    stride: int
+    pieces: tuple[Piece, ...]
     index: tuple[int, ...]
+    numbers: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
 class Held(Tensor):
-    """What stays on the device: a weight or a state. shared: all ranks have the same values. cut: how ranks share it out, where that is known."""
+    """What stays on the device: a weight or a state. shared: all ranks have the same values. cuts: how ranks share it out, where that is known: along one dim,
+    or along several (of experts), innermost ranks first."""
 
     shared: bool = True
-    cut: Cut | None = None
+    cuts: tuple[Cut, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,7 +196,7 @@ def from_json(found: dict[str, Any]) -> Facts:
 def _tensor(t: Tensor) -> dict[str, Any]:
     found: dict[str, Any] = {"name": t.name, "shape": list(t.shape), "dtype": str(t.dtype).removeprefix("torch.")}
     if isinstance(t, Held):
-        found |= {"shared": t.shared, "cut": None if t.cut is None else dataclasses.asdict(t.cut)}
+        found |= {"shared": t.shared, "cuts": [dataclasses.asdict(cut) for cut in t.cuts]}
     return found
 
 
@@ -179,9 +206,13 @@ def _read(found: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(f"{found['dtype']!r} is no dtype")
     more = {}
     if "shared" in found:
-        more = {"shared": bool(found["shared"]), "cut": None if found["cut"] is None else _cut(**found["cut"])}
+        more = {"shared": bool(found["shared"]), "cuts": tuple(_cut(**cut) for cut in found["cuts"])}
     return {"name": str(found["name"]), "shape": tuple(int(n) for n in found["shape"]), "dtype": dtype, **more}
 
 
-def _cut(dim: int, parts: int, stride: int, index: list[int]) -> Cut:
-    return Cut(dim, parts, stride, tuple(index))
+def _cut(dim: int, parts: int, pieces: list[dict[str, Any]], index: list[int], numbers: bool) -> Cut:
+    return Cut(int(dim), int(parts), tuple(_piece(**piece) for piece in pieces), tuple(int(i) for i in index), bool(numbers))
+
+
+def _piece(size: int, multiple: int, fill: float, heads: dict[str, Any] | None) -> Piece:
+    return Piece(int(size), int(multiple), float(fill), None if heads is None else Heads(**heads))

@@ -10,7 +10,7 @@ import torch
 
 from torch_bridge import _compat
 from torch_bridge.aot import exporting, facts, files, tracing
-from torch_bridge.aot.model import Model, Program
+from torch_bridge.aot.model import Model, Program, same
 
 KIND = "traced module"
 
@@ -82,7 +82,7 @@ def trace_program(
     module: torch.nn.Module,
     example: Sequence[Any],
     aliases: Mapping[torch.Tensor, int] | None = None,
-    describe: tracing.Describe = lambda t: (False, None),
+    describe: tracing.Describe = tracing.of_no_cuts,
 ) -> tuple[Program, Inputs]:
     """The program of `module(*example)` for the ranks of the world. aliases: parameters and buffers, and which tensor of the result is each one's new value."""
     inputs, tensors = Inputs.of(example)
@@ -90,6 +90,24 @@ def trace_program(
     with torch.no_grad():
         traced = tracing.trace(module, tuple(example), {}, names, named_aliases(module, aliases or {}), describe)
         return Program(traced.facts, exporting.export_forms(traced), traced.initial), inputs
+
+
+def with_more(
+    weights: dict[str, torch.Tensor], more: Mapping[str, torch.Tensor], module: torch.nn.Module, bucket: int
+) -> dict[str, torch.Tensor]:
+    """The weights of the buckets before and of another one. module: of that bucket; buffers that its state dict does not hold are the bucket's own affair.
+
+    Raises ValueError for other values under a name that is there: buckets share weights by name.
+    """
+    saved = set(module.state_dict(keep_vars=True))
+    common = [name for name in more if name in saved and name in weights]
+    differing = [n for n in common if weights[n] is not more[n] and not same(weights[n], more[n])]
+    if differing:
+        raise ValueError(
+            f"{', '.join(differing[:8])} of bucket {bucket} has other values than in the buckets before, and buckets share weights by name: have the function "
+            "that makes the module give it the same weights each time (torch.manual_seed, or load_state_dict)"
+        )
+    return {**more, **weights}
 
 
 def named_aliases(module: torch.nn.Module, aliases: Mapping[torch.Tensor, int]) -> dict[int, str]:

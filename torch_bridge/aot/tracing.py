@@ -30,8 +30,13 @@ class Traced:
     initial: dict[str, torch.Tensor]
 
 
-Describe = Callable[[torch.Tensor], tuple[bool, facts.Cut | None]]
-"""Whether ranks hold different values of a parameter, and how they share it out if that is a plain cut."""
+Describe = Callable[[torch.Tensor], tuple[bool, tuple[facts.Cut, ...]]]
+"""Whether ranks hold different values of a parameter or buffer of the module that is traced, and how they share it out if that is known."""
+
+
+def of_no_cuts(tensor: torch.Tensor) -> tuple[bool, tuple[facts.Cut, ...]]:
+    """A `Describe`: nothing is shared out."""
+    return False, ()
 
 
 def trace(
@@ -40,7 +45,7 @@ def trace(
     kwargs: Mapping[str, Any],
     names: Sequence[str],
     aliases: Mapping[int, str] | None = None,
-    describe: Describe = lambda t: (False, None),
+    describe: Describe = of_no_cuts,
 ) -> Traced:
     """Capture `module(*args, **kwargs)`.
 
@@ -110,9 +115,9 @@ def _fits(name: str, state: facts.Held, value: fx.Node) -> None:
 
 def _held(name: str, t: torch.Tensor, describe: Describe, is_parameter: bool) -> facts.Held:
     """A buffer counts as each rank's own: another program may update it, which is for `Model.add` to see."""
-    differs, cut = describe(t)
-    shared = is_parameter and (world.size() == 1 or not (differs or cut is not None or _axes(t)))
-    return facts.Held(name, tuple(t.shape), t.dtype, shared, cut)
+    differs, cuts = describe(t)
+    shared = is_parameter and (world.size() == 1 or not (differs or cuts or _axes(t)))
+    return facts.Held(name, tuple(t.shape), t.dtype, shared, cuts)
 
 
 def _axes(t: torch.Tensor) -> sharding.Axes:

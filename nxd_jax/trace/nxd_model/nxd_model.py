@@ -103,10 +103,8 @@ class NxDModel(torch.nn.Module, BaseNxDModel):
         self._set(sharded_checkpoint)
 
     def _set(self, given: Sequence[Mapping[str, torch.Tensor]]) -> None:
-        own = list(given)
-        if len(own) != self.local_ranks_size:
-            every = resharding.resharded(own, self._model.weights, self.world_size)
-            own = list(every[self.start_rank : self.start_rank + self.local_ranks_size])
+        here = range(self.start_rank, self.start_rank + self.local_ranks_size)
+        own = resharding.suited(given, self._model.weights, self.world_size, here)
         self._check_ranks()
         self._model.set_weights(own)
         self.weights = [dict(state) for state in own]
@@ -135,9 +133,18 @@ class NxDModel(torch.nn.Module, BaseNxDModel):
         return self._model.read(buffer_key, rank)
 
     def write_to_neuron_buffer(self, tensor: torch.Tensor, buffer_key: str, rank: int) -> None:
-        """Set a rank's values of a weight or state. Raises AssertionError before to_neuron, KeyError for an unknown name or another shape."""
+        """Set a rank's values of a weight or state; of a weight that all ranks share, everyone's. `save(save_weights=True)` saves a weight as it is then.
+
+        Raises AssertionError before to_neuron, KeyError for an unknown name or another shape.
+        """
         self._check_loaded()
         self._model.write(buffer_key, rank, tensor)
+        of = self._model.weights.get(buffer_key)
+        if of is not None:
+            self.weights = self.weights or [{} for _ in range(self.local_ranks_size)]
+            value = self._model.read(buffer_key, rank)
+            for state in self.weights if of.shared else self.weights[rank - self.start_rank :][:1]:
+                state[buffer_key] = value
 
     def _check_loaded(self) -> None:
         if not self.loaded_on_neuron:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nxd_jax.inference import CausalLM, InferenceConfig, LanguageModel
-from nxd_jax.inference.head_plans import GQA
+from nxd_jax.tensor_parallel.head_plans import GQA
 from nxd_jax.trace.parallel_context import NxDParallelState
 from tests.nxd_jax.inference import small
 

@@ -11,9 +11,9 @@ import torch
 
 from nxd_jax.inference import generation, speculation
 from nxd_jax.inference.config import InferenceConfig
-from nxd_jax.inference.head_plans import GQA
 from nxd_jax.inference.language_model import CacheFullError, LanguageModel
 from nxd_jax.inference.lora_serving import LoraServingConfig
+from nxd_jax.tensor_parallel.head_plans import GQA
 from nxd_jax.training.evaluation.generation import Choosing
 from tests.nxd_jax.inference import small
 

@@ -9,7 +9,7 @@ import torch
 
 from nxd_jax.inference import building
 from nxd_jax.inference.config import InferenceConfig
-from nxd_jax.inference.head_plans import GQA
+from nxd_jax.tensor_parallel.head_plans import GQA
 from tests.nxd_jax.inference import small
 
 

@@ -19,11 +19,10 @@ from nxd_jax.trace import resharding
 from nxd_jax.trace import trace as trace_names
 from nxd_jax.trace.functions import shard_checkpoint
 from nxd_jax.trace.model_builder_v2 import ModelBuilder
-from nxd_jax.trace.nxd_model import NxDModel
 from nxd_jax.trace.parallel_context import NxDParallelState
 from nxd_jax.utils import model_utils
 from tests.nxd_jax.trace import nets
-from torch_bridge.aot.facts import Cut, Held
+from torch_bridge.aot.facts import Cut, Held, Piece
 
 
 class Hooked(layers.ColumnParallelLinear):
@@ -187,12 +186,15 @@ def test_copies_of_k_and_v(machine: str, monkeypatch: pytest.MonkeyPatch) -> Non
         torch.testing.assert_close(k[rank], x @ parts[rank].T)
         assert number[rank].tolist() == [rank]
     two, own, _ = grouped(2, 1)
-    without_numbers = [{n: t for n, t in w.items() if n != "rank.rank"} for w in weights]
-    found = resharding.resharded(without_numbers, two._model.weights, 2)
-    assert all(torch.equal(found[r][n], own[r][n]) for r in range(2) for n in found[r]) and len(found[0]) == 4
-    back = resharding.resharded([{n: t for n, t in w.items() if n != "rank.rank"} for w in own], four._model.weights, 4)
-    assert all(torch.equal(back[r][n], weights[r][n]) for r in range(4) for n in back[r])
-    with pytest.raises(ValueError, match=r"rank\.rank: of 4 parts 2 each should be copies, .* and they differ: shard the full checkpoint"):
+    for found, wanted in (
+        (resharding.resharded(weights, two._model.weights, 2), own),
+        (resharding.resharded(own, four._model.weights, 4), weights),
+    ):
+        assert all(torch.equal(found[r][n], t) for r, state in enumerate(wanted) for n, t in state.items())
+    weights[1]["qkv.weight_k"] = weights[1]["qkv.weight_k"] + 1
+    with pytest.raises(
+        ValueError, match=r"qkv\.weight_k: what 4 ranks hold are not the parts, and copies of parts, that .*: shard the full checkpoint"
+    ):
         two.set_weights(weights)
 
 
@@ -204,15 +206,24 @@ def test_what_cannot_be_cut_again() -> None:
         resharding.resharded([{"w": x}, {"w": x + 1}], {"w": Held("w", (4, 2), torch.float32, False)}, 4)
     same = resharding.resharded([{"w": x}, {"w": x.clone()}], {"w": Held("w", (4, 2), torch.float32, False)}, 4)
     assert len(same) == 4 and all(own["w"] is x for own in same)
-    strided = Held("w", (2, 2), torch.float32, False, Cut(0, 4, 2, (0, 1, 2, 3)))
+    strided = Held("w", (2, 2), torch.float32, False, (Cut(0, 4, (Piece(4), Piece(4)), (0, 1, 2, 3)),))
     full = torch.arange(16.0).view(8, 2)
     halves = [torch.cat([full[0:2], full[4:6]]), torch.cat([full[2:4], full[6:8]])]
     got = resharding.resharded([{"w": h} for h in halves], {"w": strided}, 4)
     assert [own["w"][:, 0].tolist() for own in got] == [[0.0, 8.0], [2.0, 10.0], [4.0, 12.0], [6.0, 14.0]]
+    for other in ([{"w": halves[0]}, {}], [{"w": halves[0]}, {"w": halves[1].double()}]):
+        with pytest.raises(
+            ValueError, match=r"w: of 2 ranks [12] have a part, of shapes \[4, 2\]: all must have one of the same shape and dtype; shard"
+        ):
+            resharding.resharded(other, {"w": strided}, 4)
+    with pytest.raises(
+        ValueError, match=r"w: 2 parts of shape \[3, 2\] do not make up a tensor with 8 entries along dim 0, which the model's ranks share"
+    ):
+        resharding.resharded([{"w": h[:3]} for h in halves], {"w": strided}, 4)
 
 
-def test_fused_q_k_v_and_experts() -> None:
-    """Not plain cuts: cut as the layers say, and refused for another number of ranks."""
+def test_copies_of_fused_k_and_v() -> None:
+    """A layer that may hold copies of k and v in one weight with q: cut as it says, and refused for another number of ranks."""
 
     class Fused(nn.Module):
         def __init__(self) -> None:
@@ -269,9 +280,8 @@ def test_experts(tp: int, ep: int, tmp_path: Path) -> None:
     [got] = model([x.chunk(ep)[e] for e, _ in places], forward_mode="ranked_to_cpu")
     for own, (e, _) in zip(got, places, strict=True):
         torch.testing.assert_close(own, wanted.chunk(ep)[e])
-    if ep == 2:
-        with pytest.raises(ValueError, match=r"the weights are of 1 ranks, the model has \d, and up\.weight is no plain cut"):
-            NxDModel.replace_weights(model, [full])
+    model.replace_weights([full])
+    assert all(torch.equal(model.read_from_neuron_buffer(n, r), own[n]) for r, own in enumerate(weights) for n in full)
 
 
 def test_same_names_in_files(tmp_path: Path) -> None:
@@ -286,3 +296,39 @@ def test_same_names_in_files(tmp_path: Path) -> None:
     with pytest.raises(KeyError):
         functions.write_rank_file(path, {"c": torch.ones(2, dtype=torch.complex128)})
     assert "a" in load_file(path) and nets.HEADS
+
+
+class UpstreamFused(nn.Module):
+    """q, k and v in one weight, marked as upstream's layers mark it; a padded layer; numbers of ranks."""
+
+    def __init__(self, tp: int) -> None:
+        super().__init__()
+        self.qkv = layers.ColumnParallelLinear(6, 32, bias=False, gather_output=False)
+        for name, value in {"fused_qkv": True, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 2}.items():
+            setattr(self.qkv.weight, name, value)
+        self.padded = layers.ColumnParallelLinear(6, 7, gather_output=False, pad=True, dtype=torch.bfloat16)
+        self.rank = layers.SPMDRank(tp)
+        self.eval()
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.qkv(x), self.padded(x.to(torch.bfloat16)), self.rank.get_rank() + 0
+
+
+@pytest.mark.core(keep=2)
+@pytest.mark.parametrize(("given", "ranks"), [(1, 2), (2, 4), (4, 1), (4, 2)])
+def test_other_numbers_of_ranks(given: int, ranks: int) -> None:
+    g = torch.Generator().manual_seed(7)
+    shapes = {"qkv.weight": (32, 6), "padded.weight": (7, 6), "padded.bias": (7,)}
+    full = {name: torch.randn(shape, generator=g) for name, shape in shapes.items()}
+    weights = {}
+    for tp in (given, ranks):
+        with NxDParallelState(world_size=tp, tensor_model_parallel_size=tp):
+            module = UpstreamFused(tp)
+            weights[tp] = shard_checkpoint(full, module)
+            model = ModelBuilder(module).trace(torch.ones(2, 6)).compile() if tp == ranks else None
+    assert model is not None
+    model.set_weights(weights[given])
+    model.to_neuron()
+    for rank, own in enumerate(weights[ranks]):
+        for name, t in own.items():
+            assert torch.equal(model.read_from_neuron_buffer(name, rank), t), name

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nxd_jax.inference.head_plans import GQA, arranged, plan
+from nxd_jax.tensor_parallel.head_plans import GQA, arranged, plan
 
 MHA, COPIES = GQA.CONVERT_TO_MHA, GQA.REPLICATE_TO_TP_DEGREE
 
