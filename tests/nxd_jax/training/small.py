@@ -66,13 +66,42 @@ class Module(BaseModelModule):
     def setup_optimizer_param_groups(self) -> None:
         self._optimizer_param_groups = [{"params": list(self.model.parameters())}]
 
-    def log_metrics(self, log_fn: Any, loss: Any, lr: Any, step: Any, samples: Any, grad: Any, param: Any, *rest: Any) -> None:
-        super().log_metrics(log_fn, loss, lr, step, samples, grad, param, *rest)
-        if rest[2]:
-            numbers = {"loss": loss, "grad": grad, "param": param}
-            self.seen.append(
-                {"step": step, "lr": lr, "samples": samples, **{k: None if v is None else float(v) for k, v in numbers.items()}}
-            )
+    def log_metrics(
+        self,
+        log_fn: Any,
+        loss_mean: Any,
+        misc_metrics: Any,
+        lr: Any,
+        global_step: Any,
+        consumed_samples: Any,
+        grad_norm: Any,
+        param_norm: Any,
+        throughput: Any,
+        throughput_peak: Any,
+        trainer: Any,
+    ) -> None:
+        super().log_metrics(
+            log_fn,
+            loss_mean,
+            misc_metrics,
+            lr,
+            global_step,
+            consumed_samples,
+            grad_norm,
+            param_norm,
+            throughput,
+            throughput_peak,
+            trainer,
+        )
+        numbers = {"loss": loss_mean, "grad": grad_norm, "param": param_norm}
+        self.seen.append(
+            {
+                "step": global_step,
+                "lr": lr,
+                "samples": consumed_samples,
+                **{k: None if v is None else float(v) for k, v in numbers.items()},
+            }
+        )
 
 
 def rows() -> torch.Tensor:

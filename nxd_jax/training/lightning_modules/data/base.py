@@ -53,7 +53,11 @@ class BaseDataModule(LightningDataModule):
         io: Any = getattr(getattr(self.trainer, "strategy", None), "checkpoint_io", None)
         if path and hasattr(io, "takes_weights_only") and io.takes_weights_only(path):
             path = None
-        self.init_consumed_samples = consumed_samples_of(path) if path else 0
+        self.init_consumed_samples = self._extract_consumed_samples_from_ckpt(path) if path else 0
+
+    def _extract_consumed_samples_from_ckpt(self, ckpt_path: Any) -> int:
+        """How many samples were trained on before a checkpoint was written; for subclasses whose checkpoints say it otherwise than `consumed_samples_of`."""
+        return consumed_samples_of(ckpt_path)
 
     def _data(self, name: str, default: Any = None) -> Any:
         """A key of `data`; the default where it is missing or null."""

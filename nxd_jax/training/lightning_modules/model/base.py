@@ -25,7 +25,7 @@ from nxd_jax.trainer import building, initialize_parallel_optimizer, neuronx_dis
 from nxd_jax.training import environment
 from nxd_jax.training.batch_sizes import BatchSizes
 from nxd_jax.training.config.loading import plain
-from nxd_jax.training.lightning_modules.model import adapters
+from nxd_jax.training.lightning_modules.model import adapters, log_hook
 from nxd_jax.training.lightning_modules.model.micro_batches import MicroBatches
 from nxd_jax.training.lightning_modules.model.spikes import SpikeWatch
 from nxd_jax.training.optim import prepare_lr_scheduler
@@ -56,11 +56,12 @@ class BaseModelModule(NeuronLTModule):
     cfg: the whole configuration. no_lm_init: accepted without effect.
 
     Attributes: `config` (cfg), `trainer`, `nxd_config` (of `neuronx_distributed_config`; `build_model` completes its "activation_checkpoint_config" and
-    "pipeline_config"), `num_microbatches`, `model`, `throughput`, `log_parameter_norm`, `log_gradient_norm`, `save_logits`.
+    "pipeline_config"), `num_microbatches`, `model`, `throughput`, `log_parameter_norm`, `log_gradient_norm`, `save_logits`,
+    `validation_step_outputs` (of the validation under way: ((loss [1], metrics or None), rows) for each batch).
 
     Hooks that subclasses may override: `_validate_and_override_config`, `get_batch_length`, `process_global_batch`, `get_batch_iterator`,
     `model_fwd_calc_loss` and `forward_backward_step` (which return a loss, or a loss and a dict of metrics), `log_metrics`, `calculate_parameter_norm`,
-    `configure_optimizers`.
+    `reduce_loss_from_context_parallel_group`, `configure_optimizers`.
 
     Raises ValueError for batch sizes that do not fit the ranks, and what `neuronx_distributed_config` raises.
     """
@@ -84,7 +85,7 @@ class BaseModelModule(NeuronLTModule):
         self._optimizer: Any = None
         self._scheduler: Any = None
         self._optimizer_param_groups: list[dict[str, Any]] = []
-        self._losses: list[torch.Tensor] = []
+        self.validation_step_outputs: list[Any] = []
         self._validate_and_override_config()
         self._initialize_nxd_config()
         assert self.nxd_config is not None
@@ -237,28 +238,38 @@ class BaseModelModule(NeuronLTModule):
         if now is None:
             return
         throughput = self.throughput.get_throughput()
-        grad_norm = param_norm = None
+        self._log_speed(throughput)
+        norms = self._norms() if now.full_log else {"grad_norm": None, "param_norm": None}
         if now.full_log:
-            if self.log_parameter_norm:
-                param_norm = self.calculate_parameter_norm(self.parameters())
-            if self.log_gradient_norm:
-                grad_norm = self._optimizer.grad_norm
-        self.log_metrics(
-            self.log,
-            now.loss,
-            now.lr,
-            now.global_step,
-            now.consumed_samples,
-            grad_norm,
-            param_norm,
-            throughput,
-            self.throughput.throughput_peak,
-            now.full_log,
-            self.trainer,
-        )
-        if now.full_log:
-            for name, value in now.metrics.items():
-                self.log(name, value, rank_zero_only=True)
+            self._spikes.see(int(now.global_step), float(now.loss))
+        numbers = {
+            "log_fn": self.log,
+            "loss_mean": now.loss,
+            "misc_metrics": now.metrics or None,
+            "lr": now.lr,
+            "global_step": now.global_step,
+            "consumed_samples": now.consumed_samples,
+            "throughput": throughput,
+            "throughput_peak": self.throughput.throughput_peak,
+            "trainer": self.trainer,
+        }
+        log_hook.call(self.log_metrics, numbers | norms, now.full_log)
+
+    def _norms(self) -> dict[str, torch.Tensor | None]:
+        """Those that `exp_manager` asks for, by their names in `log_metrics`."""
+        return {
+            "grad_norm": self._optimizer.grad_norm if self.log_gradient_norm else None,
+            "param_norm": self.calculate_parameter_norm(self.parameters()) if self.log_parameter_norm else None,
+        }
+
+    def _log_speed(self, throughput: float) -> None:
+        """Log what the host knows in every step."""
+        self.log("throughput", throughput, prog_bar=True, rank_zero_only=True)
+        self.log("throughput_peak", self.throughput.throughput_peak, prog_bar=True, rank_zero_only=True)
+        tokens = throughput * self._tokens_per_sample()
+        self.log("tokens_per_second", tokens, rank_zero_only=True)
+        if (share := mfu(tokens, self.flops_per_token())) is not None:
+            self.log("mfu", share, rank_zero_only=True)
 
     def step_metrics(self) -> dict[str, Any]:
         """More numbers of a step for the log, by name; called after its backward passes."""
@@ -268,6 +279,7 @@ class BaseModelModule(NeuronLTModule):
         self,
         log_fn: Any,
         loss_mean: torch.Tensor,
+        misc_metrics: Mapping[str, Any] | None,
         lr: float,
         global_step: float,
         consumed_samples: float,
@@ -275,24 +287,34 @@ class BaseModelModule(NeuronLTModule):
         param_norm: torch.Tensor | None,
         throughput: float,
         throughput_peak: float,
-        full_log: bool,
         trainer: Any,
     ) -> None:
-        """Log a step. full_log: every `trainer.log_every_n_steps` steps, when values of the device are read; numbers of the host are logged in every step."""
-        if full_log:
-            loss = float(loss_mean)
-            self._spikes.see(int(global_step), loss)
-            log_fn("reduced_train_loss", loss, prog_bar=True, rank_zero_only=True)
-            log_fn("lr", lr, prog_bar=True, rank_zero_only=True)
-            for name, value in (("parameter_norm", param_norm), ("gradient_norm", grad_norm)):
-                if value is not None:
-                    log_fn(name, float(value), prog_bar=True, rank_zero_only=True)
-        log_fn("throughput", throughput, prog_bar=True, rank_zero_only=True)
-        log_fn("throughput_peak", throughput_peak, prog_bar=True, rank_zero_only=True)
-        tokens = throughput * self._tokens_per_sample()
-        log_fn("tokens_per_second", tokens, rank_zero_only=True)
-        if (share := mfu(tokens, self.flops_per_token())) is not None:
-            log_fn("mfu", share, rank_zero_only=True)
+        """Log a step, with `log_fn(name, value, prog_bar=True, rank_zero_only=True)`; called every `trainer.log_every_n_steps` steps.
+
+        loss_mean: [1], of all ranks. misc_metrics: what hooks returned besides losses, and `step_metrics`, by name; None without any. The norms are None unless
+        `exp_manager` asks for them. An override may name any of the arguments, in any order, or take all by position; with an argument full_log it is called
+        in every step (`log_hook.call`). What goes into names of checkpoints, and the throughput, is logged whatever an override does.
+
+        Raises TypeError for arguments in the order of the original's first releases, which had no misc_metrics.
+        """
+        if misc_metrics is not None and not isinstance(misc_metrics, Mapping):
+            raise TypeError(
+                f"log_metrics: misc_metrics must be a dict or None, got {type(misc_metrics).__name__}: it stands between loss_mean and lr, and there is no "
+                f"full_log. Call super().log_metrics({', '.join(log_hook.NEWEST)}), or by these names"
+            )
+        norms = {"parameter_norm": param_norm, "gradient_norm": grad_norm}
+        numbers = {
+            "reduced_train_loss": loss_mean,
+            **(misc_metrics or {}),
+            "lr": lr,
+            **{name: value for name, value in norms.items() if value is not None},
+            "global_step": global_step,
+            "consumed_samples": consumed_samples,
+            "throughput": throughput,
+            "throughput_peak": throughput_peak,
+        }
+        for name, value in numbers.items():
+            log_fn(name, float(value), prog_bar=True, rank_zero_only=True)
 
     def flops_per_token(self) -> float | None:
         """Operations of a step for each token (`mfu.flops_per_token`), for the metric `mfu`; None: not known."""
@@ -385,11 +407,17 @@ class BaseModelModule(NeuronLTModule):
 
     def _mean_over_ranks(self, loss: torch.Tensor) -> torch.Tensor:
         """Each data-parallel (and context-parallel) rank's loss to the mean of all."""
-        for kind in ("dp", "cp"):
-            if parallel_groups.size(kind) > 1:
-                dist.all_reduce(loss, group=parallel_groups.group(kind))
-                loss = loss / parallel_groups.size(kind)
+        self.reduce_loss_from_context_parallel_group(loss)
+        if parallel_groups.size("dp") > 1:
+            dist.all_reduce(loss, group=parallel_groups.group("dp"))
+            loss = loss / parallel_groups.size("dp")
         return loss
+
+    def reduce_loss_from_context_parallel_group(self, running_loss: torch.Tensor) -> None:
+        """In place: each context-parallel rank's loss to the mean of all."""
+        if parallel_groups.size("cp") > 1:
+            dist.all_reduce(running_loss, group=parallel_groups.group("cp"))
+            running_loss.div_(parallel_groups.size("cp"))
 
     def calculate_parameter_norm(self, parameters: Any, norm_type: float = 2.0) -> torch.Tensor:
         """The norm of all parameters of the whole model, shape [1]; what several ranks hold alike counts once. (The original counts each
@@ -401,12 +429,12 @@ class BaseModelModule(NeuronLTModule):
     def validation_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         """The mean loss of a batch over all ranks."""
         with self._autocast(), torch.no_grad():
-            loss, _ = _split(self.forward_backward_step(batch, is_training=False))
-        self._losses.append(loss.detach())
+            loss, metrics = _split(self.forward_backward_step(batch, is_training=False))
+        self.validation_step_outputs.append(((loss.detach(), metrics or None), self.get_batch_length(batch)))
         return loss
 
     def on_validation_epoch_start(self) -> None:
-        self._losses = []
+        self.validation_step_outputs = []
 
     def on_validation_epoch_end(self) -> None:
         """Log `val_loss`: the mean over this validation's batches. (The original's mean is over all validations so far.)"""
@@ -416,17 +444,17 @@ class BaseModelModule(NeuronLTModule):
         return self.validation_step(batch, batch_idx)
 
     def on_test_epoch_start(self) -> None:
-        self._losses = []
+        self.validation_step_outputs = []
 
     def on_test_epoch_end(self) -> None:
         """Log `test_loss`."""
         self._log_mean("test_loss")
 
     def _log_mean(self, name: str) -> None:
-        if not self._losses:
+        if not self.validation_step_outputs:
             return
-        mean = torch.stack([loss.reshape(()) for loss in self._losses]).mean()
-        self._losses = []
+        mean = torch.stack([loss.reshape(()) for (loss, _), _ in self.validation_step_outputs]).mean()
+        self.validation_step_outputs = []
         self.log(name, float(mean), prog_bar=True, sync_dist=True, batch_size=1)
 
     # -- the optimizer --------------------------------------------------------------------------------

@@ -105,7 +105,8 @@ def test_a_second_validation_is_of_its_own_batches() -> None:
 
     class Module(small.Module):
         def on_validation_epoch_end(self) -> None:
-            own = [float(loss) for loss in self._losses]
+            own = [float(x[0][0][0]) for x in self.validation_step_outputs]
+            assert [length for _, length in self.validation_step_outputs] == [8, 8]
             super().on_validation_epoch_end()
             assert len(own) == 2
             assert float(self.trainer._results["on_validation_epoch_end.val_loss"].value) == pytest.approx(sum(own) / 2)

@@ -78,6 +78,17 @@ def test_samples_that_a_checkpoint_has_seen(tmp_path: Path, caplog: pytest.LogCa
     assert "a.ckpt says nothing of the samples that were trained on before it: they are counted from 0" in caplog.text
 
 
+def test_checkpoints_that_say_it_in_another_way() -> None:
+    class Own(BaseDataModule):
+        def _extract_consumed_samples_from_ckpt(self, ckpt_path: Any) -> int:
+            return int(str(ckpt_path).rpartition("-")[2])
+
+    made = module(ckpt_path="seen-42")
+    own = Own(made.config, made.trainer)
+    own.setup("fit")
+    assert own.init_consumed_samples == 42
+
+
 def test_what_a_checkpoint_keeps() -> None:
     made = module(gbs=8)
     made.trainer.global_step = 5
