@@ -12,14 +12,16 @@ import torch
 import transformers
 
 from nxd_jax.tensor_parallel import grads
-from nxd_jax.training.lightning_modules.model.hf_models.base_model import reduce_dtype
+from nxd_jax.training.lightning_modules.model.hf_models.base_model import BaseHfModel, reduce_dtype
 from nxd_jax.training.lightning_modules.model.hf_models.llama_model import CoreAttention, HFLLamaModule, LlamaDecoderLayer, LlamaMLP
 from nxd_jax.training.lightning_modules.model.hf_models.mixtral_model import HFMixtralModule
 from nxd_jax.training.models.hf_models import hf_weights
 from nxd_jax.training.models.hf_models.rotary import theta_of
 from nxd_jax.utils.activation_checkpoint import NxDCheckpointWrapper
+from tests.nxd_jax.training import small
 from tests.nxd_jax.training.lightning_modules import hf_jobs
 from tests.nxd_jax.training.lightning_modules.hf_jobs import CP, DEVICES, EP, MOE, PP, SP, TP, VPP
+from tests.nxd_jax.training.lightning_modules.own_modules import OfUpstream
 from tests.nxd_jax.training.models import cases
 
 FOUR = "model.num_layers=4"
@@ -234,3 +236,24 @@ def test_batches_and_weight_decay(ranks: None, variables: None, tmp_path: Path) 
         assert groups.keys() == {0.3, 0.0} and groups[0.3] | groups[0.0] == set(names.values())
         spared = ("bias",) if decays_norms else ("bias", "norm")
         assert groups[0.0] == {name for name in names.values() if any(part in name for part in spared)}
+
+
+def test_a_module_of_its_own_model() -> None:
+    """Without `model_config`, with and without a pipeline: it trains as the same model does that is made in `build_model`."""
+    wanted = [seen["loss"] for seen in small.train("trainer.max_steps=2")[1].seen]
+    for changes in ((), ("trainer.devices=2", "distributed_strategy.pipeline_model_parallel_size=2")):
+        _, module = small.train("trainer.max_steps=2", *changes, module=OfUpstream)
+        assert [seen["loss"] for seen in module.seen] == pytest.approx(wanted, rel=1e-5)
+        assert module.flops_per_token() is None
+
+
+def test_a_module_without_a_model() -> None:
+    with pytest.raises(NotImplementedError, match=r"Nothing must override _get_model\(\).*or set config_class and layer_class"):
+
+        class Nothing(BaseHfModel):
+            pass
+
+        small.train(module=Nothing)
+    no_layer: Any = object.__new__(type("NoLayer", (BaseHfModel,), {"config_class": transformers.LlamaConfig}))
+    with pytest.raises(NotImplementedError, match="NoLayer has a config_class and no layer_class"):
+        no_layer._recomputed()

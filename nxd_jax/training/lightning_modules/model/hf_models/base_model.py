@@ -38,11 +38,14 @@ class BaseHfModel(BaseModelModule):
     `activations_checkpoint_recompute` may name) and `output_loss_value_spec`, and write `model_provider_func(config)`. They may extend `_hf_config`.
 
     `model_config` is the configuration with the attributes of `models.hf_models.options.Options`.
+
+    A subclass may instead leave `config_class` None and write `_get_model()`, which returns `initialize_parallel_model(self.nxd_config,
+    self.model_provider_func, ...)` with whatever configuration it makes, after it has completed `nxd_config`. Then no config.json is read.
     """
 
     config_class: Any = None
     model_types: tuple[str, ...] = ()
-    layer_class: type[nn.Module]
+    layer_class: type[nn.Module] | None = None
     recompute_classes: tuple[type[nn.Module], ...] = ()
     output_loss_value_spec: Any = (True, False)
     model_config: Any = None
@@ -54,8 +57,9 @@ class BaseHfModel(BaseModelModule):
     def _validate_and_override_config(self) -> None:
         super()._validate_and_override_config()
         self._check_fusions()
-        self.model_config = self._hf_config()
-        self._recomputed()
+        if self.config_class is not None:
+            self.model_config = self._hf_config()
+            self._recomputed()
         if (kind := _PREFERENCES.get(strategy_of(self.config) or "")) is not None:
             self.preferences = kind(self)
 
@@ -120,6 +124,10 @@ class BaseHfModel(BaseModelModule):
 
     def _recomputed(self) -> Any:
         """What `activation_checkpoint_config` is to be: classes, or None. Raises ValueError for other words than those that are known."""
+        if self.layer_class is None:
+            raise NotImplementedError(
+                f"{type(self).__name__} has a config_class and no layer_class: set it to the class of the model's layers"
+            )
         core = tuple(kind for kind in self.recompute_classes if kind.__name__ == "CoreAttention")
         return recomputed(self.config.model, self.recompute_classes, self.layer_class, core, self._recomputed_by_default())
 
@@ -133,6 +141,11 @@ class BaseHfModel(BaseModelModule):
         return self._get_model()
 
     def _get_model(self) -> Any:
+        if self.config_class is None or self.layer_class is None:
+            raise NotImplementedError(
+                f"{type(self).__name__} must override _get_model(): return initialize_parallel_model(self.nxd_config, self.model_provider_func, ...); or set "
+                "config_class and layer_class, and override model_provider_func(config)"
+            )
         assert self.nxd_config is not None
         self.nxd_config["activation_checkpoint_config"] = self._recomputed()
         self.nxd_config["pipeline_config"].update(
@@ -169,9 +182,11 @@ class BaseHfModel(BaseModelModule):
     def get_batch_length(self, batch: Any) -> int:
         return len(batch["input_ids" if self.preferences is None else "chosen_input_ids"])
 
-    def flops_per_token(self) -> float:
-        """Of the matrices that a token meets (of experts, the `top_k` that it goes to; of the embedding none) and of attention."""
+    def flops_per_token(self) -> float | None:
+        """Of the matrices that a token meets (of experts, the `top_k` that it goes to; of the embedding none) and of attention; None without a config.json."""
         c = self.model_config
+        if self.config_class is None or c is None:
+            return None
         heads = c.num_attention_heads * c.head_dim
         attention = c.hidden_size * 2 * (heads + c.num_key_value_heads * c.head_dim)
         mlp = 3 * c.hidden_size * c.intermediate_size * (c.num_experts_per_tok if getattr(c, "num_local_experts", 0) else 1)
