@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import datasets
@@ -15,6 +16,8 @@ from torch.utils.data import Dataset
 
 from nxd_jax.training.data.making import COLUMNS
 
+logger = logging.getLogger("nxd_jax")
+
 IGNORED = -100
 """A label that no loss is taken of."""
 
@@ -25,12 +28,15 @@ class Rules:
 
     source: the set, as errors name it (`data.train_dir=/sets/wiki`). width: ids in a row (None: as the first row of a batch). vocab_size: ids are below it
     (None: not checked). vocabulary: where that number is from.
+
+    Models attend to all tokens before one, whatever the mask says (as in the original). Warns, once for each set, of rows in which that matters.
     """
 
     source: str
     width: int | None = None
     vocab_size: int | None = None
     vocabulary: str = "vocab_size"
+    _said: set[str] = field(default_factory=set, compare=False, repr=False)
 
     def tensors(self, table: pa.Table, numbers: Sequence[int]) -> dict[str, torch.Tensor]:
         """The columns input_ids, attention_mask (ones if it is missing) and labels (the ids if they are missing) as int64 [rows, width].
@@ -42,7 +48,32 @@ class Rules:
         mask = self._or(np.ones_like(ids), table, "attention_mask", numbers)
         labels = self._or(ids, table, "labels", numbers)
         self._check_ids(labels, "labels", numbers)
+        self._check_mask(mask, labels, numbers)
         return {name: torch.from_numpy(values) for name, values in zip(COLUMNS, (ids, mask, labels), strict=True)}
+
+    def _check_mask(self, mask: np.ndarray, labels: np.ndarray, numbers: Sequence[int]) -> None:
+        """Say what of a mask has no effect."""
+        hidden = mask == 0
+        if not hidden.any():
+            return
+        left = hidden[:, :-1] & (mask[:, 1:] != 0)
+        self._warn(
+            left,
+            numbers,
+            "has attention_mask 0 before a 1: masks have no effect, and the tokens that follow attend to what is masked. Fill rows at the end",
+        )
+        self._warn(
+            hidden & (labels != IGNORED),
+            numbers,
+            f"has labels where attention_mask is 0, and they count in the loss: give them the label {IGNORED}",
+        )
+
+    def _warn(self, wrong: np.ndarray, numbers: Sequence[int], text: str) -> None:
+        """Once for each text."""
+        rows = np.flatnonzero(wrong.any(axis=1))
+        if len(rows) and text not in self._said:
+            self._said.add(text)
+            logger.warning("row %d of %s %s (said once)", numbers[int(rows[0])], self.source, text)
 
     def _or(self, otherwise: np.ndarray, table: pa.Table, name: str, numbers: Sequence[int]) -> np.ndarray:
         """A column, and something else where there is none."""

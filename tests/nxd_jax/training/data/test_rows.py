@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import datasets
@@ -90,3 +91,21 @@ def test_rows_that_do_not_fit(name: str) -> None:
 def test_labels_that_no_loss_is_taken_of() -> None:
     table = pa.table({"input_ids": [[1, 2]], "labels": [[-100, 2]]})
     assert rules(vocab_size=3).tensors(table, [0])["labels"].tolist() == [[-100, 2]]
+
+
+def test_masks_that_have_no_effect_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    """(q) In the original they have none either, and nothing says so."""
+    given = rules(width=3)
+    ids, filled = [[1, 2, 3]] * 3, [[1, 1, 1], [0, 1, 1], [1, 1, 0]]
+
+    def said(mask: list[list[int]], labels: list[list[int]]) -> str:
+        caplog.clear()
+        given.tensors(pa.table({"input_ids": ids, "attention_mask": mask, "labels": labels}), [4, 5, 6])
+        return caplog.text
+
+    with caplog.at_level(logging.WARNING, "nxd_jax"):
+        assert said([[1] * 3] * 3, ids) == "" == said([[1, 1, 0]] * 3, [[1, 2, -100]] * 3)
+        text = said(filled, [[1, 2, 3], [-100, 2, 3], [1, 2, 3]])
+        assert "row 5 of data.train_dir=/set has attention_mask 0 before a 1: masks have no effect" in text
+        assert "row 6 of data.train_dir=/set has labels where attention_mask is 0, and they count" in text
+        assert said(filled, ids) == ""  # said once
