@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import shutil
 import sys
 import time
@@ -15,9 +16,13 @@ from omegaconf import DictConfig
 from pytorch_lightning.loggers import TensorBoardLogger
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
+from nxd_jax.checkpoint import tags
 from torch_bridge.mesh import processes, world
 
 logger = logging.getLogger("nxd_jax")
+
+_LAUNCH = re.compile(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d")
+"""A version that is a time."""
 
 VERSION = "NEMO_EXPM_VERSION"
 """The variable that names the version, where the configuration does not."""
@@ -52,10 +57,38 @@ def _place(cfg: DictConfig, trainer: Any) -> Place:
         return _of_logger(cfg, own)
     exp_dir = str(Path(cfg.exp_dir).expanduser()) if cfg.exp_dir else str(Path.cwd() / "nemo_experiments")
     name = cfg.name or "default"
-    version = cfg.version or os.environ.get(VERSION) or None
+    version = cfg.version or _of_launch(cfg, Path(exp_dir) / name) or None
     if version is None and not cfg.resume_if_exists:
         version = time.strftime("%Y-%m-%d_%H-%M-%S") if cfg.use_datetime_version else f"version_{TensorBoardLogger(exp_dir, name).version}"
     return Place(Path(exp_dir) / name / (version or ""), exp_dir, name, version)
+
+
+def _of_launch(cfg: DictConfig, folder: Path) -> str:
+    """What the variable says; with resume_if_exists, where it is the time of this launch, the newest earlier launch that has a complete checkpoint.
+
+    The original's train_setup.sh sets it anew at each launch, so that nothing there goes on.
+    """
+    said = os.environ.get(VERSION) or ""
+    if not cfg.resume_if_exists or not _LAUNCH.fullmatch(said) or not folder.is_dir():
+        return said
+    launches = sorted(place.name for place in folder.iterdir() if _LAUNCH.fullmatch(place.name) and place.name <= said)
+    with_checkpoints = [launch for launch in launches if _has_checkpoints(folder / launch)]
+    if not with_checkpoints or with_checkpoints[-1] == said:
+        return said
+    logger.warning(
+        "exp_manager.resume_if_exists: %s=%s is the time of this launch, and has no checkpoint: going on with %s, the newest launch in %s that has one. "
+        "exp_manager.version=%s begins anew",
+        VERSION,
+        said,
+        with_checkpoints[-1],
+        folder,
+        said,
+    )
+    return with_checkpoints[-1]
+
+
+def _has_checkpoints(version: Path) -> bool:
+    return bool(tags.completed(version / "checkpoints"))
 
 
 def _explicit(cfg: DictConfig, trainer: Any) -> Place:

@@ -68,6 +68,31 @@ def test_the_folder(tmp_path: Path, cfg: dict[str, Any], variable: str | None, p
     assert isinstance(callback, NeMoModelCheckpoint) and Path(str(callback.dirpath)) == found.absolute() / "checkpoints"
 
 
+def test_each_launch_of_the_shell_script_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """(q) train_setup.sh exports the time as NEMO_EXPM_VERSION, and in the original each launch begins from scratch."""
+    cfg = {**QUIET, "name": "a", "resume_if_exists": True, "resume_ignore_no_checkpoint": True}
+
+    def launched(when: str, **more: Any) -> tuple[str, str | None]:
+        monkeypatch.setenv("NEMO_EXPM_VERSION", when)
+        made = trainer()
+        found = exp_manager(made, {**cfg, **more})
+        assert found is not None
+        return found.name, made.ckpt_path and Path(made.ckpt_path).name
+
+    first, second, third = "2026-11-01_10-00-00", "2026-11-02_10-00-00", "2026-11-03_10-00-00"
+    assert launched(first) == (first, None)
+    tag(tmp_path / "nemo_experiments/a" / first / "checkpoints", "a--step=3.ckpt")
+    tag(tmp_path / "nemo_experiments/a/other/checkpoints", "a--step=9.ckpt")
+    tag(tmp_path / "nemo_experiments/a" / "2026-11-02_09-00-00" / "checkpoints", "a--step=5.ckpt", done=False)
+    assert launched(second) == (first, "a--step=3.ckpt")
+    assert f"going on with {first}, the newest launch" in caplog.text
+    assert launched(second, version=second) == (second, None)
+    tag(tmp_path / "nemo_experiments/a" / second / "checkpoints", "a--step=4.ckpt")
+    assert launched(second) == (second, "a--step=4.ckpt")
+    assert launched(third, resume_if_exists=False) == (third, None)
+    assert launched("job7") == ("job7", None)
+
+
 def test_numbers_as_versions(tmp_path: Path) -> None:
     cfg = {"exp_dir": "x", "name": "a", "use_datetime_version": False}
     assert [exp_manager(trainer(), cfg).name for _ in range(2)] == ["version_0", "version_1"]  # type: ignore[union-attr]
