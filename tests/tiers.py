@@ -282,6 +282,7 @@ PROCESSES: tuple[str, ...] = (
     "nxd_jax/training/evaluation/test_evaluation.py::test_the_command",
     "nxd_jax/training/example/test_running.py",
     "nxd_jax/training/test_command.py::test_processes_train_as_one_does",
+    "nxd_jax/training/test_command.py::test_the_installed_command_finds_users_code",
     "nxd_jax/training/test_command.py::test_train_iters_compile_and_going_on",
     "nxd_jax/training/test_command.py::test_users_own_orchestrators_run",
     "nxd_jax/trainer/test_footprint.py::test_seven_billion_parameters_on_a_trn1_32xlarge",

@@ -9,7 +9,8 @@
     nxdt-train --example                                              a first run without anything at hand
     torchrun --nproc_per_node 8 --no-python nxdt-train conf.yaml      one process for each rank
 
-Words with "=" change keys, by Hydra's rules: `key=value`, `+new.key=value`, `~key`.
+Words with "=" change keys, by Hydra's rules: `key=value`, `+new.key=value`, `~key`. Modules of yours are looked for where Python looks, then in the working
+folder and beside the file.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nxd_jax import interpreter
-from nxd_jax.training import completion
+from nxd_jax.training import completion, own_code
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -44,8 +45,11 @@ def parser() -> argparse.ArgumentParser:
     )
     found.add_argument("config", nargs="?", help="a YAML file, or the name of one in conf/")
     found.add_argument("overrides", nargs="*", metavar="key=value", help="keys to change")
-    found.add_argument("--config-path", "--config-dir", help="the folder of --config-name (default: conf)")
-    found.add_argument("--config-name", help="a file in --config-path, with or without .yaml")
+    found.add_argument("--config-path", "--config-dir", "-cp", "-cd", help="the folder of --config-name (default: conf)")
+    found.add_argument("--config-name", "-cn", help="a file in --config-path, with or without .yaml")
+    found.add_argument(
+        "--import", dest="imports", action="append", default=[], metavar="MODULE", help="import this first: it registers classes of yours"
+    )
     what = found.add_mutually_exclusive_group()
     what.add_argument("--check", action="store_true", help="report errors, memory, time and learning rates; train nothing")
     what.add_argument("--plan", action="store_true", help="print layouts that fit the machine, best first; train nothing")
@@ -58,6 +62,8 @@ def parser() -> argparse.ArgumentParser:
     what.add_argument(
         "--example", action="store_true", help="write a small configuration, tokenizer and data, and train for about a minute"
     )
+    what.add_argument("--cfg", "-c", choices=["job"], help="print the configuration with overrides in it, as Hydra does; train nothing")
+    found.add_argument("--resolve", action="store_true", help="with --cfg: also fill interpolations in")
     found.add_argument("--out", help="with --example: the folder to write to (default: nxdt_example)")
     found.add_argument(
         "--completion", choices=completion.SHELLS, help='print what a shell needs to complete keys: eval "$(nxdt-train --completion bash)"'
@@ -95,12 +101,22 @@ def _run(args: argparse.Namespace) -> int:
     from nxd_jax.training.config import loading
 
     file, overrides = _file_and_overrides(args)
+    own_code.find_beside(file)
     try:
         if args.check:
+            own_code.load(args.imports)
             return _check(file, overrides, args.plot)
         cfg = loading.load(file, overrides)
     except loading.ConfigError as error:
         raise SystemExit(f"nxdt-train: {error}") from None
+    if args.show or args.cfg:
+        from omegaconf import OmegaConf
+
+        sys.stdout.write(OmegaConf.to_yaml(cfg, resolve=args.show or args.resolve))
+        return 0
+    if not (args.plan or args.abstract):
+        return _train(cfg, file, overrides, args.imports)
+    own_code.load(args.imports)
     if args.plan:
         from nxd_jax.training.config.plans import plan
 
@@ -109,20 +125,13 @@ def _run(args: argparse.Namespace) -> int:
         except ValueError as error:
             raise SystemExit(f"nxdt-train --plan: {error}") from None
         return 0
-    if args.abstract:
-        from nxd_jax.training.abstract_step import abstract_step
+    from nxd_jax.training.abstract_step import abstract_step
 
-        sys.stdout.write(f"{abstract_step(cfg)}\n")
-        return 0
-    if args.show:
-        from omegaconf import OmegaConf
-
-        sys.stdout.write(OmegaConf.to_yaml(cfg, resolve=True))
-        return 0
-    return _train(cfg, file, overrides)
+    sys.stdout.write(f"{abstract_step(cfg)}\n")
+    return 0
 
 
-def _train(cfg: DictConfig, file: Path, overrides: list[str]) -> int:
+def _train(cfg: DictConfig, file: Path, overrides: list[str], imports: Sequence[str]) -> int:
     from nxd_jax.training import launching
 
     wrong: ValueError | None = None
@@ -130,6 +139,7 @@ def _train(cfg: DictConfig, file: Path, overrides: list[str]) -> int:
         line = launching.prepare(cfg)  # before what is imported below asks how many ranks there are
     except ValueError as error:
         wrong = error
+    own_code.load(imports)
     from nxd_jax.training import environment
     from nxd_jax.training.config.checking import check
 

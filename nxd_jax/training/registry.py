@@ -7,7 +7,7 @@
 | `model_source: hf`, `model_alignment_strategy` | ModelAlignmentDataModule | as above |
 | `model_source: megatron` | MegatronDataModule | MegatronGPTModel |
 | `data_module: my_package.MyData`, `model_module: my_package.MyModel` | yours | yours |
-| `model_source: mine` after `register("mine", ...)` | yours | yours |
+| `model_source: mine` after `register("mine", ...)`, in a module that `nxdt-train --import` names | yours | yours |
 
 A class of yours is called with (cfg, trainer). `_target_` inside `data` or `model` means the same as the two keys above. (In the original, users edit its
 training.py.)
@@ -122,4 +122,7 @@ def _named(cfg: Any, key: str, section: str) -> Any:
     try:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"{key}: {said!r} cannot be imported as package.module.Class ({error}); is its folder in PYTHONPATH?") from error
+        raise ValueError(
+            f"{key}: {said!r} cannot be imported as package.module.Class ({error}); is its folder in PYTHONPATH? nxdt-train also looks in the "
+            "working folder and beside the configuration"
+        ) from error

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from nxd_jax.training import command
+from nxd_jax.training import command, own_code
 from tests import quick
 from tests.nxd_jax.training import yaml_runs
 
@@ -90,6 +90,51 @@ def test_train_iters_compile_and_going_on(tmp_path: Path) -> None:
     assert len(whole) == 6 and parts == pytest.approx(whole, rel=1e-5)
 
 
+OWN = """
+from nxd_jax.training import registry
+from tests.nxd_jax.training import small
+from tests.nxd_jax.training.lightning_modules.own_modules import OfUpstream
+from neuronx_distributed_training.lightning_modules.data.hf_data_module import HFDataModule
+
+
+class Model(OfUpstream):
+    pass
+
+
+small.WORDS = 256
+registry.register("mine", HFDataModule, Model)
+"""
+
+
+def test_the_installed_command_finds_users_code(tmp_path: Path) -> None:
+    """A console script has neither the working folder nor the file's in sys.path. The model is the user's, and no config.json is named."""
+    file = yaml_runs.write(tmp_path / "conf", count=8)
+    (tmp_path / "conf" / "own_model.py").write_text(OWN)
+    (tmp_path / "bin").mkdir()
+    script = tmp_path / "bin" / "nxdt-train"
+    script.write_text("import sys\nfrom nxd_jax.training.command import main\nsys.exit(main())\n")
+    root = str(Path(__file__).parents[3])
+    words = (sys.executable, script, file, "--import", "own_model", "model_source=mine", "~model.model_config", "trainer.max_steps=2")
+    quiet = ("exp_manager.create_checkpoint_callback=False", "model.do_layer_norm_weight_decay=True")
+    said = run((*words, *quiet), tmp_path, PYTHONPATH=os.pathsep.join((root, f"{root}/aliases")))
+    assert "nxdt-train:" in said and len(yaml_runs.losses(tmp_path / "conf" / "experiments")) == 2
+
+
+def test_code_beside_a_file_is_found_after_all_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "a_module_of_mine.py").write_text("import nothing_of_this_name\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", before := list(sys.path))
+    own_code.find_beside(Path("there/conf.yaml"))
+    assert sys.path[-2:] == [str(tmp_path), str(tmp_path / "there")] and sys.path[:-2] == before[: len(sys.path) - 2]
+    with pytest.raises(
+        SystemExit, match=r"nxdt-train --import: there is no module nowhere.at_all: give it as package.module; it is looked for"
+    ):
+        own_code.load(["nowhere.at_all"])
+    with pytest.raises(ModuleNotFoundError, match="nothing_of_this_name"):
+        own_code.load(["a_module_of_mine"])
+
+
 def test_mistakes_are_said_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = yaml_runs.write(tmp_path)
     wrong = ["trainer.max_steps=0", "+trainer.max_stesp=5", "data.global_batch_size=3", "trainer.devices=2"]
@@ -119,8 +164,9 @@ def test_a_file_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
     (tmp_path / "conf").mkdir()
     (tmp_path / "conf" / "mine.yaml").write_text("a: 1\nb: ${a}\n")
     monkeypatch.chdir(tmp_path)
-    for words in (["mine"], ["mine.yaml"], ["--config-name", "mine"], ["--config-path", "conf", "--config-name=mine.yaml"]):
-        with pytest.raises(SystemExit) as ended:
-            command.main(["--show", *words, "a=3"])
-        assert ended.value.code == 0
-        assert capsys.readouterr().out == "a: 3\nb: 3\n"
+    for words in (["mine"], ["mine.yaml"], ["-cn", "mine"], ["-cp", "conf", "--config-name=mine.yaml"], ["--config-dir=conf", "-cn=mine"]):
+        for show, b in ((["--show"], "3"), (["--cfg", "job"], "${a}"), (["-c", "job", "--resolve"], "3")):
+            with pytest.raises(SystemExit) as ended:
+                command.main([*show, *words, "a=3"])
+            assert ended.value.code == 0
+            assert capsys.readouterr().out == f"a: 3\nb: {b}\n"

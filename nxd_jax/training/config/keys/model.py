@@ -49,7 +49,7 @@ MODEL: dict[str, Key] = {
     "pipeline_cuts": listing(),
     "use_cpu_initialization": switch(),
     "weight_init_only": switch(),
-    "save_logits": switch(),
+    "save_logits": switch(only="megatron"),
     "activations_checkpoint_granularity": text("selective", "full"),
     "activations_checkpoint_recompute": Key(("list", "str")),
     "activations_checkpoint_recompute_mlp": switch(unread="activations_checkpoint_recompute: [LlamaMLP] took its place"),
