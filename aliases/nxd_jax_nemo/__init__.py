@@ -22,7 +22,12 @@ _NAMES: dict[str, dict[str, str]] = {
         "exp_manager": "nxd_jax.training.utils.exp_manager:exp_manager",
     },
     "nemo.core": {},
-    "nemo.core.config": {"hydra_runner": "nxd_jax.training._nemo:hydra_runner"},
+    "nemo.core.config": {
+        "hydra_runner": "nxd_jax.training._nemo:hydra_runner",
+        **{name: f"nxd_jax.training.optim.params:{name}" for name in ("OptimizerParams", "AdamWParams", "SchedulerParams")},
+    },
+    "nemo.core.config.optimizers": {name: f"nxd_jax.training.optim.params:{name}" for name in ("OptimizerParams", "AdamWParams")},
+    "nemo.core.config.schedulers": {"SchedulerParams": "nxd_jax.training.optim.params:SchedulerParams"},
     "nemo.core.optim": {
         name: f"nxd_jax.training.optim:{name}"
         for name in ("get_optimizer", "prepare_lr_scheduler", "register_optimizer", "register_scheduler")

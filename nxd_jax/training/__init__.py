@@ -11,3 +11,7 @@
 
 Needs the extra `nxdt` (`pip install "nxd-jax[nxdt]"`): hydra-core, omegaconf, datasets, Lightning, transformers.
 """
+
+from nxd_jax._version import __version__
+
+__all__ = ["__version__"]

@@ -7,10 +7,21 @@ c constant_steps, m max_steps, lowest min_lr.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+
+from nxd_jax.training.optim.params import SchedulerParams
+
+
+@dataclass
+class LinearAnnealingWithWarmupParams(SchedulerParams):
+    """Options of `LinearAnnealingWithWarmUp`."""
+
+    warmup_steps: int = 0
+    max_steps: int = 0
 
 
 class Schedule(LRScheduler):

@@ -34,6 +34,9 @@ class HFDataModule(BaseDataModule):
     Raises FileNotFoundError and ValueError for sets that are not there, too small, of another width or another vocabulary.
     """
 
+    shifted_labels = False
+    """A label stands at its token's own place; models shift them."""
+
     _gone_on = False
 
     def setup(self, stage: str | None = None) -> None:

@@ -69,9 +69,7 @@ class ModelAlignmentDataModule(HFDataModule):
 
     def __init__(self, cfg: DictConfig, trainer: Any):
         super().__init__(cfg, trainer)
-        self.strategy = strategy_of(cfg)
-        if self.strategy is None:
-            raise ValueError("model_alignment_strategy is missing: it says sft, dpo or orpo")
+        self.strategy = self._strategy(cfg)
         if self._data("dataset_name") is not None or self._data("prompt_name") is not None:
             raise ValueError(
                 "data.dataset_name, data.prompt_name: templates of promptsource cannot be used (nor can the original): write the text into the rows, or give "
@@ -79,6 +77,16 @@ class ModelAlignmentDataModule(HFDataModule):
             )
         self.data_sets: dict[str, Any] = {"train": None, "val": None}
         self.references: dict[str, Reference] = {}
+
+    def _strategy(self, cfg: DictConfig) -> str:
+        found = strategy_of(cfg)
+        if found is None:
+            raise ValueError("model_alignment_strategy is missing: it says sft, dpo or orpo")
+        return found
+
+    def _sft(self) -> Mapping[str, Any]:
+        """`model_alignment_strategy.sft`."""
+        return plain(self.config.model_alignment_strategy.sft) or {}
 
     def setup(self, stage: str | None = None) -> None:
         """Load the tokenizer and the rows, and turn them into ids."""
@@ -108,7 +116,7 @@ class ModelAlignmentDataModule(HFDataModule):
         return int(get_attribute_from_cfg(self.config, "data.seq_length", 4096) or 4096)
 
     def _examples(self, rows: list[texts.Row], source: str) -> Any:
-        sft = plain(self.config.model_alignment_strategy.sft) or {}
+        sft = self._sft()
         packed, length = bool(sft.get("packing", False)), self.seq_length
         template = self._data("chat_template")
         rules = examples.Rules(

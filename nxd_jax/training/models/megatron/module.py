@@ -11,6 +11,11 @@ from torch import nn
 from nxd_jax.tensor_parallel.random import get_xla_rng_tracker
 
 
+def param_is_not_shared(param: torch.Tensor) -> bool:
+    """Whether a parameter is not marked as another's copy (`param.shared`), so that it counts in norms."""
+    return not getattr(param, "shared", False)
+
+
 class MegatronModule(nn.Module):
     """A module of a Megatron model. share_token_embeddings: the output layer's weight is that of the word embeddings."""
 

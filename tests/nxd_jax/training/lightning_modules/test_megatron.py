@@ -160,6 +160,9 @@ def test_batches_and_weight_decay() -> None:
     ):
         with pytest.raises(kind, match=text):
             module.process_global_batch(wrong)
+    module.trainer.datamodule.shifted_labels = False  # as of Hugging Face's data modules
+    with pytest.raises(ValueError, match=r"Tokens gives the label of a token at the token's own place.*use model_source: hf"):
+        module.process_global_batch(batch)
     of = {id(p): name for name, p in megatron_jobs.inner(module).named_parameters()}
     for decays_norms in (False, True):
         cfg.model.do_layer_norm_weight_decay = decays_norms

@@ -119,6 +119,11 @@ class MegatronBaseModel(BaseModelModule):
         sequences of another length than `model.encoder_seq_length`, and KeyError for a batch without tokens or labels.
         """
         data = getattr(self.trainer, "datamodule", None)
+        if not getattr(data, "shifted_labels", True):
+            raise ValueError(
+                f"{type(data).__name__} gives the label of a token at the token's own place, and Megatron models take that of the next one: give them a "
+                "MegatronDataModule. For fine-tuning convert the weights to a Hugging Face model, and use model_source: hf"
+            )
         if data is not None and getattr(type(data), "process_global_batch", None) is not BaseDataModule.process_global_batch:
             global_batch = data.process_global_batch(global_batch)
         batch = _named(global_batch)

@@ -11,6 +11,7 @@ import torch
 from omegaconf import OmegaConf
 
 from nxd_jax.training.lightning_modules.data.model_alignment_data_module import ModelAlignmentDataModule, strategy_of
+from nxd_jax.training.lightning_modules.data.sft_data_module import SFTDataModule
 from tests.nxd_jax.training.data import corpus
 
 pytestmark = [pytest.mark.usefixtures("ranks"), *corpus.MARKS]
@@ -24,7 +25,12 @@ class FakeTrainer:
     limit_val_batches: Any = 0
 
 
-def module(folder: Path, data: dict[str, Any] | None = None, strategy: dict[str, Any] | None = None) -> ModelAlignmentDataModule:
+def module(
+    folder: Path,
+    data: dict[str, Any] | None = None,
+    strategy: dict[str, Any] | None = None,
+    kind: type[ModelAlignmentDataModule] = ModelAlignmentDataModule,
+) -> ModelAlignmentDataModule:
     corpus.tokenizer().save_pretrained(str(folder / "tokenizer"))
     cfg = {
         "trainer": {"devices": 1},
@@ -41,7 +47,7 @@ def module(folder: Path, data: dict[str, Any] | None = None, strategy: dict[str,
         "model": {"model_config": None},
         "model_alignment_strategy": {"sft": {"packing": False}} if strategy is None else strategy,
     }
-    return ModelAlignmentDataModule(OmegaConf.create(cfg), FakeTrainer())
+    return kind(OmegaConf.create(cfg), FakeTrainer())
 
 
 def jsonl(folder: Path, rows: list[dict[str, Any]]) -> Path:
@@ -118,3 +124,24 @@ def test_strategies() -> None:
         strategy_of({"model_alignment_strategy": {"sft": {}, "dpo": {}}})
     with pytest.raises(ValueError, match="has none of its strategies"):
         strategy_of({"model_alignment_strategy": {"peft": {}}})
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_the_module_of_first_releases(packed: bool, tmp_path: Path) -> None:
+    """`data.packing`, without `model_alignment_strategy`, and the key of later files."""
+    jsonl(tmp_path, ROWS)
+    found = [
+        module(tmp_path, {"packing": packed}, {"sft": {}}, SFTDataModule),
+        module(tmp_path, {"packing": not packed}, {"sft": {"packing": packed}}, SFTDataModule),
+        module(tmp_path, None, {"sft": {"packing": packed}}),
+    ]
+    found[0].config.model_alignment_strategy = None
+    for one in found:
+        one.setup("fit")
+    first, second, third = ([row["labels"].tolist() for row in one.data_sets["train"]] for one in found)
+    assert first == second == third and (len(first) < len(ROWS)) is packed
+
+
+def test_the_module_of_first_releases_is_for_fine_tuning(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"SFTDataModule reads rows for fine-tuning, and the file has model_alignment_strategy.dpo"):
+        module(tmp_path, strategy={"dpo": {}}, kind=SFTDataModule)
