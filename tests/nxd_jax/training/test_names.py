@@ -187,6 +187,9 @@ def test_seeds_need_ranks_that_are_laid_out_as_said() -> None:
         initialize_model_parallel_for_nemo(1, 0, 0, seed=5)
         drawn.append(float(torch.rand(())))
     assert drawn[0] == drawn[1]
+    parallel_state.destroy_model_parallel()
+    torch.distributed.destroy_process_group()
+    world.configure(None)
 
 
 # -- rows ----------------------------------------------------------------------------------------------
