@@ -84,8 +84,9 @@ def test_mixed_precision_adds_losses_and_norms_up_in_float32(layout: str) -> Non
 
 
 def test_micro_batches_of_two_rows_give_the_same() -> None:
+    expected = [s["loss"] for s in plain()[:2]]
     _, module = small.train("data.micro_batch_size=4", "trainer.max_steps=2")
-    assert [s["loss"] for s in module.seen] == pytest.approx([s["loss"] for s in plain()[:2]], rel=1e-5)
+    assert [s["loss"] for s in module.seen] == pytest.approx(expected, rel=1e-5)
 
 
 def test_what_is_logged_and_when(caplog: pytest.LogCaptureFixture) -> None:
@@ -123,8 +124,8 @@ def test_hooks_of_a_subclass_count() -> None:
             loss = super().model_fwd_calc_loss(batch)
             return 2 * loss, {"rewards": torch.arange(2.0, device=loss.device) + loss.detach()}
 
+    first = plain()[0]["loss"]  # before ranks are laid out
     trainer, module = small.train("trainer.max_steps=1", module=Module)
-    first = plain()[0]["loss"]
     assert module.seen[0]["loss"] == pytest.approx(2 * first, rel=1e-5)
     assert float(trainer.callback_metrics["rewards"]) == pytest.approx(
         first + 0.5, rel=1e-4
