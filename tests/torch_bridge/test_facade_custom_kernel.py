@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch_xla.distributed.spmd import Mesh
 from torch_xla.experimental import custom_kernel
 from torch_xla.experimental.custom_kernel import flash_attention, jax_import_guard, make_kernel_from_pallas, paged_attention
 
@@ -62,8 +63,12 @@ def test_a_query_without_keys_sees_all_alike() -> None:
 
 def test_errors() -> None:
     q = torch.zeros(1, 1, 2, 4)
-    with pytest.raises(NotImplementedError, match="partition_spec and mesh belong to torch_xla's SPMD"):
+    with pytest.raises(RuntimeError, match=r"sharding annotations are for programs over all devices. Call torch_xla.runtime.use_spmd"):
+        flash_attention(q, q, q, partition_spec=(None,) * 4, mesh=Mesh([0], (1,)))
+    with pytest.raises(ValueError, match=r"flash_attention\(partition_spec=...\): give a mesh"):
         flash_attention(q, q, q, partition_spec="('data', None, None, None)")
+    with pytest.raises(ValueError, match=r"partition_spec 'data, ' is no tuple: write it as"):
+        flash_attention(q, q, q, partition_spec="data, ", mesh=str(Mesh([0], (1,))))
     with pytest.raises(ValueError, match="takes q_segment_ids and kv_segment_ids together"):
         flash_attention(q, q, q, q_segment_ids=torch.zeros(1, 2))
     with pytest.raises(ValueError, match=r"wants ab of shape \[1, 1, 2, 2\], got \[2, 2\]"):

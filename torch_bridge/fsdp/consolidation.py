@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from torch_bridge.fsdp import naming
+from torch_bridge.fsdp import naming, optimizer_states
 
 logger = logging.getLogger("torch_bridge")
 
@@ -49,24 +49,49 @@ def consolidate_sharded_state_dicts(state_dict_list: Sequence[State], shard_meta
 
 def _joined(entry: str, unit: str, name: str, states: Sequence[State], metadata: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """The parameters that a shard is a part of."""
-    info = metadata["shard_info"].get(unit, {}).get(name)
-    if info is None:
+    if name not in metadata["shard_info"].get(unit, {}):
         raise ValueError(
             f"{entry} is not in the shard metadata: it is of another model; save model.get_shard_metadata() beside model.state_dict()"
         )
     without = [rank for rank, s in enumerate(states) if entry not in s]
     if without:
         raise ValueError(f"{entry} is not in the state dicts of ranks {', '.join(map(str, without))}: they are of another model")
+    return _split(unit, name, [s[entry] for s in states], metadata)
+
+
+def _split(unit: str, name: str, parts: Sequence[torch.Tensor], metadata: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """From every rank's part of a shard what it consists of, by name in the module without wrappers."""
+    info = metadata["shard_info"][unit][name]
     size = torch.Size(info["_orig_size"])
-    vector = torch.cat([s[entry].detach().reshape(-1) for s in states])[: size.numel()].clone()
+    vector = torch.cat([part.detach().reshape(-1) for part in parts])[: size.numel()].clone()
     full = naming.joined(unit, info["_orig_name"])
     flat = metadata.get("flatten_info", {}).get(full)
     if flat is None:
         return {naming.plain(full): vector.view(size)}
     names, shapes, lengths = flat
     above = full.rpartition(".")[0]
-    parts = vector.split(list(lengths))
-    return {naming.plain(naming.joined(above, n)): part.view(shape).clone() for n, part, shape in zip(names, parts, shapes, strict=True)}
+    pieces = vector.split(list(lengths))
+    return {naming.plain(naming.joined(above, n)): piece.view(shape).clone() for n, piece, shape in zip(names, pieces, shapes, strict=True)}
+
+
+def consolidate_sharded_optimizer_states(states: Sequence[Mapping[str, Any]], shard_metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """The optimizer's state of whole parameters, by name, from every rank's `optimizer.state_dict()`, in rank order (torch_xla has no such function).
+
+    shard_metadata: of any rank, `model.get_shard_metadata(optimizer)`, which names the optimizer's parameters. Returns {"state": {name: {key: value}},
+    "param_groups": [{..., "params": [names]}]}; a wrapper's `cut_optimizer_state` makes shards of it, for any number of ranks. Raises ValueError for another
+    number of states than ranks, without names, and for state that is neither a shard's shape nor the same on all ranks.
+    """
+    count = shard_metadata["world_size"]
+    if len(states) != count:
+        raise ValueError(
+            f"the model was shared out among {count} ranks, got {len(states)} optimizer states: give every rank's, in rank order"
+        )
+
+    def split(entry: str, parts: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+        unit, name = naming.unit_and_shard(entry) or ("", "")
+        return _split(unit, name, parts, shard_metadata)
+
+    return optimizer_states.joined(states, shard_metadata, split)
 
 
 def consolidate_sharded_model_checkpoints(
@@ -75,7 +100,9 @@ def consolidate_sharded_model_checkpoints(
     """`fsdp.consolidate_sharded_model_checkpoints`: join the files `ckpt_prefix + ckpt_suffix` (a pattern), one for each rank, whatever their names.
 
     Each holds a dict with "model" (`model.state_dict()`) and "shard_metadata" (`model.get_shard_metadata()`). With `save_model`, {"model": state dict} is saved
-    in `save_path`, by default `ckpt_prefix + "_consolidated.pth"`. Returns (the state dict, the path of the file or None).
+    in `save_path`, by default `ckpt_prefix + "_consolidated.pth"`. If the files have "optimizer" (`optimizer.state_dict()`) and the metadata names its
+    parameters (`model.get_shard_metadata(optimizer)`), so has this one (`consolidate_sharded_optimizer_states`).
+    Returns (the state dict, the path of the file or None).
 
     Raises FileNotFoundError if there are no such files, ValueError if they are not one of each rank or lack one of these keys.
     """
@@ -102,6 +129,16 @@ def consolidate_sharded_model_checkpoints(
     whole = consolidate_sharded_state_dicts([ckpt["model"] for _, ckpt in found], found[0][1]["shard_metadata"])
     if not save_model:
         return whole, None
-    torch.save({"model": whole}, target)
+    torch.save({"model": whole, **_optimizer([ckpt for _, ckpt in found])}, target)
     logger.info("saved the consolidated model in %s", target)
     return whole, target
+
+
+def _optimizer(ckpts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    if any("optimizer" not in ckpt for ckpt in ckpts):
+        return {}
+    try:
+        return {"optimizer": consolidate_sharded_optimizer_states([ckpt["optimizer"] for ckpt in ckpts], ckpts[0]["shard_metadata"])}
+    except optimizer_states.Unnamed as error:
+        logger.warning("the model is joined, without its optimizer's state: %s", error)
+        return {}

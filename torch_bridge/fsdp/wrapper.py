@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from torch_bridge.fsdp import grad_norm, live, metadata, naming, options, sharding, state, torchs_norm, wrapping
+from torch_bridge.fsdp import grad_norm, live, metadata, naming, optimizer_states, options, sharding, state, torchs_norm, wrapping
 from torch_bridge.fsdp.inner import XlaFlattenParamsWrapper
 from torch_bridge.fsdp.shards import Shared
 from torch_bridge.fsdp.unit import Unit
@@ -289,17 +289,40 @@ class XlaFullyShardedDataParallel(nn.Module):
             inside = any(unit.shared for unit in self._units())
             state.check(state_dict, prefix, self._unit.shared, inside, bool(local_metadata.get("assign_to_params_buffers")))
 
-    def get_shard_metadata(self) -> dict[str, Any]:
+    def get_shard_metadata(self, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
         """What `consolidate_sharded_state_dicts` needs to know of the shards, to be saved beside `state_dict()`: names and whole shapes, how many ranks share
-        parameters out, and this rank's place among them."""
+        parameters out, and this rank's place among them.
+
+        optimizer: whose state is saved, too, as `optimizer.state_dict()`: the metadata then names its parameters, so that other numbers of ranks can load it
+        (`cut_optimizer_state`). Raises ValueError if it has others than this module's.
+        """
+        info = {} if optimizer is None else {"optim_info": optimizer_states.names_in(optimizer, self._entries())}
         if self._unit is None:
-            return {"shard_info": {}, "flatten_info": {}, "buffer_info": {}, "world_size": 1, "rank": 0}
+            return {"shard_info": {}, "flatten_info": {}, "buffer_info": {}, "world_size": 1, "rank": 0, **info}
         units = [
             (path, m._unit.shared, m._buffer_dtypes)
             for path, m in self.named_modules()
             if isinstance(m, XlaFullyShardedDataParallel) and m._unit is not None
         ]
-        return {**metadata.of(units), "world_size": self.world_size, "rank": self.rank}
+        return {**metadata.of(units), "world_size": self.world_size, "rank": self.rank, **info}
+
+    def _entries(self) -> list[tuple[str, nn.Parameter]]:
+        """Parameters by their names in the state dict."""
+        return list((self if self._unit is not None else self._fsdp_wrapped_module).named_parameters())
+
+    def cut_optimizer_state(self, whole: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """What `optimizer.load_state_dict` takes, from the optimizer's state of whole parameters (`consolidate_sharded_optimizer_states`, or "optimizer" in the
+        file of `consolidate_sharded_model_checkpoints`), whatever the number of ranks and the options that it was saved with.
+
+        Raises ValueError for parameters that it does not know, or has in other groups."""
+        shards = {
+            id(s.shard): (s, [naming.plain(naming.joined(path, piece.path)) for piece in s.pieces])
+            for path, m in self.named_modules()
+            if isinstance(m, XlaFullyShardedDataParallel) and m._unit is not None
+            for s in m._unit.shared
+        }
+        plain = {id(p): naming.plain(name) for name, p in self._entries()}
+        return optimizer_states.cut(whole, optimizer, shards, plain)
 
 
 def _refuse_annotations(name: str) -> None:

@@ -91,6 +91,18 @@ def test_outputs(mesh: xs.Mesh) -> None:
         FSDPv2(Named(), mesh=fsdp)(torch.ones(8, 8).to("xla"))
     made = FSDPv2(Named(), mesh=fsdp, shard_output=lambda out, on: xs.mark_sharding(out["logits"], on, ("fsdp", None)))
     assert placed(made(torch.ones(8, 8).to("xla"))["logits"]) == (1, 8)
+    inside = nn.Sequential(Named())
+    inside.forward = lambda x: inside[0](x)  # type: ignore[method-assign]
+    policy = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={Named})
+    seen: list[type] = []
+
+    def shard_output(out: dict[str, torch.Tensor], on: xs.Mesh) -> None:
+        """As transformers' own does, of the whole model and of what a policy wraps."""
+        seen.append(type(out))
+        xs.mark_sharding(out["logits"], on, ("fsdp", None))
+
+    outer = FSDPv2(inside, mesh=fsdp, shard_output=shard_output, auto_wrap_policy=policy)
+    assert placed(outer(torch.ones(8, 8).to("xla"))["logits"]) == (1, 8) and seen == [dict, dict]
 
 
 def test_mistakes(mesh: xs.Mesh) -> None:

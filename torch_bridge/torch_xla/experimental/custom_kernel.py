@@ -11,8 +11,6 @@ import torch.nn.functional as F
 from torch_bridge.runtime import backend
 
 _KERNELS = (
-    "FlashAttention",
-    "SPMDFlashAttention",
     "extended_scaled_dot_product_attention",
     "flash_attention_xla",
     "gmm",
@@ -50,12 +48,18 @@ def flash_attention(
     with its own number. sm_scale: 1, not 1/sqrt(head_dim). ab: an additive bias, [batch, heads, length, keys]. Memory is linear in the lengths without
     segments and bias. Gradients reach q, k, v and ab. Works on CPU tensors, too.
 
-    Raises NotImplementedError for a partition_spec or mesh (SPMD), ValueError for shapes that do not fit and for one kind of segment ids alone.
+    partition_spec: how q, k, v, the result and their gradients are divided over a mesh, after `xr.use_spmd()`: ("data", "model", None, None), or the same as
+    text. mesh: an `xs.Mesh`, or the text of one (`str(mesh)`); None: the global one.
+
+    Raises ValueError for shapes that do not fit, for one kind of segment ids alone, and for a partition_spec or mesh that does not fit.
     """
-    if partition_spec is not None or mesh is not None:
-        raise NotImplementedError(
-            "torch_xla.experimental.custom_kernel.flash_attention: partition_spec and mesh belong to torch_xla's SPMD, which is not there yet; leave them out"
-        )
+    if partition_spec is not None:
+        from torch_bridge.torch_xla.experimental import _divided_attention
+
+        divide = _divided_attention.divider(partition_spec, mesh)
+        q, k, v = divide(q), divide(k), divide(v)
+        out = flash_attention(q, k, v, causal, q_segment_ids, kv_segment_ids, sm_scale, ab=ab)
+        return divide(out)
     if (q_segment_ids is None) != (kv_segment_ids is None):
         raise ValueError("flash_attention takes q_segment_ids and kv_segment_ids together, got one of them")
     backend.ensure()
@@ -70,6 +74,30 @@ def flash_attention(
     if seen is not None:
         bias = bias + torch.where(seen, 0.0, _MASKED * torch.finfo(q.dtype).min).to(q.dtype)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=sm_scale)
+
+
+class FlashAttention:
+    """`custom_kernel.FlashAttention`: `flash_attention`, as torch_xla calls its autograd function. There are no objects of it."""
+
+    @staticmethod
+    def apply(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        causal: bool = False,
+        q_segment_ids: torch.Tensor | None = None,
+        kv_segment_ids: torch.Tensor | None = None,
+        sm_scale: float = 1.0,
+        ab: torch.Tensor | None = None,
+        partition_spec: Any = None,
+        mesh: Any = None,
+    ) -> torch.Tensor:
+        """`flash_attention` with all arguments by position."""
+        return flash_attention(q, k, v, causal, q_segment_ids, kv_segment_ids, sm_scale, ab=ab, partition_spec=partition_spec, mesh=mesh)
+
+
+SPMDFlashAttention = FlashAttention
+"""`custom_kernel.SPMDFlashAttention`: the same here."""
 
 
 def jax_import_guard() -> None:

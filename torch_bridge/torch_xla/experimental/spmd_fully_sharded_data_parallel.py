@@ -21,10 +21,10 @@ class SpmdFullyShardedDataParallel(nn.Module):
     and XLA gathers them where they are needed. Optimizer state made afterwards is divided as its parameter is.
 
     mesh: has an axis "fsdp"; None: the global mesh. shard_output(output, mesh): annotates the output; None: it is divided along dim 0, if it is a tensor or a
-    tuple that begins with one. auto_wrap_policy(module=, recurse=, nonwrapped_numel=), auto_wrapper_callable: submodules to wrap, too, as in
-    `torch_xla.distributed.fsdp`. extra_data_axis: a mesh axis over which the batch, and so the output, is divided, too. Divide the inputs yourself
-    (`MpDeviceLoader(input_sharding=...)`). Raises RuntimeError without `xr.use_spmd`, ValueError without a mesh that has the axis, or for an output of another
-    type.
+    tuple that begins with one; for modules that a policy wraps, too. auto_wrap_policy(module=, recurse=, nonwrapped_numel=), auto_wrapper_callable:
+    submodules to wrap, too, as in `torch_xla.distributed.fsdp`. extra_data_axis: a mesh axis over which the batch, and so the output, is divided, too. Divide
+    the inputs yourself (`MpDeviceLoader(input_sharding=...)`). Raises RuntimeError without `xr.use_spmd`, ValueError without a mesh that has the axis, or for
+    an output of another type.
     """
 
     def __init__(
@@ -53,7 +53,8 @@ class SpmdFullyShardedDataParallel(nn.Module):
         self._mesh, self._axis = mesh, extra_data_axis
         self._shard_output = shard_output
         if auto_wrap_policy is not None:
-            _wrap_inside(module, auto_wrap_policy, auto_wrapper_callable or type(self), mesh=mesh, extra_data_axis=extra_data_axis)
+            options = {"mesh": mesh, "shard_output": shard_output, "extra_data_axis": extra_data_axis}
+            _wrap_inside(module, auto_wrap_policy, auto_wrapper_callable or type(self), **options)
         self._orig_module = module.to("xla")
         for parameter in module.parameters():
             if lies(parameter) is None or lies(parameter).spec == ():  # type: ignore[union-attr]

@@ -6,7 +6,11 @@ from typing import Any
 
 from torch import nn
 
-from torch_bridge.fsdp.consolidation import consolidate_sharded_model_checkpoints, consolidate_sharded_state_dicts
+from torch_bridge.fsdp.consolidation import (
+    consolidate_sharded_model_checkpoints,
+    consolidate_sharded_optimizer_states,
+    consolidate_sharded_state_dicts,
+)
 from torch_bridge.fsdp.wrapper import XlaFullyShardedDataParallel
 from torch_bridge.torch_xla.distributed.fsdp._checkpointed import Checkpointed
 
@@ -22,4 +26,10 @@ def checkpoint_module(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module
     return module
 
 
-__all__ = ["XlaFullyShardedDataParallel", "checkpoint_module", "consolidate_sharded_model_checkpoints", "consolidate_sharded_state_dicts"]
+__all__ = [
+    "XlaFullyShardedDataParallel",
+    "checkpoint_module",
+    "consolidate_sharded_model_checkpoints",
+    "consolidate_sharded_optimizer_states",
+    "consolidate_sharded_state_dicts",
+]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import math
 from collections import OrderedDict
@@ -55,6 +56,22 @@ class Mesh:
             raise ShardingError(f"mesh_shape {self.mesh_shape} holds {count} devices, device_ids has {len(self.device_ids)}")
         if sorted(self.device_ids.tolist()) != list(range(count)):
             raise ShardingError(f"device_ids must be each of 0 to {count - 1} once, got {self.device_ids.tolist()}")
+
+    @staticmethod
+    def from_str(text: str) -> Mesh | None:
+        """The mesh that `str(mesh)` wrote down; None for empty text. Raises `ShardingError` for other text."""
+        if not text:
+            return None
+        try:
+            told = ast.literal_eval(text)
+            return Mesh(np.array(told["device_ids"]), tuple(told["mesh_shape"]), told["axis_names"])
+        except (ValueError, SyntaxError, TypeError, KeyError) as error:
+            if isinstance(error, ShardingError):
+                raise
+            raise ShardingError(f"Mesh.from_str takes what str(mesh) gives, got {text!r}") from error
+
+    def __str__(self) -> str:
+        return str({"device_ids": self.device_ids.tolist(), "mesh_shape": self.mesh_shape, "axis_names": self.axis_names})
 
     def size(self) -> int:
         """Devices."""

@@ -91,6 +91,22 @@ class XLAShardedTensor(torch.Tensor):
         """Below `__torch_function__`, where only C++ arrives: on the tensors themselves."""
         return func(*tree_map_only(XLAShardedTensor, unwrap, args), **tree_map_only(XLAShardedTensor, unwrap, kwargs or {}))
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """For `torch.save`: the tensor itself, whole. A file knows nothing of devices, and loads without xla."""
+        return self.__dict__["global_tensor"].__reduce_ex__(protocol)
+
+    def tolist(self) -> Any:
+        """The values of the whole tensor."""
+        return self.__dict__["global_tensor"].tolist()
+
+    @property
+    def _storage(self) -> Any:
+        return self.__dict__["global_tensor"]._storage
+
+    @property
+    def _layout(self) -> Any:
+        return self.__dict__["global_tensor"]._layout
+
     @property
     def local_shards(self) -> list[XLAShard]:
         """What each device of this process holds, by device. Runs what is pending."""

@@ -1,0 +1,37 @@
+"""`XLAShardedTensor`s in files, and copies of them."""
+
+from __future__ import annotations
+
+import copy
+import pathlib
+
+import torch
+import torch_xla.core.xla_model as xm
+import torch_xla.distributed.spmd as xs
+
+from tests.torch_bridge.spmd.test_annotations import placed
+
+
+def test_files_have_whole_tensors(mesh: xs.Mesh, tmp_path: pathlib.Path) -> None:
+    """Shared ones once; they load on the CPU, also by what checks files first."""
+    host = torch.arange(64.0).view(8, 8)
+    marked = xs.mark_sharding(host.to("xla"), mesh, ("data", "model"))
+    torch.save({"a": marked, "b": marked.global_tensor}, tmp_path / "torch.pt")
+    xm.save({"a": marked, "b": marked.global_tensor}, tmp_path / "xm.pt")
+    for name in ("torch.pt", "xm.pt"):
+        found = torch.load(tmp_path / name, map_location="cpu", weights_only=True)
+        assert type(found["a"]) is torch.Tensor and torch.equal(found["a"], host) and torch.equal(found["b"], host)
+    back = torch.load(tmp_path / "torch.pt", map_location="xla", weights_only=True)["a"]
+    assert back.device.type == "xla" and torch.equal(back.cpu(), host)
+
+
+def test_copies_lie_as_the_original(mesh: xs.Mesh) -> None:
+    host = torch.arange(64.0).view(8, 8)
+    marked = xs.mark_sharding(host.to("xla"), mesh, ("data", None))
+    for made in (copy.deepcopy(marked), copy.deepcopy({"a": marked})["a"], marked.clone()):
+        assert isinstance(made, xs.XLAShardedTensor) and made.sharding_spec == marked.sharding_spec
+        assert made.global_tensor is not marked.global_tensor
+        with torch.no_grad():
+            made.add_(1)
+        assert placed(made.global_tensor) == (2, 8) and torch.equal(made.cpu(), host + 1)
+    assert torch.equal(marked.cpu(), host) and marked.tolist() == host.tolist()
