@@ -104,7 +104,7 @@ MISTAKES: list[tuple[str, tuple[str, ...], str]] = [
     (
         "mixtral",
         (f"{M}moe.dropless=True", f"{M}activation=geglu"),
-        "dropless=True needs model.activation to be silu or swiglu, got 'geglu'",
+        "model.activation must be silu or swiglu, got 'geglu'",
     ),
 ]
 
