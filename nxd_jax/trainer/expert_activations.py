@@ -31,7 +31,8 @@ def rows(experts: ExpertMLPsV2, tokens: int) -> int:
     if experts.drops_tokens(tokens):
         assert experts.capacity_factor is not None
         return experts.num_experts * capacity.expert_capacity(tokens, experts.top_k, experts.capacity_factor, experts.num_experts)
-    return tokens * experts.top_k * layer_groups.size(experts.moe_expert_model_parallel_group)
+    seen = 1 if experts.has_same_tokens() else layer_groups.size(experts.moe_expert_model_parallel_group)
+    return tokens * experts.top_k * seen
 
 
 def kept(model: torch.nn.Module, tokens: int, checkpoints: Any) -> Iterator[Kept]:

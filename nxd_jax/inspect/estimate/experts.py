@@ -91,13 +91,12 @@ def along_ep(m: Transformer, lay: Layout, count: int) -> list[Collective]:
 def along_tp(m: Transformer, lay: Layout, count: int) -> list[Collective]:
     """What tensor-parallel ranks send for `count` layers with experts (the rest of them included), all micro-batches."""
     n, again, values = count * lay.microbatches, lay.layer_recompute, lay.tokens * m.hidden
-    seen = rows(m, lay) * (1 if drops(m, lay) else lay.ep)  # without a capacity, rows of other ranks' experts are zero, and go along
     kind = "all-reduce" if lay.sp == 1 else "reduce-scatter"
     return [
         *collective("all-gather", ("tp",), lay.sp, n * (5 + 2 * again), values / lay.tp, lay.e),
         *collective(kind, ("tp",), lay.tp, n * (2 + again), values, lay.reduce_size),  # of attention
         *collective(kind, ("tp",), lay.tp, n, values, lay.e),
-        *collective("all-reduce", ("tp",), lay.tp, n, seen * m.hidden, lay.reduce_size),  # the rows' gradient
+        *collective("all-reduce", ("tp",), lay.tp, n, values, lay.reduce_size),  # the tokens' gradient
         *collective("all-reduce", ("tp",), lay.tp, n, lay.tokens * m.experts, lay.e),  # the weights' gradient
         *collective("all-reduce", ("tp",), lay.tp, 2 * n * bool(m.shared_experts), values, lay.reduce_size),  # of gate and up
     ]

@@ -22,6 +22,8 @@ _SUBMODULES = (
     "model_utils",
     "moe_config_validator",
     "moe_configs",
+    "moe_fused_tkg",
+    "moe_fused_tkg_mx",
     "moe_parallel_layers",
     "moe_process_group",
     "routing",

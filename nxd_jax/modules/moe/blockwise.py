@@ -13,6 +13,31 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from nxd_jax.modules.moe.blockwise_kernels import (
+    ExpertAffinityScaleMode,
+    SkipMode,
+    TorchBlockwiseTraining,
+    can_use_blockwise_matmul_nki,
+    check_blockwise_mm_kernel_compatibility,
+)
+from nxd_jax.modules.moe.moe_configs import BlockShardStrategy
+
+__all__ = [
+    "BlockShardStrategy",
+    "ExpertAffinityScaleMode",
+    "SkipMode",
+    "TorchBlockwiseTraining",
+    "allocate_token_blocks",
+    "block_count",
+    "can_use_blockwise_matmul_nki",
+    "check_blockwise_mm_kernel_compatibility",
+    "generate_local_expert_mask_with_redundancy",
+    "get_block_conditions",
+    "get_blockwise_expert_and_token_mapping",
+    "get_expert_affinities_masked",
+    "get_expert_mask",
+]
+
 
 def block_count(tokens: int, top_k: int, num_experts: int, block_size: int) -> int:
     """Blocks that hold all pairs whatever the routing: E - 1 experts may fill a block with one token each, and no routing needs more blocks than pairs."""

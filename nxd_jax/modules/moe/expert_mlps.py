@@ -61,6 +61,10 @@ class ExpertMLPs(ExpertMLPsV2):
         skip_dma_weight: bool = False,
         expert_distribution: Any = None,
         is_prefill: bool = True,
+        tkg_tensor_model_parallel_group: Any = None,
+        tkg_expert_model_parallel_group: Any = None,
+        cte_tensor_model_parallel_group: Any = None,
+        cte_expert_model_parallel_group: Any = None,
     ):
         experts = RoutedExpertsMLPOpsConfig(
             num_experts=num_experts,
@@ -107,5 +111,9 @@ class ExpertMLPs(ExpertMLPsV2):
             device=device,
             tensor_model_parallel_group=tensor_model_parallel_group,
             expert_model_parallel_group=expert_model_parallel_group,
+            tkg_tensor_model_parallel_group=tkg_tensor_model_parallel_group,
+            tkg_expert_model_parallel_group=tkg_expert_model_parallel_group,
+            cte_tensor_model_parallel_group=cte_tensor_model_parallel_group,
+            cte_expert_model_parallel_group=cte_expert_model_parallel_group,
             is_prefill=is_prefill,
         )

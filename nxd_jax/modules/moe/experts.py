@@ -91,26 +91,34 @@ class Experts(nn.Module):
             num_experts, intermediate_size, hidden_size, reduce_output=False, init_method=output_layer_init_method, **layer
         )
 
-    def forward(self, x: torch.Tensor, expert_indices: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, expert_indices: torch.Tensor | None = None, sum_gradient: bool = True) -> torch.Tensor:
         """[e, ..., hidden_size] -> [e, ..., hidden_size], partial sums; an x of [1, ..., hidden_size] goes to all experts.
 
-        e: the experts of this rank. expert_indices: [n] numbers among them; x is then [n, ..., hidden_size], for these experts.
+        e: the experts of this rank. expert_indices: [n] numbers among them; x is then [n, ..., hidden_size], for these experts. sum_gradient: x's gradient is
+        summed over the tensor parallel ranks; False leaves that to the caller, who may have fewer tokens than rows (`entering`).
         """
-        first = self.gate_up_proj if self.glu_mlp else self.up_proj
-        return self.down_proj(self._activated(first(x, expert_indices)), expert_indices)
+        return self.down_proj(self._activated(self._first(x, expert_indices, sum_gradient)), expert_indices)
 
-    def rows(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    def rows(self, x: torch.Tensor, ends: torch.Tensor, sum_gradient: bool = True) -> torch.Tensor:
         """[m, hidden_size], sorted by this rank's experts, -> [m, hidden_size], partial sums.
 
         ends: [e] integers, where each expert's rows end. Rows behind the last end belong to nobody: they give zeros and cost nothing in the products.
+        sum_gradient: as in `forward`.
         """
         if self._is_usual() and x.device.type != "cpu":
-            return self._at_once(x, ends)
-        first = self.gate_up_proj if self.glu_mlp else self.up_proj
-        return self.down_proj.rows(self._activated(first.rows(x, ends)), ends)
+            return self._at_once(self.entering(x) if sum_gradient else x, ends)
+        return self.down_proj.rows(self._activated(self._first.rows(x, ends, sum_gradient)), ends)
+
+    def entering(self, x: torch.Tensor, group: Any = None) -> torch.Tensor:
+        """x as it is, whose gradient is summed over the tensor parallel ranks, or those of another group."""
+        return self._first.entering(x, group)
+
+    @property
+    def _first(self) -> ExpertFusedColumnParallelLinear:
+        return self.gate_up_proj if self.glu_mlp else self.up_proj
 
     def _at_once(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        x, gate_up, down = cast_if_autocast_enabled(self.gate_up_proj.entering(x), self.gate_up_proj.weight, self.down_proj.weight)
+        x, gate_up, down = cast_if_autocast_enabled(x, self.gate_up_proj.weight, self.down_proj.weight)
         with without_autocast():
             return grouped_mlp(x, gate_up, down, ends, self.hidden_act, max(1, x.shape[0] // self.num_experts))
 

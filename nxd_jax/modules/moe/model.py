@@ -6,6 +6,8 @@ How the parts of a layer are joined over tensor-parallel ranks, each of which ha
     affinities   the same on all ranks; each has its share of their gradient, and the shares are summed
     result       partial sums of routed and shared experts, reduced once: to all ranks, or with sequence parallelism to each rank's part
 
+Expert-parallel ranks may be among these ranks, as in inference: then they have the same tokens, and each computes its own experts of them.
+
 Legend: S sequence, B batch, T = S * B tokens, H hidden, E experts, k experts of a token.
 """
 
@@ -15,8 +17,9 @@ from typing import Any
 
 import torch
 
-from nxd_jax.modules.moe import token_shuffling
+from nxd_jax.modules.moe import expert_ranks, token_shuffling
 from nxd_jax.modules.moe.expert_load import ExpertLoad
+from nxd_jax.modules.moe.moe_configs import MoEFusedTKGConfig as MoEFusedTKGConfig  # scripts import it from here, too
 from nxd_jax.tensor_parallel import layer_groups, regions, shuffle_groups
 
 
@@ -31,7 +34,8 @@ class MoE(torch.nn.Module):
     sequence_parallel_enabled, sequence_dimension: the input is this rank's part of that dim (0 if None). Without it, sequence_dimension says which dim is
     the sequence (1 if None): where that has one entry in eval mode, tokens are being generated, and none is dropped.
     token_shuffle_group_size, token_shuffle_seed: mix the tokens of that many data-parallel ranks first (`token_shuffling`).
-    tensor_model_parallel_group: the ranks that share out each expert; default the tensor-parallel group.
+    tensor_model_parallel_group: the ranks that share out each expert; default the tensor-parallel group. Expert-parallel ranks that have the same tokens
+    belong to it as well (NxD then takes all ranks of the world).
     init_tkg_module, tkg_config: NxD's fused kernel for decoding. Its arguments are accepted; tokens are decoded by the same program.
 
     The order in which tokens are flattened decides whose are dropped: (s, b) if the sequence comes first, else (b, s).
@@ -39,7 +43,8 @@ class MoE(torch.nn.Module):
     Attribute `load` is None, or the `ExpertLoad` that counts tokens by expert (`load.track`).
 
     Raises ValueError for a router and experts that differ in hidden_size, num_experts or top_k, for a router with sequence parallelism in a layer without,
-    or along another dim; RuntimeError for a token shuffle group that does not divide the data-parallel ranks.
+    or along another dim, and for experts that are shared out among other ranks than the layer's; RuntimeError for a token shuffle group that does not divide
+    the data-parallel ranks.
     """
 
     def __init__(
@@ -74,6 +79,7 @@ class MoE(torch.nn.Module):
         self.token_shuffle_group_size = token_shuffle_group_size
         self.token_shuffle_seed = token_shuffle_seed
         self.tensor_parallel_group = layer_groups.of_layer(tensor_model_parallel_group)
+        self._agree_on_groups()
         self.tkg_config = tkg_config
         self.is_test = False
         self.load: ExpertLoad | None = None
@@ -115,6 +121,14 @@ class MoE(torch.nn.Module):
         if residual is not None:
             found.append(residual)
         return tuple(found)
+
+    def _agree_on_groups(self) -> None:
+        """The experts learn which ranks are summed over. Experts that are not ours, and do not ask, know by themselves."""
+        if hasattr(self.expert_mlps, "summed_over"):
+            self.expert_mlps.summed_over(self.tensor_parallel_group)
+        shared_by = getattr(self.shared_experts, "shared_by", None)
+        if shared_by is not None:
+            expert_ranks.check_equal(self.tensor_parallel_group, shared_by)
 
     def _routed(self, x: torch.Tensor, padding_mask: torch.Tensor | None, speculative: bool) -> tuple[torch.Tensor, ...]:
         """(logits, chosen experts, output as x lies)."""

@@ -27,6 +27,10 @@ DEFAULT_SKIP_MODE = (False, False)
 """Whether Neuron's kernel skips loads of tokens and of weights; without effect here."""
 DEFAULT_LNC_SIZE = 1
 """Physical cores of a logical one; without effect here."""
+DEFAULT_PADDING_VALUE = -1
+"""In maps of blocks: places without a token."""
+DEFAULT_HIDDEN_ACT_SCALING_FACTOR = 1.702
+"""The factor in the gate of gpt-oss, the only one that Neuron's SWIGLU kernel knows."""
 
 
 def activation(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -68,3 +72,14 @@ class ACTFunc(_Named):
     SIGMOID = "sigmoid"
     SILU = "silu"
     TANH = "tanh"
+
+
+_KERNEL_IDS = {(ACTFunc.SILU, GLUType.GLU): 0, (ACTFunc.SIGMOID, GLUType.SWIGLU): 3}
+
+
+def get_kernel_activation_func_id(act_fn: ACTFunc, glu_type: GLUType) -> int:
+    """The number of an activation in Neuron's blockwise kernel. Raises ValueError for gates that it does not know; layers here take all of them."""
+    if (act_fn, glu_type) not in _KERNEL_IDS:
+        known = ", ".join(f"{act.name} for {glu.name}" for act, glu in _KERNEL_IDS)
+        raise ValueError(f"Neuron's blockwise kernel knows {known}, not {act_fn} for {glu_type}")
+    return _KERNEL_IDS[act_fn, glu_type]

@@ -212,22 +212,26 @@ class ExpertFusedColumnParallelLinear(ExpertFusedLinear, ColumnParallelLinear):
         self.weight_partition_dim = 2
         self.bias_shape = (self._n_local_experts, self.output_size_per_partition) if self.add_bias else None
 
-    def forward(self, input: torch.Tensor, expert_indices: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, input: torch.Tensor, expert_indices: torch.Tensor | None = None, sum_gradient: bool = True) -> torch.Tensor:
         """[e, ..., input_size] -> [e, ..., output_size / tp]; an input [1, ..., input_size] goes to all experts.
 
-        expert_indices: [n] numbers among this rank's experts; the input is then [n, ..., input_size], for these experts.
+        expert_indices: [n] numbers among this rank's experts; the input is then [n, ..., input_size], for these experts. sum_gradient: the input's gradient is
+        summed over the tensor parallel ranks; False leaves that to the caller (`entering`).
         """
-        out = self._product(input, expert_indices, self.async_tensor_model_parallel_allreduce)
+        out = self._product(input, expert_indices, sum_gradient and self.async_tensor_model_parallel_allreduce)
         return out if self.bias is None else out + _beside(self._chosen(self.bias, expert_indices), out)
 
-    def rows(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        """[m, input_size], sorted by expert, -> [m, output_size / tp]. ends: [e] where each expert's rows end; rows behind the last end give zeros."""
-        return self._grouped(self.entering(x), ends, self.bias)
+    def rows(self, x: torch.Tensor, ends: torch.Tensor, sum_gradient: bool = True) -> torch.Tensor:
+        """[m, input_size], sorted by expert, -> [m, output_size / tp]. ends: [e] where each expert's rows end; rows behind the last end give zeros.
 
-    def entering(self, x: torch.Tensor) -> torch.Tensor:
-        """Rows as they are, whose gradient is summed over the tensor parallel ranks."""
+        sum_gradient: as in `forward`.
+        """
+        return self._grouped(self.entering(x) if sum_gradient else x, ends, self.bias)
+
+    def entering(self, x: torch.Tensor, group: GroupLike = None) -> torch.Tensor:
+        """x as it is, whose gradient is summed over the tensor parallel ranks, or those of another group."""
         summed = functools.partial(_reduced, dtype=self.reduce_dtype)
-        return regions.region(x, self.tensor_parallel_group, regions.same, summed)
+        return regions.region(x, self.tensor_parallel_group if group is None else group, regions.same, summed)
 
 
 class ExpertFusedRowParallelLinear(ExpertFusedLinear, RowParallelLinear):

@@ -96,9 +96,9 @@ class SharedExperts(torch.nn.Module):
         self.fused_gate_up_projection = fused_gate_up_projection
         self.sequence_parallel_enabled = sequence_parallel_enabled
         self.transpose_weights = transpose_weights
-        self._shared_by = layer_groups.of_layer(tensor_model_parallel_group)
+        self.shared_by = layer_groups.of_layer(tensor_model_parallel_group)
         self.tensor_parallel_group = (
-            layer_groups.Members([[r] for r in range(world.size())]) if sequence_parallel_enabled else self._shared_by
+            layer_groups.Members([[r] for r in range(world.size())]) if sequence_parallel_enabled else self.shared_by
         )
         self._make_layers(intermediate_size * num_shared_experts)
 
@@ -146,7 +146,7 @@ class SharedExperts(torch.nn.Module):
         return weight.t() if self.transpose_weights else weight
 
     def _part(self, weight: torch.Tensor, dim: int) -> torch.Tensor:
-        return regions.scatter(weight, dim, self._shared_by)
+        return regions.scatter(weight, dim, self.shared_by)
 
     def preshard_hook(self, model_state_dict: dict[str, Any], prefix: str) -> None:
         """With `transpose_weights`, turn the weights of a full checkpoint, which lie as [out, in]. prefix: "<name of this module>.weight"."""

@@ -88,6 +88,22 @@ def test_rows_are_what_arithmetic_predicts(layout: Layout) -> None:
         assert sorted(map(sorted, step.groups(ep_axes(step)))) == sorted(parallel_groups.lists("ep"))
 
 
+@pytest.mark.parametrize("factor", [None, 1.0])
+def test_tensor_parallel_ranks_sum_gradients_of_tokens(factor: float | None) -> None:
+    """Not of rows, of which there are k for each token (and ep times as many without a capacity). Forward, results are summed once."""
+    layout = Layout(4, tp=2, ep=2, k=2, factor=factor)
+    tokens = layout.rows * SEQUENCE
+    with nxd_jax.abstract_run(layout.ranks):
+        sums = step_of(layout).collectives.where(kind="all-reduce", axes=("tp",))
+        found = {(c.phase, c.bytes // c.count): c.count for c in sums if ".mlp" in c.module}
+        # of the layer's output; of the tokens and of the affinities
+        assert found == {
+            ("forward", tokens * HIDDEN * 4): LAYERS,
+            ("backward", tokens * HIDDEN * 4): LAYERS,
+            ("backward", tokens * EXPERTS * 4): LAYERS,
+        }
+
+
 def gradient_bytes(layout: Layout) -> tuple[int, int]:
     """Of experts, and of all else, on one rank."""
     experts = LAYERS * EXPERTS // layout.ep * 3 * HIDDEN * INNER // layout.tp * 4

@@ -222,6 +222,21 @@ def test_which_modes_drop() -> None:
     assert make(2, 2.0).capacity_factor is None and make(2, 1.5).capacity_factor == 1.5
 
 
+def test_paths_by_name() -> None:
+    """NxD's four: three that drop nothing, and the one with a capacity, whatever the mode."""
+    mlps = make(2, 1.0, normalize_top_k_affinities=True)
+    x, affinities, index, grad = data(2)
+    whole = expected(weights_of(mlps), Rule(normalize=True), x, affinities, index, grad)[0]
+    dropped = expected(weights_of(mlps), Rule(slots(2, 1.0, 11), normalize=True), x, affinities, index, grad)[0]
+    for training in (True, False):
+        mlps.train(training)
+        for path in (mlps.forward_all_experts, mlps.forward_blockwise, mlps.forward_selective_loading):
+            torch.testing.assert_close(path(x, affinities, index), whole, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(mlps.forward_capacity_factor(x, affinities, index), dropped, rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match="capacity_factor=None gives these experts no capacity: .* or call forward_blockwise"):
+        make(2).forward_capacity_factor(x, affinities, index)
+
+
 @pytest.mark.parametrize("tokens", [1, 3, 12])
 def test_generating_one_token_drops_none(tokens: int) -> None:
     mlps = make(1, 0.5).eval()
@@ -279,8 +294,8 @@ def test_products_are_those_of_routed_tokens(monkeypatch: pytest.MonkeyPatch, fa
     mlps = make(2, factor)
     seen = []
     rows, forward = mlps.mlp_op.rows, mlps.mlp_op.forward
-    monkeypatch.setattr(mlps.mlp_op, "rows", lambda x, ends: seen.append(x.shape[0]) or rows(x, ends))
-    monkeypatch.setattr(mlps.mlp_op, "forward", lambda x: seen.append(x.shape[0] * x.shape[1]) or forward(x))
+    monkeypatch.setattr(mlps.mlp_op, "rows", lambda x, ends, **kw: seen.append(x.shape[0]) or rows(x, ends, **kw))
+    monkeypatch.setattr(mlps.mlp_op, "forward", lambda x, **kw: seen.append(x.shape[0] * x.shape[1]) or forward(x, **kw))
     run(mlps, *data(2, 16))
     assert seen == [E * capacity.expert_capacity(16, 2, 1.25, E)] if factor else [16 * 2]
 
@@ -329,11 +344,6 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: ExpertMLPsV2(config(), enabled_hybrid_sharding=True),
         NotImplementedError,
         "enabled_hybrid_sharding=True would keep the experts twice, .* leave it False",
-    ),
-    "two groups": (
-        lambda: ExpertMLPsV2(config(), cte_tensor_model_parallel_group=object(), tkg_tensor_model_parallel_group=object()),
-        NotImplementedError,
-        "one tensor_model_parallel_group serves prefill and decode here; the groups that were given for them differ",
     ),
     "shapes": (
         lambda: make(2)(torch.ones(3, 9), torch.ones(3, 5), torch.zeros(2, 2, dtype=torch.long), 3, padding_mask=torch.ones(2, 2)),

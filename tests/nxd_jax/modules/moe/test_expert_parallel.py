@@ -177,9 +177,13 @@ def test_options(nxd: Nxd, option: str, factor: Any) -> None:
 
 @pytest.mark.parametrize("mode", ["one token each", "many tokens"])
 def test_eval(nxd: Nxd, mode: str) -> None:
-    """One token per sequence drops none, with a capacity too; NxD refuses to generate with few tokens and expert parallelism."""
+    """A layer that sums over tensor parallel ranks has tokens of its own on each expert parallel rank, in eval mode, too, as in validation.
+
+    One token per sequence drops none, with a capacity too; NxD refuses to generate with few tokens and expert parallelism.
+    """
     nxd(RANKS, tp=1, ep=2)
     mlps = make(1, 1.0).to("xla").eval()
+    mlps.summed_over(parallel_groups.group("tp"))
     seq_len, factor = (1, None) if mode == "one token each" else (3, 1.0)
     check(mlps, Data(1, 3, "one"), rule_of(1, factor, 3), seq_len=seq_len)
 
