@@ -102,7 +102,7 @@ def make_ours(numbers: Numbers) -> tuple[Step, Callable[[Any], float], Callable[
         torch_xla.sync()
         return loss
 
-    return dispatch, lambda loss: float(loss), lambda: metrics.COUNTERS.get("UncachedCompile", 0)
+    return dispatch, lambda loss: loss.item(), lambda: metrics.COUNTERS.get("UncachedCompile", 0)
 
 
 # -- JAX -----------------------------------------------------------------------------------------------

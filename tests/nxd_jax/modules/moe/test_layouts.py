@@ -7,8 +7,14 @@ import pytest
 from tests.nxd_jax.conftest import Nxd
 from tests.nxd_jax.modules.moe.training import Layout, agree, train, train_alone
 
-LAYOUTS = [
+KEPT = [
     Layout(8, tp=2, ep=2, factor=1.0, sequence_parallel=True, zero1=True),
+    Layout(4, pp=2, ep=2, microbatches=2, rows=1),
+    Layout(2, shuffle=2, zero1=True, aux=0.0),
+    Layout(4, cp=2, ep=2),
+]
+"""Unlike each other, and cheap: CI runs them."""
+LAYOUTS = [
     Layout(8, tp=2, ep=2, pp=2, microbatches=2, sequence_parallel=True, router_sp=True, zero1=True, rows=1),
     Layout(4, ep=4, zero1=True, shared=True, router="group"),
     Layout(8, tp=2, factor=1.0, checkpoint=True),
@@ -35,8 +41,7 @@ LAYOUTS = [
 
 
 @pytest.mark.core(keep=0)
-@pytest.mark.thorough(keep=1)
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("layout", [*KEPT, *(pytest.param(layout, marks=pytest.mark.thorough) for layout in LAYOUTS)], ids=str)
 def test_training(nxd: Nxd, layout: Layout) -> None:
     nxd(1)
     wanted = train_alone(layout)

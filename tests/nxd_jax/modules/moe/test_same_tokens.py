@@ -61,7 +61,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.thorough(keep=6)
+@pytest.mark.thorough(keep=4)
 @pytest.mark.core(keep=2)
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("tokens", [7, 1])
@@ -86,7 +86,7 @@ def test_a_layer_equals_one_rank(nxd: Nxd, ep: int, tokens: int, option: str) ->
     close(out, wanted)
 
 
-@pytest.mark.thorough(keep=3)
+@pytest.mark.thorough(keep=2)
 @pytest.mark.core(keep=0)
 @pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize("option", ["plain", "early", "capacity"])
@@ -121,7 +121,7 @@ def test_gradients(nxd: Nxd, ep: int, option: str, sequence: bool) -> None:
 
 
 @pytest.mark.core(keep=1)
-@pytest.mark.thorough(keep=4)
+@pytest.mark.thorough(keep=3)
 @pytest.mark.parametrize("factor", [None, 1.0])
 @pytest.mark.parametrize(("tp", "ep"), [(1, 2), (2, 2), (1, 4)])
 @pytest.mark.parametrize("seq_len", [11, 1])
