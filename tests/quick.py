@@ -7,6 +7,7 @@ what they fuse in ways that depend on what is beside it: two programs of the sam
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -28,7 +29,7 @@ def compiling(older_emitters: bool = False) -> Iterator[None]:
         made.env_option_overrides += [(EMITTERS, False)]
         return made
 
-    if older_emitters:
+    if older_emitters and has_older_emitters():
         compiler.get_compile_options = quick
     jax.config.update(VARIABLE.lower(), True)
     try:
@@ -38,9 +39,19 @@ def compiling(older_emitters: bool = False) -> Iterator[None]:
         jax.config.update(VARIABLE.lower(), before)
 
 
+@functools.cache
+def has_older_emitters() -> bool:
+    """Whether this XLA has them and the option (jaxlib 0.11 has neither)."""
+    from torch_bridge import _compat
+
+    return _compat.knows_options({EMITTERS: False})
+
+
 def environment() -> dict[str, str]:
     """The variables of a process that is to compile so; none if this one was told how to (`JAX_DISABLE_MOST_OPTIMIZATIONS=0 make test`)."""
     if VARIABLE in os.environ:
         return {}
+    if not has_older_emitters():
+        return {VARIABLE: "1"}
     flags = f"{os.environ.get('XLA_FLAGS', '')} --{EMITTERS}=false".strip()
     return {VARIABLE: "1", "XLA_FLAGS": flags}

@@ -156,7 +156,7 @@ def test_a_wrong_gradient_fails_at_its_own_ids(run: Run, monkeypatch: pytest.Mon
 
 
 def test_a_quick_file_compiles_with_the_older_emitters(sizes: list[int]) -> None:
-    """An option that this version of XLA does not know would leave each check to run alone, and other tests of quick files to fail."""
+    """An option that this version of XLA does not know would leave each check to run alone, and other tests of quick files to fail: then there is none."""
     programs = [batches.Program(name, jax.jit(getattr(jnp, name)), jnp.arange(3.0)) for name in ("sin", "cos")]
     with quick.compiling():
         found = batches.run_together(programs)
