@@ -95,13 +95,13 @@ def test_tensor_parallel_ranks_sum_gradients_of_tokens(factor: float | None) -> 
     tokens = layout.rows * SEQUENCE
     with nxd_jax.abstract_run(layout.ranks):
         sums = step_of(layout).collectives.where(kind="all-reduce", axes=("tp",))
-        found = {(c.phase, c.bytes // c.count): c.count for c in sums if ".mlp" in c.module}
-        # of the layer's output; of the tokens and of the affinities
-        assert found == {
-            ("forward", tokens * HIDDEN * 4): LAYERS,
-            ("backward", tokens * HIDDEN * 4): LAYERS,
-            ("backward", tokens * EXPERTS * 4): LAYERS,
-        }
+        found: Counter[str] = Counter()
+        for c in sums:
+            if ".mlp" in c.module or not c.module:  # a backward pass in bulk has no module; that of other layers has theirs
+                found[c.phase] += c.bytes
+        found.pop("outside", None)  # norms
+        output, affinities = tokens * HIDDEN * 4, tokens * EXPERTS * 4
+        assert found == {"forward": LAYERS * output, "backward": LAYERS * (output + affinities)}
 
 
 def gradient_bytes(layout: Layout) -> tuple[int, int]:
