@@ -11,6 +11,7 @@
 | `building` | from a folder to traced programs with weights |
 | `decoder`, `attention`, `flash_decoding`, `mixture`, `gpt2`, `step`, `kv_cache`, `token_choice` | the model of one rank |
 | `command`, `printing` | `nxd-generate` |
+| `evaluate` | `nxdt-evaluate` |
 
 Not part of the original, whose examples/inference has most of these names in files beside its scripts.
 """

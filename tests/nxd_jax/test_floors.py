@@ -73,8 +73,8 @@ def test_there_are_no_circles() -> None:
 def test_imports_by_name_can_be_read() -> None:
     """But those that take a name from elsewhere: Lightning's other one, a user's module of metrics, what `--import` names, classes that a YAML file names."""
     assert floors.unread("nxd_jax", floors.read(PACKAGE)) == [
+        "inference.evaluate",
         "lightning._one_lightning",
-        "training.evaluation.command",
         "training.own_code",
         "training.registry",
     ]

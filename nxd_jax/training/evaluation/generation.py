@@ -1,6 +1,7 @@
 """Answers of a model, token by token.
 
-Each token takes a forward pass over the text so far, in a buffer that grows by doubling: a program for each size, and no cache of keys and values.
+Of a model as it is trained: each token takes a forward pass over the text so far, in a buffer that grows by doubling, a program for each size, and there is
+no cache of keys and values. (`nxdt-evaluate` answers with `nxd_jax.inference`.)
 """
 
 from __future__ import annotations
@@ -34,9 +35,14 @@ class Choosing:
                 f"temperature={self.temperature}, top_k={self.top_k}, top_p={self.top_p}: temperature and top_k are at least 0, top_p is above 0 and at most 1"
             )
 
+    @property
+    def likeliest(self) -> bool:
+        """Whether nothing is drawn."""
+        return not self.sample or self.temperature == 0 or self.top_k == 1
+
     def __call__(self, logits: torch.Tensor, source: torch.Generator) -> torch.Tensor:
         """The next tokens [rows] of logits [rows, vocabulary] on the CPU."""
-        if not self.sample or self.temperature == 0 or self.top_k == 1:
+        if self.likeliest:
             return logits.argmax(-1)
         logits = logits.float() / self.temperature
         if self.top_k:

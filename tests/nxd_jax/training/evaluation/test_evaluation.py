@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from nxd_jax.training.evaluation import MetricFactory, command, generation, prompts
+from nxd_jax.inference import evaluate as command
+from nxd_jax.training.evaluation import MetricFactory, generation, prompts
 from tests.nxd_jax.training import yaml_runs
 from tests.nxd_jax.training.data import corpus
 
@@ -61,9 +62,8 @@ def run(folder: Path, *more: str) -> Any:
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-def test_answers_are_those_of_transformers(tp: int, folder: Path, nxd: Any, tmp_path: Path) -> None:
-    """Past the first buffer of 64 tokens, in batches whose rows have other lengths."""
-    nxd(tp, tp=tp)
+def test_answers_are_those_of_transformers(tp: int, folder: Path, tmp_path: Path) -> None:
+    """In batches whose rows have other lengths."""
     found = run(
         folder, "--tp_degree", str(tp), "--batch_size", "2", "--log_path", str(tmp_path / "log.json"), "--metric", "ROUGE,EXACT_MATCH"
     )
@@ -87,8 +87,7 @@ def test_metrics() -> None:
         MetricFactory.get_metric("BLEU")
 
 
-def test_a_metric_of_yours(folder: Path, nxd: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    nxd(1)
+def test_a_metric_of_yours(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "own_metrics.py").write_text(
         "from nxd_jax.training.evaluation import MetricFactory\n"
         "class Count:\n"
@@ -138,11 +137,16 @@ def test_sampling() -> None:
         (["--model_path", "nowhere"], "nowhere is no Hugging Face model: there is no config.json"),
         (["--data_dir", "none.jsonl"], "--data_dir: there is no file or folder none.jsonl"),
         (["--metric", "BLEU"], "BLEU is not a registered metric"),
+        (
+            ["--sequence_length", "200", "--max_input_length", "150", "--prompt_template", "a" * 140],
+            "the prompt of row 0 has 141 tokens, and the model knows 128 positions",
+        ),
         (["--max_input_length", "3"], "the prompt of row 0 has 7 tokens, and 3 fit"),
     ],
 )
 def test_mistakes(words: list[str], text: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    given = {"--model_path": str(folder), "--data_dir": str(folder / "rows.jsonl"), "--tokenizer_path": str(folder)} | dict([tuple(words)])  # type: ignore[list-item]
+    given = {"--model_path": str(folder), "--data_dir": str(folder / "rows.jsonl"), "--tokenizer_path": str(folder)}
+    given |= dict(zip(words[::2], words[1::2], strict=True))
     assert command.main([w for pair in given.items() for w in pair]) == 2
     assert f"nxdt-evaluate: {text}" in capsys.readouterr().err
 
@@ -153,7 +157,7 @@ def test_the_command(folder: Path) -> None:
     environment = {k: v for k, v in os.environ.items() if k not in ("WORLD_SIZE", "RANK", "NEURON_RT_NUM_CORES", "JAX_NUM_CPU_DEVICES")}
     words = ["--model_path", str(folder), "--data_dir", str(folder / "rows.jsonl"), "--sequence_length", "12", "--tp_degree", "2"]
     done = subprocess.run(
-        [sys.executable, "-m", "nxd_jax.training.evaluation.command", *words, "--metric", "EXACT_MATCH"],
+        [sys.executable, "-m", "nxd_jax.inference.evaluate", *words, "--metric", "EXACT_MATCH"],
         env=environment | {"PYTHONPATH": path},
         capture_output=True,
         text=True,

@@ -4,7 +4,8 @@
     nxdt-evaluate --model_path finetuned --data_dir test.jsonl --metric ROUGE,EXACT_MATCH --tp_degree 8 --log_path answers.json \\
         --prompt_template 'Summarize:\\n{{dialogue}}\\nSummary:' --label_template '{{summary}}'
 
-The flags are those of the original's evaluate.py. --model_path is a Hugging Face folder: nxdt-convert --convert_to_full_state makes one of a checkpoint.
+The flags are those of the original's evaluate.py. Models are those of nxd-generate, with a KV cache. --model_path is a Hugging Face folder:
+nxdt-convert --convert_to_full_state makes one of a checkpoint.
 """
 
 from __future__ import annotations
@@ -65,36 +66,34 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """The `nxdt-evaluate` command; returns its status."""
     if argv is None:
-        interpreter.use("nxdt-evaluate", "nxd_jax.training.evaluation.command")
+        interpreter.use("nxdt-evaluate", "nxd_jax.inference.evaluate")
     args = parser().parse_args(argv)
-    if argv is None and not os.environ.get("WORLD_SIZE"):
-        from nxd_jax import run
-
-        os.environ.update({name: value for name, value in run.hosting(args.tp_degree, "nxdt-evaluate").items() if name not in os.environ})
     try:
         sys.stdout.write(f"{json.dumps(evaluate(args), indent=1)}\n")
-    except (OSError, ValueError, ModuleNotFoundError) as error:
-        sys.stderr.write(f"nxdt-evaluate: {error}\n")
+    except (OSError, ValueError, KeyError, ModuleNotFoundError) as error:
+        sys.stderr.write(f"nxdt-evaluate: {error.args[0] if isinstance(error, KeyError) else error}\n")
         return 2
     return 0
 
 
 def evaluate(args: Any) -> dict[str, Any]:
     """The metrics by name; writes `log_path`. args: of `parser`."""
+    from nxd_jax.inference import building
     from nxd_jax.training.data import tokenizing
-    from nxd_jax.training.evaluation import generation, models, prompts
+    from nxd_jax.training.evaluation import prompts
+    from nxd_jax.training.evaluation.generation import Choosing
     from nxd_jax.training.evaluation.metrics import MetricFactory
 
     if args.metrics_module:
         sys.path.insert(0, os.getcwd())
         importlib.import_module(args.metrics_module)
     metrics = {name: MetricFactory.get_metric(name) for name in args.metric.split(",")}
-    choosing = generation.Choosing(args.do_sample, args.temperature, args.top_k, args.top_p)
+    choosing = Choosing(args.do_sample, args.temperature, args.top_k, args.top_p)
     questions = prompts.read(args.data_dir, args.prompt_template, args.label_template)
+    config = building.read_config(Path(args.model_path))
     tokenizer = tokenizing.load_tokenizer(args.tokenizer_path or args.model_path, "--tokenizer_path")
-    ids = _ids(tokenizer, [q.prompt for q in questions], args)
-    model = models.load(Path(args.model_path), args.tp_degree)
-    answers = _answers(model, ids, tokenizer, choosing, args)
+    ids = _ids(tokenizer, [q.prompt for q in questions], args, getattr(config, "max_position_embeddings", None) or sys.maxsize)
+    answers = _answers(config, ids, tokenizer, None if choosing.likeliest else choosing, args)
     for question, answer in zip(questions, answers, strict=True):
         for metric in metrics.values():
             metric.update(answer, question.label)
@@ -104,7 +103,7 @@ def evaluate(args: Any) -> dict[str, Any]:
     return {name: metric.compute() for name, metric in metrics.items()}
 
 
-def _ids(tokenizer: Any, texts: list[str], args: Any) -> list[list[int]]:
+def _ids(tokenizer: Any, texts: list[str], args: Any, positions: int) -> list[list[int]]:
     from nxd_jax.training.data import tokenizing
 
     most = min(args.max_input_length, args.sequence_length - 1)
@@ -115,22 +114,46 @@ def _ids(tokenizer: Any, texts: list[str], args: Any) -> list[list[int]]:
             raise ValueError(
                 f"the prompt of row {number} has {len(ids)} tokens, and {most} fit: raise --max_input_length and --sequence_length, or shorten it"
             )
+        if len(ids) >= positions:
+            raise ValueError(f"the prompt of row {number} has {len(ids)} tokens, and the model knows {positions} positions: shorten it")
         found.append(ids)
     return found
 
 
-def _answers(model: Any, ids: list[list[int]], tokenizer: Any, choosing: Any, args: Any) -> list[str]:
+def _answers(config: Any, ids: list[list[int]], tokenizer: Any, choosing: Any, args: Any) -> list[str]:
+    """choosing: None for the likeliest tokens."""
     from nxd_jax import _progress
-    from nxd_jax.training.evaluation import generation
+    from nxd_jax.inference import generation
 
+    model = _model(config, max(map(len, ids), default=1), choosing is None, args)
     end = [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []
     found: list[str] = []
     for first in _progress.bar(range(0, len(ids), args.batch_size), "answering", 2):
         batch = ids[first : first + args.batch_size]
-        filled = [*batch, *[batch[-1]] * (args.batch_size - len(batch))]  # one program for all batches
-        answers = generation.generate(model, filled, args.sequence_length, end, choosing, args.seed + first)[: len(batch)]
+        answers = generation.generate(model, batch, end=end, choosing=choosing, seed=args.seed + first)
         found += [tokenizer.decode(answer, skip_special_tokens=True) for answer in answers]
     return found
+
+
+def _model(config: Any, longest: int, greedy: bool, args: Any) -> Any:
+    """The model of a folder on its devices, with a KV cache of `--sequence_length` (at most the positions that it knows) for each of `--batch_size` texts."""
+    from nxd_jax.inference import building
+    from nxd_jax.inference.buckets import power_above
+    from nxd_jax.inference.config import InferenceConfig
+    from nxd_jax.inference.language_model import About, LanguageModel
+    from nxd_jax.training.converters import sources
+
+    length = min(args.sequence_length, getattr(config, "max_position_embeddings", None) or args.sequence_length)
+    options = InferenceConfig(
+        tp_degree=args.tp_degree,
+        batch_size=args.batch_size,
+        seq_len=length,
+        max_context_length=min(power_above(longest), length),
+        on_device_sampling=greedy,
+    )
+    source = sources.open_source(Path(args.model_path), "model", trust=False)
+    made = building.build(config, options, {name: source.read(name) for name in source.shapes})
+    return LanguageModel(made, options, About(config.model_type, config.vocab_size, ()))
 
 
 if __name__ == "__main__":
