@@ -237,6 +237,7 @@ PROCESSES: tuple[str, ...] = (
     "nxd_jax/checkpoint/test_savers.py::test_retention_leaves_what_another_process_is_saving",
     "nxd_jax/inference/test_command.py::test_the_command_starts",
     "nxd_jax/inference/test_example.py",
+    "nxd_jax/inference/test_model_files.py::test_experts_on_one_device",
     "nxd_jax/inference/test_model_files.py::test_in_another_process",
     "nxd_jax/inference/test_torchrun.py",
     "nxd_jax/inspect/test_command.py",

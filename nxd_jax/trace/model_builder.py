@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from nxd_jax.tensor_parallel import kv_groups
 from nxd_jax.trace import cuts, functions
 from nxd_jax.trace.parallel_context import NxDParallelState
 from nxd_jax.trace.spmd import NxDModel, NxDModelExecutor
@@ -49,7 +50,8 @@ class ModelBuilder:
 
     router: accepted (calls are routed by shapes). tp_degree, pp_degree, ep_degree: parallel sizes; world_size: default their product. checkpoint_loader: gives
     the full state dict. local_ranks_size, start_rank_id: this process hosts all ranks. compiler_workdir: older programs in it go. init_custom_process_group_fn:
-    called with parallel state set up. logical_nc_config, num_cores_per_group, master_proc_env_vars, debug, weights_to_skip_layout_optimization,
+    called with parallel state set up. num_cores_per_group: neighbouring ranks that share a K/V head (`parallel_state.initialize_kv_group`),
+    if it is more than 1. logical_nc_config, master_proc_env_vars, debug, weights_to_skip_layout_optimization,
     compiler_flag_hook: accepted.
 
     Raises ValueError for a world_size without local_ranks_size.
@@ -86,6 +88,7 @@ class ModelBuilder:
         self.start_rank_id = start_rank_id
         self.compiler_workdir = Path(compiler_workdir) if compiler_workdir is not None else Path(tempfile.gettempdir()) / "nxd_model"
         self.init_custom_process_group_fn = init_custom_process_group_fn
+        self.num_cores_per_group = num_cores_per_group
         self.debug = debug
         self.model_collection: dict[str, tuple[BaseModelInstance, list[Any], Any]] = {}
         if self.compiler_workdir.is_dir() and any(self.compiler_workdir.rglob("graph.stablehlo")):
@@ -171,6 +174,8 @@ class _State:
 
     def __enter__(self) -> None:
         self._state.__enter__()
+        if self._builder.num_cores_per_group > 1:
+            kv_groups.initialize(self._builder.num_cores_per_group, sequential=True)
         if self._builder.init_custom_process_group_fn is not None:
             self._builder.init_custom_process_group_fn()
 

@@ -103,19 +103,40 @@ def _cut(name: str, parameter: torch.Tensor, value: torch.Tensor, rank: int) -> 
     return part
 
 
+def shard_children(
+    module: torch.nn.Module, checkpoint: State, prefix: str, dtype: torch.dtype | None, rank: int, tp_degree: int, is_cached: bool = False
+) -> None:
+    """`trace.trace.shard_children`: cut what tensor parallel ranks share out of a module's parameters, for one of them, in place.
+
+    prefix: what the names in the checkpoint begin with, "" or with a dot at the end. dtype: cast to it; None: no cast. is_cached: accepted.
+
+    Raises ValueError if the tensor parallel size is not `tp_degree`, RuntimeError for a shape that does not fit.
+    """
+    of_world = _of_world(rank, tp_degree)
+    for name, parameter in module.named_parameters(prefix.removesuffix("."), remove_duplicate=False):
+        if name in checkpoint and full_weights.is_divided(parameter):
+            part = _cut(name, parameter, checkpoint[name], of_world)
+            checkpoint[name] = part if dtype is None else part.to(dtype)
+
+
+def _of_world(rank: int, tp_degree: int) -> int:
+    """The first rank of the world with a place among tensor parallel ranks."""
+    if parallel_groups.size("tp") != tp_degree:
+        raise ValueError(
+            f"tp_degree is {tp_degree}, and parallel state has tensor parallel size {parallel_groups.size('tp')}: they must agree"
+        )
+    places = parallel_groups.places("tp")
+    return next(r for r in range(world.size()) if places[r] == rank)
+
+
 def get_sharded_checkpoint(checkpoint: State, model: torch.nn.Module, rank: int, tp_degree: int, is_cached: bool = False) -> None:
     """`trace.trace.get_sharded_checkpoint`: cut a full checkpoint for one tensor parallel rank, in place. is_cached: it is preprocessed already.
 
     Raises ValueError if the tensor parallel size is not `tp_degree`, RuntimeError for a shape that does not fit.
     """
-    if parallel_groups.size("tp") != tp_degree:
-        raise ValueError(
-            f"tp_degree is {tp_degree}, and parallel state has tensor parallel size {parallel_groups.size('tp')}: they must agree"
-        )
+    of_world = _of_world(rank, tp_degree)
     if not is_cached:
         preprocess_checkpoint(model, checkpoint)
-    places = parallel_groups.places("tp")
-    (of_world, *_) = [r for r in range(world.size()) if places[r] == rank]
     checkpoint.update(cut_for_ranks(model, checkpoint, [of_world])[0])
 
 

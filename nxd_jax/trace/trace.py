@@ -11,7 +11,13 @@ import torch
 
 from nxd_jax.trace import cuts, traced_weights
 from nxd_jax.trace.parallel_context import NxDParallelState
-from nxd_jax.trace.sharding import create_local_weight, create_local_weight_qkv, get_sharded_checkpoint, preprocess_checkpoint
+from nxd_jax.trace.sharding import (
+    create_local_weight,
+    create_local_weight_qkv,
+    get_sharded_checkpoint,
+    preprocess_checkpoint,
+    shard_children,
+)
 from nxd_jax.utils import model_utils
 from torch_bridge.aot import files, traced_module
 from torch_bridge.aot.model import Program
@@ -30,6 +36,7 @@ __all__ = [
     "parallel_model_save",
     "parallel_model_trace",
     "preprocess_checkpoint",
+    "shard_children",
 ]
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+import torch_neuronx
 import torch_xla
 from torch import nn
 
@@ -246,3 +248,36 @@ def test_abstract_runs_have_no_indices(checked: Callable[..., None]) -> None:
         x = torch.zeros(4, device="xla")[torch.tensor([9], device="xla")] + 1
         torch_xla.sync()
         assert x.shape == (1,)
+
+
+class Cache(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("cache", torch.zeros(4, 2))
+        self.table = nn.Embedding(5, 2)
+
+    def forward(self, ids: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+        self.cache = torch.index_copy(self.cache, 0, place, self.table(ids))
+        return self.cache.sum(0)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.*is deprecated:DeprecationWarning")
+def test_traced_modules(checked: Callable[..., None], tmp_path: Path) -> None:
+    """They check what they were traced to check, from a file, too."""
+    ids, place = torch.tensor([4]), torch.tensor([3])
+    module = Cache()
+    assert torch_neuronx.trace(module, (ids, place))(ids + 3, place).shape == (2,)  # clamped
+    checked()
+    traced = torch_neuronx.trace(module, (ids, place))
+    torch.jit.save(traced, tmp_path / "cache.pt")
+    for model in (traced, torch.jit.load(tmp_path / "cache.pt")):
+        torch.testing.assert_close(model(ids, place), module.table(ids)[0].detach())
+        with pytest.raises(
+            IndexError,
+            match=r"aten\.index_copy: index 9 is out of range: 0 to 3 are allowed \(dim 0 of float32\[4, 2\]\).*test_index_checks",
+        ):
+            model(ids, place + 6)
+        with pytest.raises(
+            IndexError, match=r"aten\.embedding: index 7 is out of range: 0 to 4 are allowed .*int64\[1\].*(?s:.*)the device clamps"
+        ):
+            model(ids + 3, place)

@@ -141,7 +141,7 @@ def ranked(mesh: Mesh) -> PartitionSpec:
 
 
 def _rank_function(traced: Traced, mode: Mode | None = None) -> Callable[..., Any]:
-    """What a rank computes: (draws, weights, states, inputs) -> (results, states). mode: the precision, None for that of the environment."""
+    """What a rank computes: (draws, weights, states, inputs) -> (results and checks of indices, states). mode: the precision, None: the environment's."""
     graph, of = traced.graph.graph, traced.facts
     attribute = transfer.attributes_of(traced.graph)
     places = [n for n in graph.nodes if n.op == "placeholder"]
@@ -157,10 +157,11 @@ def _rank_function(traced: Traced, mode: Mode | None = None) -> Callable[..., An
                 kind, index = next(supply)
                 values.append(given[kind][index])
         key_of = interpret.draws_key_of(draws[0] if of.draws else np.zeros((0, 4), np.uint32))
-        found: dict[str, dict[int, Any]] = {"results": {}, "states": {}}
+        found: dict[str, dict[int, Any]] = {"results": {}, "states": {}, "checks": {}}
         for (kind, index), value in zip(traced.results, interpret.run(graph, values, key_of, attribute, mode=mode), strict=True):
             found[kind][index] = value
-        return [found["results"][i] for i in range(len(of.results))], [found["states"][i] for i in range(len(of.states))]
+        results = [found[kind][i] for kind, count in (("results", len(of.results)), ("checks", len(of.checks))) for i in range(count)]
+        return results, [found["states"][i] for i in range(len(of.states))]
 
     return run
 
@@ -175,7 +176,7 @@ def _on_mesh(traced: Traced, mesh: Mesh, mode: Mode | None = None) -> Callable[.
 
     one = ranked(mesh)
     specs = ([PartitionSpec()] * bool(of.draws), [PartitionSpec() if t.shared else one for t in of.weights], [one] * len(of.states))
-    outs = ([one] * len(of.results), [one] * len(of.states))
+    outs = ([one] * (len(of.results) + len(of.checks)), [one] * len(of.states))
     return jax.shard_map(blocks, mesh=mesh, in_specs=(*specs, [one] * len(of.inputs)), out_specs=outs, check_vma=False)
 
 

@@ -76,6 +76,23 @@ class Held(Tensor):
 
 
 @dataclasses.dataclass(frozen=True)
+class IndexCheck:
+    """A result by which a program says which of an op's indices are out of range: int64 [3], how many, the first of them, and its place among all.
+
+    low, end, ignored: what is allowed, `low` to `end - 1` and `ignored`; of: what they index, in words. source: the op's line. shape, dtype: of the indices.
+    """
+
+    op: str
+    source: str
+    low: int
+    end: int
+    ignored: int | None
+    of: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclasses.dataclass(frozen=True)
 class Ranks:
     """The ranks that a program was traced for. axes: mesh axes, outermost first; order: the ranks in row-major order over them."""
 
@@ -101,7 +118,7 @@ class Facts:
     """A program's signature.
 
     inputs: in order. weights, states: names of what it takes from the device, in order; `updated` are the states that it gives back, in order. results: the
-    tensors that it returns, and `outs` the structure they stand in. draws: rows of random seeds that it takes.
+    tensors that it returns, and `outs` the structure they stand in. draws: rows of random seeds that it takes. checks: of indices, results behind the others.
     """
 
     ranks: Ranks
@@ -111,6 +128,7 @@ class Facts:
     results: tuple[Tensor, ...]
     outs: Tree
     draws: int
+    checks: tuple[IndexCheck, ...] = ()
 
     @property
     def route(self) -> str:
@@ -177,6 +195,7 @@ def to_json(facts: Facts) -> dict[str, Any]:
         "results": [_tensor(t) for t in facts.results],
         "outs": facts.outs,
         "draws": facts.draws,
+        "checks": [dataclasses.asdict(check) | {"dtype": _name(check.dtype)} for check in facts.checks],
     }
 
 
@@ -190,24 +209,37 @@ def from_json(found: dict[str, Any]) -> Facts:
         tuple(Tensor(**_read(t)) for t in found["results"]),
         found["outs"],
         int(found["draws"]),
+        tuple(_check(**check) for check in found["checks"]),
     )
 
 
 def _tensor(t: Tensor) -> dict[str, Any]:
-    found: dict[str, Any] = {"name": t.name, "shape": list(t.shape), "dtype": str(t.dtype).removeprefix("torch.")}
+    found: dict[str, Any] = {"name": t.name, "shape": list(t.shape), "dtype": _name(t.dtype)}
     if isinstance(t, Held):
         found |= {"shared": t.shared, "cuts": [dataclasses.asdict(cut) for cut in t.cuts]}
     return found
 
 
 def _read(found: dict[str, Any]) -> dict[str, Any]:
-    dtype = getattr(torch, found["dtype"])
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{found['dtype']!r} is no dtype")
     more = {}
     if "shared" in found:
         more = {"shared": bool(found["shared"]), "cuts": tuple(_cut(**cut) for cut in found["cuts"])}
-    return {"name": str(found["name"]), "shape": tuple(int(n) for n in found["shape"]), "dtype": dtype, **more}
+    return {"name": str(found["name"]), "shape": tuple(int(n) for n in found["shape"]), "dtype": _dtype(found["dtype"]), **more}
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{name!r} is no dtype")
+    return dtype
+
+
+def _check(shape: list[int], dtype: str, **more: Any) -> IndexCheck:
+    return IndexCheck(shape=tuple(int(n) for n in shape), dtype=_dtype(dtype), **more)
 
 
 def _cut(dim: int, parts: int, pieces: list[dict[str, Any]], index: list[int], numbers: bool) -> Cut:

@@ -20,14 +20,15 @@ _READS = "torch_bridge.capture"
 
 
 def capture(module: torch.nn.Module, *args: Any, **kwargs: Any) -> fx.GraphModule:
-    """`graph_capture.capture` of `module(*args, **kwargs)`. Meanwhile `torch.compiler.is_exporting()` is true: transformers' models then look at no values of
-    masks.
+    """`graph_capture.with_checks` of `module(*args, **kwargs)`.
+
+    Meanwhile `torch.compiler.is_exporting()` is true: transformers' models then look at no values of masks.
 
     Raises RuntimeError, with the line, for a forward that reads a value.
     """
     try:
         with _exporting():
-            return graph_capture.capture(module, *args, **kwargs)
+            return graph_capture.with_checks(module, *args, **kwargs)
     except RuntimeError as error:
         where = _reader(error) if _READS in str(error) else None
         if where is None:

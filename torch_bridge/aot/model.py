@@ -18,6 +18,8 @@ from jax import export
 from torch_bridge import _compat
 from torch_bridge.aot import devices, exporting, facts
 from torch_bridge.aot.facts import Facts, Held, Tensor
+from torch_bridge.collectives import index_checks
+from torch_bridge.mesh import processes
 from torch_bridge.runtime import transfer
 
 logger = logging.getLogger("nxd_jax")
@@ -266,7 +268,10 @@ class Model:
             return call.lower(*shapes).compile()
 
     def run(self, tag: str, inputs: Sequence[Any], ranked: bool = False) -> list[Any]:
-        """Run a program on CPU tensors: the same for all ranks, or (ranked) a list with one for each rank. Returns the arrays of its results (`results`)."""
+        """Run a program on CPU tensors: the same for all ranks, or (ranked) a list with one for each rank. Returns the arrays of its results (`results`).
+
+        Raises IndexError for an index out of range, if it was traced with `NXD_JAX_CHECK_INDICES=1`.
+        """
         program = self.programs[tag]
         given = [self._input(x, t, ranked) for x, t in zip(inputs, program.facts.inputs, strict=True)]
         names = program.facts.states
@@ -274,13 +279,31 @@ class Model:
             weights = self._own_weights.get(tag)
             if weights is None:
                 weights = self._own_weights[tag] = [self._as_taken(t) for t in program.facts.weights]
-            draws = [_draws(program.facts.draws)] if program.facts.draws else []
+            draws = [self._draws(program.facts.draws)] if program.facts.draws else []
             found, new = self._compiled[tag](draws, weights, [self._arrays[t.name] for t in names], given)
             for t, array in zip(names, new, strict=True):
                 self._arrays[t.name] = array
             for reader in self._readers if names else ():
                 self._own_weights.pop(reader, None)
-        return list(found)
+        if program.facts.checks:
+            self._check_indices(program.facts, found[len(program.facts.results) :])
+        return list(found[: len(program.facts.results)])
+
+    def _check_indices(self, of: Facts, arrays: Sequence[Any]) -> None:
+        """IndexError for indices that are out of range on a rank of this process. Results are lost; states keep their values."""
+        hosted, found = self.where.hosted, []
+        for check, array in zip(of.checks, arrays, strict=True):
+            allowed = index_checks.Range(index_checks.Value(0, check.shape, check.dtype), check.low, check.end, check.of, check.ignored)
+            own = index_checks.Check(None, check.op, check.source, allowed)
+            found.append((own, [self.where.read(array, rank) for rank in hosted]))
+        index_checks.refuse(found, hosted)
+
+    def _draws(self, rows: int) -> np.ndarray:
+        """Seeds from torch's generator, so that `torch.manual_seed` repeats a run. Processes that share the ranks take the first one's."""
+        own = torch.randint(0, 2**32, (rows, 4), dtype=torch.int64).numpy().astype(np.uint32)
+        if len(self.where.hosted) == self.ranks.size:
+            return own
+        return np.frombuffer(processes.of_first("seeds of a traced model", own.tobytes()), np.uint32).reshape(rows, 4)
 
     def _as_taken(self, of: Held) -> Any:
         """A weight as a program takes it. A state that it only reads comes with the ranks as dim 0, whether it takes it so or not."""
@@ -342,11 +365,6 @@ def _beginning(name: str, program: Program) -> torch.Tensor | None:
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two CPU tensors are the same, bit by bit."""
     return a.shape == b.shape and a.dtype == b.dtype and np.array_equal(_bits(transfer.to_numpy(a)), _bits(transfer.to_numpy(b)))
-
-
-def _draws(rows: int) -> np.ndarray:
-    """Seeds from torch's generator, so that `torch.manual_seed` repeats a run."""
-    return torch.randint(0, 2**32, (rows, 4), dtype=torch.int64).numpy().astype(np.uint32)
 
 
 def _to_host(t: torch.Tensor, of: Tensor) -> np.ndarray:

@@ -29,6 +29,19 @@ def is_model(file: str | os.PathLike[str] | IO[bytes]) -> bool:
     return False
 
 
+STUB = "code/__torch__/torch_bridge/aot/files"
+"""Where TorchScript keeps the code of the module that stands in our files."""
+
+
+def is_plain_script(file: str | os.PathLike[str], *extra: str) -> bool:
+    """Whether a file is TorchScript that nothing here wrote: neither a model, whole or not, nor with one of these extra files."""
+    with contextlib.suppress(OSError, ValueError, NotImplementedError, struct.error, zipfile.BadZipFile), zipfile.ZipFile(file) as archive:
+        names = archive.namelist()
+        ours = any(n == MODEL or n.startswith(f"{FOLDER}/") or STUB in n or n.endswith(tuple(f"/extra/{e}" for e in extra)) for n in names)
+        return not ours and any(n.endswith("/constants.pkl") for n in names)
+    return False
+
+
 def loads(kind: str, loader: str) -> None:
     """Have `torch.jit.load` give what a function makes of files of a kind. loader: "module:function", imported with the first such file; it takes an
     `aot.files.Opened`. Other files are read as ever."""

@@ -21,7 +21,7 @@ from torch_bridge.runtime import executor
 @dataclasses.dataclass(frozen=True)
 class Traced:
     """A graph and its facts. leaves: the kind ("weights", "states", "inputs") and index of each placeholder; results: for each of the graph's results,
-    ("results", i) or ("states", i). initial: values that states start with where these are not zeros, and weights that no checkpoint holds."""
+    ("results", i), ("states", i) or ("checks", i). initial: values that states start with where these are not zeros, and weights that no checkpoint holds."""
 
     graph: fx.GraphModule
     facts: facts.Facts
@@ -75,6 +75,7 @@ def trace(
     for i in range(signature.n_outs):
         results.append(("states", states.index(aliases[i])) if i in aliases else ("results", kept.index(i)))
     results += [("states", states.index(n)) for n in signature.mutated]
+    results += [("checks", i) for i in range(len(signature.checks))]
     for i, name in aliases.items():
         _fits(name, held[name], values[i])
     found = facts.Facts(
@@ -85,9 +86,15 @@ def trace(
         tuple(facts.Tensor(str(k), tuple(values[i].meta["val"].shape), values[i].meta["val"].dtype) for k, i in enumerate(kept)),
         _outs(signature, kept),
         max((n.meta["draw"] for n in graph.graph.nodes if "draw" in n.meta), default=-1) + 1,
+        tuple(_check(check) for check in signature.checks),
     )
     _spread(graph, found, leaves)
     return Traced(graph, found, tuple(leaves), tuple(results), _initial(module, own, states))
+
+
+def _check(check: Any) -> facts.IndexCheck:
+    of = check.range
+    return facts.IndexCheck(check.op, str(check.source), of.low, of.end, of.ignored, of.of, of.indices.size, of.indices.dtype)
 
 
 def _ranks() -> facts.Ranks:

@@ -27,6 +27,7 @@ from torch_bridge.mesh import sharding, world
 from torch_bridge.recorder import expected_indices
 from torch_bridge.recorder.dispatch import special
 from torch_bridge.recorder.schema import info
+from torch_bridge.recorder.subgraph import AbstractLeaf
 from torch_bridge.recorder.tensor import XLATensor, fresh
 from torch_bridge.runtime import session
 from torch_bridge.runtime.observers import Observer
@@ -191,11 +192,11 @@ def _one_hot_in_inference_mode(func: torch._ops.OpOverload, args: tuple[Any, ...
 
 
 class Check(NamedTuple):
-    """A check that runs with a segment: where its result goes, and what to say."""
+    """A check that runs with a segment or a traced program: where its result goes (a Storage, of a traced program None), and what to say."""
 
-    result: Storage
+    result: Any
     op: str
-    source: Source
+    source: Source | str
     range: Range
 
 
@@ -221,39 +222,51 @@ class IndexChecks(Observer):
 
     def preparing(self, segment: Segment) -> None:
         """Add the checks of a segment."""
-        self._checks.clear()
-        sources = segment.sources if segment.predicted is None else segment.predicted.sources
-        values = _values(segment)
-        known: set[tuple[Any, ...]] = set()
-        first = 0
-        for i, node in enumerate(list(segment.nodes)):
-            source = sources[i] if i < len(sources) else NOWHERE
-            for found in _ranges(node, values):
-                key = (found.indices.vid, found.low, found.end, found.ignored)
-                if key not in known and 0 not in found.indices.size:
-                    known.add(key)
-                    self._checks.append(_check(segment, node[0], source, found, first))
-            first += node[0].n_outs
+        self._checks = added(segment)
 
     def executed(self, trace: Trace, live: dict[int, list[Storage]]) -> None:
         """IndexError if a run had indices out of range; it names the ops in the order in which they were recorded. The tensors keep their values."""
-        checks, wrong = list(self._checks), []
+        checks = list(self._checks)
         self._checks.clear()
-        for check in checks:
-            if check.result.array is not None:
-                wrong += _told(check, _by_rank(check.result.array))
-        if wrong:
-            more = f"\n... and {len(wrong) - MOST_NAMED} more" if len(wrong) > MOST_NAMED else ""
-            raise IndexError(
-                "\n".join(wrong[:MOST_NAMED])
-                + more
-                + "\nWithout this check the device clamps such an index, or drops what would be written. "
-                "(Checked because of NXD_JAX_CHECK_INDICES or NEURON_USE_EAGER_DEBUG_MODE.)"
-            )
+        hosted = world.current().hosted
+        refuse([(c, _by_rank(c.result.array)) for c in checks if c.result.array is not None], hosted)
 
 
 CHECKS = IndexChecks()
 """Of this process."""
+
+
+def asked() -> bool:
+    """Whether indices are checked."""
+    return CHECKS in session.CHECKS
+
+
+def added(segment: Segment) -> list[Check]:
+    """The checks of a segment, which has nodes for them from now on."""
+    sources = segment.sources if segment.predicted is None else segment.predicted.sources
+    values = _values(segment)
+    known: set[tuple[Any, ...]] = set()
+    checks, first = [], 0
+    for i, node in enumerate(list(segment.nodes)):
+        source = sources[i] if i < len(sources) else NOWHERE
+        for found in _ranges(node, values):
+            key = (found.indices.vid, found.low, found.end, found.ignored)
+            if key not in known and 0 not in found.indices.size:
+                known.add(key)
+                checks.append(_check(segment, node[0], source, found, first))
+        first += node[0].n_outs
+    return checks
+
+
+def refuse(results: Sequence[tuple[Check, Sequence[np.ndarray]]], hosted: Sequence[int]) -> None:
+    """Raise IndexError, naming the checks that found something on one of the hosted ranks."""
+    wrong = [line for check, by_rank in results for line in _told(check, by_rank, hosted)]
+    if wrong:
+        more = f"\n... and {len(wrong) - MOST_NAMED} more" if len(wrong) > MOST_NAMED else ""
+        raise IndexError(
+            "\n".join(wrong[:MOST_NAMED]) + more + "\nWithout this check the device clamps such an index, or drops what would be written. "
+            "(Checked because of NXD_JAX_CHECK_INDICES or NEURON_USE_EAGER_DEBUG_MODE.)"
+        )
 
 
 def _values(segment: Segment) -> Callable[[int], Value]:
@@ -262,6 +275,9 @@ def _values(segment: Segment) -> Callable[[int], Value]:
 
     def value(vid: int) -> Value:
         if vid < 0:
+            leaf = segment.leaves[-vid - 1]
+            if isinstance(leaf, AbstractLeaf):
+                return Value(vid, tuple(leaf.layout.size), leaf.layout.dtype)
             aval = program_spec.local_aval(segment, -vid - 1)
             return Value(vid, tuple(aval.shape), dtypes.to_torch(aval.dtype))
         out = outs[vid]
@@ -306,9 +322,8 @@ def _by_rank(array: jax.Array) -> list[np.ndarray]:
     return sharding.blocks(array, (3,)) if sharding.active() else [np.asarray(array)]
 
 
-def _told(check: Check, results: Sequence[np.ndarray]) -> list[str]:
+def _told(check: Check, results: Sequence[np.ndarray], hosted: Sequence[int]) -> list[str]:
     """One line if indices are out of range on any rank."""
-    hosted = world.current().hosted
     bad = [k for k, result in enumerate(results) if result[0]]
     if not bad:
         return []

@@ -12,6 +12,7 @@ import torch
 from torch import fx
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from torch_bridge.collectives import index_checks
 from torch_bridge.ir.layout import layout
 from torch_bridge.ir.segment import Segment
 from torch_bridge.recorder.subgraph import AbstractLeaf, Place, abstract, build, constants, recording, result_ids
@@ -39,6 +40,8 @@ class Signature:
     mutated: list[str] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
     """Types of what the module returns that is neither a tensor nor a constant, and None here."""
+    checks: list[index_checks.Check] = field(default_factory=list)
+    """Of indices (`with_checks`)."""
 
     @property
     def n_outs(self) -> int:
@@ -59,6 +62,15 @@ def capture(module: torch.nn.Module, *example_inputs: Any, **example_kwargs: Any
     (a `Signature`) tells which is which, and
     `torch_bridge.to_jax(graph_module)` makes it a JAX function. A module that looks at values (`.item()`, `if tensor:`) raises `RuntimeError`.
     """
+    return _captured(module, example_inputs, example_kwargs, False)
+
+
+def with_checks(module: torch.nn.Module, *example_inputs: Any, **example_kwargs: Any) -> fx.GraphModule:
+    """The same. If indices are checked (`NXD_JAX_CHECK_INDICES`), there are more results at the end, which say what is out of range: `signature.checks`."""
+    return _captured(module, example_inputs, example_kwargs, index_checks.asked())
+
+
+def _captured(module: torch.nn.Module, example_inputs: Any, example_kwargs: Any, checked: bool) -> fx.GraphModule:
     with recording() as segment:
         params = {n: _stand_in(segment, p) for n, p in module.named_parameters()}
         buffers = {n: _stand_in(segment, b) for n, b in module.named_buffers()}
@@ -83,8 +95,10 @@ def capture(module: torch.nn.Module, *example_inputs: Any, **example_kwargs: Any
         updated = {n: _updated(n, t, held[n]) for n, (t, vid) in before.items() if held[n] is not t or t._storage.vid != vid}
         mutated = list(updated)
         vids += [segment.read(t._storage, t._layout) for t in updated.values()]
+        checks = index_checks.added(segment) if checked else []
+        vids += [check.result.vid for check in checks]
         graph = build(segment, vids, _placeholder_names(segment, params, buffers))[0]
-    signature = Signature(list(params), list(buffers), inputs, spec, places, outs_spec, mutated, left_out)
+    signature = Signature(list(params), list(buffers), inputs, spec, places, outs_spec, mutated, left_out, checks)
     return _graph_module(graph, segment, signature, type(module).__name__)
 
 

@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
+import jax.custom_batching
 import jax.numpy as jnp
 import torch
 from jax import lax
@@ -64,12 +66,20 @@ def _sizes(offs: jax.Array) -> jax.Array:
 def ragged_rows(transposed: bool, x_mk: jax.Array, w_gkn: jax.Array, offs: jax.Array) -> jax.Array:
     """`grouped_rows` as one ragged product."""
     w_gkn = w_gkn.swapaxes(1, 2) if transposed else w_gkn
-    return lax.ragged_dot(x_mk, w_gkn, _sizes(offs), precision=precision_of(x_mk.dtype))
+    found: jax.Array = _one_by_one(lax.ragged_dot, x_mk.dtype)(x_mk, w_gkn, _sizes(offs))
+    return found
 
 
 def ragged_outer(x_mk: jax.Array, y_mn: jax.Array, offs: jax.Array) -> jax.Array:
     """`grouped_outer` as one ragged product."""
-    return lax.ragged_dot_general(x_mk, y_mn, _sizes(offs), _RAGGED_CONTRACTING, precision=precision_of(x_mk.dtype))
+    product = functools.partial(lax.ragged_dot_general, ragged_dot_dimension_numbers=_RAGGED_CONTRACTING)
+    found: jax.Array = _one_by_one(product, x_mk.dtype)(x_mk, y_mn, _sizes(offs))
+    return found
+
+
+def _one_by_one(product: Callable[..., jax.Array], dtype: Any) -> Callable[..., jax.Array]:
+    """A ragged product that `vmap` makes a loop of: within a second `vmap` (ranks on one device, along two mesh axes) JAX has no rule for it."""
+    return jax.custom_batching.sequential_vmap(functools.partial(product, precision=precision_of(dtype)))
 
 
 Saved = tuple[jax.Array, jax.Array, jax.Array]

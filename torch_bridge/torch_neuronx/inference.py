@@ -246,6 +246,7 @@ def _require_one_rank(name: str) -> None:
         raise RuntimeError(
             f"torch_neuronx.{name} traces for one rank, and the world has {world.size()}: use neuronx_distributed.trace.parallel_model_trace or ModelBuilder"
         )
+    world.provision(64)  # a script may go on with neuronx_distributed and more ranks
 
 
 def _weights(module: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,7 +12,8 @@ import torch
 from nxd_jax.trace import resharding
 from nxd_jax.trace.model_builder_utils import ModelParamInfo, TraceArtifacts
 from nxd_jax.trace.nxd_model.base_nxd_model import BaseNxDModel, StateInitializer
-from torch_bridge.aot import facts, files
+from torch_bridge import _compat
+from torch_bridge.aot import facts, files, script_files
 from torch_bridge.aot.model import Model, Program
 from torch_bridge.mesh import world
 
@@ -243,8 +245,16 @@ class NxDModel(torch.nn.Module, BaseNxDModel):
     def load(cls, path_to_model: str, start_rank: int | None = None, local_ranks_size: int | None = None) -> NxDModel:
         """A model from a file that `save` wrote; `to_neuron()` makes it ready, after `set_weights(...)` if the file has no weights.
 
-        Raises FileNotFoundError, ValueError for a damaged file or one of another kind, AssertionError for start_rank without local_ranks_size.
+        A TorchScript file that nothing here wrote comes back as the ScriptModule that it is, with a warning. Raises FileNotFoundError, ValueError for a damaged
+        file or one of another kind, AssertionError for start_rank without local_ranks_size.
         """
+        if script_files.is_plain_script(path_to_model, METADATA):
+            warnings.warn(
+                f"{path_to_model} has no {METADATA}: it is loaded as the plain ScriptModule that it is, no NxDModel", stacklevel=2
+            )
+            with _compat.torchscript():
+                script: Any = torch.jit.load(path_to_model)
+            return script
         with files.opened(path_to_model) as opened:
             if opened.kind != KIND:
                 raise ValueError(f"{path_to_model} holds a model that {opened.kind} made, no NxDModel: load it with torch.jit.load")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import zipfile
@@ -61,14 +62,18 @@ def test_in_another_process(saved: tuple[Path, Any, Any], tmp_path: Path) -> Non
     assert json.loads(done.stdout) == answers
 
 
-@pytest.mark.core(keep=0)
-def test_experts_of_several_ranks(tmp_path: Path) -> None:
-    """Their programs need a device for each rank; a file says so, and has those."""
-    theirs = small.folder(tmp_path, "mixtral")
-    model = LanguageModel.from_pretrained(tmp_path, InferenceConfig(ep_degree=2, seq_len=24, max_context_length=8))
+@pytest.mark.thorough(keep=1)
+@pytest.mark.parametrize("ranks", [{"ep_degree": 2}, {"tp_degree": 2}, {"tp_degree": 2, "ep_degree": 2}])
+def test_experts_on_one_device(ranks: dict[str, int], tmp_path: Path) -> None:
+    """In another process, where all ranks run on one device."""
+    theirs = small.folder(tmp_path, "mixtral", num_hidden_layers=1)
+    model = LanguageModel.from_pretrained(tmp_path, InferenceConfig(batch_size=2, seq_len=24, max_context_length=8, **ranks))
     model_files.save(model, tmp_path / "mixtral.pt")
-    prompts = small.prompts([5])
-    assert generation.generate(model_files.load(tmp_path / "mixtral.pt"), prompts, 6) == small.answers(theirs, prompts, 24, 6)
+    prompts = small.prompts([5, 3])
+    command = [sys.executable, "-c", FAR, str(tmp_path / "mixtral.pt"), json.dumps(prompts)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, env={**os.environ, "JAX_NUM_CPU_DEVICES": "1"})
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == small.answers(theirs, prompts, 24, 6)
 
 
 def test_files_that_are_no_language_models(tmp_path: Path) -> None:

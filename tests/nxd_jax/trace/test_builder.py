@@ -139,6 +139,8 @@ def test_names() -> None:
     assert nxd_jax.ModelBuilder is ModelBuilder and trace_api.ModelBuilder is not ModelBuilder  # as in the original
     assert all(inspect.ismodule(getattr(trace_api, name)) for name in ("spmd", "functions", "trace", "mock_torchdist"))
     assert not hasattr(trace_api, "nothing")
+    for name in ("shard_children", "get_sharded_checkpoint", "create_local_weight_qkv", "TensorParallelNeuronModel"):
+        assert name in trace_api.trace.__all__ and callable(getattr(trace_api.trace, name))
 
 
 # -- parallel state ------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from nxd_jax.trace.parallel_context import NxDParallelState
 from tests.nxd_jax.trace import nets
 from tests.nxd_jax.trace.nets import PROMPT, built
 from tests.nxd_jax.trace.test_decoding import decode_all
+from tests.torch_bridge.aot.nets import rewritten
 
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.*is deprecated:DeprecationWarning")
 IDS, POS = nets.tokens()[:, :PROMPT], torch.arange(PROMPT)
@@ -113,8 +114,16 @@ def test_files_of_other_kinds(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"a\.pt holds a model that traced module made, no NxDModel: load it with torch\.jit\.load"):
         NxDModel.load(str(tmp_path / "a.pt"))
     torch.jit.save(torch.jit.script(nn.Linear(3, 2)), tmp_path / "b.pt")
-    with pytest.raises(ValueError, match=r"b\.pt cannot be opened as a model file: it is a TorchScript file of another library"):
-        NxDModel.load(str(tmp_path / "b.pt"))
+    with pytest.warns(
+        UserWarning, match=r"b\.pt has no nxd_torchscript_metadata\.json: it is loaded as the plain ScriptModule that it is, no NxDModel"
+    ):
+        plain: Any = NxDModel.load(str(tmp_path / "b.pt"))
+    assert isinstance(plain, torch.jit.ScriptModule) and plain(torch.ones(1, 3)).shape == (1, 2)
+    for name, model in {"a": traced, "d": ModelBuilder(nn.Linear(3, 2)).trace(torch.ones(1, 3)).compile()}.items():
+        model.save(str(tmp_path / f"{name}.pt"))
+        rewritten(tmp_path / f"{name}.pt", lambda found: found.pop("nxd_jax/model.json"))
+        with pytest.raises(ValueError, match=r"cannot be opened as a model file: it is a TorchScript file of another library"):
+            NxDModel.load(str(tmp_path / f"{name}.pt"))
     with pytest.raises(FileNotFoundError, match=r"c\.pt does not exist"):
         NxDModel.load(str(tmp_path / "c.pt"))
 

@@ -142,11 +142,18 @@ class Config:
 def test_buckets_and_groups_of_ones_own(tmp_path: Path) -> None:
     sizes = []
     instance = Instance(1)
-    found = builder(tmp_path, init_custom_process_group_fn=lambda: sizes.append(parallel_state.get_tensor_model_parallel_size()))
+    groups = []
+
+    def own() -> None:
+        sizes.append(parallel_state.get_tensor_model_parallel_size())
+        groups.append(parallel_state.get_kv_shared_group(as_list=True))
+
+    found = builder(tmp_path, init_custom_process_group_fn=own, num_cores_per_group=2)
     with pytest.warns(DeprecationWarning, match="bucket_config is not needed: each entry of example_inputs is a bucket"):
         found.add("all", instance, [(X,), (X[:1],)], bucket_config=Config())
     model = found.trace()
     assert instance.asked[:2] == [(0, {"bucket": 0}), (1, {"bucket": 1})] and sizes[0] == 2
+    assert groups[0] == [[0, 1]]
     check(model)
     assert set(model.nxd_model.programs.programs) == {"all_0", "all_1"}
 

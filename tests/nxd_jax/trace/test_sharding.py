@@ -133,6 +133,14 @@ def test_helpers_of_the_older_generations(caplog: pytest.LogCaptureFixture) -> N
         trace_names.preprocess_checkpoint(module, state)
         trace_names.get_sharded_checkpoint(state, module, 0, 2, is_cached=True)
         assert torch.equal(state["weight"], full[:6])
+        state = {"a.weight": full, "b.weight": full, "a.bias": full}
+        trace_names.shard_children(nn.ModuleDict({"a": module, "b": nn.Linear(2, 12)}), state, "", torch.float64, 1, 2)
+        assert torch.equal(state["a.weight"], full[6:].double()) and state["b.weight"] is state["a.bias"] is full
+        state = {"x.a.weight": full}
+        trace_names.shard_children(nn.ModuleDict({"a": module}), state, "x.", None, 0, 2)
+        assert torch.equal(state["x.a.weight"], full[:6])
+        with pytest.raises(ValueError, match="tp_degree is 4, and parallel state has tensor parallel size 2: they must agree"):
+            trace_names.shard_children(module, {}, "", None, 0, 4)
 
 
 def test_parameters_that_read_their_value() -> None:

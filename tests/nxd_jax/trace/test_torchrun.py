@@ -53,6 +53,18 @@ try:
     model.read_from_neuron_buffer("seen", 1 - rank)
 except KeyError as error:
     sys.stdout.write(f"said {error}\\n")
+
+
+class Choice(torch.nn.Module):
+    def forward(self, logits):
+        return torch.multinomial(torch.softmax(logits, -1), 1)
+
+
+with NxDParallelState(world_size=2, tensor_model_parallel_size=2):
+    chooser = ModelBuilder(Choice()).trace(torch.zeros(20, 50)).compile()
+chooser.to_neuron()
+torch.manual_seed(rank)
+sys.stdout.write(f"chosen {[chooser(torch.zeros(20, 50)).flatten().tolist() for _ in range(2)]}\\n")
 sys.stdout.write(f"done {rank}\\n")
 """
 
@@ -64,4 +76,30 @@ def test_each_process_has_its_rank(tmp_path: Path) -> None:
     done = subprocess.run(launch, capture_output=True, text=True, timeout=300, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "done 0" in done.stdout and "done 1" in done.stdout
+    first, second = [line for line in done.stdout.splitlines() if line.startswith("chosen")]
+    assert first == second, "each process has its own seed, and ranks must agree"
     assert "rank 1 is not among the ranks of this process, [0]" in done.stdout
+
+
+AFTER = """
+import torch
+import torch_neuronx
+
+one = torch_neuronx.trace(torch.nn.Linear(2, 2), torch.ones(1, 2))
+one(torch.ones(1, 2))
+from neuronx_distributed import ModelBuilder, NxDParallelState
+from neuronx_distributed.parallel_layers.layers import ColumnParallelLinear
+
+with NxDParallelState(world_size=2, tensor_model_parallel_size=2):
+    model = ModelBuilder(ColumnParallelLinear(2, 2)).trace(torch.ones(1, 2)).compile()
+print(sorted(model.get_available_keys())[0][:6])
+"""
+
+
+def test_ranks_after_a_trace_of_one(tmp_path: Path) -> None:
+    """JAX has started with the first one, whose process may go on with a larger world."""
+    environment = {n: v for n, v in os.environ.items() if n not in ("JAX_NUM_CPU_DEVICES", "XLA_FLAGS")}
+    environment["PYTHONPATH"] = f"{ROOT}{os.pathsep}{ROOT / 'aliases'}"
+    done = subprocess.run([sys.executable, "-c", AFTER], cwd=tmp_path, capture_output=True, text=True, timeout=300, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.split()[-1] == "model_"

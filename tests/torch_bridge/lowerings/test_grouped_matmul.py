@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from jax import export
 
 from tests.torch_bridge.lowerings.batches import together
 from tests.torch_bridge.lowerings.nn_checks import check_gradients
@@ -144,6 +147,20 @@ def test_loops_inside_of_vmap_scan_and_gradients_of_gradients():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), slope(grouped_matmul.grouped_rows), slope(by_hand))
     _, seen = jax.lax.scan(lambda c, row: (c, grouped_matmul.grouped_rows(x[0], w[0], row)), 0, offs)
     np.testing.assert_allclose(seen[1], by_hand(x[0], w[0], offs[1]), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(2, 1), (1, 2)])
+def test_vmap_within_vmap(shape):
+    """As ranks along two mesh axes run on one device, for every platform."""
+    x, w = (jax.random.normal(jax.random.key(i), s) for i, s in enumerate([(2, 6, 4), (2, 3, 4, 4)]))
+    offs = jnp.array([[2, 3, 6], [0, 5, 5]], jnp.int32)
+    fn = jax.jit(jax.vmap(jax.vmap(grouped_matmul.grouped_rows)))
+    given = [a.reshape(*shape, *a.shape[1:]) for a in (x, w, offs)]
+    export.export(fn, platforms=("cpu", "cuda", "tpu"))(*given)
+    for ragged in (grouped_matmul.grouped_rows, functools.partial(grouped_matmul.ragged_rows, False)):
+        found = jax.vmap(jax.vmap(ragged))(*given).reshape(2, 6, 4)
+        for k in range(2):
+            np.testing.assert_allclose(found[k], grouped_matmul.grouped_rows(x[k], w[k], offs[k]), rtol=1e-5, atol=1e-5)
 
 
 def test_bias_is_refused():
