@@ -131,7 +131,7 @@ def runtime_device_attributes(device: Device = "xla:0") -> dict[str, Any]:
 def global_runtime_device_attributes() -> list[dict[str, Any]]:
     """`xr.global_runtime_device_attributes`: of each device of the job with `use_spmd`, else of this worker's."""
     count = len(spmd_mode.devices()) or 1
-    return [{**runtime_device_attributes(), "name": f"{device_type()}:{k}"} for k in range(count)]
+    return [{**runtime_device_attributes(), "id": k, "name": f"{device_type()}:{k}"} for k in range(count)]
 
 
 def memory_info(device: Device = None) -> dict[str, int]:

@@ -73,6 +73,7 @@ SUMS: list[Callable[[Any, Any], Any]] = [
 ]
 
 
+@pytest.mark.core(keep=2)
 @pytest.mark.parametrize("call", SUMS)
 def test_gradients_are_not_averaged_twice(call: Callable[[Any, Any], Any], hosted: Hosted) -> None:
     """But across groups that have the same parts they may be, which is data parallelism around."""

@@ -46,7 +46,7 @@ CASES = [
 
 
 @pytest.mark.thorough(keep=6)
-@pytest.mark.core(keep=3)
+@pytest.mark.core(keep=1)
 @pytest.mark.parametrize(("before", "after", "optimize", "ranks"), CASES)
 def test_goes_on(before: str, after: str, optimize: Any, ranks: tuple[int, int], hosted: Hosted, tmp_path: pathlib.Path) -> None:
     expected = continued(ranks, optimize)

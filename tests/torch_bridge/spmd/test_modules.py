@@ -70,6 +70,14 @@ def test_fsdp_v2(mesh: xs.Mesh, nested: bool) -> None:
     assert placed(model[1].up.weight) == (8, 16) and placed(model[1].up.weight.grad) == (8, 16)
 
 
+def test_what_stays_whole_is_said_once(mesh: xs.Mesh, caplog: pytest.LogCaptureFixture) -> None:
+    fsdp = xs.Mesh(range(8), (8,), ("fsdp",))
+    FSDPv2(nn.Sequential(nn.Linear(16, 3), nn.Linear(3, 5)), mesh=fsdp)
+    FSDPv2(nn.Linear(3, 3), mesh=fsdp)
+    (said,) = [m for m in caplog.messages if "fsdp" in m]
+    assert "the 8 devices of 'fsdp' divide no dim of 0.bias, 1.weight, 1.bias: 92 bytes stay whole on every device" in said
+
+
 def test_two_axes_of_data(mesh: xs.Mesh) -> None:
     both = xs.Mesh(range(8), (2, 4), ("dcn", "fsdp"))
     model = FSDPv2(net(), mesh=both, extra_data_axis="dcn")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +16,8 @@ from torch_bridge.torch_xla.distributed.spmd.meshes import Mesh, ShardingError
 from torch_bridge.torch_xla.distributed.spmd.xla_sharded_tensor import lies, unwrap
 
 __all__ = ["SpmdFullyShardedDataParallel"]
+
+logger = logging.getLogger("nxd_jax")
 
 
 class SpmdFullyShardedDataParallel(nn.Module):
@@ -56,9 +60,10 @@ class SpmdFullyShardedDataParallel(nn.Module):
             options = {"mesh": mesh, "shard_output": shard_output, "extra_data_axis": extra_data_axis}
             _wrap_inside(module, auto_wrap_policy, auto_wrapper_callable or type(self), **options)
         self._orig_module = module.to("xla")
-        for parameter in module.parameters():
-            if lies(parameter) is None or lies(parameter).spec == ():  # type: ignore[union-attr]
-                xla_sharding.mark_sharding(parameter, mesh, _spec(parameter, mesh))
+        left = [(name, p) for name, p in module.named_parameters() if lies(p) is None or lies(p).spec == ()]  # type: ignore[union-attr]
+        for _, parameter in left:
+            xla_sharding.mark_sharding(parameter, mesh, _spec(parameter, mesh))
+        _say_what_stays_whole(left, mesh)
 
     @property
     def module(self) -> nn.Module:
@@ -101,6 +106,23 @@ def _spec(parameter: torch.Tensor, mesh: Mesh) -> tuple[str | None, ...]:
     dims = [d for d, n in enumerate(parameter.shape) if n % count == 0]
     chosen = max(dims, key=lambda d: parameter.shape[d], default=None) if math.prod(parameter.shape) else None
     return tuple("fsdp" if d == chosen else None for d in range(parameter.dim()))
+
+
+_SAID: weakref.WeakSet[Mesh] = weakref.WeakSet()
+
+
+def _say_what_stays_whole(parameters: Sequence[tuple[str, torch.Tensor]], mesh: Mesh) -> None:
+    """A warning, for the first module with such parameters on a mesh."""
+    whole = [(name, p) for name, p in parameters if not any(_spec(p, mesh)) and p.numel()]
+    if not whole or mesh in _SAID or mesh.shape()["fsdp"] == 1:
+        return
+    _SAID.add(mesh)
+    names = ", ".join(name for name, _ in whole[:3]) + (f" and {len(whole) - 3} more" if len(whole) > 3 else "")
+    logger.warning(
+        "SpmdFullyShardedDataParallel: the %d devices of 'fsdp' divide no dim of %s: %d bytes stay whole on every device, as do their gradients and the "
+        "optimizer's state (torch_xla pads them; values are the same)",
+        mesh.shape()["fsdp"], names, sum(p.numel() * p.element_size() for _, p in whole),
+    )  # fmt: skip
 
 
 def _wrap_inside(module: nn.Module, policy: Callable[..., bool], wrapper: Callable[..., nn.Module], **options: object) -> None:

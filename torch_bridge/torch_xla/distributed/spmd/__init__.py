@@ -1,6 +1,6 @@
 """`torch_xla.distributed.spmd`, known as `xs`: sharding annotations for programs over all devices (`xr.use_spmd`)."""
 
-from torch_bridge.torch_xla.distributed.spmd import api, meshes, xla_sharded_tensor, xla_sharding
+from torch_bridge.torch_xla.distributed.spmd import api, debugging, meshes, xla_sharded_tensor, xla_sharding
 from torch_bridge.torch_xla.distributed.spmd.api import auto_policy, xla_distribute_module, xla_distribute_tensor
 from torch_bridge.torch_xla.distributed.spmd.meshes import (
     HybridMesh,
@@ -41,6 +41,7 @@ __all__ = [
     "apply_backward_optimization_barrier",
     "auto_policy",
     "clear_sharding",
+    "debugging",
     "disable_manual_sharding",
     "enable_manual_sharding",
     "get_1d_mesh",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,8 @@ import torch
 from torch_bridge.recorder import annotate
 from torch_bridge.torch_xla.distributed.spmd.meshes import Mesh, OpSharding, PartitionSpec, ShardingError, ShardingType, require_xla
 from torch_bridge.torch_xla.distributed.spmd.xla_sharded_tensor import XLAShardedTensor, unwrap
+
+logger = logging.getLogger("nxd_jax")
 
 
 def mark_sharding(t: torch.Tensor, mesh: Mesh, partition_spec: PartitionSpec) -> XLAShardedTensor:
@@ -33,6 +36,12 @@ def mark(plain: Any, asked: OpSharding) -> XLAShardedTensor:
             raise RuntimeError(
                 f"mark_sharding: the tensor is annotated as {old} already, {asked} was asked for: call xs.clear_sharding(t) first"
             )
+    if plain._layout is not plain._storage.layout:
+        logger.warning(
+            "mark_sharding of a view (shape %s) of a tensor of shape %s: its values are divided as asked where they are computed next, the tensor itself stays "
+            "as it is annotated. Mark that one, with a partition spec for its own dims",
+            list(plain.shape), list(plain._storage.layout.size),
+        )  # fmt: skip
     annotate.annotate(plain, asked.sharding)
     return XLAShardedTensor(plain)
 
@@ -41,7 +50,7 @@ def annotate_custom_sharding(t: torch.Tensor, sharding: OpSharding) -> XLASharde
     """`xs.annotate_custom_sharding`: as `mark_sharding`, with the result of `Mesh.get_op_sharding`."""
     plain = unwrap(t)
     require_xla(plain, "annotate_custom_sharding")
-    if sharding.ndim != plain.dim():
+    if sharding.ndim not in (None, plain.dim()):
         raise ShardingError(f"the sharding {sharding} is one of {sharding.ndim} dims, the tensor has {plain.dim()}")
     return mark(plain, sharding)
 

@@ -166,19 +166,43 @@ class HybridMesh(Mesh):
 
 
 class OpSharding:
-    """`torch_xla._XLAC.OpSharding`: how a tensor of some rank is divided. sharding: for JAX."""
+    """`torch_xla._XLAC.OpSharding`: how a tensor of some rank is divided. sharding: for JAX; ndim: dims of the tensor, None: any (replicated).
 
-    def __init__(self, sharding: NamedSharding, ndim: int):
-        self.sharding = sharding
-        self.ndim = ndim
+    Scripts make one as `OpSharding(tile_assignment, group_assignment, replication_groups, sharding_type)`: a nested list with a device for each part, with the
+    devices that have the same part along one more dim for PARTIAL; the groups follow from it. Raises `ShardingError` for other types and devices.
+    """
+
+    def __init__(self, sharding: Any, ndim: Any = None, replication_groups: Any = None, sharding_type: int | None = None):
+        if isinstance(sharding, NamedSharding):
+            self.sharding, self.ndim = sharding, ndim
+        else:
+            self.sharding, self.ndim = _of_tiles(np.asarray(sharding, dtype=int), sharding_type)
 
     @property
     def type(self) -> ShardingType:
         """How it lies."""
-        return sharding_type(self.sharding, self.ndim)
+        return sharding_type(self.sharding, self.ndim or 0)
 
     def __repr__(self) -> str:
-        return said(self.sharding, self.ndim)
+        return said(self.sharding, self.ndim or 0)
+
+
+def _of_tiles(tiles: np.ndarray, kind: int | None) -> tuple[NamedSharding, int | None]:
+    require_on()
+    count = len(spmd.devices())
+    if kind == ShardingType.REPLICATED:
+        return spmd.replicated(), None
+    if kind not in (ShardingType.TILED, ShardingType.PARTIAL):
+        known = ", ".join(f"{t.name} ({int(t)})" for t in (ShardingType.REPLICATED, ShardingType.TILED, ShardingType.PARTIAL))
+        raise ShardingError(
+            f"OpSharding(tile_assignment, group_assignment, replication_groups, sharding_type) takes the types {known}, got {kind!r}"
+        )
+    if sorted(tiles.reshape(-1).tolist()) != list(range(count)):
+        raise ShardingError(f"the tile assignment must have each of the job's {count} devices once, got {tiles.tolist()}")
+    ndim = tiles.ndim - (kind == ShardingType.PARTIAL)
+    axes = tuple(f"dim{k}" for k in range(ndim)) + (("copies",) if kind == ShardingType.PARTIAL else ())
+    of = spmd.mesh_of(tuple(tiles.reshape(-1).tolist()), tiles.shape, axes)
+    return spmd.named(of, tuple((axes[k],) if tiles.shape[k] > 1 else None for k in range(ndim))), ndim
 
 
 @functools.lru_cache(maxsize=256)

@@ -154,9 +154,10 @@ def lies(t: torch.Tensor) -> jax.sharding.NamedSharding | None:
 
 
 def sharding_text(t: torch.Tensor) -> str:
-    """`torch_xla._XLAC._get_xla_sharding_spec`."""
+    """`torch_xla._XLAC._get_xla_sharding_spec`: empty for a tensor without an annotation of which every device has all."""
     found = lies(t)
-    return "" if found is None else meshes.said(found, t.dim())
+    text = "" if found is None else meshes.said(found, t.dim())
+    return "" if text == "{replicated}" and annotate.annotation(unwrap(t)) is None else text
 
 
 def type_of(t: torch.Tensor) -> meshes.ShardingType | None:
