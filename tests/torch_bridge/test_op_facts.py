@@ -22,7 +22,7 @@ def table() -> dict[str, Lowering]:
     from torch_bridge.collectives import attention_ops, collective_ops, index_checks, rank_slices, row_shard_ops
     from torch_bridge.fsdp import apart
     from torch_bridge.optimizers import grad_norm_ops, step_ops
-    from torch_bridge.recorder import annotate, barrier, grouped_mlp_ops
+    from torch_bridge.recorder import annotate, barrier, grouped_mlp_ops, manual_regions
 
     assert all(
         (
@@ -36,6 +36,7 @@ def table() -> dict[str, Lowering]:
             step_ops,
             barrier,
             annotate,
+            manual_regions,
             apart,
         )
     )
@@ -74,6 +75,11 @@ OURS: dict[str, dict[str, Any]] = {
     "rank_slice_backward": dict(rank_table=3),
     "barrier": {},
     "shard": {},
+    "enter_region": {},
+    "leave_region": {},
+    "reduce_blocks": {},
+    "gather_blocks": {},
+    "scatter_blocks": {},
     "apart": {},
     "recurrent_layer": {},
     "recurrent_layer_backward": {},

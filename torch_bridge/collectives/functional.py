@@ -13,6 +13,7 @@ import torch
 from torch_bridge.mesh import groups as rank_groups
 from torch_bridge.mesh import world
 from torch_bridge.mesh.groups import GroupLike, Groups
+from torch_bridge.mesh.spmd_mode import MODE
 from torch_bridge.runtime import backend
 
 REDUCTIONS = ("sum", "mul", "and", "or", "min", "max")
@@ -140,7 +141,20 @@ def _tensors(inputs: object) -> Tensors:
     found = [inputs] if isinstance(inputs, torch.Tensor) else inputs
     if not isinstance(found, (list, tuple)) or not all(isinstance(t, torch.Tensor) for t in found):
         raise TypeError(f"a collective takes a tensor or a list of tensors, got {_describe(inputs)}")
+    if MODE.regions:
+        _check_outside(found)
     return list(found)
+
+
+def _check_outside(tensors: Sequence[torch.Tensor]) -> None:
+    """Ranks have no part in a region of manual sharding: there collectives are between devices."""
+    from torch_bridge.recorder import manual_regions
+
+    if any(manual_regions.inside(t) for t in tensors):
+        raise NotImplementedError(
+            "this collective of tensors in a region of manual sharding: of a tensor (no list, and without output=) xm.all_reduce, xm.reduce_scatter and "
+            "xm.all_gather work there, with groups of device numbers"
+        )
 
 
 def _describe(x: object) -> str:

@@ -7,9 +7,12 @@ from typing import Any
 
 from torch import fx
 
-from torch_bridge.compiler import interpret, interpret_loops, verify_programs
+from torch_bridge.compiler import interpret, interpret_loops, transposed_products, verify_programs
+from torch_bridge.compiler.annotated_labels import AnnotatedLabels
+from torch_bridge.compiler.manual_blocks import Blocks
 from torch_bridge.compiler.program_spec import ProgramSpec
 from torch_bridge.config.settings import SETTINGS
+from torch_bridge.mesh.spmd_mode import MODE
 from torch_bridge.precision import precision_mode
 
 
@@ -44,7 +47,11 @@ def _evaluate(spec: ProgramSpec, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         single, stacked = loops.run()
         outs = [*stacked, *single]
     else:
-        outs = interpret.run(spec.graph, inputs, interpret.draws_key_of(draws), store=precision_mode.store(spec.mode), mode=spec.mode)
+        key_of, store = interpret.draws_key_of(draws), precision_mode.store(spec.mode)
+        more: dict[str, Any] = {}
+        if isinstance(spec.labels, AnnotatedLabels):
+            more = {"transposed": transposed_products.find(spec.graph), "blocks": Blocks(spec.graph) if MODE.regions else None}
+        outs = interpret.run(spec.graph, inputs, key_of, store=store, mode=spec.mode, **more)
     results = tuple(outs[at] for at in ports.order)
     if SETTINGS.verify:
         verify_programs.check_results(spec, results, "interpret" if plan is None else "interpret_loops")

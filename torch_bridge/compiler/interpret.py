@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -17,12 +18,22 @@ from torch_bridge.config.settings import SETTINGS
 from torch_bridge.ir import dtypes, scopes
 from torch_bridge.ir.graph import KINDS, number
 from torch_bridge.lowerings import random_keys
+from torch_bridge.lowerings.matmul import Transposed
 from torch_bridge.mesh import random_state, sharding, world
 from torch_bridge.mesh.axis_numbers import own
 from torch_bridge.passes.verify import report
 from torch_bridge.precision import precision_mode
 from torch_bridge.precision.precision_mode import Mode
 from torch_bridge.source import NOWHERE
+
+
+class Blocks(Protocol):
+    """Who evaluates nodes whose values are one for each device (`manual_blocks.Blocks`)."""
+
+    def has(self, node: fx.Node) -> bool: ...
+
+    def evaluate(self, node: fx.Node, given: Sequence[Any], mode: Mode) -> Any: ...
+
 
 KeyOf = Callable[[fx.Node], Any]
 """Gives the PRNG key of a random node."""
@@ -35,15 +46,19 @@ def run(
     attribute: Callable[[str], Any] | None = None,
     store: Callable[[Any], Any] | None = None,
     mode: Mode | None = None,
+    transposed: Mapping[fx.Node, Sequence[int]] = MappingProxyType({}),
+    blocks: Blocks | None = None,
 ) -> Any:
     """Evaluate the graph on JAX values for its placeholders, in order.
 
     `attribute` gives the arrays that `get_attr` nodes name (`transfer.attributes_of`); `store` rounds the value of each node.
+    `transposed`: by node, the places of operands that are read as they lie before they are transposed (`transposed_products`).
+    `blocks` evaluates the nodes of regions of manual sharding (`manual_blocks`).
     `mode` is the precision that lowerings are told of; None: what the environment asks for now.
     """
     mode = precision_mode.current() if mode is None else mode
     env: dict[fx.Node, Any] = {}
-    last = _last_uses(graph)
+    last = _last_uses(graph, transposed)
     supply = iter(inputs)
     for node in graph.nodes:
         if node.op == "placeholder":
@@ -52,7 +67,10 @@ def run(
             assert attribute is not None, node.target
             env[node] = attribute(node.target)
         elif node.op == "call_function":
-            env[node] = _call(node, env, key_of, mode)
+            if blocks is not None and blocks.has(node):
+                env[node] = blocks.evaluate(node, _inputs(node, env), mode)
+            else:
+                env[node] = _call(node, env, key_of, mode, transposed.get(node, ()))
         if store is not None and node in env and "val" in node.meta:
             env[node] = store(env[node])
         elif node.op == "output":
@@ -62,20 +80,33 @@ def run(
     raise AssertionError("graph without output")
 
 
-def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+def _last_uses(graph: fx.Graph, transposed: Mapping[fx.Node, Sequence[int]]) -> dict[fx.Node, list[fx.Node]]:
     seen: set[fx.Node] = set()
     last: dict[fx.Node, list[fx.Node]] = {}
     for node in reversed(graph.nodes):
-        for used in node.all_input_nodes:
+        for used in (*node.all_input_nodes, *(_lying(node, at) for at in transposed.get(node, ()))):
             if used not in seen:
                 seen.add(used)
                 last.setdefault(node, []).append(used)
     return last
 
 
-def _call(node: fx.Node, env: dict[fx.Node, Any], key_of: KeyOf, mode: Mode) -> Any:
+def _lying(node: fx.Node, at: int) -> fx.Node:
+    """What the transpose among a node's operands is one of."""
+    operand: Any = node.args[at]
+    return operand.args[0]
+
+
+def _inputs(node: fx.Node, env: dict[fx.Node, Any]) -> list[Any]:
     values: list[Any] = []
     fx.node.map_arg((node.args, node.kwargs), lambda n: values.append(env[n]))
+    return values
+
+
+def _call(node: fx.Node, env: dict[fx.Node, Any], key_of: KeyOf, mode: Mode, transposed: Sequence[int] = ()) -> Any:
+    values = _inputs(node, env)
+    for at in transposed:
+        values[at] = Transposed(env[_lying(node, at)])
     return evaluate(node, values, lambda: key_of(node), mode=mode)
 
 

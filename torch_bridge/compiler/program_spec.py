@@ -27,7 +27,8 @@ from torch_bridge.ir.layout import contiguous_meta
 from torch_bridge.ir.segment import Segment
 from torch_bridge.mesh import abstract_arrays, places, sharding, spmd
 from torch_bridge.mesh.abstract_arrays import AbstractArray
-from torch_bridge.passes import fold_repeats, scalar_inputs
+from torch_bridge.mesh.spmd_mode import MODE
+from torch_bridge.passes import fold_repeats, manual_regions, scalar_inputs
 from torch_bridge.passes.cut_segment import Part
 from torch_bridge.passes.scalar_inputs import Slots
 from torch_bridge.passes.verify import graphs, loops, repeats, segments
@@ -254,7 +255,7 @@ def _fold(
     graph: fx.Graph, inputs: Sequence[int], labels: RankLabels | AnnotatedLabels | None, updates: dict[int, int], mode: Mode
 ) -> fold_repeats.Plan | None:
     """How to compute a graph as loops over repeated layers, if there are enough of them."""
-    least = fold_repeats.least()
+    least = 0 if MODE.regions and manual_regions.nodes_of(graph) else fold_repeats.least()
     runs = fold_repeats.runs(graph, least) if least and mode == precision_mode.PLAIN else []
     if not runs:
         return None

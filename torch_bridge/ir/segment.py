@@ -248,7 +248,7 @@ class Segment:
         capture: it records a module for `torch_bridge.capture`, and never runs.
         owner: the session that records it: another one that needs a value of it has it finished there.
         deferred: what of it is still to run (`runtime.executor.Deferred`).
-        failure: why its run failed.
+        failure: why its run failed. lost: why values of it were not computed.
     """
 
     def __init__(self, capture: bool = False, by_start: dict[Any, Any] | None = None, owner: Owner | None = None):
@@ -256,6 +256,7 @@ class Segment:
         self.owner = owner
         self.by_start = {} if by_start is None else by_start
         self.failure: str | None = None
+        self.lost: str | None = None
         self.deferred: Any = None
         self.watch: Any = None
         self.recording: Any = None

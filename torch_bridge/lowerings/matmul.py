@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -53,6 +54,26 @@ def _dot_jvp(dims: Dims, out: DType | None, primals: tuple[jax.Array, ...], tang
     return y, (_dot_general(da, b, dims) + _dot_general(a, db, dims)).astype(y.dtype)
 
 
+class Transposed(NamedTuple):
+    """The transpose of a matrix, as an operand of `product`, which reads the matrix as it lies: XLA would divide and gather a transpose by itself."""
+
+    of: jax.Array
+
+    @property
+    def dtype(self) -> DType:
+        """That of the matrix."""
+        return self.of.dtype
+
+
+Matrix = jax.Array | Transposed
+
+
+def product(a: Matrix, b: Matrix, out: DType | None = None) -> jax.Array:
+    """The product of two matrices, which may be `Transposed`."""
+    dims = (((0 if isinstance(a, Transposed) else 1,), (1 if isinstance(b, Transposed) else 0,)), ((), ()))
+    return dot(a.of if isinstance(a, Transposed) else a, b.of if isinstance(b, Transposed) else b, dims, out)
+
+
 def _is_one(scale: Scalar) -> bool:
     return not isinstance(scale, dtypes.Scalar) and scale == 1
 
@@ -79,8 +100,8 @@ def _add_product(
 
 
 @lowering(aten.mm.default)
-def mm(self: jax.Array, mat2: jax.Array) -> jax.Array:
-    return dot(self, mat2, _MM)
+def mm(self: Matrix, mat2: Matrix) -> jax.Array:
+    return product(self, mat2)
 
 
 @lowering(aten.bmm.default)
@@ -114,8 +135,8 @@ def vdot(self: jax.Array, other: jax.Array) -> jax.Array:
 
 
 @lowering(aten.addmm.default)
-def addmm(self: jax.Array, mat1: jax.Array, mat2: jax.Array, *, beta: Scalar = 1, alpha: Scalar = 1) -> jax.Array:
-    return _add_product(self, mat1, mat2, _MM, beta, alpha)
+def addmm(self: jax.Array, mat1: Matrix, mat2: Matrix, *, beta: Scalar = 1, alpha: Scalar = 1) -> jax.Array:
+    return _add_scaled(beta, self, alpha, product(mat1, mat2, wide_dtype(mat1.dtype)), mat1.dtype)
 
 
 @lowering(aten.addmm.dtype)

@@ -81,7 +81,7 @@ def stop() -> None:
     try:
         world.configure(None)  # what is recorded runs first
     finally:
-        MODE.devices, MODE.mesh, MODE.chosen, MODE.stopping = (), None, False, False
+        MODE.devices, MODE.mesh, MODE.chosen, MODE.stopping, MODE.regions = (), None, False, False, False
     for cached in (mesh_of, _reordered, _same_order):
         cached.cache_clear()
 

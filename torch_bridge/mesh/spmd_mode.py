@@ -10,12 +10,13 @@ if TYPE_CHECKING:
 
 class Mode:
     """Whether annotations are on. devices: of the job, in their order; mesh: what values without an annotation are replicated over; chosen: whether it is the
-    script's own; stopping: annotations are being switched off."""
+    script's own; stopping: annotations are being switched off; regions: the script has entered a region of manual sharding (`recorder.manual_regions`)."""
 
     devices: tuple[Any, ...] = ()
     mesh: Mesh | None = None
     chosen: bool = False
     stopping: bool = False
+    regions: bool = False
 
 
 MODE = Mode()

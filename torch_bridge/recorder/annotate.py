@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 from torch_bridge.ir.segment import LOCK
 from torch_bridge.lowerings import lowering
 from torch_bridge.mesh import spmd
-from torch_bridge.recorder import dispatch
+from torch_bridge.recorder import dispatch, manual_regions
 from torch_bridge.recorder.tensor import XLATensor, read
 from torch_bridge.runtime import backend, executor
 
@@ -34,6 +34,11 @@ def annotate(t: XLATensor, sharding: NamedSharding) -> None:
 
     A view annotates what is read through it from now on, not its storage.
     """
+    if manual_regions.inside(t):
+        raise RuntimeError(
+            "an annotation of a tensor in a region of manual sharding: there it is one device's block, which is not divided any further. Annotate what "
+            "xs.disable_manual_sharding gives"
+        )
     storage, whole = t._storage, t._layout is t._storage.layout
     with LOCK, torch.no_grad():
         if whole and storage.segment is None:

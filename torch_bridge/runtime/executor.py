@@ -30,7 +30,7 @@ from torch_bridge.errors import DeadTensorError, PeerEndedError, VerificationErr
 from torch_bridge.ir.segment import LOCK, Segment, Storage
 from torch_bridge.mesh import places, processes, sharding, spmd, world
 from torch_bridge.mesh.places import HERE, Place
-from torch_bridge.passes import hoist_constants, scalar_inputs
+from torch_bridge.passes import hoist_constants, manual_regions, scalar_inputs
 from torch_bridge.passes.verify import segments
 from torch_bridge.passes.verify.meaning import Meaning
 from torch_bridge.precision import precision_mode
@@ -181,6 +181,11 @@ def _run_pending(session: Session, segment: Segment, first: frozenset[int] | Non
         segment.unpredict()
         _hoist(session, segment)
     live = segment.results()
+    try:
+        manual_regions.drop(segment, live)
+    except RuntimeError as error:
+        _roll_back(session, segment, error)
+        raise
     if not live:
         _start_next(session, trace)
         return None

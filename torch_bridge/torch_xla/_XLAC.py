@@ -211,8 +211,12 @@ _OF_ANNOTATIONS = {
     "_get_xla_tensor_debug_info": "debug_info",
     "_global_tensor_from_cpu_shards": "from_cpu_shards",
     "_load_local_shards": "load_shards",
+    "_spmd_full_to_shard_shape": "full_to_shard_shape",
+    "_spmd_shard_to_full_shape": "shard_to_full_shape",
     "_xla_clear_sharding": "clear",
     "_xla_mark_sharding": "mark",
+    "_xla_spmd_all_reduce": "all_reduce",
+    "_xla_spmd_reduce_scatter": "reduce_scatter",
 }
 
 

@@ -10,17 +10,22 @@ import torch
 
 from torch_bridge.mesh import spmd
 from torch_bridge.torch_xla.distributed.spmd import marking, meshes, xla_sharded_tensor
+from torch_bridge.torch_xla.distributed.spmd.manual import all_reduce, full_to_shard_shape, reduce_scatter, shard_to_full_shape
 from torch_bridge.torch_xla.distributed.spmd.meshes import OpSharding
 
 __all__ = [
     "OpSharding",
+    "all_reduce",
     "clear",
     "debug_info",
     "from_cpu_shards",
+    "full_to_shard_shape",
     "load_shards",
     "local_shards",
     "mark",
+    "reduce_scatter",
     "replicas_and_indices",
+    "shard_to_full_shape",
     "spec",
     "type_of",
 ]

@@ -261,8 +261,6 @@ MISTAKES: list[tuple[Callable[[xs.Mesh, torch.Tensor], Any], type[Exception], st
         r"annotated as \{devices=\[4,1,2\].*clear_sharding\(t\) first",
     ),
     (lambda m, t: xs.annotate_custom_sharding(t, m.get_op_sharding((0,))), ValueError, "is one of 1 dims, the tensor has 2"),
-    (lambda m, t: xs.enable_manual_sharding(t, (0, None)), NotImplementedError, "Annotate the tensors"),
-    (lambda m, t: xs.disable_manual_sharding(t, (0, None), t.shape), NotImplementedError, "write a script of ranks"),
     (lambda m, t: xr.use_spmd(auto=True), NotImplementedError, "no pass chooses shardings by itself"),
     (lambda m, t: xs.HybridMesh(ici_mesh_shape=(2, 2), dcn_mesh_shape=(2,)), ValueError, "must have as many axes"),
 ]

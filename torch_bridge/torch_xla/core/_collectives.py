@@ -14,6 +14,7 @@ from torch_bridge.collectives import functional, object_collectives
 from torch_bridge.mesh import groups as rank_groups
 from torch_bridge.mesh import processes, world
 from torch_bridge.mesh.groups import GroupLike
+from torch_bridge.mesh.spmd_mode import MODE
 from torch_bridge.recorder import prefetch
 from torch_bridge.runtime import steps
 
@@ -25,12 +26,29 @@ REDUCE_MIN = "min"
 REDUCE_MAX = "max"
 
 
+def _block(t: object) -> torch.Tensor | None:
+    """The tensor, if it is one of a region of manual sharding."""
+    if not MODE.regions or not isinstance(t, torch.Tensor):
+        return None
+    plain: torch.Tensor = getattr(t, "global_tensor", t)
+    return plain if _regions().inside(plain) else None
+
+
+def _regions() -> Any:
+    from torch_bridge.recorder import manual_regions
+
+    return manual_regions
+
+
 def all_reduce(reduce_type: str, inputs: Any, scale: float = 1.0, groups: GroupLike = None, pin_layout: bool = True) -> Any:
     """`xm.all_reduce`: a tensor gives a new tensor; a list is reduced in place and returned.
 
     The result is multiplied by `scale`, also in a world of one (torch_xla forgets it there). Raises ValueError for gradients of shards of
-    `XlaFullyShardedDataParallel`, of which the group's ranks have different parts.
+    `XlaFullyShardedDataParallel`, of which the group's ranks have different parts. In a region of manual sharding (`xs.enable_manual_sharding`) groups are of
+    device numbers, and gradients go through.
     """
+    if (block := _block(inputs)) is not None:
+        return _regions().all_reduce(reduce_type, block, scale, groups)
     _refuse_shards("xm.all_reduce", inputs, groups)
     return functional.all_reduce(reduce_type, inputs, scale, groups)
 
@@ -40,6 +58,8 @@ def all_gather(value: Any, dim: int = 0, groups: GroupLike = None, output: Any =
 
     Also for a list of tensors.
     """
+    if output is None and (block := _block(value)) is not None:
+        return _regions().all_gather(block, dim, groups)
     return functional.all_gather(value, dim, groups, output)
 
 
@@ -67,6 +87,8 @@ def reduce_scatter(
     pin_layout: bool = True,
 ) -> Any:
     """`xm.reduce_scatter`: reduce, multiply by `scale` and keep this rank's shard; written into `output` and returned if given."""
+    if output is None and (block := _block(input)) is not None:
+        return _regions().reduce_scatter(reduce_type, block, scale, scatter_dim, shard_count, groups)
     return functional.reduce_scatter(reduce_type, input, scale, scatter_dim, shard_count, groups, output)
 
 

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map_only
 
 from torch_bridge import _compat
 from torch_bridge.mesh import spmd
-from torch_bridge.recorder import annotate
+from torch_bridge.recorder import annotate, manual_regions
 from torch_bridge.runtime import executor, transfer
 from torch_bridge.torch_xla.distributed.spmd import meshes
 
@@ -155,6 +155,8 @@ def lies(t: torch.Tensor) -> jax.sharding.NamedSharding | None:
 
 def sharding_text(t: torch.Tensor) -> str:
     """`torch_xla._XLAC._get_xla_sharding_spec`: empty for a tensor without an annotation of which every device has all."""
+    if manual_regions.inside(unwrap(t)):
+        return "{manual}"
     found = lies(t)
     text = "" if found is None else meshes.said(found, t.dim())
     return "" if text == "{replicated}" and annotate.annotation(unwrap(t)) is None else text
@@ -162,6 +164,8 @@ def sharding_text(t: torch.Tensor) -> str:
 
 def type_of(t: torch.Tensor) -> meshes.ShardingType | None:
     """`torch_xla._XLAC._get_xla_sharding_type`."""
+    if manual_regions.inside(unwrap(t)):
+        return meshes.ShardingType.MANUAL
     found = annotate.annotation(unwrap(t))
     return None if found is None else meshes.sharding_type(found, t.dim())
 

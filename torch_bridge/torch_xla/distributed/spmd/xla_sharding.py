@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
 
 from torch_bridge.recorder import annotate
 from torch_bridge.torch_xla.distributed.fsdp.utils import XLAPatchedLinear
+from torch_bridge.torch_xla.distributed.spmd.manual import _mark_manual_sharding, disable_manual_sharding, enable_manual_sharding
 from torch_bridge.torch_xla.distributed.spmd.marking import (
     ShardingSpec,
     annotate_custom_sharding,
@@ -37,6 +38,7 @@ __all__ = [
     "ShardingType",
     "XLAPatchedLinear",
     "XLAShardedTensor",
+    "_mark_manual_sharding",
     "annotate_custom_sharding",
     "apply_backward_optimization_barrier",
     "clear_sharding",
@@ -63,23 +65,6 @@ def mark_sharding_with_gradients(t: torch.Tensor, mesh: Mesh, partition_spec: Pa
 def wrap_if_sharded(t: object) -> Any:
     """`xs.wrap_if_sharded`: an annotated tensor as an `XLAShardedTensor`, anything else as it is."""
     return wrapped(t) if isinstance(t, torch.Tensor) and t.device.type == "xla" and lies(t) is not None else t
-
-
-def _no_regions(name: str) -> NoReturn:
-    raise NotImplementedError(
-        f"torch_xla.distributed.spmd.{name}: regions in which the script computes with each device's block are not supported. Annotate the tensors "
-        "(xs.mark_sharding) and let XLA divide the work, or write a script of ranks (torch.distributed, neuronx_distributed), where every tensor is a block"
-    )
-
-
-def enable_manual_sharding(*args: object, **kwargs: object) -> Any:
-    """`xs.enable_manual_sharding`: raises NotImplementedError."""
-    _no_regions("enable_manual_sharding")
-
-
-def disable_manual_sharding(*args: object, **kwargs: object) -> Any:
-    """`xs.disable_manual_sharding`: raises NotImplementedError."""
-    _no_regions("disable_manual_sharding")
 
 
 def apply_backward_optimization_barrier(m: nn.Module) -> None:
