@@ -303,6 +303,7 @@ PROCESSES: tuple[str, ...] = (
     "torch_bridge/ranks/test_oracle.py",
     "torch_bridge/ranks/test_processes.py",
     "torch_bridge/ranks/test_sigterm.py",
+    "torch_bridge/spmd/test_processes.py",
     "torch_bridge/test_boundaries.py",
     "torch_bridge/test_eager_mode.py::test_before_the_first_tensor",
     "torch_bridge/test_errors.py::test_really_out_of_memory",

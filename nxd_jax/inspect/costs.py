@@ -90,9 +90,9 @@ class Costs:
         return self.by().html()
 
 
-def costs(jaxpr: Any) -> Costs:
-    """The costs of a closed jaxpr, as one core runs it."""
-    found = list(equations(jaxpr))
+def costs(jaxpr: Any, cores: int = 1) -> Costs:
+    """The costs of a closed jaxpr, as one core runs it; of an annotated program on all of its `cores` together."""
+    found = list(equations(jaxpr, cores))
     rows = (_cost(eqn) for eqn in found if eqn.primitive not in _FREE and eqn.primitive not in KINDS)
     return Costs(tuple(_summed(rows, BY, None)), all(eqn.known for eqn in found))
 

@@ -24,10 +24,13 @@ class Equation(NamedTuple):
     known: bool = True
 
 
-def equations(jaxpr: object) -> Iterator[Equation]:
+def equations(jaxpr: object, cores: int = 1) -> Iterator[Equation]:
     """Every equation that computes, those of calls, loops and branches in place of the call. Of a conditional every branch counts; of
-    what is computed otherwise on one platform (CPUs, mostly) what is computed on all others does: it is what the op is, and what an accelerator does."""
-    yield from _walk(getattr(jaxpr, "jaxpr", jaxpr), 1, scopes.NONE, True)
+    what is computed otherwise on one platform (CPUs, mostly) what is computed on all others does: it is what the op is, and what an accelerator does.
+
+    cores: how often what a `shard_map` computes on one core counts: in an annotated program, whose other equations are those of whole tensors.
+    """
+    yield from _walk(getattr(jaxpr, "jaxpr", jaxpr), 1, scopes.NONE, True, cores)
 
 
 def phase(scope: Scope) -> str:
@@ -37,7 +40,7 @@ def phase(scope: Scope) -> str:
     return "forward" if scope.module else "outside"
 
 
-def _walk(jaxpr: Any, times: int, outer: Scope, known: bool) -> Iterator[Equation]:
+def _walk(jaxpr: Any, times: int, outer: Scope, known: bool, cores: int) -> Iterator[Equation]:
     for eqn in jaxpr.eqns:
         own = scopes.read(str(eqn.source_info.name_stack))
         scope = own if own != scopes.NONE else outer
@@ -48,9 +51,9 @@ def _walk(jaxpr: Any, times: int, outer: Scope, known: bool) -> Iterator[Equatio
         if not nested:
             inputs, outputs = (tuple(v.aval for v in vs) for vs in (eqn.invars, eqn.outvars))
             yield Equation(name, eqn.params, inputs, outputs, times, scope, known)
-        inner = times * eqn.params["length"] if name == "scan" else times
+        inner = times * (eqn.params["length"] if name == "scan" else cores if name == "shard_map" else 1)
         for each in nested:
-            yield from _walk(each, inner, scope, known and name != "while")
+            yield from _walk(each, inner, scope, known and name != "while", cores)
 
 
 def _on_accelerators(params: dict[str, Any]) -> dict[str, Any]:

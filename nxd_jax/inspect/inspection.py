@@ -122,7 +122,7 @@ class Inspection:
     @cached_property
     def costs(self) -> Costs:
         """Operations and bytes by module, line, op or phase, on one core in one run; of an annotated program, on all cores together."""
-        return costs.costs(self.jaxpr)
+        return costs.costs(self.jaxpr, math.prod(self.axes.values()) if self._subject.partitioned else 1)
 
     @cached_property
     def memory(self) -> Memory:

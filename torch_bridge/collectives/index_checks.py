@@ -23,7 +23,7 @@ from torch_bridge.ir.graph import fill, lifted_kinds
 from torch_bridge.ir.layout import layout
 from torch_bridge.ir.segment import Entry, Segment, Storage, step_entry
 from torch_bridge.lowerings import lowering
-from torch_bridge.mesh import sharding, world
+from torch_bridge.mesh import sharding, spmd, world
 from torch_bridge.recorder import expected_indices
 from torch_bridge.recorder.dispatch import special
 from torch_bridge.recorder.schema import info
@@ -319,7 +319,7 @@ def _check(segment: Segment, entry: Entry, source: Source, found: Range, first: 
 
 def _by_rank(array: jax.Array) -> list[np.ndarray]:
     """The result on each hosted rank."""
-    return sharding.blocks(array, (3,)) if sharding.active() else [np.asarray(array)]
+    return sharding.blocks(array, (3,)) if sharding.active() else [np.asarray(spmd.whole(array))]
 
 
 def _told(check: Check, results: Sequence[np.ndarray], hosted: Sequence[int]) -> list[str]:

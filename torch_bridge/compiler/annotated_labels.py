@@ -7,12 +7,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+import torch
 from jax.sharding import Mesh, NamedSharding
+from torch import fx
 
 from torch_bridge.compiler.program_io import Ports
 from torch_bridge.ir.segment import Segment, Storage
-from torch_bridge.mesh import places, spmd
+from torch_bridge.mesh import abstract_arrays, places, processes, spmd, world
 from torch_bridge.passes.verify import report
+from torch_bridge.source import NOWHERE
 
 if TYPE_CHECKING:
     from torch_bridge.compiler.program_spec import Execution, ProgramSpec
@@ -28,12 +31,13 @@ class AnnotatedSegment(NamedTuple):
     leaves: tuple[NamedSharding, ...]
     wanted: dict[int, NamedSharding]
 
-    def label(self, inputs: Sequence[int], results: Sequence[int]) -> AnnotatedLabels:
-        """The labels of a program that takes and gives values of these ids."""
+    def label(self, graph: fx.Graph, inputs: Sequence[int], results: Sequence[int]) -> AnnotatedLabels:
+        """The labels of a program that takes and gives values of these ids. Raises `processes.ProgramsDiffer` if another process is about to run another."""
         return AnnotatedLabels(
             mesh=spmd.mesh(),
             inputs=tuple(self.leaves[-v - 1] if v < 0 else None for v in inputs),
             outputs=tuple(self.wanted.get(v) for v in results),
+            meeting=_agree(graph),
         )
 
 
@@ -68,13 +72,13 @@ class AnnotatedLabels:
         mesh: of all devices.
         inputs: the sharding of each input; None for what an earlier part of the same segment gives.
         outputs: the sharding that a result must have; None: XLA chooses.
-        meeting: processes that must meet before it runs: none.
+        meeting: where the processes that run it meet before they do so for the first time; None if it is one.
     """
 
     mesh: Mesh
     inputs: tuple[NamedSharding | None, ...]
     outputs: tuple[NamedSharding | None, ...]
-    meeting: None = None
+    meeting: processes.Meeting | None = None
 
     def fit(self, given: object, spec: ProgramSpec) -> bool:
         """Whether the leaves and results of another execution lie so."""
@@ -105,6 +109,21 @@ class AnnotatedLabels:
         for vid, label in zip(spec.inputs, self.inputs, strict=True):
             if vid < 0 and spmd.lies(run.segment.leaves[-vid - 1]) != label:
                 report.fail("annotated_labels", "an input is labelled as its array lies", f"{label} for leaf {vid}")
+
+
+def _agree(graph: fx.Graph) -> processes.Meeting | None:
+    """All processes must run the same program."""
+    if world.process_count() == 1 or abstract_arrays.active():
+        return None
+    calls = [node for node in graph.nodes if isinstance(node.target, torch._ops.OpOverload)]
+    return processes.agree([(_call(node), node.meta.get("source", NOWHERE).where) for node in calls])
+
+
+def _call(node: fx.Node) -> str:
+    val = node.meta.get("val")
+    shape = f" -> {str(val.dtype).removeprefix('torch.')}{list(val.shape)}" if isinstance(val, torch.Tensor) else ""
+    plain = [str(a) for a in node.args if not isinstance(a, (fx.Node, list, tuple))]
+    return f"{node.target}({', '.join(plain)}){shape}"
 
 
 def _told(sharding: NamedSharding | None) -> str:

@@ -192,7 +192,7 @@ def specify(trace: Trace, part: Part, run: Execution) -> ProgramSpec:
     owned = tuple(v < 0 and -v - 1 not in part.shared and run.free[-v - 1] for v in inputs)
     labels: RankLabels | AnnotatedLabels | None = None
     if isinstance(run.labels, AnnotatedSegment):
-        labels = run.labels.label(inputs, part.results)
+        labels = run.labels.label(graph, inputs, part.results)
     elif run.labels is not None:
         leaves = run.labels.at(part.place.mesh)
         given = [leaves[-v - 1] if v < 0 else places.label_at(run.passed[v].label, part.place) for v in inputs]

@@ -57,7 +57,8 @@ def start(of: world.World) -> None:
 
     if _compat.jax_started():
         raise RuntimeError(
-            "JAX started before the processes found each other: put the first tensor on xla after torch.distributed.init_process_group('xla')"
+            "JAX started before the processes found each other: put the first tensor on xla after torch.distributed.init_process_group('xla'), "
+            "or call xr.use_spmd() before"
         )
     here = len(of.hosted)
     index = world.process_index()
@@ -277,18 +278,29 @@ def meet(at: Meeting) -> None:
 
 
 def _difference(number: int, programs: dict[int, list[tuple[str, str]]]) -> str:
+    annotated = world.current().process[1] > 1
     longest = max(map(len, programs.values()))
     at = next(k for k in range(longest) if len({p[k][0] if k < len(p) else None for p in programs.values()}) > 1)
     shown = ", ".join(
-        f"rank {world.current().hosted[0] if process == world.process_index() else process * len(world.current().hosted)} "
-        + (f"{p[at][0]}{f' ({p[at][1]})' if p[at][1] else ''}" if at < len(p) else "nothing")
-        for process, p in programs.items()
+        f"{_name(process, annotated)} {f'{p[at][0]}{_place(p[at][1])}' if at < len(p) else 'nothing'}" for process, p in programs.items()
     )
+    what, all_of, own = ("operations", "processes", "process") if annotated else ("collectives", "ranks", "rank")
     return (
-        f"the collectives of program {number} differ among processes, which would wait for each other for ever or mix up their values. Number {at + 1} "
-        f"is: {shown}. All ranks must run the same collectives in the same order, on the same shapes: look for a branch, a loop or a shape that depends on "
-        "int(rank), on a value of this rank's own data, or on a file that not all ranks have."
+        f"the {what} of program {number} differ among processes, which would wait for each other for ever or mix up their values. Number {at + 1} "
+        f"is: {shown}. All {all_of} must run the same {what} in the same order, on the same shapes: look for a branch, a loop or a shape that depends on "
+        f"{'xr.process_index()' if annotated else 'int(rank)'}, on a value of this {own}'s own data, or on a file that not all {all_of} have."
     )
+
+
+def _name(process: int, annotated: bool) -> str:
+    if annotated:
+        return f"process {process}"
+    hosted = world.current().hosted
+    return f"rank {hosted[0] if process == world.process_index() else process * len(hosted)}"
+
+
+def _place(where: str) -> str:
+    return f" ({where})" if where else ""
 
 
 def barrier(tag: str) -> None:

@@ -19,7 +19,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from torch_bridge import _compat
-from torch_bridge.mesh import abstract_arrays, world
+from torch_bridge.mesh import abstract_arrays, processes, world
 from torch_bridge.mesh.spmd_mode import MODE, active, devices
 
 __all__ = [
@@ -27,6 +27,7 @@ __all__ = [
     "adopt",
     "devices",
     "fitting",
+    "from_parts",
     "in_order",
     "lies",
     "mesh",
@@ -38,6 +39,7 @@ __all__ = [
     "stop",
     "text",
     "use",
+    "whole",
 ]
 
 logger = logging.getLogger("nxd_jax")
@@ -66,13 +68,16 @@ def use() -> None:
         )
     chosen = _devices(now)
     for_ranks = now.size
-    world.configure(world.World(1, fixed=True))
+    whole = world.World(1, fixed=True)
+    whole.process = (world.process_index(), world.process_count())
+    world.configure(whole)
     MODE.devices = tuple(chosen)
     MODE.mesh, MODE.chosen = Mesh(np.array(chosen), ("devices",)), False
     kind = "virtual CPU devices" if chosen[0].platform == "cpu" else f"{chosen[0].device_kind} devices"
     if now.first_here:
         note = "" if len(chosen) > 1 or for_ranks > 1 else f" (for more: {world.KNOB})"
-        sys.stderr.write(f"nxd_jax: one program over {len(chosen)} {kind}, with sharding annotations{note}\n")
+        among = f" of {now.processes} processes" if now.processes > 1 else ""
+        sys.stderr.write(f"nxd_jax: one program over {len(chosen)} {kind}{among}, with sharding annotations{note}\n")
 
 
 def stop() -> None:
@@ -82,7 +87,7 @@ def stop() -> None:
         world.configure(None)  # what is recorded runs first
     finally:
         MODE.devices, MODE.mesh, MODE.chosen, MODE.stopping, MODE.regions = (), None, False, False, False
-    for cached in (mesh_of, _reordered, _same_order):
+    for cached in (mesh_of, _reordered, _same_order, _moving):
         cached.cache_clear()
 
 
@@ -100,10 +105,13 @@ world.before_change(_refuse_ranks)
 
 def _devices(now: world.World) -> Sequence[Any]:
     if now.processes > 1:
-        raise NotImplementedError(
-            f"xr.use_spmd() in a job of {now.processes} processes: annotated programs run in one process here, which hosts all devices. Start it with "
-            f"`nxd-run --nproc_per_node={now.size}`, which gives one process {now.size} devices"
-        )
+        processes.start(now)
+        found = sorted(jax.devices(), key=lambda d: (d.process_index, d.id))
+        if len(found) != now.size:
+            raise RuntimeError(
+                f"a job of {now.processes} processes and {now.size} ranks has {len(found)} devices: start JAX nowhere before xr.use_spmd()"
+            )
+        return found
     if now.size > 1 or now.fixed:
         if not _compat.jax_started():
             _compat.provision_cpu_devices(now.size)
@@ -237,7 +245,48 @@ def put(array: Any, target: NamedSharding) -> Any:
     if isinstance(array, abstract_arrays.AbstractArray):
         return abstract_arrays.AbstractArray(array.shape, array.dtype, target)
     with _compat.enable_x64():
-        return jax.device_put(plain(array), target)
+        return jax.device_put(plain(array), target) if world.is_local() else _put_among_processes(plain(array), target)
+
+
+def _put_among_processes(array: Any, target: NamedSharding) -> Any:
+    """An array of this process, which every process has, or one of them all, which all of them move."""
+    if isinstance(array, jax.Array) and not array.is_fully_addressable:
+        return array if array.sharding == target else _moving(target)(array)
+    host = np.asarray(array)
+    return jax.make_array_from_callback(host.shape, target, lambda index: host[index])
+
+
+@functools.lru_cache(maxsize=256)
+def _moving(target: NamedSharding) -> Any:
+    return jax.jit(lambda x: x, out_shardings=target)
+
+
+def whole(array: Any) -> Any:
+    """An array whose value this process can read. Of one that is divided among processes, all of them must ask."""
+    if not isinstance(array, jax.Array) or array.is_fully_addressable or array.is_fully_replicated:
+        return array
+    with _compat.enable_x64():
+        return _moving(NamedSharding(array.sharding.mesh, PartitionSpec()))(array)  # type: ignore[attr-defined]
+
+
+def from_parts(part: np.ndarray, target: NamedSharding) -> Any:
+    """One array of what each process has of it: parts of one shape, one after the other along dim 0.
+
+    Raises ValueError if a process's devices hold rows of another's part.
+    """
+    target, count, rows = in_order(target), world.process_count(), part.shape[0]
+    shape = (rows * count, *part.shape[1:])
+    first = rows * world.process_index()
+    for index in target.addressable_devices_indices_map(shape).values():
+        start, stop, _ = index[0].indices(shape[0])  # type: ignore[index]
+        if start < first or stop > first + rows:
+            raise ValueError(
+                f"minibatch=True: each of {count} processes gives {rows} rows of {shape[0]}, and {target.spec} puts rows {start} to {stop} on a device of "
+                f"process {world.process_index()}, which has rows {first} to {first + rows}. Divide dim 0 over a mesh axis along which devices of one process "
+                "follow each other"
+            )
+    with _compat.enable_x64():
+        return jax.make_array_from_process_local_data(target, part, shape)
 
 
 def plain(found: object) -> Any:

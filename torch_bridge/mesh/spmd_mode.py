@@ -30,3 +30,12 @@ def active() -> bool:
 def devices() -> tuple[Any, ...]:
     """The devices of the job; empty without annotations."""
     return MODE.devices
+
+
+def here() -> tuple[Any, ...]:
+    """The devices of the job that this process hosts."""
+    if not MODE.devices:
+        return ()
+    import jax
+
+    return tuple(d for d in MODE.devices if d.process_index == jax.process_index())

@@ -28,7 +28,8 @@ class World:
 
     size: how many. hosted: those that this process computes for, ascending. local_size: ranks on a host. axes: names and sizes of the mesh
     axes, outermost first; their product is `size`. order: the ranks in row-major order over the axes (0, 1, 2, ... unless the machine wants another).
-    epoch: another number for every layout. fixed: the size was asked for, so `require` must not change it. within, at: for the ranks of one place alone
+    epoch: another number for every layout. fixed: the size was asked for, so `require` must not change it. process: (number, how many) if all processes run one
+    annotated program, whose world has one rank (`mesh.spmd`). within, at: for the ranks of one place alone
     (`narrowed`): the whole world, and where the place is along the axes that it has one index of.
     """
 
@@ -40,6 +41,7 @@ class World:
         self.hosted = tuple(range(size)) if hosted is None else tuple(hosted)
         self.local_size = local_size or size
         self.fixed = fixed
+        self.process = (0, 1)
         self.axes: dict[str, int] = {"dp": size}
         self.order = tuple(range(size))
         self.epoch = next(_epochs)
@@ -47,12 +49,12 @@ class World:
     @property
     def processes(self) -> int:
         """Python processes in the job."""
-        return self.size // len(self.hosted)
+        return self.process[1] * (self.size // len(self.hosted))
 
     @property
     def first_here(self) -> bool:
-        """Whether this process hosts rank 0."""
-        return self.hosted[0] == 0
+        """Whether this process hosts rank 0, and is the first that does."""
+        return self.hosted[0] == self.process[0] == 0
 
     def table(self, of: Callable[[int], Any]) -> Any:
         """`of(rank)` for the ranks of this process: a plain value if they agree, else one that knows them all."""
@@ -242,13 +244,24 @@ def size() -> int:
 
 
 def is_local() -> bool:
-    """True if this process hosts the whole world."""
-    return len(current().hosted) == current().size
+    """True if this process hosts the whole world, alone."""
+    return len(current().hosted) == current().size and current().process[1] == 1
 
 
 def rank() -> Any:
     """This rank's number among all ranks; each rank's own if the process hosts several."""
     return current().table(lambda r: r)
+
+
+def ordinal() -> Any:
+    """This worker's number for scripts: its rank, or the number of its process if all processes run one annotated program."""
+    return current().process[0] if current().process[1] > 1 else rank()
+
+
+def local_ordinal() -> Any:
+    """The same on its host."""
+    index, count = current().process
+    return int(os.environ.get("LOCAL_RANK") or index) if count > 1 else local_rank()
 
 
 def first() -> int:
@@ -274,7 +287,7 @@ def process_count() -> int:
 
 def process_index() -> int:
     """This process's number in the job."""
-    return process_of(_whole().hosted[0])
+    return _whole().process[0] or process_of(_whole().hosted[0])
 
 
 def process_of(rank: int) -> int:

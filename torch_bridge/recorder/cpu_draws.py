@@ -49,7 +49,9 @@ def draw(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, A
 
 def _axes(states: Sequence[torch.Tensor]) -> tuple[str, ...]:
     """The mesh axes along which ranks draw from different states."""
-    return world.axes_of_table([s.numpy().tobytes() for s in states]) if world.is_local() else tuple(world.current().axes)
+    return (
+        world.axes_of_table([s.numpy().tobytes() for s in states]) if world.is_local() or world.size() == 1 else tuple(world.current().axes)
+    )
 
 
 def _spec(target: XLATensor, axes: Sequence[str]) -> Any:

@@ -18,7 +18,7 @@ from torch_bridge.ir import dtypes
 from torch_bridge.ir.graph import fill
 from torch_bridge.ir.layout import Layout
 from torch_bridge.ir.segment import Entry, Segment, Storage, read_entries
-from torch_bridge.mesh import sharding, world
+from torch_bridge.mesh import sharding, spmd, world
 
 if TYPE_CHECKING:
     import jax
@@ -172,7 +172,7 @@ def _compute(entry: Entry, inputs: Sequence[torch.Tensor], numbers: Sequence[Any
 def _on_host(array: jax.Array, rank: int, size: tuple[int, ...]) -> torch.Tensor:
     from torch_bridge.runtime.transfer import from_numpy
 
-    return from_numpy(np.array(sharding.block(array, rank, size) if sharding.active() else array))
+    return from_numpy(np.array(sharding.block(array, rank, size) if sharding.active() else spmd.whole(array)))
 
 
 def _cone(segment: Segment, vid: int) -> list[tuple[int, int]] | None:

@@ -13,7 +13,7 @@ from torch_bridge import _compat
 from torch_bridge.ir import dtypes
 from torch_bridge.ir.layout import Layout, is_dense, layout
 from torch_bridge.ir.segment import Storage
-from torch_bridge.mesh import abstract_arrays, sharding, world
+from torch_bridge.mesh import abstract_arrays, sharding, spmd, world
 from torch_bridge.precision import precision_mode
 from torch_bridge.recorder.downloads import view_of_block
 from torch_bridge.recorder.tensor import XLATensor, make
@@ -21,7 +21,7 @@ from torch_bridge.recorder.varying import Stored
 from torch_bridge.runtime import transfer
 
 if TYPE_CHECKING:
-    from jax.sharding import PartitionSpec
+    from jax.sharding import NamedSharding, PartitionSpec
 
 
 def upload_plain(t: torch.Tensor) -> XLATensor:
@@ -57,6 +57,15 @@ def upload_blocks(blocks: list[torch.Tensor], spec: PartitionSpec) -> XLATensor:
     storage = Storage(base, array)
     storage.describe(spec=spec)
     return make(base, storage)
+
+
+def from_processes(part: torch.Tensor, target: NamedSharding) -> XLATensor:
+    """With annotations: the tensor of which each process has a part, one after the other along dim 0."""
+    host = precision_mode.uploaded(transfer.to_numpy(part)).copy()
+    array = spmd.from_parts(host, target)
+    storage = Storage(layout(tuple(array.shape), None, 0, part.dtype), array)
+    storage.describe(spec=target)
+    return make(storage.layout, storage)
 
 
 def from_ranks(of: Callable[[int], torch.Tensor], axes: Iterable[str] | sharding.Cuts | None = None, dim: int = 0) -> XLATensor:

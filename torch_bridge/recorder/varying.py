@@ -36,7 +36,7 @@ class Varying(NamedTuple):
     @property
     def known(self) -> bool:
         """False under torchrun where `axes` is empty: each process has put its own data on xla, and nobody has compared them."""
-        return bool(self.axes) or world.process_count() == 1
+        return bool(self.axes) or world.process_count() == 1 or world.size() == 1
 
     def __str__(self) -> str:
         if not self.known:

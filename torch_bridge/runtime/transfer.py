@@ -14,7 +14,7 @@ import torch
 from torch_bridge import _compat, metrics, source
 from torch_bridge.config import fork_guard
 from torch_bridge.ir import dtypes
-from torch_bridge.mesh import abstract_arrays, rank_numbers, sharding
+from torch_bridge.mesh import abstract_arrays, rank_numbers, sharding, spmd
 from torch_bridge.precision import precision_mode
 from torch_bridge.runtime import abstract, session
 from torch_bridge.runtime.observers import around
@@ -101,7 +101,7 @@ def to_cpu(array: jax.Array, size: tuple[int, ...] | None = None) -> torch.Tenso
 
     started = time.perf_counter()
     with explained(), around(session.current().observers, "wait"):
-        host = np.array(array if size is None else sharding.first_block(array, size))
+        host = np.array(spmd.whole(array) if size is None else sharding.first_block(array, size))
     metrics.TRANSFER_FROM_DEVICE.add(time.perf_counter() - started)
     metrics.INBOUND_DATA.add(host.nbytes)
     return from_numpy(host)

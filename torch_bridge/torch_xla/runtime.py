@@ -55,13 +55,13 @@ def world_size() -> int:
 
 
 def global_ordinal() -> int:
-    """`xr.global_ordinal`: this worker's rank."""
-    return world.rank()
+    """`xr.global_ordinal`: this worker's rank; with `use_spmd`, this process's number."""
+    return world.ordinal()
 
 
 def local_ordinal() -> int:
     """`xr.local_ordinal`: this worker's rank on its host."""
-    return world.local_rank()
+    return world.local_ordinal()
 
 
 def process_index() -> int:
@@ -85,8 +85,8 @@ def global_device_count() -> int:
 
 
 def local_device_count() -> int:
-    """`xr.local_device_count`: devices on this host."""
-    return len(spmd_mode.devices()) or world.local_size()
+    """`xr.local_device_count`: devices on this host; with `use_spmd`, of this process."""
+    return len(spmd_mode.here()) or world.local_size()
 
 
 def addressable_device_count() -> int:
@@ -100,8 +100,8 @@ def global_runtime_device_count() -> int:
 
 
 def addressable_runtime_device_count() -> int:
-    """`xr.addressable_runtime_device_count`: devices that this process's script computes on: 1 for a worker, all of them with `use_spmd`."""
-    return len(spmd_mode.devices()) or 1
+    """`xr.addressable_runtime_device_count`: devices that this process's script computes on: 1 for a worker, those of the process with `use_spmd`."""
+    return len(spmd_mode.here()) or 1
 
 
 def host_index() -> int:

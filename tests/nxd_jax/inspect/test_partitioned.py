@@ -95,3 +95,19 @@ def test_forms_of_hlo() -> None:
     odd = [c for c in partitioned.table(HLO, {"data": 4, "model": 2}).rows if c.kind == "all-reduce" and not c.axes]
     assert [(c.ranks, c.bytes) for c in odd] == [(2, 16)]
     assert "no core communicates" in str(partitioned.table("ENTRY %main (p: f32[]) -> f32[] {\n}\n", {"data": 8}))
+
+
+def test_costs_of_a_region_are_those_of_all_cores() -> None:
+    """As those of the whole product are."""
+    world.configure(world.World(8))
+    try:
+        xr.use_spmd()
+        mesh = xs.Mesh(range(8), (8,), ("data",))
+        x, weight = torch.randn(32, 16).to("xla"), torch.randn(16, 64).to("xla")
+        rows = xs.enable_manual_sharding(x, ("data", None), mesh=mesh)
+        whole = xs.enable_manual_sharding(weight, (None, None), mesh=mesh)
+        out = xs.disable_manual_sharding(rows @ whole, ("data", None), (32, 64), mesh=mesh)
+        torch_xla.sync()
+        assert inspect.look().costs.flops == 2 * 32 * 16 * 64 and out.shape == (32, 64)
+    finally:
+        spmd.stop()

@@ -183,12 +183,12 @@ def set_replication(device: Device, devices: Sequence[Any] | None) -> None:
 
 def get_ordinal(defval: int = 0) -> int:
     """`xm.get_ordinal` (removed upstream): this worker's rank."""
-    return world.rank()
+    return world.ordinal()
 
 
 def get_local_ordinal(defval: int = 0) -> int:
     """`xm.get_local_ordinal`: this worker's rank on its host."""
-    return world.local_rank()
+    return world.local_ordinal()
 
 
 def xrt_world_size(defval: int = 1) -> int:
@@ -198,7 +198,7 @@ def xrt_world_size(defval: int = 1) -> int:
 
 def is_master_ordinal(local: bool = True) -> bool:
     """`xm.is_master_ordinal`: whether this worker is rank 0 of its host (`local`) or of the job."""
-    return (world.local_rank() if local else world.rank()) == 0
+    return (world.local_ordinal() if local else world.ordinal()) == 0
 
 
 def master_print(*args: object, fd: TextIO | None = None, local: bool = False, flush: bool = False) -> None:
@@ -322,7 +322,7 @@ def save(data: Any, file_or_path: Any, master_only: bool = True, global_master: 
         rank_files.save(data, file_or_path)
         return
     writes = not master_only or is_master_ordinal(local=not global_master)
-    on_cpu = _maybe_convert_to_cpu(data, convert=writes)
+    on_cpu = _maybe_convert_to_cpu(data, convert=writes or (world.size() == 1 and world.process_count() > 1))
     if writes:
         sharded.note_file(nested.collect(data, lambda x: isinstance(x, torch.Tensor) and is_xla_tensor(x)))
         torch.save(on_cpu, file_or_path)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from torch_bridge import nested
+from torch_bridge.mesh import world
 from torch_bridge.recorder import prefetch
 
 
@@ -27,6 +28,8 @@ def checked(given: object) -> Any:
 
 def move(data: object, device: torch.device, sharding: object) -> Any:
     """Nested data with its CPU tensors on a device, divided as the sharding says. A dict of shardings needs data that is a dict with these keys."""
+    if sharding is not None and world.process_count() > 1:
+        data = _joined(data, sharding)
     moved = prefetch.to_device(data, device)
     if sharding is None:
         return moved
@@ -46,6 +49,19 @@ def move(data: object, device: torch.device, sharding: object) -> Any:
         if sharding[key] is not None:
             _divide(part, sharding[key])
     return moved
+
+
+def _joined(data: Any, sharding: Any) -> Any:
+    """Nested data in which tensors that a spec with `minibatch=True` applies to are on xla: one of what each process has of it."""
+    if isinstance(sharding, Mapping):
+        return {k: _joined(v, sharding.get(k)) for k, v in data.items()} if isinstance(data, Mapping) else data
+    if sharding is None or not sharding.minibatch:
+        return data
+
+    def part(x: object) -> bool:
+        return isinstance(x, torch.Tensor) and x.device.type == "cpu" and sharding.can_apply(x)
+
+    return nested.replace(data, part, [sharding.joined(t) for t in nested.collect(data, part)])
 
 
 def _divide(data: object, spec: Any) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from torch_bridge.mesh import world
 from torch_bridge.recorder import annotate
 from torch_bridge.torch_xla.distributed.spmd.meshes import Mesh, OpSharding, PartitionSpec, ShardingError, ShardingType, require_xla
 from torch_bridge.torch_xla.distributed.spmd.xla_sharded_tensor import XLAShardedTensor, unwrap
@@ -72,7 +73,7 @@ def wrap_as_sharded_tensor(t: torch.Tensor) -> XLAShardedTensor:
 class ShardingSpec:
     """`xs.ShardingSpec`: how inputs are divided (`MpDeviceLoader(input_sharding=...)`, `xm.send_cpu_data_to_device`).
 
-    minibatch: each process's batch is a part of the global one; one process has all of it.
+    minibatch: each process's batch is a part of the global one, in the order of processes along dim 0; one process has all of it.
     """
 
     mesh: Mesh
@@ -86,6 +87,14 @@ class ShardingSpec:
     def xla_spec(self, t: torch.Tensor) -> OpSharding:
         """The sharding of a tensor."""
         return OpSharding(self.mesh.sharding(self.partition_spec, t.shape), t.dim())
+
+    def joined(self, t: torch.Tensor) -> torch.Tensor:
+        """With `minibatch`: the tensor on xla of which each process gives a part, its own CPU tensor. Raises ValueError for parts that do not lie so."""
+        from torch_bridge.recorder import uploads
+
+        shape = (t.shape[0] * world.process_count(), *t.shape[1:])
+        of = self.mesh.sharding(self.partition_spec, shape)
+        return uploads.from_processes(t, of)
 
     def apply(self, t: torch.Tensor) -> None:
         """Annotate a tensor on xla."""

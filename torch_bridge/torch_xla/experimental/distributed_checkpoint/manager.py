@@ -15,6 +15,7 @@ from typing import Any
 
 import torch.distributed.checkpoint as dcp
 
+from torch_bridge.mesh import processes, world
 from torch_bridge.torch_xla.experimental.distributed_checkpoint.planners import SPMDLoadPlanner, SPMDSavePlanner, on_cpu
 
 __all__ = ["CheckpointManager"]
@@ -28,7 +29,7 @@ class CheckpointManager:
     path: a local folder; a checkpoint is `path/<step>`, in the format of `torch.distributed.checkpoint`. It gets its name when it is whole, so a crash leaves
     the checkpoints before it. save_interval: every how many steps `should_save` is true. max_to_keep: how many are kept, the newest; 0: all.
     max_pending_async: how many saves in the background may wait; a further one waits itself. chkpt_on_preemption: whether SIGTERM makes `reached_preemption`
-    and `should_save` true, once. process_group: accepted; one process hosts all devices.
+    and `should_save` true, once. process_group: accepted; all processes call `save`, and the first one writes.
 
     Raises ValueError for an interval below 1, and for addresses that are no local folder.
     """
@@ -67,7 +68,11 @@ class CheckpointManager:
         if not (force or self.should_save(step)):
             return False
         self.join()
-        self._write(step, on_cpu(state_dict))
+        values = on_cpu(state_dict)
+        if world.process_index() == 0:
+            self._write(step, values)
+        processes.barrier("checkpoint")
+        self._preempted.clear()
         return True
 
     def save_async(self, step: int, state_dict: dict[str, Any], force: bool = False) -> bool:
@@ -75,6 +80,8 @@ class CheckpointManager:
         if not (force or self.should_save(step)):
             return False
         self._raise_failed()
+        if world.process_count() > 1:
+            return self.save(step, state_dict, force=True)
         self._pending.acquire()
         try:
             self._saves.append(self._pool.submit(self._write_waiting, step, on_cpu(state_dict)))
@@ -105,8 +112,11 @@ class CheckpointManager:
         self._raise_failed()
 
     def reached_preemption(self, step: int) -> bool:
-        """Whether SIGTERM has come: True for one checkpoint; a checkpoint of this step or a later one settles it."""
-        return self._preempted.is_set()
+        """Whether SIGTERM has come, to any process: True for one checkpoint; a checkpoint of this step or a later one settles it."""
+        found = self._preempted.is_set()
+        if world.process_count() > 1:
+            return any(told == b"1" for told in processes.exchange("preempted", b"1" if found else b"0"))
+        return found
 
     def _noted(self, before: object) -> Callable[[int, Any], None]:
         def note(number: int, frame: Any) -> None:
