@@ -52,8 +52,7 @@ def export_original(
     if optimizer is not None:
         parts["optim"] = optimizer_files(optimizer, xser, model)
     first = world.process_index() == 0
-    name = storage.begin(tag).name if first else ""
-    folder = storage.root / processes.exchange("export_original", name.encode())[0].decode()
+    folder = savers.begin(storage, tag)
     with savers.writing(folder, storage.dirname, first):
         for part, files in parts.items():
             files.write(folder / part)

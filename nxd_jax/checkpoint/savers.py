@@ -13,6 +13,12 @@ import shutil
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torch_bridge.mesh import processes, world
+
+if TYPE_CHECKING:
+    from nxd_jax.checkpoint.storage import BaseCheckpointStorage
 
 logger = logging.getLogger("nxd_jax")
 
@@ -60,6 +66,27 @@ def check_free(folder: Path) -> None:
     """Raise FileExistsError if another process of this machine is at work in a folder."""
     if (other := owner(folder)) is not None:
         raise FileExistsError(_shared(folder, f"{other} is saving it now"))
+
+
+def begin(storage: BaseCheckpointStorage, tag: str, size: int | None = None) -> Path:
+    """The folder to write a tag in, which the first process begins and all get. If it cannot, all raise: it OSError, the others RuntimeError.
+
+    size: bytes of the tag.
+    """
+    failure: OSError | None = None
+    told = b""
+    if world.process_index() == 0:
+        try:
+            told = b"+" + storage.begin(tag).name.encode()
+        except OSError as error:
+            failure = _full(error, storage.root / tag, storage.dirname, size) or error
+            told = b"-" + str(failure).encode()
+    told = processes.exchange("save_checkpoint", told)[0]
+    if failure is not None:
+        raise failure
+    if told.startswith(b"-"):
+        raise RuntimeError(f"the first process could not begin the checkpoint {tag}: {told[1:].decode()}")
+    return storage.root / told[1:].decode()
 
 
 @contextlib.contextmanager

@@ -83,9 +83,8 @@ class Save:
         """Write, mark as complete, remove old tags."""
         started = time.perf_counter()
         first = world.process_index() == 0
-        name = self.storage.begin(self.tag).name if first else ""
-        folder = self.storage.root / processes.exchange("save_checkpoint", name.encode())[0].decode()
         size = sum(item.bytes for item in self.items.values())
+        folder = savers.begin(self.storage, self.tag, size)
         with savers.writing(folder, self.storage.dirname, first, size):
             for part, item in self.items.items():
                 item.write(folder / part)

@@ -105,6 +105,7 @@ MALFORMED = [
     ("NXD_JAX_TOP", "maybe", "0 or 1"),
     ("NXD_JAX_CHECKPOINT_FORMAT", "orbax", "one of nxd, original"),
     ("NXD_JAX_FP8_MAX", "300", "one of 240, 448"),
+    ("NXD_JAX_PEER_TIMEOUT", "1", "a whole number of at least 5"),
 ]
 
 
@@ -279,6 +280,7 @@ TESTED_IN = {
     "NXD_JAX_TOP_DIR": ("test_telemetry.py", "test_folders"),
     "NXD_JAX_CHECKPOINT_FORMAT": ("../nxd_jax/checkpoint/test_saving_original.py", "test_training_goes_on_bit_for_bit"),
     "NXD_JAX_FP8_MAX": ("../nxd_jax/quantization/test_config.py", "test_neurons_float8_goes_up_to_240"),
+    "NXD_JAX_PEER_TIMEOUT": ("test_watch.py", "test_the_timeout"),
 }
 """The test of what each honoured variable does: a name in this file, or a file and a name."""
 

@@ -157,11 +157,22 @@ def _all_gather(x: jax.Array, dim: int, count: int, groups: str) -> Any:
     return jax.lax.all_gather(x, found.axes, axis=dim, tiled=True, axis_index_groups=found.places)
 
 
+def scattered_sum(x: jax.Array, dim: int, count: int, groups: Lines) -> Any:
+    """The sum over a group, of which each member gets its part along `dim`.
+
+    Gloo's own, between processes on CPUs, gives up after 30 s without the others, where its other collectives wait for half an hour.
+    """
+    if world.process_count() == 1 or jax.default_backend() != "cpu":
+        return jax.lax.psum_scatter(x, groups.axes, scatter_dimension=dim, tiled=True, axis_index_groups=groups.places)
+    parts = jnp.stack(jnp.split(x, count, dim))
+    return jax.lax.all_to_all(parts, groups.axes, 0, 0, axis_index_groups=groups.places).sum(0, dtype=x.dtype)
+
+
 @lowering(ops.reduce_scatter.default, collective=True, axes=AxesRule.ADDS, batches=True)
 def _reduce_scatter(x: jax.Array, kind: str, dim: int, count: int, groups: str) -> Any:
     found = lines(groups)
     if kind == "sum" and x.dtype != jnp.bool_:
-        return jax.lax.psum_scatter(x, found.axes, scatter_dimension=dim, tiled=True, axis_index_groups=found.places)
+        return scattered_sum(x, dim, count, found)
     part = x.shape[dim] // count
     return jax.lax.dynamic_slice_in_dim(reduce(x, kind, found), found.index() * part, part, dim)
 

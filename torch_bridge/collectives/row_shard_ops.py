@@ -64,8 +64,7 @@ def _scatter_rows(
     for chosen in _buckets(tensors, 1, bucket):
         own = jnp.concatenate([_padded(tensors[i], shapes[i][0] * count).reshape(count, -1) for i in chosen], 1)
         if count > 1:
-            found = collective_ops.lines(groups)
-            own = lax.psum_scatter(own, found.axes, scatter_dimension=0, tiled=True, axis_index_groups=found.places)
+            own = collective_ops.scattered_sum(own, 0, count, collective_ops.lines(groups))
         own = (own * jnp.asarray(scale, own.dtype)).astype(dtypes.to_jax(dtype))
         for i, part in zip(chosen, _split(own, [math.prod(shapes[i]) for i in chosen]), strict=True):
             parts[i] = part.reshape(shapes[i])

@@ -380,6 +380,14 @@ _OWN = [
     ),
     Variable("NXD_JAX_NNODES", HONOUR, "how many such instances there are; `nxd-run --nnodes` sets it", "1", where="nxd_jax.topology"),
     Variable(
+        "NXD_JAX_PEER_TIMEOUT",
+        HONOUR,
+        "seconds without a heartbeat of JAX's runtime after which a process of several is lost, and the others end (docs/reference/processes.md)",
+        "40",
+        count(5),
+        "watch",
+    ),
+    Variable(
         "NXD_JAX_STRICT_RANKS",
         HONOUR,
         "1: a number of rank 0 that all ranks would use in tensor work is an error, not a warning (docs/reference/ranks.md)",

@@ -14,6 +14,7 @@ from torch_bridge.compiler import xla_cache
 from torch_bridge.config import fork_guard
 from torch_bridge.device import debug_modes, module_to
 from torch_bridge.generation import hooking
+from torch_bridge.mesh import watch
 from torch_bridge.passes import check_replicas
 from torch_bridge.recorder import (
     autograd_engine,
@@ -28,6 +29,7 @@ from torch_bridge.recorder import (
     tensor,
 )
 from torch_bridge.runtime import executor, interrupts, steps
+from torch_bridge.telemetry import activity
 
 _dispatch = debug_modes.configure(_values, dispatch.dispatch)
 
@@ -46,6 +48,7 @@ make_fx.install()
 interrupts.install()
 check_replicas.install()
 hooking.install()
+watch.DOING = activity.in_words
 os.register_at_fork(after_in_child=fork_guard.mark_forked)
 # DataLoader workers fork; they use CPU tensors only, and `fork_guard.check` stops those that do not, so JAX's warning about forks misleads.
 warnings.filterwarnings("ignore", message=r"os\.fork\(\) was called", category=RuntimeWarning)

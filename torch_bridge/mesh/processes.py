@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import atexit
-import datetime
+import contextlib
 import json
 import os
 import socket
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 from torch_bridge import _compat
-from torch_bridge.mesh import termination, world
+from torch_bridge.mesh import termination, watch, world
 
-HEARTBEAT = 20
-"""Seconds after which a process that has died ends the others, where no launcher does."""
 _started = False
 _store: Any = None
 _counts: dict[str, int] = {}
@@ -70,40 +68,14 @@ def start(of: world.World) -> None:
         os.environ.setdefault("PJRT_NPROC", str((os.cpu_count() or 1) + 2 * here))
         jax.config.update("jax_num_cpu_devices", here)
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    watched = "TORCHELASTIC_RUN_ID" in os.environ  # torchrun ends all processes when one has died
-    options: dict[str, Any] = {} if watched else {"heartbeat_timeout_seconds": HEARTBEAT}
+    watch.be_found(store(), index, _own_host())
     with _compat.without_preemption_service():
-        jax.distributed.initialize(address, num_processes=of.processes, process_id=index, **options)
+        jax.distributed.initialize(address, num_processes=of.processes, process_id=index, heartbeat_timeout_seconds=watch.timeout())
     _started = True
-    _be_found(index)
+    watch.start(store(), index, of.processes)
     termination.install(f"rank {of.hosted[0]} of {of.size}")
     atexit.register(_leave)  # before JAX's, which was registered earlier
     _end_at_once_after_errors()
-
-
-_listening: socket.socket | None = None
-"""Where others find out whether this process lives: the system answers for it as long as it does."""
-
-
-def _be_found(index: int) -> None:
-    global _listening
-    _listening = socket.create_server((_own_host(), 0), backlog=128)
-    host, port = _listening.getsockname()[:2]
-    store().set(f"lives/{index}", f"{host} {port}")
-
-
-def ended() -> list[int]:
-    """The processes, but for this one, that have ended, as far as their machines answer."""
-    found = []
-    for process in range(world.process_count()):
-        if process == world.process_index():
-            continue
-        try:
-            host, port = store().get(f"lives/{process}").decode().split()
-            socket.create_connection((host, int(port)), timeout=2).close()
-        except (OSError, RuntimeError):
-            found.append(process)
-    return found
 
 
 def _own_host() -> str:
@@ -124,11 +96,13 @@ def _end_at_once_after_errors() -> None:
     def note(*error: Any) -> None:
         failed.append(error[0])
         hook(*error)
+        watch.say_why(error[1])
 
     def leave() -> None:
         if failed:
             sys.stdout.flush()
             sys.stderr.flush()
+            watch.linger()
             os._exit(1)
 
     sys.excepthook = note
@@ -141,7 +115,8 @@ PATIENCE = 1.0, 2.0
 
 def _leave() -> None:
     """JAX's farewell waits up to five minutes for the other processes. Who got SIGTERM does not have them."""
-    if termination.seen() and not _all_leave(PATIENCE[world.process_index() == 0]):
+    watch.leaving()
+    if watch.is_lost() or (termination.seen() and not _all_leave(PATIENCE[world.process_index() == 0])):
         _compat.abandon_distributed()
 
 
@@ -181,6 +156,16 @@ def _free_port() -> int:
         return int(s.getsockname()[1])
 
 
+@contextlib.contextmanager
+def _answering() -> Iterator[None]:
+    """Questions to the store; PeerEndedError if it is gone."""
+    try:
+        yield
+    except dist.DistError as error:
+        raise watch.store_failed(error) from error
+
+
+@_answering()
 def exchange(tag: str, payload: bytes) -> list[bytes]:
     """Every process's payload, in process order. All processes call it with the same tag; it waits for all."""
     count = world.process_count()
@@ -197,23 +182,20 @@ def exchange(tag: str, payload: bytes) -> list[bytes]:
     return found
 
 
-_SLICE = datetime.timedelta(seconds=30)
-
-
+@_answering()
 def told(key: str) -> bytes:
-    """What another process puts into the store under a key. It waits as long as that takes: the other may be compiling. (One that has died ends the job.)"""
-    shared = store()
-    while True:
-        try:
-            shared.wait([key], _SLICE)
-        except dist.DistStoreError as error:
-            if "timeout" not in str(error).lower():
-                raise
-            continue
-        found: bytes = shared.get(key)
-        return found
+    """What another process puts into the store under a key. It waits as long as that takes: the other may be compiling. PeerEndedError if the job has lost a
+    process meanwhile."""
+    shared, began = store(), time.monotonic()
+    with watch.waiting(key.rpartition("/")[0]):
+        while not shared.check([key]):  # `wait` logs each time that it is asked in vain
+            watch.check()
+            time.sleep(min(0.1, max(0.001, (time.monotonic() - began) / 10)))
+    found: bytes = shared.get(key)
+    return found
 
 
+@_answering()
 def of_first(tag: str, payload: bytes) -> bytes:
     """The first process's payload, in all processes, which call it with the same tag. The first waits for nobody."""
     count = world.process_count()
@@ -242,6 +224,7 @@ class Meeting(NamedTuple):
     processes: int
 
 
+@_answering()
 def agree(collectives: Sequence[tuple[str, str]], among: Sequence[int] | None = None) -> Meeting | None:
     """Called before a program with collectives is compiled: (what it does, where) for each of them, in order. Gives where to `meet` before it runs, None if it
     concerns one process alone.
@@ -268,6 +251,7 @@ def agree(collectives: Sequence[tuple[str, str]], among: Sequence[int] | None = 
     return Meeting(f"{tag}/{number}", len(others))
 
 
+@_answering()
 def meet(at: Meeting) -> None:
     """Wait until all have come here: one may compile for minutes, and the first collective of processes waits for half a minute only."""
     shared = store()

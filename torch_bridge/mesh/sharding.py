@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from torch_bridge import _compat
-from torch_bridge.mesh import abstract_arrays, world
+from torch_bridge.mesh import abstract_arrays, watch, world
 
 Axes = frozenset[str]
 NONE: Axes = frozenset()
@@ -225,7 +225,10 @@ def blocks(array: jax.Array, local: Sequence[int]) -> list[np.ndarray]:
     by_device = {s.device: s.data for s in array.addressable_shards}
     if not isinstance(array.sharding, NamedSharding):
         return [np.asarray(array)] * len(world.current().hosted)
-    return [np.asarray(by_device[_device_of(array, r)]).reshape(tuple(local)) for r in world.current().hosted]
+    try:
+        return [np.asarray(by_device[_device_of(array, r)]).reshape(tuple(local)) for r in world.current().hosted]
+    except jax.errors.JaxRuntimeError as error:
+        raise watch.explain(error) or error from error
 
 
 def _device_of(array: jax.Array, rank: int) -> Any:

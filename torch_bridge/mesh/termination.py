@@ -13,8 +13,11 @@ import select
 import signal
 import threading
 import time
+from collections.abc import Callable
 from types import FrameType
 
+LAST_WORD: Callable[[str], None] | None = None
+"""Tells the other processes what ends this one."""
 _seen = False
 _name = ""
 _ending = threading.Lock()
@@ -88,6 +91,8 @@ def _end() -> None:
     if not _ending.acquire(blocking=False):
         return
     os.write(2, f"nxd_jax: {_name} (pid {os.getpid()}) ended by SIGTERM\n".encode())
+    if LAST_WORD is not None:
+        LAST_WORD("ended by SIGTERM")
     libc = ctypes.CDLL(None)
     libc.signal.restype, libc.signal.argtypes = ctypes.c_void_p, (ctypes.c_int, ctypes.c_void_p)
     libc.signal(signal.SIGTERM, None)  # the default; Python's own function works in the main thread only

@@ -78,8 +78,8 @@ def differs(t: Stored) -> bool:
 
 
 def note_file(tensors: Iterable[torch.Tensor]) -> None:
-    """Say once that a file is being written with the first hosted rank's values of tensors that differ among ranks."""
-    if first_rank_files.noted():
+    """Say once that a file is being written with the first hosted rank's values of tensors that differ among ranks. In a process of one they are its own."""
+    if first_rank_files.noted() or len(world.current().hosted) == 1:
         return
     found = next((t for t in tensors if varying(t).axes), None)
     if found is not None:

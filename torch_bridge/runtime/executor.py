@@ -26,9 +26,9 @@ from torch_bridge.compiler.shard_mapping import SegmentLabels
 from torch_bridge.compiler.trace import Trace
 from torch_bridge.config import fork_guard
 from torch_bridge.config.settings import SETTINGS
-from torch_bridge.errors import DeadTensorError, PeerEndedError, VerificationError, XlaOutOfMemoryError
+from torch_bridge.errors import DeadTensorError, VerificationError, XlaOutOfMemoryError
 from torch_bridge.ir.segment import LOCK, Segment, Storage
-from torch_bridge.mesh import places, processes, sharding, spmd, world
+from torch_bridge.mesh import places, processes, sharding, spmd, watch, world
 from torch_bridge.mesh.places import HERE, Place
 from torch_bridge.passes import hoist_constants, manual_regions, scalar_inputs
 from torch_bridge.passes.verify import segments
@@ -437,13 +437,7 @@ def explain(error: Exception) -> Exception:
             f"JAX ran out of memory on the xla device: {text.splitlines()[0]}. Use a smaller batch, activation checkpointing "
             "(torch.utils.checkpoint) or bfloat16; del tensors you no longer need and call torch_xla.sync() so that their memory is reused."
         )
-    if world.process_count() > 1 and any(sign in text for sign in ("Gloo", "Connection closed", "Socket closed", "NCCL")):
-        gone = [f"process {k} of {world.process_count()} (rank {k * len(world.current().hosted)})" for k in processes.ended()]
-        if gone:
-            return PeerEndedError(
-                f"{', '.join(gone)} has ended while this one was waiting for its values: look for the reason in its own output ({text.splitlines()[0]})"
-            )
-    return error
+    return watch.explain(error) or error
 
 
 @contextlib.contextmanager

@@ -112,6 +112,19 @@ class Activity:
 ACTIVITY = Activity()
 """Of this process."""
 
+
+def in_words(of: Activity = ACTIVITY) -> str:
+    """What a process does, for the others of its job: 'in step 7, compiling (train.py:12)'."""
+    compiling, graph = of.compiling, of.graph
+    if compiling is not None:
+        return f"in step {of.steps + 1}, compiling{_at(compiling[0])}"
+    return f"in step {of.steps + 1}, {f'running a program{_at(graph)}' if of.busy() else 'running Python'}"
+
+
+def _at(graph: Graph | None) -> str:
+    return f" ({graph.source})" if graph is not None and graph.source else ""
+
+
 _deleted, _ready = operator.methodcaller("is_deleted"), operator.methodcaller("is_ready")
 
 

@@ -1,0 +1,212 @@
+"""What a process knows and says of the others of its job."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from torch_bridge.errors import PeerEndedError
+from torch_bridge.mesh import processes, watch, world
+from torch_bridge.mesh.watch import Peer
+from torch_bridge.telemetry import activity
+
+
+class Store(dict[str, str]):
+    """What processes share, as one of them sees it."""
+
+    def set(self, key: str, value: str) -> None:
+        self[key] = value
+
+    def multi_get(self, keys: list[str]) -> list[str]:
+        return [self[key] for key in keys]
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self for key in keys)
+
+
+@pytest.fixture
+def sockets() -> Iterator[list[socket.socket]]:
+    made = [socket.create_server(("127.0.0.1", 0)) for _ in range(3)]
+    yield made
+    for one in made:
+        one.close()
+
+
+@pytest.fixture
+def known(sockets: list[socket.socket], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The first of three processes, with two ranks each."""
+    peers = [Peer(2 * k, 2, 6, f"host-{k}", 100 + k, one.getsockname()) for k, one in enumerate(sockets)]
+    found = watch._Known(Store({f"does/{k}": json.dumps([1, f"in step {k}"]) for k in range(3)}), 0, peers)
+    monkeypatch.setattr(watch, "_known", found)
+    monkeypatch.setattr(watch, "_listening", None)
+    return found
+
+
+def test_names(known: Any) -> None:
+    assert str(known.peers[1]) == "ranks 2 to 3 of 6 (process 101 on host-1)"
+    assert str(known.peers[1]._replace(ranks=1)) == "rank 2 of 6 (process 101 on host-1)"
+    assert watch.in_words([1]) == ["ranks 2 to 3 of 6 (process 101 on host-1), whose last word was 'in step 1',"]
+
+
+def test_who_has_ended(known: Any, sockets: list[socket.socket]) -> None:
+    assert watch.ended() == []
+    sockets[2].close()
+    (found,) = watch.ended()
+    assert "ranks 4 to 5 of 6" in found and "'in step 2'" in found
+    sockets[1].close()
+    known.store["does/1"] = json.dumps([-1, "PeerEndedError"])
+    assert watch.ended() == [found]  # the other one ended for its sake
+
+
+def test_errors_of_collectives(known: Any, sockets: list[socket.socket], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert watch.explain(ValueError("no collective")) is None
+    monkeypatch.setattr(watch.time, "sleep", lambda seconds: monkeypatch.setattr(watch.time, "monotonic", lambda: time.time() * 1e9))
+    assert watch.explain(RuntimeError("Gloo: timeout")) is None  # all are there
+    sockets[1].close()
+    found = watch.explain(RuntimeError("Gloo AllReduce failed: Connection closed by peer\nmore"))
+    assert isinstance(found, PeerEndedError)
+    assert str(found).endswith(
+        "has ended while this one was waiting for its values: look for the reason in its own output (Gloo AllReduce failed: Connection closed by peer)"
+    )
+    assert watch.explain(found) is None
+
+
+def test_silence_is_said_once_and_so_is_its_end(known: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    for number in range(8):
+        known.store["does/1"] = json.dumps([number, "in step 9"])
+        watch._read(known, 2.0)
+    said = capfd.readouterr().err
+    assert said.count("\n") == 1 and said.startswith(
+        "nxd_jax: ranks 0 to 1 of 6 (process 100 on host-0): ranks 4 to 5 of 6 (process 102 on host-2)"
+    )
+    for part in (
+        "whose last word was 'in step 2'",
+        "has said nothing for 10 s",
+        "SIGSTOP",
+        "This process waits",
+        "within 40 s (NXD_JAX_PEER_TIMEOUT)",
+    ):
+        assert part in said
+    known.store["does/2"] = json.dumps([2, "in step 2"])
+    watch._read(known, 2.0)
+    assert "ranks 4 to 5 of 6 (process 102 on host-2) is back after 14 s\n" in capfd.readouterr().err
+    told = json.loads(known.store["words"])
+    assert len(told) == 2 and not any(fatal for _, fatal in told)
+
+
+def test_the_first_process_tells_the_others(known: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    other = watch._Known(known.store, 1, known.peers)
+    known.store["words"] = json.dumps([["rank 5 is silent", False], ["rank 5 has ended", True]])
+    watch._read(other, 2.0)
+    assert "rank 5 is silent\n" in capfd.readouterr().err and other.lost is not None and other.lost[0] == "rank 5 has ended"
+    watch._read(other, 2.0)
+    assert capfd.readouterr().err == ""  # each word once
+
+
+def test_a_last_word_is_the_end(known: Any) -> None:
+    known.store["does/2"] = json.dumps([-1, "OSError: full"])
+    watch._read(known, 2.0)
+    with pytest.raises(
+        PeerEndedError, match=r"ranks 4 to 5 of 6 .*whose last word was 'OSError: full', ends. Look for the reason in its own output"
+    ):
+        watch.check()
+    assert json.loads(known.store["words"])[0][1] is True
+
+
+def test_why_this_one_ends(known: Any, sockets: list[socket.socket], capfd: pytest.CaptureFixture[str]) -> None:
+    watch.say_why(ValueError("bad number\nand more"))
+    assert json.loads(known.store["does/0"]) == [-1, "ValueError: bad number"]
+    sockets[1].close()
+    watch.say_why(RuntimeError("Gloo"))
+    assert json.loads(known.store["does/0"]) == [-1, "PeerEndedError"] and watch.is_lost()
+    assert "ranks 2 to 3 of 6" in capfd.readouterr().err
+
+
+def test_waiting_for_what_does_not_come(known: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "store", lambda: known.store)
+    watch._lose(known, "rank 1 has ended")
+    with pytest.raises(PeerEndedError, match="rank 1 has ended"):
+        processes.told("barrier x/1/0")
+    assert watch._waiting == []
+
+
+class Gone(Store):
+    def check(self, keys: list[str]) -> bool:
+        raise dist.DistNetworkError("Connection reset by peer\nframes")
+
+
+@pytest.mark.parametrize(
+    ("launched", "owner"), [(False, r"rank.* 0 .*process 100 on host-0.*, has ended"), (True, "the torchrun of the first machine")]
+)
+def test_a_store_that_is_gone(known: Any, monkeypatch: pytest.MonkeyPatch, launched: bool, owner: str) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "host-0")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x") if launched else monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    monkeypatch.setattr(processes, "store", Gone)
+    with pytest.raises(PeerEndedError, match=rf"the job's store at host-0:29500 is gone: {owner}.*\(Connection reset by peer\)"):
+        processes.told("barrier x/1/0")
+
+
+def test_what_a_process_does() -> None:
+    done = activity.Activity(steps=6)
+    assert activity.in_words(done) == "in step 7, running Python"
+    done.graph, done.dispatching = activity.Graph("x", 1, "train.py:3"), True
+    assert activity.in_words(done) == "in step 7, running a program (train.py:3)"
+    done.compiling = activity.Graph("x", 1, ""), 0.0
+    assert activity.in_words(done) == "in step 7, compiling"
+    with watch.waiting("save_checkpoint"):
+        assert watch._doing() == "waiting for the others at 'save_checkpoint'"
+
+
+def test_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NXD_JAX_PEER_TIMEOUT", "120")
+    assert watch.timeout() == 120 and "within 120 s" in watch.silence("rank 1")
+    monkeypatch.setenv("NXD_JAX_PEER_TIMEOUT", "1")
+    with pytest.raises(ValueError, match="NXD_JAX_PEER_TIMEOUT='1': must be a whole number of at least 5"):
+        watch.timeout()
+
+
+ENDS = """
+import sys, time
+from torch_bridge.mesh import watch
+watch.TICK, watch.GRACE = 0.05, 0.2
+known = watch._Known(None, 0, [watch.Peer(0, 1, 1, "here", 7, ("127.0.0.1", 1))])
+watch._lose(known, "rank 1 has ended")
+sys.stdout.write("kept")
+watch._look(known)
+"""
+
+
+def test_a_process_that_does_not_end_by_itself() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", ENDS], capture_output=True, text=True, timeout=60, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    )
+    assert (done.returncode, done.stdout) == (1, "kept")
+    assert done.stderr.endswith("nxd_jax: rank 0 of 1 (process 7 on here) ends: rank 1 has ended\n")
+
+
+def test_who_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Store()
+    world.configure(world.World(4, hosted=(0, 1)))
+    monkeypatch.setattr(watch.os, "register_at_fork", lambda **_: None)
+    try:
+        watch.be_found(store, 0, "127.0.0.1")
+        rank, ranks, size, host, pid, where = json.loads(store["lives/0"])
+        assert (rank, ranks, size, host, pid) == (0, 2, 4, socket.gethostname(), os.getpid()) and store["words"] == "[]"
+        assert watch._is_there(Peer(rank, ranks, size, host, pid, tuple(where)))
+        watch._answer()
+    finally:
+        assert watch._listening is not None
+        watch._listening.close()
+        watch._listening = None
+        world.configure(None)
+    assert not watch._is_there(Peer(rank, ranks, size, host, pid, tuple(where)))
