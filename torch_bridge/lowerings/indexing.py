@@ -2,6 +2,9 @@
 
 Every read is one XLA gather and every write one XLA scatter of whole slices. torch has already rejected indices that are
 out of range on CPU; on an accelerator reads clamp and writes are dropped. Negative indices wrap where torch lets them.
+
+On CPUs a few slices, such as a token's keys in a KV cache, are updated one by one: XLA computes a scatter of so few as an update that it merges into
+each reader of the result, and then copies the whole tensor for each of them.
 """
 
 from __future__ import annotations
@@ -28,6 +31,10 @@ _SCATTERS: dict[str, Callable[..., Array]] = {
     "amin": lax.scatter_min,
 }
 _BOOL_FORM = {"sum": "amax", "prod": "amin"}  # bool arithmetic: or, and
+_FEW = 8
+"""Slices that are updated one by one on CPUs."""
+_LARGE = 4096
+"""Elements of a tensor from which on they are: copies of smaller ones cost less than a branch."""
 
 
 def wrap_negative(index: Array, size: int) -> Array:
@@ -72,10 +79,26 @@ class Points:
         """`x` with `values` (of `self.shape`) written or accumulated."""
         if math.prod(self.shape) == 0:
             return x
+        if kind == "set" and math.prod(self.indices.shape[:-1]) <= _FEW and x.size >= _LARGE:
+            return lax.platform_dependent(x, self.indices, values, cpu=self._one_by_one, default=self._at_once)
+        return self._at_once(x, self.indices, values, kind)
+
+    def _at_once(self, x: Array, indices: Array, values: Array, kind: str = "set") -> Array:
         numbers = lax.ScatterDimensionNumbers(
             update_window_dims=self.offset_dims, inserted_window_dims=self.dims, scatter_dims_to_operand_dims=self.dims
         )
-        return scatter_with(kind, x, self.indices, values, numbers)
+        return scatter_with(kind, x, indices, values, numbers)
+
+    def _one_by_one(self, x: Array, indices: Array, values: Array) -> Array:
+        """A branch for each slice, which is one that changes nothing where it is out of range: XLA merges an update in a branch into no reader."""
+        sizes = [1 if d in self.dims else s for d, s in enumerate(self.source)]
+        front = [d for d in range(values.ndim) if d not in self.offset_dims]
+        slices = jnp.transpose(values, (*front, *self.offset_dims)).reshape(-1, *sizes).astype(x.dtype)
+        ends = jnp.asarray([self.source[d] for d in self.dims], indices.dtype)
+        for at, new in zip(indices.reshape(-1, len(self.dims)), slices, strict=True):
+            start = [at[self.dims.index(d)] if d in self.dims else jnp.zeros((), indices.dtype) for d in range(x.ndim)]
+            x = lax.cond(((at >= 0) & (at < ends)).all(), lax.dynamic_update_slice, lambda x, *_: x, x, new, start)
+        return x
 
 
 def _is_mask(index: Array | None) -> bool:

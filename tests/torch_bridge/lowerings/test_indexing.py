@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import jax
 import pytest
 import torch
 
@@ -108,6 +109,51 @@ def test_index_put_accumulates_duplicates():
     check(aten._index_put_impl.default, X, [A], S, False, True)
 
 
+LARGE = torch.randn(4, 3, 64, 8)
+FEW = [
+    ([T([[0], [1]]), None, T([[7], [-1]])], (2, 1, 3, 8)),  # a token of two lines of a KV cache
+    ([T([[1]]), None, T([[5, 6, 7]])], (1, 3, 3, 8)),  # three tokens of one
+    ([None, None, T([63, 3])], (2, 8)),
+    ([T(2)], (3, 64, 8)),
+    ([T([1]), T([-1]), T([0]), T([7])], (1,)),
+    ([T([3], dtype=torch.int32)], ()),
+]
+
+
+@pytest.mark.parametrize(("indices", "shape"), FEW)
+@together
+def test_index_put_of_a_few_slices_in_a_large_tensor(indices, shape):
+    check(aten.index_put.default, LARGE, indices, torch.randn(shape))
+
+
+@together
+def test_index_copy_of_a_few_slices_in_a_large_tensor():
+    check(aten.index_copy.default, LARGE, 2, T([9]), torch.randn(4, 3, 1, 8))
+    check(aten.index_copy.default, LARGE.bfloat16(), 2, T([9, 0, 63]), torch.randn(4, 3, 3, 8).bfloat16())
+
+
+@pytest.mark.parametrize("at", [64, -65, 2**40])
+def test_a_slice_out_of_range_is_not_written(at):
+    with _compat.enable_x64():
+        found = lowerings.lookup(aten.index_put.default).fn(to_jax(LARGE), [None, None, to_jax(T([at, 2]))], to_jax(torch.ones(8)))
+    expected = LARGE.clone()
+    expected[:, :, 2] = 1
+    assert torch.equal(to_torch(found), expected)
+
+
+def test_a_cache_that_a_token_is_written_to_and_that_is_read_is_not_copied():
+    put = lowerings.lookup(aten.index_put.default).fn
+
+    def step(cache, new, at, query):
+        cache = put(cache, [jax.numpy.zeros((1, 1), int), None, at], new)
+        return cache, query @ cache.reshape(3, 512, 8).transpose(0, 2, 1)
+
+    shapes = [jax.ShapeDtypeStruct(s, "float32") for s in ((1, 3, 512, 8), (1, 1, 3, 8))]
+    shapes += [jax.ShapeDtypeStruct((1, 1), "int32"), jax.ShapeDtypeStruct((3, 1, 8), "float32")]
+    compiled = jax.jit(step, donate_argnums=0).lower(*shapes).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 4 * 3 * 512 * 8
+
+
 def test_index_put_with_a_mask_and_indices_says_what_to_do():
     with pytest.raises(NotImplementedError, match=r"aten\.index_put with a boolean mask beside other index tensors"):
         lowerings.lookup(aten.index_put.default).fn(to_jax(X), [to_jax(MASK), to_jax(T([0, 1]))], to_jax(S))
@@ -130,6 +176,7 @@ OTHERS = [
     (aten.index_add.default, (I, 0, T([1, 1]), I[:2])),
     (aten.index_add.default, (X, 0, EMPTY, torch.zeros(0, 5, 6))),
     (aten.index_copy.default, (X, 1, T([3, 0]), torch.randn(4, 2, 6))),
+    (aten.index_copy.default, (LARGE, 2, T([3]), torch.randn(4, 3, 1, 8))),
     (aten.index_copy.default, (torch.zeros(5), 0, T([3]), T([1.0]))),
     (aten.index_copy.default, (S, 0, T([0]), T(9.0))),
     (aten.index_fill.int_Scalar, (X, 1, T([3, -5]), 2)),
@@ -197,6 +244,7 @@ GRADS = [
     (aten.index_select.default, (X, 1, T([3, 0, 0]))),
     (aten.index_add.default, (X, 1, T([3, 0, 0]), torch.randn(4, 3, 6))),
     (aten.index_copy.default, (X, 1, T([3, 0]), torch.randn(4, 2, 6))),
+    (aten.index_copy.default, (LARGE, 2, T([3]), torch.randn(4, 3, 1, 8))),
     (aten.index_fill.int_Tensor, (X, 1, T([3, 0]), S)),
     (aten.take.default, (X, T([0, -1, 0]))),
     (aten.put.default, (X, T([0, -1]), T([1.0, 2.0]), True)),
