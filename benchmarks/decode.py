@@ -3,36 +3,51 @@ against eager torch on the CPU. (`generate.py` is about transformers' `generate(
 
     python benchmarks/decode.py --rounds 3 --write
 
-A Llama of 8 layers, hidden 256, random weights. Each variant runs in a process of its own, in turn, and makes
-the same tokens. Times are of a token after the prompt, read on the host; compilations are counted after a warm-up. "host" is a token of the same model with
-hidden size 16 through the builder's programs: what a token costs beside its arithmetic.
+A Llama of 8 layers, hidden 256, and GPT-2 (12 layers, hidden 768), random weights. Each variant runs in a process of its own, in turn, and those of a model
+make the same tokens. Times are of a token after the prompt, read on the host; compilations are counted after a warm-up. "CPU time" is that of all threads.
+
+"host" is a token of the Llama whose program for one token is replaced by one that takes and gives back the same arrays and computes nothing: what Python, JAX
+and PJRT do for a token. Other processes only add to it: of its tokens the fastest tenth counts.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import sys
 import tempfile
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import measure
 import rounds
 
-PROMPT, TOKENS, LENGTH, VOCAB = 16, 256, 512, 1024
+PROMPT = 16
+VOCAB = 1024
 SIZES = {"hidden": 256, "intermediate": 704, "layers": 8, "heads": 8}
 VARIANTS = {
-    "jax": "hand-written JAX, static cache",
-    "builder": "nxd_jax.inference (ModelBuilder)",
-    "host": "nxd_jax.inference, hidden 16",
-    "eager": "eager torch, transformers' generate",
+    "jax": "Llama, hand-written JAX, static cache",
+    "builder": "Llama, nxd_jax.inference (ModelBuilder)",
+    "eager": "Llama, eager torch, transformers' generate",
+    "host": "Llama, nxd_jax.inference, without arithmetic",
+    "gpt2-jax": "GPT-2, hand-written JAX, static cache",
+    "gpt2-builder": "GPT-2, nxd_jax.inference (ModelBuilder)",
+    "gpt2-eager": "GPT-2, eager torch, transformers' generate",
 }
+TOKENS = {"": 256, "gpt2-": 24}
+"""How many are timed; for a model's name in front of a variant's."""
+LENGTH = {"": 512, "gpt2-": 128}
+"""Slots of the cache."""
 
 Generate = Callable[[list[int], int], list[int]]
+
+
+def family(variant: str) -> str:
+    """What stands in front of a variant's name for its model."""
+    return "gpt2-" if variant.startswith("gpt2-") else ""
 
 
 def llama(hidden: int | None = None) -> Any:
@@ -48,7 +63,7 @@ def llama(hidden: int | None = None) -> Any:
         num_hidden_layers=SIZES["layers"],
         num_attention_heads=SIZES["heads"],
         num_key_value_heads=SIZES["heads"],
-        max_position_embeddings=LENGTH,
+        max_position_embeddings=LENGTH[""],
         rms_norm_eps=1e-6,
         bos_token_id=None,
         eos_token_id=None,
@@ -57,31 +72,51 @@ def llama(hidden: int | None = None) -> Any:
     return LlamaForCausalLM(config).eval()
 
 
-def by_hand() -> Generate:
-    from decode_jax import generate
+def gpt2() -> Any:
+    """The same for GPT-2, with dims of the published one."""
+    import torch
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    return GPT2LMHeadModel(GPT2Config(bos_token_id=None, eos_token_id=None, initializer_range=0.1)).eval()
+
+
+def by_hand(of: str) -> Generate:
+    import decode_jax
     from llama_jax import from_torch
 
-    params = from_torch({n: p.detach().numpy() for n, p in llama().state_dict().items()})
-    size = SIZES["hidden"] // SIZES["heads"]
-    return lambda prompt, count: generate(params, prompt, count, LENGTH, SIZES["heads"], size)
+    state = {n: p.detach().numpy() for n, p in (gpt2() if of else llama()).state_dict().items()}
+    if of:
+        weights, layers = decode_jax.gpt2_from_torch(state), 12
+        return lambda prompt, count: decode_jax.generate(decode_jax.gpt2_step, weights, layers, prompt, count, LENGTH[of], 12, 64)
+    params, size = from_torch(state), SIZES["hidden"] // SIZES["heads"]
+    return lambda prompt, count: decode_jax.generate(
+        decode_jax.step, params, SIZES["layers"], prompt, count, LENGTH[of], SIZES["heads"], size
+    )
 
 
-def by_builder(hidden: int | None = None) -> Generate:
-    from nxd_jax.inference import generation
+def built(of: str, hidden: int | None = None) -> Any:
+    """The `LanguageModel`."""
     from nxd_jax.inference.config import InferenceConfig
     from nxd_jax.inference.language_model import LanguageModel
 
     with tempfile.TemporaryDirectory() as folder:
-        llama(hidden).save_pretrained(folder)
-        options = InferenceConfig(seq_len=LENGTH, max_context_length=PROMPT, on_device_sampling=True)
-        model = LanguageModel.from_pretrained(folder, options)
+        (gpt2() if of else llama(hidden)).save_pretrained(folder)
+        options = InferenceConfig(seq_len=LENGTH[of], max_context_length=PROMPT, on_device_sampling=True)
+        return LanguageModel.from_pretrained(folder, options)
+
+
+def by_builder(of: str = "", hidden: int | None = None) -> Generate:
+    from nxd_jax.inference import generation
+
+    model = built(of, hidden)
     return lambda prompt, count: generation.generate(model, [prompt], count, end=())[0]
 
 
-def by_transformers() -> Generate:
+def by_transformers(of: str) -> Generate:
     import torch
 
-    model = llama()
+    model = gpt2() if of else llama()
 
     def generate(prompt: list[int], count: int) -> list[int]:
         ids = torch.tensor([prompt])
@@ -94,50 +129,97 @@ def by_transformers() -> Generate:
 
 def made(variant: str) -> Generate:
     """The function that makes tokens."""
-    if variant == "jax":
-        return by_hand()
-    if variant in ("builder", "host"):
-        return by_builder(16 if variant == "host" else None)
-    return by_transformers()
+    of = family(variant)
+    return {"jax": by_hand, "builder": by_builder, "eager": by_transformers}[variant.removeprefix(of)](of)
 
 
 def run(variant: str) -> None:
     """Time a variant and print JSON."""
-    generate = made(variant)
+    of = family(variant)
+    generate, count = made(variant), TOKENS[of]
     prompt = [(7 * k + 3) % VOCAB for k in range(PROMPT)]
-    first = generate(prompt, 24)
-    compiled = measure.count_jax_compilations() if variant != "eager" else lambda: 0
+    first = generate(prompt, count // 2)
+    compiled = measure.count_jax_compilations() if "eager" not in variant else lambda: 0
     found: list[int] = []
     took = []
     for _ in range(3):
-        started = time.perf_counter()
+        started = rounds.now()
         generate(prompt, 1)
-        between = time.perf_counter()
-        found = generate(prompt, TOKENS)
-        took.append((time.perf_counter() - between - (between - started)) / (TOKENS - 1))
+        between = rounds.now()
+        found = generate(prompt, count)
+        took.append([(end - b - (b - a)) / (count - 1) for a, b, end in zip(started, between, rounds.now(), strict=True)])
     if variant == "builder":
-        generate(prompt, LENGTH - PROMPT)
-    if found[:24] != first:
+        generate(prompt, LENGTH[of] - PROMPT)
+    if found[: count // 2] != first:
         raise RuntimeError("two runs made other tokens")
-    token = min(took)
-    result = {"token": token, "tokens_per_second": 1 / token, "compilations": compiled(), "losses": [float(t) for t in found]}
-    print(json.dumps(result), flush=True)
+    token, cpu = (min(of_runs) for of_runs in zip(*took, strict=True))
+    print(json.dumps({"token": token, "cpu": cpu, "compilations": compiled(), "losses": [float(t) for t in found]}), flush=True)
+
+
+def host() -> None:
+    """The same for a model whose program for one token computes nothing."""
+    from nxd_jax.inference import generation
+
+    model = built("")
+    _compute_nothing(model.nxd_model._model, f"decode_{LENGTH['']}")
+    prompt = list(range(1, 1 + PROMPT))
+    list(generation.stream(model, [prompt], 8, end=()))
+    compiled = measure.count_jax_compilations()
+    took = [t for _ in range(3) for t in _between(generation.stream(model, [prompt], TOKENS[""], end=()))]
+    token, cpu = (statistics.quantiles(of_tokens, n=10)[0] for of_tokens in zip(*took, strict=True))
+    print(json.dumps({"token": token, "cpu": cpu, "compilations": compiled(), "losses": []}), flush=True)
+
+
+def _between(tokens: Iterator[Any]) -> list[tuple[float, float]]:
+    next(tokens)
+    times = [rounds.now(), *(rounds.now() for _ in tokens)]
+    return [(b[0] - a[0], b[1] - a[1]) for a, b in itertools.pairwise(times)]
+
+
+def _compute_nothing(model: Any, tag: str) -> None:
+    """Replace a program by one with its arguments and results, zeros, whose states come back as they are."""
+    import jax
+    import jax.numpy as jnp
+
+    from torch_bridge import _compat
+    from torch_bridge.aot import exporting
+    from torch_bridge.ir import dtypes
+
+    of = model.programs[tag].facts
+    zeros = [(t.shape, dtypes.to_jax(t.dtype)) for t in of.results]
+
+    def nothing(draws: Any, weights: Any, states: Any, inputs: Any) -> Any:
+        return [jnp.zeros(*z) for z in zeros], jax.lax.optimization_barrier(list(states))
+
+    with _compat.enable_x64():
+        jitted = jax.jit(nothing, donate_argnums=2, keep_unused=True)
+        model._compiled[tag] = jitted.lower(*exporting.arguments(of, model.where.mesh)).compile()
 
 
 def table(found: dict[str, list[dict[str, Any]]]) -> str:
-    """Medians of rounds as Markdown, with the median of ratios to the floor's tokens per second."""
-    lines = ["| variant | tokens/s | against | ratio | token (us) | compilations after warm-up |", "|---|---|---|---|---|---|"]
+    """Medians of rounds as Markdown; of our rows also the median ratio of tokens/s to each other variant of the model."""
+    lines = [
+        "| variant | tokens/s | to JAX | to eager torch | token (us) | CPU time of a token (us) | compilations after warm-up |",
+        "|---" * 7 + "|",
+    ]
     for name, runs in found.items():
-        rate = statistics.median(r["tokens_per_second"] for r in runs)
-        floors = ["jax", "eager"] if name == "builder" and {"jax", "eager"} <= set(found) else []
-        ratios = [
-            statistics.median(a["tokens_per_second"] / b["tokens_per_second"] for a, b in zip(runs, found[f], strict=True)) for f in floors
-        ]
-        against = ", ".join(VARIANTS[f] for f in floors)
-        ratio = ", ".join(f"{r:.2f}x" for r in ratios)
-        token = 1e6 * statistics.median(r["token"] for r in runs)
-        lines.append(f"| {VARIANTS[name]} | {rate:.0f} | {against} | {ratio} | {token:.0f} | {max(r['compilations'] for r in runs)} |")
+        of = family(name)
+        token, cpu = (1e6 * statistics.median(r[key] for r in runs) for key in ("token", "cpu"))
+        ratios = [_ratio(found, name, f"{of}{other}") for other in ("jax", "eager")]
+        rate = "" if name == "host" else f"{1e6 / token:.0f}"
+        lines.append(
+            f"| {VARIANTS[name]} | {rate} | {' | '.join(ratios)} | {token:.0f} | {cpu:.0f} | {max(r['compilations'] for r in runs)} |"
+        )
     return "\n".join(lines)
+
+
+def _ratio(found: dict[str, list[dict[str, Any]]], name: str, other: str) -> str:
+    """Of tokens/s; in brackets of CPU time."""
+    if not name.endswith("builder") or other not in found:
+        return ""
+    pairs = list(zip(found[other], found[name], strict=True))
+    wall, cpu = (statistics.median(a[key] / b[key] for a, b in pairs) for key in ("token", "cpu"))
+    return f"{wall:.2f}x ({cpu:.2f}x)"
 
 
 def main() -> None:
@@ -148,12 +230,15 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="put the table into README.md")
     args = parser.parse_args()
     if args.variant:
-        run(args.variant)
+        host() if args.variant == "host" else run(args.variant)
         return
     chosen = args.only or list(VARIANTS)
     found = rounds.run(str(Path(__file__).resolve()), chosen, args.rounds, [], "token")
-    rounds.difference({name: runs for name, runs in found.items() if name != "host"}, 0.0)
-    text = table(found) + "\n\n" + rounds.stack("torch", "jax", "transformers")
+    for of in TOKENS:
+        same = {name: runs for name, runs in found.items() if family(name) == of and name != "host"}
+        if same:
+            rounds.difference(same, 0.0)
+    text = table(found) + "\n\nIn brackets: the ratio of CPU time. " + rounds.stack("torch", "jax", "transformers")
     sys.stdout.write(f"{text}\n")
     if args.write:
         rounds.put("decode", text)

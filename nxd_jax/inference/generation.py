@@ -135,7 +135,7 @@ def _all(stepping: _Stepping, prompts: Sequence[_Prompt], most: int | None, ends
     options = stepping.model.options
     waiting, rows = deque(enumerate(prompts)), dict[int, _Row]()
     while waiting or rows:
-        free = [line for line in range(options.batch_size) if line not in rows]
+        free = [line for line in range(options.batch_size) if line not in rows] if waiting else []
         taken = [waiting.popleft() for _ in range(min(len(free), len(waiting), options.prompts_at_once))]
         if taken:
             lines = free[: len(taken)]

@@ -89,6 +89,7 @@ class Model:
         self._arrays: dict[str, Any] = {}
         self._compiled: dict[str, Callable[..., Any]] = {}
         self._own_weights: dict[str, list[Any]] = {}
+        self._state_names: dict[str, tuple[str, ...]] = {}
         self._readers: list[str] = []  # tags of programs that read a state without updating it
         self._alone: set[str] = set()  # names of buffers of which some program has its own
         self._lock = threading.RLock()
@@ -109,6 +110,7 @@ class Model:
         _check_shared(tag, program, [*self.programs.items(), (tag, program)])
         self._check_beginnings(tag, program)
         self.programs[tag] = program
+        self._state_names[tag] = tuple(states)
         self.states.update(states)
         self.weights.update(weights)
         for name in self.states:  # what one program updates is a state for all
@@ -272,22 +274,23 @@ class Model:
 
         Raises IndexError for an index out of range, if it was traced with `NXD_JAX_CHECK_INDICES=1`.
         """
-        program = self.programs[tag]
-        given = [self._input(x, t, ranked) for x, t in zip(inputs, program.facts.inputs, strict=True)]
-        names = program.facts.states
+        of = self.programs[tag].facts
+        given = [self._input(x, t, ranked) for x, t in zip(inputs, of.inputs, strict=True)]
+        names = self._state_names[tag]
         with self._lock, _compat.enable_x64():
+            arrays = self._arrays
             weights = self._own_weights.get(tag)
             if weights is None:
-                weights = self._own_weights[tag] = [self._as_taken(t) for t in program.facts.weights]
-            draws = [self._draws(program.facts.draws)] if program.facts.draws else []
-            found, new = self._compiled[tag](draws, weights, [self._arrays[t.name] for t in names], given)
-            for t, array in zip(names, new, strict=True):
-                self._arrays[t.name] = array
-            for reader in self._readers if names else ():
-                self._own_weights.pop(reader, None)
-        if program.facts.checks:
-            self._check_indices(program.facts, found[len(program.facts.results) :])
-        return list(found[: len(program.facts.results)])
+                weights = self._own_weights[tag] = [self._as_taken(t) for t in of.weights]
+            draws = [self._draws(of.draws)] if of.draws else []
+            found, new = self._compiled[tag](draws, weights, [arrays[name] for name in names], given)
+            arrays.update(zip(names, new, strict=True))
+            if names and self._readers:
+                for reader in self._readers:
+                    self._own_weights.pop(reader, None)
+        if of.checks:
+            self._check_indices(of, found[len(of.results) :])
+        return list(found[: len(of.results)])
 
     def _check_indices(self, of: Facts, arrays: Sequence[Any]) -> None:
         """IndexError for indices that are out of range on a rank of this process. Results are lost; states keep their values."""
@@ -315,7 +318,7 @@ class Model:
     def _input(self, x: Any, of: Tensor, ranked: bool) -> Any:
         if not ranked:
             host = _to_host(x, of)
-            return self._spread(lambda rank: host)
+            return host if self.ranks.size == 1 else self._spread(lambda rank: host)
         held = {r: y.cpu() if isinstance(y, OnDevice) else y for r, y in zip(self.where.hosted, x, strict=True)}
         return self._spread(lambda rank: _to_host(held[rank], of))
 
@@ -368,9 +371,9 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _to_host(t: torch.Tensor, of: Tensor) -> np.ndarray:
-    if tuple(t.shape) != of.shape:
+    if t.shape != of.shape:
         raise ValueError(f"{of.name} was traced with shape {list(of.shape)}, got {list(t.shape)}")
-    if not torch.can_cast(t.dtype, of.dtype):
+    if t.dtype != of.dtype and not torch.can_cast(t.dtype, of.dtype):
         raise ValueError(f"{of.name} was traced as {of.dtype}, and {t.dtype} is of another kind: convert it, or trace the model for it")
     if t.device.type != "cpu":
         t = t.detach().cpu()

@@ -86,10 +86,15 @@ def _require_strided(t: torch.Tensor) -> None:
 
 def from_numpy(host: np.ndarray) -> torch.Tensor:
     """The same memory as a CPU tensor."""
-    if host.dtype.name.startswith(("bfloat16", "float8")):
+    if _is_foreign(host.dtype):
         raw = torch.from_numpy(host.view(np.int16 if host.dtype.itemsize == 2 else np.uint8))
         return raw.view(dtypes.to_torch(host.dtype))
     return torch.from_numpy(host)
+
+
+@functools.cache
+def _is_foreign(dtype: np.dtype) -> bool:
+    return dtype.name.startswith(("bfloat16", "float8"))
 
 
 def to_cpu(array: jax.Array, size: tuple[int, ...] | None = None) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -45,7 +45,8 @@ class NxDModel(torch.nn.Module, BaseNxDModel):
         self.model_params: tuple[ModelParamInfo, ...] = ()
         self.loaded_on_neuron = False
         self.weights: list[dict[str, torch.Tensor]] = []
-        self._routes: dict[str, list[str]] = {}
+        self._routes: dict[_Route, list[str]] = {}
+        self._names: tuple[str, ...] = ()
         self._model = Model()
         self._loaded: list[dict[str, torch.Tensor]] | None = None
 
@@ -68,7 +69,8 @@ class NxDModel(torch.nn.Module, BaseNxDModel):
         except ValueError as error:
             raise AssertionError(str(error)) from None
         self.model_params = tuple(params)
-        self._routes.setdefault(program.facts.route, []).append(key)
+        self._names = tuple(p.param_name for p in params)
+        self._routes.setdefault(_route((t.name for t in program.facts.inputs), (t.shape for t in program.facts.inputs)), []).append(key)
 
     def get_available_keys(self) -> set[str]:
         """The tags."""
@@ -165,11 +167,12 @@ class NxDModel(torch.nn.Module, BaseNxDModel):
 
     def router(self, inputs: Sequence[torch.Tensor], arg_names: Sequence[str]) -> list[str]:
         """The tags of the programs for inputs of these names and shapes. Raises KeyError, naming the routes there are."""
-        route = facts.route((name, tuple(t.shape)) for name, t in zip(arg_names, inputs, strict=True))
-        if route not in self._routes:
-            known = "; ".join(f"{r} -> {', '.join(tags)}" for r, tags in self._routes.items())
-            raise KeyError(f"no program was traced for inputs {route}: there are {known}")
-        return self._routes[route]
+        route = _route(arg_names, (t.shape for t in inputs))
+        tags = self._routes.get(route)
+        if tags is None:
+            known = "; ".join(f"{_text(r)} -> {', '.join(tags)}" for r, tags in self._routes.items())
+            raise KeyError(f"no program was traced for inputs {_text(route)}: there are {known}")
+        return tags
 
     def forward(self, *args: Any, model_name: str | None = None, forward_mode: str = "default", **kwargs: Any) -> Any:
         """Run the program that was traced for inputs of these names and shapes.
@@ -198,7 +201,7 @@ class NxDModel(torch.nn.Module, BaseNxDModel):
 
     def _ordered(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[str], list[Any]]:
         """Inputs in the order of forward's parameters, with their names."""
-        known = [p.param_name for p in self.model_params]
+        known = self._names
         unknown = [k for k in kwargs if k not in known]
         if unknown:
             raise AssertionError(f"forward has no parameter {', '.join(unknown)}: it takes {', '.join(known)}")
@@ -269,6 +272,18 @@ class NxDModel(torch.nn.Module, BaseNxDModel):
         if opened.ranks:
             model._loaded = opened.weights(range(model.start_rank, model.start_rank + model.local_ranks_size))
         return model
+
+
+_Route = tuple[tuple[str, ...], tuple[tuple[int, ...], ...]]
+"""Names and shapes of inputs."""
+
+
+def _route(names: Iterable[str], shapes: Iterable[tuple[int, ...]]) -> _Route:
+    return tuple(names), tuple(shapes)
+
+
+def _text(route: _Route) -> str:
+    return facts.route(zip(*route, strict=True))
 
 
 def _own_ranks(world_size: int, start: int | None, count: int | None) -> tuple[int, int]:
