@@ -10,11 +10,12 @@ from typing import Any
 import torch
 
 from nxd_jax.checkpoint.safetensors_files import Hub
+from nxd_jax.inference import quantized_weights
 from nxd_jax.inference.adapted_linear import FACTORS
 from nxd_jax.inference.attention import unfused
 from nxd_jax.inference.config import InferenceConfig
 from nxd_jax.inference.decoder import FAMILIES, CausalLM
-from nxd_jax.trace.functions import shard_checkpoint
+from nxd_jax.trace import sharding
 from nxd_jax.trace.model_builder_v2 import ModelBuilder
 from nxd_jax.trace.nxd_model import NxDModel
 from nxd_jax.trace.parallel_context import NxDParallelState
@@ -82,8 +83,12 @@ def build(hf_config: Any, options: InferenceConfig, files: Mapping[str, torch.Te
     ranks = {"tensor_model_parallel_size": options.tp_degree, "expert_model_parallel_size": options.ep_degree}
     with NxDParallelState(world_size=options.world_size, **ranks):
         model = CausalLM(hf_config, options, device="meta")
+        full = full_weights(model, files)
+        sharding.preprocess_checkpoint(model, full)
+        if options.quantized:
+            quantized_weights.quantize(model, full, options.quantization_type, options.quantization_dtype)
         found = _traced(model, options).compile()
-        weights = shard_checkpoint(full_weights(model, files), model)
+        weights = sharding.cut_for_ranks(model, full, range(options.world_size))
         empty = {name: torch.zeros(p.shape, dtype=p.dtype) for name, p in model.named_parameters() if name.rpartition(".")[2] in FACTORS}
         weights = [state | empty for state in weights]
     found.set_weights(weights)

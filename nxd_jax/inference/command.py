@@ -25,6 +25,7 @@ from nxd_jax import interpreter
 
 _SMALLEST, _DEFAULT_LENGTH, _NEW = 128, 1024, 128
 _DTYPES = ("float32", "bfloat16", "float16")
+_QUANTIZED = {"int8": "int8", "float8_e4m3": "f8e4m3", "float8_e5m2": "f8e5m2"}
 _KV_DTYPES = {"float8_e4m3": "float8_e4m3fn", "float8_e5m2": "float8_e5m2"}
 
 
@@ -67,6 +68,11 @@ def parser() -> argparse.ArgumentParser:
     trace.add_argument("--dtype", choices=_DTYPES, help="of weights and KV cache (default: as config.json says)")
     trace.add_argument(
         "--kv-dtype", choices=_KV_DTYPES, help="keep the KV cache in float8, a byte for each number, cast without scales (default: --dtype)"
+    )
+    trace.add_argument(
+        "--quantize",
+        choices=_QUANTIZED,
+        help="weights of all linear layers but the last one in int8 or float8, a byte for each number, with a scale for each output (default: --dtype)",
     )
     trace.add_argument("--save", metavar="FILE", help="write the model, compiled for these sizes, its weights and tokenizer to a file")
     trace.add_argument(
@@ -112,7 +118,7 @@ def _check(args: argparse.Namespace) -> None:
     if Path(args.model).is_file():
         given = [
             f"--{n.replace('_', '-')}"
-            for n in ("tp", "ep", "batch_size", "seq_len", "dtype", "kv_dtype", "save", "draft")
+            for n in ("tp", "ep", "batch_size", "seq_len", "dtype", "kv_dtype", "quantize", "save", "draft")
             if getattr(args, n) not in (None, 1)
         ]
         if given:
@@ -144,6 +150,10 @@ def _adapters(args: argparse.Namespace) -> list[str | None]:
         raise ValueError(f"--adapter {unknown[0]} is none of {', '.join(names) or 'no --lora'}: load it with --lora {unknown[0]}=FOLDER")
     each = given * len(args.texts) if len(given) == 1 else given
     return [None if name == "-" else name for name in each]
+
+
+def _quantized(dtype: str | None) -> dict[str, Any]:
+    return {"quantized": True, "quantization_type": "per_channel_symmetric", "quantization_dtype": _QUANTIZED[dtype]} if dtype else {}
 
 
 def _run(args: argparse.Namespace) -> None:
@@ -252,6 +262,7 @@ def _options(args: argparse.Namespace, config: Any, prompts: Sequence[Sequence[i
         "batch_size": args.batch_size or min(max(len(prompts), 1), 8),
         "torch_dtype": dtype,
         "kv_quant_config": kept,
+        **_quantized(args.quantize),
     }
     if args.save:
         length = args.seq_len or min(max(_DEFAULT_LENGTH, power_above(needed)), limit)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from nxd_jax.inference import quantized_weights
 from nxd_jax.inference.buckets import generate_buckets
 from nxd_jax.inference.kv_cache import check_quantization
 from nxd_jax.inference.lora_serving import LoraServingConfig
@@ -37,9 +38,14 @@ class InferenceConfig:
 
     kv_quant_config: keep the KV cache in float8, a byte for each number: `KVQuantizationConfig()` (`kv_cache.KVCacheManager`); default torch_dtype.
 
+    quantized: weights of linear layers, experts and all but lm_head, in int8 or float8, quantized as a folder is read. quantization_type: what shares a scale,
+    "per_tensor_symmetric" (the original's default) or "per_channel_symmetric", each output by itself, which is nearer to the float weights.
+    quantization_dtype: "int8", "f8e4m3" (up to 240, or what `NXD_JAX_FP8_MAX` says) or "f8e5m2". quantized_checkpoints_path: not needed, must be None.
+
     lora_config: room for LoRA adapters, of which each row has one or none (`lora_serving.LoraServingConfig`); default none.
 
-    Raises ValueError for numbers that do not fit together, and what `KVCacheManager` does.
+    Raises ValueError for numbers that do not fit together, NotImplementedError for quantized=True with lora_config and for quantized_checkpoints_path, and
+    what `KVCacheManager` does.
     """
 
     tp_degree: int = 1
@@ -61,6 +67,10 @@ class InferenceConfig:
     fused_qkv: bool = False
     ep_degree: int = 1
     flash_decoding_enabled: bool = False
+    quantized: bool = False
+    quantization_type: str = "per_tensor_symmetric"
+    quantization_dtype: str = "int8"
+    quantized_checkpoints_path: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("tp_degree", "ep_degree", "batch_size", "seq_len", "top_k"):
@@ -69,6 +79,9 @@ class InferenceConfig:
         check_quantization(self.kv_quant_config)
         if self.lora_config is not None and not isinstance(self.lora_config, LoraServingConfig):
             raise TypeError(f"lora_config must be a LoraServingConfig or None, got {type(self.lora_config).__name__}")
+        quantized_weights.check(
+            self.quantized, self.quantization_type, self.quantization_dtype, self.quantized_checkpoints_path, self.lora_config is not None
+        )
         set_ = object.__setattr__
         set_(self, "max_context_length", self.seq_len if self.max_context_length is None else self.max_context_length)
         set_(self, "ctx_batch_size", self.ctx_batch_size or (1 if self.is_continuous_batching else self.batch_size))

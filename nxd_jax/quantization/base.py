@@ -221,6 +221,11 @@ class BaseQuantizeParallelLinear(BaseParallelLinear, metaclass=ABCMeta):
         """What the weight stands for, numbers times scale: a rank's part. (NxD has no such function.)"""
         return self._scheme.dequantize(self.weight, self.scale, dtype)
 
+    def quantized(self, full: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(numbers, scale) of a whole float weight, padded as the layer's is, as a checkpoint that is cut for ranks has them. (NxD has no such function.)"""
+        weight, scale = self._scheme.quantize(full)
+        return weight, self._spread(scale)
+
     def _spread(self, scale: torch.Tensor) -> torch.Tensor:
         partition = self._partitions.get("scale")
         shape = list(self.scale.shape) if partition is None else partition.full_shape(self.scale.shape)

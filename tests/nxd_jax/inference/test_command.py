@@ -156,6 +156,16 @@ def test_a_quantized_cache(folder: Path, capsys: pytest.CaptureFixture[str]) -> 
 
 
 @pytest.mark.core(keep=0)
+def test_quantized_weights(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = run(capsys, str(folder), TEXTS[0], "--quantize", "int8", "--max-new-tokens", "4")
+    options = InferenceConfig(seq_len=128, quantized=True, quantization_type="per_channel_symmetric")
+    tokenizer, model = corpus.tokenizer(), LanguageModel.from_pretrained(folder, options)
+    (answer,) = generate(model, [tokenizer(TEXTS[0])["input_ids"]], 4)
+    assert (status, out) == (0, tokenizer.decode(answer, skip_special_tokens=True) + "\n")
+    assert {str(t.dtype) for n, t in model.nxd_model.weights[0].items() if n.endswith("q_proj.weight")} == {"torch.int8"}
+
+
+@pytest.mark.core(keep=0)
 def test_adapters(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One for each text; the file that is saved has them, and takes another."""
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
