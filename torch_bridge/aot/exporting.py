@@ -21,7 +21,7 @@ from jax import export
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from torch_bridge import _compat
-from torch_bridge.aot import facts
+from torch_bridge.aot import facts, products
 from torch_bridge.aot.tracing import Traced
 from torch_bridge.compiler import interpret
 from torch_bridge.ir import dtypes
@@ -90,6 +90,7 @@ def export_forms(traced: Traced) -> Forms:
     """Lower a traced graph for one device per rank where the world has several, else for one device. Must be called in the world of the trace: the form that
     is made later is made for that world, too."""
     mode = precision_mode.current()
+    products.contract(traced.graph.graph)
     if traced.facts.ranks.size == 1:
         return Forms({"one": _exported(_on_one_device(traced, mode), traced.facts, None)}, {"mesh": "the program has one rank"})
     mesh, now = sharding.mesh(), copy.copy(world.current())  # a layout that comes later changes the world itself
