@@ -9,7 +9,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from torch_bridge.fsdp import grad_norm, live, metadata, naming, optimizer_states, options, sharding, state, torchs_norm, wrapping
+from torch_bridge.fsdp import (
+    grad_norm,
+    live,
+    metadata,
+    naming,
+    optimizer_states,
+    options,
+    sharding,
+    state,
+    torchs_norm,
+    torchs_states,
+    wrapping,
+)
 from torch_bridge.fsdp.inner import XlaFlattenParamsWrapper
 from torch_bridge.fsdp.shards import Shared
 from torch_bridge.fsdp.unit import Unit
@@ -108,6 +120,7 @@ class XlaFullyShardedDataParallel(nn.Module):
         from torch_bridge.fsdp import played  # noqa: F401
 
         torchs_norm.install()
+        torchs_states.install()
         among = options.sharding(sharding_groups, sharding_rank, sharding_world_size)
         if auto_wrap_policy is not None:
             inner = auto_wrapper_callable or XlaFullyShardedDataParallel

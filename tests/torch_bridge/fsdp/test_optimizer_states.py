@@ -72,6 +72,21 @@ def test_goes_on(before: str, after: str, optimize: Any, ranks: tuple[int, int],
         torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-4)
 
 
+def test_one_ranks_state_is_not_everyones(hosted: Hosted) -> None:
+    hosted(2)
+    model: Any = FSDP(nn.Linear(3, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.5)
+    model(torch.ones(2, 3, device="xla")).sum().backward()
+    optimizer.step()
+    before = optimizer.state_dict()
+    with pytest.raises(ValueError, match=r"given one rank's state of a shard \(shape .*hosts 2 ranks.*each_rank.*cut_optimizer_state"):
+        optimizer.load_state_dict(_states(optimizer)[1])
+    optimizer.load_state_dict(before)  # as it lies on the device
+    plain = torch.optim.SGD(nn.Linear(3, 4).to("xla").parameters(), lr=1.0, momentum=0.5)
+    plain.load_state_dict({"state": {0: {"momentum_buffer": torch.ones(4, 3)}}, "param_groups": plain.state_dict()["param_groups"]})
+    assert plain.state_dict()["state"][0]["momentum_buffer"].sum().item() == 12
+
+
 def _states(optimizer: torch.optim.Optimizer) -> list[Any]:
     return object_collectives.each_ranks(optimizer.state_dict())
 
