@@ -109,6 +109,37 @@ def test_the_index_lists_every_page_in_its_group():
         assert name == "README.md" or f"]({name})" in sections[group], page
 
 
+def tests_of(line: str) -> list[str]:
+    """What stands in backticks in the last column of a table's line."""
+    return re.findall(r"`([^`]+)`", line.rstrip(" |").rpartition("|")[2]) if line.startswith("|") else []
+
+
+def missing_tests(page: Path) -> list[str]:
+    """Of the tests that lines of a page name (a folder or file, a function of any file, or file::function), those that are nowhere below tests/."""
+    places = [(f"/{path.relative_to(ROOT).as_posix()}", path) for path in (ROOT / "tests").rglob("*") if path.suffix in ("", ".py")]
+
+    def there(name: str) -> bool:
+        path, _, function = name.partition("::") if "/" in name or ".py" in name else ("", "", name)
+        found = [file for place, file in places if not path or place.endswith(f"/{path}")]
+        return any(not function or (file.is_file() and f"def {function}(" in file.read_text(encoding="utf-8")) for file in found)
+
+    return [name for line in page.read_text().splitlines() for name in tests_of(line) if not there(name)]
+
+
+def test_differences_from_nxd_training_name_their_tests():
+    page = ROOT / "docs" / "nxdt_differences.md"
+    lines = [line for line in page.read_text().splitlines() if line.startswith("| ") and not line.startswith("| in the original")]
+    assert len(lines) > 100 and all(tests_of(line) for line in lines)
+    assert missing_tests(page) == []
+
+
+def test_missing_tests_are_found(tmp_path: Path):
+    page = tmp_path / "page.md"
+    here = "`test_readme.py::test_missing_tests_are_found`, `test_missing_tests_are_found`, `test_readme.py`, `tests/nxd_jax/training`"
+    page.write_text(f"| a | `b` | {here}, `test_readme.py::test_gone`, `test_gone_too`, `test_no_file_of_this_name.py` |\n`not a table`\n")
+    assert missing_tests(page) == ["test_readme.py::test_gone", "test_gone_too", "test_no_file_of_this_name.py"]
+
+
 def test_pages_that_code_names_exist():
     """Messages and docstrings name pages by their path from the repository's root."""
     named = {

@@ -119,6 +119,8 @@ def test_what_a_step_gives(nxd: Nxd) -> None:
     assert made(return_loss_on_cpu=False).run_train(**BATCH).device.type == "xla"
     pipeline = made()
     assert pipeline.run_eval(**BATCH).item() == pytest.approx(mean.item(), rel=1e-5) and pipeline.original_torch_module.training
+    interleaved = made(virtual_pipeline_size=2)  # (q) NxD evaluates the first chunk of each rank alone
+    assert len(interleaved.local_stage_modules) == 4 and interleaved.run_eval(**BATCH).item() == pytest.approx(mean.item(), rel=1e-5)
     outputs = made(output_loss_value_spec=None, num_microbatches=1).run_eval(**BATCH)
     assert outputs[0].item() == pytest.approx(mean.item(), rel=1e-5) and list(outputs[1].shape) == [8, 4, 16]
 

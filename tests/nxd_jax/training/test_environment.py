@@ -57,6 +57,12 @@ def test_each_precision_sets_its_variables(kind: str) -> None:
     assert os.environ["NEURON_CC_FLAGS"] == f"--model-type transformer {flags}"
 
 
+@pytest.mark.parametrize("kind", ["mixed_precision", "mixed_precisionSR", "mixed_precision_SR", "bf16SR"])
+def test_mixed_precision_keeps_master_weights(kind: str) -> None:
+    """(q) In the original the spelling that its code takes, mixed_precision_SR, has none."""
+    assert environment.precision_of(config(precision={"type": kind})).masters == (kind != "bf16SR")
+
+
 def test_manual_precision_says_everything_itself() -> None:
     said = {
         "type": "manual",

@@ -9,8 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from omegaconf import OmegaConf
 from torch import nn
 
+from nxd_jax.training import environment
+from nxd_jax.training.lightning_modules.nlp_overrides import NLPDDPStrategy, NLPTrainer
 from tests.nxd_jax.training import small
 
 pytestmark = pytest.mark.usefixtures("ranks", "variables")
@@ -118,14 +121,28 @@ def test_a_second_validation_is_of_its_own_batches() -> None:
     assert float(trainer.callback_metrics["val_loss"]) == pytest.approx(found[1])
 
 
-def test_hooks_of_a_subclass_count() -> None:
+def test_a_test_logs_its_loss() -> None:
+    """(q) The original's needs a hook that Lightning 2 does not have. The sets of both are the same here, and so is the mean over two batches."""
+    cfg = small.config("trainer.limit_test_batches=2")
+    environment.process_config(cfg)
+    trainer = NLPTrainer(strategy=NLPDDPStrategy(), enable_progress_bar=False, **OmegaConf.to_container(cfg.trainer))
+    data, module = small.Data(cfg, trainer), small.Module(cfg, trainer)
+    (validated,) = trainer.validate(module, datamodule=data, verbose=False)
+    (tested,) = trainer.test(module, datamodule=data, verbose=False)
+    assert tested["test_loss"] == pytest.approx(validated["val_loss"], rel=1e-6) and tested["test_loss"] > 1
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_hooks_of_a_subclass_count(devices: int) -> None:
+    """What they log is the mean over rows and ranks. (q) The original logs rank 0's."""
+
     class Module(small.Module):
         def model_fwd_calc_loss(self, batch: Any) -> Any:
             loss = super().model_fwd_calc_loss(batch)
             return 2 * loss, {"rewards": torch.arange(2.0, device=loss.device) + loss.detach()}
 
     first = plain()[0]["loss"]  # before ranks are laid out
-    trainer, module = small.train("trainer.max_steps=1", module=Module)
+    trainer, module = small.train("trainer.max_steps=1", f"trainer.devices={devices}", module=Module)
     assert module.seen[0]["loss"] == pytest.approx(2 * first, rel=1e-5)
     assert float(trainer.callback_metrics["rewards"]) == pytest.approx(
         first + 0.5, rel=1e-4

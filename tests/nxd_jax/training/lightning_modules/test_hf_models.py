@@ -167,6 +167,9 @@ def test_what_a_configuration_says_of_experts(ranks: None, variables: None, tmp_
     assert (found.max_position_embeddings, found.router_aux_loss_coef, found.moe_frequency, found.attention_dropout) == (64, 0.02, 1, 0.1)
     module = hf_jobs.module_of(hf_jobs.config(tmp_path, "model.moe.output_router_logits=False", sizes=MOE), HFMixtralModule)
     assert (module.model_config.capacity_factor, module.output_loss_value_spec) == (1.0, (True, False))
+    whole = hf_jobs.config(tmp_path, "model.moe.top_k=2", sizes=MOE)
+    whole.model.moe.capacity_factor = None  # (q) the original compares it with a number
+    assert hf_jobs.module_of(whole, HFMixtralModule).model_config.capacity_factor is None
 
 
 NO_CONFIG = r"no config.json of Hugging Face, and no folder with one"

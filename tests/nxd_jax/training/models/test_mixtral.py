@@ -12,6 +12,7 @@ from torch import nn
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from nxd_jax.parallel_layers import parallel_state
+from nxd_jax.training.lightning_modules.model.base import BaseModelModule
 from nxd_jax.training.models.hf_models.modeling_mixtral import MixtralForCausalLM
 from tests.nxd_jax.conftest import Nxd
 from tests.nxd_jax.training.models import cases
@@ -75,6 +76,18 @@ def expected(want: nn.Module, ids: torch.Tensor, labels: torch.Tensor, parts: in
         (loss / rows).backward()
         total += loss.item() / rows
     return total
+
+
+def test_the_norm_counts_each_expert_once(nxd: Nxd) -> None:
+    """(q) The original's parameter_norm takes no notice of expert parallelism."""
+    case = Case(2, 1, ep=2, options=FULL)
+    nxd(case.world, ep=case.ep)
+    config = configuration(case)
+    want = cases.reference(transformers.MixtralForCausalLM, config)
+    model = cases.ours(MixtralForCausalLM, case, config, want)
+    norm_of: Any = BaseModelModule.calculate_parameter_norm
+    expected = torch.cat([p.detach().flatten() for p in want.parameters()]).norm()
+    assert norm_of(None, model.parameters()).item() == pytest.approx(expected.item(), rel=1e-5)
 
 
 @pytest.mark.core(keep=0)
