@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -120,6 +121,43 @@ def test_a_last_word_is_the_end(known: Any) -> None:
     ):
         watch.check()
     assert json.loads(known.store["words"])[0][1] is True
+
+
+def test_who_has_done_its_work_is_not_silent(known: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(watch, "_known", watch._Known(known.store, 1, known.peers))
+    watch.leaving()
+    assert json.loads(known.store["does/1"]) == [-2, "waiting for the others to end"]
+    for number in range(8):
+        known.store["does/2"] = json.dumps([number, "in step 9"])
+        watch._read(known, 2.0)
+    assert capfd.readouterr().err == "" and known.lost is None
+
+
+def test_addresses_that_only_their_own_machine_knows(known: Any, sockets: list[socket.socket]) -> None:
+    """A machine whose name is 127.0.1.1 to itself: its processes would be taken for ended by those on others."""
+    assert watch._out_of_reach(known) == [0, 1, 2]  # host-0 and so on
+    known.peers = [peer._replace(host=socket.gethostname()) for peer in known.peers]
+    assert watch._out_of_reach(known) == []
+    sockets[1].close()
+    assert watch._out_of_reach(known) == [1]  # there, as it has joined, but behind something that refuses
+    known.reached = {0, 2}
+    assert watch.ended() == []
+
+
+def test_a_store_that_does_not_answer(known: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that SIGTERM ends does not wait for it."""
+    answers = threading.Event()
+    monkeypatch.setattr(known.store, "set", lambda *_: answers.wait(30), raising=False)
+    began = time.monotonic()
+    watch.last_word("ended by SIGTERM")
+    assert time.monotonic() - began < 10
+    answers.set()
+
+
+def test_a_fork_does_not_speak_for_its_parent(known: Any) -> None:
+    watch._forget()
+    watch.say_why(ValueError("in a child"))
+    assert json.loads(known.store["does/0"]) == [1, "in step 0"]
 
 
 def test_why_this_one_ends(known: Any, sockets: list[socket.socket], capfd: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 from torch_bridge.config.variables import VARIABLES
@@ -58,7 +58,8 @@ class _Known:
     """What this process knows of the job.
 
     store: the watching thread's connection. own: its number among the processes; peers: all of them. does: what each was last known to do; quiet: seconds since
-    it told. answered: when the store answered last. lost: why the job cannot go on, and since when; last_word: this process has said its own.
+    it told. reached: whose machines answer for them; talking: held while the store is asked. answered: when the store answered last. lost: why the job cannot
+    go on, and since when; last_word: this process has said its own.
     """
 
     def __init__(self, store: Any, own: int, peers: Sequence[Peer]):
@@ -66,6 +67,8 @@ class _Known:
         self.own = own
         self.peers = peers
         self.watched = [k for k in range(len(peers)) if k != own] if own == 0 else [0]
+        self.reached = set(range(len(peers)))
+        self.talking = threading.Lock()
         self.does: dict[int, str] = {}
         self.told: dict[int, int] = {}
         self.quiet: dict[int, float] = dict.fromkeys(self.watched, 0.0)
@@ -88,9 +91,9 @@ _waiting: list[str] = []
 def be_found(store: Any, own: int, address: str) -> None:
     """Tell the others who this process is, and let its machine's system answer for it as long as it lives."""
     global _listening
-    _listening = socket.create_server((address, 0), backlog=1024)
+    _listening = socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET, backlog=1024)
     _listening.setblocking(False)
-    os.register_at_fork(after_in_child=_listening.close)  # a worker may live longer than its parent
+    os.register_at_fork(after_in_child=_forget)
     hosted = world.current().hosted
     store.set(
         f"lives/{own}", json.dumps([hosted[0], len(hosted), world.size(), socket.gethostname(), os.getpid(), _listening.getsockname()[:2]])
@@ -100,15 +103,32 @@ def be_found(store: Any, own: int, address: str) -> None:
         store.set("words", "[]")
 
 
+def _forget() -> None:
+    """A fork (a worker of a DataLoader) may live longer than its parent, and says nothing in its name."""
+    global _known, _listening
+    if _listening is not None:
+        _listening.close()
+    _known = _listening = None
+
+
 def start(store: Any, own: int, count: int) -> None:
     """Begin to watch; all processes can be found by now."""
     global _known
     found = [json.loads(text) for text in store.multi_get([f"lives/{k}" for k in range(count)])]
     peers = [Peer(rank, ranks, size, host, pid, (where[0], where[1])) for rank, ranks, size, host, pid, where in found]
     _known = _Known(store.clone(), own, peers)
+    _known.reached = set(range(count)) - set(_out_of_reach(_known))
     termination.LAST_WORD = last_word
     for task in (_talk, _look):
         threading.Thread(target=task, args=(_known,), daemon=True, name=f"nxd_jax {task.__name__.strip('_')}s").start()
+
+
+def _out_of_reach(known: _Known) -> list[int]:
+    """Processes whose address is one that only their own machine knows (its name may stand for 127.0.1.1 there), and watched ones that do not answer though
+    they are there: of these, JAX's heartbeats alone know."""
+    here = socket.gethostname()
+    alone = [k for k, peer in enumerate(known.peers) if peer.host != here and peer.where[0] in ("127.0.0.1", "::1")]
+    return [*alone, *(k for k in known.watched if k not in alone and not _is_there(known.peers[k], silent=False))]
 
 
 def ended(patience: float = 0.0) -> list[str]:
@@ -118,7 +138,7 @@ def ended(patience: float = 0.0) -> list[str]:
     """
     until = time.monotonic() + patience
     while _known is not None:
-        gone = [k for k, peer in enumerate(_known.peers) if k != _known.own and not _is_there(peer, silent=False)]
+        gone = [k for k, peer in enumerate(_known.peers) if k in _known.reached - {_known.own} and not _is_there(peer, silent=False)]
         if gone or time.monotonic() > until:
             return in_words(gone)
         time.sleep(0.25)
@@ -139,26 +159,37 @@ def _worded(known: _Known, process: int) -> str:
 
 
 def _last_words(known: _Known, processes: Sequence[int]) -> dict[int, str]:
-    try:
+    def ask() -> None:
         for k, text in zip(processes, known.store.multi_get([f"does/{k}" for k in processes]), strict=True):
             known.does[k] = json.loads(text)[1]
-    except Exception:  # the store may have been the first to go
-        pass
+
+    _try(ask)
     return {k: known.does.get(k, "") for k in processes}
 
 
-_LAST = -1
-"""The number of what a process says before it ends."""
+_LAST, _DONE = -1, -2
+"""The numbers of what a process says before it ends, and when it has done its work."""
 
 
 def last_word(text: str) -> None:
     """What the others are told of the end of this process."""
-    if _known is not None and (_launched() or _is_there(_known.peers[0])):  # the store is there, too
-        _known.last_word = True
-        try:
-            _known.store.set(f"does/{_known.own}", json.dumps([_LAST, text]))
-        except Exception:  # nobody is there to be told
-            return
+    known = _known
+    if known is not None and (_launched() or 0 not in known.reached or _is_there(known.peers[0])):  # the store is there, too
+        known.last_word = True
+        _try(lambda: known.store.set(f"does/{known.own}", json.dumps([_LAST, text])))
+
+
+def _try(question: Callable[[], object]) -> None:
+    """Ask the store, if it answers within two seconds. It may be gone, or be the one that is stopped."""
+
+    def ask() -> None:
+        with suppress(Exception):
+            question()
+
+    asking = threading.Thread(target=ask, daemon=True, name="nxd_jax asks")
+    with suppress(RuntimeError):  # Python is ending
+        asking.start()
+        asking.join(2)
 
 
 def linger() -> None:
@@ -248,8 +279,11 @@ def _lose(known: _Known, why: str) -> None:
 
 def leaving() -> None:
     """This process has done its work: from now on nothing is said, but a farewell to who does not come is cut short."""
-    if _known is not None:
-        _known.leaving = True
+    known = _known
+    if known is not None and not known.leaving:
+        known.leaving = True
+        if known.talking.acquire(timeout=5):  # for good: a thread inside of the store's client when Python ends would abort the process
+            _try(lambda: known.last_word or known.store.set(f"does/{known.own}", json.dumps([_DONE, "waiting for the others to end"])))
 
 
 @contextmanager
@@ -268,23 +302,28 @@ def waiting(at: str) -> Iterator[None]:
 def _talk(known: _Known) -> None:
     """Tell and read, for ever."""
     number, before = 0, time.monotonic()
+    text = ""
     while True:
-        try:
-            number += 1
-            if not known.last_word:
-                known.store.set(f"does/{known.own}", json.dumps([number, _doing()]))
-            now = time.monotonic()
-            _read(known, min(now - before, 2 * TICK))  # a machine that slept has not heard anybody
-            known.answered, before = time.monotonic(), now
-        except Exception as error:
-            if not known.leaving:
-                _lose(known, str(store_failed(error)))
-            return
+        with suppress(Exception):
+            text = _doing()
+        with known.talking:
+            try:
+                number += 1
+                if not known.last_word:
+                    known.store.set(f"does/{known.own}", json.dumps([number, text]))
+                now = time.monotonic()
+                _read(known, min(now - before, 2 * TICK))  # a machine that slept has not heard anybody
+                known.answered, before = time.monotonic(), now
+            except Exception as error:
+                if not known.leaving:
+                    _lose(known, str(store_failed(error)))
+                return
         time.sleep(TICK)
 
 
 def _doing() -> str:
-    return f"waiting for the others at {_waiting[-1]!r}" if _waiting else DOING() if DOING is not None else "at work"
+    at = _waiting[-1:]
+    return f"waiting for the others at {at[0]!r}" if at else DOING() if DOING is not None else "at work"
 
 
 def _read(known: _Known, passed: float) -> None:
@@ -294,7 +333,7 @@ def _read(known: _Known, passed: float) -> None:
         if number == _LAST:
             _lose(known, f"{in_words([k])[0]} ends. Look for the reason in its own output")
             continue
-        if known.told.get(k) != number:
+        if known.told.get(k) != number or number == _DONE:
             known.told[k] = number
             if known.quiet[k] >= SILENT:
                 _spread(known, f"{known.peers[k]} is back after {known.quiet[k]:.0f} s")
@@ -339,9 +378,13 @@ def _look(known: _Known) -> None:
     """See whether the watched ones live and the store answers, for ever; end this process if it does not end by itself."""
     unheard = False
     while True:
+        before = time.monotonic()
         time.sleep(TICK)
+        if time.monotonic() - before > 2 * TICK:  # this process did not run itself
+            known.answered = time.monotonic()
         _answer()
-        gone = [k for k in known.watched if not _is_there(known.peers[k])] if known.lost is None and not known.leaving else []
+        watched = [k for k in known.watched if k in known.reached] if known.lost is None and not known.leaving else []
+        gone = [k for k in watched if not _is_there(known.peers[k])]
         if gone:
             _lose(known, f"{' and '.join(in_words(gone))} has ended. Look for the reason in its own output")
         late = time.monotonic() - known.answered > SILENT + TICK
