@@ -12,6 +12,8 @@ from torch_bridge.fsdp.shards import Shared
 from torch_bridge.mesh import groups as rank_groups
 from torch_bridge.mesh import world
 from torch_bridge.recorder.rank_tensor import RankTensor
+from torch_bridge.recorder.tensor import XLATensor
+from torch_bridge.recorder.varying import varying
 
 if TYPE_CHECKING:
     from torch_bridge.mesh.groups import GroupLike, Groups
@@ -46,11 +48,20 @@ def check(state: dict[str, Any], prefix: str, shared: Sequence[Shared], inside: 
                 f"{name} is a shard of shape {list(value.shape)}, and here a rank has {list(s.layout.shape)} of {list(s.layout.size)}: it was saved with "
                 "another number of ranks or other options. Join the files with consolidate_sharded_model_checkpoints, and load the result before wrapping"
             )
-        if len(world.current().hosted) > 1 and value.device.type == "cpu" and not isinstance(value, RankTensor):
+        if is_one_ranks(value):
             raise ValueError(
                 f"{name} is one rank's shard, and this process hosts {len(world.current().hosted)} ranks, which have different ones. Load every rank's file: "
                 "ckpt = torch_bridge.each_rank(lambda rank: torch.load(path_of(rank)), xm.get_ordinal())"
             )
+
+
+def is_one_ranks(value: torch.Tensor) -> bool:
+    """Whether values for a shard are those of one rank, and this process hosts several: on the CPU, or the same for all on xla (`map_location="xla"`)."""
+    if len(world.current().hosted) == 1 or isinstance(value, RankTensor):
+        return False
+    if not isinstance(value, XLATensor):
+        return True
+    return not value._storage.constant and not varying(value).axes
 
 
 def check_not_summed(what: str, grads: Iterable[torch.Tensor], groups: GroupLike) -> None:

@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 
-from torch_bridge.fsdp.state import is_shard
+from torch_bridge.fsdp.state import is_one_ranks, is_shard
 from torch_bridge.mesh import world
-from torch_bridge.recorder.rank_tensor import RankTensor
 
 _NAME = "_process_value_according_to_param_policy"
 
@@ -39,10 +38,9 @@ def _knowing_shards(original: Any) -> Any:
 
 def _check(value: torch.Tensor) -> None:
     """Raises ValueError for one rank's state of a shard where there are several."""
-    ranks = len(world.current().hosted)
-    if ranks > 1 and value.device.type == "cpu" and not isinstance(value, RankTensor):
+    if is_one_ranks(value):
         raise ValueError(
-            f"optimizer.load_state_dict was given one rank's state of a shard (shape {list(value.shape)}), and this process hosts {ranks} ranks, which have "
-            "different ones. Load every rank's file: ckpt = torch_bridge.each_rank(lambda rank: torch.load(path_of(rank)), xm.get_ordinal()); or cut the state "
-            "of whole parameters: wrapper.cut_optimizer_state(whole, optimizer)"
+            f"optimizer.load_state_dict was given one rank's state of a shard (shape {list(value.shape)}), and this process hosts "
+            f"{len(world.current().hosted)} ranks, which have different ones. Load every rank's file: "
+            "ckpt = torch_bridge.each_rank(lambda rank: torch.load(path_of(rank)), xm.get_ordinal()); or cut the state of whole parameters: wrapper.cut_optimizer_state(whole, optimizer)"
         )

@@ -151,6 +151,17 @@ class _Reduce(torch.autograd.Function):
         return ops.reduce_blocks(grads[0], "sum", ctx.devices), None
 
 
+class _Extreme(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, kind: str, devices: str) -> torch.Tensor:
+        ctx.kind = kind
+        return ops.reduce_blocks(x, kind, devices)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        raise NotImplementedError(f"all_reduce of {ctx.kind} in a region of manual sharding has no gradient: give it tensor.detach()")
+
+
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, dim: int, count: int, devices: str) -> torch.Tensor:
@@ -191,7 +202,7 @@ def inside(t: object) -> bool:
 
 
 def enter(t: torch.Tensor, sharding: NamedSharding) -> torch.Tensor:
-    """The blocks of a tensor that is divided so. Raises ValueError if its dims cannot be."""
+    """The blocks of a tensor that is divided so. Raises ValueError if its dims cannot be, and for a mesh with another order of devices than the first one."""
     for dim, part in enumerate(sharding.spec):
         count = math.prod(sharding.mesh.shape[a] for a in (part if isinstance(part, tuple) else (part,)) if a is not None)
         if t.shape[dim] % count:
@@ -199,6 +210,11 @@ def enter(t: torch.Tensor, sharding: NamedSharding) -> torch.Tensor:
                 f"a region of manual sharding needs blocks of one shape: dim {dim} of {list(t.shape)} has {t.shape[dim]} elements, which {count} devices "
                 f"({part}) do not divide. Pad the tensor, or leave the dim whole (None in the partition spec)"
             )
+    if spmd.in_order(sharding) is not sharding:
+        raise ValueError(
+            "a region of manual sharding needs a mesh with its devices in the order of the script's first mesh: groups of device numbers would name other "
+            "blocks. Give all meshes the same device_ids"
+        )
     MODE.regions = True
     return _Enter.apply(t, sharding)
 
@@ -227,7 +243,7 @@ def all_reduce(kind: str, t: torch.Tensor, scale: float, groups: Sequence[Sequen
     text = _text("all_reduce", groups)
     if kind not in KINDS:
         raise NotImplementedError(f"all_reduce in a region of manual sharding: {kind!r} is none of {', '.join(KINDS)}")
-    found = _Reduce.apply(t, text) if kind == "sum" else ops.reduce_blocks(t, kind, text)
+    found = _Reduce.apply(t, text) if kind == "sum" else _Extreme.apply(t, kind, text)
     return found if scale == 1 else found * scale
 
 

@@ -81,6 +81,10 @@ def test_one_ranks_state_is_not_everyones(hosted: Hosted) -> None:
     before = optimizer.state_dict()
     with pytest.raises(ValueError, match=r"given one rank's state of a shard \(shape .*hosts 2 ranks.*each_rank.*cut_optimizer_state"):
         optimizer.load_state_dict(_states(optimizer)[1])
+    one = _states(optimizer)[1]
+    on_device = {k: {name: v.to("xla") for name, v in of.items()} for k, of in one["state"].items()}  # torch.load(..., map_location="xla")
+    with pytest.raises(ValueError, match="given one rank's state of a shard"):
+        optimizer.load_state_dict({**one, "state": on_device})
     optimizer.load_state_dict(before)  # as it lies on the device
     plain = torch.optim.SGD(nn.Linear(3, 4).to("xla").parameters(), lr=1.0, momentum=0.5)
     plain.load_state_dict({"state": {0: {"momentum_buffer": torch.ones(4, 3)}}, "param_groups": plain.state_dict()["param_groups"]})

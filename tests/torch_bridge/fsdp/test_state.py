@@ -120,6 +120,7 @@ def test_what_cannot_be_loaded(hosted: Hosted, tmp_path: pathlib.Path) -> None:
             {**state, name: torch.zeros(3)},
             r"is a shard of shape \[3\], and here a rank has \[128\] of \[11, 6\].*another number of ranks.*consolidate",
         ),
+        ({**state, name: torch.arange(128.0).to("xla")}, r"is one rank's shard, and this process hosts 2 ranks"),
         ({**state, name: torch.zeros(128)}, r"is one rank's shard, and this process hosts 2 ranks.*torch_bridge.each_rank"),
     ]:
         with pytest.raises(ValueError, match=text):

@@ -139,6 +139,26 @@ def test_mistakes(mesh: xs.Mesh, call: Callable[[xs.Mesh, Any, Any], Any], error
     assert torch.equal(t.cpu(), torch.ones(8, 8))
 
 
+def test_no_gradient_of_a_maximum(mesh: xs.Mesh) -> None:
+    x = torch.ones(8, 8).to("xla").requires_grad_()
+    block = xs.enable_manual_sharding(x, (("data", "model"), None), mesh=mesh).global_tensor
+    found = xs.disable_manual_sharding(xm.all_reduce(xm.REDUCE_MAX, block), (None, None), (1, 8), mesh=mesh)
+    with pytest.raises(
+        NotImplementedError, match=r"all_reduce of max in a region of manual sharding has no gradient: give it tensor.detach\(\)"
+    ):
+        found.global_tensor.sum().backward()
+
+
+def test_another_order_of_devices(mesh: xs.Mesh) -> None:
+    """Blocks would lie on other devices than those that groups name."""
+    t = torch.ones(8, 8).to("xla")
+    xs.mark_sharding(t, mesh, ("data", None))
+    torch_xla.sync()
+    other = xs.Mesh([0, 2, 1, 3, 4, 5, 6, 7], (4, 2), ("data", "model"))
+    with pytest.raises(ValueError, match=r"devices in the order of the script's first mesh.*same device_ids"):
+        xs.enable_manual_sharding(t + 1, ("data", None), mesh=other)
+
+
 def test_blocks_are_gone_after_the_step(mesh: xs.Mesh) -> None:
     block = xs.enable_manual_sharding(torch.ones(8, 8).to("xla"), ("data", None), mesh=mesh).global_tensor + 1
     torch_xla.sync()
