@@ -62,8 +62,16 @@ def _on_accelerators(params: dict[str, Any]) -> dict[str, Any]:
     if platforms is None or None not in platforms:
         return params
     branches = params["branches"]
-    ragged = [b for b in branches if any(eqn.primitive.name == "ragged_dot_general" for eqn in getattr(b, "jaxpr", b).eqns)]
+    ragged = [b for b in branches if _has(b, "ragged_dot_general")]
     return params | {"branches": (ragged[0] if ragged else branches[platforms.index(None)],)}
+
+
+def _has(jaxpr: Any, primitive: str) -> bool:
+    """Whether there is such an equation, in functions that it calls, too."""
+    return any(
+        eqn.primitive.name == primitive or any(_has(each, primitive) for each in _nested(eqn.params))
+        for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns
+    )
 
 
 def _nested(params: dict[str, Any]) -> Iterator[Any]:

@@ -224,6 +224,8 @@ class BaseQuantizeParallelLinear(BaseParallelLinear, metaclass=ABCMeta):
     def quantized(self, full: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(numbers, scale) of a whole float weight, padded as the layer's is, as a checkpoint that is cut for ranks has them. (NxD has no such function.)"""
         weight, scale = self._scheme.quantize(full)
+        if scale.is_floating_point():  # of outputs of zeros, such as padding adds: what `scale_parts.spread` fills up with
+            scale = scale.masked_fill(self._scheme.largest(full.detach().abs()) == 0, 0)
         return weight, self._spread(scale)
 
     def _spread(self, scale: torch.Tensor) -> torch.Tensor:

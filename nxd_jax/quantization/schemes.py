@@ -46,7 +46,7 @@ class Scheme:
     def quantize(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(quantized numbers, their scale) of a whole weight. A scale is the largest absolute value over the dtype's bound: the least that clips nothing."""
         wide = weight.detach().to(torch.float32)
-        largest = self._largest(wide.abs())
+        largest = self.largest(wide.abs())
         scale = scale_of(largest, self.dtype)
         if self.scale_dtype is ScaleDtype.F8E8M0.value:
             scale = float_to_e8m0(scale)
@@ -64,7 +64,8 @@ class Scheme:
             scale = scale.repeat_interleave(size, d).narrow(d, 0, quantized.shape[d])
         return scale_dequantize(quantized, scale, dtype)
 
-    def _largest(self, absolute: torch.Tensor) -> torch.Tensor:
+    def largest(self, absolute: torch.Tensor) -> torch.Tensor:
+        """Of a whole weight's absolute values, the largest that each scale is for, in the scale's shape."""
         shape = self.scale_shape(absolute.shape)
         if self.kind is QuantizationType.PER_TENSOR_SYMMETRIC:
             return absolute.amax().reshape(1)

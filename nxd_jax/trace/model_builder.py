@@ -6,6 +6,7 @@ The functions of `trace.functions` have names here, too, with a DeprecationWarni
 from __future__ import annotations
 
 import shutil
+import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -174,10 +175,14 @@ class _State:
 
     def __enter__(self) -> None:
         self._state.__enter__()
-        if self._builder.num_cores_per_group > 1:
-            kv_groups.initialize(self._builder.num_cores_per_group, sequential=True)
-        if self._builder.init_custom_process_group_fn is not None:
-            self._builder.init_custom_process_group_fn()
+        try:
+            if self._builder.num_cores_per_group > 1:
+                kv_groups.initialize(self._builder.num_cores_per_group, sequential=True)
+            if self._builder.init_custom_process_group_fn is not None:
+                self._builder.init_custom_process_group_fn()
+        except BaseException:
+            self._state.__exit__(*sys.exc_info())
+            raise
 
     def __exit__(self, *exc: object) -> None:
         self._state.__exit__(*exc)

@@ -245,6 +245,13 @@ def test_a_world_of_several_ranks() -> None:
         world.configure(None)
 
 
+def test_analyze_counts_the_modules_own_ops(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, ids = nn.Embedding(4, 2), torch.tensor([1, 2])
+    plain = torch_neuronx.analyze(module, ids)
+    monkeypatch.setenv("NXD_JAX_CHECK_INDICES", "1")
+    assert torch_neuronx.analyze(module, ids) == plain
+
+
 def test_analyze(net: nn.Module) -> None:
     report = torch_neuronx.analyze(net, X)
     assert report["support_percentage"] == 100.0 and report["unsupported_operators"] == []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import linecache
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +20,24 @@ _READS = "torch_bridge.capture"
 
 
 def capture(module: torch.nn.Module, *args: Any, **kwargs: Any) -> fx.GraphModule:
-    """`graph_capture.with_checks` of `module(*args, **kwargs)`.
+    """`graph_capture.with_checks` of `module(*args, **kwargs)`: with checks of indices, if NXD_JAX_CHECK_INDICES says so.
 
     Meanwhile `torch.compiler.is_exporting()` is true: transformers' models then look at no values of masks.
 
     Raises RuntimeError, with the line, for a forward that reads a value.
     """
+    return _captured(graph_capture.with_checks, module, args, kwargs)
+
+
+def capture_unchecked(module: torch.nn.Module, *args: Any, **kwargs: Any) -> fx.GraphModule:
+    """The same with the module's own ops alone."""
+    return _captured(graph_capture.capture, module, args, kwargs)
+
+
+def _captured(how: Callable[..., fx.GraphModule], module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.GraphModule:
     try:
         with _exporting():
-            return graph_capture.with_checks(module, *args, **kwargs)
+            return how(module, *args, **kwargs)
     except RuntimeError as error:
         where = _reader(error) if _READS in str(error) else None
         if where is None:

@@ -293,7 +293,8 @@ class Model:
         return list(found[: len(of.results)])
 
     def _check_indices(self, of: Facts, arrays: Sequence[Any]) -> None:
-        """IndexError for indices that are out of range on a rank of this process. Results are lost; states keep their values."""
+        """IndexError for indices that are out of range on a rank of this process. Results are lost; states have their new values already, with
+        what was clamped or dropped."""
         hosted, found = self.where.hosted, []
         for check, array in zip(of.checks, arrays, strict=True):
             allowed = index_checks.Range(index_checks.Value(0, check.shape, check.dtype), check.low, check.end, check.of, check.ignored)

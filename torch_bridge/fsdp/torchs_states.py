@@ -42,5 +42,6 @@ def _check(value: torch.Tensor) -> None:
         raise ValueError(
             f"optimizer.load_state_dict was given one rank's state of a shard (shape {list(value.shape)}), and this process hosts "
             f"{len(world.current().hosted)} ranks, which have different ones. Load every rank's file: "
-            "ckpt = torch_bridge.each_rank(lambda rank: torch.load(path_of(rank)), xm.get_ordinal()); or cut the state of whole parameters: wrapper.cut_optimizer_state(whole, optimizer)"
+            "ckpt = torch_bridge.each_rank(lambda rank: torch.load(path_of(rank)), xm.get_ordinal()); or cut the state of whole "
+            "parameters: wrapper.cut_optimizer_state(whole, optimizer)"
         )

@@ -141,7 +141,7 @@ def analyze(func: object, example_inputs: object, compiler_workdir: object = Non
     """
     from torch_bridge.aot import forwards, traced_module
 
-    graph = forwards.capture(traced_module.as_module(func), *traced_module.as_tuple(example_inputs))
+    graph = forwards.capture_unchecked(traced_module.as_module(func), *traced_module.as_tuple(example_inputs))
     counts: dict[str, int] = {}
     for node in graph.graph.nodes:
         if node.op == "call_function":

@@ -23,6 +23,7 @@ CASES: dict[str, tuple[str, dict[str, int], dict[str, Any]]] = {
     "llama, padded heads": ("llama", {"num_key_value_heads": 4, "num_attention_heads": 12, "hidden_size": 96}, {}),
     "qwen2, padded heads": ("qwen2", {"num_attention_heads": 6, "hidden_size": 96}, {}),
     "qwen2, adapters": ("qwen2", {}, {"lora_config": LoraServingConfig(max_loras=1, max_lora_rank=2, target_modules=("q_proj", "o_proj"))}),
+    "llama, quantized": ("llama", {"intermediate_size": 90}, {"quantized": True, "quantization_type": "per_channel_symmetric"}),
     "gpt2": ("gpt2", {}, {"fused_qkv": True}),
     "mixtral": ("mixtral", {}, {}),
 }
@@ -33,6 +34,7 @@ FEW = [
     ("llama", (1, 1), (2, 1)),
     ("llama, copies from 8 ranks on", (4, 1), (8, 1)),
     ("qwen2, padded heads", (2, 1), (4, 1)),
+    ("llama, quantized", (4, 1), (2, 1)),
     ("mixtral", (2, 2), (4, 1)),
 ]
 

@@ -172,6 +172,10 @@ def test_errors(tmp_path: Path) -> None:
         found.add("a", Instance(1), [(X,)])
     with pytest.raises(ValueError, match=r"the builder has no checkpoint_loader: give one, or trace\(initialize_model_weights=False\)"):
         found.trace()
+    groups = builder(tmp_path, num_cores_per_group=3)
+    groups.add("a", Instance(1), [(X,)])
+    with pytest.raises(AssertionError):
+        groups.trace()
     assert not parallel_state.model_parallel_is_initialized()
     found.add("b", Instance(1), [(X,)])
     with pytest.raises(

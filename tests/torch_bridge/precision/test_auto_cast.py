@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -11,7 +14,8 @@ from torch.nn import functional as F
 
 from torch_bridge import metrics
 from torch_bridge.export import hlo_text
-from torch_bridge.precision import precision_mode
+from torch_bridge.lowerings import grouped_matmul
+from torch_bridge.precision import precision_mode, rewrite_roundings
 from torch_bridge.runtime import executor
 
 BITS = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -32,6 +36,19 @@ PRODUCTS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "linear": lambda a, b: F.linear(a, b.mT),
     "conv": lambda a, b: F.conv1d(a.reshape(2, 4, 8), b.reshape(4, 4, 4)),
 }
+
+
+def test_ragged_products_of_tpus_are_rounded_too() -> None:
+    generator = np.random.default_rng(0)
+    x, w = (jnp.asarray(generator.normal(size=size), jnp.float32) for size in ((6, 8), (2, 8, 4)))
+    offs = jnp.asarray([2, 6], jnp.int32)
+
+    def run(x: jax.Array, w: jax.Array) -> jax.Array:
+        return grouped_matmul.ragged_rows(False, x, w, offs)
+
+    rounded = run(*(t.astype(jnp.bfloat16).astype(jnp.float32) for t in (x, w)))
+    np.testing.assert_allclose(rewrite_roundings.rewrite(run, (x, w), matmul="bf16"), rounded, rtol=1e-5, atol=1e-5)
+    assert not np.allclose(rounded, run(x, w), rtol=1e-4)
 
 
 @pytest.mark.core(keep=4)
