@@ -174,6 +174,22 @@ def same_random_numbers() -> None:
 
 
 @pytest.fixture(autouse=True, scope="module")
+def no_ranks_left() -> Iterator[None]:
+    """A file does not find the groups of ranks of the one before it."""
+    yield
+    state = sys.modules.get("nxd_jax.parallel_layers.parallel_state")
+    if state is not None and state.model_parallel_is_initialized():
+        import torch.distributed as dist
+
+        from torch_bridge.mesh import world
+
+        state.destroy_model_parallel()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        world.configure(None)
+
+
+@pytest.fixture(autouse=True, scope="module")
 def bounded_memory() -> Iterator[None]:
     """Executables pile up over thousands of tests: forget them after each file."""
     yield
