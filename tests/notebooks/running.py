@@ -10,6 +10,8 @@ from pathlib import Path
 from nbclient import NotebookClient
 from nbformat import NotebookNode
 
+from tests import quick
+
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 120
 
@@ -20,13 +22,17 @@ OWN = ("JAX_NUM_CPU_DEVICES", "NEURON_RT_NUM_CORES", "NXD_JAX_INSTANCE", "NXD_JA
 """Variables of the tests' process that a user's kernel does not have."""
 
 
-def run(notebook: NotebookNode, folder: Path) -> NotebookNode:
-    """The notebook with its outputs, after every cell ran in `folder`/notebooks, beside which the examples lie. `complaints` says what went wrong."""
+def run(notebook: NotebookNode, folder: Path, same_bits: bool = False) -> NotebookNode:
+    """The notebook with its outputs, after every cell ran in `folder`/notebooks, beside which the examples lie. `complaints` says what went wrong.
+
+    same_bits: it asks two programs for the same bits, which XLA's older emitters (`tests/quick.py`) do not give.
+    """
     here = folder / "notebooks"
     here.mkdir(parents=True)
     (folder / "examples").symlink_to(ROOT / "examples", target_is_directory=True)
     path = os.pathsep.join([str(ROOT), str(ROOT / "aliases"), os.environ.get("PYTHONPATH", "")])
-    environment = {key: value for key, value in os.environ.items() if key not in OWN} | {"PYTHONPATH": path}
+    kept = {key: value for key, value in os.environ.items() if key not in OWN}
+    environment = kept | ({} if same_bits else quick.environment()) | {"PYTHONPATH": path}
     client = NotebookClient(
         notebook, timeout=SECONDS, kernel_name="python3", allow_errors=True, resources={"metadata": {"path": str(here)}}
     )
