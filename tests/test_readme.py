@@ -109,7 +109,7 @@ def test_the_index_lists_every_page_in_its_group():
         assert name == "README.md" or f"]({name})" in sections[group], page
 
 
-def tests_of(line: str) -> list[str]:
+def named_tests(line: str) -> list[str]:
     """What stands in backticks in the last column of a table's line."""
     return re.findall(r"`([^`]+)`", line.rstrip(" |").rpartition("|")[2]) if line.startswith("|") else []
 
@@ -123,13 +123,13 @@ def missing_tests(page: Path) -> list[str]:
         found = [file for place, file in places if not path or place.endswith(f"/{path}")]
         return any(not function or (file.is_file() and f"def {function}(" in file.read_text(encoding="utf-8")) for file in found)
 
-    return [name for line in page.read_text().splitlines() for name in tests_of(line) if not there(name)]
+    return [name for line in page.read_text().splitlines() for name in named_tests(line) if not there(name)]
 
 
 def test_differences_from_nxd_training_name_their_tests():
     page = ROOT / "docs" / "nxdt_differences.md"
     lines = [line for line in page.read_text().splitlines() if line.startswith("| ") and not line.startswith("| in the original")]
-    assert len(lines) > 100 and all(tests_of(line) for line in lines)
+    assert len(lines) > 100 and all(named_tests(line) for line in lines)
     assert missing_tests(page) == []
 
 
