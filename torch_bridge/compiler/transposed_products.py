@@ -26,7 +26,10 @@ def find(graph: fx.Graph) -> dict[fx.Node, tuple[int, ...]]:
 
 def swaps(node: object) -> bool:
     """Whether a node transposes a matrix."""
-    if not isinstance(node, fx.Node) or node.target is not aten.permute.default:
+    if not isinstance(node, fx.Node):
         return False
-    dims = node.args[1]
-    return isinstance(dims, (list, tuple)) and tuple(dims) == (1, 0)
+    if node.target is aten.t.default:
+        return True
+    if node.target is aten.transpose.int:
+        return sorted(d % 2 for d in node.args[1:]) == [0, 1]  # type: ignore[operator]
+    return node.target is aten.permute.default and [d % 2 for d in node.args[1]] == [1, 0]  # type: ignore[union-attr,operator]
