@@ -128,6 +128,52 @@ def test_while_training_and_training_on(interrupted: Interrupted) -> None:
     assert training.loss().item() <= before + 1e-6
 
 
+class _BeforeLine:
+    """Raise KeyboardInterrupt before the n-th line, counted from 0, at which it may be raised below this frame."""
+
+    def __init__(self, n: int):
+        self.left = n
+        self.raised = False
+
+    def __call__(self, frame: FrameType, event: str, _: Any) -> Any:
+        if event == "line" and signal.getsignal(signal.SIGINT) is interrupts.on_interrupt and interrupts._may_stop(frame):
+            if not self.left:
+                self.raised = True
+                sys.settrace(None)
+                raise KeyboardInterrupt
+            self.left -= 1
+        return self
+
+
+@pytest.mark.parametrize("first", [0, 17])
+def test_before_any_line_of_a_step(first: int) -> None:
+    """Whatever the recorded step had come to: what is recorded runs, and training goes on. (NXD_JAX_VERIFY=1 checks the segment.)"""
+    torch.xla.synchronize()
+    training = Training("xla")
+    for _ in range(3):
+        training.step()
+    n = first
+    while True:
+        stop = _BeforeLine(n)
+        outer = sys.gettrace()
+        sys.settrace(stop)
+        try:
+            training.record()
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(outer)
+        if not stop.raised:
+            break
+        assert all(v.isfinite().all() for v in training.values())
+        n += 37
+    assert n > 300, f"a step has only {n} lines"
+    before = training.loss().item()
+    for _ in range(5):
+        training.step()
+    assert training.loss().item() <= before + 1e-6
+
+
 def test_an_interrupted_synchronize_has_run_the_step_or_will(interrupted: Interrupted) -> None:
     generator = random.Random(1)
     plain, training = Training("cpu"), Training("xla")
