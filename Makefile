@@ -33,7 +33,8 @@ demo: $(VENV)/demo.stamp ## train a small Llama on Python's documentation, then 
 	$(BIN)/nxd-run --instance trn1.32xlarge examples/llama/train.py --tp 8 --batch 1 --steps 60 --out demo_output/llama
 
 # Whole files go to workers, those that take longest first (tests/durations.py). Options in PYTEST_ADDOPTS come last and win.
-PYTEST = PYTEST_ADDOPTS="-n 2 --dist loadfile --no-loadscope-reorder $(1) $$PYTEST_ADDOPTS" $(BIN)/python -m pytest
+# Bytecode is kept in any case: rewriting the assertions of all test files takes half a minute, and every tier needs them.
+PYTEST = PYTHONDONTWRITEBYTECODE= PYTEST_ADDOPTS="-n 2 --dist loadfile --no-loadscope-reorder $(1) $$PYTEST_ADDOPTS" $(BIN)/python -m pytest
 
 # mypy takes one core for most of a minute, the tests two: side by side they end sooner, and each says what it has to say.
 TYPED = $(BIN)/python -m mypy > $(VENV)/mypy.log 2>&1 & types=$$!; $(1); tests=$$?; \

@@ -36,6 +36,7 @@ QUICK = (
     "nxd_jax/",
     "benchmarks/test_zoo_jax.py",
     "models/",
+    "torch_bridge/fsdp/",
     "torch_bridge/generation/",
     "torch_bridge/lowerings/test_attention.py",
     "torch_bridge/lowerings/test_batch_norm.py",
@@ -51,17 +52,25 @@ QUICK = (
     "torch_bridge/lowerings/test_pooling.py",
     "torch_bridge/lowerings/test_random.py",
     "torch_bridge/lowerings/test_scatter.py",
+    "torch_bridge/ranks/",
     "torch_bridge/replay_programs/",
+    "torch_bridge/spmd/",
+    "torch_bridge/test_capture.py",
     "torch_bridge/test_cut_segments.py",
+    "torch_bridge/test_facade_",
     "torch_bridge/test_folding.py",
+    "torch_bridge/test_func.py",
+    "torch_bridge/test_fused_optimizers.py",
     "torch_bridge/test_guarantees.py",
     "torch_bridge/test_packed_sequences.py",
     "torch_bridge/test_places.py",
+    "torch_bridge/test_programming_guide.py",
     "torch_bridge/test_random_distributions.py",
     "torch_bridge/test_random_programs.py",
     "torch_bridge/test_random_state.py",
     "torch_bridge/test_recurrent_layers.py",
-    "torch_bridge/test_replay_",
+    "torch_bridge/test_replay",
+    "torch_bridge/test_session.py",
     "torch_bridge/test_to_optax",
 )
 """How names of files begin that spend most of their time in LLVM and compare with a reference within a tolerance: compiled as `tests/quick.py` says, in
@@ -69,15 +78,28 @@ two thirds of the time. Not here: special values, precision or memory, and proce
 compiled as users' are. `JAX_DISABLE_MOST_OPTIMIZATIONS=0` compiles everything so."""
 
 OLDER_EMITTERS = (
-    "nxd_jax/modules/moe/",
-    "nxd_jax/pipeline/",
-    "nxd_jax/training/",
+    "models/",
+    "nxd_jax/",
+    "torch_bridge/fsdp/",
+    "torch_bridge/generation/",
     "torch_bridge/lowerings/test_grouped_mlp.py",
     "torch_bridge/lowerings/test_linalg.py",
     "torch_bridge/lowerings/test_optimizers.py",
+    "torch_bridge/ranks/",
+    "torch_bridge/replay_programs/",
+    "torch_bridge/spmd/",
+    "torch_bridge/test_capture.py",
+    "torch_bridge/test_cut_segments.py",
+    "torch_bridge/test_folding.py",
+    "torch_bridge/test_func.py",
     "torch_bridge/test_guarantees.py",
+    "torch_bridge/test_packed_sequences.py",
     "torch_bridge/test_places.py",
+    "torch_bridge/test_programming_guide.py",
     "torch_bridge/test_random_state.py",
+    "torch_bridge/test_replay",
+    "torch_bridge/test_session.py",
+    "torch_bridge/test_to_optax",
 )
 """Those of `QUICK` that XLA's older emitters compile, in half of the time: a test there may not ask two programs for the same bits."""
 
@@ -115,7 +137,7 @@ def pytest_ignore_collect(collection_path: pathlib.Path, config: pytest.Config) 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out other tiers, and what is marked thorough unless it is asked for with --all or by name. Workers start with the files that take longest."""
     everything = config.getoption("--all") or any("::" in argument for argument in config.args)
-    selection = tiers.Selection(items)
+    selection = tiers.Selection(items, durations.known())
     chosen = [item for item in items if selection.runs(item, everything, config.getoption("--tier"))]
     left_out = set(items) - set(chosen)
     if hasattr(config, "workerinput"):

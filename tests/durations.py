@@ -1,8 +1,8 @@
 """How long tests take: `python -m tests.durations RUN.xml` keeps what a run with `--junitxml=RUN.xml` measured, in `tests/durations.json`.
 
 Without a file it prints how many cases and seconds each tier has. Seconds are those of the processor, of the test and of processes that it waited for
-(`CpuTime`), so that they say something on a busy machine too; a run without them gives the time that passed. They decide nothing but the order in
-which workers start files (`longest_first`) and what is worth moving to another tier.
+(`CpuTime`), so that they say something on a busy machine too; a run without them gives the time that passed. They decide the order in which workers start
+files (`longest_first`) and how many cases of a function a tier has (`tiers.SECONDS`).
 """
 
 from __future__ import annotations
@@ -72,16 +72,28 @@ def measured(*runs: Path) -> Durations:
     return found
 
 
-def write(taken: Durations, to: Path = FILE) -> None:
-    """One line for each file, rounded; functions that take little stand together."""
-    lines = []
+def together(taken: Durations) -> Durations:
+    """Rounded; functions that take little stand together."""
+    found: Durations = {}
     for file, functions in sorted(taken.items()):
         kept = {name: t for name, t in sorted(functions.items()) if t[0] >= LEAST}
         small = [t for name, t in functions.items() if name not in kept]
         if small:
             kept[OTHERS] = sum(s for s, _ in small), sum(n for _, n in small)
-        lines.append(f"{json.dumps(file)}: {json.dumps({name: (round(s, 1), n) for name, (s, n) in kept.items()})}")
+        found[file] = {name: (round(s, 1), n) for name, (s, n) in kept.items()}
+    return found
+
+
+def write(taken: Durations, to: Path = FILE) -> None:
+    """One line for each file."""
+    lines = [f"{json.dumps(file)}: {json.dumps(functions)}" for file, functions in taken.items()]
     to.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+
+
+def updated(kept: Durations, new: Durations) -> Durations:
+    """What was kept, with what was measured anew: a run of the tiers has only some functions. Files that are gone are left out."""
+    files = sorted({**kept, **new})
+    return {file: {**kept.get(file, {}), **new.get(file, {})} for file in files if (tiers.TESTS / file).exists()}
 
 
 def known(of: Path = FILE) -> Durations:
@@ -126,12 +138,12 @@ def table() -> list[str]:
     collected = _Collected()
     with contextlib.redirect_stdout(io.StringIO()):
         pytest.main(["--collect-only", "-qq", str(tiers.TESTS)], plugins=[collected])
-    selection = tiers.Selection(collected.items)
-    few = [item for item in collected.items if item in selection.few]
+    selection = tiers.Selection(collected.items, known())
+    few = [item for item in collected.items if item in selection.few - selection.beyond]
     found, files = [], []
     for tier in tiers.TIERS:
         ran = [item for item in few if selection.tiers[item] == tier]
-        thorough = [item for item in collected.items if item not in selection.few and selection.tiers[item] == tier]
+        thorough = [item for item in collected.items if selection.tiers[item] == tier and not selection.runs(item, False, tier)]
         cases, seconds = Counter(map(_file, ran)), by_file(ran, known())
         found.append(f"{tier:10} {len(ran):6} cases {sum(seconds.values()):8.0f} s    and {len(thorough)} thorough cases")
         files += [
@@ -143,11 +155,12 @@ def table() -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("runs", nargs="*", type=Path, metavar="run", help="JUnit files of a run of all tests, or of one for each tier")
+    parser.add_argument("runs", nargs="*", type=Path, metavar="run", help="JUnit files of runs; what they did not run keeps its numbers")
     parser.add_argument("--scale", type=float, default=1.0, help="multiply its seconds, those of a run on a busy machine, say")
     asked = parser.parse_args()
     if asked.runs:
-        write({file: {name: (s * asked.scale, n) for name, (s, n) in own.items()} for file, own in measured(*asked.runs).items()})
+        new = {file: {name: (s * asked.scale, n) for name, (s, n) in own.items()} for file, own in measured(*asked.runs).items()}
+        write(updated(known(), together(new)))
     else:
         sys.stdout.write("\n".join(table()) + "\n")
 

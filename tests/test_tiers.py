@@ -74,6 +74,23 @@ def test_each_test_has_one_tier() -> None:
     assert _run(["tests"], tier="processes")[0] == ["three"]
 
 
+@pytest.mark.parametrize(
+    "each, core, deep",
+    [(0.0, [0, 2, 4, 6], []), (0.4, [0, 4], [2, 6]), (1.5, [0], [2]), (3.0, [0], []), (9.0, [], [0])],
+)
+def test_a_function_has_as_many_cases_in_a_tier_as_take_its_limit(
+    each: float, core: list[int], deep: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cases 0, 2, 4 and 6 of 8 run without `--all`. Whoever names no tier gets them all."""
+    monkeypatch.setattr(tiers, "SECONDS", {"core": 1.0, "deep": 2.0})
+    monkeypatch.setattr(tiers, "LONGEST", 3.0)
+    items = [Item(f"a.py::both[{k}]", thorough=4) for k in range(8)]
+    selection = tiers.Selection(items, {"a.py": {"both": (each * 4, 4)}})
+    for tier, ran in (("core", core), ("deep", deep), ("all", [0, 2, 4, 6])):
+        assert [k for k, item in enumerate(items) if selection.runs(item, False, tier)] == ran
+    assert all(selection.runs(item, True) for item in items)
+
+
 def test_thorough_cases_are_never_core() -> None:
     assert _run(["tests"], True, "core") == _run(["tests"], False, "core")
     assert len(_run(["tests"], True, "deep")[0]) == 3 + 9
@@ -83,11 +100,14 @@ def test_thorough_cases_are_never_core() -> None:
 def test_the_tiers_of_all_tests(request: pytest.FixtureRequest) -> None:
     """Disjoint and complete, whatever part of the tests runs here."""
     items = request.session.items
-    selection = tiers.Selection(items)
+    selection = tiers.Selection(items, durations.known())
     assert set(selection.tiers) == set(items) and set(selection.tiers.values()) <= set(tiers.TIERS)
     for everything in (False, True):
         ran = Counter(item for tier in tiers.TIERS for item in items if selection.runs(item, everything, tier))
-        assert set(ran.values()) <= {1} and set(ran) == {item for item in items if selection.runs(item, everything)}
+        asked = {item for item in items if selection.runs(item, everything)}
+        assert set(ran.values()) <= {1} and set(ran) == (asked if everything else asked - selection.beyond)
+    functions = {tiers.place_of(item) for item in items if selection.runs(item, False)}
+    assert functions == {tiers.place_of(item) for tier in tiers.TIERS for item in items if selection.runs(item, False, tier)}
 
 
 def _is_there(name: str) -> bool:
@@ -99,7 +119,7 @@ def _is_there(name: str) -> bool:
 
 
 def test_the_tables_name_what_there_is() -> None:
-    assert [name for name in tiers.TABLE if not _is_there(name)] == []
+    assert [name for name in (*tiers.TABLE, *tiers.THOROUGH) if not _is_there(name)] == []
     assert not _is_there("models/test_none.py") and not _is_there("test_tiers.py::test_none") and not _is_there("tiers.py")
 
 
@@ -144,12 +164,21 @@ RUN = """<testsuites><testsuite>
 
 def test_durations_are_kept(tmp_path: Path) -> None:
     (tmp_path / "run.xml").write_text(RUN)
-    durations.write(durations.measured(tmp_path / "run.xml"), tmp_path / "kept.json")
+    durations.write(durations.together(durations.measured(tmp_path / "run.xml")), tmp_path / "kept.json")
     kept = {"nxd_jax/test_a.py": {"test_long": [3.5, 2], "others": [0.1, 2]}, "test_b.py": {"test_it": [20.0, 1]}}
     assert durations.known(tmp_path / "kept.json") == kept
     assert durations.known(tmp_path / "none.json") == {}
     twice = durations.measured(tmp_path / "run.xml", tmp_path / "run.xml")
     assert {f: {n: (s * 2, c * 2) for n, (s, c) in own.items()} for f, own in durations.measured(tmp_path / "run.xml").items()} == twice
+
+
+def test_what_was_not_run_keeps_its_numbers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(tiers, "TESTS", tmp_path)
+    for name in ("test_b.py", "test_c.py"):
+        (tmp_path / name).touch()
+    kept = {"test_a.py": {"test_x": (1.0, 1)}, "test_b.py": {"test_y": (2.0, 1), "test_z": (3.0, 1)}}
+    new = {"test_b.py": {"test_y": (4.0, 2)}, "test_c.py": {"test_x": (1.0, 1)}}
+    assert durations.updated(kept, new) == {"test_b.py": {"test_y": (4.0, 2), "test_z": (3.0, 1)}, "test_c.py": {"test_x": (1.0, 1)}}
 
 
 KEPT = {

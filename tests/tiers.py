@@ -6,15 +6,24 @@ processes: what starts other processes: commands, torchrun, notebooks, examples.
 
 The tables name folders, files and test functions below `tests/`; the longest name that fits decides. A core test marked `core(keep=n)` leaves all but n
 of its cases to deep, and what only `--all` runs of it (`thorough`) is deep too.
+
+A function with many cases has as many of them in a tier as take `SECONDS` there by `tests/durations.json`, spread over all and at least one (in core none
+that takes more than `LONGEST`). What core leaves is deep; what deep and processes leave is run by `make test-all`, and by whoever names a file or folder and
+no tier. `THOROUGH` are whole functions that only `make test-all` runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 TIERS = ("core", "deep", "processes")
+SECONDS = {"core": 1.0, "deep": 2.0, "processes": 40.0}
+"""Of the processor, for the cases of one function."""
+LONGEST = 3.0
+"""Seconds of a core case. Longer ones are deep."""
+
 TESTS = Path(__file__).parent
 
 CORE: tuple[str, ...] = (
@@ -328,6 +337,48 @@ PROCESSES: tuple[str, ...] = (
     "torch_bridge/test_variables.py::test_a_script_sets_them_before_its_first_tensor",
 )
 
+THOROUGH: tuple[str, ...] = (
+    "benchmarks/test_crash_checkpoints.py::test_a_few_kills",
+    "nxd_jax/abstract/test_example.py::test_a_pipeline",
+    "nxd_jax/abstract/test_pipeline.py::test_gpipe_keeps_every_micro_batch",
+    "nxd_jax/abstract/test_pipeline.py::test_schedules",
+    "nxd_jax/checkpoint/test_experts_processes.py::test_a_machine_that_is_killed",
+    "nxd_jax/checkpoint/test_pipeline.py::test_from_layout_to_layout_and_back",
+    "nxd_jax/checkpoint/test_pipeline_kills.py::test_successors_resume_from_the_newest_complete_tag",
+    "nxd_jax/checkpoint/test_query_heads.py::test_same_function_for_any_number_of_copies",
+    "nxd_jax/inspect/test_memory.py::test_predicted_is_what_the_executable_needs",
+    "nxd_jax/inspect/test_pipeline_inspection.py::test_a_real_run_shows_what_shapes_do",
+    "nxd_jax/inspect/test_pipeline_inspection.py::test_idle_time_is_the_schedules",
+    "nxd_jax/inspect/test_timeline.py::test_of_several_steps_the_least_time_of_each_computation_counts",
+    "nxd_jax/inspect/test_watching.py::test_the_report_of_ranks",
+    "nxd_jax/lightning/test_experts.py::test_fit",
+    "nxd_jax/modules/moe/test_balancer.py::test_a_hundred_steps",
+    "nxd_jax/modules/moe/test_balancer.py::test_checkpoints_have_the_biases",
+    "nxd_jax/modules/moe/test_balancer.py::test_layouts",
+    "nxd_jax/modules/moe/test_load.py::test_processes_count_their_own_stages",
+    "nxd_jax/modules/moe/test_torchrun.py::test_several_processes",
+    "nxd_jax/parallel_layers/test_draws.py::test_one_process_and_four_draw_the_same",
+    "nxd_jax/trainer/test_footprint.py::test_experts_take_as_much",
+    "nxd_jax/training/converters/test_memory.py::test_memory_of_the_largest_tensor",
+    "nxd_jax/training/lightning_modules/test_megatron.py::test_dropout",
+    "nxd_jax/training/lightning_modules/test_megatron.py::test_mixed_precision_learns_about_what_float32_learns",
+    "nxd_jax/training/test_alignment.py::test_a_training_that_goes_on_keeps_the_first_reference",
+    "nxd_jax/training/test_alignment.py::test_adapters",
+    "nxd_jax/training/test_alignment.py::test_documents_of_a_row_do_not_see_each_other",
+    "nxd_jax/training/test_alignment.py::test_weights_of_another_run_are_where_fine_tuning_begins",
+    "nxd_jax/training/test_command.py::test_train_iters_compile_and_going_on",
+    "nxd_jax/training/test_command.py::test_users_own_orchestrators_run",
+    "nxd_jax/training/test_fixtures.py::test_parameter_norms_do_not_count_copies_of_context_parallel_ranks",
+    "nxd_jax/training/test_fixtures.py::test_precisions",
+    "nxd_jax/training/test_fixtures.py::test_the_second_validation_is_of_its_own_batches",
+    "nxd_jax/training/utils/test_model_checkpoint.py::test_on_s3",
+    "nxd_jax/training/utils/test_preemption.py::test_both_end_and_go_on",
+    "torch_bridge/lowerings/test_grouped_mlp.py::test_gradients_of_gradients_and_vmap",
+    "torch_bridge/test_long_run.py::test_memory_stays_flat_over_thousands_of_steps",
+    "torch_bridge/test_replay_checkpoints.py::test_reentrant_among_other_gradients",
+)
+"""Functions that `make test-all` runs, and whoever asks for them: they take a tenth of a minute and more, and the tiers test most of what they test."""
+
 TABLE: dict[str, str] = {name: tier for tier, names in zip(TIERS, (CORE, DEEP, PROCESSES), strict=True) for name in names}
 
 
@@ -361,30 +412,52 @@ def place_of(item: Any) -> str:
 
 
 class Selection:
-    """Which of the collected tests run. few: those that run without `--all`. tiers: the tier of each test, thorough cases too."""
+    """Which of the collected tests run.
 
-    def __init__(self, items: Sequence[Any]):
+    taken: seconds and cases by file and function (`durations.known`); a function without a number has no limit.
+    few: those that run without `--all`. tiers: the tier of each test, thorough cases too. beyond: those of `few` that take too long for their tier.
+    """
+
+    def __init__(self, items: Sequence[Any], taken: Mapping[str, Mapping[str, tuple[float, int]]]):
         functions: dict[str, list[Any]] = {}
         for item in items:
             functions.setdefault(place_of(item), []).append(item)
         self.few: set[Any] = set()
+        self.beyond: set[Any] = set()
         self.tiers: dict[Any, str] = {}
         for place, cases in functions.items():
-            few = _kept(cases, "thorough")
+            few = [] if place in THOROUGH else _kept(cases, "thorough")
             self.few.update(few)
+            file, _, function = place.partition("::")
+            seconds, measured = taken.get(file, {}).get(function, (0.0, 1))
+            each = seconds / measured
             tier = tier_of(place)
-            core = _kept(few, "core") if tier == "core" else []
-            self.tiers.update(dict.fromkeys(cases, "deep" if tier == "core" else tier) | dict.fromkeys(core, "core"))
+            core = _within(_kept(few, "core"), each, "core", 1) if tier == "core" and each <= LONGEST else []
+            tier = "deep" if tier == "core" else tier
+            self.tiers.update(dict.fromkeys(cases, tier) | dict.fromkeys(core, "core"))
+            rest = [case for case in few if self.tiers[case] == tier]
+            self.beyond.update(set(rest) - set(_within(rest, each, tier, 0 if core else 1)))
 
     def runs(self, item: Any, everything: bool, tier: str = "all") -> bool:
-        """Whether a test runs. everything: thorough cases too."""
-        return (everything or item in self.few) and tier in ("all", self.tiers[item])
+        """Whether a test runs. everything: thorough cases too. tier: of this tier alone, within its limits."""
+        if tier == "all":
+            return everything or item in self.few
+        return tier == self.tiers[item] and (everything or (item in self.few and item not in self.beyond))
 
 
 def _kept(cases: Sequence[Any], name: str) -> list[Any]:
     """The cases of a function without a mark, and those that the mark keeps (`keep`, none if it does not say), spread over all that have it."""
     marks = {case: mark for case in cases if (mark := case.get_closest_marker(name)) is not None}
     marked = list(marks)
-    keep = min(marks[marked[0]].kwargs.get("keep", 0), len(marked)) if marked else 0
-    left = {marked[k * len(marked) // keep] for k in range(keep)}
+    left = set(_spread(marked, marks[marked[0]].kwargs.get("keep", 0))) if marked else set()
     return [case for case in cases if case not in marks or case in left]
+
+
+def _within(cases: Sequence[Any], each: float, tier: str, least: int) -> list[Any]:
+    """As many cases as take the tier's limit, at least that many, if a case takes `each` seconds."""
+    return _spread(cases, max(least, int(SECONDS[tier] / each))) if each else list(cases)
+
+
+def _spread(cases: Sequence[Any], count: int) -> list[Any]:
+    count = min(count, len(cases))
+    return [cases[k * len(cases) // count] for k in range(count)]
