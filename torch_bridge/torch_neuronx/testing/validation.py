@@ -7,6 +7,9 @@ from typing import Any, NamedTuple
 import torch
 
 from torch_bridge.recorder import prefetch
+from torch_bridge.torch_neuronx.testing.logits import logit_validation
+
+__all__ = ["Comparison", "assert_close", "logit_validation", "neuron_allclose"]
 
 
 class Comparison(NamedTuple):
