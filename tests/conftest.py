@@ -78,7 +78,6 @@ two thirds of the time. Not here: special values, precision or memory, and proce
 compiled as users' are. `JAX_DISABLE_MOST_OPTIMIZATIONS=0` compiles everything so."""
 
 OLDER_EMITTERS = (
-    "models/",
     "nxd_jax/",
     "torch_bridge/fsdp/",
     "torch_bridge/generation/",
@@ -90,14 +89,12 @@ OLDER_EMITTERS = (
     "torch_bridge/spmd/",
     "torch_bridge/test_capture.py",
     "torch_bridge/test_cut_segments.py",
-    "torch_bridge/test_folding.py",
     "torch_bridge/test_func.py",
     "torch_bridge/test_guarantees.py",
     "torch_bridge/test_packed_sequences.py",
     "torch_bridge/test_places.py",
     "torch_bridge/test_programming_guide.py",
     "torch_bridge/test_random_state.py",
-    "torch_bridge/test_replay",
     "torch_bridge/test_session.py",
     "torch_bridge/test_to_optax",
 )
