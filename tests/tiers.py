@@ -314,6 +314,7 @@ PROCESSES: tuple[str, ...] = (
     "torch_bridge/precision/test_rounding.py::test_a_second_process_gives_the_same",
     "torch_bridge/ranks/test_oracle.py",
     "torch_bridge/ranks/test_processes.py",
+    "torch_bridge/ranks/test_random_numbers.py::test_the_first_number_of_a_rank_is_a_seed",
     "torch_bridge/ranks/test_sigterm.py",
     "torch_bridge/spmd/test_processes.py",
     "torch_bridge/test_boundaries.py",

@@ -8,6 +8,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from torch_bridge.runtime import interrupts
+
 logger = logging.getLogger("nxd_jax")
 
 Task = Callable[[], Any]
@@ -24,12 +26,13 @@ class Worker:
 
     def submit(self, task: Task, pause: float = 0.0) -> None:
         """Have a task run after those before it, and `pause` seconds later, so that training has the processors for its next step; at once if awaited."""
-        self._tasks.put((task, pause))
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="nxd_jax-checkpoints", daemon=True)
-            self._thread.start()
-            # Before any thread pool is closed: writing needs some. (atexit would be too late.)
-            threading._register_atexit(self._finish)  # type: ignore[attr-defined]
+        with interrupts.deferred():  # a task that is put is one that runs: `wait` waits for it
+            self._tasks.put((task, pause))
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="nxd_jax-checkpoints", daemon=True)
+                self._thread.start()
+                # Before any thread pool is closed: writing needs some. (atexit would be too late.)
+                threading._register_atexit(self._finish)  # type: ignore[attr-defined]
 
     def wait(self) -> None:
         """Until all tasks are done. Raises the first error of those that failed since the last call."""

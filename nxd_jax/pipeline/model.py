@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -352,11 +352,11 @@ class NxDPPModel(LocalModel):
         """By stage, whether this process has a part of it."""
         return [home is None or messages.hosted(home) for home in self.homes]
 
-    def _place(self, found: stages.Stages) -> None:
-        """Lay the weights of stages out, while the model has all of them."""
+    def _place(self, found: stages.Stages, moving: bool = False) -> None:
+        """Lay the weights of stages out, while the model has all of them, if the model is on the device or on its way there."""
         if isinstance(self.original_torch_module, Adapted):
             self.original_torch_module.also_held_by(stage.module for stage in found)
-        if self.model_moved_to_device:
+        if moving or self.model_moved_to_device:
             names = {id(p): name for name, p in self.original_torch_module.named_parameters()}
             weights.place(found, self.homes, self._copies, names)
             if replay_policy.of_parallel_models():
@@ -403,12 +403,12 @@ class NxDPPModel(LocalModel):
         found = self._known()
         self._leave_out(found)
         model_utils.move_model_to_device(self.original_torch_module, _device.get_device())
-        self.model_moved_to_device = True
         if found is not None:
             with self._elsewhere.present():
-                self._place(found)
+                self._place(found, moving=True)
                 borrowed = needed(found, self._here) - owned(found, self._here)
             self._elsewhere.take_out(self.original_torch_module, found, borrowed.__contains__)
+        self.model_moved_to_device = True  # last: what was interrupted is done again
 
     def _leave_out(self, found: stages.Stages | None) -> None:
         """In one of several processes, take parameters out that none of its stages reads. Those that no stage reads at all stay with the first."""
@@ -461,12 +461,18 @@ class NxDPPModel(LocalModel):
             raise AssertionError(
                 "run_eval of a model without a loss gives its outputs, for num_microbatches=1 alone; set output_loss_value_spec"
             )
-        before = self.original_torch_module.training
-        self.original_torch_module.eval()
-        try:
+        with self._evaluating():
             step = self._step(kwargs)
             step.evaluate()
             return self._result(step) if step.loss is not None else step.outputs.get(0)
+
+    @contextlib.contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        """The model in evaluation mode, and in its own again however the block ends."""
+        before = self.original_torch_module.training
+        try:
+            self.original_torch_module.eval()
+            yield
         finally:
             self.original_torch_module.train(before)
 

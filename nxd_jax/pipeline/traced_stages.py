@@ -148,10 +148,12 @@ class TracedStages:
         key = self._key(specs)
         if key not in self.found:
             traced = self._captured(specs) if self.by_running else self._symbolic()
-            self.found[key] = self._stages_of(self._marked(traced))
+            new = self._stages_of(self._marked(traced))
+            made(new)
             if self.traced is None:
-                self.traced, self._specs, self._first = traced, specs, self.found[key]
-            made(self.found[key])
+                self.found[key], self.traced, self._specs, self._first = new, traced, specs, new
+            else:
+                self.found[key] = new
         return self.found[key]
 
     def _key(self, specs: capture.Specs) -> Any:

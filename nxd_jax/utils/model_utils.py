@@ -170,9 +170,15 @@ def materialize_model(model: nn.Module, device: Any, param_init_fn: Callable[...
 
 def _move_own(module: nn.Module, device: Device) -> None:
     """`module.to(device)` without its children."""
+    with _without_children(module):
+        nn.Module.to(module, device)
+
+
+@contextlib.contextmanager
+def _without_children(module: nn.Module) -> Iterator[None]:
     children, module._modules = module._modules, {}
     try:
-        nn.Module.to(module, device)
+        yield
     finally:
         module._modules = children
 

@@ -63,14 +63,18 @@ class Unit:
             return how(module, *args, **kwargs)
         args, kwargs = self._cast((args, kwargs))
         use = Use(self)
-        self.running += 1
-        try:
-            with use.forward((args, kwargs)):
-                out = how(module, *args, **kwargs)
-        finally:
-            self.running -= 1
+        with self._running(), use.forward((args, kwargs)):
+            out = how(module, *args, **kwargs)
         use.follow(out)
         return out
+
+    @contextlib.contextmanager
+    def _running(self) -> Iterator[None]:
+        self.running += 1
+        try:
+            yield
+        finally:
+            self.running -= 1
 
     def _cast(self, given: Any) -> Any:
         if self.dtype == torch.float32:

@@ -168,7 +168,7 @@ def ranked(values: tuple[Any, ...], hosted: tuple[int, ...]) -> Any:
     kind = _KINDS.get(type(first))
     if kind is None:
         return first
-    _prepare()
+    prepare()
     return kind(RankNode(values, hosted))
 
 
@@ -226,7 +226,9 @@ def hooks() -> Hooks:
 
 
 @functools.cache
-def _prepare() -> None:
+def prepare() -> None:
+    """Have torch's functions and the host's ready for numbers that differ by rank: before the first one, if it is known that there will be some. In
+    `torch.manual_seed(1 + rank())` Python looks up the function before there is such a number."""
     hooks().prepare()
 
 
@@ -489,7 +491,7 @@ def item(values: tuple[Any, ...]) -> Any:
         return first
     if isinstance(first, bool):
         return _truths(values)
-    _prepare()
+    prepare()
     made: Any = FloatItem(first) if isinstance(first, float) else IntItem(first)
     made.values = values
     return made

@@ -71,9 +71,10 @@ def part(axis: str, index: int) -> Mesh:
         del _PARTS[epoch]
     whole, devices = _laid_out(world.current().epoch)
     found = Mesh(np.take(whole.devices, [index], axis=whole.axis_names.index(axis)), whole.axis_names)
-    known[found] = world.narrowed(axis, index)
+    narrow = world.narrowed(axis, index)
     _WHOLE[found] = whole, axis
-    _NARROWED[known[found].epoch] = found, devices
+    _NARROWED[narrow.epoch] = found, devices
+    known[found] = narrow  # last: what was interrupted is done again
     return found
 
 

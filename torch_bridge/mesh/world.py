@@ -155,6 +155,15 @@ def configure(world: World | None) -> None:
     for hook in _changing:
         hook()
     _world = world
+    if world is not None and len(world.hosted) > 1:
+        rank_numbers.prepare()
+
+
+def expect_ranks() -> None:
+    """Prepare for numbers that differ by rank, if the environment says that this process hosts several ranks. Mistakes in it are reported by `current`."""
+    with contextlib.suppress(ValueError, RuntimeError):
+        if len(from_environment().hosted) > 1:
+            rank_numbers.prepare()
 
 
 def require(count: int) -> None:
@@ -185,9 +194,7 @@ def set_axes(axes: dict[str, int], order: Sequence[int] | None = None) -> None:
     if axes != world.axes or ranks_in_order != world.order:
         for hook in _changing:
             hook()
-        world.axes = dict(axes)
-        world.order = ranks_in_order
-        world.epoch = next(_epochs)
+        world.axes, world.order, world.epoch = dict(axes), ranks_in_order, next(_epochs)  # one line: a mesh is kept by its epoch
 
 
 def narrowed(axis: str, index: int) -> World:

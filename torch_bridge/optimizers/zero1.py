@@ -101,6 +101,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
 
     def init_zero(self) -> None:
         """Cut the parameters as they are now, and start the optimizer's state anew. To be called after parameters got other values."""
+        self.inited = False  # until all is done: what is interrupted is done again
         self.shard_of: dict[torch.Tensor, torch.nn.Parameter] = {}
         self._cuts: dict[torch.Tensor, RowShards] = {}
         groups = [self._cut_group(group) for group in self.param_groups]

@@ -11,7 +11,7 @@ import contextlib
 import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -188,18 +188,25 @@ def _make_others(first: Any, cls: type, args: Any, kwargs: Any, keys: Sequence[A
     states = RandomStates(own_keys) if _is_main_thread() else None
     if states is not None:
         states.begin()
-    _building.now = True
     made = {}
-    try:
+    with _others_are_built(states):
         for key in dict.fromkeys(own_keys[1:]):
             if key != own_keys[0]:
                 with contextlib.nullcontext() if states is None else states.of(key):
                     made[key] = make(key)
+    mark(first, keys, made)
+
+
+@contextlib.contextmanager
+def _others_are_built(states: RandomStates | None) -> Iterator[None]:
+    """What is built in the block is of ranks but the first; then random states are as before."""
+    _building.now = True
+    try:
+        yield
     finally:
         _building.now = False
         if states is not None:
             states.undo()
-    mark(first, keys, made)
 
 
 def _own(x: Any, rank: int) -> Any:

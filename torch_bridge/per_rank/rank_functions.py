@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from torch_bridge.mesh import rank_numbers, world
 from torch_bridge.recorder import rank_array
-from torch_bridge.recorder.rank_tensor import RankTensor, check_writable, join, note_written, on_each, own, varied_axes
+from torch_bridge.recorder.rank_tensor import RankTensor, check_writable, join, on_each, own, varied_axes, write_each
 
 
 def compute(func: Callable[..., Any], args: Any, kwargs: Any, generators: Sequence[Any] = ()) -> Any:
@@ -46,8 +46,7 @@ def _refused(given: Any) -> rank_numbers.PlainNumberNeeded:
 def _write(target: RankTensor, func: Callable[..., Any], args: Any, kwargs: Any, generators: Sequence[Any]) -> Any:
     """A function that writes to a tensor that differs by rank: it returns that, or nothing."""
     check_writable(target)
-    results = on_each(func, args, kwargs, generators)
-    note_written([target], tree_leaves((args, kwargs)))
+    results = write_each([target], tree_leaves((args, kwargs)), lambda: on_each(func, args, kwargs, generators))
     return target if isinstance(results[0], torch.Tensor) else None
 
 

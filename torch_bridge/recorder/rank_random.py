@@ -126,7 +126,10 @@ class Turns:
             if streams is not None:
                 streams.states[place] = _plain_state(g)
 
-    def close(self) -> None:
+    def __enter__(self) -> Turns:
+        return self
+
+    def __exit__(self, *error: object) -> None:
         """All have: the generators are in the first rank's state."""
         for g in self._generators:
             streams = of(g)
@@ -136,15 +139,12 @@ class Turns:
 
 def on_each(run: Callable[[int], Any], among: Iterable[Any] = ()) -> list[Any]:
     """What `run(place)` gives for each hosted rank. among: the generators that it may draw from; default: torch's."""
-    turns = Turns(among)
     found = []
-    try:
+    with Turns(among) as turns:
         for place in range(_hosted()):
             turns.begin(place)
             found.append(run(place))
             turns.end(place)
-    finally:
-        turns.close()
     return found
 
 

@@ -273,16 +273,15 @@ def _write(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str,
     if all(isinstance(t, RankTensor) for t in targets):
         for t in targets:
             check_writable(t)  # type: ignore[arg-type]
-        on_each(func, args, kwargs)
-        note_written(targets, tree_leaves((args, kwargs)))  # type: ignore[arg-type]
+        write_each(targets, tree_leaves((args, kwargs)), lambda: on_each(func, args, kwargs))  # type: ignore[arg-type]
         return targets[0] if len(targets) == 1 else tuple(targets)
     if func is aten.copy_.default and targets[0].shape == args[1].shape:
         from torch_bridge.recorder import uploads  # JAX
 
         given: RankTensor = args[1]
         target = targets[0].detach()
-        target.copy_(given.parts[0])
         uploads.remember(target, RankTensor([p.to(target.dtype) for p in given.parts], given.axes).uploaded())
+        target.copy_(given.parts[0])  # after that: a note that the bytes do not agree with counts for nothing
         return args[0]
     raise rank_numbers.PlainNumberNeeded(
         f"{func} would write values that differ by rank into a CPU tensor (of shape {list(targets[0].shape)}) that all "
@@ -290,11 +289,17 @@ def _write(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str,
     )
 
 
-def note_written(targets: Sequence[RankTensor], leaves: Sequence[Any]) -> None:
-    """Tensors that differ by rank have been written with some of these: they may differ along more axes now."""
-    axes = None if rank_random.of(None) is not None else varied_axes(leaves)
+def write_each(targets: Sequence[RankTensor], leaves: Sequence[Any], write: Callable[[], Any]) -> Any:
+    """What `write()` gives, which writes some of these leaves into tensors that differ by rank: they may differ along more axes then, and until it ends along
+    any."""
+    varied = varied_axes(leaves)
+    for t in targets:
+        t.axes = None
+    written = write()
+    axes = None if rank_random.of(None) is not None else varied
     for t in targets:
         t.axes = axes
+    return written
 
 
 def _first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> RankTensor:

@@ -79,8 +79,7 @@ class XLATensor(torch.Tensor):
                 f"cannot set .data of a tensor on xla:0 to a tensor on {value.device}: move it first with .to('xla'), "
                 "or use module.to('cpu') to move a whole module"
             )
-        _raw_data_set(self, value)
-        self._storage, self._layout = value._storage, value._layout
+        _, self._storage, self._layout = _raw_data_set(self, value), value._storage, value._layout  # one line: torch's shape and ours agree
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         with torch.no_grad():
@@ -256,8 +255,8 @@ def read(t: XLATensor) -> int:
 
 def point(t: XLATensor, layout: Layout, storage: Storage) -> None:
     """Make `t` view other elements, keeping its identity (`set_`, `resize_`, `.data =`, in-place view ops)."""
-    _raw_data_set(t, make(layout, storage))
-    t._storage, t._layout = storage, layout
+    view = make(layout, storage)
+    _, t._storage, t._layout = _raw_data_set(t, view), storage, layout  # one line: torch's shape and ours agree
 
 
 def copy_storage(storage: Storage) -> Storage:

@@ -100,13 +100,13 @@ class Deferred:
     def run(self) -> None:
         """Run them, unless they have run. Buffers that only they still need are let go of."""
         segment = self.execution.segment
-        with LOCK, activated(self.session):
+        with LOCK, activated(self.session), interrupts.deferred():  # once taken off the books it runs
             if segment.deferred is not self:
                 return
             segment.deferred = None
             self.session.deferred.discard(self)
             try:
-                with around(self.session.observers, "prepare"), interrupts.deferred():
+                with around(self.session.observers, "prepare"):
                     for program in self.programs:
                         args = program.arguments(self.execution, self.passed)
                         _run_program(self.session, program, args, self.live, self.passed)

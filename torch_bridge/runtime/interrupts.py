@@ -34,8 +34,9 @@ _BETWEEN = {code for name, code in dis.opmap.items() if name == "RESUME" or "JUM
 _FRAGILE = {"__enter__", "__exit__", "graph_break", "_xla_gc_callback"}
 """Functions that enter or leave a state (`graph_break` frames an optimizer's change of grad mode), and JAX's, in which Python drops exceptions."""
 
-_FRAGILE_FILES = ("grad_mode.py", "weakref.py", "_weakrefset.py", os.path.join("torch_bridge", "ir", "segment.py"))
-"""torch's grad mode, callbacks of weak references, in which Python drops exceptions, and the lists of a segment, which must agree with each other."""
+_OURS = (("ir", "segment.py"), ("mesh", "stacked_arrays.py"), ("passes", "place_nodes.py"))
+_FRAGILE_FILES = ("grad_mode.py", "weakref.py", "_weakrefset.py", *(os.path.join("torch_bridge", *file) for file in _OURS))
+"""torch's grad mode; callbacks of weak references, in which Python drops exceptions; and the lists of a segment, which must agree with each other."""
 
 _since: float | None = None
 _on_its_way = False

@@ -8,8 +8,9 @@ tensors are seen to meet it, else when a graph is compiled that holds an op of a
 from __future__ import annotations
 
 import ast
+import contextlib
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from types import FrameType
 from typing import Any
 
@@ -31,17 +32,24 @@ _taken: dict[Any, Branch | None] = {}
 _busy = False
 
 
+@contextlib.contextmanager
+def _following() -> Iterator[None]:
+    """Following the source asks no number."""
+    global _busy
+    _busy = True
+    try:
+        yield
+    finally:
+        _busy = False
+
+
 def note(values: Sequence[Any], truth: bool = True) -> None:
     """A number that differs by rank has been asked for its truth, or for a plain number."""
-    global _busy
     frame = _asker()
     if frame is None or _busy or _place(frame) in _taken or not source.is_outside(frame.f_code):
         return  # torch and this package know what to do with the answer
-    _busy = True  # following the source asks no number
-    try:
+    with _following():
         found = _follow(frame, truth)
-    finally:
-        _busy = False
     _taken[_place(frame)] = found
     if found is not None and found.mixed and not found.reported:
         _report(found, found.mixed[0][1], 3)

@@ -15,9 +15,11 @@ aliasing.install("torch_xla", __name__)
 
 from torch_bridge.config import environment  # noqa: E402
 from torch_bridge.device import registration as _device  # noqa: E402
+from torch_bridge.mesh import world as _world  # noqa: E402
 
 environment.prepare()
 _device.register()
+_world.expect_ranks()
 
 from torch_bridge.torch_xla import _XLAC, runtime  # noqa: E402
 from torch_bridge.torch_xla.core import xla_env_vars, xla_model  # noqa: E402

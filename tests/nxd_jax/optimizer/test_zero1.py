@@ -40,6 +40,27 @@ def parameter(*shape: int, dtype: torch.dtype = torch.float32) -> torch.nn.Param
     return torch.nn.Parameter(torch.ones(shape, dtype=dtype).to("xla"))
 
 
+def test_cutting_that_was_stopped_is_done_again(nxd: Nxd, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise steps would give gradients to new parts and update old ones."""
+    nxd(4, tp=2)
+    ours, expected = Divided(CASE), Divided(CASE)
+    for divided in (ours, expected):
+        train(divided, count=1)
+        divided.optimizer.optimizer.init_zero()
+    inner = ours.optimizer.optimizer
+    cut, calls = inner._cut_group, []
+
+    def stopping(group: dict[str, Any]) -> dict[str, Any]:
+        calls.append(cut(group))
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(inner, "_cut_group", stopping)
+        with pytest.raises(KeyboardInterrupt):
+            inner.init_zero()
+    assert len(calls) == 1 and same(train(ours, 1), train(expected, 1))
+
+
 # -- memory -----------------------------------------------------------------------------------------
 
 

@@ -13,7 +13,7 @@ from neuronx_distributed.pipeline import NxDPPModel, model, partition
 from neuronx_distributed.pipeline.manual_pipe_stage import mark_weight_sharing
 from torch import nn
 
-from nxd_jax.pipeline import schedules
+from nxd_jax.pipeline import runtime, schedules, weights
 from tests.nxd_jax.conftest import Nxd
 from tests.nxd_jax.pipeline.models import Block, Layout, Model, agree, train
 from torch_bridge import metrics
@@ -179,6 +179,52 @@ def test_gradients_add_up_over_steps(nxd: Nxd) -> None:
         twice.run_train(**BATCH)
     for a, b in zip(once.local_parameters(), twice.local_parameters(), strict=True):
         torch.testing.assert_close(b.grad.cpu(), 2 * a.grad.cpu())
+
+
+class Stopped(BaseException):
+    """Raised in the middle of something, as KeyboardInterrupt is."""
+
+
+def test_a_step_that_did_not_end_adds_nothing_to_the_next(nxd: Nxd, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copy of a tied weight has a gradient by then, which no `zero_grad` reaches."""
+    nxd(2, pp=2)
+    whole, stopped = made(model=Model(4, tied=True)), made(model=Model(4, tied=True))
+    whole.run_train(**BATCH)
+    stopped.move_model_to_device()
+    optimizer = torch.optim.SGD(stopped.parameters(), lr=0.1)
+    backward, done = runtime.Step.backward, []
+
+    def stopping(step: runtime.Step, index: int, mb: int) -> None:
+        if len(done) == 3:
+            raise Stopped
+        done.append((index, mb))
+        backward(step, index, mb)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(runtime.Step, "backward", stopping)
+        with pytest.raises(Stopped):
+            stopped.run_train(**BATCH)
+    optimizer.zero_grad()
+    stopped.run_train(**BATCH)
+    for a, b in zip(stopped.local_parameters(), whole.local_parameters(), strict=True):
+        torch.testing.assert_close(a.grad.cpu(), b.grad.cpu())
+
+
+def test_what_was_stopped_while_weights_were_laid_out_is_done_again(nxd: Nxd, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model is on the device, and has stages of its own for evaluation."""
+    nxd(2, pp=2)
+    expected = made().run_eval(**BATCH).item()
+    pipeline = made()
+
+    def stopping(*args: Any) -> None:
+        raise Stopped
+
+    with monkeypatch.context() as patched:
+        patched.setattr(weights, "place", stopping)
+        with pytest.raises(Stopped):
+            pipeline.run_eval(**BATCH)
+    assert pipeline.original_torch_module.training
+    assert pipeline.run_eval(**BATCH).item() == pytest.approx(expected)
 
 
 def test_data_parallel_gradients_are_averaged_unless_the_optimizer_does(nxd: Nxd) -> None:

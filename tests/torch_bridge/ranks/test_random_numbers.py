@@ -16,6 +16,8 @@ import torch_xla
 import torch_xla.core.xla_model as xm
 from torch.utils.checkpoint import checkpoint
 
+from tests.torch_bridge.devices import python
+from tests.torch_bridge.interrupting import BeforeLine
 from tests.torch_bridge.ranks.conftest import Hosted
 from torch_bridge.mesh import random_state, rank_numbers, world
 from torch_bridge.recorder import sharded
@@ -211,6 +213,17 @@ def test_seeds_that_differ_by_rank(name: str) -> None:
     assert all(map(torch.equal, sharded.shards(each), sharded.shards(again)))
 
 
+def test_the_first_number_of_a_rank_is_a_seed() -> None:
+    """Python looks the function up before there is such a number."""
+    code = (
+        "import torch, torch_xla.core.xla_model as xm\n"
+        "torch.manual_seed(5 + xm.get_ordinal())\n"
+        "drawn = torch.randn(1, 2).to('xla')\n"
+        "print(len({*map(tuple, xm.all_gather(drawn).tolist())}))\n"
+    )
+    assert python(code, NEURON_RT_NUM_CORES="2").split()[-1] == "2"
+
+
 def alone(draw: Callable[[int], torch.Tensor]) -> list[torch.Tensor]:
     """What each of 8 ranks draws alone."""
     return [draw(r) for r in range(8)]
@@ -228,6 +241,23 @@ def test_each_rank_draws_on_the_device_what_it_would_alone(name: str) -> None:
     found = sharded.shards(draw(5 + world.rank()))
     assert all(map(torch.equal, found, alone(lambda r: sharded.shards(draw(5 + r))[0])))
     assert all(map(torch.equal, sharded.shards(draw(2**63 + 3 * world.rank())), alone(lambda r: sharded.shards(draw(2**63 + 3 * r))[0])))
+
+
+def test_an_interrupt_leaves_each_rank_its_own_numbers() -> None:
+    """Before any line: what comes next differs among all ranks, as after each seed."""
+    torch.ones(1, device="xla")
+    n = 0
+    while True:
+        torch.manual_seed(5 + world.rank())
+        stop = BeforeLine(n)
+        with stop.watching():
+            torch.randn(2)
+        found = classes(torch.randn(2).to("xla") * 1)
+        assert found == list(range(8)), n
+        if not stop.raised:
+            break
+        n += 61
+    assert n > 300
 
 
 @pytest.mark.parametrize("axes", [(), ("dp",), ("pp", "dp", "tp")], ids=str)
