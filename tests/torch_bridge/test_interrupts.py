@@ -176,7 +176,7 @@ def test_before_any_line_of_a_change_of_shape(change: Callable[[torch.Tensor], o
         assert found.shape == x.shape and found.dtype == x.dtype and found.isfinite().all(), n
         if not stop.raised:
             break
-        n += 1
+        n += 3
     assert n > 2 and x.shape != (2, 3)
 
 

@@ -507,6 +507,11 @@ class Segment:
         storage.segment = self
         storage.held = None if vid >= 0 or self.capture else sharding.alone(self.leaves[-vid - 1])
 
+    def grow(self, storage: Storage, to: Layout, vid: int) -> None:
+        """Make a value of another size the storage's whole new content."""
+        storage.layout = to
+        self.write(storage, vid)
+
     def write_view(self, storage: Storage, view: Layout, vid: int) -> None:
         """Write a value through a view."""
         if view is storage.layout:

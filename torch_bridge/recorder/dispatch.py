@@ -495,5 +495,5 @@ def resize(t: XLATensor, size: tuple[int, ...]) -> None:
         else:
             flat = make(layout((old.numel,), (1,), 0, old.dtype), storage)
             vid = read(record_op(aten.constant_pad_nd.default, flat, [0, needed - old.numel], 0))
-            _, storage.layout = segment.write(storage, vid), grown  # one line: the value has the layout's shape
+            segment.grow(storage, grown, vid)
     point(t, new, storage)
