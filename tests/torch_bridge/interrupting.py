@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
+from torch_bridge.ir.segment import LOCK
 from torch_bridge.runtime import interrupts
 
 
@@ -18,11 +19,13 @@ class BeforeLine:
     def __init__(self, n: int):
         self.left = n
         self.raised = False
+        self.at = ""
 
     def __call__(self, frame: FrameType, event: str, _: Any) -> Any:
         if event == "line" and signal.getsignal(signal.SIGINT) is interrupts.on_interrupt and interrupts._may_stop(frame):
             if not self.left:
                 self.raised = True
+                self.at = f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
                 sys.settrace(None)
                 raise KeyboardInterrupt
             self.left -= 1
@@ -39,3 +42,4 @@ class BeforeLine:
             assert self.raised
         finally:
             sys.settrace(outer)
+            assert not LOCK._is_owned(), f"raised at {self.at}, it leaves a lock locked"  # type: ignore[attr-defined]

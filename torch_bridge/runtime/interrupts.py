@@ -88,11 +88,14 @@ def _may_stop(frame: FrameType) -> bool:
     """Whether an exception before this line leaves nothing behind. A `with` statement whose block has ended comes back to its own line to call `__exit__`:
     raised there, an exception would leave a lock locked."""
     code, at = frame.f_code.co_code, frame.f_lasti
+    if code[at] == _SWAP:  # the value of a `return` in the block stays below
+        at += 2
     leaves = code[at] == _LOAD_CONST and code[at : at + 6] == code[at : at + 2] * 3  # three times None, for __exit__
-    return not leaves and code[at] != _HANDLES and not _is_fragile(frame)
+    return not leaves and code[at] not in (_HANDLES, _NOTHING) and not _is_fragile(frame)
 
 
-_LOAD_CONST, _HANDLES = dis.opmap["LOAD_CONST"], dis.opmap["PUSH_EXC_INFO"]
+_LOAD_CONST, _HANDLES, _SWAP, _NOTHING = (dis.opmap[name] for name in ("LOAD_CONST", "PUSH_EXC_INFO", "SWAP", "NOP"))
+"""A `try` of its own line is a NOP that belongs to no block: raised there, an exception would pass by the `with` around it."""
 
 
 def _is_fragile(frame: FrameType) -> bool:
