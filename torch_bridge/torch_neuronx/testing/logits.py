@@ -52,13 +52,13 @@ def logit_validation(
     limits = dict(TOLERANCES if tol_map is None else tol_map)
     most = DIVERGENCE if divergence_difference_tol is None else divergence_difference_tol
     actual, said = _teacher_forced(rows, generate_fn, expected, pad_token_id, padding_side)
-    results = [[_of_token(actual[t, b], expected[t, b], limits, most) for t in range(len(expected))] for b in range(len(rows))]
+    results: list[list[dict[str, Any]]] = [[] for _ in rows]
     for b, row in enumerate(results):
-        for t, found in enumerate(row):
-            if found["failures"] or not suppress_passing:
-                said.append(f"batch {b} token {t}: {'; '.join(found.pop('failures')) or 'passes'}")
-            else:
-                del found["failures"]
+        for t in range(len(expected)):
+            found, failures = _of_token(actual[t, b], expected[t, b], limits, most)
+            row.append(found)
+            if failures or not suppress_passing:
+                said.append(f"batch {b} token {t}: {'; '.join(failures) or 'passes'}")
     passed = all(found["passed"] for row in results for found in row)
     said += [_largest(results, limits), f"The logits {'pass' if passed else 'do not pass'} validation."]
     return passed, results, "\n".join(said)
@@ -105,7 +105,7 @@ def _prompts(rows: list[list[int]], more: torch.Tensor, pad: int | None, side: s
 
 def _of_token(
     actual: torch.Tensor, expected: torch.Tensor, limits: Mapping[int | None, tuple[float, float]], most: float
-) -> dict[str, Any]:
+) -> tuple[dict[str, Any], list[str]]:
     """What `logit_validation` says of the logits [vocabulary] of one token, and why it fails."""
     scale = float(expected.abs().max().clamp(min=torch.finfo(expected.dtype).tiny))
     shifted = actual - (actual - expected).mean()
@@ -121,7 +121,7 @@ def _of_token(
         errors[k] = max(apart - atol, 0.0) / scale if apart == apart else apart
         if not errors[k] <= rtol:
             failures.append(f"top k = {k} error {errors[k]:.4g} > {rtol:g}")
-    return {"passed": not failures, "divergence_difference": difference, "top_k_errors": errors, "failures": failures}
+    return {"passed": not failures, "divergence_difference": difference, "top_k_errors": errors}, failures
 
 
 def _largest(results: list[list[dict[str, Any]]], limits: Mapping[int | None, tuple[float, float]]) -> str:
