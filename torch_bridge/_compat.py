@@ -21,6 +21,11 @@ from typing import Any
 import numpy as np
 
 
+def is_indivisible(error: ValueError) -> bool:
+    """Whether JAX could not say on a mesh how a value is divided."""
+    return type(error).__name__ == "IndivisibleError"
+
+
 def x64_enabled() -> bool:
     """Whether the caller's JAX code keeps 64-bit dtypes."""
     import jax

@@ -44,7 +44,11 @@ COUNTERS: dict[str, int] = {}
 
 COMPILE_TIME = Metric("CompileTime", "s")
 EXECUTE_TIME = Metric("ExecuteTime", "s")
+EXECUTE_REPLICATED = Metric("ExecuteReplicatedTime", "s")
+"""Of programs over all devices (`xr.use_spmd`), which `EXECUTE_TIME` counts, too."""
 GRAPH_SIZE = Metric("TensorsGraphSize", "")
+ALIASED_INPUTS = Metric("InputOutputAliasCount", "")
+"""Of a compiled program: inputs whose memory its results take."""
 TRANSFER_TO_DEVICE = Metric("TransferToDeviceTime", "s")
 TRANSFER_FROM_DEVICE = Metric("TransferFromDeviceTime", "s")
 OUTBOUND_DATA = Metric("OutboundData", "bytes")

@@ -82,9 +82,11 @@ MALFORMED = [
     ("XLA_USE_BF16", "bf16", "0 or 1"),
     ("XLA_DOWNCAST_BF16", "bf16", "0 or 1"),
     ("XLA_USE_32BIT_LONG", "int32", "0 or 1"),
+    ("XLA_USE_SPMD", "maybe", "0 or 1"),
     ("NEURON_NUM_RECENT_MODELS_TO_KEEP", "0", "a whole number of at least 1"),
     ("NEURON_EXTRACT_GRAPHS_ONLY", "maybe", "0 or 1"),
     ("XLA_ENABLE_PARAM_ALIASING", "maybe", "0 or 1"),
+    ("XLA_DUMP_POST_OPTIMIZATIONS", "all", "0 or 1"),
     ("NEURON_FRAMEWORK_DEBUG", "hlo", "0 or 1"),
     ("NEURON_USE_EAGER_DEBUG_MODE", "maybe", "0 or 1"),
     ("NEURON_LAUNCH_BLOCKING", "maybe", "0 or 1"),
@@ -233,6 +235,7 @@ def test_lnc_must_agree(monkeypatch: pytest.MonkeyPatch) -> None:
 
 PRECISION = "precision/test_rounding.py", "precision/test_downcast.py", "precision/test_auto_cast.py"
 TOPOLOGY, HLO, RUNTIME = "../nxd_jax/topology/test_environment.py", "test_facade_hlo.py", "test_facade_runtime.py"
+ANNOTATIONS = "spmd/test_names_of_tests.py"
 COMPILE = "../nxd_jax/parallel_compile/test_command.py"
 TESTED_IN = {
     "NEURON_RT_NUM_CORES": "test_ranks_of_a_plain_script",
@@ -245,6 +248,8 @@ TESTED_IN = {
     "NEURONCORE_NUM_DEVICES": "test_ranks_of_spawn",
     "PJRT_DEVICE": (RUNTIME, "test_device_type_follows_pjrt_device"),
     "NXD_CPU_MODE": ("../nxd_jax/utils/test_small.py", "test_device_and_cpu_mode"),
+    "XLA_USE_SPMD": (ANNOTATIONS, "test_switched_on_by_the_environment"),
+    "XLA_DUMP_POST_OPTIMIZATIONS": (ANNOTATIONS, "test_shardings_of_inputs_are_in_the_hlo"),
     "NEURON_RT_STOCHASTIC_ROUNDING_EN": (PRECISION[0], "test_switching_uses_another_program"),
     "NEURON_RT_STOCHASTIC_ROUNDING_SEED": (PRECISION[0], "test_the_seed_decides"),
     "XLA_USE_BF16": (PRECISION[1], "test_what_each_dtype_holds"),

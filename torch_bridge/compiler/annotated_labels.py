@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import jax
 import numpy as np
 import torch
 from jax.sharding import Mesh, NamedSharding
@@ -99,6 +100,19 @@ class AnnotatedLabels:
     def placed(self, args: Sequence[Any]) -> list[Any]:
         """The arguments on the mesh: packed numbers and draws on each device."""
         return [places.numbers(a, self.mesh) if isinstance(a, np.ndarray) else spmd.adopt(a) for a in args]
+
+    def lowered_for(self, args: Sequence[Any], every: bool = False) -> list[Any]:
+        """The same arguments for lowering. JAX names how results lie that nothing was said of by the mesh of the first argument that is used, and raises if
+        that has no axes to say it with; so where there are several meshes, arguments are on one that has the axes of all. every: also where there is one."""
+        meshes = [s.mesh for s in (*(a.sharding for a in args), *self.outputs) if isinstance(s, NamedSharding)]
+        if not every and len(set(meshes)) < 2:
+            return list(args)
+        return [
+            jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=spmd.refined(a.sharding, meshes))
+            if isinstance(a.sharding, NamedSharding)
+            else a
+            for a in args
+        ]
 
     def told(self) -> tuple[Any, ...]:
         """What a compiled program depends on."""

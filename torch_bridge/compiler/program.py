@@ -16,6 +16,7 @@ from torch import fx
 
 from torch_bridge import _compat, metrics
 from torch_bridge.compiler import background_compile, computation, dump, executable_cache, xla_options
+from torch_bridge.compiler.annotated_labels import AnnotatedLabels
 from torch_bridge.compiler.program_spec import Execution, ProgramSpec
 from torch_bridge.config import environment
 from torch_bridge.ir.segment import Segment
@@ -133,6 +134,7 @@ class Program:
         self.compile_seconds = seconds
         metrics.COMPILE_TIME.add(seconds)
         metrics.GRAPH_SIZE.add(len(self.spec.graph.nodes))
+        metrics.ALIASED_INPUTS.add(len(self.spec.ports.donated))
         logger.debug("compiled a graph of %d nodes in %.2f s", len(self.spec.graph.nodes), seconds)
 
     def prepare(self, args: Sequence[Any]) -> Callable[[], Any]:
@@ -140,5 +142,22 @@ class Program:
         labels = self.spec.labels
         if labels is not None:
             args = labels.placed(args)
-        self.signature = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=None if labels is None else a.sharding) for a in args]
+        if not isinstance(labels, AnnotatedLabels):
+            return self._lowered_for(args)
+        first = self._lowered_for(labels.lowered_for(args))
+        again = labels.lowered_for(self.signature, every=True)
+
+        def compiled() -> Any:
+            try:
+                return first()
+            except ValueError as error:
+                if not _compat.is_indivisible(error):
+                    raise
+            with _compat.enable_x64():  # results lie on a mesh that the graph alone has
+                return self._lowered_for(again)()
+
+        return compiled
+
+    def _lowered_for(self, args: Sequence[Any]) -> Callable[[], Any]:
+        self.signature = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=None if self.spec.labels is None else a.sharding) for a in args]
         return executable_cache.prepared(self, args)

@@ -118,6 +118,14 @@ _LAYOUT = [
         kind=CORES,
         where="world",
     ),
+    Variable(
+        "XLA_USE_SPMD",
+        HONOUR,
+        "`xr.use_spmd()` when the script first asks for a device, how many there are, or for a mesh",
+        "0",
+        FLAG,
+        "torch_bridge.mesh.spmd_mode",
+    ),
     Variable("NEURON_LOGICAL_NC_CONFIG", HONOUR, "physical cores per logical core", "2 on Trn2", one_of("1", "2"), "nxd_jax.topology"),
     Variable(
         "NEURON_RT_VIRTUAL_CORE_SIZE", HONOUR, "older name of NEURON_LOGICAL_NC_CONFIG", kind=one_of("1", "2"), where="nxd_jax.topology"
@@ -169,6 +177,14 @@ _COMPILER = [
         "executor",
     ),
     Variable("NEURON_EXTRACT_GRAPHS_ONLY", HONOUR, "graphs are compiled and not run; all results are zero", "0", FLAG, "program"),
+    Variable(
+        "XLA_DUMP_POST_OPTIMIZATIONS",
+        HONOUR,
+        "`torch_xla._XLAC._get_xla_tensors_hlo` gives what XLA made of a graph",
+        "0",
+        FLAG,
+        "torch_bridge.torch_xla._XLAC",
+    ),
     Variable("XLA_ENABLE_PARAM_ALIASING", HONOUR, "updated weights take over the memory of the old ones (donation)", "1", FLAG, "executor"),
     Variable(
         "XLA_FLAGS",

@@ -17,7 +17,7 @@ from torch_bridge.ir import dtypes
 from torch_bridge.ir.graph import GraphBuilder, number
 from torch_bridge.ir.layout import contiguous_meta
 from torch_bridge.ir.segment import LOCK, read_entries
-from torch_bridge.mesh import sharding
+from torch_bridge.mesh import sharding, spmd
 from torch_bridge.passes import varying_axes
 from torch_bridge.recorder import dispatch
 from torch_bridge.recorder.tensor import XLATensor
@@ -94,6 +94,7 @@ def pending_graph(tensors: Sequence[torch.Tensor]) -> fx.Graph:
         for v, placeholder in zip(builder.inputs, graph.nodes, strict=False):
             found = getattr(leaves[-v - 1], "sharding", None)
             placeholder.meta["spec"] = getattr(found, "spec", sharding.REPLICATED)
+            placeholder.meta["lies"] = spmd.lies(leaves[-v - 1]) if spmd.active() else None
         return graph
 
 
@@ -133,7 +134,10 @@ def trace(graph: fx.Graph, owner: torch.nn.Module | None = None, name: str = "re
     if sharding.active():
         return _trace_on_mesh(graph, run, draws, inputs)
     with _compat.enable_x64():
-        return jax.jit(run).trace(draws, *[_input_of(p) for p in inputs])
+        avals = [
+            jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=p.meta.get("lies")) for p, a in zip(inputs, map(_input_of, inputs), strict=True)
+        ]
+        return jax.jit(run).trace(draws, *avals)
 
 
 def _trace_on_mesh(graph: fx.Graph, run: Any, draws: Any, inputs: list[fx.Node]) -> Any:

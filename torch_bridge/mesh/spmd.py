@@ -7,10 +7,12 @@ annotated, or replicated. XLA divides the work (GSPMD) and puts the collectives 
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import logging
 import math
 import sys
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,6 +28,7 @@ __all__ = [
     "active",
     "adopt",
     "devices",
+    "divided",
     "fitting",
     "from_parts",
     "in_order",
@@ -34,7 +37,10 @@ __all__ = [
     "mesh_of",
     "named",
     "parse",
+    "place_whole",
+    "placed_whole",
     "put",
+    "refined",
     "replicated",
     "stop",
     "text",
@@ -162,6 +168,31 @@ def _reordered(of: Mesh, like: Mesh) -> Mesh:
     return Mesh(np.array(like.devices.flat).reshape(of.devices.shape), of.axis_names)
 
 
+def refined(sharding: NamedSharding, meshes: Sequence[Mesh]) -> NamedSharding:
+    """The same sharding on a mesh whose axes, together, are the axes of each of several meshes, which have one order of devices; if their sizes allow it."""
+    cuts = {1} | {stride * size for of in meshes for _, stride, size in _strides(of)}
+    ascending = sorted(cuts)
+    if len(cuts) == 1 or any(b % a for a, b in itertools.pairwise(ascending)):
+        return sharding
+    for a, b in itertools.pairwise(ascending):
+        while a < b:
+            a *= next(k for k in range(2, b + 1) if b // a % k == 0)
+            cuts.add(a)
+    ascending = sorted(cuts)
+    places = list(itertools.pairwise(ascending))[::-1]
+    names = {a: f"part{k}" for k, (a, _) in enumerate(places)}
+    fine = Mesh(sharding.mesh.devices.reshape([b // a for a, b in places]), tuple(names.values()))
+    of = {name: tuple(names[a] for a, _ in places if stride <= a < stride * size) for name, stride, size in _strides(sharding.mesh)}
+    parts = [part if isinstance(part, tuple) else (part,) for part in sharding.spec]
+    return named(fine, tuple(tuple(a for axis in part if axis is not None for a in of[axis]) or None for part in parts))
+
+
+def _strides(of: Any) -> list[tuple[str, int, int]]:
+    """Each axis of a mesh, how far apart in the order of devices its neighbours are, and its size."""
+    shape = of.devices.shape
+    return [(name, math.prod(shape[k + 1 :]), shape[k]) for k, name in enumerate(of.axis_names)]
+
+
 def text(sharding: NamedSharding) -> str:
     """A sharding as an argument of a recorded op: `parse` reads it."""
     of = sharding.mesh
@@ -236,7 +267,28 @@ def adopt(array: Any, facts: Any = None) -> Any:
     said = None if facts is None else facts.spec or facts.start
     if isinstance(said, NamedSharding):
         return array if found is not None and found == in_order(said) else put(array, said)
-    return array if found is not None else put(array, replicated())
+    return array if found is not None else place_whole(array)
+
+
+_PLACED: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+"""By id, arrays that were given to all devices because nothing said how they lie."""
+
+
+def place_whole(array: Any) -> Any:
+    """The same values on every device, for want of an annotation."""
+    made = put(array, replicated())
+    _PLACED[id(made)] = made
+    return made
+
+
+def placed_whole(array: object) -> bool:
+    """Whether an array is one of `place_whole`: no program computed it."""
+    return _PLACED.get(id(array)) is array
+
+
+def divided(array: object) -> bool:
+    """Whether devices hold different parts of an array."""
+    return active() and isinstance(array, jax.Array) and not array.is_fully_replicated
 
 
 def put(array: Any, target: NamedSharding) -> Any:

@@ -61,7 +61,7 @@ def clear(t: XLATensor) -> None:
     executor.materialize(storage)
     storage.describe(spec=None, start=None)
     if storage.held is not None:
-        storage.held = spmd.put(storage.held, spmd.replicated())
+        storage.held = spmd.place_whole(storage.held)
 
 
 def annotation(t: torch.Tensor) -> NamedSharding | None:

@@ -359,7 +359,11 @@ def _run_program(
     args.clear()
     _settle(program, live, arrays, passed)
     activity.ACTIVITY.ran(program.facts, arrays[-1])
-    metrics.EXECUTE_TIME.add(time.perf_counter() - started)
+    took = time.perf_counter() - started
+    metrics.EXECUTE_TIME.add(took)
+    if spmd.active():
+        metrics.EXECUTE_REPLICATED.add(took)
+        metrics.count("ExecuteReplicated")
     program.step = activity.ACTIVITY.steps
     session.recent.append(program)
     session.in_flight.append(weakref.ref(arrays[0]))

@@ -105,6 +105,8 @@ def to_cpu(array: jax.Array, size: tuple[int, ...] | None = None) -> torch.Tenso
     from torch_bridge.runtime.executor import explained
 
     started = time.perf_counter()
+    if size is None and spmd.divided(array):
+        metrics.count("ReplicateShardedData")
     with explained(), around(session.current().observers, "wait"):
         host = np.array(spmd.whole(array) if size is None else sharding.first_block(array, size))
     metrics.TRANSFER_FROM_DEVICE.add(time.perf_counter() - started)

@@ -9,15 +9,18 @@ import torch
 from torch.types import Device
 
 from torch_bridge import metrics
+from torch_bridge.config.variables import VARIABLES
 from torch_bridge.ir import graph_text
 from torch_bridge.runtime import steps
 from torch_bridge.telemetry import metrics_report
 
 
 def _get_xla_tensors_hlo(tensors: Sequence[torch.Tensor]) -> str:
-    """HLO text of the pending graph that computes these tensors. Nothing is run."""
+    """HLO text of the pending graph that computes these tensors; with `XLA_DUMP_POST_OPTIMIZATIONS=1` what XLA made of it for this machine. Nothing is run."""
     from torch_bridge.export import hlo_text
 
+    if VARIABLES["XLA_DUMP_POST_OPTIMIZATIONS"].now():
+        return hlo_text.hlo(list(tensors), stage="optimized")
     return hlo_text.lower(hlo_text.pending_graph(tensors)).compiler_ir(dialect="hlo").as_hlo_text()
 
 
@@ -107,6 +110,23 @@ def _xla_get_devices() -> list[str]:
 
 
 _xla_real_devices = _xla_get_devices
+
+
+def _xla_get_all_devices() -> list[str]:
+    from torch_bridge.torch_xla import runtime
+
+    return [f"{runtime.device_type()}:{i}" for i in range(runtime.global_device_count())]
+
+
+def _xla_get_auto_sharding() -> bool:
+    """False: no pass chooses shardings by itself."""
+    return False
+
+
+def _ensure_xla_coordinator_initialized(
+    global_rank: int = 0, world_size: int = 1, master_addr: str = "localhost", port: str | None = None
+) -> None:
+    """Accepted: the processes of a job know each other already."""
 
 
 def _xla_get_default_device() -> str:
@@ -213,6 +233,9 @@ _OF_ANNOTATIONS = {
     "_load_local_shards": "load_shards",
     "_spmd_full_to_shard_shape": "full_to_shard_shape",
     "_spmd_shard_to_full_shape": "shard_to_full_shape",
+    "_activate_preemption_sync_manager": "activate_preemption",
+    "_deactivate_preemption_sync_manager": "deactivate_preemption",
+    "_sync_point_reached": "sync_point_reached",
     "_xla_clear_sharding": "clear",
     "_xla_mark_sharding": "mark",
     "_xla_spmd_all_reduce": "all_reduce",
@@ -226,6 +249,11 @@ def __getattr__(name: str) -> Any:
         from torch_bridge.torch_xla import _spmd_functions
 
         return getattr(_spmd_functions, _OF_ANNOTATIONS[name])
+    if name == "lowering":
+        raise NotImplementedError(
+            "torch_xla._XLAC.lowering (LoweringContext): graphs are not built by hand here. xm.get_stablehlo(tensors) and "
+            "torch_xla._XLAC._get_xla_tensors_hlo(tensors) give the HLO of the graph that computes tensors"
+        )
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -22,6 +22,7 @@ _device.register()
 _world.expect_ranks()
 
 from torch_bridge.torch_xla import _XLAC, runtime  # noqa: E402
+from torch_bridge.torch_xla import _spmd_ops as _spmd_ops  # noqa: E402
 from torch_bridge.torch_xla.core import xla_env_vars, xla_model  # noqa: E402
 from torch_bridge.torch_xla.core import xla_model as xm  # noqa: E402
 from torch_bridge.torch_xla.distributed import xla_backend, xla_multiprocessing  # noqa: E402

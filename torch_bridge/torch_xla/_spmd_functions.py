@@ -9,14 +9,17 @@ import numpy as np
 import torch
 
 from torch_bridge.mesh import spmd
+from torch_bridge.torch_xla import _preemption
 from torch_bridge.torch_xla.distributed.spmd import marking, meshes, xla_sharded_tensor
 from torch_bridge.torch_xla.distributed.spmd.manual import all_reduce, full_to_shard_shape, reduce_scatter, shard_to_full_shape
 from torch_bridge.torch_xla.distributed.spmd.meshes import OpSharding
 
 __all__ = [
     "OpSharding",
+    "activate_preemption",
     "all_reduce",
     "clear",
+    "deactivate_preemption",
     "debug_info",
     "from_cpu_shards",
     "full_to_shard_shape",
@@ -27,6 +30,7 @@ __all__ = [
     "replicas_and_indices",
     "shard_to_full_shape",
     "spec",
+    "sync_point_reached",
     "type_of",
 ]
 
@@ -73,7 +77,32 @@ def debug_info(t: torch.Tensor) -> str:
     plain = xla_sharded_tensor.unwrap(t)
     said = spec(plain)
     kind = f"XLAShardedData\n  Data Device: SPMD:0\n  OpSharding: {said or '{}'}\n  NumShards: {len(spmd.devices())}" if said else "XLAData"
-    return f"Tensor of {plain.dtype}{list(plain.shape)} on {plain.device}\n{kind}\n"
+    device = "SPMD:0" if spmd.active() else str(plain.device)
+    waits = getattr(plain._storage, "segment", None) is not None
+    lines = [
+        f"Tensor of {plain.dtype}{list(plain.shape)} on {plain.device}",
+        f"Device: {device}",
+        f"ShardingSpec: {said or None}",
+        f"IR: {'recorded, not run yet' if waits else 'xla::device_data'}",
+        "Tensor on host: None",
+        kind,
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def activate_preemption() -> None:
+    """`_activate_preemption_sync_manager`: note SIGTERM from now on."""
+    _preemption.activate()
+
+
+def deactivate_preemption() -> None:
+    """`_deactivate_preemption_sync_manager`: SIGTERM does again what it did before."""
+    _preemption.deactivate()
+
+
+def sync_point_reached(step: int) -> bool:
+    """`_sync_point_reached`: whether SIGTERM has come, to any process of the job. All of them ask at the same step."""
+    return _preemption.reached()
 
 
 def from_cpu_shards(shards: Sequence[torch.Tensor], sharding: OpSharding, global_shape: Sequence[int] | None = None) -> torch.Tensor:

@@ -37,6 +37,7 @@ def is_bf16_supported() -> bool:
 
 def device_at(n: int | None) -> torch.device:
     """The n-th xla device of this process."""
+    spmd_mode.begin_if_asked()
     if n not in (None, 0):
         raise ValueError(f"this process has one xla device, number 0; got {n!r}. Each worker of a job owns one device and calls it xla:0.")
     return torch.device("xla", 0)
@@ -80,13 +81,13 @@ def local_process_count() -> int:
 
 
 def global_device_count() -> int:
-    """`xr.global_device_count`: devices in the job."""
-    return len(spmd_mode.devices()) or world.size()
+    """`xr.global_device_count`: devices in the job that scripts see; with `use_spmd` 1, which stands for all (`global_runtime_device_count`)."""
+    return 1 if spmd_mode.begin_if_asked() else world.size()
 
 
 def local_device_count() -> int:
-    """`xr.local_device_count`: devices on this host; with `use_spmd`, of this process."""
-    return len(spmd_mode.here()) or world.local_size()
+    """`xr.local_device_count`: those on this host; with `use_spmd` 1 (`addressable_runtime_device_count`)."""
+    return 1 if spmd_mode.begin_if_asked() else world.local_size()
 
 
 def addressable_device_count() -> int:
@@ -96,11 +97,13 @@ def addressable_device_count() -> int:
 
 def global_runtime_device_count() -> int:
     """`xr.global_runtime_device_count`: devices in the job."""
+    spmd_mode.begin_if_asked()
     return len(spmd_mode.devices()) or world.size()
 
 
 def addressable_runtime_device_count() -> int:
     """`xr.addressable_runtime_device_count`: devices that this process's script computes on: 1 for a worker, those of the process with `use_spmd`."""
+    spmd_mode.begin_if_asked()
     return len(spmd_mode.here()) or 1
 
 
@@ -130,6 +133,7 @@ def runtime_device_attributes(device: Device = "xla:0") -> dict[str, Any]:
 
 def global_runtime_device_attributes() -> list[dict[str, Any]]:
     """`xr.global_runtime_device_attributes`: of each device of the job with `use_spmd`, else of this worker's."""
+    spmd_mode.begin_if_asked()
     count = len(spmd_mode.devices()) or 1
     return [{**runtime_device_attributes(), "id": k, "name": f"{device_type()}:{k}"} for k in range(count)]
 
@@ -142,15 +146,14 @@ def memory_info(device: Device = None) -> dict[str, int]:
 
 
 def is_spmd() -> bool:
-    """`xr.is_spmd`: whether `use_spmd` was called."""
-    return spmd_mode.active()
+    """`xr.is_spmd`: whether `use_spmd` was called, or `XLA_USE_SPMD=1` is set."""
+    return spmd_mode.begin_if_asked()
 
 
 def use_spmd(auto: bool = False) -> None:
     """`xr.use_spmd`: from now on programs run over all devices of the job, divided as annotations say (`torch_xla.distributed.spmd`).
 
-    There is one worker then, with tensors of their global shape; call it before the first tensor goes to xla. Raises NotImplementedError for auto=True, and in
-    a job of several processes.
+    There is one worker then, with tensors of their global shape; call it before the first tensor goes to xla. Raises NotImplementedError for auto=True.
     """
     if auto:
         raise NotImplementedError(

@@ -15,6 +15,7 @@ import torch_xla.distributed.parallel_loader as pl
 import torch_xla.distributed.spmd as xs
 import torch_xla.runtime as xr
 from torch import nn
+from torch_xla.experimental import pjrt
 
 from torch_bridge.mesh import spmd, world
 
@@ -31,7 +32,9 @@ def placed(t: torch.Tensor) -> tuple[int, ...]:
 
 def test_what_the_runtime_says(mesh: xs.Mesh) -> None:
     assert (xr.is_spmd(), xr.world_size(), xr.global_ordinal(), xr.process_count()) == (True, 1, 0, 1)
-    assert xr.global_runtime_device_count() == xr.addressable_runtime_device_count() == xr.global_device_count() == 8
+    assert xr.global_runtime_device_count() == xr.addressable_runtime_device_count() == 8
+    assert pjrt.global_device_count() == 8
+    assert xr.global_device_count() == xr.local_device_count() == xr.addressable_device_count() == len(_XLAC._xla_get_all_devices()) == 1
     assert [a["id"] for a in xr.global_runtime_device_attributes()] == list(range(8))
     assert list(mesh.shape().items()) == [("data", 4), ("model", 2)]
     assert mesh.get_logical_mesh().tolist() == [[0, 1], [2, 3], [4, 5], [6, 7]]
@@ -72,6 +75,18 @@ def test_how_tensors_lie(mesh: xs.Mesh, size: tuple[int, ...], spec: Any, said: 
         xs.clear_sharding(t)
         assert spec_of(t) == "" and placed(t) == size
         assert xs.mark_sharding(t, mesh, (None,) * len(size)).sharding_type is xs.ShardingType.REPLICATED
+
+
+def test_what_a_program_computed_lies_on_every_device(mesh: xs.Mesh) -> None:
+    """A tensor from the CPU says nothing, also after programs have read it; nor one whose annotation was taken back."""
+    given, cleared = torch.randn(4, 4).to("xla"), torch.randn(8, 8).to("xla")
+    made = given @ given
+    xs.mark_sharding(cleared, mesh, ("data", None))
+    assert spec_of(made) == ""
+    torch_xla.sync()
+    xs.clear_sharding(cleared)
+    assert [spec_of(t) for t in (made, given, cleared)] == ["{replicated}", "", ""]
+    assert _XLAC._get_xla_sharding_type(made) is None and spec_of(xs.mark_sharding(made, mesh, ("data", None))) != "{replicated}"
 
 
 def test_shards(mesh: xs.Mesh) -> None:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import os
 import pathlib
 import signal
+import threading
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+import torch_xla
 import torch_xla.distributed.spmd as xs
 import torch_xla.experimental.distributed_checkpoint as xc
 from torch import nn
+from torch_xla.experimental.distributed_checkpoint import _helpers
 from torch_xla.experimental.spmd_fully_sharded_data_parallel import SpmdFullyShardedDataParallel as FSDPv2
 
 from tests.torch_bridge.spmd.test_annotations import placed
@@ -84,6 +87,80 @@ def test_the_last_ones_are_kept(mesh: xs.Mesh, tmp_path: pathlib.Path) -> None:
     manager.restore(4, state)
     assert torch.equal(state["t"], torch.full((8,), 5.0))
     assert manager.save(6, {"t": t}, force=True) and manager.all_steps() == [4, 6]
+
+
+def test_the_last_ones_are_those_written_last(mesh: xs.Mesh, tmp_path: pathlib.Path) -> None:
+    """A run that goes on from an earlier step keeps what it writes, not what lies ahead of it; also in a new process, and where a file system has no clock."""
+    state = {"t": torch.zeros(8).to("xla")}
+    manager = xc.CheckpointManager(tmp_path, save_interval=10, max_to_keep=2, num_of_threads=2, chkpt_on_preemption=False)
+    for step, kept in ((10, [10]), (20, [10, 20]), (30, [20, 30]), (10, [10, 30])):
+        assert manager.save(step, state) and manager.all_steps() == kept
+        for path in tmp_path.glob("*/.metadata"):
+            os.utime(path, ns=(path.stat().st_mtime_ns + 10**12,) * 2)
+    again = xc.CheckpointManager(tmp_path, save_interval=10, max_to_keep=2, chkpt_on_preemption=False)
+    assert again.save(20, state) and again.all_steps() == [10, 20]
+
+
+def test_shards_on_the_cpu(mesh: xs.Mesh, tmp_path: pathlib.Path) -> None:
+    """`_sharded_cpu_state_dict` is what the planner takes, and what it says is divided."""
+    layer = nn.Linear(8, 16).to("xla")
+    xs.mark_sharding(layer.weight, mesh, ("data", "model"))
+    xs.mark_sharding(layer.bias, mesh, (None,))
+    state = {"layer": layer.state_dict(), "step": 3}
+    kept = _helpers._sharded_cpu_state_dict(state)
+    assert (
+        isinstance(kept["layer"]["weight"], _helpers._CpuShards) and kept["layer"]["weight"].global_shape == (16, 8) and kept["step"] == 3
+    )
+    assert kept["layer"]["bias"].device.type == "cpu"
+    for given in (state, kept):
+        planner = xc.SPMDSavePlanner()
+        planner.set_up_planner(given, True)
+        assert list(planner.sharded_state_dict) == ["layer.weight"] and list(planner.unsharded_state_dict) == ["layer.bias", "step"]
+    assert _helpers._is_sharded_tensor(xs.wrap_if_sharded(layer.weight)) and not _helpers._is_sharded_tensor(xs.wrap_if_sharded(layer.bias))
+    with torch.no_grad():
+        expected = layer.weight.cpu()
+        layer.weight.zero_()
+    dcp.save(kept, checkpoint_id=tmp_path, planner=xc.SPMDSavePlanner(), no_dist=True)
+    planner = xc.SPMDLoadPlanner()
+    dcp.load(state, checkpoint_id=tmp_path, planner=planner, no_dist=True)
+    assert (
+        list(planner.sharded_state_dict) == ["layer.weight"]
+        and torch.equal(layer.weight.cpu(), expected)
+        and placed(layer.weight) == (4, 4)
+    )
+    kept["layer"]["weight"].shards.pop()
+    with pytest.raises(ValueError, match=r"a tensor of shape \[16, 8\] is divided among processes, and this one has 7 of its shards"):
+        xc.SPMDSavePlanner().set_up_planner(kept)
+
+
+def test_the_signal_that_a_job_ends() -> None:
+    """`_XLAC`'s functions, which torch_xla's manager calls."""
+    _XLAC: Any = torch_xla._XLAC
+    with pytest.raises(RuntimeError, match=r"call torch_xla._XLAC._activate_preemption_sync_manager\(\) first"):
+        _XLAC._sync_point_reached(0)
+    before = signal.signal(signal.SIGTERM, lambda *args: None)
+    try:
+        _XLAC._ensure_xla_coordinator_initialized(global_rank=0, world_size=1, master_addr="localhost")
+        _XLAC._activate_preemption_sync_manager()
+        _XLAC._activate_preemption_sync_manager()
+        assert not _XLAC._sync_point_reached(1)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert _XLAC._sync_point_reached(2) and _XLAC._sync_point_reached(3)
+    finally:
+        _XLAC._deactivate_preemption_sync_manager()
+        signal.signal(signal.SIGTERM, before)
+    failed: list[str] = []
+
+    def elsewhere() -> None:
+        try:
+            _XLAC._activate_preemption_sync_manager()
+        except RuntimeError as error:
+            failed.append(str(error))
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+    assert "call it in the main thread" in failed[0]
 
 
 def test_a_failed_save_leaves_what_was_there(mesh: xs.Mesh, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:

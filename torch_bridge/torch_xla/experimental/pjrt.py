@@ -3,7 +3,6 @@
 from torch_bridge.torch_xla.runtime import (
     addressable_device_count,
     device_type,
-    global_device_count,
     global_ordinal,
     host_index,
     local_device_count,
@@ -15,6 +14,9 @@ from torch_bridge.torch_xla.runtime import (
     using_pjrt,
     world_size,
     xla_device,
+)
+from torch_bridge.torch_xla.runtime import (
+    global_runtime_device_count as global_device_count,  # when it had this name, scripts made meshes of so many devices
 )
 
 __all__ = [

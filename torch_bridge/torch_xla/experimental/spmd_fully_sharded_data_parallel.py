@@ -53,7 +53,9 @@ class SpmdFullyShardedDataParallel(nn.Module):
             raise ShardingError("SpmdFullyShardedDataParallel: give a mesh with an axis 'fsdp' (mesh=...), or set one (xs.set_global_mesh)")
         for axis in ("fsdp", *([extra_data_axis] if extra_data_axis else [])):
             if mesh.get_axis_name_idx(axis) is None:
-                raise ShardingError(f"SpmdFullyShardedDataParallel: the mesh {dict(mesh.shape())} has no axis {axis!r}")
+                raise ShardingError(
+                    f"SpmdFullyShardedDataParallel: The provided {axis} axis is not in the mesh. It has {dict(mesh.shape())}"
+                )
         self._mesh, self._axis = mesh, extra_data_axis
         self._shard_output = shard_output
         if auto_wrap_policy is not None:

@@ -27,26 +27,32 @@ def visualize_sharding(sharding: str, use_color: bool = True, scale: float = 1.0
     """`visualize_sharding`: print which devices have which part of a tensor with one or two dims, and return the picture, a `rich.table.Table`.
 
     sharding: as XLA writes it, `torch_xla._XLAC._get_xla_sharding_spec(t)`. use_color: parts as colored blocks where the terminal has colors, else in boxes.
-    scale: of a part's size; min_width, max_width: of a part, and of the picture, in characters. Dims that are not divided are left out of a tensor with more
-    dims. Raises ValueError for text that is no sharding, and for more than two divided dims.
+    scale: of the space around the names of devices; min_width: of a part, in characters, if it is not 9; max_width: of the picture. Dims that are not divided
+    are left out of a tensor with more dims. Raises ValueError for text that is no sharding, and for more than two divided dims.
     """
+    import rich.box
     import rich.console
     import rich.table
 
     parts = _parts(sharding)
     console = rich.console.Console(width=max_width, file=sys.stdout)
     colored = use_color and console.color_system is not None
-    table = rich.table.Table(show_header=False, show_lines=not colored, padding=0, pad_edge=False, box=None if colored else rich.box.SQUARE)
+    table = rich.table.Table(
+        show_header=False,
+        show_lines=not colored,
+        padding=0,
+        highlight=not colored,
+        pad_edge=False,
+        box=None if colored else rich.box.SQUARE,
+    )
     for k, row in enumerate(parts):
-        table.add_row(
-            *(_cell(devices, _color(k * len(row) + j) if colored else None, scale, min_width, max_width) for j, devices in enumerate(row))
-        )
+        table.add_row(*(_cell(devices, _color(k * len(row) + j) if colored else None, scale, min_width) for j, devices in enumerate(row)))
     console.print(table, end="\n\n")
     return table
 
 
-def _parts(sharding: str) -> list[list[list[int]]]:
-    """By row and column of parts, the devices that have it."""
+def _parts(sharding: str) -> list[list[int | list[int]]]:
+    """By row and column of parts, the device that has it; several, as a list, if it has copies."""
     if sharding == "{replicated}":
         return [[list(range(runtime.global_runtime_device_count()))]]
     found = _DIVIDED.fullmatch(sharding)
@@ -63,19 +69,19 @@ def _parts(sharding: str) -> list[list[list[int]]]:
     rows, columns = [*shape, 1, 1][:2] if len(shape) != 1 else (1, shape[0])
     devices = np.array([int(n) for n in found[2].split(",")])
     assert math.prod([rows, columns, copies]) == devices.size, "a part for each device"
-    return devices.reshape(rows, columns, copies).tolist()
+    return devices.reshape((rows, columns, copies) if found[3] else (rows, columns)).tolist()
 
 
-def _cell(devices: list[int], color: str | None, scale: float, min_width: int, max_width: int) -> Any:
+def _cell(devices: int | list[int], color: str | None, scale: float, min_width: int) -> Any:
     import rich.align
     import rich.padding
     import rich.style
 
-    text = f"{runtime.device_type()} {','.join(map(str, devices))}"
-    width = min(max(round(14 * scale), min_width, len(text) + 2), max_width)
-    above = max(round(3 * scale) // 2, 0)
+    text = f"{runtime.device_type()} {devices}"
+    around = max(round(scale), 0)
+    beside = max(around, (min_width - len(text) + 1) // 2) if min_width != 9 else around
     style = rich.style.Style(bgcolor=color, color="white") if color else rich.style.Style()
-    return rich.padding.Padding(rich.align.Align(text, "center", vertical="middle", width=width), (above, 0), style=style)
+    return rich.padding.Padding(rich.align.Align(text, "center", vertical="middle"), (around, beside, around, beside), style=style)
 
 
 def _color(number: int) -> str:

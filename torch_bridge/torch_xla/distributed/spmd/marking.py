@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from torch_bridge import metrics
 from torch_bridge.mesh import world
 from torch_bridge.recorder import annotate
 from torch_bridge.torch_xla.distributed.spmd.meshes import Mesh, OpSharding, PartitionSpec, ShardingError, ShardingType, require_xla
@@ -44,6 +45,7 @@ def mark(plain: Any, asked: OpSharding) -> XLAShardedTensor:
             list(plain.shape), list(plain._storage.layout.size),
         )  # fmt: skip
     annotate.annotate(plain, asked.sharding)
+    metrics.count("VirtualDeviceUsage")
     return XLAShardedTensor(plain)
 
 

@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from jax.sharding import NamedSharding
 
-from torch_bridge.mesh import spmd
+from torch_bridge import metrics
+from torch_bridge.mesh import spmd, spmd_mode
 
 PartitionSpec = Sequence[Any]
 """One entry for each dim of a tensor: a mesh axis (its name, or its number), a tuple of them, or None."""
@@ -47,6 +48,7 @@ class Mesh:
         self.device_ids = np.asarray(device_ids).reshape(-1)
         self.mesh_shape = tuple(int(n) for n in mesh_shape)
         self.axis_names = None if axis_names is None else tuple(axis_names)
+        self._named: dict[str, spmd.Spec] = {}
         count = math.prod(self.mesh_shape)
         if self.axis_names is not None and len(self.axis_names) != len(self.mesh_shape):
             raise ShardingError(f"axis_names {self.axis_names} must name the {len(self.mesh_shape)} axes of mesh_shape {self.mesh_shape}")
@@ -117,7 +119,14 @@ class Mesh:
         return spmd.fitting(of, spec, shape, "mark_sharding")
 
     def named(self, spec: tuple[Any, ...]) -> spmd.Spec:
-        """A partition spec with axes by name, each dim's as a tuple."""
+        """A partition spec with axes by name, each dim's as a tuple; worked out once, which the counter `CreateOpSharding` says."""
+        found = self._named.get(repr(spec))
+        if found is None:
+            found = self._named[repr(spec)] = self._checked(spec)
+            metrics.count("CreateOpSharding")
+        return found
+
+    def _checked(self, spec: tuple[Any, ...]) -> spmd.Spec:
         names = [str(a) for a in self._axes()]
         found: list[tuple[str, ...] | None] = []
         for entry in spec:
@@ -253,7 +262,7 @@ def get_1d_mesh(axis_name: str | None = None) -> Mesh:
 
 def require_on() -> None:
     """Raise RuntimeError unless annotations are on."""
-    if not spmd.active():
+    if not spmd_mode.begin_if_asked():
         raise RuntimeError(
             "torch_xla.distributed.spmd: sharding annotations are for programs over all devices. Call torch_xla.runtime.use_spmd() at the beginning of the "
             "script, before the first tensor goes to xla"

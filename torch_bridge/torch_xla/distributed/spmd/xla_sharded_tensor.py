@@ -154,12 +154,14 @@ def lies(t: torch.Tensor) -> jax.sharding.NamedSharding | None:
 
 
 def sharding_text(t: torch.Tensor) -> str:
-    """`torch_xla._XLAC._get_xla_sharding_spec`: empty for a tensor without an annotation of which every device has all."""
-    if manual_regions.inside(unwrap(t)):
+    """`torch_xla._XLAC._get_xla_sharding_spec`: empty for a tensor without an annotation that no program has computed."""
+    plain = unwrap(t)
+    if manual_regions.inside(plain):
         return "{manual}"
-    found = lies(t)
-    text = "" if found is None else meshes.said(found, t.dim())
-    return "" if text == "{replicated}" and annotate.annotation(unwrap(t)) is None else text
+    found = lies(plain)
+    if found is None or (annotate.annotation(plain) is None and spmd.placed_whole(plain._storage.held)):
+        return ""
+    return meshes.said(found, t.dim())
 
 
 def type_of(t: torch.Tensor) -> meshes.ShardingType | None:

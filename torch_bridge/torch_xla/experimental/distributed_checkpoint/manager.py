@@ -16,7 +16,8 @@ from typing import Any
 import torch.distributed.checkpoint as dcp
 
 from torch_bridge.mesh import processes, world
-from torch_bridge.torch_xla.experimental.distributed_checkpoint.planners import SPMDLoadPlanner, SPMDSavePlanner, on_cpu
+from torch_bridge.torch_xla.experimental.distributed_checkpoint._helpers import on_cpu
+from torch_bridge.torch_xla.experimental.distributed_checkpoint.planners import SPMDLoadPlanner, SPMDSavePlanner
 
 __all__ = ["CheckpointManager"]
 
@@ -27,9 +28,10 @@ class CheckpointManager:
     """`CheckpointManager`: saves and restores state dicts by step.
 
     path: a local folder; a checkpoint is `path/<step>`, in the format of `torch.distributed.checkpoint`. It gets its name when it is whole, so a crash leaves
-    the checkpoints before it. save_interval: every how many steps `should_save` is true. max_to_keep: how many are kept, the newest; 0: all.
-    max_pending_async: how many saves in the background may wait; a further one waits itself. chkpt_on_preemption: whether SIGTERM makes `reached_preemption`
-    and `should_save` true, once. process_group: accepted; all processes call `save`, and the first one writes.
+    the checkpoints before it. save_interval: every how many steps `should_save` is true. max_to_keep: how many are kept, those that were written
+    last, whatever their steps; 0: all. max_pending_async: how many saves in the background may wait; a further one waits itself. chkpt_on_preemption: whether
+    SIGTERM makes `reached_preemption` and `should_save` true, once. process_group: accepted; all processes call `save`, and the first one writes.
+    num_of_threads: how many threads write the files of a checkpoint.
 
     Raises ValueError for an interval below 1, and for addresses that are no local folder.
     """
@@ -42,6 +44,7 @@ class CheckpointManager:
         max_pending_async: int | None = 1,
         process_group: object = None,
         chkpt_on_preemption: bool = True,
+        num_of_threads: int | None = 1,
     ):
         if type(save_interval) is not int or save_interval < 1:
             raise ValueError(f"save_interval must be a number of steps, 1 or more, got {save_interval!r}")
@@ -51,6 +54,8 @@ class CheckpointManager:
         self.base_path = pathlib.Path(path)
         self.save_interval = save_interval
         self.max_to_keep = max_to_keep or 0
+        self.chkpt_on_preemption = chkpt_on_preemption
+        self.num_of_threads = max(1, num_of_threads or 1)
         self._pending = threading.BoundedSemaphore(max(1, max_pending_async or 1))
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._saves: list[Future[None]] = []
@@ -70,7 +75,7 @@ class CheckpointManager:
         self.join()
         values = on_cpu(state_dict)
         if world.process_index() == 0:
-            self._write(step, values)
+            self._save(step, values)
         processes.barrier("checkpoint")
         self._preempted.clear()
         return True
@@ -84,7 +89,7 @@ class CheckpointManager:
             return self.save(step, state_dict, force=True)
         self._pending.acquire()
         try:
-            self._saves.append(self._pool.submit(self._write_waiting, step, on_cpu(state_dict)))
+            self._saves.append(self._pool.submit(self._save_waiting, self._save, step, on_cpu(state_dict)))
         except BaseException:
             self._pending.release()
             raise
@@ -132,24 +137,37 @@ class CheckpointManager:
         for save in done:
             save.result()
 
-    def _write_waiting(self, step: int, state_dict: dict[str, Any]) -> None:
+    def _save_waiting(self, save: Callable[[int, dict[str, Any]], None], step: int, state_dict: dict[str, Any]) -> None:
         try:
-            self._write(step, state_dict)
+            save(step, state_dict)
         finally:
             self._pending.release()
 
-    def _write(self, step: int, state_dict: dict[str, Any]) -> None:
+    def _save(self, step: int, state_dict: dict[str, Any]) -> None:
         """Into a folder of another name, which gets its own when it is whole."""
         self.base_path.mkdir(parents=True, exist_ok=True)
         part = self.base_path / f"{_PART}{uuid.uuid4().hex}"
         try:
-            dcp.save(state_dict, checkpoint_id=part, planner=SPMDSavePlanner(), no_dist=True)
+            writer = dcp.FileSystemWriter(part, thread_count=self.num_of_threads)
+            dcp.save(state_dict, checkpoint_id=part, storage_writer=writer, planner=SPMDSavePlanner(), no_dist=True)
             final = self.base_path / str(step)
             if final.exists():
                 shutil.rmtree(final)
+            self._stamp(part)
             part.rename(final)
         finally:
             shutil.rmtree(part, ignore_errors=True)
         self._preempted.clear()
-        for old in self.all_steps()[: -self.max_to_keep] if self.max_to_keep else ():
+        for old in sorted(self.all_steps(), key=self._written)[: -self.max_to_keep] if self.max_to_keep else ():
             shutil.rmtree(self.base_path / str(old), ignore_errors=True)
+
+    def _written(self, step: int) -> int:
+        """When a checkpoint was written, in nanoseconds."""
+        return (self.base_path / str(step) / ".metadata").stat().st_mtime_ns
+
+    def _stamp(self, part: pathlib.Path) -> None:
+        """Have a checkpoint be the last one by its file times, also where clocks are coarse or go back."""
+        metadata = part / ".metadata"
+        last = max((self._written(step) for step in self.all_steps()), default=0)
+        if metadata.stat().st_mtime_ns <= last:
+            os.utime(metadata, ns=(last + 1000, last + 1000))

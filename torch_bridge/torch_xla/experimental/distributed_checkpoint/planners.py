@@ -16,45 +16,51 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem
 
 from torch_bridge import nested
-from torch_bridge.recorder import prefetch
-from torch_bridge.torch_xla.distributed.spmd.xla_sharded_tensor import XLAShardedTensor, unwrap
+from torch_bridge.torch_xla.distributed.spmd.xla_sharded_tensor import XLAShardedTensor
+from torch_bridge.torch_xla.experimental.distributed_checkpoint._helpers import _CpuShards, is_divided, on_cpu, plain
 
 __all__ = ["SPMDLoadPlanner", "SPMDSavePlanner"]
-
-
-def on_cpu(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """The same with whole CPU tensors in place of those on xla; values of now."""
-    return prefetch.to_host(_plain(state_dict))
-
-
-def _plain(data: object) -> Any:
-    marked = nested.collect(data, lambda x: isinstance(x, XLAShardedTensor))
-    return nested.replace(data, lambda x: isinstance(x, XLAShardedTensor), [unwrap(t) for t in marked]) if marked else data
 
 
 def _on_xla(x: object) -> bool:
     return isinstance(x, torch.Tensor) and x.device.type == "xla"
 
 
+def _parted(state_dict: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """By name, what is divided, and everything else."""
+    flat, _ = flatten_state_dict(state_dict)
+    divided = {
+        name: x if isinstance(x, _CpuShards) else XLAShardedTensor(x)
+        for name, x in flat.items()
+        if isinstance(x, _CpuShards) or is_divided(x)
+    }
+    return divided, {name: x for name, x in flat.items() if name not in divided}
+
+
 class SPMDSavePlanner(DefaultSavePlanner):
-    """`SPMDSavePlanner`: for `torch.distributed.checkpoint.save(state_dict, planner=...)` of an annotated model."""
+    """`SPMDSavePlanner`: for `torch.distributed.checkpoint.save(state_dict, planner=...)` of an annotated model.
+
+    sharded_state_dict, unsharded_state_dict: after `set_up_planner`, by name, what is divided and what is not.
+    """
 
     def set_up_planner(self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False) -> None:
         """Take the values of now."""
+        self.sharded_state_dict, self.unsharded_state_dict = _parted(plain(state_dict))
         super().set_up_planner(on_cpu(state_dict), storage_meta, is_coordinator)
 
 
 class SPMDLoadPlanner(DefaultLoadPlanner):
     """`SPMDLoadPlanner`: for `torch.distributed.checkpoint.load(state_dict, planner=...)`. The tensors of `state_dict` are written to; other values are
-    replaced in it."""
+    replaced in it. sharded_state_dict, unsharded_state_dict: as those of `SPMDSavePlanner`."""
 
     def set_up_planner(self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
         """Read into CPU tensors, which are moved as they come."""
-        self._given = _plain(state_dict)
+        self._given = plain(state_dict)
         self._outer = state_dict
         tensors = nested.collect(self._given, _on_xla)
         staged = nested.replace(self._given, _on_xla, [torch.empty(t.shape, dtype=t.dtype) for t in tensors])
         self._xla, _ = flatten_state_dict(self._given)
+        self.sharded_state_dict, self.unsharded_state_dict = _parted(self._given)
         super().set_up_planner(staged, metadata, is_coordinator)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
