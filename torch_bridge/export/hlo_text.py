@@ -13,11 +13,13 @@ from torch.utils._pytree import tree_leaves
 
 from torch_bridge import _compat
 from torch_bridge.compiler import interpret
+from torch_bridge.compiler.manual_blocks import Blocks
 from torch_bridge.ir import dtypes
 from torch_bridge.ir.graph import GraphBuilder, number
 from torch_bridge.ir.layout import contiguous_meta
 from torch_bridge.ir.segment import LOCK, read_entries
 from torch_bridge.mesh import sharding, spmd
+from torch_bridge.mesh.spmd_mode import MODE
 from torch_bridge.passes import varying_axes
 from torch_bridge.recorder import dispatch
 from torch_bridge.recorder.tensor import XLATensor
@@ -124,10 +126,12 @@ def trace(graph: fx.Graph, owner: torch.nn.Module | None = None, name: str = "re
     rows = max((n.meta["draw"] for n in graph.nodes if "draw" in n.meta), default=-1) + 1
     draws = jax.ShapeDtypeStruct((rows, 4), np.uint32)
 
+    blocks = Blocks(graph) if MODE.regions else None
+
     def run(draws: Any, *inputs: Any) -> Any:
         supply = iter(inputs)
         values = [draws if p.target == "draws" else next(supply) for p in placeholders]
-        return interpret.run(graph, values, interpret.draws_key_of(draws), transfer.attributes_of(owner))
+        return interpret.run(graph, values, interpret.draws_key_of(draws), transfer.attributes_of(owner), blocks=blocks)
 
     run.__name__ = name
     inputs = [p for p in placeholders if p.target != "draws"]

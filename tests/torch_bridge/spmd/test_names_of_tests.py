@@ -73,8 +73,19 @@ def test_shardings_of_inputs_are_in_the_hlo(mesh: xs.Mesh, monkeypatch: pytest.M
     assert "sharding={devices=[1,2,4]<=[4,2]T(1,0) last_tile_dim_replicate}" in _XLAC._get_xla_tensors_hlo([t])
     assert _XLAC._get_graph_hash([t + 1]) != _XLAC._get_graph_hash([u + 1])
     monkeypatch.setenv("XLA_DUMP_POST_OPTIMIZATIONS", "1")
-    product = t @ u
-    assert "all-reduce" in _XLAC._get_xla_tensors_hlo([product]) and torch.allclose(product.cpu(), t.cpu() @ u.cpu(), atol=1e-4)
+    row, column = torch.randn(1, 128).to("xla"), torch.randn(128, 1).to("xla")
+    xs.mark_sharding(row, mesh, (None, ("data", "model")))
+    product = row @ column
+    assert "all-reduce" in _XLAC._get_xla_tensors_hlo([product]) and torch.allclose(product.cpu(), row.cpu() @ column.cpu(), atol=1e-4)
+
+
+def test_hlo_of_a_region(mesh: xs.Mesh) -> None:
+    """Of blocks, which are rows of one array, and of what comes out of the region."""
+    t = torch.randn(8, 8).to("xla")
+    block = xs.enable_manual_sharding(t, ("data", "model"), mesh=mesh).global_tensor + 1
+    assert "->f32[8,2,4]{2,1,0}" in _XLAC._get_xla_tensors_hlo([block])
+    whole = xs.disable_manual_sharding(block, ("data", "model"), (8, 8), mesh=mesh).global_tensor
+    assert "->f32[8,8]{1,0}" in _XLAC._get_xla_tensors_hlo([whole]) and torch.equal(whole.cpu(), t.cpu() + 1)
 
 
 def test_what_a_tensor_is(mesh: xs.Mesh) -> None:
