@@ -104,7 +104,7 @@ class AnnotatedLabels:
     def lowered_for(self, args: Sequence[Any], every: bool = False) -> list[Any]:
         """The same arguments for lowering. JAX names how results lie that nothing was said of by the mesh of the first argument that is used, and raises if
         that has no axes to say it with; so where there are several meshes, arguments are on one that has the axes of all. every: also where there is one."""
-        meshes = [s.mesh for s in (*(a.sharding for a in args), *self.outputs) if isinstance(s, NamedSharding)]
+        meshes: list[Any] = [s.mesh for s in (*(a.sharding for a in args), *self.outputs) if isinstance(s, NamedSharding)]
         if not every and len(set(meshes)) < 2:
             return list(args)
         return [

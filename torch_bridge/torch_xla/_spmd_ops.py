@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -28,7 +29,7 @@ def dynamo_mark_sharding(
     return input
 
 
-def _read(name: str, text: str) -> tuple[object, ...]:
+def _read(name: str, text: str) -> tuple[Any, ...]:
     try:
         found = ast.literal_eval(text)
     except (ValueError, SyntaxError) as error:

@@ -116,7 +116,7 @@ def test_outputs(mesh: xs.Mesh) -> None:
 def test_mistakes(mesh: xs.Mesh) -> None:
     with pytest.raises(ValueError, match=r"give a mesh with an axis 'fsdp' \(mesh=...\), or set one"):
         FSDPv2(net())
-    with pytest.raises(ValueError, match=r"the mesh \{'data': 4, 'model': 2\} has no axis 'fsdp'"):
+    with pytest.raises(ValueError, match=r"The provided fsdp axis is not in the mesh. It has \{'data': 4, 'model': 2\}"):
         FSDPv2(net(), mesh=mesh)
     with pytest.raises(TypeError, match="unknown options reshard_after_forward"):
         FSDPv2(net(), mesh=mesh, reshard_after_forward=True)
