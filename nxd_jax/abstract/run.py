@@ -14,6 +14,7 @@ import torch.distributed as dist
 from nxd_jax.abstract._models import models_on_meta
 from nxd_jax.abstract.report import AbstractReport, PipelineReport, ProgramReport
 from nxd_jax.abstract.shapes import Witness
+from nxd_jax.inspect import partitioned
 from nxd_jax.inspect.collectives import collectives
 from nxd_jax.inspect.pipeline_inspection import PipelineInspection
 from nxd_jax.pipeline import step_log
@@ -77,8 +78,8 @@ class AbstractRun:
             fullest = max(pipeline.ranks, key=lambda memory: memory.peak).kinds()
             kinds = {kind: fullest.get(kind, 0) for kind in kinds}
         return AbstractReport(
-            cores=world.size(),
-            axes=dict(world.current().axes),
+            cores=len(spmd.devices()) or world.size(),
+            axes=_axes(),
             core=f"a core of {topology.chip.name} at LNC {topology.lnc}",
             hbm_bytes=topology.hbm_per_core,
             kinds=kinds,
@@ -98,7 +99,9 @@ class AbstractRun:
         return PipelineReport(step.name, step.ranks, step.stages, step.programs, step.collectives)
 
     def _compiled(self, recorded: abstract.Recorded) -> ProgramReport:
-        memory = recorded.compile(abstract.QUICK).memory_analysis()
+        compiled = recorded.compile(abstract.QUICK)
+        memory = compiled.memory_analysis()
+        annotated = partitioned.table(compiled.as_text(), _axes(), None) if spmd.active() else None
         return ProgramReport(
             name=activity.describe(recorded.program).source,
             ops=recorded.ops,
@@ -107,7 +110,7 @@ class AbstractRun:
             outputs=int(memory.output_size_in_bytes),
             aliased=int(memory.alias_size_in_bytes),
             temporaries=int(memory.temp_size_in_bytes),
-            collectives=collectives(recorded.jaxpr, dict(world.current().axes)),
+            collectives=collectives(recorded.jaxpr, dict(world.current().axes)) if annotated is None else tuple(annotated.rows),
             trace_seconds=recorded.trace_seconds,
             lower_seconds=recorded.lower_seconds,
             compile_seconds=recorded.compile_seconds,
@@ -132,21 +135,23 @@ def abstract_run(cores: int | None = None, *, instance: str | None = None, nodes
 
     The block concerns the thread that enters it, with the loaders and step closures that it starts; other threads go on with values.
 
-    Raises ValueError for sizes that are not possible, NotImplementedError for annotated programs (`xr.use_spmd`),
-    RuntimeError within another abstract run, in one of several processes (torchrun), and with `cores`
-    or `instance` where torch.distributed is initialised already.
+    With annotations (`xr.use_spmd`, best called in the block, which then has as many devices as cores) each program is compiled when it is met: XLA decides
+    how results lie.
+
+    Raises ValueError for sizes that are not possible, RuntimeError within another abstract run, in one of several processes (torchrun), with `cores` or
+    `instance` where torch.distributed is initialised already, and with as many cores as there are not devices after `xr.use_spmd`.
     """
-    if spmd.active():
-        raise NotImplementedError(
-            "abstract_run after xr.use_spmd(): abstract runs know programs of ranks, not annotated ones. Look at a step that ran (nxd_jax.inspect.look), with "
-            "a small model on as many virtual devices"
-        )
     topology = None if instance is None else Topology(instance, nodes=nodes)
     count = topology.core_count if cores is None and topology is not None else cores
     if count is not None and count < 1:
         raise ValueError(f"cores={count}: an abstract run has at least 1 core")
     if topology is not None and count is not None and count > topology.core_count:
         raise ValueError(f"cores={count}: {nodes} x {instance} have {topology.core_count} cores; give more nodes")
+    if spmd.active() and count not in (None, len(spmd.devices())):
+        raise RuntimeError(
+            f"abstract_run with {count} cores after xr.use_spmd(), which took {len(spmd.devices())} devices: call xr.use_spmd() in the `with` block, or leave "
+            "out cores= and instance="
+        )
     if count is not None and dist.is_initialized():
         raise RuntimeError(
             f"abstract_run with {count} cores of its own after torch.distributed was initialised: leave out cores= and instance=, or call it before "
@@ -161,14 +166,22 @@ def abstract_run(cores: int | None = None, *, instance: str | None = None, nodes
     with contextlib.ExitStack() as block:
         if topology is not None and count == topology.core_count:
             block.enter_context(_environment(NXD_JAX_INSTANCE=str(instance), NXD_JAX_NNODES=str(nodes)))
-        if count is not None:
-            block.enter_context(_world(world.World(count, local_size=None if topology is None else min(count, topology.cores_per_node))))
+        if not spmd.active():
+            if count is not None:
+                local = None if topology is None else min(count, topology.cores_per_node)
+                block.enter_context(_world(world.World(count, local_size=local)))
+            block.enter_context(_without_annotations())
         run.start()
         block.callback(run.stop)
         witness.start()
         block.callback(witness.stop)
         block.enter_context(models_on_meta())
         yield AbstractRun(run, witness, topology)
+
+
+def _axes() -> dict[str, int]:
+    """The mesh axes and their sizes, outermost first; with annotations those of the script's first mesh."""
+    return {str(axis): int(size) for axis, size in (spmd.mesh().shape if spmd.active() else world.current().axes).items()}
 
 
 @contextlib.contextmanager
@@ -183,6 +196,22 @@ def _world(new: world.World) -> Iterator[None]:
         if dist.is_initialized():
             dist.destroy_process_group()
         world.configure(before)
+
+
+@contextlib.contextmanager
+def _without_annotations() -> Iterator[None]:
+    """Annotations that the block switches on (`xr.use_spmd`) are off after it, and the world is what it was."""
+    before = world._world
+    try:
+        yield
+    finally:
+        if spmd.active():
+            from torch_bridge.torch_xla.distributed.spmd import meshes
+
+            meshes.forget_global_mesh()
+            spmd.stop()
+            executor.clear_cache()
+            world.configure(before)
 
 
 @contextlib.contextmanager

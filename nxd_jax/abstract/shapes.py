@@ -10,6 +10,8 @@ import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from torch_bridge.mesh import spmd
+from torch_bridge.mesh.abstract_arrays import AbstractArray
 from torch_bridge.recorder import placed
 from torch_bridge.recorder.tensor import XLATensor
 from torch_bridge.runtime.abstract import Standing
@@ -48,7 +50,7 @@ class Witness:
         for p in (p for group in optimizer.param_groups for p in group["params"] if id(p) in parameters):
             held = p.grad if p.grad is not None else getattr(p, "main_grad", None)
             if held is not None:
-                self._gradients[id(p)] = _bytes(held)
+                self._gradients[id(p)] = _gradient_bytes(p, held)
 
     def _of_modules(self) -> Iterator[torch.Tensor]:
         for module in self._modules:
@@ -115,7 +117,15 @@ def _total(tensors: Iterable[Any], seen: set[int]) -> int:
 
 
 def _bytes(t: Any) -> int:
-    """What a rank's storage holds."""
+    """What a core holds of a tensor's storage: a rank's, or of an annotated tensor a device's."""
     if not isinstance(t, XLATensor):
         return t.numel() * t.element_size()
-    return t._storage.layout.numel * t._storage.layout.dtype.itemsize
+    of, held = t._storage.layout, t._storage.held
+    if spmd.active() and isinstance(held, AbstractArray):
+        return held.core_bytes
+    return of.numel * of.dtype.itemsize
+
+
+def _gradient_bytes(p: torch.Tensor, grad: torch.Tensor) -> int:
+    """Of a parameter's gradient. How XLA lays an annotated one is not known while it waits: it counts as its parameter lies."""
+    return _bytes(p) * grad.element_size() // p.element_size() if spmd.active() else _bytes(grad)

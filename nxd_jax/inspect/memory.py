@@ -130,9 +130,9 @@ _TENSORS = (
 )
 
 
-def of_program(program: Any, plan: Any, owners: dict[int, Owner], hbm_bytes: int, core: str, name: str = "") -> Memory:
-    """The memory of a `torch_bridge.compiler.program.Program`. plan: `memory_analysis()` of its executable. owners: of storages, by id."""
-    held = tuple(_held(program, owners))
+def of_program(program: Any, compiled: Any, owners: dict[int, Owner], hbm_bytes: int, core: str, name: str = "") -> Memory:
+    """The memory of a `torch_bridge.compiler.program.Program`. compiled: its `jax.stages.Compiled`. owners: of storages, by id."""
+    held, plan = tuple(_held(program, compiled, owners)), compiled.memory_analysis()
     names = {h.name for h in held if h.kind == "gradient"}
     return Memory(
         arguments=int(plan.argument_size_in_bytes),
@@ -180,7 +180,7 @@ def _entry(owner: Owner, meta: Any, axes: tuple[str, ...], role: str) -> Held:
     return Held(owner.name, owner.kind, shape, dtype, axes, math.prod(shape) * meta.dtype.itemsize, role)
 
 
-def _held(program: Any, owners: dict[int, Owner]) -> Iterator[Held]:
+def _held(program: Any, compiled: Any, owners: dict[int, Owner]) -> Iterator[Held]:
     spec = program.spec
     ports, labels = spec.ports, spec.labels
     updated = {i for at in ports.donated for i in ports.inputs[at]}
@@ -188,7 +188,7 @@ def _held(program: Any, owners: dict[int, Owner]) -> Iterator[Held]:
         role = "updated" if i in updated else "argument"
         yield _entry(_owner(ref, owners, "input"), *_on_a_core(aval, None if labels is None else labels.inputs[i]), role)
     taken_over = {k for at in ports.order[: len(ports.donated)] for k in ports.outputs[at]}
-    chosen = _chosen_by_xla(program)
+    chosen = _chosen_by_xla(program, compiled)
     for k, node in enumerate(spec.outputs):
         if k not in taken_over:
             ref = program.results_held_by[k] if k < len(program.results_held_by) else None
@@ -211,12 +211,12 @@ def _on_a_core(whole: Any, lies: Any) -> tuple[Any, tuple[str, ...]]:
     return _Block(lies.shard_shape(tuple(whole.shape)), whole.dtype), axes
 
 
-def _chosen_by_xla(program: Any) -> dict[int, NamedSharding]:
+def _chosen_by_xla(program: Any, compiled: Any) -> dict[int, NamedSharding]:
     """Of an annotated program: how results lie for which nobody asked, by result."""
     if not isinstance(program.spec.labels, AnnotatedLabels):
         return {}
     ports = program.spec.ports
-    found = jax.tree.leaves(program.compiled.output_shardings)
+    found = jax.tree.leaves(compiled.output_shardings)
     return {k: lies for at, lies in zip(ports.order, found, strict=True) for k in ports.outputs[at] if isinstance(lies, NamedSharding)}
 
 

@@ -150,7 +150,7 @@ class OfProgram(Subject):
         return owners() if self._known is None else self._known
 
     def memory(self, hbm_bytes: int, core: str) -> Memory:
-        return of_program(self.program, self.compiled.memory_analysis(), self._owners(), hbm_bytes, core, self.name)
+        return of_program(self.program, self.compiled, self._owners(), hbm_bytes, core, self.name)
 
 
 def names_of(program: Any, known: dict[int, Owner]) -> dict[str, str]:

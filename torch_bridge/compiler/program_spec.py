@@ -152,14 +152,17 @@ class ProgramSpec:
         avals = [jax.ShapeDtypeStruct(tuple(m.shape), dtypes.to_jax(m.dtype)) for m in metas]
         return {v: Passed(aval, label) for v, aval, label in zip(self.results, avals, labels, strict=True)}
 
-    def abstract_results(self) -> list[AbstractArray]:
-        """What comes out of each port, in the order in which they leave: shapes and places, from the graph alone."""
+    def abstract_results(self, lie: Sequence[Any] | None = None) -> list[AbstractArray]:
+        """What comes out of each port, in the order in which they leave: shapes and places, from the graph alone.
+
+        lie: of an annotated program, how results lie once it is compiled; else those that XLA places count as replicated.
+        """
         metas = [node.meta["val"] for node in self.outputs]
         shapes = [tuple(m.shape) for m in metas]
         ports = self.ports
         places: list[Any]
         if isinstance(self.labels, AnnotatedLabels):
-            places = [s or spmd.replicated() for s in ports.output_shardings(self.labels.outputs)]
+            places = list(lie or [s or spmd.replicated() for s in ports.output_shardings(self.labels.outputs)])
         elif self.labels is not None:
             shapes = [sharding.global_shape(shape, spec) for shape, spec in zip(shapes, self.labels.outputs, strict=True)]
             places = [jax.sharding.NamedSharding(self.labels.mesh, spec) for spec in ports.output_specs(self.labels.outputs)]

@@ -124,7 +124,7 @@ _LAYOUT = [
         "`xr.use_spmd()` when the script first asks for a device, how many there are, or for a mesh",
         "0",
         FLAG,
-        "torch_bridge.mesh.spmd_mode",
+        "torch_bridge.torch_xla._spmd_variable",
     ),
     Variable("NEURON_LOGICAL_NC_CONFIG", HONOUR, "physical cores per logical core", "2 on Trn2", one_of("1", "2"), "nxd_jax.topology"),
     Variable(

@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from jax.typing import DTypeLike
 
 from torch_bridge import source
+from torch_bridge.mesh import spmd_mode
 
 KEPT = 1 << 16
 """Elements up to which what a script moves to xla keeps its values: a few token ids or a mask that Python looks at later."""
@@ -127,9 +128,12 @@ class Live:
         return Counted(self.of_mesh, mesh, size)
 
     def on(self, mesh: Any) -> int:
-        """Bytes of a core of the mesh of a place (None: of the world): of arrays there, and of those that all cores have."""
+        """Bytes of a core of the mesh of a place (None: of the world): of arrays there, and of those that all cores have. With annotations each mesh has
+        all cores."""
         from torch_bridge.mesh import sharding
 
+        if spmd_mode.active():
+            return sum(self.of_mesh.values())
         whole = sharding.mesh() if sharding.active() else None
         return sum(self.of_mesh.get(m, 0) for m in {mesh, whole, None})
 
@@ -171,8 +175,10 @@ def blocks(size: Sequence[int], dtype: DTypeLike, spec: PartitionSpec) -> Any:
     return AbstractArray(sharding.global_shape(size, spec), dtype, sharding.sharding(spec))
 
 
-def constant(size: Sequence[int], dtype: DTypeLike, spec: PartitionSpec | None) -> Any:
+def constant(size: Sequence[int], dtype: DTypeLike, spec: PartitionSpec | NamedSharding | None) -> Any:
     """For `hoist_constants`: state that starts full of one number, as an input of the step."""
+    if isinstance(spec, NamedSharding):
+        return AbstractArray(size, dtype, spec)
     return AbstractArray(size, dtype, everywhere()) if spec is None else blocks(size, dtype, spec)
 
 

@@ -62,10 +62,6 @@ def use() -> None:
     """
     if active():
         return
-    if abstract_arrays.active():
-        raise NotImplementedError(
-            "xr.use_spmd() in an abstract run: abstract runs know programs of ranks, not annotated ones; run the step with values"
-        )
     now = world.current()
     if len(now.axes) > 1 and sum(n > 1 for n in now.axes.values()) > 1:
         raise RuntimeError(
@@ -119,6 +115,8 @@ def _devices(now: world.World) -> Sequence[Any]:
             )
         return found
     if now.size > 1 or now.fixed:
+        if abstract_arrays.active() and not (_compat.jax_started() and len(jax.devices()) >= now.size):
+            return abstract_arrays.devices(now.size)
         if not _compat.jax_started():
             _compat.provision_cpu_devices(now.size)
         found = jax.devices()
@@ -295,7 +293,7 @@ def put(array: Any, target: NamedSharding) -> Any:
     """The same values, lying so (`in_order`)."""
     target = in_order(target)
     if isinstance(array, abstract_arrays.AbstractArray):
-        return abstract_arrays.AbstractArray(array.shape, array.dtype, target)
+        return abstract_arrays.AbstractArray(array.shape, array.dtype, target, array.host)
     with _compat.enable_x64():
         return jax.device_put(plain(array), target) if world.is_local() else _put_among_processes(plain(array), target)
 

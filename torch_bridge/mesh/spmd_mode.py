@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from torch_bridge.config.variables import VARIABLES
-
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
@@ -27,15 +25,6 @@ MODE = Mode()
 def active() -> bool:
     """Whether programs run over all devices, with annotations."""
     return MODE.mesh is not None
-
-
-def begin_if_asked() -> bool:
-    """`active`, after switching annotations on if `XLA_USE_SPMD` says so."""
-    if not active() and not MODE.stopping and VARIABLES["XLA_USE_SPMD"].now():
-        from torch_bridge.mesh import spmd
-
-        spmd.use()
-    return active()
 
 
 def devices() -> tuple[Any, ...]:

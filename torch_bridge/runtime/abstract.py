@@ -19,7 +19,9 @@ import jax
 
 from torch_bridge import _compat
 from torch_bridge.compiler import cache_keys
+from torch_bridge.compiler.annotated_labels import AnnotatedLabels
 from torch_bridge.compiler.program import Program
+from torch_bridge.compiler.shard_mapping import RankLabels
 from torch_bridge.ir import dtypes
 from torch_bridge.mesh import abstract_arrays, places
 from torch_bridge.mesh.abstract_arrays import KEPT, VALUES, AbstractArray, Live, everywhere
@@ -46,6 +48,8 @@ def _signature(program: Program, args: Sequence[Any]) -> list[jax.ShapeDtypeStru
     labels = program.spec.labels
     if labels is None:
         return [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in args]
+    if isinstance(labels, AnnotatedLabels):
+        return [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding) for a in labels.lowered_for(labels.placed(args))]
     placed = [a if getattr(getattr(a, "sharding", None), "mesh", None) == labels.mesh else places.put(a, labels.mesh) for a in args]
     return [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding) for a in placed]
 
@@ -82,9 +86,15 @@ class Recorded:
 
     @property
     def mesh(self) -> Any:
-        """The mesh that it runs on, None without ranks."""
+        """The mesh of the ranks that it runs on, None without ranks."""
         labels = self.program.spec.labels
-        return None if labels is None else labels.mesh
+        return labels.mesh if isinstance(labels, RankLabels) else None
+
+    def results_lie(self) -> list[Any] | None:
+        """Of an annotated program, how each result lies, as it is handed over: where nothing was asked for XLA decides, so that it is compiled."""
+        if not isinstance(self.program.spec.labels, AnnotatedLabels):
+            return None
+        return list(jax.tree.leaves(self.compile(QUICK).output_shardings))
 
     @property
     def compiled(self) -> bool:
@@ -147,7 +157,7 @@ class Run:
     _left: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     def results(self, program: Program, args: Sequence[Any]) -> list[AbstractArray]:
-        """For `Program.run`: what the program would give, in the order in which its function returns it. Nothing is traced."""
+        """For `Program.run`: what the program would give, in the order in which its function returns it. Nothing is traced, but annotated programs."""
         found = self.programs.get(id(program))
         if found is None:
             program.signature = _signature(program, args)  # for `Program.lowered`
@@ -155,7 +165,7 @@ class Run:
         found.runs += 1
         standing = Standing() if self.training is None else self.training.standing(found.mesh)
         found.live[standing] = max(found.live.get(standing, 0), self.live.on(found.mesh))
-        return program.spec.abstract_results()
+        return program.spec.abstract_results(found.results_lie())
 
     def most(self, recorded: Recorded) -> tuple[int, bool]:
         """The most bytes of arrays that a core has when a program runs, and whether gradients are among them.

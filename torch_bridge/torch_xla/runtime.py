@@ -9,6 +9,7 @@ import torch
 from torch.types import Device
 
 from torch_bridge.mesh import spmd_mode, world
+from torch_bridge.torch_xla import _spmd_variable
 from torch_bridge.torch_xla.core import xla_env_vars as xenv
 
 
@@ -37,7 +38,7 @@ def is_bf16_supported() -> bool:
 
 def device_at(n: int | None) -> torch.device:
     """The n-th xla device of this process."""
-    spmd_mode.begin_if_asked()
+    _spmd_variable.begin_if_asked()
     if n not in (None, 0):
         raise ValueError(f"this process has one xla device, number 0; got {n!r}. Each worker of a job owns one device and calls it xla:0.")
     return torch.device("xla", 0)
@@ -82,12 +83,12 @@ def local_process_count() -> int:
 
 def global_device_count() -> int:
     """`xr.global_device_count`: devices in the job that scripts see; with `use_spmd` 1, which stands for all (`global_runtime_device_count`)."""
-    return 1 if spmd_mode.begin_if_asked() else world.size()
+    return 1 if _spmd_variable.begin_if_asked() else world.size()
 
 
 def local_device_count() -> int:
     """`xr.local_device_count`: those on this host; with `use_spmd` 1 (`addressable_runtime_device_count`)."""
-    return 1 if spmd_mode.begin_if_asked() else world.local_size()
+    return 1 if _spmd_variable.begin_if_asked() else world.local_size()
 
 
 def addressable_device_count() -> int:
@@ -97,13 +98,13 @@ def addressable_device_count() -> int:
 
 def global_runtime_device_count() -> int:
     """`xr.global_runtime_device_count`: devices in the job."""
-    spmd_mode.begin_if_asked()
+    _spmd_variable.begin_if_asked()
     return len(spmd_mode.devices()) or world.size()
 
 
 def addressable_runtime_device_count() -> int:
     """`xr.addressable_runtime_device_count`: devices that this process's script computes on: 1 for a worker, those of the process with `use_spmd`."""
-    spmd_mode.begin_if_asked()
+    _spmd_variable.begin_if_asked()
     return len(spmd_mode.here()) or 1
 
 
@@ -133,7 +134,7 @@ def runtime_device_attributes(device: Device = "xla:0") -> dict[str, Any]:
 
 def global_runtime_device_attributes() -> list[dict[str, Any]]:
     """`xr.global_runtime_device_attributes`: of each device of the job with `use_spmd`, else of this worker's."""
-    spmd_mode.begin_if_asked()
+    _spmd_variable.begin_if_asked()
     count = len(spmd_mode.devices()) or 1
     return [{**runtime_device_attributes(), "id": k, "name": f"{device_type()}:{k}"} for k in range(count)]
 
@@ -147,7 +148,7 @@ def memory_info(device: Device = None) -> dict[str, int]:
 
 def is_spmd() -> bool:
     """`xr.is_spmd`: whether `use_spmd` was called, or `XLA_USE_SPMD=1` is set."""
-    return spmd_mode.begin_if_asked()
+    return _spmd_variable.begin_if_asked()
 
 
 def use_spmd(auto: bool = False) -> None:

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from nxd_jax.tensor_parallel import full_weights
 from torch_bridge.mesh import sharding as placing
-from torch_bridge.mesh import world
+from torch_bridge.mesh import spmd, world
 from torch_bridge.recorder.sharded import varying
 
 if TYPE_CHECKING:
@@ -92,6 +92,8 @@ def _of_tensor(tensor: torch.Tensor) -> Slices:
     how = varying(tensor)
     array = tensor._storage.held  # type: ignore[attr-defined]
     found = getattr(array, "sharding", None)
+    if spmd.active():
+        return _of_sharding(spmd.lies(array) or spmd.replicated(), tuple(tensor.shape))
     if not placing.active() or not isinstance(found, NamedSharding):
         ranks = np.arange(world.size())
         return split(how.global_shape, PartitionSpec(), {"ranks": len(ranks)}, ranks)

@@ -11,7 +11,6 @@ import torch_xla.distributed.spmd as xs
 import torch_xla.runtime as xr
 from torch import nn
 
-import nxd_jax
 from nxd_jax import inspect
 from nxd_jax.inspect import partitioned
 from torch_bridge.mesh import spmd, world
@@ -56,14 +55,6 @@ def test_a_training_step(looked: inspect.Inspection) -> None:
     with pytest.raises(NotImplementedError, match="the costs of an annotated program are those of whole tensors"):
         looked.estimate()
     assert "on all cores together" in str(looked) and "data 4 x model 2" in str(looked) and "of XLA's" in str(looked)
-
-
-def test_abstract_runs_say_so(looked: inspect.Inspection) -> None:
-    with pytest.raises(NotImplementedError, match=r"abstract_run after xr.use_spmd\(\).*inspect.look"), nxd_jax.abstract_run():
-        pass
-    spmd.stop()
-    with nxd_jax.abstract_run(cores=8), pytest.raises(NotImplementedError, match=r"xr.use_spmd\(\) in an abstract run"):
-        xr.use_spmd()
 
 
 HLO = """

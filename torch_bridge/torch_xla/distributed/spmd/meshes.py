@@ -15,7 +15,8 @@ import torch
 from jax.sharding import NamedSharding
 
 from torch_bridge import metrics
-from torch_bridge.mesh import spmd, spmd_mode
+from torch_bridge.mesh import spmd
+from torch_bridge.torch_xla import _spmd_variable
 
 PartitionSpec = Sequence[Any]
 """One entry for each dim of a tensor: a mesh axis (its name, or its number), a tuple of them, or None."""
@@ -253,6 +254,11 @@ def get_global_mesh() -> Mesh | None:
     return _GLOBAL[0] if _GLOBAL else None
 
 
+def forget_global_mesh() -> None:
+    """The devices that `set_global_mesh` named are gone."""
+    _GLOBAL.clear()
+
+
 def get_1d_mesh(axis_name: str | None = None) -> Mesh:
     """`xs.get_1d_mesh`: all devices of the job on one axis."""
     require_on()
@@ -262,7 +268,7 @@ def get_1d_mesh(axis_name: str | None = None) -> Mesh:
 
 def require_on() -> None:
     """Raise RuntimeError unless annotations are on."""
-    if not spmd_mode.begin_if_asked():
+    if not _spmd_variable.begin_if_asked():
         raise RuntimeError(
             "torch_xla.distributed.spmd: sharding annotations are for programs over all devices. Call torch_xla.runtime.use_spmd() at the beginning of the "
             "script, before the first tensor goes to xla"
