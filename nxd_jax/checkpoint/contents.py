@@ -181,6 +181,8 @@ def parts_of(optimizer: Any, names: Mapping[torch.Tensor, str]) -> list[Part]:
 def of_optimizer(optimizer: torch.optim.Optimizer, parts: Sequence[Part]) -> Contents:
     """State by parameter, options of groups, and the master weights of ZeRO-1 where they are more than the weights."""
     outer, base = inner(optimizer), stepping(optimizer)
+    if is_zero1(outer):
+        outer.take_writes()
     states = [base.state.get(part.held, {}) for part in parts]
     masters = {
         part.name: part.held

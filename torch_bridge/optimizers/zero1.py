@@ -37,8 +37,9 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
     up in `param.main_grad`, of `optimizer_dtype`, at the end of each backward pass, and `param.grad` is None afterwards. higher_cc_precision: gradients are
     reduced in `optimizer_dtype`, else in their own. save_master_weights: `state_dict()` holds the parts. pin_layout is accepted without effect.
 
-    `param_groups` are the full parameters' (schedulers change their options there); `base_optimizer` updates the parts. Parameters that have no gradient
-    are left alone. `device` is theirs. `grad_norm` is the norm before clipping, shape [1], None before the first step and without clipping.
+    `param_groups` are the full parameters' (schedulers change their options there); `base_optimizer` updates the parts. What else is written into a parameter
+    (`load_state_dict`, a clamp, `copy_`; not through `.data`) counts: the next step starts from it. Parameters that have no gradient are left alone. `device`
+    is theirs. `grad_norm` is the norm before clipping, shape [1], None before the first step and without clipping.
 
     An optimizer that works element by element gives the numbers that it gives on whole parameters; so does torch's Adafactor. One of your own that takes
     norms, means or products over a parameter sees rows of it, and padding, here: use it without ZeRO-1.
@@ -100,10 +101,11 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         return RowShards(self.sharding_groups)
 
     def init_zero(self) -> None:
-        """Cut the parameters as they are now, and start the optimizer's state anew. To be called after parameters got other values."""
+        """Cut the parameters as they are now, and start the optimizer's state anew."""
         self.inited = False  # until all is done: what is interrupted is done again
         self.shard_of: dict[torch.Tensor, torch.nn.Parameter] = {}
         self._cuts: dict[torch.Tensor, RowShards] = {}
+        self._versions: dict[torch.Tensor, int] = {}
         groups = [self._cut_group(group) for group in self.param_groups]
         self.base_optimizer = self.optimizer_class(groups, **self._options)
         self._fill_in_options()
@@ -127,6 +129,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         for p in group["params"]:
             self._cuts[p] = self.shards_of(p)
             self.shard_of[p] = self._new_shard(p)
+            self._versions[p] = p._version
         return {**group, "params": [self.shard_of[p] for p in group["params"]]}
 
     def _new_shard(self, p: torch.Tensor) -> torch.nn.Parameter:
@@ -135,6 +138,15 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
             shard = torch.nn.Parameter(cuts.cut(p.detach()).to(self.optimizer_dtype), requires_grad=p.requires_grad)
         param_partition.mark(shard, self.whole_of(p).cut(0, cuts.among))
         return shard
+
+    @torch.no_grad()
+    def take_writes(self) -> None:
+        """Take over what others wrote into parameters since they were cut, or since the last step. A part stays where the parameter holds it, rounded."""
+        for p in self._all() if self.inited else ():
+            if p._version != self._versions[p]:
+                shard, written = self.shard_of[p], self._cuts[p].cut(p.detach())
+                shard.copy_(torch.where(shard.to(p.dtype) == written, shard, written.to(shard.dtype)))
+                self._versions[p] = p._version
 
     def whole_of(self, p: torch.Tensor) -> param_partition.Divided:
         """What a parameter is itself a part of."""
@@ -182,6 +194,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
                 loss = closure()
         if not self.inited:
             self.init_zero()
+        self.take_writes()
         self._share_options(self.param_groups, self.base_optimizer.param_groups)
         updated = [p for p in self._all() if self._gradient(p) is not None]
         self._reduce(updated)
@@ -253,6 +266,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
             for cuts, chosen in self._by_cuts([p for p in params if p.dtype == dtype]):
                 parts = [self.shard_of[p] for p in chosen]
                 op_rules.copy_all(chosen, cuts.all_gather(parts, [p.shape for p in chosen], dtype, self._gather_bytes))
+        self._versions.update((p, p._version) for p in params)
 
     @torch.no_grad()
     def _calc_grad_norm(self, norm_type: float = 2.0) -> torch.Tensor:
@@ -287,6 +301,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         `save_master_weights` (`sharded_master_weights`)."""
         if not self.inited:
             self.init_zero()
+        self.take_writes()
         inner = self.base_optimizer.state_dict()
         found = super().state_dict()
         found["base_state"] = inner["state"]

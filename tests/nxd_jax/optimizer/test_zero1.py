@@ -227,6 +227,28 @@ def test_new_weights_and_groups(nxd: Nxd) -> None:
     assert first.tolist() == [2.5] * 3
 
 
+def test_what_others_write_into_a_weight(nxd: Nxd) -> None:
+    """It is what the next step starts from, and is saved; where a weight holds its float32 part as rounded, the part stays."""
+    nxd(2)
+    weight = torch.nn.Parameter(torch.ones(5, dtype=torch.bfloat16, device="xla"))
+    optimizer = NeuronZero1Optimizer([weight], optim.SGD, lr=1.0, grad_clipping=False, save_master_weights=True)
+
+    def step() -> list[float]:
+        optimizer.zero_grad()
+        (weight * 2**-10).sum().backward()
+        optimizer.step()
+        parts = sharded.shards(optimizer.state_dict()["sharded_master_weights"][0])
+        return torch.cat(parts)[:5].tolist()
+
+    assert step() == [1 - 2**-10] * 5 and weight.tolist() == [1.0] * 5
+    with torch.no_grad():
+        weight[:3] = torch.tensor([8.0, 1.0, 1.0])
+    state = optimizer.state_dict()["sharded_master_weights"][0]
+    assert torch.cat(sharded.shards(state))[:5].tolist() == [8.0] + [1 - 2**-10] * 4
+    assert step() == [8 - 2**-10] + [1 - 2**-9] * 4
+    assert step() == [8 - 2**-9] + [1 - 3 * 2**-10] * 4
+
+
 def test_lazily(nxd: Nxd) -> None:
     """torch_xla's own class, over all ranks."""
     nxd(4, tp=2)
