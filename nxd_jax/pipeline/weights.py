@@ -109,10 +109,12 @@ def put_back(stages: Stages, homes: Homes) -> None:
 
 
 def refresh(replicas: Sequence[Sequence[Replica]], homes: Homes, exchange: Exchange | None) -> None:
-    """Give copies the values that the weights have now, and forget gradients of a step that did not end: `zero_grad` of an optimizer does not reach them."""
+    """Give copies the values that the weights have now, freeze those of frozen weights, and forget gradients of a step that did not end: `zero_grad` of an
+    optimizer does not reach them."""
     for replica in (r for found in replicas for r in found):
         if replica.copy is not None:
             replica.copy.grad = None
+            replica.copy.requires_grad_(replica.weight.requires_grad)
         source, target = ends(replica, homes)
         if exchange is None or messages.within_process(source, target):
             assert replica.copy is not None

@@ -210,6 +210,23 @@ def test_a_step_that_did_not_end_adds_nothing_to_the_next(nxd: Nxd, monkeypatch:
         torch.testing.assert_close(a.grad.cpu(), b.grad.cpu())
 
 
+def test_tied_weights_that_are_frozen_or_unfrozen_between_steps(nxd: Nxd) -> None:
+    """The copy that the last stage has follows."""
+    nxd(2, pp=2)
+    changing, always = made(model=Model(4, tied=True)), made(model=Model(4, tied=True))
+    always.run_train(**BATCH)
+    tied = next(p for n, p in changing.named_parameters() if "embed" in n)
+    tied.requires_grad_(False)
+    changing.run_train(**BATCH)
+    assert tied.grad is None
+    changing.zero_grad()
+    tied.requires_grad_(True)
+    changing.run_train(**BATCH)
+    expected = next(p for n, p in always.named_parameters() if "embed" in n)
+    assert tied.grad is not None and expected.grad is not None
+    torch.testing.assert_close(tied.grad.cpu(), expected.grad.cpu())
+
+
 def test_what_was_stopped_while_weights_were_laid_out_is_done_again(nxd: Nxd, monkeypatch: pytest.MonkeyPatch) -> None:
     """The model is on the device, and has stages of its own for evaluation."""
     nxd(2, pp=2)
