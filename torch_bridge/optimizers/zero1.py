@@ -82,6 +82,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         self._options = defaults
         self._grad_norm: torch.Tensor | None = None
         self._zeros: dict[torch.Tensor, torch.Tensor] = {}
+        self._fed: set[torch.Tensor] = set()  # what has had a gradient since `zero_grad`
         self._check_parameters(self._all())
         self.device = self._all()[0].device
         self._check_class()
@@ -211,8 +212,9 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients; with set_to_none=False they become zeros. `main_grad` becomes zeros either way, as in torch_xla: from its first gradient on, a
-        parameter is updated in every step."""
+        parameter is updated in every step, unless it is frozen."""
         super().zero_grad(set_to_none)
+        self._fed.clear()
         for p in self._all():
             held = getattr(p, "main_grad", None)
             if held is not None:
@@ -235,13 +237,14 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
                 p.main_grad = grad.to(self.optimizer_dtype)  # type: ignore[attr-defined]
             else:
                 p.main_grad.add_(grad)  # type: ignore[attr-defined]
+        self._fed.add(p)
         p.grad = None
 
     def _gradient(self, p: torch.Tensor) -> torch.Tensor | None:
         if not self.use_grad_acc_hook:
             return p.grad
         self._accumulate(p)  # one that no hook saw: set by hand, or of a parameter that was frozen at first
-        return getattr(p, "main_grad", None)
+        return getattr(p, "main_grad", None) if p.requires_grad or p in self._fed else None
 
     def _reduce(self, params: Sequence[torch.Tensor]) -> None:
         """Give every part the mean of its gradients."""

@@ -159,6 +159,23 @@ def test_gradients_no_hook_saw(nxd: Nxd) -> None:
     assert other.tolist() == [-4.0] * 3 and late.tolist() == [-1.0] * 3
 
 
+def test_a_weight_frozen_between_steps_stays(nxd: Nxd) -> None:
+    """Its `main_grad` is zeros, to which a step would add momentum."""
+    nxd(2, tp=2)
+    frozen, other = parameter(3), parameter(3)
+    frozen.sequence_parallel_enabled = True  # type: ignore[attr-defined]  # its zeros are added up over ranks besides
+    optimizer = nxd_api.initialize_parallel_optimizer(
+        Case(optim.SGD, {}, world=2, clip=None).config(), optim.SGD, [frozen, other], lr=1.0, momentum=0.5
+    )
+    for trained in (True, False, True):
+        optimizer.zero_grad()
+        frozen.requires_grad_(trained)
+        (frozen + other).sum().backward()
+        optimizer.step()
+    assert other.tolist() == [1 - 1 - 1.5 - 1.75] * 3
+    assert frozen.tolist() == [1 - 2 - 3] * 3  # the gradient 2 of both ranks: a step of 2, none, and one of 2 + 0.5 * 2
+
+
 def test_an_optimizer_that_is_gone_takes_no_gradients(nxd: Nxd) -> None:
     nxd(2)
     p = parameter(3)
