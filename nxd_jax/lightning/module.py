@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,7 +36,8 @@ class NeuronLTModule(LightningModule):
     (`Trainer(accumulate_grad_batches=, gradient_clip_val=)` then work as they do elsewhere). NxD does not support that.
 
     Set up for you: `averaged_loss` (zeros, shape [1], float64, on the device), `should_print` (False), `print_pp_rank`, and `loss`, `lr`, `input_ids` and
-    `global_norm` (None until you set them). Names of parameters and the state dict are the model's own, without "model.".
+    `global_norm` (None until you set them). Names of parameters and the state dict are the model's own, without "model.", which
+    stays where another module of this one has the name.
     """
 
     model: Any
@@ -220,20 +221,21 @@ class NeuronLTModule(LightningModule):
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """The model's names (and those of other modules of this one)."""
-        for name, parameter in super().named_parameters(*args, **kwargs):
-            yield name.removeprefix(_PREFIX), parameter
+        found = list(super().named_parameters(*args, **kwargs))
+        yield from zip(_without_prefix([name for name, _ in found]), [parameter for _, parameter in found], strict=True)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """The model's state with the model's names (and that of other modules of this one)."""
         found = super().state_dict(*args, **kwargs)
-        renamed = {name.removeprefix(_PREFIX): value for name, value in found.items()}
+        renamed = dict(zip(_without_prefix(found), list(found.values()), strict=True))
         found.clear()
         found.update(renamed)
         return found
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load what `state_dict()` gave, or a state dict with names that begin with "model."."""
-        own = {name.removeprefix(_PREFIX): name for name in super().state_dict()}
+        names = list(super().state_dict())
+        own = dict(zip(_without_prefix(names), names, strict=True))
         return super().load_state_dict({own.get(name, name): value for name, value in state_dict.items()}, strict=strict, assign=assign)
 
     @classmethod
@@ -243,3 +245,10 @@ class NeuronLTModule(LightningModule):
             f"{cls.__name__}.load_from_checkpoint: the model is made once a Trainer has laid out the ranks. Make the module as for training and pass "
             f"ckpt_path={str(checkpoint_path)!r} to trainer.fit, validate, test or predict, or call neuronx_distributed.load_checkpoint(folder, tag, model=...)"
         )
+
+
+def _without_prefix(names: Iterable[str]) -> list[str]:
+    """Names without "model.", where that leaves a name that no other module has."""
+    found = list(names)
+    others = {name for name in found if not name.startswith(_PREFIX)}
+    return [name if (plain := name.removeprefix(_PREFIX)) in others else plain for name in found]

@@ -38,6 +38,18 @@ def test_clipping_without_an_optimizer_does_nothing() -> None:
     made.clip_gradients()
 
 
+def test_a_name_that_the_model_and_the_module_have() -> None:
+    made = jobs.module()
+    made.model, made.head = torch.nn.ModuleDict({"head": torch.nn.Linear(3, 3), "model": torch.nn.Linear(2, 2)}), torch.nn.Linear(2, 2)
+    names = {"head.weight", "head.bias", "model.head.weight", "model.head.bias", "model.weight", "model.bias"}
+    state = {name: value.clone() for name, value in made.state_dict().items()}
+    assert {name for name, _ in made.named_parameters()} == set(state) == names
+    for parameter in made.parameters():
+        torch.nn.init.zeros_(parameter)
+    made.load_state_dict(state)
+    assert all(torch.equal(parameter, state[name]) for name, parameter in made.named_parameters())
+
+
 def test_log_by_position(tmp_path: Path) -> None:
     class Logging(jobs.Automatic):
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
