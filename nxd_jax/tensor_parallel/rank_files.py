@@ -53,6 +53,8 @@ def save(
 
     All processes must call it. Numbers that differ by rank are written as each rank's own. Of what a pipeline's `local_state_dict()` returned, each
     pipeline rank's file has what its stages read; a copy of that, and the state of an optimizer in a process with several pipeline ranks, are in all files.
+
+    Raises ValueError for a ZeRO-1 optimizer's state of which some ranks' parts would be in no file.
     """
     directory = os.fspath(output_dir)
     logger.info("saving checkpoint to %s", directory)
@@ -62,6 +64,7 @@ def save(
             "neuronx_distributed.save_checkpoint",
             stacklevel=2,
         )
+    _check_shards(checkpoint, master_dp_only)
     executor.sync()
     os.makedirs(directory, exist_ok=True)
     writers = _writers(directory, master_dp_only)
@@ -137,6 +140,22 @@ def get_sharded_model_dict(model: torch.nn.Module, model_state_dict: dict[str, A
         if name in full and full_weights.is_divided(parameter):
             full[name] = _cut(name, parameter, full[name])
     return full
+
+
+def _check_shards(checkpoint: Any, master_dp_only: bool) -> None:
+    """Raise ValueError if ranks that share a file have different parts of a ZeRO-1 optimizer's state."""
+    lost = {"data": parallel_groups.size("dp") if master_dp_only else 1, "context": parallel_groups.size("cp")}
+    kinds = [f"{size} {kind}-parallel ranks" for kind, size in lost.items() if size > 1]
+    if kinds and nested.collect(checkpoint, _is_zero1_state):
+        remedy = "use neuronx_distributed.save_checkpoint" if lost["context"] > 1 else "pass master_dp_only=False, to load too"
+        raise ValueError(
+            f"parallel_layers.save(master_dp_only={master_dp_only}) keeps the ZeRO-1 optimizer state of the first of {' and '.join(kinds)} only, and each has "
+            f"its own part: {remedy}"
+        )
+
+
+def _is_zero1_state(value: object) -> bool:
+    return isinstance(value, dict) and {"base_state", "shape_info"} <= value.keys()
 
 
 # -- names -------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from torch import nn
 
 from nxd_jax import parallel_layers
 from nxd_jax.modules.qkv_linear import GQAQKVColumnParallelLinear
+from nxd_jax.optimizer import NeuronZero1Optimizer
 from nxd_jax.parallel_layers import checkpointing, parallel_state
 from nxd_jax.parallel_layers.layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear
 from nxd_jax.tensor_parallel import rank_files
@@ -155,6 +156,24 @@ def test_experts_of_other_ranks_are_not_lost_in_silence(nxd: Nxd, tmp_path: path
     nxd(2, ep=2)
     with pytest.warns(UserWarning, match="experts of expert parallel rank 0 only: pass master_dp_only=False"):
         parallel_layers.save({}, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "cp, master_dp_only, text",
+    [
+        (1, True, r"of the first of 4 data-parallel ranks only, and each has its own part: pass master_dp_only=False, to load too"),
+        (2, True, r"of the first of 2 data-parallel ranks and 2 context-parallel ranks only, .*: use neuronx_distributed.save_checkpoint"),
+        (2, False, r"of the first of 2 context-parallel ranks only, .*: use neuronx_distributed.save_checkpoint"),
+    ],
+)
+def test_parts_of_other_ranks_are_not_lost_in_silence(nxd: Nxd, tmp_path: pathlib.Path, cp: int, master_dp_only: bool, text: str) -> None:
+    nxd(4, cp=cp)
+    optimizer = NeuronZero1Optimizer([torch.nn.Parameter(torch.ones(8, device="xla"))], torch.optim.Adam)
+    data = {"epoch": 1, "optimizers": [optimizer.state_dict()]}
+    with pytest.raises(ValueError, match=text):
+        parallel_layers.save(data, tmp_path, master_dp_only=master_dp_only)
+    if cp == 1:
+        parallel_layers.save(data, tmp_path, master_dp_only=False)
 
 
 def test_context_parallel_ranks_share_a_file(nxd: Nxd, tmp_path: pathlib.Path) -> None:
