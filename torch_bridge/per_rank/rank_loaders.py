@@ -1,7 +1,7 @@
 """Data loaders in a process that hosts several ranks: every rank gets the samples it would get alone.
 
 A sampler, batch sampler, dataset or loader that was told its rank (`DistributedSampler(rank=xm.get_ordinal())`, or any object that keeps a rank in an
-attribute) is copied for each distinct rank; the copies are read side by side, and a batch arrives as xla tensors with each rank's own values.
+attribute) is copied for each distinct rank; the copies are read side by side, and a batch arrives as xla tensors and numbers with each rank's own values.
 A loader that knows no rank gives every rank the same batch, as it would in separate processes. Each copy sees the random states of torch, Python and NumPy as
 if it were alone (in the main thread; torch's in any). So are datasets and loaders that were made for each rank (`each_rank_factories`). Limits: a rank that was
 turned into a plain number before (`int(rank)`, `indices[rank::n]` while building the dataset) cannot be told apart.
@@ -9,7 +9,9 @@ turned into a plain number before (`int(rank)`, `indices[rank::n]` while buildin
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -128,6 +130,7 @@ class RankBatches(Iterator[Any]):
         self._table = table
         self._random = RandomStates([table[rank] for rank in world.current().hosted], _generators(loader, {id(torch.default_generator)}))
         self._iterators: dict[Any, Iterator[Any]] = {}
+        self._given = 0
         self._random.begin()
         for rank in world.current().hosted:
             if table[rank] not in self._iterators:
@@ -137,18 +140,25 @@ class RankBatches(Iterator[Any]):
 
     def __next__(self) -> Any:
         batches: dict[Any, Any] = {}
-        ended = False
         self._random.begin()
         for key, iterator in self._iterators.items():
-            with self._random.of(key):
-                try:
-                    batches[key] = next(iterator)
-                except StopIteration:
-                    ended = True
+            with self._random.of(key), contextlib.suppress(StopIteration):
+                batches[key] = next(iterator)
         self._random.end()
-        if ended:  # ranks with fewer batches end the epoch for all: collectives need everyone
+        if len(batches) < len(self._iterators):  # ranks with fewer batches end the epoch for all: collectives need everyone
+            if batches:
+                self._warn(set(batches))
             raise StopIteration
+        self._given += 1
         return combine(batches, self._table)
+
+    def _warn(self, going_on: set[Any]) -> None:
+        short, long = ([r for r in world.current().hosted if (self._table[r] in going_on) is more] for more in (False, True))
+        warnings.warn(
+            f"ranks {short} have {self._given} batches and ranks {long} have more, which are left out: all ranks compute together, so the epoch ends for all. "
+            "Give all of them equally many samples (DistributedSampler pads)",
+            stacklevel=2,
+        )
 
 
 def combine(batches: dict[Any, Any], table: tuple[Any, ...]) -> Any:
@@ -175,7 +185,26 @@ def combine(batches: dict[Any, Any], table: tuple[Any, ...]) -> Any:
         placed.append(
             sharded.from_ranks(lambda r: rank_tensor.own(leaves[table[r]][k], hosted.index(r)), None if drawn else axes)  # noqa: B023  # called at once
         )
-    return nested.replace(first, _is_tensor, placed)
+    return _with_numbers(nested.replace(first, _is_tensor, placed), [batches[table[r]] for r in hosted])
+
+
+def _with_numbers(batch: Any, each: list[Any]) -> Any:
+    """A batch in which numbers that differ by rank are each rank's own. each: of every hosted rank, alike but for tensors."""
+    if type(batch) in (bool, int, float):
+        return rank_numbers.item(tuple(each)) if all(type(x) is type(batch) for x in each) else batch
+    if isinstance(batch, dict) and all(isinstance(x, dict) and x.keys() == batch.keys() for x in each):
+        changed = {k: new for k, part in batch.items() if (new := _with_numbers(part, [x[k] for x in each])) is not part}
+        if not changed:
+            return batch
+        made = copy.copy(batch)
+        made.update(changed)
+        return made
+    if isinstance(batch, (list, tuple)) and all(isinstance(x, (list, tuple)) and len(x) == len(batch) for x in each):
+        parts = [_with_numbers(part, list(theirs)) for part, *theirs in zip(batch, *each, strict=True)]
+        if all(new is part for new, part in zip(parts, batch, strict=True)):
+            return batch
+        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
+    return batch
 
 
 def _is_tensor(x: object) -> bool:

@@ -249,7 +249,25 @@ class Short(Sampler[int]):
 
 
 def test_the_shortest_rank_ends_the_epoch() -> None:
-    assert len(list(DataLoader(DATA, batch_size=2, sampler=Short(world.rank())))) == 1
+    with pytest.warns(
+        UserWarning, match=r"ranks \[3\] have 1 batches and ranks \[0, 1, 2\] have more, which are left out: .* the epoch ends for all"
+    ):
+        assert len(list(DataLoader(DATA, batch_size=2, sampler=Short(world.rank())))) == 1
+
+
+def test_numbers_in_a_batch_are_each_ranks_own() -> None:
+    def collate(samples: list[Any]) -> Any:
+        rows = torch.stack([x for x, _ in samples])
+        label = int(samples[0][1])
+        return {"rows": rows, "of": ("name", [label, len(samples)]), "mean": float(label), "even": label % 2 == 0, "none": None}
+
+    sampler = DistributedSampler(DATA, N, world.rank(), shuffle=False)
+    batch = next(iter(DataLoader(DATA, batch_size=2, sampler=sampler, collate_fn=collate)))
+    name, (label, count) = batch["of"]
+    assert (name, count, batch["none"]) == ("name", 2, None) and type(count) is int
+    assert rank_numbers.values_of(batch["even"]) == (True, False, True, False)
+    for number in (label, batch["mean"]):
+        assert [x.item() for x in sharded.shards(torch.ones((), device="xla") * number)] == [0.0, 1.0, 2.0, 3.0]
 
 
 def test_errors_in_a_dataset_arrive() -> None:
