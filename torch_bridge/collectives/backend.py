@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from torch_bridge.collectives import device_mesh, object_collectives, sync_batch_norm
+from torch_bridge.collectives import device_mesh, object_collectives, reducers, sync_batch_norm
 from torch_bridge.collectives.process_group import ProcessGroupXla
 from torch_bridge.mesh import groups as rank_groups
 from torch_bridge.mesh import rank_numbers as ranks_of
@@ -174,6 +174,7 @@ def _install() -> None:
         module.init_process_group = init_process_group  # type: ignore[attr-defined]
         module.new_group = new_xla_process_group  # type: ignore[attr-defined]
     sync_batch_norm.install()
+    reducers.install()
     device_mesh.install()
     _by_objects("all_gather_object", _all_gather_object)
     _by_objects("gather_object", _gather_object)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.types import Device
 
-from torch_bridge.collectives import functional
+from torch_bridge.collectives import functional, reducers
 from torch_bridge.mesh import groups as rank_groups
 from torch_bridge.mesh import processes, world
 from torch_bridge.mesh.groups import Groups
@@ -83,6 +83,8 @@ class ProcessGroupXla(_Base):
         return kind, 1.0 / self._groups().size if op == dist.ReduceOp.AVG else 1.0
 
     def allreduce(self, tensors: Tensors, opts: Any = None) -> Any:
+        if len(tensors) == 1 and reducers.sum_map(tensors[0], self._mesh):
+            return _done(tensors)
         kind, scale = self._reduce(opts, tensors) if opts is not None else ("sum", 1.0)
         functional.all_reduce(kind, tensors, scale, self._mesh)
         return _done(tensors)
@@ -179,9 +181,7 @@ class ProcessGroupXla(_Base):
         input_split_sizes: Sequence[int] | None,
         opts: Any = None,
     ) -> Any:
-        for name, sizes in (("output_split_sizes", output_split_sizes), ("input_split_sizes", input_split_sizes)):
-            if sizes and len(set(sizes)) > 1:
-                raise NotImplementedError(f"all_to_all_single with uneven {name}={list(sizes)}: XLA needs equal parts; pad them")
+        check_equal_parts(output_split_sizes, input_split_sizes)
         _copy([output], [functional.all_to_all(input, 0, 0, self.size(), self._mesh)])
         return _done([output])
 
@@ -223,6 +223,13 @@ class ProcessGroupXla(_Base):
                 "xm.collective_permute(tensor, [[source, target], ...]), which every rank of the group calls"
             )
         raise ValueError(f"{what} {rank}: the group of rank {self.rank()} has {self.size()} member, so there is no other rank")
+
+
+def check_equal_parts(output_split_sizes: Sequence[int] | None, input_split_sizes: Sequence[int] | None) -> None:
+    """Raises NotImplementedError unless an `all_to_all_single` exchanges equal parts."""
+    for name, sizes in (("output_split_sizes", output_split_sizes), ("input_split_sizes", input_split_sizes)):
+        if sizes and len(set(sizes)) > 1:
+            raise NotImplementedError(f"all_to_all_single with uneven {name}={list(sizes)}: XLA needs equal parts; pad them")
 
 
 def _copy(outputs: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:

@@ -1,0 +1,64 @@
+"""torch's DistributedDataParallel of modules on xla."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.torch_bridge.ranks import eager
+from torch_bridge.collectives import backend  # noqa: F401  (it registers backend "xla")
+from torch_bridge.mesh import world
+
+
+@pytest.fixture(autouse=True)
+def two_ranks() -> Iterator[None]:
+    world.configure(world.World(2))
+    dist.init_process_group("xla")
+    yield
+    dist.destroy_process_group()
+    world.configure(None)
+
+
+class Branches(nn.Module):
+    """One of the layers is not used, another in some calls only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.unused = (nn.Linear(3, 3) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, both: bool) -> torch.Tensor:
+        x = self.first(x)
+        return self.second(x) if both else x
+
+
+@pytest.mark.filterwarnings("ignore:.*static graph.*", "ignore:.*does not match bucket view strides.*")
+@pytest.mark.parametrize(
+    ("options", "used"),
+    [
+        ({"find_unused_parameters": True}, [True, False, True]),
+        ({"static_graph": True, "gradient_as_bucket_view": True}, [True, True]),
+    ],
+)  # fmt: skip
+def test_unused_parameters(options: dict[str, Any], used: list[bool]) -> None:
+    """They get no gradient, and the others the mean over ranks of theirs."""
+    torch.manual_seed(0)
+    alone = Branches()
+    ours = Branches()
+    ours.load_state_dict(alone.state_dict())
+    parallel = DistributedDataParallel(ours.to("xla"), **options)
+    for k, both in enumerate(used):
+        values = eager.each(lambda r, k=k: torch.linspace(-1, 1 + r + k, 12).reshape(4, 3))
+        ours.zero_grad()
+        alone.zero_grad()
+        parallel(eager.on_xla(values), both).pow(2).mean().backward()
+        torch.stack([alone(v, both).pow(2).mean() for v in values]).mean().backward()
+        for (name, p), q in zip(ours.named_parameters(), alone.parameters(), strict=True):
+            assert (p.grad is None) == (q.grad is None), name
+            if p.grad is not None and q.grad is not None:
+                eager.same(p.grad, q.grad)
