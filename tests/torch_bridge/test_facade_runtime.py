@@ -339,3 +339,18 @@ def test_neuron_testing() -> None:
     assert neuron_allclose(x, torch.tensor([1.0, 2.5]), atol=1.0, rtol=0.0)
     with pytest.raises(ValueError, match="one shape"):
         neuron_allclose(x, torch.ones(3))
+
+
+def test_precision_of_matrix_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    import jax
+
+    monkeypatch.setattr(torch_xla._XLAC, "_mat_mul_precision", "default")
+    before = jax.config.jax_default_matmul_precision
+    assert torch_xla.backends.get_mat_mul_precision() == "default"
+    try:
+        torch_xla.backends.set_mat_mul_precision("highest")
+        assert torch_xla.backends.get_mat_mul_precision() == "highest"
+        with pytest.raises(ValueError, match="'float8'. Must be one of default, high, highest"):
+            torch_xla.backends.set_mat_mul_precision("float8")
+    finally:
+        jax.config.update("jax_default_matmul_precision", before)

@@ -155,10 +155,12 @@ def test_compile_full_graph_refuses_an_early_run() -> None:
         torch_xla.compile(branchy, full_graph=True)(x)
 
 
-def test_compile_counts_graphs() -> None:
-    f = torch_xla.compile(lambda a: a + 1, num_different_graphs_allowed=1, name="plus")
+@pytest.mark.parametrize("limit", ["max_different_graphs", "num_different_graphs_allowed"])
+def test_compile_counts_graphs(limit: str) -> None:
+    f = torch_xla.compile(lambda a: a + 1, name="plus", **{limit: 1})
     for _ in range(3):
         f(torch.ones(2, device="xla"))
+        torch_xla.sync(wait=True, reset_scope=False)
     with pytest.raises(RuntimeError, match="'plus' has given 2 different graphs"):
         f(torch.ones(3, device="xla"))
 

@@ -9,7 +9,7 @@ from torch_bridge.config import environment
 environment.prepare()  # before JAX starts
 _values = environment.check()
 
-from torch_bridge.collectives import collective_ops
+from torch_bridge.collectives import c10d_ops, collective_ops
 from torch_bridge.compiler import xla_cache
 from torch_bridge.config import fork_guard
 from torch_bridge.device import debug_modes, module_to
@@ -53,4 +53,14 @@ os.register_at_fork(after_in_child=fork_guard.mark_forked)
 # DataLoader workers fork; they use CPU tensors only, and `fork_guard.check` stops those that do not, so JAX's warning about forks misleads.
 warnings.filterwarnings("ignore", message=r"os\.fork\(\) was called", category=RuntimeWarning)
 
-__all__ = ["collective_ops", "ctc_lengths", "dispatch", "op_rules", "packed_sequences", "recurrent_layers", "tensor", "use_dispatch"]
+__all__ = [
+    "c10d_ops",
+    "collective_ops",
+    "ctc_lengths",
+    "dispatch",
+    "op_rules",
+    "packed_sequences",
+    "recurrent_layers",
+    "tensor",
+    "use_dispatch",
+]

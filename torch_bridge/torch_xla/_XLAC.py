@@ -215,11 +215,21 @@ def _get_ir_debug() -> bool:
     return True
 
 
+_mat_mul_precision = "default"
+
+
 def _xla_set_mat_mul_precision(precision: str) -> None:
     """Set the precision of matrix products: 'default', 'high' or 'highest'."""
     import jax
 
+    global _mat_mul_precision
     jax.config.update("jax_default_matmul_precision", precision)
+    _mat_mul_precision = precision
+
+
+def _xla_get_mat_mul_precision() -> str:
+    """What was set; 'default' at first."""
+    return _mat_mul_precision
 
 
 _OF_ANNOTATIONS = {

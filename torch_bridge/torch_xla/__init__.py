@@ -29,7 +29,7 @@ from torch_bridge.torch_xla.distributed import xla_backend, xla_multiprocessing 
 from torch_bridge.torch_xla.torch_xla import compile, device, device_count, devices, launch, manual_seed, real_devices, step, sync  # noqa: E402
 from torch_bridge.torch_xla.version import __version__  # noqa: E402
 
-_SUBPACKAGES = ("amp", "core", "debug", "distributed", "experimental", "test", "utils")
+_SUBPACKAGES = ("amp", "backends", "core", "debug", "distributed", "experimental", "stablehlo", "test", "utils")
 
 __all__ = [
     "_XLAC",

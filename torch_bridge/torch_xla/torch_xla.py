@@ -42,9 +42,9 @@ def device_count() -> int:
     return len(real_devices())
 
 
-def sync(wait: bool = False) -> None:
+def sync(wait: bool = False, reset_scope: bool = True) -> None:
     """`torch_xla.sync`: end the step. Compiles and runs everything recorded, then calls the step closures; `wait` blocks until the device
-    is done.
+    is done. `reset_scope`, which is about torch_xla's names of ops, is accepted.
     """
     steps.mark(wait=wait)
 
@@ -56,25 +56,42 @@ def step() -> contextlib.AbstractContextManager[None]:
 
 @overload
 def compile(
-    f: None = None, full_graph: bool | None = False, name: str | None = None, num_different_graphs_allowed: int | None = None
+    f: None = None,
+    full_graph: bool | None = False,
+    name: str | None = None,
+    max_different_graphs: int | None = None,
+    *,
+    num_different_graphs_allowed: int | None = None,
 ) -> _Region: ...
 @overload
-def compile(f: F, full_graph: bool | None = False, name: str | None = None, num_different_graphs_allowed: int | None = None) -> F: ...
+def compile(
+    f: F,
+    full_graph: bool | None = False,
+    name: str | None = None,
+    max_different_graphs: int | None = None,
+    *,
+    num_different_graphs_allowed: int | None = None,
+) -> F: ...
 
 
 def compile(
-    f: Any = None, full_graph: bool | None = False, name: str | None = None, num_different_graphs_allowed: int | None = None
+    f: Any = None,
+    full_graph: bool | None = False,
+    name: str | None = None,
+    max_different_graphs: int | None = None,
+    *,
+    num_different_graphs_allowed: int | None = None,
 ) -> Any:
     """`torch_xla.compile`: run `f` (a function or module) as one graph. Also a decorator, with or without arguments, and a context manager.
 
-    full_graph: raise RuntimeError if `f` makes the graph run before its end (by `.item()`, printing, ...). num_different_graphs_allowed:
-    raise RuntimeError once calls of `f` have given more different graphs than this. name: what errors call it; the function's name by
-    default.
+    full_graph: raise RuntimeError if `f` makes the graph run before its end (by `.item()`, printing, ...). max_different_graphs (older
+    releases: num_different_graphs_allowed): raise RuntimeError once calls of `f` have given more different graphs than this. name: what
+    errors call it; the function's name by default.
     """
     region = _Region(
         name or getattr(f, "__name__", None) or (type(f).__name__ if f is not None else "with torch_xla.compile()"),
         bool(full_graph),
-        num_different_graphs_allowed,
+        num_different_graphs_allowed if max_different_graphs is None else max_different_graphs,
     )
     return region if f is None else region(f)
 
@@ -134,7 +151,7 @@ class _Region(contextlib.AbstractContextManager[None]):
             self.graphs.add(id(session.current().recent[-1].graph))
             if len(self.graphs) > self.allowed:
                 raise RuntimeError(
-                    f"{self.name!r} has given {len(self.graphs)} different graphs, but num_different_graphs_allowed={self.allowed}. "
+                    f"{self.name!r} has given {len(self.graphs)} different graphs, but max_different_graphs={self.allowed}. "
                     "Inputs of other shapes "
                     "or Python branches make new graphs, each compiled anew: pad inputs to fixed shapes, or allow more."
                 )

@@ -1,0 +1,141 @@
+"""torch's functional collectives (`torch.distributed._functional_collectives`, `torch.ops._c10d_functional`) on xla tensors: recorded as ours are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed._functional_collectives  # it defines some of the ops
+from torch.distributed import distributed_c10d
+
+from torch_bridge.collectives import functional
+from torch_bridge.collectives.process_group import ProcessGroupXla, check_equal_parts
+from torch_bridge.recorder.dispatch import special
+
+ops = torch.ops._c10d_functional
+
+
+def _overloads(name: str) -> list[Any]:
+    """The op, where this release of torch has it."""
+    return [getattr(ops, name).default] if hasattr(ops, name) else []
+
+
+_KINDS = {"sum": "sum", "avg": "sum", "product": "mul", "min": "min", "max": "max", "band": "and", "bor": "or"}
+
+
+def _group(named: Any) -> ProcessGroupXla:
+    """The group that an op names: by torch's name ("": all ranks, as torch_xla does), or itself."""
+    if isinstance(named, str):
+        named = distributed_c10d._resolve_process_group(named) if named else distributed_c10d._get_default_group()  # type: ignore[arg-type]
+    if not isinstance(named, ProcessGroupXla):
+        raise ValueError(
+            f'a collective of xla tensors needs a group of backend "xla", got one of "{named.name()}": init_process_group("xla")'
+        )
+    return named
+
+
+def _reduction(name: str, group: ProcessGroupXla) -> tuple[str, float]:
+    """The kind of a reduction, and what to multiply its result by."""
+    kind = _KINDS.get(name.lower())
+    if kind is None:
+        raise ValueError(f"the xla backend has no reduction {name!r}; use {', '.join(_KINDS)}")
+    return kind, 1.0 / group.size() if name.lower() == "avg" else 1.0
+
+
+def _all_reduced(x: torch.Tensor, name: str, group: Any) -> Any:
+    among = _group(group)
+    kind, scale = _reduction(name, among)
+    return functional.all_reduce(kind, x, scale, among._mesh)
+
+
+def _gathered(x: torch.Tensor, group: Any) -> Any:
+    return functional.all_gather(x if x.dim() else x.reshape(1), 0, _group(group)._mesh)
+
+
+def _scattered(x: torch.Tensor, name: str, group: Any) -> Any:
+    among = _group(group)
+    kind, scale = _reduction(name, among)
+    return functional.reduce_scatter(kind, x, scale, 0, among.size(), among._mesh)
+
+
+def _broadcast(x: torch.Tensor, src: int, group: Any) -> torch.Tensor:
+    among = _group(group)._groups()
+    if among.size > 1:
+        functional.broadcast_from([x], src, among)
+    return x
+
+
+@special(ops.all_reduce.default)
+def all_reduce(func: Any, args: Any, kwargs: Any) -> Any:
+    return _all_reduced(*args, **kwargs)
+
+
+@special(ops.all_reduce_.default)
+def all_reduce_(func: Any, args: Any, kwargs: Any) -> Any:
+    return args[0].copy_(_all_reduced(*args, **kwargs))
+
+
+@special(ops.all_reduce_coalesced.default)
+def all_reduce_coalesced(func: Any, args: Any, kwargs: Any) -> list[Any]:
+    return [_all_reduced(x, *args[1:], **kwargs) for x in args[0]]
+
+
+@special(ops.all_reduce_coalesced_.default)
+def all_reduce_coalesced_(func: Any, args: Any, kwargs: Any) -> list[Any]:
+    return [x.copy_(_all_reduced(x, *args[1:], **kwargs)) for x in args[0]]
+
+
+@special(ops.all_gather_into_tensor.default, ops.all_gather_into_tensor_out.default)
+def all_gather(func: Any, args: Any, kwargs: Any) -> Any:
+    return _written(_gathered(args[0], args[2]), kwargs)
+
+
+@special(ops.all_gather_into_tensor_coalesced.default)
+def all_gather_coalesced(func: Any, args: Any, kwargs: Any) -> list[Any]:
+    return [_gathered(x, args[2]) for x in args[0]]
+
+
+@special(ops.reduce_scatter_tensor.default, ops.reduce_scatter_tensor_out.default)
+def reduce_scatter(func: Any, args: Any, kwargs: Any) -> Any:
+    return _written(_scattered(args[0], args[1], args[3]), kwargs)
+
+
+@special(ops.reduce_scatter_tensor_coalesced.default)
+def reduce_scatter_coalesced(func: Any, args: Any, kwargs: Any) -> list[Any]:
+    return [_scattered(x, args[1], args[3]) for x in args[0]]
+
+
+@special(ops.all_to_all_single.default)
+def all_to_all(func: Any, args: Any, kwargs: Any) -> Any:
+    x, outputs, inputs, group = args
+    among = _group(group)
+    check_equal_parts(outputs, inputs)
+    return functional.all_to_all(x, 0, 0, among.size(), among._mesh)
+
+
+@special(ops.broadcast.default)
+def broadcast(func: Any, args: Any, kwargs: Any) -> Any:
+    return _broadcast(args[0].clone(), *args[1:])
+
+
+@special(ops.broadcast_.default)
+def broadcast_(func: Any, args: Any, kwargs: Any) -> Any:
+    return _broadcast(*args)
+
+
+@special(ops.wait_tensor.default, *_overloads("_wrap_tensor_autograd"))
+def wait(func: Any, args: Any, kwargs: Any) -> Any:
+    """A recorded collective needs no waiting: the graph holds its order."""
+    return args[0]
+
+
+@special(*_overloads("isend"), *_overloads("irecv"))
+def point_to_point(func: Any, args: Any, kwargs: Any) -> Any:
+    among = _group(args[-1])
+    return among._no_peer("send to" if "isend" in str(func) else "recv from", args[1])
+
+
+def _written(value: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
+    """The value, in `out` if there is one."""
+    out = kwargs.get("out")
+    return value if out is None else out.copy_(value)
