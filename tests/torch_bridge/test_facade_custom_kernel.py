@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch_xla.distributed.spmd import Mesh
 from torch_xla.experimental import custom_kernel
-from torch_xla.experimental.custom_kernel import flash_attention, jax_import_guard, make_kernel_from_pallas, paged_attention
+from torch_xla.experimental.custom_kernel import flash_attention, gmm, jax_import_guard, paged_attention
 
 BATCH, HEADS, LENGTH, KEYS, DIM = 2, 3, 5, 5, 4
 
@@ -77,7 +77,7 @@ def test_errors() -> None:
         flash_attention(q, q, q, q_segment_ids=torch.zeros(1, 2), kv_segment_ids=torch.zeros(1, 3))
     with pytest.raises(ValueError, match="repeat the K/V heads of grouped-query attention first"):
         flash_attention(q, q[:, :, :, :3], q, ab=torch.zeros(1, 1, 2, 2))
-    for kernel in (make_kernel_from_pallas, paged_attention):
+    for kernel in (gmm, paged_attention):
         with pytest.raises(
             NotImplementedError,
             match=rf"custom_kernel.{kernel.__name__}: Pallas kernels for TPUs are not there.* Write a kernel of your own",

@@ -22,7 +22,7 @@ def table() -> dict[str, Lowering]:
     from torch_bridge.collectives import attention_ops, collective_ops, index_checks, rank_slices, row_shard_ops
     from torch_bridge.fsdp import apart
     from torch_bridge.optimizers import grad_norm_ops, step_ops
-    from torch_bridge.recorder import annotate, barrier, grouped_mlp_ops, manual_regions
+    from torch_bridge.recorder import annotate, barrier, grouped_mlp_ops, jax_calls, manual_regions
 
     assert all(
         (
@@ -35,6 +35,7 @@ def table() -> dict[str, Lowering]:
             grad_norm_ops,
             step_ops,
             barrier,
+            jax_calls,
             annotate,
             manual_regions,
             apart,
@@ -74,6 +75,7 @@ OURS: dict[str, dict[str, Any]] = {
     "rank_slice_write": dict(rank_table=3),
     "rank_slice_backward": dict(rank_table=3),
     "barrier": {},
+    "call_jax": {},
     "shard": {},
     "enter_region": {},
     "leave_region": {},

@@ -36,7 +36,7 @@ class _MapOnHost(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-class Reducer(_torch_reducer):  # type: ignore[misc]
+class Reducer(_torch_reducer):
     """`torch.distributed.Reducer`, whose map of used parameters is on the CPU."""
 
     def __init__(self, *args: Any, **kwargs: Any):
@@ -59,4 +59,4 @@ def sum_map(tensor: torch.Tensor, groups: GroupLike) -> bool:
 
 def install() -> None:
     """Let DistributedDataParallel make such reducers."""
-    dist.Reducer = Reducer  # type: ignore[attr-defined,misc]
+    dist.Reducer = Reducer  # type: ignore[misc]

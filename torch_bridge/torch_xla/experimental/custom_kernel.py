@@ -1,4 +1,7 @@
-"""`torch_xla.experimental.custom_kernel`: flash attention. The other kernels there are Pallas programs for TPUs; their names say what to do instead."""
+"""`torch_xla.experimental.custom_kernel`: flash attention, and Pallas kernels of the script's own.
+
+The other kernels there are Pallas programs for TPUs; their names say what to do instead.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +12,13 @@ import torch
 import torch.nn.functional as F
 
 from torch_bridge.runtime import backend
+from torch_bridge.torch_xla.core import xla_builder
 
 _KERNELS = (
     "extended_scaled_dot_product_attention",
     "flash_attention_xla",
     "gmm",
     "gmm_backward",
-    "make_kernel_from_pallas",
     "multi_queries_paged_attention",
     "non_kernel_attention",
     "paged_attention",
@@ -100,6 +103,19 @@ SPMDFlashAttention = FlashAttention
 """`custom_kernel.SPMDFlashAttention`: the same here."""
 
 
+def make_kernel_from_pallas(kernel: Callable[..., Any], output_shape_dtype_fn: Callable[..., Any]) -> Callable[..., Any]:
+    """`custom_kernel.make_kernel_from_pallas`: a JAX function, which calls `pallas_call`, as one of xla tensors (`xla_builder.call_jax`).
+
+    Shapes and dtypes of results are the function's own: `output_shape_dtype_fn` is accepted. `static_argnums` and `static_argnames` are accepted by what comes
+    back: arguments that are no tensors are constants anyway. On CPUs JAX runs Pallas kernels with `interpret=True` alone, and says so.
+    """
+
+    def called(*args: Any, static_argnums: Any = None, static_argnames: Any = None, **kwargs: Any) -> Any:
+        return xla_builder.call_jax(kernel, args, kwargs)
+
+    return called
+
+
 def jax_import_guard() -> None:
     """`custom_kernel.jax_import_guard`: nothing to do, everything runs on JAX."""
 
@@ -133,8 +149,8 @@ def _without(name: str) -> Callable[..., Any]:
     def kernel(*args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError(
             f"torch_xla.experimental.custom_kernel.{name}: Pallas kernels for TPUs are not there. For attention call flash_attention of this module or "
-            "torch.nn.functional.scaled_dot_product_attention. Write a kernel of your own in JAX: define an op with torch.library.custom_op and register its "
-            "JAX function with @torch_bridge.lowerings.lowering(torch.ops.<namespace>.<op>.default)"
+            "torch.nn.functional.scaled_dot_product_attention. Write a kernel of your own in JAX, and call it with "
+            "torch_xla.core.xla_builder.call_jax(function, tensors)"
         )
 
     kernel.__name__ = kernel.__qualname__ = name
