@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from torch_bridge.device import control_flow
+
 OURS = ("openxla", "openxla_eval")
 """The names that torch_xla registers with torch."""
 NOT_TRACED = ("torch_bridge", "nxd_jax", "torch_xla", "neuronx_distributed", "torch_neuronx", "libneuronxla")
@@ -42,7 +44,8 @@ def _compile(model: object = None, **options: Any) -> Any:
     if model is None:
         return lambda model: _compile(model, **options)
     if options.get("backend") not in OURS or options.get("disable", False) or torch.compiler.is_exporting():
-        return _elsewhere(model, options)
+        run = control_flow.run_on_xla(model, lambda: _elsewhere(model, options))
+        return _elsewhere(model, options) if run is None else run
     if isinstance(model, torch.nn.Module):
         return torch.compiler.disable(_optimized(model), recursive=True)
     if not callable(model):
