@@ -120,22 +120,33 @@ class ProcessGroupXla(_Base):
         return _done(outputs)
 
     def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> Any:
+        self._check_one_process("gather", "all_gather")
         for outs, t in zip(outputs, inputs, strict=False):
             _copy(outs, functional.all_gather(t.reshape(1, *t.shape), 0, self._mesh).unbind(0))
         return _done([t for outs in outputs for t in outs])
 
     def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = None) -> Any:
-        for out, parts in zip(outputs, inputs, strict=True):
+        self._check_one_process("scatter", "broadcast, of the stacked parts, on every rank, and take the part of dist.get_rank()")
+        for out, parts in zip(outputs, inputs or [[]], strict=True):
             among = self._groups()
             if among.size == 1:
                 _copy([out], [parts[0]])
                 continue
             if not parts:
-                raise NotImplementedError("scatter: ranks without an input list are not supported; pass the list on every rank")
+                raise NotImplementedError(
+                    "scatter: the first rank of this process has no input list, and its choice is taken for all of them; pass the list on every rank"
+                )
             stacked = torch.stack(list(parts))
             functional.broadcast_from([stacked], opts.rootRank, among)
             _copy([out], [stacked[self.rank()]])
         return _done(outputs)
+
+    def _check_one_process(self, what: str, instead: str) -> None:
+        """Raises NotImplementedError where processes would record different programs: one of the group's ranks has tensors that the others have not."""
+        if world.process_count() > 1 and self.size() > 1:
+            raise NotImplementedError(
+                f"{what}: ranks in several processes run one program, in which none has tensors of its own; call dist.{instead}"
+            )
 
     def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> Any:
         for output, parts in zip(outputs, inputs, strict=True):

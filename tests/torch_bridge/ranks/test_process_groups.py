@@ -259,6 +259,20 @@ def test_errors(use: Any, error: Any, text: str) -> None:
         use()
 
 
+def test_what_one_rank_alone_would_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under torchrun the process of another rank would record, and run, another program."""
+    group: Any = dist.group.WORLD
+    options = dist.ScatterOptions()
+    options.rootRank = 1
+    with pytest.raises(NotImplementedError, match="the first rank of this process has no input list.*pass the list on every rank"):
+        group.scatter([_x()], [], options)
+    monkeypatch.setattr(world, "process_count", lambda: 2)
+    with pytest.raises(NotImplementedError, match="gather: ranks in several processes run one program.*call dist.all_gather"):
+        group.gather([], [_x()])
+    with pytest.raises(NotImplementedError, match="scatter: ranks in several processes.*call dist.broadcast, of the stacked parts"):
+        group.scatter([_x()], [], options)
+
+
 def test_a_world_that_is_larger_than_asked() -> None:
     dist.destroy_process_group()
     with pytest.raises(ValueError, match="world_size"):
