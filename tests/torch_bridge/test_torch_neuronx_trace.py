@@ -121,8 +121,24 @@ def test_data_parallel(net: nn.Module, saved: Path) -> None:
     with pytest.raises(ValueError, match="traced for inputs"):
         parallel(x)
     check(torch_neuronx.DataParallel(traced, set_dynamic_batching=False)(X), net(X))
-    with pytest.raises(NotImplementedError, match="DataParallel splits along dim 0 only, got dim=1: transpose the inputs"):
-        torch_neuronx.DataParallel(traced, dim=1)
+
+
+def test_data_parallel_without_dynamic_batching() -> None:
+    """Each core has a part of the traced size, as the samples for Stable Diffusion want it, whose guidance doubles the batch."""
+
+    def scaled(x: torch.Tensor, scale: torch.Tensor, *, by: float = 2.0) -> dict[str, torch.Tensor]:
+        return {"y": x * scale * by, "sum": x.sum()}
+
+    x, scale = torch.arange(12.0).reshape(2, 6), torch.tensor(3.0)
+    rows = torch_neuronx.DataParallel(torch_neuronx.trace(scaled, (x[:1], scale)), [0, 1], set_dynamic_batching=False)
+    torch.testing.assert_close(rows(x, scale)["y"], x * 6)
+    assert rows(x, scale)["sum"].tolist() == [15.0, 51.0]
+    with pytest.raises(ValueError, match=r"each of 2 cores an equal part along dim 0, .* got an input of shape \[3, 6\]"):
+        rows(torch.ones(3, 6), scale)
+    with pytest.raises(ValueError, match="traced for inputs"):
+        rows(torch.ones(4, 6), scale)
+    columns = torch_neuronx.DataParallel(torch_neuronx.trace(scaled, (x[:, :2], scale)), dim=1)
+    torch.testing.assert_close(columns(x, scale)["y"], x * 6)
 
 
 def test_aliases() -> None:

@@ -249,6 +249,11 @@ class TracedModule(torch.nn.Module):
         joined = [torch.cat(parts)[:rows] for parts in zip(*found, strict=True)]
         return facts.build(program.facts.outs, joined)
 
+    def traced_sizes(self, dim: int) -> list[int]:
+        """Along a dim, the sizes of the inputs that have it, as they were traced; none where there are buckets."""
+        inputs = self.programs.programs[tag_of(0)].facts.inputs if self.buckets is None else ()
+        return [t.shape[dim] for t in inputs if len(t.shape) > dim]
+
     def load(self) -> None:
         """Put weights on the device and compile, if that has not happened yet."""
         if not self.programs.started:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils import _pytree
 
 from torch_bridge.mesh import world
 
@@ -194,9 +195,10 @@ def replace_weights(neuron_model: object, weights: torch.nn.Module | Mapping[str
 
 
 class DataParallel(torch.nn.Module):
-    """`torch_neuronx.DataParallel`: a traced model whose batch may have any size (`dim` 0); its cores are one device here, so rows run batch by batch.
+    """`torch_neuronx.DataParallel`: a traced model for larger batches; its cores are one device here, so their parts run one after the other.
 
-    device_ids, num_workers, split_size: accepted. set_dynamic_batching: as in the original, False needs batches of the traced size.
+    With dynamic batching (dim 0 only) a batch may have any size. Without, each of the cores that `device_ids` names gets an equal part of the inputs along
+    `dim`, of the traced size; without `device_ids` there are as many cores as such parts. Results are joined along `dim`. num_workers: accepted.
     """
 
     def __init__(
@@ -208,22 +210,49 @@ class DataParallel(torch.nn.Module):
         num_workers: int | None = None,
     ):
         super().__init__()
-        if dim != 0:
-            raise NotImplementedError(f"DataParallel splits along dim 0 only, got dim={dim}: transpose the inputs")
         self.model = copy.copy(_traced(model, "DataParallel"))
-        if set_dynamic_batching:
+        dynamic = set_dynamic_batching and dim == 0
+        if dynamic:
             _require_no_buckets(self.model, "DataParallel(set_dynamic_batching=True)")
-        self.model.dynamic_batch = set_dynamic_batching
-        self.device_ids = list(device_ids or [0])
+        self.model.dynamic_batch = dynamic
+        self.device_ids = None if device_ids is None else list(device_ids)
         self.dim = dim
+        self.num_workers = num_workers
 
     def forward(self, *args: object) -> Any:
-        """Run the model."""
-        return self.model(*args)
+        """Run the model. Raises ValueError, without dynamic batching, for inputs that are no whole number of the traced ones."""
+        if self.model.dynamic_batch or (count := self._count(args)) == 1:
+            return self.model(*args)
+        leaves, structure = _pytree.tree_flatten(args)
+        parts = [self._parts(x, count) for x in leaves]
+        found = [self.model(*_pytree.tree_unflatten(part, structure)) for part in zip(*parts, strict=True)]
+        return _pytree.tree_map(lambda *results: self._joined(list(results)), *found)
 
     def disable_dynamic_batching(self) -> None:
-        """Batches must have the traced size from now on."""
+        """Each core gets a part of the traced size from now on."""
         self.model.dynamic_batch = False
+
+    def _count(self, args: object) -> int:
+        if self.device_ids is not None:
+            return max(len(self.device_ids), 1)
+        given = [x for x in _pytree.tree_leaves(args) if isinstance(x, torch.Tensor) and x.dim() > self.dim]
+        traced = self.model.traced_sizes(self.dim)
+        return given[0].shape[self.dim] // traced[0] or 1 if given and traced and traced[0] else 1
+
+    def _parts(self, x: Any, count: int) -> Sequence[Any]:
+        if not isinstance(x, torch.Tensor) or x.dim() <= self.dim:
+            return [x] * count
+        if x.shape[self.dim] % count:
+            raise ValueError(
+                f"DataParallel without dynamic batching gives each of {count} cores an equal part along dim {self.dim}, of the size that was traced; got an "
+                f"input of shape {list(x.shape)}"
+            )
+        return x.split(x.shape[self.dim] // count, self.dim)
+
+    def _joined(self, results: list[Any]) -> Any:
+        if not isinstance(results[0], torch.Tensor):
+            return results[0]
+        return torch.cat(results, self.dim) if results[0].dim() > self.dim else torch.stack(results)
 
 
 def _traced(model: object, name: str) -> Any:

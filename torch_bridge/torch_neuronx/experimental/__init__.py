@@ -1,4 +1,4 @@
-"""`torch_neuronx.experimental`: the profiler; placing traced models on cores can be imported, not used."""
+"""`torch_neuronx.experimental`: the profiler, and placing traced models on cores."""
 
 from torch_bridge.torch_neuronx.experimental import placement, profiler
 from torch_bridge.torch_neuronx.experimental.placement import multicore_context, neuron_cores_context, set_multicore, set_neuron_cores
