@@ -33,7 +33,7 @@ def _while_loop(condition: Callable[..., Any], body: Callable[..., Any], carried
     return results
 
 
-_RUN = {"_cond_op_wrapper": _cond, "_while_loop_op_wrapper": _while_loop}
+_RUN: dict[str, Callable[..., Any]] = {"_cond_op_wrapper": _cond, "_while_loop_op_wrapper": _while_loop}
 """What the functions do that torch compiles for its operators of control flow."""
 
 
