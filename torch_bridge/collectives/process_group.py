@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.types import Device
 
-from torch_bridge.collectives import functional, reducers
+from torch_bridge.collectives import functional, reducers, torchs_zero
 from torch_bridge.mesh import groups as rank_groups
 from torch_bridge.mesh import processes, world
 from torch_bridge.mesh.groups import Groups
@@ -53,6 +53,8 @@ class ProcessGroupXla(_Base):
     def rank(self) -> Any:
         """This rank's place in the group; each rank's own if the process hosts several."""
         among = self._groups()
+        if among.size > 1:
+            torchs_zero.refuse()
         return world.current().table(among.index)
 
     def size(self) -> int:

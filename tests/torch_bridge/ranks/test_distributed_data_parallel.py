@@ -62,3 +62,13 @@ def test_unused_parameters(options: dict[str, Any], used: list[bool]) -> None:
             assert (p.grad is None) == (q.grad is None), name
             if p.grad is not None and q.grad is not None:
                 eager.same(p.grad, q.grad)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_torchs_own_zero_is_refused() -> None:
+    """All ranks of the process would update the first one's parameters."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    parameters = nn.Linear(2, 2).to("xla").parameters()
+    with pytest.raises(NotImplementedError, match=r"use torch_xla\.distributed\.zero_redundancy_optimizer\.ZeroRedundancyOptimizer"):
+        ZeroRedundancyOptimizer(parameters, optimizer_class=torch.optim.SGD, lr=0.1)
