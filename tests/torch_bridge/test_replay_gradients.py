@@ -146,11 +146,22 @@ class Turned(nn.Module):
         return (x @ self.weight) * self.weight.t().sum(1)
 
 
+def _frozen_since(module: nn.Module, k: int) -> Any:
+    """Weights that are frozen between the forward and the backward pass get no gradient."""
+    module.zero_grad()
+    loss = loss_of(module, k)
+    module[0].requires_grad_(k % 3 != 2)  # type: ignore[index]
+    (loss if k % 2 else loss * 2).backward()
+    module.requires_grad_(True)
+    return [loss, [p.grad for p in module.parameters()]]
+
+
 STEPS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, int], Any]]] = {
     "accumulated": (net, _accumulated),
     "used outside": (net, _with_others),
     "autograd.grad and inputs": (net, _asked),
     "strides": (Turned, _transposed),
+    "frozen since": (net, _frozen_since),
 }
 
 

@@ -311,6 +311,8 @@ CHANGED: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]], Calla
     "host scalar": (lambda m, x, y: y * m.c[0].item(), lambda: {"c": [None]}, lambda m, k: m.c.__setitem__(0, torch.tensor(1.0 + k // 5))),
     "long list": (lambda m, x, y: y * m.c[300], lambda: {"c": [1.0] * 400}, lambda m, k: m.c.__setitem__(300, 1.0 + k // 5)),
     "loose module": (lambda m, x, y: m.c[0](y), lambda: {"c": [nn.Dropout(0.5)]}, lambda m, k: m.c[0].train(k < 5)),
+    "a weight's layout": (lambda m, x, y: y, dict, lambda m, k: k == 5 and _set(m.layer.weight, "data", m.layer.weight.data.t())),
+    "a buffer's layout": (lambda m, x, y: y @ m.c, lambda: {"c": nn.Buffer(torch.randn(6, 6))}, lambda m, k: k == 5 and m.c.t_() is None),
     "global": (lambda m, x, y: y if SCALE is None else y * SCALE, dict, lambda m, k: globals().update(SCALE=None if k < 5 else 3.0)),
     "inner forward": (lambda m, x, y: y, dict, lambda m, k: k == 5 and _set(m.layer, "forward", lambda x: x * m.layer.weight.sum())),
     "global tensor": (lambda m, x, y: y * TENSOR, dict, lambda m, k: k % 5 or globals().update(TENSOR=batch(k, 6))),

@@ -49,9 +49,10 @@ def unwatched() -> bool:
 
 
 def empty(leaves: Sequence[Any], views: Sequence[Any]) -> bool:
-    """Whether these are leaves without gradients and hooks that lie as told (None: as they like), so that `.grad` can just be set."""
+    """Whether these are leaves without gradients and hooks that lie as told (None: as they like), so that `.grad` can just be set. None is frozen."""
     return (
         all(map(_IS_LEAF, leaves))
+        and all(map(_REQUIRES_GRAD, leaves))
         and all_are(map(_GRAD, leaves), None)
         and not any(map(_HOOKS, leaves))
         and not any(map(_POST_HOOKS, leaves))
@@ -59,12 +60,22 @@ def empty(leaves: Sequence[Any], views: Sequence[Any]) -> bool:
     )
 
 
-_IS_LEAF, _GRAD, _HOOKS, _POST_HOOKS = map(attrgetter, ("is_leaf", "grad", "_backward_hooks", "_post_accumulate_grad_hooks"))
+_IS_LEAF, _REQUIRES_GRAD, _GRAD, _HOOKS, _POST_HOOKS = map(
+    attrgetter, ("is_leaf", "requires_grad", "grad", "_backward_hooks", "_post_accumulate_grad_hooks")
+)
 
 
 def give(p: Any, g: Any) -> bool:
-    """Make `g`, which nobody else holds, the gradient of a leaf; False if autograd has to: there is one already, it lies otherwise, or there are hooks."""
-    if p._layout is not g._layout or not p.is_leaf or p.grad is not None or p._backward_hooks or p._post_accumulate_grad_hooks:
+    """Make `g`, which nobody else holds, the gradient of a leaf; False if autograd has to: there is one already, it lies otherwise, it is frozen by now, or
+    there are hooks."""
+    if (
+        p._layout is not g._layout
+        or not p.is_leaf
+        or not p.requires_grad
+        or p.grad is not None
+        or p._backward_hooks
+        or p._post_accumulate_grad_hooks
+    ):
         return False
     p.grad = g
     return True

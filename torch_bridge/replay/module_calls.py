@@ -122,8 +122,8 @@ class Call:
         return self.spec, plain, tuple(self.places), self.ambient, facts
 
     def lies(self) -> Any:
-        """How what is given lies in memory: which tensors share it, and the layouts of their storages."""
-        return tuple(self.numbers), [s.layout for s in self.given]
+        """How what is given lies in memory: which tensors share it, the layouts of their storages, and of the tensors that the module holds."""
+        return tuple(self.numbers), [s.layout for s in self.given], [t._layout for t in self.held]
 
     def run(self, kind: Kind) -> Any:
         """The module's result."""

@@ -43,13 +43,26 @@ def gradients(
     found: Sequence[Any] = [None] * len(wanted)
     if reached and wanted:
         roots, given = zip(*reached, strict=True)
-        with _without(wanted, "_backward_hooks"):  # the pass around this one calls them
+        with _without(wanted, "_backward_hooks"), _thawed(wanted):  # the pass around this one calls hooks, and passes frozen leaves by
             if reentrant(roots) and not create:
                 found = _by_leaves(roots, wanted, given, keep)
             else:
                 found = torch.autograd.grad(roots, wanted, given, retain_graph=keep, create_graph=create, allow_unused=True)
     each = iter(found)
     return [next(each) if needs else None for needs in needed]
+
+
+@contextlib.contextmanager
+def _thawed(leaves: Sequence[Any]) -> Iterator[None]:
+    """While leaves that were frozen after the forward pass can have gradients."""
+    frozen = [t for t in leaves if not t.requires_grad]
+    try:
+        for t in frozen:
+            t.requires_grad_(True)
+        yield
+    finally:
+        for t in frozen:
+            t.requires_grad_(False)
 
 
 def _by_leaves(roots: Sequence[Any], leaves: Sequence[Any], given: Sequence[Any], keep: bool) -> list[Any]:
