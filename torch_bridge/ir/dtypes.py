@@ -107,6 +107,9 @@ def cast(x: ArrayLike | Scalar, dtype: DTypeLike) -> jax.Array:
             x = x.astype(jnp.int64)
     if dtype == jnp.float8_e4m3fn and _compat.float8_saturates():
         x = jnp.clip(x if jnp.issubdtype(x.dtype, jnp.floating) else x.astype(jnp.float32), -448, 448)
+    if x.dtype == jnp.bool_ and jnp.issubdtype(dtype, jnp.inexact):
+        # XLA makes a select of a product with a converted bool, which gives 0 where torch's inf * 0 is NaN.
+        return jnp.where(x, jnp.ones((), dtype), jnp.zeros((), dtype))
     return x.astype(dtype)
 
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import torch
 from jax import lax
 
+from torch_bridge.ir import dtypes
 from torch_bridge.lowerings import random_keys
 from torch_bridge.lowerings._opmath import widen
 from torch_bridge.lowerings.registry import lowering
@@ -63,4 +64,4 @@ def native_dropout(input: jax.Array, p: float, train: bool | None, *, key: jax.A
 def native_dropout_backward(grad_output: jax.Array, mask: jax.Array, scale: float) -> jax.Array:
     """`grad * mask * scale`: a product, as in torch, so that NaN and inf in dropped places stay NaN."""
     g = widen(grad_output)
-    return (g * mask.astype(g.dtype) * scale).astype(grad_output.dtype)
+    return (g * dtypes.cast(mask, g.dtype) * scale).astype(grad_output.dtype)

@@ -278,7 +278,7 @@ def _flips(key: Key, shape: Shape, p: float) -> Array:
 
 @lowering(aten.bernoulli.p, rng=True)
 def _bernoulli_p(self: Array, p: float, *, key: Key) -> Array:
-    return _flips(key, self.shape, p).astype(self.dtype)
+    return dtypes.cast(_flips(key, self.shape, p), self.dtype)
 
 
 @lowering(aten.bernoulli.default, rng=True)
@@ -290,7 +290,7 @@ def _bernoulli(self: Array, *, key: Key) -> Array:
 def _bernoulli_tensor(self: Array, p: Array, *, key: Key) -> Array:
     wide = torch.float64 if p.dtype == jnp.float64 else torch.float32
     p = lax.stop_gradient(p)
-    draws = (_unit(key, self.shape, wide) < p).astype(self.dtype)
+    draws = dtypes.cast(_unit(key, self.shape, wide) < p, self.dtype)
     return _valid(draws, (p >= 0) & (p <= 1)) if jnp.issubdtype(self.dtype, jnp.floating) else draws
 
 

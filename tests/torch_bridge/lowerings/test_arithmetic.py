@@ -319,3 +319,13 @@ GRADIENTS = [
 def test_gradient(op: torch._ops.OpOverload, args: tuple) -> None:
     kwargs = {"rounding_mode": args[2]} if op is aten.div.Tensor_mode else {}
     check_gradient(op, *(args[:2] if kwargs else args), **kwargs)
+
+
+def test_what_a_mask_hides_stays_nan():
+    """XLA makes a select of a product with a converted bool; torch multiplies, and inf * 0 is NaN."""
+    for dtype in (torch.float32, bf16, f64, torch.complex64):
+        x, mask = T([inf, nan, -inf, 2.0]).to(dtype), T([False, False, True, False])
+        check(aten.mul.Tensor, x, mask)
+        with _compat.enable_x64():
+            product = jax.jit(lambda a, m: a * dtypes.cast(m, a.dtype))(to_jax(x), to_jax(mask))
+        torch.testing.assert_close(to_torch(product), x * mask.to(dtype), equal_nan=True)

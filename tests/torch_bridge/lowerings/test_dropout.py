@@ -42,3 +42,4 @@ def test_backward():
     g, mask = torch.randn(3, 4), torch.rand(3, 4) > 0.5
     check(aten.native_dropout_backward.default, g, mask, 2.0)
     check(aten.native_dropout_backward.default, g.bfloat16(), mask, 1.25)
+    check(aten.native_dropout_backward.default, torch.tensor([float("nan"), float("inf"), 1.0]), torch.tensor([False, False, True]), 2.0)
