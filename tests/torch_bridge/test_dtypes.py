@@ -256,3 +256,24 @@ def test_what_the_refusal_says() -> None:
         RuntimeError, match=r"result type torch.complex64 can't be cast to the desired output type torch.float32: it would lose"
     ):
         torch.ones(2, device="xla").mul_(1j)
+
+
+WRITES: dict[str, object] = {
+    "mul_": lambda x, other: x.mul_(other),
+    "addcmul_": lambda x, other: x.addcmul_(other, other),
+    "out=": lambda x, other: torch.mul(x, other, out=x),
+    "index_put_": lambda x, other: x.index_put_((torch.tensor([1, 0], device=x.device),), other),
+    "index_add_": lambda x, other: x.index_add_(0, torch.tensor([1, 0], device=x.device), other),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_writes_are_refused_as_in_torch(name: str) -> None:
+    def outcome(device: str, held: torch.dtype, given: torch.dtype) -> object:
+        try:
+            return WRITES[name](torch.ones(2, dtype=held, device=device), torch.ones(2, dtype=given, device=device)).dtype  # type: ignore[operator]
+        except RuntimeError as error:
+            return type(error)
+
+    for held, given in itertools.product((torch.uint8, torch.int32, torch.float32), repeat=2):
+        assert outcome("xla", held, given) == outcome("cpu", held, given), (held, given)

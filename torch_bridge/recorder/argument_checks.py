@@ -101,6 +101,7 @@ def _narrow_copy(self: Tensor, dim: int, start: int, length: int) -> None:
 
 @checks(aten.index_add.default)
 def _index_add(self: Tensor, dim: int, index: Tensor, source: Tensor, **kwargs: object) -> None:
+    one_dtype("index_add", self, source)
     own, given = list(self.shape), list(source.shape)
     if len(own) == len(given) and -len(own) <= dim < len(own):
         own[dim] = index.numel()

@@ -339,9 +339,16 @@ def _written_as(result: Layout | None, held: torch.dtype) -> tuple[Layout, torch
 
 
 def _cast(made: torch.dtype, held: torch.dtype) -> torch.dtype | None:
-    """The dtype that a result is converted to on its way into a tensor, None if it has it; torch's meta kernels let complex into real ones."""
-    if made.is_complex and not held.is_complex:
-        raise RuntimeError(f"result type {made} can't be cast to the desired output type {held}: it would lose the imaginary part")
+    """The dtype that a result is converted to on its way into a tensor, None if it has it; torch's meta kernels let floats into integers."""
+    if not torch.can_cast(made, held):
+        lost = (
+            "the imaginary part"
+            if made.is_complex
+            else "what is behind the point"
+            if made.is_floating_point
+            else "all but whether it is zero"
+        )
+        raise RuntimeError(f"result type {made} can't be cast to the desired output type {held}: it would lose {lost}")
     return held if made != held else None
 
 

@@ -43,6 +43,11 @@ def _index_copy(self: Tensor, dim: int, index: Tensor, source: Tensor) -> None:
     one_dtype("index_copy", self, source)
 
 
+@checks(aten.index_put.default, aten._unsafe_index_put.default)
+def _index_put(self: Tensor, indices: list[Tensor | None], values: Tensor, accumulate: bool = False) -> None:
+    one_dtype("index_put", self, values)
+
+
 @checks(aten.binary_cross_entropy.default)
 def _binary_cross_entropy(self: Tensor, target: Tensor, weight: Tensor | None = None, reduction: int = 1) -> None:
     one_dtype("binary_cross_entropy", self, target, weight)
