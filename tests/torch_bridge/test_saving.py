@@ -112,16 +112,26 @@ def test_deepcopy_of_a_result_with_history_raises_as_in_torch() -> None:
         copy.deepcopy(torch.ones(2, device="xla", requires_grad=True) * 2)
 
 
-def test_deepcopy_copies_gradients_and_attributes() -> None:
+def test_deepcopy_copies_attributes_and_gradients_of_tensors_but_not_of_parameters() -> None:
+    x = torch.ones(2, device="xla", requires_grad=True)
     p = nn.Parameter(torch.ones(2, device="xla"))
     p.note = {"a": 1}
-    (p * 3).sum().backward()
-    twin = copy.deepcopy(p)
+    (x * p * 3).sum().backward()
+    like_x, twin = copy.deepcopy((x, p))
+    assert like_x.grad.tolist() == [3, 3] and like_x.grad is not x.grad
     assert isinstance(twin, nn.Parameter)
-    assert twin.grad.tolist() == [3, 3]
-    assert twin.grad is not p.grad
+    assert twin.grad is None
     assert twin.note == {"a": 1}
     assert twin.note is not p.note
+
+
+def test_deepcopied_parameters_have_their_own_memory() -> None:
+    flat = torch.arange(6.0, device="xla")
+    twins = copy.deepcopy([nn.Parameter(flat), nn.Parameter(flat), nn.Parameter(flat.view(2, 3).t()[1:])])
+    with torch.no_grad():
+        twins[0].zero_()
+    assert twins[1].tolist() == [0, 1, 2, 3, 4, 5]
+    assert twins[2].tolist() == [[1, 4], [2, 5]]
 
 
 def test_shallow_copy_shares_memory() -> None:

@@ -183,19 +183,23 @@ def user_attributes(t: torch.Tensor) -> dict[str, Any]:
 def _deepcopy(t: XLATensor, memo: dict[int, Any]) -> XLATensor:
     import copy
 
+    parameter = isinstance(t, torch.nn.Parameter)
     with torch.no_grad():
         storage = t._storage
-        shared = memo.get(id(storage))
-        if shared is None:
-            shared = memo[id(storage)] = copy_storage(storage)
-        new = make(t._layout, shared)
+        if parameter:  # torch clones it: its copy has a memory of its own, and no gradient
+            new: Any = make(t._layout, copy_storage(storage)) if t._layout is storage.layout else t.detach().clone()
+        else:
+            shared = memo.get(id(storage))
+            if shared is None:
+                shared = memo[id(storage)] = copy_storage(storage)
+            new = make(t._layout, shared)
     new.requires_grad_(t.requires_grad)
     memo[id(t)] = new
-    if t.grad is not None:
+    if parameter:
+        new._is_param = True
+    elif t.grad is not None:
         new.grad = copy.deepcopy(t.grad, memo)
     new.__dict__.update(copy.deepcopy(user_attributes(t), memo))
-    if isinstance(t, torch.nn.Parameter):
-        new._is_param = True
     return new
 
 
