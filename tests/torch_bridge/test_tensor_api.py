@@ -134,7 +134,12 @@ FACTORIES: dict[str, Callable[[torch.Tensor, dict], Any]] = {
     "as_tensor": lambda t, on: (torch.as_tensor([1.5], **on), torch.as_tensor(torch.arange(3).numpy(), **on)),
     "empty_strided": lambda t, on: torch.empty_strided((2, 3), (1, 2), **on).zero_(),
     "scalar_tensor": lambda t, on: torch.scalar_tensor(3, **on),
-    "windows": lambda t, on: (torch.hann_window(4, **on), torch.hamming_window(4, **on)),
+    "windows": lambda t, on: (
+        torch.hann_window(4, **on),
+        torch.hamming_window(4, **on),
+        torch.kaiser_window(5, **on),
+        torch.kaiser_window(5, False, 5.0, **on),
+    ),
     "complex": lambda t, on: (torch.complex(t, t), torch.polar(t, t)),
     "meshgrid": lambda t, on: torch.meshgrid(torch.arange(2, **on), torch.arange(3, **on), indexing="ij"),
     "one_hot": lambda t, on: nn.functional.one_hot(torch.arange(3, **on), 4),

@@ -91,6 +91,17 @@ def local_scalar_dense(x: Any) -> Any:
     return dispatch.dispatch(aten._local_scalar_dense.default, (x,), {})
 
 
+def _made_on_cpu(op: torch._ops.OpOverload) -> Any:
+    """A factory that is computed by a kernel of torch's, which no backend in Python can have: the CPU's is taken, and its result uploaded."""
+
+    def factory(
+        *args: Any, layout: torch.layout | None = None, device: Device = None, pin_memory: bool | None = None, **kwargs: Any
+    ) -> Any:
+        return op(*args, **kwargs, device="cpu").to("xla")
+
+    return factory
+
+
 def _composite(name: str) -> Any:
     """Our own rule for an op that torch would decompose before we see it."""
 
@@ -114,6 +125,13 @@ RECORDED = [
     aten.triu_indices.default,
 ]
 
+MADE_ON_CPU = [aten.kaiser_window.default, aten.kaiser_window.periodic, aten.kaiser_window.beta]
+
+
+def _name(op: torch._ops.OpOverload) -> str:
+    """An op as a library knows it."""
+    return op._schema.name.removeprefix("aten::") + (f".{op._overloadname}" if op._overloadname != "default" else "")
+
 
 def install(library: torch.library.Library, autograd: torch.library.Library) -> None:
     """Register everything above for the device."""
@@ -124,8 +142,8 @@ def install(library: torch.library.Library, autograd: torch.library.Library) -> 
     library.impl("_local_scalar_dense", local_scalar_dense)
     library.impl("_copy_from_and_resize", copy_from_and_resize)
     for op in RECORDED:
-        library.impl(
-            op._schema.name.removeprefix("aten::") + (f".{op._overloadname}" if op._overloadname != "default" else ""), _recorded(op)
-        )
+        library.impl(_name(op), _recorded(op))
+    for op in MADE_ON_CPU:
+        library.impl(_name(op), _made_on_cpu(op))
     for name, rule in (("scaled_dot_product_attention", "attention"), ("real", "real"), ("imag", "imag")):
         autograd.impl(name, _composite(rule))
