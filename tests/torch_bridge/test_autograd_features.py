@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -171,3 +172,21 @@ def test_parametrization_and_swa_helpers() -> None:
         return nn.utils.parameters_to_vector(model.parameters()), list(average.parameters())
 
     same(run)
+
+
+def test_a_weight_that_is_computed_before_each_call_moves() -> None:
+    """The old `weight_norm`'s: it holds the graph of the parameters that it is made of."""
+
+    def run(device: str) -> Any:
+        torch.manual_seed(0)
+        model = nn.utils.weight_norm(nn.Linear(3, 2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model.to(device)
+        model.weight.sum().backward()
+        optimizer.step()
+        out = model(torch.ones(1, 3, device=device)).detach()
+        return model.weight_g, model.weight_g.grad, out, model.cpu()(torch.ones(1, 3))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        same(run)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import torch
 from torch.nn.parameter import is_lazy
+from torch.nn.utils.weight_norm import WeightNorm
 
 from torch_bridge.replay import replay_policy
 
@@ -38,6 +39,9 @@ def _converted(self: torch.nn.Module, fn: Convert, recurse: bool) -> torch.nn.Mo
             module._apply(fn)
     if not _touches_xla(self, fn):
         return _original_apply(self, fn, recurse=False)
+    computed = [hook for hook in self._forward_pre_hooks.values() if isinstance(hook, WeightNorm)]
+    for hook in computed:  # its graph holds the parameters; it is computed anew before each forward pass
+        setattr(self, hook.name, None)
     for name, parameter in self._parameters.items():
         if parameter is not None:
             _convert(parameter, fn, f"{type(self).__name__}.{name}")
@@ -48,6 +52,8 @@ def _converted(self: torch.nn.Module, fn: Convert, recurse: bool) -> torch.nn.Mo
     for name, buffer in self._buffers.items():
         if buffer is not None:
             self._buffers[name] = fn(buffer)
+    for hook in computed:
+        setattr(self, hook.name, hook.compute_weight(self))
     return self
 
 
