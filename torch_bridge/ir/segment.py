@@ -116,12 +116,13 @@ class Storage:
     array: the same as an array, a copy if it is a row.
     segment, vid: where the value is a node output (vid >= 0) or has been adopted as a leaf (vid < 0).
     views: ids of views read so far.
+    writes: how often it has got another value, through views and `.data` as well, which torch's versions of tensors do not all count.
 
     A storage with neither array nor segment is full of one number, `fill` (0 for `torch.empty`); `born_full` if it never held anything else.
     `witness(storage, new)`, if there is one, is told of every new storage and of every one that is filled (`tape`).
     """
 
-    __slots__ = ("__weakref__", "born_full", "facts", "fill", "held", "layout", "segment", "vid", "views")
+    __slots__ = ("__weakref__", "born_full", "facts", "fill", "held", "layout", "segment", "vid", "views", "writes")
 
     witness: ClassVar[Callable[[Storage, bool], None] | None] = None
 
@@ -133,6 +134,7 @@ class Storage:
         self.segment: Any = None
         self.vid = -1
         self.views: dict[Layout, int] | None = None
+        self.writes = 0
         self.facts: Facts | None = None
         if Storage.witness is not None:
             Storage.witness(self, True)
@@ -178,6 +180,7 @@ class Storage:
         if Storage.witness is not None:
             Storage.witness(self, False)
         self.born_full = self.born_full and self.constant
+        self.writes += 1
         self.fill = fill
         self.held = None
         self.segment = None
@@ -484,6 +487,7 @@ class Segment:
         self.saved += zip(refs, map(_VID, storages), strict=True)
         for at, storage in enumerate(storages, vid):
             storage.views = None
+            storage.writes += 1
             storage.vid = at
             storage.held = None
 
@@ -503,6 +507,7 @@ class Segment:
                 else:
                     self.overwritten.append((weakref.ref(storage), storage.held))
         storage.views = None
+        storage.writes += 1
         storage.vid = vid
         storage.segment = self
         storage.held = None if vid >= 0 or self.capture else sharding.alone(self.leaves[-vid - 1])

@@ -38,7 +38,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
     reduced in `optimizer_dtype`, else in their own. save_master_weights: `state_dict()` holds the parts. pin_layout is accepted without effect.
 
     `param_groups` are the full parameters' (schedulers change their options there); `base_optimizer` updates the parts. What else is written into a parameter
-    (`load_state_dict`, a clamp, `copy_`; not through `.data`) counts: the next step starts from it. Parameters that have no gradient are left alone. `device`
+    (`load_state_dict`, a clamp, `copy_`, through `.data` too) counts: the next step starts from it. Parameters that have no gradient are left alone. `device`
     is theirs. `grad_norm` is the norm before clipping, shape [1], None before the first step and without clipping.
 
     An optimizer that works element by element gives the numbers that it gives on whole parameters; so does torch's Adafactor. One of your own that takes
@@ -106,7 +106,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         self.inited = False  # until all is done: what is interrupted is done again
         self.shard_of: dict[torch.Tensor, torch.nn.Parameter] = {}
         self._cuts: dict[torch.Tensor, RowShards] = {}
-        self._versions: dict[torch.Tensor, int] = {}
+        self._written: dict[torch.Tensor, Any] = {}
         groups = [self._cut_group(group) for group in self.param_groups]
         self.base_optimizer = self.optimizer_class(groups, **self._options)
         self._fill_in_options()
@@ -130,7 +130,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         for p in group["params"]:
             self._cuts[p] = self.shards_of(p)
             self.shard_of[p] = self._new_shard(p)
-            self._versions[p] = p._version
+            self._written[p] = _writes(p)
         return {**group, "params": [self.shard_of[p] for p in group["params"]]}
 
     def _new_shard(self, p: torch.Tensor) -> torch.nn.Parameter:
@@ -144,10 +144,10 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
     def take_writes(self) -> None:
         """Take over what others wrote into parameters since they were cut, or since the last step. A part stays where the parameter holds it, rounded."""
         for p in self._all() if self.inited else ():
-            if p._version != self._versions[p]:
+            if _writes(p) != self._written[p]:
                 shard, written = self.shard_of[p], self._cuts[p].cut(p.detach())
                 shard.copy_(torch.where(shard.to(p.dtype) == written, shard, written.to(shard.dtype)))
-                self._versions[p] = p._version
+                self._written[p] = _writes(p)
 
     def whole_of(self, p: torch.Tensor) -> param_partition.Divided:
         """What a parameter is itself a part of."""
@@ -269,7 +269,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
             for cuts, chosen in self._by_cuts([p for p in params if p.dtype == dtype]):
                 parts = [self.shard_of[p] for p in chosen]
                 op_rules.copy_all(chosen, cuts.all_gather(parts, [p.shape for p in chosen], dtype, self._gather_bytes))
-        self._versions.update((p, p._version) for p in params)
+        self._written.update((p, _writes(p)) for p in params)
 
     @torch.no_grad()
     def _calc_grad_norm(self, norm_type: float = 2.0) -> torch.Tensor:
@@ -391,3 +391,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         """What schedulers change: the options of groups."""
         for a, b in zip(source, target, strict=True):
             b.update({k: v for k, v in a.items() if k not in _KEPT})
+
+
+def _writes(p: Any) -> tuple[Any, ...]:
+    """The same as long as nobody writes into a parameter, nor gives it another memory."""
+    return p._version, weakref.ref(p._storage), p._storage.writes

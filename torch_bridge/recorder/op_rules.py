@@ -73,6 +73,7 @@ def _copy_from_host(dst: XLATensor, src: torch.Tensor) -> None:
         if spmd.active() and storage.facts is not None:
             array = spmd.adopt(array, storage.facts)
         storage.views, storage.segment, storage.array = None, None, array
+        storage.writes += 1
     else:
         part = Storage(layout(view.size, None, 0, view.dtype), array)
         STATE.session.current.write_view(storage, view, STATE.session.current.read(part, part.layout))

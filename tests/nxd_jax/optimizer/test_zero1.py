@@ -6,7 +6,7 @@ import copy
 import math
 import pathlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import neuronx_distributed as nxd_api
@@ -264,6 +264,44 @@ def test_what_others_write_into_a_weight(nxd: Nxd) -> None:
     assert torch.cat(sharded.shards(state))[:5].tolist() == [8.0] + [1 - 2**-10] * 4
     assert step() == [8 - 2**-10] + [1 - 2**-9] * 4
     assert step() == [8 - 2**-9] + [1 - 3 * 2**-10] * 4
+
+
+def clamp(p: torch.nn.Parameter) -> None:
+    p.data.clamp_(max=2.0)
+
+
+def copy_from_the_host(p: torch.nn.Parameter) -> None:
+    p.data.copy_(torch.full((4,), 2.0))
+
+
+def fill(p: torch.nn.Parameter) -> None:
+    p.data.fill_(2.0)
+
+
+def write_into_a_view(p: torch.nn.Parameter) -> None:
+    p.data[:] = 2.0
+
+
+def exchange(p: torch.nn.Parameter) -> None:
+    p.data = torch.full((4,), 2.0, device="xla")
+
+
+@pytest.mark.parametrize("write", [clamp, copy_from_the_host, fill, write_into_a_view, exchange])
+def test_what_others_write_through_data(write: Callable[[torch.nn.Parameter], None], nxd: Nxd) -> None:
+    """torch's versions of tensors do not count it."""
+    nxd(2)
+    weight = torch.nn.Parameter(torch.full((4,), 5.0, device="xla"))
+    optimizer = NeuronZero1Optimizer([weight], optim.SGD, lr=1.0, grad_clipping=False)
+
+    def step() -> list[float]:
+        optimizer.zero_grad()
+        weight.sum().backward()
+        optimizer.step()
+        return weight.tolist()  # type: ignore[no-any-return]
+
+    assert step() == [4.0] * 4
+    write(weight)
+    assert (weight.tolist(), step(), step()) == ([2.0] * 4, [1.0] * 4, [0.0] * 4)
 
 
 def test_lazily(nxd: Nxd) -> None:

@@ -211,6 +211,7 @@ def load(t: XLATensor, given: Sequence[XLAShard]) -> None:
             for name, s in zip(names, array.addressable_shards, strict=True)
         ]
         t._storage.held = jax.make_array_from_single_device_arrays(array.shape, array.sharding, parts)
+        t._storage.writes += 1
 
 
 def _computed(t: XLATensor) -> Any:
