@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from nxd_jax.tensor_parallel import parallel_groups, rank_states
-from nxd_jax.tensor_parallel.rank_files import save_whole, wait
+from nxd_jax.tensor_parallel.rank_files import wait
 from torch_bridge.mesh import world
-from torch_bridge.runtime import executor
+from torch_bridge.runtime import executor, whole_files
 
 
 def save(state: dict[str, Any], directory: str | os.PathLike[str]) -> None:
@@ -19,7 +19,7 @@ def save(state: dict[str, Any], directory: str | os.PathLike[str]) -> None:
     os.makedirs(directory, exist_ok=True)
     hosted = list(world.current().hosted)
     for path, own in dict(zip(_paths(directory, hosted), rank_states.split(state, hosted), strict=True)).items():
-        save_whole(own, path)
+        whole_files.save(own, path)
     wait("save sharded state")
 
 

@@ -25,7 +25,7 @@ from nxd_jax.tensor_parallel.casting import cast_tensor
 from torch_bridge import nested
 from torch_bridge.mesh import processes, world
 from torch_bridge.recorder.sharded import from_ranks
-from torch_bridge.runtime import executor
+from torch_bridge.runtime import executor, whole_files
 from torch_bridge.torch_xla.utils import serialization as xser
 
 logger = logging.getLogger("nxd_jax")
@@ -191,7 +191,7 @@ def _write_plain(checkpoint: Any, writers: dict[int, str], cast: Any) -> None:
         if os.path.isfile(path):
             os.remove(path)  # what save_xser left under this name
         os.makedirs(path, exist_ok=True)
-        save_whole(state, os.path.join(path, "checkpoint.pt"))
+        whole_files.save(state, os.path.join(path, "checkpoint.pt"))
 
 
 def _write_xser(checkpoint: Any, writers: dict[int, str], cast: Any) -> None:
@@ -211,12 +211,7 @@ def _write_xser(checkpoint: Any, writers: dict[int, str], cast: Any) -> None:
         _remove(path)
         _remove(folders[r])
         os.replace(_unfinished(folders[r]), folders[r])
-        save_whole(references, path)
-
-
-def save_whole(data: Any, path: str) -> None:
-    torch.save(data, _unfinished(path))
-    os.replace(_unfinished(path), path)
+        whole_files.save(references, path)
 
 
 def _unfinished(path: str) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from torch_bridge.fsdp import naming, optimizer_states
+from torch_bridge.runtime import whole_files
 
 logger = logging.getLogger("torch_bridge")
 
@@ -129,7 +130,7 @@ def consolidate_sharded_model_checkpoints(
     whole = consolidate_sharded_state_dicts([ckpt["model"] for _, ckpt in found], found[0][1]["shard_metadata"])
     if not save_model:
         return whole, None
-    torch.save({"model": whole, **_optimizer([ckpt for _, ckpt in found])}, target)
+    whole_files.save({"model": whole, **_optimizer([ckpt for _, ckpt in found])}, target)
     logger.info("saved the consolidated model in %s", target)
     return whole, target
 

@@ -14,6 +14,7 @@ from torch_bridge.fsdp import naming
 from torch_bridge.mesh import world
 from torch_bridge.per_rank import rank_paths
 from torch_bridge.recorder import sharded
+from torch_bridge.runtime import whole_files
 
 
 def needed(data: Any, path: Any) -> bool:
@@ -35,7 +36,7 @@ def save(data: Any, path: Any) -> None:
     Raises TypeError for an open file, ValueError where the path does not have the rank's number (`rank_paths`).
     """
     for target, own in zip(_paths(path), object_collectives.each_ranks(data), strict=True):
-        torch.save(own, target)
+        whole_files.save(own, target)
 
 
 def _paths(path: Any) -> list[str]:

@@ -17,7 +17,7 @@ def noted() -> bool:
 def note(what: str, stacklevel: int = 3) -> None:
     """Say it, of a tensor in words. stacklevel: as for `warnings.warn`."""
     global _noted
-    if _noted:
+    if noted():
         return
     _noted = True
     warnings.warn(

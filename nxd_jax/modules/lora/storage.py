@@ -26,6 +26,7 @@ from nxd_jax.modules.lora.config import LoraConfig
 from nxd_jax.modules.lora.folders import CONFIG_FILE, Source, read_json, write_config
 from nxd_jax.tensor_parallel import parallel_groups, rank_files, rank_states
 from torch_bridge.mesh import processes, world
+from torch_bridge.runtime import whole_files
 
 if TYPE_CHECKING:
     from torch import nn
@@ -82,7 +83,7 @@ def write(directory: str, tag: str | None, state: dict[str, Any]) -> str:
     path = os.path.join(directory, tag or "", MODEL_FILE)
     if world.first() == 0:
         os.makedirs(os.path.dirname(path), exist_ok=True)
-        rank_files.save_whole(state, path)
+        whole_files.save(state, path)
     processes.barrier("save_lora")
     return path
 

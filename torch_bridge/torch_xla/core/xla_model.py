@@ -20,7 +20,7 @@ from torch_bridge import nested
 from torch_bridge.config import environment
 from torch_bridge.mesh import random_state, rank_numbers, world
 from torch_bridge.recorder import prefetch
-from torch_bridge.runtime import backend, steps
+from torch_bridge.runtime import backend, steps, whole_files
 from torch_bridge.torch_xla import _XLAC, runtime
 from torch_bridge.torch_xla._deprecation import warn_once
 from torch_bridge.torch_xla.core import _rng_state
@@ -312,7 +312,7 @@ def save(data: Any, file_or_path: Any, master_only: bool = True, global_master: 
 
     Tied weights stay one tensor in the file; torch_xla writes them twice. A process that hosts several ranks writes a file for each, if not `master_only` and
     the path has the first rank's number, as `xm.get_ordinal()` prints, of data that differs by rank. Shards of `XlaFullyShardedDataParallel` need such a path
-    (ValueError).
+    (ValueError). A file that was there stays until the new one is whole; OSError says why it cannot be written.
     """
     backend.ensure()
     from torch_bridge.fsdp import rank_files
@@ -325,7 +325,7 @@ def save(data: Any, file_or_path: Any, master_only: bool = True, global_master: 
     on_cpu = _maybe_convert_to_cpu(data, convert=writes or (world.size() == 1 and world.process_count() > 1))
     if writes:
         sharded.note_file(nested.collect(data, lambda x: isinstance(x, torch.Tensor) and is_xla_tensor(x)))
-        torch.save(on_cpu, file_or_path)
+        whole_files.save(on_cpu, file_or_path)
 
 
 # -- random numbers -------------------------------------------------------------------------------

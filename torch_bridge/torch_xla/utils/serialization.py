@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from torch_bridge import nested
+from torch_bridge.runtime import whole_files
 from torch_bridge.torch_xla.core import xla_model as xm
 
 
@@ -60,8 +61,8 @@ def save(data: Any, path: str | os.PathLike[str], master_only: bool = True, glob
         shutil.rmtree(folder)
     os.mkdir(folder)
     for tid, t in enumerate(found):
-        torch.save(t.detach().cpu(), _get_tensor_file(folder, tid))
-    torch.save(nested.replace(data, _on_xla, [TensorReference(i) for i in range(len(found))]), path)
+        whole_files.save(t.detach().cpu(), _get_tensor_file(folder, tid))
+    whole_files.save(nested.replace(data, _on_xla, [TensorReference(i) for i in range(len(found))]), path)
 
 
 def load(path: str | os.PathLike[str]) -> Any:
