@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -18,7 +19,7 @@ from torch_bridge import _compat, metrics
 from torch_bridge.compiler import background_compile, computation, dump, executable_cache, xla_options
 from torch_bridge.compiler.annotated_labels import AnnotatedLabels
 from torch_bridge.compiler.program_spec import Execution, ProgramSpec
-from torch_bridge.config import environment
+from torch_bridge.config import environment, freed_memory
 from torch_bridge.ir.segment import Segment
 from torch_bridge.mesh import abstract_arrays, stacked_arrays
 from torch_bridge.precision import precision_mode
@@ -134,6 +135,7 @@ class Program:
         self.compile_seconds = seconds
         metrics.COMPILE_TIME.add(seconds)
         metrics.GRAPH_SIZE.add(len(self.spec.graph.nodes))
+        freed_memory.used_by(sum(math.prod(a.shape) * a.dtype.itemsize for a in self.signature))
         metrics.ALIASED_INPUTS.add(len(self.spec.ports.donated))
         logger.debug("compiled a graph of %d nodes in %.2f s", len(self.spec.graph.nodes), seconds)
 

@@ -452,6 +452,15 @@ _OWN = [
         "fold_repeats",
     ),
     Variable(
+        "NXD_JAX_KEEP_FREED_MEMORY",
+        HONOUR,
+        "1: the process keeps memory that a step has freed for the next one, which on CPUs saves a sixth of a step's CPU time; 0: glibc gives it back. Has no "
+        "effect where glibc's own variables or another allocator are set",
+        "1",
+        FLAG,
+        "torch_bridge.config.freed_memory",
+    ),
+    Variable(
         "NXD_JAX_EXECUTABLES",
         HONOUR,
         "1: keep executables in the cache folder under a key made of the recorded graph, too, so that a second start does not trace; 0: under JAX's key, "

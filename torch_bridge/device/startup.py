@@ -4,10 +4,12 @@ import os
 import warnings
 
 from torch_bridge import _compat
-from torch_bridge.config import environment
+from torch_bridge.config import environment, freed_memory
 
 environment.prepare()  # before JAX starts
 _values = environment.check()
+if _values.get("NXD_JAX_KEEP_FREED_MEMORY", True):
+    freed_memory.keep()
 
 from torch_bridge.collectives import c10d_ops, collective_ops
 from torch_bridge.compiler import xla_cache

@@ -1,0 +1,106 @@
+"""Freed memory is kept for the next step, unless the user has said otherwise or programs are large."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torch_bridge.config import freed_memory
+
+ROOT = Path(__file__).resolve().parents[2]
+FAULTS = """
+import resource, sys, time
+import torch, torch_xla, torch_xla.core.xla_model as xm
+from torch_bridge.config import freed_memory
+freed_memory.MOST = int(sys.argv[1])
+x, w = torch.ones(4096, 256, device="xla"), torch.ones(256, 6144, device="xla")
+def step():
+    s = (torch.sin(x @ w) @ w.t()).sum()
+    xm.mark_step()
+    s.item()
+    time.sleep(0.05)  # temporaries are freed a little after results are there
+for _ in range(6): step()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(6): step()
+print((resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) // 6)
+"""
+
+
+def faults(most: int = freed_memory.MOST, **variables: str) -> int:
+    """Page faults of a step whose temporaries have 24,576 pages."""
+    env = {k: v for k, v in os.environ.items() if not k.startswith("MALLOC_") and k != "GLIBC_TUNABLES"} | variables
+    env["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "aliases")])
+    command = [sys.executable, "-W", "ignore", "-c", FAULTS, str(most)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return int(done.stdout)
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "gnu_get_libc_version"), reason="the C library is not glibc")
+def test_steps_do_not_ask_for_their_memory_again() -> None:
+    assert faults() < 10_000
+    assert faults(NXD_JAX_KEEP_FREED_MEMORY="0") > 20_000
+    assert faults(most=1 << 20) > 20_000, "programs that take more than a megabyte"
+
+
+class Library:
+    """A C library that notes what is set."""
+
+    def __init__(self, answer: int = 1):
+        self.set: list[tuple[int, int]] = []
+        self.trimmed = 0
+
+        def mallopt(parameter: int, value: int) -> int:
+            self.set.append((parameter, value))
+            return answer
+
+        def malloc_trim(pad: int) -> int:
+            self.trimmed += 1
+            return 1
+
+        self.gnu_get_libc_version = object()
+        self.mallopt, self.malloc_trim = mallopt, malloc_trim
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> Library:
+    made = Library()
+    for name in [*freed_memory._OWN, "GLIBC_TUNABLES", "LD_PRELOAD"]:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: made)
+    monkeypatch.setattr(freed_memory, "_library", None)
+    return made
+
+
+def test_it_is_given_back_once_programs_are_large(library: Library) -> None:
+    assert freed_memory.keep() and len(library.set) == 3
+    freed_memory.used_by(freed_memory.MOST)
+    assert library.trimmed == 0
+    freed_memory.used_by(freed_memory.MOST + 1)
+    freed_memory.used_by(freed_memory.MOST + 1)
+    assert library.trimmed == 1 and len(library.set) == 5
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("MALLOC_ARENA_MAX", "4"), ("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1"), ("LD_PRELOAD", "/usr/lib/libtcmalloc.so.4")],
+)
+def test_the_users_own_settings_stay(name: str, value: str, library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, value)
+    assert not freed_memory.keep() and not library.set
+    freed_memory.used_by(freed_memory.MOST + 1)
+    assert library.trimmed == 0
+
+
+def test_other_libraries(library: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    del library.gnu_get_libc_version
+    assert not freed_memory.keep() and not library.set
+    refusing = Library(0)
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: refusing)
+    assert not freed_memory.keep()
