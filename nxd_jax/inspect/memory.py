@@ -130,9 +130,10 @@ _TENSORS = (
 )
 
 
-def of_program(program: Any, compiled: Any, owners: dict[int, Owner], hbm_bytes: int, core: str, name: str = "") -> Memory:
+def of_program(program: Any, compiled: jax.stages.Compiled, owners: dict[int, Owner], hbm_bytes: int, core: str, name: str = "") -> Memory:
     """The memory of a `torch_bridge.compiler.program.Program`. compiled: its `jax.stages.Compiled`. owners: of storages, by id."""
     held, plan = tuple(_held(program, compiled, owners)), compiled.memory_analysis()
+    assert plan is not None, "this backend says nothing of memory"
     names = {h.name for h in held if h.kind == "gradient"}
     return Memory(
         arguments=int(plan.argument_size_in_bytes),
@@ -180,7 +181,7 @@ def _entry(owner: Owner, meta: Any, axes: tuple[str, ...], role: str) -> Held:
     return Held(owner.name, owner.kind, shape, dtype, axes, math.prod(shape) * meta.dtype.itemsize, role)
 
 
-def _held(program: Any, compiled: Any, owners: dict[int, Owner]) -> Iterator[Held]:
+def _held(program: Any, compiled: jax.stages.Compiled, owners: dict[int, Owner]) -> Iterator[Held]:
     spec = program.spec
     ports, labels = spec.ports, spec.labels
     updated = {i for at in ports.donated for i in ports.inputs[at]}
@@ -211,7 +212,7 @@ def _on_a_core(whole: Any, lies: Any) -> tuple[Any, tuple[str, ...]]:
     return _Block(lies.shard_shape(tuple(whole.shape)), whole.dtype), axes
 
 
-def _chosen_by_xla(program: Any, compiled: Any) -> dict[int, NamedSharding]:
+def _chosen_by_xla(program: Any, compiled: jax.stages.Compiled) -> dict[int, NamedSharding]:
     """Of an annotated program: how results lie for which nobody asked, by result."""
     if not isinstance(program.spec.labels, AnnotatedLabels):
         return {}

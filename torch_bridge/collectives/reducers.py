@@ -21,7 +21,9 @@ _torch_reducer: Any = dist.Reducer
 class _MapOnHost(TorchDispatchMode):
     """While a reducer is made: integers that it wants on xla are made on the CPU. Its other tensors are gradients, which are floats."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: torch._ops.OpOverload, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         device = kwargs.get("device")
         if (

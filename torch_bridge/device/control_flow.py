@@ -15,7 +15,7 @@ from torch.utils import _pytree
 _PACKAGE = "torch._higher_order_ops."
 
 
-def _cond(pred: Any, true_fn: Callable[..., Any], false_fn: Callable[..., Any], operands: Sequence[Any] = ()) -> Any:
+def _cond(pred: object, true_fn: Callable[..., Any], false_fn: Callable[..., Any], operands: Sequence[Any] = ()) -> Any:
     return (true_fn if pred else false_fn)(*operands)
 
 
@@ -37,7 +37,7 @@ _RUN: dict[str, Callable[..., Any]] = {"_cond_op_wrapper": _cond, "_while_loop_o
 """What the functions do that torch compiles for its operators of control flow."""
 
 
-def run_on_xla(function: Any, compiled: Callable[[], Callable[..., Any]]) -> Callable[..., Any] | None:
+def run_on_xla(function: object, compiled: Callable[[], Callable[..., Any]]) -> Callable[..., Any] | None:
     """For a function of torch's that stands for control flow: one that runs it on xla tensors, and is what torch compiles for others. Else None."""
     run = _RUN.get(getattr(function, "__name__", ""))
     if run is None or not str(getattr(function, "__module__", "")).startswith(_PACKAGE):
@@ -50,7 +50,7 @@ def run_on_xla(function: Any, compiled: Callable[[], Callable[..., Any]]) -> Cal
     return called
 
 
-def _facts(x: Any) -> Any:
+def _facts(x: object) -> object:
     return (x.dtype, tuple(x.shape)) if isinstance(x, torch.Tensor) else type(x)
 
 

@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
-from jax.extend.core import jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.tree_util import PyTreeDef
 
 from torch_bridge import _compat
 from torch_bridge.ir import dtypes
@@ -52,7 +53,7 @@ def call(fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, 
     return jax.tree.unflatten(results, found)
 
 
-def _traced(fn: Callable[..., Any], leaves: list[Any], places: list[int], tree: Any) -> tuple[str, Any]:
+def _traced(fn: Callable[..., Any], leaves: list[Any], places: list[int], tree: PyTreeDef) -> tuple[str, Any]:
     """The name of a call, and the structure of its results."""
     facts = [(tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else (type(x), x) for x in leaves]
     key = (tree, tuple(facts), _compat.x64_enabled())
@@ -66,7 +67,7 @@ def _traced(fn: Callable[..., Any], leaves: list[Any], places: list[int], tree: 
     return found
 
 
-def _trace(fn: Callable[..., Any], leaves: list[Any], places: list[int], tree: Any) -> tuple[str, Any]:
+def _trace(fn: Callable[..., Any], leaves: list[Any], places: list[int], tree: PyTreeDef) -> tuple[str, Any]:
     structures: list[Any] = []
 
     def flat(*arrays: Any) -> list[Any]:
@@ -86,7 +87,7 @@ def _trace(fn: Callable[..., Any], leaves: list[Any], places: list[int], tree: A
     return name, structures[0]
 
 
-def _name(closed: Any) -> str:
+def _name(closed: ClosedJaxpr) -> str:
     """A digest of what a jaxpr does. It does not start JAX's devices, which a lowering would, before the script has said how many ranks it wants."""
     with np.printoptions(threshold=sys.maxsize, precision=17):
         text = str(closed.jaxpr)
@@ -113,7 +114,7 @@ def _constants(x: Any) -> Iterator[Any]:
 
 
 @lowering(_OP, entrywise=False)
-def _call_jax(tensors: Sequence[jax.Array], name: str) -> Any:
+def _call_jax(tensors: Sequence[jax.Array], name: str) -> list[jax.Array]:
     return jaxpr_as_fun(_TRACED[name])(*tensors)
 
 
@@ -141,11 +142,11 @@ def differentiable(fn: Callable[..., Any]) -> Callable[..., Any]:
     return called
 
 
-def _inexact(x: Any) -> bool:
+def _inexact(x: jax.Array) -> bool:
     return jnp.issubdtype(x.dtype, jnp.inexact)
 
 
-def _pulled_back(fn: Callable[..., Any], tree: Any, wanted: tuple[int, ...], leaves: list[Any], grads: list[Any]) -> Any:
+def _pulled_back(fn: Callable[..., Any], tree: PyTreeDef, wanted: tuple[int, ...], leaves: list[Any], grads: list[Any]) -> Any:
     """Gradients of the leaves at some places, from those of the inexact results."""
 
     def of(*chosen: Any) -> list[Any]:
@@ -160,7 +161,7 @@ def _pulled_back(fn: Callable[..., Any], tree: Any, wanted: tuple[int, ...], lea
 
 class _Call(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, fn: Callable[..., Any], tree: Any, structure: list[Any], *leaves: Any) -> Any:
+    def forward(ctx: Any, fn: Callable[..., Any], tree: PyTreeDef, structure: list[Any], *leaves: Any) -> Any:
         args, kwargs = jax.tree.unflatten(tree, leaves)
         results, found = jax.tree.flatten(call(fn, args, kwargs))
         structure.append(found)

@@ -74,12 +74,12 @@ class StableHLOGraphModule:
         self._lowered.compiler_ir(dialect="stablehlo").operation.write_bytecode(buffer)
         return buffer.getvalue()
 
-    def save(self, directory_path: Any, options: StableHLOExportOptions | None = None) -> None:
+    def save(self, directory_path: object, options: StableHLOExportOptions | None = None) -> None:
         """Raises NotImplementedError."""
         _no_files("StableHLOGraphModule.save")
 
     @classmethod
-    def load(cls, directory_path: Any) -> StableHLOGraphModule:
+    def load(cls, directory_path: object) -> StableHLOGraphModule:
         """Raises NotImplementedError."""
         _no_files("StableHLOGraphModule.load")
 
@@ -116,12 +116,12 @@ def _on_xla(module: Any) -> torch.nn.Module:
     return module
 
 
-def save_as_stablehlo(exported_model: Any, stablehlo_dir: Any, options: StableHLOExportOptions | None = None) -> None:
+def save_as_stablehlo(exported_model: object, stablehlo_dir: object, options: StableHLOExportOptions | None = None) -> None:
     """`stablehlo.save_as_stablehlo`: raises NotImplementedError."""
     _no_files("save_as_stablehlo")
 
 
-def save_torch_model_as_stablehlo(torchmodel: Any, args: Any, path: Any, options: StableHLOExportOptions | None = None) -> None:
+def save_torch_model_as_stablehlo(torchmodel: object, args: object, path: object, options: StableHLOExportOptions | None = None) -> None:
     """`stablehlo.save_torch_model_as_stablehlo`: raises NotImplementedError."""
     _no_files("save_torch_model_as_stablehlo")
 

@@ -110,7 +110,7 @@ def make_kernel_from_pallas(kernel: Callable[..., Any], output_shape_dtype_fn: C
     back: arguments that are no tensors are constants anyway. On CPUs JAX runs Pallas kernels with `interpret=True` alone, and says so.
     """
 
-    def called(*args: Any, static_argnums: Any = None, static_argnames: Any = None, **kwargs: Any) -> Any:
+    def called(*args: Any, static_argnums: object = None, static_argnames: object = None, **kwargs: Any) -> Any:
         return xla_builder.call_jax(kernel, args, kwargs)
 
     return called
