@@ -20,12 +20,17 @@ EMULATE = [sys.executable, "-m", "nxd_jax.run"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--master_port", "0", "--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0"]
 
 
-def start(launcher: list[str], *arguments: str, out: Path, **environment: str) -> tuple[dict[str, Any], str]:
-    """Run the script; its summary and everything it printed."""
-    env = {k: v for k, v in os.environ.items() if k != "JAX_NUM_CPU_DEVICES"} | environment
+def environment(**more: str) -> dict[str, str]:
+    """That of a process which finds the checkout, and has as many devices as it asks for."""
+    env = {k: v for k, v in os.environ.items() if k != "JAX_NUM_CPU_DEVICES"} | more
     env["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "aliases"), os.environ.get("PYTHONPATH", "")])
+    return env
+
+
+def start(launcher: list[str], *arguments: str, out: Path, **variables: str) -> tuple[dict[str, Any], str]:
+    """Run the script; its summary and everything it printed."""
     command = [*launcher, SCRIPT, *TINY, *arguments, "--out", str(out)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=400)
+    done = subprocess.run(command, env=environment(**variables), capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads((out / "summary.json").read_text()), done.stdout + done.stderr
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import shutil
 import signal
 import subprocess
@@ -55,9 +54,9 @@ def test_it_learns(model: str, arguments: list[str], tmp_path: Path, monkeypatch
 
 def killed(command: list[str], checkpoint: Path) -> str:
     """Run the script until its checkpoint after step 2 is complete, then SIGKILL it; what it printed."""
-    env = {k: v for k, v in os.environ.items() if k != "JAX_NUM_CPU_DEVICES"}
-    env["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "aliases"), os.environ.get("PYTHONPATH", "")])
-    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+    with subprocess.Popen(
+        command, env=test_llama_training.environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
         until = time.time() + 400
         while not (checkpoint / "step_000002" / "done").exists() and process.poll() is None and time.time() < until:
             time.sleep(0.01)

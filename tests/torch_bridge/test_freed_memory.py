@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import ctypes
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.torch_bridge.devices import python
 from torch_bridge.config import freed_memory
 
-ROOT = Path(__file__).resolve().parents[2]
+USERS = [*freed_memory._OWN, "GLIBC_TUNABLES", "LD_PRELOAD"]
+"""Variables with which users say how memory is allocated."""
 FAULTS = """
-import resource, sys, time
+import resource, time
 import torch, torch_xla, torch_xla.core.xla_model as xm
 from torch_bridge.config import freed_memory
-freed_memory.MOST = int(sys.argv[1])
+freed_memory.MOST = 0
 x, w = torch.ones(4096, 256, device="xla"), torch.ones(256, 6144, device="xla")
 def step():
     s = (torch.sin(x @ w) @ w.t()).sum()
@@ -34,16 +32,13 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) // 6)
 
 def faults(most: int = freed_memory.MOST, **variables: str) -> int:
     """Page faults of a step whose temporaries have 24,576 pages."""
-    env = {k: v for k, v in os.environ.items() if not k.startswith("MALLOC_") and k != "GLIBC_TUNABLES"} | variables
-    env["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "aliases")])
-    command = [sys.executable, "-W", "ignore", "-c", FAULTS, str(most)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return int(done.stdout)
+    return int(python(FAULTS.replace("MOST = 0", f"MOST = {most}"), timeout=200, **variables))
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "gnu_get_libc_version"), reason="the C library is not glibc")
-def test_steps_do_not_ask_for_their_memory_again() -> None:
+def test_steps_do_not_ask_for_their_memory_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in USERS:
+        monkeypatch.delenv(name, raising=False)
     assert faults() < 10_000
     assert faults(NXD_JAX_KEEP_FREED_MEMORY="0") > 20_000
     assert faults(most=1 << 20) > 20_000, "programs that take more than a megabyte"
@@ -71,7 +66,7 @@ class Library:
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> Library:
     made = Library()
-    for name in [*freed_memory._OWN, "GLIBC_TUNABLES", "LD_PRELOAD"]:
+    for name in USERS:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(ctypes, "CDLL", lambda name: made)
     monkeypatch.setattr(freed_memory, "_library", None)

@@ -135,7 +135,6 @@ class Program:
         self.compile_seconds = seconds
         metrics.COMPILE_TIME.add(seconds)
         metrics.GRAPH_SIZE.add(len(self.spec.graph.nodes))
-        freed_memory.used_by(sum(math.prod(a.shape) * a.dtype.itemsize for a in self.signature))
         metrics.ALIASED_INPUTS.add(len(self.spec.ports.donated))
         logger.debug("compiled a graph of %d nodes in %.2f s", len(self.spec.graph.nodes), seconds)
 
@@ -147,7 +146,6 @@ class Program:
         if not isinstance(labels, AnnotatedLabels):
             return self._lowered_for(args)
         first = self._lowered_for(labels.lowered_for(args))
-        again = labels.lowered_for(self.signature, every=True)
 
         def compiled() -> Any:
             try:
@@ -156,10 +154,11 @@ class Program:
                 if not _compat.is_indivisible(error):
                     raise
             with _compat.enable_x64():  # results lie on a mesh that the graph alone has
-                return self._lowered_for(again)()
+                return self._lowered_for(labels.lowered_for(self.signature, every=True))()
 
         return compiled
 
     def _lowered_for(self, args: Sequence[Any]) -> Callable[[], Any]:
         self.signature = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=None if self.spec.labels is None else a.sharding) for a in args]
+        freed_memory.used_by(sum(math.prod(a.shape) * a.dtype.itemsize for a in self.signature))
         return executable_cache.prepared(self, args)

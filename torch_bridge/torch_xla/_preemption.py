@@ -8,7 +8,7 @@ from typing import Any
 
 from torch_bridge.mesh import processes, world
 
-__all__ = ["activate", "deactivate", "reached"]
+__all__ = ["activate", "come_to_any", "deactivate", "note_in", "reached"]
 
 _come = threading.Event()
 _before: list[Any] = []
@@ -20,7 +20,7 @@ def activate() -> None:
         return
     if threading.current_thread() is not threading.main_thread():
         raise RuntimeError("_activate_preemption_sync_manager: call it in the main thread, Python sets handlers of signals nowhere else")
-    _before.append(signal.signal(signal.SIGTERM, _note))
+    _before.append(note_in(_come))
 
 
 def deactivate() -> None:
@@ -34,12 +34,24 @@ def reached() -> bool:
     """Whether SIGTERM has come, to any process. Raises RuntimeError before `activate`."""
     if not _before:
         raise RuntimeError("_sync_point_reached: call torch_xla._XLAC._activate_preemption_sync_manager() first")
+    return come_to_any(_come, "preemption")
+
+
+def note_in(event: threading.Event) -> Any:
+    """Have SIGTERM set an event, and do then what it did before; the handler that was there."""
+    before = signal.getsignal(signal.SIGTERM)
+
+    def note(number: int, frame: Any) -> None:
+        event.set()
+        if callable(before):
+            before(number, frame)
+
+    signal.signal(signal.SIGTERM, note)
+    return before
+
+
+def come_to_any(event: threading.Event, name: str) -> bool:
+    """Whether an event is set in any process of the job. All of them ask, under one name."""
     if world.process_count() == 1:
-        return _come.is_set()
-    return any(told == b"1" for told in processes.exchange("preemption", b"1" if _come.is_set() else b"0"))
-
-
-def _note(number: int, frame: Any) -> None:
-    _come.set()
-    if callable(_before[0]):
-        _before[0](number, frame)
+        return event.is_set()
+    return any(told == b"1" for told in processes.exchange(name, b"1" if event.is_set() else b"0"))

@@ -11,14 +11,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from nxd_jax._progress import bar
 from nxd_jax.checkpoint import expert_files, full_writing, joining, name_maps, original_files, original_writing, safetensors_files
 from nxd_jax.checkpoint.full_states import FullState
 from nxd_jax.checkpoint.full_writing import Ranks
 from nxd_jax.checkpoint.original_files import File, Rank
 from nxd_jax.training.converters.entries import Plan
+from torch_bridge.runtime import whole_files
 
 MODEL = "model"
 
@@ -59,15 +58,10 @@ def to_torch_file(state: FullState, plan: Plan, path: Path, force: bool = False)
     if path.exists() and not force:
         raise FileExistsError(f"{path} exists: give another --output_dir, or --force to replace it")
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.unfinished")
     once = safetensors_files.Once(lambda name: state.model[name].read())
-    try:
-        with full_writing.scratch(path.parent) as place:
-            found = {m.name: place.keep(m.of(*[once(name) for name in m.sources])) for m in progress(plan.to_hub([]), "reading")}
-            torch.save(found, partial)
-            os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
+    with full_writing.scratch(path.parent) as place:
+        found = {m.name: place.keep(m.of(*[once(name) for name in m.sources])) for m in progress(plan.to_hub([]), "reading")}
+        whole_files.save(found, path)
 
 
 def to_form(source: original_files.Files, folder: Path, xser: bool, force: bool = False) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pathlib
 import shutil
-import signal
 import threading
 import uuid
 import warnings
@@ -16,6 +15,7 @@ from typing import Any
 import torch.distributed.checkpoint as dcp
 
 from torch_bridge.mesh import processes, world
+from torch_bridge.torch_xla import _preemption
 from torch_bridge.torch_xla.experimental.distributed_checkpoint._helpers import on_cpu
 from torch_bridge.torch_xla.experimental.distributed_checkpoint.planners import SPMDLoadPlanner, SPMDSavePlanner
 
@@ -61,8 +61,7 @@ class CheckpointManager:
         self._saves: list[Future[None]] = []
         self._preempted = threading.Event()
         if chkpt_on_preemption and threading.current_thread() is threading.main_thread():
-            before = signal.getsignal(signal.SIGTERM)
-            signal.signal(signal.SIGTERM, self._noted(before))
+            _preemption.note_in(self._preempted)
 
     def should_save(self, step: int) -> bool:
         """Whether it is a step to save: 0, `save_interval`, twice that, ..., or the first one asked about after SIGTERM."""
@@ -118,18 +117,7 @@ class CheckpointManager:
 
     def reached_preemption(self, step: int) -> bool:
         """Whether SIGTERM has come, to any process: True for one checkpoint; a checkpoint of this step or a later one settles it."""
-        found = self._preempted.is_set()
-        if world.process_count() > 1:
-            return any(told == b"1" for told in processes.exchange("preempted", b"1" if found else b"0"))
-        return found
-
-    def _noted(self, before: object) -> Callable[[int, Any], None]:
-        def note(number: int, frame: Any) -> None:
-            self._preempted.set()
-            if callable(before):
-                before(number, frame)
-
-        return note
+        return _preemption.come_to_any(self._preempted, "preempted")
 
     def _raise_failed(self) -> None:
         done = [save for save in self._saves if save.done()]
@@ -138,6 +126,7 @@ class CheckpointManager:
             save.result()
 
     def _save_waiting(self, save: Callable[[int, dict[str, Any]], None], step: int, state_dict: dict[str, Any]) -> None:
+        """save: `_save` as it was when it was asked for; torch_xla's tests replace it for a block."""
         try:
             save(step, state_dict)
         finally:
