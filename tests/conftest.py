@@ -110,11 +110,12 @@ AS_USERS = (
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--all`: `make test-all`. `--tier`: `make test`, `make test-deep`, `make test-processes`."""
+    """`--all`: `make test-all`. `--tier`: `make test`, `make test-deep`, `make test-processes`. `--share`: `.ci/run`."""
     parser.addoption("--all", action="store_true", help="also run what is marked thorough: more cases of what the other tests test")
     parser.addoption(
         "--tier", choices=(*tiers.TIERS, "all"), default="all", help="run the tests of this tier (tests/tiers.py; default: all)"
     )
+    parser.addoption("--share", type=tiers.share_of, metavar="K/N", help="of functions that take long, only those of the K-th of N shares (K from 0)")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -136,6 +137,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     everything = config.getoption("--all") or any("::" in argument for argument in config.args)
     selection = tiers.Selection(items, durations.known())
     chosen = [item for item in items if selection.runs(item, everything, config.getoption("--tier"))]
+    if (share := config.getoption("--share")) is not None:
+        chosen = [item for item in chosen if selection.in_share(item, *share)]
     left_out = set(items) - set(chosen)
     if hasattr(config, "workerinput"):
         chosen = durations.longest_first(chosen)

@@ -38,12 +38,14 @@ def _items() -> list[Any]:
     ]
 
 
-def _run(arguments: list[str], everything: bool = False, tier: str = "all", **more: Any) -> tuple[list[str], list[str]]:
+def _run(
+    arguments: list[str], everything: bool = False, tier: str = "all", share: tuple[int, int] | None = None, **more: Any
+) -> tuple[list[str], list[str]]:
     """(what runs, what is left out)."""
     items = _items()
     left_out: list[str] = []
     hook = SimpleNamespace(pytest_deselected=lambda items: left_out.extend(_name(item) for item in items))
-    given = {"--all": everything, "--tier": tier}
+    given = {"--all": everything, "--tier": tier, "--share": share}
     config = SimpleNamespace(getoption=given.__getitem__, args=arguments, hook=hook, **more)
     pytest_collection_modifyitems(config, items)  # type: ignore[arg-type]
     return [_name(item) for item in items], sorted(left_out)
@@ -89,6 +91,27 @@ def test_a_function_has_as_many_cases_in_a_tier_as_take_its_limit(
     for tier, ran in (("core", core), ("deep", deep), ("all", [0, 2, 4, 6])):
         assert [k for k, item in enumerate(items) if selection.runs(item, False, tier)] == ran
     assert all(selection.runs(item, True) for item in items)
+
+
+def test_shares_of_what_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short functions are in every share, long ones in one, with all their cases; both together are all."""
+    monkeypatch.setattr(durations, "known", lambda: {"models/test_x.py": {f"long{k}": (9.0, 2) for k in range(20)} | {"short": (1.9, 2)}})
+    monkeypatch.setitem(tiers.SECONDS, "deep", 9.0)
+    items = [Item(f"models/test_x.py::{name}[{case}]") for name in ("short", *(f"long{k}" for k in range(20))) for case in range(2)]
+    monkeypatch.setitem(globals(), "_items", lambda: list(items))
+    shares = [_run(["tests"], tier="deep", share=(k, 3))[0] for k in range(3)]
+    assert all(share[:2] == ["short[0]", "short[1]"] for share in shares)
+    long = [share[2:] for share in shares]
+    assert sorted(name for share in long for name in share) == sorted(map(_name, items[2:])) and all(3 < len(share) < 30 for share in long)
+    assert all(name.replace("[0]", "[1]") in share for share in long for name in share)
+    assert _run(["tests"], tier="deep")[0] == [_name(item) for item in items]
+
+
+@pytest.mark.parametrize("text", ["3/3", "1", "/3", "a/3", "-1/3", "1/0", "1.5/3"])
+def test_a_share_that_is_none(text: str) -> None:
+    with pytest.raises(ValueError, match=r"give K/N with 0 <= K < N"):
+        tiers.share_of(text)
+    assert tiers.share_of("2/3") == (2, 3)
 
 
 def test_thorough_cases_are_never_core() -> None:

@@ -10,10 +10,14 @@ of its cases to deep, and what only `--all` runs of it (`thorough`) is deep too.
 A function with many cases has as many of them in a tier as take `SECONDS` there by `tests/durations.json`, spread over all and at least one (in core none
 that takes more than `LONGEST`). What core leaves is deep; what deep and processes leave is run by `make test-all`, and by whoever names a file or folder and
 no tier. `THOROUGH` are whole functions that only `make test-all` runs.
+
+`--share K/N` (`.ci/run`) leaves out functions that take `SHARED` seconds and more in their tier, but for the K-th of N shares of them: N runs with other
+shares run all.
 """
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +27,9 @@ SECONDS = {"core": 1.0, "deep": 2.0, "processes": 40.0}
 """Of the processor, for the cases of one function."""
 LONGEST = 3.0
 """Seconds of a core case. Longer ones are deep."""
+
+SHARED = 2.0
+"""Seconds of a function in its tier from which on `--share` may leave it out."""
 
 TESTS = Path(__file__).parent
 
@@ -426,6 +433,7 @@ class Selection:
         self.few: set[Any] = set()
         self.beyond: set[Any] = set()
         self.tiers: dict[Any, str] = {}
+        self._long: dict[Any, str] = {}
         for place, cases in functions.items():
             few = [] if place in THOROUGH else _kept(cases, "thorough")
             self.few.update(few)
@@ -437,13 +445,27 @@ class Selection:
             tier = "deep" if tier == "core" else tier
             self.tiers.update(dict.fromkeys(cases, tier) | dict.fromkeys(core, "core"))
             rest = [case for case in few if self.tiers[case] == tier]
-            self.beyond.update(set(rest) - set(_within(rest, each, tier, 0 if core else 1)))
+            within = _within(rest, each, tier, 0 if core else 1)
+            self.beyond.update(set(rest) - set(within))
+            self._long.update(dict.fromkeys(rest if each * len(within) >= SHARED else (), place))
 
     def runs(self, item: Any, everything: bool, tier: str = "all") -> bool:
         """Whether a test runs. everything: thorough cases too. tier: of this tier alone, within its limits."""
         if tier == "all":
             return everything or item in self.few
         return tier == self.tiers[item] and (everything or (item in self.few and item not in self.beyond))
+
+    def in_share(self, item: Any, number: int, count: int) -> bool:
+        """Whether a test is in this one of so many shares. What takes little is in all."""
+        return item not in self._long or zlib.crc32(self._long[item].encode()) % count == number
+
+
+def share_of(text: str) -> tuple[int, int]:
+    """K and N of "K/N", K from 0 on. Raises ValueError for anything else."""
+    number, slash, count = text.partition("/")
+    if not (slash and number.isdecimal() and count.isdecimal() and int(number) < int(count)):
+        raise ValueError(f"--share {text}: give K/N with 0 <= K < N, the K-th of N shares")
+    return int(number), int(count)
 
 
 def _kept(cases: Sequence[Any], name: str) -> list[Any]:
