@@ -1,4 +1,4 @@
-"""Executables found by the recorded graph: a second process does not trace, and whatever changes a program changes its name."""
+"""Executables found by the recorded graph, or by what jax.export wrote: a second process does not trace, and whatever changes a program changes its name."""
 
 from __future__ import annotations
 
@@ -20,7 +20,12 @@ import torch_xla
 from torch import fx
 
 import torch_bridge
+from tests.torch_bridge.aot.nets import Net
+from tests.torch_bridge.aot.nets import X as NET_INPUT
 from torch_bridge import _compat, lowerings, metrics
+from torch_bridge.aot import model as model_of_programs
+from torch_bridge.aot import traced_module
+from torch_bridge.aot.model import Model, Program
 from torch_bridge.compiler import cache_environment, cache_keys, executable_cache, interpret, xla_cache
 from torch_bridge.compiler.cache_environment import UnknownError
 from torch_bridge.runtime import executor, session
@@ -445,3 +450,58 @@ def test_entries_of_jax_are_watched(folder: pathlib.Path) -> None:
     assert _compat.cache_entry(outer[0][0]) == outer[0][1] and _compat.cache_entry("unheard-of") is None
     afresh(VARIANTS["op"])
     assert len(outer) == 1
+
+
+# -- programs that jax.export wrote ----------------------------------------------------------------
+
+
+def from_file(program: Program) -> list[torch.Tensor]:
+    """What a model of it gives in two calls, started as if this process had never seen it."""
+    model = Model()
+    model.add("a", program)
+    model.set_weights([{n: t.detach() for n, t in Net().state_dict().items()}])
+    model.start()
+    return [t for _ in range(2) for t in model.results("a", model.run("a", [NET_INPUT]), 0)]
+
+
+def test_an_exported_program_is_lowered_once(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = traced_module.trace_program(Net(), (NET_INPUT,))[0]
+    first = from_file(program)
+    assert len(entries(folder)) == 1 and first[1].item() == 8 and first[3].item() == 9
+
+    def lowered(*_: Any) -> Any:
+        raise AssertionError("lowered again")
+
+    monkeypatch.setattr(model_of_programs, "_lowered", lowered)
+    before = metrics.COUNTERS.get("PersistentCacheHit", 0)
+    assert all(map(torch.equal, from_file(program), first)) and metrics.COUNTERS["PersistentCacheHit"] == before + 1
+    monkeypatch.setenv("NXD_JAX_EXECUTABLES", "0")
+    with pytest.raises(AssertionError, match="lowered again"):
+        from_file(program)
+
+
+def test_a_damaged_entry_of_an_exported_program(folder: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:
+    program = traced_module.trace_program(Net(), (NET_INPUT,))[0]
+    first = from_file(program)
+    [entry] = entries(folder)
+    whole = entry.read_bytes()
+    entry.write_bytes(whole[:-20])
+    assert all(map(torch.equal, from_file(program), first))
+    assert "cannot be used, so its program is compiled again: DamagedError" in caplog.text and len(entry.read_bytes()) == len(whole)
+
+
+@pytest.mark.parametrize("what", ["program", "shape", "dtype", "call", "flag", "tree"])
+def test_what_changes_the_name_of_an_exported_program(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {"program": b"stablehlo", "shapes": ([jax.ShapeDtypeStruct((2, 3), np.float32)], []), "call": "donated"}
+    name = cache_keys.digest(cache_keys.of_exported(**given))
+    assert cache_keys.digest(cache_keys.of_exported(**given)) == name
+    given |= {
+        "program": {"program": b"stablehlo 2"},
+        "shape": {"shapes": ([jax.ShapeDtypeStruct((3, 2), np.float32)], [])},
+        "dtype": {"shapes": ([jax.ShapeDtypeStruct((2, 3), np.int32)], [])},
+        "tree": {"shapes": ([], [jax.ShapeDtypeStruct((2, 3), np.float32)])},
+        "call": {"call": ""},
+    }.get(what, {})
+    if what == "flag":
+        monkeypatch.setenv("XLA_FLAGS", f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_enable_fast_math=true")
+    assert cache_keys.digest(cache_keys.of_exported(**given)) != name

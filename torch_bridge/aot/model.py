@@ -19,6 +19,7 @@ from torch_bridge import _compat
 from torch_bridge.aot import devices, exporting, facts
 from torch_bridge.aot.facts import Facts, Held, Tensor
 from torch_bridge.collectives import index_checks
+from torch_bridge.compiler import executable_cache
 from torch_bridge.mesh import processes
 from torch_bridge.runtime import transfer
 
@@ -259,15 +260,8 @@ class Model:
             serialized = program.forms.get(self.where.form)
             if serialized is None:
                 raise RuntimeError(devices.lacks(tag, program.forms, self.where.form))
-            exported = export.deserialize(bytearray(serialized))
-            here = exporting.platform()
-            if here not in exported.platforms:
-                raise RuntimeError(
-                    f"program {tag!r} was exported for {', '.join(exported.platforms)}, and this machine is {here}: trace it here"
-                )
             shapes = exporting.arguments(program.facts, self.where.mesh)
-            call = jax.jit(exported.call, donate_argnums=(2,))
-            return call.lower(*shapes).compile()
+            return executable_cache.exported(serialized, shapes, f"states {_STATES} donated", lambda: _lowered(tag, serialized, shapes))
 
     def run(self, tag: str, inputs: Sequence[Any], ranked: bool = False) -> list[Any]:
         """Run a program on CPU tensors: the same for all ranks, or (ranked) a list with one for each rank. Returns the arrays of its results (`results`).
@@ -338,6 +332,19 @@ class Model:
         """All results as [result][rank], left where they are."""
         results = self.programs[tag].facts.results
         return [[OnDevice(array, r, t, self.where) for r in self.where.hosted] for array, t in zip(arrays, results, strict=True)]
+
+
+_STATES = 2
+"""Which of a program's arguments are the states: they are donated."""
+
+
+def _lowered(tag: str, serialized: bytes, shapes: Sequence[Any]) -> Any:
+    """A serialized program for the devices that its arguments name. Raises RuntimeError if it was exported for other kinds of devices."""
+    exported = export.deserialize(bytearray(serialized))
+    here = exporting.platform()
+    if here not in exported.platforms:
+        raise RuntimeError(f"program {tag!r} was exported for {', '.join(exported.platforms)}, and this machine is {here}: trace it here")
+    return jax.jit(exported.call, donate_argnums=(_STATES,)).lower(*shapes)
 
 
 def _check_shared(tag: str, program: Program, programs: Iterable[tuple[str, Program]]) -> None:

@@ -51,9 +51,13 @@ class UnknownError(Exception):
 
 def describe() -> dict[str, str]:
     """The surroundings of this process and thread now, by heading. Raises `UnknownError` if our source has changed since it was loaded."""
+    return {"source": source_digest(), **outside()}
+
+
+def outside() -> dict[str, str]:
+    """`describe` without our own source."""
     return {
         "versions": _versions(),
-        "source": source_digest(),
         "environment": _environment(),
         "jax": _jax_settings(),
         "torch": _torch_settings(),

@@ -1,7 +1,8 @@
 """The name of a program's executable: a hash of all that the executable depends on, equal in every process that would compile the same.
 
-It is made of the fx graph, which is all that lowering reads, of how the program is called, and of its surroundings. What has no text of its own that
-says everything about it (a user's lowering, a tensor or an object among the arguments of an op) makes a program nameless: `cache_environment.UnknownError`.
+It is made of the fx graph, which is all that lowering reads (or of a program that `jax.export` serialized), of how the program is called, and of its
+surroundings. What has no text of its own that says everything about it (a user's lowering, a tensor or an object among the arguments of an op) makes a
+program nameless: `cache_environment.UnknownError`.
 """
 
 from __future__ import annotations
@@ -33,6 +34,19 @@ def parts(spec: ProgramSpec, args: Sequence[Any]) -> dict[str, str]:
         "arguments": _arguments(args),
         "devices": _devices(),
         **cache_environment.describe(),
+    }
+
+
+def of_exported(program: bytes, shapes: Any, call: str) -> dict[str, str]:
+    """The same for a program that `jax.export` serialized, for `jax.ShapeDtypeStruct`s and with what else its lowering depends on. The program is all that our
+    source has a part in."""
+    leaves, tree = jax.tree.flatten(shapes)
+    return {
+        "exported": hashlib.sha256(program).hexdigest(),
+        "call": call,
+        "arguments": "\n".join([str(tree), *(f"{x.dtype}{x.shape} {'' if x.sharding is None else _sharding(x.sharding)}" for x in leaves)]),
+        "devices": _devices(),
+        **cache_environment.outside(),
     }
 
 

@@ -1,8 +1,9 @@
-"""Executables found on disk by the recorded graph, so that a warm start neither traces nor lowers what a process before it compiled.
+"""Executables found on disk by what they are made of, so that a warm start neither traces nor lowers what a process before it compiled.
 
 JAX's persistent cache (`xla_cache`) has to trace and lower a program to know its name there, which takes as long as all else in the first step of a
-warm start. Here the name comes from the recorded graph (`cache_keys`). An entry, a small file in `executables/` in the folder that
-`xla_cache.use` was given, says under which key JAX's cache has the machine code and how it is called; the code stays where it is, and is evicted there.
+warm start. Here the name comes from the recorded graph, or from what `jax.export` wrote (`cache_keys`). An entry, a small file in `executables/` in the
+folder that `xla_cache.use` was given, says under which key JAX's cache has the machine code and how it is called; the code stays where it is, and is
+evicted there.
 
 An entry is a line of text, a SHA-256 of what follows, and that: a pickle, compressed. As with JAX's own cache, whoever can write the folder can run code
 in processes that read it.
@@ -44,16 +45,25 @@ class DamagedError(Exception):
 def prepared(program: Any, args: Sequence[Any]) -> Callable[[], Any]:
     """What gives the `jax.stages.Compiled` of a `program.Program` for these arguments, on any thread: it is found on disk, or lowered now, to be compiled there
     and noted for the next process."""
-    folder = _folder()
-    name = None if folder is None else _name(program, args)
-    if folder is None or name is None:
+    file = _file(lambda: cache_keys.parts(program.spec, args))
+    if file is None:
         return equal_programs.compiling(program, program.jitted.lower(*args))
-    file = folder / f"{name}{SUFFIX}"
-    found = _read(file)
+    found = _found(file)
     if found is not None:
-        metrics.count("PersistentCacheHit")
         return lambda: found
     return functools.partial(_compile, program.jitted.lower(*args), file)
+
+
+def exported(program: bytes, shapes: Any, call: str, lower: Callable[[], Any]) -> Any:
+    """The `jax.stages.Compiled` of a program that `jax.export` serialized: it is found on disk, or lowered and compiled, and noted for the next process.
+
+    shapes: its arguments, as `jax.ShapeDtypeStruct`s. call: what else `lower` depends on, as text. lower: makes the `jax.stages.Lowered`.
+    """
+    file = _file(lambda: cache_keys.of_exported(program, shapes, call))
+    if file is None:
+        return lower().compile()
+    found = _found(file)
+    return _compile(lower(), file) if found is None else found
 
 
 def _compile(lowered: Any, file: pathlib.Path) -> Any:
@@ -75,10 +85,13 @@ def _folder() -> pathlib.Path | None:
     return place / "executables"
 
 
-def _name(program: Any, args: Sequence[Any]) -> str | None:
-    """The entry's name; None if it cannot be said what the program depends on."""
+def _file(depends: Callable[[], dict[str, str]]) -> pathlib.Path | None:
+    """The entry of a program that depends on these parts; None if it cannot be said what it depends on, or entries are not used."""
+    folder = _folder()
+    if folder is None:
+        return None
     try:
-        parts = cache_keys.parts(program.spec, args)
+        parts = depends()
     except UnknownError as error:
         logger.debug("this program is traced in every process: %s", error)
         return None
@@ -87,7 +100,7 @@ def _name(program: Any, args: Sequence[Any]) -> str | None:
         return None
     if logger.isEnabledFor(logging.DEBUG):
         logger.debug("a program depends on %s", {k: hashlib.sha256(v.encode()).hexdigest()[:8] for k, v in parts.items()})
-    return cache_keys.digest(parts)
+    return folder / f"{cache_keys.digest(parts)}{SUFFIX}"
 
 
 def _setting(name: str) -> Any:
@@ -95,6 +108,14 @@ def _setting(name: str) -> Any:
 
 
 # -- entries --------------------------------------------------------------------------------------
+
+
+def _found(file: pathlib.Path) -> Any:
+    """`_read`, counted."""
+    found = _read(file)
+    if found is not None:
+        metrics.count("PersistentCacheHit")
+    return found
 
 
 def _read(file: pathlib.Path) -> Any:
