@@ -16,35 +16,31 @@ from torch_bridge.lowerings.registry import lowering
 
 aten = torch.ops.aten
 
-LEAST_IN_PARTS = 1 << 12
-PARTS = 4
-"""On CPUs a mask of at least so many elements is drawn in so many parts, in a loop: XLA would keep the bits (four bytes an element) for the backward pass
-otherwise, since it compares them again in each program part that reads the mask."""
+_SHIFTS = (16, 15, 16)
+_FACTORS = (0x7FEB352D, 0x846CA68B)
+"""Of the hash `lowbias32`, which maps 32 bits to 32 bits one to one; each bit of its result depends on each of its argument."""
 
 
 def keep_mask(key: jax.Array, p: float, shape: tuple[int, ...]) -> jax.Array:
-    """A boolean mask that is True with probability `1 - p`, from 32 random bits an element."""
+    """A boolean mask that is True with probability `1 - p`, from 32 bits an element: a hash of the key and the element's number.
+
+    Every element's bits are computed from its number alone, so XLA computes them where the mask is read, forward and backward, and keeps nothing. XLA's own
+    generator (Philox) makes four words at a time, and on CPUs computes all four for each.
+    """
     if p >= 1:
         return jnp.zeros(shape, jnp.bool_)
     threshold = jnp.uint32(min(round(p * 2**32), 2**32 - 1))
-
-    def at_once(key: jax.Array) -> jax.Array:
-        return jax.random.bits(key, shape, jnp.uint32) >= threshold
-
     count = math.prod(shape)
-    if count < LEAST_IN_PARTS or not random_keys.is_counted(key):
-        return at_once(key)
-    part = -(-count // PARTS // 4) * 4
+    if count >= 2**32 or not random_keys.is_counted(key):
+        return jax.random.bits(key, shape, jnp.uint32) >= threshold
+    low, high, *_ = jax.random.key_data(key)
+    return _hash(_hash(lax.iota(jnp.uint32, count).reshape(shape) ^ low) + high) >= threshold
 
-    def in_parts(key: jax.Array) -> jax.Array:
-        def draw(k: jax.Array, mask: jax.Array) -> jax.Array:
-            bits = jax.random.bits(random_keys.later(key, k.astype(jnp.uint64) * part), (part,), jnp.uint32)
-            return lax.dynamic_update_index_in_dim(mask, bits >= threshold, k, 0)
 
-        mask = lax.fori_loop(0, PARTS, draw, jnp.zeros((PARTS, part), jnp.bool_))
-        return mask.reshape(-1)[:count].reshape(shape)
-
-    return lax.platform_dependent(key, cpu=in_parts, default=at_once)
+def _hash(x: jax.Array) -> jax.Array:
+    for shift, factor in zip(_SHIFTS, _FACTORS, strict=False):
+        x = (x ^ (x >> jnp.uint32(shift))) * jnp.uint32(factor)
+    return x ^ (x >> jnp.uint32(_SHIFTS[-1]))
 
 
 def keep_scale(p: float) -> float:

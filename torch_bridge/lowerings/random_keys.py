@@ -52,11 +52,3 @@ def fold_in(key: Key, index: Array | int) -> Key:
 def is_counted(key: Key) -> bool:
     """Whether it is of the kind that is made here; who exports a function may pass others."""
     return str(jax.random.key_impl(key)) == _KIND
-
-
-def later(key: Key, numbers: Array) -> Key:
-    """The key whose draws go on after so many uint32 (a scalar, a multiple of four) of this key's."""
-    words = jax.random.key_data(key)
-    count = numbers.astype(jnp.uint64) // np.uint64(4)
-    counter = jnp.stack([count.astype(jnp.uint32), (count >> np.uint64(32)).astype(jnp.uint32)])
-    return jax.random.wrap_key_data(jnp.concatenate([words[:2], counter]), impl=_KIND)

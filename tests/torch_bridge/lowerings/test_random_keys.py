@@ -43,21 +43,6 @@ def test_other_keys_are_folded_as_jax_does() -> None:
     )
 
 
-def test_draws_go_on() -> None:
-    key = random_keys.from_seed(jnp.uint64(1), jnp.uint64(2))
-    at_once = jax.random.bits(key, (64,), jnp.uint32)
-    assert (at_once[16:] == jax.random.bits(random_keys.later(key, jnp.uint64(16)), (48,), jnp.uint32)).all()
-    far = random_keys.later(key, jnp.uint64(2**35))  # 2**33 blocks: the counter has two words
-    assert words(far)[2:] == (0, 2)
-
-
-@pytest.mark.parametrize("shape", [(dropout.LEAST_IN_PARTS,), (3, 37, 41), (4, 128, 65), (dropout.LEAST_IN_PARTS - 1,)])
-def test_a_mask_in_parts_is_the_mask(shape: tuple[int, ...]) -> None:
-    key = random_keys.from_seed(jnp.uint64(1), jnp.uint64(2))
-    expected = jax.random.bits(key, shape, jnp.uint32) >= np.uint32(round(0.3 * 2**32))
-    assert (jax.jit(lambda k: dropout.keep_mask(k, 0.3, shape))(key) == expected).all()
-
-
 def test_masks_of_neighbours_have_nothing_to_do_with_each_other() -> None:
     """Means and correlations of masks of consecutive offsets, seeds and indices: within five standard deviations."""
     n = 1 << 16
