@@ -81,11 +81,11 @@ def test_gradients_in_a_training_step() -> None:
         assert p.grad is not None and q.grad is not None
         torch.testing.assert_close(p.grad.cpu(), q.grad)
     step()  # gradients are added to others from now on
-    before = met.counter_value("UncachedCompile")
+    before, fallbacks = met.counter_value("UncachedCompile"), met.executed_fallback_ops()
     for _ in range(3):
         step()
     assert met.counter_value("UncachedCompile") == before
-    assert met.executed_fallback_ops() == []
+    assert met.executed_fallback_ops() == fallbacks
 
 
 def test_a_pallas_kernel() -> None:
