@@ -115,7 +115,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--tier", choices=(*tiers.TIERS, "all"), default="all", help="run the tests of this tier (tests/tiers.py; default: all)"
     )
-    parser.addoption("--share", type=tiers.share_of, metavar="K/N", help="of functions that take long, only those of the K-th of N shares (K from 0)")
+    parser.addoption(
+        "--share", type=tiers.share_of, metavar="K/N", help="of files that take long, only those of the K-th of N shares (K from 0)"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -94,17 +95,21 @@ def test_a_function_has_as_many_cases_in_a_tier_as_take_its_limit(
 
 
 def test_shares_of_what_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Short functions are in every share, long ones in one, with all their cases; both together are all."""
-    monkeypatch.setattr(durations, "known", lambda: {"models/test_x.py": {f"long{k}": (9.0, 2) for k in range(20)} | {"short": (1.9, 2)}})
-    monkeypatch.setitem(tiers.SECONDS, "deep", 9.0)
-    items = [Item(f"models/test_x.py::{name}[{case}]") for name in ("short", *(f"long{k}" for k in range(20))) for case in range(2)]
+    """Short files are in every share, long ones in one, whole; all together are all."""
+    files = {f"models/test_{k}.py": {"a": (1.5, 1), "b": (0.6, 2)} for k in range(20)}
+    monkeypatch.setattr(durations, "known", lambda: {"models/test_short.py": {"a": (1.9, 1)}, **files})
+    items = [Item(f"{file}::{name}") for file in ("models/test_short.py", *files) for name in ("a", "b[0]", "b[1]")]
     monkeypatch.setitem(globals(), "_items", lambda: list(items))
+    monkeypatch.setitem(globals(), "_name", lambda item: item.nodeid)
     shares = [_run(["tests"], tier="deep", share=(k, 3))[0] for k in range(3)]
-    assert all(share[:2] == ["short[0]", "short[1]"] for share in shares)
-    long = [share[2:] for share in shares]
-    assert sorted(name for share in long for name in share) == sorted(map(_name, items[2:])) and all(3 < len(share) < 30 for share in long)
-    assert all(name.replace("[0]", "[1]") in share for share in long for name in share)
-    assert _run(["tests"], tier="deep")[0] == [_name(item) for item in items]
+    every = [item.nodeid for item in items]
+    assert all(share[:3] == every[:3] and len(share) % 3 == 0 and 6 < len(share) < 50 for share in shares)
+    assert sorted(name for share in shares for name in share[3:]) == sorted(every[3:])
+    assert all(
+        {name.partition("::")[0] for name in one[3:]}.isdisjoint(n.partition("::")[0] for n in other[3:])
+        for one, other in itertools.pairwise(shares)
+    )
+    assert _run(["tests"], tier="deep")[0] == every
 
 
 @pytest.mark.parametrize("text", ["3/3", "1", "/3", "a/3", "-1/3", "1/0", "1.5/3"])

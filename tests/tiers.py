@@ -11,8 +11,8 @@ A function with many cases has as many of them in a tier as take `SECONDS` there
 that takes more than `LONGEST`). What core leaves is deep; what deep and processes leave is run by `make test-all`, and by whoever names a file or folder and
 no tier. `THOROUGH` are whole functions that only `make test-all` runs.
 
-`--share K/N` (`.ci/run`) leaves out functions that take `SHARED` seconds and more in their tier, but for the K-th of N shares of them: N runs with other
-shares run all.
+`--share K/N` (`.ci/run`) leaves out files that take `SHARED` seconds and more in a tier, but for the K-th of N shares of them: N runs with other shares run
+all. Files stay whole, as some tests build on what those before them compiled.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LONGEST = 3.0
 """Seconds of a core case. Longer ones are deep."""
 
 SHARED = 2.0
-"""Seconds of a function in its tier from which on `--share` may leave it out."""
+"""Seconds of a file in a tier from which on `--share` may leave it out."""
 
 TESTS = Path(__file__).parent
 
@@ -433,7 +433,7 @@ class Selection:
         self.few: set[Any] = set()
         self.beyond: set[Any] = set()
         self.tiers: dict[Any, str] = {}
-        self._long: dict[Any, str] = {}
+        self._seconds: dict[tuple[str, str], float] = {}
         for place, cases in functions.items():
             few = [] if place in THOROUGH else _kept(cases, "thorough")
             self.few.update(few)
@@ -447,7 +447,8 @@ class Selection:
             rest = [case for case in few if self.tiers[case] == tier]
             within = _within(rest, each, tier, 0 if core else 1)
             self.beyond.update(set(rest) - set(within))
-            self._long.update(dict.fromkeys(rest if each * len(within) >= SHARED else (), place))
+            for name, ran in (("core", core), (tier, within)):
+                self._seconds[file, name] = self._seconds.get((file, name), 0.0) + each * len(ran)
 
     def runs(self, item: Any, everything: bool, tier: str = "all") -> bool:
         """Whether a test runs. everything: thorough cases too. tier: of this tier alone, within its limits."""
@@ -456,8 +457,9 @@ class Selection:
         return tier == self.tiers[item] and (everything or (item in self.few and item not in self.beyond))
 
     def in_share(self, item: Any, number: int, count: int) -> bool:
-        """Whether a test is in this one of so many shares. What takes little is in all."""
-        return item not in self._long or zlib.crc32(self._long[item].encode()) % count == number
+        """Whether a test is in this one of so many shares. Files that take little are in all."""
+        file = place_of(item).partition("::")[0]
+        return self._seconds[file, self.tiers[item]] < SHARED or zlib.crc32(file.encode()) % count == number
 
 
 def share_of(text: str) -> tuple[int, int]:

@@ -159,7 +159,8 @@ def test_one_program_whatever_the_routing() -> None:
         if step == 2:
             for chosen in (plain, model):
                 for layer in chosen.model.layers:
-                    layer.mlp.gate.weight.data.zero_()  # equal logits: the first experts win
+                    gate = layer.mlp.gate.weight  # with equal logits the first experts win; zero_() would be part of the step
+                    gate.data.copy_(torch.zeros_like(gate, device="cpu"))
         for chosen in (plain, model):
             chosen.zero_grad()
         wanted, found = trained(plain, batch(step)), trained(model, batch(step).to("xla"))
