@@ -38,8 +38,6 @@ VARIANTS = {
     "transformers": "transformers' Mixtral block, eager, on the CPU",
 }
 COMPILED = (8, 128)
-WARM = 14
-"""Steps before those that are timed: our first ones record op by op, look at the layer and record it again; later ones play it."""
 
 Step = Callable[[int], Any]
 
@@ -223,7 +221,7 @@ def child(name: str, steps: int) -> dict[str, Any]:
         for k in (1, 2, 0):
             losses.append(read(dispatch(k)))
     other_routings = compiled() - made
-    for _ in range(WARM):
+    for _ in range(rounds.WARM):
         read(dispatch(0))
     wall, cpu, kernel = [], [], []
     for _ in range(steps):

@@ -17,6 +17,9 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 README = HERE / "README.md"
+WARM = 20
+"""Steps before those that are timed, in every variant: of a plain script's modules some ten are recorded op by op, looked at and recorded again; later ones
+are played."""
 
 
 def run(script: str, variants: Iterable[str], count: int, options: Sequence[str], key: str) -> dict[str, list[dict[str, Any]]]:

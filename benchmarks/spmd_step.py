@@ -3,8 +3,8 @@
     python benchmarks/spmd_step.py --rounds 3 --write
 
 Both run on 8 virtual CPU devices in a process of their own, in turn, from the same weights and on the same batches; the losses must agree. Each weight is
-divided along its largest dim, as FSDPv2 does it, and AdamW's state with it; the batch along its first. Steps are timed behind the first `WARM` ones: our
-first ten record op by op, look at the model and record it again; those behind them play it.
+divided along its largest dim, as FSDPv2 does it, and AdamW's state with it; the batch along its first. Steps are timed behind
+`rounds.WARM` others.
 """
 
 from __future__ import annotations
@@ -26,8 +26,6 @@ DEVICES = 8
 BATCH, SEQ, VOCAB = 8, 128, 256
 LAYERS, HIDDEN, INTERMEDIATE, HEADS = 4, 256, 704, 8
 LEARNING_RATE = 1e-3
-WARM = 20
-"""Steps before those that are timed."""
 VARIANTS = {"ours": "transformers' Llama, FSDPv2", "jax": "hand-written JAX + optax, the same shardings"}
 Step = Callable[[np.ndarray], Any]
 
@@ -127,7 +125,7 @@ def measure(name: str, steps: int) -> dict[str, Any]:
     dispatch, read = {"ours": make_ours, "jax": make_jax}[name]()
     data = batches(8)
     losses, first = [], 0.0
-    for k in range(WARM):
+    for k in range(rounds.WARM):
         start = time.perf_counter()
         losses.append(read(dispatch(data[k % len(data)])))
         first = first or time.perf_counter() - start
@@ -144,7 +142,7 @@ def measure(name: str, steps: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=20, help=f"steps per measurement, behind the first {WARM}")
+    parser.add_argument("--steps", type=int, default=20, help=f"steps per measurement, behind the first {rounds.WARM}")
     parser.add_argument("--write", action="store_true", help="put the table into benchmarks/README.md")
     parser.add_argument("--variant", choices=VARIANTS, help="run this one here and print JSON")
     args = parser.parse_args()

@@ -39,8 +39,6 @@ BY_HAND = ("mlp", "resnet", "lstm", "bert", "gpt2", "llama")
 DRAWS = {"mlp", "lstm", "bert", "gpt2", "t5"}
 """Kinds with dropout: each variant draws numbers of its own."""
 CHECKED = 3
-WARM = 14
-"""Steps before those that are timed, in every variant: ours record op by op at first, then look at the model and record it again; later ones play it."""
 TOLERANCE = 5e-3
 COLUMNS: dict[str, tuple[str, Callable[[dict[str, Any]], float], int]] = {
     "first": ("first step (s)", lambda run: run["first_step_s"], 2),
@@ -102,20 +100,20 @@ def on_jax(kind: str, size: str) -> Made:
 
 
 def measure(kind: str, size: str, variant: str, least: int, seconds: float) -> dict[str, Any]:
-    """What one variant takes, in this process. Behind `WARM` steps it runs at least `least`, and until `seconds` have passed."""
+    """What one variant takes, in this process. Behind `rounds.WARM` steps it runs at least `least`, and until `seconds` have passed."""
     before, step = on_jax(kind, size) if variant == "jax" else on_torch(kind, size, variant)
     losses: list[float] = []
     walls: list[float] = []
     cpus: list[float] = []
     began = time.perf_counter()
-    while len(walls) < least + WARM or time.perf_counter() - began < seconds:
+    while len(walls) < least + rounds.WARM or time.perf_counter() - began < seconds:
         wall, cpu = time.perf_counter(), time.process_time()
         losses.append(step(len(walls)))
         walls.append(time.perf_counter() - wall)
         cpus.append(time.process_time() - cpu)
-        if len(walls) == WARM:
+        if len(walls) == rounds.WARM:
             began = time.perf_counter()
-    steady = slice(WARM, None)
+    steady = slice(rounds.WARM, None)
     return {
         "first_step_s": walls[0],
         "first_step_cpu_s": cpus[0],
