@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -166,7 +167,8 @@ class Model:
         if missing:
             raise ValueError(f"{len(missing)} weights are missing: {_few(missing)}; they are named as in the traced module's state_dict()")
         by_rank = dict(zip(hosted, of_ranks, strict=True))
-        new = {name: self._weight(t, by_rank, initial) for name, t in self.weights.items()}
+        with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:  # most of it is copying
+            new = dict(zip(self.weights, pool.map(lambda t: self._weight(t, by_rank, initial), self.weights.values()), strict=True))
         self._arrays = {n: a for n, a in self._arrays.items() if n in self.states} | new
         self._own_weights.clear()
 
