@@ -16,9 +16,9 @@ from tests.torch_bridge.devices import python, same
 from tests.torch_bridge.test_guarantees import OPTIMIZERS, Tied, step
 
 
-def through_file(value: Any, **load: Any) -> Any:
+def through_file(value: Any, older: bool = False, **load: Any) -> Any:
     file = io.BytesIO()
-    torch.save(value, file)
+    torch.save(value, file, _use_new_zipfile_serialization=not older)
     file.seek(0)
     return torch.load(file, **load)
 
@@ -54,6 +54,19 @@ def test_cpu_checkpoints_load_to_the_device(where: str) -> None:
     loaded = through_file({"a": torch.arange(3), "b": [torch.ones(2)]}, map_location=where)
     assert loaded["a"].device.type == loaded["b"][0].device.type == where
     assert loaded["a"].tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("saved_on", ["cpu", "xla"])
+@pytest.mark.parametrize("where", [None, "cpu", "xla"])
+def test_files_of_the_older_format(saved_on: str, where: str | None) -> None:
+    """Their bytes follow the pickled tensors, which are made before those are read."""
+    base = torch.arange(6.0).reshape(2, 3)
+    saved = {"base": base.to(saved_on), "bf16": torch.tensor([1.5]).bfloat16().to(saved_on), "p": nn.Parameter(torch.ones(2).to(saved_on))}
+    saved["column"] = saved["base"][:, 1]
+    for name, t in through_file(saved, older=True, map_location=where).items():
+        assert t.device.type == (where or saved_on), name
+        assert t.dtype == saved[name].dtype and t.requires_grad == saved[name].requires_grad
+        assert t.tolist() == saved[name].tolist(), name
 
 
 @pytest.mark.parametrize("weights_only", [True, False])

@@ -13,8 +13,9 @@ import torch
 from torch_bridge.recorder.host_storage import HostStorage
 
 
-def _tag(storage: Any) -> None:
-    """xla tensors are saved by `XLATensor.__reduce_ex__`, which never asks for a storage's location."""
+def _tag(storage: Any) -> str | None:
+    """xla tensors are saved by `XLATensor.__reduce_ex__`, which asks for a storage's location in files of torch's older format alone."""
+    return str(storage.device) if isinstance(storage, HostStorage) else None
 
 
 def _restore(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage | None:

@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 
 class HostStorage(torch.UntypedStorage):
-    """Bytes on the CPU for tensors on xla. `uploaded` is their device storage, once there is one."""
+    """Bytes on the CPU for tensors on xla. uploaded: their device storage, once there is one. upload_again: what brings later bytes there."""
 
     uploaded: Any = None
+    upload_again: Callable[[], None] | None = None
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
         return torch.device("xla:0")
 
-
-def device_storage(host: HostStorage, dtype: torch.dtype) -> Any:
-    """The device storage with the bytes of `host`, uploaded as a flat tensor of `dtype` the first time."""
-    if host.uploaded is None:
-        from torch_bridge.recorder.copies import upload
-
-        host.__class__ = torch.UntypedStorage  # type: ignore[assignment]
-        flat = torch.empty(0, dtype=dtype).set_(host, 0, (host.nbytes() // dtype.itemsize,), (1,))
-        host.__class__ = HostStorage
-        host.uploaded = upload(flat)._storage
-    return host.uploaded
+    def _set_from_file(self, *args: Any) -> Any:
+        """What `torch.load` does with files of torch's older format: their bytes follow the pickled tensors, which are made before."""
+        found = super()._set_from_file(*args)
+        if self.upload_again is not None:
+            self.upload_again()
+        return found

@@ -10,7 +10,7 @@ import torch
 from torch_bridge.ir.layout import Layout, base_of_meta, layout
 from torch_bridge.ir.segment import Storage
 from torch_bridge.mesh import places, rank_numbers, sharding, spmd
-from torch_bridge.recorder import host_storage, host_values, overlaps, placed
+from torch_bridge.recorder import host_storage, host_values, overlaps, placed, storage_uploads
 from torch_bridge.recorder.copies import copied, kept
 from torch_bridge.recorder.cpu_attention import additive
 from torch_bridge.recorder.dispatch import LOCK, STATE, dispatch, record, record_op, resize, special
@@ -413,7 +413,7 @@ def set_storage(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict
     """What `torch.load` does with the bytes of a file; other storages are not ours."""
     t, host, *view = args
     if isinstance(host, host_storage.HostStorage):
-        storage = host_storage.device_storage(host, t.dtype)
+        storage = storage_uploads.device_storage(host, t.dtype)
         offset, size, *stride = view or (0, storage.layout.size)
         point(t, layout(tuple(size), tuple(stride[0]) if stride else None, offset, t.dtype), storage)
         return t

@@ -6,6 +6,7 @@ node. Everything it does arrives at `dispatch`, which the device's startup sets 
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections import OrderedDict
 from typing import Any, Protocol, SupportsIndex
@@ -18,6 +19,7 @@ from torch_bridge.ir.segment import LOCK, Segment, Storage
 from torch_bridge.mesh import rank_numbers
 from torch_bridge.recorder import rank_array
 from torch_bridge.recorder.downloads import download, each_ranks, each_ranks_number
+from torch_bridge.recorder.host_storage import HostStorage
 from torch_bridge.recorder.varying import differs, note_file
 from torch_bridge.runtime import backend
 from torch_bridge.runtime.session import STATE
@@ -172,7 +174,19 @@ class XLATensor(torch.Tensor):
             if state:
                 return torch._utils._rebuild_parameter_with_state, (self.data, self.requires_grad, hooks, state)
             return torch._utils._rebuild_parameter, (self.data, self.requires_grad, hooks)
+        if (
+            sys._getframe(1).f_code is torch.serialization._legacy_save.__code__
+        ):  # it writes values last: whoever loads must not copy before
+            return _tagged(host, self.requires_grad)
         return torch._utils._rebuild_device_tensor_from_cpu_tensor, (host, self.dtype, "xla:0", self.requires_grad)
+
+
+def _tagged(host: torch.Tensor, requires_grad: bool) -> Any:
+    """How to rebuild a tensor on xla from bytes that are tagged so, as torch rebuilds those of other devices."""
+    bytes_ = host.untyped_storage()
+    bytes_.__class__ = HostStorage
+    storage = torch.storage.TypedStorage(wrap_storage=bytes_, dtype=host.dtype, _internal=True)
+    return torch._utils._rebuild_tensor_v2, (storage, 0, host.shape, host.stride(), requires_grad, OrderedDict())
 
 
 def user_attributes(t: torch.Tensor) -> dict[str, Any]:
