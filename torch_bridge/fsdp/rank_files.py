@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,13 +31,13 @@ def needed(data: Any, path: Any) -> bool:
     return False
 
 
-def save(data: Any, path: Any) -> None:
-    """`torch.save` each rank's own values of the data, tensors on the CPU, in its own file. path: the first hosted rank's.
+def save(data: Any, path: Any, write: Callable[[Any, str], None] = whole_files.save) -> None:
+    """Write each rank's own values of the data, tensors on the CPU, in its own file. path: the first hosted rank's.
 
     Raises TypeError for an open file, ValueError where the path does not have the rank's number (`rank_paths`).
     """
     for target, own in zip(_paths(path), object_collectives.each_ranks(data), strict=True):
-        whole_files.save(own, target)
+        write(own, target)
 
 
 def _paths(path: Any) -> list[str]:

@@ -120,3 +120,17 @@ def test_copies_of_what_differs_by_rank(copied: str, hosted: Hosted, monkeypatch
         save(same)
     with pytest.warns(UserWarning, match=r"is saved as rank 0 holds it: .*save_checkpoint keeps all of them; torchrun"):
         save(own)
+
+
+def test_xser_writes_each_ranks_files(hosted: Hosted, tmp_path: pathlib.Path) -> None:
+    """If all ranks save, and the path has the rank's number."""
+    hosted(4)
+    rank = xm.get_ordinal()
+    own, same = torch.ones(2, device="xla") * rank, torch.ones(2, device="xla")
+    xser.save({"own": own, "same": [same, own], "rank": rank}, f"{tmp_path}/rank-{rank}.pt", master_only=False)
+    for r in range(4):
+        found = xser.load(tmp_path / f"rank-{r}.pt")
+        assert found["own"].tolist() == [r, r] and found["same"][0].tolist() == [1, 1] and found["rank"] == r
+        assert found["same"][1] is found["own"] or found["same"][1].tolist() == [r, r]
+    xser.save({"same": same}, f"{tmp_path}/same-{rank}.pt", master_only=False)  # the same on all ranks: one file
+    assert [p.name for p in tmp_path.glob("same-*.pt")] == ["same-0.pt"]

@@ -49,20 +49,33 @@ def save(data: Any, path: str | os.PathLike[str], master_only: bool = True, glob
     """`xser.save`: by rank 0 of each host (of the job if `global_master`), or by all ranks, each to a path of its own, if not
     `master_only`.
 
-    CPU tensors stay inside the pickled data; a tensor that occurs twice is stored once.
+    CPU tensors stay inside the pickled data; a tensor that occurs twice is stored once. A process that hosts several ranks writes each one's files as
+    `xm.save` does.
     """
+    from torch_bridge.fsdp import rank_files
+
     writes = not master_only or xm.is_master_ordinal(local=not global_master)
     found = nested.collect(data, _on_xla)
     xm.unlazy(found)
     if not writes:
         return
+    parted = nested.replace(data, _on_xla, [TensorReference(i) for i in range(len(found))]), found
+    if not master_only and rank_files.needed(data, path):
+        rank_files.save(parted, path, _write)
+    else:
+        _write(parted, path)
+
+
+def _write(parted: tuple[Any, list[torch.Tensor]], path: str | os.PathLike[str]) -> None:
+    """Data with references and the tensors that they are to, in their files."""
+    data, tensors = parted
     folder = _get_tensors_folder(path)
     if os.path.isdir(folder):
         shutil.rmtree(folder)
     os.mkdir(folder)
-    for tid, t in enumerate(found):
+    for tid, t in enumerate(tensors):
         whole_files.save(t.detach().cpu(), _get_tensor_file(folder, tid))
-    whole_files.save(nested.replace(data, _on_xla, [TensorReference(i) for i in range(len(found))]), path)
+    whole_files.save(data, path)
 
 
 def load(path: str | os.PathLike[str]) -> Any:
