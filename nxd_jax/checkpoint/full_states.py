@@ -128,7 +128,7 @@ def _array(folder: reading.Folder, name: str, entry: Mapping[str, Any]) -> Full:
 
 def stored_array(folder: reading.Folder, name: str) -> np.ndarray:
     """An array as it is stored. Raises DamagedCheckpointError if it is not on disk."""
-    found = orbax_files.restore(folder.path, {name: None})[name]
+    found = folder.restore({name: None})[name]
     if not isinstance(found, np.ndarray):  # Orbax gives back what was asked for
         raise orbax_files.DamagedCheckpointError(
             f"{name} is in {folder.path / orbax_files.INDEX}, but not among the arrays. Load another tag"

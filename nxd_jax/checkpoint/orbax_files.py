@@ -31,9 +31,13 @@ _saves = itertools.count()
 
 
 def save(folder: Path, arrays: Mapping[str, Any], index: Mapping[str, Any]) -> None:
-    """Write arrays (`jax.Array`s, numpy's, or a `Share` of each) and the index. All processes call it. Not atomic: the tag is."""
+    """Write arrays (`jax.Array`s, numpy's, or a `Share` of each) and the index. All processes call it. Not atomic: the tag is.
+
+    Arrays without entries are in the index alone: Orbax takes none.
+    """
     import orbax.checkpoint as ocp
 
+    arrays = {name: a for name, a in arrays.items() if a.nbytes}
     if arrays:
         handler = shares.handler() if any(isinstance(a, shares.Share) for a in arrays.values()) else None
 
@@ -126,6 +130,14 @@ def restore(folder: Path, targets: Mapping[str, jax.ShapeDtypeStruct | None]) ->
     except (OSError, ValueError, KeyError) as error:
         raise DamagedCheckpointError(f"the arrays in {folder} cannot be read: {str(error).splitlines()[0]}. Load another tag") from error
     return found
+
+
+def empty(shape: Sequence[int], dtype: Any, sharding: Any = None) -> Any:
+    """An array without entries, as `restore` would give it; numpy's without a sharding."""
+    if sharding is None:
+        return np.empty(shape, dtype)
+    with _compat.enable_x64():
+        return jax.make_array_from_callback(tuple(shape), sharding, lambda place: np.empty(shape, dtype)[place])
 
 
 def batches(sizes: Mapping[str, int], limit: int) -> Iterator[Sequence[str]]:

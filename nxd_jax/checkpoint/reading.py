@@ -129,7 +129,7 @@ class Folder:
                 dtype = dtypes.to_jax(getattr(torch, self.entry(key)["dtype"]))
                 requests[layer][stored] = None if how is None else _fitting(how, self.entry(key), dtype, w.home)
                 targets[key, number] = layer, stored, how
-        found = [orbax_files.restore(self.path, r) for r in requests]
+        found = [self.restore(r) for r in requests]
         made = []
         for number, w in enumerate(wanted):
             parts = []
@@ -139,6 +139,16 @@ class Folder:
             made.append((w, arrays.joined(parts, w.where) if w.where is not None else self._on_cpu(parts, w)))
         executor.sync()
         return made
+
+    def restore(self, targets: Mapping[str, jax.ShapeDtypeStruct | None]) -> dict[str, Any]:
+        """`orbax_files.restore`, with those arrays, too, that have no entries and so are in the index alone."""
+        empty = {}
+        for name, target in targets.items():
+            entry = self.entry(name)
+            if not _bytes(entry):
+                sharding = None if target is None else target.sharding
+                empty[name] = orbax_files.empty(entry["stored"], arrays.jax_dtype(entry["dtype"]), sharding)
+        return orbax_files.restore(self.path, {name: t for name, t in targets.items() if name not in empty}) | empty
 
     def _there(self, array: object, name: str) -> Any:
         """An array that was read: Orbax gives back what was asked for in the place of one that is missing."""
@@ -361,6 +371,7 @@ def load_optimizer(path: Path, optimizer: torch.optim.Optimizer, model: contents
     parts = _named(contents.parts_of(optimizer, contents.names_of(model)), saved["order"])
     keys = {part.name: contents.keys_of(part.name, part.placement()) for part in parts}
     _check_parameters(path, saved, keys, {part.name: pipeline_ranks.rank_of(part.parameter) for part in parts})
+    _check_groups(path, saved["param_groups"], optimizer, {part.parameter: keys[part.name] for part in parts})
     wanted = [w for part in parts for w in _state_wanted(folder, saved, part, keys[part.name])]
     like = set(saved["like"])
     problems = _shape_problems(folder, [w for w in wanted if w.keys[0] in like])
@@ -428,6 +439,28 @@ def _check_parameters(path: Path, saved: Any, keys: Mapping[str, list[str]], ran
         )
         shown = listed([pipeline_ranks.said(name, ranks[name]) for name in absent])
         raise ValueError(f"{path} has no state for {shown}; it has {listed(saved['order'])}: {hint}")
+
+
+def _check_groups(
+    path: Path, saved: Sequence[Mapping[str, Any]], optimizer: torch.optim.Optimizer, keys: Mapping[torch.Tensor, Sequence[str]]
+) -> None:
+    """Raise ValueError where groups are not those of the checkpoint: a group's options would be another's."""
+    number = {key: k for k, group in enumerate(saved) for key in group["params"]}
+    taken: dict[int, int] = {}
+    for k, group in enumerate(contents.inner(optimizer).param_groups):
+        found = {number[key]: key for p in group["params"] for key in keys[p]}
+        if len(found) > 1:
+            raise ValueError(
+                f"cannot load {path}: group {k} of the optimizer has {listed(list(found.values()))}, which were in different groups when it was saved, each "
+                "with its own options. Make the optimizer with the same groups"
+            )
+        for other in found:
+            if other in taken:
+                raise ValueError(
+                    f"cannot load {path}: groups {taken[other]} and {k} of the optimizer were one group when it was saved, so what their options are is not "
+                    "known. Make the optimizer with the same groups"
+                )
+            taken[other] = k
 
 
 def _state_wanted(folder: Folder, saved: Any, part: Part, keys: Sequence[str]) -> list[Wanted]:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from nxd_jax.checkpoint import original, original_writing, reading, savers, writing
+from nxd_jax.checkpoint import original, original_writing, reading, savers, tags, writing
 from nxd_jax.checkpoint.storage import BaseCheckpointStorage
 from nxd_jax.checkpoint.worker import Worker
 from torch_bridge.mesh import processes, world
@@ -138,7 +138,9 @@ def _chosen(storage: BaseCheckpointStorage, tag: object) -> str:
         return found[-1]
     name = str(tag)
     for choice in (name, f"{name}.new", f"{name}.old"):  # what a crash while a tag was replaced left
-        if choice in found:
+        if choice in found or (
+            "/" in name and storage.file_exists(f"{choice}/{tags.DONE}")
+        ):  # a tag in a folder of its own counts if it is named
             return choice
     if original.is_older(storage.root / name):  # parallel_layers.save leaves no mark
         return name

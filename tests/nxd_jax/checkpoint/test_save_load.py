@@ -15,6 +15,7 @@ import torch
 from neuronx_distributed.parallel_layers.utils import move_all_tensor_to_cpu
 from neuronx_distributed.trainer import checkpoint
 
+from nxd_jax.ckpt import main
 from tests.nxd_jax.checkpoint import job
 from torch_bridge.mesh import world
 
@@ -315,6 +316,67 @@ def test_other_parameters(alone: Any, tmp_path: Path) -> None:
     made = job.build()
     with pytest.raises(ValueError, match="has no state for embedding.weight.*was it saved from another model"):
         checkpoint.reading.load_optimizer(tmp_path / "t" / "optim", made[1], made[0])
+
+
+@pytest.mark.parametrize("here", [1, 2])
+def test_other_groups(alone: Any, tmp_path: Path, here: int) -> None:
+    """The options of a group would be those of another one; torch refuses them, too."""
+
+    def made(groups: int) -> Any:
+        model = Tiny().to("xla")
+        each = [{"params": [p], "lr": 0.1 * (k + 1)} for k, p in enumerate(model.parameters())]
+        return model, torch.optim.AdamW(each if groups == 2 else model.parameters(), lr=0.3)
+
+    model, optimizer = made(3 - here)
+    nxd.save_checkpoint(tmp_path, "t", model, optimizer)
+    model, optimizer = made(here)
+    options = [group["lr"] for group in optimizer.param_groups]
+    text = (
+        r"group 0 of the optimizer has a.weight, a.bias, which were in different"
+        if here == 1
+        else "groups 0 and 1 of the optimizer were one group"
+    )
+    with pytest.raises(ValueError, match=text):
+        nxd.load_checkpoint(tmp_path, "t", model, optimizer)
+    assert [group["lr"] for group in optimizer.param_groups] == options
+
+
+def test_tensors_without_entries(nxd: Any, tmp_path: Path) -> None:
+    """Orbax takes no array of them."""
+    import neuronx_distributed
+
+    def made(value: float, device: str) -> torch.nn.Module:
+        model = Tiny()
+        model.register_buffer("none", torch.empty(0, 3))
+        model.register_buffer("whole", torch.empty(0, dtype=torch.float64))
+        torch.nn.init.constant_(model.a.weight, value)
+        return model.to(device)
+
+    nxd(4)
+    for k, device in enumerate(("xla", "cpu")):
+        neuronx_distributed.save_checkpoint(tmp_path, str(k), made(1.0, device))
+    neuronx_distributed.save_checkpoint(tmp_path, "alone", {"none": torch.empty(0, 3, device="xla")})
+    nxd(2)
+    for tag in ("0", "1"):
+        for device in ("xla", "cpu"):
+            model = made(2.0, device)
+            neuronx_distributed.load_checkpoint(tmp_path, tag, model)
+            assert model.a.weight.unique().tolist() == [1.0] and model.none.shape == (0, 3)
+    assert main(["verify", str(tmp_path)]) == 0
+
+
+def test_a_tag_in_a_folder_of_its_own(alone: Any, tmp_path: Path) -> None:
+    """Loads if it is named."""
+    model, optimizer = tiny()
+    for step_ in (5, 6, 6):
+        nxd.save_checkpoint(tmp_path, f"epoch_1/step_{step_}", model, optimizer, user_content=step_)
+    assert nxd.load_checkpoint(tmp_path, "epoch_1/step_5", model, optimizer) == 5
+    assert nxd.load_checkpoint(tmp_path, "epoch_1/step_6", model, optimizer) == 6
+    with pytest.raises(FileNotFoundError, match="no complete checkpoint 'epoch_1/step_7'"):
+        nxd.load_checkpoint(tmp_path, "epoch_1/step_7", model)
+    (tmp_path / "epoch_1" / "step_5" / "done").unlink()
+    with pytest.raises(FileNotFoundError):
+        nxd.load_checkpoint(tmp_path, "epoch_1/step_5", model)
 
 
 def test_no_checkpoint(alone: Any, tmp_path: Path) -> None:
