@@ -147,7 +147,7 @@ def pieces_of(tensor: torch.Tensor, placement: Placement) -> list[torch.Tensor]:
     tensor = tensor.detach()
     tensor = tensor if tensor.dim() else tensor.reshape(1)
     if _as_it_is(placement):
-        return [_own(tensor)]
+        return [own(tensor)]
     rows = placement.rows
     if rows is not None:
         (tensor,) = rows.all_gather([tensor], [placement.shape], tensor.dtype)
@@ -163,7 +163,7 @@ def pieces_of(tensor: torch.Tensor, placement: Placement) -> list[torch.Tensor]:
         dim = _row_dim(placement, piece, local)
         if dim is not None and rows is not None:
             part = rows.cut(part.transpose(0, dim)).transpose(0, dim) if dim else rows.cut(part)
-        found.append(_own(part.contiguous()))
+        found.append(own(part.contiguous()))
     return found
 
 
@@ -181,7 +181,7 @@ def _inverse(order: Sequence[int]) -> list[int]:
     return [order.index(k) for k in range(len(order))]
 
 
-def _own(tensor: torch.Tensor) -> torch.Tensor:
+def own(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor, its values lying in memory as it shows them."""
     whole = tensor._layout is tensor._storage.layout and tensor.is_contiguous()  # type: ignore[attr-defined]
     return tensor if whole else tensor.contiguous().clone()

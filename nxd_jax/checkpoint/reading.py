@@ -420,12 +420,15 @@ def _take_state(
 
 
 def _as_stored(value: torch.Tensor, entry: Mapping[str, Any]) -> torch.Tensor:
-    return value.reshape(entry["shape"][1:] if "apart" in entry else entry["shape"])
+    """A value in its shape, in memory of its own: a view would make the next step another program, whose last bits differ."""
+    found = value.reshape(entry["shape"][1:] if "apart" in entry else entry["shape"])
+    return arrays.own(found) if isinstance(found, XLATensor) else found
 
 
 def _named(parts: list[Part], order: Sequence[str]) -> list[Part]:
-    """Parts that have numbers for names, without a model, named by their order."""
-    if not all(part.name.isdigit() for part in parts) or {part.name for part in parts} <= set(order) or len(order) != len(parts):
+    """Parts named by their order where either they or those of the checkpoint have numbers for names, for want of a model."""
+    numbered = all(part.name.isdigit() for part in parts) or all(name.isdigit() for name in order)
+    if not numbered or {part.name for part in parts} <= set(order) or len(order) != len(parts):
         return parts
     return [dataclasses.replace(part, name=name) for part, name in zip(parts, order, strict=True)]
 
@@ -524,6 +527,7 @@ def _load_nested(folder: Folder, structure: Any, optimizer: torch.optim.Optimize
         wanted.append(Wanted(name, (name,), where, torch.empty(0)))
     values = {w.label: _as_stored(value, folder.entry(w.label)) for w, value in folder.read(wanted)}
     state = nested.replace(structure, _is_stub, [values[f"nested/{s.index}"] for s in nested.collect(structure, _is_stub)])
+    executor.sync()
     optimizer.load_state_dict(state)
 
 

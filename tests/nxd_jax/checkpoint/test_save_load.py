@@ -137,6 +137,23 @@ def test_state_dicts_on_the_cpu_keep_each_ranks_values(nxd: Any, tmp_path: Path)
     assert job.differing(job.weights(made[0]), weights) == [] and job.differing(job.moments(*made[:2]), moments) == []
 
 
+@pytest.mark.parametrize("optimizer_itself", [True, False])
+def test_training_goes_on_from_state_dicts_bit_for_bit(nxd: Any, tmp_path: Path, optimizer_itself: bool) -> None:
+    """Also of the optimizer itself beside the model's, which then says no names."""
+    import neuronx_distributed
+
+    nxd(4, tp=2)
+    made = job.build(2, zero1=True, fuse=False)
+    job.train(made, 0, 2)
+    optimizer = made[1] if optimizer_itself else made[1].state_dict()
+    neuronx_distributed.save_checkpoint(tmp_path, "t", made[0].state_dict(), optimizer, made[2])
+    expected = job.train(made, 2, 4)
+    weights = job.weights(made[0])
+    made = job.build(2, zero1=True, fuse=False, seed=9)
+    neuronx_distributed.load_checkpoint(tmp_path, "t", *made)
+    assert job.train(made, 2, 4) == expected and job.differing(job.weights(made[0]), weights) == []
+
+
 def test_newest_tag_and_retention(alone: Any, tmp_path: Path) -> None:
     model, _ = tiny()
     for k in (10, 9, 11):
