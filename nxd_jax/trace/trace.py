@@ -118,7 +118,7 @@ def parallel_model_trace(
     chosen = (
         None if bucket_config is None else traced_module.Buckets(bucket_config.bucket_kernel(), bucket_config.bucket_kernel_constant_args)
     )
-    model = TensorParallelNeuronModel(traced_module.TracedModule(programs, inputs, weights, chosen, KIND))
+    model = TensorParallelNeuronModel(traced_module.TracedModule(programs, inputs, traced_module.kept(weights), chosen, KIND))
     if serialization_path is not None:
         parallel_model_save(model, serialization_path)
     return model

@@ -69,6 +69,16 @@ def test_buckets(tmp_path: Path) -> None:
     )
 
 
+def test_a_bucket_that_is_not_there() -> None:
+    def fourth(tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], torch.Tensor]:
+        return tensors, torch.tensor(3)
+
+    config = torch_neuronx.BucketModelConfig(lambda: torch.jit.script(fourth))
+    traced = torch_neuronx.bucket_model_trace(lambda: nn.Linear(2, 2), [torch.ones(1, 2)], config)
+    with pytest.raises(ValueError, match="the bucket kernel chose bucket 3, and there are buckets 0 to 0"):
+        traced(torch.ones(1, 2))
+
+
 def test_bucket_kernels_that_cannot_be_saved(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"bucket_kernel must be a function that returns a torch\.jit\.script function, got NoneType"):
         torch_neuronx.BucketModelConfig(None)

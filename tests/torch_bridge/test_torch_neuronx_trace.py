@@ -184,6 +184,63 @@ def test_other_weights(net: nn.Module, saved: Path) -> None:
     check(traced(X), (wanted[0] - other.out.bias + net.out.bias, wanted[1]))  # as before
 
 
+def test_weights_that_change_after_the_trace(tmp_path: Path) -> None:
+    """The traced model goes on with those of the trace, whether it ran before they changed or not."""
+    module, x = nn.Linear(3, 2), torch.ones(1, 3)
+    with torch.no_grad():
+        wanted = module(x)
+        ran, waits = torch_neuronx.trace(module, x), torch_neuronx.trace(module, x)
+        ran(x)
+        module.weight.zero_()
+    torch.jit.save(ran, tmp_path / "ran.pt")
+    for model in (ran, waits, torch.jit.load(tmp_path / "ran.pt")):
+        torch.testing.assert_close(model(x), wanted)
+    given = {"weight": torch.ones(2, 3), "bias": torch.ones(2)}
+    torch_neuronx.replace_weights(again := torch_neuronx.trace(module, x), given)
+    given["weight"].zero_()
+    torch.testing.assert_close(again(x), torch.full((1, 2), 4.0))
+    with pytest.raises(ValueError, match=r"weight was traced with shape \[2, 3\], got \[3, 2\]"):  # before the first call, too
+        torch_neuronx.replace_weights(waits, {"weight": torch.ones(3, 2)})
+    torch.testing.assert_close(waits(x), wanted)
+
+
+class Tied(nn.Module):
+    """An embedding whose weight is the head's, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(5, 3)
+        self.head = nn.Linear(3, 5, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.embedding(tokens))
+
+
+def test_tied_weights_by_all_their_names(tmp_path: Path) -> None:
+    module, other, tokens = Tied(), Tied(), torch.tensor([[0, 4, 2]])
+    torch.jit.save(torch_neuronx.trace(module, tokens), tmp_path / "tied.pt")
+    wanted, weight = other(tokens).detach(), other.head.weight.detach()
+    for weights in (other, other.state_dict(), {"embedding.weight": weight, "head.weight": weight.clone()}, {"head.weight": weight}):
+        traced = torch.jit.load(tmp_path / "tied.pt")
+        torch_neuronx.replace_weights(traced, weights)
+        torch.testing.assert_close(traced(tokens), wanted)
+        module.load_state_dict(traced.state_dict())
+    with pytest.raises(ValueError, match=r"head\.weight is embedding\.weight in the traced model, .* are given other values"):
+        torch_neuronx.replace_weights(traced, {"embedding.weight": weight, "head.weight": weight + 1})
+
+
+def test_inputs_of_the_same_structure() -> None:
+    """Keys may come in any order. A number of another type is another constant: results would have another dtype."""
+    a, b = torch.ones(2), torch.full((2,), 3.0)
+    traced = torch_neuronx.trace(lambda named, k: named["a"] - named["b"][0] * k, ({"a": a, "b": [b]}, 2))
+    for order in ({"a": a, "b": [b]}, {"b": [b], "a": a}):
+        torch.testing.assert_close(traced(order, 2), a - 2 * b)
+    for named, k in (({"b": [b], "c": a}, 2), ({"a": a, "b": (b,)}, 2), ({"a": a, "b": [b]}, 2.0), ({"a": a, "b": [b]}, 3)):
+        with pytest.raises(ValueError, match=r"the model was traced with inputs \(\{'a': tensor, 'b': \[tensor\]\}, 2\), got"):
+            traced(named, k)
+
+
 def test_loading(saved: Path) -> None:
     with contexts.disable_nrt_load(), contexts.lazy_load(True):
         traced = torch.jit.load(saved)

@@ -172,6 +172,13 @@ class Model:
         self._arrays = {n: a for n, a in self._arrays.items() if n in self.states} | new
         self._own_weights.clear()
 
+    def check_weights(self, of_ranks: Sequence[RankWeights]) -> None:
+        """ValueError for weights of another shape, or of another kind of numbers, than were traced. Names that no program has are passed over."""
+        for name, of in self.weights.items():
+            for own in of_ranks:
+                if name in own:
+                    _to_host(own[name], of)
+
     def _weight(self, of: Held, by_rank: Mapping[int, RankWeights], initial: Mapping[str, torch.Tensor]) -> Any:
         def host(rank: int) -> np.ndarray:
             t = by_rank[rank].get(of.name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -38,11 +39,22 @@ class Inputs:
         return cls(tree), found
 
     def flat(self, args: Sequence[Any]) -> list[torch.Tensor]:
-        """The tensors of a call. Raises ValueError if its structure is not that of the example."""
-        inputs, found = Inputs.of(args)
-        if inputs.tree != self.tree:
+        """The tensors of a call; dicts may have their keys in another order. Raises ValueError if its structure is not that of the example."""
+        inputs, found = Inputs.of(_in_order(tuple(args), self.tree))
+        if json.dumps(inputs.tree) != json.dumps(self.tree):  # 3 is not 3.0, and True is not 1: results would have another dtype
             raise ValueError(f"the model was traced with inputs {_shown(self.tree)}, got {_shown(inputs.tree)}")
         return found
+
+
+def _in_order(structure: Any, tree: facts.Tree) -> Any:
+    """A structure with the keys of its dicts in a tree's order, where they are the same ones."""
+    ((kind, content),) = tree.items()
+    if kind == "dict" and isinstance(structure, dict) and structure.keys() == {key for key, _ in content}:
+        return {key: _in_order(structure[key], value) for key, value in content}
+    if kind in ("tuple", "list") and isinstance(structure, (tuple, list)) and len(structure) == len(content):
+        parts = [_in_order(x, of) for x, of in zip(structure, content, strict=True)]
+        return tuple(parts) if isinstance(structure, tuple) else parts
+    return structure
 
 
 def _shown(tree: facts.Tree) -> str:
@@ -110,6 +122,36 @@ def with_more(
     return {**more, **weights}
 
 
+def kept(weights: Sequence[Mapping[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
+    """Copies of ranks' weights as CPU tensors, which stay as they are when the module's change. What several ranks share is copied once."""
+    copies: dict[int, torch.Tensor] = {}
+    for own in weights:
+        for t in own.values():
+            if id(t) not in copies:
+                copies[id(t)] = t.detach().to("cpu", copy=True)
+    return [{name: copies[id(t)] for name, t in own.items()} for own in weights]
+
+
+def tied_names(module: torch.nn.Module) -> dict[str, str]:
+    """The further names of parameters and buffers that a module has under several, and their first ones, by which traced programs know them."""
+    found = {}
+    for of in (module.named_parameters, module.named_buffers):
+        first = {id(t): name for name, t in of()}
+        found.update({name: first[id(t)] for name, t in of(remove_duplicate=False) if name != first[id(t)]})
+    return found
+
+
+def by_first_names(weights: Mapping[str, torch.Tensor], tied: Mapping[str, str]) -> dict[str, torch.Tensor]:
+    """Weights without further names of tied ones. Raises ValueError for values under both names that differ."""
+    found = {name: t for name, t in weights.items() if name not in tied}
+    for name in weights.keys() & tied.keys():
+        if not torch.equal(found.setdefault(tied[name], weights[name]), weights[name]):
+            raise ValueError(
+                f"{name} is {tied[name]} in the traced model, a tied weight, and they are given other values: trace the model anew"
+            )
+    return found
+
+
 def named_aliases(module: torch.nn.Module, aliases: Mapping[torch.Tensor, int]) -> dict[int, str]:
     """By index of the result: the name of the parameter or buffer that it updates. Raises ValueError for a tensor that the module does not have."""
     names = {id(t): name for name, t in [*module.named_buffers(), *module.named_parameters()]}
@@ -172,6 +214,7 @@ class TracedModule(torch.nn.Module):
     """Programs of one module, called with its positional inputs as CPU tensors; rank 0's results come back, in the structure that forward returned.
 
     `torch.jit.save` writes it (`save`) and `torch.jit.load` reads it again. inputs: of the programs. buckets: chooses among several. kind: who loads it.
+    tied: further names of weights (`tied_names`).
     """
 
     original_name = "TracedModule"
@@ -183,6 +226,7 @@ class TracedModule(torch.nn.Module):
         weights: list[dict[str, torch.Tensor]],
         buckets: Buckets | None = None,
         kind: str = KIND,
+        tied: Mapping[str, str] | None = None,
     ):
         super().__init__()
         self.programs = Model()
@@ -192,6 +236,7 @@ class TracedModule(torch.nn.Module):
         self.buckets = buckets
         self.weights = weights
         self._kind = kind
+        self.tied = dict(tied or {})
         self.dynamic_batch = False
 
     def forward(self, *args: Any) -> Any:
@@ -203,6 +248,8 @@ class TracedModule(torch.nn.Module):
         if self.buckets is not None:
             tensors, bucket = self.buckets.choose(tensors)
             tag = tag_of(bucket)
+            if tag not in self.programs.programs:
+                raise ValueError(f"the bucket kernel chose bucket {bucket}, and there are buckets 0 to {len(self.programs.programs) - 1}")
         return facts.build(self.programs.programs[tag].facts.outs, self._run(tag, tensors))
 
     def _run(self, tag: str, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -262,15 +309,20 @@ class TracedModule(torch.nn.Module):
             self.programs.start()
 
     def replace_weights(self, weights: list[dict[str, torch.Tensor]]) -> None:
-        """Other weights for each rank, by the names of the module's state dict; those that are not named stay. States stay."""
-        new = [{**old, **given} for old, given in zip(self.weights, weights, strict=True)]
+        """Other weights for each rank, by the names of the module's state dict; those that are not named stay. States stay.
+
+        Raises ValueError for weights that do not fit.
+        """
+        self.programs.check_weights(weights)
+        new = [{**old, **given} for old, given in zip(self.weights, kept(weights), strict=True)]
         if self.programs.started:
             self.programs.set_weights([new[rank] for rank in self.programs.where.hosted])
         self.weights = new
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:  # type: ignore[override]
-        """Rank 0's weights, CPU tensors."""
-        return dict(self.weights[0])
+        """Rank 0's weights, CPU tensors; tied ones under all their names."""
+        own = self.weights[0]
+        return own | {name: own[first] for name, first in self.tied.items() if first in own}
 
     def save(self, f: Any, _extra_files: dict[str, Any] | None = None) -> None:
         """What `torch.jit.save` calls."""
@@ -286,7 +338,7 @@ class TracedModule(torch.nn.Module):
 
     def _extra(self) -> dict[str, Any]:
         buckets = None if self.buckets is None else self.buckets.to_json()
-        return {"inputs": self._inputs.tree, "buckets": buckets, "dynamic": self.dynamic_batch}
+        return {"inputs": self._inputs.tree, "buckets": buckets, "dynamic": self.dynamic_batch, "tied": self.tied}
 
 
 def _kinds(found: Sequence[tuple[list[int], torch.dtype]]) -> str:
@@ -298,7 +350,12 @@ def loaded(opened: files.Opened) -> TracedModule:
     buckets = opened.extra["buckets"]
     weights = opened.weights(range(opened.ranks))
     module = TracedModule(
-        opened.programs, Inputs(opened.extra["inputs"]), weights, None if buckets is None else Buckets.from_json(buckets), opened.kind
+        opened.programs,
+        Inputs(opened.extra["inputs"]),
+        weights,
+        None if buckets is None else Buckets.from_json(buckets),
+        opened.kind,
+        opened.extra.get("tied"),
     )
     module.dynamic_batch = bool(opened.extra["dynamic"])
     return module

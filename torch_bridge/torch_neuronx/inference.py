@@ -38,7 +38,8 @@ def trace(
     _require_one_rank("trace")
     module = traced_module.as_module(func)
     program, inputs = traced_module.trace_program(module, traced_module.as_tuple(example_inputs), input_output_aliases)
-    return traced_module.TracedModule({traced_module.tag_of(0): program}, inputs, [_weights(module)])
+    weights = traced_module.kept([_weights(module)])
+    return traced_module.TracedModule({traced_module.tag_of(0): program}, inputs, weights, tied=traced_module.tied_names(module))
 
 
 class BucketModelConfig:
@@ -121,7 +122,7 @@ def bucket_model_trace(
         programs[traced_module.tag_of(bucket)], inputs = traced_module.trace_program(module, traced_module.as_tuple(example), aliases)
         weights = traced_module.with_more(weights, _weights(module), module, bucket)
     buckets = traced_module.Buckets(bucket_config.bucket_kernel(), bucket_config.bucket_kernel_constant_args)
-    return traced_module.TracedModule(programs, inputs, [weights], buckets)
+    return traced_module.TracedModule(programs, inputs, traced_module.kept([weights]), buckets, tied=traced_module.tied_names(module))
 
 
 def made(func: Callable[..., Any], kwargs: Mapping[str, Any]) -> tuple[torch.nn.Module, Mapping[torch.Tensor, int]]:
@@ -182,12 +183,14 @@ def move_trace_to_device(trace: object, device_id: int) -> None:
 
 
 def replace_weights(neuron_model: object, weights: torch.nn.Module | Mapping[str, torch.Tensor]) -> None:
-    """`torch_neuronx.replace_weights`: other weights for a traced model, from a module or a state dict; names that it does not have raise ValueError.
+    """`torch_neuronx.replace_weights`: other weights for a traced model, from a module or a state dict. States stay as they are.
 
-    States stay as they are.
+    Raises ValueError for names that it does not have, for shapes that do not fit, and for tied weights that differ.
     """
+    from torch_bridge.aot import traced_module
+
     model = _traced(neuron_model, "replace_weights")
-    given = _weights(weights) if isinstance(weights, torch.nn.Module) else dict(weights)
+    given = traced_module.by_first_names(_weights(weights) if isinstance(weights, torch.nn.Module) else weights, model.tied)
     unknown = [name for name in given if name not in model.programs.weights and name not in model.programs.states]
     if unknown:
         raise ValueError(f"the traced model has no weight {', '.join(unknown[:8])}")
