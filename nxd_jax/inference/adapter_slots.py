@@ -120,6 +120,6 @@ class AdapterSlots:
         (cut,) = of.cuts or (None,)
         parts = [full] if cut is None else layouts.parts_of(full, cut, cut.parts, cut.dim - 1)
         for rank in range(model.start_rank, model.start_rank + (1 if of.shared else model.local_ranks_size)):
-            value = model.weights[rank - model.start_rank][name].clone()
+            value = model.read_from_neuron_buffer(name, rank)
             value[slot] = parts[0 if cut is None else cut.index[rank]].to(value.dtype)
             model.write_to_neuron_buffer(value, name, rank)

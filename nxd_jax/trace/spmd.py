@@ -23,7 +23,13 @@ class NxDModel:
         for tag, program in programs.items():
             self.programs.add(tag, program)
             self._route(tag, program)
-        self.weights = weights
+        self._given = weights
+
+    @property
+    def weights(self) -> list[dict[str, torch.Tensor]] | None:
+        """Each rank's weights, as they are on the devices if those of all ranks are here; None if there are none."""
+        held = self.programs.held()
+        return held if len(held) == self.programs.ranks.size else self._given
 
     def _route(self, tag: str, program: Program) -> None:
         """Raises ValueError for a second program with the same shapes (the original lets the last one win)."""
@@ -50,16 +56,17 @@ class NxDModel:
         own = resharding.suited(weights, self.programs.weights, size, range(size))
         with self.programs.compiling():
             self.programs.set_weights([own[rank] for rank in self.programs.where.hosted])
-        self.weights = [dict(state) for state in own]
+        self._given = [dict(state) for state in own] if len(own) > len(self.programs.where.hosted) else None
         self.programs.start()
 
     def initialize_with_saved_weights(self, start_rank_tensor: torch.Tensor | None = None) -> None:
         """The same with the weights that were saved with the model. Raises RuntimeError if there are none."""
-        if self.weights is None:
+        weights = self.weights
+        if weights is None:
             raise RuntimeError(
                 "the model was saved without weights (trace(initialize_model_weights=False)): call initialize(weights, start_rank_tensor)"
             )
-        self.initialize(self.weights, start_rank_tensor)
+        self.initialize(weights, start_rank_tensor)
 
     def _check_start(self, start: torch.Tensor | None) -> None:
         first = 0 if start is None else int(start.reshape(-1)[0])

@@ -210,6 +210,20 @@ class Model:
         of = self._find(name, rank)
         return _to_torch(self.where.read(self._arrays[name], rank, self._is_shared(name))).view(of.shape)
 
+    @property
+    def has_weights(self) -> bool:
+        """Whether all weights are on the devices."""
+        return bool(self.programs) and all(name in self._arrays for name in self.weights)
+
+    def held(self) -> list[dict[str, torch.Tensor]]:
+        """The weights of each rank that this process hosts, as they are on the devices: new CPU tensors, one for all ranks where they share it. None before
+        `set_weights`."""
+        if not self.has_weights:
+            return []
+        hosted = self.where.hosted
+        common = {name: self.read(name, hosted[0]) for name in self.weights if self._is_shared(name)}
+        return [{name: common[name] if name in common else self.read(name, rank) for name in self.weights} for rank in hosted]
+
     def write(self, name: str, rank: int, value: torch.Tensor) -> None:
         """Set a rank's values of a weight or state; of a weight that all ranks share, everyone's. Raises KeyError for an unknown name or another shape."""
         of = self._find(name, rank)

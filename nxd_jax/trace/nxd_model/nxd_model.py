@@ -44,7 +44,6 @@ class NxDModel(torch.nn.Module, BaseNxDModel):
         self.layout_transformer = layout_transformer
         self.model_params: tuple[ModelParamInfo, ...] = ()
         self.loaded_on_neuron = False
-        self.weights: list[dict[str, torch.Tensor]] = []
         self._routes: dict[_Route, list[str]] = {}
         self._names: tuple[str, ...] = ()
         self._model = Model()
@@ -111,14 +110,18 @@ class NxDModel(torch.nn.Module, BaseNxDModel):
         own = resharding.suited(given, self._model.weights, self.world_size, here)
         self._check_ranks()
         self._model.set_weights(own)
-        self.weights = [dict(state) for state in own]
+
+    @property
+    def weights(self) -> list[dict[str, torch.Tensor]]:
+        """Each rank's weights as they are on the devices, as new CPU tensors; none before `set_weights`."""
+        return self._model.held()
 
     def to_neuron(self) -> None:
         """Compile for the devices there are and let states begin; later calls do nothing. Raises RuntimeError without weights."""
         if self.loaded_on_neuron:
             return
         self._check_ranks()
-        if self._loaded is not None and not self.weights:
+        if self._loaded is not None and not self._model.has_weights:
             with self._model.compiling():
                 self._set(self._loaded)
         self._loaded = None
@@ -143,12 +146,6 @@ class NxDModel(torch.nn.Module, BaseNxDModel):
         """
         self._check_loaded()
         self._model.write(buffer_key, rank, tensor)
-        of = self._model.weights.get(buffer_key)
-        if of is not None:
-            self.weights = self.weights or [{} for _ in range(self.local_ranks_size)]
-            value = self._model.read(buffer_key, rank)
-            for state in self.weights if of.shared else self.weights[rank - self.start_rank :][:1]:
-                state[buffer_key] = value
 
     def _check_loaded(self) -> None:
         if not self.loaded_on_neuron:
@@ -233,7 +230,7 @@ class NxDModel(torch.nn.Module, BaseNxDModel):
     def _write(self, path: str, save_weights: bool, more: Mapping[str, Any]) -> None:
         weights = None
         if save_weights:
-            if not self.weights and self._loaded is None:
+            if not self._model.has_weights and self._loaded is None:
                 raise ValueError("save_weights=True needs weights: call set_weights(...) first")
             if self.local_ranks_size != self.world_size:
                 raise ValueError(

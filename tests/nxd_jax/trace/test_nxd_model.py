@@ -120,7 +120,7 @@ def test_ranks_of_this_process() -> None:
         ValueError, match=r"start_rank 1 and local_ranks_size 1 name ranks \[1\], and this process computes for \[0, 1\]: leave both out"
     ):
         part.set_weights(built(2).weights[1:])
-    part.weights = built(2).weights[1:]
+    part._loaded = built(2).weights[1:]
     with pytest.raises(ValueError, match="this process has the weights of 1 ranks out of 2: save without weights"):
         part.save("model.pt", save_weights=True)
 
@@ -193,6 +193,21 @@ def test_written_weights_are_saved(tmp_path: Path) -> None:
     assert torch.equal(found.read_from_neuron_buffer("q.weight", 1), part) and torch.equal(found.read_from_neuron_buffer("o.bias", 0), bias)
     assert torch.equal(found.read_from_neuron_buffer("q.weight", 0), built(2).weights[0]["q.weight"])
     assert torch.equal(found(IDS, POS)["logits"], wanted)
+
+
+def test_given_weights_that_change(tmp_path: Path) -> None:
+    """A file has the weights that the model computes with, whatever became of the dicts that it was given."""
+    model, given = built(2).builder.compile(), [{n: t.clone() for n, t in own.items()} for own in built(2).weights]
+    model.set_weights(given)
+    for own in given:
+        own["q.weight"].zero_()
+        own["o.bias"] = torch.zeros(3)
+    model.to_neuron()
+    model.save(str(tmp_path / "model.pt"), save_weights=True)
+    found = NxDModel.load(str(tmp_path / "model.pt"))
+    found.to_neuron()
+    wanted = built(2).model()(IDS, POS)["logits"]
+    assert torch.equal(model(IDS, POS)["logits"], wanted) and torch.equal(found(IDS, POS)["logits"], wanted)
 
 
 class Table(nn.Module):

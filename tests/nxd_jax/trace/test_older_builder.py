@@ -120,6 +120,11 @@ def test_weights_that_are_given(made: tuple[ModelBuilder, Path], tmp_path: Path)
     joined = [{**weights[0], "up.weight": full()["up.weight"], "up.bias": full()["up.bias"]}]
     model.nxd_model.initialize(joined)  # of one rank
     check(model)
+    joined[0]["up.bias"].zero_()
+    torch.jit.save(model, tmp_path / "again.pt")  # with the weights that it computes with
+    again = torch.jit.load(tmp_path / "again.pt")
+    again.nxd_model.initialize_with_saved_weights(START)
+    check(again)
 
 
 def test_the_working_folder(tmp_path: Path) -> None:
