@@ -80,7 +80,7 @@ def _on_cpu(request: requests.Request) -> dict[str, Any]:
     if request.cache is None:
         _with_static_cache(given, request.config.max_cache_len or caches.length(request.tokens()))
         request.model.__dict__.pop("_previous_max_cache_length", None)  # else the longest cache so far, for good
-    return {name: x for name, x in given.items() if x is not None}
+    return given
 
 
 def _refuse_other_ends(request: requests.Request, given: dict[str, Any]) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 
-from tests.torch_bridge.generation.models import Compiled, generated, on_cpu, on_xla, prompt
+from tests.torch_bridge.generation.models import END, Compiled, generated, on_cpu, on_xla, prompt
 from torch_bridge.generation import caches, callables, generate, requests
 
 
@@ -47,6 +47,13 @@ def test_scores_states_and_the_cache(model: Any) -> None:
     for mine, theirs in zip(found.cache.layers, expected.cache.layers, strict=True):
         torch.testing.assert_close(mine.keys.cpu(), theirs.keys, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(mine.values.cpu(), theirs.values, rtol=1e-4, atol=1e-5)
+
+
+def test_no_end_token(model: Any) -> None:
+    """None says more than nothing: the text goes on behind the model's own end token."""
+    ids, options = prompt(2, 7), {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
+    expected = on_cpu("llama").generate(ids, **options)
+    assert END in expected[1, 7:-1] and model.generate(ids.to("xla"), **options).tolist() == expected.tolist()
 
 
 def test_a_static_cache_of_the_scripts(model: Any) -> None:
