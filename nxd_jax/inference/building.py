@@ -23,6 +23,8 @@ from nxd_jax.training.models.hf_models import hf_weights
 
 State = dict[str, torch.Tensor]
 
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
 SPECULATION = "speculation"
 
 
@@ -57,13 +59,19 @@ def full_weights(model: CausalLM, files: Mapping[str, torch.Tensor]) -> State:
     """The tensors of a folder by our model's names: those of transformers' Llama, with the experts of a layer in one tensor as `modules.moe` has them, and
     q, k and v apart.
 
-    Raises KeyError naming weights that are not there.
+    Raises KeyError naming weights that are not there, NotImplementedError for quantized ones, whose scales would be left out.
     """
     full = {name.removeprefix("transformer."): t for name, t in hf_weights.stacked(files).items()}
     found, missing = {}, []
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]  # all but the cache
     for mine in (part for name in trained if name.rpartition(".")[2] not in FACTORS for part in unfused(name)):  # adapters come later
         name, made = model.family.source(mine)
+        if name in full and full[name].dtype not in _FLOATS:
+            kind = str(full[name].dtype).removeprefix("torch.")
+            raise NotImplementedError(
+                f"{name} of the model's files is {kind}, of a quantized checkpoint: save the model in float32, bfloat16 or float16, and have it quantized "
+                "with quantized=True (nxd-generate --quantize)"
+            )
         if name in full:
             found[mine] = made(full[name])
         elif name not in missing:

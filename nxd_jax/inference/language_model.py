@@ -55,7 +55,8 @@ class LanguageModel:
     def from_pretrained(cls, folder: str | Path, options: InferenceConfig | None = None) -> LanguageModel:
         """Trace and compile the model of a Hugging Face folder (config.json and safetensors files), and load the adapters of `lora_config`.
 
-        Raises FileNotFoundError, ValueError for a model_type that is not known, KeyError for missing weights, and what `load_adapter` raises.
+        Raises FileNotFoundError, ValueError for a model_type that is not known, KeyError for missing weights, NotImplementedError for weights that are
+        quantized already, and what `load_adapter` raises.
         """
         place, options = Path(folder), options or InferenceConfig()
         config = building.read_config(place)

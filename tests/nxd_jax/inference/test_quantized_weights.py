@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import zipfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from nxd_jax.inference import InferenceConfig, LanguageModel, LoraServingConfig, model_files
 from nxd_jax.quantization.quantization_config import QuantizationType
@@ -108,3 +110,16 @@ def test_what_is_refused() -> None:
     ):
         with pytest.raises(error, match=said):
             InferenceConfig(quantized=True, **given)
+
+
+def test_folders_that_are_quantized_already(tmp_path: Path) -> None:
+    """Their scales stand in tensors of other names, without which numbers mean nothing."""
+    small.folder(tmp_path, "llama")
+    (file,) = tmp_path.glob("*.safetensors")
+    tensors, name = load_file(file), "model.layers.0.self_attn.q_proj.weight"
+    for dtype in (torch.float8_e4m3fn, torch.int8):
+        numbers = torch.ones(tensors[name].shape).to(dtype)
+        save_file({**tensors, name: numbers, f"{name}_scale": torch.ones(1)}, file, metadata={"format": "pt"})
+        words = f"{name} of the model's files is {str(dtype).removeprefix('torch.')}, of a quantized checkpoint: save the model in float32"
+        with pytest.raises(NotImplementedError, match=re.escape(words)):
+            LanguageModel.from_pretrained(tmp_path, InferenceConfig(seq_len=8))
