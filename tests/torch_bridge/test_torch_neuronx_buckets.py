@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,7 @@ def test_buckets(tmp_path: Path) -> None:
     traced = torch_neuronx.bucket_model_trace(make, [torch.ones(1, 2), torch.ones(1, 5)], config)
     assert config.bucket_degree == 2 and config.get_func_kwargs_for_bucket_rank(1) == {"length": 5}
     torch.jit.save(traced, tmp_path / "a.pt")
-    for model in (traced, torch.jit.load(tmp_path / "a.pt")):
+    for model in (copy.deepcopy(traced), traced, torch.jit.load(tmp_path / "a.pt")):
         for length in (1, 2, 3, 5):
             x = torch.randn(1, length)
             torch.testing.assert_close(model(x)[0], x.sum(1, keepdim=True) * Length(2).w.detach())

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import threading
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +16,7 @@ import torch_neuronx
 from torch import nn
 from torch_neuronx import contexts
 
+from torch_bridge.aot.model import Model
 from torch_bridge.mesh import world
 
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.*is deprecated:DeprecationWarning")
@@ -239,6 +244,54 @@ def test_inputs_of_the_same_structure() -> None:
     for named, k in (({"b": [b], "c": a}, 2), ({"a": a, "b": (b,)}, 2), ({"a": a, "b": [b]}, 2.0), ({"a": a, "b": [b]}, 3)):
         with pytest.raises(ValueError, match=r"the model was traced with inputs \(\{'a': tensor, 'b': \[tensor\]\}, 2\), got"):
             traced(named, k)
+
+
+class Count(nn.Module):
+    """Adds the number of its calls."""
+
+    calls: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.register_buffer("calls", torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return x * self.weight + self.calls
+
+
+def test_copies() -> None:
+    """States and weights are the copy's own, and states go on from what they are."""
+    x = torch.zeros(2)
+    unused = torch_neuronx.trace(Count(), x)
+    one = nn.Sequential(copy.deepcopy(unused))
+    one(x)
+    other = copy.deepcopy(one)
+    torch_neuronx.replace_weights(other[0], {"weight": torch.full((2,), 3.0)})
+    assert [m(torch.ones(2))[0].item() for m in (one, one, other, one, other, unused)] == [3, 4, 5, 5, 6, 2]
+
+
+def test_the_first_call_from_several_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of them loads the model; states begin once."""
+    begun: list[Model] = []
+    waiting, beginning = threading.Barrier(4), Model.reset_states
+
+    def slowly(self: Model) -> None:
+        time.sleep(0.1)
+        begun.append(self)
+        beginning(self)
+
+    monkeypatch.setattr(Model, "reset_states", slowly)
+    traced = torch_neuronx.trace(Count(), torch.zeros(2))
+
+    def call(_: int) -> float:
+        waiting.wait()
+        return float(traced(torch.zeros(2))[0])
+
+    with ThreadPoolExecutor(4) as pool:
+        assert sorted(pool.map(call, range(4))) == [1, 2, 3, 4]
+    assert len(begun) == 1
 
 
 def test_loading(saved: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import logging
 import os
@@ -95,6 +96,19 @@ class Model:
         self._readers: list[str] = []  # tags of programs that read a state without updating it
         self._alone: set[str] = set()  # names of buffers of which some program has its own
         self._lock = threading.RLock()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Model:
+        """Programs and weights, which nobody writes to, are shared; states are its own, and go on from what they are."""
+        found = memo[id(self)] = Model(self._where)
+        with self._lock:
+            for name in ("programs", "weights", "states", "_compiled", "_state_names", "_readers", "_alone"):
+                setattr(found, name, copy.copy(getattr(self, name)))
+            found.started = self.started
+            found._arrays = {name: self._copied(array) if name in self.states else array for name, array in self._arrays.items()}
+        return found
+
+    def _copied(self, state: Any) -> Any:
+        return self.where.put(lambda rank: self.where.read(state, rank), False)
 
     def add(self, tag: str, program: Program) -> None:
         """Add a program. A buffer that no checkpoint holds (`Program.initial`) and that has other values than another program's of that name is its own, and is
@@ -261,6 +275,17 @@ class Model:
         self.compile(workers)
         self.reset_states()
         self.started = True
+
+    def begin(self, of_ranks: Sequence[RankWeights]) -> None:
+        """`set_weights` for the ranks of this process, and `start`, if that has not happened yet. One thread does it, others wait: states begin once.
+
+        of_ranks: the weights of all ranks.
+        """
+        with self._lock:
+            if not self.started:
+                with self.compiling():
+                    self.set_weights([of_ranks[rank] for rank in self.where.hosted])
+                self.start()
 
     @contextlib.contextmanager
     def compiling(self) -> Iterator[None]:

@@ -172,6 +172,10 @@ class Buckets:
         self.kernel = kernel
         self.constants = tuple(constants)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Buckets:
+        """Itself: nothing of it changes, and TorchScript functions cannot be copied."""
+        return self
+
     def choose(self, tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], int]:
         """The tensors as a bucket takes them, and its number."""
         found, index = self.kernel(tensors, *self.constants)
@@ -304,9 +308,7 @@ class TracedModule(torch.nn.Module):
     def load(self) -> None:
         """Put weights on the device and compile, if that has not happened yet."""
         if not self.programs.started:
-            with self.programs.compiling():
-                self.programs.set_weights([self.weights[rank] for rank in self.programs.where.hosted])
-            self.programs.start()
+            self.programs.begin(self.weights)
 
     def replace_weights(self, weights: list[dict[str, torch.Tensor]]) -> None:
         """Other weights for each rank, by the names of the module's state dict; those that are not named stay. States stay.
