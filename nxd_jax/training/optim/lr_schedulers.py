@@ -6,6 +6,7 @@ c constant_steps, m max_steps, lowest min_lr.
 
 from __future__ import annotations
 
+import logging
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from nxd_jax.training.optim.params import SchedulerParams
+
+logger = logging.getLogger("nxd_jax")
+
+_OPTIONS = ("warmup_steps", "constant_steps", "hold_steps", "max_steps", "min_lr", "_normalize")
+"""Attributes of schedules that a configuration says."""
 
 
 @dataclass
@@ -24,7 +30,37 @@ class LinearAnnealingWithWarmupParams(SchedulerParams):
     max_steps: int = 0
 
 
-class Schedule(LRScheduler):
+class Curve(LRScheduler):
+    """Learning rates as a function of the step. A training that goes on takes the step and the base rates from its checkpoint, and all else from its
+    configuration.
+
+    Subclasses write `rate(step, base)`.
+    """
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on behind the step of a checkpoint. Where the curve was another one there, the optimizer gets this one's rates, and a line says so."""
+        own = {name: value for name, value in vars(self).items() if name in _OPTIONS}
+        super().load_state_dict(state_dict)
+        others = {name: state_dict[name] for name in own if state_dict.get(name, own[name]) != own[name]}
+        vars(self).update(own)
+        if not others:
+            return
+        changes = ", ".join(f"{name}={own[name]} in place of {value}" for name, value in others.items())
+        logger.warning("learning rates go on from step %d with %s, which the checkpoint had", self.last_epoch, changes)
+        self._last_lr = self.get_lr()
+        for group, rate in zip(self.optimizer.param_groups, self._last_lr, strict=True):
+            group["lr"] = rate
+
+    def get_lr(self) -> list[Any]:
+        """The learning rates of the coming step."""
+        return [self.rate(self.last_epoch, float(base)) for base in self.base_lrs]
+
+    def rate(self, step: int, base: float) -> float:
+        """The learning rate of a step."""
+        raise NotImplementedError(f"{type(self).__name__} must override rate(step, base)")
+
+
+class Schedule(Curve):
     """What all have in common: a warm-up, what a subclass says (`after`), and `min_lr` behind `max_steps`.
 
     warmup_steps, or warmup_ratio of max_steps. During the warm-up the rate is base * (step + 1) / (w + 1).
@@ -49,10 +85,6 @@ class Schedule(LRScheduler):
         self.warmup_steps = _share("warmup", warmup_steps, warmup_ratio, max_steps)
         self.min_lr = float(min_lr)
         super().__init__(optimizer, last_epoch)
-
-    def get_lr(self) -> list[Any]:
-        """The learning rates of the coming step."""
-        return [self.rate(self.last_epoch, float(base)) for base in self.base_lrs]
 
     def rate(self, step: int, base: float) -> float:
         """The learning rate of a step."""
@@ -169,16 +201,13 @@ class NoamAnnealing(Schedule):
         return max(found, self.min_lr) if step > w else found
 
 
-class LinearAnnealingWithWarmUp(LRScheduler):
+class LinearAnnealingWithWarmUp(Curve):
     """A straight line from 0 to the base rate over warmup_steps, then one to 0 at max_steps; the first step's rate is 0 (as transformers')."""
 
     def __init__(self, optimizer: Optimizer, warmup_steps: int = 0, max_steps: int = 0, last_epoch: int = -1):
         self.warmup_steps = int(warmup_steps)
         self.max_steps = int(max_steps)
         super().__init__(optimizer, last_epoch)
-
-    def get_lr(self) -> list[Any]:
-        return [self.rate(self.last_epoch, float(base)) for base in self.base_lrs]
 
     def rate(self, step: int, base: float) -> float:
         """The learning rate of a step."""

@@ -89,6 +89,36 @@ def test_a_schedule_goes_on_from_its_state() -> None:
     assert found == pytest.approx(whole[4:])
 
 
+@pytest.mark.parametrize(
+    "sched",
+    [
+        {"name": "LinearAnnealingWithWarmUp", "warmup_steps": 1},
+        {"name": "CosineAnnealing", "warmup_steps": 1, "min_lr": 0.1},
+        {"name": "WarmupAnnealing"},
+    ],
+    ids=lambda sched: sched["name"],
+)
+def test_more_steps_than_when_it_was_saved(sched: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    """The configuration's max_steps counts, from the first step on; the checkpoint's would leave rates at the end of its own curve."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=1.0)
+    first = make_scheduler(optimizer, {**sched, "max_steps": 3})
+    for _ in range(3):
+        optimizer.step()
+        first.step()
+    again = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=1.0)
+    second = make_scheduler(again, {**sched, "max_steps": 8})
+    again.load_state_dict(optimizer.state_dict())
+    second.load_state_dict(first.state_dict())
+    assert "learning rates go on from step 3 with max_steps=8 in place of 3" in caplog.text
+    found = []
+    for _ in range(5):
+        found.append(again.param_groups[0]["lr"])
+        assert second.get_last_lr() == found[-1:]
+        again.step()
+        second.step()
+    assert found == pytest.approx(rates(8, **sched, max_steps=8)[3:]) and min(found) > 0
+
+
 def test_as_lightning_takes_it() -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=1.0)
     found = prepare_lr_scheduler(optimizer, {"name": "WarmupPolicy", "max_steps": 3})
