@@ -8,6 +8,7 @@ from typing import Any
 
 from pytorch_lightning import Trainer
 from pytorch_lightning.callbacks import ProgressBar
+from pytorch_lightning.trainer.connectors.logger_connector import _LoggerConnector
 
 from nxd_jax.lightning import layout
 from nxd_jax.lightning.progress_bar import NeuronTQDMProgressBar
@@ -38,7 +39,8 @@ _FIXED = {
 class NLPTrainer(Trainer):
     """The original's Trainer: Lightning's, with the keys of `trainer` in a YAML file, on `devices * num_nodes` NeuronCores.
 
-    The number of ranks is laid out when it is made. lnc: physical cores of a logical one (1 or 2), accepted; sequential_move_factor: accepted without effect.
+    The number of ranks is laid out when it is made. Steps 0, n, 2n, ... are logged, with n `log_every_n_steps`.
+    lnc: physical cores of a logical one (1 or 2), accepted; sequential_move_factor: accepted without effect.
     accelerator: "tpu", "neuron" or "auto". resume_from_checkpoint: a path that `fit` goes on from unless it is given another.
 
     Raises TypeError for unknown keys, ValueError for what the original refuses: accumulate_grad_batches above 1 (it follows from data.global_batch_size),
@@ -61,6 +63,7 @@ class NLPTrainer(Trainer):
             devices=own["devices"],
             **{**_DEFAULTS, **options},
         )
+        self._logger_connector = _Logging(self)
         if own["resume_from_checkpoint"] is not None:
             self.ckpt_path = own["resume_from_checkpoint"]
         layout.set_world(
@@ -80,6 +83,17 @@ class NLPTrainer(Trainer):
         every restart)."""
         chosen = self._checkpoint_connector._user_managed
         super().fit(model, train_dataloaders, val_dataloaders, datamodule, None if chosen else ckpt_path, **options)
+
+
+class _Logging(_LoggerConnector):
+    """Writes steps 0, n, 2n, ..., which are those that `log_metrics` logs. Lightning writes steps n - 1, 2n - 1, ..., with what was logged last."""
+
+    @property
+    def should_update_logs(self) -> bool:
+        loop, every = self.trainer.fit_loop.epoch_loop, self.trainer.log_every_n_steps
+        if every == 0 or self.trainer._active_loop is not self.trainer.fit_loop:
+            return super().should_update_logs
+        return loop._batches_that_stepped % every == 0 or self.trainer.should_stop
 
 
 def _with_progress_bar(callbacks: Any) -> list[Any]:

@@ -7,6 +7,7 @@ the step that it is logged for. (The original logs the gradient norm of the step
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -47,7 +48,6 @@ class _Logged:
     lr: float
     global_step: float
     consumed_samples: float
-    full_log: bool
 
 
 class BaseModelModule(NeuronLTModule):
@@ -225,7 +225,6 @@ class BaseModelModule(NeuronLTModule):
             lr=float(self._optimizer.param_groups[0]["lr"]),
             global_step=float(step),
             consumed_samples=float(consumed),
-            full_log=step % self.trainer.log_every_n_steps == 0,
         )
         # numbers of the host, in every step: names of checkpoints need them
         self.log("global_step", float(step), prog_bar=True, rank_zero_only=True)
@@ -239,21 +238,30 @@ class BaseModelModule(NeuronLTModule):
             return
         throughput = self.throughput.get_throughput()
         self._log_speed(throughput)
-        norms = self._norms() if now.full_log else {"grad_norm": None, "param_norm": None}
-        if now.full_log:
+        full_log = self._logs_in_this_step()
+        norms = self._norms() if full_log else {"grad_norm": None, "param_norm": None}
+        if full_log:
             self._spikes.see(int(now.global_step), float(now.loss))
-        numbers = {
-            "log_fn": self.log,
-            "loss_mean": now.loss,
-            "misc_metrics": now.metrics or None,
-            "lr": now.lr,
+        every_step = {
             "global_step": now.global_step,
             "consumed_samples": now.consumed_samples,
             "throughput": throughput,
             "throughput_peak": self.throughput.throughput_peak,
+        }
+        numbers = {
+            **every_step,
+            "log_fn": functools.partial(self._log_once, every_step),
+            "loss_mean": now.loss,
+            "misc_metrics": now.metrics or None,
+            "lr": now.lr,
             "trainer": self.trainer,
         }
-        log_hook.call(self.log_metrics, numbers | norms, now.full_log)
+        log_hook.call(self.log_metrics, numbers | norms, full_log)
+
+    def _log_once(self, every_step: Mapping[str, float], name: str, value: Any, *args: Any, **options: Any) -> None:
+        """`log` for `log_metrics`, but for numbers of `every_step`, which are logged already: a second entry would stay in front of those of later steps."""
+        if name not in every_step or float(value) != every_step[name]:
+            self.log(name, value, *args, **options)
 
     def _norms(self) -> dict[str, torch.Tensor | None]:
         """Those that `exp_manager` asks for, by their names in `log_metrics`."""

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from omegaconf import OmegaConf
+from pytorch_lightning.loggers.logger import Logger
 from torch import nn
 
 from nxd_jax.training import environment
@@ -101,6 +102,49 @@ def test_what_is_logged_and_when(caplog: pytest.LogCaptureFixture) -> None:
     )
     assert (float(found["global_step"]), float(found["consumed_samples"])) == (2.0, 24.0)
     assert float(found["tokens_per_second"]) == pytest.approx(small.LENGTH * float(found["throughput"]), rel=1e-4)
+
+
+class Written(Logger):
+    """Keeps what a Trainer writes, by step."""
+
+    name, version = "written", 0
+
+    def __init__(self) -> None:
+        self.rows: dict[int, dict[str, float]] = {}
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        assert step is not None
+        self.rows.setdefault(step, {}).update(metrics)
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing."""
+
+
+def test_what_is_written_is_of_its_step() -> None:
+    """(q) With log_every_n_steps=3 the original writes the loss of step 0 as that of step 2. What the host knows is new after every step."""
+    seen: list[tuple[float, float]] = []
+
+    class Module(small.Module):
+        def log_metrics(self, log_fn: Any, throughput: Any, **numbers: Any) -> None:  # type: ignore[override]
+            log_fn("throughput", throughput, prog_bar=True)  # with options of its own
+            super().log_metrics(log_fn=log_fn, throughput=throughput, **numbers)
+
+        def on_train_batch_end(self, *args: Any) -> None:
+            super().on_train_batch_end(*args)
+            found = self.trainer._results.metrics(on_step=True)["callback"]
+            seen.append((float(found["global_step"]), float(found["consumed_samples"])))
+
+    cfg = small.config("trainer.log_every_n_steps=3", "trainer.max_steps=5")
+    environment.process_config(cfg)
+    written = Written()
+    trainer = NLPTrainer(strategy=NLPDDPStrategy(), enable_progress_bar=False, logger=written, **OmegaConf.to_container(cfg.trainer))
+    module = Module(cfg, trainer)
+    trainer.fit(module, datamodule=small.Data(cfg, trainer))
+    assert list(written.rows) == [0, 3] == [s["step"] for s in module.seen]
+    for row, logged in zip(written.rows.values(), module.seen, strict=True):
+        names = {"reduced_train_loss": "loss", "lr": "lr", "gradient_norm": "grad", "parameter_norm": "param", "global_step": "step"}
+        assert {name: row[name] for name in names} == pytest.approx({name: logged[short] for name, short in names.items()}, rel=1e-6)
+    assert seen == [(step, 8 * (step + 1)) for step in range(5)]
 
 
 def test_a_second_validation_is_of_its_own_batches() -> None:
