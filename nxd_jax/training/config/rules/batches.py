@@ -37,6 +37,11 @@ def _trainer(facts: Facts, problems: Problems) -> None:
         )
     if facts.get("trainer.gradient_clip_algorithm") is not None:
         problems.error("trainer.gradient_clip_algorithm", "must be left out: gradients are clipped by their norm, in the optimizer")
+    if facts.get("exp_manager.log_gradient_norm") and not facts.get("trainer.gradient_clip_val"):
+        problems.warn(
+            "exp_manager.log_gradient_norm",
+            "True has no effect without trainer.gradient_clip_val: the norm is computed where gradients are clipped",
+        )
     if facts.get("trainer.enable_model_summary"):
         problems.error("trainer.enable_model_summary", "True is not supported; this report has parameters and memory")
     if facts.megatron and facts.get("trainer.precision", 32) not in (32, "32", "32-true"):

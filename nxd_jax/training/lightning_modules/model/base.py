@@ -104,7 +104,7 @@ class BaseModelModule(NeuronLTModule):
         """From `distributed_strategy`, `precision` and `trainer` to `nxd_config`."""
         strategy, pp = self.config.distributed_strategy, self._size("pipeline_model_parallel_size")
         zero1 = bool(strategy.get("zero1", True))
-        clip = self.trainer.gradient_clip_val
+        clip = self.trainer.gradient_clip_val or None  # 0 is Lightning's "no clipping"
         self.nxd_config = neuronx_distributed_config(
             tensor_parallel_size=self._size("tensor_model_parallel_size"),
             pipeline_parallel_size=pp,

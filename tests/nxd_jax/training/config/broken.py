@@ -330,6 +330,9 @@ WARNINGS = [
     Broken(LLAMA, {"trainer.devices": 16}, "trainer.devices", "16: no machine has so many cores", "warning"),
     Broken(LLAMA, {"trainer.lnc": 2}, "trainer.lnc", "2 is of trn2.48xlarge", "warning"),
     Broken(LLAMA, {f"{M}fusions.ring_attention": True}, f"{M}fusions.ring_attention", "context_parallel_size is 1", "warning"),
+    Broken(
+        LLAMA, {"trainer.gradient_clip_val": 0.0}, f"{X}log_gradient_norm", "has no effect without trainer.gradient_clip_val", "warning"
+    ),
     Broken(LLAMA, {TP: 1}, f"{D}sequence_parallel", "True has nothing to do", "warning"),
     Broken(LLAMA, {CUTS: ["model.layers.1"]}, CUTS, "nothing is cut", "warning"),
     Broken(PIPELINE, {"data.global_batch_size": 8}, "data.global_batch_size", "4 micro-batches for 8 pipeline stages", "warning"),

@@ -93,6 +93,15 @@ def test_micro_batches_of_two_rows_give_the_same() -> None:
     assert [s["loss"] for s in module.seen] == pytest.approx(expected, rel=1e-5)
 
 
+def test_a_clip_of_0_clips_nothing() -> None:
+    """As Lightning has it. (q) The original makes all gradients 0."""
+    found = []
+    for clip in ("0.0", "null"):
+        _, module = small.train(f"trainer.gradient_clip_val={clip}", "trainer.max_steps=2")
+        found.append([(s["loss"], s["param"]) for s in module.seen])
+    assert found[0] == found[1] and found[0][0][1] != found[0][1][1]
+
+
 def test_what_is_logged_and_when(caplog: pytest.LogCaptureFixture) -> None:
     trainer, module = small.train("trainer.log_every_n_steps=2", "trainer.max_steps=3")
     assert [s["step"] for s in module.seen] == [0, 2]
