@@ -31,7 +31,8 @@ _EXTRACTING = "NEURON_EXTRACT_GRAPHS_ONLY"
 class NeMoModelCheckpoint(ModelCheckpoint):
     """Lightning's ModelCheckpoint with the original's names and keys.
 
-    filename: such as "name--{step}-{consumed_samples}", with the step and samples of the moment. (The original has the samples that were logged last.)
+    filename: such as "name--{step}-{consumed_samples}", with the step and samples of the moment. (The original has the samples that were logged last.) A
+    monitored `reduced_train_loss` is that of the step that is saved, also where it is not logged.
     save_last: after each save, and when training ends, one more under `<filename>-last`. train_time_interval: seconds, or a timedelta. n_resume: the
     checkpoints in dirpath are this run's, as those that it saves: they count for save_top_k. (The original never deletes those before a resume.)
     save_best_model: at the end, put back the weights of the best one. use_master_weights_in_ckpt, model_parallel_size, async_save, save_last_n_optim_states,
@@ -166,6 +167,10 @@ class NeMoModelCheckpoint(ModelCheckpoint):
         if hasattr(data, "compute_consumed_samples"):
             steps = trainer.global_step - getattr(module, "init_global_step", 0)
             found["consumed_samples"] = torch.tensor(float(data.compute_consumed_samples(steps)))
+        if hasattr(module, "step_numbers"):  # callbacks come before the module logs the step
+            for name, value in module.step_numbers().items():
+                if name == self.monitor or f"{{{name}" in (self.filename or ""):
+                    found[name] = torch.tensor(float(value))
         return found
 
     def _last_is_now(self, trainer: Trainer) -> bool:

@@ -279,6 +279,11 @@ class BaseModelModule(NeuronLTModule):
         if (share := mfu(tokens, self.flops_per_token())) is not None:
             self.log("mfu", share, rank_zero_only=True)
 
+    def step_numbers(self) -> dict[str, Any]:
+        """What is known of a step before it is logged, by name: callbacks that save at its end ask for it. Empty between steps."""
+        now = self._logged
+        return {} if now is None else {"reduced_train_loss": now.loss, **now.metrics, "lr": now.lr}
+
     def step_metrics(self) -> dict[str, Any]:
         """More numbers of a step for the log, by name; called after its backward passes."""
         return {}

@@ -115,6 +115,16 @@ def test_what_is_kept(tmp_path: Path, params: dict[str, Any], first: list[str] |
     assert before == named(first) and after == named(second)
 
 
+def test_the_monitored_loss_is_that_of_the_step(tmp_path: Path) -> None:
+    """Of the one that is saved, not of the one that was logged before: from the first step on, and at steps that are not logged."""
+    _, wanted = runs.run(*runs.words(tmp_path / "whole"), "trainer.max_steps=4")
+    name = "s--{step}-{reduced_train_loss:.4f}"
+    words = runs.words(tmp_path, every=1, monitor="reduced_train_loss", save_top_k=-1, filename=name)
+    runs.run(*words, "trainer.max_steps=4", "trainer.log_every_n_steps=3")
+    losses = runs.losses(wanted)
+    assert runs.kept(tmp_path) == [f"s--step={k + 1}-reduced_train_loss={losses[k]:.4f}.ckpt" for k in range(4)]
+
+
 def test_fewer_are_kept_and_leftovers_go(tmp_path: Path) -> None:
     """save_top_k went from 3 to 1; a killed run left half a checkpoint; somebody keeps something else beside."""
     runs.run(*runs.words(tmp_path, every=1, save_top_k=3), STEPS, stop=3)
