@@ -111,10 +111,25 @@ class NeMoModelCheckpoint(ModelCheckpoint):
             return
         found = self._monitor_candidates(trainer)
         if self.monitor is not None and self.monitor not in found and self.save_top_k:
-            self._waits = True
+            self._wait(trainer, found)
             return
         self._save_topk_checkpoint(trainer, found)
         self._save_last_checkpoint(trainer, found)
+
+    def _wait(self, trainer: Trainer, found: dict[str, torch.Tensor]) -> None:
+        """For the monitored value, which a validation may log, and the module after this batch.
+
+        Raises MisconfigurationException if neither does, and there is no save_last.
+        """
+        if not trainer.enable_validation:
+            if self._waits and not self.save_last:
+                names = ", ".join(sorted(found))
+                raise MisconfigurationException(
+                    f"checkpoint_callback_params.monitor: nothing logs {self.monitor!r}, and there is no validation: no checkpoint would ever be saved. "
+                    f"There are {names}. To keep the last save_top_k, set monitor to step and mode to max"
+                )
+            self._save_last_checkpoint(trainer, found)
+        self._waits = True
 
     def _is_due(self, trainer: Trainer) -> bool:
         by_step = self._every_n_train_steps >= 1 and trainer.global_step % self._every_n_train_steps == 0

@@ -125,6 +125,21 @@ def test_the_monitored_loss_is_that_of_the_step(tmp_path: Path) -> None:
     assert runs.kept(tmp_path) == [f"s--step={k + 1}-reduced_train_loss={losses[k]:.4f}.ckpt" for k in range(4)]
 
 
+def test_a_monitored_value_that_nothing_logs(tmp_path: Path) -> None:
+    """Without validation nothing would be saved, without a word; what the module logs after the first step is waited for."""
+    words = runs.words(tmp_path, "trainer.limit_val_batches=0", every=1, monitor="steps")
+    with pytest.raises(
+        MisconfigurationException, match=r"nothing logs 'steps', and there is no validation.*consumed_samples, epoch, global_step"
+    ):
+        runs.run(*words, STEPS)
+    words = runs.words(tmp_path / "norm", "trainer.limit_val_batches=0", every=1, monitor="gradient_norm")
+    runs.run(*words, "trainer.max_steps=2")
+    assert runs.kept(tmp_path / "norm") == ["small--step=2-consumed_samples=16.0.ckpt"]
+    words = runs.words(tmp_path / "last", "trainer.limit_val_batches=0", monitor="steps", save_last=True)
+    runs.run(*words, STEPS, stop=3)
+    assert runs.kept(tmp_path / "last") == ["small--step=2-consumed_samples=16.0-last.ckpt"]
+
+
 def test_fewer_are_kept_and_leftovers_go(tmp_path: Path) -> None:
     """save_top_k went from 3 to 1; a killed run left half a checkpoint; somebody keeps something else beside."""
     runs.run(*runs.words(tmp_path, every=1, save_top_k=3), STEPS, stop=3)
