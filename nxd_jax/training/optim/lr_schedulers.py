@@ -205,7 +205,7 @@ class LinearAnnealingWithWarmUp(Curve):
     """A straight line from 0 to the base rate over warmup_steps, then one to 0 at max_steps; the first step's rate is 0 (as transformers')."""
 
     def __init__(self, optimizer: Optimizer, warmup_steps: int = 0, max_steps: int = 0, last_epoch: int = -1):
-        self.warmup_steps = int(warmup_steps)
+        self.warmup_steps = _share("warmup", warmup_steps, None, max_steps)
         self.max_steps = int(max_steps)
         super().__init__(optimizer, last_epoch)
 
@@ -217,7 +217,7 @@ class LinearAnnealingWithWarmUp(Curve):
 
 
 def _share(name: str, steps: int | None, ratio: float | None, max_steps: int | None) -> int:
-    """A number of steps, said as such or as a share of max_steps. Raises ValueError for both, or a share of nothing."""
+    """A number of steps, said as such or as a share of max_steps. Raises ValueError for both, a part of a step, or a share of nothing."""
     if steps is not None and ratio is not None:
         raise ValueError(f"give {name}_steps or {name}_ratio, not both: {steps}, {ratio}")
     if ratio is not None:
@@ -226,6 +226,6 @@ def _share(name: str, steps: int | None, ratio: float | None, max_steps: int | N
         if max_steps is None:
             raise ValueError(f"{name}_ratio={ratio} needs max_steps (which is trainer.max_steps)")
         return int(ratio * max_steps)
-    if steps is not None and steps < 0:
-        raise ValueError(f"{name}_steps={steps} must not be negative")
+    if steps is not None and (steps < 0 or steps != int(steps)):
+        raise ValueError(f"{name}_steps={steps} must be a whole number of steps, and not negative")
     return int(steps or 0)

@@ -113,6 +113,10 @@ def make_scheduler(optimizer: Any, sched: dict[str, Any]) -> Any:
         for key in options:
             if key not in allowed:
                 raise ValueError(f"model.optim.sched.{key}: {name} takes {', '.join(allowed)}")
+    if options.get("last_epoch", -1) not in (-1, None):
+        raise ValueError(
+            f"model.optim.sched.last_epoch: {options['last_epoch']!r} must be left out: a checkpoint says at which step a run is"
+        )
     for key, value in options.items():
         if isinstance(value, str):
             options[key] = _number(f"model.optim.sched.{key}", value)

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
 from nxd_jax.training.config.facts import Facts
 from nxd_jax.training.config.problems import Problems
 
@@ -44,10 +49,13 @@ def _trainer(facts: Facts, problems: Problems) -> None:
         )
     if facts.get("trainer.enable_model_summary"):
         problems.error("trainer.enable_model_summary", "True is not supported; this report has parameters and memory")
-    if facts.megatron and facts.get("trainer.precision", 32) not in (32, "32", "32-true"):
+    allowed = (32, "32", "32-true") if facts.megatron else (32, "32", "32-true", "bf16-true", "16-true")
+    if facts.get("trainer.precision", 32) not in allowed:
         problems.error(
             "trainer.precision", f"{facts.get('trainer.precision')!r} must be 32, or left out: precision.type says the precision"
         )
+    for key in ("trainer.max_time", "exp_manager.max_time_per_run"):
+        _time(key, facts.get(key), problems)
     if (
         facts.steps < 1
         and facts.get("trainer.max_epochs", -1) < 1
@@ -55,6 +63,16 @@ def _trainer(facts: Facts, problems: Problems) -> None:
         and not facts.get("trainer.max_time")
     ):
         problems.error("trainer.max_steps", "is not set, and max_epochs is not either: training would never end")
+
+
+def _time(key: str, value: Any, problems: Problems) -> None:
+    """`value` must be what Lightning's Timer takes."""
+    if value is None or (isinstance(value, str) and re.fullmatch(r"\d+:\d\d:\d\d:\d\d", value.strip())):
+        return
+    try:
+        timedelta(**(value if isinstance(value, Mapping) else {"text": value}))
+    except TypeError:
+        problems.error(key, f"{value!r} must be DD:HH:MM:SS, or numbers of days, hours, minutes and seconds, such as {{hours: 2}}")
 
 
 def _validation(facts: Facts, problems: Problems) -> None:
@@ -70,6 +88,8 @@ def _validation(facts: Facts, problems: Problems) -> None:
             "trainer.val_check_interval",
             f"{every}: a number with a point is a part of an epoch, 0.0 to 1.0; give {int(every)} for so many steps",
         )
+    if every is not None and not every:
+        problems.error("trainer.val_check_interval", f"{every} must be above 0; trainer.limit_val_batches=0 leaves validation out")
     validates = limit not in (0, 0.0) and (every is None or facts.steps < 1 or every <= facts.steps)
     if facts.hf and validates and not facts.get("data.val_dir") and limit is not None:
         problems.warn(key, f"{limit}: data.val_dir is not set, so there is no validation")

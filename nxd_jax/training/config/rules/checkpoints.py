@@ -24,6 +24,10 @@ def check(facts: Facts, problems: Problems) -> None:
             f"{M}.resume_from_checkpoint",
             "the run begins with this checkpoint; a restart goes on from the run's own newest one (resume_if_exists)",
         )
+    if facts.get(f"{M}.create_early_stopping_callback") and facts.get("trainer.limit_val_batches") in (0, 0.0):
+        problems.warn(
+            f"{M}.create_early_stopping_callback", "True has no effect: it looks after validations, and trainer.limit_val_batches is 0"
+        )
     if facts.get(f"{M}.create_checkpoint_callback", True):
         _saving(facts, problems)
 

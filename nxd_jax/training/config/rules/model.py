@@ -39,6 +39,9 @@ def _class(facts: Facts, problems: Problems) -> None:
 
 
 def _sizes(facts: Facts, problems: Problems) -> None:
+    for name in ("num_layers", "hidden_size", "rope_theta"):
+        if (given := facts.get(f"model.{name}")) is not None and float(given) <= 0 and given != -1:
+            problems.error(f"model.{name}", f"{given} must be above 0" + (", or -1 for config.json's" if facts.hf else ""))
     tp = facts.size("tp")
     source = "model" if facts.megatron else "config.json"
     if facts.hidden and facts.heads and not (facts.json or {}).get("head_dim") and facts.hidden % facts.heads:

@@ -23,8 +23,11 @@ def check(facts: Facts, problems: Problems) -> None:
         problems.error(OPTIM, "is missing: it names the optimizer (name: adamw_fp32OptState) and its learning rate (lr: 3e-4)")
         return
     _optimizer(facts, problems, optim)
-    if isinstance(optim.get("sched"), Mapping):
-        _schedule(facts, problems, optim["sched"])
+    sched = optim.get("sched")
+    if isinstance(sched, Mapping):
+        _schedule(facts, problems, sched)
+    elif sched is not None:
+        problems.error(SCHED, f"{sched!r} must be keys with values: name, warmup_steps and so on")
 
 
 def _optimizer(facts: Facts, problems: Problems, optim: Mapping[str, Any]) -> None:
@@ -109,6 +112,12 @@ def _steps(facts: Facts, problems: Problems, sched: Mapping[str, Any]) -> None:
     if steps < 1:
         problems.error("trainer.max_steps", f"must be given: {SCHED} needs the number of steps, which is {steps}")
         return
+    if sched.get("last_epoch") not in (None, -1):
+        problems.error(f"{SCHED}.last_epoch", f"{sched['last_epoch']!r} must be left out: a checkpoint says at which step a run is")
+    for what in ("warmup", "constant", "hold"):
+        found = _number(sched.get(f"{what}_steps"))
+        if found is not None and (found < 0 or found != int(found)):
+            problems.error(f"{SCHED}.{what}_steps", f"{found:g} must be a whole number of steps, and not negative")
     if sched.get("max_steps") not in (None, steps):
         problems.warn(f"{SCHED}.max_steps", f"{sched['max_steps']} has no effect: it is always trainer.max_steps={steps}")
     for what in ("warmup", "constant", "hold"):

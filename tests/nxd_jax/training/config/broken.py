@@ -138,7 +138,13 @@ ERRORS = [
     Broken(LLAMA, {"trainer.val_check_interval": 50.0}, "trainer.val_check_interval", "give 50 for so many steps"),
     Broken(LLAMA, {"trainer.max_steps": -1, f"{M}optim.sched": None}, "trainer.max_steps", "training would never end"),
     Broken(LLAMA, {"trainer.max_steps": -1}, "trainer.max_steps", "needs the number of steps"),
+    Broken(LLAMA, {"trainer.val_check_interval": 0}, "trainer.val_check_interval", "0 must be above 0; trainer.limit_val_batches=0"),
+    Broken(LLAMA, {"trainer.precision": "bf16-mixed"}, "trainer.precision", "'bf16-mixed' must be 32, or left out"),
+    Broken(LLAMA, {"trainer.max_time": "1 hour"}, "trainer.max_time", "'1 hour' must be DD:HH:MM:SS"),
+    Broken(LLAMA, {f"{X}max_time_per_run": {"hour": 1}}, f"{X}max_time_per_run", "such as {hours: 2}"),
     # the model
+    Broken(LLAMA, {f"{M}num_layers": 0}, f"{M}num_layers", "0 must be above 0, or -1 for config.json's"),
+    Broken(LLAMA, {f"{M}rope_theta": 0}, f"{M}rope_theta", "0 must be above 0"),
     Broken(MIXTRAL, {"name": "moe"}, "name", "give a name with mixtral in it"),
     Broken(LLAMA, {f"{M}hidden_size": 4100}, f"{M}hidden_size", "4100 must be a multiple of 32 attention heads"),
     Broken("hf_llama3_8B", {"trainer.devices": 30, "trainer.num_nodes": 1, TP: 5}, TP, "5 must divide vocab_size=128256"),
@@ -199,6 +205,9 @@ ERRORS = [
         "give warmup_steps or warmup_ratio, not both",
     ),
     Broken("hf_llama3.1_8B", {f"{M}optim.sched.min_lr": -1e-6}, f"{M}optim.sched.min_lr", "-1e-06 must not be negative"),
+    Broken(LLAMA, {f"{M}optim.sched": "CosineAnnealing"}, f"{M}optim.sched", "'CosineAnnealing' must be keys with values"),
+    Broken(LLAMA, {f"{M}optim.sched.warmup_steps": 0.1}, f"{M}optim.sched.warmup_steps", "0.1 must be a whole number of steps"),
+    Broken(LLAMA, {f"{M}optim.sched.last_epoch": 5}, f"{M}optim.sched.last_epoch", "5 must be left out: a checkpoint says at which step"),
     Broken(LLAMA, {f"{M}optim.sched.name": ["a"]}, f"{M}optim.sched.name", "must be one of LinearAnnealingWithWarmUp"),
     # exp_manager
     Broken(LLAMA, {f"{X}log_global_rank_0_only": True}, f"{X}log_global_rank_0_only", "True together with log_local_rank_0_only"),

@@ -48,6 +48,7 @@ def test_more_constant_steps_than_steps_drop_the_rate_after_the_warm_up() -> Non
 def test_linear() -> None:
     found = rates(12, name="LinearAnnealingWithWarmUp", warmup_steps=2, max_steps=10)
     assert found == pytest.approx([0, 0.5] + [(10 - n) / 8 for n in range(2, 11)] + [0])
+    assert rates(2, name="LinearAnnealingWithWarmUp", warmup_steps=None, max_steps=2) == [1, 0.5]
 
 
 def test_others() -> None:
@@ -144,7 +145,9 @@ def test_as_lightning_takes_it() -> None:
         ({"name": "WarmupPolicy", "warmup_steps": 1, "warmup_ratio": 0.1}, r"give warmup_steps or warmup_ratio, not both: 1, 0.1"),
         ({"name": "WarmupPolicy", "warmup_ratio": 0.1}, r"warmup_ratio=0.1 needs max_steps"),
         ({"name": "WarmupPolicy", "warmup_ratio": 1.5, "max_steps": 4}, r"warmup_ratio=1.5 must be between 0 and 1"),
-        ({"name": "WarmupPolicy", "warmup_steps": -1}, r"warmup_steps=-1 must not be negative"),
+        ({"name": "WarmupPolicy", "warmup_steps": -1}, r"warmup_steps=-1 must be a whole number of steps, and not negative"),
+        ({"name": "LinearAnnealingWithWarmUp", "warmup_steps": 0.1, "max_steps": 9}, r"warmup_steps=0.1 must be a whole number of steps"),
+        ({"name": "WarmupPolicy", "last_epoch": 5}, r"model.optim.sched.last_epoch: 5 must be left out"),
         ({"name": "WarmupPolicy", "min_lr": "low"}, r"model.optim.sched.min_lr: 'low' must be a number"),
     ],
 )
