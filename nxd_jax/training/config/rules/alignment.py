@@ -26,6 +26,10 @@ def check(facts: Facts, problems: Problems) -> None:
         for size, key in (("pp", "pipeline_model_parallel_size"), ("cp", "context_parallel_size")):
             if facts.size(size) > 1:
                 problems.error(f"{S}.{kinds[0]}", f"{kinds[0]} needs {key}: 1, which is {facts.size(size)}")
+    if (beta := facts.get(f"{S}.dpo.kl_beta")) is not None and float(beta) <= 0:
+        problems.error(f"{S}.dpo.kl_beta", f"{beta} must be above 0: with 0 nothing is learned, and below it the rejected answer")
+    if (beta := facts.get(f"{S}.orpo.beta")) is not None and float(beta) < 0:
+        problems.error(f"{S}.orpo.beta", f"{beta} must not be negative: the rejected answer would be learned")
     if facts.get(f"{S}.sft.separate_documents"):
         _documents(facts, problems)
     for key in ("train_dir", "seq_length", "tokenizer.type"):
@@ -69,6 +73,13 @@ def _lora(facts: Facts, problems: Problems) -> None:
         problems.error("distributed_strategy.zero1", f"must be False with LoRA ({where})")
     if facts.precision != "autocast":
         problems.error("precision.type", f"{facts.get('precision.type')} must be autocast with LoRA ({where})")
+    for name, good, words in (
+        ("lora_alpha", lambda x: float(x) > 0, "above 0: adapters are multiplied by it"),
+        ("lora_dropout", lambda x: float(x) < 1, "below 1"),
+        ("target_modules", bool, "some of " + ", ".join(LORA_TARGETS)),
+    ):
+        if (value := facts.loose(f"{S}.peft.{name}")) is not None and not good(value):
+            problems.error(f"{where}.{name}", f"{value} must be {words}")
     names = facts.loose("target_modules", [])
     for name in names if isinstance(names, list) else []:
         if name not in LORA_TARGETS:

@@ -209,6 +209,12 @@ ERRORS = [
     Broken(LLAMA, {f"{M}optim.sched.warmup_steps": 0.1}, f"{M}optim.sched.warmup_steps", "0.1 must be a whole number of steps"),
     Broken(LLAMA, {f"{M}optim.sched.last_epoch": 5}, f"{M}optim.sched.last_epoch", "5 must be left out: a checkpoint says at which step"),
     Broken(LLAMA, {f"{M}optim.sched.name": ["a"]}, f"{M}optim.sched.name", "must be one of LinearAnnealingWithWarmUp"),
+    # fine-tuning
+    Broken("hf_llama3_8B_DPO", {f"{STRATEGY}.dpo.kl_beta": 0}, f"{STRATEGY}.dpo.kl_beta", "0 must be above 0: with 0 nothing is learned"),
+    Broken("hf_llama3_8B_ORPO", {f"{STRATEGY}.orpo.beta": -0.1}, f"{STRATEGY}.orpo.beta", "-0.1 must not be negative"),
+    Broken(LORA, {f"{STRATEGY}.peft.lora_alpha": 0}, f"{STRATEGY}.peft.lora_alpha", "0 must be above 0"),
+    Broken(LORA, {f"{STRATEGY}.peft.lora_dropout": 1.5}, f"{STRATEGY}.peft.lora_dropout", "1.5 must be below 1"),
+    Broken(LORA, {f"{STRATEGY}.peft.target_modules": []}, f"{STRATEGY}.peft.target_modules", "[] must be some of qkv_proj, o_proj"),
     # exp_manager
     Broken(LLAMA, {f"{X}log_global_rank_0_only": True}, f"{X}log_global_rank_0_only", "True together with log_local_rank_0_only"),
     Broken(LLAMA, {f"{X}create_wandb_logger": True}, f"{X}create_wandb_logger", "True needs project in wandb_logger_kwargs"),
