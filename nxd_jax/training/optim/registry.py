@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -97,6 +98,14 @@ def optimizer_options(optim: Any) -> dict[str, Any]:
     if "betas" in found:
         found["betas"] = tuple(_number("model.optim.betas", beta) for beta in found["betas"])
     return found
+
+
+def options_of(optimizer: Any, names: Collection[str]) -> list[dict[str, Any]]:
+    """Of each group of parameters the options of these names; of lr the rate that a schedule begins with."""
+    return [
+        {name: group["initial_lr"] if name == "lr" and "initial_lr" in group else group[name] for name in names if name in group}
+        for group in optimizer.param_groups
+    ]
 
 
 def make_scheduler(optimizer: Any, sched: dict[str, Any]) -> Any:

@@ -30,7 +30,7 @@ from nxd_jax.training.lightning_modules.model import adapters, log_hook
 from nxd_jax.training.lightning_modules.model.micro_batches import MicroBatches
 from nxd_jax.training.lightning_modules.model.spikes import SpikeWatch
 from nxd_jax.training.optim import prepare_lr_scheduler
-from nxd_jax.training.optim.registry import get_optimizer, optimizer_options
+from nxd_jax.training.optim.registry import get_optimizer, optimizer_options, options_of
 from nxd_jax.training.seeding import seed_everything
 from nxd_jax.training.utils.mfu import mfu
 from nxd_jax.training.utils.throughput import Throughput
@@ -84,6 +84,7 @@ class BaseModelModule(NeuronLTModule):
         self._logged: _Logged | None = None
         self._optimizer: Any = None
         self._scheduler: Any = None
+        self._options: list[dict[str, Any]] = []
         self._optimizer_param_groups: list[dict[str, Any]] = []
         self.validation_step_outputs: list[Any] = []
         self._validate_and_override_config()
@@ -204,6 +205,20 @@ class BaseModelModule(NeuronLTModule):
             int(self.config.data.micro_batch_size), parallel_groups.size("dp"), self.get_num_microbatches()
         )
         self.throughput.start()
+        if self.init_global_step:
+            self._warn_of_kept_options()
+
+    def _warn_of_kept_options(self) -> None:
+        """Say which options of the optimizer are a checkpoint's, where the configuration has others."""
+        kept: dict[str, Any] = {}
+        for said, now in zip(self._options, options_of(self._optimizer, self._options[0] if self._options else ()), strict=False):
+            kept |= {name: value for name, value in now.items() if _plain(value) != _plain(said[name])}
+        if kept:
+            logger.warning(
+                "the run goes on with its checkpoint's %s: what model.optim says now has no effect. For that, begin anew with these weights "
+                "(exp_manager.resume_from_checkpoint, model.weight_init_only=True, another exp_manager.name)",
+                ", ".join(f"{name}={value}" for name, value in kept.items()),
+            )
 
     def on_validation_start(self) -> None:
         self.throughput.pause()
@@ -486,10 +501,12 @@ class BaseModelModule(NeuronLTModule):
         optim = self.config.model.optim
         kind = get_optimizer(optim["name"])
         assert self.nxd_config is not None
-        self._optimizer = initialize_parallel_optimizer(self.nxd_config, kind, self._optimizer_param_groups, **optimizer_options(optim))
+        options = optimizer_options(optim)
+        self._optimizer = initialize_parallel_optimizer(self.nxd_config, kind, self._optimizer_param_groups, **options)
         self._scheduler = None
         if optim.get("sched") is not None:
             self._scheduler = prepare_lr_scheduler(self._optimizer, {**plain(optim.sched), "max_steps": self._max_steps()})
+        self._options = options_of(self._optimizer, options)
         return self._optimizer if self._scheduler is None else ([self._optimizer], [self._scheduler])
 
     def _max_steps(self) -> int:
@@ -526,6 +543,10 @@ def _split(found: Any) -> tuple[torch.Tensor, dict[str, Any]]:
         loss, metrics = (*found, None)[:2]
         return loss, dict(metrics or {})
     return found, {}
+
+
+def _plain(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _zero_bias(module: nn.Module) -> None:

@@ -125,6 +125,18 @@ def test_the_monitored_loss_is_that_of_the_step(tmp_path: Path) -> None:
     assert runs.kept(tmp_path) == [f"s--step={k + 1}-reduced_train_loss={losses[k]:.4f}.ckpt" for k in range(4)]
 
 
+def test_options_that_a_checkpoint_keeps(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Another learning rate in the file has no effect on a run that goes on, and a warning says so; the same file says nothing."""
+    words = runs.words(tmp_path, DP2)
+    runs.run(*words, STEPS, stop=2)
+    runs.run(*words, STEPS, stop=4)
+    assert "the run goes on with its checkpoint's" not in caplog.text
+    _, module = runs.run(*words, STEPS, "model.optim.lr=0.5", "model.optim.weight_decay=0.2", "model.optim.betas=[0.8,0.9]")
+    said = "the run goes on with its checkpoint's lr=0.01, weight_decay=0.01, betas=(0.9, 0.99): what model.optim says now has no effect"
+    assert said in caplog.text
+    assert max(s["lr"] for s in module.seen) < 0.01
+
+
 def test_a_monitored_value_that_nothing_logs(tmp_path: Path) -> None:
     """Without validation nothing would be saved, without a word; what the module logs after the first step is waited for."""
     words = runs.words(tmp_path, "trainer.limit_val_batches=0", every=1, monitor="steps")
