@@ -90,10 +90,10 @@ class _Logging(_LoggerConnector):
 
     @property
     def should_update_logs(self) -> bool:
-        loop, every = self.trainer.fit_loop.epoch_loop, self.trainer.log_every_n_steps
-        if every == 0 or self.trainer._active_loop is not self.trainer.fit_loop:
+        trainer: Any = self.trainer
+        if trainer.log_every_n_steps == 0 or trainer._active_loop is not trainer.fit_loop:
             return super().should_update_logs
-        return loop._batches_that_stepped % every == 0 or self.trainer.should_stop
+        return bool(trainer.fit_loop.epoch_loop._batches_that_stepped % trainer.log_every_n_steps == 0 or trainer.should_stop)
 
 
 def _with_progress_bar(callbacks: Any) -> list[Any]:

@@ -11,6 +11,7 @@ NAMES = {
     "bool": "True or False",
     "int": "a whole number",
     "float": "a number",
+    "real": "a number, without quotes",
     "str": "text",
     "list": "a list",
     "dict": "keys with values",
@@ -65,6 +66,8 @@ def _is(kind: str, value: Any) -> bool:
         return isinstance(value, bool)
     if kind == "int":
         return isinstance(value, int) and not isinstance(value, bool)
+    if kind == "real":
+        return _is("float", value) and not isinstance(value, str)
     if kind == "float":
         return _is("int", value) or (isinstance(value, float) and not math.isnan(value)) or (isinstance(value, str) and _numeric(value))
     types: dict[str, tuple[type, ...]] = {"str": (str,), "list": (list, tuple), "dict": (dict,)}
@@ -86,6 +89,11 @@ def whole(low: float | None = None, **options: Any) -> Key:
 def number(low: float | None = None, **options: Any) -> Key:
     """A number."""
     return Key(("float",), low=low, **options)
+
+
+def real(low: float | None = None, **options: Any) -> Key:
+    """A number that is no text, for what takes values as they are."""
+    return Key(("real",), low=low, **options)
 
 
 def switch(**options: Any) -> Key:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nxd_jax.training.config.keys.kinds import Key, anything, number, switch, text, whole
+from nxd_jax.training.config.keys.kinds import Key, anything, real, switch, text, whole
 
 TRAINER: dict[str, Key] = {
     "devices": anything(null=False, required=True),
@@ -15,15 +15,15 @@ TRAINER: dict[str, Key] = {
     "min_steps": whole(0),
     "max_time": anything(),
     "log_every_n_steps": whole(1),
-    "val_check_interval": number(0),
+    "val_check_interval": real(0),
     "check_val_every_n_epoch": whole(1),
     "num_sanity_val_steps": whole(-1),
-    "limit_train_batches": number(0),
-    "limit_val_batches": number(0),
-    "limit_test_batches": number(0),
-    "limit_predict_batches": number(0),
-    "overfit_batches": number(0),
-    "gradient_clip_val": number(0),
+    "limit_train_batches": real(0),
+    "limit_val_batches": real(0),
+    "limit_test_batches": real(0),
+    "limit_predict_batches": real(0),
+    "overfit_batches": real(0),
+    "gradient_clip_val": real(0),
     "gradient_clip_algorithm": text(),
     "accumulate_grad_batches": whole(0),
     "enable_model_summary": switch(),

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import difflib
+import re
+
 from nxd_jax.training.config.facts import Facts
 from nxd_jax.training.config.problems import Problems
+
+_NUMBERS = ("step", "epoch", "global_step", "consumed_samples", "val_loss", "reduced_train_loss")
+"""What names of checkpoints are made of, as a rule."""
 
 M, C = "exp_manager", "exp_manager.checkpoint_callback_params"
 
@@ -43,6 +49,7 @@ def _saving(facts: Facts, problems: Problems) -> None:
         )
     if facts.get(f"{C}.save_top_k", 3) < -1:
         problems.error(f"{C}.save_top_k", f"{facts.get(f'{C}.save_top_k')} must be a number of checkpoints, or -1 for all")
+    _filename(str(facts.get(f"{C}.filename") or ""), problems)
     monitor = facts.get(f"{C}.monitor", "val_loss")
     if monitor == "val_loss" and facts.get("trainer.limit_val_batches") in (0, 0.0):
         problems.warn(
@@ -50,3 +57,14 @@ def _saving(facts: Facts, problems: Problems) -> None:
         )
     if monitor in ("step", "global_step", "consumed_samples") and facts.get(f"{C}.mode", "min") == "min":
         problems.error(f"{C}.mode", f"min with monitor: {monitor} keeps the oldest checkpoints and deletes each new one; use max")
+
+
+def _filename(template: str, problems: Problems) -> None:
+    """Fields that are no number of a run stand as 0 in every name."""
+    for field in re.findall(r"\{([^}:]*)", template):
+        near = difflib.get_close_matches(field, _NUMBERS, 1, cutoff=0.75)
+        if near and field not in _NUMBERS:
+            problems.warn(
+                f"{C}.filename",
+                f"{{{field}}} is no number that runs log by themselves, and else 0 in every name; did you mean {{{near[0]}}}?",
+            )

@@ -142,6 +142,7 @@ ERRORS = [
     Broken(LLAMA, {"trainer.precision": "bf16-mixed"}, "trainer.precision", "'bf16-mixed' must be 32, or left out"),
     Broken(LLAMA, {"trainer.max_time": "1 hour"}, "trainer.max_time", "'1 hour' must be DD:HH:MM:SS"),
     Broken(LLAMA, {f"{X}max_time_per_run": {"hour": 1}}, f"{X}max_time_per_run", "such as {hours: 2}"),
+    Broken(LLAMA, {"trainer.gradient_clip_val": "1.0"}, "trainer.gradient_clip_val", "'1.0' must be a number, without quotes"),
     # the model
     Broken(LLAMA, {f"{M}num_layers": 0}, f"{M}num_layers", "0 must be above 0, or -1 for config.json's"),
     Broken(LLAMA, {f"{M}rope_theta": 0}, f"{M}rope_theta", "0 must be above 0"),
