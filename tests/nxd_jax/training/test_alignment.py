@@ -212,6 +212,22 @@ def test_a_training_that_goes_on_keeps_the_first_reference(tmp_path: Path) -> No
 
 
 @pytest.mark.core(keep=0)
+def test_a_set_that_comes_later_has_another_reference(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = yaml_runs.write_aligned(tmp_path, "hf_llama3_8B_DPO", PAIRS)
+    changes = (
+        SMALLER,
+        "~model.optim.sched",
+        "exp_manager.resume_if_exists=True",
+        "exp_manager.checkpoint_callback_params.every_n_train_steps=1",
+    )
+    yaml_runs.train(file, *changes, "exp_manager.resume_ignore_no_checkpoint=True", "trainer.max_steps=1")
+    assert "was not there when training began" not in caplog.text
+    validated = (f"data.val_dir={tmp_path / 'rows.jsonl'}", "trainer.limit_val_batches=1", "trainer.val_check_interval=1")
+    yaml_runs.train(file, *changes, *validated, "trainer.max_steps=2")
+    assert "rows.jsonl was not there when training began: its reference values are those of the model at step 1" in caplog.text
+
+
+@pytest.mark.core(keep=0)
 def test_weights_of_another_run_are_where_fine_tuning_begins(tmp_path: Path) -> None:
     """`model.weight_init_only`: steps and learning rates begin anew."""
     first = yaml_runs.write_aligned(tmp_path, "hf_llama3_8B_SFT", SFT)

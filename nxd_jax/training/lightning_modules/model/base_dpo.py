@@ -98,6 +98,12 @@ class DPOBaseModel:
             )
         for split, rows in data.data_sets.items():
             if rows is not None and not data.has_reference(split):
+                if step := self.module.trainer.global_step:
+                    logger.warning(
+                        "%s was not there when training began: its reference values are those of the model at step %d, and not comparable with others",
+                        rows.source,
+                        step,
+                    )
                 data.keep_reference(split, self._scored(rows))
         self._table = data.reference_values().to(casting.wide_dtype()).to(self.module.trainer.strategy.root_device)
 
