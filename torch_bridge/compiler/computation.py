@@ -50,7 +50,9 @@ def _evaluate(spec: ProgramSpec, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         key_of, store = interpret.draws_key_of(draws), precision_mode.store(spec.mode)
         more: dict[str, Any] = {}
         if isinstance(spec.labels, AnnotatedLabels):
-            more = {"transposed": transposed_products.find(spec.graph), "blocks": Blocks(spec.graph) if MODE.regions else None}
+            first = transposed_products.to_transpose_first(spec.graph)
+            lying = transposed_products.find(spec.graph, but=first)
+            more = {"transposed": lying, "kept": first, "blocks": Blocks(spec.graph) if MODE.regions else None}
         outs = interpret.run(spec.graph, inputs, key_of, store=store, mode=spec.mode, **more)
     results = tuple(outs[at] for at in ports.order)
     if SETTINGS.verify:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -47,12 +47,14 @@ def run(
     store: Callable[[Any], Any] | None = None,
     mode: Mode | None = None,
     transposed: Mapping[fx.Node, Sequence[int]] = MappingProxyType({}),
+    kept: Set[fx.Node] = frozenset(),
     blocks: Blocks | None = None,
 ) -> Any:
     """Evaluate the graph on JAX values for its placeholders, in order.
 
     `attribute` gives the arrays that `get_attr` nodes name (`transfer.attributes_of`); `store` rounds the value of each node.
     `transposed`: by node, the places of operands that are read as they lie before they are transposed (`transposed_products`).
+    `kept`: nodes whose values XLA is to compute as they are, and not to merge into the ops that read them.
     `blocks` evaluates the nodes of regions of manual sharding (`manual_blocks`).
     `mode` is the precision that lowerings are told of; None: what the environment asks for now.
     """
@@ -71,6 +73,8 @@ def run(
                 env[node] = blocks.evaluate(node, _inputs(node, env), mode)
             else:
                 env[node] = _call(node, env, key_of, mode, transposed.get(node, ()))
+        if node in kept:
+            env[node] = lax.optimization_barrier(env[node])
         if store is not None and node in env and "val" in node.meta:
             env[node] = store(env[node])
         elif node.op == "output":

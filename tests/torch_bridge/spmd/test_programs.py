@@ -42,3 +42,23 @@ def test_a_weight_is_gathered_once(mesh: xs.Mesh) -> None:
     for here, value in zip(*results, strict=True):
         assert here is not None and value is not None
         assert torch.allclose(value.cpu(), here, rtol=1e-4, atol=1e-4)
+
+
+def test_gradients_of_weights_transpose_first(mesh: xs.Mesh) -> None:
+    """On CPUs no product reads its first operand down its columns."""
+    torch.manual_seed(0)
+    reference = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 8, bias=False))
+    model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 8, bias=False))
+    model.load_state_dict(reference.state_dict())
+    model.to("xla")
+    for layer in (model[0], model[2]):
+        xs.mark_sharding(layer.weight, mesh, (("data", "model"), None))  # type: ignore[arg-type]
+    x = torch.randn(64, 16)
+    reference(x).square().sum().backward()
+    model(x.to("xla")).square().sum().backward()
+    torch_xla.sync()
+    products = re.findall(r" dot\(.*?lhs_contracting_dims=\{(\d)\}", hlo())
+    assert products and "0" not in products
+    for here, value in zip(reference.parameters(), model.parameters(), strict=True):
+        assert here.grad is not None and value.grad is not None
+        assert torch.allclose(value.grad.cpu(), here.grad, rtol=1e-4, atol=1e-4)
