@@ -433,7 +433,18 @@ def _to_host(t: torch.Tensor, of: Tensor) -> np.ndarray:
         raise ValueError(f"{of.name} was traced as {of.dtype}, and {t.dtype} is of another kind: convert it, or trace the model for it")
     if t.device.type != "cpu":
         t = t.detach().cpu()
-    return transfer.to_numpy(t if t.dtype == of.dtype else t.to(of.dtype))
+    return transfer.to_numpy(t if t.dtype == of.dtype else _converted(t, of))
+
+
+def _converted(t: torch.Tensor, of: Tensor) -> torch.Tensor:
+    """A CPU tensor in the dtype that was traced. Raises ValueError for integers that do not fit into it."""
+    found = t.to(of.dtype)
+    if not of.dtype.is_floating_point and not of.dtype.is_complex and not torch.equal(found.to(t.dtype), t):
+        low, high = torch.iinfo(of.dtype).min, torch.iinfo(of.dtype).max
+        raise ValueError(
+            f"{of.name} was traced as {of.dtype}, which holds {low} to {high}, and was given {t.min()} to {t.max()}: trace the model with {t.dtype}"
+        )
+    return found
 
 
 def _to_torch(host: np.ndarray) -> torch.Tensor:

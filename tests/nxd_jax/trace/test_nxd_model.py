@@ -60,6 +60,21 @@ def test_calls_that_do_not_fit(model: NxDModel, call: Callable[[NxDModel], Any],
         call(model)
 
 
+def test_integers_that_do_not_fit() -> None:
+    """Into the dtype that was traced: an error, not other numbers."""
+    with NxDParallelState(world_size=1, tensor_model_parallel_size=1):
+        table = nn.Embedding(8, 2)
+        model = ModelBuilder(table).trace(torch.zeros(3, dtype=torch.int32)).compile()
+    model.set_weights([table.state_dict()])
+    model.to_neuron()
+    ids = torch.tensor([1, 2, 7])
+    assert torch.equal(model(ids), table(ids))
+    with pytest.raises(
+        ValueError, match=r"was traced as torch\.int32, which holds -2147483648 to 2147483647, and was given 1 to 4294967297: trace"
+    ):
+        model(torch.tensor([1, 2, 2**32 + 1]))
+
+
 def test_before_it_is_on_its_devices() -> None:
     model = built(2).builder.compile()
     for call in (lambda: model.read_from_neuron_buffer("calls", 0), lambda: model.write_to_neuron_buffer(torch.ones(1), "calls", 0)):
