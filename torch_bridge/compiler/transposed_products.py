@@ -2,8 +2,8 @@
 
 `x @ w.t()` in a forward pass and `grad @ w` in the backward pass read one weight. As two values, the transpose and the weight, XLA would gather them both.
 
-`grad.t() @ x` gives the weight's gradient. Nothing is gathered for it. On CPUs XLA computes a product whose first operand is read down its columns in Eigen, and
-one whose operands lie in order in YNNPACK. For the few rows that a device has, 128 or so, transposing first takes 0.6 to 0.9 of the time, all in all.
+`grad.t() @ x` gives the weight's gradient. Nothing is gathered for it. On CPUs XLA computes a product whose first operand is read down its columns in Eigen,
+and one whose operands lie in order in YNNPACK. For the 128 rows or so that a device has, transposing first takes 0.6 to 0.9 of the time, all in all.
 """
 
 from __future__ import annotations
