@@ -167,6 +167,50 @@ def test_aliases() -> None:
     assert module.total.tolist() == [1.0, 2.0]
 
 
+def test_states_and_batches_that_are_filled_up() -> None:
+    """Rows that fill up the last batch would count in the state."""
+
+    class Count(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("seen", torch.zeros(1))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.seen += x.sum()
+            return x * 2
+
+    traced = torch_neuronx.dynamic_batch(torch_neuronx.trace(Count(), torch.ones(2, 3)))
+    assert traced(torch.ones(4, 3)).shape == (4, 3)
+    with pytest.raises(
+        ValueError, match=r"dynamic_batch got 3 rows, and the model was traced for 2 and keeps seen from call to call: .* Pass a multiple"
+    ):
+        traced(torch.ones(3, 3))
+    assert traced.programs.read("seen", 0).item() == 12
+
+
+@pytest.mark.filterwarnings("ignore:.torch.nn.utils.weight_norm. is deprecated:FutureWarning")
+def test_attributes_that_forward_replaces() -> None:
+    """A warning, as the traced model does not keep them; the module has what it had."""
+
+    class Sums(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.total, self.calls, self.last = torch.tensor(1.0), torch.tensor(0), None
+            self.normed = torch.nn.utils.weight_norm(nn.Linear(3, 3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.total, self.calls, self.last, self.new = self.total + x.sum(), self.calls + 1, x, x + 1
+            return self.normed(x) + self.total + self.calls
+
+    module = Sums()
+    with pytest.warns(
+        UserWarning, match=r"forward assigns (calls, total|total, calls) anew, and the traced model has the value of the trace"
+    ):
+        traced = torch_neuronx.trace(module, torch.ones(2, 3))
+    assert (module.total.item(), module.calls.item(), module.last, hasattr(module, "new")) == (1.0, 0, None, False)
+    torch.testing.assert_close(traced(torch.ones(2, 3)), module(torch.ones(2, 3)))
+
+
 def test_other_weights(net: nn.Module, saved: Path) -> None:
     other = Net().eval()
     with torch.no_grad():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import linecache
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from torch import fx
 
 from torch_bridge import source
 from torch_bridge.export import graph_capture
+from torch_bridge.recorder.tensor import XLATensor
 
 _READS = "torch_bridge.capture"
 """What both errors of a value that is read say: no others do."""
@@ -36,13 +38,38 @@ def capture_unchecked(module: torch.nn.Module, *args: Any, **kwargs: Any) -> fx.
 
 def _captured(how: Callable[..., fx.GraphModule], module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.GraphModule:
     try:
-        with _exporting():
+        with _exporting(), _attributes_kept(module):
             return how(module, *args, **kwargs)
     except RuntimeError as error:
         where = _reader(error) if _READS in str(error) else None
         if where is None:
             raise
         raise RuntimeError(f"{error} {where}") from error
+
+
+@contextlib.contextmanager
+def _attributes_kept(module: torch.nn.Module) -> Iterator[None]:
+    """A block behind which modules have no tensors without values among their attributes, and the tensors that they had. A warning names replaced ones."""
+    before = [(name, m, dict(vars(m))) for name, m in module.named_modules()]
+    replaced = []
+    try:
+        yield
+    finally:
+        for name, m, attributes in before:
+            new = {k: x for k, x in vars(m).items() if isinstance(x, torch.Tensor) and attributes.get(k) is not x}
+            for key, value in new.items():
+                if key in attributes and (isinstance(attributes[key], torch.Tensor) or isinstance(value, XLATensor)):
+                    vars(m)[key] = attributes[key]
+                elif isinstance(value, XLATensor):
+                    del vars(m)[key]
+            computed = {getattr(hook, "name", None) for hook in m._forward_pre_hooks.values()}  # of weight_norm and spectral_norm
+            replaced += [f"{name}.{key}".lstrip(".") for key in new.keys() - computed if isinstance(attributes.get(key), torch.Tensor)]
+    if replaced:
+        warnings.warn(
+            f"forward assigns {', '.join(replaced)} anew, and the traced model has the value of the trace in every call: make it a buffer "
+            "(register_buffer), which is kept from call to call",
+            stacklevel=2,
+        )
 
 
 @contextlib.contextmanager

@@ -277,7 +277,10 @@ class TracedModule(torch.nn.Module):
         )
 
     def _in_batches(self, tensors: list[torch.Tensor]) -> Any:
-        """Rows in batches of the size that was traced; the last one is filled up with copies of the first row, whose results are dropped."""
+        """Rows in batches of the size that was traced; the last one is filled up with copies of the first row, whose results are dropped.
+
+        Raises ValueError for rows that do not fill the last batch where the model has states, which those copies would reach.
+        """
         program = self.programs.programs[tag_of(0)]
         if not self._may_differ(tensors, program):
             self._check(tensors, program)
@@ -292,6 +295,11 @@ class TracedModule(torch.nn.Module):
                     f"dynamic_batch needs results with the batch as dim 0, {batch} rows here, and the model returns one of shape {list(t.shape)}"
                 )
         (rows,) = counts
+        if rows % batch and program.facts.states:
+            raise ValueError(
+                f"dynamic_batch got {rows} rows, and the model was traced for {batch} and keeps {', '.join(t.name for t in program.facts.states)} from call to "
+                f"call: what fills up the last batch would count there. Pass a multiple of {batch} rows, or trace the model for these"
+            )
         found = []
         for start in range(0, rows, batch):
             part = [t[start : start + batch] for t in tensors]
