@@ -231,12 +231,13 @@ class Model:
 
     def held(self) -> list[dict[str, torch.Tensor]]:
         """The weights of each rank that this process hosts, as they are on the devices: new CPU tensors, one for all ranks where they share it. None before
-        `set_weights`."""
+        `set_weights`. Those that no checkpoint holds (`Program.initial`) are left out where they are what they began with."""
         if not self.has_weights:
             return []
-        hosted = self.where.hosted
+        hosted, initial = self.where.hosted, self._initial()
         common = {name: self.read(name, hosted[0]) for name in self.weights if self._is_shared(name)}
-        return [{name: common[name] if name in common else self.read(name, rank) for name in self.weights} for rank in hosted]
+        found = [{name: common[name] if name in common else self.read(name, rank) for name in self.weights} for rank in hosted]
+        return [{name: t for name, t in own.items() if name not in initial or not same(t, initial[name])} for own in found]
 
     def write(self, name: str, rank: int, value: torch.Tensor) -> None:
         """Set a rank's values of a weight or state; of a weight that all ranks share, everyone's. Raises KeyError for an unknown name or another shape."""
