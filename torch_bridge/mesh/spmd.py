@@ -29,6 +29,7 @@ __all__ = [
     "adopt",
     "devices",
     "divided",
+    "fitted",
     "fitting",
     "from_parts",
     "in_order",
@@ -223,7 +224,10 @@ def named(of: Mesh, spec: Spec) -> NamedSharding:
 
 
 def fitting(of: Any, spec: Spec, shape: Sequence[int], what: str) -> NamedSharding:
-    """`named` without the axes that do not divide their dim: such a dim stays whole on each device (torch_xla pads it; values are the same)."""
+    """`named` without the axes that do not divide their dim: such a dim stays whole on each device (torch_xla pads it; values are the same).
+    An empty tensor has no parts: XLA gives each device all of it."""
+    if 0 in shape:
+        return named(of, ())
     fits: list[tuple[str, ...] | None] = []
     for dim, part in enumerate(spec):
         count = math.prod(of.shape[a] for a in part or ())
@@ -236,6 +240,12 @@ def fitting(of: Any, spec: Spec, shape: Sequence[int], what: str) -> NamedShardi
         else:
             fits.append(part)
     return named(of, tuple(fits))
+
+
+def fitted(sharding: NamedSharding, shape: Sequence[int], what: str) -> NamedSharding:
+    """`fitting`, of a sharding that there is already."""
+    parts = [part if isinstance(part, tuple) else (part,) for part in (*sharding.spec, *[None] * len(shape))][: len(shape)]
+    return fitting(sharding.mesh, tuple(tuple(a for a in part if a is not None) or None for part in parts), shape, what)
 
 
 # -- arrays ---------------------------------------------------------------------------------------

@@ -39,9 +39,9 @@ def annotate(t: XLATensor, sharding: NamedSharding) -> None:
             "an annotation of a tensor in a region of manual sharding: there it is one device's block, which is not divided any further. Annotate what "
             "xs.disable_manual_sharding gives"
         )
-    storage, whole = t._storage, t._layout is t._storage.layout
+    storage, every = t._storage, whole(t)
     with LOCK, torch.no_grad():
-        if whole and storage.segment is None:
+        if every and storage.segment is None:
             if storage.held is None:
                 storage.describe(start=sharding)
             else:
@@ -49,7 +49,7 @@ def annotate(t: XLATensor, sharding: NamedSharding) -> None:
         else:
             segment = dispatch.STATE.session.current
             segment.write_view(storage, t._layout, read(torch.ops.torch_bridge.shard(t, spmd.text(sharding))))
-        if whole:
+        if every:
             storage.describe(spec=sharding)
 
 
@@ -64,9 +64,19 @@ def clear(t: XLATensor) -> None:
         storage.held = spmd.place_whole(storage.held)
 
 
+def whole(t: torch.Tensor) -> bool:
+    """Whether an xla tensor is its storage as it lies, not a view with other dims."""
+    return isinstance(t, XLATensor) and t._layout is t._storage.layout
+
+
+def expanded(t: XLATensor) -> bool:
+    """Whether entries of a tensor share memory, as `expand` makes them: nothing can be written into it."""
+    return any(stride == 0 and n > 1 for n, stride in zip(t._layout.size, t._layout.stride, strict=True))
+
+
 def annotation(t: torch.Tensor) -> NamedSharding | None:
-    """The annotation of an xla tensor, None without one."""
-    spec = t._storage.spec if isinstance(t, XLATensor) else None
+    """The annotation of an xla tensor; None without one, and for a view, whose dims are others than the annotation's."""
+    spec = t._storage.spec if isinstance(t, XLATensor) and whole(t) else None
     return spec if isinstance(spec, NamedSharding) else None
 
 

@@ -128,6 +128,5 @@ def from_cpu_shards(shards: Sequence[torch.Tensor], sharding: OpSharding, global
     for device, index in whole.devices_indices_map(padded).items():
         host[index] = by_device[device]
     made = host[tuple(slice(0, n) for n in shape)].contiguous().to("xla")
-    fitting = spmd.fitting(whole.mesh, tuple(tuple(a for a in part if a is not None) or None for part in parts), shape, "from_cpu_shards")
-    marking.annotate_custom_sharding(made, OpSharding(fitting, len(shape)))
+    marking.annotate_custom_sharding(made, OpSharding(spmd.fitted(whole, shape, "from_cpu_shards"), len(shape)))
     return made

@@ -356,3 +356,20 @@ def test_values_from_the_cpu_into_an_annotated_tensor(mesh: xs.Mesh) -> None:
     assert placed(t) == (2, 8) and torch.equal(t.cpu()[:, 1], torch.ones(8))
     t.data = torch.ones(8, 8).to("xla")
     assert torch.equal((t + 1).cpu(), torch.full((8, 8), 2.0))
+
+
+def test_what_xla_tensors_do_in_another_way_than_torchs(mesh: xs.Mesh) -> None:
+    """Through an `XLAShardedTensor`, too."""
+    t = torch.arange(8.0).to("xla")
+    marked = xs.mark_sharding(t, mesh, ("data",))
+    assert f"{marked.sum():.2f}" == "28.00"
+    marked.data = marked.data * 2
+    assert t.tolist() == marked.tolist() == [2.0 * k for k in range(8)]
+    marked.data = torch.ones(3, device="xla")
+    assert (marked + 1).tolist() == [2.0] * 3
+
+
+@pytest.mark.parametrize("shape", [(-4, -2), (4.5, 2)])
+def test_meshes_of_negative_and_broken_numbers(shape: tuple[Any, ...]) -> None:
+    with pytest.raises(xs.ShardingError, match=r"must have whole numbers of devices, 1 or more"):
+        xs.Mesh(range(8), shape)

@@ -6,8 +6,10 @@ import copy
 import pathlib
 
 import torch
+import torch_xla
 import torch_xla.core.xla_model as xm
 import torch_xla.distributed.spmd as xs
+from torch import nn
 
 from tests.torch_bridge.spmd.test_annotations import placed
 
@@ -35,3 +37,20 @@ def test_copies_lie_as_the_original(mesh: xs.Mesh) -> None:
             made.add_(1)
         assert placed(made.global_tensor) == (2, 8) and torch.equal(made.cpu(), host + 1)
     assert torch.equal(marked.cpu(), host) and marked.tolist() == host.tolist()
+
+
+def test_copies_of_what_was_computed(mesh: xs.Mesh) -> None:
+    """Copied is the tensor, not what it was recorded in; a plain copy is the same memory."""
+    host = torch.arange(64.0).view(8, 8)
+    marked = xs.mark_sharding(host.to("xla"), mesh, ("data", None))
+    marked += 1
+    torch_xla.sync()
+    made, same = copy.deepcopy({"a": marked, "b": marked}), copy.copy(marked)
+    assert made["a"] is made["b"] and made["a"].sharding_spec == marked.sharding_spec
+    made["a"].zero_()
+    assert torch.equal(marked.cpu(), host + 1)
+    same.zero_()
+    assert not marked.any()
+    layer = nn.Linear(8, 8).to("xla")
+    layer.weight = nn.Parameter(xs.mark_sharding(layer.weight.data, mesh, ("data", None)))
+    assert isinstance(copy.deepcopy(layer).weight, nn.Parameter)

@@ -67,3 +67,46 @@ def test_an_annotation_of_a_view_says_what_it_does(mesh: xs.Mesh, caplog: pytest
     xs.mark_sharding(t.t(), mesh, ("model", "data"))
     assert "mark_sharding of a view (shape [4, 8]) of a tensor of shape [8, 4]" in caplog.text and "Mark that one" in caplog.text
     assert torch.equal((t.t() * 2).cpu(), host.t() * 2)
+
+
+def test_a_view_has_no_annotation(mesh: xs.Mesh, caplog: pytest.LogCaptureFixture) -> None:
+    """Its dims are not those of the annotated tensor, which stays as it is."""
+    host = torch.randn(8, 4)
+    t = host.to("xla")
+    said = xs.mark_sharding(t, mesh, ("data", "model")).sharding_spec
+    assert [_XLAC._get_xla_sharding_spec(v) for v in (t.t(), t[0], t.view(-1), t.detach())] == ["", "", "", said]
+    xs.mark_sharding(t.t(), mesh, (None, "model"))
+    assert _XLAC._get_xla_sharding_spec(t) == said and torch.equal(t.t().cpu(), host.t())
+
+
+def test_an_expanded_tensor_stays_as_it_is(mesh: xs.Mesh, caplog: pytest.LogCaptureFixture) -> None:
+    row = torch.arange(4.0).to("xla")
+    marked = xs.mark_sharding(row.expand(8, 4), mesh, ("data", None))
+    assert "that expand() made" in caplog.text
+    assert torch.equal((marked * 2).cpu(), torch.arange(4.0).expand(8, 4) * 2)
+
+
+def test_what_devices_do_not_divide_by_op_sharding(mesh: xs.Mesh, caplog: pytest.LogCaptureFixture) -> None:
+    for t in (torch.ones(6, 4).to("xla"), torch.ones(6, 4).to("xla") + 0):
+        xs.annotate_custom_sharding(t, mesh.get_op_sharding(("data", "model")))
+        assert placed(t) == (6, 2) and t.sum().item() == 24
+    assert "annotate_custom_sharding: dim 0 of [6, 4] has 6 elements" in caplog.text
+
+
+@pytest.mark.parametrize("size", [(0, 8), (8, 0)])
+def test_empty_tensors(size: tuple[int, ...], mesh: xs.Mesh) -> None:
+    t = torch.ones(size).to("xla")
+    marked = xs.mark_sharding(t, mesh, ("data", "model"))
+    t += 1
+    assert placed(t) == size and t.cpu().shape == size
+    assert marked.local_shards[0].data.shape == size
+
+
+def test_shards_of_what_is_one_number(mesh: xs.Mesh) -> None:
+    """No program has computed it."""
+    t = torch.ones(8, 4, device="xla")
+    marked = xs.mark_sharding(t, mesh, ("data", None))
+    assert marked.local_shards[7].data.tolist() == [[1.0] * 4] * 2
+    t += 1
+    assert marked.local_shards[7].data.tolist() == [[2.0] * 4] * 2
+    assert len(xs.wrap_as_sharded_tensor(torch.zeros(3, device="xla")).local_shards) == 8

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from torch_bridge import metrics
-from torch_bridge.mesh import world
+from torch_bridge.mesh import spmd, world
 from torch_bridge.recorder import annotate
 from torch_bridge.torch_xla.distributed.spmd.meshes import Mesh, OpSharding, PartitionSpec, ShardingError, ShardingType, require_xla
 from torch_bridge.torch_xla.distributed.spmd.xla_sharded_tensor import XLAShardedTensor, unwrap
@@ -38,7 +38,13 @@ def mark(plain: Any, asked: OpSharding) -> XLAShardedTensor:
             raise RuntimeError(
                 f"mark_sharding: the tensor is annotated as {old} already, {asked} was asked for: call xs.clear_sharding(t) first"
             )
-    if plain._layout is not plain._storage.layout:
+    if annotate.expanded(plain):
+        logger.warning(
+            "mark_sharding of a tensor of shape %s that expand() made: its entries share memory, so it stays as it is. Mark a copy of its own (t.contiguous())",
+            list(plain.shape),
+        )
+        return XLAShardedTensor(plain)
+    if not annotate.whole(plain):
         logger.warning(
             "mark_sharding of a view (shape %s) of a tensor of shape %s: its values are divided as asked where they are computed next, the tensor itself stays "
             "as it is annotated. Mark that one, with a partition spec for its own dims",
@@ -55,7 +61,7 @@ def annotate_custom_sharding(t: torch.Tensor, sharding: OpSharding) -> XLASharde
     require_xla(plain, "annotate_custom_sharding")
     if sharding.ndim not in (None, plain.dim()):
         raise ShardingError(f"the sharding {sharding} is one of {sharding.ndim} dims, the tensor has {plain.dim()}")
-    return mark(plain, sharding)
+    return mark(plain, OpSharding(spmd.fitted(sharding.sharding, plain.shape, "annotate_custom_sharding"), plain.dim()))
 
 
 def clear_sharding(t: torch.Tensor) -> torch.Tensor:

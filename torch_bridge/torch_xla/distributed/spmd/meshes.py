@@ -47,6 +47,8 @@ class Mesh:
 
     def __init__(self, device_ids: Any, mesh_shape: Sequence[int], axis_names: Sequence[str] | None = None):
         self.device_ids = np.asarray(device_ids).reshape(-1)
+        if any(n != int(n) or n < 1 for n in mesh_shape):
+            raise ShardingError(f"mesh_shape {tuple(mesh_shape)} must have whole numbers of devices, 1 or more")
         self.mesh_shape = tuple(int(n) for n in mesh_shape)
         self.axis_names = None if axis_names is None else tuple(axis_names)
         self._named: dict[str, spmd.Spec] = {}

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import functools
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -12,15 +15,15 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from torch_bridge import _compat
-from torch_bridge.mesh import spmd
+from torch_bridge.ir import dtypes
+from torch_bridge.mesh import fills, spmd
 from torch_bridge.recorder import annotate, manual_regions
+from torch_bridge.recorder.tensor import XLATensor
 from torch_bridge.runtime import executor, transfer
 from torch_bridge.torch_xla.distributed.spmd import meshes
 
 if TYPE_CHECKING:
     from types import EllipsisType
-
-    from torch_bridge.recorder.tensor import XLATensor
 
 __all__ = ["XLAShard", "XLAShardedTensor"]
 
@@ -77,7 +80,7 @@ class XLAShardedTensor(torch.Tensor):
     ) -> Any:
         """The op on the tensors themselves; tensors on xla among its results are wrapped."""
         plain_args, plain_kwargs = tree_map_only(XLAShardedTensor, unwrap, (args, kwargs or {}))
-        found = func(*plain_args, **plain_kwargs)
+        found = _own_methods().get(func, func)(*plain_args, **plain_kwargs)
         if getattr(func, "__name__", "") in ("__get__", "__set__"):
             return found
         if args and isinstance(args[0], XLAShardedTensor) and found is args[0].__dict__["global_tensor"]:
@@ -94,6 +97,20 @@ class XLAShardedTensor(torch.Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """For `torch.save`: the tensor itself, whole. A file knows nothing of devices, and loads without xla."""
         return self.__dict__["global_tensor"].__reduce_ex__(protocol)
+
+    def __copy__(self) -> XLAShardedTensor:
+        """The same tensor once more, as in torch."""
+        made = XLAShardedTensor(copy.copy(self.__dict__["global_tensor"]))
+        made.__dict__.update({k: v for k, v in self.__dict__.items() if k != "global_tensor"})
+        return made
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> XLAShardedTensor:
+        """A tensor of its own that lies as this one. (torch's would copy what the tensor is recorded in.)"""
+        if id(self) not in memo:
+            attributes = dict(self.__dict__)
+            made = memo[id(self)] = XLAShardedTensor(copy.deepcopy(attributes.pop("global_tensor"), memo))
+            made.__dict__.update(copy.deepcopy(attributes, memo))
+        return memo[id(self)]
 
     def tolist(self) -> Any:
         """The values of the whole tensor."""
@@ -132,6 +149,19 @@ class XLAShardedTensor(torch.Tensor):
     __str__ = __repr__
 
 
+@functools.cache
+def _own_methods() -> dict[Any, Callable[..., Any]]:
+    """By function of `torch.Tensor`, what an xla tensor does instead."""
+    own: dict[Any, Callable[..., Any]] = {}
+    for name, mine in vars(XLATensor).items():
+        torchs = getattr(torch.Tensor, name, None)
+        if isinstance(mine, property) and torchs is not None:
+            own.update({getattr(torchs, how): f for how, f in (("__get__", mine.fget), ("__set__", mine.fset)) if f is not None})
+        elif inspect.isfunction(mine) and callable(torchs):
+            own[torchs] = mine
+    return own
+
+
 def unwrap(t: object) -> Any:
     """The tensor itself."""
     return t.__dict__["global_tensor"] if isinstance(t, XLAShardedTensor) else t
@@ -145,11 +175,12 @@ def wrapped(t: object) -> Any:
 
 
 def lies(t: torch.Tensor) -> jax.sharding.NamedSharding | None:
-    """The annotation of a tensor, or how its value lies on the devices, if it was computed by an annotated program."""
-    said = annotate.annotation(unwrap(t))
+    """The annotation of a tensor, or how its value lies on the devices, if it was computed by an annotated program. None for a view."""
+    plain = unwrap(t)
+    said = annotate.annotation(plain)
     if said is not None:
         return said
-    held = getattr(getattr(unwrap(t), "_storage", None), "held", None)
+    held = plain._storage.held if annotate.whole(plain) else None
     return None if held is None or not spmd.active() else spmd.lies(held)
 
 
@@ -218,11 +249,14 @@ def _computed(t: XLATensor) -> Any:
     """The array of a tensor, on the mesh."""
     meshes.require_xla(t, "local_shards")
     storage = t._storage
-    if t._layout is not storage.layout or storage.constant:
-        t = t.clone(memory_format=torch.contiguous_format)  # type: ignore[assignment]
-        storage = t._storage
-        if storage.constant:
-            raise RuntimeError("local_shards: nothing has been computed for this tensor yet: torch_xla.sync() first")
+    if t._layout is not storage.layout:
+        storage = t.clone(memory_format=torch.contiguous_format)._storage  # type: ignore[attr-defined]
     executor.materialize(storage)
-    storage.held = spmd.adopt(storage.held, storage.facts)
+    storage.held = _filled(storage) if storage.constant else spmd.adopt(storage.held, storage.facts)
     return storage.array
+
+
+def _filled(storage: Any) -> jax.Array:
+    """The array of a storage that is one number throughout, which no program has computed."""
+    base = storage.layout
+    return fills.full(base.size, storage.fill, dtypes.to_jax(base.dtype), storage.facts and (storage.facts.spec or storage.facts.start))
