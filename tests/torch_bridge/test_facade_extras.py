@@ -124,6 +124,23 @@ def test_patched_linear_layers_have_the_same_numbers(shape: tuple[int, ...], bia
     assert patched[0].forward is before
 
 
+def test_gradients_of_a_checkpointed_module_that_gives_a_dict() -> None:
+    class Both(nn.Linear):
+        def forward(self, x: torch.Tensor) -> dict[str, Any]:  # type: ignore[override]
+            return {"y": super().forward(x), "more": [x * 2, None, 3]}
+
+    found = []
+    for device in ("cpu", "xla"):
+        torch.manual_seed(0)
+        layer = Both(3, 3).to(device)
+        x = torch.arange(3.0, device=device, requires_grad=True)
+        out = (fsdp.checkpoint_module(layer) if device == "xla" else layer)(x)
+        assert out["more"][1:] == [None, 3]
+        (out["y"].square().sum() + out["more"][0].sum()).backward()
+        found.append([x.grad.cpu(), *(p.grad.cpu() for p in layer.parameters())])  # type: ignore[union-attr]
+    torch.testing.assert_close(found[1], found[0], rtol=1e-6, atol=1e-6)
+
+
 def test_patched_linear_layers_give_no_more_than_is_asked_for() -> None:
     layer = fsdp.apply_xla_patch_to_nn_linear(nn.Linear(2, 2).to("xla").requires_grad_(False))
     x = torch.ones(1, 2, device="xla", requires_grad=True)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from torch_bridge.guards import calls, probes
 
@@ -30,7 +31,14 @@ class Checkpointed:
         if not any(isinstance(x, torch.Tensor) and x.requires_grad for x in given):
             return forward(*inputs, **named)
         n = len(inputs)
-        return checkpoint(lambda *xs: forward(*xs[:n], **dict(zip(named, xs[n:], strict=True))), *given)
+        kind: list[TreeSpec] = []
+
+        def flat(*xs: Any) -> tuple[Any, ...]:  # autograd sees tensors in a tuple only, not those in a dict
+            leaves, spec = tree_flatten(forward(*xs[:n], **dict(zip(named, xs[n:], strict=True))))
+            kind.append(spec)
+            return tuple(leaves)
+
+        return tree_unflatten(list(checkpoint(flat, *given)), kind[0])
 
 
 def _followed(observer: Any, f: Checkpointed, args: Any, kwargs: Any) -> Any:
