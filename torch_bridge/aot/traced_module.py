@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +23,11 @@ class Inputs:
     def __init__(self, tree: facts.Tree):
         self.tree = tree
 
+    @functools.cached_property
+    def _text(self) -> str:
+        """The structure for comparison: there 3 is not 3.0, and True is not 1, as results would have another dtype."""
+        return json.dumps(self.tree)
+
     @classmethod
     def of(cls, example: Sequence[Any]) -> tuple[Inputs, list[torch.Tensor]]:
         """The structure of example inputs, and the tensors in it. Raises ValueError for anything but tensors in tuples, lists and dicts."""
@@ -41,7 +47,7 @@ class Inputs:
     def flat(self, args: Sequence[Any]) -> list[torch.Tensor]:
         """The tensors of a call; dicts may have their keys in another order. Raises ValueError if its structure is not that of the example."""
         inputs, found = Inputs.of(_in_order(tuple(args), self.tree))
-        if json.dumps(inputs.tree) != json.dumps(self.tree):  # 3 is not 3.0, and True is not 1: results would have another dtype
+        if inputs._text != self._text:
             raise ValueError(f"the model was traced with inputs {_shown(self.tree)}, got {_shown(inputs.tree)}")
         return found
 
