@@ -28,8 +28,7 @@ class NxDModel:
     @property
     def weights(self) -> list[dict[str, torch.Tensor]] | None:
         """Each rank's weights, as they are on the devices if those of all ranks are here; None if there are none."""
-        held = self.programs.held()
-        return held if len(held) == self.programs.ranks.size else self._given
+        return (self.programs.held() or None) if self._given is None else self._given
 
     def _route(self, tag: str, program: Program) -> None:
         """Raises ValueError for a second program with the same shapes (the original lets the last one win)."""
