@@ -93,6 +93,11 @@ def contiguous_stride(size: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(stride)
 
 
+def repeats_entries(size: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    """Whether entries share memory, as `expand` makes them: nothing can be written into them."""
+    return any(s == 0 and n > 1 for n, s in zip(size, stride, strict=True))
+
+
 def is_dense(size: tuple[int, ...], stride: tuple[int, ...]) -> bool:
     """True if the elements fill a block without gaps or overlap, in some order of the dims."""
     expected = 1

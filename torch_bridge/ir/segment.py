@@ -19,7 +19,7 @@ import torch
 from torch_bridge import source
 from torch_bridge.errors import DeadTensorError
 from torch_bridge.identity import all_are, any_is, same
-from torch_bridge.ir.layout import Layout, Step, contiguous_stride, layout, read_steps
+from torch_bridge.ir.layout import Layout, Step, contiguous_stride, layout, read_steps, repeats_entries
 from torch_bridge.mesh import sharding, spmd
 
 aten = torch.ops.aten
@@ -661,7 +661,7 @@ def write_entries(base: Layout, view: Layout) -> WriteChain:
 
 
 def _build_write(base: Layout, view: Layout) -> WriteChain:
-    if any(s == 0 and n > 1 for n, s in zip(view.size, view.stride, strict=True)):
+    if repeats_entries(view.size, view.stride):
         raise RuntimeError(
             "unsupported operation: more than one element of the written-to tensor refers to a single memory location. "
             f"The tensor of shape {list(view.size)} has strides {list(view.stride)}, as expand() makes them; clone() it before writing to it."

@@ -27,6 +27,7 @@ from torch_bridge.mesh.spmd_mode import MODE, active, devices
 __all__ = [
     "active",
     "adopt",
+    "axes_of",
     "devices",
     "divided",
     "fitted",
@@ -244,8 +245,13 @@ def fitting(of: Any, spec: Spec, shape: Sequence[int], what: str) -> NamedShardi
 
 def fitted(sharding: NamedSharding, shape: Sequence[int], what: str) -> NamedSharding:
     """`fitting`, of a sharding that there is already."""
-    parts = [part if isinstance(part, tuple) else (part,) for part in (*sharding.spec, *[None] * len(shape))][: len(shape)]
-    return fitting(sharding.mesh, tuple(tuple(a for a in part if a is not None) or None for part in parts), shape, what)
+    return fitting(sharding.mesh, tuple(axes or None for axes in axes_of(sharding, len(shape))), shape, what)
+
+
+def axes_of(sharding: NamedSharding, ndim: int) -> list[tuple[str, ...]]:
+    """By dim of a tensor, the mesh axes that divide it."""
+    parts = (*sharding.spec, *[None] * ndim)[:ndim]
+    return [() if part is None else part if isinstance(part, tuple) else (part,) for part in parts]
 
 
 # -- arrays ---------------------------------------------------------------------------------------

@@ -69,11 +69,6 @@ def whole(t: torch.Tensor) -> bool:
     return isinstance(t, XLATensor) and t._layout is t._storage.layout
 
 
-def expanded(t: XLATensor) -> bool:
-    """Whether entries of a tensor share memory, as `expand` makes them: nothing can be written into it."""
-    return any(stride == 0 and n > 1 for n, stride in zip(t._layout.size, t._layout.stride, strict=True))
-
-
 def annotation(t: torch.Tensor) -> NamedSharding | None:
     """The annotation of an xla tensor; None without one, and for a view, whose dims are others than the annotation's."""
     spec = t._storage.spec if isinstance(t, XLATensor) and whole(t) else None

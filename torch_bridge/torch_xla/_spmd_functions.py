@@ -116,8 +116,7 @@ def from_cpu_shards(shards: Sequence[torch.Tensor], sharding: OpSharding, global
     count = len(spmd.devices())
     if len(shards) != count or any(tuple(s.shape) != block for s in shards):
         raise RuntimeError(f"one shard of one shape for each of {count} devices is needed, got shapes {[list(s.shape) for s in shards]}")
-    parts = [part if isinstance(part, tuple) else (part,) for part in (*sharding.sharding.spec, *[None] * len(block))][: len(block)]
-    counts = [int(np.prod([sharding.sharding.mesh.shape[a] for a in part if a is not None])) for part in parts]
+    counts = [int(np.prod([sharding.sharding.mesh.shape[a] for a in axes])) for axes in spmd.axes_of(sharding.sharding, len(block))]
     padded = tuple(n * k for n, k in zip(block, counts, strict=True))
     shape = padded if global_shape is None else tuple(global_shape)
     if len(shape) != len(block) or any(-(-n // k) != b for n, k, b in zip(shape, counts, block, strict=False)):
@@ -128,5 +127,5 @@ def from_cpu_shards(shards: Sequence[torch.Tensor], sharding: OpSharding, global
     for device, index in whole.devices_indices_map(padded).items():
         host[index] = by_device[device]
     made = host[tuple(slice(0, n) for n in shape)].contiguous().to("xla")
-    marking.annotate_custom_sharding(made, OpSharding(spmd.fitted(whole, shape, "from_cpu_shards"), len(shape)))
+    marking.mark(made, OpSharding(spmd.fitted(whole, shape, "from_cpu_shards"), len(shape)))
     return made

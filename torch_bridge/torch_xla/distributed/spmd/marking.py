@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from torch_bridge import metrics
+from torch_bridge.ir.layout import repeats_entries
 from torch_bridge.mesh import spmd, world
 from torch_bridge.recorder import annotate
 from torch_bridge.torch_xla.distributed.spmd.meshes import Mesh, OpSharding, PartitionSpec, ShardingError, ShardingType, require_xla
@@ -38,7 +39,7 @@ def mark(plain: Any, asked: OpSharding) -> XLAShardedTensor:
             raise RuntimeError(
                 f"mark_sharding: the tensor is annotated as {old} already, {asked} was asked for: call xs.clear_sharding(t) first"
             )
-    if annotate.expanded(plain):
+    if repeats_entries(plain._layout.size, plain._layout.stride):
         logger.warning(
             "mark_sharding of a tensor of shape %s that expand() made: its entries share memory, so it stays as it is. Mark a copy of its own (t.contiguous())",
             list(plain.shape),

@@ -220,16 +220,16 @@ def _of_tiles(tiles: np.ndarray, kind: int | None) -> tuple[NamedSharding, int |
 @functools.lru_cache(maxsize=256)
 def said(sharding: NamedSharding, ndim: int) -> str:
     """A sharding as XLA writes it: `{devices=[2,1,4]0,1,2,3,4,5,6,7 last_tile_dim_replicate}`, `{replicated}`."""
-    parts = [part if isinstance(part, tuple) else (part,) for part in (*sharding.spec, *[None] * ndim)][:ndim]
+    parts = spmd.axes_of(sharding, ndim)
     names, sizes = sharding.mesh.axis_names, sharding.mesh.devices.shape
-    used = [a for part in parts for a in part if a is not None and sharding.mesh.shape[a] > 1]
+    used = [a for part in parts for a in part if sharding.mesh.shape[a] > 1]
     if not used:
         return "{replicated}"
     rest = [a for a in names if a not in used]
     number = {d: k for k, d in enumerate(spmd.devices())}
     ids = np.vectorize(number.get)(sharding.mesh.devices).reshape(sizes)
     flat = ids.transpose([names.index(a) for a in (*used, *rest)]).reshape(-1)
-    tiles = [math.prod(sharding.mesh.shape[a] for a in part if a is not None) for part in parts]
+    tiles = [math.prod(sharding.mesh.shape[a] for a in part) for part in parts]
     whole = math.prod(sharding.mesh.shape[a] for a in rest)
     tail = " last_tile_dim_replicate" if whole > 1 else ""
     return f"{{devices=[{','.join(map(str, [*tiles, *([whole] if whole > 1 else [])]))}]{','.join(map(str, flat.tolist()))}{tail}}}"
