@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from torch_bridge.generation import caches, callables, forwards, requests
+from torch_bridge.generation.uninterrupted import Uninterrupted
 from torch_bridge.mesh import stacked_arrays
 from torch_bridge.passes import fold_repeats
 from torch_bridge.recorder.rank_tensor import RankTensor
@@ -47,7 +48,7 @@ def generate(original: Callable[..., Any], model: Any, args: tuple[Any, ...], kw
     _refuse_other_ends(request, given)
     executor.sync()  # what waits from before is no part of the prompt's program,
     _unstack(model)
-    with fold_repeats.apart(), forwards.of_few_shapes(model):
+    with fold_repeats.apart(), forwards.of_few_shapes(model, Uninterrupted(request)):
         out = original(model, **given)
     found = _returned(out, device, None if request.cache is not None else model.config)
     executor.sync()  # and what waits now, such as the last reordering of beams, none of the next one's

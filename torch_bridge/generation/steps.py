@@ -7,11 +7,14 @@ import threading
 import types
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch.utils import _pytree
 
-from torch_bridge.replay import player, replay_policy
+from torch_bridge.generation.callables import moved_to
+from torch_bridge.generation.host_inputs import HostInputs
+from torch_bridge.replay import direct, player, replay_policy
 
 _LOCK = threading.RLock()
 """A step is brought up to date and called by one thread at a time."""
@@ -74,7 +77,7 @@ def _made(model: Any, described: _Described) -> Any:
 
 def _held(model: Any) -> dict[str, Any]:
     """What a model has, but for what plays it."""
-    return {k: x for k, x in vars(model).items() if k not in ("forward", _NAME)}
+    return {k: x for k, x in vars(model).items() if k not in ("forward", _NAME) and not isinstance(x, HostInputs)}
 
 
 def _plain(layer: Any) -> dict[str, Any]:
@@ -98,8 +101,32 @@ class _Steps:
         return _Steps, ()
 
 
-def play(model: Any, forward: Callable[..., Any], asked: bool, name: str, kwargs: dict[str, Any]) -> dict[str, Any] | None:
-    """What `forward(**kwargs)` returns, without the cache. None, and nothing is done, if modules are not played, or this one's forward is not its class's.
+class Token(NamedTuple):
+    """What a model returned for a token, without the cache. direct: what does the same for further ones, if there is such a thing."""
+
+    returned: dict[str, Any]
+    direct: Direct | None
+
+
+class Direct:
+    """Tokens as calls of one program (`replay.direct`), on one cache, for inputs that differ in values only."""
+
+    def __init__(self, call: direct.Direct, cache: Any, inputs: dict[str, Any]):
+        self._call = call
+        self._layers = [(vars(layer), [(k, x) for k, x in vars(layer).items() if isinstance(x, torch.Tensor)]) for layer in cache.layers]
+        self._others, self._how = _parted(inputs)[1:]
+
+    def token(self, inputs: dict[str, Any]) -> dict[str, Any] | None:
+        """What the model returns; None, and nothing is done, if inputs or tensors of the cache are of another kind, or other ones."""
+        tensors, others, how = _parted(inputs)
+        if others != self._others or how != self._how or any(own[k] is not x for own, held in self._layers for k, x in held):
+            return None
+        found = self._call.call(tensors)
+        return None if found is None else _on_host(found)
+
+
+def play(model: Any, forward: Callable[..., Any], asked: bool, name: str, kwargs: dict[str, Any]) -> Token | None:
+    """What `forward(**kwargs)` returns, once it has run. None, and nothing is done, if modules are not played, or this one's forward is not its class's.
 
     asked: the script has asked for the model to be played.
     """
@@ -121,14 +148,28 @@ def play(model: Any, forward: Callable[..., Any], asked: bool, name: str, kwargs
         while len(steps) > KEPT:
             steps.popitem(last=False)
     steps.move_to_end(key)
-    inputs = {k: x for k, x in kwargs.items() if k != name}
+    given = {k: x for k, x in kwargs.items() if k != name}
+    inputs = moved_to(given, "xla")
     tensors = [vars(layer)[k].detach() for layer in cache.layers for k in _tensors(layer)]
     with _LOCK:
         own = {k: vars(step)[k] for k in ("forward", "_torch_bridge_cache") if k in vars(step)}
         step.__dict__.clear()
         step.__dict__.update(_held(model), **own)
-        out: dict[str, Any] = step.forward(inputs, tensors)
-    return out
+        out, found = step.forward.at_once((inputs, tensors), _parted(inputs)[0])
+    return Token(_on_host(out), None if found is None else Direct(found, cache, given))
+
+
+def _parted(inputs: dict[str, Any]) -> tuple[list[Any], list[Any], Any]:
+    """Tensors, what else there is, and how both are nested."""
+    flat, how = _pytree.tree_flatten(inputs)
+    are = [isinstance(x, torch.Tensor) for x in flat]
+    others = [(type(x), repr(x) if type(x) is float else x) for x, is_tensor in zip(flat, are, strict=True) if not is_tensor]
+    return [x for x, is_tensor in zip(flat, are, strict=True) if is_tensor], others, (how, are)
+
+
+def _on_host(out: dict[str, Any]) -> dict[str, Any]:
+    """The same with logits on the CPU, where the next token is chosen: a program with what takes them there would be another."""
+    return {k: x.cpu() if k == "logits" and isinstance(x, torch.Tensor) else x for k, x in out.items()}
 
 
 def _key(cache: Any) -> Any:

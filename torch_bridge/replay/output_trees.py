@@ -101,6 +101,11 @@ def unknown(rest: Sequence[Any]) -> type | None:
     return next(_unknown(rest, inside=False), None)
 
 
+def gives_back(rest: Sequence[Any]) -> bool:
+    """Whether a tensor that the module was given, or holds, is in what it returns."""
+    return any(type(x) is Given or (type(x) is Built and gives_back(x.parts)) for x in rest)
+
+
 def _opened(x: Any, inside: bool) -> tuple[Any, Any] | None:
     """The names and values of its parts; None for what stays as it is."""
     kind = type(x)

@@ -16,7 +16,7 @@ import logging
 import types
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +25,7 @@ from torch_bridge import _compat
 from torch_bridge.guards import allowed_hooks, calls
 from torch_bridge.recorder import dispatch, eager_mode
 from torch_bridge.recorder.tensor import XLATensor, user_attributes
-from torch_bridge.replay import torch_state
+from torch_bridge.replay import direct, torch_state
 from torch_bridge.replay.module_calls import Call, Held
 from torch_bridge.replay.recordings import ANSWERS, Kind, Unknown
 from torch_bridge.runtime import executor
@@ -272,6 +272,19 @@ class Player:
         self.calls += 1
         found = None if self.off else self._call(args, kwargs)
         return self.plain(*args, **kwargs) if found is None else found[0].run(found[1])
+
+    def at_once(self, args: tuple[Any, ...], new: Sequence[torch.Tensor]) -> tuple[Any, direct.Direct | None]:
+        """Call it and run what that recorded: the result, and what makes further calls like it with others in the places of the `new` arguments, if there is
+        such a thing."""
+        if eager_mode.enabled():
+            return self(*args), None
+        self.calls += 1
+        found = None if self.off else self._call(args, {})
+        if found is not None:
+            return direct.at_once(*found, new)
+        out = self.plain(*args)
+        executor.sync()
+        return out, None
 
     def _in_eager_mode(self, args: Any, kwargs: Any) -> Any:
         """Op by op, each at once; as a step of its own if `torch.compile` asked for it."""

@@ -324,9 +324,7 @@ def _execute(session: Session, trace: Trace, programs: list[Program], run: Execu
             deferred.passed.update((v, held) for v, held in passed.items() if v in needed)
         passed.clear()
         _start_next(session, trace)
-    while len(session.in_flight) > SETTINGS.max_in_flight:
-        with around(session.observers, "wait"):
-            _wait(session.in_flight.popleft())
+    _await_flight(session)
     return deferred
 
 
@@ -368,6 +366,25 @@ def _run_program(
     session.recent.append(program)
     session.in_flight.append(weakref.ref(arrays[0]))
     arrays.clear()  # whoever keeps this frame (an exception that was caught while compiling) would keep the next run from donating them
+
+
+def run_again(program: Program, args: list[Any], live: dict[int, list[Storage]]) -> None:
+    """Run a program that has run, outside of a segment. live: the storages that wait for its results, by value id; what they held stays if it cannot run."""
+    session = STATE.session
+    metrics.count("CachedCompile")
+    try:
+        _run_program(session, program, args, live, None)
+    except Exception as error:
+        activity.ACTIVITY.dispatching = False
+        raise explain(error) from error
+    _await_flight(session)
+
+
+def _await_flight(session: Session) -> None:
+    """Until no more than the allowed number of executions has not finished."""
+    while len(session.in_flight) > SETTINGS.max_in_flight:
+        with around(session.observers, "wait"):
+            _wait(session.in_flight.popleft())
 
 
 def _dispatched(session: Session, program: Program, args: list[Any]) -> list[Any]:

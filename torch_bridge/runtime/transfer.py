@@ -46,6 +46,13 @@ def _moved(t: torch.Tensor, device: Any) -> jax.Array:
     return array
 
 
+def to_host(t: torch.Tensor) -> np.ndarray:
+    """A CPU tensor's values as the device would hold them, in memory of their own, for a program to take them from there."""
+    host = precision_mode.uploaded(to_numpy(t)).copy()
+    metrics.OUTBOUND_DATA.add(host.nbytes)
+    return host
+
+
 def to_numpy(t: torch.Tensor) -> np.ndarray:
     """A CPU tensor's values as an array that may share its memory; bfloat16 and float8 as JAX's types."""
     if getattr(type(t), "differs_by_rank", False):
