@@ -26,7 +26,7 @@ from nxd_jax.pipeline.stages import FromBatch, FromStage, Stage, Stages, filled,
 from torch_bridge.mesh import messages, places
 from torch_bridge.mesh.places import Place
 from torch_bridge.recorder import placed
-from torch_bridge.replay import accumulate_grad
+from torch_bridge.replay import accumulate_grad, module_calls
 from torch_bridge.runtime import executor
 
 Loss = Callable[[Any], torch.Tensor]
@@ -116,7 +116,11 @@ class Step:
     # -- forward --------------------------------------------------------------------------------------
 
     def forward(self, index: int, mb: int, train: bool = True) -> None:
-        """The forward pass of a stage."""
+        """The forward pass of a stage. Its inputs have no history, so its backward pass is its own."""
+        with module_calls.with_its_own_backward():
+            self._forward(index, mb, train)
+
+    def _forward(self, index: int, mb: int, train: bool) -> None:
         stage = self.stages[index]
         sources: list[tuple[torch.Tensor, Source]] = []
         received: dict[FromStage, Any] = {}

@@ -22,6 +22,35 @@ def test_first_gradients_are_taken_and_later_ones_added() -> None:
     assert b.grad is before and before.tolist() == [[4.0] * 3] * 2
 
 
+def test_what_lies_alike_is_added_whole() -> None:
+    """Also where the gradients of two leaves share memory, in turn, and where all lie transposed."""
+    a, b, c = leaf(), leaf(), torch.nn.Parameter(torch.zeros(3, 2, device="xla").t())
+    a.grad = torch.ones(2, 3, device="xla")
+    b.grad = a.grad.detach()
+    c.grad = torch.ones(3, 2, device="xla").t()
+    rest = accumulate_grad.hand_over(
+        [a, b, c], [torch.ones(2, 3, device="xla"), torch.ones(2, 3, device="xla"), torch.ones(3, 2, device="xla").t()]
+    )
+    assert rest[0] is None and rest[1] is not None and rest[2] is None
+    assert a.grad.tolist() == c.grad.tolist() == [[2.0] * 3] * 2 and c.grad.stride() == (1, 2)
+
+
+@pytest.mark.parametrize(
+    "old",
+    [
+        lambda: torch.ones(3, 2, device="xla").t(),
+        lambda: torch.ones(4, 3, device="xla")[:2],
+        lambda: torch.ones(2, 1, device="xla").expand(2, 3),
+        lambda: torch.ones(2, 3, device="xla", requires_grad=True),
+    ],
+    ids=["in another order", "a part", "expanded", "in a graph"],
+)
+def test_gradients_of_another_kind_are_left_to_autograd(old: Callable[[], torch.Tensor]) -> None:
+    p, g = leaf(), torch.ones(2, 3, device="xla")
+    p.grad = old()
+    assert accumulate_grad.hand_over([p], [g]) == [g] and p.grad.tolist() == [[1.0] * 3] * 2
+
+
 def hook(p: torch.nn.Parameter) -> None:
     p.register_hook(lambda grad: grad * 2)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -9,9 +11,10 @@ import pytest
 import torch
 from torch import nn
 
+import torch_bridge
 from tests.torch_bridge.replaying import batch, compile_fast, parity, played_already, trained  # noqa: F401
-from torch_bridge.recorder import dispatch
-from torch_bridge.replay import accumulate_grad
+from torch_bridge.recorder import dispatch, op_rules
+from torch_bridge.replay import accumulate_grad, module_calls
 
 
 def net() -> nn.Module:
@@ -19,20 +22,21 @@ def net() -> nn.Module:
 
 
 def loss_of(module: nn.Module, k: int = 0) -> torch.Tensor:
-    return module(batch(k)).square().mean()
+    return module(batch(k).to(next(module.parameters()).device)).square().mean()
 
 
 @pytest.fixture
 def given(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Whether each gradient that could go straight did."""
     found: list[bool] = []
-    give = accumulate_grad.give
+    hand_over = accumulate_grad.hand_over
 
-    def watched(p: Any, g: Any) -> bool:
-        found.append(give(p, g))
-        return found[-1]
+    def watched(leaves: Any, grads: Any) -> Any:
+        rest = hand_over(leaves, grads)
+        found.extend(g is None for g in rest)
+        return rest
 
-    monkeypatch.setattr(accumulate_grad, "give", watched)
+    monkeypatch.setattr(accumulate_grad, "hand_over", watched)
     return found
 
 
@@ -52,6 +56,52 @@ def test_they_go_straight_and_no_op_is_dispatched(given: list[bool], played: nn.
     assert given == [True] * 4 and "aten.detach.default" not in ops
     for p in played.parameters():
         assert p.grad is not None and p.grad.is_leaf and not p.grad.requires_grad and p.grad.shape == p.shape
+
+
+def test_later_ones_are_added_without_dispatch(given: list[bool], played: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second time with the entries of the first; to zeros as to gradients."""
+    for k in range(2):
+        expected = copy.deepcopy(played).cpu()
+        torch_bridge.restore(expected)
+        for m in (expected, played):
+            m.zero_grad()
+            loss_of(m, k).backward()
+        given.clear()
+        added: list[Any] = []
+        record = op_rules.record
+        monkeypatch.setattr(op_rules, "record", lambda *args, added=added, record=record: (added.append(args), record(*args))[1])
+        before = [(p.grad, p.grad._version) for p in played.parameters() if p.grad is not None]
+        loss = loss_of(played, k + 5)
+        loss.backward()
+        loss_of(expected, k + 5).backward()
+        monkeypatch.undo()
+        assert len(added) in ((0,) if k else (0, 4))
+        for p, own, (old, version) in zip(played.parameters(), expected.parameters(), before, strict=True):
+            assert p.grad is old and old._version == version + 1
+            torch.testing.assert_close(p.grad.cpu(), own.grad)
+
+
+def test_calls_with_backward_passes_of_their_own(given: list[bool], played: nn.Module) -> None:
+    """As micro-batches of a pipeline have them; others wait for one pass, in which autograd adds up."""
+
+    def twice(block: Callable[[], Any]) -> list[torch.Tensor]:
+        losses = []
+        for k in (1, 2):
+            with block():
+                losses.append(loss_of(played, k))
+        return losses
+
+    for block, straight in ((module_calls.with_its_own_backward, [True] * 8), (contextlib.nullcontext, [])):
+        given.clear()
+        for loss in twice(block):
+            loss.backward()
+        assert given == straight
+        found = [p.grad.cpu() for p in played.parameters() if p.grad is not None]
+        played.zero_grad()
+        plain = copy.deepcopy(played).cpu()
+        torch_bridge.restore(plain)
+        (loss_of(plain, 1) + loss_of(plain, 2)).backward()
+        torch.testing.assert_close(found, [p.grad for p in plain.parameters()])
 
 
 def _hooked(register: Callable[[nn.Module, Callable[..., None]], Any]) -> Callable[[nn.Module, int], Any]:

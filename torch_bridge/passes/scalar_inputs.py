@@ -17,10 +17,13 @@ Numbers = Sequence[tuple[int, tuple[Any, ...]]]
 """(node index, its numbers) as a segment records them."""
 
 _DTYPES = {float: np.float64, int: np.int64}
+_NONE = {kind: np.array([], dtype) for kind, dtype in _DTYPES.items()}
 
 
 def flat(numbers: Numbers, kind: type) -> np.ndarray:
     """All numbers of one Python type in order, as float64 or int64."""
+    if not numbers:
+        return _NONE[kind]
     return np.array([v for _, values in numbers for v in values if type(v) is kind], dtype=_DTYPES[kind])
 
 
@@ -34,6 +37,8 @@ class Slots:
 
     def pack(self, values: np.ndarray) -> np.ndarray | None:
         """One number for each slot, or None if places that share a slot differ (bit by bit) this time."""
+        if not len(values):
+            return values
         packed = values[self.first]
         if (packed.view(np.int64)[self.slot_of] == values.view(np.int64)).all():
             return packed

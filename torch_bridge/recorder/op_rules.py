@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
-from torch_bridge.ir.layout import Layout, base_of_meta, layout
-from torch_bridge.ir.segment import Storage
+from torch_bridge.identity import any_is
+from torch_bridge.ir.layout import Layout, base_of_meta, is_dense, layout
+from torch_bridge.ir.segment import Entry, Storage
 from torch_bridge.mesh import places, rank_numbers, sharding, spmd
 from torch_bridge.recorder import host_storage, host_values, overlaps, placed, storage_uploads
 from torch_bridge.recorder.copies import copied, kept
@@ -93,6 +94,42 @@ def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -
         for dst, src in zip(targets, sources, strict=True):
             copy_(aten.copy_.default, (dst, src), {})
     torch.autograd.graph.increment_version(targets)
+
+
+def adds_whole(target: XLATensor, other: XLATensor) -> bool:
+    """Whether `target.add_(other)` adds all of a storage to all of another that lies alike: then `add_all` may do it."""
+    view, base = target._layout, target._storage.layout
+    if view is not other._layout or base is not other._storage.layout or target._storage is other._storage:
+        return False
+    if view is base:
+        return True
+    return view.numel == base.numel and view.dtype == base.dtype and not (view.conj or view.neg) and is_dense(view.size, view.stride)
+
+
+def add_all(targets: Sequence[XLATensor], others: Sequence[XLATensor]) -> None:
+    """`add_` for each pair of tensors that `adds_whole`, past torch's dispatcher, and without gradients. No two of them share memory."""
+    if not targets:
+        return
+    with LOCK:
+        segment = STATE.session.current
+        into, added = ([t._storage for t in of] for of in (targets, others))
+        layouts = [storage.layout for storage in into]
+        entries = [_ADDITIONS.get(base) for base in layouts]
+        if segment.watch is None and not any_is(entries, None):
+            pairs = zip(segment.read_all(into, layouts), segment.read_all(added, layouts), strict=True)
+            vids = [segment.emit(entry, pair) for entry, pair in zip(entries, pairs, strict=True)]  # type: ignore[arg-type]
+            segment.write_all(into, layouts, vids[0])
+        else:
+            for target, other in zip(into, added, strict=True):
+                record(aten.add_.Tensor, (make(target.layout, target), make(other.layout, other)))
+                node = segment.nodes[-1][0]
+                if node.op is aten.add.Tensor:  # else the last of what follows a write
+                    _ADDITIONS[target.layout] = node
+    torch.autograd.graph.increment_version(targets)
+
+
+_ADDITIONS: dict[Layout, Entry] = {}
+"""The entry of `add_` on two whole storages of a layout."""
 
 
 @special(aten._to_copy.default)

@@ -15,7 +15,8 @@ import torch
 from torch.autograd.function import _HookMixin
 
 from torch_bridge.identity import all_are
-from torch_bridge.recorder import autograd_engine
+from torch_bridge.recorder import autograd_engine, op_rules
+from torch_bridge.recorder.tensor import XLATensor
 
 _dicts: dict[int, weakref.ref[Any]] = {}
 """Where torch keeps the hooks of autograd's nodes, for as long as they live."""
@@ -65,24 +66,32 @@ _IS_LEAF, _REQUIRES_GRAD, _GRAD, _HOOKS, _POST_HOOKS = map(
 )
 
 
-def give(p: Any, g: Any) -> bool:
-    """Make `g`, which nobody else holds, the gradient of a leaf; False if autograd has to: there is one already, it lies otherwise, it is frozen by now, or
-    there are hooks."""
-    if (
-        p._layout is not g._layout
-        or not p.is_leaf
-        or not p.requires_grad
-        or p.grad is not None
-        or p._backward_hooks
-        or p._post_accumulate_grad_hooks
-    ):
-        return False
-    p.grad = g
-    return True
+def hand_over(leaves: Sequence[Any], grads: Sequence[Any]) -> list[Any]:
+    """Make each gradient, which nobody else holds, that of its leaf, or add it to the one there is. What autograd has to do comes back, with None in the places
+    of others: where the leaf or its gradient lies otherwise, the leaf is frozen by now, or there are hooks."""
+    rest: list[Any] = list(grads)
+    old: list[Any] = []
+    new: list[Any] = []
+    memory: set[Any] = set()
+    for k, (p, g) in enumerate(zip(leaves, grads, strict=True)):
+        if g is None or p._layout is not g._layout or not p.is_leaf or not p.requires_grad:
+            continue
+        if p._backward_hooks or p._post_accumulate_grad_hooks:
+            continue
+        before = p.grad
+        if before is None:
+            p.grad, rest[k] = g, None
+        elif type(before) is XLATensor and not before.requires_grad and before._storage not in memory and op_rules.adds_whole(before, g):
+            memory.add(before._storage)
+            old.append(before)
+            new.append(g)
+            rest[k] = None
+    op_rules.add_all(old, new)
+    return rest
 
 
 def add(leaves: Sequence[Any], grads: Sequence[Any]) -> bool:
-    """Add gradients to those of leaves, without autograd; False, and nothing done, if autograd has to: somebody looks, there are hooks, tensors share memory.
+    """`hand_over`, if all of it can be done: no hooks, no tensors that share memory; else False, and nothing is done.
 
     grads: on xla, and held by nobody else.
     """
@@ -96,9 +105,7 @@ def add(leaves: Sequence[Any], grads: Sequence[Any]) -> bool:
     if not (plain and alike and unwatched()) or len(memory) < len(grads) + sum(old is not None for old in before):
         return False
     with torch.no_grad():
-        for p, old, g in zip(leaves, before, grads, strict=True):
-            if old is None:
-                p.grad = g
-            else:
-                old.add_(g)
+        for p, g in zip(leaves, hand_over(leaves, grads), strict=True):
+            if g is not None:
+                p.grad.add_(g)
     return True

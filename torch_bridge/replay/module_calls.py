@@ -6,8 +6,10 @@ on detached arguments inside one autograd node, so that the backward pass is a s
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +29,25 @@ from torch_bridge.replay.replayed_calls import Played
 from torch_bridge.replay.side_effects import Before
 from torch_bridge.replay.tape import NotNow, NotRepeatable, Recording, Unread
 from torch_bridge.runtime import interrupts
+
+
+class _Block(threading.local):
+    """of: what stands for the innermost `with_its_own_backward` of this thread, None outside of them."""
+
+    of: object = None
+
+
+_BLOCK = _Block()
+
+
+@contextlib.contextmanager
+def with_its_own_backward() -> Iterator[None]:
+    """A block whose calls have a backward pass for themselves: no pass goes through calls in it and others. The caller sees to that."""
+    outer, _BLOCK.of = _BLOCK.of, object()
+    try:
+        yield
+    finally:
+        _BLOCK.of = outer
 
 
 class Held:
@@ -147,8 +168,10 @@ class Call:
         """Take note of other calls whose backward pass may come in the same pass: autograd adds up their gradients of parameters, in its own order."""
         if self.ambient.grad:
             waiting = self.player.waiting
+            doing.of = _BLOCK.of
             for other in list(waiting):
-                other.alone = doing.alone = False
+                if other.of is doing.of:
+                    other.alone = doing.alone = False
             waiting.add(doing)
 
     def _look(self) -> Any:
@@ -319,7 +342,8 @@ class Recorded:
         self.how: Any = None
         self.needs: tuple[bool, ...] = ()
         self.over = False
-        self.alone = False
+        self.alone = True
+        self.of: object = None
         self._differentiable = differentiable
         self._known: dict[int, Source] = {}
 
@@ -387,7 +411,11 @@ class Recorded:
                 recording.stop()
         if recording is not None:
             self._learn(recording, [what for _, what in sources], found, recordings.pattern(grads, needed, self._known, later))
-        return _apart(found, grads)
+        parted = _apart(found, grads)
+        if self.alone and accumulate_grad.possible():  # as what is played does it
+            first = len(call.tensors)
+            parted[first:] = accumulate_grad.hand_over(call.parameters, parted[first:])
+        return parted
 
     def _learn(self, recording: Recording, sources: Sequence[Source], found: Sequence[Any], pattern: Any) -> None:
         player = self.call.player

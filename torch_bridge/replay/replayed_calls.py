@@ -28,7 +28,8 @@ _SWAPPED = (
 
 
 class Played:
-    """One call (`module_calls.Call`). alone: no other call of the module waits for its backward pass."""
+    """One call (`module_calls.Call`). alone: no other call of the module waits for a backward pass that may be the same one; of: the block around it, where
+    blocks have backward passes of their own (`module_calls.with_its_own_backward`)."""
 
     def __init__(self, call: Any, forward: Forward):
         self.call = call
@@ -40,6 +41,7 @@ class Played:
         self._read = [call.first[k] for k in forward.reads]
         self._given = [call.given[k] for k in forward.reads]
         self.alone = True
+        self.of: Any = None
 
     def forward(self) -> list[XLATensor]:
         """Play it; the tensors that it returns."""
@@ -81,9 +83,8 @@ class Played:
             return self._again.gradients([*call.tensors, *call.parameters], grads, needed, saved)
         made = self._play(found)
         if self.alone and accumulate_grad.possible():
-            for k, p in enumerate(call.parameters, len(call.tensors)):
-                if made[k] is not None and accumulate_grad.give(p, made[k]):
-                    made[k] = None
+            first = len(call.tensors)
+            made[first:] = accumulate_grad.hand_over(call.parameters, made[first:])
         return made
 
     def backward_into_leaves(self, grads: Any, needed: Any) -> bool:
