@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.utils import _pytree
 
 from torch_bridge.generation import caches, callables, forwards, requests
-from torch_bridge.generation.uninterrupted import Uninterrupted
+from torch_bridge.generation.uninterrupted import Uninterrupted, of_transformers
 from torch_bridge.mesh import stacked_arrays
 from torch_bridge.passes import fold_repeats
 from torch_bridge.recorder.rank_tensor import RankTensor
@@ -42,17 +45,35 @@ def generate(original: Callable[..., Any], model: Any, args: tuple[Any, ...], kw
     if reason is not None:
         _say(model, reason)
         return original(model, *args, **kwargs)
+    with _plain_mode(request):
+        given = _on_cpu(request)
+        _refuse_other_ends(request, given)
+        executor.sync()  # what waits from before is no part of the prompt's program,
+        _unstack(model)
+        with fold_repeats.apart(), forwards.of_few_shapes(model, Uninterrupted(request)):
+            out = original(model, **given)
     prompt = request.prompt
     device = torch.device("xla") if prompt is None else prompt.device
-    given = _on_cpu(request)
-    _refuse_other_ends(request, given)
-    executor.sync()  # what waits from before is no part of the prompt's program,
-    _unstack(model)
-    with fold_repeats.apart(), forwards.of_few_shapes(model, Uninterrupted(request)):
-        out = original(model, **given)
     found = _returned(out, device, None if request.cache is not None else model.config)
     executor.sync()  # and what waits now, such as the last reordering of beams, none of the next one's
     return found
+
+
+@contextlib.contextmanager
+def _plain_mode(request: requests.Request) -> Iterator[None]:
+    """A block without torch's inference mode, in which nothing is played, if nobody can tell: no code or tensors of the script's are used in it but the prompt,
+    of which there are copies."""
+    held = (*request.model.parameters(), *request.model.buffers())
+    if (
+        not torch.is_inference_mode_enabled()
+        or not of_transformers(request)
+        or request.cache is not None
+        or any(t.is_inference() for t in held)
+    ):
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 def _on_xla(model: Any) -> bool:
@@ -72,7 +93,8 @@ def _on_cpu(request: requests.Request) -> dict[str, Any]:
     given = {**request.arguments, **request.kwargs}
     for name in ("inputs", *requests.PROMPTS):
         if isinstance(given.get(name), torch.Tensor):
-            given[name] = given[name].cpu()
+            own = given[name].cpu()
+            given[name] = own.clone() if own is given[name] and own.is_inference() else own
     if request.prompt is None and request.config.bos_token_id is not None:
         given["inputs"] = torch.full((1, 1), int(request.config.bos_token_id))
     for name in ("logits_processor", "stopping_criteria"):
@@ -115,14 +137,20 @@ def _with_static_cache(given: dict[str, Any], tokens: int) -> None:
 def _returned(out: Any, device: torch.device, config: Any) -> Any:
     """What was returned, on the device of the prompt. config: of the model whose cache is to be one that grows, None if the script gave the cache."""
     if isinstance(out, torch.Tensor):
-        return out.to(device)
+        return _handed(out, device)
     found = {}
     for name, x in out.items():
         if name in requests.CACHES:
             found[name] = x if config is None else caches.grown(x, config)
         else:
-            found[name] = callables.moved_to(x, device)
+            found[name] = _pytree.tree_map_only(torch.Tensor, functools.partial(_handed, device=device), x)
     return type(out)(**found)
+
+
+def _handed(t: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor on a device, one of inference mode if that is on."""
+    there = t.to(device)
+    return there.clone() if torch.is_inference_mode_enabled() and not there.is_inference() else there
 
 
 def _say(model: Any, reason: requests.Reason) -> None:

@@ -32,19 +32,20 @@ class Uninterrupted:
     """Of a call of `generate()`. Asked at its start, what it was given, and for each token, which threads there are."""
 
     def __init__(self, request: requests.Request):
-        self._holds = _of_transformers(request) and not _handles_signals()
+        self._holds = of_transformers(request) and not _handles_signals()
 
     def __bool__(self) -> bool:
         return self._holds and all(map(_harmless, threading.enumerate()))
 
 
-def _of_transformers(request: requests.Request) -> bool:
+def of_transformers(request: requests.Request) -> bool:
+    """Whether all that a call runs between forwards of its model is transformers' own."""
     model, streamer = request.model, request.given("streamer")
     if any(request.given(name) for name in _GIVEN) or (streamer is not None and not _is_of(type(streamer), _TRANSFORMERS)):
         return False
     if any(name in vars(model) for name in _CALLED) or has_hooks(model):
         return False
-    return all(_is_of(inspect.unwrap(getattr(type(model), name, _of_transformers)), _TORCH) for name in _CALLED)
+    return all(_is_of(inspect.unwrap(getattr(type(model), name, of_transformers)), _TORCH) for name in _CALLED)
 
 
 def _is_of(what: Any, packages: tuple[str, ...]) -> bool:

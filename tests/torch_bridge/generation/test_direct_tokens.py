@@ -78,6 +78,35 @@ def test_scores_and_hidden_states(model: Any, calls: list[int]) -> None:
     torch.testing.assert_close(found.cache.layers[1].keys.cpu(), expected.cache.layers[1].keys)
 
 
+@pytest.mark.parametrize("device", ["xla", "cpu"])
+def test_in_inference_mode(model: Any, calls: list[int], device: str) -> None:
+    """The prompt may be a tensor of that mode, and what comes back is one."""
+    expected = generated(on_cpu("llama"), prompt(1, 6), **OPTIONS)
+    with torch.inference_mode():
+        ids = prompt(1, 6).to(device)
+        mask = torch.ones_like(ids)
+        found = model.generate(ids, attention_mask=mask, do_sample=False, **OPTIONS)
+        whole = model.generate(ids, attention_mask=mask, do_sample=False, return_dict_in_generate=True, output_scores=True, **OPTIONS)
+        assert ids.is_inference() and found.device.type == device and used(calls, 2)
+    for t in (found, whole.sequences, *whole.scores):
+        assert t.is_inference()
+    assert found.tolist() == whole.sequences.tolist() == expected.tolist()
+
+
+def test_in_inference_mode_with_code_of_the_scripts(model: Any, calls: list[int]) -> None:
+    """It stays in that mode."""
+    modes: list[bool] = []
+
+    def processor(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        modes.append(torch.is_inference_mode_enabled())
+        return scores
+
+    with torch.inference_mode():
+        found = model.generate(prompt(1, 6).to("xla"), do_sample=False, logits_processor=[processor], **OPTIONS)
+    assert found.tolist() == generated(on_cpu("llama"), prompt(1, 6), **OPTIONS).tolist()
+    assert modes == [True] * TOKENS and not calls
+
+
 def test_a_streamer_of_transformers(model: Any, calls: list[int], capsys: pytest.CaptureFixture[str]) -> None:
     class Words:
         def decode(self, ids: Any, **options: Any) -> str:
