@@ -138,7 +138,7 @@ def test_evaluation_without_gradients() -> None:
         with torch.inference_mode():
             return m.eval()(batch(k))
 
-    parity(BATCHES["batch norm"], inference, played=False)
+    parity(BATCHES["batch norm"], inference)
 
 
 def test_gradient_accumulation_with_and_without_a_step_between() -> None:

@@ -23,7 +23,7 @@ import torch
 from torch.utils import checkpoint as checkpoints
 
 from torch_bridge import source
-from torch_bridge.guards import allowed_hooks, probes
+from torch_bridge.guards import allowed_hooks, inference_mode, probes
 from torch_bridge.guards.conditions import MISSING
 from torch_bridge.guards.instrument import ROUTED, CannotInstrument, code_of, instrumented
 from torch_bridge.guards.observer import ACTIVE, Observer
@@ -670,7 +670,7 @@ def _tensor_method(
     observer: Observer, f: Any, of: torch.Tensor, name: str, args: Any, kwargs: Any, do: Callable[[], Any] | None = None
 ) -> Any:
     do = do or (lambda: f(*args, **kwargs))
-    reason = _HIDDEN_METHODS.get(name)
+    reason = _HIDDEN_METHODS.get(name) or _asks_for_mode(name)
     if reason:
         observer.refuse(reason)
         return do()
@@ -687,6 +687,11 @@ def _tensor_method(
     _check_out(observer, kwargs)
     probes.check_arguments(observer, args, kwargs, f"calls Tensor.{name} with")
     return do()
+
+
+def _asks_for_mode(name: str) -> str:
+    """Why a call cannot be followed that asks for inference mode where that is on, as it is left for recordings; "" for others."""
+    return "it asks for inference mode" if name in inference_mode.ASKED_BY and inference_mode.on() else ""
 
 
 def _check_host_write(observer: Observer, tensors: Iterable[Any]) -> None:
@@ -754,6 +759,9 @@ def _c_function(observer: Observer, f: Function, name: str, args: Args, kwargs: 
     of: Any = getattr(f, "__self__", None)
     home = of.__name__ if is_a(of, types.ModuleType) else ""
     if _is_torch(f) or module.startswith("torch") or home.startswith("torch"):
+        if mode := _asks_for_mode(name):
+            observer.refuse(mode)
+            return f(*args, **kwargs)
         if name.lstrip("_") in _FREE or (_is_aten(name) and not name.startswith("set_")) or f in _TORCH_PURE:
             _check_out(observer, kwargs)
             if name.endswith("_"):

@@ -205,6 +205,11 @@ def _linked(storage: Storage) -> bool:
     return storage.facts is not None and bool(storage.facts.links)
 
 
+def _version(t: torch.Tensor) -> int:
+    """How often a tensor was written; those of inference mode do not tell."""
+    return 0 if t.is_inference() else t._version
+
+
 class Watched:
     """A forward pass under a recording. arguments: what it gets, with these tensors in the places of the call's."""
 
@@ -213,7 +218,7 @@ class Watched:
         self._tensors = tensors
         self._order: dict[int, int] = {}
         self._before = Before(arguments, call.held)
-        self._versions = [t._version for t in call.every]
+        self._versions = list(map(_version, call.every))
         self.recording = Recording(call.given, ahead)
 
     def stop(self) -> None:
@@ -229,7 +234,7 @@ class Watched:
         if self._call.hold_more(t):
             self.recording.include(t._storage)
         if len(self._call.every) > versions:
-            self._versions.append(t._version)
+            self._versions.append(_version(t))
         return True
 
     def look_learned(self, out: Any, observer: Observer) -> None:
@@ -243,6 +248,8 @@ class Watched:
                 raise NotRepeatable(observer.reason) if observer.lasting else NotNow(observer.reason)
             if theirs:
                 raise NotRepeatable("it returns an object that was there before")
+            if any(t.is_inference() for t in call.held):
+                raise NotNow("it reads a tensor that was made in inference mode")
             self._order = call.ordered()
             kind.conditions, kind.held, kind.lies = observer.conditions, Held(list(call.held)), call.lies()
             kind.recomputes, kind.functions = observer.recomputes, observer.functions
@@ -284,7 +291,7 @@ class Watched:
         new = recordings.forward_of(self.recording, outs, rest, how, needs)
         if any(k != place for k, place in self._order.items()):
             new = dataclasses.replace(new, tape=new.tape.renumbered(self._order))
-        new.bumped = [k for k, (t, version) in enumerate(zip(call.every, self._versions, strict=True)) if t._version != version]
+        new.bumped = [k for k, (t, version) in enumerate(zip(call.every, self._versions, strict=True)) if _version(t) != version]
         return new if recordings.agree(call.player.stop, call.kind.forwards, new) else None
 
 

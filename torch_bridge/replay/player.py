@@ -20,11 +20,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils import _pytree
 
 from torch_bridge import _compat
-from torch_bridge.guards import allowed_hooks, calls
+from torch_bridge.guards import allowed_hooks, calls, inference_mode
 from torch_bridge.recorder import dispatch, eager_mode
-from torch_bridge.recorder.tensor import XLATensor, user_attributes
+from torch_bridge.recorder.tensor import XLATensor, make, user_attributes
 from torch_bridge.replay import direct, torch_state
 from torch_bridge.replay.module_calls import Call, Held
 from torch_bridge.replay.recordings import ANSWERS, Kind, Unknown
@@ -55,8 +56,8 @@ def optimize(module: torch.nn.Module) -> torch.nn.Module:
     Every call of `module(...)` on xla tensors counts, in training and evaluation. Its parameters, buffers, arguments and attributes may change: a call of
     another kind is recorded anew, up to 16 kinds. A forward that branches on small integers (`if mask.all():`) is played where these can be told on the
     host, each outcome from recordings of its own. Activation checkpoints inside are part of what is played, and so are forward hooks. While there are torch
-    modes, functorch, saved-tensor hooks (an activation checkpoint around it), a profiler, eager or inference mode, it is recorded op by op.
-    `restore(module)` undoes it.
+    modes, functorch, saved-tensor hooks (an activation checkpoint around it), a profiler or eager mode, it is recorded op by op.
+    In inference mode it is played where its code does not ask for that mode. `restore(module)` undoes it.
 
     The first call of a kind runs as instrumented code (`guards`): everything that it reads of Python's state is noted, and asked again before each later
     call. If something cannot be followed, or is changed for good (printing, appending to a list elsewhere), the module is recorded op by op, and `states`
@@ -270,8 +271,36 @@ class Player:
         if eager_mode.enabled():
             return self._in_eager_mode(args, kwargs)
         self.calls += 1
+        if torch.is_inference_mode_enabled() and not self.off:
+            return self._in_inference_mode(args, kwargs)
         found = None if self.off else self._call(args, kwargs)
         return self.plain(*args, **kwargs) if found is None else found[0].run(found[1])
+
+    def _in_inference_mode(self, args: Any, kwargs: Any) -> Any:
+        """On ordinary tensors with the memory of those of inference mode, which is left for as long; what it makes is of that mode."""
+        flat, how = _pytree.tree_flatten((args, kwargs))
+        given: dict[int, Any] = {id(x): x for x in flat if isinstance(x, torch.Tensor)}
+        if not all(map(_plain_one, given.values())):
+            return self.plain(*args, **kwargs)
+        with inference_mode.left():
+            own = {k: make(x._layout, x._storage) if x.is_inference() else x for k, x in given.items()}
+            found = self._call(*_pytree.tree_unflatten([own.get(id(x), x) for x in flat], how))
+            out = None if found is None or not found[1].forwards else found[0].run(found[1])
+        if found is None:
+            return self.plain(*args, **kwargs)
+        if not found[1].forwards:  # looked at in the mode, as its code may ask for that
+            call = Call(self, args, kwargs)
+            call.holding(self._holding())
+            return call.run(found[1])
+        back: dict[int, Any] = {id(own[k]): x for k, x in given.items()} | {id(t): t for t in found[0].held}
+        kept = {id(t._storage) for t in back.values() if not t.is_inference()}
+
+        def of_mode(t: XLATensor) -> Any:
+            if id(t) in back:
+                return back[id(t)]
+            return t if id(t._storage) in kept else make(t._layout, t._storage)
+
+        return _pytree.tree_map_only(XLATensor, of_mode, out)
 
     def at_once(self, args: tuple[Any, ...], new: Sequence[torch.Tensor]) -> tuple[Any, direct.Direct | None]:
         """Call it and run what that recorded: the result, and what makes further calls like it with others in the places of the `new` arguments, if there is
@@ -319,6 +348,8 @@ class Player:
             for t in (*module._parameters.values(), *module._buffers.values()):
                 if isinstance(t, XLATensor):
                     found[id(t)] = t
+                    if t.is_inference():
+                        raise Unknown("a weight or a buffer that was made in inference mode", lasting=False)
         return Held(list(found.values()))
 
     def _call(self, args: Any, kwargs: Any) -> tuple[Call, Kind] | None:
@@ -382,9 +413,14 @@ class Player:
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
-def _ordinary(t: torch.Tensor) -> bool:
+def _plain_one(t: torch.Tensor) -> bool:
     """Whether it is an xla tensor without attributes of the script's, which a detached one would not have."""
     return isinstance(t, XLATensor) and (len(t.__dict__) <= 2 or not user_attributes(t))
+
+
+def _ordinary(t: torch.Tensor) -> bool:
+    """The same, and with versions, which tensors of inference mode do not have."""
+    return _plain_one(t) and not t.is_inference()
 
 
 def _inside(observer: Any, f: Player, args: Any, kwargs: Any) -> Any:

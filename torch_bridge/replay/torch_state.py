@@ -9,12 +9,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torch_bridge.guards import allowed_hooks
+from torch_bridge.guards import allowed_hooks, inference_mode
 from torch_bridge.mesh import random_state, world
 
 
 class Ambient(NamedTuple):
-    """autocast: its dtype, None if it is off. axes: mesh axes along which random ops differ. epoch: of the world of ranks. rest: what only has to be equal."""
+    """autocast: its dtype, None if it is off. axes: mesh axes along which random ops differ. epoch: of the world of ranks. rest: what only has to be equal
+    (also whether inference mode is on)."""
 
     grad: bool
     autocast: torch.dtype | None
@@ -52,12 +53,14 @@ _SETTINGS = (
     torch._C._get_flash_sdp_enabled,
     torch._C._get_mem_efficient_sdp_enabled,
     torch._C._get_cudnn_sdp_enabled,
+    inference_mode.on,
 )
 
 
 def observed() -> bool:
     """Whether somebody else follows single operations: a torch mode, functorch, forward-mode derivatives, saved-tensor hooks (also those of activation
-    checkpoints), hooks on all modules, a profiler or tracer, a transformers model that collects its layers' results; or inference mode is on."""
+    checkpoints), hooks on all modules, a profiler or tracer, a transformers model that collects its layers' results; or inference mode is on
+    (and not left)."""
     modes = torch._C._len_torch_function_stack() + torch._C._len_torch_dispatch_stack()
     return (
         bool(modes)
