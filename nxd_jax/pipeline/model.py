@@ -446,9 +446,9 @@ class NxDPPModel(LocalModel):
         step_log.keep()
         with observers.step(self):
             step.train(self._order)
+        weights.add_up(step.replicas, self.homes, self._exchange)
         if not self.use_zero1_optimizer and not self.use_optimizer_wrapper:
             self._reduce()
-        weights.add_up(step.replicas, self.homes, self._exchange)
         executor.sync()
         return self._result(step)
 

@@ -244,18 +244,24 @@ def test_what_was_stopped_while_weights_were_laid_out_is_done_again(nxd: Nxd, mo
     assert pipeline.run_eval(**BATCH).item() == pytest.approx(expected)
 
 
-def test_data_parallel_gradients_are_averaged_unless_the_optimizer_does(nxd: Nxd) -> None:
+@pytest.mark.parametrize("tied", [False, True])
+def test_data_parallel_gradients_are_averaged_unless_the_optimizer_does(nxd: Nxd, tied: bool) -> None:
     """Ranks with other batches: the mean of both, which is what one batch of all rows gives."""
     layout = Layout(4, 2, 2, layers=4)
     batch = layout.batch()
+
+    def build(**options: Any) -> NxDPPModel:
+        torch.manual_seed(0)
+        return made(model=Model(4, tied), num_microbatches=2, **options)
+
     nxd(4, pp=2)
-    here, left = made(num_microbatches=2), made(num_microbatches=2, use_optimizer_wrapper=True)
+    here, left = build(), build(use_optimizer_wrapper=True)
     grads = []
     for pipeline in here, left:
         pipeline.run_train(**layout.local(batch))
         grads.append([p.grad.cpu() for p in pipeline.local_parameters()])
     nxd(2, pp=2)
-    whole = made(num_microbatches=2)
+    whole = build()
     whole.run_train(**batch)
     for a, b, p in zip(*grads, whole.local_parameters(), strict=True):
         torch.testing.assert_close(a, p.grad.cpu(), rtol=1e-4, atol=1e-6)
