@@ -21,8 +21,9 @@ def cut(given: Mapping[str, Any], names: Sequence[str], read: Sequence[str], cou
         )
     sizes: dict[str, int] = {}
     for name in read:
-        for t in _tensors(name, given[name]):
-            sizes[name] = t.shape[0]
+        found = _tensors(name, given[name])
+        for k, t in enumerate(found):
+            sizes[f"{name}[{k}]" if len(found) > 1 else name] = t.shape[0]
             if len(set(sizes.values())) > 1:
                 raise AssertionError(f"inputs must have one batch size (dim 0), got {', '.join(f'{n}: {s}' for n, s in sizes.items())}")
     size = next(iter(sizes.values()), 0)

@@ -132,6 +132,7 @@ def test_what_a_step_gives(nxd: Nxd) -> None:
         ({**BATCH, "mask": BATCH["ids"]}, RuntimeError, "got ids, labels, mask"),
         ({**BATCH, "ids": [[1, 2]]}, ValueError, "the input ids must be a torch tensor with the batch along dim 0, got list"),
         ({**BATCH, "ids": BATCH["ids"][:4]}, AssertionError, "one batch size"),
+        ({**BATCH, "ids": [BATCH["ids"], BATCH["ids"][:4]]}, AssertionError, r"one batch size \(dim 0\), got ids\[0\]: 8, ids\[1\]: 4"),
         ({name: t[:6] for name, t in BATCH.items()}, RuntimeError, "a batch of 6 cannot be cut into num_microbatches=4 equal parts"),
     ],
 )
