@@ -31,7 +31,7 @@ from nxd_jax.pipeline.exchange import Exchange, signature
 from nxd_jax.pipeline.local_model import LocalModel
 from nxd_jax.pipeline.manual_pipe_stage import PipelineStageModule
 from nxd_jax.pipeline.schedules import Action, Schedule
-from nxd_jax.pipeline.traced_stages import TracedStages
+from nxd_jax.pipeline.traced_stages import TracedStages, modes
 from nxd_jax.tensor_parallel import casting, grads, parallel_groups
 from nxd_jax.utils import _device, model_utils
 from torch_bridge.collectives import functional
@@ -468,13 +468,16 @@ class NxDPPModel(LocalModel):
 
     @contextlib.contextmanager
     def _evaluating(self) -> Iterator[None]:
-        """The model in evaluation mode, and in its own again however the block ends."""
-        before = self.original_torch_module.training
+        """The model in evaluation mode, and each module in its own again however the block ends."""
+        model = self.original_torch_module
+        before = [(module, module.training) for module in model.modules()]
         try:
-            self.original_torch_module.eval()
+            model.eval()
             yield
         finally:
-            self.original_torch_module.train(before)
+            model.train(before[0][1])
+            for module, training in before:
+                module.training = training
 
     def _step(self, kwargs: Mapping[str, Any]) -> runtime.Step:
         self._check_partitioned()
@@ -487,7 +490,7 @@ class NxDPPModel(LocalModel):
         assert found.replicas is not None
         weights.put_back(found, self.homes)
         if self._exchange is not None:
-            self._exchange.begin(signature(batch[0], f"{self.original_torch_module.training} {torch.is_autocast_enabled('xla')}"))
+            self._exchange.begin(signature(batch[0], f"{modes(self.original_torch_module)} {torch.is_autocast_enabled('xla')}"))
         weights.refresh(found.replicas, self.homes, self._exchange)
         return runtime.Step(found, self.homes, found.replicas, batch, self._loss(), _ambient_autocast(), self._exchange)
 

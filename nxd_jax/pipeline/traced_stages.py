@@ -17,8 +17,13 @@ from nxd_jax.utils.model_utils import is_hf_pretrained_model
 logger = logging.getLogger("nxd_jax")
 
 
+def modes(model: nn.Module) -> str:
+    """Which modules of a model are in training mode: a digit for each."""
+    return "".join("01"[module.training] for module in model.modules())
+
+
 class TracedStages:
-    """The stages of a model for each way in which it computes: training or not and, where it is traced by running it, for each shape of its inputs.
+    """The stages of a model for each way in which it computes: which modules are training and, where it is traced by running it, each shape of its inputs.
 
     transformers' models are traced by running them, unless a `tracer_cls` is given; so are models that symbolic tracing refuses.
 
@@ -158,7 +163,7 @@ class TracedStages:
 
     def _key(self, specs: capture.Specs) -> Any:
         """What is part of what is traced."""
-        mode = self.model.training
+        mode = modes(self.model)
         if not self.by_running:
             return mode
         autocast = torch.get_autocast_dtype("xla") if torch.is_autocast_enabled("xla") else None

@@ -300,6 +300,44 @@ def test_dropout_draws_anew_for_each_microbatch_and_not_in_evaluation(nxd: Nxd) 
     assert len({round(x.item(), 5) for x in pipeline.run_eval(**same)}) == 1
 
 
+class Inner(nn.Module):
+    """Dropout before layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = nn.functional.dropout(x, 0.5, self.training)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Outer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Inner()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x).square().mean()
+
+
+def test_a_part_of_the_model_that_is_not_trained(nxd: Nxd) -> None:
+    """It computes as in evaluation from then on, and stays in that mode after `run_eval`."""
+    nxd(2, pp=2)
+    model = Outer()
+    pipeline = made(model=model, output_loss_value_spec=True, input_names=["x"])
+    x = torch.linspace(-1, 1, 64).reshape(8, 8)
+    evaluated = pipeline.run_eval(x=x).item()
+    assert pipeline.run_train(x=x).item() != pytest.approx(evaluated)
+    model.inner.eval()
+    assert pipeline.run_train(x=x).item() == pytest.approx(evaluated)
+    pipeline.run_eval(x=x)
+    assert model.training and not model.inner.training and not model.inner.layers[0].training
+    assert pipeline.run_train(x=x).item() == pytest.approx(evaluated)
+
+
 def test_a_batch_norm_keeps_its_running_mean(nxd: Nxd) -> None:
     class Normed(nn.Module):
         def __init__(self) -> None:
