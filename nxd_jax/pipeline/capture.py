@@ -20,7 +20,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from nxd_jax.pipeline.call_recorder import TOUCHES, WRITES, CallRecorder, compiling
-from nxd_jax.pipeline.trace import place_of_error
+from nxd_jax.pipeline.trace import check_buffers, place_of_error
 from torch_bridge.ir.layout import layout
 from torch_bridge.ir.segment import Segment
 from torch_bridge.mesh import random_state
@@ -75,7 +75,7 @@ def capture(
         elif name:
             modules[name] = module
     try:
-        with recording() as segment, _kept(model), _stand_ins(model, segment) as weights, torch.enable_grad():
+        with recording() as segment, _kept(model), _stand_ins(model, segment, looked_into) as weights, torch.enable_grad():
             recorder = CallRecorder(weights, modules)
             given = {name: _input(recorder, segment, name, spec) for name, spec in inputs.items()}
             with _calls_replaced(recorder, model, looked_into, functions), compiling(True), recorder, _dicts_inside(model) as wants_tuple:
@@ -140,8 +140,11 @@ def _plain_tuple(found: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _stand_ins(model: nn.Module, segment: Segment) -> Iterator[list[tuple[torch.Tensor, str]]]:
-    """A block in which a model's parameters and buffers have no values, with those tensors and their names. Attributes of modules are put back after it."""
+def _stand_ins(model: nn.Module, segment: Segment, looked_into: Sequence[nn.Module]) -> Iterator[list[tuple[torch.Tensor, str]]]:
+    """A block in which a model's parameters and buffers have no values, with those tensors and their names. Attributes of modules are put back after it.
+
+    Raises RuntimeError if the block gave one of the modules that are looked into another buffer.
+    """
     undo: list[tuple[dict[str, Any], dict[str, Any]]] = []
     made: dict[int, torch.Tensor] = {}
     names: list[tuple[torch.Tensor, str]] = []
@@ -157,7 +160,11 @@ def _stand_ins(model: nn.Module, segment: Segment) -> Iterator[list[tuple[torch.
                         made[id(t)] = _stand_in(segment, t)
                         names.append((made[id(t)], f"{prefix}.{name}" if prefix else name))
                     held[name] = made[id(t)]
+        buffers = [(module, dict(module._buffers)) for module in looked_into]
         yield names
+        prefixes = {id(module): prefix for prefix, module in model.named_modules()}
+        for module, before in buffers:
+            check_buffers(prefixes[id(module)], module, before)
     finally:
         for held, before in reversed(undo):
             held.clear()

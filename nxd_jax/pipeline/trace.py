@@ -35,6 +35,8 @@ class NxDTracer(fx.Tracer):
         autowrap_obj_methods: by object, names of methods that are recorded as calls.
     """
 
+    proxy_buffer_attributes = True  # what is made of a buffer is computed in every step: its values may change
+
     def __init__(
         self,
         leaf_modules: Sequence[str] = (),
@@ -168,7 +170,8 @@ def trace_model(
         autowrap_obj_methods=autowrap_obj_methods,
     )
     try:
-        graph = tracer.trace(model, concrete_args=constants)
+        with attributes_kept(model):
+            graph = tracer.trace(model, concrete_args=constants)
     except (fx.proxy.TraceError, TypeError, RuntimeError) as error:
         raise RuntimeError(
             f"{type(model).__name__} cannot be traced symbolically: {error}{place_of_error(error)}. Python there needs a tensor's value or shape: add the "
@@ -179,6 +182,34 @@ def trace_model(
     made.graph.lint()
     made.recompile()
     return made
+
+
+@contextlib.contextmanager
+def attributes_kept(model: nn.Module) -> Iterator[None]:
+    """A block after which the attributes of a model's modules are as they were. Raises RuntimeError if it gave a module another buffer."""
+    before = [(prefix, module, dict(module.__dict__), dict(module._buffers)) for prefix, module in model.named_modules()]
+    held = [(table, dict(table)) for _, module, _, _ in before for table in module.__dict__.values() if isinstance(table, dict)]
+    try:
+        yield
+        for prefix, module, _, buffers in before:
+            check_buffers(prefix, module, buffers)
+    finally:
+        for _, module, attributes, _ in before:
+            module.__dict__.clear()
+            module.__dict__.update(attributes)
+        for table, entries in held:
+            table.clear()
+            table.update(entries)
+
+
+def check_buffers(prefix: str, module: nn.Module, before: Mapping[str, Any]) -> None:
+    """Raise RuntimeError if a forward has given a module another buffer than before: a graph cannot say that."""
+    for name, buffer in before.items():
+        if buffer is not None and module._buffers.get(name) is not buffer:
+            path = f"{prefix}.{name}".lstrip(".")
+            raise RuntimeError(
+                f"its forward assigns the buffer {path} anew, and later steps would not see that: write it in place (self.{name}.copy_(...))"
+            )
 
 
 def _writes(node: fx.Node) -> bool:
@@ -198,7 +229,8 @@ def check_writes(traced: fx.GraphModule, stage_of: Mapping[fx.Node, int]) -> Non
         written = node.args[0]
         while written.target is operator.getitem and isinstance(written.args[0], fx.Node):
             written = written.args[0]
-        stages = {stage_of[user] for user in written.users} | ({stage_of[written]} if written.op != "placeholder" else set())
+        made_by = set() if written.op in ("placeholder", "get_attr") else {stage_of[written]}
+        stages = {stage_of[user] for user in written.users} | made_by
         others = stages - {stage_of[node]}
         if others:
             raise RuntimeError(
@@ -216,7 +248,8 @@ def _writes_its_input(traced: fx.GraphModule, node: fx.Node) -> bool:
 
 def place_of_error(error: BaseException) -> str:
     """Where in the model an error came from."""
-    inside = (str(pathlib.Path(fx.__file__).parent), str(pathlib.Path(nn.__file__).parent), str(pathlib.Path(__file__).parent))
+    folders = (pathlib.Path(module.__file__).parent for module in (fx, nn))
+    inside = (*map(str, folders), str(pathlib.Path(__file__).parent), str(contextlib.__file__))
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(inside)]
     return f" ({frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line})" if frames else ""
 

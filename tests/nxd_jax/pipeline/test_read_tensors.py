@@ -98,3 +98,97 @@ def test_new_values(nxd: Nxd) -> None:
     found = pipeline.run_eval(**batch())
     assert abs(found - before) > 0.01
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+class Layer(nn.Module):
+    """The repeated layer of `Stateful`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.linear(x))
+
+
+class Stateful(nn.Module):
+    """Computes with its buffers alone, and updates one in each stage. by_running: Python looks at a shape."""
+
+    table: torch.Tensor
+    steps: torch.Tensor
+    mean: torch.Tensor
+
+    def __init__(self, by_running: bool = False) -> None:
+        super().__init__()
+        self.by_running = by_running
+        self.layers = nn.ModuleList(Layer() for _ in range(4))
+        self.register_buffer("table", torch.linspace(0, 1, 4))
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.by_running and x.shape[0] > 100:
+            x = -x
+        scale, mean = 1 - 0.5 * self.table, self.mean
+        self.count()
+        for layer in self.layers:
+            x = layer(x)
+        mean.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+        return (x * scale).square().mean()
+
+    def count(self) -> None:
+        self.steps += 1
+
+
+class Assigning(Stateful):
+    def count(self) -> None:
+        self.steps = self.steps + 1
+
+
+class WritingAnothers(Stateful):
+    """Reads in the first stage what the last one writes."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x + self.mean)
+
+
+def stateful(model: Stateful) -> NxDPPModel:
+    return NxDPPModel(
+        model, Layer, num_microbatches=2, output_loss_value_spec=True, input_names=["x"], auto_partition=True, return_loss_on_cpu=True
+    )
+
+
+@pytest.mark.parametrize("by_running", [False, True])
+def test_buffers_that_are_computed_with_and_updated(nxd: Nxd, by_running: bool) -> None:
+    """Their values are those of each micro-batch, not those of the time at which the model was traced."""
+    nxd(2, pp=2)
+    torch.manual_seed(0)
+    alone = Stateful(by_running)
+    torch.manual_seed(0)
+    model = Stateful(by_running)
+    pipeline = stateful(model)
+    x = torch.randn(6, 4)
+    for table in (alone.table, torch.full((4,), 3.0)):
+        alone.table.copy_(table)
+        model.table.copy_(table)
+        expected = [float(alone(part).detach()) for part in x.chunk(2)]
+        assert float(pipeline.run_train(x=x)) == pytest.approx(sum(expected) / 2, rel=1e-5)
+    for (name, found), buffer in zip(model.named_buffers(), alone.buffers(), strict=True):
+        torch.testing.assert_close(found.cpu(), buffer, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("by_running", [False, True])
+@pytest.mark.parametrize(
+    ("model", "text"),
+    [
+        (Assigning, r"its forward assigns the buffer steps anew, .*: write it in place \(self.steps.copy_\(...\)\)"),
+        (WritingAnothers, r"stage 1 of the pipeline writes a tensor in place \(mul_\w*\) that stage 0"),
+    ],
+)
+def test_buffers_that_cannot_be_updated(nxd: Nxd, model: type[Stateful], by_running: bool, text: str) -> None:
+    """The model's own stay as they are."""
+    nxd(2, pp=2)
+    made = model(by_running)
+    with pytest.raises(RuntimeError, match=text):
+        stateful(made).run_train(x=torch.ones(4, 4))
+    assert int(made.steps) == 0 and torch.equal(made.mean.cpu(), torch.zeros(4))
