@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -52,16 +52,18 @@ def check(stage: Stage, home: Place, buffers: Iterable[Any], given: Iterable[tor
 
 def _learning(given: Iterable[torch.Tensor]) -> list[Any]:
     """The leaves of autograd's graph below some tensors."""
-    waiting: list[Any] = [t.grad_fn for t in given if t.grad_fn is not None]
+    found = [getattr(node, "variable", None) for node in nodes_below(t.grad_fn for t in given)]
+    return [variable for variable in found if variable is not None]
+
+
+def nodes_below(roots: Iterable[Any]) -> Iterator[Any]:
+    """The nodes of autograd's graph from some on (None: there is none), each once."""
+    waiting = list(roots)
     seen: set[Any] = set()
-    found = []
     while waiting:
         node = waiting.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
-        variable = getattr(node, "variable", None)
-        if variable is not None:
-            found.append(variable)
+        yield node
         waiting += [below for below, _ in node.next_functions]
-    return found

@@ -103,6 +103,7 @@ class Step:
         self.grads: dict[tuple[int, int], dict[tuple[int | None, int], torch.Tensor]] = {}
         self.waiting: dict[tuple[int, int], tuple[executor.Deferred | None, list[nn.Parameter], list[torch.Tensor]]] = {}
         self.outputs: dict[int, Any] = {}
+        self.reentrant: dict[int, bool] = {}
         self.last = len(stages) - 1
         self.exchange = exchange
         self.here = [home is None or messages.hosted(home) for home in homes]
@@ -285,11 +286,11 @@ class Step:
     def input_backward(self, index: int, mb: int) -> None:
         """The part of a stage's backward pass that the gradients of its inputs need; the rest waits for `weight_backward`.
 
-        Hooks of weights would run twice, so a stage that has some does all of it now.
+        Hooks of weights would run twice, and reentrant checkpoints refuse parts of a backward pass: a stage that has some does all of it now.
         """
         with self._weights(index):
             weights = [p for p in self.stages[index].module.parameters() if p.requires_grad]
-        if any(p._backward_hooks for p in weights):
+        if any(p._backward_hooks for p in weights) or self._has_reentrant_checkpoints(index, mb):
             self.backward(index, mb)
             self.waiting[index, mb] = None, [], []
             return
@@ -308,6 +309,13 @@ class Step:
         deferred = executor.sync_first([grad._storage for grad, _ in given])  # type: ignore[attr-defined]
         self.waiting[index, mb] = deferred, [p for p, _ in kept], [grad for _, grad in kept]
         self._return_all(index, mb, given)
+
+    def _has_reentrant_checkpoints(self, index: int, mb: int) -> bool:
+        """Whether a stage uses `torch.utils.checkpoint` with `use_reentrant=True`, or one of the functions made after it. Looked up once in a step."""
+        if index not in self.reentrant:
+            roots = [edge.node if isinstance(edge, GradientEdge) else edge.grad_fn for edge in self.held[index, mb].edges.values()]
+            self.reentrant[index] = any(node.name().endswith("CheckpointFunctionBackward") for node in foreign.nodes_below(roots))
+        return self.reentrant[index]
 
     def weight_backward(self, index: int, mb: int) -> None:
         """The rest of a stage's backward pass: gradients of its weights are added up."""

@@ -174,4 +174,10 @@ class TracedStages:
         (capture if self.by_running else trace).check_writes(traced, stage_of)
         partitioned = partition.partition_traced_model(traced)
         read_tensors.give(partitioned, self.model)
-        return stages.of_traced(partitioned)
+        found = stages.of_traced(partitioned)
+        if len(found) <= len(self.cuts):
+            raise ValueError(
+                f"{len(self.cuts)} cuts ({', '.join(self.cuts)}) make {len(found)} stages: the model computes nothing after one of these layers. Cut before "
+                "its last layer, and only after layers that it calls"
+            )
+        return found

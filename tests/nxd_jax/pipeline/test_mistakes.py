@@ -43,6 +43,13 @@ class Model(nn.Module):
         return x.square().mean()
 
 
+class WithoutMean(Model):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
 X = torch.arange(32.0).reshape(8, 4) / 32
 
 
@@ -87,6 +94,11 @@ def alone(model: type[nn.Module]) -> float:
             r"leaf_module_cls takes a list of names, got .*Layer.*\]: write leaf_module_cls=\['...'\]",
         ),
         ({"pipeline_cuts": "layers.1", "auto_partition": False}, TypeError, r"write pipeline_cuts=\['layers.1'\]"),
+        (
+            {"model": WithoutMean, "pipeline_cuts": ["layers.3"], "auto_partition": False},
+            ValueError,
+            r"1 cuts \(layers.3\) make 1 stages: the model computes nothing after one of these layers",
+        ),
         (
             {"transformer_layer_cls": "Layer"},
             TypeError,

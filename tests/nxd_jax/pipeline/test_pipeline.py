@@ -570,6 +570,27 @@ def test_dropout_is_drawn_again_by_activation_checkpoints(nxd: Nxd, schedule: st
     torch.testing.assert_close(others, grads)
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpoints_in_a_split_backward_pass(nxd: Nxd, reentrant: bool) -> None:
+    """Reentrant ones cannot be split: their stage does all of its backward pass at once."""
+    from torch.utils.checkpoint import checkpoint
+
+    class Kept(Block):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return checkpoint(super().forward, x, use_reentrant=reentrant)  # type: ignore[no-any-return]
+
+    nxd(2, pp=2)
+    plain, split = Model(4), Model(4)
+    split.load_state_dict(plain.state_dict())
+    for layer in split.layers:
+        layer.__class__ = Kept
+    expected = made(model=plain)
+    pipeline = made(model=split, transformer_layer_cls=Kept, schedule="zb_h1")
+    assert pipeline.run_train(**BATCH).item() == pytest.approx(expected.run_train(**BATCH).item(), rel=1e-5)
+    for (name, a), b in zip(pipeline.local_named_parameters(), expected.local_parameters(), strict=True):
+        torch.testing.assert_close(a.grad.cpu(), b.grad.cpu(), rtol=1e-4, atol=1e-6, msg=name)
+
+
 @pytest.mark.parametrize("device", ["cpu", "xla"])
 def test_programs_do_not_depend_on_the_number_of_micro_batches(nxd: Nxd, device: str) -> None:
     from tests.nxd_jax.pipeline.torchrun_job import Noise, Noisy
