@@ -47,6 +47,11 @@ def signature(batch: Mapping[str, Any], mode: str) -> str:
     return f"{mode} {[(name, [said(x) for x in pytree.tree_leaves(value)]) for name, value in sorted(batch.items())]}"
 
 
+def _frozen(content: Content) -> Content:
+    """A message whose tensors take no gradients."""
+    return Content([leaf._replace(requires_grad=False) if isinstance(leaf, Sent) else leaf for leaf in content.leaves], content.spec)
+
+
 class Exchange:
     """The messages of one model's steps. Processes make their models, and call `begin`, in the same order."""
 
@@ -61,6 +66,21 @@ class Exchange:
         """Start a step. found: the signature of this process's batch; the first process's counts."""
         self._step += 1
         self._signature = processes.of_first(f"pipeline/{self._model}/step", found.encode()).decode()
+
+    def told(self, name: str, said: bytes, source: Place, target: Place) -> bytes:
+        """A few bytes that may be others in each step: what the first process of `source` says, in the processes of both places."""
+        first, *_ = speakers = messages.processes_of(source)
+        listeners = sorted({*speakers, *messages.processes_of(target)} - {first})
+        here, key, store = world.process_index(), f"pipeline/{self._model}/{self._step}/{name}", processes.store()
+        if here == first:
+            store.set(key, said)
+        if here not in listeners:
+            return said
+        found = processes.told(key)
+        if store.add(f"{key}/read", 1) == len(listeners):
+            store.delete_key(key)
+            store.delete_key(f"{key}/read")
+        return found
 
     def send(self, name: str, index: int, value: Any, source: Place, target: Place) -> None:
         """Send a value from one place to another. name, index: of the message, as the other side has them; tensors in it must have been computed.
@@ -92,6 +112,12 @@ class Exchange:
             if messages.processes_of(source)[0] == world.process_index():
                 processes.store().set(self._header(name), pickle.dumps(pytree.tree_unflatten(content.leaves, content.spec)))
         elif known != content:
+            if _frozen(known) == _frozen(content):
+                raise RuntimeError(
+                    f"the pipeline's message {name} took gradients in earlier steps and does not now, or the other way round: weights were frozen or unfrozen "
+                    "(requires_grad_) between steps, and stages in several processes agree once on what they send back. Do it before the first step, or start "
+                    "the script with nxd-run, which hosts all ranks in one process"
+                )
             raise RuntimeError(
                 f"the pipeline's message {name} has {content.leaves} now, and had {known.leaves} before, with inputs of the same shapes: "
                 "stages in several processes must hand on the same shapes for the same shapes of a batch. Pad what differs, or start the script with nxd-run, "

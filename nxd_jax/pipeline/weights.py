@@ -112,10 +112,16 @@ def refresh(replicas: Sequence[Sequence[Replica]], homes: Homes, exchange: Excha
     """Give copies the values that the weights have now, freeze those of frozen weights, and forget gradients of a step that did not end: `zero_grad` of an
     optimizer does not reach them."""
     for replica in (r for found in replicas for r in found):
+        source, target = ends(replica, homes)
         if replica.copy is not None:
             replica.copy.grad = None
-            replica.copy.requires_grad_(replica.weight.requires_grad)
-        source, target = ends(replica, homes)
+        learns = replica.weight.requires_grad
+        if exchange is not None and not messages.within_process(
+            source, target
+        ):  # only the owner's process knows whether it has been frozen
+            learns = exchange.told(f"R {replica.name} {replica.reader}", b"1" if learns else b"0", source, target) == b"1"
+        if replica.copy is not None:
+            replica.copy.requires_grad_(learns)
         if exchange is None or messages.within_process(source, target):
             assert replica.copy is not None
             replica.copy.data = placed.moved(replica.weight, target)
@@ -142,6 +148,8 @@ def _arriving(replica: Replica, grad: torch.Tensor | None, homes: Homes, exchang
     target, source = ends(replica, homes)
     if exchange is None or messages.within_process(source, target):
         return [] if grad is None else [placed.moved(grad, target)]
+    if not (replica.weight if replica.copy is None else replica.copy).requires_grad:
+        return []
     if messages.hosted(source):
         given = [] if grad is None else [placed.own(grad)]
         executor.sync()

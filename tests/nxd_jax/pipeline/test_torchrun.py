@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from nxd_jax.pipeline.exchange import Content, Exchange, Sent
 from tests import ports, quick
 from tests.nxd_jax.conftest import Nxd
 from tests.nxd_jax.pipeline import torchrun_job as job
@@ -94,6 +95,9 @@ def test_what_a_script_sees(nxd: Nxd, tmp_path: Path) -> None:
         assert seen["1f1b"]["loaded"] == "<All keys matched successfully>"
         assert seen["reduced"] == [3.0, 2.0]
     assert first["zbv"]["losses"] == pytest.approx(alone["zbv"]["losses"], rel=1e-6)  # the first rank has the last stage
+    thawed = job.thawing()
+    assert [len(found) for found in thawed] == [6, 7, 6]
+    assert [a + b for a, b in zip(first["thawing"], last["thawing"], strict=True)] == thawed
     assert last["zbv"]["losses"] == [None, None]
 
 
@@ -138,3 +142,22 @@ def test_a_process_that_dies_without_a_launcher(tmp_path: Path) -> None:
     assert [process.returncode for process in started] == [1, -9], said
     assert time.time() - float(re.findall(r"([\d.]+) dies", killed)[-1]) < 30
     assert re.search(r"PeerEndedError: rank 1 of 2 \(process \d+ on .*\).* has ended while this one was waiting for its values", said)
+
+
+@pytest.mark.parametrize(
+    ("changed", "text"),
+    [
+        (
+            {"requires_grad": False},
+            r"took gradients in earlier steps and does not now, .*: weights were frozen or unfrozen \(requires_grad_\)",
+        ),
+        ({"size": (3,)}, r"has .*size=\(3,\).* now, and had .*size=\(2,\).* before, .*Pad what differs"),
+    ],
+)
+def test_a_message_that_is_another_than_before(changed: dict[str, Any], text: str) -> None:
+    sent = Sent(None, torch.float32, (2,), True)  # type: ignore[arg-type]
+    spec = torch.utils._pytree.tree_flatten(0)[1]
+    exchange = Exchange()
+    exchange._agreed["", "F 0 None 1"] = Content([sent], spec)
+    with pytest.raises(RuntimeError, match=text):
+        exchange._agree("F 0 None 1", Content([sent._replace(**changed)], spec), None)  # type: ignore[arg-type]

@@ -134,6 +134,23 @@ def reduced() -> list[float]:
     return [float(total[0, 0]), float(mine[0, 0])]
 
 
+def thawing() -> list[list[str]]:
+    """What has gradients after each of three steps: a weight that both stages read is frozen at first and at last, in the process that has it."""
+    torch.manual_seed(3)
+    whole = Noise()
+    whole.layers[3].linear.weight = tied = whole.layers[0].linear.weight
+    tied.requires_grad_(False)
+    model = NxDPPModel(whole, Noisy, 4, output_loss_value_spec=True, input_names=["x"], auto_partition=True)
+    found = []
+    for learns in (False, True, False):
+        for name, p in model.local_named_parameters():
+            p.grad = None
+            p.requires_grad_(learns or "0.linear.weight" not in name)
+        model.run_train(x=torch.ones(8, 8))
+        found.append([f"{name} {p.grad.abs().sum():.4g}" for name, p in model.local_named_parameters() if p.grad is not None])
+    return found
+
+
 def dying() -> None:
     """Train until the last pipeline rank's process is killed in the middle of its second step."""
     layout = Layout(2, 2, 4)
@@ -162,6 +179,7 @@ def main(folder: str, what: str, *numbers: str) -> None:
         found = {schedule: noisy(schedule) for schedule in ("1f1b", "zbv")} | {
             "each": noisy("1f1b", return_mb_loss=True),
             "reduced": reduced(),
+            "thawing": thawing(),
         }
         Path(folder, f"two.{place}.json").write_text(json.dumps(found))
 
