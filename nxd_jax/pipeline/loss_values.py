@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 
 def find(output: Any, spec: Any) -> torch.Tensor:
     """The loss in an output. spec: True, or nested tuples, lists and dicts of booleans with one True, as the output is nested. A tuple also
-    says it of transformers' `ModelOutput`, which is a dict with an order.
+    says it of transformers' `ModelOutput`, which is a dict with an order; a tuple or a dict says it of a dataclass.
 
     Raises RuntimeError for an output that is nested otherwise, whose part is no tensor, and for a spec without True.
     """
@@ -29,6 +30,9 @@ def _find(output: Any, spec: Any, where: str) -> torch.Tensor | None:
                 f"output_loss_value_spec says that {where} is the loss, but it is of type {type(output).__name__} and no tensor"
             )
         return output
+    if dataclasses.is_dataclass(output) and not isinstance(output, Mapping):
+        fields = {field.name: getattr(output, field.name) for field in dataclasses.fields(output)}
+        output = fields if isinstance(spec, Mapping) else tuple(fields.values())
     if isinstance(spec, Mapping):
         if not isinstance(output, Mapping) or set(output) != set(spec):
             said = f"a dict with {', '.join(map(str, output))}" if isinstance(output, Mapping) else f"a {_type(output)}"

@@ -190,9 +190,10 @@ class Step:
     def _give(self, mb: int, name: FromStage, value: Any) -> list[tuple[FromStage, int, Any]]:
         """Keep a result until the last stage that takes it has it. Gives what is to be sent to stages in other processes, by result and stage.
 
-        Raises TypeError for an object that may hide tensors.
+        Raises TypeError for an object that may hide tensors, unless it stays there: what the model returns may be of any class.
         """
-        for leaf in pytree.tree_leaves(value):
+        leaves = [] if name.stage == self.last else pytree.tree_leaves(value)
+        for leaf in leaves:
             if not (leaf is None or isinstance(leaf, base_types)):
                 raise TypeError(
                     f"stage {name.stage} of the pipeline hands on an object of type {type(leaf).__name__}: stages take tensors, numbers, strings, and tuples, "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +158,29 @@ def test_specs_that_do_not_fit(nxd: Nxd, spec: Any, text: str) -> None:
     nxd(2, pp=2)
     with pytest.raises(RuntimeError, match=text):
         made(output_loss_value_spec=spec).run_train(**BATCH)
+
+
+@dataclasses.dataclass
+class Found:
+    """What `Returning` gives."""
+
+    loss: torch.Tensor
+    out: torch.Tensor
+
+
+class Returning(Model):
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> Found:  # type: ignore[override]
+        return Found(*super().forward(ids, labels))
+
+
+@pytest.mark.parametrize("spec", [(True, False), {"loss": True, "out": False}])
+def test_a_model_that_returns_a_dataclass(nxd: Nxd, spec: Any) -> None:
+    nxd(2, pp=2)
+    expected, pipeline = made(), made(model=Returning(4), output_loss_value_spec=spec)
+    pipeline.load_state_dict(expected.local_state_dict())
+    assert pipeline.run_train(**BATCH).item() == pytest.approx(expected.run_train(**BATCH).item())
+    for a, b in zip(pipeline.local_parameters(), expected.local_parameters(), strict=True):
+        torch.testing.assert_close(a.grad.cpu(), b.grad.cpu())
 
 
 def test_names_that_do_not_belong_to_a_pipeline(nxd: Nxd) -> None:
