@@ -9,21 +9,19 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
-import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
-import numpy as np
 import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
+from nxd_jax.pipeline import draws
 from nxd_jax.pipeline.call_recorder import TOUCHES, WRITES, CallRecorder, compiling
 from nxd_jax.pipeline.trace import check_buffers, place_of_error
 from torch_bridge.ir.layout import layout
 from torch_bridge.ir.segment import Segment
-from torch_bridge.mesh import random_state
 from torch_bridge.recorder.subgraph import abstract, recording
 from torch_bridge.recorder.tensor import XLATensor
 
@@ -75,7 +73,7 @@ def capture(
         elif name:
             modules[name] = module
     try:
-        with recording() as segment, _kept(model), _stand_ins(model, segment, looked_into) as weights, torch.enable_grad():
+        with recording() as segment, draws.kept(), _stand_ins(model, segment, looked_into) as weights, torch.enable_grad():
             recorder = CallRecorder(weights, modules)
             given = {name: _input(recorder, segment, name, spec) for name, spec in inputs.items()}
             with _calls_replaced(recorder, model, looked_into, functions), compiling(True), recorder, _dicts_inside(model) as wants_tuple:
@@ -178,20 +176,6 @@ def _stand_in(segment: Segment, t: torch.Tensor) -> XLATensor:
         found._is_param = True
     found.__dict__.update({name: value for name, value in t.__dict__.items() if not name.startswith("_")})
     return found
-
-
-@contextlib.contextmanager
-def _kept(model: nn.Module) -> Iterator[None]:
-    """A block after which random numbers go on as if it had not been."""
-    host, device = torch.get_rng_state(), random_state.DEFAULT.get_state()
-    python, numpy = random.getstate(), np.random.get_state()
-    try:
-        yield
-    finally:
-        torch.set_rng_state(host)
-        random_state.DEFAULT.set_state(device)
-        random.setstate(python)
-        np.random.set_state(numpy)
 
 
 @contextlib.contextmanager

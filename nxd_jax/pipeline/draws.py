@@ -7,13 +7,36 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import random
 from collections.abc import Iterator
+
+import numpy as np
+import torch
 
 from nxd_jax.tensor_parallel.random import State, get_xla_rng_tracker
 from torch_bridge.mesh import random_state
 from torch_bridge.mesh.random_state import RngState
 
 _MASK = (1 << 64) - 1
+
+
+@contextlib.contextmanager
+def kept() -> Iterator[None]:
+    """A block after which random numbers go on as if it had not been."""
+    host, device = torch.get_rng_state(), random_state.DEFAULT.get_state()
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(host)
+        random_state.DEFAULT.set_state(device)
+        random.setstate(python)
+        np.random.set_state(numpy)
+
+
+def drawn() -> tuple[bytes, bytes]:
+    """What changes when torch draws random numbers, on the CPU or on xla."""
+    return torch.get_rng_state().numpy().tobytes(), random_state.DEFAULT.get_state().numpy().tobytes()
 
 
 class Draws:

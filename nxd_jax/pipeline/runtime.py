@@ -150,7 +150,7 @@ class Step:
                     loss = self.loss(found)
                 self.outputs[mb] = loss.detach()
                 if train:
-                    edges = {None: loss / len(self.batch)}
+                    edges = {None: _learning(loss) / len(self.batch)}
             else:
                 self.outputs[mb] = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, found)
         if train:
@@ -388,6 +388,16 @@ class Step:
 def _sources(tree: Any) -> list[Any]:
     found = pytree.tree_leaves(tree, is_leaf=lambda x: isinstance(x, (FromBatch, FromStage)))
     return [x for x in found if isinstance(x, (FromBatch, FromStage))]
+
+
+def _learning(loss: torch.Tensor) -> torch.Tensor:
+    """A loss that takes gradients. Raises RuntimeError for another."""
+    if not loss.requires_grad:
+        raise RuntimeError(
+            "the loss takes no gradients in the last stage of the pipeline: an earlier stage makes it, it is detached, or all weights are frozen. Cut the "
+            "model so that its last stage makes the loss, of values that it computes or is given"
+        )
+    return loss
 
 
 def _forward_name(arg: FromStage, to: int) -> str:

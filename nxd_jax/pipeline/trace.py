@@ -20,6 +20,7 @@ from typing import Any
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
+from nxd_jax.pipeline import draws
 from nxd_jax.utils.model_utils import is_hf_pretrained_model
 
 HF, TORCH = "hf", "torch"
@@ -170,14 +171,17 @@ def trace_model(
         autowrap_obj_methods=autowrap_obj_methods,
     )
     try:
-        with attributes_kept(model):
+        with draws.kept(), attributes_kept(model):
+            before = draws.drawn()
             graph = tracer.trace(model, concrete_args=constants)
+            if draws.drawn() != before:
+                raise RuntimeError("its forward draws random tensors that depend on no input, which would be the same in every step")
+            made = fx.GraphModule(model, graph, type(model).__name__)  # has the constants that tracing has left in the model
     except (fx.proxy.TraceError, TypeError, RuntimeError) as error:
         raise RuntimeError(
             f"{type(model).__name__} cannot be traced symbolically: {error}{place_of_error(error)}. Python there needs a tensor's value or shape: add the "
             "class name of the module to leaf_modules, or the function to autowrap_functions"
         ) from error
-    made = fx.GraphModule(model, graph, type(model).__name__)
     made.graph.eliminate_dead_code(lambda node: _writes(node) or node.is_impure())
     made.graph.lint()
     made.recompile()

@@ -50,6 +50,12 @@ class WithoutMean(Model):
         return x
 
 
+class EarlyLoss(Model):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        loss = self.layers[0](x).square().mean().detach()
+        return loss, super().forward(x)
+
+
 X = torch.arange(32.0).reshape(8, 4) / 32
 
 
@@ -140,6 +146,11 @@ def test_options(nxd: Nxd, options: dict[str, Any], error: type[Exception], text
         (lambda: made(auto_partition=False).trace(leaf_modules="Layer"), TypeError, r"write leaf_modules=\['Layer'\]"),
         (lambda: made(auto_partition=False).local_stage_modules, RuntimeError, "no stages yet: set auto_partition=True or pipeline_cuts"),
         (lambda: torch.no_grad()(made().run_train)(x=X), RuntimeError, r"gradients, and they are switched off here .*: use run_eval"),
+        (
+            lambda: made(EarlyLoss, output_loss_value_spec=(True, False)).run_train(x=X),
+            RuntimeError,
+            "the loss takes no gradients in the last stage of the pipeline: an earlier stage makes it, it is detached",
+        ),
         (lambda: made().run_train(x=X[:0]), RuntimeError, r"the batch has no rows \(dim 0 is 0\).*drop_last=True"),
         (lambda: made().run_train(x=X.to("meta")), ValueError, "the input x is on meta: give run_train tensors on the CPU"),
         (lambda: made().run_train(x=torch.tensor(1.0)), ValueError, "with the batch along dim 0, got a tensor without dims"),

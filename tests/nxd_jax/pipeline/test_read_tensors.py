@@ -192,3 +192,38 @@ def test_buffers_that_cannot_be_updated(nxd: Nxd, model: type[Stateful], by_runn
     with pytest.raises(RuntimeError, match=text):
         stateful(made).run_train(x=torch.ones(4, 4))
     assert int(made.steps) == 0 and torch.equal(made.mean.cpu(), torch.zeros(4))
+
+
+class Making(Stateful):
+    """Makes tensors of nothing: a constant, and noise on the CPU."""
+
+    def __init__(self, noise: float) -> None:
+        super().__init__()
+        self.noise = noise
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made = torch.tensor([1.0, 2.0, 3.0, 4.0])
+        if self.noise:
+            made = made + self.noise * torch.randn(4)
+        for layer in self.layers:
+            x = layer(x)
+        return (x * made.to(x.device)).square().mean()
+
+
+def test_constants_of_a_forward(nxd: Nxd) -> None:
+    """They are right, and the model does not keep them."""
+    nxd(2, pp=2)
+    model = Making(0.0)
+    expected = float(model(torch.ones(4, 4)).detach())
+    assert float(stateful(model).run_train(x=torch.ones(4, 4))) == pytest.approx(expected, rel=1e-5)
+    assert not any(isinstance(value, torch.Tensor) for value in model.__dict__.values())
+
+
+def test_random_tensors_of_a_forward_are_new_in_every_step(nxd: Nxd) -> None:
+    """Tracing draws none."""
+    nxd(2, pp=2)
+    model = Making(1.0)
+    state = torch.get_rng_state()
+    pipeline = stateful(model)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert len({round(float(pipeline.run_eval(x=torch.ones(4, 4))), 6) for _ in range(3)}) == 3
