@@ -5,6 +5,7 @@ Adapters are float32, whatever the base layer's dtype; inputs are cast to that a
 
 from __future__ import annotations
 
+import inspect
 import math
 import sys
 from collections.abc import Callable
@@ -83,10 +84,24 @@ class LoraLayer(nn.Module):
 
     # -- forward -------------------------------------------------------------------------------------
 
-    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """What the base layer returns, with the adapter's result added. Undoes a merge first: adapters train beside their base."""
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the base layer returns, with the adapter's result added. Undoes a merge first: adapters train beside their base.
+
+        The input may be given by name: `x`, or what the base layer calls it.
+        """
         self.unmerge()
-        return self._added(self.base_layer(x, *args, **kwargs), self._update(x, *args, **kwargs))
+        args, kwargs = self._input_first(args, kwargs)
+        return self._added(self.base_layer(*args, **kwargs), self._update(*args, **kwargs))
+
+    def _input_first(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments, with the input before the others."""
+        if args:
+            return args, kwargs
+        own = next(iter(inspect.signature(self.base_layer.forward).parameters))
+        name = next((n for n in ("x", own) if n in kwargs), None)
+        if name is None:
+            raise TypeError(f"{type(self).__name__}.forward: the input is missing: give it first, or as {own}=")
+        return (kwargs[name],), {n: value for n, value in kwargs.items() if n != name}
 
     def _added(self, base: Any, update: Any) -> Any:
         return (base + update).to(base.dtype)

@@ -101,11 +101,11 @@ def check_apart(adapted: Mapping[str, nn.Module], whole: Iterable[str]) -> None:
 
 
 class _Connect(torch.autograd.Function):
-    """x, as something that depends on a parameter."""
+    """x, as something that depends on a parameter. It is a copy: models scale embeddings in place, which torch refuses for views of functions."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, root: torch.Tensor) -> torch.Tensor:
-        return x.view_as(x)
+        return x.clone()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:

@@ -332,6 +332,20 @@ def test_bias_and_slices_pass_through(nxd: Nxd) -> None:
         torch.testing.assert_close(s, w[:, [4, 1]], rtol=1e-5, atol=1e-6)
 
 
+def test_the_input_may_have_a_name(nxd: Nxd) -> None:
+    """That of the base layer, or x."""
+    nxd(2, tp=2)
+    x = torch.randn(3, 8)
+    for base, device in ((nn.Linear(8, 6), "cpu"), (ColumnParallelLinear(8, 6, gather_output=False), "xla")):
+        lora = LoraModel(nn.Sequential(base), LoraConfig(lora_rank=R, target_modules=["0"])).to(device)
+        layer, own = lora.module[0], x.to(device)
+        stir(lora)
+        expected = full(layer(own))
+        assert torch.equal(full(layer(input=own)), expected) and torch.equal(full(layer(x=own)), expected)
+        with pytest.raises(TypeError, match="the input is missing: give it first, or as input="):
+            layer(y=own)
+
+
 def test_a_bfloat16_base_has_float32_adapters_and_bfloat16_results(nxd: Nxd) -> None:
     nxd(2, tp=2)
     model, layer = wrap(ColumnParallelLinear(8, 12, dtype=torch.bfloat16))

@@ -120,6 +120,31 @@ def test_activation_checkpointing_of_frozen_layers(nxd: Nxd) -> None:
     torch.testing.assert_close(found[0], found[1])
 
 
+@pytest.mark.parametrize("device", ["cpu", "xla"])
+def test_embeddings_are_changed_in_place(device: str) -> None:
+    """What a frozen embedding gives may be scaled in place, as without adapters."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head = nn.Embedding(5, 4), nn.Linear(4, 3)
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            h = self.embed(ids)
+            h *= 4**0.5
+            h += 1
+            return self.head(h)
+
+    model, ids = Scaled(), torch.arange(5)
+    expected = model(ids).detach()
+    weight = model.embed.weight.detach().clone()
+    lora = LoraModel(model.to(device), LoraConfig(lora_rank=2, target_modules=["head"]))
+    found = lora(ids.to(device))
+    found.sum().backward()
+    torch.testing.assert_close(found.detach().cpu(), expected)
+    assert torch.equal(lora.embed.weight.cpu(), weight) and lora.module.head.lora_B.weight.grad.any()
+
+
 def test_calls_and_attributes_are_the_models(nxd: Nxd) -> None:
     nxd(1)
     base = llama()
