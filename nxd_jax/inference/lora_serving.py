@@ -20,9 +20,6 @@ ROWS = ("o_proj", "down_proj")
 """Layers whose inputs ranks share out."""
 FAMILIES = ("llama", "mistral", "qwen2")
 """By `model_type`: the models that adapters can be served for."""
-_OTHER_PRODUCTS = ("alora_invocation_tokens", "arrow_config", "kasa_config", "monteclora_config", "velora_config")
-_STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
-"""What PEFT's `init_lora_weights` can be; adapters with other starts go with weights of the base that they have changed."""
 _NAME = re.compile(r"model\.layers\.(\d+)\.(self_attn|mlp)\.(\w+)\.lora_([AB])\.weight")
 
 
@@ -101,11 +98,11 @@ def read_adapter(folder: str | os.PathLike[str]) -> Adapter:
         if not (place / name).is_file():
             raise FileNotFoundError(f"{place} is no folder of PEFT: there is no {name}; save adapters with PEFT's save_pretrained")
     config = folders.read_json(str(place / folders.CONFIG_FILE))
+    _check_kind(place, config)
     try:
         peft_format.config_from_peft(config)
     except ValueError as error:
         raise ValueError(f"{place}: {error}") from None
-    _check_kind(place, config)
     hub = Hub(place / peft_format.TENSORS_FILE)
     halves: dict[Place, dict[str, torch.Tensor]] = {}
     others = []
@@ -125,13 +122,13 @@ def read_adapter(folder: str | os.PathLike[str]) -> Adapter:
 
 
 def _check_kind(folder: Path, config: Mapping[str, Any]) -> None:
-    used = [name for name in _OTHER_PRODUCTS if config.get(name)]
+    used = [name for name in peft_format.OTHER_PRODUCTS if config.get(name)]
     if used:
         raise ValueError(
             f"the adapter in {folder} uses {', '.join(used)}, and only plain LoRA can be served: merge it in PEFT if it can be, or use it there"
         )
     start = config.get("init_lora_weights")
-    if start not in _STARTS:
+    if start not in peft_format.STARTS:
         raise ValueError(
             f"the adapter in {folder} has init_lora_weights={start!r}, a start that changes the base model's weights, too, which are served as they are: save "
             "it with PEFT's save_pretrained(path_initial_model_for_weight_conversion=...), or merge it with merge_and_unload"

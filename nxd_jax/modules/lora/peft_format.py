@@ -31,6 +31,10 @@ FUSED: dict[str, tuple[str, ...]] = {"qkv_proj": ("q_proj", "k_proj", "v_proj"),
 Change = Callable[[str, torch.Tensor], torch.Tensor]
 
 _UNSUPPORTED = ("use_dora", "lora_bias", "use_qalora", "use_bdlora", "layer_replication", "target_parameters", "trainable_token_indices")
+OTHER_PRODUCTS = ("alora_invocation_tokens", "arrow_config", "kasa_config", "monteclora_config", "velora_config")
+"""Options of PEFT with which an adapter is something else than scaling * B(A(x))."""
+STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
+"""What PEFT's `init_lora_weights` can be. Adapters with other starts (PiSSA, OLoRA, CorDA, LoftQ) go with weights of the base that they have changed."""
 
 
 # -- folders -----------------------------------------------------------------------------------------
@@ -98,7 +102,7 @@ def config_from_peft(config: Mapping[str, Any], model: nn.Module | None = None, 
     model: the one that is to have the adapters. Where it has a fused layer for targets of PEFT, that is the target, and the rank is multiplied
     by the number of targets in it, so that their adapters fit. Ranks of single modules (`rank_pattern`) raise the rank to the largest.
 
-    Raises ValueError for kinds of adapters that are not LoRA's, and options that it does not have here.
+    Raises ValueError for kinds of adapters that are not LoRA's, options that it does not have here, and starts that changed the base model.
     """
     _check_peft(config)
     r = max([config["r"], *(config.get("rank_pattern") or {}).values()])
@@ -136,10 +140,16 @@ def _fused_targets(names: list[str], modules: Mapping[str, nn.Module], fused: Fu
 def _check_peft(config: Mapping[str, Any]) -> None:
     if config.get("peft_type") != "LORA":
         raise ValueError(f"the PEFT adapters are of type {config.get('peft_type')!r}: only 'LORA' can be loaded")
-    found = [name for name in _UNSUPPORTED if config.get(name)]
+    found = [name for name in (*_UNSUPPORTED, *OTHER_PRODUCTS) if config.get(name)]
     if found:
         raise ValueError(
             f"the PEFT adapters use {', '.join(found)}, which LoRA layers here do not have: merge them in PEFT and load the merged model"
+        )
+    start = config.get("init_lora_weights")
+    if start not in STARTS:
+        raise ValueError(
+            f"the PEFT adapters have init_lora_weights={start!r}, a start that changes the base model's weights, too, which this model has as they are: save "
+            "them with PEFT's save_pretrained(path_initial_model_for_weight_conversion=...), or merge them in PEFT and load the merged model"
         )
 
 

@@ -212,6 +212,12 @@ def test_errors(nxd: Nxd, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatc
         peft_format.from_peft(model, config | {"peft_type": "IA3"}, tensors)
     with pytest.raises(ValueError, match="use use_dora, which LoRA layers here do not have: merge them in PEFT"):
         peft_format.config_from_peft(config | {"use_dora": True})
+    with pytest.raises(ValueError, match="use alora_invocation_tokens, which LoRA layers here do not have"):
+        peft_format.from_peft(model, config | {"alora_invocation_tokens": [1]}, tensors)
+    with pytest.raises(
+        ValueError, match="init_lora_weights='pissa', a start that changes the base model's weights, too, .* save them with PEFT's"
+    ):
+        peft_format.from_peft(model, config | {"init_lora_weights": "pissa"}, tensors)
     name = "base_model.model.model.layers.0.self_attn.q_proj"
     with pytest.raises(
         ValueError, match="no place, such as model.layers.0.self_attn.v_proj.lora_A.weight: its target_modules must cover theirs"
