@@ -54,6 +54,7 @@ CASES = {
     "mistral-2-window": Case("mistral", 2),
     "mixtral-1": Case("mixtral", 1),
     "mixtral-4": Case("mixtral", 4),
+    "mixtral-2-one-expert-a-token": Case("mixtral", 2, {"num_experts_per_tok": 1}),
     "mixtral-1-ep-2": Case("mixtral", 1, options={"ep_degree": 2}),
     "mixtral-2-ep-4": Case("mixtral", 2, options={"ep_degree": 4}, buckets=((12,), (24,))),
     "llama-4-flash-decoding": Case("llama", 4, options={"flash_decoding_enabled": True}),
