@@ -55,13 +55,18 @@ def patch_forward_with_additional_args(model: nn.Module, module_superset: Sequen
             )
         RuntimeRegister.register_runtime_args(tr_args=given[:count], mask_args=given[count:])
         try:
-            return original(*args[:first], **kwargs)
+            return _of(self, model, original)(*args[:first], **kwargs)
         finally:
             RuntimeRegister.clear_runtime_args()
 
     forward.__signature__ = _longer(own, [*positional, *added])  # type: ignore[attr-defined]
     model.forward = types.MethodType(forward, model)
     return model
+
+
+def _of(module: nn.Module, model: nn.Module, forward: Any) -> Any:
+    """A model's forward as that of the module, which is the model or a copy of it."""
+    return types.MethodType(forward.__func__, module) if getattr(forward, "__self__", None) is model else forward
 
 
 def _longer(own: list[Parameter], names: list[str]) -> inspect.Signature:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Iterator
 from typing import Any
@@ -61,6 +62,17 @@ def test_values(device: str) -> None:
     for hook in hooks.values():
         hook.remove()
     torch.testing.assert_close(model(x, 1.0, *tensors, *every), replaced(model, x, tensors, none, 1.0))
+
+
+def test_copies_have_their_own_weights() -> None:
+    model, x = Net(), torch.randn(2, 3)
+    modify_model_for_tensor_replacement(model)
+    new = copy.deepcopy(model)
+    with torch.no_grad():
+        new.rest[0].weight.mul_(2)
+    tensors, masks = given()
+    torch.testing.assert_close(new(x, 1.0, *tensors, *masks), replaced(new, x, tensors, masks, 1.0))
+    torch.testing.assert_close(model(x, 1.0, *tensors, *masks), replaced(model, x, tensors, masks, 1.0))
 
 
 def test_gradients_flow_around_what_is_replaced() -> None:
