@@ -17,6 +17,7 @@ tokens: each computes what is for its own experts, and the layer sums up (`exper
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -100,7 +101,8 @@ class ExpertMLPsV2(torch.nn.Module):
         self._together = layer_groups.Members(
             expert_ranks.together(self.moe_tensor_model_parallel_group, self.moe_expert_model_parallel_group)
         )
-        self.register_buffer("_places", _places(self.routed_experts_mlp_config.expert_distribution), persistent=False)
+        self.register_buffer("_places", None, persistent=False)
+        self._buffers["_places"] = _places(self.routed_experts_mlp_config.expert_distribution)
         if self.routed_experts_mlp_config.enable_spmd_rank:
             self.spmd_rank = self._make_rank()
 
@@ -137,6 +139,15 @@ class ExpertMLPsV2(torch.nn.Module):
             expert_distribution=config.expert_distribution or None,
             is_prefill=self.is_prefill,
         )
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        """What `.to(...)` and `.to_empty(...)` go through: where experts stand follows from the configuration, and has values on every device."""
+        before = self._places
+        super()._apply(fn, recurse)
+        made = None if self._places is before else _places(self.routed_experts_mlp_config.expert_distribution)
+        if made is not None and self._places is not None:
+            self._buffers["_places"] = made.to(self._places.device)
+        return self
 
     # -- what scripts ask ------------------------------------------------------------------------------
 
@@ -393,7 +404,7 @@ def _places(distribution: Any) -> torch.Tensor | None:
     """Where each expert stands when ranks' experts are counted through, [E] int64; None if that is its number."""
     if not distribution:
         return None
-    order = torch.tensor([expert for own in distribution for expert in own])
+    order = torch.tensor([expert for own in distribution for expert in own], device="cpu")  # also where modules are made on "meta"
     return torch.argsort(order)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from nxd_jax.modules.moe import ExpertMLPs, ExpertMLPsV2, MoE, RouterTopK, Share
 from nxd_jax.modules.moe.moe_configs import RoutedExpertsMLPOpsConfig
 from nxd_jax.tensor_parallel import layer_groups, parallel_groups
 from nxd_jax.tensor_parallel.spmd_rank import SPMDRank
+from nxd_jax.utils import model_utils
 from tests.nxd_jax.conftest import Nxd
 from tests.nxd_jax.modules.moe.test_expert_mlps import data
 from tests.nxd_jax.parallel_layers.parts import close, collectives_run, own, per_rank
@@ -205,6 +207,25 @@ def test_the_experts_of_a_rank(nxd: Nxd, distribution: Any) -> None:
     full: dict[str, Any] = {"layer." + name: value for name, value in more.items()}
     rank.preshard_hook(full, "layer.spmd_rank.rank")
     assert list(full) == ["layer.spmd_rank.rank"] and full["layer.spmd_rank.rank"].tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("how", ["to_empty", "materialize_model"])
+def test_a_distribution_of_layers_made_on_meta(nxd: Nxd, how: str) -> None:
+    """Where experts stand follows from the configuration, and is in no state dict."""
+    nxd(2, ep=2)
+    make = functools.partial(ExpertMLPs, E, K, H, I, "silu", True, None, expert_distribution=[[3, 0], [2, 1]])
+    wanted = make().to("xla")
+    with model_utils.init_on_device(torch.device("meta"), include_buffers=True):
+        found = make()
+    if how == "to_empty":
+        found.to_empty(device="xla")
+    else:
+        model_utils.materialize_model(found, "xla", lambda module, device: getattr(module, "init_weight_cpu", lambda: None)())
+    found.load_state_dict({name: value.detach() for name, value in wanted.state_dict().items()})
+    x, affinities = torch.randn(5, H).to("xla"), torch.rand(5, E).to("xla")
+    index = affinities.topk(K, -1).indices
+    for a, b in zip(per_rank(found(x, affinities, index, 5)), per_rank(wanted(x, affinities, index, 5)), strict=True):
+        torch.testing.assert_close(a, b)
 
 
 def test_a_rank_without_experts(nxd: Nxd) -> None:
