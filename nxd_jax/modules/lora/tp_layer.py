@@ -63,6 +63,12 @@ class LoraParallelLinear(LoraLayer):
         """Further arguments are for B: `slice_indices` chooses outputs, of the adapter too."""
         return self.lora_B(self.lora_A(self.lora_dropout(x.to(ADAPTER_DTYPE))) * self.scaling, *args, **kwargs)
 
+    def _deltas(self) -> dict[str, torch.Tensor]:
+        found = super()._deltas()
+        usual = 0 if isinstance(self.base_layer, ColumnParallelLinear) else 1
+        turned = self.base_layer.weight_partition_dim != usual  # the weight is held as [in, out], as `SharedExperts` can
+        return {name: delta.t() for name, delta in found.items()} if turned else found
+
     def _added(self, base: Any, update: Any) -> Any:
         if self.base_layer.skip_bias_add:
             out, bias = base

@@ -22,6 +22,7 @@ from nxd_jax.modules.lora import (
     LoraParallelEmbedding,
     LoraParallelLinear,
 )
+from nxd_jax.modules.moe.shared_experts import SharedExperts
 from nxd_jax.modules.qkv_linear import GQAQKVColumnParallelLinear
 from nxd_jax.parallel_layers import grads, mappings
 from nxd_jax.parallel_layers.layers import (
@@ -330,6 +331,19 @@ def test_bias_and_slices_pass_through(nxd: Nxd) -> None:
     part, _ = layer(x, slice_indices=chosen)
     for s, w in zip(sharded.shards(part.detach()), sharded.shards(out.detach()), strict=True):
         torch.testing.assert_close(s, w[:, [4, 1]], rtol=1e-5, atol=1e-6)
+
+
+def test_weights_that_are_held_transposed(nxd: Nxd) -> None:
+    """Square parts, so that a product the wrong way round would fit."""
+    nxd(2, tp=2)
+    lora = LoraModel(
+        nn.Sequential(SharedExperts(8, 8, 2, "silu", transpose_weights=True)).to("xla"),
+        LoraConfig(lora_rank=R, target_modules=["gate_proj", "up_proj"]),
+    )
+    stir(lora)
+    x = torch.randn(3, 8).to("xla")
+    expected = full(lora(x))
+    torch.testing.assert_close(full(lora.merge_and_unload()(x)), expected)
 
 
 def test_the_input_may_have_a_name(nxd: Nxd) -> None:
