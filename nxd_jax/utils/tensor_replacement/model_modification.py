@@ -65,8 +65,12 @@ def patch_forward_with_additional_args(model: nn.Module, module_superset: Sequen
 
 
 def _of(module: nn.Module, model: nn.Module, forward: Any) -> Any:
-    """A model's forward as that of the module, which is the model or a copy of it."""
-    return types.MethodType(forward.__func__, module) if getattr(forward, "__self__", None) is model else forward
+    """A model's forward; as that of the module, if that is a copy of the model."""
+    if module is model:
+        return forward
+    method = forward if inspect.ismethod(forward) else getattr(forward, "__wrapped__", None)  # played models have another object there
+    own = inspect.ismethod(method) and method.__self__ is model
+    return types.MethodType(method.__func__, module) if own else forward
 
 
 def _longer(own: list[Parameter], names: list[str]) -> inspect.Signature:

@@ -64,8 +64,11 @@ def test_values(device: str) -> None:
     torch.testing.assert_close(model(x, 1.0, *tensors, *every), replaced(model, x, tensors, none, 1.0))
 
 
-def test_copies_have_their_own_weights() -> None:
+@pytest.mark.parametrize("played", [False, True])
+def test_copies_have_their_own_weights(played: bool) -> None:
     model, x = Net(), torch.randn(2, 3)
+    if played:
+        torch_bridge.optimize(model)
     modify_model_for_tensor_replacement(model)
     new = copy.deepcopy(model)
     with torch.no_grad():
