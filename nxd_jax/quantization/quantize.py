@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from nxd_jax.modules.lora.layer import LoraLayer
 from nxd_jax.quantization.quantization_config import get_default_custom_qconfig_dict
 from nxd_jax.quantization.quantization_mappings import get_default_quant_module_mappings
 
@@ -36,10 +37,11 @@ def convert(
     is, and what is not quantized is copied. mapping: by class (not by its subclasses) what takes a layer's place, with a class method
     from_float(mod=, q_config=); default `quantization_mappings`. include: patterns as of shell files; what is in modules whose name fits one is quantized, and
     nothing else. modules_to_not_convert: such patterns, or words: modules stay as they are if their name fits one or has it within. A layer that is used in
-    two places is so afterwards. If the model is such a layer itself, the quantized one is returned.
+    two places is so afterwards. If the model is such a layer itself, the quantized one is returned. LoRA adapters in the model stay as they are, beside
+    quantized layers.
 
-    Raises AssertionError if both lists are given, ValueError for quantize_weights with a from_float that does not take it. A pattern of `include` that fits
-    nothing is warned of.
+    Raises AssertionError if both lists are given, ValueError for quantize_weights with a from_float that does not take it, and for a model whose weights
+    contain its LoRA adapters for now. A pattern of `include` that fits nothing is warned of.
     """
     if include is not None and modules_to_not_convert is not None:
         raise AssertionError(
@@ -68,8 +70,15 @@ def convert(
 
 
 def _chosen(module: nn.Module, include: str | Sequence[str] | None, but: Sequence[str] | None) -> list[tuple[str, nn.Module]]:
-    """Modules by name, also under every other name they have."""
-    found = list(module.named_modules(remove_duplicate=False))
+    """Modules by name, also under every other name they have, without the factors of LoRA adapters."""
+    adapted = [m for m in module.modules() if isinstance(m, LoraLayer)]
+    if any(layer.merged for layer in adapted):
+        raise ValueError(
+            "quantize.convert: the model's LoRA adapters are merged for now, and its next forward takes them out again: call merge_and_unload(), which "
+            "merges for good, or unmerge_lora(), before"
+        )
+    factors = {m for layer in adapted for factor in (layer.lora_A, layer.lora_B) for m in factor.modules()}
+    found = [(name, m) for name, m in module.named_modules(remove_duplicate=False) if m not in factors]
     if but is not None:
         words = [but] if isinstance(but, str) else list(but)
         return [(name, m) for name, m in found if not any(w in name or _fits(name, w) for w in words)]
