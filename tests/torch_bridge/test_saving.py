@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from tests.torch_bridge.devices import python, same
@@ -216,3 +217,47 @@ def test_files_can_be_read_without_the_bridge_once_on_the_cpu(tmp_path: Path) ->
 
 def test_named_pickles_of_many_tensors_share_nothing() -> None:
     same(lambda device: pickle.loads(pickle.dumps([torch.arange(3, device=device), torch.ones(2, 2, device=device).t()])))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized:UserWarning")
+def test_async_save_writes_what_the_tensors_were(tmp_path: Path) -> None:
+    """Each its own values, also those that share memory or live only as long as they are copied; training goes on meanwhile."""
+    model = nn.Linear(3, 4).to("xla")
+    optimizer = torch.optim.Adam(model.parameters())
+    step(model, optimizer, torch.ones(2, 3, device="xla"))
+    weight, moment = model.weight.detach().cpu(), optimizer.state[model.weight]["exp_avg"].cpu()
+    state = {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "view": model.weight.detach().t()[1:],
+        "tied": model.weight,
+        "epoch": 3,
+    }
+    saved = dcp.async_save(state, checkpoint_id=tmp_path)
+    with torch.no_grad():
+        model.weight.zero_()
+    saved.result()
+    found = {
+        "model": {"weight": torch.zeros(4, 3, device="xla"), "bias": torch.zeros(4)},
+        "optimizer": {"state": {0: {"exp_avg": torch.zeros(4, 3)}}},
+        "view": torch.zeros(2, 4, device="xla"),
+        "tied": torch.zeros(4, 3),
+        "epoch": 0,
+    }
+    dcp.load(found, checkpoint_id=tmp_path)
+    assert torch.equal(found["model"]["weight"].cpu(), weight) and torch.equal(found["tied"], weight)
+    assert torch.equal(found["view"].cpu(), weight.t()[1:]) and torch.equal(found["model"]["bias"], model.bias.detach().cpu())
+    assert torch.equal(found["optimizer"]["state"][0]["exp_avg"], moment) and found["epoch"] == 3
+
+
+def test_a_staged_checkpoint_shares_what_the_tensors_share() -> None:
+    from torch.distributed.checkpoint._state_dict_stager import StateDictStager
+
+    a = torch.arange(3.0, device="xla")
+    a.note = [1]
+    shared = StateDictStager(share_memory=True)
+    copied = shared.stage({"a": a, "again": a.detach(), "cpu": torch.ones(2)})
+    assert copied["a"].data_ptr() == copied["again"].data_ptr() and copied["a"].is_shared() and copied["a"].device.type == "cpu"
+    assert copied["a"].note == [1] and copied["a"].note is not a.note and not hasattr(copied["a"], "_storage")
+    a.add_(1)
+    assert copied["a"].tolist() == [0.0, 1.0, 2.0] and shared.stage([a])[0].tolist() == [1.0, 2.0, 3.0]

@@ -14,7 +14,7 @@ if _values.get("NXD_JAX_KEEP_FREED_MEMORY", True):
 from torch_bridge.collectives import c10d_ops, collective_ops
 from torch_bridge.compiler import xla_cache
 from torch_bridge.config import fork_guard
-from torch_bridge.device import debug_modes, module_to
+from torch_bridge.device import debug_modes, module_to, torchs_staging
 from torch_bridge.generation import hooking
 from torch_bridge.mesh import watch
 from torch_bridge.passes import check_replicas
@@ -50,6 +50,7 @@ make_fx.install()
 interrupts.install()
 check_replicas.install()
 hooking.install()
+torchs_staging.install()
 watch.DOING = activity.in_words
 os.register_at_fork(after_in_child=fork_guard.mark_forked)
 # DataLoader workers fork; they use CPU tensors only, and `fork_guard.check` stops those that do not, so JAX's warning about forks misleads.
