@@ -262,6 +262,21 @@ def test_indexing(name: str) -> None:
     same(lambda device: INDEXING[name](torch.arange(12.0, device=device).reshape(3, 4)))
 
 
+@pytest.mark.filterwarnings("ignore:indexing with dtype torch.uint8", "ignore:where received a uint8 condition")
+def test_masks_of_bytes() -> None:
+    """Any byte but 0 says yes, as in torch's first releases."""
+
+    def run(device: str) -> Any:
+        mask = torch.tensor([1, 0, 2], dtype=torch.uint8, device=device)
+        x = torch.arange(12.0, device=device).reshape(3, 4).requires_grad_()
+        x[mask].square().sum().backward()
+        y = x.detach().clone()
+        y[mask, 1] = torch.tensor([7.0, 8.0], device=device)
+        return x[mask], x[mask, 2], x[:, 1:][:, mask], x.grad, y, torch.where(mask, x[:, :3], -1)
+
+    same(run)
+
+
 def test_gradients_of_masks() -> None:
     def run(device: str) -> Any:
         x = torch.arange(6.0, device=device).requires_grad_()

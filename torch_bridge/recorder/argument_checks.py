@@ -58,6 +58,27 @@ def _complex(real: Tensor, imag: Tensor) -> None:
         raise RuntimeError(f"torch.complex: expected real and imag of one dtype, got {real.dtype} and {imag.dtype}: convert one with .to()")
 
 
+@checks(aten.index.Tensor, aten._unsafe_index.Tensor)
+def _index(self: Tensor, indices: Sequence[Tensor | None]) -> None:
+    index_dtypes(indices)
+
+
+def index_dtypes(indices: Sequence[Tensor | None]) -> None:
+    """IndexError, as in torch, for index tensors that are neither positions nor masks."""
+    for index in indices:
+        if index is not None and index.dtype not in (torch.int64, torch.int32, torch.bool, torch.uint8):
+            raise IndexError(
+                f"tensors used as indices must be long, int, byte or bool tensors, got {index.dtype}: convert it with .long(), or .bool() if it is a mask"
+            )
+
+
+@checks(aten.pow.Tensor_Scalar, aten._foreach_pow.Scalar)
+def _power(self: Tensor | Sequence[Tensor], exponent: complex) -> None:
+    bases = [self] if isinstance(self, Tensor) else self
+    if isinstance(exponent, int) and exponent < 0 and not all(t.dtype.is_floating_point or t.dtype.is_complex for t in bases):
+        raise RuntimeError("Integers to negative integer powers are not allowed. Use a float exponent, or convert the base with .float()")
+
+
 @checks(aten.masked_scatter.default)
 def _masked_scatter(self: Tensor, mask: Tensor, source: Tensor) -> None:
     if mask.dtype != torch.bool:

@@ -95,12 +95,24 @@ def _multilabel_margin_loss(x: torch.Tensor, target: torch.Tensor, reduction: in
     return (loss if x.dim() > 1 else loss.new_empty(())), is_target
 
 
+def _index(self: torch.Tensor, indices: list[torch.Tensor | None]) -> torch.Tensor:
+    """torch's meta kernel knows masks of bool only. The CPU's takes uint8, too: masks of torch's first releases."""
+    return torch.ops.aten.index.Tensor(self, [i.bool() if i is not None and i.dtype == torch.uint8 else i for i in indices])
+
+
+def _where(condition: torch.Tensor, self: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """The same for conditions."""
+    return torch.ops.aten.where.self(condition.bool() if condition.dtype == torch.uint8 else condition, self, other)
+
+
 _BROKEN = {torch.ops.aten._thnn_fused_lstm_cell.default}
 """Ops whose meta kernel fails on arguments it should take (LSTM cells without biases)."""
 
 _RULES: dict[Any, Any] = {
     torch.ops.aten._grouped_mm.default: _grouped_mm,
+    torch.ops.aten.index.Tensor: _index,
     torch.ops.aten.multilabel_margin_loss_forward.default: _multilabel_margin_loss,
+    torch.ops.aten.where.self: _where,
 }
 """Our own inference where torch's meta kernel is narrower than its CPU kernel."""
 
