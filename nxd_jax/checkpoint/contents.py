@@ -29,6 +29,9 @@ class Contents:
     other: dict[str, Any]
 
 
+MEANS = {"row_var": -1, "col_var": -2}
+"""State of an optimizer that has one entry along a dim of its parameter, whatever the parameter's size there (Adafactor's)."""
+
 Model = torch.nn.Module | Mapping[str, Any]
 """A module, or a state dict."""
 
@@ -111,10 +114,12 @@ def placed(t: torch.Tensor) -> Placement | None:
     return placement.apart(t.shape, _places(axes))
 
 
-def _agree(t: torch.Tensor) -> bool:
-    """Whether ranks hold the same bits although nobody could tell from the program."""
-    first, *rest = sharded.shards(t)
-    return all(torch.equal(first, other) for other in {id(s): s for s in rest}.values()) and len(world.current().hosted) == world.size()
+def _agree(t: torch.Tensor, parts: Sequence[object] | None = None) -> bool:
+    """Whether ranks hold the same bits although nobody could tell from the program. parts: which part each rank holds; those with the same one are compared."""
+    firsts: dict[object, torch.Tensor] = {}
+    found = sharded.shards(t)
+    same = all(torch.equal(firsts.setdefault(None if parts is None else parts[r], own), own) for r, own in enumerate(found))
+    return same and len(world.current().hosted) == world.size()
 
 
 def _places(axes: Iterable[str]) -> list[int]:
@@ -142,6 +147,15 @@ class Part:
 
     def shape(self) -> torch.Size:
         return self.held.shape
+
+    def reduced(self, kind: str, shape: Sequence[int]) -> tuple[int, ...]:
+        """The dims along which state of this shape has one entry, and the parameter any number."""
+        held = self.held.shape
+        if len(shape) != len(held):
+            return ()
+        if kind in MEANS and len(held) > 1:
+            return (MEANS[kind] % len(held),)
+        return tuple(d for d, (n, whole) in enumerate(zip(shape, held, strict=True)) if n == 1 != whole)
 
 
 def inner(optimizer: Any) -> Any:
@@ -248,7 +262,7 @@ def _of_states(
             elif _is_number(value) and (key == "step" or value.shape != part.shape()):
                 plain.setdefault(part.name, {})[key] = value.detach().cpu()
             else:
-                tensors[f"{key}/{part.name}"] = value, _state_placement(value, part)
+                tensors[f"{key}/{part.name}"] = value, _state_placement(key, value, part)
         if part.name in masters:
             tensors[f"master/{part.name}"] = masters[part.name], part.placement()
     groups, k = [], 0
@@ -264,10 +278,19 @@ def _is_number(t: torch.Tensor) -> bool:
     return t.numel() <= 1 and (t.device.type != "xla" or not sharded.varying(t).axes)
 
 
-def _state_placement(value: torch.Tensor, part: Part) -> Placement | None:
+def _state_placement(kind: str, value: torch.Tensor, part: Part) -> Placement | None:
     if value.device.type != "xla":
         return None
-    if value.shape == part.shape():
+    dims = part.reduced(kind, value.shape)
+    if value.shape == part.shape() and not dims:
         return part.placement()
     axes = sharded.varying(value).axes
+    if dims and value.shape == _of_reduced(part, dims):
+        where = placement.reduced(part.placement(), dims)
+        if set(axes) <= where.axes() or _agree(value, where.parts()):
+            return where
     return placement.apart(value.shape, _places(axes)) if axes and not _agree(value) else placement.everywhere(value.shape)
+
+
+def _of_reduced(part: Part, dims: Sequence[int]) -> torch.Size:
+    return torch.Size(1 if d in dims else n for d, n in enumerate(part.shape()))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from nxd_jax.checkpoint import contents, expert_files, joining, original_states, pipeline_ranks, reading, united
+from nxd_jax.checkpoint import arrays, contents, expert_files, joining, original_states, pipeline_ranks, reading, united
 from nxd_jax.checkpoint.contents import Part
 from nxd_jax.checkpoint.joining import Joint
 from nxd_jax.checkpoint.original_files import Files
@@ -16,6 +17,7 @@ from nxd_jax.checkpoint.targets import Pace, target_of, write
 from nxd_jax.tensor_parallel import expert_states, full_weights
 from torch_bridge.mesh import world
 from torch_bridge.recorder import sharded
+from torch_bridge.recorder.tensor import XLATensor
 from torch_bridge.runtime import executor
 
 
@@ -82,7 +84,7 @@ def _check_shards(files: Files) -> None:
     for k, state in dict(first.data["base_state"]).items():
         if k not in shapes:
             continue
-        held = [first.describe(v)[0] for v in state.values() if original_states.is_tensor(v)]
+        held = [first.describe(v)[0] for kind, v in state.items() if original_states.is_tensor(v) and kind not in contents.MEANS]
         rows = [shape[0] for shape in held if len(shape) == len(shapes[k]) and shape[1:] == tuple(shapes[k][1:]) and shape and shape[0]]
         ranks = max([ranks, *(-(-shapes[k][0] // n) for n in rows)])
     if ranks > files.sizes["dp"]:
@@ -261,7 +263,9 @@ class Optimizer:
         for label, held in self.state.odd.items():
             kind, _, of = label.partition("/")
             if of == name:
-                found[kind] = reading._plain(held[0].read().clone(), part, on_device)
+                value = held[0].read().clone()
+                dims = part.reduced(kind, value.shape)
+                found[kind] = _like_reduced(part, value, dims) if dims else reading._plain(value, part, on_device)
         return found
 
     def _source(self, part: Part) -> str:
@@ -278,6 +282,18 @@ class Optimizer:
             keys = [k for name in group["params"] for k in ([name] if not name.endswith("_qkv") else [name, *joining.separate_names(name)])]
             found.append({**group, "params": keys})
         return found
+
+
+def _like_reduced(part: Part, value: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
+    """State with one entry along some dims of a whole parameter, as the optimizer keeps it."""
+    where = part.placement()
+    shapes = [piece.full_shape(where.shape) for piece in where.pieces]
+    whole = [sum(shape[0] for shape in shapes), *shapes[0][1:]]
+    rows = None if 0 in dims else part.rows
+    found = _like(dataclasses.replace(part, rows=rows), value.expand([whole[d] if d in dims else n for d, n in enumerate(value.shape)]))
+    for d in dims:
+        found = found.narrow(d, 0, 1)
+    return arrays.own(found) if isinstance(found, XLATensor) else found.clone()
 
 
 def _like(part: Part, full: full_weights.Full) -> torch.Tensor:

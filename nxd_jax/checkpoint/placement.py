@@ -90,6 +90,19 @@ class Placement:
         """Each rank's place among those that cut the tensor by rows."""
         return _table(self.rows.among) if self.rows is not None else (0,) * world.size()
 
+    def parts(self) -> list[tuple[int, ...]]:
+        """For each rank which part of the tensor it holds: ranks with equal ones hold the same."""
+        tables = self._tables()
+        return [tuple(table[r] for table in tables) for r in range(world.size())]
+
+    def axes(self) -> set[str]:
+        """The mesh axes along which ranks hold different parts."""
+        return {axis for table in self._tables() for axis in world.axes_of_table(table)}
+
+    def _tables(self) -> list[tuple[int, ...]]:
+        experts = [piece.experts.part for piece in self.pieces if piece.experts is not None]
+        return [self.row_part(), *(piece.part for piece in self.pieces), *experts]
+
 
 def of(parameter: torch.Tensor, rows: RowShards | None = None) -> Placement:
     """The placement of a parameter, or of a tensor that is shared out like it. A number counts as one row."""
@@ -144,6 +157,18 @@ def _experts(parameter: torch.Tensor) -> Experts | None:
 def everywhere(shape: Sequence[int], rows: RowShards | None = None) -> Placement:
     """The placement of a tensor that all ranks hold alike."""
     return Placement(tuple(shape) or (1,), (_everywhere(),), None if rows is None or rows.size == 1 else rows)
+
+
+def reduced(placement: Placement, dims: Sequence[int]) -> Placement:
+    """Of a tensor that has one entry along each of `dims` in place of all that a tensor placed so has (a mean along them): ranks that share out one of these
+    dims all hold it. Fused tensors along a reduced dim become one."""
+    shape = tuple(1 if d in dims else n for d, n in enumerate(placement.shape))
+    rows = None if 0 in dims else placement.rows
+    if 0 in dims and len(placement.pieces) > 1:
+        return Placement(shape, (_everywhere(),), rows)
+    pieces = [dataclasses.replace(p, experts=None) if 0 in dims else p for p in placement.pieces]
+    pieces = [dataclasses.replace(_everywhere(), experts=p.experts) if p.dim in dims else p for p in pieces]
+    return Placement(shape, tuple(pieces), rows)
 
 
 def apart(shape: Sequence[int], part: Sequence[int]) -> Placement:

@@ -38,12 +38,14 @@ _NOT_LOADED = {"params", "fused", "foreach", "capturable", "differentiable"}
 
 @dataclasses.dataclass(frozen=True)
 class Wanted:
-    """A tensor to fill from a folder. keys: of its arrays; where: its placement, None for one on the CPU; tensor: what it is or is like."""
+    """A tensor to fill from a folder. keys: of its arrays; where: its placement, None for one on the CPU; tensor: what it is or is like. reduced: it has one
+    entry along some dims of `tensor`."""
 
     label: str
     keys: tuple[str, ...]
     where: Placement | None
     tensor: torch.Tensor
+    reduced: bool = False
 
     @property
     def home(self) -> Place | None:
@@ -374,7 +376,7 @@ def load_optimizer(path: Path, optimizer: torch.optim.Optimizer, model: contents
     _check_groups(path, saved["param_groups"], optimizer, {part.parameter: keys[part.name] for part in parts})
     wanted = [w for part in parts for w in _state_wanted(folder, saved, part, keys[part.name])]
     like = set(saved["like"])
-    problems = _shape_problems(folder, [w for w in wanted if w.keys[0] in like])
+    problems = _shape_problems(folder, [w for w in wanted if w.keys[0] in like or w.reduced])
     problems += [_apart_problem(w.keys[0], folder.entry(w.keys[0]), w.where) for w in wanted if "apart" in folder.entry(w.keys[0])]
     if any(problems):
         raise ValueError(f"cannot load {path}: " + "; ".join(p for p in problems if p))
@@ -405,6 +407,8 @@ def _take_state(
             held = by_name[name].held
             if key == "master":
                 held.detach().copy_(value.reshape(held.shape))
+            elif w.reduced:
+                state[name][key] = arrays.own(value) if isinstance(value, XLATensor) else value
             else:
                 state[name][key] = (
                     value.reshape(held.shape) if set(w.keys) <= set(saved["like"]) else _as_stored(value, folder.entry(w.keys[0]))
@@ -467,19 +471,57 @@ def _check_groups(
 
 
 def _state_wanted(folder: Folder, saved: Any, part: Part, keys: Sequence[str]) -> list[Wanted]:
-    kinds = dict.fromkeys(k.partition("/")[0] for k in folder.names() if k.partition("/")[2] in (part.name, *keys))
+    names = (part.name, *keys, *(name for name in _fused_names(part.name) if name not in saved["order"]))
+    kinds = dict.fromkeys(k.partition("/")[0] for k in folder.names() if k.partition("/")[2] in names)
     found = []
     for kind in kinds:
         own = tuple(f"{kind}/{k}" for k in keys)
         if kind == "master" and part.held is part.parameter:
             continue
-        if all(k in folder for k in own) and set(own) <= set(saved["like"]) | {k for k in own if kind == "master"}:
-            found.append(Wanted(f"{kind}/{part.name}", own, part.placement(), part.held if part.rows is None else part.parameter))
-        elif f"{kind}/{part.name}" in folder:
-            entry = folder.entry(f"{kind}/{part.name}")
-            where = folder.apart(f"{kind}/{part.name}") or placement.everywhere(entry["shape"])
-            found.append(Wanted(f"{kind}/{part.name}", (f"{kind}/{part.name}",), where, part.held))
+        there = all(k in folder for k in own)
+        if there and set(own) <= set(saved["like"]) | {k for k in own if kind == "master"}:
+            found.append(Wanted(f"{kind}/{part.name}", own, part.placement(), _beside(part)))
+            continue
+        stored = own if there else (f"{kind}/{part.name}",)
+        if stored[0] in folder and "apart" not in folder.entry(stored[0]):
+            found.append(_not_alike(folder, part, kind, stored))
+        elif stored[0] in folder:
+            entry = folder.entry(stored[0])
+            where = folder.apart(stored[0]) or placement.everywhere(entry["shape"])
+            found.append(Wanted(f"{kind}/{part.name}", stored[:1], where, part.held))
+        elif kind != "master":
+            raise ValueError(
+                f"cannot load {folder.path}: it has {kind} of {_kept_for(folder, kind, names)}, of which that of {part.name} cannot be made: make the layer "
+                "with fuse_qkv as it was, or load the model without its optimizer"
+            )
     return found
+
+
+def _not_alike(folder: Folder, part: Part, kind: str, stored: tuple[str, ...]) -> Wanted:
+    """State that has not an entry for each of the parameter's: one entry along some dims (a mean), or a shape of its own, which all ranks hold."""
+    label, shape = f"{kind}/{part.name}", folder.entry(stored[0])["shape"]
+    dims = part.reduced(kind, shape)
+    where = placement.reduced(part.placement(), dims) if dims else placement.everywhere(shape)
+    if len(where.pieces) != len(stored):
+        raise ValueError(
+            f"cannot load {folder.path}: it has {kind} of {listed([name.partition('/')[2] for name in stored])}, a mean over each, and one over all of "
+            f"{part.name} is needed: make the layer with fuse_qkv as it was, or load the model without its optimizer"
+        )
+    return Wanted(label, stored, where, _beside(part), reduced=True) if dims else Wanted(label, stored, where, part.held)
+
+
+def _kept_for(folder: Folder, kind: str, names: Sequence[str]) -> str:
+    return listed([name for name in dict.fromkeys(names) if f"{kind}/{name}" in folder])
+
+
+def _beside(part: Part) -> torch.Tensor:
+    """What tells where state lies."""
+    return part.held if part.rows is None else part.parameter
+
+
+def _fused_names(name: str) -> tuple[str, ...]:
+    """What fused q, k and v would be called, of which a parameter might be one."""
+    return (name[:-1] + "qkv",) if name.endswith(("_q", "_k", "_v")) else ()
 
 
 def _set_options(optimizer: Any, saved: Sequence[Mapping[str, Any]], keys: Mapping[torch.Tensor, Sequence[str]]) -> None:

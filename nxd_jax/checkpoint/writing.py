@@ -103,10 +103,15 @@ def named_item(found: Contents, parts: Sequence[Part], model: contents.Model | N
     for group in found.other["param_groups"]:
         group["params"] = [k for name in group["params"] for k in keys[name]]
     found.other["order"] = [k for name in found.other["order"] for k in keys[name]]
-    shapes = {part.name: part.shape() for part in parts}
-    like = [name for name, (t, _) in found.tensors.items() if t.shape == shapes[name.partition("/")[2]]]
+    by_name = {part.name: part for part in parts}
+    like = [name for name, (t, _) in found.tensors.items() if _is_like(by_name[name.partition("/")[2]], name.partition("/")[0], t)]
     found.other["like"] = sorted({k for name in like for k in contents.keys_of(name, found.tensors[name][1])})
     return _item(found, united.states, pipeline_ranks.order_of(model))
+
+
+def _is_like(part: Part, kind: str, t: torch.Tensor) -> bool:
+    """Whether state has an entry for each of the parameter's."""
+    return t.shape == part.shape() and not part.reduced(kind, t.shape)
 
 
 def _nested_item(state: Mapping[str, Any]) -> Item:

@@ -39,7 +39,14 @@ class Model(nn.Module):
 
 
 def build(
-    tp: int = 1, zero1: bool = False, kv: int = 1, fuse: bool = True, seed: int = 0, dtype: torch.dtype = torch.float32, cp: int = 1
+    tp: int = 1,
+    zero1: bool = False,
+    kv: int = 1,
+    fuse: bool = True,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    cp: int = 1,
+    optimizer_class: type[torch.optim.Optimizer] = torch.optim.AdamW,
 ) -> Any:
     """(model, optimizer, scheduler) in the current world."""
     config = nxd.neuronx_distributed_config(
@@ -51,7 +58,7 @@ def build(
         {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": 0.1},
         {"params": [p for p in model.parameters() if p.dim() <= 1], "weight_decay": 0.0},
     ]
-    optimizer = nxd.initialize_parallel_optimizer(config, torch.optim.AdamW, groups, lr=1e-2)
+    optimizer = nxd.initialize_parallel_optimizer(config, optimizer_class, groups, lr=1e-2)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda k: 1 / (k + 1))
     return model, optimizer, scheduler
 

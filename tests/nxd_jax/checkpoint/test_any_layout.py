@@ -12,6 +12,7 @@ import neuronx_distributed as nxd
 import pytest
 import torch
 
+from nxd_jax.checkpoint import reading
 from tests.nxd_jax.checkpoint import job
 
 # (world, tp, options of job.build)
@@ -65,6 +66,61 @@ def test_model_and_optimizer(nxd_world: Any, states: dict[str, Any], saved: str,
 @pytest.fixture
 def nxd_world(nxd: Any) -> Any:
     return nxd
+
+
+FACTORED: dict[str, tuple[int, int, bool]] = {
+    "alone": (1, 1, False),
+    "tp2": (2, 2, False),
+    "tp2-dp2-zero1": (4, 2, True),
+    "dp12-zero1": (12, 1, True),
+}
+"""(world, tp, ZeRO-1). With 12 ranks each has one row of the head, whose means have the shape of that row."""
+
+
+def _factored(nxd_world: Any, name: str, seed: int = 0, fuse: bool = True) -> Any:
+    size, tp, zero1 = FACTORED[name]
+    nxd_world(size, tp=tp)
+    return job.build(tp, zero1, fuse=fuse, seed=seed, optimizer_class=torch.optim.Adafactor)
+
+
+def _arrays(path: Path) -> dict[str, torch.Tensor]:
+    folder = reading.Folder(path / "optim")
+    return {name: folder.full(name) for name in sorted(folder.names()) if not name.startswith("master/")}
+
+
+@pytest.mark.thorough(keep=4)
+@pytest.mark.parametrize("loaded", FACTORED)
+@pytest.mark.parametrize("saved", FACTORED)
+def test_state_that_is_means_of_rows_and_columns(nxd_world: Any, tmp_path: Path, saved: str, loaded: str) -> None:
+    """Adafactor's: ranks hold means of whole matrices, each its part of those along a dim that they do not share out."""
+    made = _factored(nxd_world, saved)
+    made[0].eval()  # no dropout: every layout computes the same
+    job.train(made, 0, 2)
+    nxd.save_checkpoint(tmp_path, "two", *made)
+    job.train(made, 2, 3)
+    expected = job.weights(made[0])
+
+    made = _factored(nxd_world, loaded, seed=1)
+    made[0].eval()
+    nxd.load_checkpoint(tmp_path, "two", *made)
+    nxd.save_checkpoint(tmp_path, "again", *made)
+    first, second = _arrays(tmp_path / "two"), _arrays(tmp_path / "again")
+    assert first["row_var/head.weight"].shape == (7, 1) and first["col_var/head.weight"].shape == (1, 16)
+    assert first["row_var/down.weight"].shape == (16, 1) and first["col_var/down.weight"].shape == (1, 32)
+    assert job.differing(first, second) == []
+    job.train(made, 2, 3)
+    for name, weight in job.weights(made[0]).items():
+        torch.testing.assert_close(weight, expected[name], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_means_of_fused_and_of_separate_projections(nxd_world: Any, tmp_path: Path, fused: bool) -> None:
+    made = _factored(nxd_world, "alone", fuse=fused)
+    job.train(made, 0, 1)
+    nxd.save_checkpoint(tmp_path, "one", *made)
+    made = _factored(nxd_world, "alone", fuse=not fused)
+    with pytest.raises(ValueError, match=r"it has col_var of qkv.weight_q.*: make the layer with fuse_qkv as it was"):
+        nxd.load_checkpoint(tmp_path, "one", *made)
 
 
 @pytest.mark.filterwarnings("ignore:the query heads of")

@@ -182,3 +182,32 @@ def test_experts(nxd: Nxd, tmp_path: Path) -> None:
     nxd_api.save_checkpoint(tmp_path, "t", model, torch.optim.SGD(model.parameters(), lr=0.1))
     for part in ("model", "optim"):
         assert files(tmp_path / "t" / part) == [f"dp_rank_00_ep_rank_{e:02d}_tp_rank_00_pp_rank_00.pt" for e in range(world.size())]
+
+
+@pytest.mark.parametrize(("size", "tp", "zero1"), [(1, 1, True), (2, 2, False), (4, 2, True)])
+def test_means_of_rows_and_columns_load_at_other_sizes(nxd: Nxd, tmp_path: Path, size: int, tp: int, zero1: bool) -> None:
+    """Adafactor's state, which one rank had all of."""
+    nxd(1)
+    made = job.build(zero1=True, optimizer_class=torch.optim.Adafactor)
+    made[0].eval()
+    job.train(made, 0, 2)
+    nxd_api.save_checkpoint(tmp_path, "two", *made)
+    job.train(made, 2, 3)
+    expected = job.weights(made[0])
+
+    nxd(size, tp=tp)
+    made = job.build(tp, zero1, seed=1, optimizer_class=torch.optim.Adafactor)
+    made[0].eval()
+    nxd_api.load_checkpoint(tmp_path, "two", *made)
+    job.train(made, 2, 3)
+    for name, weight in job.weights(made[0]).items():
+        torch.testing.assert_close(weight, expected[name], rtol=1e-4, atol=1e-5)
+
+
+def test_means_of_several_ranks_are_not_joined(nxd: Nxd, tmp_path: Path) -> None:
+    nxd(2, tp=2)
+    made = job.build(2, optimizer_class=torch.optim.Adafactor)
+    job.train(made, 0, 1)
+    nxd_api.save_checkpoint(tmp_path, "one", *made)
+    with pytest.raises(ValueError, match=r"row_var/.* is different on each rank: how it would be joined is not known"):
+        nxd_api.load_checkpoint(tmp_path, "one", *job.build(2, optimizer_class=torch.optim.Adafactor))
