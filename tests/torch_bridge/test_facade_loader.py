@@ -320,3 +320,66 @@ def test_to_host_moves_nested_data_back() -> None:
     assert back["x"].tolist() == [2.0, 2.0] and back["y"][0] is back["y"][1]
     same = {"plain": 1}
     assert prefetch.to_host(same) is same
+
+
+class Telling(list):
+    """A loader that says which batch is the last while somebody has it, as accelerate's do."""
+
+    gradient_state = None
+    end_of_dataloader = False
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        self.end_of_dataloader = False
+        for k in range(len(self)):
+            self.end_of_dataloader = k + 1 == len(self)
+            yield self[k]
+
+
+def test_a_loader_that_says_which_batch_is_the_last() -> None:
+    loader = Telling(batches(4))
+    ahead = pl.MpDeviceLoader(loader, "xla")
+    for _ in range(2):
+        passing = iter(ahead)
+        assert [(b[0].item(), b.device.type, loader.end_of_dataloader) for b in passing] == [
+            *((float(k), "xla", False) for k in range(3)),
+            (3.0, "xla", True),
+        ]
+        with pytest.raises(StopIteration):
+            next(passing)
+
+
+def test_a_loader_that_says_so_and_raises() -> None:
+    loader = Telling([*batches(1), torch.zeros(2)])
+    passing = iter(pl.MpDeviceLoader(loader, "xla"))
+    next(passing)
+    del loader[1:]
+    with pytest.raises(IndexError):
+        next(passing)
+    with pytest.raises(StopIteration):
+        next(passing)
+
+
+@pytest.mark.parametrize("steps", [2, 3])
+def test_accelerate_accumulates_up_to_the_last_batch(steps: int) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    accelerator = accelerate.Accelerator(gradient_accumulation_steps=steps)
+    try:
+        model = torch.nn.Linear(1, 1)
+        loader = DataLoader(TensorDataset(torch.arange(9.0).reshape(9, 1)), batch_size=2)
+        model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1), loader)
+        assert isinstance(loader, pl.MpDeviceLoader)
+        for _ in range(2):
+            synced, rows = [], []
+            for (x,) in loader:
+                with accelerator.accumulate(model):
+                    accelerator.backward(model(x).sum())
+                    optimizer.step()
+                    optimizer.zero_grad()
+                synced.append(accelerator.sync_gradients)
+                rows += accelerator.gather_for_metrics(x)[:, 0].tolist()
+            assert synced == [k % steps == 0 or k == 5 for k in range(1, 6)]
+            assert rows == [float(k) for k in range(9)]
+    finally:
+        accelerator.free_memory()
+        for state in (accelerate.state.GradientState, accelerate.state.AcceleratorState, accelerate.state.PartialState):
+            state._reset_state()

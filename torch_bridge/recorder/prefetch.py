@@ -133,6 +133,36 @@ class Prefetcher(Iterator[Any]):
         self._stop()
 
 
+class InStep(Iterator[Any]):
+    """Iterates over `loader` on the caller's thread, each batch passed through `move`: nothing is read before it is asked for."""
+
+    def __init__(self, loader: Iterable[Any], move: Callable[[Any], Any]):
+        self._loader: Iterable[Any] | None = loader
+        self._move = move
+        self._batches: Iterator[Any] | None = None
+
+    def __next__(self) -> Any:
+        if self._loader is not None:
+            self._batches, self._loader = iter(self._loader), None
+        if self._batches is None:
+            raise StopIteration
+        try:
+            return self._move(next(self._batches))
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Iterating further ends at once."""
+        self._loader = self._batches = None
+
+
+def tells_where_it_is(loader: object) -> bool:
+    """Whether a loader says, while somebody has a batch of it, if that is the last: accelerate's. Read ahead, it would say so too early, and
+    `Accelerator.accumulate` and `gather_for_metrics` would take other batches for the last."""
+    return hasattr(loader, "gradient_state") and hasattr(loader, "end_of_dataloader")
+
+
 def _read(batches: Iterator[Any], host: Channel) -> None:
     """Without a `for` loop, which would call iter() of the iterator: one that rewinds itself then would start over."""
     try:

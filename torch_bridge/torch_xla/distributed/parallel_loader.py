@@ -57,7 +57,8 @@ class ParallelLoader:
     """`pl.ParallelLoader`: a loader whose batches go to `devices` (one per process) ahead of time.
 
     batches_per_execution: batches per step. loader_prefetch_size, device_prefetch_size: batches read ahead on the host, and moved ahead.
-    host_to_device_transfer_threads: threads that move; the order of batches is kept. batchdim is accepted and not used.
+    host_to_device_transfer_threads: threads that move; the order of batches is kept. batchdim is accepted and not used. Loaders of accelerate, which say
+    whether a batch is the last, are read batch by batch.
     input_sharding: with `xr.use_spmd`, an `xs.ShardingSpec` for the tensors of a batch that have as many dims, or a dict of them by key of the batch.
     """
 
@@ -101,10 +102,12 @@ class ParallelLoader:
         for prefetcher in list(self._open):
             prefetcher.close()
 
-    def _prefetcher(self, device: torch.device) -> prefetch.Prefetcher:
+    def _prefetcher(self, device: torch.device) -> prefetch.Prefetcher | prefetch.InStep:
         def move(batch: Any) -> Any:
             return sharded_inputs.move(batch, device, self._input_sharding)
 
+        if prefetch.tells_where_it_is(self._cpu_loader):
+            return prefetch.InStep(self._cpu_loader, move)
         prefetcher = prefetch.Prefetcher(self._cpu_loader, move, *self._sizes)
         self._open.add(prefetcher)
         return prefetcher
