@@ -252,7 +252,7 @@ def _writes_its_input(traced: fx.GraphModule, node: fx.Node) -> bool:
 
 def place_of_error(error: BaseException) -> str:
     """Where in the model an error came from."""
-    folders = (pathlib.Path(module.__file__).parent for module in (fx, nn))
+    folders = (pathlib.Path(str(module.__file__)).parent for module in (fx, nn))
     inside = (*map(str, folders), str(pathlib.Path(__file__).parent), str(contextlib.__file__))
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(inside)]
     return f" ({frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line})" if frames else ""

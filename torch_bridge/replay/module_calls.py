@@ -349,7 +349,9 @@ class Recorded:
         self.how: Any = None
         self.needs: tuple[bool, ...] = ()
         self.over = False
-        self.alone = _BLOCK.of is not None or len(call.kind.forwards) >= recordings.TIMES  # else others may have been looked at in the same pass
+        self.alone = (
+            _BLOCK.of is not None or len(call.kind.forwards) >= recordings.TIMES
+        )  # else others may have been looked at in the same pass
         self.of: object = None
         self._differentiable = differentiable
         self._known: dict[int, Source] = {}
