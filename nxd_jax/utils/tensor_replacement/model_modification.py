@@ -68,9 +68,10 @@ def _of(module: nn.Module, model: nn.Module, forward: Any) -> Any:
     """A model's forward; as that of the module, if that is a copy of the model."""
     if module is model:
         return forward
-    method: Any = forward if inspect.ismethod(forward) else getattr(forward, "__wrapped__", None)  # played models have another object there
-    own = inspect.ismethod(method) and method.__self__ is model
-    return types.MethodType(method.__func__, module) if own else forward
+    method = forward if inspect.ismethod(forward) else getattr(forward, "__wrapped__", None)  # played models have another object there
+    if inspect.ismethod(method) and method.__self__ is model:
+        return types.MethodType(method.__func__, module)
+    return forward
 
 
 def _longer(own: list[Parameter], names: list[str]) -> inspect.Signature:
