@@ -1,4 +1,4 @@
-"""Smaller modules of torch_xla: dlpack, the model comparator, FSDP's helpers, callbacks, accumulation of gradients."""
+"""Smaller modules of torch_xla: dlpack, the model comparator, FSDP's helpers, callbacks, accumulation of gradients, queues, saved metrics, graphs."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ import torch_xla
 import torch_xla.distributed.fsdp.utils as fsdp
 import torch_xla.distributed.spmd as xs
 from torch import nn
-from torch_xla.debug import model_comparator
+from torch_xla._dynamo import dynamo_bridge
+from torch_xla.debug import metrics_saver, model_comparator
 from torch_xla.experimental.callback import on_ready_callback
 from torch_xla.experimental.gradient_accumulation import gradient_accumulation
 from torch_xla.utils.dlpack import from_dlpack, to_dlpack
+from torch_xla.utils.keyd_queue import KeydQueue, Queue
 
 from torch_bridge.mesh import world
 
@@ -225,3 +227,66 @@ def test_gradient_accumulation_says_what_it_cannot_take(tensors: Any, text: str)
 
 def test_xm_is_an_attribute() -> None:
     assert torch_xla.xm is torch_xla.core.xla_model
+
+
+# -- queues, saved metrics, graphs ----------------------------------------------------------------
+
+
+def _waits(call: Any) -> threading.Thread:
+    """A thread in `call`, which has not come back."""
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    thread.join(0.1)
+    assert thread.is_alive()
+    return thread
+
+
+def test_a_queue_that_is_closed() -> None:
+    queue = Queue(maxsize=2)
+    queue.put(1)
+    queue.put(2)
+    full = _waits(lambda: queue.put(3))
+    assert queue.max_size() == 2 and queue.get() == 1
+    full.join(10)
+    assert not full.is_alive() and queue.get() == 2
+    queue.close_write()
+    assert queue.get() == 3 and queue.get() is None
+    queue.close()
+    queue.put(4)
+    assert queue.get() is None
+
+
+def test_a_queue_by_keys_takes_what_is_waited_for() -> None:
+    queue, found = KeydQueue(maxsize=1), []
+    queue.put("a", 1)
+    waiting = _waits(lambda: found.append(queue.get("b")))
+    queue.put("b", 2)  # although it is full
+    waiting.join(10)
+    assert found == [2]
+    full = _waits(lambda: queue.put("c", 3))
+    assert queue.get("a") == 1
+    full.join(10)
+    queue.close_write()
+    assert queue.get("c") == 3 and queue.get("d") is None
+
+
+def test_saved_metrics(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    (torch.ones(2, device="xla") + 1).cpu()
+    monkeypatch.delenv("XLA_METRICS_FILE", raising=False)
+    metrics_saver.save_metrics()
+    monkeypatch.setenv("XLA_METRICS_FILE", str(tmp_path / "metrics"))
+    metrics_saver.save_metrics()
+    metrics_saver.save_metrics()
+    metrics_saver.save_metrics("STDERR")
+    assert (tmp_path / "metrics").read_text().count("Metric: CompileTime") == 2
+    assert "Metric: CompileTime" in capsys.readouterr().err
+
+
+def test_compiled_graphs() -> None:
+    from torch_xla.core import dynamo_bridge as older
+
+    graph = torch.fx.symbolic_trace(nn.Linear(3, 2)).to("xla")
+    x = torch.ones(1, 3, device="xla")
+    expected = graph(x).cpu()
+    compiled = dynamo_bridge.extract_compiled_graph(graph, [x])
+    assert torch.equal(compiled(x).cpu(), expected) and older.extract_compiled_graph is dynamo_bridge.extract_compiled_graph
