@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import copy
 import functools
+import threading
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import transformers
 
 from torch_bridge import metrics
+from torch_bridge.generation import uninterrupted
+from torch_bridge.replay.direct import Direct
 
 WORDS, END, PAD = 128, 1, 0
 _SIZES = {
@@ -94,6 +98,22 @@ def generated(model: Any, ids: torch.Tensor, seed: int = 1, **options: Any) -> t
     out: torch.Tensor = model.generate(ids.to(model.device), **{"do_sample": False, **there})
     assert out.device.type == model.device.type
     return out.cpu()
+
+
+def program_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A list that gets an item for each token that is a call of its program. Threads of the tests' own runner do not count as the script's."""
+    made: list[int] = []
+    call, harmless = Direct.call, uninterrupted._harmless
+    runners = set(threading.enumerate()) - {threading.main_thread()}
+
+    def counted(self: Direct, new: Any) -> Any:
+        found = call(self, new)
+        made.extend([1] * (found is not None))
+        return found
+
+    monkeypatch.setattr(Direct, "call", counted)
+    monkeypatch.setattr(uninterrupted, "_harmless", lambda thread: thread in runners or harmless(thread))
+    return made
 
 
 class Compiled:

@@ -11,8 +11,7 @@ import pytest
 import torch
 import transformers
 
-from tests.torch_bridge.generation.models import generated, on_cpu, on_xla, padded, prompt
-from torch_bridge.replay.direct import Direct
+from tests.torch_bridge.generation.models import generated, on_cpu, on_xla, padded, program_calls, prompt
 
 TOKENS = 24
 OPTIONS: dict[str, Any] = {"max_new_tokens": TOKENS, "eos_token_id": None}
@@ -22,16 +21,7 @@ OPTIONS: dict[str, Any] = {"max_new_tokens": TOKENS, "eos_token_id": None}
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many tokens were such calls: the length of this list."""
-    made: list[int] = []
-    call = Direct.call
-
-    def counted(self: Direct, new: Any) -> Any:
-        found = call(self, new)
-        made.extend([1] * (found is not None))
-        return found
-
-    monkeypatch.setattr(Direct, "call", counted)
-    return made
+    return program_calls(monkeypatch)
 
 
 @pytest.fixture(scope="module")
