@@ -18,6 +18,12 @@ from torch_bridge.runtime import executor, session
 from torch_bridge.runtime.observers import Observer
 
 
+@pytest.fixture(autouse=True)
+def unobserved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What observed the session in other tests (a pipeline's log of steps stays) would have calls made in the ordinary way."""
+    monkeypatch.setattr(session.current(), "observers", ())
+
+
 class Sums(nn.Module):
     """Adds what it is given to a state, and counts its calls in a buffer."""
 
@@ -223,10 +229,9 @@ def test_a_program_that_fails_leaves_the_states(monkeypatch: pytest.MonkeyPatch)
     def fail(args: Any) -> Any:
         raise RuntimeError("no device")
 
-    monkeypatch.setattr(call._program, "run", fail)
     version = state._version
-    with pytest.raises(RuntimeError, match="no device"):
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="no device"):
+        patch.setattr(call._program, "run", fail)
         call.call([new(0)])
-    monkeypatch.undo()
     torch.testing.assert_close(state.cpu(), values, rtol=0, atol=0)
     assert state._version == version and call.call([new(0)]) is not None

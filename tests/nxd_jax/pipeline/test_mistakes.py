@@ -13,17 +13,7 @@ from neuronx_distributed.pipeline import NxDPPModel
 from torch import nn
 
 from tests.nxd_jax.conftest import Nxd
-
-
-class Layer(nn.Module):
-    """The repeated layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(self.linear(x))
+from tests.nxd_jax.pipeline.models import Layer
 
 
 class Model(nn.Module):

@@ -10,7 +10,7 @@ from neuronx_distributed.pipeline import NxDPPModel
 from torch import nn
 
 from tests.nxd_jax.conftest import Nxd
-from tests.nxd_jax.pipeline.models import HIDDEN, WORDS, Block
+from tests.nxd_jax.pipeline.models import HIDDEN, WORDS, Block, Layer
 from torch_bridge.recorder import placed
 
 
@@ -98,17 +98,6 @@ def test_new_values(nxd: Nxd) -> None:
     found = pipeline.run_eval(**batch())
     assert abs(found - before) > 0.01
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
-
-
-class Layer(nn.Module):
-    """The repeated layer of `Stateful`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(self.linear(x))
 
 
 class Stateful(nn.Module):
