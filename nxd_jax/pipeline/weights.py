@@ -115,22 +115,21 @@ def refresh(replicas: Sequence[Sequence[Replica]], homes: Homes, exchange: Excha
         source, target = ends(replica, homes)
         if replica.copy is not None:
             replica.copy.grad = None
+        apart = exchange if exchange is not None and not messages.within_process(source, target) else None
         learns = replica.weight.requires_grad
-        if exchange is not None and not messages.within_process(
-            source, target
-        ):  # only the owner's process knows whether it has been frozen
-            learns = exchange.told(f"R {replica.name} {replica.reader}", b"1" if learns else b"0", source, target) == b"1"
+        if apart is not None:  # only the owner's process knows whether it has been frozen
+            learns = apart.told(f"R {replica.name} {replica.reader}", b"1" if learns else b"0", source, target) == b"1"
         if replica.copy is not None:
             replica.copy.requires_grad_(learns)
-        if exchange is None or messages.within_process(source, target):
+        if apart is None:
             assert replica.copy is not None
             replica.copy.data = placed.moved(replica.weight, target)
             continue
         if messages.hosted(source):
             executor.materialize(replica.weight._storage)  # type: ignore[attr-defined]
-            exchange.send(f"W {replica.name} {replica.reader}", 0, replica.weight.detach(), source, target)
+            apart.send(f"W {replica.name} {replica.reader}", 0, replica.weight.detach(), source, target)
         if replica.copy is not None:
-            replica.copy.data = exchange.receive(f"W {replica.name} {replica.reader}", 0, source, target).detach()
+            replica.copy.data = apart.receive(f"W {replica.name} {replica.reader}", 0, source, target).detach()
 
 
 def add_up(replicas: Sequence[Sequence[Replica]], homes: Homes, exchange: Exchange | None) -> None:

@@ -63,16 +63,11 @@ def generate(original: Callable[..., Any], model: Any, args: tuple[Any, ...], kw
 def _plain_mode(request: requests.Request) -> Iterator[None]:
     """A block without torch's inference mode, in which nothing is played, if nobody can tell: no code or tensors of the script's are used in it but the prompt,
     of which there are copies."""
-    held = (*request.model.parameters(), *request.model.buffers())
-    if (
-        not torch.is_inference_mode_enabled()
-        or not of_transformers(request)
-        or request.cache is not None
-        or any(t.is_inference() for t in held)
-    ):
-        yield
-        return
-    with torch.inference_mode(False), torch.no_grad():
+    leaves = torch.is_inference_mode_enabled() and of_transformers(request) and request.cache is None
+    if leaves and not any(t.is_inference() for t in (*request.model.parameters(), *request.model.buffers())):
+        with torch.inference_mode(False), torch.no_grad():
+            yield
+    else:
         yield
 
 

@@ -74,9 +74,7 @@ def hand_over(leaves: Sequence[Any], grads: Sequence[Any]) -> list[Any]:
     new: list[Any] = []
     memory: set[Any] = set()
     for k, (p, g) in enumerate(zip(leaves, grads, strict=True)):
-        if g is None or p._layout is not g._layout or not p.is_leaf or not p.requires_grad:
-            continue
-        if p._backward_hooks or p._post_accumulate_grad_hooks:
+        if g is None or not p.requires_grad or not _is_plain(p, g):
             continue
         before = p.grad
         if before is None:
@@ -90,6 +88,11 @@ def hand_over(leaves: Sequence[Any], grads: Sequence[Any]) -> list[Any]:
     return rest
 
 
+def _is_plain(p: Any, g: Any) -> bool:
+    """Whether a leaf lies as its new gradient does, and has no hooks."""
+    return p.is_leaf and p._layout is g._layout and not p._backward_hooks and not p._post_accumulate_grad_hooks
+
+
 def add(leaves: Sequence[Any], grads: Sequence[Any]) -> bool:
     """`hand_over`, if all of it can be done: no hooks, no tensors that share memory; else False, and nothing is done.
 
@@ -97,15 +100,14 @@ def add(leaves: Sequence[Any], grads: Sequence[Any]) -> bool:
     """
     before = [p.grad for p in leaves]
     memory = {id(t._storage) for t in (*grads, *before) if t is not None}
-    plain = all(
-        p.is_leaf and p._layout is g._layout and not p._backward_hooks and not p._post_accumulate_grad_hooks
-        for p, g in zip(leaves, grads, strict=True)
-    )
+    plain = all(map(_is_plain, leaves, grads))
     alike = all(old is None or old.dtype == g.dtype for old, g in zip(before, grads, strict=True))
     if not (plain and alike and unwatched()) or len(memory) < len(grads) + sum(old is not None for old in before):
         return False
     with torch.no_grad():
         for p, g in zip(leaves, hand_over(leaves, grads), strict=True):
-            if g is not None:
+            if g is not None and p.grad is None:  # frozen since its gradient was computed
+                p.grad = g
+            elif g is not None:
                 p.grad.add_(g)
     return True

@@ -349,9 +349,8 @@ class Recorded:
         self.how: Any = None
         self.needs: tuple[bool, ...] = ()
         self.over = False
-        self.alone = (
-            _BLOCK.of is not None or len(call.kind.forwards) >= recordings.TIMES
-        )  # else others may have been looked at in the same pass
+        # In a first recording's backward pass there may be calls that were looked at, whose gradients autograd adds up.
+        self.alone = _BLOCK.of is not None or len(call.kind.forwards) >= recordings.TIMES
         self.of: object = None
         self._differentiable = differentiable
         self._known: dict[int, Source] = {}

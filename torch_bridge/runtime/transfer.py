@@ -33,22 +33,20 @@ def to_array(t: torch.Tensor, device: Any = None) -> jax.Array:
 
 
 def _moved(t: torch.Tensor, device: Any) -> jax.Array:
-    host = precision_mode.uploaded(to_numpy(t))
     started = time.perf_counter()
-    own = host.copy()  # on CPU devices JAX takes numpy memory as it is, whatever `may_alias` says
+    own = to_host(t)
     if device is None and not sharding.active():
         array = _compat.put(own)
     else:
         with _compat.enable_x64():
             array = sharding.replicated(own) if device is None else jax.device_put(own, device)
     metrics.TRANSFER_TO_DEVICE.add(time.perf_counter() - started)
-    metrics.OUTBOUND_DATA.add(host.nbytes)
     return array
 
 
 def to_host(t: torch.Tensor) -> np.ndarray:
-    """A CPU tensor's values as the device would hold them, in memory of their own, for a program to take them from there."""
-    host = precision_mode.uploaded(to_numpy(t)).copy()
+    """A CPU tensor's values as the device would hold them, in memory of their own."""
+    host = precision_mode.uploaded(to_numpy(t)).copy()  # on CPU devices JAX takes numpy memory as it is, whatever `may_alias` says
     metrics.OUTBOUND_DATA.add(host.nbytes)
     return host
 
