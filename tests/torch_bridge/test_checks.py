@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
 import torch_bridge
+from tests.torch_bridge.devices import same
 
 torch_bridge.register()
 
@@ -34,6 +36,72 @@ CASES: dict[str, tuple[Call, str]] = {
     "integers to a negative power": (lambda d: long(d) ** -1, "Integers to negative integer powers are not allowed"),
     "bools to a negative power": (lambda d: long(d).bool().pow(-2), "convert the base with .float()"),
     "lists of integers to a negative power": (lambda d: torch._foreach_pow([long(d), long(d)], -1), "Use a float exponent"),
+    **{
+        f"{name} of integers": (lambda d, fn=fn: fn(long(d)), "not implemented for torch.int64")
+        for name, fn in (
+            ("softmax", lambda t: t.softmax(0)),
+            ("log_softmax", lambda t: t.log_softmax(0)),
+            ("gelu", torch.nn.functional.gelu),
+            ("silu", torch.nn.functional.silu),
+            ("softplus", torch.nn.functional.softplus),
+            ("logsigmoid", torch.nn.functional.logsigmoid),
+            ("hardswish", torch.nn.functional.hardswish),
+            ("lerp", lambda t: torch.lerp(t, t, 0.5)),
+            ("hypot", lambda t: torch.hypot(t, t)),
+            ("logcumsumexp", lambda t: torch.logcumsumexp(t, 0)),
+            ("mse_loss", lambda t: torch.nn.functional.mse_loss(t, t)),
+            ("huber_loss", lambda t: torch.nn.functional.huber_loss(t, t)),
+            ("smooth_l1_loss", lambda t: torch.nn.functional.smooth_l1_loss(t, t)),
+            ("nll_loss", lambda t: torch.nn.functional.nll_loss(t[None], t[:1])),
+            ("layer_norm", lambda t: torch.nn.functional.layer_norm(t, (3,))),
+        )
+    },  # type: ignore[misc]
+    **{
+        f"{name} of complex numbers": (lambda d, fn=fn: fn(x(d).to(torch.complex64)), "not implemented for torch.complex64")
+        for name, fn in (
+            ("softmax", lambda t: t.softmax(0)),
+            ("less", lambda t: t < 1),
+            ("max", lambda t: t.max()),
+            ("maximum", lambda t: torch.maximum(t, t)),
+            ("argmin", lambda t: t.argmin()),
+            ("clamp", lambda t: t.clamp(0)),
+            ("relu", torch.relu),
+            ("sign", torch.sign),
+            ("cummax", lambda t: t.cummax(0)),
+            ("topk", lambda t: t.topk(1)),
+            ("floor", torch.floor),
+        )
+    },  # type: ignore[misc]
+    "relu of bools": (lambda d: torch.relu(long(d) > 0), "Boolean inputs not supported"),
+    "a number minus bools": (lambda d: 1 - (long(d) > 0), "with a bool tensor is not supported"),
+    "bools minus bools": (lambda d: (long(d) > 0) - (long(d) > 1), "with two bool tensors is not supported"),
+    "floats minus True": (lambda d: x(d) - True, "convert it with .int()"),
+    "a mask of another size": (lambda d: two(d)[long(d) > 0], "The shape of the mask [3] at index 0 does not match"),
+    "writing through a mask of another size": (
+        lambda d: two(d).__setitem__((slice(None), x(d)[:2] > 0), 1),
+        "indexed tensor [2, 3] at index 1",
+    ),
+    "writing what does not fit": (
+        lambda d: two(d).__setitem__(([0, 1], slice(None)), torch.zeros(2, 2, device=d)),
+        "value tensor of shape [2, 2] cannot be broadcast to indexing result of shape [2, 3]",
+    ),
+    "accumulating what does not fit": (
+        lambda d: x(d).index_put_((torch.tensor([0, 1], device=d),), x(d), accumulate=True),
+        "value tensor of shape [3] cannot be broadcast",
+    ),
+    "index_select at a matrix": (lambda d: x(d).index_select(0, long(d)[None]), "supposed to be a vector"),
+    "convolution of other channels": (
+        lambda d: torch.nn.functional.conv1d(two(d)[None], torch.zeros(4, 3, 1, device=d)),
+        "expected input[1, 2, 3] to have 3 channels, but got 2 channels instead",
+    ),
+    "transposed convolution of other channels": (
+        lambda d: torch.nn.functional.conv_transpose1d(two(d)[None], torch.zeros(4, 3, 1, device=d)),
+        "Given transposed=1, weight of size [4, 3, 1]",
+    ),
+    "attention with a mask of integers": (
+        lambda d: torch.nn.functional.scaled_dot_product_attention(two(d)[None], two(d)[None], two(d)[None], long(d)[:2]),
+        "use attn_mask.bool()",
+    ),
     "bucketize in a matrix": (lambda d: torch.bucketize(x(d), two(d)), "must be 1 dimension, but got dim(2)"),
     "embedding of a vector": (lambda d: torch.nn.functional.embedding(long(d), x(d)), "'weight' must be 2-D, got 1-D"),
     "lstsq of a vector": (lambda d: torch.linalg.lstsq(x(d), x(d), driver="gels"), "at least 2 dimensions, got 1"),
@@ -94,6 +162,39 @@ def test_index_add_takes_what_the_cpu_takes() -> None:
         assert torch.equal(own.to("xla").index_add(0, at.to("xla"), source.to("xla")).cpu(), own.index_add(0, at, source))
     number = torch.zeros(()).to("xla").index_add(0, at[1:].to("xla"), torch.tensor(1.0).to("xla"))
     assert number.item() == 1
+
+
+def test_integers_beside_floats_are_taken() -> None:
+    """Labels and targets, and what the CPU promotes."""
+
+    def run(device: str) -> Any:
+        t, labels = torch.arange(6.0, device=device).reshape(2, 3), torch.tensor([2, 0], device=device)
+        f = torch.nn.functional
+        image = t[None].log_softmax(1)
+        return (
+            f.cross_entropy(t, labels),
+            f.nll_loss(image.transpose(1, 2), torch.tensor([[0, 2]], device=device)),
+            f.mse_loss(t, t.long() + 1),
+            f.huber_loss(t, t.long() + 1),
+            f.smooth_l1_loss(t.long() + 1, t),
+            torch.hypot(t, t.long()),
+            torch.maximum(t, t.long()),
+            t.clamp(min=labels[0]),
+            t > labels[:1],
+            t - labels[:1],
+            t.to(torch.complex64).var(),
+        )
+
+    same(run)
+
+
+@pytest.mark.parametrize("op", [torch.var, torch.std, torch.var_mean, torch.std_mean])
+def test_spread_of_integers_is_refused(op: Callable[[torch.Tensor], object]) -> None:
+    """With other words than the CPU's RuntimeError, for which scripts look as well."""
+    with pytest.raises(RuntimeError):
+        op(long("cpu"))
+    with pytest.raises(RuntimeError, match=r"not implemented for torch.int64: convert it with .float\(\)"):
+        op(long("xla"))
 
 
 SPARSE: dict[str, Call] = {

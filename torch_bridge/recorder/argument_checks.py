@@ -14,16 +14,15 @@ import torch
 aten = torch.ops.aten
 Tensor = torch.Tensor
 
-_CHECKS: dict[Any, Callable[..., None]] = {}
+_CHECKS: dict[Any, list[Callable[..., None]]] = {}
 
 
 def checks(*ops: torch._ops.OpOverload) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Register the check of one or more overloads; it takes their arguments."""
+    """Register a check of one or more overloads; it takes their arguments."""
 
     def register(fn: Callable[..., None]) -> Callable[..., None]:
         for op in ops:
-            assert op not in _CHECKS, op
-            _CHECKS[op] = fn
+            _CHECKS.setdefault(op, []).append(fn)
         return fn
 
     return register
@@ -31,8 +30,7 @@ def checks(*ops: torch._ops.OpOverload) -> Callable[[Callable[..., None]], Calla
 
 def check(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
     """Raise if torch's CPU kernel of `op` would refuse the arguments."""
-    found = _CHECKS.get(op)
-    if found is not None:
+    for found in _CHECKS.get(op, ()):
         found(*args, **kwargs)
 
 
@@ -60,16 +58,45 @@ def _complex(real: Tensor, imag: Tensor) -> None:
 
 @checks(aten.index.Tensor, aten._unsafe_index.Tensor)
 def _index(self: Tensor, indices: Sequence[Tensor | None]) -> None:
-    index_dtypes(indices)
+    index_tensors(self, indices)
 
 
-def index_dtypes(indices: Sequence[Tensor | None]) -> None:
-    """IndexError, as in torch, for index tensors that are neither positions nor masks."""
-    for index in indices:
-        if index is not None and index.dtype not in (torch.int64, torch.int32, torch.bool, torch.uint8):
+def index_tensors(self: Tensor, indices: Sequence[Tensor | None]) -> None:
+    """IndexError, as in torch, for index tensors that are neither positions nor masks, and for masks of other sizes than the dims that they stand for."""
+    dim = 0
+    for at, index in enumerate(indices):
+        if index is None:
+            dim += 1
+            continue
+        if index.dtype not in (torch.int64, torch.int32, torch.bool, torch.uint8):
             raise IndexError(
                 f"tensors used as indices must be long, int, byte or bool tensors, got {index.dtype}: convert it with .long(), or .bool() if it is a mask"
             )
+        is_mask = index.dtype in (torch.bool, torch.uint8)
+        if is_mask and index.shape != self.shape[dim : dim + index.dim()]:
+            raise IndexError(
+                f"The shape of the mask {list(index.shape)} at index {at} does not match the shape of the indexed tensor {list(self.shape)} at index {dim}"
+            )
+        dim += index.dim() if is_mask else 1
+
+
+def written_values(self: Tensor, indices: Sequence[Tensor | None], values: Tensor) -> None:
+    """RuntimeError, as in torch, for values that do not fit to the positions that they are written to. How many a mask has, only its values show."""
+    if any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in indices):
+        return
+    into = aten.index.Tensor(self, indices).shape if any(i is not None for i in indices) else self.shape
+    if len(values.shape) > len(into) or any(v not in (1, n) for v, n in zip(reversed(values.shape), reversed(into), strict=False)):
+        raise RuntimeError(
+            f"shape mismatch: value tensor of shape {list(values.shape)} cannot be broadcast to indexing result of shape {list(into)}"
+        )
+
+
+@checks(aten.index_select.default)
+def _index_select(self: Tensor, dim: int, index: Tensor) -> None:
+    if index.dim() > 1:
+        raise IndexError(
+            f"index_select(): Index is supposed to be a vector, got {index.dim()} dims: index with self[index] along dim 0, or flatten it"
+        )
 
 
 @checks(aten.pow.Tensor_Scalar, aten._foreach_pow.Scalar)
@@ -203,9 +230,18 @@ def _convolution(
     stride: Sequence[int],
     padding: Sequence[int],
     dilation: Sequence[int],
+    transposed: bool = False,
+    output_padding: Sequence[int] = (),
+    groups: int = 1,
     *rest: object,
 ) -> None:
     one_dtype("convolution", input, weight, bias)
+    channels = weight.shape[0] if transposed else weight.shape[1] * groups
+    if input.dim() > 1 and input.shape[1] != channels:
+        raise RuntimeError(
+            f"Given {'transposed=1' if transposed else f'groups={groups}'}, weight of size {list(weight.shape)}, "
+            f"expected input{list(input.shape)} to have {channels} channels, but got {input.shape[1]} channels instead"
+        )
     if min(padding, default=0) < 0:
         raise RuntimeError(f"negative padding is not supported, got {list(padding)}")
     if min(stride, default=1) <= 0:

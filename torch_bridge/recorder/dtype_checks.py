@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from torch_bridge.recorder.argument_checks import checks, index_dtypes, one_dtype
+from torch_bridge.recorder.argument_checks import checks, index_tensors, one_dtype, written_values
 
 aten = torch.ops.aten
 Tensor = torch.Tensor
@@ -45,8 +45,9 @@ def _index_copy(self: Tensor, dim: int, index: Tensor, source: Tensor) -> None:
 
 @checks(aten.index_put.default, aten._unsafe_index_put.default)
 def _index_put(self: Tensor, indices: list[Tensor | None], values: Tensor, accumulate: bool = False) -> None:
-    index_dtypes(indices)
+    index_tensors(self, indices)
     one_dtype("index_put", self, values)
+    written_values(self, indices, values)
 
 
 @checks(aten.binary_cross_entropy.default)

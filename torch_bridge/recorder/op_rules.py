@@ -575,6 +575,11 @@ def attention(
 ) -> torch.Tensor:
     """`F.scaled_dot_product_attention` as one fused op; anything that op cannot say goes through torch's plain formula."""
     fused = query.dim() == 4 and query.dtype.is_floating_point and (attn_mask is None or not attn_mask.requires_grad)
+    if attn_mask is not None and attn_mask.dtype != torch.bool and not attn_mask.dtype.is_floating_point:
+        raise RuntimeError(
+            f"Expected attn_mask dtype to be bool or float or to match query dtype, but got attn_mask.dtype: {attn_mask.dtype}: use attn_mask.bool() if it "
+            "says what is seen"
+        )
     if attn_mask is not None and is_causal:
         raise RuntimeError("_scaled_dot_product_attention: Explicit attn_mask should not be set when is_causal=True")
     if not fused or (query.shape[1] != key.shape[1] and not enable_gqa) or key.shape[1] != value.shape[1] or _only_plain():

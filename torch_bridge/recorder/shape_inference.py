@@ -10,7 +10,8 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 import torch_bridge.recorder.dtype_checks
-import torch_bridge.recorder.random_checks  # noqa: F401  # both fill the table of checks
+import torch_bridge.recorder.number_checks
+import torch_bridge.recorder.random_checks  # noqa: F401  # all three fill the table of checks
 from torch_bridge import _compat, lowerings
 from torch_bridge.ir import dtypes
 from torch_bridge.ir.layout import meta_of
