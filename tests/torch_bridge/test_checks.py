@@ -188,6 +188,13 @@ def test_integers_beside_floats_are_taken() -> None:
     same(run)
 
 
+def test_integers_are_counted_as_accelerators_do() -> None:
+    """`transformers` counts tokens by expert so wherever a device is not the CPU, whose kernel refuses them."""
+    experts = torch.tensor([0, 2, 2, 3, 2])
+    counted = torch.histc(experts.int().to("xla"), bins=4, min=0, max=3)
+    assert counted.tolist() == torch.histc(experts.float(), bins=4, min=0, max=3).tolist() and counted.dtype == torch.int32
+
+
 @pytest.mark.parametrize("op", [torch.var, torch.std, torch.var_mean, torch.std_mean])
 def test_spread_of_integers_is_refused(op: Callable[[torch.Tensor], object]) -> None:
     """With other words than the CPU's RuntimeError, for which scripts look as well."""

@@ -35,7 +35,6 @@ _OF_FRACTIONS = (
     aten.hypot.default,
     aten.nextafter.default,
     aten.logcumsumexp.default,
-    aten.histc.default,
     aten.mse_loss.default,
     aten.huber_loss.default,
     aten.smooth_l1_loss.default,
