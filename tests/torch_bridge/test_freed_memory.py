@@ -6,6 +6,7 @@ import ctypes
 from typing import Any
 
 import pytest
+import torch
 
 from tests.torch_bridge.devices import python
 from torch_bridge.config import freed_memory
@@ -17,7 +18,7 @@ import resource, time
 import torch, torch_xla, torch_xla.core.xla_model as xm
 from torch_bridge.config import freed_memory
 freed_memory.MOST = 0
-x, w = torch.ones(4096, 256, device="xla"), torch.ones(256, 6144, device="xla")
+x, w = torch.ones(4096, 256, device="xla"), torch.ones(256, WIDTH, device="xla")
 def step():
     s = (torch.sin(x @ w) @ w.t()).sum()
     xm.mark_step()
@@ -30,9 +31,9 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) // 6)
 """
 
 
-def faults(most: int = freed_memory.MOST, **variables: str) -> int:
-    """Page faults of a step whose temporaries have 24,576 pages."""
-    return int(python(FAULTS.replace("MOST = 0", f"MOST = {most}"), timeout=200, **variables))
+def faults(most: int = freed_memory.MOST, width: int = 6144, **variables: str) -> int:
+    """Page faults of a step whose temporaries have four pages for each column; 24,576."""
+    return int(python(FAULTS.replace("MOST = 0", f"MOST = {most}").replace("WIDTH", str(width)), timeout=200, **variables))
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "gnu_get_libc_version"), reason="the C library is not glibc")
@@ -42,6 +43,7 @@ def test_steps_do_not_ask_for_their_memory_again(monkeypatch: pytest.MonkeyPatch
     assert faults() < 10_000
     assert faults(NXD_JAX_KEEP_FREED_MEMORY="0") > 20_000
     assert faults(most=1 << 20) > 20_000, "programs that take more than a megabyte"
+    assert faults(width=18432) < 10_000, "one block of 288 MiB"
 
 
 class Library:
@@ -80,6 +82,26 @@ def test_it_is_given_back_once_programs_are_large(library: Library) -> None:
     freed_memory.used_by(freed_memory.MOST + 1)
     freed_memory.used_by(freed_memory.MOST + 1)
     assert library.trimmed == 1 and len(library.set) == 5
+
+
+def test_what_compiling_leaves_is_given_back(library: Library) -> None:
+    freed_memory.trim_after(60.0)
+    assert library.trimmed == 0, "nothing is kept yet"
+    assert freed_memory.keep()
+    freed_memory.trim_after(0.5)
+    assert library.trimmed == 0, "little was compiled"
+    freed_memory.trim_after(2.0)
+    assert library.trimmed == 1 and len(library.set) == 3, "steps go on keeping what they free"
+
+
+def test_a_program_gives_back_after_compiling_and_after_its_first_execution(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert freed_memory.keep()
+    monkeypatch.setattr(freed_memory, "_LONG", 0.0)
+    trimmed = []
+    for k in range(4):
+        (torch.full((3,), k + 2.0, device="xla") * 1.25 + 0.375).cpu()
+        trimmed.append(library.trimmed)
+    assert trimmed == [1, 2, 2, 2]
 
 
 @pytest.mark.parametrize(

@@ -133,6 +133,7 @@ class Program:
     def took(self, seconds: float) -> None:
         """Take note of how long it took to compile."""
         self.compile_seconds = seconds
+        freed_memory.trim_after(seconds)
         metrics.COMPILE_TIME.add(seconds)
         metrics.GRAPH_SIZE.add(len(self.spec.graph.nodes))
         metrics.ALIASED_INPUTS.add(len(self.spec.ports.donated))

@@ -2,7 +2,8 @@
 
 glibc gives large blocks back to the system as soon as they are free, and the kernel clears every page when they are asked for again: 22,000 pages in each
 step of a Llama of 8 layers, a sixth of its CPU time. So there is one heap for all threads that start from now on, which keeps what is freed (`keep`). A heap
-has gaps, which cost little where arrays are small; where programs take more than `MOST` bytes, the clearing costs less than the gaps (`give_back`).
+has gaps: those that compiling a program and its first execution leave go back to the system (`trim_after`). Where programs take more than `MOST` bytes, the
+clearing costs less than the gaps, and all is given back (`give_back`).
 
 `GLIBC_TUNABLES=glibc.malloc.hugetlb=1` in the environment, which glibc reads when a process starts, saves most of the clearing without gaps, for models of any
 size. Where it, another setting of glibc's or another allocator is found, nothing is done here.
@@ -16,8 +17,10 @@ from typing import Any
 
 MOST = 512 << 20
 """Bytes of a program's arguments up to which freed memory is kept."""
-_LARGEST = 256 << 20
+_LARGEST = 1 << 30
 """Bytes of a block that the system gives and gets back in any case."""
+_LONG = 1.0
+"""Seconds that compiling takes from which on it leaves so much freed memory that it pays to spend 0.1 seconds on giving that back."""
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -3, -4, -8
 """glibc's numbers of what `mallopt` sets."""
 _OWN = ("MALLOC_ARENA_MAX", "MALLOC_MMAP_MAX_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_")
@@ -50,6 +53,15 @@ def used_by(arguments: int) -> None:
     """A program is compiled that takes arguments of so many bytes: if they are many, freed memory is given back from now on."""
     if arguments > MOST and _library is not None:
         give_back()
+
+
+def trim_after(compilation: float) -> None:
+    """What compiling a program, which took so many seconds, or its first execution has left goes back to the system, if that takes little of that time.
+
+    Later steps keep what they free.
+    """
+    if compilation >= _LONG and _library is not None:
+        _library.malloc_trim(ctypes.c_size_t(0))
 
 
 def give_back() -> None:

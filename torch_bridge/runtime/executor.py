@@ -24,7 +24,7 @@ from torch_bridge.compiler.program import Program
 from torch_bridge.compiler.program_spec import Execution, specify
 from torch_bridge.compiler.shard_mapping import SegmentLabels
 from torch_bridge.compiler.trace import Trace
-from torch_bridge.config import fork_guard
+from torch_bridge.config import fork_guard, freed_memory
 from torch_bridge.config.settings import SETTINGS
 from torch_bridge.errors import DeadTensorError, VerificationError, XlaOutOfMemoryError
 from torch_bridge.ir.segment import LOCK, Segment, Storage
@@ -351,6 +351,8 @@ def _run_program(
     """Hand a program to the devices, and its results to the storages that wait for them and to the programs after it."""
     if not program.executions and program.spec.labels is not None and program.spec.labels.meeting is not None:
         processes.meet(program.spec.labels.meeting)
+    if program.executions == 1:  # what compiling it and its first execution took is free by now
+        freed_memory.trim_after(program.compile_seconds)
     started = time.perf_counter()
     activity.ACTIVITY.dispatching = True
     arrays = _dispatched(session, program, args)
