@@ -15,7 +15,7 @@ import ctypes
 import os
 from typing import Any
 
-MOST = 512 << 20
+MOST = 4 << 30
 """Bytes of a program's arguments up to which freed memory is kept."""
 _LARGEST = 1 << 30
 """Bytes of a block that the system gives and gets back in any case."""
