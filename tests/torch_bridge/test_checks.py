@@ -89,6 +89,14 @@ CASES: dict[str, tuple[Call, str]] = {
         lambda d: x(d).index_put_((torch.tensor([0, 1], device=d),), x(d), accumulate=True),
         "value tensor of shape [3] cannot be broadcast",
     ),
+    "logaddexp of integers": (lambda d: torch.logaddexp(long(d), long(d)), "not implemented for torch.int64: convert it with .float()"),
+    "binary cross-entropy of integers": (
+        lambda d: torch.nn.functional.binary_cross_entropy(long(d), long(d)),
+        "not implemented for torch.int64: convert it with .float()",
+    ),
+    "prelu of integers": (lambda d: torch.nn.functional.prelu(long(d), long(d)[:1]), "not implemented for torch.int64"),
+    "relu6 of complex numbers": (lambda d: torch.nn.functional.relu6(x(d).to(torch.complex64)), "complex numbers have no order"),
+    "atan2 of complex numbers": (lambda d: torch.atan2(*[x(d).to(torch.complex64)] * 2), "complex numbers have no order"),
     "index_select at a matrix": (lambda d: x(d).index_select(0, long(d)[None]), "supposed to be a vector"),
     "convolution of other channels": (
         lambda d: torch.nn.functional.conv1d(two(d)[None], torch.zeros(4, 3, 1, device=d)),
