@@ -98,7 +98,6 @@ def read_adapter(folder: str | os.PathLike[str]) -> Adapter:
         if not (place / name).is_file():
             raise FileNotFoundError(f"{place} is no folder of PEFT: there is no {name}; save adapters with PEFT's save_pretrained")
     config = folders.read_json(str(place / folders.CONFIG_FILE))
-    _check_kind(place, config)
     try:
         peft_format.config_from_peft(config)
     except ValueError as error:
@@ -119,20 +118,6 @@ def read_adapter(folder: str | os.PathLike[str]) -> Adapter:
             "adapter into the model with PEFT's merge_and_unload, and generate with that"
         )
     return Adapter(str(place), {at: _scaled(place, at, pair, config) for at, pair in halves.items()})
-
-
-def _check_kind(folder: Path, config: Mapping[str, Any]) -> None:
-    used = [name for name in peft_format.OTHER_PRODUCTS if config.get(name)]
-    if used:
-        raise ValueError(
-            f"the adapter in {folder} uses {', '.join(used)}, and only plain LoRA can be served: merge it in PEFT if it can be, or use it there"
-        )
-    start = config.get("init_lora_weights")
-    if start not in peft_format.STARTS:
-        raise ValueError(
-            f"the adapter in {folder} has init_lora_weights={start!r}, a start that changes the base model's weights, too, which are served as they are: save "
-            "it with PEFT's save_pretrained(path_initial_model_for_weight_conversion=...), or merge it with merge_and_unload"
-        )
 
 
 def _scaled(folder: Path, at: Place, pair: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:

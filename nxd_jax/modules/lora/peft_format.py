@@ -31,9 +31,9 @@ FUSED: dict[str, tuple[str, ...]] = {"qkv_proj": ("q_proj", "k_proj", "v_proj"),
 Change = Callable[[str, torch.Tensor], torch.Tensor]
 
 _UNSUPPORTED = ("use_dora", "lora_bias", "use_qalora", "use_bdlora", "layer_replication", "target_parameters", "trainable_token_indices")
-OTHER_PRODUCTS = ("alora_invocation_tokens", "arrow_config", "kasa_config", "monteclora_config", "velora_config")
+_OTHER_PRODUCTS = ("alora_invocation_tokens", "arrow_config", "kasa_config", "monteclora_config", "velora_config")
 """Options of PEFT with which an adapter is something else than scaling * B(A(x))."""
-STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
+_STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
 """What PEFT's `init_lora_weights` can be. Adapters with other starts (PiSSA, OLoRA, CorDA, LoftQ) go with weights of the base that they have changed."""
 
 
@@ -140,13 +140,13 @@ def _fused_targets(names: list[str], modules: Mapping[str, nn.Module], fused: Fu
 def _check_peft(config: Mapping[str, Any]) -> None:
     if config.get("peft_type") != "LORA":
         raise ValueError(f"the PEFT adapters are of type {config.get('peft_type')!r}: only 'LORA' can be loaded")
-    found = [name for name in (*_UNSUPPORTED, *OTHER_PRODUCTS) if config.get(name)]
+    found = [name for name in (*_UNSUPPORTED, *_OTHER_PRODUCTS) if config.get(name)]
     if found:
         raise ValueError(
             f"the PEFT adapters use {', '.join(found)}, which LoRA layers here do not have: merge them in PEFT and load the merged model"
         )
     start = config.get("init_lora_weights")
-    if start not in STARTS:
+    if start not in _STARTS:
         raise ValueError(
             f"the PEFT adapters have init_lora_weights={start!r}, a start that changes the base model's weights, too, which this model has as they are: save "
             "them with PEFT's save_pretrained(path_initial_model_for_weight_conversion=...), or merge them in PEFT and load the merged model"
