@@ -13,6 +13,8 @@ from torch.optim import Optimizer
 
 from torch_bridge.optimizers.fused_step import Update
 
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
 
 class AdamW_FP32OptimParams(Optimizer):
     """Adam with decoupled weight decay, which comes last: p <- p - step * m / (sqrt(v) + eps), then p <- p - lr * weight_decay * p.
@@ -50,6 +52,18 @@ class AdamW_FP32OptimParams(Optimizer):
             params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, correct_bias=correct_bias, capturable=capturable)
         )
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's, which gives moments the dtype of their parameter: here they keep the precision that the optimizer gives them. (NxD's lose it.)"""
+        super().load_state_dict(state_dict)
+        if not self.upcast_optim_states:
+            return
+        numbers = [k for group in state_dict["param_groups"] for k in group["params"]]
+        params = [p for group in self.param_groups for p in group["params"]]
+        for k, p in zip(numbers, params, strict=True):
+            for name in _MOMENTS:
+                if name in state_dict["state"].get(k, {}):
+                    self.state[p][name] = state_dict["state"][k][name].to(p.device, torch.double)
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update all parameters that have a gradient. Returns what `closure`, which computes the loss anew, returns."""
@@ -75,7 +89,7 @@ class AdamW_FP32OptimParams(Optimizer):
         for count, params in alike.items():
             (beta1, beta2), lr, decay = group["betas"], group["lr"], group["weight_decay"]
             numbers = [beta1, 1.0 - beta1, beta2, 1.0 - beta2, group["eps"], -self._size(group, count), -lr * decay]
-            states = [[self.state[p][name] for p in params] for name in ("exp_avg", "exp_avg_sq")]
+            states = [[self.state[p][name] for p in params] for name in _MOMENTS]
             Update("adamw_fp32", params, states, numbers, {"decay"} if decay > 0.0 else set()).record()
 
     def _counted(self, p: torch.Tensor) -> int:

@@ -51,6 +51,24 @@ def test_updates(monkeypatch: pytest.MonkeyPatch, decay: float, correct: bool, d
     assert copy.state[p]["step"] == 3
 
 
+@pytest.mark.filterwarnings("ignore:XLA_DOWNCAST_BF16 is deprecated")
+@pytest.mark.parametrize("device", ["cpu", "xla"])
+def test_loaded_moments_keep_their_precision(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    """torch gives them the parameter's dtype, which on xla then is bfloat16. A parameter without a gradient has no state."""
+    monkeypatch.setenv("XLA_DOWNCAST_BF16", "1")
+    torch.manual_seed(0)
+    params = [torch.nn.Parameter(torch.randn(8).to(device)), torch.nn.Parameter(torch.ones(1).to(device))]
+    optimizer = AdamW_FP32OptimParams(params)
+    params[0].grad = torch.randn(8).to(device)
+    optimizer.step()
+    other = AdamW_FP32OptimParams(params)
+    other.load_state_dict(optimizer.state_dict())
+    assert list(other.state) == params[:1]
+    for name in ("exp_avg", "exp_avg_sq"):
+        found, given = other.state[params[0]][name], optimizer.state[params[0]][name]
+        assert found.dtype == torch.double and torch.equal(found.cpu(), given.cpu())
+
+
 def test_closure_has_gradients_on() -> None:
     p = torch.nn.Parameter(torch.ones(2))
     optimizer = AdamW_FP32OptimParams([p])
