@@ -268,6 +268,7 @@ TESTED_IN = {
     "NEURON_USE_EAGER_DEBUG_MODE": "test_eager_debug_mode",
     "NEURON_LAUNCH_BLOCKING": "test_launch_blocking",
     "NEURON_FAIL_ON_NAN": "test_nan_raises",
+    "XLA_METRICS_FILE": "test_metrics_of_each_step",
     "NXD_JAX_CHECK_INDICES": ("test_index_checks.py", "test_what_raises_on_the_cpu_raises"),
     "NXD_JAX_VERIFY": ("passes/test_verify.py", "test_the_switch"),
     "NEURON_RT_NUMERICAL_ERRORS_VERBOSITY": "test_nan_raises",
@@ -462,6 +463,14 @@ def test_extract_graphs_only(configured: Any) -> None:
     assert weights[0].shape == (4, 3) and weights[0].dtype == torch.float32
     x = torch.arange(6, device="xla").view(2, 3) + 1
     assert x.dtype == torch.int64 and x.tolist() == [[0, 0, 0], [0, 0, 0]]
+
+
+def test_metrics_of_each_step(configured: Any, tmp_path: pathlib.Path) -> None:
+    configured(XLA_METRICS_FILE=str(tmp_path / "metrics"))
+    for count in (1, 2):
+        (torch.ones(2, device="xla") + 1).sum()
+        torch_xla.sync()
+        assert (tmp_path / "metrics").read_text().count("Counter: MarkStep\n") == count
 
 
 @pytest.mark.parametrize("name", ["NEURON_FAIL_ON_NAN", "NEURON_RT_NUMERICAL_ERRORS_VERBOSITY"])

@@ -245,6 +245,12 @@ _DEBUGGING = [
         "debug_modes",
     ),
     Variable("NEURON_LAUNCH_BLOCKING", HONOUR, "wait for every execution to finish", "0", FLAG, "executor"),
+    Variable(
+        "XLA_METRICS_FILE",
+        HONOUR,
+        "every step appends `met.metrics_report()` to this file (STDOUT and STDERR: is written there), in the first process of a machine",
+        where="debug_modes",
+    ),
     Variable("NEURON_FAIL_ON_NAN", HONOUR, "a NaN among the results of an execution raises FloatingPointError", "0", FLAG, "debug_modes"),
     Variable(
         "NXD_JAX_CHECK_INDICES",

@@ -1,4 +1,5 @@
-"""What the environment can switch on to find bugs and to bound memory: op by op, blocking, checks of NaNs, indices and passes, no donation, compiling only."""
+"""What the environment can switch on to find bugs and to bound memory: op by op, blocking, checks of NaNs, indices and passes, no donation, compiling only,
+metrics of each step."""
 
 from __future__ import annotations
 
@@ -15,10 +16,12 @@ from torch_bridge.collectives import index_checks
 from torch_bridge.compiler.trace import Trace
 from torch_bridge.config.settings import SETTINGS
 from torch_bridge.ir.segment import Storage
+from torch_bridge.mesh import world
 from torch_bridge.runtime import executor, session
 from torch_bridge.runtime.observers import Observer
 from torch_bridge.runtime.session import STATE
 from torch_bridge.source import NOWHERE
+from torch_bridge.telemetry import metrics_file
 
 Dispatch = Callable[..., Any]
 
@@ -34,6 +37,8 @@ def configure(values: dict[str, Any], dispatch: Dispatch) -> Dispatch:
         session.check_with(NAN_CHECK)
     if values.get("NXD_JAX_CHECK_INDICES") or values.get("NEURON_USE_EAGER_DEBUG_MODE"):
         index_checks.install()
+    if values.get("XLA_METRICS_FILE"):
+        session.check_with(StepMetrics(values["XLA_METRICS_FILE"]))
     SETTINGS.verify = bool(values.get("NXD_JAX_VERIFY"))
     return op_by_op(dispatch) if values.get("NEURON_USE_EAGER_DEBUG_MODE") else dispatch
 
@@ -63,6 +68,17 @@ def op_by_op(dispatch: Dispatch) -> Dispatch:
         return out
 
     return run
+
+
+class StepMetrics(Observer):
+    """Appends the report of metrics to a file after each step, in the first process of a machine."""
+
+    def __init__(self, file: str):
+        self.file = file
+
+    def step_ended(self, ran: bool) -> None:
+        if world.first_of_machine():
+            metrics_file.append(self.file)
 
 
 class NanCheck(Observer):

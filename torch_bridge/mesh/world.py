@@ -271,6 +271,12 @@ def local_ordinal() -> Any:
     return int(os.environ.get("LOCAL_RANK") or index) if count > 1 else local_rank()
 
 
+def first_of_machine() -> bool:
+    """Whether this process is the first one on its machine."""
+    index, count = current().process
+    return (int(os.environ.get("LOCAL_RANK") or index) if count > 1 else first() % local_size()) == 0
+
+
 def first() -> int:
     """The first rank that this process hosts, as a plain number."""
     return current().hosted[0]

@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import sys
-
-from torch_bridge.torch_xla.debug import metrics
+from torch_bridge.config.variables import VARIABLES
+from torch_bridge.telemetry import metrics_file as _file
 
 
 def save_metrics(metrics_file: str | None = None) -> None:
     """`metrics_saver.save_metrics`: append `met.metrics_report()` to a file, or write it to "STDOUT" or "STDERR".
 
-    Without a name, to the one in `XLA_METRICS_FILE`, and nowhere if that is unset. It is written when this is called, not by itself after each step.
+    Without a name, to the one in `XLA_METRICS_FILE`, and nowhere if that is unset. With `XLA_METRICS_FILE` every step ends with it (`torch_xla.sync()`,
+    `xm.mark_step()`), in the first process of each machine.
     """
-    name = metrics_file if metrics_file is not None else os.environ.get("XLA_METRICS_FILE")
-    if not name:
-        return
-    text = metrics.metrics_report()
-    stream = {"STDOUT": sys.stdout, "STDERR": sys.stderr}.get(name)
-    if stream is not None:
-        stream.write(text)
-        return
-    with open(name, "a") as file:
-        file.write(text)
+    name = metrics_file if metrics_file is not None else VARIABLES["XLA_METRICS_FILE"].now()
+    if name:
+        _file.append(name)
