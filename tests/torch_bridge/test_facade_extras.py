@@ -290,3 +290,39 @@ def test_compiled_graphs() -> None:
     expected = graph(x).cpu()
     compiled = dynamo_bridge.extract_compiled_graph(graph, [x])
     assert torch.equal(compiled(x).cpu(), expected) and older.extract_compiled_graph is dynamo_bridge.extract_compiled_graph
+
+
+def test_a_backend_as_a_function() -> None:
+    from torch_xla._dynamo import dynamo_backend2
+
+    model = nn.Linear(3, 2).to("xla")
+    x = torch.ones(1, 3, device="xla")
+    expected = model(x).detach().cpu()
+    compiled = torch.compile(model, backend=dynamo_backend2.dynamo_backend)
+    assert torch.equal(compiled(x).detach().cpu(), expected) and compiled._orig_mod is model
+    graph = dynamo_backend2.dynamo_backend(torch.fx.symbolic_trace(model), [x])
+    assert torch.equal(graph(x).detach().cpu(), expected)
+
+
+# -- plugins -------------------------------------------------------------------------------------------
+
+
+def test_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch_xla.experimental import plugins
+
+    monkeypatch.setattr(plugins, "_plugins", {})
+    monkeypatch.setattr(plugins, "_asked", False)
+    monkeypatch.setenv("PJRT_DEVICE", "CUDA")
+    with pytest.raises(KeyError, match="no plugin was registered for CUDA; there are none: devices are JAX's"):
+        plugins.default()
+    plugin = plugins.DevicePlugin()
+    plugins.register_plugin("cuda", plugin)
+    plugins.use_dynamic_plugins()
+    assert plugins.default() is plugin and plugins.using_dynamic_plugins()
+    with pytest.raises(NotImplementedError, match=r"register_plugin\('TT', ...\): devices come from JAX here"):
+        plugins.register_plugin("TT", plugin)
+    with pytest.raises(NotImplementedError, match=r"DevicePlugin has no library_path\(\)"):
+        plugin.library_path()
+    with pytest.raises(NotImplementedError, match="has no configure_single_process"):
+        plugin.configure_single_process()
+    plugins.register_installed_plugins()

@@ -43,7 +43,7 @@ def _compile(model: object = None, **options: Any) -> Any:
     """
     if model is None:
         return lambda model: _compile(model, **options)
-    if options.get("backend") not in OURS or options.get("disable", False) or torch.compiler.is_exporting():
+    if not _is_ours(options.get("backend")) or options.get("disable", False) or torch.compiler.is_exporting():
         run = control_flow.run_on_xla(model, lambda: _elsewhere(model, options))
         return _elsewhere(model, options) if run is None else run
     if isinstance(model, torch.nn.Module):
@@ -51,6 +51,11 @@ def _compile(model: object = None, **options: Any) -> Any:
     if not callable(model):
         raise TypeError(f'torch.compile(backend="openxla") takes a module or a function, got {type(model).__name__}')
     return _with_modules_played(model)
+
+
+def _is_ours(backend: object) -> bool:
+    """Whether a backend is openxla, or `dynamo_backend2.dynamo_backend`."""
+    return backend in OURS or getattr(backend, "plays", False) is True
 
 
 def _elsewhere(model: Any, options: dict[str, Any]) -> Any:
