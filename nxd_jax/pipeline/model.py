@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -552,6 +553,27 @@ class NxDPPModel(LocalModel):
         if module is not None:
             module.train(mode)
         return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NxDPPModel:
+        """A copy of the model in a pipeline of its own, cut after the same layers; what stages it has on other ranks than its own weights is made anew.
+
+        Raises NotImplementedError in one of several processes.
+        """
+        if self._exchange is not None:
+            raise NotImplementedError(
+                "copy.deepcopy of a pipeline model in one of several processes: for an average of weights keep copies of its state, "
+                "{name: t.clone() for name, t in model.local_state_dict().items()}, or start the script with nxd-run, which hosts all ranks in one process"
+            )
+        new = memo[id(self)] = object.__new__(type(self))
+        tables = {name: copy.copy(value) for name, value in self.__dict__.items() if isinstance(value, (dict, list)) and name != "_copies"}
+        new.__dict__.update({**self.__dict__, **tables, "_copies": {}, "_elsewhere": Elsewhere(), "_lent": itertools.count()})
+        new._modules = {name: copy.deepcopy(module, memo) for name, module in self._modules.items()}
+        new._tracer = None if self._tracer is None else self._tracer.of_copy(new._root())
+        new._fixed = copy.deepcopy(self._fixed, memo)
+        found = new._known() if self.model_moved_to_device else None
+        if found is not None:
+            new._place(found, moving=True)
+        return new
 
     def __getattr__(self, name: str) -> Any:
         try:

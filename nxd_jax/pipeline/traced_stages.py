@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -107,6 +108,15 @@ class TracedStages:
     def _likely(self) -> capture.Specs:
         """Inputs as a language model has them: token ids and the like."""
         return {name: capture.Spec((1, 8 * parallel_groups.size("tp")), torch.int64) for name in self.input_names or ()}
+
+    def of_copy(self, model: nn.Module) -> TracedStages:
+        """A copy of the model cut after the same layers. It is traced anew."""
+        new = copy.copy(self)
+        new.model, new.cuts, new.found, new._first = model, list(self.cuts), {}, None
+        if self.traced is not None:
+            new.traced = new._marked(new._captured(self._specs) if self.by_running else new._symbolic())
+            new._first_key = new._key(self._specs)
+        return new
 
     # -- cutting --------------------------------------------------------------------------------------
 

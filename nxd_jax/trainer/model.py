@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -94,6 +95,13 @@ class NxDModel(Wrapper, nn.Module):
     def name_or_path(self) -> Any:
         """Where a model of transformers came from."""
         return self.module.name_or_path
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NxDModel:
+        """A copy of the model. The configuration is shared: it may name Python modules (`autowrap_modules`), which cannot be copied."""
+        new = memo[id(self)] = object.__new__(type(self))
+        memo[id(self.nxd_config)] = self.nxd_config
+        new.__dict__.update({name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()})
+        return new
 
     def __getattr__(self, name: str) -> Any:
         try:
