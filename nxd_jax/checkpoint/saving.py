@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from nxd_jax.checkpoint import original, original_writing, reading, savers, tags, writing
+from nxd_jax.checkpoint import original, original_writing, random_states, savers, tags, writing
 from nxd_jax.checkpoint.storage import BaseCheckpointStorage
 from nxd_jax.checkpoint.worker import Worker
 from torch_bridge.mesh import processes, world
@@ -67,7 +67,7 @@ class Save:
 
     def start(self, in_background: bool = False) -> None:
         """Add the random states, then write: now, or in the background."""
-        self.random = writing.pickled(writing.random_state())
+        self.random = writing.pickled(random_states.current())
         for item in self.items.values():
             if isinstance(item, writing.Item):
                 item.index["processes"] = world.process_count()
@@ -168,9 +168,5 @@ def part(folder: Path, name: str, what: str) -> Path:
 
 
 def restore_random(folder: Path) -> None:
-    """Each process its own; all the first one's if there were fewer or more."""
-    found = sorted((folder / writing.RANDOM).glob("*.pt"))
-    if not found:
-        return
-    index = world.process_index() if len(found) == world.process_count() else 0
-    writing.set_random_state(reading.load_object(found[index]))
+    """Go on with the random numbers that came next when a checkpoint was saved."""
+    random_states.restore(folder / writing.RANDOM)

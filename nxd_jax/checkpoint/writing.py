@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import io
-import random
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,12 +18,10 @@ from nxd_jax.checkpoint.placement import Placement
 from nxd_jax.checkpoint.shares import Share
 from nxd_jax.tensor_parallel import parallel_groups, rank_states
 from torch_bridge import nested
-from torch_bridge.mesh import random_state as rng
-from torch_bridge.mesh import rank_numbers, world
+from torch_bridge.mesh import world
 from torch_bridge.mesh.stacked_arrays import Row
 from torch_bridge.recorder import sharded
 from torch_bridge.runtime import executor, transfer
-from torch_bridge.torch_xla.core import xla_model as xm
 
 MODEL, OPTIMIZER, SCHEDULER, USER, RANDOM = "model", "optim", "scheduler.pt", "user_content.pt", "random"
 OBJECTS = "objects.pt"
@@ -211,18 +208,3 @@ def pickled(data: object) -> bytes:
     buffer = io.BytesIO()
     torch.save(rank_states.split(data, [world.first()])[0], buffer)
     return buffer.getvalue()
-
-
-def random_state() -> dict[str, Any]:
-    """The random states of this process: Python's, numpy's, torch's for the CPU and for xla."""
-    device = {"xla": rank_numbers.first(xm.get_rng_state()), "xla_axes": rng.DEFAULT.axes}
-    return {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state(), **device}
-
-
-def set_random_state(state: Mapping[str, Any]) -> None:
-    """Put back what `random_state` gave."""
-    random.setstate(state["python"])
-    np.random.set_state(state["numpy"])
-    torch.set_rng_state(state["torch"])
-    xm.set_rng_state(state["xla"])
-    rng.DEFAULT.axes = tuple(state.get("xla_axes", ()))

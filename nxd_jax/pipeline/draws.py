@@ -15,7 +15,6 @@ import torch
 
 from nxd_jax.tensor_parallel.random import State, get_xla_rng_tracker
 from torch_bridge.mesh import random_state
-from torch_bridge.mesh.random_state import RngState
 
 _MASK = (1 << 64) - 1
 
@@ -64,13 +63,11 @@ class Draws:
 
 def _changed(state: State, *task: int, after: bool = False) -> State:
     """A tracker's state for a pass, or one draw later."""
-    held = RngState()
-    held.set_state(state.xla)
+    held = random_state.of_state(state.xla, state.axes)
     if after:
         held.offset += 1
     else:
         held.seed, held.offset = _mixed(held.seed, held.offset, *task), 0
-    held.axes = state.axes
     return State(state.cpu, held.get_state(), state.axes)
 
 

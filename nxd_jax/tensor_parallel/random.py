@@ -33,8 +33,8 @@ def _current() -> State:
 
 def _restore(state: State) -> None:
     torch.set_rng_state(state.cpu)
-    random_state.DEFAULT.set_state(state.xla)
-    random_state.DEFAULT.axes = state.axes
+    device = random_state.of_state(state.xla, state.axes)
+    random_state.DEFAULT.seed, random_state.DEFAULT.offset, random_state.DEFAULT.axes = device.seed, device.offset, device.axes
 
 
 def _seeded(cpu_seed: Any, xla_seed: Any, axes: tuple[str, ...]) -> State:

@@ -84,6 +84,13 @@ class RngState:
         self.offset = offset + 1
         return (self.seed, offset, self.axes) if self.axes else (self.seed, offset)
 
+    def put(self, seed: int, offset: int, axes: Axes) -> None:
+        """Go on as another state, also one of a world that was laid out in another way: along those of its axes that there are."""
+        differences = seed_differences(axes)
+        self.seed, self.offset, self.axes = seed, offset, tuple(name for name in names(axes) if name in world.current().axes)
+        if differences is not None:
+            self.differ(differences)
+
     def get_state(self) -> torch.Tensor:
         """The state as a CPU uint8 tensor of 16 bytes: the seed; the number of draws, and which axes in the highest bits. 8 more for each rank, what its
         seed is larger by, where seeds differ."""
@@ -110,6 +117,20 @@ class RngState:
         self.axes = tuple(name for k, name in enumerate(names) if mask and (not known or mask >> k & 1))
         if differences:
             self.differ(tuple(differences))
+
+
+def of_state(state: torch.Tensor, axes: Axes) -> RngState:
+    """A state from what `get_state` gave and its `axes`, also if there were other ranks then."""
+    made = RngState()
+    made.set_state(state[: 8 * _STATE_WORDS])
+    made.axes = axes
+    return made
+
+
+def fits_world(axes: Axes) -> bool:
+    """Whether `axes` say how much larger each rank's seed is, of as many ranks as there are."""
+    found = seed_differences(axes)
+    return found is not None and len(found) == world.size()
 
 
 def independent() -> bool:

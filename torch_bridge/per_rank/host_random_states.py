@@ -9,12 +9,13 @@ from __future__ import annotations
 import contextlib
 import random
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
+from torch_bridge.mesh import rank_numbers
 from torch_bridge.per_rank import rank_draws
 from torch_bridge.recorder import rank_random
 
@@ -81,6 +82,32 @@ class RandomStates:
         for (_, write), state in zip(self._sources, states, strict=True):
             write(state)
 
+
+def of_ranks() -> dict[str, list[Any]]:
+    """Python's, NumPy's and torch's state (`NAMES`): one, or a list with each hosted rank's where they differ."""
+    return {name: each(read()) for name, (read, _) in zip(NAMES, [*_OTHERS, _TORCH], strict=True)}
+
+
+def put_for_ranks(states: Mapping[str, Sequence[Any]]) -> None:
+    """Put back what `of_ranks` gave, or such states from elsewhere: one for all hosted ranks, or one for each."""
+    for name, (_, write) in zip(NAMES, [*_OTHERS, _TORCH], strict=True):
+        write(joined(states[name]))
+
+
+def each(state: Any) -> list[Any]:
+    """Each hosted rank's of such a state as `torch.get_rng_state`, `random.getstate` or `np.random.get_state` gives; a single one where ranks share it."""
+    return _split(state, 1)
+
+
+def joined(states: Sequence[Any]) -> Any:
+    """The other way round: a state that is alike for all ranks, or knows each one's."""
+    if all(_same([s], [states[0]]) for s in states[1:]):
+        return states[0]
+    rank_numbers.prepare()  # what puts a state back must know of such ones
+    return torch.cat(list(states)) if isinstance(states[0], torch.Tensor) else rank_draws.join(states)
+
+
+NAMES = ("python", "numpy", "torch")
 
 _Source = tuple[Callable[[], Any], Callable[[Any], Any]]
 _TORCH: _Source = (lambda: torch.get_rng_state(), lambda state: torch.set_rng_state(state))
