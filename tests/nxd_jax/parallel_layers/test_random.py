@@ -109,6 +109,26 @@ def test_states_can_be_kept_and_restored(nxd: Nxd) -> None:
         tracker.set_states({"x": torch.zeros(3)})  # type: ignore[dict-item]
 
 
+def test_the_states_number_within_a_fork(nxd: Nxd) -> None:
+    """`xm.get_rng_state()` puts the same draws back, also after more of them and outside."""
+    nxd(4, tp=2)
+    model_parallel_xla_manual_seed(5)
+    with get_xla_rng_tracker().fork():
+        draw()
+        state = xm.get_rng_state()
+        first = [draw(), draw()]
+        later = xm.get_rng_state()
+        last = draw()
+        xm.set_rng_state(state)
+        assert [draw(), draw()] == first
+    xm.set_rng_state(later)
+    assert draw() == last and len({tuple(x) for x in last}) == 2
+
+
+def draw() -> list[list[float]]:
+    return [x.tolist() for x in per_rank(torch.rand(3, device="xla"))]
+
+
 def test_added_states(nxd: Nxd) -> None:
     nxd(4, tp=4)
     tracker = XLARNGStatesTracker()
