@@ -24,9 +24,12 @@ def kept() -> Iterator[None]:
     """A block after which random numbers go on as if it had not been."""
     host, device = torch.get_rng_state(), random_state.DEFAULT.get_state()
     python, numpy = random.getstate(), np.random.get_state()
+    tracker = get_xla_rng_tracker()
+    named = tracker.states_.copy()
     try:
         yield
     finally:
+        tracker.states_ = named
         torch.set_rng_state(host)
         random_state.DEFAULT.set_state(device)
         random.setstate(python)

@@ -21,6 +21,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from nxd_jax.pipeline import draws
+from nxd_jax.tensor_parallel.random import get_xla_rng_tracker
 from nxd_jax.utils.model_utils import is_hf_pretrained_model
 
 HF, TORCH = "hf", "torch"
@@ -172,10 +173,12 @@ def trace_model(
     )
     try:
         with draws.kept(), attributes_kept(model):
-            before = draws.drawn()
+            before, forks = draws.drawn(), get_xla_rng_tracker().forks
             graph = tracer.trace(model, concrete_args=constants)
             if draws.drawn() != before:
                 raise RuntimeError("its forward draws random tensors that depend on no input, which would be the same in every step")
+            if get_xla_rng_tracker().forks != forks:
+                raise RuntimeError("its forward draws within get_xla_rng_tracker().fork(), which a graph of operations does not show")
             made = fx.GraphModule(model, graph, type(model).__name__)  # has the constants that tracing has left in the model
     except (fx.proxy.TraceError, TypeError, RuntimeError) as error:
         raise RuntimeError(

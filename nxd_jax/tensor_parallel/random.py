@@ -50,6 +50,8 @@ class XLARNGStatesTracker:
     def __init__(self) -> None:
         self.states_: dict[str, State] = {}
         self.seeds_: set[Any] = set()
+        self.forks = 0
+        """How often `fork` was entered."""
 
     def reset(self) -> None:
         """Forget all states."""
@@ -93,6 +95,7 @@ class XLARNGStatesTracker:
         """
         if name not in self.states_:
             raise Exception(f"rng state {name} is not added: call model_parallel_xla_manual_seed(seed) or add(name, seed) first")
+        self.forks += 1
         before = _current()
         _restore(self.states_[name])
         try:

@@ -14,10 +14,12 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from nxd_jax.parallel_layers import mappings
+from nxd_jax.parallel_layers.random import get_xla_rng_tracker, model_parallel_xla_manual_seed
 from nxd_jax.pipeline import capture
 from nxd_jax.pipeline.call_recorder import storage_key
 from nxd_jax.pipeline.capture import Spec
 from nxd_jax.pipeline.partition import cut_after, partition_traced_model, stage_numbers
+from nxd_jax.pipeline.trace import trace_model
 from tests.nxd_jax.conftest import Nxd
 
 Forward = Callable[..., Any]
@@ -346,6 +348,28 @@ def test_chosen_functions_are_nodes(nxd: Nxd) -> None:
     assert [getattr(node.target, "__name__", "") for node in nodes if node.op == "call_function"] == [
         "scatter_to_tensor_model_parallel_region"
     ]
+
+
+class ForkedDropout(nn.Module):
+    def forward(self, x: Any) -> Any:
+        with get_xla_rng_tracker().fork():
+            return nn.functional.dropout(x, 0.5)
+
+
+def test_a_fork_of_the_tracker_stays_in_its_module(nxd: Nxd) -> None:
+    """A graph of operations would draw from the default state, tensor-parallel ranks alike."""
+    nxd(2, tp=2)
+    model_parallel_xla_manual_seed(1)
+    model = Net(lambda model, x: model.second(model.drop(model.first(x))))
+    model.drop = ForkedDropout()
+    before = get_xla_rng_tracker().get_states()["model-parallel-rng"]
+    with pytest.raises(
+        RuntimeError, match=r"cannot be traced symbolically: its forward draws within get_xla_rng_tracker\(\).fork\(\).*leaf_modules"
+    ):
+        trace_model(model, input_names=["x"])
+    assert "drop" in [node.target for node in captured(model).graph.nodes]
+    after = get_xla_rng_tracker().get_states()["model-parallel-rng"]
+    assert torch.equal(before.xla, after.xla) and torch.equal(before.cpu, after.cpu)
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta", "xla"])
