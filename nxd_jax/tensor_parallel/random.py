@@ -108,6 +108,15 @@ class XLARNGStatesTracker:
 _tracker = XLARNGStatesTracker()
 
 
+def _put(states: dict[str, State]) -> None:
+    """Put states back, if they have moved: what does not fork is played, and playing stops where Python's state is written."""
+    if _tracker.states_.keys() != states.keys() or any(_tracker.states_[name] is not state for name, state in states.items()):
+        _tracker.states_ = states.copy()
+
+
+random_state.keep_beside(lambda: _tracker.states_.copy(), _put)
+
+
 def get_xla_rng_tracker() -> XLARNGStatesTracker:
     """The tracker of this process."""
     return _tracker

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from types import FrameType
 from typing import Any
 
 import torch
@@ -72,11 +74,24 @@ def initial_seed() -> int:
 
 def get_rng_state(device: Device = "xla") -> torch.Tensor:
     """The random state as a CPU uint8 tensor."""
-    return random_state.DEFAULT.get_state()
+    state = random_state.DEFAULT.get_state()
+    if _asked_by_checkpointing(sys._getframe(1)):
+        state._beside = random_state.beside()  # type: ignore[attr-defined]
+    return state
 
 
 def set_rng_state(state: torch.Tensor, device: Device = "xla") -> None:
     random_state.DEFAULT.set_state(state)
+    if (restore := getattr(state, "_beside", None)) is not None:
+        restore()
+
+
+def _asked_by_checkpointing(frame: FrameType | None) -> bool:
+    """Whether the caller is `torch.utils.checkpoint`, or `torch.random.fork_rng` that it calls. What others put back is the default state alone."""
+    for name in ("torch.random", "contextlib"):
+        while frame is not None and frame.f_globals.get("__name__") == name:
+            frame = frame.f_back
+    return frame is not None and frame.f_globals.get("__name__") == "torch.utils.checkpoint"
 
 
 def get_rng_state_all() -> list[torch.Tensor]:

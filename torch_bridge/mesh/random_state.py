@@ -6,6 +6,7 @@ a new seed recompiles. Restoring a state replays the same draws, which activatio
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -141,6 +142,29 @@ def independent() -> bool:
 _SWITCH = "NXD_JAX_INDEPENDENT_DRAWS"
 
 DEFAULT = RngState()
+
+Beside = tuple[Callable[[], Any], Callable[[Any], None]]
+_beside: list[Beside] = []
+
+
+def keep_beside(get: Callable[[], Any], put: Callable[[Any], None]) -> None:
+    """Say what else activation checkpointing puts back for its second computation: `get()` gives it (or nothing), and what it gave is put
+    back by `put`."""
+    _beside.append((get, put))
+
+
+def beside() -> Callable[[], None] | None:
+    """A function that puts back what `keep_beside` named as it is now; None if nothing was named."""
+    found = [(put, state) for get, put in _beside if (state := get())]
+    if not found:
+        return None
+
+    def restore() -> None:
+        for put, state in found:
+            put(state)
+
+    return restore
+
 
 _GENERATORS: dict[int, RngState] = {}
 

@@ -132,7 +132,10 @@ def test_folders_that_cannot_be_served(served: Served, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"dora: the PEFT adapters use use_dora, which LoRA layers here do not have: merge them in PEFT"):
         model.load_adapter("new", dora)
     for given, words in (
-        ({"init_lora_weights": "pissa"}, "dora: the PEFT adapters have init_lora_weights='pissa', a start that changes the base model's weights, too"),
+        (
+            {"init_lora_weights": "pissa"},
+            "dora: the PEFT adapters have init_lora_weights='pissa', a start that changes the base model's weights, too",
+        ),
         ({"alora_invocation_tokens": [1]}, "dora: the PEFT adapters use alora_invocation_tokens, which LoRA layers here do not have"),
     ):
         config = json.loads((dora / "adapter_config.json").read_text()) | {"use_dora": False} | given

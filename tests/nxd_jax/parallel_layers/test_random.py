@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint
 import torch_xla.core.xla_model as xm
+import torch_xla.utils.checkpoint as xla_checkpoint
 
 from nxd_jax.parallel_layers import parallel_state
 from nxd_jax.parallel_layers.random import XLARNGStatesTracker, get_xla_rng_tracker, model_parallel_xla_manual_seed
@@ -123,6 +126,36 @@ def test_the_states_number_within_a_fork(nxd: Nxd) -> None:
         assert [draw(), draw()] == first
     xm.set_rng_state(later)
     assert draw() == last and len({tuple(x) for x in last}) == 2
+
+
+CHECKPOINTS = {
+    "reentrant": lambda f, x: torch.utils.checkpoint.checkpoint(f, x, use_reentrant=True),
+    "not": lambda f, x: torch.utils.checkpoint.checkpoint(f, x, use_reentrant=False),
+    "torch_xla's": xla_checkpoint.checkpoint,
+}
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS.values(), ids=CHECKPOINTS)
+def test_a_fork_that_is_computed_again(nxd: Nxd, checkpoint: Any) -> None:
+    """By torch's activation checkpointing: with the mask of the first time, and nothing else moves."""
+    nxd(2, tp=2)
+    model_parallel_xla_manual_seed(5)
+
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        with get_xla_rng_tracker().fork():
+            return x * F.dropout(x, 0.5)
+
+    found = []
+    for call in (checkpoint, lambda f, x: f(x)):
+        model_parallel_xla_manual_seed(5)
+        x = torch.ones(64, device="xla", requires_grad=True)
+        y = call(layer, call(layer, x) + 1)
+        y.sum().backward()
+        with get_xla_rng_tracker().fork():
+            found.append([y.detach(), x.grad, torch.rand(3, device="xla")])
+    for again, once in zip(*found, strict=True):
+        for a, b in zip(per_rank(again), per_rank(once), strict=True):
+            torch.testing.assert_close(a, b)
 
 
 def draw() -> list[list[float]]:
