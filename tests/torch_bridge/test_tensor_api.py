@@ -180,10 +180,13 @@ def test_set_and_resize() -> None:
         z.resize_(2, 2)
         w = torch.arange(4.0, device=device).resize_(2)
         e = torch.empty(0, device=device).resize_(2, 3).fill_(2)
+        g = torch.arange(2.0).to(device)
+        doubled = g * 2
+        g.resize_(3)[2] = 7  # larger than its memory, while the step waits for what was in it
         n = torch.ones(2, device=device).set_()
         swapped = torch.ones(2, device=device)
         torch.utils.swap_tensors(swapped, torch.zeros(3, device=device))
-        return x, y, z, w, e, n, swapped
+        return x, y, z, w, e, g, doubled, n, swapped
 
     same(run, check_stride=True)
 

@@ -513,9 +513,12 @@ class Segment:
         storage.held = None if vid >= 0 or self.capture else sharding.alone(self.leaves[-vid - 1])
 
     def grow(self, storage: Storage, to: Layout, vid: int) -> None:
-        """Make a value of another size the storage's whole new content."""
-        storage.layout = to
+        """Make a value of another size the storage's whole new content. The one before does not fit any more: after a failure the storage has none."""
         self.write(storage, vid)
+        storage.layout = to
+        self.saved = [(ref, leaf) for ref, leaf in self.saved if ref() is not storage]
+        self.overwritten = [(ref, array) for ref, array in self.overwritten if ref() is not storage]
+        self.holders = {leaf: ref for leaf, ref in self.holders.items() if ref() is not storage}
 
     def write_view(self, storage: Storage, view: Layout, vid: int) -> None:
         """Write a value through a view."""

@@ -142,7 +142,10 @@ def _call_for_each(
     """The call of each hosted rank; ranks at the same place along `axes` share one."""
     hosted = world.current().hosted
     if not axes:
-        return dict.fromkeys(hosted, _HostCall(func, args, kwargs, {key: download(t) for key, t in tensors.items()}))
+        values_of = {key: download(t) for key, t in tensors.items()}
+        for t in _mutated(func, args, kwargs):
+            values_of[id(t)] = values_of[id(t)].clone()  # in memory of torch's own, which the op may resize
+        return dict.fromkeys(hosted, _HostCall(func, args, kwargs, values_of))
     values = {key: each_ranks(t) for key, t in tensors.items()}
     coordinates = [world.coordinates(a) for a in axes]
     calls: dict[tuple[int, ...], _HostCall] = {}
