@@ -173,11 +173,12 @@ def trace_model(
     )
     try:
         with draws.kept(), attributes_kept(model):
-            before, forks = draws.drawn(), get_xla_rng_tracker().forks
-            graph = tracer.trace(model, concrete_args=constants)
+            before, forks = draws.drawn(), list[str]()
+            with get_xla_rng_tracker().telling(forks.append):
+                graph = tracer.trace(model, concrete_args=constants)
             if draws.drawn() != before:
                 raise RuntimeError("its forward draws random tensors that depend on no input, which would be the same in every step")
-            if get_xla_rng_tracker().forks != forks:
+            if forks:
                 raise RuntimeError("its forward draws within get_xla_rng_tracker().fork(), which a graph of operations does not show")
             made = fx.GraphModule(model, graph, type(model).__name__)  # has the constants that tracing has left in the model
     except (fx.proxy.TraceError, TypeError, RuntimeError) as error:

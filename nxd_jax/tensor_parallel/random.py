@@ -7,7 +7,7 @@ Inside `get_xla_rng_tracker().fork()` tensor parallel ranks draw different numbe
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -37,6 +37,10 @@ def _restore(state: State) -> None:
     random_state.DEFAULT.seed, random_state.DEFAULT.offset, random_state.DEFAULT.axes = device.seed, device.offset, device.axes
 
 
+def _alike(one: State, other: State) -> bool:
+    return torch.equal(one.cpu, other.cpu) and torch.equal(one.xla, other.xla) and one.axes == other.axes
+
+
 def _seeded(cpu_seed: Any, xla_seed: Any, axes: tuple[str, ...]) -> State:
     """The state that seeding gives; the current one stays. Seeds may differ by rank. axes: mesh axes along which ranks with one seed draw differently."""
     device = random_state.RngState()
@@ -50,8 +54,7 @@ class XLARNGStatesTracker:
     def __init__(self) -> None:
         self.states_: dict[str, State] = {}
         self.seeds_: set[Any] = set()
-        self.forks = 0
-        """How often `fork` was entered."""
+        self._on_fork: Callable[[str], None] | None = None
 
     def reset(self) -> None:
         """Forget all states."""
@@ -95,14 +98,26 @@ class XLARNGStatesTracker:
         """
         if name not in self.states_:
             raise Exception(f"rng state {name} is not added: call model_parallel_xla_manual_seed(seed) or add(name, seed) first")
-        self.forks += 1
-        before = _current()
-        _restore(self.states_[name])
+        if self._on_fork is not None:
+            self._on_fork(name)
+        before, started = _current(), self.states_[name]
+        _restore(started)
         try:
             yield
         finally:
-            self.states_[name] = _current()
+            drawn = _current()
+            if not _alike(drawn, started):  # a module that writes Python's state is not played: one without dropout may be
+                self.states_[name] = drawn
             _restore(before)
+
+    @contextlib.contextmanager
+    def telling(self, of: Callable[[str], None]) -> Iterator[None]:
+        """A block in which `of(name)` is called for each fork."""
+        outer, self._on_fork = self._on_fork, of
+        try:
+            yield
+        finally:
+            self._on_fork = outer
 
 
 _tracker = XLARNGStatesTracker()

@@ -12,6 +12,7 @@ import torch.utils.checkpoint
 import torch_xla.core.xla_model as xm
 import torch_xla.utils.checkpoint as xla_checkpoint
 
+import torch_bridge
 from nxd_jax.parallel_layers import parallel_state
 from nxd_jax.parallel_layers.random import XLARNGStatesTracker, get_xla_rng_tracker, model_parallel_xla_manual_seed
 from tests.nxd_jax.conftest import Nxd
@@ -232,3 +233,30 @@ def test_without_parallel_state_is_an_error() -> None:
     parallel_state.destroy_model_parallel()
     with pytest.raises(RuntimeError, match="model parallel groups are not initialized"):
         model_parallel_xla_manual_seed(1)
+
+
+class Forking(torch.nn.Module):
+    """Dropout within a fork."""
+
+    def __init__(self, rate: float):
+        super().__init__()
+        self.rate = rate
+        self.linear = torch.nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with get_xla_rng_tracker().fork():
+            return F.dropout(self.linear(x), self.rate)
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.5])
+def test_a_module_whose_forks_draw_nothing_is_played(nxd: Nxd, rate: float) -> None:
+    nxd(1, tp=1)
+    model_parallel_xla_manual_seed(5)
+    module: Any = torch_bridge.optimize(Forking(rate).to("xla"))
+    for _ in range(6):
+        torch.rand(2, device="xla")
+        torch.rand(2)
+        module(torch.ones(2, 8, device="xla")).sum().backward()
+        xm.mark_step()
+    state = module.forward.state()
+    assert (state.played > 0) == (rate == 0.0) and ("random state of its own" in state.reason) == (rate != 0.0)
