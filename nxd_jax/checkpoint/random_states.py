@@ -7,6 +7,7 @@ torchrun goes on in one process, and the other way round. Where there are ranks 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -70,16 +71,16 @@ class _Found:
     def host(self, read: Callable[[Mapping[str, Any]], Any]) -> list[Any]:
         """A state of the host for each hosted rank; rank 0's alone if the ranks of now were not there."""
         if self._by_rank is None:
-            return _entry(read(self.own), 0)
-        return [_entry(read(states), place)[0] for states, place in (self._by_rank[rank] for rank in world.current().hosted)]
+            return [_entry(read(self.own), 0)]
+        return [_entry(read(states), place) for states, place in (self._by_rank[rank] for rank in world.current().hosted)]
 
 
-def _entry(state: Any, place: int) -> list[Any]:
-    return [state[place] if isinstance(state, list) else state]
+def _entry(state: Any, place: int) -> Any:
+    return state[place] if isinstance(state, list) else state
 
 
 def _put(found: _Found) -> None:
-    host_random_states.put_for_ranks({name: found.host(lambda s, n=name: s[n]) for name in host_random_states.NAMES})  # type: ignore[misc]
+    host_random_states.put_for_ranks({name: found.host(itemgetter(name)) for name in host_random_states.NAMES})
     own = found.own
     if isinstance(own["xla"], int):  # as it was before there was a tracker
         xm.set_rng_state(own["xla"])

@@ -21,7 +21,7 @@ _LARGEST = 1 << 30
 """Bytes of a block that the system gives and gets back in any case."""
 _LONG = 1.0
 """Seconds that compiling takes from which on it leaves so much freed memory that it pays to spend 0.1 seconds on giving that back."""
-_TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -3, -4, -8
+_TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
 """glibc's numbers of what `mallopt` sets."""
 _OWN = ("MALLOC_ARENA_MAX", "MALLOC_MMAP_MAX_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_")
 

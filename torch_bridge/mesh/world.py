@@ -267,14 +267,20 @@ def ordinal() -> Any:
 
 def local_ordinal() -> Any:
     """The same on its host."""
-    index, count = current().process
-    return int(os.environ.get("LOCAL_RANK") or index) if count > 1 else local_rank()
+    found = _local_process()
+    return local_rank() if found is None else found
 
 
 def first_of_machine() -> bool:
     """Whether this process is the first one on its machine."""
+    found = _local_process()
+    return (first() % local_size() if found is None else found) == 0
+
+
+def _local_process() -> int | None:
+    """This process's number on its host, if all processes run one annotated program."""
     index, count = current().process
-    return (int(os.environ.get("LOCAL_RANK") or index) if count > 1 else first() % local_size()) == 0
+    return int(os.environ.get("LOCAL_RANK") or index) if count > 1 else None
 
 
 def first() -> int:

@@ -28,9 +28,9 @@ class RandomStates:
 
     def __init__(self, keys: Sequence[Any], generators: Sequence[torch.Generator] = ()):
         self._keys = list(keys)
-        self._sources = [_TORCH, *[(g.get_state, g.set_state) for g in generators]]
+        self._sources = [_NAMED["torch"], *[(g.get_state, g.set_state) for g in generators]]
         if threading.current_thread() is threading.main_thread():  # else another may be drawing
-            self._sources += _OTHERS
+            self._sources += [_NAMED["python"], _NAMED["numpy"]]
         self._start: list[Any] = []
         self._left: list[Any] | None = None
         self._after: dict[Any, list[Any]] = {}
@@ -85,12 +85,12 @@ class RandomStates:
 
 def of_ranks() -> dict[str, list[Any]]:
     """Python's, NumPy's and torch's state (`NAMES`): one, or a list with each hosted rank's where they differ."""
-    return {name: each(read()) for name, (read, _) in zip(NAMES, [*_OTHERS, _TORCH], strict=True)}
+    return {name: each(read()) for name, (read, _) in _NAMED.items()}
 
 
 def put_for_ranks(states: Mapping[str, Sequence[Any]]) -> None:
     """Put back what `of_ranks` gave, or such states from elsewhere: one for all hosted ranks, or one for each."""
-    for name, (_, write) in zip(NAMES, [*_OTHERS, _TORCH], strict=True):
+    for name, (_, write) in _NAMED.items():
         write(joined(states[name]))
 
 
@@ -104,17 +104,15 @@ def joined(states: Sequence[Any]) -> Any:
     if all(_same([s], [states[0]]) for s in states[1:]):
         return states[0]
     rank_numbers.prepare()  # what puts a state back must know of such ones
-    return torch.cat(list(states)) if isinstance(states[0], torch.Tensor) else rank_draws.join(states)
+    return _together(states)
 
 
-NAMES = ("python", "numpy", "torch")
-
-_Source = tuple[Callable[[], Any], Callable[[Any], Any]]
-_TORCH: _Source = (lambda: torch.get_rng_state(), lambda state: torch.set_rng_state(state))
-_OTHERS: list[_Source] = [
-    (lambda: random.getstate(), lambda state: random.setstate(state)),
-    (lambda: np.random.get_state(), lambda state: np.random.set_state(state)),
-]
+_NAMED: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    "python": (lambda: random.getstate(), lambda state: random.setstate(state)),
+    "numpy": (lambda: np.random.get_state(), lambda state: np.random.set_state(state)),
+    "torch": (lambda: torch.get_rng_state(), lambda state: torch.set_rng_state(state)),
+}
+NAMES = tuple(_NAMED)
 
 
 def _differs(state: object) -> bool:
@@ -129,9 +127,12 @@ def _split(state: object, count: int) -> list[Any]:
 
 
 def _join(states: Sequence[Any], like: object) -> Any:
-    if not _differs(like):
-        return states[0]
-    return torch.cat(list(states)) if isinstance(like, torch.Tensor) else rank_draws.join(states)
+    return _together(states) if _differs(like) else states[0]
+
+
+def _together(states: Sequence[Any]) -> Any:
+    """One state that knows each rank's."""
+    return torch.cat(list(states)) if isinstance(states[0], torch.Tensor) else rank_draws.join(states)
 
 
 def _same(a: Sequence[Any], b: Sequence[Any]) -> bool:

@@ -48,16 +48,14 @@ _OF_FRACTIONS_OR_COMPLEX = (
     aten.logcumsumexp.default,
     aten.lerp.Scalar,
     aten.lerp.Tensor,
-    *(getattr(op, name) for op in (aten.var, aten.std) for name in ("default", "dim", "correction")),
-    *(getattr(op, name) for op in (aten.var_mean, aten.std_mean) for name in ("default", "dim", "correction")),
+    *(getattr(op, name) for op in (aten.var, aten.std, aten.var_mean, aten.std_mean) for name in ("default", "dim", "correction")),
     aten.native_layer_norm.default,
     aten.native_group_norm.default,
     aten.native_batch_norm.default,
 )
 _OF_AN_ORDER = (
     *(getattr(op, name) for op in (aten.lt, aten.le, aten.gt, aten.ge) for name in ("Tensor", "Scalar")),
-    *(getattr(op, name) for op in (aten.max, aten.min) for name in ("default", "dim")),
-    *(getattr(op, name) for op in (aten.median, aten.nanmedian) for name in ("default", "dim")),
+    *(getattr(op, name) for op in (aten.max, aten.min, aten.median, aten.nanmedian) for name in ("default", "dim")),
     *(getattr(op, name) for op in (aten.clamp, aten.clamp_min, aten.clamp_max) for name in ("default", "Tensor")),
     *(
         op.default

@@ -13,16 +13,8 @@ from neuronx_distributed.pipeline import NxDPPModel
 from torch import nn
 
 from tests.nxd_jax.conftest import Nxd
+from tests.nxd_jax.pipeline.models import Layer
 from torch_bridge.recorder import placed
-
-
-class Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + torch.tanh(self.linear(x))
 
 
 class Tied(nn.Module):
