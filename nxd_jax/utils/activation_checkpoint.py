@@ -14,7 +14,7 @@ from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as torch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, CheckpointWrapper
 from torch.utils import _pytree as pytree
 
-from nxd_jax.tensor_parallel.random import State, get_xla_rng_tracker
+import nxd_jax.tensor_parallel.random  # noqa: F401  its states are kept beside torch's
 from torch_bridge.mesh import random_state
 from torch_bridge.torch_xla.core import xla_model
 from torch_bridge.torch_xla.utils.checkpoint import _torch_checkpoint
@@ -92,7 +92,7 @@ class _Call:
         self._gradients: list[torch.Tensor] = []
         self._state: Any = None
         self._axes: random_state.Axes = ()
-        self._named: dict[str, State] = {}
+        self._beside: Callable[[], None] | None = None
 
     def reached(self, gradient: torch.Tensor) -> None:
         """The backward pass has come to a result."""
@@ -103,11 +103,11 @@ class _Call:
         gradients, self._gradients = self._gradients, []
         if not gradients:
             self._state, self._axes = random_state.DEFAULT.get_state(), random_state.DEFAULT.axes
-            self._named = get_xla_rng_tracker().states_.copy()
+            self._beside = random_state.beside()
             return self._run(leaves)
         if not self._preserve:
             return self._run(_once_known(leaves, gradients))
-        with xla_model.fork_rng(), _drawing(self._axes, self._named):
+        with xla_model.fork_rng(), _drawing(self._axes, self._beside):
             random_state.DEFAULT.set_state(self._state)
             return self._run(_once_known(leaves, gradients))
 
@@ -120,15 +120,19 @@ class _Call:
 
 
 @contextlib.contextmanager
-def _drawing(axes: random_state.Axes, named: dict[str, State]) -> Iterator[None]:
-    """A block in which ranks draw differently along these axes, and the tracker has these states. Afterwards all is as it was."""
-    tracker, default = get_xla_rng_tracker(), random_state.DEFAULT
-    before = default.axes, tracker.states_
-    default.axes, tracker.states_ = axes, named.copy()
+def _drawing(axes: random_state.Axes, beside: Callable[[], None] | None) -> Iterator[None]:
+    """A block in which ranks draw differently along these axes. beside: puts the tracker's states back, if there are any. Afterwards all is as it was."""
+    default = random_state.DEFAULT
+    before, now = default.axes, random_state.beside()
+    default.axes = axes
+    if beside is not None:
+        beside()
     try:
         yield
     finally:
-        default.axes, tracker.states_ = before
+        default.axes = before
+        if now is not None:
+            now()
 
 
 def _once_known(leaves: Sequence[Any], gradients: Sequence[torch.Tensor]) -> list[Any]:

@@ -14,6 +14,7 @@ from neuronx_distributed.trainer import initialize_parallel_model, neuronx_distr
 from torch import nn
 
 from nxd_jax.parallel_layers.layers import ColumnParallelLinear, RowParallelLinear
+from nxd_jax.tensor_parallel.random import get_xla_rng_tracker, model_parallel_xla_manual_seed
 from nxd_jax.utils.activation_checkpoint import NxDCheckpointWrapper, checkpoint_wrapper
 from tests.nxd_jax.conftest import Nxd
 from torch_bridge.recorder import sharded
@@ -128,6 +129,20 @@ def test_over_several_steps(nxd: Nxd, monkeypatch: pytest.MonkeyPatch, drop: flo
         found.append(losses)
     assert model.original_module().forward.played
     assert found[1] == found[2] and found[1] == pytest.approx(found[0], rel=1e-5)
+
+
+def test_draws_of_a_fork_between_steps_leave_it_played(nxd: Nxd, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tracker's states are others for each call: the module must not be recorded for that."""
+    monkeypatch.setenv("NXD_JAX_REPLAY", "all")
+    nxd(1)
+    model_parallel_xla_manual_seed(1)
+    model = make(Layer, layers=2)
+    for _ in range(10):
+        with get_xla_rng_tracker().fork():
+            torch.rand(2, device="xla").tolist()
+        model(torch.ones(SEQ, ROWS, HIDDEN).to("xla")).backward()
+        torch_xla.sync()
+    assert model.original_module().forward.played >= 4
 
 
 def test_hooks_of_parameters_run_once(nxd: Nxd) -> None:
