@@ -51,12 +51,16 @@ class Draws:
         random_state.DEFAULT.offset += 1
         tracker.states_ = {name: _changed(state, after=True) for name, state in tracker.states_.items()}
 
+    def seed(self, stage: int, micro_batch: int) -> int:
+        """The seed of the default state in a pass of this stage over this micro-batch; offsets count from 0."""
+        return _mixed(*self._default, stage, micro_batch)
+
     @contextlib.contextmanager
     def of(self, stage: int, micro_batch: int) -> Iterator[None]:
         """A block that draws what a pass of this stage over this micro-batch draws. Afterwards all states are as they were."""
         tracker, default = get_xla_rng_tracker(), random_state.DEFAULT
         before = default.seed, default.offset, default.axes, tracker.states_
-        default.seed, default.offset = _mixed(*self._default, stage, micro_batch), 0
+        default.seed, default.offset = self.seed(stage, micro_batch), 0
         tracker.states_ = {name: _changed(state, stage, micro_batch) for name, state in self._named.items()}
         try:
             yield

@@ -445,6 +445,8 @@ class NxDPPModel(LocalModel):
             )
             raise RuntimeError(f"run_train needs a loss: {said}")
         step_log.keep()
+        if self._loss_is_known:
+            step.may_be_direct()
         with observers.step(self):
             step.train(self._order)
         weights.add_up(step.replicas, self.homes, self._exchange)
@@ -513,6 +515,11 @@ class NxDPPModel(LocalModel):
         if self.output_loss_value_spec is None:
             return None
         return lambda found: loss_values.find(found, self.output_loss_value_spec)
+
+    @property
+    def _loss_is_known(self) -> bool:
+        """Whether no code of the script's makes the loss of what the stages give."""
+        return not self.manual_pp_partition or getattr(self._manual_loss, "__module__", "") == "torch.nn.functional"
 
     def _reduce(self) -> None:
         if parallel_groups.size("dp") > 1:

@@ -18,11 +18,12 @@ from torch.fx.node import base_types
 from torch.utils import _pytree as pytree
 
 from nxd_jax.pipeline import foreign, observers
+from nxd_jax.pipeline.direct import Direct, Given, Kept, Rest, Taken, Watch
 from nxd_jax.pipeline.draws import Draws
 from nxd_jax.pipeline.exchange import Exchange
 from nxd_jax.pipeline.schedules import Action, Kind, Schedule, run
 from nxd_jax.pipeline.schedules.simulate import Stuck
-from nxd_jax.pipeline.stages import FromBatch, FromStage, Stage, Stages, filled, tensors
+from nxd_jax.pipeline.stages import FromBatch, FromStage, Known, Stage, Stages, filled, tensors
 from torch_bridge.mesh import messages, places
 from torch_bridge.mesh.places import Place
 from torch_bridge.recorder import placed
@@ -30,6 +31,7 @@ from torch_bridge.replay import accumulate_grad, module_calls
 from torch_bridge.runtime import executor
 
 Loss = Callable[[Any], torch.Tensor]
+Names = tuple[Any, ...]
 Source = tuple[int, int | None, int]
 """Where a tensor comes from: stage, position among its results, which tensor of that value."""
 
@@ -68,6 +70,15 @@ class Held(NamedTuple):
     edges: dict[tuple[int | None, int] | None, GradientEdge | torch.Tensor]
 
 
+class Waiting(NamedTuple):
+    """What a recorded backward pass of a stage's inputs leaves for that of its weights: what is still to run, and gradients by weight. watch: of the pass."""
+
+    deferred: executor.Deferred | None
+    weights: list[nn.Parameter]
+    grads: list[torch.Tensor]
+    watch: Watch
+
+
 class Step:
     """One step: what is on its way between stages, and what they keep.
 
@@ -99,15 +110,17 @@ class Step:
         self.autocast = autocast
         self.given: dict[tuple[int, FromStage], Any] = {}
         self.readers: dict[tuple[int, FromStage], int] = {}
-        self.held: dict[tuple[int, int], Held] = {}
+        self.held: dict[tuple[int, int], Held | Kept] = {}
         self.grads: dict[tuple[int, int], dict[tuple[int | None, int], torch.Tensor]] = {}
-        self.waiting: dict[tuple[int, int], tuple[executor.Deferred | None, list[nn.Parameter], list[torch.Tensor]]] = {}
+        self.waiting: dict[tuple[int, int], Waiting | Rest] = {}
         self.outputs: dict[int, Any] = {}
         self.reentrant: dict[int, bool] = {}
         self.last = len(stages) - 1
         self.exchange = exchange
         self.here = [home is None or messages.hosted(home) for home in homes]
         self.draws = Draws()
+        self.direct = Direct({}, Known(), self.draws.seed, False)
+        """Passes that need not be recorded; none until `may_be_direct`."""
 
     def _apart(self, stage: int, other: int) -> bool:
         """Whether values of one stage have to be sent to get to another."""
@@ -126,38 +139,71 @@ class Step:
         sources: list[tuple[torch.Tensor, Source]] = []
         received: dict[FromStage, Any] = {}
         values = {arg: self._argument(stage, arg, mb, sources, train, received) for arg in dict.fromkeys(_sources(stage.args))}
+        returned = {arg: self._uploaded(arg, mb, index) for arg in self._returned_inputs() if index == self.last}
+        taken = Taken(filled(stage.args, values), returned)
+        held, given = (self.direct.forward(index, mb, taken, sources) if train else None) or self._recorded(
+            stage, mb, taken, sources, train, received
+        )
+        if train:
+            self.held[index, mb] = held
+        for name, readers, value in given.near:
+            self.given[mb, name], self.readers[mb, name] = value, readers
+        if index == self.last:
+            self.outputs[mb] = given.output
+        for name, to, value in given.far:
+            self._send(_forward_name(name, to), mb, value, index, to)
+
+    def _recorded(
+        self, stage: Stage, mb: int, taken: Taken, sources: list[Any], train: bool, received: Mapping[FromStage, Any]
+    ) -> tuple[Held, Given]:
+        """A forward pass that is recorded: what it keeps for its backward pass, and what it hands on."""
+        index = stage.index
+        watch = self.direct.watch(index, mb)
         with self._weights(index), self.autocast(), torch.set_grad_enabled(train), self.draws.of(index, mb):
             home = None if stage.checked else self.homes[index]
             buffers = [] if home is None else foreign.arrays_of_buffers(stage)
             placed.compute_at(self.homes[index])
-            given = stage.module(*filled(stage.args, values))
+            found = stage.module(*taken.args)
             if home is not None:
-                foreign.check(stage, home, buffers, tensors(given), [t for t, _ in sources])
+                foreign.check(stage, home, buffers, tensors(found), [t for t, _ in sources])
                 stage.checked = True
         edges: dict[tuple[int | None, int] | None, GradientEdge | torch.Tensor] = {}
-        leaving: list[tuple[FromStage, int, Any]] = []
-        for position, value in stage.results(given):
+        given = Given([], [])
+        for position, value in stage.results(found):
             for k, t in enumerate(tensors(value)):
                 if t.requires_grad:
                     edges[position, k] = get_gradient_edge(t)
-            leaving += self._give(mb, FromStage(index, position), value)
+            self._give(FromStage(index, position), value, given)
         if index == self.last:
-            found = filled(
-                self.stages.output, {arg: self._output(arg, mb, received) for arg in dict.fromkeys(_sources(self.stages.output))}
-            )
-            if self.loss is not None:
-                with self.autocast(), torch.set_grad_enabled(train):
-                    loss = self.loss(found)
-                self.outputs[mb] = loss.detach()
-                if train:
-                    edges = {None: _learning(loss) / len(self.batch)}
-            else:
-                self.outputs[mb] = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, found)
+            output, loss = self._returned(mb, taken.returned, given, received, train)
+            given = given._replace(output=output)
+            if loss is not None and train:
+                edges = {None: _learning(loss) / len(self.batch)}
+        with watch.running():
+            executor.sync()
         if train:
-            self.held[index, mb] = Held(sources, edges)
-        executor.sync()
-        for name, to, value in leaving:
-            self._send(_forward_name(name, to), mb, value, index, to)
+            watch.learn_forward(taken, given)
+        return Held(sources, edges), given
+
+    def _returned_inputs(self) -> list[FromBatch]:
+        """Inputs of the model that it returns, or that its loss is made of."""
+        return [arg for arg in dict.fromkeys(_sources(self.stages.output)) if isinstance(arg, FromBatch)]
+
+    def _returned(
+        self, mb: int, inputs: Mapping[Any, Any], given: Given, received: Mapping[FromStage, Any], train: bool
+    ) -> tuple[Any, torch.Tensor | None]:
+        """In the last stage: the micro-batch's loss, or what the model returns if it has none; and the loss with its history."""
+        values = {**inputs, **{name: value for name, _, value in given.near}}
+        given.near.clear()  # nobody else reads what the last stage gives
+        for arg in _sources(self.stages.output):
+            if arg not in values:
+                values[arg] = self._output(arg, mb, received)
+        found = filled(self.stages.output, values)
+        if self.loss is None:
+            return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, found), None
+        with self.autocast(), torch.set_grad_enabled(train):
+            loss = self.loss(found)
+        return loss.detach(), loss
 
     def _send(self, name: str, mb: int, value: Any, stage: int, to: int) -> None:
         home, target = self.homes[stage], self.homes[to]
@@ -187,8 +233,8 @@ class Step:
             position += 1
         return pytree.tree_unflatten(leaves, spec)
 
-    def _give(self, mb: int, name: FromStage, value: Any) -> list[tuple[FromStage, int, Any]]:
-        """Keep a result until the last stage that takes it has it. Gives what is to be sent to stages in other processes, by result and stage.
+    def _give(self, name: FromStage, value: Any, given: Given) -> None:
+        """Add a result to what a stage hands on: to stages of this process that take it, and what is to be sent to stages in others.
 
         Raises TypeError for an object that may hide tensors, unless it stays there: what the model returns may be of any class.
         """
@@ -201,12 +247,10 @@ class Step:
                 )
         near, far = self._consumers(name)
         if near:
-            self.given[mb, name] = value
-            self.readers[mb, name] = near
-        if not far:
-            return []
-        own = pytree.tree_map_only(torch.Tensor, _owned, value)
-        return [(name, stage, own) for stage in far]
+            given.near.append((name, near, value))
+        if far:
+            own = pytree.tree_map_only(torch.Tensor, _owned, value)
+            given.far.extend((name, stage, own) for stage in far)
 
     def _consumers(self, name: FromStage) -> tuple[int, list[int]]:
         """How many readers of a result get it in this process, and the stages to which it is sent. What the model returns is read by the last stage."""
@@ -218,17 +262,12 @@ class Step:
         self.readers[mb, name] -= 1
         return self.given[mb, name] if self.readers[mb, name] else self.given.pop((mb, name))
 
-    def _output(self, arg: Any, mb: int, received: Mapping[FromStage, Any]) -> Any:
-        """A value that the model returns: in the last stage with its history, else at the last stage's place without."""
-        if isinstance(arg, FromBatch):
-            return self._uploaded(arg, mb, self.last)
+    def _output(self, arg: FromStage, mb: int, received: Mapping[FromStage, Any]) -> Any:
+        """A value of another stage that the model returns, at the last stage's place without its history."""
         if self._apart(arg.stage, self.last):
             value = received[arg] if arg in received else self._receive(_forward_name(arg, self.last), mb, arg.stage, self.last)
             return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, value)
-        value = self._take(mb, arg)
-        if arg.stage == self.last:
-            return value
-        return pytree.tree_map_only(torch.Tensor, lambda t: self._moved(t, self.last), value)
+        return pytree.tree_map_only(torch.Tensor, lambda t: self._moved(t, self.last), self._take(mb, arg))
 
     def _uploaded(self, arg: FromBatch, mb: int, index: int) -> Any:
         """An input of the model at a stage's place."""
@@ -268,15 +307,39 @@ class Step:
 
     def backward(self, index: int, mb: int) -> None:
         """The backward pass of a stage: gradients of its weights are added up, those of its inputs go to the stages that made them."""
-        held = self.held.pop((index, mb))
-        roots, grads = self._roots(held, self._arrived(index, mb))
-        if roots:
-            placed.compute_at(self.homes[index])
-            with self._weights(index):
+        held, (names, arrived) = self.held.pop((index, mb)), self._arrived(index, mb)
+        if isinstance(held, Kept):
+            found = self.direct.backward(index, mb, held, names, list(arrived.values()))
+            if found is not None:
+                self._return_all(index, mb, found)
+                return
+        self._backward(index, mb, self._again(index, mb, held), names, arrived)
+
+    def _backward(self, index: int, mb: int, held: Held, names: Names, arrived: Mapping[Any, torch.Tensor]) -> None:
+        """One that is recorded."""
+        roots, grads = self._roots(held, arrived)
+        with self._weights(index):
+            watch = self.direct.watch(index, mb, self._learning_weights(index), list(arrived.values()))
+            if roots:
+                placed.compute_at(self.homes[index])
                 torch.autograd.backward(roots, grads)
         found = self._leaving(index, [(t.grad, source) for t, source in held.sources if t.grad is not None])
-        executor.sync()
+        with watch.running():
+            executor.sync()
+        watch.learn_backward(names, held.sources, found)
         self._return_all(index, mb, found)
+
+    def _learning_weights(self, index: int) -> list[nn.Parameter]:
+        """Of a stage, with its own copies of others' (`_weights`)."""
+        return [p for p in self.stages[index].module.parameters() if p.requires_grad]
+
+    def _again(self, index: int, mb: int, kept: Held | Kept) -> Held:
+        """What a recorded forward pass keeps. One that was direct is computed again, as its backward pass has to be recorded."""
+        if isinstance(kept, Held):
+            return kept
+        self.direct.forget(index)
+        with module_calls.with_its_own_backward():
+            return self._recorded(self.stages[index], mb, kept.taken, kept.sources, True, {})[0]
 
     @staticmethod
     def _roots(held: Held, arrived: Mapping[tuple[int | None, int], torch.Tensor]) -> tuple[list[Any], list[torch.Tensor | None]]:
@@ -289,44 +352,79 @@ class Step:
 
         Hooks of weights would run twice, and reentrant checkpoints refuse parts of a backward pass: a stage that has some does all of it now.
         """
+        held, (names, arrived) = self.held.pop((index, mb)), self._arrived(index, mb)
+        if isinstance(held, Kept):
+            done = self.direct.input_backward(index, mb, held, names, list(arrived.values()))
+            if done is not None:
+                given, self.waiting[index, mb] = done
+                self._return_all(index, mb, given)
+                return
+        held = self._again(index, mb, held)
         with self._weights(index):
-            weights = [p for p in self.stages[index].module.parameters() if p.requires_grad]
-        if any(p._backward_hooks for p in weights) or self._has_reentrant_checkpoints(index, mb):
-            self.backward(index, mb)
-            self.waiting[index, mb] = None, [], []
+            weights = self._learning_weights(index)
+        if any(p._backward_hooks for p in weights) or self._has_reentrant_checkpoints(index, held):
+            self._backward(index, mb, held, names, arrived)
             return
-        held = self.held.pop((index, mb))
-        roots, grads = self._roots(held, self._arrived(index, mb))
-        inputs = [t for t, _ in held.sources]
-        placed.compute_at(self.homes[index])
-        with self._weights(index):
-            found = (
-                torch.autograd.grad(roots, [*inputs, *weights], grads, allow_unused=True) if roots else [None] * len([*inputs, *weights])
-            )
+        watch = self.direct.watch(index, mb, weights, list(arrived.values()))
+        found = self._gradients(index, held, arrived, weights)
+        inputs = len(held.sources)
         given = self._leaving(index, [(grad, source) for grad, (_, source) in zip(found, held.sources, strict=False) if grad is not None])
-        kept = [(p, grad) for p, grad in zip(weights, found[len(inputs) :], strict=True) if grad is not None]
+        kept = [(p, grad) for p, grad in zip(weights, found[inputs:], strict=True) if grad is not None]
         handed = {id(grad._storage) for grad, _ in given}  # type: ignore[attr-defined]
-        kept = [(p, grad.clone() if id(grad._storage) in handed else grad) for p, grad in kept]  # type: ignore[attr-defined]
-        deferred = executor.sync_first([grad._storage for grad, _ in given])  # type: ignore[attr-defined]
-        self.waiting[index, mb] = deferred, [p for p, _ in kept], [grad for _, grad in kept]
+        kept = [(p, grad.clone() if id(grad._storage) in handed else grad) for p, grad in kept]
+        with watch.running():
+            deferred = executor.sync_first([grad._storage for grad, _ in given])  # type: ignore[attr-defined]
+        watch.learn_input_backward(names, held.sources, given, [grad for _, grad in kept], {} if deferred is None else deferred.passed)
+        self.waiting[index, mb] = Waiting(deferred, [p for p, _ in kept], [grad for _, grad in kept], watch)
         self._return_all(index, mb, given)
 
-    def _has_reentrant_checkpoints(self, index: int, mb: int) -> bool:
+    def _gradients(self, index: int, held: Held, arrived: Mapping[Any, torch.Tensor], weights: Sequence[nn.Parameter]) -> list[Any]:
+        """Recorded: gradients of a stage's inputs, then of its weights; None where there is none."""
+        roots, grads = self._roots(held, arrived)
+        wanted = [*(t for t, _ in held.sources), *weights]
+        placed.compute_at(self.homes[index])
+        with self._weights(index):
+            return list(torch.autograd.grad(roots, wanted, grads, allow_unused=True)) if roots else [None] * len(wanted)
+
+    def _has_reentrant_checkpoints(self, index: int, held: Held) -> bool:
         """Whether a stage uses `torch.utils.checkpoint` with `use_reentrant=True`, or one of the functions made after it. Looked up once in a step."""
         if index not in self.reentrant:
-            roots = [edge.node if isinstance(edge, GradientEdge) else edge.grad_fn for edge in self.held[index, mb].edges.values()]
+            roots = [edge.node if isinstance(edge, GradientEdge) else edge.grad_fn for edge in held.edges.values()]
             self.reentrant[index] = any(node.name().endswith("CheckpointFunctionBackward") for node in foreign.nodes_below(roots))
         return self.reentrant[index]
 
     def weight_backward(self, index: int, mb: int) -> None:
         """The rest of a stage's backward pass: gradients of its weights are added up."""
-        deferred, weights, grads = self.waiting.pop((index, mb))
-        if deferred is not None:
-            deferred.run()
-        if weights:
-            if not accumulate_grad.add(weights, grads):
-                torch.autograd.backward([p.view_as(p) for p in weights], grads)
-            executor.sync()
+        waiting = self.waiting.pop((index, mb), None)
+        if waiting is None:  # all of it was done with the gradients of inputs
+            return
+        if isinstance(waiting, Rest):
+            if self.direct.weight_backward(index, mb, waiting):
+                return
+            waiting = self._rest_again(index, mb, waiting)
+        with self._weights(index):
+            watch = self.direct.watch(index, mb, self._learning_weights(index))
+        with watch.running():
+            if waiting.deferred is not None:
+                waiting.deferred.run()
+            held = [grad._storage.held for grad in waiting.grads]  # type: ignore[attr-defined]
+            if waiting.weights:
+                if not accumulate_grad.add(waiting.weights, waiting.grads):
+                    torch.autograd.backward([p.view_as(p) for p in waiting.weights], waiting.grads)
+                executor.sync()
+        watch.learn_weight_backward(waiting.watch, waiting.grads, held)
+
+    def _rest_again(self, index: int, mb: int, rest: Rest) -> Waiting:
+        """The gradients of weights after a direct backward pass of inputs, where the rest has to be recorded: all of it is computed again."""
+        held = self._again(index, mb, rest.kept)
+        with self._weights(index):
+            weights = self._learning_weights(index)
+        watch = self.direct.watch(index, mb)
+        arrived = dict(zip(rest.names, rest.arrived, strict=False)) if index != self.last else {}
+        found = self._gradients(index, held._replace(sources=[]), arrived, weights)
+        kept = [(p, grad) for p, grad in zip(weights, found, strict=True) if grad is not None]
+        executor.sync()
+        return Waiting(None, [p for p, _ in kept], [grad for _, grad in kept], watch)
 
     def _leaving(self, index: int, found: Sequence[tuple[Any, Source]]) -> list[tuple[torch.Tensor, Source]]:
         """Gradients of inputs of a stage, those that are sent to other processes with their memory for themselves."""
@@ -345,13 +443,17 @@ class Step:
         for arg, grads in far.items():
             self._send(_backward_name(arg, index), mb, grads, index, arg.stage)
 
-    def _arrived(self, index: int, mb: int) -> dict[tuple[int | None, int], torch.Tensor]:
-        """The gradients of a stage's results, those from other processes too."""
+    def _arrived(self, index: int, mb: int) -> tuple[Names, dict[tuple[int | None, int], torch.Tensor]]:
+        """The gradients of a stage's results, those from other processes too; and names of where its backward pass begins (None: the loss)."""
         for position, stage in dict.fromkeys(self.stages[index].consumers):
             if stage <= self.last and self._apart(index, stage):
                 for k, grad in self._receive(_backward_name(FromStage(index, position), stage), mb, stage, index):
                     self._add(index, mb, (position, k), grad)
-        return self.grads.pop((index, mb), {})
+        there = self.grads.pop((index, mb), {})
+        found = {name: there[name] for name in sorted(there, key=str)}
+        if self.direct.on and any(t._storage.pending for t in found.values()):  # type: ignore[attr-defined]
+            executor.sync()  # gradients of several readers: their sum is no part of what this stage computes
+        return (None,) if index == self.last else tuple(found), found
 
     def _add(self, stage: int, mb: int, name: tuple[int | None, int], grad: torch.Tensor) -> None:
         there = self.grads.setdefault((stage, mb), {})
@@ -365,6 +467,16 @@ class Step:
             if self.here[action.stage]:
                 with observers.action(action):
                     self._do(action)
+
+    def may_be_direct(self) -> None:
+        """Have passes that are like earlier ones of this step run without being recorded, where that is sound.
+
+        Only for a loss that no code of the script's makes.
+        """
+        mine = {home is None or messages.within_process(home, home) for home, here in zip(self.homes, self.here, strict=True) if here}
+        own = self.stages.output_stages() <= {self.last}
+        modules = {stage.index: stage.module for stage in self.stages if self.here[stage.index]}
+        self.direct = Direct(modules, self.stages.known, self.draws.seed, mine == {True} and own and self.loss is not None)
 
     def _do(self, action: Action) -> None:
         stage, kind, mb = action

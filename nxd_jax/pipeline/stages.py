@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -56,6 +57,24 @@ class Stage:
             yield position, given if position is None else given[position]
 
 
+class Worked(NamedTuple):
+    """Of a stage whose passes could be direct: the program of its forward pass, and what is read later of its inputs and results (numbered behind them).
+
+    later: what the backward pass of weights reads of all that the one of inputs took and gave: these, gradients that arrived, and its results.
+    """
+
+    program: weakref.ref[Any]
+    needed: frozenset[int]
+    later: frozenset[int]
+
+
+class Known:
+    """For which stages passes could be direct in earlier steps (`direct`), by number."""
+
+    def __init__(self) -> None:
+        self.of: dict[int, Worked] = {}
+
+
 @dataclass
 class Stages:
     """All stages of a model.
@@ -63,11 +82,13 @@ class Stages:
     Attributes:
         output: what the model returns, a structure with `FromStage` and `FromBatch` in the place of values.
         replicas: by stage, its copies of weights that lie with other stages; None until weights have been placed.
+        known: what steps know of earlier ones.
     """
 
     stages: list[Stage]
     output: Any
     replicas: list[list[Any]] | None = None
+    known: Known = field(default_factory=Known)
 
     def __iter__(self) -> Iterator[Stage]:
         return iter(self.stages)

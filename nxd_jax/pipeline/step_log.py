@@ -44,6 +44,8 @@ class StepLog(observers.StepObserver, Observer):
         sent: how often stages sent one another something, and the bytes on a core.
     """
 
+    programs_alone = True
+
     def __init__(self) -> None:
         self.steps = 0
         self.schedule: Schedule | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -16,12 +17,6 @@ from torch_bridge import metrics
 from torch_bridge.replay.direct import Direct
 from torch_bridge.runtime import executor, session
 from torch_bridge.runtime.observers import Observer
-
-
-@pytest.fixture(autouse=True)
-def unobserved(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What observed the session in other tests (a pipeline's log of steps stays) would have calls made in the ordinary way."""
-    monkeypatch.setattr(session.current(), "observers", ())
 
 
 class Sums(nn.Module):
@@ -157,9 +152,22 @@ def test_what_is_not_as_it_was() -> None:
     same(again.call([new(8)]), plain(new(8), expected))
 
 
+class Programs(Observer):
+    """Content with being told of programs, as a pipeline's log of steps is."""
+
+    programs_alone = True
+
+    def __init__(self) -> None:
+        self.seen = 0
+
+    def phase(self, phase: Any, program: Any) -> Any:
+        self.seen += phase == "dispatch"
+        return contextlib.nullcontext()
+
+
 @torch.no_grad()
 def test_who_follows_what_runs() -> None:
-    """An observer of the session, or the environment's precision."""
+    """An observer of the session, unless it is content with programs, or the environment's precision."""
     _, _, module, state = pair()
     call = direct(module, state)
     assert call is not None
@@ -169,6 +177,12 @@ def test_who_follows_what_runs() -> None:
         assert call.call([new(0)]) is None
     finally:
         session.current().unobserve(observer)
+    content = Programs()
+    session.current().observe(content)
+    try:
+        assert call.call([new(0)]) is not None and content.seen == 1
+    finally:
+        session.current().unobserve(content)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NEURON_RT_STOCHASTIC_ROUNDING_EN", "1")
         assert call.call([new(0)]) is None

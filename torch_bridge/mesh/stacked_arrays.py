@@ -88,14 +88,20 @@ def _out(sharding: NamedSharding) -> dict[str, Any]:
     return {} if sharding is None else {"out_shardings": sharding}
 
 
+def together(held: Sequence[Any]) -> Any:
+    """The array that these are all the rows of, in order; None if they are not."""
+    first = held[0]
+    if type(first) is not Row or first.stack.array.shape[0] != len(held):
+        return None
+    of = first.stack
+    return of.array if all(type(row) is Row and row.stack is of and row.index == k for k, row in enumerate(held)) else None
+
+
 def stack(segment: Any, leaves: Sequence[int]) -> Any:
     """One array of these leaves (by position), in order. Leaves that are no rows of one stack yet, become that: so do the storages that hold them."""
-    first = segment.leaves[leaves[0]]
-    if type(first) is Row and first.stack.array.shape[0] == len(leaves):
-        of = first.stack
-        held = segment.leaves
-        if all(type(row := held[i]) is Row and row.stack is of and row.index == k for k, i in enumerate(leaves)):
-            return of.array
+    found = together([segment.leaves[i] for i in leaves])
+    if found is not None:
+        return found
     made = Stack(_put_together([plain(segment.leaves[i]) for i in leaves]))
     for i, row in zip(leaves, made.rows(), strict=True):
         before, segment.leaves[i] = segment.leaves[i], row

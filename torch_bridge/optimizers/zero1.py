@@ -18,6 +18,7 @@ from torch_bridge.collectives.row_shards import BUCKET, RowShards
 from torch_bridge.mesh import groups as rank_groups
 from torch_bridge.optimizers import fused_step, param_partition
 from torch_bridge.optimizers import grad_norm as clipping
+from torch_bridge.recorder import autograd_engine
 from torch_bridge.runtime import backend, executor
 
 __all__ = ["ZeroRedundancyOptimizer"]
@@ -182,7 +183,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
 
         for p in params:
             if p.requires_grad:
-                p.register_post_accumulate_grad_hook(arrive)
+                p.register_post_accumulate_grad_hook(autograd_engine.adds_up(arrive))
 
     # -- a step ---------------------------------------------------------------------------------------
 

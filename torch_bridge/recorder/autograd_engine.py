@@ -160,3 +160,16 @@ def install(guard: type) -> None:
     if _graph._engine_run_backward is _original:
         _graph._engine_run_backward = _engine_run_backward
         torch.autograd._engine_run_backward = _engine_run_backward
+
+
+def adds_up(hook: Any) -> Any:
+    """Mark a hook for `register_post_accumulate_grad_hook` that does nothing but add `.grad` to `.main_grad` and forget it, what it records but for the first
+    time in a step being the same each time."""
+    hook.adds_up = True
+    return hook
+
+
+def only_adds_up(p: torch.Tensor) -> bool:
+    """Whether what is told of a parameter's complete gradients, if anything, is hooks that add them up alone."""
+    hooks: Any = p._post_accumulate_grad_hooks
+    return not hooks or all(getattr(hook, "adds_up", False) for hook in hooks.values())

@@ -146,7 +146,8 @@ _NUMBERS = itertools.count()
 
 
 class Player:
-    """Takes the place of a module's `forward`. off: why it records op by op, if it does; played: calls that were played; waiting: those of them
+    """Takes the place of a module's `forward`. off: why it records op by op, if it does; played: calls that were played; played_backward: backward passes that
+    were; waiting: those of them
     whose backward pass may still come; compiled: `torch.compile` asked for it, so in eager mode too; calls: how often it was called; waits: why the last calls
     were recorded op by op, if that may pass; number: of the players, in order; asked: the script wants it played; warm_up: calls of a kind that are recorded op
     by op first."""
@@ -166,6 +167,7 @@ class Player:
         self.number = next(_NUMBERS)
         _PLAYERS.add(self)
         self.played = 0
+        self.played_backward = 0
         self.compiled = False
         self.asked = asked
         self.warm_up = warm_up
@@ -230,6 +232,11 @@ class Player:
         if name in OF_METHODS or (name == "__func__" and self.__dict__.get("warm_up")):
             return getattr(self.plain, name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def reads(self) -> list[XLATensor]:
+        """Tensors beside their arguments that calls which may be played read."""
+        known = (kind.held for kinds in self._kinds.values() for kind in kinds if kind.held is not None)
+        return list({id(t): t for held in known for t in held.tensors}.values())
 
     def stop(self, reason: str) -> None:
         """From now on op by op."""

@@ -130,6 +130,7 @@ class Played:
     def _play(self, found: _Found) -> list[Any]:
         """Its gradients."""
         backward, storages, values = found
+        self.call.player.played_backward += 1
         storages = [*storages, *backward.tape.placed()]
         with LOCK:
             at = backward.tape.play(storages, {k: self._at.id(value) for k, value in (values or {}).items()}, self.call.draws)

@@ -11,7 +11,7 @@ import contextlib
 import sys
 import time
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -109,6 +109,7 @@ class Deferred:
                 with around(self.session.observers, "prepare"):
                     for program in self.programs:
                         args = program.arguments(self.execution, self.passed)
+                        _note(self.session, program, self.execution, args, self.live)
                         _run_program(self.session, program, args, self.live, self.passed)
             except Exception as error:
                 activity.ACTIVITY.dispatching = False
@@ -316,6 +317,7 @@ def _execute(session: Session, trace: Trace, programs: list[Program], run: Execu
         for program in programs[: len(programs) - len(late)]:
             if program is not programs[0]:
                 args = program.arguments(run, passed)
+            _note(session, program, run, args, live)
             _run_program(session, program, args, live, passed if len(programs) > 1 else None)
         if late:
             results = {v for program in late for v in program.spec.results}
@@ -370,12 +372,21 @@ def _run_program(
     arrays.clear()  # whoever keeps this frame (an exception that was caught while compiling) would keep the next run from donating them
 
 
-def run_again(program: Program, args: list[Any], live: dict[int, list[Storage]]) -> None:
-    """Run a program that has run, outside of a segment. live: the storages that wait for its results, by value id; what they held stays if it cannot run."""
+def _note(session: Session, program: Program, run: Execution, args: Sequence[Any], live: dict[int, list[Storage]]) -> None:
+    """Tell who wants to run it again by itself (`rerun`)."""
+    if session.noting is not None:
+        session.noting(program, run, args, live)
+
+
+def run_again(program: Program, args: list[Any], live: dict[int, list[Storage]], given: dict[int, Any] | None = None) -> None:
+    """Run a program that has run, outside of a segment. live: the storages that wait for its results, by value id; what they held stays if it cannot run.
+
+    given: gets its results, by value id.
+    """
     session = STATE.session
     metrics.count("CachedCompile")
     try:
-        _run_program(session, program, args, live, None)
+        _run_program(session, program, args, live, given)
     except Exception as error:
         activity.ACTIVITY.dispatching = False
         raise explain(error) from error

@@ -24,6 +24,9 @@ class Observer:
     reads_values = False
     """Whether it looks at the values of results: abstract runs, which have none, do not tell it."""
 
+    programs_alone = False
+    """Whether it asks for phases and the ends of steps alone: then programs may run without a segment (`replay.rerun`), of which only those tell."""
+
     def preparing(self, segment: Segment) -> None:
         """A segment is about to run; its graph may still be changed."""
 

@@ -26,6 +26,7 @@ from torch_bridge.runtime.observers import Observer
 
 if TYPE_CHECKING:
     from torch_bridge.compiler.program import Program
+    from torch_bridge.compiler.program_spec import Execution
     from torch_bridge.compiler.trace import Trace
     from torch_bridge.mesh.places import Place
     from torch_bridge.runtime.abstract import Run
@@ -65,6 +66,7 @@ class Session:
         abstract: the abstract run, None where tensors have values.
         placement: says for each node of a segment where it runs: nodes at different places become programs of their own, in the order that their values
             ask for. None: each runs where its inputs lie (`passes.place_nodes`).
+        noting: told of every run of a program before it, if somebody wants to run it again by itself (`replay.rerun`).
     """
 
     run: ClassVar[Callable[[Session], None]]
@@ -84,6 +86,7 @@ class Session:
         self.observers = tuple(CHECKS) if observers is None else observers
         self.abstract = abstract
         self.placement: Callable[[Segment], Sequence[Place]] | None = None
+        self.noting: Callable[[Program, Execution, Sequence[Any], dict[int, list[Any]]], None] | None = None
         self.current = Segment(capture, self.by_start, self)
         _ALL.add(self)
 

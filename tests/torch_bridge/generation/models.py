@@ -15,7 +15,6 @@ import transformers
 from torch_bridge import metrics
 from torch_bridge.generation import uninterrupted
 from torch_bridge.replay.direct import Direct
-from torch_bridge.runtime import session
 
 WORDS, END, PAD = 128, 1, 0
 _SIZES = {
@@ -102,8 +101,7 @@ def generated(model: Any, ids: torch.Tensor, seed: int = 1, **options: Any) -> t
 
 
 def program_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """A list that gets an item for each token that is a call of its program. Threads of the tests' own runner do not count as the script's,
-    and who observed the session in other tests (a pipeline's log of steps stays) does so no more."""
+    """A list that gets an item for each token that is a call of its program. Threads of the tests' own runner do not count as the script's."""
     made: list[int] = []
     call, harmless = Direct.call, uninterrupted._harmless
     runners = set(threading.enumerate()) - {threading.main_thread()}
@@ -113,7 +111,6 @@ def program_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         made.extend([1] * (found is not None))
         return found
 
-    monkeypatch.setattr(session.current(), "observers", ())
     monkeypatch.setattr(Direct, "call", counted)
     monkeypatch.setattr(uninterrupted, "_harmless", lambda thread: thread in runners or harmless(thread))
     return made

@@ -1,0 +1,288 @@
+"""Passes that are called as programs (`nxd_jax.pipeline.direct`): the same numbers to the bit, and recorded wherever code of the script's may run."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import neuronx_distributed as nxd_api
+import pytest
+import torch
+import torch_xla
+from neuronx_distributed.pipeline import NxDPPModel
+from torch import nn
+
+from nxd_jax.pipeline import direct
+from tests.nxd_jax.conftest import Nxd
+from tests.nxd_jax.pipeline.models import Layer, Layout, train
+
+
+@contextlib.contextmanager
+def counted() -> Iterator[Counter[tuple[str, bool]]]:
+    """How many passes were direct (True), and how many of those that might have been were recorded."""
+    found: Counter[tuple[str, bool]] = Counter()
+    patch = pytest.MonkeyPatch()
+    for name in ("forward", "backward", "input_backward", "weight_backward"):
+        original = getattr(direct.Direct, name)
+
+        def told(self: Any, *args: Any, _original: Any = original, _name: str = name) -> Any:
+            result = _original(self, *args)
+            found[_name, result not in (None, False)] += 1
+            return result
+
+        patch.setattr(direct.Direct, name, told)
+    try:
+        yield found
+    finally:
+        patch.undo()
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[None]:
+    """A block in which every pass is recorded."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(direct.Direct, "forward", lambda *_: None)
+        yield
+
+
+class First(Layer):
+    """In manual mode, the first layer gets a list."""
+
+    def forward(self, x: list[torch.Tensor]) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(x[0])
+
+
+class Sequence(nn.Module):
+    """Layers and a loss. dropout: of each."""
+
+    def __init__(self, dropout: float = 0.0, layers: int = 4):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(Layer(), nn.Dropout(dropout)) for _ in range(layers))
+        self.scale = 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x) * self.scale
+        return x.square().mean()
+
+
+def pipeline(model: nn.Module, microbatches: int = 5, **options: Any) -> tuple[Any, Any]:
+    """A pipeline of two stages, and its optimizer."""
+    settings: dict[str, Any] = {
+        "transformer_layer_cls": nn.Sequential,
+        "num_microbatches": microbatches,
+        "output_loss_value_spec": None,
+        "input_names": ["x"],
+        "auto_partition": True,
+        "use_optimizer_wrapper": True,
+    }
+    settings |= {"output_loss_value_spec": True, **options}
+    config = nxd_api.neuronx_distributed_config(
+        pipeline_parallel_size=2, pipeline_config=settings, optimizer_config={"zero_one_enabled": False, "grad_clipping": False}
+    )
+    wrapped = nxd_api.initialize_parallel_model(config, lambda: model)
+    return wrapped, nxd_api.initialize_parallel_optimizer(config, torch.optim.SGD, wrapped.parameters(), lr=0.1, momentum=0.9)
+
+
+def batch(rows: int = 5, seed: int = 0) -> torch.Tensor:
+    return torch.randn(rows, 4, generator=torch.Generator().manual_seed(seed))
+
+
+def steps(model: Any, optimizer: Any, count: int, rows: int = 5) -> list[float]:
+    """Losses of so many steps."""
+    found = []
+    for k in range(count):
+        loss = model.run_train(x=batch(rows, k))
+        optimizer.step()
+        optimizer.zero_grad()
+        torch_xla.sync()
+        found.append(float(loss))
+    return found
+
+
+def weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p.detach().cpu().clone() for name, p in model.named_parameters()}
+
+
+LAYOUTS = [
+    Layout(2, 2, 5, layers=2),
+    Layout(4, 4, 6, layers=4),
+    Layout(4, 2, 6, "interleaved", stages=2, layers=4),
+    Layout(4, 2, 4, "gpipe", tp=2, layers=2, zero1=True),
+    Layout(8, 2, 4, tp=2, layers=2, sequence_parallel=True, checkpoint=True),
+    Layout(2, 2, 5, layers=8, tied=True, skip=True),
+    Layout(2, 2, 5, "zb_h1", layers=2),
+    Layout(4, 2, 6, "zbv", stages=2, layers=4, tp=2, zero1=True),
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_the_same_numbers_to_the_bit(nxd: Nxd, layout: Layout) -> None:
+    nxd(layout.ranks, tp=layout.tp, pp=layout.pp)
+    with recorded():
+        expected = train(layout, layout.batch(), steps=4)[0]
+    nxd(layout.ranks, tp=layout.tp, pp=layout.pp)
+    with counted() as passes:
+        found = train(layout, layout.batch(), steps=4)[0]
+    assert found.losses == expected.losses and found.norms == expected.norms
+    for name, weight in expected.weights.items():
+        torch.testing.assert_close(found.weights[name], weight, rtol=0, atol=0, msg=lambda m, n=name: f"{n}: {m}")
+    passed = passes["backward", True] + passes["weight_backward", True]
+    assert passes["forward", True] == passed >= layout.pp * layout.stages * (layout.microbatches - 3), passes
+    assert passes["input_backward", True] == passes["weight_backward", True]
+
+
+def test_dropout_is_that_of_the_micro_batch(nxd: Nxd) -> None:
+    losses = []
+    for block in (recorded, counted):
+        nxd(2, pp=2)
+        torch.manual_seed(3)
+        model, optimizer = pipeline(Sequence(dropout=0.5))
+        with block() as passes:
+            losses.append((steps(model, optimizer, 4), weights(model)))
+    assert passes["backward", True] >= 6
+    assert losses[0][0] == losses[1][0]
+    for name, weight in losses[0][1].items():
+        torch.testing.assert_close(losses[1][1][name], weight, rtol=0, atol=0)
+
+
+def test_gradients_of_several_calls_add_up(nxd: Nxd) -> None:
+    grads = []
+    for block in (recorded, counted):
+        nxd(2, pp=2)
+        torch.manual_seed(3)
+        model, optimizer = pipeline(Sequence())
+        with block() as passes:
+            steps(model, optimizer, 3)
+            model.run_train(x=batch())
+            kept = [p.grad for p in model.parameters()]
+            before = [g.clone() for g in kept]
+            version = kept[0]._version
+            model.run_train(x=batch(seed=1))
+        assert all(p.grad is g for p, g in zip(model.parameters(), kept, strict=True)) and kept[0]._version >= version + 5
+        grads.append([g.cpu() for g in (*kept, *before)])
+    assert passes["backward", True] >= 8
+    for found, expected in zip(*grads, strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_hooks_on_weights_are_called(nxd: Nxd) -> None:
+    nxd(2, pp=2)
+    model, optimizer = pipeline(Sequence())
+    steps(model, optimizer, 3)
+    called: list[int] = []
+    next(iter(model.parameters())).register_post_accumulate_grad_hook(lambda p: called.append(1))
+    with counted() as passes:
+        steps(model, optimizer, 2)
+    assert len(called) == 10 and not passes["backward", True] > 10
+
+
+def test_what_a_script_changes_between_steps_is_seen(nxd: Nxd) -> None:
+    results = []
+    for block in (recorded, counted):
+        nxd(2, pp=2)
+        torch.manual_seed(3)
+        module = Sequence()
+        model, optimizer = pipeline(module)
+        with block() as passes:
+            found = steps(model, optimizer, 3)
+            for layer in module.layers:
+                layer[0].linear.bias.data.mul_(3.0)
+            found += steps(model, optimizer, 2)
+            for group in optimizer.param_groups:
+                group["lr"] = 0.5
+            found += steps(model, optimizer, 2)
+            next(iter(module.parameters())).requires_grad_(False)
+            found += steps(model, optimizer, 3)
+            model.load_state_dict({name: torch.ones_like(p) for name, p in model.local_state_dict().items()})
+            found += steps(model, optimizer, 2)
+        results.append(found)
+    assert results[0] == results[1] and passes["backward", True] >= 20
+
+
+def test_batches_of_other_shapes(nxd: Nxd) -> None:
+    results = []
+    for block in (recorded, counted):
+        nxd(2, pp=2)
+        torch.manual_seed(3)
+        model, optimizer = pipeline(Sequence())
+        with block() as passes:
+            results.append([loss for rows in (5, 10, 5, 10, 10, 5, 5) for loss in steps(model, optimizer, 1, rows)])
+    assert results[0] == results[1] and passes["backward", True] >= 6
+
+
+@pytest.mark.parametrize(("schedule", "part"), [("1f1b", "backward"), ("zb_h1", "input_backward"), ("zb_h1", "weight_backward")])
+def test_a_backward_pass_that_turns_out_to_be_another(nxd: Nxd, monkeypatch: pytest.MonkeyPatch, schedule: str, part: str) -> None:
+    """The forward pass is computed again, with the same random numbers."""
+    results = []
+    for lost in (False, True):
+        nxd(2, pp=2)
+        torch.manual_seed(3)
+        model, optimizer = pipeline(Sequence(dropout=0.5), schedule=schedule)
+        losses = steps(model, optimizer, 4)
+        with monkeypatch.context() as patch:
+            if lost:
+                patch.setattr(direct.Direct, part, lambda *_: None)
+            with counted() as passes:
+                losses += steps(model, optimizer, 1)
+        assert passes["forward", True] >= 1
+        assert passes[part, lost is False] >= 1
+        results.append((losses, weights(model)))
+    assert results[0][0] == results[1][0]
+    for name, weight in results[0][1].items():
+        torch.testing.assert_close(results[1][1][name], weight)
+
+
+def test_a_loss_function_of_the_scripts_runs_for_every_micro_batch(nxd: Nxd) -> None:
+    nxd(2, pp=2)
+    called: list[int] = []
+
+    def loss(out: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        called.append(1)
+        return nn.functional.mse_loss(out, labels)
+
+    for chosen in (loss, nn.functional.mse_loss):
+        model = NxDPPModel([First(), *(Layer() for _ in range(3))], num_microbatches=5, manual_pp_partition=True, manual_pp_loss_fn=chosen)
+        with counted() as passes:
+            for k in range(4):
+                model.run_train(inputs=[batch(seed=k)], labels=batch(seed=9))
+                model.zero_grad()
+        assert (passes["forward", True] > 0) is (chosen is not loss)
+    assert len(called) == 20
+
+
+def test_somebody_who_follows_segments_sees_every_pass(nxd: Nxd) -> None:
+    from torch_bridge.runtime import session
+    from torch_bridge.runtime.observers import Observer
+
+    class Count(Observer):
+        seen = 0
+
+        def executed(self, trace: Any, live: Any) -> None:
+            self.seen += 1
+
+    nxd(2, pp=2)
+    model, optimizer = pipeline(Sequence())
+    steps(model, optimizer, 3)
+    count = Count()
+    session.current().observe(count)
+    try:
+        with counted() as passes:
+            model.run_train(x=batch())
+    finally:
+        session.current().unobserve(count)
+    assert count.seen >= 20 and not passes["forward", True]
+
+
+def test_a_model_in_one_world_with_a_skip_has_its_gradients_summed_first(nxd: Nxd) -> None:
+    """A value with two readers: its gradients come from two stages."""
+    layout = Layout(3, 3, 6, layers=3, skip=True)
+    nxd(layout.ranks, pp=layout.pp)
+    with counted() as passes:
+        found = train(layout, layout.batch(), steps=4)[0]
+    nxd(1)
+    expected = train(layout.alone(), layout.batch(), steps=4)[0]
+    torch.testing.assert_close(found.losses, expected.losses, rtol=1e-4, atol=1e-6)
+    assert passes["backward", True] >= 18

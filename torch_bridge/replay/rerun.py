@@ -1,0 +1,209 @@
+"""Running a program again on other arrays, without recording what it computes: for whoever knows that the next runs would be the same but for those.
+
+`noted` says what ran in a block. `learn` turns one such run into a `Rerun`: each input of the program is one of the arrays that will be others each time
+(`slots`), what a storage holds that lasts, or a constant. A run that is not that simple gives none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from torch_bridge import _compat
+from torch_bridge.config import fork_guard
+from torch_bridge.config.settings import SETTINGS
+from torch_bridge.identity import any_is, same
+from torch_bridge.ir.segment import LOCK, Storage
+from torch_bridge.mesh import stacked_arrays
+from torch_bridge.precision import precision_mode
+from torch_bridge.replay import torch_state
+from torch_bridge.runtime import executor, interrupts
+from torch_bridge.runtime.session import STATE
+
+if TYPE_CHECKING:
+    from torch_bridge.compiler.program import Program
+    from torch_bridge.compiler.program_spec import Execution
+
+Draw = tuple[int, int]
+"""Seed and offset of one draw of random numbers."""
+
+
+class Ran(NamedTuple):
+    """One run of a program.
+
+    inputs: by port, what storages held, or a program before gave, that comes in through it. numbers: the inputs behind them, without draws.
+    kept: `id()`s of constants. results: by result, the storages that waited for it.
+    """
+
+    program: Program
+    inputs: list[list[Any]]
+    numbers: list[Any]
+    draws: list[Draw]
+    kept: frozenset[int]
+    results: list[list[Storage]]
+
+
+@contextlib.contextmanager
+def noted() -> Iterator[list[Ran]]:
+    """A block, and what its session runs in it, in order. Blocks do not nest."""
+    session = STATE.session
+    found: list[Ran] = []
+
+    def note(program: Program, run: Execution, args: Sequence[Any], live: Mapping[int, list[Storage]]) -> None:
+        spec, segment = program.spec, run.segment
+        ports = spec.ports.inputs
+        inputs = [[segment.leaves[-v - 1] if (v := spec.inputs[i]) < 0 else args[at] for i in port] for at, port in enumerate(ports)]
+        behind = list(args[len(ports) :])
+        if spec.draws:
+            del behind[len(spec.kinds)]
+        found.append(
+            Ran(
+                program,
+                inputs,
+                behind,
+                [(seed, offset) for _, seed, offset in segment.draws] if spec.draws else [],
+                frozenset(map(id, segment.kept)),
+                [list(live.get(vid, ())) for vid in spec.results],
+            )
+        )
+
+    session.noting = note
+    try:
+        yield found
+    finally:
+        session.noting = None
+
+
+def usual() -> bool:
+    """Whether nobody follows single operations or what segments become, or has them run otherwise: a program alone is then all there is to a run."""
+    session = STATE.session
+    if session.abstract is not None or session.placement is not None or SETTINGS.extract_only or session.current.nodes:
+        return False
+    return all(observer.programs_alone for observer in session.observers) and not torch_state.observed()
+
+
+def learn(ran: Ran, slots: Sequence[Any], lasting: Mapping[int, Storage]) -> Rerun | None:
+    """What runs it again with other arrays in the `slots`, None if it is not known what one of its inputs is.
+
+    slots: what each held (None: nothing); lasting: storages that stay, by the `id()` of what they held before the run. Results for one of them go there.
+    """
+    numbers = {id(held): k for k, held in enumerate(slots) if held is not None}
+    if len(numbers) < sum(held is not None for held in slots) or not lasting.keys().isdisjoint(numbers):
+        return None  # one array in two places
+    stays = {id(storage) for storage in lasting.values()}
+    written = [(k, storage) for k, storages in enumerate(ran.results) for storage in storages if id(storage) in stays]
+    new = {id(storage) for _, storage in written}
+    roles: list[list[_Role]] = []
+    for port in ran.inputs:
+        found = [_role(held, numbers, lasting, ran.kept) for held in port]
+        if any(
+            role is None or (isinstance(role, Storage) and id(role) not in new and role.held is not held)
+            for role, held in zip(found, port, strict=True)
+        ):
+            return None
+        roles.append([role for role in found if role is not None])
+    if any(not isinstance(role, Storage) for at in ran.program.spec.ports.donated for role in roles[at]):
+        return None
+    if not new <= {id(role) for port in roles for role in port}:
+        return None  # it makes one of nothing that it gets: of a tensor that was full of one number
+    if any(storage.facts is not None and storage.facts.links for storages in ran.results for storage in storages):
+        return None
+    return Rerun(ran, roles, written)
+
+
+def _role(held: Any, slots: Mapping[int, int], lasting: Mapping[int, Storage], kept: frozenset[int]) -> _Role | None:
+    """What an input is, by the `id()` of what was held."""
+    found: _Role | None = slots.get(id(held), lasting.get(id(held)))
+    return _Constant(held) if found is None and id(held) in kept else found
+
+
+class _Constant(NamedTuple):
+    """An input that stays. held: what it is."""
+
+    held: Any
+
+
+_Role = int | Storage | _Constant
+"""What an input of a program is: the number of a slot, what a storage holds that lasts, or a constant."""
+
+
+class Rerun:
+    """A program that can be run again (`learn`).
+
+    Attributes:
+        program: it.
+        draws: seeds and offsets of its draws in the run that it was learned from.
+        written: the results that storages get which last, as (number of the result, storage).
+    """
+
+    def __init__(self, ran: Ran, ports: list[list[_Role]], written: list[tuple[int, Storage]]):
+        self.program = ran.program
+        self.draws = ran.draws
+        self.written = written
+        self._ports = ports
+        self._numbers = ran.numbers
+        new = {id(storage) for _, storage in written}
+        self._read = [role for port in ports for role in port if isinstance(role, Storage) and id(role) not in new]
+        self._arrays = [storage.held for storage in self._read]
+        stacked = ran.program.spec.ports.stacked_inputs
+        donated = set(ran.program.spec.ports.donated)
+        self._stacked, self._taken = stacked, [at in donated for at in range(len(ports))]
+        spec = ran.program.spec
+        self._live: dict[int, list[Storage]] = {}
+        for k, storage in written:
+            self._live.setdefault(spec.results[k], []).append(storage)
+
+    def slots(self) -> set[int]:
+        """Numbers of the slots that it reads."""
+        return {role for port in self._ports for role in port if type(role) is int}
+
+    def run(self, slots: Sequence[Any], draws: Sequence[Draw] = ()) -> list[Any] | None:
+        """What the program gives, by result, with these arrays in the slots. Storages that last and are written have their new values then.
+
+        None, and nothing is done, if what it reads beside them is not what it was, or the precision that the environment asks for. Raises what a run raises.
+        """
+        with LOCK, interrupts.deferred():
+            fork_guard.check()
+            program = self.program
+            if not same(map(_HELD, self._read), self._arrays) or precision_mode.current() != program.spec.mode:
+                return None
+            args = self._arguments(slots)
+            if args is None:
+                return None
+            args += self._numbers[: len(program.spec.kinds)]
+            if program.spec.draws:
+                args.append(np.array([(s >> 32, s & 0xFFFFFFFF, o >> 32, o & 0xFFFFFFFF) for s, o in draws], dtype=np.uint32))
+            args += self._numbers[len(program.spec.kinds) :]
+            given: dict[int, Any] = {}
+            executor.run_again(program, args, self._live, given)
+            for _, storage in self.written:
+                storage.writes += 1
+        return [given[vid] for vid in program.spec.results]
+
+    def _arguments(self, slots: Sequence[Any]) -> list[Any] | None:
+        """As `Program.arguments` makes them; None if a storage has nothing, or rows do not lie as the program takes them."""
+        args: list[Any] = []
+        for port, stacked, taken in zip(self._ports, self._stacked, self._taken, strict=True):
+            copied = taken and any(sys.getrefcount(role.held) > _ALONE for role in port)  # type: ignore[union-attr]
+            held = [slots[role] if type(role) is int else role.held for role in port]  # type: ignore[union-attr]
+            if any_is(held, None):
+                return None
+            found = stacked_arrays.together(held) if stacked else stacked_arrays.plain(held[0])
+            if found is None:
+                return None
+            if copied and (stacked or found is held[0]):
+                with _compat.enable_x64():
+                    found = jnp.array(found, copy=True)
+            args.append(found)
+        return args
+
+
+_HELD = attrgetter("held")
+_ALONE = 2
+"""References to what only its storage holds: the storage's, and that of the call that counts them."""
