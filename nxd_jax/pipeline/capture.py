@@ -70,8 +70,8 @@ def capture(
     for name, module in model.named_modules():
         if name in asked or (name in allowed and not {type(module).__name__, name} & set(leaf_modules)):
             looked_into.append(module)
-        elif name:
-            modules[name] = module
+        elif name:  # an activation checkpoint and the layer in it have one name: what is there under that name is the checkpoint
+            modules.setdefault(name, module)
     try:
         with recording() as segment, draws.kept(), _stand_ins(model, segment, looked_into) as weights, torch.enable_grad():
             recorder = CallRecorder(weights, modules)

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch_xla
 from neuronx_distributed.pipeline import NxDPPModel, partition
+from neuronx_distributed.trainer import initialize_parallel_model, neuronx_distributed_config
 
 from tests.nxd_jax.conftest import Nxd
 
@@ -159,6 +160,28 @@ def test_checkpointed_layers_and_sequences_without_a_mask(nxd: Nxd) -> None:
     assert float(pipeline.run_train(**given)) == pytest.approx(eager_step(eager, given, 2), rel=1e-5)
     for one, other in zip(eager.parameters(), pipeline.parameters(), strict=True):
         torch.testing.assert_close(other.grad.cpu(), one.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_nxds_own_checkpoints_of_the_layers(nxd: Nxd) -> None:
+    """A checkpoint has the name of the layer in it: it is one node, and what is inside is not looked into."""
+    nxd(2, pp=2)
+    eager = decoder("Llama")
+    config = neuronx_distributed_config(
+        pipeline_parallel_size=2,
+        activation_checkpoint_config=layer_class(eager, "Llama"),
+        pipeline_config={
+            "transformer_layer_cls": layer_class(eager, "Llama"),
+            "num_microbatches": 2,
+            "output_loss_value_spec": (True, False),
+            "input_names": ["input_ids", "labels", "attention_mask"],
+            "auto_partition": True,
+        },
+    )
+    model = initialize_parallel_model(config, lambda: copy.deepcopy(eager))
+    assert float(model.run_train(**batch())) == pytest.approx(eager_step(eager, batch(), 2), rel=1e-5)
+    expected = dict(eager.named_parameters())
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.grad.cpu(), expected[name].grad, rtol=1e-4, atol=1e-6)
 
 
 def test_outputs_of_a_model_without_a_loss(nxd: Nxd) -> None:
