@@ -12,7 +12,7 @@ from torch_bridge.lowerings import AxesRule, Lowering, batches, is_cast, is_coll
 
 aten = torch.ops.aten
 PLAIN = Lowering(print)
-OF_A_LOWERING = ("fn", "rng", "lift", "floats", "mode")
+OF_A_LOWERING = ("fn", "rng", "lift", "floats", "mode", "writes")
 """What is about the JAX function, not for the passes."""
 
 

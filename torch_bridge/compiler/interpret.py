@@ -14,6 +14,7 @@ from jax import lax
 from torch import fx
 
 from torch_bridge import lowerings
+from torch_bridge.compiler import overlapping_writes
 from torch_bridge.config.settings import SETTINGS
 from torch_bridge.ir import dtypes, scopes
 from torch_bridge.ir.graph import KINDS, number
@@ -61,6 +62,7 @@ def run(
     mode = precision_mode.current() if mode is None else mode
     env: dict[fx.Node, Any] = {}
     last = _last_uses(graph, transposed)
+    overlapping_writes.mark(graph)
     supply = iter(inputs)
     for node in graph.nodes:
         if node.op == "placeholder":
@@ -130,7 +132,7 @@ def evaluate(
     if node.target is number:
         return dtypes.Scalar(KINDS[args[2]], args[0][args[1]])
     with jax.named_scope(scopes.name(node.meta.get("source", NOWHERE), node.target) if scope is None else scope):
-        result = call(node.target, args, kwargs, key if "draw" in node.meta else None, mode)
+        result = call(node.target, args, kwargs, key if "draw" in node.meta else None, mode, node.meta.get(overlapping_writes.APART, False))
     return _conform(result, node)
 
 
@@ -151,8 +153,8 @@ def decompose_with(decompose: Decompose) -> None:
     _decompose = decompose
 
 
-def call(op: Any, args: Any, kwargs: Any, key: Callable[[], Any] | None, mode: Mode | None) -> Any:
-    """One aten op on JAX values, with what its lowering wants besides."""
+def call(op: Any, args: Any, kwargs: Any, key: Callable[[], Any] | None, mode: Mode | None, apart: bool = False) -> Any:
+    """One aten op on JAX values, with what its lowering wants besides. apart: of a write, see `Lowering.writes`."""
     found = lowerings.lookup(op)
     if found is None:
         assert _decompose is not None and mode is not None, f"{op} has no lowering"
@@ -160,6 +162,8 @@ def call(op: Any, args: Any, kwargs: Any, key: Callable[[], Any] | None, mode: M
     more: dict[str, Any] = {}
     if found.rng:
         more["key"] = None if key is None else key()
+    if found.writes:
+        more["apart"] = apart
     if found.mode:
         assert mode is not None, f"the lowering of {op} depends on the precision of the program, which nobody gave"
         more["mode"] = mode

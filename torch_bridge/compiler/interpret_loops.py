@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from torch import fx
 
-from torch_bridge.compiler import interpret
+from torch_bridge.compiler import interpret, overlapping_writes
 from torch_bridge.ir import scopes
 from torch_bridge.ir.graph import number
 from torch_bridge.lowerings import Stacks, is_view, stacks_of
@@ -34,6 +34,7 @@ class Evaluation:
         self._values: dict[fx.Node, Any] = dict(inputs)
         self._stacks: dict[Series, Any] = dict(stacks)
         self._draws: Any = None if draws is None else jnp.asarray(draws)
+        overlapping_writes.mark(graph)
         for node in graph.nodes:
             if node.target is number:
                 self._values[node] = interpret.evaluate(node, [self.get(e.source) for e in edges(node)])
@@ -225,6 +226,8 @@ class _Body:
         draws = {j: [nodes[j].meta["draw"] for nodes in run.nodes] for j, node in enumerate(run.nodes[0]) if "draw" in node.meta}
         self._rows = {j: jnp.array(numbers, dtype=jnp.int32) for j, numbers in draws.items()}
         self._names = [_scope(first, second) for first, second in zip(*run.nodes[:2], strict=True)]
+        for same in zip(*run.nodes, strict=True):  # the first stands for all
+            same[0].meta[overlapping_writes.APART] = any(node.meta.get(overlapping_writes.APART) for node in same)
 
     def __call__(self, before: Sequence[Any], t: Any, fetch: Callable[[Slice], Any]) -> tuple[list[Any], list[Any]]:
         """(what goes on: carried and spare values; what is stored) of iteration t. before: of the one before, in order; fetch: gives elements of stacks."""

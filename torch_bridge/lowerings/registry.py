@@ -70,6 +70,8 @@ class Lowering:
     mode: it takes the precision of the program (`precision_mode.Mode`) as keyword `mode`. A lowering never reads the environment.
     lift: changing Python numbers in Scalar arguments may be inputs of the program (False: they shape the program, as in `arange` or `pow` by 2).
     floats: names of arguments that the schema calls `float` and whose numbers may be inputs as well (a learning rate).
+    writes: it writes its second argument into its first, and takes as keyword `apart` whether the second is made from other places of the first: then it
+    may not be done in place.
 
     What the passes ask:
 
@@ -88,6 +90,7 @@ class Lowering:
     lift: bool = True
     floats: tuple[str, ...] = ()
     mode: bool = False
+    writes: bool = False
     collective: bool = False
     axes: AxesRule | None = None
     rank_table: int | None = None
@@ -107,6 +110,7 @@ def lowering(
     lift: bool = True,
     floats: tuple[str, ...] = (),
     mode: bool = False,
+    writes: bool = False,
     collective: bool = False,
     axes: AxesRule | None = None,
     rank_table: int | None = None,
@@ -123,7 +127,7 @@ def lowering(
     """
 
     def register(fn: Callable[..., Any]) -> Callable[..., Any]:
-        found = Lowering(fn, rng, lift, floats, mode, collective, axes, rank_table, bool(entrywise), stacks, view, cast, batches)
+        found = Lowering(fn, rng, lift, floats, mode, writes, collective, axes, rank_table, bool(entrywise), stacks, view, cast, batches)
         for op in ops:
             if not isinstance(op, torch._ops.OpOverload):
                 raise TypeError(f"lowering() takes OpOverloads such as torch.ops.aten.add.Tensor, got {op!r}")

@@ -1,6 +1,7 @@
 """Writing into a view, functionally: `*_scatter` ops, and the `*_backward` ops that write a gradient into zeros.
 
-Contiguous ranges are `dynamic_update_slice`, which XLA does in place; strided ones are an interior-padded source under a mask.
+Contiguous ranges are `dynamic_update_slice`, which XLA does in place, or a concatenation where that may not be; strided ones are an interior-padded source
+under a mask.
 """
 
 from __future__ import annotations
@@ -27,8 +28,18 @@ def pad_dim(x: Array, dim: int, low: int, high: int, interior: int = 0) -> Array
     return lax.pad(x, jnp.zeros((), x.dtype), config)
 
 
-@lowering(aten.slice_scatter.default)
-def slice_scatter(self: Array, src: Array, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Array:
+def _replace(x: Array, part: Array, first: int, dim: int, apart: bool) -> Array:
+    """`x` with a part of it from `first` on replaced along one dim. apart: in a new array."""
+    if not apart:
+        return lax.dynamic_update_slice_in_dim(x, part, first, dim)
+    before, after = lax.slice_in_dim(x, 0, first, axis=dim), lax.slice_in_dim(x, first + part.shape[dim], None, axis=dim)
+    return lax.concatenate([piece for piece in (before, part, after) if piece.shape[dim]], dim)
+
+
+@lowering(aten.slice_scatter.default, writes=True)
+def slice_scatter(
+    self: Array, src: Array, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1, *, apart: bool = False
+) -> Array:
     dim = wrap_dim(dim, self.ndim)
     size = self.shape[dim]
     first, _, length = slice_bounds(size, start, end, step)
@@ -38,17 +49,17 @@ def slice_scatter(self: Array, src: Array, dim: int = 0, start: int | None = Non
     if length == size:
         return src
     if step == 1 or length == 1:
-        return lax.dynamic_update_slice_in_dim(self, src, first, dim)
+        return _replace(self, src, first, dim, apart)
     position = lax.broadcasted_iota(jnp.int32, self.shape, dim) - first
     written = (position >= 0) & (position < length * step) & (position % step == 0)
     return jnp.where(written, pad_dim(src, dim, first, size - first - (length - 1) * step - 1, step - 1), self)
 
 
-@lowering(aten.select_scatter.default)
-def select_scatter(self: Array, src: Array, dim: int, index: int) -> Array:
+@lowering(aten.select_scatter.default, writes=True)
+def select_scatter(self: Array, src: Array, dim: int, index: int, *, apart: bool = False) -> Array:
     dim = wrap_dim(dim, self.ndim)
     index = index % self.shape[dim]
-    return lax.dynamic_update_slice_in_dim(self, jnp.expand_dims(src.astype(self.dtype), dim), index, dim)
+    return _replace(self, jnp.expand_dims(src.astype(self.dtype), dim), index, dim, apart)
 
 
 def _spread_diagonal(src: Array, rows: int, cols: int, offset: int) -> Array:
