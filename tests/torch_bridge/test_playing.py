@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch_xla
 import torch_xla.debug.metrics as met
 from torch import nn
 
@@ -173,3 +174,32 @@ def test_a_value_that_is_none_of_these(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NXD_JAX_REPLAY", "everything")
     with pytest.raises(ValueError, match=r"NXD_JAX_REPLAY='everything': must be 0, 1 \(or false, true\), auto or all"):
         net().to("xla")
+
+
+def _penalized(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """Gradients of a gradient penalty, as critics have it."""
+    (slope,) = torch.autograd.grad(module(x).sum(), x, create_graph=True)
+    module.zero_grad()
+    slope.norm(2, dim=1).sub(1).square().mean().backward()
+    torch_xla.sync()
+    return torch.cat([p.grad.flatten() for p in module.parameters() if p.grad is not None])
+
+
+@pytest.mark.usefixtures("by_default")
+def test_gradients_of_gradients_are_recorded_op_by_op() -> None:
+    """Playing would compute the forward pass twice in each step, and in another program whenever a recording is checked."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)).to("xla")
+    x = batch(0).requires_grad_()
+    expected = _penalized(module, x).cpu()
+    for _ in range(WARM_UP + 2):
+        torch.testing.assert_close(_penalized(module, x).cpu(), expected)
+    compiled, played = met.metric_data("CompileTime")[0], player(module).played
+    for _ in range(12):
+        assert _penalized(module, x).cpu().equal(expected)
+    assert met.metric_data("CompileTime")[0] == compiled and player(module).played == played <= 1
+    assert "gradients of gradients" in player(module).state().reason
+    with torch.no_grad():
+        for _ in range(WARM_UP + 4):
+            module(x)
+    assert player(module).played > played  # calls of another kind are

@@ -174,6 +174,11 @@ class Call:
                     other.alone = doing.alone = False
             waiting.add(doing)
 
+    def note_nested(self) -> None:
+        """In a backward pass: if gradients of gradients are asked for, later calls of this kind are not worth playing."""
+        if torch.is_grad_enabled() and not self.player.asked:
+            self.kind.nested = True
+
     def _look(self) -> Any:
         """Run it op by op on what the script gave, and see whether that can be repeated."""
         watched = Watched(self, self.arguments, self.tensors, ahead=self.kind.unread)
@@ -394,6 +399,7 @@ class Recorded:
     def backward(self, saved: Any, grads: Any, needed: Any) -> list[Any]:
         """Gradients of arguments and parameters."""
         call = self.call
+        call.note_nested()
         if torch.is_grad_enabled():
             assert self._again is not None
             if self._learned is None:

@@ -46,6 +46,7 @@ WARM_UP = 8
 """Calls of a kind that come before a module is looked at that nobody has asked to be played: looking takes a second, and many scripts run a few steps."""
 SEEN = 64
 """Kinds of calls that are counted until then. Where there are more (a sequence that grows), further ones are recorded op by op."""
+_NESTED = "gradients of gradients are asked for, which need the forward pass op by op"
 PATIENCE = 3
 """Recordings that may fail for a passing reason (a first call fills a cache) before a module is recorded op by op for good."""
 
@@ -382,8 +383,8 @@ class Player:
                     if call.lies() == kind.lies:
                         alike += 1
                         if kind.fits(call.given):
-                            self.waits = ""
-                            return call, kind
+                            self.waits = _NESTED if kind.nested else ""
+                            return None if kind.nested else (call, kind)
             if self._hooked and self._hooked == self._hooks_inside():
                 raise Unknown(f"a hook on {self._hooked[0][0]}", lasting=False)
             self._hooked = ()

@@ -137,7 +137,8 @@ class Kind:
     conditions: what its forward reads, None until a call was looked at; held: the tensors that it may read beside its arguments; lies: how what it was given
     lies in memory. recomputes: its code runs again in the backward pass. functions: classes of `torch.autograd.Function` that it applies, with observers
     of their backward passes. unread: a call was looked at in vain because it read storages that were full of one number. later: there is a backward pass
-    that comes after the step of its forward pass, which then has to keep what it reads.
+    that comes after the step of its forward pass, which then has to keep what it reads. nested: gradients of its gradients were asked for, in a module that
+    nobody has asked to be played: such calls are recorded op by op, as playing them would compute each forward pass twice.
     """
 
     def __init__(self) -> None:
@@ -150,6 +151,7 @@ class Kind:
         self.backwards: dict[Any, list[Backward]] = {}
         self.unread = False
         self.later = False
+        self.nested = False
         self._plays = 0
         self._misses = 0
         self._to_record = 0

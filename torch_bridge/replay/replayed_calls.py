@@ -78,6 +78,7 @@ class Played:
         """Gradients of arguments and parameters."""
         call = self.call
         self._check_reads()
+        call.note_nested()
         found = None if torch.is_grad_enabled() else self._known(grads, needed)
         if found is None:
             return self._again.gradients([*call.tensors, *call.parameters], grads, needed, saved)
