@@ -195,6 +195,26 @@ def test_masks_made_of_ones_are_known_to_python():
     assert executions() == 1
 
 
+def test_small_integers_through_views_of_what_is_not_contiguous():
+    """Decision Transformers make their mask so. On the host, ops see values as a program does, without strides."""
+
+    def numbers(device: str) -> list[int]:
+        mask = torch.tensor([[0, 1, 2], [3, 4, 5]]).to(device)
+        joined = torch.stack((mask, mask + 1), dim=1).permute(0, 2, 1).reshape(2, 6)
+        turned = mask.t().contiguous()[1:]
+        cut = (mask.t() + 0).clone(memory_format=torch.contiguous_format)[1:].as_strided((2, 2), (1, 2), 1)
+        return [
+            int(joined[0, 1].item()),
+            int(joined[1, 4].item()),
+            int(turned.reshape(-1)[2].item()),
+            *(int(cut[i, j].item()) for i in (0, 1) for j in (0, 1)),
+        ]
+
+    expected = numbers("cpu")
+    assert numbers("xla") == expected
+    assert executions() == 0
+
+
 def test_structures_are_forgotten_beyond_the_limit(monkeypatch):
     monkeypatch.setattr(SETTINGS, "max_traces", 4)
     for n in range(1, 9):

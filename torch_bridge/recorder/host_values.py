@@ -166,7 +166,12 @@ def _compute(entry: Entry, inputs: Sequence[torch.Tensor], numbers: Sequence[Any
         for step in path:
             value = value[step]
         cast = entry.casts[k] if entry.casts else None
-        values[first + k] = value if cast is None else value.to(cast)
+        values[first + k] = _as_array(value if cast is None else value.to(cast))
+
+
+def _as_array(t: torch.Tensor) -> torch.Tensor:
+    """As a program has it, whose values have no strides: `view` and `as_strided` go by them."""
+    return t if t.is_contiguous() and not t.storage_offset() else t.clone(memory_format=torch.contiguous_format)
 
 
 def _on_host(array: jax.Array, rank: int, size: tuple[int, ...]) -> torch.Tensor:
