@@ -78,6 +78,12 @@ def attention(
     return _mix(p.astype(v.dtype), v), logsumexp
 
 
+def attention_weights(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    """Output [B, H, S, E] and weights [B, H, S, T] in the opmath dtype; a query that may see no key gives NaN."""
+    p = jax.nn.softmax(_masked(_scores(q, k) * _scale(q, None), mask, is_causal=False), axis=-1)
+    return _mix(p.astype(v.dtype), v), p
+
+
 def _scale(q: jax.Array, scale: float | None) -> float:
     return 1 / math.sqrt(q.shape[-1]) if scale is None else scale
 

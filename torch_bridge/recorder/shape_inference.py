@@ -109,13 +109,23 @@ def _where(condition: torch.Tensor, self: torch.Tensor, other: torch.Tensor) -> 
 _BROKEN = {torch.ops.aten._thnn_fused_lstm_cell.default}
 """Ops whose meta kernel fails on arguments it should take (LSTM cells without biases)."""
 
+
+def _native_multi_head_attention(*args: Any, **kwargs: Any) -> Any:
+    """torch's has weights also where none are asked for."""
+    op = torch.ops.aten._native_multi_head_attention.default
+    asked = dict(zip((a.name for a in op._schema.arguments), args, strict=False)) | kwargs
+    out, weights = op(*args, **kwargs)
+    return out, weights if asked.get("need_weights", True) else None
+
+
 _RULES: dict[Any, Any] = {
     torch.ops.aten._grouped_mm.default: _grouped_mm,
+    torch.ops.aten._native_multi_head_attention.default: _native_multi_head_attention,
     torch.ops.aten.index.Tensor: _index,
     torch.ops.aten.multilabel_margin_loss_forward.default: _multilabel_margin_loss,
     torch.ops.aten.where.self: _where,
 }
-"""Our own inference where torch's meta kernel is narrower than its CPU kernel."""
+"""Our own inference where torch's meta kernel is narrower than its CPU kernel, or says something else."""
 
 _DYNAMIC = {"DynamicOutputShapeException", "DataDependentOutputException", "UnsupportedOperatorException"}
 
