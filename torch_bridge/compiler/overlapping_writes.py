@@ -22,20 +22,38 @@ APART = "apart"
 
 def mark(graph: fx.Graph) -> None:
     """Mark such nodes."""
-    writes = [n for n in graph.nodes if n.target in _READS]
-    if writes:
+    bases = {n: _base(n) for n in graph.nodes if n.target in _READS}
+    if bases:
         order = {n: k for k, n in enumerate(graph.nodes)}
-        for node in writes:
-            if _overlaps(node, order):
+        bits = {base: 1 << k for k, base in enumerate(dict.fromkeys(bases.values()))}
+        made_from = _made_from(graph, bits)
+        for node, base in bases.items():
+            if made_from[node.args[1]] & bits[base] and _overlaps(node, base, order):
                 node.meta[APART] = True
 
 
-def _overlaps(node: fx.Node, order: dict[fx.Node, int]) -> bool:
-    into: Any = node.args[0]
-    read = _READS[node.target]  # type: ignore[index]
-    base = into
+def _base(node: fx.Node) -> fx.Node:
+    """What a write is into, without the views that it is seen through."""
+    base: Any = node.args[0]
     while lowerings.is_view(base.target):
         base = base.args[0]
+    return base
+
+
+def _made_from(graph: fx.Graph, bits: dict[fx.Node, int]) -> dict[Any, int]:
+    """The bits of the nodes that each node is made from, its own included."""
+    found: dict[Any, int] = {}
+    for node in graph.nodes:
+        mask = bits.get(node, 0)
+        for given in node.all_input_nodes:
+            mask |= found[given]
+        found[node] = mask
+    return found
+
+
+def _overlaps(node: fx.Node, base: fx.Node, order: dict[fx.Node, int]) -> bool:
+    into: Any = node.args[0]
+    read = _READS[node.target]  # type: ignore[index]
     seen: set[tuple[fx.Node, bool]] = set()
     waiting: list[tuple[Any, bool]] = [(node.args[1], True)]
     while waiting:
