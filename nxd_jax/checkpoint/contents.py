@@ -206,6 +206,22 @@ def of_optimizer(optimizer: torch.optim.Optimizer, parts: Sequence[Part]) -> Con
     return _of_states(parts, states, masters, outer.param_groups, type(base).__name__)
 
 
+def state_dtype(optimizer: Any, held: torch.Tensor, stored: torch.dtype, updated: torch.dtype | None) -> torch.dtype:
+    """The dtype of state that an optimizer loads: that of what it updates where the state had it so when it was saved, and for torch's optimizers, which keep
+    all state in it. Other state keeps its own.
+
+    held: what the optimizer updates now; updated: the dtype of what was updated then, if that is known. An optimizer with a method `state_dtype(held)` says it
+    itself.
+    """
+    if not stored.is_floating_point:
+        return stored
+    if hasattr(optimizer, "state_dtype"):
+        own: torch.dtype = optimizer.state_dtype(held)
+        return own
+    follows = stored == updated or type(optimizer).__module__.startswith("torch.optim.")
+    return held.dtype if follows else stored
+
+
 def are_experts(optimizer: Any) -> list[list[bool]]:
     """For each group of an optimizer, for each parameter: whether expert-parallel ranks have different experts of it."""
     return [[expert_shares.is_shared_out(p) for p in group["params"]] for group in inner(optimizer).param_groups]
@@ -270,7 +286,9 @@ def _of_states(
         count = len(group["params"])
         groups.append({**{o: v for o, v in group.items() if o != "params"}, "params": [part.name for part in parts[k : k + count]]})
         k += count
-    other = {"state": plain, "param_groups": groups, "master": list(masters), "class": kind, "order": [part.name for part in parts]}
+    dtypes = {part.name: str(part.held.dtype).removeprefix("torch.") for part in parts}
+    order = [part.name for part in parts]
+    other = {"state": plain, "param_groups": groups, "master": list(masters), "class": kind, "order": order, "dtypes": dtypes}
     return Contents(tensors, other)
 
 

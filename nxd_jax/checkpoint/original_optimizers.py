@@ -250,7 +250,7 @@ class Optimizer:
         values = tuple(self.joints[f"{kind}/{k}"].read() for k in self.targets[part.name].keys)
         full = values if len(values) > 1 else values[0]
         if kind != MASTER:
-            found[kind] = _like(part, full)
+            found[kind] = self._in_dtype(part, _like(part, full))
         elif part.held is not part.parameter:
             part.held.detach().copy_(_like(part, full))
         elif absent:
@@ -265,8 +265,19 @@ class Optimizer:
             if of == name:
                 value = held[0].read().clone()
                 dims = part.reduced(kind, value.shape)
-                found[kind] = _like_reduced(part, value, dims) if dims else reading._plain(value, part, on_device)
+                found[kind] = self._in_dtype(part, _like_reduced(part, value, dims)) if dims else reading._plain(value, part, on_device)
         return found
+
+    def _in_dtype(self, part: Part, value: torch.Tensor) -> torch.Tensor:
+        """State in the dtype that the optimizer keeps it in."""
+        key = self.targets[part.name].keys[0]
+        model = {} if self.model is None else self.model.parts
+        updated = None
+        if (master := f"{MASTER}/{key}") in self.joints:
+            updated = self.joints[master].dtype
+        elif joining.is_there(model, key):
+            updated = model[joining.source_of(model, key)][0].dtype
+        return value.to(contents.state_dtype(contents.stepping(self.optimizer), part.held, value.dtype, updated))
 
     def _source(self, part: Part) -> str:
         """The name that the files have a parameter's state under."""

@@ -407,20 +407,28 @@ def _take_state(
             held = by_name[name].held
             if key == "master":
                 held.detach().copy_(value.reshape(held.shape))
-            elif w.reduced:
-                state[name][key] = arrays.own(value) if isinstance(value, XLATensor) else value
+                continue
+            if w.reduced:
+                found = arrays.own(value) if isinstance(value, XLATensor) else value
+            elif set(w.keys) <= set(saved["like"]):
+                found = value.reshape(held.shape)
             else:
-                state[name][key] = (
-                    value.reshape(held.shape) if set(w.keys) <= set(saved["like"]) else _as_stored(value, folder.entry(w.keys[0]))
-                )
+                found = _as_stored(value, folder.entry(w.keys[0]))
+            state[name][key] = found.to(contents.state_dtype(base, held, found.dtype, _updated(folder, saved, keys[name][0])))
     base.state.clear()
     for name, part in by_name.items():
         plain = saved["state"].get(keys[name][0], {})
-        found = {**{k: _plain(v, part, on_device) for k, v in plain.items()}, **state[name]}
-        if found:
-            base.state[part.held] = found
+        own = {**{k: _plain(v, part, on_device) for k, v in plain.items()}, **state[name]}
+        if own:
+            base.state[part.held] = own
     if contents.is_zero1(optimizer):
         contents.inner(optimizer)._share_options(contents.inner(optimizer).param_groups, base.param_groups)
+
+
+def _updated(folder: Folder, saved: Any, key: str) -> torch.dtype | None:
+    """The dtype of what the optimizer updated in a parameter's place when it was saved, if the checkpoint says so."""
+    known = saved.get("dtypes", {}).get(key) or (folder.entry(f"master/{key}")["dtype"] if f"master/{key}" in folder else None)
+    return None if known is None else getattr(torch, known)
 
 
 def _as_stored(value: torch.Tensor, entry: Mapping[str, Any]) -> torch.Tensor:

@@ -137,6 +137,7 @@ def states(found: Sequence[Mapping[str, Any]], order: Sequence[str]) -> dict[str
     return {
         "class": found[0]["class"],
         "state": {name: state for own in found for name, state in own["state"].items()},
+        "dtypes": {name: dtype for own in found for name, dtype in own["dtypes"].items()},
         "param_groups": groups,
         "master": _in_order((name for own in found for name in own["master"]), place),
         "order": [name for group in groups for name in group["params"]],

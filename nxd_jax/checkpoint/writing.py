@@ -96,7 +96,8 @@ def named_item(found: Contents, parts: Sequence[Part], model: contents.Model | N
             "the optimizer of a pipeline in several processes has this process's parameters alone, which go by name: pass model= as well"
         )
     keys = {part.name: contents.keys_of(part.name, part.placement()) for part in parts}
-    found.other["state"] = {k: v for name, v in found.other["state"].items() for k in keys[name]}
+    for what in ("state", "dtypes"):
+        found.other[what] = {k: v for name, v in found.other[what].items() for k in keys[name]}
     for group in found.other["param_groups"]:
         group["params"] = [k for name in group["params"] for k in keys[name]]
     found.other["order"] = [k for name in found.other["order"] for k in keys[name]]

@@ -64,6 +64,10 @@ class AdamW_FP32OptimParams(Optimizer):
                 if name in state_dict["state"].get(k, {}):
                     self.state[p][name] = state_dict["state"][k][name].to(p.device, torch.double)
 
+    def state_dtype(self, held: torch.Tensor) -> torch.dtype:
+        """The dtype of the moments of a parameter, which checkpoints load in."""
+        return torch.double if self.upcast_optim_states else held.dtype
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update all parameters that have a gradient. Returns what `closure`, which computes the loss anew, returns."""

@@ -140,6 +140,7 @@ class GraphBuilder:
                 value.meta["source"] = node.meta["source"]
             value.meta.setdefault("val", node.meta["vals"][k])
             if entry.casts and entry.casts[k] is not None:
+                value.meta["converted"] = True  # so "val" has the dtype of what it is written into, not its own
                 value = graph.call_function(aten._to_copy.default, (value,), {"dtype": entry.casts[k]})
                 value.meta.update(source=node.meta["source"], val=node.meta["vals"][k], vals=(node.meta["vals"][k],))
             values[first + k] = value

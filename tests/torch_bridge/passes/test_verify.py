@@ -97,6 +97,15 @@ def test_a_storage_that_is_filled_twice_becomes_what_it_was_born_with() -> None:
     assert x.tolist() == [2, 2, 2]
 
 
+def test_a_result_of_a_list_is_written_into_another_dtype() -> None:
+    """A number of bfloat16 times one of float32 is float32, until it is written."""
+    x, factor = torch.tensor(1.5, dtype=torch.bfloat16), torch.tensor(0.3337)
+    own = x.to("xla")
+    for to, by in ((x, factor), (own, factor.to("xla"))):
+        torch._foreach_mul_([to], by)
+    assert own.dtype == torch.bfloat16 and torch.equal(own.cpu(), x)
+
+
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     fault = FAULTS[name]
