@@ -18,14 +18,15 @@ seed, get_state, set_state = rank_random.seed, rank_random.get_state, rank_rando
 
 def prepare() -> None:
     """Put in place what loaders, libraries of the host and torch's functions do with such numbers."""
-    from torch_bridge.per_rank import rank_functions, rank_host_libraries, rank_loaders, rank_math, rank_tensor_pieces
+    from torch_bridge.per_rank import imported_names, rank_functions, rank_host_libraries, rank_loaders, rank_math, rank_tensor_pieces
 
-    rank_loaders.install()
-    rank_math.install()
-    rank_tensor_pieces.install()
-    rank_functions.install()
-    rank_torch_draws.install()
-    rank_host_libraries.install()
+    with imported_names.bound_anew():
+        rank_loaders.install()
+        rank_math.install()
+        rank_tensor_pieces.install()
+        rank_functions.install()
+        rank_torch_draws.install()
+        rank_host_libraries.install()
 
 
 def torch_function(func: Any, args: Any, kwargs: Any, original: Any = None) -> Any:

@@ -85,7 +85,7 @@ def _alone(seed: Any = None) -> random.Random:
 
 
 class _States(tuple[Any, ...]):
-    """A state of Python's generator that remembers the other ranks'."""
+    """A state of Python's or NumPy's generator that remembers the other ranks'."""
 
     streams: list[Any]
 
@@ -93,19 +93,42 @@ class _States(tuple[Any, ...]):
         return tuple, (tuple(self),)
 
 
+class _FirstNumber(int):
+    """The first number in a state of Python's generator, which remembers the other ranks' states: Lightning makes new tuples of a state's numbers."""
+
+    streams: list[Any]
+
+    def __reduce__(self) -> Any:
+        return int, (int(self),)
+
+
+def _streams(state: Any) -> list[Any] | None:
+    """Each hosted rank's state of one that remembers them; None for others."""
+    if isinstance(state, _States):
+        return state.streams
+    if isinstance(state, tuple) and len(state) == 3 and isinstance(state[1], tuple) and isinstance(state[1][0], _FirstNumber):
+        return state[1][0].streams
+    return None
+
+
 def is_joined(state: object) -> bool:
     """Whether a state of Python's or NumPy's generator is one for each hosted rank."""
-    return isinstance(state, _States)
+    return _streams(state) is not None
 
 
 def split(state: Any) -> list[Any]:
     """Each hosted rank's state of such a one."""
-    return list(state.streams)
+    return list(_streams(state) or ())
 
 
 def join(states: Sequence[Any]) -> Any:
     """The other way round."""
-    found = _States(states[0])
+    first = states[0]
+    if len(first) == 3:  # Python's
+        number = _FirstNumber(first[1][0])
+        number.streams = list(states)
+        first = first[0], (number, *first[1][1:]), first[2]
+    found = _States(first)
     found.streams = list(states)
     return found
 
@@ -121,9 +144,9 @@ def _seed_python(self: Any, a: Any = None, version: int = 2) -> None:
 def _set_python(self: Any, state: Any) -> None:
     self.__dict__.pop(_STREAMS, None)
     _set_one(self, tuple(state))
-    if isinstance(state, _States):
-        self.__dict__[_STREAMS] = [_alone() for _ in state.streams]
-        for stream, own in zip(self.__dict__[_STREAMS], state.streams, strict=True):
+    if (states := _streams(state)) is not None:
+        self.__dict__[_STREAMS] = [_alone() for _ in states]
+        for stream, own in zip(self.__dict__[_STREAMS], states, strict=True):
             _set_one(stream, own)
 
 

@@ -1,7 +1,7 @@
 """Functions of numbers, for numbers that differ by rank: `max`, `min`, those of `math`, and those that make arrays give each rank its own result.
 
 They ask a number for one float, or for a truth, and would get the first hosted rank's. So once there are such numbers they are replaced by functions that look
-for them among the arguments. A script that took one of `math` before (`from math import sqrt`) still has the old one; `branches` follows what that gives.
+for them among the arguments, also where a script imported one before (`from math import sqrt`, `imported_names`).
 """
 
 from __future__ import annotations

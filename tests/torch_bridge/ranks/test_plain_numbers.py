@@ -117,11 +117,14 @@ def _seed(r: Any, x: Any, c: Any) -> Any:
 
 
 def _early_import(r: Any, x: Any, c: Any) -> Any:
-    return x * _sqrt(r)
+    return x * _Early.sqrt(r)
 
 
-_sqrt = math.sqrt  # a test before may have put ours in its place: unwrapped
-_sqrt = getattr(_sqrt, "__wrapped__", _sqrt)
+class _Early:
+    """A function that was taken before there were such numbers, and not as a module's name, which would be bound anew."""
+
+    sqrt = staticmethod(getattr(math.sqrt, "__wrapped__", math.sqrt))  # a test before may have put ours in its place: unwrapped
+
 
 REPORTED: dict[str, Program] = {
     "float": lambda r, x, c: x * float(r),

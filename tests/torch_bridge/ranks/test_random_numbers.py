@@ -384,8 +384,11 @@ def test_pythons_and_numpys_numbers_are_each_ranks_own() -> None:
     for g, plain in zip(after, orders, strict=True):
         g.shuffle(plain)
     assert [[rank_numbers.own(v, r) for v in order] for r in range(8)] == orders
-    random.setstate(state)
-    assert rank_numbers.per_rank(random.uniform(1, 2)) == [random.Random(3 + r).uniform(1, 2) for r in range(8)]
+    version, numbers, gauss = state
+    for put in (state, (version, tuple(numbers), gauss)):  # the latter as Lightning does around validations
+        random.setstate(put)
+        assert rank_numbers.per_rank(random.uniform(1, 2)) == [random.Random(3 + r).uniform(1, 2) for r in range(8)]
+    assert type(pickle.loads(pickle.dumps(state))[1][0]) is int
     assert rank_numbers.per_rank(random.Random(5 + rank).gauss(0, 1)) == [random.Random(5 + r).gauss(0, 1) for r in range(8)]
     twin = pickle.loads(pickle.dumps(random.Random(4)))
     assert type(twin) is random.Random and twin.random() == random.Random(4).random()
