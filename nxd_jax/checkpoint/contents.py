@@ -174,8 +174,7 @@ def stepping(optimizer: Any) -> Any:
     found = inner(optimizer)
     if not is_zero1(found):
         return found
-    if not found.inited:
-        found.init_zero()
+    found.prepare()
     return found.base_optimizer
 
 
@@ -184,8 +183,8 @@ def parts_of(optimizer: Any, names: Mapping[torch.Tensor, str]) -> list[Part]:
     found = inner(optimizer)
     parts = []
     zero1 = is_zero1(found)
-    if zero1 and not found.inited:
-        found.init_zero()
+    if zero1:
+        found.prepare()
     for k, p in enumerate(p for group in found.param_groups for p in group["params"]):
         held, rows = (found.shard_of[p], found.shards_of(p)) if zero1 else (p, None)
         parts.append(Part(names.get(p, str(k)), p, held, rows))

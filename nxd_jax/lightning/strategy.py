@@ -18,7 +18,7 @@ from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_only
 
 from nxd_jax.checkpoint import contents
-from nxd_jax.lightning import averaging, layout, predicting
+from nxd_jax.lightning import averaging, finetuning, layout, predicting
 from nxd_jax.lightning._values import to_log
 from nxd_jax.lightning.accelerator import NeuronXLAAccelerator
 from nxd_jax.lightning.checkpoint_io import NeuronCheckpointIO
@@ -101,6 +101,7 @@ class NeuronXLAStrategy(XLAStrategy):
         self._sync_module_states = sync_module_states
         self._default_io = NeuronCheckpointIO(save_load_xser=save_load_xser)
         self._feeding = Feeding(self._trainer)
+        self._delayed: finetuning.Delayed = []
 
     # -- ranks ----------------------------------------------------------------------------------------
 
@@ -175,6 +176,7 @@ class NeuronXLAStrategy(XLAStrategy):
         self.set_world_ranks()
         rank_zero_info(layout.described())
         averaging.check(self._trainer(), self.lightning_module)
+        self._delayed = finetuning.put_off(self._trainer(), self.lightning_module)
         Strategy.setup_environment(self)
 
     def setup_distributed(self) -> None:
@@ -184,6 +186,7 @@ class NeuronXLAStrategy(XLAStrategy):
 
     def setup(self, trainer: Trainer) -> None:
         """The module on the device, and its optimizers. Raises MisconfigurationException for automatic optimization of a pipeline."""
+        finetuning.make_up(self._delayed)
         _without_signal_broadcasts(trainer)
         module = trainer.lightning_module
         automatic = module.automatic_optimization and not getattr(module, "runs_backward", False)

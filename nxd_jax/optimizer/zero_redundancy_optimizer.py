@@ -50,8 +50,7 @@ class NeuronZero1Optimizer(ZeroRedundancyOptimizer):
     @torch.no_grad()
     def _reduce_gradients(self, **kwargs: Any) -> None:
         """What `step` begins with: give every part the mean of its gradients."""
-        if not self.inited:
-            self.init_zero()
+        self.prepare()
         self._reduce([p for p in self._all() if self._gradient(p) is not None])
 
     def _calc_grad_norm(self, norm_type: float = 2.0) -> torch.Tensor:

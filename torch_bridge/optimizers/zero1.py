@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import torch
@@ -126,9 +126,26 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
             self.base_optimizer.add_param_group(self._cut_group(new))
             self._fill_in_options()
 
-    def _cut_group(self, group: dict[str, Any]) -> dict[str, Any]:
-        """The same options for the parts of a group's parameters."""
+    def prepare(self) -> None:
+        """Cut what is not cut yet: all parameters, or those of groups that somebody assigned to `param_groups` (Lightning's BaseFinetuning after a resume).
+        The state of the others stays."""
+        if not self.inited:
+            self.init_zero()
+            return
+        parts = [[id(self.shard_of.get(p)) for p in group["params"]] for group in self.param_groups]
+        if parts == [[id(part) for part in group["params"]] for group in self.base_optimizer.param_groups]:
+            return
+        new = [p for p in self._all() if p not in self.shard_of]
+        self._check_parameters(new)
+        self._watch(new)
+        self.base_optimizer.param_groups = [self._cut_group(group, set(self.shard_of)) for group in self.param_groups]
+        self._fill_in_options()
+
+    def _cut_group(self, group: dict[str, Any], known: Container[torch.Tensor] = ()) -> dict[str, Any]:
+        """The same options for the parts of a group's parameters. known: parameters that are cut already."""
         for p in group["params"]:
+            if p in known:
+                continue
             self._cuts[p] = self.shards_of(p)
             self.shard_of[p] = self._new_shard(p)
             self._written[p] = _writes(p)
@@ -194,8 +211,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if not self.inited:
-            self.init_zero()
+        self.prepare()
         self.take_writes()
         self._share_options(self.param_groups, self.base_optimizer.param_groups)
         updated = [p for p in self._all() if self._gradient(p) is not None]
@@ -303,8 +319,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """This rank's state: `param_groups`, `base_state` (of the inner optimizer, by parameter), `shape_info` (full shapes), and the parts if
         `save_master_weights` (`sharded_master_weights`)."""
-        if not self.inited:
-            self.init_zero()
+        self.prepare()
         self.take_writes()
         inner = self.base_optimizer.state_dict()
         found = super().state_dict()

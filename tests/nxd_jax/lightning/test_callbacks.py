@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from neuronx_distributed.lightning import NeuronLTModule
+from neuronx_distributed.trainer import initialize_parallel_optimizer
 from pytorch_lightning import LightningModule, callbacks
 from pytorch_lightning.loggers import CSVLogger
 from pytorch_lightning.tuner import Tuner
@@ -80,6 +81,54 @@ def test_learning_rate_finder(tmp_path: Path) -> None:
 def test_batch_size_finder(tmp_path: Path) -> None:
     with pytest.raises(MisconfigurationException, match="not supported with distributed strategies"):
         jobs.fit(tmp_path, model=jobs.automatic(), tp=2, devices=4, callbacks=(callbacks.BatchSizeFinder(),))
+
+
+# -- layers that are frozen at first -----------------------------------------------------------------
+
+
+class Thaw(callbacks.BaseFinetuning):
+    """Some layers learn from the second epoch on, more slowly."""
+
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze(self._layers(pl_module))
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(self._layers(pl_module), optimizer, lr=0.003)
+
+    def _layers(self, module: Any) -> list[Any]:
+        found = dict(module.model.named_modules())
+        return [next(m for name, m in found.items() if name.endswith(own)) for own in ("up", "norm")]
+
+
+def of_those_that_learn(parameters: Any) -> torch.optim.Optimizer:
+    return adam([p for p in parameters if p.requires_grad])
+
+
+class Thawing(jobs.Automatic):
+    def configure_optimizers(self) -> Any:
+        learning = [p for p in self.parameters() if p.requires_grad]
+        return initialize_parallel_optimizer(self.nxd_config, torch.optim.AdamW, learning, lr=0.01)
+
+
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
+@pytest.mark.parametrize("zero1", [False, True])
+def test_finetuning(tmp_path: Path, zero1: bool) -> None:
+    """The model is there when layers are frozen; a training that is resumed has the groups that were added."""
+
+    def ours(epochs: int, *more: Any, ckpt_path: Any = None) -> list[float]:
+        options: dict[str, Any] = {"tp": 2, "zero1": zero1, "devices": 4, "max_epochs": epochs, "limit_train_batches": 3}
+        return jobs.fit(tmp_path, model=jobs.automatic(Thawing, zero1=zero1), callbacks=(Thaw(), *more), ckpt_path=ckpt_path, **options)[0]
+
+    def plain(*more: Any, ckpt_path: Any = None) -> list[float]:
+        losses = jobs.Losses()
+        made = jobs.plain_trainer(tmp_path, callbacks=[losses, Thaw(), *more], max_epochs=3, limit_train_batches=3)
+        made.fit(jobs.Plain(of_those_that_learn), jobs.whole_loader(4), ckpt_path=ckpt_path)
+        return losses.losses
+
+    keep = [callbacks.ModelCheckpoint(tmp_path / name, save_top_k=-1, filename="{epoch}") for name in ("plain", "ours")]
+    jobs.close(ours(3, keep[1]), plain(keep[0]))
+    jobs.close(ours(3, ckpt_path=tmp_path / "ours" / "epoch=1.ckpt"), plain(ckpt_path=tmp_path / "plain" / "epoch=1.ckpt"))
 
 
 # -- averages of weights -----------------------------------------------------------------------------
