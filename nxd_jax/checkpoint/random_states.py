@@ -45,13 +45,17 @@ def _of_device(state: RngState) -> dict[str, Any]:
 
 def restore(folder: Path) -> None:
     """Put back what the processes that saved had. folder: with their files."""
+    if (found := saved(folder)) is not None:
+        _put(found)
+
+
+def saved(folder: Path) -> Saved | None:
+    """The states of a checkpoint. folder: with the files of the processes that saved."""
     files = sorted(folder.glob("*.pt"))
-    if not files:
-        return
-    _put(_Found(files))
+    return Saved(files) if files else None
 
 
-class _Found:
+class Saved:
     """The states of a checkpoint. own: of the file of this process (of the first one, if another number of processes saved)."""
 
     def __init__(self, files: Sequence[Path]):
@@ -79,7 +83,7 @@ def _entry(state: Any, place: int) -> Any:
     return state[place] if isinstance(state, list) else state
 
 
-def _put(found: _Found) -> None:
+def _put(found: Saved) -> None:
     host_random_states.put_for_ranks({name: found.host(itemgetter(name)) for name in host_random_states.NAMES})
     own = found.own
     if isinstance(own["xla"], int):  # as it was before there was a tracker
@@ -92,7 +96,7 @@ def _put(found: _Found) -> None:
     tracker.states_ = {name: _named(found, tracker, name) for name in tracker.states_}
 
 
-def _named(found: _Found, tracker: XLARNGStatesTracker, name: str) -> State:
+def _named(found: Saved, tracker: XLARNGStatesTracker, name: str) -> State:
     """A state of the tracker, if the checkpoint has it. Which ranks draw differently is what the layout of now says."""
     now, saved = tracker.states_[name], found.own["tracker"].get(name)
     if saved is None:

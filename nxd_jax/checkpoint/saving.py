@@ -55,7 +55,8 @@ def wait() -> None:
 
 
 class Save:
-    """One save: what to write, held as it is now. `items`: folders of arrays by name; `files`: whole files by name. All processes make and start it."""
+    """One save: what to write, held as it is now. `items`: folders of arrays by name; `files`: whole files by name; `own`: what each process keeps for itself,
+    beside its random states. All processes make and start it."""
 
     def __init__(self, storage: BaseCheckpointStorage, tag: str, keep: int | None = None):
         self.storage = storage
@@ -63,11 +64,12 @@ class Save:
         self.keep = keep
         self.items: dict[str, writing.Item | original_writing.RankFiles] = {}
         self.files: dict[str, bytes] = {}
+        self.own: dict[str, Any] = {}
         self.random = b""
 
     def start(self, in_background: bool = False) -> None:
         """Add the random states, then write: now, or in the background."""
-        self.random = writing.pickled(random_states.current())
+        self.random = writing.pickled({**random_states.current(), **self.own})
         for item in self.items.values():
             if isinstance(item, writing.Item):
                 item.index["processes"] = world.process_count()

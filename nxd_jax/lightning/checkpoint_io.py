@@ -21,6 +21,7 @@ from nxd_jax.checkpoint import reading, saving, tags, writing
 from nxd_jax.checkpoint.orbax_files import DamagedCheckpointError
 from nxd_jax.checkpoint.storage import BaseCheckpointStorage, FilesysCheckpointStorage, create_checkpoint_storage
 from nxd_jax.lightning._plain import plain
+from nxd_jax.lightning.loaders import LOADERS, states_of_loaders
 from nxd_jax.lightning.stored import LiveOptimizer, StoredOptimizer, StoredWeights
 from nxd_jax.tensor_parallel import rank_files
 from torch_bridge import nested
@@ -78,6 +79,7 @@ class NeuronCheckpointIO(XLACheckpointIO):
             rest["schedulers"] = len(schedulers)
             job.files[writing.SCHEDULER] = writing.pickled(schedulers[0] if len(schedulers) == 1 else schedulers)
         job.items.update(self._more_items(rest))
+        job.own[LOADERS] = states_of_loaders(rest)
         job.files[writing.USER] = writing.pickled(_of_first_rank(plain(rest)))
         if self.async_save and isinstance(job.storage, FilesysCheckpointStorage) and world.process_index() == 0:
             (job.storage.root / job.tag).mkdir(

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nxd_jax.checkpoint import saving
-from nxd_jax.lightning.loaders import NeuronDeviceLoader
+from nxd_jax.checkpoint import saving, writing
+from nxd_jax.lightning.loaders import NeuronDeviceLoader, of_this_process, states_of_loaders
 
 if TYPE_CHECKING:
     from torch.types import Device
@@ -33,9 +33,12 @@ class Feeding:
         return made
 
     def resume(self, folder: str | None, checkpoint: Mapping[str, Any]) -> None:
-        """The training that begins goes on from a checkpoint. folder: where its random states are."""
+        """The training that begins goes on from a checkpoint, whose loaders' states become those of this process. folder: where its random states are."""
         self._folder = folder
-        self._positions = list(checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {}).get("combined_loader", ()))
+        self._positions = states_of_loaders(checkpoint)
+        if folder is not None and self._positions:
+            self._positions = of_this_process(self._positions, Path(folder) / writing.RANDOM)
+            checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"] = list(self._positions)
 
     def begin(self) -> None:
         """Training starts: with the random states that it is resumed with; where loaders have drawn from them already, with what that left."""

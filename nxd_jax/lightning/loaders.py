@@ -7,17 +7,21 @@ have come next, shuffled as it was: batches that were taken before are left out 
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
+import operator
 import random
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from torch_bridge.per_rank import rank_loaders
+from nxd_jax.checkpoint import random_states
+from torch_bridge.per_rank import host_random_states, rank_loaders
 from torch_bridge.torch_xla.distributed.parallel_loader import MpDeviceLoader, ParallelLoader
 
 
@@ -65,7 +69,7 @@ class NeuronDeviceLoader(MpDeviceLoader):
         """How many batches of this pass were used, the random state that it began with and that of the loader's generators now; or the loader's own state."""
         used = max(self._taken - self._unused(), 0)
         if not self._own:
-            return {"batches": used, "random": self._begin, "generators": _Random(self._loader).of_generators()}
+            return {"batches": used, "random": self._begin, "generators": [*map(_saved, _Random(self._loader).of_generators())]}
         ended = used == self._count
         return {"batches": used, "ended": ended, "loader": self._loader.state_dict() if ended or not self._states else self._states[used]}
 
@@ -131,17 +135,17 @@ class _Source:
             yield from self._with_states(loader)
             return
         taken = resumed["batches"] if resumed is not None else 0
-        random_states = _Random(loader)
-        now = random_states.get()
-        begin = resumed["random"] if resumed is not None else now
+        drawing = _Random(loader)
+        now = drawing.get()
+        begin = _live(resumed["random"]) if resumed is not None else now
         self._of._begin = _savable(begin)
-        random_states.set(begin)
+        drawing.set(begin)
         batches = iter(_without(loader, taken))
         first = next(batches, _END)
         if (
             resumed is not None
         ):  # training goes on with the random state that it was resumed with; the loader's generators have come as far as they were
-            random_states.set({**now, "torch": [now["torch"][0], *random_states.of_generators()]})
+            drawing.set({**now, "torch": [now["torch"][0], *drawing.of_generators()]})
         if first is _END:
             return
         for number, batch in enumerate(itertools.chain([first], batches), taken + 1):
@@ -182,13 +186,65 @@ class _Random:
     def set_generators(self, states: list[torch.Tensor]) -> None:
         now = self._torch.get()
         if len(now) == 1 + len(states):  # the loader may be another one
-            self._torch.set([now[0], *states])
+            self._torch.set([now[0], *map(_joined, states)])
 
 
 def _savable(states: dict[str, Any]) -> dict[str, Any]:
-    """Without NumPy's arrays, which `torch.load` does not trust."""
-    kind, keys, *rest = states["numpy"]
-    return {**states, "numpy": (kind, np.asarray(keys).tolist(), *rest)}
+    """As files keep them: lists where ranks have states of their own, and no arrays of NumPy's, which `torch.load` does not trust."""
+    numpy = [(kind, np.asarray(keys).tolist(), *rest) for kind, keys, *rest in host_random_states.each(states["numpy"])]
+    return {"python": _saved(states["python"]), "numpy": _of_one(numpy), "torch": [*map(_saved, states["torch"])]}
+
+
+def _live(states: dict[str, Any]) -> dict[str, Any]:
+    """The other way round."""
+    return {"python": _joined(states["python"]), "numpy": _joined(states["numpy"]), "torch": [*map(_joined, states["torch"])]}
+
+
+def _saved(state: Any) -> Any:
+    return _of_one(host_random_states.each(state))
+
+
+def _of_one(states: list[Any]) -> Any:
+    return states[0] if len(states) == 1 else states
+
+
+def _joined(state: Any) -> Any:
+    return host_random_states.joined(state) if isinstance(state, list) else state
+
+
+def of_this_process(states: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
+    """The states of a checkpoint's loaders as the ranks of this process had them. states: as rank 0 had them; folder: of the random states.
+
+    Where a loader keeps its own state (torchdata), or ranks were not there, rank 0's.
+    """
+    found = random_states.saved(folder)
+    own = [] if found is None else found.own.get(LOADERS, [])
+    if found is None or len(own) != len(states):  # of before
+        return states
+    return [_of_ranks(found, k, state) for k, state in enumerate(own)]
+
+
+def states_of_loaders(checkpoint: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Of the loaders that training reads, in what Lightning saves."""
+    return list(checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {}).get("combined_loader", ()))
+
+
+LOADERS = "loaders"
+"""What a process's loaders' states are called among its random states."""
+
+
+def _of_ranks(found: random_states.Saved, k: int, state: dict[str, Any]) -> dict[str, Any]:
+    if "random" not in state:
+        return state
+
+    def each(*path: Any) -> list[Any]:
+        return found.host(lambda states: functools.reduce(operator.getitem, path, states[LOADERS][k]))
+
+    begin = state["random"] and {
+        **{name: each("random", name) for name in ("python", "numpy")},
+        "torch": [each("random", "torch", n) for n in range(len(state["random"]["torch"]))],
+    }
+    return {"batches": state["batches"], "random": begin, "generators": [each("generators", n) for n in range(len(state["generators"]))]}
 
 
 def _without(loader: Any, count: int) -> Any:

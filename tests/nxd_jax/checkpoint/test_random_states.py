@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch_xla.core.xla_model as xm
 from neuronx_distributed.parallel_layers.random import get_xla_rng_tracker, model_parallel_xla_manual_seed
+from torch.utils.data import DataLoader
 
 import torch_bridge
 from nxd_jax.checkpoint import random_states, writing
@@ -141,3 +142,45 @@ def test_files_of_before(nxd: Nxd, tmp_path: Path) -> None:
     torch.manual_seed(0)
     random_states.restore(tmp_path)
     assert torch.rand(2, device="xla").cpu().tolist() == wanted
+
+
+def test_states_of_loaders_are_those_of_each_rank(nxd: Nxd, tmp_path: Path) -> None:
+    """What a loader began its pass with: of two processes, of one that hosts both ranks, and from one to the other."""
+    pytest.importorskip("pytorch_lightning")
+    from nxd_jax.lightning import loaders
+
+    def kept() -> dict[str, Any]:
+        made = loaders._Random(DataLoader(range(4), shuffle=True))
+        return {"batches": 2, "random": loaders._savable(made.get()), "generators": []}
+
+    def save(folder: Path, index: int = 0) -> None:
+        folder.mkdir(exist_ok=True)
+        (folder / f"{index:05d}.pt").write_bytes(writing.pickled({**random_states.current(), loaders.LOADERS: [kept()]}))
+
+    def begin_as_it_was(folder: Path) -> None:
+        begin(SAME)
+        (state,) = loaders.of_this_process([{"batches": 2, "random": None, "generators": []}], folder)
+        loaders._Random(DataLoader(range(4), shuffle=True)).set(loaders._live(state["random"]))
+
+    def drawn_by(ranks: int) -> list[list[float]]:
+        found = [[float(rank_numbers.own(x, k)) for k in range(ranks)] for x in (random.random(), np.random.rand())]
+        plain = torch.rand(1)
+        return [*found, [t.item() for t in torch_bridge.shards(plain.to("xla"))] if ranks > 1 else [plain.item()]]
+
+    nxd(2)
+    begin(OWN)
+    wanted = drawn_by(2)
+    assert all(a != b for a, b in wanted)
+    begin(OWN)
+    save(tmp_path / "one")
+    begin_as_it_was(tmp_path / "one")
+    assert drawn_by(2) == wanted
+    for rank in (0, 1):
+        world.current().hosted = (rank,)
+        begin_as_it_was(tmp_path / "one")
+        assert drawn_by(1) == [[of[rank]] for of in wanted]
+        begin(OWN)
+        save(tmp_path / "two", rank)
+    world.current().hosted = (0, 1)
+    begin_as_it_was(tmp_path / "two")
+    assert drawn_by(2) == wanted
