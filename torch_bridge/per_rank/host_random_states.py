@@ -65,6 +65,16 @@ class RandomStates:
         """The states are as before the runs."""
         self._write(self._start)
 
+    def first_alike(self) -> list[int] | None:
+        """For each hosted rank the first one that would draw the same; None if all would."""
+        now = self._read()
+        if not any(map(_differs, now)):
+            return None
+        count = max(len(each(state)) for state in now)
+        ranks = [_comparable_all(own) for own in zip(*[_split(state, count) for state in now], strict=True)]
+        found = [ranks.index(own) for own in ranks]
+        return found if any(found) else None
+
     def _first(self, key: Any) -> list[Any]:
         return [_split(s, len(self._keys))[self._keys.index(key)] for s in self._start] if self._apart else self._start
 
@@ -136,7 +146,11 @@ def _together(states: Sequence[Any]) -> Any:
 
 
 def _same(a: Sequence[Any], b: Sequence[Any]) -> bool:
-    return [_comparable(x) for x in a] == [_comparable(x) for x in b]
+    return _comparable_all(a) == _comparable_all(b)
+
+
+def _comparable_all(states: Sequence[Any]) -> list[Any]:
+    return [_comparable(x) for x in states]
 
 
 def _comparable(state: object) -> Any:

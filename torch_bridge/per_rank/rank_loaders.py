@@ -2,7 +2,8 @@
 
 A sampler, batch sampler, dataset or loader that was told its rank (`DistributedSampler(rank=xm.get_ordinal())`, or any object that keeps a rank in an
 attribute) is copied for each distinct rank; the copies are read side by side, and a batch arrives as xla tensors and numbers with each rank's own values.
-A loader that knows no rank gives every rank the same batch, as it would in separate processes. Each copy sees the random states of torch, Python and NumPy as
+A loader that knows no rank gives every rank the same batch, as it would in separate processes, unless its sampler draws after a seed that differs by rank: then
+there is a copy for each rank that draws differently. Each copy sees the random states of torch, Python and NumPy as
 if it were alone (in the main thread; torch's in any). So are datasets and loaders that were made for each rank (`each_rank_factories`). Limits: a rank that was
 turned into a plain number before (`int(rank)`, `indices[rank::n]` while building the dataset) cannot be told apart.
 """
@@ -16,7 +17,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler, SequentialSampler
 
 from torch_bridge import nested
 from torch_bridge.mesh import rank_numbers, world
@@ -124,10 +125,14 @@ def own(obj: object, rank: int, memo: dict[int, Any] | None = None, depth: int =
 
 
 class RankBatches(Iterator[Any]):
-    """Iterates over one copy of a loader for each distinct rank, and puts their batches together as xla tensors."""
+    """Iterates over one copy of a loader for each distinct rank, and puts their batches together as xla tensors.
 
-    def __init__(self, loader: Any, table: tuple[Any, ...]):
+    by_draws: ranks are distinct for what they draw alone, so that batches may turn out to be the same.
+    """
+
+    def __init__(self, loader: Any, table: tuple[Any, ...], by_draws: bool = False):
         self._table = table
+        self._by_draws = by_draws
         self._random = RandomStates([table[rank] for rank in world.current().hosted], _generators(loader, {id(torch.default_generator)}))
         self._iterators: dict[Any, Iterator[Any]] = {}
         self._given = 0
@@ -150,6 +155,8 @@ class RankBatches(Iterator[Any]):
                 self._warn(set(batches))
             raise StopIteration
         self._given += 1
+        if self._by_draws and _alike(list(batches.values())):
+            return next(iter(batches.values()))
         return combine(batches, self._table)
 
     def _warn(self, going_on: set[Any]) -> None:
@@ -211,6 +218,29 @@ def _is_tensor(x: object) -> bool:
     return isinstance(x, torch.Tensor)
 
 
+def _alike(batches: list[Any]) -> bool:
+    """Whether all have the same tensors."""
+    first, *others = [nested.collect(batch, _is_tensor) for batch in batches]
+    return all(len(own) == len(first) and all(map(torch.equal, own, first)) for own in others)
+
+
+def _table_of_draws(loader: DataLoader[Any]) -> tuple[Any, ...] | None:
+    """As `rank_table`, of a loader that knows no rank and whose sampler may draw; None if all ranks draw alike."""
+    if not world.is_local() or isinstance(loader.dataset, IterableDataset) or _is_in_order(loader):
+        return None
+    states = RandomStates((), _generators(loader, {id(torch.default_generator)}))
+    alike = states.first_alike()
+    return None if alike is None else tuple((k,) for k in alike)
+
+
+def _is_in_order(loader: DataLoader[Any]) -> bool:
+    """Whether it reads all rows one after another."""
+    batches: Any = loader.batch_sampler
+    if batches is None:
+        return type(loader.sampler) is SequentialSampler
+    return type(batches) is BatchSampler and type(batches.sampler) is SequentialSampler
+
+
 _original_iter = DataLoader.__iter__
 
 
@@ -219,6 +249,8 @@ def _iter(self: DataLoader[Any]) -> Any:
         table = rank_table(self)
         if table is not None:
             return RankBatches(self, table)
+        if (table := _table_of_draws(self)) is not None:
+            return RankBatches(self, table, by_draws=True)
     return _original_iter(self)
 
 

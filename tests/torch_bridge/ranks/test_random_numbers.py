@@ -353,17 +353,64 @@ def test_generators_take_seeds_that_differ_by_rank() -> None:
     assert all(map(torch.equal, sharded.shards(torch.rand(3, device="xla", generator=x.set_state(state))), sharded.shards(drawn)))
 
 
+class Drawing(torch.utils.data.Sampler[int]):
+    """A sampler of a script's, which draws from one of the host's generators."""
+
+    def __init__(self, draw: Callable[[], Any]):
+        self.draw = draw
+
+    def __len__(self) -> int:
+        return 8
+
+    def __iter__(self) -> Any:
+        return iter([int(self.draw()) for _ in range(8)])
+
+
+DRAWING: dict[str, tuple[Callable[[Any], Any], Callable[[], Any]]] = {
+    "python": (lambda s: random.seed(s), lambda: random.randint(0, 7)),
+    "numpy": (lambda s: np.random.seed(s), lambda: np.random.randint(0, 8)),
+    "torch": (lambda s: torch.manual_seed(s), lambda: torch.randint(0, 8, ())),
+}
+
+
+@pytest.mark.parametrize("name", DRAWING)
+def test_a_sampler_draws_for_each_rank(name: str) -> None:
+    """After a seed that differs by rank each one reads its own rows, though the loader knows no rank; ranks that share a seed share a batch."""
+    seed, draw = DRAWING[name]
+    seed(3)
+    loader = torch.utils.data.DataLoader(list(range(8)), batch_size=4, sampler=Drawing(draw))
+    alike = next(iter(loader))
+    assert alike.device.type == "cpu"
+    own_seeds = 3 + world.current().table(lambda r: r % 2)
+    seed(own_seeds)
+    assert next(iter(torch.utils.data.DataLoader(list(range(8)), batch_size=4))).device.type == "cpu"
+    seed(own_seeds)
+    found = sharded.shards(next(iter(loader)))
+    assert all(torch.equal(own, found[r % 2]) for r, own in enumerate(found)) and torch.equal(found[0], alike)
+    seed(4)
+    assert torch.equal(next(iter(loader)), found[1])
+
+
+def test_torchs_own_samplers_draw_for_each_rank() -> None:
+    loader = torch.utils.data.DataLoader(list(range(8)), batch_size=4, shuffle=True)
+    torch.manual_seed(7 + world.rank())
+    found = [torch.cat(rows) for rows in zip(*map(sharded.shards, loader), strict=True)]
+    for rank, own in enumerate(found):
+        torch.manual_seed(7 + rank)
+        assert torch.equal(own, torch.cat(list(loader)))
+
+
 def test_what_cannot_be_each_ranks_own_is_said() -> None:
     torch.manual_seed(7 + world.rank())
     with pytest.raises(
         rank_numbers.PlainNumberNeeded, match=r"torch.dropout of a CPU tensor that needs gradients, at .*test_random_numbers.py"
     ):
         F.dropout(torch.ones(3, requires_grad=True), 0.5)
-    loader = torch.utils.data.DataLoader(list(range(8)), batch_size=4, shuffle=True)
+    order = torch.utils.data.RandomSampler(range(8))
     with pytest.warns(
         UserWarning, match=r"test_random_numbers.py:\d+ shuffles data after torch.manual_seed with a seed that differs by rank"
     ):
-        next(iter(loader))
+        next(iter(order))
     random.seed(3 + world.rank())
     with pytest.warns(UserWarning, match=r"test_random_numbers.py:\d+ draws with random.choice after a seed that differs by rank"):
         assert random.choice("abcdefgh") == random.Random(3).choice("abcdefgh")
