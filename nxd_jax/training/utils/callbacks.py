@@ -154,11 +154,20 @@ class TimingCallback(Callback):
 
 
 def skip_validation_on_resume(trainer: Trainer) -> None:
-    """`exp_manager.disable_validation_on_resume`: what is resumed trains first, also where the checkpoint was saved just before a validation, or in one."""
+    """`exp_manager.disable_validation_on_resume`: what is resumed trains first, also where the checkpoint was saved just before a validation, or in one. A
+    validation that is due after the first batch is run. (The original leaves it out.)"""
     loop: Any = trainer.fit_loop.epoch_loop
     should: Callable[..., bool] = loop._should_check_val_fx
+    resumed_at: int | None = None
 
     def after_a_resume(*args: Any) -> bool:
-        return not loop.restarting and should(*args)
+        nonlocal resumed_at
+        if not loop.restarting:
+            resumed_at = None
+            return should(*args)
+        ready = loop.batch_progress.total.ready
+        if resumed_at is None:  # Lightning asks before the first batch, too
+            resumed_at = ready
+        return ready != resumed_at and should(*args)
 
     loop._should_check_val_fx = after_a_resume

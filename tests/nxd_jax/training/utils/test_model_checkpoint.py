@@ -261,6 +261,13 @@ def test_validation_after_a_resume(tmp_path: Path, off: str, steps: list[int]) -
     assert model.validated == steps
 
 
+def test_a_validation_after_the_first_batch_of_a_resume(tmp_path: Path) -> None:
+    words = runs.words(tmp_path, "trainer.val_check_interval=2", every=3)
+    runs.run(*words, STEPS, stop=4, module=Validated)
+    _, model = runs.run(*words, STEPS, module=Validated)
+    assert model.validated == [4, 6]
+
+
 def test_the_best_comes_back(tmp_path: Path) -> None:
     """save_best_model, with the validation loss to watch."""
     words = runs.words(
