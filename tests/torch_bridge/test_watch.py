@@ -133,6 +133,25 @@ def test_who_has_done_its_work_is_not_silent(known: Any, monkeypatch: pytest.Mon
     assert capfd.readouterr().err == "" and known.lost is None
 
 
+def test_who_does_not_come_any_more(known: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    """A process that waits for one at the end of its script says so once."""
+    monkeypatch.setattr(watch, "DOING", lambda: "in step 5, running a program (train.py:7)")
+    known.store["does/2"] = json.dumps([watch._DONE, "waiting for the others to end"])
+    for number in range(12):
+        known.store["does/1"] = json.dumps([number, "in step 5"])
+        watch._read(known, 2.0)
+    said = capfd.readouterr().err
+    assert said.count("ranks 4 to 5 of 6 (process 102 on host-2) is at the end of its script") == 1 and said.count("\n") == 1
+    assert "running a program (train.py:7) for 10 s" in said and known.lost is None
+
+
+def test_all_have_done_their_work(known: Any) -> None:
+    assert not watch.all_done(0.0)
+    for k in (1, 2):
+        known.store[f"does/{k}"] = json.dumps([watch._DONE, ""])
+    assert watch.all_done(0.0)
+
+
 def test_addresses_that_only_their_own_machine_knows(known: Any, sockets: list[socket.socket]) -> None:
     """A machine whose name is 127.0.1.1 to itself: its processes would be taken for ended by those on others."""
     assert watch._out_of_reach(known) == [0, 1, 2]  # host-0 and so on

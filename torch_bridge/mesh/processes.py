@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from torch_bridge import _compat
-from torch_bridge.mesh import termination, watch, world
+from torch_bridge.mesh import exits, termination, watch, world
 
 _started = False
 _store: Any = None
@@ -100,21 +100,34 @@ def _end_at_once_after_errors() -> None:
 
     def leave() -> None:
         if failed:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            watch.linger()
-            os._exit(1)
+            _end_now(1)
 
+    exits.install()
     sys.excepthook = note
     atexit.register(leave)  # before `_leave`
 
+
+def _end_now(status: int) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    watch.linger()
+    os._exit(status)
+
+
+TOGETHER = 5.0
+"""Seconds that a process which `sys.exit` ends with an error waits for the others to end, too."""
 
 PATIENCE = 1.0, 2.0
 """Seconds that a process which got SIGTERM, and ends by the script's own handler, waits for the others; and process 0, without which JAX aborts the others."""
 
 
 def _leave() -> None:
-    """JAX's farewell waits up to five minutes for the other processes. Who got SIGTERM does not have them."""
+    """JAX's farewell waits up to five minutes for the other processes. Who got SIGTERM does not have them, and whom `sys.exit` ends with an error may leave
+    others in a collective that waits for it."""
+    failure = exits.failure()
+    if failure is not None and not watch.all_done(TOGETHER):
+        watch.last_word(failure.words)
+        _end_now(failure.status)
     watch.leaving()
     if watch.is_lost() or (termination.seen() and not _all_leave(PATIENCE[world.process_index() == 0])):
         _compat.abandon_distributed()

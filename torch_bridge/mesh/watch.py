@@ -58,8 +58,8 @@ class _Known:
     """What this process knows of the job.
 
     store: the watching thread's connection. own: its number among the processes; peers: all of them. does: what each was last known to do; quiet: seconds since
-    it told. reached: whose machines answer for them; talking: held while the store is asked. answered: when the store answered last. lost: why the job cannot
-    go on, and since when; last_word: this process has said its own.
+    it told; waited: for so long this process has been waiting since one had done its work. reached: whose machines answer for them; talking: held while the
+    store is asked. answered: when the store answered last. lost: why the job cannot go on, and since when; last_word: this process has said its own.
     """
 
     def __init__(self, store: Any, own: int, peers: Sequence[Peer]):
@@ -72,6 +72,7 @@ class _Known:
         self.does: dict[int, str] = {}
         self.told: dict[int, int] = {}
         self.quiet: dict[int, float] = dict.fromkeys(self.watched, 0.0)
+        self.waited: dict[int, float] = {}
         self.words: list[str] = []
         self.heard = 0
         self.answered = time.monotonic()
@@ -167,6 +168,10 @@ def _last_words(known: _Known, processes: Sequence[int]) -> dict[int, str]:
     return {k: known.does.get(k, "") for k in processes}
 
 
+RUNNING = "running a program"
+"""What DOING says while one runs."""
+_FAREWELL = 300.0
+"""Seconds that a process waits for its last programs."""
 _LAST, _DONE = -1, -2
 """The numbers of what a process says before it ends, and when it has done its work."""
 
@@ -277,10 +282,36 @@ def _lose(known: _Known, why: str) -> None:
         known.lost = (why, time.monotonic())
 
 
+def all_done(seconds: float) -> bool:
+    """Whether all other processes have done their work within these seconds."""
+    known = _known
+    if known is None:
+        return True
+    others = [k for k in range(len(known.peers)) if k != known.own]
+    until = time.monotonic() + seconds
+    numbers: list[int] = []
+
+    def ask() -> None:
+        numbers[:] = [json.loads(text)[0] for text in known.store.multi_get([f"does/{k}" for k in others])]
+
+    while not is_lost():
+        with known.talking:
+            _try(ask)
+        if numbers and all(number == _DONE for number in numbers):
+            return True
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.1)
+    return False
+
+
 def leaving() -> None:
-    """This process has done its work: from now on nothing is said, but a farewell to who does not come is cut short."""
+    """This process has done its work, what still runs included: from now on nothing is said, but a farewell to who does not come is cut short."""
     known = _known
     if known is not None and not known.leaving:
+        until = time.monotonic() + _FAREWELL
+        while RUNNING in _doing() and not is_lost() and time.monotonic() < until:
+            time.sleep(0.05)
         known.leaving = True
         if known.talking.acquire(timeout=5):  # for good: a thread inside of the store's client when Python ends would abort the process
             _try(lambda: known.last_word or known.store.set(f"does/{known.own}", json.dumps([_DONE, "waiting for the others to end"])))
@@ -333,6 +364,8 @@ def _read(known: _Known, passed: float) -> None:
         if number == _LAST:
             _lose(known, f"{in_words([k])[0]} ends. Look for the reason in its own output")
             continue
+        if number == _DONE:
+            _note_done(known, k, passed)
         if known.told.get(k) != number or number == _DONE:
             known.told[k] = number
             if known.quiet[k] >= SILENT:
@@ -352,6 +385,19 @@ def _read(known: _Known, passed: float) -> None:
             _lose(known, word)
         else:
             _say(known, word)
+
+
+def _note_done(known: _Known, k: int, passed: float) -> None:
+    """Say once that a process which has done its work does not come, where this one has been waiting for something for long."""
+    doing = _doing()
+    waits = RUNNING in doing or bool(_waiting)
+    before, known.waited[k] = known.waited.get(k, 0.0), known.waited.get(k, 0.0) + passed if waits else 0.0
+    if before < SILENT <= known.waited[k]:
+        _spread(
+            known,
+            f"{known.peers[k]} is at the end of its script, and this process has been {doing} for {SILENT:.0f} s. If that has collectives with it, they wait "
+            "for ever: all ranks must run the same steps. Look for a loop that ends earlier on some ranks (data of different lengths), or a return",
+        )
 
 
 def silence(who: str) -> str:
