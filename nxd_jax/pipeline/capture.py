@@ -66,7 +66,8 @@ def capture(
     Raises RuntimeError, with the line, for a forward that needs values of tensors or makes tensors in ways that cannot be seen.
     """
     asked, allowed = _holders(cuts), _holders(layers)
-    modules, looked_into = {}, [model]
+    modules: dict[str, nn.Module] = {}
+    looked_into = [model]
     for name, module in model.named_modules():
         if name in asked or (name in allowed and not {type(module).__name__, name} & set(leaf_modules)):
             looked_into.append(module)
