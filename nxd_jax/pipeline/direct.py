@@ -33,7 +33,10 @@ from torch_bridge.replay.player import Player
 from torch_bridge.replay.rerun import Ran, Rerun
 
 RECORDED = 2
-"""Micro-batches that each stage records in a step: the first backward pass makes the gradients of weights, the second adds to them, as all others do."""
+"""Micro-batches that each stage records in a step, those whose backward passes come first: the first of these makes the gradients of weights, the second adds
+to them, as all others do."""
+FAILURES = 3
+"""Direct forward passes that may be computed again one after the other, their backward passes being others, before all are recorded for good."""
 
 _GRAD = attrgetter("grad")
 _PLAIN = (bool, int, float, str, type(None), torch.device, torch.dtype, torch.Size)
@@ -135,13 +138,17 @@ class Rest(NamedTuple):
 
 @dataclass
 class _Learned:
-    """Of a stage in this step. backward: whole passes, or those of inputs alone, where those of `weights` follow. recorded: forward passes that were played;
-    arrays: by micro-batch of those, its inputs', and what its forward program gave."""
+    """Of a stage in this step.
 
+    order: its micro-batches by their backward passes. recorded: those whose passes are recorded. backward: whole passes, or those of inputs alone, where those
+    of `weights` follow. arrays: by micro-batch that was recorded, its inputs', and what its forward program gave.
+    """
+
+    order: Sequence[int]
+    recorded: set[int]
     forward: _Forward | None = None
     backward: _Backward | None = None
     weights: _Weights | None = None
-    recorded: int = 0
     arrays: dict[int, list[weakref.ref[Any] | None]] = field(default_factory=dict)
 
 
@@ -150,17 +157,25 @@ class Direct:
 
     Args:
         modules: of the stages that this process has a part of, by their numbers.
+        orders: by stage, the micro-batches in the order of their backward passes.
         known: of the steps before.
         seed: of the random numbers of a stage's pass over a micro-batch.
         possible: whether no code of the script's runs in the step beside the modules.
     """
 
-    def __init__(self, modules: Mapping[int, nn.Module], known: Known, seed: Callable[[int, int], int], possible: bool):
+    def __init__(
+        self,
+        modules: Mapping[int, nn.Module],
+        orders: Mapping[int, Sequence[int]],
+        known: Known,
+        seed: Callable[[int, int], int],
+        possible: bool,
+    ):
         self.known = known
         self.seed = seed
         self.players = {k: found for k, module in modules.items() if type(found := module.__dict__.get("forward")) is Player}
-        self.learned = {k: _Learned() for k in modules}
-        self.on = possible and len(self.players) == len(modules) and rerun.usual()
+        self.learned = {k: _Learned(orders[k], set(orders[k][:RECORDED])) for k in modules}
+        self.on = possible and known.failures < FAILURES and len(self.players) == len(modules) and rerun.usual()
         """Whether passes of this step are learned from."""
         self.ready = self.on and known.of.keys() >= modules.keys()
         """Whether forward passes may be direct: it worked for all stages in an earlier step, and has in this one so far."""
@@ -172,7 +187,7 @@ class Direct:
     def forward(self, stage: int, micro_batch: int, taken: Taken, sources: list[Any]) -> tuple[Kept, Given] | None:
         """A forward pass; None, and nothing is done, where it has to be recorded."""
         learned = self.learned.get(stage)
-        known = learned.forward if learned is not None and self.ready and learned.recorded >= RECORDED else None
+        known = learned.forward if learned is not None and self.ready and micro_batch not in learned.recorded else None
         if known is None or not rerun.usual():
             return None
         leaves = pytree.tree_leaves(tuple(taken))
@@ -243,6 +258,7 @@ class Direct:
         if found is None:
             return None
         self.players[stage].played_backward += 1
+        self.known.failures = 0
         storages: dict[int, Storage] = {}
         return [(_tensor(of, found, storages), kept.sources[k][1]) for k, of in known.returned], slots + found
 
@@ -251,8 +267,13 @@ class Direct:
         seed = self.seed(stage, micro_batch) if program.draws else 0
         return [(seed, offset) for _, offset in program.draws]
 
+    def failed(self, stage: int) -> None:
+        """A direct forward pass has a backward pass that is not known."""
+        self.known.failures += 1
+        self.forget(stage)
+
     def forget(self, stage: int) -> None:
-        """A direct forward pass has a backward pass that is not known: record the passes of this step from here on."""
+        """Record the passes of this step from here on, and those of this stage in the next one, too."""
         self.known.of.pop(stage, None)
         self.ready = False
 
@@ -283,22 +304,26 @@ class Watch:
         with rerun.noted() as self._programs:
             yield
 
-    def _ran(self, played: int, played_backward: int) -> Ran | None:
+    def _was_played(self, forward: int, backward: int) -> bool:
+        """Whether there were so many passes, and all were played."""
+        player = self._of.players[self._stage]
+        return (player.played - self._counted[0], player.played_backward - self._counted[1]) == (forward, backward)
+
+    def _ran(self, forward: int, backward: int) -> Ran | None:
         """What ran, if that was one program for one pass that was played, with the random numbers of this pass."""
-        if not self._of.on or len(self._programs) != 1:
+        if not self._of.on or len(self._programs) != 1 or not self._was_played(forward, backward):
             return None
-        player, ran = self._of.players[self._stage], self._programs[0]
-        passes = player.played - self._counted[0], player.played_backward - self._counted[1]
+        ran = self._programs[0]
         seed = self._of.seed(self._stage, self._micro_batch) if ran.draws else 0
-        return ran if passes == (played, played_backward) and all(s == seed for s, _ in ran.draws) else None
+        return ran if all(s == seed for s, _ in ran.draws) else None
 
     def learn_forward(self, taken: Taken, given: Given) -> None:
         """From a forward pass. given: what it handed on."""
         ran = self._ran(1, 0)
         if ran is None:
+            self._record_another()
             return
         of, learned = self._of, self._of.learned[self._stage]
-        learned.recorded += 1
         leaves = pytree.tree_leaves(tuple(taken))
         like, inputs = _described(leaves), [t._storage for t in leaves if isinstance(t, XLATensor)]
         given_and_made = [*(s.held for s in inputs), *(found[0].held if found else None for found in ran.results)]
@@ -316,6 +341,12 @@ class Watch:
         if worked is None or worked.program() is not program.program:  # which results its backward pass reads is not known yet
             of.forget(self._stage)
         learned.forward = _Forward(program, like, Given(near, far, output), frozenset() if worked is None else worked.needed)
+
+    def _record_another(self) -> None:
+        """Nothing can be learned from this micro-batch, as its pass was recorded op by op to check what is played, say."""
+        learned = self._of.learned.get(self._stage)
+        if learned is not None and self._micro_batch in learned.recorded:
+            learned.recorded.update(learned.order[: len(learned.recorded) + 1])
 
     def learn_backward(self, names: tuple[Any, ...], sources: Sequence[Any], returned: Sequence[Any]) -> None:
         """From a whole backward pass. names: of the results whose gradients have arrived; returned: gradients of inputs, with where these came from."""
@@ -366,7 +397,7 @@ class Watch:
         """What is known of a backward pass that gave these gradients of inputs, if it is new and can be repeated. later: gradients that are added up later."""
         learned = self._of.learned.get(self._stage)
         arrays = None if learned is None else learned.arrays.pop(self._micro_batch, None)
-        nothing = passed is not None and not self._programs  # no input takes gradients
+        nothing = self._of.on and passed is not None and not self._programs and self._was_played(0, 1)  # no input takes gradients
         ran = None if nothing else self._ran(0, 1)
         if (ran is None and not nothing) or learned is None or arrays is None or learned.forward is None:
             return None

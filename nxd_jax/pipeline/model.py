@@ -446,7 +446,7 @@ class NxDPPModel(LocalModel):
             raise RuntimeError(f"run_train needs a loss: {said}")
         step_log.keep()
         if self._loss_is_known:
-            step.may_be_direct()
+            step.may_be_direct(self._order)
         with observers.step(self):
             step.train(self._order)
         weights.add_up(step.replicas, self.homes, self._exchange)

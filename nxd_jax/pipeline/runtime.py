@@ -119,7 +119,7 @@ class Step:
         self.exchange = exchange
         self.here = [home is None or messages.hosted(home) for home in homes]
         self.draws = Draws()
-        self.direct = Direct({}, Known(), self.draws.seed, False)
+        self.direct = Direct({}, {}, Known(), self.draws.seed, False)
         """Passes that need not be recorded; none until `may_be_direct`."""
 
     def _apart(self, stage: int, other: int) -> bool:
@@ -337,7 +337,7 @@ class Step:
         """What a recorded forward pass keeps. One that was direct is computed again, as its backward pass has to be recorded."""
         if isinstance(kept, Held):
             return kept
-        self.direct.forget(index)
+        self.direct.failed(index)
         with module_calls.with_its_own_backward():
             return self._recorded(self.stages[index], mb, kept.taken, kept.sources, True, {})[0]
 
@@ -468,15 +468,17 @@ class Step:
                 with observers.action(action):
                     self._do(action)
 
-    def may_be_direct(self) -> None:
-        """Have passes that are like earlier ones of this step run without being recorded, where that is sound.
+    def may_be_direct(self, actions: Sequence[Action]) -> None:
+        """Have passes that are like earlier ones of this step run without being recorded, where that is sound. actions: all of the step.
 
         Only for a loss that no code of the script's makes.
         """
         mine = {home is None or messages.within_process(home, home) for home, here in zip(self.homes, self.here, strict=True) if here}
         own = self.stages.output_stages() <= {self.last}
         modules = {stage.index: stage.module for stage in self.stages if self.here[stage.index]}
-        self.direct = Direct(modules, self.stages.known, self.draws.seed, mine == {True} and own and self.loss is not None)
+        backward = [action for action in actions if action.kind in (Kind.BACKWARD, Kind.INPUT_BACKWARD)]
+        orders = {index: [mb for stage, _, mb in backward if stage == index] for index in modules}
+        self.direct = Direct(modules, orders, self.stages.known, self.draws.seed, mine == {True} and own and self.loss is not None)
 
     def _do(self, action: Action) -> None:
         stage, kind, mb = action

@@ -69,10 +69,11 @@ class Worked(NamedTuple):
 
 
 class Known:
-    """For which stages passes could be direct in earlier steps (`direct`), by number."""
+    """For which stages passes could be direct in earlier steps (`direct`), by number. failures: forward passes that had to be computed again."""
 
     def __init__(self) -> None:
         self.of: dict[int, Worked] = {}
+        self.failures = 0
 
 
 @dataclass

@@ -148,6 +148,33 @@ def test_dropout_is_that_of_the_micro_batch(nxd: Nxd) -> None:
         torch.testing.assert_close(losses[1][1][name], weight, rtol=0, atol=0)
 
 
+def test_backward_passes_in_another_order(nxd: Nxd) -> None:
+    """The micro-batches that are recorded are those whose backward passes come first."""
+    orders = [[f"{k}F{mb}" for mb in range(6)] + [f"{k}B{mb}" for mb in reversed(range(6))] for k in (0, 1)]
+    losses = []
+    for block in (recorded, counted):
+        nxd(2, pp=2)
+        torch.manual_seed(3)
+        model, optimizer = pipeline(Sequence(dropout=0.5), microbatches=6, schedule=orders)
+        with block() as passes:
+            losses.append((steps(model, optimizer, 4, rows=6), weights(model)))
+    assert passes["backward", True] >= 6 > 2 >= passes["backward", False]  # those that were recorded to check what is played
+    assert losses[0][0] == losses[1][0]
+    for name, weight in losses[0][1].items():
+        torch.testing.assert_close(losses[1][1][name], weight, rtol=0, atol=0)
+
+
+def test_passes_that_fail_again_and_again_are_recorded(nxd: Nxd, monkeypatch: pytest.MonkeyPatch) -> None:
+    nxd(2, pp=2)
+    model, optimizer = pipeline(Sequence())
+    with monkeypatch.context() as patch:
+        patch.setattr(direct.Direct, "backward", lambda *_: None)
+        steps(model, optimizer, 6)
+    with counted() as passes:
+        steps(model, optimizer, 3)
+    assert not passes["forward", True]
+
+
 def test_gradients_of_several_calls_add_up(nxd: Nxd) -> None:
     grads = []
     for block in (recorded, counted):
