@@ -393,9 +393,7 @@ class BaseModelModule(NeuronLTModule):
                     f"a batch has {len(rows)} rows of {name}, and a step needs {size * count} on each data-parallel rank: {count} micro-batches of "
                     f"data.micro_batch_size={size}"
                 )
-        device = self.trainer.strategy.root_device
-        cut = {name: rows[: size * count].to(device).split(size) for name, rows in batch.items()}
-        return MicroBatches([{name: parts[k] for name, parts in cut.items()} for k in range(count)])
+        return MicroBatches.cut({name: rows[: size * count] for name, rows in batch.items()}, size, self.trainer.strategy.root_device)
 
     def model_fwd_calc_loss(self, batch: Mapping[str, Any]) -> Any:
         """The loss of a micro-batch, or (loss, metrics)."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-from torch_bridge.runtime import steps
+from torch_bridge.runtime import executor, steps
 
 
 class MicroBatches:
@@ -17,6 +17,15 @@ class MicroBatches:
 
     def __init__(self, parts: Sequence[dict[str, torch.Tensor]]):
         self._parts = parts
+
+    @classmethod
+    def cut(cls, batch: Mapping[str, torch.Tensor], size: int, device: torch.device) -> MicroBatches:
+        """Those of `size` rows, each with memory of its own: the programs of views of one tensor would have the number of the micro-batch in them."""
+        parts = {
+            name: [part.to(device) if rows.device != device else part.clone() for part in rows.split(size)] for name, rows in batch.items()
+        }
+        executor.sync()
+        return cls([dict(zip(parts, found, strict=True)) for found in zip(*parts.values(), strict=True)])
 
     def __len__(self) -> int:
         return len(self._parts)

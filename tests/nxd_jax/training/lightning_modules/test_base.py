@@ -14,8 +14,11 @@ from pytorch_lightning.loggers.logger import Logger
 from torch import nn
 
 from nxd_jax.training import environment
+from nxd_jax.training.lightning_modules.model.micro_batches import MicroBatches
 from nxd_jax.training.lightning_modules.nlp_overrides import NLPDDPStrategy, NLPTrainer
 from tests.nxd_jax.training import small
+from torch_bridge import metrics
+from torch_bridge.runtime import session
 
 pytestmark = pytest.mark.usefixtures("ranks", "variables")
 
@@ -232,6 +235,32 @@ def test_a_batch_with_too_few_rows() -> None:
 
     with pytest.raises(ValueError, match=r"3 rows of input_ids, and a step needs 8 on each.*data.micro_batch_size=1"):
         small.train(module=Short)
+
+
+def test_as_many_programs_for_many_micro_batches_as_for_few() -> None:
+    """The number of a micro-batch is in none of them."""
+
+    class Few(small.Module):
+        def get_num_microbatches(self) -> int:
+            return 4
+
+    made = []
+    for module in (Few, small.Module):  # 4 of 8, and all
+        before = metrics.COUNTERS.get("UncachedCompile", 0)
+        with session.opened():
+            small.train(module=module)
+        made.append(metrics.COUNTERS.get("UncachedCompile", 0) - before)
+    assert made[1] <= made[0] + 1, made
+
+
+@pytest.mark.parametrize("device", ["cpu", "xla"])
+def test_micro_batches_have_memory_of_their_own(device: str) -> None:
+    batch = {"ids": torch.arange(12).reshape(6, 2).to(device), "mask": torch.ones(6, 2).to(device)}
+    parts = list(MicroBatches.cut(batch, 2, torch.device("xla:0")))
+    assert len(parts) == 3 and [part["ids"].tolist() for part in parts] == [[[0, 1], [2, 3]], [[4, 5], [6, 7]], [[8, 9], [10, 11]]]
+    assert all(part["mask"].device.type == "xla" and not part["ids"].storage_offset() for part in parts)
+    parts[0]["ids"].zero_()
+    assert batch["ids"].flatten().tolist() == list(range(12)) and parts[1]["ids"].flatten().tolist() == [4, 5, 6, 7]
 
 
 def test_build_model_must_be_there() -> None:
