@@ -16,6 +16,7 @@ def state(names: list[str], groups: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         "class": "AdamW",
         "state": {name: {"step": 1} for name in names},
+        "dtypes": {name: "float32" for name in names},
         "param_groups": groups,
         "master": names[:1],
         "order": names,
@@ -35,7 +36,7 @@ def test_groups_with_one_number_are_one() -> None:
     assert [own["params"] for own in found["param_groups"]] == [["a", "b", "d"], ["c"]]
     assert found["param_groups"][1]["decay"] == 0.5
     assert found["order"] == ["a", "b", "d", "c"] and found["master"] == ["a", "b"]
-    assert set(found["state"]) == {"a", "b", "c", "d"} and len(found["like"]) == 4 and found["class"] == "AdamW"
+    assert set(found["state"]) == set(found["dtypes"]) == {"a", "b", "c", "d"} and len(found["like"]) == 4 and found["class"] == "AdamW"
 
 
 @pytest.mark.parametrize(

@@ -118,6 +118,7 @@ LAYOUTS = [
 ]
 
 
+@pytest.mark.core(keep=3)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_the_same_numbers_to_the_bit(nxd: Nxd, layout: Layout) -> None:
     nxd(layout.ranks, tp=layout.tp, pp=layout.pp)
