@@ -335,6 +335,7 @@ PROCESSES: tuple[str, ...] = (
     "torch_bridge/test_facade_profiler.py::test_the_end_of_a_script_waits_for_the_trace",
     "torch_bridge/test_facade_sharding.py::test_dtensor_says_so",
     "torch_bridge/test_fills.py::test_an_abstract_run_allocates_nothing",
+    "torch_bridge/test_freed_memory.py::test_steps_do_not_ask_for_their_memory_again",
     "torch_bridge/test_fused_optimizers.py::test_optimizers_made_before_the_device",
     "torch_bridge/test_interrupts.py::test_cpu_scripts_keep_pythons_handler",
     "torch_bridge/test_interrupts.py::test_scripts_keep_their_own_handler",
