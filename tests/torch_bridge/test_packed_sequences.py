@@ -8,10 +8,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch_xla
 from torch import nn
 from torch.nn.utils import rnn
 
 from tests.torch_bridge.devices import same
+from torch_bridge import metrics
 
 SORTED, UNSORTED = [5, 3, 3, 1], [2, 5, 1, 3]
 
@@ -153,3 +155,34 @@ def test_errors_are_torchs(pack: Callable[[torch.Tensor], object], message: str)
 def test_lengths_on_xla_are_refused_as_on_any_device() -> None:
     with pytest.raises(RuntimeError, match=r"lengths.*CPU"):
         rnn.pack_padded_sequence(torch.zeros(4, 5, 3, device="xla"), torch.tensor(SORTED, device="xla"), True)
+
+
+def test_a_training_step_is_one_program() -> None:
+    """The order of the sequences, which torch takes to the CPU, is known there."""
+    lstm = nn.LSTM(4, 8, batch_first=True).to("xla")
+    counts = []
+    for seed in range(3):
+        x = torch.randn(3, 7, 4, generator=torch.Generator().manual_seed(seed)).to("xla")
+        torch_xla.sync()
+        ran = metrics.EXECUTE_TIME.count
+        packed = rnn.pack_padded_sequence(x, torch.tensor([3, 7, 5]), True, enforce_sorted=False)
+        y, _ = rnn.pad_packed_sequence(lstm(packed)[0], True)
+        y.square().sum().backward()
+        torch_xla.sync()
+        counts.append(metrics.EXECUTE_TIME.count - ran)
+    assert counts == [1, 1, 1]
+
+
+def test_integers_on_their_way_come_to_the_cpu_without_a_program() -> None:
+    torch_xla.sync()
+    ran = metrics.EXECUTE_TIME.count
+    order = torch.tensor([3, 1, 2]).to("xla")
+    twice = order.argsort() * 2
+    found, shifted = twice.cpu(), (twice + 1)[1:].to("cpu", torch.int32)
+    twice.add_(1)
+    assert found.tolist() == [2, 4, 0] and shifted.tolist() == [5, 1] and shifted.dtype == torch.int32
+    assert twice.cpu().tolist() == [3, 5, 1]
+    found[0] = 7
+    assert metrics.EXECUTE_TIME.count == ran
+    torch_xla.sync()
+    assert twice.tolist() == [3, 5, 1]

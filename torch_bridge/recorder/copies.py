@@ -7,11 +7,12 @@ from typing import Any
 import torch
 
 from torch_bridge.mesh import sharding, world
-from torch_bridge.recorder import uploads
+from torch_bridge.recorder import host_values, uploads
 from torch_bridge.recorder.downloads import download, view_of_block
 from torch_bridge.recorder.rank_tensor import RankTensor
 from torch_bridge.recorder.tensor import XLATensor, copy_storage, make
 from torch_bridge.runtime import transfer
+from torch_bridge.runtime.session import STATE
 
 
 def kept(t: torch.Tensor) -> XLATensor | None:
@@ -27,7 +28,10 @@ def upload(t: torch.Tensor) -> XLATensor:
 
 
 def copied(t: XLATensor) -> torch.Tensor:
-    """The values of an xla tensor as a new CPU tensor, one that differs by rank where they do."""
+    """The values of an xla tensor as a new CPU tensor, one that differs by rank where they do. Small integers may come without running the graph."""
+    at_hand = _at_hand(t)
+    if at_hand is not None:
+        return at_hand
     host = download(t)
     array, base = t._storage.array, t._storage.layout
     if array is None or not sharding.active():
@@ -46,6 +50,16 @@ def copied(t: XLATensor) -> torch.Tensor:
         return [torch.empty_strided(host.shape, host.stride(), dtype=host.dtype).copy_(x) for x in own]
 
     return RankTensor.later(host, parts, sharding.ordered(axes))
+
+
+def _at_hand(t: XLATensor) -> torch.Tensor | None:
+    """The values of integers that wait in the segment, if the host can tell them (`host_values`) and nobody follows what is recorded: lengths and orders of
+    packed sequences, say."""
+    segment, view = STATE.session.current, t._layout
+    if segment.watch is not None or segment.capture or not view.contiguous or view.dtype.is_floating_point or view.dtype.is_complex:
+        return None
+    found = host_values.known(segment, t._storage, view)
+    return None if found is None else found.reshape(view.size).clone()
 
 
 def snapshot(x: object) -> Any:
