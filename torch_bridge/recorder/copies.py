@@ -56,7 +56,7 @@ def _at_hand(t: XLATensor) -> torch.Tensor | None:
     """The values of integers that wait in the segment, if the host can tell them (`host_values`) and nobody follows what is recorded: lengths and orders of
     packed sequences, say."""
     segment, view = STATE.session.current, t._layout
-    if segment.watch is not None or segment.capture or not view.contiguous or view.dtype.is_floating_point or view.dtype.is_complex:
+    if segment.watch is not None or segment.capture or view.dtype.is_floating_point or view.dtype.is_complex or not t.is_contiguous():
         return None
     found = host_values.known(segment, t._storage, view)
     return None if found is None else found.reshape(view.size).clone()
