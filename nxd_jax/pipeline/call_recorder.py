@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from nxd_jax.pipeline import draws
 from torch_bridge.recorder.tensor import XLATensor
 
 WRITES, TOUCHES = "writes", "touches"
@@ -105,6 +106,7 @@ class CallRecorder(TorchFunctionMode):
         self._storages = {storage_key(t) for t, _ in weights}
         self._inside = False
         self._base = Context()
+        self._drawn = draws.drawn_by_python()
         self._ops = _Ops()
         self._entered = contextlib.ExitStack()
 
@@ -157,11 +159,21 @@ class CallRecorder(TorchFunctionMode):
     def module_called(self, name: str, call: Callable[[], Any], args: Any, kwargs: Any) -> Any:
         """Call a module and record it as one node."""
         given = self.argument(tuple(args)), self.argument(dict(kwargs))
+        self.check_draws()
         with self._hidden(), compiling(False):
             found = call()
+        self._drawn = draws.drawn_by_python()
         if Context() != self._base:
             self.refuse(f"calls {name} with gradients or autocast switched on or off around it", "do that inside the module")
         return self._recorded(self.graph.call_module(name, *given), (args, kwargs), found)
+
+    def check_draws(self) -> None:
+        """Refuse random numbers of the host that were drawn outside of modules: a branch on them would be the same in every step."""
+        if draws.drawn_by_python() != self._drawn:
+            self.refuse(
+                "draws random numbers of Python's or NumPy's between layers (to leave out some of them, say)",
+                "do that inside a module that is kept whole",
+            )
 
     @contextlib.contextmanager
     def _hidden(self) -> Iterator[None]:

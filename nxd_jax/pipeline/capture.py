@@ -79,6 +79,7 @@ def capture(
             given = {name: _input(recorder, segment, name, spec) for name, spec in inputs.items()}
             with _calls_replaced(recorder, model, looked_into, functions), compiling(True), recorder, _dicts_inside(model) as wants_tuple:
                 found = model(**given, **constants)
+                recorder.check_draws()
             recorder.graph.output(
                 recorder.argument(_plain_tuple(found.to_tuple() if wants_tuple and hasattr(found, "to_tuple") else found))
             )

@@ -9,6 +9,7 @@ import contextlib
 import hashlib
 import random
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -39,6 +40,12 @@ def kept() -> Iterator[None]:
 def drawn() -> tuple[bytes, bytes]:
     """What changes when torch draws random numbers, on the CPU or on xla."""
     return torch.get_rng_state().numpy().tobytes(), random_state.DEFAULT.get_state().numpy().tobytes()
+
+
+def drawn_by_python() -> tuple[Any, ...]:
+    """What changes when Python's or NumPy's generators of the process draw."""
+    numpy: Any = np.random.get_state(legacy=False)
+    return random.getstate(), numpy["state"]["key"].tobytes(), numpy["state"]["pos"], numpy["has_gauss"], numpy["gauss"]
 
 
 class Draws:

@@ -173,11 +173,13 @@ def trace_model(
     )
     try:
         with draws.kept(), attributes_kept(model):
-            before, forks = draws.drawn(), list[str]()
+            before, forks, python = draws.drawn(), list[str](), draws.drawn_by_python()
             with get_xla_rng_tracker().telling(forks.append):
                 graph = tracer.trace(model, concrete_args=constants)
             if draws.drawn() != before:
                 raise RuntimeError("its forward draws random tensors that depend on no input, which would be the same in every step")
+            if draws.drawn_by_python() != python:
+                raise RuntimeError("its forward draws random numbers of Python's or NumPy's, which would be the same in every step")
             if forks:
                 raise RuntimeError("its forward draws within get_xla_rng_tracker().fork(), which a graph of operations does not show")
             made = fx.GraphModule(model, graph, type(model).__name__)  # has the constants that tracing has left in the model

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -372,14 +373,37 @@ def test_a_fork_of_the_tracker_stays_in_its_module(nxd: Nxd) -> None:
     assert torch.equal(before.xla, after.xla) and torch.equal(before.cpu, after.cpu)
 
 
+class Scaled(nn.Linear):
+    """Draws numbers of the host's, which is for the layer alone to do."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * random.random() * float(np.random.rand())
+
+
+@pytest.mark.parametrize("draw", [random.random, np.random.rand], ids=["random", "numpy"])
+def test_numbers_of_the_host_are_drawn_within_layers(draw: Callable[[], float]) -> None:
+    """Which layers to leave out, say: a graph would have the same ones in every step."""
+
+    def forward(model: Any, x: Any) -> Any:
+        x = model.first(x)
+        return model.second(x) if draw() < 2 else x
+
+    model = Net(forward)
+    with pytest.raises(RuntimeError, match=r"draws random numbers of Python's or NumPy's, which would be the same in every step"):
+        trace_model(model, input_names=["x"])
+    with pytest.raises(RuntimeError, match=r"draws random numbers of Python's or NumPy's between layers .*do that inside a module"):
+        captured(model)
+    assert captured(Net(lambda model, x: model.second(model.first(x)), lambda: Scaled(4, 4)))
+
+
 @pytest.mark.parametrize("device", ["cpu", "meta", "xla"])
 def test_the_model_stays_as_it_was(device: str) -> None:
     def forward(model: Any, x: Any) -> Any:
         model.kept = model.first(x)
-        model.count.add_(random.random())
+        model.count.add_(1)
         return model.second(model.kept + torch.rand_like(x))
 
-    model = Net(forward).to(device)
+    model = Net(forward, lambda: Scaled(4, 4)).to(device)
     model.kept = None
     before = dict(model.state_dict(keep_vars=True))
     torch.manual_seed(3)
