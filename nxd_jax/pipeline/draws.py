@@ -45,7 +45,8 @@ def drawn() -> tuple[bytes, bytes]:
 def drawn_by_python() -> tuple[Any, ...]:
     """What changes when Python's or NumPy's generators of the process draw."""
     numpy: Any = np.random.get_state(legacy=False)
-    return random.getstate(), numpy["state"]["key"].tobytes(), numpy["state"]["pos"], numpy["has_gauss"], numpy["gauss"]
+    numbers = tuple(x.tobytes() if isinstance(x, np.ndarray) else x for x in numpy["state"].values())
+    return random.getstate(), numbers, numpy.get("has_gauss"), numpy.get("gauss")
 
 
 class Draws:
