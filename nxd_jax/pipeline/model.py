@@ -607,9 +607,11 @@ def _schedule(given: Any, ranks: int, microbatches: int, chunks: int) -> Schedul
             f"schedule takes a name ({', '.join(schedules.KINDS)}), a Schedule, a list of actions for each rank, or torch's CSV, got {type(given).__name__}"
         )
     if len(found.placement) != ranks * chunks:
+        virtual, rest = divmod(len(found.placement), ranks)
+        todo = f"give each of the {ranks} ranks as many stages" if rest else f"set virtual_pipeline_size={virtual}"
         raise schedules.ScheduleError(
             f"the pipeline schedule {found.name} has {len(found.placement)} stages, and pipeline_parallel_size={ranks} with virtual_pipeline_size={chunks} "
-            f"makes {ranks * chunks}: set virtual_pipeline_size={len(found.placement) // ranks}"
+            f"makes {ranks * chunks}: {todo}"
         )
     schedules.check(found, microbatches, placement)
     return found

@@ -126,7 +126,10 @@ def get_concrete_args(
         input_names = [*positional[: len(args or ())], *(kwargs or {})]
     unknown = [name for name in input_names if name not in parameters]
     if unknown:
-        raise ValueError(f"{type(model).__name__}.forward has no input named {', '.join(unknown)}; it has {', '.join(parameters)}")
+        there = (
+            f"it has {', '.join(parameters)}" if parameters else "it has no named parameters, and micro-batches go in by name: give it some"
+        )
+        raise ValueError(f"{type(model).__name__}.forward has no input named {', '.join(unknown)}; {there}")
     return {name: p.default for name, p in parameters.items() if name not in input_names}
 
 

@@ -92,9 +92,14 @@ def from_orders(orders: Sequence[Iterable[Any]], placement: Sequence[int] | None
 def from_csv(table: str | Path, name: str | None = None) -> Schedule:
     """A schedule from a file of torch's format, or from its text (a string with a newline or without a path's suffix).
 
-    A row for each rank, an action in each cell; empty cells are idle time, and communication is left out, for it follows from the computations.
+    A row for each rank, an action in each cell; empty cells are idle time, and communication is left out, for it follows from the computations. Raises
+    ScheduleError for a file that is not there.
     """
     path = Path(table) if isinstance(table, Path) or (table.endswith(".csv") and "\n" not in table) else None
+    if path is not None and not path.is_file():
+        raise ScheduleError(
+            f"there is no file {path} with a pipeline schedule: give the path of torch's CSV table, or the name of a schedule"
+        )
     text = str(table) if path is None else path.read_text()
     return from_orders(list(csv.reader(io.StringIO(text))), name=name or (path.stem if path else "custom"))
 

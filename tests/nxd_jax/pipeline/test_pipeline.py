@@ -23,6 +23,11 @@ from torch_bridge.recorder import placed
 BATCH = {"ids": torch.arange(32).reshape(8, 4) % 16, "labels": torch.arange(32).reshape(8, 4) % 7}
 
 
+class Nameless(nn.Module):
+    def forward(self, *inputs: torch.Tensor) -> Any:
+        return inputs
+
+
 def made(**options: Any) -> NxDPPModel:
     torch.manual_seed(0)
     given = {
@@ -82,6 +87,13 @@ def test_cutting_by_hand(nxd: Nxd) -> None:
         ({"return_mb_loss": True, "broadcast_and_average_loss": True}, AssertionError, "choose one of them"),
         ({"schedule": "1f2b"}, schedules.ScheduleError, "did you mean '1f1b'"),
         ({"schedule": "zbv"}, schedules.ScheduleError, "has 4 stages, .* makes 2: set virtual_pipeline_size=2"),
+        ({"schedule": "0F0,1F0\n2F0\n"}, schedules.ScheduleError, "has 3 stages, .* makes 2: give each of the 2 ranks as many stages"),
+        ({"schedule": "nowhere.csv"}, schedules.ScheduleError, "there is no file nowhere.csv with a pipeline schedule"),
+        (
+            {"model": Nameless()},
+            ValueError,
+            "Nameless.forward has no input named ids, labels; it has no named parameters, and micro-batches go in by name",
+        ),
         ({"virtual_pipeline_size": 2, "num_microbatches": 5}, schedules.ScheduleError, "to a multiple of 2, such as 4 or 6"),
         ({"virtual_pipeline_size": 3}, AssertionError, "4 layers cannot make 6 stages"),
         ({"schedule": [["0F0", "0B0"], ["1B0", "1F0"]], "num_microbatches": 1}, schedules.ScheduleError, "1B0"),
