@@ -16,7 +16,7 @@ from torch import nn
 
 from nxd_jax.pipeline import runtime, schedules, weights
 from tests.nxd_jax.conftest import Nxd
-from tests.nxd_jax.pipeline.models import Block, Layout, Model, agree, train
+from tests.nxd_jax.pipeline.models import Block, Layer, Layout, Model, agree, train
 from torch_bridge import metrics
 from torch_bridge.recorder import placed
 
@@ -89,21 +89,21 @@ def test_cutting_by_hand(nxd: Nxd) -> None:
         ({"schedule": "zbv"}, schedules.ScheduleError, "has 4 stages, .* makes 2: set virtual_pipeline_size=2"),
         ({"schedule": "0F0,1F0\n2F0\n"}, schedules.ScheduleError, "has 3 stages, .* makes 2: give each of the 2 ranks as many stages"),
         ({"schedule": "nowhere.csv"}, schedules.ScheduleError, "there is no file nowhere.csv with a pipeline schedule"),
-        (
-            {"model": Nameless()},
-            ValueError,
-            "Nameless.forward has no input named ids, labels; it has no named parameters, and micro-batches go in by name",
-        ),
-        ({"virtual_pipeline_size": 2, "num_microbatches": 5}, schedules.ScheduleError, "to a multiple of 2, such as 4 or 6"),
-        ({"virtual_pipeline_size": 3}, AssertionError, "4 layers cannot make 6 stages"),
-        ({"schedule": [["0F0", "0B0"], ["1B0", "1F0"]], "num_microbatches": 1}, schedules.ScheduleError, "1B0"),
-        ({"manual_pp_partition": True}, AssertionError, "takes the model as a list of layers, got Model"),
     ],
 )
 def test_what_cannot_be_made(nxd: Nxd, options: dict[str, Any], error: type[Exception], text: str) -> None:
     nxd(2, pp=2)
     with pytest.raises(error, match=text):
         made(**options)
+
+
+def test_a_forward_without_names(nxd: Nxd) -> None:
+    nxd(2, pp=2)
+    with pytest.raises(
+        ValueError, match="Nameless.forward has no input named x; it has no named parameters, and micro-batches go in by name"
+    ):
+        pipeline = made(model=Nameless(Layer(), Layer()), transformer_layer_cls=Layer, input_names=["x"])
+        pipeline.run_train(x=torch.ones(4, 4))
 
 
 def test_before_ranks_are_laid_out() -> None:
