@@ -89,6 +89,10 @@ def test_cutting_by_hand(nxd: Nxd) -> None:
         ({"schedule": "zbv"}, schedules.ScheduleError, "has 4 stages, .* makes 2: set virtual_pipeline_size=2"),
         ({"schedule": "0F0,1F0\n2F0\n"}, schedules.ScheduleError, "has 3 stages, .* makes 2: give each of the 2 ranks as many stages"),
         ({"schedule": "nowhere.csv"}, schedules.ScheduleError, "there is no file nowhere.csv with a pipeline schedule"),
+        ({"virtual_pipeline_size": 2, "num_microbatches": 5}, schedules.ScheduleError, "to a multiple of 2, such as 4 or 6"),
+        ({"virtual_pipeline_size": 3}, AssertionError, "4 layers cannot make 6 stages"),
+        ({"schedule": [["0F0", "0B0"], ["1B0", "1F0"]], "num_microbatches": 1}, schedules.ScheduleError, "1B0"),
+        ({"manual_pp_partition": True}, AssertionError, "takes the model as a list of layers, got Model"),
     ],
 )
 def test_what_cannot_be_made(nxd: Nxd, options: dict[str, Any], error: type[Exception], text: str) -> None:
