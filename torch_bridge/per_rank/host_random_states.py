@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from torch_bridge.mesh import rank_numbers
+from torch_bridge.mesh import rank_numbers, world
 from torch_bridge.per_rank import rank_draws
 from torch_bridge.recorder import rank_random
 
@@ -86,7 +86,7 @@ class RandomStates:
         )
 
     def _read(self) -> list[Any]:
-        return [read() for read, _ in self._sources]
+        return [_of_this_world(read()) for read, _ in self._sources]
 
     def _write(self, states: Sequence[Any]) -> None:
         for (_, write), state in zip(self._sources, states, strict=True):
@@ -95,7 +95,7 @@ class RandomStates:
 
 def of_ranks() -> dict[str, list[Any]]:
     """Python's, NumPy's and torch's state (`NAMES`): one, or a list with each hosted rank's where they differ."""
-    return {name: each(read()) for name, (read, _) in _NAMED.items()}
+    return {name: each(_of_this_world(read())) for name, (read, _) in _NAMED.items()}
 
 
 def put_for_ranks(states: Mapping[str, Sequence[Any]]) -> None:
@@ -128,6 +128,11 @@ NAMES = tuple(_NAMED)
 def _differs(state: object) -> bool:
     """Whether it holds a state for each hosted rank."""
     return rank_random.is_joined(state) if isinstance(state, torch.Tensor) else rank_draws.is_joined(state)
+
+
+def _of_this_world(state: Any) -> Any:
+    """The same; the first rank's for all if it is from a world of another size."""
+    return state if not _differs(state) or len(found := each(state)) == len(world.current().hosted) else found[0]
 
 
 def _split(state: object, count: int) -> list[Any]:

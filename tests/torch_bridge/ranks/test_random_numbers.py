@@ -20,6 +20,7 @@ from tests.torch_bridge.devices import python
 from tests.torch_bridge.interrupting import BeforeLine
 from tests.torch_bridge.ranks.conftest import Hosted
 from torch_bridge.mesh import random_state, rank_numbers, world
+from torch_bridge.per_rank import host_random_states
 from torch_bridge.recorder import sharded
 from torch_bridge.runtime import executor
 
@@ -532,3 +533,28 @@ def test_a_checkpointed_block_draws_the_same_again() -> None:
     assert len(masks) == 2 and classes(masks[0]) == alike("pp", "dp", "tp")
     assert all(map(torch.equal, sharded.shards(masks[0]), sharded.shards(masks[1])))
     torch.manual_seed(5)
+
+
+def test_states_of_a_world_of_another_size_are_its_first_ranks() -> None:
+    """As those of the device (`RngState.differ`)."""
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    try:
+        for draw in (random.seed, np.random.seed, torch.manual_seed):
+            draw(5 + world.rank())
+        assert all(len(found) == world.size() for found in host_random_states.of_ranks().values())
+        world.configure(world.World(2))
+        found = host_random_states.of_ranks()
+        assert {name: len(own) for name, own in found.items()} == {"python": 1, "numpy": 1, "torch": 1}
+        runs = host_random_states.RandomStates([0, 1])
+        runs.begin()
+        with runs.of(0):
+            first = random.random(), np.random.rand(), torch.rand(1).item()
+        runs.end()
+        random.seed(5)
+        np.random.seed(5)
+        torch.manual_seed(5)
+        assert (random.random(), np.random.rand(), torch.rand(1).item()) == first
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])
