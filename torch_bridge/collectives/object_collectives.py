@@ -1,7 +1,7 @@
 """Python objects between ranks: pickled, in rank order.
 
 A process that hosts several ranks runs the script once, so its object stands for all of them; what in it differs by rank (ranks, xla tensors, numbers
-read from them) is given as each rank's own.
+read from them, CPU tensors and arrays of each rank) is given as each rank's own.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch_bridge import nested
 from torch_bridge.mesh import groups, processes, rank_numbers, world
 from torch_bridge.mesh.groups import GroupLike
-from torch_bridge.recorder import prefetch
+from torch_bridge.recorder import prefetch, rank_array, rank_tensor
 from torch_bridge.runtime import backend
 
 
@@ -26,15 +26,22 @@ def each_ranks(obj: object) -> list[Any]:
     tensors = nested.collect(obj, _on_xla)
     shards = [_shards(t) for t in tensors]
     numbers = nested.collect(obj, _is_number)
+    on_host = nested.collect(obj, _on_host)
     found = []
     for place in range(count):
         made = nested.replace(obj, _is_number, [rank_numbers.own(x, place) for x in numbers]) if numbers else obj
-        found.append(nested.replace(made, _on_xla, [s[place] for s in shards]) if tensors else made)
+        made = nested.replace(made, _on_xla, [s[place] for s in shards]) if tensors else made
+        found.append(nested.replace(made, _on_host, [rank_tensor.own(x, place) for x in on_host]) if on_host else made)
     return found
 
 
 def _on_xla(x: object) -> bool:
     return isinstance(x, torch.Tensor) and x.device.type == "xla"
+
+
+def _on_host(x: object) -> bool:
+    """Whether this is a CPU tensor or an array that differs by rank."""
+    return isinstance(x, rank_tensor.RankTensor) or rank_array.is_ranked(x)
 
 
 def _is_number(x: object) -> bool:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.types import Device
 
-from torch_bridge.collectives import functional, reducers, torchs_zero
+from torch_bridge.collectives import functional, reducers, rooted_gradients, torchs_zero
 from torch_bridge.mesh import groups as rank_groups
 from torch_bridge.mesh import processes, world
 from torch_bridge.mesh.groups import Groups
@@ -55,6 +55,7 @@ class ProcessGroupXla(_Base):
         among = self._groups()
         if among.size > 1:
             torchs_zero.refuse()
+            rooted_gradients.refuse()
         return world.current().table(among.index)
 
     def size(self) -> int:

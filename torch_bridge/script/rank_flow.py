@@ -33,6 +33,13 @@ _NO_WORK = (
     "save", "load", "device", "distributed", "cuda", "set_", "get_", "no_grad", "is_", "compile", "backends", "multiprocessing", "utils", "jit", "profiler",
 )  # fmt: skip
 """What the names of functions in torch start with that work with no tensors."""
+_COLLECTIVES = {
+    "all_reduce", "all_reduce_coalesced", "reduce", "broadcast", "all_gather", "all_gather_into_tensor", "all_gather_coalesced", "reduce_scatter",
+    "reduce_scatter_tensor", "all_to_all", "all_to_all_single", "collective_broadcast", "reduce_gradients", "optimizer_step",
+}  # fmt: skip
+"""Functions between ranks that write tensors of the caller's. Not `gather` and `scatter`, which a script calls with a list on one rank alone."""
+_BETWEEN_RANKS = ("torch.distributed.distributed_c10d", "torch_bridge.torch_xla.core.")
+"""Modules that have them."""
 
 
 class Flow:
@@ -312,7 +319,7 @@ class _Function:
                 self._mix(node)
 
     def _mixed_inside(self, statement: ast.AST) -> None:
-        """Work with CPU tensors inside a branch that changes one, or makes one for later."""
+        """Work with CPU tensors inside a branch that changes one, or makes one for later; collectives, which the first rank may not have called."""
         for part in rank_syntax.inside([statement]):
             if isinstance(part, ast.Assign) and self.tensor(part.value) and any(isinstance(t, ast.Name) for t in part.targets):
                 if any(self._lives_on(t.id, part) for t in part.targets if isinstance(t, ast.Name)):
@@ -326,8 +333,15 @@ class _Function:
                     and self.tensor(part.func.value)
                 )
                 or (isinstance(part, ast.Return) and part.value is not None and self.tensor(part.value))
+                or (isinstance(part, ast.Call) and self._collective(part.func))
             ):
                 self._mix(part)
+
+    def _collective(self, node: ast.expr) -> bool:
+        """Whether this names a collective that writes tensors of the caller's."""
+        called = self.scope.value(node)
+        module = getattr(called, "__module__", None)
+        return isinstance(module, str) and module.startswith(_BETWEEN_RANKS) and getattr(called, "__name__", "") in _COLLECTIVES
 
     def _lives_on(self, name: str, statement: ast.AST) -> bool:
         """Whether a name is read outside the branch that assigns it."""

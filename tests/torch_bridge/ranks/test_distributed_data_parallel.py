@@ -72,3 +72,21 @@ def test_torchs_own_zero_is_refused() -> None:
     parameters = nn.Linear(2, 2).to("xla").parameters()
     with pytest.raises(NotImplementedError, match=r"use torch_xla\.distributed\.zero_redundancy_optimizer\.ZeroRedundancyOptimizer"):
         ZeroRedundancyOptimizer(parameters, optimizer_class=torch.optim.SGD, lr=0.1)
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated.*:FutureWarning")
+def test_torchs_gradients_of_broadcasts_are_refused() -> None:
+    """They stay on the source rank by a branch in Python. Without gradients broadcasts are right, and so is what the message names."""
+    from torch.distributed.nn import functional
+
+    values = eager.each(lambda r: torch.full((2,), r + 1.0))
+    x = eager.on_xla(values)
+    eager.same(functional.broadcast(x, 1), [values[1]] * 2)
+    x.requires_grad_()
+    with pytest.raises(NotImplementedError, match=r"functional\.broadcast keeps the gradient on the source rank.*functional\.all_reduce"):
+        functional.broadcast(x, 1)
+    with pytest.raises(NotImplementedError, match=r"functional\.scatter keeps .* take the part"):
+        functional.scatter([x, x], 0)
+    (functional.all_reduce(torch.where(torch.zeros((), device="xla") + dist.get_rank() == 1, x, 0.0)) * 3).sum().backward()
+    assert x.grad is not None
+    eager.same(x.grad, [torch.zeros(2), torch.full((2,), 6.0)])

@@ -10,6 +10,7 @@ import operator
 import pickle
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch_xla.core.xla_model as xm
@@ -266,6 +267,12 @@ def test_mesh_reduce_of_ranks_numbers_and_tensors(rank: Any) -> None:
     assert xm.mesh_reduce("c", 5, list) == [5] * 4
     found = xm.mesh_reduce("d", {"loss": own.sum().item(), "rank": rank, "name": "x"}, list)
     assert found == [{"loss": 2.0 * r + 1, "rank": r, "name": "x"} for r in range(4)]
+
+
+def test_mesh_reduce_of_each_ranks_arrays_and_cpu_tensors(rank: Any) -> None:
+    own = (torch.arange(2.0, device="xla") + rank).cpu()
+    assert np.concatenate(xm.mesh_reduce("a", own.numpy(), list)).tolist() == [0.0, 1.0, 1.0, 2.0, 2.0, 3.0, 3.0, 4.0]
+    assert [f["t"][1].tolist() for f in xm.mesh_reduce("b", {"t": [rank, own]}, list)] == [[float(r), r + 1.0] for r in range(4)]
 
 
 def test_a_world_of_one_has_plain_numbers() -> None:

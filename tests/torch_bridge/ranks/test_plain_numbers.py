@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch_xla.core.xla_model as xm
 
 from tests.torch_bridge.ranks.conftest import Hosted
@@ -105,6 +106,12 @@ def _in_place(r: Any, x: Any, c: Any) -> Any:
     return c
 
 
+def _collective_of_others(r: Any, x: Any, c: Any) -> Any:
+    if r in (1, 3):
+        dist.all_reduce(x)
+    return x
+
+
 def _of_a_loss(r: Any, x: Any, c: Any) -> Any:
     loss = (x * r).sum().item()
     scale = 0.5 if loss > 2 else 1.0
@@ -145,6 +152,7 @@ REPORTED: dict[str, Program] = {
     "assigned": _assigned,
     "attribute": _attribute,
     "in place": _in_place,
+    "collective": _collective_of_others,
     "loss": _of_a_loss,
     "seed": _seed,
     "early import": _early_import,
@@ -208,6 +216,16 @@ def _timed(r: Any, x: Any, c: Any) -> Any:
     return y
 
 
+def _gathering(r: Any, x: Any, c: Any) -> Any:
+    if r == 0:
+        assert dist.is_available()
+        found: list[Any] = [xm.get_ordinal(), dist.ReduceOp.SUM]
+        assert found
+    else:
+        dist.barrier()
+    return x * 2
+
+
 def _best(r: Any, x: Any, c: Any) -> Any:
     best = 10.0
     for k in range(2):
@@ -254,7 +272,9 @@ def _sleeping(r: Any, x: Any, c: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    "run", [_printing, _saving, _progress, _log_level, _timed, _best, _early_stopping, _name, _writer, _sleeping], ids=lambda f: f.__name__
+    "run",
+    [_printing, _saving, _progress, _log_level, _timed, _gathering, _best, _early_stopping, _name, _writer, _sleeping],
+    ids=lambda f: f.__name__,
 )
 def test_no_noise(run: Program, capsys: pytest.CaptureFixture[str]) -> None:
     assert reports(run) == []
