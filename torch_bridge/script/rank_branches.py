@@ -110,11 +110,12 @@ def check(sources: Iterable[source.Source]) -> None:
 def _report(found: Branch, line: int, level: int) -> None:
     found.reported = True
     if isinstance(found.decided, (ast.If, ast.While, ast.IfExp)):
-        what = f"branches on a rank, and line {line} inside the branch, or after it with what it decided, works with tensors"
+        what = f"branches on a rank, and line {line} inside the branch, or after it with what it decided, works with tensors or yields data"
     else:
         what = f"takes {ast.unparse(found.decided)} from a number that differs by rank, and line {line} works with it and tensors"
     rank_numbers.report(
         f"{found.file}:{found.line} {what}. This process runs the script once for several ranks, and Python asks for one answer: the first rank's choice was "
-        "taken for all of them. Use a mask (torch.where(torch.zeros((), device='xla') + rank == 0, a, b)), or start one process per rank with torchrun.",
+        "taken for all of them. Use a mask (torch.where(torch.zeros((), device='xla') + rank == 0, a, b)), keep the rank of a dataset in an attribute "
+        "(self.rank = xm.get_ordinal() in its __init__), or start one process per rank with torchrun.",
         level + 1,
     )

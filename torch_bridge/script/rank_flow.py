@@ -279,6 +279,7 @@ class _Function:
     def _note(self, nodes: Iterable[ast.AST]) -> None:
         for node in nodes:
             if isinstance(node, (ast.If, ast.While)) and node in self._branches:
+                self._yields(node)
                 for part in [*node.body, *node.orelse]:
                     self._add(part)
                     self._mixed_inside(part)
@@ -337,6 +338,18 @@ class _Function:
             ):
                 self._mix(part)
 
+    def _yields(self, node: ast.If | ast.While) -> None:
+        """What a generator gives or leaves out by a branch: a dataset that picks each rank's samples. Context managers yield once, whatever the rank."""
+        if any("contextmanager" in ast.unparse(d) for d in getattr(self.node, "decorator_list", ())):
+            return
+        ways = [_given(node.body), _given(node.orelse)]
+        if bool(ways[0]) != bool(ways[1]):
+            self._mix((ways[0] or ways[1])[0])
+        elif not ways[0] and any(isinstance(x, (ast.Break, ast.Continue)) for x in rank_syntax.inside([*node.body, *node.orelse])):
+            loop = next((x for x in rank_syntax.parents(node) if isinstance(x, (ast.For, ast.While))), None)
+            if loop is not None and (later := _given(loop.body)):
+                self._mix(later[0])
+
     def _collective(self, node: ast.expr) -> bool:
         """Whether this names a collective that writes tensors of the caller's."""
         called = self.scope.value(node)
@@ -365,3 +378,12 @@ class _Function:
                 statement = next((x for x in rank_syntax.parents(node) if isinstance(x, ast.stmt)), None)
                 if statement is not None and not hasattr(statement, "body"):
                     self._add(statement)
+
+
+def _given(statements: Iterable[ast.stmt]) -> list[ast.Yield]:
+    """Where a generator yields a value, texts left out."""
+    return [
+        x
+        for x in rank_syntax.inside(statements)
+        if isinstance(x, ast.Yield) and x.value is not None and not isinstance(x.value, (ast.Constant, ast.JoinedStr))
+    ]

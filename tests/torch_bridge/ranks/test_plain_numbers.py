@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import time
@@ -112,6 +113,27 @@ def _collective_of_others(r: Any, x: Any, c: Any) -> Any:
     return x
 
 
+def _generated(r: Any, x: Any, c: Any) -> Any:
+    return list(_picked(r))
+
+
+def _picked(r: Any) -> Iterator[Any]:
+    for k in range(8):
+        if k % 4 == r:
+            yield [k]
+
+
+def _skipped(r: Any, x: Any, c: Any) -> Any:
+    return list(_left(r))
+
+
+def _left(r: Any) -> Iterator[Any]:
+    for k in range(8):
+        if k % 4 != r:
+            continue
+        yield {"row": k}
+
+
 def _of_a_loss(r: Any, x: Any, c: Any) -> Any:
     loss = (x * r).sum().item()
     scale = 0.5 if loss > 2 else 1.0
@@ -153,6 +175,8 @@ REPORTED: dict[str, Program] = {
     "attribute": _attribute,
     "in place": _in_place,
     "collective": _collective_of_others,
+    "yielded": _generated,
+    "not skipped": _skipped,
     "loss": _of_a_loss,
     "seed": _seed,
     "early import": _early_import,
@@ -226,6 +250,29 @@ def _gathering(r: Any, x: Any, c: Any) -> Any:
     return x * 2
 
 
+@contextlib.contextmanager
+def _first_alone(r: Any) -> Iterator[Any]:
+    if r == 0:
+        yield [r]
+    else:
+        yield None
+
+
+def _shown(r: Any, rows: list[int]) -> Iterator[int]:
+    if r == 0:
+        for row in rows:
+            print(end="")  # noqa: T201
+            yield row
+    else:
+        for row in rows:
+            yield row
+
+
+def _managed(r: Any, x: Any, c: Any) -> Any:
+    with _first_alone(r):
+        return x * sum(_shown(r, [1, 2]))
+
+
 def _best(r: Any, x: Any, c: Any) -> Any:
     best = 10.0
     for k in range(2):
@@ -273,7 +320,7 @@ def _sleeping(r: Any, x: Any, c: Any) -> Any:
 
 @pytest.mark.parametrize(
     "run",
-    [_printing, _saving, _progress, _log_level, _timed, _gathering, _best, _early_stopping, _name, _writer, _sleeping],
+    [_printing, _saving, _progress, _log_level, _timed, _gathering, _managed, _best, _early_stopping, _name, _writer, _sleeping],
     ids=lambda f: f.__name__,
 )
 def test_no_noise(run: Program, capsys: pytest.CaptureFixture[str]) -> None:
