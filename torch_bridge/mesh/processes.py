@@ -19,6 +19,7 @@ from torch_bridge import _compat
 from torch_bridge.mesh import exits, termination, watch, world
 
 _started = False
+_starting = threading.RLock()
 _store: Any = None
 _counts: dict[str, int] = {}
 
@@ -47,10 +48,15 @@ def store() -> Any:
 
 
 def start(of: world.World) -> None:
-    """Join JAX's distributed runtime; each process brings one device for each rank that it hosts."""
+    """Join JAX's distributed runtime; each process brings one device for each rank that it hosts. A loader's thread and the script may both come here first."""
+    if not _started:
+        with _starting:
+            if not _started:
+                _join(of)
+
+
+def _join(of: world.World) -> None:
     global _started
-    if _started:
-        return
     import jax
 
     if _compat.jax_started():

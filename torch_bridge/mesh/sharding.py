@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import math
 import sys
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -97,8 +98,17 @@ def _laid_out(epoch: int) -> tuple[Mesh, Sequence[Any]]:
     return Mesh(placed.reshape(tuple(now.axes.values())), tuple(now.axes)), devices
 
 
+_asking = threading.RLock()
+"""Held while JAX starts: a loader's thread and the script may both need its devices first."""
+
+
 def _devices(of: world.World) -> Sequence[Any]:
     """One device for each rank: real ones if there are enough, else virtual CPU devices."""
+    with _asking:
+        return _found_devices(of)
+
+
+def _found_devices(of: world.World) -> Sequence[Any]:
     global _said
     here = len(of.hosted)
     if of.processes > 1:

@@ -7,6 +7,8 @@ import os
 import pathlib
 import subprocess
 import sys
+import threading
+import time
 from typing import Any
 
 import pytest
@@ -104,3 +106,22 @@ def test_what_a_process_knows_of_the_others(hosted: Any) -> None:
     hosted(2)
     x = sharded.varying(torch.ones(2, device="xla"))
     assert x.known and str(x) == "shape [2], the same on all ranks"
+
+
+def test_threads_that_come_first_together_join_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread of an MpDeviceLoader, and the script. The second one raised "distributed.initialize should only be called once"."""
+    joined: list[Any] = []
+
+    def join(of: Any) -> None:
+        time.sleep(0.05)
+        joined.append(of)
+        monkeypatch.setattr(processes, "_started", True)
+
+    monkeypatch.setattr(processes, "_started", False)
+    monkeypatch.setattr(processes, "_join", join)
+    threads = [threading.Thread(target=processes.start, args=(world.current(),)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(joined) == 1
