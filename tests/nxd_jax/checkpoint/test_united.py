@@ -16,7 +16,7 @@ def state(names: list[str], groups: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         "class": "AdamW",
         "state": {name: {"step": 1} for name in names},
-        "dtypes": {name: "float32" for name in names},
+        "dtypes": dict.fromkeys(names, "float32"),
         "param_groups": groups,
         "master": names[:1],
         "order": names,
