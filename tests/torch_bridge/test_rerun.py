@@ -10,6 +10,7 @@ import torch
 import torch_xla
 
 from torch_bridge.mesh import random_state
+from torch_bridge.precision import stochastic_rounding
 from torch_bridge.replay import rerun
 from torch_bridge.replay.rerun import Ran, Rerun
 from torch_bridge.runtime import executor
@@ -138,3 +139,28 @@ def test_where_a_program_alone_is_not_all() -> None:
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
         assert not rerun.usual()
     assert rerun.usual() and x.item() == 2.0
+
+
+def test_each_run_rounds_with_random_words_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As runs that are recorded do: what is rounded stochastically is right on average."""
+    monkeypatch.setenv("NEURON_RT_STOCHASTIC_ROUNDING_EN", "1")
+    x = torch.full((64,), 1.001, dtype=torch.float32).to("xla")
+    torch_xla.sync()
+    stochastic_rounding.restart()
+    expected = []
+    for _ in range(3):
+        expected.append((x * 1.0).to(torch.bfloat16))
+        torch_xla.sync()
+    stochastic_rounding.restart()
+    program = learned(lambda: (x * 1.0).to(torch.bfloat16), [x], {})
+    for k in (1, 2):
+        found = program.run([held(x)])
+        assert found is not None and found[-1].tolist() == expected[k].tolist() != expected[0].tolist()
+
+
+def test_which_runs_are_alike() -> None:
+    x, y, w = device(1.0, 2.0), device(3.0, 4.0), device(5.0, 6.0)
+    slots = [x, y]
+    first, again, swapped = (learned(record, slots, lasting(w)) for record in (lambda: x * w - y, lambda: x * w - y, lambda: y * w - x))
+    assert first.program is again.program is swapped.program
+    assert first.is_like(again) and not first.is_like(swapped)

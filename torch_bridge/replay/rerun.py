@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from operator import attrgetter
@@ -37,7 +38,7 @@ Draw = tuple[int, int]
 class Ran(NamedTuple):
     """One run of a program.
 
-    inputs: by port, what storages held, or a program before gave, that comes in through it. numbers: the inputs behind them, without draws.
+    inputs: by port, what storages held, or a program before gave, that comes in through it. numbers: the Python numbers behind them.
     kept: `id()`s of constants. results: by result, the storages that waited for it.
     """
 
@@ -59,14 +60,11 @@ def noted() -> Iterator[list[Ran]]:
         spec, segment = program.spec, run.segment
         ports = spec.ports.inputs
         inputs = [[segment.leaves[-v - 1] if (v := spec.inputs[i]) < 0 else args[at] for i in port] for at, port in enumerate(ports)]
-        behind = list(args[len(ports) :])
-        if spec.draws:
-            del behind[len(spec.kinds)]
         found.append(
             Ran(
                 program,
                 inputs,
-                behind,
+                list(args[len(ports) : len(ports) + len(spec.kinds)]),
                 [(seed, offset) for _, seed, offset in segment.draws] if spec.draws else [],
                 frozenset(map(id, segment.kept)),
                 [list(live.get(vid, ())) for vid in spec.results],
@@ -129,6 +127,11 @@ class _Constant(NamedTuple):
     held: Any
 
 
+def _alike(a: _Role, b: _Role) -> bool:
+    """Whether two inputs are the same. (Arrays are not compared by value.)"""
+    return a.held is b.held if type(a) is _Constant and type(b) is _Constant else type(a) is type(b) and a == b
+
+
 _Role = int | Storage | _Constant
 """What an input of a program is: the number of a slot, what a storage holds that lasts, or a constant."""
 
@@ -163,6 +166,14 @@ class Rerun:
         """Numbers of the slots that it reads."""
         return {role for port in self._ports for role in port if type(role) is int}
 
+    def is_like(self, other: Rerun) -> bool:
+        """Whether another one is the same program, with the same slots, storages, constants and numbers in its inputs."""
+        return (
+            self.program is other.program
+            and all(map(_alike, itertools.chain(*self._ports), itertools.chain(*other._ports)))
+            and all(map(np.array_equal, self._numbers, other._numbers))
+        )
+
     def run(self, slots: Sequence[Any], draws: Sequence[Draw] = ()) -> list[Any] | None:
         """What the program gives, by result, with these arrays in the slots. Storages that last and are written have their new values then.
 
@@ -176,10 +187,10 @@ class Rerun:
             args = self._arguments(slots)
             if args is None:
                 return None
-            args += self._numbers[: len(program.spec.kinds)]
+            args += self._numbers
             if program.spec.draws:
                 args.append(np.array([(s >> 32, s & 0xFFFFFFFF, o >> 32, o & 0xFFFFFFFF) for s, o in draws], dtype=np.uint32))
-            args += self._numbers[len(program.spec.kinds) :]
+            args += precision_mode.extra_inputs(program.spec.mode)
             given: dict[int, Any] = {}
             executor.run_again(program, args, self._live, given)
             for _, storage in self.written:
