@@ -38,6 +38,9 @@ to them, as all others do."""
 FAILURES = 3
 """Direct forward passes that may be computed again one after the other, their backward passes being others, before all are recorded for good."""
 
+Orders = tuple[Sequence[int], Sequence[int]]
+"""Micro-batches of a stage in the order of their backward passes: of those that are whole, and of those in two parts."""
+
 _GRAD = attrgetter("grad")
 _PLAIN = (bool, int, float, str, type(None), torch.device, torch.dtype, torch.Size)
 
@@ -95,6 +98,10 @@ class _Forward(NamedTuple):
     given: Given
     needed: frozenset[int]
 
+    def is_like(self, other: _Forward) -> bool:
+        """Whether another one takes, computes and gives the same: what is learned from its backward pass holds for this one."""
+        return (self.like, self.given) == (other.like, other.given) and self.program.is_like(other.program)
+
 
 class _Backward(NamedTuple):
     """A backward pass that is known.
@@ -110,6 +117,12 @@ class _Backward(NamedTuple):
     parameters: list[nn.Parameter]
     sums: list[Any]
     bumped: list[torch.Tensor]
+
+    def is_like(self, other: _Backward) -> bool:
+        """Whether another one takes, computes and gives the same: what is learned from the pass of weights behind it holds for this one."""
+        if self.program is None or other.program is None:
+            return self.program is other.program
+        return (self.names, self.like, self.returned) == (other.names, other.like, other.returned) and self.program.is_like(other.program)
 
 
 class _Weights(NamedTuple):
@@ -140,16 +153,25 @@ class Rest(NamedTuple):
 class _Learned:
     """Of a stage in this step.
 
-    order: its micro-batches by their backward passes. recorded: those whose passes are recorded. backward: whole passes, or those of inputs alone, where those
-    of `weights` follow. arrays: by micro-batch that was recorded, its inputs', and what its forward program gave.
+    orders: its micro-batches by their backward passes, see `Direct`. recorded: those whose passes are recorded. backward: whole passes; inputs: those of inputs
+    alone, where those of `weights` follow. needed, later: see `Worked`. arrays: by micro-batch
+    whose recorded forward pass was the known one, its inputs', and what its program gave.
     """
 
-    order: Sequence[int]
+    orders: Orders
     recorded: set[int]
     forward: _Forward | None = None
     backward: _Backward | None = None
+    inputs: _Backward | None = None
     weights: _Weights | None = None
+    needed: frozenset[int] = frozenset()
+    later: frozenset[int] = frozenset()
     arrays: dict[int, list[weakref.ref[Any] | None]] = field(default_factory=dict)
+
+    def is_complete(self) -> bool:
+        """Whether backward passes of all kinds that the stage has are known."""
+        whole, parted = self.orders
+        return (self.backward is not None or not whole) and (self.weights is not None or not parted)
 
 
 class Direct:
@@ -157,7 +179,7 @@ class Direct:
 
     Args:
         modules: of the stages that this process has a part of, by their numbers.
-        orders: by stage, the micro-batches in the order of their backward passes.
+        orders: by stage, the micro-batches in the order of their backward passes: those with a whole one, and those with one of inputs and one of weights.
         known: of the steps before.
         seed: of the random numbers of a stage's pass over a micro-batch.
         possible: whether no code of the script's runs in the step beside the modules.
@@ -166,7 +188,7 @@ class Direct:
     def __init__(
         self,
         modules: Mapping[int, nn.Module],
-        orders: Mapping[int, Sequence[int]],
+        orders: Mapping[int, Orders],
         known: Known,
         seed: Callable[[int, int], int],
         possible: bool,
@@ -174,7 +196,7 @@ class Direct:
         self.known = known
         self.seed = seed
         self.players = {k: found for k, module in modules.items() if type(found := module.__dict__.get("forward")) is Player}
-        self.learned = {k: _Learned(orders[k], set(orders[k][:RECORDED])) for k in modules}
+        self.learned = {k: _Learned(orders[k], {mb for order in orders[k] for mb in order[:RECORDED]}) for k in modules}
         self.on = possible and known.failures < FAILURES and len(self.players) == len(modules) and rerun.usual()
         """Whether passes of this step are learned from."""
         self.ready = self.on and known.of.keys() >= modules.keys()
@@ -223,7 +245,7 @@ class Direct:
         self, stage: int, micro_batch: int, kept: Kept, names: tuple[Any, ...], arrived: Sequence[Any]
     ) -> tuple[list[Any], Rest] | None:
         """The same without gradients of weights, and what is left for those."""
-        known = self.learned[stage].backward
+        known = self.learned[stage].inputs
         made = None if known is None else self._gradients(known, stage, micro_batch, kept, names, arrived)
         if made is None:
             return None
@@ -311,7 +333,7 @@ class Watch:
 
     def _ran(self, forward: int, backward: int) -> Ran | None:
         """What ran, if that was one program for one pass that was played, with the random numbers of this pass."""
-        if not self._of.on or len(self._programs) != 1 or not self._was_played(forward, backward):
+        if not self._of.on or len(self._programs) != 1 or not self._was_played(forward, backward) or self._of.players[self._stage].asks():
             return None
         ran = self._programs[0]
         seed = self._of.seed(self._stage, self._micro_batch) if ran.draws else 0
@@ -326,10 +348,8 @@ class Watch:
         of, learned = self._of, self._of.learned[self._stage]
         leaves = pytree.tree_leaves(tuple(taken))
         like, inputs = _described(leaves), [t._storage for t in leaves if isinstance(t, XLATensor)]
-        given_and_made = [*(s.held for s in inputs), *(found[0].held if found else None for found in ran.results)]
-        learned.arrays[self._micro_batch] = [None if held is None else weakref.ref(held) for held in given_and_made]
         number = _numbers(ran)
-        if learned.forward is not None or like is None or any(id(s) in number for s in inputs):
+        if like is None or any(id(s) in number for s in inputs):
             return
         program = rerun.learn(ran, [s.held for s in inputs], self._lasting)
         near = [(name, readers, _tree(value, number)) for name, readers, value in given.near]
@@ -338,20 +358,27 @@ class Watch:
         if program is None or program.written or None in (output, *(tree for *_, tree in (*near, *far))):
             return
         worked = of.known.of.get(self._stage)
-        if worked is None or worked.program() is not program.program:  # which results its backward pass reads is not known yet
-            of.forget(self._stage)
-        learned.forward = _Forward(program, like, Given(near, far, output), frozenset() if worked is None else worked.needed)
+        found = _Forward(program, like, Given(near, far, output), frozenset() if worked is None else worked.needed)
+        if learned.forward is None:
+            learned.forward = found
+            if worked is None or worked.program() is not program.program:  # which results its backward pass reads is not known yet
+                of.forget(self._stage)
+        elif not learned.forward.is_like(found):
+            return
+        given_and_made = [*(s.held for s in inputs), *(at[0].held if at else None for at in ran.results)]
+        learned.arrays[self._micro_batch] = [None if held is None else weakref.ref(held) for held in given_and_made]
 
     def _record_another(self) -> None:
         """Nothing can be learned from this micro-batch, as its pass was recorded op by op to check what is played, say."""
         learned = self._of.learned.get(self._stage)
         if learned is not None and self._micro_batch in learned.recorded:
-            learned.recorded.update(learned.order[: len(learned.recorded) + 1])
+            order = next(order for order in learned.orders if self._micro_batch in order)
+            learned.recorded.update(order[: len(learned.recorded.intersection(order)) + 1])
 
     def learn_backward(self, names: tuple[Any, ...], sources: Sequence[Any], returned: Sequence[Any]) -> None:
         """From a whole backward pass. names: of the results whose gradients have arrived; returned: gradients of inputs, with where these came from."""
-        known = self._learn_gradients(names, sources, returned)
         learned = self._of.learned.get(self._stage)
+        known = None if learned is None else self._learn_gradients(learned, learned.backward, names, sources, returned)
         if known is None or learned is None or known.program is None:
             return
         learned.backward = known
@@ -361,14 +388,15 @@ class Watch:
         self, names: tuple[Any, ...], sources: Sequence[Any], returned: Sequence[Any], grads: Sequence[Any], passed: Mapping[int, Any]
     ) -> None:
         """From a backward pass of inputs alone. grads: of weights; passed: what its program gave the one that was put off, by the value's id."""
-        known = self._learn_gradients(names, sources, returned, grads, passed)
-        if known is not None and (known.program is None or not known.program.written):
-            self._of.learned[self._stage].backward = known
+        learned = self._of.learned.get(self._stage)
+        known = None if learned is None else self._learn_gradients(learned, learned.inputs, names, sources, returned, grads, passed)
+        if known is not None and learned is not None and (known.program is None or not known.program.written):
+            learned.inputs = known
 
     def learn_weight_backward(self, before: Watch, grads: Sequence[Any], held: Sequence[Any]) -> None:
         """From the rest of it. before: the pass of inputs; held: what the storages of the weights' gradients held before they were added up."""
         learned = self._of.learned.get(self._stage)
-        if learned is None or learned.weights is not None or learned.backward is None or not before._arrays or len(self._programs) != 2:
+        if learned is None or learned.weights is not None or learned.inputs is None or not before._arrays or len(self._programs) != 2:
             return
         ran, adding = self._programs
         seed = self._of.seed(self._stage, self._micro_batch) if ran.draws else 0
@@ -378,28 +406,40 @@ class Watch:
         made = [number[id(g._storage)] for g in grads if id(g._storage) in number]
         program = rerun.learn(ran, [None if ref is None else ref() for ref in before._arrays], self._lasting)
         add = rerun.learn(adding, held, self._lasting)
-        if program is None or add is None or program.written or len(made) < len(grads) or len(add.written) < len(_numbers(adding)):
+        if program is None or add is None or program.written or len(made) < len(grads):
             return
+        if len(add.written) < len(_numbers(adding)) or len(add.slots()) < len(grads):
+            return  # one of the gradients was not there before
         sums = _sums(self._parameters)
         learned.weights = _Weights(program, made, add, list(self._parameters), sums, _written(add, sums))
-        first = set() if learned.backward.program is None else learned.backward.program.slots()
+        first = set() if learned.inputs.program is None else learned.inputs.program.slots()
         self._remember(learned, first, program.slots().union(made))
 
     def _remember(self, learned: _Learned, needed: Set[int], later: Set[int] = frozenset()) -> None:
-        """For later steps: passes of this stage can be direct."""
-        if learned.forward is not None:
-            program = weakref.ref(learned.forward.program.program)
-            self._of.known.of[self._stage] = Worked(program, frozenset(needed | later), frozenset(later))
+        """For later steps: passes of this stage can be direct, if this was the last kind of backward passes that was not known."""
+        learned.needed |= needed | later
+        learned.later |= later
+        if learned.forward is not None and learned.is_complete():
+            self._of.known.of[self._stage] = Worked(weakref.ref(learned.forward.program.program), learned.needed, learned.later)
 
     def _learn_gradients(
-        self, names: tuple[Any, ...], sources: Sequence[Any], returned: Sequence[Any], later: Sequence[Any] = (), passed: Mapping[int, Any] | None = None
-    ) -> _Backward | None:  # fmt: skip
-        """What is known of a backward pass that gave these gradients of inputs, if it is new and can be repeated. later: gradients that are added up later."""
-        learned = self._of.learned.get(self._stage)
-        arrays = None if learned is None else learned.arrays.pop(self._micro_batch, None)
+        self,
+        learned: _Learned,
+        known: _Backward | None,
+        names: tuple[Any, ...],
+        sources: Sequence[Any],
+        returned: Sequence[Any],
+        later: Sequence[Any] = (),
+        passed: Mapping[int, Any] | None = None,
+    ) -> _Backward | None:
+        """What is known of a backward pass that gave these gradients of inputs, if that can be repeated and is not known.
+
+        later: gradients that are added up later. Notes what a pass took and gave for that of weights, unless it is another one than the known one.
+        """
+        arrays = learned.arrays.pop(self._micro_batch, None)
         nothing = self._of.on and passed is not None and not self._programs and self._was_played(0, 1)  # no input takes gradients
         ran = None if nothing else self._ran(0, 1)
-        if (ran is None and not nothing) or learned is None or arrays is None or learned.forward is None:
+        if (ran is None and not nothing) or arrays is None:
             return None
         number: dict[int, int] = {}
         given: list[Any] = []
@@ -408,21 +448,24 @@ class Watch:
             vids = ran.program.spec.results
             given = [(passed or {}).get(vid, found[0].held if found else None) for vid, found in zip(vids, ran.results, strict=True)]
         taken = [*arrays, *map(weakref.ref, self._held)]
-        self._arrays = [*taken, *(None if x is None else weakref.ref(x) for x in given)]
-        self._made = {storage: len(taken) + k for storage, k in number.items()}
         like = _described(self._arrived)
-        if learned.backward is not None or like is None or not same((t._storage.held for t in self._arrived), self._held):
+        if like is None or not same((t._storage.held for t in self._arrived), self._held):
             return None
         program = None if ran is None else rerun.learn(ran, [None if ref is None else ref() for ref in taken], self._lasting)
         places = {source: k for k, (_, source) in enumerate(sources)}
-        grads = [(places[source], found) for t, source in returned if (found := _result(t, number)) is not None]
+        grads = [(places[source], result) for t, source in returned if (result := _result(t, number)) is not None]
         if (program is None and not nothing) or len(grads) < len(returned) or not _unhooked(self._parameters):
             return None
         written = set() if program is None else {id(s) for _, s in program.written}
         if number.keys() - written - {id(t._storage) for t, _ in returned} - {id(g._storage) for g in later}:
             return None  # a gradient that was not there before: the next pass adds to it
         sums = _sums(self._parameters)
-        return _Backward(program, names, like, grads, list(self._parameters), sums, _written(program, sums))
+        found = _Backward(program, names, like, grads, list(self._parameters), sums, _written(program, sums))
+        if known is not None and not known.is_like(found):
+            return None
+        self._arrays = [*taken, *(None if x is None else weakref.ref(x) for x in given)]
+        self._made = {storage: len(taken) + k for storage, k in number.items()}
+        return found if known is None else None
 
 
 def _written(program: Rerun | None, sums: Sequence[Any]) -> list[torch.Tensor]:

@@ -476,8 +476,7 @@ class Step:
         mine = {home is None or messages.within_process(home, home) for home, here in zip(self.homes, self.here, strict=True) if here}
         own = self.stages.output_stages() <= {self.last}
         modules = {stage.index: stage.module for stage in self.stages if self.here[stage.index]}
-        backward = [action for action in actions if action.kind in (Kind.BACKWARD, Kind.INPUT_BACKWARD)]
-        orders = {index: [mb for stage, _, mb in backward if stage == index] for index in modules}
+        orders = {index: (_order(actions, index, Kind.BACKWARD), _order(actions, index, Kind.INPUT_BACKWARD)) for index in modules}
         self.direct = Direct(modules, orders, self.stages.known, self.draws.seed, mine == {True} and own and self.loss is not None)
 
     def _do(self, action: Action) -> None:
@@ -497,6 +496,11 @@ class Step:
             for stage in self.stages:
                 if self.here[stage.index]:
                     self.forward(stage.index, mb, train=False)
+
+
+def _order(actions: Sequence[Action], index: int, kind: Kind) -> list[int]:
+    """The micro-batches for which a stage has such an action, in their order."""
+    return [action.microbatch for action in actions if action.stage == index and action.kind is kind]
 
 
 def _sources(tree: Any) -> list[Any]:

@@ -239,6 +239,10 @@ class Player:
         known = (kind.held for kinds in self._kinds.values() for kind in kinds if kind.held is not None)
         return list({id(t): t for held in known for t in held.tensors}.values())
 
+    def asks(self) -> bool:
+        """Whether there are calls that may be played only where values of what they are given are those that the forward got when it asked for them."""
+        return any(forward.tape.asked for kinds in self._kinds.values() for kind in kinds for forward in kind.forwards)
+
     def stop(self, reason: str) -> None:
         """From now on op by op."""
         if not self.off:

@@ -165,6 +165,43 @@ def test_backward_passes_in_another_order(nxd: Nxd) -> None:
         torch.testing.assert_close(losses[1][1][name], weight, rtol=0, atol=0)
 
 
+def test_whole_backward_passes_and_parted_ones_in_one_stage(nxd: Nxd) -> None:
+    """As DualPipeV has them: what is known of one kind says nothing of the other."""
+    ends = ["B0", "I1", "W1", "B2", "B3", "I4", "W4", "I5", "W5", "B6", "I7", "W7"]
+    orders = [[f"{k}F{mb}" for mb in range(8)] + [f"{k}{end}" for end in ends] for k in (0, 1)]
+    results = []
+    for block in (recorded, counted):
+        nxd(2, pp=2)
+        torch.manual_seed(3)
+        model, optimizer = pipeline(Sequence(layers=2), microbatches=8, schedule=orders)
+        with block() as passes:
+            results.append((steps(model, optimizer, 3, rows=8), weights(model)))
+    assert min(passes[name, True] for name in ("backward", "input_backward", "weight_backward")) >= 2
+    assert results[0][0] == results[1][0]
+    for name, weight in results[0][1].items():
+        torch.testing.assert_close(results[1][1][name], weight, rtol=0, atol=0)
+
+
+def test_gradients_that_some_weights_have_before_a_step(nxd: Nxd) -> None:
+    """The first pass adds to those, and makes the others."""
+    results = []
+    for block in (recorded, counted):
+        nxd(2, pp=2)
+        torch.manual_seed(3)
+        model, optimizer = pipeline(Sequence(layers=2), schedule="zb_h1")
+        first, *rest = model.parameters()
+        with block() as passes:
+            for k in range(4):
+                first.grad = torch.ones_like(first)
+                model.run_train(x=batch(seed=k))
+                grads = [p.grad.cpu() for p in (first, *rest)]
+                optimizer.zero_grad()
+        results.append(grads)
+    assert passes["weight_backward", True] >= 4
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
 def test_passes_that_fail_again_and_again_are_recorded(nxd: Nxd, monkeypatch: pytest.MonkeyPatch) -> None:
     nxd(2, pp=2)
     model, optimizer = pipeline(Sequence())
@@ -314,3 +351,41 @@ def test_a_model_in_one_world_with_a_skip_has_its_gradients_summed_first(nxd: Nx
     expected = train(layout.alone(), layout.batch(), steps=4)[0]
     torch.testing.assert_close(found.losses, expected.losses, rtol=1e-4, atol=1e-6)
     assert passes["backward", True] >= 18
+
+
+class Asks(Layer):
+    """Another thing if some of the mask is 0."""
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        y = super().forward(x)
+        return y if bool(mask.all()) else y * mask
+
+
+class Masked(nn.Module):
+    """Layers that branch on a mask, and a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Asks() for _ in range(4))
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x, mask)
+        return x.square().mean()
+
+
+def test_a_branch_on_values_of_the_batch_is_taken_for_every_micro_batch(nxd: Nxd) -> None:
+    """Such passes are played where the values can be told on the host, and one program is not all there is to them."""
+    results = []
+    for block in (recorded, counted):
+        nxd(2, pp=2)
+        torch.manual_seed(3)
+        model, _ = pipeline(Masked(), transformer_layer_cls=Asks, input_names=["x", "mask"])
+        losses = []
+        with block() as passes:
+            for k in range(7):
+                mask = torch.ones(5, 4, dtype=torch.long)
+                mask[3, 1] = k < 5
+                losses.append(float(model.run_train(x=batch(seed=k), mask=mask)))
+        results.append(losses)
+    assert results[0] == results[1] and not passes["forward", True]
