@@ -154,8 +154,8 @@ class _Learned:
     """Of a stage in this step.
 
     orders: its micro-batches by their backward passes, see `Direct`. recorded: those whose passes are recorded. backward: whole passes; inputs: those of inputs
-    alone, where those of `weights` follow. needed, later: see `Worked`. arrays: by micro-batch
-    whose recorded forward pass was the known one, its inputs', and what its program gave.
+    alone, where those of `weights` follow. needed, later: see `Worked`. arrays: by micro-batch whose recorded forward pass was the known one, its inputs', and
+    what its program gave.
     """
 
     orders: Orders
@@ -169,8 +169,8 @@ class _Learned:
     arrays: dict[int, list[weakref.ref[Any] | None]] = field(default_factory=dict)
 
     def is_complete(self) -> bool:
-        """Whether backward passes of all kinds that the stage has are known."""
-        whole, parted = self.orders
+        """Whether backward passes of all kinds that may be direct are known."""
+        whole, parted = (len(order) > RECORDED for order in self.orders)
         return (self.backward is not None or not whole) and (self.weights is not None or not parted)
 
 
