@@ -27,7 +27,7 @@ from nxd_jax.pipeline.stages import FromBatch, FromStage, Known, Stage, Stages, 
 from torch_bridge.mesh import messages, places
 from torch_bridge.mesh.places import Place
 from torch_bridge.recorder import placed
-from torch_bridge.replay import accumulate_grad, module_calls
+from torch_bridge.replay import accumulate_grad, module_calls, nested_grad
 from torch_bridge.runtime import executor
 
 Loss = Callable[[Any], torch.Tensor]
@@ -387,11 +387,18 @@ class Step:
             return list(torch.autograd.grad(roots, wanted, grads, allow_unused=True)) if roots else [None] * len(wanted)
 
     def _has_reentrant_checkpoints(self, index: int, held: Held) -> bool:
-        """Whether a stage uses `torch.utils.checkpoint` with `use_reentrant=True`, or one of the functions made after it. Looked up once in a step."""
-        if index not in self.reentrant:
-            roots = [edge.node if isinstance(edge, GradientEdge) else edge.grad_fn for edge in held.edges.values()]
-            self.reentrant[index] = any(node.name().endswith("CheckpointFunctionBackward") for node in foreign.nodes_below(roots))
-        return self.reentrant[index]
+        """Whether a stage uses `torch.utils.checkpoint` with `use_reentrant=True`, or one of the functions made after it.
+
+        Looked up once in a step, but for modules that are played: a call that is recorded again has such checkpoints in a graph of its own.
+        """
+        if index in self.reentrant:
+            return self.reentrant[index]
+        nodes = list(foreign.nodes_below(edge.node if isinstance(edge, GradientEdge) else edge.grad_fn for edge in held.edges.values()))
+        calls = [outs for node in nodes if (outs := module_calls.inside(node)) is not None]
+        found = any(node.name().endswith("CheckpointFunctionBackward") for node in nodes) or any(map(nested_grad.reentrant, calls))
+        if found or not calls:
+            self.reentrant[index] = found
+        return found
 
     def weight_backward(self, index: int, mb: int) -> None:
         """The rest of a stage's backward pass: gradients of its weights are added up."""
@@ -402,6 +409,8 @@ class Step:
             if self.direct.weight_backward(index, mb, waiting):
                 return
             waiting = self._rest_again(index, mb, waiting)
+            if waiting is None:
+                return
         with self._weights(index):
             watch = self.direct.watch(index, mb, self._learning_weights(index))
         with watch.running():
@@ -414,13 +423,21 @@ class Step:
                 executor.sync()
         watch.learn_weight_backward(waiting.watch, waiting.grads, held)
 
-    def _rest_again(self, index: int, mb: int, rest: Rest) -> Waiting:
-        """The gradients of weights after a direct backward pass of inputs, where the rest has to be recorded: all of it is computed again."""
+    def _rest_again(self, index: int, mb: int, rest: Rest) -> Waiting | None:
+        """The gradients of weights after a direct backward pass of inputs, where the rest has to be recorded: all of it is computed again.
+
+        None where they are added up already, as reentrant checkpoints refuse anything else.
+        """
         held = self._again(index, mb, rest.kept)
         with self._weights(index):
             weights = self._learning_weights(index)
         watch = self.direct.watch(index, mb)
         arrived = dict(zip(rest.names, rest.arrived, strict=False)) if index != self.last else {}
+        if self._has_reentrant_checkpoints(index, held):
+            with self._weights(index):
+                torch.autograd.backward(*self._roots(held, arrived))
+            executor.sync()
+            return None
         found = self._gradients(index, held._replace(sources=[]), arrived, weights)
         kept = [(p, grad) for p, grad in zip(weights, found, strict=True) if grad is not None]
         executor.sync()

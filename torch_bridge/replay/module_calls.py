@@ -459,6 +459,14 @@ def _apart(found: Sequence[Any], grads: Sequence[Any]) -> list[Any]:
     return parted
 
 
+def inside(node: Any) -> Sequence[torch.Tensor] | None:
+    """What a call gave, with its graph inside, if that is what a node of autograd's graph stands for; nothing for one that is played, None for other nodes."""
+    if type(node) is not _NODE:
+        return None
+    doing = node.doing
+    return doing._outs if type(doing) is Recorded and not doing.over else ()
+
+
 def backward_without_engine(loss: Any, grad: object) -> bool:
     """The backward pass of a loss that a played module returned, if autograd's engine is not needed for it; False, with nothing done, if it is.
 

@@ -13,6 +13,7 @@ import torch
 import torch_xla
 from neuronx_distributed.pipeline import NxDPPModel
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from nxd_jax.pipeline import direct
 from tests.nxd_jax.conftest import Nxd
@@ -200,6 +201,40 @@ def test_gradients_that_some_weights_have_before_a_step(nxd: Nxd) -> None:
     assert passes["weight_backward", True] >= 4
     for found, expected in zip(*results, strict=True):
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+class Reentrant(Layer):
+    """Under an activation checkpoint that refuses parts of a backward pass."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = checkpoint(super().forward, x, use_reentrant=True)
+        return found
+
+
+class Checkpointed(nn.Module):
+    """Two stages, the last with a reentrant checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(layer) for layer in (Layer(), Reentrant()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+def test_reentrant_checkpoints_in_parted_backward_passes(nxd: Nxd) -> None:
+    """Those of calls that are recorded again are found, too: these passes are done as a whole."""
+    results = []
+    for schedule in ("1f1b", "zb_h1"):
+        nxd(2, pp=2)
+        torch.manual_seed(3)
+        model, optimizer = pipeline(Checkpointed(), schedule=schedule)
+        results.append((steps(model, optimizer, 5), weights(model)))
+    assert results[0][0] == pytest.approx(results[1][0])
+    for name, weight in results[0][1].items():
+        torch.testing.assert_close(results[1][1][name], weight)
 
 
 def test_passes_that_fail_again_and_again_are_recorded(nxd: Nxd, monkeypatch: pytest.MonkeyPatch) -> None:
