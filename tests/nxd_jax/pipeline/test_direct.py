@@ -191,14 +191,14 @@ def test_gradients_that_some_weights_have_before_a_step(nxd: Nxd) -> None:
         torch.manual_seed(3)
         model, optimizer = pipeline(Sequence(layers=2), schedule="zb_h1")
         first, *rest = model.parameters()
-        with block() as passes:
-            for k in range(4):
-                first.grad = torch.ones_like(first)
+        with block():
+            for k in range(6):
+                first.grad = first.detach().clone()
+                torch_xla.sync()
                 model.run_train(x=batch(seed=k))
                 grads = [p.grad.cpu() for p in (first, *rest)]
                 optimizer.zero_grad()
         results.append(grads)
-    assert passes["weight_backward", True] >= 4
     for found, expected in zip(*results, strict=True):
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
