@@ -55,8 +55,11 @@ def copied(t: XLATensor) -> torch.Tensor:
 def _at_hand(t: XLATensor) -> torch.Tensor | None:
     """The values of integers that wait in the segment, if the host can tell them (`host_values`) and nobody follows what is recorded: lengths and orders of
     packed sequences, say."""
-    segment, view = STATE.session.current, t._layout
-    if segment.watch is not None or segment.capture or view.dtype.is_floating_point or view.dtype.is_complex or not t.is_contiguous():
+    session, view = STATE.session, t._layout
+    segment = session.current
+    if segment.watch is not None or segment.capture or not all(observer.programs_alone for observer in session.observers):
+        return None  # checks of indices, say, are part of a program
+    if view.dtype.is_floating_point or view.dtype.is_complex or not t.is_contiguous():
         return None
     found = host_values.known(segment, t._storage, view)
     return None if found is None else found.reshape(view.size).clone()
