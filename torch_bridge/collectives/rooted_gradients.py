@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from types import FrameType
+from torch_bridge.collectives import askers
 
 _MODULE = "torch.distributed.nn.functional"
 _NEEDED = {"_Broadcast": "broadcast", "_Scatter": "scatter"}
@@ -14,20 +13,12 @@ _DEPTH = 4
 
 def refuse() -> None:
     """Raises NotImplementedError where such a function, of a tensor that needs gradients, asks a group of several ranks which one it is."""
-    if _MODULE not in sys.modules:
+    frame = askers.frame_of(_MODULE, _DEPTH)
+    name = None if frame is None else _NEEDED.get(frame.f_code.co_qualname.split(".")[0])
+    if frame is None or name is None or not any(getattr(frame.f_locals.get("ctx"), "needs_input_grad", ())):
         return
-    frame: FrameType | None = sys._getframe(1)
-    for _ in range(_DEPTH):
-        if frame is None:
-            return
-        if frame.f_globals.get("__name__") == _MODULE:
-            name = _NEEDED.get(frame.f_code.co_qualname.split(".")[0])
-            context = frame.f_locals.get("ctx")
-            if name is not None and any(getattr(context, "needs_input_grad", ())):
-                raise NotImplementedError(
-                    f"{_MODULE}.{name} keeps the gradient on the source rank by a branch in Python, and all ranks run one program here: call "
-                    f"{_MODULE}.all_reduce(torch.where(torch.zeros((), device='xla') + dist.get_rank() == source, x, 0.0)), which has the same values and "
-                    "gradients" + ("; of the stacked parts, and take the part of dist.get_rank()" if name == "scatter" else "")
-                )
-            return
-        frame = frame.f_back
+    raise NotImplementedError(
+        f"{_MODULE}.{name} keeps the gradient on the source rank by a branch in Python, and all ranks run one program here: call "
+        f"{_MODULE}.all_reduce(torch.where(torch.zeros((), device='xla') + dist.get_rank() == source, x, 0.0)), which has the same values and "
+        "gradients" + ("; of the stacked parts, and take the part of dist.get_rank()" if name == "scatter" else "")
+    )

@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import sys
-from types import FrameType
+from torch_bridge.collectives import askers
 
 _MODULE = "torch.distributed.optim.zero_redundancy_optimizer"
+"""Importing it takes a second: it is not patched."""
 _DEPTH = 8
 """Frames between a group that is asked for its rank and who asks."""
 
 
 def refuse() -> None:
     """Raises NotImplementedError where such an optimizer, which is being made, asks a group of several ranks which one it is."""
-    if _MODULE not in sys.modules:  # importing it takes a second: it is not patched
-        return
-    frame: FrameType | None = sys._getframe(1)
-    for _ in range(_DEPTH):
-        if frame is None:
-            return
-        if frame.f_globals.get("__name__") == _MODULE:
-            raise NotImplementedError(
-                "torch.distributed.optim.ZeroRedundancyOptimizer gives each rank parameters of its own in Python, and all ranks run one program here: use "
-                "torch_xla.distributed.zero_redundancy_optimizer.ZeroRedundancyOptimizer, which divides every parameter"
-            )
-        frame = frame.f_back
+    if askers.frame_of(_MODULE, _DEPTH) is not None:
+        raise NotImplementedError(
+            "torch.distributed.optim.ZeroRedundancyOptimizer gives each rank parameters of its own in Python, and all ranks run one program here: use "
+            "torch_xla.distributed.zero_redundancy_optimizer.ZeroRedundancyOptimizer, which divides every parameter"
+        )

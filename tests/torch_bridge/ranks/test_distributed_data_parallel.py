@@ -80,13 +80,13 @@ def test_torchs_gradients_of_broadcasts_are_refused() -> None:
     from torch.distributed.nn import functional
 
     values = eager.each(lambda r: torch.full((2,), r + 1.0))
-    x = eager.on_xla(values)
-    eager.same(functional.broadcast(x, 1), [values[1]] * 2)
+    x, group = eager.on_xla(values), dist.group.WORLD  # torch's default is the group that there was when this was imported
+    eager.same(functional.broadcast(x, 1, group), [values[1]] * 2)
     x.requires_grad_()
     with pytest.raises(NotImplementedError, match=r"functional\.broadcast keeps the gradient on the source rank.*functional\.all_reduce"):
-        functional.broadcast(x, 1)
+        functional.broadcast(x, 1, group)
     with pytest.raises(NotImplementedError, match=r"functional\.scatter keeps .* take the part"):
-        functional.scatter([x, x], 0)
-    (functional.all_reduce(torch.where(torch.zeros((), device="xla") + dist.get_rank() == 1, x, 0.0)) * 3).sum().backward()
+        functional.scatter([x, x], 0, group)
+    (functional.all_reduce(torch.where(torch.zeros((), device="xla") + dist.get_rank() == 1, x, 0.0), group=group) * 3).sum().backward()
     assert x.grad is not None
     eager.same(x.grad, [torch.zeros(2), torch.full((2,), 6.0)])
