@@ -336,8 +336,12 @@ class Watch:
         if not self._of.on or len(self._programs) != 1 or not self._was_played(forward, backward) or self._of.players[self._stage].asks():
             return None
         ran = self._programs[0]
+        return ran if self._draws_its_own(ran) else None
+
+    def _draws_its_own(self, ran: Ran) -> bool:
+        """Whether all random numbers of a run are those of this pass."""
         seed = self._of.seed(self._stage, self._micro_batch) if ran.draws else 0
-        return ran if all(s == seed for s, _ in ran.draws) else None
+        return all(s == seed for s, _ in ran.draws)
 
     def learn_forward(self, taken: Taken, given: Given) -> None:
         """From a forward pass. given: what it handed on."""
@@ -399,12 +403,11 @@ class Watch:
         if learned is None or learned.weights is not None or learned.inputs is None or not before._arrays or len(self._programs) != 2:
             return
         ran, adding = self._programs
-        seed = self._of.seed(self._stage, self._micro_batch) if ran.draws else 0
-        if adding.draws or any(s != seed for s, _ in ran.draws) or not _unhooked(self._parameters):
+        if adding.draws or not self._draws_its_own(ran) or not _unhooked(self._parameters):
             return
         number = before._made | {storage: k + len(before._arrays) for storage, k in _numbers(ran).items()}
         made = [number[id(g._storage)] for g in grads if id(g._storage) in number]
-        program = rerun.learn(ran, [None if ref is None else ref() for ref in before._arrays], self._lasting)
+        program = rerun.learn(ran, _alive(before._arrays), self._lasting)
         add = rerun.learn(adding, held, self._lasting)
         if program is None or add is None or program.written or len(made) < len(grads):
             return
@@ -451,7 +454,7 @@ class Watch:
         like = _described(self._arrived)
         if like is None or not same((t._storage.held for t in self._arrived), self._held):
             return None
-        program = None if ran is None else rerun.learn(ran, [None if ref is None else ref() for ref in taken], self._lasting)
+        program = None if ran is None else rerun.learn(ran, _alive(taken), self._lasting)
         places = {source: k for k, (_, source) in enumerate(sources)}
         grads = [(places[source], result) for t, source in returned if (result := _result(t, number)) is not None]
         if (program is None and not nothing) or len(grads) < len(returned) or not _unhooked(self._parameters):
@@ -472,6 +475,11 @@ def _written(program: Rerun | None, sums: Sequence[Any]) -> list[torch.Tensor]:
     """Those of the tensors that a program writes."""
     written = set() if program is None else {id(storage) for _, storage in program.written}
     return [t for t in sums if isinstance(t, XLATensor) and id(t._storage) in written]
+
+
+def _alive(refs: Sequence[weakref.ref[Any] | None]) -> list[Any]:
+    """The arrays that are still there, None for others."""
+    return [None if ref is None else ref() for ref in refs]
 
 
 def _numbers(ran: Ran) -> dict[int, int]:

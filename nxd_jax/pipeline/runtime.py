@@ -139,7 +139,7 @@ class Step:
         sources: list[tuple[torch.Tensor, Source]] = []
         received: dict[FromStage, Any] = {}
         values = {arg: self._argument(stage, arg, mb, sources, train, received) for arg in dict.fromkeys(_sources(stage.args))}
-        returned = {arg: self._uploaded(arg, mb, index) for arg in self._returned_inputs() if index == self.last}
+        returned = {arg: self._uploaded(arg, mb, index) for arg in (self._returned_inputs() if index == self.last else ())}
         taken = Taken(filled(stage.args, values), returned)
         held, given = (self.direct.forward(index, mb, taken, sources) if train else None) or self._recorded(
             stage, mb, taken, sources, train, received
@@ -319,7 +319,7 @@ class Step:
         """One that is recorded."""
         roots, grads = self._roots(held, arrived)
         with self._weights(index):
-            watch = self.direct.watch(index, mb, self._learning_weights(index), list(arrived.values()))
+            watch = self.direct.watch(index, mb, self._learned_weights(index), list(arrived.values()))
             if roots:
                 placed.compute_at(self.homes[index])
                 torch.autograd.backward(roots, grads)
@@ -332,6 +332,10 @@ class Step:
     def _learning_weights(self, index: int) -> list[nn.Parameter]:
         """Of a stage, with its own copies of others' (`_weights`)."""
         return [p for p in self.stages[index].module.parameters() if p.requires_grad]
+
+    def _learned_weights(self, index: int) -> list[nn.Parameter]:
+        """The same if passes are learned from, else none: nobody asks."""
+        return self._learning_weights(index) if self.direct.on else []
 
     def _again(self, index: int, mb: int, kept: Held | Kept) -> Held:
         """What a recorded forward pass keeps. One that was direct is computed again, as its backward pass has to be recorded."""
@@ -412,7 +416,7 @@ class Step:
             if waiting is None:
                 return
         with self._weights(index):
-            watch = self.direct.watch(index, mb, self._learning_weights(index))
+            watch = self.direct.watch(index, mb, self._learned_weights(index))
         with watch.running():
             if waiting.deferred is not None:
                 waiting.deferred.run()

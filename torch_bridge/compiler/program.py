@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import torch
 from torch import fx
 
@@ -22,6 +21,7 @@ from torch_bridge.compiler.program_spec import Execution, ProgramSpec
 from torch_bridge.config import environment, freed_memory
 from torch_bridge.ir.segment import Segment
 from torch_bridge.mesh import abstract_arrays, stacked_arrays
+from torch_bridge.passes import scalar_inputs
 from torch_bridge.precision import precision_mode
 from torch_bridge.telemetry import activity
 
@@ -90,8 +90,7 @@ class Program:
                 args.append(found)
         args += [spec.slots[kind].pack(run.numbers[kind]) for kind in spec.kinds]
         if spec.draws:
-            seeds = [(s >> 32, s & 0xFFFFFFFF, o >> 32, o & 0xFFFFFFFF) for _, s, o in segment.draws]
-            args.append(np.array(seeds, dtype=np.uint32))
+            args.append(scalar_inputs.packed_draws((seed, offset) for _, seed, offset in segment.draws))
         return args + precision_mode.extra_inputs(spec.mode)
 
     def run(self, args: Sequence[Any]) -> list[Any]:

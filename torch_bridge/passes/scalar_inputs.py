@@ -6,7 +6,7 @@ number when the program was compiled share one input; every run checks that they
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,11 @@ def flat(numbers: Numbers, kind: type) -> np.ndarray:
     if not numbers:
         return _NONE[kind]
     return np.array([v for _, values in numbers for v in values if type(v) is kind], dtype=_DTYPES[kind])
+
+
+def packed_draws(draws: Iterable[tuple[int, int]]) -> np.ndarray:
+    """Seeds and offsets of draws of random numbers, as programs take them: uint32 [draws, 4]."""
+    return np.array([(s >> 32, s & 0xFFFFFFFF, o >> 32, o & 0xFFFFFFFF) for s, o in draws], dtype=np.uint32)
 
 
 class Slots:

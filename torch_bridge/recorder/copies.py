@@ -57,7 +57,7 @@ def _at_hand(t: XLATensor) -> torch.Tensor | None:
     packed sequences, say."""
     session, view = STATE.session, t._layout
     segment = session.current
-    if segment.watch is not None or segment.capture or not all(observer.programs_alone for observer in session.observers):
+    if segment.watch is not None or segment.capture or not session.programs_alone():
         return None  # checks of indices, say, are part of a program
     if view.dtype.is_floating_point or view.dtype.is_complex or not t.is_contiguous():
         return None

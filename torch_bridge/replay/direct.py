@@ -73,9 +73,7 @@ def at_once(call: Call, kind: Kind, new: Sequence[torch.Tensor]) -> tuple[Any, D
 
 def _usual(session: Session) -> bool:
     """Whether nobody follows what runs, or has it run otherwise."""
-    if session.abstract is not None or session.placement is not None or not all(observer.programs_alone for observer in session.observers):
-        return False
-    return not (SETTINGS.extract_only or transfer.WITNESS is not None or places.in_use() or spmd.active())
+    return session.runs_as_usual() and not (SETTINGS.extract_only or transfer.WITNESS is not None or places.in_use() or spmd.active())
 
 
 def _wiring(call: Call, forward: Forward, segment: Segment, result: Any) -> _Wiring | None:

@@ -148,10 +148,9 @@ _NUMBERS = itertools.count()
 
 class Player:
     """Takes the place of a module's `forward`. off: why it records op by op, if it does; played: calls that were played; played_backward: backward passes that
-    were; waiting: those of them
-    whose backward pass may still come; compiled: `torch.compile` asked for it, so in eager mode too; calls: how often it was called; waits: why the last calls
-    were recorded op by op, if that may pass; number: of the players, in order; asked: the script wants it played; warm_up: calls of a kind that are recorded op
-    by op first."""
+    were; waiting: those calls whose backward pass may still come; compiled: `torch.compile` asked for it, so in eager mode too; calls: how often it was called;
+    waits: why the last calls were recorded op by op, if that may pass; number: of the players, in order; asked: the script wants it played; warm_up: calls of a
+    kind that are recorded op by op first."""
 
     def __init__(self, module: torch.nn.Module, asked: bool = True, warm_up: int = 0):
         self._module = weakref.ref(module)

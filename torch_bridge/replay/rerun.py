@@ -22,6 +22,7 @@ from torch_bridge.config.settings import SETTINGS
 from torch_bridge.identity import any_is, same
 from torch_bridge.ir.segment import LOCK, Storage
 from torch_bridge.mesh import stacked_arrays
+from torch_bridge.passes import scalar_inputs
 from torch_bridge.precision import precision_mode
 from torch_bridge.replay import torch_state
 from torch_bridge.runtime import executor, interrupts
@@ -81,9 +82,7 @@ def noted() -> Iterator[list[Ran]]:
 def usual() -> bool:
     """Whether nobody follows single operations or what segments become, or has them run otherwise: a program alone is then all there is to a run."""
     session = STATE.session
-    if session.abstract is not None or session.placement is not None or SETTINGS.extract_only or session.current.nodes:
-        return False
-    return all(observer.programs_alone for observer in session.observers) and not torch_state.observed()
+    return session.runs_as_usual() and not (SETTINGS.extract_only or session.current.nodes or torch_state.observed())
 
 
 def learn(ran: Ran, slots: Sequence[Any], lasting: Mapping[int, Storage]) -> Rerun | None:
@@ -189,7 +188,7 @@ class Rerun:
                 return None
             args += self._numbers
             if program.spec.draws:
-                args.append(np.array([(s >> 32, s & 0xFFFFFFFF, o >> 32, o & 0xFFFFFFFF) for s, o in draws], dtype=np.uint32))
+                args.append(scalar_inputs.packed_draws(draws))
             args += precision_mode.extra_inputs(program.spec.mode)
             given: dict[int, Any] = {}
             executor.run_again(program, args, self._live, given)

@@ -105,6 +105,14 @@ class Session:
             with activated(self):
                 self.run()
 
+    def programs_alone(self) -> bool:
+        """Whether all who observe it ask for programs alone, not for segments."""
+        return all(observer.programs_alone for observer in self.observers)
+
+    def runs_as_usual(self) -> bool:
+        """Whether nobody follows what segments become, or has them run otherwise."""
+        return self.abstract is None and self.placement is None and self.programs_alone()
+
     def observe(self, observer: Observer) -> None:
         """Tell an observer from now on; once, if it is told already."""
         if not any(one is observer for one in self.observers):
