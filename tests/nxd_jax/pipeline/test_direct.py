@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import neuronx_distributed as nxd_api
@@ -107,6 +107,24 @@ def weights(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: p.detach().cpu().clone() for name, p in model.named_parameters()}
 
 
+def trained_both_ways(
+    nxd: Nxd, count: int, make: Callable[[], nn.Module], microbatches: int = 5, **options: Any
+) -> Counter[tuple[str, bool]]:
+    """Train so many steps with every pass recorded, then with direct ones: losses and weights are equal to the bit. Gives how many were direct."""
+    results = []
+    for block in (recorded, counted):
+        nxd(2, pp=2)
+        torch.manual_seed(3)
+        model, optimizer = pipeline(make(), microbatches, **options)
+        with block() as passes:
+            results.append((steps(model, optimizer, count, rows=microbatches), weights(model)))
+    assert results[0][0] == results[1][0]
+    for name, weight in results[0][1].items():
+        torch.testing.assert_close(results[1][1][name], weight, rtol=0, atol=0)
+    assert passes is not None
+    return passes
+
+
 LAYOUTS = [
     Layout(2, 2, 5, layers=2),
     Layout(4, 4, 6, layers=4),
@@ -137,50 +155,23 @@ def test_the_same_numbers_to_the_bit(nxd: Nxd, layout: Layout) -> None:
 
 
 def test_dropout_is_that_of_the_micro_batch(nxd: Nxd) -> None:
-    losses = []
-    for block in (recorded, counted):
-        nxd(2, pp=2)
-        torch.manual_seed(3)
-        model, optimizer = pipeline(Sequence(dropout=0.5))
-        with block() as passes:
-            losses.append((steps(model, optimizer, 4), weights(model)))
+    passes = trained_both_ways(nxd, 4, lambda: Sequence(dropout=0.5))
     assert passes["backward", True] >= 6
-    assert losses[0][0] == losses[1][0]
-    for name, weight in losses[0][1].items():
-        torch.testing.assert_close(losses[1][1][name], weight, rtol=0, atol=0)
 
 
 def test_backward_passes_in_another_order(nxd: Nxd) -> None:
     """The micro-batches that are recorded are those whose backward passes come first."""
     orders = [[f"{k}F{mb}" for mb in range(6)] + [f"{k}B{mb}" for mb in reversed(range(6))] for k in (0, 1)]
-    losses = []
-    for block in (recorded, counted):
-        nxd(2, pp=2)
-        torch.manual_seed(3)
-        model, optimizer = pipeline(Sequence(dropout=0.5), microbatches=6, schedule=orders)
-        with block() as passes:
-            losses.append((steps(model, optimizer, 4, rows=6), weights(model)))
+    passes = trained_both_ways(nxd, 4, lambda: Sequence(dropout=0.5), microbatches=6, schedule=orders)
     assert passes["backward", True] >= 6 > 2 >= passes["backward", False]  # those that were recorded to check what is played
-    assert losses[0][0] == losses[1][0]
-    for name, weight in losses[0][1].items():
-        torch.testing.assert_close(losses[1][1][name], weight, rtol=0, atol=0)
 
 
 def test_whole_backward_passes_and_parted_ones_in_one_stage(nxd: Nxd) -> None:
     """As DualPipeV has them: what is known of one kind says nothing of the other."""
     ends = ["B0", "I1", "W1", "B2", "B3", "I4", "W4", "I5", "W5", "B6", "I7", "W7"]
     orders = [[f"{k}F{mb}" for mb in range(8)] + [f"{k}{end}" for end in ends] for k in (0, 1)]
-    results = []
-    for block in (recorded, counted):
-        nxd(2, pp=2)
-        torch.manual_seed(3)
-        model, optimizer = pipeline(Sequence(layers=2), microbatches=8, schedule=orders)
-        with block() as passes:
-            results.append((steps(model, optimizer, 3, rows=8), weights(model)))
+    passes = trained_both_ways(nxd, 3, lambda: Sequence(layers=2), microbatches=8, schedule=orders)
     assert min(passes[name, True] for name in ("backward", "input_backward", "weight_backward")) >= 2
-    assert results[0][0] == results[1][0]
-    for name, weight in results[0][1].items():
-        torch.testing.assert_close(results[1][1][name], weight, rtol=0, atol=0)
 
 
 def test_gradients_that_some_weights_have_before_a_step(nxd: Nxd) -> None:
