@@ -31,6 +31,8 @@ def bound_anew() -> Iterator[None]:
         new = vars(module)
         replaced.update({id(f): (f, new[name]) for name, f in old.items() if new[name] is not f})
     for name, module in list(sys.modules.items()):
-        if name.partition(".")[0] not in _NOT_TOUCHED and isinstance(module, ModuleType):
+        if name.partition(".")[0] not in _NOT_TOUCHED and issubclass(
+            type(module), ModuleType
+        ):  # cffi's libraries only call themselves modules
             space = object.__getattribute__(module, "__dict__")  # a module that waits to be loaded goes on waiting
             space.update({key: replaced[id(value)][1] for key, value in list(space.items()) if id(value) in replaced})
