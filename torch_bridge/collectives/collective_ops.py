@@ -14,8 +14,9 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from torch_bridge.ir.segment import LOCK, step_entry
-from torch_bridge.ir.segment import flat as flat_layout
+from torch_bridge.ir.segment import LOCK
+from torch_bridge.ir.view_entries import flat as flat_layout
+from torch_bridge.ir.view_entries import step_entry
 from torch_bridge.lowerings import AxesRule, lowering
 from torch_bridge.mesh import world
 from torch_bridge.recorder import dispatch

@@ -19,9 +19,11 @@ from torch_bridge.collectives.collective_ops import emit
 from torch_bridge.compiler import program_spec
 from torch_bridge.compiler.trace import Trace
 from torch_bridge.ir import dtypes
+from torch_bridge.ir.entry import Entry
 from torch_bridge.ir.graph import fill, lifted_kinds
 from torch_bridge.ir.layout import layout
-from torch_bridge.ir.segment import Entry, Segment, Storage, step_entry
+from torch_bridge.ir.segment import Segment, Storage
+from torch_bridge.ir.view_entries import step_entry
 from torch_bridge.lowerings import lowering
 from torch_bridge.mesh import sharding, spmd, world
 from torch_bridge.recorder import expected_indices

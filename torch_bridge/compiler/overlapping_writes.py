@@ -14,8 +14,11 @@ from torch import fx
 from torch_bridge import lowerings
 
 aten = torch.ops.aten
-_READS = {aten.slice_scatter.default: aten.slice.Tensor, aten.select_scatter.default: aten.select.int}
-"""By the op that writes a part of a tensor, the op that reads it."""
+_READS = {
+    aten.slice_scatter.default: (aten.slice.Tensor, aten.narrow_copy.default),
+    aten.select_scatter.default: (aten.select.int, aten.select_copy.int),
+}
+"""By the op that writes a part of a tensor, those that read it: the second one where the start is an input (`passes.dynamic_slices`)."""
 APART = "apart"
 """Of a node's `meta`: True if what it writes is made from other places of what it writes into."""
 
@@ -53,7 +56,7 @@ def _made_from(graph: fx.Graph, bits: dict[fx.Node, int]) -> dict[Any, int]:
 
 def _overlaps(node: fx.Node, base: fx.Node, order: dict[fx.Node, int]) -> bool:
     into: Any = node.args[0]
-    read = _READS[node.target]  # type: ignore[index]
+    reads = _READS[node.target]  # type: ignore[index]
     seen: set[tuple[fx.Node, bool]] = set()
     waiting: list[tuple[Any, bool]] = [(node.args[1], True)]
     while waiting:
@@ -63,10 +66,19 @@ def _overlaps(node: fx.Node, base: fx.Node, order: dict[fx.Node, int]) -> bool:
         seen.add(found)
         if value is base or value is into:
             return True
-        if aligned and value.target is read and _same(value.args[0], into) and value.args[1:] == node.args[2:]:
+        if aligned and value.target in reads and _same(value.args[0], into) and _is_part(value, node):
             continue  # the same place
         waiting.extend((x, aligned and _keeps_places(value, x)) for x in value.all_input_nodes)
     return False
+
+
+def _is_part(read: fx.Node, write: fx.Node) -> bool:
+    """Whether a node reads the part that another one writes."""
+    written = write.args[2:]
+    if read.target is aten.narrow_copy.default:
+        dim, start, length = read.args[1:]
+        return written[:2] == (dim, start) and write.args[1].meta["val"].shape[dim] == length  # type: ignore[union-attr]
+    return read.args[1:] == written
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -17,7 +17,8 @@ from torch_bridge.compiler.manual_blocks import Blocks
 from torch_bridge.ir import dtypes
 from torch_bridge.ir.graph import GraphBuilder, number
 from torch_bridge.ir.layout import contiguous_meta
-from torch_bridge.ir.segment import LOCK, read_entries
+from torch_bridge.ir.segment import LOCK
+from torch_bridge.ir.view_entries import read_entries
 from torch_bridge.mesh import sharding, spmd
 from torch_bridge.mesh.spmd_mode import MODE
 from torch_bridge.passes import varying_axes

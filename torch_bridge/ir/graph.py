@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from torch_bridge.ir.entry import Entry, Lift, Slot
 from torch_bridge.ir.layout import Layout, meta_of
-from torch_bridge.ir.segment import Entry, Lift, Slot
 from torch_bridge.source import NOWHERE, Source
 
 aten = torch.ops.aten

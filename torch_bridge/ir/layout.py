@@ -20,9 +20,12 @@ Step = tuple[torch._ops.OpOverload, tuple[Any, ...]]
 
 
 class Layout:
-    """An interned (size, stride, offset, dtype, conj, neg); equal layouts are the same object. Make one with `layout()`."""
+    """An interned (size, stride, offset, dtype, conj, neg); equal layouts are the same object. Make one with `layout()`.
 
-    __slots__ = ("conj", "contiguous", "dense", "dtype", "neg", "numel", "offset", "plans", "size", "stride")
+    anchor: the same at offset 0, which is all that an op needs to know that only reads.
+    """
+
+    __slots__ = ("anchor", "conj", "contiguous", "dense", "dtype", "neg", "numel", "offset", "plans", "size", "stride")
 
     def __init__(self, size: tuple[int, ...], stride: tuple[int, ...], offset: int, dtype: torch.dtype, conj: bool, neg: bool):
         self.size = size
@@ -35,6 +38,7 @@ class Layout:
         self.dense = offset == 0 and not conj and not neg and is_dense(size, stride)
         self.contiguous = offset == 0 and stride == contiguous_stride(size)
         self.plans: dict[Layout, tuple[Step, ...]] = {}
+        self.anchor: Layout = layout(size, stride, 0, dtype, conj, neg) if offset else self
 
     def __repr__(self) -> str:
         flags = (", conj" if self.conj else "") + (", neg" if self.neg else "")

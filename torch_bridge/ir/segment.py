@@ -7,7 +7,6 @@ recordings of the same step are equal lists, whatever arrays they run on.
 
 from __future__ import annotations
 
-import copy
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -19,70 +18,16 @@ import torch
 from torch_bridge import source
 from torch_bridge.errors import DeadTensorError
 from torch_bridge.identity import all_are, any_is, same
-from torch_bridge.ir.layout import Layout, Step, contiguous_stride, layout, read_steps, repeats_entries
+from torch_bridge.ir import slice_families
+from torch_bridge.ir.entry import Entry
+from torch_bridge.ir.layout import Layout
+from torch_bridge.ir.view_entries import constant_entry, full_entry, read_entries, write_entries
 from torch_bridge.mesh import sharding, spmd
 
 aten = torch.ops.aten
 
 LOCK = threading.RLock()
 """Held while an op is recorded and while a segment runs: any thread may use the device."""
-
-
-class Slot:
-    """In an entry's template: the place of its i-th tensor input."""
-
-    __slots__ = ("index",)
-
-    def __init__(self, index: int):
-        self.index = index
-
-
-class Lift:
-    """In an entry's template: the place of its i-th lifted number, and the Python type it had."""
-
-    __slots__ = ("index", "kind")
-
-    def __init__(self, index: int, kind: type):
-        self.index = index
-        self.kind = kind
-
-
-class Entry:
-    """One functional aten call up to its tensors and lifted numbers.
-
-    op, args, kwargs: the call, with `Slot`s and `Lift`s. outs: base layouts of its results (None: undefined).
-    paths: where each result sits in what the op returns (an empty path: it is all of it). axes: mesh axes along which a random op draws anew.
-    casts: for a result written into a tensor of another dtype, that dtype. rng: draws random numbers. lifted: the types of its lifted numbers in order, once
-    they have been found (`graph.lifted_kinds`).
-    """
-
-    __slots__ = ("_varied", "args", "axes", "casts", "kwargs", "lifted", "n_outs", "op", "outs", "paths", "rng")
-
-    def __init__(
-        self, op: torch._ops.OpOverload, args: Any, kwargs: Any, outs: tuple[Layout | None, ...], casts: Any = (), rng: bool = False
-    ):
-        self.op = op
-        self.args = args
-        self.kwargs = kwargs
-        self.outs = outs
-        self.n_outs = len(outs)
-        self.paths: tuple[tuple[int, ...], ...] = ((),)
-        self.casts = casts
-        self.rng = rng
-        self.axes: tuple[str, ...] = ()
-        self.lifted: list[type] | None = None
-        self._varied: dict[tuple[str, ...], Entry] = {}
-
-    def varied(self, axes: tuple[str, ...]) -> Entry:
-        """The same random op with numbers that differ along mesh axes, even where its inputs agree."""
-        found = self._varied.get(axes)
-        if found is None:
-            found = self._varied[axes] = copy.copy(self)
-            found.axes = axes
-        return found
-
-    def __repr__(self) -> str:
-        return f"Entry({self.op}, outs={list(self.outs)})"
 
 
 class Facts:
@@ -432,7 +377,7 @@ class Segment:
         found = views.get(view)
         if found is None:
             for entry in read_entries(storage.layout, view):
-                vid = self.emit(entry, (vid,))
+                vid = self.emit(*self._dynamic(entry, (vid,)))
             found = views[view] = vid
         elif self.watch is not None:
             self.watch(storage, view, found)
@@ -520,6 +465,13 @@ class Segment:
         self.overwritten = [(ref, array) for ref, array in self.overwritten if ref() is not storage]
         self.holders = {leaf: ref for leaf, ref in self.holders.items() if ref() is not storage}
 
+    def _dynamic(self, entry: Entry, ids: tuple[int, ...]) -> tuple[Entry, tuple[int, ...], tuple[int, ...]]:
+        """A read or a write of a view as it is recorded: entry, inputs and numbers."""
+        if entry.family is None or self.capture:
+            return entry, ids, ()
+        entry, start = slice_families.recorded(entry)
+        return entry, ids, start
+
     def write_view(self, storage: Storage, view: Layout, vid: int) -> None:
         """Write a value through a view."""
         if view is storage.layout:
@@ -534,9 +486,9 @@ class Segment:
         if chain.scatters:
             befores = [self.read(storage, storage.layout)]
             for entry in chain.reads:
-                befores.append(self.emit(entry, (befores[-1],)))
+                befores.append(self.emit(*self._dynamic(entry, (befores[-1],))))
         for entry, before in chain.writes:
-            vid = self.emit(entry, (vid,) if before is None else (befores[before], vid))
+            vid = self.emit(*self._dynamic(entry, (vid,) if before is None else (befores[before], vid)))
         self.write(storage, vid)
         if storage.facts is not None:
             self.follow(storage)
@@ -575,136 +527,3 @@ class Segment:
                 if storage not in holders:
                     holders.append(storage)
         return live
-
-
-# -- entries for views, made once per pair of layouts ---------------------------------------------
-
-
-class WriteChain:
-    """Entries that write through a view: `reads` gives the intermediate values, `writes` pairs an entry with the one it scatters into."""
-
-    __slots__ = ("reads", "scatters", "writes")
-
-    def __init__(self, reads: list[Entry], writes: list[tuple[Entry, int | None]]):
-        self.scatters = any(into is not None for _, into in writes)
-        self.reads = reads if self.scatters else []
-        self.writes = writes
-
-
-_STEP_ENTRIES: dict[tuple[Any, ...], Entry] = {}
-_READS: dict[tuple[Layout, Layout], tuple[Entry, ...]] = {}
-_WRITES: dict[tuple[Layout, Layout], WriteChain] = {}
-_SCATTERS = {
-    aten.slice.Tensor: aten.slice_scatter.default,
-    aten.select.int: aten.select_scatter.default,
-    aten.as_strided.default: aten.as_strided_scatter.default,
-}
-
-
-def step_entry(op: torch._ops.OpOverload, inputs: tuple[Layout, ...], args: tuple[Any, ...], **kwargs: Any) -> Entry:
-    """The entry for an op on tensors of these layouts and constant arguments after them."""
-    key = (op, inputs, args, *kwargs.items())
-    entry = _STEP_ENTRIES.get(key)
-    if entry is None:
-        metas = [torch.empty(i.size, dtype=i.dtype, device="meta") for i in inputs]
-        out = op(*metas, *args, **kwargs)
-        slots = tuple(Slot(i) for i in range(len(inputs)))
-        entry = Entry(op, (*slots, *args), kwargs, (layout(tuple(out.shape), None, 0, out.dtype),))
-        _STEP_ENTRIES[key] = entry
-    return entry
-
-
-def flat(of: Layout) -> Layout:
-    """The base layout of a value with this shape and dtype."""
-    return layout(of.size, None, 0, of.dtype)
-
-
-def full_entry(size: tuple[int, ...], dtype: torch.dtype, kind: type) -> Entry:
-    """`aten.full` with its number as an input of the program."""
-    key = (aten.full.default, size, dtype, kind)
-    entry = _STEP_ENTRIES.get(key)
-    if entry is None:
-        entry = Entry(aten.full.default, (size, Lift(0, kind)), {"dtype": dtype}, (layout(size, None, 0, dtype),))
-        _STEP_ENTRIES[key] = entry
-    return entry
-
-
-def constant_entry(size: tuple[int, ...], value: Any, dtype: torch.dtype) -> Entry:
-    """`aten.full` with its number as part of the program."""
-    key = (aten.full.default, size, dtype, repr(value))
-    entry = _STEP_ENTRIES.get(key)
-    if entry is None:
-        aten.full.default((1,), value, dtype=dtype)  # of one element: the shape is known
-        entry = Entry(aten.full.default, (size, value), {"dtype": dtype}, (layout(size, None, 0, dtype),))
-        _STEP_ENTRIES[key] = entry
-    return entry
-
-
-def read_entries(base: Layout, view: Layout) -> tuple[Entry, ...]:
-    """Entries that read `view` from a value in `base` layout."""
-    found = _READS.get((base, view))
-    if found is None:
-        entries = []
-        at = flat(base)
-        for op, args in read_steps(base, view):
-            entry = step_entry(op, (at,), args)
-            entries.append(entry)
-            assert entry.outs[0] is not None
-            at = entry.outs[0]
-        found = _READS[base, view] = tuple(entries)
-    return found
-
-
-def write_entries(base: Layout, view: Layout) -> WriteChain:
-    """Entries that write a value of `view` into a value in `base` layout, leaving the rest."""
-    found = _WRITES.get((base, view))
-    if found is None:
-        found = _WRITES[base, view] = _build_write(base, view)
-    return found
-
-
-def _build_write(base: Layout, view: Layout) -> WriteChain:
-    if repeats_entries(view.size, view.stride):
-        raise RuntimeError(
-            "unsupported operation: more than one element of the written-to tensor refers to a single memory location. "
-            f"The tensor of shape {list(view.size)} has strides {list(view.stride)}, as expand() makes them; clone() it before writing to it."
-        )
-    steps = read_steps(base, view)
-    reads = read_entries(base, view)
-    shapes = [flat(base), *(e.outs[0] for e in reads)]
-    writes: list[tuple[Entry, int | None]] = []
-    last_scatter = 0
-    for k in range(len(steps) - 1, -1, -1):
-        op, args = steps[k]
-        before, after = shapes[k], shapes[k + 1]
-        assert before is not None and after is not None
-        scatter = _SCATTERS.get(op)
-        if op is aten.select.int and before.size[args[0]] == 1:  # all there is: nothing of the old value stays
-            writes.append((step_entry(aten.reshape.default, (after,), (before.size,)), None))
-            continue
-        if scatter is not None:
-            writes.append((step_entry(scatter, (before, after), args), k))
-            last_scatter = max(last_scatter, k)
-            continue
-        inverse, inverse_args = _inverse(op, args, before, after)
-        writes.append((step_entry(inverse, (after,), inverse_args), None))
-    return WriteChain(list(reads[:last_scatter]), writes)
-
-
-def _inverse(op: torch._ops.OpOverload, args: tuple[Any, ...], before: Layout, after: Layout) -> Step:
-    if op is aten.reshape.default:
-        return aten.reshape.default, (before.size,)
-    if op is aten.permute.default:
-        return aten.permute.default, (tuple(args[0].index(d) for d in range(len(args[0]))),)
-    if op is aten.view.dtype:
-        return aten.view.dtype, (before.dtype,)
-    if op is aten.view_as_real.default:
-        return aten.view_as_complex.default, ()
-    if op is aten.view_as_complex.default:
-        return aten.view_as_real.default, ()
-    return op, ()  # conj and neg are their own inverses
-
-
-def contiguous(size: tuple[int, ...], dtype: torch.dtype) -> Layout:
-    """A contiguous base layout."""
-    return layout(size, contiguous_stride(size), 0, dtype)

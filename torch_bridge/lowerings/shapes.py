@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -159,10 +160,18 @@ def unsqueeze(self: Array, dim: int) -> Array:
     return jnp.expand_dims(self, dim)
 
 
+def start_at(start: int | dtypes.Scalar) -> Any:
+    """Where a part of a tensor starts: a Python number, or an array without dims (not negative) if it is an input of the program."""
+    return start.value if isinstance(start, dtypes.Scalar) else start
+
+
 @lowering(aten.select.int, view=True)
 @lowering(aten.select_copy.int)
-def select(self: Array, dim: int, index: int) -> Array:
-    return lax.index_in_dim(self, index, wrap_dim(dim, self.ndim), keepdims=False)
+def select(self: Array, dim: int, index: int | dtypes.Scalar) -> Array:
+    dim = wrap_dim(dim, self.ndim)
+    if isinstance(index, dtypes.Scalar):
+        return lax.dynamic_index_in_dim(self, index.value, dim, keepdims=False)
+    return lax.index_in_dim(self, index, dim, keepdims=False)
 
 
 @lowering(aten.slice.Tensor, view=True)
@@ -174,8 +183,10 @@ def slice_tensor(self: Array, dim: int = 0, start: int | None = None, end: int |
 
 
 @lowering(aten.narrow_copy.default)
-def narrow(self: Array, dim: int, start: int, length: int) -> Array:
+def narrow(self: Array, dim: int, start: int | dtypes.Scalar, length: int) -> Array:
     dim = wrap_dim(dim, self.ndim)
+    if isinstance(start, dtypes.Scalar):
+        return lax.dynamic_slice_in_dim(self, start.value, length, dim)
     start = start + self.shape[dim] if start < 0 else start
     return lax.slice_in_dim(self, start, start + length, 1, dim)
 

@@ -14,8 +14,9 @@ import jax.numpy as jnp
 import torch
 from jax import lax
 
+from torch_bridge.ir import dtypes
 from torch_bridge.lowerings.registry import lowering
-from torch_bridge.lowerings.shapes import diagonal_span, slice_bounds, strided_positions, unfold, wrap_dim
+from torch_bridge.lowerings.shapes import diagonal_span, slice_bounds, start_at, strided_positions, unfold, wrap_dim
 
 aten = torch.ops.aten
 Array = jax.Array
@@ -28,22 +29,40 @@ def pad_dim(x: Array, dim: int, low: int, high: int, interior: int = 0) -> Array
     return lax.pad(x, jnp.zeros((), x.dtype), config)
 
 
-def _replace(x: Array, part: Array, first: int, dim: int, apart: bool) -> Array:
+def _replace(x: Array, part: Array, first: int | dtypes.Scalar, dim: int, apart: bool) -> Array:
     """`x` with a part of it from `first` on replaced along one dim. apart: in a new array."""
     if not apart:
-        return lax.dynamic_update_slice_in_dim(x, part, first, dim)
+        return lax.dynamic_update_slice_in_dim(x, part, start_at(first), dim)
+    if isinstance(first, dtypes.Scalar):
+        position = lax.broadcasted_iota(jnp.int64, x.shape, dim) - first.value
+        return jnp.where((position >= 0) & (position < part.shape[dim]), _spread(part, x.shape, first, dim), x)
     before, after = lax.slice_in_dim(x, 0, first, axis=dim), lax.slice_in_dim(x, first + part.shape[dim], None, axis=dim)
     return lax.concatenate([piece for piece in (before, part, after) if piece.shape[dim]], dim)
 
 
+def _spread(part: Array, shape: Sequence[int], first: dtypes.Scalar, dim: int) -> Array:
+    """Zeros of a shape, with a part from `first` on along one dim."""
+    return lax.dynamic_update_slice_in_dim(jnp.zeros(tuple(shape), part.dtype), part, first.value, dim)
+
+
 @lowering(aten.slice_scatter.default, writes=True)
 def slice_scatter(
-    self: Array, src: Array, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1, *, apart: bool = False
+    self: Array,
+    src: Array,
+    dim: int = 0,
+    start: int | dtypes.Scalar | None = None,
+    end: int | dtypes.Scalar | None = None,
+    step: int = 1,
+    *,
+    apart: bool = False,
 ) -> Array:
     dim = wrap_dim(dim, self.ndim)
     size = self.shape[dim]
-    first, _, length = slice_bounds(size, start, end, step)
     src = src.astype(self.dtype)
+    if isinstance(start, dtypes.Scalar) or isinstance(end, dtypes.Scalar):
+        assert isinstance(start, dtypes.Scalar) and step == 1, "a dynamic slice has no gaps"
+        return _replace(self, src, start, dim, apart)
+    first, _, length = slice_bounds(size, start, end, step)
     if length == 0:
         return self
     if length == size:
@@ -56,9 +75,9 @@ def slice_scatter(
 
 
 @lowering(aten.select_scatter.default, writes=True)
-def select_scatter(self: Array, src: Array, dim: int, index: int, *, apart: bool = False) -> Array:
+def select_scatter(self: Array, src: Array, dim: int, index: int | dtypes.Scalar, *, apart: bool = False) -> Array:
     dim = wrap_dim(dim, self.ndim)
-    index = index % self.shape[dim]
+    index = index if isinstance(index, dtypes.Scalar) else index % self.shape[dim]
     return _replace(self, jnp.expand_dims(src.astype(self.dtype), dim), index, dim, apart)
 
 
@@ -97,9 +116,14 @@ def as_strided_scatter(self: Array, src: Array, size: Sequence[int], stride: Seq
 
 
 @lowering(aten.slice_backward.default)
-def slice_backward(grad_output: Array, input_sizes: Sequence[int], dim: int, start: int, end: int, step: int) -> Array:
+def slice_backward(
+    grad_output: Array, input_sizes: Sequence[int], dim: int, start: int | dtypes.Scalar, end: int | dtypes.Scalar, step: int
+) -> Array:
     dim = wrap_dim(dim, len(input_sizes))
     size = input_sizes[dim]
+    if isinstance(start, dtypes.Scalar) or isinstance(end, dtypes.Scalar):
+        assert isinstance(start, dtypes.Scalar) and step == 1, "a dynamic slice has no gaps"
+        return _spread(grad_output, input_sizes, start, dim)
     first, _, length = slice_bounds(size, start, end, step)
     if length == 0:
         return jnp.zeros(tuple(input_sizes), grad_output.dtype)
@@ -107,8 +131,10 @@ def slice_backward(grad_output: Array, input_sizes: Sequence[int], dim: int, sta
 
 
 @lowering(aten.select_backward.default)
-def select_backward(grad_output: Array, input_sizes: Sequence[int], dim: int, index: int) -> Array:
+def select_backward(grad_output: Array, input_sizes: Sequence[int], dim: int, index: int | dtypes.Scalar) -> Array:
     dim = wrap_dim(dim, len(input_sizes))
+    if isinstance(index, dtypes.Scalar):
+        return _spread(jnp.expand_dims(grad_output, dim), input_sizes, index, dim)
     index = index % input_sizes[dim]
     return pad_dim(jnp.expand_dims(grad_output, dim), dim, index, input_sizes[dim] - index - 1)
 

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from torch_bridge.ir.entry import Entry, Lift, Slot
 from torch_bridge.ir.layout import Layout
-from torch_bridge.ir.segment import Entry, Lift, Slot, flat
+from torch_bridge.ir.view_entries import flat
 from torch_bridge.lowerings import Stacks, lowering, update_rules
 from torch_bridge.lowerings.types import Array, Scalar
 from torch_bridge.optimizers import adafactor

@@ -1,7 +1,8 @@
 """The Python numbers of a recorded step as inputs of its program: few, although a step has hundreds.
 
 An optimizer passes the same learning rate for every parameter. Places in the graph that come from the same op, argument and source line and had the same
-number when the program was compiled share one input; every run checks that they still agree, and a program with finer sharing is compiled if not.
+number when the program was compiled share one input; every run checks that they still agree, and a program with finer sharing is compiled if not. Starts of
+slices share one whatever the op, so that `x[i : i + 4] += 1` is seen to write where it reads.
 """
 
 from __future__ import annotations
@@ -57,6 +58,11 @@ def share(
     return {kind: Slots(_labels(nodes, sources, numbers, kind, [slots[kind] for slots in finer_than])) for kind in _DTYPES}
 
 
+def _kind(entry: Any) -> Any:
+    """What places of a number have in common: their op, or that a slice starts there, to be read or written."""
+    return "start" if entry.family is not None else entry.op
+
+
 def _labels(nodes: Any, sources: Sequence[Source], numbers: Numbers, kind: type, coarser: Sequence[Slots]) -> list[Any]:
     labels: list[Any] = []
     for index, values in numbers:
@@ -64,5 +70,5 @@ def _labels(nodes: Any, sources: Sequence[Source], numbers: Numbers, kind: type,
         for position, value in enumerate(values):
             if type(value) is kind:
                 before = tuple(int(s.slot_of[len(labels)]) for s in coarser)
-                labels.append((nodes[index][0].op, position, source.file, source.line, repr(value), before))
+                labels.append((_kind(nodes[index][0]), position, source.file, source.line, repr(value), before))
     return labels

@@ -11,7 +11,8 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from torch_bridge.collectives import collective_ops, rank_slices  # noqa: F401  # its ops
-from torch_bridge.ir.segment import Segment, Storage, flat, step_entry
+from torch_bridge.ir.segment import Segment, Storage
+from torch_bridge.ir.view_entries import flat, step_entry
 from torch_bridge.mesh import rank_numbers, world
 from torch_bridge.per_rank import rank_functions
 from torch_bridge.recorder import sharded

@@ -15,8 +15,11 @@ from torch.utils._pytree import tree_map
 
 from torch_bridge import lowerings
 from torch_bridge.errors import locate
+from torch_bridge.ir import slice_families
+from torch_bridge.ir.entry import Entry, Lift, Slot
 from torch_bridge.ir.layout import Layout, base_of_meta, layout, of_meta
-from torch_bridge.ir.segment import LOCK, Entry, Lift, Segment, Slot
+from torch_bridge.ir.segment import LOCK, Segment
+from torch_bridge.ir.view_entries import flat
 from torch_bridge.mesh import abstract_arrays, places, random_state, rank_numbers
 from torch_bridge.recorder import cpu_draws, fallback, overlaps, placed
 from torch_bridge.recorder.copies import upload
@@ -86,10 +89,11 @@ def record(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str,
     tensors: list[XLATensor] = []
     numbers: list[Any] = []
     scalar_at = call_info.scalar_at
+    is_view = call_info.is_view
     for i, a in enumerate(args):
         kind = type(a)
         if kind is XLATensor:
-            key.append(a._layout)
+            key.append(a._layout if is_view else a._layout.anchor)
             tensors.append(a)
         elif kind is float or kind is int:
             scalar = scalar_at[i]
@@ -122,7 +126,7 @@ def _describe(a: Any, scalar: int, key: list[Any], tensors: list[XLATensor], num
     """Append an argument to the signature: layouts for tensors, types for numbers that may change, values for the rest."""
     kind = type(a)
     if isinstance(a, XLATensor):
-        key.append(a._layout)
+        key.append(a._layout.anchor)
         tensors.append(a)
     elif kind is float or kind is int:
         if scalar == LIFTED:
@@ -213,7 +217,10 @@ def _decide(call_info: Info, args: tuple[Any, ...], kwargs: dict[str, Any]) -> C
     returns = _describe_results(out, outs)
     entry = _entry(target, found, args, kwargs, tuple(outs))
     entry.paths = _paths(returns)
-    return Call(_run_functional, entry, returns)
+    if not kwargs:
+        leading = next((i for i, a in enumerate(args) if not isinstance(a, XLATensor)), len(args))
+        slice_families.join(entry, [flat(t._layout) for t in args[:leading]], args[leading:])
+    return Call(_run_functional if entry.family is None else _run_slice, entry, returns)
 
 
 def _describe_results(out: object, outs: list[Layout | None]) -> Any:
@@ -417,6 +424,15 @@ def draw_for(kwargs: dict[str, Any] | None) -> tuple[Any, ...]:
     """(seed, offset[, mesh axes]) of the next random draw, from `generator=` if the call names one."""
     generator = kwargs.get("generator") if kwargs else None
     return random_state.of_generator(generator).take()
+
+
+def _run_slice(call: Call, func: Op, args: Args, kwargs: Kwargs, tensors: list[XLATensor], numbers: list[Any]) -> Any:
+    """Of an op with a start: with the start as an input, if it changes between steps."""
+    segment, entry = STATE.session.current, call.entry
+    assert entry is not None
+    made, start = (entry, ()) if segment.capture else slice_families.recorded(entry)
+    vid = segment.emit(made, tuple([read(t) for t in tensors]), start)
+    return fresh(segment, entry.outs[0], vid)  # type: ignore[arg-type]
 
 
 def _run_functional(call: Call, func: Op, args: Args, kwargs: Kwargs, tensors: list[XLATensor], numbers: list[Any]) -> Any:

@@ -15,9 +15,11 @@ import torch
 
 from torch_bridge import metrics
 from torch_bridge.ir import dtypes
+from torch_bridge.ir.entry import Entry
 from torch_bridge.ir.graph import fill
 from torch_bridge.ir.layout import Layout
-from torch_bridge.ir.segment import Entry, Segment, Storage, read_entries
+from torch_bridge.ir.segment import Segment, Storage
+from torch_bridge.ir.view_entries import read_entries
 from torch_bridge.mesh import sharding, spmd, world
 
 if TYPE_CHECKING:

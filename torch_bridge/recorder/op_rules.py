@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from torch_bridge.identity import any_is
+from torch_bridge.ir.entry import Entry
 from torch_bridge.ir.layout import Layout, base_of_meta, is_dense, layout
-from torch_bridge.ir.segment import Entry, Storage
+from torch_bridge.ir.segment import Storage
 from torch_bridge.mesh import places, rank_numbers, sharding, spmd
 from torch_bridge.recorder import host_storage, host_values, overlaps, placed, storage_uploads
 from torch_bridge.recorder.copies import copied, kept

@@ -36,7 +36,7 @@ def check(
     if len(places) == len(tensors):
         return
     same = tuple({id(t): k for k, t in enumerate(tensors)}[id(t)] for t in tensors)  # the very same tensor never counts as an overlap
-    full = (func, key, sharing, same)
+    full = (func, key, sharing, same, tuple(t._layout.offset for t in tensors))
     refused = _REFUSED.get(full)
     if refused is None:
         refused = _REFUSED[full] = _asked(func, args, kwargs or {}, tensors)

@@ -53,6 +53,7 @@ class Session:
     Attributes:
         current: the pending segment. It is replaced when it runs.
         traces: structures seen before, with their programs, by their nodes.
+        alike: the structure seen last of those that differ in the starts of slices alone (`dynamic_slices`).
         by_start: the structure that began with a node last.
         last: the structure that ran last.
         recent: the programs that ran last, newest last.
@@ -74,6 +75,7 @@ class Session:
 
     def __init__(self, observers: tuple[Observer, ...] | None = None, abstract: Run | None = None, capture: bool = False):
         self.traces: dict[tuple[Any, ...], Trace] = {}
+        self.alike: dict[tuple[Any, ...], Trace] = {}
         self.by_start: dict[tuple[Any, ...], Trace] = {}
         self.last: Trace | None = None
         self.recent: deque[Program] = deque(maxlen=RECENT)

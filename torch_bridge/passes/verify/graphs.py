@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from torch_bridge.ir.entry import Entry, Lift, Slot
 from torch_bridge.ir.graph import number
 from torch_bridge.ir.layout import Layout
-from torch_bridge.ir.segment import Entry, Lift, Slot
 from torch_bridge.passes.scalar_inputs import Slots
 from torch_bridge.passes.verify import report
 from torch_bridge.passes.verify.segments import template

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 
 from torch_bridge.ir import dtypes
+from torch_bridge.ir.entry import Entry, Lift, Slot
 from torch_bridge.ir.layout import Layout
-from torch_bridge.ir.segment import Entry, Lift, Segment, Slot, Storage
+from torch_bridge.ir.segment import Segment, Storage
 from torch_bridge.mesh import sharding
 from torch_bridge.passes.scalar_inputs import Slots
 from torch_bridge.passes.verify import report
@@ -242,7 +243,7 @@ def check_slots(segment: Segment, nodes: Sequence[tuple[Any, ...]], slots: dict[
             first = places[int(of.first[slot])][2]
             if repr(first) != repr(value):
                 report.fail(after, "numbers that share an input are equal", f"{value!r} gets {first!r}", where)
-            label = (nodes[i][0].op, k, source.file, source.line)
+            label = ("start" if nodes[i][0].family is not None else nodes[i][0].op, k, source.file, source.line)
             if shared.setdefault(slot, label) != label:
                 report.fail(after, "numbers that share an input come from one op, argument and line", f"{shared[slot]}, {label}", where)
         if set(shared) != set(range(inputs)):

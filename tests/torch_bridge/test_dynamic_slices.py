@@ -1,0 +1,252 @@
+"""Slices that start elsewhere in every step: one program for all of them, eager torch's values, and others as they were."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch_xla
+import torch_xla.debug.metrics as met
+from torch import nn
+
+import torch_bridge
+from torch_bridge.compiler import overlapping_writes
+from torch_bridge.runtime import executor
+
+torch_bridge.register()
+
+Step = Callable[[int], list[torch.Tensor]]
+
+
+@pytest.fixture(autouse=True)
+def _static_families(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No slices that another test made dynamic."""
+    from torch_bridge.ir import slice_families
+
+    before = {family: family.dynamic for family in slice_families.families()}
+    for family in before:
+        family.dynamic = False
+    executor.clear_cache()
+    yield
+    for family, dynamic in before.items():
+        family.dynamic = dynamic
+    executor.clear_cache()
+
+
+def _compiled() -> int:
+    found: Any = met.metric_data("CompileTime")
+    return int(found[0]) if found else 0
+
+
+def _run(make: Callable[[str], Step], device: str, steps: int) -> tuple[list[torch.Tensor], list[int]]:
+    """What each step gives, and how many programs were compiled until its end."""
+    torch.manual_seed(0)
+    random.seed(0)
+    step, found, counts, before = make(device), [], [], _compiled()
+    for k in range(steps):
+        found += [t.detach().cpu().clone() for t in step(k)]
+        torch_xla.sync()
+        counts.append(_compiled() - before)
+    return found, counts
+
+
+def _sgd(module: nn.Module, loss: torch.Tensor) -> list[torch.Tensor]:
+    for p in module.parameters():
+        p.grad = None
+    loss.backward()
+    with torch.no_grad():
+        for p in module.parameters():
+            p.sub_(p.grad, alpha=0.1)
+    return [loss, *module.parameters()]
+
+
+def _batches(device: str) -> Step:
+    x, y, model = torch.randn(64, 6).to(device), torch.randint(0, 3, (64,)).to(device), nn.Linear(6, 3).to(device)
+    return lambda k: _sgd(model, nn.functional.cross_entropy(model(x[4 * k : 4 * k + 4]), y[4 * k : 4 * k + 4]))
+
+
+def _windows(device: str) -> Step:
+    """Ids and labels of a language model, one apart."""
+    data, model = torch.randint(0, 20, (99,)).to(device), nn.Sequential(nn.Embedding(20, 8), nn.Linear(8, 20)).to(device)
+
+    def step(k: int) -> list[torch.Tensor]:
+        rows = [random.randint(0, 90) for _ in range(3)]
+        ids, labels = torch.stack([data[i : i + 8] for i in rows]), torch.stack([data[i + 1 : i + 9] for i in rows])
+        return _sgd(model, nn.functional.cross_entropy(model(ids).flatten(0, 1), labels.view(-1)))
+
+    return step
+
+
+def _rows(device: str) -> Step:
+    x, model = torch.randn(9, 4, 6).to(device), nn.Linear(6, 3).to(device)
+    return lambda k: _sgd(model, model(x[k]).square().mean())
+
+
+def _crops(device: str) -> Step:
+    images, conv = torch.randn(2, 3, 9, 9).to(device), nn.Conv2d(3, 2, 3).to(device)
+
+    def step(k: int) -> list[torch.Tensor]:
+        i, j = random.randint(0, 4), random.randint(0, 4)
+        return _sgd(conv, conv(images[:, :, i : i + 5, j : j + 5]).square().mean())
+
+    return step
+
+
+def _gradients(device: str) -> Step:
+    w = torch.randn(20, 3).to(device).requires_grad_()
+
+    def step(k: int) -> list[torch.Tensor]:
+        w.grad = None
+        loss = (w[k : k + 4].sin() * w[k + 1 : k + 5]).sum() + w[k].square().sum() + w[3:5].sum()
+        loss.backward()
+        assert w.grad is not None
+        return [loss, w.grad]
+
+    return step
+
+
+def _queue(device: str) -> Step:
+    """As MoCo's: columns are overwritten, one block after the other."""
+    queue, new = torch.randn(5, 12).to(device), torch.randn(9, 5, 4).to(device)
+
+    def step(k: int) -> list[torch.Tensor]:
+        at = 4 * k % 12
+        similar = new[k].t() @ queue
+        queue[:, at : at + 4] = new[k]
+        return [similar, queue]
+
+    return step
+
+
+def _ring(device: str) -> Step:
+    rows, counts = torch.zeros(7, 3).to(device), torch.zeros(7, dtype=torch.int64).to(device)
+
+    def step(k: int) -> list[torch.Tensor]:
+        rows[k % 7] = torch.arange(3.0, device=device) * k
+        counts[k % 7] += k + 1
+        rows[(k + 3) % 7, 1] *= 2
+        return [rows, counts]
+
+    return step
+
+
+def _shifted(device: str) -> Step:
+    """Written are other places than are read."""
+    x = torch.arange(40.0).reshape(20, 2).to(device)
+
+    def step(k: int) -> list[torch.Tensor]:
+        x[k + 1 : k + 5] = x[k : k + 4].clone()
+        return [x]
+
+    return step
+
+
+def _half(device: str) -> Step:
+    x, y = torch.randn(12, 4).bfloat16().to(device), torch.zeros(12, 4).bfloat16().to(device)
+
+    def step(k: int) -> list[torch.Tensor]:
+        y[k : k + 3] = x[k + 1 : k + 4].float() * 2
+        return [y, x[k : k + 2].sum()]
+
+    return step
+
+
+def _scatters(device: str) -> Step:
+    x = torch.zeros(12, 4).to(device)
+
+    def step(k: int) -> list[torch.Tensor]:
+        return [x.slice_scatter(x[:2] + k, 0, k, k + 2), x.select_scatter(x[0] + k, 0, k), torch.narrow_copy(x, 0, k, 2)]
+
+    return step
+
+
+MOVING = [_batches, _windows, _rows, _crops, _gradients, _queue, _ring, _shifted, _half, _scatters]
+
+
+@pytest.mark.parametrize("make", MOVING)
+def test_starts_that_change_between_steps(make: Callable[[str], Step]) -> None:
+    found, counts = _run(make, "xla", 8)
+    expected, _ = _run(make, "cpu", 8)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    assert counts[3:] == [counts[3]] * 5, f"programs after each step: {counts}"
+
+
+def test_a_second_start_is_enough() -> None:
+    assert _run(_batches, "xla", 6)[1] == [1, 2, 2, 2, 2, 2]
+
+
+def test_starts_that_stay_are_constants() -> None:
+    """Of a loop within a step, too."""
+
+    def make(device: str) -> Step:
+        x, cell = torch.randn(3, 6, 4).to(device), nn.GRUCell(4, 4).to(device)
+
+        def step(k: int) -> list[torch.Tensor]:
+            h = torch.zeros(3, 4, device=device)
+            for t in range(5):
+                h = cell(x[:, t], h)
+            return _sgd(cell, h.square().sum())
+
+        return step
+
+    assert _run(make, "xla", 4)[1] == [1, 1, 1, 1]
+    targets = {n.target for graph in executor.last_graphs() for n in graph.nodes}
+    assert torch.ops.aten.select.int in targets and torch.ops.aten.select_copy.int not in targets
+
+
+def test_slices_of_two_lines_that_are_alike_keep_their_own_programs() -> None:
+    x = torch.arange(12.0).to("xla")
+    before = _compiled()
+    for _ in range(2):
+        first = x[0:4] * 2
+        torch_xla.sync()
+        second = x[4:8] * 2
+        torch_xla.sync()
+    assert first.tolist() == [0, 2, 4, 6] and second.tolist() == [8, 10, 12, 14]
+    assert _compiled() - before == 2
+    assert all(n.target is not torch.ops.aten.narrow_copy.default for graph in executor.last_graphs() for n in graph.nodes)
+
+
+def test_slices_with_gaps_have_a_program_for_each_start() -> None:
+    x = torch.arange(12.0).to("xla")
+    before = _compiled()
+    for k in range(3):
+        y = x[k : k + 8 : 2] * 2
+        assert y.tolist() == [2 * k, 2 * k + 4, 2 * k + 8, 2 * k + 12]
+    assert _compiled() - before == 3
+
+
+def test_writes_where_it_reads_are_done_in_place() -> None:
+    x = torch.arange(12.0).to("xla")
+    for k in range(3):
+        x[k : k + 4] *= 2
+        torch_xla.sync()
+    (graph,) = [g for g in executor.last_graphs() if any(n.target is torch.ops.aten.narrow_copy.default for n in g.nodes)]
+    overlapping_writes.mark(graph)
+    (write,) = [n for n in graph.nodes if n.target is torch.ops.aten.slice_scatter.default]
+    assert overlapping_writes.APART not in write.meta
+    assert x.tolist() == [0, 4, 16, 24, 16, 10, 6, 7, 8, 9, 10, 11]
+
+
+def test_captured_modules_have_constants() -> None:
+    """What a graph is made of does not depend on what ran before."""
+    x = torch.arange(12.0).to("xla")
+    for k in range(3):
+        _ = x[k : k + 4] * 2
+        torch_xla.sync()
+    module = nn.Module()
+    module.forward = lambda x: x[5:9] * 2
+    graph = torch_bridge.capture(module, x).graph
+    assert torch.ops.aten.slice.Tensor in {n.target for n in graph.nodes}
+
+
+def test_an_op_in_place_sees_where_views_overlap() -> None:
+    """What torch refuses depends on where views start, which the signature of an op leaves out."""
+    x = torch.arange(12.0).to("xla")
+    x[0:4].add_(x[4:8])
+    with pytest.raises(RuntimeError, match="single memory location"):
+        x[0:4].add_(x[1:5])
+    assert x.tolist() == [4, 6, 8, 10, 4, 5, 6, 7, 8, 9, 10, 11]
