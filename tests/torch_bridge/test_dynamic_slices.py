@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,27 +13,13 @@ import torch_xla.debug.metrics as met
 from torch import nn
 
 import torch_bridge
+from tests.torch_bridge.slices import static_families  # noqa: F401
 from torch_bridge.compiler import overlapping_writes
 from torch_bridge.runtime import executor
 
 torch_bridge.register()
 
 Step = Callable[[int], list[torch.Tensor]]
-
-
-@pytest.fixture(autouse=True)
-def _static_families(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No slices that another test made dynamic."""
-    from torch_bridge.ir import slice_families
-
-    before = {family: family.dynamic for family in slice_families.families()}
-    for family in before:
-        family.dynamic = False
-    executor.clear_cache()
-    yield
-    for family, dynamic in before.items():
-        family.dynamic = dynamic
-    executor.clear_cache()
 
 
 def _compiled() -> int:

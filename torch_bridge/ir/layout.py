@@ -102,6 +102,12 @@ def repeats_entries(size: tuple[int, ...], stride: tuple[int, ...]) -> bool:
     return any(s == 0 and n > 1 for n, s in zip(size, stride, strict=True))
 
 
+def in_order(of: Layout) -> bool:
+    """Whether the elements lie in the order of the dims, maybe with gaps between them: a contiguous copy lies as they do."""
+    strides = [s for n, s in zip(of.size, of.stride, strict=True) if n != 1]
+    return not (of.conj or of.neg) and all(strides) and strides == sorted(strides, reverse=True)
+
+
 def is_dense(size: tuple[int, ...], stride: tuple[int, ...]) -> bool:
     """True if the elements fill a block without gaps or overlap, in some order of the dims."""
     expected = 1

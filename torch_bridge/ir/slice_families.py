@@ -93,8 +93,3 @@ def recorded(entry: Entry) -> tuple[Entry, tuple[int, ...]]:
     """An entry as it is recorded from now on, and its numbers."""
     family = entry.family
     return (entry, ()) if family is None or not family.dynamic else (family.entry, entry.start)
-
-
-def families() -> list[SliceFamily]:
-    """All that there are."""
-    return list(_FAMILIES.values())

@@ -90,6 +90,11 @@ def read_entries(base: Layout, view: Layout) -> tuple[Entry, ...]:
     return found
 
 
+def moves(base: Layout, view: Layout) -> bool:
+    """Whether a view is a slice that starts elsewhere in other steps."""
+    return any(entry.family is not None and entry.family.dynamic for entry in read_entries(base, view))
+
+
 def write_entries(base: Layout, view: Layout) -> WriteChain:
     """Entries that write a value of `view` into a value in `base` layout, leaving the rest."""
     found = _WRITES.get((base, view))

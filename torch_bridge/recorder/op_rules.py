@@ -159,7 +159,7 @@ def to_copy(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str
 def clone(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A new storage with the same value; the bytes are copied only when one of the two is written."""
     src: XLATensor = args[0]
-    base = _clone_layout(src._layout, kwargs.get("memory_format"))
+    base = _clone_layout(src._layout.anchor, kwargs.get("memory_format"))
     if src._storage.constant:
         return make(base, Storage(base, fill=src._storage.fill))
     return fresh(STATE.session.current, base, read(src))

@@ -17,6 +17,8 @@ from torch.utils import _pytree
 
 from torch_bridge.guards import calls
 from torch_bridge.guards.observer import Observer
+from torch_bridge.ir import view_entries
+from torch_bridge.ir.layout import in_order
 from torch_bridge.ir.segment import Storage
 from torch_bridge.mesh import random_state
 from torch_bridge.recorder import autograd_engine as backward_passes
@@ -136,11 +138,36 @@ class Call:
     def _ids_of_every(self) -> set[int]:
         return set(map(id, self.every))
 
-    def key(self) -> Any:
-        """What calls of one kind have in common, beside what their forward reads (`guards`)."""
+    def key(self, anywhere: bool = False) -> Any:
+        """What calls of one kind have in common, beside what their forward reads (`guards`). anywhere: without where arguments start in their storages."""
         plain = tuple(x if isinstance(x, torch.Tensor) else recordings.described(x) for x in self.leaves if not isinstance(x, torch.Tensor))
-        facts = tuple((t._layout, t.requires_grad, _linked(t._storage), getattr(t, "_is_param", False)) for t in self.tensors)
+        layouts = [t._layout.anchor if anywhere else t._layout for t in self.tensors]
+        facts = tuple(
+            (lies, t.requires_grad, _linked(t._storage), getattr(t, "_is_param", False))
+            for lies, t in zip(layouts, self.tensors, strict=True)
+        )
         return self.spec, plain, tuple(self.places), self.ambient, facts
+
+    def sliced(self) -> list[int]:
+        """Which arguments are slices that start elsewhere in other steps; none if copies of them would not lie as they do, or have gradients of their own."""
+        found = [k for k, t in enumerate(self.tensors) if t._layout.offset and view_entries.moves(t._storage.layout, t._layout)]
+        return found if all(not self.tensors[k].requires_grad and in_order(self.tensors[k]._layout) for k in found) else []
+
+    def only_reads(self, kind: Kind, places: Sequence[int]) -> bool:
+        """Whether calls of a kind, which was recorded on arguments that may start elsewhere, do the same on copies of some of them, as far as anybody sees."""
+        self.holding(kind.holding())
+        if not kind.forwards or self.lies() != kind.lies:
+            return False
+        forward = kind.forwards[0]
+        if forward.tape.asked or output_trees.gives_back(forward.rest):
+            return False
+        written = forward.tape.written()
+        return all(id(self.tensors[k]) not in self.held_arguments and self.numbers[k] not in written for k in places)
+
+    def on_copies(self, places: Sequence[int]) -> Call:
+        """The same call with copies of some arguments."""
+        args, kwargs = self.on([t.detach().clone() if k in places else t for k, t in enumerate(self.tensors)])
+        return Call(self.player, args, kwargs)
 
     def lies(self) -> Any:
         """How what is given lies in memory: which tensors share it, the layouts of their storages, and of the tensors that the module holds."""

@@ -156,6 +156,7 @@ class Player:
         self._module = weakref.ref(module)
         self._before = module.__dict__.get("forward")
         self._kinds: dict[Any, list[Kind]] = {}
+        self._sliced: dict[Any, Kind] = {}
         self._patience = PATIENCE
         self._others = 0
         self._reasons: Counter[str] = Counter()
@@ -247,6 +248,7 @@ class Player:
         if not self.off:
             self.off = reason
             self._kinds.clear()
+            self._sliced.clear()
             self._say("torch_bridge.optimize: %s is recorded op by op from now on: %s", self.name, reason)
 
     def _put_off(self, reason: str) -> None:
@@ -376,8 +378,13 @@ class Player:
             return None
         try:
             key = call.key()
-            if self.warm_up and not self._is_warm(key):
+            sliced = call.sliced()
+            common = call.key(anywhere=True) if sliced else key
+            if self.warm_up and not self._is_warm(common):
                 return None
+            if sliced and self._read_elsewhere(call, common, sliced):
+                call = call.on_copies(sliced)
+                key, sliced = call.key(), []
             kinds = self._kinds.setdefault(key, [])
             alike = 0
             for kind in kinds:
@@ -409,7 +416,15 @@ class Player:
         again = next((kind for kind in kinds if kind.conditions is None and kind.unread), None)
         if again is None:
             kinds.append(again := Kind())
+        if sliced:
+            self._sliced[common] = again
         return call, again
+
+    def _read_elsewhere(self, call: Call, common: Any, sliced: Sequence[int]) -> bool:
+        """Whether a call on slices was recorded on others, which start elsewhere (`data[i : i + 32]`), and only read them: then it is made on copies of these,
+        so that all are of one kind."""
+        known = [*self._kinds.get(common, ()), *([self._sliced[common]] if common in self._sliced else ())]
+        return any(kind.conditions is not None and kind.conditions.hold() and call.only_reads(kind, sliced) for kind in known)
 
     def _is_warm(self, key: Any) -> bool:
         """Whether so many calls of this kind have come that it pays to look at them. Counts this one."""
