@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 import torch_bridge
+from tests.torch_bridge.changing_numbers import static_families  # noqa: F401
 from tests.torch_bridge.decoders import WORDS, llama
 from tests.torch_bridge.replaying import Ruled, compile_fast, descend, player  # noqa: F401
-from tests.torch_bridge.slices import static_families  # noqa: F401
 from torch_bridge.runtime import executor
 
 CALLS = 24

@@ -18,7 +18,7 @@ _READS = {
     aten.slice_scatter.default: (aten.slice.Tensor, aten.narrow_copy.default),
     aten.select_scatter.default: (aten.select.int, aten.select_copy.int),
 }
-"""By the op that writes a part of a tensor, those that read it: the second one where the start is an input (`passes.dynamic_slices`)."""
+"""By the op that writes a part of a tensor, those that read it: the second one where the start is an input (`passes.automatic_dynamic`)."""
 APART = "apart"
 """Of a node's `meta`: True if what it writes is made from other places of what it writes into."""
 

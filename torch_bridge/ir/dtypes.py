@@ -75,6 +75,11 @@ class Scalar:
         return f"Scalar({self.kind.__name__})"
 
 
+def plain(x: int | float | Scalar) -> Any:
+    """What a lowering computes with: a Python number as it is, a `Scalar`'s array."""
+    return x.value if isinstance(x, Scalar) else x
+
+
 SchemaScalar: TypeAlias = int | float | complex | Scalar
 
 

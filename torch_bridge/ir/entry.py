@@ -10,7 +10,7 @@ import torch
 from torch_bridge.ir.layout import Layout
 
 if TYPE_CHECKING:
-    from torch_bridge.ir.slice_families import SliceFamily
+    from torch_bridge.ir.number_families import NumberFamily
 
 
 class Slot:
@@ -38,10 +38,11 @@ class Entry:
     op, args, kwargs: the call, with `Slot`s and `Lift`s. outs: base layouts of its results (None: undefined).
     paths: where each result sits in what the op returns (an empty path: it is all of it). axes: mesh axes along which a random op draws anew.
     casts: for a result written into a tensor of another dtype, that dtype. rng: draws random numbers. lifted: the types of its lifted numbers in order, once
-    they have been found (`graph.lifted_kinds`). family: of a slice, those that differ from it in their start alone; start: where this one starts.
+    they have been found (`graph.lifted_kinds`). family: those that differ from it in numbers alone, such as where a slice starts; numbers: its own, None if
+    they are lifted.
     """
 
-    __slots__ = ("_varied", "args", "axes", "casts", "family", "kwargs", "lifted", "n_outs", "op", "outs", "paths", "rng", "start")
+    __slots__ = ("_varied", "args", "axes", "casts", "family", "kwargs", "lifted", "n_outs", "numbers", "op", "outs", "paths", "rng")
 
     def __init__(
         self, op: torch._ops.OpOverload, args: Any, kwargs: Any, outs: tuple[Layout | None, ...], casts: Any = (), rng: bool = False
@@ -56,8 +57,8 @@ class Entry:
         self.rng = rng
         self.axes: tuple[str, ...] = ()
         self.lifted: list[type] | None = None
-        self.family: SliceFamily | None = None
-        self.start: tuple[int, ...] = ()
+        self.family: NumberFamily | None = None
+        self.numbers: tuple[Any, ...] | None = None
         self._varied: dict[tuple[str, ...], Entry] = {}
 
     def varied(self, axes: tuple[str, ...]) -> Entry:

@@ -18,7 +18,7 @@ import torch
 from torch_bridge import source
 from torch_bridge.errors import DeadTensorError
 from torch_bridge.identity import all_are, any_is, same
-from torch_bridge.ir import slice_families
+from torch_bridge.ir import number_families
 from torch_bridge.ir.entry import Entry
 from torch_bridge.ir.layout import Layout
 from torch_bridge.ir.view_entries import constant_entry, full_entry, read_entries, write_entries
@@ -465,12 +465,12 @@ class Segment:
         self.overwritten = [(ref, array) for ref, array in self.overwritten if ref() is not storage]
         self.holders = {leaf: ref for leaf, ref in self.holders.items() if ref() is not storage}
 
-    def _dynamic(self, entry: Entry, ids: tuple[int, ...]) -> tuple[Entry, tuple[int, ...], tuple[int, ...]]:
+    def _dynamic(self, entry: Entry, ids: tuple[int, ...]) -> tuple[Entry, tuple[int, ...], tuple[Any, ...]]:
         """A read or a write of a view as it is recorded: entry, inputs and numbers."""
         if entry.family is None or self.capture:
             return entry, ids, ()
-        entry, start = slice_families.recorded(entry)
-        return entry, ids, start
+        entry, numbers = number_families.recorded(entry)
+        return entry, ids, numbers
 
     def write_view(self, storage: Storage, view: Layout, vid: int) -> None:
         """Write a value through a view."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from torch_bridge.ir import slice_families
+from torch_bridge.ir import number_families
 from torch_bridge.ir.entry import Entry, Lift, Slot
 from torch_bridge.ir.layout import Layout, Step, layout, read_steps, repeats_entries
 
@@ -44,7 +44,7 @@ def step_entry(op: torch._ops.OpOverload, inputs: tuple[Layout, ...], args: tupl
         slots = tuple(Slot(i) for i in range(len(inputs)))
         entry = Entry(op, (*slots, *args), kwargs, (layout(tuple(out.shape), None, 0, out.dtype),))
         if not kwargs:
-            slice_families.join(entry, inputs, args)
+            number_families.join(entry, inputs)
         _STEP_ENTRIES[key] = entry
     return entry
 

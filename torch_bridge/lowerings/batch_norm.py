@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import torch
 from jax import lax
 
+from torch_bridge.ir import dtypes
 from torch_bridge.lowerings._opmath import wide_dtype, widen
 from torch_bridge.lowerings.normalization import mean_and_centred
 from torch_bridge.lowerings.registry import lowering
@@ -42,8 +43,12 @@ def _scale_shift(hat: jax.Array, weight: OptArray, bias: OptArray, x: jax.Array)
     return (hat if bias is None else hat + _channels(bias, x)).astype(x.dtype)
 
 
-def _updated(running: OptArray, new: jax.Array, momentum: float) -> OptArray:
-    return None if running is None else (momentum * new + (1 - momentum) * widen(running)).astype(running.dtype)
+def _updated(running: OptArray, new: jax.Array, momentum: float | dtypes.Scalar) -> OptArray:
+    if running is None:
+        return None
+    share = dtypes.plain(momentum)
+    new_share, old_share = (dtypes.cast(v, new.dtype) for v in (share, 1 - share))
+    return (new_share * new + old_share * widen(running)).astype(running.dtype)
 
 
 def _batch_norm(
@@ -53,7 +58,7 @@ def _batch_norm(
     running_mean: jax.Array | None,
     running_var: jax.Array | None,
     training: bool,
-    momentum: float,
+    momentum: float | dtypes.Scalar,
     eps: float,
 ) -> tuple[Any, ...]:
     """Output, saved mean and inverse deviation (float32 for half precision, as in torch's meta kernels), new running mean and variance."""
@@ -86,7 +91,7 @@ def batch_norm_functional(
     running_mean: jax.Array | None,
     running_var: jax.Array | None,
     training: bool,
-    momentum: float,
+    momentum: float | dtypes.Scalar,
     eps: float,
 ) -> tuple[Any, ...]:
     return _batch_norm(input, weight, bias, running_mean, running_var, training, momentum, eps)
@@ -100,7 +105,7 @@ def native_batch_norm(
     running_mean: jax.Array | None,
     running_var: jax.Array | None,
     training: bool,
-    momentum: float,
+    momentum: float | dtypes.Scalar,
     eps: float,
 ) -> tuple[Any, ...]:
     _refuse_update("native_batch_norm", training, running_mean)
@@ -115,7 +120,7 @@ def native_batch_norm_legit(
     running_mean: jax.Array | None,
     running_var: jax.Array | None,
     training: bool,
-    momentum: float,
+    momentum: float | dtypes.Scalar,
     eps: float,
 ) -> tuple[Any, ...]:
     _refuse_update("_native_batch_norm_legit", training, running_mean)
@@ -136,7 +141,7 @@ def native_batch_norm_no_training(
     bias: jax.Array | None,
     running_mean: jax.Array | None,
     running_var: jax.Array | None,
-    momentum: float,
+    momentum: float | dtypes.Scalar,
     eps: float,
 ) -> tuple[Any, ...]:
     return _batch_norm(input, weight, bias, running_mean, running_var, False, momentum, eps)[:3]
@@ -149,7 +154,7 @@ def batch_norm_with_update_functional(
     bias: jax.Array | None,
     running_mean: jax.Array | None,
     running_var: jax.Array | None,
-    momentum: float,
+    momentum: float | dtypes.Scalar,
     eps: float,
 ) -> tuple[Any, ...]:
     out, mean, invstd, new_mean, new_var = _batch_norm(input, weight, bias, running_mean, running_var, True, momentum, eps)
@@ -163,7 +168,7 @@ def batch_norm_no_update(
     bias: jax.Array | None,
     running_mean: jax.Array | None,
     running_var: jax.Array | None,
-    momentum: float,
+    momentum: float | dtypes.Scalar,
     eps: float,
 ) -> tuple[Any, ...]:
     training = running_mean is None or running_var is None
@@ -251,7 +256,7 @@ def batch_norm_gather_stats_with_counts(
     invstd: jax.Array,
     running_mean: jax.Array | None,
     running_var: jax.Array | None,
-    momentum: float,
+    momentum: float | dtypes.Scalar,
     eps: float,
     counts: Array,
 ) -> tuple[Any, ...]:

@@ -21,15 +21,18 @@ _FACTORS = (0x7FEB352D, 0x846CA68B)
 """Of the hash `lowbias32`, which maps 32 bits to 32 bits one to one; each bit of its result depends on each of its argument."""
 
 
-def keep_mask(key: jax.Array, p: float, shape: tuple[int, ...]) -> jax.Array:
+def keep_mask(key: jax.Array, p: float | dtypes.Scalar, shape: tuple[int, ...]) -> jax.Array:
     """A boolean mask that is True with probability `1 - p`, from 32 bits an element: a hash of the key and the element's number.
 
     Every element's bits are computed from its number alone, so XLA computes them where the mask is read, forward and backward, and keeps nothing. XLA's own
     generator (Philox) makes four words at a time, and on CPUs computes all four for each.
     """
-    if p >= 1:
+    if isinstance(p, dtypes.Scalar):
+        threshold = jnp.round(p.value * 2.0**32).astype(jnp.uint32)
+    elif p >= 1:
         return jnp.zeros(shape, jnp.bool_)
-    threshold = jnp.uint32(min(round(p * 2**32), 2**32 - 1))
+    else:
+        threshold = jnp.uint32(min(round(p * 2**32), 2**32 - 1))
     count = math.prod(shape)
     if count >= 2**32 or not random_keys.is_counted(key):
         return jax.random.bits(key, shape, jnp.uint32) >= threshold
@@ -49,15 +52,16 @@ def keep_scale(p: float) -> float:
 
 
 @lowering(aten.native_dropout.default, rng=True)
-def native_dropout(input: jax.Array, p: float, train: bool | None, *, key: jax.Array) -> tuple[jax.Array, jax.Array]:
-    if train is False or p == 0:
+def native_dropout(input: jax.Array, p: float | dtypes.Scalar, train: bool | None, *, key: jax.Array) -> tuple[jax.Array, jax.Array]:
+    if train is False or (not isinstance(p, dtypes.Scalar) and p == 0):
         return input, jnp.ones(input.shape, jnp.bool_)
+    scale = dtypes.Scalar(float, 1 / (1 - p.value)) if isinstance(p, dtypes.Scalar) else keep_scale(p)
     keep = keep_mask(key, p, input.shape)
-    return native_dropout_backward(input, keep, keep_scale(p)), keep
+    return native_dropout_backward(input, keep, scale), keep
 
 
 @lowering(aten.native_dropout_backward.default)
-def native_dropout_backward(grad_output: jax.Array, mask: jax.Array, scale: float) -> jax.Array:
+def native_dropout_backward(grad_output: jax.Array, mask: jax.Array, scale: float | dtypes.Scalar) -> jax.Array:
     """`grad * mask * scale`: a product, as in torch, so that NaN and inf in dropped places stay NaN."""
     g = widen(grad_output)
-    return (g * dtypes.cast(mask, g.dtype) * scale).astype(grad_output.dtype)
+    return (g * dtypes.cast(mask, g.dtype) * dtypes.cast(scale, g.dtype)).astype(grad_output.dtype)

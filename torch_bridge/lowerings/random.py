@@ -65,6 +65,11 @@ def _rounded(x: Array, dtype: torch.dtype) -> Array:
     return x.astype(dtypes.to_jax(dtype))
 
 
+def _as(x: Array, number: float | dtypes.Scalar) -> Array | float:
+    """A number beside `x`: in its dtype, as JAX takes Python's own."""
+    return number.value.astype(x.dtype) if isinstance(number, dtypes.Scalar) else number
+
+
 def _valid(x: Array, holds: Array) -> Array:
     """NaN where a parameter's value is none that torch accepts: to raise, as on the CPU, would stop the graph."""
     return jnp.where(holds, x, jnp.asarray(jnp.nan, x.dtype))
@@ -73,12 +78,14 @@ def _valid(x: Array, holds: Array) -> Array:
 # Uniform
 
 
-def _uniform(key: Key, shape: Shape, dtype: torch.dtype, low: float, high: float) -> Array:
+def _uniform(key: Key, shape: Shape, dtype: torch.dtype, low: float | dtypes.Scalar, high: float | dtypes.Scalar) -> Array:
     if dtype.is_complex:
         real = torch.float64 if dtype == torch.complex128 else torch.float32
         parts = _uniform(key, (2, *shape), real, low, high)
         return lax.complex(parts[0], parts[1])
     unit = _unit(key, shape, dtype)
+    if isinstance(low, dtypes.Scalar) or isinstance(high, dtypes.Scalar):
+        return _uniform_between(unit, dtype, dtypes.cast(low, jnp.float64), dtypes.cast(high, jnp.float64))
     if (low, high) == (0.0, 1.0):
         return _rounded(unit, dtype)
     x = _rounded(unit * (high - low) + low, dtype)
@@ -86,6 +93,13 @@ def _uniform(key: Key, shape: Shape, dtype: torch.dtype, low: float, high: float
     top = np.asarray(high).astype(x.dtype)
     below = jnp.nextafter(jnp.asarray(top), jnp.asarray(low, x.dtype)) if float(top) >= high else top
     return x if low == high else jnp.minimum(x, below)
+
+
+def _uniform_between(unit: Array, dtype: torch.dtype, low: Array, high: Array) -> Array:
+    """The same for bounds that are inputs of the program, the first below the second."""
+    x = _rounded(unit * (high - low).astype(unit.dtype) + low.astype(unit.dtype), dtype)
+    top = high.astype(x.dtype)
+    return jnp.minimum(x, jnp.where(top.astype(jnp.float64) >= high, jnp.nextafter(top, low.astype(x.dtype)), top))
 
 
 @lowering(aten.rand.default, aten.rand.generator, rng=True)
@@ -99,7 +113,9 @@ def _rand_like(self: Array, *, dtype: torch.dtype | None = None, key: Key) -> Ar
 
 
 @lowering(aten.uniform.default, rng=True)
-def _uniform_functional(self: Array, low: float = 0.0, high: float = 1.0, *, key: Key, **named: float) -> Array:
+def _uniform_functional(
+    self: Array, low: float | dtypes.Scalar = 0.0, high: float | dtypes.Scalar = 1.0, *, key: Key, **named: float
+) -> Array:
     # `from` is a Python keyword, so callers that pass the schema's names arrive in `named`.
     low, high = named.get("from", low), named.get("to", high)
     return _uniform(key, self.shape, dtypes.to_torch(self.dtype), low, high)
@@ -119,12 +135,15 @@ def _randn_like(self: Array, *, dtype: torch.dtype | None = None, key: Key) -> A
 
 
 @lowering(aten.normal.float_float, rng=True)
-def _normal_float_float(mean: float, std: float, size: Shape, *, dtype: torch.dtype | None = None, key: Key) -> Array:
-    return _rounded(_gaussian(key, size, _default(dtype)) * std + mean, _default(dtype))
+def _normal_float_float(
+    mean: float | dtypes.Scalar, std: float | dtypes.Scalar, size: Shape, *, dtype: torch.dtype | None = None, key: Key
+) -> Array:
+    draws = _gaussian(key, size, _default(dtype))
+    return _rounded(draws * _as(draws, std) + _as(draws, mean), _default(dtype))
 
 
 @lowering(aten.normal_functional.default, rng=True)
-def _normal_functional(self: Array, mean: float = 0.0, std: float = 1.0, *, key: Key) -> Array:
+def _normal_functional(self: Array, mean: float | dtypes.Scalar = 0.0, std: float | dtypes.Scalar = 1.0, *, key: Key) -> Array:
     return _normal_float_float(mean, std, self.shape, dtype=dtypes.to_torch(self.dtype), key=key)
 
 
@@ -265,8 +284,10 @@ def _randperm(n: int, *, dtype: torch.dtype | None = torch.int64, key: Key) -> A
 # Discrete distributions with parameters
 
 
-def _flips(key: Key, shape: Shape, p: float) -> Array:
+def _flips(key: Key, shape: Shape, p: float | dtypes.Scalar) -> Array:
     """Booleans, true with probability p: one integer comparison per element, exact to 2^-32 (2^-64 for tiny p)."""
+    if isinstance(p, dtypes.Scalar):  # which is not tiny, and not nearly 1
+        return jax.random.bits(key, tuple(shape), jnp.uint32) < jnp.round(p.value * 2.0**32).astype(jnp.uint32)
     if p <= 0.0 or p >= 1.0:
         return jnp.full(tuple(shape), p >= 1.0)
     width, uint = (32, jnp.uint32) if p > 2.0**-16 else (64, jnp.uint64)
@@ -277,7 +298,7 @@ def _flips(key: Key, shape: Shape, p: float) -> Array:
 
 
 @lowering(aten.bernoulli.p, rng=True)
-def _bernoulli_p(self: Array, p: float, *, key: Key) -> Array:
+def _bernoulli_p(self: Array, p: float | dtypes.Scalar, *, key: Key) -> Array:
     return dtypes.cast(_flips(key, self.shape, p), self.dtype)
 
 

@@ -56,7 +56,7 @@ def flip(self: Array, dims: Sequence[int]) -> Array:
 
 
 @lowering(aten.roll.default)
-def roll(self: Array, shifts: Sequence[int], dims: Sequence[int] = ()) -> Array:
+def roll(self: Array, shifts: Sequence[int | dtypes.Scalar], dims: Sequence[int] = ()) -> Array:
     """Without `dims` the flattened tensor rolls."""
     if not dims:
         return roll(self.reshape(-1), shifts, [0]).reshape(self.shape) if self.ndim else self
@@ -64,6 +64,9 @@ def roll(self: Array, shifts: Sequence[int], dims: Sequence[int] = ()) -> Array:
     for shift, dim in zip(shifts, dims, strict=True):
         dim = wrap_dim(dim, x.ndim)
         size = x.shape[dim] if x.ndim else 0
+        if isinstance(shift, dtypes.Scalar):
+            x = lax.dynamic_slice_in_dim(lax.concatenate([x, x], dim), -shift.value % size, size, dim) if size else x
+            continue
         cut = -shift % size if size else 0
         if cut:
             x = lax.concatenate([lax.slice_in_dim(x, cut, size, 1, dim), lax.slice_in_dim(x, 0, cut, 1, dim)], dim)
@@ -76,13 +79,13 @@ def rot90(self: Array, k: int = 1, dims: Sequence[int] = (0, 1)) -> Array:
 
 
 @lowering(aten.tril.default)
-def tril(self: Array, diagonal: int = 0) -> Array:
-    return jnp.where(_column_minus_row(self) <= diagonal, self, jnp.zeros((), self.dtype))
+def tril(self: Array, diagonal: int | dtypes.Scalar = 0) -> Array:
+    return jnp.where(_column_minus_row(self) <= dtypes.plain(diagonal), self, jnp.zeros((), self.dtype))
 
 
 @lowering(aten.triu.default)
-def triu(self: Array, diagonal: int = 0) -> Array:
-    return jnp.where(_column_minus_row(self) >= diagonal, self, jnp.zeros((), self.dtype))
+def triu(self: Array, diagonal: int | dtypes.Scalar = 0) -> Array:
+    return jnp.where(_column_minus_row(self) >= dtypes.plain(diagonal), self, jnp.zeros((), self.dtype))
 
 
 def _column_minus_row(x: Array) -> Array:

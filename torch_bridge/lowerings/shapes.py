@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -158,11 +157,6 @@ def squeeze_dims(self: Array, dim: Sequence[int]) -> Array:
 @lowering(aten.unsqueeze_copy.default)
 def unsqueeze(self: Array, dim: int) -> Array:
     return jnp.expand_dims(self, dim)
-
-
-def start_at(start: int | dtypes.Scalar) -> Any:
-    """Where a part of a tensor starts: a Python number, or an array without dims (not negative) if it is an input of the program."""
-    return start.value if isinstance(start, dtypes.Scalar) else start
 
 
 @lowering(aten.select.int, view=True)

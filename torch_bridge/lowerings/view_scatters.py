@@ -16,7 +16,7 @@ from jax import lax
 
 from torch_bridge.ir import dtypes
 from torch_bridge.lowerings.registry import lowering
-from torch_bridge.lowerings.shapes import diagonal_span, slice_bounds, start_at, strided_positions, unfold, wrap_dim
+from torch_bridge.lowerings.shapes import diagonal_span, slice_bounds, strided_positions, unfold, wrap_dim
 
 aten = torch.ops.aten
 Array = jax.Array
@@ -32,7 +32,7 @@ def pad_dim(x: Array, dim: int, low: int, high: int, interior: int = 0) -> Array
 def _replace(x: Array, part: Array, first: int | dtypes.Scalar, dim: int, apart: bool) -> Array:
     """`x` with a part of it from `first` on replaced along one dim. apart: in a new array."""
     if not apart:
-        return lax.dynamic_update_slice_in_dim(x, part, start_at(first), dim)
+        return lax.dynamic_update_slice_in_dim(x, part, dtypes.plain(first), dim)
     if isinstance(first, dtypes.Scalar):
         position = lax.broadcasted_iota(jnp.int64, x.shape, dim) - first.value
         return jnp.where((position >= 0) & (position < part.shape[dim]), _spread(part, x.shape, first, dim), x)

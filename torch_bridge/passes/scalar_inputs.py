@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from torch_bridge.ir.number_families import SLICES
 from torch_bridge.source import NOWHERE, Source
 
 Numbers = Sequence[tuple[int, tuple[Any, ...]]]
@@ -60,7 +61,7 @@ def share(
 
 def _kind(entry: Any) -> Any:
     """What places of a number have in common: their op, or that a slice starts there, to be read or written."""
-    return "start" if entry.family is not None else entry.op
+    return "start" if entry.op in SLICES else entry.op
 
 
 def _labels(nodes: Any, sources: Sequence[Source], numbers: Numbers, kind: type, coarser: Sequence[Slots]) -> list[Any]:

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map
 
 from torch_bridge import lowerings
 from torch_bridge.errors import locate
-from torch_bridge.ir import slice_families
+from torch_bridge.ir import number_families
 from torch_bridge.ir.entry import Entry, Lift, Slot
 from torch_bridge.ir.layout import Layout, base_of_meta, layout, of_meta
 from torch_bridge.ir.segment import LOCK, Segment
@@ -215,12 +215,8 @@ def _decide(call_info: Info, args: tuple[Any, ...], kwargs: dict[str, Any]) -> C
         return _plan_mutation(call_info, target, found, args, kwargs)
     outs: list[Layout | None] = []
     returns = _describe_results(out, outs)
-    entry = _entry(target, found, args, kwargs, tuple(outs))
-    entry.paths = _paths(returns)
-    if not kwargs:
-        leading = next((i for i, a in enumerate(args) if not isinstance(a, XLATensor)), len(args))
-        slice_families.join(entry, [flat(t._layout) for t in args[:leading]], args[leading:])
-    return Call(_run_functional if entry.family is None else _run_slice, entry, returns)
+    entry = _entry(target, found, args, kwargs, tuple(outs), _paths(returns))
+    return Call(_run_functional, entry, returns)
 
 
 def _describe_results(out: object, outs: list[Layout | None]) -> Any:
@@ -257,9 +253,11 @@ def _entry(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     outs: tuple[Layout | None, ...],
+    paths: tuple[tuple[int, ...], ...],
     casts: Sequence[torch.dtype | None] = (),
 ) -> Entry:
     counts = [0, 0]
+    inputs: list[Layout] = []
     lift = found is not None and found.lift
     scalar = info(target).scalar
     names = info(target).names
@@ -267,18 +265,23 @@ def _entry(
     def template(x: object, is_scalar: bool) -> Any:
         if isinstance(x, torch.Tensor):
             counts[0] += 1
+            inputs.append(flat(of_meta(x)))
             return Slot(counts[0] - 1)
         if isinstance(x, (list, tuple)):
             return [template(y, is_scalar) for y in x]
-        if is_scalar and type(x) in (int, float):
+        if lift and is_scalar and type(x) in (int, float):
             counts[1] += 1
-            return Lift(counts[1] - 1, type(x)) if lift else x
+            return Lift(counts[1] - 1, type(x))
         return x
 
     targs = tuple(template(a, names[i] in scalar) for i, a in enumerate(args))
     tkwargs = {n: template(a, n in scalar) for n, a in kwargs.items() if n not in DROPPED}
     draws = found is not None and found.rng and not _never_drops(names, args, kwargs)
-    return Entry(target, targs, tkwargs, outs, casts, draws)
+    entry = Entry(target, targs, tkwargs, outs, casts, draws)
+    entry.paths = paths
+    if not counts[1]:
+        number_families.join(entry, inputs)
+    return entry
 
 
 def _never_drops(names: list[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -329,8 +332,7 @@ def _plan_mutation(
     written = [_written_as(result, t.dtype) for result, t in zip(results[n_new:], form.targets, strict=True)]
     outs = (*results[:n_new], *(of for of, _ in written))
     casts = (*[None] * n_new, *(cast for _, cast in written))
-    entry = _entry(target, found, form.args, form.kwargs, outs, casts if any(casts) else ())
-    entry.paths = _paths(returns)
+    entry = _entry(target, found, form.args, form.kwargs, outs, _paths(returns), casts if any(casts) else ())
     call = Call(_run_out if form.is_out else _run_mutation, entry)
     if n_new:
         call.returns = returns[:n_new] if isinstance(returns, list) else returns
@@ -416,6 +418,9 @@ def _emit(call: Call, tensors: list[XLATensor], numbers: list[Any], kwargs: dict
             ids.append(segment.read(storage, t._layout))
     entry = call.entry
     assert entry is not None
+    if entry.family is not None and not segment.capture:
+        entry, found = number_families.recorded(entry)
+        numbers = [*found]
     draw = draw_for(kwargs) if call.draws else None
     return segment, segment.emit(entry, tuple(ids), tuple(numbers), draw)
 
@@ -424,15 +429,6 @@ def draw_for(kwargs: dict[str, Any] | None) -> tuple[Any, ...]:
     """(seed, offset[, mesh axes]) of the next random draw, from `generator=` if the call names one."""
     generator = kwargs.get("generator") if kwargs else None
     return random_state.of_generator(generator).take()
-
-
-def _run_slice(call: Call, func: Op, args: Args, kwargs: Kwargs, tensors: list[XLATensor], numbers: list[Any]) -> Any:
-    """Of an op with a start: with the start as an input, if it changes between steps."""
-    segment, entry = STATE.session.current, call.entry
-    assert entry is not None
-    made, start = (entry, ()) if segment.capture else slice_families.recorded(entry)
-    vid = segment.emit(made, tuple([read(t) for t in tensors]), start)
-    return fresh(segment, entry.outs[0], vid)  # type: ignore[arg-type]
 
 
 def _run_functional(call: Call, func: Op, args: Args, kwargs: Kwargs, tensors: list[XLATensor], numbers: list[Any]) -> Any:

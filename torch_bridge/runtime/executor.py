@@ -30,7 +30,7 @@ from torch_bridge.errors import DeadTensorError, VerificationError, XlaOutOfMemo
 from torch_bridge.ir.segment import LOCK, Segment, Storage
 from torch_bridge.mesh import places, processes, sharding, spmd, watch, world
 from torch_bridge.mesh.places import HERE, Place
-from torch_bridge.passes import dynamic_slices, hoist_constants, manual_regions, scalar_inputs
+from torch_bridge.passes import automatic_dynamic, hoist_constants, manual_regions, scalar_inputs
 from torch_bridge.passes.verify import segments
 from torch_bridge.passes.verify.meaning import Meaning
 from torch_bridge.precision import precision_mode
@@ -283,16 +283,16 @@ def _predicted(segment: Segment) -> Trace | None:
 
 def _lookup(session: Session, segment: Segment) -> Trace:
     """The trace with this structure, made if it is new."""
-    dynamic_slices.apply(segment)
+    automatic_dynamic.apply(segment)
     key = tuple(segment.nodes)
     traces = session.traces
     trace = traces.get(key)
-    if trace is None and _starts_elsewhere(session, segment):
+    if trace is None and _has_other_numbers(session, segment):
         key = tuple(segment.nodes)
         trace = traces.get(key)
     if trace is None:
         trace = traces[key] = Trace(key, segment.sources)
-        alike = dynamic_slices.signature(key)
+        alike = automatic_dynamic.signature(key)
         if alike is not None:
             session.alike[alike] = trace
         while len(traces) > SETTINGS.max_traces:
@@ -302,17 +302,17 @@ def _lookup(session: Session, segment: Segment) -> Trace:
     return trace
 
 
-def _starts_elsewhere(session: Session, segment: Segment) -> bool:
-    """Whether a segment is one that ran before but for the starts of slices: they are inputs from now on."""
-    alike = dynamic_slices.signature(segment.nodes)
+def _has_other_numbers(session: Session, segment: Segment) -> bool:
+    """Whether a segment is one that ran before but for numbers which were constants: they are inputs from now on."""
+    alike = automatic_dynamic.signature(segment.nodes)
     before = None if alike is None else session.alike.get(alike)
-    return before is not None and dynamic_slices.learn(segment, before.nodes, before.sources) and dynamic_slices.apply(segment)
+    return before is not None and automatic_dynamic.learn(segment, before.nodes, before.sources) and automatic_dynamic.apply(segment)
 
 
 def _evict(session: Session, trace: Trace) -> None:
     """Let go of a trace and its executables."""
     del session.traces[trace.nodes]
-    alike = dynamic_slices.signature(trace.nodes)
+    alike = automatic_dynamic.signature(trace.nodes)
     if alike is not None and session.alike.get(alike) is trace:
         del session.alike[alike]
     trace.evicted = True

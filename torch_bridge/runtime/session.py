@@ -53,7 +53,7 @@ class Session:
     Attributes:
         current: the pending segment. It is replaced when it runs.
         traces: structures seen before, with their programs, by their nodes.
-        alike: the structure seen last of those that differ in the starts of slices alone (`dynamic_slices`).
+        alike: the structure seen last of those that differ in numbers alone (`automatic_dynamic`).
         by_start: the structure that began with a node last.
         last: the structure that ran last.
         recent: the programs that ran last, newest last.

@@ -14,6 +14,7 @@ import torch
 from torch_bridge.ir import dtypes
 from torch_bridge.ir.entry import Entry, Lift, Slot
 from torch_bridge.ir.layout import Layout
+from torch_bridge.ir.number_families import SLICES
 from torch_bridge.ir.segment import Segment, Storage
 from torch_bridge.mesh import sharding
 from torch_bridge.passes.scalar_inputs import Slots
@@ -243,7 +244,7 @@ def check_slots(segment: Segment, nodes: Sequence[tuple[Any, ...]], slots: dict[
             first = places[int(of.first[slot])][2]
             if repr(first) != repr(value):
                 report.fail(after, "numbers that share an input are equal", f"{value!r} gets {first!r}", where)
-            label = ("start" if nodes[i][0].family is not None else nodes[i][0].op, k, source.file, source.line)
+            label = ("start" if nodes[i][0].op in SLICES else nodes[i][0].op, k, source.file, source.line)
             if shared.setdefault(slot, label) != label:
                 report.fail(after, "numbers that share an input come from one op, argument and line", f"{shared[slot]}, {label}", where)
         if set(shared) != set(range(inputs)):

@@ -1,4 +1,4 @@
-"""Slices that start elsewhere in every step: one program for all of them, eager torch's values, and others as they were."""
+"""Numbers that change between steps, such as the starts of slices: one program for all of them, eager torch's values, and others as they were."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ import torch_xla.debug.metrics as met
 from torch import nn
 
 import torch_bridge
-from tests.torch_bridge.slices import static_families  # noqa: F401
+from tests.torch_bridge.changing_numbers import static_families  # noqa: F401
 from torch_bridge.compiler import overlapping_writes
+from torch_bridge.ir import number_families
+from torch_bridge.passes import automatic_dynamic
 from torch_bridge.runtime import executor
 
 torch_bridge.register()
@@ -236,3 +238,89 @@ def test_an_op_in_place_sees_where_views_overlap() -> None:
     with pytest.raises(RuntimeError, match="single memory location"):
         x[0:4].add_(x[1:5])
     assert x.tolist() == [4, 6, 8, 10, 4, 5, 6, 7, 8, 9, 10, 11]
+
+
+# -- other numbers --------------------------------------------------------------------------------
+
+
+def _on(device: str, *size: int) -> torch.Tensor:
+    return torch.randn(*size, generator=torch.Generator().manual_seed(0)).to(device)
+
+
+def _drop(device: str, k: int) -> torch.Tensor:
+    x = _on(device, 4, 8).requires_grad_()
+    nn.functional.dropout(x, 0.1 + 0.1 * k).square().sum().backward()
+    assert x.grad is not None
+    return x.grad
+
+
+def _norm(device: str, k: int) -> torch.Tensor:
+    """As SWA's `update_bn` does it: the share of a batch shrinks."""
+    mean, var = torch.zeros(3).to(device), torch.ones(3).to(device)
+    nn.functional.batch_norm(_on(device, 4, 3, 5), mean, var, training=True, momentum=1 / (k + 2))
+    return torch.stack([mean, var])
+
+
+def _decode(device: str, k: int) -> torch.Tensor:
+    """A cache that is filled position by position, with a mask over what is not there yet."""
+    cache, new = _on(device, 2, 12, 4), _on(device, 2, 1, 4)
+    cache[:, k : k + 1] = new
+    places = torch.arange(k, k + 1, device=device)
+    later = torch.arange(12, device=device) > places[:, None]
+    return (new @ cache.transpose(1, 2)).masked_fill(later, -torch.inf).softmax(-1) @ cache
+
+
+OTHERS: dict[str, Callable[[str, int], torch.Tensor]] = {
+    "arange": lambda device, k: torch.arange(k - 2, k + 6, device=device) * 2,
+    "arange of floats": lambda device, k: torch.arange(k, k + 6, dtype=torch.float32, device=device) / 3,
+    "arange in steps": lambda device, k: torch.arange(3 * k, 3 * k - 10, -k - 1, device=device)[:2] * 2,
+    "tril": lambda device, k: torch.tril(_on(device, 6, 6), k - 3),
+    "triu": lambda device, k: torch.triu(_on(device, 2, 6, 5), diagonal=k - 3),
+    "roll": lambda device, k: torch.roll(_on(device, 5, 6), (k, 1 - 3 * k), (0, 1)),
+    "roll flat": lambda device, k: torch.roll(_on(device, 5, 6), k),
+    "decode": _decode,
+    "batch norm": _norm,
+}
+DRAWS: dict[str, Callable[[str, int], torch.Tensor]] = {
+    "dropout": _drop,
+    "uniform": lambda device, k: torch.empty(50, device=device).uniform_(-k - 0.1, k + 0.3),
+    "uniform, half": lambda device, k: torch.empty(50, dtype=torch.bfloat16, device=device).uniform_(-1, k + 0.3),
+    "uniform, double": lambda device, k: torch.empty(50, dtype=torch.float64, device=device).uniform_(-k, 1e-3),
+    "normal": lambda device, k: torch.empty(50, device=device).normal_(0.1 * k, 0.1 + k),
+    "normal of a size": lambda device, k: torch.normal(0.1 * k, 0.1 + k, (50,), device=device),
+    "bernoulli": lambda device, k: torch.empty(50, device=device).bernoulli_(0.1 + 0.1 * k),
+}
+
+
+def _one_by_one(of: Callable[[str, int], torch.Tensor], device: str = "xla") -> tuple[list[torch.Tensor], list[int]]:
+    return _run(lambda device: lambda k: [of(device, k)], device, 8)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_numbers_that_change(name: str) -> None:
+    found, counts = _one_by_one(OTHERS[name])
+    torch.testing.assert_close(found, _one_by_one(OTHERS[name], "cpu")[0])
+    assert counts[-1] == counts[4], f"programs after each step: {counts}"
+
+
+@pytest.mark.parametrize("name", [*DRAWS, "roll"])
+def test_as_inputs_they_give_the_same_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    of = DRAWS.get(name) or OTHERS[name]
+    found, counts = _one_by_one(of)
+    assert counts[-1] == counts[5], f"programs after each step: {counts}"
+    for family in number_families._FAMILIES.values():
+        family.dynamic = False
+    monkeypatch.setattr(automatic_dynamic, "learn", lambda *args: False)
+    executor.clear_cache()
+    constants, counts = _one_by_one(of)
+    assert counts[-1] >= 8
+    torch.testing.assert_close(found, constants, rtol=0.0, atol=0.0)
+
+
+def test_a_probability_of_another_kind_has_a_program_of_its_own() -> None:
+    """0, 1 and what is next to them take other ways than those between."""
+    torch.manual_seed(0)
+    chances = [0.2, 0.4, 0.0, 1.0, 1e-7, 1 - 1e-7, 0.6]
+    found = [nn.functional.dropout(torch.ones(2000, device="xla"), p).count_nonzero().item() / 2000 for p in chances]
+    assert found[2] == 1 and found[3] == 0
+    assert all(abs(f - (1 - p)) < 0.05 for f, p in zip(found, chances, strict=True))
