@@ -77,6 +77,7 @@ OURS: dict[str, dict[str, Any]] = {
     "barrier": {},
     "call_jax": {},
     "shard": {},
+    "ramp": {},
     "enter_region": {},
     "leave_region": {},
     "reduce_blocks": {},

@@ -108,8 +108,8 @@ class History:
             self.reads.append(Read(value, source.short_line()))
         return value
 
-    def compiling(self, program: Program, trace: Trace, run: Execution) -> None:
-        """Note that a program was made for what a segment recorded."""
+    def compiling(self, program: Program, trace: Trace, run: Execution, every_shape: bool = True) -> None:
+        """Note that a program was made for what a segment recorded. every_shape: it would be so for every shape, however often that comes."""
         from torch_bridge.compiler.program_spec import local_aval
         from torch_bridge.mesh import sharding, world
         from torch_bridge.telemetry import activity
@@ -117,7 +117,8 @@ class History:
         segment = run.segment
         avals = [local_aval(segment, i) for i in range(len(segment.leaves))]
         leaves = tuple(Leaf(tuple(a.shape), a.dtype, _origin(segment.holders.get(-i - 1))) for i, a in enumerate(avals))
-        growth_hints.look(trace.nodes, trace.sources, tuple(leaf.shape for leaf in leaves))
+        if every_shape:
+            growth_hints.look(trace.nodes, trace.sources, tuple(leaf.shape for leaf in leaves))
         self.compilations.append(
             Compilation(
                 number=next(_numbers),

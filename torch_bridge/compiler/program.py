@@ -41,6 +41,7 @@ class Program:
         step: during which step of the script it ran last, counted from 0.
         compile_seconds: what tracing, lowering and compiling took.
         facts: its graph in short, for `nxd-top`.
+        cold: computes it as long as it is not compiled (`runtime.eager_programs`); None: it is compiled before it runs.
     """
 
     def __init__(self, spec: ProgramSpec, segment: Segment):
@@ -57,6 +58,7 @@ class Program:
         self.step = 0
         self.compile_seconds = 0.0
         self.facts: activity.Graph | None = None
+        self.cold: Callable[[Sequence[Any]], list[Any]] | None = None
         self._compiled: Any = None
 
     @property
@@ -95,6 +97,9 @@ class Program:
 
     def run(self, args: Sequence[Any]) -> list[Any]:
         """Execute, with JAX's 64-bit types enabled; what comes out of each port, in the order in which they leave."""
+        if self.cold is not None and not self.has_executable:
+            self._called_with(args)
+            return self.cold(args)
         labels = self.spec.labels
         return list(self.compiled(*(args if labels is None else labels.placed(args))))
 
@@ -105,7 +110,9 @@ class Program:
 
     @property
     def compiled(self) -> Any:
-        """Its executable, None if it was not compiled yet; one that is compiled beside the script is waited for."""
+        """Its executable, None if it was not compiled yet; one that is compiled beside the script is waited for, and a cold one is compiled."""
+        if self.cold is not None and self._compiled is None and self.signature:
+            self.compile(self.signature)
         return self._compiled.result() if isinstance(self._compiled, Future) else self._compiled
 
     @compiled.setter
@@ -114,6 +121,11 @@ class Program:
 
     @property
     def begun(self) -> bool:
+        """Whether its executable is there, or on its way, or it runs without."""
+        return self.has_executable or self.cold is not None
+
+    @property
+    def has_executable(self) -> bool:
         """Whether its executable is there, or on its way."""
         return self._compiled is not None
 
@@ -158,7 +170,10 @@ class Program:
 
         return compiled
 
-    def _lowered_for(self, args: Sequence[Any]) -> Callable[[], Any]:
+    def _called_with(self, args: Sequence[Any]) -> None:
         self.signature = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=None if self.spec.labels is None else a.sharding) for a in args]
+
+    def _lowered_for(self, args: Sequence[Any]) -> Callable[[], Any]:
+        self._called_with(args)
         freed_memory.used_by(sum(math.prod(a.shape) * a.dtype.itemsize for a in self.signature))
         return executable_cache.prepared(self, args)

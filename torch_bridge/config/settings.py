@@ -14,6 +14,7 @@ class Settings:
         max_in_flight: executions that may be queued before recording waits for the oldest.
         max_traces: structures kept, with their executables; the one unused for longest goes first.
         extract_only: compile programs and give zeros for their results (NEURON_EXTRACT_GRAPHS_ONLY).
+        cold_shapes: run programs of new shapes in eager torch first where several of the same ops were compiled (NXD_JAX_COLD_SHAPES).
         verify: check what every pass makes of a recorded step (NXD_JAX_VERIFY).
     """
 
@@ -21,6 +22,7 @@ class Settings:
     max_in_flight: int = 4
     max_traces: int = 512
     extract_only: bool = False
+    cold_shapes: bool = True
     verify: bool = False
 
 

@@ -458,6 +458,15 @@ _OWN = [
         "fold_repeats",
     ),
     Variable(
+        "NXD_JAX_COLD_SHAPES",
+        HONOUR,
+        "1: where a program has been compiled for three shapes, others run in eager torch on the CPU twice before they are compiled (a text that grows, "
+        "batches padded to their longest sentence); 0: each is compiled at once. Only on one CPU device",
+        "1",
+        FLAG,
+        "debug_modes",
+    ),
+    Variable(
         "NXD_JAX_KEEP_FREED_MEMORY",
         HONOUR,
         "1: the process keeps memory that a step has freed for the next one, which on CPUs saves a sixth of a step's CPU time; 0: glibc gives it back. Has no "

@@ -39,6 +39,7 @@ def configure(values: dict[str, Any], dispatch: Dispatch) -> Dispatch:
         index_checks.install()
     if values.get("XLA_METRICS_FILE"):
         session.check_with(StepMetrics(values["XLA_METRICS_FILE"]))
+    SETTINGS.cold_shapes = values.get("NXD_JAX_COLD_SHAPES", True)
     SETTINGS.verify = bool(values.get("NXD_JAX_VERIFY"))
     return op_by_op(dispatch) if values.get("NEURON_USE_EAGER_DEBUG_MODE") else dispatch
 

@@ -30,7 +30,7 @@ from torch_bridge.recorder import (
     recurrent_layers,
     tensor,
 )
-from torch_bridge.runtime import executor, interrupts, steps
+from torch_bridge.runtime import cold_shapes, eager_programs, executor, interrupts, steps
 from torch_bridge.telemetry import activity
 
 _dispatch = debug_modes.configure(_values, dispatch.dispatch)
@@ -48,6 +48,7 @@ steps.snapshot_with(copies.snapshot)
 xla_cache.configure(_values)
 make_fx.install()
 interrupts.install()
+cold_shapes.compute_with(eager_programs.run)
 check_replicas.install()
 hooking.install()
 torchs_staging.install()

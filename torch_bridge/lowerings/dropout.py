@@ -16,8 +16,8 @@ from torch_bridge.lowerings.registry import lowering
 
 aten = torch.ops.aten
 
-_SHIFTS = (16, 15, 16)
-_FACTORS = (0x7FEB352D, 0x846CA68B)
+SHIFTS = (16, 15, 16)
+FACTORS = (0x7FEB352D, 0x846CA68B)
 """Of the hash `lowbias32`, which maps 32 bits to 32 bits one to one; each bit of its result depends on each of its argument."""
 
 
@@ -41,9 +41,9 @@ def keep_mask(key: jax.Array, p: float | dtypes.Scalar, shape: tuple[int, ...]) 
 
 
 def _hash(x: jax.Array) -> jax.Array:
-    for shift, factor in zip(_SHIFTS, _FACTORS, strict=False):
+    for shift, factor in zip(SHIFTS, FACTORS, strict=False):
         x = (x ^ (x >> jnp.uint32(shift))) * jnp.uint32(factor)
-    return x ^ (x >> jnp.uint32(_SHIFTS[-1]))
+    return x ^ (x >> jnp.uint32(SHIFTS[-1]))
 
 
 def keep_scale(p: float) -> float:

@@ -8,6 +8,7 @@ leaves every tensor that had a value with that value. So does one that fails on 
 from __future__ import annotations
 
 import contextlib
+import logging
 import sys
 import time
 import weakref
@@ -34,10 +35,12 @@ from torch_bridge.passes import automatic_dynamic, hoist_constants, manual_regio
 from torch_bridge.passes.verify import segments
 from torch_bridge.passes.verify.meaning import Meaning
 from torch_bridge.precision import precision_mode
-from torch_bridge.runtime import interrupts
+from torch_bridge.runtime import cold_shapes, interrupts
 from torch_bridge.runtime.observers import around
 from torch_bridge.runtime.session import STATE, Session, activated, sessions
 from torch_bridge.telemetry import activity, compile_log
+
+logger = logging.getLogger("torch_bridge")
 
 
 def _before_ranks_change() -> None:
@@ -239,7 +242,9 @@ def _programs(
             metrics.count("UncachedCompile")
             program = Program(specify(trace, part, run), run.segment)
             trace.programs.setdefault(part, []).append(program)
-            session.history.compiling(program, trace, run)
+            if len(parts) == 1 and session.abstract is None:
+                session.cold_shapes.look(program, trace)
+            session.history.compiling(program, trace, run, every_shape=not cold_shapes.possible(program.spec))
             program.results_held_by = tuple(weakref.ref(live[vid][0]) if vid in live else None for vid in part.results)
         else:
             metrics.count("CachedCompile")
@@ -350,19 +355,23 @@ def _execute(session: Session, trace: Trace, programs: list[Program], run: Execu
 
 def _compile(session: Session, programs: list[Program], run: Execution, args: list[Any]) -> None:
     """Compile the programs that are not compiled yet. args: the arguments of the first; later ones are compiled for what those before will give."""
-    if all(program.begun for program in programs):
+    if all(map(cold_shapes.is_ready, programs)):
         return
     passed: dict[int, Any] = {}
     for program in programs:
-        if not program.begun and session.abstract is None and not compile_log.only_noted(program):
+        if not cold_shapes.is_ready(program) and session.abstract is None and not compile_log.only_noted(program):
             given = args if program is programs[0] else program.arguments(run, passed)
             if background_compile.wanted():
                 program.compile_aside(given)
             else:
-                with activity.compiling(program), around(session.observers, "compile", program):
-                    program.compile(given)
+                _compile_now(session, program, given)
         if program is not programs[-1]:
             passed.update(zip(program.spec.results, program.spec.ports.results(program.spec.abstract_results()), strict=True))
+
+
+def _compile_now(session: Session, program: Program, args: Sequence[Any]) -> None:
+    with activity.compiling(program), around(session.observers, "compile", program):
+        program.compile(args)
 
 
 def _run_program(
@@ -404,6 +413,8 @@ def run_again(program: Program, args: list[Any], live: dict[int, list[Storage]],
     session = STATE.session
     metrics.count("CachedCompile")
     try:
+        if not cold_shapes.is_ready(program):
+            _compile_now(session, program, args)
         _run_program(session, program, args, live, given)
     except Exception as error:
         activity.ACTIVITY.dispatching = False
@@ -426,6 +437,20 @@ def _dispatched(session: Session, program: Program, args: list[Any]) -> list[Any
             return list(session.abstract.results(program, args))
         if SETTINGS.extract_only:
             return compile_log.zeros(program)
+        if program.cold is None or program.has_executable:
+            return program.run(args)
+    return _run_cold(session, program, args)
+
+
+def _run_cold(session: Session, program: Program, args: list[Any]) -> list[Any]:
+    """Run a program that is not compiled; compile it, if that fails (eager torch refuses an index out of range, say)."""
+    with _compat.enable_x64():
+        try:
+            return program.run(args)
+        except Exception as error:
+            logger.debug("a program that was to run in eager torch is compiled: %s: %s", type(error).__name__, error)
+        program.cold = None
+        _compile_now(session, program, args)
         return program.run(args)
 
 

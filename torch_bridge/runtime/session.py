@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from torch_bridge.compiler.history import History
 from torch_bridge.ir.segment import LOCK, Segment
 from torch_bridge.mesh import abstract_arrays
+from torch_bridge.runtime.cold_shapes import ColdShapes
 from torch_bridge.runtime.observers import Observer
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ class Session:
     Attributes:
         current: the pending segment. It is replaced when it runs.
         traces: structures seen before, with their programs, by their nodes.
+        cold_shapes: of which structures so many programs were compiled that further ones run in eager torch first.
         alike: the structure seen last of those that differ in numbers alone (`automatic_dynamic`).
         by_start: the structure that began with a node last.
         last: the structure that ran last.
@@ -75,6 +77,7 @@ class Session:
 
     def __init__(self, observers: tuple[Observer, ...] | None = None, abstract: Run | None = None, capture: bool = False):
         self.traces: dict[tuple[Any, ...], Trace] = {}
+        self.cold_shapes = ColdShapes()
         self.alike: dict[tuple[Any, ...], Trace] = {}
         self.by_start: dict[tuple[Any, ...], Trace] = {}
         self.last: Trace | None = None

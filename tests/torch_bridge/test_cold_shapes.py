@@ -1,0 +1,271 @@
+"""Programs of new shapes that run in eager torch first: eager torch's values, the compiled program's random numbers, and compiled when they come again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch_xla
+import torch_xla.debug.metrics as met
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import torch_bridge
+from torch_bridge.config.settings import SETTINGS
+from torch_bridge.runtime import cold_shapes, executor
+from torch_bridge.runtime.session import STATE
+
+torch_bridge.register()
+
+Step = Callable[[int], list[torch.Tensor]]
+
+
+@pytest.fixture(autouse=True)
+def _new_session(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Nothing has been compiled before."""
+    torch.ones(1, device="xla").tolist()  # the environment is read when JAX comes up
+    monkeypatch.setattr(STATE.session, "cold_shapes", cold_shapes.ColdShapes())
+    monkeypatch.setattr(SETTINGS, "cold_shapes", True)
+    monkeypatch.setattr(SETTINGS, "verify", False)  # who checks the passes has all programs compiled
+    yield
+    executor.clear_cache()
+
+
+def _compiled() -> int:
+    found: Any = met.metric_data("CompileTime")
+    return int(found[0]) if found else 0
+
+
+def _cold() -> int:
+    return met.counter_value("ColdShapeExecute") or 0
+
+
+def _run(
+    make: Callable[[str], Step], lengths: list[int], device: str = "xla", cold: bool = True
+) -> tuple[list[torch.Tensor], list[int], list[int]]:
+    """What each step gives, and how many programs were compiled, and ran in eager torch, until its end."""
+    SETTINGS.cold_shapes = cold
+    executor.clear_cache()
+    torch.manual_seed(0)
+    step, found, compiled, ran = make(device), [], [], []
+    before = _compiled(), _cold()
+    for length in lengths:
+        found += [t.detach().cpu().clone() for t in step(length)]
+        torch_xla.sync()
+        compiled.append(_compiled() - before[0])
+        ran.append(_cold() - before[1])
+    return found, compiled, ran
+
+
+def _long(x: torch.Tensor) -> torch.Tensor:
+    """More ops than small programs have."""
+    for k in range(cold_shapes.LEAST):
+        x = x * 1.0 + 0.1 * k
+    return x
+
+
+class _Net(nn.Module):
+    def __init__(self, drop: float = 0.0):
+        super().__init__()
+        self.embed, self.norm, self.mix, self.out = nn.Embedding(11, 8), nn.LayerNorm(8), nn.Linear(8, 8), nn.Linear(8, 11)
+        self.drop = nn.Dropout(drop)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        q = self.mix(self.norm(x)).unflatten(-1, (2, 4)).transpose(1, 2)
+        x = x + nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True).transpose(1, 2).reshape(x.shape)
+        return self.out(self.drop(nn.functional.gelu(x)))
+
+
+LENGTHS = [3, 4, 5, 6, 7, 8, 6, 6, 8]
+
+
+def test_a_text_that_grows() -> None:
+    def make(device: str) -> Step:
+        net, state = _Net().to(device).eval(), [torch.zeros(1, 1, dtype=torch.int64).to(device)]
+
+        @torch.no_grad()
+        def step(k: int) -> list[torch.Tensor]:
+            state[0] = torch.cat([state[0], net(state[0])[:, -1].argmax(-1, keepdim=True)], 1)
+            return state
+
+        return step
+
+    found, compiled, ran = _run(make, list(range(8)))
+    torch.testing.assert_close(found, _run(make, list(range(8)), "cpu")[0])
+    assert compiled == [1, 2, 3, 4, 4, 4, 4, 4] and ran == [0, 0, 0, 0, 1, 2, 3, 4], "attention has other ops for one token"
+
+
+def _training(optimizer: Callable[..., torch.optim.Optimizer], drop: float) -> Callable[[str], Step]:
+    def make(device: str) -> Step:
+        net = _Net(drop).to(device)
+        update = optimizer(net.parameters(), lr=0.05)
+
+        def step(length: int) -> list[torch.Tensor]:
+            ids = torch.randint(0, 11, (2, length), generator=torch.Generator().manual_seed(length)).to(device)
+            loss = nn.functional.cross_entropy(net(ids).flatten(0, 1), ids.flatten())
+            update.zero_grad()
+            loss.backward()
+            update.step()
+            return [loss, *net.parameters(), *(t for state in update.state.values() for t in state.values() if isinstance(t, torch.Tensor))]
+
+        return step
+
+    return make
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
+def test_batches_of_other_lengths(optimizer: Any) -> None:
+    make = _training(optimizer, 0.0)
+    found, compiled, ran = _run(make, LENGTHS)
+    torch.testing.assert_close(found, _run(make, LENGTHS, "cpu")[0], rtol=1e-4, atol=1e-5)
+    assert ran[-1] == 5 and compiled[-1] == compiled[5] + 1, "6 came a third time, 8 did not"
+
+
+def test_dropout_draws_what_the_compiled_program_draws() -> None:
+    make = _training(torch.optim.SGD, 0.4)
+    found, _, ran = _run(make, LENGTHS)
+    torch.testing.assert_close(found, _run(make, LENGTHS, cold=False)[0], rtol=1e-4, atol=1e-5)
+    assert ran[-1] == 5
+
+
+def test_other_random_ops_draw_the_same() -> None:
+    def make(device: str) -> Step:
+        def step(length: int) -> list[torch.Tensor]:
+            x = _long(torch.rand(length, 4, device=device))
+            drawn = torch.bernoulli(torch.sigmoid(x)), torch.randint(0, 9, (length,), device=device), torch.multinomial(x.softmax(-1), 2)
+            return [x, *drawn, torch.randperm(length, device=device), torch.randn_like(x)]
+
+        return step
+
+    found, _, ran = _run(make, [3, 4, 5, 6, 7])
+    torch.testing.assert_close(found, _run(make, [3, 4, 5, 6, 7], cold=False)[0], rtol=1e-6, atol=1e-6)
+    assert ran[-1] == 2
+
+
+def _dtypes(device: str) -> Step:
+    def step(length: int) -> list[torch.Tensor]:
+        x = _long(torch.linspace(-2, 2, 4 * length).view(length, 4).to(device))
+        found = [x.to(d) * 2 for d in (torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.uint8, torch.int32)]
+        return [*found, x > 0, torch.complex(x, x.abs()).conj() * 2, x.to(torch.float8_e5m2).float(), (x > 0).sum(), x.argmax()]
+
+    return step
+
+
+def _strides(device: str) -> Step:
+    """Values of a graph lie as contiguous tensors do, whatever they are views of."""
+
+    def step(length: int) -> list[torch.Tensor]:
+        x = _long(torch.arange(6.0 * length).view(2, 3, length).to(device))
+        turned = x.permute(2, 0, 1)
+        return [
+            turned.reshape(length, 6).flatten() * 2,
+            turned.contiguous().view(torch.int32) + 1,
+            x.t() if x.dim() == 2 else x.mT[:, 1:],
+            turned.flip(0),
+        ]
+
+    return step
+
+
+def _shared(device: str) -> Step:
+    """Results that are inputs, views of each other, and the same twice."""
+    kept = torch.ones(4).to(device)
+
+    def step(length: int) -> list[torch.Tensor]:
+        x = _long(torch.arange(float(length)).to(device))
+        same = x + 1
+        kept.add_(same.sum())
+        found = [x, same, same.clone(), same.view(1, -1), kept, kept.clone(), same.expand(2, length).contiguous()]
+        torch_xla.sync()
+        found[1].mul_(3)
+        kept.mul_(0.5)
+        return found
+
+    return step
+
+
+def _writes(device: str) -> Step:
+    def step(length: int) -> list[torch.Tensor]:
+        x = _long(torch.zeros(length, 4, device=device))
+        x[1:, 2] = torch.arange(length - 1.0, device=device)
+        x[:, :2] += x[:, 2:].clone()
+        x[x > 3] = 0
+        x.scatter_(1, torch.zeros(length, 1, dtype=torch.int64, device=device), 7.0)
+        return [x, x.sort(0).values, x.topk(2).values, x.cumsum(0), torch.where(x > 1, x, -x)]
+
+    return step
+
+
+@pytest.mark.parametrize("make", [_dtypes, _strides, _shared, _writes])
+def test_equals_eager_torch(make: Callable[[str], Step]) -> None:
+    found, _, ran = _run(make, [3, 4, 5, 6, 7, 6, 7])
+    torch.testing.assert_close(found, _run(make, [3, 4, 5, 6, 7, 6, 7], "cpu")[0], rtol=1e-3, atol=1e-5)
+    assert ran[-1] >= 4
+
+
+def test_what_eager_torch_refuses_is_compiled() -> None:
+    """An index out of range is clamped on the device, and raises in eager torch."""
+
+    def make(device: str) -> Step:
+        table = torch.arange(8.0).view(4, 2).to(device)
+
+        def step(length: int) -> list[torch.Tensor]:
+            return [_long(table[torch.full((length,), 9, device=device)])]
+
+        return step
+
+    found, compiled, _ = _run(make, [3, 4, 5, 6, 7])
+    torch.testing.assert_close(found, _run(make, [3, 4, 5, 6, 7], cold=False)[0])
+    assert compiled == [1, 2, 3, 4, 5]
+
+
+def test_nothing_of_the_scripts_takes_part() -> None:
+    class Seen(TorchDispatchMode):
+        names: list[str] = []
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.names.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    def make(device: str) -> Step:
+        weight = torch.ones(4, 4).to(device)
+        return lambda length: [_long(torch.ones(length, 4, device="cpu").to(device)) @ weight / 3]
+
+    plain, _, _ = _run(make, [2, 3, 4, 5, 6, 7], "cpu")
+    torch.set_default_device("xla")
+    try:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            found, _, ran = _run(make, [2, 3, 4, 5, 6, 7])
+    finally:
+        torch.set_default_device(None)
+    torch.testing.assert_close(found, plain)
+    assert ran[-1] == 2
+    pending, before = make("xla")(8), _cold()
+    with Seen():
+        torch_xla.sync()
+    assert not {"aten.mul.Tensor", "aten.add.Tensor", "aten.mm.default"}.intersection(Seen.names)
+    torch.testing.assert_close(pending[0].cpu(), make("cpu")(8)[0])
+    assert _cold() == before + 1
+
+
+def test_one_variable_turns_it_off() -> None:
+    make = _training(torch.optim.SGD, 0.0)
+    assert _run(make, [3, 4, 5, 6, 7], cold=False)[1:] == ([1, 2, 3, 4, 5], [0, 0, 0, 0, 0])
+
+
+def test_a_cold_program_can_be_looked_into() -> None:
+    """Whoever asks for its HLO has it compiled."""
+    _run(lambda device: lambda length: [_long(torch.ones(length, 3, device=device))], [3, 4, 5, 6])
+    program = STATE.session.recent[-1]
+    assert program.cold is not None and not program.has_executable
+    assert "HloModule" in program.compiled.as_text() and program.has_executable
+
+
+def test_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "torch_bridge"):
+        _run(lambda device: lambda length: [_long(torch.ones(length, 3, device=device))], [3, 4, 5, 6, 7, 8])
+    (line,) = [r.getMessage() for r in caplog.records if "eager torch" in r.getMessage()]
+    assert "have been compiled for 3 shapes" in line and "NXD_JAX_COLD_SHAPES=0" in line

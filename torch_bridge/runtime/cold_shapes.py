@@ -1,0 +1,93 @@
+"""Programs of shapes that may not come again run in eager torch first: a text that grows by one token, batches padded to their longest sentence.
+
+A compilation takes seconds, eager torch milliseconds. Where the same ops, from the same lines, have been compiled for `SHAPES` shapes (or other constants), a
+further program is cold: it runs in eager torch (`eager_programs`), and is compiled when it comes again after `USES` times. Which way a step goes depends on
+what came before it in the process, and never on time. Only for programs on one CPU device.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import torch
+
+from torch_bridge.config import environment
+from torch_bridge.config.settings import SETTINGS
+from torch_bridge.precision import precision_mode
+from torch_bridge.source import script_line
+
+if TYPE_CHECKING:
+    from torch_bridge.compiler.program import Program
+    from torch_bridge.compiler.program_spec import ProgramSpec
+    from torch_bridge.compiler.trace import Trace
+
+logger = logging.getLogger("torch_bridge")
+
+SHAPES = 3
+"""Programs of the same ops that are compiled before further ones are cold."""
+USES = 2
+"""Times that a cold program runs before it is compiled."""
+LEAST = 16
+"""Ops that a program has at least: small ones compile fast."""
+
+
+class ColdShapes:
+    """Of one session: how many programs were compiled of each structure, by hash."""
+
+    def __init__(self) -> None:
+        self._compiled: Counter[int] = Counter()
+
+    def look(self, program: Program, trace: Trace) -> None:
+        """Have a new program run in eager torch first, if enough like it were compiled. Counts those that are."""
+        if len(trace.nodes) < LEAST or not possible(program.spec):
+            return
+        structure = hash(tuple((node[0].op, source.file, source.line) for node, source in zip(trace.nodes, trace.sources, strict=False)))
+        if self._compiled[structure] < SHAPES:
+            self._compiled[structure] += 1
+            return
+        if self._compiled[structure] == SHAPES:
+            self._compiled[structure] += 1
+            logger.info(
+                "%s: the same %d ops have been compiled for %d shapes: new shapes run in eager torch on the CPU %d times before they are compiled "
+                "(NXD_JAX_COLD_SHAPES=0 compiles each at once)",
+                script_line() or "a loop",
+                len(trace.nodes),
+                SHAPES,
+                USES,
+            )
+        program.cold = functools.partial(_computing[0], program.spec)
+
+
+Compute = Callable[["ProgramSpec", Sequence[Any]], list[Any]]
+_computing: list[Compute] = []
+
+
+def compute_with(compute: Compute) -> None:
+    """Say what computes a program in eager torch (`eager_programs`)."""
+    _computing[:] = [compute]
+
+
+def possible(spec: ProgramSpec) -> bool:
+    """Whether eager torch may compute a program: the environment allows it, and the arrays are in one CPU device's memory."""
+    return (
+        SETTINGS.cold_shapes
+        and bool(_computing)
+        and not (SETTINGS.verify or SETTINGS.extract_only)
+        and spec.labels is None
+        and spec.mode == precision_mode.PLAIN
+        and jax.default_backend() == "cpu"
+        and jax.process_count() == 1
+        and not environment.dumping()
+    )
+
+
+def is_ready(program: Program) -> bool:
+    """Whether a program can run now: it is compiled, or cold, and torch's ops are torch's own (in `torch.func` they are not)."""
+    if program.cold is None or program.has_executable:
+        return program.begun
+    return program.executions < USES and torch._C._functorch.peek_interpreter_stack() is None
