@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import torch_bridge
 from torch_bridge.config.settings import SETTINGS
-from torch_bridge.runtime import cold_shapes, executor
+from torch_bridge.runtime import cold_shapes, eager_programs, executor
 from torch_bridge.runtime.session import STATE
 
 torch_bridge.register()
@@ -206,19 +206,31 @@ def test_equals_eager_torch(make: Callable[[str], Step]) -> None:
     assert ran[-1] >= 4
 
 
-def test_what_eager_torch_refuses_is_compiled() -> None:
-    """An index out of range is clamped on the device, and raises in eager torch."""
+def test_what_eager_torch_refuses_is_done_as_programs_do_it() -> None:
+    """An index out of range is clamped on the device, and raises in eager torch; histograms are of floats."""
 
     def make(device: str) -> Step:
         table = torch.arange(8.0).view(4, 2).to(device)
 
         def step(length: int) -> list[torch.Tensor]:
-            return [_long(table[torch.full((length,), 9, device=device)])]
+            counts = torch.histc(torch.arange(length, dtype=torch.int32, device=device), bins=2, max=length)
+            return [_long(table[torch.full((length,), 9, device=device)]), counts]
 
         return step
 
-    found, compiled, _ = _run(make, [3, 4, 5, 6, 7])
+    found, compiled, ran = _run(make, [3, 4, 5, 6, 7])
     torch.testing.assert_close(found, _run(make, [3, 4, 5, 6, 7], cold=False)[0])
+    assert compiled == [1, 2, 3, 3, 3] and ran[-1] == 2
+
+
+def test_what_cannot_be_done_so_at_all_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: Any) -> Any:
+        raise RuntimeError("no")
+
+    monkeypatch.setattr(eager_programs._Run, "results", refuse)
+    make = _training(torch.optim.SGD, 0.0)
+    found, compiled, _ = _run(make, [3, 4, 5, 6, 7])
+    torch.testing.assert_close(found, _run(make, [3, 4, 5, 6, 7], "cpu")[0], rtol=1e-4, atol=1e-5)
     assert compiled == [1, 2, 3, 4, 5]
 
 
