@@ -200,19 +200,21 @@ def get_context_model_parallel_src_tgt_pairs() -> Lists:
     return parallel_groups.ring_pairs("cp")
 
 
-def _stage_pairs(parity: int) -> Lists:
-    """Groups of two neighbouring stages: those that start at a stage of this parity, then the rest."""
-    pairs: Lists = []
-    for group in parallel_groups.layout().lists["pp"]:
-        for place in range(parity, len(group), 2):
-            pairs.append([group[place], group[(place + 1) % len(group)]])
-    return pairs
+def get_pipeline_model_parallel_sr_group(parity: bool | int | None = None) -> Lists:
+    """The ranks of neighbouring stages that send and receive: for parity 0 stages (0, 1), (2, 3), ..., for 1 stages (1, 2), (3, 4), ..., (last, 0).
+
+    `get_next_rank_group` and `get_prev_rank_group` are process groups of them. Raises AssertionError without a parity.
+    """
+    assert parity is not None, "get_pipeline_model_parallel_sr_group: give the parity of the stages that pairs start at, 0 or 1"
+    stages = parallel_groups.layout().lists["pp"]
+    return [[group[k], group[(k + 1) % len(group)]] for group in stages for k in range(int(parity), len(group), 2)]
 
 
-def _stage_pair_group(parity: int, as_list: bool = False) -> Any:
-    lists = _stage_pairs(parity)
+def _neighbour_group(step: int, as_list: bool) -> Any:
+    rank = parallel_groups.layout().place("pp", world.first())
+    parity = (rank if step > 0 else rank - 1) % 2
     if as_list:
-        return lists
+        return get_pipeline_model_parallel_sr_group(parity)
     key = f"sr{parity}"
     if not parallel_groups.is_defined(key):
         size = parallel_groups.layout().size["pp"]
@@ -221,38 +223,33 @@ def _stage_pair_group(parity: int, as_list: bool = False) -> Any:
                 f"pipeline send/receive groups of two stages need an even number of stages, pipeline_model_parallel_size is {size}; the "
                 "pipeline runtime moves activations between sub-meshes and does not need them"
             )
-        parallel_groups.define(key, lists)
+        parallel_groups.define(key, get_pipeline_model_parallel_sr_group(parity))
     return parallel_groups.group(key)
 
 
-def get_pipeline_model_parallel_sr_group(parity: bool | int) -> Any:
-    """The send/receive group of two neighbouring stages; parity 0: stages (0, 1), (2, 3), ...; 1: (1, 2), (3, 4), ...."""
-    return _stage_pair_group(int(parity))
-
-
-def _neighbour_group(step: int, as_list: bool) -> Any:
-    rank = parallel_groups.layout().place("pp", world.first())
-    return _stage_pair_group((rank if step > 0 else rank - 1) % 2, as_list)
-
-
 def get_next_rank_group(as_list: bool = False) -> Any:
-    """The send/receive group of the first hosted rank and the next stage."""
+    """The send/receive group of the first hosted rank and the next stage, or the ranks of all."""
     return _neighbour_group(1, as_list)
 
 
 def get_prev_rank_group(as_list: bool = False) -> Any:
-    """The send/receive group of the first hosted rank and the stage before."""
+    """The send/receive group of the first hosted rank and the stage before, or the ranks of all."""
     return _neighbour_group(-1, as_list)
 
 
-def get_next_rank_group_replica_groups() -> Lists:
+def get_next_rank_replica_groups() -> Lists:
     """The ranks of all `get_next_rank_group` groups."""
     return get_next_rank_group(as_list=True)
 
 
-def get_prev_rank_group_replica_groups() -> Lists:
+def get_prev_rank_replica_groups() -> Lists:
     """The ranks of all `get_prev_rank_group` groups."""
     return get_prev_rank_group(as_list=True)
+
+
+get_next_rank_group_replica_groups = get_next_rank_replica_groups
+get_prev_rank_group_replica_groups = get_prev_rank_replica_groups
+"""Names of earlier versions of this project."""
 
 
 # -- experts ----------------------------------------------------------------------------------------
@@ -290,7 +287,7 @@ def _defined(kind: str, how: str, as_list: bool) -> Any:
     return [list(g) for g in group._mesh] if as_list else group
 
 
-def initialize_token_shuffle_group(token_shuffle_group_size: int) -> None:
+def initialize_token_shuffle_group(token_shuffle_group_size: int = 1) -> None:
     """Divide every data parallel group into groups of this size that exchange tokens.
 
     Raises RuntimeError if it does not divide the data parallel size, AssertionError if there are groups of another size.
@@ -358,18 +355,30 @@ def destroy_kv_group() -> None:
     parallel_groups.forget("kv")
 
 
-def initialize_speculative_draft_group(draft_size: int) -> None:
-    """Divide every tensor parallel group into groups of `draft_size` for a draft model of speculative decoding."""
+def initialize_speculative_draft_group(group_size: int = 1) -> None:
+    """Divide every tensor parallel group into groups of `group_size` for a draft model of speculative decoding.
+
+    Raises ValueError if that does not divide the tensor parallel size, AssertionError if there are groups of another size.
+    """
     layout = parallel_groups.layout()
     tp = layout.size["tp"]
-    if tp % draft_size:
-        raise ValueError(f"draft_size={draft_size} must divide the tensor parallel size {tp}")
-    parallel_groups.define("draft", [group[k : k + draft_size] for group in layout.lists["tp"] for k in range(0, tp, draft_size)])
+    if tp % group_size:
+        raise ValueError(f"draft_size={group_size} must divide the tensor parallel size {tp}")
+    if parallel_groups.is_defined("draft"):
+        had = len(get_speculative_draft_replica_groups()[0])
+        assert had == group_size, f"draft groups of {had} ranks exist, cannot make groups of {group_size}"
+        return
+    parallel_groups.define("draft", [group[k : k + group_size] for group in layout.lists["tp"] for k in range(0, tp, group_size)])
 
 
 def get_speculative_draft_group(as_list: bool = False) -> Any:
     """The draft model's group of this rank, or the ranks of all."""
-    return _defined("draft", "initialize_speculative_draft_group(draft_size)", as_list)
+    return _defined("draft", "initialize_speculative_draft_group(group_size)", as_list)
+
+
+def get_speculative_draft_replica_groups() -> Lists:
+    """The ranks of all draft groups."""
+    return get_speculative_draft_group(as_list=True)
 
 
 def get_zero1_sharding_groups() -> Lists:
@@ -381,10 +390,18 @@ def get_zero1_sharding_groups() -> Lists:
 
 
 def create_pg_with_ranks(ranks: Sequence[int]) -> Any:
-    """A process group of these ranks and, if they are a line of the mesh, its sisters."""
+    """A process group of these stages of each pipeline (their places in it), for weights that they share.
+
+    Where one of the ranks is no stage, they are global ranks: the group has them and, if they are a line of the mesh, its sisters.
+    """
     from torch_bridge.collectives import backend
 
-    return backend.new_xla_process_group(list(ranks), backend="xla")
+    layout = parallel_groups.layout()
+    if any(r >= layout.size["pp"] for r in ranks):
+        return backend.new_xla_process_group(list(ranks), backend="xla")
+    others = [k for k in range(layout.size["pp"]) if k not in ranks]
+    stages = [list(ranks), *(others[k : k + len(ranks)] for k in range(0, len(others), len(ranks)))]
+    return parallel_groups.new_group([[pipeline[k] for k in group] for group in stages for pipeline in layout.lists["pp"]])
 
 
 def gather_python_object(obj: Any, group: Any = None) -> list[Any]:

@@ -24,6 +24,10 @@ world.provision(64)  # a plain script says how many ranks it wants only in initi
 Lists = list[list[int]]
 
 
+class NotInitializedError(RuntimeError, AssertionError):
+    """Groups that nobody has made are asked for. NxD asserts here; scripts and tests catch either."""
+
+
 class State:
     """What `lay_out` set up; one object so that `destroy` forgets everything. overrides: sizes and ranks that scripts set, by "tp_size", "tp_rank"."""
 
@@ -159,10 +163,10 @@ def destroy() -> None:
 
 
 def layout() -> grid.Grid:
-    """The grid of ranks. Raises RuntimeError if there is none."""
+    """The grid of ranks. Raises NotInitializedError if there is none."""
     _follow()
     if _state.layout is None:
-        raise RuntimeError(
+        raise NotInitializedError(
             "model parallel groups are not initialized: call neuronx_distributed.parallel_layers.parallel_state.initialize_model_parallel("
             "tensor_model_parallel_size=...) first, after torch.distributed.init_process_group('xla')"
         )
@@ -218,10 +222,10 @@ def is_defined(kind: str) -> bool:
 
 
 def defined(kind: str, how: str) -> Any:
-    """The group of a kind that `define` added. Raises RuntimeError, saying how to do so, if none did."""
+    """The group of a kind that `define` added. Raises NotInitializedError, saying how to do so, if none did."""
     layout()
     if kind not in _state.groups:
-        raise RuntimeError(f"these groups are not initialized: call parallel_state.{how} first")
+        raise NotInitializedError(f"these groups are not initialized: call parallel_state.{how} first")
     return _state.groups[kind]
 
 

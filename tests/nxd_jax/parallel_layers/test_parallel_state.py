@@ -113,13 +113,13 @@ def test_ranks_of_others(nxd: Nxd) -> None:
 def test_neighbouring_stages(nxd: Nxd) -> None:
     nxd(8, tp=2, pp=4)
     even, odd = [[0, 2], [4, 6], [1, 3], [5, 7]], [[2, 4], [6, 0], [3, 5], [7, 1]]
-    assert sorted(ps.get_pipeline_model_parallel_sr_group(0)._mesh) == sorted(even)
-    assert sorted(ps.get_pipeline_model_parallel_sr_group(True)._mesh) == sorted(odd)
-    assert sorted(ps.get_next_rank_group_replica_groups()) == sorted(even) and sorted(ps.get_prev_rank_group_replica_groups()) == sorted(
-        odd
-    )
-    assert ps.get_next_rank_group() is ps.get_pipeline_model_parallel_sr_group(0)
-    assert ps.get_prev_rank_group(as_list=True) == ps.get_prev_rank_group_replica_groups()
+    assert ps.get_pipeline_model_parallel_sr_group(0) == even and ps.get_pipeline_model_parallel_sr_group(parity=True) == odd
+    with pytest.raises(AssertionError, match="give the parity"):
+        ps.get_pipeline_model_parallel_sr_group()
+    assert ps.get_next_rank_replica_groups() == even == ps.get_next_rank_group()._mesh
+    assert ps.get_prev_rank_replica_groups() == odd == ps.get_prev_rank_group(as_list=True)
+    assert ps.get_next_rank_group() is ps.get_next_rank_group() is not ps.get_prev_rank_group()
+    assert ps.get_prev_rank_group_replica_groups() == odd and ps.get_next_rank_group_replica_groups() == even
     assert ps.get_pp_gloo_group() is ps.get_pipeline_model_parallel_group()
     ps.initialize_pp_gloo_groups()
 
@@ -127,7 +127,23 @@ def test_neighbouring_stages(nxd: Nxd) -> None:
 def test_an_odd_number_of_stages(nxd: Nxd) -> None:
     nxd(6, tp=2, pp=3)
     with pytest.raises(RuntimeError, match="need an even number of stages, pipeline_model_parallel_size is 3"):
-        ps.get_pipeline_model_parallel_sr_group(0)
+        ps.get_next_rank_group()
+    assert ps.get_pipeline_model_parallel_sr_group(0) == [[0, 2], [4, 0], [1, 3], [5, 1]]
+    assert ps.get_pipeline_model_parallel_sr_group(1) == [[2, 4], [3, 5]]
+
+
+@pytest.mark.parametrize("stages", [[0, 3], [1], [3, 2, 0, 1]], ids=str)
+def test_groups_of_stages(nxd: Nxd, stages: list[int]) -> None:
+    """`create_pg_with_ranks` counts within each pipeline: stages that share a weight."""
+    nxd(8, tp=2, pp=4)
+    group = ps.create_pg_with_ranks(stages)
+    assert group.size() == len(stages)
+    assert group._mesh[:2] == [[2 * k for k in stages], [2 * k + 1 for k in stages]]
+    t = torch.zeros(1, device="xla") + dist.get_rank() + 1
+    dist.all_reduce(t, group=group)
+    held = [float(own) for own in sharded.shards(t)]
+    for k in stages:
+        assert held[2 * k : 2 * k + 2] == [sum(2 * s + 1 for s in stages), sum(2 * s + 2 for s in stages)]
 
 
 def test_experts(nxd: Nxd) -> None:
@@ -189,7 +205,10 @@ def test_groups_that_share_keys_and_values(nxd: Nxd, monkeypatch: pytest.MonkeyP
 def test_draft_and_zero1_groups(nxd: Nxd) -> None:
     nxd(8, tp=4)
     ps.initialize_speculative_draft_group(2)
-    assert ps.get_speculative_draft_group(as_list=True) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert ps.get_speculative_draft_group(as_list=True) == [[0, 1], [2, 3], [4, 5], [6, 7]] == ps.get_speculative_draft_replica_groups()
+    ps.initialize_speculative_draft_group(group_size=2)
+    with pytest.raises(AssertionError, match="draft groups of 2 ranks exist, cannot make groups of 4"):
+        ps.initialize_speculative_draft_group(group_size=4)
     with pytest.raises(ValueError, match="draft_size=3 must divide the tensor parallel size 4"):
         ps.initialize_speculative_draft_group(3)
     nxd(16, tp=2, pp=2, cp=2)
@@ -320,6 +339,8 @@ def test_before_initialising(nxd: Nxd, name: str) -> None:
     with pytest.raises(
         RuntimeError, match=r"model parallel groups are not initialized: call neuronx_distributed.*initialize_model_parallel\("
     ):
+        getattr(ps, name)()
+    with pytest.raises(AssertionError):  # NxD's type
         getattr(ps, name)()
 
 
