@@ -34,7 +34,7 @@ class _Exchange:
         wide = grad if self.dtype is None else grad.to(self.dtype)
         if self.sequence_dim is not None:
             return regions.reduce_scatter_along_dim(wide, self.sequence_dim, process_group=self.group).to(grad.dtype)
-        return regions.reduce(wide, self.group).to(grad.dtype) if self.all_reduce else grad
+        return regions.reduce(wide, process_group=self.group).to(grad.dtype) if self.all_reduce else grad
 
 
 class Linears(torch.autograd.Function):

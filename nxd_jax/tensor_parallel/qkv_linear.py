@@ -257,5 +257,5 @@ def _shared(weight: torch.Tensor, copies: int, start: int, dtype: torch.dtype | 
 
 def _sum_rows(grad: torch.Tensor, process_group: GroupLike, start: int, dtype: torch.dtype | None) -> torch.Tensor:
     own, copied = grad[:start], grad[start:]
-    total = regions.reduce(copied if dtype is None else copied.to(dtype), process_group).to(grad.dtype)
+    total = regions.reduce(copied if dtype is None else copied.to(dtype), process_group=process_group).to(grad.dtype)
     return torch.cat([own, total]) if start else total

@@ -62,7 +62,7 @@ def same(x: torch.Tensor, process_group: GroupLike = None) -> torch.Tensor:
     return x.view_as(x)
 
 
-def reduce(x: torch.Tensor, process_group: GroupLike = None, computation: str = "sum") -> torch.Tensor:
+def reduce(x: torch.Tensor, computation: str = "sum", process_group: GroupLike = None) -> torch.Tensor:
     """All-reduce to a new tensor."""
     group = layer_groups.tensor_parallel(process_group)
     return x if layer_groups.size(group) == 1 else functional.all_reduce(computation, x, groups=group)
@@ -86,9 +86,14 @@ def gather_along_dim(x: torch.Tensor, partition_dim: int, process_group: GroupLi
 
 
 def reduce_scatter_along_dim(
-    x: torch.Tensor, partition_dim: int, computation: str = "sum", process_group: GroupLike = None, dtype: torch.dtype | None = None
+    x: torch.Tensor,
+    partition_dim: int,
+    computation: str = "sum",
+    process_group: GroupLike = None,
+    tile_cc: bool = False,
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Reduce over the group and keep this rank's part along a dim. dtype: to reduce in (the result has x's)."""
+    """Reduce over the group and keep this rank's part along a dim. dtype: to reduce in (the result has x's). tile_cc: accepted."""
     group = layer_groups.tensor_parallel(process_group)
     count = layer_groups.size(group)
     if count == 1:
@@ -114,12 +119,12 @@ def gather_along_last_dim(x: torch.Tensor, process_group: GroupLike = None) -> t
     return gather_along_dim(x, -1, process_group)
 
 
-def reduce_scatter_along_first_dim(x: torch.Tensor, process_group: GroupLike = None) -> torch.Tensor:
-    return reduce_scatter_along_dim(x, 0, process_group=process_group)
+def reduce_scatter_along_first_dim(x: torch.Tensor, computation: str = "sum", process_group: GroupLike = None) -> torch.Tensor:
+    return reduce_scatter_along_dim(x, 0, computation, process_group)
 
 
-def reduce_scatter_along_last_dim(x: torch.Tensor, process_group: GroupLike = None) -> torch.Tensor:
-    return reduce_scatter_along_dim(x, -1, process_group=process_group)
+def reduce_scatter_along_last_dim(x: torch.Tensor, computation: str = "sum", process_group: GroupLike = None) -> torch.Tensor:
+    return reduce_scatter_along_dim(x, -1, computation, process_group)
 
 
 # -- tensor parallel regions -------------------------------------------------------------------------
@@ -168,7 +173,7 @@ def reduce_from(x: torch.Tensor, group: GroupLike) -> torch.Tensor:
     if layer_groups.size(group) == 1:
         return x
     with torch.no_grad():
-        return x.copy_(reduce(x, group))
+        return x.copy_(reduce(x, process_group=group))
 
 
 def scatter(x: torch.Tensor, dim: int, group: GroupLike) -> torch.Tensor:
@@ -223,6 +228,13 @@ def reduce_scatter_to_sequence_parallel_region(
     dim = sequence_dimension or 0
     there = functools.partial(reduce_scatter_along_dim, partition_dim=dim, dtype=dtype)
     return region(x, layer_groups.tensor_parallel(process_group), there, functools.partial(gather_along_dim, partition_dim=dim))
+
+
+def reduce_scatter_to_sequence_parallel_region_tiled(
+    x: torch.Tensor, sequence_dimension: int | None = 0, process_group: GroupLike = None
+) -> torch.Tensor:
+    """`reduce_scatter_to_sequence_parallel_region`; NxD's cuts the collective into tiles, which XLA does as it sees fit."""
+    return reduce_scatter_to_sequence_parallel_region(x, sequence_dimension, process_group)
 
 
 # -- expert parallel regions ---------------------------------------------------------------------------

@@ -85,7 +85,7 @@ class ExpertFusedLinearWithAsyncCommunication(torch.autograd.Function):
 def _reduced(grad: torch.Tensor, process_group: GroupLike, dtype: torch.dtype | None) -> torch.Tensor:
     """A gradient summed over the ranks, in `dtype`."""
     wide = grad if dtype is None else grad.to(dtype)
-    return regions.reduce(wide, process_group).to(grad.dtype)
+    return regions.reduce(wide, process_group=process_group).to(grad.dtype)
 
 
 class ExpertFusedLinear(BaseParallelLinear):

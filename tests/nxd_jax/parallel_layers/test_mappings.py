@@ -205,7 +205,12 @@ def test_moves_by_name(nxd: Nxd) -> None:
         assert torch.equal(per_rank(mappings._split_along_last_dim(x))[r], values[r].chunk(4, -1)[r])
         torch.testing.assert_close(per_rank(mappings._reduce_scatter_along_first_dim(x))[r], sum(values).chunk(4)[r])
         torch.testing.assert_close(per_rank(mappings._reduce_scatter_along_last_dim(x))[r], sum(values).chunk(4, -1)[r])
-        torch.testing.assert_close(per_rank(mappings._reduce_scatter_along_dim(x, 0, "max"))[r], torch.stack(values).amax(0).chunk(4)[r])
+        most = torch.stack(values).amax(0)
+        torch.testing.assert_close(per_rank(mappings._reduce_scatter_along_dim(x, 0, "max"))[r], most.chunk(4)[r])
+        torch.testing.assert_close(per_rank(mappings._reduce_scatter_along_first_dim(x, computation="max"))[r], most.chunk(4)[r])
+        torch.testing.assert_close(per_rank(mappings._reduce_scatter_along_last_dim(x, "max"))[r], most.chunk(4, -1)[r])
+        torch.testing.assert_close(per_rank(mappings._reduce(x, "max"))[r], most)
+        torch.testing.assert_close(per_rank(mappings.reduce_scatter_to_sequence_parallel_region_tiled(x))[r], sum(values).chunk(4)[r])
 
 
 def test_what_does_not_divide_is_an_error(nxd: Nxd) -> None:
