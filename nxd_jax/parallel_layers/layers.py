@@ -1,15 +1,26 @@
 """`neuronx_distributed.parallel_layers.layers`: linear, embedding and convolution layers whose weights tensor parallel ranks share out."""
 
-from nxd_jax.parallel_layers.parallel_state import get_tensor_model_parallel_rank, get_tensor_model_parallel_size
+from nxd_jax.parallel_layers.parallel_state import (
+    get_tensor_model_parallel_group,
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_size,
+)
+from nxd_jax.parallel_layers.utils import param_is_not_tensor_parallel_duplicate
 from nxd_jax.tensor_parallel.base_layer import BaseParallelLayer, BaseParallelLinear
 from nxd_jax.tensor_parallel.conv import BaseParallelConv, InputChannelParallelConv2d, OutputChannelParallelConv2d
 from nxd_jax.tensor_parallel.embedding import ParallelEmbedding
 from nxd_jax.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, _initialize_parameter_cpu, create_local_weight
 from nxd_jax.tensor_parallel.matmul import LinearWithAsyncCommunication, linear_with_async_allreduce
-from nxd_jax.tensor_parallel.partition import divide, set_tensor_model_parallel_attributes
+from nxd_jax.tensor_parallel.partition import divide, get_padding_length, set_tensor_model_parallel_attributes
 from nxd_jax.tensor_parallel.spmd_rank import SPMDRank
 
+CONV_KERNEL_OUTPUT_CHANNEL_DIMENSION = 0
+CONV_KERNEL_INPUT_CHANNEL_DIMENSION = 1
+"""`partition_dim` of the two convolutions."""
+
 __all__ = [
+    "CONV_KERNEL_INPUT_CHANNEL_DIMENSION",
+    "CONV_KERNEL_OUTPUT_CHANNEL_DIMENSION",
     "BaseParallelConv",
     "BaseParallelLayer",
     "BaseParallelLinear",
@@ -23,8 +34,11 @@ __all__ = [
     "_initialize_parameter_cpu",
     "create_local_weight",
     "divide",
+    "get_padding_length",
+    "get_tensor_model_parallel_group",
     "get_tensor_model_parallel_rank",
     "get_tensor_model_parallel_size",
     "linear_with_async_allreduce",
+    "param_is_not_tensor_parallel_duplicate",
     "set_tensor_model_parallel_attributes",
 ]

@@ -158,9 +158,9 @@ class BaseQuantizeParallelLinear(BaseParallelLinear, metaclass=ABCMeta):
         """Zeros in a weight, what stands for 1 in a scale."""
         like = self.get_parameter(name)
         value = {"weight": 0.0, "scale": self.scale_dtype.get_default_scale(), "input_scale": 1.0}[name]
-        part = torch.full(like.shape, value, dtype=like.dtype)
+        part = torch.full(like.shape, value, dtype=like.dtype, device="cpu")
         made: torch.Tensor
-        device = "cpu" if self.device is None or sharded_weights.is_meta(self.device) else self.device
+        device = sharded_weights.home(self.device)
         if partition is not None and partition.hosts_several():
             made = sharded_weights.from_parts(lambda r: part, partition, device)
         else:

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.types import Device
 
 from nxd_jax.tensor_parallel import layer_groups, sharded_weights
 from nxd_jax.tensor_parallel.matmul import LinearWithAsyncCommunication, linear_with_async_allreduce
@@ -128,9 +127,12 @@ class BaseParallelLayer(sharded_weights.Owner):
         """Initialise a full weight."""
         (self.arg_init_method or sharded_weights.default_init)(weight)
 
-    def _init_bias(self, bias: torch.Tensor) -> None:
-        """Initialise a full bias: as `torch.nn.Linear` does, or with zeros if the layer was given an `init_method`."""
-        (torch.nn.init.zeros_ if self.arg_init_method else sharded_weights.default_bias(self._fan_in()))(bias)
+    def _init_bias(self, bias: torch.Tensor | None = None) -> None:
+        """Initialise a full bias (None: the layer's own): as `torch.nn.Linear` does, or with zeros if the layer was given an `init_method`."""
+        target = self.bias if bias is None else bias
+        assert target is not None
+        with torch.no_grad():
+            (torch.nn.init.zeros_ if self.arg_init_method else sharded_weights.default_bias(self._fan_in()))(target)
 
     def _drawn_weight(self) -> torch.Tensor:
         """A full weight in float32 on the CPU, without padding."""
@@ -140,14 +142,16 @@ class BaseParallelLayer(sharded_weights.Owner):
         full = sharded_weights.padded(self._drawn_weight(), self._partition.dim, self._padding())
         if self.keep_master_weight:
             self.master_weight = full.to(self.dtype)
-        sharded_weights.assign(self, "weight", sharded_weights.place(full, self._partition, self.dtype, _home(self.device)))
+        sharded_weights.assign(self, "weight", sharded_weights.place(full, self._partition, self.dtype, sharded_weights.home(self.device)))
 
     def _draw_bias(self) -> None:
         *others, last = self._full_bias_shape
         full = self._padded_bias(sharded_weights.drawn([*others, last - self._bias_padding()], self._init_bias))
         if self.keep_master_weight:
             self.master_bias = full.to(self.dtype)
-        sharded_weights.assign(self, "bias", sharded_weights.place(full, self._bias_partition, self.dtype, _home(self.device)))
+        sharded_weights.assign(
+            self, "bias", sharded_weights.place(full, self._bias_partition, self.dtype, sharded_weights.home(self.device))
+        )
 
     def _padded_bias(self, full: torch.Tensor) -> torch.Tensor:
         count = self._bias_padding()
@@ -181,11 +185,6 @@ class BaseParallelLayer(sharded_weights.Owner):
                 f"{prefix} has {full.shape[dim]} entries along dim {dim}, {type(self).__name__} with padding needs the {expected} that it has without"
             )
         model_state_dict[prefix] = self._padded_bias(full) if is_bias else sharded_weights.padded(full, dim, count)
-
-
-def _home(device: Device) -> Any:
-    """Where weights that are drawn now go."""
-    return "cpu" if device is None or sharded_weights.is_meta(device) else device
 
 
 class BaseParallelLinear(BaseParallelLayer):
@@ -243,6 +242,8 @@ class BaseParallelLinear(BaseParallelLayer):
         return False
 
     def _full_shape(self) -> list[int]:
+        if "_partition" not in self.__dict__:  # BaseParallelLinear()
+            return list(self.weight.shape)
         shape = self._partition.full_shape(self.weight_shape)
         shape[self._partition.dim] -= self._padding()
         return shape

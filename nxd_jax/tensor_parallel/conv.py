@@ -49,6 +49,16 @@ class BaseParallelConv(BaseParallelLayer):
         name = ("out_channels", "in_channels")[dim]
         self.channels_per_partition = self._check_divides(name, shared + self.partition_pad_size, "or pass partition_pad=True")
 
+    @property
+    def partition_dim(self) -> int:
+        """The dim of the weight that is cut: 0 (output channels) or 1 (input channels)."""
+        return self._partition.dim
+
+    @property
+    def keep_master_params(self) -> bool:
+        """NxD's name of `keep_master_weight`."""
+        return self.keep_master_weight
+
     def _full_shape(self) -> list[int]:
         return [self.out_channels, self.in_channels, *self.kernel_size]
 

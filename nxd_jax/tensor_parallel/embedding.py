@@ -84,6 +84,26 @@ class ParallelEmbedding(BaseParallelLayer):
         return self.tensor_parallel_group
 
     @property
+    def tensor_model_parallel_size(self) -> int:
+        """How many ranks share the table out."""
+        return self._partition.size
+
+    @property
+    def weight_partition_dim(self) -> int:
+        """The dim of the weight that is cut: 0 (rows), or 1 with `shard_across_embedding`."""
+        return self._partition.dim
+
+    @property
+    def per_partition_size(self) -> int:
+        """Entries of that dim on one rank."""
+        return self.embedding_dim_per_partition if self.shard_across_embedding else self.num_embeddings_per_partition
+
+    @property
+    def init_method(self) -> Init | None:
+        """NxD's name of `arg_init_method`."""
+        return self.arg_init_method
+
+    @property
     def sequence_dim(self) -> int | None:
         """NxD's name of `sequence_dimension`."""
         return self.sequence_dimension

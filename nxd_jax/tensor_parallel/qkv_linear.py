@@ -135,7 +135,7 @@ class GQAQKVColumnParallelLinear(sharded_weights.Owner):
         def of(rank: int, full: list[torch.Tensor]) -> torch.Tensor:
             return torch.cat([self._rows(t, p, rank) for t, p in zip(full, parts, strict=True)]).to(self.dtype)
 
-        device = "cpu" if sharded_weights.is_meta(self.device) else self.device
+        device = sharded_weights.home(self.device)
         if partition.hosts_several():
             differ = any(map(sharded_weights.differs, full))
             return sharded_weights.from_parts(lambda r: of(r, [sharded_weights.own(t, r) for t in full]), partition, device, differ)

@@ -249,7 +249,18 @@ _shapes_only = False
 
 def is_meta(device: Device) -> bool:
     """Whether a layer is to have shapes only for now: because of its device, or because it is made within `shapes_only()`."""
-    return _shapes_only or (device is not None and torch.device(device).type == "meta")
+    return _shapes_only or _device_of(device).type == "meta"
+
+
+def home(device: Device) -> torch.device:
+    """Where weights that are drawn now go: to the layer's device, to the CPU for one on "meta"."""
+    found = _device_of(device)
+    return torch.device("cpu") if found.type == "meta" else found
+
+
+def _device_of(device: Device) -> torch.device:
+    """A layer's device: without one torch's default device, as of `with torch.device("meta"):`."""
+    return torch.get_default_device() if device is None else torch.device(device)
 
 
 @contextlib.contextmanager

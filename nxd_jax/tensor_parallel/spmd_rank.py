@@ -61,7 +61,7 @@ class SPMDRank(torch.nn.Module):
         module, dot, _ = prefix.rpartition(".")
         for name in _DERIVED:
             model_state_dict.pop(f"{module}{dot}{name}", None)
-        model_state_dict[f"{module}{dot}rank"] = torch.arange(self.world_size, dtype=torch.int32)
+        model_state_dict[f"{module}{dot}rank"] = torch.arange(self.world_size, dtype=torch.int32, device="cpu")
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
         known = {key: value for key, value in state_dict.items() if key not in {prefix + name for name in _DERIVED}}
@@ -70,7 +70,7 @@ class SPMDRank(torch.nn.Module):
 
 def _numbers(count: int) -> torch.Tensor:
     def number(rank: int) -> torch.Tensor:
-        return torch.tensor([rank % count], dtype=torch.int32)
+        return torch.tensor([rank % count], dtype=torch.int32, device="cpu")
 
     if len(world.current().hosted) == 1 or count == 1:
         return number(world.first())

@@ -290,6 +290,35 @@ def test_meta_until_init_weight_cpu(nxd: Nxd) -> None:
     assert torch.equal(row.bias.detach().cpu(), linear().bias.detach())
 
 
+@pytest.mark.parametrize("tp", [1, 4])
+@pytest.mark.parametrize("device", ["meta", "xla"])
+def test_default_devices(nxd: Nxd, device: str, tp: int) -> None:
+    """`with torch.device(...)` around a model is where weights go that are made without saying where."""
+    nxd(4, tp=tp)
+    torch.manual_seed(3)
+    with torch.device(device):
+        column = ColumnParallelLinear(IN, OUT)
+        others = [RowParallelLinear(IN, OUT), ParallelEmbedding(16, IN), layers.OutputChannelParallelConv2d(4, 8, 3)]
+        number = SPMDRank(tp)
+    assert {p.device.type for layer in (column, *others) for p in layer.parameters()} == {device}
+    assert [int(r) for r in sharded.shards(number.rank.to("xla"))] == [r % tp for r in range(4)]
+    if device == "meta":
+        torch.manual_seed(3)
+        column.init_weight_cpu()
+        assert {p.device.type for p in column.parameters()} <= {"cpu", "xla"}
+    assert torch.equal(joined(column.to("xla").weight, 0), linear().weight.detach())
+    assert torch.equal(column.bias.detach().cpu(), linear().bias.detach())
+
+
+def test_names_of_what_layers_hold(nxd: Nxd) -> None:
+    nxd(4, tp=4)
+    rows, columns = ParallelEmbedding(16, 8, init_method=torch.nn.init.ones_), ParallelEmbedding(16, 8, shard_across_embedding=True)
+    assert (rows.weight_partition_dim, rows.per_partition_size, rows.tensor_model_parallel_size) == (0, 4, 4)
+    assert (columns.weight_partition_dim, columns.per_partition_size, rows.init_method) == (1, 2, torch.nn.init.ones_)
+    conv = layers.InputChannelParallelConv2d(4, 8, 3, keep_master_weight=True)
+    assert conv.partition_dim == layers.CONV_KERNEL_INPUT_CHANNEL_DIMENSION and conv.keep_master_params
+
+
 def test_custom_group(nxd: Nxd) -> None:
     nxd(8, tp=4)
     group = parallel_state.create_pg_with_ranks([0, 4])

@@ -137,6 +137,9 @@ def test_the_base_class_without_arguments(nxd: Nxd) -> None:
     x = torch.randn(2, 5, 4)
     torch.testing.assert_close(joined(layer(x.to("xla")), 2), reference(x).detach())
     assert torch.equal(layer.master_weight, reference.weight)
+    layer.bias = nn.Parameter(torch.full((3,), 5.0))
+    layer._init_bias()
+    assert layer.bias.abs().max() <= 4**-0.5 and len(set(layer.bias.tolist())) == 3
 
 
 @pytest.mark.parametrize("device", ["cpu", "xla"])
