@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("nxd_jax")
 
 BEGUN = "checkpoint"
-"""The mark of a tag that was begun: '1', and who did."""
+"""The mark of a tag that was begun: '1', and until it is complete who did."""
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _AGAIN = "another process began it again, or removed it, while this one was writing"

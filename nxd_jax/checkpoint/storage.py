@@ -166,6 +166,7 @@ class FsspecCheckpointStorage(BaseCheckpointStorage):
             target = f"{there}/{path.relative_to(folder).as_posix()}"
             self.files.makedirs(target.rpartition("/")[0], exist_ok=True)
             self.files.put_file(str(path), target)
+        self.files.pipe_file(f"{there}/{tags.BEGUN}", b"1")
         self.files.pipe_file(f"{there}/{tags.DONE}", f"1 {time.time_ns():020d}".encode())
         shutil.rmtree(folder, ignore_errors=True)
         savers.release(folder)

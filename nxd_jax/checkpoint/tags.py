@@ -6,6 +6,7 @@ complete one. What a crash leaves behind has no `done` and is never chosen.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from pathlib import Path
@@ -72,6 +73,8 @@ def commit(root: Path, tag: str, folder: Path) -> None:
         remove(old)
     _sync_folder(root)
     savers.release(folder)
+    with contextlib.suppress(OSError):
+        (final / BEGUN).write_text("1")  # nobody asks any more who began it
 
 
 def retain(root: Path, count: int | None) -> list[str]:

@@ -58,7 +58,8 @@ def save_checkpoint(
     its ranks, with use_xser one for each tensor too. They load here all the same. Of a pipeline each rank's has what its own stages read; that needs the model
     and the optimizer themselves.
 
-    num_workers, zero1_optimizer, use_zero1_dcp and nxd_config are accepted without effect, so is use_xser otherwise. All processes must call it.
+    num_workers, zero1_optimizer, use_zero1_dcp and nxd_config are accepted without effect, so is use_xser otherwise. All processes must call it. As in NxD,
+    use_zero1_dcp raises AssertionError for a ZeRO-1 optimizer without async_save, and with avoid_saving_lower_precision_weights.
 
     A failed save (a full disk, no permission, FileExistsError for a tag that another process is saving) raises and leaves earlier tags as they were; so does a
     crash at any moment.
@@ -68,6 +69,8 @@ def save_checkpoint(
     _check_count(num_kept_ckpts)
     if model is None and optimizer is None and scheduler is None and user_content is None:
         raise ValueError("save_checkpoint has nothing to save: give model=, optimizer=, scheduler= or user_content=")
+    if use_zero1_dcp:
+        _check_dcp(optimizer, zero1_optimizer, async_save, avoid_saving_lower_precision_weights)
     saving.wait()
     tag = str(tag) or saving.next_tag(storage)
     tags.check(tag)
@@ -154,6 +157,14 @@ def _check_count(count: object) -> None:
         return
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         raise ValueError(f"num_kept_ckpts must be a positive number, or None or -1 to keep all, got {count!r}")
+
+
+def _check_dcp(optimizer: Any, zero1_optimizer: bool, async_save: bool, avoid_saving_lower_precision_weights: bool) -> None:
+    assert not avoid_saving_lower_precision_weights, (
+        "use_zero1_dcp and avoid_saving_lower_precision_weights exclude each other: give one of them"
+    )
+    zero1 = zero1_optimizer if isinstance(optimizer, dict) else optimizer is not None and contents.is_zero1(optimizer)
+    assert async_save or not zero1, "use_zero1_dcp saves in the background only: give async_save=True too"
 
 
 def _with_master(optimizer: Any, model: Any) -> set[str]:

@@ -54,7 +54,7 @@ def test_files(alone: Any, tmp_path: Path) -> None:
     nxd.save_checkpoint(tmp_path, "t", model, optimizer, user_content={"k": 1})
     names = sorted(p.name for p in (tmp_path / "t").iterdir())
     assert names == ["checkpoint", "done", "model", "optim", "random", "user_content.pt"]
-    assert (tmp_path / "t" / "done").read_text() == "1"
+    assert (tmp_path / "t" / "done").read_text() == "1" == (tmp_path / "t" / "checkpoint").read_text()
     index = json.loads((tmp_path / "t" / "model" / "tensors.json").read_text())
     assert index["tensors"]["a.weight"] == {"shape": [3, 4], "stored": [3, 4], "dtype": "float32"}
 
@@ -257,7 +257,8 @@ def test_memory_filesystem(alone: Any) -> None:
     for k in range(3):
         nxd.save_checkpoint("memory://bucket/run", f"t{k}", model, optimizer, user_content=k, num_kept_ckpts=2)
     step(model, optimizer)
-    assert checkpoint.create_checkpoint_storage("memory://bucket/run").completed_tags() == ["t1", "t2"]
+    storage = checkpoint.create_checkpoint_storage("memory://bucket/run")
+    assert storage.completed_tags() == ["t1", "t2"] and storage.files.cat_file("bucket/run/t2/checkpoint") == b"1"
     assert nxd.load_checkpoint("memory://bucket/run", None, model, optimizer) == 2
     assert torch.equal(model.a.weight.cpu(), before)
 
@@ -440,6 +441,19 @@ def test_bad_arguments(alone: Any, tmp_path: Path, arguments: dict[str, Any], er
     with pytest.raises(error, match=text):
         nxd.save_checkpoint(tmp_path, **{"tag": "t", **arguments})
     assert list(tmp_path.iterdir()) == []
+
+
+def test_use_zero1_dcp(alone: Any, tmp_path: Path) -> None:
+    """Refused as NxD refuses it; otherwise it changes nothing."""
+    model, optimizer = tiny(zero_one_enabled=True)
+    with pytest.raises(AssertionError, match="give async_save=True too"):
+        nxd.save_checkpoint(tmp_path, "t", model, optimizer, use_zero1_dcp=True)
+    with pytest.raises(AssertionError, match="exclude each other"):
+        nxd.save_checkpoint(tmp_path, "t", model, optimizer, use_zero1_dcp=True, async_save=True, avoid_saving_lower_precision_weights=True)
+    assert list(tmp_path.iterdir()) == []
+    nxd.save_checkpoint(tmp_path, "t", model, optimizer, use_zero1_dcp=True, async_save=True)
+    nxd.finalize_checkpoint()
+    nxd.load_checkpoint(tmp_path, "t", model, optimizer, use_zero1_dcp=True)
 
 
 def test_a_directory_must_be_named(alone: Any) -> None:
