@@ -53,7 +53,7 @@ def export_original(
         parts["optim"] = optimizer_files(optimizer, xser, model)
     first = world.process_index() == 0
     folder = savers.begin(storage, tag)
-    with savers.writing(folder, storage.dirname, first):
+    with savers.writing(folder, storage.dirname(), first):
         for part, files in parts.items():
             files.write(folder / part)
         if first:

@@ -79,7 +79,7 @@ def begin(storage: BaseCheckpointStorage, tag: str, size: int | None = None) -> 
         try:
             told = b"+" + storage.begin(tag).name.encode()
         except OSError as error:
-            failure = _full(error, storage.root / tag, storage.dirname, size) or error
+            failure = _full(error, storage.root / tag, storage.dirname(), size) or error
             told = b"-" + str(failure).encode()
     told = processes.exchange("save_checkpoint", told)[0]
     if failure is not None:

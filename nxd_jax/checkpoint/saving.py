@@ -87,7 +87,7 @@ class Save:
         first = world.process_index() == 0
         size = sum(item.bytes for item in self.items.values())
         folder = savers.begin(self.storage, self.tag, size)
-        with savers.writing(folder, self.storage.dirname, first, size):
+        with savers.writing(folder, self.storage.dirname(), first, size):
             for part, item in self.items.items():
                 item.write(folder / part)
             if first:
@@ -102,7 +102,7 @@ class Save:
         self.items.clear()
         if first:
             self.storage.retain(self.keep)
-            logger.info("saved %s to %s: %.1f MB in %.1f s", self.tag, self.storage.dirname, size / 1e6, time.perf_counter() - started)
+            logger.info("saved %s to %s: %.1f MB in %.1f s", self.tag, self.storage.dirname(), size / 1e6, time.perf_counter() - started)
         processes.barrier("save_checkpoint done")
 
 
@@ -136,7 +136,7 @@ def _chosen(storage: BaseCheckpointStorage, tag: object) -> str:
     found = storage.completed_tags()
     if tag is None or str(tag) == "":
         if not found:
-            raise RuntimeError(f"Error: no checkpoint under directory {storage.dirname} (a tag without its `done` file does not count)")
+            raise RuntimeError(f"Error: no checkpoint under directory {storage.dirname()} (a tag without its `done` file does not count)")
         return found[-1]
     name = str(tag)
     for choice in (name, f"{name}.new", f"{name}.old"):  # what a crash while a tag was replaced left
@@ -147,7 +147,7 @@ def _chosen(storage: BaseCheckpointStorage, tag: object) -> str:
     if original.is_older(storage.root / name):  # parallel_layers.save leaves no mark
         return name
     listed = ", ".join(found[-8:]) or "none"
-    raise FileNotFoundError(f"{storage.dirname} has no complete checkpoint {name!r}; complete ones are: {listed}")
+    raise FileNotFoundError(f"{storage.dirname()} has no complete checkpoint {name!r}; complete ones are: {listed}")
 
 
 def _fetched(storage: BaseCheckpointStorage, name: str) -> Path:

@@ -12,14 +12,19 @@ from typing import Any
 import torch
 
 from nxd_jax.checkpoint import savers, tags
+from nxd_jax.checkpoint.named_files import Entry, NamedFiles
 
 
-class BaseCheckpointStorage:
+class BaseCheckpointStorage(NamedFiles):
     """A directory of tags. `root`: a local directory to read and write; what is elsewhere is copied."""
 
     def __init__(self, dirname: str):
-        self.dirname = dirname
+        self._dirname = dirname
         self.root = Path(dirname).absolute()
+
+    def dirname(self) -> str:
+        """The directory, as it was given."""
+        return self._dirname
 
     # -- for saving and loading ---------------------------------------------------------------------
 
@@ -47,27 +52,9 @@ class BaseCheckpointStorage:
         """Remove tags."""
         raise NotImplementedError
 
-    # -- NxD's names --------------------------------------------------------------------------------
-
     def list_completed_checkpoint_tags(self) -> list[str]:
-        """Complete tags, oldest first."""
+        """NxD's name of `completed_tags`."""
         return self.completed_tags()
-
-    def file_exists(self, filename: str) -> bool:
-        """Whether there is a file of this name below the directory."""
-        raise NotImplementedError
-
-    def save_text(self, text: str, filename: str) -> None:
-        """Write a text file below the directory."""
-        raise NotImplementedError
-
-    def save_object(self, obj: object, filename: str) -> None:
-        """`torch.save` below the directory."""
-        raise NotImplementedError
-
-    def load_object(self, filename: str, map_location: Any = None) -> Any:
-        """`torch.load` from below the directory; runs the code that a file contains."""
-        raise NotImplementedError
 
 
 class FilesysCheckpointStorage(BaseCheckpointStorage):
@@ -92,8 +79,26 @@ class FilesysCheckpointStorage(BaseCheckpointStorage):
         for name in names:
             tags.remove(self.root / name)
 
+    def entries(self, dirname: str = "") -> list[Entry]:
+        folder = self.root / dirname
+        found = sorted(folder.iterdir()) if folder.is_dir() else []
+        return [Entry(p.name, p.is_dir(), p.stat().st_mtime_ns) for p in found]
+
+    def dir_exists(self, dirname: str) -> bool:
+        return (self.root / dirname).is_dir()
+
     def file_exists(self, filename: str) -> bool:
         return (self.root / filename).is_file()
+
+    def create_dir(self, dirname: str, exist_ok: bool = True) -> None:
+        (self.root / dirname).mkdir(parents=True, exist_ok=exist_ok)
+
+    def remove_dir(self, dirname: str) -> None:
+        if self.dir_exists(dirname):
+            shutil.rmtree(self.root / dirname)
+
+    def remove_file(self, filename: str) -> None:
+        (self.root / filename).unlink(missing_ok=True)
 
     def save_text(self, text: str, filename: str) -> None:
         path = self.root / filename
@@ -197,8 +202,32 @@ class FsspecCheckpointStorage(BaseCheckpointStorage):
                 self.files.rm_file(done)
             self.files.rm(self._there(name), recursive=True)
 
+    def entries(self, dirname: str = "") -> list[Entry]:
+        there = self._there(dirname) if dirname else self.base
+        if not self.files.exists(there):
+            return []
+        found = []
+        for entry in self.files.ls(there, detail=True):
+            changed = next((entry[key] for key in ("LastModified", "mtime", "updated", "created") if entry.get(key)), "")
+            found.append(Entry(entry["name"].rstrip("/").rpartition("/")[2], entry["type"] == "directory", str(changed)))
+        return sorted(found)
+
+    def dir_exists(self, dirname: str) -> bool:
+        return bool(self.files.isdir(self._there(dirname)))
+
     def file_exists(self, filename: str) -> bool:
         return bool(self.files.isfile(self._there(filename)))
+
+    def create_dir(self, dirname: str, exist_ok: bool = True) -> None:
+        self.files.makedirs(self._there(dirname), exist_ok=exist_ok)
+
+    def remove_dir(self, dirname: str) -> None:
+        if self.dir_exists(dirname):
+            self.files.rm(self._there(dirname), recursive=True)
+
+    def remove_file(self, filename: str) -> None:
+        if self.file_exists(filename):
+            self.files.rm_file(self._there(filename))
 
     def save_text(self, text: str, filename: str) -> None:
         self.files.makedirs(self._there(filename).rpartition("/")[0], exist_ok=True)
@@ -216,6 +245,14 @@ class FsspecCheckpointStorage(BaseCheckpointStorage):
 
 class S3CheckpointStorage(FsspecCheckpointStorage):
     """`checkpoint_storage.S3CheckpointStorage`: s3://bucket/path, through the package s3fs."""
+
+    @staticmethod
+    def parse_path(s3_path: str) -> tuple[str, str | None]:
+        """Bucket and path of an address, None for no path. Raises RuntimeError for an address that is none."""
+        bucket, _, path = s3_path.removeprefix("s3://").partition("/")
+        if not s3_path.startswith("s3://") or not bucket:
+            raise RuntimeError(f"{s3_path!r} is no address such as s3://bucket/path")
+        return bucket, path or None
 
 
 def create_checkpoint_storage(dirname: object, crt_config: dict[str, Any] | None = None) -> BaseCheckpointStorage:

@@ -96,7 +96,7 @@ class NeuronCheckpointIO(XLACheckpointIO):
         """Remove a checkpoint, after the saves that are under way: at no moment is the last one gone before the next is complete. It stays if that failed."""
         storage, name = _parts(path)
         after = self._last
-        if after is not None and (after[0].dirname, after[1]) == (storage.dirname, name):
+        if after is not None and (after[0].dirname(), after[1]) == (storage.dirname(), name):
             after = self._last = None
 
         def remove() -> None:

@@ -89,6 +89,6 @@ def load_optim_state_dict(
 def _check_theirs(storage: BaseCheckpointStorage) -> None:
     if not storage.file_exists(f"{TAG}/done") and storage.file_exists(".metadata"):
         raise NotImplementedError(
-            f"{Path(storage.dirname)} holds files of torch.distributed.checkpoint, as NxD's own zero_dcp_utils writes them; these are not read here. Save with "
-            "use_zero1_dcp=False on the machine that has them: those files load"
+            f"{Path(storage.dirname())} holds files of torch.distributed.checkpoint, as NxD's own zero_dcp_utils writes them; these are not read here. Save "
+            "with use_zero1_dcp=False on the machine that has them: those files load"
         )

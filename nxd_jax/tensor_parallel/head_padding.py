@@ -40,10 +40,10 @@ def pad_model(
     """Pad the parallel linear layers of a model, in place, for `n_heads` heads to become a multiple of `tp_degree`; returns the model.
 
     wrapped_classes: only layers inside instances of these are padded (attention, usually); default: all layers, which also grows MLPs and a
-    vocabulary-parallel head, so name the attention classes. pad_hook_fn: called with each instance of a wrapped class and the ratio of padded to given
-    heads, for attributes such as sizes of splits. The sharded dim of a `ColumnParallelLinear` (output) or `RowParallelLinear` (input) grows by that
-    ratio; so does each of the `stride` pieces of a fused layer. Layers that gather their output or scatter their input are left alone: what is
-    outside them is not padded.
+    vocabulary-parallel head, so name the attention classes. pad_hook_fn: called with each instance of a wrapped class (without such classes with every
+    module, the model last) and the ratio of padded to given heads, for attributes such as sizes of splits. The sharded dim of a `ColumnParallelLinear`
+    (output) or `RowParallelLinear` (input) grows by that ratio; so does each of the `stride` pieces of a fused layer. Layers that gather their output or
+    scatter their input are left alone: what is outside them is not padded.
 
     New heads come after the given ones in the whole weight, which is then cut anew: rank r holds whole heads, and pretrained weights keep their
     meaning (NxD appends to every rank's part, which breaks heads apart). Call it after the model is built, before its optimizer is.
@@ -61,9 +61,9 @@ def pad_model(
     layers = {id(layer): (name, layer) for root in roots for name, layer in _layers(root)}
     for name, layer in layers.values():
         _pad_layer(name, layer, n_heads, n_heads + extra)
-    if pad_hook_fn is not None and chosen:
-        for root in roots:
-            pad_hook_fn(root, (n_heads + extra) / n_heads)
+    if pad_hook_fn is not None:
+        for module in roots if chosen else reversed(list(model.modules())):
+            pad_hook_fn(module, (n_heads + extra) / n_heads)
     return model
 
 

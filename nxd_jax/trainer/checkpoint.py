@@ -135,7 +135,7 @@ def load_checkpoint(
         saving.restore_random(folder)
     processes.barrier("load_checkpoint")
     if world.current().first_here:
-        logger.info("loaded %s from %s in %.1f s", folder.name, storage.dirname, time.perf_counter() - started)
+        logger.info("loaded %s from %s in %.1f s", folder.name, storage.dirname(), time.perf_counter() - started)
     return content
 
 
@@ -200,10 +200,10 @@ class CheckpointIOState:
         self._folder = checkpoint.begin(tag)
 
     def add_save_task(self, obj: Any, filename: str) -> None:
-        """Pickle an object into a file of the tag."""
+        """Pickle an object into a file of the tag: `tag/name`, or its name within the tag."""
         if self._folder is None:
             raise RuntimeError("add_save_task needs begin(storage, tag) to be called first")
-        data, target = writing.pickled(obj), self._folder / filename
+        data, target = writing.pickled(obj), self._folder / filename.removeprefix(f"{self._tag}/")
 
         def write() -> None:
             target.parent.mkdir(parents=True, exist_ok=True)

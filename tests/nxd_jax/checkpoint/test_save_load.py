@@ -509,10 +509,12 @@ def test_nxds_own_state(alone: Any, tmp_path: Path) -> None:
             state.add_save_task(1, "x.pt")
         state.begin(storage, f"t{background}")
         state.add_save_task({"a": torch.ones(2)}, "folder/x.pt")
+        state.add_save_task(3, f"t{background}/user_content.pt")  # as NxD names them
         state.end(num_kept=1)
         state.wait_all()
         assert storage.completed_tags() == [f"t{background}"]
         assert torch.equal(storage.load_object(f"t{background}/folder/x.pt")["a"], torch.ones(2))
+        assert nxd.load_checkpoint(tmp_path, f"t{background}") == 3
     state.submit_remove(-1, True, ["tTrue"])
     state.wait_remove()
     assert storage.completed_tags() == []

@@ -93,6 +93,13 @@ def test_meta(nxd: Nxd) -> None:
     assert model.qkv.weight.device.type == "meta" and model.qkv.weight.shape == (12, HIDDEN) and model.out.weight.shape == (HIDDEN, 4)
 
 
+def test_the_hook_without_classes_sees_every_module(nxd: Nxd) -> None:
+    nxd(4, tp=4)
+    model, seen = Attention(), []
+    pad_model(model, 4, HEADS, pad_hook_fn=lambda module, ratio: seen.append((module, ratio)))
+    assert seen == [(model.out, 8 / 6), (model.qkv, 8 / 6), (model, 8 / 6)]
+
+
 def test_errors(nxd: Nxd) -> None:
     nxd(4, tp=4)
     with pytest.raises(
