@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pytorch_lightning.loggers import TensorBoardLogger
+from pytorch_lightning.utilities.rank_zero import rank_zero_only
 
 _PAUSE = 1.0
 """Seconds between two times that scalars are written out."""
@@ -48,6 +49,10 @@ class NeuronTensorBoardLogger(TensorBoardLogger):
             self._print_step = operator.index(value)
         except TypeError:
             raise TypeError(f"print_step must be a whole number, the step to log at (or negative, to log nothing), got {value!r}") from None
+
+    def should_print(self) -> bool:
+        """Whether this process writes the scalars that are logged now: it hosts rank 0, and `print_step` was not set to a negative step."""
+        return bool(rank_zero_only.rank == 0) and (self._print_step is None or self._print_step >= 0)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Write scalars at `print_step` if it was ever set, else at `step`."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+import torch_bridge.torch_neuronx  # noqa: F401 : scripts end with torch.classes.neuron.Runtime().unsafe_close()
 from torch_bridge.aot import script_files
 
 for _kind, _loader in (

@@ -63,6 +63,11 @@ class OnDevice:
         """torch's."""
         return self._of.dtype
 
+    @property
+    def device(self) -> torch.device:
+        """xla, with the rank as its number."""
+        return torch.device("xla", self._rank)
+
     def cpu(self) -> torch.Tensor:
         """The values as a new CPU tensor."""
         return _to_torch(self._where.read(self._array, self._rank))

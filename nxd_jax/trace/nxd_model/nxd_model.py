@@ -26,7 +26,8 @@ class NxDModel(torch.nn.Module, BaseNxDModel):
     """`neuronx_distributed.NxDModel`: made by `ModelBuilder.compile` or `NxDModel.load`; `set_weights`, `to_neuron`, then call it with CPU tensors.
 
     world_size: the ranks that programs were traced for. start_rank, local_ranks_size: those of this process, default all; under torchrun they are the job's.
-    state_initializer: zeros of states come from the programs; accepted. layout_transformer: accepted (XLA lays weights out).
+    state_initializer: what states there are, and zeros for them; default, from the programs (None if they have no states). What states begin with the
+    programs say. layout_transformer: accepted (XLA lays weights out).
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class NxDModel(torch.nn.Module, BaseNxDModel):
         self.world_size = world_size
         self.start_rank, self.local_ranks_size = _own_ranks(world_size, start_rank, local_ranks_size)
         self.state_initializer = state_initializer
+        self._own_initializer = False
         self.layout_transformer = layout_transformer
         self.model_params: tuple[ModelParamInfo, ...] = ()
         self.loaded_on_neuron = False
@@ -69,6 +71,10 @@ class NxDModel(torch.nn.Module, BaseNxDModel):
             raise AssertionError(str(error)) from None
         self.model_params = tuple(params)
         self._names = tuple(p.param_name for p in params)
+        if self._model.states and (self.state_initializer is None or self._own_initializer):
+            shapes = {name: list(held.shape) for name, held in self._model.states.items()}
+            dtypes = {name: held.dtype for name, held in self._model.states.items()}
+            self.state_initializer, self._own_initializer = StateInitializer(shapes, dtypes, self.local_ranks_size), True
         self._routes.setdefault(_route((t.name for t in program.facts.inputs), (t.shape for t in program.facts.inputs)), []).append(key)
 
     def get_available_keys(self) -> set[str]:
@@ -88,6 +94,11 @@ class NxDModel(torch.nn.Module, BaseNxDModel):
         from jax import export
 
         return str(export.deserialize(bytearray(self.get_neff(key))).mlir_module())
+
+    @property
+    def input_shape_map(self) -> dict[str, list[str]]:
+        """Tags by the names and shapes of inputs that they take, as in "(x: [2, 16])"."""
+        return {_text(route): list(tags) for route, tags in self._routes.items()}
 
     def _program(self, key: str) -> Program:
         if key not in self._model.programs:

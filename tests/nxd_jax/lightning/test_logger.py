@@ -71,7 +71,9 @@ def test_print_step_counts_for_every_scalar(tmp_path: Path) -> None:
     logger.log_metrics({"a": 1.0}, step=7)
     logger.print_step = 0
     logger.log_metrics({"a": torch.tensor(2.0)}, step=8)
-    assert written(logger) == {"train-a": [7, 0]}
+    assert written(logger) == {"train-a": [7, 0]} and logger.should_print()
+    logger.print_step = -1
+    assert not logger.should_print()
 
 
 def test_hyperparameters_whatever_print_step_is(tmp_path: Path) -> None:

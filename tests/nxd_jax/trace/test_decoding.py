@@ -77,7 +77,7 @@ def test_ranks_given_different_inputs(form: str, tmp_path: Path) -> None:
     pos = torch.arange(PROMPT)
     logits, calls = model([ids, ids], [pos, pos], forward_mode="ranked")
     assert [t.shape for t in logits] == [torch.Size([BATCH, PROMPT, nets.VOCAB])] * 2 and logits[1].dtype == torch.float32
-    assert repr(logits[1]) == "OnDevice(0: float32 [2, 3, 32], rank 1)"
+    assert repr(logits[1]) == "OnDevice(0: float32 [2, 3, 32], rank 1)" and logits[1].device == torch.device("xla", 1)
     for rank in range(2):
         torch.testing.assert_close(logits[rank].cpu(), nets.reference(ids))
         torch.testing.assert_close(logits[rank].to("cpu"), nets.reference(ids))

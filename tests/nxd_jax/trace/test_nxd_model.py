@@ -30,6 +30,17 @@ def own_workdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
 
 
+def test_what_it_says_of_itself(model: NxDModel) -> None:
+    assert model.input_shape_map["(ids: [2, 3], pos: [3])"] == ["prefill"] and len(model.input_shape_map) == 2
+    states = model.state_initializer
+    assert states is not None and states.dtypes["calls"] == torch.float32 and states.shapes["calls"] == [1]
+    assert [set(zeros) for zeros in states()] == [set(states.shapes)] * 2
+    with NxDParallelState(world_size=1):
+        plain = ModelBuilder(nn.Linear(3, 2)).trace(X).compile()
+    assert plain.state_initializer is None
+    torch.classes.neuron.Runtime().unsafe_close()
+
+
 # -- calls that do not fit -----------------------------------------------------------------------------
 
 IDS, POS = nets.tokens()[:, :PROMPT], torch.arange(PROMPT)
