@@ -1,3 +1,6 @@
-"""The version of this distribution; `pyproject.toml` reads it here."""
+"""`neuronx_distributed._version`: the release of neuronx_distributed whose names are here, for scripts and libraries that ask.
 
-__version__ = "0.1.0"
+The version of this distribution is `importlib.metadata.version("nxd-jax")`.
+"""
+
+__version__ = "0.18.0"

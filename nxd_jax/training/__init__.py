@@ -12,6 +12,6 @@
 Needs the extra `nxdt` (`pip install "nxd-jax[nxdt]"`): hydra-core, omegaconf, datasets, Lightning, transformers.
 """
 
-from nxd_jax._version import __version__
+from nxd_jax._distribution import __version__
 
 __all__ = ["__version__"]

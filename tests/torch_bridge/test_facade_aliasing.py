@@ -109,6 +109,18 @@ def test_the_distribution_torch_xla_is_found_before_torch_is_imported() -> None:
     assert out.split() == ["True", "True", "False", "True", "True", "True"]
 
 
+def test_the_releases_that_scripts_ask_for() -> None:
+    """The module's version is the release whose names it has; so is that of the distribution, with the mark of a stand-in."""
+    out = run(
+        "import importlib.metadata as m\n"
+        "import neuronx_distributed, torch_neuronx\n"
+        "from neuronx_distributed._version import __version__\n"
+        "print(__version__, neuronx_distributed.__version__, m.version('neuronx-distributed'))\n"
+        "print(m.version('torch-neuronx') == torch_neuronx.__version__ + '+nxd.jax')"
+    )
+    assert out.split() == ["0.18.0", "0.18.0", "0.18.0+nxd.jax", "True"]
+
+
 def put_original(folder: pathlib.Path, distribution: str, text: str | None = None) -> str:
     """What pip leaves of the original, as far as `importlib.metadata` looks; the folder it lies in."""
     found = folder / f"{distribution.replace('-', '_')}-2.7.0.dist-info"
