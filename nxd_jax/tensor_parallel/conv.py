@@ -16,6 +16,29 @@ from nxd_jax.tensor_parallel.sharded_weights import Init
 _MODES = ("zeros", "reflect", "replicate", "circular")
 
 
+def as_tuple2(arg: int | tuple[int, int]) -> tuple[int, int]:
+    """`layers._as_tuple2`: a size of both dims of an image. Raises TypeError for what is neither a number nor a tuple."""
+    if isinstance(arg, tuple):
+        return arg
+    if isinstance(arg, int):
+        return arg, arg
+    raise TypeError(f"a size must be an int or a tuple of two, got {type(arg).__name__}")
+
+
+def conv2d_with_weight_grad_allreduce(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    stride: int | tuple[int, int],
+    padding: int | tuple[int, int],
+    allreduce_weight_grad: bool,
+) -> torch.Tensor:
+    """`layers.conv2d_with_weight_grad_allreduce`: torch's convolution for layers of your own. allreduce_weight_grad: the ranks of the tensor parallel group
+    compute parts of the output channels from one input, whose gradient (NxD's name notwithstanding) is summed over them."""
+    x = regions.copy_to_tensor_model_parallel_region(input) if allreduce_weight_grad else input
+    return F.conv2d(x, weight, bias, stride, padding)
+
+
 class BaseParallelConv(BaseParallelLayer):
     """What the two convolutions have in common: `torch.nn.Conv2d`'s arguments, and padding of the shared channels (`partition_pad`)."""
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from nxd_jax.tensor_parallel import layer_groups, parallel_groups, regions, sharded_weights
+from nxd_jax.tensor_parallel import layer_groups, parallel_groups, random, regions, sharded_weights
 from nxd_jax.tensor_parallel.base_layer import BaseParallelLinear
 from nxd_jax.tensor_parallel.partition import set_tensor_model_parallel_attributes
 from nxd_jax.tensor_parallel.sharded_weights import Init
@@ -61,6 +61,18 @@ def _initialize_parameter_cpu(
     with torch.no_grad():
         param.copy_(in_order.narrow(dim, rank * part, part))
     return master if return_master_param else None
+
+
+def _initialize_affine_weight_neuron(
+    weight: torch.Tensor, init_method: Init, partition_dim: int, num_partitions: int, stride: int = 1
+) -> None:
+    """Mark a parameter of one rank's shape as shared out, and let `init_method` fill it where it is: each tensor parallel rank draws its own part.
+
+    Raises Exception before `model_parallel_xla_manual_seed`.
+    """
+    set_tensor_model_parallel_attributes(weight, True, partition_dim, stride, num_partitions)
+    with random.get_xla_rng_tracker().fork(), torch.no_grad():
+        init_method(weight)
 
 
 class ColumnParallelLinear(BaseParallelLinear):

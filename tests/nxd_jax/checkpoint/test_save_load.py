@@ -456,6 +456,12 @@ def test_use_zero1_dcp(alone: Any, tmp_path: Path) -> None:
     nxd.load_checkpoint(tmp_path, "t", model, optimizer, use_zero1_dcp=True)
 
 
+def test_names_of_nxds_files(nxd: Any) -> None:
+    nxd(8, tp=2, pp=2)
+    assert checkpoint._get_path("model") == "model/dp_rank_00_tp_rank_00_pp_rank_00.pt"
+    assert checkpoint._get_path("optim", dp=True, ep=True) == "optim/dp_rank_00_ep_rank_00_tp_rank_00_pp_rank_00.pt"
+
+
 def test_a_directory_must_be_named(alone: Any) -> None:
     with pytest.raises(TypeError, match="a checkpoint directory is a path or an address, got"):
         nxd.save_checkpoint(user_content=1)

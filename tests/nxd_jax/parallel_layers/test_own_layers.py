@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-from nxd_jax.parallel_layers import layers, parallel_state
+from nxd_jax.parallel_layers import layers, parallel_state, random
 from nxd_jax.parallel_layers.layers import BaseParallelLinear, ColumnParallelLinear, RowParallelLinear, linear_with_async_allreduce
 from nxd_jax.tensor_parallel import base_layer
 from tests.nxd_jax.conftest import Nxd
 from tests.nxd_jax.parallel_layers.parts import close, joined
+from torch_bridge.recorder import sharded
 
 EXPERTS, TP = 3, 2
 
@@ -103,6 +104,35 @@ def test_the_steps_of_forward(nxd: Nxd) -> None:
     column = ColumnParallelLinear(4, 6, bias=False).to("xla")
     product = linear_with_async_allreduce(x.to("xla"), column.weight, None, True, False)
     close(column._cpl_maybe_gather_output(product), x @ joined(column.weight, 0).T)
+
+
+def test_a_convolution_of_ones_own(nxd: Nxd) -> None:
+    """Made of the pieces that NxD's own convolutions are made of: parts of the output channels, one input gradient."""
+    nxd(4, tp=TP)
+    torch.manual_seed(2)
+    full, x = nn.Conv2d(2, 4 * TP, 3, padding=1), torch.randn(2, 2, 5, 5)
+    weight = layers.create_local_weight(full.weight.detach().to("xla"), layers.CONV_KERNEL_OUTPUT_CHANNEL_DIMENSION, 4, 1)
+    bias = layers.create_local_weight(full.bias.detach().to("xla"), 0, 4, 1)
+    given, expected = x.to("xla").requires_grad_(), x.clone().requires_grad_()
+    out = layers.conv2d_with_weight_grad_allreduce(given, weight, bias, layers._as_tuple2(1), layers._as_tuple2((1, 1)), True)
+    torch.testing.assert_close(joined(out, 1), full(expected).detach())
+    out.square().sum().backward()
+    full(expected).square().sum().backward()
+    assert given.grad is not None and expected.grad is not None
+    close(given.grad, expected.grad)
+    with pytest.raises(TypeError, match="a size must be an int or a tuple of two, got list"):
+        layers._as_tuple2([1, 1])  # type: ignore[arg-type]
+
+
+def test_each_rank_draws_its_part(nxd: Nxd) -> None:
+    nxd(4, tp=TP)
+    parameters = [nn.Parameter(torch.empty(3, 4, device="xla")) for _ in range(2)]
+    for parameter in parameters:
+        random.model_parallel_xla_manual_seed(5)
+        layers._initialize_affine_weight_neuron(parameter, nn.init.normal_, partition_dim=0, num_partitions=TP)
+    ours, again = (sharded.shards(p) for p in parameters)
+    assert not torch.equal(ours[0], ours[1]) and torch.equal(ours[0], ours[TP]) and torch.equal(ours[1], again[1])
+    assert parameters[0].tensor_model_parallel and parameters[0].partition_dim == 0 and parameters[0].num_partitions == TP
 
 
 class Own(BaseParallelLinear):
