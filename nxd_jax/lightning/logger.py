@@ -52,7 +52,7 @@ class NeuronTensorBoardLogger(TensorBoardLogger):
 
     def should_print(self) -> bool:
         """Whether this process writes the scalars that are logged now: it hosts rank 0, and `print_step` was not set to a negative step."""
-        return bool(rank_zero_only.rank == 0) and (self._print_step is None or self._print_step >= 0)
+        return getattr(rank_zero_only, "rank", 0) == 0 and (self._print_step is None or self._print_step >= 0)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Write scalars at `print_step` if it was ever set, else at `step`."""

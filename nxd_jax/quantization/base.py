@@ -132,13 +132,16 @@ class BaseQuantizeParallelLinear(BaseParallelLinear, metaclass=ABCMeta):
         self._make("weight", self.weight_shape, self.quantized_dtype.value, self._partition)
         self._partition.mark(self.weight)
         if self.keep_master_weight and not self.weight.is_meta:
-            self.master_weight = torch.zeros(self._partition.full_shape(self.weight_shape), dtype=self.weight.dtype)
+            self.master_weight = torch.zeros(self._partition.full_shape(self.weight_shape), dtype=self.weight.dtype, device="cpu")
 
     def _draw_weight(self) -> None:
         self._fill("weight", self._partition)
 
-    def _init_bias(self, bias: torch.Tensor) -> None:
-        torch.nn.init.zeros_(bias)
+    def _init_bias(self, bias: torch.Tensor | None = None) -> None:
+        target = self.bias if bias is None else bias
+        assert target is not None
+        with torch.no_grad():
+            target.zero_()
 
     def init_weight_cpu(self) -> None:
         """Fill the parameters with what they hold at first: also what gives a layer made on "meta" its values."""
