@@ -6,8 +6,10 @@ from typing import Any
 
 import torch
 
+from nxd_jax.tensor_parallel.keeps_marks import KeepsMarks
 
-class RMSNorm(torch.nn.Module):
+
+class RMSNorm(KeepsMarks):
     """x / sqrt(mean(x^2) + eps) * weight over the last dims, computed in float32 and returned in x's dtype.
 
     normalized_shape: an int or the sizes of the last dims. sequence_parallel_enabled is set on the layer and its weight;

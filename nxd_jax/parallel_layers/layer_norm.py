@@ -6,8 +6,10 @@ from typing import Any
 
 import torch
 
+from nxd_jax.tensor_parallel.keeps_marks import KeepsMarks
 
-class LayerNorm(torch.nn.LayerNorm):
+
+class LayerNorm(KeepsMarks, torch.nn.LayerNorm):
     """`torch.nn.LayerNorm` whose parameters say whether their gradients are summed over sequence parallel ranks.
 
     sequence_parallel_enabled is set on the layer, its weight and its bias; `grads.allreduce_sequence_parallel_gradients` reads it.

@@ -15,6 +15,7 @@ import torch
 from torch.types import Device
 
 from nxd_jax.tensor_parallel import layer_groups
+from nxd_jax.tensor_parallel.keeps_marks import KeepsMarks
 from nxd_jax.tensor_parallel.partition import divide, set_tensor_model_parallel_attributes
 from torch_bridge.mesh import world
 
@@ -183,7 +184,7 @@ def placed_alone(part: torch.Tensor, partition: Partition, device: Device) -> to
     return part.to(device=device)
 
 
-class Owner(torch.nn.Module):
+class Owner(KeepsMarks):
     """A module with parameters that ranks share out. `_partitions`: how, by their names."""
 
     _partitions: dict[str, Partition]

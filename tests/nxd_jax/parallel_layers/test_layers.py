@@ -13,7 +13,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from nxd_jax.modules.rms_norm import RMSNorm
 from nxd_jax.parallel_layers import PARALLEL_MODULES, layers, mappings, parallel_state
+from nxd_jax.parallel_layers.grads import get_grad_norm
 from nxd_jax.parallel_layers.layer_norm import LayerNorm
 from nxd_jax.parallel_layers.layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear, SPMDRank
 from tests.nxd_jax.conftest import Nxd
@@ -317,6 +319,28 @@ def test_names_of_what_layers_hold(nxd: Nxd) -> None:
     assert (columns.weight_partition_dim, columns.per_partition_size, rows.init_method) == (1, 2, torch.nn.init.ones_)
     conv = layers.InputChannelParallelConv2d(4, 8, 3, keep_master_weight=True)
     assert conv.partition_dim == layers.CONV_KERNEL_INPUT_CHANNEL_DIMENSION and conv.keep_master_params
+
+
+def test_assigned_weights_stay_marked(nxd: Nxd) -> None:
+    """`load_state_dict(assign=True)` puts other parameters in the place of those that say how ranks share them; the gradient norm asks them."""
+    nxd(4, tp=4)
+    model = torch.nn.ModuleDict(
+        {
+            "column": ColumnParallelLinear(IN, OUT, bias=False, gather_output=False),
+            "row": RowParallelLinear(OUT, IN, input_is_parallel=True, sequence_parallel_enabled=True, sequence_dimension=0),
+            "norm": LayerNorm(IN, sequence_parallel_enabled=True),
+            "rms": RMSNorm(IN, sequence_parallel_enabled=True),
+        }
+    ).to("xla")
+    before = dict(model.named_parameters())
+    model.load_state_dict({name: p.detach().clone() for name, p in before.items()}, assign=True)
+    for name, p in model.named_parameters():
+        assert p is not before[name]
+        for mark in ("tensor_model_parallel", "partition_dim", "num_partitions", "sequence_parallel_enabled"):
+            assert getattr(p, mark, None) == getattr(before[name], mark, None), (name, mark)
+    column = model["column"].weight
+    column.grad = column.detach().clone()
+    assert float(get_grad_norm([column])) == pytest.approx(float(joined(column, 0).norm()), rel=1e-6)
 
 
 def test_custom_group(nxd: Nxd) -> None:

@@ -9,11 +9,12 @@ from torch import nn
 from transformers.activations import ACT2FN
 
 from nxd_jax.tensor_parallel.casting import wide_dtype
+from nxd_jax.tensor_parallel.keeps_marks import KeepsMarks
 from nxd_jax.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from nxd_jax.training.models.hf_models.options import Options, per_rank
 
 
-class LlamaRMSNorm(nn.Module):
+class LlamaRMSNorm(KeepsMarks):
     """x / sqrt(mean(x^2) + eps), computed in float32, then in x's dtype times the weight.
 
     sequence_parallel_enabled: x is a part of the sequence, so that the weight's gradients of all tensor-parallel ranks have to be added up.
