@@ -17,8 +17,14 @@ def is_shared_out(parameter: torch.Tensor) -> bool:
     return bool(getattr(parameter, "expert_model_parallel", False)) and parallel_groups.initialized() and parallel_groups.size("ep") > 1
 
 
-def entries_of(parameter: torch.Tensor) -> Entries | None:
-    """Which experts each expert-parallel rank holds; None if ranks do not share the parameter out by experts."""
+def entries_of(parameter: torch.Tensor, layer: object = None) -> Entries | None:
+    """Which experts each expert-parallel rank holds; None if ranks do not share the parameter out by experts.
+
+    layer: whose parameter it is, if it is known. For inference it may have groups other than the expert parallel ones.
+    """
+    own: Entries | None = getattr(layer, "_entries", None)
+    if own is not None:
+        return own if len(own.held) > 1 and getattr(parameter, "expert_model_parallel", False) else None
     if not is_shared_out(parameter):
         return None
     said: Sequence[Sequence[int]] | None = getattr(parameter, "expert_distribution", None)

@@ -144,13 +144,13 @@ def scatter_full(parameter: torch.Tensor, full: Full | Callable[[int], Full], gr
     write(parameter, lambda r: cut_full(parameter, full(r) if callable(full) else full, r, group), group)
 
 
-def cut_full(parameter: torch.Tensor, full: Full, rank: int, group: GroupLike = None) -> torch.Tensor:
-    """What a rank of the world holds of a parameter's full value, in the value's dtype.
+def cut_full(parameter: torch.Tensor, full: Full, rank: int, group: GroupLike = None, layer: object = None) -> torch.Tensor:
+    """What a rank of the world holds of a parameter's full value, in the value's dtype. layer: whose parameter it is, as in `expert_shares.entries_of`.
 
     K and V may have each head once, or as often as ranks hold it (NxD's converted checkpoints); fused q, k and v may be one tensor, below each other.
     Raises ValueError if the full value has another shape.
     """
-    entries = expert_shares.entries_of(parameter)
+    entries = expert_shares.entries_of(parameter, layer)
     if entries is not None:
         full = _own_experts(parameter, full, entries, rank)
     if not is_shared_out(parameter):
@@ -173,14 +173,15 @@ def cut_full(parameter: torch.Tensor, full: Full, rank: int, group: GroupLike = 
     return found[0] if len(found) == 1 else torch.cat(found)
 
 
-def plain_shares(parameter: torch.Tensor) -> Shares | None:
+def plain_shares(parameter: torch.Tensor, group: GroupLike = None) -> Shares | None:
     """How the tensor parallel ranks of the world share out a parameter (of experts, those that they have), if each holds one part along one dim; None for
-    fused q, k and v."""
+    fused q, k and v. group: as in `gather_full`."""
     found: dict[int, int] = {}
+    ranks = layer_groups.tensor_parallel(group)
     for rank in range(world.size()) if is_shared_out(parameter) else ():
-        if parameter.num_partitions == world.size() != layer_groups.size(layer_groups.tensor_parallel(None)):  # type: ignore[attr-defined]
+        if parameter.num_partitions == world.size() != layer_groups.size(ranks):  # type: ignore[attr-defined]
             return None  # ranks number themselves
-        (piece, *others) = _pieces(parameter, layer_groups.tensor_parallel(None), rank)
+        (piece, *others) = _pieces(parameter, ranks, rank)
         if others:
             return None
         found[rank] = piece[0].index[rank]

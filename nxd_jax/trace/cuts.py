@@ -56,7 +56,7 @@ def _cuts(t: torch.Tensor, owner: torch.nn.Module | None, name: str, heads: tupl
             return None
         found.append(cut)
     partition = getattr(owner, "_partitions", {}).get(name)
-    entries = expert_shares.entries_of(t) if partition is None else partition.entries
+    entries = expert_shares.entries_of(t, owner) if partition is None else partition.entries
     if entries is None:
         return tuple(found)
     if entries.held != expert_shares.runs(len(entries.held), t.shape[0]):
@@ -66,7 +66,7 @@ def _cuts(t: torch.Tensor, owner: torch.nn.Module | None, name: str, heads: tupl
 
 
 def _among_tensor_parallel(t: torch.Tensor, owner: torch.nn.Module | None, name: str, heads: tuple[Heads, ...]) -> Cut | None:
-    shares = full_weights.plain_shares(t)
+    shares = full_weights.plain_shares(t, getattr(owner, "tensor_parallel_group", None))
     if shares is None:
         return None
     index = tuple(shares.index[r] for r in range(world.size()))

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from nxd_jax.tensor_parallel import full_weights, parallel_groups, rank_files
+from nxd_jax.tensor_parallel import expert_shares, full_weights, parallel_groups, rank_files
 from nxd_jax.tensor_parallel.spmd_rank import SPMDRank
 from torch_bridge.mesh import world
 
@@ -54,7 +54,7 @@ def cut_for_ranks(model: torch.nn.Module, checkpoint: Mapping[str, torch.Tensor]
     """
     own = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
     numbers = {f"{name}.rank".lstrip("."): m for name, m in model.named_modules() if isinstance(m, SPMDRank)}
-    readers = _readers(model)
+    readers, layers = _readers(model), _layers(model)
     full: dict[str, torch.Tensor] = {}
     for name, t in own.items():
         value = readers[name](name.rpartition(".")[0] + "." if "." in name else "", checkpoint) if name in readers else checkpoint.get(name)
@@ -72,12 +72,18 @@ def cut_for_ranks(model: torch.nn.Module, checkpoint: Mapping[str, torch.Tensor]
             if name in numbers:
                 part[name] = torch.tensor([rank % numbers[name].world_size], dtype=torch.int32)
             else:
-                part[name] = _cut(name, own[name], value, rank)
+                part[name] = _cut(name, own[name], value, rank, layers.get(name))
         found.append(part)
     return found
 
 
-def _cut(name: str, parameter: torch.Tensor, value: torch.Tensor, rank: int) -> torch.Tensor:
+def _layers(model: torch.nn.Module, prefix: str = "") -> dict[str, torch.nn.Module]:
+    """By parameter: the layer that it is of, which knows the groups of ranks that share it out (of experts, not always the tensor parallel ones)."""
+    named = model.named_modules(prefix=prefix, remove_duplicate=False)
+    return {f"{name}.{own}".lstrip("."): m for name, m in named for own, _ in m.named_parameters(recurse=False)}
+
+
+def _cut(name: str, parameter: torch.Tensor, value: torch.Tensor, rank: int, layer: Any) -> torch.Tensor:
     try:
         if (
             getattr(parameter, "fused_qkv", False)
@@ -93,7 +99,7 @@ def _cut(name: str, parameter: torch.Tensor, value: torch.Tensor, rank: int) -> 
                 parameter.num_key_value_heads,  # type: ignore[attr-defined]
                 parameter.head_dim,  # type: ignore[attr-defined]
             )
-        part = full_weights.cut_full(parameter, value, rank)
+        part = full_weights.cut_full(parameter, value, rank, getattr(layer, "tensor_parallel_group", None), layer)
     except ValueError as error:
         raise RuntimeError(f"{name}: {error}") from None
     if part.shape != parameter.shape:
@@ -112,10 +118,11 @@ def shard_children(
 
     Raises ValueError if the tensor parallel size is not `tp_degree`, RuntimeError for a shape that does not fit.
     """
-    of_world = _of_world(rank, tp_degree)
+    of_world, layers = _of_world(rank, tp_degree), _layers(module, prefix.removesuffix("."))
     for name, parameter in module.named_parameters(prefix.removesuffix("."), remove_duplicate=False):
-        if name in checkpoint and full_weights.is_divided(parameter):
-            part = _cut(name, parameter, checkpoint[name], of_world)
+        layer = layers.get(name)
+        if name in checkpoint and (full_weights.is_divided(parameter) or expert_shares.entries_of(parameter, layer) is not None):
+            part = _cut(name, parameter, checkpoint[name], of_world, layer)
             checkpoint[name] = part if dtype is None else part.to(dtype)
 
 
