@@ -16,7 +16,7 @@ import pytest
 import torch.distributed as dist
 
 from torch_bridge.errors import PeerEndedError
-from torch_bridge.mesh import processes, watch, world
+from torch_bridge.mesh import processes, together, watch, world
 from torch_bridge.mesh.watch import Peer
 from torch_bridge.telemetry import activity
 
@@ -126,7 +126,7 @@ def test_a_last_word_is_the_end(known: Any) -> None:
 def test_who_has_done_its_work_is_not_silent(known: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(watch, "_known", watch._Known(known.store, 1, known.peers))
     watch.leaving()
-    assert json.loads(known.store["does/1"]) == [-2, "waiting for the others to end"]
+    assert json.loads(known.store["does/1"])[:2] == [-2, "waiting for the others to end"]
     for number in range(8):
         known.store["does/2"] = json.dumps([number, "in step 9"])
         watch._read(known, 2.0)
@@ -150,6 +150,60 @@ def test_all_have_done_their_work(known: Any) -> None:
     for k in (1, 2):
         known.store[f"does/{k}"] = json.dumps([watch._DONE, ""])
     assert watch.all_done(0.0)
+
+
+def _tells(known: Any, process: int, number: int, **begun: Any) -> None:
+    known.store[f"does/{process}"] = json.dumps([number, "in step 9", {"programs": {}, "waits": [], **begun}])
+
+
+def test_the_end_of_a_script_waits_for_the_others(known: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For as long as they work without it; and says meanwhile that it has done its own."""
+    found = []
+    for k in (1, 2):
+        _tells(known, k, 7)
+
+    def later(seconds: float) -> None:
+        found.append(json.loads(known.store["does/0"])[:2])
+        for k in (1, 2):
+            _tells(known, k, watch._DONE)
+
+    monkeypatch.setattr(watch.time, "sleep", later)
+    assert watch.done() is False and found == [[watch._DONE, "waiting for the others to end"]]
+
+
+WAITING: dict[str, tuple[dict[str, Any], str]] = {
+    "program": ({"programs": {"all": 3}}, "waits for it in a program with collectives, its number 3, and there were 2 here"),
+    "of some": ({"programs": {"0,2": 1, "1,2": 5}}, "waits for it in a program with collectives, its number 1, and there were 0 here"),
+    "exchange": ({"waits": [["barrier x", 2]]}, "waits for it in 'barrier x', for the 2nd time, and here it was called once"),
+}
+
+
+@pytest.mark.parametrize("name", WAITING)
+def test_the_end_of_a_script_that_another_waits_for(
+    known: Any, name: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The process ends, so that the other one, which would wait for ever, hears of it."""
+    begun, text = WAITING[name]
+    monkeypatch.setattr(together, "_programs", {"all": 2})
+    monkeypatch.setattr(together, "_exchanges", {"barrier x": 1})
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    _tells(known, 1, 7, programs={"all": 2, "1,2": 6}, waits=[["barrier x", 1]])  # nothing of this process
+    _tells(known, 2, 7, **begun)
+    assert watch.done() is True
+    said = capfd.readouterr().err
+    assert "this process is at the end of its script, and ranks 4 to 5 of 6 (process 102 on host-2), in step 9, " + text in said
+    assert json.loads(known.store["does/0"])[:2] == [watch._LAST, "at the end of its script, while others wait for it"]
+
+
+def test_a_program_that_cannot_run_has_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(together, "_programs", {})
+    with pytest.raises(MemoryError), together.running("all"):
+        raise MemoryError
+    with together.running("0,2"):
+        pass
+    with together.exchanging("x", 4):
+        assert together.begun() == {"programs": {"all": 0, "0,2": 1}, "waits": [("x", 4)]}
+    assert together.begun()["waits"] == []
 
 
 def test_addresses_that_only_their_own_machine_knows(known: Any, sockets: list[socket.socket]) -> None:
@@ -181,10 +235,10 @@ def test_a_fork_does_not_speak_for_its_parent(known: Any) -> None:
 
 def test_why_this_one_ends(known: Any, sockets: list[socket.socket], capfd: pytest.CaptureFixture[str]) -> None:
     watch.say_why(ValueError("bad number\nand more"))
-    assert json.loads(known.store["does/0"]) == [-1, "ValueError: bad number"]
+    assert json.loads(known.store["does/0"])[:2] == [-1, "ValueError: bad number"]
     sockets[1].close()
     watch.say_why(RuntimeError("Gloo"))
-    assert json.loads(known.store["does/0"]) == [-1, "PeerEndedError"] and watch.is_lost()
+    assert json.loads(known.store["does/0"])[:2] == [-1, "PeerEndedError"] and watch.is_lost()
     assert "ranks 2 to 3 of 6" in capfd.readouterr().err
 
 

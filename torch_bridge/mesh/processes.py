@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from torch_bridge import _compat
-from torch_bridge.mesh import exits, termination, watch, world
+from torch_bridge.mesh import exits, termination, together, watch, world
 
 _started = False
 _starting = threading.RLock()
@@ -134,8 +134,9 @@ def _leave() -> None:
     if failure is not None and not watch.all_done(TOGETHER):
         watch.last_word(failure.words)
         _end_now(failure.status)
+    alone = watch.done()
     watch.leaving()
-    if watch.is_lost() or (termination.seen() and not _all_leave(PATIENCE[world.process_index() == 0])):
+    if alone or watch.is_lost() or (termination.seen() and not _all_leave(PATIENCE[world.process_index() == 0])):
         _compat.abandon_distributed()
 
 
@@ -190,11 +191,12 @@ def exchange(tag: str, payload: bytes) -> list[bytes]:
     count = world.process_count()
     if count == 1:
         return [payload]
-    number = _counts[tag] = _counts.get(tag, 0) + 1
+    number = together.begin_exchange(tag)
     key = f"{tag}/{number}"
     shared = store()
     shared.set(f"{key}/{world.process_index()}", payload)
-    found = [told(f"{key}/{k}") for k in range(count)]
+    with together.exchanging(tag, number):
+        found = [told(f"{key}/{k}") for k in range(count)]
     if shared.add(f"{key}/read", 1) == count:
         for k in range(count):
             shared.delete_key(f"{key}/{k}")
@@ -237,10 +239,11 @@ class ProgramsDiffer(RuntimeError):
 
 
 class Meeting(NamedTuple):
-    """Where processes wait for each other before a program with collectives runs for the first time: a name, and how many they are."""
+    """Where processes wait for each other before a program with collectives runs for the first time: a name, how many they are and which (`together.named`)."""
 
     name: str
     processes: int
+    among: str
 
 
 @_answering()
@@ -267,7 +270,7 @@ def agree(collectives: Sequence[tuple[str, str]], among: Sequence[int] | None = 
         found = [tuple(c) for c in json.loads(shared.get(key))]
         if [what for what, _ in found] != [what for what, _ in collectives]:
             raise ProgramsDiffer(_difference(number, {own: list(collectives), other: found}))
-    return Meeting(f"{tag}/{number}", len(others))
+    return Meeting(f"{tag}/{number}", len(others), together.named(among))
 
 
 @_answering()

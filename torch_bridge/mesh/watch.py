@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from torch_bridge.config.variables import VARIABLES
 from torch_bridge.errors import PeerEndedError
-from torch_bridge.mesh import termination, world
+from torch_bridge.mesh import termination, together, world
 
 TICK = 2.0
 """Seconds between two times that a process tells what it does."""
@@ -59,7 +59,8 @@ class _Known:
 
     store: the watching thread's connection. own: its number among the processes; peers: all of them. does: what each was last known to do; quiet: seconds since
     it told; waited: for so long this process has been waiting since one had done its work. reached: whose machines answer for them; talking: held while the
-    store is asked. answered: when the store answered last. lost: why the job cannot go on, and since when; last_word: this process has said its own.
+    store is asked. answered: when the store answered last. lost: why the job cannot go on, and since when; done: this process has done its work; last_word: it
+    has said its own.
     """
 
     def __init__(self, store: Any, own: int, peers: Sequence[Peer]):
@@ -77,6 +78,7 @@ class _Known:
         self.heard = 0
         self.answered = time.monotonic()
         self.lost: tuple[str, float] | None = None
+        self.done = False
         self.leaving = False
         self.last_word = False
 
@@ -99,7 +101,7 @@ def be_found(store: Any, own: int, address: str) -> None:
     store.set(
         f"lives/{own}", json.dumps([hosted[0], len(hosted), world.size(), socket.gethostname(), os.getpid(), _listening.getsockname()[:2]])
     )
-    store.set(f"does/{own}", json.dumps([0, "starting"]))
+    store.set(f"does/{own}", _record(0, "starting"))
     if own == 0:
         store.set("words", "[]")
 
@@ -174,6 +176,8 @@ _FAREWELL = 300.0
 """Seconds that a process waits for its last programs."""
 _LAST, _DONE = -1, -2
 """The numbers of what a process says before it ends, and when it has done its work."""
+_ENDING = "waiting for the others to end"
+"""What it says then."""
 
 
 def last_word(text: str) -> None:
@@ -181,7 +185,12 @@ def last_word(text: str) -> None:
     known = _known
     if known is not None and (_launched() or 0 not in known.reached or _is_there(known.peers[0])):  # the store is there, too
         known.last_word = True
-        _try(lambda: known.store.set(f"does/{known.own}", json.dumps([_LAST, text])))
+        _try(lambda: known.store.set(f"does/{known.own}", _record(_LAST, text)))
+
+
+def _record(number: int, text: str) -> str:
+    """What a process tells the others: a number that grows, or one of those above; what it does in words; and what it has begun with others."""
+    return json.dumps([number, text, together.begun()])
 
 
 def _try(question: Callable[[], object]) -> None:
@@ -287,17 +296,10 @@ def all_done(seconds: float) -> bool:
     known = _known
     if known is None:
         return True
-    others = [k for k in range(len(known.peers)) if k != known.own]
     until = time.monotonic() + seconds
-    numbers: list[int] = []
-
-    def ask() -> None:
-        numbers[:] = [json.loads(text)[0] for text in known.store.multi_get([f"does/{k}" for k in others])]
-
     while not is_lost():
-        with known.talking:
-            _try(ask)
-        if numbers and all(number == _DONE for number in numbers):
+        records = _records(known)
+        if records and all(number == _DONE for _, (number, *_) in records):
             return True
         if time.monotonic() > until:
             return False
@@ -305,16 +307,66 @@ def all_done(seconds: float) -> bool:
     return False
 
 
+def _tell_done(known: _Known) -> None:
+    """Held while `talking` is."""
+    known.done = True
+    _try(lambda: known.last_word or known.store.set(f"does/{known.own}", _record(_DONE, _ENDING)))
+
+
+def _records(known: _Known) -> list[tuple[int, Any]]:
+    """What the other processes told last, with their numbers; nothing if the store does not answer."""
+    others = [k for k in range(len(known.peers)) if k != known.own]
+    found: list[tuple[int, Any]] = []
+
+    def ask() -> None:
+        found[:] = zip(others, map(json.loads, known.store.multi_get([f"does/{k}" for k in others])), strict=True)
+
+    with known.talking:
+        _try(ask)
+    return found
+
+
+def done() -> bool:
+    """This process has done its work, what still runs included. Wait until all others have. Whether it has to leave without them: one waits for it in vain."""
+    known = _known
+    if known is None or known.leaving:
+        return False
+    until = time.monotonic() + _FAREWELL
+    while RUNNING in _doing() and not is_lost() and time.monotonic() < until:
+        time.sleep(0.05)
+    with known.talking:
+        _tell_done(known)
+    while not is_lost() and not termination.seen():
+        records = _records(known)
+        for k, (_, does, begun) in records:
+            vain = together.waits_in_vain(begun, known.own)
+            if vain is not None:
+                _leave_behind(known, k, does, vain)
+                return True
+        if all(number < 0 for _, (number, *_) in records):
+            break
+        time.sleep(0.2)
+    return False
+
+
+def _leave_behind(known: _Known, other: int, does: str, vain: str) -> None:
+    """Say that another process waits for this one in vain, and here which one ends for it."""
+    _say(
+        known,
+        f"this process is at the end of its script, and {known.peers[other]}, {does}, waits for it in {vain}. All ranks must run the same steps: look for a "
+        "loop that ends earlier on some ranks (data of different lengths), a return, an exit, or a branch on the rank around a collective",
+    )
+    last_word("at the end of its script, while others wait for it")
+    linger()
+
+
 def leaving() -> None:
-    """This process has done its work, what still runs included: from now on nothing is said, but a farewell to who does not come is cut short."""
+    """From now on nothing is said, but a farewell to who does not come is cut short."""
     known = _known
     if known is not None and not known.leaving:
-        until = time.monotonic() + _FAREWELL
-        while RUNNING in _doing() and not is_lost() and time.monotonic() < until:
-            time.sleep(0.05)
         known.leaving = True
         if known.talking.acquire(timeout=5):  # for good: a thread inside of the store's client when Python ends would abort the process
-            _try(lambda: known.last_word or known.store.set(f"does/{known.own}", json.dumps([_DONE, "waiting for the others to end"])))
+            _tell_done(known)
 
 
 @contextmanager
@@ -341,7 +393,7 @@ def _talk(known: _Known) -> None:
             try:
                 number += 1
                 if not known.last_word:
-                    known.store.set(f"does/{known.own}", json.dumps([number, text]))
+                    known.store.set(f"does/{known.own}", _record(_DONE, _ENDING) if known.done else _record(number, text))
                 now = time.monotonic()
                 _read(known, min(now - before, 2 * TICK))  # a machine that slept has not heard anybody
                 known.answered, before = time.monotonic(), now
@@ -360,7 +412,7 @@ def _doing() -> str:
 def _read(known: _Known, passed: float) -> None:
     """What the watched ones told, and (from the first process) what is wrong."""
     for k, text in zip(known.watched, known.store.multi_get([f"does/{k}" for k in known.watched]), strict=True):
-        number, known.does[k] = json.loads(text)
+        number, known.does[k], *_ = json.loads(text)
         if number == _LAST:
             _lose(known, f"{in_words([k])[0]} ends. Look for the reason in its own output")
             continue

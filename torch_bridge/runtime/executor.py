@@ -29,7 +29,7 @@ from torch_bridge.config import fork_guard, freed_memory
 from torch_bridge.config.settings import SETTINGS
 from torch_bridge.errors import DeadTensorError, VerificationError, XlaOutOfMemoryError
 from torch_bridge.ir.segment import LOCK, Segment, Storage
-from torch_bridge.mesh import places, processes, sharding, spmd, watch, world
+from torch_bridge.mesh import places, processes, sharding, spmd, together, watch, world
 from torch_bridge.mesh.places import HERE, Place
 from torch_bridge.passes import automatic_dynamic, hoist_constants, manual_regions, scalar_inputs
 from torch_bridge.passes.verify import segments
@@ -374,17 +374,22 @@ def _compile_now(session: Session, program: Program, args: Sequence[Any]) -> Non
         program.compile(args)
 
 
+_ALONE = contextlib.nullcontext()
+
+
 def _run_program(
     session: Session, program: Program, args: list[Any], live: dict[int, list[Storage]], passed: dict[int, Any] | None
 ) -> None:
     """Hand a program to the devices, and its results to the storages that wait for them and to the programs after it."""
-    if not program.executions and program.spec.labels is not None and program.spec.labels.meeting is not None:
-        processes.meet(program.spec.labels.meeting)
-    if program.executions == 1:  # what compiling it and its first execution took is free by now
-        freed_memory.trim_after(program.compile_seconds)
-    started = time.perf_counter()
-    activity.ACTIVITY.dispatching = True
-    arrays = _dispatched(session, program, args)
+    meeting = None if program.spec.labels is None else program.spec.labels.meeting
+    with _ALONE if meeting is None else together.running(meeting.among):
+        if meeting is not None and not program.executions:
+            processes.meet(meeting)
+        if program.executions == 1:  # what compiling it and its first execution took is free by now
+            freed_memory.trim_after(program.compile_seconds)
+        started = time.perf_counter()
+        activity.ACTIVITY.dispatching = True
+        arrays = _dispatched(session, program, args)
     args.clear()
     _settle(program, live, arrays, passed)
     activity.ACTIVITY.ran(program.facts, arrays[-1])

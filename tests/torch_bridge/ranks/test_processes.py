@@ -54,6 +54,22 @@ def test_processes_have_one_table_of_ranks_and_must_run_the_same_collectives(tmp
         assert text in done.stderr, text
 
 
+@pytest.mark.slow
+def test_a_process_that_ends_while_another_waits_for_it(tmp_path: pathlib.Path) -> None:
+    """They waited for each other for five minutes, and JAX aborted both."""
+    began = time.monotonic()
+    done, _ = launch(tmp_path, "exit")
+    assert done.returncode != 0 and time.monotonic() - began < 120, done.stderr
+    for text in (
+        "rank 1 of 2",
+        "this process is at the end of its script, and rank 0 of 2",
+        "waits for it in a program with collectives, its number 2, and there were 1 here",
+        "PeerEndedError: rank 1 of 2",
+        "whose last word was 'at the end of its script, while others wait for it'",
+    ):
+        assert text in done.stderr, done.stderr
+
+
 class Store(dict[str, str]):
     """What processes share, as one of them sees it."""
 

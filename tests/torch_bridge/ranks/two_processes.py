@@ -1,4 +1,4 @@
-"""What `test_processes` runs in two processes: python -m torch.distributed.run --nproc_per_node=2 two_processes.py <directory> <mismatch or not>."""
+"""What `test_processes` runs in two processes: python -m torch.distributed.run --nproc_per_node=2 two_processes.py <directory> <mismatch, exit or neither>."""
 
 from __future__ import annotations
 
@@ -27,6 +27,8 @@ found = {
     "varying": [str(torch_bridge.varying(t)) for t in (part, own, total)], "host": torch.randn(2).tolist(),
 }  # fmt: skip
 pathlib.Path(folder, f"rank_{rank}.json").write_text(json.dumps(found))
-if how == "mismatch":
+if how == "exit" and int(rank) == 1:
+    raise SystemExit(3)  # Python tells nobody of it; process 0 goes on to a collective
+if how in ("mismatch", "exit"):
     y = xm.all_reduce("sum", x) if int(rank) == 0 else xm.all_gather(x)
     y.tolist()
