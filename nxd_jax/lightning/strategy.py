@@ -258,7 +258,7 @@ class NeuronXLAStrategy(XLAStrategy):
         if world.process_count() == 1:
             return obj
         found = [obj]
-        object_collectives.broadcast(found, src)
+        object_collectives.broadcast(found, [src] * len(world.current().hosted))
         return found[0]
 
     def reduce(self, output: object, group: GroupLike = None, reduce_op: object = "mean") -> torch.Tensor:

@@ -139,28 +139,29 @@ def _gather_object(
         object_gather_list[:] = found
 
 
-def _source(group: ProcessGroupXla, src: Any, group_src: Any) -> int:
-    """The global rank that an object comes from, for the first hosted rank."""
-    return group._groups().of(world.first())[int(group_src)] if group_src is not None else int(src or 0)
+def _sources(group: ProcessGroupXla, src: Any, group_src: Any) -> list[int]:
+    """The global rank that an object comes from, for each hosted rank. A plain one stands for its place in the group, and so in its sisters."""
+    among = group._groups()
+    hosted = world.current().hosted
+    if group_src is None and ranks_of.values_of(src) is not None:
+        return [ranks_of.per_rank(src)[rank] for rank in hosted]
+    plain = int(src or 0)
+    if group_src is None and len({among.of(rank) for rank in hosted}) == 1:
+        return [plain] * len(hosted)
+    place = among.index(plain) if group_src is None else int(group_src)
+    return [among.of(rank)[place] for rank in hosted]
 
 
 def _broadcast_object_list(
     group: ProcessGroupXla, object_list: list[Any], src: Any = None, device: Device = None, group_src: Any = None
 ) -> None:
-    object_collectives.broadcast(object_list, _source(group, src, group_src))
+    object_collectives.broadcast(object_list, _sources(group, src, group_src), among=group._mesh)
 
 
 def _scatter_object_list(
     group: ProcessGroupXla, output: list[Any], inputs: list[Any] | None = None, src: Any = None, group_src: Any = None
 ) -> None:
-    if len(world.current().hosted) > 1 and inputs is not None and any(i != inputs[0] for i in inputs):
-        raise NotImplementedError(
-            "scatter_object_list: one process runs for all ranks here, so Python objects cannot differ among them; use tensors"
-        )
-    shared = [inputs]
-    object_collectives.broadcast(shared, _source(group, src, group_src))
-    assert shared[0] is not None
-    output[0] = shared[0][int(group.rank())]
+    output[0] = object_collectives.scatter(inputs, _sources(group, src, group_src), group._mesh)
 
 
 def _install() -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -14,6 +15,7 @@ from torch_bridge.collectives import functional, reducers, rooted_gradients, tor
 from torch_bridge.mesh import groups as rank_groups
 from torch_bridge.mesh import processes, world
 from torch_bridge.mesh.groups import Groups
+from torch_bridge.runtime import executor
 
 Tensors = list[torch.Tensor]
 
@@ -123,33 +125,39 @@ class ProcessGroupXla(_Base):
         return _done(outputs)
 
     def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> Any:
-        self._check_one_process("gather", "all_gather")
-        for outs, t in zip(outputs, inputs, strict=False):
-            _copy(outs, functional.all_gather(t.reshape(1, *t.shape), 0, self._mesh).unbind(0))
+        gathered = [functional.all_gather(t.reshape(1, *t.shape), 0, self._mesh) for t in inputs]
+        with self._by_itself():
+            for outs, found in zip(outputs, gathered, strict=False):
+                _copy(outs, found.unbind(0))
         return _done([t for outs in outputs for t in outs])
 
     def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = None) -> Any:
-        self._check_one_process("scatter", "broadcast, of the stacked parts, on every rank, and take the part of dist.get_rank()")
         for out, parts in zip(outputs, inputs or [[]], strict=True):
             among = self._groups()
             if among.size == 1:
                 _copy([out], [parts[0]])
                 continue
-            if not parts:
+            if not parts and world.process_count() == 1:
                 raise NotImplementedError(
                     "scatter: the first rank of this process has no input list, and its choice is taken for all of them; pass the list on every rank"
                 )
-            stacked = torch.stack(list(parts))
+            with self._by_itself():
+                given = torch.stack(list(parts)) if parts else out.new_zeros((among.size, *out.shape))
+                at_root = torch.zeros((), device=out.device) + self.rank() == opts.rootRank
+                stacked = torch.where(at_root, given, torch.zeros_like(given))  # differs by rank in every process, whatever the list is
             functional.broadcast_from([stacked], opts.rootRank, among)
             _copy([out], [stacked[self.rank()]])
         return _done(outputs)
 
-    def _check_one_process(self, what: str, instead: str) -> None:
-        """Raises NotImplementedError where processes would record different programs: one of the group's ranks has tensors that the others have not."""
-        if world.process_count() > 1 and self.size() > 1:
-            raise NotImplementedError(
-                f"{what}: ranks in several processes run one program, in which none has tensors of its own; call dist.{instead}"
-            )
+    @contextlib.contextmanager
+    def _by_itself(self) -> Iterator[None]:
+        """Where ranks in several processes do different things, without collectives: a program of its own, so that those with collectives are alike."""
+        apart = world.process_count() > 1 and self.size() > 1
+        if apart:
+            executor.sync()
+        yield
+        if apart:
+            executor.sync()
 
     def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> Any:
         for output, parts in zip(outputs, inputs, strict=True):
@@ -213,13 +221,13 @@ class ProcessGroupXla(_Base):
         return _done([])
 
     def barrier(self, opts: Any = None) -> Any:
-        """Wait for the other processes, if there are any."""
-        processes.barrier("process group")
+        """Wait for the other processes that host members, if there are any."""
+        processes.barrier("process group", self._groups().processes())
         return _done([])
 
     def monitored_barrier(self, *args: object, **kwargs: object) -> None:
         """As `barrier`."""
-        processes.barrier("process group")
+        processes.barrier("process group", self._groups().processes())
 
     def send(self, tensors: Tensors, dst_rank: int, tag: int = 0) -> Any:
         self._no_peer("send to", dst_rank)

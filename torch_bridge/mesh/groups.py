@@ -59,6 +59,18 @@ class Groups:
         """A rank's place in its group."""
         return self._places[rank][1]
 
+    def processes(self) -> tuple[int, ...] | None:
+        """The processes that a message between members concerns: this one, those that host others of the groups of its ranks, and so on; None: all."""
+        if world.process_count() == 1 or world.current().process[1] > 1:
+            return None
+        parts = [{world.process_of(rank) for rank in group} for group in self.members]
+        found = {world.process_index()}
+        while True:
+            more = found.union(*(part for part in parts if part & found))
+            if more == found:
+                return None if len(found) == world.process_count() else tuple(sorted(found))
+            found = more
+
 
 def lines(axes: Sequence[str]) -> Members:
     """The groups of ranks that differ along these axes alone, each in mesh order."""

@@ -186,19 +186,20 @@ def _answering() -> Iterator[None]:
 
 
 @_answering()
-def exchange(tag: str, payload: bytes) -> list[bytes]:
-    """Every process's payload, in process order. All processes call it with the same tag; it waits for all."""
-    count = world.process_count()
-    if count == 1:
+def exchange(tag: str, payload: bytes, among: Sequence[int] | None = None) -> list[bytes]:
+    """The payloads of these processes (None: of all), in their order. They call it with the same tag; it waits for all of them."""
+    members = range(world.process_count()) if among is None else among
+    if len(members) == 1:
         return [payload]
-    number = together.begin_exchange(tag)
-    key = f"{tag}/{number}"
+    name = tag if among is None else f"{tag} of {together.named(among)}"
+    number = together.begin_exchange(name)
+    key = f"{name}/{number}"
     shared = store()
     shared.set(f"{key}/{world.process_index()}", payload)
-    with together.exchanging(tag, number):
-        found = [told(f"{key}/{k}") for k in range(count)]
-    if shared.add(f"{key}/read", 1) == count:
-        for k in range(count):
+    with together.exchanging(name, number, together.named(among)):
+        found = [told(f"{key}/{k}") for k in members]
+    if shared.add(f"{key}/read", 1) == len(members):
+        for k in members:
             shared.delete_key(f"{key}/{k}")
     return found
 
@@ -309,6 +310,6 @@ def _place(where: str) -> str:
     return f" ({where})" if where else ""
 
 
-def barrier(tag: str) -> None:
-    """Wait until every process is here."""
-    exchange(f"barrier {tag}", b"x")
+def barrier(tag: str, among: Sequence[int] | None = None) -> None:
+    """Wait until these processes (None: all) are here."""
+    exchange(f"barrier {tag}", b"x", among)

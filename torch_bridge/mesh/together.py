@@ -15,19 +15,19 @@ ALL = "all"
 
 class Begun(TypedDict):
     """What a process tells the others. programs: how many it has begun, by the processes that run them ("all", or "0,2"). waits: the exchanges in which it
-    waits: a name, and the how many-th of that name."""
+    waits: a name, the how many-th of that name, and the processes that take part."""
 
     programs: dict[str, int]
-    waits: list[tuple[str, int]]
+    waits: list[tuple[str, int, str]]
 
 
 _programs: dict[str, int] = {}
 _exchanges: dict[str, int] = {}
-_waits: list[tuple[str, int]] = []
+_waits: list[tuple[str, int, str]] = []
 
 
 def named(among: Sequence[int] | None) -> str:
-    """The processes of a program; None: all."""
+    """The processes of a program or an exchange; None: all."""
     return ALL if among is None else ",".join(map(str, among))
 
 
@@ -43,19 +43,19 @@ def running(among: str) -> Iterator[None]:
 
 
 def begin_exchange(name: str) -> int:
-    """An exchange of all processes begins: the how many-th of its name it is."""
+    """An exchange begins: the how many-th of its name it is."""
     number = _exchanges[name] = _exchanges.get(name, 0) + 1
     return number
 
 
 @contextmanager
-def exchanging(name: str, number: int) -> Iterator[None]:
-    """While this process waits in an exchange of all."""
-    _waits.append((name, number))
+def exchanging(name: str, number: int, among: str) -> Iterator[None]:
+    """While this process waits in an exchange among these processes."""
+    _waits.append((name, number, among))
     try:
         yield
     finally:
-        _waits.remove((name, number))
+        _waits.remove((name, number, among))
 
 
 def begun() -> Begun:
@@ -67,12 +67,16 @@ def waits_in_vain(other: Begun, own: int) -> str | None:
     """In words, what another process has begun with this one (its number: `own`), which has not, and will not any more; None if there is nothing."""
     for among, count in other["programs"].items():
         mine = _programs.get(among, 0)
-        if count > mine and (among == ALL or str(own) in among.split(",")):
+        if count > mine and _is_among(own, among):
             return f"a program with collectives, its number {count}, and there were {mine} here"
-    for name, number in other["waits"]:
-        if number > _exchanges.get(name, 0):
+    for name, number, among in other["waits"]:
+        if number > _exchanges.get(name, 0) and _is_among(own, among):
             return f"{name!r}, for the {_ordinal(number)} time, and here it was called {_times(_exchanges.get(name, 0))}"
     return None
+
+
+def _is_among(own: int, among: str) -> bool:
+    return among == ALL or str(own) in among.split(",")
 
 
 def _ordinal(number: int) -> str:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch_xla.distributed.xla_backend as xla_backend
 
 from tests.torch_bridge.ranks import eager, exchanges
+from torch_bridge.collectives import object_collectives
 from torch_bridge.mesh import rank_numbers, world
 
 TP = [[0, 1], [2, 3]]
@@ -218,6 +219,44 @@ def test_objects_from_one_rank() -> None:
     assert gathered == [0, 1, 2, 3]
 
 
+def test_numbers_and_tensors_of_sister_groups() -> None:
+    """Each rank has those of its own group; all had those of rank 0's."""
+    group, r = _group(TP), dist.get_rank()
+    found: list[Any] = [None] * 2
+    dist.all_gather_object(found, {"n": r, "half": [r / 2], "t": torch.ones(2) * r, "name": f"rank {r}"}, group=group)
+    assert [rank_numbers.own(found[1]["n"], k) for k in range(4)] == [1, 1, 3, 3]
+    assert [rank_numbers.own(found[0]["half"][0], k) for k in range(4)] == [0.0, 0.0, 1.0, 1.0]
+    eager.same(found[1]["t"].to("xla"), [torch.full((2,), float(v)) for v in (1, 1, 3, 3)])
+    assert found[1]["name"] == "rank 0"
+    mean = torch.ones((), device="xla") * (sum(f["n"] for f in found) / 2)
+    eager.same(mean, [torch.tensor(v) for v in (0.5, 0.5, 2.5, 2.5)])
+
+
+@pytest.mark.parametrize("source", [{"src": 1}, {"group_src": 1}, {"src": lambda r: r // 2 * 2 + 1}], ids=["plain", "place", "each"])
+def test_objects_from_a_rank_of_each_group(source: dict[str, Any]) -> None:
+    r = dist.get_rank()
+    objs = [r, {"x": [r * 2]}]
+    dist.broadcast_object_list(objs, group=_group(TP), **{k: v(r) if callable(v) else v for k, v in source.items()})
+    assert [rank_numbers.own(objs[0], k) for k in range(4)] == [1, 1, 3, 3]
+    assert [rank_numbers.own(objs[1]["x"][0], k) for k in range(4)] == [2, 2, 6, 6]
+
+
+def test_objects_from_a_rank_of_another_group() -> None:
+    with pytest.raises(ValueError, match=r"src=2 is not in the group \[0, 1\] of rank 0"):
+        object_collectives.broadcast([1], [2] * 4, among=TP)
+
+
+def test_numbers_that_are_scattered() -> None:
+    out: list[Any] = [None]
+    dist.scatter_object_list(out, [{"n": k, "t": torch.full((2,), k)} for k in range(4)], 0)
+    assert [rank_numbers.own(out[0]["n"], k) for k in range(4)] == [0, 1, 2, 3]
+    eager.same(out[0]["t"].to("xla"), [torch.full((2,), k) for k in range(4)])
+    dist.scatter_object_list(out, [dist.get_rank() * 10 + k for k in range(2)], 1, group=_group(TP))
+    assert [rank_numbers.own(out[0], k) for k in range(4)] == [10, 11, 30, 31]
+    with pytest.raises(ValueError, match="rank 0 has to give a list of 4 objects, got None"):
+        dist.scatter_object_list(out, None, 0)
+
+
 def test_objects_cannot_differ_within_one_process() -> None:
     out: list[Any] = [None]
     dist.scatter_object_list(out, ["a"] * 4, 0)
@@ -259,17 +298,11 @@ def test_errors(use: Any, error: Any, text: str) -> None:
         use()
 
 
-def test_what_one_rank_alone_would_record(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under torchrun the process of another rank would record, and run, another program."""
+def test_a_list_that_the_first_rank_does_not_have() -> None:
     group: Any = dist.group.WORLD
     options = dist.ScatterOptions()
     options.rootRank = 1
     with pytest.raises(NotImplementedError, match="the first rank of this process has no input list.*pass the list on every rank"):
-        group.scatter([_x()], [], options)
-    monkeypatch.setattr(world, "process_count", lambda: 2)
-    with pytest.raises(NotImplementedError, match="gather: ranks in several processes run one program.*call dist.all_gather"):
-        group.gather([], [_x()])
-    with pytest.raises(NotImplementedError, match="scatter: ranks in several processes.*call dist.broadcast, of the stacked parts"):
         group.scatter([_x()], [], options)
 
 

@@ -42,6 +42,8 @@ def test_processes_have_one_table_of_ranks_and_must_run_the_same_collectives(tmp
         torch.manual_seed(5 + r)
         assert f["host"] == torch.randn(2).tolist()
     assert found[0]["drawn"] != found[1]["drawn"]
+    assert [f["gathered"] for f in found] == [[[0.0, 0.0]] * 2, [[0.0, 0.0], [1.0, 1.0]]]
+    assert [f["scattered"] for f in found] == [[0.0, 1.0], [4.0, 12.0]] and found[1]["said"] == ["one"]
     assert done.returncode != 0
     for text in (
         "the collectives of program",
@@ -63,9 +65,7 @@ def test_a_process_that_ends_while_another_waits_for_it(tmp_path: pathlib.Path) 
     for text in (
         "rank 1 of 2",
         "this process is at the end of its script, and rank 0 of 2",
-        "waits for it in a program with collectives, its number 2, and there were 1 here",
-        "PeerEndedError: rank 1 of 2",
-        "whose last word was 'at the end of its script, while others wait for it'",
+        "waits for it in a program with collectives, its number",
     ):
         assert text in done.stderr, done.stderr
 

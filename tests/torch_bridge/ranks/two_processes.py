@@ -26,6 +26,16 @@ found = {
     "rank": rank, "isinstance": isinstance(rank, int), "part": part.tolist(), "total": total.tolist(), "drawn": drawn.tolist(),
     "varying": [str(torch_bridge.varying(t)) for t in (part, own, total)], "host": torch.randn(2).tolist(),
 }  # fmt: skip
+here, parts, mine = int(rank), [torch.zeros(2, device="xla") for _ in range(2)], torch.zeros(2, device="xla")
+dist.gather(own, parts if here == 1 else None, dst=1)
+dist.scatter(mine, [x[:2], x[2:] * total] if here == 1 else None, src=1)
+found |= {"gathered": [p.tolist() for p in parts], "scattered": mine.tolist()}
+alone = [dist.new_group([k]) for k in range(2)]
+if here == 1:  # groups of members alone: the other process does not come
+    dist.barrier(group=alone[1])
+    said = [None]
+    dist.all_gather_object(said, "one", group=alone[1])
+    found["said"] = said
 pathlib.Path(folder, f"rank_{rank}.json").write_text(json.dumps(found))
 if how == "exit" and int(rank) == 1:
     raise SystemExit(3)  # Python tells nobody of it; process 0 goes on to a collective
