@@ -74,10 +74,11 @@ def _norm(grads: list[tuple[torch.Tensor, torch.Tensor]], parameters: list[torch
 
 
 def _by_stage(grads: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> dict[Place | None, list[tuple[torch.Tensor, torch.Tensor]]] | None:
-    """Gradients by the pipeline stage that they lie with, for stages of this process without any, too; under None those on all ranks. None: no pipeline."""
+    """Gradients by the pipeline stage that they, or at least their parameters, lie with (a GradScaler's gradients are on all ranks), for stages of this process
+    without any, too; under None those on all ranks. None: no pipeline."""
     if not places.in_use() or not all(g.device.type == "xla" for _, g in grads):
         return None
-    lying = [placed.place_of(g) for _, g in grads]
+    lying = [placed.place_of(g) or (placed.place_of(x) if x.device.type == "xla" else None) for x, g in grads]
     if grads and not any(lying):
         return None
     found: dict[Place | None, list[tuple[torch.Tensor, torch.Tensor]]] = {place: [] for place in places.hosted("pp")}

@@ -10,6 +10,7 @@ import neuronx_distributed as nxd_api
 import pytest
 import torch
 import torch_xla
+from neuronx_distributed.parallel_layers.grads import get_grad_norm
 from neuronx_distributed.pipeline import NxDPPModel, model, partition
 from neuronx_distributed.pipeline.manual_pipe_stage import mark_weight_sharing
 from torch import nn
@@ -321,6 +322,19 @@ def test_autocast_around_a_step(nxd: Nxd) -> None:
     assert set(seen) == {torch.bfloat16} and len(seen) == 4
     assert loss.item() == pytest.approx(plain.item(), rel=0.02) and loss.item() != plain.item()
     assert all(p.grad.dtype == torch.float32 for p in pipeline.local_parameters())
+
+
+def test_a_norm_of_gradients_that_a_scaler_has_put_on_all_ranks(nxd: Nxd) -> None:
+    """`_amp_foreach_non_finite_check_and_unscale_` reads gradients of all stages. They were counted once for each stage."""
+    nxd(2, pp=2)
+    pipeline = made()
+    pipeline.run_train(**BATCH)
+    parameters = list(pipeline.local_parameters())
+    expected = float(get_grad_norm(parameters))
+    gradients = [p.grad for p in parameters]
+    torch._amp_foreach_non_finite_check_and_unscale_(gradients, torch.zeros(1, device="xla"), torch.full((1,), 0.5, device="xla"))
+    assert {placed.place_of(g) for g in gradients} == {None}
+    assert float(get_grad_norm(parameters)) == pytest.approx(expected / 2, rel=1e-5)
 
 
 def test_dropout_draws_anew_for_each_microbatch_and_not_in_evaluation(nxd: Nxd) -> None:
