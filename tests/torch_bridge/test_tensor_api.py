@@ -191,6 +191,27 @@ def test_set_and_resize() -> None:
     same(run, check_stride=True)
 
 
+def test_set_to_parts_of_a_storage() -> None:
+    def run(device: str) -> Any:
+        x = torch.arange(6.0, device=device)
+        whole = torch.empty(0, device=device).set_(x.view(2, 3)[1].untyped_storage())
+        part = torch.empty(0, device=device).set_(x.untyped_storage(), 1, (2, 2), (3, 1))
+        rows = torch.empty(0, device=device).set_(x.untyped_storage(), storage_offset=2, size=(2, 2))
+        other = torch.empty(0, device=device).set_(x, 0, (2,), (2,))
+        part[0] = 9
+        x.add_(1)
+        return x, whole, part, rows, other
+
+    same(run, check_stride=True)
+    x = torch.arange(6.0, device="xla")
+    with pytest.raises(RuntimeError, match="reach element 6 of a storage of 6, and storages of xla tensors do not grow"):
+        torch.empty(0, device="xla").set_(x.untyped_storage(), 1, (6,), (1,))
+    with pytest.raises(NotImplementedError, match=r"the storage is of torch.float32 and the tensor of torch.int32.*use view\(dtype\)"):
+        torch.empty(0, dtype=torch.int32, device="xla").set_(x.untyped_storage())
+    with pytest.raises(NotImplementedError, match=r"no bytes to show. Use untyped_storage\(\)"):
+        x.storage()
+
+
 OUT: dict[str, Callable[[str], Any]] = {
     "add": lambda d: torch.add(torch.ones(3, device=d), 2, out=torch.empty(3, device=d)),
     "matmul": lambda d: torch.matmul(torch.ones(2, 3, device=d), torch.ones(3, 2, device=d), out=torch.empty(2, 2, device=d)),

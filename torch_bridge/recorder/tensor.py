@@ -14,7 +14,7 @@ from typing import Any, Protocol, SupportsIndex
 import torch
 
 from torch_bridge.errors import is_located
-from torch_bridge.ir.layout import Layout
+from torch_bridge.ir.layout import Layout, layout
 from torch_bridge.ir.segment import LOCK, Segment, Storage
 from torch_bridge.mesh import rank_numbers
 from torch_bridge.recorder import rank_array
@@ -145,6 +145,34 @@ class XLATensor(torch.Tensor):
     def untyped_storage(self) -> Any:
         """What libraries compare to find tensors that share memory; it gives no access to the bytes."""
         return StorageHandle(self._storage)
+
+    def storage(self) -> Any:
+        raise NotImplementedError(
+            "Tensor.storage() of an xla tensor: its values have no bytes to show. Use untyped_storage() to compare, or tensor.cpu().storage()"
+        )
+
+    def set_(self, source: Any = None, storage_offset: int = 0, size: Any = None, stride: Any = None) -> Any:  # type: ignore[override]
+        """As torch's, also with what `untyped_storage()` of an xla tensor gives, or with a part of another tensor's storage. A storage does not grow."""
+        plain: Any = super().set_
+        if not isinstance(source, (StorageHandle, XLATensor)) or (size is None and isinstance(source, XLATensor)):
+            given = [source] if source is not None else []
+            given += [] if size is None else [storage_offset, size]
+            return plain(*given, *([] if stride is None else [stride]))
+        held = source._storage
+        if held.layout.dtype != self.dtype:
+            raise NotImplementedError(
+                f"Tensor.set_: the storage is of {held.layout.dtype} and the tensor of {self.dtype}: bytes are not read as another dtype; use view(dtype)"
+            )
+        view = layout(
+            (held.layout.numel,) if size is None else tuple(size), None if stride is None else tuple(stride), storage_offset, self.dtype
+        )
+        last = view.offset + sum((n - 1) * step for n, step in zip(view.size, view.stride, strict=True))
+        if view.numel and last >= held.layout.numel:
+            raise RuntimeError(
+                f"Tensor.set_: size {list(view.size)}, stride {list(view.stride)} and offset {view.offset} reach element {last} of a storage of "
+                f"{held.layout.numel}, and storages of xla tensors do not grow"
+            )
+        return plain(make(view, held))
 
     def __copy__(self) -> XLATensor:
         """Another tensor on the same storage, as in torch."""
