@@ -172,8 +172,11 @@ def test_the_end_of_a_script_waits_for_the_others(known: Any, monkeypatch: pytes
 
 
 WAITING: dict[str, tuple[dict[str, Any], str]] = {
-    "program": ({"programs": {"all": 3}}, "waits for it in a program with collectives, its number 3, and there were 2 here"),
-    "of some": ({"programs": {"0,2": 1, "1,2": 5}}, "waits for it in a program with collectives, its number 1, and there were 0 here"),
+    "program": ({"programs": {"all": [3, []]}}, "waits for it in a program with collectives, its number 3, and there were 2 here"),
+    "of some": (
+        {"programs": {"0,2": [1, ["b"]], "1,2": [5, []]}},
+        "waits for it in a program with collectives, its number 1, and there were 0 here",
+    ),
     "exchange": (
         {"waits": [["barrier y", 1, "1,2"], ["barrier x", 2, "all"]]},
         "waits for it in 'barrier x', for the 2nd time, and here it was called once",
@@ -187,10 +190,13 @@ def test_the_end_of_a_script_that_another_waits_for(
 ) -> None:
     """The process ends, so that the other one, which would wait for ever, hears of it."""
     begun, text = WAITING[name]
-    monkeypatch.setattr(together, "_programs", {"all": 2})
+    monkeypatch.setattr(together, "_programs", {})
+    for _ in range(2):
+        with together.running("all", "a"):
+            pass
     monkeypatch.setattr(together, "_exchanges", {"barrier x": 1})
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
-    _tells(known, 1, 7, programs={"all": 2, "1,2": 6}, waits=[["barrier x", 1, "all"]])  # nothing of this process
+    _tells(known, 1, 7, programs={"all": [2, []], "1,2": [6, []]}, waits=[["barrier x", 1, "all"]])  # nothing of this process
     _tells(known, 2, 7, **begun)
     assert watch.done() is True
     said = capfd.readouterr().err
@@ -200,12 +206,12 @@ def test_the_end_of_a_script_that_another_waits_for(
 
 def test_a_program_that_cannot_run_has_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(together, "_programs", {})
-    with pytest.raises(MemoryError), together.running("all"):
+    with pytest.raises(MemoryError), together.running("all", "a"):
         raise MemoryError
-    with together.running("0,2"):
+    with together.running("0,2", "b"):
         pass
     with together.exchanging("x", 4, "all"):
-        assert together.begun() == {"programs": {"all": 0, "0,2": 1}, "waits": [("x", 4, "all")]}
+        assert together.begun() == {"programs": {"all": (0, []), "0,2": (1, ["b"])}, "waits": [("x", 4, "all")]}
     assert together.begun()["waits"] == []
 
 

@@ -38,7 +38,7 @@ class AnnotatedSegment(NamedTuple):
             mesh=spmd.mesh(),
             inputs=tuple(self.leaves[-v - 1] if v < 0 else None for v in inputs),
             outputs=tuple(self.wanted.get(v) for v in results),
-            meeting=_agree(graph),
+            meeting=_meeting(graph),
         )
 
 
@@ -125,12 +125,12 @@ class AnnotatedLabels:
                 report.fail("annotated_labels", "an input is labelled as its array lies", f"{label} for leaf {vid}")
 
 
-def _agree(graph: fx.Graph) -> processes.Meeting | None:
+def _meeting(graph: fx.Graph) -> processes.Meeting | None:
     """All processes must run the same program."""
     if world.process_count() == 1 or abstract_arrays.active():
         return None
     calls = [node for node in graph.nodes if isinstance(node.target, torch._ops.OpOverload)]
-    return processes.agree([(_call(node), node.meta.get("source", NOWHERE).where) for node in calls])
+    return processes.meeting([(_call(node), node.meta.get("source", NOWHERE).where) for node in calls])
 
 
 def _call(node: fx.Node) -> str:

@@ -76,7 +76,7 @@ def label(
             axes.check(graph, given)
     if mesh != sharding.mesh():
         _fits_mesh(graph, part, mesh)
-    meeting = _agree(graph, part.place)
+    meeting = _meeting(graph, part.place)
     rank_branches.check(n.meta["source"] for n in graph.nodes if "source" in n.meta)
     results = results_of(graph)
     varied = tuple(node.meta["axes"] for node in results)
@@ -207,7 +207,7 @@ def _fits_mesh(graph: fx.Graph, part: Part, mesh: Mesh) -> None:
             )
 
 
-def _agree(graph: fx.Graph, place: Place) -> processes.Meeting | None:
+def _meeting(graph: fx.Graph, place: Place) -> processes.Meeting | None:
     """Several processes must run the same collectives: those of a place alone, or all of them."""
     if world.process_count() == 1 or abstract_arrays.active():
         return None
@@ -223,7 +223,7 @@ def _agree(graph: fx.Graph, place: Place) -> processes.Meeting | None:
             found.append(
                 (f"{str(node.target).split('.')[1]} of {', '.join(shapes)} ({', '.join(plain)})", node.meta.get("source", NOWHERE).where)
             )
-    return processes.agree(found, None if place.mesh is None else messages.processes_of(place))
+    return processes.meeting(found, None if place.mesh is None else messages.processes_of(place))
 
 
 def _label(varied: sharding.Axes, wanted: PartitionSpec | None) -> PartitionSpec:

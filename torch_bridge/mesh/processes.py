@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import hashlib
 import json
 import os
 import socket
@@ -240,48 +241,85 @@ class ProgramsDiffer(RuntimeError):
 
 
 class Meeting(NamedTuple):
-    """Where processes wait for each other before a program with collectives runs for the first time: a name, how many they are and which (`together.named`)."""
+    """Where processes wait for each other before a program with collectives runs for the first time.
 
-    name: str
-    processes: int
+    processes: who runs it; among: the same (`together.named`). collectives: what each does, and where, in order; word: stands for what they do.
+    """
+
+    processes: Sequence[int]
     among: str
+    collectives: Sequence[tuple[str, str]]
+    word: str
 
 
-@_answering()
-def agree(collectives: Sequence[tuple[str, str]], among: Sequence[int] | None = None) -> Meeting | None:
-    """Called before a program with collectives is compiled: (what it does, where) for each of them, in order. Gives where to `meet` before it runs, None if it
-    concerns one process alone.
+def meeting(collectives: Sequence[tuple[str, str]], among: Sequence[int] | None = None) -> Meeting | None:
+    """For a program with these collectives: (what it does, where) for each of them, in order. None if it concerns one process alone.
 
     among: the processes that run it, None for all.
-
-    Says nothing where the other processes' programs do the same. It waits for nobody: whoever comes last sees what is wrong, raises ProgramsDiffer and ends
-    the job, in which the others wait. Later runs of known programs are not compared.
     """
-    others = range(world.process_count()) if among is None else among
-    if len(others) == 1 or not collectives:
+    members = range(world.process_count()) if among is None else among
+    if len(members) == 1 or not collectives:
         return None
-    tag = "programs" if among is None else f"programs of {','.join(map(str, among))}"
-    number = _counts[tag] = _counts.get(tag, 0) + 1
-    shared, own = store(), world.process_index()
-    shared.set(f"{tag}/{number}/{own}", json.dumps(collectives))
-    for other in others:
-        key = f"{tag}/{number}/{other}"
-        if other == own or not shared.check([key]):
-            continue
-        found = [tuple(c) for c in json.loads(shared.get(key))]
-        if [what for what, _ in found] != [what for what, _ in collectives]:
-            raise ProgramsDiffer(_difference(number, {own: list(collectives), other: found}))
-    return Meeting(f"{tag}/{number}", len(others), together.named(among))
+    word = hashlib.blake2b("\n".join(what for what, _ in collectives).encode(), digest_size=6).hexdigest()
+    return Meeting(members, together.named(among), collectives, word)
+
+
+_ASK = 0.5
+"""Seconds after which a process that waits for others asks whether they run a program that they have run before, and so do not come."""
 
 
 @_answering()
 def meet(at: Meeting) -> None:
-    """Wait until all have come here: one may compile for minutes, and the first collective of processes waits for half a minute only."""
-    shared = store()
-    if shared.add(f"{at.name}/here", 1) == at.processes:
-        shared.set(f"{at.name}/go", b"")
-    else:
-        told(f"{at.name}/go")
+    """Wait until all others are here, in the program that they run at this place in the order of programs: one may compile for minutes, and the first
+    collective of processes waits for half a minute only. Others may run one that they have run before (their last batch had another shape, say).
+
+    Raises ProgramsDiffer, which ends the job, if the collectives of the others' program are not the same. Programs that all have run before are not compared.
+    """
+    shared, own, number = store(), world.process_index(), together.count(at.among)
+    key = f"programs of {at.among}/{number}"
+    shared.set(f"{key}/{own}", json.dumps(at.collectives))
+    others = [other for other in at.processes if other != own]
+    for other in others:
+        if shared.check([f"{key}/{other}"]):
+            _compare(at, number, other, shared.get(f"{key}/{other}"))
+    if shared.add(f"{key}/here", 1) == len(at.processes):
+        shared.set(f"{key}/go", b"")
+        return
+    began = asked = time.monotonic()
+    with watch.waiting(key):
+        while not shared.check([f"{key}/go"]):
+            watch.check()
+            now = time.monotonic()
+            if now - asked > _ASK and all(_is_there(shared, at, number, f"{key}/{other}", other) for other in others):
+                return
+            asked = now if now - asked > _ASK else asked
+            time.sleep(min(0.1, max(0.001, (now - began) / 10)))
+
+
+def _is_there(shared: Any, at: Meeting, number: int, key: str, other: int) -> bool:
+    """Whether another process has come to this meeting, or is in a program of that number that it has run before."""
+    if shared.check([key]):
+        return True
+    _, doing, begun = json.loads(shared.get(f"does/{other}"))
+    word = together.ran(begun, at.among, number)
+    if word and word != at.word:
+        annotated = world.current().process[1] > 1
+        own = f"{_name(world.process_index(), annotated)} {_listed(at.collectives)}"
+        raise ProgramsDiffer(
+            _advice(number, f"{own}; {_name(other, annotated)}, {doing}: others, in a program that it has run before", annotated)
+        )
+    return word is not None
+
+
+def _listed(collectives: Sequence[tuple[str, str]]) -> str:
+    shown = ", ".join(f"{what}{_place(where)}" for what, where in collectives[:3])
+    return shown + (f" and {len(collectives) - 3} more" if len(collectives) > 3 else "")
+
+
+def _compare(at: Meeting, number: int, other: int, told: bytes) -> None:
+    found = [(what, where) for what, where in json.loads(told)]
+    if [what for what, _ in found] != [what for what, _ in at.collectives]:
+        raise ProgramsDiffer(_difference(number, {world.process_index(): list(at.collectives), other: found}))
 
 
 def _difference(number: int, programs: dict[int, list[tuple[str, str]]]) -> str:
@@ -291,10 +329,14 @@ def _difference(number: int, programs: dict[int, list[tuple[str, str]]]) -> str:
     shown = ", ".join(
         f"{_name(process, annotated)} {f'{p[at][0]}{_place(p[at][1])}' if at < len(p) else 'nothing'}" for process, p in programs.items()
     )
+    return _advice(number, f"Number {at + 1} is: {shown}", annotated)
+
+
+def _advice(number: int, found: str, annotated: bool) -> str:
     what, all_of, own = ("operations", "processes", "process") if annotated else ("collectives", "ranks", "rank")
     return (
-        f"the {what} of program {number} differ among processes, which would wait for each other for ever or mix up their values. Number {at + 1} "
-        f"is: {shown}. All {all_of} must run the same {what} in the same order, on the same shapes: look for a branch, a loop or a shape that depends on "
+        f"the {what} of program {number} differ among processes, which would wait for each other for ever or mix up their values. {found}. "
+        f"All {all_of} must run the same {what} in the same order, on the same shapes: look for a branch, a loop or a shape that depends on "
         f"{'xr.process_index()' if annotated else 'int(rank)'}, on a value of this {own}'s own data, or on a file that not all {all_of} have."
     )
 

@@ -6,22 +6,33 @@ process has begun more of them, and will begin none any more, knows that the oth
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypedDict
 
 ALL = "all"
+REMEMBERED = 64
+"""Programs of which a process tells what collectives they had: more than it can be ahead of the others."""
 
 
 class Begun(TypedDict):
-    """What a process tells the others. programs: how many it has begun, by the processes that run them ("all", or "0,2"). waits: the exchanges in which it
-    waits: a name, the how many-th of that name, and the processes that take part."""
+    """What a process tells the others. programs: how many it has begun, and a word for the collectives of each of the last ones, by the processes that run them
+    ("all", or "0,2"). waits: the exchanges in which it waits: a name, the how many-th of that name, and the processes that take part."""
 
-    programs: dict[str, int]
+    programs: dict[str, tuple[int, list[str]]]
     waits: list[tuple[str, int, str]]
 
 
-_programs: dict[str, int] = {}
+class _Programs:
+    """count: begun so far. last: words for the collectives of the last of them."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.last: deque[str] = deque(maxlen=REMEMBERED)
+
+
+_programs: dict[str, _Programs] = {}
 _exchanges: dict[str, int] = {}
 _waits: list[tuple[str, int, str]] = []
 
@@ -32,14 +43,32 @@ def named(among: Sequence[int] | None) -> str:
 
 
 @contextmanager
-def running(among: str) -> Iterator[None]:
-    """While a program with collectives among these processes is handed to the devices. One that cannot run has not begun."""
-    _programs[among] = _programs.get(among, 0) + 1
+def running(among: str, collectives: str) -> Iterator[None]:
+    """While a program with collectives (a word for them) among these processes is handed to the devices. One that cannot run has not begun."""
+    own = _programs.setdefault(among, _Programs())
+    own.count += 1
+    own.last.append(collectives)
     try:
         yield
     except BaseException:
-        _programs[among] -= 1
+        own.count -= 1
+        own.last.pop()
         raise
+
+
+def count(among: str) -> int:
+    """How many programs among these processes this one has begun."""
+    found = _programs.get(among)
+    return 0 if found is None else found.count
+
+
+def ran(other: Begun, among: str, number: int) -> str | None:
+    """The word for the collectives of another process's program of this number; "" if it has long forgotten, None if it has not begun that one."""
+    total, last = other["programs"].get(among, (0, []))
+    if total < number:
+        return None
+    back = total - number + 1
+    return last[-back] if back <= len(last) else ""
 
 
 def begin_exchange(name: str) -> int:
@@ -60,15 +89,14 @@ def exchanging(name: str, number: int, among: str) -> Iterator[None]:
 
 def begun() -> Begun:
     """What this process has begun."""
-    return {"programs": dict(_programs), "waits": list(_waits)}
+    return {"programs": {among: (own.count, list(own.last)) for among, own in list(_programs.items())}, "waits": list(_waits)}
 
 
 def waits_in_vain(other: Begun, own: int) -> str | None:
     """In words, what another process has begun with this one (its number: `own`), which has not, and will not any more; None if there is nothing."""
-    for among, count in other["programs"].items():
-        mine = _programs.get(among, 0)
-        if count > mine and _is_among(own, among):
-            return f"a program with collectives, its number {count}, and there were {mine} here"
+    for among, (total, _) in other["programs"].items():
+        if total > count(among) and _is_among(own, among):
+            return f"a program with collectives, its number {total}, and there were {count(among)} here"
     for name, number, among in other["waits"]:
         if number > _exchanges.get(name, 0) and _is_among(own, among):
             return f"{name!r}, for the {_ordinal(number)} time, and here it was called {_times(_exchanges.get(name, 0))}"

@@ -382,7 +382,7 @@ def _run_program(
 ) -> None:
     """Hand a program to the devices, and its results to the storages that wait for them and to the programs after it."""
     meeting = None if program.spec.labels is None else program.spec.labels.meeting
-    with _ALONE if meeting is None else together.running(meeting.among):
+    with _ALONE if meeting is None else together.running(meeting.among, meeting.word):
         if meeting is not None and not program.executions:
             processes.meet(meeting)
         if program.executions == 1:  # what compiling it and its first execution took is free by now

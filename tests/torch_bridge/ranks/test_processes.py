@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from torch_bridge.mesh import processes, world
+from torch_bridge.mesh import processes, together, world
 from torch_bridge.recorder import sharded
 
 SCRIPT = pathlib.Path(__file__).with_name("two_processes.py")
@@ -57,6 +57,14 @@ def test_processes_have_one_table_of_ranks_and_must_run_the_same_collectives(tmp
 
 
 @pytest.mark.slow
+def test_last_batches_of_different_sizes(tmp_path: pathlib.Path) -> None:
+    """A new program in one process, a known one in the other: they hung."""
+    done, found = launch(tmp_path, "uneven")
+    assert done.returncode == 0, done.stderr
+    assert [f["sums"] for f in found] == [[3.0 + 6.0, 3.0 + 6.0, 3.0 + 4.0]] * 2
+
+
+@pytest.mark.slow
 def test_a_process_that_ends_while_another_waits_for_it(tmp_path: pathlib.Path) -> None:
     """They waited for each other for five minutes, and JAX aborted both."""
     began = time.monotonic()
@@ -79,13 +87,17 @@ class Store(dict[str, str]):
     def set(self, key: str, value: str) -> None:
         self[key] = value
 
+    def add(self, key: str, number: int) -> int:
+        self[key] = str(int(self.get(key, "0")) + number)
+        return int(self[key])
+
 
 @pytest.fixture
 def shared(monkeypatch: pytest.MonkeyPatch) -> Any:
     found = Store()
     world.configure(world.World(2, hosted=(1,)))
     monkeypatch.setattr(processes, "store", lambda: found)
-    monkeypatch.setattr(processes, "_counts", {})
+    monkeypatch.setattr(together, "_programs", {})
     yield found
     world.configure(None)
 
@@ -93,13 +105,21 @@ def shared(monkeypatch: pytest.MonkeyPatch) -> Any:
 SUM, MAX = ("all_reduce of float32[2] (sum, dp)", "a.py:3"), ("all_reduce of float32[2] (max, dp)", "a.py:4")
 
 
+def run(collectives: list[tuple[str, str]]) -> None:
+    """A program with these collectives runs for the first time."""
+    at = processes.meeting(collectives)
+    assert at is not None
+    with together.running(at.among, at.word):
+        processes.meet(at)
+
+
 def test_programs_that_fit_together(shared: Store) -> None:
-    processes.agree([])
-    assert not shared
-    processes.agree([SUM])  # the first to come
-    shared["programs/2/0"] = json.dumps([(SUM[0], "b.py:9")])
-    processes.agree([SUM])  # the same at another line
-    assert json.loads(shared["programs/2/1"]) == [list(SUM)]
+    assert processes.meeting([]) is None and processes.meeting([SUM], [1]) is None
+    for number in (1, 2):
+        shared[f"programs of all/{number}/0"] = json.dumps([(SUM[0], "b.py:9")])  # the same at another line
+        shared[f"programs of all/{number}/here"] = "1"
+        run([SUM])
+    assert json.loads(shared["programs of all/2/1"]) == [list(SUM)] and "programs of all/2/go" in shared
 
 
 OTHERS = {
@@ -111,11 +131,44 @@ OTHERS = {
 @pytest.mark.parametrize("name", OTHERS)
 def test_programs_that_do_not(shared: Store, name: str) -> None:
     theirs, text = OTHERS[name]
-    shared["programs/1/0"] = json.dumps(theirs)
+    shared["programs of all/1/0"] = json.dumps(theirs)
     with pytest.raises(
         processes.ProgramsDiffer, match=rf"the collectives of program 1 differ among processes.*{text}.*same collectives in the same order"
     ):
-        processes.agree([SUM])
+        run([SUM])
+
+
+def _in_a_known_program(shared: Store, collectives: list[tuple[str, str]], count: int) -> None:
+    at = processes.meeting(collectives)
+    assert at is not None
+    begun = {"programs": {"all": [count, [at.word] * count]}, "waits": []}
+    shared["does/0"] = json.dumps([7, "in step 9, running a program (a.py:4)", begun])
+
+
+def test_the_other_runs_a_program_that_it_has_run_before(shared: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does not come: its last batch had the shape of those before. They waited for each other for ever."""
+    monkeypatch.setattr(processes, "_ASK", 0.0)
+    _in_a_known_program(shared, [(SUM[0], "")], 1)
+    run([SUM])
+    run_later = threading.Thread(target=run, args=([SUM],))
+    run_later.start()
+    run_later.join(0.3)
+    assert run_later.is_alive()  # the other one is still at its first
+    _in_a_known_program(shared, [SUM], 2)
+    run_later.join(10)
+    assert not run_later.is_alive()
+    _in_a_known_program(shared, [MAX, MAX], 3)
+    with pytest.raises(
+        processes.ProgramsDiffer,
+        match=r"program 3 differ.*rank 1 all_reduce.*\(a.py:3\); rank 0, in step 9, running a program \(a.py:4\): others, in a program that it has run before",
+    ):
+        run([SUM])
+
+
+def test_what_is_long_forgotten(shared: Store) -> None:
+    told: together.Begun = {"programs": {"all": (100, ["x", "y"])}, "waits": []}
+    assert [together.ran(told, "all", n) for n in (101, 100, 99, 98)] == [None, "y", "x", ""]
+    assert together.ran(told, "0,1", 1) is None
 
 
 def test_what_a_process_knows_of_the_others(hosted: Any) -> None:

@@ -1,4 +1,4 @@
-"""What `test_processes` runs in two processes: python -m torch.distributed.run --nproc_per_node=2 two_processes.py <directory> <mismatch, exit or neither>."""
+"""What `test_processes` runs in two processes: python -m torch.distributed.run --nproc_per_node=2 two_processes.py <directory> <how>."""
 
 from __future__ import annotations
 
@@ -36,6 +36,9 @@ if here == 1:  # groups of members alone: the other process does not come
     said = [None]
     dist.all_gather_object(said, "one", group=alone[1])
     found["said"] = said
+if how == "uneven":  # the last batch of rank 1 is smaller, and so its program another one
+    rows = [3, 3, 3] if here == 0 else [3, 3, 2]
+    found["sums"] = [xm.all_reduce("sum", torch.full((n,), here + 1.0).to("xla").sum()).item() for n in rows]
 pathlib.Path(folder, f"rank_{rank}.json").write_text(json.dumps(found))
 if how == "exit" and int(rank) == 1:
     raise SystemExit(3)  # Python tells nobody of it; process 0 goes on to a collective
