@@ -204,6 +204,34 @@ def test_the_end_of_a_script_that_another_waits_for(
     assert json.loads(known.store["does/0"])[:2] == [watch._LAST, "at the end of its script, while others wait for it"]
 
 
+CROSSED: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
+    "two exchanges": ({"waits": [["a", 1, "all"]]}, {"waits": [["b", 1, "all"]]}, True),
+    "the same": ({"waits": [["a", 1, "all"]]}, {"waits": [["a", 1, "all"]]}, False),
+    "exchange and program": ({"waits": [["a", 1, "all"]]}, {"programs": {"all": [2, []]}}, True),
+    "of others": ({"waits": [["a", 1, "0,1"]]}, {"programs": {"all": [2, []]}}, False),
+    "ahead": ({"waits": [["a", 1, "all"]]}, {}, False),
+    "programs": ({"programs": {"1,2": [2, []]}}, {"programs": {"all": [1, []]}}, False),
+}
+
+
+@pytest.mark.parametrize("name", CROSSED)
+def test_who_waits_for_each_other(known: Any, name: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """One in a rendezvous, another one in a collective: nobody said a word."""
+    one, other, said = CROSSED[name]
+    for number in range(8):
+        _tells(known, 1, number, **one)
+        _tells(known, 2, number, **other)
+        watch._read(known, 2.0)
+    found = capfd.readouterr().err
+    assert found.count("they wait for each other") == said
+    assert not said or "ranks 2 to 3 of 6 (process 101 on host-1) is in step 9, and ranks 4 to 5 of 6" in found
+    for number in range(8, 16):
+        _tells(known, 1, number, **{**one, "programs": {"0,1": [number, []]}})  # goes on
+        _tells(known, 2, number, **other)
+        watch._read(known, 2.0)
+    assert capfd.readouterr().err == ""
+
+
 def test_a_program_that_cannot_run_has_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(together, "_programs", {})
     with pytest.raises(MemoryError), together.running("all", "a"):

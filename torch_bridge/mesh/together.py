@@ -103,6 +103,26 @@ def waits_in_vain(other: Begun, own: int) -> str | None:
     return None
 
 
+def crossed(one: Begun, number: int, other: Begun, other_number: int) -> bool:
+    """Whether two processes wait for each other at different places, as far as they tell: each has begun something with the other that the other has not."""
+    waits = _waits_alone(one, other, other_number), _waits_alone(other, one, number)
+    return any(waits) and all(
+        w or _is_ahead(*pair) for w, pair in zip(waits, ((one, other, other_number), (other, one, number)), strict=True)
+    )
+
+
+def _waits_alone(one: Begun, other: Begun, other_number: int) -> bool:
+    """Whether one waits in an exchange with the other in which the other does not."""
+    there = {tuple(wait) for wait in other["waits"]}
+    return any(tuple(wait) not in there and _is_among(other_number, wait[2]) for wait in one["waits"])
+
+
+def _is_ahead(one: Begun, other: Begun, other_number: int) -> bool:
+    """Whether one has begun more programs with the other than the other has."""
+    known = other["programs"]
+    return any(total > known.get(among, (0, []))[0] and _is_among(other_number, among) for among, (total, _) in one["programs"].items())
+
+
 def _is_among(own: int, among: str) -> bool:
     return among == ALL or str(own) in among.split(",")
 

@@ -58,9 +58,10 @@ class _Known:
     """What this process knows of the job.
 
     store: the watching thread's connection. own: its number among the processes; peers: all of them. does: what each was last known to do; quiet: seconds since
-    it told; waited: for so long this process has been waiting since one had done its work. reached: whose machines answer for them; talking: held while the
-    store is asked. answered: when the store answered last. lost: why the job cannot go on, and since when; done: this process has done its work; last_word: it
-    has said its own.
+    it told; waited: for so long this process has been waiting since one had done its work. begun, before: what each has begun with others, now and when that
+    was last looked at; crossed: for so long two have been waiting for each other. reached: whose machines answer for them; talking: held while the store is
+    asked. answered: when the store answered last. lost: why the job cannot go on, and since when; done: this process has done its work; last_word: it has said
+    its own.
     """
 
     def __init__(self, store: Any, own: int, peers: Sequence[Peer]):
@@ -74,6 +75,9 @@ class _Known:
         self.told: dict[int, int] = {}
         self.quiet: dict[int, float] = dict.fromkeys(self.watched, 0.0)
         self.waited: dict[int, float] = {}
+        self.begun: dict[int, Any] = {}
+        self.before: dict[int, Any] = {}
+        self.crossed: dict[tuple[int, int], float] = {}
         self.words: list[str] = []
         self.heard = 0
         self.answered = time.monotonic()
@@ -412,7 +416,8 @@ def _doing() -> str:
 def _read(known: _Known, passed: float) -> None:
     """What the watched ones told, and (from the first process) what is wrong."""
     for k, text in zip(known.watched, known.store.multi_get([f"does/{k}" for k in known.watched]), strict=True):
-        number, known.does[k], *_ = json.loads(text)
+        number, known.does[k], *begun = json.loads(text)
+        known.begun[k] = begun[0] if begun else None
         if number == _LAST:
             _lose(known, f"{in_words([k])[0]} ends. Look for the reason in its own output")
             continue
@@ -428,6 +433,7 @@ def _read(known: _Known, passed: float) -> None:
         if before < SILENT <= known.quiet[k]:
             _spread(known, silence(in_words([k])[0]))
     if known.own == 0:
+        _note_crossed(known, passed)
         if known.words or known.lost:
             known.store.set("words", json.dumps([[w, False] for w in known.words] + ([[known.lost[0], True]] if known.lost else [])))
         return
@@ -450,6 +456,29 @@ def _note_done(known: _Known, k: int, passed: float) -> None:
             f"{known.peers[k]} is at the end of its script, and this process has been {doing} for {SILENT:.0f} s. If that has collectives with it, they wait "
             "for ever: all ranks must run the same steps. Look for a loop that ends earlier on some ranks (data of different lengths), or a return",
         )
+
+
+def _note_crossed(known: _Known, passed: float) -> None:
+    """Say once that two processes wait for each other at different places, for long, in which neither has begun anything more."""
+    begun = {k: found for k, found in known.begun.items() if found is not None} | {known.own: json.loads(json.dumps(together.begun()))}
+    waiting = [k for k, found in begun.items() if found["waits"]][:_LOOKED_AT]
+    pairs = {(min(a, b), max(a, b)) for a in waiting for b in begun if a != b and together.crossed(begun[a], a, begun[b], b)}
+    same = begun == known.before
+    before, known.before = known.crossed, begun
+    known.crossed = {pair: before.get(pair, 0.0) + passed if same else 0.0 for pair in pairs}
+    for pair, seconds in known.crossed.items():
+        if before.get(pair, 0.0) < SILENT <= seconds:
+            first, second = (f"{known.peers[k]} is {_doing() if k == known.own else known.does[k]}" for k in pair)
+            _spread(
+                known,
+                f"{first}, and {second}, both for {SILENT:.0f} s, and each has begun what the other has not: they wait for each other, it seems, for ever. "
+                "All ranks must call the same collectives in the same order: look for a branch on the rank around a collective, a rendezvous or a barrier",
+            )
+            return
+
+
+_LOOKED_AT = 64
+"""Waiting processes that are compared with others."""
 
 
 def silence(who: str) -> str:
