@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import time
@@ -15,7 +16,7 @@ import torch
 from torch import fx
 
 from torch_bridge import _compat, metrics
-from torch_bridge.compiler import background_compile, computation, dump, executable_cache, xla_options
+from torch_bridge.compiler import background_compile, collective_order, computation, dump, executable_cache, xla_options
 from torch_bridge.compiler.annotated_labels import AnnotatedLabels
 from torch_bridge.compiler.program_spec import Execution, ProgramSpec
 from torch_bridge.config import environment, freed_memory
@@ -118,6 +119,12 @@ class Program:
     @compiled.setter
     def compiled(self, executable: Any) -> None:
         self._compiled = executable
+
+    @functools.cached_property
+    def exchanges(self) -> str:
+        """Stands for what it exchanges with other processes, and in which order, once it is compiled."""
+        assert self.spec.labels is not None and self.spec.labels.meeting is not None
+        return collective_order.word(self.spec.labels.meeting.word, self.compiled)
 
     @property
     def begun(self) -> bool:

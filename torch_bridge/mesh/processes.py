@@ -269,11 +269,12 @@ _ASK = 0.5
 
 
 @_answering()
-def meet(at: Meeting) -> None:
+def meet(at: Meeting, word: str) -> None:
     """Wait until all others are here, in the program that they run at this place in the order of programs: one may compile for minutes, and the first
     collective of processes waits for half a minute only. Others may run one that they have run before (their last batch had another shape, say).
 
-    Raises ProgramsDiffer, which ends the job, if the collectives of the others' program are not the same. Programs that all have run before are not compared.
+    word: stands for the order of its collectives, as compiled; `together.running` has it, too. Raises ProgramsDiffer, which ends the job, if the collectives of
+    the others' program are not the same. Programs that all have run before are not compared.
     """
     shared, own, number = store(), world.process_index(), together.count(at.among)
     key = f"programs of {at.among}/{number}"
@@ -290,25 +291,29 @@ def meet(at: Meeting) -> None:
         while not shared.check([f"{key}/go"]):
             watch.check()
             now = time.monotonic()
-            if now - asked > _ASK and all(_is_there(shared, at, number, f"{key}/{other}", other) for other in others):
+            if now - asked > _ASK and all(_is_there(shared, at, word, number, f"{key}/{other}", other) for other in others):
                 return
             asked = now if now - asked > _ASK else asked
             time.sleep(min(0.1, max(0.001, (now - began) / 10)))
 
 
-def _is_there(shared: Any, at: Meeting, number: int, key: str, other: int) -> bool:
+def _is_there(shared: Any, at: Meeting, word: str, number: int, key: str, other: int) -> bool:
     """Whether another process has come to this meeting, or is in a program of that number that it has run before."""
     if shared.check([key]):
         return True
     _, doing, begun = json.loads(shared.get(f"does/{other}"))
-    word = together.ran(begun, at.among, number)
-    if word and word != at.word:
+    theirs = together.ran(begun, at.among, number)
+    if theirs is not None and theirs != word:
         annotated = world.current().process[1] > 1
         own = f"{_name(world.process_index(), annotated)} {_listed(at.collectives)}"
         raise ProgramsDiffer(
-            _advice(number, f"{own}; {_name(other, annotated)}, {doing}: others, in a program that it has run before", annotated)
+            _advice(
+                number,
+                f"{own}; {_name(other, annotated)}, {doing}: others, or the same in another order, in a program that it has run before",
+                annotated,
+            )
         )
-    return word is not None
+    return theirs is not None
 
 
 def _listed(collectives: Sequence[tuple[str, str]]) -> str:

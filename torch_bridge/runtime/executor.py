@@ -382,9 +382,9 @@ def _run_program(
 ) -> None:
     """Hand a program to the devices, and its results to the storages that wait for them and to the programs after it."""
     meeting = None if program.spec.labels is None else program.spec.labels.meeting
-    with _ALONE if meeting is None else together.running(meeting.among, meeting.word):
+    with _ALONE if meeting is None else together.running(meeting.among, program.exchanges):
         if meeting is not None and not program.executions:
-            processes.meet(meeting)
+            processes.meet(meeting, program.exchanges)
         if program.executions == 1:  # what compiling it and its first execution took is free by now
             freed_memory.trim_after(program.compile_seconds)
         started = time.perf_counter()
