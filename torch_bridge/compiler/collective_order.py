@@ -19,8 +19,8 @@ _METADATA = re.compile(r", metadata=\{[^}]*\}")
 
 
 def word(what: str, compiled: Any) -> str:
-    """Stands for the collectives of a program: equal words, equal exchanges. what: stands for those that were recorded; compiled: the executable, None if it is not
-    to run (`neuron_parallel_compile`)."""
+    """Stands for the collectives of a program: equal words, equal exchanges. what: stands for those that were recorded. compiled: the executable; None if it is
+    not to run (`neuron_parallel_compile`)."""
     text = "" if compiled is None else compiled.as_text() or ""
     found = [(m["op"], m["type"], *_WHERE.findall(line)) for line in text.splitlines() if (m := _COLLECTIVE.search(line)) is not None]
     told = repr(found) if found and not any(_may_be_swapped(m[1]) for m in found) else _METADATA.sub("", text)
