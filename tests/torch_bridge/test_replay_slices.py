@@ -139,3 +139,64 @@ def test_a_slice_that_needs_gradients() -> None:
         return [t.cpu() for t in found]
 
     torch.testing.assert_close(run("xla", True), run("cpu", False))
+
+
+def _asks_where(module: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return module.layer(x) * (1 + x.storage_offset() % 7)
+
+
+def _reads_from_the_start(module: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return module.layer(x + torch.as_strided(x, (4, 6), (6, 1), 0))
+
+
+@pytest.mark.parametrize("rule", [_asks_where, _reads_from_the_start])
+def test_what_depends_on_where_a_slice_starts_is_no_call_on_a_copy(rule: Callable[..., Any]) -> None:
+    _both(lambda: Ruled(rule), ROWS, _rows)
+
+
+def _asks_for_strides(module: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return module.layer(x) * (2 if x.is_contiguous() else 3)
+
+
+def _asks_by_trying(module: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    try:
+        x.view(-1)
+    except RuntimeError:
+        return module.layer(x) * 3
+    return module.layer(x)
+
+
+def _changes_a_copy(module: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Of a tensor without gaps, that is the tensor itself."""
+    copy = x.contiguous()
+    copy.mul_(2)
+    return module.layer(x + copy)
+
+
+def _fills_a_copy(module: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    copy = x.reshape(-1)
+    copy.zero_()
+    return module.layer(x + copy.view(4, 6))
+
+
+@pytest.mark.parametrize("rule", [_asks_for_strides, _asks_by_trying, _changes_a_copy, _fills_a_copy])
+def test_what_depends_on_gaps_is_no_call_on_a_copy(rule: Callable[..., Any]) -> None:
+    def loss_of(module: nn.Module, data: torch.Tensor, k: int) -> torch.Tensor:
+        return module(data[:, k : k + 6]).square().mean()
+
+    _both(lambda: Ruled(rule), torch.randn(4, CALLS + 6), loss_of)
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["data of before", "data of the mode"])
+def test_in_inference_mode(inside: bool) -> None:
+    played = torch_bridge.optimize(nn.Linear(6, 2).to("xla"))
+    data = ROWS.to("xla")
+    for k in range(CALLS):
+        with torch.inference_mode():
+            given = data.clone() if inside else data
+            found = played(given[4 * k : 4 * k + 4])
+            expected = nn.functional.linear(given[4 * k : 4 * k + 4], played.weight, played.bias)
+            assert found.is_inference()
+        executor.sync()
+        torch.testing.assert_close(found.cpu(), expected.cpu())
+    assert player(played).played >= CALLS // 2

@@ -169,6 +169,9 @@ def _method(observer: Observer, f: types.MethodType, args: Args, kwargs: Kwargs)
         return _asked_again(observer, f, args, kwargs)
     if is_a(of, logging.Logger):
         return _logger(observer, f, args, kwargs)
+    if is_a(of, torch.Tensor) and function.__name__ in ("data_ptr", "untyped_storage"):  # xla tensors have their own
+        observer.refuse(_HIDDEN_METHODS[function.__name__])
+        return f(*args, **kwargs)
     if function.__module__ == "torch._dynamo.mutation_guard" and function.__name__ == "tag":
         return f(*args, **kwargs)  # once torch.compile was used, each module that is made is noted
     return call(observer, function, (of, *args), kwargs)
@@ -666,10 +669,24 @@ def _is_aten(name: str) -> bool:
     return any(hasattr(torch.ops.aten, n) for n in {name, name.removeprefix("_"), name.strip("_"), name.removesuffix("_")} if n)
 
 
+_OF_PLACES = frozenset(
+    ["storage_offset", "as_strided", "as_strided_", "as_strided_copy", "as_strided_scatter", "set_", "is_set_to", "is_alias_of"]
+)
+"""Methods and functions whose results depend on where in memory a tensor starts, and what lies around it."""
+_OF_STRIDES = frozenset(["stride", "is_contiguous", "dim_order"])
+
+
+def _note_memory(observer: Observer, name: str) -> None:
+    """Whether something asks how tensors lie in memory."""
+    observer.asks_place |= name in _OF_PLACES
+    observer.asks_strides |= name in _OF_STRIDES
+
+
 def _tensor_method(
     observer: Observer, f: Any, of: torch.Tensor, name: str, args: Any, kwargs: Any, do: Callable[[], Any] | None = None
 ) -> Any:
     do = do or (lambda: f(*args, **kwargs))
+    _note_memory(observer, name)
     reason = _HIDDEN_METHODS.get(name) or _asks_for_mode(name)
     if reason:
         observer.refuse(reason)
@@ -686,7 +703,11 @@ def _tensor_method(
         _check_host_write(observer, (of,))
     _check_out(observer, kwargs)
     probes.check_arguments(observer, args, kwargs, f"calls Tensor.{name} with")
-    return do()
+    try:
+        return do()
+    except RuntimeError:  # `view` says in this way that strides do not fit
+        observer.asks_strides = True
+        raise
 
 
 def _asks_for_mode(name: str) -> str:
@@ -762,6 +783,7 @@ def _c_function(observer: Observer, f: Function, name: str, args: Args, kwargs: 
         if mode := _asks_for_mode(name):
             observer.refuse(mode)
             return f(*args, **kwargs)
+        _note_memory(observer, name.lstrip("_"))
         if name.lstrip("_") in _FREE or (_is_aten(name) and not name.startswith("set_")) or f in _TORCH_PURE:
             _check_out(observer, kwargs)
             if name.endswith("_"):
@@ -1041,9 +1063,10 @@ def _checkpoint(observer: Observer, f: Function, args: Args, kwargs: Kwargs) -> 
 
 
 def _op(observer: Observer, f: Any, args: Args, kwargs: Kwargs) -> Any:
-    namespace = f._schema.name.split("::")[0] if is_a(f, torch._ops.OpOverload) else f._qualified_op_name.split("::")[0]
+    namespace, name = (f._schema.name if is_a(f, torch._ops.OpOverload) else f._qualified_op_name).split("::")
     if namespace not in ("aten", "prims", "torch_bridge", "nxd_jax", "xla"):
         return _opaque(observer, f, args, kwargs)
+    _note_memory(observer, name)
     _check_out(observer, kwargs)
     _check_host_write(observer, [a for a in args[:1] if is_a(a, torch.Tensor)] if "_." in str(f) or str(f).endswith("_") else ())
     probes.check_arguments(observer, args, kwargs, f"calls {f} with")

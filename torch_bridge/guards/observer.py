@@ -46,7 +46,8 @@ class Observer:
     it. root: the object whose method runs; it is not kept alive. reason: why nothing may be concluded, "" if everything could be followed; lasting: it will
     be so in later runs, too.
     functions: classes of `torch.autograd.Function` that were applied, with observers of their backward passes, as these run. recomputes: code runs
-    again in the backward pass (activation checkpoints).
+    again in the backward pass (activation checkpoints). asks_place, asks_strides: it asks where in memory a tensor starts (or makes a view that goes by that),
+    or for its strides.
     """
 
     def __init__(
@@ -59,6 +60,8 @@ class Observer:
         self.reason = ""
         self.lasting = True
         self.recomputes = False
+        self.asks_place = False
+        self.asks_strides = False
         self._own: dict[int, Any] = {}
         self._given: dict[int, Any] = {}
         self._written: dict[tuple[int, Any], tuple[Any, Any, Any, str]] = {}

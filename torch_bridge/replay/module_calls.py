@@ -18,7 +18,7 @@ from torch.utils import _pytree
 from torch_bridge.guards import calls
 from torch_bridge.guards.observer import Observer
 from torch_bridge.ir import view_entries
-from torch_bridge.ir.layout import in_order
+from torch_bridge.ir.layout import in_order, is_dense
 from torch_bridge.ir.segment import Storage
 from torch_bridge.mesh import random_state
 from torch_bridge.recorder import autograd_engine as backward_passes
@@ -159,8 +159,11 @@ class Call:
         if not kind.forwards or self.lies() != kind.lies:
             return False
         forward = kind.forwards[0]
-        if forward.tape.asked or output_trees.gives_back(forward.rest):
+        if forward.tape.asked or output_trees.gives_back(forward.rest) or kind.asks_place:
             return False
+        gaps = any(not is_dense(of.size, of.stride) for of in (self.tensors[k]._layout for k in places))
+        if gaps and (kind.asks_strides or forward.tape.changes):
+            return False  # copies have no gaps: `contiguous()` would not copy them, and what it gives is written
         written = forward.tape.written()
         return all(id(self.tensors[k]) not in self.held_arguments and self.numbers[k] not in written for k in places)
 
@@ -285,6 +288,7 @@ class Watched:
             self._order = call.ordered()
             kind.conditions, kind.held, kind.lies = observer.conditions, Held(list(call.held)), call.lies()
             kind.recomputes, kind.functions = observer.recomputes, observer.functions
+            kind.asks_place, kind.asks_strides = observer.asks_place, observer.asks_strides
             if not kind.conditions.hold():
                 raise NotNow(f"its forward changes {kind.conditions.changed()}")
         except NotRepeatable as error:

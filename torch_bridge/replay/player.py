@@ -302,7 +302,8 @@ class Player:
         if found is None:
             return self.plain(*args, **kwargs)
         if not found[1].forwards:  # looked at in the mode, as its code may ask for that
-            call = Call(self, args, kwargs)
+            of_call = [_in_mode(x, own.get(id(x)), used) for x, used in zip(flat, found[0].leaves, strict=True)]
+            call = Call(self, *_pytree.tree_unflatten(of_call, how))
             call.holding(self._holding())
             return call.run(found[1])
         back: dict[int, Any] = {id(own[k]): x for k, x in given.items()} | {id(t): t for t in found[0].held}
@@ -437,6 +438,13 @@ class Player:
 
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def _in_mode(given: Any, own: Any, used: Any) -> Any:
+    """An argument as it was given in inference mode; where a copy was `used` in the place of its ordinary tensor (`own`), that."""
+    if used is own or not isinstance(used, XLATensor):
+        return given
+    return make(used._layout, used._storage) if given.is_inference() else used
 
 
 def _plain_one(t: torch.Tensor) -> bool:

@@ -136,7 +136,8 @@ class Kind:
 
     conditions: what its forward reads, None until a call was looked at; held: the tensors that it may read beside its arguments; lies: how what it was given
     lies in memory. recomputes: its code runs again in the backward pass. functions: classes of `torch.autograd.Function` that it applies, with observers
-    of their backward passes. unread: a call was looked at in vain because it read storages that were full of one number. later: there is a backward pass
+    of their backward passes. asks_place, asks_strides: what its code asks about memory (`guards.Observer`). unread: a call was looked at in vain because it
+    read storages that were full of one number. later: there is a backward pass
     that comes after the step of its forward pass, which then has to keep what it reads. nested: gradients of its gradients were asked for, in a module that
     nobody has asked to be played: such calls are recorded op by op, as playing them would compute each forward pass twice.
     """
@@ -146,6 +147,8 @@ class Kind:
         self.held: Any = None
         self.lies: Any = None
         self.recomputes = False
+        self.asks_place = False
+        self.asks_strides = False
         self.functions: dict[type, list[Any]] = {}
         self.forwards: list[Forward] = []
         self.backwards: dict[Any, list[Backward]] = {}

@@ -65,7 +65,7 @@ class Tape:
     which draw of the forward pass it repeats, as activation checkpoints do, or None). values: how many the stretch makes. writes: (number of a storage, value)
     at its end; a negative value is an external, copied. views: (number of a storage, view, value) that were read of storages. constants: what it takes from
     the host. asked: (value or (number of a storage, view), answer) of what its code asked for, and what can be worked out on the host (`host_values`): it may
-    only be played where the answers are the same.
+    only be played where the answers are the same. changes: its code changed something that it had made.
     """
 
     nodes: tuple[Node, ...]
@@ -78,6 +78,7 @@ class Tape:
     constants: tuple[Constant, ...] = ()
     asked: tuple[tuple[Any, Any], ...] = ()
     sources: tuple[Source, ...] = dataclasses.field(compare=False, default=())
+    changes: bool = dataclasses.field(compare=False, default=False)
     _placed: dict[Any, list[Node]] = dataclasses.field(compare=False, default_factory=dict)
 
     def placed(self) -> list[Storage]:
@@ -294,6 +295,7 @@ class Recording:
         self._seen: dict[int, tuple[Storage, Layout]] = {}
         self._born: dict[int, weakref.ref[Storage]] = {}
         self._written: set[int] = set()
+        self._changed = False
         self._problem: NotRepeatable | None = None
         self._stopped = False
         self._reads: list[tuple[int, Layout, int]] = []
@@ -352,7 +354,9 @@ class Recording:
                 if storage.constant and self._constant[number] is not None:
                     self._found(Unread("it reads tensors that are full of one number"))
                 self._written.add(number)
-            elif not self.is_own(storage):
+            elif self.is_own(storage):
+                self._changed |= not storage.constant
+            else:
                 self._found(NotRepeatable(f"it writes to a tensor of shape {list(storage.layout.size)} {_FOREIGN}"))
         elif vid < self._vid and number not in self._written:
             self._saw_external(storage, number, view, vid)
@@ -387,7 +391,9 @@ class Recording:
             return  # a data loader's; if it records ops, `_saw` is told
         if new:
             self._born[id(storage)] = weakref.ref(storage)
-        elif id(storage) in self._twin_of or (id(storage) not in self._number and not self.is_own(storage)):
+        elif self.is_own(storage):
+            self._changed |= not storage.constant
+        elif id(storage) in self._twin_of or id(storage) not in self._number:
             self._found(NotRepeatable(f"it fills a tensor of shape {list(storage.layout.size)} {_FOREIGN}"))
 
     def has_still(self, storage: Storage) -> bool:
@@ -497,6 +503,7 @@ class Recording:
             tuple(constant for _, constant in self.constants),
             tuple((self._relative(what, names) if type(what) is int else what, answer) for what, answer in self._asked),
             tuple(sources[self._node : len(segment.nodes)]),
+            self._changed,
         )
 
     def _relative(self, vid: int, names: dict[int, int], source: Source | None = None) -> int:
