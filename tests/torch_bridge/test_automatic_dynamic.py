@@ -15,8 +15,10 @@ from torch import nn
 import torch_bridge
 from tests.torch_bridge.changing_numbers import static_families  # noqa: F401
 from torch_bridge.compiler import overlapping_writes
-from torch_bridge.ir import number_families
+from torch_bridge.ir import bounded, layout, number_families, view_entries
+from torch_bridge.ir.bounded import Bounded
 from torch_bridge.passes import automatic_dynamic
+from torch_bridge.recorder.schema import info
 from torch_bridge.runtime import executor
 
 torch_bridge.register()
@@ -151,7 +153,33 @@ def _scatters(device: str) -> Step:
     return step
 
 
-MOVING = [_batches, _windows, _rows, _crops, _gradients, _queue, _ring, _shifted, _half, _scatters]
+def _from_the_end(device: str) -> Step:
+    w = torch.randn(20, 3).to(device).requires_grad_()
+
+    def step(k: int) -> list[torch.Tensor]:
+        w.grad = None
+        loss = w[-k - 6 : -k - 2].square().sum() + w[-k - 1].sin().sum() + w.narrow(0, -k - 9, 3).sum()
+        loss.backward()
+        assert w.grad is not None
+        return [loss, w.grad]
+
+    return step
+
+
+def _lists(device: str) -> Step:
+    """Entries of lists that share memory: one after the other."""
+    x = torch.randn(30, 2).to(device)
+
+    def step(k: int) -> list[torch.Tensor]:
+        torch._foreach_add_([x[k : k + 4], x[k + 2 : k + 6]], 1)
+        torch._foreach_mul_([x[k + 10 : k + 12], x[k + 12 : k + 14]], [x[k + 12 : k + 14], x[k + 10 : k + 12]])
+        torch._foreach_add_([x[k + 20], x[k + 21]], [x[k], x[k + 1]])
+        return [x]
+
+    return step
+
+
+MOVING = [_batches, _windows, _rows, _crops, _gradients, _queue, _ring, _shifted, _half, _scatters, _from_the_end, _lists]
 
 
 @pytest.mark.parametrize("make", MOVING)
@@ -324,3 +352,31 @@ def test_a_probability_of_another_kind_has_a_program_of_its_own() -> None:
     found = [nn.functional.dropout(torch.ones(2000, device="xla"), p).count_nonzero().item() / 2000 for p in chances]
     assert found[2] == 1 and found[3] == 0
     assert all(abs(f - (1 - p)) < 0.05 for f, p in zip(found, chances, strict=True))
+
+
+def test_starts_that_are_gone_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loop over random windows never ends. What may be recorded again is the same as before."""
+    x = torch.randn(2000, 3).to("xla").requires_grad_()
+    tables: list[Bounded[Any, Any]] = [
+        view_entries._READS,
+        view_entries._WRITES,
+        view_entries._STEP_ENTRIES,
+        info(torch.ops.aten.slice.Tensor).cache,
+        info(torch.ops.aten.slice_backward.default).cache,
+    ]
+    kept, before = x[0:4].detach(), _compiled()
+    for k in range(300):
+        if k == 3:
+            for table in tables:
+                monkeypatch.setattr(table, "_most", len(table) + 20)
+            monkeypatch.setattr(bounded, "MOST", 20)
+            known, sizes = len(layout._ELSEWHERE), list(map(len, tables))
+        x.grad = None
+        x[3 * k : 3 * k + 4].sum().backward()
+        with torch.no_grad():
+            x[2 * k : 2 * k + 2] *= 0.5
+        torch_xla.sync()
+    assert _compiled() - before == 2
+    assert all(len(table) <= 2 * size + 40 for table, size in zip(tables, sizes, strict=True))
+    assert len(layout._ELSEWHERE) <= known + 2 * max(sizes) + 100
+    assert x[0:4]._layout is kept._layout and x[8:12]._layout is x[8:12]._layout  # type: ignore[attr-defined]

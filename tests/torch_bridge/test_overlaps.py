@@ -42,6 +42,13 @@ CASES: dict[str, Case] = {
         lambda x, d: x.as_strided((3, 2), (1, 1)).copy_(torch.arange(6.0, device=d).view(3, 2)),
     ),
     "unfold mul_": (lambda d: torch.ones(4, device=d), lambda x, d: x.unfold(0, 2, 1).mul_(2)),
+    "foreach same": (lambda d: torch.arange(4.0, device=d), lambda x, d: torch._foreach_add_([x, x], 1)),
+    "foreach overlapping": (lambda d: torch.arange(4.0, device=d), lambda x, d: torch._foreach_mul_([x[:3], x[1:]], 2)),
+    "foreach crossed": (lambda d: torch.arange(4.0, device=d), lambda x, d: torch._foreach_add_([x[:2], x[2:]], [x[2:], x[:2]])),
+    "foreach columns": (
+        lambda d: torch.arange(12.0, device=d).view(4, 3),
+        lambda x, d: torch._foreach_mul_([x[:, 0], x[:, 1]], [x[:, 1], x[:, 2]]),
+    ),
     "shift add_": (lambda d: torch.arange(4.0, device=d), lambda x, d: x[1:].add_(x[:-1])),
     "shift copy_": (lambda d: torch.arange(4.0, device=d), lambda x, d: x[1:].copy_(x[:-1])),
     "shift setitem": (lambda d: torch.arange(4.0, device=d), lambda x, d: x.__setitem__(slice(1, None), x[:-1])),
@@ -163,7 +170,7 @@ def test_torch_is_asked_once_for_a_signature(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_large_tensors_are_judged_without_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(overlaps, "MOST_ELEMENTS", 0)
+    monkeypatch.setattr(overlaps, "MOST_BYTES", 0)
     x = torch.arange(11.0, device="xla")
     with pytest.raises(RuntimeError, match="some elements of the input tensor"):
         x[1:].add_(x[:-1])

@@ -8,6 +8,8 @@ the inverse chain, so every kind of view, and views of views, share one mechanis
 from __future__ import annotations
 
 import math
+import threading
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,7 +27,7 @@ class Layout:
     anchor: the same at offset 0, which is all that an op needs to know that only reads.
     """
 
-    __slots__ = ("anchor", "conj", "contiguous", "dense", "dtype", "neg", "numel", "offset", "plans", "size", "stride")
+    __slots__ = ("__weakref__", "anchor", "conj", "contiguous", "dense", "dtype", "neg", "numel", "offset", "size", "stride")
 
     def __init__(self, size: tuple[int, ...], stride: tuple[int, ...], offset: int, dtype: torch.dtype, conj: bool, neg: bool):
         self.size = size
@@ -37,7 +39,6 @@ class Layout:
         self.numel = math.prod(size)
         self.dense = offset == 0 and not conj and not neg and is_dense(size, stride)
         self.contiguous = offset == 0 and stride == contiguous_stride(size)
-        self.plans: dict[Layout, tuple[Step, ...]] = {}
         self.anchor: Layout = layout(size, stride, 0, dtype, conj, neg) if offset else self
 
     def __repr__(self) -> str:
@@ -49,6 +50,10 @@ class Layout:
 
 
 _INTERNED: dict[tuple[Any, ...], Layout] = {}
+"""Those at offset 0: as many as there are shapes."""
+_ELSEWHERE: weakref.WeakValueDictionary[tuple[Any, ...], Layout] = weakref.WeakValueDictionary()
+"""The others, as long as somebody has them: slices of data may start anywhere."""
+_MAKING = threading.RLock()
 
 
 def layout(
@@ -58,9 +63,11 @@ def layout(
     if stride is None:
         stride = contiguous_stride(size)
     key = (size, stride, offset, dtype, conj, neg)
-    found = _INTERNED.get(key)
+    found = _ELSEWHERE.get(key) if offset else _INTERNED.get(key)
     if found is None:
-        found = _INTERNED.setdefault(key, Layout(*key))
+        with _MAKING:
+            known = _ELSEWHERE if offset else _INTERNED
+            found = known.setdefault(key, Layout(*key))
     return found
 
 
@@ -122,10 +129,7 @@ def is_dense(size: tuple[int, ...], stride: tuple[int, ...]) -> bool:
 
 def read_steps(base: Layout, view: Layout) -> tuple[Step, ...]:
     """The aten ops that turn a value of layout `base` (dense) into the value of `view` of the same storage."""
-    steps = base.plans.get(view)
-    if steps is None:
-        steps = base.plans[view] = tuple(_plan(base, view))
-    return steps
+    return tuple(_plan(base, view))
 
 
 def _plan(base: Layout, view: Layout) -> list[Step]:

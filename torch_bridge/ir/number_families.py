@@ -7,6 +7,7 @@ that "automatic dynamic", for shapes. Numbers of arithmetic (`x * k`, a learning
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -138,13 +139,27 @@ _OTHERS: dict[torch._ops.OpOverload, _Form] = {
 _FORMS = _SLICES | _OTHERS
 SLICES = frozenset(_SLICES)
 """Those that read or write a part of a tensor."""
+_POSITIONS = {
+    aten.slice.Tensor: (2, 3),
+    aten.slice_copy.Tensor: (2, 3),
+    aten.slice_scatter.default: (3, 4),
+    aten.slice_backward.default: (3, 4),
+    aten.narrow_copy.default: (2,),
+    aten.select.int: (2,),
+    aten.select_copy.int: (2,),
+    aten.select_scatter.default: (3,),
+    aten.select_backward.default: (3,),
+}
+"""Where slices have positions in a dim, which is the argument before."""
+_GRADIENTS = (aten.slice_backward.default, aten.select_backward.default)
+"""Those whose dim is one of the result, whose size is the second argument."""
 _FAMILIES: dict[tuple[Any, ...], NumberFamily] = {}
 
 
 def join(entry: Entry, inputs: Sequence[Layout]) -> None:
     """Note the family of an entry for an op on tensors of these layouts, if it has one."""
     form = _FORMS.get(entry.op)
-    found = None if form is None else form(entry)
+    found = None if form is None else form(_from_the_front(entry, inputs))
     if found is None:
         return
     entry.numbers, op, args = found
@@ -164,6 +179,30 @@ def _hashable(x: Any) -> Any:
     if isinstance(x, (list, tuple)):
         return tuple(map(_hashable, x))
     return (x.index, x.kind) if isinstance(x, Lift) else ("slot", x.index) if isinstance(x, Slot) else (type(x), x)
+
+
+def _from_the_front(entry: Entry, inputs: Sequence[Layout]) -> Entry:
+    """The same with positions in a dim that count from its end, as `x[-k]` has them, or lie behind it, as others."""
+    places = _POSITIONS.get(entry.op, ())
+    args = list(entry.args)
+    if not places or len(args) <= places[-1] or not all(type(args[k]) is int for k in places):
+        return entry
+    shape = args[1] if entry.op in _GRADIENTS else inputs[0].size
+    length = shape[args[places[0] - 1]] if shape else 1
+    for k in places:
+        args[k] += length if args[k] < 0 else 0
+    if len(places) > 1:
+        args[places[1]] = min(args[places[1]], length)
+    if tuple(args) == tuple(entry.args):
+        return entry
+    found = copy.copy(entry)
+    found.args = tuple(args)
+    return found
+
+
+def moves(entry: Entry) -> bool:
+    """Whether the entry of a dynamic family is recorded in place of this one, which may be forgotten."""
+    return entry.family is not None and entry.family.dynamic and entry.numbers is not None
 
 
 def alike(entry: Entry) -> Any:

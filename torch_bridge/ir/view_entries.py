@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from torch_bridge.ir import number_families
+from torch_bridge.ir.bounded import Bounded
 from torch_bridge.ir.entry import Entry, Lift, Slot
 from torch_bridge.ir.layout import Layout, Step, layout, read_steps, repeats_entries
 
@@ -24,9 +25,9 @@ class WriteChain:
         self.writes = writes
 
 
-_STEP_ENTRIES: dict[tuple[Any, ...], Entry] = {}
-_READS: dict[tuple[Layout, Layout], tuple[Entry, ...]] = {}
-_WRITES: dict[tuple[Layout, Layout], WriteChain] = {}
+_STEP_ENTRIES: Bounded[tuple[Any, ...], Entry] = Bounded(number_families.moves)
+_READS: Bounded[tuple[Layout, Layout], tuple[Entry, ...]] = Bounded(lambda entries: any(map(number_families.moves, entries)))
+_WRITES: Bounded[tuple[Layout, Layout], WriteChain] = Bounded(lambda chain: any(number_families.moves(entry) for entry, _ in chain.writes))
 _SCATTERS = {
     aten.slice.Tensor: aten.slice_scatter.default,
     aten.select.int: aten.select_scatter.default,
@@ -45,7 +46,7 @@ def step_entry(op: torch._ops.OpOverload, inputs: tuple[Layout, ...], args: tupl
         entry = Entry(op, (*slots, *args), kwargs, (layout(tuple(out.shape), None, 0, out.dtype),))
         if not kwargs:
             number_families.join(entry, inputs)
-        _STEP_ENTRIES[key] = entry
+        _STEP_ENTRIES.add(key, entry)
     return entry
 
 
@@ -60,7 +61,7 @@ def full_entry(size: tuple[int, ...], dtype: torch.dtype, kind: type) -> Entry:
     entry = _STEP_ENTRIES.get(key)
     if entry is None:
         entry = Entry(aten.full.default, (size, Lift(0, kind)), {"dtype": dtype}, (layout(size, None, 0, dtype),))
-        _STEP_ENTRIES[key] = entry
+        _STEP_ENTRIES.add(key, entry)
     return entry
 
 
@@ -71,7 +72,7 @@ def constant_entry(size: tuple[int, ...], value: Any, dtype: torch.dtype) -> Ent
     if entry is None:
         aten.full.default((1,), value, dtype=dtype)  # of one element: the shape is known
         entry = Entry(aten.full.default, (size, value), {"dtype": dtype}, (layout(size, None, 0, dtype),))
-        _STEP_ENTRIES[key] = entry
+        _STEP_ENTRIES.add(key, entry)
     return entry
 
 
@@ -86,20 +87,20 @@ def read_entries(base: Layout, view: Layout) -> tuple[Entry, ...]:
             entries.append(entry)
             assert entry.outs[0] is not None
             at = entry.outs[0]
-        found = _READS[base, view] = tuple(entries)
+        found = _READS.add((base, view), tuple(entries))
     return found
 
 
 def moves(base: Layout, view: Layout) -> bool:
     """Whether a view is a slice that starts elsewhere in other steps."""
-    return any(entry.family is not None and entry.family.dynamic for entry in read_entries(base, view))
+    return any(map(number_families.moves, read_entries(base, view)))
 
 
 def write_entries(base: Layout, view: Layout) -> WriteChain:
     """Entries that write a value of `view` into a value in `base` layout, leaving the rest."""
     found = _WRITES.get((base, view))
     if found is None:
-        found = _WRITES[base, view] = _build_write(base, view)
+        found = _WRITES.add((base, view), _build_write(base, view))
     return found
 
 

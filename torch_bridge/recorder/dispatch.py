@@ -64,6 +64,11 @@ class Call:
         self.writes: list[tuple[int, int]] = []
         self.draws = entry is not None and entry.rng
 
+    @property
+    def again(self) -> bool:
+        """Whether another one may take its place: no node has its entry."""
+        return self.run is _run_view or (self.entry is not None and number_families.moves(self.entry))
+
 
 def dispatch(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
     """Record (or run) one aten call that involves an xla tensor."""
@@ -118,7 +123,11 @@ def record(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str,
     if call is None:
         call = _plan_call(call_info, args, kwargs or {}, frozen)
     if call_info.mutated and len(tensors) > 1:
-        overlaps.check(func, args, kwargs, tensors, frozen)
+        shared = overlaps.check(func, args, kwargs, tensors, frozen)
+        if shared and call_info.lists:
+            done = placed.in_turn(record, call_info, args, kwargs)
+            if done is not NotImplemented:
+                return done
     return call.run(call, func, args, kwargs, tensors, numbers)
 
 
@@ -185,8 +194,7 @@ _TAKE_CPU_INTEGERS = frozenset({"aten::index", "aten::index_put", "aten::index_p
 
 def _plan_call(call_info: Info, args: tuple[Any, ...], kwargs: dict[str, Any], key: tuple[Any, ...]) -> Call:
     call = _decide(call_info, args, kwargs)
-    call_info.cache[key] = call
-    return call
+    return call_info.cache.add(key, call)
 
 
 def _decide(call_info: Info, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:

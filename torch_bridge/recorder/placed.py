@@ -20,6 +20,7 @@ from torch_bridge.ir.segment import Segment, Storage
 from torch_bridge.mesh import abstract_arrays, places, sharding, world
 from torch_bridge.mesh.places import HERE, Place
 from torch_bridge.passes import place_nodes
+from torch_bridge.recorder import overlaps
 from torch_bridge.recorder.schema import Info
 from torch_bridge.recorder.tensor import XLATensor, make
 from torch_bridge.runtime import executor, session
@@ -162,13 +163,37 @@ def groups(columns: Sequence[Sequence[Any]]) -> list[list[int]] | None:
 
 def by_place(record: Callable[..., Any], info: Info, args: Sequence[Any], kwargs: dict[str, Any] | None) -> Any:
     """What a call gives that treats the entries of its lists by itself, recorded once for each place; NotImplemented if one call can do it."""
+    lists, count = _lists(info, args, kwargs)
+    apart = groups([x for x in lists.values() if _of_tensors(x)]) if count > 1 else None
+    return NotImplemented if apart is None else _in_parts(record, info, args, kwargs, apart)
+
+
+def in_turn(record: Callable[..., Any], info: Info, args: Sequence[Any], kwargs: dict[str, Any] | None) -> Any:
+    """The same for a call that writes, recorded for one entry after the other where one may write what another one reads or writes."""
+    lists, count = _lists(info, args, kwargs)
+    if count < 2:
+        return NotImplemented
+    written = {info.names[i] for i in info.mutated}
+    tensors = [(name in written, x) for name, x in lists.items() if _of_tensors(x)]
+    if not overlaps.between_entries([x for writes, x in tensors if writes], [x for writes, x in tensors if not writes]):
+        return NotImplemented
+    return _in_parts(record, info, args, kwargs, [[k] for k in range(count)])
+
+
+def _lists(info: Info, args: Sequence[Any], kwargs: dict[str, Any] | None) -> tuple[dict[str, Any], int]:
+    """The lists that a call treats entry by entry, by name, and how long they are."""
     given = dict(zip(info.names, args, strict=False)) | (kwargs or {})
     lists = {name: given[name] for name in info.lists if given.get(name)}
-    count = max((len(x) for name, x in lists.items() if _of_tensors(x)), default=0)
-    lists = {name: x for name, x in lists.items() if len(x) == count}
-    apart = groups([x for x in lists.values() if _of_tensors(x)]) if count > 1 else None
-    if apart is None:
-        return NotImplemented
+    count = max((len(x) for x in lists.values() if _of_tensors(x)), default=0)
+    return {name: x for name, x in lists.items() if len(x) == count}, count
+
+
+def _in_parts(
+    record: Callable[..., Any], info: Info, args: Sequence[Any], kwargs: dict[str, Any] | None, apart: Sequence[Sequence[int]]
+) -> Any:
+    """A call recorded once for each of these groups of entries."""
+    given = dict(zip(info.names, args, strict=False)) | (kwargs or {})
+    lists, count = _lists(info, args, kwargs)
     results: list[Any] = [None] * count
     several: list[list[Any]] | None = None
     for places_of in apart:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from torch_bridge import lowerings
+from torch_bridge.ir.bounded import Bounded
 
 NOT_SCALAR, LIFTED, STATIC = 0, 1, 2
 """Argument kinds: not a Scalar; a Scalar whose number is an input of the program; a Scalar that shapes the program."""
@@ -54,7 +55,7 @@ class Info:
         self.takes_dtype_of_out = self._is_factory_out()
         self.n_returns = len(schema.returns)
         self.lists = self._lists() if found is not None and found.entrywise else ()
-        self.cache: dict[tuple[Any, ...], Any] = {}
+        self.cache: Bounded[tuple[Any, ...], Any] = Bounded(lambda call: call.again)
 
     def _source_of(self, ret: torch._C.Argument) -> int | None:
         """The argument a result aliases."""
