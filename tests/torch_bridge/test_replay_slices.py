@@ -189,13 +189,14 @@ def test_what_depends_on_gaps_is_no_call_on_a_copy(rule: Callable[..., Any]) -> 
 
 @pytest.mark.parametrize("inside", [False, True], ids=["data of before", "data of the mode"])
 def test_in_inference_mode(inside: bool) -> None:
-    played = torch_bridge.optimize(nn.Linear(6, 2).to("xla"))
+    layer = nn.Linear(6, 2).to("xla")
+    played = torch_bridge.optimize(layer)
     data = ROWS.to("xla")
     for k in range(CALLS):
         with torch.inference_mode():
             given = data.clone() if inside else data
             found = played(given[4 * k : 4 * k + 4])
-            expected = nn.functional.linear(given[4 * k : 4 * k + 4], played.weight, played.bias)
+            expected = nn.functional.linear(given[4 * k : 4 * k + 4], layer.weight, layer.bias)
             assert found.is_inference()
         executor.sync()
         torch.testing.assert_close(found.cpu(), expected.cpu())
