@@ -87,6 +87,8 @@ OURS: dict[str, dict[str, Any]] = {
     "recurrent_layer": {},
     "recurrent_layer_backward": {},
     "check_indices": {},
+    "check_values": {},
+    "check_info": {},
     "flash_attention": {},
     "flash_attention_backward": {},
     "grouped_mlp": {},

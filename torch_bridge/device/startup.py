@@ -11,7 +11,7 @@ _values = environment.check()
 if _values.get("NXD_JAX_KEEP_FREED_MEMORY", True):
     freed_memory.keep()
 
-from torch_bridge.collectives import c10d_ops, collective_ops
+from torch_bridge.collectives import c10d_ops, collective_ops, value_checks
 from torch_bridge.compiler import xla_cache
 from torch_bridge.config import fork_guard
 from torch_bridge.device import debug_modes, module_to, torchs_staging
@@ -50,6 +50,7 @@ make_fx.install()
 interrupts.install()
 cold_shapes.compute_with(eager_programs.run)
 check_replicas.install()
+value_checks.install()
 hooking.install()
 torchs_staging.install()
 watch.DOING = activity.in_words

@@ -1,0 +1,176 @@
+"""torch's own checks of values do not cut a step: what is wrong is raised when the step runs, or at once where the script would catch it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch_xla
+from torch import distributions as D
+from torch import nn
+
+from torch_bridge import metrics
+from torch_bridge.collectives import value_checks
+from torch_bridge.mesh import world
+from torch_bridge.runtime import executor, session
+
+
+@pytest.fixture(autouse=True)
+def first_step(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """pytest catches what a test raises: a step must have ended in it before checks wait."""
+    executor.sync()
+    monkeypatch.setattr(session, "CHECKS", [])
+    monkeypatch.setattr(session.current(), "observers", ())
+    checks = value_checks.ValueChecks()
+    monkeypatch.setattr(value_checks, "CHECKS", checks)
+    session.check_with(checks)
+    torch_xla.sync()
+    yield
+    executor.sync()
+
+
+def on_xla(*values: Any) -> list[torch.Tensor]:
+    return [torch.tensor(value, device="xla") for value in values]
+
+
+def ran(script: Callable[[], Any]) -> int:
+    """How many programs a step takes."""
+    before = metrics.EXECUTE_TIME.count
+    kept = script()
+    torch_xla.sync()
+    del kept
+    return metrics.EXECUTE_TIME.count - before
+
+
+def _train(device: str) -> tuple[list[torch.Tensor], list[int]]:
+    """A variational autoencoder's weights, and how many programs each step took."""
+    torch.manual_seed(0)
+    encoder, decoder = nn.Linear(6, 4).to(device), nn.Linear(2, 6).to(device)
+    optimizer = torch.optim.Adam([*encoder.parameters(), *decoder.parameters()], 1e-2)
+    draws = torch.Generator().manual_seed(1)
+
+    def step() -> torch.Tensor:
+        x, noise = torch.rand(3, 6, generator=draws).to(device), torch.randn(3, 2, generator=draws).to(device)
+        mean, log_scale = encoder(x).chunk(2, -1)
+        posterior = D.Normal(mean, log_scale.exp())
+        prior = D.Independent(D.Normal(torch.zeros_like(mean), torch.ones_like(mean)), 1)
+        seen = D.Bernoulli(logits=decoder(posterior.loc + posterior.scale * noise))
+        loss = D.kl_divergence(D.Independent(posterior, 1), prior).mean() - seen.log_prob((x > 0.5).float()).sum(-1).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    programs = [ran(step) if device == "xla" else int(step().isnan()) for _ in range(4)]
+    return [p.detach().cpu() for p in (*encoder.parameters(), *decoder.parameters())], programs
+
+
+def test_a_training_step_is_one_program() -> None:
+    weights, programs = _train("xla")
+    assert programs == [1] * 4
+    torch.testing.assert_close(weights, _train("cpu")[0], rtol=1e-4, atol=1e-5)
+
+
+WRONG: dict[str, tuple[Callable[[], Any], str]] = {
+    "parameter": (
+        lambda: D.Normal(*on_xla([0.0, 0.0], [1.0, -2.0])),
+        r"Expected parameter scale \(Tensor of shape \(2,\)\) of distribution Normal to satisfy the constraint GreaterThan\(lower_bound=0.0\), "
+        r"but found invalid values: 1 of 2, the first is -2 at \[1\], at .*test_value_checks.py:\d+ in <lambda>",
+    ),
+    "one number": (lambda: D.Exponential(*on_xla(-3.0)), r"but found invalid values: -3, at "),
+    "simplex": (lambda: D.Categorical(*on_xla([[-1.0, 2.0]])), r"constraint Simplex, but found invalid values: 1 of 1, the first is at \[0\]"),
+    "sample": (
+        lambda: D.Categorical(*on_xla([0.5, 0.5])).log_prob(*on_xla([0, 5])),
+        r"Expected value argument .* to be within the support \(IntegerInterval\(lower_bound=0, upper_bound=1\)\) of the distribution Categorical, but found "
+        r"invalid values: 1 of 2, the first is 5 at \[1\]",
+    ),
+    "independent": (
+        lambda: D.Independent(D.Uniform(*on_xla([0.0, 0.0], [1.0, 1.0])), 1).log_prob(*on_xla([0.5, 3.0])),
+        r"support \(IndependentConstraint\(Interval\)\)|support \(Interval\)",
+    ),
+    "symmetry": (lambda: D.MultivariateNormal(*on_xla([0.0, 0.0], [[1.0, 2.0], [0.0, 5.0]])), "constraint PositiveDefinite: it is not symmetric"),
+    "variance": (lambda: nn.functional.gaussian_nll_loss(*on_xla([0.0], [0.0], [-1.0])), "no negative entry in var"),
+}  # fmt: skip
+
+
+@pytest.mark.core(keep=3)
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_wrong_is_raised_when_the_step_runs(name: str) -> None:
+    script, text = WRONG[name]
+    kept = script()
+    with pytest.raises(ValueError, match=text) as error:
+        torch_xla.sync()
+    assert "validate_args=False" in str(error.value)
+    del kept
+    assert ran(lambda: torch.ones(2, device="xla") + 1) == 1  # and not again
+
+
+def test_a_matrix_that_cannot_be_factored() -> None:
+    kept = torch.linalg.cholesky(*on_xla([[[1.0, 0.0], [0.0, 1.0]], [[1.0, 2.0], [2.0, 1.0]]]))
+    with pytest.raises(torch.linalg.LinAlgError, match=r"Batch element 1.*not positive-definite\), at .*test_value_checks.py"):
+        torch_xla.sync()
+    del kept
+    assert ran(lambda: torch.linalg.inv(*on_xla([[2.0, 1.0], [1.0, 2.0]]))) == 1
+
+
+def test_all_that_is_wrong_is_named() -> None:
+    kept = [D.Normal(*on_xla(0.0, -1.0 - i)) for i in range(10)]
+    with pytest.raises(ValueError, match=r"values: -1, .*\n(.*\n)*\.\.\. and 2 more\nOn device xla this is known when the step has run"):
+        torch_xla.sync()
+    del kept
+
+
+def test_what_the_script_catches_is_raised_at_once() -> None:
+    def scale(value: float) -> float:
+        try:
+            return D.Normal(*on_xla(0.0, value)).scale.item()
+        except (TypeError, ValueError):
+            return 0.0
+
+    def inverse(value: float) -> torch.Tensor:
+        try:
+            return torch.linalg.inv(*on_xla([[value]]))
+        except torch.linalg.LinAlgError:
+            return torch.zeros(1, 1)
+
+    assert [scale(-1.0), scale(2.0)] == [0.0, 2.0]
+    assert [inverse(0.0).item(), inverse(2.0).item()] == [0.0, 0.5]
+    with pytest.raises(ValueError, match="Expected parameter scale"):
+        D.Normal(*on_xla(0.0, -1.0))
+
+
+def test_a_try_around_whole_steps_does_not_cut_them() -> None:
+    """Once a step has ended in it: what a run raises it catches, too."""
+    programs, caught = [], ""
+    try:
+        for value in (1.0, 2.0, -3.0):
+            programs.append(ran(lambda value=value: D.Normal(*on_xla(0.0, value))))
+    except Exception as error:
+        caught = str(error)
+    assert programs == [2, 1]
+    assert "found invalid values: -3" in caught
+
+
+def test_a_try_that_raises_again_does_not_cut_steps() -> None:
+    noted = []
+    try:
+        assert ran(lambda: D.Normal(*on_xla(0.0, 1.0))) == 1
+    except ValueError as error:
+        noted.append(error)
+        raise
+
+
+@pytest.fixture
+def two_ranks() -> Iterator[None]:
+    world.configure(world.World(2))
+    yield
+    world.configure(None)
+
+
+def test_the_rank_is_named(two_ranks: None) -> None:
+    kept = D.Normal(torch.zeros(2, device="xla"), torch.ones(2, device="xla") - 1.5 * world.rank())
+    with pytest.raises(ValueError, match=r": 2 of 2, the first is -0.5 at \[0\], on rank 1, at "):
+        torch_xla.sync()
+    del kept

@@ -1,0 +1,271 @@
+"""Checks of values that torch's Python code makes before it goes on, such as those of `torch.distributions`: they do not cut the step.
+
+`Normal(loc, scale)` asks whether all scales are positive, and raises ValueError if not. Each such question would run what is recorded so far and wait for it.
+So it gets the answer that lets the script go on, and a node in the segment counts the values that are not as they should be. The counts are read after the
+run, which raises then. So it is with errors of linear algebra (`torch.linalg.cholesky` of a matrix that is not positive-definite). A question is answered at
+once where somebody would catch the error before the step ends.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import sys
+from collections.abc import Callable, Sequence
+from types import CodeType, FrameType
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+import torch
+from torch.distributions import constraints
+from torch.distributions.distribution import Distribution
+
+from torch_bridge.collectives.collective_ops import emit
+from torch_bridge.compiler.trace import Trace
+from torch_bridge.ir.segment import Segment, Storage
+from torch_bridge.lowerings import lowering
+from torch_bridge.mesh import sharding, spmd, world
+from torch_bridge.recorder import expected_answers, fallback
+from torch_bridge.recorder.dispatch import special
+from torch_bridge.recorder.tensor import XLATensor
+from torch_bridge.runtime import session
+from torch_bridge.runtime.observers import Observer
+from torch_bridge.runtime.session import STATE
+from torch_bridge.script import catching
+from torch_bridge.source import NOWHERE, Source
+
+MOST_NAMED = 8
+"""Checks that one error names."""
+
+_library = torch.library.Library("torch_bridge", "FRAGMENT")
+_library.define("check_values(Tensor valid, Tensor value, str what, int[] size, bool valued) -> Tensor")
+check_values = torch.ops.torch_bridge.check_values.default
+
+
+def _meta(valid: torch.Tensor, value: torch.Tensor, what: str, size: Sequence[int], valued: bool) -> torch.Tensor:
+    return valid.new_empty((3,), dtype=torch.float64)
+
+
+def _cpu(valid: torch.Tensor, value: torch.Tensor, what: str, size: Sequence[int], valued: bool) -> torch.Tensor:
+    wrong = ~valid.flatten()
+    at = wrong.int().argmax()
+    return torch.stack([wrong.sum().double(), at.double(), value.flatten()[at].double()])
+
+
+_library.impl("check_values", _meta, "Meta")
+_library.impl("check_values", _cpu, "CPU")
+
+
+@lowering(check_values, lift=False)
+def _check_values(valid: Any, value: Any, what: str, size: Sequence[int], valued: bool) -> Any:
+    """[how many are not valid, the place of the first of them, its value]."""
+    wrong = ~valid.reshape(-1)
+    at = jnp.argmax(wrong)
+    return jnp.stack([jnp.sum(wrong).astype(jnp.float64), at.astype(jnp.float64), value.reshape(-1)[at].astype(jnp.float64)])
+
+
+_library.define("check_info(Tensor info, str api_name, bool is_matrix) -> Tensor")
+check_info = torch.ops.torch_bridge.check_info.default
+_library.impl("check_info", lambda info, api_name, is_matrix: torch.empty_like(info), "Meta")
+_library.impl("check_info", lambda info, api_name, is_matrix: info.clone(), "CPU")
+
+
+@lowering(check_info)
+def _check_info(info: Any, api_name: str, is_matrix: bool) -> Any:
+    """What a factorization says of each matrix."""
+    return info
+
+
+# -- what is asked --------------------------------------------------------------------------------
+
+
+class Question(NamedTuple):
+    """What a check asks. answer: the truth that lets it go on; valid: where values are as they should be; value: these; what: what should be, in words."""
+
+    answer: bool
+    valid: torch.Tensor
+    value: torch.Tensor
+    what: str
+
+
+def _of_parameter(asked: torch.Tensor, local: dict[str, Any]) -> Question:
+    value, constraint = local["value"], local["constraint"]
+    what = f"parameter {local['param']} ({_shown(value)}) of distribution {type(local['self']).__name__} to satisfy the constraint {_named(constraint)}"
+    return Question(True, local["valid"], value, what)
+
+
+def _of_sample(asked: torch.Tensor, local: dict[str, Any]) -> Question:
+    value = local["value"]
+    what = f"value argument ({_shown(value)}) to be within the support ({_named(local['support'])}) of the distribution {type(local['self']).__name__}"
+    return Question(True, local["valid"], value, what)
+
+
+def _of_symmetry(asked: torch.Tensor, local: dict[str, Any]) -> Question:
+    return Question(
+        True, asked, asked, f"a matrix ({_shown(local['value'])}) to satisfy the constraint {_named(local['self'])}: it is not symmetric"
+    )
+
+
+def _of_variance(asked: torch.Tensor, local: dict[str, Any]) -> Question:
+    valid = ~asked
+    return Question(False, valid, valid, "no negative entry in var, the variance that gaussian_nll_loss gets")
+
+
+CHECKS_OF_TORCH: dict[CodeType, Callable[[torch.Tensor, dict[str, Any]], Question]] = {
+    Distribution.__init__.__code__: _of_parameter,
+    Distribution._validate_sample.__code__: _of_sample,
+    constraints._PositiveDefinite.check.__code__: _of_symmetry,
+    constraints._PositiveSemidefinite.check.__code__: _of_symmetry,
+    torch.nn.functional.gaussian_nll_loss.__code__: _of_variance,
+}
+"""By the code that asks."""
+
+
+def _shown(value: Any) -> str:
+    return f"{type(value).__name__.replace('XLATensor', 'Tensor')} of shape {tuple(value.shape)}"
+
+
+def _named(constraint: Any) -> str:
+    """The constraint with its numbers; bounds that are tensors have values that are not there yet."""
+    inner = getattr(constraint, "base_constraint", None)
+    if inner is not None:
+        return f"{type(constraint).__name__}({_named(inner)})"
+    bounds = [f"{k}={v}" for k, v in vars(constraint).items() if isinstance(v, (int, float))]
+    return type(constraint).__name__.lstrip("_") + (f"({', '.join(bounds)})" if bounds else "")
+
+
+def answer(asked: torch.Tensor, frame: FrameType) -> bool | None:
+    """For `expected_answers`: the answer to one of torch's checks, which is looked at when the step runs."""
+    find = CHECKS_OF_TORCH.get(frame.f_code)
+    if find is None or not isinstance(asked, XLATensor) or not asked._storage.pending:
+        return None
+    if not _may_wait(frame, ValueError):
+        return None
+    question = find(asked, frame.f_locals)
+    valid, value = question.valid, question.value
+    if not isinstance(valid, XLATensor) or not valid.numel():
+        return None
+    same = isinstance(value, XLATensor) and value.shape == valid.shape and not value.is_complex() and value is not valid
+    emit(check_values, (valid.detach(), value.detach() if same else valid.detach()), (question.what, tuple(valid.shape), same))
+    return question.answer
+
+
+@special(torch.ops.aten._linalg_check_errors.default)
+def _linalg_check_errors(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    found, api_name = args
+    if found._storage.pending and found.numel() and _may_wait(sys._getframe(1), torch.linalg.LinAlgError):
+        emit(check_info, (found,), (api_name, kwargs["is_matrix"]))
+    else:
+        fallback.on_host(func, args, kwargs)
+
+
+def _may_wait(frame: FrameType, error: type[Exception]) -> bool:
+    """Whether an error of this frame may be raised when the step runs."""
+    session.check_with(CHECKS)
+    return not STATE.session.current.capture and not CHECKS.caught_in_step(frame, error)
+
+
+def install() -> None:
+    """Answer what torch's checks ask, from now on."""
+    expected_answers.answer_with(answer)
+
+
+# -- around each run -------------------------------------------------------------------------------
+
+
+class Check(NamedTuple):
+    """A check that runs with a segment: where its result goes, what says what is wrong, and where it was asked for."""
+
+    result: Storage
+    told: Callable[[np.ndarray], Exception | None]
+    source: Source
+
+
+class ValueChecks(Observer):
+    """Keeps the results of the checks in each segment that is about to run, and reads them after it."""
+
+    reads_values = True
+
+    def __init__(self) -> None:
+        self._checks: list[Check] = []
+        self._ended_in: set[tuple[str, int]] = set()
+        """Each `try` of scripts in which a step has ended: what a run raises then, they catch, too."""
+
+    def caught_in_step(self, frame: FrameType, error: type[Exception]) -> bool:
+        """Whether somebody would catch an error of this frame before the step ends."""
+        return not catching.places(frame, error) <= self._ended_in
+
+    def step_ended(self, ran: bool) -> None:
+        """A step was marked."""
+        self._ended_in |= catching.places(sys._getframe(1), ValueError, torch.linalg.LinAlgError)
+
+    def preparing(self, segment: Segment) -> None:
+        """Have the results of its checks come out of a segment."""
+        first = 0
+        for i, node in enumerate(segment.nodes):
+            if node[0].op in TOLD:
+                self._checks.append(_kept(segment, i, first))
+            first += node[0].n_outs
+
+    def executed(self, trace: Trace, live: dict[int, list[Storage]]) -> None:
+        """Raise if values were not as they should be; the error names the checks in the order in which they were recorded. The tensors keep their values."""
+        ran = [check for check in self._checks if check.result.held is not None]
+        self._checks = [check for check in self._checks if check.result.pending]
+        hosted = world.current().hosted
+        wrong = [error for check in ran if (error := _error(check, hosted)) is not None]
+        if wrong:
+            lines = [str(error) for error in wrong[:MOST_NAMED]]
+            more = [f"... and {len(wrong) - MOST_NAMED} more"] if len(wrong) > MOST_NAMED else []
+            raise type(wrong[0])("\n".join([*lines, *more, _LATE]))
+
+
+_LATE = (
+    "On device xla this is known when the step has run, so optimizers may have used such values. NEURON_USE_EAGER_DEBUG_MODE=1 raises at the line itself; "
+    "torch.distributions take validate_args=False."
+)
+
+CHECKS = ValueChecks()
+"""Of this process."""
+
+
+def _kept(segment: Segment, index: int, first: int) -> Check:
+    """A check whose first result is `first`, with a storage for it."""
+    entry = segment.nodes[index][0]
+    sources = segment.sources if segment.predicted is None else segment.predicted.sources
+    result = Storage(entry.outs[0])
+    segment.write(result, first)
+    return Check(result, functools.partial(TOLD[entry.op], *entry.args), sources[index] if index < len(sources) else NOWHERE)
+
+
+def _error(check: Check, hosted: Sequence[int]) -> Exception | None:
+    """What is wrong on the first hosted rank where something is."""
+    array, size = check.result.array, check.result.layout.size
+    results = sharding.blocks(array, size) if sharding.active() else [np.asarray(spmd.whole(array))]
+    for rank, result in zip(hosted, results, strict=False):
+        error = check.told(result)
+        if error is not None:
+            return type(error)(f"{error}{f', on rank {rank}' if len(results) > 1 else ''}, at {check.source}.")
+    return None
+
+
+def _wrong_values(_: Any, __: Any, what: str, size: Sequence[int], valued: bool, result: np.ndarray) -> ValueError | None:
+    count, at, value = result.tolist()
+    if not count:
+        return None
+    first = f"{value:g} at " if valued else "at "
+    place = list(map(int, np.unravel_index(int(at), size))) if size else []
+    found = f": {int(count)} of {math.prod(size)}, the first is {first}{place}" if size else f": {value:g}" if valued else ""
+    return ValueError(f"Expected {what}, but found invalid values{found}")
+
+
+def _wrong_matrix(_: Any, api_name: str, is_matrix: bool, result: np.ndarray) -> Exception | None:
+    try:
+        torch.ops.aten._linalg_check_errors(torch.from_numpy(np.array(result)), api_name, is_matrix=is_matrix)
+    except torch.linalg.LinAlgError as error:
+        return torch.linalg.LinAlgError(str(error).rstrip("."))
+    return None
+
+
+TOLD: dict[Any, Callable[..., Exception | None]] = {check_values: _wrong_values, check_info: _wrong_matrix}
+"""By the op of a check: what its arguments and its result say."""
