@@ -21,7 +21,7 @@ from torch_bridge.ir.layout import Layout, base_of_meta, layout, of_meta
 from torch_bridge.ir.segment import LOCK, Segment
 from torch_bridge.ir.view_entries import flat
 from torch_bridge.mesh import abstract_arrays, places, random_state, rank_numbers
-from torch_bridge.recorder import cpu_draws, fallback, overlaps, placed
+from torch_bridge.recorder import cpu_draws, fallback, known_masks, overlaps, placed
 from torch_bridge.recorder.copies import upload
 from torch_bridge.recorder.schema import LIFTED, NOT_SCALAR, Info, info
 from torch_bridge.recorder.shape_inference import DROPPED, NeedsHost, infer, infer_from_lowering, to_meta
@@ -398,7 +398,8 @@ def _run_composite(call: Call, func: Op, args: Args, kwargs: Kwargs, tensors: li
 
 
 def _run_on_host(call: Call, func: Op, args: Args, kwargs: Kwargs, tensors: list[XLATensor], numbers: list[Any]) -> Any:
-    return fallback.on_host(func, args, kwargs or {})
+    found = known_masks.recorded(func, args)
+    return fallback.on_host(func, args, kwargs or {}) if found is None else found
 
 
 def _run_view(call: Call, func: Op, args: Args, kwargs: Kwargs, tensors: list[XLATensor], numbers: list[Any]) -> Any:

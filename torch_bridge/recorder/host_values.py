@@ -30,11 +30,17 @@ aten = torch.ops.aten
 MAX_NODES = 64
 MAX_ELEMENTS = 1 << 19
 """Of any tensor on the way to a value: a mask for 32 sequences of 16,384 tokens, half a millisecond of eager torch."""
-SEARCH = 400
-"""How many nodes back the value's inputs may lie."""
+SEARCH = 20_000
+"""How many nodes back the value's inputs may lie: to walk there takes less than a millisecond."""
 EXACT = 256
 """Whole numbers up to here are the same in float32 and in every lower precision."""
 
+_FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+_MOVING = frozenset({
+    "view", "reshape", "_unsafe_view", "permute", "transpose", "t", "expand", "unsqueeze", "squeeze", "select", "slice", "alias", "detach", "clone", "flip",
+    "cat", "stack", "index", "index_select", "gather", "as_strided", "select_scatter", "slice_scatter", "as_strided_scatter",
+})  # fmt: skip
+_COUNTING = frozenset({"_to_copy", "add", "sub", "rsub", "mul", "neg", "where", "masked_fill", "fill", "full", "full_like", "index_put"})
 _INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _OTHERS = 1 << 40
 """From here on: ids of values that are not in the segment."""
@@ -64,10 +70,26 @@ def known(segment: Segment, storage: Storage, view: Layout) -> torch.Tensor | No
     return found[0]
 
 
-class Work:
-    """Ops to be computed on the host, by the ids of values in a segment. leaves: the arrays they start from, with a rank's shape; first: the first node."""
+def known_untold(segment: Segment, storage: Storage, view: Layout) -> torch.Tensor | None:
+    """As `known`, for a tensor that waits and may have many elements, also where it compares floats that are at hand (`labels > 0`).
 
-    def __init__(self, segment: Segment):
+    A recording is not told: whoever asks has told it that Python asks (`asked`).
+    """
+    if storage.segment is not segment or not storage.pending:
+        return None
+    work, vid = Work(segment, floats=True), segment.read(storage, view)
+    found = work.results([vid]) if work.value(vid) else None
+    return None if found is None else found[0]
+
+
+class Work:
+    """Ops to be computed on the host, by the ids of values in a segment. leaves: the arrays they start from, with a rank's shape; first: the first node.
+
+    floats: these may be floats that ops move or compare, which is exact wherever it is done.
+    """
+
+    def __init__(self, segment: Segment, floats: bool = False):
+        self._floats = floats
         self.leaves: dict[int, tuple[Any, tuple[int, ...]]] = {}
         self.first = len(segment.nodes)
         self._segment = segment
@@ -115,13 +137,15 @@ class Work:
         return first
 
     def results(self, wanted: Sequence[int]) -> list[torch.Tensor] | None:
-        """These values; None where ranks have different ones, or where only other processes know whether they do."""
+        """These values; None where ranks have different ones, where only other processes know whether they do, and where the device may round otherwise."""
         ranks = self._ranks()
         found: list[list[torch.Tensor]] = []
         for rank in ranks:
             values = {**self._known, **{v: _on_host(array, rank, size) for v, (array, size) in self.leaves.items()}}
             for entry, inputs, numbers, first in self._steps:
                 _compute(entry, [values[v] for v in inputs], numbers, first, values)
+                if _counts(entry) and not all(_exact(values[first + k]) for k in range(entry.n_outs)):
+                    return None
             found.append([values[v] for v in wanted])
         if not found or not all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True)):
             return None
@@ -140,8 +164,10 @@ class Work:
 
     def _leaf(self, vid: int, array: Any, size: tuple[int, ...] | None) -> bool:
         """size: a rank's shape, if the array's own does not say it."""
-        if not hasattr(array, "is_deleted") or array.is_deleted() or dtypes.to_torch(array.dtype) not in _INTEGERS:
+        if not hasattr(array, "is_deleted") or array.is_deleted():
             return False  # (a captured module's input has no value)
+        if (dtype := dtypes.to_torch(array.dtype)) not in _INTEGERS and not (self._floats and dtype in _FLOATS):
+            return False
         size = tuple(array.sharding.shard_shape(array.shape)) if size is None else size
         if torch.Size(size).numel() > MAX_ELEMENTS:
             return False
@@ -186,33 +212,40 @@ def _cone(segment: Segment, vid: int) -> list[tuple[int, int]] | None:
     """(node index, id of its first result) of everything `vid` depends on, in order; None if it is not small and integer."""
     needed = {vid}
     cone: list[tuple[int, int]] = []
-    at = segment.next_vid
-    for index in range(len(segment.nodes) - 1, max(-1, len(segment.nodes) - SEARCH - 1), -1):
-        node = segment.nodes[index]
-        entry = node[0]
-        at -= entry.n_outs
-        if needed.isdisjoint(range(at, at + entry.n_outs)):
-            continue
-        if not _cheap(entry) or len(cone) == MAX_NODES:
+    nodes, index, at = segment.nodes, len(segment.nodes), segment.next_vid
+    while needed:
+        last = max(needed)
+        while at > last:
+            index -= 1
+            at -= nodes[index][0].n_outs
+        entry = nodes[index][0]
+        if not _cheap(entry) or len(cone) == MAX_NODES or len(nodes) - index > SEARCH:
             return None
         needed.difference_update(range(at, at + entry.n_outs))
-        needed.update(v for v in node[1:] if v >= 0)
+        needed.update(v for v in nodes[index][1:] if v >= 0)
         cone.append((index, at))
-        if not needed:
-            return cone[::-1]
-    return None
+    return cone[::-1]
 
 
 def _cheap(entry: Entry) -> bool:
-    return (
-        not entry.rng
-        and entry.op.namespace == "aten"
-        and all(o is not None and (o.dtype in _INTEGERS or _whole(entry)) and o.numel <= MAX_ELEMENTS for o in entry.outs)
-    )
-
-
-def _whole(entry: Entry) -> bool:
-    """True for a constant like `torch.ones(2, 3)`, a mask in the making: the same number in every floating-point dtype and precision mode."""
-    if entry.op is not aten.full.default or type(entry.args[1]) not in (int, float):
+    if entry.rng or entry.op.namespace != "aten" or not all(o is not None and o.numel <= MAX_ELEMENTS for o in entry.outs):
         return False
-    return abs(entry.args[1]) <= EXACT and entry.args[1] == int(entry.args[1])
+    return _counts(entry) or _moves(entry) or all(o is not None and o.dtype in _INTEGERS for o in entry.outs)
+
+
+def _counts(entry: Entry) -> bool:
+    """Whether it may make floats that are whole numbers, as masks in the making are: looked at when they are computed (`_exact`)."""
+    return entry.op._schema.name.removeprefix("aten::") in _COUNTING and any(o is not None and o.dtype in _FLOATS for o in entry.outs)
+
+
+def _exact(t: torch.Tensor) -> bool:
+    """Whether every precision has these numbers: whole ones, and the ends of what a dtype holds."""
+    if t.dtype not in _FLOATS:
+        return True
+    ends = torch.finfo(t.dtype)
+    return bool((((t == t.round()) & (t.abs() <= EXACT)) | (t <= ends.min) | (t >= ends.max)).all())
+
+
+def _moves(entry: Entry) -> bool:
+    """Whether values stay what they are, floats of leaves, too."""
+    return entry.op._schema.name.removeprefix("aten::") in _MOVING and not entry.casts
