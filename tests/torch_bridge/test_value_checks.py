@@ -82,8 +82,8 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "one number": (lambda: D.Exponential(*on_xla(-3.0)), r"but found invalid values: -3, at "),
     "simplex": (lambda: D.Categorical(*on_xla([[-1.0, 2.0]])), r"constraint Simplex, but found invalid values: 1 of 1, the first is at \[0\]"),
     "sample": (
-        lambda: D.Categorical(*on_xla([0.5, 0.5])).log_prob(*on_xla([0, 5])),
-        r"Expected value argument .* to be within the support \(IntegerInterval\(lower_bound=0, upper_bound=1\)\) of the distribution Categorical, but found "
+        lambda: D.Bernoulli(*on_xla([0.5, 0.5])).log_prob(*on_xla([0.0, 5.0])),
+        r"Expected value argument .* to be within the support \(Boolean\) of the distribution Bernoulli, but found "
         r"invalid values: 1 of 2, the first is 5 at \[1\]",
     ),
     "independent": (
@@ -91,7 +91,7 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
         r"support \(IndependentConstraint\(Interval\)\)|support \(Interval\)",
     ),
     "symmetry": (lambda: D.MultivariateNormal(*on_xla([0.0, 0.0], [[1.0, 2.0], [0.0, 5.0]])), "constraint PositiveDefinite: it is not symmetric"),
-    "variance": (lambda: nn.functional.gaussian_nll_loss(*on_xla([0.0], [0.0], [-1.0])), "no negative entry in var"),
+    "variance": (lambda: nn.functional.gaussian_nll_loss(*on_xla([0.0], [0.0], [-1.0])), r"var has negative .*: `torch.any\(var < 0\)` is True, at "),
 }  # fmt: skip
 
 
@@ -105,6 +105,40 @@ def test_what_is_wrong_is_raised_when_the_step_runs(name: str) -> None:
     assert "validate_args=False" in str(error.value)
     del kept
     assert ran(lambda: torch.ones(2, device="xla") + 1) == 1  # and not again
+
+
+def test_what_the_host_can_tell_is_raised_at_once() -> None:
+    raised = ""
+    try:
+        D.Categorical(*on_xla([0.5, 0.5])).log_prob(*on_xla([0, 5]))
+    except ValueError as error:
+        raised = str(error)
+        assert raised.startswith("Expected value argument")
+    assert raised
+
+
+def test_a_librarys_branch_that_only_raises() -> None:
+    def step(grad: float) -> None:
+        weight = torch.ones(2, device="xla", requires_grad=True)
+        (weight * grad).sum().backward()
+        nn.utils.clip_grad_norm_([weight], 1.0, error_if_nonfinite=True)
+
+    step(1.0)
+    assert ran(lambda: step(2.0)) <= 1
+    kept = torch.ones(2, device="xla", requires_grad=True)
+    (kept * float("nan")).sum().backward()
+    nn.utils.clip_grad_norm_([kept], 1.0, error_if_nonfinite=True)
+    with pytest.raises(
+        RuntimeError, match=r"The total norm of order .* is non-finite.*`torch.logical_or\(.*\)` is True, at .*test_value_checks.py"
+    ):
+        torch_xla.sync()
+
+
+def test_a_scripts_own_assertion_is_answered_at_once() -> None:
+    """Nothing may run after it."""
+    before = metrics.EXECUTE_TIME.count
+    assert (torch.full((2,), 0.5, device="xla").exp() > 0).all()
+    assert metrics.EXECUTE_TIME.count == before + 1
 
 
 def test_a_matrix_that_cannot_be_factored() -> None:

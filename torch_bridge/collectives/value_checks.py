@@ -1,15 +1,18 @@
-"""Checks of values that torch's Python code makes before it goes on, such as those of `torch.distributions`: they do not cut the step.
+"""Checks of values that Python code of libraries makes before it goes on, such as those of `torch.distributions`: they do not cut the step.
 
 `Normal(loc, scale)` asks whether all scales are positive, and raises ValueError if not. Each such question would run what is recorded so far and wait for it.
 So it gets the answer that lets the script go on, and a node in the segment counts the values that are not as they should be. The counts are read after the
-run, which raises then. So it is with errors of linear algebra (`torch.linalg.cholesky` of a matrix that is not positive-definite). A question is answered at
-once where somebody would catch the error before the step ends.
+run, which raises then. So it is with errors of linear algebra (`torch.linalg.cholesky` of a matrix that is not positive-definite), and with branches of
+libraries that only raise (`if not (boxes[:, 2:] >= boxes[:, :2]).all(): raise ValueError(...)`). A question is answered at once where somebody would catch
+the error before the step ends.
 """
 
 from __future__ import annotations
 
+import builtins
 import functools
 import math
+import os
 import sys
 from collections.abc import Callable, Sequence
 from types import CodeType, FrameType
@@ -21,33 +24,34 @@ import torch
 from torch.distributions import constraints
 from torch.distributions.distribution import Distribution
 
+from torch_bridge import source
 from torch_bridge.collectives.collective_ops import emit
 from torch_bridge.compiler.trace import Trace
 from torch_bridge.ir.segment import Segment, Storage
 from torch_bridge.lowerings import lowering
 from torch_bridge.mesh import sharding, spmd, world
-from torch_bridge.recorder import expected_answers, fallback
+from torch_bridge.recorder import expected_answers, fallback, host_values
 from torch_bridge.recorder.dispatch import special
 from torch_bridge.recorder.tensor import XLATensor
 from torch_bridge.runtime import session
 from torch_bridge.runtime.observers import Observer
 from torch_bridge.runtime.session import STATE
-from torch_bridge.script import catching
+from torch_bridge.script import catching, raising, rank_syntax
 from torch_bridge.source import NOWHERE, Source
 
 MOST_NAMED = 8
 """Checks that one error names."""
 
 _library = torch.library.Library("torch_bridge", "FRAGMENT")
-_library.define("check_values(Tensor valid, Tensor value, str what, int[] size, bool valued) -> Tensor")
+_library.define("check_values(Tensor valid, Tensor value, str what, str error, int[] size, bool valued) -> Tensor")
 check_values = torch.ops.torch_bridge.check_values.default
 
 
-def _meta(valid: torch.Tensor, value: torch.Tensor, what: str, size: Sequence[int], valued: bool) -> torch.Tensor:
+def _meta(valid: torch.Tensor, value: torch.Tensor, what: str, error: str, size: Sequence[int], valued: bool) -> torch.Tensor:
     return valid.new_empty((3,), dtype=torch.float64)
 
 
-def _cpu(valid: torch.Tensor, value: torch.Tensor, what: str, size: Sequence[int], valued: bool) -> torch.Tensor:
+def _cpu(valid: torch.Tensor, value: torch.Tensor, what: str, error: str, size: Sequence[int], valued: bool) -> torch.Tensor:
     wrong = ~valid.flatten()
     at = wrong.int().argmax()
     return torch.stack([wrong.sum().double(), at.double(), value.flatten()[at].double()])
@@ -58,7 +62,7 @@ _library.impl("check_values", _cpu, "CPU")
 
 
 @lowering(check_values, lift=False)
-def _check_values(valid: Any, value: Any, what: str, size: Sequence[int], valued: bool) -> Any:
+def _check_values(valid: Any, value: Any, what: str, error: str, size: Sequence[int], valued: bool) -> Any:
     """[how many are not valid, the place of the first of them, its value]."""
     wrong = ~valid.reshape(-1)
     at = jnp.argmax(wrong)
@@ -81,35 +85,30 @@ def _check_info(info: Any, api_name: str, is_matrix: bool) -> Any:
 
 
 class Question(NamedTuple):
-    """What a check asks. answer: the truth that lets it go on; valid: where values are as they should be; value: these; what: what should be, in words."""
+    """What a check asks. valid: where values are as they should be; value: these; what: what is said if they are not; error: a built-in exception's name."""
 
-    answer: bool
     valid: torch.Tensor
     value: torch.Tensor
     what: str
+    error: str = "ValueError"
 
 
 def _of_parameter(asked: torch.Tensor, local: dict[str, Any]) -> Question:
-    value, constraint = local["value"], local["constraint"]
-    what = f"parameter {local['param']} ({_shown(value)}) of distribution {type(local['self']).__name__} to satisfy the constraint {_named(constraint)}"
-    return Question(True, local["valid"], value, what)
+    value, owner = local["value"], type(local["self"]).__name__
+    what = f"Expected parameter {local['param']} ({_shown(value)}) of distribution {owner} to satisfy the constraint {_named(local['constraint'])}"
+    return Question(local["valid"], value, f"{what}, but found invalid values")
 
 
 def _of_sample(asked: torch.Tensor, local: dict[str, Any]) -> Question:
     value = local["value"]
-    what = f"value argument ({_shown(value)}) to be within the support ({_named(local['support'])}) of the distribution {type(local['self']).__name__}"
-    return Question(True, local["valid"], value, what)
+    what = f"Expected value argument ({_shown(value)}) to be within the support ({_named(local['support'])}) of the distribution {type(local['self']).__name__}"
+    return Question(local["valid"], value, f"{what}, but found invalid values")
 
 
 def _of_symmetry(asked: torch.Tensor, local: dict[str, Any]) -> Question:
     return Question(
-        True, asked, asked, f"a matrix ({_shown(local['value'])}) to satisfy the constraint {_named(local['self'])}: it is not symmetric"
+        asked, asked, f"Expected a matrix ({_shown(local['value'])}) to satisfy the constraint {_named(local['self'])}: it is not symmetric"
     )
-
-
-def _of_variance(asked: torch.Tensor, local: dict[str, Any]) -> Question:
-    valid = ~asked
-    return Question(False, valid, valid, "no negative entry in var, the variance that gaussian_nll_loss gets")
 
 
 CHECKS_OF_TORCH: dict[CodeType, Callable[[torch.Tensor, dict[str, Any]], Question]] = {
@@ -117,7 +116,6 @@ CHECKS_OF_TORCH: dict[CodeType, Callable[[torch.Tensor, dict[str, Any]], Questio
     Distribution._validate_sample.__code__: _of_sample,
     constraints._PositiveDefinite.check.__code__: _of_symmetry,
     constraints._PositiveSemidefinite.check.__code__: _of_symmetry,
-    torch.nn.functional.gaussian_nll_loss.__code__: _of_variance,
 }
 """By the code that asks."""
 
@@ -136,19 +134,43 @@ def _named(constraint: Any) -> str:
 
 
 def answer(asked: torch.Tensor, frame: FrameType) -> bool | None:
-    """For `expected_answers`: the answer to one of torch's checks, which is looked at when the step runs."""
+    """For `expected_answers`: the answer to a check, which is looked at when the step runs."""
+    if not isinstance(asked, XLATensor) or not asked._storage.pending or asked.numel() != 1:
+        return None
     find = CHECKS_OF_TORCH.get(frame.f_code)
-    if find is None or not isinstance(asked, XLATensor) or not asked._storage.pending:
+    guard = raising.at(frame) if find is None and _is_librarys(frame.f_code) else None
+    if find is not None:
+        question = find(asked, frame.f_locals)
+    elif guard is not None:
+        valid = asked.detach() == guard.answer
+        question = Question(valid, valid, guard.text, guard.error)
+    else:
         return None
-    if not _may_wait(frame, ValueError):
+    if not _may_wait(frame, getattr(builtins, question.error)) or _told_by_host(asked):
         return None
-    question = find(asked, frame.f_locals)
     valid, value = question.valid, question.value
     if not isinstance(valid, XLATensor) or not valid.numel():
         return None
     same = isinstance(value, XLATensor) and value.shape == valid.shape and not value.is_complex() and value is not valid
-    emit(check_values, (valid.detach(), value.detach() if same else valid.detach()), (question.what, tuple(valid.shape), same))
-    return question.answer
+    emit(
+        check_values,
+        (valid.detach(), value.detach() if same else valid.detach()),
+        (question.what, question.error, tuple(valid.shape), same),
+    )
+    return guard is None or guard.answer
+
+
+def _is_librarys(code: CodeType) -> bool:
+    """Code of an installed package or of torch: a script's own assertions are answered at once, as nothing may run after the last of them."""
+    name = code.co_filename
+    return not rank_syntax.is_script(code) and not name.startswith("<") and (source.is_user(code) or name.startswith(_TORCH))
+
+
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+
+
+def _told_by_host(asked: XLATensor) -> bool:
+    return not asked.is_floating_point() and host_values.known(STATE.session.current, asked._storage, asked._layout) is not None
 
 
 @special(torch.ops.aten._linalg_check_errors.default)
@@ -249,14 +271,14 @@ def _error(check: Check, hosted: Sequence[int]) -> Exception | None:
     return None
 
 
-def _wrong_values(_: Any, __: Any, what: str, size: Sequence[int], valued: bool, result: np.ndarray) -> ValueError | None:
+def _wrong_values(_: Any, __: Any, what: str, error: str, size: Sequence[int], valued: bool, result: np.ndarray) -> Exception | None:
     count, at, value = result.tolist()
     if not count:
         return None
     first = f"{value:g} at " if valued else "at "
     place = list(map(int, np.unravel_index(int(at), size))) if size else []
     found = f": {int(count)} of {math.prod(size)}, the first is {first}{place}" if size else f": {value:g}" if valued else ""
-    return ValueError(f"Expected {what}, but found invalid values{found}")
+    return getattr(builtins, error)(f"{what}{found}")
 
 
 def _wrong_matrix(_: Any, api_name: str, is_matrix: bool, result: np.ndarray) -> Exception | None:
