@@ -27,6 +27,7 @@ from torch_bridge.recorder import (
     make_fx,
     op_rules,
     packed_sequences,
+    quantizers,
     recurrent_layers,
     tensor,
 )
@@ -65,6 +66,7 @@ __all__ = [
     "dispatch",
     "op_rules",
     "packed_sequences",
+    "quantizers",
     "recurrent_layers",
     "tensor",
     "use_dispatch",

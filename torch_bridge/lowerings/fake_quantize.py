@@ -61,3 +61,70 @@ def fake_quantize_per_channel(
 ) -> tuple[Array, Array]:
     shape = [-1 if d == axis % self.ndim else 1 for d in range(self.ndim)]
     return _fake_quantize(self, scale.reshape(shape), zero_point.reshape(shape), quant_min, quant_max)
+
+
+# -- an observer and its rounding as one op (training for quantization) ----------------------------
+
+
+@lowering(aten._fused_moving_avg_obs_fq_helper_functional.default, lift=False)
+def observe_and_fake_quantize(
+    self: Array,
+    observer_on: Array,
+    fake_quant_on: Array,
+    running_min: Array,
+    running_max: Array,
+    scale: Array,
+    zero_point: Array,
+    averaging_const: float,
+    quant_min: int,
+    quant_max: int,
+    ch_axis: int,
+    per_row_fake_quant: bool = False,
+    symmetric_quant: bool = False,
+) -> tuple[Array, ...]:
+    """The rounded values, where they were not cut off, and the new running minimum and maximum, scale and zero point: one of each, or one for each channel."""
+    seen = lax.stop_gradient(self)
+    others = tuple(d for d in range(self.ndim) if d != ch_axis) if per_row_fake_quant else None
+    observed, rounding = (flag.reshape(-1)[0] != 0 for flag in (observer_on, fake_quant_on))
+    low = jnp.where(observed, _averaged(running_min, jnp.min(seen, others), averaging_const), running_min)
+    high = jnp.where(observed, _averaged(running_max, jnp.max(seen, others), averaging_const), running_max)
+    step, zero = _grid(low.astype(jnp.float32), high.astype(jnp.float32), quant_min, quant_max, symmetric_quant)
+    step = jnp.where(rounding, step.reshape(scale.shape).astype(scale.dtype), scale)
+    zero = jnp.where(rounding, zero.reshape(zero_point.shape).astype(zero_point.dtype), zero_point)
+    shape = [-1 if d == ch_axis else 1 for d in range(self.ndim)] if per_row_fake_quant else [1] * self.ndim
+    rounded, inside = _fake_quantize(self, step.reshape(shape), zero.reshape(shape), quant_min, quant_max)
+    return jnp.where(rounding, rounded, self), inside | ~rounding, low, high, step, zero
+
+
+def _averaged(running: Array, now: Array, weight: float) -> Array:
+    """A moving average, which begins with the first value."""
+    now = now.reshape(running.shape).astype(running.dtype)
+    return jnp.where(jnp.isinf(running), now, running + jnp.asarray(weight, running.dtype) * (now - running))
+
+
+_SMALLEST_SCALE = 6.1e-5
+
+
+def _grid(low: Array, high: Array, quant_min: int, quant_max: int, symmetric: bool) -> tuple[Array, Array]:
+    """The scale and the zero point of a grid of integers that covers `low` to `high` and has 0 on it, as torch chooses them. symmetric: around 0, if it lies
+    between the two."""
+    middle = (low < 0) & (high > 0) & symmetric
+    half = (quant_max - quant_min) // 2
+    reach = jnp.maximum(jnp.abs(low / jnp.float32(-half - 1)), jnp.abs(high / jnp.float32(half))).astype(jnp.float64)
+    low = jnp.where(middle, (reach * (-half - 1)).astype(jnp.float32), jnp.minimum(low, 0))
+    high = jnp.where(middle, (reach * half).astype(jnp.float32), jnp.maximum(high, 0))
+    scale = (high.astype(jnp.float64) - low) / (quant_max - quant_min)
+    single = scale.astype(jnp.float32)
+    scale = jnp.where((single == 0) | jnp.isinf(1 / single), 0.1, scale)
+    small = scale < jnp.float32(_SMALLEST_SCALE)
+    more = jnp.float32(_SMALLEST_SCALE) / scale.astype(jnp.float32)
+    widest = jnp.float32(_SMALLEST_SCALE) * (quant_max - quant_min)
+    low, high = (
+        jnp.where(small, jnp.where(low == 0, 0, jnp.where(high == 0, -widest, low * more)), low),
+        jnp.where(small, jnp.where(low == 0, widest, jnp.where(high == 0, 0, high * more)), high),
+    )
+    scale = jnp.where(small, jnp.float64(jnp.float32(_SMALLEST_SCALE)), scale)
+    below, above = low / scale, high / scale
+    by_low = abs(quant_min) - jnp.abs(below) < abs(quant_max) - jnp.abs(above)
+    zero = jnp.where(middle, (quant_min + quant_max) / 2, jnp.where(by_low, quant_min - below, quant_max - above))
+    return scale.astype(jnp.float32), jnp.clip(jnp.round(zero), quant_min, quant_max).astype(jnp.int32)

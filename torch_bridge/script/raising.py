@@ -70,7 +70,7 @@ def _wanted(asked: ast.expr) -> tuple[bool, ast.expr]:
             same = not same
         elif not isinstance(outer, ast.BoolOp):
             break
-        inner = outer  # type: ignore[assignment]
+        inner = outer
     return same, inner
 
 

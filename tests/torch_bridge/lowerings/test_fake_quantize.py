@@ -86,3 +86,56 @@ def test_torchs_fused_observer_runs_on_the_cpu_and_resizes_its_buffers():
             out.square().sum().backward()
         results.append([out.detach().cpu(), weight.grad.cpu(), *(b.cpu() for b in buffers)])
     torch.testing.assert_close(*results)
+
+
+SEEN = {
+    "both signs": torch.tensor([[-3.3, 0.25, 0.75, 9.0], [0.0, -0.25, 2.9, 3.1], [-7.0, 1.0, 0.5, -2.5]]),
+    "positive": torch.tensor([[3.3, 0.25], [1.0, 2.9]]),
+    "negative": torch.tensor([[-3.3, -0.25], [-1.0, -2.9]]),
+    "zeros": torch.zeros(2, 3),
+    "tiny": torch.tensor([[1e-5, -2e-5], [3e-6, 1e-5]]),
+    "tiny and positive": torch.tensor([[1e-5, 2e-5], [3e-6, 1e-5]]),
+}
+
+
+@pytest.mark.core(keep=6)
+@pytest.mark.parametrize("name", SEEN)
+@pytest.mark.parametrize("per_row", [False, True])
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_an_observer_that_rounds(name: str, per_row: bool, symmetric: bool) -> None:
+    """Three calls on one set of buffers: values, masks and buffers are eager torch's."""
+    buffers = [torch.tensor([float("inf")]), torch.tensor([-float("inf")]), torch.ones(1), torch.zeros(1, dtype=torch.int32)]
+    if per_row:
+        buffers[:2] = torch.empty(0), torch.empty(0)
+    moved = [b.clone().to("xla") for b in buffers]
+    grid = (-128, 127) if symmetric else (0, 255)
+    for factor, observed, rounding in ((1.0, 1, 1), (0.5, 1, 0), (3.0, 0, 1), (2.0, 1, 1)):
+        x = SEEN[name] * factor
+        flags = torch.tensor([observed]), torch.tensor([rounding])
+        want = aten._fused_moving_avg_obs_fq_helper(x, *flags, *buffers, 0.01, *grid, 0, per_row, symmetric)
+        got = aten._fused_moving_avg_obs_fq_helper(x.to("xla"), *(f.to("xla") for f in flags), *moved, 0.01, *grid, 0, per_row, symmetric)
+        torch.testing.assert_close([t.cpu() for t in (*got, *moved)], [*want, *buffers], rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated")  # users have it still
+def test_training_for_quantization_is_one_program_a_step() -> None:
+    from torch.ao import quantization
+
+    def train(device: str) -> tuple[dict[str, torch.Tensor], int]:
+        torch.manual_seed(0)
+        layers = torch.nn.Sequential(quantization.QuantStub(), torch.nn.Linear(4, 4), torch.nn.ReLU(), torch.nn.Linear(4, 2))
+        layers.qconfig = quantization.get_default_qat_qconfig("fbgemm")  # type: ignore[assignment]
+        model = quantization.prepare_qat(layers.train()).to(device)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        before = metrics.EXECUTE_TIME.count
+        for k in range(3):
+            optimizer.zero_grad()
+            model(torch.arange(8.0).view(2, 4).to(device) / (k + 1) - 1).pow(2).sum().backward()
+            optimizer.step()
+            if device == "xla":
+                torch.xla.synchronize()  # type: ignore[attr-defined]
+        return {k: v.cpu() for k, v in model.state_dict().items()}, metrics.EXECUTE_TIME.count - before
+
+    state, programs = train("xla")
+    assert programs == 3
+    torch.testing.assert_close(state, train("cpu")[0], rtol=1e-4, atol=1e-5)
