@@ -85,3 +85,39 @@ def test_far_back_in_a_long_step() -> None:
     assert mask.all()
     assert metrics.EXECUTE_TIME.count == before
     torch_xla.sync()
+
+
+def _averaged(optimizer: Callable[..., torch.optim.Optimizer], device: str) -> tuple[list[torch.Tensor], list[int]]:
+    """Weights and their averages, whose Python code asks for the number of steps; and how many programs each step took."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4).to(device)
+    own = optimizer(model.parameters())
+    mean = torch.optim.swa_utils.AveragedModel(model)
+    programs = []
+    for k in range(4):
+        before = metrics.EXECUTE_TIME.count
+        own.zero_grad()
+        model(torch.arange(8.0).view(2, 4).to(device) / (k + 1)).pow(2).mean().backward()
+        own.step()
+        mean.update_parameters(model)
+        if device == "xla":
+            torch_xla.sync()
+        programs.append(metrics.EXECUTE_TIME.count - before)
+    return [p.detach().cpu() for p in (*model.parameters(), *mean.parameters())], programs
+
+
+@pytest.mark.parametrize("optimizer", [lambda p: torch.optim.SGD(p, 0.1), lambda p: torch.optim.ASGD(p, 0.1, t0=2, alpha=0.5)])
+def test_numbers_of_steps(optimizer: Callable[..., torch.optim.Optimizer]) -> None:
+    """`1 / (n + 1)` is worked out on the host."""
+    weights, programs = _averaged(optimizer, "xla")
+    assert programs == [1] * 4
+    torch.testing.assert_close(weights, _averaged(optimizer, "cpu")[0], rtol=1e-5, atol=1e-6)
+
+
+def test_numbers_that_the_device_rounds_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NEURON_CC_FLAGS", "--auto-cast=all --auto-cast-type=bf16")
+    count = torch.tensor(2.0, device="xla")
+    torch_xla.sync()
+    before = metrics.EXECUTE_TIME.count
+    assert (1 / (count + 1)).item() == pytest.approx(1 / 3, rel=1e-2)
+    assert metrics.EXECUTE_TIME.count == before + 1

@@ -7,7 +7,7 @@ leaves that differ among ranks each rank's value is computed: they must agree.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from torch_bridge.ir.layout import Layout
 from torch_bridge.ir.segment import Segment, Storage
 from torch_bridge.ir.view_entries import read_entries
 from torch_bridge.mesh import sharding, spmd, world
+from torch_bridge.precision import precision_mode
 
 if TYPE_CHECKING:
     import jax
@@ -41,6 +42,9 @@ _MOVING = frozenset({
     "cat", "stack", "index", "index_select", "gather", "as_strided", "select_scatter", "slice_scatter", "as_strided_scatter",
 })  # fmt: skip
 _COUNTING = frozenset({"_to_copy", "add", "sub", "rsub", "mul", "neg", "where", "masked_fill", "fill", "full", "full_like", "index_put"})
+_PLAIN = frozenset(
+    {"_to_copy", "add", "sub", "rsub", "mul", "div", "neg", "reciprocal", "fill", "full", "full_like", "maximum", "minimum", "clamp"}
+)
 _INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _OTHERS = 1 << 40
 """From here on: ids of values that are not in the segment."""
@@ -82,14 +86,26 @@ def known_untold(segment: Segment, storage: Storage, view: Layout) -> torch.Tens
     return None if found is None else found[0]
 
 
+def number(segment: Segment, storage: Storage, view: Layout) -> torch.Tensor | None:
+    """A float that waits in the segment and is made of single numbers at hand (`1 / (steps + 1)`), as eager torch computes it; None for any other.
+
+    A recording is not told, as for `known_untold`. Where floats of the device are rounded otherwise, nothing is.
+    """
+    if storage.segment is not segment or not storage.pending or precision_mode.current() != precision_mode.PLAIN:
+        return None
+    work, vid = Work(segment, cheap=_plain), segment.read(storage, view)
+    found = work.results([vid]) if work.value(vid) else None
+    return None if found is None else found[0]
+
+
 class Work:
     """Ops to be computed on the host, by the ids of values in a segment. leaves: the arrays they start from, with a rank's shape; first: the first node.
 
-    floats: these may be floats that ops move or compare, which is exact wherever it is done.
+    floats: these may be floats that ops move or compare, which is exact wherever it is done. cheap: which ops may be on the way.
     """
 
-    def __init__(self, segment: Segment, floats: bool = False):
-        self._floats = floats
+    def __init__(self, segment: Segment, floats: bool = False, cheap: Callable[[Entry], bool] | None = None):
+        self._floats, self._cheap = floats, cheap or _cheap
         self.leaves: dict[int, tuple[Any, tuple[int, ...]]] = {}
         self.first = len(segment.nodes)
         self._segment = segment
@@ -103,7 +119,7 @@ class Work:
         if vid < 0:
             array = self._segment.leaves[-vid - 1]
             return self._leaf(vid, array, () if id(array) in self._segment.scalars else None)
-        cone = _cone(self._segment, vid)
+        cone = _cone(self._segment, vid, self._cheap)
         if cone is None:
             return False
         for index, first in cone:
@@ -144,7 +160,7 @@ class Work:
             values = {**self._known, **{v: _on_host(array, rank, size) for v, (array, size) in self.leaves.items()}}
             for entry, inputs, numbers, first in self._steps:
                 _compute(entry, [values[v] for v in inputs], numbers, first, values)
-                if _counts(entry) and not all(_exact(values[first + k]) for k in range(entry.n_outs)):
+                if self._cheap is _cheap and _counts(entry) and not all(_exact(values[first + k]) for k in range(entry.n_outs)):
                     return None
             found.append([values[v] for v in wanted])
         if not found or not all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True)):
@@ -166,9 +182,10 @@ class Work:
         """size: a rank's shape, if the array's own does not say it."""
         if not hasattr(array, "is_deleted") or array.is_deleted():
             return False  # (a captured module's input has no value)
-        if (dtype := dtypes.to_torch(array.dtype)) not in _INTEGERS and not (self._floats and dtype in _FLOATS):
-            return False
         size = tuple(array.sharding.shard_shape(array.shape)) if size is None else size
+        floats = self._floats or (self._cheap is _plain and torch.Size(size).numel() == 1)
+        if (dtype := dtypes.to_torch(array.dtype)) not in _INTEGERS and not (floats and dtype in _FLOATS):
+            return False
         if torch.Size(size).numel() > MAX_ELEMENTS:
             return False
         self.leaves[vid] = array, size
@@ -208,8 +225,8 @@ def _on_host(array: jax.Array, rank: int, size: tuple[int, ...]) -> torch.Tensor
     return from_numpy(np.array(sharding.block(array, rank, size) if sharding.active() else spmd.whole(array)))
 
 
-def _cone(segment: Segment, vid: int) -> list[tuple[int, int]] | None:
-    """(node index, id of its first result) of everything `vid` depends on, in order; None if it is not small and integer."""
+def _cone(segment: Segment, vid: int, cheap: Callable[[Entry], bool]) -> list[tuple[int, int]] | None:
+    """(node index, id of its first result) of everything `vid` depends on, in order; None if it is more than `cheap` ops."""
     needed = {vid}
     cone: list[tuple[int, int]] = []
     nodes, index, at = segment.nodes, len(segment.nodes), segment.next_vid
@@ -219,7 +236,7 @@ def _cone(segment: Segment, vid: int) -> list[tuple[int, int]] | None:
             index -= 1
             at -= nodes[index][0].n_outs
         entry = nodes[index][0]
-        if not _cheap(entry) or len(cone) == MAX_NODES or len(nodes) - index > SEARCH:
+        if not cheap(entry) or len(cone) == MAX_NODES or len(nodes) - index > SEARCH:
             return None
         needed.difference_update(range(at, at + entry.n_outs))
         needed.update(v for v in nodes[index][1:] if v >= 0)
@@ -231,6 +248,13 @@ def _cheap(entry: Entry) -> bool:
     if entry.rng or entry.op.namespace != "aten" or not all(o is not None and o.numel <= MAX_ELEMENTS for o in entry.outs):
         return False
     return _counts(entry) or _moves(entry) or all(o is not None and o.dtype in _INTEGERS for o in entry.outs)
+
+
+def _plain(entry: Entry) -> bool:
+    """Whether it makes single numbers of others with an operation that every machine rounds alike."""
+    if entry.rng or entry.op.namespace != "aten" or not all(o is not None and o.numel == 1 for o in entry.outs):
+        return False
+    return entry.op._schema.name.removeprefix("aten::") in _PLAIN or _moves(entry)
 
 
 def _counts(entry: Entry) -> bool:

@@ -197,6 +197,9 @@ def item(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, A
         if known is not None:
             return STATE.session.history.read(known.item())
     segment.asked()
+    plain = host_values.number(segment, t._storage, t._layout) if t.dtype.is_floating_point else None
+    if plain is not None:
+        return STATE.session.history.read(plain.item())
     found = STATE.session.history.read(download(t).item())
     if not READING.allowed:
         values = each_ranks_number(t)

@@ -117,7 +117,7 @@ def test_an_observer_that_rounds(name: str, per_row: bool, symmetric: bool) -> N
         torch.testing.assert_close([t.cpu() for t in (*got, *moved)], [*want, *buffers], rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated")  # users have it still
+@pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated", "ignore:Please use quant_min")  # users have it still
 def test_training_for_quantization_is_one_program_a_step() -> None:
     from torch.ao import quantization
 
