@@ -21,11 +21,10 @@ from torch_bridge.runtime import executor, session
 def first_step(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """pytest catches what a test raises: a step must have ended in it before checks wait."""
     executor.sync()
-    monkeypatch.setattr(session, "CHECKS", [])
     monkeypatch.setattr(session.current(), "observers", ())
     checks = value_checks.ValueChecks()
     monkeypatch.setattr(value_checks, "CHECKS", checks)
-    session.check_with(checks)
+    session.current().observe(checks)
     torch_xla.sync()
     yield
     executor.sync()
@@ -194,6 +193,30 @@ def test_a_try_that_raises_again_does_not_cut_steps() -> None:
     except ValueError as error:
         noted.append(error)
         raise
+
+
+def test_an_abstract_run_goes_on() -> None:
+    from nxd_jax import abstract_run
+
+    with abstract_run(1):
+        scale = D.Normal(torch.zeros(3, device="xla"), torch.randn(3, device="xla").exp()).scale
+        torch_xla.sync()
+        assert scale.shape == (3,)
+
+
+def test_who_looks_at_checks_is_gone_after_a_step_without_any() -> None:
+    """So that modules may be run without segments."""
+    own = session.current()
+    assert value_checks.CHECKS not in own.observers
+    kept = D.Normal(*on_xla([0.0, 1.0], [1.0, 2.0]))
+    assert value_checks.CHECKS in own.observers
+    torch_xla.sync()
+    assert value_checks.CHECKS in own.observers
+    torch_xla.sync()
+    assert value_checks.CHECKS not in own.observers
+    with pytest.raises(ValueError, match="found invalid values"):
+        assert ran(lambda: D.Normal(*on_xla([0.0, 1.0], [1.0, -2.0]))) == kept
+    del kept
 
 
 @pytest.fixture

@@ -33,7 +33,6 @@ from torch_bridge.mesh import sharding, spmd, world
 from torch_bridge.recorder import expected_answers, fallback, host_values
 from torch_bridge.recorder.dispatch import special
 from torch_bridge.recorder.tensor import XLATensor
-from torch_bridge.runtime import session
 from torch_bridge.runtime.observers import Observer
 from torch_bridge.runtime.session import STATE
 from torch_bridge.script import catching, raising, rank_syntax
@@ -177,15 +176,26 @@ def _told_by_host(asked: XLATensor) -> bool:
 def _linalg_check_errors(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     found, api_name = args
     if found._storage.pending and found.numel() and _may_wait(sys._getframe(1), torch.linalg.LinAlgError):
-        emit(check_info, (found,), (api_name, kwargs["is_matrix"]))
+        if STATE.session.abstract is None:
+            _emitted()
+            emit(check_info, (found,), (api_name, kwargs["is_matrix"]))
     else:
         fallback.on_host(func, args, kwargs)
 
 
 def _may_wait(frame: FrameType, error: type[Exception]) -> bool:
-    """Whether an error of this frame may be raised when the step runs."""
-    session.check_with(CHECKS)
-    return not STATE.session.current.capture and not CHECKS.caught_in_step(frame, error)
+    """Whether an error of this frame may be raised when the step runs. An abstract run has no values that could be wrong."""
+    own = STATE.session
+    if own.abstract is not None or own.current.capture:
+        return own.abstract is not None
+    own.observe(CHECKS)
+    return not CHECKS.caught_in_step(frame, error)
+
+
+def _emitted() -> None:
+    """A check is about to be recorded. In a module that is being recorded it comes again whenever that is played."""
+    CHECKS.asked = True
+    CHECKS.stays = CHECKS.stays or STATE.session.current.watch is not None
 
 
 def install() -> None:
@@ -210,6 +220,9 @@ class ValueChecks(Observer):
     reads_values = True
 
     def __init__(self) -> None:
+        self.asked = False
+        """Whether the step has a check. Who observes a session keeps programs from running without segments: after a step that has none, this does not."""
+        self.stays = False
         self._checks: list[Check] = []
         self._ended_in: set[tuple[str, int]] = set()
         """Each `try` of scripts in which a step has ended: what a run raises then, they catch, too."""
@@ -220,6 +233,9 @@ class ValueChecks(Observer):
 
     def step_ended(self, ran: bool) -> None:
         """A step was marked."""
+        if not self.asked and not self.stays and not self._checks:
+            STATE.session.unobserve(self)
+        self.asked = False
         self._ended_in |= catching.places(sys._getframe(1), ValueError, torch.linalg.LinAlgError)
 
     def preparing(self, segment: Segment) -> None:
