@@ -151,11 +151,10 @@ def answer(asked: torch.Tensor, frame: FrameType) -> bool | None:
     if not isinstance(valid, XLATensor) or not valid.numel():
         return None
     same = isinstance(value, XLATensor) and value.shape == valid.shape and not value.is_complex() and value is not valid
-    emit(
-        check_values,
-        (valid.detach(), value.detach() if same else valid.detach()),
-        (question.what, question.error, tuple(valid.shape), same),
-    )
+    if STATE.session.abstract is None:
+        _emitted()
+        tensors = valid.detach(), (value if same else valid).detach()
+        emit(check_values, tensors, (question.what, question.error, tuple(valid.shape), same))
     return guard is None or guard.answer
 
 
