@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import unittest
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,15 +21,18 @@ from torch_bridge.runtime import executor, session
 
 @pytest.fixture(autouse=True)
 def first_step(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """pytest catches what a test raises: a step must have ended in it before checks wait."""
+    """No step has ended yet."""
     executor.sync()
     monkeypatch.setattr(session.current(), "observers", ())
-    checks = value_checks.ValueChecks()
-    monkeypatch.setattr(value_checks, "CHECKS", checks)
-    session.current().observe(checks)
-    torch_xla.sync()
+    monkeypatch.setattr(value_checks, "CHECKS", value_checks.ValueChecks())
     yield
     executor.sync()
+
+
+def end_a_step() -> None:
+    """pytest catches what a test raises: a step must have ended in it before checks wait."""
+    session.current().observe(value_checks.CHECKS)
+    torch_xla.sync()
 
 
 def on_xla(*values: Any) -> list[torch.Tensor]:
@@ -67,6 +72,7 @@ def _train(device: str) -> tuple[list[torch.Tensor], list[int]]:
 
 
 def test_a_training_step_is_one_program() -> None:
+    end_a_step()
     weights, programs = _train("xla")
     assert programs == [1] * 4
     torch.testing.assert_close(weights, _train("cpu")[0], rtol=1e-4, atol=1e-5)
@@ -97,6 +103,7 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
 @pytest.mark.core(keep=3)
 @pytest.mark.parametrize("name", WRONG)
 def test_what_is_wrong_is_raised_when_the_step_runs(name: str) -> None:
+    end_a_step()
     script, text = WRONG[name]
     kept = script()
     with pytest.raises(ValueError, match=text) as error:
@@ -141,6 +148,7 @@ def test_a_scripts_own_assertion_is_answered_at_once() -> None:
 
 
 def test_a_matrix_that_cannot_be_factored() -> None:
+    end_a_step()
     kept = torch.linalg.cholesky(*on_xla([[[1.0, 0.0], [0.0, 1.0]], [[1.0, 2.0], [2.0, 1.0]]]))
     with pytest.raises(torch.linalg.LinAlgError, match=r"Batch element 1.*not positive-definite\), at .*test_value_checks.py"):
         torch_xla.sync()
@@ -149,6 +157,7 @@ def test_a_matrix_that_cannot_be_factored() -> None:
 
 
 def test_all_that_is_wrong_is_named() -> None:
+    end_a_step()
     kept = [D.Normal(*on_xla(0.0, -1.0 - i)) for i in range(10)]
     with pytest.raises(ValueError, match=r"values: -1, .*\n(.*\n)*\.\.\. and 2 more\nOn device xla this is known when the step has run"):
         torch_xla.sync()
@@ -186,7 +195,41 @@ def test_a_try_around_whole_steps_does_not_cut_them() -> None:
     assert "found invalid values: -3" in caught
 
 
+def test_a_step_that_ended_in_another_call_of_a_function_says_nothing_of_this_one() -> None:
+    def raises(function: Callable[[], Any]) -> bool:
+        try:
+            function()
+        except ValueError:
+            return True
+        return False
+
+    def step() -> None:
+        D.Normal(*on_xla(0.0, 1.0))
+        torch_xla.sync()
+
+    assert not raises(step)
+    assert raises(lambda: D.Normal(*on_xla(0.0, -1.0)))
+    assert not raises(step)
+
+
+def test_errors_that_unittest_and_pytest_wait_for_come_at_once() -> None:
+    case = unittest.TestCase()
+    case.assertRaises(ValueError, D.Normal, *on_xla(0.0, -1.0))
+    case.assertRaisesRegex(ValueError, "Expected parameter scale", lambda: D.Normal(*on_xla(0.0, -1.0)))
+    case.assertRaises(torch.linalg.LinAlgError, lambda: torch.linalg.cholesky(*on_xla([[-1.0]])))
+    with case.assertRaises(ValueError):
+        D.Normal(*on_xla(0.0, -1.0))
+    pytest.raises(ValueError, D.Normal, *on_xla(0.0, -1.0))  # noqa: PT010
+    waiting = pytest.raises(ValueError)
+    with waiting:
+        D.Normal(*on_xla(0.0, -1.0))
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(pytest.raises(ValueError))
+        D.Normal(*on_xla(0.0, -1.0))
+
+
 def test_a_try_that_raises_again_does_not_cut_steps() -> None:
+    end_a_step()
     noted = []
     try:
         assert ran(lambda: D.Normal(*on_xla(0.0, 1.0))) == 1
@@ -206,6 +249,7 @@ def test_an_abstract_run_goes_on() -> None:
 
 def test_who_looks_at_checks_is_gone_after_a_step_without_any() -> None:
     """So that modules may be run without segments."""
+    end_a_step()
     own = session.current()
     assert value_checks.CHECKS not in own.observers
     kept = D.Normal(*on_xla([0.0, 1.0], [1.0, 2.0]))
@@ -227,6 +271,7 @@ def two_ranks() -> Iterator[None]:
 
 
 def test_the_rank_is_named(two_ranks: None) -> None:
+    end_a_step()
     kept = D.Normal(torch.zeros(2, device="xla"), torch.ones(2, device="xla") - 1.5 * world.rank())
     with pytest.raises(ValueError, match=r": 2 of 2, the first is -0.5 at \[0\], on rank 1, at "):
         torch_xla.sync()

@@ -223,19 +223,24 @@ class ValueChecks(Observer):
         """Whether the step has a check. Who observes a session keeps programs from running without segments: after a step that has none, this does not."""
         self.stays = False
         self._checks: list[Check] = []
-        self._ended_in: set[tuple[str, int]] = set()
-        """Each `try` of scripts in which a step has ended: what a run raises then, they catch, too."""
+        self._ended_in: set[catching.Place] = set()
+        """Each `try` of scripts in which the last step ended: what a run raises then, they catch, too."""
 
     def caught_in_step(self, frame: FrameType, error: type[Exception]) -> bool:
         """Whether somebody would catch an error of this frame before the step ends."""
-        return not catching.places(frame, error) <= self._ended_in
+        found = catching.places(frame, error)
+        if not found:
+            return False
+        around = catching.frames(frame)
+        self._ended_in = {place for place in self._ended_in if place[0] in around}  # a frame that has returned would keep its tensors
+        return not found <= self._ended_in
 
     def step_ended(self, ran: bool) -> None:
         """A step was marked."""
         if not self.asked and not self.stays and not self._checks:
             STATE.session.unobserve(self)
         self.asked = False
-        self._ended_in |= catching.places(sys._getframe(1), ValueError, torch.linalg.LinAlgError)
+        self._ended_in = catching.places(sys._getframe(1), ValueError, torch.linalg.LinAlgError)
 
     def preparing(self, segment: Segment) -> None:
         """Have the results of its checks come out of a segment."""

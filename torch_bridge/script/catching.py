@@ -10,19 +10,32 @@ from typing import Any
 from torch_bridge import source
 from torch_bridge.script import rank_syntax
 
-_SWALLOW = ("raises", "suppress", "assertRaises", "assertRaisesRegex")
-"""Context managers, by their names, that catch errors."""
+_SWALLOW = ("raises", "RaisesExc", "RaisesGroup", "suppress", "assertRaises", "assertRaisesRegex", "ExitStack", "AsyncExitStack")
+"""Context managers, by their names, that catch errors, or may hold one that does."""
 
 
-def places(frame: FrameType | None, *errors: type[Exception]) -> set[tuple[str, int]]:
-    """(file, line) of each `try` whose `except` goes on after one of these errors, and each `with` that swallows it, at this frame or outside of it. torch's
-    own and ours do not count."""
-    found: set[tuple[str, int]] = set()
+Place = tuple[FrameType, int]
+"""A frame, and the line of a `try` or `with` in it that it is inside of."""
+
+
+def places(frame: FrameType | None, *errors: type[Exception]) -> set[Place]:
+    """Each `try` whose `except` goes on after one of these errors, and each `with` that swallows it, at this frame or outside of it. torch's own and ours do
+    not count."""
+    found: set[Place] = set()
     names = tuple(dict.fromkeys(name for error in errors for t in error.__mro__ for name in (t.__name__, t.__name__.lstrip("_"))))
     while frame is not None:
         code = frame.f_code
         if source.is_user(code):
-            found.update((code.co_filename, line) for line in _lines(code.co_filename, code.co_firstlineno, frame.f_lineno, names))
+            found.update((frame, line) for line in _lines(code.co_filename, code.co_firstlineno, frame.f_lineno, names))
+        frame = frame.f_back
+    return found
+
+
+def frames(frame: FrameType | None) -> set[FrameType]:
+    """A frame and those outside of it."""
+    found = set()
+    while frame is not None:
+        found.add(frame)
         frame = frame.f_back
     return found
 
@@ -66,4 +79,5 @@ def _raises(handler: ast.ExceptHandler) -> bool:
 
 
 def _swallows(manager: ast.expr) -> bool:
-    return isinstance(manager, ast.Call) and _last_name(manager.func) in _SWALLOW
+    """Of one that was made before (`with self:` in unittest's `assertRaises(error, function)`) nothing is known: it may."""
+    return not isinstance(manager, ast.Call) or _last_name(manager.func) in _SWALLOW
