@@ -61,7 +61,7 @@ def run(
     """
     mode = precision_mode.current() if mode is None else mode
     env: dict[fx.Node, Any] = {}
-    last = _last_uses(graph, transposed)
+    last = last_uses(graph, transposed)
     overlapping_writes.mark(graph)
     supply = iter(inputs)
     for node in graph.nodes:
@@ -86,7 +86,8 @@ def run(
     raise AssertionError("graph without output")
 
 
-def _last_uses(graph: fx.Graph, transposed: Mapping[fx.Node, Sequence[int]]) -> dict[fx.Node, list[fx.Node]]:
+def last_uses(graph: fx.Graph, transposed: Mapping[fx.Node, Sequence[int]] = MappingProxyType({})) -> dict[fx.Node, list[fx.Node]]:
+    """By node, the nodes that nobody reads after it."""
     seen: set[fx.Node] = set()
     last: dict[fx.Node, list[fx.Node]] = {}
     for node in reversed(graph.nodes):

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import fx
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.weak import WeakIdKeyDictionary
 
 from torch_bridge import metrics
 from torch_bridge.compiler import interpret
@@ -60,13 +61,13 @@ _GO_BY_STRIDES = frozenset(
 
 
 class _Run:
-    """One execution. values: by node, CPU tensors (or lists of them) and Python numbers; arrays: by id of a tensor, the array that has its memory."""
+    """One execution. values: by node, CPU tensors (or lists of them) and Python numbers, as long as somebody reads them; arrays: by tensor, the array that has
+    its memory."""
 
     def __init__(self, spec: ProgramSpec, args: Sequence[Any]):
         self._spec = spec
         self._values: dict[fx.Node, Any] = {}
-        self._arrays: dict[int, jax.Array] = {}
-        self._kept: list[torch.Tensor] = []
+        self._arrays: Any = WeakIdKeyDictionary()
         self._inputs = list(args)
         ports = spec.ports
         placeholders = [n for n in spec.graph.nodes if n.op == "placeholder"]
@@ -80,9 +81,14 @@ class _Run:
     def results(self) -> list[Any]:
         """What leaves through each port."""
         ports, values = self._spec.ports, self._values
+        last = interpret.last_uses(self._spec.graph)
         for node in self._spec.graph.nodes:
+            if node.op == "output":
+                break
             if node.op == "call_function":
                 values[node] = self._computed(node)
+            for dead in last.get(node, ()):
+                values.pop(dead, None)
         found = [values[n] for n in results_of(self._spec.graph)]
         outs = [
             torch.stack([found[k] for k in port]) if stacked else found[port[0]]
@@ -145,13 +151,12 @@ class _Run:
             found = torch.from_dlpack(array.block_until_ready())
         except (BufferError, RuntimeError, TypeError, ValueError):  # a dtype that DLPack does not know
             found = from_numpy(np.array(array))
-        self._arrays[id(found)] = array
-        self._kept.append(found)
+        self._arrays[found] = array
         return found
 
     def _array(self, t: torch.Tensor, given: set[int] | None = None) -> jax.Array:
         """A tensor's values as an array: the one that it is made of, or a copy. given: arrays that somebody else has got already, or will give away."""
-        known = self._arrays.get(id(t))
+        known = self._arrays.get(t)
         if known is None or (given is not None and id(known) in given):
             return jnp.array(to_numpy(t), copy=True)
         if given is not None:
