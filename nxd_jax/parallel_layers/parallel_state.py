@@ -337,7 +337,7 @@ def initialize_kv_group(kv_shared_group_size: int = 1, sequential_ranks_in_group
 
 def get_kv_shared_group(as_list: bool = False) -> Any:
     """The group of ranks that hold the same K/V heads as this one, or the ranks of all such groups."""
-    return kv_groups.lists() if as_list else kv_groups.group()
+    return kv_groups.shared(as_list)
 
 
 def get_kv_shared_replica_groups() -> Lists:

@@ -59,3 +59,8 @@ def group() -> Any:
 def lists() -> Lists:
     """The ranks of all groups."""
     return [list(members) for members in group()._mesh]
+
+
+def shared(as_list: bool = False) -> Any:
+    """The group of ranks that hold the same K/V heads as this one, or the ranks of all such groups."""
+    return lists() if as_list else group()

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from nxd_jax.checkpoint import contents, original, original_writing, reading, saving, tags, writing
 from nxd_jax.checkpoint.storage import BaseCheckpointStorage, create_checkpoint_storage
-from nxd_jax.parallel_layers import parallel_state
+from nxd_jax.tensor_parallel import parallel_groups
 from torch_bridge.config.variables import VARIABLES
 from torch_bridge.mesh import processes, world
 from torch_bridge.runtime import executor
@@ -152,10 +152,10 @@ def finalize_checkpoint() -> None:
 
 def _get_path(prefix: str, tp: bool = True, pp: bool = True, dp: bool = False, ep: bool = False) -> str:
     """`trainer.checkpoint._get_path`: how NxD names this rank's file below `prefix`, for scripts that write files of their own."""
-    numbers = [("dp", parallel_state.get_data_parallel_rank() if dp else 0)]
-    numbers += [("ep", parallel_state.get_expert_model_parallel_rank())] if ep else []
-    numbers += [("tp", parallel_state.get_tensor_model_parallel_rank() if tp else 0)]
-    numbers += [("pp", parallel_state.get_pipeline_model_parallel_rank() if pp else 0)]
+    numbers = [("dp", parallel_groups.rank("dp") if dp else 0)]
+    numbers += [("ep", parallel_groups.rank("ep"))] if ep else []
+    numbers += [("tp", parallel_groups.rank("tp") if tp else 0)]
+    numbers += [("pp", parallel_groups.rank("pp") if pp else 0)]
     return f"{prefix}/{'_'.join(f'{kind}_rank_{number:02d}' for kind, number in numbers)}.pt"
 
 

@@ -11,6 +11,7 @@ from tests.torch_bridge.floors import Import
 PACKAGE = Path(__file__).parents[2] / "nxd_jax"
 
 FLOORS = (
+    "_distribution",
     "_version",
     "_flags",
     "_later",
