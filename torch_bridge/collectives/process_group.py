@@ -15,7 +15,6 @@ from torch_bridge.collectives import functional, reducers, rooted_gradients, tor
 from torch_bridge.mesh import groups as rank_groups
 from torch_bridge.mesh import processes, world
 from torch_bridge.mesh.groups import Groups
-from torch_bridge.runtime import executor
 
 Tensors = list[torch.Tensor]
 
@@ -152,6 +151,8 @@ class ProcessGroupXla(_Base):
     @contextlib.contextmanager
     def _by_itself(self) -> Iterator[None]:
         """Where ranks in several processes do different things, without collectives: a program of its own, so that those with collectives are alike."""
+        from torch_bridge.runtime import executor  # importing starts no JAX
+
         apart = world.process_count() > 1 and self.size() > 1
         if apart:
             executor.sync()
