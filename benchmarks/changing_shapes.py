@@ -42,7 +42,16 @@ def measure(variant: str, steps: int) -> dict[str, Any]:
 
     torch.manual_seed(0)
     config = GPT2Config(
-        VOCAB, LONGEST, HIDDEN, LAYERS, HEADS, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0
+        vocab_size=VOCAB,
+        n_positions=LONGEST,
+        n_embd=HIDDEN,
+        n_layer=LAYERS,
+        n_head=HEADS,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        bos_token_id=0,
+        eos_token_id=0,
     )
     model = GPT2LMHeadModel(config).to(device).eval()
     started = time.perf_counter()
