@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torch_bridge
+from torch_bridge.config import freed_memory
 from torch_bridge.config.settings import SETTINGS
 from torch_bridge.runtime import cold_shapes, eager_programs, executor
 from torch_bridge.runtime.session import STATE
@@ -261,6 +262,15 @@ def test_nothing_of_the_scripts_takes_part() -> None:
     assert not {"aten.mul.Tensor", "aten.add.Tensor", "aten.mm.default"}.intersection(Seen.names)
     torch.testing.assert_close(pending[0].cpu(), make("cpu")(8)[0])
     assert _cold() == before + 1
+
+
+def test_memory_that_was_freed_goes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of ever other sizes leave gaps."""
+    trimmed: list[bool] = []
+    monkeypatch.setattr(freed_memory, "trim", lambda: trimmed.append(True))
+    lengths = list(range(3, 3 + cold_shapes.SHAPES + eager_programs.TRIM_EVERY))
+    _run(lambda device: lambda length: [_long(torch.ones(length, 3, device=device))], lengths)
+    assert trimmed == [True]
 
 
 def test_one_variable_turns_it_off() -> None:

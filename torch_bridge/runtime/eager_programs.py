@@ -21,6 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from torch_bridge import metrics
 from torch_bridge.compiler import interpret
+from torch_bridge.config import freed_memory
 from torch_bridge.ir import dtypes
 from torch_bridge.ir.graph import KINDS, number, results_of
 from torch_bridge.lowerings.dropout import FACTORS, SHIFTS
@@ -33,11 +34,18 @@ if TYPE_CHECKING:
 aten = torch.ops.aten
 
 
+TRIM_EVERY = 16
+"""Executions after which freed memory goes back to the system: each has blocks of other sizes, and the gaps add up to gigabytes."""
+
+
 def run(spec: ProgramSpec, args: Sequence[Any]) -> list[Any]:
     """What a program gives for these arguments, computed by torch: arrays in the order in which they leave."""
     metrics.count("ColdShapeExecute")
     with _plainly():
-        return _Run(spec, args).results()
+        found = _Run(spec, args).results()
+    if metrics.COUNTERS["ColdShapeExecute"] % TRIM_EVERY == 0:
+        freed_memory.trim()
+    return found
 
 
 @contextlib.contextmanager
