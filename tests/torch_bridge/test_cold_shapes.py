@@ -273,6 +273,17 @@ def test_memory_that_was_freed_goes_back(monkeypatch: pytest.MonkeyPatch) -> Non
     assert trimmed == [True]
 
 
+def test_few_graphs_of_cold_programs_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cold_shapes, "KEPT", 4)
+    make = _training(torch.optim.SGD, 0.0)
+    lengths = [3, 4, 5, 6, 7, 8, 9, 10, 11, 6, 11, 11, 3]
+    found, compiled, _ = _run(make, lengths)
+    torch.testing.assert_close(found, _run(make, lengths, "cpu")[0], rtol=1e-4, atol=1e-5)
+    assert compiled[-1] == 4, "6 was forgotten when it came again, 11 was not"
+    _run(make, lengths[:9])
+    assert len(STATE.session.traces) <= cold_shapes.SHAPES + 4
+
+
 def test_one_variable_turns_it_off() -> None:
     make = _training(torch.optim.SGD, 0.0)
     assert _run(make, [3, 4, 5, 6, 7], cold=False)[1:] == ([1, 2, 3, 4, 5], [0, 0, 0, 0, 0])

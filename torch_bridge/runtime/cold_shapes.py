@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -32,6 +32,8 @@ SHAPES = 3
 """Programs of the same ops that are compiled before further ones are cold."""
 USES = 2
 """Times that a cold program runs before it is compiled."""
+KEPT = 64
+"""Structures of cold programs that are kept: a graph takes about a kilobyte for each op."""
 LEAST = 16
 """Ops that a program has at least: small ones compile fast."""
 
@@ -61,6 +63,17 @@ class ColdShapes:
                 USES,
             )
         program.cold = functools.partial(_computing[0], program.spec)
+
+    def too_many(self, traces: Iterable[Trace], new: Trace) -> list[Trace]:
+        """Those structures with cold programs that have not run for longest and are more than are kept, when there is a new one."""
+        if not any(_is_cold(program) for programs in new.programs.values() for program in programs):
+            return []
+        cold = [t for t in traces if t is not new and any(_is_cold(p) for programs in t.programs.values() for p in programs)]
+        return sorted(cold, key=lambda t: t.used)[: max(0, len(cold) + 1 - KEPT)]
+
+
+def _is_cold(program: Program) -> bool:
+    return program.cold is not None and not program.has_executable
 
 
 Compute = Callable[["ProgramSpec", Sequence[Any]], list[Any]]

@@ -244,6 +244,8 @@ def _programs(
             trace.programs.setdefault(part, []).append(program)
             if len(parts) == 1 and session.abstract is None:
                 session.cold_shapes.look(program, trace)
+                for late in session.cold_shapes.too_many(session.traces.values(), trace):
+                    _evict(session, late)
             session.history.compiling(program, trace, run, every_shape=not cold_shapes.possible(program.spec))
             program.results_held_by = tuple(weakref.ref(live[vid][0]) if vid in live else None for vid in part.results)
         else:
