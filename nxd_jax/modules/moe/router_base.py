@@ -11,10 +11,15 @@ from typing import Any
 import torch
 
 from nxd_jax.tensor_parallel import parallel_groups, regions, sharded_weights
+from nxd_jax.tensor_parallel.keeps_marks import KeepsMarks
 
 _ACTIVATIONS = ("sigmoid", "softmax")
 
 Routed = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+class RouterLinear(KeepsMarks, torch.nn.Linear):
+    """The router's product: an `nn.Linear` whose parameters stay marked when `load_state_dict(assign=True)` puts others in their place."""
 
 
 class RouterBase(torch.nn.Module):
@@ -79,7 +84,7 @@ class RouterBase(torch.nn.Module):
         self._make_weights("meta" if sharded_weights.is_meta(device) else device, balancing_bias)
 
     def _make_weights(self, device: Any, balancing_bias: bool) -> None:
-        self.linear_router = torch.nn.Linear(self.hidden_size, self.num_experts, bias=self.bias, dtype=self.dtype, device=device)
+        self.linear_router = RouterLinear(self.hidden_size, self.num_experts, bias=self.bias, dtype=self.dtype, device=device)
         for parameter in self.linear_router.parameters():
             parameter.sequence_parallel_enabled = self.sequence_parallel_enabled  # type: ignore[attr-defined]
         if self.store_transposed_weights:

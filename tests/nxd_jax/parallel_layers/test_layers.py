@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from nxd_jax.modules.moe.routing import RouterTopK
 from nxd_jax.modules.rms_norm import RMSNorm
 from nxd_jax.parallel_layers import PARALLEL_MODULES, layers, mappings, parallel_state
 from nxd_jax.parallel_layers.grads import get_grad_norm
@@ -330,6 +331,7 @@ def test_assigned_weights_stay_marked(nxd: Nxd) -> None:
             "row": RowParallelLinear(OUT, IN, input_is_parallel=True, sequence_parallel_enabled=True, sequence_dimension=0),
             "norm": LayerNorm(IN, sequence_parallel_enabled=True),
             "rms": RMSNorm(IN, sequence_parallel_enabled=True),
+            "router": RouterTopK(4, 2, IN, sequence_parallel_enabled=True, sequence_dimension=0),
         }
     ).to("xla")
     before = dict(model.named_parameters())
