@@ -39,6 +39,7 @@ def test_who_asks_for_it() -> None:
     assert {str(op) for op, found in registered().items() if found.mode} == {
         f"{FUSED.default}",
         "aten._scaled_dot_product_fused_attention_overrideable_backward.default",
+        "aten._transformer_encoder_layer_fwd.default",
         "aten.native_layer_norm.default",
         "aten.native_layer_norm_backward.default",
         "aten.scaled_dot_product_attention.default",
