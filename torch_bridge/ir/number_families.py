@@ -7,10 +7,9 @@ that "automatic dynamic", for shapes. Numbers of arithmetic (`x * k`, a learning
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -37,43 +36,32 @@ class NumberFamily:
 _Found = tuple[tuple[Any, ...], torch._ops.OpOverload, tuple[Any, ...]] | None
 """The numbers of a call, and the op with its arguments in which they are inputs. None if this call's are constants for good."""
 _Form = Callable[[Entry], _Found]
+_FIRST = Lift(0, int)
 
 
-_START, _END = Lift(0, int), Lift(1, int)
+class _Slice(NamedTuple):
+    """A slice. at: the places of its positions in a dim, which is the argument before them; op: what takes the first one as an input."""
 
+    at: tuple[int, ...]
+    op: torch._ops.OpOverload
 
-def _start(args: Sequence[Any], at: int) -> tuple[Any, ...] | None:
-    """Start and end of a part that has both, and no gaps: what is lifted starts anywhere, and is as long as it was."""
-    start, end, step = [*args[at : at + 3], 1][:3]
-    return (start, end) if type(start) is int and type(end) is int and 0 <= start < end and step == 1 else None
-
-
-def _slice(entry: Entry) -> _Found:
-    x, dim, *_ = args = entry.args
-    part = _start(args, 2)
-    return part and (part[:1], aten.narrow_copy.default, (x, dim, _START, part[1] - part[0]))
-
-
-def _slice_write(entry: Entry) -> _Found:
-    x, src, dim, *_ = args = entry.args
-    part = _start(args, 3)
-    return part and (part, entry.op, (x, src, dim, _START, _END, 1))
-
-
-def _slice_gradient(entry: Entry) -> _Found:
-    grad, size, dim, *_ = args = entry.args
-    part = _start(args, 3)
-    return part and (part, entry.op, (grad, size, dim, _START, _END, 1))
-
-
-def _index(at: int, op: torch._ops.OpOverload) -> _Form:
-    """A position in a dim, which is one of the arguments."""
-
-    def form(entry: Entry) -> _Found:
-        index = entry.args[at]
-        return ((index,), op, (*entry.args[:at], _START, *entry.args[at + 1 :])) if type(index) is int and index >= 0 else None
-
-    return form
+    def found(self, entry: Entry, inputs: Sequence[Layout]) -> _Found:
+        """A slice that starts anywhere, and is as long as this one; none for those that have gaps."""
+        args = list(entry.args)
+        if len(args) <= self.at[-1] or not all(type(args[k]) is int for k in self.at):
+            return None
+        shape = args[1] if entry.op in _GRADIENTS else inputs[0].size
+        length = shape[args[self.at[0] - 1]] if shape else 1
+        start, *ends = [args[k] + (length if args[k] < 0 else 0) for k in self.at]  # `x[-k]` counts from the end
+        before = tuple(args[: self.at[0]])
+        if not ends:
+            return ((start,), self.op, (*before, _FIRST, *args[self.at[0] + 1 :])) if start >= 0 else None
+        end = min(ends[0], length)
+        if not 0 <= start < end or [*args[self.at[1] + 1 :], 1][0] != 1:
+            return None
+        if self.op is aten.narrow_copy.default:
+            return (start,), self.op, (*before, _FIRST, end - start)
+        return (start, end), self.op, (*before, _FIRST, Lift(1, int), 1)
 
 
 def _numbers(*places: int, fits: Callable[..., bool] = lambda *numbers: True) -> _Form:
@@ -102,7 +90,7 @@ def _arange(entry: Entry) -> _Found:
     start, _, step = [*entry.args, 1][:3]
     if type(start) is not int or type(step) is not int or entry.outs[0] is None or not entry.outs[0].numel:
         return None
-    return (start, step), torch.ops.torch_bridge.ramp.default, (_START, Lift(1, int), entry.outs[0].numel, entry.outs[0].dtype)
+    return (start, step), torch.ops.torch_bridge.ramp.default, (_FIRST, Lift(1, int), entry.outs[0].numel, entry.outs[0].dtype)
 
 
 def _is_chance(p: float) -> bool:
@@ -110,16 +98,16 @@ def _is_chance(p: float) -> bool:
     return 2.0**-16 < p < 1 - 2.0**-16
 
 
-_SLICES: dict[torch._ops.OpOverload, _Form] = {
-    aten.slice.Tensor: _slice,
-    aten.slice_copy.Tensor: _slice,
-    aten.slice_scatter.default: _slice_write,
-    aten.slice_backward.default: _slice_gradient,
-    aten.narrow_copy.default: _index(2, aten.narrow_copy.default),
-    aten.select.int: _index(2, aten.select_copy.int),
-    aten.select_copy.int: _index(2, aten.select_copy.int),
-    aten.select_scatter.default: _index(3, aten.select_scatter.default),
-    aten.select_backward.default: _index(3, aten.select_backward.default),
+_SLICES = {
+    aten.slice.Tensor: _Slice((2, 3), aten.narrow_copy.default),
+    aten.slice_copy.Tensor: _Slice((2, 3), aten.narrow_copy.default),
+    aten.slice_scatter.default: _Slice((3, 4), aten.slice_scatter.default),
+    aten.slice_backward.default: _Slice((3, 4), aten.slice_backward.default),
+    aten.narrow_copy.default: _Slice((2,), aten.narrow_copy.default),
+    aten.select.int: _Slice((2,), aten.select_copy.int),
+    aten.select_copy.int: _Slice((2,), aten.select_copy.int),
+    aten.select_scatter.default: _Slice((3,), aten.select_scatter.default),
+    aten.select_backward.default: _Slice((3,), aten.select_backward.default),
 }
 _OTHERS: dict[torch._ops.OpOverload, _Form] = {
     aten.arange.start: _arange,
@@ -136,21 +124,8 @@ _OTHERS: dict[torch._ops.OpOverload, _Form] = {
     aten._native_batch_norm_legit_functional.default: _numbers(6),
     aten._batch_norm_with_update_functional.default: _numbers(5),
 }
-_FORMS = _SLICES | _OTHERS
 SLICES = frozenset(_SLICES)
 """Those that read or write a part of a tensor."""
-_POSITIONS = {
-    aten.slice.Tensor: (2, 3),
-    aten.slice_copy.Tensor: (2, 3),
-    aten.slice_scatter.default: (3, 4),
-    aten.slice_backward.default: (3, 4),
-    aten.narrow_copy.default: (2,),
-    aten.select.int: (2,),
-    aten.select_copy.int: (2,),
-    aten.select_scatter.default: (3,),
-    aten.select_backward.default: (3,),
-}
-"""Where slices have positions in a dim, which is the argument before."""
 _GRADIENTS = (aten.slice_backward.default, aten.select_backward.default)
 """Those whose dim is one of the result, whose size is the second argument."""
 _FAMILIES: dict[tuple[Any, ...], NumberFamily] = {}
@@ -158,8 +133,8 @@ _FAMILIES: dict[tuple[Any, ...], NumberFamily] = {}
 
 def join(entry: Entry, inputs: Sequence[Layout]) -> None:
     """Note the family of an entry for an op on tensors of these layouts, if it has one."""
-    form = _FORMS.get(entry.op)
-    found = None if form is None else form(_from_the_front(entry, inputs))
+    part, form = _SLICES.get(entry.op), _OTHERS.get(entry.op)
+    found = part.found(entry, inputs) if part is not None else form(entry) if form is not None else None
     if found is None:
         return
     entry.numbers, op, args = found
@@ -179,25 +154,6 @@ def _hashable(x: Any) -> Any:
     if isinstance(x, (list, tuple)):
         return tuple(map(_hashable, x))
     return (x.index, x.kind) if isinstance(x, Lift) else ("slot", x.index) if isinstance(x, Slot) else (type(x), x)
-
-
-def _from_the_front(entry: Entry, inputs: Sequence[Layout]) -> Entry:
-    """The same with positions in a dim that count from its end, as `x[-k]` has them, or lie behind it, as others."""
-    places = _POSITIONS.get(entry.op, ())
-    args = list(entry.args)
-    if not places or len(args) <= places[-1] or not all(type(args[k]) is int for k in places):
-        return entry
-    shape = args[1] if entry.op in _GRADIENTS else inputs[0].size
-    length = shape[args[places[0] - 1]] if shape else 1
-    for k in places:
-        args[k] += length if args[k] < 0 else 0
-    if len(places) > 1:
-        args[places[1]] = min(args[places[1]], length)
-    if tuple(args) == tuple(entry.args):
-        return entry
-    found = copy.copy(entry)
-    found.args = tuple(args)
-    return found
 
 
 def moves(entry: Entry) -> bool:

@@ -234,7 +234,13 @@ class Segment:
     # -- values ---------------------------------------------------------------------------------
 
     def emit(self, entry: Entry, ids: tuple[int, ...], numbers: tuple[Any, ...] = (), draw: Any = None) -> int:
-        """Append a node; returns the id of its first result. draw: (seed, offset[, mesh axes]) of a random op."""
+        """Append a node; returns the id of its first result. draw: (seed, offset[, mesh axes]) of a random op.
+
+        An op's own numbers may be inputs by now (`number_families`); a captured graph has constants, whatever ran before.
+        """
+        if entry.family is not None and not self.capture:
+            entry, own = number_families.recorded(entry)
+            numbers = own or numbers
         if draw is not None and len(draw) == 3:
             entry = entry.varied(draw[2])
             draw = draw[:2]
@@ -377,7 +383,7 @@ class Segment:
         found = views.get(view)
         if found is None:
             for entry in read_entries(storage.layout, view):
-                vid = self.emit(*self._dynamic(entry, (vid,)))
+                vid = self.emit(entry, (vid,))
             found = views[view] = vid
         elif self.watch is not None:
             self.watch(storage, view, found)
@@ -465,13 +471,6 @@ class Segment:
         self.overwritten = [(ref, array) for ref, array in self.overwritten if ref() is not storage]
         self.holders = {leaf: ref for leaf, ref in self.holders.items() if ref() is not storage}
 
-    def _dynamic(self, entry: Entry, ids: tuple[int, ...]) -> tuple[Entry, tuple[int, ...], tuple[Any, ...]]:
-        """A read or a write of a view as it is recorded: entry, inputs and numbers."""
-        if entry.family is None or self.capture:
-            return entry, ids, ()
-        entry, numbers = number_families.recorded(entry)
-        return entry, ids, numbers
-
     def write_view(self, storage: Storage, view: Layout, vid: int) -> None:
         """Write a value through a view."""
         if view is storage.layout:
@@ -486,9 +485,9 @@ class Segment:
         if chain.scatters:
             befores = [self.read(storage, storage.layout)]
             for entry in chain.reads:
-                befores.append(self.emit(*self._dynamic(entry, (befores[-1],))))
+                befores.append(self.emit(entry, (befores[-1],)))
         for entry, before in chain.writes:
-            vid = self.emit(*self._dynamic(entry, (vid,) if before is None else (befores[before], vid)))
+            vid = self.emit(entry, (vid,) if before is None else (befores[before], vid))
         self.write(storage, vid)
         if storage.facts is not None:
             self.follow(storage)

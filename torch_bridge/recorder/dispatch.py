@@ -427,9 +427,6 @@ def _emit(call: Call, tensors: list[XLATensor], numbers: list[Any], kwargs: dict
             ids.append(segment.read(storage, t._layout))
     entry = call.entry
     assert entry is not None
-    if entry.family is not None and not segment.capture:
-        entry, found = number_families.recorded(entry)
-        numbers = [*found]
     draw = draw_for(kwargs) if call.draws else None
     return segment, segment.emit(entry, tuple(ids), tuple(numbers), draw)
 
