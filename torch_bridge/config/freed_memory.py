@@ -62,7 +62,7 @@ def trim_after(compilation: float) -> None:
     Later steps keep what they free.
     """
     if compilation >= _LONG and _library is not None:
-        _library.malloc_trim(ctypes.c_size_t(0))
+        trim()
 
 
 def trim() -> None:
@@ -78,4 +78,4 @@ def give_back() -> None:
     if library is not None:
         library.mallopt(_MMAP_THRESHOLD, 128 << 10)
         library.mallopt(_TRIM_THRESHOLD, 128 << 10)
-        library.malloc_trim(ctypes.c_size_t(0))
+        trim()

@@ -109,6 +109,11 @@ def repeats_entries(size: tuple[int, ...], stride: tuple[int, ...]) -> bool:
     return any(s == 0 and n > 1 for n, s in zip(size, stride, strict=True))
 
 
+def reach(of: Layout) -> int:
+    """The place in the storage behind the last element."""
+    return of.offset + 1 + sum((n - 1) * s for n, s in zip(of.size, of.stride, strict=True) if n)
+
+
 def in_order(of: Layout) -> bool:
     """Whether the elements lie in the order of the dims, maybe with gaps between them: a contiguous copy lies as they do."""
     strides = [s for n, s in zip(of.size, of.stride, strict=True) if n != 1]
@@ -296,8 +301,7 @@ def meta_of(layout: Layout) -> torch.Tensor:
     """A meta tensor with this layout (its storage long enough for it)."""
     if layout.dense:
         return torch.empty_strided(layout.size, layout.stride, dtype=layout.dtype, device="meta")
-    reach = layout.offset + 1 + sum((n - 1) * s for n, s in zip(layout.size, layout.stride, strict=True) if n)
-    flat = torch.empty((reach,), dtype=layout.dtype, device="meta")
+    flat = torch.empty((reach(layout),), dtype=layout.dtype, device="meta")
     return flat.as_strided(layout.size, layout.stride, layout.offset)
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import torch
 from jax import lax
 
@@ -16,8 +18,8 @@ from torch_bridge.lowerings.registry import lowering
 
 aten = torch.ops.aten
 
-SHIFTS = (16, 15, 16)
-FACTORS = (0x7FEB352D, 0x846CA68B)
+_SHIFTS = (16, 15, 16)
+_FACTORS = (0x7FEB352D, 0x846CA68B)
 """Of the hash `lowbias32`, which maps 32 bits to 32 bits one to one; each bit of its result depends on each of its argument."""
 
 
@@ -27,23 +29,34 @@ def keep_mask(key: jax.Array, p: float | dtypes.Scalar, shape: tuple[int, ...]) 
     Every element's bits are computed from its number alone, so XLA computes them where the mask is read, forward and backward, and keeps nothing. XLA's own
     generator (Philox) makes four words at a time, and on CPUs computes all four for each.
     """
+    threshold: Any
     if isinstance(p, dtypes.Scalar):
         threshold = jnp.round(p.value * 2.0**32).astype(jnp.uint32)
     elif p >= 1:
         return jnp.zeros(shape, jnp.bool_)
     else:
-        threshold = jnp.uint32(min(round(p * 2**32), 2**32 - 1))
+        threshold = threshold_of(p)
     count = math.prod(shape)
     if count >= 2**32 or not random_keys.is_counted(key):
         return jax.random.bits(key, shape, jnp.uint32) >= threshold
     low, high, *_ = jax.random.key_data(key)
-    return _hash(_hash(lax.iota(jnp.uint32, count).reshape(shape) ^ low) + high) >= threshold
+    return hashed(lax.iota(jnp.uint32, count).reshape(shape), low, high) >= threshold
 
 
-def _hash(x: jax.Array) -> jax.Array:
-    for shift, factor in zip(SHIFTS, FACTORS, strict=False):
-        x = (x ^ (x >> jnp.uint32(shift))) * jnp.uint32(factor)
-    return x ^ (x >> jnp.uint32(SHIFTS[-1]))
+def threshold_of(p: float) -> np.uint32:
+    """What hashes are compared with, for a probability below 1."""
+    return np.uint32(min(round(p * 2**32), 2**32 - 1))
+
+
+def hashed(numbers: Any, low: Any, high: Any) -> Any:
+    """The bits of elements, from their numbers and the two words of a key: uint32, of JAX or of numpy."""
+    return _hash(_hash(numbers ^ low) + high)
+
+
+def _hash(x: Any) -> Any:
+    for shift, factor in zip(_SHIFTS, _FACTORS, strict=False):
+        x = (x ^ (x >> np.uint32(shift))) * np.uint32(factor)
+    return x ^ (x >> np.uint32(_SHIFTS[-1]))
 
 
 def keep_scale(p: float) -> float:

@@ -65,11 +65,6 @@ def _rounded(x: Array, dtype: torch.dtype) -> Array:
     return x.astype(dtypes.to_jax(dtype))
 
 
-def _as(x: Array, number: float | dtypes.Scalar) -> Array | float:
-    """A number beside `x`: in its dtype, as JAX takes Python's own."""
-    return number.value.astype(x.dtype) if isinstance(number, dtypes.Scalar) else number
-
-
 def _valid(x: Array, holds: Array) -> Array:
     """NaN where a parameter's value is none that torch accepts: to raise, as on the CPU, would stop the graph."""
     return jnp.where(holds, x, jnp.asarray(jnp.nan, x.dtype))
@@ -139,7 +134,7 @@ def _normal_float_float(
     mean: float | dtypes.Scalar, std: float | dtypes.Scalar, size: Shape, *, dtype: torch.dtype | None = None, key: Key
 ) -> Array:
     draws = _gaussian(key, size, _default(dtype))
-    return _rounded(draws * _as(draws, std) + _as(draws, mean), _default(dtype))
+    return _rounded(draws * dtypes.cast(std, draws.dtype) + dtypes.cast(mean, draws.dtype), _default(dtype))
 
 
 @lowering(aten.normal_functional.default, rng=True)

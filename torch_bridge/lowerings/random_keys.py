@@ -6,6 +6,8 @@ here is one of JAX's kind "rbg": four words, of which the first two are the key 
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,7 +21,7 @@ _FACTORS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 """Of SplitMix64, whose finalizer maps 64 bits to 64 bits one to one."""
 
 
-def _mixed(x: Array) -> Array:
+def _mixed(x: Any) -> Any:
     x = x + _GOLDEN
     x = (x ^ (x >> np.uint64(30))) * _FACTORS[0]
     x = (x ^ (x >> np.uint64(27))) * _FACTORS[1]
@@ -33,7 +35,12 @@ def _of_bits(bits: Array) -> Key:
 
 def from_seed(seed: Array, offset: Array) -> Key:
     """The key of one draw. seed, offset: uint64 scalars, of the generator and of the op in its stream."""
-    return _of_bits(_mixed(_mixed(seed) + offset))
+    return _of_bits(bits_of(seed, offset))
+
+
+def bits_of(seed: Any, offset: Any) -> Any:
+    """The 64 bits of that key: uint64, of JAX or of numpy."""
+    return _mixed(_mixed(seed) + offset)
 
 
 def from_bits(bits: Array) -> Key:

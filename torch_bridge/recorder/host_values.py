@@ -81,9 +81,7 @@ def known_untold(segment: Segment, storage: Storage, view: Layout) -> torch.Tens
     """
     if storage.segment is not segment or not storage.pending:
         return None
-    work, vid = Work(segment, floats=True), segment.read(storage, view)
-    found = work.results([vid]) if work.value(vid) else None
-    return None if found is None else found[0]
+    return Work(segment, floats=True).only(segment.read(storage, view))
 
 
 def number(segment: Segment, storage: Storage, view: Layout) -> torch.Tensor | None:
@@ -93,9 +91,7 @@ def number(segment: Segment, storage: Storage, view: Layout) -> torch.Tensor | N
     """
     if storage.segment is not segment or not storage.pending or precision_mode.current() != precision_mode.PLAIN:
         return None
-    work, vid = Work(segment, cheap=_plain), segment.read(storage, view)
-    found = work.results([vid]) if work.value(vid) else None
-    return None if found is None else found[0]
+    return Work(segment, cheap=_plain).only(segment.read(storage, view))
 
 
 class Work:
@@ -131,6 +127,11 @@ class Work:
                 self._steps.append((entry, inputs, next((n for i, n in self._segment.numbers if i == index), ()), first))
         self.first = min(self.first, cone[0][0])
         return True
+
+    def only(self, vid: int) -> torch.Tensor | None:
+        """A value of the segment, and nothing else; None as for `value` and `results`."""
+        found = self.results([vid]) if self.value(vid) else None
+        return None if found is None else found[0]
 
     def view(self, storage: Storage, view: Layout) -> int | None:
         """Add what a view of a storage shows; its id, or None as for `value`."""

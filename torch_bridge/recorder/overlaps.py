@@ -15,7 +15,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from torch_bridge.ir.bounded import Bounded
-from torch_bridge.ir.layout import Layout, is_dense
+from torch_bridge.ir.layout import Layout, is_dense, reach
 from torch_bridge.recorder.schema import info
 from torch_bridge.recorder.tensor import XLATensor
 
@@ -122,8 +122,7 @@ def _given(args: tuple[Any, ...], kwargs: dict[str, Any], i: int, name: str) -> 
 
 def _end(of: Layout) -> int:
     """The byte after its last element."""
-    last = sum((n - 1) * s for n, s in zip(of.size, of.stride, strict=True)) if of.numel else 0
-    return (of.offset + last + 1) * of.dtype.itemsize
+    return (reach(of) if of.numel else of.offset + 1) * of.dtype.itemsize
 
 
 def _view(memory: torch.Tensor, of: Layout, first: int) -> torch.Tensor:

@@ -14,7 +14,7 @@ from typing import Any, Protocol, SupportsIndex
 import torch
 
 from torch_bridge.errors import is_located
-from torch_bridge.ir.layout import Layout, layout
+from torch_bridge.ir.layout import Layout, layout, reach
 from torch_bridge.ir.segment import LOCK, Segment, Storage
 from torch_bridge.mesh import rank_numbers
 from torch_bridge.recorder import expected_answers, rank_array
@@ -171,10 +171,9 @@ class XLATensor(torch.Tensor):
         view = layout(
             (held.layout.numel,) if size is None else tuple(size), None if stride is None else tuple(stride), storage_offset, self.dtype
         )
-        last = view.offset + sum((n - 1) * step for n, step in zip(view.size, view.stride, strict=True))
-        if view.numel and last >= held.layout.numel:
+        if view.numel and reach(view) > held.layout.numel:
             raise RuntimeError(
-                f"Tensor.set_: size {list(view.size)}, stride {list(view.stride)} and offset {view.offset} reach element {last} of a storage of "
+                f"Tensor.set_: size {list(view.size)}, stride {list(view.stride)} and offset {view.offset} reach element {reach(view) - 1} of a storage of "
                 f"{held.layout.numel}, and storages of xla tensors do not grow"
             )
         return plain(make(view, held))

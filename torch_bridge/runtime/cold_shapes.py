@@ -44,14 +44,14 @@ class ColdShapes:
     def __init__(self) -> None:
         self._compiled: Counter[int] = Counter()
 
-    def look(self, program: Program, trace: Trace) -> None:
-        """Have a new program run in eager torch first, if enough like it were compiled. Counts those that are."""
+    def look(self, program: Program, trace: Trace) -> bool:
+        """Have a new program run in eager torch first, if enough like it were compiled; whether it will. Counts those that are."""
         if len(trace.nodes) < LEAST or not possible(program.spec):
-            return
+            return False
         structure = hash(tuple((node[0].op, source.file, source.line) for node, source in zip(trace.nodes, trace.sources, strict=False)))
         if self._compiled[structure] < SHAPES:
             self._compiled[structure] += 1
-            return
+            return False
         if self._compiled[structure] == SHAPES:
             self._compiled[structure] += 1
             logger.info(
@@ -63,17 +63,13 @@ class ColdShapes:
                 USES,
             )
         program.cold = functools.partial(_computing[0], program.spec)
-
-    def too_many(self, traces: Iterable[Trace], new: Trace) -> list[Trace]:
-        """Those structures with cold programs that have not run for longest and are more than are kept, when there is a new one."""
-        if not any(_is_cold(program) for programs in new.programs.values() for program in programs):
-            return []
-        cold = [t for t in traces if t is not new and any(_is_cold(p) for programs in t.programs.values() for p in programs)]
-        return sorted(cold, key=lambda t: t.used)[: max(0, len(cold) + 1 - KEPT)]
+        return True
 
 
-def _is_cold(program: Program) -> bool:
-    return program.cold is not None and not program.has_executable
+def too_many(traces: Iterable[Trace]) -> list[Trace]:
+    """Those structures with cold programs that have not run for longest and are more than are kept."""
+    cold = [t for t in traces if any(p.cold is not None and not p.has_executable for programs in t.programs.values() for p in programs)]
+    return sorted(cold, key=lambda t: t.used)[: max(0, len(cold) - KEPT)]
 
 
 Compute = Callable[["ProgramSpec", Sequence[Any]], list[Any]]

@@ -24,7 +24,7 @@ from torch_bridge.compiler import interpret
 from torch_bridge.config import freed_memory
 from torch_bridge.ir import dtypes
 from torch_bridge.ir.graph import KINDS, number, results_of
-from torch_bridge.lowerings.dropout import FACTORS, SHIFTS
+from torch_bridge.lowerings import dropout, random_keys
 from torch_bridge.precision import precision_mode
 from torch_bridge.runtime.transfer import from_numpy, to_numpy
 
@@ -198,31 +198,14 @@ def _has_kernel(op: Any) -> bool:
 
 # -- dropout, as `lowerings.dropout` does it, bit for bit -----------------------------------------
 
-_MASK = (1 << 64) - 1
-
-
-def _mixed(x: int) -> int:
-    """`random_keys._mixed` of a Python number."""
-    x = (x + 0x9E3779B97F4A7C15) & _MASK
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
-    return x ^ (x >> 31)
-
 
 def _dropout(x: torch.Tensor, p: float, row: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
     """Its mask is a hash of key and element, which numpy computes as fast. row: seed and offset, as programs take them."""
-    high0, low0, high1, low1 = map(int, row)
-    bits = _mixed((_mixed(high0 << 32 | low0) + (high1 << 32 | low1)) & _MASK)
-    low, high = np.uint32(bits & 0xFFFFFFFF), np.uint32(bits >> 32)
-    hashed = _hash(_hash(np.arange(x.numel(), dtype=np.uint32) ^ low) + high)
-    keep = torch.from_numpy(hashed >= np.uint32(min(round(p * 2**32), 2**32 - 1))).view(x.shape)
-    return aten.native_dropout_backward.default(x, keep, 1 / (1 - p)), keep
-
-
-def _hash(x: np.ndarray) -> np.ndarray:
-    for shift, factor in zip(SHIFTS, FACTORS, strict=False):
-        x = (x ^ (x >> np.uint32(shift))) * np.uint32(factor)
-    return x ^ (x >> np.uint32(SHIFTS[-1]))
+    high0, low0, high1, low1 = row.astype(np.uint64).reshape(4, 1)
+    bits = random_keys.bits_of(high0 << np.uint64(32) | low0, high1 << np.uint64(32) | low1)
+    low, high = bits.astype(np.uint32), (bits >> np.uint64(32)).astype(np.uint32)
+    keep = torch.from_numpy(dropout.hashed(np.arange(x.numel(), dtype=np.uint32), low, high) >= dropout.threshold_of(p)).view(x.shape)
+    return aten.native_dropout_backward.default(x, keep, dropout.keep_scale(p)), keep
 
 
 # -- ops that are compiled by themselves ----------------------------------------------------------

@@ -242,9 +242,8 @@ def _programs(
             metrics.count("UncachedCompile")
             program = Program(specify(trace, part, run), run.segment)
             trace.programs.setdefault(part, []).append(program)
-            if len(parts) == 1 and session.abstract is None:
-                session.cold_shapes.look(program, trace)
-                for late in session.cold_shapes.too_many(session.traces.values(), trace):
+            if len(parts) == 1 and session.abstract is None and session.cold_shapes.look(program, trace):
+                for late in cold_shapes.too_many(session.traces.values()):
                     _evict(session, late)
             session.history.compiling(program, trace, run, every_shape=not cold_shapes.possible(program.spec))
             program.results_held_by = tuple(weakref.ref(live[vid][0]) if vid in live else None for vid in part.results)
