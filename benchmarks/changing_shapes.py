@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import sys
 import time
 from typing import Any
@@ -86,10 +85,7 @@ def table(found: dict[str, list[dict[str, Any]]], steps: int) -> str:
         raise RuntimeError("the variants' tokens differ")
     lines = [f"| variant | {' | '.join(COLUMNS.values())} |", "|---" * (len(COLUMNS) + 1) + "|"]
     for name, title in VARIANTS.items():
-        cells = []
-        for key in COLUMNS:
-            ratio = statistics.median(a[key] / b[key] for a, b in zip(found[name], found["compiled"], strict=True))
-            cells.append(f"{statistics.median(r[key] for r in found[name]):.1f} ({ratio:.2f}x)")
+        cells = [rounds.cell(found[name], found["compiled"], key, 1, 1) for key in COLUMNS]
         lines.append(f"| {title} | {' | '.join(cells)} |")
     shape = f"GPT-2 of {LAYERS} layers, hidden {HIDDEN}; {steps} steps of {steps} lengths each; ratios to compiling each shape"
     about = rounds.stack("torch", "transformers", "jax", "jaxlib")

@@ -175,10 +175,7 @@ def table(found: dict[str, list[dict[str, Any]]]) -> str:
     jax = rounds.difference({name: found[name] for name in ("folded", "jax")}, 1e-3)
     lines = [f"| variant | {' | '.join(title for title, *_ in COLUMNS.values())} |", "|---" * (len(COLUMNS) + 1) + "|"]
     for name, title in VARIANTS.items():
-        cells = []
-        for key, (_, to, unit, digits) in COLUMNS.items():
-            ratio = statistics.median(a[key] / b[key] for a, b in zip(found[name], found[to], strict=True))
-            cells.append(f"{unit * statistics.median(r[key] for r in found[name]):.{digits}f} ({ratio:.2f}x)")
+        cells = [rounds.cell(found[name], found[to], key, unit, digits) for key, (_, to, unit, digits) in COLUMNS.items()]
         lines.append(f"| {title} | {' | '.join(cells)} |")
     shape = (
         f"hidden {HIDDEN}, {BATCH} x {SEQ} tokens, AdamW; ratios of compiling and first steps to 2 layers, of steps to the unfolded program"

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import struct
 import sys
 import tempfile
@@ -122,10 +121,7 @@ def table(found: dict[str, list[dict[str, Any]]]) -> str:
     """Medians of rounds as Markdown, with the median of ratios to reading."""
     lines = ["| variant | wall (ms) | CPU time, all threads (ms) |", "|---|---|---|"]
     for name, runs in found.items():
-        cells = []
-        for key in ("wall", "cpu"):
-            ratio = statistics.median(a[key] / b[key] for a, b in zip(runs, found["read"], strict=True))
-            cells.append(f"{1e3 * statistics.median(r[key] for r in runs):.0f} ({ratio:.2f}x)")
+        cells = [rounds.cell(runs, found["read"], key) for key in ("wall", "cpu")]
         lines.append(f"| {VARIANTS[name]} | {' | '.join(cells)} |")
     return "\n".join(lines)
 

@@ -273,10 +273,7 @@ def table(found: dict[str, list[dict[str, Any]]]) -> str:
     for name, title in VARIANTS.items():
         if name not in found:
             continue
-        cells = []
-        for key in columns:
-            ratio = statistics.median(a[key] / b[key] for a, b in zip(found[name], found["alone"], strict=True))
-            cells.append(f"{1e3 * statistics.median(r[key] for r in found[name]):.0f} ({ratio:.2f}x)")
+        cells = [rounds.cell(found[name], found["alone"], key) for key in columns]
         last = found[name][-1]
         host = ", ".join(f"{kind.lower().replace('_', ' ')} {1e6 * seconds:.0f}" for kind, seconds in last["host"].items()) or "-"
         cells += [str(last["programs"] or "-"), str(int(last["later"])) if last["programs"] else "-", host]

@@ -50,14 +50,17 @@ def difference(found: dict[str, list[dict[str, Any]]], most: float) -> float:
 STEP_COLUMNS = {"median": "step, median (ms)", "mean": "step, mean (ms)", "cpu": "CPU time of a step, all threads (ms)"}
 
 
+def cell(runs: Sequence[Mapping[str, Any]], peer: Sequence[Mapping[str, Any]], key: str, unit: float = 1e3, digits: int = 0) -> str:
+    """A cell of a table: the median of rounds, and in brackets that of their ratios to another variant's."""
+    ratio = statistics.median(a[key] / b[key] for a, b in zip(runs, peer, strict=True))
+    return f"{unit * statistics.median(r[key] for r in runs):.{digits}f} ({ratio:.2f}x)"
+
+
 def against(base: str, found: dict[str, list[dict[str, Any]]], titles: Mapping[str, str]) -> list[str]:
     """Rows of a Markdown table: medians of rounds of each variant, in brackets the median of their ratios to the variant `base`."""
     lines = [f"| variant | {' | '.join(STEP_COLUMNS.values())} |", "|---" * (len(STEP_COLUMNS) + 1) + "|"]
     for name, title in titles.items():
-        cells = []
-        for key in STEP_COLUMNS:
-            ratio = statistics.median(a[key] / b[key] for a, b in zip(found[name], found[base], strict=True))
-            cells.append(f"{1e3 * statistics.median(r[key] for r in found[name]):.0f} ({ratio:.2f}x)")
+        cells = [cell(found[name], found[base], key) for key in STEP_COLUMNS]
         lines.append(f"| {title} | {' | '.join(cells)} |")
     return lines
 

@@ -161,10 +161,7 @@ def table(found: dict[str, list[dict[str, Any]]]) -> str:
     columns = {"step": "step, loss read (ms)", "cpu": "CPU time of a step (ms)", "first": "first step (ms)"}
     lines = [f"| variant | {' | '.join(columns.values())} |", "|---" * (len(columns) + 1) + "|"]
     for name, title in VARIANTS.items():
-        cells = []
-        for key in columns:
-            ratio = statistics.median(a[key] / b[key] for a, b in zip(found[name], found["jax"], strict=True))
-            cells.append(f"{1e3 * statistics.median(r[key] for r in found[name]):.0f} ({ratio:.2f}x)")
+        cells = [rounds.cell(found[name], found["jax"], key) for key in columns]
         lines.append(f"| {title} | {' | '.join(cells)} |")
     about = rounds.stack("torch", "transformers", "jax", "jaxlib", "optax")
     shape = f"{DEVICES} virtual CPU devices; {LAYERS} layers, hidden {HIDDEN}, {BATCH} x {SEQ} tokens"

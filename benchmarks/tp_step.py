@@ -269,10 +269,7 @@ def table(found: dict[str, list[dict[str, Any]]], zero1: bool) -> str:
     }
     lines = [f"| variant | {' | '.join(columns.values())} |", "|---" * (len(columns) + 1) + "|"]
     for name, title in VARIANTS.items():
-        cells = []
-        for key in columns:
-            ratio = statistics.median(a[key] / b[key] for a, b in zip(found[name], found["jax"], strict=True))
-            cells.append(f"{1e3 * statistics.median(r[key] for r in found[name]):.0f} ({ratio:.2f}x)")
+        cells = [rounds.cell(found[name], found["jax"], key) for key in columns]
         lines.append(f"| {title} | {' | '.join(cells)} |")
     zero = " with ZeRO-1" if zero1 else ""
     shape = f"TP {TP} x DP {DP}{zero} on {TP * DP} virtual CPU devices; {LAYERS} layers, hidden {HIDDEN}, {DP * BATCH} x {SEQ} tokens"
