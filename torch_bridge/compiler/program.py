@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from torch_bridge import _compat, metrics
-from torch_bridge.compiler import background_compile, collective_order, computation, dump, executable_cache, xla_options
+from torch_bridge.compiler import background_compile, collective_order, computation, dump, executable_cache, garbage_collector, xla_options
 from torch_bridge.compiler.annotated_labels import AnnotatedLabels
 from torch_bridge.compiler.program_spec import Execution, ProgramSpec
 from torch_bridge.config import environment, freed_memory
@@ -183,4 +183,5 @@ class Program:
     def _lowered_for(self, args: Sequence[Any]) -> Callable[[], Any]:
         self._called_with(args)
         freed_memory.used_by(sum(math.prod(a.shape) * a.dtype.itemsize for a in self.signature))
-        return executable_cache.prepared(self, args)
+        with garbage_collector.paused():
+            return executable_cache.prepared(self, args)
