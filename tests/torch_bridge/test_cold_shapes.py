@@ -302,3 +302,30 @@ def test_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
         _run(lambda device: lambda length: [_long(torch.ones(length, 3, device=device))], [3, 4, 5, 6, 7, 8])
     (line,) = [r.getMessage() for r in caplog.records if "eager torch" in r.getMessage()]
     assert "have been compiled for 3 shapes" in line and "NXD_JAX_COLD_SHAPES=0" in line
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+@pytest.mark.parametrize("last", [False, True])
+def test_bags_of_embeddings(mode: str, last: bool) -> None:
+    """The kernel on the CPU leaves results empty that the recorded gradient takes. Bags are empty, and of padding alone, too."""
+
+    def make(device: str) -> Step:
+        bag = nn.EmbeddingBag(7, 4, mode=mode, padding_idx=2, include_last_offset=last).to(device)
+        update = torch.optim.SGD(bag.parameters(), lr=0.1)
+
+        def step(length: int) -> list[torch.Tensor]:
+            draw = torch.Generator().manual_seed(length)
+            ids = torch.cat([torch.tensor([2]), torch.randint(0, 7, (length,), generator=draw)]).to(device)
+            offsets = torch.tensor([0, 1, 1, 3, *([len(ids)] if last else [])]).to(device)
+            weights = torch.rand(len(ids), generator=draw).to(device).requires_grad_() if mode == "sum" else None
+            loss = _long(bag(ids, offsets, weights)).pow(2).sum()
+            update.zero_grad()
+            loss.backward()
+            update.step()
+            return [loss, bag.weight, *([] if weights is None or weights.grad is None else [weights.grad])]
+
+        return step
+
+    found, compiled, ran = _run(make, LENGTHS)
+    torch.testing.assert_close(found, _run(make, LENGTHS, "cpu")[0], rtol=1e-4, atol=1e-5)
+    assert compiled[5] == 3 and ran[5] == 3

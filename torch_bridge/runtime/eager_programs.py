@@ -120,7 +120,8 @@ class _Run:
         if target in _GO_BY_STRIDES:
             args = (args[0].contiguous(), *args[1:])
         try:
-            return _conform(target(*args, **kwargs), node)
+            value = _conform(target(*args, **kwargs), node)
+            return _with_bags(value, args) if target in _OF_BAGS else value
         except Exception:  # not for this dtype, or an index out of range, which programs clamp
             return self._by_jax(node)
 
@@ -194,6 +195,20 @@ def _has_kernel(op: Any) -> bool:
         keys = ("CPU", "CompositeExplicitAutograd", "CompositeImplicitAutograd", "CompositeExplicitAutogradNonFunctional")
         found = _KERNELS[op] = any(torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key) for key in keys)
     return found
+
+
+# -- bags of embeddings: the kernel on the CPU leaves out what only other devices' gradients need --
+
+_OF_BAGS = frozenset({aten._embedding_bag.default, aten._embedding_bag_forward_only.default})
+_MAX = 2
+
+
+def _with_bags(found: Sequence[torch.Tensor], args: Sequence[Any]) -> tuple[torch.Tensor, ...]:
+    """Results of `_embedding_bag` as its lowering gives them: the bag of each index, the bags' sizes, and the maxima's indices, if there are maxima."""
+    _, indices, offsets, _, mode, _, _, _, padding = (*args, *(False, 0, False, None, False, -1)[len(args) - 3 :])
+    bags = torch.searchsorted(offsets, torch.arange(len(indices), dtype=offsets.dtype), right=True) - 1
+    sizes = torch.bincount(bags[indices != padding], minlength=len(offsets))
+    return found[0], bags.to(indices.dtype), sizes.to(indices.dtype), found[3] if mode == _MAX else found[3].new_empty(0)
 
 
 # -- dropout, as `lowerings.dropout` does it, bit for bit -----------------------------------------
