@@ -205,7 +205,8 @@ _MAX = 2
 
 def _with_bags(found: Sequence[torch.Tensor], args: Sequence[Any]) -> tuple[torch.Tensor, ...]:
     """Results of `_embedding_bag` as its lowering gives them: the bag of each index, the bags' sizes, and the maxima's indices, if there are maxima."""
-    _, indices, offsets, _, mode, _, _, _, padding = (*args, *(False, 0, False, None, False, -1)[len(args) - 3 :])
+    given: list[Any] = [*args, *(False, 0, False, None, False, -1)[len(args) - 3 :]]
+    indices, offsets, mode, padding = given[1], given[2], given[4], given[8]
     bags = torch.searchsorted(offsets, torch.arange(len(indices), dtype=offsets.dtype), right=True) - 1
     sizes = torch.bincount(bags[indices != padding], minlength=len(offsets))
     return found[0], bags.to(indices.dtype), sizes.to(indices.dtype), found[3] if mode == _MAX else found[3].new_empty(0)
