@@ -329,3 +329,21 @@ def test_bags_of_embeddings(mode: str, last: bool) -> None:
     found, compiled, ran = _run(make, LENGTHS)
     torch.testing.assert_close(found, _run(make, LENGTHS, "cpu")[0], rtol=1e-4, atol=1e-5)
     assert compiled[5] == 3 and ran[5] == 3
+
+
+def test_ctc_loss_of_texts_in_a_row() -> None:
+    """Its lowering keeps a wider table for the backward than torch's kernel."""
+
+    def make(device: str) -> Step:
+        def step(length: int) -> list[torch.Tensor]:
+            x = torch.randn(length + 4, 2, 5, generator=torch.Generator().manual_seed(length)).to(device).requires_grad_()
+            lengths = torch.tensor([length + 4, length + 3]), torch.tensor([2, 1])
+            loss = nn.functional.ctc_loss(_long(x).log_softmax(-1), torch.tensor([1, 2, 3]).to(device), *(t.to(device) for t in lengths))
+            loss.backward()
+            return [loss, x.grad] if x.grad is not None else [loss]
+
+        return step
+
+    found, compiled, ran = _run(make, LENGTHS[:5])
+    torch.testing.assert_close(found, _run(make, LENGTHS[:5], "cpu")[0], rtol=1e-4, atol=1e-5)
+    assert compiled[-1] == 3 and ran[-1] == 2

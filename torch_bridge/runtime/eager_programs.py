@@ -68,6 +68,12 @@ _GO_BY_STRIDES = frozenset(
 """Ops that torch computes by how its tensors lie in memory: values of a graph lie as contiguous ones."""
 
 
+_OWN_SIDE_RESULTS = frozenset(
+    {aten._ctc_loss.default, aten._ctc_loss.Tensor, aten._ctc_loss_backward.default, aten._ctc_loss_backward.Tensor}
+)
+"""Ops whose forward hands its backward results of other shapes in our lowering than in torch's kernel: both go through the lowering."""
+
+
 class _Run:
     """One execution. values: by node, CPU tensors (or lists of them) and Python numbers, as long as somebody reads them; arrays: by tensor, the array that has
     its memory."""
@@ -115,7 +121,7 @@ class _Run:
             return _conform(args[0][args[1]], node)
         if target is aten.native_dropout.default and args[2] is not False and 0 < args[1] < 1 and args[0].numel() < 2**32:
             return _dropout(args[0], args[1], self._packed["draws"][node.meta["draw"]])
-        if "draw" in node.meta or target.namespace == "torch_bridge" or not _has_kernel(target):
+        if "draw" in node.meta or target.namespace == "torch_bridge" or target in _OWN_SIDE_RESULTS or not _has_kernel(target):
             return self._by_jax(node)
         if target in _GO_BY_STRIDES:
             args = (args[0].contiguous(), *args[1:])
