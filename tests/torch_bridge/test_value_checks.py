@@ -21,8 +21,9 @@ from torch_bridge.runtime import executor, session
 
 @pytest.fixture(autouse=True)
 def first_step(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No step has ended yet."""
+    """No step has ended yet, and distributions validate: torch.compile, in a test before, switches that off for the process."""
     executor.sync()
+    monkeypatch.setattr(D.Distribution, "_validate_args", True)
     monkeypatch.setattr(session.current(), "observers", ())
     monkeypatch.setattr(value_checks, "CHECKS", value_checks.ValueChecks())
     yield
