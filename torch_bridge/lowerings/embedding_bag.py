@@ -17,7 +17,8 @@ from torch_bridge.lowerings.registry import lowering
 aten = torch.ops.aten
 Array = jax.Array
 
-_SUM, _MEAN, _MAX = 0, 1, 2
+SUM, MEAN, MAX = 0, 1, 2
+"""What `mode` says of a bag."""
 
 
 def _bags(indices: Array, offsets: Array) -> Array:
@@ -37,7 +38,7 @@ def embedding_bag(
     indices: Array,
     offsets: Array,
     scale_grad_by_freq: bool = False,
-    mode: int = _SUM,
+    mode: int = SUM,
     sparse: bool = False,
     per_sample_weights: Array | None = None,
     include_last_offset: bool = False,
@@ -49,13 +50,13 @@ def embedding_bag(
     keep = indices != padding_idx
     sizes = _count(bags, keep, offsets.size)
     rows = Points(weight.shape, {0: indices}, wrap=False).read(weight)
-    if mode == _MAX:
+    if mode == MAX:
         out, winners = _bag_max(rows, indices, jnp.where(keep, bags, num_bags), num_bags)
         return out, bags, sizes, winners
     if per_sample_weights is not None:
         rows = rows * per_sample_weights[:, None].astype(rows.dtype)
     out = add_rows(rows, jnp.where(keep, bags, num_bags), num_bags)
-    if mode == _MEAN:
+    if mode == MEAN:
         out = out / jnp.maximum(sizes[:num_bags], 1)[:, None].astype(out.dtype)
     return out, bags, sizes, jnp.zeros(0, indices.dtype)
 
@@ -90,12 +91,12 @@ def embedding_bag_dense_backward(
     per_sample_weights: Array | None,
     padding_idx: int = -1,
 ) -> Array:
-    if mode == _MAX:
+    if mode == MAX:
         return _max_backward(grad, maximum_indices, num_weights)
     rows = Points(grad.shape, {0: offset2bag}, wrap=False).read(grad)
     if per_sample_weights is not None:
         rows = rows * per_sample_weights[:, None].astype(rows.dtype)
-    if mode == _MEAN:
+    if mode == MEAN:
         rows = rows / jnp.maximum(bag_size[offset2bag], 1)[:, None].astype(rows.dtype)
     if scale_grad_by_freq:
         rows = rows / occurrences(indices, num_weights)[:, None].astype(rows.dtype)

@@ -24,7 +24,7 @@ from torch_bridge.compiler import interpret
 from torch_bridge.config import freed_memory
 from torch_bridge.ir import dtypes
 from torch_bridge.ir.graph import KINDS, number, results_of
-from torch_bridge.lowerings import dropout, random_keys
+from torch_bridge.lowerings import dropout, embedding_bag, random_keys
 from torch_bridge.precision import precision_mode
 from torch_bridge.runtime.transfer import from_numpy, to_numpy
 
@@ -127,7 +127,7 @@ class _Run:
             args = (args[0].contiguous(), *args[1:])
         try:
             value = _conform(target(*args, **kwargs), node)
-            return _with_bags(value, args) if target in _OF_BAGS else value
+            return _with_bags(value, target, args) if target in _OF_BAGS else value
         except Exception:  # not for this dtype, or an index out of range, which programs clamp
             return self._by_jax(node)
 
@@ -206,16 +206,15 @@ def _has_kernel(op: Any) -> bool:
 # -- bags of embeddings: the kernel on the CPU leaves out what only other devices' gradients need --
 
 _OF_BAGS = frozenset({aten._embedding_bag.default, aten._embedding_bag_forward_only.default})
-_MAX = 2
 
 
-def _with_bags(found: Sequence[torch.Tensor], args: Sequence[Any]) -> tuple[torch.Tensor, ...]:
+def _with_bags(found: Sequence[torch.Tensor], op: torch._ops.OpOverload, args: Sequence[Any]) -> tuple[torch.Tensor, ...]:
     """Results of `_embedding_bag` as its lowering gives them: the bag of each index, the bags' sizes, and the maxima's indices, if there are maxima."""
-    given: list[Any] = [*args, *(False, 0, False, None, False, -1)[len(args) - 3 :]]
+    given: list[Any] = [*args, *(argument.default_value for argument in op._schema.arguments[len(args) :])]
     indices, offsets, mode, padding = given[1], given[2], given[4], given[8]
     bags = torch.searchsorted(offsets, torch.arange(len(indices), dtype=offsets.dtype), right=True) - 1
     sizes = torch.bincount(bags[indices != padding], minlength=len(offsets))
-    return found[0], bags.to(indices.dtype), sizes.to(indices.dtype), found[3] if mode == _MAX else found[3].new_empty(0)
+    return found[0], bags.to(indices.dtype), sizes.to(indices.dtype), found[3] if mode == embedding_bag.MAX else found[3].new_empty(0)
 
 
 # -- dropout, as `lowerings.dropout` does it, bit for bit -----------------------------------------
