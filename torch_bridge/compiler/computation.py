@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import fx
 
-from torch_bridge.compiler import interpret, interpret_loops, transposed_products, verify_programs
+from torch_bridge.compiler import channels_last, interpret, interpret_loops, transposed_products, verify_programs
 from torch_bridge.compiler.annotated_labels import AnnotatedLabels
 from torch_bridge.compiler.manual_blocks import Blocks
 from torch_bridge.compiler.program_spec import ProgramSpec
@@ -25,11 +25,16 @@ def of(spec: ProgramSpec) -> Callable[..., tuple[Any, ...]]:
     def evaluate(*inputs: Any) -> Any:
         return _evaluate(spec, inputs)
 
+    def rounded(*inputs: Any) -> Any:
+        return _checked(spec, precision_mode.apply(spec.mode, evaluate, inputs), "rewrite_roundings")
+
+    def permuted(*inputs: Any) -> Any:
+        return _checked(spec, channels_last.evaluate(rounded, inputs), "channels_last")
+
+    function = permuted if channels_last.suits(spec.graph) else rounded
+
     def _apply(*inputs: Any) -> Any:
-        results = precision_mode.apply(spec.mode, evaluate, inputs)
-        if SETTINGS.verify:
-            verify_programs.check_results(spec, results, "rewrite_roundings")
-        return results
+        return function(*inputs)
 
     return _apply
 
@@ -54,7 +59,11 @@ def _evaluate(spec: ProgramSpec, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
             lying = transposed_products.find(spec.graph, but=first)
             more = {"transposed": lying, "kept": first, "blocks": Blocks(spec.graph) if MODE.regions else None}
         outs = interpret.run(spec.graph, inputs, key_of, store=store, mode=spec.mode, **more)
-    results = tuple(outs[at] for at in ports.order)
+    return _checked(spec, tuple(outs[at] for at in ports.order), "interpret" if plan is None else "interpret_loops")
+
+
+def _checked(spec: ProgramSpec, results: Any, after: str) -> Any:
+    """Results of a program; `VerificationError`, if that is asked for, where they are not what its graph says."""
     if SETTINGS.verify:
-        verify_programs.check_results(spec, results, "interpret" if plan is None else "interpret_loops")
+        verify_programs.check_results(spec, results, after)
     return results

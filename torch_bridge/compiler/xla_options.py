@@ -37,13 +37,18 @@ _WITH_BARRIERS = {_WITHOUT_PASSES: "cse_barrier_expander"}
 def of(graph: fx.Graph) -> dict[str, Any] | None:
     """The options for a program of this graph of aten ops; None: XLA's own. What `XLA_FLAGS` says of an option stands."""
     wanted: dict[str, Any] = {}
-    if any(node.target in _CONVOLUTIONS for node in graph.nodes):
+    if count_of_convolutions(graph):
         wanted |= _ALL_BUT_CONVOLUTIONS
     if any(str(node.target) == _APART for node in graph.nodes):
         wanted |= _WITH_BARRIERS
     if not wanted or jax.default_backend() != "cpu":
         return None
     return {name: value for name, value in wanted.items() if _known(name, value)} or None
+
+
+def count_of_convolutions(graph: fx.Graph) -> int:
+    """How many convolutions there are in a graph of aten ops, forward and backward."""
+    return sum(node.target in _CONVOLUTIONS for node in graph.nodes)
 
 
 @functools.cache
