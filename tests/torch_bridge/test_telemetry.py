@@ -107,10 +107,10 @@ def test_graphs_have_names(noted: Activity) -> None:
         return noted.graph.name, noted.graph
 
     first, graph = name(3, 2)
+    assert graph.core_bytes >= 2 * 3 * 4
     assert name(3, 2)[0] == first and len(first) == 8
     assert first != name(4, 2)[0], "other shapes, another program"
     assert graph.ops >= 2 and graph.source.startswith("test_telemetry.py:")
-    assert graph.core_bytes >= 2 * 3 * 4
 
 
 def test_compiling_is_noted(noted: Activity, monkeypatch: pytest.MonkeyPatch) -> None:

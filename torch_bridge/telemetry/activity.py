@@ -1,7 +1,7 @@
 """What the thread that runs programs notes down about its work, for `publisher` to tell `nxd-top`.
 
-A program costs a few stores here: no lock, no file, no call into JAX. What takes longer is done when a program is compiled (its name, its memory) or
-when the publishing thread has asked for it (the memory of the cores).
+A program costs a few stores here: no lock, no file, no call into JAX. What takes longer is done when a program is compiled (its name) or
+when the publishing thread has asked for it (memory).
 """
 
 from __future__ import annotations
@@ -30,13 +30,30 @@ class Graph:
     """A program's graph in short.
 
     name: 8 hex digits, the same for the same ops on inputs of the same shapes in every process. ops: aten ops in it. source: 'file.py:line' of its last op
-    that has a Python line, else ''. core_bytes: device memory that each core needs while it runs (its inputs and results too), 0 where JAX cannot say.
+    that has a Python line, else ''.
     """
 
     name: str
     ops: int
     source: str
-    core_bytes: int = 0
+    _core_bytes: int = 0
+    _program: weakref.ref[Any] | None = None
+
+    def compiled(self, program: Any) -> None:
+        """The `program.Program` is compiled."""
+        self._program = weakref.ref(program)
+
+    @property
+    def core_bytes(self) -> int:
+        """Device memory that each core needs while it runs (its inputs and results too), 0 where JAX cannot say.
+
+        Asked when somebody reads it: JAX takes 40 ms for it, which are no part of a first step.
+        """
+        program = self._program and self._program()
+        self._program = None
+        if program is not None:
+            self._core_bytes = _needed(program.compiled)
+        return self._core_bytes
 
 
 @dataclass
@@ -157,7 +174,7 @@ def compiling(program: Any) -> Iterator[None]:
     try:
         with compile_log.watched(program):
             yield
-        graph.core_bytes = _needed(program.compiled)
+        graph.compiled(program)
         ACTIVITY.asked = True
     finally:
         ACTIVITY.compiling = None
