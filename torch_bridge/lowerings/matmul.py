@@ -35,7 +35,6 @@ def _dot_general(a: jax.Array, b: jax.Array, dims: Dims, out: DType | None = Non
     return lax.dot_general(a, b, dims, precision=precision_of(a.dtype), preferred_element_type=out)
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(2, 3))
 def dot(a: jax.Array, b: jax.Array, dims: Dims, out: DType | None = None) -> jax.Array:
     """`lax.dot_general` with result dtype `out` (default: that of `a`).
 
@@ -43,14 +42,19 @@ def dot(a: jax.Array, b: jax.Array, dims: Dims, out: DType | None = None) -> jax
     the plain product, so that gradients are products of two half-precision arrays and not of a float32 and a half one.
     """
     out = a.dtype if out is None else jnp.dtype(out)
-    inner = jnp.float32 if a.dtype in HALF else (out if out != a.dtype else None)
-    return _dot_general(a, b, dims, inner).astype(out)
+    return _dot_general(a, b, dims) if out == a.dtype and a.dtype not in HALF else _dot_to(a, b, dims, out)
 
 
-@dot.defjvp
-def _dot_jvp(dims: Dims, out: DType | None, primals: tuple[jax.Array, ...], tangents: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+@partial(jax.custom_jvp, nondiff_argnums=(2, 3))
+def _dot_to(a: jax.Array, b: jax.Array, dims: Dims, out: DType) -> jax.Array:
+    """`dot` by way of another dtype than that of its operands."""
+    return _dot_general(a, b, dims, jnp.float32 if a.dtype in HALF else out).astype(out)
+
+
+@_dot_to.defjvp
+def _dot_jvp(dims: Dims, out: DType, primals: tuple[jax.Array, ...], tangents: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
     (a, b), (da, db) = primals, tangents
-    y = dot(a, b, dims, out)
+    y = _dot_to(a, b, dims, out)
     return y, (_dot_general(da, b, dims) + _dot_general(a, db, dims)).astype(y.dtype)
 
 
