@@ -18,7 +18,7 @@ from torch_bridge.compiler import overlapping_writes
 from torch_bridge.config.settings import SETTINGS
 from torch_bridge.ir import dtypes, scopes
 from torch_bridge.ir.graph import KINDS, number
-from torch_bridge.lowerings import random_keys
+from torch_bridge.lowerings import random_keys, traced_once
 from torch_bridge.lowerings.matmul import Transposed
 from torch_bridge.mesh import random_state, sharding, world
 from torch_bridge.mesh.axis_numbers import own
@@ -168,6 +168,8 @@ def call(op: Any, args: Any, kwargs: Any, key: Callable[[], Any] | None, mode: M
     if found.mode:
         assert mode is not None, f"the lowering of {op} depends on the precision of the program, which nobody gave"
         more["mode"] = mode
+    if found.once:
+        return traced_once.call(found.fn, args, {**kwargs, **more})
     return found.fn(*args, **kwargs, **more)
 
 
@@ -196,7 +198,7 @@ def draw_key(row: Any, differences: Sequence[int] | None = None) -> Any:
 
 def draws_key_of(draws: Any) -> KeyOf:
     """Keys for the random nodes of a recorded graph, from its `draws` input."""
-    return lambda node: key_of_row(jnp.asarray(draws)[node.meta["draw"]], node)
+    return lambda node: key_of_row(lax.index_in_dim(jnp.asarray(draws), node.meta["draw"], keepdims=False), node)
 
 
 def key_of_row(row: Any, node: fx.Node) -> Any:
@@ -204,7 +206,8 @@ def key_of_row(row: Any, node: fx.Node) -> Any:
     meta = node.meta
     asked = meta.get("draw_axes") or ()
     differences = random_state.seed_differences(asked)
-    key = draw_key(row, differences if "key_axes" in meta else None)
+    own_seeds = "key_axes" in meta and bool(differences)
+    key = draw_key(row, differences) if own_seeds else traced_once.call(draw_key, (row,), {})
     return _on_axes(key, meta.get("key_axes", ()), () if differences else random_state.names(asked))
 
 

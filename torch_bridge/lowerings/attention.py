@@ -109,7 +109,7 @@ def _mask_as_4d(mask: jax.Array | None, lead: tuple[int, ...]) -> jax.Array | No
     return jnp.broadcast_to(mask, (*lead, *mask.shape[-2:])).reshape(-1, lead[-1], *mask.shape[-2:])
 
 
-@lowering(aten._scaled_dot_product_fused_attention_overrideable.default, rng=True, mode=True)
+@lowering(aten._scaled_dot_product_fused_attention_overrideable.default, rng=True, mode=True, once=True)
 def fused_attention(
     query: jax.Array,
     key_: jax.Array,
@@ -165,7 +165,7 @@ def _plain(
     return out.reshape(*q.shape[:-1], v.shape[-1]), logsumexp
 
 
-@lowering(aten._scaled_dot_product_fused_attention_overrideable_backward.default, mode=True)
+@lowering(aten._scaled_dot_product_fused_attention_overrideable_backward.default, mode=True, once=True)
 def fused_attention_backward(
     grad_out: jax.Array,
     query: jax.Array,

@@ -83,7 +83,7 @@ def _refuse_update(op: str, training: bool, running_mean: OptArray) -> None:
         )
 
 
-@lowering(aten._native_batch_norm_legit_functional.default)
+@lowering(aten._native_batch_norm_legit_functional.default, once=True)
 def batch_norm_functional(
     input: jax.Array,
     weight: jax.Array | None,
@@ -176,7 +176,7 @@ def batch_norm_no_update(
     return *out[:3], jnp.zeros((0,), jnp.uint8)
 
 
-@lowering(aten.native_batch_norm_backward.default)
+@lowering(aten.native_batch_norm_backward.default, once=True)
 def native_batch_norm_backward(
     grad_out: jax.Array,
     input: jax.Array,

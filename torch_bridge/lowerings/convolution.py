@@ -209,7 +209,7 @@ def _gradients(
     return of_x, transposed(lambda w: _conv(x, w, window, MOST_TAPS_OF_WEIGHT), w, grad, wanted[1])
 
 
-@lowering(aten.convolution_backward.default)
+@lowering(aten.convolution_backward.default, once=True)
 def convolution_backward(
     grad_output: jax.Array,
     input: jax.Array,

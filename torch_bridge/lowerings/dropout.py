@@ -64,7 +64,7 @@ def keep_scale(p: float) -> float:
     return 0.0 if p >= 1 else 1 / (1 - p)
 
 
-@lowering(aten.native_dropout.default, rng=True)
+@lowering(aten.native_dropout.default, rng=True, once=True)
 def native_dropout(input: jax.Array, p: float | dtypes.Scalar, train: bool | None, *, key: jax.Array) -> tuple[jax.Array, jax.Array]:
     if train is False or (not isinstance(p, dtypes.Scalar) and p == 0):
         return input, jnp.ones(input.shape, jnp.bool_)

@@ -57,7 +57,7 @@ def _cast_like(x: jax.Array | None, like: jax.Array | None) -> jax.Array | None:
     return x if x is None or like is None else x.astype(like.dtype)
 
 
-@lowering(aten.native_layer_norm.default, mode=True)
+@lowering(aten.native_layer_norm.default, mode=True, once=True)
 def native_layer_norm(
     input: jax.Array, normalized_shape: Sequence[int], weight: jax.Array | None, bias: jax.Array | None, eps: float, *, mode: Mode = PLAIN
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -76,7 +76,7 @@ def _normal_grad(grad_hat: jax.Array, hat: jax.Array, rstd: jax.Array, axes: tup
     return rstd * (grad_hat - mean_grad - hat * mean_prod)
 
 
-@lowering(aten.native_layer_norm_backward.default, mode=True)
+@lowering(aten.native_layer_norm_backward.default, mode=True, once=True)
 def native_layer_norm_backward(
     grad_out: jax.Array,
     input: jax.Array,
@@ -110,7 +110,7 @@ def _per_channel(w: jax.Array, group: int) -> jax.Array:
     return widen(w).reshape(group, -1, 1)
 
 
-@lowering(aten.native_group_norm.default)
+@lowering(aten.native_group_norm.default, once=True)
 def native_group_norm(
     input: jax.Array, weight: jax.Array | None, bias: jax.Array | None, N: int, C: int, HxW: int, group: int, eps: float
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -122,7 +122,7 @@ def native_group_norm(
     return out, mean.reshape(N, group).astype(input.dtype), rstd.reshape(N, group).astype(input.dtype)
 
 
-@lowering(aten.native_group_norm_backward.default)
+@lowering(aten.native_group_norm_backward.default, once=True)
 def native_group_norm_backward(
     grad_out: jax.Array,
     input: jax.Array,

@@ -82,6 +82,7 @@ class Lowering:
     stacks: how it takes stacks of entries.
     view: it computes nothing and is read anew wherever its result is needed.
     cast: it is done again rather than kept where its input is a weight.
+    once: it takes long to trace, so that is done once for operands of the same shapes (`traced_once.py`).
     batches: `jax.vmap` of it does for each row what it does for that row alone. Ops that torch tags pointwise do, too.
     """
 
@@ -98,6 +99,7 @@ class Lowering:
     stacks: Stacks | None = None
     view: bool = False
     cast: bool = False
+    once: bool = False
     batches: bool = False
 
 
@@ -118,6 +120,7 @@ def lowering(
     stacks: Stacks | None = None,
     view: bool = False,
     cast: bool = False,
+    once: bool = False,
     batches: bool = False,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register a JAX function for one or more aten overloads, with what is known about them (`Lowering`).
@@ -127,7 +130,9 @@ def lowering(
     """
 
     def register(fn: Callable[..., Any]) -> Callable[..., Any]:
-        found = Lowering(fn, rng, lift, floats, mode, writes, collective, axes, rank_table, bool(entrywise), stacks, view, cast, batches)
+        found = Lowering(
+            fn, rng, lift, floats, mode, writes, collective, axes, rank_table, bool(entrywise), stacks, view, cast, once, batches
+        )
         for op in ops:
             if not isinstance(op, torch._ops.OpOverload):
                 raise TypeError(f"lowering() takes OpOverloads such as torch.ops.aten.add.Tensor, got {op!r}")

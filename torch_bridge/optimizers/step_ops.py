@@ -16,7 +16,7 @@ import torch
 from torch_bridge.ir.entry import Entry, Lift, Slot
 from torch_bridge.ir.layout import Layout
 from torch_bridge.ir.view_entries import flat
-from torch_bridge.lowerings import Stacks, lowering, update_rules
+from torch_bridge.lowerings import Stacks, lowering, traced_once, update_rules
 from torch_bridge.lowerings.types import Array, Scalar
 from torch_bridge.optimizers import adafactor
 from torch_bridge.precision.precision_mode import Mode
@@ -83,11 +83,14 @@ def _optimizer_step(
         new = adafactor.adafactor(params, grads, states, numbers, options)
     else:
         flags = frozenset(options.split(","))
-        step, do = update_rules.RULES[rule], update_rules.Arithmetic(mode)
-        new = [step(do, p, g, s, numbers, flags) for p, g, s in zip(params, grads, states, strict=True)]
+        new = [traced_once.call(_step, (rule, p, g, s, numbers, flags, mode), {}) for p, g, s in zip(params, grads, states, strict=True)]
     given = [x for x in (params, first, second, third) if x]
     lists = [[x[k].astype(old.dtype) for x, old in zip(new, before, strict=True)] for k, before in enumerate(given)]
     return (*lists, *[[] for _ in range(4 - len(lists))])
+
+
+def _step(rule: str, p: Array, g: Array, state: Arrays, numbers: Sequence[Scalar], flags: frozenset[str], mode: Mode) -> Arrays:
+    return update_rules.RULES[rule](update_rules.Arithmetic(mode), p, g, state, numbers, flags)
 
 
 def _columns(lists: Sequence[Sequence[Any]], count: int) -> list[list[Any]]:
