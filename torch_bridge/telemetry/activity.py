@@ -49,7 +49,7 @@ class Graph:
 
         Asked when somebody reads it: JAX takes 40 ms for it, which are no part of a first step.
         """
-        program = self._program and self._program()
+        program = None if self._program is None else self._program()
         self._program = None
         if program is not None:
             self._core_bytes = _needed(program.compiled)

@@ -52,6 +52,7 @@ def test_no_call_is_left_and_scopes_are_the_callers() -> None:
         return x
 
     text = program.lower(X).compile().as_text()
+    assert text is not None
     assert "one/tanh" in text and "two/tanh" in text
 
 
