@@ -91,14 +91,20 @@ OURS: dict[str, dict[str, Any]] = {
     "check_info": {},
     "flash_attention": {},
     "flash_attention_backward": {},
-    "grouped_mlp": {},
-    "grouped_mlp_backward": {},
+    "grouped_mlp": dict(once=True),
+    "grouped_mlp_backward": dict(once=True),
 }
 """Every op of ours."""
 
 VIEWS = (
     "reshape.default", "view.default", "_unsafe_view.default", "permute.default", "transpose.int", "t.default", "expand.default", "unsqueeze.default",
     "squeeze.default", "squeeze.dim", "squeeze.dims", "select.int", "slice.Tensor", "alias.default", "detach.default",
+)  # fmt: skip
+ONCE = (
+    "_native_batch_norm_legit_functional.default", "native_batch_norm_backward.default", "native_layer_norm.default", "native_layer_norm_backward.default",
+    "native_group_norm.default", "native_group_norm_backward.default", "_scaled_dot_product_fused_attention_overrideable.default",
+    "_scaled_dot_product_fused_attention_overrideable_backward.default", "native_dropout.default", "convolution_backward.default", "_grouped_mm.default",
+    "max_pool2d_with_indices.default",
 )  # fmt: skip
 REDUCTIONS = ("sum.dim_IntList", "sum.default", "linalg_vector_norm.default", "any.default", "all.default")
 ENTRYWISE = ("aten._fused_adam", "aten._fused_sgd", "aten._fused_adagrad", "aten._foreach_")
@@ -119,6 +125,7 @@ def test_every_op_of_ours_has_a_lowering(table: dict[str, Lowering]) -> None:
 def test_every_op_of_torch_has_its_facts(table: dict[str, Lowering]) -> None:
     expected: dict[str, dict[str, Any]] = {f"aten.{name}": dict(view=True) for name in VIEWS}
     expected |= {f"aten.{name}": dict(batches=True) for name in REDUCTIONS}
+    expected |= {f"aten.{name}": dict(once=True) for name in ONCE}
     expected |= {name: dict(entrywise=True) for name in table if name.startswith(ENTRYWISE)}
     expected["aten._to_copy.default"] = dict(cast=True, batches=True)
     expected["aten._foreach_mul.Tensor"] = dict(entrywise=True, stacks=dict(lists=(0,)))

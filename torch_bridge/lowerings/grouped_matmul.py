@@ -132,7 +132,7 @@ def _grouped_outer_bwd(saved: Saved, grad_gkn: jax.Array) -> tuple[jax.Array, ja
 grouped_outer.defvjp(_grouped_outer_fwd, _grouped_outer_bwd)
 
 
-@lowering(aten._grouped_mm.default)
+@lowering(aten._grouped_mm.default, once=True)
 def grouped_mm(
     self: jax.Array,
     mat2: jax.Array,

@@ -87,7 +87,7 @@ def _max_pool(x: jax.Array, wins: list[Window]) -> Pair:
     return pair[0], pair[1].astype(jnp.int64)
 
 
-@lowering(aten.max_pool2d_with_indices.default)
+@lowering(aten.max_pool2d_with_indices.default, once=True)
 def max_pool2d_with_indices(
     self: jax.Array,
     kernel_size: Ints,
