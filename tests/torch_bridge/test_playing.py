@@ -74,7 +74,36 @@ def test_calls_of_each_kind_are_counted() -> None:
         assert not player(module)._kinds
         for _ in range(WARM_UP + 3):
             module(torch.ones(2, 6, device="xla"))
+            torch_xla.sync()
     assert player(module).played and len(player(module)._kinds) == 1
+
+
+@pytest.mark.usefixtures("by_default")
+def test_all_calls_of_a_step_begin_to_be_played_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With gradients that add up over several calls, playing is another program; a step with calls of both kinds would be a third."""
+
+    def train(module: nn.Module, steps: int) -> list[float]:
+        torch.manual_seed(1)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        losses: list[float] = []
+        for k in range(steps):
+            for micro in range(3):
+                loss = module(batch(3 * k + micro)).square().mean()
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    module = net().to("xla")
+    train(module, 2)
+    compiled = met.metric_data("CompileTime")[0]
+    losses = train(module, 6)
+    assert player(module).played > 6 and met.metric_data("CompileTime")[0] == compiled + 1
+    monkeypatch.setenv("NXD_JAX_REPLAY", "0")
+    plain = net().to("xla")
+    train(plain, 2)
+    assert train(plain, 6) == losses
 
 
 @pytest.mark.usefixtures("by_default")
@@ -88,6 +117,7 @@ def test_what_nobody_asked_for_is_no_warning(caplog: pytest.LogCaptureFixture) -
     caplog.set_level(logging.INFO, "torch_bridge")
     for _ in range(WARM_UP + 1):
         module(batch(0))
+        torch_xla.sync()
     assert "write" in player(module).off
     assert [r.levelname for r in caplog.records if "op by op from now on" in r.message] == ["INFO"]
     asked = torch_bridge.optimize(Meter(6, 6)).to("xla")
@@ -202,4 +232,5 @@ def test_gradients_of_gradients_are_recorded_op_by_op() -> None:
     with torch.no_grad():
         for _ in range(WARM_UP + 4):
             module(x)
+            torch_xla.sync()
     assert player(module).played > played  # calls of another kind are

@@ -24,6 +24,7 @@ from torch.utils import _pytree
 
 from torch_bridge import _compat
 from torch_bridge.guards import allowed_hooks, calls, inference_mode
+from torch_bridge.ir.segment import Segment
 from torch_bridge.recorder import dispatch, eager_mode
 from torch_bridge.recorder.tensor import XLATensor, make, user_attributes
 from torch_bridge.replay import direct, torch_state
@@ -173,6 +174,7 @@ class Player:
         self.asked = asked
         self.warm_up = warm_up
         self._seen: Counter[Any] = Counter()
+        self._recording_in: weakref.ref[Any] | None = None
         self.waiting: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -381,7 +383,7 @@ class Player:
             key = call.key()
             sliced = call.sliced()
             common = call.key(anywhere=True) if sliced else key
-            if self.warm_up and not self._is_warm(common):
+            if self.warm_up and not self._is_warm(common, segment):
                 return None
             if sliced and self._read_elsewhere(call, common, sliced):
                 call = call.on_copies(sliced)
@@ -419,6 +421,8 @@ class Player:
             kinds.append(again := Kind())
         if sliced:
             self._sliced[common] = again
+        if self.warm_up:
+            self._recording_in = weakref.ref(segment)
         return call, again
 
     def _read_elsewhere(self, call: Call, common: Any, sliced: Sequence[int]) -> bool:
@@ -427,14 +431,23 @@ class Player:
         known = [*self._kinds.get(common, ()), *([self._sliced[common]] if common in self._sliced else ())]
         return any(kind.conditions is not None and kind.conditions.hold() and call.only_reads(kind, sliced) for kind in known)
 
-    def _is_warm(self, key: Any) -> bool:
-        """Whether so many calls of this kind have come that it pays to look at them. Counts this one."""
+    def _is_warm(self, key: Any, segment: Segment) -> bool:
+        """Whether so many calls of this kind have come that it pays to look at them. Counts this one.
+
+        A segment has either calls that are recorded op by op or played ones. With both (several calls a step, whose gradients add up) it would be a program of
+        its own, which no other step runs.
+        """
         count = self._seen[key]
-        if count >= self.warm_up:
+        if count >= self.warm_up and not self._records_in(segment):
             return True
+        self._recording_in = weakref.ref(segment)
         if count or len(self._seen) < SEEN:
             self._seen[key] = count + 1
         return False
+
+    def _records_in(self, segment: Segment) -> bool:
+        """Whether calls were recorded op by op into a segment."""
+        return self._recording_in is not None and self._recording_in() is segment
 
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
