@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from nxd_jax.optimizer import sharded_states, wholes
 from nxd_jax.tensor_parallel import expert_states, grads, parallel_groups, partition
 from torch_bridge.collectives.row_shards import RowShards
+from torch_bridge.mesh.groups import GroupLike
 from torch_bridge.optimizers.param_partition import Divided
 from torch_bridge.optimizers.zero1 import ZeroRedundancyOptimizer
 
@@ -28,6 +30,10 @@ class NeuronZero1Optimizer(ZeroRedundancyOptimizer):
         if not args[4:] and kwargs.get("sharding_groups") is None:
             kwargs["sharding_groups"] = parallel_groups.layout().zero1_lists()
         super().__init__(params, optimizer_class, *args, **kwargs)
+
+    def stepping_together(self) -> Sequence[GroupLike]:
+        """All ranks: the norm is of the undivided model."""
+        return (None,)
 
     def whole_of(self, p: torch.Tensor) -> Divided:
         """What a parameter is itself a part of, if tensor- or expert-parallel ranks share it out."""

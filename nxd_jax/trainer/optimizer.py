@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ import torch
 from nxd_jax._wrapper import Wrapper
 from nxd_jax.tensor_parallel import grads
 from nxd_jax.trainer import config
+from torch_bridge.optimizers.scaled_steps import StepsTogether
 
 
 def reduce_gradients(optimizer: torch.optim.Optimizer, average: bool = True) -> None:
@@ -33,7 +35,7 @@ def _gradients(optimizer: torch.optim.Optimizer) -> tuple[list[torch.Tensor], li
     return others, experts
 
 
-class NxDOptimizer(Wrapper, torch.optim.Optimizer):
+class NxDOptimizer(Wrapper, StepsTogether, torch.optim.Optimizer):
     """`neuronx_distributed.trainer.optimizer.NxDOptimizer`: a `torch.optim.Optimizer` around one, for schedulers and loops as they are.
 
     `step()`: average gradients over context-parallel ranks, add up those of sequence-parallel parameters, then average over data-parallel ranks and clip to
@@ -132,8 +134,12 @@ class NxDOptimizer(Wrapper, torch.optim.Optimizer):
         if not self.zero_enabled and self.grad_clipping:
             assert self.max_grad_norm is not None
             self._norm = grads.clip_grad_norm(self.params, self.max_grad_norm)
-        self.optimizer.step()
+        self._step_inside(self.optimizer)
         return loss
+
+    def calling_off(self, found_inf: torch.Tensor) -> AbstractContextManager[None]:
+        """Steps in here change nothing if `found_inf` is not 0 (`torch_xla.amp.GradScaler`)."""
+        return self.optimizer.calling_off(found_inf) if isinstance(self.optimizer, StepsTogether) else super().calling_off(found_inf)
 
     def _fetch_gradients(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """The gradients that a step reduces (`grad`, or `main_grad` where that collects them): of parameters that are no experts, and of experts."""

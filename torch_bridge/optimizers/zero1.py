@@ -16,8 +16,10 @@ import torch
 from torch_bridge.collectives import functional
 from torch_bridge.collectives.row_shards import BUCKET, RowShards
 from torch_bridge.mesh import groups as rank_groups
+from torch_bridge.mesh.groups import GroupLike
 from torch_bridge.optimizers import fused_step, param_partition
 from torch_bridge.optimizers import grad_norm as clipping
+from torch_bridge.optimizers.scaled_steps import StepsTogether
 from torch_bridge.recorder import autograd_engine
 from torch_bridge.runtime import backend, executor
 
@@ -27,7 +29,7 @@ _KEPT = {"params", "fused", "foreach"}
 """Options that the inner optimizer's groups have by themselves."""
 
 
-class ZeroRedundancyOptimizer(torch.optim.Optimizer):
+class ZeroRedundancyOptimizer(StepsTogether, torch.optim.Optimizer):
     """`torch_xla.distributed.zero_redundancy_optimizer.ZeroRedundancyOptimizer`.
 
     params: parameters on xla, or groups of them. optimizer_class, defaults: what updates the parts, and its options; torch's SGD, Adam, AdamW, Adagrad
@@ -97,6 +99,10 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
     def grad_norm(self) -> torch.Tensor | None:
         """The gradients' norm at the last step, before clipping."""
         return self._grad_norm
+
+    def stepping_together(self) -> Sequence[GroupLike]:
+        """Ranks that share parameters out, and those whose norms are added up."""
+        return (self.sharding_groups,) if self.grad_norm_groups is None else (self.sharding_groups, self.grad_norm_groups)
 
     def shards_of(self, param: torch.Tensor) -> RowShards:
         """How a parameter is cut."""
@@ -221,7 +227,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
             norm = self._clip_grad_norm(max_norm=self.max_norm)
             if norm is not None:  # a script's own `_clip_grad_norm` returns nothing, as torch_xla's
                 self._grad_norm = norm
-        self.base_optimizer.step(**kwargs)
+        self._step_inside(self.base_optimizer, **kwargs)
         self._publish(updated)
         self.base_optimizer.zero_grad(set_to_none=True)
         self._share_options(self.base_optimizer.param_groups, self.param_groups)

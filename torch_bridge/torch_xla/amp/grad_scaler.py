@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch.amp.grad_scaler import GradScaler as _TorchGradScaler
 
-from torch_bridge.torch_xla.amp.syncfree._skippable import stepped_unless
+from torch_bridge.optimizers.scaled_steps import StepsTogether
+from torch_bridge.optimizers.skippable import stepped_unless
 
 
 class GradScaler(_TorchGradScaler):
@@ -30,4 +31,7 @@ class GradScaler(_TorchGradScaler):
 
     def _maybe_opt_step(self, optimizer: torch.optim.Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         found_inf = torch.stack([f.reshape(()) for f in optimizer_state["found_inf_per_device"].values()]).sum()
+        if isinstance(optimizer, StepsTogether):
+            with optimizer.calling_off(found_inf):
+                return optimizer.step(*args, **kwargs)
         return stepped_unless(found_inf, optimizer, optimizer.step, *args, **kwargs)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from torch_bridge.torch_xla.amp.syncfree._skippable import stepped_unless
+from torch_bridge.optimizers.skippable import stepped_unless
 
 
 class AdamW(torch.optim.AdamW):

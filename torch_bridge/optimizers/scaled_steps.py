@@ -1,0 +1,80 @@
+"""Gradient scalers with optimizers whose step reduces gradients itself (ZeRO-1, `NxDOptimizer`).
+
+A scaler looks for inf before the step, so each rank sees its own gradients only. Ranks must agree: one that steps while another skips waits for it for ever, or
+takes its inf in. So `found_inf` is reduced over the ranks that step together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.amp.grad_scaler import GradScaler
+
+from torch_bridge.collectives import functional
+from torch_bridge.mesh.groups import GroupLike
+from torch_bridge.optimizers.skippable import stepped_unless
+
+Found = dict[torch.device, torch.Tensor]
+
+
+class StepsTogether:
+    """A base class of optimizers whose step has collectives in it."""
+
+    _found_inf: torch.Tensor | None = None
+
+    def stepping_together(self) -> Sequence[GroupLike]:
+        """The groups of ranks that a step communicates in."""
+        return (None,)
+
+    @contextmanager
+    def calling_off(self, found_inf: torch.Tensor) -> Iterator[None]:
+        """Steps in here have all their collectives, and change nothing if `found_inf`, which the host need not know, is not 0."""
+        self._found_inf = found_inf
+        try:
+            yield
+        finally:
+            self._found_inf = None
+
+    def _step_inside(self, optimizer: torch.optim.Optimizer, **kwargs: Any) -> Any:
+        """Have an optimizer update what it holds, unless the step is called off."""
+        if self._found_inf is None:
+            return optimizer.step(**kwargs)
+        return stepped_unless(self._found_inf, optimizer, optimizer.step, **kwargs)
+
+
+class _MainGradients:
+    """What a scaler reads of an optimizer, for gradients that are added up in `main_grad`."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer):
+        held = (getattr(p, "main_grad", None) for group in optimizer.param_groups for p in group["params"])
+        self.param_groups = [{"params": [_with_gradient(grad) for grad in held if grad is not None]}]
+
+
+def _with_gradient(grad: torch.Tensor) -> torch.Tensor:
+    holder = torch.nn.Parameter(grad.detach())
+    holder.grad = grad
+    return holder
+
+
+def _of_all_ranks(unscale: Callable[..., Found]) -> Callable[..., Found]:
+    def unscale_and_agree(self: GradScaler, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Found:
+        found = unscale(self, optimizer, *args, **kwargs)
+        if not isinstance(optimizer, StepsTogether):
+            return found
+        found.update(unscale(self, _MainGradients(optimizer), *args, **kwargs))  # both mark the same tensor
+        for groups in optimizer.stepping_together():
+            found = {device: functional.all_reduce("max", t, groups=groups) for device, t in found.items()}
+        return found
+
+    return unscale_and_agree
+
+
+def install() -> None:
+    """Have torch's scalers, and those made from them, ask all ranks."""
+    GradScaler._unscale_grads_ = _of_all_ranks(GradScaler._unscale_grads_)  # type: ignore[method-assign]
+
+
+install()  # no optimizer that needs it can be made before this module is imported
