@@ -19,6 +19,7 @@ from torch_bridge.fsdp import (
     sharding,
     state,
     torchs_norm,
+    torchs_scaler,
     torchs_states,
     wrapping,
 )
@@ -120,6 +121,7 @@ class XlaFullyShardedDataParallel(nn.Module):
         from torch_bridge.fsdp import played  # noqa: F401
 
         torchs_norm.install()
+        torchs_scaler.install()
         torchs_states.install()
         among = options.sharding(sharding_groups, sharding_rank, sharding_world_size)
         if auto_wrap_policy is not None:

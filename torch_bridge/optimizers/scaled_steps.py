@@ -6,8 +6,8 @@ takes its inf in. So `found_inf` is reduced over the ranks that step together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -29,9 +29,12 @@ class StepsTogether:
         """The groups of ranks that a step communicates in."""
         return (None,)
 
-    @contextmanager
-    def calling_off(self, found_inf: torch.Tensor) -> Iterator[None]:
+    def calling_off(self, found_inf: torch.Tensor) -> AbstractContextManager[None]:
         """Steps in here have all their collectives, and change nothing if `found_inf`, which the host need not know, is not 0."""
+        return self._calling_off(found_inf)
+
+    @contextmanager
+    def _calling_off(self, found_inf: torch.Tensor) -> Iterator[None]:
         self._found_inf = found_inf
         try:
             yield
@@ -59,15 +62,20 @@ def _with_gradient(grad: torch.Tensor) -> torch.Tensor:
     return holder
 
 
+def agree(found: Found, over: Iterable[GroupLike]) -> Found:
+    """What any rank of the groups has found."""
+    for groups in over:
+        found = {device: functional.all_reduce("max", t, groups=groups) for device, t in found.items()}
+    return found
+
+
 def _of_all_ranks(unscale: Callable[..., Found]) -> Callable[..., Found]:
     def unscale_and_agree(self: GradScaler, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Found:
         found = unscale(self, optimizer, *args, **kwargs)
         if not isinstance(optimizer, StepsTogether):
             return found
         found.update(unscale(self, _MainGradients(optimizer), *args, **kwargs))  # both mark the same tensor
-        for groups in optimizer.stepping_together():
-            found = {device: functional.all_reduce("max", t, groups=groups) for device, t in found.items()}
-        return found
+        return agree(found, optimizer.stepping_together())
 
     return unscale_and_agree
 

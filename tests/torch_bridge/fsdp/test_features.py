@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch_xla.core.xla_model as xm
 from torch import nn
+from torch_xla.amp import GradScaler
 from torch_xla.distributed.fsdp import XlaFullyShardedDataParallel as FSDP
 from torch_xla.distributed.fsdp.wrap import always_wrap_policy
 from torch_xla.distributed.fsdp.xla_flatten_params_wrapper import XlaFlattenParamsWrapper
@@ -40,6 +41,27 @@ def test_adafactor_sees_whole_parameters_that_are_cut_by_rows(hosted: Hosted) ->
     hosted(4)
     model = nested(net(), shard_param_on_dim_0=True)
     assert_close((train(model, adafactor(model)), whole(model)), expected, 1e-3)
+
+
+@pytest.mark.parametrize("scaler_of", [torch.amp.GradScaler, GradScaler], ids=["torch", "torch_xla"])  # type: ignore[attr-defined]
+def test_an_inf_in_one_part_skips_the_step_of_all(scaler_of: type[torch.amp.GradScaler], hosted: Hosted) -> None:  # type: ignore[name-defined]
+    hosted(2)
+    model = FSDP(nn.Linear(2, 2, bias=False).to("xla"), flatten_parameters=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    scaler = scaler_of(init_scale=8.0, growth_interval=1)
+    found = []
+    for factor in (1.0, math.inf, 1.0):
+        before = whole(model)
+        scaler.scale((model(torch.ones(1, 2, device="xla")) * torch.tensor([1.0, factor]).to("xla")).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        executor.sync()
+        assert scaler._scale is not None
+        scales = {s.item() for s in sharded.shards(scaler._scale)}
+        found.append((scales, all(torch.equal(before[k], v) for k, v in whole(model).items())))
+    assert found == [({16.0}, False), ({8.0}, True), ({16.0}, False)]
+    assert all(v.isfinite().all() for v in whole(model).values())
 
 
 @pytest.mark.parametrize("flatten", [False, True])
