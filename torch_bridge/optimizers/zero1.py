@@ -82,7 +82,7 @@ class ZeroRedundancyOptimizer(StepsTogether, torch.optim.Optimizer):
         self.higher_cc_precision = higher_cc_precision
         self._gather_bytes = bucket_cap_mb_all_gather * 2**20 or BUCKET
         self._scatter_bytes = bucket_cap_mb_reduce_scatter * 2**20 or BUCKET
-        self._options = defaults
+        self._options = dict(defaults)  # torch keeps the other one
         self._grad_norm: torch.Tensor | None = None
         self._zeros: dict[torch.Tensor, torch.Tensor] = {}
         self._fed: set[torch.Tensor] = set()  # what has had a gradient since `zero_grad`
@@ -179,6 +179,9 @@ class ZeroRedundancyOptimizer(StepsTogether, torch.optim.Optimizer):
 
     def _fill_in_options(self) -> None:
         """Options that the inner optimizer's class gave its groups, for schedulers to find."""
+        for key, value in self.base_optimizer.defaults.items():
+            if key not in _KEPT:
+                self.defaults.setdefault(key, value)  # OneCycleLR looks here for momentum or betas
         for own, base in zip(self.param_groups, self.base_optimizer.param_groups, strict=True):
             for key, value in base.items():
                 own.setdefault(key, value)

@@ -244,6 +244,17 @@ def test_new_weights_and_groups(nxd: Nxd) -> None:
     assert first.tolist() == [2.5] * 3
 
 
+def test_schedules_of_momentum(nxd: Nxd) -> None:
+    """OneCycleLR looks for betas in the optimizer's defaults."""
+    nxd(2)
+    optimizer = NeuronZero1Optimizer([parameter(3)], optim.AdamW, lr=1.0)
+    scheduler = optim.lr_scheduler.OneCycleLR(optimizer, 1.0, total_steps=4)
+    optimizer.step()
+    scheduler.step()
+    assert optimizer.param_groups[0]["betas"][0] < 0.95
+    optimizer.init_zero()
+
+
 def test_what_others_write_into_a_weight(nxd: Nxd) -> None:
     """It is what the next step starts from, and is saved; where a weight holds its float32 part as rounded, the part stays."""
     nxd(2)
