@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from torch_bridge.collectives import device_mesh, object_collectives, reducers, sync_batch_norm
+from torch_bridge.collectives import device_mesh, joins, object_collectives, reducers, sync_batch_norm
 from torch_bridge.collectives.process_group import ProcessGroupXla
 from torch_bridge.mesh import groups as rank_groups
 from torch_bridge.mesh import rank_numbers as ranks_of
@@ -177,6 +177,7 @@ def _install() -> None:
     sync_batch_norm.install()
     reducers.install()
     device_mesh.install()
+    joins.install()
     _by_objects("all_gather_object", _all_gather_object)
     _by_objects("gather_object", _gather_object)
     _by_objects("broadcast_object_list", _broadcast_object_list)

@@ -80,14 +80,22 @@ def synchronized(
 ) -> torch.Tensor:
     """What `torch.nn.SyncBatchNorm` computes in training, over the `count` ranks of a group.
 
-    Ranks run one program, so their batches are of one size: no need to ask for the sizes, which torch does, and waits for.
+    Ranks of one process have batches of one size. Those of several may not (a last batch): their sums are counted.
     """
     wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
     dims = _others(x)
-    mean = _Mean.apply(wide.mean(dims), count, groups)
-    centred = wide - _channels(mean, x)
-    var = _Mean.apply((centred * centred).mean(dims), count, groups)
-    n = x.numel() // x.shape[1] * count
+    n: Any = x.numel() // x.shape[1]
+    if world.process_count() == 1:
+        mean = _Mean.apply(wide.mean(dims), count, groups)
+        centred = wide - _channels(mean, x)
+        var = _Mean.apply((centred * centred).mean(dims), count, groups)
+        n *= count
+    else:
+        sums = _Mean.apply(torch.cat([wide.sum(dims), wide.new_full((1,), n)]), 1, groups)
+        n = sums[-1].detach()
+        mean = sums[:-1] / n
+        centred = wide - _channels(mean, x)
+        var = _Mean.apply((centred * centred).sum(dims) / n, 1, groups)
     for running, now in ((running_mean, mean), (running_var, var * (n / (n - 1)))):
         if running is not None:
             _follow(running, now, momentum)

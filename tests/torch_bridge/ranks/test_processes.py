@@ -62,6 +62,14 @@ def test_last_batches_of_different_sizes(tmp_path: pathlib.Path) -> None:
     done, found = launch(tmp_path, "uneven")
     assert done.returncode == 0, done.stderr
     assert [f["sums"] for f in found] == [[3.0 + 6.0, 3.0 + 6.0, 3.0 + 4.0]] * 2
+    for one in found:
+        steps, error = one["joined"]
+        assert steps == [0, 1] and "ranks [0] of the group have no more inputs" in error and "DistributedSampler pads" in error
+    plain = torch.nn.BatchNorm1d(2)
+    rows = torch.tensor([[0.0, 2.0], [4.0, 6.0], [1.0, 3.0]])
+    expected = [plain(rows), plain.running_mean, plain.running_var]
+    normed = [torch.tensor(found[0]["normed"][0] + found[1]["normed"][0]), *map(torch.tensor, found[1]["normed"][1:])]
+    torch.testing.assert_close(normed, expected)
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ import sys
 import torch
 import torch.distributed as dist
 import torch_xla.core.xla_model as xm
+from torch.distributed.algorithms.join import Join
 
 import torch_bridge
 
@@ -39,6 +40,19 @@ if here == 1:  # groups of members alone: the other process does not come
 if how == "uneven":  # the last batch of rank 1 is smaller, and so its program another one
     rows = [3, 3, 3] if here == 0 else [3, 3, 2]
     found["sums"] = [xm.all_reduce("sum", torch.full((n,), here + 1.0).to("xla").sum()).item() for n in rows]
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1).to("xla"))
+    steps = []
+    try:
+        with Join([model]):
+            for step in range(2 + here):
+                model(torch.ones(2, 2, device="xla")).sum().backward()
+                xm.mark_step()
+                steps.append(step)
+    except RuntimeError as error:
+        found["joined"] = [steps, str(error)]
+    rows = [x.reshape(2, 2), x.reshape(2, 2)[:1]][here] * 2.0 + here  # of 2 rows and of 1
+    norm = torch.nn.SyncBatchNorm(2).to("xla")
+    found["normed"] = [norm(rows).tolist(), norm.running_mean.tolist(), norm.running_var.tolist()]
 pathlib.Path(folder, f"rank_{rank}.json").write_text(json.dumps(found))
 if how == "exit" and int(rank) == 1:
     raise SystemExit(3)  # Python tells nobody of it; process 0 goes on to a collective
