@@ -17,7 +17,8 @@ from torch import nn
 
 import torch_bridge
 from tests.torch_bridge.replaying import batch, compile_fast, player, run, trained  # noqa: F401
-from torch_bridge.replay.player import SEEN, WARM_UP, Player
+from torch_bridge.replay import player as player_module
+from torch_bridge.replay.player import SEEN, WARM_UP, WARM_UP_ADDING, Player
 
 torch_bridge.register()
 
@@ -81,29 +82,47 @@ def test_calls_of_each_kind_are_counted() -> None:
 @pytest.mark.usefixtures("by_default")
 def test_all_calls_of_a_step_begin_to_be_played_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """With gradients that add up over several calls, playing is another program; a step with calls of both kinds would be a third."""
-
-    def train(module: nn.Module, steps: int) -> list[float]:
-        torch.manual_seed(1)
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-        losses: list[float] = []
-        for k in range(steps):
-            for micro in range(3):
-                loss = module(batch(3 * k + micro)).square().mean()
-                loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-        return losses
-
+    monkeypatch.setattr(player_module, "WARM_UP_ADDING", 12)
     module = net().to("xla")
-    train(module, 2)
+    accumulate(module, 2)
     compiled = met.metric_data("CompileTime")[0]
-    losses = train(module, 6)
+    accumulate(module, 2)
+    assert not player(module).played and met.metric_data("CompileTime")[0] == compiled
+    losses = accumulate(module, 6)
     assert player(module).played > 6 and met.metric_data("CompileTime")[0] == compiled + 1
     monkeypatch.setenv("NXD_JAX_REPLAY", "0")
     plain = net().to("xla")
-    train(plain, 2)
-    assert train(plain, 6) == losses
+    for steps in (2, 2):
+        accumulate(plain, steps)
+    assert accumulate(plain, 6) == losses
+
+
+@pytest.mark.usefixtures("by_default")
+@pytest.mark.parametrize("between", ["nothing", "a step"])
+def test_gradients_that_add_up_are_recorded_op_by_op_for_longer(between: str) -> None:
+    module = net().to("xla")
+    accumulate(module, 6, sync=between == "a step")
+    compiled = met.metric_data("CompileTime")[0]
+    accumulate(module, 4, sync=between == "a step")
+    assert met.metric_data("CompileTime")[0] == compiled and not player(module).played
+    assert player(module).warm_up == WARM_UP_ADDING
+
+
+def accumulate(module: nn.Module, steps: int, sync: bool = False) -> list[float]:
+    """Training with three batches a step."""
+    torch.manual_seed(1)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    losses: list[float] = []
+    for k in range(steps):
+        for micro in range(3):
+            loss = module(batch(3 * k + micro)).square().mean()
+            loss.backward()
+            if sync:
+                torch_xla.sync()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
 
 
 @pytest.mark.usefixtures("by_default")

@@ -45,6 +45,8 @@ OF_METHODS = frozenset(
 that in a method of its own (accelerate) leaves the player out."""
 WARM_UP = 8
 """Calls of a kind that come before a module is looked at that nobody has asked to be played: looking takes a second, and many scripts run a few steps."""
+WARM_UP_ADDING = 256
+"""The same where gradients add up over calls (accumulation): they are added in another order when a module is played, which is another program to compile."""
 SEEN = 64
 """Kinds of calls that are counted until then. Where there are more (a sequence that grows), further ones are recorded op by op."""
 _NESTED = "gradients of gradients are asked for, which need the forward pass op by op"
@@ -175,6 +177,7 @@ class Player:
         self.warm_up = warm_up
         self._seen: Counter[Any] = Counter()
         self._recording_in: weakref.ref[Any] | None = None
+        self._gradient: tuple[weakref.ref[torch.Tensor], int] | None = None
         self.waiting: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -438,12 +441,25 @@ class Player:
         its own, which no other step runs.
         """
         count = self._seen[key]
+        if count < self.warm_up and self._adds_up(segment):
+            self.warm_up = max(self.warm_up, WARM_UP_ADDING)
         if count >= self.warm_up and not self._records_in(segment):
             return True
         self._recording_in = weakref.ref(segment)
         if count or len(self._seen) < SEEN:
             self._seen[key] = count + 1
         return False
+
+    def _adds_up(self, segment: Segment) -> bool:
+        """Whether gradients add up over calls: since the last one, one came in the same segment, or the one that there was then was written to."""
+        root = self._module()
+        parameter = None if root is None else next((p for p in root.parameters() if p.requires_grad), None)
+        found = None if parameter is None else parameter.grad
+        before, self._gradient = self._gradient, None if found is None else (weakref.ref(found), found._version)
+        if found is None:
+            return False
+        same = before is not None and before[0]() is found
+        return self._records_in(segment) if before is None or not same else before[1] != found._version
 
     def _records_in(self, segment: Segment) -> bool:
         """Whether calls were recorded op by op into a segment."""
