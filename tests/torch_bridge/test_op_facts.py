@@ -102,8 +102,7 @@ VIEWS = (
 )  # fmt: skip
 ONCE = (
     "_native_batch_norm_legit_functional.default", "native_batch_norm_backward.default", "native_layer_norm.default", "native_layer_norm_backward.default",
-    "native_group_norm.default", "native_group_norm_backward.default", "_scaled_dot_product_fused_attention_overrideable.default",
-    "_scaled_dot_product_fused_attention_overrideable_backward.default", "native_dropout.default", "convolution_backward.default", "_grouped_mm.default",
+    "native_group_norm.default", "native_group_norm_backward.default", "native_dropout.default", "convolution_backward.default", "_grouped_mm.default",
     "max_pool2d_with_indices.default",
 )  # fmt: skip
 REDUCTIONS = ("sum.dim_IntList", "sum.default", "linalg_vector_norm.default", "any.default", "all.default")

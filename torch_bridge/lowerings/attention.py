@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import torch
 from jax import lax
 
-from torch_bridge.lowerings import random_keys
+from torch_bridge.lowerings import random_keys, traced_once
 from torch_bridge.lowerings._opmath import wide_dtype
 from torch_bridge.lowerings.dropout import keep_mask, keep_scale
 from torch_bridge.lowerings.kernels import cudnn_attention
@@ -109,7 +109,7 @@ def _mask_as_4d(mask: jax.Array | None, lead: tuple[int, ...]) -> jax.Array | No
     return jnp.broadcast_to(mask, (*lead, *mask.shape[-2:])).reshape(-1, lead[-1], *mask.shape[-2:])
 
 
-@lowering(aten._scaled_dot_product_fused_attention_overrideable.default, rng=True, mode=True, once=True)
+@lowering(aten._scaled_dot_product_fused_attention_overrideable.default, rng=True, mode=True)
 def fused_attention(
     query: jax.Array,
     key_: jax.Array,
@@ -143,7 +143,7 @@ def _run(
     """`attention` for queries of 2 or more dims, by cuDNN where `cudnn_attention` chooses it."""
 
     def plain(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-        return _plain(q, k, v, mask, dropout_p, is_causal, scale, seed)
+        return traced_once.call(_plain, (q, k, v, mask, dropout_p, is_causal, scale, seed), {})
 
     return cudnn_attention.forward_or(plain, q, k, v, mask, dropout_p, is_causal, _scale(q, scale), mode)
 
@@ -165,7 +165,28 @@ def _plain(
     return out.reshape(*q.shape[:-1], v.shape[-1]), logsumexp
 
 
-@lowering(aten._scaled_dot_product_fused_attention_overrideable_backward.default, mode=True, once=True)
+def _plain_gradients(
+    grad: jax.Array,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    mask: jax.Array | None,
+    floating: bool,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    seed: jax.Array,
+) -> tuple[jax.Array, ...]:
+    """Of q, k, v and, if it is `floating`, of the mask."""
+
+    def forward(q: jax.Array, k: jax.Array, v: jax.Array, bias: jax.Array | None) -> jax.Array:
+        return _plain(q, k, v, bias if floating else mask, dropout_p, is_causal, scale, seed)[0]
+
+    _, vjp = jax.vjp(forward, q, k, v, mask if floating else None)
+    return vjp(grad.astype(q.dtype))[: 4 if floating else 3]
+
+
+@lowering(aten._scaled_dot_product_fused_attention_overrideable_backward.default, mode=True)
 def fused_attention_backward(
     grad_out: jax.Array,
     query: jax.Array,
@@ -191,11 +212,7 @@ def fused_attention_backward(
     floating = attn_bias is not None and jnp.issubdtype(attn_bias.dtype, jnp.floating)
 
     def plain(grad: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | None, *_: jax.Array) -> Any:
-        def forward(q: jax.Array, k: jax.Array, v: jax.Array, bias: jax.Array | None) -> Any:
-            return _plain(q, k, v, bias if floating else mask, dropout_p, is_causal, scale, philox_seed)[0]
-
-        _, vjp = jax.vjp(forward, q, k, v, mask if floating else None)
-        return vjp(grad.astype(q.dtype))[: 4 if floating else 3]
+        return traced_once.call(_plain_gradients, (grad, q, k, v, mask, floating, dropout_p, is_causal, scale, philox_seed), {})
 
     arrays = (grad_out, query, key, value, attn_bias, out, logsumexp)
     grads = cudnn_attention.backward_or(plain, *arrays, dropout_p, is_causal, _scale(query, scale), mode)
