@@ -304,6 +304,40 @@ def test_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
     assert "have been compiled for 3 shapes" in line and "NXD_JAX_COLD_SHAPES=0" in line
 
 
+def _other_ops(device: str) -> Step:
+    """Each step has ops that no other has, and trains."""
+    net = _Net().to(device)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+    def step(length: int) -> list[torch.Tensor]:
+        optimizer.zero_grad()
+        x = _long(net(torch.arange(4, device=device)[None]))
+        for k in range(length):
+            x = torch.sin(x) if k % 3 else x.tanh() + k
+        loss = x.square().mean()
+        loss.backward()
+        optimizer.step()
+        return [loss]
+
+    return step
+
+
+def test_other_ops_in_each_step(caplog: pytest.LogCaptureFixture) -> None:
+    lengths = list(range(1, 13))
+    with caplog.at_level("INFO", "torch_bridge"):
+        found, compiled, ran = _run(_other_ops, lengths)
+    wanted, *_ = _run(_other_ops, lengths, "cpu")
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+    assert compiled[-1] == cold_shapes.STREAK and ran[-1] == len(lengths) - cold_shapes.STREAK
+    (line,) = [r.getMessage() for r in caplog.records if "eager torch" in r.getMessage()]
+    assert "the last 6 programs there ran once each" in line
+
+
+def test_programs_that_run_again_are_no_streak() -> None:
+    _, compiled, ran = _run(_other_ops, [1, 2, 3, 4, 4, 5, 6, 7, 8, 9])
+    assert compiled[-1] == 9 and ran[-1] == 0
+
+
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
 @pytest.mark.parametrize("last", [False, True])
 def test_bags_of_embeddings(mode: str, last: bool) -> None:

@@ -1,15 +1,17 @@
 """Programs of shapes that may not come again run in eager torch first: a text that grows by one token, batches padded to their longest sentence.
 
 A compilation takes seconds, eager torch milliseconds. Where the same ops, from the same lines, have been compiled for `SHAPES` shapes (or other constants), a
-further program is cold: it runs in eager torch (`eager_programs`), and is compiled when it comes again after `USES` times. Which way a step goes depends on
-what came before it in the process, and never on time. Only for programs on one CPU device.
+further program is cold: it runs in eager torch (`eager_programs`), and is compiled when it comes again after `USES` times. So is one between whose first and
+last line the last `STREAK` programs ran once each (a detector's loss, whose ops depend on the boxes of a batch). Which way a step goes depends on what came
+before it in the process, and never on time. Only for programs on one CPU device.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
-from collections import Counter
+import weakref
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +32,8 @@ logger = logging.getLogger("torch_bridge")
 
 SHAPES = 3
 """Programs of the same ops that are compiled before further ones are cold."""
+STREAK = 6
+"""Programs in a row between two lines that ran once each, before a further one there is cold, whatever its ops."""
 USES = 2
 """Times that a cold program runs before it is compiled."""
 KEPT = 64
@@ -39,31 +43,48 @@ LEAST = 16
 
 
 class ColdShapes:
-    """Of one session: how many programs were compiled of each structure, by hash."""
+    """Of one session: how many programs were compiled of each structure, and the last ones between two lines, by hash."""
 
     def __init__(self) -> None:
         self._compiled: Counter[int] = Counter()
+        self._said = False
+        self._last: defaultdict[int, deque[weakref.ref[Program]]] = defaultdict(lambda: deque(maxlen=STREAK))
 
     def look(self, program: Program, trace: Trace) -> bool:
         """Have a new program run in eager torch first, if enough like it were compiled; whether it will. Counts those that are."""
         if len(trace.nodes) < LEAST or not possible(program.spec):
             return False
-        structure = hash(tuple((node[0].op, source.file, source.line) for node, source in zip(trace.nodes, trace.sources, strict=False)))
-        if self._compiled[structure] < SHAPES:
+        lines = [(source.file, source.line) for source in trace.sources]
+        structure = hash(tuple((node[0].op, line) for node, line in zip(trace.nodes, lines, strict=False)))
+        streak = self._is_streak(hash((lines[0], lines[-1])) if lines else 0, program)
+        known = self._compiled[structure]
+        if known < SHAPES and not streak:
             self._compiled[structure] += 1
             return False
-        if self._compiled[structure] == SHAPES:
-            self._compiled[structure] += 1
-            logger.info(
-                "%s: the same %d ops have been compiled for %d shapes: new shapes run in eager torch on the CPU %d times before they are compiled "
-                "(NXD_JAX_COLD_SHAPES=0 compiles each at once)",
-                script_line() or "a loop",
-                len(trace.nodes),
-                SHAPES,
-                USES,
-            )
+        if known < SHAPES:
+            self._say(f"the last {STREAK} programs there ran once each", new=not self._said)
+            self._said = True
+        else:
+            self._say(f"the same {len(trace.nodes)} ops have been compiled for {SHAPES} shapes", new=known == SHAPES)
+            self._compiled[structure] = SHAPES + 1
         program.cold = functools.partial(_computing[0], program.spec)
         return True
+
+    def _say(self, why: str, new: bool) -> None:
+        if new:
+            logger.info(
+                "%s: %s: new ones run in eager torch on the CPU %d times before they are compiled (NXD_JAX_COLD_SHAPES=0 compiles each at once)",
+                script_line() or "a loop",
+                why,
+                USES,
+            )
+
+    def _is_streak(self, place: int, program: Program) -> bool:
+        """Whether the last programs between two lines were as many as make a streak, and none of them ran again. Notes this one."""
+        last = self._last[place]
+        before = [ref() for ref in last]
+        last.append(weakref.ref(program))
+        return len(before) == STREAK and all(p is None or p.executions <= 1 for p in before)
 
 
 def too_many(traces: Iterable[Trace]) -> list[Trace]:
