@@ -322,7 +322,8 @@ def _other_ops(device: str) -> Step:
     return step
 
 
-def test_other_ops_in_each_step(caplog: pytest.LogCaptureFixture) -> None:
+def test_other_ops_in_each_step(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cold_shapes, "STREAK", 6)
     lengths = list(range(1, 13))
     with caplog.at_level("INFO", "torch_bridge"):
         found, compiled, ran = _run(_other_ops, lengths)
@@ -333,7 +334,8 @@ def test_other_ops_in_each_step(caplog: pytest.LogCaptureFixture) -> None:
     assert "the last 6 programs there ran once each" in line
 
 
-def test_programs_that_run_again_are_no_streak() -> None:
+def test_programs_that_run_again_are_no_streak(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cold_shapes, "STREAK", 6)
     _, compiled, ran = _run(_other_ops, [1, 2, 3, 4, 4, 5, 6, 7, 8, 9])
     assert compiled[-1] == 9 and ran[-1] == 0
 

@@ -32,7 +32,7 @@ logger = logging.getLogger("torch_bridge")
 
 SHAPES = 3
 """Programs of the same ops that are compiled before further ones are cold."""
-STREAK = 6
+STREAK = 12
 """Programs in a row between two lines that ran once each, before a further one there is cold, whatever its ops."""
 USES = 2
 """Times that a cold program runs before it is compiled."""
