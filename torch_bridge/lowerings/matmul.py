@@ -48,7 +48,29 @@ def dot(a: jax.Array, b: jax.Array, dims: Dims, out: DType | None = None) -> jax
 @partial(jax.custom_jvp, nondiff_argnums=(2, 3))
 def _dot_to(a: jax.Array, b: jax.Array, dims: Dims, out: DType) -> jax.Array:
     """`dot` by way of another dtype than that of its operands."""
-    return _dot_general(a, b, dims, jnp.float32 if a.dtype in HALF else out).astype(out)
+    if a.dtype not in HALF:
+        return _dot_general(a, b, dims, out).astype(out)
+    a, b, dims, single = _without_single_batches(a, b, dims)
+    return lax.expand_dims(_dot_general(a, b, dims, jnp.float32).astype(out), single)
+
+
+def _without_single_batches(a: jax.Array, b: jax.Array, dims: Dims) -> tuple[jax.Array, jax.Array, Dims, tuple[int, ...]]:
+    """Operands and dims of a product without batch dims of size 1, and where those are in its result.
+
+    On CPUs XLA chooses the code of a bfloat16 product first and drops these dims then. The product of two transposes that may be left has no such code:
+    "Unsupported element type for DotThunk::Execute: BF16 x BF16 = F32".
+    """
+    contracted, batch = dims
+    single = tuple(k for k, d in enumerate(batch[0]) if a.shape[d] == b.shape[batch[1][k]] == 1)
+    if not single:
+        return a, b, dims, ()
+    dropped = [[of[k] for k in single] for of in batch]
+
+    def left(operand: int, of: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(d - sum(gone < d for gone in dropped[operand]) for d in of if d not in dropped[operand])
+
+    a, b = (lax.squeeze(x, gone) for x, gone in zip((a, b), dropped, strict=True))
+    return a, b, ((left(0, contracted[0]), left(1, contracted[1])), (left(0, batch[0]), left(1, batch[1]))), single
 
 
 @_dot_to.defjvp

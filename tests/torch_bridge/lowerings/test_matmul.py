@@ -130,3 +130,24 @@ def test_gradients():
     check_gradients(aten.addbmm.default, rand(4, 3), rand(2, 4, 5), rand(2, 5, 3))
     check_gradients(aten.linear.default, rand(2, 5), rand(4, 5), rand(4))
     check_gradients(aten.mm.default, rand(4, 5, dtype=torch.bfloat16), rand(5, 3, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.half])
+@pytest.mark.parametrize("shapes", [((1, 14, 12), (1, 3, 14)), ((1, 2, 14, 12), (1, 2, 3, 14)), ((2, 1, 14, 12), (2, 1, 3, 14))], ids=str)
+def test_products_of_two_transposes_in_batches_of_one(shapes: tuple[tuple[int, ...], ...], dtype: torch.dtype) -> None:
+    """Forward and backward, the result read in its own order and in another. XLA refused the first in bfloat16."""
+    a, b = (rand(*shape, dtype=dtype) for shape in shapes)
+
+    def both(a: torch.Tensor, b: torch.Tensor) -> list[torch.Tensor]:
+        a, b = a.detach().requires_grad_(), b.detach().requires_grad_()
+        product = a.mT @ b.mT
+        return [product, product.mT.contiguous(), *torch.autograd.grad(product.square().sum(), (a, b))]
+
+    for found, wanted in zip(both(a.to("xla"), b.to("xla")), both(a, b), strict=True):
+        torch.testing.assert_close(found.cpu(), wanted, rtol=5e-2, atol=5e-1)
+    torch.testing.assert_close(
+        torch.einsum("ji,kj->ik", a.flatten(0, -3)[0].to("xla"), b.flatten(0, -3)[0].to("xla")).cpu(),
+        torch.einsum("ji,kj->ik", a.flatten(0, -3)[0], b.flatten(0, -3)[0]),
+        rtol=5e-2,
+        atol=5e-1,
+    )
