@@ -140,6 +140,8 @@ OTHERS: dict[str, Callable[[jax.Array], Any]] = {
     "a complex number": lambda y: jnp.abs(lax.complex(y, y + 1)),
     "rotated": lambda y: jnp.rot90(y, axes=(2, 3)),
     "integers": lambda y: (y * 8).astype(jnp.int32) >> 1,
+    "a sum over an axis with a name": lambda y: jax.vmap(lambda v: v - 0.1 * lax.psum(v, "c"), 1, 1, axis_name="c")(y),
+    "a maximum over an axis with a name": lambda y: y.sum() - jax.vmap(lambda v: lax.pmax(v, "h"), 2, axis_name="h")(y),
     "a constant": lambda y: (y, 3, jnp.ones((2, 3, 4))),
     "an empty part": lambda y: y[:0].reshape(0, 5),
 }

@@ -221,8 +221,10 @@ def _dot_general(eqn: Any, values: list[Any]) -> list[Any]:
     return [lying(r, tuple(result)) for r in bind(eqn, arrays, dimension_numbers=numbers)]
 
 
-def _each_operand(eqn: Any, values: list[Any]) -> list[Any]:
-    """Of a primitive with a result for each operand, of the same shape."""
+def _each_operand(eqn: Any, values: list[Any]) -> list[Any] | None:
+    """Of a primitive with a result for each operand, of the same shape. Not of a sum over dims, which `jax.vmap(axis_name=)` makes of one over a mesh axis."""
+    if any(isinstance(axis, int) for axis in eqn.params.get("axes", ())):
+        return None
     orders = [order_of(v) for v in values]
     results = bind(eqn, [read(v, o) for v, o in zip(values, orders, strict=True)])
     return [lying(r, o) for r, o in zip(results, orders, strict=True)]
