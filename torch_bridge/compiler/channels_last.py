@@ -52,9 +52,7 @@ def suits(graph: fx.Graph) -> bool:
 
 def evaluate(run: Callable[..., Any], inputs: Sequence[Any]) -> Any:
     """`run(*inputs)`."""
-    closed, shape = jax.make_jaxpr(run, return_shape=True)(*inputs)
-    flat = _evaluate(closed, jax.tree.leaves(tuple(inputs)))
-    return jax.tree.unflatten(jax.tree.structure(shape), flat)
+    return jaxprs.traced(run, inputs, _evaluate)
 
 
 def _evaluate(jaxpr: Any, inputs: Sequence[Any]) -> list[Any]:

@@ -28,13 +28,10 @@ def of(spec: ProgramSpec) -> Callable[..., tuple[Any, ...]]:
     def rounded(*inputs: Any) -> Any:
         return _checked(spec, precision_mode.apply(spec.mode, evaluate, inputs), "rewrite_roundings")
 
-    def permuted(*inputs: Any) -> Any:
-        return _checked(spec, channels_last.evaluate(rounded, inputs), "channels_last")
-
-    function = permuted if channels_last.suits(spec.graph) else rounded
+    permutes = channels_last.suits(spec.graph)
 
     def _apply(*inputs: Any) -> Any:
-        return function(*inputs)
+        return _checked(spec, channels_last.evaluate(rounded, inputs), "channels_last") if permutes else rounded(*inputs)
 
     return _apply
 

@@ -13,9 +13,6 @@ from jax import lax
 Rule = Callable[[Any, list[Any]], list[Any]]
 """Gives the results of an equation for the values of its operands."""
 
-Parts = tuple[Any, Sequence[Any]]
-"""A jaxpr and its constants."""
-
 Run = Callable[[Any, Sequence[Any], Any], list[Any]]
 """Gives the results of an inner jaxpr for its inputs. The last argument: the number of the turn in a loop (uint32), None in a branch."""
 
@@ -24,11 +21,17 @@ _CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_ca
           "custom_vmap_call": "call"}  # fmt: skip
 
 
+def traced(run: Callable[..., Any], inputs: Sequence[Any], results: Callable[[Any, list[Any]], list[Any]]) -> Any:
+    """`run(*inputs)`, with the results that are made of its jaxpr and the flat inputs."""
+    closed, shape = jax.make_jaxpr(run, return_shape=True)(*inputs)
+    return jax.tree.unflatten(jax.tree.structure(shape), results(closed, jax.tree.leaves(tuple(inputs))))
+
+
 def evaluate(jaxpr: Any, inputs: Sequence[Any], rule: Rule) -> list[Any]:
     """The results of a jaxpr, each equation by the rule, in its scope. Values are whatever the rule makes of them."""
     from jax.extend import core  # brings Pallas in
 
-    jaxpr, consts = parts(jaxpr)
+    jaxpr, consts = (jaxpr.jaxpr, jaxpr.consts) if isinstance(jaxpr, core.ClosedJaxpr) else (jaxpr, ())
     env: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *inputs], strict=True))
 
     def read(v: Any) -> Any:
@@ -39,13 +42,6 @@ def evaluate(jaxpr: Any, inputs: Sequence[Any], rule: Rule) -> list[Any]:
             results = rule(eqn, [read(v) for v in eqn.invars])
         env.update(zip(eqn.outvars, results, strict=True))
     return [read(v) for v in jaxpr.outvars]
-
-
-def parts(jaxpr: Any) -> Parts:
-    """A jaxpr and its constants, from an open or a closed one."""
-    from jax.extend import core
-
-    return (jaxpr.jaxpr, jaxpr.consts) if isinstance(jaxpr, core.ClosedJaxpr) else (jaxpr, ())
 
 
 def called(eqn: Any) -> Any:

@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -50,10 +49,9 @@ def rewrite(
     places: `stochastic_rounding.place_numbers`.
     matmul: a key of `BITS`.
     """
-    closed, shape = jax.make_jaxpr(run, return_shape=True)(*inputs)
     pair = None if words is None else (words[0], words[1])
-    flat = _Evaluation(matmul, places).run(closed, jax.tree.leaves(tuple(inputs)), pair)
-    return jax.tree.unflatten(jax.tree.structure(shape), flat)
+    evaluation = _Evaluation(matmul, places)
+    return jaxprs.traced(run, inputs, lambda jaxpr, flat: evaluation.run(jaxpr, flat, pair))
 
 
 class _Evaluation:
