@@ -139,6 +139,7 @@ class Program:
     def compile(self, args: Sequence[Any]) -> None:
         """Compile it for these arguments, and wait for it."""
         started = time.perf_counter()
+        freed_memory.compiling()
         with dump.compiling(self), _compat.enable_x64():
             self.compiled = self.prepare(args)()
         self.took(time.perf_counter() - started)

@@ -2,8 +2,8 @@
 
 glibc gives large blocks back to the system as soon as they are free, and the kernel clears every page when they are asked for again: 22,000 pages in each
 step of a Llama of 8 layers, a sixth of its CPU time. So there is one heap for all threads that start from now on, which keeps what is freed (`keep`). A heap
-has gaps: those that compiling a program and its first execution leave go back to the system (`trim_after`). Where programs take more than `MOST` bytes, the
-clearing costs less than the gaps, and all is given back (`give_back`).
+has gaps: those that compiling a program and its first execution leave go back to the system (`trim_after`, `settle`), and out of glibc's lists
+(`heap_gaps`). Where programs take more than `MOST` bytes, the clearing costs less than the gaps, and all is given back (`give_back`).
 
 `GLIBC_TUNABLES=glibc.malloc.hugetlb=1` in the environment, which glibc reads when a process starts, saves most of the clearing without gaps, for models of any
 size. Where it, another setting of glibc's or another allocator is found, nothing is done here.
@@ -15,6 +15,9 @@ import contextlib
 import ctypes
 import os
 from typing import Any
+
+from torch_bridge.config import heap_gaps
+from torch_bridge.config.heap_gaps import Gaps
 
 MOST = 4 << 30
 """Bytes of a program's arguments up to which freed memory is kept."""
@@ -28,12 +31,16 @@ _OWN = ("MALLOC_ARENA_MAX", "MALLOC_MMAP_MAX_", "MALLOC_MMAP_THRESHOLD_", "MALLO
 
 _library: Any = None
 """The C library, while it keeps memory."""
+_gaps: Gaps | None = None
+"""Its heap's gaps, while it keeps memory."""
+_compiled = 0.0
+"""Seconds that programs took to compile since gaps were held."""
 
 
 def keep() -> bool:
     """Keep it from now on; JAX's threads must not have started. False, and nothing done, if the user has said how memory is allocated (glibc's variables,
     another allocator in LD_PRELOAD), or the C library is not glibc."""
-    global _library
+    global _library, _gaps
     if any(name in os.environ for name in _OWN) or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
         return False
     if "malloc" in os.environ.get("LD_PRELOAD", ""):
@@ -46,7 +53,7 @@ def keep() -> bool:
         return False
     if not all([mallopt(_ARENA_MAX, 1), mallopt(_MMAP_THRESHOLD, _LARGEST), mallopt(_TRIM_THRESHOLD, 2 * _LARGEST)]):
         return False
-    _library = library
+    _library, _gaps = library, Gaps.of(library)
     return True
 
 
@@ -56,13 +63,33 @@ def used_by(arguments: int) -> None:
         give_back()
 
 
+def compiling() -> None:
+    """A program is compiled from now on: it may have the gaps that are held, if they are many."""
+    if _gaps is not None and _gaps.held > heap_gaps.MOST:
+        _gaps.release()
+
+
 def trim_after(compilation: float) -> None:
-    """What compiling a program, which took so many seconds, or its first execution has left goes back to the system, if that takes little of that time.
+    """What compiling a program, which took so many seconds, has left goes back to the system, if that takes little of that time.
 
     Later steps keep what they free.
     """
+    global _compiled
+    _compiled += compilation
     if compilation >= _LONG and _library is not None:
         trim()
+
+
+def settle() -> None:
+    """A program has run once: what is free by now, after compiling it and others, goes back to the system, and the gaps out of the lists in which steps look
+    for memory, if compiling took much longer than that."""
+    global _compiled
+    if _compiled < _LONG or _library is None:
+        return
+    _compiled = 0.0
+    trim()
+    if _gaps is not None:
+        _gaps.hold()
 
 
 def trim() -> None:
@@ -73,8 +100,11 @@ def trim() -> None:
 
 def give_back() -> None:
     """Give freed memory to the system, now and later."""
-    global _library
+    global _library, _gaps
     library, _library = _library, None
+    gaps, _gaps = _gaps, None
+    if gaps is not None:
+        gaps.release()
     if library is not None:
         library.mallopt(_MMAP_THRESHOLD, 128 << 10)
         library.mallopt(_TRIM_THRESHOLD, 128 << 10)

@@ -469,8 +469,8 @@ _OWN = [
     Variable(
         "NXD_JAX_KEEP_FREED_MEMORY",
         HONOUR,
-        "1: the process keeps memory that a step has freed for the next one, which on CPUs saves a sixth of a step's CPU time; 0: glibc gives it back. Has no "
-        "effect where glibc's own variables or another allocator are set",
+        "1: the process keeps memory that a step has freed for the next one, which on CPUs saves a sixth of a step's CPU time, and holds gaps of its heap; 0: "
+        "glibc gives it back. Has no effect where glibc's own variables or another allocator are set",
         "1",
         FLAG,
         "torch_bridge.config.freed_memory",

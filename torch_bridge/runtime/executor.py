@@ -387,7 +387,7 @@ def _run_program(
         if meeting is not None and not program.executions:
             processes.meet(meeting, program.exchanges)
         if program.executions == 1:  # what compiling it and its first execution took is free by now
-            freed_memory.trim_after(program.compile_seconds)
+            freed_memory.settle()
         started = time.perf_counter()
         activity.ACTIVITY.dispatching = True
         arrays = _dispatched(session, program, args)
