@@ -57,7 +57,7 @@ class Gaps:
 
     @staticmethod
     def of(library: Any) -> Gaps | None:
-        """Those of glibc (2.33 or later). None: the library is another, or addresses are limited or counted as memory in this process, so that holding costs."""
+        """Those of glibc (2.33 or later). None: the library is another, or this process's addresses are limited or counted as memory."""
         limited = any(resource.getrlimit(kind)[0] != resource.RLIM_INFINITY for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA))
         if limited or _counts_addresses():
             return None
