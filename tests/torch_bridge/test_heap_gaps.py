@@ -124,6 +124,14 @@ def test_what_is_of_the_end_of_the_heap_is_given_back() -> None:
     assert heap.freed == [900] * 4 and gaps.held == 0
 
 
+def test_a_heap_of_ever_more_gaps_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    heap: Any = Heap()
+    heap.gaps = {2000: 1_000_000}
+    gaps = Gaps.of(heap)
+    monkeypatch.setattr(heap_gaps, "_MOST_BLOCKS", 100)
+    assert gaps is not None and 100 <= gaps.hold() < 200
+
+
 def test_no_gaps_are_held_where_addresses_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     heap: Any = Heap()
     monkeypatch.setattr(heap_gaps, "_counts_addresses", lambda: True)
