@@ -44,6 +44,15 @@ def enable_x64() -> contextlib.AbstractContextManager[Any]:
     return experimental_enable_x64()
 
 
+def not_inlined() -> contextlib.AbstractContextManager[Any]:
+    """A context in which calls of `jax.jit` functions that are traced stay calls in what XLA compiles; nothing changes where JAX has no such attribute."""
+    try:
+        from jax.experimental.xla_metadata import set_xla_metadata
+    except ImportError:
+        return contextlib.nullcontext()
+    return set_xla_metadata(inlineable="false")
+
+
 @contextlib.contextmanager
 def torchscript() -> Iterator[None]:
     """A block that uses torch.jit, which torch 2.13 calls deprecated: files of traced models are TorchScript archives."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import fx
 
-from torch_bridge.compiler import channels_last, interpret, interpret_loops, transposed_products, verify_programs
+from torch_bridge.compiler import channels_last, interpret, interpret_loops, stored_results, transposed_products, verify_programs
 from torch_bridge.compiler.annotated_labels import AnnotatedLabels
 from torch_bridge.compiler.manual_blocks import Blocks
 from torch_bridge.compiler.program_spec import ProgramSpec
@@ -29,6 +29,8 @@ def of(spec: ProgramSpec) -> Callable[..., tuple[Any, ...]]:
         return _checked(spec, precision_mode.apply(spec.mode, evaluate, inputs), "rewrite_roundings")
 
     permutes = channels_last.suits(spec.graph)
+    if not isinstance(spec.labels, AnnotatedLabels):  # a call is a border for shardings
+        stored_results.mark(spec.graph)
 
     def _apply(*inputs: Any) -> Any:
         return _checked(spec, channels_last.evaluate(rounded, inputs), "channels_last") if permutes else rounded(*inputs)

@@ -14,7 +14,7 @@ from jax import lax
 from torch import fx
 
 from torch_bridge import lowerings
-from torch_bridge.compiler import overlapping_writes
+from torch_bridge.compiler import overlapping_writes, stored_results
 from torch_bridge.config.settings import SETTINGS
 from torch_bridge.ir import dtypes, scopes
 from torch_bridge.ir.graph import KINDS, number
@@ -133,7 +133,11 @@ def evaluate(
     if node.target is number:
         return dtypes.Scalar(KINDS[args[2]], args[0][args[1]])
     with jax.named_scope(scopes.name(node.meta.get("source", NOWHERE), node.target) if scope is None else scope):
-        result = call(node.target, args, kwargs, key if "draw" in node.meta else None, mode, node.meta.get(overlapping_writes.APART, False))
+        if stored_results.STORED in node.meta:
+            result = stored_results.call(node.target, *args)
+        else:
+            apart = node.meta.get(overlapping_writes.APART, False)
+            result = call(node.target, args, kwargs, key if "draw" in node.meta else None, mode, apart)
     return _conform(result, node)
 
 
