@@ -1,4 +1,4 @@
-"""`compiler/stored_results.py`: angles of rotary embeddings are computed once a step on CPUs, and nothing else changes."""
+"""`compiler/stored_results.py`: on CPUs, angles are computed once a step, and gradients are transposed before products."""
 
 from __future__ import annotations
 
@@ -68,6 +68,36 @@ def test_xla_would_compute_them_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stored_results, "FEWEST", 1 << 40)
     step(4, torch.float32)("xla")
     assert optimized().count(" cosine(") > 1
+
+
+def trained(dtype: torch.dtype = torch.float32, rows: int = 64, width: int = 48) -> Callable[[str], Any]:
+    def run(device: str) -> Any:
+        model = nn.Sequential(nn.Linear(32, width), nn.GELU(), nn.Linear(width, 40)).to(device, dtype)
+        loss = model(torch.randn(rows, 32, dtype=dtype).to(device)).square().mean()
+        loss.backward()
+        xm.mark_step()
+        return loss, [p.grad for p in model.parameters()]
+
+    return run
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_gradients_are_transposed_before_products(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    loose = dtype == torch.bfloat16
+    down = "lhs_contracting_dims={0}"
+    same(trained(dtype), rtol=3e-2 if loose else 2e-5, atol=1e-3 if loose else 1e-6)
+    assert sum(stored_results.STORED in node.meta for node in STATE.session.recent[-1].graph.nodes) == 2
+    assert optimized().count(down) == 0
+    monkeypatch.setattr(stored_results, "LARGEST", 0)
+    same(trained(dtype, rows=65), rtol=3e-2 if loose else 2e-5, atol=1e-3 if loose else 1e-6)
+    assert optimized().count(down) == 2
+
+
+@pytest.mark.parametrize(("rows", "width"), [(8, 7), (1 << 17, 48), (12, 20)], ids=["narrow", "large", "few"])
+def test_other_gradients_are_not(rows: int, width: int) -> None:
+    trained(rows=rows, width=width)("xla")
+    transposes = [node for node in STATE.session.recent[-1].graph.nodes if stored_results.STORED in node.meta]
+    assert not any(node.meta["val"].shape[0] == width for node in transposes)
 
 
 def marked(fn: Callable[..., Any], *shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> int:
