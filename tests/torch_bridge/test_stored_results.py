@@ -13,6 +13,7 @@ from torch import nn
 
 from tests.torch_bridge.devices import same
 from torch_bridge.compiler import stored_results
+from torch_bridge.lowerings import stored
 from torch_bridge.runtime.session import STATE
 
 HEADS, LENGTH, WIDTH = 4, 64, 32
@@ -65,7 +66,7 @@ def test_a_step_of_several_layers_computes_angles_once(dtype: torch.dtype) -> No
 
 def test_xla_would_compute_them_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """When this fails, XLA has learnt what sines cost, and the pass can go."""
-    monkeypatch.setattr(stored_results, "FEWEST", 1 << 40)
+    monkeypatch.setattr(stored, "FEWEST", 1 << 40)
     step(4, torch.float32)("xla")
     assert optimized().count(" cosine(") > 1
 
@@ -88,7 +89,7 @@ def test_gradients_are_transposed_before_products(dtype: torch.dtype, monkeypatc
     same(trained(dtype), rtol=3e-2 if loose else 2e-5, atol=1e-3 if loose else 1e-6)
     assert sum(stored_results.STORED in node.meta for node in STATE.session.recent[-1].graph.nodes) == 2
     assert optimized().count(down) == 0
-    monkeypatch.setattr(stored_results, "LARGEST", 0)
+    monkeypatch.setattr(stored, "LARGEST", 0)
     same(trained(dtype, rows=65), rtol=3e-2 if loose else 2e-5, atol=1e-3 if loose else 1e-6)
     assert optimized().count(down) == 2
 

@@ -7,8 +7,8 @@ every layer, forward and backward, for each head of each sequence: 24 fusions of
 stays with XLA: a loop of its own costs more than computing it again.
 
 A weight's gradient, `grad.t() @ x`, reads its first operand down the columns. XLA computes that in Eigen, which packs it slowly, and with the transpose stored
-in YNNPACK: for up to `LARGEST` elements the whole takes 0.5 to 0.9 of the time, whatever the dtype. (A barrier keeps the product apart from the transpose, too,
-but what the gradient is made of is then computed again in the order of its columns.)
+in YNNPACK: for up to `stored.LARGEST` elements the whole takes 0.5 to 0.9 of the time, whatever the dtype. (A barrier keeps the product apart from the
+transpose, too, but what the gradient is made of is then computed again in the order of its columns.)
 
 | CPU time of a step (`benchmarks/zoo.py`, medium), in turn | inlined | stored |
 |---|---|---|
@@ -29,16 +29,11 @@ import jax
 import torch
 from torch import fx
 
-from torch_bridge import _compat, lowerings
+from torch_bridge import lowerings
 from torch_bridge.compiler import transposed_products
+from torch_bridge.lowerings import stored
 
 aten = torch.ops.aten
-FEWEST = 1024
-"""Elements from which on a loop of its own pays."""
-LARGEST = 3 << 20
-"""Elements of a transpose up to which it pays: larger ones no longer fit into caches."""
-NARROWEST = 8
-"""Columns, or rows, of a transpose from which on it pays."""
 STORED = "stored"
 """Of a node's `meta`: True if its result is stored."""
 _OPS = frozenset({aten.sin.default, aten.cos.default})
@@ -49,17 +44,16 @@ def mark(graph: fx.Graph) -> None:
     if jax.default_backend() != "cpu":
         return
     for node in graph.nodes:
-        if node.target in _OPS and not node.meta["val"].is_complex() and _size(node) >= FEWEST and _is_read_by_larger(node):
+        if node.target in _OPS and not node.meta["val"].is_complex() and _size(node) >= stored.FEWEST and _is_read_by_larger(node):
             node.meta[STORED] = True
     for node in transposed_products.to_transpose_first(graph):
-        if FEWEST <= _size(node) <= LARGEST and min(node.meta["val"].shape) >= NARROWEST:
+        if stored.pays(node.meta["val"].shape):
             node.meta[STORED] = True
 
 
 def call(op: Any, x: Any, *more: Any) -> Any:
     """A marked op on a JAX value, its result stored. more: its other arguments, numbers."""
-    with _compat.not_inlined():
-        return _called(op, *map(_hashable, more))(x)
+    return stored.call(_function(op, *map(_hashable, more)), x)
 
 
 def _hashable(argument: Any) -> Any:
@@ -67,10 +61,10 @@ def _hashable(argument: Any) -> Any:
 
 
 @functools.lru_cache(maxsize=1024)
-def _called(op: torch._ops.OpOverload, *more: Any) -> Callable[[Any], Any]:
+def _function(op: torch._ops.OpOverload, *more: Any) -> Callable[[Any], Any]:
     found = lowerings.lookup(op)
     assert found is not None, op
-    return jax.jit(lambda x: found.fn(x, *more))
+    return lambda x: found.fn(x, *more)
 
 
 def _is_read_by_larger(node: fx.Node) -> bool:

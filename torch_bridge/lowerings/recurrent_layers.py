@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from torch_bridge.lowerings import stored
 from torch_bridge.lowerings._opmath import widen
 from torch_bridge.lowerings.matmul import mm
 from torch_bridge.lowerings.recurrent import fused_gru_cell, fused_gru_cell_backward, fused_lstm_cell, fused_lstm_cell_backward
@@ -158,7 +159,7 @@ def _unprojected(states: States) -> jax.Array:
 
 def _over_steps(left: jax.Array, right: jax.Array) -> jax.Array:
     """The sum over all steps of left^T right."""
-    return mm(left.reshape(-1, left.shape[-1]).T, right.reshape(-1, right.shape[-1]))
+    return mm(stored.transposed(left.reshape(-1, left.shape[-1])), right.reshape(-1, right.shape[-1]))
 
 
 def _sum(x: jax.Array) -> jax.Array:
