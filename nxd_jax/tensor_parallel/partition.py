@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from nxd_jax.tensor_parallel import parallel_groups
+from nxd_jax.tensor_parallel import scaled_steps as _scaled_steps  # noqa: F401 : gradient scalers look for what is marked here
 
 UNMARKED = {"tensor_model_parallel": False, "partition_dim": -1, "partition_stride": 1, "num_partitions": 1, "rank_ordering": None}
 """What a parameter that nobody marked counts as."""

@@ -16,10 +16,10 @@ from torch_bridge.fsdp import (
     naming,
     optimizer_states,
     options,
+    scaled_steps,
     sharding,
     state,
     torchs_norm,
-    torchs_scaler,
     torchs_states,
     wrapping,
 )
@@ -121,7 +121,7 @@ class XlaFullyShardedDataParallel(nn.Module):
         from torch_bridge.fsdp import played  # noqa: F401
 
         torchs_norm.install()
-        torchs_scaler.install()
+        scaled_steps.install()
         torchs_states.install()
         among = options.sharding(sharding_groups, sharding_rank, sharding_world_size)
         if auto_wrap_policy is not None:

@@ -194,7 +194,7 @@ def fused_adagrad(
     return (*_fused_adagrad(self, grads, state_sums, state_steps, **options), list(state_steps))
 
 
-@lowering(aten._amp_foreach_non_finite_check_and_unscale.default)
+@lowering(aten._amp_foreach_non_finite_check_and_unscale.default, entrywise=True)  # found_inf, no list, depends on all
 def amp_unscale(self: Sequence[Array], found_inf: Array, inv_scale: Array) -> tuple[list[Array], Array]:
     """Gradients times `inv_scale`, and found_inf set to 1 where any of them was not finite."""
     bad = jnp.zeros((), jnp.bool_)

@@ -1,11 +1,12 @@
-"""Gradient scalers with optimizers whose step reduces gradients itself (ZeRO-1, `NxDOptimizer`).
+"""Gradient scalers where ranks hold parts of one model, or where an optimizer's step reduces gradients itself (ZeRO-1, `NxDOptimizer`).
 
 A scaler looks for inf before the step, so each rank sees its own gradients only. Ranks must agree: one that steps while another skips waits for it for ever, or
-takes its inf in. So `found_inf` is reduced over the ranks that step together.
+takes its inf in, or goes on with another scale. So `found_inf` is reduced over the ranks that step together, which those who divide parameters name (`ask`).
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -14,10 +15,15 @@ import torch
 from torch.amp.grad_scaler import GradScaler
 
 from torch_bridge.collectives import functional
+from torch_bridge.mesh import groups
 from torch_bridge.mesh.groups import GroupLike
 from torch_bridge.optimizers.skippable import stepped_unless
 
 Found = dict[torch.device, torch.Tensor]
+Together = Callable[[torch.optim.Optimizer], Iterable[GroupLike]]
+"""Of an optimizer the groups of ranks that must step or skip together."""
+
+_asked: list[Together] = []
 
 
 class StepsTogether:
@@ -62,20 +68,33 @@ def _with_gradient(grad: torch.Tensor) -> torch.Tensor:
     return holder
 
 
-def agree(found: Found, over: Iterable[GroupLike]) -> Found:
-    """What any rank of the groups has found."""
-    for groups in over:
-        found = {device: functional.all_reduce("max", t, groups=groups) for device, t in found.items()}
-    return found
+def ask(together: Together) -> None:
+    """Have scalers ask also this function which groups of ranks an optimizer's step concerns. It must give the same groups on all ranks of a group."""
+    if together not in _asked:
+        _asked.append(together)
+
+
+def stepping_with(optimizer: torch.optim.Optimizer) -> list[GroupLike]:
+    """The groups of ranks that step or skip together with an optimizer, each once."""
+    own = optimizer.stepping_together() if isinstance(optimizer, StepsTogether) else ()
+    every = [*own, *(group for together in _asked for group in together(optimizer))]
+    return list({groups.resolve(group).loose_text: group for group in every}.values())
 
 
 def _of_all_ranks(unscale: Callable[..., Found]) -> Callable[..., Found]:
-    def unscale_and_agree(self: GradScaler, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Found:
-        found = unscale(self, optimizer, *args, **kwargs)
-        if not isinstance(optimizer, StepsTogether):
-            return found
-        found.update(unscale(self, _MainGradients(optimizer), *args, **kwargs))  # both mark the same tensor
-        return agree(found, optimizer.stepping_together())
+    @functools.wraps(unscale)
+    def unscale_and_agree(
+        self: GradScaler, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
+    ) -> Found:
+        found = unscale(self, optimizer, inv_scale, found_inf, allow_fp16)
+        if isinstance(optimizer, StepsTogether):
+            found.update(unscale(self, _MainGradients(optimizer), inv_scale, found_inf, allow_fp16))  # both mark the same tensor
+        over = stepping_with(optimizer)
+        if over and not found:
+            found = {found_inf.device: found_inf}  # the others wait for this rank, too, where it has no gradient
+        for group in over:
+            found = {device: functional.all_reduce("max", t, groups=group) for device, t in found.items()}
+        return found
 
     return unscale_and_agree
 
