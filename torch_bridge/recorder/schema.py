@@ -67,7 +67,9 @@ class Info:
         return None
 
     def _lists(self) -> tuple[str, ...]:
-        """Of an op that treats each entry of its lists by itself, the names of these lists."""
+        """Of an op that treats each entry of its lists by itself, and writes nothing besides (as `found_inf`), the names of these lists."""
+        if any(str(self.args[i].type) != "List[Tensor]" for i in self.mutated):
+            return ()
         low = None if self.functional is None else lowerings.lookup(self.functional)
         constants = None if low is None or low.stacks is None else low.stacks.constants
         kinds = ("List[Tensor]", "List[number]", "List[Scalar]")
