@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import enum
+import functools
 import gc
 import inspect
 import operator
@@ -27,6 +29,7 @@ WRITES, TOUCHES = "writes", "touches"
 _READS = {"item", "tolist", "numpy", "equal", "is_nonzero", "allclose", "__array__", "__dlpack__", "__contains__"}
 _READS |= {"__bool__", "__int__", "__float__", "__complex__", "__index__"}
 _HOOKS = {"register_hook", "register_post_accumulate_grad_hook", "retain_grad", "backward", "share_memory_"}
+_PLAIN = (*(t for t in base_types if t is not torch.Tensor), type(None), enum.Enum)
 _OPAQUE = (type, torch.Generator, dist.ProcessGroup)
 
 
@@ -73,6 +76,26 @@ class Slot:
     """The place of a node's value among the arguments of a `BoundCall`."""
 
     index: int
+
+
+def bound_call(function: Callable[..., Any], args: Any, kwargs: Any) -> tuple[BoundCall, tuple[Any, ...]]:
+    """A call of which a graph is given the tensors alone, and these. Raises RuntimeError for arguments that may hold tensors unseen."""
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    values = [x for x in leaves if isinstance(x, (torch.Tensor, fx.Proxy))]
+    order = iter(range(len(values)))
+    held = [Slot(next(order)) if isinstance(x, (torch.Tensor, fx.Proxy)) else x for x in leaves]
+    for x in held:
+        if not isinstance(x, (Slot, *_PLAIN)) and not _is_apart(x):
+            raise RuntimeError(f"its forward calls {getattr(function, '__qualname__', function)} with an object of type {type(x).__name__}")
+    own_args, own_kwargs = pytree.tree_unflatten(held, spec)
+    return BoundCall(function, own_args, own_kwargs, None), tuple(values)
+
+
+def _is_apart(value: Any) -> bool:
+    """Whether it is an object that stands in no graph and has nothing to do with what is traced: a type, a function without a closure."""
+    if isinstance(value, functools.partial):
+        return all(isinstance(x, _PLAIN) or _is_apart(x) for x in pytree.tree_leaves((value.func, value.args, value.keywords)))
+    return isinstance(value, _OPAQUE) or (inspect.isfunction(value) and value.__closure__ is None)
 
 
 class Unrecordable(RuntimeError):
@@ -193,7 +216,9 @@ class CallRecorder(TorchFunctionMode):
 
     def _function(self, target: Any, args: Any, kwargs: Any) -> fx.Node:
         context = Context()
-        if context == self._base and self._plain((args, kwargs)):
+        if (
+            context == self._base and self._plain((args, kwargs)) and not inspect.ismethod(target)
+        ):  # fx writes methods as if they were functions
             return self.graph.call_function(target, self.argument(tuple(args)), self.argument(dict(kwargs)))
         values: list[Any] = []
         bound = BoundCall(
@@ -280,11 +305,11 @@ class CallRecorder(TorchFunctionMode):
 
     def _plain(self, value: Any) -> bool:
         """Whether a graph can say it."""
-        return not any(isinstance(x, _OPAQUE) or inspect.isfunction(x) for x in pytree.tree_leaves(value))
+        return not any(isinstance(x, (*_OPAQUE, functools.partial)) or inspect.isfunction(x) for x in pytree.tree_leaves(value))
 
     def _slots(self, value: Any, values: list[Any]) -> Any:
         """A structure with slots for its nodes, which go to `values`."""
-        if isinstance(value, _OPAQUE) or (inspect.isfunction(value) and value.__closure__ is None):
+        if _is_apart(value):
             return value
         if isinstance(value, (tuple, list)) and not isinstance(value, torch.Size) and not hasattr(value, "_fields"):
             return (tuple if isinstance(value, tuple) else list)(self._slots(x, values) for x in value)

@@ -17,10 +17,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
+import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from nxd_jax.pipeline import draws
+from nxd_jax.pipeline.call_recorder import Context, bound_call
 from nxd_jax.tensor_parallel.random import get_xla_rng_tracker
 from nxd_jax.utils.model_utils import is_hf_pretrained_model
 
@@ -51,6 +53,7 @@ class NxDTracer(fx.Tracer):
         self.leaf_modules = tuple(leaf_modules)
         self.autowrap_obj_methods = dict(autowrap_obj_methods or {})
         self._constants: dict[str, Any] = {}
+        self._context = Context()
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         """Whether a module is one node."""
@@ -62,8 +65,15 @@ class NxDTracer(fx.Tracer):
     def trace(self, root: Any, concrete_args: dict[str, Any] | None = None) -> fx.Graph:
         """The graph of a module. concrete_args: values of the parameters of its forward that are no inputs (`get_concrete_args`)."""
         self._constants = dict(concrete_args or {})
-        with _recorded(self.autowrap_obj_methods):
+        self._context = Context()
+        with _recorded(self.autowrap_obj_methods), _own_gradients_recorded():
             return super().trace(root)
+
+    def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
+        """A node, which is evaluated with gradients and autocast as they are around the model. RuntimeError if its forward has switched them."""
+        if self._context != Context():
+            raise RuntimeError("its forward switches gradients or autocast on or off, which a graph of operations does not show")
+        return super().create_node(*args, **kwargs)
 
     def create_args_for_root(
         self, root_fn: Callable[..., Any], is_module: bool, concrete_args: dict[str, Any] | tuple[Any, ...] | None = None
@@ -284,6 +294,26 @@ def _recorded(methods: Mapping[Any, Sequence[str]]) -> Iterator[None]:
                 delattr(owner, name)
             else:
                 setattr(owner, name, before)
+
+
+@contextlib.contextmanager
+def _own_gradients_recorded() -> Iterator[None]:
+    """Record calls of autograd functions as one node each as long as the block runs: the operations inside would give other gradients than their own."""
+    original: Any = vars(torch.autograd.Function)["apply"]
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        bound = original.__get__(None, cls)
+        proxy = next((x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, fx.Proxy)), None)
+        if proxy is None:
+            return bound(*args, **kwargs)
+        call, values = bound_call(bound, args, kwargs)
+        return proxy.tracer.create_proxy("call_function", call, values, {})
+
+    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        torch.autograd.Function.apply = original  # type: ignore[method-assign]
 
 
 def _as_call(method: Callable[..., Any]) -> Callable[..., Any]:

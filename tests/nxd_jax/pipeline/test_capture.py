@@ -115,6 +115,18 @@ def own_gradient(model: Any, x: Any) -> Any:
     return model.second(Double.apply(model.first(x), float))
 
 
+class Negative(Double):
+    """One whose arguments a graph can say."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, factor: int) -> torch.Tensor:  # type: ignore[override]
+        return x * -factor
+
+
+def another_gradient(model: Any, x: Any) -> Any:
+    return model.second(Negative.apply(model.first(x), 2))
+
+
 def branches(model: Any, x: Any) -> Any:
     h = model.first(x)
     if h.shape[0] > 1 and h.dtype.is_floating_point and len(h) == 2 and h.requires_grad:
@@ -132,7 +144,9 @@ def dropped(model: Any, x: Any) -> Any:
     return nn.functional.dropout(model.first(x), 0.5, model.training)
 
 
-@pytest.mark.parametrize("forward", [views, without_gradients, in_place, attributes, own_gradient, branches, structures, dropped])
+@pytest.mark.parametrize(
+    "forward", [views, without_gradients, in_place, attributes, own_gradient, another_gradient, branches, structures, dropped]
+)
 def test_it_computes_what_the_model_does(forward: Forward) -> None:
     agrees(forward)
 
