@@ -6,10 +6,13 @@ which xla has not. The map is small integers that the host knows, so it stays on
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import distributed
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_bridge.collectives import object_collectives
@@ -59,6 +62,20 @@ def sum_map(tensor: torch.Tensor, groups: GroupLike) -> bool:
     return True
 
 
+def _refusing_xla(set_up: Callable[[Any, torch.nn.Module], None]) -> Callable[[Any, torch.nn.Module], None]:
+    @functools.wraps(set_up)
+    def _setup_mixed_precision_params(config: Any, root_module: torch.nn.Module) -> None:
+        if any(p.device.type == "xla" for p in root_module.parameters()):
+            raise NotImplementedError(
+                f"DistributedDataParallel(mixed_precision={config}) frees and fills the memory of parameters, which xla tensors do not have. Leave it out, and "
+                'compute under torch.autocast("xla", dtype=torch.bfloat16)'
+            )
+        set_up(config, root_module)
+
+    return _setup_mixed_precision_params
+
+
 def install() -> None:
-    """Let DistributedDataParallel make such reducers."""
+    """Let DistributedDataParallel make such reducers, and say what xla tensors cannot do."""
     dist.Reducer = Reducer  # type: ignore[misc]
+    distributed._setup_mixed_precision_params = _refusing_xla(distributed._setup_mixed_precision_params)

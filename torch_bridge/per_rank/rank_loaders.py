@@ -20,6 +20,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler, SequentialSampler
 
 from torch_bridge import nested
+from torch_bridge.collectives import joins
 from torch_bridge.mesh import rank_numbers, world
 from torch_bridge.per_rank import each_rank_factories
 from torch_bridge.per_rank.each_rank_factories import each_of, vars_of
@@ -161,6 +162,7 @@ class RankBatches(Iterator[Any]):
 
     def _warn(self, going_on: set[Any]) -> None:
         short, long = ([r for r in world.current().hosted if (self._table[r] in going_on) is more] for more in (False, True))
+        joins.epoch_ends(short, long)
         warnings.warn(
             f"ranks {short} have {self._given} batches and ranks {long} have more, which are left out: all ranks compute together, so the epoch ends for all. "
             "Give all of them equally many samples (DistributedSampler pads)",

@@ -9,7 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Sampler
 
 from tests.torch_bridge.ranks import eager
 from torch_bridge.collectives import backend  # noqa: F401  (it registers backend "xla")
@@ -90,3 +92,44 @@ def test_torchs_gradients_of_broadcasts_are_refused() -> None:
     (functional.all_reduce(torch.where(torch.zeros((), device="xla") + dist.get_rank() == 1, x, 0.0), group=group) * 3).sum().backward()
     assert x.grad is not None
     eager.same(x.grad, [torch.zeros(2), torch.full((2,), 6.0)])
+
+
+def test_mixed_precision_is_refused() -> None:
+    from torch.nn.parallel.distributed import _MixedPrecision
+
+    with pytest.raises(
+        NotImplementedError, match=r'mixed_precision=_MixedPrecision\(.*Leave it out, and compute under torch\.autocast\("xla"'
+    ):
+        DistributedDataParallel(nn.Linear(2, 2).to("xla"), mixed_precision=_MixedPrecision(param_dtype=torch.bfloat16))
+
+
+class Uneven(Sampler[int]):
+    """The second rank has fewer samples."""
+
+    def __init__(self, rank: Any):
+        self.rank = rank
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(3 - self.rank))
+
+
+@pytest.mark.filterwarnings("ignore:.*Time stats are currently only collected.*")
+def test_joins_that_are_to_throw() -> None:
+    """Without that, the epoch ends for all with a warning, as for any loader."""
+    parallel = DistributedDataParallel(nn.Linear(2, 1).to("xla"))
+    loader: DataLoader[Any] = DataLoader(torch.ones(3, 2), sampler=Uneven(world.rank()))  # type: ignore[arg-type]
+
+    def epoch(**options: Any) -> int:
+        steps = 0
+        with Join([parallel], **options):
+            for x in loader:
+                parallel(x).sum().backward()
+                steps += 1
+        return steps
+
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"ranks \[1\] have no more batches and ranks \[0\] have\. Give all ranks equally many"):
+            epoch(throw_on_early_termination=True)
+    for options in ({}, {"enable": False, "throw_on_early_termination": True}):
+        with pytest.warns(UserWarning, match="more, which are left out"):
+            assert epoch(**options) == 2
