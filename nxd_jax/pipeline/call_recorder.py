@@ -216,9 +216,8 @@ class CallRecorder(TorchFunctionMode):
 
     def _function(self, target: Any, args: Any, kwargs: Any) -> fx.Node:
         context = Context()
-        if (
-            context == self._base and self._plain((args, kwargs)) and not inspect.ismethod(target)
-        ):  # fx writes methods as if they were functions
+        written_by_fx = not inspect.ismethod(target)  # it would write a method as if it were a function
+        if written_by_fx and context == self._base and self._plain((args, kwargs)):
             return self.graph.call_function(target, self.argument(tuple(args)), self.argument(dict(kwargs)))
         values: list[Any] = []
         bound = BoundCall(
