@@ -38,7 +38,7 @@ after = resident()
 for block, size in zip(blocks[1::2], sizes):
     ctypes.memset(block, 2, size)  # nobody else's memory was given away
 given = library.malloc(50_000)
-assert given not in blocks
+assert given not in blocks[1::2]
 held = gaps.held
 gaps.release()
 left = gaps.held
@@ -73,17 +73,17 @@ def _no_settings_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
 @glibc
 def test_gaps_are_held_without_memory_and_released() -> None:
     several, few, again, saved, size, held, left = map(int, python(HOLDING, timeout=120).split())
-    assert several > 6000 and few < several // 20
+    assert several > 5000 and few < several // 4, "one in eight is left"
     assert again > 3000, "released gaps are in the lists again, those next to each other as one"
-    assert saved > size - (48 << 20), "what lies in them goes back to the system, but for pages that a block shares with others"
-    assert held > size * 0.8 and left == 0
+    assert saved > size - (80 << 20), "what lies in them goes back to the system, but for pages that a block shares with others"
+    assert held > size * 0.7 and left == 0
 
 
 @glibc
 def test_steps_do_not_look_through_what_compiling_left() -> None:
     never = STEPS.replace("_LONG = 0.05", "_LONG = 1e9")
     compiles = {"JAX_ENABLE_COMPILATION_CACHE": "0", "JAX_NUM_CPU_DEVICES": "1"}
-    assert int(python(STEPS, timeout=200, **compiles)) < 1000
+    assert int(python(STEPS, timeout=200, **compiles)) < 2500
     assert int(python(never, timeout=200, **compiles)) > 5000
 
 
@@ -122,6 +122,14 @@ def test_what_is_of_the_end_of_the_heap_is_given_back() -> None:
     heap.freed.clear()
     gaps.release()
     assert heap.freed == [900] * 4 and gaps.held == 0
+
+
+def test_one_gap_in_eight_is_left() -> None:
+    heap: Any = Heap()
+    heap.gaps = {2000: 80}
+    gaps = Gaps.of(heap)
+    assert gaps is not None and gaps.hold() == 70
+    assert heap.freed.count(900) == 10
 
 
 def test_a_heap_of_ever_more_gaps_is_left(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,8 +2,10 @@
 
 Compiling a program leaves 10,000 free blocks and more between what stays. They lie in lists in order of their size, and whenever a step asks for a block glibc
 walks such a list, one page of memory after another, while every other thread that wants a block waits: for a ResNet of 0.2 million weights 1.6 ms of a step's
-24 ms of CPU time. So gaps are asked for and held (`Gaps.hold`). Their pages go back to the system: what is held takes addresses, no memory. A compilation may
-have them again (`Gaps.release`).
+24 ms of CPU time.
+
+So gaps are asked for and held (`Gaps.hold`), all but one in eight. Their pages go back to the system: what is held takes addresses, no memory. A compilation
+may have them again (`Gaps.release`).
 
 | step on two cores, in turn | gaps in the lists | held |
 |---|---|---|
@@ -30,6 +32,8 @@ _LARGEST = 64 << 20
 """Bytes that are asked for at once; a larger gap takes several blocks."""
 _BATCH = 16 << 20
 """Bytes that are asked for before it is looked at where they lie."""
+_LEFT = 8
+"""One of so many gaps is left in the lists, for small blocks that stay: they would be cut off the large ones that each step wants whole."""
 _MOST_BLOCKS = 200_000
 """How many gaps are taken at a time, the largest first: 0.4 seconds."""
 _DONTNEED = 4
@@ -55,6 +59,7 @@ class Gaps:
         self.held = 0
         self._library = library
         self._blocks = array("Q")
+        self._turn = 0
         self._lock = threading.Lock()
 
     @staticmethod
@@ -74,28 +79,42 @@ class Gaps:
         return Gaps(library)
 
     def hold(self) -> int:
-        """Take every free block of a kilobyte and more out of the lists, but for the last one, from which the heap grows; how many. 2 us a block."""
-        library = self._library
-        malloc, free = library.malloc, library.free
-        before = len(self._blocks)
+        """Take free blocks of a kilobyte and more out of the lists, but for one of `_LEFT` and for the last one, from which the heap grows; how many.
+
+        2 us a block.
+        """
         with self._lock:
-            end = library.sbrk(0) - library.mallinfo2().keepcost
-            size = _LARGEST
-            while size >= _LEAST:
-                count, more = 1, True
-                while more:
-                    blocks = [block for block in map(malloc, repeat(size, count)) if block is not None]
-                    gaps = [block for block in blocks if block < end]
-                    self._keep(gaps, size)
-                    for block in blocks:
-                        if block >= end:  # the heap has grown for it, or it is of another thread's heap
-                            free(block)
-                    if len(self._blocks) - before >= _MOST_BLOCKS:
-                        return len(self._blocks) - before
-                    more = len(gaps) == count
-                    count = min(2 * count, max(1, _BATCH // size))
-                size = size * 7 // 8
+            before = len(self._blocks)
+            left = array("Q")
+            self._take(before + _MOST_BLOCKS, left)
+            for block in left:
+                self._library.free(block)
             return len(self._blocks) - before
+
+    def _take(self, most: int, left: array[int]) -> None:
+        """Take gaps, the largest first, until so many are held or there are no more; some to be left, which are free when all are taken."""
+        malloc, free = self._library.malloc, self._library.free
+        end = self._library.sbrk(0) - self._library.mallinfo2().keepcost
+        size = _LARGEST
+        while size >= _LEAST:
+            count, more = 1, True
+            while more:
+                blocks = [block for block in map(malloc, repeat(size, count)) if block is not None]
+                gaps = [block for block in blocks if block < end]
+                for block in blocks:
+                    if block >= end:  # the heap has grown for it, or it is of another thread's heap
+                        free(block)
+                more = len(gaps) == count
+                for block in gaps:
+                    self._turn = (self._turn + 1) % _LEFT
+                    if not self._turn and size < _BATCH:
+                        left.append(block)
+                    else:
+                        self._keep(block, size)
+                if len(self._blocks) >= most:
+                    return
+                count = min(2 * count, max(1, _BATCH // size))
+            size = size * 7 // 8
 
     def release(self) -> None:
         """Give all that is held back to the lists."""
@@ -105,14 +124,13 @@ class Gaps:
             self._blocks = array("Q")
             self.held = 0
 
-    def _keep(self, blocks: list[int], size: int) -> None:
-        self._blocks.extend(blocks)
-        self.held += size * len(blocks)
+    def _keep(self, block: int, size: int) -> None:
+        self._blocks.append(block)
+        self.held += size
         page = mmap.PAGESIZE
-        if size >= 2 * page:
-            for block in blocks:  # whole pages within it
-                start = -(-block // page) * page
-                self._library.madvise(start, (block + size) // page * page - start, _DONTNEED)
+        if size >= 2 * page:  # whole pages within it
+            start = -(-block // page) * page
+            self._library.madvise(start, (block + size) // page * page - start, _DONTNEED)
 
 
 def _counts_addresses() -> bool:
