@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from nxd_jax.tensor_parallel import grads
-from torch_bridge.mesh import places
 from torch_bridge.optimizers import scaled_steps
-from torch_bridge.recorder import placed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,6 +21,10 @@ def together(optimizer: torch.optim.Optimizer) -> Sequence[GroupLike]:
 
 
 def _is_part(p: torch.Tensor) -> bool:
+    from nxd_jax.tensor_parallel import grads  # these bring JAX in, and this module is imported before
+    from torch_bridge.mesh import places
+    from torch_bridge.recorder import placed
+
     shared_out = getattr(p, "tensor_model_parallel", False) and getattr(p, "num_partitions", 1) > 1
     return shared_out or grads.is_expert(p) or (places.in_use() and placed.place_of(p) is not None)
 
