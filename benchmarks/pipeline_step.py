@@ -29,6 +29,7 @@ import rounds
 
 STAGES, MICROBATCHES = 4, 16
 SEQ, LAYERS = 128, 8
+PLAYED_AFTER = 256
 SCHEDULES = {"1f1b": 1, "zb_h1": 1, "interleaved": 2, "zbv": 2}
 VARIANTS = {
     "pipeline-1f1b": "pipeline, 1F1B",
@@ -238,7 +239,7 @@ def child(name: str, steps: int, microbatches: int) -> dict[str, Any]:
     losses = [read(dispatch(data[0]))]
     first, made_first = time.perf_counter() - start, counted()
     losses += [read(dispatch(data[k])) for k in range(1, 4)]
-    for k in range(8):  # modules are played after some calls
+    for k in range(8 + PLAYED_AFTER // microbatches):  # modules are played after some calls, where gradients are accumulated after more
         read(dispatch(data[k % 4]))
     host.clear()
     if isinstance(counted, Counted):

@@ -341,6 +341,13 @@ def abandon_distributed() -> None:
     state.client = state.service = None
 
 
+def has_foreach(name: str) -> bool:
+    """Whether torch has `_foreach_{name}`: those of `clone` and `mm` came after 2.11."""
+    import torch
+
+    return hasattr(torch.ops.aten, f"_foreach_{name}")
+
+
 def linear_cross_entropy_ops() -> tuple[Any, Any] | None:
     """torch's chunked `linear_cross_entropy` with and without reduction, or None before torch 2.13."""
     import torch

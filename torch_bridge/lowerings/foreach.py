@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from torch_bridge import _compat
 from torch_bridge.lowerings import arithmetic, comparison, conversion, extrema, norms, pointwise, unary  # noqa: F401  (fill the registry)
 from torch_bridge.lowerings.registry import Stacks, lookup, lowering
 from torch_bridge.lowerings.types import Array
@@ -42,7 +43,7 @@ _UNARY = [
     "zero", "max", "copy",
 ]
 # fmt: on
-for _name in _UNARY:
+for _name in filter(_compat.has_foreach, _UNARY):
     _each(getattr(aten, f"_foreach_{_name}").default, getattr(aten, _name).default)
 
 for _name in ("add", "sub", "mul", "div"):
@@ -96,9 +97,11 @@ def foreach_powsum(self: Sequence[Array], ord: float = 2, dtype: torch.dtype | N
     return [norms.powsum(x, ord, dtype=dtype) for x in self]
 
 
-@lowering(aten._foreach_mm.default, entrywise=True)
-def foreach_mm(self: Sequence[Array], mat2: Sequence[Array]) -> list[Array]:
-    low = lookup(aten.mm.default)
-    if low is None:
-        raise NotImplementedError("_foreach_mm: aten.mm has no lowering; multiply the matrices one by one")
-    return [low.fn(a, b) for a, b in zip(self, mat2, strict=True)]
+if _compat.has_foreach("mm"):
+
+    @lowering(aten._foreach_mm.default, entrywise=True)
+    def foreach_mm(self: Sequence[Array], mat2: Sequence[Array]) -> list[Array]:
+        low = lookup(aten.mm.default)
+        if low is None:
+            raise NotImplementedError("_foreach_mm: aten.mm has no lowering; multiply the matrices one by one")
+        return [low.fn(a, b) for a, b in zip(self, mat2, strict=True)]
