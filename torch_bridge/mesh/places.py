@@ -194,6 +194,8 @@ def _everywhere(value: Any, mesh: Mesh) -> Any:
     if abstract_arrays.active():
         return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=target)
     if world.is_local():
+        if isinstance(value, np.ndarray):
+            return _compat.put_replicated(value, target)
         with _compat.enable_x64():
             return jax.device_put(value, target)
     here = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]

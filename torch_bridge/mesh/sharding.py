@@ -222,7 +222,7 @@ def from_blocks(blocks: Sequence[np.ndarray], spec: PartitionSpec) -> jax.Array:
 def replicated(host: np.ndarray) -> jax.Array:
     """The same value on every rank."""
     if world.is_local():
-        return jax.device_put(host, sharding(REPLICATED))
+        return _compat.put_replicated(host, sharding(REPLICATED))
     return from_blocks([host] * len(world.current().hosted), REPLICATED)
 
 
