@@ -13,6 +13,7 @@ import inspect
 import itertools
 import logging
 import os
+import re
 import types
 import weakref
 from collections.abc import Callable, Iterable
@@ -407,7 +408,7 @@ def _in_c(observer: Observer, f: Function, args: Args, kwargs: Kwargs) -> Any:
         return _opaque(observer, f, args, kwargs)
     if is_a(of, torch.Tensor):
         return _tensor_method(observer, f, of, name, args, kwargs)
-    if of is None or is_a(of, types.ModuleType) or _is_torch(f):
+    if of is None or is_a(of, types.ModuleType) or _is_torch(f) or type(of).__module__ == _PYBIND:
         return _c_function(observer, f, name, args, kwargs)
     return _in_c_method(observer, f, of, name, args, kwargs, None)
 
@@ -774,6 +775,11 @@ _FREE = frozenset(
 )
 """Functions of torch's that depend on their arguments, or on settings that are compared anyway (`torch_state`)."""
 
+_PYBIND = "pybind11_builtins"
+"""The module of what functions of extensions are bound to where pybind11 is older (torch 2.11)."""
+_ASKS = re.compile(r"_?(get|is)_|_(accelerator|cuda|mps|mtia|xpu)_(get|is)")
+"""Names of functions that say something about torch. transformers asks whether a CUDA stream is captured, which is such a function in CUDA builds of torch."""
+
 
 def _c_function(observer: Observer, f: Function, name: str, args: Args, kwargs: Kwargs) -> Any:
     module = getattr(f, "__module__", None) or ""
@@ -790,7 +796,7 @@ def _c_function(observer: Observer, f: Function, name: str, args: Args, kwargs: 
                 _check_host_write(observer, args[:1])
             probes.check_arguments(observer, args, kwargs, f"calls torch.{name} with")
             return f(*args, **kwargs)
-        if name.startswith(("_get_", "get_", "is_", "_is_")) and not args and not kwargs:
+        if _ASKS.match(name) and not args and not kwargs:
             return _asked_again(observer, f, args, kwargs)
         return _opaque(observer, f, args, kwargs)
     if home in ("math", "cmath", "_operator", "operator") or f in _PURE:
