@@ -133,6 +133,7 @@ def test_numbers_of_the_cpu() -> None:
 
 
 @pytest.mark.switched_on("NXD_JAX_FUSED_OPTIMIZERS")
+@pytest.mark.filterwarnings("ignore:.*Profiler clears events:UserWarning")  # torch 2.11
 def test_everything_around_the_step_is_torchs() -> None:
     """The class, hooks with their arguments, the profiler's hook, closures, a scheduler that counts steps."""
     params = parameters()
@@ -287,6 +288,7 @@ def test_switch_and_surroundings(monkeypatch: pytest.MonkeyPatch) -> None:
     params = parameters()
     optimizer = optim.AdamW(params, lr=0.1)
     set_grads(params, 2)
+    optimizer.step()  # torch 2.11 would make its count of steps on xla
     with torch.device("xla"):  # a mode of torch's that follows nothing
         assert only_one_op(optimizer.step)
     with _Counter() as counter:
@@ -302,7 +304,7 @@ def test_switch_and_surroundings(monkeypatch: pytest.MonkeyPatch) -> None:
     assert only_one_op(optimizer.step)
     counter_on_xla = optimizer.state[params[0]]["step"] = optimizer.state[params[0]]["step"].to("xla")
     optimizer.step()  # torch asks for its value
-    assert counter_on_xla.item() == 7
+    assert counter_on_xla.item() == 8
 
 
 @pytest.mark.parametrize(

@@ -175,9 +175,10 @@ def test_other_backends_leave_xla_tensors_to_the_recorder(backend: str) -> None:
     torch.manual_seed(0)
     plain = Ruled(lambda _, x, y: torch.nn.functional.gelu(x + y)).to("xla")
     module = copy.deepcopy(plain)
+    batches = [batch(k) for k in range(3)]
 
     def step(module: nn.Module, k: int) -> Any:
-        loss = module(batch(k)).square().sum()
+        loss = module(batches[k]).square().sum()
         loss.backward()
         executor.sync()
         assert loss.item() > 0

@@ -30,7 +30,8 @@ TP = 4
 def pair(kind: Any, **kwargs: Any) -> tuple[torch.nn.Conv2d, Any]:
     native = {k: v for k, v in kwargs.items() if k not in ("gather_output", "input_is_parallel", "partition_pad", "keep_master_weight")}
     torch.manual_seed(3)
-    reference = torch.nn.Conv2d(**native)
+    dtype = native.pop("dtype", None)
+    reference = torch.nn.Conv2d(**native).to(dtype)  # drawn in float32, as layers are
     torch.manual_seed(3)
     return reference, kind(**kwargs).to("xla")
 

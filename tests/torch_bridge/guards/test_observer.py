@@ -402,6 +402,8 @@ FOLLOWED: dict[str, Callable[[Any], Any]] = {
     "no_grad": lambda x: _without_gradients(x).tolist(),
     "string methods": lambda x: "a-b".split("-")[0].upper(),  # noqa: SIM905
     "new object": lambda x: _new_object(),
+    "what a backend says": lambda x: torch._C._mps_is_in_bad_fork(),  # as `_cuda_isCurrentStreamCapturing` of CUDA builds
+    "use of an API is logged": lambda x: torch._C._log_api_usage_once("a test"),
 }
 
 

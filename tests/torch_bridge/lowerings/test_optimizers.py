@@ -96,8 +96,9 @@ FOREACH = [
     (aten._foreach_norm.Scalar, (LIST, inf, torch.float64), {}),
     (aten._foreach_norm.Scalar, ([rand(4, dtype=bf16)], 2), {"dtype": torch.float32}),
     (aten._foreach_powsum.Scalar, (LIST, 2), {}),
-    (aten._foreach_mm.default, ([rand(2, 3)], [rand(3, 4)]), {}),
 ]
+if _compat.has_foreach("mm"):
+    FOREACH.append((aten._foreach_mm.default, ([rand(2, 3)], [rand(3, 4)]), {}))
 
 
 @pytest.mark.parametrize("op,args,kwargs", FOREACH)
