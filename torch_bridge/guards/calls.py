@@ -395,7 +395,23 @@ _READS_WHOLE: dict[Any, set[str]] = {
     set: {"copy", "union", "intersection", "difference", "issubset", "issuperset", "isdisjoint", "symmetric_difference", "__contains__"},
     collections.deque: {"index", "count", "copy", "__len__", "__iter__"},
 }
-_PURE_OWNERS = (str, bytes, int, float, complex, bool, tuple, frozenset, range, slice, torch.Size, torch.dtype, torch.device)
+_PURE_OWNERS = (
+    str,
+    bytes,
+    int,
+    float,
+    complex,
+    bool,
+    tuple,
+    frozenset,
+    range,
+    slice,
+    re.Pattern,
+    re.Match,
+    torch.Size,
+    torch.dtype,
+    torch.device,
+)
 _GIVE_NEW = {"copy", "items", "keys", "values", "union", "intersection", "difference", "symmetric_difference", "__iter__"}
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import os
+import sys
 import sysconfig
 import types
 
@@ -19,15 +21,29 @@ _ROOTS = (
     _HERE + "torch_bridge" + os.sep,
     _HERE + "nxd_jax" + os.sep,
 )
-_PACKAGES = tuple(f"{_SITE}{name}{os.sep}" for name in ("jax", "jaxlib", "ml_dtypes", "opt_einsum"))
-_FILES = tuple(os.sep.join((_SITE + "transformers", *path)) for path in (("utils", "generic.py"), ("modeling_outputs.py",)))
+_PACKAGES = ("jax", "jaxlib", "ml_dtypes", "opt_einsum")
+_OF_TRANSFORMERS = frozenset(
+    os.path.join(*path) for path in (("utils", "generic.py"), ("utils", "import_utils.py"), ("modeling_outputs.py",))
+)
+"""Files below `transformers`: its classes of outputs, and which packages it has found."""
+
+
+@functools.cache
+def _packages() -> tuple[str, ...]:
+    """The folders of other packages, wherever they are installed."""
+    specs = filter(None, map(importlib.util.find_spec, _PACKAGES))
+    return tuple(os.path.dirname(spec.origin) + os.sep for spec in specs if spec.origin)
 
 
 @functools.cache
 def _known(file: str) -> bool:
-    if _SITE in file:
-        return file.startswith(_ROOTS) or any(p in file for p in _PACKAGES) or file.endswith(_FILES)
-    return file.startswith((*_ROOTS, *_STDLIB))
+    if file.startswith(_ROOTS) or file.startswith(_packages()):
+        return True
+    module = sys.modules.get("transformers")
+    root = os.path.dirname(getattr(module, "__file__", None) or "") + os.sep
+    if module is not None and file.startswith(root):
+        return file[len(root) :] in _OF_TRANSFORMERS
+    return _SITE not in file and file.startswith(_STDLIB)
 
 
 def is_library(code: types.CodeType) -> bool:

@@ -12,10 +12,12 @@ import inspect
 import logging
 import math
 import os
+import pathlib
 import random
 import re
 import sys
 import time
+import types
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -25,7 +27,7 @@ import pytest
 import torch
 
 from tests.torch_bridge.guards.watching import watched
-from torch_bridge.guards import calls
+from torch_bridge.guards import calls, libraries
 from torch_bridge.guards.observer import Observer
 
 COUNT = 0
@@ -403,6 +405,7 @@ FOLLOWED: dict[str, Callable[[Any], Any]] = {
     "string methods": lambda x: "a-b".split("-")[0].upper(),  # noqa: SIM905
     "new object": lambda x: _new_object(),
     "what a backend says": lambda x: torch._C._mps_is_in_bad_fork(),  # as `_cuda_isCurrentStreamCapturing` of CUDA builds
+    "regular expressions": lambda x: (re.findall("[A-Z]", "ForCausalLM"), re.match("a(b)", "abc")[1]),  # type: ignore[index]
     "use of an API is logged": lambda x: torch._C._log_api_usage_once("a test"),
 }
 
@@ -559,3 +562,13 @@ def test_modules_that_are_made_after_torch_compile_was_used(monkeypatch: pytest.
 
     result, observer = watched(forward, torch.ones(1, 2))
     assert result.shape == (1, 2) and not observer.reason
+
+
+def test_transformers_own_files_are_known_wherever_they_lie(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Installed by `pip install --target`, in a checkout, in Debian's dist-packages."""
+    package = types.ModuleType("transformers")
+    package.__file__ = str(tmp_path / "transformers" / "__init__.py")
+    monkeypatch.setitem(sys.modules, "transformers", package)
+    for path, known in {"utils/generic.py": True, "utils/import_utils.py": True, "models/llama/modeling_llama.py": False}.items():
+        code = compile("def f(): pass", str(tmp_path / "transformers" / path), "exec")
+        assert libraries.is_library(code) is known, path
