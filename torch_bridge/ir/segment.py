@@ -31,7 +31,7 @@ LOCK = threading.RLock()
 
 
 class Facts:
-    """What few storages have. owner: (weak module, name) of the parameter it belongs to.
+    """What few storages have. owner: (weak module, name, the axes of the ranks then) of the parameter it belongs to.
 
     spec: how the blocks of the ranks lie in the global array; axes in it are expected to differ. start: how they lie if a step that creates the storage
     full of one number gets it as an input (`hoist_constants`); home: the place (`mesh.places`) at which that is then.

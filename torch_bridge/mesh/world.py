@@ -314,6 +314,11 @@ def process_of(rank: int) -> int:
     return rank // len(_whole().hosted)
 
 
+def layout() -> Mapping[str, int]:
+    """The axes of the world itself, also where the thread takes a part of it for the world. Those of a later layout are another object."""
+    return _whole().axes
+
+
 def _whole() -> World:
     """The world itself, where the thread takes a part of it for the world."""
     now = current()

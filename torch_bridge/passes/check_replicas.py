@@ -10,6 +10,7 @@ import gc
 import os
 import warnings
 import weakref
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ def own(module: torch.nn.Module, name: str, parameter: Any) -> None:
     """Remember which module a parameter's storage belongs to."""
     storage: Storage | None = getattr(parameter, "_storage", None)
     if storage is not None and isinstance(parameter, torch.nn.Parameter):
-        storage.describe(owner=(weakref.ref(module), name))
+        storage.describe(owner=(weakref.ref(module), name, world.layout()))
 
 
 def _registered(module: torch.nn.Module, name: str, parameter: Any) -> None:
@@ -89,16 +90,31 @@ def _report(storage: Storage, axes: tuple[str, ...]) -> None:
     if path in _reported and not strict():
         return
     _reported.add(path)
-    names = " and ".join(axes)
     sizes = world.current().axes
     ranks = ", ".join(f"{sizes[a]} {a} ranks" for a in axes)
-    reduction = {"tp": "allreduce_sequence_parallel_gradients or an all-reduce over the tensor-parallel group"}.get(
-        axes[0], "xm.reduce_gradients(optimizer), xm.optimizer_step or bucket_allreduce_gradients"
-    )
+    assert storage.facts is not None
+    then: Mapping[str, int] = storage.facts.owner[2]
+    earlier = len(then) > 1 and dict(then) != dict(world.layout())
     text = (
-        f"parameter '{path}' is shared by {ranks}, but its update differs among them, so its copies drift apart: a gradient was not reduced over {names}. "
-        f"Probably missing before optimizer.step(): {reduction}. (NXD_JAX_STRICT_REPLICAS=1 makes this an error.)"
+        f"parameter '{path}' is shared by {ranks}, but its update differs among them, so its copies {_made_then(then) if earlier else _not_reduced(axes)}. "
+        "(NXD_JAX_STRICT_REPLICAS=1 makes this an error.)"
     )
     if strict():
         raise ReplicaDriftError(text)
     warnings.warn(text, stacklevel=2)
+
+
+def _not_reduced(axes: tuple[str, ...]) -> str:
+    reduction = {"tp": "allreduce_sequence_parallel_gradients or an all-reduce over the tensor-parallel group"}.get(
+        axes[0], "xm.reduce_gradients(optimizer), xm.optimizer_step or bucket_allreduce_gradients"
+    )
+    return f"drift apart: a gradient was not reduced over {' and '.join(axes)}. Probably missing before optimizer.step(): {reduction}"
+
+
+def _made_then(layout: Mapping[str, int]) -> str:
+    """Of a parameter of an earlier layout, whose layers reduce over the groups of that one: nobody knows whether the ranks get equal data."""
+    shown = " x ".join(f"{name} {size}" for name, size in layout.items() if size > 1)
+    return (
+        f"may drift apart: the ranks were laid out otherwise ({shown or 'one rank'}) when it was made. Its copies stay equal only where these ranks get equal "
+        "data. Train it in its own layout (initialize_model_parallel with those sizes), or load its weights into a model that is made in this one"
+    )

@@ -79,6 +79,21 @@ def test_a_missing_reduction_over_tp() -> None:
     assert len(found) == 4 and all("shared by 2 tp ranks" in m and "all-reduce over the tensor-parallel group" in m for m in found)
 
 
+def test_a_model_of_an_earlier_layout_says_so() -> None:
+    model = Net().to("xla")
+    world.set_axes({"dp": 1, "tp": 4})
+    try:
+        found = reports(lambda: train(model, batch("tp")))
+    finally:
+        world.set_axes({"dp": 2, "tp": 2})
+    assert len(found) == 4
+    for message in found:
+        assert "shared by 4 tp ranks" in message and "were laid out otherwise (dp 2 x tp 2) when it was made" in message
+        assert "may drift apart" in message and "initialize_model_parallel with those sizes" in message and "was not reduced" not in message
+    check_replicas._reported.clear()
+    assert all("was not reduced over dp" in message for message in reports(lambda: train(model, batch("dp"))))  # back in its own
+
+
 def test_a_missing_reduction_over_both() -> None:
     found = reports(lambda: train(Net().to("xla"), batch("dp", "tp")))
     assert "shared by 2 dp ranks, 2 tp ranks" in found[0] and "not reduced over dp and tp" in found[0]
