@@ -282,3 +282,56 @@ def test_a_branch_on_an_argument_is_decided_before_each_call() -> None:
         return trained(lambda m, j: m(batch(j), places))(module, k)
 
     parity(lambda: Asks(True), step, steps=10)
+
+
+class _Fragile(torch.autograd.Function):
+    fails = False
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        if _Fragile.fails:
+            raise ValueError("in its backward pass")
+        return grad * 2
+
+
+class _Interrupted(nn.Module):
+    def __init__(self, reentrant: bool):
+        super().__init__()
+        self.first, self.last, self.reentrant = nn.Linear(6, 6), nn.Linear(6, 6), reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        if self.reentrant:
+            return self.last(_Fragile.apply(torch.utils.checkpoint.checkpoint(torch.tanh, x, use_reentrant=True)))
+        return self.last(_Fragile.apply(x))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("later", [False, True], ids=["before the forward", "after the forward"])
+def test_a_backward_pass_that_raises_leaves_what_was_complete(reentrant: bool, later: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As eager torch does: those of the layers after the function, added to what is there, with the hooks of those parameters."""
+    module = played_already(lambda: _Interrupted(reentrant), loss_of)
+    expected = torch_bridge.restore(copy.deepcopy(module).cpu())
+    seen: dict[str, list[str]] = {}
+    for kind, m in (("eager", expected), ("played", module)):
+        told = seen[kind] = []
+        for name, p in m.named_parameters():
+            p.register_post_accumulate_grad_hook(lambda p, told=told, name=name: told.append(name))
+        loss_of(m, 7).backward()  # what is there already
+        told.clear()
+        monkeypatch.setattr(_Fragile, "fails", not later)
+        loss = loss_of(m, 8)
+        monkeypatch.setattr(_Fragile, "fails", True)
+        with pytest.raises(ValueError, match="in its backward pass"):
+            loss.backward()
+        with pytest.raises(ValueError, match="in its backward pass"):
+            torch.autograd.grad(loss_of(m, 9), list(m.parameters()))
+        monkeypatch.setattr(_Fragile, "fails", False)
+    assert sorted(seen["eager"]) == sorted(seen["played"]) == ["last.bias", "last.weight"]
+    for p, own in zip(module.parameters(), expected.parameters(), strict=True):
+        assert p.grad is not None
+        torch.testing.assert_close(p.grad.cpu(), own.grad)

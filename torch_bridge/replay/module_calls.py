@@ -448,9 +448,9 @@ class Recorded:
                 [storage for storage, _ in sources], after=None if later else self._recording, related=related, drawn=drawn
             )
         try:
-            found = nested_grad.gradients(
-                self._outs, [*self._own, *call.parameters], grads, needed, keep=torch._C._autograd._get_current_graph_task_keep_graph()
-            )
+            keep = torch._C._autograd._get_current_graph_task_keep_graph()
+            theirs = [*call.tensors, *call.parameters]
+            found = nested_grad.gradients(self._outs, [*self._own, *call.parameters], grads, needed, keep, theirs=theirs)
         finally:
             if recording is not None:
                 recording.stop()

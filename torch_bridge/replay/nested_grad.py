@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointFunction
 
+from torch_bridge.recorder import autograd_engine
 from torch_bridge.replay.tape import NotRepeatable
 
 
@@ -35,21 +36,57 @@ def check_leaves(inputs: Iterable[torch.Tensor]) -> None:
 
 
 def gradients(
-    outs: Sequence[Any], inputs: Sequence[Any], grads: Sequence[Any], needed: Sequence[bool], keep: bool, create: bool = False
+    outs: Sequence[Any],
+    inputs: Sequence[Any],
+    grads: Sequence[Any],
+    needed: Sequence[bool],
+    keep: bool,
+    create: bool = False,
+    theirs: Sequence[Any] = (),
 ) -> list[Any]:
-    """The gradient of each input that needs one; None where there is none. Where there are reentrant checkpoints, inputs that need one must be leaves."""
+    """The gradient of each input that needs one; None where there is none. Where there are reentrant checkpoints, inputs that need one must be leaves.
+
+    theirs: the script's tensors, one for each input. If the pass raises (code of the script's runs in it), those of them that are leaves keep the gradients
+    that were complete by then, as they would if the pass around this one had no node for all of it.
+    """
     reached = [(o, g) for o, g in zip(outs, grads, strict=True) if g is not None and o.requires_grad]
     wanted = [t for t, needs in zip(inputs, needed, strict=True) if needs]
     found: Sequence[Any] = [None] * len(wanted)
     if reached and wanted:
         roots, given = zip(*reached, strict=True)
-        with _without(wanted, "_backward_hooks"), _thawed(wanted):  # the pass around this one calls hooks, and passes frozen leaves by
-            if reentrant(roots) and not create:
-                found = _by_leaves(roots, wanted, given, keep)
-            else:
-                found = torch.autograd.grad(roots, wanted, given, retain_graph=keep, create_graph=create, allow_unused=True)
+        complete: list[tuple[int, Any]] = []
+        try:
+            with _without(wanted, "_backward_hooks"), _thawed(wanted):  # the pass around this one calls hooks, and passes frozen leaves by
+                if reentrant(roots) and not create:
+                    found = _by_leaves(roots, wanted, given, keep, complete)
+                else:
+                    with _noting(wanted, complete):
+                        found = torch.autograd.grad(roots, wanted, given, retain_graph=keep, create_graph=create, allow_unused=True)
+        except Exception:
+            own = [t for t, needs in zip(theirs, needed, strict=False) if needs]
+            if own and autograd_engine.accumulates():
+                _leave([(own[k], grad) for k, grad in complete])
+            raise
     each = iter(found)
     return [next(each) if needs else None for needs in needed]
+
+
+@contextlib.contextmanager
+def _noting(inputs: Sequence[Any], complete: list[tuple[int, Any]]) -> Iterator[None]:
+    """While the gradients of leaves are noted, with their places, in the order in which they are complete."""
+    hooks = [t.register_hook(lambda grad, k=k: complete.append((k, grad))) for k, t in enumerate(inputs) if t.is_leaf]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _leave(complete: Sequence[tuple[Any, Any]]) -> None:
+    """Give leaves gradients, as autograd does at the end of a pass: with their hooks, and added to what is there."""
+    for t, grad in complete:
+        if t.is_leaf and t.requires_grad:
+            torch.autograd.backward([t], [grad])
 
 
 @contextlib.contextmanager
@@ -65,8 +102,11 @@ def _thawed(leaves: Sequence[Any]) -> Iterator[None]:
             t.requires_grad_(False)
 
 
-def _by_leaves(roots: Sequence[Any], leaves: Sequence[Any], given: Sequence[Any], keep: bool) -> list[Any]:
-    """What a backward pass adds to `.grad` of leaves, which then is what it was. Hooks for when it is there wait for the pass around this one."""
+def _by_leaves(roots: Sequence[Any], leaves: Sequence[Any], given: Sequence[Any], keep: bool, complete: list[tuple[int, Any]]) -> list[Any]:
+    """What a backward pass adds to `.grad` of leaves, which then is what it was. Hooks for when it is there wait for the pass around this one.
+
+    complete: gets what was there, with places, if the pass raises.
+    """
     before = [t.grad for t in leaves]
     with _without(leaves, "_post_accumulate_grad_hooks"):
         try:
@@ -74,6 +114,9 @@ def _by_leaves(roots: Sequence[Any], leaves: Sequence[Any], given: Sequence[Any]
                 t.grad = None
             torch.autograd.backward(roots, given, retain_graph=keep)
             return [t.grad for t in leaves]
+        except Exception:
+            complete.extend((k, t.grad) for k, t in enumerate(leaves) if t.grad is not None)
+            raise
         finally:
             for t, grad in zip(leaves, before, strict=True):
                 t.grad = grad

@@ -43,14 +43,14 @@ class Again:
         """The gradient of each input that needs one. Differentiable if gradients are on."""
         self._check()
         call = self._call
-        create = torch.is_grad_enabled()
+        create, theirs = torch.is_grad_enabled(), inputs
         if not create:
             inputs = [*call.detached(), *inputs[len(call.tensors) :]]
         with self._as_then(old), torch.enable_grad():
             args, kwargs = call.on(inputs[: len(call.tensors)])
             outs = output_trees.taken_apart(call.player.plain(*args, **kwargs), call.known(inputs[: len(call.tensors)])).tensors
             with torch.set_grad_enabled(create):
-                return gradients(outs, inputs, grads, needed, keep=create, create=create)
+                return gradients(outs, inputs, grads, needed, keep=create, create=create, theirs=() if create else theirs)
 
     def _check(self) -> None:
         why = "a tensor that it reads was changed in place" if any(t._version != version for t, version in self._versions) else ""
