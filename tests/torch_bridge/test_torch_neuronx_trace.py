@@ -427,3 +427,65 @@ def test_analyze(net: nn.Module) -> None:
     assert report["support_percentage"] == 100.0 and report["unsupported_operators"] == []
     found = {o["operator"]: o["instances"] for o in report["supported_operators"]}
     assert found["aten.relu.default"] == 1 and any("convolution" in name for name in found)
+
+
+class Halves(nn.Module):
+    """Two buffers in one tensor."""
+
+    def __init__(self, end: int, start: int) -> None:
+        super().__init__()
+        both = torch.zeros(2, 4)
+        self.register_buffer("k", both[:, :end])
+        self.register_buffer("v", both[:, start:])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.k.add_(x)
+        return self.k.sum() + self.v.sum()
+
+
+def test_a_state_in_the_memory_of_another_buffer_is_refused() -> None:
+    """Its writes would not be seen there. Parts of one tensor that do not meet are two states as good as any."""
+    with pytest.raises(ValueError, match="updates k, which shares memory with v, .* register one of them"):
+        torch_neuronx.trace(Halves(3, 2), torch.tensor(1.0))
+    traced = torch_neuronx.trace(Halves(2, 2), torch.tensor(1.0))
+    assert [traced(torch.tensor(1.0)).item() for _ in range(2)] == [4, 8]
+
+
+def test_states_of_several_parts_are_refused() -> None:
+    """Each of the original's cores has its own."""
+
+    class Sum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("total", torch.zeros(()))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.total += x.sum()
+            return x + self.total
+
+    traced = torch_neuronx.trace(Sum(), torch.ones(2, 3))
+    for dynamic in (True, False):
+        parallel = torch_neuronx.DataParallel(traced, set_dynamic_batching=dynamic)
+        with pytest.raises(NotImplementedError, match="several parts: the model keeps total from call to call"):
+            parallel(torch.ones(4, 3))
+        parallel(torch.ones(2, 3))
+    assert traced(torch.zeros(2, 3))[0, 0] == 12  # the refused calls have added nothing
+
+
+def test_what_has_no_code_to_trace_is_refused() -> None:
+    script = torch.jit.script(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="the module is Linear in TorchScript, .* before torch.jit.script or torch.jit.trace"):
+        torch_neuronx.trace(script, torch.ones(1, 2))
+    with pytest.raises(ValueError, match="0 in the module is Linear in TorchScript"):
+        torch_neuronx.trace(nn.Sequential(script), torch.ones(1, 2))
+    traced = torch_neuronx.trace(nn.Linear(2, 2), torch.ones(1, 2))
+    with pytest.raises(ValueError, match="the model is traced already"):
+        torch_neuronx.trace(traced, torch.ones(1, 2))
+    with pytest.raises(ValueError, match="0 is traced already"):
+        torch_neuronx.trace(nn.Sequential(traced), torch.ones(1, 2))
+
+
+@pytest.mark.parametrize("select", [lambda x: x[x > 0], torch.nonzero, torch.unique], ids=["mask", "nonzero", "unique"])
+def test_shapes_that_follow_from_values_are_named(select: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    with pytest.raises(RuntimeError, match="gives a result whose shape follows from values, .* torch.where"):
+        torch_neuronx.trace(select, torch.ones(3))

@@ -76,8 +76,13 @@ def _shown(tree: facts.Tree) -> str:
 
 
 def as_module(func: object) -> torch.nn.Module:
-    """A module as it is, a function as a module. Raises ValueError for anything else."""
+    """A module as it is, a function as a module. Raises ValueError for anything else, and for a module that is or has a traced one."""
     if isinstance(func, torch.nn.Module):
+        traced = [name for name, m in func.named_modules() if isinstance(m, TracedModule)]
+        if traced:
+            raise ValueError(
+                f"{traced[0] or 'the model'} is traced already, and its code is not there to be traced again: trace the module that it was made of"
+            )
         return func
     if not callable(func):
         raise ValueError(f"func must be an nn.Module or a function, got {type(func).__name__}")

@@ -11,10 +11,12 @@ from torch import fx
 
 from torch_bridge.aot import facts, forwards
 from torch_bridge.export import graph_capture
+from torch_bridge.ir.layout import Layout, layout
 from torch_bridge.mesh import sharding, world
 from torch_bridge.passes import varying_axes
 from torch_bridge.recorder import sharded
 from torch_bridge.recorder.tensor import XLATensor
+from torch_bridge.replay.side_effects import shares_memory
 from torch_bridge.runtime import executor
 
 
@@ -62,6 +64,7 @@ def trace(
     aliases = _checked(signature, aliases or {})
     updated = [*aliases.values(), *(n for n in signature.mutated if n not in aliases.values())]
     states = [n for n in held if n in set(updated)]
+    _check_memory(own, states)
     weights = [n for n in held if n not in set(updated)]
     given = [n for n in graph.graph.nodes if n.op == "placeholder" and n.target not in ("draws",)]
     inputs = [
@@ -110,6 +113,25 @@ def _checked(signature: Any, aliases: Mapping[int, str]) -> dict[int, str]:
         if name not in known:
             raise ValueError(f"{name} is said to be updated by result {index}, and the module has no such parameter or buffer")
     return dict(aliases)
+
+
+def _check_memory(own: Mapping[str, torch.Tensor], states: Sequence[str]) -> None:
+    """Raises ValueError for a state that has elements in common with another parameter or buffer, which would not see what is written there."""
+    for state in states:
+        key, place = _memory(own[state])
+        for name, t in own.items():
+            if name != state and t.device.type != "meta" and _memory(t)[0] == key and shares_memory([place, _memory(t)[1]]):
+                raise ValueError(
+                    f"the forward updates {state}, which shares memory with {name}, and a traced model keeps each for itself: register one of them, and take the "
+                    "other from it in forward"
+                )
+
+
+def _memory(t: torch.Tensor) -> tuple[int, Layout]:
+    """A tensor's storage, and how it lies there."""
+    if isinstance(t, XLATensor):
+        return id(t._storage), t._layout
+    return t.untyped_storage().data_ptr(), layout(tuple(t.shape), t.stride(), t.storage_offset(), t.dtype)
 
 
 def _fits(name: str, state: facts.Held, value: fx.Node) -> None:

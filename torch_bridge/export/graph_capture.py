@@ -71,6 +71,7 @@ def with_checks(module: torch.nn.Module, *example_inputs: Any, **example_kwargs:
 
 
 def _captured(module: torch.nn.Module, example_inputs: Any, example_kwargs: Any, checked: bool) -> fx.GraphModule:
+    _check_code(module)
     with recording() as segment:
         params = {n: _stand_in(segment, p) for n, p in module.named_parameters()}
         buffers = {n: _stand_in(segment, b) for n, b in module.named_buffers()}
@@ -100,6 +101,16 @@ def _captured(module: torch.nn.Module, example_inputs: Any, example_kwargs: Any,
         graph = build(segment, vids, _placeholder_names(segment, params, buffers))[0]
     signature = Signature(list(params), list(buffers), inputs, spec, places, outs_spec, mutated, left_out, checks)
     return _graph_module(graph, segment, signature, type(module).__name__)
+
+
+def _check_code(module: torch.nn.Module) -> None:
+    """Raises ValueError for TorchScript with weights inside: they are not Python's to replace."""
+    for name, m in module.named_modules():
+        if isinstance(m, torch.jit.ScriptModule) and (any(True for _ in m.parameters()) or any(True for _ in m.buffers())):
+            raise ValueError(
+                f"{f'{name} in the module' if name else 'the module'} is {m.original_name} in TorchScript, which keeps its weights to itself: give the module as it "
+                "was before torch.jit.script or torch.jit.trace"
+            )
 
 
 def _kind(o: Any) -> str:

@@ -96,6 +96,11 @@ def _announce(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[s
     """Count a run on the CPU, and warn of the first of an op that should have a lowering. UnsupportedOpError while a module is captured."""
     name = func._schema.name.removeprefix("aten::")
     if STATE.session.current.capture:
+        if is_data_dependent(func):
+            raise UnsupportedOpError(
+                f"{func} gives a result whose shape follows from values, and torch_bridge.capture records a module without values, for all (at "
+                f"{source.user_line()}). Keep the shape: torch.where(mask, x, 0) in place of x[mask], torch.topk of a fixed number, or do this outside the module."
+            )
         raise UnsupportedOpError(
             f"{func} has no JAX lowering and cannot run on the CPU while torch_bridge.capture records a module "
             f"(at {source.user_line()}). Register one: @torch_bridge.lowerings.lowering(torch.ops.{func})."

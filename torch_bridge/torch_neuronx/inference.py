@@ -202,6 +202,7 @@ class DataParallel(torch.nn.Module):
 
     With dynamic batching (dim 0 only) a batch may have any size. Without, each of the cores that `device_ids` names gets an equal part of the inputs along
     `dim`, of the traced size; without `device_ids` there are as many cores as such parts. Results are joined along `dim`. num_workers: accepted.
+    A model that keeps states takes one part.
     """
 
     def __init__(
@@ -223,8 +224,12 @@ class DataParallel(torch.nn.Module):
         self.num_workers = num_workers
 
     def forward(self, *args: object) -> Any:
-        """Run the model. Raises ValueError, without dynamic batching, for inputs that are no whole number of the traced ones."""
-        if self.model.dynamic_batch or (count := self._count(args)) == 1:
+        """Run the model. Raises ValueError, without dynamic batching, for inputs that are no whole number of the traced ones, NotImplementedError for several
+        parts of a model that keeps states."""
+        count = self._count(args)
+        if count > 1:
+            self._check_states()
+        if self.model.dynamic_batch or count == 1:
             return self.model(*args)
         leaves, structure = _pytree.tree_flatten(args)
         parts = [self._parts(x, count) for x in leaves]
@@ -234,6 +239,14 @@ class DataParallel(torch.nn.Module):
     def disable_dynamic_batching(self) -> None:
         """Each core gets a part of the traced size from now on."""
         self.model.dynamic_batch = False
+
+    def _check_states(self) -> None:
+        states = self.model.programs.states
+        if states:
+            raise NotImplementedError(
+                f"torch_neuronx.DataParallel with several parts: the model keeps {', '.join(list(states)[:8])} from call to call, on the original's cores one for "
+                "each. Trace the model for the whole batch, or call a copy of it (copy.deepcopy) for each part"
+            )
 
     def _count(self, args: object) -> int:
         if self.device_ids is not None:
