@@ -240,6 +240,32 @@ def test_a_try_that_raises_again_does_not_cut_steps() -> None:
         raise
 
 
+class _BadData(Exception):
+    pass
+
+
+class _BadBatch(_BadData):
+    pass
+
+
+def test_an_error_that_is_raised_again_as_another_one_comes_at_once_where_that_is_caught() -> None:
+    def scale(value: float) -> torch.Tensor:
+        try:
+            return D.Normal(*on_xla(0.0, value)).scale
+        except ValueError as error:
+            raise _BadBatch from error
+
+    def kept(value: float) -> float | None:
+        try:
+            return scale(value).item()
+        except _BadData:
+            return None
+
+    end_a_step()
+    assert [kept(-1.0), kept(2.0)] == [None, 2.0]
+    assert ran(lambda: scale(1.0)) == 1  # nobody catches it before the step ends
+
+
 def test_an_abstract_run_goes_on() -> None:
     from nxd_jax import abstract_run
 
