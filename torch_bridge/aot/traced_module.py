@@ -81,7 +81,7 @@ def as_module(func: object) -> torch.nn.Module:
         traced = [name for name, m in func.named_modules() if isinstance(m, TracedModule)]
         if traced:
             raise ValueError(
-                f"{traced[0] or 'the model'} is traced already, and its code is not there to be traced again: trace the module that it was made of"
+                f"{traced[0] or 'the model'} is traced already, and its code is not there: trace the module that it was made of"
             )
         return func
     if not callable(func):

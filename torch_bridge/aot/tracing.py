@@ -122,8 +122,8 @@ def _check_memory(own: Mapping[str, torch.Tensor], states: Sequence[str]) -> Non
         for name, t in own.items():
             if name != state and t.device.type != "meta" and _memory(t)[0] == key and shares_memory([place, _memory(t)[1]]):
                 raise ValueError(
-                    f"the forward updates {state}, which shares memory with {name}, and a traced model keeps each for itself: register one of them, and take the "
-                    "other from it in forward"
+                    f"the forward updates {state}, which shares memory with {name}, and a traced model keeps each for itself: register one of them, and take "
+                    "the other from it in forward"
                 )
 
 

@@ -108,8 +108,8 @@ def _check_code(module: torch.nn.Module) -> None:
     for name, m in module.named_modules():
         if isinstance(m, torch.jit.ScriptModule) and (any(True for _ in m.parameters()) or any(True for _ in m.buffers())):
             raise ValueError(
-                f"{f'{name} in the module' if name else 'the module'} is {m.original_name} in TorchScript, which keeps its weights to itself: give the module as it "
-                "was before torch.jit.script or torch.jit.trace"
+                f"{f'{name} in the module' if name else 'the module'} is {m.original_name} in TorchScript, which keeps its weights to itself: give the module "
+                "as it was before torch.jit.script or torch.jit.trace"
             )
 
 

@@ -99,7 +99,7 @@ def _announce(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[s
         if is_data_dependent(func):
             raise UnsupportedOpError(
                 f"{func} gives a result whose shape follows from values, and torch_bridge.capture records a module without values, for all (at "
-                f"{source.user_line()}). Keep the shape: torch.where(mask, x, 0) in place of x[mask], torch.topk of a fixed number, or do this outside the module."
+                f"{source.user_line()}). Keep the shape: torch.where(mask, x, 0) in place of x[mask], torch.topk of a fixed number, or do it outside."
             )
         raise UnsupportedOpError(
             f"{func} has no JAX lowering and cannot run on the CPU while torch_bridge.capture records a module "

@@ -244,8 +244,8 @@ class DataParallel(torch.nn.Module):
         states = self.model.programs.states
         if states:
             raise NotImplementedError(
-                f"torch_neuronx.DataParallel with several parts: the model keeps {', '.join(list(states)[:8])} from call to call, on the original's cores one for "
-                "each. Trace the model for the whole batch, or call a copy of it (copy.deepcopy) for each part"
+                f"torch_neuronx.DataParallel with several parts: the model keeps {', '.join(list(states)[:8])} from call to call, on the original's cores one "
+                "for each. Trace the model for the whole batch, or call a copy of it (copy.deepcopy) for each part"
             )
 
     def _count(self, args: object) -> int:
