@@ -267,6 +267,7 @@ def refuse(results: Sequence[tuple[Check, Sequence[np.ndarray]]], hosted: Sequen
         more = f"\n... and {len(wrong) - MOST_NAMED} more" if len(wrong) > MOST_NAMED else ""
         raise IndexError(
             "\n".join(wrong[:MOST_NAMED]) + more + "\nWithout this check the device clamps such an index, or drops what would be written. "
+            "This is known when the program has run, so weights and states may be updated by now: NEURON_USE_EAGER_DEBUG_MODE=1 raises at the line itself. "
             "(Checked because of NXD_JAX_CHECK_INDICES or NEURON_USE_EAGER_DEBUG_MODE.)"
         )
 
