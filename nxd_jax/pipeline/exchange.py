@@ -7,9 +7,10 @@ tells the others at the start of a step.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import pickle
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -61,9 +62,25 @@ class Exchange:
         self._signature = ""
         self._agreed: dict[tuple[str, str], Content] = {}
         self._kept: dict[str, messages.Kept] = {}
+        self._left = ""
+
+    @contextlib.contextmanager
+    def whole_step(self) -> Iterator[None]:
+        """A step after its `begin`. There is no other one in this process if an exception ends it: processes with other stages wait in it."""
+        try:
+            yield
+        except BaseException as error:
+            self._left = f"{type(error).__name__} in step {self._step}"
+            raise
 
     def begin(self, found: str) -> None:
-        """Start a step. found: the signature of this process's batch; the first process's counts."""
+        """Start a step. found: the signature of this process's batch; the first process's counts. RuntimeError after a step that an exception has ended."""
+        if self._left:
+            raise RuntimeError(
+                f"an exception ended a step of the pipeline in this process ({self._left}), and processes with other stages wait in it for what this one did "
+                "not send. Do not catch it: let it end the process, so that torchrun ends the others, and start again from a checkpoint; check data before "
+                "run_train. In one process (nxd-run) a script may catch it and go on"
+            )
         self._step += 1
         self._signature = processes.of_first(f"pipeline/{self._model}/step", found.encode()).decode()
 

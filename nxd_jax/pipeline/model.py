@@ -447,13 +447,17 @@ class NxDPPModel(LocalModel):
         step_log.keep()
         if self._loss_is_known:
             step.may_be_direct(self._order)
-        with observers.step(self):
-            step.train(self._order)
-        weights.add_up(step.replicas, self.homes, self._exchange)
-        if not self.use_zero1_optimizer and not self.use_optimizer_wrapper:
-            self._reduce()
-        executor.sync()
-        return self._result(step)
+        with self._whole_step():
+            with observers.step(self):
+                step.train(self._order)
+            weights.add_up(step.replicas, self.homes, self._exchange)
+            if not self.use_zero1_optimizer and not self.use_optimizer_wrapper:
+                self._reduce()
+            executor.sync()
+            return self._result(step)
+
+    def _whole_step(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self._exchange is None else self._exchange.whole_step()
 
     def run_eval(self, *args: Any, **kwargs: Any) -> Any:
         """The forward passes alone, with the model in evaluation mode; returns the loss as `run_train` does, or what the model returns if it has no loss.
@@ -466,8 +470,9 @@ class NxDPPModel(LocalModel):
             )
         with self._evaluating():
             step = self._step(kwargs)
-            step.evaluate()
-            return self._result(step) if step.loss is not None else step.outputs.get(0)
+            with self._whole_step():
+                step.evaluate()
+                return self._result(step) if step.loss is not None else step.outputs.get(0)
 
     @contextlib.contextmanager
     def _evaluating(self) -> Iterator[None]:

@@ -131,7 +131,7 @@ def _memory(t: torch.Tensor) -> tuple[int, Layout]:
     """A tensor's storage, and how it lies there."""
     if isinstance(t, XLATensor):
         return id(t._storage), t._layout
-    return t.untyped_storage().data_ptr(), layout(tuple(t.shape), t.stride(), t.storage_offset(), t.dtype)
+    return t.untyped_storage().data_ptr(), layout(tuple(t.shape), t.stride(), int(t.storage_offset()), t.dtype)
 
 
 def _fits(name: str, state: facts.Held, value: fx.Node) -> None:

@@ -161,3 +161,16 @@ def test_a_message_that_is_another_than_before(changed: dict[str, Any], text: st
     exchange._agreed["", "F 0 None 1"] = Content([sent], spec)
     with pytest.raises(RuntimeError, match=text):
         exchange._agree("F 0 None 1", Content([sent._replace(**changed)], spec), None)  # type: ignore[arg-type]
+
+
+def test_no_step_follows_one_that_an_exception_has_ended() -> None:
+    """Other processes wait in it: a script that caught it hung for good."""
+    exchange = Exchange()
+    with exchange.whole_step():
+        pass
+    with pytest.raises(KeyError), exchange.whole_step():
+        raise KeyError("a bad sample")
+    with pytest.raises(
+        RuntimeError, match=r"ended a step .* \(KeyError in step 0\), and processes with other stages wait in it .* let it end the process"
+    ):
+        exchange.begin("")
