@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 import torch_neuronx
+import torch_xla.core.xla_model as xm
+import torch_xla.runtime as xr
 from torch import nn
 from torch_neuronx import contexts
 
@@ -403,16 +405,43 @@ def test_where_a_value_is_read() -> None:
     assert not torch.compiler.is_exporting()
 
 
-def test_a_world_of_several_ranks() -> None:
+class _Summed(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return xm.all_reduce(xm.REDUCE_SUM, x)
+
+
+class _Numbered(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + xr.global_ordinal()
+
+
+@pytest.fixture
+def two_ranks() -> Iterator[None]:
     world.configure(world.World(2))
-    try:
-        for call in (lambda: torch_neuronx.trace(nn.Linear(1, 1), torch.ones(1)), lambda: torch_neuronx.bucket_model_trace(None, [], None)):
-            with pytest.raises(
-                RuntimeError, match=r"traces for one rank, and the world has 2: use neuronx_distributed\.trace\.parallel_model_trace or"
-            ):
-                call()
-    finally:
-        world.configure(None)
+    yield
+    world.configure(None)
+
+
+@pytest.mark.usefixtures("two_ranks")
+def test_a_world_of_several_ranks_has_a_model_of_one(net: nn.Module, tmp_path: Path) -> None:
+    """Scripts for inference set NEURON_RT_NUM_CORES=2, so that DataParallel has two cores."""
+    model = torch_neuronx.trace(net, X)
+    check(model(X), net(X))
+    torch.jit.save(model, tmp_path / "model.pt")
+    more = torch.cat([X, X + 1])
+    check(torch_neuronx.DataParallel(torch.jit.load(tmp_path / "model.pt"), device_ids=[0, 1])(more), net(more))
+    assert world.size() == 2
+
+
+@pytest.mark.usefixtures("two_ranks")
+def test_a_forward_that_needs_the_other_ranks_is_refused() -> None:
+    for module in (_Summed(), _Numbered()):
+        with pytest.raises(
+            RuntimeError, match=r"one rank, the world has 2, and its forward communicates .*parallel_model_trace or ModelBuilder"
+        ):
+            torch_neuronx.trace(module, torch.ones(1))
+    with pytest.raises(RuntimeError, match=r"on xla, where each rank has its own: move them to the CPU first"):
+        torch_neuronx.trace(nn.Linear(1, 1).to("xla"), torch.ones(1))
 
 
 def test_analyze_counts_the_modules_own_ops(monkeypatch: pytest.MonkeyPatch) -> None:

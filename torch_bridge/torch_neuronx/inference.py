@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,14 +31,14 @@ def trace(
     one: they are kept from call to call, and that result is not returned. Buffers that forward assigns anew or updates in place are kept, too. The result is
     saved with `torch.jit.save` and loaded with `torch.jit.load`. Other arguments are accepted.
 
-    Raises RuntimeError if the module cannot be traced (it reads values), or in a world of several ranks (`neuronx_distributed.trace.parallel_model_trace`),
-    ValueError for inputs or results that are not tensors.
+    In a world of several ranks, such as a job's or that of `NEURON_RT_NUM_CORES=2`, the model is one core's all the same. Raises RuntimeError if the module
+    cannot be traced (it reads values), or if it needs the other ranks (`neuronx_distributed.trace.parallel_model_trace`), ValueError for inputs or results
+    that are not tensors.
     """
     from torch_bridge.aot import traced_module
 
-    _require_one_rank("trace")
     module = traced_module.as_module(func)
-    program, inputs = traced_module.trace_program(module, traced_module.as_tuple(example_inputs), input_output_aliases)
+    program, inputs = _traced_for_one_rank("trace", module, traced_module.as_tuple(example_inputs), input_output_aliases)
     weights = traced_module.kept([_weights(module)])
     return traced_module.TracedModule({traced_module.tag_of(0): program}, inputs, weights, tied=traced_module.tied_names(module))
 
@@ -113,13 +114,14 @@ def bucket_model_trace(
     """
     from torch_bridge.aot import traced_module
 
-    _require_one_rank("bucket_model_trace")
     bucket_config.store_example_inputs(example_inputs)
     programs = {}
     weights: dict[str, torch.Tensor] = {}
     for bucket, example in enumerate(bucket_config.example_inputs):
         module, aliases = made(func, bucket_config.get_func_kwargs_for_bucket_rank(bucket))
-        programs[traced_module.tag_of(bucket)], inputs = traced_module.trace_program(module, traced_module.as_tuple(example), aliases)
+        programs[traced_module.tag_of(bucket)], inputs = _traced_for_one_rank(
+            "bucket_model_trace", module, traced_module.as_tuple(example), aliases
+        )
         weights = traced_module.with_more(weights, _weights(module), module, bucket)
     buckets = traced_module.Buckets(bucket_config.bucket_kernel(), bucket_config.bucket_kernel_constant_args)
     return traced_module.TracedModule(programs, inputs, traced_module.kept([weights]), buckets, tied=traced_module.tied_names(module))
@@ -286,12 +288,53 @@ def _require_no_buckets(model: Any, name: str) -> None:
         raise NotImplementedError(f"torch_neuronx.{name} is for models without buckets: let the bucket kernel pad the batch, too")
 
 
-def _require_one_rank(name: str) -> None:
-    if world.size() > 1:
-        raise RuntimeError(
-            f"torch_neuronx.{name} traces for one rank, and the world has {world.size()}: use neuronx_distributed.trace.parallel_model_trace or ModelBuilder"
+def _traced_for_one_rank(
+    name: str, module: torch.nn.Module, example: tuple[Any, ...], aliases: Mapping[torch.Tensor, int] | None
+) -> tuple[Any, Any]:
+    """`trace_program` in a world of one rank. Raises RuntimeError if the forward is another one in the world there is."""
+    from torch_bridge.aot import traced_module
+
+    if world.size() == 1:
+        world.provision(64)  # a script may go on with neuronx_distributed and more ranks
+        return traced_module.trace_program(module, example, aliases)
+    _require_no_ranks(name, module, example)
+    with world.taken_for(world.World(1)):
+        return traced_module.trace_program(module, example, aliases)
+
+
+def _require_no_ranks(name: str, module: torch.nn.Module, example: tuple[Any, ...]) -> None:
+    """Raise RuntimeError if a forward needs the ranks of the world: it communicates, it computes with its rank, or it reads what ranks have parts of."""
+    own = [*module.parameters(), *module.buffers()]
+    if any(t.device.type == "xla" for t in (*own, *_pytree.tree_leaves(example)) if isinstance(t, torch.Tensor)):
+        reason = "the module or its inputs are on xla, where each rank has its own: move them to the CPU first"
+    elif _is_cut(own) or _asks_for_ranks(module, example):
+        reason = (
+            "its forward communicates among them or depends on the rank: use neuronx_distributed.trace.parallel_model_trace or ModelBuilder"
         )
-    world.provision(64)  # a script may go on with neuronx_distributed and more ranks
+    else:
+        return
+    raise RuntimeError(f"torch_neuronx.{name} traces for one rank, the world has {world.size()}, and {reason}")
+
+
+def _is_cut(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether model-parallel ranks have parts of some tensor."""
+    return any(n > 1 for axis, n in world.current().axes.items() if axis != "dp") and any(
+        getattr(t, "tensor_model_parallel", False) for t in tensors
+    )
+
+
+def _asks_for_ranks(module: torch.nn.Module, example: tuple[Any, ...]) -> bool:
+    """Whether the forward has collectives here, or is another one where the world is one rank."""
+    from torch_bridge.aot import forwards
+    from torch_bridge.lowerings import is_collective
+
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the trace itself says it
+        here = forwards.capture_unchecked(module, *example).graph
+        if any(n.op == "call_function" and is_collective(n.target) for n in here.nodes):
+            return True
+        with world.taken_for(world.World(1)):
+            return str(here) != str(forwards.capture_unchecked(module, *example).graph)
 
 
 def _weights(module: torch.nn.Module) -> dict[str, torch.Tensor]:
