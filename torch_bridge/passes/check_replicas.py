@@ -81,8 +81,16 @@ def check(segment: Segment, axes: dict[int, sharding.Axes]) -> None:
         if storage.spec is not None:
             before |= sharding.axes_of(storage.spec)
         drift = axes.get(storage.vid, sharding.NONE) - before
-        if drift:
+        if drift and not all_have_another(storage):
             _report(storage, sharding.ordered(drift))
+
+
+def all_have_another(storage: Storage) -> bool:
+    """Whether it is a shard of FSDP, of which every rank has another: a value that is the same for all, such as zeros, is no copy that must stay one."""
+    assert storage.facts is not None
+    module, name = storage.facts.owner[0](), storage.facts.owner[1]
+    among = getattr(None if module is None else module._parameters.get(name), "_sharded_among", None)
+    return among is not None and bool(among.size == world.size())
 
 
 def _report(storage: Storage, axes: tuple[str, ...]) -> None:

@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 
+from torch_bridge import _compat
 from torch_bridge.identity import any_is
 from torch_bridge.ir.entry import Entry
 from torch_bridge.ir.layout import Layout, base_of_meta, is_dense, layout
 from torch_bridge.ir.segment import Storage
-from torch_bridge.mesh import places, rank_numbers, sharding, spmd
+from torch_bridge.mesh import abstract_arrays, places, rank_numbers, sharding, spmd, world
 from torch_bridge.recorder import host_storage, host_values, overlaps, placed, storage_uploads
 from torch_bridge.recorder.copies import copied, kept
 from torch_bridge.recorder.cpu_attention import additive
@@ -19,6 +20,7 @@ from torch_bridge.recorder.dispatch import LOCK, STATE, dispatch, record, record
 from torch_bridge.recorder.downloads import download, each_ranks_number
 from torch_bridge.recorder.shape_inference import infer, to_meta
 from torch_bridge.recorder.tensor import READING, XLATensor, fresh, make, point, read
+from torch_bridge.runtime import transfer
 from torch_bridge.runtime.transfer import to_array
 
 aten = torch.ops.aten
@@ -70,8 +72,11 @@ def _copy_from_host(dst: XLATensor, src: torch.Tensor) -> None:
     if tuple(host.shape) != view.size:
         _copy_expanded(dst, host)
         return
-    array = to_array(host)
-    if view is storage.layout and not linked(storage):
+    whole = view is storage.layout and not linked(storage)
+    array = _own_part(storage, host) if whole else None
+    if array is None:
+        array = to_array(host)
+    if whole:
         if spmd.active() and storage.facts is not None:
             array = spmd.adopt(array, storage.facts)
         storage.views, storage.segment, storage.array = None, None, array
@@ -79,6 +84,22 @@ def _copy_from_host(dst: XLATensor, src: torch.Tensor) -> None:
     else:
         part = Storage(layout(view.size, None, 0, view.dtype), array)
         STATE.session.current.write_view(storage, view, STATE.session.current.read(part, part.layout))
+
+
+def _own_part(storage: Storage, host: torch.Tensor) -> Any:
+    """A rank's values of a tensor that differs by rank, in a process that hosts this rank alone (its file of a checkpoint): they go on differing, as programs
+    that are compiled expect. None for any other tensor."""
+    now = world.current()
+    spec = sharding.label(storage.held) if len(now.hosted) == 1 < now.size and not abstract_arrays.active() else None
+    if spec is None or not sharding.axes_of(spec):
+        return None
+    with _compat.enable_x64():
+        array = sharding.from_blocks([transfer.to_host(host)], spec)
+    if array.shape != storage.held.shape:
+        return None
+    if transfer.WITNESS is not None:
+        transfer.WITNESS(array, [host])
+    return array
 
 
 def _copy_expanded(dst: XLATensor, host: torch.Tensor) -> None:

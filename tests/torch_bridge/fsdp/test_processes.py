@@ -19,7 +19,7 @@ OURS = ("WORLD_SIZE", "RANK", "NEURON_RT_NUM_CORES", "NXD_JAX_REPLAY")
 
 def ran(folder: pathlib.Path, command: list[str], **env: str) -> list[dict[str, Any]]:
     folder.mkdir()
-    env = {k: v for k, v in os.environ.items() if k not in OURS} | {"OMP_NUM_THREADS": "1"} | env
+    env = {k: v for k, v in os.environ.items() if k not in OURS} | {"OMP_NUM_THREADS": "1", "NXD_JAX_STRICT_REPLICAS": "1"} | env
     env["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "aliases"), *filter(None, [os.environ.get("PYTHONPATH")])])
     command = [sys.executable, "-W", "ignore", *command, str(SCRIPT), str(folder)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
@@ -34,6 +34,8 @@ def test_two_processes_and_one_give_the_same(tmp_path: pathlib.Path) -> None:
     torch.testing.assert_close(torch.tensor([f["losses"] for f in two]).squeeze(-1).T, torch.tensor(one["losses"]), rtol=1e-5, atol=1e-7)
     for found in two:
         torch.testing.assert_close(torch.tensor(found["norms"]), torch.tensor(one["norms"]), rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(found["whole"], one["whole"], rtol=1e-5, atol=1e-7)
+        assert found["labels"] == one["labels"] and all("dp" in label for label in one["labels"])
     joined = [
         consolidate_sharded_model_checkpoints(str(tmp_path / name / "final"), "_rank-*.pth", save_model=False)[0] for name in ("one", "two")
     ]

@@ -14,6 +14,8 @@ import torch_xla.distributed.xla_backend  # noqa: F401  # the backend "xla"
 from torch import nn
 from torch_xla.distributed.fsdp import XlaFullyShardedDataParallel as FSDP
 
+import torch_bridge
+from torch_bridge.mesh import sharding
 from torch_bridge.recorder import sharded
 
 folder = pathlib.Path(sys.argv[1])
@@ -35,6 +37,18 @@ for step in range(13):  # the last ones are played
     losses.append([t.item() for t in sharded.shards(loss.detach())])
 ckpt = {"model": model.state_dict(), "shard_metadata": model.get_shard_metadata(), "optimizer": optimizer.state_dict()}
 xm.save(ckpt, folder / f"final_rank-{rank}-of-{xm.xrt_world_size()}.pth", master_only=False)
-found = {"losses": losses, "norms": norms, "played": model.forward.played}
+found: dict[str, Any] = {"losses": losses, "norms": norms, "played": model.forward.played}
+xm.rendezvous("saved")
+own = torch_bridge.each_rank(lambda r: torch.load(folder / f"final_rank-{r}-of-2.pth"), rank)
+model.load_state_dict(own["model"])
+optimizer.load_state_dict(own["optimizer"])
+found["labels"] = [str(sharding.label(p._storage.held)) for p in model.parameters()]
+total = sum(p.detach().square().sum() for p in model.parameters())
+found["whole"] = model.all_reduce_op(xm.REDUCE_SUM, total).item()
+for p in model.parameters():
+    p.data.zero_()
+model(torch.ones(1, 5).to("xla")).sum().backward()
+optimizer.step()
+xm.mark_step()
 (folder / f"found-{int(rank)}.json").write_text(json.dumps(found))
 xm.rendezvous("end")
