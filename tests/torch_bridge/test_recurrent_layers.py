@@ -321,3 +321,13 @@ def test_each_rank_has_its_own_batch(hosted: Hosted) -> None:  # noqa: F811
         model(batches[k])[0].square().sum().backward()
         for p, q in zip(model.parameters(), twin.parameters(), strict=True):
             torch.testing.assert_close(sharded.shards(q.grad)[2 * k], p.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_torch_xlas_gru_is_torchs() -> None:
+    from torch_xla.experimental.gru import GRU
+
+    ours, wanted = GRU(3, 4, num_layers=2, batch_first=True), nn.GRU(3, 4, num_layers=2, batch_first=True)
+    wanted.load_state_dict(ours.state_dict())
+    x = torch.randn(2, 5, 3)
+    for found, value in zip(ours.to("xla")(x.to("xla")), wanted(x), strict=True):
+        torch.testing.assert_close(found.cpu(), value)

@@ -101,6 +101,8 @@ class ProcessGroupXla(_Base):
 
     def broadcast(self, tensors: Tensors, opts: Any) -> Any:
         among = self._groups()
+        if len(tensors) == 1 and reducers.take_order(tensors[0], opts.rootRank, self._mesh):
+            return _done(tensors)
         if among.size > 1:
             functional.broadcast_from(tensors, opts.rootRank, among)
         return _done(tensors)

@@ -1,7 +1,8 @@
-"""`DistributedDataParallel` on xla with `find_unused_parameters` or `static_graph`.
+"""Integers of `DistributedDataParallel` on xla that stay on the CPU.
 
-torch's reducer has a map of the parameters that a forward used, which it sums over ranks. For a device that is no CPU it copies the map through pinned memory,
-which xla has not. The map is small integers that the host knows, so it stays on the CPU, and ranks exchange it as an object.
+torch's reducer has a map of the parameters that a forward used (`find_unused_parameters`, `static_graph`), which it sums over ranks. For a device that is no
+CPU it copies the map through pinned memory, which xla has not. In the second step it lays gradients out in the order in which they came on the first rank.
+Both are small integers that the host knows, so they stay on the CPU, and ranks exchange them as objects: no program runs in the middle of a step.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _torch_reducer: Any = dist.Reducer
 
 
 class _MapOnHost(TorchDispatchMode):
-    """While a reducer is made: integers that it wants on xla are made on the CPU. Its other tensors are gradients, which are floats."""
+    """While a reducer makes them: integers that it wants on xla are made on the CPU. Its other tensors are gradients, which are floats."""
 
     def __torch_dispatch__(
         self, func: torch._ops.OpOverload, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -36,13 +37,13 @@ class _MapOnHost(TorchDispatchMode):
             and device.type == "xla"
         ):
             used = func(*args, **{**kwargs, "device": torch.device("cpu")})
-            used.map_of_used_parameters = True
+            used.integers_of_a_reducer = True
             return used
         return func(*args, **kwargs)
 
 
 class Reducer(_torch_reducer):
-    """`torch.distributed.Reducer`, whose map of used parameters is on the CPU."""
+    """`torch.distributed.Reducer`, whose map of used parameters and order of gradients are on the CPU."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         with _MapOnHost():
@@ -52,13 +53,26 @@ class Reducer(_torch_reducer):
         with _MapOnHost():
             super()._set_static_graph()
 
+    def _rebuild_buckets(self) -> bool:
+        with _MapOnHost():
+            return bool(super()._rebuild_buckets())
+
 
 def sum_map(tensor: torch.Tensor, groups: GroupLike) -> bool:
     """Sum a reducer's map over a group, in place; False, and nothing done, for another tensor."""
-    if not getattr(tensor, "map_of_used_parameters", False):
+    if not getattr(tensor, "integers_of_a_reducer", False):
         return False
     parts = object_collectives.all_gather(tensor.clone(), "used parameters", groups)
     tensor.copy_(torch.stack(parts).sum(0))
+    return True
+
+
+def take_order(tensor: torch.Tensor, root: int, groups: GroupLike) -> bool:
+    """Give a group's ranks the order of gradients of one of them, by its place there; False, and nothing done, for another tensor."""
+    if not getattr(tensor, "integers_of_a_reducer", False):
+        return False
+    parts = object_collectives.all_gather(tensor.clone(), "order of gradients", groups)
+    tensor.copy_(parts[root])
     return True
 
 

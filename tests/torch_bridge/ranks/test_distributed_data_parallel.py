@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch_xla
 from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
@@ -64,6 +65,29 @@ def test_unused_parameters(options: dict[str, Any], used: list[bool]) -> None:
             assert (p.grad is None) == (q.grad is None), name
             if p.grad is not None and q.grad is not None:
                 eager.same(p.grad, q.grad)
+
+
+def test_the_order_of_gradients_runs_no_program() -> None:
+    """In the second step the reducer takes the first rank's order of gradients: a step of torch_xla.compile(full_graph=True) stays one graph."""
+    torch.manual_seed(0)
+    alone, ours = nn.Linear(4, 2), nn.Linear(4, 2)
+    ours.load_state_dict(alone.state_dict())
+    parallel = DistributedDataParallel(ours.to("xla"), gradient_as_bucket_view=True)
+    ours_optimizer, optimizer = torch.optim.SGD(parallel.parameters(), 0.1), torch.optim.SGD(alone.parameters(), 0.1)
+
+    def step(x: torch.Tensor) -> None:
+        ours_optimizer.zero_grad()
+        parallel(x).square().mean().backward()
+        ours_optimizer.step()
+
+    compiled = torch_xla.compile(step, full_graph=True)
+    for k in range(4):
+        values = eager.each(lambda r, k=k: torch.linspace(-1, 1 + r + k, 12).reshape(3, 4))
+        compiled(eager.on_xla(values))
+        optimizer.zero_grad()
+        torch.stack([alone(v).square().mean() for v in values]).mean().backward()
+        optimizer.step()
+    eager.same(ours.weight.detach(), alone.weight.detach())
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")

@@ -19,7 +19,7 @@ class profile:
     ms_duration: record at most so many milliseconds; the block may end before. neuron_tensorboard_plugin_dir: `<logdir>/plugins/neuron`; the trace
     goes to `<logdir>/plugins/profile`, which `tensorboard --logdir <logdir>` (with xprof) shows, or below output_dir if that is given.
     auto_start=False: recording starts with `start()`. port, profile_type, target, delete_working are accepted: one trace has the host's and the
-    devices' side, and needs no server. Raises NotImplementedError for traced_only.
+    devices' side, and needs no server. traced_only is accepted, too: models of `torch_neuronx.trace` are in the trace, among all that runs.
 
     `nxd_jax.inspect.profile` reads such a trace back: the time of modules, lines and ops.
     """
@@ -37,11 +37,6 @@ class profile:
         target: str | None = None,
         output_dir: str | None = None,
     ):
-        if traced_only:
-            raise NotImplementedError(
-                "profile(traced_only=True) records models of torch_neuronx.trace, which is not in this release. Without traced_only it records all "
-                "that runs on xla; nxd_jax.inspect.profile also says where the time goes."
-            )
         plugin = pathlib.Path(neuron_tensorboard_plugin_dir)
         self.folder = pathlib.Path(output_dir) if output_dir else plugin.parents[1] if plugin.parts[-2:-1] == ("plugins",) else plugin
         self.ms_duration = ms_duration
