@@ -53,6 +53,17 @@ def test_under_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     dist.destroy_process_group()
 
 
+def test_a_group_that_transformers_made_at_its_import() -> None:
+    """Scripts written for older releases of transformers make it behind that import, as they had to."""
+    exec("import torch.distributed as dist; dist.init_process_group('xla')", {"__name__": "transformers.training_args"})
+    first = dist.group.WORLD
+    dist.init_process_group("xla")
+    assert dist.group.WORLD is first
+    with pytest.raises(ValueError, match="twice"):
+        dist.init_process_group("xla")
+    dist.destroy_process_group()
+
+
 def test_larger_worlds_are_refused() -> None:
     with pytest.raises(ValueError, match=r"world_size=2.*the world has 1 rank.*torchrun"):
         dist.init_process_group("xla", rank=0, world_size=2, store=dist.HashStore())

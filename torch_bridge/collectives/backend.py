@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime
 import functools
 import os
+import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -43,11 +44,19 @@ def _rendezvous(url: str, timeout: datetime.timedelta = dist.default_pg_timeout,
 
 
 _init_process_group = distributed_c10d.init_process_group
+_EARLY = "transformers.training_args"
+"""It makes the process group when it is imported under torchrun. Scripts that are older than this make it behind that import, too: the group stays."""
+_made_early = False
+"""Whether it made the one that is there, and no script has asked for one yet."""
 
 
 @functools.wraps(_init_process_group)
 def init_process_group(backend: str | None = None, init_method: str | None = None, *args: Any, **kwargs: Any) -> None:
+    global _made_early
     ours = str(backend).lower() == "xla"
+    if ours and _made_early and dist.is_initialized():
+        _made_early = False
+        return
     if ours and world.process_count() == 1 and "store" not in kwargs:
         launched = "RANK" in os.environ or "WORLD_SIZE" in os.environ
         told = init_method or args or {"rank", "world_size"} & kwargs.keys()
@@ -57,6 +66,7 @@ def init_process_group(backend: str | None = None, init_method: str | None = Non
         kwargs, init_method = _without_numbers(kwargs), "xla://"
     _init_process_group(backend, init_method, *args, **kwargs)
     if ours:
+        _made_early = sys._getframe(1).f_globals.get("__name__") == _EARLY
         refresh()
 
 

@@ -48,6 +48,15 @@ class TopK:
         return found.values, found.indices
 
 
+class ConcatenateOp:
+    """`ops.ConcatenateOp.apply(*tensors, dim)`: `torch.cat`, also of float8 tensors."""
+
+    @staticmethod
+    def apply(*tensors: torch.Tensor, dim: int = 0) -> torch.Tensor:
+        """The tensors one behind the other."""
+        return torch.cat(tensors, dim)
+
+
 def set_unload_prior_neuron_models_mode(value: bool) -> None:
     """`ops.set_unload_prior_neuron_models_mode`: whether a core drops programs that ran before. Accepted without effect."""
 
