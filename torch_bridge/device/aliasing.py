@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from types import CodeType, ModuleType
 
+from torch_bridge.device import absent
+
 STAND_IN = "+nxd.jax"
 """The end of the version of a distribution of ours under an original's name."""
 
@@ -21,6 +23,7 @@ _ALIASES: dict[str, str] = {}
 def install(alias: str, target: str) -> None:
     """Make `alias` and everything below it names of the package `target`."""
     _ALIASES[alias] = target
+    absent.install()
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
     sys.modules[alias] = importlib.import_module(target)
