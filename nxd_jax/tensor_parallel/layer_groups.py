@@ -35,11 +35,13 @@ def of_layer(group: GroupLike = None) -> Any:
             UserWarning,
             stacklevel=4,
         )
-        if not dist.is_initialized():
+        started = not dist.is_initialized()
+        if started:
             from torch_bridge.collectives import backend
 
             backend.init_process_group("xla")
         parallel_groups.lay_out(parallel_groups.plan())
+        parallel_groups.current().unasked = "process group" if started else "groups"
     return tensor_parallel(group)
 
 

@@ -29,13 +29,15 @@ class NotInitializedError(RuntimeError, AssertionError):
 
 
 class State:
-    """What `lay_out` set up; one object so that `destroy` forgets everything. overrides: sizes and ranks that scripts set, by "tp_size", "tp_rank"."""
+    """What `lay_out` set up; one object so that `destroy` forgets everything. overrides: sizes and ranks that scripts set, by "tp_size", "tp_rank".
+    unasked: "groups" if a layer set up groups of one because nobody had, "process group" if it began torch.distributed as well; else ""."""
 
     def __init__(self) -> None:
         self.layout: grid.Grid | None = None
         self.groups: dict[str, Any] = {}
         self.overrides: dict[str, Any] = {}
         self.lnc_size = 1
+        self.unasked = ""
 
 
 _state = State()
@@ -160,6 +162,15 @@ def destroy() -> None:
         world.set_axes({"dp": world.size()})
     _state = State()
     _publish()
+
+
+def forget_unasked() -> None:
+    """Forget groups of one that a layer set up because nobody had (a reference on the CPU, say), and end torch.distributed if it began that."""
+    unasked = _state.unasked
+    if unasked:
+        destroy()
+    if unasked == "process group" and dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def layout() -> grid.Grid:

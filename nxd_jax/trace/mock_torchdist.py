@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import torch.distributed as dist
 
+from nxd_jax.tensor_parallel import parallel_groups
 from torch_bridge.mesh import world
 
 
@@ -17,6 +18,7 @@ def mock_distributed(world_size: int) -> Iterator[None]:
     Nothing is mocked: collectives work, on xla tensors. A process group that the block leaves behind is destroyed. Raises RuntimeError if torch.distributed is
     initialised already.
     """
+    parallel_groups.forget_unasked()
     if dist.is_initialized():
         raise RuntimeError("mock_distributed needs torch.distributed not to be initialised: this job has real ranks, which serve as well")
     before = world.current()

@@ -7,6 +7,7 @@ from typing import Any
 import torch.distributed as dist
 
 from nxd_jax.parallel_layers import parallel_state
+from nxd_jax.tensor_parallel import parallel_groups
 from torch_bridge.mesh import world
 
 
@@ -41,6 +42,7 @@ class NxDParallelState:
         self._before: Any = None
 
     def __enter__(self) -> NxDParallelState:
+        parallel_groups.forget_unasked()
         if parallel_state.model_parallel_is_initialized():
             raise RuntimeError(
                 "NxDParallelState sets up parallel state, which is there already: leave the other block, or call destroy_model_parallel()"

@@ -220,3 +220,22 @@ def test_a_world_of_data_parallel_ranks() -> None:
     two = nets.built(2).weights
     model.replace_weights(two)
     torch.testing.assert_close(model(ids, torch.arange(3))["logits"], nets.reference(ids))
+
+
+@pytest.mark.filterwarnings("ignore:a parallel layer was made before")
+@pytest.mark.parametrize("mocked", [False, True])
+def test_parallel_state_behind_a_reference_on_the_cpu(mocked: bool) -> None:
+    """A model made before anybody set up groups has groups of one; they and the process group of one make room."""
+    x = torch.randn(2, 4)
+    reference = layers.ColumnParallelLinear(4, 6)
+    wanted = reference(x)
+    assert parallel_state.model_parallel_is_initialized() and dist.get_world_size() == 1
+    if mocked:
+        with mock_torchdist.mock_distributed(world_size=2):
+            dist.init_process_group("xla")
+            assert dist.get_world_size() == 2
+    else:
+        with NxDParallelState(world_size=2, tensor_model_parallel_size=2):
+            assert layers.ColumnParallelLinear(4, 6).weight.shape[0] == 3
+    assert nothing_left()
+    torch.testing.assert_close(reference(x), wanted)
