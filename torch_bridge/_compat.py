@@ -15,7 +15,7 @@ import pathlib
 import threading
 import types
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -379,6 +379,14 @@ def linear_cross_entropy_ops() -> tuple[Any, Any] | None:
         return None
     ops = torch.ops.torch_nn
     return ops._linear_cross_entropy_batch_chunked.default, ops._linear_cross_entropy_batch_chunked_no_reduction.default
+
+
+def scan_parts(params: Mapping[str, Any]) -> tuple[int, int]:
+    """How many of the operands of a `scan` stay the same, and how many it carries. params: of the equation; jax 0.11 has them as trees."""
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    consts, carry, _ = params["ft_in"].unpack()
+    return len(consts), len(carry)
 
 
 def never_trace(code: types.CodeType) -> None:

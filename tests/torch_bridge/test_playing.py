@@ -167,13 +167,19 @@ def test_files_hold_no_player() -> None:
     """A pickled module is loaded where there is no torch_bridge."""
     module = nn.Sequential(nn.Linear(2, 2)).to("xla")
     found = io.BytesIO()
-    pickler = pickle.Pickler(found)
-    pickler.persistent_id = lambda x: "t" if isinstance(x, torch.Tensor) else None  # type: ignore[method-assign]
-    pickler.dump(module)
+
+    class WithoutTensors(pickle.Pickler):
+        def persistent_id(self, x: Any) -> str | None:
+            return "t" if isinstance(x, torch.Tensor) else None
+
+    WithoutTensors(found).dump(module)
     assert b"torch_bridge" not in found.getvalue()
-    unpickler = pickle.Unpickler(io.BytesIO(found.getvalue()))
-    unpickler.persistent_load = lambda _: nn.Parameter(torch.ones(2, 2))  # type: ignore[method-assign]
-    loaded = unpickler.load()
+
+    class WithOnes(pickle.Unpickler):
+        def persistent_load(self, _: Any) -> Any:
+            return nn.Parameter(torch.ones(2, 2))
+
+    loaded = WithOnes(io.BytesIO(found.getvalue())).load()
     assert not isinstance(loaded.forward, Player) and loaded.forward.__self__ is loaded
 
 

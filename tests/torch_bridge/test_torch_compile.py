@@ -169,6 +169,7 @@ def test_what_cannot_be_compiled() -> None:
         torch.compile(Net(), backend="nosuch")(torch.randn(2, 6))
 
 
+@pytest.mark.filterwarnings("ignore:Guards may run slower:RuntimeWarning")  # Python 3.13.0
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_other_backends_leave_xla_tensors_to_the_recorder(backend: str) -> None:
     """The step is the one that nobody compiled, `mark_step` in the middle of it too; tensors on the CPU are traced as always."""

@@ -62,6 +62,8 @@ def call(observer: Observer, f: Any, args: Args, kwargs: Kwargs) -> Any:
     kind = type(f)
     if kind is types.FunctionType and _stands_for(f) is not None:
         return _stands_for(f)(observer, f, args, kwargs)
+    if f is _CALL[0] and args and is_a(args[0], torch.nn.Module):
+        return _called(observer, args[0], args[1:], kwargs)
     if kind is types.FunctionType:
         return _function(observer, f, args, kwargs)
     if kind is types.MethodType:
@@ -243,11 +245,16 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 def _module(observer: Observer, m: torch.nn.Module, args: Args, kwargs: Kwargs) -> Any:
-    """`module(...)`: its hooks, and its forward."""
-    how, inner = observer.lookup(type(m), "__call__"), observer.lookup(type(m), "_call_impl")
-    if how is not _CALL[0] or inner is not _CALL[1] or m._compiled_call_impl is not None:
-        if is_a(how, types.FunctionType) and how is not _CALL[0]:
-            return call(observer, how, (m, *args), kwargs)
+    """`module(...)`: torch's own call, or that of its class."""
+    how = observer.lookup(type(m), "__call__")
+    if is_a(how, types.FunctionType) and how is not _CALL[0]:
+        return call(observer, how, (m, *args), kwargs)
+    return _called(observer, m, args, kwargs) if how is _CALL[0] else _opaque(observer, m, args, kwargs)
+
+
+def _called(observer: Observer, m: torch.nn.Module, args: Args, kwargs: Kwargs) -> Any:
+    """`nn.Module.__call__(module, ...)`, which a class's own may call: its hooks, and its forward."""
+    if observer.lookup(type(m), "_call_impl") is not _CALL[1] or m._compiled_call_impl is not None:
         return _opaque(observer, m, args, kwargs)
     observer.conditions.object(m)
     hooks = {kind: observer.entry(m, vars(m), kind, kind) for kind in _HOOKS}

@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from torch_bridge import _compat
+
 Rule = Callable[[Any, list[Any]], list[Any]]
 """Gives the results of an equation for the values of its operands."""
 
@@ -64,7 +66,7 @@ def structured(eqn: Any, values: Sequence[Any], run: Run) -> list[Any] | None:
 
 
 def _scan(params: Any, values: Sequence[Any], run: Run) -> list[Any]:
-    n_consts, n_carry = params["num_consts"], params["num_carry"]
+    n_consts, n_carry = _compat.scan_parts(params)
     consts, carry, xs = values[:n_consts], values[n_consts : n_consts + n_carry], values[n_consts + n_carry :]
 
     def body(state: Any, x: Any) -> Any:

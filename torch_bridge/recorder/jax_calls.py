@@ -105,10 +105,8 @@ def _constants(x: Any) -> Iterator[Any]:
     if isinstance(x, (list, tuple)):
         for y in x:
             yield from _constants(y)
-    elif hasattr(x, "consts") and hasattr(x, "jaxpr"):
-        yield from x.consts
-        yield from _constants(x.jaxpr)
     elif hasattr(x, "eqns"):
+        yield from getattr(x, "consts", ())
         for eqn in x.eqns:
             yield from _constants(list(eqn.params.values()))
 

@@ -131,7 +131,7 @@ def test_copies_on_the_cpu_keep_every_rank(nxd: Nxd, tmp_path: pathlib.Path) -> 
 def test_an_interrupted_save_leaves_no_half_file(nxd: Nxd, tmp_path: pathlib.Path) -> None:
     nxd(2, tp=2)
     parallel_layers.save({"model": {"w": torch.ones(2)}}, tmp_path)
-    with pytest.raises(Exception, match="pickle"):
+    with pytest.raises(Exception, match="pickle|local object"):
         parallel_layers.save({"model": {"w": lambda: 0}}, tmp_path)
     assert parallel_layers.load(tmp_path)["model"]["w"].tolist() == [1.0, 1.0]
 

@@ -15,7 +15,7 @@ import nxd_jax
 from nxd_jax import trace as trace_api
 from nxd_jax.parallel_layers import layers, parallel_state
 from nxd_jax.trace import functions, mock_torchdist
-from nxd_jax.trace.model_builder_utils import ProvidedArgInfo, generate_key
+from nxd_jax.trace.model_builder_utils import generate_key
 from nxd_jax.trace.model_builder_v2 import ModelBuilder
 from nxd_jax.trace.parallel_context import NxDParallelState
 from tests.nxd_jax.conftest import Nxd
@@ -108,7 +108,9 @@ def test_the_same_tag_again() -> None:
 def test_functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     linear = nn.Linear(3, 2)
     found = functions.trace(linear, X)
-    assert found.provided_args == (ProvidedArgInfo("input", True, X),) and found.weight_name_to_idx == {"weight": 0, "bias": 1}
+    (provided,) = found.provided_args
+    assert (provided.param_name, provided.is_positional) == ("input", True) and provided.tensor is X
+    assert found.weight_name_to_idx == {"weight": 0, "bias": 1}
     assert [t["shape"] for t in found.metaneff["weights"]] == [[2, 3], [2]]
     compiled = functions.compile(found.hlo, found.metaneff, tmp_path, key="tag")
     assert compiled.get_neff_bytes() == found.hlo and Path(compiled.neff_filepath).is_relative_to(tmp_path / "tag")

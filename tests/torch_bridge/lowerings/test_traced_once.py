@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -53,7 +54,7 @@ def test_no_call_is_left_and_scopes_are_the_callers() -> None:
 
     text = program.lower(X).compile().as_text()
     assert text is not None
-    assert "one/tanh" in text and "two/tanh" in text
+    assert all(re.search(rf"{name}/(jit\(run\)/)?tanh", text) for name in ("one", "two"))  # jax 0.11 keeps the function's name
 
 
 @pytest.mark.parametrize(
