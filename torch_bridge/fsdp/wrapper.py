@@ -242,22 +242,6 @@ class XlaFullyShardedDataParallel(nn.Module):
             if m._unit is not None:
                 m._unit.before, m._unit.after = float(pre), float(post)
 
-    def all_reduce_op(self, reduce_type: str, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """`xm.all_reduce`, which scripts call here to add up what they compute of shards, such as a norm of their own."""
-        return _xla_model().all_reduce(reduce_type, inputs, *args, **kwargs)
-
-    def all_gather_op(self, value: Any, *args: Any, **kwargs: Any) -> Any:
-        """`xm.all_gather`."""
-        return _xla_model().all_gather(value, *args, **kwargs)
-
-    def reduce_scatter_op(self, reduce_type: str, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """`xm.reduce_scatter`."""
-        return _xla_model().reduce_scatter(reduce_type, inputs, *args, **kwargs)
-
-    def optimization_barrier_op(self, tensors: Any) -> None:
-        """`xm.optimization_barrier_`."""
-        _xla_model().optimization_barrier_(tensors)
-
     @property
     def xla_device(self) -> torch.device:
         """Where shards are."""
@@ -367,12 +351,6 @@ def _refuse_annotations(name: str) -> None:
             f"{name} shares parameters out among ranks, and this script called xr.use_spmd(), after which there are none: use SpmdFullyShardedDataParallel "
             "(torch_xla.experimental.spmd_fully_sharded_data_parallel), or leave use_spmd() out"
         )
-
-
-def _xla_model() -> Any:
-    from torch_bridge.torch_xla.core import xla_model
-
-    return xla_model
 
 
 def _rank(among: Any) -> Any:

@@ -12,7 +12,10 @@ from torch_bridge.fsdp.consolidation import (
     consolidate_sharded_state_dicts,
 )
 from torch_bridge.fsdp.wrapper import XlaFullyShardedDataParallel
+from torch_bridge.torch_xla.distributed.fsdp import _operations
 from torch_bridge.torch_xla.distributed.fsdp._checkpointed import Checkpointed
+
+_operations.install()
 
 
 def checkpoint_module(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
