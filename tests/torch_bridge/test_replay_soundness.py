@@ -183,6 +183,7 @@ def _step(m: Any, k: int) -> Any:
     return [loss, x.grad]
 
 
+@pytest.mark.filterwarnings("ignore:Pickle, copy, and deepcopy support:DeprecationWarning")  # of itertools, Python 3.13
 @pytest.mark.parametrize("name", STOPPED)
 def test_what_cannot_be_repeated_is_recorded(name: str) -> None:
     make, reason = STOPPED[name]
