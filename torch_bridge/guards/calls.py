@@ -388,6 +388,7 @@ def _is_named_tuple_code(f: types.FunctionType) -> bool:
 # -- in C ---------------------------------------------------------------------------------------------
 
 _IN_C = (
+    type(re.compile("").match),  # methods that know their class
     types.BuiltinFunctionType,
     types.MethodDescriptorType,
     types.WrapperDescriptorType,
@@ -1186,7 +1187,9 @@ def _rules() -> dict[int, Any]:
         id(torch.jit.is_scripting): _plainly,
         id(torch.jit.is_tracing): _plainly,
     }
-    f: Any
+    f: Any = getattr(re, "_compile", None)
+    if f is not None:
+        found[id(f)] = _plainly  # a pattern for a string, from a cache or new
     for f in (
         list,
         set,

@@ -405,7 +405,7 @@ FOLLOWED: dict[str, Callable[[Any], Any]] = {
     "string methods": lambda x: "a-b".split("-")[0].upper(),  # noqa: SIM905
     "new object": lambda x: _new_object(),
     "what a backend says": lambda x: torch._C._mps_is_in_bad_fork(),  # as `_cuda_isCurrentStreamCapturing` of CUDA builds
-    "regular expressions": lambda x: (re.findall("[A-Z]", "ForCausalLM"), re.match("a(b)", "abc")[1]),  # type: ignore[index]
+    "regular expressions": lambda x: (re.findall("[A-Z]", "ForCausalLM"), re.match("a(b)", "abc").group(1)),  # type: ignore[union-attr]
     "use of an API is logged": lambda x: torch._C._log_api_usage_once("a test"),
 }
 
@@ -513,6 +513,10 @@ class Cyclic:
         COUNT += 1
 
 
+def _replacement(match: re.Match[str]) -> str:
+    return "b"
+
+
 def test_the_garbage_collector_runs_when_it_is_due() -> None:
     """Its callbacks and the finalizers that it runs belong to no forward; they run as they would, and the run is watched on after them."""
     phases = []
@@ -525,7 +529,7 @@ def test_the_garbage_collector_runs_when_it_is_due() -> None:
 
     def calls_back(x: int) -> list[list[int]]:
         found = forward(x)
-        re.sub("a", lambda match: "b", "a")
+        re.sub("a", _replacement, "a")
         return found
 
     gc.collect()
