@@ -29,7 +29,6 @@ import rounds
 
 STAGES, MICROBATCHES = 4, 16
 SEQ, LAYERS = 128, 8
-PLAYED_AFTER = 256
 SCHEDULES = {"1f1b": 1, "zb_h1": 1, "interleaved": 2, "zbv": 2}
 VARIANTS = {
     "pipeline-1f1b": "pipeline, 1F1B",
@@ -228,6 +227,15 @@ def make_spmd(microbatches: int) -> tuple[Step, Callable[[Any], float], dict[str
     return dispatch, lambda loss: float(loss), {}
 
 
+def _calls_until_played(kind: str) -> int:
+    """Of a module whose gradients are accumulated."""
+    if kind == "spmd":
+        return 0
+    from torch_bridge.replay.player import WARM_UP_ADDING
+
+    return WARM_UP_ADDING
+
+
 def child(name: str, steps: int, microbatches: int) -> dict[str, Any]:
     """Run one variant in this process."""
     kind, _, schedule = name.partition("-")
@@ -239,7 +247,7 @@ def child(name: str, steps: int, microbatches: int) -> dict[str, Any]:
     losses = [read(dispatch(data[0]))]
     first, made_first = time.perf_counter() - start, counted()
     losses += [read(dispatch(data[k])) for k in range(1, 4)]
-    for k in range(8 + PLAYED_AFTER // microbatches):  # modules are played after some calls, where gradients are accumulated after more
+    for k in range(8 + _calls_until_played(kind) // microbatches):  # modules are played after some calls
         read(dispatch(data[k % 4]))
     host.clear()
     if isinstance(counted, Counted):
