@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from jax.sharding import PartitionSpec
 
-from torch_bridge import _compat
 from torch_bridge.identity import any_is
 from torch_bridge.ir.entry import Entry
 from torch_bridge.ir.layout import Layout, base_of_meta, is_dense, layout
@@ -20,7 +20,6 @@ from torch_bridge.recorder.dispatch import LOCK, STATE, dispatch, record, record
 from torch_bridge.recorder.downloads import download, each_ranks_number
 from torch_bridge.recorder.shape_inference import infer, to_meta
 from torch_bridge.recorder.tensor import READING, XLATensor, fresh, make, point, read
-from torch_bridge.runtime import transfer
 from torch_bridge.runtime.transfer import to_array
 
 aten = torch.ops.aten
@@ -73,9 +72,7 @@ def _copy_from_host(dst: XLATensor, src: torch.Tensor) -> None:
         _copy_expanded(dst, host)
         return
     whole = view is storage.layout and not linked(storage)
-    array = _own_part(storage, host) if whole else None
-    if array is None:
-        array = to_array(host)
+    array = to_array(host, spec=_own_spec(storage, view.size) if whole else None)
     if whole:
         if spmd.active() and storage.facts is not None:
             array = spmd.adopt(array, storage.facts)
@@ -86,20 +83,14 @@ def _copy_from_host(dst: XLATensor, src: torch.Tensor) -> None:
         STATE.session.current.write_view(storage, view, STATE.session.current.read(part, part.layout))
 
 
-def _own_part(storage: Storage, host: torch.Tensor) -> Any:
-    """A rank's values of a tensor that differs by rank, in a process that hosts this rank alone (its file of a checkpoint): they go on differing, as programs
-    that are compiled expect. None for any other tensor."""
+def _own_spec(storage: Storage, size: tuple[int, ...]) -> PartitionSpec | None:
+    """How ranks hold a tensor that differs by rank, in a process that hosts one rank alone, which gives it values of this size (its file of a checkpoint):
+    they go on differing, as programs that are compiled expect. None for any other tensor."""
     now = world.current()
-    spec = sharding.label(storage.held) if len(now.hosted) == 1 < now.size and not abstract_arrays.active() else None
-    if spec is None or not sharding.axes_of(spec):
+    if len(now.hosted) != 1 or now.size == 1 or abstract_arrays.active():
         return None
-    with _compat.enable_x64():
-        array = sharding.from_blocks([transfer.to_host(host)], spec)
-    if array.shape != storage.held.shape:
-        return None
-    if transfer.WITNESS is not None:
-        transfer.WITNESS(array, [host])
-    return array
+    spec = sharding.label(storage.held)
+    return spec if spec is not None and sharding.axes_of(spec) and sharding.global_shape(size, spec) == storage.held.shape else None
 
 
 def _copy_expanded(dst: XLATensor, host: torch.Tensor) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 import torch
+from jax.sharding import PartitionSpec
 
 from torch_bridge import _compat, metrics, source
 from torch_bridge.config import fork_guard
@@ -23,23 +24,26 @@ WITNESS: Callable[[Any, Sequence[torch.Tensor]], None] | None = None
 """If there is one, it is told of every array that is made of CPU tensors, and of these (`host_constants`)."""
 
 
-def to_array(t: torch.Tensor, device: Any = None) -> jax.Array:
-    """A CPU tensor's values as a new JAX array (same shape and dtype)."""
+def to_array(t: torch.Tensor, device: Any = None, spec: PartitionSpec | None = None) -> jax.Array:
+    """A CPU tensor's values as a new JAX array (same shape and dtype). spec: how ranks hold it, if they differ; these are each hosted rank's own values."""
     fork_guard.check()
-    array = abstract.uploaded(t) if abstract_arrays.active() else _moved(t, device)
+    array = abstract.uploaded(t) if abstract_arrays.active() else _moved(t, device, spec)
     if WITNESS is not None:
         WITNESS(array, [t])
     return array
 
 
-def _moved(t: torch.Tensor, device: Any) -> jax.Array:
+def _moved(t: torch.Tensor, device: Any, spec: PartitionSpec | None) -> jax.Array:
     started = time.perf_counter()
     own = to_host(t)
     if device is None and not sharding.active():
         array = _compat.put(own)
     else:
         with _compat.enable_x64():
-            array = sharding.replicated(own) if device is None else jax.device_put(own, device)
+            if spec is not None:
+                array = sharding.filled(own, spec)
+            else:
+                array = sharding.replicated(own) if device is None else jax.device_put(own, device)
     metrics.TRANSFER_TO_DEVICE.add(time.perf_counter() - started)
     return array
 
