@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import pathlib
 import subprocess
 import sys
 
@@ -35,6 +36,15 @@ def test_attributes(name: str) -> None:
     assert not hasattr(nxd_api, name)
     with pytest.raises(AttributeError, match=f"neuronx_distributed.{name}: .*not there yet"):
         getattr(nxd_api, name)
+
+
+def test_the_package_itself_imports_nothing_that_is_installed() -> None:
+    """The commands and `nxd_jax.topology` start in no time, and without torch: `-S` hides what is in site-packages."""
+    code = "import sys; sys.path.insert(0, sys.argv[1]); import nxd_jax; assert 'torch_bridge' not in sys.modules"
+    ran = subprocess.run(
+        [sys.executable, "-S", "-c", code, str(pathlib.Path(__file__).parents[2])], capture_output=True, text=True, timeout=60
+    )
+    assert ran.returncode == 0, ran.stderr
 
 
 def test_asking_what_there_is() -> None:

@@ -6,7 +6,11 @@ installed comes first.
 
 from __future__ import annotations
 
-from torch_bridge.device.import_errors import ExplainingFinder
+import importlib.abc
+import sys
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 
 _KERNELS = (
     "NKI kernels and Neuron's compiler need Neuron hardware. For attention there is neuronx_distributed.kernels.flash_attn, for mixtures of experts "
@@ -44,10 +48,21 @@ ABSENT = {
 
 def install() -> None:
     """Let imports of what is in `ABSENT` say so."""
-    _Finder.install()
+    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.append(_Finder())
 
 
-class _Finder(ExplainingFinder):
-    def error_of(self, fullname: str) -> ModuleNotFoundError | None:
+class _Finder(importlib.abc.MetaPathFinder):
+    """The last to be asked: finds nothing, and says why."""
+
+    def find_spec(self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
         name = fullname.removeprefix("torch_bridge.")  # what an alias is of: `from torch_neuronx.xla_impl import trace` asks for it
-        return ModuleNotFoundError(f"No module named {name!r} here: {ABSENT[name]}", name=name) if name in ABSENT else None
+        if name in ABSENT and _importing():
+            raise ModuleNotFoundError(f"No module named {name!r} here: {ABSENT[name]}", name=name)
+        return None
+
+
+def _importing() -> bool:
+    """Whether it is an import that asks the finder which calls this, through importlib's `_find_spec` (and not `importlib.util.find_spec`)."""
+    asking = sys._getframe(2).f_back
+    return asking is not None and asking.f_code.co_name == "_find_and_load_unlocked"
