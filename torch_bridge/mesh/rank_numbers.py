@@ -41,7 +41,7 @@ def report(text: str, stacklevel: int) -> None:
 
 _ADVICE = (
     "{who}, and this number is {values} for rank 0, 1, ...: PyTorch asked for one plain number "
-    "here, as for a tensor's size, for a slice of a CPU tensor (use x.narrow(dim, rank * n, n)), or to write to a CPU tensor that all ranks share. Give all "
+    "here, as for a tensor's size, for a slice of a CPU tensor that needs gradients, or to write to a CPU tensor that all ranks share. Give all "
     "ranks one size (pad), move a tensor that is written to or needs gradients to xla first (x.to('xla')), use int(rank) if rank 0's number is meant, or start "
     "one process per rank with torchrun."
 )
@@ -120,7 +120,16 @@ class RankNode:
         """torch's own checks on bounds: they hold for all ranks or are decided as for the first."""
         return bool(self.first)
 
-    expect_true = expect_size = guard_size_oblivious = guard_or_false = guard_or_true = statically_known_true = guard_bool
+    expect_true = expect_size = guard_bool
+
+    def statically_known_true(self, file: str, line: int) -> bool:
+        """What torch takes a shorter way for, as a slice that is the whole tensor: only if it holds for all."""
+        return all(self.values[r] for r in self.hosted)
+
+    guard_size_oblivious = guard_or_false = statically_known_true
+
+    def guard_or_true(self, file: str, line: int) -> bool:
+        return any(self.values[r] for r in self.hosted)
 
     def str(self) -> str:
         return str(self.first)

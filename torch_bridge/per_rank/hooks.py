@@ -18,13 +18,22 @@ seed, get_state, set_state = rank_random.seed, rank_random.get_state, rank_rando
 
 def prepare() -> None:
     """Put in place what loaders, libraries of the host and torch's functions do with such numbers."""
-    from torch_bridge.per_rank import imported_names, rank_functions, rank_host_libraries, rank_loaders, rank_math, rank_tensor_pieces
+    from torch_bridge.per_rank import (
+        cpu_slices,
+        imported_names,
+        rank_functions,
+        rank_host_libraries,
+        rank_loaders,
+        rank_math,
+        rank_tensor_pieces,
+    )
 
     with imported_names.bound_anew():
         rank_loaders.install()
         rank_math.install()
         rank_tensor_pieces.install()
         rank_functions.install()
+        cpu_slices.install()
         rank_torch_draws.install()
         rank_host_libraries.install()
 

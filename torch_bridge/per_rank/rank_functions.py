@@ -95,8 +95,8 @@ _METHODS = ("new_tensor", "new_full", "select", "roll", "narrow")
 def install() -> None:
     """Let functions that insist on plain numbers take those that differ by rank.
 
-    `Tensor.__getitem__` is left alone: with one in Python a tensor is a sequence to C code, and `torch.tensor([a, b])` of tensors fails. So a slice of a
-    CPU tensor that starts at a rank's place raises, and says that `narrow` does it.
+    `Tensor.__getitem__` is left alone: with one in Python a tensor is a sequence to C code, and `torch.tensor([a, b])` of tensors fails. Slices
+    of CPU tensors are `cpu_slices`'.
     """
     torch.utils._device._device_constructors()  # `with torch.device(...)` knows torch's own functions, by a set that it makes at its first use
     for owner, names in ((torch, _FUNCTIONS), (torch.Tensor, _METHODS)):

@@ -230,6 +230,8 @@ def _dispatch(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[s
     leaves = tree_leaves((args, kwargs))
     if any(isinstance(x, tensor.XLATensor) for x in leaves):
         return tensor.dispatch(func, args, kwargs)
+    if func._can_decompose():  # in inference mode torch itself has not
+        return func.decompose(*args, **kwargs)
     device = kwargs.get("device")
     if device is not None and torch.device(device).type == "xla":
         return _to_xla(func, args, kwargs)
@@ -256,6 +258,7 @@ def _make(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, 
 def _to_xla(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`.to("xla")`: each rank its own."""
     if func is not aten._to_copy.default:
+        assert "_like" in func.name() or "::new_" in func.name(), func
         return func(*own(args, 0), **kwargs)  # a new tensor of that shape: `torch.zeros_like(x, device="xla")`
     found = args[0].uploaded()
     dtype = kwargs.get("dtype")

@@ -12,8 +12,8 @@ RIGHT = (
     "arithmetic", "maximum", "minimum", "sqrt", "pow_of", "math_floor", "np_multiply", "np_array", "np_tensor", "np_sqrt", "np_of_list", "tolist", "tolist_cpu",
     "item_compared", "item_number", "numpy_of", "isinstance_int", "torch_seed_cpu", "torch_seed_cpu_to_xla", "torch_seed_methods", "torch_seed_module",
     "torch_seed_state", "torch_seed_twice", "torch_seed_device", "generator", "python_seed", "python_choice", "python_shuffle",
-    "python_random_object", "numpy_seed", "numpy_generator", "slices", "indexed_cpu", "printing", "reduced", "reduced_seeded", "gathered", "backward",
-    "round_of", "abs_of", "compared", "where", "from_data", "module_scale",
+    "python_random_object", "numpy_seed", "numpy_generator", "slices", "slices_cpu", "indexed_cpu", "printing", "reduced", "reduced_seeded", "gathered",
+    "backward", "round_of", "abs_of", "compared", "where", "from_data", "module_scale",
 )  # fmt: skip
 """Programs by hand that give every rank its own; of the others a warning or an error names the line."""
 

@@ -33,6 +33,11 @@ def table() -> torch.Tensor:
     return torch.arange(16.0).view(8, 2)
 
 
+def _in_inference_mode(r: Any) -> torch.Tensor:
+    with torch.inference_mode():
+        return F.softmax(table()[r : r + 2].reshape(-1).double(), 0)
+
+
 Script = Callable[[Any], Any]
 
 MADE: dict[str, Script] = {
@@ -57,6 +62,15 @@ MADE: dict[str, Script] = {
     "last rows": lambda r: table()[-1 - r],
     "rows and a column": lambda r: table()[2 * r : 2 * r + 2, r % 2],
     "rows of what differs": lambda r: (table() + r)[2 * r : 2 * r + 2],
+    "its rows": lambda r: table()[2 * r : 2 * r + 2],
+    "its rows of all of them": lambda r: table()[2 * r : (r + 1) * 2].clone().add_(1),
+    "columns": lambda r: table()[:, r % 2 : r % 2 + 1],
+    "rows from behind": lambda r: table()[-4 - r : -2 - r],
+    "every third row": lambda r: table()[r : r + 4 : 3],
+    "rows of a view": lambda r: table().T[:, r : r + 4][1:],
+    "rows of a batch": lambda r: torch.vmap(lambda row: row[r % 2 : r % 2 + 1])(table()),
+    "rows without gradients": lambda r: table().requires_grad_().detach()[r : r + 2],
+    "rows in inference mode": lambda r: _in_inference_mode(r),
     "a mask of rows": lambda r: table()[torch.arange(8) == r],
     "narrow": lambda r: table().narrow(0, 2 * r, 2),
     "select": lambda r: table().select(0, r),
@@ -249,7 +263,11 @@ REFUSED: dict[str, tuple[Script, str]] = {
     "a write through a view of a part": (lambda r: table()[r][0].zero_(), "clone\\(\\) the part first"),
     "a size": (lambda r: torch.zeros(r + 1), r"a CPU tensor would be float32\[1\], float32\[2\]"),
     "a slice's size": (lambda r: table().narrow(0, 0, r), r"a CPU tensor would be float32\[0, 2\], float32\[1, 2\]"),
-    "a slice of a tensor that ranks share": (lambda r: table()[2 * r : 2 * r + 2], r"use x.narrow\(dim, rank \* n, n\)"),
+    "rows, all for the first rank": (lambda r: table()[r * 8 : (r + 1) * 8], r"a CPU tensor would be float32\[8, 2\], float32\[0, 2\]"),
+    "rows to the end": (lambda r: table()[r:], r"a CPU tensor would be float32\[8, 2\], float32\[7, 2\]"),
+    "rows of a weight": (lambda r: table().requires_grad_()[r : r + 2], "a slice of a CPU tensor that needs gradients"),
+    "a write to rows": (lambda r: table().__setitem__(slice(r, r + 1), 1.0), "clone\\(\\) the part first"),
+    "a write to rows in place": (lambda r: table()[r : r + 1].zero_(), "clone\\(\\) the part first"),
     "gradients": (lambda r: table().requires_grad_() * r, "runs the script once for 4 ranks"),
     "beside an xla tensor": (lambda r: torch.ones(2, device="xla") + torch.ones(2) * r, "same device"),
     "pieces of different shapes": (lambda r: table().split([1, 2, 2, 3])[r], "all ranks need one shape"),
@@ -272,6 +290,10 @@ def test_ordinary_tensors_are_as_ever() -> None:
         assert type(t[1]) is torch.Tensor and type(t.chunk(2)[1]) is torch.Tensor
         assert isinstance(t.chunk(2), tuple) and isinstance(t.chunk(4)[1:], tuple) and len(t.chunk(4)[1:]) == 3
         t[0] = 5.0
+        assert t[1:3]._is_view() and t[1:3].add_(0)._version == t._version and t[:] is not t
+        w = table().requires_grad_()
+        w[2:4].sum().backward()
+        assert w.grad is not None and w.grad.sum() == 4
         a, b = t.split(4)
         b.zero_()
         assert t[4:].sum() == 0 and a.shape == b.shape
