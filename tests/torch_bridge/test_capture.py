@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import operator
 from collections.abc import Iterator
 from pathlib import Path
@@ -327,6 +328,78 @@ def test_closed_over_tensors_become_attributes() -> None:
     torch.testing.assert_close(graph(torch.ones(3))[0], torch.tensor([1.0, 2.0, 3.0]))
     out, _ = torch_bridge.to_jax(graph)({}, {}, None, jnp.ones(3))
     close(out, torch.tensor([1.0, 2.0, 3.0]))
+
+
+class Attributes(nn.Module):
+    """Tensors that are no buffers, of which two layers use one; and a buffer and a weight that come to forward by other ways than the module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.tensor([1.0, 2.0, 3.0])
+        self.calls = torch.zeros((1,))
+        self.layer = nn.Linear(3, 3)
+        self.register_buffer("shift", torch.ones(3))
+        shift, weight = self.shift, self.layer.weight
+        self.others = lambda: (shift, weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        shift, weight = self.others()
+        self.calls += 1  # on the CPU: nothing depends on it
+        self.shift += 1
+        x = self.layer(x * self.scale) * self.scale[1:2] + shift
+        return (torch.where(torch.tensor([True, False, True]), x, self.scale) @ weight + shift) * self.scale
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_attributes_that_are_no_buffers_are_constants(inference: bool) -> None:
+    x = torch.randn(2, 3)
+    with torch.inference_mode(inference):
+        net = Attributes().eval()
+        graph = torch_bridge.capture(net, x)
+        again = copy.deepcopy(graph)
+        found = again(*net.parameters(), *net.buffers(), x)
+        torch.testing.assert_close(found, (net(x), net.shift))
+    assert graph.signature.mutated == ["shift"] and len([n for n in graph.graph.nodes if n.op == "get_attr"]) == 3
+
+
+def counts(m: Any, x: torch.Tensor) -> torch.Tensor:
+    m.calls += 1
+    return x * m.calls
+
+
+def counts_later(m: Any, x: torch.Tensor) -> torch.Tensor:
+    x = x * m.calls
+    m.calls.add_(1)
+    return x
+
+
+def writes_to_a_buffer_by_another_name(m: Any, x: torch.Tensor) -> torch.Tensor:
+    m.others()[0].add_(1)
+    return x * m.shift
+
+
+def writes_to_a_closure(m: Any, x: torch.Tensor) -> torch.Tensor:
+    x = x * CLOSURE
+    CLOSURE.add_(1)
+    return x
+
+
+CLOSURE = torch.ones(3)
+
+
+@pytest.mark.parametrize(
+    ("forward", "text"),
+    [
+        (counts, "writes to calls, which is no buffer: register it as one"),
+        (counts_later, "writes to calls, which is no buffer: register it as one"),
+        (writes_to_a_buffer_by_another_name, "writes to shift, by another way than the module's name for it"),
+        (writes_to_a_closure, r"writes to a CPU tensor of shape \[3\] after it took it"),
+    ],
+)
+def test_constants_that_the_forward_writes_to(forward: Any, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Attributes, "forward", forward)
+    with pytest.raises(ValueError, match=text):
+        torch_bridge.capture(Attributes(), torch.ones(3))
 
 
 # -- to_jax ----------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from torch_bridge.ir.layout import Layout, layout
 from torch_bridge.mesh import sharding, world
 from torch_bridge.passes import varying_axes
 from torch_bridge.recorder import sharded
+from torch_bridge.recorder.rank_tensor import RankTensor
 from torch_bridge.recorder.tensor import XLATensor
 from torch_bridge.replay.side_effects import shares_memory
 from torch_bridge.runtime import executor
@@ -57,6 +58,8 @@ def trace(
     """
     graph = forwards.capture(module, *args, **kwargs)
     signature: Any = graph.signature
+    for name, t in signature.captured.items():
+        module.register_buffer(name, t, persistent=False)
     if signature.left_out:
         raise facts.no_structure(signature.left_out[0])
     own = {**dict(module.named_parameters()), **dict(module.named_buffers())}
@@ -202,8 +205,8 @@ def _initial(module: torch.nn.Module, own: Mapping[str, torch.Tensor], states: S
     for name, t in own.items():
         if t.device.type == "meta" or (name in saved and name not in states):
             continue
-        if isinstance(t, XLATensor) and _axes(t):
-            if name in states and any(_any(part) for part in sharded.shards(t.detach())):
+        if isinstance(t, RankTensor) or _axes(t):
+            if name in states and any(map(_any, _parts(t))):
                 raise ValueError(
                     f"{name} is updated by the forward and begins with values that differ by rank: a state begins with zeros, or with values that all have"
                 )
@@ -212,6 +215,11 @@ def _initial(module: torch.nn.Module, own: Mapping[str, torch.Tensor], states: S
         if name not in states or _any(value):
             found[name] = value
     return found
+
+
+def _parts(t: torch.Tensor) -> Sequence[torch.Tensor]:
+    """What each rank has."""
+    return t.parts if isinstance(t, RankTensor) else sharded.shards(t.detach())
 
 
 def _any(value: torch.Tensor) -> bool:

@@ -5,6 +5,8 @@ The same recorder that runs scripts captures modules, so module paths, source li
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,10 +16,13 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from torch_bridge.collectives import index_checks
 from torch_bridge.ir.layout import layout
-from torch_bridge.ir.segment import Segment
+from torch_bridge.ir.segment import Segment, Storage
+from torch_bridge.mesh import sharding
+from torch_bridge.recorder import dispatch
 from torch_bridge.recorder.subgraph import AbstractLeaf, Place, abstract, build, constants, recording, result_ids
-from torch_bridge.recorder.tensor import XLATensor
+from torch_bridge.recorder.tensor import XLATensor, make
 from torch_bridge.runtime import backend
+from torch_bridge.runtime.session import STATE
 
 backend.ensure()
 
@@ -42,6 +47,8 @@ class Signature:
     """Types of what the module returns that is neither a tensor nor a constant, and None here."""
     checks: list[index_checks.Check] = field(default_factory=list)
     """Of indices (`with_checks`)."""
+    captured: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Tensors that differ by rank and that the forward has from elsewhere: buffers by names that the module does not have (`with_checks`)."""
 
     @property
     def n_outs(self) -> int:
@@ -56,21 +63,23 @@ _CONSTANTS = (bool, int, float, complex, str)
 def capture(module: torch.nn.Module, *example_inputs: Any, **example_kwargs: Any) -> fx.GraphModule:
     """The graph of `module(*example_inputs, **example_kwargs)` as a `torch.fx.GraphModule` of aten ops.
 
-    Only shapes and dtypes of the example tensors matter: they and the module's weights may live on any device, including `meta`; nothing is computed.
+    Only shapes and dtypes of the example tensors matter: they and the module's weights may live on any device, including `meta`; nothing is computed. CPU
+    tensors that the forward takes from elsewhere (attributes that are no buffers) are constants.
     Placeholders are the parameters, the buffers (by name, dots as underscores) and the input tensors; Python numbers are constants. The result is a
     flat tuple: the module's tensors, then the new values of buffers (and parameters) that the forward updates or assigns anew. `graph_module.signature`
     (a `Signature`) tells which is which, and
     `torch_bridge.to_jax(graph_module)` makes it a JAX function. A module that looks at values (`.item()`, `if tensor:`) raises `RuntimeError`.
     """
-    return _captured(module, example_inputs, example_kwargs, False)
+    return _captured(module, example_inputs, example_kwargs, False, False)
 
 
 def with_checks(module: torch.nn.Module, *example_inputs: Any, **example_kwargs: Any) -> fx.GraphModule:
-    """The same. If indices are checked (`NXD_JAX_CHECK_INDICES`), there are more results at the end, which say what is out of range: `signature.checks`."""
-    return _captured(module, example_inputs, example_kwargs, index_checks.asked())
+    """The same for all ranks of the world. If indices are checked (`NXD_JAX_CHECK_INDICES`), there are more results at the end, which say what is out of
+    range: `signature.checks`. Constants that ranks have their own of are placeholders behind the buffers: `signature.captured`."""
+    return _captured(module, example_inputs, example_kwargs, index_checks.asked(), True)
 
 
-def _captured(module: torch.nn.Module, example_inputs: Any, example_kwargs: Any, checked: bool) -> fx.GraphModule:
+def _captured(module: torch.nn.Module, example_inputs: Any, example_kwargs: Any, checked: bool, for_ranks: bool) -> fx.GraphModule:
     _check_code(module)
     with recording() as segment:
         params = {n: _stand_in(segment, p) for n, p in module.named_parameters()}
@@ -87,6 +96,14 @@ def _captured(module: torch.nn.Module, example_inputs: Any, example_kwargs: Any,
                 filled.append(x)
         args, kwargs = tree_unflatten(filled, spec)
         held: dict[str, Any] = {**params, **buffers}
+        on_cpu = _on_cpu(module)
+        met = {
+            dispatch.identity(t): (t, held[n]) for n, t in on_cpu.items() if n in held
+        }  # the forward may have them by other ways than the module
+        versions = {id(t): dispatch.identity(t)[1] for t in on_cpu.values()}
+        STATE.session.cpu_constants = met
+        read: dict[int, Storage] = {}
+        segment.watch = lambda storage, view, vid: read.setdefault(vid, storage)
         before = {n: (t, t._storage.vid) for n, t in held.items()}
         out = torch.func.functional_call(module, held, args, kwargs)  # what the forward assigned anew is in `held` afterwards
         outs, outs_spec = tree_flatten(out)
@@ -98,9 +115,69 @@ def _captured(module: torch.nn.Module, example_inputs: Any, example_kwargs: Any,
         vids += [segment.read(t._storage, t._layout) for t in updated.values()]
         checks = index_checks.added(segment) if checked else []
         vids += [check.result.vid for check in checks]
-        graph = build(segment, vids, _placeholder_names(segment, params, buffers))[0]
+        _check_unchanged(on_cpu, versions, set(held), met)
+        differing = _differing(segment, read)
+        if differing and not for_ranks:
+            raise ValueError(
+                "the forward takes a tensor that differs by rank and is no parameter or buffer of the module: a graph holds constants that all ranks have; "
+                "register it (module.register_buffer(name, tensor, persistent=False))"
+            )
+        for i, storage in differing.items():
+            segment.leaves[i] = AbstractLeaf(storage.layout)
+        names = _placeholder_names(segment, params, buffers, differing)
+        graph = build(segment, vids, names)[0]
     signature = Signature(list(params), list(buffers), inputs, spec, places, outs_spec, mutated, left_out, checks)
+    if differing:
+        _as_buffers(graph, signature, differing, names)
     return _graph_module(graph, segment, signature, type(module).__name__)
+
+
+def _on_cpu(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The CPU tensors of a module by name: its parameters and buffers, and attributes that are neither."""
+    own = [*module.named_parameters(), *module.named_buffers()]
+    own += [
+        (f"{path}.{name}".lstrip("."), x)
+        for path, m in module.named_modules()
+        for name, x in vars(m).items()
+        if isinstance(x, torch.Tensor)
+    ]
+    return {name: t for name, t in own if t.device.type == "cpu"}
+
+
+def _check_unchanged(
+    on_cpu: Mapping[str, torch.Tensor],
+    versions: Mapping[int, int],
+    held: set[str],
+    met: Mapping[tuple[int, int], tuple[torch.Tensor, XLATensor]],
+) -> None:
+    """Raises ValueError for CPU tensors that the forward has written to and that the graph takes as they were, or as they were then."""
+    used = {id(t): version for (_, version), (t, _) in met.items()}
+    for name, t in on_cpu.items():
+        if dispatch.identity(t)[1] != versions[id(t)] and id(t) in used:
+            how = "by another way than the module's name for it" if name in held else "which is no buffer: register it as one"
+            raise ValueError(f"the forward writes to {name}, {how}: the graph would not do it again")
+    for t, _ in met.values():
+        if dispatch.identity(t)[1] != used[id(t)]:
+            raise ValueError(
+                f"the forward writes to a CPU tensor of shape {list(t.shape)} after it took it: register it as a buffer of the module"
+            )
+
+
+def _differing(segment: Segment, read: Mapping[int, Storage]) -> dict[int, Storage]:
+    """The constants that ranks have their own of, by the place of the leaf."""
+    return {i: read[-i - 1] for i, array in constants(segment).items() if sharding.axes_of(sharding.spec_of(array))}
+
+
+def _as_buffers(graph: fx.Graph, signature: Signature, differing: Mapping[int, Storage], names: Mapping[int, str]) -> None:
+    """Put the placeholders of constants that ranks have their own of behind those of buffers."""
+    nodes = {n.target: n for n in graph.nodes if n.op == "placeholder"}
+    held = len(signature.params) + len(signature.buffers)
+    following = [n for n in graph.nodes if n.op == "placeholder"][held]
+    for i, storage in differing.items():
+        name = names[-i - 1].removeprefix("b_")
+        following.prepend(nodes[names[-i - 1]])
+        signature.buffers.append(name)
+        signature.captured[name] = make(storage.layout, storage)
 
 
 def _check_code(module: torch.nn.Module) -> None:
@@ -136,7 +213,9 @@ def _updated(name: str, before: XLATensor, after: Any) -> XLATensor:
     return after
 
 
-def _placeholder_names(segment: Segment, params: dict[str, XLATensor], buffers: dict[str, XLATensor]) -> dict[int, str]:
+def _placeholder_names(
+    segment: Segment, params: dict[str, XLATensor], buffers: dict[str, XLATensor], differing: Iterable[int]
+) -> dict[int, str]:
     names = {-i - 1: f"input_{i - len(params) - len(buffers)}" for i in range(len(segment.leaves))}
     for kind, tensors, first in (("p", params, 0), ("b", buffers, len(params))):
         for i, n in enumerate(tensors):
@@ -144,6 +223,9 @@ def _placeholder_names(segment: Segment, params: dict[str, XLATensor], buffers: 
     for i, leaf in enumerate(segment.leaves):
         if not isinstance(leaf, AbstractLeaf):
             names[-i - 1] = f"constant_{i}"
+    free = (name for k in itertools.count() if (name := f"captured_tensor_{k}") not in buffers)
+    for i in differing:
+        names[-i - 1] = f"b_{next(free)}"
     return names
 
 
@@ -163,9 +245,9 @@ def _graph_module(graph: fx.Graph, segment: Segment, signature: Signature, name:
     from torch_bridge.runtime.transfer import to_cpu
 
     owner = torch.nn.Module()
-    placeholders = [n for n in graph.nodes if n.op == "placeholder"]
+    placeholders = {n.target: n for n in graph.nodes if n.op == "placeholder"}
     for i, array in constants(segment).items():
-        node = placeholders[i]
+        node = placeholders[f"constant_{i}"]
         owner.register_buffer(node.target, to_cpu(array))
         with graph.inserting_before(node):
             attribute = graph.get_attr(node.target)

@@ -170,13 +170,26 @@ class _Ranked(Exception):
 
 
 def _accept_cpu(t: torch.Tensor, key: list[Any]) -> XLATensor:
-    """A 0-d CPU tensor next to xla tensors counts as a number, and some ops take small CPU integers, as with any device; the rest is an error."""
-    if t.device.type == "cpu" and (t.dim() == 0 or (key[0] in _TAKE_CPU_INTEGERS and not t.dtype.is_floating_point)):
-        return upload(t)
+    """A 0-d CPU tensor next to xla tensors counts as a number, and some ops take small CPU integers, as with any device; the rest is an error, but in a module
+    on the CPU that is captured."""
+    if t.device.type == "cpu":
+        constants = STATE.session.cpu_constants
+        if constants is not None:
+            found = constants.get(identity(t))
+            if found is None:
+                found = constants[identity(t)] = t, upload(t)
+            return found[1]
+        if t.dim() == 0 or (key[0] in _TAKE_CPU_INTEGERS and not t.dtype.is_floating_point):
+            return upload(t)
     raise RuntimeError(
         f"Expected all tensors to be on the same device, but found at least two devices, xla:0 and {t.device}! "
         f"A tensor of shape {list(t.shape)} is on {t.device}: move it with .to('xla') (at {_where()})."
     )
+
+
+def identity(t: torch.Tensor) -> tuple[int, int]:
+    """Of a CPU tensor with the values that it has now. (Tensors of inference mode do not count their writes.)"""
+    return id(t), 0 if t.is_inference() else t._version
 
 
 def _where() -> str:

@@ -71,11 +71,18 @@ class XLATensor(torch.Tensor):
 
     @property
     def data(self) -> torch.Tensor:
-        """The same storage without autograd history, as in torch."""
+        """The same storage without autograd history, as in torch.
+
+        Set to a CPU tensor it takes a copy, where it stands for a weight on the CPU (`cpu_draws`); other xla tensors take xla tensors only.
+        """
         return _raw_data_get(self)
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
+        facts = self._storage.facts
+        if facts is not None and facts.cpu and value.device.type == "cpu":  # a script that runs for one rank has both on the CPU
+            value = value.detach().to(DEVICE)
+            value._storage.describe(cpu=True)  # type: ignore[attr-defined]
         if not isinstance(value, XLATensor):
             raise TypeError(
                 f"cannot set .data of a tensor on xla:0 to a tensor on {value.device}: move it first with .to('xla'), "

@@ -26,6 +26,8 @@ from torch_bridge.runtime.cold_shapes import ColdShapes
 from torch_bridge.runtime.observers import Observer
 
 if TYPE_CHECKING:
+    import torch
+
     from torch_bridge.compiler.program import Program
     from torch_bridge.compiler.program_spec import Execution
     from torch_bridge.compiler.trace import Trace
@@ -69,6 +71,8 @@ class Session:
         abstract: the abstract run, None where tensors have values.
         placement: says for each node of a segment where it runs: nodes at different places become programs of their own, in the order that their values
             ask for. None: each runs where its inputs lie (`passes.place_nodes`).
+        cpu_constants: CPU tensors that a module which is captured has met next to its own, and what they are on xla, by identity and version. None: such a
+            tensor is an error.
         noting: told of every run of a program before it, if somebody wants to run it again by itself (`replay.rerun`).
     """
 
@@ -91,6 +95,7 @@ class Session:
         self.observers = tuple(CHECKS) if observers is None else observers
         self.abstract = abstract
         self.placement: Callable[[Segment], Sequence[Place]] | None = None
+        self.cpu_constants: dict[tuple[int, int], tuple[torch.Tensor, Any]] | None = None
         self.noting: Callable[[Program, Execution, Sequence[Any], dict[int, list[Any]]], None] | None = None
         self.current = Segment(capture, self.by_start, self)
         _ALL.add(self)

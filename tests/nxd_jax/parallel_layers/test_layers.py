@@ -345,6 +345,27 @@ def test_assigned_weights_stay_marked(nxd: Nxd) -> None:
     assert float(get_grad_norm([column])) == pytest.approx(float(joined(column, 0).norm()), rel=1e-6)
 
 
+@pytest.mark.parametrize("tp", [1, 2])
+def test_weights_given_as_cpu_tensors(nxd: Nxd, tp: int) -> None:
+    """What inference samples do: each rank cuts its part out of a CPU tensor, and gives it to a layer that is on the CPU there."""
+    nxd(tp, tp=tp)
+    full = torch.arange(float(IN * OUT)).view(OUT, IN) / 100
+    rank, part = parallel_state.get_tensor_model_parallel_rank(), OUT // tp
+    column = ColumnParallelLinear(IN, OUT, bias=False, gather_output=False)
+    column.weight.data = full[part * rank : part * (rank + 1)].clone()
+    column.weight.data = column.weight.data  # its own, again
+    assert torch.equal(joined(column.weight.detach().to("xla"), 0).cpu(), full)
+    row = RowParallelLinear(OUT, IN, bias=False, input_is_parallel=True)
+    row.weight.data = full.t()[:, part * rank : part * (rank + 1)].clone()
+    mlp = torch.nn.Sequential(column, row).to("xla")
+    x = torch.ones(3, IN)
+    torch.testing.assert_close(mlp(x.to("xla")).cpu().detach(), x @ full.t() @ full)
+    with pytest.raises(
+        TypeError, match=r"cannot set \.data of a tensor on xla:0 to a tensor on cpu"
+    ):  # now they are on xla for the script, too
+        column.weight.data = torch.zeros(part, IN)
+
+
 def test_custom_group(nxd: Nxd) -> None:
     nxd(8, tp=4)
     group = parallel_state.create_pg_with_ranks([0, 4])

@@ -12,7 +12,9 @@ import torch
 import torch_neuronx
 from torch import nn
 
-from nxd_jax.parallel_layers import layers
+import torch_bridge
+from nxd_jax.parallel_layers import layers, parallel_state
+from nxd_jax.parallel_layers.mappings import reduce_from_tensor_model_parallel_region
 from nxd_jax.trace import parallel_model_load, parallel_model_save, parallel_model_trace
 from nxd_jax.trace.trace import ParallelModel, TensorParallelNeuronModel
 
@@ -104,6 +106,53 @@ def test_weights_of_the_module(tmp_path: Path) -> None:
         assert len(list(tmp_path.iterdir())) == tp
     torch.testing.assert_close(results[0], results[1])  # layers are initialised alike for every number of ranks
     assert type(torch.jit.load(tmp_path / "tp_0.pt")(x)) is torch.Tensor
+
+
+class Attention(nn.Module):
+    """As samples share models out: each rank its part of the weights and of a bias by head, which is computed on the CPU and no buffer."""
+
+    def __init__(self, full: torch.Tensor, bias: torch.Tensor) -> None:
+        super().__init__()
+        rank, size = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_size()
+        heads = len(bias) // size
+        self.up = layers.ColumnParallelLinear(3, 8, bias=False, gather_output=False)
+        self.up.weight.data = full[8 // size * rank : 8 // size * (rank + 1)].clone()
+        self.down = layers.RowParallelLinear(8, 3, bias=False, input_is_parallel=True)
+        self.down.weight.data = full.t()[:, 8 // size * rank : 8 // size * (rank + 1)].clone()
+        own = bias[heads * rank : heads * (rank + 1)].clone()
+        self.bias = lambda: own
+        self.scale = torch.tensor([2.0])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.up(x * self.scale)
+        return self.down((x.unflatten(-1, (len(self.bias()), -1)) + self.bias()[:, None]).flatten(-2) * self.scale)
+
+
+def test_tensors_of_each_rank_that_are_no_buffers(tmp_path: Path) -> None:
+    full, bias, x = torch.randn(8, 3), torch.randn(4), torch.randn(2, 3)
+    wanted = (x @ full.t() * 2 + bias.repeat_interleave(2)) * 2 @ full
+    for tp in (2, 1):
+        parallel_model_save(parallel_model_trace(lambda: Attention(full, bias), x, tp_degree=tp), tmp_path)
+        torch.testing.assert_close(parallel_model_load(tmp_path)(x), wanted)
+
+
+def test_xla_tensors_of_each_rank_that_are_no_buffers() -> None:
+    class Net(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return reduce_from_tensor_model_parallel_region(x * 2 + offset)
+
+    def make() -> nn.Module:
+        nonlocal offset
+        offset = torch.ones(3, device="xla") * (parallel_state.get_tensor_model_parallel_rank() + 1)
+        with pytest.raises(
+            ValueError, match=r"differs by rank and is no parameter or buffer of the module: .*register_buffer\(name, tensor"
+        ):
+            torch_bridge.capture(Net(), torch.ones(3))
+        return Net()
+
+    offset = torch.zeros(3)
+    model = parallel_model_trace(make, torch.ones(3), tp_degree=2)
+    assert model(torch.ones(3)).tolist() == [2.0 + 1 + 2.0 + 2] * 3
 
 
 @pytest.mark.parametrize(
