@@ -23,6 +23,7 @@ from torch_bridge.config.heap_gaps import Gaps
 def resident():
     return int(open("/proc/self/statm").read().split()[1]) * 4096
 
+freed_memory.HEAPS_UP_TO = -1
 assert freed_memory.keep()
 library, gaps = ctypes.CDLL(None), Gaps.of(ctypes.CDLL(None))
 library.malloc.restype, library.malloc.argtypes, library.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
@@ -47,7 +48,7 @@ print(several, few, gaps.hold(), before - after, sum(sizes), held, left)
 STEPS = """
 import torch, torch_xla.core.xla_model as xm
 from torch_bridge.config import freed_memory
-freed_memory._LONG = 0.05
+freed_memory._LONG, freed_memory.HEAPS_UP_TO = 0.05, -1
 model = torch.nn.Sequential(*[torch.nn.Sequential(torch.nn.Linear(32 + k, 33 + k), torch.nn.GELU()) for k in range(16)]).to("xla")
 optimizer = torch.optim.AdamW(model.parameters())
 x = torch.ones(8, 32, device="xla")
@@ -81,7 +82,7 @@ def test_gaps_are_held_without_memory_and_released() -> None:
 
 @glibc
 def test_steps_do_not_look_through_what_compiling_left() -> None:
-    never = STEPS.replace("_LONG = 0.05", "_LONG = 1e9")
+    never = STEPS.replace("= 0.05, -1", "= 1e9, -1")
     compiles = {"JAX_ENABLE_COMPILATION_CACHE": "0", "JAX_NUM_CPU_DEVICES": "1"}
     assert int(python(STEPS, timeout=200, **compiles)) < 2500
     assert int(python(never, timeout=200, **compiles)) > 5000
@@ -164,6 +165,7 @@ def test_when_gaps_are_held_and_released(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(freed_memory, "trim", lambda: done.append("trim"))
     monkeypatch.setattr(freed_memory, "_library", Settings())
     monkeypatch.setattr(freed_memory, "_gaps", gaps)
+    monkeypatch.setattr(freed_memory, "_own_heaps", False)
     monkeypatch.setattr(freed_memory, "_compiled", 0.0)
     for seconds in (0.4, 0.4):
         freed_memory.trim_after(seconds)

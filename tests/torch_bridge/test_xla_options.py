@@ -1,9 +1,12 @@
-"""`compiler/xla_options.py`: programs with convolutions keep them from YNNPACK on CPUs, unless XLA_FLAGS says otherwise."""
+"""`compiler/xla_options.py`: on CPUs programs with convolutions keep them from YNNPACK, and temporaries lie in blocks, unless XLA_FLAGS says otherwise."""
 
+import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
@@ -11,6 +14,7 @@ from torch import fx
 
 from torch_bridge import _compat
 from torch_bridge.compiler import xla_options
+from torch_bridge.config import freed_memory
 
 aten = torch.ops.aten
 OPTION = "xla_cpu_experimental_ynn_fusion_type"
@@ -18,7 +22,8 @@ on_cpu = pytest.mark.skipif(jax.default_backend() != "cpu", reason="the option i
 
 
 @pytest.fixture(autouse=True)
-def asked_anew() -> Iterator[None]:
+def asked_anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(freed_memory, "largest_block", lambda: None)
     xla_options._known.cache_clear()
     yield
     xla_options._known.cache_clear()
@@ -43,6 +48,24 @@ def test_convolutions_are_not_left_to_the_kernel_library(op: Callable[..., Any],
 
 def test_other_programs_have_no_options() -> None:
     assert xla_options.of(graph_of(aten.mm.default, aten.relu.default)) is None
+
+
+@on_cpu
+def test_temporaries_lie_in_blocks_that_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Two tensors of 4 MB that are needed at once, and blocks of 5 MB."""
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    sizes = []
+    for largest in (20 << 20, 5 << 20):
+        monkeypatch.setattr(freed_memory, "largest_block", lambda largest=largest: largest)
+        options = xla_options.of(graph_of(aten.relu.default))
+        assert options == {"xla_multiheap_size_constraint_per_heap": largest}
+        folder = tmp_path / str(largest)
+        x = np.ones((1024, 1024), np.float32)
+        function = jax.jit(lambda x: jnp.sort(x @ x) @ jnp.sort(x @ (x + 1)), compiler_options={**options, "xla_dump_to": str(folder)})
+        np.testing.assert_allclose(function(x), np.full_like(x, 1024.0 * 1024 * 2048))
+        (text,) = (file.read_text() for file in folder.glob("*buffer-assignment.txt"))
+        sizes.append(sorted(int(size) for size in re.findall(r"size (\d+), preallocated-temp", text)))
+    assert [len(found) for found in sizes] == [1, 2] and max(sizes[1]) <= 5 << 20
 
 
 def test_what_xla_flags_say_stands(monkeypatch: pytest.MonkeyPatch) -> None:

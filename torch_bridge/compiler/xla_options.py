@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from torch_bridge import _compat
+from torch_bridge.config import freed_memory
 
 aten = torch.ops.aten
 
@@ -28,6 +29,8 @@ _ALL_BUT_CONVOLUTIONS = {_LIBRARY_FUSIONS: "LIBRARY_FUSION_TYPE_DOT,LIBRARY_FUSI
 """On CPUs XLA gives convolutions to YNNPACK, which computes many of them on one thread. Without it they run in Eigen on all of them."""
 
 
+_LARGEST_BLOCK = "xla_multiheap_size_constraint_per_heap"
+"""Bytes of the blocks that hold a program's temporaries; a tensor that is larger has one of its own."""
 _APART = "torch_bridge.apart.default"
 _WITHOUT_PASSES = "xla_disable_hlo_passes"
 _WITH_BARRIERS = {_WITHOUT_PASSES: "cse_barrier_expander"}
@@ -41,6 +44,9 @@ def of(graph: fx.Graph) -> dict[str, Any] | None:
         wanted |= _ALL_BUT_CONVOLUTIONS
     if any(str(node.target) == _APART for node in graph.nodes):
         wanted |= _WITH_BARRIERS
+    block = freed_memory.largest_block()
+    if block is not None:
+        wanted[_LARGEST_BLOCK] = block
     if not wanted or jax.default_backend() != "cpu":
         return None
     return {name: value for name, value in wanted.items() if _known(name, value)} or None
@@ -52,6 +58,6 @@ def count_of_convolutions(graph: fx.Graph) -> int:
 
 
 @functools.cache
-def _known(name: str, value: str) -> bool:
+def _known(name: str, value: str | int) -> bool:
     """Whether this process may set an option: the jaxlib knows it, and `XLA_FLAGS` does not name it."""
     return name not in os.environ.get("XLA_FLAGS", "") and _compat.knows_options({name: value})

@@ -1,12 +1,22 @@
 """Freed memory that the process keeps, as a step's temporaries are wanted again in the next one.
 
 glibc gives large blocks back to the system as soon as they are free, and the kernel clears every page when they are asked for again: 22,000 pages in each
-step of a Llama of 8 layers, a sixth of its CPU time. So there is one heap for all threads that start from now on, which keeps what is freed (`keep`). A heap
-has gaps: those that compiling a program and its first execution leave go back to the system (`trim_after`, `settle`), and out of glibc's lists
-(`heap_gaps`). Where programs take more than `MOST` bytes, the clearing costs less than the gaps, and all is given back (`give_back`).
+step of a Llama of 8 layers, a sixth of its CPU time. So what is freed is kept (`keep`), in one of two ways that glibc must know before JAX's threads start:
 
-`GLIBC_TUNABLES=glibc.malloc.hugetlb=1` in the environment, which glibc reads when a process starts, saves most of the clearing without gaps, for models of any
-size. Where it, another setting of glibc's or another allocator is found, nothing is done here.
+| | a heap for each thread | one heap for all threads |
+|---|---|---|
+| a process that has allocated | up to `HEAPS_UP_TO` | more: a real model is there |
+| threads that compile | each has its own | wait for each other: XLA takes 1.2x as long on 2 threads, 1.65x on 16 |
+| blocks above 64 MiB | come from the system each time, as without this | are kept |
+| what compiling leaves | lies in the heaps of threads that have ended | lies where steps look for memory (`heap_gaps`) |
+
+XLA puts all temporaries of a program into one block. It is told to make several, which are kept (`largest_block`); a tensor of more has its own.
+
+What compiling a program and its first execution leave goes back to the system (`trim_after`, `settle`). Where programs take more than `MOST` bytes, the
+clearing costs less than the gaps, and all is given back (`give_back`).
+
+`GLIBC_TUNABLES=glibc.malloc.hugetlb=1` in the environment, which glibc reads when a process starts, saves most of the clearing for blocks of any size. Where
+it, another setting of glibc's or another allocator is found, nothing is done here.
 """
 
 from __future__ import annotations
@@ -21,18 +31,29 @@ from torch_bridge.config.heap_gaps import Gaps
 
 MOST = 4 << 30
 """Bytes of a program's arguments up to which freed memory is kept."""
+HEAPS_UP_TO = 384 << 20
+"""Bytes that a process has allocated when JAX starts up to which each thread gets a heap of its own. torch and transformers take 150 MB."""
+BLOCK = 48 << 20
+"""Bytes of a block that such a heap, of 64 MiB, has room for besides others."""
 _LARGEST = 1 << 30
-"""Bytes of a block that the system gives and gets back in any case."""
-_LONG = 1.0
-"""Seconds that compiling takes from which on it leaves so much freed memory that it pays to spend 0.1 seconds on giving that back."""
-_TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
+"""Bytes of a block that the system gives and gets back in any case, glibc's threshold: half of it leaves room for what lies around a block."""
+_PAD = 256 << 20
+"""Bytes by which heaps grow, of addresses: from twice a thread's heap on, glibc does not take an empty one apart."""
+_LONG, _LONG_WITH_HEAPS = 1.0, 0.3
+"""Seconds that compiling takes from which on it leaves so much freed memory that it pays to spend 0.1 seconds on giving that back, or 0.01 seconds where
+steps find nothing of it."""
+_TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -2, -3, -8
 """glibc's numbers of what `mallopt` sets."""
 _OWN = ("MALLOC_ARENA_MAX", "MALLOC_MMAP_MAX_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_")
 
 _library: Any = None
 """The C library, while it keeps memory."""
 _gaps: Gaps | None = None
-"""Its heap's gaps, while it keeps memory."""
+"""Its heap's gaps, while it keeps memory in one heap."""
+_largest_block: int | None = None
+"""Bytes of the blocks that are kept, while some are."""
+_own_heaps = False
+"""Whether each thread has a heap of its own."""
 _compiled = 0.0
 """Seconds that programs took to compile since gaps were held."""
 
@@ -40,7 +61,7 @@ _compiled = 0.0
 def keep() -> bool:
     """Keep it from now on; JAX's threads must not have started. False, and nothing done, if the user has said how memory is allocated (glibc's variables,
     another allocator in LD_PRELOAD), or the C library is not glibc."""
-    global _library, _gaps
+    global _library, _gaps, _largest_block, _own_heaps
     if any(name in os.environ for name in _OWN) or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
         return False
     if "malloc" in os.environ.get("LD_PRELOAD", ""):
@@ -51,10 +72,23 @@ def keep() -> bool:
         mallopt, _ = library.mallopt, library.malloc_trim
     except (AttributeError, OSError, TypeError):
         return False
-    if not all([mallopt(_ARENA_MAX, 1), mallopt(_MMAP_THRESHOLD, _LARGEST), mallopt(_TRIM_THRESHOLD, 2 * _LARGEST)]):
+    heaps = heap_gaps.addresses_are_free() and heap_gaps.allocated(library) <= HEAPS_UP_TO
+    if not all(
+        [
+            mallopt(*(_TOP_PAD, _PAD) if heaps else (_ARENA_MAX, 1)),
+            mallopt(_MMAP_THRESHOLD, _LARGEST),
+            mallopt(_TRIM_THRESHOLD, 2 * _LARGEST),
+        ]
+    ):
         return False
-    _library, _gaps = library, Gaps.of(library)
+    _library, _gaps = library, None if heaps else Gaps.of(library)
+    _largest_block, _own_heaps = BLOCK if heaps else _LARGEST // 2, heaps
     return True
+
+
+def largest_block() -> int | None:
+    """Bytes that blocks of temporaries are to have at most, so that they are kept. None: none are."""
+    return _largest_block
 
 
 def used_by(arguments: int) -> None:
@@ -76,15 +110,19 @@ def trim_after(compilation: float) -> None:
     """
     global _compiled
     _compiled += compilation
-    if compilation >= _LONG and _library is not None:
+    if compilation >= _long() and _library is not None:
         trim()
+
+
+def _long() -> float:
+    return _LONG_WITH_HEAPS if _own_heaps else _LONG
 
 
 def settle() -> None:
     """A program has run once: what is free by now, after compiling it and others, goes back to the system, and the gaps out of the lists in which steps look
     for memory, if compiling took much longer than that."""
     global _compiled
-    if _compiled < _LONG or _library is None:
+    if _compiled < _long() or _library is None:
         return
     _compiled = 0.0
     trim()
@@ -100,7 +138,8 @@ def trim() -> None:
 
 def give_back() -> None:
     """Give freed memory to the system, now and later."""
-    global _library, _gaps
+    global _library, _gaps, _largest_block
+    _largest_block = None
     library, _library = _library, None
     gaps, _gaps = _gaps, None
     if gaps is not None:
@@ -108,4 +147,5 @@ def give_back() -> None:
     if library is not None:
         library.mallopt(_MMAP_THRESHOLD, 128 << 10)
         library.mallopt(_TRIM_THRESHOLD, 128 << 10)
+        library.mallopt(_TOP_PAD, 128 << 10)
         trim()

@@ -65,15 +65,14 @@ class Gaps:
     @staticmethod
     def of(library: Any) -> Gaps | None:
         """Those of glibc (2.33 or later). None: the library is another, or this process's addresses are limited or counted as memory."""
-        limited = any(resource.getrlimit(kind)[0] != resource.RLIM_INFINITY for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA))
-        if limited or _counts_addresses():
+        if not addresses_are_free():
             return None
         try:
             library.malloc.restype, library.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
             library.free.restype, library.free.argtypes = None, [ctypes.c_void_p]
             library.sbrk.restype, library.sbrk.argtypes = ctypes.c_void_p, [ctypes.c_ssize_t]
             library.madvise.restype, library.madvise.argtypes = ctypes.c_int, [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-            library.mallinfo2.restype, library.mallinfo2.argtypes = _Usage, []
+            _declare_usage(library)
         except AttributeError:
             return None
         return Gaps(library)
@@ -131,6 +130,26 @@ class Gaps:
         if size >= 2 * page:  # whole pages within it
             start = -(-block // page) * page
             self._library.madvise(start, (block + size) // page * page - start, _DONTNEED)
+
+
+def allocated(library: Any) -> int:
+    """Bytes that the process has from a C library's heaps now; 0 if it is not glibc 2.33 or later."""
+    try:
+        _declare_usage(library)
+    except AttributeError:
+        return 0
+    usage = library.mallinfo2()
+    return int(usage.uordblks + usage.hblkhd)
+
+
+def _declare_usage(library: Any) -> None:
+    library.mallinfo2.restype, library.mallinfo2.argtypes = _Usage, []
+
+
+def addresses_are_free() -> bool:
+    """Whether addresses that hold no memory cost nothing: no limit of this process or of the system counts them."""
+    limited = any(resource.getrlimit(kind)[0] != resource.RLIM_INFINITY for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA))
+    return not limited and not _counts_addresses()
 
 
 def _counts_addresses() -> bool:
