@@ -190,8 +190,14 @@ class Hooks(Protocol):
     def apply_ufunc(self, ufunc: Any, method: str, inputs: Any, kwargs: Any) -> Any:
         """A NumPy ufunc of one."""
 
+    def array_function(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Any other function of NumPy's of one."""
+
     def torch_function(self, func: Any, args: Any, kwargs: Any, original: Any = None) -> Any:
         """A torch function of one."""
+
+    def tensor_function(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """A torch function of a CPU tensor that differs by rank."""
 
     def record(self, func: Any, args: Any, kwargs: Any) -> Any:
         """An aten op on xla tensors with one among its arguments."""
@@ -242,7 +248,9 @@ def prepare() -> None:
 
 
 def values_of(x: object) -> tuple[Any, ...] | None:
-    """Each rank's value of a number that may differ by rank; None for anything else."""
+    """Each rank's value of a number that may differ by rank; None for anything else, also for a number that was read (`is_item`)."""
+    if isinstance(x, _Item):
+        return None
     node = getattr(x, "node", None) if isinstance(x, (torch.SymInt, torch.SymFloat, torch.SymBool)) else None
     return node.values if isinstance(node, RankNode) else None
 
@@ -251,8 +259,8 @@ def per_rank(x: object) -> list[Any]:
     """The value of a number for each rank of the world, in order. A plain number is the same for all."""
     from torch_bridge.mesh import world
 
-    if isinstance(x, _Item):
-        return list(x.values)
+    if is_item(x):
+        return list(x.values)  # type: ignore[attr-defined]
     values = values_of(x)
     return [x] * world.size() if values is None else list(values)
 
@@ -262,6 +270,11 @@ def _binary(fn: Callable[[Any, Any], Any]) -> tuple[Any, Any]:
         node = self.node
         others = values_of(other)
         if others is None:
+            if isinstance(other, _Item):
+                own = tuple(node.values[r] for r in node.hosted)
+                return item(
+                    tuple(fn(a, b) for a, b in (zip(other.values, own, strict=True) if swap else zip(own, other.values, strict=True)))
+                )
             if not isinstance(other, (int, float)):
                 return NotImplemented
             others = (other,) * len(node.values)
@@ -302,6 +315,9 @@ class _Ranked:
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
         return hooks().apply_ufunc(ufunc, method, inputs, kwargs)
+
+    def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        return hooks().array_function(func, args, kwargs)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -385,6 +401,12 @@ def _taken_as_index(node: RankNode) -> None:
         _became_plain(node.values, node.hosted)
 
 
+def asked_for_index(values: tuple[int, ...]) -> None:
+    """The caller's caller asked for one index, and gets the first of the hosted ranks' values."""
+    if not hooks().taken_as_index(values, range(len(values))):
+        _became_plain(values, range(len(values)))
+
+
 @_fill
 class RankInt(_Ranked, torch.SymInt):
     """An int for each rank (`xm.get_ordinal()`, `get_tensor_model_parallel_rank()`, and arithmetic on them)."""
@@ -432,6 +454,7 @@ class _Item:
 
     values: tuple[Any, ...]
     __array_ufunc__ = _Ranked.__array_ufunc__
+    __array_function__ = _Ranked.__array_function__
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -442,8 +465,7 @@ class _Item:
         return self.values[0]
 
     def __reduce_ex__(self, proto: SupportsIndex) -> Any:
-        plain: Any = float if isinstance(self, float) else int
-        return plain, (self.values[0],)
+        return type(self.values[0]), (self.values[0],)
 
     def __copy__(self) -> Any:
         return self
@@ -456,7 +478,12 @@ def _item_op(fn: Callable[[Any, Any], Any], swap: bool) -> Any:
     def method(self: Any, other: object) -> Any:
         if not isinstance(other, (int, float)):
             return NotImplemented
-        others = other.values if isinstance(other, _Item) else (other,) * len(self.values)
+        ranked_values = values_of(other)
+        if ranked_values is not None:
+            numbers: Any = other
+            others: tuple[Any, ...] = tuple(ranked_values[r] for r in numbers.node.hosted)
+        else:
+            others = other.values if isinstance(other, _Item) else (other,) * len(self.values)
         pairs = zip(others, self.values, strict=True) if swap else zip(self.values, others, strict=True)
         return item(tuple(fn(a, b) for a, b in pairs))
 
@@ -473,7 +500,6 @@ def _arithmetic(cls: Any) -> Any:
     for name, fn in _COMPARISONS.items():
         setattr(cls, f"__{name}__", _item_op(fn, False))
     cls.__bool__ = lambda self: bool(_truths(tuple(map(bool, self.values))))
-    cls.__hash__ = lambda self: hash(self.values[0])
     cls.__float__ = _item_as_float
     return cls
 
@@ -487,10 +513,36 @@ def _item_as_float(self: Any) -> float:
 class FloatItem(_Item, float):
     """`loss.item()` of a loss that differs among ranks."""
 
+    def __hash__(self) -> int:
+        return hash(self.values[0])
+
 
 @_arithmetic
-class IntItem(_Item, int):
-    """The same for integers."""
+class IntItem(_Item, RankInt):
+    """The same for integers. No `int` to C code, which would not ask it: a list indexed with one gives all ranks the first one's element, and says so."""
+
+    def __init__(self, first: int):
+        """`values` says what it is."""
+
+    @property
+    def node(self) -> RankNode:
+        """For torch, and for those who ask for one index. Of ranks of other processes nothing is known; nobody asks for them."""
+        from torch_bridge.mesh import world
+
+        hosted = world.current().hosted
+        known = dict(zip(hosted, self.values, strict=True))
+        return RankNode(tuple(known.get(r, self.values[0]) for r in range(world.size())), tuple(hosted))
+
+    __hash__ = RankInt.__hash__
+    __int__ = __trunc__ = _Item.plain
+
+    def __repr__(self) -> str:
+        return repr(self.values[0])
+
+    def __format__(self, spec: str) -> str:
+        return format(self.values[0], spec)
+
+    __str__ = __repr__
 
 
 def item(values: tuple[Any, ...]) -> Any:

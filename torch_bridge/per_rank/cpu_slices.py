@@ -32,6 +32,13 @@ def _on_cpu(x: torch.Tensor, dim: int = 0, start: Any = None, end: Any = None, s
         rank_numbers.is_ranked(start) or rank_numbers.is_ranked(end) or rank_numbers.is_ranked(step)
     ):
         return _plain(x, dim, start, end, step)
+    if torch.is_inference_mode_enabled() and not x.is_inference():  # a view of a tensor from outside is none of that mode's either
+        with torch.inference_mode(False), torch.no_grad():
+            return _each(x, dim, start, end, step)
+    return _each(x, dim, start, end, step)
+
+
+def _each(x: torch.Tensor, dim: int, start: Any, end: Any, step: Any) -> torch.Tensor:
     found: torch.Tensor = rank_functions.compute(_plain, (x, dim, start, end, step), {})
     return found
 

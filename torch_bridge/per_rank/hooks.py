@@ -9,7 +9,7 @@ from torch_bridge.per_rank import rank_torch_draws
 from torch_bridge.recorder import rank_array, rank_random
 from torch_bridge.script import rank_branches, rank_file_names, rank_indexing
 
-apply_ufunc = rank_array.apply_ufunc
+apply_ufunc, array_function = rank_array.apply_ufunc, rank_array.on_each
 text_asked = rank_file_names.note
 became_plain = rank_branches.note
 taken_as_index = rank_indexing.note
@@ -26,6 +26,7 @@ def prepare() -> None:
         rank_loaders,
         rank_math,
         rank_tensor_pieces,
+        rank_writes,
     )
 
     with imported_names.bound_anew():
@@ -34,6 +35,7 @@ def prepare() -> None:
         rank_tensor_pieces.install()
         rank_functions.install()
         cpu_slices.install()
+        rank_writes.install()
         rank_torch_draws.install()
         rank_host_libraries.install()
 
@@ -43,6 +45,13 @@ def torch_function(func: Any, args: Any, kwargs: Any, original: Any = None) -> A
     from torch_bridge.per_rank import rank_ops
 
     return rank_ops.call(func, args, kwargs, original)
+
+
+def tensor_function(func: Any, args: Any, kwargs: Any) -> Any:
+    """A torch function of a CPU tensor that differs by rank."""
+    from torch_bridge.per_rank import rank_writes
+
+    return rank_writes.call(func, args, kwargs)
 
 
 def record(func: Any, args: Any, kwargs: Any) -> Any:

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from torch_bridge.mesh import rank_numbers, world
 from torch_bridge.recorder import rank_array
-from torch_bridge.recorder.rank_tensor import RankTensor, check_writable, join, on_each, own, varied_axes, write_each
+from torch_bridge.recorder.rank_tensor import RankTensor, check_writable, divide, join, memory, on_each, own, varied_axes, write_each
 
 
 def compute(func: Callable[..., Any], args: Any, kwargs: Any, generators: Sequence[Any] = ()) -> Any:
@@ -22,7 +22,7 @@ def compute(func: Callable[..., Any], args: Any, kwargs: Any, generators: Sequen
     if len(world.current().hosted) == 1:
         return func(*own(args, 0), **own(kwargs, 0))
     target = _target(func, args, kwargs)
-    if target is not None and not isinstance(target, RankTensor):
+    if target is not None and not isinstance(target, RankTensor) and not divide(target):
         if getattr(func, "__name__", "") == "fill_":
             return target.copy_(compute(torch.full_like, args, kwargs))
         raise _refused((args, kwargs))
@@ -53,8 +53,7 @@ def _write(target: RankTensor, func: Callable[..., Any], args: Any, kwargs: Any,
 def _make(func: Callable[..., Any], args: Any, kwargs: Any, generators: Sequence[Any]) -> Any:
     """A function that gives something new, of each rank's arguments."""
     leaves = tree_leaves((args, kwargs))
-    plain = [x for x in leaves if isinstance(x, torch.Tensor) and not isinstance(x, RankTensor)]
-    found = join(on_each(func, args, kwargs, generators), None if generators else varied_axes(leaves), plain)
+    found = join(on_each(func, args, kwargs, generators), None if generators else varied_axes(leaves), memory(leaves))
     return found.requires_grad_() if kwargs.get("requires_grad") else found
 
 

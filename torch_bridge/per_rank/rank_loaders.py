@@ -14,7 +14,7 @@ import contextlib
 import copy
 import warnings
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler, SequentialSampler
@@ -26,10 +26,17 @@ from torch_bridge.per_rank import each_rank_factories
 from torch_bridge.per_rank.each_rank_factories import each_of, vars_of
 from torch_bridge.per_rank.host_random_states import RandomStates
 from torch_bridge.recorder import rank_tensor
+from torch_bridge.recorder.rank_tensor import RankTensor
 from torch_bridge.runtime import backend
 
 _DEPTH = 5
 _PLAIN = (str, bytes, int, float, bool, type(None), torch.Tensor, torch.nn.Module, torch.Generator, type)
+
+
+class _Part(NamedTuple):
+    """The key of a rank's part of a CPU tensor that differs by rank."""
+
+    rank: int
 
 
 def rank_table(obj: object) -> tuple[Any, ...] | None:
@@ -46,6 +53,8 @@ def _collect(obj: object, found: list[tuple[Any, ...]], seen: set[int], depth: i
         found.append(each.keys)
     if values is not None:
         found.append(values)
+    elif isinstance(obj, RankTensor):
+        found.append(tuple(map(_Part, range(world.size()))))
     elif depth < _DEPTH and not isinstance(obj, _PLAIN) and id(obj) not in seen:
         seen.add(id(obj))
         for part in _parts(obj).values():
@@ -97,6 +106,8 @@ def own(obj: object, rank: int, memo: dict[int, Any] | None = None, depth: int =
     values = rank_numbers.values_of(obj)
     if values is not None:
         return values[rank]
+    if isinstance(obj, RankTensor):
+        return rank_tensor.own(obj, world.current().hosted.index(rank))
     if depth >= _DEPTH or isinstance(obj, _PLAIN):
         return obj
     if id(obj) in memo:
@@ -134,6 +145,7 @@ class RankBatches(Iterator[Any]):
     def __init__(self, loader: Any, table: tuple[Any, ...], by_draws: bool = False):
         self._table = table
         self._by_draws = by_draws
+        self._on_cpu = not by_draws and all(isinstance(part, _Part) for key in table for part in key)
         self._random = RandomStates([table[rank] for rank in world.current().hosted], _generators(loader, {id(torch.default_generator)}))
         self._iterators: dict[Any, Iterator[Any]] = {}
         self._given = 0
@@ -158,7 +170,7 @@ class RankBatches(Iterator[Any]):
         self._given += 1
         if self._by_draws and _alike(list(batches.values())):
             return next(iter(batches.values()))
-        return combine(batches, self._table)
+        return combine(batches, self._table, self._on_cpu)
 
     def _warn(self, going_on: set[Any]) -> None:
         short, long = ([r for r in world.current().hosted if (self._table[r] in going_on) is more] for more in (False, True))
@@ -170,8 +182,8 @@ class RankBatches(Iterator[Any]):
         )
 
 
-def combine(batches: dict[Any, Any], table: tuple[Any, ...]) -> Any:
-    """One nested batch of xla tensors from each distinct rank's own batch of CPU tensors."""
+def combine(batches: dict[Any, Any], table: tuple[Any, ...], on_cpu: bool = False) -> Any:
+    """One nested batch of xla tensors from each distinct rank's own batch of CPU tensors; on_cpu: of CPU tensors, those that differ by rank."""
     backend.ensure()
     from torch_bridge.recorder import sharded
 
@@ -182,7 +194,7 @@ def combine(batches: dict[Any, Any], table: tuple[Any, ...]) -> Any:
     counts = {len(found) for found in leaves.values()}
     if len(counts) != 1:
         raise ValueError(f"ranks got batches with different numbers of tensors: {sorted(counts)}")
-    placed = []
+    placed: list[torch.Tensor] = []
     for k in range(counts.pop()):
         shapes = {tuple(found[k].shape) for found in leaves.values()}
         if len(shapes) != 1:
@@ -190,6 +202,10 @@ def combine(batches: dict[Any, Any], table: tuple[Any, ...]) -> Any:
                 f"ranks got batches of different shapes {sorted(shapes)}: all ranks compute together and need equal batches. Use drop_last=True, "
                 "or pad to one length"
             )
+        if on_cpu:
+            own_parts = [rank_tensor.own(leaves[table[r]][k], place) for place, r in enumerate(hosted)]
+            placed.append(own_parts[0] if all(map(torch.equal, own_parts, own_parts[:1] * len(hosted))) else RankTensor(own_parts))
+            continue
         drawn = any(isinstance(found[k], rank_tensor.RankTensor) for found in leaves.values())  # for each rank, in a copy that several read
         placed.append(
             sharded.from_ranks(lambda r: rank_tensor.own(leaves[table[r]][k], hosted.index(r)), None if drawn else axes)  # noqa: B023  # called at once

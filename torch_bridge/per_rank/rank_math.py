@@ -17,8 +17,10 @@ import numpy as np
 from torch_bridge.mesh import rank_numbers
 from torch_bridge.per_rank import rank_functions
 from torch_bridge.recorder import rank_array
+from torch_bridge.recorder.rank_tensor import RankTensor
 
 _KINDS = frozenset(rank_numbers.KINDS)
+_ARRAYS = _KINDS | {rank_array.RankArray, RankTensor}
 
 
 @functools.cache
@@ -27,8 +29,10 @@ def install() -> None:
     for name, function in list(vars(math).items()):
         if callable(function):
             setattr(math, name, _of_numbers(function))
-    for name in ("array", "asarray", "asanyarray", "full"):
+    for name in ("array", "asarray", "asanyarray", "ascontiguousarray", "full"):
         setattr(np, name, _of_lists(getattr(np, name)))
+    for name in ("arange", "linspace", "take", "roll", "repeat", "eye"):
+        setattr(np, name, _of_any(getattr(np, name)))
     for name in ("max", "min"):
         setattr(builtins, name, _of_several(getattr(builtins, name)))
 
@@ -58,14 +62,26 @@ def _of_several(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _of_lists(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that makes an array of numbers, or of nested lists of them."""
+    """A function that makes an array of numbers or arrays, or of nested lists of them."""
 
     @functools.wraps(original)
     def function(*args: Any, **kwargs: Any) -> Any:
         for x in args[:2]:
-            if type(x) in _KINDS or (type(x) in (list, tuple) and rank_functions.hold_ranks(x)):
+            if type(x) in _ARRAYS or (type(x) in (list, tuple) and rank_functions.hold_ranks(x)):
                 return rank_array.on_each(original, args, kwargs)
         return original(*args, **kwargs)
+
+    return function
+
+
+def _of_any(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of NumPy's that asks one of its arguments for a plain number."""
+
+    @functools.wraps(original)
+    def function(*args: Any, **kwargs: Any) -> Any:
+        if _KINDS.isdisjoint(map(type, (*args, *kwargs.values()))):
+            return original(*args, **kwargs)
+        return rank_array.on_each(original, args, kwargs)
 
     return function
 

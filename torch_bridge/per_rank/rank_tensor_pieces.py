@@ -7,6 +7,7 @@ tuple that gives each rank its own piece.
 from __future__ import annotations
 
 import functools
+import operator
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ _NAMES = ("split", "chunk", "unbind", "tensor_split", "split_with_sizes", "hspli
 
 
 class Pieces(tuple[torch.Tensor, ...]):
-    """A tuple of pieces. Indexed with each rank's own number it gives each rank its own piece (a copy, so that it cannot be written through); a slice
+    """A tuple of pieces. Indexed with each rank's own number it gives each rank its own piece (which cannot be written through); a slice
     between such numbers (`pieces[rank::n]`) gives as many pieces, each rank's own."""
 
     def __getitem__(self, index: Any) -> Any:
@@ -30,6 +31,8 @@ class Pieces(tuple[torch.Tensor, ...]):
         shapes = {tuple(p.shape) for p in self}
         if len(shapes) != 1:
             raise RuntimeError(f"pieces of different shapes {sorted(shapes)} cannot be indexed with a rank: all ranks need one shape")
+        if not any(p.requires_grad or p.device.type != "cpu" for p in self):
+            return rank_functions.compute(operator.getitem, (tuple(self), index), {})
         return torch.stack(list(self))[index]
 
     def _slice(self, index: slice) -> Any:

@@ -31,6 +31,10 @@ class RankArray(np.ndarray[Any, Any]):
     def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         return on_each(func, args, kwargs)
 
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return rank_numbers.hooks().torch_function(func, args, kwargs or {})
+
     def __iter__(self) -> Any:
         return (self[k] for k in range(len(self)))
 

@@ -7,7 +7,9 @@ file) gets the first hosted rank's, as of an xla tensor.
 
 from __future__ import annotations
 
+import copy
 import functools
+import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
@@ -15,6 +17,7 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
+from torch_bridge import source
 from torch_bridge.mesh import rank_numbers, world
 from torch_bridge.recorder import first_rank_files, rank_array, rank_random
 
@@ -26,11 +29,12 @@ aten = torch.ops.aten
 
 class RankTensor(torch.Tensor):
     """A CPU tensor for each hosted rank. parts: in the order of the hosted ranks, alike in shape, dtype and strides. axes: mesh axes along which they may
-    differ; None: any. shared: they are copies of parts of a tensor that all ranks share, and cannot be written through."""
+    differ; None: any. shared: they lie in a tensor that all ranks share, and cannot be written through."""
 
     first: torch.Tensor
-    axes: tuple[str, ...] | None
     shared: bool
+    _axes: list[tuple[str, ...] | None]
+    """One entry, which tensors that lie in one memory have in common: a write to a view makes the whole differ."""
     _parts: tuple[torch.Tensor, ...] | Callable[[], Sequence[torch.Tensor]]
 
     @staticmethod
@@ -42,6 +46,11 @@ class RankTensor(torch.Tensor):
                 f"This process runs the script once for {len(parts)} ranks, and a CPU tensor would be {shown} for rank 0, 1, ...: pad it to one shape, "
                 "use int(rank) if rank 0's number is meant, or start one process per rank with torchrun."
             )
+        if parts[0].layout != torch.strided:
+            raise rank_numbers.PlainNumberNeeded(
+                f"a sparse tensor ({parts[0].layout}) would differ by rank, and only dense ones can: make it dense first (to_dense()), or start one process "
+                "per rank with torchrun."
+            )
         return cls._around(parts[0], tuple(parts), axes, shared)
 
     @classmethod
@@ -49,7 +58,7 @@ class RankTensor(torch.Tensor):
         made: RankTensor = torch.Tensor._make_wrapper_subclass(
             cls, first.shape, strides=first.stride(), storage_offset=first.storage_offset(), dtype=first.dtype, device=first.device
         )
-        made.first, made._parts, made.axes, made.shared = first, parts, axes, shared
+        made.first, made._parts, made._axes, made.shared = first, parts, [axes], shared
         return made
 
     @classmethod
@@ -58,13 +67,29 @@ class RankTensor(torch.Tensor):
         return cls._around(first, parts, axes, False)
 
     @property
+    def axes(self) -> tuple[str, ...] | None:
+        """Mesh axes along which the parts may differ; None: any."""
+        return self._axes[0]
+
+    @axes.setter
+    def axes(self, axes: tuple[str, ...] | None) -> None:
+        self._axes[0] = axes
+
+    def sharing(self, other: RankTensor) -> RankTensor:
+        """This tensor, which lies in the memory of another one."""
+        self._axes = other._axes
+        return self
+
+    @property
     def parts(self) -> tuple[torch.Tensor, ...]:
         """Each hosted rank's tensor."""
         if not isinstance(self._parts, tuple):
             self._parts = (self.first, *self._parts()[1:])
         return self._parts
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return rank_numbers.hooks().tensor_function(func, args, kwargs or {})
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -122,7 +147,12 @@ class RankTensor(torch.Tensor):
     def __int__(self) -> int:
         return int(self.first)
 
-    __index__ = __int__
+    def __index__(self) -> int:
+        found = self.first.__index__()
+        values = tuple(p.__index__() for p in self.parts)
+        if any(v != found for v in values):
+            rank_numbers.asked_for_index(values)
+        return found
 
     def __float__(self) -> float:
         return float(self.item())
@@ -138,7 +168,7 @@ class RankTensor(torch.Tensor):
         return self.first.__reduce_ex__(proto)
 
     def __copy__(self) -> RankTensor:
-        return RankTensor(self.parts, self.axes, self.shared)
+        return RankTensor(self.parts, self.axes, self.shared).sharing(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RankTensor:
         if id(self) in memo:
@@ -156,8 +186,8 @@ class RankTensor(torch.Tensor):
 def check_writable(t: RankTensor) -> None:
     if t.shared:
         raise rank_numbers.PlainNumberNeeded(
-            f"a write to each rank's part (of shape {list(t.shape)}) of a CPU tensor that all ranks share: clone() the part first, or move the tensor to xla "
-            "(x.to('xla')[rank]) where ranks have their own"
+            f"a write to each rank's part (of shape {list(t.shape)}) of a CPU tensor that all ranks share: clone() the part first, write to the whole tensor "
+            "(x[start:end] = values), or move it to xla (x.to('xla')[rank]) where ranks have their own"
         )
 
 
@@ -202,16 +232,27 @@ def varied_axes(leaves: Sequence[Any]) -> tuple[str, ...] | None:
     return tuple(a for a in world.current().axes if a in found)
 
 
-def join(results: list[Any], axes: tuple[str, ...] | None, plain: Sequence[torch.Tensor]) -> Any:
-    """One result for what each rank got: tensors, numbers, and lists of them."""
+def memory(leaves: Sequence[Any]) -> set[int]:
+    """Where the memory lies that all ranks share of some arguments: plain tensors, and parts of them."""
+    found = [x.first if isinstance(x, RankTensor) and x.shared else x for x in leaves if isinstance(x, torch.Tensor)]
+    return {_start(x) for x in found if not isinstance(x, RankTensor)} - {0}
+
+
+def _start(t: torch.Tensor) -> int:
+    """Of a tensor's memory; 0 for one without."""
+    return t.untyped_storage().data_ptr() if t.layout == torch.strided and t.device.type == "cpu" else 0
+
+
+def join(results: list[Any], axes: tuple[str, ...] | None, shared: set[int]) -> Any:
+    """One result for what each rank got: tensors, numbers, and lists of them. shared: `memory` of what they were computed from."""
     first = results[0]
     if isinstance(first, torch.Tensor):
-        copied = bool(first.numel()) and first.untyped_storage().data_ptr() in {x.untyped_storage().data_ptr() for x in plain}
-        return RankTensor([t.detach().clone() for t in results] if copied else [t.detach() for t in results], axes, copied)
+        own = [t.detach().resolve_conj().resolve_neg() for t in results]
+        return RankTensor(own, axes, _start(own[0]) in shared)
     if isinstance(first, (list, tuple)):
         if len({len(r) for r in results}) > 1:
             raise rank_numbers.refuse([len(r) for r in results])
-        made = [join(list(row), axes, plain) for row in zip(*results, strict=True)]
+        made = [join(list(row), axes, shared) for row in zip(*results, strict=True)]
         return type(first)(*made) if hasattr(first, "_fields") else type(first)(made)
     if isinstance(first, (bool, int, float)):
         return rank_numbers.item(tuple(results))
@@ -243,15 +284,14 @@ def _dispatch(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[s
 
 def _make(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: Sequence[Any]) -> Any:
     """An op that gives new tensors or views, from each rank's inputs. leaves: all arguments, flattened."""
-    plain = [x for x in leaves if isinstance(x, torch.Tensor) and not isinstance(x, RankTensor)]
-    views = [x for x in leaves if isinstance(x, RankTensor) and x.shared] if func.is_view else []
     axes = None if torch.Tag.nondeterministic_seeded in func.tags else varied_axes(leaves)
-    found = join(on_each(func, args, kwargs), axes, plain)
+    found = join(on_each(func, args, kwargs), axes, memory(leaves))
     if isinstance(found, torch.SymBool) or rank_numbers.is_item(found):  # what calls here takes Python's own numbers only
         return type(rank_numbers.first(found))(found)
-    if views:
-        for t in tree_leaves(found):
-            t.shared = True
+    given = {_start(x.first): x for x in leaves if isinstance(x, RankTensor)}
+    for t in tree_leaves(found):
+        if isinstance(t, RankTensor) and t.numel() and _start(t.first) in given:
+            t.sharing(given[_start(t.first)])
     return found
 
 
@@ -284,11 +324,21 @@ def _write(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str,
         given: RankTensor = args[1]
         target = targets[0].detach()
         uploads.remember(target, RankTensor([p.to(target.dtype) for p in given.parts], given.axes).uploaded())
+        _say_shared(targets[0])
         target.copy_(given.parts[0])  # after that: a note that the bytes do not agree with counts for nothing
         return args[0]
     raise rank_numbers.PlainNumberNeeded(
         f"{func} would write values that differ by rank into a CPU tensor (of shape {list(targets[0].shape)}) that all "
         f"{len(_first(args, kwargs).parts)} ranks of this process share: make the tensor on xla, or start one process per rank with torchrun."
+    )
+
+
+def _say_shared(t: torch.Tensor) -> None:
+    """A plain tensor gets each rank's values, and something else lies in its memory."""
+    rank_numbers.report(
+        f"{source.user_line()} copies values that differ by rank into a CPU tensor (of shape {list(t.shape)}) in whose memory other tensors or arrays lie: "
+        "moved to xla each rank has its own, but on the CPU all work with rank 0's. Make a new tensor of the values, or write to the whole one.",
+        3,
     )
 
 
@@ -309,25 +359,91 @@ def _first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> RankTensor:
     return next(x for x in tree_leaves((args, kwargs)) if isinstance(x, RankTensor))
 
 
+# -- plain tensors that ranks have their own of from now on ---------------------------------------------
+
+
 def become(t: torch.Tensor, parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """Let a plain CPU tensor, which is written as a whole, differ by rank from now on. Where other tensors share its memory it remembers the other ranks'
     values instead, until it is written again: moved to xla, each rank has its own."""
-    made = RankTensor(parts)
-    if not t.is_leaf or t._base is not None or not _alone(t):
-        with torch.no_grad():
-            return t.copy_(made)
-    made.requires_grad_(t.requires_grad)
-    if isinstance(t, torch.nn.Parameter):
-        made._is_param = True
-    try:
-        torch.utils.swap_tensors(t, made)
-    except RuntimeError:  # somebody in C++ holds it
+    if not _swapped(t, parts, None):
         with torch.no_grad():
             return t.copy_(RankTensor(parts))
     return t
 
 
-def _alone(t: torch.Tensor) -> bool:
-    """Whether no other tensor lies in the same memory."""
+def divide(t: torch.Tensor) -> bool:
+    """Let each rank have its own of a plain CPU tensor, which is about to be written: whether it can (nothing else lies in its memory)."""
+    if type(t) not in (torch.Tensor, torch.nn.Parameter) or t.device.type != "cpu" or t.layout != torch.strided:
+        return False
+    if (
+        torch._C._functorch.is_functorch_wrapped_tensor(t)
+        or torch._is_functional_tensor(t)
+        or (torch.is_grad_enabled() and t.requires_grad)
+    ):
+        return False
+    return _swapped(t, [t.detach().clone() for _ in world.current().hosted], ())
+
+
+def rebind(t: torch.Tensor, value: torch.Tensor) -> None:
+    """`t.data = value` where one of the two differs by rank."""
+    hosted = world.current().hosted
+    made = copy.copy(value) if isinstance(value, RankTensor) else RankTensor([value.clone() for _ in hosted], ())
+    if not _exchange(t, made):
+        raise rank_numbers.PlainNumberNeeded(
+            f"a tensor of shape {list(t.shape)} would differ by rank, and a graph holds it: assign before it is used, or make a new parameter of the value"
+        )
+
+
+_OWNER = "_is_data_of"
+
+
+def note_data(t: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
+    """Remember whose `.data` a tensor is; returns it."""
+    setattr(data, _OWNER, t)  # a weak reference would keep torch from exchanging it
+    return data
+
+
+def _swapped(t: torch.Tensor, parts: Sequence[torch.Tensor], axes: tuple[str, ...] | None) -> bool:
+    owner = t.__dict__.pop(_OWNER, None)
+    if owner is not None and type(owner) in (torch.Tensor, torch.nn.Parameter) and _start(owner) == _start(t) and owner.shape == t.shape:
+        if owner.stride() != t.stride() or not owner.is_leaf or owner._base is not None or not _alone(t, 1):
+            return False
+        made = RankTensor(parts, axes)
+        return _exchange(owner, copy.copy(made)) and _exchange(t, made)
+    return t.is_leaf and _alone(t) and _exchange(t, RankTensor(parts, axes))
+
+
+def _exchange(t: torch.Tensor, made: RankTensor) -> bool:
+    """Let one tensor be the other from now on, with its own name, hooks and gradient."""
+    made.requires_grad_(t.requires_grad)
+    if isinstance(t, torch.nn.Parameter):
+        made._is_param = True
+    kept = ("first", "_parts", "_axes", "shared")
+    made.__dict__.update({name: x for name, x in t.__dict__.items() if name not in kept})
+    with torch.no_grad():
+        grad = t.grad if t.is_leaf else None
+        if grad is not None and grad.shape == made.shape and grad.dtype == made.dtype:
+            made.grad = grad
+    try:
+        torch.utils.swap_tensors(t, made)
+    except RuntimeError:  # somebody in C++ holds it
+        return False
+    return True
+
+
+def _alone(t: torch.Tensor, others: int = 0) -> bool:
+    """Whether no other tensor lies in the same memory, or so many."""
     storage = t.untyped_storage()
-    return storage.nbytes() == t.numel() * t.element_size() and torch._C._storage_Use_Count(storage._cdata) <= 2
+    own = storage.resizable() and storage.nbytes() == t.numel() * t.element_size()  # that of an array of NumPy's cannot be resized
+    if t._base is not None and _is_only_base(t):
+        others += 1
+    return own and torch._C._storage_Use_Count(storage._cdata) <= 2 + others
+
+
+def _is_only_base(t: torch.Tensor) -> bool:
+    """Whether nobody but this view of it (`torch.arange(8).view(4, 2)`) holds a tensor any more."""
+    base = t._base
+    return base is not None and sys.getrefcount(base) <= _REFERENCES
+
+
+_REFERENCES = 3

@@ -9,11 +9,16 @@ from __future__ import annotations
 import ast
 import dis
 import functools
+import io
+import mmap
 import os
 import sys
+from collections import deque
 from collections.abc import Sequence
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from torch_bridge import source
 from torch_bridge.mesh import rank_numbers
@@ -23,6 +28,11 @@ _TAKING = {"BINARY_SUBSCR", "BINARY_SLICE", "STORE_SUBSCR", "STORE_SLICE", "BINA
 _KNOWN = {"lightning", "pytorch_lightning", "lightning_fabric", "torchmetrics"}
 """Libraries whose samplers keep their rank, of which `rank_loaders` makes a copy for each; and that put what a rank gathered from itself into its place again,
 which is right for rank 0, whose numbers are read."""
+_DATA = {"numpy", "datasets", "pandas", "pyarrow", "h5py", "zarr", "webdataset", "streaming"}
+"""Libraries that hold data: what they are asked for by a rank's number is data of one rank."""
+_TORCH_DATA = os.sep + os.path.join("torch", "utils", "data") + os.sep
+_HOLDERS = (np.ndarray, deque, io.IOBase, mmap.mmap)
+"""What methods in C change or read at a place: `array.take(rank, 0)`, `file.seek(rank * n)`."""
 _reported: set[tuple[str, int]] = set()
 Place = tuple[str, tuple[Any, ...]]
 
@@ -44,11 +54,15 @@ def note(values: Sequence[int], hosted: Sequence[int]) -> bool:
     """A number that differs by rank has been asked for one index by the code that called its method. Whether it was for a subscript or a range."""
     frame = sys._getframe(3)
     place = (frame.f_code.co_filename, frame.f_lineno)
-    if not source.is_outside(frame.f_code) or _KNOWN & set(place[0].split(os.sep)):
+    folders = set(place[0].split(os.sep))
+    if _DATA & folders or (_TORCH_DATA in place[0] and _asking(frame.f_code, frame.f_lasti) is not None):
+        _note_library(frame, hosted)
+        return True
+    if not source.is_outside(frame.f_code) or _KNOWN & folders:
         return True
     node = _asking(frame.f_code, frame.f_lasti)
     if node is None:
-        return False
+        return _note_method(frame, hosted)
     kept = isinstance(node, ast.Subscript) and _keep(node, frame, values, hosted)
     if place in _reported or (isinstance(node, ast.Subscript) and _alike(node, frame, [values[r] for r in hosted])):
         return True
@@ -62,6 +76,46 @@ def note(values: Sequence[int], hosted: Sequence[int]) -> bool:
         4,
     )
     return True
+
+
+def _note_library(frame: FrameType, hosted: Sequence[int]) -> None:
+    """A library that holds data takes a number: whose is known by the line of the script that called it."""
+    library = frame.f_code.co_filename
+    at: FrameType | None = frame
+    while at is not None and not rank_syntax.is_script(at.f_code):
+        at = at.f_back
+    if at is not None:
+        name = next((part for part in library.split(os.sep) if part in _DATA), "torch.utils.data")
+        _report_call(at, f"has {name} take data by a number that differs by rank", hosted)
+
+
+def _note_method(frame: FrameType, hosted: Sequence[int]) -> bool:
+    """A method in C of an object that holds data takes a number; whether it is one."""
+    node = rank_syntax.asking(frame)
+    if (
+        not isinstance(node, ast.Call)
+        or not isinstance(node.func, ast.Attribute)
+        or not isinstance(_named(node.func.value, frame), _HOLDERS)
+    ):
+        return False
+    _report_call(frame, f"calls {ast.unparse(node)} with a number that differs by rank", hosted)
+    return True
+
+
+def _report_call(frame: FrameType, what: str, hosted: Sequence[int]) -> None:
+    place = (frame.f_code.co_filename, frame.f_lineno)
+    if place in _reported:
+        return
+    _reported.add(place)
+    level, at = 1, sys._getframe()
+    while at is not frame and at.f_back is not None:
+        level, at = level + 1, at.f_back
+    rank_numbers.report(
+        f"{place[0]}:{place[1]} {what}. This process runs the script once for {len(hosted)} ranks, and it is taken for rank {hosted[0]} alone: all ranks work "
+        f"with what is rank {hosted[0]}'s. Have what depends on it made for each rank (torch_bridge.each_rank(lambda rank: torch.tensor(...), rank)), give a "
+        "DataLoader the rank (DistributedSampler(rank=...)), or start one process per rank with torchrun.",
+        level,
+    )
 
 
 def taken(x: Any) -> Taken | None:

@@ -11,7 +11,17 @@ import pytest
 import torch
 import torch_xla.core.xla_model as xm
 import torch_xla.distributed.parallel_loader as pl
-from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler, Sampler, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    Subset,
+    TensorDataset,
+)
 
 from tests.torch_bridge.ranks import eager
 from tests.torch_bridge.ranks.conftest import Hosted
@@ -268,6 +278,22 @@ def test_numbers_in_a_batch_are_each_ranks_own() -> None:
     assert rank_numbers.values_of(batch["even"]) == (True, False, True, False)
     for number in (label, batch["mean"]):
         assert [x.item() for x in sharded.shards(torch.ones((), device="xla") * number)] == [0.0, 1.0, 2.0, 3.0]
+
+
+@pytest.mark.filterwarnings("ignore:.*os.fork")
+@pytest.mark.parametrize("workers", [0, 1])
+def test_tensors_that_differ_by_rank(workers: int) -> None:
+    """A dataset of each rank's part of a CPU tensor, a subset at its part of an order: batches stay on the CPU."""
+    rows, order = torch.arange(16.0).view(8, 2), torch.randperm(8)
+    rank = world.rank()
+    mine = slice(2 * rank, 2 * rank + 2)
+    for dataset in (TensorDataset(rows[mine], rows[:2]), Subset(TensorDataset(rows), order[mine])):  # type: ignore[arg-type]
+        (batch,) = DataLoader(dataset, batch_size=2, num_workers=workers)
+        found = batch[0]
+        assert isinstance(found, rank_tensor.RankTensor) and type(batch[-1]) in (torch.Tensor, rank_tensor.RankTensor)
+        for r, own in enumerate(found.parts):
+            places = slice(2 * r, 2 * r + 2)
+            assert torch.equal(own, rows[places] if len(batch) == 2 else rows[order[places]])
 
 
 def test_errors_in_a_dataset_arrive() -> None:

@@ -38,6 +38,29 @@ def _in_inference_mode(r: Any) -> torch.Tensor:
         return F.softmax(table()[r : r + 2].reshape(-1).double(), 0)
 
 
+def _gradient(loss: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    weight = table().requires_grad_()
+    loss(weight).backward()
+    assert weight.grad is not None
+    return weight.grad
+
+
+def _set(t: torch.Tensor, index: Any, value: Any) -> torch.Tensor:
+    t[index] = value
+    return t
+
+
+def _with_data(p: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    p.data = value
+    return p.detach()
+
+
+def _made_double(part: torch.Tensor) -> torch.Tensor:
+    layer = torch.nn.Linear(2, 2)
+    layer.load_state_dict({"weight": part, "bias": part[0]})
+    return layer.double().bias.detach()
+
+
 Script = Callable[[Any], Any]
 
 MADE: dict[str, Script] = {
@@ -100,6 +123,27 @@ MADE: dict[str, Script] = {
     "random rows": lambda r: (torch.manual_seed(3), torch.rand(2) + torch.rand_like(torch.ones(2) * r))[-1],
     "randint": lambda r: (torch.manual_seed(3), torch.randint(0, r + 5, (4,)))[-1],
     "of a generator": lambda r: torch.normal(torch.ones(3) * r, 1.0, generator=torch.Generator().manual_seed(2)),
+    "a row written": lambda r: _set(table(), r, 5.0),
+    "rows written": lambda r: _set(table(), (slice(2 * r, 2 * r + 2), 1), torch.ones(2)),
+    "a batch filled by rows": lambda r: _set(_set(torch.zeros(2, 2), 0, table()[r]), 1, table()[r + 1]),
+    "a sum in place": lambda r: torch.zeros(2).add_(r),
+    "a sum of tensors in place": lambda r: torch.zeros(2).add_(torch.ones(2) * r),
+    "out=": lambda r: torch.mul(torch.ones(2), r + 1.0, out=torch.empty(2)),
+    "a copy": lambda r: torch.zeros(2).copy_(table()[r]) * 2,
+    "a copy to data": lambda r: (p := torch.nn.Parameter(torch.zeros(2)), p.data.copy_(table()[r]), p.detach() * 2)[-1],
+    "a sum in place of data": lambda r: (p := torch.nn.Parameter(torch.zeros(2)), p.data.add_(table()[r], alpha=2.0), p.detach() * 2)[-1],
+    "data": lambda r: _with_data(torch.nn.Parameter(torch.zeros(2)), table()[r]) * 2,
+    "data of another kind": lambda r: _made_double(table()[r : r + 2]),
+    "plain data again": lambda r: _with_data(torch.nn.Parameter(table()[r]), torch.ones(3)) * 2,
+    "a view of what is written later": lambda r: (t := table(), v := t[r : r + 2], p := t.split(2)[r], t.mul_(3), torch.cat((v, p)))[-1],
+    "at a number out of a tensor": lambda r: (i := (torch.arange(3) + r)[1], torch.stack((table()[i], table()[i, :] + 1, table().T[..., i])))[-1],
+    "at numbers out of a list": lambda r: torch.stack([table()[i] for i in (torch.arange(3) + r).tolist()]),
+    "between numbers out of a list": lambda r: torch.stack([table()[i : i + 2] for i in (torch.arange(3) + r).tolist()]),
+    "gradients of a row at a number": lambda r: _gradient(lambda w: (w[torch.tensor(r)] * 2).sum()),
+    "at an array": lambda r: table()[np.arange(2) + r],
+    "an array of it": lambda r: torch.tensor(np.asarray(table()[r : r + 2])) + torch.from_numpy(np.array(np.arange(2.0, dtype=np.float32) + r)),
+    "arrays by numbers": lambda r: torch.from_numpy(np.roll(np.take(np.arange(8.0).reshape(4, 2), r, axis=0), r) + np.where(np.ones(2) > 0, r, 0)),
+    "a conjugate": lambda r: torch.complex(table(), table()).conj()[r : r + 2].imag,
     "numbers read": lambda r: torch.ones(2) * (torch.tensor([r]) * 3).item(),
 }  # fmt: skip
 
@@ -165,6 +209,17 @@ def test_only_axes_along_which_numbers_differ() -> None:
     assert torch_bridge.varying((torch.ones(2) * along_tp + xm.get_ordinal()).to("xla")).axes == ("dp", "tp")
 
 
+def test_a_write_to_a_view_counts_for_the_whole() -> None:
+    from torch_bridge.mesh import world
+
+    whole = torch.ones(4) * world.current().table(lambda r: r % 2)
+    view = whole[1:]
+    view.add_(world.current().table(lambda r: r // 2))
+    for t in (whole, whole.view(2, 2), whole.detach()):
+        assert torch_bridge.varying(t.to("xla")).axes == ("dp", "tp")
+        assert [own.sum().item() for own in torch_bridge.shards(t.to("xla"))] == [0, 4, 3, 7]
+
+
 def test_reading_gives_the_first_rank() -> None:
     rank = xm.get_ordinal()
     t = torch.ones(2) * (rank + 1)
@@ -172,7 +227,11 @@ def test_reading_gives_the_first_rank() -> None:
     assert t.tolist() == [1.0, 1.0] and t.numpy().tolist() == [1.0, 1.0]
     number = t.sum().item()
     assert number == 2.0 and rank_numbers.per_rank(number) == [2.0, 4.0, 6.0, 8.0]
-    assert int(t[0]) == 1 and float(t[0]) == 1.0 and [5, 6][torch.tensor(rank)] == 5
+    assert int(t[0]) == 1 and float(t[0]) == 1.0
+    with pytest.warns(
+        UserWarning, match=r"test_rank_tensor.py:\d+ takes \[5, 6, 7, 8\]\[torch.tensor\(rank\)\] by a number that differs by rank"
+    ):
+        assert [5, 6, 7, 8][torch.tensor(rank)] == 5
     assert bool(t[0] == 1) and not bool(t[0] == 2)
     assert len(t) == 2 and [x.item() for x in t] == [1.0, 1.0]
     again = copy.deepcopy(t)
@@ -238,6 +297,46 @@ def test_a_layer_on_the_cpu_remembers_each_ranks_weights() -> None:
     assert all(torch.equal(own, whole[2 * r : 2 * r + 2]) for r, own in enumerate(torch_bridge.shards(layer.weight)))
 
 
+def test_a_copy_into_shared_memory_is_said() -> None:
+    """On the way to xla each rank has its own; on the CPU all would have rank 0's."""
+    t = torch.zeros(8)
+    views = t.view(4, 2), t[:2]
+    with pytest.warns(
+        UserWarning,
+        match=r"test_rank_tensor.py.* copies values that differ by rank into a CPU tensor \(of shape \[8\]\) in whose memory other",
+    ):
+        t.copy_(torch.arange(8.0) * xm.get_ordinal())
+    assert [own.sum().item() for own in torch_bridge.shards(t.to("xla"))] == [0, 28, 56, 84] and len(views) == 2
+
+
+def test_an_optimizer_on_the_cpu() -> None:
+    """Each rank's own gradients make weights and an optimizer's state each rank's own."""
+
+    def trained(r: Any) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        layer = torch.nn.Linear(2, 3)
+        vars(layer.weight)["kept"] = "by name"
+        optimizer = torch.optim.AdamW(layer.parameters(), 0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = layer(table()[2 * r : 2 * r + 2]).square().mean()
+            loss.backward()
+            optimizer.step()
+        assert isinstance(layer.weight, torch.nn.Parameter) and vars(layer.weight)["kept"] == "by name"
+        return [loss.detach(), layer.weight.detach(), optimizer.state[layer.bias]["exp_avg_sq"]]
+
+    expected = [trained(r) for r in range(4)]
+    for found, *own in zip(trained(xm.get_ordinal()), *expected, strict=True):
+        assert isinstance(found, RankTensor)
+        assert all(map(torch.equal, found.parts, own))
+
+
+def test_truths_of_two_tensors() -> None:
+    t = table().narrow(0, xm.get_ordinal(), 2)
+    assert rank_numbers.per_rank(torch.equal(t, table()[:2])) == [True, False, False, False]
+    assert rank_numbers.per_rank(torch.allclose(t, table()[1:3])) == [False, True, False, False]
+
+
 def test_as_a_parameter() -> None:
     weight = torch.nn.Parameter(table().chunk(4)[xm.get_ordinal()])
     assert isinstance(weight, torch.nn.Parameter)
@@ -252,13 +351,15 @@ def test_as_a_parameter() -> None:
 
 
 REFUSED: dict[str, tuple[Script, str]] = {
-    "a write by place": (lambda r: table().__setitem__(r, 1.0), "runs the script once for 4 ranks"),
-    "a sum in place": (lambda r: torch.zeros(2).add_(r), "runs the script once for 4 ranks"),
-    "a sum of tensors in place": (
-        lambda r: torch.zeros(2).add_(torch.ones(2) * r),
+    "a write by place to what a view shares": (lambda r: _set(table()[:6], r, 1.0), "runs the script once for 4 ranks"),
+    "a write by place to an array's memory": (lambda r: _set(torch.from_numpy(np.zeros(4)), r, 1.0), "runs the script once for 4 ranks"),
+    "a sum in place of a view": (lambda r: table()[1:].add_(r), "runs the script once for 4 ranks"),
+    "a sum of tensors in place of a view": (
+        lambda r: table()[1].add_(torch.ones(2) * r),
         "into a CPU tensor .* that all 4 ranks of this process share",
     ),
-    "out=": (lambda r: torch.mul(torch.ones(2), r, out=torch.empty(2)), "runs the script once for 4 ranks"),
+    "a write to rows of what a view shares": (lambda r: _set(table()[:6], slice(r, r + 1), 1.0), "clone\\(\\) the part first"),
+    "sparse": (lambda r: (table() * r).to_sparse(), "only dense ones can"),
     "a write through a part": (lambda r: table()[r].zero_(), "clone\\(\\) the part first"),
     "a write through a view of a part": (lambda r: table()[r][0].zero_(), "clone\\(\\) the part first"),
     "a size": (lambda r: torch.zeros(r + 1), r"a CPU tensor would be float32\[1\], float32\[2\]"),
@@ -266,7 +367,6 @@ REFUSED: dict[str, tuple[Script, str]] = {
     "rows, all for the first rank": (lambda r: table()[r * 8 : (r + 1) * 8], r"a CPU tensor would be float32\[8, 2\], float32\[0, 2\]"),
     "rows to the end": (lambda r: table()[r:], r"a CPU tensor would be float32\[8, 2\], float32\[7, 2\]"),
     "rows of a weight": (lambda r: table().requires_grad_()[r : r + 2], "a slice of a CPU tensor that needs gradients"),
-    "a write to rows": (lambda r: table().__setitem__(slice(r, r + 1), 1.0), "clone\\(\\) the part first"),
     "a write to rows in place": (lambda r: table()[r : r + 1].zero_(), "clone\\(\\) the part first"),
     "gradients": (lambda r: table().requires_grad_() * r, "runs the script once for 4 ranks"),
     "beside an xla tensor": (lambda r: torch.ones(2, device="xla") + torch.ones(2) * r, "same device"),

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
 import pathlib
+import tempfile
 import warnings
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +15,8 @@ import numpy as np
 import pytest
 import torch
 import torch_xla.core.xla_model as xm
+from datasets import Dataset as Rows
+from torch.utils.data import Subset
 
 from tests.torch_bridge.ranks.conftest import Hosted
 from torch_bridge.script import rank_file_names, rank_indexing
@@ -38,6 +43,28 @@ class Holder:
         self.files = FILES  # type: ignore[assignment]
 
 
+def _of_file(r: Any) -> list[float]:
+    with tempfile.NamedTemporaryFile() as file:
+        np.arange(8.0).tofile(file.name)
+        return np.memmap(file.name, dtype=np.float64, mode="r")[2 * r : 2 * r + 2].tolist()  # type: ignore[no-any-return]
+
+
+def _rotated(r: Any) -> list[int]:
+    found = deque(range(4))
+    found.rotate(-r)
+    return list(found)
+
+
+def _sought(r: Any) -> bytes:
+    file = io.BytesIO(b"abcd")
+    file.seek(r)
+    return file.read(1)
+
+
+def _subset(r: Any) -> Any:
+    return Subset(FILES, (torch.arange(8) + r)[:4].tolist())[0]  # type: ignore[arg-type]
+
+
 REPORTED: dict[str, tuple[Script, Any, str]] = {
     "list": (lambda r: FILES[(4 + r) % 8], "part-4", r"takes FILES\[\(4 \+ r\) % 8\] by a number"),
     "every fourth": (lambda r: FILES[r::4], ["part-0", "part-4"], r"takes FILES\[r::4\]"),
@@ -46,6 +73,23 @@ REPORTED: dict[str, tuple[Script, Any, str]] = {
     "dict": (lambda r: dict(enumerate(FILES))[r], "part-0", r"takes .*\[r\] by a number"),
     "array": (lambda r: np.arange(8.0)[r], 0.0, r"takes np.arange\(8.0\)\[r\]"),
     "part of an array": (lambda r: np.arange(8.0)[2 * r : 2 * r + 2].tolist(), [0.0, 1.0], r"takes np.arange\(8.0\)\[2 \* r:2 \* r \+ 2\]"),
+    "a number out of a tensor": (lambda r: FILES[torch.tensor([r])[0]], "part-0", r"takes FILES\[torch.tensor\(\[r\]\)\[0\]\]"),
+    "a number out of a list": (
+        lambda r: FILES[torch.tensor([r]).tolist()[0]],
+        "part-0",
+        r"takes FILES\[torch.tensor\(\[r\]\).tolist\(\)\[0\]\]",
+    ),
+    "between tensors": (
+        lambda r: torch.arange(8)[(i := torch.tensor(r)) : i + 2].tolist(),
+        [0, 1],
+        r"takes torch.arange\(8\)\[\(i := torch.tensor\(r\)\):i",
+    ),
+    "an array in a file": (_of_file, [0.0, 1.0], "has numpy take data"),
+    "in a library": (lambda r: Rows.from_dict({"a": FILES})[2 * r : 2 * r + 1]["a"][0], "part-0", "has datasets take data"),
+    "a shard": (lambda r: Rows.from_dict({"a": FILES}).shard(4, r)[0]["a"], "part-0", "has datasets take data"),
+    "a subset": (_subset, "part-0", "has torch.utils.data take data"),
+    "a deque": (_rotated, [0, 1, 2, 3], r"calls found.rotate\(-r\)"),
+    "a place in a file": (_sought, b"a", r"calls file.seek\(r\)"),
     "pieces in a list": (lambda r: list(torch.arange(4.0).chunk(4))[r].tolist(), [0.0], r"takes list\(.*\)\[r\] by a number"),
 }
 
