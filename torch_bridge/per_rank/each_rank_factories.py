@@ -14,12 +14,13 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler
 
 from torch_bridge.mesh import rank_numbers, world
 from torch_bridge.per_rank.host_random_states import RandomStates
-from torch_bridge.recorder import rank_tensor
+from torch_bridge.recorder import rank_array, rank_tensor
 from torch_bridge.script import rank_arguments, rank_indexing
 
 MARK = "_each_rank"
@@ -85,8 +86,8 @@ def each_rank(function: Callable[..., Any], *numbers: Any) -> Any:
     """What `function(*numbers)` gives on each rank: it is called once for each of the numbers that ranks have, with plain numbers.
 
     For what Python can give one rank alone, such as a file out of a list: `loader = torch_bridge.each_rank(lambda rank: make_loader(files[rank]), rank)`.
-    A DataLoader, Dataset or sampler, a CPU tensor, a number, or a tuple, list or dict of these comes back as one that is each rank's own. Every call begins
-    with the same random states of torch, Python and NumPy; with its rank's own after a seed that differs by rank. With one rank in the process, as under
+    A DataLoader, Dataset or sampler, a CPU tensor, an array, a number, or a tuple, list or dict of these comes back as one that is each rank's own. Every
+    call begins with the same random states of torch, Python and NumPy; with its rank's own after a seed that differs by rank. With one rank in the process, as under
     torchrun, the function is called once.
 
     Raises TypeError if ranks get something else that differs.
@@ -136,6 +137,8 @@ def _joined(made: dict[Any, Any], keys: Sequence[Any], hosted: Sequence[int], fu
         if all(not x.dim() and x.dtype == first.dtype and torch.equal(x, first) for x in results):  # an optimizer's count of steps
             return first
         return rank_tensor.RankTensor([rank_tensor.own(made[keys[r]], place) for place, r in enumerate(hosted)])
+    if all(type(x) is np.ndarray for x in results):
+        return rank_array.made([made[keys[r]] for r in hosted])
     if alike and type(first) in (int, float, bool):
         return rank_numbers.ranked(tuple(made.get(key, first) for key in keys), tuple(hosted))
     if alike and isinstance(first, _KINDS):
@@ -143,7 +146,7 @@ def _joined(made: dict[Any, Any], keys: Sequence[Any], hosted: Sequence[int], fu
     kinds = ", ".join(sorted({type(x).__name__ for x in results}))
     raise TypeError(
         f"each_rank: {getattr(function, '__name__', function)} gave ranks different values of type {kinds}, which nothing can stand for. Return a DataLoader, "
-        "a Dataset, a sampler, a CPU tensor, a number, or a tuple, list or dict of these; or do all that needs the value within the function."
+        "a Dataset, a sampler, a CPU tensor, an array, a number, or a tuple, list or dict of these; or do all that needs the value within the function."
     )
 
 

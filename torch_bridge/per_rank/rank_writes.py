@@ -6,17 +6,25 @@ And plain tensors indexed with tensors that differ by rank: `data[i]` for an `i`
 
 from __future__ import annotations
 
+import ast
+import copy
+import dis
 import functools
+import inspect
+import sys
 from collections.abc import Iterable
+from types import FrameType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch.utils._pytree import tree_leaves
 
 from torch_bridge.mesh import rank_numbers
 from torch_bridge.per_rank import rank_functions, rank_ops
 from torch_bridge.recorder import rank_tensor
 from torch_bridge.recorder.rank_tensor import RankTensor
+from torch_bridge.script import rank_syntax
 
 _DATA: Any = torch._C.TensorBase.data
 _KINDS = frozenset(rank_numbers.KINDS)
@@ -33,6 +41,8 @@ def install() -> None:
 def call(func: Any, args: Any, kwargs: Any) -> Any:
     """A torch function with a tensor that differs by rank among its arguments (`RankTensor.__torch_function__`)."""
     kind = _kind(func)
+    if kind == "write" and args and isinstance(args[0], RankTensor) and args[0].shared and _is_assigned_again(sys._getframe(3)):
+        args = (copy.deepcopy(args[0]), *args[1:])
     if _hold_numbers(args) or (kwargs and _hold_numbers(kwargs.values())):
         return rank_ops.call(func, args, kwargs)
     with torch._C.DisableTorchFunctionSubclass():
@@ -42,8 +52,11 @@ def call(func: Any, args: Any, kwargs: Any) -> Any:
             return rank_functions.compute(func, args, kwargs)
         if kind == "truth" and not any(rank_numbers.is_ranked(x) or _is_elsewhere(x) for x in args):
             return rank_tensor.join(rank_tensor.on_each(func, args, kwargs), None, set())
+        if kind == "statistics":
+            for t in _statistics(func, *args, **kwargs):
+                rank_tensor.divide(t)
         if kind == "write" or kwargs.get("out") is not None:
-            for t in tree_leaves(kwargs["out"]) if kwargs.get("out") is not None else args[:1]:
+            for t in tree_leaves(kwargs["out"]) if kwargs.get("out") is not None else tree_leaves(args[:1]):
                 rank_tensor.divide(t)
         return func(*args, **kwargs)
 
@@ -60,9 +73,33 @@ def _kind(func: Any) -> str:
         return name
     if name in _TRUTHS:
         return "truth"
+    if func in (F.batch_norm, F.instance_norm):
+        return "statistics"
     return "write" if name.endswith("_") and not name.endswith("__") and name not in _MARKING else ""
 
 
+def _statistics(func: Any, x: Any, mean: Any = None, var: Any = None, *args: Any, **kwargs: Any) -> list[torch.Tensor]:
+    """The running statistics that a norm writes."""
+    given = inspect.signature(func).bind(x, mean, var, *args, **kwargs).arguments
+    writes = given.get("training", False) if func is F.batch_norm else given.get("use_input_stats", True)
+    return [t for t in (mean, var) if isinstance(t, torch.Tensor)] if writes else []
+
+
+def _is_assigned_again(frame: FrameType) -> bool:
+    """Whether a frame is at `x[index] += value` of a tensor: the sum of a part is assigned to the part next."""
+    at = frame.f_lasti
+    if dis.opname[frame.f_code.co_code[at]] != "BINARY_OP" or frame.f_code.co_code[at + 1] < _IN_PLACE:
+        return False
+    where = list(frame.f_code.co_positions())[at // 2]
+    tree = rank_syntax.tree(frame.f_code.co_filename)
+    for node in ast.walk(tree) if tree is not None else ():
+        if isinstance(node, ast.AugAssign) and (node.lineno, node.end_lineno, node.col_offset, node.end_col_offset) == where:
+            names = rank_syntax.Names(frame.f_locals, frame.f_globals)
+            return isinstance(node.target, ast.Subscript) and isinstance(names.value(node.target.value), torch.Tensor)
+    return False
+
+
+_IN_PLACE = next(k for k, (name, _) in enumerate(dis._nb_ops) if name == "NB_INPLACE_ADD")  # type: ignore[attr-defined]
 _MARKING = {"requires_grad_", "rename_", "detach_", "share_memory_", "retain_grad_"}
 
 

@@ -316,8 +316,9 @@ def _write(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str,
     if all(isinstance(t, RankTensor) for t in targets):
         for t in targets:
             check_writable(t)  # type: ignore[arg-type]
-        write_each(targets, tree_leaves((args, kwargs)), lambda: on_each(func, args, kwargs))  # type: ignore[arg-type]
-        return targets[0] if len(targets) == 1 else tuple(targets)
+        leaves = tree_leaves((args, kwargs))
+        results = write_each(targets, leaves, lambda: on_each(func, args, kwargs))  # type: ignore[arg-type]
+        return _returned(func, results, targets, leaves)
     if func is aten.copy_.default and targets[0].shape == args[1].shape:
         from torch_bridge.recorder import uploads  # JAX
 
@@ -331,6 +332,16 @@ def _write(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str,
         f"{func} would write values that differ by rank into a CPU tensor (of shape {list(targets[0].shape)}) that all "
         f"{len(_first(args, kwargs).parts)} ranks of this process share: make the tensor on xla, or start one process per rank with torchrun."
     )
+
+
+def _returned(func: torch._ops.OpOverload, results: list[Any], targets: list[torch.Tensor], leaves: Sequence[Any]) -> Any:
+    """What an op that writes to these targets returns: the targets, or something new (a norm that writes its running statistics)."""
+    returns = func._schema.returns
+    if not returns:
+        return None
+    if any(r.alias_info is not None for r in returns):
+        return targets[0] if len(targets) == 1 else tuple(targets)
+    return join(results, varied_axes(leaves), memory(leaves))
 
 
 def _say_shared(t: torch.Tensor) -> None:
@@ -419,6 +430,9 @@ def _exchange(t: torch.Tensor, made: RankTensor) -> bool:
     if isinstance(t, torch.nn.Parameter):
         made._is_param = True
     kept = ("first", "_parts", "_axes", "shared")
+    hooks = t._backward_hooks, t._post_accumulate_grad_hooks
+    if any(hooks):
+        made._backward_hooks, made._post_accumulate_grad_hooks = hooks
     made.__dict__.update({name: x for name, x in t.__dict__.items() if name not in kept})
     with torch.no_grad():
         grad = t.grad if t.is_leaf else None

@@ -31,6 +31,7 @@ which is right for rank 0, whose numbers are read."""
 _DATA = {"numpy", "datasets", "pandas", "pyarrow", "h5py", "zarr", "webdataset", "streaming"}
 """Libraries that hold data: what they are asked for by a rank's number is data of one rank."""
 _TORCH_DATA = os.sep + os.path.join("torch", "utils", "data") + os.sep
+_CONTAINERS = os.path.join("torch", "nn", "modules", "container.py")
 _HOLDERS = (np.ndarray, deque, io.IOBase, mmap.mmap)
 """What methods in C change or read at a place: `array.take(rank, 0)`, `file.seek(rank * n)`."""
 _reported: set[tuple[str, int]] = set()
@@ -55,7 +56,7 @@ def note(values: Sequence[int], hosted: Sequence[int]) -> bool:
     frame = sys._getframe(3)
     place = (frame.f_code.co_filename, frame.f_lineno)
     folders = set(place[0].split(os.sep))
-    if _DATA & folders or (_TORCH_DATA in place[0] and _asking(frame.f_code, frame.f_lasti) is not None):
+    if _DATA & folders or place[0].endswith(_CONTAINERS) or (_TORCH_DATA in place[0] and _asking(frame.f_code, frame.f_lasti) is not None):
         _note_library(frame, hosted)
         return True
     if not source.is_outside(frame.f_code) or _KNOWN & folders:
@@ -86,7 +87,8 @@ def _note_library(frame: FrameType, hosted: Sequence[int]) -> None:
         at = at.f_back
     if at is not None:
         name = next((part for part in library.split(os.sep) if part in _DATA), "torch.utils.data")
-        _report_call(at, f"has {name} take data by a number that differs by rank", hosted)
+        what = "torch.nn take a module" if library.endswith(_CONTAINERS) else f"{name} take data"
+        _report_call(at, f"has {what} by a number that differs by rank", hosted)
 
 
 def _note_method(frame: FrameType, hosted: Sequence[int]) -> bool:

@@ -227,6 +227,13 @@ def test_tensors_numbers_and_nests_of_them(files: list[str]) -> None:
     assert sharded.varying(batch).axes == ("dp",)
 
 
+def test_arrays() -> None:
+    whole = np.arange(8.0)
+    found = torch_bridge.each_rank(lambda rank: whole[rank::4], world.rank())
+    compare([torch.from_numpy(found * 2).to("xla")], [[torch.from_numpy(whole[r::4] * 2)] for r in range(N)])
+    assert torch_bridge.each_rank(lambda rank: whole, world.rank()) is whole
+
+
 def test_it_is_called_once_for_each_number() -> None:
     calls: list[Any] = []
     torch_bridge.each_rank(calls.append, xm.get_ordinal() % 2)

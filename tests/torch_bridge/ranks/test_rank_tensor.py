@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import operator
 import pathlib
 import warnings
 from collections.abc import Callable
@@ -59,6 +60,36 @@ def _made_double(part: torch.Tensor) -> torch.Tensor:
     layer = torch.nn.Linear(2, 2)
     layer.load_state_dict({"weight": part, "bias": part[0]})
     return layer.double().bias.detach()
+
+
+def _added(r: Any) -> torch.Tensor:
+    t = table()
+    t[2 * r : 2 * r + 2] += 1
+    t[r] *= r
+    t[torch.tensor(r), 1] -= 3
+    return t
+
+
+def _normed(r: Any) -> torch.Tensor:
+    norm = torch.nn.BatchNorm1d(2)
+    norm(table()[r : r + 4])
+    return torch.stack([*norm.eval()(table()).detach(), norm.running_mean, norm.running_var])  # type: ignore[list-item]
+
+
+def _hooked(r: Any) -> torch.Tensor:
+    weight, found = torch.nn.Parameter(table()), list[torch.Tensor]()
+    weight.register_hook(lambda grad: grad * 2)
+    weight.register_post_accumulate_grad_hook(lambda p: found.append(p.grad + 1))  # type: ignore[operator]
+    with torch.no_grad():
+        weight.copy_(table() * (r + 1))
+    (weight * table()[r]).sum().backward()
+    return found[0] + weight.detach()
+
+
+def _by_lists(r: Any) -> torch.Tensor:
+    found = [torch.zeros(2), torch.ones(2)]
+    torch._foreach_add_(found, [table()[r], table()[r + 1]])
+    return torch.stack(found)
 
 
 Script = Callable[[Any], Any]
@@ -123,6 +154,10 @@ MADE: dict[str, Script] = {
     "random rows": lambda r: (torch.manual_seed(3), torch.rand(2) + torch.rand_like(torch.ones(2) * r))[-1],
     "randint": lambda r: (torch.manual_seed(3), torch.randint(0, r + 5, (4,)))[-1],
     "of a generator": lambda r: torch.normal(torch.ones(3) * r, 1.0, generator=torch.Generator().manual_seed(2)),
+    "parts added to": _added,
+    "running statistics": _normed,
+    "a parameter with hooks": _hooked,
+    "lists of tensors in place": _by_lists,
     "a row written": lambda r: _set(table(), r, 5.0),
     "rows written": lambda r: _set(table(), (slice(2 * r, 2 * r + 2), 1), torch.ones(2)),
     "a batch filled by rows": lambda r: _set(_set(torch.zeros(2, 2), 0, table()[r]), 1, table()[r + 1]),
@@ -353,6 +388,10 @@ def test_as_a_parameter() -> None:
 REFUSED: dict[str, tuple[Script, str]] = {
     "a write by place to what a view shares": (lambda r: _set(table()[:6], r, 1.0), "runs the script once for 4 ranks"),
     "a write by place to an array's memory": (lambda r: _set(torch.from_numpy(np.zeros(4)), r, 1.0), "runs the script once for 4 ranks"),
+    "a part in a dict added to": (
+        lambda r: operator.setitem(d := {"a": table()[r]}, "a", operator.iadd(d["a"], 1)),
+        "clone\\(\\) the part first",
+    ),
     "a sum in place of a view": (lambda r: table()[1:].add_(r), "runs the script once for 4 ranks"),
     "a sum of tensors in place of a view": (
         lambda r: table()[1].add_(torch.ones(2) * r),

@@ -88,6 +88,11 @@ REPORTED: dict[str, tuple[Script, Any, str]] = {
     "in a library": (lambda r: Rows.from_dict({"a": FILES})[2 * r : 2 * r + 1]["a"][0], "part-0", "has datasets take data"),
     "a shard": (lambda r: Rows.from_dict({"a": FILES}).shard(4, r)[0]["a"], "part-0", "has datasets take data"),
     "a subset": (_subset, "part-0", "has torch.utils.data take data"),
+    "a module": (
+        lambda r: torch.nn.ModuleList([torch.nn.Identity(), *map(torch.nn.ReLU, [True] * 3)])[r].extra_repr(),
+        "",
+        "has torch.nn take a module",
+    ),
     "a deque": (_rotated, [0, 1, 2, 3], r"calls found.rotate\(-r\)"),
     "a place in a file": (_sought, b"a", r"calls file.seek\(r\)"),
     "pieces in a list": (lambda r: list(torch.arange(4.0).chunk(4))[r].tolist(), [0.0], r"takes list\(.*\)\[r\] by a number"),
