@@ -401,6 +401,12 @@ def _taken_as_index(node: RankNode) -> None:
         _became_plain(node.values, node.hosted)
 
 
+def plain(values: Sequence[Any]) -> None:
+    """The caller's caller made one plain number of what has these values on the hosted ranks."""
+    if any(v != values[0] for v in values):
+        _became_plain(values, range(len(values)))
+
+
 def asked_for_index(values: tuple[int, ...]) -> None:
     """The caller's caller asked for one index, and gets the first of the hosted ranks' values."""
     if not hooks().taken_as_index(values, range(len(values))):
@@ -534,7 +540,11 @@ class IntItem(_Item, RankInt):
         return RankNode(tuple(known.get(r, self.values[0]) for r in range(world.size())), tuple(hosted))
 
     __hash__ = RankInt.__hash__
-    __int__ = __trunc__ = _Item.plain
+    __trunc__ = _Item.plain
+
+    def __int__(self) -> int:
+        plain(self.values)
+        return int(self.values[0])
 
     def __repr__(self) -> str:
         return repr(self.values[0])

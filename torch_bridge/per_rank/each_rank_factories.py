@@ -87,8 +87,8 @@ def each_rank(function: Callable[..., Any], *numbers: Any) -> Any:
 
     For what Python can give one rank alone, such as a file out of a list: `loader = torch_bridge.each_rank(lambda rank: make_loader(files[rank]), rank)`.
     A DataLoader, Dataset or sampler, a CPU tensor, an array, a number, or a tuple, list or dict of these comes back as one that is each rank's own. Every
-    call begins with the same random states of torch, Python and NumPy; with its rank's own after a seed that differs by rank. With one rank in the process, as under
-    torchrun, the function is called once.
+    call begins with the same random states of torch, Python and NumPy; with its rank's own after a seed that differs by rank. With one rank in the
+    process, as under torchrun, the function is called once.
 
     Raises TypeError if ranks get something else that differs.
     """

@@ -21,13 +21,14 @@ import torch.nn.functional as F
 from torch.utils._pytree import tree_leaves
 
 from torch_bridge.mesh import rank_numbers
-from torch_bridge.per_rank import rank_functions, rank_ops
+from torch_bridge.per_rank import rank_functions
 from torch_bridge.recorder import rank_tensor
 from torch_bridge.recorder.rank_tensor import RankTensor
 from torch_bridge.script import rank_syntax
 
 _DATA: Any = torch._C.TensorBase.data
 _KINDS = frozenset(rank_numbers.KINDS)
+_ENDS = _KINDS | {RankTensor}
 _TRUTHS = {"equal", "allclose"}
 
 
@@ -44,7 +45,7 @@ def call(func: Any, args: Any, kwargs: Any) -> Any:
     if kind == "write" and args and isinstance(args[0], RankTensor) and args[0].shared and _is_assigned_again(sys._getframe(3)):
         args = (copy.deepcopy(args[0]), *args[1:])
     if _hold_numbers(args) or (kwargs and _hold_numbers(kwargs.values())):
-        return rank_ops.call(func, args, kwargs)
+        return rank_numbers.hooks().torch_function(func, args, kwargs)
     with torch._C.DisableTorchFunctionSubclass():
         if kind == "__getitem__":
             return _getitem(func, *args)
@@ -159,9 +160,9 @@ def _writing(original: Any) -> Any:
 
 
 def _differs(index: Any) -> bool:
-    """Whether an index differs by rank: a number, or a slice between some."""
+    """Whether an index differs by rank: a number, or a slice between some. (Tensors come by `call`.)"""
     if type(index) is slice:
-        return type(index.start) in _KINDS or type(index.stop) in _KINDS or type(index.step) in _KINDS
+        return type(index.start) in _ENDS or type(index.stop) in _ENDS or type(index.step) in _ENDS
     return type(index) in _KINDS
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, SupportsIndex
 import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.weak import WeakIdKeyDictionary
 
 from torch_bridge import source
 from torch_bridge.mesh import rank_numbers, world
@@ -145,6 +146,7 @@ class RankTensor(torch.Tensor):
         return bool(self.item() if self.dtype == torch.bool else rank_numbers.item(tuple(bool(p) for p in self.parts)))
 
     def __int__(self) -> int:
+        rank_numbers.plain([int(p) for p in self.parts])
         return int(self.first)
 
     def __index__(self) -> int:
@@ -239,14 +241,21 @@ def memory(leaves: Sequence[Any]) -> set[int]:
 
 
 def _start(t: torch.Tensor) -> int:
-    """Of a tensor's memory; 0 for one without."""
-    return t.untyped_storage().data_ptr() if t.layout == torch.strided and t.device.type == "cpu" else 0
+    """Of a tensor's memory; 0 for one without, such as what torch.func wraps."""
+    if t.layout != torch.strided or t.device.type != "cpu" or torch._C._functorch.is_functorch_wrapped_tensor(t):
+        return 0
+    return t.untyped_storage().data_ptr()
 
 
 def join(results: list[Any], axes: tuple[str, ...] | None, shared: set[int]) -> Any:
     """One result for what each rank got: tensors, numbers, and lists of them. shared: `memory` of what they were computed from."""
     first = results[0]
     if isinstance(first, torch.Tensor):
+        if torch._C._functorch.is_functorch_wrapped_tensor(first):
+            raise rank_numbers.PlainNumberNeeded(
+                "a CPU tensor that differs by rank meets, within torch.func, one of which the function is transformed: give it to the function as an argument "
+                "(torch.func.grad(f)(x, part)), move both to xla first, or start one process per rank with torchrun."
+            )
         own = [t.detach().resolve_conj().resolve_neg() for t in results]
         return RankTensor(own, axes, _start(own[0]) in shared)
     if isinstance(first, (list, tuple)):
@@ -287,12 +296,30 @@ def _make(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, 
     axes = None if torch.Tag.nondeterministic_seeded in func.tags else varied_axes(leaves)
     found = join(on_each(func, args, kwargs), axes, memory(leaves))
     if isinstance(found, torch.SymBool) or rank_numbers.is_item(found):  # what calls here takes Python's own numbers only
-        return type(rank_numbers.first(found))(found)
+        _say_plain(rank_numbers.per_rank(found))
+        return rank_numbers.first(found)
     given = {_start(x.first): x for x in leaves if isinstance(x, RankTensor)}
     for t in tree_leaves(found):
         if isinstance(t, RankTensor) and t.numel() and _start(t.first) in given:
             t.sharing(given[_start(t.first)])
     return found
+
+
+_said: set[str] = set()
+
+
+def _say_plain(values: Sequence[Any]) -> None:
+    """torch itself asks for a plain number, as `one_hot` does for the number of classes."""
+    line = source.user_line()
+    if line in _said:
+        return
+    _said.add(line)
+    shown = ", ".join(map(str, values[:4])) + (", ..." if len(values) > 4 else "")
+    rank_numbers.report(
+        f"{line}: torch asks for one plain number of a CPU tensor that differs by rank ({shown} for rank 0, 1, ...) and gets rank 0's, for all ranks. Give the "
+        "number yourself (num_classes=...), move the tensor to xla first, or start one process per rank with torchrun.",
+        4,
+    )
 
 
 def _to_xla(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -405,17 +432,18 @@ def rebind(t: torch.Tensor, value: torch.Tensor) -> None:
         )
 
 
-_OWNER = "_is_data_of"
+_OWNERS: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""Whose `.data` a tensor is. (An attribute would be pickled with it.)"""
 
 
 def note_data(t: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
     """Remember whose `.data` a tensor is; returns it."""
-    setattr(data, _OWNER, t)  # a weak reference would keep torch from exchanging it
+    _OWNERS[data] = t
     return data
 
 
 def _swapped(t: torch.Tensor, parts: Sequence[torch.Tensor], axes: tuple[str, ...] | None) -> bool:
-    owner = t.__dict__.pop(_OWNER, None)
+    owner = _OWNERS.pop(t, None)  # torch exchanges no tensor with a weak reference
     if owner is not None and type(owner) in (torch.Tensor, torch.nn.Parameter) and _start(owner) == _start(t) and owner.shape == t.shape:
         if owner.stride() != t.stride() or not owner.is_leaf or owner._base is not None or not _alone(t, 1):
             return False

@@ -70,7 +70,7 @@ def _asker() -> FrameType | None:
     return frame
 
 
-_ANSWERS = {"__bool__", "__float__", "__index__", "__hash__"}
+_ANSWERS = {"__bool__", "__float__", "__int__", "__index__", "__hash__"}
 
 
 def _follow(frame: FrameType, truth: bool) -> Branch | None:

@@ -19,7 +19,7 @@ import torch_xla.core.xla_model as xm
 import torch_bridge
 from tests.torch_bridge.ranks.conftest import Hosted
 from torch_bridge.mesh import rank_numbers
-from torch_bridge.recorder import first_rank_files
+from torch_bridge.recorder import first_rank_files, rank_tensor
 from torch_bridge.recorder.rank_tensor import RankTensor
 
 F = torch.nn.functional
@@ -155,6 +155,8 @@ MADE: dict[str, Script] = {
     "randint": lambda r: (torch.manual_seed(3), torch.randint(0, r + 5, (4,)))[-1],
     "of a generator": lambda r: torch.normal(torch.ones(3) * r, 1.0, generator=torch.Generator().manual_seed(2)),
     "parts added to": _added,
+    "rows up to a length": lambda r: _set(torch.zeros(2, 4), (0, slice(None, torch.arange(4)[r])), 1.0),
+    "a part given to torch.func": lambda r: torch.func.grad(lambda x, part: (x * part * x).sum())(torch.ones(2), table()[r]),
     "running statistics": _normed,
     "a parameter with hooks": _hooked,
     "lists of tensors in place": _by_lists,
@@ -366,6 +368,24 @@ def test_an_optimizer_on_the_cpu() -> None:
         assert all(map(torch.equal, found.parts, own))
 
 
+def test_data_is_pickled_as_ever() -> None:
+    xm.get_ordinal()
+    p, file = torch.nn.Parameter(torch.ones(2)), io.BytesIO()
+    torch.save({"p": p, "data": p.data}, file, _use_new_zipfile_serialization=False)
+    file.seek(0)
+    assert torch.load(file)["p"].tolist() == [1, 1] and not vars(p.data)
+
+
+def test_a_plain_number_that_torch_asks_for_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_tensor, "_said", set())
+    ids = torch.arange(8).narrow(0, xm.get_ordinal(), 2)
+    with pytest.warns(
+        UserWarning,
+        match=r"test_rank_tensor.py:.*: torch asks for one plain number of a CPU tensor that differs by rank \(1, 2, 3, 4 for rank",
+    ):
+        assert F.one_hot(ids).shape == (2, 2)
+
+
 def test_truths_of_two_tensors() -> None:
     t = table().narrow(0, xm.get_ordinal(), 2)
     assert rank_numbers.per_rank(torch.equal(t, table()[:2])) == [True, False, False, False]
@@ -398,6 +418,10 @@ REFUSED: dict[str, tuple[Script, str]] = {
         "into a CPU tensor .* that all 4 ranks of this process share",
     ),
     "a write to rows of what a view shares": (lambda r: _set(table()[:6], slice(r, r + 1), 1.0), "clone\\(\\) the part first"),
+    "a part within torch.func": (
+        lambda r: torch.func.grad(lambda x: (x * table()[r]).sum())(torch.ones(2)),
+        "give it to the function as an argument",
+    ),
     "sparse": (lambda r: (table() * r).to_sparse(), "only dense ones can"),
     "a write through a part": (lambda r: table()[r].zero_(), "clone\\(\\) the part first"),
     "a write through a view of a part": (lambda r: table()[r][0].zero_(), "clone\\(\\) the part first"),
