@@ -7,6 +7,7 @@ import io
 import operator
 import pathlib
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +20,7 @@ import torch_xla.core.xla_model as xm
 import torch_bridge
 from tests.torch_bridge.ranks.conftest import Hosted
 from torch_bridge.mesh import rank_numbers
-from torch_bridge.recorder import first_rank_files, rank_tensor
+from torch_bridge.recorder import first_rank_files, rank_tensor, sharded
 from torch_bridge.recorder.rank_tensor import RankTensor
 
 F = torch.nn.functional
@@ -474,3 +475,24 @@ def test_torchscript_knows_the_functions() -> None:
 
     x = torch.arange(4.0)
     assert torch.equal(torch.jit.script(scripted)(x), scripted(x))
+
+
+def test_data_of_a_parameter() -> None:
+    """It is the same parameter with each rank's values, also where these are replaced again."""
+    layer = torch.nn.Embedding(2, 2)
+    weight, rank = layer.weight, xm.get_ordinal()
+    weight.mark = "kept"  # type: ignore[attr-defined]
+    for given in (lambda r: table()[2 * r : 2 * (r + 1)].clone(), lambda r: table()[:2] * r, lambda r: torch.ones(2, 2)):
+        layer.weight.data = given(rank)
+        assert layer.weight is weight and isinstance(weight, torch.nn.Parameter) and weight.requires_grad
+        assert weight.mark == "kept" and dict(layer.named_parameters()) == {"weight": weight}  # type: ignore[attr-defined]
+        with torch.no_grad():
+            for r, found in enumerate(sharded.of_each(layer(torch.tensor([1, 0]))) or ()):
+                assert torch.equal(found, given(r)[[1, 0]])
+    with pytest.raises(TypeError, match=r"cannot set \.data of a tensor on cpu to a tensor on meta"):
+        layer.weight.data = torch.zeros(2, 2, device="meta")
+    used = torch.ones(3)
+    reference = weakref.ref(used)
+    with pytest.raises(RuntimeError, match=r"\.data of a CPU tensor of shape \[3\] cannot be set to values that differ by rank"):
+        used.data = torch.ones(3) * rank
+    assert reference() is used and used.tolist() == [1.0] * 3
