@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from torch_bridge.mesh import world
 from torch_bridge.recorder import sharded
-from torch_bridge.recorder.rank_tensor import RankTensor
 
 
 def of_ranks(module: torch.nn.Module) -> list[dict[str, torch.Tensor]]:
@@ -19,10 +16,7 @@ def of_ranks(module: torch.nn.Module) -> list[dict[str, torch.Tensor]]:
         if t.device.type == "meta":
             raise RuntimeError(f"{name} is on meta: give the model its weights, or a checkpoint loader")
         value = t.detach()
-        if isinstance(value, RankTensor):
-            several: Sequence[torch.Tensor] = value.parts
-        else:
-            several = sharded.shards(value) if value.device.type == "xla" else [value] * len(hosted)
+        several = sharded.of_each(value) or [value] * len(hosted)
         for state, own in zip(found, several, strict=True):
             state[name] = own
     return found

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 Tree = Any
 """A structure with an int for each tensor: {"tuple" | "list": [...]}, {"dict": [[key, ...], ...]}, {"tensor": i} or {"value": a constant}."""
+
+Initial = torch.Tensor | Mapping[int, torch.Tensor]
+"""What a program begins with under a name: one value for all ranks, or each rank's own by its number, for those that the process hosted which traced it."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -32,6 +32,7 @@ from isal import isal_zlib
 
 from torch_bridge import _compat
 from torch_bridge.aot import exporting, facts, safetensors
+from torch_bridge.aot.facts import Initial
 from torch_bridge.aot.model import Program
 from torch_bridge.aot.script_files import FOLDER, MODEL
 
@@ -101,10 +102,14 @@ def _write(archive: zipfile.ZipFile, kind: str, programs: Mapping[str, Program],
                 "facts": facts.to_json(program.facts),
                 "forms": list(forms.serialized),
                 "missing": forms.missing,
-                "initial": list(program.initial),
+                "initial": [name for name, begins in program.initial.items() if isinstance(begins, torch.Tensor)],
+                "initial_of_ranks": {name: sorted(begins) for name, begins in program.initial.items() if isinstance(begins, Mapping)},
             }
         )
-    initial = {name: t for program in programs.values() for name, t in program.initial.items()}
+    initial: dict[str, torch.Tensor] = {}
+    for program in programs.values():
+        for name, begins in program.initial.items():
+            initial.update({_of_rank(name, r): t for r, t in begins.items()} if isinstance(begins, Mapping) else {name: begins})
     if initial:
         _write_tensors(archive, _INITIAL, initial)
     shared = {t.name for program in programs.values() for t in program.facts.weights if t.shared}
@@ -117,6 +122,11 @@ def _write(archive: zipfile.ZipFile, kind: str, programs: Mapping[str, Program],
 
 def _weights_of(rank: int) -> str:
     return f"{FOLDER}/weights/{rank_file(rank)}"
+
+
+def _of_rank(name: str, rank: int) -> str:
+    """Under which name a rank's own value is among those that programs begin with."""
+    return f"{name} of rank {rank}"
 
 
 def rank_file(rank: int) -> str:
@@ -145,11 +155,13 @@ class Opened:
         self.kind: str = text["kind"]
         self.extra: dict[str, Any] = text["extra"]
         self.ranks: int = int(text["ranks"])
-        initial = self._tensors(_INITIAL) if any(p["initial"] for p in text["programs"]) else {}
+        initial = self._tensors(_INITIAL) if any(p["initial"] or p.get("initial_of_ranks") for p in text["programs"]) else {}
         self.programs: dict[str, Program] = {}
         for k, found in enumerate(text["programs"]):
             forms = {form: archive.read(f"{FOLDER}/programs/{k}.{form}.stablehlo") for form in found["forms"]}
-            own = {name: initial[name].clone() for name in found["initial"]}
+            own: dict[str, Initial] = {name: initial[name].clone() for name in found["initial"]}
+            for name, ranks in found.get("initial_of_ranks", {}).items():
+                own[name] = {int(r): initial[_of_rank(name, r)].clone() for r in ranks}
             self.programs[found["tag"]] = Program(facts.from_json(found["facts"]), exporting.Forms(forms, found["missing"]), own)
 
     def weights(self, ranks: Sequence[int]) -> list[dict[str, torch.Tensor]]:

@@ -19,7 +19,7 @@ from jax import export
 
 from torch_bridge import _compat
 from torch_bridge.aot import devices, exporting, facts
-from torch_bridge.aot.facts import Facts, Held, Tensor
+from torch_bridge.aot.facts import Facts, Held, Initial, Tensor
 from torch_bridge.collectives import index_checks
 from torch_bridge.compiler import executable_cache
 from torch_bridge.mesh import processes
@@ -32,17 +32,17 @@ RankWeights = Mapping[str, torch.Tensor]
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A traced program without its code. initial: what states begin with, if not with zeros, and weights that need not be given."""
+    """A traced program without its code. initial: what states begin with, if not with zeros, and weights that need not be given (each rank's own, too)."""
 
     facts: Facts
     forms: exporting.Forms
-    initial: Mapping[str, torch.Tensor] = dataclasses.field(default_factory=dict)
+    initial: Mapping[str, Initial] = dataclasses.field(default_factory=dict)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Program):
             return NotImplemented
         alike = (self.facts, self.forms, self.initial.keys()) == (other.facts, other.forms, other.initial.keys())
-        return alike and all(same(t, other.initial[name]) for name, t in self.initial.items())
+        return alike and all(_initially_same(t, other.initial[name]) for name, t in self.initial.items())
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -153,7 +153,7 @@ class Model:
         for other, p in self.programs.items():
             for name in sorted(updated & {*program.initial, *p.initial}):
                 values = _beginning(name, program), _beginning(name, p)
-                if name in self._alone or (values[0] is not None and values[1] is not None and not same(values[0], values[1])):
+                if name in self._alone or (values[0] is not None and values[1] is not None and not _initially_same(values[0], values[1])):
                     raise ValueError(
                         f"{name} is a state, and begins with other values in program {tag!r} than in {other!r}: programs share states by name, so give it the "
                         "same values, or another name"
@@ -182,7 +182,11 @@ class Model:
         if len(of_ranks) != len(hosted):
             raise ValueError(f"weights are needed for {len(hosted)} ranks, got {len(of_ranks)} dicts")
         initial = self._initial()
-        missing = [n for n in self.weights if n not in initial and any(n not in w for w in of_ranks)]
+        missing = [
+            n
+            for n in self.weights
+            if any(n not in w and _initially(initial.get(n), r) is None for r, w in zip(hosted, of_ranks, strict=True))
+        ]
         if missing:
             raise ValueError(f"{len(missing)} weights are missing: {_few(missing)}; they are named as in the traced module's state_dict()")
         by_rank = dict(zip(hosted, of_ranks, strict=True))
@@ -198,10 +202,13 @@ class Model:
                 if name in own:
                     _to_host(own[name], of)
 
-    def _weight(self, of: Held, by_rank: Mapping[int, RankWeights], initial: Mapping[str, torch.Tensor]) -> Any:
+    def _weight(self, of: Held, by_rank: Mapping[int, RankWeights], initial: Mapping[str, Initial]) -> Any:
         def host(rank: int) -> np.ndarray:
             t = by_rank[rank].get(of.name)
-            return _to_host(initial[of.name] if t is None else t, of)
+            if t is None:
+                t = _initially(initial[of.name], rank)
+                assert t is not None
+            return _to_host(t, of)
 
         if of.shared and len(by_rank) > 1:
             first = by_rank[self.where.hosted[0]].get(of.name)
@@ -213,15 +220,15 @@ class Model:
                     )
         return self.where.put(host, of.shared)
 
-    def _initial(self) -> dict[str, torch.Tensor]:
+    def _initial(self) -> dict[str, Initial]:
         return {name: t for p in self.programs.values() for name, t in p.initial.items()}
 
     def reset_states(self) -> None:
         """Let states begin anew."""
         initial = self._initial()
         for name, of in self.states.items():
-            zeros = torch.zeros(of.shape, dtype=of.dtype)
-            host = _to_host(initial.get(name, zeros), of)
+            begins = _initially(initial.get(name), self.where.hosted[0])
+            host = _to_host(torch.zeros(of.shape, dtype=of.dtype) if begins is None else begins, of)
             self._arrays[name] = self.where.put(lambda rank, host=host: host, False)
 
     def read(self, name: str, rank: int) -> torch.Tensor:
@@ -241,8 +248,12 @@ class Model:
             return []
         hosted, initial = self.where.hosted, self._initial()
         common = {name: self.read(name, hosted[0]) for name in self.weights if self._is_shared(name)}
-        found = [{name: common[name] if name in common else self.read(name, rank) for name in self.weights} for rank in hosted]
-        return [{name: t for name, t in own.items() if name not in initial or not same(t, initial[name])} for own in found]
+        found = []
+        for rank in hosted:
+            own = {name: common[name] if name in common else self.read(name, rank) for name in self.weights}
+            begun = {name: _initially(initial.get(name), rank) for name in own}
+            found.append({name: t for name, t in own.items() if (first := begun[name]) is None or not same(t, first)})
+        return found
 
     def write(self, name: str, rank: int, value: torch.Tensor) -> None:
         """Set a rank's values of a weight or state; of a weight that all ranks share, everyone's. Raises KeyError for an unknown name or another shape."""
@@ -274,7 +285,8 @@ class Model:
         """Compile what is not compiled, and let states begin. workers: compilations at the same time. Raises RuntimeError without weights."""
         missing = [n for n in self.weights if n not in self._arrays]
         if missing:
-            if all(n in self._initial() for n in missing):
+            initial = self._initial()
+            if all(_initially(initial.get(n), rank) is not None for n in missing for rank in self.where.hosted):
                 self.set_weights([{} for _ in self.where.hosted])
             else:
                 raise RuntimeError(f"the model has no weights yet ({_few(missing)}): call set_weights(...) with a dict for each rank first")
@@ -418,10 +430,21 @@ def _holds(program: Program, name: str) -> bool:
 
 
 def _begin_alike(name: str, one: Program, other: Program) -> bool:
-    return name in other.initial and same(one.initial[name], other.initial[name])
+    return name in other.initial and _initially_same(one.initial[name], other.initial[name])
 
 
-def _beginning(name: str, program: Program) -> torch.Tensor | None:
+def _initially(begins: Initial | None, rank: int) -> torch.Tensor | None:
+    """A rank's value; None if it is not known."""
+    return begins.get(rank) if isinstance(begins, Mapping) else begins
+
+
+def _initially_same(a: Initial, b: Initial) -> bool:
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        return a.keys() == b.keys() and all(same(t, b[rank]) for rank, t in a.items())
+    return isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and same(a, b)
+
+
+def _beginning(name: str, program: Program) -> Initial | None:
     """What a state begins with as a program has it; None if it does not say."""
     of = next((t for t in program.facts.states if t.name == name), None)
     return program.initial.get(name, None if of is None else torch.zeros(of.shape, dtype=of.dtype))

@@ -10,11 +10,12 @@ import torch
 from torch import fx
 
 from torch_bridge.aot import facts, forwards
+from torch_bridge.aot.facts import Initial
 from torch_bridge.export import graph_capture
 from torch_bridge.ir.layout import Layout, layout
 from torch_bridge.mesh import sharding, world
 from torch_bridge.passes import varying_axes
-from torch_bridge.recorder import sharded
+from torch_bridge.recorder import sharded, uploads
 from torch_bridge.recorder.rank_tensor import RankTensor
 from torch_bridge.recorder.tensor import XLATensor
 from torch_bridge.replay.side_effects import shares_memory
@@ -30,7 +31,7 @@ class Traced:
     facts: facts.Facts
     leaves: tuple[tuple[str, int], ...]
     results: tuple[tuple[str, int], ...]
-    initial: dict[str, torch.Tensor]
+    initial: dict[str, Initial]
 
 
 Describe = Callable[[torch.Tensor], tuple[bool, tuple[facts.Cut, ...]]]
@@ -58,11 +59,9 @@ def trace(
     """
     graph = forwards.capture(module, *args, **kwargs)
     signature: Any = graph.signature
-    for name, t in signature.captured.items():
-        module.register_buffer(name, t, persistent=False)
     if signature.left_out:
         raise facts.no_structure(signature.left_out[0])
-    own = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    own = {**dict(module.named_parameters()), **dict(module.named_buffers()), **signature.captured}
     held = {name: _held(name, own[name], describe, name in signature.params) for name in (*signature.params, *signature.buffers)}
     aliases = _checked(signature, aliases or {})
     updated = [*aliases.values(), *(n for n in signature.mutated if n not in aliases.values())]
@@ -148,17 +147,19 @@ def _fits(name: str, state: facts.Held, value: fx.Node) -> None:
 def _held(name: str, t: torch.Tensor, describe: Describe, is_parameter: bool) -> facts.Held:
     """A buffer counts as each rank's own: another program may update it, which is for `Model.add` to see."""
     differs, cuts = describe(t)
-    shared = is_parameter and (world.size() == 1 or not (differs or cuts or _axes(t)))
+    shared = is_parameter and (world.size() == 1 or not (differs or cuts or _differs(t)))
     return facts.Held(name, tuple(t.shape), t.dtype, shared, cuts)
 
 
-def _axes(t: torch.Tensor) -> sharding.Axes:
-    """The mesh axes over which a tensor differs."""
-    if not isinstance(t, XLATensor) or not sharding.active():
-        return sharding.NONE
-    executor.materialize(t._storage)
-    array = t._storage.held
-    return sharding.NONE if array is None else sharding.axes_of(array.sharding.spec)
+def _differs(t: torch.Tensor) -> bool:
+    """Whether ranks may have different values of a tensor."""
+    if isinstance(t, XLATensor):
+        if not sharding.active():
+            return False
+        executor.materialize(t._storage)
+        array = t._storage.held
+        return array is not None and bool(sharding.axes_of(array.sharding.spec))
+    return isinstance(t, RankTensor) or (uploads.remembers(t) and uploads.remembered(t) is not None)
 
 
 def _result_nodes(graph: fx.GraphModule) -> list[fx.Node]:
@@ -199,27 +200,25 @@ def _spread(graph: fx.GraphModule, found: facts.Facts, leaves: Sequence[tuple[st
     varying_axes.spread(graph.graph, axes)
 
 
-def _initial(module: torch.nn.Module, own: Mapping[str, torch.Tensor], states: Sequence[str]) -> dict[str, torch.Tensor]:
+def _initial(module: torch.nn.Module, own: Mapping[str, torch.Tensor], states: Sequence[str]) -> dict[str, Initial]:
     saved = set(module.state_dict(keep_vars=True))
-    found = {}
+    found: dict[str, Initial] = {}
     for name, t in own.items():
         if t.device.type == "meta" or (name in saved and name not in states):
             continue
-        if isinstance(t, RankTensor) or _axes(t):
-            if name in states and any(map(_any, _parts(t))):
+        parts = sharded.of_each(t.detach()) if _differs(t) else None
+        if parts is not None:
+            if name in states and any(map(_any, parts)):
                 raise ValueError(
                     f"{name} is updated by the forward and begins with values that differ by rank: a state begins with zeros, or with values that all have"
                 )
+            if name not in states:
+                found[name] = dict(zip(world.current().hosted, parts, strict=True))
             continue
         value = t.detach().cpu().clone()
         if name not in states or _any(value):
             found[name] = value
     return found
-
-
-def _parts(t: torch.Tensor) -> Sequence[torch.Tensor]:
-    """What each rank has."""
-    return t.parts if isinstance(t, RankTensor) else sharded.shards(t.detach())
 
 
 def _any(value: torch.Tensor) -> bool:

@@ -14,15 +14,23 @@ from torch_bridge.mesh import groups, sharding, world
 from torch_bridge.mesh.groups import Groups
 from torch_bridge.recorder.downloads import each_ranks
 from torch_bridge.recorder.rank_tensor import RankTensor
-from torch_bridge.recorder.uploads import from_ranks
+from torch_bridge.recorder.uploads import from_ranks, remembered, remembers
 from torch_bridge.recorder.varying import Varying, note_file, varying
 
-__all__ = ["Varying", "axes_of", "expect", "from_ranks", "note_file", "shards", "varying"]
+__all__ = ["Varying", "axes_of", "expect", "from_ranks", "note_file", "of_each", "shards", "varying"]
 
 
 def shards(t: torch.Tensor) -> list[torch.Tensor]:
     """Every hosted rank's own value, as CPU tensors in rank order, of an xla tensor (which runs what is pending) or a copy of one on the CPU."""
     return list(t.parts) if isinstance(t, RankTensor) else each_ranks(t)
+
+
+def of_each(t: torch.Tensor) -> list[torch.Tensor] | None:
+    """Every hosted rank's own value, as CPU tensors in rank order, of a tensor wherever it is; None for a plain CPU tensor, which all have."""
+    if t.device.type == "xla" or isinstance(t, RankTensor):
+        return shards(t)
+    source = remembered(t) if remembers(t) else None
+    return None if source is None else each_ranks(source)
 
 
 def expect(t: torch.Tensor, axes: Iterable[str] | sharding.Cuts, dim: int = 0) -> None:

@@ -304,9 +304,13 @@ def _traced_for_one_rank(
 
 def _require_no_ranks(name: str, module: torch.nn.Module, example: tuple[Any, ...]) -> None:
     """Raise RuntimeError if a forward needs the ranks of the world: it communicates, it computes with its rank, or it reads what ranks have parts of."""
+    from torch_bridge.recorder import sharded
+
     own = [*module.parameters(), *module.buffers()]
     if any(t.device.type == "xla" for t in (*own, *_pytree.tree_leaves(example)) if isinstance(t, torch.Tensor)):
         reason = "the module or its inputs are on xla, where each rank has its own: move them to the CPU first"
+    elif any(sharded.of_each(t.detach()) is not None for t in own):
+        reason = "each rank has weights of its own: use neuronx_distributed.trace.parallel_model_trace or ModelBuilder"
     elif _is_cut(own) or _asks_for_ranks(module, example):
         reason = (
             "its forward communicates among them or depends on the rank: use neuronx_distributed.trace.parallel_model_trace or ModelBuilder"

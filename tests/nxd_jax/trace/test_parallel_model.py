@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,14 @@ from torch import nn
 
 import torch_bridge
 from nxd_jax.parallel_layers import layers, parallel_state
-from nxd_jax.parallel_layers.mappings import reduce_from_tensor_model_parallel_region
+from nxd_jax.parallel_layers.mappings import gather_from_tensor_model_parallel_region, reduce_from_tensor_model_parallel_region
 from nxd_jax.trace import parallel_model_load, parallel_model_save, parallel_model_trace
+from nxd_jax.trace.functions import shard_checkpoint
+from nxd_jax.trace.model_builder_v2 import ModelBuilder
+from nxd_jax.trace.nxd_model import NxDModel
+from nxd_jax.trace.parallel_context import NxDParallelState
 from nxd_jax.trace.trace import ParallelModel, TensorParallelNeuronModel
+from tests.nxd_jax.trace import nets
 
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.*is deprecated:DeprecationWarning")
 IDS = torch.tensor([[3, 1, 2]])
@@ -134,6 +139,97 @@ def test_tensors_of_each_rank_that_are_no_buffers(tmp_path: Path) -> None:
     for tp in (2, 1):
         parallel_model_save(parallel_model_trace(lambda: Attention(full, bias), x, tp_degree=tp), tmp_path)
         torch.testing.assert_close(parallel_model_load(tmp_path)(x), wanted)
+
+
+def own(data: torch.Tensor) -> torch.Tensor:
+    """The rank's rows, as samples take them."""
+    rank, rows = parallel_state.get_tensor_model_parallel_rank(), len(data) // parallel_state.get_tensor_model_parallel_size()
+    return data[rows * rank : rows * (rank + 1)].clone()
+
+
+class Table(nn.Module):
+    """A plain layer that has each rank's part of a table, given to it in some way."""
+
+    def __init__(self, give: Callable[[nn.Embedding, torch.Tensor], Any], table: torch.Tensor) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(2, 3)
+        give(self.embed, own(table))
+        self.again = self.embed  # one module under two names
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return reduce_from_tensor_model_parallel_region(self.embed(ids) + self.again(ids))
+
+
+def by_data(layer: nn.Embedding, part: torch.Tensor) -> None:
+    layer.weight.data = part
+
+
+def by_copy(layer: nn.Embedding, part: torch.Tensor) -> None:
+    layer.weight.data[:] = part
+
+
+@pytest.mark.parametrize("give", [by_data, by_copy, lambda layer, part: layer.load_state_dict({"weight": part})])
+def test_parameters_that_are_given_each_ranks_values(give: Any, tmp_path: Path) -> None:
+    table, ids = torch.randn(4, 3), torch.tensor([[0, 1, 1]])
+    model = parallel_model_trace(lambda: Table(give, table), ids, tp_degree=2)
+    parallel_model_save(model, tmp_path)
+    for one in (model, parallel_model_load(tmp_path)):
+        torch.testing.assert_close(one(ids), 2 * (table[:2][ids] + table[2:][ids]))
+    with (
+        NxDParallelState(world_size=2, tensor_model_parallel_size=2),
+        pytest.raises(RuntimeError, match=r"traces for one rank, the world has 2, and each rank has weights of its own: use neuronx_distr"),
+    ):
+        torch_neuronx.trace(Table(by_data, table), ids)
+
+
+class Shifted(nn.Module):
+    """Each rank's shift by some bucket's factor, which is no parameter, and a buffer that no state dict holds."""
+
+    def __init__(self, shift: torch.Tensor, factor: int = 1) -> None:
+        super().__init__()
+        self.up = layers.ColumnParallelLinear(3, 4, bias=False, gather_output=False)
+        self.shift = [own(shift) * factor]
+        self.register_buffer("more", own(shift) * factor, persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return gather_from_tensor_model_parallel_region(self.up(x) + self.shift[0] * self.more)
+
+
+def by_rows(tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], torch.Tensor]:
+    return tensors, torch.tensor(tensors[0].shape[0] - 1)
+
+
+def test_each_ranks_own_in_buckets(tmp_path: Path) -> None:
+    """Other values in each bucket, and weights from a checkpoint that does not have them."""
+    shift, weight, x = torch.randn(4), torch.randn(4, 3), torch.randn(2, 3)
+    config = torch_neuronx.BucketModelConfig(lambda: torch.jit.script(by_rows), func_kwargs=[{"factor": 1}, {"factor": 2}])
+    options: dict[str, Any] = {"bucket_config": config, "inline_weights_to_neff": False, "tp_degree": 2, "spmd_mode": True}
+    model = parallel_model_trace(
+        lambda factor: Shifted(shift, factor), [x[:1], x], checkpoint_loader_callable=lambda: {"up.weight": weight}, **options
+    )
+    parallel_model_save(model, tmp_path)
+    for one in (model, parallel_model_load(tmp_path)):
+        torch.testing.assert_close(one(x[:1]), x[:1] @ weight.t() + shift**2)
+        torch.testing.assert_close(one(x), x @ weight.t() + 4 * shift**2)
+
+
+@pytest.mark.parametrize("form", ["mesh", "one"])
+def test_each_ranks_own_in_the_builders_model(form: str, tmp_path: Path) -> None:
+    shift, weight, x = torch.randn(4), torch.randn(4, 3), torch.randn(2, 3)
+    with NxDParallelState(world_size=2, tensor_model_parallel_size=2):
+        module = Shifted(shift)
+        buffers = set(dict(module.named_buffers()))
+        model = ModelBuilder(module).trace(x[:1], tag="a").trace(x, tag="b").compile(compiler_workdir=tmp_path)
+        weights = shard_checkpoint({"up.weight": weight}, module)
+    assert set(dict(module.named_buffers())) == buffers
+    model.save(str(tmp_path / "model.pt"))
+    loaded = NxDModel.load(str(tmp_path / "model.pt"))
+    for one in (model, loaded):
+        nets.put_on(one, form)
+        one.set_weights(weights)
+        one.to_neuron()
+        for rows in (1, 2):
+            torch.testing.assert_close(one(x[:rows]), x[:rows] @ weight.t() + shift**2)
 
 
 def test_xla_tensors_of_each_rank_that_are_no_buffers() -> None:
