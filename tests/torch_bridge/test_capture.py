@@ -242,7 +242,7 @@ def test_what_the_forward_assigns_anew_is_a_result() -> None:
             r"sets state to torch\.float32 \[4\] on xla.*, which was torch\.float32 \[2\]: what is kept from call to call must",
         ),
         (lambda b, x: b.to(torch.bfloat16), r"sets state to torch\.bfloat16 \[2\] on xla.*, which was torch\.float32 \[2\]"),
-        (lambda b, x: torch.zeros(2), r"sets state to torch\.float32 \[2\] on cpu, which was torch\.float32 \[2\]"),
+        (lambda b, x: torch.zeros(3), r"sets state to torch\.float32 \[3\] on .*, which was torch\.float32 \[2\]"),
         (lambda b, x: None, r"sets state to NoneType, which was torch\.float32 \[2\]"),
     ],
 )
@@ -262,6 +262,27 @@ def test_a_state_keeps_its_shape_dtype_and_device(new: Any, text: str) -> None:
     assert module.state.tolist() == [0.0, 0.0]
 
 
+def test_a_state_on_xla_stays_there() -> None:
+    net = Assigned(lambda b, x: torch.zeros(2))
+    with pytest.raises(ValueError, match=r"the forward sets state to torch\.float32 \[2\] on cpu, which was torch\.float32 \[2\]"):
+        torch_bridge.capture(net.to("xla"), torch.ones(2))
+    graph = torch_bridge.capture(Assigned(lambda b, x: torch.zeros(2)), torch.ones(2))  # on the CPU it is there already
+    assert graph(torch.ones(2), torch.full((2,), 3.0))[1].tolist() == [0.0, 0.0]
+
+
+class Assigned(nn.Module):
+    """Its forward assigns a buffer what a function says."""
+
+    def __init__(self, new: Any) -> None:
+        super().__init__()
+        self.new = new
+        self.register_buffer("state", torch.ones(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.state = self.new(self.state, x)
+        return x
+
+
 def test_buffers_assigned_anew_come_back_from_jax() -> None:
     class Counts(nn.Module):
         def __init__(self) -> None:
@@ -278,8 +299,8 @@ def test_buffers_assigned_anew_come_back_from_jax() -> None:
 
 
 def test_results_that_are_no_tensors_are_named() -> None:
-    graph: Any = torch_bridge.capture(Returns(lambda x: (x, {1}, torch.zeros(1), None, 3)), torch.ones(2))
-    assert graph.signature.left_out == ["set", "a cpu tensor (make it on the device of an input)"]
+    graph: Any = torch_bridge.capture(Returns(lambda x: (x, {1}, torch.zeros(1, device="meta"), None, 3)), torch.ones(2))
+    assert graph.signature.left_out == ["set", "a meta tensor (make it on the device of an input)"]
 
 
 class Returns(nn.Module):

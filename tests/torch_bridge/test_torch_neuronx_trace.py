@@ -213,6 +213,65 @@ def test_attributes_that_forward_replaces() -> None:
     torch.testing.assert_close(traced(torch.ones(2, 3)), module(torch.ones(2, 3)))
 
 
+class Caches(nn.Module):
+    """Tables that are made when they are first needed, and kept in every place that code has for them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.length = 0
+        self.table: torch.Tensor | None = None
+        self.by_length: dict[int, Any] = {}
+        self.nested: list[Any] = [[None], 3]
+        self.shape: tuple[int, ...] = ()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.length < len(x):
+            self.length, self.table = len(x), torch.arange(len(x), device=x.device)
+        if len(x) not in self.by_length:
+            self.by_length[len(x)] = (torch.arange(len(x), device=x.device) * 2, len(x))
+        if self.shape != tuple(x.shape):
+            self.shape, self.nested[0][0] = tuple(x.shape), torch.ones(len(x), device=x.device)
+        if not hasattr(self, "made") or len(self.made) < len(x):
+            self.register_buffer("made", torch.arange(len(x), device=x.device) * 3, persistent=False)
+        assert self.table is not None
+        return x + self.table[: len(x)] + self.by_length[len(x)][0] + self.nested[0][0] + self.made[: len(x)]
+
+
+def test_what_forward_caches_is_gone_behind_the_trace() -> None:
+    module = Caches()
+    for n in (2, 3, 2):
+        x = torch.randn(n)
+        torch.testing.assert_close(torch_neuronx.trace(module, x)(x), Caches()(x))
+        assert (module.length, module.table, module.by_length, module.nested, module.shape) == (0, None, {}, [[None], 3], ())
+        assert not dict(module.named_buffers())
+    torch.testing.assert_close(module(torch.ones(3)), Caches()(torch.ones(3)))
+
+
+class Parts(nn.Module):
+    """One layer under two names, and TorchScript without weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = nn.Linear(3, 3)
+        self.embed = nn.ModuleList([self.shared])
+        self.act = torch.jit.script(nn.GELU())
+        self.traced = torch.jit.trace(nn.Tanh(), torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.traced(self.act(self.shared(x))) + self.embed[0](x)
+
+
+def test_modules_under_two_names_and_scripts(tmp_path: Path) -> None:
+    module, other, x = Parts(), Parts(), torch.randn(2, 3)
+    traced = torch_neuronx.trace(module, x)
+    torch.jit.save(traced, tmp_path / "model.pt")
+    for one in (traced, torch.jit.load(tmp_path / "model.pt")):
+        torch.testing.assert_close(one(x), module(x).detach())
+        torch_neuronx.replace_weights(one, other)
+        torch.testing.assert_close(one(x), other(x).detach())
+    assert not torch.compiler.is_exporting() and module.shared.weight.device.type == "cpu"
+
+
 def test_other_weights(net: nn.Module, saved: Path) -> None:
     other = Net().eval()
     with torch.no_grad():

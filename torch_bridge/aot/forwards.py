@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import linecache
 import traceback
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,8 @@ import torch
 from torch import fx
 
 from torch_bridge import source
+from torch_bridge.aot import attributes
 from torch_bridge.export import graph_capture
-from torch_bridge.recorder.tensor import XLATensor
 
 _READS = "torch_bridge.capture"
 """What both errors of a value that is read say: no others do."""
@@ -38,7 +37,7 @@ def capture_unchecked(module: torch.nn.Module, *args: Any, **kwargs: Any) -> fx.
 
 def _captured(how: Callable[..., fx.GraphModule], module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.GraphModule:
     try:
-        with _exporting(), _attributes_kept(module):
+        with _exporting(), attributes.kept(module):
             return how(module, *args, **kwargs)
     except RuntimeError as error:
         where = _reader(error) if _READS in str(error) else None
@@ -48,38 +47,25 @@ def _captured(how: Callable[..., fx.GraphModule], module: torch.nn.Module, args:
 
 
 @contextlib.contextmanager
-def _attributes_kept(module: torch.nn.Module) -> Iterator[None]:
-    """A block behind which modules have no tensors without values among their attributes, and the tensors that they had. A warning names replaced ones."""
-    before = [(name, m, dict(vars(m))) for name, m in module.named_modules()]
-    replaced = []
-    try:
-        yield
-    finally:
-        for name, m, attributes in before:
-            new = {k: x for k, x in vars(m).items() if isinstance(x, torch.Tensor) and attributes.get(k) is not x}
-            for key, value in new.items():
-                if key in attributes and (isinstance(attributes[key], torch.Tensor) or isinstance(value, XLATensor)):
-                    vars(m)[key] = attributes[key]
-                elif isinstance(value, XLATensor):
-                    del vars(m)[key]
-            computed = {getattr(hook, "name", None) for hook in m._forward_pre_hooks.values()}  # of weight_norm and spectral_norm
-            replaced += [f"{name}.{key}".lstrip(".") for key in new.keys() - computed if isinstance(attributes.get(key), torch.Tensor)]
-    if replaced:
-        warnings.warn(
-            f"forward assigns {', '.join(replaced)} anew, and the traced model has the value of the trace in every call: make it a buffer "
-            "(register_buffer), which is kept from call to call",
-            stacklevel=2,
-        )
-
-
-@contextlib.contextmanager
 def _exporting() -> Iterator[None]:
+    """A block in which `torch.compiler.is_exporting()` says so, but not within TorchScript modules: torch would call the function that a method was made of,
+    and give it the module twice."""
+
+    def call(script: torch.jit.ScriptModule, *args: Any, **kwargs: Any) -> Any:
+        torch.compiler._is_exporting_flag = before
+        try:
+            return torch.nn.Module.__call__(script, *args, **kwargs)
+        finally:
+            torch.compiler._is_exporting_flag = True
+
     before = torch.compiler.is_exporting()
     torch.compiler._is_exporting_flag = True
+    torch.jit.ScriptModule.__call__ = call  # type: ignore[method-assign]
     try:
         yield
     finally:
         torch.compiler._is_exporting_flag = before
+        del torch.jit.ScriptModule.__call__
 
 
 def _reader(error: BaseException) -> str | None:

@@ -15,10 +15,11 @@ from torch import fx
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from torch_bridge.collectives import index_checks
+from torch_bridge.export import known_values, stand_ins
+from torch_bridge.export.cpu_constants import CpuConstants
 from torch_bridge.ir.layout import layout
 from torch_bridge.ir.segment import Segment, Storage
 from torch_bridge.mesh import sharding
-from torch_bridge.recorder import dispatch
 from torch_bridge.recorder.subgraph import AbstractLeaf, Place, abstract, build, constants, recording, result_ids
 from torch_bridge.recorder.tensor import XLATensor, make
 from torch_bridge.runtime import backend
@@ -82,6 +83,7 @@ def with_checks(module: torch.nn.Module, *example_inputs: Any, **example_kwargs:
 def _captured(module: torch.nn.Module, example_inputs: Any, example_kwargs: Any, checked: bool, for_ranks: bool) -> fx.GraphModule:
     _check_code(module)
     with recording() as segment:
+        own = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         params = {n: _stand_in(segment, p) for n, p in module.named_parameters()}
         buffers = {n: _stand_in(segment, b) for n, b in module.named_buffers()}
         flat, spec = tree_flatten((example_inputs, example_kwargs))
@@ -96,26 +98,27 @@ def _captured(module: torch.nn.Module, example_inputs: Any, example_kwargs: Any,
                 filled.append(x)
         args, kwargs = tree_unflatten(filled, spec)
         held: dict[str, Any] = {**params, **buffers}
-        on_cpu = _on_cpu(module)
-        met = {
-            dispatch.identity(t): (t, held[n]) for n, t in on_cpu.items() if n in held
-        }  # the forward may have them by other ways than the module
-        versions = {id(t): dispatch.identity(t)[1] for t in on_cpu.values()}
-        STATE.session.cpu_constants = met
+        on_cpu = STATE.session.cpu_constants = CpuConstants(
+            module, own, {**params, **buffers}, [x for x in flat if isinstance(x, torch.Tensor)]
+        )
+        segment.known = known_values.settle
         read: dict[int, Storage] = {}
         segment.watch = lambda storage, view, vid: read.setdefault(vid, storage)
         before = {n: (t, t._storage.vid) for n, t in held.items()}
-        out = torch.func.functional_call(module, held, args, kwargs)  # what the forward assigned anew is in `held` afterwards
+        with stand_ins.replaced(module, own, held) as now:
+            out = module(*args, **kwargs)
         outs, outs_spec = tree_flatten(out)
+        outs = [on_cpu.of(o) if _is_on_cpu(o) else o for o in outs]
         vids, places = result_ids(segment, outs)
         left_out = [_kind(o) for o in places if o is not None and not isinstance(o, _CONSTANTS)]
         places = [o if isinstance(o, _CONSTANTS) else None for o in places]
-        updated = {n: _updated(n, t, held[n]) for n, (t, vid) in before.items() if held[n] is not t or t._storage.vid != vid}
+        now = {n: on_cpu.of(t) if _is_on_cpu(t) and own[n].device.type != "xla" else t for n, t in now.items()}
+        updated = {n: _updated(n, t, now[n]) for n, (t, vid) in before.items() if now[n] is not t or t._storage.vid != vid}
         mutated = list(updated)
         vids += [segment.read(t._storage, t._layout) for t in updated.values()]
         checks = index_checks.added(segment) if checked else []
         vids += [check.result.vid for check in checks]
-        _check_unchanged(on_cpu, versions, set(held), met)
+        on_cpu.check()
         differing = _differing(segment, read)
         if differing and not for_ranks:
             raise ValueError(
@@ -130,37 +133,6 @@ def _captured(module: torch.nn.Module, example_inputs: Any, example_kwargs: Any,
     if differing:
         _as_buffers(graph, signature, differing, names)
     return _graph_module(graph, segment, signature, type(module).__name__)
-
-
-def _on_cpu(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The CPU tensors of a module by name: its parameters and buffers, and attributes that are neither."""
-    own = [*module.named_parameters(), *module.named_buffers()]
-    own += [
-        (f"{path}.{name}".lstrip("."), x)
-        for path, m in module.named_modules()
-        for name, x in vars(m).items()
-        if isinstance(x, torch.Tensor)
-    ]
-    return {name: t for name, t in own if t.device.type == "cpu"}
-
-
-def _check_unchanged(
-    on_cpu: Mapping[str, torch.Tensor],
-    versions: Mapping[int, int],
-    held: set[str],
-    met: Mapping[tuple[int, int], tuple[torch.Tensor, XLATensor]],
-) -> None:
-    """Raises ValueError for CPU tensors that the forward has written to and that the graph takes as they were, or as they were then."""
-    used = {id(t): version for (_, version), (t, _) in met.items()}
-    for name, t in on_cpu.items():
-        if dispatch.identity(t)[1] != versions[id(t)] and id(t) in used:
-            how = "by another way than the module's name for it" if name in held else "which is no buffer: register it as one"
-            raise ValueError(f"the forward writes to {name}, {how}: the graph would not do it again")
-    for t, _ in met.values():
-        if dispatch.identity(t)[1] != used[id(t)]:
-            raise ValueError(
-                f"the forward writes to a CPU tensor of shape {list(t.shape)} after it took it: register it as a buffer of the module"
-            )
 
 
 def _differing(segment: Segment, read: Mapping[int, Storage]) -> dict[int, Storage]:
@@ -188,6 +160,10 @@ def _check_code(module: torch.nn.Module) -> None:
                 f"{f'{name} in the module' if name else 'the module'} is {m.original_name} in TorchScript, which keeps its weights to itself: give the module "
                 "as it was before torch.jit.script or torch.jit.trace"
             )
+
+
+def _is_on_cpu(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and x.device.type == "cpu" and x.layout == torch.strided
 
 
 def _kind(o: Any) -> str:

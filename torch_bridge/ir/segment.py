@@ -193,7 +193,7 @@ class Segment:
         by_start: finds such a trace from the first node.
         watch: told of every read as (storage, view, id), with view None of every write, and with storage None when Python asks for a value.
         recording: what records it, if something does (`replay.tape`).
-        capture: it records a module for `torch_bridge.capture`, and never runs.
+        capture: it records a module for `torch_bridge.capture`, and never runs. known: gives a storage its value all the same, if it can; None: none has one.
         owner: the session that records it: another one that needs a value of it has it finished there.
         deferred: what of it is still to run (`runtime.executor.Deferred`).
         failure: why its run failed. lost: why values of it were not computed.
@@ -201,6 +201,7 @@ class Segment:
 
     def __init__(self, capture: bool = False, by_start: dict[Any, Any] | None = None, owner: Owner | None = None):
         self.capture = capture
+        self.known: Callable[[Storage], bool] | None = None
         self.owner = owner
         self.by_start = {} if by_start is None else by_start
         self.failure: str | None = None
@@ -345,6 +346,8 @@ class Segment:
     def _finish_other(self, storage: Storage) -> None:
         """Have the session that a storage's value is pending in run it."""
         other = storage.segment
+        if other is not self and other.known is not None and other.known(storage):
+            return
         if other is not self and getattr(other, "owner", None) is not None:
             other.owner.finish(other)
 

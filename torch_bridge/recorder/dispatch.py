@@ -123,12 +123,22 @@ def record(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str,
     if call is None:
         call = _plan_call(call_info, args, kwargs or {}, frozen)
     if call_info.mutated and len(tensors) > 1:
+        if STATE.session.cpu_constants is not None and any(type(t) is not XLATensor for t in _targets(call_info, args, kwargs)):
+            return record(func, *_written_on_xla(call_info, args, kwargs or {}))
         shared = overlaps.check(func, args, kwargs, tensors, frozen)
         if shared and call_info.lists:
             done = placed.in_turn(record, call_info, args, kwargs)
             if done is not NotImplemented:
                 return done
     return call.run(call, func, args, kwargs, tensors, numbers)
+
+
+def _written_on_xla(call_info: Info, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call that writes to CPU tensors while a module is captured, with what these are in its graph."""
+    constants = STATE.session.cpu_constants
+    assert constants is not None
+    targets = {id(t): t if type(t) is XLATensor else constants.target(t) for t in _targets(call_info, args, kwargs)}
+    return tree_map(lambda x: targets.get(id(x), x), (args, kwargs))
 
 
 def _describe(a: Any, scalar: int, key: list[Any], tensors: list[XLATensor], numbers: list[Any]) -> None:
@@ -175,21 +185,13 @@ def _accept_cpu(t: torch.Tensor, key: list[Any]) -> XLATensor:
     if t.device.type == "cpu":
         constants = STATE.session.cpu_constants
         if constants is not None:
-            found = constants.get(identity(t))
-            if found is None:
-                found = constants[identity(t)] = t, upload(t)
-            return found[1]
+            return constants.of(t)
         if t.dim() == 0 or (key[0] in _TAKE_CPU_INTEGERS and not t.dtype.is_floating_point):
             return upload(t)
     raise RuntimeError(
         f"Expected all tensors to be on the same device, but found at least two devices, xla:0 and {t.device}! "
         f"A tensor of shape {list(t.shape)} is on {t.device}: move it with .to('xla') (at {_where()})."
     )
-
-
-def identity(t: torch.Tensor) -> tuple[int, int]:
-    """Of a CPU tensor with the values that it has now. (Tensors of inference mode do not count their writes.)"""
-    return id(t), 0 if t.is_inference() else t._version
 
 
 def _where() -> str:

@@ -15,7 +15,7 @@ from torch_bridge.compiler import interpret
 from torch_bridge.errors import UnsupportedOpError
 from torch_bridge.mesh import rank_numbers, sharding, world
 from torch_bridge.precision.precision_mode import Mode
-from torch_bridge.recorder import subgraph
+from torch_bridge.recorder import captured_values, subgraph
 from torch_bridge.recorder.copies import upload
 from torch_bridge.recorder.downloads import download, each_ranks
 from torch_bridge.recorder.schema import info
@@ -96,6 +96,8 @@ def _announce(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[s
     """Count a run on the CPU, and warn of the first of an op that should have a lowering. UnsupportedOpError while a module is captured."""
     name = func._schema.name.removeprefix("aten::")
     if STATE.session.current.capture:
+        if all(captured_values.known(x) for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)):
+            return
         if is_data_dependent(func):
             raise UnsupportedOpError(
                 f"{func} gives a result whose shape follows from values, and torch_bridge.capture records a module without values, for all (at "

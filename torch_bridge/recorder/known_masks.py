@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from torch_bridge import metrics
-from torch_bridge.recorder import host_values
+from torch_bridge.recorder import captured_values, host_values
 from torch_bridge.recorder.copies import upload
 from torch_bridge.recorder.downloads import download
 from torch_bridge.recorder.tensor import XLATensor
@@ -28,7 +28,7 @@ def recorded(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> XLATensor | 
     """What an op gives, without a cut; None if the values that say its size take the device to know them, or the graph would not be cut."""
     rule = _RULES.get(func)
     segment = STATE.session.current
-    if rule is None or segment.capture or not segment.nodes:
+    if rule is None or not (segment.capture or segment.nodes):
         return None
     segment.asked()
     out = rule(*args)
@@ -75,6 +75,8 @@ _RULES: dict[Any, Callable[..., XLATensor | None]] = {
 
 def _known(mask: Any) -> torch.Tensor | None:
     """A mask's values, if nothing needs to run for them and all ranks have the same."""
+    if STATE.session.current.capture and not captured_values.known(mask):
+        return None
     if not isinstance(mask, XLATensor):
         return mask  # on the CPU
     if mask._storage.pending:

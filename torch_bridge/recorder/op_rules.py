@@ -13,7 +13,7 @@ from torch_bridge.ir.entry import Entry
 from torch_bridge.ir.layout import Layout, base_of_meta, is_dense, layout
 from torch_bridge.ir.segment import Storage
 from torch_bridge.mesh import abstract_arrays, places, rank_numbers, sharding, spmd, world
-from torch_bridge.recorder import host_storage, host_values, overlaps, placed, storage_uploads
+from torch_bridge.recorder import captured_values, host_storage, host_values, overlaps, placed, storage_uploads
 from torch_bridge.recorder.copies import copied, kept
 from torch_bridge.recorder.cpu_attention import additive
 from torch_bridge.recorder.dispatch import LOCK, STATE, dispatch, record, record_op, resize, special
@@ -33,11 +33,15 @@ def copy_(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, 
     """`dst.copy_(src)`: both are on xla, or one of them is."""
     dst, src = args[0], args[1]
     if not isinstance(dst, XLATensor):
+        constants = STATE.session.cpu_constants
+        if constants is not None:
+            return copy_(func, (constants.target(dst), src), {})
         dst.copy_(copied(src))
     elif isinstance(src, XLATensor):
         _copy_on_device(dst, src)
     else:
-        own = kept(src)
+        constants = STATE.session.cpu_constants
+        own = kept(src) if constants is None else constants.own(src) or kept(src)
         if own is None:
             _copy_from_host(dst, src)
         else:
@@ -154,6 +158,9 @@ def to_copy(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str
     if device is not None and torch.device(device).type != "xla":
         if torch.device(device).type == "meta":
             return infer(func, args, kwargs)
+        constants = STATE.session.cpu_constants
+        if constants is not None and constants.everywhere and not captured_values.known(src):  # for the script it is on the CPU
+            return to_copy(func, args, {k: v for k, v in kwargs.items() if k != "device"})
         host = copied(src)
         memory_format = kwargs.get("memory_format")
         if memory_format in (None, torch.preserve_format):
@@ -536,6 +543,8 @@ def native_batch_norm(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs
         return record(aten._native_batch_norm_legit_no_training.default, (x, weight, bias, mean, var, momentum, eps))
     if mean is None:
         return record(aten._native_batch_norm_legit.no_stats, (x, weight, bias, True, momentum, eps))
+    if STATE.session.cpu_constants is not None:
+        mean, var = (t if isinstance(t, XLATensor) else STATE.session.cpu_constants.target(t) for t in (mean, var))
     *outs, new_mean, new_var = record(aten._native_batch_norm_legit_functional.default, (x, weight, bias, mean, var, True, momentum, eps))
     segment = STATE.session.current
     segment.write_view(mean._storage, mean._layout, read(new_mean))

@@ -109,7 +109,7 @@ def _evaluate(
 ) -> Any:
     supply = iter(values)
     leaves = [const[i] if i in const else next(supply) for i in range(len(segment.leaves))]
-    extras = _numbers(graph, segment)
+    extras = numbers_of(graph, segment)
 
     def key_of(node: fx.Node) -> Any:
         from torch_bridge.lowerings import random_keys
@@ -120,7 +120,7 @@ def _evaluate(
     return interpret.run(graph, [*leaves, *extras], key_of, mode=mode)
 
 
-def _numbers(graph: fx.Graph, segment: Segment) -> list[Any]:
+def numbers_of(graph: fx.Graph, segment: Segment) -> list[Any]:
     """The packed number inputs a graph still names, as constants."""
     import numpy as np
 

@@ -102,7 +102,8 @@ class XLATensor(torch.Tensor):
         return f"Parameter containing:\n{text}" if isinstance(self, torch.nn.Parameter) else text
 
     def numpy(self, *, force: bool = False) -> Any:
-        if force:
+        constants = STATE.session.cpu_constants
+        if force or (constants is not None and constants.everywhere):
             return _on_host(self).numpy()
         raise TypeError(
             "can't convert an xla:0 tensor to numpy: its value may not even be computed yet. "

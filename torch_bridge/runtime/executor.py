@@ -154,6 +154,8 @@ def materialize(storage: Storage) -> None:
     """Make sure a storage has its value (running the segment if it is pending)."""
     session = STATE.session
     session.current.asked()
+    if storage.pending and storage.segment.known is not None and storage.segment.known(storage):
+        return
     if storage.pending:
         owner = getattr(storage.segment, "owner", None)
         if storage.segment.deferred is not None:

@@ -17,7 +17,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from torch_bridge.compiler.history import History
 from torch_bridge.ir.segment import LOCK, Segment
@@ -50,6 +50,21 @@ def check_with(observer: Observer) -> None:
             session.observe(observer)
 
 
+class CpuConstants(Protocol):
+    """What CPU tensors are in a graph that is captured (`export.cpu_constants`). everywhere: all the module has is on the CPU for the script."""
+
+    everywhere: bool
+
+    def of(self, t: torch.Tensor) -> Any:
+        """The xla tensor that it is to be read as."""
+
+    def own(self, t: torch.Tensor) -> Any:
+        """The same for the module's own tensors and their views; None for others."""
+
+    def target(self, t: torch.Tensor) -> Any:
+        """The xla tensor that is written to in its place. Raises RuntimeError if there is none."""
+
+
 class Session:
     """A segment that is being recorded, the structures and programs known to it, and who is told of what it does.
 
@@ -71,8 +86,7 @@ class Session:
         abstract: the abstract run, None where tensors have values.
         placement: says for each node of a segment where it runs: nodes at different places become programs of their own, in the order that their values
             ask for. None: each runs where its inputs lie (`passes.place_nodes`).
-        cpu_constants: CPU tensors that a module which is captured has met next to its own, and what they are on xla, by identity and version. None: such a
-            tensor is an error.
+        cpu_constants: what CPU tensors are that a module which is captured has next to its own. None: such a tensor is an error.
         noting: told of every run of a program before it, if somebody wants to run it again by itself (`replay.rerun`).
     """
 
@@ -95,7 +109,7 @@ class Session:
         self.observers = tuple(CHECKS) if observers is None else observers
         self.abstract = abstract
         self.placement: Callable[[Segment], Sequence[Place]] | None = None
-        self.cpu_constants: dict[tuple[int, int], tuple[torch.Tensor, Any]] | None = None
+        self.cpu_constants: CpuConstants | None = None
         self.noting: Callable[[Program, Execution, Sequence[Any], dict[int, list[Any]]], None] | None = None
         self.current = Segment(capture, self.by_start, self)
         _ALL.add(self)

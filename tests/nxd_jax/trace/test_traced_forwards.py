@@ -109,7 +109,7 @@ def grows(module: Wrong) -> Any:
         (lambda x: {1.5: x}, r"returns a dict with key 1\.5: keys must be strings or integers"),
         (lambda x: {"a": {2, 3}, "x": x}, "a traced forward returns set: only tensors, constants"),
         (lambda x: (x, torch.float32), "a traced forward returns dtype: only tensors, constants"),
-        (lambda x: (x, torch.zeros(2)), r"a traced forward returns a cpu tensor \(make it on the device of an input\)"),
+        (lambda x: (x, torch.zeros(2, device="meta")), r"a traced forward returns a meta tensor \(make it on the device of an input\)"),
         (lambda x: (x, 1j), "a traced forward returns complex: only tensors, constants"),
         (None, r"the forward sets state to torch\.float32 \[4, 3\] on xla.*, which was torch\.float32 \[2, 3\]: what is kept"),
     ],
