@@ -61,9 +61,9 @@ class TensorParallelNeuronModel(ParallelModel):
         """How many ranks."""
         return self.model.programs.ranks.size
 
-    def forward(self, *args: Any) -> Any:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run all ranks."""
-        return self.model(*args)
+        return self.model(*args, **kwargs)
 
 
 def parallel_model_trace(

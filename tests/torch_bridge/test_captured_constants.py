@@ -188,6 +188,11 @@ STATISTICS = nn.BatchNorm1d(3)
         (lambda m, x: x * m.layer.bias.sum().item(), RuntimeError, "asked for the value"),
         (lambda m, x: x * torch.rand(1, device=x.device).item(), RuntimeError, "asked for the value"),
         (lambda m, x: x[:, m.state != 0], RuntimeError, "shape follows from values"),
+        (
+            lambda m, x: x + torch.ones(3, device="meta"),
+            RuntimeError,
+            r"a tensor of shape \[3\] on meta, which has no values .*: make it on the CPU",
+        ),
     ],
 )
 def test_what_has_no_constant(forward: Any, kind: type[Exception], text: str) -> None:

@@ -340,6 +340,22 @@ def test_tied_weights_by_all_their_names(tmp_path: Path) -> None:
         torch_neuronx.replace_weights(traced, {"embedding.weight": weight, "head.weight": weight + 1})
 
 
+def test_inputs_by_keyword(tmp_path: Path) -> None:
+    class Minus(nn.Module):
+        def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            return ids - mask
+
+    x, y = torch.randn(2, 3), torch.randn(2, 3)
+    traced = torch_neuronx.trace(Minus(), (x, y))
+    torch.jit.save(traced, tmp_path / "model.pt")
+    for one in (traced, torch.jit.load(tmp_path / "model.pt"), torch_neuronx.DataParallel(traced)):
+        assert torch.equal(one(mask=y, ids=x), x - y) and torch.equal(one(x, mask=y), x - y)
+        with pytest.raises(TypeError, match=r"the model was traced with inputs ids, mask; got 1 by position, and ids by keyword"):
+            one(x, ids=x)
+    with pytest.raises(TypeError, match=r"the model was traced with inputs positional ones only; got 0 by position, and input by keyword"):
+        torch_neuronx.trace(torch.sigmoid, x)(input=x)
+
+
 def test_inputs_of_the_same_structure() -> None:
     """Keys may come in any order. A number of another type is another constant: results would have another dtype."""
     a, b = torch.ones(2), torch.full((2,), 3.0)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import io
+import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -18,10 +20,11 @@ KIND = "traced module"
 
 
 class Inputs:
-    """How the tensors of a call are told apart: the structure of the example inputs, and each one's shape and dtype."""
+    """How the tensors of a call are told apart: the structure of the example inputs. names: of forward's parameters in order, as far as they are known."""
 
-    def __init__(self, tree: facts.Tree):
+    def __init__(self, tree: facts.Tree, names: Sequence[str] = ()):
         self.tree = tree
+        self.names = tuple(names)
 
     @functools.cached_property
     def _text(self) -> str:
@@ -29,7 +32,7 @@ class Inputs:
         return json.dumps(self.tree)
 
     @classmethod
-    def of(cls, example: Sequence[Any]) -> tuple[Inputs, list[torch.Tensor]]:
+    def of(cls, example: Sequence[Any], names: Sequence[str] = ()) -> tuple[Inputs, list[torch.Tensor]]:
         """The structure of example inputs, and the tensors in it. Raises ValueError for anything but tensors in tuples, lists and dicts."""
         found: list[torch.Tensor] = []
 
@@ -42,7 +45,17 @@ class Inputs:
         tree = facts.tree_of(tuple(example), index, "a traced forward is given")
         if not found:
             raise ValueError("a trace needs at least one example tensor")
-        return cls(tree), found
+        return cls(tree, names), found
+
+    def positional(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+        """The inputs of a call in the order of forward's parameters. Raises TypeError for keywords that do not fit."""
+        if not kwargs:
+            return tuple(args)
+        wanted = self.names[len(args) : len(self.tree["tuple"])]
+        if set(wanted) != kwargs.keys():
+            known = ", ".join(self.names[: len(self.tree["tuple"])]) or "positional ones only"
+            raise TypeError(f"the model was traced with inputs {known}; got {len(args)} by position, and {', '.join(kwargs)} by keyword")
+        return (*args, *(kwargs[name] for name in wanted))
 
     def flat(self, args: Sequence[Any]) -> list[torch.Tensor]:
         """The tensors of a call; dicts may have their keys in another order. Raises ValueError if its structure is not that of the example."""
@@ -108,11 +121,21 @@ def trace_program(
     describe: tracing.Describe = tracing.of_no_cuts,
 ) -> tuple[Program, Inputs]:
     """The program of `module(*example)` for the ranks of the world. aliases: parameters and buffers, and which tensor of the result is each one's new value."""
-    inputs, tensors = Inputs.of(example)
+    inputs, tensors = Inputs.of(example, parameter_names(module.forward))
     names = [f"input_{i}" for i in range(len(tensors))]
     with torch.no_grad():
         traced = tracing.trace(module, tuple(example), {}, names, named_aliases(module, aliases or {}), describe)
         return Program(traced.facts, exporting.export_forms(traced), traced.initial), inputs
+
+
+def parameter_names(forward: Callable[..., Any]) -> list[str]:
+    """The parameters that a function takes by position or keyword, in order; none if that is not known."""
+    try:
+        params = inspect.signature(forward).parameters.values()
+    except (TypeError, ValueError):  # of builtins
+        return []
+    by_both = itertools.takewhile(lambda p: p.kind is p.POSITIONAL_OR_KEYWORD, params)
+    return [p.name for p in by_both]
 
 
 def with_more(
@@ -254,9 +277,9 @@ class TracedModule(torch.nn.Module):
         self.tied = dict(tied or {})
         self.dynamic_batch = False
 
-    def forward(self, *args: Any) -> Any:
-        """Run it. Raises ValueError for inputs of another structure or shape than were traced."""
-        tensors = self._inputs.flat(args)
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run it. Raises ValueError for inputs of another structure or shape than were traced, TypeError for keywords that forward does not have."""
+        tensors = self._inputs.flat(self.positional(args, kwargs))
         if self.dynamic_batch:
             return self._in_batches(tensors)
         tag = tag_of(0)
@@ -266,6 +289,10 @@ class TracedModule(torch.nn.Module):
             if tag not in self.programs.programs:
                 raise ValueError(f"the bucket kernel chose bucket {bucket}, and there are buckets 0 to {len(self.programs.programs) - 1}")
         return facts.build(self.programs.programs[tag].facts.outs, self._run(tag, tensors))
+
+    def positional(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+        """The inputs of a call in the order of forward's parameters."""
+        return self._inputs.positional(args, kwargs)
 
     def _run(self, tag: str, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         self._check(tensors, self.programs.programs[tag])
@@ -359,7 +386,13 @@ class TracedModule(torch.nn.Module):
 
     def _extra(self) -> dict[str, Any]:
         buckets = None if self.buckets is None else self.buckets.to_json()
-        return {"inputs": self._inputs.tree, "buckets": buckets, "dynamic": self.dynamic_batch, "tied": self.tied}
+        return {
+            "inputs": self._inputs.tree,
+            "names": self._inputs.names,
+            "buckets": buckets,
+            "dynamic": self.dynamic_batch,
+            "tied": self.tied,
+        }
 
 
 def _kinds(found: Sequence[tuple[list[int], torch.dtype]]) -> str:
@@ -372,7 +405,7 @@ def loaded(opened: files.Opened) -> TracedModule:
     weights = opened.weights(range(opened.ranks))
     module = TracedModule(
         opened.programs,
-        Inputs(opened.extra["inputs"]),
+        Inputs(opened.extra["inputs"], opened.extra.get("names", ())),
         weights,
         None if buckets is None else Buckets.from_json(buckets),
         opened.kind,

@@ -188,6 +188,11 @@ def _accept_cpu(t: torch.Tensor, key: list[Any]) -> XLATensor:
             return constants.of(t)
         if t.dim() == 0 or (key[0] in _TAKE_CPU_INTEGERS and not t.dtype.is_floating_point):
             return upload(t)
+    if t.device.type == "meta" and STATE.session.cpu_constants is not None:
+        raise RuntimeError(
+            f"the forward takes a tensor of shape {list(t.shape)} on meta, which has no values and is no parameter or buffer of the module (at {_where()}): "
+            "make it on the CPU, or register it as a buffer and give its values with the weights"
+        )
     raise RuntimeError(
         f"Expected all tensors to be on the same device, but found at least two devices, xla:0 and {t.device}! "
         f"A tensor of shape {list(t.shape)} is on {t.device}: move it with .to('xla') (at {_where()})."

@@ -225,9 +225,10 @@ class DataParallel(torch.nn.Module):
         self.dim = dim
         self.num_workers = num_workers
 
-    def forward(self, *args: object) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> Any:
         """Run the model. Raises ValueError, without dynamic batching, for inputs that are no whole number of the traced ones, NotImplementedError for several
         parts of a model that keeps states."""
+        args = self.model.positional(args, kwargs)
         count = self._count(args)
         if count > 1:
             self._check_states()
