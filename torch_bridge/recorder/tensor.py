@@ -83,6 +83,9 @@ class XLATensor(torch.Tensor):
         if facts is not None and facts.cpu and value.device.type == "cpu":  # a script that runs for one rank has both on the CPU
             value = value.detach().to(DEVICE)
             value._storage.describe(cpu=True)  # type: ignore[attr-defined]
+        constants = STATE.session.cpu_constants
+        if constants is not None and constants.everywhere and value.device.type == "cpu":
+            value = constants.of(value)
         if not isinstance(value, XLATensor):
             raise TypeError(
                 f"cannot set .data of a tensor on xla:0 to a tensor on {value.device}: move it first with .to('xla'), "
