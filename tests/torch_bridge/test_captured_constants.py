@@ -135,6 +135,16 @@ def test_forwards_with_constants(forward: Any) -> None:
     check(forward)
 
 
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
+def test_attributes_without_plain_bytes() -> None:
+    net = Net(lambda m, x: x)
+    net.sparse, net.quantized = torch.eye(3).to_sparse(), torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
+    torch_bridge.capture(net, torch.ones(2, 3))
+    net.own = lambda m, x: torch.sparse.mm(m.sparse, x.t())
+    with pytest.raises(NotImplementedError, match="sparse"):
+        torch_bridge.capture(net, torch.ones(2, 3))
+
+
 def test_the_same_bytes_are_one_constant() -> None:
     graph = check(lambda m, x: x + torch.ones(3) + torch.ones(3) + torch.ones(3).double())
     assert len([n for n in graph.graph.nodes if n.op == "get_attr"]) == 2

@@ -144,15 +144,26 @@ class Keeps(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("look", [lambda x: x.item(), lambda x: x.cpu(), lambda x: repr(x), lambda x: float(x), lambda x: x.tolist()])
-def test_looking_at_values_in_a_captured_module(look: Any) -> None:
+@pytest.mark.parametrize(
+    ("look", "device"),
+    [
+        (lambda x: x.item(), "cpu"),
+        (lambda x: x.cpu(), "xla"),
+        (lambda x: x.cpu().item(), "cpu"),  # .cpu() moves nothing there
+        (lambda x: x.numpy(), "cpu"),
+        (lambda x: repr(x), "cpu"),
+        (lambda x: float(x), "cpu"),
+        (lambda x: x.tolist(), "cpu"),
+    ],
+)
+def test_looking_at_values_in_a_captured_module(look: Any, device: str) -> None:
     class Looks(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             look(x.sum())
             return x
 
     with pytest.raises(RuntimeError, match=r"torch_bridge\.capture.*torch\.where"):
-        torch_bridge.capture(Looks(), torch.ones(2))
+        torch_bridge.capture(Looks(), torch.ones(2, device=device))
 
 
 def test_branching_on_values_in_a_captured_module() -> None:

@@ -46,9 +46,7 @@ class CpuConstants:
         self, module: torch.nn.Module, named: Mapping[str, torch.Tensor], stand_ins: Mapping[str, XLATensor], inputs: Iterable[torch.Tensor]
     ):
         self.everywhere = not any(map(_is_on_xla, (*named.values(), *inputs)))
-        own = [
-            _Own(name, t, stand_ins[name], _place(t)) for name, t in named.items() if t.device.type == "cpu" and t.layout == torch.strided
-        ]
+        own = [_Own(name, t, stand_ins[name], _place(t)) for name, t in named.items() if _has_bytes(t)]
         self._own = {id(o.tensor): o for o in own}
         self._in_memory: dict[int, list[_Own]] = {}
         for o in own:
@@ -59,7 +57,7 @@ class CpuConstants:
             id(x): (f"{path}.{name}".lstrip("."), x, _bytes(x))
             for path, m in module.named_modules()
             for name, x in vars(m).items()
-            if isinstance(x, torch.Tensor) and x.device.type == "cpu"
+            if isinstance(x, torch.Tensor) and _has_bytes(x)
         }
         self._uploaded: dict[_Bytes, XLATensor] = {}
         self._met: dict[int, _Met] = {}
@@ -69,6 +67,8 @@ class CpuConstants:
         own = self.own(t)
         if own is not None:
             return own
+        if not _has_bytes(t):
+            return upload(t)  # which says what it cannot take
         content = _bytes(t)
         self._met.setdefault(id(t), _Met(t, content))
         found = self._uploaded.get(content)
@@ -81,7 +81,7 @@ class CpuConstants:
         exact = self._own.get(id(t))
         if exact is not None:
             return exact.stand_in
-        if not self._in_memory or t.layout != torch.strided or not t.numel():
+        if not self._in_memory or not _has_bytes(t) or not t.numel():
             return None
         at = _place(t)
         for o in self._in_memory.get(t.untyped_storage().data_ptr(), ()):
@@ -147,6 +147,11 @@ def _writes(t: torch.Tensor) -> RuntimeError:
 def _is_on_xla(t: torch.Tensor) -> bool:
     """Whether the script knows a tensor as one on xla."""
     return isinstance(t, XLATensor) and not (t._storage.facts is not None and t._storage.facts.cpu)
+
+
+def _has_bytes(t: torch.Tensor) -> bool:
+    """Whether it is a plain tensor on the CPU, and no sparse or quantized one."""
+    return t.device.type == "cpu" and t.layout == torch.strided and not t.is_quantized
 
 
 def _place(t: torch.Tensor) -> range:

@@ -59,8 +59,13 @@ class StableHLOGraphModule:
         """`evaluate`: the only method is "forward"."""
         _check_method(method_name)
         on_xla = torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: t.to("xla"), (tuple(args), dict(kwargs or {})))
-        with torch.no_grad():
-            return torch.func.functional_call(self._module, self._tensors, *on_xla)
+        from torch_bridge.export import stand_ins
+
+        named = {**dict(self._module.named_parameters()), **dict(self._module.named_buffers())}
+        with torch.no_grad(), stand_ins.replaced(self._module, named, self._tensors) as now:
+            found = self._module(*on_xla[0], **on_xla[1])
+        self._tensors = {name: now[name] for name in self._tensors}
+        return found
 
     def get_stablehlo_text(self, method_name: str | None = None) -> str:
         """The program as MLIR text."""
