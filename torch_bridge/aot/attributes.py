@@ -88,7 +88,7 @@ def _containers(x: Any, seen: set[int] | None = None) -> Iterator[Callable[[], b
         yield from _containers(y, seen)
 
 
-def _holds(x: Any) -> bool:
+def _holds(x: object) -> bool:
     """Whether there are tensors without values."""
     if isinstance(x, (list, tuple, deque, set)):
         return any(map(_holds, x))

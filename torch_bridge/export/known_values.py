@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import fx
+
 from torch_bridge import _compat, lowerings
 from torch_bridge.compiler import interpret
 from torch_bridge.ir import dtypes
@@ -37,5 +39,5 @@ def _is_plain(leaf: Any) -> bool:
     return not isinstance(leaf, AbstractLeaf) and not (sharding.active() and sharding.axes_of(sharding.spec_of(leaf)))
 
 
-def _no_key(node: Any) -> Any:
+def _no_key(node: fx.Node) -> Any:
     raise AssertionError(f"{node.target} draws random numbers")

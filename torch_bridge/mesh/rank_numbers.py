@@ -190,16 +190,18 @@ class Hooks(Protocol):
     def apply_ufunc(self, ufunc: Any, method: str, inputs: Any, kwargs: Any) -> Any:
         """A NumPy ufunc of one."""
 
-    def array_function(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def array_function(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Any other function of NumPy's of one."""
 
-    def torch_function(self, func: Any, args: Any, kwargs: Any, original: Any = None) -> Any:
+    def torch_function(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], original: Callable[..., Any] | None = None
+    ) -> Any:
         """A torch function of one."""
 
-    def tensor_function(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def tensor_function(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A torch function of a CPU tensor that differs by rank."""
 
-    def record(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def record(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """An aten op on xla tensors with one among its arguments."""
 
     def filled_like(self, base: Any, size: Any, value: Any, dtype: Any) -> Any:
@@ -316,7 +318,7 @@ class _Ranked:
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
         return hooks().apply_ufunc(ufunc, method, inputs, kwargs)
 
-    def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    def __array_function__(self, func: Callable[..., Any], types: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return hooks().array_function(func, args, kwargs)
 
     @classmethod
@@ -599,7 +601,7 @@ def is_item(x: object) -> bool:
     return isinstance(x, _Item)
 
 
-def is_ranked(x: Any) -> bool:
+def is_ranked(x: object) -> bool:
     """True for a number that differs by rank, symbolic or read from a tensor."""
     return values_of(x) is not None or is_item(x)
 

@@ -7,7 +7,6 @@ kernel of `aten::slice` is put aside in processes that have such numbers: 3 us a
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import torch
 
@@ -27,7 +26,7 @@ def install() -> torch.library.Library:
     return library
 
 
-def _on_cpu(x: torch.Tensor, dim: int = 0, start: Any = None, end: Any = None, step: Any = 1) -> torch.Tensor:
+def _on_cpu(x: torch.Tensor, dim: int = 0, start: object = None, end: object = None, step: object = 1) -> torch.Tensor:
     if type(start) is type(end) is int or not (
         rank_numbers.is_ranked(start) or rank_numbers.is_ranked(end) or rank_numbers.is_ranked(step)
     ):
@@ -38,11 +37,11 @@ def _on_cpu(x: torch.Tensor, dim: int = 0, start: Any = None, end: Any = None, s
     return _each(x, dim, start, end, step)
 
 
-def _each(x: torch.Tensor, dim: int, start: Any, end: Any, step: Any) -> torch.Tensor:
+def _each(x: torch.Tensor, dim: int, start: object, end: object, step: object) -> torch.Tensor:
     found: torch.Tensor = rank_functions.compute(_plain, (x, dim, start, end, step), {})
     return found
 
 
-def _plain(x: torch.Tensor, dim: int, start: Any, end: Any, step: Any) -> torch.Tensor:
+def _plain(x: torch.Tensor, dim: int, start: object, end: object, step: object) -> torch.Tensor:
     found: torch.Tensor = _slice.redispatch(_PLAIN, x, dim, start, end, step)
     return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch_bridge.per_rank import rank_torch_draws
@@ -40,21 +40,23 @@ def prepare() -> None:
         rank_host_libraries.install()
 
 
-def torch_function(func: Any, args: Any, kwargs: Any, original: Any = None) -> Any:
+def torch_function(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], original: Callable[..., Any] | None = None
+) -> Any:
     """A torch function of one."""
     from torch_bridge.per_rank import rank_ops
 
     return rank_ops.call(func, args, kwargs, original)
 
 
-def tensor_function(func: Any, args: Any, kwargs: Any) -> Any:
+def tensor_function(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A torch function of a CPU tensor that differs by rank."""
     from torch_bridge.per_rank import rank_writes
 
     return rank_writes.call(func, args, kwargs)
 
 
-def record(func: Any, args: Any, kwargs: Any) -> Any:
+def record(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """An aten op on xla tensors with one among its arguments."""
     from torch_bridge.per_rank import rank_ops
 

@@ -12,7 +12,7 @@ import dis
 import functools
 import inspect
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any
 
@@ -39,7 +39,7 @@ def install() -> None:
     torch.Tensor.data = property(_data, _set_data)  # type: ignore[assignment]
 
 
-def call(func: Any, args: Any, kwargs: Any) -> Any:
+def call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A torch function with a tensor that differs by rank among its arguments (`RankTensor.__torch_function__`)."""
     kind = _kind(func)
     if kind == "write" and args and isinstance(args[0], RankTensor) and args[0].shared and _is_assigned_again(sys._getframe(3)):
@@ -68,7 +68,7 @@ def _hold_numbers(given: Iterable[Any]) -> bool:
 
 
 @functools.lru_cache(maxsize=4096)
-def _kind(func: Any) -> str:
+def _kind(func: Callable[..., Any]) -> str:
     name = getattr(func, "__name__", "")
     if name in ("__getitem__", "__setitem__"):
         return name
@@ -79,7 +79,9 @@ def _kind(func: Any) -> str:
     return "write" if name.endswith("_") and not name.endswith("__") and name not in _MARKING else ""
 
 
-def _statistics(func: Any, x: Any, mean: Any = None, var: Any = None, *args: Any, **kwargs: Any) -> list[torch.Tensor]:
+def _statistics(
+    func: Callable[..., Any], x: object, mean: object = None, var: object = None, *args: object, **kwargs: object
+) -> list[torch.Tensor]:
     """The running statistics that a norm writes."""
     given = inspect.signature(func).bind(x, mean, var, *args, **kwargs).arguments
     writes = given.get("training", False) if func is F.batch_norm else given.get("use_input_stats", True)
@@ -116,8 +118,8 @@ def _is_number(x: object) -> bool:
     return isinstance(x, RankTensor) and not x.dim() and not x.dtype.is_floating_point and x.dtype not in (torch.bool, torch.uint8)
 
 
-def _getitem(func: Any, x: torch.Tensor, index: Any) -> torch.Tensor:
-    items = list(index) if isinstance(index, tuple) else [index]
+def _getitem(func: Callable[..., Any], x: torch.Tensor, index: object) -> torch.Tensor:
+    items: list[Any] = list(index) if isinstance(index, tuple) else [index]
     items = [torch.tensor(i) if type(i) is list and rank_functions.hold_ranks(i) else i for i in items]
     numbers = [k for k, i in enumerate(items) if _is_number(i)]
     if not numbers:
@@ -141,16 +143,16 @@ def _getitem(func: Any, x: torch.Tensor, index: Any) -> torch.Tensor:
 # -- writes -----------------------------------------------------------------------------------------
 
 
-def _sets(x: torch.Tensor, index: Any, value: Any) -> bool:
+def _sets(x: torch.Tensor, index: object, value: object) -> bool:
     """Whether an assignment is one for each rank of a CPU tensor, which can be each rank's own."""
     if _is_elsewhere(x):
         return False
     return isinstance(x, RankTensor) or rank_tensor.divide(x)
 
 
-def _writing(original: Any) -> Any:
+def _writing(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
-    def __setitem__(self: torch.Tensor, index: Any, value: Any) -> None:
+    def __setitem__(self: torch.Tensor, index: object, value: object) -> None:
         ranked = any(map(_differs, index)) if type(index) is tuple else _differs(index)
         if ranked and _sets(self, index, value):
             return rank_functions.compute(original, (self, index, value), {})
@@ -159,7 +161,7 @@ def _writing(original: Any) -> Any:
     return __setitem__
 
 
-def _differs(index: Any) -> bool:
+def _differs(index: object) -> bool:
     """Whether an index differs by rank: a number, or a slice between some. (Tensors come by `call`.)"""
     if type(index) is slice:
         return type(index.start) in _ENDS or type(index.stop) in _ENDS or type(index.step) in _ENDS

@@ -32,7 +32,7 @@ class RankArray(np.ndarray[Any, Any]):
         return on_each(func, args, kwargs)
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(cls, func: Callable[..., Any], types: object, args: Any = (), kwargs: Any = None) -> Any:
         return rank_numbers.hooks().torch_function(func, args, kwargs or {})
 
     def __iter__(self) -> Any:

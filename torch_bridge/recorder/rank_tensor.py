@@ -89,7 +89,7 @@ class RankTensor(torch.Tensor):
         return self._parts
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(cls, func: Callable[..., Any], types: object, args: Any = (), kwargs: Any = None) -> Any:
         return rank_numbers.hooks().tensor_function(func, args, kwargs or {})
 
     @classmethod
