@@ -29,6 +29,12 @@ def program(body: str) -> str:
 
 
 BY_HAND = {
+    "rows_copied": "b = torch.zeros(2, 4)\nfor i in range(2):\n    b[i] = c[(r + i) % 2] * r\nreturn b, b.to('xla') * 2",
+    "rows_added": "c[r % 2] += r\nc[:, r:r + 1] *= 2\nreturn c, c.to('xla') * 2",
+    "rows_by_list": "order = torch.randperm(2).tolist() * 4\nreturn torch.stack([c[i + r // 4] for i in order[:2]]), c[(torch.arange(4) + r).tolist()[0] % 2]",
+    "data_assigned": "p = torch.nn.Parameter(torch.zeros(4))\np.data = c[r % 2].clone()\np.data.add_(c[1] * r)\nreturn p.detach() * 2",
+    "trained_cpu": "m = torch.nn.Linear(4, 2)\no = torch.optim.AdamW(m.parameters(), 0.1)\n"
+    "for _ in range(2):\n    o.zero_grad()\n    m(c[r % 2 : r % 2 + 1] * r).square().mean().backward()\n    o.step()\nreturn m.weight.detach()",
     "arithmetic": "return x * r + (r + 1) % 3, c - r // 2",
     "maximum": "return x * max(r, 1), c * max(1, r, 2)",
     "minimum": "return x * min(r, 1), c + min([r, 2])",

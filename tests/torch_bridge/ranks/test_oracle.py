@@ -9,6 +9,7 @@ import pytest
 from tests.torch_bridge.ranks import oracle, rank_programs
 
 RIGHT = (
+    "rows_copied", "rows_added", "rows_by_list", "data_assigned", "trained_cpu",
     "arithmetic", "maximum", "minimum", "sqrt", "pow_of", "math_floor", "np_multiply", "np_array", "np_tensor", "np_sqrt", "np_of_list", "tolist", "tolist_cpu",
     "item_compared", "item_number", "numpy_of", "isinstance_int", "torch_seed_cpu", "torch_seed_cpu_to_xla", "torch_seed_methods", "torch_seed_module",
     "torch_seed_state", "torch_seed_twice", "torch_seed_device", "generator", "python_seed", "python_choice", "python_shuffle",
