@@ -68,6 +68,12 @@ def test_temporaries_lie_in_blocks_that_are_kept(monkeypatch: pytest.MonkeyPatch
     assert [len(found) for found in sizes] == [1, 2] and max(sizes[1]) <= 5 << 20
 
 
+@on_cpu
+def test_what_is_taken_for_known_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_compat, "_OPTIONS", set())
+    assert _compat.knows_options({"xla_multiheap_size_constraint_per_heap": 5 << 20})
+
+
 def test_what_xla_flags_say_stands(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XLA_FLAGS", f"--{OPTION}=LIBRARY_FUSION_TYPE_DOT")
     assert xla_options.of(graph_of(aten.convolution.default)) is None
