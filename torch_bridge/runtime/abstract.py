@@ -213,7 +213,7 @@ class _Gone:
     lost = (
         "this xla tensor was made in an abstract run that has ended: it had a shape and no value. Make it again outside the `with` block."
     )
-    deferred = None
+    deferred = known = None
 
 
 _GONE = _Gone()
