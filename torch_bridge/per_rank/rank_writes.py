@@ -36,6 +36,7 @@ _TRUTHS = {"equal", "allclose"}
 def install() -> None:
     """Once there are numbers that differ by rank."""
     torch.Tensor.__setitem__ = _writing(torch.Tensor.__setitem__)  # type: ignore[method-assign]
+    _data.__name__ = "data"  # by which errors call it
     torch.Tensor.data = property(_data, _set_data)  # type: ignore[assignment]
 
 

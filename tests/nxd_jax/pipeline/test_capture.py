@@ -22,6 +22,7 @@ from nxd_jax.pipeline.capture import Spec
 from nxd_jax.pipeline.partition import cut_after, partition_traced_model, stage_numbers
 from nxd_jax.pipeline.trace import trace_model
 from tests.nxd_jax.conftest import Nxd
+from torch_bridge.mesh import rank_numbers
 
 Forward = Callable[..., Any]
 
@@ -234,6 +235,7 @@ def unregistered(model: Any, x: Any) -> Any:
     ],
 )
 def test_what_is_refused(forward: Forward, text: str) -> None:
+    rank_numbers.prepare()  # which replaces some of torch's functions
     model = Net(forward)
     model.table_of_parameters = [nn.Parameter(torch.ones(4, device="xla"))]
     model.keeper = nn.Identity()
