@@ -73,7 +73,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Library:
     for name in USERS:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(ctypes, "CDLL", lambda name: made)
-    for name in ("_library", "_gaps", "_largest_block"):
+    for name in ("_library", "_gaps"):
         monkeypatch.setattr(freed_memory, name, None)
     monkeypatch.setattr(freed_memory, "_own_heaps", False)
     return made

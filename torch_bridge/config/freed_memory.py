@@ -50,8 +50,6 @@ _library: Any = None
 """The C library, while it keeps memory."""
 _gaps: Gaps | None = None
 """Its heap's gaps, while it keeps memory in one heap."""
-_largest_block: int | None = None
-"""Bytes of the blocks that are kept, while some are."""
 _own_heaps = False
 """Whether each thread has a heap of its own."""
 _compiled = 0.0
@@ -61,7 +59,7 @@ _compiled = 0.0
 def keep() -> bool:
     """Keep it from now on; JAX's threads must not have started. False, and nothing done, if the user has said how memory is allocated (glibc's variables,
     another allocator in LD_PRELOAD), or the C library is not glibc."""
-    global _library, _gaps, _largest_block, _own_heaps
+    global _library, _gaps, _own_heaps
     if any(name in os.environ for name in _OWN) or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
         return False
     if "malloc" in os.environ.get("LD_PRELOAD", ""):
@@ -81,14 +79,15 @@ def keep() -> bool:
         ]
     ):
         return False
-    _library, _gaps = library, None if heaps else Gaps.of(library)
-    _largest_block, _own_heaps = BLOCK if heaps else _LARGEST // 2, heaps
+    _library, _gaps, _own_heaps = library, None if heaps else Gaps.of(library), heaps
     return True
 
 
 def largest_block() -> int | None:
     """Bytes that blocks of temporaries are to have at most, so that they are kept. None: none are."""
-    return _largest_block
+    if _library is None:
+        return None
+    return BLOCK if _own_heaps else _LARGEST // 2
 
 
 def used_by(arguments: int) -> None:
@@ -138,8 +137,7 @@ def trim() -> None:
 
 def give_back() -> None:
     """Give freed memory to the system, now and later."""
-    global _library, _gaps, _largest_block
-    _largest_block = None
+    global _library, _gaps
     library, _library = _library, None
     gaps, _gaps = _gaps, None
     if gaps is not None:

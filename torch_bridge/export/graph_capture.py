@@ -98,9 +98,7 @@ def _captured(module: torch.nn.Module, example_inputs: Any, example_kwargs: Any,
                 filled.append(x)
         args, kwargs = tree_unflatten(filled, spec)
         held: dict[str, Any] = {**params, **buffers}
-        on_cpu = STATE.session.cpu_constants = CpuConstants(
-            module, own, {**params, **buffers}, [x for x in flat if isinstance(x, torch.Tensor)]
-        )
+        on_cpu = STATE.session.cpu_constants = CpuConstants(module, own, held, [x for x in flat if isinstance(x, torch.Tensor)])
         segment.known = known_values.settle
         read: dict[int, Storage] = {}
         segment.watch = lambda storage, view, vid: read.setdefault(vid, storage)
