@@ -18,12 +18,15 @@ from torch.fx.node import base_types
 from torch.utils import _pytree as pytree
 
 from nxd_jax.pipeline import foreign, observers
-from nxd_jax.pipeline.direct import Direct, Given, Kept, Rest, Taken, Watch
+from nxd_jax.pipeline.direct import Direct
 from nxd_jax.pipeline.draws import Draws
 from nxd_jax.pipeline.exchange import Exchange
+from nxd_jax.pipeline.known_passes import Given, Kept, Rest, Source, Taken
+from nxd_jax.pipeline.made import Made, MadeTensor, Result
 from nxd_jax.pipeline.schedules import Action, Kind, Schedule, run
 from nxd_jax.pipeline.schedules.simulate import Stuck
 from nxd_jax.pipeline.stages import FromBatch, FromStage, Known, Stage, Stages, filled, tensors
+from nxd_jax.pipeline.watch import Watch
 from torch_bridge.mesh import messages, places
 from torch_bridge.mesh.places import Place
 from torch_bridge.recorder import placed
@@ -32,8 +35,8 @@ from torch_bridge.runtime import executor
 
 Loss = Callable[[Any], torch.Tensor]
 Names = tuple[Any, ...]
-Source = tuple[int, int | None, int]
-"""Where a tensor comes from: stage, position among its results, which tensor of that value."""
+Gradient = torch.Tensor | MadeTensor
+"""Of a result of a stage: a direct pass leaves it as an array."""
 
 
 def in_order(schedule: Schedule) -> list[Action]:
@@ -111,7 +114,7 @@ class Step:
         self.given: dict[tuple[int, FromStage], Any] = {}
         self.readers: dict[tuple[int, FromStage], int] = {}
         self.held: dict[tuple[int, int], Held | Kept] = {}
-        self.grads: dict[tuple[int, int], dict[tuple[int | None, int], torch.Tensor]] = {}
+        self.grads: dict[tuple[int, int], dict[tuple[int | None, int], Gradient]] = {}
         self.waiting: dict[tuple[int, int], Waiting | Rest] = {}
         self.outputs: dict[int, Any] = {}
         self.reentrant: dict[int, bool] = {}
@@ -136,14 +139,11 @@ class Step:
 
     def _forward(self, index: int, mb: int, train: bool) -> None:
         stage = self.stages[index]
-        sources: list[tuple[torch.Tensor, Source]] = []
         received: dict[FromStage, Any] = {}
-        values = {arg: self._argument(stage, arg, mb, sources, train, received) for arg in dict.fromkeys(_sources(stage.args))}
-        returned = {arg: self._uploaded(arg, mb, index) for arg in (self._returned_inputs() if index == self.last else ())}
-        taken = Taken(filled(stage.args, values), returned)
-        held, given = (self.direct.forward(index, mb, taken, sources) if train else None) or self._recorded(
-            stage, mb, taken, sources, train, received
-        )
+        values = {arg: self._argument(stage, arg, mb, train, received) for arg in dict.fromkeys(_sources(stage.args))}
+        taken = Taken(values, {arg: self._uploaded(arg, mb, index) for arg in (self._returned_inputs() if index == self.last else ())})
+        direct = self.direct.forward(index, mb, taken) if train else None
+        held, given = self._recorded(stage, mb, taken, train, received) if direct is None else direct
         if train:
             self.held[index, mb] = held
         for name, readers, value in given.near:
@@ -153,17 +153,17 @@ class Step:
         for name, to, value in given.far:
             self._send(_forward_name(name, to), mb, value, index, to)
 
-    def _recorded(
-        self, stage: Stage, mb: int, taken: Taken, sources: list[Any], train: bool, received: Mapping[FromStage, Any]
-    ) -> tuple[Held, Given]:
+    def _recorded(self, stage: Stage, mb: int, taken: Taken, train: bool, received: Mapping[FromStage, Any]) -> tuple[Held, Given]:
         """A forward pass that is recorded: what it keeps for its backward pass, and what it hands on."""
         index = stage.index
+        taken = taken.with_tensors()
+        sources = taken.sources()
         watch = self.direct.watch(index, mb)
         with self._weights(index), self.autocast(), torch.set_grad_enabled(train), self.draws.of(index, mb):
             home = None if stage.checked else self.homes[index]
             buffers = [] if home is None else foreign.arrays_of_buffers(stage)
             placed.compute_at(self.homes[index])
-            found = stage.module(*taken.args)
+            found = stage.module(*taken.arguments(stage.args))
             if home is not None:
                 foreign.check(stage, home, buffers, tensors(found), [t for t, _ in sources])
                 stage.checked = True
@@ -182,7 +182,7 @@ class Step:
         with watch.running():
             executor.sync()
         if train:
-            watch.learn_forward(taken, given)
+            watch.learn_forward(taken, [source for _, source in sources], given)
         return Held(sources, edges), given
 
     def _returned_inputs(self) -> list[FromBatch]:
@@ -215,23 +215,20 @@ class Step:
         assert self.exchange is not None and home is not None and target is not None
         return self.exchange.receive(name, mb, home, target)
 
-    def _argument(self, stage: Stage, arg: Any, mb: int, sources: list[Any], train: bool, received: dict[FromStage, Any]) -> Any:
+    def _argument(self, stage: Stage, arg: Any, mb: int, train: bool, received: dict[FromStage, Any]) -> Any:
         """The value of an argument at the stage's place: a tensor of a stage before without its history. received: what came from another process."""
         if isinstance(arg, FromBatch):
             return self._uploaded(arg, mb, stage.index)
         apart = self._apart(arg.stage, stage.index)
         value = received[arg] = self._receive(_forward_name(arg, stage.index), mb, arg.stage, stage.index) if apart else self._take(mb, arg)
-        leaves, spec = pytree.tree_flatten(value)
-        position = 0
-        for k, leaf in enumerate(leaves):
-            if not isinstance(leaf, torch.Tensor):
-                continue
-            leaves[k] = leaf.detach() if apart else self._moved(leaf, stage.index)
-            if leaf.requires_grad and train:
-                leaves[k] = leaves[k].requires_grad_()
-                sources.append((leaves[k], (arg.stage, arg.position, position)))
-            position += 1
-        return pytree.tree_unflatten(leaves, spec)
+        if type(value) is Made:
+            return self._made_at(value, stage.index)
+
+        def taken(t: torch.Tensor) -> torch.Tensor:
+            moved = t.detach() if apart else self._moved(t, stage.index)
+            return moved.requires_grad_(t.requires_grad and train)
+
+        return pytree.tree_map_only(torch.Tensor, taken, value)
 
     def _give(self, name: FromStage, value: Any, given: Given) -> None:
         """Add a result to what a stage hands on: to stages of this process that take it, and what is to be sent to stages in others.
@@ -267,7 +264,8 @@ class Step:
         if self._apart(arg.stage, self.last):
             value = received[arg] if arg in received else self._receive(_forward_name(arg, self.last), mb, arg.stage, self.last)
             return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, value)
-        return pytree.tree_map_only(torch.Tensor, lambda t: self._moved(t, self.last), self._take(mb, arg))
+        value = self._take(mb, arg)
+        return pytree.tree_map_only(torch.Tensor, lambda t: self._moved(t, self.last), value.value() if type(value) is Made else value)
 
     def _uploaded(self, arg: FromBatch, mb: int, index: int) -> Any:
         """An input of the model at a stage's place."""
@@ -289,6 +287,22 @@ class Step:
         if there is not None:
             observers.moved(there, home, t.numel() * t.element_size())
         return placed.moved(t, home)
+
+    def _made_at(self, value: Made, index: int) -> Made:
+        """What a direct pass has made, at a stage's place."""
+        arrays = self._arrays_at(value.tree.results, value.arrays, index)
+        return value if arrays is value.arrays else Made(value.tree, arrays, moved=True)
+
+    def _arrays_at(self, results: Sequence[Result], arrays: list[Any], index: int) -> list[Any]:
+        """Results of one program at a stage's place; as they are if they lie there."""
+        home = self.homes[index]
+        there = places.of(arrays[0]) if arrays else home
+        if home is None or there == home:
+            return arrays
+        if there is not None and observers.observed():
+            for result in results:
+                observers.moved(there, home, result.view.numel * result.view.dtype.itemsize)
+        return placed.arrays_at(arrays, home)
 
     @contextlib.contextmanager
     def _weights(self, index: int) -> Iterator[None]:
@@ -315,8 +329,9 @@ class Step:
                 return
         self._backward(index, mb, self._again(index, mb, held), names, arrived)
 
-    def _backward(self, index: int, mb: int, held: Held, names: Names, arrived: Mapping[Any, torch.Tensor]) -> None:
+    def _backward(self, index: int, mb: int, held: Held, names: Names, arrived: Mapping[Any, Gradient]) -> None:
         """One that is recorded."""
+        arrived = _as_tensors(arrived)
         roots, grads = self._roots(held, arrived)
         with self._weights(index):
             watch = self.direct.watch(index, mb, self._learned_weights(index), list(arrived.values()))
@@ -343,7 +358,7 @@ class Step:
             return kept
         self.direct.failed(index)
         with module_calls.with_its_own_backward():
-            return self._recorded(self.stages[index], mb, kept.taken, kept.sources, True, {})[0]
+            return self._recorded(self.stages[index], mb, kept.taken, True, {})[0]
 
     @staticmethod
     def _roots(held: Held, arrived: Mapping[tuple[int | None, int], torch.Tensor]) -> tuple[list[Any], list[torch.Tensor | None]]:
@@ -360,8 +375,8 @@ class Step:
         if isinstance(held, Kept):
             done = self.direct.input_backward(index, mb, held, names, list(arrived.values()))
             if done is not None:
-                given, self.waiting[index, mb] = done
-                self._return_all(index, mb, given)
+                returned, self.waiting[index, mb] = done
+                self._return_all(index, mb, returned)
                 return
         held = self._again(index, mb, held)
         with self._weights(index):
@@ -369,8 +384,9 @@ class Step:
         if any(p._backward_hooks for p in weights) or self._has_reentrant_checkpoints(index, held):
             self._backward(index, mb, held, names, arrived)
             return
-        watch = self.direct.watch(index, mb, weights, list(arrived.values()))
-        found = self._gradients(index, held, arrived, weights)
+        tensors = _as_tensors(arrived)
+        watch = self.direct.watch(index, mb, weights, list(tensors.values()))
+        found = self._gradients(index, held, tensors, weights)
         inputs = len(held.sources)
         given = self._leaving(index, [(grad, source) for grad, (_, source) in zip(found, held.sources, strict=False) if grad is not None])
         kept = [(p, grad) for p, grad in zip(weights, found[inputs:], strict=True) if grad is not None]
@@ -436,7 +452,7 @@ class Step:
         with self._weights(index):
             weights = self._learning_weights(index)
         watch = self.direct.watch(index, mb)
-        arrived = dict(zip(rest.names, rest.arrived, strict=False)) if index != self.last else {}
+        arrived = _as_tensors(dict(zip(rest.names, rest.arrived, strict=False))) if index != self.last else {}
         if self._has_reentrant_checkpoints(index, held):
             with self._weights(index):
                 torch.autograd.backward(*self._roots(held, arrived))
@@ -451,20 +467,28 @@ class Step:
         """Gradients of inputs of a stage, those that are sent to other processes with their memory for themselves."""
         return [(placed.own(grad) if self._apart(source[0], index) else grad, source) for grad, source in found]
 
-    def _return_all(self, index: int, mb: int, found: Sequence[tuple[torch.Tensor, Source]]) -> None:
+    def _return_all(self, index: int, mb: int, found: Sequence[tuple[Gradient, Source]]) -> None:
         """Hand the gradients of a stage's inputs to the stages that gave these; those of several readers are added up there."""
         far: dict[FromStage, list[tuple[int, torch.Tensor]]] = {
             arg: [] for arg in _sources(self.stages[index].args) if isinstance(arg, FromStage) and self._apart(arg.stage, index)
         }
-        for grad, (stage, position, k) in found:
+        made: dict[int, list[tuple[MadeTensor, Source]]] = {}
+        for grad, source in found:
+            stage, position, k = source
             if FromStage(stage, position) in far:
-                far[FromStage(stage, position)].append((k, grad))
+                far[FromStage(stage, position)].append((k, _as_tensor(grad)))
+            elif type(grad) is MadeTensor:
+                made.setdefault(stage, []).append((grad, source))
             else:
-                self._add(stage, mb, (position, k), self._moved(grad, stage))
-        for arg, grads in far.items():
-            self._send(_backward_name(arg, index), mb, grads, index, arg.stage)
+                self._add(stage, mb, (position, k), self._moved(_as_tensor(grad), stage))
+        for stage, grads in made.items():
+            arrays = self._arrays_at([grad.of for grad, _ in grads], [grad.array for grad, _ in grads], stage)
+            for (grad, (_, position, k)), array in zip(grads, arrays, strict=True):
+                self._add(stage, mb, (position, k), MadeTensor(grad.of, array))
+        for arg, sent in far.items():
+            self._send(_backward_name(arg, index), mb, sent, index, arg.stage)
 
-    def _arrived(self, index: int, mb: int) -> tuple[Names, dict[tuple[int | None, int], torch.Tensor]]:
+    def _arrived(self, index: int, mb: int) -> tuple[Names, dict[tuple[int | None, int], Gradient]]:
         """The gradients of a stage's results, those from other processes too; and names of where its backward pass begins (None: the loss)."""
         for position, stage in dict.fromkeys(self.stages[index].consumers):
             if stage <= self.last and self._apart(index, stage):
@@ -472,13 +496,13 @@ class Step:
                     self._add(index, mb, (position, k), grad)
         there = self.grads.pop((index, mb), {})
         found = {name: there[name] for name in sorted(there, key=str)}
-        if self.direct.on and any(t._storage.pending for t in found.values()):  # type: ignore[attr-defined]
+        if self.direct.on and any(type(t) is not MadeTensor and t._storage.pending for t in found.values()):  # type: ignore[union-attr]
             executor.sync()  # gradients of several readers: their sum is no part of what this stage computes
         return (None,) if index == self.last else tuple(found), found
 
-    def _add(self, stage: int, mb: int, name: tuple[int | None, int], grad: torch.Tensor) -> None:
+    def _add(self, stage: int, mb: int, name: tuple[int | None, int], grad: Gradient) -> None:
         there = self.grads.setdefault((stage, mb), {})
-        there[name] = there[name] + grad if name in there else grad
+        there[name] = _as_tensor(there[name]) + _as_tensor(grad) if name in there else grad
 
     # -- the whole step -------------------------------------------------------------------------------
 
@@ -545,6 +569,14 @@ def _forward_name(arg: FromStage, to: int) -> str:
 
 def _backward_name(arg: FromStage, reader: int) -> str:
     return f"B {arg.stage} {arg.position} {reader}"
+
+
+def _as_tensor(grad: Gradient) -> torch.Tensor:
+    return grad.tensor() if type(grad) is MadeTensor else grad  # type: ignore[return-value]
+
+
+def _as_tensors(grads: Mapping[Any, Gradient]) -> dict[Any, torch.Tensor]:
+    return {name: _as_tensor(grad) for name, grad in grads.items()}
 
 
 def _owned(t: torch.Tensor) -> torch.Tensor:
