@@ -19,7 +19,7 @@ from torch import nn
 
 from nxd_jax.pipeline.known_passes import RECORDED, Given, Kept, KnownBackward, Learned, Orders, Rest, Source, Taken
 from nxd_jax.pipeline.made import MadeTensor
-from nxd_jax.pipeline.stages import Known
+from nxd_jax.pipeline.stages import Known, Worked
 from nxd_jax.pipeline.sums import sums_of, unhooked
 from nxd_jax.pipeline.watch import Watch
 from torch_bridge.identity import same
@@ -56,7 +56,7 @@ class Direct:
         self.known = known
         self.seed = seed
         self.players = {k: found for k, module in modules.items() if type(found := module.__dict__.get("forward")) is Player}
-        self.learned = {k: Learned(orders[k], {mb for order in orders[k] for mb in order[:RECORDED]}) for k in modules}
+        self.learned = {k: Learned(orders[k], _recorded(orders[k], known.of.get(k))) for k in modules}
         self.on = possible and known.failures < FAILURES and len(self.players) == len(modules) and rerun.usual()
         """Whether passes of this step are learned from."""
         self.ready = self.on and known.of.keys() >= modules.keys()
@@ -155,3 +155,9 @@ class Direct:
         """Record the passes of this step from here on, and those of this stage in the next one, too."""
         self.known.of.pop(stage, None)
         self.ready = False
+
+
+def _recorded(orders: Orders, worked: Worked | None) -> set[int]:
+    """The micro-batches whose passes are recorded."""
+    whole, parted = orders
+    return {*whole[: RECORDED if worked is None or worked.adding is None else 1], *parted[:RECORDED]}

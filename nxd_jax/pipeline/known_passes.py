@@ -14,11 +14,14 @@ from torch.utils import _pytree as pytree
 
 from nxd_jax.pipeline.made import Made, MadeTensor, Result, Tree, described, held
 from nxd_jax.pipeline.stages import FromStage, filled, tensors
-from torch_bridge.replay.rerun import Rerun
+from nxd_jax.pipeline.sums import storages_of
+from torch_bridge.identity import any_is
+from torch_bridge.ir.segment import Storage
+from torch_bridge.replay.rerun import Rerun, Template
 
 RECORDED = 2
 """Micro-batches that each stage records in a step, those whose backward passes come first: the first of these makes the gradients of weights, the second adds
-to them, as all others do."""
+to them, as all others do. One, where an earlier step has shown how that is done (`Adding`)."""
 
 Orders = tuple[Sequence[int], Sequence[int]]
 """Micro-batches of a stage in the order of their backward passes: of those that are whole, and of those in two parts."""
@@ -143,7 +146,11 @@ class KnownBackward:
         """Whether another one takes, computes and gives the same: what is learned from the pass of weights behind it holds for this one."""
         if self.program is None or other.program is None:
             return self.program is other.program
-        return (self.names, self.like, self.returned) == (other.names, other.like, other.returned) and self.program.is_like(other.program)
+        return self.facts() == other.facts() and self.program.is_like(other.program)
+
+    def facts(self) -> tuple[tuple[Any, ...], list[Any], list[tuple[int, Result]]]:
+        """What it takes and gives beside its program's arrays."""
+        return self.names, self.like, self.returned
 
     def arrays(self, names: tuple[Any, ...], arrived: Sequence[Any]) -> list[Any] | None:
         """Those of the gradients that arrived; None if they are other ones. names: of the results whose they are."""
@@ -188,18 +195,50 @@ class Rest(NamedTuple):
     arrays: list[Any]
 
 
+class Adding:
+    """How gradients of weights are added to those that the first backward pass of a step has made, as another step showed.
+
+    Args:
+        making: the pass that made them there.
+        adding: the one after it.
+        held: storages of what the stage holds.
+    """
+
+    def __init__(self, making: KnownBackward, adding: KnownBackward, held: Sequence[Storage]):
+        assert making.program is not None and adding.program is not None
+        bumped = {id(t) for t in adding.bumped}
+        self._held = len(held)
+        self._making = Template(making.program, held)
+        self._facts = making.facts(), adding.facts()
+        self._adding = Template(adding.program, [*held, *storages_of(adding.sums)])
+        self._bumped = [id(t) in bumped for t in adding.sums]
+
+    def after(self, making: KnownBackward, held: Sequence[Storage]) -> KnownBackward | None:
+        """What backward passes do after this one, in whose `sums` are the gradients that it made; None if that is not known. held: as above, now."""
+        made, (names, like, returned) = self._facts
+        known = len(held) == self._held and len(making.sums) == len(self._bumped) and made == making.facts()
+        if not known or making.program is None or not self._making.is_like(making.program, held):
+            return None
+        program = self._adding.bound([*held, *storages_of(making.sums)])
+        bumped = [t for t, is_bumped in zip(making.sums, self._bumped, strict=True) if is_bumped]
+        if program is None or any_is(bumped, None):
+            return None
+        return KnownBackward(program, names, like, returned, making.parameters, making.sums, bumped)
+
+
 @dataclass
 class Learned:
     """Of a stage in this step.
 
-    orders: its micro-batches by their backward passes, see `Direct`. recorded: those whose passes are recorded. backward: whole passes; inputs: those of inputs
-    alone, where those of `weights` follow. needed, later: see `Worked`. arrays: by micro-batch whose recorded forward pass was the known one, its inputs', and
-    what its program gave.
+    orders: its micro-batches by their backward passes, see `Direct`. recorded: those whose passes are recorded. backward: whole passes; making: the whole one
+    that made the gradients of weights; inputs: those of inputs alone, where those of `weights` follow. needed, later: see `Worked`. arrays: by micro-batch
+    whose recorded forward pass was the known one, its inputs', and what its program gave.
     """
 
     orders: Orders
     recorded: set[int]
     forward: KnownForward | None = None
+    making: KnownBackward | None = None
     backward: KnownBackward | None = None
     inputs: KnownBackward | None = None
     weights: KnownWeights | None = None

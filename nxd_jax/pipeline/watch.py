@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from nxd_jax.pipeline import made
-from nxd_jax.pipeline.known_passes import Given, KnownBackward, KnownForward, KnownWeights, Learned, Source, Taken
+from nxd_jax.pipeline.known_passes import Adding, Given, KnownBackward, KnownForward, KnownWeights, Learned, Source, Taken
 from nxd_jax.pipeline.stages import Worked
-from nxd_jax.pipeline.sums import sums_of, unhooked
+from nxd_jax.pipeline.sums import storages_of, sums_of, unhooked
 from torch_bridge.identity import same
 from torch_bridge.recorder.tensor import XLATensor
 from torch_bridge.replay import rerun
@@ -33,12 +33,14 @@ class Watch:
         self._arrays: list[weakref.ref[Any] | None] = []
         """Of a backward pass of inputs: all that it took and gave; and by `id()` of storages which of these they got."""
         self._made: dict[int, int] = {}
+        self._makes = False
         if of.on:
             player = of.players[stage]
             self._counted = player.played, player.played_backward
             self._held = [t._storage.held for t in arrived]
-            tensors = [*player.reads(), *(g for g in sums_of(parameters) if isinstance(g, XLATensor))]
-            self._lasting = {id(t._storage.held): t._storage for t in tensors if t._storage.held is not None}
+            self._stage_holds = [t._storage for t in player.reads()]
+            lasting = (s for s in (*self._stage_holds, *storages_of(sums_of(parameters))) if s is not None and s.held is not None)
+            self._lasting = {id(s.held): s for s in lasting}
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -109,8 +111,16 @@ class Watch:
         known = None if learned is None else self._learn_gradients(learned, learned.backward, names, sources, returned)
         if known is None or learned is None or known.program is None:
             return
-        learned.backward = known
-        self._remember(learned, known.program.slots())
+        if self._makes:
+            learned.making = known
+            worked = self._of.known.of.get(self._stage)
+            if worked is not None and worked.adding is not None:
+                learned.backward = worked.adding.after(known, self._stage_holds)
+                if learned.backward is None:
+                    self._of.known.unlike.add(self._stage)
+        else:
+            learned.backward = known
+            self._remember(learned, known.program.slots())
 
     def learn_input_backward(
         self, names: tuple[Any, ...], sources: Sequence[Any], returned: Sequence[Any], grads: Sequence[Any], passed: Mapping[int, Any]
@@ -147,7 +157,18 @@ class Watch:
         learned.needed |= needed | later
         learned.later |= later
         if learned.forward is not None and learned.is_complete():
-            self._of.known.of[self._stage] = Worked(weakref.ref(learned.forward.program.program), learned.needed, learned.later)
+            program = weakref.ref(learned.forward.program.program)
+            self._of.known.of[self._stage] = Worked(program, learned.needed, learned.later, self._adding(learned))
+
+    def _adding(self, learned: Learned) -> Adding | None:
+        """How backward passes go on after the first one, from this step or an earlier one."""
+        known = self._of.known
+        if self._stage in known.unlike:
+            return None
+        if learned.making is not None and learned.backward is not None:
+            return Adding(learned.making, learned.backward, self._stage_holds)
+        worked = known.of.get(self._stage)
+        return None if worked is None else worked.adding
 
     def _learn_gradients(
         self,
@@ -184,9 +205,11 @@ class Watch:
         if (program is None and not nothing) or len(grads) < len(returned) or not unhooked(self._parameters):
             return None
         written = set() if program is None else {id(s) for _, s in program.written}
-        if number.keys() - written - {id(t._storage) for t, _ in returned} - {id(g._storage) for g in later}:
-            return None  # a gradient that was not there before: the next pass adds to it
         sums = sums_of(self._parameters)
+        new = number.keys() - written - {id(t._storage) for t, _ in returned} - {id(g._storage) for g in later}
+        self._makes = bool(new)  # gradients that were not there before: the next pass adds to them
+        if new and (later or known is not None or written or not new <= {id(storage) for storage in storages_of(sums)}):
+            return None
         found = KnownBackward(program, names, like, grads, list(self._parameters), sums, _written(program, sums))
         if known is not None and not known.is_like(found):
             return None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import sys
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -111,7 +112,7 @@ def learn(ran: Ran, slots: Sequence[Any], lasting: Mapping[int, Storage]) -> Rer
         return None  # it makes one of nothing that it gets: of a tensor that was full of one number
     if any(storage.facts is not None and storage.facts.links for storages in ran.results for storage in storages):
         return None
-    return Rerun(ran, roles, written)
+    return Rerun(ran.program, ran.draws, ran.numbers, roles, written)
 
 
 def _role(held: Any, slots: Mapping[int, int], lasting: Mapping[int, Storage], kept: frozenset[int]) -> _Role | None:
@@ -144,19 +145,20 @@ class Rerun:
         written: the results that storages get which last, as (number of the result, storage).
     """
 
-    def __init__(self, ran: Ran, ports: list[list[_Role]], written: list[tuple[int, Storage]]):
-        self.program = ran.program
-        self.draws = ran.draws
+    def __init__(
+        self, program: Program, draws: list[Draw], numbers: list[Any], ports: list[list[_Role]], written: list[tuple[int, Storage]]
+    ):
+        self.program = program
+        self.draws = draws
         self.written = written
         self._ports = ports
-        self._numbers = ran.numbers
+        self._numbers = numbers
         new = {id(storage) for _, storage in written}
         self._read = [role for port in ports for role in port if isinstance(role, Storage) and id(role) not in new]
         self._arrays = [storage.held for storage in self._read]
-        stacked = ran.program.spec.ports.stacked_inputs
-        donated = set(ran.program.spec.ports.donated)
-        self._stacked, self._taken = stacked, [at in donated for at in range(len(ports))]
-        spec = ran.program.spec
+        spec = program.spec
+        donated = set(spec.ports.donated)
+        self._stacked, self._taken = spec.ports.stacked_inputs, [at in donated for at in range(len(ports))]
         self._live: dict[int, list[Storage]] = {}
         for k, storage in written:
             self._live.setdefault(spec.results[k], []).append(storage)
@@ -212,6 +214,81 @@ class Rerun:
                     found = jnp.array(found, copy=True)
             args.append(found)
         return args
+
+
+class Template:
+    """A `Rerun` for a time when arrays are others, and storages may be. It keeps none of these alive, nor the program.
+
+    Args:
+        of: what it is made from.
+        lasting: the storages that last which that reads and writes, in an order that has a meaning: later they are known by their places.
+    """
+
+    def __init__(self, of: Rerun, lasting: Sequence[Storage | None]):
+        places = {id(storage): k for k, storage in enumerate(lasting) if storage is not None}
+        self._program = weakref.ref(of.program)
+        self._draws, self._numbers = of.draws, of._numbers
+        self._ports = _by_place(of, places)
+        self._written = [(k, _Lasting(places.get(id(storage), _NOWHERE))) for k, storage in of.written]
+
+    def is_like(self, of: Rerun, lasting: Sequence[Storage | None]) -> bool:
+        """Whether it would be the same made from another one, which writes nothing. lasting: the storages of that."""
+        places = {id(storage): k for k, storage in enumerate(lasting) if storage is not None}
+        return (
+            self._program() is of.program
+            and not self._written
+            and not of.written
+            and all(map(_is_same_role, itertools.chain(*self._ports), itertools.chain(*_by_place(of, places))))
+            and all(map(np.array_equal, self._numbers, of._numbers))
+        )
+
+    def bound(self, lasting: Sequence[Storage | None]) -> Rerun | None:
+        """The `Rerun` on the storages that are there now, in the same places; None if something is gone."""
+        program = self._program()
+        ports = [[_found(role, lasting) for role in port] for port in self._ports]
+        written = [(k, storage) for k, role in self._written if isinstance(storage := _found(role, lasting), Storage)]
+        if program is None or any_is(itertools.chain(*ports), None) or len(written) < len(self._written):
+            return None
+        return Rerun(program, self._draws, self._numbers, ports, written)  # type: ignore[arg-type]
+
+
+_NOWHERE = -1
+
+
+class _Lasting(NamedTuple):
+    """A storage that lasts, by its place; `_NOWHERE` for one that was not among those."""
+
+    place: int
+
+
+_Kept = int | _Lasting | weakref.ref[Any]
+"""A role without what it holds; constants are weak references."""
+
+
+def _by_place(of: Rerun, places: Mapping[int, int]) -> list[list[_Kept]]:
+    """Its roles. places: of the storages that last, by `id()`."""
+    return [[_kept(role, places) for role in port] for port in of._ports]
+
+
+def _kept(role: _Role, places: Mapping[int, int]) -> _Kept:
+    if isinstance(role, int):
+        return role
+    return weakref.ref(role.held) if isinstance(role, _Constant) else _Lasting(places.get(id(role), _NOWHERE))
+
+
+def _is_same_role(a: _Kept, b: _Kept) -> bool:
+    """Arrays are not compared by value."""
+    return a() is b() is not None if isinstance(a, weakref.ref) and isinstance(b, weakref.ref) else type(a) is type(b) and a == b
+
+
+def _found(kept: _Kept, lasting: Sequence[Storage | None]) -> _Role | None:
+    """The role now; None if what it was is gone."""
+    if isinstance(kept, int):
+        return kept
+    if isinstance(kept, _Lasting):
+        return None if kept.place == _NOWHERE else lasting[kept.place]
+    held = kept()
+    return None if held is None else _Constant(held)
 
 
 _HELD = attrgetter("held")
