@@ -1,9 +1,11 @@
 """Passes of stages as one call of a program each, where the first micro-batches of a step have shown that this is all they are.
 
 Recording a pass, even one that is played (`torch_bridge.replay`), and looking its program up takes several times as long as JAX's call. So each step records
-the first passes of every stage, and learns from them what its programs take and give (`torch_bridge.replay.rerun`). Later passes of the step call these
-programs: same numbers, no autograd, no tensors but those that go to other stages. Nothing is taken from one step to the next but which stages this worked
-for, so whatever a script changes between steps is seen.
+the first passes of every stage, and `watch` learns from them what its programs take and give (`torch_bridge.replay.rerun`). Later passes of the step call
+these programs: same numbers, no autograd, and no tensors: what they make goes to other stages as arrays (`made`).
+
+Whatever a script changes between steps is seen. Two things are taken from one step to the next: for which stages this worked, and how gradients are added to
+those that the first backward pass has made (`known_passes.Adding`), if it has made them by the same program from the same inputs as in that step.
 
 It takes part only where no code of the script's runs in a step: all stages are played, no hooks on weights, no loss function of the script's. A backward
 pass that turns out to be another one computes its forward pass again, in the ordinary way.
@@ -28,7 +30,7 @@ from torch_bridge.replay.player import Player
 from torch_bridge.replay.rerun import Rerun
 
 FAILURES = 3
-"""Direct forward passes that may be computed again one after the other, their backward passes being others, before all are recorded for good."""
+"""Steps in a row in which direct forward passes may be computed again, their backward passes being others, before all are recorded for good."""
 
 Gradients = list[tuple[MadeTensor, Source]]
 """Gradients of a stage's inputs, with where these came from."""
@@ -59,6 +61,7 @@ class Direct:
         self.learned = {k: Learned(orders[k], _recorded(orders[k], known.of.get(k))) for k in modules}
         self.on = possible and known.failures < FAILURES and len(self.players) == len(modules) and rerun.usual()
         """Whether passes of this step are learned from."""
+        self._failed = False
         self.ready = self.on and known.of.keys() >= modules.keys()
         """Whether forward passes may be direct: it worked for all stages in an earlier step, and has in this one so far."""
 
@@ -148,7 +151,9 @@ class Direct:
 
     def failed(self, stage: int) -> None:
         """A direct forward pass has a backward pass that is not known."""
-        self.known.failures += 1
+        if not self._failed:
+            self.known.failures += 1
+        self._failed = True
         self.forget(stage)
 
     def forget(self, stage: int) -> None:

@@ -8,6 +8,7 @@ actions and waits for nothing; a device starts an action as soon as its inputs a
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -32,6 +33,9 @@ from torch_bridge.mesh.places import Place
 from torch_bridge.recorder import placed
 from torch_bridge.replay import accumulate_grad, module_calls, nested_grad
 from torch_bridge.runtime import executor
+
+AHEAD = 1 << 20
+"""Bytes of one input that may be uploaded before the micro-batches that need them."""
 
 Loss = Callable[[Any], torch.Tensor]
 Names = tuple[Any, ...]
@@ -121,6 +125,8 @@ class Step:
         self.last = len(stages) - 1
         self.exchange = exchange
         self.here = [home is None or messages.hosted(home) for home in homes]
+        self.uploads: dict[tuple[tuple[str, int, bool], int], Any] = {}
+        """Inputs that are uploaded before their passes (`_uploaded`)."""
         self.draws = Draws()
         self.direct = Direct({}, {}, Known(), self.draws.seed, False)
         """Passes that need not be recorded; none until `may_be_direct`."""
@@ -141,7 +147,10 @@ class Step:
         stage = self.stages[index]
         received: dict[FromStage, Any] = {}
         values = {arg: self._argument(stage, arg, mb, train, received) for arg in dict.fromkeys(_sources(stage.args))}
-        taken = Taken(values, {arg: self._uploaded(arg, mb, index) for arg in (self._returned_inputs() if index == self.last else ())})
+        self._bring(values, index)
+        taken = Taken(
+            values, {arg: self._uploaded(arg, mb, index, True) for arg in (self._returned_inputs() if index == self.last else ())}
+        )
         direct = self.direct.forward(index, mb, taken) if train else None
         held, given = self._recorded(stage, mb, taken, train, received) if direct is None else direct
         if train:
@@ -216,13 +225,16 @@ class Step:
         return self.exchange.receive(name, mb, home, target)
 
     def _argument(self, stage: Stage, arg: Any, mb: int, train: bool, received: dict[FromStage, Any]) -> Any:
-        """The value of an argument at the stage's place: a tensor of a stage before without its history. received: what came from another process."""
+        """The value of an argument at the stage's place: a tensor of a stage before without its history. received: what came from another process.
+
+        What a direct pass has made is not moved yet (`_bring`).
+        """
         if isinstance(arg, FromBatch):
             return self._uploaded(arg, mb, stage.index)
         apart = self._apart(arg.stage, stage.index)
         value = received[arg] = self._receive(_forward_name(arg, stage.index), mb, arg.stage, stage.index) if apart else self._take(mb, arg)
         if type(value) is Made:
-            return self._made_at(value, stage.index)
+            return value
 
         def taken(t: torch.Tensor) -> torch.Tensor:
             moved = t.detach() if apart else self._moved(t, stage.index)
@@ -267,8 +279,21 @@ class Step:
         value = self._take(mb, arg)
         return pytree.tree_map_only(torch.Tensor, lambda t: self._moved(t, self.last), value.value() if type(value) is Made else value)
 
-    def _uploaded(self, arg: FromBatch, mb: int, index: int) -> Any:
-        """An input of the model at a stage's place."""
+    def _uploaded(self, arg: FromBatch, mb: int, index: int, returned: bool = False) -> Any:
+        """An input of the model at a stage's place. returned: for what the model returns or makes the loss of, not for the stage's module.
+
+        Where passes are direct, small ones are uploaded for all later micro-batches at once: between passes, each takes several times as long.
+        """
+        name = arg.name, index, returned
+        if (found := self.uploads.pop((name, mb), None)) is not None:
+            return found
+        ahead = self.direct.ready and sum(_size_on_host(x[arg.name]) for x in self.batch[mb + 1 :]) <= AHEAD
+        for k in range(mb + 1, len(self.batch) if ahead else 0):
+            if (name, k) not in self.uploads:
+                self.uploads[name, k] = self._uploaded_now(arg, k, index)
+        return self._uploaded_now(arg, mb, index)
+
+    def _uploaded_now(self, arg: FromBatch, mb: int, index: int) -> Any:
         return pytree.tree_map_only(torch.Tensor, lambda t: self._upload(t, index), self.batch[mb][arg.name])
 
     def _upload(self, t: torch.Tensor, index: int) -> torch.Tensor:
@@ -288,21 +313,24 @@ class Step:
             observers.moved(there, home, t.numel() * t.element_size())
         return placed.moved(t, home)
 
-    def _made_at(self, value: Made, index: int) -> Made:
-        """What a direct pass has made, at a stage's place."""
-        arrays = self._arrays_at(value.tree.results, value.arrays, index)
-        return value if arrays is value.arrays else Made(value.tree, arrays, moved=True)
-
-    def _arrays_at(self, results: Sequence[Result], arrays: list[Any], index: int) -> list[Any]:
-        """Results of one program at a stage's place; as they are if they lie there."""
+    def _bring(self, values: dict[Any, Any], index: int) -> None:
+        """Move what direct passes have made to a stage's place, all in one call. values: of its arguments; those that are moved are replaced."""
         home = self.homes[index]
-        there = places.of(arrays[0]) if arrays else home
-        if home is None or there == home:
-            return arrays
-        if there is not None and observers.observed():
+        apart = [(arg, value) for arg, value in values.items() if type(value) is Made and self.homes[arg.stage] != home]
+        if home is None or not apart:
+            return
+        for arg, value in apart:
+            self._tell_moved(value.tree.results, arg.stage, index)
+        moved = iter(placed.arrays_at([array for _, value in apart for array in value.arrays], home))
+        for arg, value in apart:
+            values[arg] = Made(value.tree, list(itertools.islice(moved, len(value.arrays))), moved=True)
+
+    def _tell_moved(self, results: Sequence[Result], index: int, to: int) -> None:
+        """Tell who observes that a stage's results go to another one."""
+        there, home = self.homes[index], self.homes[to]
+        if observers.observed() and there is not None and home is not None:
             for result in results:
                 observers.moved(there, home, result.view.numel * result.view.dtype.itemsize)
-        return placed.arrays_at(arrays, home)
 
     @contextlib.contextmanager
     def _weights(self, index: int) -> Iterator[None]:
@@ -482,7 +510,10 @@ class Step:
             else:
                 self._add(stage, mb, (position, k), self._moved(_as_tensor(grad), stage))
         for stage, grads in made.items():
-            arrays = self._arrays_at([grad.of for grad, _ in grads], [grad.array for grad, _ in grads], stage)
+            arrays, home = [grad.array for grad, _ in grads], self.homes[stage]
+            if home is not None and home != self.homes[index]:
+                self._tell_moved([grad.of for grad, _ in grads], index, stage)
+                arrays = placed.arrays_at(arrays, home)
             for (grad, (_, position, k)), array in zip(grads, arrays, strict=True):
                 self._add(stage, mb, (position, k), MadeTensor(grad.of, array))
         for arg, sent in far.items():
@@ -541,6 +572,12 @@ class Step:
             for stage in self.stages:
                 if self.here[stage.index]:
                     self.forward(stage.index, mb, train=False)
+
+
+def _size_on_host(value: Any) -> int:
+    """Bytes of the tensors in an input; more than may be uploaded ahead if there is another one than on the CPU."""
+    found = tensors(value)
+    return sum(t.numel() * t.itemsize for t in found) if all(t.device.type == "cpu" for t in found) else AHEAD + 1
 
 
 def _order(actions: Sequence[Action], index: int, kind: Kind) -> list[int]:

@@ -71,8 +71,10 @@ class Worked(NamedTuple):
 
 
 class Known:
-    """For which stages passes could be direct in earlier steps (`direct`), by number. failures: forward passes that had to be computed again; unlike: stages
-    whose backward passes went on otherwise than an earlier step had shown."""
+    """For which stages passes could be direct in earlier steps (`direct`), by number.
+
+    failures: steps in a row with some that had to be computed again; unlike: stages whose backward passes went on otherwise than an earlier step had shown.
+    """
 
     def __init__(self) -> None:
         self.of: dict[int, Worked] = {}

@@ -157,11 +157,12 @@ class Rerun:
         self._read = [role for port in ports for role in port if isinstance(role, Storage) and id(role) not in new]
         self._arrays = [storage.held for storage in self._read]
         spec = program.spec
-        donated = set(spec.ports.donated)
-        self._stacked, self._taken = spec.ports.stacked_inputs, [at in donated for at in range(len(ports))]
-        self._live: dict[int, list[Storage]] = {}
-        for k, storage in written:
-            self._live.setdefault(spec.results[k], []).append(storage)
+        self._stacked = spec.ports.stacked_inputs
+        self._taken = sorted(spec.ports.donated)
+        self._one_each = not any(self._stacked)
+        self._first = [port[0] for port in ports]
+        self._placed: list[Any] | None = None
+        self._all_placed: bool | None = None
 
     def slots(self) -> set[int]:
         """Numbers of the slots that it reads."""
@@ -188,32 +189,60 @@ class Rerun:
             args = self._arguments(slots)
             if args is None:
                 return None
-            args += self._numbers
-            if program.spec.draws:
-                args.append(scalar_inputs.packed_draws(draws))
-            args += precision_mode.extra_inputs(program.spec.mode)
-            given: dict[int, Any] = {}
-            executor.run_again(program, args, self._live, given)
-            for _, storage in self.written:
+            further = [scalar_inputs.packed_draws(draws)] if program.spec.draws else []
+            further += precision_mode.extra_inputs(program.spec.mode)
+            placed = self._is_placed(args)
+            if placed:
+                assert program.spec.labels is not None
+                further = program.spec.labels.placed(further)
+            args += self._numbers_placed() if placed else self._numbers
+            args += further
+            found = executor.run_again(program, args, placed)
+            for k, storage in self.written:
+                storage.settle(found[k])
                 storage.writes += 1
-        return [given[vid] for vid in program.spec.results]
+        return found
+
+    def _is_placed(self, args: Sequence[Any]) -> bool:
+        """Whether all arrays that it takes lie where it runs. Looked up in the first run: others take the same ones."""
+        if self._all_placed is None:
+            labels = self.program.spec.labels
+            self._all_placed = labels is not None and all(getattr(a.sharding, "mesh", None) is labels.mesh for a in args)
+        return self._all_placed
+
+    def _numbers_placed(self) -> list[Any]:
+        """The numbers as arrays there."""
+        if self._placed is None:
+            assert self.program.spec.labels is not None
+            self._placed = self.program.spec.labels.placed(self._numbers)
+        return self._placed
 
     def _arguments(self, slots: Sequence[Any]) -> list[Any] | None:
         """As `Program.arguments` makes them; None if a storage has nothing, or rows do not lie as the program takes them."""
-        args: list[Any] = []
-        for port, stacked, taken in zip(self._ports, self._stacked, self._taken, strict=True):
-            copied = taken and any(sys.getrefcount(role.held) > _ALONE for role in port)  # type: ignore[union-attr]
-            held = [slots[role] if type(role) is int else role.held for role in port]  # type: ignore[union-attr]
+        shared = [at for at in self._taken if self._is_shared(at)]
+        if self._one_each:
+            held = [slots[role] if type(role) is int else role.held for role in self._first]  # type: ignore[union-attr]
             if any_is(held, None):
                 return None
-            found = stacked_arrays.together(held) if stacked else stacked_arrays.plain(held[0])
-            if found is None:
+            args = held if stacked_arrays.Row not in set(map(type, held)) else list(map(stacked_arrays.plain, held))
+        else:
+            args = []
+            for port, stacked in zip(self._ports, self._stacked, strict=True):
+                rows = [slots[role] if type(role) is int else role.held for role in port]  # type: ignore[union-attr]
+                if any_is(rows, None):
+                    return None
+                args.append(stacked_arrays.together(rows) if stacked else stacked_arrays.plain(rows[0]))
+            if any_is(args, None):
                 return None
-            if copied and (stacked or found is held[0]):
+        for at in shared:
+            if self._stacked[at] or args[at] is self._first[at].held:  # type: ignore[union-attr]
                 with _compat.enable_x64():
-                    found = jnp.array(found, copy=True)
-            args.append(found)
+                    args[at] = jnp.array(args[at], copy=True)
         return args
+
+    def _is_shared(self, at: int) -> bool:
+        """Whether somebody but its storage has what the program takes over there."""
+        return any(sys.getrefcount(role.held) > _ALONE for role in self._ports[at])  # type: ignore[union-attr]
 
 
 class Template:

@@ -342,15 +342,17 @@ def test_one_micro_batch_is_recorded_where_an_earlier_step_showed_how_gradients_
         with monkeypatch.context() as patch:
             if not known:
                 patch.setattr(known_passes.Adding, "after", lambda *_: None)
-            losses += steps(model, optimizer, 6)
-            with block() as passes:
-                losses += steps(model, optimizer, 2)
+            losses += steps(model, optimizer, 4)
+            direct_passes = []
+            for _ in range(6):
+                with block() as passes:
+                    losses += steps(model, optimizer, 1)
+                direct_passes.append((passes or Counter())["backward", True])
         results.append((losses, weights(model)))
     assert results[0][0] == results[1][0]
     for name, weight in results[0][1].items():
         torch.testing.assert_close(results[1][1][name], weight)
-    recorded_passes = 1 if known else 2
-    assert passes["backward", True] == passes["forward", True] == 2 * 2 * (5 - recorded_passes)
+    assert max(direct_passes) == 2 * (5 - (1 if known else 2))
 
 
 def test_nothing_of_a_step_is_kept_alive_for_the_next(nxd: Nxd) -> None:
