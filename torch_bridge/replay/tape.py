@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch_bridge.config.settings import SETTINGS
+from torch_bridge.ir import number_families
 from torch_bridge.ir.layout import Layout
 from torch_bridge.ir.segment import LOCK, Segment, Storage
 from torch_bridge.mesh import random_state, sharding, spmd
@@ -188,14 +189,15 @@ class Tape:
     def difference(self, other: Tape) -> str:
         """The first thing in which two recordings differ, with its line in the script; "" if they are the same."""
         for k, (a, b) in enumerate(zip(self.nodes, other.nodes, strict=False)):
-            if a != b:
+            if a != b and (a[1:] != b[1:] or number_families.alike(a[0]) != number_families.alike(b[0])):
                 return f"op {k} was {a[0].op}, then {b[0].op if a[0] is not b[0] else 'the same on other tensors'} ({other.sources[k]})"
         if len(self.nodes) != len(other.nodes):
             longer = max(self, other, key=lambda t: len(t.nodes))
             return f"it recorded {len(self.nodes)} ops, then {len(other.nodes)} ({longer.sources[min(len(self.nodes), len(other.nodes))]})"
-        for (k, a), (_, b) in zip(self.numbers, other.numbers, strict=False):
-            if repr(a) != repr(b):
-                return f"a Python number was {a}, then {b} ({other.sources[k]})"
+        ours, theirs = self._all_numbers(), other._all_numbers()
+        for k in sorted(ours.keys() & theirs.keys()):
+            if repr(ours[k]) != repr(theirs[k]):
+                return f"a Python number was {ours[k]}, then {theirs[k]} ({other.sources[k]})"
         if self.constants != other.constants:
             return "it takes other values from the host"
         if repr(self.asked) != repr(other.asked):
@@ -203,7 +205,12 @@ class Tape:
         for field in ("externals", "draws", "values", "writes", "views"):
             if getattr(self, field) != getattr(other, field):
                 return f"it reads or writes other tensors ({field})"
-        return "" if repr(self.numbers) == repr(other.numbers) else "it uses other Python numbers"
+        return "" if ours.keys() == theirs.keys() else "it uses other Python numbers"
+
+    def _all_numbers(self) -> dict[int, tuple[Any, ...]]:
+        """Numbers of its ops, by node: lifted ones, and those that may be constants in one recording and lifted in the next (`number_families`)."""
+        own = {k: node[0].numbers for k, node in enumerate(self.nodes) if node[0].family is not None and node[0].numbers is not None}
+        return {**own, **dict(self.numbers)}
 
 
 _FOREIGN = "that is neither an argument nor a parameter, buffer or attribute of the module"
