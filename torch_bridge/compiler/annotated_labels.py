@@ -97,8 +97,8 @@ class AnnotatedLabels:
         """For `jax.jit`: how results are to lie."""
         return {"out_shardings": tuple(ports.output_shardings(self.outputs))}
 
-    def placed(self, args: Sequence[Any]) -> list[Any]:
-        """The arguments on the mesh: packed numbers and draws on each device."""
+    def placed(self, args: Sequence[Any], donated: Sequence[int] = ()) -> list[Any]:
+        """The arguments on the mesh: packed numbers and draws on each device. donated: as with `RankLabels.placed`; arrays of the script stay whole here."""
         return [places.numbers(a, self.mesh) if isinstance(a, np.ndarray) else spmd.adopt(a) for a in args]
 
     def lowered_for(self, args: Sequence[Any], every: bool = False) -> list[Any]:

@@ -102,7 +102,7 @@ class Program:
             self._called_with(args)
             return self.cold(args)
         labels = self.spec.labels
-        return self.run_placed(args if labels is None else labels.placed(args))
+        return self.run_placed(args if labels is None else labels.placed(args, self.spec.ports.donated))
 
     def run_placed(self, args: Sequence[Any]) -> list[Any]:
         """The same with arguments that lie where it runs."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 from torch import fx
@@ -167,8 +168,11 @@ class RankLabels:
 
         verify_programs.check_labels(spec, self, run)
 
-    def placed(self, args: Sequence[Any]) -> list[Any]:
-        """The arguments on the devices of the mesh: packed numbers and draws on each, arrays of another mesh moved."""
+    def placed(self, args: Sequence[Any], donated: Sequence[int] = ()) -> list[Any]:
+        """The arguments on the devices of the mesh: packed numbers and draws on each, arrays of another mesh moved.
+
+        donated: places of those that the program takes over. Of one on the whole mesh it gets a copy: its block is still a part of that.
+        """
         mesh = self.mesh
         if not places.in_use():
             return [places.numbers(a, mesh) if isinstance(a, np.ndarray) else a for a in args]
@@ -178,6 +182,9 @@ class RankLabels:
                 found.append(places.numbers(a, mesh))
             else:
                 found.append(a if getattr(a.sharding, "mesh", None) is mesh else places.put(a, mesh))
+        for at in donated:
+            if found[at] is not args[at] and not abstract_arrays.active():
+                found[at] = jnp.array(found[at], copy=True)
         return found
 
 
