@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch_bridge.config.settings import SETTINGS
+from torch_bridge.ir import number_families
 from torch_bridge.ir.layout import Layout
 from torch_bridge.ir.segment import LOCK, Segment, Storage
 from torch_bridge.mesh import random_state, sharding, spmd
@@ -186,14 +187,19 @@ class Tape:
         )
 
     def difference(self, other: Tape) -> str:
-        """The first thing in which two recordings differ, with its line in the script; "" if they are the same."""
-        for k, (a, b) in enumerate(zip(self.nodes, other.nodes, strict=False)):
+        """The first thing in which two recordings differ, with its line in the script; "" if they are the same.
+
+        A number that was a constant when one of them was made may have become an input since (`number_families`).
+        """
+        nodes, numbers = self._now()
+        new, found = other._now()
+        for k, (a, b) in enumerate(zip(nodes, new, strict=False)):
             if a != b:
                 return f"op {k} was {a[0].op}, then {b[0].op if a[0] is not b[0] else 'the same on other tensors'} ({other.sources[k]})"
         if len(self.nodes) != len(other.nodes):
             longer = max(self, other, key=lambda t: len(t.nodes))
             return f"it recorded {len(self.nodes)} ops, then {len(other.nodes)} ({longer.sources[min(len(self.nodes), len(other.nodes))]})"
-        for (k, a), (_, b) in zip(self.numbers, other.numbers, strict=False):
+        for (k, a), (_, b) in zip(numbers, found, strict=False):
             if repr(a) != repr(b):
                 return f"a Python number was {a}, then {b} ({other.sources[k]})"
         if self.constants != other.constants:
@@ -203,7 +209,12 @@ class Tape:
         for field in ("externals", "draws", "values", "writes", "views"):
             if getattr(self, field) != getattr(other, field):
                 return f"it reads or writes other tensors ({field})"
-        return "" if repr(self.numbers) == repr(other.numbers) else "it uses other Python numbers"
+        return "" if repr(numbers) == repr(found) else "it uses other Python numbers"
+
+    def _now(self) -> tuple[list[Node], list[tuple[int, tuple[Any, ...]]]]:
+        """Nodes and numbers as they would be recorded now."""
+        nodes, numbers = number_families.as_recorded_now(self.nodes)
+        return nodes, sorted([*self.numbers, *numbers.items()], key=lambda of: of[0])
 
 
 _FOREIGN = "that is neither an argument nor a parameter, buffer or attribute of the module"
