@@ -110,27 +110,28 @@ def _copier() -> Any:
     except ImportError:
         return None
 
-    def copy(array: Any, target: Any) -> Any:
-        semantics = xla_client.ArrayCopySemantics.REUSE_INPUT
-        return xla_client.batched_copy_array_to_devices_with_sharding([array], [target._internal_device_list], [target], [semantics])[0]
+    def copy(arrays: Sequence[Any], targets: Sequence[Any]) -> Any:
+        semantics = [xla_client.ArrayCopySemantics.REUSE_INPUT] * len(arrays)
+        devices = [target._internal_device_list for target in targets]
+        return xla_client.batched_copy_array_to_devices_with_sharding(arrays, devices, targets, semantics)
 
     try:
         place = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-        copy(jax.device_put(np.zeros(1, np.int32), place), place)
+        copy([jax.device_put(np.zeros(1, np.int32), place)], [place])
     except Exception:  # another JAX: whatever it does not like
         return None
     return copy
 
 
-def moved(array: Any, target: Any) -> Any:
-    """`jax.device_put` of an array of this process with a sharding to other devices of its own, cut there as it is cut here."""
+def moved(arrays: Sequence[Any], targets: Sequence[Any]) -> list[Any]:
+    """`jax.device_put` of arrays of this process, each with a sharding to other devices of its own, cut there as it is cut here."""
     import jax
 
     copy = _copier()
-    if copy is not None and array.sharding.num_devices == target.num_devices:
-        return copy(array, target)
+    if copy is not None and all(array.sharding.num_devices == target.num_devices for array, target in zip(arrays, targets, strict=True)):
+        return list(copy(arrays, targets))
     with enable_x64():
-        return jax.device_put(array, target)
+        return list(jax.device_put(arrays, targets))
 
 
 def put(host: np.ndarray) -> Any:

@@ -8,6 +8,7 @@ actions and waits for nothing; a device starts an action as soon as its inputs a
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -18,22 +19,28 @@ from torch.fx.node import base_types
 from torch.utils import _pytree as pytree
 
 from nxd_jax.pipeline import foreign, observers
-from nxd_jax.pipeline.direct import Direct, Given, Kept, Rest, Taken, Watch
+from nxd_jax.pipeline.direct import Direct
 from nxd_jax.pipeline.draws import Draws
 from nxd_jax.pipeline.exchange import Exchange
+from nxd_jax.pipeline.known_passes import Given, Kept, Rest, Source, Taken
+from nxd_jax.pipeline.made import Made, MadeTensor, Result
 from nxd_jax.pipeline.schedules import Action, Kind, Schedule, run
 from nxd_jax.pipeline.schedules.simulate import Stuck
 from nxd_jax.pipeline.stages import FromBatch, FromStage, Known, Stage, Stages, filled, tensors
+from nxd_jax.pipeline.watch import Watch
 from torch_bridge.mesh import messages, places
 from torch_bridge.mesh.places import Place
 from torch_bridge.recorder import placed
 from torch_bridge.replay import accumulate_grad, module_calls, nested_grad
 from torch_bridge.runtime import executor
 
+AHEAD = 1 << 20
+"""Bytes of one input that may be uploaded before the micro-batches that need them."""
+
 Loss = Callable[[Any], torch.Tensor]
 Names = tuple[Any, ...]
-Source = tuple[int, int | None, int]
-"""Where a tensor comes from: stage, position among its results, which tensor of that value."""
+Gradient = torch.Tensor | MadeTensor
+"""Of a result of a stage: a direct pass leaves it as an array."""
 
 
 def in_order(schedule: Schedule) -> list[Action]:
@@ -111,13 +118,15 @@ class Step:
         self.given: dict[tuple[int, FromStage], Any] = {}
         self.readers: dict[tuple[int, FromStage], int] = {}
         self.held: dict[tuple[int, int], Held | Kept] = {}
-        self.grads: dict[tuple[int, int], dict[tuple[int | None, int], torch.Tensor]] = {}
+        self.grads: dict[tuple[int, int], dict[tuple[int | None, int], Gradient]] = {}
         self.waiting: dict[tuple[int, int], Waiting | Rest] = {}
         self.outputs: dict[int, Any] = {}
         self.reentrant: dict[int, bool] = {}
         self.last = len(stages) - 1
         self.exchange = exchange
         self.here = [home is None or messages.hosted(home) for home in homes]
+        self.uploads: dict[tuple[tuple[str, int, bool], int], Any] = {}
+        """Inputs that are uploaded before their passes (`_uploaded`)."""
         self.draws = Draws()
         self.direct = Direct({}, {}, Known(), self.draws.seed, False)
         """Passes that need not be recorded; none until `may_be_direct`."""
@@ -136,14 +145,14 @@ class Step:
 
     def _forward(self, index: int, mb: int, train: bool) -> None:
         stage = self.stages[index]
-        sources: list[tuple[torch.Tensor, Source]] = []
         received: dict[FromStage, Any] = {}
-        values = {arg: self._argument(stage, arg, mb, sources, train, received) for arg in dict.fromkeys(_sources(stage.args))}
-        returned = {arg: self._uploaded(arg, mb, index) for arg in (self._returned_inputs() if index == self.last else ())}
-        taken = Taken(filled(stage.args, values), returned)
-        held, given = (self.direct.forward(index, mb, taken, sources) if train else None) or self._recorded(
-            stage, mb, taken, sources, train, received
+        values = {arg: self._argument(stage, arg, mb, train, received) for arg in dict.fromkeys(_sources(stage.args))}
+        self._bring(values, index)
+        taken = Taken(
+            values, {arg: self._uploaded(arg, mb, index, True) for arg in (self._returned_inputs() if index == self.last else ())}
         )
+        direct = self.direct.forward(index, mb, taken) if train else None
+        held, given = self._recorded(stage, mb, taken, train, received) if direct is None else direct
         if train:
             self.held[index, mb] = held
         for name, readers, value in given.near:
@@ -153,17 +162,17 @@ class Step:
         for name, to, value in given.far:
             self._send(_forward_name(name, to), mb, value, index, to)
 
-    def _recorded(
-        self, stage: Stage, mb: int, taken: Taken, sources: list[Any], train: bool, received: Mapping[FromStage, Any]
-    ) -> tuple[Held, Given]:
+    def _recorded(self, stage: Stage, mb: int, taken: Taken, train: bool, received: Mapping[FromStage, Any]) -> tuple[Held, Given]:
         """A forward pass that is recorded: what it keeps for its backward pass, and what it hands on."""
         index = stage.index
+        taken = taken.with_tensors()
+        sources = taken.sources()
         watch = self.direct.watch(index, mb)
         with self._weights(index), self.autocast(), torch.set_grad_enabled(train), self.draws.of(index, mb):
             home = None if stage.checked else self.homes[index]
             buffers = [] if home is None else foreign.arrays_of_buffers(stage)
             placed.compute_at(self.homes[index])
-            found = stage.module(*taken.args)
+            found = stage.module(*taken.arguments(stage.args))
             if home is not None:
                 foreign.check(stage, home, buffers, tensors(found), [t for t, _ in sources])
                 stage.checked = True
@@ -182,7 +191,7 @@ class Step:
         with watch.running():
             executor.sync()
         if train:
-            watch.learn_forward(taken, given)
+            watch.learn_forward(taken, [source for _, source in sources], given)
         return Held(sources, edges), given
 
     def _returned_inputs(self) -> list[FromBatch]:
@@ -215,23 +224,23 @@ class Step:
         assert self.exchange is not None and home is not None and target is not None
         return self.exchange.receive(name, mb, home, target)
 
-    def _argument(self, stage: Stage, arg: Any, mb: int, sources: list[Any], train: bool, received: dict[FromStage, Any]) -> Any:
-        """The value of an argument at the stage's place: a tensor of a stage before without its history. received: what came from another process."""
+    def _argument(self, stage: Stage, arg: Any, mb: int, train: bool, received: dict[FromStage, Any]) -> Any:
+        """The value of an argument at the stage's place: a tensor of a stage before without its history. received: what came from another process.
+
+        What a direct pass has made is not moved yet (`_bring`).
+        """
         if isinstance(arg, FromBatch):
             return self._uploaded(arg, mb, stage.index)
         apart = self._apart(arg.stage, stage.index)
         value = received[arg] = self._receive(_forward_name(arg, stage.index), mb, arg.stage, stage.index) if apart else self._take(mb, arg)
-        leaves, spec = pytree.tree_flatten(value)
-        position = 0
-        for k, leaf in enumerate(leaves):
-            if not isinstance(leaf, torch.Tensor):
-                continue
-            leaves[k] = leaf.detach() if apart else self._moved(leaf, stage.index)
-            if leaf.requires_grad and train:
-                leaves[k] = leaves[k].requires_grad_()
-                sources.append((leaves[k], (arg.stage, arg.position, position)))
-            position += 1
-        return pytree.tree_unflatten(leaves, spec)
+        if type(value) is Made:
+            return value
+
+        def taken(t: torch.Tensor) -> torch.Tensor:
+            moved = t.detach() if apart else self._moved(t, stage.index)
+            return moved.requires_grad_(t.requires_grad and train)
+
+        return pytree.tree_map_only(torch.Tensor, taken, value)
 
     def _give(self, name: FromStage, value: Any, given: Given) -> None:
         """Add a result to what a stage hands on: to stages of this process that take it, and what is to be sent to stages in others.
@@ -267,10 +276,24 @@ class Step:
         if self._apart(arg.stage, self.last):
             value = received[arg] if arg in received else self._receive(_forward_name(arg, self.last), mb, arg.stage, self.last)
             return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, value)
-        return pytree.tree_map_only(torch.Tensor, lambda t: self._moved(t, self.last), self._take(mb, arg))
+        value = self._take(mb, arg)
+        return pytree.tree_map_only(torch.Tensor, lambda t: self._moved(t, self.last), value.value() if type(value) is Made else value)
 
-    def _uploaded(self, arg: FromBatch, mb: int, index: int) -> Any:
-        """An input of the model at a stage's place."""
+    def _uploaded(self, arg: FromBatch, mb: int, index: int, returned: bool = False) -> Any:
+        """An input of the model at a stage's place. returned: for what the model returns or makes the loss of, not for the stage's module.
+
+        Where passes are direct, small ones are uploaded for all later micro-batches at once: between passes, each takes several times as long.
+        """
+        name = arg.name, index, returned
+        if (found := self.uploads.pop((name, mb), None)) is not None:
+            return found
+        ahead = self.direct.ready and sum(_size_on_host(x[arg.name]) for x in self.batch[mb + 1 :]) <= AHEAD
+        for k in range(mb + 1, len(self.batch) if ahead else 0):
+            if (name, k) not in self.uploads:
+                self.uploads[name, k] = self._uploaded_now(arg, k, index)
+        return self._uploaded_now(arg, mb, index)
+
+    def _uploaded_now(self, arg: FromBatch, mb: int, index: int) -> Any:
         return pytree.tree_map_only(torch.Tensor, lambda t: self._upload(t, index), self.batch[mb][arg.name])
 
     def _upload(self, t: torch.Tensor, index: int) -> torch.Tensor:
@@ -289,6 +312,25 @@ class Step:
         if there is not None:
             observers.moved(there, home, t.numel() * t.element_size())
         return placed.moved(t, home)
+
+    def _bring(self, values: dict[Any, Any], index: int) -> None:
+        """Move what direct passes have made to a stage's place, all in one call. values: of its arguments; those that are moved are replaced."""
+        home = self.homes[index]
+        apart = [(arg, value) for arg, value in values.items() if type(value) is Made and self.homes[arg.stage] != home]
+        if home is None or not apart:
+            return
+        for arg, value in apart:
+            self._tell_moved(value.tree.results, arg.stage, index)
+        moved = iter(placed.arrays_at([array for _, value in apart for array in value.arrays], home))
+        for arg, value in apart:
+            values[arg] = Made(value.tree, list(itertools.islice(moved, len(value.arrays))), moved=True)
+
+    def _tell_moved(self, results: Sequence[Result], index: int, to: int) -> None:
+        """Tell who observes that a stage's results go to another one."""
+        there, home = self.homes[index], self.homes[to]
+        if observers.observed() and there is not None and home is not None:
+            for result in results:
+                observers.moved(there, home, result.view.numel * result.view.dtype.itemsize)
 
     @contextlib.contextmanager
     def _weights(self, index: int) -> Iterator[None]:
@@ -315,8 +357,9 @@ class Step:
                 return
         self._backward(index, mb, self._again(index, mb, held), names, arrived)
 
-    def _backward(self, index: int, mb: int, held: Held, names: Names, arrived: Mapping[Any, torch.Tensor]) -> None:
+    def _backward(self, index: int, mb: int, held: Held, names: Names, arrived: Mapping[Any, Gradient]) -> None:
         """One that is recorded."""
+        arrived = _as_tensors(arrived)
         roots, grads = self._roots(held, arrived)
         with self._weights(index):
             watch = self.direct.watch(index, mb, self._learned_weights(index), list(arrived.values()))
@@ -343,7 +386,7 @@ class Step:
             return kept
         self.direct.failed(index)
         with module_calls.with_its_own_backward():
-            return self._recorded(self.stages[index], mb, kept.taken, kept.sources, True, {})[0]
+            return self._recorded(self.stages[index], mb, kept.taken, True, {})[0]
 
     @staticmethod
     def _roots(held: Held, arrived: Mapping[tuple[int | None, int], torch.Tensor]) -> tuple[list[Any], list[torch.Tensor | None]]:
@@ -360,8 +403,8 @@ class Step:
         if isinstance(held, Kept):
             done = self.direct.input_backward(index, mb, held, names, list(arrived.values()))
             if done is not None:
-                given, self.waiting[index, mb] = done
-                self._return_all(index, mb, given)
+                returned, self.waiting[index, mb] = done
+                self._return_all(index, mb, returned)
                 return
         held = self._again(index, mb, held)
         with self._weights(index):
@@ -369,8 +412,9 @@ class Step:
         if any(p._backward_hooks for p in weights) or self._has_reentrant_checkpoints(index, held):
             self._backward(index, mb, held, names, arrived)
             return
-        watch = self.direct.watch(index, mb, weights, list(arrived.values()))
-        found = self._gradients(index, held, arrived, weights)
+        tensors = _as_tensors(arrived)
+        watch = self.direct.watch(index, mb, weights, list(tensors.values()))
+        found = self._gradients(index, held, tensors, weights)
         inputs = len(held.sources)
         given = self._leaving(index, [(grad, source) for grad, (_, source) in zip(found, held.sources, strict=False) if grad is not None])
         kept = [(p, grad) for p, grad in zip(weights, found[inputs:], strict=True) if grad is not None]
@@ -436,7 +480,7 @@ class Step:
         with self._weights(index):
             weights = self._learning_weights(index)
         watch = self.direct.watch(index, mb)
-        arrived = dict(zip(rest.names, rest.arrived, strict=False)) if index != self.last else {}
+        arrived = _as_tensors(dict(zip(rest.names, rest.arrived, strict=False))) if index != self.last else {}
         if self._has_reentrant_checkpoints(index, held):
             with self._weights(index):
                 torch.autograd.backward(*self._roots(held, arrived))
@@ -451,20 +495,31 @@ class Step:
         """Gradients of inputs of a stage, those that are sent to other processes with their memory for themselves."""
         return [(placed.own(grad) if self._apart(source[0], index) else grad, source) for grad, source in found]
 
-    def _return_all(self, index: int, mb: int, found: Sequence[tuple[torch.Tensor, Source]]) -> None:
+    def _return_all(self, index: int, mb: int, found: Sequence[tuple[Gradient, Source]]) -> None:
         """Hand the gradients of a stage's inputs to the stages that gave these; those of several readers are added up there."""
         far: dict[FromStage, list[tuple[int, torch.Tensor]]] = {
             arg: [] for arg in _sources(self.stages[index].args) if isinstance(arg, FromStage) and self._apart(arg.stage, index)
         }
-        for grad, (stage, position, k) in found:
+        made: dict[int, list[tuple[MadeTensor, Source]]] = {}
+        for grad, source in found:
+            stage, position, k = source
             if FromStage(stage, position) in far:
-                far[FromStage(stage, position)].append((k, grad))
+                far[FromStage(stage, position)].append((k, _as_tensor(grad)))
+            elif type(grad) is MadeTensor:
+                made.setdefault(stage, []).append((grad, source))
             else:
-                self._add(stage, mb, (position, k), self._moved(grad, stage))
-        for arg, grads in far.items():
-            self._send(_backward_name(arg, index), mb, grads, index, arg.stage)
+                self._add(stage, mb, (position, k), self._moved(_as_tensor(grad), stage))
+        for stage, grads in made.items():
+            arrays, home = [grad.array for grad, _ in grads], self.homes[stage]
+            if home is not None and home != self.homes[index]:
+                self._tell_moved([grad.of for grad, _ in grads], index, stage)
+                arrays = placed.arrays_at(arrays, home)
+            for (grad, (_, position, k)), array in zip(grads, arrays, strict=True):
+                self._add(stage, mb, (position, k), MadeTensor(grad.of, array))
+        for arg, sent in far.items():
+            self._send(_backward_name(arg, index), mb, sent, index, arg.stage)
 
-    def _arrived(self, index: int, mb: int) -> tuple[Names, dict[tuple[int | None, int], torch.Tensor]]:
+    def _arrived(self, index: int, mb: int) -> tuple[Names, dict[tuple[int | None, int], Gradient]]:
         """The gradients of a stage's results, those from other processes too; and names of where its backward pass begins (None: the loss)."""
         for position, stage in dict.fromkeys(self.stages[index].consumers):
             if stage <= self.last and self._apart(index, stage):
@@ -472,13 +527,13 @@ class Step:
                     self._add(index, mb, (position, k), grad)
         there = self.grads.pop((index, mb), {})
         found = {name: there[name] for name in sorted(there, key=str)}
-        if self.direct.on and any(t._storage.pending for t in found.values()):  # type: ignore[attr-defined]
+        if self.direct.on and any(type(t) is not MadeTensor and t._storage.pending for t in found.values()):  # type: ignore[union-attr]
             executor.sync()  # gradients of several readers: their sum is no part of what this stage computes
         return (None,) if index == self.last else tuple(found), found
 
-    def _add(self, stage: int, mb: int, name: tuple[int | None, int], grad: torch.Tensor) -> None:
+    def _add(self, stage: int, mb: int, name: tuple[int | None, int], grad: Gradient) -> None:
         there = self.grads.setdefault((stage, mb), {})
-        there[name] = there[name] + grad if name in there else grad
+        there[name] = _as_tensor(there[name]) + _as_tensor(grad) if name in there else grad
 
     # -- the whole step -------------------------------------------------------------------------------
 
@@ -519,6 +574,12 @@ class Step:
                     self.forward(stage.index, mb, train=False)
 
 
+def _size_on_host(value: Any) -> int:
+    """Bytes of the tensors in an input; more than may be uploaded ahead if there is another one than on the CPU."""
+    found = tensors(value)
+    return sum(t.numel() * t.itemsize for t in found) if all(t.device.type == "cpu" for t in found) else AHEAD + 1
+
+
 def _order(actions: Sequence[Action], index: int, kind: Kind) -> list[int]:
     """The micro-batches for which a stage has such an action, in their order."""
     return [action.microbatch for action in actions if action.stage == index and action.kind is kind]
@@ -545,6 +606,14 @@ def _forward_name(arg: FromStage, to: int) -> str:
 
 def _backward_name(arg: FromStage, reader: int) -> str:
     return f"B {arg.stage} {arg.position} {reader}"
+
+
+def _as_tensor(grad: Gradient) -> torch.Tensor:
+    return grad.tensor() if type(grad) is MadeTensor else grad  # type: ignore[return-value]
+
+
+def _as_tensors(grads: Mapping[Any, Gradient]) -> dict[Any, torch.Tensor]:
+    return {name: _as_tensor(grad) for name, grad in grads.items()}
 
 
 def _owned(t: torch.Tensor) -> torch.Tensor:

@@ -63,19 +63,25 @@ class Worked(NamedTuple):
     """Of a stage whose passes could be direct: the program of its forward pass, and what is read later of its inputs and results (numbered behind them).
 
     later: what the backward pass of weights reads of all that the one of inputs took and gave: these, gradients that arrived, and its results.
+    adding: how backward passes go on after the first one (`known_passes.Adding`), None if that is not known.
     """
 
     program: weakref.ref[Any]
     needed: frozenset[int]
     later: frozenset[int]
+    adding: Any = None
 
 
 class Known:
-    """For which stages passes could be direct in earlier steps (`direct`), by number. failures: forward passes that had to be computed again."""
+    """For which stages passes could be direct in earlier steps (`direct`), by number.
+
+    failures: steps in a row with some that had to be computed again; unlike: stages whose backward passes went on otherwise than an earlier step had shown.
+    """
 
     def __init__(self) -> None:
         self.of: dict[int, Worked] = {}
         self.failures = 0
+        self.unlike: set[int] = set()
 
 
 @dataclass

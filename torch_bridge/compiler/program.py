@@ -102,7 +102,11 @@ class Program:
             self._called_with(args)
             return self.cold(args)
         labels = self.spec.labels
-        return list(self.compiled(*(args if labels is None else labels.placed(args))))
+        return self.run_placed(args if labels is None else labels.placed(args))
+
+    def run_placed(self, args: Sequence[Any]) -> list[Any]:
+        """The same with arguments that lie where it runs."""
+        return list(self.compiled(*args))
 
     def lowered(self) -> Any:
         """The program before XLA's optimisations, lowered anew: few ask for it, and it takes about as much memory as a small model."""

@@ -10,7 +10,7 @@ import collections
 import contextlib
 import functools
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -137,10 +137,33 @@ def put(array: Any, mesh: Mesh) -> Any:
                 "a value of other processes' ranks is needed here: it lies on a pipeline stage that this process has no part of"
             )
         if narrow is not None and lies.mesh.size == mesh.size:
-            return _compat.moved(array, target)
+            return _compat.moved([array], [target])[0]
         with _compat.enable_x64():
             return jax.device_put(array, target)
     return _PARTS.of(array, target, shape)
+
+
+def put_all(arrays: Sequence[Any], mesh: Mesh) -> list[Any]:
+    """`put` each, those that lie at other places of as many ranks in one call of JAX's."""
+    parts = sharding.parts()
+    lying = [array.sharding for array in arrays]
+    if mesh in parts and all(map(_is_of_process, arrays)) and all(_is_at(lies, parts, mesh) for lies in lying):
+        return _compat.moved(arrays, [_moved_to(lies, mesh) for lies in lying])
+    return [put(array, mesh) for array in arrays]
+
+
+def _is_of_process(array: Any) -> bool:
+    return isinstance(array, jax.Array) and array.is_fully_addressable
+
+
+def _is_at(lies: Any, parts: Mapping[Mesh, Any], mesh: Mesh) -> bool:
+    """Whether an array lies at another place of as many ranks as that of a mesh."""
+    return type(lies) is NamedSharding and lies.mesh in parts and lies.mesh != mesh and lies.mesh.size == mesh.size
+
+
+@functools.lru_cache(maxsize=1024)
+def _moved_to(lies: NamedSharding, mesh: Mesh) -> NamedSharding:
+    return NamedSharding(mesh, lies.spec)
 
 
 class _Parts:

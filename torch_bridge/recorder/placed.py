@@ -90,6 +90,11 @@ def array_at(t: torch.Tensor, place: Place) -> Any:
         return sharding.filled(np.full(size, storage.fill, dtypes.to_jax(storage.layout.dtype)), spec)
 
 
+def arrays_at(arrays: Sequence[Any], place: Place) -> list[Any]:
+    """What storages hold that lie at another place, at this one."""
+    return places.put_all([sharding.alone(held) for held in arrays], sharding.mesh() if place.mesh is None else place.mesh)
+
+
 def own(t: torch.Tensor) -> torch.Tensor:
     """An xla tensor with its memory for itself, which it shows as it lies; a copy (recorded) of one that is a view of more, or in another order."""
     assert isinstance(t, XLATensor)

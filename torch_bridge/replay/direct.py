@@ -185,7 +185,10 @@ class Direct:
                         storage.describe(spec=of.spec)
                     live.setdefault(vid, []).append(storage)
             self._player.calls += 1
-            executor.run_again(self._program, args, live)
+            found = executor.run_again(self._program, args)
+            for vid, held in zip(self._program.spec.results, found, strict=True):
+                for storage in live.get(vid, ()):
+                    storage.settle(held)
             self._player.played += 1
             for storage in self._written:
                 storage.writes += 1

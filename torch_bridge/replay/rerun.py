@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import sys
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -111,7 +112,7 @@ def learn(ran: Ran, slots: Sequence[Any], lasting: Mapping[int, Storage]) -> Rer
         return None  # it makes one of nothing that it gets: of a tensor that was full of one number
     if any(storage.facts is not None and storage.facts.links for storages in ran.results for storage in storages):
         return None
-    return Rerun(ran, roles, written)
+    return Rerun(ran.program, ran.draws, ran.numbers, roles, written)
 
 
 def _role(held: Any, slots: Mapping[int, int], lasting: Mapping[int, Storage], kept: frozenset[int]) -> _Role | None:
@@ -144,22 +145,24 @@ class Rerun:
         written: the results that storages get which last, as (number of the result, storage).
     """
 
-    def __init__(self, ran: Ran, ports: list[list[_Role]], written: list[tuple[int, Storage]]):
-        self.program = ran.program
-        self.draws = ran.draws
+    def __init__(
+        self, program: Program, draws: list[Draw], numbers: list[Any], ports: list[list[_Role]], written: list[tuple[int, Storage]]
+    ):
+        self.program = program
+        self.draws = draws
         self.written = written
         self._ports = ports
-        self._numbers = ran.numbers
+        self._numbers = numbers
         new = {id(storage) for _, storage in written}
         self._read = [role for port in ports for role in port if isinstance(role, Storage) and id(role) not in new]
         self._arrays = [storage.held for storage in self._read]
-        stacked = ran.program.spec.ports.stacked_inputs
-        donated = set(ran.program.spec.ports.donated)
-        self._stacked, self._taken = stacked, [at in donated for at in range(len(ports))]
-        spec = ran.program.spec
-        self._live: dict[int, list[Storage]] = {}
-        for k, storage in written:
-            self._live.setdefault(spec.results[k], []).append(storage)
+        spec = program.spec
+        self._stacked = spec.ports.stacked_inputs
+        self._taken = sorted(spec.ports.donated)
+        self._one_each = not any(self._stacked)
+        self._first = [port[0] for port in ports]
+        self._placed: list[Any] | None = None
+        self._all_placed: bool | None = None
 
     def slots(self) -> set[int]:
         """Numbers of the slots that it reads."""
@@ -186,32 +189,135 @@ class Rerun:
             args = self._arguments(slots)
             if args is None:
                 return None
-            args += self._numbers
-            if program.spec.draws:
-                args.append(scalar_inputs.packed_draws(draws))
-            args += precision_mode.extra_inputs(program.spec.mode)
-            given: dict[int, Any] = {}
-            executor.run_again(program, args, self._live, given)
-            for _, storage in self.written:
+            further = [scalar_inputs.packed_draws(draws)] if program.spec.draws else []
+            further += precision_mode.extra_inputs(program.spec.mode)
+            placed = self._is_placed(args)
+            if placed:
+                assert program.spec.labels is not None
+                further = program.spec.labels.placed(further)
+            args += self._numbers_placed() if placed else self._numbers
+            args += further
+            found = executor.run_again(program, args, placed)
+            for k, storage in self.written:
+                storage.settle(found[k])
                 storage.writes += 1
-        return [given[vid] for vid in program.spec.results]
+        return found
+
+    def _is_placed(self, args: Sequence[Any]) -> bool:
+        """Whether all arrays that it takes lie where it runs. Looked up in the first run: others take the same ones."""
+        if self._all_placed is None:
+            labels = self.program.spec.labels
+            self._all_placed = labels is not None and all(getattr(a.sharding, "mesh", None) is labels.mesh for a in args)
+        return self._all_placed
+
+    def _numbers_placed(self) -> list[Any]:
+        """The numbers as arrays there."""
+        if self._placed is None:
+            assert self.program.spec.labels is not None
+            self._placed = self.program.spec.labels.placed(self._numbers)
+        return self._placed
 
     def _arguments(self, slots: Sequence[Any]) -> list[Any] | None:
         """As `Program.arguments` makes them; None if a storage has nothing, or rows do not lie as the program takes them."""
-        args: list[Any] = []
-        for port, stacked, taken in zip(self._ports, self._stacked, self._taken, strict=True):
-            copied = taken and any(sys.getrefcount(role.held) > _ALONE for role in port)  # type: ignore[union-attr]
-            held = [slots[role] if type(role) is int else role.held for role in port]  # type: ignore[union-attr]
+        shared = [at for at in self._taken if self._is_shared(at)]
+        if self._one_each:
+            held = [slots[role] if type(role) is int else role.held for role in self._first]  # type: ignore[union-attr]
             if any_is(held, None):
                 return None
-            found = stacked_arrays.together(held) if stacked else stacked_arrays.plain(held[0])
-            if found is None:
+            args = held if stacked_arrays.Row not in set(map(type, held)) else list(map(stacked_arrays.plain, held))
+        else:
+            args = []
+            for port, stacked in zip(self._ports, self._stacked, strict=True):
+                rows = [slots[role] if type(role) is int else role.held for role in port]  # type: ignore[union-attr]
+                if any_is(rows, None):
+                    return None
+                args.append(stacked_arrays.together(rows) if stacked else stacked_arrays.plain(rows[0]))
+            if any_is(args, None):
                 return None
-            if copied and (stacked or found is held[0]):
+        for at in shared:
+            if self._stacked[at] or args[at] is self._first[at].held:  # type: ignore[union-attr]
                 with _compat.enable_x64():
-                    found = jnp.array(found, copy=True)
-            args.append(found)
+                    args[at] = jnp.array(args[at], copy=True)
         return args
+
+    def _is_shared(self, at: int) -> bool:
+        """Whether somebody but its storage has what the program takes over there."""
+        return any(sys.getrefcount(role.held) > _ALONE for role in self._ports[at])  # type: ignore[union-attr]
+
+
+class Template:
+    """A `Rerun` for a time when arrays are others, and storages may be. It keeps none of these alive, nor the program.
+
+    Args:
+        of: what it is made from.
+        lasting: the storages that last which that reads and writes, in an order that has a meaning: later they are known by their places.
+    """
+
+    def __init__(self, of: Rerun, lasting: Sequence[Storage | None]):
+        places = {id(storage): k for k, storage in enumerate(lasting) if storage is not None}
+        self._program = weakref.ref(of.program)
+        self._draws, self._numbers = of.draws, of._numbers
+        self._ports = _by_place(of, places)
+        self._written = [(k, _Lasting(places.get(id(storage), _NOWHERE))) for k, storage in of.written]
+
+    def is_like(self, of: Rerun, lasting: Sequence[Storage | None]) -> bool:
+        """Whether it would be the same made from another one, which writes nothing. lasting: the storages of that."""
+        places = {id(storage): k for k, storage in enumerate(lasting) if storage is not None}
+        return (
+            self._program() is of.program
+            and not self._written
+            and not of.written
+            and all(map(_is_same_role, itertools.chain(*self._ports), itertools.chain(*_by_place(of, places))))
+            and all(map(np.array_equal, self._numbers, of._numbers))
+        )
+
+    def bound(self, lasting: Sequence[Storage | None]) -> Rerun | None:
+        """The `Rerun` on the storages that are there now, in the same places; None if something is gone."""
+        program = self._program()
+        ports = [[_found(role, lasting) for role in port] for port in self._ports]
+        written = [(k, storage) for k, role in self._written if isinstance(storage := _found(role, lasting), Storage)]
+        if program is None or any_is(itertools.chain(*ports), None) or len(written) < len(self._written):
+            return None
+        return Rerun(program, self._draws, self._numbers, ports, written)  # type: ignore[arg-type]
+
+
+_NOWHERE = -1
+
+
+class _Lasting(NamedTuple):
+    """A storage that lasts, by its place; `_NOWHERE` for one that was not among those."""
+
+    place: int
+
+
+_Kept = int | _Lasting | weakref.ref[Any]
+"""A role without what it holds; constants are weak references."""
+
+
+def _by_place(of: Rerun, places: Mapping[int, int]) -> list[list[_Kept]]:
+    """Its roles. places: of the storages that last, by `id()`."""
+    return [[_kept(role, places) for role in port] for port in of._ports]
+
+
+def _kept(role: _Role, places: Mapping[int, int]) -> _Kept:
+    if isinstance(role, int):
+        return role
+    return weakref.ref(role.held) if isinstance(role, _Constant) else _Lasting(places.get(id(role), _NOWHERE))
+
+
+def _is_same_role(a: _Kept, b: _Kept) -> bool:
+    """Arrays are not compared by value."""
+    return a() is b() is not None if isinstance(a, weakref.ref) and isinstance(b, weakref.ref) else type(a) is type(b) and a == b
+
+
+def _found(kept: _Kept, lasting: Sequence[Storage | None]) -> _Role | None:
+    """The role now; None if what it was is gone."""
+    if isinstance(kept, int):
+        return kept
+    if isinstance(kept, _Lasting):
+        return None if kept.place == _NOWHERE else lasting[kept.place]
+    held = kept()
+    return None if held is None else _Constant(held)
 
 
 _HELD = attrgetter("held")

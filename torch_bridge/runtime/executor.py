@@ -388,6 +388,11 @@ def _run_program(
     session: Session, program: Program, args: list[Any], live: dict[int, list[Storage]], passed: dict[int, Any] | None
 ) -> None:
     """Hand a program to the devices, and its results to the storages that wait for them and to the programs after it."""
+    _settle(program, live, _handed_over(session, program, args), passed)
+
+
+def _handed_over(session: Session, program: Program, args: list[Any], placed: bool = False) -> list[Any]:
+    """Hand a program to the devices: what storages hold of its results. placed: the arguments lie where it runs."""
     meeting = None if program.spec.labels is None else program.spec.labels.meeting
     with _ALONE if meeting is None else together.running(meeting.among, program.exchanges):
         if meeting is not None and not program.executions:
@@ -396,9 +401,9 @@ def _run_program(
             freed_memory.settle()
         started = time.perf_counter()
         activity.ACTIVITY.dispatching = True
-        arrays = _dispatched(session, program, args)
+        arrays = _dispatched(session, program, args, placed)
     args.clear()
-    _settle(program, live, arrays, passed)
+    found = program.spec.ports.results(arrays)
     activity.ACTIVITY.ran(program.facts, arrays[-1])
     took = time.perf_counter() - started
     metrics.EXECUTE_TIME.add(took)
@@ -409,6 +414,7 @@ def _run_program(
     session.recent.append(program)
     session.in_flight.append(weakref.ref(arrays[0]))
     arrays.clear()  # whoever keeps this frame (an exception that was caught while compiling) would keep the next run from donating them
+    return found
 
 
 def _note(session: Session, program: Program, run: Execution, args: Sequence[Any], live: dict[int, list[Storage]]) -> None:
@@ -417,21 +423,22 @@ def _note(session: Session, program: Program, run: Execution, args: Sequence[Any
         session.noting(program, run, args, live)
 
 
-def run_again(program: Program, args: list[Any], live: dict[int, list[Storage]], given: dict[int, Any] | None = None) -> None:
-    """Run a program that has run, outside of a segment. live: the storages that wait for its results, by value id; what they held stays if it cannot run.
+def run_again(program: Program, args: list[Any], placed: bool = False) -> list[Any]:
+    """Run a program that has run, outside of a segment: what storages hold of its results, in their order; `settle` gives it to them.
 
-    given: gets its results, by value id.
+    placed: the arguments lie where it runs.
     """
     session = STATE.session
     metrics.count("CachedCompile")
     try:
         if not cold_shapes.is_ready(program):
             _compile_now(session, program, args)
-        _run_program(session, program, args, live, given)
+        found = _handed_over(session, program, args, placed)
     except Exception as error:
         activity.ACTIVITY.dispatching = False
         raise explain(error) from error
     _await_flight(session)
+    return found
 
 
 def _await_flight(session: Session) -> None:
@@ -441,8 +448,8 @@ def _await_flight(session: Session) -> None:
             _wait(session.in_flight.popleft())
 
 
-def _dispatched(session: Session, program: Program, args: list[Any]) -> list[Any]:
-    """Hand a program to the devices; its results. An abstract run makes them of shapes alone, and extracting graphs of zeros."""
+def _dispatched(session: Session, program: Program, args: list[Any], placed: bool) -> list[Any]:
+    """Hand a program to the devices; its results. An abstract run makes them of shapes alone, and extracting graphs of zeros. placed: see `run_again`."""
     program.executions += 1
     with around(session.observers, "dispatch", program), _compat.enable_x64():
         if session.abstract is not None:
@@ -450,7 +457,7 @@ def _dispatched(session: Session, program: Program, args: list[Any]) -> list[Any
         if SETTINGS.extract_only:
             return compile_log.zeros(program)
         if program.cold is None or program.has_executable:
-            return program.run(args)
+            return program.run_placed(args) if placed and program.has_executable else program.run(args)
     return _run_cold(session, program, args)
 
 
@@ -466,9 +473,9 @@ def _run_cold(session: Session, program: Program, args: list[Any]) -> list[Any]:
         return program.run(args)
 
 
-def _settle(program: Program, live: dict[int, list[Storage]], arrays: list[Any], passed: dict[int, Any] | None) -> None:
+def _settle(program: Program, live: dict[int, list[Storage]], found: list[Any], passed: dict[int, Any] | None) -> None:
     """Give the results to the storages that wait for them, and note what later programs may take."""
-    for vid, held in zip(program.spec.results, program.spec.ports.results(arrays), strict=True):
+    for vid, held in zip(program.spec.results, found, strict=True):
         if passed is not None:
             passed[vid] = held
         if vid in live:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,7 +17,7 @@ from neuronx_distributed.pipeline import NxDPPModel
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from nxd_jax.pipeline import direct
+from nxd_jax.pipeline import direct, known_passes
 from tests.nxd_jax.conftest import Nxd
 from tests.nxd_jax.pipeline.models import Layer, Layout, train
 
@@ -324,6 +326,47 @@ def test_a_backward_pass_that_turns_out_to_be_another(nxd: Nxd, monkeypatch: pyt
     assert results[0][0] == results[1][0]
     for name, weight in results[0][1].items():
         torch.testing.assert_close(results[1][1][name], weight)
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_one_micro_batch_is_recorded_where_an_earlier_step_showed_how_gradients_add_up(
+    nxd: Nxd, monkeypatch: pytest.MonkeyPatch, known: bool
+) -> None:
+    """Else two are, from the step on that finds it out."""
+    results = []
+    for block in (recorded, counted):
+        nxd(2, pp=2)
+        torch.manual_seed(3)
+        model, optimizer = pipeline(Sequence(dropout=0.5))
+        losses = steps(model, optimizer, 4)
+        with monkeypatch.context() as patch:
+            if not known:
+                patch.setattr(known_passes.Adding, "after", lambda *_: None)
+            losses += steps(model, optimizer, 4)
+            direct_passes = []
+            for _ in range(6):
+                with block() as passes:
+                    losses += steps(model, optimizer, 1)
+                direct_passes.append((passes or Counter())["backward", True])
+        results.append((losses, weights(model)))
+    assert results[0][0] == results[1][0]
+    for name, weight in results[0][1].items():
+        torch.testing.assert_close(results[1][1][name], weight)
+    assert max(direct_passes) == 2 * (5 - (1 if known else 2))
+
+
+def test_nothing_of_a_step_is_kept_alive_for_the_next(nxd: Nxd) -> None:
+    nxd(2, pp=2)
+    model, optimizer = pipeline(Sequence())
+    steps(model, optimizer, 5)
+    model.run_train(x=batch())
+    grads = [weakref.ref(p.grad._storage) for p in model.parameters()]
+    arrays = [weakref.ref(p._storage.held) for p in model.parameters()]
+    optimizer.step()
+    optimizer.zero_grad()
+    torch_xla.sync()
+    gc.collect()
+    assert not any(ref() for ref in (*grads, *arrays))
 
 
 def test_a_loss_function_of_the_scripts_runs_for_every_micro_batch(nxd: Nxd) -> None:
