@@ -13,12 +13,12 @@ from torch_bridge.recorder import autograd_engine
 from torch_bridge.recorder.tensor import XLATensor
 from torch_bridge.replay import accumulate_grad
 
-_GRAD = attrgetter("grad")
+_GRAD, _HOOKS, _HOOKS_AFTER = map(attrgetter, ("grad", "_backward_hooks", "_post_accumulate_grad_hooks"))
 
 
 def sums_of(parameters: Sequence[nn.Parameter]) -> list[Any]:
     """What gradients are added up in: `.grad`, and the optimizer's `.main_grad` (`autograd_engine.adds_up`); None where there is none."""
-    return [*map(_GRAD, parameters), *(getattr(p, "main_grad", None) for p in parameters)]
+    return [*map(_GRAD, parameters), *(p.__dict__.get("main_grad") for p in parameters)]
 
 
 def storages_of(sums: Sequence[Any]) -> list[Storage | None]:
@@ -28,4 +28,6 @@ def storages_of(sums: Sequence[Any]) -> list[Storage | None]:
 
 def unhooked(parameters: Sequence[nn.Parameter]) -> bool:
     """Whether gradients may be added up without telling anybody."""
-    return accumulate_grad.unwatched() and not any(p._backward_hooks or not autograd_engine.only_adds_up(p) for p in parameters)
+    if any(map(_HOOKS, parameters)) or not accumulate_grad.unwatched():
+        return False
+    return not any(map(_HOOKS_AFTER, parameters)) or all(map(autograd_engine.only_adds_up, parameters))

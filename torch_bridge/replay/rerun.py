@@ -219,7 +219,7 @@ class Rerun:
 
     def _arguments(self, slots: Sequence[Any]) -> list[Any] | None:
         """As `Program.arguments` makes them; None if a storage has nothing, or rows do not lie as the program takes them."""
-        shared = [at for at in self._taken if self._is_shared(at)]
+        shared = [at for at in self._taken if self._is_shared(at)] if self._taken else []
         if self._one_each:
             held = [slots[role] if type(role) is int else role.held for role in self._first]  # type: ignore[union-attr]
             if any_is(held, None):
@@ -242,7 +242,10 @@ class Rerun:
 
     def _is_shared(self, at: int) -> bool:
         """Whether somebody but its storage has what the program takes over there."""
-        return any(sys.getrefcount(role.held) > _ALONE for role in self._ports[at])  # type: ignore[union-attr]
+        port = self._ports[at]
+        if len(port) == 1:
+            return sys.getrefcount(port[0].held) > _ALONE  # type: ignore[union-attr]
+        return any(sys.getrefcount(role.held) > _ALONE for role in port)  # type: ignore[union-attr]
 
 
 class Template:

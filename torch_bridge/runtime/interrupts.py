@@ -10,14 +10,12 @@ Python code (unless a debugger has the trace function). Meanwhile the signal is 
 from __future__ import annotations
 
 import _thread
-import contextlib
 import dis
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
@@ -150,26 +148,37 @@ def _send_again() -> None:
 class Deferred:
     """The interrupts that arrived meanwhile."""
 
+    __slots__ = ("caught",)
+
     def __init__(self) -> None:
         self.caught: list[Any] = []
 
+    def catch(self, *args: Any) -> None:
+        """A signal handler."""
+        self.caught.append(args)
 
-@contextlib.contextmanager
-def deferred() -> Iterator[Deferred | None]:
+
+class deferred:
     """Keep Ctrl-C until the block ends, then deliver it. Gives None (and does nothing) off the main thread, where Python delivers no signals."""
-    previous = signal.getsignal(signal.SIGINT) if threading.current_thread() is threading.main_thread() else None
-    if not callable(previous):
-        yield None
-        return
-    state = Deferred()
-    signal.signal(signal.SIGINT, lambda *args: state.caught.append(args))
-    try:
-        yield state
-    finally:
+
+    __slots__ = ("_previous", "_state")
+
+    def __enter__(self) -> Deferred | None:
+        self._previous = signal.getsignal(signal.SIGINT) if threading.current_thread() is threading.main_thread() else None
+        self._state: Deferred | None = None
+        if callable(self._previous):
+            self._state = Deferred()
+            signal.signal(signal.SIGINT, self._state.catch)
+        return self._state
+
+    def __exit__(self, *exception: object) -> None:
+        if self._state is None:
+            return
+        previous, caught = self._previous, self._state.caught
         ours = previous in (signal.default_int_handler, on_interrupt)  # a notebook sets Python's own before every cell
         signal.signal(signal.SIGINT, on_interrupt if ours else previous)
-        if state.caught:
-            _deliver(signal.default_int_handler if ours else previous, state.caught[-1])
+        if caught:
+            _deliver(signal.default_int_handler if ours else previous, caught[-1])
 
 
 def _deliver(handler: Any, args: Any) -> None:
