@@ -300,7 +300,8 @@ class CallRecorder(TorchFunctionMode):
             if id(t) not in self._before:
                 self.refuse(
                     f"uses a tensor of shape {tuple(t.shape)} that no torch function made",
-                    "name the function that made it in autowrap_functions",
+                    "name the function that made it in autowrap_functions; if a layer that is one node made it beside its result (transformers' "
+                    "output_router_logits=True collects router logits so), let the layer return it, or leave it out",
                 )
             name = f"_constant_{len(self.constants)}"
             self.constants[name] = t

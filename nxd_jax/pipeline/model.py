@@ -504,7 +504,7 @@ class NxDPPModel(LocalModel):
         batch = batches.cut(kwargs, self.input_names or [], self._read(kwargs), self.num_microbatches)
         executor.sync()
         found = self._stages(batch[0])
-        if weights.are_others(found, self._here):
+        if weights.are_others(found, self._here, self._elsewhere):
             self._place_anew(found)
         assert found.replicas is not None
         weights.put_back(found, self.homes)

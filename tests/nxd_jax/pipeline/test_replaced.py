@@ -12,6 +12,7 @@ from neuronx_distributed.pipeline import NxDPPModel
 from torch import nn
 
 from nxd_jax.pipeline import weights
+from nxd_jax.pipeline.elsewhere import Elsewhere
 from nxd_jax.pipeline.runtime import Replica
 from nxd_jax.pipeline.traced_stages import TracedStages
 from tests.nxd_jax.conftest import Nxd
@@ -39,7 +40,13 @@ class Model(nn.Module):
 
 def _new(shape: tuple[int, ...], model: Any) -> nn.Parameter:
     t = torch.randn(shape, generator=torch.Generator().manual_seed(4))
-    return nn.Parameter(t.to(model.head.weight.device))
+    return nn.Parameter(t.to(next(model.parameters()).device))
+
+
+def _restored(elsewhere: Elsewhere) -> None:
+    """As at the start of a step."""
+    with elsewhere.present():
+        pass
 
 
 def _untie(model: Any) -> None:
@@ -105,11 +112,19 @@ def test_one_of_several_processes_refuses(nxd: Nxd, monkeypatch: pytest.MonkeyPa
     pipeline.run_train(ids=ids)
     found = pipeline._stages({"ids": ids})
     here = [False, True]
-    assert not weights.are_others(found, here)
+    assert not weights.are_others(found, here, pipeline._elsewhere)
     (replica,) = [r for held in found.replicas for r in held if isinstance(r, Replica) and r.name == "embedding.weight"]
     assert replica.reader == 1
     _untie(model)
-    assert weights.are_others(found, here)
+    assert weights.are_others(found, here, pipeline._elsewhere)
+    _tie(model)
+    assert not weights.are_others(found, here, pipeline._elsewhere)
+    pipeline._elsewhere.take_out(model, found, {id(model.embedding.weight)}.__contains__)  # as in the process of the second stage
+    _restored(pipeline._elsewhere)
+    assert not weights.are_others(found, here, pipeline._elsewhere)
+    model.head.weight = _new((8, 4), model.layers[0].linear)
+    _restored(pipeline._elsewhere)
+    assert weights.are_others(found, here, pipeline._elsewhere)
     monkeypatch.setattr(type(pipeline), "_here", here)
     with pytest.raises(RuntimeError, match="replaced, tied or untied since they were cut"):
         pipeline._place_anew(found)
