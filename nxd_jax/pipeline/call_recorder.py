@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nxd_jax.pipeline import draws
 from torch_bridge.recorder.tensor import XLATensor
+from torch_bridge.runtime import executor
 
 WRITES, TOUCHES = "writes", "touches"
 """In a node's `meta`: the storages that it writes in place, and all that it has to do with."""
@@ -180,11 +181,16 @@ class CallRecorder(TorchFunctionMode):
         return self._recorded(node, (args, kwargs), found)
 
     def module_called(self, name: str, call: Callable[[], Any], args: Any, kwargs: Any) -> Any:
-        """Call a module and record it as one node."""
+        """Call a module and record it as one node. One that looks at values (whether a mask is all ones) is called again as if it were compiled."""
         given = self.argument(tuple(args)), self.argument(dict(kwargs))
         self.check_draws()
-        with self._hidden(), compiling(False):
-            found = call()
+        with self._hidden():
+            try:
+                with compiling(False):
+                    found = call()
+            except executor.AskedForValueError:
+                with compiling(True):
+                    found = call()
         self._drawn = draws.drawn_by_python()
         if Context() != self._base:
             self.refuse(f"calls {name} with gradients or autocast switched on or off around it", "do that inside the module")
@@ -294,7 +300,8 @@ class CallRecorder(TorchFunctionMode):
             if id(t) not in self._before:
                 self.refuse(
                     f"uses a tensor of shape {tuple(t.shape)} that no torch function made",
-                    "name the function that made it in autowrap_functions",
+                    "name the function that made it in autowrap_functions; if a layer that is one node made it beside its result (transformers' "
+                    "output_router_logits=True collects router logits so), let the layer return it, or leave it out",
                 )
             name = f"_constant_{len(self.constants)}"
             self.constants[name] = t

@@ -77,7 +77,13 @@ def capture(
         with recording() as segment, draws.kept(), _stand_ins(model, segment, looked_into) as weights, torch.enable_grad():
             recorder = CallRecorder(weights, modules)
             given = {name: _input(recorder, segment, name, spec) for name, spec in inputs.items()}
-            with _calls_replaced(recorder, model, looked_into, functions), compiling(True), recorder, _dicts_inside(model) as wants_tuple:
+            with (
+                _calls_replaced(recorder, model, looked_into, functions),
+                compiling(True),
+                _without_cache(model),
+                recorder,
+                _dicts_inside(model) as wants_tuple,
+            ):
                 found = model(**given, **constants)
                 recorder.check_draws()
             recorder.graph.output(
@@ -106,6 +112,20 @@ def _dicts_inside(model: nn.Module) -> Iterator[bool]:
     finally:
         if wants_tuple:
             config.return_dict = False  # type: ignore[union-attr]
+
+
+@contextlib.contextmanager
+def _without_cache(model: nn.Module) -> Iterator[None]:
+    """A block in which transformers' models do not make caches of keys and values by themselves: not all of their forwards take `use_cache`."""
+    found = {id(config): config for config in (getattr(m, "config", None) for m in model.modules())}
+    configs = [config for config in found.values() if getattr(config, "use_cache", None) is True]
+    for config in configs:
+        config.use_cache = False  # type: ignore[union-attr]
+    try:
+        yield
+    finally:
+        for config in configs:
+            config.use_cache = True  # type: ignore[union-attr]
 
 
 def _holders(names: Iterable[str]) -> set[str]:

@@ -31,6 +31,7 @@ class Elsewhere:
         self.names: set[str] = set()
         self._entries: list[_Entry] = []
         self._meta: dict[int, torch.Tensor] = {}
+        self._replaced: set[int] = set()
 
     def take_out(self, model: nn.Module, stages: Stages, goes: Callable[[int], bool]) -> None:
         """Take parameters and buffers out of a model and of the stages made of it. goes: whether one does, by its `id`."""
@@ -60,12 +61,18 @@ class Elsewhere:
     def present(self) -> Iterator[None]:
         """A block in which the model has all of it, without values."""
         for table, name, value in self._entries:
+            if table[name] is not None and table[name] is not value:
+                self._replaced.add(id(value))
             table[name] = value
         try:
             yield
         finally:
             for table, name, _ in self._entries:
                 table[name] = None
+
+    def was_replaced(self, weight: torch.Tensor) -> bool:
+        """Whether somebody gave a module another parameter in the place of this one, which was taken out."""
+        return id(self._meta.get(id(weight))) in self._replaced
 
     def of_here(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """The entries of a state dict that are not elsewhere."""

@@ -346,7 +346,7 @@ class NxDPPModel(LocalModel):
             assert self._fixed is not None
             return self._fixed
         with self._elsewhere.present():
-            return self._tracer.of(micro_batch, self._place)
+            return self._tracer.of(micro_batch, self._place, alone=all(self._here))
 
     @property
     def _here(self) -> list[bool]:
@@ -364,6 +364,15 @@ class NxDPPModel(LocalModel):
                 for stage, here in zip(found, self._here, strict=True):
                     if here:
                         player.play_unasked(stage.module, 0)
+
+    def _place_anew(self, found: stages.Stages) -> None:
+        """Lay out weights of which modules have been given others. Raises RuntimeError in one of several processes, if that changes what they share."""
+        if not all(self._here):
+            raise RuntimeError(
+                "a weight that several stages of the pipeline use has been replaced, tied or untied since they were cut, and other processes have the old one: "
+                "do that before NxDPPModel, or run all ranks in one process (nxd-run)"
+            )
+        self._place(found, moving=True)
 
     @property
     def local_stage_modules(self) -> list[nn.Module]:
@@ -495,6 +504,8 @@ class NxDPPModel(LocalModel):
         batch = batches.cut(kwargs, self.input_names or [], self._read(kwargs), self.num_microbatches)
         executor.sync()
         found = self._stages(batch[0])
+        if weights.are_others(found, self._here, self._elsewhere):
+            self._place_anew(found)
         assert found.replicas is not None
         weights.put_back(found, self.homes)
         if self._exchange is not None:

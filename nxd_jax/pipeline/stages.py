@@ -12,6 +12,8 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
+from nxd_jax.pipeline.traced_state import TracedState
+
 
 class FromBatch(NamedTuple):
     """An argument of a stage: an input of the model, by name."""
@@ -90,12 +92,18 @@ class Stages:
         output: what the model returns, a structure with `FromStage` and `FromBatch` in the place of values.
         replicas: by stage, its copies of weights that lie with other stages; None until weights have been placed.
         known: what steps know of earlier ones.
+        placed: the parameters as modules of the stages held them when they were placed.
+        called: modules of the model that are nodes of its graph, by name. Whoever puts another one there wants the model traced anew.
+        state: what the model reads between these; None in manual mode.
     """
 
     stages: list[Stage]
     output: Any
     replicas: list[list[Any]] | None = None
     known: Known = field(default_factory=Known)
+    placed: list[nn.Parameter] = field(default_factory=list)
+    called: dict[str, nn.Module] = field(default_factory=dict)
+    state: TracedState | None = None
 
     def __iter__(self) -> Iterator[Stage]:
         return iter(self.stages)
@@ -105,6 +113,13 @@ class Stages:
 
     def __getitem__(self, index: int) -> Stage:
         return self.stages[index]
+
+    def are_of(self, model: nn.Module) -> bool:
+        """Whether the model has the modules still that were traced."""
+        try:
+            return all(model.get_submodule(name) is module for name, module in self.called.items())
+        except AttributeError:
+            return False
 
     def output_stages(self) -> set[int]:
         """Stages that what the model returns comes from."""

@@ -11,6 +11,7 @@ import functools
 import inspect
 import math
 import operator
+import os
 import pathlib
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,6 +22,7 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
+import torch_bridge
 from nxd_jax.pipeline import draws
 from nxd_jax.pipeline.call_recorder import Context, bound_call
 from nxd_jax.tensor_parallel.random import get_xla_rng_tracker
@@ -270,9 +272,9 @@ def _writes_its_input(traced: fx.GraphModule, node: fx.Node) -> bool:
 
 
 def place_of_error(error: BaseException) -> str:
-    """Where in the model an error came from."""
-    folders = (pathlib.Path(str(module.__file__)).parent for module in (fx, nn))
-    inside = (*map(str, folders), str(pathlib.Path(__file__).parent), str(contextlib.__file__))
+    """Where in the model an error came from: its last line that is neither torch's nor of what stands for it here."""
+    folders = (f"{pathlib.Path(str(module.__file__)).parent}{os.sep}" for module in (torch, torch_bridge))
+    inside = (*folders, str(pathlib.Path(__file__).parent), str(contextlib.__file__))
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(inside)]
     return f" ({frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line})" if frames else ""
 

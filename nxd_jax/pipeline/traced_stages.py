@@ -12,6 +12,7 @@ import torch
 from torch import fx, nn
 
 from nxd_jax.pipeline import capture, partition, read_tensors, stages, trace
+from nxd_jax.pipeline.traced_state import TracedState
 from nxd_jax.tensor_parallel import parallel_groups
 from nxd_jax.utils.model_utils import is_hf_pretrained_model
 
@@ -157,19 +158,34 @@ class TracedStages:
             self._first = self.found[self._first_key] = self._stages_of(self.traced)
         return self._first
 
-    def of(self, micro_batch: Mapping[str, Any], made: Callable[[stages.Stages], None]) -> stages.Stages:
-        """The stages for inputs like these, as the model computes now. made: called with stages that are new."""
+    def of(self, micro_batch: Mapping[str, Any], made: Callable[[stages.Stages], None], alone: bool = True) -> stages.Stages:
+        """The stages for inputs like these, as the model computes now. made: called with stages that are new; alone: no other process has a part of them.
+
+        Raises RuntimeError if modules of the model have been replaced since it was traced, and it is not alone.
+        """
         specs = capture.specs_of(micro_batch)
         key = self._key(specs)
-        if key not in self.found:
+        known = self.found.get(key)
+        replaced = known is not None and not known.are_of(self.model)
+        if replaced and not alone:
+            raise RuntimeError(
+                f"layers of {type(self.model).__name__} have been replaced since it was cut, and other processes have their stages still: replace them before "
+                "NxDPPModel, or run all ranks in one process (nxd-run)"
+            )
+        if known is None or replaced:
             traced = self._captured(specs) if self.by_running else self._symbolic()
             new = self._stages_of(self._marked(traced))
             made(new)
-            if self.traced is None:
+            if replaced:
+                self.found.clear()
+            if replaced or self.traced is None:
                 self.found[key], self.traced, self._specs, self._first = new, traced, specs, new
             else:
                 self.found[key] = new
-        return self.found[key]
+        found = self.found[key]
+        if found.state is not None:
+            found.state.warn_of_changes()
+        return found
 
     def _key(self, specs: capture.Specs) -> Any:
         """What is part of what is traced."""
@@ -185,9 +201,17 @@ class TracedStages:
         partitioned = partition.partition_traced_model(traced)
         read_tensors.give(partitioned, self.model)
         found = stages.of_traced(partitioned)
+        found.called = self._called(traced)
+        found.state = TracedState(self.model, found.called, hooked=self.by_running)
         if len(found) <= len(self.cuts):
             raise ValueError(
                 f"{len(self.cuts)} cuts ({', '.join(self.cuts)}) make {len(found)} stages: the model computes nothing after one of these layers. Cut before "
                 "its last layer, and only after layers that it calls"
             )
         return found
+
+    def _called(self, traced: fx.GraphModule) -> dict[str, nn.Module]:
+        """Modules that are nodes of a graph, by the name under which the model has them."""
+        names = dict.fromkeys(str(node.target) for node in traced.graph.nodes if node.op == "call_module")
+        own = dict(self.model.named_modules(remove_duplicate=False))
+        return {name: module for name in names if own.get(name) is (module := traced.get_submodule(name))}

@@ -10,10 +10,12 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from nxd_jax.pipeline.elsewhere import Elsewhere
 from nxd_jax.pipeline.exchange import Exchange
 from nxd_jax.pipeline.manual_pipe_stage import SHARED
 from nxd_jax.pipeline.runtime import Replica
 from nxd_jax.pipeline.stages import Stage, Stages
+from torch_bridge.identity import same
 from torch_bridge.mesh import messages
 from torch_bridge.mesh.places import Place
 from torch_bridge.recorder import placed
@@ -79,12 +81,28 @@ def place(stages: Stages, homes: Homes, copies: Copies, names: Mapping[int, str]
                 known.holders.append((module, name))
         replicas[stage.index] = [_with_copy(replica, home, copies) for replica in found.values()]
     stages.replicas = replicas
+    stages.placed = [parameter for stage in stages for parameter, _, _ in _holders(stage)]
+
+
+def are_others(stages: Stages, here: Sequence[bool], elsewhere: Elsewhere) -> bool:
+    """Whether modules of the stages have other parameters than when these were placed: somebody tied weights, or gave a module another weight.
+
+    here: by stage, whether this process has a part of it. Where others have some, only weights that several stages use count. elsewhere: those that were
+    taken out.
+    """
+    if all(here):
+        now = [parameter for stage in stages for parameter, _, _ in _holders(stage)]
+        return len(now) != len(stages.placed) or not same(now, stages.placed)
+    mine = [replica for found in stages.replicas or () for replica in found if here[replica.reader]]
+    held = ((replica.weight, module._parameters[name]) for replica in mine for module, name in replica.holders)
+    return any(elsewhere.was_replaced(r.weight) for r in mine) or any(found is not None and found is not weight for weight, found in held)
 
 
 def _with_copy(replica: Replica, home: Place | None, copies: Copies) -> Replica:
     if home is None or not messages.hosted(home):
         return replica
-    if (replica.name, home) not in copies:
+    known = copies.get((replica.name, home))
+    if known is None or (known.shape, known.dtype) != (replica.weight.shape, replica.weight.dtype):
         copies[replica.name, home] = _copy(replica.weight, home)
     return replica._replace(copy=copies[replica.name, home])
 

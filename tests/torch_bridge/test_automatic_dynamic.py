@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +20,7 @@ from torch_bridge.ir import bounded, layout, number_families, view_entries
 from torch_bridge.ir.bounded import Bounded
 from torch_bridge.passes import automatic_dynamic
 from torch_bridge.recorder.schema import info
+from torch_bridge.replay.player import states
 from torch_bridge.runtime import executor
 
 torch_bridge.register()
@@ -343,6 +345,37 @@ def test_as_inputs_they_give_the_same_bits(name: str, monkeypatch: pytest.Monkey
     constants, counts = _one_by_one(of)
     assert counts[-1] >= 8
     torch.testing.assert_close(found, constants, rtol=0.0, atol=0.0)
+
+
+class _Window(nn.Module):
+    """Reads a part of what it is given. start: where; part of what `optimize` asks before each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.drop, self.start = nn.Linear(3, 3), nn.Dropout(0.0), 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.drop(self.linear(x[self.start : self.start + 2]))
+
+
+def test_a_played_module_goes_on_when_its_numbers_become_inputs() -> None:
+    """It was recorded with a constant, and the recording that checks it has an input: they are the same."""
+    torch.manual_seed(0)
+    eager = _Window()
+    played = torch_bridge.optimize(copy.deepcopy(eager).to("xla"))
+    x = torch.randn(8, 3)
+    for start in (0, 0, 0, 3, 3, 0, 0, 5, 5, 5, 5, 3, 3, 3, 0, 0, 0):
+        eager.start = played.start = start
+        eager(x).square().sum().backward()
+        played(x.to("xla")).square().sum().backward()
+        torch_xla.sync()
+        torch.testing.assert_close(played.linear.weight.grad.cpu(), eager.linear.weight.grad)
+    for p in (0.1, 0.1, 0.1, 0.2, 0.2, 0.1, 0.1, 0.3, 0.3, 0.3, 0.1):
+        played.drop.p = p
+        played(x.to("xla")).square().sum().backward()
+        torch_xla.sync()
+    (state,) = [found for found in states() if found.module == "_Window"]
+    assert not state.reason and state.played > 8
 
 
 def test_a_probability_of_another_kind_has_a_program_of_its_own() -> None:

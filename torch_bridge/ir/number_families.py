@@ -166,6 +166,18 @@ def alike(entry: Entry) -> Any:
     return entry if entry.family is None else (entry.family, entry.axes)
 
 
+def as_recorded_now(nodes: Sequence[Any]) -> tuple[list[Any], dict[int, tuple[Any, ...]]]:
+    """Nodes as they would be recorded from now on, and the numbers of those that are others by that, by place."""
+    found = list(nodes)
+    numbers: dict[int, tuple[Any, ...]] = {}
+    for i, node in enumerate(nodes):
+        entry, own = recorded(node[0])
+        if own:
+            found[i] = (entry.varied(node[0].axes) if node[0].axes else entry, *node[1:])
+            numbers[i] = own
+    return found, numbers
+
+
 def recorded(entry: Entry) -> tuple[Entry, tuple[Any, ...]]:
     """An entry as it is recorded from now on, and its numbers."""
     family = entry.family

@@ -40,13 +40,7 @@ def apply(segment: Segment) -> bool:
     """Have ops of dynamic families take their numbers as inputs; whether there were any that did not."""
     if segment.capture:
         return False
-    numbers: dict[int, tuple[Any, ...]] = {}
-    nodes = list(segment.nodes)
-    for i, node in enumerate(nodes):
-        entry, found = number_families.recorded(node[0])
-        if found:
-            nodes[i] = (entry.varied(node[0].axes) if node[0].axes else entry, *node[1:])
-            numbers[i] = found
+    nodes, numbers = number_families.as_recorded_now(segment.nodes)
     if not numbers:
         return False
     segment.nodes = nodes

@@ -187,17 +187,21 @@ class Tape:
         )
 
     def difference(self, other: Tape) -> str:
-        """The first thing in which two recordings differ, with its line in the script; "" if they are the same."""
-        for k, (a, b) in enumerate(zip(self.nodes, other.nodes, strict=False)):
-            if a != b and (a[1:] != b[1:] or number_families.alike(a[0]) != number_families.alike(b[0])):
+        """The first thing in which two recordings differ, with its line in the script; "" if they are the same.
+
+        A number that was a constant when one of them was made may have become an input since (`number_families`).
+        """
+        nodes, numbers = self._now()
+        new, found = other._now()
+        for k, (a, b) in enumerate(zip(nodes, new, strict=False)):
+            if a != b:
                 return f"op {k} was {a[0].op}, then {b[0].op if a[0] is not b[0] else 'the same on other tensors'} ({other.sources[k]})"
         if len(self.nodes) != len(other.nodes):
             longer = max(self, other, key=lambda t: len(t.nodes))
             return f"it recorded {len(self.nodes)} ops, then {len(other.nodes)} ({longer.sources[min(len(self.nodes), len(other.nodes))]})"
-        ours, theirs = self._all_numbers(), other._all_numbers()
-        for k in sorted(ours.keys() & theirs.keys()):
-            if repr(ours[k]) != repr(theirs[k]):
-                return f"a Python number was {ours[k]}, then {theirs[k]} ({other.sources[k]})"
+        for (k, a), (_, b) in zip(numbers, found, strict=False):
+            if repr(a) != repr(b):
+                return f"a Python number was {a}, then {b} ({other.sources[k]})"
         if self.constants != other.constants:
             return "it takes other values from the host"
         if repr(self.asked) != repr(other.asked):
@@ -205,12 +209,12 @@ class Tape:
         for field in ("externals", "draws", "values", "writes", "views"):
             if getattr(self, field) != getattr(other, field):
                 return f"it reads or writes other tensors ({field})"
-        return "" if ours.keys() == theirs.keys() else "it uses other Python numbers"
+        return "" if repr(numbers) == repr(found) else "it uses other Python numbers"
 
-    def _all_numbers(self) -> dict[int, tuple[Any, ...]]:
-        """Numbers of its ops, by node: lifted ones, and those that may be constants in one recording and lifted in the next (`number_families`)."""
-        own = {k: node[0].numbers for k, node in enumerate(self.nodes) if node[0].family is not None and node[0].numbers is not None}
-        return {**own, **dict(self.numbers)}
+    def _now(self) -> tuple[list[Node], list[tuple[int, tuple[Any, ...]]]]:
+        """Nodes and numbers as they would be recorded now."""
+        nodes, numbers = number_families.as_recorded_now(self.nodes)
+        return nodes, sorted([*self.numbers, *numbers.items()], key=lambda of: of[0])
 
 
 _FOREIGN = "that is neither an argument nor a parameter, buffer or attribute of the module"

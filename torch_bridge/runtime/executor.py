@@ -59,6 +59,10 @@ def _before_ranks_change() -> None:
 world.before_change(_before_ranks_change)
 
 
+class AskedForValueError(RuntimeError):
+    """What is recorded without values asked for one."""
+
+
 def clear_cache() -> None:
     """Forget every compiled program of this thread's session (they are compiled again when needed)."""
     session = STATE.session
@@ -79,7 +83,7 @@ def sync(wait: bool = False) -> None:
         segment = session.current
         if segment.nodes:
             if segment.capture:
-                raise RuntimeError(
+                raise AskedForValueError(
                     "a captured module asked for the value of a tensor (.item(), .cpu(), print, or a Python branch on it) while torch_bridge.capture "
                     "was recording it: captured graphs have no values. Take the value outside the module, or use torch.where."
                 )

@@ -357,6 +357,21 @@ def test_which_modules_are_nodes() -> None:
     assert calls(layers=[], cuts=["first.inner"], leaf_modules=["Refusing"]) == ["first.inner", "second"]
 
 
+class Looking(nn.Linear):
+    """Looks at a value unless it is compiled, as masks of transformers do."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not torch.compiler.is_compiling() and bool((x > 1e9).all()):
+            return x
+        return super().forward(x)
+
+
+def test_a_whole_module_may_look_at_values_unless_it_is_compiled() -> None:
+    model = Net(lambda model, x: model.second(model.first(x)), lambda: Looking(4, 4)).to("xla")
+    x = torch.randn(2, 4).to("xla")
+    torch.testing.assert_close(captured(model)(x).cpu(), model(x).cpu())
+
+
 def test_chosen_functions_are_nodes(nxd: Nxd) -> None:
     nxd(2, tp=2)
     model = Net(lambda model, x: model.second(mappings.scatter_to_tensor_model_parallel_region(model.first(x))), lambda: nn.Linear(4, 4))

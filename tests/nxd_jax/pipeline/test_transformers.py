@@ -222,3 +222,18 @@ def test_tracing_leaves_no_trace(nxd: Nxd) -> None:
     assert {name: set(module.__dict__) for name, module in model.named_modules()} == attributes
     for name, t in model.state_dict(keep_vars=True).items():
         assert id(t) == before[name][0] and torch.equal(t, before[name][1])
+
+
+def test_a_forward_that_takes_no_use_cache(nxd: Nxd) -> None:
+    """Its inner model would make a cache by its configuration, which is left as it is."""
+    nxd(2, pp=2)
+    torch.manual_seed(0)
+    eager = transformers.LlamaForQuestionAnswering(transformers.LlamaConfig(**MODELS["Llama"]))
+    model = copy.deepcopy(eager)
+    given = {"input_ids": batch()["input_ids"], "start_positions": torch.arange(4), "end_positions": torch.arange(4) + 2}
+    pipeline = NxDPPModel(
+        model, layer_class(model, "Llama"), output_loss_value_spec=(True, False, False), input_names=[*given], auto_partition=True
+    )
+    expected = float(eager(**given).loss.detach())
+    assert float(pipeline.run_train(**given)) == pytest.approx(expected, rel=1e-5)
+    assert eager.config.use_cache and model.config.use_cache
