@@ -527,13 +527,16 @@ class Step:
                     self._add(index, mb, (position, k), grad)
         there = self.grads.pop((index, mb), {})
         found = {name: there[name] for name in sorted(there, key=str)}
-        if self.direct.on and any(type(t) is not MadeTensor and t._storage.pending for t in found.values()):  # type: ignore[union-attr]
-            executor.sync()  # gradients of several readers: their sum is no part of what this stage computes
         return (None,) if index == self.last else tuple(found), found
 
     def _add(self, stage: int, mb: int, name: tuple[int | None, int], grad: Gradient) -> None:
         there = self.grads.setdefault((stage, mb), {})
-        there[name] = _as_tensor(there[name]) + _as_tensor(grad) if name in there else grad
+        if name not in there:
+            there[name] = grad
+            return
+        there[name] = _as_tensor(there[name]) + _as_tensor(grad)
+        if self.direct.on:
+            executor.sync()  # by itself: the sum is no part of the pass that is recorded next, nor of what that puts off
 
     # -- the whole step -------------------------------------------------------------------------------
 

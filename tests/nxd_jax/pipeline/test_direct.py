@@ -422,6 +422,26 @@ def test_a_model_in_one_world_with_a_skip_has_its_gradients_summed_first(nxd: Nx
     assert passes["backward", True] >= 18
 
 
+class Skips(nn.Module):
+    """The first layer's result is read by the second and the last one, the second's by the third and the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(Layer()) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = self.layers[0](x)
+        second = self.layers[1](first)
+        return (self.layers[3](self.layers[2](second) + first) + second).square().mean()
+
+
+@pytest.mark.parametrize("schedule", ["zbv", "interleaved_zero_bubble", "interleaved"])
+def test_values_with_readers_in_several_stages_of_a_rank(nxd: Nxd, schedule: str) -> None:
+    """Sums of gradients run by themselves: a part of a backward pass that is put off must not take them along."""
+    passes = trained_both_ways(nxd, 6, Skips, 6, virtual_pipeline_size=2, schedule=schedule)
+    assert passes["forward", True] >= 30
+
+
 class Asks(Layer):
     """Another thing if some of the mask is 0."""
 
