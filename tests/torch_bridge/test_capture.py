@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import operator
 from collections.abc import Iterator
@@ -652,3 +653,18 @@ def test_last_graphs() -> None:
 def test_every_name_is_there() -> None:
     for name in torch_bridge.__all__:
         assert callable(getattr(torch_bridge, name)), name
+
+
+@pytest.mark.parametrize("device", ["cpu", "xla"])
+def test_regions_of_autocast_for_the_cpu_cast_nothing_and_say_so(device: str) -> None:
+    class Casts(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.autocast(device, dtype=torch.bfloat16):
+                return super().forward(x)
+
+    module, x = Casts(4, 4), torch.ones(2, 4)
+    with pytest.warns(UserWarning, match=r"autocast\('cpu'\) casts nothing") if device == "cpu" else contextlib.nullcontext():
+        graph = torch_bridge.capture(module, x)
+    made = next(iter(next(n for n in graph.graph.nodes if n.op == "output").args[0])).meta["val"]
+    assert made.dtype == (torch.float32 if device == "cpu" else torch.bfloat16)
+    assert module(x).dtype == (torch.bfloat16 if device == "cpu" else torch.float32)

@@ -6,9 +6,11 @@ of neuronx_distributed alone look at it. So it is here, and it is said once.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -23,7 +25,7 @@ def install() -> None:
     """Make all this so."""
     _default_to_bfloat16()
     _answer_older_names()
-    _watch_cuda_regions()
+    _watch_regions()
 
 
 def _default_to_bfloat16() -> None:
@@ -59,7 +61,7 @@ def _answer_older_names() -> None:
     found.set_autocast_xla_dtype = lambda dtype: torch.set_autocast_dtype("xla", dtype)
 
 
-def _watch_cuda_regions() -> None:
+def _watch_regions() -> None:
     cls: Any = torch.autocast
     enter = cls.__enter__
 
@@ -67,9 +69,29 @@ def _watch_cuda_regions() -> None:
     def __enter__(self: Any) -> Any:
         if self.device == "cuda" and self._enabled and not _noted:
             _note()
+        if self.device == "cpu" and self._enabled and getattr(_threads, "captures", False):
+            _note_cpu()
         return enter(self)
 
     cls.__enter__ = __enter__
+
+
+@contextlib.contextmanager
+def captures() -> Iterator[None]:
+    """A block in which a module is captured that the script may have on the CPU: its regions for the CPU concern no tensor of the graph."""
+    before, _threads.captures = getattr(_threads, "captures", False), True
+    try:
+        yield
+    finally:
+        _threads.captures = before
+
+
+def _note_cpu() -> None:
+    warnings.warn(
+        "torch.autocast('cpu') casts nothing in a module that is traced or captured: its graph is one for xla, as with torch_neuronx.trace. Use "
+        "torch.autocast('xla', dtype=torch.bfloat16) there, or convert the module before",
+        stacklevel=3,
+    )
 
 
 def _note() -> None:
