@@ -6,15 +6,15 @@ of neuronx_distributed alone look at it. So it is here, and it is said once.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import threading
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch.jit import _builtins
+
+from torch_bridge.config import capturing
 
 DEFAULT = torch.bfloat16
 _threads = threading.local()
@@ -69,21 +69,11 @@ def _watch_regions() -> None:
     def __enter__(self: Any) -> Any:
         if self.device == "cuda" and self._enabled and not _noted:
             _note()
-        if self.device == "cpu" and self._enabled and getattr(_threads, "captures", False):
+        if self.device == "cpu" and self._enabled and capturing.inside():
             _note_cpu()
         return enter(self)
 
     cls.__enter__ = __enter__
-
-
-@contextlib.contextmanager
-def captures() -> Iterator[None]:
-    """A block in which a module is captured that the script may have on the CPU: its regions for the CPU concern no tensor of the graph."""
-    before, _threads.captures = getattr(_threads, "captures", False), True
-    try:
-        yield
-    finally:
-        _threads.captures = before
 
 
 def _note_cpu() -> None:

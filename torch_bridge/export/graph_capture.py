@@ -15,7 +15,7 @@ from torch import fx
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from torch_bridge.collectives import index_checks
-from torch_bridge.device import autocast_regions
+from torch_bridge.config import capturing
 from torch_bridge.export import known_values, stand_ins
 from torch_bridge.export.cpu_constants import CpuConstants
 from torch_bridge.ir.layout import layout
@@ -104,7 +104,7 @@ def _captured(module: torch.nn.Module, example_inputs: Any, example_kwargs: Any,
         read: dict[int, Storage] = {}
         segment.watch = lambda storage, view, vid: read.setdefault(vid, storage)
         before = {n: (t, t._storage.vid) for n, t in held.items()}
-        with stand_ins.replaced(module, own, held) as now, autocast_regions.captures():
+        with stand_ins.replaced(module, own, held) as now, capturing.block():
             out = module(*args, **kwargs)
         outs, outs_spec = tree_flatten(out)
         outs = [on_cpu.of(o) if _is_on_cpu(o) else o for o in outs]
