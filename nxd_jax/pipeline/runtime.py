@@ -282,12 +282,13 @@ class Step:
     def _uploaded(self, arg: FromBatch, mb: int, index: int, returned: bool = False) -> Any:
         """An input of the model at a stage's place. returned: for what the model returns or makes the loss of, not for the stage's module.
 
-        Where passes are direct, small ones are uploaded for all later micro-batches at once: between passes, each takes several times as long.
+        Where passes are direct, small ones are uploaded for all later micro-batches at once: between passes, each takes several times as long. Not where a
+        step is observed: arrays are counted by the action that makes them.
         """
         name = arg.name, index, returned
         if (found := self.uploads.pop((name, mb), None)) is not None:
             return found
-        ahead = self.direct.ready and sum(_size_on_host(x[arg.name]) for x in self.batch[mb + 1 :]) <= AHEAD
+        ahead = self.direct.ready and not observers.observed() and sum(_size_on_host(x[arg.name]) for x in self.batch[mb + 1 :]) <= AHEAD
         for k in range(mb + 1, len(self.batch) if ahead else 0):
             if (name, k) not in self.uploads:
                 self.uploads[name, k] = self._uploaded_now(arg, k, index)
