@@ -183,6 +183,38 @@ def knows_options(options: dict[str, Any]) -> bool:
     return True
 
 
+class _Warnings:
+    """How many threads want none of XLA's own, and what XLA logged before."""
+
+    lock = threading.Lock()
+    unwanted = 0
+
+
+@contextlib.contextmanager
+def without_warnings_of_xla() -> Iterator[None]:
+    """A block in which XLA logs errors alone, in every thread; unless the user has set how much it logs (TF_CPP_MIN_LOG_LEVEL, `jax_logging_level`)."""
+    import jax
+
+    try:
+        from jaxlib.utils import absl_set_min_log_level as set_level
+    except ImportError:
+        yield
+        return
+    if os.environ.get("TF_CPP_MIN_LOG_LEVEL", "1") != "1" or jax.config.jax_logging_level not in (None, "NOTSET"):  # type: ignore[attr-defined]
+        yield
+        return
+    with _Warnings.lock:
+        _Warnings.unwanted += 1
+        set_level(2)
+    try:
+        yield
+    finally:
+        with _Warnings.lock:
+            _Warnings.unwanted -= 1
+            if not _Warnings.unwanted:
+                set_level(1)
+
+
 _watchers = threading.local()
 
 

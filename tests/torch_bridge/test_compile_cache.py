@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+import sys
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -14,6 +15,7 @@ import torch_xla
 
 from torch_bridge import metrics
 from torch_bridge.compiler import xla_cache
+from torch_bridge.config import environment
 from torch_bridge.config.settings import SETTINGS
 from torch_bridge.runtime import executor
 
@@ -43,6 +45,33 @@ def test_settings(tmp_path: pathlib.Path, jax_settings: Any, monkeypatch: pytest
     monkeypatch.setenv("NEURON_CC_FLAGS", f"--model-type=transformer --cache_dir={tmp_path}/other")
     xla_cache.configure({"NEURON_COMPILE_CACHE_URL": "/proc/nowhere"})
     assert jax_settings()[0] == f"{tmp_path}/other", "--cache_dir wins"
+
+
+@pytest.mark.parametrize(
+    ("flags", "url", "jax_folder", "kept"),
+    [
+        ("", None, None, False),
+        ("", "/tmp/programs", None, True),
+        ("--cache_dir=/tmp/programs", None, None, True),
+        ("--no_cache --cache_dir=/tmp/programs", "/tmp/programs", None, False),
+        ("--no_cache", None, "/tmp/programs", True),
+    ],
+)
+def test_whether_programs_are_kept_is_known_before_jax_starts(
+    flags: str, url: str | None, jax_folder: str | None, kept: bool, jax_settings: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """JAX's folder counts in its variable until JAX is imported, and in its settings from then on, as scripts change those."""
+    monkeypatch.setenv("NEURON_CC_FLAGS", flags)
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+    values = {"NEURON_COMPILE_CACHE_URL": url} if url else {}
+    jax.config.update("jax_compilation_cache_dir", jax_folder)
+    assert environment.keeps_programs(values) is kept and xla_cache.in_force() is bool(jax_folder)
+    jax.config.update("jax_compilation_cache_dir", None)
+    if jax_folder:
+        monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", jax_folder)
+    monkeypatch.delitem(sys.modules, "jax")
+    assert environment.keeps_programs(values) is kept
+    assert not environment.keeps_programs({**values, "NEURON_EXTRACT_GRAPHS_ONLY": True}), "neuron_parallel_compile"
 
 
 def counted(n: int) -> list[int]:

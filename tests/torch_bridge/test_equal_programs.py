@@ -13,8 +13,15 @@ import torch_xla.core.xla_model as xm
 from tests.torch_bridge.ranks.conftest import Hosted, hosted  # noqa: F401
 from torch_bridge import _compat, metrics
 from torch_bridge.compiler import equal_programs
+from torch_bridge.config import freed_memory
 from torch_bridge.mesh.places import along
 from torch_bridge.recorder import placed, sharded
+
+
+def products(x: torch.Tensor) -> torch.Tensor:
+    """A number for which four matrices as large as x are needed at once."""
+    found = [torch.sin(x * k) @ x for k in range(1, 5)]
+    return torch.stack([(p @ q).sum() for p in found for q in found]).sum()
 
 
 def shared() -> int:
@@ -49,6 +56,18 @@ def test_one_is_compiled(hosted: Hosted) -> None:  # noqa: F811
         torch_xla.sync()
     assert shared() == before + 2
     assert sharded.shards(drawn[0])[0].tolist() == sharded.shards(drawn[1])[4].tolist()
+
+
+def test_with_many_temporaries(hosted: Hosted, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    """XLA's CPU backend copies no executable whose temporaries lie in several blocks."""
+    monkeypatch.setattr(freed_memory, "largest_block", lambda: 5 << 20)
+    hosted(2, pp=2)
+    before = shared()
+    for x in at_both(sharded.from_ranks(lambda r: torch.full((1024, 1024), 0.5 + r), ())):
+        y = products(x)
+        torch_xla.sync()
+        assert sharded.shards(y)[0].item() > 0
+    assert shared() == before + 1
 
 
 def test_inputs_that_nothing_reads() -> None:

@@ -22,12 +22,14 @@ from torch import fx
 import torch_bridge
 from tests.torch_bridge.aot.nets import Net
 from tests.torch_bridge.aot.nets import X as NET_INPUT
+from tests.torch_bridge.test_equal_programs import products
 from torch_bridge import _compat, lowerings, metrics
 from torch_bridge.aot import model as model_of_programs
 from torch_bridge.aot import traced_module
 from torch_bridge.aot.model import Model, Program
 from torch_bridge.compiler import cache_environment, cache_keys, executable_cache, interpret, xla_cache
 from torch_bridge.compiler.cache_environment import UnknownError
+from torch_bridge.config import freed_memory
 from torch_bridge.runtime import executor, session
 
 aten = torch.ops.aten
@@ -105,6 +107,16 @@ def test_what_jax_has_is_noted(folder: pathlib.Path, traced: list[int]) -> None:
     assert counts == [1, 0] and len(traced) == 2
     second, *counts = afresh(product)
     assert counts == [1, 0] and len(traced) == 2 and torch.equal(first, second)
+
+
+def test_programs_with_many_temporaries_are_written(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """XLA's CPU backend serializes no executable whose temporaries lie in several blocks; JAX would warn of that."""
+    monkeypatch.setattr(freed_memory, "largest_block", lambda: 5 << 20)
+    x = torch.rand(1024, 1024)
+    first, *counts = afresh(products, x)
+    assert counts == [0, 1] and len(entries(folder)) == 1
+    second, *counts = afresh(products, x)
+    assert counts == [1, 0] and torch.equal(first, second)
 
 
 def test_inspection_of_a_program_that_was_found(folder: pathlib.Path, traced: list[int]) -> None:

@@ -40,7 +40,7 @@ def faults(heaps: bool, width: int, most: int = freed_memory.MOST, **variables: 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "gnu_get_libc_version"), reason="the C library is not glibc")
 def test_steps_do_not_ask_for_their_memory_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in USERS:
+    for name in [*USERS, "JAX_COMPILATION_CACHE_DIR"]:  # where programs are kept on disk, all threads share a heap
         monkeypatch.delenv(name, raising=False)
     assert faults(True, 2560) < 10_000, "blocks of 40 MiB"
     assert faults(True, 2560, NXD_JAX_KEEP_FREED_MEMORY="0") > 20_000
@@ -100,6 +100,11 @@ def test_threads_have_heaps_where_little_is_allocated(
     assert freed_memory.largest_block() == (48 << 20 if heaps else 512 << 20)
 
 
+def test_one_heap_where_programs_are_kept_on_disk(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heap_gaps, "allocated", lambda of: 100 << 20)
+    assert freed_memory.keep(one_heap=True) and (freed_memory._ARENA_MAX, 1) in library.set
+
+
 def test_what_a_process_has_allocated() -> None:
     library = ctypes.CDLL(None)
     before = heap_gaps.allocated(library)
@@ -120,7 +125,8 @@ def test_what_compiling_leaves_is_given_back(library: Library) -> None:
 
 def test_a_program_gives_back_after_compiling_and_after_its_first_execution(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
     assert freed_memory.keep()
-    monkeypatch.setattr(freed_memory, "_LONG_WITH_HEAPS", 0.0)
+    for name in ("_LONG", "_LONG_WITH_HEAPS"):
+        monkeypatch.setattr(freed_memory, name, 0.0)
     trimmed = []
     for k in range(4):
         (torch.full((3,), k + 2.0, device="xla") * 1.25 + 0.375).cpu()

@@ -84,8 +84,8 @@ def test_gaps_are_held_without_memory_and_released() -> None:
 def test_steps_do_not_look_through_what_compiling_left() -> None:
     never = STEPS.replace("= 0.05, -1", "= 1e9, -1")
     compiles = {"JAX_ENABLE_COMPILATION_CACHE": "0", "JAX_NUM_CPU_DEVICES": "1"}
-    assert int(python(STEPS, timeout=200, **compiles)) < 2500
-    assert int(python(never, timeout=200, **compiles)) > 5000
+    assert int(python(STEPS, timeout=200, **compiles)) < 4000
+    assert int(python(never, timeout=200, **compiles)) > 10_000
 
 
 class Heap:

@@ -13,8 +13,9 @@ import torch
 from torch import fx
 
 from torch_bridge import _compat
-from torch_bridge.compiler import xla_options
+from torch_bridge.compiler import xla_cache, xla_options
 from torch_bridge.config import freed_memory
+from torch_bridge.runtime import executor
 
 aten = torch.ops.aten
 OPTION = "xla_cpu_experimental_ynn_fusion_type"
@@ -66,6 +67,29 @@ def test_temporaries_lie_in_blocks_that_are_kept(monkeypatch: pytest.MonkeyPatch
         (text,) = (file.read_text() for file in folder.glob("*buffer-assignment.txt"))
         sizes.append(sorted(int(size) for size in re.findall(r"size (\d+),(?: page \d+,)? preallocated-temp", text)))
     assert [len(found) for found in sizes] == [1, 2] and max(sizes[1]) <= 5 << 20
+
+
+@on_cpu
+@pytest.mark.parametrize(("level", "warned"), [("1", False), ("0", True)])
+def test_xla_does_not_warn_of_tensors_larger_than_a_block(
+    level: str, warned: bool, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Unless the user wants to hear more of XLA than JAX lets through by itself."""
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", level)
+    monkeypatch.setattr(freed_memory, "largest_block", lambda: 1 << 20)
+    monkeypatch.setattr(xla_cache, "in_force", lambda: False)
+    executor.clear_cache()
+    x = torch.rand(1024, 1024).to("xla")
+    assert (torch.sin(x @ x).t() @ (x + 1)).sum().isfinite()
+    assert ("larger than the per-heap size limit" in capfd.readouterr().err) is warned
+
+
+@on_cpu
+def test_xla_logs_as_before_once_programs_are_compiled() -> None:
+    with _compat.without_warnings_of_xla(), _compat.without_warnings_of_xla():
+        pass
+    assert _compat._Warnings.unwanted == 0
 
 
 @on_cpu

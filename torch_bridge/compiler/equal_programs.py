@@ -20,7 +20,9 @@ from torch_bridge.config import environment
 from torch_bridge.mesh import places, world
 
 if TYPE_CHECKING:
+    from torch_bridge.compiler.annotated_labels import AnnotatedLabels
     from torch_bridge.compiler.program import Program
+    from torch_bridge.compiler.shard_mapping import RankLabels
 
 logger = logging.getLogger("nxd_jax")
 
@@ -31,9 +33,14 @@ _COMPILED: weakref.WeakValueDictionary[str, Program] = weakref.WeakValueDictiona
 def compiling(program: Program, lowered: Any) -> Callable[[], Any]:
     """What gives the executable of a program that has been lowered."""
     labels = program.spec.labels
-    if labels is None or places.ranks(labels.mesh) is None or not world.is_local() or environment.dumping():
+    if labels is None or not are_looked_for(labels):
         return lowered.compile
     return functools.partial(_compiled, program, lowered, _key(labels.mesh, lowered))
+
+
+def are_looked_for(labels: RankLabels | AnnotatedLabels | None) -> bool:
+    """Whether equal programs are looked for among those with these labels: those at places of the mesh, while all ranks are in this process."""
+    return labels is not None and places.ranks(labels.mesh) is not None and world.is_local() and not environment.dumping()
 
 
 def _key(mesh: Any, lowered: Any) -> str:

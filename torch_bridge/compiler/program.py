@@ -16,7 +16,17 @@ import torch
 from torch import fx
 
 from torch_bridge import _compat, metrics
-from torch_bridge.compiler import background_compile, collective_order, computation, dump, executable_cache, garbage_collector, xla_options
+from torch_bridge.compiler import (
+    background_compile,
+    collective_order,
+    computation,
+    dump,
+    equal_programs,
+    executable_cache,
+    garbage_collector,
+    xla_cache,
+    xla_options,
+)
 from torch_bridge.compiler.annotated_labels import AnnotatedLabels
 from torch_bridge.compiler.program_spec import Execution, ProgramSpec
 from torch_bridge.config import environment, freed_memory
@@ -35,6 +45,7 @@ class Program:
     Attributes:
         spec: what it computes and how it is called.
         jitted: its function under `jax.jit`.
+        in_blocks: whether its temporaries lie in several blocks; XLA warns of each tensor that is larger than one.
         signature: the inputs that it was lowered for.
         held_by: weak references to the storages that its inputs came from the first time (None: from none).
         results_held_by: the same of the storages that its results went to.
@@ -50,7 +61,9 @@ class Program:
         run = computation.of(spec)
         mapped = run if spec.labels is None else spec.labels.wrap(run, spec.ports)
         placing = {} if spec.labels is None else spec.labels.jit_options(spec.ports)
-        self.jitted = jax.jit(mapped, donate_argnums=spec.ports.donated, compiler_options=xla_options.of(spec.graph), **placing)
+        options = xla_options.of(spec.graph, serialized=xla_cache.in_force() or equal_programs.are_looked_for(spec.labels))
+        self.in_blocks = xla_options.in_blocks(options)
+        self.jitted = jax.jit(mapped, donate_argnums=spec.ports.donated, compiler_options=options, **placing)
         self.signature: Sequence[jax.ShapeDtypeStruct] = ()
         holders = {**{leaf: ref for ref, leaf in segment.saved}, **segment.holders}
         self.held_by = tuple(map(holders.get, spec.inputs))
@@ -189,4 +202,5 @@ class Program:
         self._called_with(args)
         freed_memory.used_by(sum(math.prod(a.shape) * a.dtype.itemsize for a in self.signature))
         with garbage_collector.paused():
-            return executable_cache.prepared(self, args)
+            prepared = executable_cache.prepared(self, args)
+        return _compat.without_warnings_of_xla()(prepared) if self.in_blocks else prepared

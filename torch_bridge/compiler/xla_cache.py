@@ -19,7 +19,7 @@ import jax
 from jax.experimental.compilation_cache import compilation_cache
 
 from torch_bridge import _compat, metrics
-from torch_bridge.config import compiler_flags, environment
+from torch_bridge.config import environment
 
 _ASKED, _HIT = "/jax/compilation_cache/compile_requests_use_cache", "/jax/compilation_cache/cache_hits"
 
@@ -27,18 +27,11 @@ _ASKED, _HIT = "/jax/compilation_cache/compile_requests_use_cache", "/jax/compil
 def configure(values: dict[str, Any]) -> None:
     """Use the folder of `--cache_dir` or `NEURON_COMPILE_CACHE_URL`, if any; JAX_COMPILATION_CACHE_DIR stays in force if not."""
     _listen()
-    flags = compiler_flags.current()
-    if flags.get("--no_cache"):
-        return
-    for name, place in (
-        ("NEURON_CC_FLAGS --cache_dir", flags.get("--cache_dir")),
-        ("NEURON_COMPILE_CACHE_URL", values.get("NEURON_COMPILE_CACHE_URL")),
-    ):
-        if place:
-            folder = _folder(name, place)
-            if folder is not None:
-                use(folder)
-            return
+    name, place = environment.cache_folder(values)
+    if place:
+        folder = _folder(name, place)
+        if folder is not None:
+            use(folder)
 
 
 def _folder(name: str, place: str) -> pathlib.Path | None:
@@ -75,6 +68,11 @@ def folder() -> pathlib.Path | None:
     """The folder that `use` was given last, if it is still in force. (`executable_cache` leaves a folder that JAX was told of alone.)"""
     in_force = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
     return pathlib.Path(_used) if _used is not None and in_force == _used and jax.config.jax_enable_compilation_cache else None  # type: ignore[attr-defined]
+
+
+def in_force() -> bool:
+    """Whether JAX keeps what it compiles on disk, in whoever's folder."""
+    return bool(jax.config.jax_compilation_cache_dir and jax.config.jax_enable_compilation_cache)  # type: ignore[attr-defined]
 
 
 _listening = False

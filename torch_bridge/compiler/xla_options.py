@@ -37,19 +37,27 @@ _WITH_BARRIERS = {_WITHOUT_PASSES: "cse_barrier_expander"}
 """On CPUs XLA drops barriers before it merges equal computations for the last time: what parameters are gathered again for would stay (`fsdp.apart`)."""
 
 
-def of(graph: fx.Graph) -> dict[str, Any] | None:
-    """The options for a program of this graph of aten ops; None: XLA's own. What `XLA_FLAGS` says of an option stands."""
+def of(graph: fx.Graph, serialized: bool = False) -> dict[str, Any] | None:
+    """The options for a program of this graph of aten ops; None: XLA's own. What `XLA_FLAGS` says of an option stands.
+
+    serialized: its executable is to be written to disk, or copied to other devices. On CPUs XLA refuses that for temporaries in several blocks.
+    """
     wanted: dict[str, Any] = {}
     if count_of_convolutions(graph):
         wanted |= _ALL_BUT_CONVOLUTIONS
     if any(str(node.target) == _APART for node in graph.nodes):
         wanted |= _WITH_BARRIERS
-    block = freed_memory.largest_block()
+    block = None if serialized else freed_memory.largest_block()
     if block is not None:
         wanted[_LARGEST_BLOCK] = block
     if not wanted or jax.default_backend() != "cpu":
         return None
     return {name: value for name, value in wanted.items() if _known(name, value)} or None
+
+
+def in_blocks(options: dict[str, Any] | None) -> bool:
+    """Whether options (of `of`) have temporaries lie in several blocks."""
+    return options is not None and _LARGEST_BLOCK in options
 
 
 def count_of_convolutions(graph: fx.Graph) -> int:

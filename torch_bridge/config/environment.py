@@ -20,6 +20,7 @@ import os
 import pathlib
 import re
 import shlex
+import sys
 import warnings
 from typing import Any
 
@@ -90,6 +91,32 @@ def check() -> dict[str, Any]:
     if "NEURON_RT_LOG_LEVEL" in values:
         _set_log_level(values["NEURON_RT_LOG_LEVEL"])
     return values
+
+
+def cache_folder(values: dict[str, Any]) -> tuple[str, str]:
+    """The variable that names a folder for compiled programs, and the folder; empty if none does. values: what `check` gave."""
+    from torch_bridge.config import compiler_flags
+
+    flags = compiler_flags.current()
+    if flags.get("--no_cache"):
+        return "", ""
+    named = {
+        "NEURON_CC_FLAGS --cache_dir": flags.get("--cache_dir"),
+        "NEURON_COMPILE_CACHE_URL": values.get("NEURON_COMPILE_CACHE_URL"),
+    }
+    return next(((name, place) for name, place in named.items() if place), ("", ""))
+
+
+def keeps_programs(values: dict[str, Any]) -> bool:
+    """Whether programs that run will be kept on disk from the first on: our variables say so, JAX's, or what the script has told JAX."""
+    if values.get("NEURON_EXTRACT_GRAPHS_ONLY"):
+        return False
+    if cache_folder(values)[1]:
+        return True
+    jax = sys.modules.get("jax")
+    if jax is None:
+        return bool(os.environ.get("JAX_COMPILATION_CACHE_DIR"))
+    return bool(jax.config.jax_compilation_cache_dir and jax.config.jax_enable_compilation_cache)
 
 
 def _check_lnc(values: dict[str, Any], flag: str | None) -> None:

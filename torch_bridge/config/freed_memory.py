@@ -6,11 +6,13 @@ step of a Llama of 8 layers, a sixth of its CPU time. So what is freed is kept (
 | | a heap for each thread | one heap for all threads |
 |---|---|---|
 | a process that has allocated | up to `HEAPS_UP_TO` | more: a real model is there |
+| compiled programs | are not kept on disk, or not run | are kept and run: few are compiled |
 | threads that compile | each has its own | wait for each other: XLA takes 1.2x as long on 2 threads, 1.65x on 16 |
 | blocks above 64 MiB | come from the system each time, as without this | are kept |
 | what compiling leaves | lies in the heaps of threads that have ended | lies where steps look for memory (`heap_gaps`) |
 
-XLA puts all temporaries of a program into one block. It is told to make several, which are kept (`largest_block`); a tensor of more has its own.
+XLA puts all temporaries of a program into one block. It is told to make several, which are kept (`largest_block`); a tensor of more has its own. Not where an
+executable is written to disk or copied to other devices (`compiler.xla_options`).
 
 What compiling a program and its first execution leave goes back to the system (`trim_after`, `settle`). Where programs take more than `MOST` bytes, the
 clearing costs less than the gaps, and all is given back (`give_back`).
@@ -56,9 +58,12 @@ _compiled = 0.0
 """Seconds that programs took to compile since gaps were held."""
 
 
-def keep() -> bool:
+def keep(one_heap: bool = False) -> bool:
     """Keep it from now on; JAX's threads must not have started. False, and nothing done, if the user has said how memory is allocated (glibc's variables,
-    another allocator in LD_PRELOAD), or the C library is not glibc."""
+    another allocator in LD_PRELOAD), or the C library is not glibc.
+
+    one_heap: all threads share a heap, however little the process has allocated.
+    """
     global _library, _gaps, _own_heaps
     if any(name in os.environ for name in _OWN) or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
         return False
@@ -70,7 +75,7 @@ def keep() -> bool:
         mallopt, _ = library.mallopt, library.malloc_trim
     except (AttributeError, OSError, TypeError):
         return False
-    heaps = heap_gaps.addresses_are_free() and heap_gaps.allocated(library) <= HEAPS_UP_TO
+    heaps = not one_heap and heap_gaps.addresses_are_free() and heap_gaps.allocated(library) <= HEAPS_UP_TO
     if not all(
         [
             mallopt(*(_TOP_PAD, _PAD) if heaps else (_ARENA_MAX, 1)),

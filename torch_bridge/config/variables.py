@@ -470,7 +470,7 @@ _OWN = [
         "NXD_JAX_KEEP_FREED_MEMORY",
         HONOUR,
         "1: the process keeps memory that a step has freed for the next one, which on CPUs saves a sixth of a step's CPU time: in a heap of each "
-        "thread, or in one for all where much is allocated when JAX starts; 0: "
+        "thread, or in one for all where much is allocated when JAX starts or compiled programs are kept on disk; 0: "
         "glibc gives it back. Has no effect where glibc's own variables or another allocator are set",
         "1",
         FLAG,

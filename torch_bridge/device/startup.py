@@ -9,7 +9,7 @@ from torch_bridge.config import environment, freed_memory
 environment.prepare()  # before JAX starts
 _values = environment.check()
 if _values.get("NXD_JAX_KEEP_FREED_MEMORY", True):
-    freed_memory.keep()
+    freed_memory.keep(one_heap=environment.keeps_programs(_values))
 
 from torch_bridge.collectives import c10d_ops, collective_ops, value_checks
 from torch_bridge.compiler import xla_cache
