@@ -323,14 +323,12 @@ def inputs_of(lowered: Any) -> str:
     return f"{lowered.args_info} {sorted(lowered._lowering.compile_args['kept_var_idx'])}"
 
 
-def on_devices(compiled: Any, devices: Sequence[Any], others: Sequence[Any]) -> Any:
-    """A `jax.stages.Compiled` for other devices, with the same machine code. devices: those that it was compiled for, in the order of its mesh.
+def packed(compiled: Any) -> bytes:
+    """A `jax.stages.Compiled` as `on_devices` takes it. It must have been compiled in this process, and if it sorts it must not have run: XLA on CPUs refuses.
 
-    It must have been compiled in this process. Raises what pickle does for callbacks into Python, and NotImplementedError for constants beside the program.
+    Raises what pickle does for callbacks into Python, and NotImplementedError for constants beside the program.
     """
     import jax
-    import numpy as np
-    from jax._src import compiler
     from jax.experimental import serialize_executable
 
     if compiled._params.const_args:
@@ -339,7 +337,16 @@ def on_devices(compiled: Any, devices: Sequence[Any], others: Sequence[Any]) -> 
     with io.BytesIO() as out:
         unloaded = compiled._executable._unloaded_executable
         serialize_executable._JaxPjrtPickler(out).dump((unloaded, args, tree, compiled.out_tree, compiled._no_kwargs))
-        pickled = out.getvalue()
+        return out.getvalue()
+
+
+def on_devices(packed: bytes, devices: Sequence[Any], others: Sequence[Any]) -> Any:
+    """The `jax.stages.Compiled` that was packed, for other devices. devices: those that it was compiled for, in the order of its mesh."""
+    import jax
+    import numpy as np
+    from jax._src import compiler
+    from jax.experimental import serialize_executable
+
     options = compiler.get_compile_options(
         num_replicas=1, num_partitions=len(others), device_assignment=np.array([[device.id for device in others]])
     )
@@ -350,7 +357,7 @@ def on_devices(compiled: Any, devices: Sequence[Any], others: Sequence[Any]) -> 
                 return self.backend.deserialize_executable(pid[1], executable_devices=self.execution_devices, compile_options=options)
             return super().persistent_load(pid)
 
-    reader = Unpickler(io.BytesIO(pickled), others[0].client, others)
+    reader = Unpickler(io.BytesIO(packed), others[0].client, others)
     reader.devices_by_id = {old.id: new for old, new in zip(devices, others, strict=True)}
     unloaded, args, tree, out_tree, no_kwargs = reader.load()
     return jax.stages.Compiled(unloaded.load(), [], tree.unflatten(args), out_tree, no_kwargs=no_kwargs)

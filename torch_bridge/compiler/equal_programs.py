@@ -5,6 +5,7 @@ Whether two are the same is decided by what JAX lowers them to, so each is trace
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import logging
@@ -28,6 +29,8 @@ logger = logging.getLogger("nxd_jax")
 
 _COMPILED: weakref.WeakValueDictionary[str, Program] = weakref.WeakValueDictionary()
 """Programs at places that were compiled here, by what they were lowered to."""
+_PACKED: weakref.WeakKeyDictionary[Program, bytes] = weakref.WeakKeyDictionary()
+"""Those of them that sort: XLA packs none once it has run."""
 
 
 def compiling(program: Program, lowered: Any) -> Callable[[], Any]:
@@ -35,7 +38,8 @@ def compiling(program: Program, lowered: Any) -> Callable[[], Any]:
     labels = program.spec.labels
     if labels is None or not are_looked_for(labels):
         return lowered.compile
-    return functools.partial(_compiled, program, lowered, _key(labels.mesh, lowered))
+    text = lowered.as_text()
+    return functools.partial(_compiled, program, lowered, _key(labels.mesh, lowered, text), "stablehlo.sort" in text)
 
 
 def are_looked_for(labels: RankLabels | AnnotatedLabels | None) -> bool:
@@ -43,9 +47,9 @@ def are_looked_for(labels: RankLabels | AnnotatedLabels | None) -> bool:
     return labels is not None and places.ranks(labels.mesh) is not None and world.is_local() and not environment.dumping()
 
 
-def _key(mesh: Any, lowered: Any) -> str:
+def _key(mesh: Any, lowered: Any, program: str) -> str:
     """What a program is, but for its devices. The text leaves out inputs that nothing reads, so it does not say which of them it takes."""
-    text = f"{mesh.axis_names} {mesh.devices.shape} {_compat.inputs_of(lowered)} {lowered.out_tree} {lowered.as_text()}"
+    text = f"{mesh.axis_names} {mesh.devices.shape} {_compat.inputs_of(lowered)} {lowered.out_tree} {program}"
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -68,11 +72,11 @@ def _note(event: str, **_: Any) -> None:
         _HITS.count += 1
 
 
-def _compiled(program: Program, lowered: Any, key: str) -> Any:
+def _compiled(program: Program, lowered: Any, key: str, sorts: bool) -> Any:
     twin = _COMPILED.get(key)
     if twin is not None and twin is not program and twin.compiled is not None:
         try:
-            found = _compat.on_devices(twin.compiled, _devices(twin), _devices(program))
+            found = _compat.on_devices(_PACKED.get(twin) or _compat.packed(twin.compiled), _devices(twin), _devices(program))
         except Exception as error:  # host callbacks, say: slower, nothing worse
             logger.debug("a program is compiled again for other devices: %s: %s", type(error).__name__, error)
         else:
@@ -83,6 +87,9 @@ def _compiled(program: Program, lowered: Any, key: str) -> Any:
     made = lowered.compile()
     if _HITS.count == before:
         _COMPILED[key] = program
+        if sorts:
+            with contextlib.suppress(Exception):  # as above
+                _PACKED[program] = _compat.packed(made)
     return made
 
 
