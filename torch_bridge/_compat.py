@@ -300,22 +300,35 @@ def without_code(compiled: Any) -> tuple[bytes, list[int]]:
         return out.getvalue(), [device.id for device in unloaded.device_list]
 
 
-def with_code(pickled: bytes, packed: bytes, devices: Sequence[Any]) -> Any:
-    """The `jax.stages.Compiled` of what `without_code` gave and its entry in JAX's persistent cache, loaded onto devices (in the program's order)."""
+def with_code(pickled: bytes, packed: bytes, devices: Sequence[Any], copied: bool = False) -> Any:
+    """The `jax.stages.Compiled` of what `without_code` gave and its entry in JAX's persistent cache, loaded onto devices (in the program's order).
+
+    copied: the entry is of other devices.
+    """
     import jax
     from jax._src import compilation_cache
     from jax.experimental import serialize_executable
 
     code, _ = compilation_cache.extract_executable_and_time(compilation_cache.decompress_executable(packed))
 
+    options = {"compile_options": _options_for(devices)} if copied else {}
+
     class Unpickler(serialize_executable._JaxPjrtUnpickler):
         def persistent_load(self, pid: Any) -> Any:
             if pid == ("code",):
-                return self.backend.deserialize_executable(code, executable_devices=self.execution_devices)
+                return self.backend.deserialize_executable(code, executable_devices=self.execution_devices, **options)
             return super().persistent_load(pid)
 
     unloaded, args, tree, out_tree, no_kwargs = Unpickler(io.BytesIO(pickled), devices[0].client, devices).load()
     return jax.stages.Compiled(unloaded.load(), [], tree.unflatten(args), out_tree, no_kwargs=no_kwargs)
+
+
+def _options_for(devices: Sequence[Any]) -> Any:
+    """Options with which an executable is loaded onto these devices, in the order of its mesh."""
+    from jax._src import compiler
+
+    assignment = np.array([[device.id for device in devices]])
+    return compiler.get_compile_options(num_replicas=1, num_partitions=len(devices), device_assignment=assignment)
 
 
 def inputs_of(lowered: Any) -> str:
@@ -343,13 +356,9 @@ def packed(compiled: Any) -> bytes:
 def on_devices(packed: bytes, devices: Sequence[Any], others: Sequence[Any]) -> Any:
     """The `jax.stages.Compiled` that was packed, for other devices. devices: those that it was compiled for, in the order of its mesh."""
     import jax
-    import numpy as np
-    from jax._src import compiler
     from jax.experimental import serialize_executable
 
-    options = compiler.get_compile_options(
-        num_replicas=1, num_partitions=len(others), device_assignment=np.array([[device.id for device in others]])
-    )
+    options = _options_for(others)
 
     class Unpickler(serialize_executable._JaxPjrtUnpickler):
         def persistent_load(self, pid: Any) -> Any:

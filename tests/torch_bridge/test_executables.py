@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
@@ -176,23 +177,57 @@ print(json.dumps([bits, losses, {k: metrics.COUNTERS.get(k, 0) for k in ("Persis
 """
 
 
+_EQUAL_PROGRAMS = """
+import json
+import torch, torch_xla, torch_xla.core.xla_model as xm
+from torch_bridge import metrics
+from torch_bridge.mesh import world
+from torch_bridge.mesh.places import along
+from torch_bridge.recorder import placed, sharded
+
+world.set_axes({"pp": 4, "tp": 2})
+start = sharded.from_ranks(lambda r: torch.arange(48.0).reshape(6, 8) / (7 + r % 2), ("tp",))
+found = []
+for k in range(4):
+    x = placed.moved(start, along("pp", k))
+    torch.manual_seed(1)
+    y = torch.nn.functional.dropout(torch.sort(torch.sin(x) @ x.t())[0])
+    y = xm.all_reduce("sum", y, groups=[[0, 1], [2, 3], [4, 5], [6, 7]])
+    torch_xla.sync()
+    found.append([shard.tolist() for shard in sharded.shards(y)][2 * k : 2 * k + 2])
+names = ("PersistentCacheHit", "PersistentCacheMiss", "EqualProgram")
+print(json.dumps([found, [metrics.COUNTERS.get(name, 0) for name in names]]))
+"""
+
+
+def run_with(folder: pathlib.Path, script: str, seed: str) -> tuple[Any, int, str]:
+    """What a process of eight ranks that keeps programs in a folder prints last, how many entries there are then, and what it says."""
+    env = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(_ROOT), str(_ROOT / "aliases"), os.environ.get("PYTHONPATH", "")]),
+        "PYTHONHASHSEED": seed,
+        "NEURON_RT_NUM_CORES": "8",
+        "NEURON_COMPILE_CACHE_URL": str(folder),
+    }
+    done = subprocess.run([sys.executable, "-c", script], env=env, cwd=folder, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1]), len(entries(folder / "executables")), done.stderr
+
+
+def test_a_second_process_with_equal_programs(tmp_path: pathlib.Path) -> None:
+    """The program of one stage is compiled and kept, those of three others are noted with its code; a second process finds all."""
+    (found, counts), kept, told = run_with(tmp_path, _EQUAL_PROGRAMS, "1")
+    assert kept >= 4 and counts[2] == 3, told
+    assert all(stage == found[0] for stage in found) and found[0][0] == found[0][1]
+    again, kept_then, told = run_with(tmp_path, _EQUAL_PROGRAMS, "2")
+    assert again == [found, [sum(counts), 0, 0]] and kept_then == kept, told
+    assert len(list(tmp_path.glob("*-cache"))) == kept - 3
+
+
 def test_a_second_process_with_eight_ranks(tmp_path: pathlib.Path) -> None:
     """Equal names in processes whose sets and addresses are in another order; the same bits from programs under `shard_map`."""
-
-    def run(seed: str) -> Any:
-        env = os.environ | {
-            "PYTHONPATH": os.pathsep.join([str(_ROOT), str(_ROOT / "aliases"), os.environ.get("PYTHONPATH", "")]),
-            "PYTHONHASHSEED": seed,
-            "NEURON_RT_NUM_CORES": "8",
-            "NEURON_COMPILE_CACHE_URL": str(tmp_path),
-        }
-        done = subprocess.run([sys.executable, "-c", _SCRIPT], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=300)
-        assert done.returncode == 0, done.stderr
-        return json.loads(done.stdout.splitlines()[-1]), len(entries(tmp_path / "executables")), done.stderr
-
-    (bits, losses, counts, size), kept, told = run("1")
+    (bits, losses, counts, size), kept, told = run_with(tmp_path, _SCRIPT, "1")
     assert size == 8 and counts["PersistentCacheMiss"] >= 1 and kept >= 1, told
-    again, kept_then, told = run("2")
+    again, kept_then, told = run_with(tmp_path, _SCRIPT, "2")
     assert again[:2] == [bits, losses] and again[2]["PersistentCacheMiss"] == 0 and kept_then == kept, told
 
 
@@ -367,7 +402,7 @@ def test_damaged_entries_are_replaced(folder: pathlib.Path, traced: list[int], c
         "half": data[: len(data) // 2],
         "foreign": b"#!/bin/sh\n",
         "empty": b"",
-        "another format": data.replace(b"executable 1", b"executable 9"),
+        "another format": b"nxd_jax executable 9\n" + data[len(executable_cache.HEAD) :],
     }
     entry.write_bytes(cases[damage])
     assert afresh(product)[0].allclose(product(X)) and len(traced) == 2
@@ -436,23 +471,23 @@ def test_writers_at_once(folder: pathlib.Path) -> None:
     (entry,) = entries(folder)
     made = session.current().recent[-1].compiled
     (code,) = folder.parent.glob("*-cache")
-    packed, key = code.read_bytes(), code.name.removesuffix("-cache")
+    lies = executable_cache.Code(code.name.removesuffix("-cache"), hashlib.sha256(code.read_bytes()).digest())
     stop = threading.Event()
     found: list[Any] = []
 
     def write() -> None:
         while not stop.is_set():
-            executable_cache._write(entry, made, key, packed)
+            executable_cache._write(entry, made, lies)
 
     threads = [threading.Thread(target=write) for _ in range(3)]
     for t in threads:
         t.start()
     for _ in range(50):
-        found.append(executable_cache._unpacked(entry.read_bytes())[0])
+        found.append(executable_cache._unpacked(entry.read_bytes()).code)
     stop.set()
     for t in threads:
         t.join()
-    assert set(found) == {key} and list(folder.iterdir()) == [entry]
+    assert set(found) == {lies} and list(folder.iterdir()) == [entry]
 
 
 def test_entries_of_jax_are_watched(folder: pathlib.Path) -> None:

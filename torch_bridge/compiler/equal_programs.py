@@ -81,6 +81,7 @@ def _compiled(program: Program, lowered: Any, key: str, sorts: bool) -> Any:
             logger.debug("a program is compiled again for other devices: %s: %s", type(error).__name__, error)
         else:
             metrics.count("EqualProgram")
+            program.code = twin.code
             return found
     _listen()
     before = _HITS.count

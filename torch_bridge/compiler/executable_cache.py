@@ -20,7 +20,7 @@ import pickle
 import uuid
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 
@@ -30,28 +30,38 @@ from torch_bridge.compiler.cache_environment import UnknownError
 from torch_bridge.config import environment
 from torch_bridge.config.variables import VARIABLES
 
+if TYPE_CHECKING:
+    from torch_bridge.compiler.program import Program
+
 logger = logging.getLogger("nxd_jax")
 
-HEAD = b"nxd_jax executable 1\n"
+HEAD = b"nxd_jax executable 2\n"
 """How an entry starts; another number for another format."""
 SUFFIX = ".executable"
 _SWITCH = "NXD_JAX_EXECUTABLES"
+
+
+class Code(NamedTuple):
+    """Where machine code lies: JAX's key, and the SHA-256 of JAX's entry."""
+
+    key: str
+    digest: bytes
 
 
 class DamagedError(Exception):
     """An entry is not what was written."""
 
 
-def prepared(program: Any, args: Sequence[Any]) -> Callable[[], Any]:
-    """What gives the `jax.stages.Compiled` of a `program.Program` for these arguments, on any thread: it is found on disk, or lowered now, to be compiled there
-    and noted for the next process."""
+def prepared(program: Program, args: Sequence[Any]) -> Callable[[], Any]:
+    """What gives the `jax.stages.Compiled` of a program for these arguments, on any thread: it is found on disk, or lowered now, to be compiled there and noted
+    for the next process."""
     file = _file(lambda: cache_keys.parts(program.spec, args))
     if file is None:
         return equal_programs.compiling(program, program.jitted.lower(*args))
     found = _found(file)
     if found is not None:
         return lambda: found
-    return functools.partial(_compile, program.jitted.lower(*args), file)
+    return functools.partial(_compile_program, program, equal_programs.compiling(program, program.jitted.lower(*args)), file)
 
 
 def exported(program: bytes, shapes: Any, call: str, lower: Callable[[], Any]) -> Any:
@@ -63,15 +73,31 @@ def exported(program: bytes, shapes: Any, call: str, lower: Callable[[], Any]) -
     if file is None:
         return lower().compile()
     found = _found(file)
-    return _compile(lower(), file) if found is None else found
-
-
-def _compile(lowered: Any, file: pathlib.Path) -> Any:
-    with _compat.watch_cache_entries() as seen:
-        made = lowered.compile()
-    if len(seen) == 1:  # JAX's cache had it, or has it now
-        _write(file, made, *seen[0])
+    if found is not None:
+        return found
+    made, code = _compile(lower().compile)
+    if code is not None:
+        _write(file, made, code)
     return made
+
+
+def _compile_program(program: Program, compile: Callable[[], Any], file: pathlib.Path) -> Any:
+    made, code = _compile(compile)
+    copied = code is None  # if it has any: of a program that was compiled for other devices
+    program.code = program.code if code is None else code
+    if program.code is not None:
+        _write(file, made, program.code, copied)
+    return made
+
+
+def _compile(compile: Callable[[], Any]) -> tuple[Any, Code | None]:
+    """What `compile` gives, and where its machine code lies, if JAX's cache had it or has it now."""
+    with _compat.watch_cache_entries() as seen:
+        made = compile()
+    if len(seen) != 1:
+        return made, None
+    key, packed = seen[0]
+    return made, Code(key, hashlib.sha256(packed).digest())
 
 
 def _folder() -> pathlib.Path | None:
@@ -125,13 +151,13 @@ def _read(file: pathlib.Path) -> Any:
     except OSError:
         return None
     try:
-        key, mark, devices, pickled = _unpacked(data)
-        packed = _compat.cache_entry(key)
-        if packed is None or hashlib.sha256(packed).digest() != mark:
+        entry = _unpacked(data)
+        packed = _compat.cache_entry(entry.code.key)
+        if packed is None or hashlib.sha256(packed).digest() != entry.code.digest:
             logger.debug("%s: JAX's cache has its code no more", file)
             return None
         by_id = {d.id: d for d in jax.devices()}
-        return _compat.with_code(pickled, packed, [by_id[k] for k in devices])
+        return _compat.with_code(entry.pickled, packed, [by_id[k] for k in entry.devices], entry.copied)
     except Exception as error:
         logger.warning("%s cannot be used, so its program is compiled again: %s: %s", file, type(error).__name__, _first_line(error))
         if _writable():
@@ -140,29 +166,40 @@ def _read(file: pathlib.Path) -> Any:
         return None
 
 
-def _unpacked(data: bytes) -> tuple[str, bytes, list[int], bytes]:
-    """JAX's key, the hash of JAX's entry, the devices in the program's order, and the pickle of how it is called."""
+class Entry(NamedTuple):
+    """What an entry says.
+
+    code: where the machine code lies. copied: that was compiled for other devices. devices: by number, in the program's order. pickled: how it is called.
+    """
+
+    code: Code
+    copied: bool
+    devices: list[int]
+    pickled: bytes
+
+
+def _unpacked(data: bytes) -> Entry:
     head, mark, body = data[: len(HEAD)], data[len(HEAD) : len(HEAD) + 32], data[len(HEAD) + 32 :]
     if head != HEAD:
         raise DamagedError("it does not start as entries do")
     if hashlib.sha256(body).digest() != mark:
         raise DamagedError("it is not what was written")
-    key, code, devices, pickled = pickle.loads(zlib.decompress(body))
-    return key, code, devices, pickled
+    code, copied, devices, pickled = pickle.loads(zlib.decompress(body))
+    return Entry(Code(*code), copied, devices, pickled)
 
 
-def _packed(made: Any, key: str, packed: bytes) -> bytes:
+def _packed(made: Any, code: Code, copied: bool) -> bytes:
     pickled, devices = _compat.without_code(made)
-    body = zlib.compress(pickle.dumps((key, hashlib.sha256(packed).digest(), devices, pickled)))
+    body = zlib.compress(pickle.dumps((tuple(code), copied, devices, pickled)))
     return HEAD + hashlib.sha256(body).digest() + body
 
 
-def _write(file: pathlib.Path, made: Any, key: str, packed: bytes) -> None:
+def _write(file: pathlib.Path, made: Any, code: Code, copied: bool = False) -> None:
     """Note an executable: whole or not at all, whoever else writes. One that cannot be pickled, or a full disk, is no error."""
     if not _writable():
         return
     try:
-        data = _packed(made, key, packed)
+        data = _packed(made, code, copied)
         file.parent.mkdir(parents=True, exist_ok=True)
         if _setting("jax_compilation_cache_max_size") >= 0:
             _sweep(file.parent)
@@ -185,7 +222,7 @@ def _sweep(folder: pathlib.Path) -> None:
     """Remove the entries whose code JAX has evicted."""
     for file in folder.glob(f"*{SUFFIX}"):
         with contextlib.suppress(Exception):
-            key, *_ = _unpacked(file.read_bytes())
+            key = _unpacked(file.read_bytes()).code.key
             if not (folder.parent / f"{key}-cache").exists():
                 file.unlink()
 

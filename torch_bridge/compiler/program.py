@@ -46,6 +46,7 @@ class Program:
         spec: what it computes and how it is called.
         jitted: its function under `jax.jit`.
         in_blocks: whether its temporaries lie in several blocks; XLA warns of each tensor that is larger than one.
+        code: where its machine code lies on disk; None: nowhere.
         signature: the inputs that it was lowered for.
         held_by: weak references to the storages that its inputs came from the first time (None: from none).
         results_held_by: the same of the storages that its results went to.
@@ -64,6 +65,7 @@ class Program:
         options = xla_options.of(spec.graph, serialized=xla_cache.in_force() or equal_programs.are_looked_for(spec.labels))
         self.in_blocks = xla_options.in_blocks(options)
         self.jitted = jax.jit(mapped, donate_argnums=spec.ports.donated, compiler_options=options, **placing)
+        self.code: executable_cache.Code | None = None
         self.signature: Sequence[jax.ShapeDtypeStruct] = ()
         holders = {**{leaf: ref for ref, leaf in segment.saved}, **segment.holders}
         self.held_by = tuple(map(holders.get, spec.inputs))
