@@ -13,7 +13,7 @@ import gc
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,14 @@ from torch_bridge.guards.libraries import is_library
 from torch_bridge.guards.values import BYTES, is_a, unchanging
 from torch_bridge.recorder.tensor import XLATensor
 from torch_bridge.runtime.transfer import bits
+
+Function = Callable[..., Any]
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+Rule = tuple[Callable[..., Any], Sequence[Any]]
+"""What follows calls, as rule(observer, function, args, kwargs); and the functions whose calls."""
+RuleOfType = tuple[Any, Callable[..., Any]]
+"""Types whose objects are called, and the rule for that."""
 
 _CONTAINERS = (list, dict, set, collections.deque, collections.OrderedDict, collections.defaultdict, bytearray)
 
@@ -292,6 +300,18 @@ def _contents(t: torch.Tensor) -> Any:
 
 def _array(x: np.ndarray) -> Any:
     return x.shape, x.dtype.str, x.tobytes()
+
+
+def run(function: Callable[..., Any], args: Args, kwargs: Kwargs, observer: Observer) -> Any:
+    """Call a function with everything that it does routed through the observer."""
+    before, ACTIVE.observer = ACTIVE.observer, observer
+    try:
+        with Watchdog(observer) as watchdog:
+            observer.watchdog = watchdog
+            return observer.caller(observer, function, args, kwargs)
+    finally:
+        ACTIVE.observer = before
+        observer.end()
 
 
 class Watchdog:

@@ -28,7 +28,7 @@ import torch
 
 from tests.torch_bridge.guards.watching import watched
 from torch_bridge.guards import calls, libraries
-from torch_bridge.guards.observer import Observer
+from torch_bridge.guards.observer import ACTIVE, Observer
 
 COUNT = 0
 _MEMORY = memoryview(b"a")
@@ -490,7 +490,7 @@ def test_an_exception_leaves_nothing_behind() -> None:
     with pytest.raises(KeyError, match="text"):
         calls.run(raises, (), {}, observer)
     assert sys.getprofile() is None
-    assert calls.ACTIVE.observer is None
+    assert ACTIVE.observer is None
 
 
 def test_a_function_without_source_is_refused() -> None:
