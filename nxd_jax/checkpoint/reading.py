@@ -229,6 +229,7 @@ def load_model(path: Path, model: contents.Model, strict: bool, master: Path | N
     module = contents.unwrapped(model)
     adapters = hasattr(module, "checkpoint_targets")
     filled = module.checkpoint_targets(list(folder.names()), other.get("lora_config")) if adapters else module
+    heads.mark(module)
     target = contents.of_model(filled, saving=False)
     spare = Folder(master) if master is not None and (master / orbax_files.INDEX).is_file() else None
     here: list[Wanted] = []

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from nxd_jax.checkpoint import heads
 from nxd_jax.modules.lora.layer import LoraLayer
 from nxd_jax.tensor_parallel import expert_shares, full_weights, parallel_groups
 from nxd_jax.tensor_parallel.partition import copy_tensor_model_parallel_attributes
@@ -91,7 +92,7 @@ def merged(layers: Mapping[str, LoraLayer]) -> dict[str, torch.Tensor]:
             like = layer.base_layer._parameters[last]
             assert like is not None
             copy_tensor_model_parallel_attributes(value, like)
-            for attribute in ("qkv_partition", "expert_model_parallel", "expert_distribution"):
+            for attribute in ("qkv_partition", "expert_model_parallel", "expert_distribution", heads.ATTRIBUTE):
                 if hasattr(like, attribute):
                     setattr(value, attribute, getattr(like, attribute))
             found[f"{name}.{last}"] = value
@@ -129,7 +130,8 @@ def entries(parameter: torch.Tensor) -> int:
 
 
 def groups_of(model: nn.Module) -> dict[int, Any]:
-    """The group that shares out each parallel layer's parameters, by their ids."""
+    """The group that shares out each parallel layer's parameters, by their ids. Notes, too, where query heads come in an order of the ranks'."""
+    heads.mark(model)
     return {
         id(p): module.tensor_parallel_group
         for module in model.modules()
@@ -147,16 +149,21 @@ def is_divided(parameter: torch.Tensor) -> bool:
 
 
 def whole(value: torch.Tensor, parameter: torch.Tensor, group: GroupLike) -> torch.Tensor:
-    """The full tensor on the CPU of a value that lies as a parameter does; of fused q, k and v, below each other. All processes must call it."""
+    """The full tensor on the CPU of a value that lies as a parameter does; of fused q, k and v, below each other. All processes must call it.
+
+    Query heads come in the model's order, whatever order ranks that hold copies of K/V heads have them in (`groups_of` must have been called).
+    """
     full = full_weights.gather_full(value, like=parameter, group=group)
-    return full if isinstance(full, torch.Tensor) else torch.cat(full)
+    return heads.in_model_order(full if isinstance(full, torch.Tensor) else torch.cat(full), parameter)
 
 
 def local(name: str, parameter: torch.Tensor, value: object, group: GroupLike) -> Any:
-    """What to load into a parameter: a value of its shape as it is; of a full one each rank's part. Raises ValueError, naming it, for other shapes."""
+    """What to load into a parameter: a value of its shape as it is; of a full one, as `whole` gives it, each rank's part. Raises ValueError, naming it, for
+    other shapes.
+    """
     if not isinstance(value, torch.Tensor) or value.shape == parameter.shape or not full_weights.is_divided(parameter):
         return value
-    full = value.detach().cpu()
+    full = heads.in_ranks_order(value.detach().cpu(), parameter)
     try:
         if parameter.device.type != "xla":
             return full_weights.cut_full(parameter, full, world.first(), group)

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from nxd_jax.checkpoint import heads
 from nxd_jax.modules.lora import peft_format
 from nxd_jax.modules.lora import state as lora_state
 from nxd_jax.modules.lora.config import LoraConfig
@@ -162,11 +163,15 @@ def _rank_files(folder: str) -> Source | None:
 
     def read(model: Any) -> dict[str, Any]:
         known = model.tensors()
+        lora_state.groups_of(model.module)
         likes = {}
         for name, value in states[hosted[0]].items():
             parameter = known.get(lora_state.own_name(name, known))
             if parameter is not None and parameter.shape == getattr(value, "shape", None):
                 likes[(name,)] = parameter
+            elif parameter is not None and isinstance(value, torch.Tensor):  # NxD joins them as ranks hold them
+                for state in states.values():
+                    state[name] = heads.in_model_order(state[name], parameter)
         return rank_states.merge(states, likes)
 
     return Source(folder, contents[paths[hosted[0]]].get(lora_state.CONFIG), read)
