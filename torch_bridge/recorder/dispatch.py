@@ -130,6 +130,8 @@ def record(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str,
             done = placed.in_turn(record, call_info, args, kwargs)
             if done is not NotImplemented:
                 return done
+    if call_info.writes_lists:
+        torch.autograd.graph.increment_version(_targets(call_info, args, kwargs))
     return call.run(call, func, args, kwargs, tensors, numbers)
 
 
@@ -515,6 +517,8 @@ def _run_out(call: Call, func: Op, args: Args, kwargs: Kwargs, tensors: list[XLA
         if made.size != t._layout.size:
             resize(t, made.size)
         segment.write_view(t._storage, t._layout, vid + k)
+    if not call_info.n_returns:
+        return None
     return outs[0] if len(outs) == 1 else tuple(outs)
 
 
