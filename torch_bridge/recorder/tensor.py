@@ -104,6 +104,15 @@ class XLATensor(torch.Tensor):
         text = f"{text[:-1]}{extra})"
         return f"Parameter containing:\n{text}" if isinstance(self, torch.nn.Parameter) else text
 
+    def as_subclass(self, cls: Any) -> Any:
+        """The tensor itself for its own class and those above; it has no memory that a tensor of another class could stand for."""
+        if issubclass(XLATensor, cls):
+            return torch.Tensor.as_subclass(self, cls)
+        raise NotImplementedError(
+            f"a tensor on xla:0 cannot become a {cls.__name__}: tensors there have a class of their own. Keep the {cls.__name__} on the CPU, or hold the tensor "
+            "in an attribute of an object"
+        )
+
     def numpy(self, *, force: bool = False) -> Any:
         constants = STATE.session.cpu_constants
         if force or (constants is not None and constants.everywhere):
