@@ -238,3 +238,34 @@ def test_lists_as_out() -> None:
         return split, parts
 
     same(run)
+
+
+INFERENCE = {
+    "view": lambda a: a.view(2, 2).is_inference(),
+    "detach": lambda a: a.detach().is_inference(),
+    "write to a view": lambda a: a[0].fill_(3),
+    "data": lambda a: a.data.add_(1),
+    "clone": lambda a: a.clone().add_(1),
+}
+
+
+@pytest.mark.parametrize("name", INFERENCE)
+def test_inference_tensors_outside_inference_mode(name: str) -> None:
+    def run(device: str) -> Any:
+        with torch.inference_mode():
+            a = torch.arange(4.0, device=device)
+        try:
+            return INFERENCE[name](a), a
+        except RuntimeError as error:
+            return "Inplace update to inference tensor outside InferenceMode" in str(error), a
+
+    same(run)
+
+
+def test_lists_of_inference_tensors_outside_inference_mode() -> None:
+    with torch.inference_mode():
+        a = torch.arange(4.0, device="xla")
+        torch._foreach_add_([a], 1)
+    with pytest.raises(RuntimeError, match="Inplace update to inference tensor outside InferenceMode is not allowed: write to a clone"):
+        torch._foreach_add_([a], 1)
+    assert torch.equal(a.cpu(), torch.arange(4.0) + 1)
