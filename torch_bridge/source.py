@@ -14,8 +14,11 @@ from types import CodeType, FrameType
 from typing import NamedTuple
 
 import torch
+import typing_extensions
 
-_BASE = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep, "<frozen")
+_DEPRECATED: CodeType = typing_extensions.deprecated.__call__.__code__
+"""What torch's deprecated functions are wrapped with, some collectives among them."""
+_BASE = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep, "<frozen", _DEPRECATED.co_filename)
 _LIBRARIES: tuple[str, ...] = _BASE
 _MODULE_FRAMES = {torch.nn.Module._call_impl.__code__}
 _ENGINE = torch.autograd.graph._engine_run_backward.__code__

@@ -190,3 +190,82 @@ def test_a_weight_that_is_computed_before_each_call_moves() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         same(run)
+
+
+LIST_WRITES = {
+    "add": lambda z: torch._foreach_add_([z], 1),
+    "mul": lambda z: torch._foreach_mul_([z], [z.detach()]),
+    "zero": lambda z: torch._foreach_zero_([z]),
+    "sqrt": lambda z: torch._foreach_sqrt_([z]),
+}
+
+
+@pytest.mark.parametrize("name", LIST_WRITES)
+@pytest.mark.parametrize("device", ["cpu", "xla"])
+def test_a_write_to_a_list_that_the_backward_pass_needs_unchanged(name: str, device: str) -> None:
+    x = torch.ones(3, device=device, requires_grad=True)
+    z = (x * 2).exp()
+    LIST_WRITES[name](z)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        z.sum().backward()
+
+
+@pytest.mark.parametrize("options", [{}, {"foreach": True}, {"foreach": False}, {"fused": True}], ids=str)
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
+def test_versions_of_parameters_behind_a_step(optimizer: type[torch.optim.Optimizer], options: dict[str, bool]) -> None:
+    def run(device: str) -> Any:
+        p = nn.Parameter(torch.ones(3, device=device))
+        o = optimizer([p], lr=0.1, **options)
+        loss = (p * p).sum()
+        loss.backward(retain_graph=True)
+        before = p._version
+        o.step()
+        try:
+            loss.backward()
+        except RuntimeError:
+            return p._version > before, "refused"
+        return p._version > before, p.grad
+
+    same(run)
+
+
+def test_lists_as_out() -> None:
+    def run(device: str) -> Any:
+        parts = [torch.zeros(2, device=device) for _ in range(2)]
+        torch.split_copy(torch.arange(4.0, device=device), 2, out=parts)
+        split = [t.clone() for t in parts]
+        torch.unbind_copy(torch.arange(4.0, device=device).reshape(2, 2) + 7, out=parts)
+        return split, parts
+
+    same(run)
+
+
+INFERENCE = {
+    "view": lambda a: a.view(2, 2).is_inference(),
+    "detach": lambda a: a.detach().is_inference(),
+    "write to a view": lambda a: a[0].fill_(3),
+    "data": lambda a: a.data.add_(1),
+    "clone": lambda a: a.clone().add_(1),
+}
+
+
+@pytest.mark.parametrize("name", INFERENCE)
+def test_inference_tensors_outside_inference_mode(name: str) -> None:
+    def run(device: str) -> Any:
+        with torch.inference_mode():
+            a = torch.arange(4.0, device=device)
+        try:
+            return INFERENCE[name](a), a
+        except RuntimeError as error:
+            return "Inplace update to inference tensor outside InferenceMode" in str(error), a
+
+    same(run)
+
+
+def test_lists_of_inference_tensors_outside_inference_mode() -> None:
+    with torch.inference_mode():
+        a = torch.arange(4.0, device="xla")
+        torch._foreach_add_([a], 1)
+    with pytest.raises(RuntimeError, match="Inplace update to inference tensor outside InferenceMode is not allowed: write to a clone"):
+        torch._foreach_add_([a], 1)
+    assert torch.equal(a.cpu(), torch.arange(4.0) + 1)

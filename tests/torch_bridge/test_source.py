@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch_xla
+import typing_extensions
 from torch import fx, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -169,3 +170,8 @@ def test_short_line_and_text() -> None:
     assert source.user_line().startswith(f"{__file__}:{line_of('source.user_line().starts')} in test_short_line_and_text")
     assert str(Source("m", "M", "/a/b.py", 3, "f")) == "/a/b.py:3 in f [m]"
     assert str(Source()) == "(no Python line: a backward op)"
+
+
+def test_a_deprecated_function_is_called_at_its_callers_line() -> None:
+    line_here = typing_extensions.deprecated("use another one", category=None)(source.short_line)
+    assert line_here() == f"test_source.py:{line_of('assert line_here()')}"

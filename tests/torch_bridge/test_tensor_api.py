@@ -430,3 +430,16 @@ def test_memory_questions() -> None:
     image = torch.zeros(1, 2, 3, 3, device="xla").to(memory_format=torch.channels_last)
     assert image.is_contiguous(memory_format=torch.channels_last)
     assert image.stride() == (18, 1, 6, 2)
+
+
+def test_as_subclass() -> None:
+    class Named(torch.Tensor):
+        pass
+
+    x = torch.ones(2, device="xla", requires_grad=True)
+    y = x.as_subclass(torch.Tensor)
+    y.sum().backward()
+    assert type(y) is type(x)
+    assert torch.equal(x.grad.cpu(), torch.ones(2))
+    with pytest.raises(NotImplementedError, match="cannot become a Named.*Keep the Named on the CPU"):
+        x.as_subclass(Named)

@@ -254,7 +254,10 @@ def check_equal_parts(output_split_sizes: Sequence[int] | None, input_split_size
     """Raises NotImplementedError unless an `all_to_all_single` exchanges equal parts."""
     for name, sizes in (("output_split_sizes", output_split_sizes), ("input_split_sizes", input_split_sizes)):
         if sizes and len(set(sizes)) > 1:
-            raise NotImplementedError(f"all_to_all_single with uneven {name}={list(sizes)}: XLA needs equal parts; pad them")
+            raise NotImplementedError(
+                f"all_to_all_single with uneven {name}={list(sizes)}: XLA needs equal parts; pad them; to move whole tensors (permute_tensor), "
+                "use xm.collective_permute(tensor, [[source, target], ...])"
+            )
 
 
 def _copy(outputs: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:

@@ -130,7 +130,17 @@ def record(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str,
             done = placed.in_turn(record, call_info, args, kwargs)
             if done is not NotImplemented:
                 return done
+    if call_info.writes_lists:
+        _count_versions(_targets(call_info, args, kwargs))
     return call.run(call, func, args, kwargs, tensors, numbers)
+
+
+def _count_versions(written: list[XLATensor]) -> None:
+    if not torch.is_inference_mode_enabled() and any(t.is_inference() for t in written):
+        raise RuntimeError(
+            "Inplace update to inference tensor outside InferenceMode is not allowed: write to a clone, or under torch.inference_mode()"
+        )
+    torch.autograd.graph.increment_version(written)
 
 
 def _written_on_xla(call_info: Info, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -428,8 +438,9 @@ def _run_view(call: Call, func: Op, args: Args, kwargs: Kwargs, tensors: list[XL
     base = source._layout
     if base.conj or base.neg:
         view = tree_map(lambda v: layout(v.size, v.stride, v.offset, v.dtype, base.conj, base.neg), view)
-    if torch.is_inference_mode_enabled() and not source.is_inference():
-        with torch.inference_mode(False):  # a view of a normal tensor is one too
+    inference = source.is_inference()
+    if torch.is_inference_mode_enabled() is not inference:
+        with torch.inference_mode(inference):  # a view of a normal tensor is one too, and so with an inference tensor
             return tree_map(lambda v: make(v, source._storage), view)
     if type(view) is Layout:
         return make(view, source._storage)
@@ -515,6 +526,8 @@ def _run_out(call: Call, func: Op, args: Args, kwargs: Kwargs, tensors: list[XLA
         if made.size != t._layout.size:
             resize(t, made.size)
         segment.write_view(t._storage, t._layout, vid + k)
+    if not call_info.n_returns:
+        return None
     return outs[0] if len(outs) == 1 else tuple(outs)
 
 

@@ -34,6 +34,7 @@ class Info:
 
     mutated: positions (or names) of written tensor arguments. functional: the overload recorded instead, None if there is none.
     fresh_returns: results that are new tensors. scalar: kind of each Scalar argument by name; scalar_at: by position.
+    writes_lists: whether it writes to lists of tensors, whose versions torch's dispatcher leaves to the kernel to count.
     """
 
     def __init__(self, op: torch._ops.OpOverload):
@@ -42,6 +43,7 @@ class Info:
         self.args = schema.arguments
         self.names = [a.name for a in schema.arguments]
         self.mutated = [i for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write]
+        self.writes_lists = _counts_by_kernel(op) and any(str(self.args[i].type) == "List[Tensor]" for i in self.mutated)
         self.alias_returns = [self._source_of(r) for r in schema.returns]
         aliased = [i for i, a in enumerate(self.args) if a.alias_info is not None]
         self.is_view = not self.mutated and bool(aliased) and bool(self.alias_returns)
@@ -110,6 +112,11 @@ class Info:
                 if [_type(a) for a in schema.arguments if a.name in takes or a.name not in _FACTORY_ARGS] == wanted:
                     return other
         return None
+
+
+def _counts_by_kernel(op: torch._ops.OpOverload) -> bool:
+    """Whether torch's own kernel counts the versions of lists that it writes to. Its fused optimizers do not; our ops count where they are called."""
+    return op.namespace == "aten" and not op._schema.name.startswith("aten::_fused_")
 
 
 _NUMBER_TYPES = {"number", "Scalar", "Optional[number]", "Optional[Scalar]", "List[number]", "List[Scalar]", "Tensor", "Optional[Tensor]"}

@@ -75,6 +75,8 @@ class XLATensor(torch.Tensor):
 
         Set to a CPU tensor it takes a copy, where it stands for a weight on the CPU (`cpu_draws`); other xla tensors take xla tensors only.
         """
+        if self.is_inference() and not torch.is_inference_mode_enabled():
+            return make(self._layout, self._storage)  # a normal tensor, which may be written
         return _raw_data_get(self)
 
     @data.setter
@@ -103,6 +105,15 @@ class XLATensor(torch.Tensor):
             extra += ", requires_grad=True"
         text = f"{text[:-1]}{extra})"
         return f"Parameter containing:\n{text}" if isinstance(self, torch.nn.Parameter) else text
+
+    def as_subclass(self, cls: Any) -> Any:
+        """The tensor itself for its own class and those above; it has no memory that a tensor of another class could stand for."""
+        if issubclass(XLATensor, cls):
+            return torch.Tensor.as_subclass(self, cls)
+        raise NotImplementedError(
+            f"a tensor on xla:0 cannot become a {cls.__name__}: tensors there have a class of their own. Keep the {cls.__name__} on the CPU, or hold the "
+            "tensor in an attribute of an object"
+        )
 
     def numpy(self, *, force: bool = False) -> Any:
         constants = STATE.session.cpu_constants
