@@ -20,6 +20,9 @@ from torch_bridge.mesh import groups
 ATTRIBUTE = "kv_heads_held"
 """Of a query weight or output projection: how many K/V heads a rank of its layer holds (copies count); 0 if nobody can tell."""
 
+ADVICE = "give the attention module, or the model, a `config` with num_key_value_heads, and one RowParallelLinear beside the GQA layer"
+"""How a script says what decides about query heads."""
+
 _BASE = "base_layer"
 """What the layer inside one with an adapter is called."""
 
@@ -87,9 +90,9 @@ def order(held: int) -> tuple[int, ...] | None:
 
     None: all in order.
     """
-    members = groups.resolve(layer_groups.tensor_parallel()).members[0]
     if not held:
         return None
+    members = groups.resolve(layer_groups.tensor_parallel()).members[0]
     found = [(part * held + k) * copies + copy for part, copy, copies in _places(members) for k in range(held)]
     return None if found == sorted(found) else tuple(found)
 

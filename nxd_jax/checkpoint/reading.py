@@ -301,7 +301,7 @@ def _warn_of_heads(folder: Folder, wanted: Sequence[Wanted]) -> None:
         warnings.warn(
             f"the query heads of {listed(other)} come in another order now, because ranks hold other copies of K/V heads (kv_size_multiplier, tensor parallel "
             "size) than when the checkpoint was saved: the model computes something else. Nothing says how many heads there are, or which layer is the "
-            "output projection: give the attention module, or the model, a `config` with num_key_value_heads, and one RowParallelLinear beside the GQA layer",
+            f"output projection: {heads.ADVICE}",
             stacklevel=4,
         )
 

@@ -5,6 +5,7 @@ Names are those of the model without adapters, and `<module>.lora_A.*`, `<module
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -151,8 +152,16 @@ def is_divided(parameter: torch.Tensor) -> bool:
 def whole(value: torch.Tensor, parameter: torch.Tensor, group: GroupLike) -> torch.Tensor:
     """The full tensor on the CPU of a value that lies as a parameter does; of fused q, k and v, below each other. All processes must call it.
 
-    Query heads come in the model's order, whatever order ranks that hold copies of K/V heads have them in (`groups_of` must have been called).
+    Query heads come in the model's order, whatever order ranks that hold copies of K/V heads have them in (`groups_of` must have been called). Where nobody
+    can tell how many heads there are, they stay in the ranks' order, with a warning.
     """
+    if heads.arrangement(parameter):
+        warnings.warn(
+            "adapters, or weights that they were added to, are saved with their query heads in the order in which ranks hold copies of K/V heads "
+            "(kv_size_multiplier): with another number of ranks or copies, and in Hugging Face's model, they compute something else. Nothing says how many "
+            f"heads there are, or which layer is the output projection: {heads.ADVICE}",
+            stacklevel=2,
+        )
     full = full_weights.gather_full(value, like=parameter, group=group)
     return heads.in_model_order(full if isinstance(full, torch.Tensor) else torch.cat(full), parameter)
 

@@ -139,3 +139,19 @@ def test_a_warning_where_nobody_can_tell(nxd: Any, tmp_path: Path) -> None:
     nxd(2, tp=2)
     with pytest.warns(UserWarning, match="the query heads of qkv.weight_q, qkv.bias_q come in another order now"):
         neuronx_distributed.load_checkpoint(tmp_path, "t", job.build(2)[0])
+
+
+def test_adapters_that_are_saved_where_nobody_can_tell(nxd: Any, tmp_path: Path) -> None:
+    from nxd_jax.modules.lora import peft_format
+    from tests.nxd_jax.lora.test_model import made as made_adapters
+
+    nxd(4, tp=4)
+    model = made_adapters(copies=2)
+    with pytest.warns(
+        UserWarning, match=r"adapters, .* are saved with their query heads in the order in which ranks hold .*: give the attention module"
+    ):
+        peft_format.to_peft(model)
+    with pytest.warns(UserWarning, match="query heads in the order in which ranks hold"):
+        model.save_lora(str(tmp_path), "t")
+    nxd(2, tp=2)
+    peft_format.to_peft(made_adapters(copies=1))

@@ -268,6 +268,7 @@ def test_all_modes_load_back(nxd: Nxd, mode: str, inside: bool) -> None:
     assert same(other, source)
 
 
+@pytest.mark.filterwarnings("ignore:adapters, or weights:UserWarning")
 def test_full_adapters_load_for_another_number_of_ranks(nxd: Nxd) -> None:
     states, outs = [], []
     for tp in (1, 2, 4):
