@@ -29,9 +29,6 @@ OTHERS = "others"
 """Stands for the functions of a file that take less than `LEAST` each."""
 LEAST = 0.3
 
-UNKNOWN = 0.4
-"""Seconds of a case of a file that was not measured."""
-
 Taken = tuple[float, int]
 """Seconds, and how many cases took them."""
 
@@ -107,7 +104,7 @@ def by_file(items: Sequence[Any], taken: Durations) -> dict[str, float]:
     for item in items:
         file, _, function = tiers.place_of(item).partition("::")
         own = taken.get(file, {})
-        seconds, cases = own.get(function) or own.get(OTHERS) or (UNKNOWN, 1)
+        seconds, cases = own.get(function) or own.get(OTHERS) or (tiers.UNKNOWN, 1)
         found[file] = found.get(file, 0.0) + seconds / cases
     return found
 

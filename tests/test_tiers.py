@@ -26,6 +26,13 @@ class Item:
         return self._marks.get(name)
 
 
+@pytest.fixture(autouse=True)
+def little(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The files of `_items` take little."""
+    known = durations.known
+    monkeypatch.setattr(durations, "known", lambda *of: known(*of) | ({} if of else {"a.py": {}}))
+
+
 def _items() -> list[Any]:
     much = [Item(f"a.py::much[{k}]", thorough=3) for k in range(7)]
     both = [Item(f"a.py::both[{k}]", thorough=4, core=2) for k in range(8)]
@@ -92,6 +99,16 @@ def test_a_function_has_as_many_cases_in_a_tier_as_take_its_limit(
     for tier, ran in (("core", core), ("deep", deep), ("all", [0, 2, 4, 6])):
         assert [k for k, item in enumerate(items) if selection.runs(item, False, tier)] == ran
     assert all(selection.runs(item, True) for item in items)
+
+
+def test_a_file_without_numbers_may_take_long() -> None:
+    """New ones whose durations nobody has kept, that is: two or three cases of a function are core."""
+    items = [Item(f"new.py::cases[{k}]") for k in range(50)]
+    selection = tiers.Selection(items, {})
+    cases = int(tiers.SECONDS["core"] / tiers.UNKNOWN)
+    assert sum(selection.runs(item, False, "core") for item in items) == cases
+    assert sum(selection.runs(item, False, "core") for item in items) + sum(selection.runs(item, False, "deep") for item in items) < 20
+    assert all(selection.runs(item, False) for item in items)
 
 
 def test_shares_of_what_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,7 +236,7 @@ KEPT = {
 def test_cases_of_a_function_count_alike_and_so_do_functions_that_take_little() -> None:
     items = [item for item in _items() if _name(item) in ("one", "alone", "much[0]", "much[1]", "two")]
     assert durations.by_file(items, KEPT) == pytest.approx({"a.py": 2.2, "models/test_x.py": 9.0})
-    assert durations.by_file(items, {}) == pytest.approx({"a.py": 4 * durations.UNKNOWN, "models/test_x.py": durations.UNKNOWN})
+    assert durations.by_file(items, {}) == pytest.approx({"a.py": 4 * tiers.UNKNOWN, "models/test_x.py": tiers.UNKNOWN})
 
 
 def test_workers_start_with_the_longest(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,5 +259,5 @@ def test_a_run_that_is_written_down_says_what_it_took_of_the_processor(tmp_path:
 
 @pytest.mark.skipif(not durations.FILE.exists(), reason="no durations are kept")
 def test_the_kept_durations_are_of_files_that_exist() -> None:
-    gone = [file for file in durations.known() if not (tiers.TESTS / file).exists()]
+    gone = [file for file in durations.known(durations.FILE) if not (tiers.TESTS / file).exists()]
     assert len(gone) < 20, f"run `python -m tests.durations` with a new run: {gone}"

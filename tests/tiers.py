@@ -23,10 +23,13 @@ from pathlib import Path
 from typing import Any
 
 TIERS = ("core", "deep", "processes")
-SECONDS = {"core": 1.0, "deep": 2.0, "processes": 40.0}
+SECONDS = {"core": 0.6, "deep": 2.0, "processes": 40.0}
 """Of the processor, for the cases of one function."""
-LONGEST = 3.0
+LONGEST = 2.0
 """Seconds of a core case. Longer ones are deep."""
+
+UNKNOWN = 0.4
+"""Seconds of a case of a file that was not measured."""
 
 SHARED = 2.0
 """Seconds of a file in a tier from which on `--share` may leave it out."""
@@ -424,7 +427,7 @@ def place_of(item: Any) -> str:
 class Selection:
     """Which of the collected tests run.
 
-    taken: seconds and cases by file and function (`durations.known`); a function without a number has no limit.
+    taken: seconds and cases by file and function (`durations.known`); a function without a number has no limit, unless its whole file has none.
     few: those that run without `--all`. tiers: the tier of each test, thorough cases too. beyond: those of `few` that take too long for their tier.
     """
 
@@ -440,7 +443,7 @@ class Selection:
             few = [] if place in THOROUGH else _kept(cases, "thorough")
             self.few.update(few)
             file, _, function = place.partition("::")
-            seconds, measured = taken.get(file, {}).get(function, (0.0, 1))
+            seconds, measured = taken[file].get(function, (0.0, 1)) if file in taken else (UNKNOWN, 1)
             each = seconds / measured
             tier = tier_of(place)
             core = _within(_kept(few, "core"), each, "core", 1) if tier == "core" and each <= LONGEST else []
