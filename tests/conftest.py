@@ -109,6 +109,20 @@ AS_USERS = (
 """What is compiled as users' programs are all the same."""
 
 
+@pytest.fixture
+def empty_jax_cache(tmp_path: pathlib.Path) -> Iterator[pathlib.Path]:
+    """JAX keeps programs in this folder: all that the test runs is compiled, whatever earlier runs of the tests have kept."""
+    import jax
+    from jax.experimental.compilation_cache import compilation_cache
+
+    before, folder = jax.config.jax_compilation_cache_dir, tmp_path / "jax_cache"  # type: ignore[attr-defined]
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    compilation_cache.reset_cache()
+    yield folder
+    jax.config.update("jax_compilation_cache_dir", before)
+    compilation_cache.reset_cache()
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     """`--all`: `make test-all`. `--tier`: `make test`, `make test-deep`, `make test-processes`. `--share`: `.ci/run`."""
     parser.addoption("--all", action="store_true", help="also run what is marked thorough: more cases of what the other tests test")

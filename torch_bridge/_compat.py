@@ -305,21 +305,32 @@ def with_code(pickled: bytes, packed: bytes, devices: Sequence[Any], copied: boo
 
     copied: the entry is of other devices.
     """
-    import jax
     from jax._src import compilation_cache
-    from jax.experimental import serialize_executable
 
     code, _ = compilation_cache.extract_executable_and_time(compilation_cache.decompress_executable(packed))
+    return _loaded(pickled, devices, devices, _options_for(devices) if copied else None, code)
 
-    options = {"compile_options": _options_for(devices)} if copied else {}
+
+def _loaded(pickled: bytes, devices: Sequence[Any], others: Sequence[Any], options: Any, code: bytes | None = None) -> Any:
+    """The `jax.stages.Compiled` of what `packed` or `without_code` gave.
+
+    devices: that it names, and others in their place. options: to load its executable with; None: those that it was compiled with. code: of `without_code`.
+    """
+    import jax
+    from jax.experimental import serialize_executable
+
+    given = {} if options is None else {"compile_options": options}
 
     class Unpickler(serialize_executable._JaxPjrtUnpickler):
         def persistent_load(self, pid: Any) -> Any:
-            if pid == ("code",):
-                return self.backend.deserialize_executable(code, executable_devices=self.execution_devices, **options)
-            return super().persistent_load(pid)
+            if pid[0] not in ("code", "exec"):
+                return super().persistent_load(pid)
+            executable = code if pid[0] == "code" else pid[1]
+            return self.backend.deserialize_executable(executable, executable_devices=self.execution_devices, **given)
 
-    unloaded, args, tree, out_tree, no_kwargs = Unpickler(io.BytesIO(pickled), devices[0].client, devices).load()
+    reader = Unpickler(io.BytesIO(pickled), others[0].client, others)
+    reader.devices_by_id = {old.id: new for old, new in zip(devices, others, strict=True)}
+    unloaded, args, tree, out_tree, no_kwargs = reader.load()
     return jax.stages.Compiled(unloaded.load(), [], tree.unflatten(args), out_tree, no_kwargs=no_kwargs)
 
 
@@ -355,21 +366,7 @@ def packed(compiled: Any) -> bytes:
 
 def on_devices(packed: bytes, devices: Sequence[Any], others: Sequence[Any]) -> Any:
     """The `jax.stages.Compiled` that was packed, for other devices. devices: those that it was compiled for, in the order of its mesh."""
-    import jax
-    from jax.experimental import serialize_executable
-
-    options = _options_for(others)
-
-    class Unpickler(serialize_executable._JaxPjrtUnpickler):
-        def persistent_load(self, pid: Any) -> Any:
-            if pid[0] == "exec":
-                return self.backend.deserialize_executable(pid[1], executable_devices=self.execution_devices, compile_options=options)
-            return super().persistent_load(pid)
-
-    reader = Unpickler(io.BytesIO(packed), others[0].client, others)
-    reader.devices_by_id = {old.id: new for old, new in zip(devices, others, strict=True)}
-    unloaded, args, tree, out_tree, no_kwargs = reader.load()
-    return jax.stages.Compiled(unloaded.load(), [], tree.unflatten(args), out_tree, no_kwargs=no_kwargs)
+    return _loaded(packed, devices, others, _options_for(others))
 
 
 @contextlib.contextmanager

@@ -65,7 +65,7 @@ def test_whether_programs_are_kept_is_known_before_jax_starts(
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
     values = {"NEURON_COMPILE_CACHE_URL": url} if url else {}
     jax.config.update("jax_compilation_cache_dir", jax_folder)
-    assert environment.keeps_programs(values) is kept and xla_cache.in_force() is bool(jax_folder)
+    assert environment.keeps_programs(values) is kept and environment.jax_keeps_programs() is bool(jax_folder)
     jax.config.update("jax_compilation_cache_dir", None)
     if jax_folder:
         monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", jax_folder)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -58,7 +59,7 @@ def test_one_is_compiled(hosted: Hosted) -> None:  # noqa: F811
     assert sharded.shards(drawn[0])[0].tolist() == sharded.shards(drawn[1])[4].tolist()
 
 
-def test_with_many_temporaries(hosted: Hosted, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+def test_with_many_temporaries(hosted: Hosted, empty_jax_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     """XLA's CPU backend copies no executable whose temporaries lie in several blocks."""
     monkeypatch.setattr(freed_memory, "largest_block", lambda: 5 << 20)
     hosted(2, pp=2)

@@ -13,8 +13,8 @@ import torch
 from torch import fx
 
 from torch_bridge import _compat
-from torch_bridge.compiler import xla_cache, xla_options
-from torch_bridge.config import freed_memory
+from torch_bridge.compiler import xla_options
+from torch_bridge.config import environment, freed_memory
 from torch_bridge.runtime import executor
 
 aten = torch.ops.aten
@@ -72,22 +72,13 @@ def test_temporaries_lie_in_blocks_that_are_kept(monkeypatch: pytest.MonkeyPatch
 @on_cpu
 @pytest.mark.parametrize(("level", "warned"), [("1", False), ("0", True)])
 def test_xla_does_not_warn_of_tensors_larger_than_a_block(
-    level: str,
-    warned: bool,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-    request: pytest.FixtureRequest,
+    level: str, warned: bool, empty_jax_cache: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Unless the user wants to hear more of XLA than JAX lets through by itself."""
     monkeypatch.delenv("XLA_FLAGS", raising=False)
     monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", level)
     monkeypatch.setattr(freed_memory, "largest_block", lambda: 1 << 20)
-    monkeypatch.setattr(xla_cache, "in_force", lambda: False)
-    before = jax.config.jax_compilation_cache_dir  # an entry from another run would not be compiled
-    request.addfinalizer(lambda: (jax.config.update("jax_compilation_cache_dir", before), xla_cache.compilation_cache.reset_cache()))
-    jax.config.update("jax_compilation_cache_dir", str(tmp_path))
-    xla_cache.compilation_cache.reset_cache()
+    monkeypatch.setattr(environment, "jax_keeps_programs", lambda: False)
     executor.clear_cache()
     x = torch.rand(1024, 1024).to("xla")
     assert (torch.sin(x @ x).t() @ (x + 1)).sum().isfinite()

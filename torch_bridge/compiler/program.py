@@ -24,7 +24,6 @@ from torch_bridge.compiler import (
     equal_programs,
     executable_cache,
     garbage_collector,
-    xla_cache,
     xla_options,
 )
 from torch_bridge.compiler.annotated_labels import AnnotatedLabels
@@ -62,7 +61,7 @@ class Program:
         run = computation.of(spec)
         mapped = run if spec.labels is None else spec.labels.wrap(run, spec.ports)
         placing = {} if spec.labels is None else spec.labels.jit_options(spec.ports)
-        options = xla_options.of(spec.graph, serialized=xla_cache.in_force() or equal_programs.are_looked_for(spec.labels))
+        options = xla_options.of(spec.graph, serialized=environment.jax_keeps_programs() or equal_programs.are_looked_for(spec.labels))
         self.in_blocks = xla_options.in_blocks(options)
         self.jitted = jax.jit(mapped, donate_argnums=spec.ports.donated, compiler_options=options, **placing)
         self.code: executable_cache.Code | None = None

@@ -66,13 +66,8 @@ def use(folder: str | os.PathLike[str], readonly: bool = False) -> None:
 
 def folder() -> pathlib.Path | None:
     """The folder that `use` was given last, if it is still in force. (`executable_cache` leaves a folder that JAX was told of alone.)"""
-    in_force = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
-    return pathlib.Path(_used) if _used is not None and in_force == _used and jax.config.jax_enable_compilation_cache else None  # type: ignore[attr-defined]
-
-
-def in_force() -> bool:
-    """Whether JAX keeps what it compiles on disk, in whoever's folder."""
-    return bool(jax.config.jax_compilation_cache_dir and jax.config.jax_enable_compilation_cache)  # type: ignore[attr-defined]
+    is_in_force = environment.jax_keeps_programs() and jax.config.jax_compilation_cache_dir == _used  # type: ignore[attr-defined]
+    return pathlib.Path(_used) if _used is not None and is_in_force else None
 
 
 _listening = False

@@ -111,8 +111,11 @@ def keeps_programs(values: dict[str, Any]) -> bool:
     """Whether programs that run will be kept on disk from the first on: our variables say so, JAX's, or what the script has told JAX."""
     if values.get("NEURON_EXTRACT_GRAPHS_ONLY"):
         return False
-    if cache_folder(values)[1]:
-        return True
+    return bool(cache_folder(values)[1]) or jax_keeps_programs()
+
+
+def jax_keeps_programs() -> bool:
+    """Whether JAX keeps what it compiles on disk, in whoever's folder; before it is imported, whether the environment tells it to."""
     jax = sys.modules.get("jax")
     if jax is None:
         return bool(os.environ.get("JAX_COMPILATION_CACHE_DIR"))
