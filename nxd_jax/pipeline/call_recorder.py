@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nxd_jax.pipeline import draws
+from nxd_jax.pipeline import collected_outputs, draws
 from torch_bridge.recorder.tensor import XLATensor
 from torch_bridge.runtime import executor
 
@@ -184,17 +184,25 @@ class CallRecorder(TorchFunctionMode):
         """Call a module and record it as one node. One that looks at values (whether a mask is all ones) is called again as if it were compiled."""
         given = self.argument(tuple(args)), self.argument(dict(kwargs))
         self.check_draws()
+        watched = collected_outputs.Watched()
         with self._hidden():
             try:
                 with compiling(False):
                     found = call()
             except executor.AskedForValueError:
+                watched.forget()
                 with compiling(True):
                     found = call()
         self._drawn = draws.drawn_by_python()
         if Context() != self._base:
             self.refuse(f"calls {name} with gradients or autocast switched on or off around it", "do that inside the module")
-        return self._recorded(self.graph.call_module(name, *given), (args, kwargs), found)
+        node = self.graph.call_module(name, *given)
+        inside = watched.inside(_tensors((args, kwargs, found)))
+        if inside:
+            node.meta[collected_outputs.KEYS] = {key: len(made) for key, made in inside.items()}
+            self._recorded(node, (args, kwargs), (found, tuple(t for made in inside.values() for t in made)))
+            return found
+        return self._recorded(node, (args, kwargs), found)
 
     def check_draws(self) -> None:
         """Refuse random numbers of the host that were drawn outside of modules: a branch on them would be the same in every step."""
@@ -300,8 +308,8 @@ class CallRecorder(TorchFunctionMode):
             if id(t) not in self._before:
                 self.refuse(
                     f"uses a tensor of shape {tuple(t.shape)} that no torch function made",
-                    "name the function that made it in autowrap_functions; if a layer that is one node made it beside its result (transformers' "
-                    "output_router_logits=True collects router logits so), let the layer return it, or leave it out",
+                    "name the function that made it in autowrap_functions; if a layer that is one node made it beside its result (it is kept in a list or an "
+                    "attribute), let the layer return it, or leave it out",
                 )
             name = f"_constant_{len(self.constants)}"
             self.constants[name] = t

@@ -17,7 +17,7 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from nxd_jax.pipeline import draws
+from nxd_jax.pipeline import collected_outputs, draws
 from nxd_jax.pipeline.call_recorder import TOUCHES, WRITES, CallRecorder, compiling
 from nxd_jax.pipeline.trace import check_buffers, place_of_error
 from torch_bridge.ir.layout import layout
@@ -86,6 +86,7 @@ def capture(
             ):
                 found = model(**given, **constants)
                 recorder.check_draws()
+            hooked = collected_outputs.hooked(model)
             recorder.graph.output(
                 recorder.argument(_plain_tuple(found.to_tuple() if wants_tuple and hasattr(found, "to_tuple") else found))
             )
@@ -94,7 +95,9 @@ def capture(
             f"{type(model).__name__} cannot be traced by running it without values: {error}{place_of_error(error)}. Keep the module that does this whole: "
             "add its class name to leaf_modules; or make it a module of its own"
         ) from error
-    return _graph_module(model, recorder)
+    made = _graph_module(model, recorder)
+    collected_outputs.give(made, hooked)
+    return made
 
 
 @contextlib.contextmanager

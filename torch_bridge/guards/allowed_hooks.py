@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-_COLLECTS = "transformers.utils.output_capturing"
+COLLECTS = "transformers.utils.output_capturing"
 
 
 def _require_gradient(module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -40,21 +40,27 @@ _REQUIRE_GRADIENTS = frozenset(
 
 def all_known(hooks: Mapping[Any, Any]) -> bool:
     """Whether all hooks of a module are of these kinds."""
-    return all(getattr(hook, "__module__", "") == _COLLECTS or _does(hook) in _REQUIRE_GRADIENTS for hook in hooks.values())
+    return all(getattr(hook, "__module__", "") == COLLECTS or _does(hook) in _REQUIRE_GRADIENTS for hook in hooks.values())
 
 
 def collector() -> Any:
     """The context variable that holds what is being collected; None where transformers has none."""
-    found = getattr(sys.modules.get(_COLLECTS), "_active_collector", None)
+    found = getattr(sys.modules.get(COLLECTS), "_active_collector", None)
     return getattr(found, "context_var", found)  # some versions have a wrapper around it
 
 
 def idle(hook: Callable[..., Any]) -> bool:
     """Whether a hook does something only while a module around is collecting."""
-    return getattr(hook, "__module__", "") == _COLLECTS
+    return getattr(hook, "__module__", "") == COLLECTS
 
 
 def collecting() -> bool:
     """Whether a module around is collecting now: then its hooks have to be called."""
     active = collector()
     return active is not None and bool(active.get())
+
+
+def collected() -> dict[str, Any] | None:
+    """What the module around collects, by name (lists, in the order of calls); None where none does. Also where a model runs as if it were compiled."""
+    active = getattr(sys.modules.get(COLLECTS), "_active_collector", None)
+    return None if active is None else active.get()

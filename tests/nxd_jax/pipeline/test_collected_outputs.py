@@ -1,0 +1,112 @@
+"""What transformers' models collect inside of layers (router logits, attentions, hidden states) comes out of a pipeline, with its gradients."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch_xla
+from neuronx_distributed.pipeline import NxDPPModel
+from torch import nn
+
+from nxd_jax.pipeline.collected_outputs import Collecting
+from tests.nxd_jax.conftest import Nxd
+from tests.nxd_jax.pipeline.test_transformers import MODELS, batch, decoder, eager_step, layer_class
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers.utils.output_capturing", reason="this transformers collects nothing by hooks")
+
+EXPERTS = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
+QWEN = {**MODELS["Qwen3"], "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+CASES = [
+    ("Mixtral", EXPERTS, 4, "1f1b", 1, False),
+    ("Mixtral", EXPERTS, 4, "1f1b", 1, True),
+    ("Mixtral", EXPERTS, 4, "zbv", 2, False),
+    ("Qwen3Moe", EXPERTS | {"decoder_sparse_step": 2}, 4, "interleaved", 2, False),
+    ("Llama", {"output_attentions": True, "attn_implementation": "eager"}, 3, "1f1b", 1, False),
+    ("Llama", {"output_hidden_states": True}, 3, "1f1b", 1, False),
+]
+"""Model, options, how many things it returns, schedule, stages of a rank, whether layers are checkpointed."""
+
+
+@pytest.mark.thorough(keep=2)
+@pytest.mark.parametrize(("kind", "options", "results", "schedule", "chunks", "checkpointed"), CASES)
+def test_training_equals_eager_torch(
+    nxd: Nxd,
+    kind: str,
+    options: dict[str, Any],
+    results: int,
+    schedule: str,
+    chunks: int,
+    checkpointed: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The auxiliary loss is made in the last stage, of every layer's router logits."""
+    nxd(2, pp=2)
+    monkeypatch.setitem(MODELS, "Qwen3Moe", QWEN)
+    eager = decoder(kind, **options)
+    model = copy.deepcopy(eager)
+    if checkpointed:
+        model.activation_checkpointing_enable()
+    pipeline = NxDPPModel(
+        model,
+        transformer_layer_cls=layer_class(model, kind),
+        num_microbatches=4,
+        virtual_pipeline_size=chunks,
+        schedule=schedule,
+        output_loss_value_spec=(True, *[False] * (results - 1)),
+        input_names=["input_ids", "attention_mask", "labels"],
+        auto_partition=True,
+    )
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (eager, pipeline)]
+    for given in (batch(), batch(), batch(), batch(8, 5)):  # the last one has another shape
+        expected = eager_step(eager, given, 4)
+        assert float(pipeline.run_train(**given)) == pytest.approx(expected, rel=1e-5)
+        for (name, one), other in zip(eager.named_parameters(), pipeline.parameters(), strict=True):
+            torch.testing.assert_close(other.grad.cpu(), one.grad, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        torch_xla.sync()
+    assert [name for name, _ in pipeline.named_parameters()] == [name for name, _ in eager.named_parameters()]
+    assert set(pipeline.local_state_dict()) == set(eager.state_dict())
+    assert all(module.forward.played > 4 for module in pipeline.local_stage_modules)
+
+
+def test_the_model_collects_once_afterwards(nxd: Nxd) -> None:
+    """Its layers have the hooks that transformers puts there in a model's first forward, no others."""
+    nxd(2, pp=2)
+    model = decoder("Mixtral", **EXPERTS)
+    options = {"num_microbatches": 2, "output_loss_value_spec": (True, False, False, False), "auto_partition": True}
+    pipeline = NxDPPModel(
+        model, transformer_layer_cls=layer_class(model, "Mixtral"), input_names=["input_ids", "attention_mask", "labels"], **options
+    )
+    pipeline.run_train(**batch())
+    gates = [module.mlp.gate for module in model.modules() if isinstance(module, layer_class(model, "Mixtral"))]
+    assert [len(gate._forward_hooks) for gate in gates] == [1] * len(gates)
+
+
+class Hooked(nn.Module):
+    """A layer that collects one thing or two."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.count = count
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        from transformers.utils import output_capturing
+
+        for _ in range(self.count):
+            output_capturing._active_collector.get()["router_logits"].append(x + 1)
+        return x
+
+
+def test_a_layer_that_collects_something_else_later() -> None:
+    layer = Collecting(Hooked(1), {"router_logits": 1})
+    found, (logits,) = layer(torch.ones(2))
+    assert found.tolist() == [1.0, 1.0] and logits.tolist() == [2.0, 2.0]
+    layer.layer.count = 2
+    with pytest.raises(RuntimeError, match="Hooked gave 2 router_logits, and 1 when the pipeline was cut: .* Make the NxDPPModel anew"):
+        layer(torch.ones(2))
