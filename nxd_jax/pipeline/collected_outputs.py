@@ -78,14 +78,26 @@ def hooked(model: nn.Module) -> list[nn.Module]:
 
 
 def give(traced: fx.GraphModule, hooked: Sequence[nn.Module]) -> None:
-    """Have the layers of a traced model whose nodes say so collect. hooked: what had hooks in the run that was traced, which have been taken out again."""
+    """Have the layers of a traced model whose nodes say so collect. hooked: what had hooks in the run that was traced, which have been taken out again.
+
+    Raises RuntimeError for a layer that is called several times, in which something else is collected each time.
+    """
+    counts: dict[str, list[dict[str, int]]] = {}
     for node in traced.graph.nodes:
-        if KEYS in node.meta:
+        if node.op == "call_module":
+            counts.setdefault(str(node.target), []).append(node.meta.get(KEYS, {}))
+    for name, found in counts.items():
+        keys = ", ".join(dict.fromkeys(key for one in found for key in one))
+        if any(other != found[0] for other in found):
+            raise RuntimeError(
+                f"{name} is called {len(found)} times, and transformers collects {keys} inside of it in some of these calls only, which a traced model cannot "
+                "say: leave out that output"
+            )
+        if found[0]:
             for module in hooked:
                 sys.modules[allowed_hooks.COLLECTS].maybe_install_capturing_hooks(module)
-            parent, _, name = str(node.target).rpartition(".")
-            layer = traced.get_submodule(str(node.target))
-            setattr(traced.get_submodule(parent), name, Collecting(layer, node.meta[KEYS]))
+            parent, _, last = name.rpartition(".")
+            setattr(traced.get_submodule(parent), last, Collecting(traced.get_submodule(name), found[0]))
 
 
 def is_part(node: fx.Node) -> bool:

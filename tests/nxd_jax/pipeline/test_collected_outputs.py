@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch_xla
 from neuronx_distributed.pipeline import NxDPPModel
-from torch import nn
+from torch import fx, nn
 
-from nxd_jax.pipeline.collected_outputs import Collecting
+from nxd_jax.pipeline.collected_outputs import KEYS, Collecting, give, layer_of
 from tests.nxd_jax.conftest import Nxd
 from tests.nxd_jax.pipeline.test_transformers import MODELS, batch, decoder, eager_step, layer_class
 
@@ -110,3 +110,23 @@ def test_a_layer_that_collects_something_else_later() -> None:
     layer.layer.count = 2
     with pytest.raises(RuntimeError, match="Hooked gave 2 router_logits, and 1 when the pipeline was cut: .* Make the NxDPPModel anew"):
         layer(torch.ones(2))
+
+
+@pytest.mark.parametrize(("first", "second"), [({"router_logits": 1}, {"router_logits": 1}), ({}, {"router_logits": 1})])
+def test_a_layer_that_is_called_twice(first: dict[str, int], second: dict[str, int]) -> None:
+    graph = fx.Graph()
+    value = graph.placeholder("x")
+    for counts in (first, second):
+        value = graph.call_module("0", (value,))
+        value.meta.update({KEYS: counts} if counts else {})
+    graph.output(value)
+    traced = fx.GraphModule(nn.Sequential(Hooked(1)), graph)
+    if not first:
+        with pytest.raises(
+            RuntimeError, match="0 is called 2 times, and transformers collects router_logits inside of it in some of these calls only"
+        ):
+            give(traced, [])
+        return
+    give(traced, [])
+    layer = traced.get_submodule("0")
+    assert isinstance(layer, Collecting) and isinstance(layer.layer, Hooked) and layer_of(layer) is layer.layer
