@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nxd_jax.pipeline import collected_outputs, draws
+from nxd_jax.pipeline import draws, layer_nodes
 from torch_bridge.recorder.tensor import XLATensor
 from torch_bridge.runtime import executor
 
@@ -184,7 +184,7 @@ class CallRecorder(TorchFunctionMode):
         """Call a module and record it as one node. One that looks at values (whether a mask is all ones) is called again as if it were compiled."""
         given = self.argument(tuple(args)), self.argument(dict(kwargs))
         self.check_draws()
-        watched = collected_outputs.Watched()
+        context, watched = Context(), layer_nodes.Watched()
         with self._hidden():
             try:
                 with compiling(False):
@@ -194,12 +194,14 @@ class CallRecorder(TorchFunctionMode):
                 with compiling(True):
                     found = call()
         self._drawn = draws.drawn_by_python()
-        if Context() != self._base:
-            self.refuse(f"calls {name} with gradients or autocast switched on or off around it", "do that inside the module")
+        if Context() != context:
+            self.refuse(f"calls {name}, which leaves gradients or autocast switched on or off", "put them back in the module")
         node = self.graph.call_module(name, *given)
+        if context != self._base:
+            node.meta[layer_nodes.CONTEXT] = context
         inside = watched.inside(_tensors((args, kwargs, found)))
         if inside:
-            node.meta[collected_outputs.KEYS] = {key: len(made) for key, made in inside.items()}
+            node.meta[layer_nodes.KEYS] = {key: len(made) for key, made in inside.items()}
             self._recorded(node, (args, kwargs), (found, tuple(t for made in inside.values() for t in made)))
             return found
         return self._recorded(node, (args, kwargs), found)

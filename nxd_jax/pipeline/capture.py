@@ -17,7 +17,7 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from nxd_jax.pipeline import collected_outputs, draws
+from nxd_jax.pipeline import draws, layer_nodes
 from nxd_jax.pipeline.call_recorder import TOUCHES, WRITES, CallRecorder, compiling
 from nxd_jax.pipeline.trace import check_buffers, place_of_error
 from torch_bridge.ir.layout import layout
@@ -86,7 +86,7 @@ def capture(
             ):
                 found = model(**given, **constants)
                 recorder.check_draws()
-            hooked = collected_outputs.hooked(model)
+            hooked = layer_nodes.hooked(model)
             recorder.graph.output(
                 recorder.argument(_plain_tuple(found.to_tuple() if wants_tuple and hasattr(found, "to_tuple") else found))
             )
@@ -96,7 +96,7 @@ def capture(
             "add its class name to leaf_modules; or make it a module of its own"
         ) from error
     made = _graph_module(model, recorder)
-    collected_outputs.give(made, hooked)
+    layer_nodes.give(made, hooked)
     return made
 
 

@@ -16,7 +16,7 @@ from torch import fx, nn
 from torch.fx.passes.split_module import split_module
 
 from nxd_jax.parallel_layers import parallel_state
-from nxd_jax.pipeline import collected_outputs
+from nxd_jax.pipeline import layer_nodes
 
 MARK = "partition"
 """In a node's `meta`: the node is the last of its stage."""
@@ -60,12 +60,12 @@ def cut_after(traced_model: fx.GraphModule, layer: str) -> None:
 def stage_numbers(traced_model: fx.GraphModule) -> dict[fx.Node, int]:
     """The stage of each node of a model that has been cut. A field of an object is taken in the stage that has made it: objects do not go to others.
 
-    So is what a layer has collected beside its result (`collected_outputs`).
+    So is what a layer has collected beside its result (`layer_nodes`).
     """
     stage = 0
     found: dict[fx.Node, int] = {}
     for node in traced_model.graph.nodes:
-        part = node.target is getattr or collected_outputs.is_part(node)
+        part = node.target is getattr or layer_nodes.is_part(node)
         found[node] = found[node.args[0]] if part and isinstance(node.args[0], fx.Node) else stage
         stage += MARK in node.meta
     return found

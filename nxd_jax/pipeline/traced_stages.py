@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from nxd_jax.pipeline import capture, collected_outputs, partition, read_tensors, stages, trace
+from nxd_jax.pipeline import capture, layer_nodes, partition, read_tensors, stages, trace
 from nxd_jax.pipeline.traced_state import TracedState
 from nxd_jax.tensor_parallel import parallel_groups
 from nxd_jax.utils.model_utils import is_hf_pretrained_model
@@ -214,4 +214,4 @@ class TracedStages:
         """Modules that are nodes of a graph, by the name under which the model has them."""
         names = dict.fromkeys(str(node.target) for node in traced.graph.nodes if node.op == "call_module")
         own = dict(self.model.named_modules(remove_duplicate=False))
-        return {name: module for name in names if own.get(name) is (module := collected_outputs.layer_of(traced.get_submodule(name)))}
+        return {name: module for name in names if own.get(name) is (module := layer_nodes.layer_of(traced.get_submodule(name)))}

@@ -19,6 +19,7 @@ from nxd_jax.parallel_layers.random import get_xla_rng_tracker, model_parallel_x
 from nxd_jax.pipeline import capture
 from nxd_jax.pipeline.call_recorder import storage_key
 from nxd_jax.pipeline.capture import Spec
+from nxd_jax.pipeline.layer_nodes import layer_of
 from nxd_jax.pipeline.partition import cut_after, partition_traced_model, stage_numbers
 from nxd_jax.pipeline.trace import trace_model
 from tests.nxd_jax.conftest import Nxd
@@ -152,15 +153,53 @@ def test_it_computes_what_the_model_does(forward: Forward) -> None:
     agrees(forward)
 
 
-def test_no_grad_around_layers_is_refused() -> None:
-    def forward(model: Any, x: Any) -> Any:
+def without_gradients_of_a_layer(model: Any, x: Any) -> Any:
+    with torch.no_grad():
+        h = model.first(x)
+    return model.second(h)
+
+
+def in_bfloat16(model: Any, x: Any) -> Any:
+    with torch.autocast("xla", dtype=torch.bfloat16):
+        h = model.first(x)
+    return model.second(h.float()), h
+
+
+def out_of_bfloat16(model: Any, x: Any) -> Any:
+    with torch.autocast("xla", dtype=torch.bfloat16):
+        with torch.autocast("xla", enabled=False):
+            h = model.first(x)
         with torch.no_grad():
-            return model.first(x)
+            return h, model.second(h)
+
+
+@pytest.mark.parametrize("forward", [without_gradients_of_a_layer, in_bfloat16, out_of_bfloat16])
+def test_layers_that_are_called_without_gradients_or_with_autocast(forward: Forward) -> None:
+    found = agrees(forward)
+    assert layer_of(found.first) is not found.first or layer_of(found.second) is not found.second
+
+
+def test_a_layer_that_is_called_with_and_without_gradients() -> None:
+    def forward(model: Any, x: Any) -> Any:
+        h = model.first(x)
+        with torch.no_grad():
+            return model.first(h)
 
     with pytest.raises(
-        RuntimeError, match="its forward calls first with gradients or autocast switched on or off around it: do that inside the module"
+        RuntimeError, match="first is called 2 times, and gradients or autocast are switched around it in some of these calls only"
     ):
         captured(Net(forward))
+
+
+def test_a_layer_that_leaves_gradients_switched_off() -> None:
+    class Off(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            torch.set_grad_enabled(False)
+            return super().forward(x)
+
+    with pytest.raises(RuntimeError, match="its forward calls first, which leaves gradients or autocast switched on or off: put them back"):
+        captured(Net(lambda model, x: model.first(x), lambda: Off(4, 4)))
+    assert torch.is_grad_enabled()
 
 
 def test_autocast_between_layers() -> None:

@@ -1,25 +1,56 @@
-"""What transformers' models collect by hooks inside of their layers (router logits, attentions), where a layer is one node of a traced model.
+"""Layers that are one node each of a traced model, where a call of the layer alone is not all.
 
-Their forward reads it after the layers. In a pipeline the layer's own stage collects it, and hands it on beside what the layer returns.
+- Code around the layer switches gradients off, or autocast on or off: so does its stage (`InContext`).
+- transformers' models collect something inside of the layer by hooks (router logits, attentions) and read it after the layers. In a pipeline the layer's own
+  stage collects it, and hands it on beside what the layer returns (`Collecting`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx, nn
 
 from torch_bridge.guards import allowed_hooks
 
+if TYPE_CHECKING:
+    from nxd_jax.pipeline.call_recorder import Context
+
 KEYS = "collected"
 """In the `meta` of a layer's node: what is collected inside of the layer, by transformers' names, and how many tensors of each. Its value is a pair then."""
 
+CONTEXT = "context"
+"""In the `meta` of a layer's node: the torch state (`call_recorder.Context`) in which it is called, if that is not the model's."""
+
 _INSTALLED = "_output_capturing_hooks_installed"
 """What transformers notes of a module whose layers have its hooks."""
+
+
+class InContext(nn.Module):
+    """A layer that is called without gradients, or with autocast on or off.
+
+    Args:
+        layer: the module.
+        grad: whether operations on it take gradients, where they do around the model.
+        autocast: whether autocast of "xla" is on.
+        dtype: of autocast.
+    """
+
+    def __init__(self, layer: nn.Module, grad: bool, autocast: bool, dtype: torch.dtype):
+        super().__init__()
+        self.layer = layer
+        self.grad = grad
+        self.autocast = autocast
+        self.dtype = dtype
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with contextlib.nullcontext() if self.grad else torch.no_grad(), torch.autocast("xla", dtype=self.dtype, enabled=self.autocast):
+            return self.layer(*args, **kwargs)
 
 
 class Collecting(nn.Module):
@@ -47,8 +78,8 @@ class Collecting(nn.Module):
         for key, count in self.counts.items():
             if len(collected[key]) != count:
                 raise RuntimeError(
-                    f"{type(self.layer).__name__} gave {len(collected[key])} {key}, and {count} when the pipeline was cut: its hooks are others now. Make the "
-                    "NxDPPModel anew"
+                    f"{type(layer_of(self.layer)).__name__} gave {len(collected[key])} {key}, and {count} when the pipeline was cut: its hooks are others now. "
+                    "Make the NxDPPModel anew"
                 )
         return found, tuple(t for key in self.counts for t in collected[key])
 
@@ -78,26 +109,32 @@ def hooked(model: nn.Module) -> list[nn.Module]:
 
 
 def give(traced: fx.GraphModule, hooked: Sequence[nn.Module]) -> None:
-    """Have the layers of a traced model whose nodes say so collect. hooked: what had hooks in the run that was traced, which have been taken out again.
+    """Put around the layers of a traced model what their nodes say. hooked: what had hooks in the run that was traced, which have been taken out again.
 
-    Raises RuntimeError for a layer that is called several times, in which something else is collected each time.
+    Raises RuntimeError for a layer that is called several times, and not each time in the same way.
     """
-    counts: dict[str, list[dict[str, int]]] = {}
+    calls: dict[str, list[tuple[dict[str, int], Context | None]]] = {}
     for node in traced.graph.nodes:
         if node.op == "call_module":
-            counts.setdefault(str(node.target), []).append(node.meta.get(KEYS, {}))
-    for name, found in counts.items():
-        keys = ", ".join(dict.fromkeys(key for one in found for key in one))
+            calls.setdefault(str(node.target), []).append((node.meta.get(KEYS, {}), node.meta.get(CONTEXT)))
+    for name, found in calls.items():
         if any(other != found[0] for other in found):
+            keys = dict.fromkeys(key for counts, _ in found for key in counts)
+            what = f"transformers collects {', '.join(keys)} inside of it" if keys else "gradients or autocast are switched around it"
             raise RuntimeError(
-                f"{name} is called {len(found)} times, and transformers collects {keys} inside of it in some of these calls only, which a traced model cannot "
-                "say: leave out that output"
+                f"{name} is called {len(found)} times, and {what} in some of these calls only, which a traced model cannot say: do it in all of them or in none"
             )
-        if found[0]:
+        counts, context = found[0]
+        layer = traced.get_submodule(name)
+        if context is not None:
+            layer = InContext(layer, context.grad, context.autocast, context.dtype)
+        if counts:
             for module in hooked:
                 sys.modules[allowed_hooks.COLLECTS].maybe_install_capturing_hooks(module)
+            layer = Collecting(layer, counts)
+        if counts or context is not None:
             parent, _, last = name.rpartition(".")
-            setattr(traced.get_submodule(parent), last, Collecting(traced.get_submodule(name), found[0]))
+            setattr(traced.get_submodule(parent), last, layer)
 
 
 def is_part(node: fx.Node) -> bool:
@@ -108,4 +145,6 @@ def is_part(node: fx.Node) -> bool:
 
 def layer_of(module: nn.Module) -> nn.Module:
     """The model's own module behind one of a traced model."""
-    return module.layer if isinstance(module, Collecting) else module
+    while isinstance(module, Collecting | InContext):
+        module = module.layer
+    return module

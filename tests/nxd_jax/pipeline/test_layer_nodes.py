@@ -1,4 +1,4 @@
-"""What transformers' models collect inside of layers (router logits, attentions, hidden states) comes out of a pipeline, with its gradients."""
+"""Layers of a pipeline with more around them than a call: transformers collects something inside, or gradients or autocast are switched."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch_xla
 from neuronx_distributed.pipeline import NxDPPModel
 from torch import fx, nn
 
-from nxd_jax.pipeline.collected_outputs import KEYS, Collecting, give, layer_of
+from nxd_jax.pipeline.layer_nodes import KEYS, Collecting, give, layer_of
 from tests.nxd_jax.conftest import Nxd
 from tests.nxd_jax.pipeline.test_transformers import MODELS, batch, decoder, eager_step, layer_class
 
@@ -86,6 +86,47 @@ def test_the_model_collects_once_afterwards(nxd: Nxd) -> None:
     pipeline.run_train(**batch())
     gates = [module.mlp.gate for module in model.modules() if isinstance(module, layer_class(model, "Mixtral"))]
     assert [len(gate._forward_hooks) for gate in gates] == [1] * len(gates)
+
+
+class Switching(nn.Module):
+    """A part that learns nothing, one in bfloat16, and one as usual."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)])
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            h = self.layers[0](x)
+        h = self.layers[1](h)
+        with torch.autocast("xla", dtype=torch.bfloat16):
+            h = self.layers[2](h)
+        return (self.layers[3](h.float()) - y).square().mean()
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+def test_gradients_and_autocast_are_switched_around_layers(nxd: Nxd, schedule: str) -> None:
+    nxd(2, pp=2)
+    torch.manual_seed(0)
+    alone = Switching().to("xla")
+    model = copy.deepcopy(alone).cpu()
+    x, y = torch.randn(8, 8), torch.randn(8, 8)
+    pipeline = NxDPPModel(
+        model, transformer_layer_cls=nn.Sequential, num_microbatches=4, schedule=schedule, input_names=["x", "y"], auto_partition=True,
+        output_loss_value_spec=True,
+    )  # fmt: skip
+    for _ in range(3):
+        loss = torch.stack([alone(a.to("xla"), b.to("xla")) for a, b in zip(x.chunk(4), y.chunk(4), strict=True)]).mean()
+        loss.backward()
+        assert float(pipeline.run_train(x=x, y=y)) == pytest.approx(float(loss.detach()), rel=1e-6)
+        for (name, one), other in zip(alone.named_parameters(), pipeline.parameters(), strict=True):
+            assert (one.grad is None) == (other.grad is None) == name.startswith("layers.0."), name
+            if one.grad is not None:
+                torch.testing.assert_close(other.grad.cpu(), one.grad.cpu(), rtol=1e-5, atol=1e-6)
+        alone.zero_grad()
+        pipeline.zero_grad()
+    with torch.no_grad():
+        assert float(pipeline.run_eval(x=x, y=y)) == pytest.approx(float(loss.detach()), rel=1e-6)
 
 
 class Hooked(nn.Module):
