@@ -77,7 +77,7 @@ def begin(storage: BaseCheckpointStorage, tag: str, size: int | None = None) -> 
     told = b""
     if world.process_index() == 0:
         try:
-            told = b"+" + storage.begin(tag).name.encode()
+            told = b"+" + storage.begin(tag).relative_to(storage.root).as_posix().encode()
         except OSError as error:
             failure = _full(error, storage.root / tag, storage.dirname(), size) or error
             told = b"-" + str(failure).encode()

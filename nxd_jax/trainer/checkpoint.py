@@ -11,6 +11,7 @@ A checkpoint loads with any number of ranks in any layout.
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -31,7 +32,7 @@ logger = logging.getLogger("nxd_jax")
 
 def save_checkpoint(
     path: Any = None,
-    tag: str = "",
+    tag: Any = "",
     model: Any = None,
     optimizer: torch.optim.Optimizer | None = None,
     scheduler: Any = None,
@@ -49,7 +50,8 @@ def save_checkpoint(
 ) -> None:
     """`neuronx_distributed.save_checkpoint`: write a model, an optimizer, a scheduler and anything picklable as one tag.
 
-    path (NxD's code calls it checkpoint_dir_str): a directory, or an address that fsspec knows. tag: its name; "": `save_000001` and so on.
+    path (NxD's code calls it checkpoint_dir_str): a directory, or an address that fsspec knows. tag: its name; None or "": `save_000001` and so on; one
+    with a folder (`run/step_1`) loads by its name alone, and a warning says so.
     model: a module or a state dict; optimizer: an optimizer or its state dict. num_kept_ckpts: remove older tags beyond so many (None or -1: none).
     async_save: return as soon as the state is held; it is written, and marked complete, in the background; the training that follows changes nothing of
     it. Errors are raised by the next save, load or `finalize_checkpoint()`, and a program waits at its end. avoid_saving_lower_precision_weights: leave out
@@ -73,8 +75,9 @@ def save_checkpoint(
     if use_zero1_dcp:
         _check_dcp(optimizer, zero1_optimizer, async_save, avoid_saving_lower_precision_weights)
     saving.wait()
-    tag = str(tag) or saving.next_tag(storage)
+    tag = ("" if tag is None else str(tag)) or saving.next_tag(storage)
     tags.check(tag)
+    _warn_of_folders(tag, storage.dirname())
     executor.sync()
     job = saving.Save(storage, tag, num_kept_ckpts)
     theirs = VARIABLES["NXD_JAX_CHECKPOINT_FORMAT"].now() == "original"
@@ -160,6 +163,21 @@ def _get_path(prefix: str, tp: bool = True, pp: bool = True, dp: bool = False, e
 
 
 # -- what is saved ---------------------------------------------------------------------------------
+
+
+def _warn_of_folders(tag: str, directory: str) -> None:
+    """Tags are looked for among the folders of the directory, no deeper."""
+    folder, _, name = os.path.normpath(tag).rpartition("/")
+    if folder and world.current().first_here:
+        logger.warning(
+            "save_checkpoint(tag=%r): only load_checkpoint(tag=%r) finds this tag; the newest tag, has_checkpoint and num_kept_ckpts look into %s alone. "
+            "Give path=%r and tag=%r for them to see it",
+            tag,
+            tag,
+            directory,
+            f"{directory.rstrip('/')}/{folder}",
+            name,
+        )
 
 
 def _check_count(count: object) -> None:

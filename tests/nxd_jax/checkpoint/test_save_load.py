@@ -183,6 +183,14 @@ def test_without_a_tag_and_with_documented_keywords(alone: Any, tmp_path: Path) 
     assert nxd.load_checkpoint(tmp_path, model=model) == {"total_steps": 2}
 
 
+def test_none_is_no_tag(alone: Any, tmp_path: Path) -> None:
+    """As in `load_checkpoint`: the second save leaves the first as it was."""
+    for steps in (1, 2):
+        nxd.save_checkpoint(tmp_path, tag=None, user_content=steps)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["save_000001", "save_000002"]
+    assert nxd.load_checkpoint(tmp_path, tag=None) == 2
+
+
 def test_a_relative_path(alone: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also in the background, and when the script goes to another folder meanwhile."""
     monkeypatch.chdir(tmp_path)
@@ -395,6 +403,40 @@ def test_a_tag_in_a_folder_of_its_own(alone: Any, tmp_path: Path) -> None:
     (tmp_path / "epoch_1" / "step_5" / "done").unlink()
     with pytest.raises(FileNotFoundError):
         nxd.load_checkpoint(tmp_path, "epoch_1/step_5", model)
+
+
+def test_a_tag_with_a_folder_leaves_the_tag_of_its_name(alone: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also when its save fails."""
+    model, _ = tiny()
+    nxd.save_checkpoint(tmp_path, "step_1", model, user_content="plain")
+    nxd.save_checkpoint(tmp_path, "run/step_1", user_content="in a folder")
+    nxd.save_checkpoint(tmp_path, "run/step_2", user_content="no array")
+    assert nxd.load_checkpoint(tmp_path, "run/step_2") == "no array"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["run", "step_1"]
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint.writing, "write_bytes", full)
+        with pytest.raises(OSError, match="No space left on device"):
+            nxd.save_checkpoint(tmp_path, "other/step_1", user_content="cut off")
+    assert nxd.load_checkpoint(tmp_path, "step_1", model) == "plain"
+    assert nxd.load_checkpoint(tmp_path, "run/step_1") == "in a folder"
+    with pytest.raises(FileNotFoundError, match="no complete checkpoint 'other/step_1'"):
+        nxd.load_checkpoint(tmp_path, "other/step_1")
+
+
+def test_a_tag_with_a_folder_warns(alone: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """What looks for tags does not see it."""
+    nxd.save_checkpoint(tmp_path, "./plain/", user_content=0)
+    assert not caplog.messages
+    nxd.save_checkpoint(tmp_path, "run/step_1", user_content=1, num_kept_ckpts=1)
+    (said,) = caplog.messages
+    assert said.startswith("save_checkpoint(tag='run/step_1'): only load_checkpoint(tag='run/step_1') finds this tag")
+    assert said.endswith(f"Give path='{tmp_path}/run' and tag='step_1' for them to see it")
+    assert nxd.load_checkpoint(tmp_path) == 0
+    assert nxd.load_checkpoint(f"{tmp_path}/run") == 1
 
 
 def test_no_checkpoint(alone: Any, tmp_path: Path) -> None:
