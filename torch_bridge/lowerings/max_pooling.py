@@ -116,7 +116,8 @@ def _scatter(grad: jax.Array, indices: jax.Array, like: jax.Array, n: int) -> ja
     planes = math.prod(like.shape[:-n])
     flat = jnp.zeros((planes, math.prod(like.shape[-n:])), widen(grad).dtype)
     rows = jnp.arange(planes)[:, None]
-    flat = flat.at[rows, indices.reshape(planes, -1)].add(widen(grad).reshape(planes, -1))
+    pooled = planes, math.prod(grad.shape[-n:])  # not -1, which no batch of 0 has
+    flat = flat.at[rows, indices.reshape(pooled)].add(widen(grad).reshape(pooled))
     return flat.reshape(like.shape).astype(like.dtype)
 
 

@@ -66,3 +66,17 @@ def test_unpool():
     check(aten.max_unpool2d.default, values[0], indices[0], [7, 9])
     values, indices = torch.nn.functional.max_pool3d(rand(2, 2, 4, 6, 4), 2, return_indices=True)
     check(aten.max_unpool3d.default, values, indices, [4, 6, 4], [2, 2, 2], [0, 0, 0])
+
+
+@pytest.mark.parametrize(
+    ("pool", "shape"),
+    [
+        (lambda x: torch.nn.functional.max_pool2d(x, 2), (0, 3, 8, 8)),
+        (lambda x: torch.nn.functional.max_pool3d(x, 2), (0, 3, 4, 4, 4)),
+        (lambda x: torch.nn.functional.adaptive_max_pool2d(x, 3), (0, 3, 8, 8)),
+    ],
+)
+def test_gradient_of_an_empty_batch(pool, shape):
+    x = torch.zeros(shape).to("xla").requires_grad_()
+    pool(x).sum().backward()
+    assert x.grad.cpu().shape == shape
