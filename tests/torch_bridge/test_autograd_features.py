@@ -240,6 +240,37 @@ def test_lists_as_out() -> None:
     same(run)
 
 
+OUTS = {
+    "kron": lambda x, out: torch.kron(x, x[:2] + 1, out=out),
+    "matrix_rank": lambda x, out: torch.linalg.matrix_rank(x, out=out),
+    "matrix_rank, tolerance": lambda x, out: torch.linalg.matrix_rank(x, 0.5, out=out),
+    "matrix_rank, tolerances": lambda x, out: torch.linalg.matrix_rank(x, atol=torch.full((), 0.5, device=x.device), rtol=None, out=out),
+}
+
+
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("name", OUTS)
+def test_outs_of_composite_ops(name: str, inference: bool) -> None:
+    """Ops whose `out=` torch makes of other ops: it gets the result, and counts the write."""
+
+    def run(device: str) -> Any:
+        x = torch.tensor([[1.0, 2.0, 3.0], [2.0, 4.0, 6.1], [0.0, -0.1, 1.0]], device=device)
+        shape, dtype = ((6, 9), torch.float64) if name == "kron" else ((), torch.int64)
+        with torch.inference_mode(inference):
+            out = torch.zeros(shape, dtype=dtype, device=device)
+            found = OUTS[name](x, out)
+            return found, out, found is out, None if inference or name == "kron" else out._version  # torch's kron counts none on the CPU
+
+    same(run)
+
+
+def test_outs_of_composite_ops_have_no_gradient() -> None:
+    for device in ("cpu", "xla"):
+        x = torch.ones(2, 2, device=device, requires_grad=True)
+        with pytest.raises(RuntimeError, match=r"functions with out=... arguments don't support automatic differentiation"):
+            torch.kron(x, x, out=torch.zeros(4, 4, device=device))
+
+
 INFERENCE = {
     "view": lambda a: a.view(2, 2).is_inference(),
     "detach": lambda a: a.detach().is_inference(),

@@ -20,6 +20,7 @@ from torch_bridge.mesh import watch
 from torch_bridge.passes import check_replicas
 from torch_bridge.recorder import (
     autograd_engine,
+    composite_outs,
     copies,
     ctc_lengths,
     dispatch,
@@ -62,6 +63,7 @@ warnings.filterwarnings("ignore", message=r"os\.fork\(\) was called", category=R
 __all__ = [
     "c10d_ops",
     "collective_ops",
+    "composite_outs",
     "ctc_lengths",
     "dispatch",
     "op_rules",
