@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch_xla
 from neuronx_distributed.pipeline import NxDPPModel
 from torch import fx, nn
 
 from nxd_jax.pipeline.layer_nodes import KEYS, Collecting, give, layer_of
 from tests.nxd_jax.conftest import Nxd
-from tests.nxd_jax.pipeline.test_transformers import MODELS, batch, decoder, eager_step, layer_class
+from tests.nxd_jax.pipeline.test_transformers import MODELS, batch, decoder, layer_class, train_alike
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("transformers.utils.output_capturing", reason="this transformers collects nothing by hooks")
@@ -60,16 +59,7 @@ def test_training_equals_eager_torch(
         input_names=["input_ids", "attention_mask", "labels"],
         auto_partition=True,
     )
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (eager, pipeline)]
-    for given in (batch(), batch(), batch(), batch(8, 5)):  # the last one has another shape
-        expected = eager_step(eager, given, 4)
-        assert float(pipeline.run_train(**given)) == pytest.approx(expected, rel=1e-5)
-        for (name, one), other in zip(eager.named_parameters(), pipeline.parameters(), strict=True):
-            torch.testing.assert_close(other.grad.cpu(), one.grad, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        torch_xla.sync()
+    train_alike(eager, pipeline)
     assert [name for name, _ in pipeline.named_parameters()] == [name for name, _ in eager.named_parameters()]
     assert set(pipeline.local_state_dict()) == set(eager.state_dict())
     assert all(module.forward.played > 4 for module in pipeline.local_stage_modules)

@@ -73,6 +73,20 @@ def eager_step(model: Any, given: dict[str, torch.Tensor], microbatches: int) ->
     return float(loss.detach())
 
 
+def train_alike(eager: Any, pipeline: Any) -> None:
+    """Steps of four micro-batches: the same losses and gradients."""
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (eager, pipeline)]
+    for given in (batch(), batch(), batch(), batch(8, 5)):  # the last one has another shape
+        expected = eager_step(eager, given, 4)
+        assert float(pipeline.run_train(**given)) == pytest.approx(expected, rel=1e-5)
+        for (name, one), other in zip(eager.named_parameters(), pipeline.parameters(), strict=True):
+            torch.testing.assert_close(other.grad.cpu(), one.grad, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        torch_xla.sync()
+
+
 @pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize(
     ("kind", "schedule", "chunks"), [("Llama", "1f1b", 1), ("Qwen3", "zbv", 2), ("Mixtral", "1f1b", 1), ("GPT2", "interleaved", 2)]
@@ -92,16 +106,7 @@ def test_decoders_train_as_in_eager_torch(nxd: Nxd, kind: str, schedule: str, ch
         auto_partition=True,
     )
     assert len(pipeline.local_stage_modules) == 2 * chunks
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (eager, pipeline)]
-    for given in (batch(), batch(), batch(8, 5)):  # the last one has another shape
-        expected = eager_step(eager, given, 4)
-        assert float(pipeline.run_train(**given)) == pytest.approx(expected, rel=1e-5)
-        for (name, one), other in zip(eager.named_parameters(), pipeline.parameters(), strict=True):
-            torch.testing.assert_close(other.grad.cpu(), one.grad, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        torch_xla.sync()
+    train_alike(eager, pipeline)
     eager.eval()
     with torch.no_grad():
         expected = float(torch.stack([eager(**{n: t.chunk(4)[k] for n, t in batch().items()}).loss for k in range(4)]).mean())
