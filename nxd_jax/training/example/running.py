@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import subprocess
@@ -48,9 +49,14 @@ def run_example(out: str | Path, overrides: Sequence[str] = ()) -> int:
 
 
 def newest(experiments: Path) -> int | None:
-    """The step of the newest complete checkpoint."""
-    found = [re.search(r"step=(\d+)", done.parent.name) for done in experiments.rglob("*.ckpt/done")]
-    return max((int(step[1]) for step in found if step), default=None)
+    """The step of the newest complete checkpoint. Another process may be writing there: folders come and go."""
+    steps = []
+    for folder, inside, names in os.walk(experiments):  # it passes over folders that are gone
+        if folder.endswith(".ckpt"):
+            inside.clear()
+            found = re.search(r"step=(\d+)", os.path.basename(folder))
+            steps += [int(found[1])] if found and "done" in names else []
+    return max(steps, default=None)
 
 
 def _until(command: Sequence[str], reached: Callable[[], bool]) -> tuple[int, bool]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,24 @@ def test_losses_of_two_runs(tmp_path: Path) -> None:
                 writer.add_scalar("reduced_train_loss", step + (10 if part == "run_0" else 0), step, walltime=float(part == "."))
     assert curves.losses(tmp_path) == {0: 10.0, 1: 11.0, 2: 2.0, 3: 3.0, 4: 4.0, 5: 5.0}
     assert curves.losses(tmp_path, "other") == {}
+
+
+def test_a_checkpoint_that_is_being_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its temporary folders are renamed while somebody looks for the newest one."""
+    complete = tmp_path / "run" / "checkpoints" / "a--step=4.ckpt"
+    (complete / "optim").mkdir(parents=True)
+    (complete / "done").touch()
+    gone = tmp_path / "run" / "checkpoints" / "a--step=8.ckpt" / "optim.tmp"
+    gone.mkdir(parents=True)
+    scandir = os.scandir
+
+    def renamed(path: Any = ".") -> Any:
+        if os.fspath(path) in (str(gone), str(gone.parent)):
+            raise FileNotFoundError(path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", renamed)
+    assert running.newest(tmp_path) == 4
 
 
 def test_the_newest_checkpoint(tmp_path: Path) -> None:
