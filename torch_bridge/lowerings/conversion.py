@@ -78,7 +78,7 @@ def new_ones(self: Array, size: Shape, dtype: torch.dtype | None = None) -> Arra
     return _full(self, size, 1, dtype)
 
 
-@lowering(aten._conj.default, aten._conj_copy.default, aten._conj_physical.default)
+@lowering(aten._conj.default, aten._conj_copy.default, aten._conj_physical.default, torch.ops.prims.conj_physical.default)
 def conj(self: Array) -> Array:
     return jnp.conj(self)
 

@@ -60,6 +60,7 @@ CASES = [
     (aten.new_zeros.default, (X, [0, 2]), {}),
     (aten.new_ones.default, (BOOLS, [2]), {"dtype": torch.float32}),
     (aten._conj_physical.default, (COMPLEX,), {}),
+    (torch.ops.prims.conj_physical.default, (COMPLEX,), {}),
     (aten._conj.default, (COMPLEX,), {}),
     (aten._conj_copy.default, (COMPLEX,), {}),
     (aten._neg_view_copy.default, (X,), {}),
