@@ -12,7 +12,7 @@ from torch import fx, nn
 
 from nxd_jax.pipeline.layer_nodes import KEYS, Collecting, give, layer_of
 from tests.nxd_jax.conftest import Nxd
-from tests.nxd_jax.pipeline.test_transformers import MODELS, batch, decoder, layer_class, train_alike
+from tests.nxd_jax.pipeline.test_transformers import MODELS, batch, cut, decoder, layer_class, train_alike
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("transformers.utils.output_capturing", reason="this transformers collects nothing by hooks")
@@ -49,16 +49,7 @@ def test_training_equals_eager_torch(
     model = copy.deepcopy(eager)
     if checkpointed:
         model.activation_checkpointing_enable()
-    pipeline = NxDPPModel(
-        model,
-        transformer_layer_cls=layer_class(model, kind),
-        num_microbatches=4,
-        virtual_pipeline_size=chunks,
-        schedule=schedule,
-        output_loss_value_spec=(True, *[False] * (results - 1)),
-        input_names=["input_ids", "attention_mask", "labels"],
-        auto_partition=True,
-    )
+    pipeline = cut(model, kind, results, schedule, chunks)
     train_alike(eager, pipeline)
     assert [name for name, _ in pipeline.named_parameters()] == [name for name, _ in eager.named_parameters()]
     assert set(pipeline.local_state_dict()) == set(eager.state_dict())
@@ -69,10 +60,7 @@ def test_the_model_collects_once_afterwards(nxd: Nxd) -> None:
     """Its layers have the hooks that transformers puts there in a model's first forward, no others."""
     nxd(2, pp=2)
     model = decoder("Mixtral", **EXPERTS)
-    options = {"num_microbatches": 2, "output_loss_value_spec": (True, False, False, False), "auto_partition": True}
-    pipeline = NxDPPModel(
-        model, transformer_layer_cls=layer_class(model, "Mixtral"), input_names=["input_ids", "attention_mask", "labels"], **options
-    )
+    pipeline = cut(model, "Mixtral", 4, "1f1b", 1)
     pipeline.run_train(**batch())
     gates = [module.mlp.gate for module in model.modules() if isinstance(module, layer_class(model, "Mixtral"))]
     assert [len(gate._forward_hooks) for gate in gates] == [1] * len(gates)

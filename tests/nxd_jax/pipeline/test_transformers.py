@@ -73,6 +73,20 @@ def eager_step(model: Any, given: dict[str, torch.Tensor], microbatches: int) ->
     return float(loss.detach())
 
 
+def cut(model: Any, kind: str, results: int, schedule: str, chunks: int) -> NxDPPModel:
+    """A model in even stages, for four micro-batches. results: how many things it returns, the loss first; chunks: stages of a rank."""
+    return NxDPPModel(
+        model,
+        transformer_layer_cls=layer_class(model, kind),
+        num_microbatches=4,
+        virtual_pipeline_size=chunks,
+        schedule=schedule,
+        output_loss_value_spec=(True, *[False] * (results - 1)),
+        input_names=["input_ids", "attention_mask", "labels"],
+        auto_partition=True,
+    )
+
+
 def train_alike(eager: Any, pipeline: Any) -> None:
     """Steps of four micro-batches: the same losses and gradients."""
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (eager, pipeline)]
@@ -95,16 +109,7 @@ def test_decoders_train_as_in_eager_torch(nxd: Nxd, kind: str, schedule: str, ch
     nxd(2, pp=2)
     eager = decoder(kind)
     model = copy.deepcopy(eager)
-    pipeline = NxDPPModel(
-        model,
-        transformer_layer_cls=layer_class(model, kind),
-        num_microbatches=4,
-        virtual_pipeline_size=chunks,
-        schedule=schedule,
-        output_loss_value_spec=(True, False),
-        input_names=["input_ids", "attention_mask", "labels"],
-        auto_partition=True,
-    )
+    pipeline = cut(model, kind, 2, schedule, chunks)
     assert len(pipeline.local_stage_modules) == 2 * chunks
     train_alike(eager, pipeline)
     eager.eval()
