@@ -1,4 +1,4 @@
-"""Time what Python does in a training step: op by op, and played from recordings (`torch_bridge.optimize`), part by part.
+"""Time what Python does in a training step: op by op (NXD_JAX_REPLAY=0), and played from recordings, part by part.
 
     python benchmarks/host_time.py --rounds 3 --write
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import statistics
 import time
 from collections.abc import Iterator
@@ -27,19 +28,17 @@ STEPS, FIRST = 40, 10
 
 def child(variant: str) -> None:
     """Medians over the steps after the first, as JSON: milliseconds of each part, and of all but the last (`host`)."""
-    import importlib
+    kind, size = variant.split("-")
+    os.environ["NXD_JAX_REPLAY"] = "all" if kind == "played" else "0"
 
     import measure
     import torch
     import torch_step
     import torch_xla.core.xla_model as xm
 
-    kind, size = variant.split("-")
     measure.HIDDEN, measure.INTERMEDIATE, measure.SEQ = SIZES[size]
     model = torch_step.make_model().to("xla")
     optimizer, scheduler = torch_step.make_optimizer(model)
-    if kind == "played":
-        importlib.import_module("torch_bridge").optimize(model)
     spent: list[dict[str, float]] = []
 
     @contextlib.contextmanager
