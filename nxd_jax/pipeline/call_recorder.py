@@ -49,8 +49,8 @@ class Context:
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
-        """A block in this state."""
-        with torch.set_grad_enabled(self.grad), torch.autocast("xla", dtype=self.dtype, enabled=self.autocast):
+        """A block in this state. Gradients are recorded in it where they are around it, too: an evaluation goes on without."""
+        with contextlib.nullcontext() if self.grad else torch.no_grad(), torch.autocast("xla", dtype=self.dtype, enabled=self.autocast):
             yield
 
 

@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import operator
 import sys
 from collections.abc import Mapping, Sequence
@@ -36,20 +35,16 @@ class InContext(nn.Module):
 
     Args:
         layer: the module.
-        grad: whether operations on it take gradients, where they do around the model.
-        autocast: whether autocast of "xla" is on.
-        dtype: of autocast.
+        context: the torch state in which the model calls it.
     """
 
-    def __init__(self, layer: nn.Module, grad: bool, autocast: bool, dtype: torch.dtype):
+    def __init__(self, layer: nn.Module, context: Context):
         super().__init__()
         self.layer = layer
-        self.grad = grad
-        self.autocast = autocast
-        self.dtype = dtype
+        self.context = context
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        with contextlib.nullcontext() if self.grad else torch.no_grad(), torch.autocast("xla", dtype=self.dtype, enabled=self.autocast):
+        with self.context.entered():
             return self.layer(*args, **kwargs)
 
 
@@ -127,7 +122,7 @@ def give(traced: fx.GraphModule, hooked: Sequence[nn.Module]) -> None:
         counts, context = found[0]
         layer = traced.get_submodule(name)
         if context is not None:
-            layer = InContext(layer, context.grad, context.autocast, context.dtype)
+            layer = InContext(layer, context)
         if counts:
             for module in hooked:
                 sys.modules[allowed_hooks.COLLECTS].maybe_install_capturing_hooks(module)

@@ -27,7 +27,7 @@ from torch_bridge.ir.view_entries import step_entry
 from torch_bridge.lowerings import lowering
 from torch_bridge.mesh import sharding, spmd, world
 from torch_bridge.recorder import expected_indices
-from torch_bridge.recorder.dispatch import special
+from torch_bridge.recorder.dispatch import composite
 from torch_bridge.recorder.schema import info
 from torch_bridge.recorder.subgraph import AbstractLeaf
 from torch_bridge.recorder.tensor import XLATensor, fresh
@@ -181,13 +181,7 @@ def one_hot(numbers: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
     return out
 
 
-_autograd = torch.library.Library("aten", "IMPL", "AutogradPrivateUse1")
-_autograd.impl("one_hot", one_hot)
-
-
-@special(torch.ops.aten.one_hot.default)
-def _one_hot_in_inference_mode(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    return one_hot(*args, **kwargs)
+composite(torch.ops.aten.one_hot.default, one_hot)
 
 
 # -- around each run -------------------------------------------------------------------------------

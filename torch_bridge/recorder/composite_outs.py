@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from torch_bridge.recorder.dispatch import special
+from torch_bridge.recorder.dispatch import composite
 
 aten = torch.ops.aten
-_autograd = torch.library.Library("aten", "IMPL", "AutogradPrivateUse1")
 
 
 def _writes(functional: torch._ops.OpOverload) -> Callable[..., torch.Tensor]:
@@ -30,15 +29,8 @@ def _writes(functional: torch._ops.OpOverload) -> Callable[..., torch.Tensor]:
     return write
 
 
-def _register(out: torch._ops.OpOverload, functional: torch._ops.OpOverload) -> None:
-    """For both ways into the recorder: with autograd, and in inference mode."""
-    write = _writes(functional)
-    _autograd.impl(out._schema.name.removeprefix("aten::") + f".{out._overloadname}", write)
-    special(out)(lambda func, args, kwargs: write(*args, **kwargs))
-
-
-_register(aten.kron.out, aten.kron.default)
-_register(aten.linalg_matrix_rank.out, aten.linalg_matrix_rank.default)
-_register(aten.linalg_matrix_rank.atol_rtol_float_out, aten.linalg_matrix_rank.atol_rtol_float)
-_register(aten.linalg_matrix_rank.atol_rtol_tensor_out, aten.linalg_matrix_rank.atol_rtol_tensor)
-_register(aten.linalg_matrix_rank.out_tol_tensor, aten.linalg_matrix_rank.tol_tensor)
+composite(aten.kron.out, _writes(aten.kron.default))
+composite(aten.linalg_matrix_rank.out, _writes(aten.linalg_matrix_rank.default))
+composite(aten.linalg_matrix_rank.atol_rtol_float_out, _writes(aten.linalg_matrix_rank.atol_rtol_float))
+composite(aten.linalg_matrix_rank.atol_rtol_tensor_out, _writes(aten.linalg_matrix_rank.atol_rtol_tensor))
+composite(aten.linalg_matrix_rank.out_tol_tensor, _writes(aten.linalg_matrix_rank.tol_tensor))

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-from torch_bridge.recorder.dispatch import special
+from torch_bridge.recorder.dispatch import composite
 
 aten = torch.ops.aten
 
@@ -16,11 +14,4 @@ def _beside(log_probs: torch.Tensor, targets: torch.Tensor, *lengths_and_rest: o
     return aten.ctc_loss.Tensor.decompose(log_probs, targets, *rest)
 
 
-_library = torch.library.Library("aten", "IMPL", "AutogradPrivateUse1")
-_library.impl("ctc_loss.Tensor", _beside)
-
-
-@special(aten.ctc_loss.Tensor)
-def _in_inference_mode(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    """Without autograd the op comes here whole."""
-    return _beside(*args, **kwargs)
+composite(aten.ctc_loss.Tensor, _beside)

@@ -5,13 +5,11 @@ torch packs row by row. Here torch packs the row numbers, on the CPU, and one ga
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from torch_bridge import source
 from torch_bridge.recorder import rank_tensor
-from torch_bridge.recorder.dispatch import special
+from torch_bridge.recorder.dispatch import composite
 
 aten = torch.ops.aten
 
@@ -55,17 +53,5 @@ def same_on_all_ranks(what: str, lengths: torch.Tensor) -> None:
         )
 
 
-_library = torch.library.Library("aten", "IMPL", "AutogradPrivateUse1")
-_library.impl("_pack_padded_sequence", pack)
-_library.impl("_pad_packed_sequence", pad)
-
-
-@special(aten._pack_padded_sequence.default)
-def _pack_in_inference_mode(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Without autograd the op comes here whole."""
-    return pack(*args, **kwargs)
-
-
-@special(aten._pad_packed_sequence.default)
-def _pad_in_inference_mode(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return pad(*args, **kwargs)
+composite(aten._pack_padded_sequence.default, pack)
+composite(aten._pad_packed_sequence.default, pad)

@@ -16,7 +16,7 @@ import torch
 from torch_bridge.lowerings.recurrent_layers import GATES
 from torch_bridge.precision import precision_mode
 from torch_bridge.recorder import packed_sequences
-from torch_bridge.recorder.dispatch import special
+from torch_bridge.recorder.dispatch import composite
 from torch_bridge.recorder.recurrent_ops import OptTensor, ops
 from torch_bridge.recorder.tensor import XLATensor
 
@@ -156,14 +156,6 @@ def _front(kind: str, packed: bool) -> Callable[..., Any]:
     return front
 
 
-_autograd = torch.library.Library("aten", "IMPL", "AutogradPrivateUse1")
 for _kind in GATES:
     for _packed in (False, True):
-        _run = _front(_kind, _packed)
-        _name = f"{_kind}.{'data' if _packed else 'input'}"
-        _autograd.impl(_name, _run)
-
-        @special(getattr(getattr(aten, _kind), _name.split(".")[1]))
-        def _in_inference_mode(func: Any, args: Any, kwargs: Any, run: Callable[..., Any] = _run) -> Any:
-            """Without autograd the op comes here whole."""
-            return run(*args, **kwargs)
+        composite(getattr(getattr(aten, _kind), "data" if _packed else "input"), _front(_kind, _packed))

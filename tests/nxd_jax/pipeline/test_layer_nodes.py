@@ -10,7 +10,8 @@ import torch
 from neuronx_distributed.pipeline import NxDPPModel
 from torch import fx, nn
 
-from nxd_jax.pipeline.layer_nodes import KEYS, Collecting, give, layer_of
+from nxd_jax.pipeline.call_recorder import Context
+from nxd_jax.pipeline.layer_nodes import KEYS, Collecting, InContext, give, layer_of
 from tests.nxd_jax.conftest import Nxd
 from tests.nxd_jax.pipeline.test_transformers import MODELS, batch, cut, decoder, layer_class, train_alike
 
@@ -105,6 +106,15 @@ def test_gradients_and_autocast_are_switched_around_layers(nxd: Nxd, schedule: s
         pipeline.zero_grad()
     with torch.no_grad():
         assert float(pipeline.run_eval(x=x, y=y)) == pytest.approx(float(loss.detach()), rel=1e-6)
+
+
+def test_an_evaluation_takes_no_gradients_where_a_layer_has_a_context() -> None:
+    with torch.autocast("xla", dtype=torch.bfloat16):
+        context = Context()
+    layer, x = InContext(nn.Linear(2, 2), context).to("xla"), torch.ones(2, 2, device="xla")
+    assert layer(x).dtype is torch.bfloat16 and layer(x).requires_grad
+    with torch.no_grad():
+        assert not layer(x).requires_grad
 
 
 class Hooked(nn.Module):
