@@ -21,7 +21,7 @@ from nxd_jax.parallel_layers._group_logic import (  # noqa: F401 : names that te
 )
 from nxd_jax.tensor_parallel import kv_groups, parallel_groups, shuffle_groups
 from nxd_jax.tensor_parallel.parallel_groups import Lists
-from torch_bridge.mesh import world
+from torch_bridge.mesh import rank_numbers, world
 
 _aot_mode = False
 parallel_groups.publish_in(globals())
@@ -255,28 +255,49 @@ get_prev_rank_group_replica_groups = get_prev_rank_replica_groups
 # -- experts ----------------------------------------------------------------------------------------
 
 
-def get_expert_parallel_rank_from_global_rank(rank: int, expert_parallel_group: Any) -> int:
-    """The place of a global rank in its expert parallel group, given that group or the lists of all."""
+def get_expert_parallel_rank_from_global_rank(rank: Any, expert_parallel_group: Any) -> Any:
+    """The place of a global rank in its expert parallel group, given that group or the lists of all. Each rank's own for a number that differs by rank."""
     lists = expert_parallel_group._mesh if hasattr(expert_parallel_group, "_mesh") else expert_parallel_group
-    for group in lists:
-        if rank in group:
-            return list(group).index(rank)
-    raise ValueError(f"rank {rank} is in none of the expert parallel groups {lists}")
+    places = {member: place for group in lists for place, member in enumerate(group)}
+    missing = sorted(set(rank_numbers.per_rank(rank)) - set(places))
+    if missing:
+        raise ValueError(f"rank {missing[0]} is in none of the expert parallel groups {lists}")
+    numbers = rank_numbers.per_rank(rank)
+    return world.current().table(lambda r: places[numbers[r]])
 
 
 def get_experts_for_expert_parallel_rank(
     expert_parallel_rank: Any, total_number_of_experts: int, expert_model_parallel_size: int, expert_distribution: Any = None
 ) -> Any:
-    """The experts that an expert parallel rank holds: equal runs, or `expert_distribution[rank]` where given."""
-    if expert_distribution is not None:
-        return expert_distribution[expert_parallel_rank]
-    if total_number_of_experts % expert_model_parallel_size:
+    """The experts that an expert parallel rank holds: equal runs, or `expert_distribution[rank]` where given.
+
+    For `get_expert_model_parallel_rank()` in a process that hosts several ranks they are numbers that differ by rank: `weight[experts]` takes each rank's own.
+
+    Raises ValueError if the experts cannot be divided evenly, for a rank that there is not, and if ranks of one process have different numbers of experts.
+    """
+    numbers = rank_numbers.per_rank(expert_parallel_rank)
+    outside = [n for n in numbers if not 0 <= n < expert_model_parallel_size]
+    if outside:
         raise ValueError(
-            f"{total_number_of_experts} experts cannot be divided evenly over expert_model_parallel_size={expert_model_parallel_size} ranks"
+            f"expert parallel rank {outside[0]} is not one of expert_model_parallel_size={expert_model_parallel_size} ranks (0 is the first)"
         )
-    per_rank = total_number_of_experts // expert_model_parallel_size
-    start = int(expert_parallel_rank) * per_rank
-    return list(range(start, start + per_rank))
+    if expert_distribution is None:
+        if total_number_of_experts % expert_model_parallel_size:
+            raise ValueError(
+                f"{total_number_of_experts} experts cannot be divided evenly over expert_model_parallel_size={expert_model_parallel_size} ranks"
+            )
+        per_rank = total_number_of_experts // expert_model_parallel_size
+        return [expert_parallel_rank * per_rank + k for k in range(per_rank)]
+    if not rank_numbers.is_ranked(expert_parallel_rank):
+        return expert_distribution[expert_parallel_rank]
+    held = {n: list(expert_distribution[n]) for n in sorted(set(numbers))}
+    counts = {n: len(experts) for n, experts in held.items()}
+    if len(set(counts.values())) > 1:
+        raise ValueError(
+            f"expert_distribution gives expert parallel ranks different numbers of experts ({counts}), and this process hosts several of them: "
+            "give each as many, or start one process per rank with torchrun"
+        )
+    return [world.current().table([held[n][k] for n in numbers].__getitem__) for k in range(counts[numbers[0]])]
 
 
 # -- groups within groups -----------------------------------------------------------------------------

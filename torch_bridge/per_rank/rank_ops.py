@@ -94,8 +94,22 @@ def symbolic(x: Any) -> Any:
     return {int: torch.SymInt, float: torch.SymFloat, bool: torch.SymBool}[node.pytype](node)
 
 
+def _lists_as_tensors(x: torch.Tensor, index: object) -> tuple[Any, ...] | None:
+    """The items of an index whose only numbers of ranks are in lists (`x[[rank, rank + 2]]`), these as tensors. None for any other index."""
+    items = index if isinstance(index, tuple) else (index,)
+    if any(rank_numbers.is_ranked(i) for i in items):
+        return None
+    return tuple(
+        torch.tensor(i, device=x.device) if isinstance(i, list) and any(rank_numbers.is_ranked(n) for n in tree_leaves(i)) else i
+        for i in items
+    )
+
+
 def _getitem(x: torch.Tensor, index: object) -> torch.Tensor:
-    """`x[rank]`, also among other indices: a slice of length one at each rank's own place, without that dim."""
+    """`x[rank]`, also among other indices: a slice of length one at each rank's own place, without that dim. `x[[rank, rank + 2]]`: these rows of each."""
+    lists = _lists_as_tensors(x, index)
+    if lists is not None:
+        return x[lists]
     items = list(index) if isinstance(index, tuple) else [index]
     if any(isinstance(i, (torch.Tensor, list, bool)) for i in items):
         raise NotImplementedError("a rank next to index tensors: take x[rank] first, then index the result")
@@ -135,6 +149,10 @@ def _size_at(x: torch.Tensor, items: list[Any], item: Any) -> int:
 
 def _setitem(x: torch.Tensor, index: Any, value: Any) -> None:
     """`x[rank] = value`, also among other indices: each rank writes at its own place."""
+    lists = _lists_as_tensors(x, index)
+    if lists is not None:
+        x[lists] = as_tensor(value).to(x.dtype) if rank_numbers.is_ranked(value) else value
+        return
     place = _getitem(x, index)
     if not isinstance(value, torch.Tensor):
         place.fill_(value)

@@ -157,6 +157,27 @@ def test_experts(nxd: Nxd) -> None:
     assert ps.get_experts_for_expert_parallel_rank(1, 4, 2, [[0, 3], [1, 2]]) == [1, 2]
     with pytest.raises(ValueError, match="7 experts cannot be divided evenly over expert_model_parallel_size=2"):
         ps.get_experts_for_expert_parallel_rank(0, 7, 2)
+    with pytest.raises(ValueError, match="expert parallel rank 2 is not one of expert_model_parallel_size=2 ranks"):
+        ps.get_experts_for_expert_parallel_rank(2, 8, 2)
+
+
+def test_each_ranks_own_experts(nxd: Nxd) -> None:
+    nxd(4, tp=2, ep=2)
+    rank = ps.get_expert_model_parallel_rank()
+    weight = torch.arange(4.0)
+
+    def held(experts: Any) -> list[list[float]]:
+        on_cpu, on_xla = ([own.tolist() for own in sharded.shards(rows.to("xla"))] for rows in (weight[experts], weight.to("xla")[experts]))
+        assert on_cpu == on_xla
+        return on_xla
+
+    assert held(ps.get_experts_for_expert_parallel_rank(rank, 4, 2)) == [[0, 1], [0, 1], [2, 3], [2, 3]]
+    for distribution in ([[0, 3], [2, 1]], {0: [0, 3], 1: [2, 1]}):
+        assert held(ps.get_experts_for_expert_parallel_rank(rank, 4, 2, distribution)) == [[0, 3], [0, 3], [2, 1], [2, 1]]
+    with pytest.raises(ValueError, match=r"different numbers of experts \(\{0: 1, 1: 3\}\).*torchrun"):
+        ps.get_experts_for_expert_parallel_rank(rank, 4, 2, [[0], [1, 2, 3]])
+    place = ps.get_expert_parallel_rank_from_global_rank(dist.get_rank(), ps.get_expert_model_parallel_group())
+    assert rank_numbers.per_rank(place) == rank_numbers.per_rank(rank) == [0, 0, 1, 1]
 
 
 def test_token_shuffle_groups(nxd: Nxd) -> None:

@@ -46,6 +46,8 @@ READS = {
     "x[1, r : r + 2, None]": lambda r, x: x[1, r : r + 2, None],
     "x[:, r : r + 2, 0]": lambda r, x: x[:, r : r + 2, 0],
     "x[:, -2 - r % 2 : -1 - r % 2]": lambda r, x: x[:, -2 - r % 2 : -1 - r % 2],
+    "x[[r, r - 1]]": lambda r, x: x[[r, r - 1]],
+    "x[1:, [r, 0], [r % 3, 1]]": lambda r, x: x[1:, [r, 0], [r % 3, 1]],
     "x[[0, 2], r]": lambda r, x: x[torch.tensor([0, 2], device=x.device)][:, r],
     "narrow": lambda r, x: x.narrow(0, r, 1),
     "narrow dim 1": lambda r, x: x.narrow(1, r, 2),
@@ -138,6 +140,10 @@ WRITES = {
     "x[r][0] = number": lambda r, x: _with(x, lambda y: y[r].__setitem__(0, 8.0)),
     "index_copy": lambda r, x: x.index_copy(0, torch.arange(2, device=x.device) + r, x[:2] * 3),
     "index_add": lambda r, x: x.index_add(0, torch.zeros(2, dtype=torch.long, device=x.device) + r, x[:2] * 3),
+    "x[[r, r + 1]] = number": lambda r, x: _with(x, lambda y: y.__setitem__([r, r + 1], 4.0)),
+    "x[[r, r + 1]] = rows": lambda r, x: _with(x, lambda y: y.__setitem__([r, r + 1], x[:2] * 5)),
+    "x[[0, 1]] = rank": lambda r, x: _with(x, lambda y: y.__setitem__([0, 1], r)),
+    "x[index] = rank": lambda r, x: _with(x, lambda y: y.__setitem__(torch.arange(2, device=x.device), r / 2)),
     "x[index + r] = number": lambda r, x: _with(x, lambda y: y.__setitem__(torch.arange(2, device=x.device) + r, 4.0)),
 }
 
