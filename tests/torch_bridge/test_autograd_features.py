@@ -174,6 +174,28 @@ def test_parametrization_and_swa_helpers() -> None:
     same(run)
 
 
+@pytest.mark.parametrize("kind", ["swa", "swa of lists", "ema"])
+def test_averages_of_buffers(kind: str) -> None:
+    """Of a batch norm: torch averages its number of batches, an integer, by a kernel for lists, which refuses integers elsewhere."""
+    averaging: dict[str, Any] = {"ema": {"avg_fn": torch.optim.swa_utils.get_ema_avg_fn(0.9)}}.get(kind, {})
+
+    def run(device: str) -> Any:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 4, bias=False), nn.BatchNorm1d(4)).to(device)
+        of_lists = {"multi_avg_fn": torch.optim.swa_utils.get_swa_multi_avg_fn()} if kind == "swa of lists" and device == "xla" else {}
+        average = torch.optim.swa_utils.AveragedModel(model, use_buffers=True, **averaging, **of_lists)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for i in range(4):
+            optimizer.zero_grad()
+            model(torch.arange(12.0, device=device).reshape(4, 3).sin() * (i + 1)).square().mean().backward()
+            optimizer.step()
+            average.update_parameters(model)
+        assert average.module[1].num_batches_tracked.dtype == torch.int64
+        return list(average.parameters()), list(average.buffers())
+
+    same(run)
+
+
 def test_a_weight_that_is_computed_before_each_call_moves() -> None:
     """The old `weight_norm`'s: it holds the graph of the parameters that it is made of."""
 

@@ -12,6 +12,7 @@ import torch
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.weight_norm import WeightNorm
 
+from torch_bridge.device import lazy_modules
 from torch_bridge.replay import replay_policy
 
 Convert = Callable[[torch.Tensor], torch.Tensor]
@@ -51,15 +52,16 @@ def _converted(self: torch.nn.Module, fn: Convert, recurse: bool) -> torch.nn.Mo
                 check_replicas.own(self, name, parameter)
     for name, buffer in self._buffers.items():
         if buffer is not None:
-            self._buffers[name] = fn(buffer)
+            self._buffers[name] = lazy_modules.converted(buffer, fn) if is_lazy(buffer) else fn(buffer)
     for hook in computed:
         setattr(self, hook.name, hook.compute_weight(self))
     return self
 
 
 def _touches_xla(module: torch.nn.Module, fn: Convert) -> bool:
-    """True if a parameter is on xla, or torch's own conversion (`.to`, `.to_empty`, ...) would put it there."""
-    parameter = next((p for p in module._parameters.values() if p is not None), None)
+    """True if a parameter (or a buffer without a shape) is on xla, or torch's own conversion (`.to`, `.to_empty`, ...) would put it there."""
+    held = (*module._parameters.values(), *(b for b in module._buffers.values() if b is not None and is_lazy(b)))
+    parameter = next((p for p in held if p is not None), None)
     if parameter is None:
         return False
     if parameter.device.type == "xla":
@@ -73,10 +75,7 @@ def _touches_xla(module: torch.nn.Module, fn: Convert) -> bool:
 def _convert(parameter: torch.nn.Parameter, fn: Convert, name: str) -> None:
     """Convert one parameter (and its gradient) in place."""
     if is_lazy(parameter):
-        raise RuntimeError(
-            f"{name} is a lazy parameter without a shape yet, which cannot move to xla. Run one forward pass on the CPU first (it gives lazy modules "
-            "their shapes), then call .to('xla')."
-        )
+        return _swap(parameter, lazy_modules.converted(parameter, fn), name)
     grad = parameter.grad
     with torch.no_grad():
         applied = fn(parameter)
@@ -106,7 +105,7 @@ def _keep_spec(parameter: torch.nn.Parameter, applied: torch.Tensor) -> None:
 def _swap(parameter: torch.nn.Parameter, applied: torch.Tensor, name: str) -> None:
     """Move a parameter to another device, keeping its identity and the attributes that users put on it."""
     attributes = {k: v for k, v in parameter.__dict__.items() if k not in _PAYLOAD and k != "_is_param"}
-    new = torch.nn.Parameter(applied.detach(), parameter.requires_grad)
+    new = applied if is_lazy(applied) else torch.nn.Parameter(applied.detach(), parameter.requires_grad)
     try:
         torch.utils.swap_tensors(parameter, new)
     except RuntimeError as error:

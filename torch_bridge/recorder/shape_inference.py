@@ -106,6 +106,19 @@ def _where(condition: torch.Tensor, self: torch.Tensor, other: torch.Tensor) -> 
     return torch.ops.aten.where.self(condition.bool() if condition.dtype == torch.uint8 else condition, self, other)
 
 
+def _foreach_addcdiv(
+    self: list[torch.Tensor], tensor1: list[torch.Tensor], tensor2: list[torch.Tensor], value: float = 1
+) -> list[torch.Tensor]:
+    """torch refuses integers, which `AveragedModel(use_buffers=True)` gives to devices with foreach kernels (how many batches a batch norm saw).
+
+    A true quotient is added, as its averages of one buffer after the other do.
+    """
+    return [
+        x if not (x.is_floating_point() or x.is_complex()) else torch.ops.aten.addcdiv.default(x, a, b, value=value)
+        for x, a, b in zip(self, tensor1, tensor2, strict=True)
+    ]
+
+
 _BROKEN = {torch.ops.aten._thnn_fused_lstm_cell.default}
 """Ops whose meta kernel fails on arguments it should take (LSTM cells without biases)."""
 
@@ -119,6 +132,8 @@ def _native_multi_head_attention(*args: Any, **kwargs: Any) -> Any:
 
 
 _RULES: dict[Any, Any] = {
+    torch.ops.aten._foreach_addcdiv.Scalar: _foreach_addcdiv,
+    torch.ops.aten._foreach_addcdiv_.Scalar: _foreach_addcdiv,
     torch.ops.aten._grouped_mm.default: _grouped_mm,
     torch.ops.aten._native_multi_head_attention.default: _native_multi_head_attention,
     torch.ops.aten.index.Tensor: _index,
