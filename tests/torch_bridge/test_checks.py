@@ -72,6 +72,48 @@ CASES: dict[str, tuple[Call, str]] = {
             ("floor", torch.floor),
         )
     },  # type: ignore[misc]
+    **{
+        f"{name} of floats": (lambda d, fn=fn: fn(x(d)), "it takes integers: convert it with .long()")
+        for name, fn in (
+            ("and", lambda t: t & t),
+            ("and with a number", lambda t: t.long() & 0.5),
+            ("or with a mask", lambda t: (t > 0) | t),
+            ("xor in place", lambda t: t.__ixor__(3)),
+            ("bitwise_not", torch.bitwise_not),
+            ("gcd", lambda t: torch.gcd(t, t)),
+            ("lcm", lambda t: torch.lcm(t.long(), t)),
+        )
+    },  # type: ignore[misc]
+    **{
+        f"{name} of bools": (lambda d, fn=fn: fn(x(d) > 0), "not implemented for torch.bool: convert it with .int()")
+        for name, fn in (
+            ("gcd", lambda t: torch.gcd(t, t)),
+            ("remainder", lambda t: torch.remainder(t, t)),
+            ("fmod", lambda t: torch.fmod(t, t)),
+            ("pow", lambda t: torch.pow(t, t)),
+        )
+    },  # type: ignore[misc]
+    **{
+        f"{name} with a complex number": (lambda d, fn=fn: fn(x(d)), "not implemented for torch.complex64: complex numbers have no order")
+        for name, fn in (
+            ("less", lambda t: t < 1j),
+            ("clamp", lambda t: t.clamp(max=1j)),
+            ("clamp to a tensor", lambda t: torch.clamp(t, max=t.to(torch.complex64))),
+            ("remainder", lambda t: torch.remainder(t, t.to(torch.complex64))),
+            ("fmod", lambda t: torch.fmod(t, 2j)),
+            ("copysign", lambda t: torch.copysign(t, t.to(torch.complex64))),
+            ("xlogy", lambda t: torch.xlogy(t, 1j)),
+            ("division that rounds", lambda t: torch.div(t, t.to(torch.complex64), rounding_mode="trunc")),
+        )
+    },  # type: ignore[misc]
+    "addcdiv of integers and bools": (
+        lambda d: torch.addcdiv(long(d), long(d), long(d) > 0),
+        "Integer division with addcdiv is no longer supported",
+    ),
+    "heaviside of two dtypes": (lambda d: torch.heaviside(x(d), long(d)), "tensors with different dtypes (torch.float32 and torch.int64)"),
+    "filling bytes with a number that is none": (lambda d: long(d).char().masked_fill_(x(d) > 0, 300), "torch.int8 without overflow"),
+    "filling integers with infinity": (lambda d: long(d).masked_fill(x(d) > 0, -torch.inf), "torch.int64 without overflow"),
+    "filling with a complex number": (lambda d: x(d).masked_fill(x(d) > 0, 1 + 2j), "cannot be converted to torch.float32"),
     "relu of bools": (lambda d: torch.relu(long(d) > 0), "Boolean inputs not supported"),
     "a number minus bools": (lambda d: 1 - (long(d) > 0), "with a bool tensor is not supported"),
     "bools minus bools": (lambda d: (long(d) > 0) - (long(d) > 1), "with two bool tensors is not supported"),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import operator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -277,3 +279,15 @@ def test_writes_are_refused_as_in_torch(name: str) -> None:
 
     for held, given in itertools.product((torch.uint8, torch.int32, torch.float32), repeat=2):
         assert outcome("xla", held, given) == outcome("cpu", held, given), (held, given)
+
+
+@pytest.mark.parametrize("other", [3, torch.tensor([0, 1, 2]), torch.tensor([2, 0, 1], dtype=torch.uint8)], ids=str)
+def test_bools_are_shifted_as_integers(other: Any) -> None:
+    """Packing a mask into bits."""
+    mask = torch.tensor([True, False, True])
+    there = other.to("xla") if isinstance(other, torch.Tensor) else other
+    for shifted in (operator.lshift, operator.rshift):
+        expected, found = shifted(mask, other), shifted(mask.to("xla"), there)
+        assert found.dtype == expected.dtype and found.tolist() == expected.tolist()
+        if isinstance(other, torch.Tensor):
+            assert shifted(there, mask.to("xla")).tolist() == shifted(other, mask).tolist()

@@ -148,12 +148,15 @@ _loss.defvjp(_loss_forward, _loss_backward)
 
 
 def _prepare(targets: Array, input_lengths: Any, target_lengths: Any, blank: int) -> tuple[Array, Array, Array]:
-    """Labels and both lengths as int64 arrays, for lists (exact width) and tensors (greatest possible width)."""
+    """Labels and both lengths as int64 arrays of size (N,), for lists (exact width) and tensors (greatest possible width; 0-d for one sequence)."""
     if hasattr(target_lengths, "shape"):
         width = targets.shape[-1]
     else:
         width = max(target_lengths, default=0)
-    lengths = [x.astype(jnp.int64) if hasattr(x, "shape") else jnp.asarray(np.array(x, np.int64)) for x in (input_lengths, target_lengths)]
+    lengths = [
+        jnp.ravel(x).astype(jnp.int64) if hasattr(x, "shape") else jnp.asarray(np.array(x, np.int64))
+        for x in (input_lengths, target_lengths)
+    ]
     return _labels(_padded_targets(targets, lengths[1], width).astype(jnp.int64), blank), lengths[0], lengths[1]
 
 

@@ -56,7 +56,7 @@ _OF_FRACTIONS_OR_COMPLEX = (
 _OF_AN_ORDER = (
     *(getattr(op, name) for op in (aten.lt, aten.le, aten.gt, aten.ge) for name in ("Tensor", "Scalar")),
     *(getattr(op, name) for op in (aten.max, aten.min, aten.median, aten.nanmedian) for name in ("default", "dim")),
-    *(getattr(op, name) for op in (aten.clamp, aten.clamp_min, aten.clamp_max) for name in ("default", "Tensor")),
+    *(getattr(op, name) for op in (aten.clamp_min, aten.clamp_max) for name in ("default", "Tensor")),
     *(
         op.default
         for op in (aten.maximum, aten.minimum, aten.fmax, aten.fmin, aten.amax, aten.amin, aten.aminmax, aten.argmax, aten.argmin)
@@ -65,24 +65,45 @@ _OF_AN_ORDER = (
     *(op.default for op in (aten.floor, aten.ceil, aten.trunc, aten.round)),
     aten.hardtanh.default,
     aten.atan2.default,
-    aten.xlogy.Tensor,
+    *(getattr(aten.xlogy, name) for name in ("Tensor", "Scalar_Other", "Scalar_Self")),
+    *(getattr(op, name) for op in (aten.remainder, aten.fmod) for name in ("Tensor", "Scalar")),
+    *(aten.copysign.Tensor, aten.floor_divide.default, aten.floor_divide.Scalar),
+    *(getattr(aten.div, name) for name in ("Tensor_mode", "Scalar_mode")),
     aten.heaviside.default,
     aten.sort.default,
     aten.sort.stable,
 )
+_OF_WHOLE_NUMBERS = (
+    aten.bitwise_not.default,
+    *(getattr(op, name) for op in (aten.bitwise_and, aten.bitwise_or, aten.bitwise_xor) for name in ("Tensor", "Scalar", "Scalar_Tensor")),
+    aten.gcd.default,
+    aten.lcm.default,
+)
+_NOT_OF_BOOLS = (aten.gcd.default, aten.lcm.default, aten.pow.Tensor_Tensor, aten.remainder.Tensor, aten.fmod.Tensor)
 
 
-def _refuse(unfit: Callable[[torch.dtype], bool], why: str, *ops: torch._ops.OpOverload) -> None:
-    """Register one check: what tensors among the first two arguments are promoted to may not be `unfit`. (Labels and targets may be integers.)"""
+def _refuse(unfit: Callable[[torch.dtype], bool], why: str, *ops: torch._ops.OpOverload, operands: int = 2, numbers: Any = complex) -> None:
+    """Register one check: what the first two arguments (`operands`) are promoted to may not be `unfit`. (Labels and targets may be integers.)
+
+    numbers: of Python's numbers among them, the kinds that count: slopes, say, may be floats.
+    """
     for op in ops:
         name = op._schema.name.removeprefix("aten::").removeprefix("_")
 
         def check(*args: Any, name: str = name, **kwargs: object) -> None:
-            given = [x.dtype for x in args[:2] if isinstance(x, Tensor)]
-            if given and unfit(dtype := functools.reduce(torch.promote_types, given)):
+            given = [x.dtype for x in args[:operands] if isinstance(x, Tensor)]
+            if not given:
+                return
+            dtype = functools.reduce(torch.promote_types, given)
+            for x in args[:operands]:
+                dtype = torch.result_type(torch.empty(1, dtype=dtype, device="meta"), x) if isinstance(x, numbers) else dtype
+            if unfit(dtype):
                 raise NotImplementedError(f'"{name}" not implemented for {dtype}: {why}')
 
         checks(op)(check)
+
+
+_Fraction: Any = (float, complex)
 
 
 def _is_whole(dtype: torch.dtype) -> bool:
@@ -95,7 +116,16 @@ def _is_no_fraction(dtype: torch.dtype) -> bool:
 
 _refuse(_is_no_fraction, "convert it with .float() (or .real, .abs() if it is complex)", *_OF_FRACTIONS)
 _refuse(_is_whole, "convert it with .float()", *_OF_FRACTIONS_OR_COMPLEX)
-_refuse(lambda dtype: dtype.is_complex, "complex numbers have no order: take .real, .imag or .abs()", *_OF_AN_ORDER)
+_ORDER = "complex numbers have no order: take .real, .imag or .abs()"
+_refuse(lambda dtype: dtype.is_complex, _ORDER, *_OF_AN_ORDER)
+_refuse(lambda dtype: dtype.is_complex, _ORDER, aten.clamp.default, aten.clamp.Tensor, operands=3)
+_refuse(
+    lambda dtype: not _is_whole(dtype),
+    "it takes integers: convert it with .long(), or .bool() if it is a mask",
+    *_OF_WHOLE_NUMBERS,
+    numbers=_Fraction,
+)
+_refuse(lambda dtype: dtype == torch.bool, "convert it with .int()", *_NOT_OF_BOOLS)
 
 
 @checks(aten.relu.default)
@@ -112,3 +142,30 @@ def _sub(self: Tensor, other: Tensor | complex, alpha: complex = 1) -> None:
             f"Subtraction, the `-` operator, with {'two bool tensors' if all(found) else 'a bool tensor'} is not supported: "
             "use `~` to invert a mask, `^` for what differs, or convert it with .int()"
         )
+
+
+@checks(aten.addcdiv.default)
+def _addcdiv(self: Tensor, tensor1: Tensor, tensor2: Tensor, value: complex = 1) -> None:
+    if _is_whole(tensor1.dtype) and _is_whole(tensor2.dtype):
+        raise RuntimeError(
+            "Integer division with addcdiv is no longer supported: convert a tensor with .float(), or write input + value * torch.trunc(tensor1 / tensor2)"
+        )
+
+
+@checks(aten.heaviside.default)
+def _heaviside(self: Tensor, values: Tensor) -> None:
+    if self.dtype != values.dtype:
+        raise RuntimeError(
+            f"heaviside is not yet implemented for tensors with different dtypes ({self.dtype} and {values.dtype}): convert one with .to()"
+        )
+
+
+@checks(aten.masked_fill.Scalar)
+def _masked_fill(self: Tensor, mask: Tensor, value: complex) -> None:
+    """Integers have no number that stands for one they cannot hold. (Floats have: infinity, as in `torch.where`.)"""
+    if isinstance(value, complex) and not self.dtype.is_complex and self.dtype != torch.bool and value.imag:
+        raise RuntimeError(f"masked_fill: {value} cannot be converted to {self.dtype}: a complex number has no value there")
+    if isinstance(value, (int, float)) and _is_whole(self.dtype) and self.dtype != torch.bool:
+        limits = torch.iinfo(self.dtype)
+        if not limits.min <= value <= limits.max:
+            raise RuntimeError(f"value cannot be converted to type {self.dtype} without overflow: masked_fill with {value}")

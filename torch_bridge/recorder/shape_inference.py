@@ -119,6 +119,16 @@ def _foreach_addcdiv(
     ]
 
 
+def _shift(op: Any, of_bits: Any) -> Any:
+    """torch's meta kernels of `<<` and `>>` refuse a bool beside an integer. Its CPU kernels promote them (`bits << torch.arange(8)` packs a mask)."""
+
+    def infer(self: torch.Tensor, other: Any) -> torch.Tensor:
+        beside_bool = torch.bool in (self.dtype, getattr(other, "dtype", torch.int64)) and torch.result_type(self, other) != torch.bool
+        return of_bits(self, other) if beside_bool and not torch.result_type(self, other).is_floating_point else op(self, other)
+
+    return infer
+
+
 _BROKEN = {torch.ops.aten._thnn_fused_lstm_cell.default}
 """Ops whose meta kernel fails on arguments it should take (LSTM cells without biases)."""
 
@@ -132,6 +142,10 @@ def _native_multi_head_attention(*args: Any, **kwargs: Any) -> Any:
 
 
 _RULES: dict[Any, Any] = {
+    torch.ops.aten.__lshift__.Tensor: _shift(torch.ops.aten.__lshift__.Tensor, torch.ops.aten.bitwise_left_shift.Tensor),
+    torch.ops.aten.__lshift__.Scalar: _shift(torch.ops.aten.__lshift__.Scalar, torch.ops.aten.bitwise_left_shift.Tensor_Scalar),
+    torch.ops.aten.__rshift__.Tensor: _shift(torch.ops.aten.__rshift__.Tensor, torch.ops.aten.bitwise_right_shift.Tensor),
+    torch.ops.aten.__rshift__.Scalar: _shift(torch.ops.aten.__rshift__.Scalar, torch.ops.aten.bitwise_right_shift.Tensor_Scalar),
     torch.ops.aten._foreach_addcdiv.Scalar: _foreach_addcdiv,
     torch.ops.aten._foreach_addcdiv_.Scalar: _foreach_addcdiv,
     torch.ops.aten._grouped_mm.default: _grouped_mm,

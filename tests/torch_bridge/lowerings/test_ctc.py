@@ -139,3 +139,17 @@ def test_lengths_may_stay_on_the_cpu(reduction, autocasts):
         torch.testing.assert_close(
             torch.nn.functional.ctc_loss(y.log_softmax(-1), TARGETS.to("xla"), *lengths, reduction=reduction).cpu(), got.detach().cpu()
         )
+
+
+@pytest.mark.parametrize("there", [True, False], ids=["lengths on xla", "lengths on the CPU"])
+def test_one_sequence(there):
+    """Without a batch, lengths are numbers."""
+
+    def run(device):
+        x = log_probs()[:, 0].to(device).requires_grad_()
+        lengths = [torch.tensor(n, device=device if there else "cpu") for n in (6, 3)]
+        loss = torch.nn.functional.ctc_loss(x, TARGETS[0].to(device), *lengths)
+        loss.backward()
+        return loss.detach().cpu(), x.grad.cpu()
+
+    torch.testing.assert_close(run("xla"), run("cpu"))
