@@ -259,10 +259,10 @@ def get_expert_parallel_rank_from_global_rank(rank: Any, expert_parallel_group: 
     """The place of a global rank in its expert parallel group, given that group or the lists of all. Each rank's own for a number that differs by rank."""
     lists = expert_parallel_group._mesh if hasattr(expert_parallel_group, "_mesh") else expert_parallel_group
     places = {member: place for group in lists for place, member in enumerate(group)}
-    missing = sorted(set(rank_numbers.per_rank(rank)) - set(places))
+    numbers = rank_numbers.per_rank(rank)
+    missing = sorted(set(numbers) - set(places))
     if missing:
         raise ValueError(f"rank {missing[0]} is in none of the expert parallel groups {lists}")
-    numbers = rank_numbers.per_rank(rank)
     return world.current().table(lambda r: places[numbers[r]])
 
 

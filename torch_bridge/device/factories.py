@@ -128,11 +128,6 @@ RECORDED = [
 MADE_ON_CPU = [aten.kaiser_window.default, aten.kaiser_window.periodic, aten.kaiser_window.beta]
 
 
-def _name(op: torch._ops.OpOverload) -> str:
-    """An op as a library knows it."""
-    return op._schema.name.removeprefix("aten::") + (f".{op._overloadname}" if op._overloadname != "default" else "")
-
-
 def install(library: torch.library.Library, autograd: torch.library.Library) -> None:
     """Register everything above for the device."""
     library.impl("empty.memory_format", empty)
@@ -142,8 +137,8 @@ def install(library: torch.library.Library, autograd: torch.library.Library) -> 
     library.impl("_local_scalar_dense", local_scalar_dense)
     library.impl("_copy_from_and_resize", copy_from_and_resize)
     for op in RECORDED:
-        library.impl(_name(op), _recorded(op))
+        library.impl(op, _recorded(op))
     for op in MADE_ON_CPU:
-        library.impl(_name(op), _made_on_cpu(op))
+        library.impl(op, _made_on_cpu(op))
     for name, rule in (("scaled_dot_product_attention", "attention"), ("real", "real"), ("imag", "imag")):
         autograd.impl(name, _composite(rule))

@@ -23,19 +23,18 @@ def install() -> None:
 def _on_any_device(kind: Any, original: Callable[..., Any]) -> Callable[..., Any]:
     def __new__(cls: Any, requires_grad: bool = kind is UninitializedParameter, device: Any = None, dtype: Any = None, **more: Any) -> Any:
         if cls is kind and torch.device(torch.get_default_device() if device is None else device).type == "xla":
-            return on_xla(kind)(requires_grad, device, dtype, **more)
+            return _on_xla(kind)(requires_grad, device, dtype, **more)
         return original(cls, requires_grad, device, dtype, **more)
 
     return __new__
 
 
-def on_xla(kind: type) -> Any:
-    """Our class for torch's `kind`, or for one of ours."""
+def _on_xla(kind: type) -> Any:
+    """Our class for torch's."""
     from torch_bridge.recorder import uninitialized
 
     backend.ensure()
-
-    return uninitialized.XLAUninitializedParameter if issubclass(kind, UninitializedParameter) else uninitialized.XLAUninitializedBuffer
+    return uninitialized.XLAUninitializedParameter if kind is UninitializedParameter else uninitialized.XLAUninitializedBuffer
 
 
 def converted(lazy: Any, fn: Callable[[torch.Tensor], torch.Tensor]) -> Any:

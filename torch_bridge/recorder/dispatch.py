@@ -56,8 +56,7 @@ _AUTOGRAD = torch.library.Library("aten", "IMPL", "AutogradPrivateUse1")
 
 def composite(op: torch._ops.OpOverload, rule: Callable[..., Any]) -> None:
     """Have a rule called with the arguments of an op that torch makes of other ops: with autograd, and in inference mode, where the op comes here whole."""
-    name = op._schema.name.removeprefix("aten::")
-    _AUTOGRAD.impl(name if op._overloadname == "default" else f"{name}.{op._overloadname}", rule)
+    _AUTOGRAD.impl(op, rule)
     special(op)(lambda func, args, kwargs: rule(*args, **kwargs))
 
 

@@ -96,7 +96,8 @@ def _refuse(unfit: Callable[[torch.dtype], bool], why: str, *ops: torch._ops.OpO
                 return
             dtype = functools.reduce(torch.promote_types, given)
             for x in args[:operands]:
-                dtype = torch.result_type(torch.empty(1, dtype=dtype, device="meta"), x) if isinstance(x, numbers) else dtype
+                if isinstance(x, numbers):
+                    dtype = torch.result_type(torch.empty(1, dtype=dtype, device="meta"), x)
             if unfit(dtype):
                 raise NotImplementedError(f'"{name}" not implemented for {dtype}: {why}')
 

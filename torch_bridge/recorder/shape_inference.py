@@ -123,8 +123,9 @@ def _shift(op: Any, of_bits: Any) -> Any:
     """torch's meta kernels of `<<` and `>>` refuse a bool beside an integer. Its CPU kernels promote them (`bits << torch.arange(8)` packs a mask)."""
 
     def infer(self: torch.Tensor, other: Any) -> torch.Tensor:
-        beside_bool = torch.bool in (self.dtype, getattr(other, "dtype", torch.int64)) and torch.result_type(self, other) != torch.bool
-        return of_bits(self, other) if beside_bool and not torch.result_type(self, other).is_floating_point else op(self, other)
+        promoted = torch.result_type(self, other)
+        beside_bool = torch.bool in (self.dtype, getattr(other, "dtype", torch.int64)) and promoted != torch.bool
+        return of_bits(self, other) if beside_bool and not promoted.is_floating_point else op(self, other)
 
     return infer
 
