@@ -100,7 +100,7 @@ def _in_c_method(observer: Observer, f: Any, of: Any, name: str, args: Any, kwar
         return do()
     if is_a(f, _NUMPY) or is_a(of, np.ufunc):
         return _numpy(observer, f, args, kwargs)
-    if observer.is_own(of) and (is_a(of, (types.GeneratorType, probes._ITERATORS)) or kind in probes._VIEWS):
+    if observer.is_own(of) and (is_a(of, (types.GeneratorType, probes.ITERATORS)) or kind in probes.VIEWS):
         return do()
     if name in ("__eq__", "__ne__") and kind.__eq__ is object.__eq__:
         return do()
@@ -170,7 +170,7 @@ def _container_method(
     if is_a(of, dict) and name in ("get", "__getitem__", "__contains__", "pop", "setdefault") and args:
         probes.hashed(args[0])
         if not own and name in ("get", "__getitem__", "__contains__"):
-            observer.entry(of, of, args[0], f"[{probes._key(args[0])}] of a {type(of).__name__}")
+            observer.entry(of, of, args[0], f"[{probes.key_label(args[0])}] of a {type(of).__name__}")
             return do()
         return do() if own else _changes(observer, of, do)
     if own or name in _READS_WHOLE[builtin]:
