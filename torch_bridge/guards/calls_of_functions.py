@@ -15,8 +15,9 @@ import torch
 from torch_bridge.guards import probes
 from torch_bridge.guards.calls_into_torch import HIDDEN_METHODS
 from torch_bridge.guards.conditions import MISSING
-from torch_bridge.guards.instrument import ROUTED, CannotInstrument, code_of, instrumented
+from torch_bridge.guards.instrument import ROUTED, code_of, instrumented
 from torch_bridge.guards.observer import Args, Function, Kwargs, Observer, Rule, RuleOfType, run
+from torch_bridge.guards.routing import CannotInstrument
 from torch_bridge.guards.unfollowed import OURS, asked_again, has_objects, is_generated, is_ours, name_of, opaque
 from torch_bridge.guards.values import is_a, unchanging
 

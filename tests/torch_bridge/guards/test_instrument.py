@@ -12,7 +12,8 @@ from tests.torch_bridge.guards import computing
 from tests.torch_bridge.guards.computing import CASES, Log
 from tests.torch_bridge.guards.watching import outcome, watched
 from torch_bridge.guards import probes
-from torch_bridge.guards.instrument import CannotInstrument, instrumented
+from torch_bridge.guards.instrument import instrumented
+from torch_bridge.guards.routing import CannotInstrument
 
 _PROBES = types.CellType(probes)
 
