@@ -101,6 +101,16 @@ def test_a_function_has_as_many_cases_in_a_tier_as_take_its_limit(
     assert all(selection.runs(item, True) for item in items)
 
 
+def test_a_file_of_long_functions_has_its_quickest_in_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiers, "LONGEST", 1.0)
+    monkeypatch.setattr(tiers, "LONGEST_ALONE", 2.0)
+    taken = {"long.py": {"a": (1.8, 1), "b": (1.6, 1)}, "mixed.py": {"a": (1.8, 1), "b": (0.9, 1)}, "longer.py": {"a": (2.5, 1)}}
+    items = [Item(f"{file}::{name}") for file, functions in taken.items() for name in functions]
+    selection = tiers.Selection(items, taken)
+    assert [item.nodeid for item in items if selection.runs(item, False, "core")] == ["tests/long.py::b", "tests/mixed.py::b"]
+    assert all(selection.runs(item, False, "deep") != selection.runs(item, False, "core") for item in items)
+
+
 def test_a_file_without_numbers_may_take_long() -> None:
     """New ones whose durations nobody has kept, that is: two or three cases of a function are core."""
     items = [Item(f"new.py::cases[{k}]") for k in range(50)]

@@ -7,9 +7,9 @@ processes: what starts other processes: commands, torchrun, notebooks, examples.
 The tables name folders, files and test functions below `tests/`; the longest name that fits decides. A core test marked `core(keep=n)` leaves all but n
 of its cases to deep, and what only `--all` runs of it (`thorough`) is deep too.
 
-A function with many cases has as many of them in a tier as take `SECONDS` there by `tests/durations.json`, spread over all and at least one (in core none
-that takes more than `LONGEST`). What core leaves is deep; what deep and processes leave is run by `make test-all`, and by whoever names a file or folder and
-no tier. `THOROUGH` are whole functions that only `make test-all` runs.
+A function with many cases has as many of them in a tier as take `SECONDS` there by `tests/durations.json`, spread over all and at least one. In core no case
+takes more than `LONGEST`, but each file has its quickest function. What core leaves is deep; what deep and processes leave is run by `make test-all`, and by
+whoever names a file or folder and no tier. `THOROUGH` are whole functions that only `make test-all` runs.
 
 `--share K/N` (`.ci/run`) leaves out files that take `SHARED` seconds and more in a tier, but for the K-th of N shares of them: N runs with other shares run
 all. Files stay whole, as some tests build on what those before them compiled.
@@ -18,15 +18,18 @@ all. Files stay whole, as some tests build on what those before them compiled.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 TIERS = ("core", "deep", "processes")
 SECONDS = {"core": 0.6, "deep": 2.0, "processes": 40.0}
 """Of the processor, for the cases of one function."""
-LONGEST = 2.0
+LONGEST = 1.4
 """Seconds of a core case. Longer ones are deep."""
+
+LONGEST_ALONE = 2.0
+"""Those of a file's quickest function."""
 
 UNKNOWN = 0.4
 """Seconds of a case of a file that was not measured."""
@@ -439,14 +442,14 @@ class Selection:
         self.beyond: set[Any] = set()
         self.tiers: dict[Any, str] = {}
         self._seconds: dict[tuple[str, str], float] = {}
+        longest = _longest(functions, taken)
         for place, cases in functions.items():
             few = [] if place in THOROUGH else _kept(cases, "thorough")
             self.few.update(few)
-            file, _, function = place.partition("::")
-            seconds, measured = taken[file].get(function, (0.0, 1)) if file in taken else (UNKNOWN, 1)
-            each = seconds / measured
+            file = _file(place)
+            each = _each(place, taken)
             tier = tier_of(place)
-            core = _within(_kept(few, "core"), each, "core", 1) if tier == "core" and each <= LONGEST else []
+            core = _within(_kept(few, "core"), each, "core", 1) if tier == "core" and each <= longest[file] else []
             tier = "deep" if tier == "core" else tier
             self.tiers.update(dict.fromkeys(cases, tier) | dict.fromkeys(core, "core"))
             rest = [case for case in few if self.tiers[case] == tier]
@@ -463,8 +466,29 @@ class Selection:
 
     def in_share(self, item: Any, number: int, count: int) -> bool:
         """Whether a test is in this one of so many shares. Files that take little are in all."""
-        file = place_of(item).partition("::")[0]
+        file = _file(place_of(item))
         return self._seconds[file, self.tiers[item]] < SHARED or zlib.crc32(file.encode()) % count == number
+
+
+def _file(place: str) -> str:
+    return place.partition("::")[0]
+
+
+def _each(place: str, taken: Mapping[str, Mapping[str, tuple[float, int]]]) -> float:
+    """Seconds of a case of a function."""
+    file, _, function = place.partition("::")
+    seconds, measured = taken[file].get(function, (0.0, 1)) if file in taken else (UNKNOWN, 1)
+    return seconds / measured
+
+
+def _longest(places: Iterable[str], taken: Mapping[str, Mapping[str, tuple[float, int]]]) -> dict[str, float]:
+    """By file, seconds that a core case of it may take: as long as its quickest function does, if that is longer than others may be."""
+    quickest: dict[str, float] = {}
+    for place in places:
+        quickest.setdefault(_file(place), LONGEST_ALONE)
+        if tier_of(place) == "core" and place not in THOROUGH:
+            quickest[_file(place)] = min(quickest[_file(place)], _each(place, taken))
+    return {file: max(LONGEST, seconds) for file, seconds in quickest.items()}
 
 
 def share_of(text: str) -> tuple[int, int]:

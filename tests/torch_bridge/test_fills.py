@@ -61,7 +61,7 @@ def test_no_host_memory_of_its_size(name):
     torch.zeros(3, device="xla").add(1).cpu()  # what a first program allocates is not counted
     tracemalloc.start()
     try:
-        with profiler.profile(activities=[profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        with profiler.profile(activities=[profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profile:
             made = MADE[name]()
             out = made[..., -3:] + 0
             xm.mark_step()
