@@ -383,3 +383,17 @@ def test_ctc_loss_of_texts_in_a_row() -> None:
     found, compiled, ran = _run(make, LENGTHS[:5])
     torch.testing.assert_close(found, _run(make, LENGTHS[:5], "cpu")[0], rtol=1e-4, atol=1e-5)
     assert compiled[-1] == 3 and ran[-1] == 2
+
+
+def test_whoever_clears_the_cache_starts_anew() -> None:
+    """`xr.clear_computation_cache()`: the next shapes are compiled, as in a new process."""
+
+    def compiled(lengths: list[int]) -> int:
+        before = _compiled()
+        for length in lengths:
+            _long(torch.ones(length, device="xla")).sum().item()
+        return _compiled() - before
+
+    assert compiled([2, 3, 4, 5]) == cold_shapes.SHAPES
+    torch_xla.runtime.clear_computation_cache()
+    assert compiled([5, 6]) == 2

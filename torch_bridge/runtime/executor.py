@@ -64,7 +64,7 @@ class AskedForValueError(RuntimeError):
 
 
 def clear_cache() -> None:
-    """Forget every compiled program of this thread's session (they are compiled again when needed)."""
+    """Forget every compiled program of this thread's session (they are compiled again when needed), and how many there were of each structure."""
     session = STATE.session
     with LOCK:
         session.traces.clear()
@@ -72,6 +72,7 @@ def clear_cache() -> None:
         session.by_start.clear()
         session.recent.clear()
         session.hoisted.clear()
+        session.cold_shapes = cold_shapes.ColdShapes()
         session.last = None
         session.current.unpredict()
 
