@@ -192,6 +192,12 @@ ERRORS = [
         "3 must divide the 4 data-parallel ranks",
     ),
     Broken(LLAMA, {f"{M}moe": {"num_experts": 8, "capacity_factor": 1.0}}, f"{M}moe", "chooses the llama model, which has no experts"),
+    Broken(
+        MIXTRAL,
+        {f"{M}moe.capacity_factor": "1.25"},
+        f"{M}moe.capacity_factor",
+        "must be a number, without quotes or null: it is text, so write 1.25",
+    ),
     # optimizer and learning rates
     Broken(LLAMA, {f"{M}optim.name": "adamz"}, f"{M}optim.name", "'adamz' must be one of adamw"),
     Broken(LLAMA, {f"{M}optim.name": "novograd"}, f"{M}optim.name", "NovoGrad is no optimizer of torch"),
