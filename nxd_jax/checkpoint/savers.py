@@ -25,7 +25,7 @@ logger = logging.getLogger("nxd_jax")
 BEGUN = "checkpoint"
 """The mark of a tag that was begun: '1', and until it is complete who did."""
 
-_FULL = (errno.ENOSPC, errno.EDQUOT)
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _AGAIN = "another process began it again, or removed it, while this one was writing"
 _numbers = itertools.count(1)
 _mine: dict[Path, str] = {}
@@ -120,11 +120,17 @@ def _raised_anyway(record: logging.LogRecord) -> bool:
 
 
 def _full(error: BaseException, folder: Path, where: str, size: int | None) -> OSError | None:
-    """The error for the user, of a save that failed because the disk is full; None for any other."""
+    """The error for the user, of a save that failed because the disk is full or files may not be so large; None for any other."""
     number = next((n for e in _chain(error) if (n := _number(e)) in _FULL), None)
     if number is None:
         return None
     what = f"the checkpoint {folder.name}" + (f" of {size / 1e6:.1f} MB" if size is not None else "")
+    if number == errno.EFBIG:
+        return OSError(
+            number,
+            f"{os.strerror(number)}: {what} was not saved to {where}, where a file may not be as large as one of its own; earlier checkpoints are as they "
+            "were. Raise the limit of the shell (ulimit -f unlimited) or of the file system, or save elsewhere",
+        )
     return OSError(
         number,
         f"{os.strerror(number)}: {what} was not saved to {where}, where {_free(folder)}; earlier checkpoints are as they were. Make room, keep fewer "

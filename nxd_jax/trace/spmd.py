@@ -86,9 +86,19 @@ class NxDModelExecutor(torch.nn.Module):
         super().__init__()
         self.nxd_model = nxd_model
 
-    def forward(self, *inputs: torch.Tensor) -> Any:
-        """Raises RuntimeError before the weights are there, ValueError for shapes without a program, naming those there are."""
+    def forward(self, *inputs: torch.Tensor, **named: Any) -> Any:
+        """Raises TypeError for what is no tensor or has a name, RuntimeError before the weights are there, ValueError for shapes without a program."""
         model = self.nxd_model
+        if named:
+            raise TypeError(
+                f"a traced model takes tensors in the order of its example_inputs, without names, got {', '.join(f'{n}=' for n in named)}"
+            )
+        other = next((k for k, t in enumerate(inputs) if not isinstance(t, torch.Tensor)), None)
+        if other is not None:
+            raise TypeError(
+                f"input {other} of a traced model must be a tensor, got {type(inputs[other]).__name__}: what the forward took as a tuple or "
+                "list goes in as its tensors, one by one, and numbers are part of the program"
+            )
         if not model.ready:
             raise RuntimeError(
                 "the model has no weights yet: call nxd_model.initialize(weights, start_rank_tensor), or initialize_with_saved_weights"

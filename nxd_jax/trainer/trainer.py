@@ -151,8 +151,28 @@ def initialize_parallel_optimizer(
     Raises RuntimeError for precision options (`mixed_precision_config`) that need ZeRO-1, if it is not enabled.
     """
     building.check_config(nxd_config)
-    defaults.pop("decoupled_weight_decay", None)
+    if "decoupled_weight_decay" in defaults and not _takes(optimizer_class, "decoupled_weight_decay"):
+        del defaults["decoupled_weight_decay"]  # as NxD does: AdamW's groups have it, and its constructor does not take it
     return NxDOptimizer(initialize_optimizer_from_class(nxd_config, optimizer_class, parameters, **defaults), nxd_config)
+
+
+def _takes(optimizer_class: Any, option: str) -> bool:
+    """Whether a class, or a function that makes optimizers, has an argument of this name; one that only passes keywords on has those of its base."""
+    constructors = (
+        [vars(c)["__init__"] for c in optimizer_class.__mro__ if "__init__" in vars(c)]
+        if inspect.isclass(optimizer_class)
+        else [optimizer_class]
+    )
+    for constructor in constructors:
+        try:
+            parameters = inspect.signature(constructor).parameters
+        except ValueError:  # a builtin without a signature
+            return False
+        if option in parameters:
+            return True
+        if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+            return False
+    return False
 
 
 def initialize_optimizer_from_class(

@@ -50,6 +50,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument(
         "--import", dest="imports", action="append", default=[], metavar="MODULE", help="import this first: it registers classes of yours"
     )
+    found.add_argument("--multirun", "-m", action="store_true", help=argparse.SUPPRESS)
     what = found.add_mutually_exclusive_group()
     what.add_argument("--check", action="store_true", help="report errors, memory, time and learning rates; train nothing")
     what.add_argument("--plan", action="store_true", help="print layouts that fit the machine, best first; train nothing")
@@ -78,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         interpreter.use("nxdt-train", "nxd_jax.training")
     words = list(sys.argv[1:] if argv is None else argv)
     if words[:1] == ["--complete"]:
-        options = [option for action in parser()._actions for option in action.option_strings]
+        options = [option for action in parser()._actions if action.help != argparse.SUPPRESS for option in action.option_strings]
         sys.stdout.write("".join(f"{found}\n" for found in completion.complete(" ".join(words[1:]), options)))
         return
     args = parser().parse_intermixed_args(argv)
@@ -100,6 +101,8 @@ def _run(args: argparse.Namespace) -> int:
         return int(run_example(Path(args.out or "nxdt_example")) or 0)
     from nxd_jax.training.config import loading
 
+    if args.multirun:
+        raise SystemExit(f"nxdt-train: --multirun is not there: {loading.SWEEP}")
     file, overrides = _file_and_overrides(args)
     own_code.find_beside(file)
     try:

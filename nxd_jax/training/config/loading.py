@@ -14,6 +14,9 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+SWEEP = "start one training for each value: for x in 1 2; do nxdt-train CONFIG.yaml KEY=$x exp_manager.name=NAME_$x; done"
+"""What to do in place of Hydra's --multirun."""
+
 
 class ConfigError(ValueError):
     """A configuration that cannot be read. Its text names the file and what to change."""
@@ -71,7 +74,7 @@ def _said(error: BaseException) -> str:
         if text and not any(text in other for other in texts):
             texts.append(text)
         at = at.__cause__
-    return "; ".join(texts)
+    return "; ".join(texts).replace("To sweep over it, add --multirun to your command line", f"To sweep over it, {SWEEP}")
 
 
 register_resolvers()  # configurations that Hydra made without us have them, too

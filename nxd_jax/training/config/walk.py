@@ -44,6 +44,9 @@ class Walk:
 
     def _known(self, path: str, key: Key, value: Any) -> None:
         wrong = key.wrong(value)
+        if wrong and value is None and any(p.key == path for p in self.problems.of("error")):
+            self.bad.add(path)  # an interpolation that leads nowhere, which has been said
+            return
         if wrong:
             self.problems.error(path, wrong)
             self.bad.add(path)

@@ -92,11 +92,9 @@ def optimizer_options(optim: Any) -> dict[str, Any]:
             if key not in taken:
                 allowed = [name for name in taken if name not in ("self", "params", *_WITHOUT_EFFECT)]
                 raise ValueError(f"model.optim.{key}: {optim['name']} takes {', '.join(allowed)}")
-    for key in ("lr", "eps", "weight_decay"):
-        if isinstance(found.get(key), (str, int)) and not isinstance(found[key], bool):
-            found[key] = _number(f"model.optim.{key}", found[key])
-    if "betas" in found:
-        found["betas"] = tuple(_number("model.optim.betas", beta) for beta in found["betas"])
+    for key, value in found.items():
+        default = taken[key].default if key in taken else inspect.Parameter.empty
+        found[key] = _option(f"model.optim.{key}", value, default, number=key in ("lr", "eps", "weight_decay"))
     return found
 
 
@@ -143,6 +141,23 @@ def scheduler_keys(cls: Any) -> list[str] | None:
         if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
             return [name for name in found if name not in ("self", "optimizer")]
     return None
+
+
+def _option(name: str, value: Any, default: Any, number: bool) -> Any:
+    """A value of a YAML file as a class with this default takes it: texts such as 1e-4 are numbers, lists are tuples; a text is no switch."""
+    if name == "model.optim.betas" or (isinstance(default, tuple) and isinstance(value, (list, tuple))):
+        if not isinstance(value, (list, tuple)):
+            raise ValueError(f"{name}: {value!r} must be a list of numbers")
+        return tuple(None if part is None else _number(name, part) for part in value)
+    if isinstance(default, bool):
+        if not isinstance(value, bool):
+            raise ValueError(f"{name}: {value!r} must be True or False, without quotes")
+        if value and name == "model.optim.differentiable":
+            raise ValueError(f"{name}: True is for gradients of a step, which a training does not take: leave it out")
+        return value
+    if isinstance(value, (str, list, tuple)) and (isinstance(default, (int, float)) or (number and not isinstance(default, tuple))):
+        return _number(name, value)
+    return float(value) if number and isinstance(value, int) and not isinstance(value, bool) else value
 
 
 def _number(name: str, value: Any) -> float:

@@ -114,6 +114,19 @@ def test_a_full_disk(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert [p.name for p in tmp_path.iterdir()] == ["good"]
 
 
+def test_files_may_not_be_so_large(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: Any) -> None:
+        raise ValueError("OUT_OF_RANGE: Failed writing: Failed to write 1657 bytes to file 7: File too large [os_error_code='27']")
+
+    nxd.save_checkpoint(tmp_path, "good", model)
+    monkeypatch.setattr(orbax_files, "save", refused)
+    with pytest.raises(
+        OSError, match=r"File too large: the checkpoint bad of 0\.0 MB was not saved to .*Raise the limit of the shell \(ulimit -f"
+    ):
+        nxd.save_checkpoint(tmp_path, "bad", model)
+    assert [p.name for p in tmp_path.iterdir()] == ["good"]
+
+
 def test_other_errors_stay_what_they_are(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any) -> None:
         raise KeyError("broken")

@@ -98,6 +98,10 @@ def test_weights_in_the_file(made: tuple[ModelBuilder, Path]) -> None:
         ValueError, match=r"no program was traced for inputs of shapes \[\[3, 3\]\]: there are \[\[2, 3\]\] -> two; \[\[1, 3\]\] -> one"
     ):
         model(torch.ones(3, 3))
+    with pytest.raises(TypeError, match=r"takes tensors in the order of its example_inputs, without names, got x="):
+        model(x=torch.ones(2, 3))
+    with pytest.raises(TypeError, match=r"input 0 of a traced model must be a tensor, got list: .* its tensors, one by one"):
+        model([1, 2])
 
 
 def test_weights_that_are_given(made: tuple[ModelBuilder, Path], tmp_path: Path) -> None:

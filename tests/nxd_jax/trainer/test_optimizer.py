@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from neuronx_distributed import initialize_parallel_optimizer, neuronx_distribut
 from torch import optim
 
 import torch_bridge
+from nxd_jax.trainer import trainer
 from nxd_jax.trainer.optimizer import NxDOptimizer
 from tests.nxd_jax.conftest import Nxd
 from tests.nxd_jax.trainer.runs import Run, Wrapped, compare
@@ -29,6 +31,35 @@ RUNS = {
 @pytest.mark.parametrize("run", RUNS.values(), ids=RUNS.keys())
 def test_equals_torch_on_the_combined_batch(nxd: Nxd, run: Run) -> None:
     compare(nxd, run)
+
+
+@pytest.mark.parametrize("zero", [False, True])
+@pytest.mark.parametrize("kind", [optim.Adam, optim.NAdam, optim.RAdam], ids=lambda kind: kind.__name__)
+def test_weight_decay_is_decoupled_where_the_class_does_that(nxd: Nxd, kind: type[optim.Optimizer], zero: bool) -> None:
+    compare(nxd, Run(kind, {"lr": 1e-2, "weight_decay": 0.3, "decoupled_weight_decay": True}, world=2, tp=1, zero=zero))
+
+
+def test_an_option_that_adamw_has_not_is_left_out(nxd: Nxd) -> None:
+    """Its groups have `decoupled_weight_decay`, which scripts pass on."""
+    nxd(2)
+
+    class Mine(optim.Adam):
+        def __init__(self, params: Any, **options: Any):
+            super().__init__(params, **options)
+
+    for kind, takes in (
+        (optim.AdamW, False),
+        (optim.SGD, False),
+        (Mine, True),
+        (lambda params, lr: optim.SGD(params, lr), False),
+        (dict, False),
+    ):
+        assert trainer._takes(kind, "decoupled_weight_decay") is takes
+    weight = torch.nn.Parameter(torch.ones(4, 2, device="xla"))
+    made = initialize_parallel_optimizer(
+        neuronx_distributed_config(), optim.AdamW, [weight], **optim.AdamW([weight], foreach=False).defaults
+    )
+    assert made.param_groups[0]["decoupled_weight_decay"] is True
 
 
 @pytest.mark.switched_on("NXD_JAX_FUSED_OPTIMIZERS")

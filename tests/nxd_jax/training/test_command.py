@@ -152,12 +152,22 @@ def test_mistakes_are_said_at_once(tmp_path: Path, capsys: pytest.CaptureFixture
         ([], r"say which configuration: nxdt-train CONFIG.yaml"),
         (["trainer.devices=2"], r"say which configuration"),
         (["nowhere.yaml"], r"there is no configuration file .*nowhere.yaml"),
+        (
+            ["nowhere.yaml", "-m", "seed=1,2"],
+            r"--multirun is not there: start one training for each value: for x in 1 2; do nxdt-train CONFIG",
+        ),
     ],
 )
 def test_no_configuration(words: list[str], text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit, match=text):
         command.main(words)
+
+
+def test_a_sweep_is_a_loop_of_the_shell(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("seed: 1\n")
+    with pytest.raises(SystemExit, match=r"3\. To sweep over it, start one training for each value: for x in 1 2; do nxdt-train"):
+        command.main([str(tmp_path / "mine.yaml"), "seed=1,2"])
 
 
 def test_a_file_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

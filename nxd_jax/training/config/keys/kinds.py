@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+
+import yaml
+
+_SPELLED = re.compile(r"[\w.+-]+")
 
 NAMES = {
     "bool": "True or False",
@@ -46,10 +51,17 @@ class Key:
                 return ""
             return f"{value!r} must be {self.wanted}"
         if self.kinds and not any(_is(kind, value) for kind in self.kinds):
-            return f"{value!r} must be {self.wanted}"
+            return f"{value!r} must be {self.wanted}" + self._unquoted(value)
         if self.low is not None and _is("float", value) and float(value) < self.low:
             return f"{value!r} must be at least {self.low:g}"
         return ""
+
+    def _unquoted(self, value: Any) -> str:
+        """How a text becomes the number, bool or list that it spells; "" if it spells nothing that is allowed."""
+        spelled = yaml.safe_load(value) if isinstance(value, str) and _SPELLED.fullmatch(value) else value
+        if isinstance(spelled, str) or not any(_is(kind, spelled) for kind in self.kinds):
+            return ""
+        return f": it is text, so write {value} without quotes, or ${{oc.decode:...}} around an interpolation that gives text, such as ${{oc.env:NAME}}"
 
     @property
     def wanted(self) -> str:

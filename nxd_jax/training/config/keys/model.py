@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from nxd_jax.training.config.keys.kinds import Key, anything, listing, number, options_of, section, switch, text, whole
+from nxd_jax.training.config.keys.kinds import Key, anything, listing, number, options_of, real, section, switch, text, whole
 
 
 def _megatron(make: Any, *args: Any, **options: Any) -> Key:
@@ -19,7 +19,7 @@ MOE: dict[str, Key] = {
     "num_experts": whole(1),
     "frequency": whole(1),
     "dropout": number(0),
-    "capacity_factor": number(),
+    "capacity_factor": real(),
     "dropless": switch(),
     "top_k": whole(1),
     "output_router_logits": switch(),

@@ -7,6 +7,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from nxd_jax.training.config.facts import Facts
 from nxd_jax.training.config.problems import Problems
 from nxd_jax.training.optim import registry
@@ -43,6 +45,8 @@ def _optimizer(facts: Facts, problems: Problems, optim: Mapping[str, Any]) -> No
         if key not in ("name", "sched", *_NUMBERS, "betas"):
             _option(problems, str(optim["name"]), key, optim[key])
     _numbers(problems, optim)
+    if not any(p.key.startswith(f"{OPTIM}.") for p in problems.of("error")):
+        _together(problems, optim)
     norms = facts.get("model.do_layer_norm_weight_decay")
     if facts.hf and norms is not None:
         said = "are decayed" if norms else "are not decayed"
@@ -64,9 +68,23 @@ def _option(problems: Problems, name: str, key: str, value: Any) -> None:
         problems.error(f"{OPTIM}.{key}", _tail(error) + (f" (did you mean {near[0]}?)" if near else ""))
 
 
+def _together(problems: Problems, optim: Mapping[str, Any]) -> None:
+    """What the optimizer itself refuses, if it is torch's or ours."""
+    cls = registry.get_optimizer(str(optim["name"]))
+    if not cls.__module__.startswith(("torch.", "nxd_jax.")):
+        return
+    try:
+        cls([torch.nn.Parameter(torch.zeros(1))], **registry.optimizer_options(optim))
+    except (TypeError, ValueError) as error:
+        problems.error(OPTIM, f"{optim['name']} refuses its options: {_tail(error)}")
+
+
 def _numbers(problems: Problems, optim: Mapping[str, Any]) -> None:
     for key in _NUMBERS:
         value = optim.get(key)
+        if key == "eps" and isinstance(value, (list, tuple)):
+            _option(problems, str(optim["name"]), key, value)  # Adafactor has two
+            continue
         if value is not None and ((found := _number(value)) is None or found < 0):
             problems.error(f"{OPTIM}.{key}", f"{value!r} must be a number of at least 0")
     if optim.get("lr") is None:
@@ -109,6 +127,8 @@ def _refusal(name: Any) -> str:
 
 def _steps(facts: Facts, problems: Problems, sched: Mapping[str, Any]) -> None:
     steps, warmup, constant = facts.steps, _number(sched.get("warmup_steps")) or 0, _number(sched.get("constant_steps")) or 0
+    if "trainer.max_steps" in facts.bad:
+        return
     if steps < 1:
         problems.error("trainer.max_steps", f"must be given: {SCHED} needs the number of steps, which is {steps}")
         return

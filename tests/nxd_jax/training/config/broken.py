@@ -31,6 +31,13 @@ ERRORS = [
     # keys
     Broken(LLAMA, {"trainer.max_stesp": 5}, "trainer.max_stesp", "is no key of trainer; did you mean max_steps?"),
     Broken(LLAMA, {"exp_manager.save_xsr": True}, "exp_manager.save_xsr", "did you mean save_xser?"),
+    Broken(
+        LLAMA,
+        {"trainer.max_steps": "20"},
+        "trainer.max_steps",
+        "'20' must be a whole number: it is text, so write 20 without quotes, or ${oc.decode:...}",
+    ),
+    Broken(LLAMA, {f"{D}zero1": "true"}, f"{D}zero1", "must be True or False or null: it is text, so write true without quotes"),
     Broken(LLAMA, {"trainer.zzz": 1}, "trainer.zzz", "is no key of trainer"),
     Broken(
         LLAMA,
@@ -185,6 +192,12 @@ ERRORS = [
         "3 must divide the 4 data-parallel ranks",
     ),
     Broken(LLAMA, {f"{M}moe": {"num_experts": 8, "capacity_factor": 1.0}}, f"{M}moe", "chooses the llama model, which has no experts"),
+    Broken(
+        MIXTRAL,
+        {f"{M}moe.capacity_factor": "1.25"},
+        f"{M}moe.capacity_factor",
+        "must be a number, without quotes or null: it is text, so write 1.25",
+    ),
     # optimizer and learning rates
     Broken(LLAMA, {f"{M}optim.name": "adamz"}, f"{M}optim.name", "'adamz' must be one of adamw"),
     Broken(LLAMA, {f"{M}optim.name": "novograd"}, f"{M}optim.name", "NovoGrad is no optimizer of torch"),
@@ -194,6 +207,19 @@ ERRORS = [
     Broken(LLAMA, {f"{M}optim.lr": GONE}, f"{M}optim.lr", "is missing: the learning rate"),
     Broken(LLAMA, {f"{M}optim.wieght_decay": 0.1}, f"{M}optim.wieght_decay", "did you mean weight_decay?"),
     Broken(LLAMA, {f"{M}optim.betas": [0.9, 1.5]}, f"{M}optim.betas", "[0.9, 1.5] must be two numbers from 0 to below 1"),
+    Broken(
+        LLAMA,
+        {f"{M}optim.amsgrad": "false", f"{M}optim.name": "adamw"},
+        f"{M}optim.amsgrad",
+        "'false' must be True or False, without quotes",
+    ),
+    Broken(
+        LLAMA,
+        {f"{M}optim": {"name": "sgd", "lr": 0.1, "nesterov": True}},
+        f"{M}optim",
+        "sgd refuses its options: Nesterov momentum requires a momentum",
+    ),
+    Broken(LLAMA, {f"{M}optim.eps": [None, 1e-3]}, f"{M}optim.eps", "[None, 0.001] must be a number"),
     Broken(LLAMA, {f"{M}optim.sched.name": "CosineAnealing"}, f"{M}optim.sched.name", "did you mean 'CosineAnnealing'?"),
     Broken(LLAMA, {f"{M}optim.sched.min_lr": 0.0}, f"{M}optim.sched.min_lr", "LinearAnnealingWithWarmUp takes warmup_steps, max_steps"),
     Broken("hf_llama3_8B_ORPO", {f"{M}optim.sched.warmup_steps": "ten"}, f"{M}optim.sched.warmup_steps", "'ten' must be a number"),

@@ -62,6 +62,14 @@ def test_all_mistakes_at_once(folder: Path) -> None:
         found.plot(folder / "x.svg")
 
 
+def test_an_interpolation_that_leads_nowhere_is_one_mistake(folder: Path) -> None:
+    found = report(LLAMA, folder, {"data.global_batch_size": "${data.micro_batch_siz}"})
+    assert [p.text for p in found.errors if p.key == "data.global_batch_size"] == [
+        "${data.micro_batch_siz} cannot be resolved: Interpolation key 'data.micro_batch_siz' not found"
+    ]
+    assert [p.key for p in report(LLAMA, folder, {"trainer.max_steps": "20"}).errors] == ["trainer.max_steps"]
+
+
 @pytest.mark.parametrize(
     ("text", "where", "said"),
     [

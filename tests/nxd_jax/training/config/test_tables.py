@@ -39,6 +39,9 @@ def test_every_key_of_the_conf_files_is_known() -> None:
         assert unknown(conf_files.configuration(name), ROOT, "") == [], name
 
 
+UNQUOTED = "without quotes, or ${oc.decode:...} around an interpolation that gives text, such as ${oc.env:NAME}"
+
+
 @pytest.mark.parametrize(
     ("key", "value", "wrong"),
     [
@@ -50,7 +53,7 @@ def test_every_key_of_the_conf_files_is_known() -> None:
         (number(), "3e-4", ""),
         (number(), "fast", "'fast' must be a number or null"),
         (number(0), -1.5, "-1.5 must be at least 0"),
-        (switch(), "true", "'true' must be True or False or null"),
+        (switch(), "true", f"'true' must be True or False or null: it is text, so write true {UNQUOTED}"),
         (text("a", "b"), "c", "'c' must be one of a, b or null"),
         (text(), 5, "5 must be text or null"),
         (listing(null=False), "x", "'x' must be a list"),

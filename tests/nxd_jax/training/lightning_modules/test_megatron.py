@@ -12,7 +12,7 @@ from torch_xla.debug import metrics
 from nxd_jax.parallel_layers import parallel_state
 from nxd_jax.tensor_parallel import grads
 from nxd_jax.tensor_parallel.full_weights import gather_full
-from nxd_jax.training.lightning_modules.model.megatron.megatron_gpt_model import MegatronGPTModel
+from nxd_jax.training.lightning_modules.model.megatron.megatron_gpt_model import NUMBERS, MegatronGPTModel
 from nxd_jax.training.models.megatron.transformer import CoreAttention, NeuronSwitchMLP
 from tests.nxd_jax.training.lightning_modules import megatron_jobs
 from tests.nxd_jax.training.lightning_modules.megatron_jobs import DEVICES, EP, FULL, PP, ROWS, SELECTIVE, SP, TP, VPP
@@ -140,6 +140,13 @@ def test_what_a_configuration_says(monkeypatch: pytest.MonkeyPatch) -> None:
         module.gpt_arguments()
     del module.trainer.datamodule
     assert module.gpt_arguments()["vocab_size"] == 32000  # the tokenizer is not known
+
+
+def test_numbers_may_be_text() -> None:
+    module = megatron_jobs.made(megatron_jobs.config("mixtral", 'model.init_method_std="0.01"', 'model.layernorm_epsilon="1e-6"'))
+    found = module.gpt_arguments()
+    assert found["init_method_std"] == 0.01 and found["layernorm_epsilon"] == 1e-6
+    assert "moe_capacity_factor" in NUMBERS and "num_layers" not in NUMBERS
 
 
 def test_batches_and_weight_decay() -> None:

@@ -31,6 +31,14 @@ def test_options_become_numbers() -> None:
     assert registry.optimizer_options(optim) == {"lr": 3e-4, "weight_decay": 0.0, "betas": (0.9, 0.95)}
 
 
+def test_options_are_what_the_class_takes() -> None:
+    found = registry.optimizer_options({"name": "sgd", "lr": 1, "momentum": "0.9", "nesterov": True})
+    assert found == {"lr": 1.0, "momentum": 0.9, "nesterov": True}
+    found = registry.optimizer_options({"name": "adafactor", "lr": "1e-2", "eps": [None, "1e-3"], "d": 1})
+    assert found == {"lr": 1e-2, "eps": (None, 1e-3), "d": 1}
+    assert registry.optimizer_options({"name": "rprop", "etas": ["0.5", 1.2]}) == {"etas": (0.5, 1.2)}
+
+
 def test_your_own() -> None:
     class Mine(torch.optim.SGD):
         pass
@@ -52,6 +60,10 @@ def test_your_own() -> None:
         ({"name": "novograd"}, r"NovoGrad is no optimizer of torch: register one"),
         ({"name": "adamw", "momentum": 0.9}, r"model.optim.momentum: adamw takes lr, betas, eps"),
         ({"name": "adamw", "lr": "fast"}, r"model.optim.lr: 'fast' must be a number"),
+        ({"name": "adamw", "betas": 0.9}, r"model.optim.betas: 0.9 must be a list of numbers"),
+        ({"name": "adamw", "amsgrad": "false"}, r"model.optim.amsgrad: 'false' must be True or False, without quotes"),
+        ({"name": "adamw", "differentiable": True}, r"model.optim.differentiable: True is for gradients of a step, .*leave it out"),
+        ({"name": "sgd", "momentum": "much"}, r"model.optim.momentum: 'much' must be a number"),
     ],
 )
 def test_wrong_optimizers(optim: dict[str, Any], text: str) -> None:

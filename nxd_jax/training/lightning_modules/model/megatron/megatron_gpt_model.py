@@ -17,6 +17,7 @@ from nxd_jax.training.lightning_modules.model.megatron.megatron_base_model impor
 from nxd_jax.training.models.hf_models.modeling_mixtral import BalanceLoss
 from nxd_jax.training.models.megatron.gpt_model import GPTModel, MaskedLoss
 from nxd_jax.training.models.megatron.language_model import Embedding
+from nxd_jax.training.models.megatron.options import GPTOptions
 from nxd_jax.training.models.megatron.transformer import ParallelTransformerLayer
 from nxd_jax.training.utils.mfu import flops_per_token
 
@@ -45,6 +46,8 @@ MOE = {
     "top_k": "moe_top_k",
 }
 """Keys of `model.moe` that `GPTModel` has other names for."""
+NUMBERS = [field.name for field in dataclasses.fields(GPTOptions) if "float" in str(field.type).split(" | ")]
+"""Arguments of `GPTModel` that are numbers, which files may have as text: "1e-5"."""
 
 
 class MegatronGPTModel(MegatronBaseModel):
@@ -68,7 +71,9 @@ class MegatronGPTModel(MegatronBaseModel):
         found["sequence_parallel"] = bool(self.config.distributed_strategy.get("sequence_parallel", False))
         found["reduce_dtype"] = reduce_dtype(self.config)
         found["vocab_size"] = self._padded_vocab_size()
-        return {**found, **self._moe}
+        return {
+            name: float(value) if isinstance(value, str) and name in NUMBERS else value for name, value in {**found, **self._moe}.items()
+        }
 
     def _moe_arguments(self) -> dict[str, Any]:
         """Raises ValueError for what does not go together."""
