@@ -130,6 +130,24 @@ def _shift(op: Any, of_bits: Any) -> Any:
     return infer
 
 
+def _ldexp(self: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """torch's meta kernel makes integers float32 first. Its CPU kernel multiplies by a power of two, in what the two are promoted to."""
+    return torch.mul(self, torch.pow(2.0, other))
+
+
+def _pow_scalar(self: torch.Tensor, exponent: complex) -> torch.Tensor:
+    """torch's meta kernel takes a bool for an integer. Its CPU kernel does not: `mask ** True` is a mask."""
+    if self.dtype == torch.bool and isinstance(exponent, bool):
+        return torch.empty_like(self)
+    return torch.ops.aten.pow.Tensor_Scalar(self, exponent)
+
+
+def _masked_fill(self: torch.Tensor, mask: torch.Tensor, value: complex) -> torch.Tensor:
+    """torch's meta kernel refuses every complex number for a tensor of reals. Its CPU kernel takes those that are real, and all of them as a truth."""
+    fits = not isinstance(value, complex) or self.dtype.is_complex
+    return torch.ops.aten.masked_fill.Scalar(self, mask, value if fits else bool(value) if self.dtype == torch.bool else value.real)
+
+
 _BROKEN = {torch.ops.aten._thnn_fused_lstm_cell.default}
 """Ops whose meta kernel fails on arguments it should take (LSTM cells without biases)."""
 
@@ -152,7 +170,10 @@ _RULES: dict[Any, Any] = {
     torch.ops.aten._grouped_mm.default: _grouped_mm,
     torch.ops.aten._native_multi_head_attention.default: _native_multi_head_attention,
     torch.ops.aten.index.Tensor: _index,
+    torch.ops.aten.ldexp.Tensor: _ldexp,
+    torch.ops.aten.masked_fill.Scalar: _masked_fill,
     torch.ops.aten.multilabel_margin_loss_forward.default: _multilabel_margin_loss,
+    torch.ops.aten.pow.Tensor_Scalar: _pow_scalar,
     torch.ops.aten.where.self: _where,
 }
 """Our own inference where torch's meta kernel is narrower than its CPU kernel, or says something else."""
