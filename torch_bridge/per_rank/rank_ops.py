@@ -184,7 +184,7 @@ def _setitem(x: torch.Tensor, index: Any, value: Any) -> None:
     if lists is not None:
         x[lists] = as_tensor(value).to(x.dtype) if rank_numbers.is_ranked(value) else value
         return
-    items = index if isinstance(index, tuple) else (index,)
+    items = list(index) if isinstance(index, tuple) else [index]
     if len(items) == 1 and isinstance(index, bool):
         value = _fitting(as_tensor(value).to(x.dtype) if rank_numbers.is_ranked(value) else value, x)
         x.copy_(torch.where(as_tensor(index), value, x))

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from torch_bridge.recorder.argument_checks import checks
+from torch_bridge.recorder.argument_checks import checks, fits_into
 
 aten = torch.ops.aten
 Tensor = torch.Tensor
@@ -143,6 +143,12 @@ def _sub(self: Tensor, other: Tensor | complex, alpha: complex = 1) -> None:
             f"Subtraction, the `-` operator, with {'two bool tensors' if all(found) else 'a bool tensor'} is not supported: "
             "use `~` to invert a mask, `^` for what differs, or convert it with .int()"
         )
+
+
+@checks(aten.add_.Tensor, aten.sub_.Tensor)
+def _in_place(self: Tensor, other: Tensor | complex, alpha: complex = 1) -> None:
+    """torch's meta kernels say that an element's size would change."""
+    fits_into(torch.result_type(self, other), self.dtype)
 
 
 @checks(aten.addcdiv.default)

@@ -16,7 +16,7 @@ from torch_bridge import _compat, lowerings
 from torch_bridge.ir import dtypes
 from torch_bridge.ir.layout import meta_of
 from torch_bridge.precision import precision_mode
-from torch_bridge.recorder import argument_checks
+from torch_bridge.recorder import argument_checks, schema
 from torch_bridge.recorder.tensor import XLATensor
 
 DROPPED = frozenset({"device", "layout", "pin_memory", "memory_format", "non_blocking", "generator"})
@@ -48,7 +48,7 @@ def infer(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, An
     argument_checks.check(op, margs, mkwargs)
     if op in _BROKEN:
         raise NeedsHost(f"torch's meta kernel of {op} fails on valid arguments")
-    op = _RULES.get(op, op)
+    op = _RULES.get(op) or _in_place(op) or op
     try:
         with torch.no_grad():
             return op(*margs, **mkwargs)
@@ -59,6 +59,23 @@ def infer(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, An
         if type(error).__name__ in _DYNAMIC or ("meta" in text and "not implemented" in text) or "a meta tensor" in text:
             raise NeedsHost(str(error)) from None
         raise
+
+
+@functools.cache
+def _in_place(op: torch._ops.OpOverload) -> Any:
+    """What an in-place op on one tensor does by our own inference of its functional form; None without one."""
+    found = schema.info(op)
+    rule = None if found.mutated != [0] or any(a.is_out for a in found.args) else _RULES.get(found.functional)
+    if rule is None or str(found.args[0].type) != "Tensor":
+        return None
+
+    def infer(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        made: torch.Tensor = rule(self, *args, **kwargs)
+        if made.shape != self.shape:
+            raise RuntimeError(f"output with shape {list(self.shape)} doesn't match the broadcast shape {list(made.shape)}")
+        return made
+
+    return infer
 
 
 @functools.cache
