@@ -26,7 +26,9 @@ Hook = Callable[[torch.nn.Module, float], Any]
 
 
 def get_number_of_extra_heads(n_head: int, tp_degree: int) -> int:
-    """Heads to add for `n_head` to divide by `tp_degree`."""
+    """Heads to add for `n_head` to divide by `tp_degree`. Raises ValueError for a `tp_degree` below 1."""
+    if tp_degree < 1:
+        raise ValueError(f"get_number_of_extra_heads(n_head={n_head}, tp_degree={tp_degree}): tp_degree is a number of ranks, at least 1")
     return -n_head % tp_degree
 
 

@@ -114,6 +114,11 @@ CASES: dict[str, tuple[Call, str]] = {
     "filling bytes with a number that is none": (lambda d: long(d).char().masked_fill_(x(d) > 0, 300), "torch.int8 without overflow"),
     "filling integers with infinity": (lambda d: long(d).masked_fill(x(d) > 0, -torch.inf), "torch.int64 without overflow"),
     "filling with a complex number": (lambda d: x(d).masked_fill(x(d) > 0, 1 + 2j), "cannot be converted to torch.float32"),
+    "filling bytes with a complex number that is none": (
+        lambda d: long(d).char().masked_fill_(x(d) > 0, 300 + 0j),
+        "torch.int8 without overflow",
+    ),
+    "nansum of complex numbers": (lambda d: torch.nansum(x(d).to(torch.complex64)), "nansum on CPU does not support complex inputs"),
     "relu of bools": (lambda d: torch.relu(long(d) > 0), "Boolean inputs not supported"),
     "a number minus bools": (lambda d: 1 - (long(d) > 0), "with a bool tensor is not supported"),
     "bools minus bools": (lambda d: (long(d) > 0) - (long(d) > 1), "with two bool tensors is not supported"),

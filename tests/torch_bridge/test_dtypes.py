@@ -253,11 +253,47 @@ def test_in_place_sums_are_refused_as_in_torch(given: torch.dtype) -> None:
         assert outcome("xla", other) == outcome("cpu", other), other
 
 
+@pytest.mark.parametrize("number", [True, 3, 2.5, -1, 300])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64, torch.float16, torch.complex64])
+def test_a_number_is_copied_into_a_tensor(number: float, dtype: torch.dtype) -> None:
+    def copied(device: str) -> torch.Tensor:
+        x = torch.zeros(2, 3, dtype=dtype, device=device)
+        x[:, 1].copy_(number)
+        assert torch.zeros(2, dtype=dtype, device=device).copy_(number).dtype == dtype
+        return x.cpu()
+
+    torch.testing.assert_close(copied("xla"), copied("cpu"))
+
+
+IN_PLACE = {
+    "a mask to a mask": lambda d: torch.tensor([True, False], device=d).pow_(True),
+    "bits by a mask": lambda d: torch.tensor([1, 2], device=d).__ilshift__(torch.tensor([True, False], device=d)),
+    "a mask filled with a complex number": lambda d: torch.tensor([True, False], device=d).masked_fill_(torch.tensor(True, device=d), 0j),
+    "whole numbers times powers": lambda d: torch.tensor([1.0, 2.0], device=d).ldexp_(torch.tensor([1, 2], device=d)),
+}
+
+
+@pytest.mark.parametrize("write", IN_PLACE.values(), ids=IN_PLACE)
+def test_in_place_as_the_functional_form(write: Any) -> None:
+    torch.testing.assert_close(write("xla").cpu(), write("cpu"))
+
+
+def test_in_place_into_less_than_the_result() -> None:
+    for d in ("cpu", "xla"):
+        with pytest.raises(RuntimeError, match=r"output with shape \[1\] doesn't match the broadcast shape \[2\]"):
+            torch.tensor([1], device=d).__ilshift__(torch.tensor([True, False], device=d))
+
+
 def test_what_the_refusal_says() -> None:
     with pytest.raises(
         RuntimeError, match=r"result type torch.complex64 can't be cast to the desired output type torch.float32: it would lose"
     ):
         torch.ones(2, device="xla").mul_(1j)
+    for write in (lambda x: x.add_(1.5), lambda x: x.sub_(torch.ones(2, device="xla"))):
+        with pytest.raises(
+            RuntimeError, match=r"result type torch.float32 can't be cast to the desired output type torch.int64: it would lose"
+        ):
+            write(torch.ones(2, dtype=torch.int64, device="xla"))
 
 
 WRITES: dict[str, object] = {

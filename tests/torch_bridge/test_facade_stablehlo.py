@@ -58,3 +58,14 @@ def test_other_arguments_and_errors(tmp_path: pathlib.Path) -> None:
     ):
         with pytest.raises(NotImplementedError, match=r"folders of torch_xla are neither written nor read.*torch\.jit\.save"):
             call()
+
+
+def test_dims_that_vary_have_the_example_sizes() -> None:
+    net = torch.nn.Linear(4, 2)
+    program = torch.export.export(net, (torch.ones(3, 4),), dynamic_shapes=({0: torch.export.Dim("rows")},))
+    with pytest.warns(UserWarning, match="has dims that vary .*override_tracing_arguments"):
+        made = exported_program_to_stablehlo(program)
+    assert "tensor<3x4xf32>" in made.get_stablehlo_text()
+    torch.testing.assert_close(made(torch.ones(5, 4)).cpu(), net(torch.ones(5, 4)).detach())
+    options = StableHLOExportOptions(override_tracing_arguments=(torch.ones(5, 4),))
+    assert "tensor<5x4xf32>" in exported_program_to_stablehlo(program, options).get_stablehlo_text()

@@ -145,6 +145,17 @@ def test_modules_can_be_made_on_the_device() -> None:
 # -- batch norm ------------------------------------------------------------------------------------
 
 
+def test_batch_norm_with_results_that_are_there() -> None:
+    def outs(device: str) -> list[torch.Tensor]:
+        x = (torch.arange(24.0, device=device).reshape(2, 3, 4) % 7).to(device)
+        mean, var = torch.zeros(3, device=device), torch.ones(3, device=device)
+        made = [torch.empty(0, device=device) for _ in range(3)]
+        torch.native_batch_norm(x, None, None, mean, var, True, 0.1, 1e-5, out=tuple(made))
+        return [t.cpu() for t in (*made, mean, var)]
+
+    torch.testing.assert_close(outs("xla"), outs("cpu"))
+
+
 @pytest.mark.core(keep=2)
 @pytest.mark.parametrize(
     ("norm", "momentum"), [(n, m) for n in (nn.BatchNorm1d, nn.BatchNorm2d) for m in (0.1, None, 0.5)] + [(nn.InstanceNorm2d, 0.1)]

@@ -124,6 +124,8 @@ def pow_scalar(self: Operand, exponent: Number) -> Array:
     x = operand(self, dtype)
     if exponent == 0:
         return jnp.ones_like(x, dtype=dtype)
+    if dtype == jnp.bool_:
+        return x
     if not is_float(x):
         return lax.integer_pow(x, int(exponent.real))
     if exponent == 0.5:

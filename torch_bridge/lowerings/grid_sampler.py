@@ -30,8 +30,10 @@ def _to_pixels(c: jax.Array, size: int, align_corners: bool) -> jax.Array:
     return (c + 1) / 2 * (size - 1) if align_corners else ((c + 1) * size - 1) / 2
 
 
-def _clip(c: jax.Array, size: int) -> jax.Array:
-    return jnp.where(c >= size - 1, size - 1, jnp.where(c > 0, c, 0))
+def _clip(c: jax.Array, size: int, nan_is_last: bool) -> jax.Array:
+    """nan_is_last: which border a NaN is taken for; torch's CPU kernels say the first in two dims and the last in three."""
+    inner = jnp.where(c > 0, c, 0)
+    return jnp.where(c < size - 1, inner, size - 1) if nan_is_last else jnp.where(c >= size - 1, size - 1, inner)
 
 
 def _reflect(c: jax.Array, size: int, align_corners: bool) -> jax.Array:
@@ -46,10 +48,10 @@ def _reflect(c: jax.Array, size: int, align_corners: bool) -> jax.Array:
     return jnp.where(flips % 2 == 0, rest + low, span - rest + low)
 
 
-def _padded(c: jax.Array, size: int, mode: int, align_corners: bool) -> jax.Array:
+def _padded(c: jax.Array, size: int, mode: int, align_corners: bool, dims: int = 2) -> jax.Array:
     if mode == _REFLECTION:
         c = _reflect(c, size, align_corners)
-    return c if mode == _ZEROS else _clip(c, size)
+    return c if mode == _ZEROS else _clip(c, size, nan_is_last=dims == 3)
 
 
 def _look_up(image: jax.Array, at: Sequence[jax.Array]) -> jax.Array:
@@ -73,6 +75,12 @@ def _linear(image: jax.Array, at: Sequence[jax.Array]) -> jax.Array:
     return functools.reduce(jnp.add, terms)
 
 
+def _linear_volume(image: jax.Array, at: Sequence[jax.Array]) -> jax.Array:
+    """In three dims, torch takes a coordinate that is NaN or infinite for one outside the volume. (In two, NaN comes of it.)"""
+    found = functools.reduce(jnp.logical_and, [jnp.isfinite(c) for c in at])
+    return jnp.where(found[:, None], _linear(image, [jnp.where(found, c, 0) for c in at]), 0)
+
+
 def _bicubic(image: jax.Array, at: Sequence[jax.Array], padding_mode: int, align_corners: bool) -> jax.Array:
     lows = [lax.stop_gradient(jnp.floor(c)) for c in at]
     wy, wx = (cubic_weights(c - low) for c, low in zip(at, lows, strict=True))
@@ -91,8 +99,11 @@ def _sample(image: jax.Array, grid: jax.Array, mode: int, padding_mode: int, ali
     if mode == _BICUBIC:
         result = _bicubic(image, at, padding_mode, align_corners)
     else:
-        at = [_padded(c, size, padding_mode, align_corners) for c, size in zip(at, image.shape[2:], strict=True)]
-        result = _look_up(image, [lax.stop_gradient(jnp.round(c)) for c in at]) if mode == _NEAREST else _linear(image, at)
+        at = [_padded(c, size, padding_mode, align_corners, n) for c, size in zip(at, image.shape[2:], strict=True)]
+        if mode == _NEAREST:
+            result = _look_up(image, [lax.stop_gradient(jnp.round(c)) for c in at])
+        else:
+            result = _linear_volume(image, at) if n == 3 else _linear(image, at)
     return result.reshape(*image.shape[:2], *out)
 
 

@@ -432,6 +432,10 @@ class RankInt(_Ranked, torch.SymInt):
     def bit_length(self) -> int:
         return int(self.node.first).bit_length()
 
+    def to_bytes(self, *args: Any, **kwargs: Any) -> bytes:
+        """The first hosted rank's, as text is."""
+        return int(self.node.first).to_bytes(*args, **kwargs)
+
 
 @_fill
 class RankFloat(_Ranked, torch.SymFloat):

@@ -110,9 +110,9 @@ def _getitem(x: torch.Tensor, index: object) -> torch.Tensor:
     lists = _lists_as_tensors(x, index)
     if lists is not None:
         return x[lists]
-    items = list(index) if isinstance(index, tuple) else [index]
+    items = _agreed(index if isinstance(index, tuple) else (index,))
     if any(isinstance(i, (torch.Tensor, list, bool)) for i in items):
-        raise NotImplementedError("a rank next to index tensors: take x[rank] first, then index the result")
+        return _own_places(x, items)[_without_numbers(x, items)]
     taken = sum(i is not None and i is not Ellipsis for i in items)
     dropped: list[int] = []
     made: list[Any] = []
@@ -139,6 +139,37 @@ def _getitem(x: torch.Tensor, index: object) -> torch.Tensor:
     return out
 
 
+def _agreed(items: Sequence[Any]) -> list[Any]:
+    """Items of an index, with truths that all ranks share as plain ones. Raises for others: `x[rank == 0]` has one row for a rank and none for the rest."""
+    made = [bool(i) if isinstance(i, bool) and len(set(rank_numbers.per_rank(i))) == 1 else i for i in items]
+    truth = next((i for i in made if isinstance(i, bool) and rank_numbers.is_ranked(i)), None)
+    if truth is not None:
+        raise rank_numbers.PlainNumberNeeded(
+            f"a truth that differs by rank as an index ({str(rank_numbers.per_rank(truth)[:4]).strip('[]')} for rank 0, 1, ...) gives ranks different shapes: "
+            "use torch.where(truth, x, other) or x * truth, or start one process per rank with torchrun"
+        )
+    return made
+
+
+def _own_places(x: torch.Tensor, items: Sequence[Any]) -> torch.Tensor:
+    """x at each rank's places alone, as torch takes numbers among index tensors first."""
+    first: list[Any] = []
+    for i in items:
+        if isinstance(i, (list, torch.Tensor)):
+            i = torch.as_tensor(i)
+            first += [slice(None)] * (i.dim() if i.dtype in (torch.bool, torch.uint8) else 1)
+        elif rank_numbers.is_ranked(i) or i is Ellipsis:
+            first.append(i)
+        elif i is not None and not isinstance(i, bool):
+            first.append(slice(None))
+    return _getitem(x, tuple(first))
+
+
+def _without_numbers(x: torch.Tensor, items: Sequence[Any]) -> tuple[Any, ...]:
+    """The rest of an index."""
+    return tuple(torch.tensor(i, device=x.device) if isinstance(i, list) else i for i in items if not rank_numbers.is_ranked(i))
+
+
 def _size_at(x: torch.Tensor, items: list[Any], item: Any) -> int:
     """The size of the dimension that an index is for."""
     place = next(k for k, i in enumerate(items) if i is item)
@@ -153,13 +184,28 @@ def _setitem(x: torch.Tensor, index: Any, value: Any) -> None:
     if lists is not None:
         x[lists] = as_tensor(value).to(x.dtype) if rank_numbers.is_ranked(value) else value
         return
+    items = list(index) if isinstance(index, tuple) else [index]
+    if len(items) == 1 and isinstance(index, bool):
+        value = _fitting(as_tensor(value).to(x.dtype) if rank_numbers.is_ranked(value) else value, x)
+        x.copy_(torch.where(as_tensor(index), value, x))
+        return
+    items = _agreed(items)
+    if any(isinstance(i, (torch.Tensor, list, bool)) for i in items):
+        value = as_tensor(value).to(x.dtype) if rank_numbers.is_ranked(value) else value
+        _own_places(x, items)[_without_numbers(x, items)] = value
+        return
     place = _getitem(x, index)
     if not isinstance(value, torch.Tensor):
         place.fill_(value)
         return
-    while value.dim() > place.dim() and value.shape[0] == 1:
+    place.copy_(_fitting(value, place))
+
+
+def _fitting(value: Any, place: torch.Tensor) -> Any:
+    """Without leading dims of one element, which an assignment passes over."""
+    while isinstance(value, torch.Tensor) and value.dim() > place.dim() and value.shape[0] == 1:
         value = value[0]
-    place.copy_(value)
+    return value
 
 
 def _select_of(x: torch.Tensor, dim: int, index: Any) -> torch.Tensor:

@@ -44,6 +44,19 @@ def one_dtype(name: str, *operands: Tensor | None) -> None:
         )
 
 
+def fits_into(made: torch.dtype, held: torch.dtype) -> None:
+    """RuntimeError, as in torch, for results of a kind that the tensor they are written to has no room for."""
+    if not torch.can_cast(made, held):
+        lost = (
+            "the imaginary part"
+            if made.is_complex
+            else "what is behind the point"
+            if made.is_floating_point
+            else "all but whether it is zero"
+        )
+        raise RuntimeError(f"result type {made} can't be cast to the desired output type {held}: it would lose {lost}")
+
+
 # -- dtypes and shapes ----------------------------------------------------------------------------
 
 

@@ -21,7 +21,7 @@ from torch_bridge.ir.layout import Layout, base_of_meta, layout, of_meta
 from torch_bridge.ir.segment import LOCK, Segment
 from torch_bridge.ir.view_entries import flat
 from torch_bridge.mesh import abstract_arrays, places, random_state, rank_numbers
-from torch_bridge.recorder import cpu_draws, fallback, known_masks, overlaps, placed
+from torch_bridge.recorder import argument_checks, cpu_draws, fallback, known_masks, overlaps, placed
 from torch_bridge.recorder.copies import upload
 from torch_bridge.recorder.schema import LIFTED, NOT_SCALAR, Info, info
 from torch_bridge.recorder.shape_inference import DROPPED, NeedsHost, infer, infer_from_lowering, to_meta
@@ -396,15 +396,7 @@ def _written_as(result: Layout | None, held: torch.dtype) -> tuple[Layout, torch
 
 def _cast(made: torch.dtype, held: torch.dtype) -> torch.dtype | None:
     """The dtype that a result is converted to on its way into a tensor, None if it has it; torch's meta kernels let floats into integers."""
-    if not torch.can_cast(made, held):
-        lost = (
-            "the imaginary part"
-            if made.is_complex
-            else "what is behind the point"
-            if made.is_floating_point
-            else "all but whether it is zero"
-        )
-        raise RuntimeError(f"result type {made} can't be cast to the desired output type {held}: it would lose {lost}")
+    argument_checks.fits_into(made, held)
     return held if made != held else None
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from torch_bridge.recorder.argument_checks import checks
+from torch_bridge.recorder.argument_checks import checks, fits_into
 
 aten = torch.ops.aten
 Tensor = torch.Tensor
@@ -145,6 +145,12 @@ def _sub(self: Tensor, other: Tensor | complex, alpha: complex = 1) -> None:
         )
 
 
+@checks(aten.add_.Tensor, aten.sub_.Tensor)
+def _in_place(self: Tensor, other: Tensor | complex, alpha: complex = 1) -> None:
+    """torch's meta kernels say that an element's size would change."""
+    fits_into(torch.result_type(self, other), self.dtype)
+
+
 @checks(aten.addcdiv.default)
 def _addcdiv(self: Tensor, tensor1: Tensor, tensor2: Tensor, value: complex = 1) -> None:
     if _is_whole(tensor1.dtype) and _is_whole(tensor2.dtype):
@@ -161,12 +167,19 @@ def _heaviside(self: Tensor, values: Tensor) -> None:
         )
 
 
+@checks(aten.nansum.default)
+def _nansum(self: Tensor, *args: object, **kwargs: object) -> None:
+    if self.dtype.is_complex:
+        raise RuntimeError("nansum on CPU does not support complex inputs: sum .real and .imag, or torch.where(x == x, x, 0)")
+
+
 @checks(aten.masked_fill.Scalar)
 def _masked_fill(self: Tensor, mask: Tensor, value: complex) -> None:
     """Integers have no number that stands for one they cannot hold. (Floats have: infinity, as in `torch.where`.)"""
     if isinstance(value, complex) and not self.dtype.is_complex and self.dtype != torch.bool and value.imag:
         raise RuntimeError(f"masked_fill: {value} cannot be converted to {self.dtype}: a complex number has no value there")
-    if isinstance(value, (int, float)) and _is_whole(self.dtype) and self.dtype != torch.bool:
+    value = value.real
+    if _is_whole(self.dtype) and self.dtype != torch.bool:
         limits = torch.iinfo(self.dtype)
         if not limits.min <= value <= limits.max:
             raise RuntimeError(f"value cannot be converted to type {self.dtype} without overflow: masked_fill with {value}")

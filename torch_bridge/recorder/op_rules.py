@@ -30,8 +30,9 @@ aten = torch.ops.aten
 
 @special(aten.copy_.default)
 def copy_(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`dst.copy_(src)`: both are on xla, or one of them is."""
-    dst, src = args[0], args[1]
+    """`dst.copy_(src)`: both are on xla, or one of them is. A number comes as itself."""
+    dst: Any = args[0]
+    src: Any = args[1] if isinstance(args[1], torch.Tensor) else torch.tensor(args[1])
     if not isinstance(dst, XLATensor):
         constants = STATE.session.cpu_constants
         if constants is not None:
@@ -549,6 +550,17 @@ def native_batch_norm(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs
     segment = STATE.session.current
     segment.write_view(mean._storage, mean._layout, read(new_mean))
     segment.write_view(var._storage, var._layout, read(new_var))
+    return tuple(outs)
+
+
+@special(aten.native_batch_norm.out)
+def native_batch_norm_out(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The results of the form above, written to what `out=` names."""
+    outs = [kwargs[name] for name in ("out", "save_mean", "save_invstd")]
+    made = native_batch_norm(aten.native_batch_norm.default, args, {})
+    for out, value in zip(outs, made, strict=True):
+        resize_(aten.resize_.default, (out, value.shape), {})
+        copy_(aten.copy_.default, (out, value), {})
     return tuple(outs)
 
 

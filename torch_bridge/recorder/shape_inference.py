@@ -16,7 +16,7 @@ from torch_bridge import _compat, lowerings
 from torch_bridge.ir import dtypes
 from torch_bridge.ir.layout import meta_of
 from torch_bridge.precision import precision_mode
-from torch_bridge.recorder import argument_checks
+from torch_bridge.recorder import argument_checks, schema
 from torch_bridge.recorder.tensor import XLATensor
 
 DROPPED = frozenset({"device", "layout", "pin_memory", "memory_format", "non_blocking", "generator"})
@@ -48,7 +48,7 @@ def infer(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, An
     argument_checks.check(op, margs, mkwargs)
     if op in _BROKEN:
         raise NeedsHost(f"torch's meta kernel of {op} fails on valid arguments")
-    op = _RULES.get(op, op)
+    op = _RULES.get(op) or _in_place(op) or op
     try:
         with torch.no_grad():
             return op(*margs, **mkwargs)
@@ -59,6 +59,23 @@ def infer(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, An
         if type(error).__name__ in _DYNAMIC or ("meta" in text and "not implemented" in text) or "a meta tensor" in text:
             raise NeedsHost(str(error)) from None
         raise
+
+
+@functools.cache
+def _in_place(op: torch._ops.OpOverload) -> Any:
+    """What an in-place op on one tensor does by our own inference of its functional form; None without one."""
+    found = schema.info(op)
+    rule = None if found.mutated != [0] or any(a.is_out for a in found.args) else _RULES.get(found.functional)
+    if rule is None or str(found.args[0].type) != "Tensor":
+        return None
+
+    def infer(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        made: torch.Tensor = rule(self, *args, **kwargs)
+        if made.shape != self.shape:
+            raise RuntimeError(f"output with shape {list(self.shape)} doesn't match the broadcast shape {list(made.shape)}")
+        return made
+
+    return infer
 
 
 @functools.cache
@@ -130,6 +147,24 @@ def _shift(op: Any, of_bits: Any) -> Any:
     return infer
 
 
+def _ldexp(self: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """torch's meta kernel makes integers float32 first. Its CPU kernel multiplies by a power of two, in what the two are promoted to."""
+    return torch.mul(self, torch.pow(2.0, other))
+
+
+def _pow_scalar(self: torch.Tensor, exponent: complex) -> torch.Tensor:
+    """torch's meta kernel takes a bool for an integer. Its CPU kernel does not: `mask ** True` is a mask."""
+    if self.dtype == torch.bool and isinstance(exponent, bool):
+        return torch.empty_like(self)
+    return torch.ops.aten.pow.Tensor_Scalar(self, exponent)
+
+
+def _masked_fill(self: torch.Tensor, mask: torch.Tensor, value: complex) -> torch.Tensor:
+    """torch's meta kernel refuses every complex number for a tensor of reals. Its CPU kernel takes those that are real, and all of them as a truth."""
+    fits = not isinstance(value, complex) or self.dtype.is_complex
+    return torch.ops.aten.masked_fill.Scalar(self, mask, value if fits else bool(value) if self.dtype == torch.bool else value.real)
+
+
 _BROKEN = {torch.ops.aten._thnn_fused_lstm_cell.default}
 """Ops whose meta kernel fails on arguments it should take (LSTM cells without biases)."""
 
@@ -152,7 +187,10 @@ _RULES: dict[Any, Any] = {
     torch.ops.aten._grouped_mm.default: _grouped_mm,
     torch.ops.aten._native_multi_head_attention.default: _native_multi_head_attention,
     torch.ops.aten.index.Tensor: _index,
+    torch.ops.aten.ldexp.Tensor: _ldexp,
+    torch.ops.aten.masked_fill.Scalar: _masked_fill,
     torch.ops.aten.multilabel_margin_loss_forward.default: _multilabel_margin_loss,
+    torch.ops.aten.pow.Tensor_Scalar: _pow_scalar,
     torch.ops.aten.where.self: _where,
 }
 """Our own inference where torch's meta kernel is narrower than its CPU kernel, or says something else."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import warnings
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -94,6 +95,7 @@ def exported_program_to_stablehlo(
 ) -> StableHLOGraphModule:
     """`stablehlo.exported_program_to_stablehlo`: a program of `torch.export.export`, with its weights.
 
+    Text and bytecode have the sizes of the example inputs, which is warned of where the program has dims that vary; calls take any of its sizes.
     Raises ValueError for one without example inputs, RuntimeError for one that reads values.
     """
     options = options or StableHLOExportOptions()
@@ -101,6 +103,12 @@ def exported_program_to_stablehlo(
         args, kwargs = tuple(options.override_tracing_arguments), dict(options.override_tracing_kwargs or {})
     elif exported_model.example_inputs is not None:
         args, kwargs = exported_model.example_inputs
+        if exported_model.range_constraints:
+            warnings.warn(
+                "the program has dims that vary (dynamic_shapes); its StableHLO has the sizes of the example inputs. Make one for each size: "
+                "StableHLOExportOptions(override_tracing_arguments=...)",
+                stacklevel=2,
+            )
     else:
         raise ValueError("the program has no example inputs: give StableHLOExportOptions(override_tracing_arguments=...)")
     return StableHLOGraphModule(_on_xla(exported_model.module()), args, kwargs)

@@ -115,6 +115,11 @@ def test_extra_heads(heads: int, tp: int, extra: int) -> None:
     assert get_number_of_extra_heads(heads, tp) == extra
 
 
+def test_heads_for_no_ranks() -> None:
+    with pytest.raises(ValueError, match="tp_degree=0.*at least 1"):
+        get_number_of_extra_heads(6, 0)
+
+
 @pytest.mark.parametrize("hardware", ["trn1", "trn2"])
 @pytest.mark.parametrize(
     ("heads", "padded", "kv", "tp"), [(6, 8, 2, 4), (6, 8, 2, 2), (6, 8, 2, 8), (12, 16, 4, 2), (6, 8, 1, 4), (3, 8, 1, 8)]

@@ -35,6 +35,22 @@ def test_3d(mode, padding, align):
     check(aten.grid_sampler_3d_backward.default, g, x, grid, mode, padding, align, [True, True], rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize(("mode", "padding", "align"), list(itertools.product((0, 1), (0, 1, 2), (False, True))))
+@together
+def test_coordinates_that_are_no_place(mode, padding, align):
+    """In three dims torch takes NaN for a place outside, or for the last one where the border is repeated."""
+    lost, far = float("nan"), float("inf")
+    grid = torch.tensor([[lost, 0.0, 0.3], [0.1, lost, 0.2], [0.3, 0.1, lost], [far, 0.2, 0.1], [0.1, -far, 0.4]]).reshape(1, 1, 1, 5, 3)
+    check(aten.grid_sampler_3d.default, torch.randn(1, 2, 3, 4, 5), grid, mode, padding, align, **CLOSE)
+
+
+@together
+def test_gradients_at_no_place():
+    grid = torch.tensor([[float("nan"), 0.0, 0.3], [0.1, 0.2, 0.3]]).reshape(1, 1, 1, 2, 3)
+    given = torch.randn(1, 2, 1, 1, 2), torch.randn(1, 2, 3, 4, 5), grid
+    check(aten.grid_sampler_3d_backward.default, *given, 0, 0, False, [True, True], rtol=1e-3, atol=1e-3)
+
+
 @together
 def test_corners():
     x = torch.randn(1, 2, 1, 1)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import pickle
 import types
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from tests.torch_bridge.ranks.conftest import Hosted
 from torch_bridge.collectives import functional
 from torch_bridge.mesh import groups, world
 from torch_bridge.recorder import sharded
+from torch_bridge.script import rank_payloads
 
 TWO = {"dp": 2}
 FOUR = {"dp": 2, "tp": 2}
@@ -238,6 +241,49 @@ def test_rendezvous(hosted: Hosted) -> None:
     assert xm.rendezvous("start", b"y", replicas=[2, 0]) == [b"y"] * 2
     with pytest.raises(ValueError, match=r"in one process some of them; got replicas=\[0, 4\]"):
         xm.rendezvous("start", replicas=[0, 4])
+
+
+@pytest.fixture
+def noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lines of this file are scripts, and nothing was said about them."""
+    monkeypatch.setattr(rank_payloads, "_seen", set())
+    monkeypatch.setattr(rank_payloads.rank_syntax, "is_script", lambda code: code.co_filename == __file__)
+
+
+def _by_name() -> Any:
+    rank = xm.get_ordinal()
+    text = f"{rank}"
+    return xm.rendezvous("made", text.encode())
+
+
+@pytest.mark.parametrize(
+    "exchange",
+    [
+        lambda r: xm.rendezvous("made", str(r).encode()),
+        lambda r: xm.rendezvous("made", payload=b"%d" % r),
+        lambda r: xm.rendezvous("made", r.to_bytes(1, "big")),
+        lambda r: xm.rendezvous("made", bytes([xm.get_ordinal()])),
+        lambda r: xm.xla_rendezvous(pickle.dumps(r), tag="made"),
+        lambda r: _by_name(),
+    ],
+)
+@pytest.mark.usefixtures("noted")
+def test_bytes_made_of_a_rank(hosted: Hosted, exchange: Callable[[Any], list[bytes]]) -> None:
+    """They are the first rank's, which is said."""
+    hosted(4, **FOUR)
+    with pytest.warns(UserWarning, match=r"exchanges bytes made of a number that differs by rank .*Use xm\.mesh_reduce"):
+        parts = exchange(xm.get_ordinal())
+    assert len(parts) == 4
+    assert len(set(parts)) == 1
+
+
+@pytest.mark.usefixtures("noted")
+def test_bytes_made_of_nothing_that_differs(hosted: Hosted) -> None:
+    hosted(4, **FOUR)
+    rank = xm.get_ordinal()
+    size = b"%d" % xm.xrt_world_size()
+    assert xm.rendezvous(f"of {rank}", size) == [b"4"] * 4
+    assert xm.rendezvous("in order", *[b"z"]) == [b"z"] * 4
 
 
 def test_do_on_ordinals(hosted: Hosted) -> None:

@@ -373,3 +373,8 @@ def test_what_xla_tensors_do_in_another_way_than_torchs(mesh: xs.Mesh) -> None:
 def test_meshes_of_negative_and_broken_numbers(shape: tuple[Any, ...]) -> None:
     with pytest.raises(xs.ShardingError, match=r"must have whole numbers of devices, 1 or more"):
         xs.Mesh(range(8), shape)
+
+
+def test_a_mesh_for_jax(mesh: xs.Mesh) -> None:
+    assert dict(mesh.get_jax_mesh().shape) == {"data": 4, "model": 2}
+    assert dict(xs.Mesh(range(8), (8, 1)).get_jax_mesh().shape) == {"0": 8, "1": 1}

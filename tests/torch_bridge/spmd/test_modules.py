@@ -15,8 +15,9 @@ import torch_xla.distributed.spmd as xs
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_module, distribute_tensor
+from torch_xla.distributed.fsdp import utils
 from torch_xla.distributed.fsdp.wrap import transformer_auto_wrap_policy
-from torch_xla.distributed.spmd import api
+from torch_xla.distributed.spmd import api, xla_sharding
 from torch_xla.experimental.spmd_fully_sharded_data_parallel import SpmdFullyShardedDataParallel as FSDPv2
 
 from tests.torch_bridge.spmd.test_annotations import placed
@@ -189,3 +190,27 @@ def test_weights_go_to_files_and_back(mesh: xs.Mesh, tmp_path: pathlib.Path) -> 
     again.step()
     assert placed(again.state[other[1].up.weight]["exp_avg"]) == (8, 16)
     assert placed(other[1].up.weight) == (8, 16) and torch.equal(again.state_dict()["state"][0]["step"], torch.tensor(2.0))
+
+
+@pytest.mark.parametrize(
+    "patch", [xla_sharding.apply_xla_patch_to_nn_linear, utils.apply_xla_patch_to_nn_linear], ids=["replaced", "patched"]
+)
+@pytest.mark.parametrize("half", [False, True], ids=["float32", "autocast"])
+def test_linear_layers_with_a_backward_pass_of_their_own(mesh: xs.Mesh, patch: Any, half: bool) -> None:
+    """Also in autocast, whose products are of 16 bits."""
+
+    def gradients(model: nn.Module, x: Any, device: str) -> list[torch.Tensor]:
+        with torch.autocast(device, dtype=torch.bfloat16, enabled=half):
+            model(x).float().square().mean().backward()
+        return [p.grad.cpu() for p in model.parameters() if p.grad is not None]
+
+    x = torch.randn(4, 2, 8)
+    expected = gradients(net(), x, "cpu")
+    model = net().to("xla")
+    before = list(model.parameters())
+    assert patch(model) is model
+    assert all(a is b for a, b in zip(before, model.parameters(), strict=True))
+    divided = xla_sharding.MarkShardingFunction.apply(x.to("xla"), mesh, ("data", None, None))
+    torch.testing.assert_close(gradients(model, divided, "xla"), expected, rtol=2e-2 if half else 1e-4, atol=1e-3 if half else 1e-6)
+    replaced = {type(m) for m in model.modules() if isinstance(m, nn.Linear)}
+    assert replaced == ({xla_sharding.EinsumLinear} if patch is xla_sharding.apply_xla_patch_to_nn_linear else {nn.Linear})

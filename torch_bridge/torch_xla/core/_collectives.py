@@ -17,6 +17,7 @@ from torch_bridge.mesh.groups import GroupLike
 from torch_bridge.mesh.spmd_mode import MODE
 from torch_bridge.recorder import prefetch
 from torch_bridge.runtime import steps
+from torch_bridge.script import rank_payloads
 
 REDUCE_SUM = "sum"
 REDUCE_MUL = "mul"
@@ -193,8 +194,15 @@ def broadcast_master_param(model: torch.nn.Module) -> None:
 def rendezvous(tag: str, payload: bytes = b"", replicas: Sequence[int] = ()) -> list[bytes]:
     """`xm.rendezvous`: wait until every worker is here; returns everyone's payload by rank. Unlike torch_xla it does not end the step.
 
-    replicas: ranks that meet, all by default; only some in a process that hosts them all.
+    replicas: ranks that meet, all by default; only some in a process that hosts them all. A process that hosts several ranks gives its payload for all of
+    them, and warns if that is made of a rank's number.
     """
+    if len(world.current().hosted) > 1:
+        rank_payloads.note(1, "payload")
+    return _meet(tag, payload, replicas)
+
+
+def _meet(tag: str, payload: bytes, replicas: Sequence[int]) -> list[bytes]:
     if not isinstance(payload, bytes):
         raise TypeError(f"`payload` must be bytes, not {type(payload)}")
     if replicas and sorted(replicas) != list(range(world.size())):
@@ -209,7 +217,9 @@ def rendezvous(tag: str, payload: bytes = b"", replicas: Sequence[int] = ()) -> 
 
 def xla_rendezvous(payload: bytes = b"", ordinals: Sequence[int] | None = None, tag: str | None = None) -> list[bytes]:
     """`xm.xla_rendezvous`: see `rendezvous`."""
-    return rendezvous(tag or "", payload, ordinals or ())
+    if len(world.current().hosted) > 1:
+        rank_payloads.note(0, "payload")
+    return _meet(tag or "", payload, ordinals or ())
 
 
 def mesh_reduce(tag: str, data: Any, reduce_fn: Callable[[list[Any]], Any]) -> Any:

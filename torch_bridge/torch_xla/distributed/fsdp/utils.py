@@ -35,7 +35,7 @@ class XLAPatchedLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        input, weight = ctx.saved_tensors
+        input, weight = (t.to(grad.dtype) for t in ctx.saved_tensors)  # what autocast made of them
         for_input, for_weight, *rest = ctx.needs_input_grad
         rows = grad.reshape(-1, grad.shape[-1])
         return (

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from enum import IntEnum
 from typing import Any
 
+import jax
 import numpy as np
 import torch
 from jax.sharding import NamedSharding
@@ -89,6 +90,11 @@ class Mesh:
     def get_logical_mesh(self) -> np.ndarray:
         """The device numbers in the shape of the mesh."""
         return self.device_ids.reshape(self.mesh_shape)
+
+    def get_jax_mesh(self) -> jax.sharding.Mesh:
+        """The mesh for JAX; axes without names have their numbers as text."""
+        require_on()
+        return spmd.mesh_of(tuple(self.device_ids.tolist()), self.mesh_shape, tuple(str(a) for a in self._axes()))
 
     def get_axis_name_idx(self, name: str) -> int | None:
         """The number of the axis with a name; None if there is none."""

@@ -31,7 +31,9 @@ from torch_bridge.torch_xla.distributed.spmd.meshes import (
 from torch_bridge.torch_xla.distributed.spmd.xla_sharded_tensor import XLAShardedTensor, lies, unwrap, wrapped
 
 __all__ = [
+    "EinsumLinear",
     "HybridMesh",
+    "MarkShardingFunction",
     "Mesh",
     "ShardingError",
     "ShardingSpec",
@@ -41,6 +43,7 @@ __all__ = [
     "_mark_manual_sharding",
     "annotate_custom_sharding",
     "apply_backward_optimization_barrier",
+    "apply_xla_patch_to_nn_linear",
     "clear_sharding",
     "disable_manual_sharding",
     "enable_manual_sharding",
@@ -82,3 +85,29 @@ def apply_backward_optimization_barrier(m: nn.Module) -> None:
 def xla_patched_nn_linear_forward(m: nn.Linear, input: torch.Tensor, einsum_str: str | None = None) -> Any:
     """`xs.xla_patched_nn_linear_forward`: an `nn.Linear`'s forward, for `apply_xla_patch_to_nn_linear`. `einsum_str`, which keeps shardings, is not needed."""
     return XLAPatchedLinear.apply(input, m.weight, m.bias)
+
+
+class EinsumLinear(nn.Linear):
+    """`xs.xla_sharding.EinsumLinear`: an `nn.Linear` with `xla_patched_nn_linear_forward`."""
+
+    def forward(self, input: torch.Tensor) -> Any:
+        return xla_patched_nn_linear_forward(self, input)
+
+
+def apply_xla_patch_to_nn_linear(module: nn.Module) -> nn.Module:
+    """`xs.xla_sharding.apply_xla_patch_to_nn_linear`: have an `EinsumLinear` with the same parameters in place of every `nn.Linear` inside, and return the
+    module. The numbers stay. (`fsdp.utils` has a function of this name that keeps the modules.)"""
+    for name, child in list(module.named_children()):
+        if type(child) is not nn.Linear:
+            apply_xla_patch_to_nn_linear(child)
+            continue
+        layer = EinsumLinear(child.in_features, child.out_features, bias=child.bias is not None, device="meta")
+        layer.weight, layer.bias = child.weight, child.bias
+        setattr(module, name, layer.train(child.training))
+    return module
+
+
+class MarkShardingFunction:
+    """`xs.xla_sharding.MarkShardingFunction`: `apply(t, mesh, partition_spec)` is `mark_sharding_with_gradients`."""
+
+    apply = staticmethod(mark_sharding_with_gradients)
