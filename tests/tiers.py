@@ -344,6 +344,7 @@ PROCESSES: tuple[str, ...] = (
     "torch_bridge/test_freed_memory.py::test_steps_do_not_ask_for_their_memory_again",
     "torch_bridge/test_fused_optimizers.py::test_optimizers_made_before_the_device",
     "torch_bridge/test_heap_gaps.py::test_steps_do_not_look_through_what_compiling_left",
+    "torch_bridge/test_idle_heaps.py::test_threads_that_wait",
     "torch_bridge/test_interrupts.py::test_cpu_scripts_keep_pythons_handler",
     "torch_bridge/test_interrupts.py::test_scripts_keep_their_own_handler",
     "torch_bridge/test_isolation.py",

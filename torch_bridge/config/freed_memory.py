@@ -8,6 +8,7 @@ step of a Llama of 8 layers, a sixth of its CPU time. So what is freed is kept (
 | a process that has allocated | up to `HEAPS_UP_TO` | more: a real model is there |
 | compiled programs | are not kept on disk, or not run | are kept and run: few are compiled |
 | threads that compile | each has its own | wait for each other: XLA takes 1.2x as long on 2 threads, 1.65x on 16 |
+| threads that ran a program | keep its temporaries, until they are idle (`idle_heaps`) | have none |
 | blocks above 64 MiB | come from the system each time, as without this | are kept |
 | what compiling leaves | lies in the heaps of threads that have ended | lies where steps look for memory (`heap_gaps`) |
 
@@ -30,6 +31,7 @@ from typing import Any
 
 from torch_bridge.config import heap_gaps
 from torch_bridge.config.heap_gaps import Gaps
+from torch_bridge.config.idle_heaps import IdleHeaps
 
 MOST = 4 << 30
 """Bytes of a program's arguments up to which freed memory is kept."""
@@ -54,6 +56,8 @@ _gaps: Gaps | None = None
 """Its heap's gaps, while it keeps memory in one heap."""
 _own_heaps = False
 """Whether each thread has a heap of its own."""
+_idle: IdleHeaps | None = None
+"""What such heaps keep, while they keep memory."""
 _compiled = 0.0
 """Seconds that programs took to compile since gaps were held."""
 
@@ -64,7 +68,7 @@ def keep(one_heap: bool = False) -> bool:
 
     one_heap: all threads share a heap, however little the process has allocated.
     """
-    global _library, _gaps, _own_heaps
+    global _library, _gaps, _own_heaps, _idle
     if any(name in os.environ for name in _OWN) or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
         return False
     if "malloc" in os.environ.get("LD_PRELOAD", ""):
@@ -85,6 +89,7 @@ def keep(one_heap: bool = False) -> bool:
     ):
         return False
     _library, _gaps, _own_heaps = library, None if heaps else Gaps.of(library), heaps
+    _idle = IdleHeaps(trim) if heaps else None
     return True
 
 
@@ -134,15 +139,24 @@ def settle() -> None:
         _gaps.hold()
 
 
+def ran() -> None:
+    """A program runs that has run before: what heaps keep, and it may not need, goes back now and then (`idle_heaps`)."""
+    if _idle is not None:
+        _idle.ran()
+
+
 def trim() -> None:
     """Give all freed memory back to the system now (about 10 ms): blocks of ever other sizes leave gaps that the next ones do not fit in."""
+    if _idle is not None:
+        _idle.trimmed()
     with contextlib.suppress(AttributeError, OSError, TypeError):  # not glibc
         (_library or ctypes.CDLL(None)).malloc_trim(ctypes.c_size_t(0))
 
 
 def give_back() -> None:
     """Give freed memory to the system, now and later."""
-    global _library, _gaps
+    global _library, _gaps, _idle
+    _idle = None
     library, _library = _library, None
     gaps, _gaps = _gaps, None
     if gaps is not None:

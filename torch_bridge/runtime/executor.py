@@ -400,6 +400,8 @@ def _handed_over(session: Session, program: Program, args: list[Any], placed: bo
             processes.meet(meeting, program.exchanges)
         if program.executions == 1:  # what compiling it and its first execution took is free by now
             freed_memory.settle()
+        elif program.executions:
+            freed_memory.ran()
         started = time.perf_counter()
         activity.ACTIVITY.dispatching = True
         arrays = _dispatched(session, program, args, placed)
