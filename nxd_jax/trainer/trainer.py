@@ -16,6 +16,7 @@ from nxd_jax.tensor_parallel import casting, parallel_groups
 from nxd_jax.trainer import building, config
 from nxd_jax.trainer.model import NxDModel
 from nxd_jax.trainer.optimizer import NxDOptimizer
+from nxd_jax.utils import _constructors
 from torch_bridge.replay import player, replay_policy
 
 NxDConfig = dict[str, Any]
@@ -158,21 +159,10 @@ def initialize_parallel_optimizer(
 
 def _takes(optimizer_class: Any, option: str) -> bool:
     """Whether a class, or a function that makes optimizers, has an argument of this name; one that only passes keywords on has those of its base."""
-    constructors = (
-        [vars(c)["__init__"] for c in optimizer_class.__mro__ if "__init__" in vars(c)]
-        if inspect.isclass(optimizer_class)
-        else [optimizer_class]
-    )
-    for constructor in constructors:
-        try:
-            parameters = inspect.signature(constructor).parameters
-        except ValueError:  # a builtin without a signature
-            return False
-        if option in parameters:
-            return True
-        if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-            return False
-    return False
+    try:
+        return any(option in taken for taken in _constructors.parameters(optimizer_class))
+    except ValueError:  # a builtin without a signature
+        return False
 
 
 def initialize_optimizer_from_class(

@@ -28,14 +28,23 @@ _SHARE = 1 / 32
 """The share of the time that clearing may take."""
 
 
+def resident_bytes() -> int:
+    """Memory that this process holds; 0 where the system does not say (Linux does)."""
+    try:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * mmap.PAGESIZE
+    except (OSError, IndexError, ValueError):
+        return 0
+
+
 class IdleHeaps:
     """Gives back what heaps keep, where that grows.
 
     trim: makes all heaps give back what is free. resident: bytes of memory that the process holds. clock: seconds.
     """
 
-    def __init__(self, trim: Callable[[], None], resident: Callable[[], int] | None = None, clock: Callable[[], float] = time.monotonic):
-        self._trim, self._resident, self._clock = trim, resident or resident_bytes, clock
+    def __init__(self, trim: Callable[[], None], resident: Callable[[], int] = resident_bytes, clock: Callable[[], float] = time.monotonic):
+        self._trim, self._resident, self._clock = trim, resident, clock
         self._runs = 0
         self._level: int | None = None
         self._not_before = 0.0
@@ -56,12 +65,3 @@ class IdleHeaps:
             self._trim()
             self.trimmed()
             self._not_before = self._clock() + max(_PAUSE, max(0, held - self._resident()) / _CLEARED / _SHARE)
-
-
-def resident_bytes() -> int:
-    """Memory that this process holds; 0 where the system does not say (Linux does)."""
-    try:
-        with open("/proc/self/statm") as file:
-            return int(file.read().split()[1]) * mmap.PAGESIZE
-    except (OSError, IndexError, ValueError):
-        return 0

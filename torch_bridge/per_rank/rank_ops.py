@@ -182,23 +182,25 @@ def _setitem(x: torch.Tensor, index: Any, value: Any) -> None:
     """`x[rank] = value`, also among other indices: each rank writes at its own place."""
     lists = _lists_as_tensors(x, index)
     if lists is not None:
-        x[lists] = as_tensor(value).to(x.dtype) if rank_numbers.is_ranked(value) else value
+        x[lists] = _as_values(value, x)
         return
-    items = list(index) if isinstance(index, tuple) else [index]
-    if len(items) == 1 and isinstance(index, bool):
-        value = _fitting(as_tensor(value).to(x.dtype) if rank_numbers.is_ranked(value) else value, x)
-        x.copy_(torch.where(as_tensor(index), value, x))
+    if isinstance(index, bool):
+        x.copy_(torch.where(as_tensor(index), _fitting(_as_values(value, x), x), x))
         return
-    items = _agreed(items)
+    items = _agreed(index if isinstance(index, tuple) else (index,))
     if any(isinstance(i, (torch.Tensor, list, bool)) for i in items):
-        value = as_tensor(value).to(x.dtype) if rank_numbers.is_ranked(value) else value
-        _own_places(x, items)[_without_numbers(x, items)] = value
+        _own_places(x, items)[_without_numbers(x, items)] = _as_values(value, x)
         return
     place = _getitem(x, index)
     if not isinstance(value, torch.Tensor):
         place.fill_(value)
         return
     place.copy_(_fitting(value, place))
+
+
+def _as_values(value: Any, x: torch.Tensor) -> Any:
+    """A number that differs by rank as a tensor of x's dtype; anything else as it is."""
+    return as_tensor(value).to(x.dtype) if rank_numbers.is_ranked(value) else value
 
 
 def _fitting(value: Any, place: torch.Tensor) -> Any:

@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import ExponentialLR, StepLR
 
 from nxd_jax.training.config.loading import plain
 from nxd_jax.training.optim import lr_schedulers
+from nxd_jax.utils import _constructors
 from nxd_jax.utils.adamw_fp32_optim_params import AdamW_FP32OptimParams
 
 OPTIMIZERS: dict[str, Any] = {
@@ -87,7 +88,7 @@ def optimizer_options(optim: Any) -> dict[str, Any]:
     """The options in `model.optim`, for the class that its name says. Raises ValueError for those that the class does not take."""
     found = {str(k): v for k, v in plain(optim).items() if k not in ("name", "sched", *_WITHOUT_EFFECT)}
     taken = inspect.signature(get_optimizer(optim["name"]).__init__).parameters
-    if not any(p.kind is p.VAR_KEYWORD for p in taken.values()):
+    if not _constructors.passes_on(taken):
         for key in found:
             if key not in taken:
                 allowed = [name for name in taken if name not in ("self", "params", *_WITHOUT_EFFECT)]
@@ -133,12 +134,9 @@ def make_scheduler(optimizer: Any, sched: dict[str, Any]) -> Any:
 def scheduler_keys(cls: Any) -> list[str] | None:
     """The keys that a class of schedules takes, with those of the classes that it derives from; None: any."""
     found: list[str] = []
-    for one in cls.__mro__:
-        if "__init__" not in vars(one):
-            continue
-        parameters = inspect.signature(one.__init__).parameters
-        found += [name for name, p in parameters.items() if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD) and name not in found]
-        if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+    for taken in _constructors.parameters(cls):
+        found += [name for name, p in taken.items() if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD) and name not in found]
+        if not _constructors.passes_on(taken):
             return [name for name in found if name not in ("self", "optimizer")]
     return None
 
