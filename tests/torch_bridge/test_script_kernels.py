@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch_xla.core import xla_builder, xla_model
+from torch_xla.experimental import custom_kernel
 
 import torch_bridge
 from torch_bridge.errors import UnsupportedOpError
@@ -73,6 +76,21 @@ def test_custom_ops_and_their_gradients(devices: Any) -> None:
     assert x.grad is not None
     assert x.grad.tolist() == [7, 7]
     assert seen == [("xla", False)]
+
+
+def test_ops_that_are_defined_in_the_librarys_own_namespace() -> None:
+    """As vLLM defines its own: a JAX function for xla tensors, a stand-in for fake ones."""
+
+    def outer(x: Tensor, y: Tensor) -> Tensor:
+        return xla_builder.call_jax(jnp.outer, (x, y))
+
+    xla_model.XLA_LIB.define("outer_of_a_script(Tensor x, Tensor y) -> Tensor")
+    xla_model.XLA_LIB.impl("outer_of_a_script", outer, "XLA")
+    xla_model.XLA_LIB.impl("outer_of_a_script", lambda x, y: x.new_empty(len(x), len(y)), "CompositeExplicitAutograd")
+    x = torch.arange(2.0, device="xla") + 1
+    assert torch.ops.xla.outer_of_a_script(x, x).tolist() == [[1, 2], [2, 4]]
+    assert torch.compile(lambda t: torch.ops.xla.outer_of_a_script(t, t) * 2, backend="openxla")(x).tolist() == [[2, 4], [4, 8]]
+    assert custom_kernel.XLA_LIB is xla_model.XLA_LIB
 
 
 def test_a_kernel_that_is_registered_after_a_first_call_on_the_cpu() -> None:
