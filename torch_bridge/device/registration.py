@@ -72,6 +72,7 @@ def register() -> None:
             "Import nxd_jax (or torch_xla) in a process that does not import the other backend."
         )
     from torch_bridge.device import (
+        accelerator,
         autocast,
         data_parallel,
         device_module,
@@ -105,6 +106,7 @@ def register() -> None:
     generators.install()
     module_to.install()
     data_parallel.install()
+    accelerator.install()
     lazy_modules.install()
     fused_step.install()
     step_hints.install()
