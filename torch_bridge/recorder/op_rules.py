@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -245,6 +246,18 @@ def has_same_storage_numel(func: torch._ops.OpOverload, args: tuple[Any, ...], k
     """Asked by forward-mode differentiation."""
     a, b = args
     return bool(a._storage.layout.numel == b._storage.layout.numel)
+
+
+@special(aten._new_zeros_with_same_feature_meta.default)
+def new_zeros_with_same_feature_meta(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Asked by forward-mode differentiation for a tangent that does not lie as its primal does: zeros that do, one for each index of the first dims."""
+    like, other = args
+    batch = tuple(like.shape[: kwargs.get("self_num_batch_dims", 0)])
+    view, held = other._layout, other._storage.layout
+    n = held.numel * held.dtype.itemsize // view.dtype.itemsize
+    strides = tuple(n * math.prod(batch[i + 1 :]) for i in range(len(batch)))
+    zeros = dispatch(aten.new_zeros.default, (like, [math.prod(batch) * n]), {})
+    return dispatch(aten.as_strided.default, (zeros, [*batch, *view.size], [*strides, *view.stride], view.offset), {})
 
 
 @special(aten.is_pinned.default)

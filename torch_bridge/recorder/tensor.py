@@ -178,6 +178,15 @@ class XLATensor(torch.Tensor):
             "Tensor.storage() of an xla tensor: its values have no bytes to show. Use untyped_storage() to compare, or tensor.cpu().storage()"
         )
 
+    def is_shared(self) -> bool:
+        return False
+
+    def share_memory_(self) -> Any:
+        raise NotImplementedError(
+            "share_memory_ of a tensor on xla:0: its values are in this process alone. Share tensors of the CPU (module.cpu().share_memory()), and start "
+            "processes that train together with torchrun or torch_xla.launch"
+        )
+
     def set_(self, source: Any = None, storage_offset: int = 0, size: Any = None, stride: Any = None) -> Any:  # type: ignore[override]
         """As torch's, also with what `untyped_storage()` of an xla tensor gives, or with a part of another tensor's storage. A storage does not grow."""
         plain: Any = super().set_
