@@ -136,6 +136,40 @@ CASES: dict[str, tuple[Call, str]] = {
         lambda d: x(d).index_put_((torch.tensor([0, 1], device=d),), x(d), accumulate=True),
         "value tensor of shape [3] cannot be broadcast",
     ),
+    "indices of other sizes": (
+        lambda d: two(d)[[0, 1], [0, 1, 2]],
+        "shape mismatch: indexing tensors could not be broadcast together with shapes [2], [3]",
+    ),
+    "indices into nothing": (lambda d: _zeros(2, 0)(d)[:, [0, 1]], "index is out of bounds for dimension 1 with size 0"),
+    "too many indices": (lambda d: torch.ops.aten.index(x(d), [None, long(d)]), "too many indices for tensor of dimension 1 (got 2)"),
+    "too many dims of masks": (lambda d: two(d)[two(d) > 0, long(d)[:1]], "too many indices for tensor of dimension 2"),
+    "writing rows that do not fit through a mask": (
+        lambda d: two(d).__setitem__(x(d)[:2] == 0, torch.ones(2, 2, device=d)),
+        "value tensor of shape [2, 2] cannot be broadcast",
+    ),
+    "writing more than a mask has": (
+        lambda d: x(d).__setitem__(x(d) == 0, torch.ones(4, device=d)),
+        "value tensor of shape [4] cannot be broadcast to indexing result of shape [",
+    ),
+    "writing a matrix through a mask of all dims": (
+        lambda d: two(d).__setitem__(two(d) == 0, torch.ones(6, 1, device=d)),
+        "value tensor of shape [6, 1] cannot be broadcast to indexing result of shape [",
+    ),
+    "put of other sizes": (lambda d: x(d).put(long(d)[:2], x(d)), "source.numel() = 3, index.numel() = 2"),
+    "put at int32": (lambda d: x(d).put(long(d).int(), x(d)), "Expected a long tensor for index"),
+    "index_copy at floats": (lambda d: x(d).index_copy(0, x(d), x(d)), "Expected a long tensor for index"),
+    "index_copy of other sizes": (
+        lambda d: x(d).index_copy(0, long(d)[:2], x(d)),
+        "Number of indices (2) should be equal to source.size(dim) (3)",
+    ),
+    "index_fill of a complex number": (
+        lambda d: x(d).index_fill(0, long(d), 1j),
+        "Converting complex Scalar to non-complex type is not supported",
+    ),
+    "the greatest of complex numbers at indices": (
+        lambda d: x(d).cfloat().scatter_reduce(0, long(d), x(d).cfloat(), "amax"),
+        "not implemented for",
+    ),
     "logaddexp of integers": (lambda d: torch.logaddexp(long(d), long(d)), "not implemented for torch.int64: convert it with .float()"),
     "binary cross-entropy of integers": (
         lambda d: torch.nn.functional.binary_cross_entropy(long(d), long(d)),

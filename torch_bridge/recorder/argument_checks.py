@@ -75,7 +75,12 @@ def _index(self: Tensor, indices: Sequence[Tensor | None]) -> None:
 
 
 def index_tensors(self: Tensor, indices: Sequence[Tensor | None]) -> None:
-    """IndexError, as in torch, for index tensors that are neither positions nor masks, and for masks of other sizes than the dims that they stand for."""
+    """IndexError, as in torch, for index tensors that are neither positions nor masks, that do not broadcast together, or that point into nothing, and for
+    masks of other sizes than the dims that they stand for.
+    """
+    if len(indices) > self.dim():
+        raise IndexError(f"too many indices for tensor of dimension {self.dim()} (got {len(indices)})")
+    positions: list[tuple[int, Tensor]] = []
     dim = 0
     for at, index in enumerate(indices):
         if index is None:
@@ -90,18 +95,69 @@ def index_tensors(self: Tensor, indices: Sequence[Tensor | None]) -> None:
             raise IndexError(
                 f"The shape of the mask {list(index.shape)} at index {at} does not match the shape of the indexed tensor {list(self.shape)} at index {dim}"
             )
+        if not is_mask:
+            positions.append((dim, index))
         dim += index.dim() if is_mask else 1
+    if dim > self.dim():
+        raise IndexError(f"too many indices for tensor of dimension {self.dim()} (got {dim})")
+    _positions(self, positions)
+
+
+def _positions(self: Tensor, positions: Sequence[tuple[int, Tensor]]) -> None:
+    shapes = [list(index.shape) for _, index in positions]
+    try:
+        chosen = torch.broadcast_shapes(*shapes)
+    except RuntimeError:
+        told = ", ".join(map(str, shapes))
+        raise IndexError(f"shape mismatch: indexing tensors could not be broadcast together with shapes {told}") from None
+    for dim, _ in positions:
+        if self.shape[dim] == 0 and 0 not in chosen:
+            raise IndexError(f"index is out of bounds for dimension {dim} with size 0")
 
 
 def written_values(self: Tensor, indices: Sequence[Tensor | None], values: Tensor) -> None:
     """RuntimeError, as in torch, for values that do not fit to the positions that they are written to. How many a mask has, only its values show."""
-    if any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in indices):
+    masks = [i for i in indices if i is not None and i.dtype in (torch.bool, torch.uint8)]
+    if masks:
+        if sum(i is not None for i in indices) == 1:
+            _masked_values(self, list(indices), masks[0], values)
         return
     into = aten.index.Tensor(self, indices).shape if any(i is not None for i in indices) else self.shape
     if len(values.shape) > len(into) or any(v not in (1, n) for v, n in zip(reversed(values.shape), reversed(into), strict=False)):
         raise RuntimeError(
             f"shape mismatch: value tensor of shape {list(values.shape)} cannot be broadcast to indexing result of shape {list(into)}"
         )
+
+
+def _masked_values(self: Tensor, indices: Sequence[Tensor | None], mask: Tensor, values: Tensor) -> None:
+    """Of all dims but that of a mask's positions."""
+    at = next(d for d, index in enumerate(indices) if index is not None)
+    into = [*self.shape[:at], -1, *self.shape[at + mask.dim() :]]
+    most = mask.numel()
+    pairs = list(zip(reversed(values.shape), reversed(into), strict=False))
+    if values.dim() > len(into) or any(v not in (1, n) and not (n == -1 and v <= most) for v, n in pairs):
+        told = ", ".join("number of True" if n == -1 else str(n) for n in into)
+        raise RuntimeError(
+            f"shape mismatch: value tensor of shape {list(values.shape)} cannot be broadcast to indexing result of shape [{told}]"
+        )
+
+
+@checks(aten.put.default)
+def _put(self: Tensor, index: Tensor, source: Tensor, accumulate: bool = False) -> None:
+    one_dtype("put_", self, source)
+    if index.dtype != torch.int64:
+        raise RuntimeError(f"put_(): Expected a long tensor for index, but got {index.dtype}: convert it with .long()")
+    if index.numel() != source.numel():
+        raise IndexError(
+            "put_(): Expected source and index to have the same number of elements, but got "
+            f"source.numel() = {source.numel()}, index.numel() = {index.numel()}"
+        )
+
+
+@checks(aten.index_fill.int_Scalar)
+def _index_fill(self: Tensor, dim: int, index: Tensor, value: complex) -> None:
+    if isinstance(value, complex) and not self.dtype.is_complex:
+        raise RuntimeError(f"index_fill_(): Converting complex Scalar to non-complex type is not supported: {value} into {self.dtype}")
 
 
 @checks(aten.index_select.default)

@@ -41,6 +41,10 @@ def _add_product(self: Tensor, first: Tensor, second: Tensor, **scales: object) 
 @checks(aten.index_copy.default)
 def _index_copy(self: Tensor, dim: int, index: Tensor, source: Tensor) -> None:
     one_dtype("index_copy", self, source)
+    if index.dtype != torch.int64:
+        raise RuntimeError(f"index_copy_(): Expected a long tensor for index, but got {index.dtype}: convert it with .long()")
+    if source.dim() and self.dim() == source.dim() and -self.dim() <= dim < self.dim() and index.numel() != source.shape[dim]:
+        raise IndexError(f"index_copy_(): Number of indices ({index.numel()}) should be equal to source.size(dim) ({source.shape[dim]})")
 
 
 @checks(aten.index_put.default, aten._unsafe_index_put.default)

@@ -151,6 +151,12 @@ def _in_place(self: Tensor, other: Tensor | complex, alpha: complex = 1) -> None
     fits_into(torch.result_type(self, other), self.dtype)
 
 
+@checks(aten.scatter_reduce.two, aten.index_reduce.default)
+def _reduced_at(self: Tensor, dim: int, index: Tensor, src: Tensor, reduce: str, **kwargs: object) -> None:
+    if self.dtype.is_complex and reduce in ("amax", "amin"):
+        raise NotImplementedError(f'a scatter that keeps the "{reduce}" is not implemented for {self.dtype}: {_ORDER}')
+
+
 @checks(aten.addcdiv.default)
 def _addcdiv(self: Tensor, tensor1: Tensor, tensor2: Tensor, value: complex = 1) -> None:
     if _is_whole(tensor1.dtype) and _is_whole(tensor2.dtype):

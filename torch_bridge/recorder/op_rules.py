@@ -180,7 +180,8 @@ def clone(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, 
     """A new storage with the same value; the bytes are copied only when one of the two is written."""
     src: XLATensor = args[0]
     base = _clone_layout(src._layout.anchor, kwargs.get("memory_format"))
-    if src._storage.constant:
+    view, own = src._layout, src._storage.layout
+    if src._storage.constant and view.dtype == own.dtype and view.conj == own.conj and view.neg == own.neg:  # else it shows another number
         return make(base, Storage(base, fill=src._storage.fill))
     return fresh(STATE.session.current, base, read(src))
 
