@@ -170,6 +170,39 @@ CASES: dict[str, tuple[Call, str]] = {
         lambda d: x(d).cfloat().scatter_reduce(0, long(d), x(d).cfloat(), "amax"),
         "not implemented for",
     ),
+    "batch norm of another dtype": (
+        lambda d: torch.nn.functional.batch_norm(torch.zeros(2, 3, device=d).double(), x(d), x(d), x(d), x(d)),
+        "batch_norm: expected all operands to have the same dtype, but got torch.float64, torch.float32",
+    ),
+    "rows of an embedding at floats": (lambda d: torch.nn.functional.embedding(x(d), two(d)), "Expected 'indices' to be Long or Int"),
+    "attention among dtypes": (
+        lambda d: torch.nn.functional.scaled_dot_product_attention(two(d), two(d).double(), two(d)),
+        "key.dtype: torch.float64",
+    ),
+    "attention to fewer values than keys": (
+        lambda d: torch.nn.functional.scaled_dot_product_attention(two(d), two(d), _zeros(3, 3)(d)),
+        "Expected as many keys as values, but got key of shape [2, 3] and value of shape [3, 3]",
+    ),
+    "attention to keys of another size": (
+        lambda d: torch.nn.functional.scaled_dot_product_attention(two(d), _zeros(2, 4)(d), two(d)),
+        "Expected queries and keys of one size, but got query of shape [2, 3] and key of shape [2, 4]",
+    ),
+    "attention of vectors": (lambda d: torch.nn.functional.scaled_dot_product_attention(x(d), x(d), x(d)), "at least 2 dimensional"),
+    **{
+        f"gradient of an in-place {name} with a negative number": (
+            lambda d, fn=fn: fn(x(d).requires_grad_() * 1).sum().backward(),
+            f"the gradient of an in-place {name} with a negative",
+        )
+        for name, fn in (
+            ("leaky_relu", lambda t: torch.nn.functional.leaky_relu_(t, -0.5)),
+            ("elu", lambda t: torch.nn.functional.elu_(t, -0.5)),
+            ("rrelu", lambda t: torch.nn.functional.rrelu_(t, -0.5, -0.5)),
+        )
+    },  # type: ignore[misc]
+    "averages over nothing": (
+        lambda d: torch.nn.functional.adaptive_avg_pool2d(torch.zeros(1, 2, 3, 0, device=d), 2),
+        "Expected input to have non-zero size for non-batch dimensions, but input has sizes [1, 2, 3, 0]",
+    ),
     "logaddexp of integers": (lambda d: torch.logaddexp(long(d), long(d)), "not implemented for torch.int64: convert it with .float()"),
     "binary cross-entropy of integers": (
         lambda d: torch.nn.functional.binary_cross_entropy(long(d), long(d)),

@@ -193,6 +193,42 @@ def _bucketize(self: Tensor | complex, boundaries: Tensor, **kwargs: object) -> 
 def _embedding(weight: Tensor, indices: Tensor, *rest: object, **kwargs: object) -> None:
     if weight.dim() != 2:
         raise RuntimeError(f"embedding: 'weight' must be 2-D, got {weight.dim()}-D")
+    if indices.dtype not in (torch.int64, torch.int32):
+        raise RuntimeError(f"embedding: Expected 'indices' to be Long or Int, but got {indices.dtype}: convert it with .long()")
+
+
+@checks(aten.leaky_relu_backward.default)
+def _leaky_relu_backward(grad_output: Tensor, self: Tensor, negative_slope: float, self_is_result: bool) -> None:
+    _written_over("leaky_relu", "slope", negative_slope, self_is_result)
+
+
+@checks(aten.rrelu_with_noise_backward.default)
+def _rrelu_backward(
+    grad_output: Tensor, self: Tensor, noise: Tensor, lower: float, upper: float, training: bool, self_is_result: bool
+) -> None:
+    _written_over("rrelu", "slope", (lower + upper) / 2, self_is_result)
+
+
+@checks(aten.elu_backward.default)
+def _elu_backward(grad_output: Tensor, alpha: float, scale: float, input_scale: float, is_result: bool, self_or_result: Tensor) -> None:
+    _written_over("elu", "alpha", alpha, is_result)
+
+
+def _written_over(name: str, what: str, number: float, self_is_result: bool) -> None:
+    """RuntimeError, as in torch, where the result does not tell which side of zero the input was on."""
+    if self_is_result and number < 0:
+        raise RuntimeError(
+            f"the gradient of an in-place {name} with a negative {what}, {number}, is not supported: its input is written over, and its result does not tell "
+            "what it was. Use the function that is not in place"
+        )
+
+
+@checks(aten._adaptive_avg_pool2d.default, aten._adaptive_avg_pool3d.default)
+def _adaptive_avg_pool(self: Tensor, output_size: Sequence[int]) -> None:
+    if 0 in self.shape[1:]:
+        raise RuntimeError(
+            f"adaptive_avg_pool: Expected input to have non-zero size for non-batch dimensions, but input has sizes {list(self.shape)}"
+        )
 
 
 @checks(aten.linalg_lstsq.default)

@@ -54,6 +54,19 @@ def _index_put(self: Tensor, indices: list[Tensor | None], values: Tensor, accum
     written_values(self, indices, values)
 
 
+@checks(
+    aten.native_batch_norm.default,
+    aten._native_batch_norm_legit_no_training.default,
+    aten._native_batch_norm_legit.no_stats,
+    aten._native_batch_norm_legit_functional.default,
+)
+def _batch_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, *stats: object) -> None:
+    """Weights and averages of a batch norm may be float32 beside 16-bit inputs, as with mixed precision."""
+    of_channels = [t for t in (weight, bias, *stats) if isinstance(t, Tensor)]
+    if x.dtype not in (torch.float16, torch.bfloat16) or any(t.dtype not in (x.dtype, torch.float32) for t in of_channels):
+        one_dtype("batch_norm", x, *of_channels)
+
+
 @checks(aten.binary_cross_entropy.default)
 def _binary_cross_entropy(self: Tensor, target: Tensor, weight: Tensor | None = None, reduction: int = 1) -> None:
     one_dtype("binary_cross_entropy", self, target, weight)
