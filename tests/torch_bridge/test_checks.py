@@ -203,6 +203,26 @@ CASES: dict[str, tuple[Call, str]] = {
         lambda d: torch.nn.functional.adaptive_avg_pool2d(torch.zeros(1, 2, 3, 0, device=d), 2),
         "Expected input to have non-zero size for non-batch dimensions, but input has sizes [1, 2, 3, 0]",
     ),
+    **{
+        f"{name} along a dim that is not there": (
+            lambda d, fn=fn: fn(two(d)),
+            "Dimension out of range (expected to be in range of [-2, 1], but got 2)",
+        )
+        for name, fn in (
+            ("softmax", lambda t: t.softmax(2)),
+            ("log_softmax", lambda t: t.log_softmax(2)),
+            ("sort", lambda t: t.sort(2)),
+            ("a stable sort", lambda t: t.sort(dim=2, stable=True)),
+            ("cummax", lambda t: t.cummax(2)),
+        )
+    },  # type: ignore[misc]
+    "logsumexp of no dims": (lambda d: two(d).logsumexp(()), "an empty list of dims is not supported: name all of them"),
+    "segments by an unknown reduction": (lambda d: torch.segment_reduce(x(d), "foo", lengths=long(d)), "got foo"),
+    "floats filled with a complex number": (lambda d: torch.full((2,), 1 + 1j, dtype=torch.float32, device=d), "without overflow"),
+    "fill_ of floats with a complex number": (lambda d: x(d).fill_(1j), "without overflow"),
+    "argmax of bools": (lambda d: torch.argmax(x(d) > 0), "support bool input"),
+    "linspace of bools": (lambda d: torch.linspace(0, 1, 3, dtype=torch.bool, device=d), "for torch.bool"),
+    "signbit of complex numbers": (lambda d: torch.signbit(x(d).cfloat()), "complex numbers have no order"),
     "logaddexp of integers": (lambda d: torch.logaddexp(long(d), long(d)), "not implemented for torch.int64: convert it with .float()"),
     "binary cross-entropy of integers": (
         lambda d: torch.nn.functional.binary_cross_entropy(long(d), long(d)),

@@ -466,3 +466,8 @@ def test_what_needs_bytes_says_what_to_do(call: Callable[[torch.Tensor], Any], t
     with pytest.raises(NotImplementedError, match=text):
         call(torch.ones(2, device="xla"))
     assert not hasattr(torch.ones(2, device="xla").untyped_storage(), "other")
+
+
+@pytest.mark.parametrize("keepdim", [False, True])
+def test_nansum_over_an_empty_list_of_dims(keepdim: bool) -> None:
+    same(lambda d: torch.nansum(torch.tensor([[1.0, float("nan")], [2.0, 3.0]], device=d), dim=(), keepdim=keepdim))

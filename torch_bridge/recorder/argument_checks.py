@@ -275,6 +275,40 @@ def _as_strided_scatter(self: Tensor, src: Tensor, size: Sequence[int], stride: 
         )
 
 
+# -- dims, and what is reduced --------------------------------------------------------------------
+
+
+@checks(
+    aten._softmax.default,
+    aten._log_softmax.default,
+    aten._safe_softmax.default,
+    aten.cummax.default,
+    aten.cummin.default,
+    aten.sort.default,
+)
+def _dim(self: Tensor, dim: int = -1, *rest: object, **kwargs: object) -> None:
+    most = max(self.dim(), 1)
+    if not -most <= dim < most:
+        raise IndexError(f"Dimension out of range (expected to be in range of [{-most}, {most - 1}], but got {dim})")
+
+
+@checks(aten.sort.stable)
+def _stable_sort(self: Tensor, *, stable: bool | None = None, dim: int = -1, descending: bool = False) -> None:
+    _dim(self, dim)
+
+
+@checks(aten.logsumexp.default)
+def _logsumexp(self: Tensor, dim: Sequence[int], keepdim: bool = False) -> None:
+    if not len(dim) and self.dim() and not keepdim:
+        raise RuntimeError("logsumexp: an empty list of dims is not supported: name all of them")
+
+
+@checks(aten.segment_reduce.default)
+def _segment_reduce(data: Tensor, reduce: str, **kwargs: object) -> None:
+    if reduce not in ("sum", "mean", "max", "min", "prod"):
+        raise RuntimeError(f"reduce argument must be either sum, prod, mean, max or min, got {reduce}")
+
+
 # -- reductions over nothing ----------------------------------------------------------------------
 
 

@@ -422,7 +422,7 @@ def linked(storage: Storage) -> bool:
 
 def _check_number(value: complex, of: Layout) -> None:
     """Raise what torch raises for a number that the dtype cannot hold (it lets one element be)."""
-    if type(value) in (int, float) and value not in (0, 1):
+    if (type(value) in (int, float) and value not in (0, 1)) or (type(value) is complex and not of.dtype.is_complex):
         aten.full.default((min(of.numel, 2),), value, dtype=of.dtype)
 
 
