@@ -458,7 +458,7 @@ def test_tensors_that_show_the_same_elements() -> None:
     ("call", "text"),
     [
         (lambda x: x.untyped_storage().fill_(0), r"untyped_storage\(\)\.fill_ of an xla tensor: its values have no bytes to reach"),
-        (lambda x: x.share_memory_(), r"share_memory_\(\) of an xla tensor: device memory is not shared between processes"),
+        (lambda x: x.share_memory_(), r"share_memory_ of a tensor on xla:0: its values are in this process alone"),
         (lambda x: x.storage_type(), r"Tensor\.storage\(\) of an xla tensor"),
     ],
 )
