@@ -125,3 +125,31 @@ def test_a_model_with_convolutions_is_compiled_without_it(monkeypatch: pytest.Mo
     text = next(p for p in reversed(session.current().recent) if xla_options.of(p.graph)).compiled.as_text()
     assert " convolution(" in text.split("ENTRY")[1], "the convolution is in a fusion"
     np.testing.assert_allclose(found.detach().numpy(), expected, atol=1e-5)
+
+
+def test_products_of_one_matrix_for_the_whole_batch_and_sums_of_them() -> None:
+    """What XLA for CPUs computes as one is wrong for them: attention to a single head of keys."""
+    generator = torch.Generator().manual_seed(0)
+    given = [torch.randn(shape, generator=generator) for shape in ((4, 32, 8), (32, 8), (4, 32, 32))]
+
+    def weighed(x: torch.Tensor, shared: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+        z = torch.bmm(x, shared.expand(4, 32, 8).transpose(1, 2)) * p.softmax(-1)
+        return z - p.softmax(-1) * z.sum(-1, keepdim=True)
+
+    found = weighed(*(x.to("xla") for x in given)).cpu()
+    torch.testing.assert_close(found, weighed(*given), rtol=1e-4, atol=1e-5)
+    scores = torch.bmm(given[0].to("xla"), given[1].to("xla").expand(4, 32, 8).transpose(1, 2)).softmax(-1).cpu()
+    torch.testing.assert_close(scores, torch.bmm(given[0], given[1].expand(4, 32, 8).transpose(1, 2)).softmax(-1), rtol=1e-4, atol=1e-5)
+
+
+@on_cpu
+@pytest.mark.parametrize(("expands", "alone"), [(True, True), (False, False)])
+def test_products_that_may_read_what_was_expanded_are_computed_alone(expands: bool, alone: bool) -> None:
+    graph = fx.Graph()
+    x, shared = graph.placeholder("x"), graph.placeholder("shared")
+    read = graph.call_function(aten.expand.default if expands else aten.tanh.default, (shared, [4, 32, 8]) if expands else (shared,))
+    read = graph.call_function(aten.where.self, (x, read, x))
+    read = graph.call_function(aten.permute.default, (read, [0, 2, 1]))
+    graph.output((graph.call_function(aten.bmm.default, (x, read)),))
+    options = xla_options.of(graph) or {}
+    assert (options.get(OPTION) == "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT") is alone
