@@ -31,7 +31,7 @@ _ALL_BUT_CONVOLUTIONS = {_LIBRARY_FUSIONS: "LIBRARY_FUSION_TYPE_DOT,LIBRARY_FUSI
 
 _EACH_PRODUCT_ALONE = {_LIBRARY_FUSIONS: "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"}
 """On CPUs XLA lets YNNPACK compute a product and what reads it as one. In jaxlib 0.10.2 and 0.11.2 that gives wrong numbers where an operand is one matrix for
-the whole batch (K/V heads that are repeated, `expand`) and sums follow (softmax and its gradient). Products alone are right; all so take 1.1x."""
+the whole batch (K/V heads that are repeated, `expand`) and sums follow (softmax and its gradient). Products alone are right. A Llama's step takes 1.1x so."""
 _BATCHED_PRODUCTS = frozenset({aten.bmm.default, aten.baddbmm.default})
 _PASSES_ON = frozenset({aten.where.self, aten.clone.default, aten._to_copy.default, aten.alias.default})
 """Ops beside views whose results XLA may know as the broadcast that they read."""
