@@ -1,4 +1,4 @@
-"""`compiler/xla_options.py`: on CPUs programs with convolutions keep them from YNNPACK, and temporaries lie in blocks, unless XLA_FLAGS says otherwise."""
+"""`compiler/xla_options.py`: on CPUs YNNPACK computes single products only, and temporaries lie in blocks, unless XLA_FLAGS says otherwise."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -15,7 +15,7 @@ from torch import fx
 from torch_bridge import _compat
 from torch_bridge.compiler import xla_options
 from torch_bridge.config import environment, freed_memory
-from torch_bridge.runtime import executor
+from torch_bridge.runtime import executor, session
 
 aten = torch.ops.aten
 OPTION = "xla_cpu_experimental_ynn_fusion_type"
@@ -40,15 +40,20 @@ def graph_of(*ops: Callable[..., Any]) -> fx.Graph:
 
 
 @on_cpu
-@pytest.mark.parametrize("op", [aten.convolution.default, aten.convolution_backward.default])
-def test_convolutions_are_not_left_to_the_kernel_library(op: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("op", [aten.convolution.default, aten.convolution_backward.default, aten.mm.default, aten.sum.default])
+def test_the_kernel_library_gets_single_products_only(op: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("XLA_FLAGS", raising=False)
-    options = xla_options.of(graph_of(aten.relu.default, op))
-    assert options is not None and "CONVOLUTION" not in options[OPTION] and "DOT" in options[OPTION]
+    assert xla_options.of(graph_of(aten.relu.default, op)) == xla_options.without_graph() == {OPTION: "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"}
 
 
-def test_other_programs_have_no_options() -> None:
-    assert xla_options.of(graph_of(aten.mm.default, aten.relu.default)) is None
+@on_cpu
+def test_the_compiled_program_has_no_other_fusions_of_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    x = torch.randn(64, 64)
+    found = (x.to("xla") @ x.to("xla")).abs().sum(-1)
+    torch.testing.assert_close(found.cpu(), (x @ x).abs().sum(-1))
+    text = session.current().recent[-1].compiled.as_text()
+    assert not [part for part in text.split("\n\n") if " dot(" in part and (" abs(" in part or " reduce(" in part)]
 
 
 @on_cpu
@@ -59,7 +64,7 @@ def test_temporaries_lie_in_blocks_that_are_kept(monkeypatch: pytest.MonkeyPatch
     for largest in (20 << 20, 5 << 20):
         monkeypatch.setattr(freed_memory, "largest_block", lambda largest=largest: largest)
         options = xla_options.of(graph_of(aten.relu.default))
-        assert options == {"xla_multiheap_size_constraint_per_heap": largest}
+        assert options == {OPTION: "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT", "xla_multiheap_size_constraint_per_heap": largest}
         folder = tmp_path / str(largest)
         x = np.ones((1024, 1024), np.float32)
         function = jax.jit(lambda x: jnp.sort(x @ x) @ jnp.sort(x @ (x + 1)), compiler_options={**options, "xla_dump_to": str(folder)})
@@ -96,17 +101,19 @@ def test_xla_logs_as_before_once_programs_are_compiled() -> None:
 def test_what_is_taken_for_known_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_compat, "_OPTIONS", set())
     assert _compat.knows_options({"xla_multiheap_size_constraint_per_heap": 5 << 20})
+    assert _compat.knows_options({OPTION: "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"})
 
 
 def test_what_xla_flags_say_stands(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XLA_FLAGS", f"--{OPTION}=LIBRARY_FUSION_TYPE_DOT")
-    assert xla_options.of(graph_of(aten.convolution.default)) is None
+    assert xla_options.of(graph_of(aten.mm.default)) is xla_options.without_graph() is None
 
 
 @on_cpu
 def test_an_option_that_this_xla_does_not_know_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("XLA_FLAGS", raising=False)
-    monkeypatch.setattr(xla_options, "_ALL_BUT_CONVOLUTIONS", {OPTION: "LIBRARY_FUSION_TYPE_OF_TOMORROW"})
+    monkeypatch.setattr(_compat, "_OPTIONS", set())
+    monkeypatch.setattr(xla_options, "_ALWAYS", {OPTION: "LIBRARY_FUSION_TYPE_OF_TOMORROW"})
     assert xla_options.of(graph_of(aten.convolution.default)) is None
     assert not _compat.knows_options({"xla_cpu_no_such_option": "1"})
 
@@ -115,8 +122,6 @@ def test_an_option_that_this_xla_does_not_know_is_left_out(monkeypatch: pytest.M
 def test_a_model_with_convolutions_is_compiled_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """The compiled program of one has a plain convolution: the library's would stand in a fusion of kind `__ynn_fusion`."""
     monkeypatch.delenv("XLA_FLAGS", raising=False)
-    from torch_bridge.runtime import session
-
     torch.manual_seed(0)
     layer = torch.nn.Conv2d(32, 32, 3, padding=1)
     x = torch.randn(16, 32, 32, 32)
@@ -125,31 +130,3 @@ def test_a_model_with_convolutions_is_compiled_without_it(monkeypatch: pytest.Mo
     text = next(p for p in reversed(session.current().recent) if xla_options.of(p.graph)).compiled.as_text()
     assert " convolution(" in text.split("ENTRY")[1], "the convolution is in a fusion"
     np.testing.assert_allclose(found.detach().numpy(), expected, atol=1e-5)
-
-
-def test_products_of_one_matrix_for_the_whole_batch_and_sums_of_them() -> None:
-    """What XLA for CPUs computes as one is wrong for them: attention to a single head of keys."""
-    generator = torch.Generator().manual_seed(0)
-    given = [torch.randn(shape, generator=generator) for shape in ((4, 32, 8), (32, 8), (4, 32, 32))]
-
-    def weighed(x: torch.Tensor, shared: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
-        z = torch.bmm(x, shared.expand(4, 32, 8).transpose(1, 2)) * p.softmax(-1)
-        return z - p.softmax(-1) * z.sum(-1, keepdim=True)
-
-    found = weighed(*(x.to("xla") for x in given)).cpu()
-    torch.testing.assert_close(found, weighed(*given), rtol=1e-4, atol=1e-5)
-    scores = torch.bmm(given[0].to("xla"), given[1].to("xla").expand(4, 32, 8).transpose(1, 2)).softmax(-1).cpu()
-    torch.testing.assert_close(scores, torch.bmm(given[0], given[1].expand(4, 32, 8).transpose(1, 2)).softmax(-1), rtol=1e-4, atol=1e-5)
-
-
-@on_cpu
-@pytest.mark.parametrize(("expands", "alone"), [(True, True), (False, False)])
-def test_products_that_may_read_what_was_expanded_are_computed_alone(expands: bool, alone: bool) -> None:
-    graph = fx.Graph()
-    x, shared = graph.placeholder("x"), graph.placeholder("shared")
-    read = graph.call_function(aten.expand.default if expands else aten.tanh.default, (shared, [4, 32, 8]) if expands else (shared,))
-    read = graph.call_function(aten.where.self, (x, read, x))
-    read = graph.call_function(aten.permute.default, (read, [0, 2, 1]))
-    graph.output((graph.call_function(aten.bmm.default, (x, read)),))
-    options = xla_options.of(graph) or {}
-    assert (options.get(OPTION) == "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT") is alone
