@@ -257,6 +257,7 @@ PROCESSES: tuple[str, ...] = (
     "nxd_jax/checkpoint/test_pipeline_torchrun.py",
     "nxd_jax/checkpoint/test_savers.py::test_a_tag_that_another_process_is_saving",
     "nxd_jax/checkpoint/test_savers.py::test_retention_leaves_what_another_process_is_saving",
+    "nxd_jax/checkpoint/test_savers.py::test_the_last_save_in_the_background_fails",
     "nxd_jax/faults",
     "nxd_jax/inference/test_command.py::test_the_command_starts",
     "nxd_jax/inference/test_example.py",

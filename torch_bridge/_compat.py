@@ -166,8 +166,30 @@ def compile_options() -> str:
     return hashlib.sha256(compiler.get_compile_options(num_replicas=1, num_partitions=1).SerializeAsString()).hexdigest()
 
 
-_OPTIONS = {"xla_multiheap_size_constraint_per_heap"}
+_OPTIONS = {"xla_multiheap_size_constraint_per_heap", "xla_cpu_experimental_ynn_fusion_type"}
 """Of XLA, in jaxlib 0.10 and 0.11: asking takes a compilation, which metrics and dumps show."""
+
+
+def has_library_fusions() -> bool:
+    """Whether XLA has a flag for what it computes in YNNPACK, with a value for single products."""
+    import jaxlib
+
+    return (0, 10) <= jaxlib.version.__version_info__ < (0, 12)
+
+
+def fuses_products() -> bool:
+    """Whether XLA by itself computes a product and what reads it as one in its kernel library on this backend. Compiles a small program (0.1 s)."""
+    import jax
+
+    text = jax.jit(lambda x: abs(x @ x).sum(-1)).lower(np.zeros((64, 64), np.float32)).compile().as_text() or ""
+    return "__ynn_fusion" in text and any(" dot(" in part and " abs(" in part for part in text.split("\n\n"))
+
+
+def read_xla_flags() -> None:
+    """Have XLA read `XLA_FLAGS`, which it does once in a process. Starts no devices."""
+    from jax._src.lib import xla_client
+
+    xla_client.CompileOptions()
 
 
 def knows_options(options: dict[str, Any]) -> bool:

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from nxd_jax.checkpoint import leftovers
 from torch_bridge.mesh import processes, world
 
 if TYPE_CHECKING:
@@ -95,12 +96,19 @@ def writing(folder: Path, where: str, first: bool, size: int | None = None) -> I
 
     where: the directory of tags, as the user calls it. size: bytes of the tag.
     """
+    with leftovers.quiet(), _saying_it_once(folder, where, first, size):
+        yield
+
+
+@contextlib.contextmanager
+def _saying_it_once(folder: Path, where: str, first: bool, size: int | None) -> Iterator[None]:
     threads = logging.getLogger("absl")
     threads.addFilter(_raised_anyway)
     try:
         yield
     except BaseException as error:
         shared = lost(folder)
+        leftovers.settle(_chain(error))
         if first and not shared:
             shutil.rmtree(folder, ignore_errors=True)
         release(folder)

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from torch_bridge.mesh import exits
 from torch_bridge.runtime import interrupts
 
 logger = logging.getLogger("nxd_jax")
@@ -16,7 +17,7 @@ Task = Callable[[], Any]
 
 
 class Worker:
-    """A thread that runs tasks in order. What a task raises is raised by the next `wait()` (and logged at exit)."""
+    """A thread that runs tasks in order. What a task raises is raised by the next `wait()`; without one, the process ends with an error."""
 
     def __init__(self) -> None:
         self._tasks: queue.Queue[tuple[Task, float]] = queue.Queue()
@@ -32,7 +33,7 @@ class Worker:
                 self._thread = threading.Thread(target=self._run, name="nxd_jax-checkpoints", daemon=True)
                 self._thread.start()
                 # Before any thread pool is closed: writing needs some. (atexit would be too late.)
-                threading._register_atexit(self._finish)  # type: ignore[attr-defined]
+                threading._register_atexit(self._end)  # type: ignore[attr-defined]
 
     def wait(self) -> None:
         """Until all tasks are done. Raises the first error of those that failed since the last call."""
@@ -63,3 +64,11 @@ class Worker:
     def _finish(self) -> None:
         self._awaited.set()
         self._tasks.join()
+
+    def _end(self) -> None:
+        """At the end of the process, which nobody can catch an error from any more."""
+        self._finish()
+        if self._errors:
+            words = f"a save in the background failed: {type(self._errors[0]).__name__}: {self._errors[0]}"
+            exits.fail(words)
+            logger.error("the process ends with status %s, %s", exits.FAILED, words)

@@ -53,9 +53,10 @@ def save_checkpoint(
     path (NxD's code calls it checkpoint_dir_str): a directory, or an address that fsspec knows. tag: its name; None or "": `save_000001` and so on; one
     with a folder (`run/step_1`) loads by its name alone, and a warning says so.
     model: a module or a state dict; optimizer: an optimizer or its state dict. num_kept_ckpts: remove older tags beyond so many (None or -1: none).
-    async_save: return as soon as the state is held; it is written, and marked complete, in the background; the training that follows changes nothing of
-    it. Errors are raised by the next save, load or `finalize_checkpoint()`, and a program waits at its end. avoid_saving_lower_precision_weights: leave out
-    weights whose master weights are in the optimizer's state. The random states of Python, numpy, torch and xla are saved too.
+    async_save: return as soon as the state is held; it is written, and marked complete, in the background; the training that follows changes nothing of it.
+    Errors are raised by the next save, load or `finalize_checkpoint()`; a program waits at its end, and ends with status 120 if the last save failed.
+    avoid_saving_lower_precision_weights: leave out weights whose master weights are in the optimizer's state. The random states of Python, numpy, torch and
+    xla are saved too.
 
     With the environment's NXD_JAX_CHECKPOINT_FORMAT=original the folders of model and optimizer hold NxD's own files instead of full arrays: one for each of
     its ranks, with use_xser one for each tensor too. They load here all the same. Of a pipeline each rank's has what its own stages read; that needs the model

@@ -136,6 +136,93 @@ CASES: dict[str, tuple[Call, str]] = {
         lambda d: x(d).index_put_((torch.tensor([0, 1], device=d),), x(d), accumulate=True),
         "value tensor of shape [3] cannot be broadcast",
     ),
+    "indices of other sizes": (
+        lambda d: two(d)[[0, 1], [0, 1, 2]],
+        "shape mismatch: indexing tensors could not be broadcast together with shapes [2], [3]",
+    ),
+    "indices into nothing": (lambda d: _zeros(2, 0)(d)[:, [0, 1]], "index is out of bounds for dimension 1 with size 0"),
+    "too many indices": (lambda d: torch.ops.aten.index(x(d), [None, long(d)]), "too many indices for tensor of dimension 1 (got 2)"),
+    "too many dims of masks": (lambda d: two(d)[two(d) > 0, long(d)[:1]], "too many indices for tensor of dimension 2"),
+    "writing rows that do not fit through a mask": (
+        lambda d: two(d).__setitem__(x(d)[:2] == 0, torch.ones(2, 2, device=d)),
+        "value tensor of shape [2, 2] cannot be broadcast",
+    ),
+    "writing more than a mask has": (
+        lambda d: x(d).__setitem__(x(d) == 0, torch.ones(4, device=d)),
+        "value tensor of shape [4] cannot be broadcast to indexing result of shape [",
+    ),
+    "writing a matrix through a mask of all dims": (
+        lambda d: two(d).__setitem__(two(d) == 0, torch.ones(6, 1, device=d)),
+        "value tensor of shape [6, 1] cannot be broadcast to indexing result of shape [",
+    ),
+    "put of other sizes": (lambda d: x(d).put(long(d)[:2], x(d)), "source.numel() = 3, index.numel() = 2"),
+    "put at int32": (lambda d: x(d).put(long(d).int(), x(d)), "Expected a long tensor for index"),
+    "index_copy at floats": (lambda d: x(d).index_copy(0, x(d), x(d)), "Expected a long tensor for index"),
+    "index_copy of other sizes": (
+        lambda d: x(d).index_copy(0, long(d)[:2], x(d)),
+        "Number of indices (2) should be equal to source.size(dim) (3)",
+    ),
+    "index_fill of a complex number": (
+        lambda d: x(d).index_fill(0, long(d), 1j),
+        "Converting complex Scalar to non-complex type is not supported",
+    ),
+    "the greatest of complex numbers at indices": (
+        lambda d: x(d).cfloat().scatter_reduce(0, long(d), x(d).cfloat(), "amax"),
+        "not implemented for",
+    ),
+    "batch norm of another dtype": (
+        lambda d: torch.nn.functional.batch_norm(torch.zeros(2, 3, device=d).double(), x(d), x(d), x(d), x(d)),
+        "batch_norm: expected all operands to have the same dtype, but got torch.float64, torch.float32",
+    ),
+    "rows of an embedding at floats": (lambda d: torch.nn.functional.embedding(x(d), two(d)), "Expected 'indices' to be Long or Int"),
+    "attention among dtypes": (
+        lambda d: torch.nn.functional.scaled_dot_product_attention(two(d), two(d).double(), two(d)),
+        "key.dtype: torch.float64",
+    ),
+    "attention to fewer values than keys": (
+        lambda d: torch.nn.functional.scaled_dot_product_attention(two(d), two(d), _zeros(3, 3)(d)),
+        "Expected as many keys as values, but got key of shape [2, 3] and value of shape [3, 3]",
+    ),
+    "attention to keys of another size": (
+        lambda d: torch.nn.functional.scaled_dot_product_attention(two(d), _zeros(2, 4)(d), two(d)),
+        "Expected queries and keys of one size, but got query of shape [2, 3] and key of shape [2, 4]",
+    ),
+    "attention of vectors": (lambda d: torch.nn.functional.scaled_dot_product_attention(x(d), x(d), x(d)), "at least 2 dimensional"),
+    **{
+        f"gradient of an in-place {name} with a negative number": (
+            lambda d, fn=fn: fn(x(d).requires_grad_() * 1).sum().backward(),
+            f"the gradient of an in-place {name} with a negative",
+        )
+        for name, fn in (
+            ("leaky_relu", lambda t: torch.nn.functional.leaky_relu_(t, -0.5)),
+            ("elu", lambda t: torch.nn.functional.elu_(t, -0.5)),
+            ("rrelu", lambda t: torch.nn.functional.rrelu_(t, -0.5, -0.5)),
+        )
+    },  # type: ignore[misc]
+    "averages over nothing": (
+        lambda d: torch.nn.functional.adaptive_avg_pool2d(torch.zeros(1, 2, 3, 0, device=d), 2),
+        "Expected input to have non-zero size for non-batch dimensions, but input has sizes [1, 2, 3, 0]",
+    ),
+    **{
+        f"{name} along a dim that is not there": (
+            lambda d, fn=fn: fn(two(d)),
+            "Dimension out of range (expected to be in range of [-2, 1], but got 2)",
+        )
+        for name, fn in (
+            ("softmax", lambda t: t.softmax(2)),
+            ("log_softmax", lambda t: t.log_softmax(2)),
+            ("sort", lambda t: t.sort(2)),
+            ("a stable sort", lambda t: t.sort(dim=2, stable=True)),
+            ("cummax", lambda t: t.cummax(2)),
+        )
+    },  # type: ignore[misc]
+    "logsumexp of no dims": (lambda d: two(d).logsumexp(()), "an empty list of dims is not supported: name all of them"),
+    "segments by an unknown reduction": (lambda d: torch.segment_reduce(x(d), "foo", lengths=long(d)), "got foo"),
+    "floats filled with a complex number": (lambda d: torch.full((2,), 1 + 1j, dtype=torch.float32, device=d), "without overflow"),
+    "fill_ of floats with a complex number": (lambda d: x(d).fill_(1j), "without overflow"),
+    "argmax of bools": (lambda d: torch.argmax(x(d) > 0), "support bool input"),
+    "linspace of bools": (lambda d: torch.linspace(0, 1, 3, dtype=torch.bool, device=d), "for torch.bool"),
+    "signbit of complex numbers": (lambda d: torch.signbit(x(d).cfloat()), "complex numbers have no order"),
     "logaddexp of integers": (lambda d: torch.logaddexp(long(d), long(d)), "not implemented for torch.int64: convert it with .float()"),
     "binary cross-entropy of integers": (
         lambda d: torch.nn.functional.binary_cross_entropy(long(d), long(d)),

@@ -53,3 +53,19 @@ def test_how_a_script_ends(name: str) -> None:
     done = subprocess.run([sys.executable, "-S", "-c", PRELUDE + code], capture_output=True, text=True, timeout=60)
     expected = "None" if words is None else f"Failure(words={words!r}, status={status})"
     assert done.stdout.strip() == expected and done.returncode == status, done.stderr
+
+
+@pytest.mark.parametrize("end", ["", "sys.exit(3)"])
+def test_a_process_that_fails_at_its_end(end: str, tmp_path: Path) -> None:
+    """Everything else is done as ever: functions that come later, and streams are written out."""
+    code = "import threading\nthreading._register_atexit(exits.fail, 'no room')\nsys.stderr.write('err')\n"
+    done = subprocess.run([sys.executable, "-S", "-c", PRELUDE + code + end], capture_output=True, text=True, timeout=60)
+    assert (done.stdout.strip(), done.stderr, done.returncode) == ("Failure(words='no room', status=120)", "err", 120)
+
+
+def test_a_process_without_stderr_that_fails() -> None:
+    code = (
+        "sys.stderr = None\nexits.fail('no room')\nexits.fail('again')\nassert exits.failure().words == 'again'\nexits.sys.stderr.flush()\n"
+    )
+    done = subprocess.run([sys.executable, "-S", "-c", PRELUDE + code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 120, done.stdout

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -193,4 +194,31 @@ def test_launch_under_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_model_wrapper_and_serial_executor() -> None:
     wrapper = xmp.MpModelWrapper(nn.Linear(1, 1))
     assert wrapper.to("xla").weight.device.type == "xla"
+    assert wrapper.to("xla") is wrapper.to("xla")
     assert xmp.MpSerialExecutor().run(lambda: 3) == 3
+
+
+def test_each_spawn_of_several_workers_begins_with_the_wrapped_model_as_it_was() -> None:
+    """The folds of a cross-validation: processes of their own would leave the model of this one as it is."""
+    wrapper = xmp.MpModelWrapper(nn.Linear(1, 1, bias=False))
+    seen: list[list[float]] = []
+
+    def train(index: int) -> None:
+        model: Any = wrapper.to("xla")
+        assert wrapper.to("xla") is model
+        seen.append([model.weight.item()])
+        with torch.no_grad():
+            model.weight += 1
+        seen[-1].append(model.weight.item())
+
+    try:
+        for _ in range(2):
+            xmp.spawn(train, nprocs=2)
+    finally:
+        world.configure(None)
+    start = wrapper._model.weight.item()
+    assert wrapper._model.weight.device.type == "cpu"
+    assert seen == [[start, start + 1]] * 2
+    for _ in range(2):  # one worker is this process, there too
+        xmp.spawn(train, nprocs=1)
+    assert [found[0] for found in seen[2:]] == [start, start + 1]

@@ -85,4 +85,5 @@ def test_errors() -> None:
             kernel(q)
     with pytest.raises(AttributeError, match="'torch_xla.experimental.custom_kernel' has no attribute 'nothing'"):
         custom_kernel.nothing  # noqa: B018
+    assert custom_kernel.requires_jax(jax_import_guard) is jax_import_guard
     assert jax_import_guard() is None  # type: ignore[func-returns-value]

@@ -126,6 +126,15 @@ def test_a_constant_read_through_a_view_makes_the_view_alone():
     assert x.t()[:2, :3].cpu().tolist() == [[2.5] * 3] * 2
 
 
+def test_copies_of_a_view_that_shows_another_number():
+    x = torch.ones(4, dtype=torch.complex64, device="xla")
+    assert x.imag.clone().tolist() == [0.0] * 4
+    assert (2j * x).fill_(1j).conj().clone().tolist() == [-1j] * 4
+    assert torch.view_as_real(x).contiguous().clone().tolist() == [[1.0, 0.0]] * 4
+    assert torch.full((4,), 3, device="xla", dtype=torch.uint8).view(torch.int16).clone().tolist() == [771] * 2
+    assert torch.ones(2, device="xla").view(torch.int32).clone().tolist() == [0x3F800000] * 2
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.complex64])
 def test_large_and_small_fills_have_the_same_values(dtype, monkeypatch):
     from torch_bridge.ir import dtypes

@@ -318,6 +318,10 @@ FUNC: dict[str, Callable[[str], Any]] = {
     "vmap without a batching rule": lambda d: vmap(lambda x: F.fold(x, (3, 3), (2, 2)))(r(d, 4, 4, 4)),
     "jvp": lambda d: jvp(lambda x: x.tanh() @ x, (r(d, 3, 3),), (r(d, 3, 3),)),
     "jvp of views": lambda d: jvp(lambda x: x.t()[1].exp().sum(), (r(d, 3, 4),), (r(d, 3, 4),)),
+    "jvp at rows of one tensor": lambda d: (lambda x: jvp(lambda z: z.view(4, 1) * z, (x[1],), (x[2],)))(r(d, 3, 4)),
+    "jvp of rows of one tensor, in vmap": lambda d: (
+        lambda x: vmap(lambda p, t: jvp(lambda z: z.unsqueeze(1) @ z.unsqueeze(0), (p,), (t,)))(x, x.flip(0))
+    )(r(d, 3, 4)),
     "jvp in place": lambda d: jvp(in_place, (r(d, 3),), (r(d, 3),)),
     "jvp of a convolution": lambda d: jvp(
         lambda x, w: F.conv2d(x, w), (r(d, 1, 3, 5, 5), r(d, 2, 3, 3, 3)), (r(d, 1, 3, 5, 5), r(d, 2, 3, 3, 3))

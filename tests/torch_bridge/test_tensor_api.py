@@ -443,3 +443,31 @@ def test_as_subclass() -> None:
     assert torch.equal(x.grad.cpu(), torch.ones(2))
     with pytest.raises(NotImplementedError, match="cannot become a Named.*Keep the Named on the CPU"):
         x.as_subclass(Named)
+
+
+def test_tensors_that_show_the_same_elements() -> None:
+    x = torch.arange(6.0, device="xla").view(2, 3)
+    assert x[1].is_set_to(x[1])
+    assert not x[1].is_set_to(x[0])
+    assert not x.is_set_to(x.clone())
+    assert not x.is_set_to(x.view(-1))
+    assert not x.is_set_to(x.cpu())
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda x: x.untyped_storage().fill_(0), r"untyped_storage\(\)\.fill_ of an xla tensor: its values have no bytes to reach"),
+        (lambda x: x.share_memory_(), r"share_memory_ of a tensor on xla:0: its values are in this process alone"),
+        (lambda x: x.storage_type(), r"Tensor\.storage\(\) of an xla tensor"),
+    ],
+)
+def test_what_needs_bytes_says_what_to_do(call: Callable[[torch.Tensor], Any], text: str) -> None:
+    with pytest.raises(NotImplementedError, match=text):
+        call(torch.ones(2, device="xla"))
+    assert not hasattr(torch.ones(2, device="xla").untyped_storage(), "other")
+
+
+@pytest.mark.parametrize("keepdim", [False, True])
+def test_nansum_over_an_empty_list_of_dims(keepdim: bool) -> None:
+    same(lambda d: torch.nansum(torch.tensor([[1.0, float("nan")], [2.0, 3.0]], device=d), dim=(), keepdim=keepdim))

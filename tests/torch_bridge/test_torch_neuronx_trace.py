@@ -428,6 +428,10 @@ def test_loading(saved: Path) -> None:
     assert other.programs.started
     with pytest.raises(ValueError, match="device_id must not be negative, got -1"):
         torch_neuronx.move_trace_to_device(traced, -1)
+    for load in (torch_neuronx.async_load, lambda m: torch_neuronx.lazy_load(m, False)):
+        parts = nn.ModuleList([torch.jit.load(saved), torch.jit.load(saved)])
+        load(parts)
+        assert all(part.programs.started for part in parts)
 
 
 @pytest.mark.parametrize(

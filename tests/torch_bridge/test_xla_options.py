@@ -1,4 +1,4 @@
-"""`compiler/xla_options.py`: on CPUs programs with convolutions keep them from YNNPACK, and temporaries lie in blocks, unless XLA_FLAGS says otherwise."""
+"""`compiler/xla_options.py`: on CPUs YNNPACK computes single products only, and temporaries lie in blocks, unless XLA_FLAGS says otherwise."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -15,7 +15,7 @@ from torch import fx
 from torch_bridge import _compat
 from torch_bridge.compiler import xla_options
 from torch_bridge.config import environment, freed_memory
-from torch_bridge.runtime import executor
+from torch_bridge.runtime import executor, session
 
 aten = torch.ops.aten
 OPTION = "xla_cpu_experimental_ynn_fusion_type"
@@ -40,15 +40,20 @@ def graph_of(*ops: Callable[..., Any]) -> fx.Graph:
 
 
 @on_cpu
-@pytest.mark.parametrize("op", [aten.convolution.default, aten.convolution_backward.default])
-def test_convolutions_are_not_left_to_the_kernel_library(op: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("op", [aten.convolution.default, aten.convolution_backward.default, aten.mm.default, aten.sum.default])
+def test_the_kernel_library_gets_single_products_only(op: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("XLA_FLAGS", raising=False)
-    options = xla_options.of(graph_of(aten.relu.default, op))
-    assert options is not None and "CONVOLUTION" not in options[OPTION] and "DOT" in options[OPTION]
+    assert xla_options.of(graph_of(aten.relu.default, op)) == xla_options.without_graph() == {OPTION: "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"}
 
 
-def test_other_programs_have_no_options() -> None:
-    assert xla_options.of(graph_of(aten.mm.default, aten.relu.default)) is None
+@on_cpu
+def test_the_compiled_program_has_no_other_fusions_of_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    x = torch.randn(64, 64)
+    found = (x.to("xla") @ x.to("xla")).abs().sum(-1)
+    torch.testing.assert_close(found.cpu(), (x @ x).abs().sum(-1))
+    text = session.current().recent[-1].compiled.as_text()
+    assert not [part for part in text.split("\n\n") if " dot(" in part and (" abs(" in part or " reduce(" in part)]
 
 
 @on_cpu
@@ -59,7 +64,7 @@ def test_temporaries_lie_in_blocks_that_are_kept(monkeypatch: pytest.MonkeyPatch
     for largest in (20 << 20, 5 << 20):
         monkeypatch.setattr(freed_memory, "largest_block", lambda largest=largest: largest)
         options = xla_options.of(graph_of(aten.relu.default))
-        assert options == {"xla_multiheap_size_constraint_per_heap": largest}
+        assert options == {OPTION: "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT", "xla_multiheap_size_constraint_per_heap": largest}
         folder = tmp_path / str(largest)
         x = np.ones((1024, 1024), np.float32)
         function = jax.jit(lambda x: jnp.sort(x @ x) @ jnp.sort(x @ (x + 1)), compiler_options={**options, "xla_dump_to": str(folder)})
@@ -96,17 +101,19 @@ def test_xla_logs_as_before_once_programs_are_compiled() -> None:
 def test_what_is_taken_for_known_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_compat, "_OPTIONS", set())
     assert _compat.knows_options({"xla_multiheap_size_constraint_per_heap": 5 << 20})
+    assert _compat.knows_options({OPTION: "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"})
 
 
 def test_what_xla_flags_say_stands(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XLA_FLAGS", f"--{OPTION}=LIBRARY_FUSION_TYPE_DOT")
-    assert xla_options.of(graph_of(aten.convolution.default)) is None
+    assert xla_options.of(graph_of(aten.mm.default)) is xla_options.without_graph() is None
 
 
 @on_cpu
 def test_an_option_that_this_xla_does_not_know_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("XLA_FLAGS", raising=False)
-    monkeypatch.setattr(xla_options, "_ALL_BUT_CONVOLUTIONS", {OPTION: "LIBRARY_FUSION_TYPE_OF_TOMORROW"})
+    monkeypatch.setattr(_compat, "_OPTIONS", set())
+    monkeypatch.setattr(xla_options, "_ALWAYS", {OPTION: "LIBRARY_FUSION_TYPE_OF_TOMORROW"})
     assert xla_options.of(graph_of(aten.convolution.default)) is None
     assert not _compat.knows_options({"xla_cpu_no_such_option": "1"})
 
@@ -115,8 +122,6 @@ def test_an_option_that_this_xla_does_not_know_is_left_out(monkeypatch: pytest.M
 def test_a_model_with_convolutions_is_compiled_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """The compiled program of one has a plain convolution: the library's would stand in a fusion of kind `__ynn_fusion`."""
     monkeypatch.delenv("XLA_FLAGS", raising=False)
-    from torch_bridge.runtime import session
-
     torch.manual_seed(0)
     layer = torch.nn.Conv2d(32, 32, 3, padding=1)
     x = torch.randn(16, 32, 32, 32)

@@ -21,7 +21,7 @@ from torch_bridge import _compat
 from torch_bridge.aot import devices, exporting, facts
 from torch_bridge.aot.facts import Facts, Held, Initial, Tensor
 from torch_bridge.collectives import index_checks
-from torch_bridge.compiler import executable_cache
+from torch_bridge.compiler import executable_cache, xla_options
 from torch_bridge.mesh import processes
 from torch_bridge.runtime import transfer
 
@@ -327,7 +327,9 @@ class Model:
             if serialized is None:
                 raise RuntimeError(devices.lacks(tag, program.forms, self.where.form))
             shapes = exporting.arguments(program.facts, self.where.mesh)
-            return executable_cache.exported(serialized, shapes, f"states {_STATES} donated", lambda: _lowered(tag, serialized, shapes))
+            return executable_cache.exported(
+                serialized, shapes, f"states {_STATES} donated, {xla_options.without_graph()}", lambda: _lowered(tag, serialized, shapes)
+            )
 
     def run(self, tag: str, inputs: Sequence[Any], ranked: bool = False) -> list[Any]:
         """Run a program on CPU tensors: the same for all ranks, or (ranked) a list with one for each rank. Returns the arrays of its results (`results`).
@@ -410,7 +412,7 @@ def _lowered(tag: str, serialized: bytes, shapes: Sequence[Any]) -> Any:
     here = exporting.platform()
     if here not in exported.platforms:
         raise RuntimeError(f"program {tag!r} was exported for {', '.join(exported.platforms)}, and this machine is {here}: trace it here")
-    return jax.jit(exported.call, donate_argnums=(_STATES,)).lower(*shapes)
+    return jax.jit(exported.call, donate_argnums=(_STATES,), compiler_options=xla_options.without_graph()).lower(*shapes)
 
 
 def _check_shared(tag: str, program: Program, programs: Iterable[tuple[str, Program]]) -> None:

@@ -33,7 +33,7 @@ class Inputs:
 
     @classmethod
     def of(cls, example: Sequence[Any], names: Sequence[str] = ()) -> tuple[Inputs, list[torch.Tensor]]:
-        """The structure of example inputs, and the tensors in it. Raises ValueError for anything but tensors in tuples, lists and dicts."""
+        """The structure of inputs, and the tensors in it. Raises ValueError for anything but tensors in tuples, lists and dicts."""
         found: list[torch.Tensor] = []
 
         def index(x: Any) -> int | None:
@@ -42,10 +42,7 @@ class Inputs:
             found.append(x)
             return len(found) - 1
 
-        tree = facts.tree_of(tuple(example), index, "a traced forward is given")
-        if not found:
-            raise ValueError("a trace needs at least one example tensor")
-        return cls(tree, names), found
+        return cls(facts.tree_of(tuple(example), index, "a traced forward is given"), names), found
 
     def positional(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
         """The inputs of a call in the order of forward's parameters. Raises TypeError for keywords that do not fit."""
@@ -122,6 +119,8 @@ def trace_program(
 ) -> tuple[Program, Inputs]:
     """The program of `module(*example)` for the ranks of the world. aliases: parameters and buffers, and which tensor of the result is each one's new value."""
     inputs, tensors = Inputs.of(example, parameter_names(module.forward))
+    if not tensors:
+        raise ValueError("a trace needs at least one example tensor")
     names = [f"input_{i}" for i in range(len(tensors))]
     with torch.no_grad():
         traced = tracing.trace(module, tuple(example), {}, names, named_aliases(module, aliases or {}), describe)

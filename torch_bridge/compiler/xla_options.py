@@ -1,4 +1,4 @@
-"""The XLA options that a program is compiled with (`compiler_options` of `jax.jit`), where XLA's own choice is known to be slow."""
+"""The XLA options that a program is compiled with (`compiler_options` of `jax.jit`), where XLA's own choice is known to be wrong or slow."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from torch_bridge import _compat
-from torch_bridge.config import freed_memory
+from torch_bridge.config import freed_memory, library_fusions
 
 aten = torch.ops.aten
 
@@ -24,11 +24,7 @@ _CONVOLUTIONS = frozenset(
         aten.convolution_backward_overrideable.default,
     }
 )
-_LIBRARY_FUSIONS = "xla_cpu_experimental_ynn_fusion_type"
-_ALL_BUT_CONVOLUTIONS = {_LIBRARY_FUSIONS: "LIBRARY_FUSION_TYPE_DOT,LIBRARY_FUSION_TYPE_REDUCE"}
-"""On CPUs XLA gives convolutions to YNNPACK, which computes many of them on one thread. Without it they run in Eigen on all of them."""
-
-
+_ALWAYS = {library_fusions.OPTION: library_fusions.VALUE}
 _LARGEST_BLOCK = "xla_multiheap_size_constraint_per_heap"
 """Bytes of the blocks that hold a program's temporaries; a tensor that is larger has one of its own."""
 _APART = "torch_bridge.apart.default"
@@ -42,15 +38,22 @@ def of(graph: fx.Graph, serialized: bool = False) -> dict[str, Any] | None:
 
     serialized: its executable is to be written to disk, or copied to other devices. On CPUs XLA refuses that for temporaries in several blocks.
     """
-    wanted: dict[str, Any] = {}
-    if count_of_convolutions(graph):
-        wanted |= _ALL_BUT_CONVOLUTIONS
+    wanted: dict[str, Any] = dict(_ALWAYS)
     if any(str(node.target) == _APART for node in graph.nodes):
         wanted |= _WITH_BARRIERS
     block = None if serialized else freed_memory.largest_block()
     if block is not None:
         wanted[_LARGEST_BLOCK] = block
-    if not wanted or jax.default_backend() != "cpu":
+    return _taken(wanted)
+
+
+def without_graph() -> dict[str, Any] | None:
+    """The options for what is compiled without a graph of aten ops at hand: a traced model from its file, a single op."""
+    return _taken(_ALWAYS)
+
+
+def _taken(wanted: dict[str, Any]) -> dict[str, Any] | None:
+    if jax.default_backend() != "cpu":
         return None
     return {name: value for name, value in wanted.items() if _known(name, value)} or None
 

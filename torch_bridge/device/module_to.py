@@ -43,9 +43,13 @@ def _converted(self: torch.nn.Module, fn: Convert, recurse: bool) -> torch.nn.Mo
     computed = [hook for hook in self._forward_pre_hooks.values() if isinstance(hook, WeightNorm)]
     for hook in computed:  # its graph holds the parameters; it is computed anew before each forward pass
         setattr(self, hook.name, None)
+    scripted = isinstance(self, torch.jit.ScriptModule)
     for name, parameter in self._parameters.items():
         if parameter is not None:
-            _convert(parameter, fn, f"{type(self).__name__}.{name}")
+            if scripted:
+                parameter = self._parameters[name] = _another(parameter, fn)
+            else:
+                _convert(parameter, fn, f"{type(self).__name__}.{name}")
             if parameter.device.type == "xla":
                 from torch_bridge.passes import check_replicas
 
@@ -93,6 +97,15 @@ def _convert(parameter: torch.nn.Parameter, fn: Convert, name: str) -> None:
     del grad
     _swap(parameter, applied, name)
     parameter.grad = grad_applied
+
+
+def _another(parameter: torch.nn.Parameter, fn: Convert) -> torch.nn.Parameter:
+    """A converted parameter of TorchScript's, whose own tensor holds on to the first one: as in torch, it is another one."""
+    grad = parameter.grad
+    with torch.no_grad():
+        new = torch.nn.Parameter(fn(parameter), parameter.requires_grad)
+        new.grad = None if grad is None else fn(grad)
+    return new
 
 
 def _keep_spec(parameter: torch.nn.Parameter, applied: torch.Tensor) -> None:

@@ -71,7 +71,18 @@ def register() -> None:
             f"torch's one slot for an external device is already taken by '{name}' in this process, so 'xla' cannot be added. "
             "Import nxd_jax (or torch_xla) in a process that does not import the other backend."
         )
-    from torch_bridge.device import autocast, device_module, factories, lazy_modules, module_to, pinning, serialization, torch_compile
+    from torch_bridge.device import (
+        accelerator,
+        autocast,
+        data_parallel,
+        device_module,
+        factories,
+        lazy_modules,
+        module_to,
+        pinning,
+        serialization,
+        torch_compile,
+    )
     from torch_bridge.mesh import generators
     from torch_bridge.optimizers import fused_step
     from torch_bridge.recorder import cpu_attention
@@ -94,6 +105,8 @@ def register() -> None:
     autocast.install()
     generators.install()
     module_to.install()
+    data_parallel.install()
+    accelerator.install()
     lazy_modules.install()
     fused_step.install()
     step_hints.install()

@@ -4,9 +4,10 @@ import os
 import warnings
 
 from torch_bridge import _compat
-from torch_bridge.config import environment, freed_memory
+from torch_bridge.config import environment, freed_memory, library_fusions
 
 environment.prepare()  # before JAX starts
+library_fusions.single_products_only()
 _values = environment.check()
 if _values.get("NXD_JAX_KEEP_FREED_MEMORY", True):
     freed_memory.keep(one_heap=environment.keeps_programs(_values))

@@ -12,7 +12,7 @@ from torch import fx
 from torch.utils._pytree import tree_leaves
 
 from torch_bridge import _compat
-from torch_bridge.compiler import interpret
+from torch_bridge.compiler import interpret, xla_options
 from torch_bridge.compiler.manual_blocks import Blocks
 from torch_bridge.ir import dtypes
 from torch_bridge.ir.graph import GraphBuilder, number
@@ -184,7 +184,7 @@ def _render(lowered: Any, stage: str) -> str:
     if stage == "stablehlo":
         return lowered.as_text(debug_info=True)
     with _compat.enable_x64():
-        return lowered.compile().as_text()
+        return lowered.compile(compiler_options=xla_options.without_graph()).as_text()
 
 
 def _of_recent(stage: str) -> str:

@@ -13,12 +13,15 @@ from torch.utils._pytree import SUPPORTED_NODES, tree_flatten, tree_unflatten
 
 from torch_bridge import _compat
 from torch_bridge.compiler import interpret
+from torch_bridge.config import library_fusions
 from torch_bridge.export import graph_capture
 from torch_bridge.ir import dtypes
 from torch_bridge.recorder import subgraph
 from torch_bridge.recorder.tensor import XLATensor
 from torch_bridge.runtime import transfer
 from torch_bridge.runtime.transfer import to_array
+
+library_fusions.single_products_only()  # before the caller's own jax.jit compiles
 
 Arrays = dict[str, Any]
 
@@ -92,6 +95,8 @@ def to_jax(module: torch.nn.Module) -> JaxFunction:
         raise TypeError(
             f"to_jax takes an nn.Module or a captured GraphModule, got {type(module).__name__}; wrap a function in a module's forward"
         )
+    if _compat.jax_started():
+        library_fusions.warn_if_fused()
     return JaxFunction(module)
 
 

@@ -74,6 +74,7 @@ def view_dtype(self: Array, dtype: torch.dtype) -> Array:
         x = x.reshape(*x.shape[:-2], -1) if self.ndim else x
     elif have < want:
         x = lax.bitcast_convert_type(x.reshape(*x.shape[:-1], x.shape[-1] // (want // have), want // have), plain)
+        x = lax.optimization_barrier(x)  # XLA makes two casts of bits one, also if that has another shape (int32 as int64 as uint8)
     elif x.dtype != plain:
         x = lax.bitcast_convert_type(x, plain)
     return _from_plain_bits(x, target)

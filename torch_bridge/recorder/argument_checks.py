@@ -75,7 +75,12 @@ def _index(self: Tensor, indices: Sequence[Tensor | None]) -> None:
 
 
 def index_tensors(self: Tensor, indices: Sequence[Tensor | None]) -> None:
-    """IndexError, as in torch, for index tensors that are neither positions nor masks, and for masks of other sizes than the dims that they stand for."""
+    """IndexError, as in torch, for index tensors that are neither positions nor masks, that do not broadcast together, or that point into nothing, and for
+    masks of other sizes than the dims that they stand for.
+    """
+    if len(indices) > self.dim():
+        raise IndexError(f"too many indices for tensor of dimension {self.dim()} (got {len(indices)})")
+    positions: list[tuple[int, Tensor]] = []
     dim = 0
     for at, index in enumerate(indices):
         if index is None:
@@ -90,18 +95,69 @@ def index_tensors(self: Tensor, indices: Sequence[Tensor | None]) -> None:
             raise IndexError(
                 f"The shape of the mask {list(index.shape)} at index {at} does not match the shape of the indexed tensor {list(self.shape)} at index {dim}"
             )
+        if not is_mask:
+            positions.append((dim, index))
         dim += index.dim() if is_mask else 1
+    if dim > self.dim():
+        raise IndexError(f"too many indices for tensor of dimension {self.dim()} (got {dim})")
+    _positions(self, positions)
+
+
+def _positions(self: Tensor, positions: Sequence[tuple[int, Tensor]]) -> None:
+    shapes = [list(index.shape) for _, index in positions]
+    try:
+        chosen = torch.broadcast_shapes(*shapes)
+    except RuntimeError:
+        told = ", ".join(map(str, shapes))
+        raise IndexError(f"shape mismatch: indexing tensors could not be broadcast together with shapes {told}") from None
+    for dim, _ in positions:
+        if self.shape[dim] == 0 and 0 not in chosen:
+            raise IndexError(f"index is out of bounds for dimension {dim} with size 0")
 
 
 def written_values(self: Tensor, indices: Sequence[Tensor | None], values: Tensor) -> None:
     """RuntimeError, as in torch, for values that do not fit to the positions that they are written to. How many a mask has, only its values show."""
-    if any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in indices):
+    masks = [i for i in indices if i is not None and i.dtype in (torch.bool, torch.uint8)]
+    if masks:
+        if sum(i is not None for i in indices) == 1:
+            _masked_values(self, list(indices), masks[0], values)
         return
     into = aten.index.Tensor(self, indices).shape if any(i is not None for i in indices) else self.shape
     if len(values.shape) > len(into) or any(v not in (1, n) for v, n in zip(reversed(values.shape), reversed(into), strict=False)):
         raise RuntimeError(
             f"shape mismatch: value tensor of shape {list(values.shape)} cannot be broadcast to indexing result of shape {list(into)}"
         )
+
+
+def _masked_values(self: Tensor, indices: Sequence[Tensor | None], mask: Tensor, values: Tensor) -> None:
+    """Of all dims but that of a mask's positions."""
+    at = next(d for d, index in enumerate(indices) if index is not None)
+    into = [*self.shape[:at], -1, *self.shape[at + mask.dim() :]]
+    most = mask.numel()
+    pairs = list(zip(reversed(values.shape), reversed(into), strict=False))
+    if values.dim() > len(into) or any(v not in (1, n) and not (n == -1 and v <= most) for v, n in pairs):
+        told = ", ".join("number of True" if n == -1 else str(n) for n in into)
+        raise RuntimeError(
+            f"shape mismatch: value tensor of shape {list(values.shape)} cannot be broadcast to indexing result of shape [{told}]"
+        )
+
+
+@checks(aten.put.default)
+def _put(self: Tensor, index: Tensor, source: Tensor, accumulate: bool = False) -> None:
+    one_dtype("put_", self, source)
+    if index.dtype != torch.int64:
+        raise RuntimeError(f"put_(): Expected a long tensor for index, but got {index.dtype}: convert it with .long()")
+    if index.numel() != source.numel():
+        raise IndexError(
+            "put_(): Expected source and index to have the same number of elements, but got "
+            f"source.numel() = {source.numel()}, index.numel() = {index.numel()}"
+        )
+
+
+@checks(aten.index_fill.int_Scalar)
+def _index_fill(self: Tensor, dim: int, index: Tensor, value: complex) -> None:
+    if isinstance(value, complex) and not self.dtype.is_complex:
+        raise RuntimeError(f"index_fill_(): Converting complex Scalar to non-complex type is not supported: {value} into {self.dtype}")
 
 
 @checks(aten.index_select.default)
@@ -137,6 +193,42 @@ def _bucketize(self: Tensor | complex, boundaries: Tensor, **kwargs: object) -> 
 def _embedding(weight: Tensor, indices: Tensor, *rest: object, **kwargs: object) -> None:
     if weight.dim() != 2:
         raise RuntimeError(f"embedding: 'weight' must be 2-D, got {weight.dim()}-D")
+    if indices.dtype not in (torch.int64, torch.int32):
+        raise RuntimeError(f"embedding: Expected 'indices' to be Long or Int, but got {indices.dtype}: convert it with .long()")
+
+
+@checks(aten.leaky_relu_backward.default)
+def _leaky_relu_backward(grad_output: Tensor, self: Tensor, negative_slope: float, self_is_result: bool) -> None:
+    _written_over("leaky_relu", "slope", negative_slope, self_is_result)
+
+
+@checks(aten.rrelu_with_noise_backward.default)
+def _rrelu_backward(
+    grad_output: Tensor, self: Tensor, noise: Tensor, lower: float, upper: float, training: bool, self_is_result: bool
+) -> None:
+    _written_over("rrelu", "slope", (lower + upper) / 2, self_is_result)
+
+
+@checks(aten.elu_backward.default)
+def _elu_backward(grad_output: Tensor, alpha: float, scale: float, input_scale: float, is_result: bool, self_or_result: Tensor) -> None:
+    _written_over("elu", "alpha", alpha, is_result)
+
+
+def _written_over(name: str, what: str, number: float, self_is_result: bool) -> None:
+    """RuntimeError, as in torch, where the result does not tell which side of zero the input was on."""
+    if self_is_result and number < 0:
+        raise RuntimeError(
+            f"the gradient of an in-place {name} with a negative {what}, {number}, is not supported: its input is written over, and its result does not tell "
+            "what it was. Use the function that is not in place"
+        )
+
+
+@checks(aten._adaptive_avg_pool2d.default, aten._adaptive_avg_pool3d.default)
+def _adaptive_avg_pool(self: Tensor, output_size: Sequence[int]) -> None:
+    if 0 in self.shape[1:]:
+        raise RuntimeError(
+            f"adaptive_avg_pool: Expected input to have non-zero size for non-batch dimensions, but input has sizes {list(self.shape)}"
+        )
 
 
 @checks(aten.linalg_lstsq.default)
@@ -181,6 +273,40 @@ def _as_strided_scatter(self: Tensor, src: Tensor, size: Sequence[int], stride: 
             f"as_strided_scatter: sizes {list(size)}, strides {list(stride)}, storage offset {storage_offset or 0} need {reach} elements, "
             f"out of bounds for a tensor of {self.numel()}"
         )
+
+
+# -- dims, and what is reduced --------------------------------------------------------------------
+
+
+@checks(
+    aten._softmax.default,
+    aten._log_softmax.default,
+    aten._safe_softmax.default,
+    aten.cummax.default,
+    aten.cummin.default,
+    aten.sort.default,
+)
+def _dim(self: Tensor, dim: int = -1, *rest: object, **kwargs: object) -> None:
+    most = max(self.dim(), 1)
+    if not -most <= dim < most:
+        raise IndexError(f"Dimension out of range (expected to be in range of [{-most}, {most - 1}], but got {dim})")
+
+
+@checks(aten.sort.stable)
+def _stable_sort(self: Tensor, *, stable: bool | None = None, dim: int = -1, descending: bool = False) -> None:
+    _dim(self, dim)
+
+
+@checks(aten.logsumexp.default)
+def _logsumexp(self: Tensor, dim: Sequence[int], keepdim: bool = False) -> None:
+    if not len(dim) and self.dim() and not keepdim:
+        raise RuntimeError("logsumexp: an empty list of dims is not supported: name all of them")
+
+
+@checks(aten.segment_reduce.default)
+def _segment_reduce(data: Tensor, reduce: str, **kwargs: object) -> None:
+    if reduce not in ("sum", "mean", "max", "min", "prod"):
+        raise RuntimeError(f"reduce argument must be either sum, prod, mean, max or min, got {reduce}")
 
 
 # -- reductions over nothing ----------------------------------------------------------------------

@@ -21,7 +21,7 @@ from torch_bridge.ir.layout import Layout, base_of_meta, layout, of_meta
 from torch_bridge.ir.segment import LOCK, Segment
 from torch_bridge.ir.view_entries import flat
 from torch_bridge.mesh import abstract_arrays, places, random_state, rank_numbers
-from torch_bridge.recorder import argument_checks, cpu_draws, fallback, known_masks, overlaps, placed
+from torch_bridge.recorder import argument_checks, cpu_draws, fallback, known_masks, overlaps, placed, script_kernels
 from torch_bridge.recorder.copies import upload
 from torch_bridge.recorder.schema import LIFTED, NOT_SCALAR, Info, info
 from torch_bridge.recorder.shape_inference import DROPPED, NeedsHost, infer, infer_from_lowering, to_meta
@@ -95,6 +95,8 @@ def dispatch(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[st
 def record(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
     """The general rule."""
     call_info = info(func)
+    if call_info.kernel is not None:
+        return script_kernels.run(func, call_info.kernel, args, kwargs)
     if call_info.lists and places.in_use():
         apart = placed.by_place(record, call_info, args, kwargs)
         if apart is not NotImplemented:
@@ -429,6 +431,11 @@ def _run_composite(call: Call, func: Op, args: Args, kwargs: Kwargs, tensors: li
 
 
 def _run_on_host(call: Call, func: Op, args: Args, kwargs: Kwargs, tensors: list[XLATensor], numbers: list[Any]) -> Any:
+    call_info = info(func)
+    call_info.kernel = script_kernels.find(func)  # it may have been registered since
+    if call_info.kernel is not None:
+        return script_kernels.run(func, call_info.kernel, args, kwargs)
+    script_kernels.check_cpu(func)
     found = known_masks.recorded(func, args)
     return fallback.on_host(func, args, kwargs or {}) if found is None else found
 

@@ -41,6 +41,10 @@ def _add_product(self: Tensor, first: Tensor, second: Tensor, **scales: object) 
 @checks(aten.index_copy.default)
 def _index_copy(self: Tensor, dim: int, index: Tensor, source: Tensor) -> None:
     one_dtype("index_copy", self, source)
+    if index.dtype != torch.int64:
+        raise RuntimeError(f"index_copy_(): Expected a long tensor for index, but got {index.dtype}: convert it with .long()")
+    if source.dim() and self.dim() == source.dim() and -self.dim() <= dim < self.dim() and index.numel() != source.shape[dim]:
+        raise IndexError(f"index_copy_(): Number of indices ({index.numel()}) should be equal to source.size(dim) ({source.shape[dim]})")
 
 
 @checks(aten.index_put.default, aten._unsafe_index_put.default)
@@ -48,6 +52,19 @@ def _index_put(self: Tensor, indices: list[Tensor | None], values: Tensor, accum
     index_tensors(self, indices)
     one_dtype("index_put", self, values)
     written_values(self, indices, values)
+
+
+@checks(
+    aten.native_batch_norm.default,
+    aten._native_batch_norm_legit_no_training.default,
+    aten._native_batch_norm_legit.no_stats,
+    aten._native_batch_norm_legit_functional.default,
+)
+def _batch_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, *stats: object) -> None:
+    """Weights and averages of a batch norm may be float32 beside 16-bit inputs, as with mixed precision."""
+    of_channels = [t for t in (weight, bias, *stats) if isinstance(t, Tensor)]
+    if x.dtype not in (torch.float16, torch.bfloat16) or any(t.dtype not in (x.dtype, torch.float32) for t in of_channels):
+        one_dtype("batch_norm", x, *of_channels)
 
 
 @checks(aten.binary_cross_entropy.default)

@@ -63,6 +63,7 @@ _OF_AN_ORDER = (
     ),
     *(op.default for op in (aten.cummax, aten.cummin, aten.kthvalue, aten.topk, aten.mode, aten.relu, aten.sign)),
     *(op.default for op in (aten.floor, aten.ceil, aten.trunc, aten.round)),
+    aten.signbit.default,
     aten.hardtanh.default,
     aten.atan2.default,
     *(getattr(aten.xlogy, name) for name in ("Tensor", "Scalar_Other", "Scalar_Self")),
@@ -149,6 +150,26 @@ def _sub(self: Tensor, other: Tensor | complex, alpha: complex = 1) -> None:
 def _in_place(self: Tensor, other: Tensor | complex, alpha: complex = 1) -> None:
     """torch's meta kernels say that an element's size would change."""
     fits_into(torch.result_type(self, other), self.dtype)
+
+
+@checks(aten.argmax.default, aten.argmin.default)
+def _of_bools(self: Tensor, *rest: object, **kwargs: object) -> None:
+    if self.dtype == torch.bool:
+        raise RuntimeError("argmax() and argmin() do not support bool input: convert it with .int()")
+
+
+@checks(
+    *(getattr(op, name) for op in (aten.linspace, aten.logspace) for name in ("default", "Tensor_Tensor", "Tensor_Scalar", "Scalar_Tensor"))
+)
+def _steps(*ends: object, dtype: torch.dtype | None = None, **kwargs: object) -> None:
+    if dtype == torch.bool:
+        raise NotImplementedError("linspace and logspace are not implemented for torch.bool: make numbers, and compare them")
+
+
+@checks(aten.scatter_reduce.two, aten.index_reduce.default)
+def _reduced_at(self: Tensor, dim: int, index: Tensor, src: Tensor, reduce: str, **kwargs: object) -> None:
+    if self.dtype.is_complex and reduce in ("amax", "amin"):
+        raise NotImplementedError(f'a scatter that keeps the "{reduce}" is not implemented for {self.dtype}: {_ORDER}')
 
 
 @checks(aten.addcdiv.default)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -180,7 +181,8 @@ def clone(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, 
     """A new storage with the same value; the bytes are copied only when one of the two is written."""
     src: XLATensor = args[0]
     base = _clone_layout(src._layout.anchor, kwargs.get("memory_format"))
-    if src._storage.constant:
+    view, own = src._layout, src._storage.layout
+    if src._storage.constant and view.dtype == own.dtype and view.conj == own.conj and view.neg == own.neg:  # else it shows another number
         return make(base, Storage(base, fill=src._storage.fill))
     return fresh(STATE.session.current, base, read(src))
 
@@ -245,6 +247,18 @@ def has_same_storage_numel(func: torch._ops.OpOverload, args: tuple[Any, ...], k
     """Asked by forward-mode differentiation."""
     a, b = args
     return bool(a._storage.layout.numel == b._storage.layout.numel)
+
+
+@special(aten._new_zeros_with_same_feature_meta.default)
+def new_zeros_with_same_feature_meta(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Asked by forward-mode differentiation for a tangent that does not lie as its primal does: zeros that do, one for each index of the first dims."""
+    like, other = args
+    batch = tuple(like.shape[: kwargs.get("self_num_batch_dims", 0)])
+    view, held = other._layout, other._storage.layout
+    n = held.numel * held.dtype.itemsize // view.dtype.itemsize
+    strides = tuple(n * math.prod(batch[i + 1 :]) for i in range(len(batch)))
+    zeros = dispatch(aten.new_zeros.default, (like, [math.prod(batch) * n]), {})
+    return dispatch(aten.as_strided.default, (zeros, [*batch, *view.size], [*strides, *view.stride], view.offset), {})
 
 
 @special(aten.is_pinned.default)
@@ -421,7 +435,7 @@ def linked(storage: Storage) -> bool:
 
 def _check_number(value: complex, of: Layout) -> None:
     """Raise what torch raises for a number that the dtype cannot hold (it lets one element be)."""
-    if type(value) in (int, float) and value not in (0, 1):
+    if (type(value) in (int, float) and value not in (0, 1)) or (type(value) is complex and not of.dtype.is_complex):
         aten.full.default((min(of.numel, 2),), value, dtype=of.dtype)
 
 
@@ -599,6 +613,27 @@ _FUSED_ALLOWED = (
 )
 
 
+def _check_operands(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+    dims, types = [t.dim() for t in (query, key, value)], [t.dtype for t in (query, key, value)]
+    if min(dims) < 2:
+        raise RuntimeError(
+            f"Expected query, key, and value to all be at least 2 dimensional, but got query.dim: {dims[0]} key.dim: {dims[1]} and value.dim: {dims[2]} instead"
+        )
+    if len(set(types)) > 1:
+        raise RuntimeError(
+            f"Expected query, key, and value to have the same dtype, but got query.dtype: {types[0]} key.dtype: {types[1]} and value.dtype: {types[2]} "
+            "instead: convert with .to()"
+        )
+    if key.shape[-2] != value.shape[-2]:
+        raise RuntimeError(
+            f"Expected as many keys as values, but got key of shape {list(key.shape)} and value of shape {list(value.shape)}"
+        )
+    if query.shape[-1] != key.shape[-1]:
+        raise RuntimeError(
+            f"Expected queries and keys of one size, but got query of shape {list(query.shape)} and key of shape {list(key.shape)}"
+        )
+
+
 def attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -611,6 +646,7 @@ def attention(
     enable_gqa: bool = False,
 ) -> torch.Tensor:
     """`F.scaled_dot_product_attention` as one fused op; anything that op cannot say goes through torch's plain formula."""
+    _check_operands(query, key, value)
     fused = query.dim() == 4 and query.dtype.is_floating_point and (attn_mask is None or not attn_mask.requires_grad)
     if attn_mask is not None and attn_mask.dtype != torch.bool and not attn_mask.dtype.is_floating_point:
         raise RuntimeError(

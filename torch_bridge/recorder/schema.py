@@ -8,6 +8,7 @@ import torch
 
 from torch_bridge import lowerings
 from torch_bridge.ir.bounded import Bounded
+from torch_bridge.recorder import script_kernels
 
 NOT_SCALAR, LIFTED, STATIC = 0, 1, 2
 """Argument kinds: not a Scalar; a Scalar whose number is an input of the program; a Scalar that shapes the program."""
@@ -35,6 +36,7 @@ class Info:
     mutated: positions (or names) of written tensor arguments. functional: the overload recorded instead, None if there is none.
     fresh_returns: results that are new tensors. scalar: kind of each Scalar argument by name; scalar_at: by position.
     writes_lists: whether it writes to lists of tensors, whose versions torch's dispatcher leaves to the kernel to count.
+    kernel: the dispatch keys of the script's kernel that runs it, if there is one.
     """
 
     def __init__(self, op: torch._ops.OpOverload):
@@ -56,6 +58,7 @@ class Info:
         self.scalar_at = [self.scalar.get(a.name, NOT_SCALAR) for a in schema.arguments]
         self.takes_dtype_of_out = self._is_factory_out()
         self.n_returns = len(schema.returns)
+        self.kernel = script_kernels.find(op)
         self.lists = self._lists() if found is not None and found.entrywise else ()
         self.cache: Bounded[tuple[Any, ...], Any] = Bounded(lambda call: call.again)
 

@@ -152,6 +152,11 @@ def _ldexp(self: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     return torch.mul(self, torch.pow(2.0, other))
 
 
+def _nansum(self: torch.Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """torch's meta kernel takes an empty list of dims for none of them. Its CPU kernel takes it for all, as sum() does."""
+    return torch.ops.aten.sum.dim_IntList(self, dim or None, keepdim, dtype=dtype)
+
+
 def _pow_scalar(self: torch.Tensor, exponent: complex) -> torch.Tensor:
     """torch's meta kernel takes a bool for an integer. Its CPU kernel does not: `mask ** True` is a mask."""
     if self.dtype == torch.bool and isinstance(exponent, bool):
@@ -190,6 +195,7 @@ _RULES: dict[Any, Any] = {
     torch.ops.aten.ldexp.Tensor: _ldexp,
     torch.ops.aten.masked_fill.Scalar: _masked_fill,
     torch.ops.aten.multilabel_margin_loss_forward.default: _multilabel_margin_loss,
+    torch.ops.aten.nansum.default: _nansum,
     torch.ops.aten.pow.Tensor_Scalar: _pow_scalar,
     torch.ops.aten.where.self: _where,
 }

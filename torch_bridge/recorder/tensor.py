@@ -47,6 +47,17 @@ class StorageHandle:
     size = nbytes
     __len__ = nbytes
 
+    def __getattr__(self, name: str) -> Any:
+        if name in _OF_BYTES:
+            raise NotImplementedError(
+                f"untyped_storage().{name} of an xla tensor: its values have no bytes to reach. Write with the tensor's own methods (fill_, copy_, resize_), "
+                "or use tensor.cpu().untyped_storage()"
+            )
+        raise AttributeError(f"'StorageHandle' object has no attribute {name!r}")
+
+
+_OF_BYTES = frozenset(name for name in dir(torch.UntypedStorage) if not name.startswith("_"))
+
 
 class XLATensor(torch.Tensor):
     """A tensor on device `xla`. Scripts never construct it: `.to("xla")`, `device="xla"` and ops on xla tensors do."""
@@ -177,6 +188,22 @@ class XLATensor(torch.Tensor):
         raise NotImplementedError(
             "Tensor.storage() of an xla tensor: its values have no bytes to show. Use untyped_storage() to compare, or tensor.cpu().storage()"
         )
+
+    def is_shared(self) -> bool:
+        return False
+
+    def share_memory_(self) -> Any:
+        raise NotImplementedError(
+            "share_memory_ of a tensor on xla:0: its values are in this process alone. Share tensors of the CPU (module.cpu().share_memory()), and start "
+            "processes that train together with torchrun or torch_xla.launch"
+        )
+
+    def storage_type(self) -> Any:
+        return self.storage()
+
+    def is_set_to(self, tensor: torch.Tensor) -> bool:
+        """Whether both show the same elements of the same storage in the same way."""
+        return isinstance(tensor, XLATensor) and tensor._storage is self._storage and tensor._layout == self._layout
 
     def set_(self, source: Any = None, storage_offset: int = 0, size: Any = None, stride: Any = None) -> Any:  # type: ignore[override]
         """As torch's, also with what `untyped_storage()` of an xla tensor gives, or with a part of another tensor's storage. A storage does not grow."""

@@ -79,7 +79,7 @@ def optimize(module: torch.nn.Module) -> torch.nn.Module:
         found.asked, found.warm_up = True, 0
     else:
         module.forward = Player(module)
-    _follow_copies()
+    _follow()
     return module
 
 
@@ -90,7 +90,7 @@ def play_unasked(module: torch.nn.Module, warm_up: int) -> None:
     """
     if not isinstance(module.__dict__.get("forward"), Player):
         module.forward = Player(module, asked=False, warm_up=warm_up)
-        _follow_copies()
+        _follow()
 
 
 def restore_unasked(module: torch.nn.Module) -> None:
@@ -120,10 +120,11 @@ def states() -> list[State]:
 _PLAYERS: weakref.WeakSet[Player] = weakref.WeakSet()
 
 
-def _follow_copies() -> None:
-    """Give a shallow copy (`copy.copy`) of an optimized module a player of its own."""
+def _follow() -> None:
+    """Give a shallow copy (`copy.copy`) of an optimized module a player of its own, and `torch.jit.script`, which reads a forward's source, none."""
     if torch.nn.Module.__setstate__ is not _set_state:
         torch.nn.Module.__setstate__ = _set_state  # type: ignore[method-assign]
+        torch.nn.Module.__prepare_scriptable__ = restore  # type: ignore[attr-defined]
 
 
 _original_set_state = torch.nn.Module.__setstate__

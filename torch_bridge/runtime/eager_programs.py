@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
 
 from torch_bridge import metrics
-from torch_bridge.compiler import interpret
+from torch_bridge.compiler import interpret, xla_options
 from torch_bridge.config import freed_memory
 from torch_bridge.ir import dtypes
 from torch_bridge.ir.graph import KINDS, number, results_of
@@ -147,7 +147,7 @@ class _Run:
         made = _BY_JAX.pop(key, None)
         if made is None:
             kinds = [None if isinstance(v, torch.Tensor) else type(v) for v in values]
-            made = jax.jit(lambda given, row: _lowered(node, kinds, given, row))
+            made = jax.jit(lambda given, row: _lowered(node, kinds, given, row), compiler_options=xla_options.without_graph())
             metrics.count("ColdShapeOpCompile")
         _BY_JAX[key] = made
         while len(_BY_JAX) > _MOST:

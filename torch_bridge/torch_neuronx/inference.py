@@ -167,19 +167,21 @@ def dynamic_batch(neuron_script: Any) -> Any:
 
 
 def async_load(trace: object) -> None:
-    """`torch_neuronx.async_load`: put a traced model on its device now instead of with the first call."""
-    _traced(trace, "async_load").load()
+    """`torch_neuronx.async_load`: put a traced model, or those in a module (`parallel_model_trace`), on its device now instead of with the first call."""
+    for model in _all_traced(trace, "async_load"):
+        model.load()
 
 
 def lazy_load(trace: object, enable_lazy_load: bool = True) -> None:
-    """`torch_neuronx.lazy_load`: put a traced model on its device with the first call (as it is by default), or now (False)."""
+    """`torch_neuronx.lazy_load`: put a traced model, or those in a module, on its device with the first call (as it is by default), or now (False)."""
     if not enable_lazy_load:
-        _traced(trace, "lazy_load").load()
+        for model in _all_traced(trace, "lazy_load"):
+            model.load()
 
 
 def move_trace_to_device(trace: object, device_id: int) -> None:
     """`torch_neuronx.move_trace_to_device`: the NeuronCore that a traced model runs on. Accepted: it runs on JAX's first device."""
-    _traced(trace, "move_trace_to_device")
+    _all_traced(trace, "move_trace_to_device")
     if device_id < 0:
         raise ValueError(f"device_id must not be negative, got {device_id}")
 
@@ -272,6 +274,14 @@ class DataParallel(torch.nn.Module):
         if not isinstance(results[0], torch.Tensor):
             return results[0]
         return torch.cat(results, self.dim) if results[0].dim() > self.dim else torch.stack(results)
+
+
+def _all_traced(model: object, name: str) -> list[Any]:
+    """A traced model, or those that a module has."""
+    from torch_bridge.aot.traced_module import TracedModule
+
+    found = [m for m in model.modules() if isinstance(m, TracedModule)] if isinstance(model, torch.nn.Module) else []
+    return found or [_traced(model, name)]
 
 
 def _traced(model: object, name: str) -> Any:

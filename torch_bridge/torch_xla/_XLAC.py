@@ -236,6 +236,7 @@ _OF_ANNOTATIONS = {
     "OpSharding": "OpSharding",
     "_get_local_shard_replica_and_indices": "replicas_and_indices",
     "_get_local_shards": "local_shards",
+    "_get_xla_op_sharding": "op_sharding",
     "_get_xla_sharding_spec": "spec",
     "_get_xla_sharding_type": "type_of",
     "_get_xla_tensor_debug_info": "debug_info",

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from torch_bridge.mesh import spmd
+from torch_bridge.recorder import annotate
 from torch_bridge.torch_xla import _preemption
 from torch_bridge.torch_xla.distributed.spmd import marking, meshes, xla_sharded_tensor
 from torch_bridge.torch_xla.distributed.spmd.manual import all_reduce, full_to_shard_shape, reduce_scatter, shard_to_full_shape
@@ -26,6 +27,7 @@ __all__ = [
     "load_shards",
     "local_shards",
     "mark",
+    "op_sharding",
     "reduce_scatter",
     "replicas_and_indices",
     "shard_to_full_shape",
@@ -44,6 +46,13 @@ def type_of(t: torch.Tensor) -> int | None:
     """`_get_xla_sharding_type`: the `ShardingType` of an annotated tensor, None without annotation."""
     found = xla_sharded_tensor.type_of(t)
     return None if found is None else int(found)
+
+
+def op_sharding(t: torch.Tensor) -> OpSharding | None:
+    """`_get_xla_op_sharding`: the sharding of an annotated tensor, for `mark` of another one; None without annotation."""
+    plain = xla_sharded_tensor.unwrap(t)
+    found = annotate.annotation(plain)
+    return None if found is None else OpSharding(found, plain.dim())
 
 
 def mark(t: torch.Tensor, sharding: OpSharding) -> None:

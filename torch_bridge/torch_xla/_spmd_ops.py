@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-_library = torch.library.Library("xla", "FRAGMENT")
+XLA_LIB = torch.library.Library("xla", "FRAGMENT")
+"""`torch_xla.core.xla_model.XLA_LIB`: where scripts define ops of their own, `torch.ops.xla.<name>`."""
 
 
 def dynamo_mark_sharding(
@@ -37,7 +38,7 @@ def _read(name: str, text: str) -> tuple[Any, ...]:
     return tuple(found) if isinstance(found, (tuple, list)) else (found,)
 
 
-_library.define(
+XLA_LIB.define(
     "dynamo_mark_sharding(Tensor input, int[] device_ids, int[] mesh_shape, str axis_names, str partition_spec) -> Tensor",
 )
-_library.impl("dynamo_mark_sharding", dynamo_mark_sharding, "CompositeImplicitAutograd")
+XLA_LIB.impl("dynamo_mark_sharding", dynamo_mark_sharding, "CompositeImplicitAutograd")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import subprocess
 import sys
@@ -11,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import neuronx_distributed as nxd
+import numpy as np
 import pytest
 import torch
 
-from nxd_jax.checkpoint import orbax_files, savers, tags
+from nxd_jax.checkpoint import leftovers, orbax_files, savers, tags
 
 
 @pytest.fixture
@@ -145,3 +147,72 @@ def test_marks_that_say_nothing(tmp_path: Path) -> None:
         assert savers.owner(tmp_path / "t") is None
         folder = tags.begin(tmp_path, "t")
         assert savers.owner(folder) is None and not savers.lost(folder)
+
+
+AT_ITS_END = """
+import resource, sys
+import neuronx_distributed as nxd
+import torch
+import torch_xla
+
+model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(40)]).to("xla")
+torch_xla.sync()
+nxd.save_checkpoint(sys.argv[1], "good", model)
+resource.setrlimit(resource.RLIMIT_FSIZE, (10000, 10000))
+nxd.save_checkpoint(sys.argv[1], "bad", model, async_save=True)
+"""
+
+
+def test_the_last_save_in_the_background_fails(tmp_path: Path) -> None:
+    """The process ends with an error. Orbax was writing forty arrays: one of them tells what is wrong."""
+    ran = subprocess.run([sys.executable, "-c", AT_ITS_END, str(tmp_path)], capture_output=True, text=True, timeout=300)
+    assert ran.returncode == 120
+    first, second = ran.stderr.splitlines()[-2:]
+    assert "a checkpoint could not be saved: [Errno 27] File too large: the checkpoint bad of" in first
+    assert (
+        "the process ends with status 120, a save in the background failed: OSError: [Errno 27] File too large: the checkpoint bad"
+        in second
+    )
+    assert "Event loop" not in ran.stderr and "never retrieved" not in ran.stderr and "Traceback" not in ran.stderr
+    assert [p.name for p in tmp_path.iterdir()] == ["good"]
+
+
+def test_what_was_being_written_ends_without_a_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As Orbax leaves it: an array is still being written when its event loop is closed."""
+    import tensorstore
+
+    told: list[str] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda found: told.append(str(found.exc_value)))
+    spec = {"driver": "zarr", "kvstore": f"file://{tmp_path}/array", "dtype": "float32"}
+    array = tensorstore.open(spec, create=True, shape=[2000, 2000]).result()
+
+    async def fail() -> None:
+        other = asyncio.get_running_loop().create_future()
+        other.set_exception(KeyError("nobody asks"))
+        raise OSError("no room")
+
+    async def write() -> None:
+        await array.write(np.ones((2000, 2000), "float32"))
+
+    def work() -> None:
+        loop = asyncio.new_event_loop()
+        tasks = [loop.create_task(write()), loop.create_task(fail())]
+        try:
+            loop.run_until_complete(tasks[1])
+        finally:
+            loop.close()
+
+    class Other:
+        def __del__(self) -> None:
+            raise ValueError("of the user")
+
+    with leftovers.quiet():
+        with pytest.raises(OSError, match="no room") as found:
+            work()
+        Other()
+        leftovers.settle([found.value])
+    assert told == ["of the user"]
+    assert (array.read().result() == 1).all()
+    assert "never retrieved" not in caplog.text and "destroyed" not in caplog.text

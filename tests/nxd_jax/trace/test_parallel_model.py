@@ -89,6 +89,10 @@ def test_weights_of_a_checkpoint(folder: Path) -> None:
         model(IDS.float())
     with pytest.raises(ValueError, match=r"the model was traced with inputs \(tensor\), got \(tensor, tensor\)"):
         model(IDS, IDS)
+    with pytest.raises(ValueError, match=r"the model was traced with inputs \(tensor\), got \(\)"):
+        model()
+    torch_neuronx.async_load(model)
+    torch_neuronx.move_trace_to_device(model, 0)
 
 
 def test_weights_of_the_module(tmp_path: Path) -> None:

@@ -123,6 +123,14 @@ OTHERS = [
 ]
 
 
+@pytest.mark.parametrize("through", [torch.int64, torch.complex64, torch.float64])
+def test_bytes_seen_through_a_wider_dtype(through):
+    """XLA joins two casts of bits, and fails."""
+    x = torch.full((8,), 3, dtype=torch.int32, device="xla") + torch.zeros(8, dtype=torch.int32, device="xla")
+    assert x.view(through).view(torch.uint8).cpu().tolist() == [3, 0, 0, 0] * 8
+    assert x.view(torch.uint8).view(through).view(torch.int16).cpu().tolist() == [3, 0] * 8
+
+
 @pytest.mark.parametrize(("op", "args"), OTHERS)
 @together
 def test_other_views(op, args):

@@ -89,6 +89,15 @@ def test_what_a_program_computed_lies_on_every_device(mesh: xs.Mesh) -> None:
     assert _XLAC._get_xla_sharding_type(made) is None and spec_of(xs.mark_sharding(made, mesh, ("data", None))) != "{replicated}"
 
 
+def test_the_sharding_of_one_tensor_for_another(mesh: xs.Mesh) -> None:
+    """Scripts that make gradients by themselves divide them as the parameter is."""
+    weight, gradient = torch.zeros(8, 8, device="xla"), torch.zeros(8, 8, device="xla")
+    assert _XLAC._get_xla_op_sharding(weight) is None
+    xs.mark_sharding(weight, mesh, ("model", "data"))
+    _XLAC._xla_mark_sharding(gradient, _XLAC._get_xla_op_sharding(weight))
+    assert spec_of(gradient) == spec_of(weight) != ""
+
+
 def test_shards(mesh: xs.Mesh) -> None:
     host = torch.arange(64.0).reshape(8, 8)
     t = xs.mark_sharding(host.to("xla"), mesh, (None, "model"))

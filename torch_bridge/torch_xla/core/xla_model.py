@@ -23,6 +23,7 @@ from torch_bridge.recorder import prefetch
 from torch_bridge.runtime import backend, steps, whole_files
 from torch_bridge.torch_xla import _XLAC, runtime
 from torch_bridge.torch_xla._deprecation import warn_once
+from torch_bridge.torch_xla._spmd_ops import XLA_LIB
 from torch_bridge.torch_xla.core import _rng_state
 from torch_bridge.torch_xla.core._arena import RateTracker, ToXlaTensorArena, check_view_sharing
 from torch_bridge.torch_xla.core._collectives import (
@@ -62,6 +63,7 @@ __all__ = [
     "REDUCE_MUL",
     "REDUCE_OR",
     "REDUCE_SUM",
+    "XLA_LIB",
     "RateTracker",
     "ToXlaTensorArena",
     "_fetch_gradients",

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -34,7 +37,23 @@ def spawn(
         world.require(asked)
     if nprocs is not None and nprocs not in (1, world.local_size()):
         raise ValueError(f"xmp.spawn(nprocs={nprocs}): this host has {world.local_size()} ranks; leave nprocs out, or {world.KNOB}")
-    fn(world.local_rank(), *args)
+    with _workers():
+        fn(world.local_rank(), *args)
+
+
+_RUNS = itertools.count(1)
+_run = 0
+"""The number of the `spawn` that is running, if it stands for several processes."""
+
+
+@contextmanager
+def _workers() -> Iterator[None]:
+    global _run
+    before, _run = _run, next(_RUNS) if world.local_size() > 1 else 0
+    try:
+        yield
+    finally:
+        _run = before
 
 
 def _count_from_environment() -> int | None:
@@ -43,17 +62,20 @@ def _count_from_environment() -> int | None:
 
 
 class MpModelWrapper:
-    """`xmp.MpModelWrapper`: holds a model made before `spawn`, to be moved to the device inside it."""
+    """`xmp.MpModelWrapper`: holds a model made before `spawn`, to be moved to the device inside it. Several workers train a copy, as processes of their own
+    would: the next `spawn` begins with the model as it was."""
 
     def __init__(self, model: torch.nn.Module):
         self._model = model
         self._lock = threading.Lock()
+        self._of_run: tuple[int, torch.nn.Module] = (0, model)
 
     def to(self, device: Device) -> torch.nn.Module:
-        """The model, moved to `device`."""
+        """The model, moved to `device`; the same one each time within a `spawn`."""
         with self._lock:
-            self._model.to(device)
-        return self._model
+            if self._of_run[0] != _run:
+                self._of_run = (_run, copy.deepcopy(self._model) if _run else self._model)
+            return self._of_run[1].to(device)
 
 
 class MpSerialExecutor:

@@ -12,7 +12,18 @@ import torch
 import torch.nn.functional as F
 
 from torch_bridge.runtime import backend
+from torch_bridge.torch_xla._spmd_ops import XLA_LIB
 from torch_bridge.torch_xla.core import xla_builder
+
+__all__ = [
+    "XLA_LIB",
+    "FlashAttention",
+    "SPMDFlashAttention",
+    "flash_attention",
+    "jax_import_guard",
+    "make_kernel_from_pallas",
+    "requires_jax",
+]
 
 _KERNELS = (
     "extended_scaled_dot_product_attention",
@@ -118,6 +129,11 @@ def make_kernel_from_pallas(kernel: Callable[..., Any], output_shape_dtype_fn: C
 
 def jax_import_guard() -> None:
     """`custom_kernel.jax_import_guard`: nothing to do, everything runs on JAX."""
+
+
+def requires_jax(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`custom_kernel.requires_jax`: the function itself."""
+    return function
 
 
 def _check(q: torch.Tensor, k: torch.Tensor, ab: Any, q_segment_ids: Any, kv_segment_ids: Any) -> None:
