@@ -154,7 +154,7 @@ def _join_reads(graph: fx.Graph, fewest: int) -> None:
     for node in graph.nodes:
         step = _read(node)
         if step is not None:
-            found[node.args[0], step.apart, step.dim].append((node, step))  # type: ignore[index]
+            found[node.args[0], step.apart, step.dim].append((node, step))
     for (source, *_), reads in found.items():
         if len({step.place for _, step in reads}) >= fewest:
             _unbind(graph, source, reads)
