@@ -52,6 +52,8 @@ def rewrite(graph: fx.Graph, fewest: int) -> None:
 
 def _move_fills(graph: fx.Graph, fewest: int) -> None:
     """Move what starts a loop (a first state of zeros) to the start of the graph: where it is first read, it is in the way of the first step."""
+    if not any(node.op == "placeholder" for node in graph.nodes):
+        return
     equal: dict[Any, list[fx.Node]] = defaultdict(list)
     for node in graph.nodes:
         if node.target is aten.full.default and not node.all_input_nodes:

@@ -207,3 +207,13 @@ def test_random_programs_of_reads_writes_and_sums_keep_their_numbers() -> None:
             else:
                 wholes.append(g(aten.add.Tensor, wholes[-1], draw.choice(wholes[-4:])))
         g.rewritten(*draw.sample(pieces, 3), wholes[-1], draw.choice(wholes), fewest=draw.choice([2, 3]))
+
+
+def test_a_graph_without_inputs() -> None:
+    g = Graph()
+    zeros = g(aten.full.default, [STEPS, 2], 0.0)
+    assert g.rewritten(*(g(aten.select.int, zeros, 0, t) for t in range(STEPS))) == [
+        aten.full.default,
+        aten.unbind.int,
+        *[operator.getitem] * STEPS,
+    ]
