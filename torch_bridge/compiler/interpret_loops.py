@@ -17,7 +17,19 @@ from torch_bridge.ir import scopes
 from torch_bridge.ir.graph import number
 from torch_bridge.lowerings import Stacks, is_view, stacks_of
 from torch_bridge.passes.find_repeats import Carried, Each, Here, Same, edge, edges
-from torch_bridge.passes.fold_repeats import Group, Loop, LoopOutput, Plan, Recomputed, Series, Slice, StackedHere, UpdatedStack
+from torch_bridge.passes.fold_repeats import (
+    Entries,
+    Group,
+    Loop,
+    LoopOutput,
+    Piece,
+    Plan,
+    Recomputed,
+    Series,
+    Slice,
+    StackedHere,
+    UpdatedStack,
+)
 from torch_bridge.precision.precision_mode import Mode
 from torch_bridge.source import NOWHERE
 
@@ -46,6 +58,8 @@ class Evaluation:
                 self._loop(item)
             elif groups := self._plan.groups.get(item):
                 self._update(item, groups)
+            elif pieces := self._plan.pieces.get(item):
+                self._values[item] = self._joined(item, pieces)
             elif item not in self._plan.skipped:
                 self._values[item] = interpret.evaluate(
                     item, (self.read(e.source, e.views) for e in edges(item)), self.key(item), mode=self.mode
@@ -88,7 +102,10 @@ class Evaluation:
 
     def _stack(self, series: Series) -> Any:
         found = self._stacks.get(series)
-        if found is None:
+        if found is None and isinstance(series, Entries):
+            of, dim = edges(series.node)[0], series.node.args[1]
+            found = self._stacks[series] = jnp.moveaxis(self.read(of.source, of.views), dim, 0)  # type: ignore[arg-type]
+        elif found is None:
             assert isinstance(series, StackedHere), series
             found = self._stacks[series] = jnp.stack([self.get(n) for n in series.nodes])
         return found
@@ -141,6 +158,21 @@ class Evaluation:
         ends, stored = jax.vmap(one)(jnp.arange(loop.run.count, dtype=jnp.int32), *lined)
         self._values.update((loop.run.nodes[-1][j], value[-1]) for j, value in zip(body.spare, ends, strict=True))
         return list(stored)
+
+    # -- lists that are put together ------------------------------------------------------------------
+
+    def _joined(self, node: fx.Node, pieces: Sequence[Piece]) -> Any:
+        """What a `stack` or `cat` gives, from the stacks that loops have made."""
+        found = []
+        for piece in pieces:
+            if piece.series is None:
+                found.append(self.get(piece.nodes[0])[None])
+            else:
+                found.append(self._viewed(_lined(self._stack(piece.series.series), piece.series, len(piece.nodes)), piece.views))
+        whole = jnp.concatenate(found)
+        shape = tuple(node.meta["val"].shape)
+        dim: int = node.args[1] if len(node.args) > 1 else 0  # type: ignore[assignment]
+        return jnp.moveaxis(whole, 0, dim % len(shape)).reshape(shape)
 
     # -- ops on lists ---------------------------------------------------------------------------------
 

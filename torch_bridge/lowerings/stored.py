@@ -21,17 +21,24 @@ NARROWEST = 8
 """Columns, or rows, of a transpose from which on it pays."""
 
 
-def call(fn: Callable[[Any], Any], x: Any) -> Any:
-    """`fn(x)`, stored. fn: a function that lives as long as the process, as it is traced once for each shape."""
+def call(fn: Callable[..., Any], *args: Any) -> Any:
+    """`fn(*args)`, stored. fn: a function that lives as long as the process, as it is traced once for each shape."""
     with _compat.not_inlined():
-        return _jitted(fn)(x)
+        return _jitted(fn)(*args)
+
+
+def on_cpus(fn: Callable[..., Any], *args: Any) -> Any:
+    """The same, on CPUs; elsewhere, and outside of traced functions, just `fn(*args)`."""
+    if not any(isinstance(x, jax.core.Tracer) for x in args):
+        return fn(*args)
+    return lax.platform_dependent(*args, cpu=functools.partial(call, fn), default=fn)
 
 
 def transposed(x: Array) -> Array:
     """The transpose of a matrix that is the first operand of a product; on CPUs stored, if that pays."""
-    if not pays(x.shape) or not isinstance(x, jax.core.Tracer):
+    if not pays(x.shape):
         return x.T
-    return lax.platform_dependent(x, cpu=functools.partial(call, jnp.transpose), default=jnp.transpose)
+    return on_cpus(jnp.transpose, x)
 
 
 def pays(shape: Sequence[int]) -> bool:

@@ -9,6 +9,7 @@ and at which place (`Slice`):
 | `LoopOutput` | what later nodes need of a loop's iterations |
 | `UpdatedStack` | what an op on lists, such as an optimizer's step, gives for a stack that it takes as one entry |
 | `Recomputed` | a cast of weights, which is done again where it is needed |
+| `Entries` | the entries of a tensor along a dim: the tokens of a sequence |
 | `StackedHere` | what fits nowhere else, put together on the way |
 
 The backward loop runs through the layers from the last to the first and stores in the order of the layers, so that its gradients lie as the weights do.
@@ -29,6 +30,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import torch
 from torch import fx
 
 from torch_bridge import lowerings
@@ -68,6 +70,13 @@ class StackedHere(Series):
     """Values that are stacked where they are first needed."""
 
     nodes: tuple[fx.Node, ...]
+
+
+@dataclass(eq=False)
+class Entries(Series):
+    """What an `unbind` takes apart."""
+
+    node: fx.Node
 
 
 @dataclass(eq=False)
@@ -111,6 +120,15 @@ class Group:
 
 
 @dataclass(eq=False)
+class Piece:
+    """Neighbours in a list of tensors that are put together: those of a series, or (`series` is None) one value alone."""
+
+    nodes: tuple[fx.Node, ...]
+    series: Slice | None = None
+    views: tuple[fx.Node, ...] = ()
+
+
+@dataclass(eq=False)
 class Loop:
     """How a run is computed. refs: where its `Each` inputs are; made: the series it gives, by offset, of what it carries, and of what is read through
     views; last: offsets whose last value is needed; reverse: it stores its t-th results at place `count - 1 - t`; aside: iterations do not depend on each
@@ -133,6 +151,9 @@ class Loop:
         return [series for series in self.made.values() if isinstance(series, LoopOutput)]
 
 
+aten = torch.ops.aten
+JOINS = frozenset({aten.stack.default, aten.cat.default})
+"""Ops that put a list of tensors together."""
 LEAST = 12
 """Layers from which on they are folded."""
 
@@ -208,7 +229,9 @@ class Plan:
         self._loop_of = {n: loop for run, loop in self.loops.items() for n in run.place}
         self._places: dict[fx.Node, tuple[Series, int]] = {}
         self._known: dict[tuple[fx.Node, ...], Slice] = {}
+        self._entries: dict[fx.Node, Entries] = {}
         self.groups: dict[fx.Node, list[Group]] = {}
+        self.pieces: dict[fx.Node, list[Piece]] = {}
         self.skipped: set[fx.Node] = set()
         self.items: list[fx.Node | Loop] = []
         self.results: list[fx.Node] = list(results_of(graph))
@@ -220,6 +243,8 @@ class Plan:
                 self._enter(item)
             elif stacks := lowerings.stacks_of(item.target):
                 self._group(item, stacks)
+            elif item.target in JOINS and (pieces := self._pieces(item)):
+                self.pieces[item] = pieces
             else:
                 self._need(e.source for e in find_repeats.edges(item))
         self.stacked = self._stacked_results()
@@ -320,6 +345,9 @@ class Plan:
         return ref
 
     def _found(self, nodes: tuple[fx.Node, ...]) -> Slice | None:
+        if (taken := _taken_apart(nodes)) is not None:
+            series = self._entries.setdefault(taken, Entries(len(taken.meta["vals"]), taken))
+            return _regular(series, [n.args[1] for n in nodes])  # type: ignore[misc]
         loop = self._loop_of.get(nodes[1])
         if loop is not None:
             offset = loop.run.place[nodes[1]][1]
@@ -336,10 +364,13 @@ class Plan:
         """Where one value for each iteration is what another run's iterations found carried."""
         made = loop.run.nodes
         for x in loop.run.carried():
-            found = (x.first, *(made[t][x.offset] for t in range(loop.run.count - 1)))
-            if x.offset == offset and nodes in (found, found[::-1]):
-                series = loop.made.setdefault(x, LoopOutput(loop.run.count, loop.run, x))
-                return _regular(series, [loop.place(found.index(n)) for n in nodes])
+            if x.offset != offset:
+                continue
+            at = {x.first: 0, **{made[t][offset]: t + 1 for t in range(loop.run.count - 1)}}
+            if all(n in at for n in nodes) and (
+                ref := _regular(LoopOutput(loop.run.count, loop.run, x), [loop.place(at[n]) for n in nodes])
+            ):
+                return ref._replace(series=loop.made.setdefault(x, ref.series))
         return None
 
     def _stacked_input(self, nodes: tuple[fx.Node, ...]) -> Slice | None:
@@ -348,6 +379,42 @@ class Plan:
     def _build(self, nodes: tuple[fx.Node, ...]) -> Series:
         self._need(nodes)
         return StackedHere(len(nodes), nodes)
+
+    # -- lists that are put together ------------------------------------------------------------------
+
+    def _pieces(self, node: fx.Node) -> list[Piece] | None:
+        """The tensors that a `stack` or `cat` puts together, as few pieces; None if no loop gives enough of them."""
+        given: Any = node.args[0]
+        column = [edge(x) for x in given]
+        if len({aval(x) for x in given}) > 1 or not _read_alike(column):
+            return None
+        found: list[Piece] = []
+        at = 0
+        while at < len(column):
+            nodes = tuple(e.source for e in column[at : self._end(column, at)])
+            if len(nodes) < find_repeats.MIN_COUNT:
+                found.append(Piece((given[at],)))
+                at += 1
+                continue
+            found.append(Piece(nodes, *self._read(column[at : at + len(nodes)])))
+            at += len(nodes)
+        if all(piece.series is None for piece in found):
+            return None
+        self._need(edge(piece.nodes[0]).source for piece in found if piece.series is None)
+        return found
+
+    def _end(self, column: Sequence[find_repeats.Edge], at: int) -> int:
+        """Where the values end that one loop gives from there on, iteration by iteration, in either direction."""
+        places: list[tuple[int, int]] = []
+        loop = self._loop_of.get(column[at].source)
+        for x in column[at:] if loop is not None and not loop.aside else ():
+            found = loop.run.place.get(x.source)  # type: ignore[union-attr]
+            if found is None or (places and found[1] != places[0][1]):
+                break
+            if len(places) > 1 and found[0] - places[-1][0] != places[1][0] - places[0][0]:
+                break
+            places.append(found)
+        return at + len(places) if len(places) < 2 or abs(places[1][0] - places[0][0]) == 1 else at
 
     # -- ops on lists ---------------------------------------------------------------------------------
 
@@ -464,6 +531,14 @@ def _regular(series: Series, places: Sequence[int]) -> Slice | None:
     """Where a run finds its values at these places of a series; None if they are not evenly spaced."""
     step = places[1] - places[0]
     return Slice(series, places[0], step) if all(p == places[0] + step * t for t, p in enumerate(places)) else None
+
+
+def _taken_apart(nodes: Sequence[fx.Node]) -> fx.Node | None:
+    """The `unbind` whose entries these nodes are."""
+    source = nodes[0].args[0] if nodes[0].target is operator.getitem else None
+    if not isinstance(source, fx.Node) or source.target is not aten.unbind.int:
+        return None
+    return source if all(n.target is operator.getitem and n.args[0] is source for n in nodes) else None
 
 
 def _each(run: Run) -> list[Each]:

@@ -15,9 +15,11 @@ from torch_bridge.ir.graph import number
 from torch_bridge.lowerings import is_view, stacks_of
 from torch_bridge.passes.find_repeats import Carried, Each, Same, aval
 from torch_bridge.passes.fold_repeats import (
+    Entries,
     Group,
     Loop,
     LoopOutput,
+    Piece,
     Plan,
     Recomputed,
     Series,
@@ -63,6 +65,9 @@ class _Walk:
                 self._loop(item)
             elif self.plan.groups.get(item):
                 self._lists(item, self.plan.groups[item])
+            elif item in self.plan.pieces:
+                self._pieces(item, self.plan.pieces[item])
+                self.made.add(item)
             elif item not in self.plan.skipped:
                 self._get([source for source, _ in read(item)], item)
                 self.made.add(item)
@@ -99,6 +104,8 @@ class _Walk:
     def _stack(self, series: Series, reader: fx.Node) -> None:
         if isinstance(series, Recomputed):
             self._stack(series.source.series, reader)
+        elif isinstance(series, Entries):
+            self._get([source for source, _ in read(series.node)], reader)
         elif series not in self.stacks:
             if not isinstance(series, StackedHere):
                 report.fail(
@@ -113,6 +120,8 @@ class _Walk:
             report.fail(AFTER, "places lie in their series", f"place {place} of {series.count}", report.in_graph(reader))
         if isinstance(series, (StackedInput, StackedHere)):
             return _whole(series.nodes[place])
+        if isinstance(series, Entries):
+            return (series.node, 0, place), ()
         if isinstance(series, UpdatedStack):
             return (series.group.node, series.result, series.group.members[place]), ()
         if isinstance(series, Recomputed):
@@ -188,6 +197,25 @@ class _Walk:
             place = self.plan.where(element)
             if place is not None and isinstance(place[0], UpdatedStack):
                 self.stacks.add(place[0])
+
+    def _pieces(self, node: fx.Node, pieces: Sequence[Piece]) -> None:
+        entries: Any = node.args[0]
+        given, at = [through(x) for x in entries], 0
+        for piece in pieces:
+            count = len(piece.nodes)
+            if piece.series is None:
+                self._get(piece.nodes, node)
+                same = count == 1 and through(piece.nodes[0]) == given[at]
+            else:
+                self._ref(piece.series, [(named(n), tuple(map(_view, v))) for n, v in given[at : at + count]], piece.views, node)
+                same = True
+            if not same or len({aval(x) for x in entries}) > 1:
+                report.fail(
+                    AFTER, "a list is put together from its entries, of one shape, in order", str(piece.nodes[:3]), report.in_graph(node)
+                )
+            at += count
+        if at != len(given):
+            report.fail(AFTER, "a list is put together from all its entries", f"{at} of {len(given)}", report.in_graph(node))
 
     def _results(self) -> None:
         results, output = self.plan.results, next(n for n in reversed(self.graph.nodes) if n.op == "output")
