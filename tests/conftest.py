@@ -71,6 +71,7 @@ QUICK = (
     "torch_bridge/test_recurrent_layers.py",
     "torch_bridge/test_replay",
     "torch_bridge/test_session.py",
+    "torch_bridge/test_time_loops.py",
     "torch_bridge/test_to_optax",
 )
 """How names of files begin that spend most of their time in LLVM and compare with a reference within a tolerance: compiled as `tests/quick.py` says, in

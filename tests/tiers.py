@@ -130,6 +130,7 @@ CORE: tuple[str, ...] = (
     "torch_bridge/replay_programs/test_programs.py::test_enough_programs",
     "torch_bridge/test_folding.py::test_few_layers_are_left_alone",
     "torch_bridge/test_folding.py::test_weights_stay_stacked",
+    "torch_bridge/test_time_loops.py::test_twelve_steps_are_folded_unasked",
 )
 """What is core in folders and files of the other tables."""
 
@@ -242,6 +243,7 @@ DEEP: tuple[str, ...] = (
     "torch_bridge/test_replay_uploads.py",
     "torch_bridge/test_replay_without_engine.py",
     "torch_bridge/test_step_hints.py",
+    "torch_bridge/test_time_loops.py",
     "torch_bridge/test_to_optax_states.py",
 )
 
@@ -349,6 +351,9 @@ PROCESSES: tuple[str, ...] = (
     "torch_bridge/test_interrupts.py::test_cpu_scripts_keep_pythons_handler",
     "torch_bridge/test_interrupts.py::test_scripts_keep_their_own_handler",
     "torch_bridge/test_isolation.py",
+    "torch_bridge/test_library_fusions.py::test_functions_under_the_callers_jit_are_right",
+    "torch_bridge/test_library_fusions.py::test_functions_warn_where_xla_read_its_flags_before",
+    "torch_bridge/test_library_fusions.py::test_recorded_and_traced_programs_are_right",
     "torch_bridge/test_saving.py::test_files_can_be_read_without_the_bridge_once_on_the_cpu",
     "torch_bridge/test_termination.py",
     "torch_bridge/test_torch_compile.py::test_tracing_cpu_code_starts_no_jax",

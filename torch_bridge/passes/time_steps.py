@@ -91,6 +91,8 @@ def _written(node: fx.Node) -> Step | None:
     value, new, *where = node.args
     if value.meta["val"].dtype != new.meta["val"].dtype:  # type: ignore[union-attr]
         return None
+    if (node.target is aten.select_scatter.default) != (len(where) == 2):  # to the end of the dim
+        return None
     return _step(tuple(value.meta["val"].shape), where)  # type: ignore[union-attr]
 
 
@@ -167,6 +169,8 @@ def _read(node: fx.Node) -> Step | None:
     if node.target not in (aten.select.int, aten.slice.Tensor) or node.kwargs or len(node.all_input_nodes) != 1:
         return None
     source, *where = node.args
+    if (node.target is aten.select.int) != (len(where) == 2):  # to the end of the dim
+        return None
     return _step(tuple(source.meta["val"].shape), where)  # type: ignore[union-attr]
 
 

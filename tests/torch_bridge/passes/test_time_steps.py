@@ -84,6 +84,15 @@ def test_windows_that_overlap_are_left() -> None:
     assert ops == [aten.slice.Tensor] * STEPS
 
 
+def test_slices_and_writes_that_name_no_end_are_left() -> None:
+    g = Graph(sequence(STEPS, 2))
+    buffer, reads = g.inputs[0], []
+    for t in range(1, STEPS):
+        reads.append(g(aten.slice.Tensor, g.inputs[0], 0, t))
+        buffer = g(aten.slice_scatter.default, buffer, g(aten.tanh.default, reads[-1]), 0, t)
+    assert aten.unbind.int not in g.rewritten(*reads, buffer)
+
+
 def test_few_reads_are_left() -> None:
     g = Graph(sequence(STEPS, 3))
     assert g.rewritten(*[g(aten.select.int, g.inputs[0], 0, t) for t in range(3)]) == [aten.select.int] * 3
