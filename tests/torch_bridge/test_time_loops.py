@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import nn
 
+from tests.torch_bridge.test_folding import loops
 from torch_bridge import torch_xla as xla
 from torch_bridge.passes import fold_repeats
-from torch_bridge.passes.fold_repeats import Loop, StackedHere
+from torch_bridge.passes.fold_repeats import StackedHere
 from torch_bridge.runtime import executor, session
 
 BATCH, STEPS, WIDTH, HIDDEN = 3, 11, 5, 6
@@ -197,12 +198,6 @@ def train(model: type[Model], device: str, dtype: torch.dtype = torch.float32) -
             xla.sync()
         losses.append(loss.detach().cpu())
     return [*losses, x.grad.cpu(), *(p.detach().cpu() for p in net.parameters())]  # type: ignore[union-attr]
-
-
-def loops() -> list[Loop]:
-    """Of the program that ran last."""
-    plan = session.current().recent[-1].spec.plan
-    return [] if plan is None else [x for x in plan.items if isinstance(x, Loop)]
 
 
 @pytest.fixture(autouse=True)

@@ -16,9 +16,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import torch
 from torch import fx
 
-from torch_bridge.compiler import xla_options
 from torch_bridge.compiler.permuted_values import (
     Order,
     Permuted,
@@ -38,6 +38,16 @@ from torch_bridge.ir import jaxprs
 from torch_bridge.ir.jaxprs import bind
 from torch_bridge.passes.verify import report
 
+aten = torch.ops.aten
+_CONVOLUTIONS = frozenset(
+    {
+        aten.convolution.default,
+        aten._convolution.default,
+        aten.convolution_overrideable.default,
+        aten.convolution_backward.default,
+        aten.convolution_backward_overrideable.default,
+    }
+)
 FEWEST_CONVOLUTIONS = 3
 """Forward and backward, from which on it pays to evaluate a program again: between fewer there is little to keep in order."""
 
@@ -47,7 +57,7 @@ Rule = Callable[[Any, list[Any]], list[Any] | None]
 
 def suits(graph: fx.Graph) -> bool:
     """Whether a program of this graph of aten ops is computed so."""
-    return jax.default_backend() == "cpu" and xla_options.count_of_convolutions(graph) >= FEWEST_CONVOLUTIONS
+    return jax.default_backend() == "cpu" and sum(n.target in _CONVOLUTIONS for n in graph.nodes) >= FEWEST_CONVOLUTIONS
 
 
 def evaluate(run: Callable[..., Any], inputs: Sequence[Any]) -> Any:

@@ -7,23 +7,11 @@ import os
 from typing import Any
 
 import jax
-import torch
 from torch import fx
 
 from torch_bridge import _compat
 from torch_bridge.config import freed_memory, library_fusions
 
-aten = torch.ops.aten
-
-_CONVOLUTIONS = frozenset(
-    {
-        aten.convolution.default,
-        aten._convolution.default,
-        aten.convolution_overrideable.default,
-        aten.convolution_backward.default,
-        aten.convolution_backward_overrideable.default,
-    }
-)
 _ALWAYS = {library_fusions.OPTION: library_fusions.VALUE}
 _LARGEST_BLOCK = "xla_multiheap_size_constraint_per_heap"
 """Bytes of the blocks that hold a program's temporaries; a tensor that is larger has one of its own."""
@@ -61,11 +49,6 @@ def _taken(wanted: dict[str, Any]) -> dict[str, Any] | None:
 def in_blocks(options: dict[str, Any] | None) -> bool:
     """Whether options (of `of`) have temporaries lie in several blocks."""
     return options is not None and _LARGEST_BLOCK in options
-
-
-def count_of_convolutions(graph: fx.Graph) -> int:
-    """How many convolutions there are in a graph of aten ops, forward and backward."""
-    return sum(node.target in _CONVOLUTIONS for node in graph.nodes)
 
 
 @functools.cache

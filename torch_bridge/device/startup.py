@@ -7,10 +7,10 @@ from torch_bridge import _compat
 from torch_bridge.config import environment, freed_memory, library_fusions
 
 environment.prepare()  # before JAX starts
-library_fusions.single_products_only()
 _values = environment.check()
 if _values.get("NXD_JAX_KEEP_FREED_MEMORY", True):
     freed_memory.keep(one_heap=environment.keeps_programs(_values))
+library_fusions.single_products_only()  # imports JAX's library, so after what must come before its threads
 
 from torch_bridge.collectives import c10d_ops, collective_ops, value_checks
 from torch_bridge.compiler import xla_cache
