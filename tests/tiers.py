@@ -357,6 +357,7 @@ PROCESSES: tuple[str, ...] = (
     "torch_bridge/test_saving.py::test_files_can_be_read_without_the_bridge_once_on_the_cpu",
     "torch_bridge/test_termination.py",
     "torch_bridge/test_torch_compile.py::test_tracing_cpu_code_starts_no_jax",
+    "torch_bridge/test_torch_kernels.py::test_a_second_process_finds_the_program_and_ends_while_it_runs",
     "torch_bridge/test_variables.py::test_a_script_sets_them_before_its_first_tensor",
 )
 

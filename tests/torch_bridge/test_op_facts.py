@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from torch_bridge import _compat
-from torch_bridge.lowerings import AxesRule, Lowering, batches, is_cast, is_collective, is_view, registered, stacks_of
+from torch_bridge.lowerings import AxesRule, Lowering, batches, is_cast, is_collective, is_view, may_call_kernels, registered, stacks_of
 
 aten = torch.ops.aten
 PLAIN = Lowering(print)
@@ -52,6 +52,8 @@ def facts(found: Lowering) -> dict[str, Any]:
     if found.stacks is not None:
         said["stacks"] = {f.name: v for f in dataclasses.fields(found.stacks) if (v := getattr(found.stacks, f.name)) != f.default}
         said["stacks"].pop("when", None)
+    if found.kernels is not None:
+        said["kernels"] = True
     return said
 
 
@@ -92,8 +94,8 @@ OURS: dict[str, dict[str, Any]] = {
     "check_info": {},
     "flash_attention": {},
     "flash_attention_backward": {},
-    "grouped_mlp": dict(once=True),
-    "grouped_mlp_backward": dict(once=True),
+    "grouped_mlp": dict(once=True, kernels=True),
+    "grouped_mlp_backward": dict(once=True, kernels=True),
 }
 """Every op of ours."""
 
@@ -105,6 +107,10 @@ ONCE = (
     "_native_batch_norm_legit_functional.default", "native_batch_norm_backward.default", "native_layer_norm.default", "native_layer_norm_backward.default",
     "native_group_norm.default", "native_group_norm_backward.default", "native_dropout.default", "convolution_backward.default", "_grouped_mm.default",
     "max_pool2d_with_indices.default",
+)  # fmt: skip
+KERNELS = (
+    "convolution.default", "convolution_overrideable.default", "_convolution.default", "convolution_backward.default",
+    "convolution_backward_overrideable.default", "_grouped_mm.default",
 )  # fmt: skip
 REDUCTIONS = ("sum.dim_IntList", "sum.default", "linalg_vector_norm.default", "any.default", "all.default")
 ENTRYWISE = ("aten._fused_adam", "aten._fused_sgd", "aten._fused_adagrad", "aten._foreach_", "aten._amp_foreach_")
@@ -127,6 +133,8 @@ def test_every_op_of_torch_has_its_facts(table: dict[str, Lowering]) -> None:
     expected |= {f"aten.{name}": dict(batches=True) for name in REDUCTIONS}
     expected |= {f"aten.{name}": dict(once=True) for name in ONCE}
     expected |= {name: dict(entrywise=True) for name in table if name.startswith(ENTRYWISE)}
+    for name in KERNELS:
+        expected.setdefault(f"aten.{name}", {})["kernels"] = True
     expected["aten._to_copy.default"] = dict(cast=True, batches=True)
     expected["aten._foreach_mul.Tensor"] = dict(entrywise=True, stacks=dict(lists=(0,)))
     found = {name: said for name, low in table.items() if name.startswith("aten.") and (said := facts(low))}
@@ -170,6 +178,18 @@ def test_what_is_elementwise_of_an_optimizers_step(table: dict[str, Lowering]) -
     args = ("adam", ["p", "q"], ["g", "h"], ["m", "n"], [], [], [0.1], "")
     assert stacks.columns(args) == [["p", "q"], ["g", "h"], ["m", "n"]]
     assert stacks.results(args) == 2
+
+
+def test_what_calls_kernels_of_torch() -> None:
+    """Grouped convolutions do."""
+    for groups in (1, 2):
+        geometry = ([1], [0], [1], False, [0], groups)
+        assert may_call_kernels(aten.convolution.default, ("x", "w", None, *geometry)) == (groups > 1)
+        assert may_call_kernels(aten._convolution.default, ("x", "w", None, *geometry, False, False, False, False)) == (groups > 1)
+        assert may_call_kernels(aten.convolution_backward.default, ("grad", "x", "w", None, *geometry, [True] * 3)) == (groups > 1)
+        assert may_call_kernels(aten.convolution_backward_overrideable.default, ("grad", "x", "w", *geometry, [True] * 3)) == (groups > 1)
+    assert may_call_kernels(aten._grouped_mm.default, ("x", "w", "offs"))
+    assert not may_call_kernels(aten.mm.default, ("x", "w")) and not may_call_kernels("output", ())
 
 
 def test_an_empty_list_is_a_column() -> None:

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import jax
 from torch import fx
 
+from torch_bridge import lowerings
 from torch_bridge.compiler import channels_last, interpret, interpret_loops, stored_results, transposed_products, verify_programs
 from torch_bridge.compiler.annotated_labels import AnnotatedLabels
 from torch_bridge.compiler.manual_blocks import Blocks
 from torch_bridge.compiler.program_spec import ProgramSpec
 from torch_bridge.config.settings import SETTINGS
+from torch_bridge.lowerings import torch_kernels
 from torch_bridge.mesh.spmd_mode import MODE
 from torch_bridge.precision import precision_mode
 
@@ -33,9 +36,20 @@ def of(spec: ProgramSpec) -> Callable[..., tuple[Any, ...]]:
         stored_results.mark(spec.graph)
 
     def _apply(*inputs: Any) -> Any:
-        return _checked(spec, channels_last.evaluate(rounded, inputs), "channels_last") if permutes else rounded(*inputs)
+        with torch_kernels.using(_takes_kernels(spec)):
+            return _checked(spec, channels_last.evaluate(rounded, inputs), "channels_last") if permutes else rounded(*inputs)
 
     return _apply
+
+
+def may_call_kernels(spec: ProgramSpec) -> bool:
+    """Whether the function of a spec calls kernels of torch, as far as its ops say."""
+    return _takes_kernels(spec) and any(lowerings.may_call_kernels(node.target, node.args) for node in spec.graph.nodes)
+
+
+def _takes_kernels(spec: ProgramSpec) -> bool:
+    """Whether a program is a plain one of one CPU device."""
+    return SETTINGS.torch_kernels and spec.labels is None and spec.mode == precision_mode.PLAIN and jax.default_backend() == "cpu"
 
 
 def _evaluate(spec: ProgramSpec, inputs: tuple[Any, ...]) -> tuple[Any, ...]:

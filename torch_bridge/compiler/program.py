@@ -64,6 +64,7 @@ class Program:
         options = xla_options.of(spec.graph, serialized=environment.jax_keeps_programs() or equal_programs.are_looked_for(spec.labels))
         self.in_blocks = xla_options.in_blocks(options)
         self.jitted = jax.jit(mapped, donate_argnums=spec.ports.donated, compiler_options=options, **placing)
+        self._is_awaited = computation.may_call_kernels(spec)
         self.code: executable_cache.Code | None = None
         self.signature: Sequence[jax.ShapeDtypeStruct] = ()
         holders = {**{leaf: ref for ref, leaf in segment.saved}, **segment.holders}
@@ -119,8 +120,12 @@ class Program:
         return self.run_placed(args if labels is None else labels.placed(args, self.spec.ports.donated))
 
     def run_placed(self, args: Sequence[Any]) -> list[Any]:
-        """The same with arguments that lie where it runs."""
-        return list(self.compiled(*args))
+        """The same with arguments that lie where it runs.
+
+        One that calls kernels of torch is waited for: they take turns with the script at running Python, and could not start once Python ends.
+        """
+        found = list(self.compiled(*args))
+        return jax.block_until_ready(found) if self._is_awaited else found
 
     def lowered(self) -> Any:
         """The program before XLA's optimisations, lowered anew: few ask for it, and it takes about as much memory as a small model."""

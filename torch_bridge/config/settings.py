@@ -15,6 +15,7 @@ class Settings:
         max_traces: structures kept, with their executables; the one unused for longest goes first.
         extract_only: compile programs and give zeros for their results (NEURON_EXTRACT_GRAPHS_ONLY).
         cold_shapes: run programs of new shapes in eager torch first where several of the same ops were compiled (NXD_JAX_COLD_SHAPES).
+        torch_kernels: programs of one CPU device call kernels of torch (NXD_JAX_TORCH_KERNELS).
         verify: check what every pass makes of a recorded step (NXD_JAX_VERIFY).
     """
 
@@ -23,6 +24,7 @@ class Settings:
     max_traces: int = 512
     extract_only: bool = False
     cold_shapes: bool = True
+    torch_kernels: bool = True
     verify: bool = False
 
 

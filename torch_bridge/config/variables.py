@@ -467,6 +467,15 @@ _OWN = [
         "debug_modes",
     ),
     Variable(
+        "NXD_JAX_TORCH_KERNELS",
+        HONOUR,
+        "1: on one CPU device, what XLA's own code for CPUs is slow at (products of a mixture of experts, grouped convolutions) is computed "
+        "by kernels of torch, which the compiled program calls; 0: everything is XLA's",
+        "1",
+        FLAG,
+        "debug_modes",
+    ),
+    Variable(
         "NXD_JAX_KEEP_FREED_MEMORY",
         HONOUR,
         "1: the process keeps memory that a step has freed for the next one, which on CPUs saves a sixth of a step's CPU time: in a heap of each "

@@ -17,6 +17,7 @@ from torch_bridge.compiler import xla_cache
 from torch_bridge.config import fork_guard
 from torch_bridge.device import debug_modes, module_to, torchs_staging
 from torch_bridge.generation import hooking
+from torch_bridge.lowerings import torch_kernels
 from torch_bridge.mesh import watch
 from torch_bridge.passes import check_replicas
 from torch_bridge.recorder import (
@@ -49,6 +50,7 @@ eager_mode.WHEN_CHANGED.append(use_dispatch)
 _compat.record_untraced([*vars(tensor.XLATensor).values(), executor.sync, module_to._apply])
 steps.snapshot_with(copies.snapshot)
 xla_cache.configure(_values)
+torch_kernels.available()
 make_fx.install()
 interrupts.install()
 cold_shapes.compute_with(eager_programs.run)

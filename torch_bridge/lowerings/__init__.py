@@ -13,6 +13,7 @@ from torch_bridge.lowerings.registry import (
     is_view,
     lookup,
     lowering,
+    may_call_kernels,
     registered,
     stacks_of,
 )
@@ -30,6 +31,7 @@ __all__ = [
     "is_view",
     "lookup",
     "lowering",
+    "may_call_kernels",
     "registered",
     "stacks_of",
 ]

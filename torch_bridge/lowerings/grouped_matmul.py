@@ -20,7 +20,7 @@ import torch
 from jax import lax
 
 from torch_bridge.ir import dtypes
-from torch_bridge.lowerings import grouped_tiles
+from torch_bridge.lowerings import grouped_tiles, torch_kernels
 from torch_bridge.lowerings._opmath import wide_dtype
 from torch_bridge.lowerings.matmul import bmm, dot, precision_of
 from torch_bridge.lowerings.registry import lowering
@@ -57,6 +57,21 @@ def _outer_default(x_mk: jax.Array, y_mn: jax.Array, offs: jax.Array) -> jax.Arr
         return grouped_tiles.add(total, group, dot(read(x_mk), read(y_mn), (((0,), (0,)), ((), ())), wide))
 
     return cut.by_blocks(block, cut.by_tiles(tiles)).astype(x_mk.dtype)
+
+
+def _rows_torch(transposed: bool, x_mk: jax.Array, w_gkn: jax.Array, offs: jax.Array) -> jax.Array:
+    out = jax.ShapeDtypeStruct((x_mk.shape[0], w_gkn.shape[1 if transposed else 2]), x_mk.dtype)
+    return torch_kernels.call("grouped_rows", (out,), x_mk, w_gkn, offs, transposed=transposed)[0]
+
+
+def _outer_torch(x_mk: jax.Array, y_mn: jax.Array, offs: jax.Array) -> jax.Array:
+    out = jax.ShapeDtypeStruct((offs.shape[0], x_mk.shape[1], y_mn.shape[1]), x_mk.dtype)
+    return torch_kernels.call("grouped_outer", (out,), x_mk, y_mn, offs)[0]
+
+
+def _on_cpus(products: int, kernel: Callable[..., jax.Array], *arrays: jax.Array) -> dict[str, Callable[..., jax.Array]]:
+    """For `lax.platform_dependent`: a kernel of torch, for many products."""
+    return {"cpu": kernel} if products >= grouped_tiles.SMALL and torch_kernels.wanted(*arrays) else {}
 
 
 def _sizes(offs: jax.Array) -> jax.Array:
@@ -96,7 +111,8 @@ def _rows(transposed: bool, x_mk: jax.Array, w_gkn: jax.Array, offs: jax.Array) 
     if 0 in (x_mk.shape[0], offs.shape[0]):
         return jnp.zeros((x_mk.shape[0], w_gkn.shape[1 if transposed else 2]), x_mk.dtype)
     tpu, default = (functools.partial(f, transposed) for f in (ragged_rows, _rows_default))
-    return lax.platform_dependent(x_mk, w_gkn, offs, tpu=tpu, default=default)
+    kernel = _on_cpus(x_mk.shape[0] * w_gkn.shape[1] * w_gkn.shape[2], functools.partial(_rows_torch, transposed), x_mk, w_gkn)
+    return lax.platform_dependent(x_mk, w_gkn, offs, tpu=tpu, default=default, **kernel)
 
 
 def _rows_fwd(transposed: bool, x_mk: jax.Array, w_gkn: jax.Array, offs: jax.Array) -> tuple[jax.Array, Saved]:
@@ -117,7 +133,8 @@ def grouped_outer(x_mk: jax.Array, y_mn: jax.Array, offs: jax.Array) -> jax.Arra
     """Per group of rows, `x.T @ y` -> [g, k, n]."""
     if 0 in (x_mk.shape[0], offs.shape[0]):
         return jnp.zeros((offs.shape[0], x_mk.shape[1], y_mn.shape[1]), x_mk.dtype)
-    return lax.platform_dependent(x_mk, y_mn, offs, tpu=ragged_outer, default=_outer_default)
+    kernel = _on_cpus(x_mk.shape[0] * x_mk.shape[1] * y_mn.shape[1], _outer_torch, x_mk, y_mn)
+    return lax.platform_dependent(x_mk, y_mn, offs, tpu=ragged_outer, default=_outer_default, **kernel)
 
 
 def _grouped_outer_fwd(x_mk: jax.Array, y_mn: jax.Array, offs: jax.Array) -> tuple[jax.Array, Saved]:
@@ -132,7 +149,7 @@ def _grouped_outer_bwd(saved: Saved, grad_gkn: jax.Array) -> tuple[jax.Array, ja
 grouped_outer.defvjp(_grouped_outer_fwd, _grouped_outer_bwd)
 
 
-@lowering(aten._grouped_mm.default, once=True)
+@lowering(aten._grouped_mm.default, once=True, kernels=bool)
 def grouped_mm(
     self: jax.Array,
     mat2: jax.Array,

@@ -9,13 +9,14 @@ Legend: m rows, k contracted (hidden), n intermediate, g groups, c rows of a til
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from torch_bridge.lowerings import grouped_tiles
+from torch_bridge.lowerings import grouped_tiles, torch_kernels
 from torch_bridge.lowerings._opmath import wide_dtype, widen
 from torch_bridge.lowerings.grouped_matmul import grouped_rows, ragged_outer, ragged_rows
 from torch_bridge.lowerings.grouped_tiles import Cut, matrix
@@ -114,6 +115,37 @@ def _backward_default(
     return grad_x, grad_first.astype(x_mk.dtype), grad_second.astype(x_mk.dtype)
 
 
+# -- with kernels of torch, product by product -----------------------------------------------------
+
+
+def _forward_torch(
+    act: str, mean: int, x_mk: jax.Array, first: jax.Array, second: jax.Array, offs: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """It keeps what `_forward_default` keeps: forward and backward may belong to programs only one of which may call kernels."""
+    cut = _cut(mean, x_mk, first, offs)
+    if cut.tiled is None:
+        return _forward_default(act, mean, x_mk, first, second, offs)
+    kept = jax.ShapeDtypeStruct((kept_rows(x_mk.shape[0], offs.shape[0], mean), first.shape[2]), x_mk.dtype)
+    out, kept = torch_kernels.call("grouped_mlp", (x_mk, kept), x_mk, first, second, offs, cut.tiled, act=act, c=cut.c)
+    return out, kept
+
+
+def _backward_torch(
+    act: str, mean: int, grad_mk: jax.Array, x_mk: jax.Array, first: jax.Array, second: jax.Array, offs: jax.Array, kept: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    cut, given = _cut(mean, x_mk, first, offs), (grad_mk, x_mk, first, second, offs, kept)
+    if cut.tiled is None:  # few products: a loop does
+        return _backward_default(act, mean, *given)
+    grad_x, grad_first, grad_second = torch_kernels.call("grouped_mlp_gradients", given[1:4], *given, cut.tiled, act=act, c=cut.c)
+    return grad_x, grad_first, grad_second
+
+
+def _by_platform(act: str, mean: int, ways: Sequence[Callable[..., Any]], *arrays: jax.Array) -> Any:
+    """ways: with ragged products, with tiles and blocks, with kernels of torch."""
+    tpu, default, cpu = (functools.partial(f, act, mean) for f in ways)
+    return lax.platform_dependent(*arrays, tpu=tpu, default=default, **({"cpu": cpu} if torch_kernels.wanted(*arrays) else {}))
+
+
 # -- with ragged products --------------------------------------------------------------------------
 
 
@@ -144,8 +176,8 @@ def grouped_mlp(act: str, mean: int, x_mk: jax.Array, first: jax.Array, second: 
     """
     if 0 in (x_mk.shape[0], offs.shape[0]):
         return jnp.zeros_like(x_mk), jnp.zeros((kept_rows(x_mk.shape[0], offs.shape[0], mean), first.shape[2]), x_mk.dtype)
-    tpu, default = (functools.partial(f, act, mean) for f in (_forward_ragged, _forward_default))
-    return lax.platform_dependent(x_mk, first, second, offs, tpu=tpu, default=default)
+    out, kept = _by_platform(act, mean, (_forward_ragged, _forward_default, _forward_torch), x_mk, first, second, offs)
+    return out, kept
 
 
 def _forward(act: str, mean: int, *given: jax.Array) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, ...]]:
@@ -167,8 +199,9 @@ def gradients(
     """Of the rows and of both matrices, from that of the result."""
     if 0 in (x_mk.shape[0], offs.shape[0]):
         return jnp.zeros_like(x_mk), jnp.zeros_like(first), jnp.zeros_like(second)
-    tpu, default = (functools.partial(f, act, mean) for f in (_backward_ragged, _backward_default))
-    return lax.platform_dependent(grad_mk, x_mk, first, second, offs, kept, tpu=tpu, default=default)
+    ways = (_backward_ragged, _backward_default, _backward_torch)
+    grad_x, grad_first, grad_second = _by_platform(act, mean, ways, grad_mk, x_mk, first, second, offs, kept)
+    return grad_x, grad_first, grad_second
 
 
 def _by_products(act: str, offs: jax.Array, grad_mk: jax.Array, x_mk: jax.Array, first: jax.Array, second: jax.Array) -> Arrays:

@@ -84,6 +84,7 @@ class Lowering:
     cast: it is done again rather than kept where its input is a weight.
     once: it takes long to trace, so that is done once for operands of the same shapes (`traced_once.py`).
     batches: `jax.vmap` of it does for each row what it does for that row alone. Ops that torch tags pointwise do, too.
+    kernels: whether a call with these arguments may call kernels of torch (`torch_kernels`); None: none does.
     """
 
     fn: Callable[..., Any]
@@ -101,6 +102,7 @@ class Lowering:
     cast: bool = False
     once: bool = False
     batches: bool = False
+    kernels: Callable[[Sequence[Any]], bool] | None = None
 
 
 _TABLE: dict[torch._ops.OpOverload, Lowering] = {}
@@ -122,6 +124,7 @@ def lowering(
     cast: bool = False,
     once: bool = False,
     batches: bool = False,
+    kernels: Callable[[Sequence[Any]], bool] | None = None,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register a JAX function for one or more aten overloads, with what is known about them (`Lowering`).
 
@@ -131,7 +134,7 @@ def lowering(
 
     def register(fn: Callable[..., Any]) -> Callable[..., Any]:
         found = Lowering(
-            fn, rng, lift, floats, mode, writes, collective, axes, rank_table, bool(entrywise), stacks, view, cast, once, batches
+            fn, rng, lift, floats, mode, writes, collective, axes, rank_table, bool(entrywise), stacks, view, cast, once, batches, kernels
         )
         for op in ops:
             if not isinstance(op, torch._ops.OpOverload):
@@ -268,6 +271,12 @@ def batches(op: Any) -> bool:
     """Whether an op (a node's target) may be done for many inputs side by side."""
     found = _TABLE.get(op)
     return torch.Tag.pointwise in getattr(op, "tags", ()) or (found is not None and found.batches)
+
+
+def may_call_kernels(op: Any, args: Sequence[Any]) -> bool:
+    """Whether an op (a node's target) with these arguments may call kernels of torch."""
+    found = _TABLE.get(op)
+    return found is not None and found.kernels is not None and found.kernels(args)
 
 
 def stacks_of(op: Any) -> Stacks | None:

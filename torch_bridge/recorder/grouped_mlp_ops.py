@@ -22,12 +22,12 @@ _library.define(f"grouped_mlp_backward(Tensor grad, {_GIVEN}, Tensor kept, str a
 ops = torch.ops.torch_bridge
 
 
-@lowering(ops.grouped_mlp.default, once=True)
+@lowering(ops.grouped_mlp.default, once=True, kernels=bool)
 def _forward(rows: jax.Array, gate_up: jax.Array, down: jax.Array, ends: jax.Array, act: str, mean: int) -> tuple[jax.Array, jax.Array]:
     return grouped_mlp.grouped_mlp(act, mean, rows, gate_up, down, ends)
 
 
-@lowering(ops.grouped_mlp_backward.default, once=True)
+@lowering(ops.grouped_mlp_backward.default, once=True, kernels=bool)
 def _backward(
     grad: jax.Array, rows: jax.Array, gate_up: jax.Array, down: jax.Array, ends: jax.Array, kept: jax.Array, act: str, mean: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from torch_bridge.lowerings import grouped_mlp, grouped_tiles
+from torch_bridge.lowerings import grouped_mlp, grouped_tiles, torch_kernels
 
 M, K, N, G = 96, 8, 12, 4
 ROUTINGS = {
@@ -49,6 +49,46 @@ def ends(sizes: list[int]) -> jax.Array:
 def close(found: Any, wanted: Any, tolerance: float = 1e-5) -> None:
     for a, b in zip(found, wanted, strict=True):
         np.testing.assert_allclose(np.asarray(a, np.float32), np.asarray(b, np.float32), rtol=tolerance, atol=tolerance)
+
+
+@pytest.fixture
+def tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So few products are many."""
+    monkeypatch.setattr(grouped_tiles, "SMALL", 0)
+    monkeypatch.setattr(grouped_tiles, "_MATRIX", 10)
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="kernels of torch compute on the CPU")
+@pytest.mark.core(keep=4)
+@pytest.mark.parametrize(
+    "sizes, act", [*((sizes, "silu") for sizes in ROUTINGS.values()), *((ROUTINGS["one has none"], act) for act in grouped_mlp.ACTIVATIONS)]
+)
+def test_kernels_of_torch(tiles: None, sizes: list[int], act: str) -> None:
+    """The same, also where only the forward or only the backward pass is of a program that may call them."""
+    x, first, second, grad = draw()
+    given = (x, first, second, ends(sizes))
+
+    def forward(kernels: bool) -> Any:
+        with torch_kernels.using(kernels):
+            made = jax.jit(lambda *given: grouped_mlp.grouped_mlp(act, M // G, *given)).lower(*given)
+        assert ("torch_bridge_kernel" in made.as_text()) == kernels
+        return made.compile()(*given)
+
+    def backward(kernels: bool, kept: jax.Array) -> Any:
+        with torch_kernels.using(kernels):
+            made = jax.jit(lambda *given: grouped_mlp.gradients(act, M // G, *given)).lower(grad, *given, kept)
+        assert ("torch_bridge_kernel" in made.as_text()) == kernels
+        return made.compile()(grad, *given, kept)
+
+    ways = (True, False)
+    outs, kept = zip(*map(forward, ways), strict=True)
+    wanted, wanted_back = jax.vjp(lambda *given: by_hand(act, sizes, *given), x, first, second)
+    for out in outs:
+        close([out], [wanted])
+    for of_forward in kept:
+        assert np.isfinite(of_forward).all()
+        for way in ways:
+            close(backward(way, of_forward), wanted_back(grad))
 
 
 @pytest.fixture(params=["tiles", "blocks alone"])
