@@ -199,6 +199,46 @@ CASES: dict[str, tuple[Call, str]] = {
             ("rrelu", lambda t: torch.nn.functional.rrelu_(t, -0.5, -0.5)),
         )
     },  # type: ignore[misc]
+    **{
+        f"{kind}_pad{dims}d of {dims + 3} dims": (
+            lambda d, kind=kind, dims=dims: getattr(torch.ops.aten, f"{kind}_pad{dims}d")(_zeros(*[3] * (dims + 3))(d), [1] * 2 * dims),
+            f"Expected {dims + 1}D or {dims + 2}D (batch mode) tensor",
+        )
+        for kind in ("reflection", "replication")
+        for dims in (1, 2, 3)
+    },  # type: ignore[misc]
+    **{
+        f"{mode} images of no pixels": (
+            lambda d, mode=mode: torch.nn.functional.interpolate(_zeros(1, 1, 2, 3)(d), (0, 2), mode=mode),
+            "Input and output sizes should be greater than 0",
+        )
+        for mode in ("nearest", "nearest-exact", "bilinear", "bicubic")
+    },  # type: ignore[misc]
+    **{
+        f"{mode} images of integers": (
+            lambda d, mode=mode: torch.nn.functional.interpolate(_zeros(1, 1, 2, 3, dtype=torch.int32)(d), (4, 4), mode=mode),
+            "not implemented for",
+        )
+        for mode in ("bilinear", "bicubic")
+    },  # type: ignore[misc]
+    "averages of integers": (lambda d: torch.nn.functional.adaptive_avg_pool2d(long(d).view(1, 1, 3), 2), "not implemented for"),
+    "samples of nothing": (
+        lambda d: torch.nn.functional.grid_sample(_zeros(1, 1, 2, 0)(d), _zeros(1, 1, 1, 2)(d), align_corners=False),
+        "expected input to have non-empty spatial dimensions, but input has sizes [1, 1, 2, 0]",
+    ),
+    "samples at positions of another dtype": (
+        lambda d: torch.nn.functional.grid_sample(_zeros(1, 1, 2, 2)(d), _zeros(1, 1, 1, 2)(d).double(), align_corners=False),
+        "grid_sampler: expected all operands to have the same dtype, but got torch.float32, torch.float64",
+    ),
+    "ctc_loss of nothing": (
+        lambda d: torch.nn.functional.ctc_loss(_zeros(0, 0, 4)(d), long(d)[:0], long("cpu")[:0], long("cpu")[:0]),
+        "log_probs tensor must not be empty",
+    ),
+    "nll_loss with weights of other classes": (
+        lambda d: torch.nn.functional.nll_loss(two(d), long(d)[:2], weight=x(d)[:2]),
+        "weight tensor should be defined either for all 3 classes or no classes",
+    ),
+    "a module on meta": (lambda d: torch.nn.Linear(2, 2, device="meta").to(d), "Please use torch.nn.Module.to_empty() instead"),
     "averages over nothing": (
         lambda d: torch.nn.functional.adaptive_avg_pool2d(torch.zeros(1, 2, 3, 0, device=d), 2),
         "Expected input to have non-zero size for non-batch dimensions, but input has sizes [1, 2, 3, 0]",

@@ -471,3 +471,24 @@ def test_what_needs_bytes_says_what_to_do(call: Callable[[torch.Tensor], Any], t
 @pytest.mark.parametrize("keepdim", [False, True])
 def test_nansum_over_an_empty_list_of_dims(keepdim: bool) -> None:
     same(lambda d: torch.nansum(torch.tensor([[1.0, float("nan")], [2.0, 3.0]], device=d), dim=(), keepdim=keepdim))
+
+
+@pytest.mark.parametrize("loss", [torch.nn.MSELoss, torch.nn.SmoothL1Loss, torch.nn.HuberLoss, torch.nn.L1Loss, torch.nn.BCEWithLogitsLoss])
+def test_losses_of_no_rows_have_gradients(loss: type[torch.nn.Module]) -> None:
+    x = torch.zeros(0, 2, device="xla", requires_grad=True)
+    out = loss()(x, torch.zeros(0, 2, device="xla"))
+    out.backward()
+    assert out.isnan() and x.grad is not None and x.grad.shape == (0, 2)
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+def test_class_numbers_may_be_bytes(reduction: str) -> None:
+    torch.manual_seed(0)
+    x, target, weight = torch.randn(5, 3), torch.tensor([0, 2, 1, 1, 2], dtype=torch.uint8), torch.rand(3)
+    found = []
+    for device in ("cpu", "xla"):
+        leaf = x.to(device, copy=True).requires_grad_()
+        loss = torch.nn.functional.nll_loss(leaf, target.to(device), weight.to(device), reduction=reduction)
+        loss.sum().backward()
+        found.append((loss.detach().cpu(), leaf.grad.cpu()))
+    torch.testing.assert_close(found[1], found[0])

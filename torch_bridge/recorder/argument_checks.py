@@ -389,6 +389,55 @@ def _convolution(
         raise RuntimeError(f"dilation should be greater than zero, got {list(dilation)}")
 
 
+def _padding(dims: int) -> None:
+    """The CPU kernels of reflection and replication take `dims` dims to pad, behind channels and perhaps a batch."""
+
+    def check(self: Tensor, padding: Sequence[int]) -> None:
+        if self.dim() not in (dims + 1, dims + 2):
+            raise RuntimeError(
+                f"Expected {dims + 1}D or {dims + 2}D (batch mode) tensor with possibly 0 batch size and other non-zero dimensions for input, "
+                f"but got: {list(self.shape)}"
+            )
+
+    checks(*(getattr(aten, f"{kind}_pad{dims}d").default for kind in ("reflection", "replication")))(check)
+
+
+for _dims in (1, 2, 3):
+    _padding(_dims)
+
+
+# -- images ---------------------------------------------------------------------------------------
+
+
+@checks(
+    *(getattr(aten, f"{kind}{dims}d").default for dims in (1, 2, 3) for kind in ("upsample_nearest", "_upsample_nearest_exact")),
+    *(aten.upsample_linear1d.default, aten.upsample_bilinear2d.default, aten.upsample_bicubic2d.default, aten.upsample_trilinear3d.default),
+    *(aten._upsample_bilinear2d_aa.default, aten._upsample_bicubic2d_aa.default),
+)
+def _resized(self: Tensor, output_size: Sequence[int], *rest: object, **kwargs: object) -> None:
+    if min(*self.shape[2:], *output_size) <= 0:
+        raise RuntimeError(
+            f"Input and output sizes should be greater than 0, but got input {list(self.shape[2:])} and output {list(output_size)}"
+        )
+
+
+@checks(aten.grid_sampler_2d.default, aten.grid_sampler_3d.default)
+def _grid_sampler(input: Tensor, grid: Tensor, *rest: object) -> None:
+    one_dtype("grid_sampler", input, grid)
+    empty = [d for d in range(2, input.dim()) if input.shape[d] == 0]
+    if empty:
+        raise RuntimeError(
+            f"grid_sampler(): expected input to have non-empty spatial dimensions, but input has sizes {list(input.shape)} "
+            f"with dimension {empty[0]} being empty"
+        )
+
+
+@checks(aten._ctc_loss.default, aten._ctc_loss.Tensor)
+def _ctc_loss(log_probs: Tensor, *rest: object, **kwargs: object) -> None:
+    if log_probs.numel() == 0:
+        raise RuntimeError(f"log_probs tensor must not be empty, got {list(log_probs.shape)}")
+
+
 # -- distributions --------------------------------------------------------------------------------
 
 

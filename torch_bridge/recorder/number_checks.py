@@ -42,6 +42,16 @@ _OF_FRACTIONS = (
     aten.smooth_l1_loss.default,
     aten.nll_loss_forward.default,
     aten.nll_loss2d_forward.default,
+    aten._adaptive_avg_pool2d.default,
+    aten._adaptive_avg_pool3d.default,
+)
+_OF_WEIGHTED_NEIGHBORS = (
+    aten.upsample_linear1d.default,
+    aten.upsample_bilinear2d.default,
+    aten.upsample_bicubic2d.default,
+    aten.upsample_trilinear3d.default,
+    aten._upsample_bilinear2d_aa.default,
+    aten._upsample_bicubic2d_aa.default,
 )
 _OF_FRACTIONS_OR_COMPLEX = (
     aten.silu.default,
@@ -118,6 +128,12 @@ def _is_no_fraction(dtype: torch.dtype) -> bool:
 
 _refuse(_is_no_fraction, "convert it with .float() (or .real, .abs() if it is complex)", *_OF_FRACTIONS)
 _refuse(_is_whole, "convert it with .float()", *_OF_FRACTIONS_OR_COMPLEX)
+_refuse(
+    _is_whole,
+    "convert it with .float() (torch rounds uint8 on the CPU in its own fixed-point way, which xla does not)",
+    *_OF_WEIGHTED_NEIGHBORS,
+    operands=1,
+)
 _ORDER = "complex numbers have no order: take .real, .imag or .abs()"
 _refuse(lambda dtype: dtype.is_complex, _ORDER, *_OF_AN_ORDER)
 _refuse(lambda dtype: dtype.is_complex, _ORDER, aten.clamp.default, aten.clamp.Tensor, operands=3)

@@ -54,6 +54,8 @@ def infer(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, An
             return op(*margs, **mkwargs)
     except NotImplementedError as error:
         raise NeedsHost(str(error)) from None
+    except AssertionError as error:  # meta kernels that are written in Python; the others and the CPU's raise
+        raise RuntimeError(str(error)) from None
     except RuntimeError as error:
         text = str(error).lower()
         if type(error).__name__ in _DYNAMIC or ("meta" in text and "not implemented" in text) or "a meta tensor" in text:
@@ -121,6 +123,30 @@ def _index(self: torch.Tensor, indices: list[torch.Tensor | None]) -> torch.Tens
 def _where(condition: torch.Tensor, self: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """The same for conditions."""
     return torch.ops.aten.where.self(condition.bool() if condition.dtype == torch.uint8 else condition, self, other)
+
+
+def _nll_loss(op: Any) -> Any:
+    """torch's meta kernels know targets of int64 only. Its CPU kernels take uint8, too."""
+
+    def infer(*args: Any) -> Any:
+        return op(*(x.long() if isinstance(x, torch.Tensor) and x.dtype == torch.uint8 else x for x in args))
+
+    return infer
+
+
+def _in_own_dtype(op: Any) -> Any:
+    """torch's meta kernels of some losses promote the input with its target. Its CPU kernels write in the input's dtype."""
+
+    def infer(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        made: torch.Tensor = op(self, *args, **kwargs)
+        return made.to(self.dtype)
+
+    return infer
+
+
+def _distance_loss_backward(grad_output: torch.Tensor, self: torch.Tensor, target: torch.Tensor, *rest: Any) -> torch.Tensor:
+    """torch's meta kernels divide by the number of elements, which may be 0."""
+    return torch.mul(self - target, grad_output)
 
 
 def _foreach_addcdiv(
@@ -191,12 +217,19 @@ _RULES: dict[Any, Any] = {
     torch.ops.aten._foreach_addcdiv_.Scalar: _foreach_addcdiv,
     torch.ops.aten._grouped_mm.default: _grouped_mm,
     torch.ops.aten._native_multi_head_attention.default: _native_multi_head_attention,
+    torch.ops.aten.huber_loss.default: _in_own_dtype(torch.ops.aten.huber_loss.default),
+    torch.ops.aten.huber_loss_backward.default: _distance_loss_backward,
     torch.ops.aten.index.Tensor: _index,
     torch.ops.aten.ldexp.Tensor: _ldexp,
     torch.ops.aten.masked_fill.Scalar: _masked_fill,
+    torch.ops.aten.mse_loss_backward.default: _distance_loss_backward,
     torch.ops.aten.multilabel_margin_loss_forward.default: _multilabel_margin_loss,
     torch.ops.aten.nansum.default: _nansum,
+    torch.ops.aten.nll_loss_backward.default: _nll_loss(torch.ops.aten.nll_loss_backward.default),
+    torch.ops.aten.nll_loss_forward.default: _nll_loss(torch.ops.aten.nll_loss_forward.default),
     torch.ops.aten.pow.Tensor_Scalar: _pow_scalar,
+    torch.ops.aten.smooth_l1_loss_backward.default: _distance_loss_backward,
+    torch.ops.aten.soft_margin_loss.default: _in_own_dtype(torch.ops.aten.soft_margin_loss.default),
     torch.ops.aten.where.self: _where,
 }
 """Our own inference where torch's meta kernel is narrower than its CPU kernel, or says something else."""
