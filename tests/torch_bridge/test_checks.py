@@ -200,6 +200,13 @@ CASES: dict[str, tuple[Call, str]] = {
         )
     },  # type: ignore[misc]
     **{
+        f"{name} of what is larger": (
+            lambda d, name=name: getattr(_zeros(3, 1)(d), name)(_zeros(3, 4)(d)),
+            "output with shape [3, 1] doesn't match the broadcast shape [3, 4]",
+        )
+        for name in ("add_", "atan2_", "pow_", "fmod_", "eq_", "hypot_", "copysign_", "floor_divide_", "clamp_min_")
+    },  # type: ignore[misc]
+    **{
         f"{kind}_pad{dims}d of {dims + 3} dims": (
             lambda d, kind=kind, dims=dims: getattr(torch.ops.aten, f"{kind}_pad{dims}d")(_zeros(*[3] * (dims + 3))(d), [1] * 2 * dims),
             f"Expected {dims + 1}D or {dims + 2}D (batch mode) tensor",

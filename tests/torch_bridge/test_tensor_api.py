@@ -492,3 +492,15 @@ def test_class_numbers_may_be_bytes(reduction: str) -> None:
         loss.sum().backward()
         found.append((loss.detach().cpu(), leaf.grad.cpu()))
     torch.testing.assert_close(found[1], found[0])
+
+
+@pytest.mark.parametrize("p", [0.0, 0.5, 1.0, 2.0, 3.0, torch.inf])
+def test_gradients_of_distances_among_batches(p: float) -> None:
+    """Rows that are equal in one coordinate have no slope along it, also for p < 1; batches are broadcast."""
+    a, b = torch.tensor([[[[0.0, 1.0]]], [[[2.0, 5.0]]]]), torch.tensor([[[0.0, 3.0], [1.0, 1.0]]] * 3)
+    found = []
+    for device in ("cpu", "xla"):
+        x, y = (t.to(device, copy=True).requires_grad_() for t in (a, b))
+        torch.cdist(x, y, p).sum().backward()
+        found.append([t.grad.cpu() for t in (x, y) if t.grad is not None])
+    torch.testing.assert_close(found[1], found[0])

@@ -48,6 +48,8 @@ def infer(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, An
     argument_checks.check(op, margs, mkwargs)
     if op in _BROKEN:
         raise NeedsHost(f"torch's meta kernel of {op} fails on valid arguments")
+    if _is_in_place_pointwise(op):
+        _check_room(*margs, *mkwargs.values())
     op = _RULES.get(op) or _in_place(op) or op
     try:
         with torch.no_grad():
@@ -78,6 +80,23 @@ def _in_place(op: torch._ops.OpOverload) -> Any:
         return made
 
     return infer
+
+
+@functools.cache
+def _is_in_place_pointwise(op: torch._ops.OpOverload) -> bool:
+    """torch tags some overloads of an op and not others, and no `floor_divide`."""
+    found = schema.info(op)
+    if found.mutated != [0] or any(a.is_out for a in found.args):
+        return False
+    tags = (*op.tags, *(found.functional.tags if found.functional is not None else ()))
+    return torch.Tag.pointwise in tags or op is torch.ops.aten.floor_divide_.Tensor
+
+
+def _check_room(target: torch.Tensor, *operands: Any) -> None:
+    """Meta kernels of torch resize a tensor that is smaller than what is computed element by element; its CPU kernels refuse it."""
+    size = torch.broadcast_shapes(target.shape, *(t.shape for t in operands if isinstance(t, torch.Tensor)))
+    if size != target.shape:
+        raise RuntimeError(f"output with shape {list(target.shape)} doesn't match the broadcast shape {list(size)}")
 
 
 @functools.cache
