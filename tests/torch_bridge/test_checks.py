@@ -229,6 +229,25 @@ CASES: dict[str, tuple[Call, str]] = {
         for mode in ("bilinear", "bicubic")
     },  # type: ignore[misc]
     "averages of integers": (lambda d: torch.nn.functional.adaptive_avg_pool2d(long(d).view(1, 1, 3), 2), "not implemented for"),
+    **{
+        f"{name} of bools": (lambda d, fn=fn: fn(two(d)[None] > 0), "not implemented for")
+        for name, fn in (
+            ("max_pool1d", lambda t: torch.nn.functional.max_pool1d(t, 2)),
+            ("max_pool2d", lambda t: torch.nn.functional.max_pool2d(t, 2)),
+            ("adaptive_max_pool2d", lambda t: torch.nn.functional.adaptive_max_pool2d(t, 2)),
+        )
+    },  # type: ignore[misc]
+    "max_pool2d of complex numbers": (lambda d: torch.nn.functional.max_pool2d(two(d)[None].cfloat(), 2), "not implemented for"),
+    "pooling by the samples of another batch": (
+        lambda d: torch.nn.functional.fractional_max_pool3d(
+            _zeros(2, 1, 4, 4, 4)(d), 2, output_size=(1, 1, 1), _random_samples=_zeros(1, 1, 3)(d)
+        ),
+        "Expect _random_samples.size(0) no less then input batch size",
+    ),
+    "bags weighed in another dtype": (
+        lambda d: torch.nn.functional.embedding_bag(long(d)[None], two(d), mode="sum", per_sample_weights=double(d)[None]),
+        "same",
+    ),
     "samples of nothing": (
         lambda d: torch.nn.functional.grid_sample(_zeros(1, 1, 2, 0)(d), _zeros(1, 1, 1, 2)(d), align_corners=False),
         "expected input to have non-empty spatial dimensions, but input has sizes [1, 1, 2, 0]",

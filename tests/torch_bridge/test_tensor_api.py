@@ -504,3 +504,15 @@ def test_gradients_of_distances_among_batches(p: float) -> None:
         torch.cdist(x, y, p).sum().backward()
         found.append([t.grad.cpu() for t in (x, y) if t.grad is not None])
     torch.testing.assert_close(found[1], found[0])
+
+
+def test_the_last_bag_goes_to_the_end() -> None:
+    bags = nn.EmbeddingBag(8, 3, include_last_offset=True, padding_idx=6).to("xla")
+    i = torch.tensor([0, 1, 2, 3], device="xla")
+    right = torch.stack([bags.weight[:3].mean(0), bags.weight[3]])
+    for last in (3, 4):
+        torch.testing.assert_close(bags(i, torch.tensor([0, 3, last], device="xla")), right)
+
+
+def test_averages_of_no_channels() -> None:
+    assert nn.functional.adaptive_avg_pool2d(torch.zeros(1, 0, 4, 4, device="xla"), 2).shape == (1, 0, 2, 2)

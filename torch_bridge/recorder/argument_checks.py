@@ -231,7 +231,7 @@ def _written_over(name: str, what: str, number: float, self_is_result: bool) -> 
 
 @checks(aten._adaptive_avg_pool2d.default, aten._adaptive_avg_pool3d.default)
 def _adaptive_avg_pool(self: Tensor, output_size: Sequence[int]) -> None:
-    if 0 in self.shape[1:]:
+    if 0 in self.shape[-len(output_size) :]:
         raise RuntimeError(
             f"adaptive_avg_pool: Expected input to have non-zero size for non-batch dimensions, but input has sizes {list(self.shape)}"
         )
@@ -435,6 +435,15 @@ def _grid_sampler(input: Tensor, grid: Tensor, *rest: object) -> None:
         raise RuntimeError(
             f"grid_sampler(): expected input to have non-empty spatial dimensions, but input has sizes {list(input.shape)} "
             f"with dimension {empty[0]} being empty"
+        )
+
+
+@checks(aten.fractional_max_pool2d.default, aten.fractional_max_pool3d.default)
+def _fractional_max_pool(self: Tensor, kernel_size: Sequence[int], output_size: Sequence[int], random_samples: Tensor) -> None:
+    of_batch = self.dim() == len(kernel_size) + 2
+    if of_batch and random_samples.shape[0] < self.shape[0]:
+        raise RuntimeError(
+            f"Expect _random_samples.size(0) no less then input batch size, got {list(random_samples.shape)} for an input of {list(self.shape)}"
         )
 
 

@@ -90,6 +90,12 @@ _OF_WHOLE_NUMBERS = (
     aten.gcd.default,
     aten.lcm.default,
 )
+_OF_GREATEST_NEIGHBORS = (
+    aten.max_pool2d_with_indices.default,
+    aten.max_pool3d_with_indices.default,
+    aten.adaptive_max_pool2d.default,
+    aten.adaptive_max_pool3d.default,
+)
 _NOT_OF_BOOLS = (aten.gcd.default, aten.lcm.default, aten.pow.Tensor_Tensor, aten.remainder.Tensor, aten.fmod.Tensor)
 
 
@@ -144,6 +150,8 @@ _refuse(
     numbers=_Fraction,
 )
 _refuse(lambda dtype: dtype == torch.bool, "convert it with .int()", *_NOT_OF_BOOLS)
+_refuse(lambda dtype: dtype == torch.bool, "convert it with .int()", *_OF_GREATEST_NEIGHBORS)
+_refuse(lambda dtype: dtype.is_complex, _ORDER, *_OF_GREATEST_NEIGHBORS)
 
 
 @checks(aten.relu.default)
