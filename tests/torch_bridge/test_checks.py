@@ -248,6 +248,7 @@ CASES: dict[str, tuple[Call, str]] = {
         lambda d: torch.nn.functional.embedding_bag(long(d)[None], two(d), mode="sum", per_sample_weights=double(d)[None]),
         "same",
     ),
+    "a histogram without an end": (lambda d: torch.histc(x(d), 3, 0, torch.inf), "range of [0, inf] is not finite"),
     "samples of nothing": (
         lambda d: torch.nn.functional.grid_sample(_zeros(1, 1, 2, 0)(d), _zeros(1, 1, 1, 2)(d), align_corners=False),
         "expected input to have non-empty spatial dimensions, but input has sizes [1, 1, 2, 0]",
@@ -444,3 +445,8 @@ def test_an_encoder_in_evaluation_keeps_padded_batches() -> None:
         expected = encoder(x, src_key_padding_mask=padding)
         found = encoder.to("xla")(x.to("xla"), src_key_padding_mask=padding.to("xla"))
     torch.testing.assert_close(found.cpu()[~padding], expected[~padding])
+
+
+def test_logcumsumexp_of_complex_numbers_is_refused() -> None:
+    with pytest.raises(NotImplementedError, match=r"use x\.exp\(\)\.cumsum\(dim\)\.log\(\) instead"):
+        torch.logcumsumexp(torch.ones(2, dtype=torch.complex64, device="xla"), 0)

@@ -516,3 +516,12 @@ def test_the_last_bag_goes_to_the_end() -> None:
 
 def test_averages_of_no_channels() -> None:
     assert nn.functional.adaptive_avg_pool2d(torch.zeros(1, 0, 4, 4, device="xla"), 2).shape == (1, 0, 2, 2)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch's own, in forward-mode AD
+def test_text_of_a_dual_tensor() -> None:
+    x = torch.ones(1, device="xla")
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, x * 2)
+        assert repr(dual) == "tensor([1.], device='xla:0', tangent=tensor([2.], device='xla:0'))"
+        assert "tangent" not in repr(x)

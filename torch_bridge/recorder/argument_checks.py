@@ -6,6 +6,7 @@ values show (an index out of range, say) is not looked at: that would stop the g
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -307,6 +308,12 @@ def _stable_sort(self: Tensor, *, stable: bool | None = None, dim: int = -1, des
 def _logsumexp(self: Tensor, dim: Sequence[int], keepdim: bool = False) -> None:
     if not len(dim) and self.dim() and not keepdim:
         raise RuntimeError("logsumexp: an empty list of dims is not supported: name all of them")
+
+
+@checks(aten.histc.default)
+def _histc(self: Tensor, bins: int = 100, min: float = 0, max: float = 0) -> None:
+    if not (math.isfinite(min) and math.isfinite(max)):
+        raise RuntimeError(f"torch.histc: range of [{min}, {max}] is not finite")
 
 
 @checks(aten.segment_reduce.default)

@@ -149,6 +149,7 @@ _refuse(
     *_OF_WHOLE_NUMBERS,
     numbers=_Fraction,
 )
+_refuse(lambda dtype: dtype.is_complex, "use x.exp().cumsum(dim).log() instead", aten.logcumsumexp.default)
 _refuse(lambda dtype: dtype == torch.bool, "convert it with .int()", *_NOT_OF_BOOLS)
 _refuse(lambda dtype: dtype == torch.bool, "convert it with .int()", *_OF_GREATEST_NEIGHBORS)
 _refuse(lambda dtype: dtype.is_complex, _ORDER, *_OF_GREATEST_NEIGHBORS)
