@@ -248,6 +248,14 @@ CASES: dict[str, tuple[Call, str]] = {
         lambda d: torch.nn.functional.embedding_bag(long(d)[None], two(d), mode="sum", per_sample_weights=double(d)[None]),
         "same",
     ),
+    "attention that drops more than all": (
+        lambda d: torch.nn.functional.scaled_dot_product_attention(*[_zeros(1, 1, 2, 4)(d)] * 3, dropout_p=1.5),
+        "dropout probability has to be between 0 and 1, but got 1.5",
+    ),
+    "native_dropout of more than all": (
+        lambda d: torch.native_dropout(x(d), 1.5, True),
+        "dropout probability has to be between 0 and 1, but got 1.5",
+    ),
     "a histogram without an end": (lambda d: torch.histc(x(d), 3, 0, torch.inf), "range of [0, inf] is not finite"),
     "samples of nothing": (
         lambda d: torch.nn.functional.grid_sample(_zeros(1, 1, 2, 0)(d), _zeros(1, 1, 1, 2)(d), align_corners=False),
