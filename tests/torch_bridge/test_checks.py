@@ -199,6 +199,81 @@ CASES: dict[str, tuple[Call, str]] = {
             ("rrelu", lambda t: torch.nn.functional.rrelu_(t, -0.5, -0.5)),
         )
     },  # type: ignore[misc]
+    **{
+        f"{name} of what is larger": (
+            lambda d, name=name: getattr(_zeros(3, 1)(d), name)(_zeros(3, 4)(d)),
+            "output with shape [3, 1] doesn't match the broadcast shape [3, 4]",
+        )
+        for name in ("add_", "atan2_", "pow_", "fmod_", "eq_", "hypot_", "copysign_", "floor_divide_", "clamp_min_")
+    },  # type: ignore[misc]
+    **{
+        f"{kind}_pad{dims}d of {dims + 3} dims": (
+            lambda d, kind=kind, dims=dims: getattr(torch.ops.aten, f"{kind}_pad{dims}d")(_zeros(*[3] * (dims + 3))(d), [1] * 2 * dims),
+            f"Expected {dims + 1}D or {dims + 2}D (batch mode) tensor",
+        )
+        for kind in ("reflection", "replication")
+        for dims in (1, 2, 3)
+    },  # type: ignore[misc]
+    **{
+        f"{mode} images of no pixels": (
+            lambda d, mode=mode: torch.nn.functional.interpolate(_zeros(1, 1, 2, 3)(d), (0, 2), mode=mode),
+            "Input and output sizes should be greater than 0",
+        )
+        for mode in ("nearest", "nearest-exact", "bilinear", "bicubic")
+    },  # type: ignore[misc]
+    **{
+        f"{mode} images of integers": (
+            lambda d, mode=mode: torch.nn.functional.interpolate(_zeros(1, 1, 2, 3, dtype=torch.int32)(d), (4, 4), mode=mode),
+            "not implemented for",
+        )
+        for mode in ("bilinear", "bicubic")
+    },  # type: ignore[misc]
+    "averages of integers": (lambda d: torch.nn.functional.adaptive_avg_pool2d(long(d).view(1, 1, 3), 2), "not implemented for"),
+    **{
+        f"{name} of bools": (lambda d, fn=fn: fn(two(d)[None] > 0), "not implemented for")
+        for name, fn in (
+            ("max_pool1d", lambda t: torch.nn.functional.max_pool1d(t, 2)),
+            ("max_pool2d", lambda t: torch.nn.functional.max_pool2d(t, 2)),
+            ("adaptive_max_pool2d", lambda t: torch.nn.functional.adaptive_max_pool2d(t, 2)),
+        )
+    },  # type: ignore[misc]
+    "max_pool2d of complex numbers": (lambda d: torch.nn.functional.max_pool2d(two(d)[None].cfloat(), 2), "not implemented for"),
+    "pooling by the samples of another batch": (
+        lambda d: torch.nn.functional.fractional_max_pool3d(
+            _zeros(2, 1, 4, 4, 4)(d), 2, output_size=(1, 1, 1), _random_samples=_zeros(1, 1, 3)(d)
+        ),
+        "Expect _random_samples.size(0) no less then input batch size",
+    ),
+    "bags weighed in another dtype": (
+        lambda d: torch.nn.functional.embedding_bag(long(d)[None], two(d), mode="sum", per_sample_weights=double(d)[None]),
+        "same",
+    ),
+    "attention that drops more than all": (
+        lambda d: torch.nn.functional.scaled_dot_product_attention(*[_zeros(1, 1, 2, 4)(d)] * 3, dropout_p=1.5),
+        "dropout probability has to be between 0 and 1, but got 1.5",
+    ),
+    "native_dropout of more than all": (
+        lambda d: torch.native_dropout(x(d), 1.5, True),
+        "dropout probability has to be between 0 and 1, but got 1.5",
+    ),
+    "a histogram without an end": (lambda d: torch.histc(x(d), 3, 0, torch.inf), "range of [0, inf] is not finite"),
+    "samples of nothing": (
+        lambda d: torch.nn.functional.grid_sample(_zeros(1, 1, 2, 0)(d), _zeros(1, 1, 1, 2)(d), align_corners=False),
+        "expected input to have non-empty spatial dimensions, but input has sizes [1, 1, 2, 0]",
+    ),
+    "samples at positions of another dtype": (
+        lambda d: torch.nn.functional.grid_sample(_zeros(1, 1, 2, 2)(d), _zeros(1, 1, 1, 2)(d).double(), align_corners=False),
+        "grid_sampler: expected all operands to have the same dtype, but got torch.float32, torch.float64",
+    ),
+    "ctc_loss of nothing": (
+        lambda d: torch.nn.functional.ctc_loss(_zeros(0, 0, 4)(d), long(d)[:0], long("cpu")[:0], long("cpu")[:0]),
+        "log_probs tensor must not be empty",
+    ),
+    "nll_loss with weights of other classes": (
+        lambda d: torch.nn.functional.nll_loss(two(d), long(d)[:2], weight=x(d)[:2]),
+        "weight tensor should be defined either for all 3 classes or no classes",
+    ),
+    "a module on meta": (lambda d: torch.nn.Linear(2, 2, device="meta").to(d), "Please use torch.nn.Module.to_empty() instead"),
     "averages over nothing": (
         lambda d: torch.nn.functional.adaptive_avg_pool2d(torch.zeros(1, 2, 3, 0, device=d), 2),
         "Expected input to have non-zero size for non-batch dimensions, but input has sizes [1, 2, 3, 0]",
@@ -378,3 +453,8 @@ def test_an_encoder_in_evaluation_keeps_padded_batches() -> None:
         expected = encoder(x, src_key_padding_mask=padding)
         found = encoder.to("xla")(x.to("xla"), src_key_padding_mask=padding.to("xla"))
     torch.testing.assert_close(found.cpu()[~padding], expected[~padding])
+
+
+def test_logcumsumexp_of_complex_numbers_is_refused() -> None:
+    with pytest.raises(NotImplementedError, match=r"use x\.exp\(\)\.cumsum\(dim\)\.log\(\) instead"):
+        torch.logcumsumexp(torch.ones(2, dtype=torch.complex64, device="xla"), 0)

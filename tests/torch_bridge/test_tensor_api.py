@@ -471,3 +471,57 @@ def test_what_needs_bytes_says_what_to_do(call: Callable[[torch.Tensor], Any], t
 @pytest.mark.parametrize("keepdim", [False, True])
 def test_nansum_over_an_empty_list_of_dims(keepdim: bool) -> None:
     same(lambda d: torch.nansum(torch.tensor([[1.0, float("nan")], [2.0, 3.0]], device=d), dim=(), keepdim=keepdim))
+
+
+@pytest.mark.parametrize("loss", [torch.nn.MSELoss, torch.nn.SmoothL1Loss, torch.nn.HuberLoss, torch.nn.L1Loss, torch.nn.BCEWithLogitsLoss])
+def test_losses_of_no_rows_have_gradients(loss: type[torch.nn.Module]) -> None:
+    x = torch.zeros(0, 2, device="xla", requires_grad=True)
+    out = loss()(x, torch.zeros(0, 2, device="xla"))
+    out.backward()
+    assert out.isnan() and x.grad is not None and x.grad.shape == (0, 2)
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+def test_class_numbers_may_be_bytes(reduction: str) -> None:
+    torch.manual_seed(0)
+    x, target, weight = torch.randn(5, 3), torch.tensor([0, 2, 1, 1, 2], dtype=torch.uint8), torch.rand(3)
+    found = []
+    for device in ("cpu", "xla"):
+        leaf = x.to(device, copy=True).requires_grad_()
+        loss = torch.nn.functional.nll_loss(leaf, target.to(device), weight.to(device), reduction=reduction)
+        loss.sum().backward()
+        found.append((loss.detach().cpu(), leaf.grad.cpu()))
+    torch.testing.assert_close(found[1], found[0])
+
+
+@pytest.mark.parametrize("p", [0.0, 0.5, 1.0, 2.0, 3.0, torch.inf])
+def test_gradients_of_distances_among_batches(p: float) -> None:
+    """Rows that are equal in one coordinate have no slope along it, also for p < 1; batches are broadcast."""
+    a, b = torch.tensor([[[[0.0, 1.0]]], [[[2.0, 5.0]]]]), torch.tensor([[[0.0, 3.0], [1.0, 1.0]]] * 3)
+    found = []
+    for device in ("cpu", "xla"):
+        x, y = (t.to(device, copy=True).requires_grad_() for t in (a, b))
+        torch.cdist(x, y, p).sum().backward()
+        found.append([t.grad.cpu() for t in (x, y) if t.grad is not None])
+    torch.testing.assert_close(found[1], found[0])
+
+
+def test_the_last_bag_goes_to_the_end() -> None:
+    bags = nn.EmbeddingBag(8, 3, include_last_offset=True, padding_idx=6).to("xla")
+    i = torch.tensor([0, 1, 2, 3], device="xla")
+    right = torch.stack([bags.weight[:3].mean(0), bags.weight[3]])
+    for last in (3, 4):
+        torch.testing.assert_close(bags(i, torch.tensor([0, 3, last], device="xla")), right)
+
+
+def test_averages_of_no_channels() -> None:
+    assert nn.functional.adaptive_avg_pool2d(torch.zeros(1, 0, 4, 4, device="xla"), 2).shape == (1, 0, 2, 2)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch's own, in forward-mode AD
+def test_text_of_a_dual_tensor() -> None:
+    x = torch.ones(1, device="xla")
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, x * 2)
+        assert repr(dual) == "tensor([1.], device='xla:0', tangent=tensor([2.], device='xla:0'))"
+        assert "tangent" not in repr(x)

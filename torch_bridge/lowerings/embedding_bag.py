@@ -44,9 +44,9 @@ def embedding_bag(
     include_last_offset: bool = False,
     padding_idx: int = -1,
 ) -> tuple[Array, Array, Array, Array]:
-    """Indices equal to `padding_idx` count for nothing; empty bags are zero."""
+    """Indices equal to `padding_idx` count for nothing; empty bags are zero. The last bag goes to the end, whatever the last offset says, as on CUDA."""
     num_bags = offsets.size - bool(include_last_offset)
-    bags = _bags(indices, offsets)
+    bags = _bags(indices, offsets[:num_bags])
     keep = indices != padding_idx
     sizes = _count(bags, keep, offsets.size)
     rows = Points(weight.shape, {0: indices}, wrap=False).read(weight)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -71,7 +72,18 @@ def smooth_l1_loss_backward(self: jax.Array, target: jax.Array, beta: float) -> 
     return jnp.where(diff <= -beta, -1, jnp.where(diff >= beta, 1, diff / beta if beta else diff))
 
 
+def _in_own_dtype(loss: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """For losses that torch writes in the dtype of the input, whatever the target's is."""
+
+    @functools.wraps(loss)
+    def run(self: jax.Array, *args: Any, **kwargs: Any) -> jax.Array:
+        return loss(self, *args, **kwargs).astype(self.dtype)
+
+    return run
+
+
 @lowering(aten.huber_loss.default)
+@_in_own_dtype
 @pointwise
 def huber_loss(self: jax.Array, target: jax.Array, reduction: int = 1, delta: float = 1.0) -> jax.Array:
     z = jnp.abs(self - target)
@@ -86,6 +98,7 @@ def huber_loss_backward(self: jax.Array, target: jax.Array, delta: float) -> jax
 
 
 @lowering(aten.soft_margin_loss.default)
+@_in_own_dtype
 @pointwise
 def soft_margin_loss(self: jax.Array, target: jax.Array, reduction: int = 1) -> jax.Array:
     return reduced(jnp.log1p(jnp.exp(-target * self)), reduction)
@@ -131,6 +144,11 @@ def binary_cross_entropy_with_logits(
 # --- negative log likelihood -----------------------------------------------------------------------------------------------------
 
 
+def _class_numbers(target: jax.Array) -> jax.Array:
+    """uint8 has no room for -100, the number of what is ignored."""
+    return target.astype(jnp.int32) if target.dtype == jnp.uint8 else target
+
+
 def _target_weights(target: jax.Array, weight: jax.Array | None, ignore_index: int, dtype: DType) -> jax.Array:
     """Per target its class weight, 0 where ignored."""
     seen = target != ignore_index
@@ -150,7 +168,7 @@ def _picked(x: jax.Array, target: jax.Array, ignore_index: int, axis: int) -> ja
 def _nll_forward(
     self: jax.Array, target: jax.Array, weight: jax.Array | None, reduction: int, ignore_index: int
 ) -> tuple[jax.Array, jax.Array]:
-    axis = 1 if self.ndim > 1 else 0
+    axis, target = 1 if self.ndim > 1 else 0, _class_numbers(target)
     x = widen(self)
     if x.shape[axis] == 0 or target.size == 0:
         loss = w = jnp.zeros(target.shape, x.dtype)
@@ -174,7 +192,7 @@ def _nll_backward(
     total_weight: jax.Array,
 ) -> jax.Array:
     """A comparison with the class number instead of a scatter: XLA fuses it into what follows (log_softmax's backward)."""
-    axis = 1 if self.ndim > 1 else 0
+    axis, target = 1 if self.ndim > 1 else 0, _class_numbers(target)
     g = widen(grad_output)
     w = _target_weights(target, weight, ignore_index, g.dtype)
     g = -g * w if reduction != 1 else -g * w / widen(total_weight)

@@ -118,25 +118,21 @@ def cdist(x1: Array, x2: Array, p: float, compute_mode: int | None = None) -> Ar
 
 @lowering(aten._cdist_backward.default)
 def cdist_backward(grad: Array, x1: Array, x2: Array, p: float, cdist: Array) -> Array:
-    """The gradient for x1, in closed form: 0 where the distance is 0, and for p = inf the full gradient to every tie."""
+    """The gradient for x1 in the batch that both broadcast to, in closed form: 0 where the distance is 0, also along one dim for p < 1, and for p = inf
+    the full gradient to every tie."""
     difference = x1[..., :, None, :] - x2[..., None, :, :]
     distance, grad = cdist[..., None], grad[..., None]
     positive = distance != 0
     safe = jnp.where(positive, distance, jnp.ones_like(distance))
     if p == 0:
-        return jnp.zeros_like(x1)
-    if p == 1:
+        terms = jnp.zeros_like(difference)
+    elif p == 1:
         terms = grad * jnp.sign(difference)
     elif p == 2:
         terms = jnp.where(positive, grad * difference / safe, 0)
     elif math.isinf(p):
         terms = jnp.where(jnp.abs(difference) == distance, grad * jnp.sign(difference), 0)
     else:
-        terms = jnp.where(positive, grad * jnp.sign(difference) * _power(jnp.abs(difference) / safe, p - 1), 0)
-    return _unbroadcast(jnp.sum(terms, axis=-2), x1.shape)
-
-
-def _unbroadcast(x: Array, shape: tuple[int, ...]) -> Array:
-    """Sum x down to a shape that broadcasts to it."""
-    x = jnp.sum(x, axis=tuple(range(x.ndim - len(shape))))
-    return jnp.sum(x, axis=tuple(d for d, n in enumerate(shape) if n == 1 and x.shape[d] != 1), keepdims=True)
+        apart = positive & (difference != 0)
+        terms = jnp.where(apart, grad * jnp.sign(difference) * _power(jnp.abs(difference) / safe, p - 1), 0)
+    return jnp.sum(terms, axis=-2)

@@ -6,6 +6,7 @@ values show (an index out of range, say) is not looked at: that would stop the g
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -183,6 +184,12 @@ def _masked_scatter(self: Tensor, mask: Tensor, source: Tensor) -> None:
         raise RuntimeError(f"masked_scatter_: expected self and source to have same dtypes but got {self.dtype} and {source.dtype}")
 
 
+@checks(aten.masked_scatter_.default)
+def _masked_scatter_in_place(self: Tensor, mask: Tensor, source: Tensor) -> None:
+    """torch's meta kernel lets larger masks through."""
+    mask.expand_as(self)
+
+
 @checks(aten.bucketize.Tensor, aten.bucketize.Scalar)
 def _bucketize(self: Tensor | complex, boundaries: Tensor, **kwargs: object) -> None:
     if boundaries.dim() != 1:
@@ -225,7 +232,7 @@ def _written_over(name: str, what: str, number: float, self_is_result: bool) -> 
 
 @checks(aten._adaptive_avg_pool2d.default, aten._adaptive_avg_pool3d.default)
 def _adaptive_avg_pool(self: Tensor, output_size: Sequence[int]) -> None:
-    if 0 in self.shape[1:]:
+    if 0 in self.shape[-len(output_size) :]:
         raise RuntimeError(
             f"adaptive_avg_pool: Expected input to have non-zero size for non-batch dimensions, but input has sizes {list(self.shape)}"
         )
@@ -301,6 +308,12 @@ def _stable_sort(self: Tensor, *, stable: bool | None = None, dim: int = -1, des
 def _logsumexp(self: Tensor, dim: Sequence[int], keepdim: bool = False) -> None:
     if not len(dim) and self.dim() and not keepdim:
         raise RuntimeError("logsumexp: an empty list of dims is not supported: name all of them")
+
+
+@checks(aten.histc.default)
+def _histc(self: Tensor, bins: int = 100, min: float = 0, max: float = 0) -> None:
+    if not (math.isfinite(min) and math.isfinite(max)):
+        raise RuntimeError(f"torch.histc: range of [{min}, {max}] is not finite")
 
 
 @checks(aten.segment_reduce.default)
@@ -387,6 +400,64 @@ def _convolution(
         raise RuntimeError(f"non-positive stride is not supported, got {list(stride)}")
     if min(dilation, default=1) <= 0:
         raise RuntimeError(f"dilation should be greater than zero, got {list(dilation)}")
+
+
+def _padding(dims: int) -> None:
+    """The CPU kernels of reflection and replication take `dims` dims to pad, behind channels and perhaps a batch."""
+
+    def check(self: Tensor, padding: Sequence[int]) -> None:
+        if self.dim() not in (dims + 1, dims + 2):
+            raise RuntimeError(
+                f"Expected {dims + 1}D or {dims + 2}D (batch mode) tensor with possibly 0 batch size and other non-zero dimensions for input, "
+                f"but got: {list(self.shape)}"
+            )
+
+    checks(*(getattr(aten, f"{kind}_pad{dims}d").default for kind in ("reflection", "replication")))(check)
+
+
+for _dims in (1, 2, 3):
+    _padding(_dims)
+
+
+# -- images ---------------------------------------------------------------------------------------
+
+
+@checks(
+    *(getattr(aten, f"{kind}{dims}d").default for dims in (1, 2, 3) for kind in ("upsample_nearest", "_upsample_nearest_exact")),
+    *(aten.upsample_linear1d.default, aten.upsample_bilinear2d.default, aten.upsample_bicubic2d.default, aten.upsample_trilinear3d.default),
+    *(aten._upsample_bilinear2d_aa.default, aten._upsample_bicubic2d_aa.default),
+)
+def _resized(self: Tensor, output_size: Sequence[int], *rest: object, **kwargs: object) -> None:
+    if min(*self.shape[2:], *output_size) <= 0:
+        raise RuntimeError(
+            f"Input and output sizes should be greater than 0, but got input {list(self.shape[2:])} and output {list(output_size)}"
+        )
+
+
+@checks(aten.grid_sampler_2d.default, aten.grid_sampler_3d.default)
+def _grid_sampler(input: Tensor, grid: Tensor, *rest: object) -> None:
+    one_dtype("grid_sampler", input, grid)
+    empty = [d for d in range(2, input.dim()) if input.shape[d] == 0]
+    if empty:
+        raise RuntimeError(
+            f"grid_sampler(): expected input to have non-empty spatial dimensions, but input has sizes {list(input.shape)} "
+            f"with dimension {empty[0]} being empty"
+        )
+
+
+@checks(aten.fractional_max_pool2d.default, aten.fractional_max_pool3d.default)
+def _fractional_max_pool(self: Tensor, kernel_size: Sequence[int], output_size: Sequence[int], random_samples: Tensor) -> None:
+    of_batch = self.dim() == len(kernel_size) + 2
+    if of_batch and random_samples.shape[0] < self.shape[0]:
+        raise RuntimeError(
+            f"Expect _random_samples.size(0) no less then input batch size, got {list(random_samples.shape)} for an input of {list(self.shape)}"
+        )
+
+
+@checks(aten._ctc_loss.default, aten._ctc_loss.Tensor)
+def _ctc_loss(log_probs: Tensor, *rest: object, **kwargs: object) -> None:
+    if log_probs.numel() == 0:
+        raise RuntimeError(f"log_probs tensor must not be empty, got {list(log_probs.shape)}")
 
 
 # -- distributions --------------------------------------------------------------------------------

@@ -427,6 +427,7 @@ def _tensors_of(x: object) -> list[Any]:
 
 
 def _run_composite(call: Call, func: Op, args: Args, kwargs: Kwargs, tensors: list[XLATensor], numbers: list[Any]) -> Any:
+    argument_checks.check(func, args, kwargs or {})
     return func.decompose(*args, **(kwargs or {}))
 
 

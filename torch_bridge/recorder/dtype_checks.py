@@ -70,3 +70,17 @@ def _batch_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, *stats: o
 @checks(aten.binary_cross_entropy.default)
 def _binary_cross_entropy(self: Tensor, target: Tensor, weight: Tensor | None = None, reduction: int = 1) -> None:
     one_dtype("binary_cross_entropy", self, target, weight)
+
+
+@checks(aten._embedding_bag.default, aten._embedding_bag_forward_only.default)
+def _embedding_bag(
+    weight: Tensor,
+    indices: Tensor,
+    offsets: Tensor,
+    scale_grad_by_freq: bool = False,
+    mode: int = 0,
+    sparse: bool = False,
+    per_sample_weights: Tensor | None = None,
+    *rest: object,
+) -> None:
+    one_dtype("embedding_bag", weight, per_sample_weights)

@@ -42,6 +42,16 @@ _OF_FRACTIONS = (
     aten.smooth_l1_loss.default,
     aten.nll_loss_forward.default,
     aten.nll_loss2d_forward.default,
+    aten._adaptive_avg_pool2d.default,
+    aten._adaptive_avg_pool3d.default,
+)
+_OF_WEIGHTED_NEIGHBORS = (
+    aten.upsample_linear1d.default,
+    aten.upsample_bilinear2d.default,
+    aten.upsample_bicubic2d.default,
+    aten.upsample_trilinear3d.default,
+    aten._upsample_bilinear2d_aa.default,
+    aten._upsample_bicubic2d_aa.default,
 )
 _OF_FRACTIONS_OR_COMPLEX = (
     aten.silu.default,
@@ -79,6 +89,12 @@ _OF_WHOLE_NUMBERS = (
     *(getattr(op, name) for op in (aten.bitwise_and, aten.bitwise_or, aten.bitwise_xor) for name in ("Tensor", "Scalar", "Scalar_Tensor")),
     aten.gcd.default,
     aten.lcm.default,
+)
+_OF_GREATEST_NEIGHBORS = (
+    aten.max_pool2d_with_indices.default,
+    aten.max_pool3d_with_indices.default,
+    aten.adaptive_max_pool2d.default,
+    aten.adaptive_max_pool3d.default,
 )
 _NOT_OF_BOOLS = (aten.gcd.default, aten.lcm.default, aten.pow.Tensor_Tensor, aten.remainder.Tensor, aten.fmod.Tensor)
 
@@ -118,6 +134,12 @@ def _is_no_fraction(dtype: torch.dtype) -> bool:
 
 _refuse(_is_no_fraction, "convert it with .float() (or .real, .abs() if it is complex)", *_OF_FRACTIONS)
 _refuse(_is_whole, "convert it with .float()", *_OF_FRACTIONS_OR_COMPLEX)
+_refuse(
+    _is_whole,
+    "convert it with .float() (torch rounds uint8 on the CPU in its own fixed-point way, which xla does not)",
+    *_OF_WEIGHTED_NEIGHBORS,
+    operands=1,
+)
 _ORDER = "complex numbers have no order: take .real, .imag or .abs()"
 _refuse(lambda dtype: dtype.is_complex, _ORDER, *_OF_AN_ORDER)
 _refuse(lambda dtype: dtype.is_complex, _ORDER, aten.clamp.default, aten.clamp.Tensor, operands=3)
@@ -127,7 +149,10 @@ _refuse(
     *_OF_WHOLE_NUMBERS,
     numbers=_Fraction,
 )
+_refuse(lambda dtype: dtype.is_complex, "use x.exp().cumsum(dim).log() instead", aten.logcumsumexp.default)
 _refuse(lambda dtype: dtype == torch.bool, "convert it with .int()", *_NOT_OF_BOOLS)
+_refuse(lambda dtype: dtype == torch.bool, "convert it with .int()", *_OF_GREATEST_NEIGHBORS)
+_refuse(lambda dtype: dtype.is_complex, _ORDER, *_OF_GREATEST_NEIGHBORS)
 
 
 @checks(aten.relu.default)

@@ -68,6 +68,8 @@ def _copy_on_device(dst: XLATensor, src: XLATensor) -> None:
 
 def _copy_from_host(dst: XLATensor, src: torch.Tensor) -> None:
     """From a tensor on the CPU that is the same for all ranks: as a new array, which is the storage's value if it fills all of it."""
+    if src.device.type == "meta":
+        raise NotImplementedError("Cannot copy out of meta tensor; no data!")  # torch's words: nn.Module.to() adds what to do
     storage, view = dst._storage, dst._layout
     if not view.numel and not linked(storage):  # nothing to move: `torch.tensor([])` in a module is the same in every call
         return
@@ -613,6 +615,11 @@ _FUSED_ALLOWED = (
 )
 
 
+def _check_dropout(p: float) -> None:
+    if not 0 <= p <= 1:
+        raise RuntimeError(f"dropout probability has to be between 0 and 1, but got {p}")
+
+
 def _check_operands(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
     dims, types = [t.dim() for t in (query, key, value)], [t.dtype for t in (query, key, value)]
     if min(dims) < 2:
@@ -647,6 +654,7 @@ def attention(
 ) -> torch.Tensor:
     """`F.scaled_dot_product_attention` as one fused op; anything that op cannot say goes through torch's plain formula."""
     _check_operands(query, key, value)
+    _check_dropout(dropout_p)
     fused = query.dim() == 4 and query.dtype.is_floating_point and (attn_mask is None or not attn_mask.requires_grad)
     if attn_mask is not None and attn_mask.dtype != torch.bool and not attn_mask.dtype.is_floating_point:
         raise RuntimeError(

@@ -59,6 +59,12 @@ def _binomial(count: Tensor, prob: Tensor, generator: torch.Generator | None = N
 # -- probabilities and ranges ---------------------------------------------------------------------
 
 
+@checks(aten.native_dropout.default)
+def _native_dropout(input: Tensor, p: float, train: bool | None) -> None:
+    if train and not 0 <= p <= 1:
+        raise RuntimeError(f"dropout probability has to be between 0 and 1, but got {p}")
+
+
 @checks(aten.bernoulli.p)
 def _bernoulli_p(self: Tensor, p: float, *, generator: torch.Generator | None = None) -> None:
     if not 0 <= p <= 1:

@@ -48,12 +48,16 @@ def infer(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, An
     argument_checks.check(op, margs, mkwargs)
     if op in _BROKEN:
         raise NeedsHost(f"torch's meta kernel of {op} fails on valid arguments")
+    if _is_in_place_pointwise(op):
+        _check_room(*margs, *mkwargs.values())
     op = _RULES.get(op) or _in_place(op) or op
     try:
         with torch.no_grad():
             return op(*margs, **mkwargs)
     except NotImplementedError as error:
         raise NeedsHost(str(error)) from None
+    except AssertionError as error:  # meta kernels that are written in Python; the others and the CPU's raise
+        raise RuntimeError(str(error)) from None
     except RuntimeError as error:
         text = str(error).lower()
         if type(error).__name__ in _DYNAMIC or ("meta" in text and "not implemented" in text) or "a meta tensor" in text:
@@ -76,6 +80,23 @@ def _in_place(op: torch._ops.OpOverload) -> Any:
         return made
 
     return infer
+
+
+@functools.cache
+def _is_in_place_pointwise(op: torch._ops.OpOverload) -> bool:
+    """torch tags some overloads of an op and not others, and no `floor_divide`."""
+    found = schema.info(op)
+    if found.mutated != [0] or any(a.is_out for a in found.args):
+        return False
+    tags = (*op.tags, *(found.functional.tags if found.functional is not None else ()))
+    return torch.Tag.pointwise in tags or op is torch.ops.aten.floor_divide_.Tensor
+
+
+def _check_room(target: torch.Tensor, *operands: Any) -> None:
+    """Meta kernels of torch resize a tensor that is smaller than what is computed element by element; its CPU kernels refuse it."""
+    size = torch.broadcast_shapes(target.shape, *(t.shape for t in operands if isinstance(t, torch.Tensor)))
+    if size != target.shape:
+        raise RuntimeError(f"output with shape {list(target.shape)} doesn't match the broadcast shape {list(size)}")
 
 
 @functools.cache
@@ -121,6 +142,30 @@ def _index(self: torch.Tensor, indices: list[torch.Tensor | None]) -> torch.Tens
 def _where(condition: torch.Tensor, self: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """The same for conditions."""
     return torch.ops.aten.where.self(condition.bool() if condition.dtype == torch.uint8 else condition, self, other)
+
+
+def _nll_loss(op: Any) -> Any:
+    """torch's meta kernels know targets of int64 only. Its CPU kernels take uint8, too."""
+
+    def infer(*args: Any) -> Any:
+        return op(*(x.long() if isinstance(x, torch.Tensor) and x.dtype == torch.uint8 else x for x in args))
+
+    return infer
+
+
+def _in_own_dtype(op: Any) -> Any:
+    """torch's meta kernels of some losses promote the input with its target. Its CPU kernels write in the input's dtype."""
+
+    def infer(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        made: torch.Tensor = op(self, *args, **kwargs)
+        return made.to(self.dtype)
+
+    return infer
+
+
+def _distance_loss_backward(grad_output: torch.Tensor, self: torch.Tensor, target: torch.Tensor, *rest: Any) -> torch.Tensor:
+    """torch's meta kernels divide by the number of elements, which may be 0."""
+    return torch.mul(self - target, grad_output)
 
 
 def _foreach_addcdiv(
@@ -191,12 +236,19 @@ _RULES: dict[Any, Any] = {
     torch.ops.aten._foreach_addcdiv_.Scalar: _foreach_addcdiv,
     torch.ops.aten._grouped_mm.default: _grouped_mm,
     torch.ops.aten._native_multi_head_attention.default: _native_multi_head_attention,
+    torch.ops.aten.huber_loss.default: _in_own_dtype(torch.ops.aten.huber_loss.default),
+    torch.ops.aten.huber_loss_backward.default: _distance_loss_backward,
     torch.ops.aten.index.Tensor: _index,
     torch.ops.aten.ldexp.Tensor: _ldexp,
     torch.ops.aten.masked_fill.Scalar: _masked_fill,
+    torch.ops.aten.mse_loss_backward.default: _distance_loss_backward,
     torch.ops.aten.multilabel_margin_loss_forward.default: _multilabel_margin_loss,
     torch.ops.aten.nansum.default: _nansum,
+    torch.ops.aten.nll_loss_backward.default: _nll_loss(torch.ops.aten.nll_loss_backward.default),
+    torch.ops.aten.nll_loss_forward.default: _nll_loss(torch.ops.aten.nll_loss_forward.default),
     torch.ops.aten.pow.Tensor_Scalar: _pow_scalar,
+    torch.ops.aten.smooth_l1_loss_backward.default: _distance_loss_backward,
+    torch.ops.aten.soft_margin_loss.default: _in_own_dtype(torch.ops.aten.soft_margin_loss.default),
     torch.ops.aten.where.self: _where,
 }
 """Our own inference where torch's meta kernel is narrower than its CPU kernel, or says something else."""

@@ -12,6 +12,7 @@ from collections import OrderedDict
 from typing import Any, Protocol, SupportsIndex
 
 import torch
+from torch.autograd import forward_ad
 
 from torch_bridge.errors import is_located
 from torch_bridge.ir.layout import Layout, layout, reach
@@ -114,6 +115,9 @@ class XLATensor(torch.Tensor):
             extra += f", grad_fn=<{type(self.grad_fn).__name__}>"
         elif self.requires_grad:
             extra += ", requires_grad=True"
+        tangent = forward_ad.unpack_dual(self).tangent if forward_ad._current_level >= 0 else None
+        if tangent is not None:
+            extra += f", tangent={tangent}"
         text = f"{text[:-1]}{extra})"
         return f"Parameter containing:\n{text}" if isinstance(self, torch.nn.Parameter) else text
 

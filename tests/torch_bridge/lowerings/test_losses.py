@@ -43,6 +43,8 @@ def test_empty_and_promotion():
     check(aten.mse_loss.default, torch.empty(0, 3), torch.empty(0, 3), 1)
     check(aten.mse_loss.default, torch.empty(0, 3), torch.empty(0, 3), 2)
     check(aten.mse_loss.default, X, T.double(), 1)
+    check(aten.huber_loss.default, X, T.double(), 1)
+    check(aten.soft_margin_loss.default, X, T.double(), 1)
 
 
 P = torch.cat([torch.rand(3, 5), torch.tensor([[0.0, 1.0, 0.0, 1.0, 0.5]])])
