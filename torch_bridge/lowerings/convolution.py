@@ -173,9 +173,10 @@ def _plain(g: Geometry) -> tuple[Any, ...]:
 
 
 def _empty(x: jax.Array, w: jax.Array, g: Geometry) -> jax.Array:
-    """A convolution over nothing (empty batch or no channels) is zeros, connected to both operands for `jax.vjp`."""
+    """A convolution over nothing (an empty batch) is empty, connected to both operands for `jax.vjp`. Without channels torch's result has none either."""
+    batch, channels, *sizes = g.result_shape(x.shape, w.shape)
     nothing = (jnp.sum(x) + jnp.sum(w)) * 0 if x.size == 0 and w.size == 0 else jnp.zeros((), x.dtype)
-    return jnp.broadcast_to(nothing.astype(x.dtype), g.result_shape(x.shape, w.shape))
+    return jnp.broadcast_to(nothing.astype(x.dtype), (batch, channels if x.shape[1] else 0, *sizes))
 
 
 def _grouped(place: int) -> Callable[[Sequence[Any]], bool]:

@@ -37,6 +37,8 @@ CASES = {
 }
 EMPTY_BATCH = ((0, 3, 8), (4, 3, 3), [1], [0], [1], False, [0], 1)
 
+NO_CHANNELS = ((2, 0, 8), (4, 0, 3), [1], [0], [1], False, [0], 1)
+
 
 def tensors(case, dtype):
     x, w, *rest = case
@@ -72,6 +74,8 @@ def test_variants():
     check(aten.convolution.default, x, w, b, *rest)
     g = torch.randn_like(aten.convolution(x, w, b, *rest))
     check(aten.convolution_backward.default, g, x, w, [4], *rest, [True, True, True])
+    x, w, _, rest = tensors(NO_CHANNELS, torch.float32)
+    check(aten.convolution.default, x, w, None, *rest)
     check(aten.conv_tbc.default, torch.randn(7, 2, 3), torch.randn(3, 3, 5), torch.randn(5), 1)
 
 
