@@ -68,7 +68,7 @@ def _copy_on_device(dst: XLATensor, src: XLATensor) -> None:
 
 def _copy_from_host(dst: XLATensor, src: torch.Tensor) -> None:
     """From a tensor on the CPU that is the same for all ranks: as a new array, which is the storage's value if it fills all of it."""
-    if src.device.type == "meta":
+    if src.device.type == "meta" and not abstract_arrays.active():
         raise NotImplementedError("Cannot copy out of meta tensor; no data!")  # torch's words: nn.Module.to() adds what to do
     storage, view = dst._storage, dst._layout
     if not view.numel and not linked(storage):  # nothing to move: `torch.tensor([])` in a module is the same in every call
