@@ -50,7 +50,7 @@ eager_mode.WHEN_CHANGED.append(use_dispatch)
 _compat.record_untraced([*vars(tensor.XLATensor).values(), executor.sync, module_to._apply])
 steps.snapshot_with(copies.snapshot)
 xla_cache.configure(_values)
-torch_kernels.available()
+torch_kernels.available()  # programs that were kept on disk may call them
 make_fx.install()
 interrupts.install()
 cold_shapes.compute_with(eager_programs.run)

@@ -231,9 +231,8 @@ def _gradients(grad: jax.Array, x: jax.Array, w: jax.Array, g: Geometry, wanted:
         return of_x, _transposed(lambda w: _without_bias(x, w, g), w, grad, wanted[1])
     if not _has_kernel(g, grad, x, w):
         return _gradients_by_xla(grad, x, w, g, wanted)
-    ways = {"cpu": _gradients_by_torch, "default": _gradients_by_xla}
-    found = lax.platform_dependent(grad, x, w, **{name: partial(way, g=g, wanted=wanted) for name, way in ways.items()})
-    of_x, of_w = found
+    cpu, default = (partial(way, g=g, wanted=wanted) for way in (_gradients_by_torch, _gradients_by_xla))
+    of_x, of_w = lax.platform_dependent(grad, x, w, cpu=cpu, default=default)
     return of_x, of_w
 
 

@@ -69,11 +69,6 @@ def _outer_torch(x_mk: jax.Array, y_mn: jax.Array, offs: jax.Array) -> jax.Array
     return torch_kernels.call("grouped_outer", (out,), x_mk, y_mn, offs)[0]
 
 
-def _on_cpus(products: int, kernel: Callable[..., jax.Array], *arrays: jax.Array) -> dict[str, Callable[..., jax.Array]]:
-    """For `lax.platform_dependent`: a kernel of torch, for many products."""
-    return {"cpu": kernel} if products >= grouped_tiles.SMALL and torch_kernels.wanted(*arrays) else {}
-
-
 def _sizes(offs: jax.Array) -> jax.Array:
     return jnp.diff(offs, prepend=jnp.zeros(1, offs.dtype)).astype(jnp.int32)
 
@@ -111,7 +106,9 @@ def _rows(transposed: bool, x_mk: jax.Array, w_gkn: jax.Array, offs: jax.Array) 
     if 0 in (x_mk.shape[0], offs.shape[0]):
         return jnp.zeros((x_mk.shape[0], w_gkn.shape[1 if transposed else 2]), x_mk.dtype)
     tpu, default = (functools.partial(f, transposed) for f in (ragged_rows, _rows_default))
-    kernel = _on_cpus(x_mk.shape[0] * w_gkn.shape[1] * w_gkn.shape[2], functools.partial(_rows_torch, transposed), x_mk, w_gkn)
+    kernel = grouped_tiles.kernel_on_cpus(
+        x_mk.shape[0] * w_gkn.shape[1] * w_gkn.shape[2], functools.partial(_rows_torch, transposed), x_mk, w_gkn
+    )
     return lax.platform_dependent(x_mk, w_gkn, offs, tpu=tpu, default=default, **kernel)
 
 
@@ -133,7 +130,7 @@ def grouped_outer(x_mk: jax.Array, y_mn: jax.Array, offs: jax.Array) -> jax.Arra
     """Per group of rows, `x.T @ y` -> [g, k, n]."""
     if 0 in (x_mk.shape[0], offs.shape[0]):
         return jnp.zeros((offs.shape[0], x_mk.shape[1], y_mn.shape[1]), x_mk.dtype)
-    kernel = _on_cpus(x_mk.shape[0] * x_mk.shape[1] * y_mn.shape[1], _outer_torch, x_mk, y_mn)
+    kernel = grouped_tiles.kernel_on_cpus(x_mk.shape[0] * x_mk.shape[1] * y_mn.shape[1], _outer_torch, x_mk, y_mn)
     return lax.platform_dependent(x_mk, y_mn, offs, tpu=ragged_outer, default=_outer_default, **kernel)
 
 

@@ -66,8 +66,12 @@ def _gated_back(act: str, y: jax.Array, grad: jax.Array) -> tuple[jax.Array, jax
 # -- tiles and blocks ------------------------------------------------------------------------------
 
 
+def _products(x_mk: jax.Array, first_gkn: jax.Array) -> int:
+    return x_mk.shape[0] * first_gkn.shape[1] * first_gkn.shape[2]
+
+
 def _cut(mean: int, x_mk: jax.Array, first_gkn: jax.Array, offs: jax.Array) -> Cut:
-    return grouped_tiles.cut(offs, x_mk.shape[0], x_mk.shape[0] * first_gkn.shape[1] * first_gkn.shape[2], mean)
+    return grouped_tiles.cut(offs, x_mk.shape[0], _products(x_mk, first_gkn), mean)
 
 
 def _forward_default(
@@ -123,8 +127,6 @@ def _forward_torch(
 ) -> tuple[jax.Array, jax.Array]:
     """It keeps what `_forward_default` keeps: forward and backward may belong to programs only one of which may call kernels."""
     cut = _cut(mean, x_mk, first, offs)
-    if cut.tiled is None:
-        return _forward_default(act, mean, x_mk, first, second, offs)
     kept = jax.ShapeDtypeStruct((kept_rows(x_mk.shape[0], offs.shape[0], mean), first.shape[2]), x_mk.dtype)
     out, kept = torch_kernels.call("grouped_mlp", (x_mk, kept), x_mk, first, second, offs, cut.tiled, act=act, c=cut.c)
     return out, kept
@@ -134,16 +136,14 @@ def _backward_torch(
     act: str, mean: int, grad_mk: jax.Array, x_mk: jax.Array, first: jax.Array, second: jax.Array, offs: jax.Array, kept: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     cut, given = _cut(mean, x_mk, first, offs), (grad_mk, x_mk, first, second, offs, kept)
-    if cut.tiled is None:  # few products: a loop does
-        return _backward_default(act, mean, *given)
     grad_x, grad_first, grad_second = torch_kernels.call("grouped_mlp_gradients", given[1:4], *given, cut.tiled, act=act, c=cut.c)
     return grad_x, grad_first, grad_second
 
 
-def _by_platform(act: str, mean: int, ways: Sequence[Callable[..., Any]], *arrays: jax.Array) -> Any:
+def _by_platform(products: int, act: str, mean: int, ways: Sequence[Callable[..., Any]], *arrays: jax.Array) -> Any:
     """ways: with ragged products, with tiles and blocks, with kernels of torch."""
-    tpu, default, cpu = (functools.partial(f, act, mean) for f in ways)
-    return lax.platform_dependent(*arrays, tpu=tpu, default=default, **({"cpu": cpu} if torch_kernels.wanted(*arrays) else {}))
+    tpu, default, kernel = (functools.partial(f, act, mean) for f in ways)
+    return lax.platform_dependent(*arrays, tpu=tpu, default=default, **grouped_tiles.kernel_on_cpus(products, kernel, *arrays))
 
 
 # -- with ragged products --------------------------------------------------------------------------
@@ -176,7 +176,9 @@ def grouped_mlp(act: str, mean: int, x_mk: jax.Array, first: jax.Array, second: 
     """
     if 0 in (x_mk.shape[0], offs.shape[0]):
         return jnp.zeros_like(x_mk), jnp.zeros((kept_rows(x_mk.shape[0], offs.shape[0], mean), first.shape[2]), x_mk.dtype)
-    out, kept = _by_platform(act, mean, (_forward_ragged, _forward_default, _forward_torch), x_mk, first, second, offs)
+    out, kept = _by_platform(
+        _products(x_mk, first), act, mean, (_forward_ragged, _forward_default, _forward_torch), x_mk, first, second, offs
+    )
     return out, kept
 
 
@@ -200,7 +202,7 @@ def gradients(
     if 0 in (x_mk.shape[0], offs.shape[0]):
         return jnp.zeros_like(x_mk), jnp.zeros_like(first), jnp.zeros_like(second)
     ways = (_backward_ragged, _backward_default, _backward_torch)
-    grad_x, grad_first, grad_second = _by_platform(act, mean, ways, grad_mk, x_mk, first, second, offs, kept)
+    grad_x, grad_first, grad_second = _by_platform(_products(x_mk, first), act, mean, ways, grad_mk, x_mk, first, second, offs, kept)
     return grad_x, grad_first, grad_second
 
 

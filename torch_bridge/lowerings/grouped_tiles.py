@@ -18,6 +18,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from torch_bridge.lowerings import torch_kernels
+
 SMALL = 2**25
 """Multiplications below which a loop does: tiles are one more product to compile."""
 _MATRIX = 40
@@ -129,6 +131,11 @@ class Cut:
             return step(group[i], functools.partial(read, at, own), functools.partial(write, at, own), state)
 
         return lax.fori_loop(0, count, body, state)
+
+
+def kernel_on_cpus(products: int, kernel: Callable[..., Any], *operands: jax.Array) -> dict[str, Callable[..., Any]]:
+    """For `lax.platform_dependent`: a kernel of torch, where `cut` would make tiles and the program may call it."""
+    return {"cpu": kernel} if products >= SMALL and torch_kernels.wanted(*operands) else {}
 
 
 def cut(offs: jax.Array, m: int, products: int, mean: int | None = None) -> Cut:

@@ -19,6 +19,7 @@ from torch_bridge.recorder.copies import copied, kept
 from torch_bridge.recorder.cpu_attention import additive
 from torch_bridge.recorder.dispatch import LOCK, STATE, dispatch, record, record_op, resize, special
 from torch_bridge.recorder.downloads import download, each_ranks_number
+from torch_bridge.recorder.random_checks import check_dropout
 from torch_bridge.recorder.shape_inference import infer, to_meta
 from torch_bridge.recorder.tensor import READING, XLATensor, fresh, make, point, read
 from torch_bridge.runtime.transfer import to_array
@@ -615,11 +616,6 @@ _FUSED_ALLOWED = (
 )
 
 
-def _check_dropout(p: float) -> None:
-    if not 0 <= p <= 1:
-        raise RuntimeError(f"dropout probability has to be between 0 and 1, but got {p}")
-
-
 def _check_operands(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
     dims, types = [t.dim() for t in (query, key, value)], [t.dtype for t in (query, key, value)]
     if min(dims) < 2:
@@ -654,7 +650,7 @@ def attention(
 ) -> torch.Tensor:
     """`F.scaled_dot_product_attention` as one fused op; anything that op cannot say goes through torch's plain formula."""
     _check_operands(query, key, value)
-    _check_dropout(dropout_p)
+    check_dropout(dropout_p)
     fused = query.dim() == 4 and query.dtype.is_floating_point and (attn_mask is None or not attn_mask.requires_grad)
     if attn_mask is not None and attn_mask.dtype != torch.bool and not attn_mask.dtype.is_floating_point:
         raise RuntimeError(

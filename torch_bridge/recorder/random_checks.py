@@ -59,10 +59,16 @@ def _binomial(count: Tensor, prob: Tensor, generator: torch.Generator | None = N
 # -- probabilities and ranges ---------------------------------------------------------------------
 
 
+def check_dropout(p: float) -> None:
+    """RuntimeError, as in torch, unless p is a probability."""
+    if not 0 <= p <= 1:
+        raise RuntimeError(f"dropout probability has to be between 0 and 1, but got {p}")
+
+
 @checks(aten.native_dropout.default)
 def _native_dropout(input: Tensor, p: float, train: bool | None) -> None:
-    if train and not 0 <= p <= 1:
-        raise RuntimeError(f"dropout probability has to be between 0 and 1, but got {p}")
+    if train:
+        check_dropout(p)
 
 
 @checks(aten.bernoulli.p)

@@ -49,7 +49,8 @@ def infer(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, An
     if op in _BROKEN:
         raise NeedsHost(f"torch's meta kernel of {op} fails on valid arguments")
     if _is_in_place_pointwise(op):
-        _check_room(*margs, *mkwargs.values())
+        operands = [t.shape for t in (*margs, *mkwargs.values()) if isinstance(t, torch.Tensor)]
+        _check_room(margs[0], torch.broadcast_shapes(*operands))
     op = _RULES.get(op) or _in_place(op) or op
     try:
         with torch.no_grad():
@@ -69,14 +70,13 @@ def infer(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, An
 def _in_place(op: torch._ops.OpOverload) -> Any:
     """What an in-place op on one tensor does by our own inference of its functional form; None without one."""
     found = schema.info(op)
-    rule = None if found.mutated != [0] or any(a.is_out for a in found.args) else _RULES.get(found.functional)
+    rule = _RULES.get(found.functional) if _writes_first(found) else None
     if rule is None or str(found.args[0].type) != "Tensor":
         return None
 
     def infer(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         made: torch.Tensor = rule(self, *args, **kwargs)
-        if made.shape != self.shape:
-            raise RuntimeError(f"output with shape {list(self.shape)} doesn't match the broadcast shape {list(made.shape)}")
+        _check_room(self, made.shape)
         return made
 
     return infer
@@ -86,15 +86,19 @@ def _in_place(op: torch._ops.OpOverload) -> Any:
 def _is_in_place_pointwise(op: torch._ops.OpOverload) -> bool:
     """torch tags some overloads of an op and not others, and no `floor_divide`."""
     found = schema.info(op)
-    if found.mutated != [0] or any(a.is_out for a in found.args):
+    if not _writes_first(found):
         return False
     tags = (*op.tags, *(found.functional.tags if found.functional is not None else ()))
     return torch.Tag.pointwise in tags or op is torch.ops.aten.floor_divide_.Tensor
 
 
-def _check_room(target: torch.Tensor, *operands: Any) -> None:
+def _writes_first(found: schema.Info) -> bool:
+    """Whether an op is an in-place one on its first argument."""
+    return found.mutated == [0] and not any(a.is_out for a in found.args)
+
+
+def _check_room(target: torch.Tensor, size: torch.Size) -> None:
     """Meta kernels of torch resize a tensor that is smaller than what is computed element by element; its CPU kernels refuse it."""
-    size = torch.broadcast_shapes(target.shape, *(t.shape for t in operands if isinstance(t, torch.Tensor)))
     if size != target.shape:
         raise RuntimeError(f"output with shape {list(target.shape)} doesn't match the broadcast shape {list(size)}")
 

@@ -51,9 +51,8 @@ def close(found: Any, wanted: Any, tolerance: float = 1e-5) -> None:
         np.testing.assert_allclose(np.asarray(a, np.float32), np.asarray(b, np.float32), rtol=tolerance, atol=tolerance)
 
 
-@pytest.fixture
-def tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So few products are many."""
+def few_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have so few products go into tiles."""
     monkeypatch.setattr(grouped_tiles, "SMALL", 0)
     monkeypatch.setattr(grouped_tiles, "_MATRIX", 10)
 
@@ -63,8 +62,9 @@ def tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "sizes, act", [*((sizes, "silu") for sizes in ROUTINGS.values()), *((ROUTINGS["one has none"], act) for act in grouped_mlp.ACTIVATIONS)]
 )
-def test_kernels_of_torch(tiles: None, sizes: list[int], act: str) -> None:
+def test_kernels_of_torch(monkeypatch: pytest.MonkeyPatch, sizes: list[int], act: str) -> None:
     """The same, also where only the forward or only the backward pass is of a program that may call them."""
+    few_are_many(monkeypatch)
     x, first, second, grad = draw()
     given = (x, first, second, ends(sizes))
 
@@ -94,8 +94,7 @@ def test_kernels_of_torch(tiles: None, sizes: list[int], act: str) -> None:
 @pytest.fixture(params=["tiles", "blocks alone"])
 def small(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "tiles":
-        monkeypatch.setattr(grouped_tiles, "SMALL", 0)
-        monkeypatch.setattr(grouped_tiles, "_MATRIX", 10)
+        few_are_many(monkeypatch)
 
 
 @pytest.mark.thorough(keep=13)

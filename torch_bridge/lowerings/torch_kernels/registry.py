@@ -47,7 +47,7 @@ def wanted(*arrays: Any) -> bool:
     if not _USING.value:
         return False
     floating = {str(a.dtype) for a in arrays if jax.numpy.issubdtype(a.dtype, jax.numpy.inexact)}
-    return len(floating) == 1 and floating < {*FLOATS, ""}
+    return len(floating) == 1 and floating <= set(FLOATS)
 
 
 def call(name: str, results: Sequence[jax.ShapeDtypeStruct | jax.Array], *arrays: Any, **options: Any) -> tuple[Any, ...]:
