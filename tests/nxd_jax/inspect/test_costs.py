@@ -16,6 +16,7 @@ from nxd_jax import inspect
 from nxd_jax.inspect.costs import costs
 from tests.nxd_jax.inspect.pages import read_html
 from tests.nxd_jax.inspect.small import BATCH, INNER, LENGTH, WIDTH, WORDS, train
+from torch_bridge.config.settings import SETTINGS
 
 TOKENS = BATCH * LENGTH
 
@@ -69,8 +70,12 @@ def test_products_are_those_of_arithmetic_and_of_xla(name: str) -> None:
 @pytest.mark.parametrize(
     "module", [nn.Conv2d(3, 6, 3, stride=2, padding=1), nn.Conv2d(4, 8, 3, groups=2), LINEAR[0]], ids=["strided", "groups", "mlp"]
 )
-def test_gradients_are_those_of_xla(module: nn.Module) -> None:
-    """The input's gradient of a strided convolution has holes between its elements; a grouped one is a loop over its groups, which XLA counts once."""
+def test_gradients_are_those_of_xla(module: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The input's gradient of a strided convolution has holes between its elements; a grouped one is a loop over its groups, which XLA counts once.
+
+    XLA knows nothing of what kernels of torch compute, so here are none.
+    """
+    monkeypatch.setattr(SETTINGS, "torch_kernels", False)
     channels = {"Sequential": 8}.get(type(module).__name__) or module.in_channels
     model = module.to("xla")
     x = torch.ones((5, 8) if channels == 8 else (2, channels, 9, 9)).to("xla").requires_grad_()
