@@ -1,4 +1,4 @@
-"""Twelve kinds of models in three sizes: first step, step, CPU time and memory of the unchanged script on `xla` against eager PyTorch and others.
+"""Fifteen kinds of models in three sizes: first step, step, CPU time and memory of the unchanged script on `xla` against eager PyTorch and others.
 
     python benchmarks/zoo.py --rounds 3 --write                      # all kinds, small and medium
     python benchmarks/zoo.py --kinds bert,gpt2 --sizes medium --variants xla,jax,compile

@@ -1,4 +1,4 @@
-"""The models of `zoo.py`: twelve kinds, three sizes each, in plain torch. Each is made with its batches and a function that gives its loss."""
+"""The models of `zoo.py`: fifteen kinds, three sizes each, in plain torch. Each is made with its batches and a function that gives its loss."""
 
 from __future__ import annotations
 
@@ -142,6 +142,63 @@ def unet(name: str) -> Workload:
     return Workload(UNet(size.width), _images(size, lambda: torch.randn(size.batch, 3, size.length, size.length)), _squares)
 
 
+class ConvNeXtBlock(nn.Module):
+    """A depthwise convolution of 7 x 7, layer norm over channels and a perceptron, around a shortcut."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.depthwise, self.norm = nn.Conv2d(width, width, 7, padding=3, groups=width), nn.LayerNorm(width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.scale = nn.Parameter(torch.full((width,), 0.1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = self.mlp(self.norm(self.depthwise(x).permute(0, 2, 3, 1)))
+        return x + (self.scale * inner).permute(0, 3, 1, 2)
+
+
+def convnext(name: str) -> Workload:
+    """A ConvNeXt of three stages."""
+    size = IMAGES[name]
+    parts: list[nn.Module] = [nn.Conv2d(3, 2 * size.width, 2, 2)]
+    for stage in range(3):
+        width = 2 * size.width << stage
+        parts += [nn.Conv2d(width // 2, width, 2, 2)] if stage else []
+        parts += [ConvNeXtBlock(width) for _ in range(size.layers)]
+    model = nn.Sequential(*parts, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, 10))
+    return Workload(model, _images(size, lambda: torch.randint(0, 10, (size.batch,))), _classes)
+
+
+class InvertedResidual(nn.Module):
+    """A pointwise convolution to more channels, a depthwise one and one back, each with batch norm, as in MobileNetV2."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int):
+        super().__init__()
+        inner = 4 * inputs
+        self.parts = nn.Sequential(
+            *(nn.Conv2d(inputs, inner, 1, bias=False), nn.BatchNorm2d(inner), nn.ReLU6()),
+            *(nn.Conv2d(inner, inner, 3, stride, 1, groups=inner, bias=False), nn.BatchNorm2d(inner), nn.ReLU6()),
+            *(nn.Conv2d(inner, outputs, 1, bias=False), nn.BatchNorm2d(outputs)),
+        )
+        self.same = stride == 1 and inputs == outputs
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.parts(x) if self.same else self.parts(x)
+
+
+def mobilenet(name: str) -> Workload:
+    """A MobileNetV2 of three stages."""
+    size = IMAGES[name]
+    parts: list[nn.Module] = [nn.Conv2d(3, size.width, 3, 1, 1, bias=False), nn.BatchNorm2d(size.width), nn.ReLU6()]
+    width = size.width
+    for stage in range(3):
+        for k in range(size.layers):
+            outputs = size.width << stage
+            parts.append(InvertedResidual(width, outputs, 2 if k == 0 else 1))
+            width = outputs
+    model = nn.Sequential(*parts, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, 10))
+    return Workload(model, _images(size, lambda: torch.randint(0, 10, (size.batch,))), _classes)
+
+
 class Recurrent(nn.Module):
     """Embedding, LSTM, linear."""
 
@@ -159,6 +216,28 @@ def lstm(name: str) -> Workload:
     width, layers, batch, steps = {"small": (64, 2, 8, 32), "medium": (256, 2, 16, 64), "large": (512, 3, 16, 128)}[name]
     size = Size(width, layers, batch, steps)
     return Workload(Recurrent(width, layers), _tokens(size), lambda model, ids: F.cross_entropy(model(ids[:, :-1]).mT, ids[:, 1:]))
+
+
+class LoopOfCells(nn.Module):
+    """Embedding, a Python loop of LSTM cells, linear."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.embed, self.cell, self.last = nn.Embedding(VOCAB, width), nn.LSTMCell(width, width), nn.Linear(width, VOCAB)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        state, found = None, []
+        for t in range(ids.shape[1]):
+            state = self.cell(self.embed(ids[:, t]), state)
+            found.append(self.last(state[0]))
+        return torch.stack(found, 1)
+
+
+def cells(name: str) -> Workload:
+    """A language model that is a Python loop over time."""
+    width, batch, steps = {"small": (64, 8, 24), "medium": (256, 16, 48), "large": (512, 16, 64)}[name]
+    size = Size(width, 1, batch, steps)
+    return Workload(LoopOfCells(width), _tokens(size), lambda model, ids: F.cross_entropy(model(ids[:, :-1]).mT, ids[:, 1:]))
 
 
 class DiffusionBlock(nn.Module):
@@ -332,7 +411,7 @@ def mamba(name: str) -> Workload:
 
 
 KINDS: dict[str, Callable[[str], Workload]] = {
-    f.__name__: f for f in (mlp, resnet, unet, lstm, vit, bert, gpt2, llama, t5, mixtral, mamba, diffusion)
+    f.__name__: f for f in (mlp, resnet, mobilenet, convnext, unet, lstm, cells, vit, bert, gpt2, llama, t5, mixtral, mamba, diffusion)
 }
 
 

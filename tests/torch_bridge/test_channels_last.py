@@ -20,6 +20,8 @@ from torch import nn
 from torch_bridge.compiler import channels_last, permuted_values
 from torch_bridge.config.settings import SETTINGS
 from torch_bridge.errors import VerificationError
+from torch_bridge.lowerings import convolution as convolutions
+from torch_bridge.lowerings import torch_kernels
 
 CHANNELS = 6
 SHAPES = ((2, CHANNELS, 5, 4), (CHANNELS,) * 4)
@@ -174,6 +176,71 @@ def test_convolutions_and_their_gradients(ndim: int, stride: int, padding: int, 
     window = (3,) * ndim
     inputs = arrays((2, CHANNELS, *(9, 8, 7)[:ndim]), (CHANNELS, CHANNELS // groups, *window), (CHANNELS, CHANNELS, *window))
     check(jax.value_and_grad(f, argnums=(0, 1, 2)), inputs)
+
+
+GROUPED: dict[str, tuple[int, bool, int]] = {
+    "depthwise": (1, False, CHANNELS),
+    "strided": (2, False, 3),
+    "transposed": (1, True, CHANNELS),
+    "transposed, strided": (2, True, 2),
+}
+"""Stride, whether it is a transposed one, groups."""
+
+
+def grouped(case: str, ndim: int) -> tuple[Callable[..., Any], list[jax.Array]]:
+    """A grouped convolution that is a kernel of torch between two of XLA's, with its gradients, and inputs for them."""
+    stride, transposed, groups = GROUPED[case]
+    geometry = ((stride,) * ndim, (1,) * ndim, (1,) * ndim, transposed, (0,) * ndim, groups)
+
+    def f(x: jax.Array, w: jax.Array, v: jax.Array) -> Any:
+        y = conv(x, v)
+        out = convolutions.convolution(y, w, None, *geometry)
+        return conv(out, v), *convolutions.convolution_backward(jnp.sin(out / 64), y, w, None, *geometry, [True, True, False])[:2]
+
+    window = (3,) * ndim
+    return f, arrays((2, CHANNELS, *(7, 6, 5)[:ndim]), (CHANNELS, CHANNELS // groups, *window), (CHANNELS, CHANNELS, *window))
+
+
+@pytest.mark.parametrize("ndim", [1, 2, 3])
+@pytest.mark.parametrize("case", GROUPED)
+def test_kernels_of_torch_take_their_channels_last(case: str, ndim: int) -> None:
+    """What is transposed: the input of the first convolution, the result of the last, and the gradient that is given away."""
+    f, inputs = grouped(case, ndim)
+    with torch_kernels.using(True):
+        check(f, inputs)
+        assert "torch_bridge_kernel" in jax.jit(lambda *xs: channels_last.evaluate(f, xs)).lower(*inputs).as_text()
+        assert transposes(f, inputs) == 3
+    found = jax.jit(f)(*inputs)
+    with torch_kernels.using(True):
+        for a, b in zip(jax.jit(lambda *xs: channels_last.evaluate(f, xs))(*inputs), found, strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("wanted", [(True, False), (False, True)])
+def test_one_gradient_of_a_kernel_of_torch(wanted: tuple[bool, bool]) -> None:
+    def f(x: jax.Array, w: jax.Array, v: jax.Array) -> Any:
+        y = conv(x, v)
+        return convolutions.convolution_backward(jnp.sin(y), y, w, None, (1, 1), (1, 1), (1, 1), False, (0, 0), 2, [*wanted, False])
+
+    with torch_kernels.using(True):
+        check(f, arrays((2, CHANNELS, 5, 4), (CHANNELS, CHANNELS // 2, 3, 3), (CHANNELS, CHANNELS, 3, 3)))
+
+
+def test_other_calls_through_ffi_get_torchs_order() -> None:
+    """Kernels without images, and what is not ours."""
+
+    @torch_kernels.kernel("row numbers")
+    def _(arguments: list[torch.Tensor], results: list[torch.Tensor]) -> None:
+        assert arguments[0].is_contiguous()
+        results[0].copy_(arguments[0] + torch.arange(arguments[0].numel()).view_as(arguments[0]))
+
+    try:
+        with torch_kernels.using(True):
+            check(between(lambda y: torch_kernels.call("row numbers", (y,), y)[0]), arrays(SHAPES[0], (CHANNELS, CHANNELS, 3, 3)))
+    finally:
+        del torch_kernels.registry._KERNELS["row numbers"]
+    eqn = jax.make_jaxpr(lambda x: jax.ffi.ffi_call("of_others", x)(x))(jnp.ones(3)).eqns[0]
+    assert torch_kernels.images_of(eqn) is None
 
 
 def _random_chain(seed: int) -> Callable[..., Any]:

@@ -36,6 +36,7 @@ from torch_bridge.compiler.permuted_values import (
 from torch_bridge.config.settings import SETTINGS
 from torch_bridge.ir import jaxprs
 from torch_bridge.ir.jaxprs import bind
+from torch_bridge.lowerings import torch_kernels
 from torch_bridge.passes.verify import report
 
 aten = torch.ops.aten
@@ -117,12 +118,28 @@ def _convolution(eqn: Any, values: list[Any]) -> list[Any]:
     ndim = len(numbers.lhs_spec)
     kernel_order = order_of(kernel)
     if numbers.lhs_spec == numbers.out_spec == plain(ndim):
-        order = result = (0, *range(2, ndim), 1)
+        order = result = _last(ndim)
         out_spec = places(order, plain(ndim))
     else:  # the gradient of a kernel
         order, result, out_spec = order_of(x), plain(ndim), numbers.out_spec
     new = type(numbers)(places(order, numbers.lhs_spec), places(kernel_order, numbers.rhs_spec), out_spec)
     return [lying(r, result) for r in bind(eqn, [read(x, order), read(kernel, kernel_order)], dimension_numbers=new)]
+
+
+def _kernel_of_torch(eqn: Any, values: list[Any]) -> list[Any] | None:
+    """A call of a kernel that takes images with their channels last (`torch_kernels.kernel`)."""
+    images = torch_kernels.images_of(eqn)
+    if images is None:
+        return None
+    avals = [v.aval for v in (*eqn.invars, *eqn.outvars)]
+    orders = [_last(a.ndim) if image else plain(a.ndim) for a, image in zip(avals, (*images[0], *images[1]), strict=True)]
+    results = torch_kernels.call_lying(eqn, list(map(read, values, orders)), orders)
+    return list(map(lying, results, orders[len(values) :]))
+
+
+def _last(ndim: int) -> Order:
+    """The order of an image with its channels last."""
+    return (0, *range(2, ndim), 1)
 
 
 def _elementwise(eqn: Any, values: list[Any]) -> list[Any] | None:
@@ -262,6 +279,7 @@ _RULES: dict[str, Rule] = {
     "conv_general_dilated": _convolution,
     "dot_general": _dot_general,
     "dynamic_slice": _dynamic_slice,
+    "ffi_call": _kernel_of_torch,
     "pad": _each_dim("padding_config"),
     "reshape": _reshape,
     "rev": _reverse,
@@ -269,7 +287,7 @@ _RULES: dict[str, Rule] = {
     "squeeze": _squeeze,
     "transpose": _transpose,
 }
-_STARTS = frozenset({"broadcast_in_dim", "conv_general_dilated"})
+_STARTS = frozenset({"broadcast_in_dim", "conv_general_dilated", "ffi_call"})
 """What is computed in another order though no operand is."""
 _KEPT_CALLS = frozenset({"remat", "remat2", "checkpoint", "custom_vmap_call"})
 """Calls that are more than that: what they compute is computed again where it is needed, or in another way."""

@@ -9,6 +9,6 @@ Only plain programs of one device use kernels (`using`): among ranks that are em
 """
 
 from torch_bridge.lowerings.torch_kernels import convolution, grouped  # noqa: F401 - it registers its kernels
-from torch_bridge.lowerings.torch_kernels.registry import available, call, kernel, using, wanted
+from torch_bridge.lowerings.torch_kernels.registry import available, call, call_lying, images_of, kernel, using, wanted
 
-__all__ = ["available", "call", "kernel", "using", "wanted"]
+__all__ = ["available", "call", "call_lying", "images_of", "kernel", "using", "wanted"]
