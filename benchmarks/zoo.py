@@ -34,7 +34,7 @@ VARIANTS = {
     "jax": "the model hand-written in JAX and Optax",
 }
 PEER = "eager"
-BY_HAND = ("mlp", "resnet", "lstm", "bert", "gpt2", "llama")
+BY_HAND = ("mlp", "resnet", "mobilenet", "convnext", "lstm", "cells", "bert", "gpt2", "llama")
 """Kinds that `zoo_jax.py` has; the others have no variant `jax`."""
 DRAWS = {"mlp", "lstm", "bert", "gpt2", "t5"}
 """Kinds with dropout: each variant draws numbers of its own."""

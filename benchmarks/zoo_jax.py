@@ -1,9 +1,9 @@
 """Models of `zoo.py` as one would write them by hand in JAX and Optax: pure functions on trees of weights, and one jitted train step.
 
-Here are the train step and the models of plain torch (mlp, resnet, lstm); `zoo_jax_text.py` has those of transformers. Start weights are the torch model's.
-Weights are [in, out], images [B, height, width, channels].
+Here are the train step, a perceptron and recurrent models; `zoo_jax_images.py` has those of convolutions, `zoo_jax_text.py` those of transformers. Start
+weights are the torch model's. Weights are [in, out], images [B, height, width, channels].
 
-Shape suffixes: B batch, S sequence, D width, C channels, Y and X height and width.
+Shape suffixes: B batch, S sequence, D width.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import zoo_jax_images
 import zoo_jax_text
-import zoo_models
 from torch import Tensor, nn
 from zoo_jax_text import Model, Params, Weights, cross_entropy, dropout, linear, linear_of
 
@@ -72,71 +72,6 @@ def mlp(model: nn.Module, weights: Weights, rate: float) -> Model:
     return Model([linear_of(weights, name) for name in names], jax.random.key(0), loss)
 
 
-# ------------------------------------------------------------------------------------------------------------------ resnet
-
-
-def _conv_of(weights: Weights, conv: str, norm: str) -> Params:
-    kernel = weights[f"{conv}.weight"].transpose(2, 3, 1, 0)
-    return {"kernel": kernel, "scale": weights[f"{norm}.weight"], "shift": weights[f"{norm}.bias"]}
-
-
-def _statistics_of(weights: Weights, norm: str) -> Params:
-    return {"mean": weights[f"{norm}.running_mean"], "variance": weights[f"{norm}.running_var"]}
-
-
-def conv_norm(p: Params, running: Params, x_BYXC: jax.Array, stride: int = 1) -> tuple[jax.Array, Params]:
-    """A convolution and batch norm; also the running statistics after it."""
-    pad = p["kernel"].shape[0] // 2
-    x_BYXC = jax.lax.conv_general_dilated(
-        x_BYXC, p["kernel"], (stride, stride), [(pad, pad)] * 2, dimension_numbers=("NHWC", "HWIO", "NHWC")
-    )
-    mean_C = x_BYXC.mean((0, 1, 2))
-    variance_C = jnp.square(x_BYXC).mean((0, 1, 2)) - jnp.square(mean_C)  # as Flax has it: in one pass
-    count = x_BYXC.size // x_BYXC.shape[-1]
-    new = {"mean": mean_C, "variance": variance_C * count / (count - 1)}
-    running = jax.tree.map(lambda old, new: 0.9 * old + 0.1 * new, running, new)
-    return (x_BYXC - mean_C) * (jax.lax.rsqrt(variance_C + 1e-5) * p["scale"]) + p["shift"], running
-
-
-def residual(p: Params, running: Params, x_BYXC: jax.Array, stride: int) -> tuple[jax.Array, Params]:
-    """Two convolutions around a shortcut, and the running statistics after them."""
-    after: Params = {}
-    inner, after["first"] = conv_norm(p["first"], running["first"], x_BYXC, stride)
-    inner, after["second"] = conv_norm(p["second"], running["second"], jax.nn.relu(inner))
-    if "shortcut" in p:
-        x_BYXC, after["shortcut"] = conv_norm(p["shortcut"], running["shortcut"], x_BYXC, stride)
-    return jax.nn.relu(inner + x_BYXC), after
-
-
-def resnet(model: nn.Module, weights: Weights, rate: float) -> Model:
-    """A ResNet of basic blocks. Its state are the running statistics."""
-    strides = {name: block.conv1.stride[0] for name, block in model.named_children() if isinstance(block, zoo_models.Residual)}
-    places: list[dict[str, tuple[str, str]]] = []
-    for block in strides:
-        places.append({"first": (f"{block}.conv1", f"{block}.norm1"), "second": (f"{block}.conv2", f"{block}.norm2")})
-        if f"{block}.shortcut.0.weight" in weights:
-            places[-1]["shortcut"] = (f"{block}.shortcut.0", f"{block}.shortcut.1")
-    params = {
-        "stem": _conv_of(weights, "0", "1"),
-        "blocks": [{name: _conv_of(weights, *place) for name, place in own.items()} for own in places],
-        "head": linear_of(weights, list(weights)[-1].removesuffix(".bias")),
-    }
-    running = {
-        "stem": _statistics_of(weights, "1"),
-        "blocks": [{name: _statistics_of(weights, norm) for name, (_, norm) in own.items()} for own in places],
-    }
-
-    def loss(params: Params, running: Params, x_BYXC: jax.Array, labels_B: jax.Array) -> tuple[jax.Array, Params]:
-        x_BYXC, stem = conv_norm(params["stem"], running["stem"], x_BYXC)
-        x_BYXC, blocks = jax.nn.relu(x_BYXC), []
-        for p, own, stride in zip(params["blocks"], running["blocks"], strides.values(), strict=True):
-            x_BYXC, own = residual(p, own, x_BYXC, stride)
-            blocks.append(own)
-        return cross_entropy(linear(params["head"], x_BYXC.mean((1, 2))), labels_B), {"stem": stem, "blocks": blocks}
-
-    return Model(params, running, loss)
-
-
 # ------------------------------------------------------------------------------------------------------------------ lstm
 
 
@@ -179,10 +114,27 @@ def lstm(model: nn.Module, weights: Weights, rate: float) -> Model:
     return Model(params, jax.random.key(0), loss)
 
 
+def cells(model: nn.Module, weights: Weights, rate: float) -> Model:
+    """A language model that is one LSTM layer."""
+    names = {"input": "weight_ih", "hidden": "weight_hh", "input_bias": "bias_ih", "hidden_bias": "bias_hh"}
+    params = {
+        "embedding": weights["embed.weight"],
+        "cell": {name: weights[f"cell.{key}"].T for name, key in names.items()},
+        "head": linear_of(weights, "last"),
+    }
+
+    def loss(params: Params, state: None, ids_BS: jax.Array) -> tuple[jax.Array, None]:
+        x_SBD = lstm_layer(params["cell"], params["embedding"][ids_BS[:, :-1].T])
+        return cross_entropy(linear(params["head"], x_SBD), ids_BS[:, 1:].T), None
+
+    return Model(params, None, loss)
+
+
 KINDS: dict[str, Callable[[nn.Module, Weights, float], Model]] = {
     "mlp": mlp,
-    "resnet": resnet,
+    **zoo_jax_images.KINDS,
     "lstm": lstm,
+    "cells": cells,
     "bert": zoo_jax_text.bert,
     "gpt2": zoo_jax_text.gpt2,
     "llama": zoo_jax_text.llama,

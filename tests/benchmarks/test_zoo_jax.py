@@ -60,12 +60,13 @@ def test_losses_equal_torch(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert actual == pytest.approx(expected, rel=1e-5)
 
 
-def test_running_statistics_equal_torch() -> None:
-    work = zoo_models.make("resnet", "small")
-    model = zoo_jax.make("resnet", work.model)
+@pytest.mark.parametrize("kind", ["resnet", "mobilenet"])
+def test_running_statistics_equal_torch(kind: str) -> None:
+    work = zoo_models.make(kind, "small")
+    model = zoo_jax.make(kind, work.model)
     state = jax.jit(model.loss)(model.params, model.state, *zoo_jax.batch_of(work.batches[0]))[1]
     work.loss(work.model.train(), *work.batches[0])
-    expected = zoo_jax.make("resnet", work.model).state
+    expected = zoo_jax.make(kind, work.model).state
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), state, expected)
 
 
