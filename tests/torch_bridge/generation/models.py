@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
+import logging
+import signal
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +18,7 @@ from torch_bridge import metrics
 from torch_bridge.generation import uninterrupted
 from torch_bridge.replay.direct import Direct
 
+logger = logging.getLogger(__name__)
 WORDS, END, PAD = 128, 1, 0
 _SIZES = {
     "vocab_size": WORDS,
@@ -101,9 +104,12 @@ def generated(model: Any, ids: torch.Tensor, seed: int = 1, **options: Any) -> t
 
 
 def program_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """A list that gets an item for each token that is a call of its program. Threads of the tests' own runner do not count as the script's."""
+    """A list that gets an item for each token that is a call of its program. Threads of the tests' own runner do not count as the script's.
+
+    What forbids such calls is logged, for tests that fail because of what earlier ones left.
+    """
     made: list[int] = []
-    call, harmless = Direct.call, uninterrupted._harmless
+    call, runs_nothing_of_scripts, handles_signals = Direct.call, uninterrupted._harmless, uninterrupted._handles_signals
     runners = set(threading.enumerate()) - {threading.main_thread()}
 
     def counted(self: Direct, new: Any) -> Any:
@@ -111,8 +117,22 @@ def program_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         made.extend([1] * (found is not None))
         return found
 
+    def harmless(thread: threading.Thread) -> bool:
+        found = thread in runners or runs_nothing_of_scripts(thread)
+        if not found:
+            logger.warning("a thread that may change a model: %s", thread)
+        return found
+
+    def handled() -> bool:
+        found = handles_signals()
+        if found:
+            handlers = {s: signal.getsignal(s) for s in signal.valid_signals()}
+            logger.warning("signals have handlers: %s", {s: handler for s, handler in handlers.items() if callable(handler)})
+        return found
+
     monkeypatch.setattr(Direct, "call", counted)
-    monkeypatch.setattr(uninterrupted, "_harmless", lambda thread: thread in runners or harmless(thread))
+    monkeypatch.setattr(uninterrupted, "_harmless", harmless)
+    monkeypatch.setattr(uninterrupted, "_handles_signals", handled)
     return made
 
 
