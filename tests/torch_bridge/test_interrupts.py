@@ -270,6 +270,26 @@ def test_while_compiling(seconds: float, interrupted: Interrupted) -> None:
     assert x[0].item() == pytest.approx(expected, rel=1e-4)
 
 
+def test_while_a_kernel_of_torch_runs(interrupted: Interrupted) -> None:
+    """XLA may call it on the main thread, where Python delivers signals between two lines of it, and no exception can pass through XLA's code."""
+    torch.manual_seed(0)
+    model, x = nn.Conv2d(32, 32, 7, padding=3, groups=32).to("xla"), torch.randn(8, 32, 48, 48).to("xla")
+
+    def step() -> float:
+        model.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        return loss.item()
+
+    wanted = step()
+    started = time.perf_counter()
+    step()
+    seconds = time.perf_counter() - started
+    hits = sum(interrupted(seconds * (k + 0.5) / 16, step) for k in range(16))
+    assert hits > 8
+    assert step() == wanted
+
+
 def test_in_a_backward_pass_it_arrives_at_the_end(interrupted: Interrupted) -> None:
     x = torch.ones(2, device="xla", requires_grad=True)
     y = x * 2
