@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -122,6 +123,59 @@ def test_masks_are_no_indices(checked: Callable[..., None]) -> None:
     x[torch.ones(2, 3, dtype=torch.bool, device="xla")] = 1.0
     x[:, torch.tensor([True, False, True], device="xla")] = 2.0
     assert x.sum().item() == 2 * 4 + 4 * 4 * 2
+
+
+MASKED: dict[str, tuple[Callable[[torch.Tensor, torch.Tensor, Any], object], str]] = {
+    "rows": (
+        lambda x, m, made: x.__setitem__(m, made(2, 4)),
+        r"aten.index_put: the mask, bool\[3\], selects \d: 2 fit \(values float32\[2, 4\]\)",
+    ),
+    "one row for all": (lambda x, m, made: x.__setitem__(m, made(1, 4)), ""),
+    "of fewer dims": (lambda x, m, made: x.__setitem__(m, made(4)), ""),
+    "columns": (lambda x, m, made: x.t().__setitem__((slice(None), m), made(4, 2)), r"values float32\[4, 2\]"),
+    "accumulated": (lambda x, m, made: x.index_put_((m,), made(2, 4), accumulate=True), r"selects \d: 2 fit"),
+    "all elements": (
+        lambda x, m, made: x.__setitem__(m[:, None].expand(3, 4), made(8)),
+        r"aten.index_put: the mask, bool\[3, 4\], selects \d+: 8 fit \(values float32\[8\]\)",
+    ),
+    "masked_scatter": (
+        lambda x, m, made: x.masked_scatter(m[:, None].expand(3, 4), made(9)),
+        r"aten.masked_scatter: the mask, bool\[3, 4\], selects 12: 0 to 9 fit \(a source float32\[9\]\)",
+    ),
+    "masked_scatter_ of a mask with fewer elements": (
+        lambda x, m, made: x.masked_scatter_(m[:, None], made(9)),
+        r"bool\[3, 1\], selects 3: 0 to 2 fit \(a source float32\[9\], and each is taken 4 times\)",
+    ),
+    "masked_scatter of fewer elements": (
+        lambda x, m, made: x[0].masked_scatter(m[:, None].expand(3, 4), made(8)),
+        r"selects 12: 0 to 8 fit",
+    ),
+}
+"""A write to [3, 4] where one of 3 rows is selected, what `made` makes of a shape, and the error."""
+
+
+@pytest.mark.parametrize("name", MASKED)
+def test_masks_select_as_many_places_as_there_are_values(name: str, checked: Callable[..., None]) -> None:
+    checked()
+    write, text = MASKED[name]
+    errors = 0
+    for selected in ([0, 0, 0], [1, 0, 0], [1, 0, 1], [1, 1, 1]):
+
+        def run(device: str) -> None:
+            mask = torch.tensor(selected, device=device) > 0  # noqa: B023  # called at once
+            write(torch.zeros(3, 4, device=device), mask, lambda *shape: torch.ones(shape, device=device))
+
+        wrong = _raises(lambda: run("cpu"))
+        if not wrong:
+            run("xla")
+            torch_xla.sync()
+            continue
+        with pytest.raises(IndexError) as caught:
+            run("xla")
+            torch_xla.sync()
+        errors += sum(selected) == 3 and re.search(text, str(caught.value)) is not None
+        assert "repeats values" in str(caught.value)
+    assert errors == bool(text)
 
 
 class Net(nn.Module):
@@ -261,6 +315,11 @@ class Cache(nn.Module):
         return self.cache.sum(0)
 
 
+class Masked(nn.Module):
+    def forward(self, x: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        return x.masked_scatter(x > 0, values)
+
+
 @pytest.mark.filterwarnings("ignore:.torch.jit.*is deprecated:DeprecationWarning")
 def test_traced_modules(checked: Callable[..., None], tmp_path: Path) -> None:
     """They check what they were traced to check, from a file, too."""
@@ -281,3 +340,18 @@ def test_traced_modules(checked: Callable[..., None], tmp_path: Path) -> None:
             IndexError, match=r"aten\.embedding: index 7 is out of range: 0 to 4 are allowed .*int64\[1\].*(?s:.*)the device clamps"
         ):
             model(ids + 3, place)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.*is deprecated:DeprecationWarning")
+def test_traced_masks(checked: Callable[..., None], tmp_path: Path) -> None:
+    checked()
+    x, values = torch.tensor([1.0, 0.0, 2.0]), torch.tensor([5.0, 6.0])
+    traced = torch_neuronx.trace(Masked(), (x, values))
+    torch.jit.save(traced, tmp_path / "masked.pt")
+    for model in (traced, torch.jit.load(tmp_path / "masked.pt")):
+        assert model(x, values).tolist() == [5, 0, 6]
+        with pytest.raises(
+            IndexError,
+            match=r"aten\.masked_scatter: the mask, bool\[3\], selects 3: 0 to 2 fit \(a source float32\[2\]\), at .*test_index_",
+        ):
+            model(x + 1, values)

@@ -90,6 +90,7 @@ OURS: dict[str, dict[str, Any]] = {
     "recurrent_layer": {},
     "recurrent_layer_backward": {},
     "check_indices": {},
+    "check_selected": {},
     "check_values": {},
     "check_info": {},
     "flash_attention": {},

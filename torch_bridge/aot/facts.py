@@ -84,6 +84,7 @@ class IndexCheck:
     """A result by which a program says which of an op's indices are out of range: int64 [3], how many, the first of them, and its place among all.
 
     low, end, ignored: what is allowed, `low` to `end - 1` and `ignored`; of: what they index, in words. source: the op's line. shape, dtype: of the indices.
+    selected: the indices are a mask: whether it selects a wrong number of places, that number, and 0.
     """
 
     op: str
@@ -94,6 +95,7 @@ class IndexCheck:
     of: str
     shape: tuple[int, ...]
     dtype: torch.dtype
+    selected: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

@@ -359,7 +359,8 @@ class Model:
         what was clamped or dropped."""
         hosted, found = self.where.hosted, []
         for check, array in zip(of.checks, arrays, strict=True):
-            allowed = index_checks.Range(index_checks.Value(0, check.shape, check.dtype), check.low, check.end, check.of, check.ignored)
+            value = index_checks.Value(0, check.shape, check.dtype)
+            allowed = index_checks.Range(value, check.low, check.end, check.of, check.ignored, check.selected)
             own = index_checks.Check(None, check.op, check.source, allowed)
             found.append((own, [self.where.read(array, rank) for rank in hosted]))
         index_checks.refuse(found, hosted)

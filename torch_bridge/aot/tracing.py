@@ -99,7 +99,7 @@ def trace(
 
 def _check(check: Any) -> facts.IndexCheck:
     of = check.range
-    return facts.IndexCheck(check.op, str(check.source), of.low, of.end, of.ignored, of.of, of.indices.size, of.indices.dtype)
+    return facts.IndexCheck(check.op, str(check.source), of.low, of.end, of.ignored, of.of, of.indices.size, of.indices.dtype, of.selected)
 
 
 def _ranks() -> facts.Ranks:

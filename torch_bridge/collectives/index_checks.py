@@ -1,5 +1,7 @@
 """Indices that are out of range, which the device clamps or drops as the hardware does: found and named, if `NXD_JAX_CHECK_INDICES` asks for it.
 
+So are masks that select another number of places than there are values for them, of which the last would be repeated, or some left out.
+
 Before a segment runs, each of its ops that takes indices gets a node beside it, which counts the indices outside the allowed range; after the run the counts
 are read. So modules that are played from recordings are checked too, each rank's own indices are, and nothing is there where nobody asked.
 """
@@ -40,7 +42,9 @@ MOST_NAMED = 8
 
 _library = torch.library.Library("torch_bridge", "FRAGMENT")
 _library.define("check_indices(Tensor index, int low, int end, int? ignored, str layer, str of) -> Tensor")
+_library.define("check_selected(Tensor mask, int low, int end) -> Tensor")
 check_indices = torch.ops.torch_bridge.check_indices.default
+check_selected = torch.ops.torch_bridge.check_selected.default
 
 
 def _meta(index: torch.Tensor, low: int, end: int, ignored: int | None, layer: str = "", of: str = "") -> torch.Tensor:
@@ -55,6 +59,17 @@ def _cpu(index: torch.Tensor, low: int, end: int, ignored: int | None, layer: st
     return torch.stack([wrong.sum(), index.flatten()[at].long(), at])
 
 
+def _meta_selected(mask: torch.Tensor, low: int, end: int) -> torch.Tensor:
+    return mask.new_empty((3,), dtype=torch.int64)
+
+
+def _cpu_selected(mask: torch.Tensor, low: int, end: int) -> torch.Tensor:
+    found = mask.count_nonzero()
+    return torch.stack([((found < low) | (found >= end)).long(), found, torch.zeros_like(found)])
+
+
+_library.impl("check_selected", _meta_selected, "Meta")
+_library.impl("check_selected", _cpu_selected, "CPU")
 _library.impl("check_indices", _meta, "Meta")
 _library.impl("check_indices", _cpu, "CPU")
 
@@ -70,6 +85,14 @@ def _check_indices(index: Any, low: int, end: int, ignored: int | None, layer: s
     return jnp.stack([jnp.sum(wrong, dtype=jnp.int64), given[at], at.astype(jnp.int64)])
 
 
+@lowering(check_selected, lift=False)
+def _check_selected(mask: Any, low: int, end: int) -> Any:
+    """[1 if the number of places that a mask selects is outside low .. end - 1, that number, 0]."""
+    found = jnp.count_nonzero(mask).astype(jnp.int64)
+    wrong = (found < low) | (found >= end)
+    return jnp.stack([wrong.astype(jnp.int64), found, jnp.zeros((), jnp.int64)])
+
+
 # -- what ops allow --------------------------------------------------------------------------------
 
 
@@ -82,13 +105,17 @@ class Value(NamedTuple):
 
 
 class Range(NamedTuple):
-    """What an op allows of some indices: `low` to `end - 1`, and `ignored`. of: what they index, in words."""
+    """What an op allows of some indices: `low` to `end - 1`, and `ignored`. of: what they index, in words.
+
+    selected: the indices are a mask, and it is the number of places it selects that must be in the range; of: for what.
+    """
 
     indices: Value
     low: int
     end: int
     of: str
     ignored: int | None = None
+    selected: bool = False
 
 
 Given = dict[str, Any]
@@ -124,6 +151,28 @@ def _by_index_tensors(given: Given) -> Iterator[Range]:
         dim += 1
 
 
+def _put(given: Given) -> Iterator[Range]:
+    """As `_by_index_tensors`; and what one mask selects has as many values, or one for all."""
+    yield from _by_index_tensors(given)
+    indices, values = given["indices"], given["values"].size
+    masks = [(k, index) for k, index in enumerate(indices) if index is not None and index.dtype in (torch.bool, torch.uint8)]
+    if len(masks) != 1 or sum(index is not None for index in indices) != 1:
+        return
+    before, mask = masks[0]
+    shape = (1,) * (len(given["self"].size) - len(mask.size) + 1 - len(values)) + values
+    if shape[before] != 1:
+        yield Range(mask, shape[before], shape[before] + 1, f"values {_shown(given['values'])}", selected=True)
+
+
+def _masked(given: Given) -> Iterator[Range]:
+    """A mask may select as many places as the source has elements; each of its own counts for all that it is broadcast to."""
+    x, mask, source = given["self"], given["mask"], given["source"]
+    times = math.prod(np.broadcast_shapes(x.size, mask.size)) // max(math.prod(mask.size), 1)
+    most = math.prod(source.size) // max(times, 1)
+    of = f"a source {_shown(source)}" + (f", and each is taken {times} times" if times > 1 else "")
+    yield Range(mask, 0, most + 1, of, selected=True)
+
+
 def _classes(given: Given) -> Iterator[Range]:
     x = given["self"]
     classes = x.size[1] if len(x.size) > 1 else x.size[0] if x.size else 1
@@ -157,8 +206,9 @@ RULES: dict[str, Rule] = {
     "take": _flat,
     "put": _flat,
     "index": _by_index_tensors,
-    "index_put": _by_index_tensors,
-    "_index_put_impl": _by_index_tensors,
+    "index_put": _put,
+    "_index_put_impl": _put,
+    "masked_scatter": _masked,
     "nll_loss_forward": _classes,
     "nll_loss2d_forward": _classes,
     "_linear_cross_entropy_batch_chunked": _weight_rows,
@@ -246,7 +296,7 @@ def added(segment: Segment) -> list[Check]:
     for i, node in enumerate(list(segment.nodes)):
         source = sources[i] if i < len(sources) else NOWHERE
         for found in _ranges(node, values):
-            key = (found.indices.vid, found.low, found.end, found.ignored)
+            key = (found.indices.vid, found.low, found.end, found.ignored, found.selected)
             if key not in known and 0 not in found.indices.size:
                 known.add(key)
                 checks.append(_check(segment, node[0], source, found, first))
@@ -260,7 +310,9 @@ def refuse(results: Sequence[tuple[Check, Sequence[np.ndarray]]], hosted: Sequen
     if wrong:
         more = f"\n... and {len(wrong) - MOST_NAMED} more" if len(wrong) > MOST_NAMED else ""
         raise IndexError(
-            "\n".join(wrong[:MOST_NAMED]) + more + "\nWithout this check the device clamps such an index, or drops what would be written. "
+            "\n".join(wrong[:MOST_NAMED])
+            + more
+            + "\nWithout this check the device clamps such an index, drops what would be written, or repeats values. "
             "This is known when the program has run, so weights and states may be updated by now: NEURON_USE_EAGER_DEBUG_MODE=1 raises at the line itself. "
             "(Checked because of NXD_JAX_CHECK_INDICES or NEURON_USE_EAGER_DEBUG_MODE.)"
         )
@@ -308,7 +360,10 @@ def _check(segment: Segment, entry: Entry, source: Source, found: Range, first: 
         segment.write(result, first)
         return Check(result, entry.args[4], source, found)
     index = layout(found.indices.size, None, 0, found.indices.dtype)
-    made = step_entry(check_indices, (index,), (found.low, found.end, found.ignored, "", ""))
+    if found.selected:
+        made = step_entry(check_selected, (index,), (found.low, found.end))
+    else:
+        made = step_entry(check_indices, (index,), (found.low, found.end, found.ignored, "", ""))
     assert made.outs[0] is not None
     result = fresh(segment, made.outs[0], segment.emit(made, (found.indices.vid,)))._storage
     return Check(result, entry.op._schema.name.replace("::", "."), source, found)
@@ -327,14 +382,24 @@ def _told(check: Check, results: Sequence[np.ndarray], hosted: Sequence[int]) ->
     count, value, at = (int(n) for n in results[bad[0]])
     allowed = check.range
     size = allowed.indices.size
+    if allowed.selected:
+        wanted = f"{allowed.end - 1}" if allowed.low == allowed.end - 1 else f"{allowed.low} to {allowed.end - 1}"
+        ranks = _ranks_of(bad, results, hosted)
+        return [f"{check.op}: the mask, {_shown(allowed.indices)}, selects {value}{ranks}: {wanted} fit ({allowed.of}), at {check.source}."]
     place = list(map(int, np.unravel_index(at, size))) if size else []
-    ranks = "" if len(results) == 1 else f" on rank {hosted[bad[0]]}" if len(bad) == 1 else f" on ranks {_listed([hosted[k] for k in bad])}"
+    ranks = _ranks_of(bad, results, hosted)
     besides = f" or {allowed.ignored}" if allowed.ignored is not None else ""
     total = math.prod(size)
     return [
         f"{check.op}: index {value} is out of range{ranks}: {allowed.low} to {allowed.end - 1}{besides} are allowed ({allowed.of}). It is at {place} of the "
         f"indices, {_shown(allowed.indices)}, of which {count} of {total} are out of range, at {check.source}."
     ]
+
+
+def _ranks_of(bad: Sequence[int], results: Sequence[np.ndarray], hosted: Sequence[int]) -> str:
+    if len(results) == 1:
+        return ""
+    return f" on rank {hosted[bad[0]]}" if len(bad) == 1 else f" on ranks {_listed([hosted[k] for k in bad])}"
 
 
 def _listed(numbers: Sequence[int]) -> str:

@@ -255,8 +255,9 @@ _DEBUGGING = [
     Variable(
         "NXD_JAX_CHECK_INDICES",
         HONOUR,
-        "added by nxd_jax: an index out of range (embedding, gather, scatter, index, targets of a loss, ...) raises IndexError with its op, line and rank, "
-        "after the execution; otherwise the device clamps it, as the hardware does",
+        "added by nxd_jax: an index out of range (embedding, gather, scatter, index, targets of a loss, ...), and a mask with another number of values than it "
+        "selects places, raise IndexError with op, line and rank, after the execution; otherwise the device clamps the index, as the hardware does, or repeats "
+        "values",
         "0",
         FLAG,
         "debug_modes",
