@@ -528,6 +528,10 @@ class FloatItem(_Item, float):
     def __hash__(self) -> int:
         return hash(self.values[0])
 
+    def __int__(self) -> int:
+        plain([int(v) if math.isfinite(v) else v for v in self.values])
+        return int(self.values[0])
+
 
 @_arithmetic
 class IntItem(_Item, RankInt):

@@ -153,7 +153,8 @@ class XLATensor(torch.Tensor):
 
     def __int__(self) -> int:
         with READING:
-            return torch.Tensor.__int__(self)
+            value = torch.Tensor.__int__(self)
+        return int(_each_ranks(self, value))
 
     def __float__(self) -> float:
         with READING:

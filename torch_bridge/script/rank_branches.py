@@ -1,8 +1,9 @@
 """Plain numbers and truths that Python takes from a number that differs by rank, in a process that hosts several: the first hosted rank's, for all.
 
 `if rank == 0: print(...)` is what that is for, and right. What meets tensors is not: a branch with tensor work inside, `x * float(rank)`, a scale that
-`2.0 if rank else 1.0` chose. So each place is followed through the script's source (`rank_flow`) when it is first passed, and reported once: at once where
-tensors are seen to meet it, else when a graph is compiled that holds an op of a line that works with it.
+`2.0 if rank else 1.0` chose, and neither is what ranks tell each other (`xm.mesh_reduce("loss", float(loss), max)`). So each place is followed through the
+script's source (`rank_flow`) when it is first passed, and reported once: at once where it is seen to meet tensors or to go to other ranks, else when a graph
+is compiled that holds an op of a line that works with it.
 """
 
 from __future__ import annotations
@@ -112,10 +113,11 @@ def _report(found: Branch, line: int, level: int) -> None:
     if isinstance(found.decided, (ast.If, ast.While, ast.IfExp)):
         what = f"branches on a rank, and line {line} inside the branch, or after it with what it decided, works with tensors or yields data"
     else:
-        what = f"takes {ast.unparse(found.decided)} from a number that differs by rank, and line {line} works with it and tensors"
+        what = f"takes {ast.unparse(found.decided)} from a number that differs by rank, and line {line} works with it and tensors, or gives it to other ranks"
     rank_numbers.report(
         f"{found.file}:{found.line} {what}. This process runs the script once for several ranks, and Python asks for one answer: the first rank's choice was "
         "taken for all of them. Use a mask (torch.where(torch.zeros((), device='xla') + rank == 0, a, b)), keep the rank of a dataset in an attribute "
-        "(self.rank = xm.get_ordinal() in its __init__), or start one process per rank with torchrun.",
+        "(self.rank = xm.get_ordinal() in its __init__), "
+        "write `loss.item()` for `float(loss)` and `rank * 1.0` for `float(rank)`, or start one process per rank with torchrun.",
         level + 1,
     )

@@ -38,8 +38,10 @@ _COLLECTIVES = {
     "reduce_scatter_tensor", "all_to_all", "all_to_all_single", "collective_broadcast", "reduce_gradients", "optimizer_step",
 }  # fmt: skip
 """Functions between ranks that write tensors of the caller's. Not `gather` and `scatter`, which a script calls with a list on one rank alone."""
+_GATHERINGS = {"mesh_reduce", "all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list"}
+"""Functions between ranks that take Python objects. `xm.rendezvous`, which takes bytes, looks at them itself (`rank_payloads`)."""
 _BETWEEN_RANKS = ("torch.distributed.distributed_c10d", "torch_bridge.torch_xla.core.")
-"""Modules that have them."""
+"""Modules that have both."""
 
 
 class Flow:
@@ -308,7 +310,7 @@ class _Function:
         return any(self.tainted(child) for child in ast.iter_child_nodes(node)) or node in self._hot
 
     def _meets(self, node: ast.expr) -> None:
-        """One node with a followed value and a tensor among its operands."""
+        """One node with a followed value and a tensor among its operands, or a call that gives the value to other ranks."""
         if isinstance(node, (ast.BinOp, ast.Compare)):
             parts = [x for x in ast.iter_child_nodes(node) if isinstance(x, ast.expr)]
             if any(map(self.tainted, parts)) and any(map(self.tensor, parts)):
@@ -316,7 +318,7 @@ class _Function:
         elif isinstance(node, ast.Call):
             given = [*node.args, *(k.value for k in node.keywords)]
             method = isinstance(node.func, ast.Attribute) and self.tensor(node.func.value)
-            if any(map(self.tainted, given)) and (method or self._torch(node.func)):
+            if any(map(self.tainted, given)) and (method or self._torch(node.func) or self._between_ranks(node.func, _GATHERINGS)):
                 self._mix(node)
 
     def _mixed_inside(self, statement: ast.AST) -> None:
@@ -334,7 +336,7 @@ class _Function:
                     and self.tensor(part.func.value)
                 )
                 or (isinstance(part, ast.Return) and part.value is not None and self.tensor(part.value))
-                or (isinstance(part, ast.Call) and self._collective(part.func))
+                or (isinstance(part, ast.Call) and self._between_ranks(part.func, _COLLECTIVES))
             ):
                 self._mix(part)
 
@@ -350,11 +352,11 @@ class _Function:
             if loop is not None and (later := _given(loop.body)):
                 self._mix(later[0])
 
-    def _collective(self, node: ast.expr) -> bool:
-        """Whether this names a collective that writes tensors of the caller's."""
+    def _between_ranks(self, node: ast.expr, names: set[str]) -> bool:
+        """Whether this names one of these functions between ranks."""
         called = self.scope.value(node)
         module = getattr(called, "__module__", None)
-        return isinstance(module, str) and module.startswith(_BETWEEN_RANKS) and getattr(called, "__name__", "") in _COLLECTIVES
+        return isinstance(module, str) and module.startswith(_BETWEEN_RANKS) and getattr(called, "__name__", "") in names
 
     def _lives_on(self, name: str, statement: ast.AST) -> bool:
         """Whether a name is read outside the branch that assigns it."""

@@ -140,6 +140,18 @@ def _of_a_loss(r: Any, x: Any, c: Any) -> Any:
     return x * scale
 
 
+def _gathered_sum(r: Any, x: Any, c: Any) -> Any:
+    total = 0.0
+    for _ in range(2):
+        total += float((x * r).sum())
+    return xm.mesh_reduce("loss", total / 2, max)
+
+
+def _gathered_count(r: Any, x: Any, c: Any) -> Any:
+    right = int((x * r > 1).sum())
+    return xm.mesh_reduce("right", {"right": right, "of": 4}, lambda parts: sum(part["right"] for part in parts))
+
+
 def _seed(r: Any, x: Any, c: Any) -> Any:
     torch.manual_seed(1 if r else 2)
     return torch.randn(2)
@@ -180,6 +192,10 @@ REPORTED: dict[str, Program] = {
     "loss": _of_a_loss,
     "seed": _seed,
     "early import": _early_import,
+    "int of a tensor": lambda r, x, c: x * int((x * r).sum()),
+    "gathered float": lambda r, x, c: xm.mesh_reduce("rank", float(r), sum),
+    "gathered sum": _gathered_sum,
+    "gathered count": _gathered_count,
 }
 
 
@@ -318,9 +334,18 @@ def _sleeping(r: Any, x: Any, c: Any) -> Any:
     return x * r
 
 
+def _metrics(r: Any, x: Any, c: Any) -> Any:
+    loss, right = (x * r).sum(), (x * r > 1).sum()
+    assert xm.mesh_reduce("loss", loss.item() / 2, max) == 4.5
+    assert xm.mesh_reduce("right", {"right": right.item()}, lambda parts: sum(part["right"] for part in parts)) == 6
+    print(f"{float(loss):.2f} {int(right)}", end="")  # noqa: T201
+    assert int(loss) == 0
+    return x * 2
+
+
 @pytest.mark.parametrize(
     "run",
-    [_printing, _saving, _progress, _log_level, _timed, _gathering, _managed, _best, _early_stopping, _name, _writer, _sleeping],
+    [_metrics, _printing, _saving, _progress, _log_level, _timed, _gathering, _managed, _best, _early_stopping, _name, _writer, _sleeping],
     ids=lambda f: f.__name__,
 )
 def test_no_noise(run: Program, capsys: pytest.CaptureFixture[str]) -> None:
