@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import random
+import statistics
 import sys
 from collections.abc import Iterator
 from types import ModuleType
@@ -17,13 +18,13 @@ from typing import Any
 import numpy as np
 import torch
 
-_SOURCES = (math, random, np, np.random, torch, torch.random)
+_SOURCES = (math, statistics, random, np, np.random, torch, torch.random)
 _NOT_TOUCHED = frozenset(sys.stdlib_module_names - {"__main__"}) | {"torch", "numpy", "jax", "jaxlib", "torch_bridge", "nxd_jax"}
 
 
 @contextlib.contextmanager
 def bound_anew() -> Iterator[None]:
-    """Around what replaces functions of `math`, `random`, NumPy and torch."""
+    """Around what replaces functions of `math`, `statistics`, `random`, NumPy and torch."""
     before = [dict(vars(module)) for module in _SOURCES]
     yield
     replaced: dict[int, tuple[Any, Any]] = {}

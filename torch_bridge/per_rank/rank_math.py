@@ -1,4 +1,4 @@
-"""Functions of numbers, for numbers that differ by rank: `max`, `min`, those of `math`, and those that make arrays give each rank its own result.
+"""Functions of numbers, for numbers that differ by rank: `max`, `min`, those of `math` and `statistics`, and NumPy's give each rank its own result.
 
 They ask a number for one float, or for a truth, and would get the first hosted rank's. So once there are such numbers they are replaced by functions that look
 for them among the arguments, also where a script imported one before (`from math import sqrt`, `imported_names`).
@@ -9,6 +9,7 @@ from __future__ import annotations
 import builtins
 import functools
 import math
+import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,16 +22,28 @@ from torch_bridge.recorder.rank_tensor import RankTensor
 
 _KINDS = frozenset(rank_numbers.KINDS)
 _ARRAYS = _KINDS | {rank_array.RankArray, RankTensor}
+_ON_PLACES = frozenset(
+    {
+        "copyto", "put", "place", "putmask", "put_along_axis", "fill_diagonal", "save", "savez", "savez_compressed", "savetxt", "array2string", "array_repr",
+        "array_str", "shares_memory", "may_share_memory",
+    }
+)  # fmt: skip
+"""Functions of NumPy's that write to an array or a file, or make text, and are no functions of numbers."""
 
 
 @functools.cache
 def install() -> None:
     """Once there is a number that differs by rank."""
-    for name, function in list(vars(math).items()):
-        if callable(function):
-            setattr(math, name, _of_numbers(function))
+    for module, names in ((math, vars(math)), (statistics, statistics.__all__)):
+        for name in list(names):
+            function = getattr(module, name)
+            if callable(function) and not isinstance(function, type):
+                setattr(module, name, _of_numbers(function))
     for name in ("array", "asarray", "asanyarray", "ascontiguousarray", "full"):
         setattr(np, name, _of_lists(getattr(np, name)))
+    for name in np.__all__:  # those that arrays may take over, of lists of numbers: `np.mean(losses)`
+        if type(getattr(np, name)) is type(np.mean) and name not in _ON_PLACES:
+            setattr(np, name, _of_lists(getattr(np, name)))
     for name in ("arange", "linspace", "take", "roll", "repeat", "eye"):
         setattr(np, name, _of_any(getattr(np, name)))
     for name in ("max", "min"):
@@ -66,7 +79,7 @@ def _of_lists(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def function(*args: Any, **kwargs: Any) -> Any:
-        for x in args[:2]:
+        for x in (*args, *kwargs.values()) if kwargs else args:
             if type(x) in _ARRAYS or (type(x) in (list, tuple) and rank_functions.hold_ranks(x)):
                 return rank_array.on_each(original, args, kwargs)
         return original(*args, **kwargs)

@@ -127,6 +127,7 @@ class _Function:
     def run(self, hot: Sequence[ast.AST], branches: Sequence[ast.AST]) -> bool:
         """Follow what these expressions and branches decide; whether the function returns it."""
         self._hot, self._branches = set(hot), set(branches)
+        self._hold(node for node in hot if self._is_place_in_array(node))
         nodes = list(ast.walk(self.node))
         size = -1
         while size != (size := len(self.names) + len(self.attributes) + len(self.tensors) + len(self._branches) + self.returned):
@@ -160,6 +161,10 @@ class _Function:
         elif isinstance(node, (ast.If, ast.While)) and (node in self._branches or self.tainted(node.test)):
             self._branches.add(node)
             self._branch(node)
+
+    def _is_place_in_array(self, node: ast.AST) -> bool:
+        """Whether a number was asked for to write it to an array of NumPy's: `losses[k] = loss.item()`."""
+        return isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store) and isinstance(self.scope.value(node.value), np.ndarray)
 
     def _hold(self, targets: Iterable[ast.AST]) -> None:
         for target in targets:

@@ -8,6 +8,8 @@ import copy
 import math
 import operator
 import pickle
+import statistics
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -219,6 +221,38 @@ def test_items_remember_each_rank(rank: Any) -> None:
         expected = [use((r + 1) * 0.5) for r in range(4)]
         assert xm.mesh_reduce("t", use(number), list) == expected
         eager.same(torch.zeros(2, device="xla") + use(number), eager.each(lambda r, e=expected: torch.full((2,), e[r])))
+
+
+def mean_absolute(values: Any) -> Any:
+    return np.mean([abs(v) for v in values])
+
+
+OF_LISTS: dict[str, tuple[Callable[[list[Any]], Any], list[float]]] = {
+    "np.mean": (lambda v: np.mean(v), [1.5, 3.0, 4.5, 6.0]),
+    "np.mean of a function's": (mean_absolute, [1.5, 3.0, 4.5, 6.0]),
+    "np.average": (lambda v: np.average([1.0, 4.0], weights=v), [3.0] * 4),
+    "np.median": (lambda v: np.median([*v, 3.0]), [2.0, 3.0, 3.0, 4.0]),
+    "np.std": (lambda v: np.std(a=v), [0.5, 1.0, 1.5, 2.0]),
+    "np.max": (lambda v: np.max(v), [2.0, 4.0, 6.0, 8.0]),
+    "np.stack": (lambda v: np.stack([np.full(2, x) for x in v]).sum(), [6.0, 12.0, 18.0, 24.0]),
+    "np.array": (lambda v: np.array(v).mean(), [1.5, 3.0, 4.5, 6.0]),
+    "np.where": (lambda v: np.where([True, False], 0.0, v).sum(), [2.0, 4.0, 6.0, 8.0]),
+    "np.mean of arrays": (lambda v: np.mean([np.array(x) for x in v]), [1.5, 3.0, 4.5, 6.0]),
+    "statistics.mean": (lambda v: statistics.mean(v), [1.5, 3.0, 4.5, 6.0]),
+    "statistics.median": (lambda v: statistics.median([*v, 3.0]), [2.0, 3.0, 3.0, 4.0]),
+    "statistics.stdev": (lambda v: round(statistics.stdev(v), 3), [0.707, 1.414, 2.121, 2.828]),
+    "math.fsum": (lambda v: math.fsum(v), [3.0, 6.0, 9.0, 12.0]),
+    "sum": (sum, [3.0, 6.0, 9.0, 12.0]),
+}
+
+
+@pytest.mark.parametrize("name", OF_LISTS)
+def test_functions_of_lists_of_items(name: str, rank: Any) -> None:
+    """`np.mean(losses)` of what `.item()` gave is each rank's own. (It was the first rank's, for all, without a word.)"""
+    losses = [((rank + 1) * k * torch.ones((), device="xla")).item() for k in (1, 2)]
+    of, wanted = OF_LISTS[name]
+    assert xm.mesh_reduce("x", of(losses), lambda found: [float(v) for v in found]) == wanted
+    assert type(of([1.0, 2.0])) in (float, np.float64)
 
 
 def test_integer_items(rank: Any) -> None:

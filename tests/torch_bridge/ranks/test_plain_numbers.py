@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -147,6 +148,13 @@ def _gathered_sum(r: Any, x: Any, c: Any) -> Any:
     return xm.mesh_reduce("loss", total / 2, max)
 
 
+def _gathered_array(r: Any, x: Any, c: Any) -> Any:
+    losses = np.zeros(2)
+    for k in range(2):
+        losses[k] = (x * r).sum().item()
+    return xm.mesh_reduce("loss", losses.mean(), max)
+
+
 def _gathered_count(r: Any, x: Any, c: Any) -> Any:
     right = int((x * r > 1).sum())
     return xm.mesh_reduce("right", {"right": right, "of": 4}, lambda parts: sum(part["right"] for part in parts))
@@ -196,6 +204,7 @@ REPORTED: dict[str, Program] = {
     "gathered float": lambda r, x, c: xm.mesh_reduce("rank", float(r), sum),
     "gathered sum": _gathered_sum,
     "gathered count": _gathered_count,
+    "gathered array": _gathered_array,
 }
 
 
@@ -353,8 +362,6 @@ def test_no_noise(run: Program, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_numbers_of_math_and_numpy_are_each_ranks_own() -> None:
-    import numpy as np
-
     r = world.rank()
     assert rank_numbers.per_rank(math.sqrt(r)) == [math.sqrt(k) for k in range(4)] and rank_numbers.per_rank(math.floor(r / 2)) == [
         0,
