@@ -22,12 +22,12 @@ import numpy as np
 
 from torch_bridge import source
 from torch_bridge.mesh import rank_numbers
-from torch_bridge.script import rank_syntax
+from torch_bridge.script import rank_stores, rank_syntax
 
 _TAKING = {"BINARY_SUBSCR", "BINARY_SLICE", "STORE_SUBSCR", "STORE_SLICE", "BINARY_OP"}
 _KNOWN = {"lightning", "pytorch_lightning", "lightning_fabric", "torchmetrics"}
-"""Libraries whose samplers keep their rank, of which `rank_loaders` makes a copy for each; and that put what a rank gathered from itself into its place again,
-which is right for rank 0, whose numbers are read."""
+"""Libraries whose samplers keep their rank, of which `rank_loaders` makes a copy for each; and that put what a rank gathered from itself into its place again
+(`rank_stores`)."""
 _DATA = {"numpy", "datasets", "pandas", "pyarrow", "h5py", "zarr", "webdataset", "streaming"}
 """Libraries that hold data: what they are asked for by a rank's number is data of one rank."""
 _TORCH_DATA = os.sep + os.path.join("torch", "utils", "data") + os.sep
@@ -59,24 +59,38 @@ def note(values: Sequence[int], hosted: Sequence[int]) -> bool:
     if _DATA & folders or place[0].endswith(_CONTAINERS) or (_TORCH_DATA in place[0] and _asking(frame.f_code, frame.f_lasti) is not None):
         _note_library(frame, hosted)
         return True
-    if not source.is_outside(frame.f_code) or _KNOWN & folders:
+    known = bool(_KNOWN & folders)
+    if not known and not source.is_outside(frame.f_code):
         return True
     node = _asking(frame.f_code, frame.f_lasti)
+    if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store) and not isinstance(node.slice, (ast.Slice, ast.Tuple)):
+        say = (lambda: None) if known else functools.partial(_report_taken, node, frame, hosted)
+        if rank_stores.for_each_rank(frame, _named(node.value, frame), values, hosted, say):
+            return True
+    if known:
+        return True
     if node is None:
         return _note_method(frame, hosted)
     kept = isinstance(node, ast.Subscript) and _keep(node, frame, values, hosted)
     if place in _reported or (isinstance(node, ast.Subscript) and _alike(node, frame, [values[r] for r in hosted])):
         return True
+    _report_taken(node, frame, hosted, ", but for a Dataset whose constructor is given it, which is made for each rank" if kept else "")
+    return True
+
+
+def _report_taken(node: ast.expr, frame: FrameType, hosted: Sequence[int], but: str = "") -> None:
+    """Say once of a line that it takes an index."""
+    place = (frame.f_code.co_filename, frame.f_lineno)
+    if place in _reported:
+        return
     _reported.add(place)
-    but = ", but for a Dataset whose constructor is given it, which is made for each rank" if kept else ""
     rank_numbers.report(
         f"{place[0]}:{place[1]} takes {ast.unparse(node)} by a number that differs by rank. This process runs the script once for {len(hosted)} ranks, and "
         f"Python takes it for rank {hosted[0]} alone: all ranks work with what is rank {hosted[0]}'s{but}. Have what depends on it made for each rank "
         "(torch_bridge.each_rank(lambda rank: make(files[rank]), rank)), use a tensor for what ranks differ in (torch.stack(list)[rank]), give a DataLoader "
         "the rank (DistributedSampler(rank=...)), or start one process per rank with torchrun.",
-        4,
+        _level_of(frame),
     )
-    return True
 
 
 def _note_library(frame: FrameType, hosted: Sequence[int]) -> None:
@@ -109,15 +123,20 @@ def _report_call(frame: FrameType, what: str, hosted: Sequence[int]) -> None:
     if place in _reported:
         return
     _reported.add(place)
-    level, at = 1, sys._getframe()
-    while at is not frame and at.f_back is not None:
-        level, at = level + 1, at.f_back
     rank_numbers.report(
         f"{place[0]}:{place[1]} {what}. This process runs the script once for {len(hosted)} ranks, and it is taken for rank {hosted[0]} alone: all ranks work "
         f"with what is rank {hosted[0]}'s. Have what depends on it made for each rank (torch_bridge.each_rank(lambda rank: torch.tensor(...), rank)), give a "
         "DataLoader the rank (DistributedSampler(rank=...)), or start one process per rank with torchrun.",
-        level,
+        _level_of(frame),
     )
+
+
+def _level_of(frame: FrameType) -> int:
+    """How far out a frame is, as the caller counts for `warnings.warn`."""
+    level, at = 1, sys._getframe(1)
+    while at is not frame and at.f_back is not None:
+        level, at = level + 1, at.f_back
+    return level
 
 
 def taken(x: Any) -> Taken | None:
