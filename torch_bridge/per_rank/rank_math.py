@@ -41,8 +41,9 @@ def install() -> None:
                 setattr(module, name, _of_numbers(function))
     for name in ("array", "asarray", "asanyarray", "ascontiguousarray", "full"):
         setattr(np, name, _of_lists(getattr(np, name)))
+    taken_over = type(np.mean)
     for name in np.__all__:  # those that arrays may take over, of lists of numbers: `np.mean(losses)`
-        if type(getattr(np, name)) is type(np.mean) and name not in _ON_PLACES:
+        if type(getattr(np, name)) is taken_over and name not in _ON_PLACES:
             setattr(np, name, _of_lists(getattr(np, name)))
     for name in ("arange", "linspace", "take", "roll", "repeat", "eye"):
         setattr(np, name, _of_any(getattr(np, name)))
