@@ -336,6 +336,10 @@ CASES: dict[str, tuple[Call, str]] = {
             ("multi_margin_loss", lambda t: torch.nn.functional.multi_margin_loss(t[None], t[:1])),
             ("cholesky", lambda t: torch.cholesky(t.expand(3, 3))),
             ("geqrf", lambda t: torch.geqrf(t.expand(3, 3))),
+            ("lu", lambda t: torch.linalg.lu(t.expand(3, 3))),
+            ("eigh", lambda t: torch.linalg.eigh(t.expand(3, 3))),
+            ("householder_product", lambda t: torch.linalg.householder_product(t.expand(3, 3), t)),
+            ("solve_triangular", lambda t: torch.linalg.solve_triangular(t.expand(3, 3), t[:, None], upper=True)),
             ("segment_reduce", lambda t: torch.segment_reduce(t, "sum", lengths=t)),
             ("grid_sample", lambda t: torch.nn.functional.grid_sample(t.view(1, 1, 1, 3), t[:2].view(1, 1, 1, 2), align_corners=False)),
         )
@@ -344,6 +348,10 @@ CASES: dict[str, tuple[Call, str]] = {
         lambda d: torch.nn.functional.interpolate(_zeros(1, 1, 3)(d).cfloat(), 5, mode="linear"),
         "not implemented for torch.complex64",
     ),
+    **{
+        f"{name} into bools": (lambda d, name=name: getattr(torch, name)(x(d) > 0, 0, dtype=torch.bool), "not implemented for")
+        for name in ("cumsum", "cumprod")
+    },  # type: ignore[misc]
     "shifts of floats": (lambda d: torch.bitwise_left_shift(x(d), 1), "not implemented for torch.float32: it takes integers"),
     "shifts by floats": (lambda d: torch.bitwise_right_shift(long(d), x(d)), "not implemented for torch.float32: it takes integers"),
     "shifts of bools": (lambda d: torch.bitwise_left_shift(x(d) > 0, x(d) > 0), "not implemented for torch.bool: convert it with .int()"),

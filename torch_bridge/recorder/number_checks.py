@@ -80,6 +80,12 @@ _OF_FRACTIONS_OR_COMPLEX = (
     aten.triangular_solve.default,
     aten._lu_with_info.default,
     aten.linalg_lu_factor_ex.default,
+    aten.linalg_lu.default,
+    aten.linalg_eig.default,
+    aten.linalg_eigvals.default,
+    aten._linalg_eigh.default,
+    aten.linalg_householder_product.default,
+    aten.linalg_solve_triangular.default,
 )
 _OF_REAL_NUMBERS = (
     *(op for op in lowerings.registered() if str(op).startswith("aten.special_")),
@@ -227,6 +233,12 @@ def _of_bools(self: Tensor, *rest: object, **kwargs: object) -> None:
 def _steps(*ends: object, dtype: torch.dtype | None = None, **kwargs: object) -> None:
     if dtype == torch.bool:
         raise NotImplementedError("linspace and logspace are not implemented for torch.bool: make numbers, and compare them")
+
+
+@checks(aten.cumsum.default, aten.cumprod.default)
+def _running(self: Tensor, dim: int, dtype: torch.dtype | None = None) -> None:
+    if dtype == torch.bool:
+        raise NotImplementedError('"cumsum" and "cumprod" not implemented for torch.bool: without a dtype they count in int64')
 
 
 @checks(aten.scatter_reduce.two, aten.index_reduce.default)
