@@ -306,6 +306,100 @@ CASES: dict[str, tuple[Call, str]] = {
     "prelu of integers": (lambda d: torch.nn.functional.prelu(long(d), long(d)[:1]), "not implemented for torch.int64"),
     "relu6 of complex numbers": (lambda d: torch.nn.functional.relu6(x(d).to(torch.complex64)), "complex numbers have no order"),
     "atan2 of complex numbers": (lambda d: torch.atan2(*[x(d).to(torch.complex64)] * 2), "complex numbers have no order"),
+    **{
+        f"{name} of complex numbers, which are no real ones": (
+            lambda d, fn=fn: fn(x(d).cfloat()),
+            "not implemented for torch.complex64: it takes real numbers",
+        )
+        for name, fn in (
+            ("erf", torch.erf),
+            ("erfinv", torch.erfinv),
+            ("lgamma", torch.lgamma),
+            ("digamma", torch.digamma),
+            ("polygamma", lambda t: torch.polygamma(1, t)),
+            ("i0", torch.i0),
+            ("i1e", torch.special.i1e),
+            ("entr", torch.special.entr),
+            ("zeta", lambda t: torch.special.zeta(t, 2.0)),
+            ("bessel_j1", torch.special.bessel_j1),
+            ("chebyshev_polynomial_t", lambda t: torch.special.chebyshev_polynomial_t(t, 2)),
+            ("frac", torch.frac),
+            ("logit", torch.logit),
+            ("rounding to decimals", lambda t: torch.round(t, decimals=1)),
+        )
+    },  # type: ignore[misc]
+    **{
+        f"{name}, which takes fractions": (lambda d, fn=fn: fn(long(d)), "not implemented for torch.int64: convert it with .float()")
+        for name, fn in (
+            ("glu", lambda t: torch.nn.functional.glu(t[:2])),
+            ("igamma", lambda t: torch.igamma(t, t)),
+            ("multi_margin_loss", lambda t: torch.nn.functional.multi_margin_loss(t[None], t[:1])),
+            ("cholesky", lambda t: torch.cholesky(t.expand(3, 3))),
+            ("geqrf", lambda t: torch.geqrf(t.expand(3, 3))),
+            ("lu", lambda t: torch.linalg.lu(t.expand(3, 3))),
+            ("eigh", lambda t: torch.linalg.eigh(t.expand(3, 3))),
+            ("householder_product", lambda t: torch.linalg.householder_product(t.expand(3, 3), t)),
+            ("solve_triangular", lambda t: torch.linalg.solve_triangular(t.expand(3, 3), t[:, None], upper=True)),
+            ("segment_reduce", lambda t: torch.segment_reduce(t, "sum", lengths=t)),
+            ("grid_sample", lambda t: torch.nn.functional.grid_sample(t.view(1, 1, 1, 3), t[:2].view(1, 1, 1, 2), align_corners=False)),
+        )
+    },  # type: ignore[misc]
+    "interpolation of complex numbers": (
+        lambda d: torch.nn.functional.interpolate(_zeros(1, 1, 3)(d).cfloat(), 5, mode="linear"),
+        "not implemented for torch.complex64",
+    ),
+    **{
+        f"{name} into bools": (lambda d, name=name: getattr(torch, name)(x(d) > 0, 0, dtype=torch.bool), "not implemented for")
+        for name in ("cumsum", "cumprod")
+    },  # type: ignore[misc]
+    "shifts of floats": (lambda d: torch.bitwise_left_shift(x(d), 1), "not implemented for torch.float32: it takes integers"),
+    "shifts by floats": (lambda d: torch.bitwise_right_shift(long(d), x(d)), "not implemented for torch.float32: it takes integers"),
+    "shifts of bools": (lambda d: torch.bitwise_left_shift(x(d) > 0, x(d) > 0), "not implemented for torch.bool: convert it with .int()"),
+    "masked_select by integers": (lambda d: (x(d) + 1).masked_select(long(d)), "expected BoolTensor for mask"),
+    "index_select at floats": (lambda d: x(d).index_select(0, x(d)), "index_select(): Expected dtype int32 or int64 for index"),
+    "index_select at bools": (lambda d: x(d).index_select(0, x(d) > 0), "convert it with .long()"),
+    "index_select of a number, many times": (lambda d: x(d)[0].index_select(0, long(d)), "Index to scalar can have only 1 value, got 3"),
+    "index_add at floats": (lambda d: x(d).index_add(0, x(d), x(d)), "index_add(): Expected dtype int32 or int64 for index"),
+    "index_fill at floats": (lambda d: x(d).index_fill(0, x(d), 1), "index_fill_(): Expected dtype int32 or int64 for index"),
+    "index_reduce at floats": (
+        lambda d: x(d).index_reduce(0, x(d), x(d), "prod"),
+        "index_reduce_(): Expected dtype int32 or int64 for index",
+    ),
+    "index_reduce that sums": (lambda d: x(d).index_reduce(0, long(d), x(d), "sum"), "one of prod, mean, amax or amin but got sum"),
+    "index_reduce of other rows": (
+        lambda d: x(d).index_reduce(0, long(d), x(d)[:1], "prod"),
+        "Number of indices (3) should be equal to source.size(dim) (1)",
+    ),
+    "searchsorted in the order of floats": (lambda d: torch.searchsorted(x(d), x(d), sorter=x(d)), "sorter must be a tensor of long dtype"),
+    "segments of lengths in floats": (lambda d: torch.segment_reduce(x(d), "sum", lengths=x(d)), "for lengths of torch.float32"),
+    "convolution with another bias": (
+        lambda d: torch.nn.functional.conv1d(two(d)[None], _zeros(4, 2, 1)(d), x(d)),
+        "expected bias to be 1-dimensional with 4 elements, but got bias of size [3] instead",
+    ),
+    "transposed convolution with another bias": (
+        lambda d: torch.nn.functional.conv_transpose1d(two(d)[None], _zeros(2, 4, 1)(d), x(d)),
+        "expected bias to be 1-dimensional with 4 elements, but got bias of size [3] instead",
+    ),
+    "convolution to no channels": (
+        lambda d: torch.nn.functional.conv1d(two(d)[None], _zeros(0, 2, 1)(d)),
+        "to be at least 1 at dimension 0",
+    ),
+    "transposed convolution with too much output padding": (
+        lambda d: torch.nn.functional.conv_transpose1d(two(d)[None], _zeros(2, 4, 1)(d), stride=2, output_padding=2),
+        "output padding must be smaller than either stride or dilation",
+    ),
+    "transposed convolution with negative output padding": (
+        lambda d: torch.nn.functional.conv_transpose1d(two(d)[None], _zeros(2, 4, 1)(d), output_padding=-1),
+        "negative output_padding is not supported",
+    ),
+    "smooth_l1_loss with a negative beta": (
+        lambda d: torch.nn.functional.smooth_l1_loss(x(d), x(d), beta=-1),
+        "does not support negative values for beta",
+    ),
+    "ctc_loss with a blank that is no label": (
+        lambda d: torch.nn.functional.ctc_loss(_zeros(4, 1, 3)(d), long(d)[None] + 1, long("cpu")[:1] + 4, long("cpu")[:1] + 2, blank=5),
+        "blank must be in label range",
+    ),
     "index_select at a matrix": (lambda d: x(d).index_select(0, long(d)[None]), "supposed to be a vector"),
     "convolution of other channels": (
         lambda d: torch.nn.functional.conv1d(two(d)[None], torch.zeros(4, 3, 1, device=d)),
@@ -410,6 +504,28 @@ def test_integers_are_counted_as_accelerators_do() -> None:
     experts = torch.tensor([0, 2, 2, 3, 2])
     counted = torch.histc(experts.int().to("xla"), bins=4, min=0, max=3)
     assert counted.tolist() == torch.histc(experts.float(), bins=4, min=0, max=3).tolist() and counted.dtype == torch.int32
+    small = torch.tensor([0, 2, 2, 3], device="xla")  # made on the device: what waits may be computed on the host
+    assert torch.histc(small, 4, 0, 3).cpu().tolist() == [1, 0, 2, 1]
+
+
+def test_shifts_of_masks_by_numbers() -> None:
+    def run(device: str) -> Any:
+        mask = torch.tensor([True, False], device=device)
+        return torch.bitwise_left_shift(mask, 2), mask << 1, torch.bitwise_left_shift(mask, torch.tensor(2, device=device))
+
+    same(run)
+
+
+def test_transposed_convolutions_take_output_padding_below_the_dilation() -> None:
+    def run(device: str) -> Any:
+        x, weight, bias = (
+            torch.arange(8.0, device=device).view(1, 4, 2),
+            torch.ones(4, 3, 2, device=device),
+            torch.arange(6.0, device=device),
+        )
+        return torch.nn.functional.conv_transpose1d(x, weight, bias, output_padding=1, dilation=2, groups=2)
+
+    same(run)
 
 
 @pytest.mark.parametrize("op", [torch.var, torch.std, torch.var_mean, torch.std_mean])

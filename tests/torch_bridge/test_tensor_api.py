@@ -221,6 +221,11 @@ OUT: dict[str, Callable[[str], Any]] = {
     ),
     "another dtype": lambda d: torch.add(torch.ones(2, dtype=torch.int32, device=d), 1, out=torch.empty(2, device=d)),
     "arange": lambda d: torch.arange(4, out=torch.empty(4, dtype=torch.int64, device=d)),
+    "arange into a matrix": lambda d: torch.arange(6, out=torch.empty(2, 3, device=d)),
+    "arange into a transposed matrix": lambda d: (o := torch.zeros(3, 2, device=d), torch.arange(1, 7, out=o.t())),
+    "arange into a number": lambda d: torch.arange(3, 4, out=torch.empty((), device=d)),
+    "linspace into a matrix": lambda d: torch.linspace(0, 1, 4, out=torch.empty(2, 2, device=d)),
+    "logspace into a matrix": lambda d: torch.logspace(0, 1, 4, out=torch.empty(2, 2, device=d)),
     "stack": lambda d: torch.stack([torch.ones(2, device=d)] * 3, out=torch.empty(3, 2, device=d)),
     "sort": lambda d: torch.sort(
         torch.tensor([3.0, 1.0], device=d), out=(torch.empty(2, device=d), torch.empty(2, dtype=torch.int64, device=d))

@@ -112,12 +112,24 @@ def copysign(self: Operand, other: Operand) -> Array:
 
 
 def _gcd(x: Array, y: Array) -> Array:
-    return jnp.gcd(x, y)
+    """Euclid's steps, as torch's CPU kernel takes them. With the smallest integer, which has a negative absolute value, `jnp.gcd` does not end."""
+
+    def step(pair: tuple[Array, Array]) -> tuple[Array, Array]:
+        divisor, rest = pair
+        going = divisor != 0
+        remainder = lax.rem(rest, jnp.where(going, divisor, jnp.ones_like(divisor)))
+        return jnp.where(going, remainder, divisor), jnp.where(going, divisor, rest)
+
+    first, second = jnp.broadcast_arrays(jnp.abs(x), jnp.abs(y))
+    return lax.while_loop(lambda pair: (pair[0] != 0).any(), step, (first, second))[1]
 
 
 def _lcm(x: Array, y: Array) -> Array:
-    divisor = jnp.gcd(x, y)
-    return jnp.where(divisor == 0, jnp.zeros_like(divisor), jnp.abs(lax.div(*jnp.broadcast_arrays(x, jnp.maximum(divisor, 1))) * y))
+    divisor = _gcd(x, y)
+    wide = jnp.int32 if x.dtype.itemsize < 4 else x.dtype  # C computes so, and rounds once
+    none = divisor == 0
+    parts = lax.div(jnp.broadcast_to(x, divisor.shape).astype(wide), jnp.where(none, jnp.ones_like(divisor), divisor).astype(wide))
+    return jnp.where(none, jnp.zeros_like(divisor), jnp.abs(parts * y.astype(wide)).astype(x.dtype))
 
 
 def _register(op: torch._ops.OpOverload, fn: Callable[..., Any], floating: bool) -> None:

@@ -48,15 +48,26 @@ def _log_base(base: float) -> Callable[[Any], Any]:
     """
 
     def log(x: Array) -> Array:
+        if is_complex(x):  # part by part: an infinity times a complex number is NaN
+            found = jnp.log(x)
+            return lax.complex(found.real / math.log(base), found.imag / math.log(base))
         result = jnp.log(x) / jnp.asarray(math.log(base), x.dtype)
-        if is_complex(x):
-            return result
         fixed = lax.stop_gradient(result)
         whole = jnp.round(fixed)
         exact = jnp.isfinite(fixed) & (lax.pow(jnp.full_like(x, base), whole) == x)
         return result + jnp.where(exact, whole - fixed, jnp.zeros_like(fixed))
 
     return log
+
+
+def _along_cuts(fn: Callable[[Any], Any], side: int = 1) -> Callable[[Any], Any]:
+    """For complex numbers: the imaginary part has `side` times the argument's sign, on branch cuts that of its zero too. JAX has one side of a cut alone."""
+
+    def cut(x: Array) -> Array:
+        found = fn(x)
+        return lax.complex(found.real, jnp.copysign(found.imag, side * x.imag)) if is_complex(x) else found
+
+    return cut
 
 
 for _op, _fn in (
@@ -67,21 +78,21 @@ for _op, _fn in (
     (aten.log2.default, _log_base(2)),
     (aten.log10.default, _log_base(10)),
     (aten.log1p.default, jnp.log1p),
-    (aten.sqrt.default, jnp.sqrt),
+    (aten.sqrt.default, _along_cuts(jnp.sqrt)),
     (aten.rsqrt.default, _rsqrt),
     (aten.reciprocal.default, lambda x: 1 / x),
     (aten.sigmoid.default, lax.logistic),
     (aten.sin.default, jnp.sin),
     (aten.cos.default, jnp.cos),
     (aten.tan.default, jnp.tan),
-    (aten.asin.default, jnp.arcsin),
-    (aten.acos.default, jnp.arccos),
+    (aten.asin.default, _along_cuts(jnp.arcsin)),
+    (aten.acos.default, _along_cuts(jnp.arccos, -1)),
     (aten.atan.default, jnp.arctan),
     (aten.sinh.default, jnp.sinh),
     (aten.cosh.default, jnp.cosh),
     (aten.tanh.default, jnp.tanh),
     (aten.asinh.default, jnp.arcsinh),
-    (aten.acosh.default, jnp.arccosh),
+    (aten.acosh.default, _along_cuts(jnp.arccosh)),
     (aten.atanh.default, jnp.arctanh),
     (aten.erf.default, lax.erf),
     (aten.erfc.default, lax.erfc),

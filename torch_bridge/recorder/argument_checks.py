@@ -155,8 +155,9 @@ def _put(self: Tensor, index: Tensor, source: Tensor, accumulate: bool = False) 
         )
 
 
-@checks(aten.index_fill.int_Scalar)
-def _index_fill(self: Tensor, dim: int, index: Tensor, value: complex) -> None:
+@checks(aten.index_fill.int_Scalar, aten.index_fill.int_Tensor)
+def _index_fill(self: Tensor, dim: int, index: Tensor, value: complex | Tensor) -> None:
+    _of_positions("index_fill_", index, IndexError)
     if isinstance(value, complex) and not self.dtype.is_complex:
         raise RuntimeError(f"index_fill_(): Converting complex Scalar to non-complex type is not supported: {value} into {self.dtype}")
 
@@ -167,6 +168,15 @@ def _index_select(self: Tensor, dim: int, index: Tensor) -> None:
         raise IndexError(
             f"index_select(): Index is supposed to be a vector, got {index.dim()} dims: index with self[index] along dim 0, or flatten it"
         )
+    _of_positions("index_select", index)
+    if self.dim() == 0 and index.numel() != 1:
+        raise RuntimeError(f"index_select(): Index to scalar can have only 1 value, got {index.numel()}: use self.expand({index.numel()})")
+
+
+def _of_positions(name: str, index: Tensor, error: type[Exception] = RuntimeError) -> None:
+    """An error, as in torch, unless an index along a dim holds int32 or int64."""
+    if index.dtype not in (torch.int32, torch.int64):
+        raise error(f"{name}(): Expected dtype int32 or int64 for index, but got {index.dtype}: convert it with .long()")
 
 
 @checks(aten.pow.Tensor_Scalar, aten._foreach_pow.Scalar)
@@ -262,6 +272,7 @@ def _narrow_copy(self: Tensor, dim: int, start: int, length: int) -> None:
 @checks(aten.index_add.default)
 def _index_add(self: Tensor, dim: int, index: Tensor, source: Tensor, **kwargs: object) -> None:
     one_dtype("index_add", self, source)
+    _of_positions("index_add", index)
     own, given = list(self.shape), list(source.shape)
     if len(own) == len(given) and -len(own) <= dim < len(own):
         own[dim] = index.numel()
@@ -269,6 +280,17 @@ def _index_add(self: Tensor, dim: int, index: Tensor, source: Tensor, **kwargs: 
         raise RuntimeError(
             "index_add_(): source tensor shape must match self tensor shape, excluding the specified dimension. "
             f"Got self.shape = {list(self.shape)} source.shape = {list(source.shape)}"
+        )
+
+
+@checks(aten.index_reduce.default)
+def _index_reduce(self: Tensor, dim: int, index: Tensor, source: Tensor, reduce: str, **kwargs: object) -> None:
+    _of_positions("index_reduce_", index)
+    if reduce not in ("prod", "mean", "amax", "amin"):
+        raise RuntimeError(f"index_reduce(): Expected reduce to be one of prod, mean, amax or amin but got {reduce}: index_add sums")
+    if source.dim() and -source.dim() <= dim < source.dim() and index.numel() != source.shape[dim]:
+        raise RuntimeError(
+            f"index_reduce_(): Number of indices ({index.numel()}) should be equal to source.size(dim) ({source.shape[dim]})"
         )
 
 
@@ -317,9 +339,18 @@ def _histc(self: Tensor, bins: int = 100, min: float = 0, max: float = 0) -> Non
 
 
 @checks(aten.segment_reduce.default)
-def _segment_reduce(data: Tensor, reduce: str, **kwargs: object) -> None:
+def _segment_reduce(data: Tensor, reduce: str, lengths: Tensor | None = None, offsets: Tensor | None = None, **kwargs: object) -> None:
+    for name, given in (("lengths", lengths), ("offsets", offsets)):
+        if given is not None and given.dtype not in (torch.int32, torch.int64):
+            raise NotImplementedError(f"segment_reduce(): not implemented for {name} of {given.dtype}: convert them with .long()")
     if reduce not in ("sum", "mean", "max", "min", "prod"):
         raise RuntimeError(f"reduce argument must be either sum, prod, mean, max or min, got {reduce}")
+
+
+@checks(aten.searchsorted.Tensor, aten.searchsorted.Scalar)
+def _searchsorted(sorted_sequence: Tensor, self: Tensor | complex, *, sorter: Tensor | None = None, **kwargs: object) -> None:
+    if sorter is not None and sorter.dtype != torch.int64:
+        raise RuntimeError(f"torch.searchsorted(): sorter must be a tensor of long dtype but got dtype {sorter.dtype}")
 
 
 # -- reductions over nothing ----------------------------------------------------------------------
@@ -394,6 +425,23 @@ def _convolution(
             f"Given {'transposed=1' if transposed else f'groups={groups}'}, weight of size {list(weight.shape)}, "
             f"expected input{list(input.shape)} to have {channels} channels, but got {input.shape[1]} channels instead"
         )
+    if not transposed and weight.shape[0] < 1:
+        raise RuntimeError(
+            f"Given groups={groups}, expected weight to be at least 1 at dimension 0, but got weight of size {list(weight.shape)} instead"
+        )
+    made = weight.shape[1] * groups if transposed else weight.shape[0]
+    if bias is not None and list(bias.shape) != [made]:
+        raise RuntimeError(
+            f"Given weight of size {list(weight.shape)}, expected bias to be 1-dimensional with {made} elements, "
+            f"but got bias of size {list(bias.shape)} instead"
+        )
+    if min(output_padding, default=0) < 0:
+        raise RuntimeError(f"negative output_padding is not supported, got {list(output_padding)}")
+    if transposed and any(more >= max(step, wide) for more, step, wide in zip(output_padding, stride, dilation, strict=False)):
+        raise RuntimeError(
+            f"output padding must be smaller than either stride or dilation, but got output_padding {list(output_padding)}, "
+            f"stride {list(stride)}, dilation {list(dilation)}"
+        )
     if min(padding, default=0) < 0:
         raise RuntimeError(f"negative padding is not supported, got {list(padding)}")
     if min(stride, default=1) <= 0:
@@ -455,9 +503,15 @@ def _fractional_max_pool(self: Tensor, kernel_size: Sequence[int], output_size: 
 
 
 @checks(aten._ctc_loss.default, aten._ctc_loss.Tensor)
-def _ctc_loss(log_probs: Tensor, *rest: object, **kwargs: object) -> None:
+def _ctc_loss(
+    log_probs: Tensor, targets: Tensor, input_lengths: object, target_lengths: object, blank: int = 0, *rest: object, **kwargs: object
+) -> None:
     if log_probs.numel() == 0:
         raise RuntimeError(f"log_probs tensor must not be empty, got {list(log_probs.shape)}")
+    if not log_probs.dtype.is_floating_point:
+        raise NotImplementedError(f'"ctc_loss" not implemented for {log_probs.dtype}: it takes logarithms of probabilities')
+    if not 0 <= blank < log_probs.shape[-1]:
+        raise RuntimeError(f"blank must be in label range: got {blank} of {log_probs.shape[-1]} labels")
 
 
 # -- distributions --------------------------------------------------------------------------------

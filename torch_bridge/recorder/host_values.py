@@ -154,13 +154,18 @@ class Work:
         return first
 
     def results(self, wanted: Sequence[int]) -> list[torch.Tensor] | None:
-        """These values; None where ranks have different ones, where only other processes know whether they do, and where the device may round otherwise."""
+        """These values; None where ranks have different ones, where only other processes know whether they do, where the device may round otherwise, and where
+        torch has no CPU kernel for these dtypes (a histogram of integers).
+        """
         ranks = self._ranks()
         found: list[list[torch.Tensor]] = []
         for rank in ranks:
             values = {**self._known, **{v: _on_host(array, rank, size) for v, (array, size) in self.leaves.items()}}
             for entry, inputs, numbers, first in self._steps:
-                _compute(entry, [values[v] for v in inputs], numbers, first, values)
+                try:
+                    _compute(entry, [values[v] for v in inputs], numbers, first, values)
+                except NotImplementedError:
+                    return None
                 if self._cheap is _cheap and _counts(entry) and not all(_exact(values[first + k]) for k in range(entry.n_outs)):
                     return None
             found.append([values[v] for v in wanted])

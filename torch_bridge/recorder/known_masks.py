@@ -52,7 +52,7 @@ def _index(x: Any, indices: Sequence[Any]) -> XLATensor | None:
 
 
 def _masked_select(x: Any, mask: Any) -> XLATensor | None:
-    known = _known(mask)
+    known = _known(mask) if mask.dtype == torch.bool else None  # torch refuses others, uint8 too
     if known is None:
         return None
     size = torch.broadcast_shapes(x.shape, known.shape)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from torch_bridge import lowerings
 from torch_bridge.recorder.argument_checks import checks, fits_into
 
 aten = torch.ops.aten
@@ -44,6 +45,15 @@ _OF_FRACTIONS = (
     aten.nll_loss2d_forward.default,
     aten._adaptive_avg_pool2d.default,
     aten._adaptive_avg_pool3d.default,
+    aten.grid_sampler_2d.default,
+    aten.grid_sampler_3d.default,
+    aten.glu.default,
+    aten.multi_margin_loss.default,
+    aten.multilabel_margin_loss_forward.default,
+    aten.soft_margin_loss.default,
+    aten.igamma.default,
+    aten.igammac.default,
+    aten.segment_reduce.default,
 )
 _OF_WEIGHTED_NEIGHBORS = (
     aten.upsample_linear1d.default,
@@ -62,6 +72,26 @@ _OF_FRACTIONS_OR_COMPLEX = (
     aten.native_layer_norm.default,
     aten.native_group_norm.default,
     aten.native_batch_norm.default,
+    aten.cholesky.default,
+    aten.cholesky_solve.default,
+    aten.cholesky_inverse.default,
+    aten.geqrf.default,
+    aten.ormqr.default,
+    aten.triangular_solve.default,
+    aten._lu_with_info.default,
+    aten.linalg_lu_factor_ex.default,
+    aten.linalg_lu.default,
+    aten.linalg_eig.default,
+    aten.linalg_eigvals.default,
+    aten._linalg_eigh.default,
+    aten.linalg_householder_product.default,
+    aten.linalg_solve_triangular.default,
+)
+_OF_REAL_NUMBERS = (
+    *(op for op in lowerings.registered() if str(op).startswith("aten.special_")),
+    *(op.default for op in (aten.erf, aten.erfc, aten.erfinv, aten.lgamma, aten.mvlgamma, aten.digamma, aten.polygamma, aten.i0)),
+    *(op.default for op in (aten.frac, aten.deg2rad, aten.rad2deg, aten.logit, aten.fractional_max_pool2d, aten.fractional_max_pool3d)),
+    aten.round.decimals,
 )
 _OF_AN_ORDER = (
     *(getattr(op, name) for op in (aten.lt, aten.le, aten.gt, aten.ge) for name in ("Tensor", "Scalar")),
@@ -84,9 +114,13 @@ _OF_AN_ORDER = (
     aten.sort.default,
     aten.sort.stable,
 )
+_SHIFTS = tuple(
+    getattr(op, name) for op in (aten.bitwise_left_shift, aten.bitwise_right_shift) for name in ("Tensor", "Tensor_Scalar", "Scalar_Tensor")
+)
 _OF_WHOLE_NUMBERS = (
     aten.bitwise_not.default,
     *(getattr(op, name) for op in (aten.bitwise_and, aten.bitwise_or, aten.bitwise_xor) for name in ("Tensor", "Scalar", "Scalar_Tensor")),
+    *_SHIFTS,
     aten.gcd.default,
     aten.lcm.default,
 )
@@ -96,7 +130,16 @@ _OF_GREATEST_NEIGHBORS = (
     aten.adaptive_max_pool2d.default,
     aten.adaptive_max_pool3d.default,
 )
-_NOT_OF_BOOLS = (aten.gcd.default, aten.lcm.default, aten.pow.Tensor_Tensor, aten.remainder.Tensor, aten.fmod.Tensor)
+_NOT_OF_BOOLS = (
+    aten.bitwise_left_shift.Tensor,
+    aten.bitwise_right_shift.Tensor,
+    aten.gcd.default,
+    aten.lcm.default,
+    aten.pow.Tensor_Tensor,
+    aten.remainder.Tensor,
+    aten.fmod.Tensor,
+    aten.linalg_cross.default,
+)
 
 
 def _refuse(unfit: Callable[[torch.dtype], bool], why: str, *ops: torch._ops.OpOverload, operands: int = 2, numbers: Any = complex) -> None:
@@ -135,11 +178,12 @@ def _is_no_fraction(dtype: torch.dtype) -> bool:
 _refuse(_is_no_fraction, "convert it with .float() (or .real, .abs() if it is complex)", *_OF_FRACTIONS)
 _refuse(_is_whole, "convert it with .float()", *_OF_FRACTIONS_OR_COMPLEX)
 _refuse(
-    _is_whole,
+    _is_no_fraction,
     "convert it with .float() (torch rounds uint8 on the CPU in its own fixed-point way, which xla does not)",
     *_OF_WEIGHTED_NEIGHBORS,
     operands=1,
 )
+_refuse(lambda dtype: dtype.is_complex, "it takes real numbers: take .real, .imag or .abs()", *_OF_REAL_NUMBERS)
 _ORDER = "complex numbers have no order: take .real, .imag or .abs()"
 _refuse(lambda dtype: dtype.is_complex, _ORDER, *_OF_AN_ORDER)
 _refuse(lambda dtype: dtype.is_complex, _ORDER, aten.clamp.default, aten.clamp.Tensor, operands=3)
@@ -191,10 +235,22 @@ def _steps(*ends: object, dtype: torch.dtype | None = None, **kwargs: object) ->
         raise NotImplementedError("linspace and logspace are not implemented for torch.bool: make numbers, and compare them")
 
 
+@checks(aten.cumsum.default, aten.cumprod.default)
+def _running(self: Tensor, dim: int, dtype: torch.dtype | None = None) -> None:
+    if dtype == torch.bool:
+        raise NotImplementedError('"cumsum" and "cumprod" not implemented for torch.bool: without a dtype they count in int64')
+
+
 @checks(aten.scatter_reduce.two, aten.index_reduce.default)
 def _reduced_at(self: Tensor, dim: int, index: Tensor, src: Tensor, reduce: str, **kwargs: object) -> None:
     if self.dtype.is_complex and reduce in ("amax", "amin"):
         raise NotImplementedError(f'a scatter that keeps the "{reduce}" is not implemented for {self.dtype}: {_ORDER}')
+
+
+@checks(aten.smooth_l1_loss.default)
+def _smooth_l1_loss(self: Tensor, target: Tensor, reduction: int = 1, beta: float = 1.0) -> None:
+    if beta < 0:
+        raise RuntimeError(f"smooth_l1_loss does not support negative values for beta, got {beta}")
 
 
 @checks(aten.addcdiv.default)

@@ -411,6 +411,18 @@ def lie_as(made: XLATensor, like: XLATensor) -> None:
             made._storage.describe(home=home)
 
 
+@special(aten.arange.out, aten.arange.start_out, aten.range.out, aten.linspace.out, aten.logspace.out)
+def numbers_into(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A tensor of several dims with as many elements keeps its shape, and has the numbers in the order of its elements."""
+    out = kwargs["out"]
+    if isinstance(out, XLATensor) and out.dim() != 1 and out.numel():
+        row = torch.empty(0, dtype=out.dtype, device=out.device)
+        record(func, args, {**kwargs, "out": row})
+        if row.numel() == out.numel():
+            return copy_(aten.copy_.default, (out, row.view(out.shape)), {})
+    return record(func, args, kwargs)
+
+
 @special(aten.zero_.default)
 def zero_(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return _fill(args[0], 0)

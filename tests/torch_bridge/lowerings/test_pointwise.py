@@ -96,6 +96,8 @@ CASES = [
     (aten.gcd.default, (T([-12, 0, 5, 18, -7]), T([18, 0, 0, -12, 21]))),
     (aten.gcd.default, (T([12, 18], dtype=i32), T(8))),
     (aten.gcd.default, (T([12, 18], dtype=u8), T([8, 27], dtype=u8))),
+    *((op.default, (T([0, -128, 127, -6, 5], dtype=torch.int8), T([[-128], [4], [-1]], dtype=torch.int8))) for op in (aten.gcd, aten.lcm)),
+    (aten.gcd.default, (T([-(2**63), 12, 0]), T([[-(2**63)], [18], [7]]))),
     (aten.lcm.default, (T([-4, 0, 3, 6]), T([6, 3, 0, -4]))),
     (aten.nan_to_num.default, (EDGE,)),
     (aten.nan_to_num.default, (EDGE, 1.0, 2.0, -3.0)),

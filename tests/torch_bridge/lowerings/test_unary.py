@@ -39,6 +39,20 @@ def test_float_functions(name: str) -> None:
         check(op, COMPLEX, jit=False, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("name", ["sqrt", "acos", "asin", "acosh", "log", "atanh"])
+@together
+def test_branch_cuts_have_two_sides(name: str) -> None:
+    """The sign of a zero says on which side of the cut a complex number lies: that of `z.conj()` is the other one."""
+    above = T([complex(-2, 0.0), complex(2, 0.0), complex(-0.5, 0.0), complex(0.5, 0.0)])
+    check(getattr(aten, name).default, torch.cat([above, above.conj().resolve_conj()]), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["log", "log2", "log10"])
+@together
+def test_the_logarithm_of_a_complex_zero(name: str) -> None:
+    check(getattr(aten, name).default, T([0j, 1j, 100 + 0j]))
+
+
 @pytest.mark.parametrize("name", FLOAT_OPS)
 @together
 def test_float_function_gradients(name: str) -> None:
