@@ -90,18 +90,22 @@ class Residual(nn.Module):
         return F.relu(inner + self.shortcut(x))
 
 
-def resnet(name: str) -> Workload:
-    """A ResNet of basic blocks."""
-    size = IMAGES[name]
-    parts: list[nn.Module] = [nn.Conv2d(3, size.width, 3, 1, 1, bias=False), nn.BatchNorm2d(size.width), nn.ReLU()]
+def _in_stages(size: Size, activation: nn.Module, block: Callable[[int, int, int], nn.Module], first: int) -> Workload:
+    """A classifier of three stages of blocks, each of which doubles the width. block: of inputs, outputs and stride; first: the first one's stride."""
+    parts: list[nn.Module] = [nn.Conv2d(3, size.width, 3, 1, 1, bias=False), nn.BatchNorm2d(size.width), activation]
     width = size.width
     for stage in range(3):
         for k in range(size.layers):
             outputs = size.width << stage
-            parts.append(Residual(width, outputs, 2 if k == 0 and stage else 1))
+            parts.append(block(width, outputs, 1 if k else 2 if stage else first))
             width = outputs
     model = nn.Sequential(*parts, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, 10))
     return Workload(model, _images(size, lambda: torch.randint(0, 10, (size.batch,))), _classes)
+
+
+def resnet(name: str) -> Workload:
+    """A ResNet of basic blocks."""
+    return _in_stages(IMAGES[name], nn.ReLU(), Residual, 1)
 
 
 class Twice(nn.Sequential):
@@ -187,16 +191,7 @@ class InvertedResidual(nn.Module):
 
 def mobilenet(name: str) -> Workload:
     """A MobileNetV2 of three stages."""
-    size = IMAGES[name]
-    parts: list[nn.Module] = [nn.Conv2d(3, size.width, 3, 1, 1, bias=False), nn.BatchNorm2d(size.width), nn.ReLU6()]
-    width = size.width
-    for stage in range(3):
-        for k in range(size.layers):
-            outputs = size.width << stage
-            parts.append(InvertedResidual(width, outputs, 2 if k == 0 else 1))
-            width = outputs
-    model = nn.Sequential(*parts, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, 10))
-    return Workload(model, _images(size, lambda: torch.randint(0, 10, (size.batch,))), _classes)
+    return _in_stages(IMAGES[name], nn.ReLU6(), InvertedResidual, 2)
 
 
 class Recurrent(nn.Module):
