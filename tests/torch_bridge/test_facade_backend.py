@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -136,6 +136,31 @@ def test_new_group(group: dist.ProcessGroup) -> None:
     assert not isinstance(gloo, xbn.ProcessGroupXla)
     with pytest.raises(ValueError, match="rank 1 does not exist"):
         dist.new_group([0], pg_options={"xla_pg_options": {"mesh": [[0, 1]]}})
+
+
+def test_a_barrier_of_a_cpu_group_that_names_devices(group: dist.ProcessGroup) -> None:
+    """As accelerate's `wait_for_everyone`; torch makes a tensor on the accelerator for it, which is xla. It raised that c10d.Work has no `__eq__`."""
+    gloo = dist.new_group([0], backend="gloo")
+    dist.barrier(gloo, device_ids=[0])
+    assert dist.barrier(gloo, device_ids=[0], async_op=True).wait()
+
+
+def test_xla_tensors_in_a_cpu_group(group: dist.ProcessGroup) -> None:
+    gloo = dist.new_group([0], backend="gloo")
+    t = torch.ones(2, device="xla")
+    calls: list[Callable[[], Any]] = [
+        lambda: dist.all_reduce(t, group=gloo),
+        lambda: dist.broadcast(t, 0, group=gloo),
+        lambda: dist.all_gather([t.clone()], t, group=gloo),
+        lambda: dist.all_gather_into_tensor(t.clone(), t, group=gloo),
+        lambda: dist.scatter(t, [t.clone()], group=gloo),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match=r'a group of backend "xla", got one of "gloo".*or give this group CPU tensors'):
+            call()
+    on_cpu = torch.ones(2)
+    dist.all_reduce(on_cpu, group=gloo)
+    assert t.tolist() == on_cpu.tolist() == [1.0, 1.0]
 
 
 def test_errors(group: dist.ProcessGroup) -> None:

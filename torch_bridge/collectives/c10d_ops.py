@@ -1,4 +1,7 @@
-"""torch's functional collectives (`torch.distributed._functional_collectives`, `torch.ops._c10d_functional`) on xla tensors: recorded as ours are."""
+"""torch's functional collectives (`torch.distributed._functional_collectives`, `torch.ops._c10d_functional`) on xla tensors: recorded as ours are.
+
+Groups of other backends, such as gloo, call `torch.ops.c10d` instead. Their values are CPU tensors: of their ops a barrier alone gets here with reason.
+"""
 
 from __future__ import annotations
 
@@ -34,10 +37,15 @@ def _group(named: Group) -> ProcessGroupXla:
     if isinstance(named, str):
         named = distributed_c10d._resolve_process_group(named) if named else distributed_c10d._get_default_group()  # type: ignore[arg-type]
     if not isinstance(named, ProcessGroupXla):
-        raise ValueError(
-            f'a collective of xla tensors needs a group of backend "xla", got one of "{named.name()}": init_process_group("xla")'
-        )
+        raise _not_ours(named)
     return named
+
+
+def _not_ours(group: dist.ProcessGroup) -> ValueError:
+    return ValueError(
+        f'a collective of xla tensors needs a group of backend "xla", got one of "{group.name()}": '
+        'init_process_group("xla"), or give this group CPU tensors'
+    )
 
 
 def _reduction(name: str, group: ProcessGroupXla) -> tuple[str, float]:
@@ -139,6 +147,27 @@ def wait(func: Op, args: Args, kwargs: dict[str, Any]) -> torch.Tensor:
 def point_to_point(func: Op, args: Args, kwargs: dict[str, Any]) -> torch.Tensor:
     among = _group(args[-1])
     return among._no_peer("send to" if "isend" in str(func) else "recv from", args[1])
+
+
+def _of_other_groups() -> list[Any]:
+    """The ops by which torch's own groups (gloo) run collectives."""
+    names = [name.removeprefix("c10d::").partition(".") for name in torch._C._dispatch_get_all_op_names() if name.startswith("c10d::")]
+    found = [getattr(getattr(torch.ops.c10d, op), overload or "default") for op, _, overload in names]
+    return [op for op in found if any("ProcessGroup" in str(argument.type) for argument in op._schema.arguments)]
+
+
+_BARRIERS = [torch.ops.c10d.barrier.default, torch.ops.c10d.monitored_barrier_.default]
+
+
+@special(*_BARRIERS)
+def barrier_of_others(func: Op, args: Args, kwargs: dict[str, Any]) -> Any:
+    """A barrier of a CPU group. torch names it by a tensor on the accelerator (`barrier(device_ids=[...])`), whose values nobody reads."""
+    return func(torch.empty(1), *args[1:], **kwargs)
+
+
+@special(*[op for op in _of_other_groups() if op not in _BARRIERS])
+def collective_of_others(func: Op, args: Args, kwargs: dict[str, Any]) -> Any:
+    raise _not_ours(next(dist.ProcessGroup.unbox(value) for value in args if isinstance(value, torch.ScriptObject)))
 
 
 def _written(value: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:

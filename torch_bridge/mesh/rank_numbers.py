@@ -564,7 +564,7 @@ class IntItem(_Item, RankInt):
 def item(values: tuple[Any, ...]) -> Any:
     """A Python number from each hosted rank's value (in order): plain if they agree."""
     first = values[0]
-    if all(v == first or (v != v and first != first) for v in values) or not isinstance(first, (int, float)):
+    if not isinstance(first, (int, float)) or all(v == first or (v != v and first != first) for v in values):
         return first
     if isinstance(first, bool):
         return _truths(values)
