@@ -338,6 +338,7 @@ PROCESSES: tuple[str, ...] = (
     "torch_bridge/test_errors.py::test_really_out_of_memory",
     "torch_bridge/test_executables.py::test_a_second_process_with_eight_ranks",
     "torch_bridge/test_facade_aliasing.py",
+    "torch_bridge/test_facade_backend.py::test_without_a_backend_scripts_for_the_cpu_have_gloo",
     "torch_bridge/test_facade_hlo.py::test_neuron_framework_debug",
     "torch_bridge/test_facade_hlo.py::test_xla_dump_to",
     "torch_bridge/test_facade_neuronx.py::test_submodules_of_utils_need_no_import",

@@ -15,6 +15,7 @@ import torch_xla.distributed.xla_multiprocessing as xmp
 from torch import nn
 from torch_xla.utils.utils import get_free_tcp_ports
 
+from tests.torch_bridge.devices import python
 from torch_bridge.mesh import rank_numbers, world
 
 DEVICES = ["xla", "cpu"]
@@ -136,6 +137,29 @@ def test_new_group(group: dist.ProcessGroup) -> None:
     assert not isinstance(gloo, xbn.ProcessGroupXla)
     with pytest.raises(ValueError, match="rank 1 does not exist"):
         dist.new_group([0], pg_options={"xla_pg_options": {"mesh": [[0, 1]]}})
+
+
+def test_without_a_backend_scripts_for_the_cpu_have_gloo() -> None:
+    """Also once the package is installed, which makes xla the accelerator: it raised that nobody knows which backend xla has."""
+    code = """
+import torch, torch.distributed as dist
+assert torch.accelerator.current_accelerator().type == "xla"
+dist.init_process_group(rank=0, world_size=1, init_method="tcp://127.0.0.1:PORT")
+t = torch.ones(2)
+dist.all_reduce(t)
+dist.barrier()
+dist.all_reduce(t, group=dist.new_group([0]))
+found = [None]
+dist.all_gather_object(found, "x")
+print(t.tolist(), found, dist.group.WORLD._get_backend(torch.device("cpu")).name())
+"""
+    out = python(code.replace("PORT", str(get_free_tcp_ports(1)[0])))
+    assert out.splitlines()[-1] == "[1.0, 1.0] ['x'] gloo"
+
+
+def test_without_a_backend_scripts_that_asked_for_xla_have_xla() -> None:
+    config = dist.distributed_c10d.BackendConfig(dist.Backend.UNDEFINED)  # type: ignore[arg-type]
+    assert config.get_device_backend_map() == {"xla": "xla"}
 
 
 def test_a_barrier_of_a_cpu_group_that_names_devices(group: dist.ProcessGroup) -> None:

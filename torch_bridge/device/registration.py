@@ -75,6 +75,7 @@ def register() -> None:
         accelerator,
         autocast,
         data_parallel,
+        default_group,
         device_module,
         factories,
         lazy_modules,
@@ -107,6 +108,7 @@ def register() -> None:
     module_to.install()
     data_parallel.install()
     accelerator.install()
+    default_group.install()
     lazy_modules.install()
     fused_step.install()
     step_hints.install()
