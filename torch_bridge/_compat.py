@@ -492,3 +492,12 @@ def provision_cpu_devices(count: int) -> None:
 
     if not jax_started():
         jax.config.update("jax_num_cpu_devices", max(count, getattr(jax.config, "jax_num_cpu_devices", 1)))
+
+
+@functools.cache
+def ldexp_keeps_dtype() -> bool:
+    """Whether torch.ldexp shifts exponents by integers, in the dtype of the first operand (torch 2.13). Before, it multiplied by a float32 power of two."""
+    import torch
+
+    half = torch.ldexp(torch.ones(1, dtype=torch.float16, device="cpu"), torch.ones(1, dtype=torch.int64, device="cpu"))
+    return half.dtype == torch.float16

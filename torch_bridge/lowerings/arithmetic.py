@@ -11,6 +11,7 @@ import torch
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
+from torch_bridge import _compat
 from torch_bridge.ir import dtypes
 from torch_bridge.lowerings.precision import common_dtype, convert, elementwise, is_complex, is_float, operand, opmath, round_to
 from torch_bridge.lowerings.registry import lowering
@@ -198,9 +199,18 @@ def _integer_pow(x: Array, y: Array) -> Array:
     return jnp.where(y < 0, inverse, power)
 
 
+_SHIFTS_EXPONENTS = _compat.ldexp_keeps_dtype()
+
+
 @lowering(aten.ldexp.Tensor)
-def ldexp(self: Operand, other: Operand) -> Array:
-    return mul(self, pow_tensor(2.0, other))
+def ldexp(self: Array, other: Array) -> Array:
+    exponents = jnp.issubdtype(other.dtype, jnp.integer)
+    if not (exponents and jnp.issubdtype(self.dtype, jnp.floating) and _SHIFTS_EXPONENTS):
+        return mul(self, pow_tensor(2.0, other))
+    dtype = common_dtype(self, other)
+    exponent = other if other.dtype.itemsize > 4 else other.astype(jnp.int32)
+    most = 4096  # of a float64 it is 2,098 from the smallest to the largest number
+    return jnp.ldexp(operand(self, opmath(dtype)), jnp.clip(exponent, -most, most).astype(jnp.int32)).astype(dtype)
 
 
 @lowering(aten.addcmul.default)

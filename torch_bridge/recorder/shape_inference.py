@@ -197,7 +197,10 @@ def _shift(op: Any, of_bits: Any) -> Any:
 
 
 def _ldexp(self: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """torch's meta kernel makes integers float32 first. Its CPU kernel multiplies by a power of two, in what the two are promoted to."""
+    """torch's meta kernel makes integers float32 first. Its CPU kernel multiplies by a power of two, in what the two are promoted to, or shifts exponents."""
+    integers = not (other.is_floating_point() or other.is_complex()) and other.dtype != torch.bool
+    if self.is_floating_point() and integers and _compat.ldexp_keeps_dtype():
+        return torch.mul(self, other)
     return torch.mul(self, torch.pow(2.0, other))
 
 
