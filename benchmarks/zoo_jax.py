@@ -75,9 +75,10 @@ def mlp(model: nn.Module, weights: Weights, rate: float) -> Model:
 # ------------------------------------------------------------------------------------------------------------------ lstm
 
 
-def _lstm_of(weights: Weights, layer: int) -> Params:
+def _lstm_of(weights: Weights, place: str) -> Params:
+    """Of torch's `nn.LSTM` or `nn.LSTMCell`. place: names of its weights, with {} for the kind."""
     names = {"input": "weight_ih", "hidden": "weight_hh", "input_bias": "bias_ih", "hidden_bias": "bias_hh"}
-    return {name: weights[f"lstm.{key}_l{layer}"].T for name, key in names.items()}
+    return {name: weights[place.format(key)].T for name, key in names.items()}
 
 
 def lstm_layer(p: Params, x_SBD: jax.Array) -> jax.Array:
@@ -100,7 +101,7 @@ def lstm(model: nn.Module, weights: Weights, rate: float) -> Model:
     count = sum("weight_ih" in name for name in weights)
     params = {
         "embedding": weights["embed.weight"],
-        "layers": [_lstm_of(weights, layer) for layer in range(count)],
+        "layers": [_lstm_of(weights, f"lstm.{{}}_l{layer}") for layer in range(count)],
         "head": linear_of(weights, "last"),
     }
 
@@ -116,10 +117,9 @@ def lstm(model: nn.Module, weights: Weights, rate: float) -> Model:
 
 def cells(model: nn.Module, weights: Weights, rate: float) -> Model:
     """A language model that is one LSTM layer."""
-    names = {"input": "weight_ih", "hidden": "weight_hh", "input_bias": "bias_ih", "hidden_bias": "bias_hh"}
     params = {
         "embedding": weights["embed.weight"],
-        "cell": {name: weights[f"cell.{key}"].T for name, key in names.items()},
+        "cell": _lstm_of(weights, "cell.{}"),
         "head": linear_of(weights, "last"),
     }
 

@@ -140,10 +140,14 @@ def _flat(given: Given) -> Iterator[Range]:
     yield Range(given["index"], -size, size, f"the {size} elements of {_shown(given['self'])}")
 
 
+def _is_mask(index: Value) -> bool:
+    return index.dtype in (torch.bool, torch.uint8)
+
+
 def _by_index_tensors(given: Given) -> Iterator[Range]:
     dim = 0
     for index in given["indices"]:
-        if index is not None and index.dtype in (torch.bool, torch.uint8):
+        if index is not None and _is_mask(index):
             dim += len(index.size)  # a mask covers as many dims as it has
             continue
         if index is not None:
@@ -154,11 +158,10 @@ def _by_index_tensors(given: Given) -> Iterator[Range]:
 def _put(given: Given) -> Iterator[Range]:
     """As `_by_index_tensors`; and what one mask selects has as many values, or one for all."""
     yield from _by_index_tensors(given)
-    indices, values = given["indices"], given["values"].size
-    masks = [(k, index) for k, index in enumerate(indices) if index is not None and index.dtype in (torch.bool, torch.uint8)]
-    if len(masks) != 1 or sum(index is not None for index in indices) != 1:
+    places = [(dim, index) for dim, index in enumerate(given["indices"]) if index is not None]
+    if len(places) != 1 or not _is_mask(places[0][1]):
         return
-    before, mask = masks[0]
+    (before, mask), values = places[0], given["values"].size
     shape = (1,) * (len(given["self"].size) - len(mask.size) + 1 - len(values)) + values
     if shape[before] != 1:
         yield Range(mask, shape[before], shape[before] + 1, f"values {_shown(given['values'])}", selected=True)

@@ -79,17 +79,13 @@ def note(values: Sequence[int], hosted: Sequence[int]) -> bool:
 
 
 def _report_taken(node: ast.expr, frame: FrameType, hosted: Sequence[int], but: str = "") -> None:
-    """Say once of a line that it takes an index."""
-    place = (frame.f_code.co_filename, frame.f_lineno)
-    if place in _reported:
-        return
-    _reported.add(place)
-    rank_numbers.report(
-        f"{place[0]}:{place[1]} takes {ast.unparse(node)} by a number that differs by rank. This process runs the script once for {len(hosted)} ranks, and "
+    """Say of a line that it takes an index."""
+    _report_once(
+        frame,
+        f"takes {ast.unparse(node)} by a number that differs by rank. This process runs the script once for {len(hosted)} ranks, and "
         f"Python takes it for rank {hosted[0]} alone: all ranks work with what is rank {hosted[0]}'s{but}. Have what depends on it made for each rank "
         "(torch_bridge.each_rank(lambda rank: make(files[rank]), rank)), use a tensor for what ranks differ in (torch.stack(list)[rank]), give a DataLoader "
         "the rank (DistributedSampler(rank=...)), or start one process per rank with torchrun.",
-        _level_of(frame),
     )
 
 
@@ -119,24 +115,24 @@ def _note_method(frame: FrameType, hosted: Sequence[int]) -> bool:
 
 
 def _report_call(frame: FrameType, what: str, hosted: Sequence[int]) -> None:
+    _report_once(
+        frame,
+        f"{what}. This process runs the script once for {len(hosted)} ranks, and it is taken for rank {hosted[0]} alone: all ranks work "
+        f"with what is rank {hosted[0]}'s. Have what depends on it made for each rank (torch_bridge.each_rank(lambda rank: torch.tensor(...), rank)), give a "
+        "DataLoader the rank (DistributedSampler(rank=...)), or start one process per rank with torchrun.",
+    )
+
+
+def _report_once(frame: FrameType, text: str) -> None:
+    """Report something of the line that a frame is at, if nothing has been."""
     place = (frame.f_code.co_filename, frame.f_lineno)
     if place in _reported:
         return
     _reported.add(place)
-    rank_numbers.report(
-        f"{place[0]}:{place[1]} {what}. This process runs the script once for {len(hosted)} ranks, and it is taken for rank {hosted[0]} alone: all ranks work "
-        f"with what is rank {hosted[0]}'s. Have what depends on it made for each rank (torch_bridge.each_rank(lambda rank: torch.tensor(...), rank)), give a "
-        "DataLoader the rank (DistributedSampler(rank=...)), or start one process per rank with torchrun.",
-        _level_of(frame),
-    )
-
-
-def _level_of(frame: FrameType) -> int:
-    """How far out a frame is, as the caller counts for `warnings.warn`."""
-    level, at = 1, sys._getframe(1)
+    level, at = 1, sys._getframe()  # as `warnings.warn` counts
     while at is not frame and at.f_back is not None:
         level, at = level + 1, at.f_back
-    return level
+    rank_numbers.report(f"{place[0]}:{place[1]} {text}", level)
 
 
 def taken(x: Any) -> Taken | None:

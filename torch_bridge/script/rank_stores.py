@@ -27,14 +27,14 @@ def for_each_rank(frame: FrameType, container: Any, values: Sequence[int], hoste
     size = len(container)
     if any(not -size <= values[rank] < size for rank in hosted):
         return False  # Python has the error for the first
-    number = rank_numbers.ranked(tuple(value % size if rank in hosted else 0 for rank, value in enumerate(values)), tuple(hosted))
-    first = values[hosted[0]] % size
-    before = {place: container[place] for place in {values[rank] % size for rank in hosted}}
+    places = {rank: values[rank] % size for rank in hosted}
+    number = rank_numbers.ranked(tuple(places.get(rank, 0) for rank in range(len(values))), tuple(hosted))
+    before = {place: container[place] for place in set(places.values())}
     if not all(isinstance(x, torch.Tensor) for x in before.values()):
         return False
 
     def stored() -> None:
-        new = container[first]
+        new = container[places[hosted[0]]]
         if not all(_alike(new, old) for old in before.values()):
             otherwise()
             return
