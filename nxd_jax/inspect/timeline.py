@@ -66,6 +66,8 @@ def _pipeline_of(model: Any) -> NxDPPModel:
 class Watch(observers.StepObserver):
     """Measures training steps of a pipeline. wanted: of which model; None: of any. step: what gets the numbers. paused: let steps run as they are."""
 
+    counts_arrays = True
+
     def __init__(self, wanted: NxDPPModel | None, step: PipelineStep):
         self.wanted, self.result = wanted, step
         self.paused = False

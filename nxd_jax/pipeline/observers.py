@@ -17,6 +17,9 @@ QUIET: Block = contextlib.nullcontext()
 class StepObserver:
     """Base class: told of nothing. Methods run on the thread that does the work; what they raise, the script gets."""
 
+    counts_arrays = False
+    """Whether it counts arrays by the action that makes them: then no action makes those of others."""
+
     def step(self, model: NxDPPModel) -> Block:
         """Around the passes of a training step."""
         return QUIET
@@ -42,6 +45,11 @@ def observed() -> tuple[StepObserver, ...]:
     return tuple(_OBSERVERS)
 
 
+def count_arrays() -> bool:
+    """Whether one of them counts arrays."""
+    return any(observer.counts_arrays for observer in _OBSERVERS)
+
+
 def unobserve(observer: StepObserver) -> None:
     """Tell it no more."""
     _OBSERVERS.remove(observer)
@@ -49,12 +57,12 @@ def unobserve(observer: StepObserver) -> None:
 
 def step(model: NxDPPModel) -> Block:
     """All observers' blocks around a training step."""
-    return _around([observer.step(model) for observer in _OBSERVERS]) if _OBSERVERS else QUIET
+    return _around([observer.step(model) for observer in _OBSERVERS])
 
 
 def action(which: Action) -> Block:
     """All observers' blocks around an action."""
-    return _around([observer.action(which) for observer in _OBSERVERS]) if _OBSERVERS else QUIET
+    return _around([observer.action(which) for observer in _OBSERVERS])
 
 
 def moved(source: Place, target: Place, size: int) -> None:
@@ -63,8 +71,14 @@ def moved(source: Place, target: Place, size: int) -> None:
         observer.moved(source, target, size)
 
 
+def _around(blocks: list[Block]) -> Block:
+    if len(blocks) < 2:  # the log of the last step alone, mostly
+        return blocks[0] if blocks else QUIET
+    return _all_of(blocks)
+
+
 @contextlib.contextmanager
-def _around(blocks: list[Block]) -> Any:
+def _all_of(blocks: list[Block]) -> Any:
     with contextlib.ExitStack() as stack:
         for block in blocks:
             stack.enter_context(block)

@@ -30,7 +30,7 @@ from nxd_jax.pipeline.stages import FromBatch, FromStage, Known, Stage, Stages, 
 from nxd_jax.pipeline.watch import Watch
 from torch_bridge.mesh import messages, places
 from torch_bridge.mesh.places import Place
-from torch_bridge.recorder import placed
+from torch_bridge.recorder import copies, placed
 from torch_bridge.replay import accumulate_grad, module_calls, nested_grad
 from torch_bridge.runtime import executor
 
@@ -282,13 +282,15 @@ class Step:
     def _uploaded(self, arg: FromBatch, mb: int, index: int, returned: bool = False) -> Any:
         """An input of the model at a stage's place. returned: for what the model returns or makes the loss of, not for the stage's module.
 
-        Where passes are direct, small ones are uploaded for all later micro-batches at once: between passes, each takes several times as long. Not where a
-        step is observed: arrays are counted by the action that makes them.
+        Where passes are direct, small ones are uploaded for all later micro-batches at once: between passes, each takes several times as long. Not where
+        arrays are counted by the action that makes them.
         """
         name = arg.name, index, returned
         if (found := self.uploads.pop((name, mb), None)) is not None:
             return found
-        ahead = self.direct.ready and not observers.observed() and sum(_size_on_host(x[arg.name]) for x in self.batch[mb + 1 :]) <= AHEAD
+        ahead = (
+            self.direct.ready and not observers.count_arrays() and sum(_size_on_host(x[arg.name]) for x in self.batch[mb + 1 :]) <= AHEAD
+        )
         for k in range(mb + 1, len(self.batch) if ahead else 0):
             if (name, k) not in self.uploads:
                 self.uploads[name, k] = self._uploaded_now(arg, k, index)
@@ -301,7 +303,9 @@ class Step:
         if t.device.type == "xla":
             return self._moved(t.detach(), index)
         with places.at(self.homes[index]):
-            return t.to("xla")
+            return (
+                copies.upload(t) if type(t) is torch.Tensor and not t.requires_grad else t.to("xla")
+            )  # the same, without a call of torch's
 
     def _moved(self, t: torch.Tensor, index: int) -> torch.Tensor:
         home = self.homes[index]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nxd_jax.pipeline import observers
@@ -33,7 +32,7 @@ class Sent(NamedTuple):
     kind: Kind
 
 
-class StepLog(observers.StepObserver, Observer):
+class StepLog(observers.StepObserver, Observer, contextlib.AbstractContextManager[None]):
     """Of the last training step: from the start of its passes to the end of the step, so with the optimizer's.
 
     Attributes:
@@ -53,6 +52,7 @@ class StepLog(observers.StepObserver, Observer):
         self.ran: weakref.WeakKeyDictionary[Program, dict[Task | None, int]] = weakref.WeakKeyDictionary()
         self.sent: dict[Sent, tuple[int, int]] = {}
         self._doing: Task | None = None
+        self._next: Task | None = None
         self._session: session.Session | None = None
 
     # -- what the pipeline tells ----------------------------------------------------------------------
@@ -65,16 +65,16 @@ class StepLog(observers.StepObserver, Observer):
         self._listen(session.current())
         return QUIET
 
-    @contextlib.contextmanager
-    def _during(self, task: Task) -> Iterator[None]:
-        self._doing = task
-        try:
-            yield
-        finally:
-            self._doing = None
-
     def action(self, action: Action) -> observers.Block:
-        return self._during(Task(action.stage, action.kind))
+        """A computation: the log itself is the block around it, as there is one for each of a hundred in a step."""
+        self._next = Task(action.stage, action.kind)
+        return self
+
+    def __enter__(self) -> None:
+        self._doing = self._next
+
+    def __exit__(self, *_: object) -> None:
+        self._doing = None
 
     def moved(self, source: Place, target: Place, size: int) -> None:
         """A tensor goes from one place to another."""

@@ -126,7 +126,7 @@ def put(array: Any, mesh: Mesh) -> Any:
     narrow = ranks(mesh)
     whole = narrow is not None and lies.mesh == sharding.mesh()
     spec = project(lies.spec, narrow) if narrow is not None and whole else lies.spec
-    target = NamedSharding(mesh, spec)
+    target = sharding.named(mesh, spec)
     sizes = mesh.shape
     shape = tuple(n // blocks_along(old, lies.mesh.shape) * blocks_along(new, sizes) for n, old, new in _dims(array.shape, lies.spec, spec))
     if isinstance(array, AbstractArray):
@@ -148,7 +148,7 @@ def put_all(arrays: Sequence[Any], mesh: Mesh) -> list[Any]:
     parts = sharding.parts()
     lying = [array.sharding for array in arrays]
     if mesh in parts and all(map(_is_of_process, arrays)) and all(_is_at(lies, parts, mesh) for lies in lying):
-        return _compat.moved(arrays, [_moved_to(lies, mesh) for lies in lying])
+        return _compat.moved(arrays, [sharding.named(mesh, lies.spec) for lies in lying])
     return [put(array, mesh) for array in arrays]
 
 
@@ -159,11 +159,6 @@ def _is_of_process(array: Any) -> bool:
 def _is_at(lies: Any, parts: Mapping[Mesh, Any], mesh: Mesh) -> bool:
     """Whether an array lies at another place of as many ranks as that of a mesh."""
     return type(lies) is NamedSharding and lies.mesh in parts and lies.mesh != mesh and lies.mesh.size == mesh.size
-
-
-@functools.lru_cache(maxsize=1024)
-def _moved_to(lies: NamedSharding, mesh: Mesh) -> NamedSharding:
-    return NamedSharding(mesh, lies.spec)
 
 
 class _Parts:
@@ -211,7 +206,7 @@ def numbers(value: np.ndarray, mesh: Mesh) -> Any:
 
 def _everywhere(value: Any, mesh: Mesh) -> Any:
     """Numbers of the host, or an array that lies on no mesh, the same for all ranks of a mesh."""
-    target = NamedSharding(mesh, sharding.REPLICATED)
+    target = sharding.named(mesh, sharding.REPLICATED)
     if isinstance(value, AbstractArray):
         return AbstractArray(value.shape, value.dtype, target, value.host)
     if abstract_arrays.active():

@@ -198,7 +198,13 @@ def global_shape(local: Sequence[int], spec: PartitionSpec) -> tuple[int, ...]:
 
 
 def sharding(spec: PartitionSpec) -> NamedSharding:
-    return NamedSharding(mesh(), spec)
+    return named(mesh(), spec)
+
+
+@functools.lru_cache(maxsize=4096)
+def named(mesh: Mesh, spec: PartitionSpec) -> NamedSharding:
+    """`NamedSharding`, the same object each time: JAX keeps what it works out for one on that."""
+    return NamedSharding(mesh, spec)
 
 
 # -- arrays ---------------------------------------------------------------------------------------

@@ -17,7 +17,8 @@ from neuronx_distributed.pipeline import NxDPPModel
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from nxd_jax.pipeline import direct, known_passes
+from nxd_jax import inspect
+from nxd_jax.pipeline import direct, known_passes, runtime
 from tests.nxd_jax.conftest import Nxd
 from tests.nxd_jax.pipeline.models import Layer, Layout, train
 
@@ -103,6 +104,32 @@ def steps(model: Any, optimizer: Any, count: int, rows: int = 5) -> list[float]:
         torch_xla.sync()
         found.append(float(loss))
     return found
+
+
+def test_small_inputs_are_uploaded_together(nxd: Nxd, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between passes an upload takes several times as long; where arrays are counted by action (`inspect.pipeline`), each action uploads its own."""
+    nxd(2, pp=2)
+    model, optimizer = pipeline(Sequence())
+    steps(model, optimizer, 4)
+    found: list[int] = []
+    upload, forward = runtime.Step._upload, runtime.Step.forward
+
+    def told(step: Any, t: torch.Tensor, index: int) -> Any:
+        found[-1] += 1
+        return upload(step, t, index)
+
+    def begun(step: Any, index: int, *args: Any) -> None:
+        found.append(0)
+        forward(step, index, *args)
+
+    monkeypatch.setattr(runtime.Step, "_upload", told)
+    monkeypatch.setattr(runtime.Step, "forward", begun)
+    steps(model, optimizer, 1)
+    assert found == [5] + [0] * 9
+    found.clear()
+    with inspect.pipeline(model):
+        steps(model, optimizer, 1)
+    assert max(found) == 1 and sum(found) == 5
 
 
 def weights(model: nn.Module) -> dict[str, torch.Tensor]:
