@@ -8,7 +8,7 @@ import pytest
 
 from tests.torch_bridge.devices import python
 from torch_bridge.config import freed_memory, idle_heaps
-from torch_bridge.config.idle_heaps import EVERY, SETTLED, IdleHeaps
+from torch_bridge.config.idle_heaps import EVERY, LOOK, SETTLED, IdleHeaps
 
 MB = 1 << 20
 
@@ -80,6 +80,14 @@ def test_after_another_trim_it_waits_until_the_heaps_are_full_again() -> None:
     process.kept = 500 * MB
     process.run(10 * SETTLED)
     assert process.trims == 0
+
+
+def test_memory_is_not_looked_at_more_often_than_it_is_worth() -> None:
+    process = Process()
+    looks = []
+    process.heaps = IdleHeaps(lambda: None, lambda: looks.append(process.now) or MB, lambda: process.now)
+    process.run(SETTLED + 800, 0.001)
+    assert 0.8 / LOOK - 2 <= len(looks) <= 0.8 / LOOK + 1
 
 
 def test_where_the_system_does_not_say_nothing_is_done(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,9 @@ import time
 from collections.abc import Callable
 
 EVERY = 8
-"""Programs after which memory is looked at: 10 us."""
+"""Programs after which memory is looked at."""
+LOOK = 0.05
+"""Seconds between two looks, at least: one takes 10 us, and 60 where other work has emptied the caches."""
 SETTLED = 32
 """Programs after which the heaps that go on running programs hold their temporaries."""
 MORE, ROOM = 1 / 16, 32 << 20
@@ -48,6 +50,7 @@ class IdleHeaps:
         self._runs = 0
         self._level: int | None = None
         self._not_before = 0.0
+        self._next_look = 0.0
 
     def trimmed(self) -> None:
         """All heaps have given back what was free."""
@@ -56,12 +59,13 @@ class IdleHeaps:
     def ran(self) -> None:
         """A program runs."""
         self._runs += 1
-        if self._runs % EVERY or self._runs < SETTLED:
+        if self._runs % EVERY or self._runs < SETTLED or (now := self._clock()) < self._next_look:
             return
+        self._next_look = now + LOOK
         held = self._resident()
         if self._level is None or held < self._level:
             self._level = held
-        elif held > self._level * (1 + MORE) + ROOM and self._clock() >= self._not_before:
+        elif held > self._level * (1 + MORE) + ROOM and now >= self._not_before:
             self._trim()
             self.trimmed()
             self._not_before = self._clock() + max(_PAUSE, max(0, held - self._resident()) / _CLEARED / _SHARE)
