@@ -91,25 +91,44 @@ class Program:
 
         A buffer that this program takes over but somebody else holds this time (a copy of the weights, say) is copied first.
         """
+        spec = self.spec
+        with _compat.enable_x64():
+            args = self._stacks_and_passed(run, passed) if spec.leaf_of_port is None else self._leaves(run, spec.leaf_of_port)
+        args += [run.pack(spec.slots[kind], kind) for kind in spec.kinds]
+        if spec.draws:
+            args.append(scalar_inputs.packed_draws((seed, offset) for _, seed, offset in run.segment.draws))
+        return args + precision_mode.extra_inputs(spec.mode)
+
+    def _leaves(self, run: Execution, leaves: Sequence[int]) -> list[Any]:
+        """The leaves that come in, where each comes alone."""
+        held = run.segment.leaves
+        args = list(map(held.__getitem__, leaves))
+        if stacked_arrays.Row in set(map(type, args)):
+            args = list(map(stacked_arrays.plain, args))
+        if not all(run.free) and not abstract_arrays.active():
+            for at in self.spec.ports.donated:
+                leaf = leaves[at]
+                if not run.free[leaf] and args[at] is held[leaf]:
+                    args[at] = jnp.array(args[at], copy=True)
+        return args
+
+    def _stacks_and_passed(self, run: Execution, passed: Mapping[int, Any]) -> list[Any]:
+        """The same where some leaves come as stacks, or values come from programs before."""
         spec, segment, free = self.spec, run.segment, run.free
         taken = set(spec.ports.donated)
         args: list[Any] = []
-        with _compat.enable_x64():
-            for at, (port, stacked) in enumerate(zip(spec.ports.inputs, spec.ports.stacked_inputs, strict=True)):
-                vid = spec.inputs[port[0]]
-                if vid >= 0:
-                    args.append(stacked_arrays.plain(passed[vid]))
-                    continue
-                leaves = [-spec.inputs[i] - 1 for i in port]
-                held = segment.leaves[leaves[0]]
-                found = stacked_arrays.stack(segment, leaves) if stacked else stacked_arrays.plain(held)
-                if at in taken and not all(free[i] for i in leaves) and (stacked or found is held) and not abstract_arrays.active():
-                    found = jnp.array(found, copy=True)
-                args.append(found)
-        args += [spec.slots[kind].pack(run.numbers[kind]) for kind in spec.kinds]
-        if spec.draws:
-            args.append(scalar_inputs.packed_draws((seed, offset) for _, seed, offset in segment.draws))
-        return args + precision_mode.extra_inputs(spec.mode)
+        for at, (port, stacked) in enumerate(zip(spec.ports.inputs, spec.ports.stacked_inputs, strict=True)):
+            vid = spec.inputs[port[0]]
+            if vid >= 0:
+                args.append(stacked_arrays.plain(passed[vid]))
+                continue
+            leaves = [-spec.inputs[i] - 1 for i in port]
+            held = segment.leaves[leaves[0]]
+            found = stacked_arrays.stack(segment, leaves) if stacked else stacked_arrays.plain(held)
+            if at in taken and not all(free[i] for i in leaves) and (stacked or found is held) and not abstract_arrays.active():
+                found = jnp.array(found, copy=True)
+            args.append(found)
+        return args
 
     def run(self, args: Sequence[Any]) -> list[Any]:
         """Execute, with JAX's 64-bit types enabled; what comes out of each port, in the order in which they leave."""

@@ -57,6 +57,7 @@ class Execution:
         labels: how leaves lie among the ranks, or on the mesh of annotated programs, and results are to lie; None on one device.
         mode: the precision that the environment asks for.
         passed: values of parts before, by id.
+        packed: what `ProgramSpec.accepts` has packed of the numbers, by slots.
     """
 
     segment: Segment
@@ -65,6 +66,14 @@ class Execution:
     labels: SegmentLabels | AnnotatedSegment | None = None
     mode: Mode = precision_mode.PLAIN
     passed: dict[int, Passed] = field(default_factory=dict)
+    packed: dict[Slots, np.ndarray] = field(default_factory=dict)
+
+    def pack(self, slots: Slots, kind: type) -> np.ndarray | None:
+        """The numbers of a type as a program with these slots takes them, None if they do not fit."""
+        found = self.packed.get(slots)
+        if found is None and (found := slots.pack(self.numbers[kind])) is not None:
+            self.packed[slots] = found
+        return found
 
     def aval(self, vid: int) -> jax.ShapeDtypeStruct:
         """Shape and dtype that each rank sees of a leaf or of a value of an earlier part."""
@@ -130,14 +139,24 @@ class ProgramSpec:
         if any(places.label_at(run.passed[v].label, self.part.place) != label for v, label in self._passed_labels()):
             return False
         free = run.free
-        if any(free[at] and not own for at, own in self.leaves):
+        if not self.takes_just(run) and any(free[at] and not own for at, own in self.leaves):
             return False
-        return all(self.slots[kind].pack(run.numbers[kind]) is not None for kind in self.kinds)
+        return all(run.pack(self.slots[kind], kind) is not None for kind in self.kinds)
 
     def takes_just(self, run: Execution) -> bool:
         """Whether it takes over exactly what is free."""
-        free = run.free
-        return all(free[at] == own for at, own in self.leaves)
+        ats, owned = self._leaves_and_owned
+        return list(map(run.free.__getitem__, ats)) == owned
+
+    @functools.cached_property
+    def _leaves_and_owned(self) -> tuple[list[int], list[bool]]:
+        return [at for at, _ in self.leaves], [own for _, own in self.leaves]
+
+    @functools.cached_property
+    def leaf_of_port(self) -> list[int] | None:
+        """By input port the leaf that comes in through it, if each is one leaf alone."""
+        vids = [self.inputs[port[0]] for port in self.ports.inputs]
+        return None if any(self.ports.stacked_inputs) or max(vids, default=-1) >= 0 else [-vid - 1 for vid in vids]
 
     def _passed_labels(self) -> list[tuple[int, PartitionSpec]]:
         """The inputs that are results of parts before, with their labels."""

@@ -15,7 +15,7 @@ from operator import attrgetter, call, contains, itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch_bridge.guards.values import alike, shown, unchanging
-from torch_bridge.identity import same
+from torch_bridge.identity import ONCE, references, same
 
 if TYPE_CHECKING:
     import torch
@@ -167,7 +167,12 @@ class Conditions:
     def prune(self) -> None:
         """Let go of objects that nobody else holds: what a run made and left cannot be met again, and may hold tensors."""
         while True:
-            gone = [(held, k) for held in (self._sequences, self._empty) for k, (x, *_) in list(held.items()) if sys.getrefcount(x) <= 3]
+            gone = []
+            for held in (self._sequences, self._empty):
+                counts = references([x for x, *_ in held.values()])
+                gone += [
+                    (held, k) for k, count in zip(list(held), counts, strict=True) if count <= ONCE + 1
+                ]  # the list's, and that of the entry
             gone += [(self._objects, k) for k in list(self._objects) if sys.getrefcount(self._objects[k]) <= 2]
             if not gone:
                 return

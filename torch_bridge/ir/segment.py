@@ -393,26 +393,40 @@ class Segment:
         return found
 
     def read_all(self, storages: Sequence[Storage], views: Sequence[Layout]) -> list[int]:
-        """`read` for each: an optimizer has hundreds, and mostly all of a list are arrays that this step meets for the first time, or none is."""
-        whole = self.watch is None and not self.capture and same(views, map(_LAYOUT, storages))
-        if whole and all_are(map(_SEGMENT, storages), self):
-            return list(map(_VID, storages))
-        arrays = list(map(_HELD, storages))
-        if not whole or any_is(arrays, None) or not all_are(map(_SEGMENT, storages), None):
+        """`read` for each: a step has hundreds of weights, and mostly they are arrays that it meets for the first time."""
+        if self.watch is not None or self.capture or not self._adopt_all(storages):
             return [self.read(storage, view) for storage, view in zip(storages, views, strict=True)]
-        if sharding.active():
+        vids = list(map(_VID, storages))
+        if not same(views, map(_LAYOUT, storages)):
             for k, (storage, view) in enumerate(zip(storages, views, strict=True)):
-                arrays[k] = storage.held = sharding.adopt(arrays[k], view.size)
+                if view is not storage.layout:
+                    vids[k] = self.read(storage, view)
+        return vids
+
+    def _adopt_all(self, storages: Sequence[Storage]) -> bool:
+        """`adopt` each that is not in this segment, in order; False, with nothing done, if one is no array of its own that nothing has read."""
+        segments = list(map(_SEGMENT, storages))
+        if all_are(segments, self):
+            return True
+        if any_is(segments, self):
+            storages = [storage for storage, of in zip(storages, segments, strict=True) if of is not self]
+            segments = list(map(_SEGMENT, storages))
+        arrays = list(map(_HELD, storages))
+        if any_is(arrays, None) or not all_are(segments, None):
+            return False
+        if sharding.active():
+            for k, storage in enumerate(storages):
+                arrays[k] = storage.held = sharding.adopt(arrays[k], storage.layout.size)
         elif spmd.active():
             for k, storage in enumerate(storages):
                 arrays[k] = storage.held = spmd.adopt(arrays[k], storage.facts)
         start = -len(self.leaves) - 1
         new = dict(zip(map(id, arrays), range(start, start - len(arrays), -1), strict=True))
         if len(new) != len(arrays) or not self.leaf_index.keys().isdisjoint(new):
-            return [self.read(storage, view) for storage, view in zip(storages, views, strict=True)]
+            return False
         if sharding.active():
-            self.scalars.update(id(array) for array, view in zip(arrays, views, strict=True) if not view.size)
-        vids = list(new.values())
+            self.scalars.update(id(array) for array, storage in zip(arrays, storages, strict=True) if not storage.layout.size)
+        vids = new.values()
         self.leaves += arrays
         self.leaf_index.update(new)
         self.holders.update(zip(vids, map(weakref.ref, storages), strict=True))
@@ -420,7 +434,7 @@ class Segment:
             storage.views = None
             storage.vid = vid
             storage.segment = self
-        return vids
+        return True
 
     def write_all(self, storages: Sequence[Storage], views: Sequence[Layout], vid: int) -> None:
         """`write_view` for each, with values from `vid` on."""
@@ -429,7 +443,7 @@ class Segment:
             and not self.capture
             and same(views, map(_LAYOUT, storages))
             and all_are(map(_SEGMENT, storages), self)
-            and all_are(map(_FACTS, storages), None)
+            and not any(facts.links for facts in map(_FACTS, storages) if facts is not None)
             and all(map(self.leaf_index.__contains__, map(id, map(_HELD, storages))))
         )
         if not adopted or max(map(_VID, storages), default=0) >= 0:

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import sys
 import time
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import repeat
+from operator import eq
 from typing import Any
 
 import jax
@@ -28,6 +29,7 @@ from torch_bridge.compiler.trace import Trace
 from torch_bridge.config import fork_guard, freed_memory
 from torch_bridge.config.settings import SETTINGS
 from torch_bridge.errors import DeadTensorError, VerificationError, XlaOutOfMemoryError
+from torch_bridge.identity import ONCE, references
 from torch_bridge.ir.segment import LOCK, Segment, Storage
 from torch_bridge.mesh import places, processes, sharding, spmd, together, watch, world
 from torch_bridge.mesh.places import HERE, Place
@@ -234,8 +236,8 @@ def _labels(segment: Segment, live: dict[int, list[Storage]]) -> SegmentLabels |
 
 
 def _free(segment: Segment) -> tuple[bool, ...]:
-    """By leaf, whether nobody but the segment holds its array: three references are the list's, the loop's and that of the call."""
-    return tuple(sys.getrefcount(array) == 3 for array in segment.leaves) if SETTINGS.donate else (False,) * len(segment.leaves)
+    """By leaf, whether nobody but the segment holds its array."""
+    return tuple(map(eq, references(segment.leaves), repeat(ONCE))) if SETTINGS.donate else (False,) * len(segment.leaves)
 
 
 def _programs(
