@@ -29,6 +29,7 @@ def prepare() -> None:
         rank_math,
         rank_tensor_pieces,
         rank_writes,
+        torchmetrics_checks,
         typed_tensors,
     )
 
@@ -43,6 +44,7 @@ def prepare() -> None:
         rank_torch_draws.install()
         rank_host_libraries.install()
         rank_host_metrics.install()
+        torchmetrics_checks.install()
 
 
 def torch_function(
