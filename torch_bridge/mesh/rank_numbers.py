@@ -551,6 +551,15 @@ class FloatItem(_Item, float):
         plain([int(v) if math.isfinite(v) else v for v in self.values])
         return int(self.values[0])
 
+    def __format__(self, spec: str) -> str:
+        """The first hosted rank's; it is looked whether a number is made of it again."""
+        hooks().text_asked()
+        return format(float(self.values[0]), spec)
+
+    def __str__(self) -> str:
+        hooks().text_asked()
+        return str(float(self.values[0]))
+
 
 @_arithmetic
 class IntItem(_Item, RankInt):

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch_bridge.per_rank import rank_torch_draws
 from torch_bridge.recorder import rank_array, rank_random
-from torch_bridge.script import rank_branches, rank_file_names, rank_indexing, rank_memory_reads
+from torch_bridge.script import rank_branches, rank_environment, rank_file_names, rank_indexing, rank_memory_reads
 
 apply_ufunc, array_function = rank_array.apply_ufunc, rank_array.on_each
 text_asked = rank_file_names.note
@@ -33,6 +33,7 @@ def prepare() -> None:
         typed_tensors,
     )
 
+    rank_environment.note()
     with imported_names.bound_anew():
         rank_loaders.install()
         rank_math.install()

@@ -37,6 +37,14 @@ class RankArray(np.ndarray[Any, Any]):
     def __torch_function__(cls, func: Callable[..., Any], types: object, args: Any = (), kwargs: Any = None) -> Any:
         return rank_numbers.hooks().torch_function(func, args, kwargs or {})
 
+    def view(self, *args: Any, **kwargs: Any) -> Any:
+        """Each rank's as another dtype; a view as another class is the first one's."""
+        parts = self.__dict__.get("parts")
+        kind = args[0] if args else kwargs.get("dtype", kwargs.get("type"))
+        if parts is None or (isinstance(kind, type) and issubclass(kind, np.ndarray)):
+            return super().view(*args, **kwargs)
+        return made([p.view(*args, **kwargs) for p in parts])
+
     def __iter__(self) -> Any:
         return (self[k] for k in range(len(self)))
 
@@ -188,6 +196,7 @@ def _attribute(name: str) -> Any:
 
 _OWN = {"__getitem__", "__setitem__", "__delitem__"}
 _PLAIN = {"data", "ctypes", "dump", "dumps", "tofile", "tobytes", "getfield", "setflags", "byteswap", "view", "newbyteorder"}
+"""`view` has its own."""
 for _name in dir(np.ndarray):
     if (not _name.startswith("_") or _name in _OWN) and _name not in _PLAIN and callable(getattr(np.ndarray, _name)):
         setattr(RankArray, _name, _method(_name))

@@ -62,7 +62,7 @@ _TEXT = (ast.JoinedStr, ast.FormattedValue, ast.BinOp)
 
 def _number(node: ast.expr) -> ast.Call | None:
     """The call that makes a number of this text: `int(str(rank))`."""
-    for outer in (node, *rank_syntax.parents(node)):
+    for outer in (node, *rank_syntax.parents(node)) if not isinstance(node, ast.Constant) else rank_syntax.parents(node):  # of `.2f`
         if isinstance(outer, ast.Call) and isinstance(outer.func, ast.Name) and outer.func.id in ("int", "float"):
             return outer
         if not isinstance(outer, _TEXT) and not _is_text(outer):

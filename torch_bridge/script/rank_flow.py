@@ -128,6 +128,7 @@ class _Function:
         """Follow what these expressions and branches decide; whether the function returns it."""
         self._hot, self._branches = set(hot), set(branches)
         self._hold(node for node in hot if self._is_place_in_array(node))
+        self._hold(held for node in hot if (held := _put_in_order(node)) is not None)
         nodes = list(ast.walk(self.node))
         size = -1
         while size != (size := len(self.names) + len(self.attributes) + len(self.tensors) + len(self._branches) + self.returned):
@@ -411,6 +412,18 @@ class _Function:
                 statement = next((x for x in rank_syntax.parents(node) if isinstance(x, ast.stmt)), None)
                 if statement is not None and not hasattr(statement, "body"):
                     self._add(statement)
+
+
+def _put_in_order(node: ast.AST) -> ast.expr | None:
+    """The list that a call puts in order, or puts something into in order: `losses.sort()`, `heapq.heappush(losses, loss)`."""
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+        return None
+    if node.func.attr == "sort":
+        return node.func.value
+    return node.args[0] if node.func.attr in _ORDERING and node.args else None
+
+
+_ORDERING = {"heapify", "heappush", "heappop", "heappushpop", "heapreplace", "insort", "insort_left", "insort_right"}
 
 
 def _holds_state(node: ast.expr) -> bool:

@@ -100,7 +100,12 @@ def _libraries() -> tuple[str, ...]:
 
 def is_script(code: CodeType) -> bool:
     """Whether code belongs to the user: not to Python, an installed package, torch or this one."""
-    return source.is_user(code) and not code.co_filename.startswith(_libraries())
+    return source.is_user(code) and not is_library(code.co_filename)
+
+
+def is_library(file: str) -> bool:
+    """Whether a file is Python's or an installed package's."""
+    return file.startswith(_libraries())
 
 
 def starts(node: ast.FunctionDef | ast.AsyncFunctionDef, code: CodeType) -> bool:

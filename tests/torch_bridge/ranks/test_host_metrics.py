@@ -68,6 +68,12 @@ def test_numbers_of_numpys_keep_their_kind() -> None:
     assert rank_numbers.own(at, 1) == 3
 
 
+def test_views_as_another_dtype() -> None:
+    found = (np.arange(2.0) + world.rank()).view(np.int64)
+    for place in range(4):
+        np.testing.assert_array_equal(rank_array.own(found, place), (np.arange(2.0) + place).view(np.int64))
+
+
 WRITES: dict[str, Callable[[Any, Any], Any]] = {
     "copyto": np.copyto,
     "put": lambda a, own: np.put(a, [0, 1], own),

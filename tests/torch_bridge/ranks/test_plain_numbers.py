@@ -197,6 +197,12 @@ def _table(r: Any, x: Any, c: Any) -> Any:
     return torch.tensor(table["loss"].to_numpy())
 
 
+def _in_order(r: Any, x: Any, c: Any) -> Any:
+    losses = [(x * r).sum().item(), 0.5]
+    losses.sort()
+    return torch.tensor(losses)
+
+
 def _early_import(r: Any, x: Any, c: Any) -> Any:
     return x * _Early.sqrt(r)
 
@@ -238,6 +244,9 @@ REPORTED: dict[str, Program] = {
     "table": _table,
     "series": lambda r, x, c: x * float(pd.Series([(x * r).sum().item()]).mean()),
     "int of a truth": lambda r, x, c: x * int(r == 0),
+    "sorted in place": _in_order,
+    "the larger of tuples": lambda r, x, c: x * max([((x * r).sum().item(), 1.0), (2.0, 2.0)])[1],
+    "number of a loss's text": lambda r, x, c: x * float(f"{(x * r).sum().item():.2f}"),
     "number of its text": lambda r, x, c: x * int(str(r)),
     "int of a tensor": lambda r, x, c: x * int((x * r).sum()),
     "gathered float": lambda r, x, c: xm.mesh_reduce("rank", float(r), sum),
