@@ -21,6 +21,7 @@ from torch_bridge.collectives.process_group import ProcessGroupXla
 from torch_bridge.mesh import groups as rank_groups
 from torch_bridge.mesh import rank_numbers as ranks_of
 from torch_bridge.mesh import world
+from torch_bridge.script import rank_environment
 
 if TYPE_CHECKING:
     from torch.types import Device
@@ -66,6 +67,7 @@ def init_process_group(backend: str | None = None, init_method: str | None = Non
         kwargs, init_method = _without_numbers(kwargs), "xla://"
     _init_process_group(backend, init_method, *args, **kwargs)
     if ours:
+        rank_environment.note()
         _made_early = sys._getframe(1).f_globals.get("__name__") == _EARLY
         refresh()
 

@@ -126,6 +126,15 @@ def _place() -> Any:
     return jax.lax.axis_index(tuple(world.current().axes))
 
 
+def kept(x: jax.Array) -> Any:
+    """What a collective is given, so that XLA leaves the collective where it is.
+
+    It makes arithmetic of one whose ranks have the same: a constant, a sum of a sum. Where each process compiles its own program, another's may have something
+    else there (`if rank == 0: weight = ...; broadcast(weight, 0)`), and would wait for this one for ever.
+    """
+    return x if world.process_count() == 1 else jax.lax.optimization_barrier(x)
+
+
 _DIRECT = {"sum": jax.lax.psum, "max": jax.lax.pmax, "min": jax.lax.pmin}
 
 
@@ -149,13 +158,13 @@ def _unstacked(x: jax.Array) -> Any:
 
 @lowering(ops.all_reduce.default, collective=True, axes=AxesRule.REMOVES, batches=True)
 def _all_reduce(x: jax.Array, kind: str, groups: str) -> Any:
-    return reduce(x, kind, lines(groups))
+    return reduce(kept(x), kind, lines(groups))
 
 
 @lowering(ops.all_gather.default, collective=True, axes=AxesRule.REMOVES, batches=True)
 def _all_gather(x: jax.Array, dim: int, count: int, groups: str) -> Any:
     found = lines(groups)
-    return jax.lax.all_gather(x, found.axes, axis=dim, tiled=True, axis_index_groups=found.places)
+    return jax.lax.all_gather(kept(x), found.axes, axis=dim, tiled=True, axis_index_groups=found.places)
 
 
 def scattered_sum(x: jax.Array, dim: int, count: int, groups: Lines) -> Any:
@@ -171,7 +180,7 @@ def scattered_sum(x: jax.Array, dim: int, count: int, groups: Lines) -> Any:
 
 @lowering(ops.reduce_scatter.default, collective=True, axes=AxesRule.ADDS, batches=True)
 def _reduce_scatter(x: jax.Array, kind: str, dim: int, count: int, groups: str) -> Any:
-    found = lines(groups)
+    found, x = lines(groups), kept(x)
     if kind == "sum" and x.dtype != jnp.bool_:
         return scattered_sum(x, dim, count, found)
     part = x.shape[dim] // count
@@ -181,7 +190,7 @@ def _reduce_scatter(x: jax.Array, kind: str, dim: int, count: int, groups: str) 
 @lowering(ops.all_to_all.default, collective=True, axes=AxesRule.ADDS)
 def _all_to_all(x: jax.Array, split_dim: int, concat_dim: int, count: int, groups: str) -> Any:
     found = lines(groups)
-    return jax.lax.all_to_all(x, found.axes, split_dim, concat_dim, tiled=True, axis_index_groups=found.places)
+    return jax.lax.all_to_all(kept(x), found.axes, split_dim, concat_dim, tiled=True, axis_index_groups=found.places)
 
 
 @lowering(ops.permute.default, collective=True, axes=AxesRule.EVERY)
@@ -190,11 +199,11 @@ def _permute(x: jax.Array, pairs: str) -> Any:
     place = world.positions()
     there = set(world.current().order)
     moves = [(place[source], place[target]) for source, target in json.loads(pairs) if source in there and target in there]
-    return jax.lax.ppermute(moved, tuple(world.current().axes), moves).astype(x.dtype)
+    return jax.lax.ppermute(kept(moved), tuple(world.current().axes), moves).astype(x.dtype)
 
 
 @lowering(ops.broadcast.default, collective=True, axes=AxesRule.REMOVES)
 def _broadcast(x: jax.Array, root: int, groups: str) -> Any:
     found = lines(groups)
     wide = x.astype(jnp.int32) if x.dtype == jnp.bool_ else x
-    return reduce(jnp.where(found.index() == root, wide, jnp.zeros_like(wide)), "sum", found).astype(x.dtype)
+    return reduce(kept(jnp.where(found.index() == root, wide, jnp.zeros_like(wide))), "sum", found).astype(x.dtype)

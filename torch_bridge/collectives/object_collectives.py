@@ -7,6 +7,7 @@ read from them, CPU tensors and arrays of each rank) is given as each rank's own
 from __future__ import annotations
 
 import io
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch_bridge.mesh import groups, processes, rank_numbers, world
 from torch_bridge.mesh.groups import GroupLike
 from torch_bridge.recorder import prefetch, rank_array, rank_tensor
 from torch_bridge.runtime import backend
+from torch_bridge.script import rank_payloads
 
 
 def each_ranks(obj: object) -> list[Any]:
@@ -70,6 +72,8 @@ def all_gather(obj: object, tag: str = "object", among: GroupLike = None) -> lis
     """The objects of all members of this rank's group (None: of all ranks), in group order; copies, as if they had travelled. Numbers and tensors in them are
     each rank's own where the hosted ranks are in several groups."""
     members = groups.resolve(among)
+    if len(world.current().hosted) > 1:
+        rank_payloads.note_text(sys._getframe(1))
     parts = _by_rank(obj, tag, members)
     return _joined([[parts[r] for r in group] for group in _of_hosted(members)])
 

@@ -21,21 +21,30 @@ def when_imported(name: str, then: Callable[[ModuleType], None]) -> None:
 
 
 class Finder(importlib.abc.MetaPathFinder):
-    """Waits for one module, once."""
+    """Waits for one module, until it is loaded: who only asks where it is (`importlib.util.find_spec`) does not end that."""
 
     def __init__(self, name: str, then: Callable[[ModuleType], None]):
         self.name = name
         self.then = then
+        self._is_asking = False
 
     def find_spec(self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
         """The module's own spec, with a loader that calls `then` afterwards."""
-        if fullname != self.name:
+        if fullname != self.name or self._is_asking:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
+        self._is_asking = True
+        try:
+            spec = importlib.util.find_spec(fullname)
+        finally:
+            self._is_asking = False
         if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader, self.then)
+            spec.loader = _Loader(spec.loader, self._loaded)
         return spec
+
+    def _loaded(self, module: ModuleType) -> None:
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+        self.then(module)
 
 
 class _Loader(importlib.abc.Loader):

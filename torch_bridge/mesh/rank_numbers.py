@@ -213,6 +213,9 @@ class Hooks(Protocol):
     def became_plain(self, values: Sequence[Any], truth: bool) -> None:
         """Python took a plain number or a truth from it."""
 
+    def float_read(self) -> None:
+        """A float that differs by rank has been read from tensors or computed."""
+
     def taken_as_index(self, values: Sequence[Any], hosted: Sequence[int]) -> bool:
         """A list is indexed with it; whether that is followed."""
 
@@ -454,7 +457,17 @@ class RankBool(_Ranked, torch.SymBool):
     _is = bool
 
     def __index__(self) -> int:
+        _taken_as_index(self.node)
         return int(self.node.first)
+
+
+def _truth_as_int(self: RankBool) -> int:
+    """`int(rank == 0)`: the first hosted rank's; unlike `int(rank)`, which says that it is meant, it is followed."""
+    _became_plain(self.node.values, self.node.hosted)
+    return int(self.node.first)
+
+
+RankBool.__int__ = _truth_as_int  # type: ignore[method-assign, assignment]
 
 
 class _Item:
@@ -475,6 +488,12 @@ class _Item:
     def plain(self) -> Any:
         """The first hosted rank's number alone."""
         return self.values[0]
+
+    def item(self) -> Any:
+        """As NumPy's numbers have it: `array.mean().item()`."""
+        return item(tuple(v.item() if hasattr(v, "item") else v for v in self.values))
+
+    tolist = item
 
     def __reduce_ex__(self, proto: SupportsIndex) -> Any:
         return type(self.values[0]), (self.values[0],)
@@ -532,6 +551,15 @@ class FloatItem(_Item, float):
         plain([int(v) if math.isfinite(v) else v for v in self.values])
         return int(self.values[0])
 
+    def __format__(self, spec: str) -> str:
+        """The first hosted rank's; it is looked whether a number is made of it again."""
+        hooks().text_asked()
+        return format(float(self.values[0]), spec)
+
+    def __str__(self) -> str:
+        hooks().text_asked()
+        return str(float(self.values[0]))
+
 
 @_arithmetic
 class IntItem(_Item, RankInt):
@@ -575,6 +603,8 @@ def item(values: tuple[Any, ...]) -> Any:
     prepare()
     made: Any = FloatItem(first) if isinstance(first, float) else IntItem(first)
     made.values = values
+    if isinstance(first, float):
+        hooks().float_read()
     return made
 
 

@@ -7,12 +7,13 @@ from typing import Any
 
 from torch_bridge.per_rank import rank_torch_draws
 from torch_bridge.recorder import rank_array, rank_random
-from torch_bridge.script import rank_branches, rank_file_names, rank_indexing
+from torch_bridge.script import rank_branches, rank_environment, rank_file_names, rank_indexing, rank_memory_reads
 
 apply_ufunc, array_function = rank_array.apply_ufunc, rank_array.on_each
 text_asked = rank_file_names.note
 became_plain = rank_branches.note
 taken_as_index = rank_indexing.note
+float_read = rank_memory_reads.note
 seed, get_state, set_state = rank_random.seed, rank_random.get_state, rank_random.set_state
 
 
@@ -23,21 +24,28 @@ def prepare() -> None:
         imported_names,
         rank_functions,
         rank_host_libraries,
+        rank_host_metrics,
         rank_loaders,
         rank_math,
         rank_tensor_pieces,
         rank_writes,
+        torchmetrics_checks,
+        typed_tensors,
     )
 
+    rank_environment.note()
     with imported_names.bound_anew():
         rank_loaders.install()
         rank_math.install()
         rank_tensor_pieces.install()
         rank_functions.install()
+        typed_tensors.install()
         cpu_slices.install()
         rank_writes.install()
         rank_torch_draws.install()
         rank_host_libraries.install()
+        rank_host_metrics.install()
+        torchmetrics_checks.install()
 
 
 def torch_function(

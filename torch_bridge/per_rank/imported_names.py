@@ -19,16 +19,18 @@ import numpy as np
 import torch
 
 _SOURCES = (math, statistics, random, np, np.random, torch, torch.random)
-_NOT_TOUCHED = frozenset(sys.stdlib_module_names - {"__main__"}) | {"torch", "numpy", "jax", "jaxlib", "torch_bridge", "nxd_jax"}
+_MAYBE = ("sklearn.metrics",)
+_NOT_TOUCHED = frozenset(sys.stdlib_module_names - {"__main__"}) | {"torch", "numpy", "jax", "jaxlib", "torch_bridge", "nxd_jax", "sklearn"}
 
 
 @contextlib.contextmanager
 def bound_anew() -> Iterator[None]:
-    """Around what replaces functions of `math`, `statistics`, `random`, NumPy and torch."""
-    before = [dict(vars(module)) for module in _SOURCES]
+    """Around what replaces functions of `math`, `statistics`, `random`, NumPy, torch and libraries."""
+    sources = [*_SOURCES, *(sys.modules[name] for name in _MAYBE if name in sys.modules)]
+    before = [dict(vars(module)) for module in sources]
     yield
     replaced: dict[int, tuple[Any, Any]] = {}
-    for module, old in zip(_SOURCES, before, strict=True):
+    for module, old in zip(sources, before, strict=True):
         new = vars(module)
         replaced.update({id(f): (f, new[name]) for name, f in old.items() if new[name] is not f})
     for name, module in list(sys.modules.items()):

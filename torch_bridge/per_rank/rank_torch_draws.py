@@ -36,6 +36,7 @@ def install() -> None:
     ):  # fmt: skip
         for name in names:
             rank_functions.replace(owner, name, wrapped(getattr(owner, name)))
+    torch.utils.data.dataset.randperm = torch.randperm  # it imported torch's own: `random_split`
     for name in ("dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout", "rrelu"):
         setattr(torch._VF, name, getattr(torch, name))
     for name, function in _STATES.items():

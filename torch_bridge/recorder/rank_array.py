@@ -7,6 +7,7 @@ memory in any other way gets the first hosted rank's.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, SupportsIndex
 
@@ -15,6 +16,7 @@ import torch
 
 from torch_bridge.mesh import rank_numbers, world
 from torch_bridge.recorder import first_rank_files
+from torch_bridge.script import rank_indexing
 
 
 class RankArray(np.ndarray[Any, Any]):
@@ -34,6 +36,14 @@ class RankArray(np.ndarray[Any, Any]):
     @classmethod
     def __torch_function__(cls, func: Callable[..., Any], types: object, args: Any = (), kwargs: Any = None) -> Any:
         return rank_numbers.hooks().torch_function(func, args, kwargs or {})
+
+    def view(self, *args: Any, **kwargs: Any) -> Any:
+        """Each rank's as another dtype; a view as another class is the first one's."""
+        parts = self.__dict__.get("parts")
+        kind = args[0] if args else kwargs.get("dtype", kwargs.get("type"))
+        if parts is None or (isinstance(kind, type) and issubclass(kind, np.ndarray)):
+            return super().view(*args, **kwargs)
+        return made([p.view(*args, **kwargs) for p in parts])
 
     def __iter__(self) -> Any:
         return (self[k] for k in range(len(self)))
@@ -59,6 +69,9 @@ class RankArray(np.ndarray[Any, Any]):
 
     def __deepcopy__(self, memo: Any) -> Any:
         return self.__copy__()
+
+
+_NUMPYS = (os.path.dirname(np.__file__) + os.sep,)
 
 
 def _parts(x: np.ndarray[Any, Any]) -> Sequence[np.ndarray[Any, Any]]:
@@ -107,10 +120,16 @@ def made(parts: Sequence[Any]) -> Any:
             )
         found = first.view(RankArray)
         found.parts = list(parts)
+        rank_indexing.note_array(_NUMPYS, first.dtype.kind in "bi")
         return found
     if isinstance(first, tuple) and len({len(p) for p in parts}) == 1:
-        return tuple(made(row) for row in zip(*parts, strict=True))
-    return nested([p.item() if isinstance(p, np.generic) else p for p in parts])
+        row = (made(row) for row in zip(*parts, strict=True))
+        return type(first)(*row) if hasattr(first, "_fields") else tuple(row)
+    if isinstance(first, dict) and all(isinstance(p, dict) and p.keys() == first.keys() for p in parts):
+        return {key: made([p[key] for p in parts]) for key in first}
+    if isinstance(first, np.generic) and all(type(p) is type(first) and p == first for p in parts):
+        return first
+    return nested([p.item() if isinstance(p, np.generic) and not isinstance(p, float) else p for p in parts])  # np.float64 is a float
 
 
 def nested(parts: Sequence[Any]) -> Any:
@@ -122,7 +141,17 @@ def nested(parts: Sequence[Any]) -> Any:
 
 
 def on_each(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """A function of NumPy's for each hosted rank."""
+    """A function of NumPy's for each hosted rank. A file gets the first one's.
+
+    Raises PlainNumberNeeded for a write to an array that all ranks share: the last one's would be there.
+    """
+    name = getattr(func, "__name__", "")
+    if name in _FILES and func.__module__ == "numpy":
+        first_rank_files.note("an array or a number that is different on each rank")
+        return func(*own(tuple(args), 0), **own(dict(kwargs), 0))
+    written = kwargs.get("out", args[0] if name in _WRITES and func.__module__ == "numpy" and args else None)
+    if isinstance(written, np.ndarray) and not isinstance(written, RankArray):
+        raise _shared(name)
     return made([func(*own(tuple(args), place), **own(dict(kwargs), place)) for place in range(_count())])
 
 
@@ -130,12 +159,22 @@ def apply_ufunc(ufunc: np.ufunc, method: str, inputs: tuple[Any, ...], kwargs: M
     """A ufunc of arrays or numbers that differ by rank. Raises PlainNumberNeeded for a write to an array that all ranks share."""
     outs = kwargs.get("out", ())
     if any(not isinstance(o, RankArray) for o in outs if o is not None):
-        raise rank_numbers.PlainNumberNeeded(
-            f"numpy.{ufunc.__name__} would write values that differ by rank to an array that all {_count()} ranks of this process share: make a new array "
-            "(a = a + rank), or start one process per rank with torchrun."
-        )
+        raise _shared(ufunc.__name__)
     found = on_each(getattr(ufunc, method), inputs, kwargs)
     return outs[0] if len(outs) == 1 and outs[0] is not None else found
+
+
+_FILES = {"save", "savez", "savez_compressed", "savetxt"}
+"""Functions of NumPy's that write files."""
+_WRITES = {"copyto", "put", "place", "putmask", "put_along_axis", "fill_diagonal"}
+"""Those that write to their first argument."""
+
+
+def _shared(name: str) -> rank_numbers.PlainNumberNeeded:
+    return rank_numbers.PlainNumberNeeded(
+        f"numpy.{name} would write values that differ by rank to an array that all {_count()} ranks of this process share: make a new array "
+        "(a = a + rank), or start one process per rank with torchrun."
+    )
 
 
 def _method(name: str) -> Any:
@@ -157,6 +196,7 @@ def _attribute(name: str) -> Any:
 
 _OWN = {"__getitem__", "__setitem__", "__delitem__"}
 _PLAIN = {"data", "ctypes", "dump", "dumps", "tofile", "tobytes", "getfield", "setflags", "byteswap", "view", "newbyteorder"}
+"""`view` has its own."""
 for _name in dir(np.ndarray):
     if (not _name.startswith("_") or _name in _OWN) and _name not in _PLAIN and callable(getattr(np.ndarray, _name)):
         setattr(RankArray, _name, _method(_name))

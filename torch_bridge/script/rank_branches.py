@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from types import FrameType
@@ -46,14 +47,24 @@ def _following() -> Iterator[None]:
 
 def note(values: Sequence[Any], truth: bool = True) -> None:
     """A number that differs by rank has been asked for its truth, or for a plain number."""
-    frame = _asker()
+    _note_at(_asker(), truth)
+
+
+def note_made(frame: FrameType | None, node: ast.expr | None = None) -> None:
+    """Something plain has been made of a number that differs by rank: a table of pandas, a number of its text. node: the expression, None for what asks."""
+    while frame is not None and not rank_syntax.is_script(frame.f_code):
+        frame = frame.f_back
+    _note_at(frame, False, node)
+
+
+def _note_at(frame: FrameType | None, truth: bool, node: ast.expr | None = None) -> None:
     if frame is None or _busy or _place(frame) in _taken or not source.is_outside(frame.f_code):
         return  # torch and this package know what to do with the answer
     with _following():
-        found = _follow(frame, truth)
+        found = _follow(frame, truth, node)
     _taken[_place(frame)] = found
     if found is not None and found.mixed and not found.reported:
-        _report(found, found.mixed[0][1], 3)
+        _report(found, found.mixed[0][1], 4)
 
 
 def _place(frame: FrameType) -> tuple[Any, ...]:
@@ -65,17 +76,21 @@ def _asker() -> FrameType | None:
     """The frame that asked: not one of the methods of our numbers and tensors that answer."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and (
-        frame.f_code.co_filename == rank_numbers.__file__ or (frame.f_code.co_name in _ANSWERS and not source.is_outside(frame.f_code))
+        frame.f_code.co_filename == rank_numbers.__file__
+        or frame.f_code.co_filename.endswith(_OF_BUILTINS)
+        or (frame.f_code.co_name in _ANSWERS and not source.is_outside(frame.f_code))
     ):
         frame = frame.f_back
     return frame
 
 
+_OF_BUILTINS = os.path.join("torch_bridge", "per_rank", "rank_math.py")
+"""It stands between a script and Python's `max`, which compares tuples."""
 _ANSWERS = {"__bool__", "__float__", "__int__", "__index__", "__hash__"}
 
 
-def _follow(frame: FrameType, truth: bool) -> Branch | None:
-    node = rank_syntax.asking(frame)
+def _follow(frame: FrameType, truth: bool, node: ast.expr | None) -> Branch | None:
+    node = rank_syntax.asking(frame) if node is None else node
     if node is None:
         return None
     decided, is_branch = rank_syntax.decision(node) if truth else (node, False)
@@ -110,7 +125,7 @@ def check(sources: Iterable[source.Source]) -> None:
 
 def _report(found: Branch, line: int, level: int) -> None:
     found.reported = True
-    if isinstance(found.decided, (ast.If, ast.While, ast.IfExp)):
+    if isinstance(found.decided, (ast.If, ast.While, ast.IfExp, ast.Match)):
         what = f"branches on a rank, and line {line} inside the branch, or after it with what it decided, works with tensors or yields data"
     else:
         what = f"takes {ast.unparse(found.decided)} from a number that differs by rank, and line {line} works with it and tensors, or gives it to other ranks"

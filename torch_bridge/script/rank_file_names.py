@@ -1,7 +1,8 @@
 """Files whose names are made of a number that differs by rank: `torch.load(f"part-{rank}.pt")`.
 
 Text has no room for all ranks' numbers: it gets the first hosted rank's. That is right for what is printed, logged or written. A script that reads such a file
-reads rank 0's for all ranks, which is said once for a line. The name is looked for in the call that reads, and one assignment away from it.
+reads rank 0's for all ranks, which is said once for a line. The name is looked for in the call that reads, and one assignment away from it. So is what looks
+something up by such a text (`table[f"part{rank}"]`), or makes a number of it.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import sys
 from types import CodeType, FrameType
 
 from torch_bridge.mesh import rank_numbers
-from torch_bridge.script import rank_syntax
+from torch_bridge.script import rank_branches, rank_syntax
 
 _READERS = {
     "load", "loadtxt", "genfromtxt", "fromfile", "memmap", "load_file", "safe_open", "read_csv", "read_json", "read_parquet", "read_table", "read_image",
@@ -42,6 +43,70 @@ def note() -> None:
             "into one tensor and take this rank's part (torch.stack([...])[rank]), or start one process per rank with torchrun.",
             4,
         )
+        return
+    number = None if node is None else _number(node)
+    if number is not None:
+        rank_branches.note_made(frame, number)
+    looks = None if node is None else _look_up(node)
+    if looks is not None:
+        rank_numbers.report(
+            f"{frame.f_code.co_filename}:{frame.f_lineno} makes text of a number that differs by rank, and line {looks.lineno} looks something up by it "
+            f"({ast.unparse(looks)}). This process runs the script once for several ranks: all ranks get what is rank 0's. Use a tensor for what ranks differ "
+            "in (torch.stack([...])[rank]), or start one process per rank with torchrun.",
+            4,
+        )
+
+
+_TEXT = (ast.JoinedStr, ast.FormattedValue, ast.BinOp)
+
+
+def _number(node: ast.expr) -> ast.Call | None:
+    """The call that makes a number of this text: `int(str(rank))`."""
+    for outer in (node, *rank_syntax.parents(node)) if not isinstance(node, ast.Constant) else rank_syntax.parents(node):  # of `.2f`
+        if isinstance(outer, ast.Call) and isinstance(outer.func, ast.Name) and outer.func.id in ("int", "float"):
+            return outer
+        if not isinstance(outer, _TEXT) and not _is_text(outer):
+            return None
+    return None
+
+
+def _look_up(node: ast.expr) -> ast.expr | None:
+    """What takes something by this text: `table[f"part{rank}"]`, `table.get(str(rank))`, `getattr(module, f"layer{rank}")`, by name too."""
+    inner: ast.AST = node
+    for outer in rank_syntax.parents(node):
+        if isinstance(outer, (ast.Subscript, ast.Call)) and _by(outer, inner):
+            return outer
+        if isinstance(outer, ast.Assign):
+            names = {t.id for t in outer.targets if isinstance(t, ast.Name)}
+            uses = (n for n in ast.walk(rank_syntax.function_of(outer)) if isinstance(n, ast.Name) and n.id in names)
+            found = ((rank_syntax.parents(n), n) for n in uses)
+            return next((p for ps, n in found if isinstance(p := next(ps), (ast.Subscript, ast.Call)) and _by(p, n)), None)
+        if not isinstance(outer, _TEXT) and not _is_text(outer):
+            return None
+        inner = outer
+    return None
+
+
+def _by(look: ast.Subscript | ast.Call, text: ast.AST) -> bool:
+    """Whether a subscript, or a call, takes something by a text."""
+    if isinstance(look, ast.Subscript):
+        return isinstance(look.ctx, ast.Load) and look.slice is text
+    if isinstance(look.func, ast.Name):
+        return look.func.id == "getattr" and len(look.args) > 1 and look.args[1] is text
+    return isinstance(look.func, ast.Attribute) and look.func.attr in ("get", "pop", "get_submodule") and look.args[:1] == [text]
+
+
+def _is_text(node: ast.AST) -> bool:
+    """`str(rank)`, `"{}".format(rank)`."""
+    if not isinstance(node, ast.Call):
+        return False
+    return (node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "")) in (
+        "str",
+        "format",
+        "repr",
+        "zfill",
+        "join",
+    )
 
 
 def _reader(node: ast.expr) -> ast.Call | None:

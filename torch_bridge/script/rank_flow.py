@@ -128,6 +128,7 @@ class _Function:
         """Follow what these expressions and branches decide; whether the function returns it."""
         self._hot, self._branches = set(hot), set(branches)
         self._hold(node for node in hot if self._is_place_in_array(node))
+        self._hold(held for node in hot if (held := _put_in_order(node)) is not None)
         nodes = list(ast.walk(self.node))
         size = -1
         while size != (size := len(self.names) + len(self.attributes) + len(self.tensors) + len(self._branches) + self.returned):
@@ -158,7 +159,8 @@ class _Function:
             and any(map(self.tainted, node.args))
         ):
             self._hold([node.func.value])
-        elif isinstance(node, (ast.If, ast.While)) and (node in self._branches or self.tainted(node.test)):
+        elif node in self._branches or (isinstance(node, (ast.If, ast.While)) and self.tainted(node.test)):
+            assert isinstance(node, (ast.If, ast.While, ast.Match))
             self._branches.add(node)
             self._branch(node)
 
@@ -177,9 +179,9 @@ class _Function:
             elif isinstance(target, (ast.Tuple, ast.List)):
                 self._hold(target.elts)
 
-    def _branch(self, node: ast.If | ast.While) -> None:
+    def _branch(self, node: ast.If | ast.While | ast.Match) -> None:
         """What either way of a branch assigns or returns."""
-        for part in rank_syntax.inside([*node.body, *node.orelse]):
+        for part in rank_syntax.inside(rank_syntax.decided(node)):
             if isinstance(part, (ast.Assign, ast.AnnAssign)) and part.value is not None and self._number(part.value):
                 self._hold(part.targets if isinstance(part, ast.Assign) else [part.target])
             elif isinstance(part, ast.AugAssign):
@@ -192,9 +194,14 @@ class _Function:
                 self._loop(part)
 
     def _loop(self, leaves: ast.AST) -> None:
-        """A loop that a branch leaves: what it assigns."""
-        loop = next((x for x in rank_syntax.parents(leaves) if isinstance(x, (ast.For, ast.While))), None)
-        for part in rank_syntax.inside(loop.body) if loop is not None else ():
+        """A loop that a branch leaves: what it assigns. One whose turn it ends: what is assigned after it."""
+        loop = _loop_of(leaves)
+        if loop is None:
+            return
+        body = list(loop.body)
+        if isinstance(leaves, ast.Continue):
+            body = [x for x in body if x.lineno > leaves.lineno or any(y is leaves for y in ast.walk(x))]
+        for part in rank_syntax.inside(body):
             if isinstance(part, ast.AugAssign) or (isinstance(part, ast.Assign) and self._number(part.value)):
                 self._hold([part.target] if isinstance(part, ast.AugAssign) else part.targets)
 
@@ -285,20 +292,34 @@ class _Function:
 
     def _note(self, nodes: Iterable[ast.AST]) -> None:
         for node in nodes:
-            if isinstance(node, (ast.If, ast.While)) and node in self._branches:
+            if isinstance(node, (ast.If, ast.While, ast.Match)) and node in self._branches:
                 self._yields(node)
-                for part in [*node.body, *node.orelse]:
+                for part in rank_syntax.decided(node):
                     self._add(part)
                     self._mixed_inside(part)
-                if any(isinstance(x, ast.Return) for x in rank_syntax.inside([*node.body, *node.orelse])):
-                    for later in rank_syntax.after(node):
-                        self._add(later)
+                self._skipped(node)
             elif isinstance(node, ast.expr) and not isinstance(node, (ast.Name, ast.Constant)) and self._uses(node):
                 if not self._harmless(node):
                     self._add(node)
                 self._meets(node)
             elif isinstance(node, (ast.AugAssign,)) and self.tainted(node.value) and self.tensor(node.target):
                 self._mix(node)
+
+    def _skipped(self, node: ast.If | ast.While | ast.Match) -> None:
+        """What follows a branch that leaves the function or its turn of a loop: `if k % n != rank: continue`."""
+        inside = list(rank_syntax.inside(rank_syntax.decided(node)))
+        if any(isinstance(x, ast.Return) for x in inside):
+            for later in rank_syntax.after(node):
+                self._add(later)
+        if not isinstance(node, ast.While) and any(
+            isinstance(x, (ast.Break, ast.Continue)) and _loop_of(x) is _loop_of(node) for x in inside
+        ):
+            at: ast.AST = node
+            while at is not _loop_of(node):
+                for later in rank_syntax.after(at):
+                    self._add(later)
+                    self._mixed_inside(later)
+                at = next(rank_syntax.parents(at))
 
     def _harmless(self, node: ast.expr) -> bool:
         """Whether no tensor takes part: a library's function that takes no tensors (`print`, a logger), a comparison with a number that was read."""
@@ -329,7 +350,11 @@ class _Function:
     def _mixed_inside(self, statement: ast.AST) -> None:
         """Work with CPU tensors inside a branch that changes one, or makes one for later; collectives, which the first rank may not have called."""
         for part in rank_syntax.inside([statement]):
-            if isinstance(part, ast.Assign) and self.tensor(part.value) and any(isinstance(t, ast.Name) for t in part.targets):
+            if (
+                isinstance(part, ast.Assign)
+                and (self.tensor(part.value) or _holds_state(part.value))
+                and any(isinstance(t, ast.Name) for t in part.targets)
+            ):
                 if any(self._lives_on(t.id, part) for t in part.targets if isinstance(t, ast.Name)):
                     self._mix(part)
             elif (
@@ -345,15 +370,15 @@ class _Function:
             ):
                 self._mix(part)
 
-    def _yields(self, node: ast.If | ast.While) -> None:
+    def _yields(self, node: ast.If | ast.While | ast.Match) -> None:
         """What a generator gives or leaves out by a branch: a dataset that picks each rank's samples. Context managers yield once, whatever the rank."""
         if any("contextmanager" in ast.unparse(d) for d in getattr(self.node, "decorator_list", ())):
             return
-        ways = [_given(node.body), _given(node.orelse)]
-        if bool(ways[0]) != bool(ways[1]):
-            self._mix((ways[0] or ways[1])[0])
-        elif not ways[0] and any(isinstance(x, (ast.Break, ast.Continue)) for x in rank_syntax.inside([*node.body, *node.orelse])):
-            loop = next((x for x in rank_syntax.parents(node) if isinstance(x, (ast.For, ast.While))), None)
+        ways = [_given(way) for way in rank_syntax.ways(node)]
+        if len(set(map(bool, ways))) > 1:
+            self._mix(next(filter(None, ways))[0])
+        elif not any(ways) and any(isinstance(x, (ast.Break, ast.Continue)) for x in rank_syntax.inside(rank_syntax.decided(node))):
+            loop = _loop_of(node)
             if loop is not None and (later := _given(loop.body)):
                 self._mix(later[0])
 
@@ -365,7 +390,9 @@ class _Function:
 
     def _lives_on(self, name: str, statement: ast.AST) -> bool:
         """Whether a name is read outside the branch that assigns it."""
-        branch = next(x for x in rank_syntax.parents(statement) if x in self._branches)
+        branch = next((x for x in rank_syntax.parents(statement) if x in self._branches), None)
+        if branch is None:
+            return False  # after one that is left: `_loop` has what it assigns
         inside = set(ast.walk(branch))
         return any(
             isinstance(n, ast.Name) and n.id == name and isinstance(n.ctx, ast.Load) and n not in inside for n in ast.walk(self.node)
@@ -385,6 +412,28 @@ class _Function:
                 statement = next((x for x in rank_syntax.parents(node) if isinstance(x, ast.stmt)), None)
                 if statement is not None and not hasattr(statement, "body"):
                     self._add(statement)
+
+
+def _put_in_order(node: ast.AST) -> ast.expr | None:
+    """The list that a call puts in order, or puts something into in order: `losses.sort()`, `heapq.heappush(losses, loss)`."""
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+        return None
+    if node.func.attr == "sort":
+        return node.func.value
+    return node.args[0] if node.func.attr in _ORDERING and node.args else None
+
+
+_ORDERING = {"heapify", "heappush", "heappop", "heappushpop", "heapreplace", "insort", "insort_left", "insort_right"}
+
+
+def _holds_state(node: ast.expr) -> bool:
+    """Whether this is a model's weights of now: `copy.deepcopy(model.state_dict())`, `{k: v.clone() for k, v in model.state_dict().items()}`."""
+    return any(isinstance(x, ast.Call) and isinstance(x.func, ast.Attribute) and x.func.attr == "state_dict" for x in ast.walk(node))
+
+
+def _loop_of(node: ast.AST) -> ast.For | ast.AsyncFor | ast.While | None:
+    """The loop around a statement, in whose body it is."""
+    return next((x for x in rank_syntax.parents(node) if isinstance(x, (ast.For, ast.AsyncFor, ast.While))), None)
 
 
 def _given(statements: Iterable[ast.stmt]) -> list[ast.Yield]:

@@ -14,17 +14,17 @@ import mmap
 import os
 import sys
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from torch_bridge import source
-from torch_bridge.mesh import rank_numbers
+from torch_bridge.mesh import rank_numbers, world
 from torch_bridge.script import rank_stores, rank_syntax
 
-_TAKING = {"BINARY_SUBSCR", "BINARY_SLICE", "STORE_SUBSCR", "STORE_SLICE", "BINARY_OP"}
+_TAKING = {"BINARY_SUBSCR", "BINARY_SLICE", "STORE_SUBSCR", "STORE_SLICE", "DELETE_SUBSCR", "BINARY_OP"}
 _KNOWN = {"lightning", "pytorch_lightning", "lightning_fabric", "torchmetrics"}
 """Libraries whose samplers keep their rank, of which `rank_loaders` makes a copy for each; and that put what a rank gathered from itself into its place again
 (`rank_stores`)."""
@@ -32,8 +32,8 @@ _DATA = {"numpy", "datasets", "pandas", "pyarrow", "h5py", "zarr", "webdataset",
 """Libraries that hold data: what they are asked for by a rank's number is data of one rank."""
 _TORCH_DATA = os.sep + os.path.join("torch", "utils", "data") + os.sep
 _CONTAINERS = os.path.join("torch", "nn", "modules", "container.py")
-_HOLDERS = (np.ndarray, deque, io.IOBase, mmap.mmap)
-"""What methods in C change or read at a place: `array.take(rank, 0)`, `file.seek(rank * n)`."""
+_HOLDERS = (np.ndarray, list, bytearray, deque, io.IOBase, mmap.mmap)
+"""What methods in C change or read at a place: `array.take(rank, 0)`, `parts.pop(rank)`, `file.seek(rank * n)`."""
 _reported: set[tuple[str, int]] = set()
 Place = tuple[str, tuple[Any, ...]]
 
@@ -99,6 +99,81 @@ def _note_library(frame: FrameType, hosted: Sequence[int]) -> None:
         name = next((part for part in library.split(os.sep) if part in _DATA), "torch.utils.data")
         what = "torch.nn take a module" if library.endswith(_CONTAINERS) else f"{name} take data"
         _report_call(at, f"has {what} by a number that differs by rank", hosted)
+
+
+def note_array(libraries: tuple[str, ...], is_index: bool) -> None:
+    """An array that differs by rank has been made. libraries: the folders of those that may have made it; is_index: it has places or truths.
+
+    NumPy writes it to a plain array for the first hosted rank (`found[a:b] = scores.numpy()`), and indexes one with it for that rank. Libraries that hold data
+    take rows for that one (`frame[frame["part"] == rank]`).
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and (not source.is_outside(frame.f_code) or frame.f_code.co_filename.startswith(libraries)):
+        frame = frame.f_back
+    if frame is None or (place := (frame.f_code.co_filename, frame.f_code, frame.f_lasti)) in _arrays:
+        return
+    _arrays.add(place)
+    hosted = world.current().hosted
+    if _DATA & set(frame.f_code.co_filename.split(os.sep)):
+        if is_index:
+            _note_library(frame, hosted)
+    elif rank_syntax.is_script(frame.f_code) and (node := rank_syntax.asking(frame)) is not None:
+        scope = rank_syntax.Names(frame.f_locals, frame.f_globals)
+        taken = next((s for s in _indexed_with(node) if _is_plain_array(s.value, scope)), None) if is_index else None
+        written = next((s for s in _written_with(node) if _is_plain_array(s.value, scope)), None) if taken is None else None
+        if taken is not None:
+            _report_call(
+                frame, f"has NumPy or pandas take {ast.unparse(taken)} (line {taken.lineno}) by an array that differs by rank", hosted
+            )
+        elif written is not None:
+            what = f"writes an array that differs by rank to {ast.unparse(written)} (line {written.lineno}), which is one for all ranks"
+            _report_call(frame, what, hosted)
+
+
+_arrays: set[tuple[str, CodeType, int]] = set()
+
+
+def _indexed_with(node: ast.expr) -> Iterator[ast.Subscript]:
+    """The subscripts that an expression is the index of, or part of it, by name too."""
+    inner: ast.AST = node
+    for outer in rank_syntax.parents(node):
+        if isinstance(outer, ast.Subscript) and outer.slice is inner:
+            yield outer
+            return
+        if isinstance(outer, ast.Assign):
+            names = {t.id for t in outer.targets if isinstance(t, ast.Name)}
+            for other in ast.walk(rank_syntax.function_of(outer)):
+                if isinstance(other, ast.Subscript) and isinstance(other.slice, ast.Name) and other.slice.id in names:
+                    yield other
+        if not isinstance(outer, (ast.BinOp, ast.UnaryOp, ast.Compare, ast.Call, ast.Tuple, ast.Subscript, ast.Attribute)):
+            return
+        inner = outer
+
+
+def _written_with(node: ast.expr) -> Iterator[ast.Subscript]:
+    """Where an expression is written to a place of something, by name too."""
+    for outer in rank_syntax.parents(node):
+        if isinstance(outer, ast.Assign):
+            names = {t.id for t in outer.targets if isinstance(t, ast.Name)}
+            later = (x for x in ast.walk(rank_syntax.function_of(outer)) if isinstance(x, ast.Assign)) if names else ()
+            same = [outer, *(x for x in later if isinstance(x.value, ast.Name) and x.value.id in names)]
+            yield from (t for x in same for t in x.targets if isinstance(t, ast.Subscript))
+        if not isinstance(outer, (ast.BinOp, ast.UnaryOp, ast.Compare, ast.Call, ast.Attribute)):
+            return
+
+
+def _is_plain_array(node: ast.expr, scope: rank_syntax.Names) -> bool:
+    """Whether this is an array of NumPy's that is one for all ranks, or something of pandas'."""
+    value = scope.value(node)
+    if isinstance(node, ast.Name) and value is None:  # it has no value yet
+        given = (x for x in ast.walk(rank_syntax.function_of(node)) if isinstance(x, ast.Assign))
+        calls = (
+            x.value for x in given if isinstance(x.value, ast.Call) and any(isinstance(t, ast.Name) and t.id == node.id for t in x.targets)
+        )
+        return any(_is_plain_array(call, scope) for call in calls)
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        return rank_syntax.root_module(scope, node.func) == "numpy"
+    return type(value) is np.ndarray or type(value).__module__.startswith("pandas")
 
 
 def _note_method(frame: FrameType, hosted: Sequence[int]) -> bool:
@@ -171,9 +246,14 @@ def _asking(code: CodeType, at: int) -> ast.expr | None:
     tree = rank_syntax.tree(code.co_filename)
     for node in ast.walk(tree) if tree is not None else ():
         if isinstance(node, (ast.Subscript, ast.Call)) and _position(node) == where:
-            ranged = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("range", "islice")
+            ranged = isinstance(node, ast.Call) and _name_of(node.func) in ("range", "islice")
             return node if isinstance(node, ast.Subscript) or ranged else None
     return None
+
+
+def _name_of(function: ast.expr) -> str:
+    """The last part of a function's name: that of `islice` and of `itertools.islice`."""
+    return function.id if isinstance(function, ast.Name) else getattr(function, "attr", "")
 
 
 def _position(node: ast.expr) -> tuple[Any, ...]:
@@ -184,7 +264,7 @@ def _position(node: ast.expr) -> tuple[Any, ...]:
 def _alike(node: ast.Subscript, frame: FrameType, values: Sequence[int]) -> bool:
     """Whether a container that has a name holds the same for all ranks."""
     container = _named(node.value, frame)
-    if container is None or isinstance(node.slice, (ast.Slice, ast.Tuple)) or isinstance(node.ctx, ast.Store):
+    if container is None or isinstance(node.slice, (ast.Slice, ast.Tuple)) or not isinstance(node.ctx, ast.Load):
         return False
     try:
         first, *others = [container[value] for value in values]

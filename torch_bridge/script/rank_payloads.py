@@ -40,6 +40,34 @@ def note(place: int, name: str) -> None:
     )
 
 
+def note_text(frame: FrameType | None) -> None:
+    """An object is about to go to other ranks, which is one for all of them but for the numbers in it: say so if text in it is made of such a number."""
+    while frame is not None and not rank_syntax.is_script(frame.f_code):
+        frame = frame.f_back
+    if frame is None or (at := (frame.f_code.co_filename, frame.f_lineno)) in _seen:
+        return
+    call = rank_syntax.asking(frame)
+    given = [*call.args, *(k.value for k in call.keywords)] if isinstance(call, ast.Call) else []
+    text = next(
+        (node for start in given for node in _made_of(start) if _is_text(node) and any(_differs(n, frame) for n in ast.walk(node))), None
+    )
+    if text is None:
+        return
+    _seen.add(at)
+    rank_numbers.report(
+        f"{at[0]}:{at[1]} gives other ranks text made of a number that differs by rank ({ast.unparse(text)}). This process runs the script once for several "
+        "ranks, and its first rank's text stands for all of them. Give the number itself, of which each rank's own is sent, or start one process per rank with "
+        "torchrun.",
+        3,
+    )
+
+
+def _is_text(node: ast.AST) -> bool:
+    return isinstance(node, ast.JoinedStr) or (
+        isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("str", "repr")
+    )
+
+
 def _made_of(start: ast.expr) -> Iterator[ast.AST]:
     """The nodes of an expression, and of what the function around it assigns to the names in it."""
     waiting: list[ast.AST] = [start]

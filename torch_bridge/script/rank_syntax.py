@@ -63,16 +63,28 @@ def decision(node: ast.expr) -> tuple[ast.AST, bool]:
     for outer in parents(node):
         if isinstance(outer, (ast.If, ast.While)):
             return (outer, True) if inner is outer.test else (inner, False)
+        if isinstance(outer, ast.Match):
+            return outer, True
         if isinstance(outer, ast.IfExp):
             return (outer, False) if inner is outer.test else (inner, False)
         if isinstance(outer, ast.Assert):
             return outer, True
         if isinstance(outer, ast.comprehension):
             return outer.parent, False  # type: ignore[attr-defined]
-        if not isinstance(outer, (ast.BoolOp, ast.UnaryOp, ast.Compare)):
+        if not isinstance(outer, (ast.BoolOp, ast.UnaryOp, ast.Compare, ast.pattern, ast.match_case)):
             return inner, False
         inner = outer
     return inner, False
+
+
+def ways(node: ast.If | ast.While | ast.Match) -> list[list[ast.stmt]]:
+    """The blocks of which a branch takes one."""
+    return [case.body for case in node.cases] if isinstance(node, ast.Match) else [node.body, node.orelse]
+
+
+def decided(node: ast.If | ast.While | ast.Match) -> list[ast.stmt]:
+    """The statements of all of them."""
+    return [statement for way in ways(node) for statement in way]
 
 
 def function_of(node: ast.AST) -> Function:
@@ -88,7 +100,12 @@ def _libraries() -> tuple[str, ...]:
 
 def is_script(code: CodeType) -> bool:
     """Whether code belongs to the user: not to Python, an installed package, torch or this one."""
-    return source.is_user(code) and not code.co_filename.startswith(_libraries())
+    return source.is_user(code) and not is_library(code.co_filename)
+
+
+def is_library(file: str) -> bool:
+    """Whether a file is Python's or an installed package's."""
+    return file.startswith(_libraries())
 
 
 def starts(node: ast.FunctionDef | ast.AsyncFunctionDef, code: CodeType) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import sys
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,7 @@ def _check(module: Any) -> None:
 def test_imported_later(library: str) -> None:
     hooking.install()
     hooking.install()
+    assert importlib.util.find_spec(library) is not None, "who asks where it is does not load it"
     assert library not in sys.modules and _waiting(library) == 1
     module = importlib.import_module(library)
     _check(module)

@@ -277,6 +277,23 @@ def test_bytes_made_of_a_rank(hosted: Hosted, exchange: Callable[[Any], list[byt
     assert len(set(parts)) == 1
 
 
+def _gathered_name() -> list[Any]:
+    name = f"shard {xm.get_ordinal()}"
+    found: list[Any] = xm.mesh_reduce("names", {"name": name}, list)
+    return found
+
+
+@pytest.mark.usefixtures("noted")
+def test_text_made_of_a_rank(hosted: Hosted) -> None:
+    """It is the first rank's, which is said; a number is each rank's own."""
+    hosted(4, **FOUR)
+    with pytest.warns(
+        UserWarning, match=r"gives other ranks text made of a number that differs by rank \(f'shard .*Give the number itself"
+    ):
+        assert [part["name"] for part in _gathered_name()] == ["shard 0"] * 4
+    assert xm.mesh_reduce("ranks", {"rank": xm.get_ordinal()}, lambda parts: [p["rank"] for p in parts]) == [0, 1, 2, 3]
+
+
 @pytest.mark.usefixtures("noted")
 def test_bytes_made_of_nothing_that_differs(hosted: Hosted) -> None:
     hosted(4, **FOUR)

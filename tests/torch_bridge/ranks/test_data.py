@@ -393,3 +393,13 @@ def test_copies_that_ranks_share_draw_for_each_of_them() -> None:
     with pytest.warns(UserWarning, match=r"test_data.py:\d+ shuffles data after torch.manual_seed with a seed that differs by rank"):
         epoch(place, "nothing", True)
     seed_all(0)
+
+
+def test_random_split_after_a_seed_of_each_rank() -> None:
+    """torch's module of datasets has a `randperm` of its own: all ranks had rank 0's split."""
+    torch.manual_seed(5 + world.rank())
+    halves = torch.utils.data.random_split(torch.utils.data.TensorDataset(torch.arange(8.0)), [4, 4])
+    found = [batch.to("xla") for (batch,) in DataLoader(halves[0], batch_size=2)]
+    for place in range(4):
+        alone = torch.randperm(8, generator=torch.Generator().manual_seed(5 + place))[:4].float()
+        assert torch.equal(torch.cat([sharded.shards(x)[place] for x in found]).cpu(), alone)

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 import torch.distributed as dist
@@ -165,6 +166,43 @@ def _seed(r: Any, x: Any, c: Any) -> Any:
     return torch.randn(2)
 
 
+def _matched(r: Any, x: Any, c: Any) -> Any:
+    match r:
+        case 0:
+            scale = 1.0
+        case _:
+            scale = 2.0
+    return x * scale
+
+
+def _other_turns(r: Any, x: Any, c: Any) -> Any:
+    parts = []
+    for k, part in enumerate(x.split(1)):
+        if k != r:
+            continue
+        parts.append(part * 2)
+    return parts
+
+
+def _kept_weights(r: Any, x: Any, c: Any) -> Any:
+    model, best, kept = torch.nn.Linear(1, 1), 3.0, None
+    loss = (x * r).sum().item()
+    if loss < best:
+        kept = {k: v.clone() for k, v in model.state_dict().items()}
+    return kept
+
+
+def _table(r: Any, x: Any, c: Any) -> Any:
+    table = pd.DataFrame({"loss": [(x * r).sum().item(), 1.0]})
+    return torch.tensor(table["loss"].to_numpy())
+
+
+def _in_order(r: Any, x: Any, c: Any) -> Any:
+    losses = [(x * r).sum().item(), 0.5]
+    losses.sort()
+    return torch.tensor(losses)
+
+
 def _early_import(r: Any, x: Any, c: Any) -> Any:
     return x * _Early.sqrt(r)
 
@@ -200,6 +238,16 @@ REPORTED: dict[str, Program] = {
     "loss": _of_a_loss,
     "seed": _seed,
     "early import": _early_import,
+    "match": _matched,
+    "other turns of a loop": _other_turns,
+    "kept weights": _kept_weights,
+    "table": _table,
+    "series": lambda r, x, c: x * float(pd.Series([(x * r).sum().item()]).mean()),
+    "int of a truth": lambda r, x, c: x * int(r == 0),
+    "sorted in place": _in_order,
+    "the larger of tuples": lambda r, x, c: x * max([((x * r).sum().item(), 1.0), (2.0, 2.0)])[1],
+    "number of a loss's text": lambda r, x, c: x * float(f"{(x * r).sum().item():.2f}"),
+    "number of its text": lambda r, x, c: x * int(str(r)),
     "int of a tensor": lambda r, x, c: x * int((x * r).sum()),
     "gathered float": lambda r, x, c: xm.mesh_reduce("rank", float(r), sum),
     "gathered sum": _gathered_sum,
@@ -338,6 +386,21 @@ def _writer(r: Any, x: Any, c: Any) -> Any:
     return x * 2
 
 
+def _logging_turns(r: Any, x: Any, c: Any) -> Any:
+    for k in range(3):
+        x = x * 2
+        if r != 0:
+            continue
+        print(f"step {k} {int(r == 0)} {int(str(r))}", end="")  # noqa: T201
+    return x
+
+
+def _table_in_a_file(r: Any, x: Any, c: Any) -> Any:
+    rows = [{"step": k, "loss": (x * r).sum().item()} for k in range(2)]
+    assert pd.DataFrame(rows).to_csv().startswith(",step,loss")
+    return x * 2
+
+
 def _sleeping(r: Any, x: Any, c: Any) -> Any:
     time.sleep(r * 0.001)
     return x * r
@@ -354,7 +417,23 @@ def _metrics(r: Any, x: Any, c: Any) -> Any:
 
 @pytest.mark.parametrize(
     "run",
-    [_metrics, _printing, _saving, _progress, _log_level, _timed, _gathering, _managed, _best, _early_stopping, _name, _writer, _sleeping],
+    [
+        _metrics,
+        _printing,
+        _saving,
+        _progress,
+        _log_level,
+        _timed,
+        _gathering,
+        _managed,
+        _best,
+        _early_stopping,
+        _name,
+        _writer,
+        _sleeping,
+        _logging_turns,
+        _table_in_a_file,
+    ],
     ids=lambda f: f.__name__,
 )
 def test_no_noise(run: Program, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,6 +13,7 @@ import torch_xla.distributed.xla_backend as xla_backend
 from tests.torch_bridge.ranks import eager, exchanges
 from torch_bridge.collectives import object_collectives
 from torch_bridge.mesh import rank_numbers, world
+from torch_bridge.script import rank_payloads
 
 TP = [[0, 1], [2, 3]]
 DP = [[0, 2], [1, 3]]
@@ -219,11 +220,13 @@ def test_objects_from_one_rank() -> None:
     assert gathered == [0, 1, 2, 3]
 
 
-def test_numbers_and_tensors_of_sister_groups() -> None:
+def test_numbers_and_tensors_of_sister_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each rank has those of its own group; all had those of rank 0's."""
     group, r = _group(TP), dist.get_rank()
     found: list[Any] = [None] * 2
-    dist.all_gather_object(found, {"n": r, "half": [r / 2], "t": torch.ones(2) * r, "name": f"rank {r}"}, group=group)
+    monkeypatch.setattr(rank_payloads, "_seen", set())
+    with pytest.warns(UserWarning, match="gives other ranks text made of a number that differs by rank"):
+        dist.all_gather_object(found, {"n": r, "half": [r / 2], "t": torch.ones(2) * r, "name": f"rank {r}"}, group=group)
     assert [rank_numbers.own(found[1]["n"], k) for k in range(4)] == [1, 1, 3, 3]
     assert [rank_numbers.own(found[0]["half"][0], k) for k in range(4)] == [0.0, 0.0, 1.0, 1.0]
     eager.same(found[1]["t"].to("xla"), [torch.full((2,), float(v)) for v in (1, 1, 3, 3)])

@@ -62,6 +62,7 @@ def test_last_batches_of_different_sizes(tmp_path: pathlib.Path) -> None:
     done, found = launch(tmp_path, "uneven")
     assert done.returncode == 0, done.stderr
     assert [f["sums"] for f in found] == [[3.0 + 6.0, 3.0 + 6.0, 3.0 + 4.0]] * 2
+    assert [f["told"] for f in found] == [[[5.0, 5.0], [8.0, 16.0]] * 3] * 2  # one waited in vain in the second round
     for one in found:
         steps, error = one["joined"]
         assert steps == [0, 1] and "ranks [0] of the group have no more inputs" in error and "DistributedSampler pads" in error

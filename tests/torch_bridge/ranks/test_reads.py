@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import pathlib
 import tempfile
@@ -12,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 import torch_xla.core.xla_model as xm
@@ -28,6 +30,7 @@ Script = Callable[[Any], Any]
 def four_ranks(hosted: Hosted, monkeypatch: pytest.MonkeyPatch) -> None:
     hosted(4)
     monkeypatch.setattr(rank_indexing, "_reported", set())
+    monkeypatch.setattr(rank_indexing, "_arrays", set())
     monkeypatch.setattr(rank_file_names, "_seen", set())
 
 
@@ -65,6 +68,35 @@ def _subset(r: Any) -> Any:
     return Subset(FILES, (torch.arange(8) + r)[:4].tolist())[0]  # type: ignore[arg-type]
 
 
+def _without(r: Any) -> list[str]:
+    found = list(FILES)
+    del found[r]
+    return found
+
+
+def _popped(r: Any) -> str:
+    found = list(FILES)
+    return found.pop(r)
+
+
+def _masked(r: Any) -> list[float]:
+    mask = np.arange(4) == r
+    whole = np.arange(4.0)
+    return whole[mask].tolist()  # type: ignore[no-any-return]
+
+
+def _rows(r: Any) -> list[int]:
+    frame = pd.DataFrame({"part": [0, 1, 2, 3], "value": [5, 6, 7, 8]})
+    return frame[frame["part"] == r]["value"].tolist()  # type: ignore[no-any-return]
+
+
+def _written(r: Any) -> list[float]:
+    whole = np.zeros(4)
+    scores = (torch.ones(2) * (r + 1)).numpy()
+    whole[2:] = scores
+    return whole.tolist()  # type: ignore[no-any-return]
+
+
 REPORTED: dict[str, tuple[Script, Any, str]] = {
     "list": (lambda r: FILES[(4 + r) % 8], "part-4", r"takes FILES\[\(4 \+ r\) % 8\] by a number"),
     "every fourth": (lambda r: FILES[r::4], ["part-0", "part-4"], r"takes FILES\[r::4\]"),
@@ -95,6 +127,17 @@ REPORTED: dict[str, tuple[Script, Any, str]] = {
     ),
     "a deque": (_rotated, [0, 1, 2, 3], r"calls found.rotate\(-r\)"),
     "a place in a file": (_sought, b"a", r"calls file.seek\(r\)"),
+    "without one": (_without, FILES[1:], r"takes found\[r\] by a number"),
+    "popped": (_popped, "part-0", r"calls found.pop\(r\)"),
+    "a slice of an iterator": (
+        lambda r: list(itertools.islice(FILES, r, None, 4)),
+        ["part-0", "part-4"],
+        r"takes itertools.islice\(FILES, r, None, 4\)",
+    ),
+    "by a truth": (lambda r: FILES[r == 0], "part-1", r"takes FILES\[r == 0\] by a number"),
+    "a mask": (_masked, [0.0], r"has NumPy or pandas take whole\[mask\] \(line \d+\) by an array"),
+    "rows of a table": (_rows, [5], "has pandas take data"),
+    "a write to an array": (_written, [0.0, 0.0, 1.0, 1.0], r"writes an array that differs by rank to whole\[2:\] \(line \d+\)"),
     "pieces in a list": (lambda r: list(torch.arange(4.0).chunk(4))[r].tolist(), [0.0], r"takes list\(.*\)\[r\] by a number"),
 }
 
@@ -177,3 +220,49 @@ def test_files_of_ranks_that_are_written(tmp_path: pathlib.Path) -> None:
         torch.save({"rank": rank}, tmp_path / name)
         assert str(rank) == "0"
     assert (tmp_path / "log-0.txt").read_text() == "rank 0"
+
+
+# -- what is looked up by text --------------------------------------------------------------------------
+
+TABLE = {f"part-{k}": k for k in range(4)}
+
+
+def _by_name(r: Any) -> int:
+    key = f"part-{r}"
+    return TABLE[key]
+
+
+def _attribute(r: Any) -> int:
+    return getattr(Parts, f"of{r}")  # type: ignore[no-any-return]
+
+
+class Parts:
+    of0 = 0
+    of1 = 1
+
+
+LOOKED_UP: dict[str, Script] = {
+    "text": lambda r: TABLE[f"part-{r}"],
+    "str": lambda r: TABLE["part-" + str(r)],
+    "get": lambda r: TABLE.get("part-{:d}".format(r)),  # noqa: UP032
+    "by name": _by_name,
+    "attribute": _attribute,
+}
+
+
+@pytest.mark.parametrize("name", LOOKED_UP)
+def test_what_is_looked_up_by_text(name: str) -> None:
+    with pytest.warns(
+        UserWarning, match=r"test_reads.py:\d+ makes text of a number.*and line \d+ looks something up by it.*rank 0's"
+    ) as caught:
+        assert LOOKED_UP[name](xm.get_ordinal()) == 0
+    assert len(caught) == 1
+
+
+def test_what_is_kept_by_text() -> None:
+    rank = xm.get_ordinal()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = {f"loss of {rank}": 1.0}
+        found[f"rank {rank}"] = 2.0
+    assert found == {"loss of 0": 1.0, "rank 0": 2.0}

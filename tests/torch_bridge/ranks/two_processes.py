@@ -40,6 +40,14 @@ if here == 1:  # groups of members alone: the other process does not come
 if how == "uneven":  # the last batch of rank 1 is smaller, and so its program another one
     rows = [3, 3, 3] if here == 0 else [3, 3, 2]
     found["sums"] = [xm.all_reduce("sum", torch.full((n,), here + 1.0).to("xla").sum()).item() for n in rows]
+    found["told"] = []
+    for _ in range(3):  # where a process has a constant, XLA would make arithmetic of the collective
+        weight = torch.zeros(2, device="xla") if here else torch.ones(2, device="xla") * 5
+        dist.broadcast(weight, 0)
+        found["told"].append(weight.tolist())
+        twice = xm.all_reduce("sum", total)
+        twice = xm.all_reduce("sum", twice * here if here else twice)
+        found["told"].append(twice.tolist())
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1).to("xla"))
     steps = []
     try:

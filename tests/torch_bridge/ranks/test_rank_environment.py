@@ -1,0 +1,80 @@
+"""Scripts that read their rank from the environment, which one process for several ranks has once."""
+
+from __future__ import annotations
+
+import linecache
+import pathlib
+import sys
+import types
+import warnings
+
+import pytest
+
+from tests.torch_bridge.ranks.conftest import Hosted
+from torch_bridge.mesh import rank_numbers
+from torch_bridge.script import rank_environment, rank_syntax
+
+READS = {
+    "get": ("rank = int(os.environ.get('RANK', 0))\nstart(rank)", "RANK", "xm.get_ordinal"),
+    "getenv": ("start(int(os.getenv('LOCAL_RANK', '0')))", "LOCAL_RANK", "xr.local_ordinal"),
+    "subscript": ("size = int(environ['WORLD_SIZE']) if 'WORLD_SIZE' in environ else 1", "WORLD_SIZE", "xr.world_size"),
+    "compared and given": ("rank = int(os.environ.get('RANK', 0))\nif rank == 0: start(rank)", "RANK", "xm.get_ordinal"),
+}
+SILENT = {
+    "a branch": "if int(os.environ.get('RANK', 0)) == 0:\n    print('first')",
+    "a name in a branch": "rank = int(os.environ.get('RANK', 0))\nif not rank: print(f'rank {rank}')",
+    "printed": "print(os.environ.get('RANK'))",
+    "another variable": "rank = int(os.environ.get('SEED', 0))\nstart(rank)",
+    "another dict": "start(table.get('RANK', 0))",
+    "written": "os.environ['RANK'] = '0'",
+}
+
+
+@pytest.fixture(autouse=True)
+def empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def _look(script: str, folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = folder / "script.py"
+    file.write_text(f"import os\n{script}\n")
+    linecache.checkcache(str(file))
+    rank_syntax.tree.cache_clear()
+    main = types.ModuleType("__main__")
+    main.__file__ = str(file)
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    rank_environment.note.__wrapped__()
+
+
+@pytest.mark.parametrize("name", READS)
+def test_reads(name: str, hosted: Hosted, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hosted(4)
+    script, variable, instead = READS[name]
+    with pytest.warns(
+        UserWarning, match=rf"script.py:2 reads {variable} from the environment .*for 4 ranks.*Use {instead}.*torchrun"
+    ) as caught:
+        _look(script, tmp_path, monkeypatch)
+    assert len(caught) == 1
+    monkeypatch.setenv("NXD_JAX_STRICT_RANKS", "1")
+    with pytest.raises(rank_numbers.RankError, match="reads"):
+        _look(script, tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize("name", SILENT)
+def test_silent(name: str, hosted: Hosted, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hosted(4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _look(SILENT[name], tmp_path, monkeypatch)
+
+
+def test_not_where_it_is_set_or_each_process_is_one_rank(hosted: Hosted, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = READS["get"][0]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        hosted(1)
+        _look(script, tmp_path, monkeypatch)
+        hosted(4)
+        monkeypatch.setenv("RANK", "0")
+        _look(script, tmp_path, monkeypatch)
