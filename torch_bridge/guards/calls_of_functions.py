@@ -20,6 +20,7 @@ from torch_bridge.guards.observer import Args, Function, Kwargs, Observer, Rule,
 from torch_bridge.guards.routing import CannotInstrument
 from torch_bridge.guards.unfollowed import OURS, asked_again, has_objects, is_generated, is_ours, name_of, opaque
 from torch_bridge.guards.values import is_a, unchanging
+from torch_bridge.recorder.tensor import XLATensor
 
 _PROBES = types.CellType(probes)
 
@@ -36,6 +37,8 @@ def follow_function(observer: Observer, f: types.FunctionType, args: Args, kwarg
             if is_a(x, np.ndarray):
                 observer.array(x)
         return f(*args, **kwargs)
+    if f.__name__ == "mark_static_address" and f.__module__ == "torch._dynamo.decorators" and args and is_a(args[0], XLATensor):
+        return f(*args, **kwargs)  # a mark for CUDA graphs, which no xla tensor is part of: transformers' caches of states make it
     try:
         with observer.unwatched():
             code = code_of(f)

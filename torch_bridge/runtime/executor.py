@@ -8,6 +8,7 @@ leaves every tensor that had a value with that value. So does one that fails on 
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import time
 import weakref
@@ -26,7 +27,7 @@ from torch_bridge.compiler.program import Program
 from torch_bridge.compiler.program_spec import Execution, specify
 from torch_bridge.compiler.shard_mapping import SegmentLabels
 from torch_bridge.compiler.trace import Trace
-from torch_bridge.config import fork_guard, freed_memory
+from torch_bridge.config import fork_guard, freed_memory, memory_maps
 from torch_bridge.config.settings import SETTINGS
 from torch_bridge.errors import DeadTensorError, VerificationError, XlaOutOfMemoryError
 from torch_bridge.identity import ONCE, references
@@ -249,6 +250,8 @@ def _programs(
         program = trace.find(part, run)
         if program is None:
             metrics.count("UncachedCompile")
+            if session.abstract is None and memory_maps.MAPS.are_scarce():
+                _make_room(trace)
             program = Program(specify(trace, part, run), run.segment)
             trace.programs.setdefault(part, []).append(program)
             if len(parts) == 1 and session.abstract is None and session.cold_shapes.look(program, trace):
@@ -322,6 +325,26 @@ def _has_other_numbers(session: Session, segment: Segment) -> bool:
     alike = automatic_dynamic.signature(segment.nodes)
     before = None if alike is None else session.alike.get(alike)
     return before is not None and automatic_dynamic.learn(segment, before.nodes, before.sources) and automatic_dynamic.apply(segment)
+
+
+def _make_room(trace: Trace) -> None:
+    """Let go of the half of all traces, but for this one, that were unused for longest: their machine code holds memory mappings."""
+    before = str(memory_maps.MAPS)
+    for session in sessions():
+        others = sorted((t for t in session.traces.values() if t is not trace), key=lambda t: t.used)
+        for old in others[: (len(others) + 1) // 2]:
+            gone = {program for programs in old.programs.values() for program in programs}
+            _evict(session, old)
+            kept = [program for program in session.recent if program not in gone]
+            session.recent.clear()
+            session.recent.extend(kept)
+    gc.collect()
+    logger.warning(
+        "compiled programs that were unused for longest are let go of, and compiled again if they come back: this process had %s, now it has %s, and XLA ends "
+        "a process that gets no more. Fewer shapes make fewer programs; `sysctl -w vm.max_map_count=262144` allows more.",
+        before,
+        memory_maps.MAPS,
+    )
 
 
 def _evict(session: Session, trace: Trace) -> None:

@@ -568,6 +568,19 @@ def test_modules_that_are_made_after_torch_compile_was_used(monkeypatch: pytest.
     assert result.shape == (1, 2) and not observer.reason
 
 
+@pytest.mark.parametrize("device, reason", [("xla", ""), ("cpu", "it sets a tensor._dynamo_static_input_type")])
+def test_marks_for_cuda_graphs(device: str, reason: str) -> None:
+    """Caches of states, as Mamba's in transformers, mark their tensors so. On the CPU `torch.compile` reads the mark."""
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        state = torch.zeros_like(x)
+        torch._dynamo.mark_static_address(state)
+        return state.copy_(x)
+
+    result, observer = watched(forward, torch.ones(2, device=device))
+    assert result.tolist() == [1.0, 1.0] and observer.reason.startswith(reason) and bool(observer.reason) == bool(reason)
+
+
 class Checked(torch.nn.Linear):
     """Has a call of its own, as layers of transformers 4.5x do."""
 
