@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.utils import ExactWeakKeyDictionary
 
 from tests.torch_bridge.devices import python
 from tests.torch_bridge.interrupting import BeforeLine
@@ -288,6 +289,25 @@ def test_while_a_kernel_of_torch_runs(interrupted: Interrupted) -> None:
     hits = sum(interrupted(seconds * (k + 0.5) / 16, step) for k in range(16))
     assert hits > 8
     assert step() == wanted
+
+
+class Reported(ExactWeakKeyDictionary):
+    """A dict by objects that are gone: Ctrl-C comes while one is taken out."""
+
+    def _remove_id(self, idx: int) -> None:
+        super()._remove_id(idx)
+        signal.raise_signal(signal.SIGINT)
+        assert interrupts.pending()
+
+
+def test_in_a_callback_of_a_weak_reference_it_arrives_behind_it() -> None:
+    """Python drops what such a callback raises."""
+    known, key = Reported(), Training("cpu")
+    known[key] = 1
+    with pytest.raises(KeyboardInterrupt):
+        del key
+        time.sleep(1)
+    assert not known.values and not interrupts.pending()
 
 
 def test_in_a_backward_pass_it_arrives_at_the_end(interrupted: Interrupted) -> None:

@@ -37,6 +37,9 @@ _OURS = (("ir", "segment.py"), ("mesh", "stacked_arrays.py"), ("passes", "place_
 _FRAGILE_FILES = ("grad_mode.py", "weakref.py", "_weakrefset.py", *(os.path.join("torch_bridge", *file) for file in _OURS))
 """torch's grad mode; callbacks of weak references, in which Python drops exceptions; and the lists of a segment, which must agree with each other."""
 
+_CALLBACKS = {"ExactWeakKeyDictionary.__setitem__.<locals>.<lambda>"}
+"""More callbacks of weak references: torch's compiler has these."""
+
 _since: float | None = None
 _on_its_way = False
 _deciding = threading.Lock()
@@ -100,7 +103,8 @@ _LOAD_CONST, _HANDLES, _SWAP, _NOTHING = (dis.opmap[name] for name in ("LOAD_CON
 def _is_fragile(frame: FrameType) -> bool:
     at: FrameType | None = frame
     while at is not None:
-        if at.f_code.co_name in _FRAGILE or at.f_code.co_filename.endswith(_FRAGILE_FILES):
+        code = at.f_code
+        if code.co_name in _FRAGILE or code.co_filename.endswith(_FRAGILE_FILES) or code.co_qualname in _CALLBACKS:
             return True
         at = at.f_back
     return False
