@@ -1,7 +1,7 @@
 """Linux gives a process so many memory mappings (`vm.max_map_count`, by default 65530), and XLA ends the process where it gets no more.
 
-Machine code takes three for each object file that LLVM makes: some 140 for a program of a small model. So hundreds of programs may be too many, as a script has that
-generates tokens with tensors that grow. Before that, those that were unused for longest are let go of (`runtime.executor`).
+Machine code takes three for each object file that LLVM makes: some 140 for a program of a small model. So hundreds of programs may be too many, as a script has
+that generates tokens with tensors that grow. Before that, those that were unused for longest are let go of (`runtime.executor`).
 """
 
 from __future__ import annotations
