@@ -99,7 +99,7 @@ def test_where_the_system_does_not_say_nothing_is_done(monkeypatch: pytest.Monke
 
 
 THREADS = """
-import ctypes, queue, threading
+import ctypes, queue, threading, time
 import torch
 from torch_bridge.config import freed_memory, idle_heaps
 freed_memory.HEAPS_UP_TO = 1 << 40
@@ -126,6 +126,7 @@ before = idle_heaps.resident_bytes()
 for thread in threads: thread.start()
 while len(done) < 4: pass
 kept = idle_heaps.resident_bytes() - before
+time.sleep(idle_heaps.LOOK)
 run(2 * idle_heaps.EVERY)
 left = idle_heaps.resident_bytes() - before
 end.set()
@@ -138,4 +139,4 @@ def test_threads_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [*freed_memory._OWN, "GLIBC_TUNABLES", "LD_PRELOAD", "JAX_COMPILATION_CACHE_DIR"]:
         monkeypatch.delenv(name, raising=False)
     kept, left = map(int, python(THREADS, timeout=200).split())
-    assert kept > 250 and left < kept / 2, "glibc leaves what lies at the end of a heap"
+    assert kept > 250 and left < kept * 0.6, "glibc leaves what lies at the end of a heap: one of two blocks"
