@@ -88,6 +88,11 @@ def current() -> World:
     return _world
 
 
+def expected() -> World:
+    """The world if it is decided, else what the environment says now: nothing is decided by asking."""
+    return _NARROWED.world or _world or from_environment()
+
+
 def from_environment() -> World:
     """NXD_JAX_WORLD_SIZE (our launcher, which under torchrun also says which of how many processes this is), else torchrun's WORLD_SIZE and RANK, else the
     variables of a plain script (`_plain`)."""

@@ -33,7 +33,6 @@ def prepare() -> None:
         typed_tensors,
     )
 
-    rank_environment.note()
     with imported_names.bound_anew():
         rank_loaders.install()
         rank_math.install()
@@ -46,6 +45,7 @@ def prepare() -> None:
         rank_host_libraries.install()
         rank_host_metrics.install()
         torchmetrics_checks.install()
+    rank_environment.note()
 
 
 def torch_function(

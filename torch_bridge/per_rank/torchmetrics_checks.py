@@ -17,9 +17,8 @@ import torch
 
 from torch_bridge.config.late_imports import when_imported
 from torch_bridge.mesh import world
-from torch_bridge.recorder import rank_array, sharded
+from torch_bridge.recorder import rank_array
 from torch_bridge.recorder.rank_tensor import RankTensor
-from torch_bridge.recorder.tensor import XLATensor
 
 _LIBRARY = "torchmetrics"
 _MODULES = ("calibration_error", "confusion_matrix", "hinge", "precision_recall_curve", "ranking", "stat_scores")
@@ -48,6 +47,9 @@ def _replace(module: ModuleType) -> None:
 def _for_each_rank(check: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(check)
     def checked(*args: Any, **kwargs: Any) -> None:
+        from torch_bridge.recorder import sharded  # they need JAX, which importing this package does not
+        from torch_bridge.recorder.tensor import XLATensor
+
         count = len(world.current().hosted)
         if count == 1 or not any(isinstance(x, (XLATensor, RankTensor)) for x in (*args, *kwargs.values())):
             check(*args, **kwargs)

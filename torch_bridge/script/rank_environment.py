@@ -7,7 +7,6 @@ or printed alone (`if int(os.environ.get("RANK", 0)) == 0: print(...)`) is right
 from __future__ import annotations
 
 import ast
-import functools
 import os
 import sys
 from collections.abc import Iterator
@@ -19,13 +18,17 @@ _NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK")
 _INSTEAD = {"RANK": "xm.get_ordinal()", "LOCAL_RANK": "xr.local_ordinal()", "WORLD_SIZE": "xr.world_size()"}
 
 
-@functools.cache
+_looked_at: set[str] = set()
+
+
 def note() -> None:
-    """Say which lines read a rank, or how many there are, from the environment. Once."""
-    hosted = world.current().hosted
+    """Say which lines of files that are there by now read a rank, or how many there are, from the environment. Once for a file."""
+    hosted = world.expected().hosted
     if len(hosted) == 1:
         return
     for file in _files():
+        if file in _looked_at:
+            continue
         found = rank_syntax.tree(file)
         for node in ast.walk(found) if found is not None else ():
             name = _read(node)
@@ -36,6 +39,7 @@ def note() -> None:
                     "or start one process per rank with torchrun.",
                     4,
                 )
+        _looked_at.add(file)  # not if that was an error, which an import may drop: the next look has it again
 
 
 def _files() -> Iterator[str]:

@@ -44,7 +44,8 @@ def _look(script: str, folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) ->
     main = types.ModuleType("__main__")
     main.__file__ = str(file)
     monkeypatch.setitem(sys.modules, "__main__", main)
-    rank_environment.note.__wrapped__()
+    monkeypatch.setattr(rank_environment, "_looked_at", set())
+    rank_environment.note()
 
 
 @pytest.mark.parametrize("name", READS)
@@ -78,3 +79,18 @@ def test_not_where_it_is_set_or_each_process_is_one_rank(hosted: Hosted, tmp_pat
         hosted(4)
         monkeypatch.setenv("RANK", "0")
         _look(script, tmp_path, monkeypatch)
+
+
+def test_each_file_once_and_modules_that_come_later(hosted: Hosted, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first look is when the package is imported, where the script has not imported its own modules yet."""
+    hosted(4)
+    with pytest.warns(UserWarning, match=r"script.py:2 reads RANK"):
+        _look('rank = int(os.environ["RANK"]) + 1', tmp_path, monkeypatch)
+    later = types.ModuleType("settings_of_mine")
+    later.__file__ = str(tmp_path / "settings_of_mine.py")
+    pathlib.Path(later.__file__).write_text('import os\ncount = int(os.environ["WORLD_SIZE"]) * 2\n')
+    monkeypatch.setitem(sys.modules, "settings_of_mine", later)
+    with pytest.warns(UserWarning, match=r"settings_of_mine.py:2 reads WORLD_SIZE") as caught:
+        rank_environment.note()
+        rank_environment.note()
+    assert len(caught) == 1
