@@ -84,11 +84,7 @@ def _named(caught: ast.expr | None, names: frozenset[str]) -> bool:
     if caught is None:
         return True
     each: list[Any] = caught.elts if isinstance(caught, ast.Tuple) else [caught]
-    return any(_last_name(x) in names for x in each)
-
-
-def _last_name(node: ast.expr) -> str:
-    return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
+    return any(rank_syntax.last_name(x) in names for x in each)
 
 
 def _raises(handler: ast.ExceptHandler) -> bool:
@@ -100,10 +96,10 @@ def _raised_instead(handler: ast.ExceptHandler) -> str:
     last = handler.body[-1]
     if not isinstance(last, ast.Raise) or last.exc is None:
         return ""
-    name = _last_name(last.exc.func if isinstance(last.exc, ast.Call) else last.exc)
+    name = rank_syntax.last_name(last.exc.func if isinstance(last.exc, ast.Call) else last.exc)
     return "" if name == handler.name else name
 
 
 def _swallows(manager: ast.expr) -> bool:
     """Of one that was made before (`with self:` in unittest's `assertRaises(error, function)`) nothing is known: it may."""
-    return not isinstance(manager, ast.Call) or _last_name(manager.func) in _SWALLOW
+    return not isinstance(manager, ast.Call) or rank_syntax.last_name(manager.func) in _SWALLOW

@@ -64,19 +64,15 @@ def _files() -> Iterator[str]:
 def _read(node: ast.AST) -> str | None:
     """The name of the variable that an expression reads, if it is one of these."""
     if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load):
-        key: ast.expr | None = node.slice if _last(node.value) == "environ" else None
+        key: ast.expr | None = node.slice if rank_syntax.last_name(node.value) == "environ" else None
     elif isinstance(node, ast.Call) and node.args:
-        asks = _last(node.func) == "getenv" or (
-            isinstance(node.func, ast.Attribute) and node.func.attr == "get" and _last(node.func.value) == "environ"
+        asks = rank_syntax.last_name(node.func) == "getenv" or (
+            isinstance(node.func, ast.Attribute) and node.func.attr == "get" and rank_syntax.last_name(node.func.value) == "environ"
         )
         key = node.args[0] if asks else None
     else:
         return None
     return key.value if isinstance(key, ast.Constant) and key.value in _NAMES else None
-
-
-def _last(node: ast.expr) -> str:
-    return node.id if isinstance(node, ast.Name) else getattr(node, "attr", "")
 
 
 def _is_only_compared(node: ast.AST) -> bool:
@@ -91,9 +87,9 @@ def _is_only_compared(node: ast.AST) -> bool:
             tree = [outer, *rank_syntax.parents(outer)][-1]
             loads = (n for n in ast.walk(tree) if isinstance(n, ast.Name) and n.id in names and isinstance(n.ctx, ast.Load))
             return all(_is_test(n) for n in loads)
-        if not (isinstance(outer, ast.Call) and _last(outer.func) in ("int", "str", "print")):
+        if not (isinstance(outer, ast.Call) and rank_syntax.last_name(outer.func) in ("int", "str", "print")):
             return False
-        if _last(outer.func) == "print":
+        if rank_syntax.last_name(outer.func) == "print":
             return True
     return False
 

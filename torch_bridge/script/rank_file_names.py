@@ -98,15 +98,7 @@ def _by(look: ast.Subscript | ast.Call, text: ast.AST) -> bool:
 
 def _is_text(node: ast.AST) -> bool:
     """`str(rank)`, `"{}".format(rank)`."""
-    if not isinstance(node, ast.Call):
-        return False
-    return (node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "")) in (
-        "str",
-        "format",
-        "repr",
-        "zfill",
-        "join",
-    )
+    return isinstance(node, ast.Call) and rank_syntax.last_name(node.func) in ("str", "format", "repr", "zfill", "join")
 
 
 def _reader(node: ast.expr) -> ast.Call | None:

@@ -246,14 +246,9 @@ def _asking(code: CodeType, at: int) -> ast.expr | None:
     tree = rank_syntax.tree(code.co_filename)
     for node in ast.walk(tree) if tree is not None else ():
         if isinstance(node, (ast.Subscript, ast.Call)) and _position(node) == where:
-            ranged = isinstance(node, ast.Call) and _name_of(node.func) in ("range", "islice")
+            ranged = isinstance(node, ast.Call) and rank_syntax.last_name(node.func) in ("range", "islice")
             return node if isinstance(node, ast.Subscript) or ranged else None
     return None
-
-
-def _name_of(function: ast.expr) -> str:
-    """The last part of a function's name: that of `islice` and of `itertools.islice`."""
-    return function.id if isinstance(function, ast.Name) else getattr(function, "attr", "")
 
 
 def _position(node: ast.expr) -> tuple[Any, ...]:

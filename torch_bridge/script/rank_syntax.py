@@ -87,6 +87,11 @@ def decided(node: ast.If | ast.While | ast.Match) -> list[ast.stmt]:
     return [statement for way in ways(node) for statement in way]
 
 
+def last_name(node: ast.expr) -> str:
+    """The last part of a name: that of `islice` and of `itertools.islice`; "" for what has none."""
+    return node.id if isinstance(node, ast.Name) else getattr(node, "attr", "")
+
+
 def function_of(node: ast.AST) -> Function:
     """The function around a node, or its module."""
     return next(x for x in parents(node) if isinstance(x, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Module)))
