@@ -656,6 +656,39 @@ def test_an_error_in_the_forward_leaves_the_next_call_right() -> None:
     parity(lambda: Wrapped(rule, seen=torch.zeros(())), step, steps=9)
 
 
+class OneTable(nn.Module):
+    """Layers that read views of copies of one value, as rotary embeddings of GPT-J and GLM do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        table = torch.cos(x)
+        for layer in self.layers:
+            x = (layer(x).view(-1, 2) * table.clone().view(-1, 2)).view_as(x)
+        return x
+
+
+def test_a_backward_pass_reads_the_views_that_it_read(clean_step: None) -> None:
+    """Each layer's own, where several have the same contents: another one would be another program."""
+    counts: list[int] = []
+
+    def step(m: Any, k: int) -> Any:
+        if k == 0:
+            executor.clear_cache()
+        if k in (1, 6):
+            counts.append(metrics.COUNTERS["UncachedCompile"])
+        loss = m(batch(k)).square().mean()
+        m.zero_grad()
+        loss.backward()
+        steps.mark()
+        return [bits(loss), *[bits(p.grad) for p in m.parameters()]]
+
+    parity(OneTable, step, steps=7)
+    assert counts[0] == counts[1] and counts[2] == counts[3]
+
+
 FUSED = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
     "adamw fused": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),

@@ -56,6 +56,10 @@ class Made(NamedTuple):
     views: tuple[tuple[Layout, int], ...] = ()
     constant: int = 0
 
+    def value_of(self, view: Layout) -> int | None:
+        """The value of the whole, or of a view that the tape has."""
+        return self.value if view is self.base else dict(self.views).get(view)
+
 
 @dataclasses.dataclass
 class Forward:
@@ -88,11 +92,14 @@ class Forward:
 
 @dataclasses.dataclass
 class Backward:
-    """reads: where the tape's storages come from; grads: by input: made by the tape, one of its storages, or None."""
+    """reads: where the tape's storages come from; grads: by input: made by the tape, one of its storages, or None. read: by external of the tape, the value of
+    the forward pass that it was in the recording, if that was in the same step: there may be several with the same contents.
+    """
 
     tape: Tape
     reads: list[Source]
     grads: list[Made | int | None]
+    read: tuple[int | None, ...] = dataclasses.field(default=(), compare=False)
     _values: dict[int, dict[int, int] | None] = dataclasses.field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
@@ -109,20 +116,23 @@ class Backward:
         them. None if they are not that simple: they are views that the forward pass did not read, or written."""
         key = len(forward.kept)
         if key not in self._values:
-            self._values[key] = self._find_values({made.value: made for made in forward.kept})
+            self._values[key] = self._find_values({made.value: made for made in forward.kept}, forward.tape.values)
         return self._values[key]
 
-    def _find_values(self, kept: Mapping[int, Made]) -> dict[int, int] | None:
+    def _find_values(self, kept: Mapping[int, Made], values: int) -> dict[int, int] | None:
         numbers = {k: kept.get(value) for k, (what, value) in enumerate(self.reads) if what == "kept"}
         changed = {k for k, _ in self.tape.writes} | {g for g in self.grads if isinstance(g, int)}
         found: dict[int, int] = {}
         for place, (k, view) in enumerate(self.tape.externals):
-            made = numbers.get(k)
             if k not in numbers:
                 continue
-            if made is None or k in changed or (view is not made.base and view not in dict(made.views)):
+            made = numbers[k]
+            value = self.read[place]
+            if value is None or value >= values:
+                value = None if made is None else made.value_of(view)
+            if made is None or value is None or k in changed:
                 return None
-            found[place] = made.value if view is made.base else dict(made.views)[view]
+            found[place] = value
         return None if changed.intersection(numbers) else found
 
     def difference(self, other: Backward) -> str:
@@ -332,7 +342,12 @@ def backward_of(recording: Recording, sources: Sequence[Source], found: Sequence
         raise NotRepeatable("it reads a tensor's value (.item(), print, a branch on it)")
     used = sorted({*tape.storages(), *(g for g in grads if isinstance(g, int) and g >= 0)})
     number = {k: place for place, k in enumerate(used)}
-    return Backward(tape.renumbered(number), [sources[k] for k in used], [number.get(g, g) if isinstance(g, int) else g for g in grads])
+    return Backward(
+        tape.renumbered(number),
+        [sources[k] for k in used],
+        [number.get(g, g) if isinstance(g, int) else g for g in grads],
+        recording.values_before(),
+    )
 
 
 def learn_backward(stop: Callable[[str], None], kind: Kind, new: Backward, made: Sequence[Own], which: Any) -> None:

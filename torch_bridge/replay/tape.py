@@ -284,6 +284,7 @@ class Recording:
         drawn: tuple[int, int, int] = (0, 0, 0),
     ):
         self._drawn = drawn
+        self._after = after
         self.storages = list(storages)
         self._twins = [twin for twin, _ in related.twins]
         self._twin_of = {id(twin): storage for twin, storage in related.twins}
@@ -526,6 +527,11 @@ class Recording:
             where = f" ({source.where})" if source is not None else ""
             raise NotRepeatable(f"it uses a tensor{shape} {_FOREIGN}{where}; if its forward makes it on the host, make it a buffer")
         return names[vid]
+
+    def values_before(self) -> tuple[int | None, ...]:
+        """By external: which value of the stretch before (`after`) it is; None if it is none, or there is no such stretch."""
+        first = self._vid if self._after is None else self._after._vid
+        return tuple(vid - first if first <= vid < self._vid else None for vid in self._seen)
 
     def is_own(self, storage: Storage) -> bool:
         """Whether the stretch made it."""
