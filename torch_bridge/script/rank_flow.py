@@ -352,7 +352,7 @@ class _Function:
         for part in rank_syntax.inside([statement]):
             if (
                 isinstance(part, ast.Assign)
-                and (self.tensor(part.value) or _holds_state(part.value))
+                and (self.tensor(part.value) or (_holds_state(part.value) and not _is_default(part)))
                 and any(isinstance(t, ast.Name) for t in part.targets)
             ):
                 if any(self._lives_on(t.id, part) for t in part.targets if isinstance(t, ast.Name)):
@@ -429,6 +429,21 @@ _ORDERING = {"heapify", "heappush", "heappop", "heappushpop", "heapreplace", "in
 def _holds_state(node: ast.expr) -> bool:
     """Whether this is a model's weights of now: `copy.deepcopy(model.state_dict())`, `{k: v.clone() for k, v in model.state_dict().items()}`."""
     return any(isinstance(x, ast.Call) and isinstance(x.func, ast.Attribute) and x.func.attr == "state_dict" for x in ast.walk(node))
+
+
+def _is_default(node: ast.Assign) -> bool:
+    """Whether this gives a name the value that it has where nobody gave one: `if state is None: state = model.state_dict()`. All ranks may have come there."""
+    around = next(rank_syntax.parents(node), None)
+    test = around.test if isinstance(around, ast.If) else None
+    return (
+        isinstance(test, ast.Compare)
+        and isinstance(test.left, ast.Name)
+        and len(test.ops) == 1
+        and isinstance(test.ops[0], ast.Is)
+        and isinstance(test.comparators[0], ast.Constant)
+        and test.comparators[0].value is None
+        and any(isinstance(t, ast.Name) and t.id == test.left.id for t in node.targets)
+    )
 
 
 def _loop_of(node: ast.AST) -> ast.For | ast.AsyncFor | ast.While | None:
