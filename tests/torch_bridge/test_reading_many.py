@@ -115,7 +115,7 @@ def test_writes(case: Callable[[Segment], Given], described: bool) -> None:
             for storage, view, vid in zip(storages, views, new, strict=True):
                 segment.write_view(storage, view, vid)
         place = {id(s): k for k, s in enumerate(storages)}
-        written = [place[id(ref())] for ref in segment.writers], [(place[id(ref())], leaf) for ref, leaf in segment.saved]
+        written = [place[id(ref())] for ref in segment.writers], [(place[id(ref())], leaf) for ref, leaf in segment.saved_with_leaves()]
         found.append((state(segment, storages, []), written, [s.writes for s in storages]))
     assert found[0] == found[1]
 
@@ -145,3 +145,32 @@ def test_references_are_counted_alike_in_every_python() -> None:
     other = [objects[1]]
     assert [count - ONCE for count in references(objects)] == [0, 1, 0]
     assert len(other) == 1
+
+
+def test_results() -> None:
+    """Storages that wait for one value both get it, each once; those that are gone, filled or elsewhere do not."""
+    segment = Segment()
+    first, second, other, filled, elsewhere = (Storage(BASE) for _ in range(5))
+    gone = Storage(BASE)
+    vids = [segment.fill(BASE, float(k)) for k in (5, 6)]
+    for storage in (first, second, gone, filled, elsewhere, second):
+        segment.write(storage, vids[0])
+    segment.write(other, vids[1])
+    filled.set_constant(3.0)
+    elsewhere.settle("array")
+    del gone, storage
+    found = segment.results()
+    assert [(v, list(found[v])) for v in found] == [(vids[0], [first, second]), (vids[1], [other])] and len(found) == 2
+    assert list(found.only([vids[0]]).items()) == [(vids[0], (first, second))]
+    found.settle([vids[0], 99], ["value", "of nobody"])
+    assert (first.held, second.held, first.segment, elsewhere.held) == ("value", "value", None, "array") and other.segment is segment
+    found.drop(vids[0])
+    assert list(found) == [vids[1]]
+
+
+def test_a_storage_that_got_another_value_waits_for_that_alone() -> None:
+    segment = Segment()
+    storage = Storage(BASE)
+    for k in (5, 6):
+        segment.write(storage, segment.fill(BASE, float(k)))
+    assert list(segment.results().items()) == [(segment.next_vid - 1, (storage,))]

@@ -24,7 +24,7 @@ from torch_bridge.ir import dtypes
 from torch_bridge.ir.entry import Entry
 from torch_bridge.ir.graph import fill, lifted_kinds
 from torch_bridge.ir.layout import layout
-from torch_bridge.ir.segment import Segment, Storage
+from torch_bridge.ir.segment import Results, Segment, Storage
 from torch_bridge.ir.view_entries import step_entry
 from torch_bridge.lowerings import lowering
 from torch_bridge.mesh import sharding, spmd, world
@@ -273,7 +273,7 @@ class IndexChecks(Observer):
         """Add the checks of a segment."""
         self._checks = added(segment)
 
-    def executed(self, trace: Trace, live: dict[int, list[Storage]]) -> None:
+    def executed(self, trace: Trace, live: Results) -> None:
         """IndexError if a run had indices out of range; it names the ops in the order in which they were recorded. The tensors keep their values."""
         checks = list(self._checks)
         self._checks.clear()

@@ -27,7 +27,7 @@ from torch.distributions.distribution import Distribution
 from torch_bridge import source
 from torch_bridge.collectives.collective_ops import emit
 from torch_bridge.compiler.trace import Trace
-from torch_bridge.ir.segment import Segment, Storage
+from torch_bridge.ir.segment import Results, Segment, Storage
 from torch_bridge.lowerings import lowering
 from torch_bridge.mesh import sharding, spmd, world
 from torch_bridge.recorder import expected_answers, fallback, host_values
@@ -250,7 +250,7 @@ class ValueChecks(Observer):
                 self._checks.append(_kept(segment, i, first))
             first += node[0].n_outs
 
-    def executed(self, trace: Trace, live: dict[int, list[Storage]]) -> None:
+    def executed(self, trace: Trace, live: Results) -> None:
         """Raise if values were not as they should be; the error names the checks in the order in which they were recorded. The tensors keep their values."""
         ran = [check for check in self._checks if check.result.held is not None]
         self._checks = [check for check in self._checks if check.result.pending]

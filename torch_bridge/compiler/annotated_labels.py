@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from torch import fx
 
 from torch_bridge.compiler.program_io import Ports
-from torch_bridge.ir.segment import Segment, Storage
+from torch_bridge.ir.segment import Results, Segment
 from torch_bridge.mesh import abstract_arrays, places, processes, spmd, world
 from torch_bridge.passes.verify import report
 from torch_bridge.source import NOWHERE
@@ -42,11 +42,11 @@ class AnnotatedSegment(NamedTuple):
         )
 
 
-def of(segment: Segment, live: dict[int, list[Storage]]) -> AnnotatedSegment:
+def of(segment: Segment, live: Results) -> AnnotatedSegment:
     """How a segment lies whose results these storages wait for."""
     leaves = tuple(_lies(array) for array in segment.leaves)
     wanted: dict[int, NamedSharding] = {}
-    for ref, leaf in segment.saved:
+    for ref, leaf in segment.saved_with_leaves():
         storage = ref()
         if storage is not None and storage.segment is segment and storage.vid in live:
             before = segment.leaves[-leaf - 1]

@@ -67,7 +67,7 @@ class Program:
         self._is_awaited = computation.may_call_kernels(spec)
         self.code: executable_cache.Code | None = None
         self.signature: Sequence[jax.ShapeDtypeStruct] = ()
-        holders = {**{leaf: ref for ref, leaf in segment.saved}, **segment.holders}
+        holders = {**dict(zip(segment.saved_leaves, segment.saved, strict=True)), **segment.holders}
         self.held_by = tuple(map(holders.get, spec.inputs))
         self.results_held_by: tuple[Any, ...] = ()
         self.executions = 0

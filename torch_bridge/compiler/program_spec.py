@@ -268,7 +268,7 @@ def _new_values(
 def _updates(segment: Segment) -> dict[int, int]:
     """Leaves (by id) whose storage gets a new value in this segment, and the id of that value."""
     found: dict[int, int] = {}
-    for ref, leaf in segment.saved:
+    for ref, leaf in segment.saved_with_leaves():
         storage = ref()
         if storage is not None and storage.segment is segment and storage.vid >= 0:
             found.setdefault(leaf, storage.vid)

@@ -18,7 +18,7 @@ from torch_bridge import lowerings
 from torch_bridge.compiler.program_io import Ports
 from torch_bridge.config.settings import SETTINGS
 from torch_bridge.ir.graph import results_of
-from torch_bridge.ir.segment import Segment, Storage
+from torch_bridge.ir.segment import Results, Segment
 from torch_bridge.mesh import abstract_arrays, messages, places, processes, random_state, sharding, world
 from torch_bridge.mesh.places import Place
 from torch_bridge.passes import check_replicas, varying_axes
@@ -48,7 +48,7 @@ class SegmentLabels(NamedTuple):
         return self.leaves if narrow is None else tuple(places.project(spec, narrow) for spec in self.leaves)
 
 
-def of(segment: Segment, live: dict[int, list[Storage]]) -> SegmentLabels:
+def of(segment: Segment, live: Results) -> SegmentLabels:
     """The labels of a segment whose results these storages wait for."""
     wanted = {
         v: spec for v, holders in live.items() for spec in [next((s.spec for s in holders if s.spec is not None), None)] if spec is not None

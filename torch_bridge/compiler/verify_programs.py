@@ -92,7 +92,7 @@ def _taken_over(spec: ProgramSpec, run: Execution, inputs: Sequence[Any], result
     if list(ports.donated) != sorted(set(ports.donated)):
         _fail("inputs that are taken over are named once, in order", str(ports.donated))
     new: dict[int, set[int]] = {}
-    for ref, leaf in run.segment.saved:
+    for ref, leaf in run.segment.saved_with_leaves():
         storage = ref()
         if storage is not None and storage.segment is run.segment:
             new.setdefault(leaf, set()).add(storage.vid)

@@ -15,7 +15,7 @@ from torch_bridge import _compat
 from torch_bridge.collectives import index_checks
 from torch_bridge.compiler.trace import Trace
 from torch_bridge.config.settings import SETTINGS
-from torch_bridge.ir.segment import Storage
+from torch_bridge.ir.segment import Results, Storage
 from torch_bridge.mesh import world
 from torch_bridge.runtime import executor, session
 from torch_bridge.runtime.observers import Observer
@@ -88,7 +88,7 @@ class NanCheck(Observer):
 
     reads_values = True
 
-    def executed(self, trace: Trace, live: dict[int, list[Storage]]) -> None:
+    def executed(self, trace: Trace, live: Results) -> None:
         found: dict[int, Any] = {}
         with _compat.enable_x64():
             for vid in sorted(live):
@@ -104,7 +104,7 @@ NAN_CHECK = NanCheck()
 """Of this process."""
 
 
-def _explain(trace: Trace, live: dict[int, list[Storage]], bad: list[int], count: int) -> str:
+def _explain(trace: Trace, live: Results, bad: list[int], count: int) -> str:
     first = bad[0]
     entry, source = _producer(trace, first)
     layout = live[first][0].layout

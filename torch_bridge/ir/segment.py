@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from operator import attrgetter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter, call
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
@@ -62,12 +62,13 @@ class Storage:
     segment, vid: where the value is a node output (vid >= 0) or has been adopted as a leaf (vid < 0).
     views: ids of views read so far.
     writes: how often it has got another value, through views and `.data` as well, which torch's versions of tensors do not all count.
+    ref: a weak reference to it. Segments name the storages of each step by theirs: kept here, they are not made anew.
 
     A storage with neither array nor segment is full of one number, `fill` (0 for `torch.empty`); `born_full` if it never held anything else.
     `witness(storage, new)`, if there is one, is told of every new storage and of every one that is filled (`tape`).
     """
 
-    __slots__ = ("__weakref__", "born_full", "facts", "fill", "held", "layout", "segment", "vid", "views", "writes")
+    __slots__ = ("__weakref__", "born_full", "facts", "fill", "held", "layout", "ref", "segment", "vid", "views", "writes")
 
     witness: ClassVar[Callable[[Storage, bool], None] | None] = None
 
@@ -80,6 +81,7 @@ class Storage:
         self.vid = -1
         self.views: dict[Layout, int] | None = None
         self.writes = 0
+        self.ref = weakref.ref(self)
         self.facts: Facts | None = None
         if Storage.witness is not None:
             Storage.witness(self, True)
@@ -138,7 +140,46 @@ class Storage:
         self.views = None
 
 
-_LAYOUT, _SEGMENT, _VID, _HELD, _FACTS = map(attrgetter, ("layout", "segment", "vid", "held", "facts"))
+_LAYOUT, _SEGMENT, _VID, _HELD, _FACTS, _REF = map(attrgetter, ("layout", "segment", "vid", "held", "facts", "ref"))
+
+
+class Results(Mapping[int, Sequence[Storage]]):
+    """Storages by the pending id that they wait for. one: one for each id; others: more of the same."""
+
+    def __init__(self, one: dict[int, Storage], others: dict[int, list[Storage]] | None = None):
+        self.one = one
+        self.others = {} if others is None else others
+
+    def __getitem__(self, vid: int) -> Sequence[Storage]:
+        return (self.one[vid], *self.others.get(vid, ()))
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.one)
+
+    def __len__(self) -> int:
+        return len(self.one)
+
+    def only(self, vids: Iterable[int]) -> Results:
+        """Those of some ids."""
+        found = [v for v in vids if v in self.one]
+        return Results({v: self.one[v] for v in found}, {v: self.others[v] for v in found if v in self.others})
+
+    def drop(self, vid: int) -> None:
+        """Nothing waits for this one."""
+        del self.one[vid]
+        self.others.pop(vid, None)
+
+    def settle(self, vids: Sequence[int], values: Sequence[Any]) -> None:
+        """Their values have been computed; there may be some that nothing waits for."""
+        for storage, value in zip(map(self.one.get, vids), values, strict=True):
+            if storage is not None:
+                storage.held = value
+                storage.segment = None
+                storage.views = None
+        if self.others:
+            for vid, value in zip(vids, values, strict=True):
+                for storage in self.others.get(vid, ()):
+                    storage.settle(value)
 
 
 class Fill(NamedTuple):
@@ -185,7 +226,8 @@ class Segment:
         holders: from which storage a leaf was adopted last; sharers: which others it was adopted from.
         kept: arrays that no program may overwrite.
         writers: storages that were written, as often as they were.
-        saved: for a failed run: the leaves that storages held before; overwritten: the arrays that nothing had read (None: they were constant).
+        saved, saved_leaves: for a failed run: storages, and the ids of the leaves that they held before; overwritten: others, with the arrays that nothing had
+            read (None: they were constant).
         fills: constants that were read.
         followed: at which places its values lie, as far as somebody asked (`recorder.placed`).
         home: the place at which nodes run whose inputs lie at none, if its results are needed there or nobody knows where; None: the mesh of the world.
@@ -225,7 +267,8 @@ class Segment:
         self.kept: list[Any] = []
         self.scalars: set[int] = set()
         self.writers: list[weakref.ref[Storage]] = []
-        self.saved: list[tuple[weakref.ref[Storage], int]] = []
+        self.saved: list[weakref.ref[Storage]] = []
+        self.saved_leaves: list[int] = []
         self.overwritten: list[tuple[weakref.ref[Storage], Any]] = []
         self.fills: list[Fill] = []
         self.followed: Any = None
@@ -337,7 +380,7 @@ class Segment:
         vid = self.leaf(array)
         if vid in self.holders:
             self.sharers.append(self.holders[vid])
-        self.holders[vid] = weakref.ref(storage)
+        self.holders[vid] = storage.ref
         storage.views = None
         storage.vid = vid
         storage.segment = self
@@ -354,8 +397,8 @@ class Segment:
     def _adopt_constant(self, storage: Storage) -> int:
         fill = storage.fill
         vid = self.fill(storage.layout, fill)
-        self.fills.append(Fill(len(self.nodes) - 1, vid, weakref.ref(storage), len(self.leaves), fill, storage.born_full))
-        self.overwritten.append((weakref.ref(storage), None))
+        self.fills.append(Fill(len(self.nodes) - 1, vid, storage.ref, len(self.leaves), fill, storage.born_full))
+        self.overwritten.append((storage.ref, None))
         self.write(storage, vid)
         return vid
 
@@ -429,7 +472,7 @@ class Segment:
         vids = new.values()
         self.leaves += arrays
         self.leaf_index.update(new)
-        self.holders.update(zip(vids, map(weakref.ref, storages), strict=True))
+        self.holders.update(zip(vids, map(_REF, storages), strict=True))
         for storage, vid in zip(storages, vids, strict=True):
             storage.views = None
             storage.vid = vid
@@ -450,9 +493,10 @@ class Segment:
             for at, (storage, view) in enumerate(zip(storages, views, strict=True), vid):
                 self.write_view(storage, view, at)
             return
-        refs = list(map(weakref.ref, storages))
+        refs = list(map(_REF, storages))
         self.writers += refs
-        self.saved += zip(refs, map(_VID, storages), strict=True)
+        self.saved += refs
+        self.saved_leaves += map(_VID, storages)
         for at, storage in enumerate(storages, vid):
             storage.views = None
             storage.writes += 1
@@ -467,13 +511,14 @@ class Segment:
         if other is not self or storage.vid < 0:
             if other is not None and other is not self and storage.vid >= 0:
                 self._finish_other(storage)
-            self.writers.append(weakref.ref(storage))
+            self.writers.append(storage.ref)
             if storage.held is not None:
                 leaf = self.leaf_index.get(id(storage.held))
                 if leaf is not None:
-                    self.saved.append((weakref.ref(storage), leaf))
+                    self.saved.append(storage.ref)
+                    self.saved_leaves.append(leaf)
                 else:
-                    self.overwritten.append((weakref.ref(storage), storage.held))
+                    self.overwritten.append((storage.ref, storage.held))
         storage.views = None
         storage.writes += 1
         storage.vid = vid
@@ -484,7 +529,8 @@ class Segment:
         """Make a value of another size the storage's whole new content. The one before does not fit any more: after a failure the storage has none."""
         self.write(storage, vid)
         storage.layout = to
-        self.saved = [(ref, leaf) for ref, leaf in self.saved if ref() is not storage]
+        kept = [(ref, leaf) for ref, leaf in self.saved_with_leaves() if ref is not storage.ref]
+        self.saved, self.saved_leaves = [ref for ref, _ in kept], [leaf for _, leaf in kept]
         self.overwritten = [(ref, array) for ref, array in self.overwritten if ref() is not storage]
         self.holders = {leaf: ref for leaf, ref in self.holders.items() if ref() is not storage}
 
@@ -526,20 +572,31 @@ class Segment:
         for storage in {id(s): s for s in holding if s is not None and s.segment is self}.values():
             storage.vid = leaf_of[storage.vid] if storage.vid < 0 else new.value_of[storage.vid]
             storage.views = None
-        self.saved = [(ref, leaf_of[leaf]) for ref, leaf in self.saved]
+        self.saved_leaves = [leaf_of[leaf] for leaf in self.saved_leaves]
         self.holders = {leaf_of[v]: ref for v, ref in self.holders.items()}
         self.nodes, self.leaves = new.nodes, new.leaves
         self.next_vid = sum(node[0].n_outs for node in new.nodes)
         self.leaf_index = {id(array): -i - 1 for i, array in enumerate(new.leaves)}
         self.predicted = None
 
-    def results(self) -> dict[int, list[Storage]]:
+    def saved_with_leaves(self) -> Iterator[tuple[weakref.ref[Storage], int]]:
+        """Storages and the ids of the leaves that they held before, in the order of their first writes."""
+        return zip(self.saved, self.saved_leaves, strict=True)
+
+    def results(self) -> Results:
         """Live storages by the pending id they wait for."""
-        live: dict[int, list[Storage]] = {}
-        for ref in self.writers:
-            storage = ref()
-            if storage is not None and storage.segment is self and storage.vid >= 0:
-                holders = live.setdefault(storage.vid, [])
-                if storage not in holders:
-                    holders.append(storage)
-        return live
+        waiting: list[Storage] = list(filter(None, map(call, self.writers)))
+        if not all_are(map(_SEGMENT, waiting), self):
+            waiting = [storage for storage in waiting if storage.segment is self]
+        one = dict(zip(map(_VID, waiting), waiting, strict=True))
+        if min(one, default=0) >= 0 and len(one) == len(waiting):
+            return Results(one)
+        one = {}
+        others: dict[int, list[Storage]] = {}
+        for storage in waiting:
+            if storage.vid < 0 or one.setdefault(storage.vid, storage) is storage:
+                continue
+            more = others.setdefault(storage.vid, [])
+            if storage not in more:
+                more.append(storage)
+        return Results(one, others)

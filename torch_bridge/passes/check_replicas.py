@@ -73,7 +73,7 @@ def _place(module: torch.nn.Module) -> list[str]:
 
 def check(segment: Segment, axes: dict[int, sharding.Axes]) -> None:
     """Look at every parameter that a program writes: does it vary over axes that the parameter was shared over? axes: of new values, by id."""
-    for ref, leaf in segment.saved:
+    for ref, leaf in segment.saved_with_leaves():
         storage = ref()
         if storage is None or storage.segment is not segment or storage.facts is None or storage.facts.owner is None:
             continue

@@ -53,7 +53,8 @@ def _rewrite(segment: Segment, fills: list[Fill]) -> None:
             new += n
         old += n
     segment.renumber(Renumbering(kept, leaves, node_of, value_of, leaf_of))
-    segment.saved[:0] = [(f.storage, constant_leaf[f.vid]) for f in fills]
+    segment.saved[:0] = [f.storage for f in fills]
+    segment.saved_leaves[:0] = [constant_leaf[f.vid] for f in fills]
     segment.fills = []
 
 

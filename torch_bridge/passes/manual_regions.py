@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import fx
 
-from torch_bridge.ir.segment import Segment, Storage
+from torch_bridge.ir.segment import Results, Segment
 from torch_bridge.mesh.spmd_mode import MODE
 
 ENTER, LEAVE = "torch_bridge.enter_region.default", "torch_bridge.leave_region.default"
@@ -45,14 +45,14 @@ def _is_block(op: str, reads_one: bool) -> bool:
     return op != LEAVE and (reads_one or op == ENTER)
 
 
-def drop(segment: Segment, live: dict[int, list[Storage]]) -> None:
+def drop(segment: Segment, live: Results) -> None:
     """Take blocks out of what a segment that is about to run is to compute for storages: there they are lost.
 
     Raises RuntimeError for a block that was written into a tensor from outside.
     """
     if not MODE.regions:
         return
-    kept = {id(storage) for ref, _ in segment.saved for storage in [ref()] if storage is not None}
+    kept = {id(storage) for ref in segment.saved for storage in [ref()] if storage is not None}
     for vid in values(segment.nodes).intersection(live):
         if any(id(storage) in kept for storage in live[vid]):
             raise RuntimeError(
@@ -60,5 +60,5 @@ def drop(segment: Segment, live: dict[int, list[Storage]]) -> None:
                 "in the region, and give it to xs.disable_manual_sharding. A parameter that is used in a region goes in through xs.enable_manual_sharding, "
                 "which adds up its gradient over the devices"
             )
-        del live[vid]
+        live.drop(vid)
         segment.lost = LOST

@@ -58,7 +58,7 @@ def noted() -> Iterator[list[Ran]]:
     session = STATE.session
     found: list[Ran] = []
 
-    def note(program: Program, run: Execution, args: Sequence[Any], live: Mapping[int, list[Storage]]) -> None:
+    def note(program: Program, run: Execution, args: Sequence[Any], live: Mapping[int, Sequence[Storage]]) -> None:
         spec, segment = program.spec, run.segment
         ports = spec.ports.inputs
         inputs = [[segment.leaves[-v - 1] if (v := spec.inputs[i]) < 0 else args[at] for i in port] for at, port in enumerate(ports)]

@@ -31,7 +31,7 @@ from torch_bridge.config import fork_guard, freed_memory, memory_maps
 from torch_bridge.config.settings import SETTINGS
 from torch_bridge.errors import DeadTensorError, VerificationError, XlaOutOfMemoryError
 from torch_bridge.identity import ONCE, references
-from torch_bridge.ir.segment import LOCK, Segment, Storage
+from torch_bridge.ir.segment import LOCK, Results, Segment, Storage
 from torch_bridge.mesh import places, processes, sharding, spmd, together, watch, world
 from torch_bridge.mesh.places import HERE, Place
 from torch_bridge.passes import automatic_dynamic, hoist_constants, manual_regions, scalar_inputs
@@ -99,7 +99,7 @@ def sync(wait: bool = False) -> None:
 class Deferred:
     """Programs of a segment that are to run later: when `run` is called, or somebody needs a value of theirs."""
 
-    def __init__(self, session: Session, trace: Trace, programs: list[Program], run: Execution, live: dict[int, list[Storage]]):
+    def __init__(self, session: Session, trace: Trace, programs: list[Program], run: Execution, live: Results):
         self.session = session
         self.trace = trace
         self.programs = programs
@@ -133,7 +133,7 @@ class Deferred:
                 segment.clear()
         for observer in self.session.observers:
             observer.executed(self.trace, self.live)
-        self.live = {}
+        self.live = Results({})
 
 
 def sync_first(storages: Iterable[Storage]) -> Deferred | None:
@@ -225,11 +225,11 @@ def _run_pending(session: Session, segment: Segment, first: frozenset[int] | Non
         _roll_back(session, segment, error)
         raise explain(error) from error
     for observer in session.observers:
-        observer.executed(trace, live if deferred is None else {v: held for v, held in live.items() if v not in deferred.live})
+        observer.executed(trace, live if deferred is None else live.only(v for v in live if v not in deferred.live))
     return deferred
 
 
-def _labels(segment: Segment, live: dict[int, list[Storage]]) -> SegmentLabels | AnnotatedSegment | None:
+def _labels(segment: Segment, live: Results) -> SegmentLabels | AnnotatedSegment | None:
     """How a segment lies: among the ranks, on the mesh of annotated programs, or (None) on one device."""
     if sharding.active():
         return shard_mapping.of(segment, live)
@@ -241,9 +241,7 @@ def _free(segment: Segment) -> tuple[bool, ...]:
     return tuple(map(eq, references(segment.leaves), repeat(ONCE))) if SETTINGS.donate else (False,) * len(segment.leaves)
 
 
-def _programs(
-    session: Session, trace: Trace, run: Execution, live: dict[int, list[Storage]], first: tuple[int, ...] | None
-) -> Iterator[Program]:
+def _programs(session: Session, trace: Trace, run: Execution, live: Results, first: tuple[int, ...] | None) -> Iterator[Program]:
     """The programs that compute what storages wait for, in order; those that are missing are made, and not compiled yet."""
     parts = trace.cut(tuple(sorted(live)), *_placed(session, run.segment), first=first)
     for part in parts:
@@ -258,7 +256,7 @@ def _programs(
                 for late in cold_shapes.too_many(session.traces.values()):
                     _evict(session, late)
             session.history.compiling(program, trace, run, every_shape=not cold_shapes.possible(program.spec))
-            program.results_held_by = tuple(weakref.ref(live[vid][0]) if vid in live else None for vid in part.results)
+            program.results_held_by = tuple(live.one[vid].ref if vid in live else None for vid in part.results)
         else:
             metrics.count("CachedCompile")
         yield program
@@ -359,7 +357,7 @@ def _evict(session: Session, trace: Trace) -> None:
         del session.by_start[trace.nodes[0]]
 
 
-def _execute(session: Session, trace: Trace, programs: list[Program], run: Execution, live: dict[int, list[Storage]]) -> Deferred | None:
+def _execute(session: Session, trace: Trace, programs: list[Program], run: Execution, live: Results) -> Deferred | None:
     """Compile what is not compiled yet, then run the programs one after the other: a program that cannot be compiled leaves all values as they were.
 
     Late ones do not run now.
@@ -377,7 +375,7 @@ def _execute(session: Session, trace: Trace, programs: list[Program], run: Execu
             _run_program(session, program, args, live, passed if len(programs) > 1 else None)
         if late:
             results = {v for program in late for v in program.spec.results}
-            deferred = Deferred(session, trace, late, run, {v: held for v, held in live.items() if v in results})
+            deferred = Deferred(session, trace, late, run, live.only(results))
             needed = {v for program in late for v in program.spec.inputs}
             deferred.passed.update((v, held) for v, held in passed.items() if v in needed)
         passed.clear()
@@ -410,9 +408,7 @@ def _compile_now(session: Session, program: Program, args: Sequence[Any]) -> Non
 _ALONE = contextlib.nullcontext()
 
 
-def _run_program(
-    session: Session, program: Program, args: list[Any], live: dict[int, list[Storage]], passed: dict[int, Any] | None
-) -> None:
+def _run_program(session: Session, program: Program, args: list[Any], live: Results, passed: dict[int, Any] | None) -> None:
     """Hand a program to the devices, and its results to the storages that wait for them and to the programs after it."""
     _settle(program, live, _handed_over(session, program, args), passed)
 
@@ -445,7 +441,7 @@ def _handed_over(session: Session, program: Program, args: list[Any], placed: bo
     return found
 
 
-def _note(session: Session, program: Program, run: Execution, args: Sequence[Any], live: dict[int, list[Storage]]) -> None:
+def _note(session: Session, program: Program, run: Execution, args: Sequence[Any], live: Results) -> None:
     """Tell who wants to run it again by itself (`rerun`)."""
     if session.noting is not None:
         session.noting(program, run, args, live)
@@ -501,14 +497,11 @@ def _run_cold(session: Session, program: Program, args: list[Any]) -> list[Any]:
         return program.run(args)
 
 
-def _settle(program: Program, live: dict[int, list[Storage]], found: list[Any], passed: dict[int, Any] | None) -> None:
+def _settle(program: Program, live: Results, found: list[Any], passed: dict[int, Any] | None) -> None:
     """Give the results to the storages that wait for them, and note what later programs may take."""
-    for vid, held in zip(program.spec.results, found, strict=True):
-        if passed is not None:
-            passed[vid] = held
-        if vid in live:
-            for storage in live[vid]:
-                storage.settle(held)
+    if passed is not None:
+        passed.update(zip(program.spec.results, found, strict=True))
+    live.settle(program.spec.results, found)
 
 
 def _wait(result: weakref.ref[Any]) -> None:
@@ -541,7 +534,7 @@ def _short(error: BaseException) -> str:
 
 def _restore(segment: Segment) -> None:
     """Storages get the values that they had before the segment."""
-    for ref, leaf in reversed(segment.saved):
+    for ref, leaf in reversed(list(segment.saved_with_leaves())):
         storage = ref()
         if storage is not None and storage.segment is segment:
             array = segment.leaves[-leaf - 1]

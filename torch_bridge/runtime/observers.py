@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from torch_bridge.compiler.program import Program
     from torch_bridge.compiler.trace import Trace
-    from torch_bridge.ir.segment import Segment, Storage
+    from torch_bridge.ir.segment import Results, Segment
 
 Phase = Literal["prepare", "compile", "dispatch", "wait"]
 """What the host does. prepare: from a recorded segment to a program and its arguments. compile: tracing by JAX and compilation by XLA, or loading from the
@@ -34,7 +34,7 @@ class Observer:
         """Around a phase. program: the one that is compiled or dispatched, None in other phases."""
         return QUIET
 
-    def executed(self, trace: Trace, live: dict[int, list[Storage]]) -> None:
+    def executed(self, trace: Trace, live: Results) -> None:
         """A program was handed to the devices, and its results to their storages, by value id."""
 
     def step_ended(self, ran: bool) -> None:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from torch_bridge.compiler.history import History
-from torch_bridge.ir.segment import LOCK, Segment
+from torch_bridge.ir.segment import LOCK, Results, Segment
 from torch_bridge.mesh import abstract_arrays
 from torch_bridge.runtime.cold_shapes import ColdShapes
 from torch_bridge.runtime.observers import Observer
@@ -110,7 +110,7 @@ class Session:
         self.abstract = abstract
         self.placement: Callable[[Segment], Sequence[Place]] | None = None
         self.cpu_constants: CpuConstants | None = None
-        self.noting: Callable[[Program, Execution, Sequence[Any], dict[int, list[Any]]], None] | None = None
+        self.noting: Callable[[Program, Execution, Sequence[Any], Results], None] | None = None
         self.current = Segment(capture, self.by_start, self)
         _ALL.add(self)
 

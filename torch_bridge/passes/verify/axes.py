@@ -133,7 +133,7 @@ def _union(of: Iterable[Axes]) -> Axes:
 
 def check_drift(segment: Segment, results: dict[int, Axes]) -> None:
     """After `check_replicas`: every parameter whose new value differs among ranks that share it was told of. results: axes of new values, by id."""
-    for ref, leaf in segment.saved:
+    for ref, leaf in segment.saved_with_leaves():
         storage = ref()
         if storage is None or storage.segment is not segment or storage.facts is None or storage.facts.owner is None:
             continue

@@ -29,7 +29,7 @@ class Meaning:
     def check(self, segment: Segment, after: str) -> None:
         """Raise `VerificationError` if a storage waits for another computation than before, or a node has another source."""
         hoisted: dict[int, int] = {}
-        for ref, leaf in segment.saved:
+        for ref, leaf in segment.saved_with_leaves():
             storage = ref()
             if storage is not None and id(segment.leaves[-leaf - 1]) not in self._arrays and id(storage) in self._constants:
                 hoisted[leaf] = self._constants[id(storage)][1]

@@ -155,11 +155,11 @@ class _Check:
         leaves = range(-len(segment.leaves), 0)
         if segment.leaf_index != {id(array): -i - 1 for i, array in enumerate(segment.leaves)}:
             self.fail("the index of leaves has each leaf once, at its place", f"{len(segment.leaf_index)} entries for {len(leaves)} leaves")
-        for name, ids in (("saved", [v for _, v in segment.saved]), ("holders", list(segment.holders))):
+        for name, ids in (("saved", segment.saved_leaves), ("holders", list(segment.holders))):
             wrong = [v for v in ids if v not in leaves]
             if wrong:
                 self.fail(f"{name} name leaves", f"ids {wrong[:10]} with {len(leaves)} leaves")
-        for v, ref in (*segment.holders.items(), *((v, ref) for ref, v in segment.saved)):
+        for v, ref in (*segment.holders.items(), *zip(segment.saved_leaves, segment.saved, strict=True)):
             storage = ref()
             if storage is not None:
                 self._holds(v, storage)
