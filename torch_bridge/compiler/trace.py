@@ -66,5 +66,7 @@ class Trace:
     def find(self, part: Part, run: Execution) -> Program | None:
         """A program of a part for this execution: one that takes over just what is free, or more too (that is copied for it)."""
         programs = self.programs.get(part, ())
+        if len(programs) == 1:
+            return programs[0] if programs[0].spec.accepts(run) else None
         just = next((program for program in programs if program.spec.takes_just(run) and program.spec.accepts(run)), None)
         return just or next((program for program in programs if program.spec.accepts(run)), None)

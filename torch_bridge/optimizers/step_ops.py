@@ -7,7 +7,6 @@ after `backend.ensure()` (which brings JAX up).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -108,26 +107,19 @@ _STORAGE, _LAYOUT = attrgetter("_storage"), attrgetter("_layout")
 def _record(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """One node, however many tensors: what `dispatch.record` does for any op, without describing each argument."""
     rule, params, grads, first, second, third, numbers, options = args
-    lists = (params, grads, first, second, third)
-    storages = [list(map(_STORAGE, given)) for given in lists]
-    views = [list(map(_LAYOUT, given)) for given in lists]
-    layouts = tuple(chain.from_iterable(views))
-    key = (rule, options, len(params), len(first), len(second), len(third), len(numbers), layouts)
+    tensors = [*params, *grads, *first, *second, *third]
+    storages, views = list(map(_STORAGE, tensors)), list(map(_LAYOUT, tensors))
+    counts = (len(params), len(grads), len(first), len(second), len(third))
+    key = (rule, options, counts, len(numbers), tuple(views))
     entry = _ENTRIES.get(key)
+    of_grads = slice(len(params), len(params) + len(grads))
     if entry is None:
-        entry = _ENTRIES[key] = _entry(rule, list(map(len, lists)), _written(views), layouts, len(numbers), options)
+        read = tuple(views)
+        entry = _ENTRIES[key] = _entry(rule, counts, [*views[: of_grads.start], *views[of_grads.stop :]], read, len(numbers), options)
     segment = STATE.session.current
-    ids: list[int] = []
-    for given in zip(storages, views, strict=True):
-        ids += segment.read_all(*given)
-    vid = segment.emit(entry, tuple(ids), tuple(numbers))
-    segment.write_all(_written(storages), _written(views), vid)
-
-
-def _written(lists: Sequence[list[Any]]) -> list[Any]:
-    """Of what belongs to parameters, gradients and states: all but the gradients'."""
-    params, _, *states = lists
-    return [*params, *chain.from_iterable(states)]
+    vid = segment.emit(entry, tuple(segment.read_all(storages, views)), tuple(numbers))
+    del storages[of_grads], views[of_grads]
+    segment.write_all(storages, views, vid)
 
 
 def _entry(rule: str, counts: Sequence[int], written: Sequence[Layout], read: Sequence[Layout], numbers: int, options: str) -> Entry:

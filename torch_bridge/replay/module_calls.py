@@ -455,12 +455,15 @@ class Recorded:
             if recording is not None:
                 recording.stop()
         if recording is not None:
-            self._learn(recording, [what for _, what in sources], found, recordings.pattern(grads, needed, self._known, later))
+            self._learn(recording, [what for _, what in sources], found, recordings.pattern(grads, needed, self._known_source, later))
         parted = _apart(found, grads)
         if self.alone and accumulate_grad.possible():  # as what is played does it
             first = len(call.tensors)
             parted[first:] = accumulate_grad.hand_over(call.parameters, parted[first:])
         return parted
+
+    def _known_source(self, storage: Storage) -> Source | None:
+        return self._known.get(id(storage))
 
     def _learn(self, recording: Recording, sources: Sequence[Source], found: Sequence[Any], pattern: Any) -> None:
         player = self.call.player

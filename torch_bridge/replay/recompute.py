@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from operator import attrgetter, eq
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from torch_bridge.replay import output_trees
 from torch_bridge.replay.nested_grad import gradients
 from torch_bridge.replay.recordings import Forward
 
+_VERSION = attrgetter("_version")
+
 
 class Again:
     """What it takes to compute a call again, noted before it runs. Tensors that the call reads and overwrites are kept as they are now."""
@@ -27,12 +30,13 @@ class Again:
         with LOCK:
             copies = [copy_storage(call.given[k]) for k in forward.overwritten]
         self._old = [make(s.layout, s) for s in copies]
-        self._versions: list[tuple[XLATensor, int]] = []
+        self._read: Sequence[XLATensor] = ()
+        self._versions: list[int] = []
 
     def note_versions(self) -> None:
         """The contents of other tensors that matter must stay what they are now."""
-        first = self._call.first
-        self._versions = [(first[k], first[k]._version) for k in self._forward.steady]
+        self._read = self._forward.of_steady(self._call.first)
+        self._versions = list(map(_VERSION, self._read))
 
     def keep(self) -> list[XLATensor]:
         """Tensors to give to autograd until the backward pass, which gives them to `gradients` as `old`."""
@@ -53,7 +57,7 @@ class Again:
                 return gradients(outs, inputs, grads, needed, keep=create, create=create, theirs=() if create else theirs)
 
     def _check(self) -> None:
-        why = "a tensor that it reads was changed in place" if any(t._version != version for t, version in self._versions) else ""
+        why = "a tensor that it reads was changed in place" if not all(map(eq, map(_VERSION, self._read), self._versions)) else ""
         try:
             self._call.kind.check_state("its forward has been given another state: ")
         except Exception as error:

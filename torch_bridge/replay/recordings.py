@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from operator import attrgetter
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -42,6 +43,13 @@ _STORAGE = attrgetter("_storage")
 Source = tuple[str, int]
 """Where a backward pass finds a storage: ("given", its number), ("kept", a value of the forward pass), ("constant", its number there) or ("grad", number of
 the module's result)."""
+
+
+def picker(places: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+    """Picks what is at these places, without Python code for each."""
+    if len(places) < 2:  # of one place an itemgetter gives no tuple
+        return lambda values: tuple(values[k] for k in places)
+    return itemgetter(*places)
 
 
 class Made(NamedTuple):
@@ -83,6 +91,23 @@ class Forward:
         """Numbers of the given storages on whose contents the results depend, and that the pass overwrites."""
         self.steady = sorted(matters.difference(self.overwritten))
         """Those that it does not overwrite."""
+        self.of_steady = picker(self.steady)
+
+    @functools.cached_property
+    def of_reads(self) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+        """Picks what the backward passes read from what was given."""
+        return picker(self.reads)
+
+    @functools.cached_property
+    def reads_set(self) -> frozenset[int]:
+        """The same numbers."""
+        return frozenset(self.reads)
+
+    def read_more(self, numbers: Iterable[int]) -> None:
+        """Backward passes read these, too."""
+        self.reads = sorted({*self.reads, *numbers})
+        self.__dict__.pop("of_reads", None)
+        self.__dict__.pop("reads_set", None)
 
     def difference(self, other: Forward) -> str:
         found = self.tape.difference(other.tape)
@@ -236,12 +261,13 @@ def described(x: object) -> Any:
     raise Unknown(f"an argument of type {kind.__name__}", lasting=False)
 
 
-def pattern(grads: Sequence[Any], needed: Sequence[bool], known: Mapping[int, Source], later: bool) -> Any:
-    """By which backward passes differ. known: what each storage is, by id; gradients may share memory with it, and with each other. later: the step has ended
-    since the forward pass, so that views are read anew."""
-    seen: dict[int, Source] = dict(known)
+def pattern(grads: Sequence[Any], needed: Sequence[bool], known: Callable[[Storage], Source | None], later: bool) -> Any:
+    """By which backward passes differ. known: what a storage is, if it was there before; gradients may share memory with it, and with each other. later: the
+    step has ended since the forward pass, so that views are read anew."""
+    seen: dict[int, Source] = {}
     described = [
-        None if g is None else (g._layout, g._storage.layout, seen.setdefault(id(g._storage), ("grad", k))) for k, g in enumerate(grads)
+        None if g is None else (g._layout, g._storage.layout, known(g._storage) or seen.setdefault(id(g._storage), ("grad", k)))
+        for k, g in enumerate(grads)
     ]
     return tuple(described), tuple(needed), later
 
@@ -355,7 +381,7 @@ def learn_backward(stop: Callable[[str], None], kind: Kind, new: Backward, made:
     if not agree(stop, kind.backwards.setdefault(which, []), new) or not kind.forwards:
         return
     forward = kind.forwards[0]
-    forward.reads = sorted({*forward.reads, *(k for what, k in new.reads if what == "given")})
+    forward.read_more(k for what, k in new.reads if what == "given")
     for what, value in new.reads:
         if what == "kept" and value not in {m.value for m in forward.kept}:
             owns = [own for own in made if own.value == value]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
-from itertools import count, repeat
 from operator import attrgetter, eq
 from typing import Any, NamedTuple
 
@@ -37,9 +35,9 @@ class Played:
         self.over = False
         self._forward = forward
         self._kept: dict[Source, Storage] = {}
-        self._reads = frozenset(forward.reads)
-        self._read = [call.first[k] for k in forward.reads]
-        self._given = [call.given[k] for k in forward.reads]
+        self._reads = forward.reads_set
+        self._read = forward.of_reads(call.first)
+        self._given = forward.of_reads(call.given)
         self.alone = True
         self.of: Any = None
 
@@ -61,7 +59,7 @@ class Played:
         self._segment = dispatch.STATE.session.current
         self._again.note_versions()
         self._versions = list(map(_VERSION, self._read))
-        self._outs = [weakref.ref(o._storage) for o in outs]
+        self._outs = [o._storage.ref for o in outs]
         return outs
 
     def keep(self) -> list[XLATensor]:
@@ -113,7 +111,7 @@ class Played:
         if (self.call.kind.functions or self.call.kind.recomputes) and self.call.kind.unknown_backward():
             return None
         later = dispatch.STATE.session.current is not self._segment
-        known = self.call.kind.backward(recordings.pattern(grads, needed, self._sources(), later))
+        known = self.call.kind.backward(recordings.pattern(grads, needed, self._source, later))
         if known is None:
             if not again:
                 self.call.kind.miss()
@@ -137,10 +135,12 @@ class Played:
             at = backward.tape.play(storages, {k: self._at.id(value) for k, value in (values or {}).items()}, self.call.draws)
             return recordings.gradients_of(backward.grads, at, storages)
 
-    def _sources(self) -> dict[int, Source]:
-        found: dict[int, Source] = {id(o): ("out", k) for k, ref in enumerate(self._outs) if (o := ref()) is not None}
-        found.update(zip(map(id, self.call.given), zip(repeat("given"), count(), strict=False), strict=False))
-        return found
+    def _source(self, storage: Storage) -> Source | None:
+        """What a storage is, if it was there before the backward pass."""
+        given = self.call.given
+        if storage in given:
+            return "given", given.index(storage)
+        return next((("out", k) for k, ref in enumerate(self._outs) if ref is storage.ref), None)
 
 
 class _Found(NamedTuple):
