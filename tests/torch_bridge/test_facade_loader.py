@@ -7,6 +7,7 @@ import threading
 import time
 from collections import namedtuple
 from collections.abc import Iterator
+from concurrent.futures import thread as pool
 from dataclasses import dataclass
 from typing import Any
 
@@ -213,6 +214,26 @@ def test_break_stops_the_threads() -> None:
     assert n <= 3 + 3 + 2 + 3
     time.sleep(0.05)
     assert len(read) == n
+
+
+def test_a_garbage_collection_while_a_batch_is_handed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may close the prefetcher on the thread that hands batches over, which holds a lock of the pool of threads then."""
+
+    class Item(pool._WorkItem):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            made.close()
+
+    before = set(threading.enumerate())
+    monkeypatch.setattr(pool, "_WorkItem", Item)
+    made = prefetch.Prefetcher(range(100), lambda x: x, 2, 2)
+    assert next(made) == 0 and len(list(made)) < 100
+    until = time.monotonic() + 20
+    while set(threading.enumerate()) - before and time.monotonic() < until:
+        time.sleep(0.01)
+    assert not set(threading.enumerate()) - before
+    with pool.ThreadPoolExecutor(1) as other:
+        assert other.submit(int, "3").result(timeout=20) == 3
 
 
 def test_reads_ahead_only_as_far_as_told() -> None:

@@ -11,7 +11,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -122,7 +122,7 @@ class Prefetcher(Iterator[Any]):
             threading.Thread(target=_submit, args=(host, ready, pool, bound(self._move)), name=f"{_THREAD_NAME}-submit", daemon=True),
         ]
         self._ready = ready
-        self._stop = weakref.finalize(self, _shut_down, host, ready, pool, threads)
+        self._stop = weakref.finalize(self, _shut_down, host, ready, threads)
         for thread in threads:
             thread.start()
         return self._move(first)
@@ -175,20 +175,26 @@ def _read(batches: Iterator[Any], host: Channel) -> None:
 
 
 def _submit(host: Channel, ready: Channel, pool: ThreadPoolExecutor, move: Callable[[Any], Any]) -> None:
-    while True:
+    """Have batches moved, until there are no more or a channel is closed; then the pool's threads end.
+
+    Only this thread uses the pool: its locks are Python's, and do not open for a garbage collection inside of `submit` that closes the prefetcher.
+    """
+    wanted = True
+    try:
         batch = host.get()
-        try:
-            moved: _End | Future[Any] = batch if isinstance(batch, _End) else pool.submit(move, batch)
-        except RuntimeError:
-            return
-        if not ready.put(moved) or isinstance(batch, _End):
-            return
+        while wanted and not isinstance(batch, _End):
+            wanted = ready.put(pool.submit(move, batch))
+            batch = host.get()
+        wanted = wanted and ready.put(batch)
+    except RuntimeError:  # Python ends: its pools take nothing more
+        wanted = False
+    finally:
+        pool.shutdown(wait=False, cancel_futures=not wanted)
 
 
-def _shut_down(host: Channel, ready: Channel, pool: ThreadPoolExecutor, threads: list[threading.Thread]) -> None:
+def _shut_down(host: Channel, ready: Channel, threads: list[threading.Thread]) -> None:
     host.close()
     ready.close()
-    pool.shutdown(wait=False, cancel_futures=True)
     for thread in threads:
         if thread is not threading.current_thread():
             thread.join(_JOIN_SECONDS)
