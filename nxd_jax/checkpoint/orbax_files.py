@@ -150,9 +150,17 @@ def restore(folder: Path, targets: Mapping[str, jax.ShapeDtypeStruct | None]) ->
 
     try:
         found: dict[str, Any] = _in_64_bits(read)
-    except (OSError, ValueError, KeyError) as error:
-        raise DamagedCheckpointError(f"the arrays in {folder} cannot be read: {str(error).splitlines()[0]}. Load another tag") from error
+    except Exception as error:
+        if not _is_of_files(error):
+            raise
+        said = str(error.__cause__ if type(error) is Exception and error.__cause__ else error).partition("\n")[0]
+        raise DamagedCheckpointError(f"the arrays in {folder} cannot be read: {said}. Load another tag") from error
     return found
+
+
+def _is_of_files(error: Exception) -> bool:
+    """Whether reading fails for what is in the files. Orbax raises an Exception of no class of its own for data that are missing or cut off."""
+    return isinstance(error, (OSError, ValueError, KeyError)) or type(error) is Exception
 
 
 def empty(shape: Sequence[int], dtype: Any, sharding: Any = None) -> Any:

@@ -478,16 +478,19 @@ def test_no_checkpoint(alone: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "damage",
-    ["index", "objects", "arrays"],
+    ["index", "objects", "arrays", "lost data", "cut off data"],
 )
 def test_damage(alone: Any, tmp_path: Path, damage: str) -> None:
-    model, _ = tiny()
+    model, _ = tiny(5000)  # so large that its data are in a file of their own
     nxd.save_checkpoint(tmp_path, "t", model)
     folder = tmp_path / "t" / "model"
     if damage == "index":
         (folder / "tensors.json").write_text('{"format": 1, "tens')
     elif damage == "objects":
         (folder / "objects.pt").write_bytes(b"nonsense")
+    elif damage != "arrays":
+        data = max((folder / "arrays").glob("ocdbt.process_0/d/*"), key=lambda path: path.stat().st_size)
+        data.unlink() if damage == "lost data" else os.truncate(data, 1000)
     else:
         shutil.rmtree(folder / "arrays" / "d")
         for data in (folder / "arrays").glob("ocdbt.process_*"):
