@@ -98,7 +98,8 @@ def consolidate_sharded_optimizer_states(states: Sequence[Mapping[str, Any]], sh
 def consolidate_sharded_model_checkpoints(
     ckpt_prefix: str, ckpt_suffix: str = "*.pth", save_path: str = "", save_model: bool = True
 ) -> tuple[dict[str, torch.Tensor], str | None]:
-    """`fsdp.consolidate_sharded_model_checkpoints`: join the files `ckpt_prefix + ckpt_suffix` (a pattern), one for each rank, whatever their names.
+    """`fsdp.consolidate_sharded_model_checkpoints`: join the files `ckpt_prefix + ckpt_suffix` (a pattern), one for each rank, whatever their names. A prefix
+    with `[` in it is taken as it is if there are such files.
 
     Each holds a dict with "model" (`model.state_dict()`) and "shard_metadata" (`model.get_shard_metadata()`). With `save_model`, {"model": state dict} is saved
     in `save_path`, by default `ckpt_prefix + "_consolidated.pth"`. If the files have "optimizer" (`optimizer.state_dict()`) and the metadata names its
@@ -109,7 +110,8 @@ def consolidate_sharded_model_checkpoints(
     """
     pattern = ckpt_prefix + ckpt_suffix
     target = save_path or f"{ckpt_prefix}_consolidated.pth"
-    paths = sorted(path for path in glob.glob(pattern) if path != target)
+    literal = glob.escape(ckpt_prefix) + ckpt_suffix
+    paths = sorted(path for path in glob.glob(literal) or glob.glob(pattern) if path != target)
     if not paths:
         raise FileNotFoundError(f"no file matches {pattern}: ckpt_prefix and ckpt_suffix together are the pattern of all ranks' files")
     found = [(path, torch.load(path, map_location="cpu", weights_only=False)) for path in paths]

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -203,6 +204,33 @@ def test_a_relative_path(alone: Any, tmp_path: Path, monkeypatch: pytest.MonkeyP
     other = torch.nn.Linear(2, 2).to("xla")
     nxd.load_checkpoint("runs/first", tag="a", model=other)
     assert torch.equal(other.weight.cpu(), model.weight.cpu())
+
+
+@pytest.mark.parametrize("name", ["lr=[1, 2]", "a*b?", "back\\slash", "50%25 #1"])
+@pytest.mark.parametrize("in_background", [False, True])
+def test_a_path_that_looks_like_a_pattern(alone: Any, tmp_path: Path, name: str, in_background: bool) -> None:
+    """Orbax takes paths for patterns of files: with [ in it nothing was found to be joined, and a complete tag could not be read."""
+    model, optimizer = tiny()
+    step(model, optimizer)
+    want = model.a.weight.detach().cpu().clone()
+    nxd.save_checkpoint(tmp_path / name, f"tag {name}", model, optimizer, async_save=in_background)
+    nxd.finalize_checkpoint()
+    other, its = tiny()
+    nxd.load_checkpoint(tmp_path / name, None, other, its)
+    assert torch.equal(other.a.weight.cpu(), want)
+    (tmp_path / name / f"tag {name}").rename(tmp_path / "moved")  # its data are in the folder, not where a link was
+    other, its = tiny()
+    nxd.load_checkpoint(tmp_path, "moved", other, its)
+    assert torch.equal(other.a.weight.cpu(), want)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_temporary_folder_that_looks_like_a_pattern(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "[1]").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "[1]"))
+    with pytest.raises(OSError, match="set TMPDIR to a folder without"):
+        nxd.save_checkpoint(tmp_path / "[2]", "t", tiny()[0])
+    assert not nxd.has_checkpoint(tmp_path / "[2]")
 
 
 def test_has_checkpoint(alone: Any, tmp_path: Path) -> None:
@@ -450,16 +478,19 @@ def test_no_checkpoint(alone: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "damage",
-    ["index", "objects", "arrays"],
+    ["index", "objects", "arrays", "lost data", "cut off data"],
 )
 def test_damage(alone: Any, tmp_path: Path, damage: str) -> None:
-    model, _ = tiny()
+    model, _ = tiny(5000)  # so large that its data are in a file of their own
     nxd.save_checkpoint(tmp_path, "t", model)
     folder = tmp_path / "t" / "model"
     if damage == "index":
         (folder / "tensors.json").write_text('{"format": 1, "tens')
     elif damage == "objects":
         (folder / "objects.pt").write_bytes(b"nonsense")
+    elif damage != "arrays":
+        data = max((folder / "arrays").glob("ocdbt.process_0/d/*"), key=lambda path: path.stat().st_size)
+        data.unlink() if damage == "lost data" else os.truncate(data, 1000)
     else:
         shutil.rmtree(folder / "arrays" / "d")
         for data in (folder / "arrays").glob("ocdbt.process_*"):

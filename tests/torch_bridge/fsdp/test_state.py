@@ -86,6 +86,11 @@ def test_files_of_four_ranks_are_joined_and_loaded_bit_for_bit(
     assert path is None and all(torch.equal(again[k], v) for k, v in joined.items())
     _, path = consolidate_sharded_model_checkpoints(prefix, "_rank-*.pth", save_path=str(tmp_path / "other.pth"))
     assert path == str(tmp_path / "other.pth") and torch.load(path)["model"].keys() == joined.keys()
+    (folder := tmp_path / "lr=[1, 2]").mkdir()  # as a pattern it would be another folder
+    for file in tmp_path.glob("final_rank-*.pth"):
+        file.rename(folder / file.name)
+    again, _ = consolidate_sharded_model_checkpoints(str(folder / "final"), "_rank-*.pth", save_model=False)
+    assert all(torch.equal(again[k], v) for k, v in joined.items())
 
 
 def test_goes_on_from_sharded_files(hosted: Hosted, tmp_path: pathlib.Path) -> None:
