@@ -22,7 +22,7 @@ import numpy as np
 
 from torch_bridge import source
 from torch_bridge.mesh import rank_numbers, world
-from torch_bridge.script import rank_stores, rank_syntax
+from torch_bridge.script import rank_memory_reads, rank_stores, rank_syntax
 
 _TAKING = {"BINARY_SUBSCR", "BINARY_SLICE", "STORE_SUBSCR", "STORE_SLICE", "DELETE_SUBSCR", "BINARY_OP"}
 _KNOWN = {"lightning", "pytorch_lightning", "lightning_fabric", "torchmetrics"}
@@ -118,6 +118,7 @@ def note_array(libraries: tuple[str, ...], is_index: bool) -> None:
         if is_index:
             _note_library(frame, hosted)
     elif rank_syntax.is_script(frame.f_code) and (node := rank_syntax.asking(frame)) is not None:
+        rank_memory_reads.note_array(frame, node)
         scope = rank_syntax.Names(frame.f_locals, frame.f_globals)
         taken = next((s for s in _indexed_with(node) if _is_plain_array(s.value, scope)), None) if is_index else None
         written = next((s for s in _written_with(node) if _is_plain_array(s.value, scope)), None) if taken is None else None
