@@ -101,6 +101,15 @@ def _note_library(frame: FrameType, hosted: Sequence[int]) -> None:
         _report_call(at, f"has {what} by a number that differs by rank", hosted)
 
 
+def note_table(frame: FrameType, what: str, hosted: Sequence[int]) -> None:
+    """Something is done to a table of pandas by a rank's number, the first hosted rank's for all."""
+    at: FrameType | None = frame
+    while at is not None and not rank_syntax.is_script(at.f_code):
+        at = at.f_back
+    if at is not None:
+        _report_call(at, f"has pandas {what} by a number that differs by rank", hosted)
+
+
 def note_array(libraries: tuple[str, ...], is_index: bool) -> None:
     """An array that differs by rank has been made. libraries: the folders of those that may have made it; is_index: it has places or truths.
 
