@@ -63,7 +63,12 @@ def note(values: Sequence[int], hosted: Sequence[int]) -> bool:
     if not known and not source.is_outside(frame.f_code):
         return True
     node = _asking(frame.f_code, frame.f_lasti)
-    if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store) and not isinstance(node.slice, (ast.Slice, ast.Tuple)):
+    one = isinstance(node, ast.Subscript) and not isinstance(node.slice, (ast.Slice, ast.Tuple))
+    reads = one and dis.opname[frame.f_code.co_code[frame.f_lasti]].startswith("BINARY")  # `parts[rank] += x` does both
+    if isinstance(node, ast.Subscript) and reads and not known:
+        if rank_stores.read_by_each_rank(frame, _named(node.value, frame), node, values, hosted):
+            return True
+    elif isinstance(node, ast.Subscript) and one and not reads and isinstance(node.ctx, ast.Store):
         say = (lambda: None) if known else functools.partial(_report_taken, node, frame, hosted)
         if rank_stores.for_each_rank(frame, _named(node.value, frame), values, hosted, say):
             return True
