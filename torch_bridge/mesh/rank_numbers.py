@@ -596,9 +596,13 @@ class IntItem(_Item, RankInt):
         return repr(self.values[0])
 
     def __format__(self, spec: str) -> str:
+        """As that of a float."""
+        hooks().text_asked()
         return format(self.values[0], spec)
 
-    __str__ = __repr__
+    def __str__(self) -> str:
+        hooks().text_asked()
+        return str(self.values[0])
 
 
 def item(values: tuple[Any, ...]) -> Any:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from torch_bridge import nested
-from torch_bridge.mesh import random_state, rank_numbers
+from torch_bridge.mesh import random_state, rank_numbers, world
 from torch_bridge.per_rank import rank_draws
 from torch_bridge.recorder import first_rank_files, rank_random
 from torch_bridge.script import rank_branches, rank_syntax
@@ -52,7 +52,7 @@ def _in_text(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def function(*args: Any, **kwargs: Any) -> Any:
         frame = sys._getframe(1)
-        if rank_syntax.is_script(frame.f_code) and _hold(args):
+        if len(world.current().hosted) > 1 and rank_syntax.is_script(frame.f_code) and _hold(args):
             rank_branches.note_text(frame)
             args = tuple(map(rank_numbers.first, args))
         return original(*args, **kwargs)

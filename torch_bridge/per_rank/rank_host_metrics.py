@@ -79,7 +79,9 @@ def _written_by_first(original: Callable[[Any, Any, Any], None]) -> Callable[[An
     @functools.wraps(original)
     def __setitem__(self: Any, key: Any, value: Any) -> None:
         if _is_ranks(key):
-            rank_indexing.note_table(sys._getframe(1), "write to a table", world.current().hosted)
+            hosted = world.current().hosted
+            if len(hosted) > 1:
+                rank_indexing.note_table(sys._getframe(1), "write to a table", hosted)
             key = rank_array.own(key, 0)
         original(self, key, value)
 

@@ -197,6 +197,11 @@ def _index_add(self: torch.Tensor, dim: int, index: torch.Tensor, source: torch.
     return torch.empty_like(self, memory_format=torch.contiguous_format)
 
 
+def _normal(mean: torch.Tensor, std: torch.Tensor, generator: torch.Generator | None = None) -> torch.Tensor:
+    """torch's meta kernel promotes the two. Its CPU kernel draws in the mean's dtype."""
+    return torch.empty(torch.broadcast_shapes(mean.shape, std.shape), dtype=mean.dtype, device="meta")
+
+
 def _shift(op: Any, of_bits: Any) -> Any:
     """torch's meta kernels of `<<` and `>>` refuse a bool beside an integer. Its CPU kernels promote them (`bits << torch.arange(8)` packs a mask)."""
 
@@ -267,6 +272,7 @@ _RULES: dict[Any, Any] = {
     torch.ops.aten.nansum.default: _nansum,
     torch.ops.aten.nll_loss_backward.default: _nll_loss(torch.ops.aten.nll_loss_backward.default),
     torch.ops.aten.nll_loss_forward.default: _nll_loss(torch.ops.aten.nll_loss_forward.default),
+    torch.ops.aten.normal.Tensor_Tensor: _normal,
     torch.ops.aten.pow.Tensor_Scalar: _pow_scalar,
     torch.ops.aten.smooth_l1_loss_backward.default: _distance_loss_backward,
     torch.ops.aten.soft_margin_loss.default: _in_own_dtype(torch.ops.aten.soft_margin_loss.default),

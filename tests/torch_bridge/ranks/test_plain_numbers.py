@@ -293,6 +293,7 @@ REPORTED: dict[str, Program] = {
     "percent format": lambda r, x, c: x * float("%.3f" % _loss(r, x)),  # noqa: UP031
     "percent format of several": lambda r, x, c: x * float(("%d %.3f" % (1, r * 0.5)).split()[1]),  # noqa: UP031
     "format": lambda r, x, c: x * float(format(_loss(r, x), ".3f")),
+    "text of a read integer": lambda r, x, c: x * int(str((x.long() * r).sum().item())),
     "text by names": _by_text,
     "format by name": _by_format,
     "json": lambda r, x, c: x * json.loads(json.dumps({"losses": [_loss(r, x)]}))["losses"][0],
@@ -562,3 +563,24 @@ def test_isinstance_answers_as_for_plain_numbers() -> None:
         and isinstance(r == 0, int)
     )
     assert not isinstance(r, (str, float, bool)) and not isinstance(r / 2, int)
+
+
+def test_a_process_that_is_one_rank_has_its_own() -> None:
+    r = world.rank()
+    table = pd.Series([1.0, 2.0, 3.0, 4.0])
+    weight = torch.nn.Parameter(torch.ones(3))
+    weight.grad = torch.full((3,), 100.0)
+    world.configure(world.World(4, hosted=[2]))
+    r = world.rank()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torch.nn.utils.clip_grad_value_(weight, 1 + r)
+        table.iloc[r] = 9 * table.iloc[r]
+        found = [
+            json.loads(json.dumps([r]))[0],
+            struct.unpack("i", struct.pack("i", r))[0],
+            pickle.loads(pickle.dumps(r)),
+            int("%d" % r),  # noqa: UP031
+        ]
+        made = torch.ones(1) * sum(found) + torch.Tensor([r])
+    assert found == [2] * 4 and made.tolist() == [10.0] and table.tolist() == [1.0, 2.0, 27.0, 4.0] and weight.grad.tolist() == [3.0] * 3
