@@ -384,6 +384,22 @@ CASES: dict[str, tuple[Call, str]] = {
         lambda d: torch.nn.functional.conv1d(two(d)[None], _zeros(0, 2, 1)(d)),
         "to be at least 1 at dimension 0",
     ),
+    "transposed convolution from no channels": (
+        lambda d: torch.nn.functional.conv_transpose1d(two(d)[None, :0], _zeros(0, 2, 1)(d)),
+        "to be at least 1 at dimension 0",
+    ),
+    "max_pool2d of a matrix": (lambda d: torch.nn.functional.max_pool2d(two(d), 2), "3D or 4D (batch mode) tensor expected for input"),
+    "clamp without bounds": (lambda d: x(d).clamp(), "At least one of 'min' or 'max' must not be None"),
+    "clamp_ without bounds": (lambda d: x(d).clamp_(), "At least one of 'min' or 'max' must not be None"),
+    "normal with a complex deviation": (lambda d: torch.normal(x(d), x(d).cfloat()), "standard deviation to be non-complex"),
+    "normal around 0 with a complex deviation": (lambda d: torch.normal(0.0, x(d).cfloat()), "standard deviation to be non-complex"),
+    "normal around integers": (lambda d: torch.normal(long(d), x(d).abs()), "not implemented for"),
+    "arange of bools": (lambda d: torch.arange(2, dtype=torch.bool, device=d), "not implemented for"),
+    "cumsum_ of bools": (lambda d: (x(d) > 0).cumsum_(0), "not implemented for torch.bool"),
+    "cumprod into bools": (lambda d: torch.cumprod(x(d), 0, out=x(d) > 0), "not implemented for torch.bool"),
+    "amax into double": (lambda d: torch.amax(x(d), 0, out=double(d)), "dtype torch.float32, but got torch.float64"),
+    "any into floats": (lambda d: torch.any(x(d), 0, out=x(d)), "only support a bool tensor for the result, got: torch.float32"),
+    "all into integers": (lambda d: torch.all(x(d), 0, out=long(d)), "only support a bool tensor for the result, got: torch.int64"),
     "transposed convolution with too much output padding": (
         lambda d: torch.nn.functional.conv_transpose1d(two(d)[None], _zeros(2, 4, 1)(d), stride=2, output_padding=2),
         "output padding must be smaller than either stride or dilation",
@@ -473,6 +489,37 @@ def test_index_add_takes_what_the_cpu_takes() -> None:
         assert torch.equal(own.to("xla").index_add(0, at.to("xla"), source.to("xla")).cpu(), own.index_add(0, at, source))
     number = torch.zeros(()).to("xla").index_add(0, at[1:].to("xla"), torch.tensor(1.0).to("xla"))
     assert number.item() == 1
+
+
+def test_index_add_of_integers_leaves_out_what_is_behind_the_point() -> None:
+    own, at, source = torch.tensor([1, 2, 3]), torch.tensor([2, 0]), torch.tensor([5, 7])
+    for alpha in (1.5, 2.0, -0.5, 2.9):
+        expected = own.index_add(0, at, source, alpha=alpha)
+        assert torch.equal(own.to("xla").index_add(0, at.to("xla"), source.to("xla"), alpha=alpha).cpu(), expected)
+        assert torch.equal(own.to("xla").index_add_(0, at.to("xla"), source.to("xla"), alpha=alpha).cpu(), expected)
+
+
+@pytest.mark.parametrize("held", [torch.bool, torch.uint8, torch.int32, torch.int64, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("name", ["sum", "prod", "cumsum", "cumprod"])
+def test_sums_compute_in_the_dtype_of_out(name: str, held: torch.dtype) -> None:
+    for given in (torch.tensor([0.6, 0.7, 2.5]), torch.tensor([True, False, True]), torch.tensor([200, 100, 3])):
+        if held == torch.bool and name.startswith("cum"):
+            continue
+        expected, found = torch.empty(0, dtype=held), torch.empty(0, dtype=held, device="xla")
+        getattr(torch, name)(given, 0, out=expected)
+        getattr(torch, name)(given.to("xla"), 0, out=found)
+        torch.testing.assert_close(found.cpu(), expected)
+
+
+def test_arange_of_narrow_integers_takes_fractions() -> None:
+    for dtype in (torch.int32, torch.uint8):
+        assert torch.equal(torch.arange(0, 1, 0.3, dtype=dtype, device="xla").cpu(), torch.arange(0, 1, 0.3, dtype=dtype))
+
+
+def test_convolutions_of_no_channels() -> None:
+    expected = torch.nn.functional.conv1d(torch.zeros(2, 0, 3), torch.zeros(4, 0, 2), torch.ones(4))
+    found = torch.nn.functional.conv1d(*(t.to("xla") for t in (torch.zeros(2, 0, 3), torch.zeros(4, 0, 2), torch.ones(4))))
+    assert found.cpu().shape == expected.shape
 
 
 def test_integers_beside_floats_are_taken() -> None:

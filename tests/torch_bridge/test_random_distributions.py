@@ -495,3 +495,11 @@ def test_parameters_that_only_their_values_show_wrong_give_no_plausible_sample()
         for replacement in (True, False):
             drawn = torch.multinomial(weights, 2, replacement).cpu()
             assert (drawn[0] >= 0).all() and (drawn[1] == -1).all()
+
+
+@pytest.mark.parametrize("deviation", [torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("mean", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_normal_has_the_dtype_of_its_mean(mean: torch.dtype, deviation: torch.dtype) -> None:
+    given = torch.zeros(2, 1, dtype=mean), torch.ones(3, dtype=deviation)
+    found = torch.normal(*(t.to("xla") for t in given))
+    assert found.dtype == torch.normal(*given).dtype and found.cpu().shape == (2, 3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
@@ -171,7 +172,15 @@ _real_pow.defjvp(_real_pow_jvp, symbolic_zeros=True)
 
 def _float_pow(x: Array, y: Array) -> Array:
     x, y = jnp.broadcast_arrays(x, y)
-    return lax.pow(x, y) if is_complex(x) else _real_pow(x, y)
+    return _complex_pow(x, y) if is_complex(x) else _real_pow(x, y)
+
+
+def _complex_pow(x: Array, y: Array) -> Array:
+    """exp(y * log(x)), with C's powers of 0: 0 where y is on the right, infinite where it is on the left, else NaN. (XLA's are NaN.)"""
+    zero, nan, inf = (jnp.asarray(v, x.dtype) for v in (0, complex(math.nan, math.nan), complex(math.inf, math.nan)))
+    real = jnp.real(y)
+    of_zero = jnp.where(real > 0, zero, jnp.where(real < 0, inf, nan))
+    return jnp.where(x == 0, of_zero, lax.pow(jnp.where(x == 0, jnp.ones_like(x), x), y))
 
 
 @lowering(aten.pow.Tensor_Tensor, aten.pow.Scalar)

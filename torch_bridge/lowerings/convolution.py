@@ -197,7 +197,7 @@ def convolution(
     groups: int,
 ) -> jax.Array:
     out = _without_bias(input, weight, _geometry(input.ndim - 2, stride, padding, dilation, transposed, output_padding, groups))
-    if bias is None:
+    if bias is None or not input.shape[1]:  # without channels torch gives none
         return out
     return (widen(out) + widen(bias).reshape(-1, *[1] * (input.ndim - 2))).astype(out.dtype)
 

@@ -210,6 +210,9 @@ class Hooks(Protocol):
     def text_asked(self) -> None:
         """Its text is asked for, maybe for the name of a file."""
 
+    def bytes_asked(self) -> None:
+        """It is pickled, or its bytes are asked for."""
+
     def became_plain(self, values: Sequence[Any], truth: bool) -> None:
         """Python took a plain number or a truth from it."""
 
@@ -332,6 +335,8 @@ class _Ranked:
         return hash(self.node.first)
 
     def __reduce_ex__(self, proto: SupportsIndex) -> Any:
+        if len(self.node.hosted) > 1:
+            hooks().bytes_asked()
         return type(self.node.first), (self.node.first,)
 
     def __copy__(self) -> Any:
@@ -437,6 +442,8 @@ class RankInt(_Ranked, torch.SymInt):
 
     def to_bytes(self, *args: Any, **kwargs: Any) -> bytes:
         """The first hosted rank's, as text is."""
+        if len(self.node.hosted) > 1:
+            hooks().bytes_asked()
         return int(self.node.first).to_bytes(*args, **kwargs)
 
 
@@ -496,6 +503,7 @@ class _Item:
     tolist = item
 
     def __reduce_ex__(self, proto: SupportsIndex) -> Any:
+        hooks().bytes_asked()
         return type(self.values[0]), (self.values[0],)
 
     def __copy__(self) -> Any:
@@ -588,9 +596,13 @@ class IntItem(_Item, RankInt):
         return repr(self.values[0])
 
     def __format__(self, spec: str) -> str:
+        """As that of a float."""
+        hooks().text_asked()
         return format(self.values[0], spec)
 
-    __str__ = __repr__
+    def __str__(self) -> str:
+        hooks().text_asked()
+        return str(self.values[0])
 
 
 def item(values: tuple[Any, ...]) -> Any:

@@ -11,6 +11,7 @@ from torch_bridge.script import rank_branches, rank_environment, rank_file_names
 
 apply_ufunc, array_function = rank_array.apply_ufunc, rank_array.on_each
 text_asked = rank_file_names.note
+bytes_asked = rank_branches.note_bytes
 became_plain = rank_branches.note
 taken_as_index = rank_indexing.note
 float_read = rank_memory_reads.note
@@ -22,6 +23,7 @@ def prepare() -> None:
     from torch_bridge.per_rank import (
         cpu_slices,
         imported_names,
+        rank_clipping,
         rank_functions,
         rank_host_libraries,
         rank_host_metrics,
@@ -41,6 +43,7 @@ def prepare() -> None:
         typed_tensors.install()
         cpu_slices.install()
         rank_writes.install()
+        rank_clipping.install()
         rank_torch_draws.install()
         rank_host_libraries.install()
         rank_host_metrics.install()

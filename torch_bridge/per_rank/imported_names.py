@@ -7,9 +7,11 @@ modules, torch's, NumPy's, JAX's and ours keep what they have; what a class, a d
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import random
 import statistics
+import struct
 import sys
 from collections.abc import Iterator
 from types import ModuleType
@@ -18,14 +20,14 @@ from typing import Any
 import numpy as np
 import torch
 
-_SOURCES = (math, statistics, random, np, np.random, torch, torch.random)
+_SOURCES = (math, statistics, random, np, np.random, torch, torch.random, torch.nn.utils, json, struct)
 _MAYBE = ("sklearn.metrics",)
 _NOT_TOUCHED = frozenset(sys.stdlib_module_names - {"__main__"}) | {"torch", "numpy", "jax", "jaxlib", "torch_bridge", "nxd_jax", "sklearn"}
 
 
 @contextlib.contextmanager
 def bound_anew() -> Iterator[None]:
-    """Around what replaces functions of `math`, `statistics`, `random`, NumPy, torch and libraries."""
+    """Around what replaces functions of `math`, `statistics`, `random`, `json`, `struct`, NumPy, torch and libraries."""
     sources = [*_SOURCES, *(sys.modules[name] for name in _MAYBE if name in sys.modules)]
     before = [dict(vars(module)) for module in sources]
     yield

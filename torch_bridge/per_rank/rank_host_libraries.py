@@ -9,22 +9,27 @@ from __future__ import annotations
 import functools
 import importlib
 import json
+import struct
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 
 from torch_bridge import nested
-from torch_bridge.mesh import random_state, rank_numbers
+from torch_bridge.mesh import random_state, rank_numbers, world
 from torch_bridge.per_rank import rank_draws
 from torch_bridge.recorder import first_rank_files, rank_random
+from torch_bridge.script import rank_branches, rank_syntax
 
 
 @functools.cache
 def install() -> None:
     """Once there is a number that differs by rank."""
     json.JSONEncoder.default = _json(json.JSONEncoder.default)  # type: ignore[assignment,method-assign]
+    json.dumps = _in_text(json.dumps)
+    struct.pack = _in_text(struct.pack)
     torch.save = _saving(torch.save)
     rank_draws.install()
     time.sleep = _of_first(time.sleep)
@@ -39,6 +44,31 @@ def _json(original: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
         return rank_numbers.first(o) if rank_numbers.is_ranked(o) else original(self, o)
 
     return default
+
+
+def _in_text(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that makes text or bytes of numbers, the first hosted rank's: it is looked whether a script makes numbers of them again."""
+
+    @functools.wraps(original)
+    def function(*args: Any, **kwargs: Any) -> Any:
+        frame = sys._getframe(1)
+        if len(world.current().hosted) > 1 and rank_syntax.is_script(frame.f_code) and _hold(args):
+            rank_branches.note_text(frame)
+            args = tuple(map(rank_numbers.first, args))
+        return original(*args, **kwargs)
+
+    return function
+
+
+def _hold(given: Collection[Any]) -> bool:
+    """Whether numbers that differ by rank are among some, or in lists and dicts of them; quick for long lists of other numbers."""
+    kinds = set(map(type, given))
+    if not kinds.isdisjoint(rank_numbers.KINDS):
+        return True
+    return not kinds.isdisjoint(_NESTED) and any(_hold(x.values() if type(x) is dict else x) for x in given if type(x) in _NESTED)
+
+
+_NESTED = {list, tuple, dict}
 
 
 def _of_first(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,7 +1,7 @@
-"""`torch.FloatTensor([loss.item()])`: torch's old constructors, of numbers that differ by rank.
+"""`torch.FloatTensor([loss.item()])`, `torch.Tensor([loss.item()])`: torch's old constructors, of numbers that differ by rank.
 
 They are types of C code that reads a number's memory and asks nobody, so all ranks would get the first one's. Once there are such numbers, types that know
-them stand in their place; all else they leave to torch's own.
+them stand in their place, and `torch.Tensor`, whose subclasses are many, has a `__new__` that does; all else they leave to torch's own.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from torch_bridge.per_rank import rank_functions
+from torch_bridge.recorder import rank_array
 
 _NAMES = ("Float", "Double", "Half", "BFloat16", "Long", "Int", "Short", "Char", "Byte", "Bool")
 
@@ -53,7 +54,18 @@ def install() -> None:
         kind = getattr(torch, f"{name}Tensor")
         text = f"torch.{name}Tensor"  # what `t.type(kind)` looks at
         setattr(torch, f"{name}Tensor", _Kind(text, (), {"of_torch": kind, "__module__": "torch", "__qualname__": f"{name}Tensor"}))
+    torch.Tensor.__new__ = _new  # type: ignore[method-assign]
     torch.set_default_tensor_type = _default_type(torch.set_default_tensor_type)
+
+
+def _new(*args: Any, **kwargs: Any) -> Any:
+    """`torch.Tensor.__new__`; TorchDynamo insists on this signature."""
+    if len(args) == 2 and args[0] is torch.Tensor and type(args[1]) in _DATA and rank_functions.hold_ranks(args[1:]) and not kwargs:
+        return torch.tensor(args[1], dtype=torch.get_default_dtype())
+    return torch._C.TensorBase.__new__(*args, **kwargs)
+
+
+_DATA = {list, tuple, rank_array.RankArray}
 
 
 def _default_type(original: Callable[[Any], None]) -> Callable[[Any], None]:

@@ -143,6 +143,18 @@ def _masked_values(self: Tensor, indices: Sequence[Tensor | None], mask: Tensor,
         )
 
 
+@checks(aten.max_pool2d_with_indices.default)
+def _max_pool2d(self: Tensor, *rest: object, **kwargs: object) -> None:
+    if self.dim() not in (3, 4):
+        raise RuntimeError(f"max_pool2d: non-empty 3D or 4D (batch mode) tensor expected for input, got one of {self.dim()} dimensions")
+
+
+@checks(aten.clamp.default, aten.clamp.Tensor, aten.clamp_.default, aten.clamp_.Tensor)
+def _clamp(self: Tensor, min: complex | Tensor | None = None, max: complex | Tensor | None = None) -> None:
+    if min is None and max is None:
+        raise RuntimeError("torch.clamp: At least one of 'min' or 'max' must not be None")
+
+
 @checks(aten.put.default)
 def _put(self: Tensor, index: Tensor, source: Tensor, accumulate: bool = False) -> None:
     one_dtype("put_", self, source)
@@ -425,7 +437,7 @@ def _convolution(
             f"Given {'transposed=1' if transposed else f'groups={groups}'}, weight of size {list(weight.shape)}, "
             f"expected input{list(input.shape)} to have {channels} channels, but got {input.shape[1]} channels instead"
         )
-    if not transposed and weight.shape[0] < 1:
+    if weight.shape[0] < 1:
         raise RuntimeError(
             f"Given groups={groups}, expected weight to be at least 1 at dimension 0, but got weight of size {list(weight.shape)} instead"
         )
@@ -563,6 +575,17 @@ def _values_and_indices(self: Tensor, *rest: object, values: Tensor, indices: Te
 @checks(aten.take.out, aten.index_select.out)
 def _of_own_dtype(self: Tensor, *rest: object, out: Tensor) -> None:
     _exact("out", self.dtype, out)
+
+
+@checks(aten.amax.out, aten.amin.out)
+def _extremum_out(self: Tensor, *rest: object, out: Tensor, **kwargs: object) -> None:
+    _exact("amax() and amin()", self.dtype, out)
+
+
+@checks(aten.any.out, aten.any.all_out, aten.any.dims_out, aten.all.out, aten.all.all_out, aten.all.dims_out)
+def _truth_out(self: Tensor, *rest: object, out: Tensor, **kwargs: object) -> None:
+    if out.dtype not in (torch.bool, torch.uint8):
+        raise RuntimeError(f"any() and all() only support a bool tensor for the result, got: {out.dtype}")
 
 
 @checks(aten.aminmax.out)

@@ -352,13 +352,19 @@ class _Mutation(NamedTuple):
     is_out: bool
 
 
+_IN_DTYPE_OF_OUT = frozenset(
+    {aten.sum.IntList_out, aten.prod.int_out, aten.cumsum.out, aten.cumprod.out, aten.cumsum_.default, aten.cumprod_.default}
+)
+"""What computes in the dtype of the tensor that it writes to, if none is given."""
+
+
 def _functional_form(call_info: Info, target: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Mutation:
     out_names = {a.name for a in call_info.args if a.is_out}
     fargs = tuple(a for a, name in zip(args, call_info.names, strict=False) if name not in out_names)
     fkwargs = {n: a for n, a in kwargs.items() if n not in out_names}
     fkwargs |= _own_defaults(call_info, target, len(fargs), fkwargs)
     targets = _targets(call_info, args, kwargs)
-    if call_info.takes_dtype_of_out:
+    if call_info.takes_dtype_of_out or (call_info.op in _IN_DTYPE_OF_OUT and fkwargs.get("dtype") is None):
         fkwargs["dtype"] = targets[0].dtype
     return _Mutation(fargs, fkwargs, targets, bool(out_names))
 

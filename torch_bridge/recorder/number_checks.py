@@ -235,6 +235,12 @@ def _steps(*ends: object, dtype: torch.dtype | None = None, **kwargs: object) ->
         raise NotImplementedError("linspace and logspace are not implemented for torch.bool: make numbers, and compare them")
 
 
+@checks(aten.arange.default, aten.arange.start, aten.arange.start_step)
+def _numbers(*ends: object, dtype: torch.dtype | None = None, **kwargs: object) -> None:
+    if dtype == torch.bool:
+        raise NotImplementedError("arange is not implemented for torch.bool: make numbers, and compare them")
+
+
 @checks(aten.cumsum.default, aten.cumprod.default)
 def _running(self: Tensor, dim: int, dtype: torch.dtype | None = None) -> None:
     if dtype == torch.bool:

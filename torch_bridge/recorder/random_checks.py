@@ -49,6 +49,14 @@ def _bernoulli_tensor(self: Tensor, p: Tensor, *, generator: torch.Generator | N
     _need_float("bernoulli_ with a tensor p", p.dtype)
 
 
+@checks(aten.normal.float_Tensor, aten.normal.Tensor_Tensor, aten.normal.Tensor_float)
+def _normal(mean: Tensor | float, std: Tensor | float = 1.0, *, generator: torch.Generator | None = None) -> None:
+    if isinstance(std, Tensor) and std.dtype.is_complex:
+        raise RuntimeError(f"normal expects standard deviation to be non-complex, got {std.dtype}")
+    if isinstance(mean, Tensor):
+        _need_float("normal", mean.dtype, complex_too=True)
+
+
 @checks(aten.binomial.default)
 def _binomial(count: Tensor, prob: Tensor, generator: torch.Generator | None = None) -> None:
     for name, x in (("count", count), ("prob", prob)):

@@ -16,7 +16,7 @@ import torch
 
 from torch_bridge.mesh import rank_numbers, world
 from torch_bridge.recorder import first_rank_files
-from torch_bridge.script import rank_indexing
+from torch_bridge.script import rank_branches, rank_indexing
 
 
 class RankArray(np.ndarray[Any, Any]):
@@ -57,7 +57,13 @@ class RankArray(np.ndarray[Any, Any]):
     def __str__(self) -> str:
         return str(_parts(self)[0])
 
+    def tobytes(self, *args: Any, **kwargs: Any) -> bytes:
+        """The first hosted rank's, as text is."""
+        rank_branches.note_bytes()
+        return _parts(self)[0].tobytes(*args, **kwargs)
+
     def __reduce__(self) -> Any:
+        rank_branches.note_bytes()
         first_rank_files.note(f"an array of shape {list(self.shape)} that is different on each rank")
         return _parts(self)[0].__reduce__()
 

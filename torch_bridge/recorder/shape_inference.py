@@ -185,6 +185,23 @@ def _foreach_addcdiv(
     ]
 
 
+def _arange(start: float, end: float, step: float = 1, dtype: torch.dtype | None = None, **kwargs: Any) -> torch.Tensor:
+    """torch's meta kernel refuses a step between 0 and 1 of narrow integers. Its CPU kernel repeats the first number: the length is that of the floats."""
+    narrow = dtype is not None and dtype != torch.int64 and not dtype.is_floating_point and not dtype.is_complex
+    made: torch.Tensor = torch.ops.aten.arange.start_step(start, end, step, dtype=torch.float64 if narrow else dtype, **kwargs)
+    return made.to(dtype) if narrow else made
+
+
+def _index_add(self: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor, alpha: complex = 1) -> torch.Tensor:
+    """torch's meta kernel refuses a fraction beside integers. Its CPU kernel leaves out what is behind the point."""
+    return torch.empty_like(self, memory_format=torch.contiguous_format)
+
+
+def _normal(mean: torch.Tensor, std: torch.Tensor, generator: torch.Generator | None = None) -> torch.Tensor:
+    """torch's meta kernel promotes the two. Its CPU kernel draws in the mean's dtype."""
+    return torch.empty(torch.broadcast_shapes(mean.shape, std.shape), dtype=mean.dtype, device="meta")
+
+
 def _shift(op: Any, of_bits: Any) -> Any:
     """torch's meta kernels of `<<` and `>>` refuse a bool beside an integer. Its CPU kernels promote them (`bits << torch.arange(8)` packs a mask)."""
 
@@ -245,7 +262,9 @@ _RULES: dict[Any, Any] = {
     torch.ops.aten._native_multi_head_attention.default: _native_multi_head_attention,
     torch.ops.aten.huber_loss.default: _in_own_dtype(torch.ops.aten.huber_loss.default),
     torch.ops.aten.huber_loss_backward.default: _distance_loss_backward,
+    torch.ops.aten.arange.start_step: _arange,
     torch.ops.aten.index.Tensor: _index,
+    torch.ops.aten.index_add.default: _index_add,
     torch.ops.aten.ldexp.Tensor: _ldexp,
     torch.ops.aten.masked_fill.Scalar: _masked_fill,
     torch.ops.aten.mse_loss_backward.default: _distance_loss_backward,
@@ -253,6 +272,7 @@ _RULES: dict[Any, Any] = {
     torch.ops.aten.nansum.default: _nansum,
     torch.ops.aten.nll_loss_backward.default: _nll_loss(torch.ops.aten.nll_loss_backward.default),
     torch.ops.aten.nll_loss_forward.default: _nll_loss(torch.ops.aten.nll_loss_forward.default),
+    torch.ops.aten.normal.Tensor_Tensor: _normal,
     torch.ops.aten.pow.Tensor_Scalar: _pow_scalar,
     torch.ops.aten.smooth_l1_loss_backward.default: _distance_loss_backward,
     torch.ops.aten.soft_margin_loss.default: _in_own_dtype(torch.ops.aten.soft_margin_loss.default),

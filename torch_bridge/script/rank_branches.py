@@ -18,7 +18,7 @@ from typing import Any
 
 from torch_bridge import source
 from torch_bridge.mesh import rank_numbers
-from torch_bridge.script import rank_flow, rank_syntax
+from torch_bridge.script import rank_flow, rank_syntax, rank_texts
 
 
 class Branch:
@@ -50,19 +50,50 @@ def note(values: Sequence[Any], truth: bool = True) -> None:
     _note_at(_asker(), truth)
 
 
-def note_made(frame: FrameType | None, node: ast.expr | None = None) -> None:
-    """Something plain has been made of a number that differs by rank: a table of pandas, a number of its text. node: the expression, None for what asks."""
+def note_made(frame: FrameType | None, node: ast.expr | None = None, sure: bool = False) -> None:
+    """Something plain has been made of a number that differs by rank: a table of pandas, an array of Python's. node: the expression, None for what asks.
+    sure: only what surely meets tensors is said."""
     while frame is not None and not rank_syntax.is_script(frame.f_code):
         frame = frame.f_back
-    _note_at(frame, False, node)
+    _note_at(frame, False, node, sure)
 
 
-def _note_at(frame: FrameType | None, truth: bool, node: ast.expr | None = None) -> None:
-    if frame is None or _busy or _place(frame) in _taken or not source.is_outside(frame.f_code):
+def note_bytes() -> None:
+    """The script itself asks for bytes of a number or an array that differs by rank, or pickles it. What libraries do with bytes is theirs."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.endswith(_OF_NUMBERS):
+        frame = frame.f_back
+    if frame is not None and rank_syntax.is_script(frame.f_code):
+        note_text(frame)
+
+
+def note_text(frame: FrameType | None, node: ast.expr | None = None) -> None:
+    """Text or bytes have been made of a number that differs by rank: numbers that are made of them again are followed to where they surely meet tensors.
+    node: the text, None for what asks."""
+    while frame is not None and not rank_syntax.is_script(frame.f_code):
+        frame = frame.f_back
+    node = rank_syntax.asking(frame) if node is None and frame is not None else node
+    while frame is not None and frame.f_code.co_name in _PARTS and frame.f_back is not None:
+        frame = frame.f_back  # whose names the numbers meet
+    for number in () if node is None or _busy else rank_texts.numbers_of(node):
+        _note_at(frame, False, number, sure=True)
+
+
+_PARTS = {"<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>"}
+
+
+def _note_at(frame: FrameType | None, truth: bool, node: ast.expr | None = None, sure: bool = False) -> None:
+    """sure: lines that use it, in a call or a text, say nothing; what meets tensors does."""
+    if frame is None or _busy or not source.is_outside(frame.f_code):
         return  # torch and this package know what to do with the answer
+    place = (*_place(frame), node) if sure else _place(frame)
+    if place in _taken:
+        return
     with _following():
-        found = _follow(frame, truth, node)
-    _taken[_place(frame)] = found
+        found = _follow(frame, truth, node, sure)
+    _taken[place] = found
+    if found is None and not truth:
+        note_text(frame, node)  # if it is one: `"%.3f" % rank`
     if found is not None and found.mixed and not found.reported:
         _report(found, found.mixed[0][1], 4)
 
@@ -84,12 +115,13 @@ def _asker() -> FrameType | None:
     return frame
 
 
+_OF_NUMBERS = (rank_numbers.__file__, os.path.join("torch_bridge", "recorder", "rank_array.py"))
 _OF_BUILTINS = os.path.join("torch_bridge", "per_rank", "rank_math.py")
 """It stands between a script and Python's `max`, which compares tuples."""
 _ANSWERS = {"__bool__", "__float__", "__int__", "__index__", "__hash__"}
 
 
-def _follow(frame: FrameType, truth: bool, node: ast.expr | None) -> Branch | None:
+def _follow(frame: FrameType, truth: bool, node: ast.expr | None, sure: bool) -> Branch | None:
     node = rank_syntax.asking(frame) if node is None else node
     if node is None:
         return None
@@ -101,6 +133,8 @@ def _follow(frame: FrameType, truth: bool, node: ast.expr | None) -> Branch | No
         return known
     flow = rank_flow.Flow()
     flow.follow(frame, decided, is_branch)
+    if sure:
+        flow.lines.clear()
     return Branch(frame, decided, flow)
 
 

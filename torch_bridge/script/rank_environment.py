@@ -15,6 +15,12 @@ from torch_bridge.mesh import rank_numbers, world
 from torch_bridge.script import rank_syntax
 
 _NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK")
+_WORDS = {
+    "COMM", "CORE", "DATA", "DDP", "DEVICE", "DIST", "DP", "GLOBAL", "GPU", "LOCAL", "MPI", "MV2", "MY", "NEURON", "OMPI", "PARALLEL", "PMI", "PMIX", "PP",
+    "PROC", "PROCESS", "TORCH", "TP", "TRAINER", "WORKER", "WORLD", "XLA",
+}  # fmt: skip
+"""What stands before RANK in names of a script's own, and of other launchers'. Not LORA_RANK, and not NODE_RANK, which all ranks of a process share."""
+_OTHERS = ("SLURM_PROCID", "SLURM_LOCALID", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 _INSTEAD = {"RANK": "xm.get_ordinal()", "LOCAL_RANK": "xr.local_ordinal()", "WORLD_SIZE": "xr.world_size()"}
 
 
@@ -72,7 +78,13 @@ def _read(node: ast.AST) -> str | None:
         key = node.args[0] if asks else None
     else:
         return None
-    return key.value if isinstance(key, ast.Constant) and key.value in _NAMES else None
+    return key.value if isinstance(key, ast.Constant) and isinstance(key.value, str) and _is_of_rank(key.value) else None
+
+
+def _is_of_rank(name: str) -> bool:
+    """Whether a variable has a rank by its name, or how many there are."""
+    *before, last = name.upper().split("_")
+    return name in _NAMES or name in _OTHERS or (last == "RANK" and _WORDS.issuperset(before))
 
 
 def _is_only_compared(node: ast.AST) -> bool:

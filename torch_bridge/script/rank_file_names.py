@@ -12,7 +12,7 @@ import sys
 from types import CodeType, FrameType
 
 from torch_bridge.mesh import rank_numbers
-from torch_bridge.script import rank_branches, rank_syntax
+from torch_bridge.script import rank_branches, rank_syntax, rank_texts
 
 _READERS = {
     "load", "loadtxt", "genfromtxt", "fromfile", "memmap", "load_file", "safe_open", "read_csv", "read_json", "read_parquet", "read_table", "read_image",
@@ -44,9 +44,8 @@ def note() -> None:
             4,
         )
         return
-    number = None if node is None else _number(node)
-    if number is not None:
-        rank_branches.note_made(frame, number)
+    if node is not None:
+        rank_branches.note_text(frame, node)
     looks = None if node is None else _look_up(node)
     if looks is not None:
         rank_numbers.report(
@@ -60,16 +59,6 @@ def note() -> None:
 _TEXT = (ast.JoinedStr, ast.FormattedValue, ast.BinOp)
 
 
-def _number(node: ast.expr) -> ast.Call | None:
-    """The call that makes a number of this text: `int(str(rank))`."""
-    for outer in (node, *rank_syntax.parents(node)) if not isinstance(node, ast.Constant) else rank_syntax.parents(node):  # of `.2f`
-        if isinstance(outer, ast.Call) and isinstance(outer.func, ast.Name) and outer.func.id in ("int", "float"):
-            return outer
-        if not isinstance(outer, _TEXT) and not _is_text(outer):
-            return None
-    return None
-
-
 def _look_up(node: ast.expr) -> ast.expr | None:
     """What takes something by this text: `table[f"part{rank}"]`, `table.get(str(rank))`, `getattr(module, f"layer{rank}")`, by name too."""
     inner: ast.AST = node
@@ -81,7 +70,7 @@ def _look_up(node: ast.expr) -> ast.expr | None:
             uses = (n for n in ast.walk(rank_syntax.function_of(outer)) if isinstance(n, ast.Name) and n.id in names)
             found = ((rank_syntax.parents(n), n) for n in uses)
             return next((p for ps, n in found if isinstance(p := next(ps), (ast.Subscript, ast.Call)) and _by(p, n)), None)
-        if not isinstance(outer, _TEXT) and not _is_text(outer):
+        if not isinstance(outer, _TEXT) and not rank_texts.is_text(outer):
             return None
         inner = outer
     return None
@@ -94,11 +83,6 @@ def _by(look: ast.Subscript | ast.Call, text: ast.AST) -> bool:
     if isinstance(look.func, ast.Name):
         return look.func.id == "getattr" and len(look.args) > 1 and look.args[1] is text
     return isinstance(look.func, ast.Attribute) and look.func.attr in ("get", "pop", "get_submodule") and look.args[:1] == [text]
-
-
-def _is_text(node: ast.AST) -> bool:
-    """`str(rank)`, `"{}".format(rank)`."""
-    return isinstance(node, ast.Call) and rank_syntax.last_name(node.func) in ("str", "format", "repr", "zfill", "join")
 
 
 def _reader(node: ast.expr) -> ast.Call | None:

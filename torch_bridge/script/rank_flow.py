@@ -186,24 +186,32 @@ class _Function:
                 self._hold(part.targets if isinstance(part, ast.Assign) else [part.target])
             elif isinstance(part, ast.AugAssign):
                 self._hold([part.target])
-            elif isinstance(part, ast.Call) and isinstance(part.func, ast.Attribute) and part.func.attr in _KEEPING:
-                self._hold([part.func.value] if isinstance(self.scope.value(part.func.value), (list, dict, set, type(None))) else [])
+            elif isinstance(part, ast.Call):
+                self._keep(part)
             elif isinstance(part, ast.Return) and part.value is not None and self._number(part.value):
                 self.returned = True
             elif isinstance(part, (ast.Break, ast.Continue)):
                 self._loop(part)
 
     def _loop(self, leaves: ast.AST) -> None:
-        """A loop that a branch leaves: what it assigns. One whose turn it ends: what is assigned after it."""
+        """A loop that a branch leaves: what it assigns. One whose turn it ends: what is assigned after it, or kept: `parts.append(batch.to("xla"))`."""
         loop = _loop_of(leaves)
         if loop is None:
             return
         body = list(loop.body)
+        turns = isinstance(leaves, ast.Continue)
         if isinstance(leaves, ast.Continue):
             body = [x for x in body if x.lineno > leaves.lineno or any(y is leaves for y in ast.walk(x))]
         for part in rank_syntax.inside(body):
             if isinstance(part, ast.AugAssign) or (isinstance(part, ast.Assign) and self._number(part.value)):
                 self._hold([part.target] if isinstance(part, ast.AugAssign) else part.targets)
+            elif turns and isinstance(part, ast.Call):
+                self._keep(part)
+
+    def _keep(self, call: ast.Call) -> None:
+        """What a call puts something into: `parts.append(x)`."""
+        if isinstance(call.func, ast.Attribute) and call.func.attr in _KEEPING:
+            self._hold([call.func.value] if isinstance(self.scope.value(call.func.value), (list, dict, set, type(None))) else [])
 
     def _number(self, node: ast.AST) -> bool:
         """Whether a value may be a number or a tensor: not a string, a function, or what a library's function makes."""
@@ -249,7 +257,7 @@ class _Function:
         if isinstance(node.func, ast.Name) and node.func.id in _FOLD:
             return True
         module = getattr(self.scope.value(node.func), "__module__", None) or rank_syntax.root_module(self.scope, node.func)
-        return isinstance(module, str) and module.split(".")[0] in ("math", "numpy", "operator", "torch", "statistics", "cmath")
+        return isinstance(module, str) and module.split(".")[0] in ("math", "numpy", "operator", "torch", "statistics", "cmath", "array")
 
     def _of_script(self, node: ast.Call) -> Any:
         """The function of the script that a call runs, if it is one."""

@@ -22,7 +22,7 @@ import numpy as np
 
 from torch_bridge import source
 from torch_bridge.mesh import rank_numbers, world
-from torch_bridge.script import rank_stores, rank_syntax
+from torch_bridge.script import rank_memory_reads, rank_stores, rank_syntax
 
 _TAKING = {"BINARY_SUBSCR", "BINARY_SLICE", "STORE_SUBSCR", "STORE_SLICE", "DELETE_SUBSCR", "BINARY_OP"}
 _KNOWN = {"lightning", "pytorch_lightning", "lightning_fabric", "torchmetrics"}
@@ -63,7 +63,12 @@ def note(values: Sequence[int], hosted: Sequence[int]) -> bool:
     if not known and not source.is_outside(frame.f_code):
         return True
     node = _asking(frame.f_code, frame.f_lasti)
-    if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store) and not isinstance(node.slice, (ast.Slice, ast.Tuple)):
+    one = isinstance(node, ast.Subscript) and not isinstance(node.slice, (ast.Slice, ast.Tuple))
+    reads = one and dis.opname[frame.f_code.co_code[frame.f_lasti]].startswith("BINARY")  # `parts[rank] += x` does both
+    if isinstance(node, ast.Subscript) and reads and not known:
+        if rank_stores.read_by_each_rank(frame, _named(node.value, frame), node, values, hosted):
+            return True
+    elif isinstance(node, ast.Subscript) and one and not reads and isinstance(node.ctx, ast.Store):
         say = (lambda: None) if known else functools.partial(_report_taken, node, frame, hosted)
         if rank_stores.for_each_rank(frame, _named(node.value, frame), values, hosted, say):
             return True
@@ -101,6 +106,15 @@ def _note_library(frame: FrameType, hosted: Sequence[int]) -> None:
         _report_call(at, f"has {what} by a number that differs by rank", hosted)
 
 
+def note_table(frame: FrameType, what: str, hosted: Sequence[int]) -> None:
+    """Something is done to a table of pandas by a rank's number, the first hosted rank's for all."""
+    at: FrameType | None = frame
+    while at is not None and not rank_syntax.is_script(at.f_code):
+        at = at.f_back
+    if at is not None:
+        _report_call(at, f"has pandas {what} by a number that differs by rank", hosted)
+
+
 def note_array(libraries: tuple[str, ...], is_index: bool) -> None:
     """An array that differs by rank has been made. libraries: the folders of those that may have made it; is_index: it has places or truths.
 
@@ -118,6 +132,7 @@ def note_array(libraries: tuple[str, ...], is_index: bool) -> None:
         if is_index:
             _note_library(frame, hosted)
     elif rank_syntax.is_script(frame.f_code) and (node := rank_syntax.asking(frame)) is not None:
+        rank_memory_reads.note_array(frame, node)
         scope = rank_syntax.Names(frame.f_locals, frame.f_globals)
         taken = next((s for s in _indexed_with(node) if _is_plain_array(s.value, scope)), None) if is_index else None
         written = next((s for s in _written_with(node) if _is_plain_array(s.value, scope)), None) if taken is None else None

@@ -230,6 +230,8 @@ def test_pow_by_tensor() -> None:
     check(aten.pow.Tensor_Tensor, T([2, 250], dtype=u8), T([7, 3], dtype=u8))
     check(aten.pow.Tensor_Tensor, T([2, -3], dtype=i32), T([31, 40]))
     check(aten.pow.Tensor_Tensor, COMPLEX, COMPLEX.flip(0), rtol=1e-5, atol=1e-5)
+    check(aten.pow.Tensor_Tensor, torch.zeros(7, dtype=torch.complex128), T([0, 2, 0.5, -1, 1j, 1 + 1j, -1 - 1j], dtype=torch.complex128))
+    check(aten.pow.Scalar, 0, T([0, 2, 0.5, -1, 1j, 1 + 1j, -1 - 1j], dtype=torch.complex64))
     check(aten.pow.Scalar, 2, INTS.abs())
     check(aten.pow.Scalar, 0.3, X)
     check(aten.pow.Scalar, 1, T([nan, 0.0]))

@@ -24,6 +24,8 @@ CASES = [
     (aten.arange.start_step, (10, 1, -2), {}),
     (aten.arange.start_step, (10, 1, -2), {"dtype": torch.uint8}),
     (aten.arange.start_step, (0, 1, 0.1), {}),
+    (aten.arange.start_step, (0, 1, 0.1), {"dtype": torch.int32}),
+    (aten.arange.start_step, (2, 5, 0.9), {"dtype": torch.uint8}),
     (aten.arange.start_step, (0.0, 1.0, 0.3), {"dtype": torch.float64}),
     (aten.arange.start_step, (2**53, 2**53 + 7, 3), {}),
     (aten.arange.start_step, (0, 10, 2), {"dtype": torch.float16}),

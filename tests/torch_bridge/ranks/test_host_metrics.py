@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import sklearn.metrics
 import torch
@@ -17,6 +18,7 @@ from sklearn.metrics import accuracy_score
 from tests.torch_bridge.ranks.conftest import Hosted
 from torch_bridge.mesh import rank_numbers, world
 from torch_bridge.recorder import first_rank_files, rank_array
+from torch_bridge.script import rank_indexing
 
 LABELS = [0, 1, 0, 1]
 
@@ -103,3 +105,53 @@ def test_files_have_the_first_ranks(tmp_path: pathlib.Path, monkeypatch: pytest.
         warnings.simplefilter("error")
         np.savetxt(tmp_path / "a.txt", np.arange(2.0) + world.rank())
     assert np.load(tmp_path / "a.npy").tolist() == np.loadtxt(tmp_path / "a.txt").tolist() == [0.0, 1.0]
+
+
+TABLE = pd.DataFrame({"a": [1.0, 2.0, 3.0, 4.0], "name": list("wxyz"), "same": [7] * 4})
+
+
+def _written(r: Any) -> None:
+    table = TABLE.copy()
+    table.loc[r, "a"] = 9.0
+
+
+NUMBERS: dict[str, Callable[[Any], Any]] = {
+    "place": lambda r: TABLE["a"].iloc[r],
+    "label": lambda r: TABLE["a"].loc[r],
+    "element": lambda r: TABLE["a"][r],
+    "one place": lambda r: TABLE["a"].iat[r],
+    "one label": lambda r: TABLE.at[r, "a"],
+    "row and column": lambda r: TABLE.iloc[r, 0],
+    "row and label": lambda r: TABLE.loc[r, "a"],
+    "read place": lambda r: TABLE["a"].iloc[(torch.ones(2, device="xla").long() * r).max().item()],
+}
+ROWS: dict[str, Callable[[Any], Any]] = {
+    "row": lambda r: TABLE.iloc[r],
+    "rows": lambda r: TABLE.iloc[r::4],
+    "list of places": lambda r: TABLE.iloc[[r, 0]],
+    "slice": lambda r: TABLE["a"][r : r + 1],
+    "text": lambda r: TABLE.iloc[r, 1],
+    "written": _written,
+}
+
+
+@pytest.fixture
+def anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_indexing, "_reported", set())
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+@pytest.mark.usefixtures("anew")
+def test_numbers_of_a_table(name: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = NUMBERS[name](world.rank())
+        assert TABLE.iloc[world.rank(), 2] == 7 and TABLE["a"].iloc[1:].sum() == 9.0
+    assert rank_numbers.per_rank(found) == [1.0, 2.0, 3.0, 4.0]
+
+
+@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.usefixtures("anew")
+def test_rows_of_a_table_are_the_first_ranks(name: str) -> None:
+    with pytest.warns(UserWarning, match=r"test_host_metrics.py:\d+ has pandas .* by a number that differs by rank.*rank 0 alone"):
+        ROWS[name](world.rank())

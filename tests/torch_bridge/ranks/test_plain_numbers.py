@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import array
 import contextlib
 import io
+import json
 import logging
 import math
+import pickle
+import struct
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -22,7 +26,7 @@ import torch_xla.core.xla_model as xm
 from tests.torch_bridge.ranks.conftest import Hosted
 from torch_bridge.mesh import rank_numbers, world
 from torch_bridge.runtime import executor
-from torch_bridge.script import rank_branches
+from torch_bridge.script import rank_branches, rank_file_names, rank_indexing, rank_memory_reads
 
 Program = Callable[[Any, torch.Tensor, torch.Tensor], Any]
 
@@ -31,6 +35,9 @@ Program = Callable[[Any, torch.Tensor, torch.Tensor], Any]
 def four_ranks(hosted: Hosted) -> Iterator[None]:
     hosted(4)
     rank_branches._taken.clear()
+    rank_file_names._seen.clear()
+    rank_memory_reads._seen.clear()
+    rank_indexing._arrays.clear()
     executor.clear_cache()
     yield
     rank_branches._taken.clear()
@@ -204,6 +211,40 @@ def _in_order(r: Any, x: Any, c: Any) -> Any:
     return torch.tensor(losses)
 
 
+def _loss(r: Any, x: Any) -> Any:
+    return (x * r).sum().item()
+
+
+def _by_text(r: Any, x: Any, c: Any) -> Any:
+    text = ",".join(str(v) for v in [r, _loss(r, x)])
+    parts = text.split(",")
+    return x * float(parts[1])
+
+
+def _by_format(r: Any, x: Any, c: Any) -> Any:
+    shown = "{:.3f}".format(_loss(r, x))  # noqa: UP032
+    return x * float(shown)
+
+
+def _by_bytes(r: Any, x: Any, c: Any) -> Any:
+    kept = pickle.dumps({"loss": _loss(r, x)})
+    return x * pickle.loads(kept)["loss"]
+
+
+def _by_memory(r: Any, x: Any, c: Any) -> Any:
+    losses = np.zeros(1) + _loss(r, x)
+    return x * memoryview(losses)[0]
+
+
+def _uploaded_alone(r: Any, x: Any, c: Any) -> Any:
+    kept = []
+    for k, batch in enumerate(c.split(1)):
+        if k != r:
+            continue
+        kept.append(batch.to("xla"))
+    return torch.cat(kept)
+
+
 def _early_import(r: Any, x: Any, c: Any) -> Any:
     return x * _Early.sqrt(r)
 
@@ -249,6 +290,21 @@ REPORTED: dict[str, Program] = {
     "the larger of tuples": lambda r, x, c: x * max([((x * r).sum().item(), 1.0), (2.0, 2.0)])[1],
     "number of a loss's text": lambda r, x, c: x * float(f"{(x * r).sum().item():.2f}"),
     "number of its text": lambda r, x, c: x * int(str(r)),
+    "percent format": lambda r, x, c: x * float("%.3f" % _loss(r, x)),  # noqa: UP031
+    "percent format of several": lambda r, x, c: x * float(("%d %.3f" % (1, r * 0.5)).split()[1]),  # noqa: UP031
+    "format": lambda r, x, c: x * float(format(_loss(r, x), ".3f")),
+    "text of a read integer": lambda r, x, c: x * int(str((x.long() * r).sum().item())),
+    "text by names": _by_text,
+    "format by name": _by_format,
+    "json": lambda r, x, c: x * json.loads(json.dumps({"losses": [_loss(r, x)]}))["losses"][0],
+    "pickle": _by_bytes,
+    "pickled rank": lambda r, x, c: x * pickle.loads(pickle.dumps(r)),
+    "struct": lambda r, x, c: x * struct.unpack("f", struct.pack("f", _loss(r, x)))[0],
+    "tensor of bytes": lambda r, x, c: torch.frombuffer(bytearray(struct.pack("f", _loss(r, x))), dtype=torch.float32),
+    "tensor of an array's bytes": lambda r, x, c: torch.frombuffer(bytearray((np.zeros(1) + r).tobytes()), dtype=torch.float64),
+    "array's memory": _by_memory,
+    "array of Python's": lambda r, x, c: torch.tensor(array.array("f", [_loss(r, x)])),
+    "uploaded alone": _uploaded_alone,
     "int of a tensor": lambda r, x, c: x * int((x * r).sum()),
     "gathered float": lambda r, x, c: xm.mesh_reduce("rank", float(r), sum),
     "gathered sum": _gathered_sum,
@@ -402,6 +458,17 @@ def _table_in_a_file(r: Any, x: Any, c: Any) -> Any:
     return x * 2
 
 
+def _records(r: Any, x: Any, c: Any) -> Any:
+    """Lines of a log: what is written there is the first rank's."""
+    file, rank = io.StringIO(), int(str(r))
+    file.write(json.dumps({"loss": (x * r).mean().item(), "rank": r}) + "\n")
+    file.write("%.3f of rank %d\n" % ((x * r).sum().item(), rank) + f"{float(f'{(x * r).sum().item():.2f}')}")  # noqa: UP031
+    kept = pickle.dumps({"loss": (x * r).mean().item()})
+    assert pickle.loads(kept)["loss"] == 0.0 and struct.pack("<d", (x * r).mean().item()) == bytes(8)
+    assert len((np.zeros(2) + r).tobytes()) == 16 and float("%.3f" % (x * r).sum().item()) == 0.0  # noqa: UP031
+    return x * 2
+
+
 def _sleeping(r: Any, x: Any, c: Any) -> Any:
     time.sleep(r * 0.001)
     return x * r
@@ -445,6 +512,7 @@ def _saved_weights(r: Any, x: Any, c: Any) -> None:
         _name,
         _writer,
         _sleeping,
+        _records,
         _logging_turns,
         _table_in_a_file,
         _saved_weights,
@@ -470,19 +538,19 @@ def test_numbers_of_math_and_numpy_are_each_ranks_own() -> None:
         [0.0, 0.0, 1.0, 1.0],
     ]
     assert rank_numbers.per_rank(np.multiply(r, 2.0)) == [0.0, 2.0, 4.0, 6.0]
-    array = np.arange(3.0) + r
-    assert rank_numbers.per_rank(array.sum()) == [3.0, 6.0, 9.0, 12.0] and rank_numbers.per_rank(array[1]) == [1.0, 2.0, 3.0, 4.0]
-    assert [v.tolist() for v in torch.from_numpy(array).parts] == [[k, k + 1, k + 2] for k in range(4)]  # type: ignore[attr-defined]
-    assert rank_numbers.per_rank(np.concatenate([array, array]).mean()) == [1.0, 2.0, 3.0, 4.0] and repr(array) == "array([0., 1., 2.])"
-    array += r
-    assert rank_numbers.per_rank(array.max()) == [2.0, 4.0, 6.0, 8.0]
+    own = np.arange(3.0) + r
+    assert rank_numbers.per_rank(own.sum()) == [3.0, 6.0, 9.0, 12.0] and rank_numbers.per_rank(own[1]) == [1.0, 2.0, 3.0, 4.0]
+    assert [v.tolist() for v in torch.from_numpy(own).parts] == [[k, k + 1, k + 2] for k in range(4)]  # type: ignore[attr-defined]
+    assert rank_numbers.per_rank(np.concatenate([own, own]).mean()) == [1.0, 2.0, 3.0, 4.0] and repr(own) == "array([0., 1., 2.])"
+    own += r
+    assert rank_numbers.per_rank(own.max()) == [2.0, 4.0, 6.0, 8.0]
     with pytest.raises(
         rank_numbers.PlainNumberNeeded, match=r"numpy.add would write values that differ by rank to an array that all 4 ranks"
     ):
         plain = np.ones(3)
         plain += r
     with pytest.raises(rank_numbers.PlainNumberNeeded, match=r"an array would be float64\[1\], float64\[3\], float64\[3\]"):
-        array[array > 1.5]
+        own[own > 1.5]
 
 
 def test_isinstance_answers_as_for_plain_numbers() -> None:
@@ -495,3 +563,24 @@ def test_isinstance_answers_as_for_plain_numbers() -> None:
         and isinstance(r == 0, int)
     )
     assert not isinstance(r, (str, float, bool)) and not isinstance(r / 2, int)
+
+
+def test_a_process_that_is_one_rank_has_its_own() -> None:
+    r = world.rank()
+    table = pd.Series([1.0, 2.0, 3.0, 4.0])
+    weight = torch.nn.Parameter(torch.ones(3))
+    weight.grad = torch.full((3,), 100.0)
+    world.configure(world.World(4, hosted=[2]))
+    r = world.rank()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torch.nn.utils.clip_grad_value_(weight, 1 + r)
+        table.iloc[r] = 9 * table.iloc[r]
+        found = [
+            json.loads(json.dumps([r]))[0],
+            struct.unpack("i", struct.pack("i", r))[0],
+            pickle.loads(pickle.dumps(r)),
+            int("%d" % r),  # noqa: UP031
+        ]
+        made = torch.ones(1) * sum(found) + torch.Tensor([r])
+    assert found == [2] * 4 and made.tolist() == [10.0] and table.tolist() == [1.0, 2.0, 27.0, 4.0] and weight.grad.tolist() == [3.0] * 3

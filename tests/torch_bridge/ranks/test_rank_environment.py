@@ -18,6 +18,9 @@ READS = {
     "get": ("rank = int(os.environ.get('RANK', 0))\nstart(rank)", "RANK", "xm.get_ordinal"),
     "getenv": ("start(int(os.getenv('LOCAL_RANK', '0')))", "LOCAL_RANK", "xr.local_ordinal"),
     "subscript": ("size = int(environ['WORLD_SIZE']) if 'WORLD_SIZE' in environ else 1", "WORLD_SIZE", "xr.world_size"),
+    "a name of its own": ("start(int(os.environ.get('MY_RANK', 0)))", "MY_RANK", "torch.distributed"),
+    "another launcher's": ("start(int(os.environ.get('OMPI_COMM_WORLD_RANK', 0)))", "OMPI_COMM_WORLD_RANK", "torch.distributed"),
+    "SLURM's": ("start(int(os.environ.get('SLURM_PROCID', 0)))", "SLURM_PROCID", "torch.distributed"),
     "compared and given": ("rank = int(os.environ.get('RANK', 0))\nif rank == 0: start(rank)", "RANK", "xm.get_ordinal"),
 }
 SILENT = {
@@ -25,6 +28,8 @@ SILENT = {
     "a name in a branch": "rank = int(os.environ.get('RANK', 0))\nif not rank: print(f'rank {rank}')",
     "printed": "print(os.environ.get('RANK'))",
     "another variable": "rank = int(os.environ.get('SEED', 0))\nstart(rank)",
+    "a rank of weights": "start(int(os.environ.get('LORA_RANK', 8)))",
+    "a rank of machines": "start(int(os.environ.get('NODE_RANK', 0)))",
     "another dict": "start(table.get('RANK', 0))",
     "written": "os.environ['RANK'] = '0'",
 }
@@ -32,7 +37,7 @@ SILENT = {
 
 @pytest.fixture(autouse=True)
 def empty(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MY_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID"):
         monkeypatch.delenv(name, raising=False)
 
 

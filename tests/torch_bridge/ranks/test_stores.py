@@ -16,6 +16,7 @@ import torch_xla.core.xla_model as xm
 import torchmetrics
 from torchmetrics.utilities.distributed import gather_all_tensors
 
+import torch_bridge
 from tests.torch_bridge.ranks import eager
 from torch_bridge.mesh import world
 from torch_bridge.script import rank_indexing
@@ -171,3 +172,119 @@ def test_torchmetrics_gathers_each_rank() -> None:
     metric.update(own)
     metric.update(3 * own)
     eager.same(metric.compute(), torch.tensor(5.0))
+
+
+def parts(device: str = "xla") -> list[torch.Tensor]:
+    return [torch.full((2,), float(k), device=device) for k in range(RANKS)]
+
+
+def _named(rank: Any) -> Any:
+    found = parts()
+    own = found[rank]
+    return own.sum() + own
+
+
+def _cast(rank: Any) -> Any:
+    found = parts()
+    own = found[rank].double()
+    return (own * 2).float() / 2 + own.mean().float()
+
+
+def _added(rank: Any) -> Any:
+    found = parts()
+    found[rank] += 10
+    return torch.stack(found)
+
+
+def _added_out_of_place(rank: Any) -> Any:
+    found = parts()
+    found[rank] = found[rank] + 10
+    return torch.stack(found)
+
+
+def _backwards(rank: Any) -> Any:
+    start = torch.ones(2, device="xla", requires_grad=True)
+    found = [start * (k + 1) for k in range(RANKS)]
+    torch.square(found[rank]).sum().backward()
+    return start.grad
+
+
+READS: dict[str, Callable[[Any], Any]] = {
+    "operand": lambda rank: (lambda found: found[rank] * 2)(parts()),
+    "from the end": lambda rank: (lambda found: found[rank - RANKS] * 2)(parts()),
+    "method": lambda rank: (lambda found: found[rank].sum())(parts()),
+    "function": lambda rank: (lambda found: F.relu(found[rank]))(parts()),
+    "element": lambda rank: (lambda found: found[rank][0] + 1)(parts()),
+    "of the CPU": lambda rank: (lambda found: found[rank].to("xla"))(parts("cpu")),
+    "named": _named,
+    "cast": _cast,
+    "added in place": _added,
+    "added": _added_out_of_place,
+    "gradient": _backwards,
+}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_reads_are_each_ranks_own(name: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = READS[name](xm.get_ordinal())
+    for rank, own in enumerate(torch_bridge.shards(found)):
+        torch.testing.assert_close(own, READS[name](rank).cpu())
+
+
+def _written(rank: Any) -> None:
+    found = parts()
+    own = found[rank]
+    own.add_(1)
+
+
+def _added_to_a_name(rank: Any) -> None:
+    found = parts()
+    own = found[rank]
+    own += 1
+
+
+def _cast_and_written(rank: Any) -> None:
+    found = parts()
+    found[rank].to("xla").add_(1)
+
+
+def _a_part_written(rank: Any) -> None:
+    found = parts()
+    found[rank][0] = 1
+
+
+def _kept(rank: Any) -> list[torch.Tensor]:
+    found = parts()
+    return [found[rank]]
+
+
+def _reduced(rank: Any) -> None:
+    found = parts()
+    dist.all_reduce(found[rank])
+
+
+def _parameter(rank: Any) -> None:
+    found = [torch.nn.Parameter(x) for x in parts()]
+    found[rank].sum().backward()
+
+
+def _other_shapes(rank: Any) -> torch.Tensor:
+    found = [torch.ones(k + 1, device="xla") for k in range(RANKS)]
+    return found[rank] * 2
+
+
+def _one(rank: Any) -> bool:
+    found = parts()
+    return found[rank] is found[0]
+
+
+@pytest.mark.parametrize(
+    "run",
+    [_written, _added_to_a_name, _cast_and_written, _a_part_written, _kept, _reduced, _parameter, _other_shapes, _one],
+    ids=lambda f: f.__name__,
+)
+def test_what_may_be_written_is_the_first_ranks(run: Callable[[Any], Any]) -> None:
+    with pytest.warns(UserWarning, match=r"test_stores.py:\d+ takes found\[rank\] by a number that differs by rank"):
+        run(xm.get_ordinal())

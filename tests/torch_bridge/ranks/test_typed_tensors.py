@@ -7,18 +7,17 @@ import pickle
 import warnings
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from tests.torch_bridge.ranks.conftest import Hosted
 from torch_bridge.mesh import rank_numbers, world
-from torch_bridge.script import rank_memory_reads
 
 
 @pytest.fixture(autouse=True)
-def four_ranks(hosted: Hosted, monkeypatch: pytest.MonkeyPatch) -> None:
+def four_ranks(hosted: Hosted) -> None:
     hosted(4)
-    monkeypatch.setattr(rank_memory_reads, "_seen", set())
     assert rank_numbers.is_ranked(world.rank())
 
 
@@ -70,16 +69,31 @@ def _appended() -> torch.Tensor:
     return torch.Tensor(losses)
 
 
-@pytest.mark.parametrize("make", [_direct, _by_name, _appended], ids=lambda f: f.__name__)
-def test_torch_tensor_is_reported(make: Any) -> None:
-    with pytest.warns(
-        UserWarning, match=r"test_typed_tensors.py:\d+ reads a number that differs by rank, and line \d+ gives it to torch.Tensor"
-    ):
-        assert make()[0] == 3.0
+def _of_a_function() -> torch.Tensor:
+    return torch.Tensor(_losses())
+
+
+def _losses() -> list[float]:
+    return [_loss().item(), 1.0]
+
+
+@pytest.mark.parametrize("make", [_direct, _by_name, _appended, _of_a_function], ids=lambda f: f.__name__)
+def test_torch_tensor(make: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = make()
+    assert [part[0].item() for part in found.parts] == [3.0, 6.0, 9.0, 12.0] and found.dtype == torch.float32
+
+
+def test_torch_tensor_of_an_array() -> None:
+    found: Any = torch.Tensor(np.arange(2) + world.rank())
+    assert [part.tolist() for part in found.parts] == [[k, k + 1.0] for k in range(4)] and found.dtype == torch.float32
 
 
 def test_torch_tensor_of_other_things() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         loss = _loss().item()
+        assert torch.Tensor(2, 3).shape == (2, 3) and torch.Tensor().numel() == 0 and torch.nn.Parameter(torch.ones(2)).shape == (2,)
+        assert torch.Tensor(torch.ones(2).untyped_storage()).shape == (2,) and torch.Tensor(np.ones(2)).tolist() == [1.0, 1.0]
         assert torch.Tensor([1.0, 2.0]).tolist() == [1.0, 2.0] and [p.item() for p in torch.tensor([loss]).parts] == [3.0, 6.0, 9.0, 12.0]  # type: ignore[attr-defined]
