@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import enum
 import functools
+import inspect
 import types
 import typing
 
@@ -1317,3 +1318,21 @@ def reduction_with_a_function_that_changes(run: Run) -> None:
             return functools.reduce(lambda a, b: a * b * state["scale"], [self.layer(x), x, x])
 
     run.train(Model(), lambda: state.update(scale=3.0))
+
+
+@program("objects copied")
+def list_that_a_signature_has_as_a_default(run: Run) -> None:
+    scales = [1.0]
+
+    def scaled(x, scales=scales):
+        raise NotImplementedError
+
+    signature = inspect.signature(scaled)
+
+    class Model(Net):
+        def forward(self, x):
+            bound = signature.bind(x)
+            bound.apply_defaults()
+            return self.layer(x) * bound.arguments["scales"][0]
+
+    run.train(Model(), lambda: scales.__setitem__(0, 3.0))

@@ -9,6 +9,7 @@ import copy
 import dataclasses
 import enum
 import functools
+import inspect
 import math
 import types
 import typing
@@ -711,6 +712,25 @@ def copied_config(run: Run) -> None:
             sizes = copy.copy(mine.sizes)
             sizes.append(5)
             return self.layer(x) * mine.scale + functools.reduce(lambda a, b: a * b, sizes)
+
+    run.train(Model())
+
+
+@played("structure")
+def arguments_bound_by_a_signature(run: Run) -> None:
+    """As transformers' models of images and text find out which hidden states are asked for."""
+
+    def scaled(model, x, scale=2.0, *others, **more):
+        return model.layer(x) * scale + sum(others) + more.get("shift", 0.0)
+
+    signature = inspect.signature(scaled)
+
+    class Model(Net):
+        def forward(self, x):
+            bound = signature.bind(self, x, shift=1.5)
+            bound.apply_defaults()
+            bound.arguments["more"]["shift"] = 2.5
+            return scaled(self, x, **bound.arguments["more"]) * bound.arguments["scale"]
 
     run.train(Model())
 
