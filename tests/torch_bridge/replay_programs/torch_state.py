@@ -1137,7 +1137,7 @@ def gradient_inside_forward(run: Run) -> None:
     run.train(Model(), lambda: state.update(scale=3.0))
 
 
-@program("autograd")
+@program("autograd", careless="it sets requires_grad again")
 def returns_a_leaf_that_it_makes(run: Run) -> None:
     """Its gradient is there after the backward pass."""
     last = []
@@ -1155,7 +1155,7 @@ def returns_a_leaf_that_it_makes(run: Run) -> None:
     run.train(Model(), call=call, watch=lambda: [(t.is_leaf, t.requires_grad, t.grad if t.is_leaf else None) for t in last])
 
 
-@program("autograd")
+@program("autograd", careless="it sets requires_grad again")
 def sets_requires_grad_of_its_argument(run: Run) -> None:
     last = []
 
