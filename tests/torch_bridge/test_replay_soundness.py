@@ -154,7 +154,7 @@ STOPPED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "buffer zeroed": (lambda: Small(lambda m, x, y: (y, m.sum.zero_())[0], sum=torch.ones(())), "fills a tensor that it was given"),
     "returns a view of its input": (lambda: Small(lambda m, x, y: (x[1:], y)), "returns a view of a tensor that it was given"),
     "returns its input under another name": (lambda: Small(lambda m, x, y: (x.detach(), y)), "or one with the same memory"),
-    "returns overlapping views": (lambda: Small(lambda m, x, y: (y, y[:, 0])), "views of the same elements"),
+    "returns overlapping views": (lambda: Small(lambda m, x, y: (y, y.detach()[:, 0])), "views of the same elements"),
     "returns an object": (lambda: Small(lambda m, x, y: Own(y)), "an object of class Own"),
     "sets gradients": (lambda: Small(_backward_inside), "it runs a backward pass inside"),
     "own generator on the device": (lambda: Small(lambda m, x, y: y + torch.rand(6, device="xla", generator=STATE["g"])), "random"),

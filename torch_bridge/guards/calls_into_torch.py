@@ -308,6 +308,11 @@ def _torch_value(observer: Observer, f: Function, args: Args, kwargs: Kwargs) ->
     return f(*args, **kwargs)
 
 
+def _own_context(observer: Observer, f: Function, args: Args, kwargs: Kwargs) -> Any:
+    """A context manager of torch's that sets what no xla op depends on, and sets it back."""
+    return observer.own(f(*args, **kwargs))
+
+
 RULES: list[Rule] = [
     (_checkpoint, [checkpoints.checkpoint]),
     (_register_hook, [torch.Tensor.register_hook]),
@@ -315,6 +320,7 @@ RULES: list[Rule] = [
     (_gradients_inside, [torch.autograd.grad]),
     (_running_backward, [torch._C._current_graph_task_id]),
     (plainly, [torch.compiler.is_compiling, torch.jit.is_scripting, torch.jit.is_tracing]),
+    (_own_context, [torch.backends.cudnn.flags]),  # around torch's CTC loss, in models of speech
     (_torch_value, [torch.device, torch.finfo, torch.iinfo, torch.Size]),
 ]
 BY_TYPE: list[RuleOfType] = [((torch._ops.OpOverload, torch._ops.OpOverloadPacket), _op)]

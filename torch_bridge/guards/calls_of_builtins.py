@@ -129,6 +129,12 @@ def _mapped(observer: Observer, f: Function, args: Args, kwargs: Kwargs) -> Any:
     return observer.own(f(function, *map(probes.iterate, rest), **kwargs))
 
 
+def _reduced(observer: Observer, f: Function, args: Args, kwargs: Kwargs) -> Any:
+    """`functools.reduce`."""
+    function, x, *start = args
+    return f(callback(observer, function), probes.iterate(x), *start)
+
+
 def _iter(observer: Observer, f: Function, args: Args, kwargs: Kwargs) -> Any:
     if len(args) != 1:
         return opaque(observer, f, args, kwargs)
@@ -195,14 +201,48 @@ def _deep_copy(observer: Observer, f: Function, args: Args, kwargs: Kwargs) -> A
     return found
 
 
-def _note(observer: Observer, x: object) -> None:
-    if is_a(x, (list, dict, set)):
+def _copy(observer: Observer, f: Function, args: Args, kwargs: Kwargs) -> Any:
+    """`copy.copy` of a list, a dict or a plain object (transformers' models copy their configs): it is read, and the copy is the run's own."""
+    if len(args) != 1 or kwargs:
+        return opaque(observer, f, args, kwargs)
+    (x,) = args
+    if is_a(x, torch.Tensor) or not (type(x) in _COPIED or (type(x).__dictoffset__ and not is_a(x, _NOT_COPIED))):
+        return opaque(observer, f, args, kwargs)
+    with observer.unwatched():
+        _note(observer, x, "__copy__")
+        found = f(x)
+    return observer.own(found)
+
+
+_COPIED = (list, dict, set, collections.OrderedDict, collections.deque)
+_NOT_COPIED = (torch.nn.Module, types.ModuleType, types.FunctionType, type, list, dict, set, tuple, collections.deque, np.ndarray)
+
+
+def _note(observer: Observer, x: object, how: str = "__deepcopy__") -> None:
+    """Everything that is in something that is copied. how: the method with which its class would copy it itself."""
+    if is_a(x, (list, dict, set, collections.deque)):
         observer.elements(x)
     elif not observer.is_own(x):
-        if observer.lookup(type(x), "__deepcopy__") is not MISSING or observer.lookup(type(x), "__reduce_ex__") is not object.__reduce_ex__:
+        if observer.lookup(type(x), how) is not MISSING or not all(observer.lookup(type(x), name) is plain for name, plain in _AS_OBJECTS):
             observer.refuse(f"it copies a {type(x).__name__}")
         observer.conditions.object(x)
         observer.elements(object.__getattribute__(x, "__dict__"), f"the attributes of a {type(x).__name__}")
+
+
+_AS_OBJECTS = [
+    (name, getattr(object, name, MISSING))
+    for name in (
+        "__reduce_ex__",
+        "__reduce__",
+        "__new__",
+        "__getstate__",
+        "__setstate__",
+        "__getnewargs__",
+        "__getnewargs_ex__",
+        "__slots__",
+    )
+]
+"""How the classes of objects that are copied make copies: as `object` does it, with what is in `__dict__`."""
 
 
 def _all_of(observer: Observer, x: Any, seen: dict[int, Any], do: Callable[[Observer, Any], Any]) -> None:
@@ -274,9 +314,11 @@ RULES: list[Rule] = [
     (_with_arguments(_partial, *range(1, 100)), [functools.partial]),
     (_with_arguments(_mapped, *range(2, 100)), [map]),
     (_with_arguments(_mapped, 2), [filter]),
+    (_with_arguments(_reduced, 2, 3), [functools.reduce]),
     (_with_arguments(_tuple, 0, 1), [tuple]),
     (_object, [object, weakref.ref]),
     (_deep_copy, [copy.deepcopy]),
+    (_copy, [copy.copy]),
     (_gone_through, [list, set, frozenset, dict, zip, enumerate, sorted, reversed, min, max, sum, any, all]),
     (_gone_through, [collections.deque, collections.OrderedDict]),
     (_object_of_iterables, [itertools.chain, itertools.islice, itertools.product, itertools.zip_longest, itertools.repeat]),

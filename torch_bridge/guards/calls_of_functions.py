@@ -156,5 +156,48 @@ def _signature(observer: Observer, f: Function, args: Args, kwargs: Kwargs) -> A
     return opaque(observer, f, args, kwargs)
 
 
-RULES: list[Rule] = [(_signature, [inspect.signature])]
+def _bind(observer: Observer, f: Function, args: Args, kwargs: Kwargs) -> Any:
+    """`signature.bind(...)`: what it gives follows from the signature's parameters and the arguments."""
+    if not args or type(args[0]) is not inspect.Signature:
+        return opaque(observer, f, args, kwargs)
+    signature: inspect.Signature = args[0]
+    if not observer.is_own(signature):
+        observer.conditions.question(_parameters, (signature,), _parameters(signature), "a signature")
+        for parameter in signature.parameters.values():
+            observer.seen(parameter.default)
+    found = observer.own(f(*args, **kwargs))
+    return _own_arguments(observer, found, (*args, *kwargs.values()))
+
+
+def _apply_defaults(observer: Observer, f: Function, args: Args, kwargs: Kwargs) -> Any:
+    """`bound.apply_defaults()` of what a signature has bound in this run."""
+    if not args or type(args[0]) is not inspect.BoundArguments or not observer.is_own(args[0]):
+        return opaque(observer, f, args, kwargs)
+    before = tuple(args[0].arguments.values())
+    f(*args, **kwargs)
+    _own_arguments(observer, args[0], (*before, *_defaults(args[0].signature)))
+
+
+def _own_arguments(observer: Observer, bound: inspect.BoundArguments, given: Args) -> inspect.BoundArguments:
+    """Note the dict of arguments, and that of `**kwargs` in it, which are made anew. given: values that were there before."""
+    observer.own(bound.arguments)
+    for value in bound.arguments.values():
+        if type(value) is dict and not any(value is x for x in given):
+            observer.own(value)
+    return bound
+
+
+def _parameters(signature: inspect.Signature) -> Args:
+    return tuple(signature.parameters.values())
+
+
+def _defaults(signature: inspect.Signature) -> Args:
+    return tuple(parameter.default for parameter in signature.parameters.values())
+
+
+RULES: list[Rule] = [
+    (_signature, [inspect.signature]),
+    (_bind, [inspect.Signature.bind, inspect.Signature.bind_partial]),
+    (_apply_defaults, [inspect.BoundArguments.apply_defaults]),
+]
 BY_TYPE: list[RuleOfType] = [(functools._lru_cache_wrapper, follow_cached)]

@@ -369,7 +369,7 @@ class Watchdog:
         if found is None:
             found = code in ROUTED or is_library(code)
             if code.co_filename.startswith("<string>"):  # made by dataclasses or namedtuple: a library's own if the library calls it
-                found = frame.f_back is not None and is_library(frame.f_back.f_code)
+                found = _library_calls(frame)
             else:
                 self._known[code] = found
         importing = None if found else _importing(frame)
@@ -378,6 +378,14 @@ class Watchdog:
                 self._observer.refuse("it imports a module", lasting=False)
         elif not found and code not in self.allowed:
             self._observer.refuse(f"it runs {code.co_qualname}, called from code that cannot be followed")
+
+
+def _library_calls(frame: types.FrameType) -> bool:
+    """Whether a library calls generated code, directly or by way of other such code (the hash of a dataclass asks for those of its fields)."""
+    back = frame.f_back
+    while back is not None and back.f_code not in ROUTED and back.f_code.co_filename.startswith("<string>"):
+        back = back.f_back
+    return back is not None and is_library(back.f_code)
 
 
 def _importing(frame: types.FrameType) -> types.CodeType | None:

@@ -24,7 +24,7 @@ from torch_bridge.mesh import random_state
 from torch_bridge.recorder import autograd_engine as backward_passes
 from torch_bridge.recorder import dispatch
 from torch_bridge.recorder.tensor import XLATensor, copy_storage, make
-from torch_bridge.replay import accumulate_grad, nested_grad, output_trees, recordings, torch_state
+from torch_bridge.replay import accumulate_grad, nested_grad, output_trees, recordings, returned_views, torch_state
 from torch_bridge.replay.recompute import Again
 from torch_bridge.replay.recordings import Forward, Kind, Source
 from torch_bridge.replay.replayed_calls import Played
@@ -188,7 +188,7 @@ class Call:
             forward = None
         doing: Played | Recorded = Recorded(self, differentiable) if forward is None else Played(self, forward)
         outs = _apply(doing, *inputs) if differentiable else doing.forward()
-        return output_trees.put_together(outs, self.every, doing.rest, doing.how)
+        return output_trees.put_together(returned_views.spread(outs, doing.views), self.every, doing.rest, doing.how)
 
     def known(self, tensors: Sequence[Any]) -> dict[int, int]:
         """Places in `every`, by id, of tensors in the places of the arguments, and of those that the module holds."""
@@ -301,30 +301,34 @@ class Watched:
         elif not kind.forwards:
             call.player.forget(kind)
 
-    def learn(self, out: Any) -> tuple[list[XLATensor], list[Any], Any, Forward | None]:
+    def learn(self, out: Any) -> tuple[returned_views.Arranged, list[Any], Any, Forward | None]:
         """(the tensors in what was returned, each once; all of it, flat, with their places; its nesting; the recording, if it may be played)."""
         outs, rest, how, _ = output_trees.taken_apart(out, self._call.known(self._tensors))
+        made = returned_views.arranged(outs)
         try:
             if nested_grad.reentrant(outs):
                 nested_grad.check_leaves(self._call.held)
-            return outs, rest, how, self._forward(outs, rest, how)
+            return made, rest, how, self._forward(made, rest, how)
         except Unread:
             self._call.kind.unread = True
-            return outs, rest, how, None
+            return made, rest, how, None
         except NotRepeatable as error:
             if error.lasting or len(self._call.kind.forwards) < recordings.TIMES:  # a check may come at a bad time
                 self._call.player.trouble(error)
-            return outs, rest, how, None
+            return made, rest, how, None
 
-    def _forward(self, outs: list[XLATensor], rest: list[Any], how: Any) -> Forward | None:
+    def _forward(self, returned: returned_views.Arranged, rest: list[Any], how: Any) -> Forward | None:
         call = self._call
         self._before.check()
         call.kind.check_state()
+        outs = returned.given
         needs = tuple(t.requires_grad for t in outs)
         if any(needs) and not (call.ambient.grad and any(t.requires_grad for t in (*call.tensors, *call.parameters))):
             raise NotRepeatable("it returns tensors with gradients though nothing that it was given has any")
+        if any(t.requires_grad and t.is_leaf for t in outs):
+            raise NotRepeatable("it returns a tensor that it has set requires_grad of, and that gets a gradient of its own")
         self.made = self.recording.made()
-        new = recordings.forward_of(self.recording, outs, rest, how, needs)
+        new = recordings.forward_of(self.recording, returned, rest, how, needs)
         if any(k != place for k, place in self._order.items()):
             new = dataclasses.replace(new, tape=new.tape.renumbered(self._order))
         new.bumped = [k for k, (t, version) in enumerate(zip(call.every, self._versions, strict=True)) if _version(t) != version]
@@ -377,12 +381,15 @@ _TWICE = (
 
 
 class Recorded:
-    """A call that runs op by op, and is watched. rest, how: what the module returned, flat, with the places of tensors; needs: which of them have gradients."""
+    """A call that runs op by op, and is watched. rest, how: what the module returned, flat, with the places of tensors; views: these, made of the
+    results of the call's node, where they are not the same; needs: which of those have gradients.
+    """
 
     def __init__(self, call: Call, differentiable: bool):
         self.call = call
         self.rest: list[Any] = []
         self.how: Any = None
+        self.views: tuple[returned_views.View, ...] | None = None
         self.needs: tuple[bool, ...] = ()
         self.over = False
         # In a first recording's backward pass there may be calls that were looked at, whose gradients autograd adds up.
@@ -404,7 +411,7 @@ class Recorded:
                 out = call.player.plain(*arguments[0], **arguments[1])
         finally:
             watched.stop()
-        self._outs, self.rest, self.how, self._learned = watched.learn(out)
+        (self._outs, self.views), self.rest, self.how, self._learned = watched.learn(out)
         self.needs = tuple(t.requires_grad for t in self._outs)
         if self._again is None:
             return self._outs

@@ -14,7 +14,7 @@ from torch_bridge.ir.segment import LOCK
 from torch_bridge.mesh import random_state
 from torch_bridge.recorder import dispatch
 from torch_bridge.recorder.tensor import XLATensor, copy_storage, make
-from torch_bridge.replay import output_trees
+from torch_bridge.replay import output_trees, returned_views
 from torch_bridge.replay.nested_grad import gradients
 from torch_bridge.replay.recordings import Forward
 
@@ -53,6 +53,7 @@ class Again:
         with self._as_then(old), torch.enable_grad():
             args, kwargs = call.on(inputs[: len(call.tensors)])
             outs = output_trees.taken_apart(call.player.plain(*args, **kwargs), call.known(inputs[: len(call.tensors)])).tensors
+            outs = returned_views.arranged(outs).given
             with torch.set_grad_enabled(create):
                 return gradients(outs, inputs, grads, needed, keep=create, create=create, theirs=() if create else theirs)
 

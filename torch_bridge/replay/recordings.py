@@ -16,7 +16,7 @@ from torch_bridge.ir.layout import Layout
 from torch_bridge.ir.segment import Storage
 from torch_bridge.recorder import dispatch
 from torch_bridge.recorder.tensor import XLATensor, copy_storage, make
-from torch_bridge.replay import output_trees
+from torch_bridge.replay import output_trees, returned_views
 from torch_bridge.replay.side_effects import shares_memory
 from torch_bridge.replay.tape import NotNow, NotRepeatable, Own, Recording, Related, Stretch, Tape
 
@@ -71,9 +71,9 @@ class Made(NamedTuple):
 
 @dataclasses.dataclass
 class Forward:
-    """outs: the tensors that were returned, each once; rest, how: everything that was, flat, and its nesting; needs: which outs have gradients. What the
-    backward passes that are known read: kept, values of this pass, and reads, numbers of given storages. bumped: places of given tensors whose versions
-    moved, as in-place ops do it (but not batch norm).
+    """outs: the tensors that were returned, each once, or what they are views of; rest, how: everything that was, flat, and its nesting; needs: which outs have
+    gradients; views: the tensors that were returned, made of outs, where they are not the same. What the backward passes that are known read: kept, values of
+    this pass, and reads, numbers of given storages. bumped: places of given tensors whose versions moved, as in-place ops do it (but not batch norm).
     """
 
     tape: Tape
@@ -81,6 +81,7 @@ class Forward:
     rest: list[Any]
     how: Any
     needs: tuple[bool, ...]
+    views: tuple[returned_views.View, ...] | None = None
     kept: list[Made] = dataclasses.field(default_factory=list)
     reads: list[int] = dataclasses.field(default_factory=list)
     bumped: list[int] = dataclasses.field(default_factory=list)
@@ -111,7 +112,8 @@ class Forward:
 
     def difference(self, other: Forward) -> str:
         found = self.tape.difference(other.tape)
-        same = (self.outs, self.rest, self.how, self.needs) == (other.outs, other.rest, other.how, other.needs)
+        returned = attrgetter("outs", "rest", "how", "needs", "views")
+        same = returned(self) == returned(other)
         return found or ("" if same else "it returned something else")
 
 
@@ -295,8 +297,9 @@ def agree(stop: Callable[[str], None], known: list[Any], new: Any) -> bool:
 # -- from what was watched ----------------------------------------------------------------------------
 
 
-def forward_of(recording: Recording, outs: Sequence[Any], rest: list[Any], how: Any, needs: tuple[bool, ...]) -> Forward:
+def forward_of(recording: Recording, returned: returned_views.Arranged, rest: list[Any], how: Any, needs: tuple[bool, ...]) -> Forward:
     """A recorded forward pass. Raises NotRepeatable."""
+    outs, views = returned
     recording.check()
     made = _by_id(recording)
     unknown = output_trees.unknown(rest)
@@ -313,8 +316,8 @@ def forward_of(recording: Recording, outs: Sequence[Any], rest: list[Any], how: 
     found = [_made(t, made, recording, order) for t in outs]
     for number in {m.storage for m in found} if any(needs) else ():
         if shares_memory(m.view for m in found if m.storage == number):
-            raise NotRepeatable("two of the tensors that it returns are views of the same elements")
-    return Forward(tape, found, rest, how, needs)
+            raise NotRepeatable("two of the tensors that it returns are views of the same elements, and autograd does not know it")
+    return Forward(tape, found, rest, how, needs, views)
 
 
 def sources_of(

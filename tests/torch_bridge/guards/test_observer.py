@@ -6,6 +6,7 @@ import asyncio
 import collections
 import contextlib
 import contextvars
+import dataclasses
 import functools
 import gc
 import inspect
@@ -28,7 +29,7 @@ import torch
 
 from tests.torch_bridge.guards.watching import watched
 from torch_bridge.guards import calls, libraries
-from torch_bridge.guards.observer import ACTIVE, Observer
+from torch_bridge.guards.observer import ACTIVE, Observer, Watchdog
 
 COUNT = 0
 _MEMORY = memoryview(b"a")
@@ -454,6 +455,27 @@ def test_a_function_called_from_c_that_is_not_routed_is_seen() -> None:
     assert found is False
     assert "it runs" in observer.reason and "__lt__, called from code that cannot be followed" in observer.reason
     assert observer.lasting
+
+
+@dataclasses.dataclass(frozen=True)
+class Inner:
+    n: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Outer:
+    inner: Inner
+
+
+@pytest.mark.parametrize(
+    "hashing, reason", [(collections.Counter, ""), (lambda found: {*found}, "<lambda>, called from code that cannot be followed")]
+)
+def test_a_hash_that_asks_for_another_is_that_of_who_asks_first(hashing: Callable[..., Any], reason: str) -> None:
+    """A library may use dataclasses of dataclasses as keys, as JAX does while it compiles."""
+    observer, found = Observer(calls.call), [Outer(Inner(1))]
+    with Watchdog(observer):
+        hashing(found)
+    assert reason in observer.reason and bool(reason) == bool(observer.reason)
 
 
 def test_a_tracer_is_left_alone() -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import collections
+import copy
 import dataclasses
 import enum
+import functools
+import inspect
 import types
 import typing
 
@@ -1214,5 +1217,122 @@ def class_made_inside(run: Run) -> None:
                 scale = scales[0]
 
             return self.layer(x) * Config.scale
+
+    run.train(Model(), lambda: scales.__setitem__(0, 3.0))
+
+
+@program("objects copied")
+def copied_object_changes(run: Run) -> None:
+    class Config:
+        def __init__(self):
+            self.scale = 1.0
+
+    config = Config()
+
+    class Model(Net):
+        def forward(self, x):
+            mine = copy.copy(config)
+            mine.offset = 2.0
+            return self.layer(x) * mine.scale + mine.offset
+
+    run.train(Model(), lambda: setattr(config, "scale", 3.0))
+
+
+@program("objects copied")
+def list_in_a_copied_object_changes(run: Run) -> None:
+    class Config:
+        def __init__(self):
+            self.scales = [1.0]
+
+    config = Config()
+
+    class Model(Net):
+        def forward(self, x):
+            return self.layer(x) * copy.copy(config).scales[0]
+
+    run.train(Model(), lambda: config.scales.__setitem__(0, 3.0))
+
+
+@program("objects copied")
+def copied_object_shares_its_list(run: Run) -> None:
+    """What the copy holds is what the object holds: a write into it is seen."""
+
+    class Config:
+        def __init__(self):
+            self.scales = [1.0]
+
+    config = Config()
+
+    class Model(Net):
+        def forward(self, x):
+            mine = copy.copy(config)
+            mine.scales[0] *= 1.5
+            return self.layer(x) * config.scales[0]
+
+    run.train(Model())
+
+
+@program("objects copied")
+def object_that_counts_its_copies(run: Run) -> None:
+    class Config:
+        copies = 0
+
+        def __copy__(self):
+            type(self).copies += 1
+            return self
+
+    config = Config()
+
+    class Model(Net):
+        def forward(self, x):
+            return self.layer(x) * copy.copy(config).copies
+
+    run.train(Model())
+
+
+@program("objects copied")
+def object_that_counts_its_states(run: Run) -> None:
+    class Config:
+        def __init__(self):
+            self.scale = 0
+
+        def __getstate__(self):
+            self.scale += 1
+            return {"scale": self.scale}
+
+    config = Config()
+
+    class Model(Net):
+        def forward(self, x):
+            return self.layer(x) * copy.copy(config).scale
+
+    run.train(Model())
+
+
+@program("objects copied")
+def reduction_with_a_function_that_changes(run: Run) -> None:
+    state = {"scale": 1.0}
+
+    class Model(Net):
+        def forward(self, x):
+            return functools.reduce(lambda a, b: a * b * state["scale"], [self.layer(x), x, x])
+
+    run.train(Model(), lambda: state.update(scale=3.0))
+
+
+@program("objects copied")
+def list_that_a_signature_has_as_a_default(run: Run) -> None:
+    scales = [1.0]
+
+    def scaled(x, scales=scales):
+        raise NotImplementedError
+
+    signature = inspect.signature(scaled)
+
+    class Model(Net):
+        def forward(self, x):
+            bound = signature.bind(x)
+            bound.apply_defaults()
+            return self.layer(x) * bound.arguments["scales"][0]
 
     run.train(Model(), lambda: scales.__setitem__(0, 3.0))

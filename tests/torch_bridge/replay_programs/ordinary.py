@@ -9,6 +9,7 @@ import copy
 import dataclasses
 import enum
 import functools
+import inspect
 import math
 import types
 import typing
@@ -586,6 +587,29 @@ def no_grad_block(run: Run) -> None:
 
 
 @played("torch")
+def gradients_for_what_it_makes(run: Run) -> None:
+    """As speech models do it, for activation checkpoints."""
+
+    class Model(Net):
+        def forward(self, x):
+            x = x[:, None]
+            x.requires_grad = True
+            return self.layer(x)
+
+    run.train(Model())
+
+
+@played("torch")
+def settings_of_cudnn(run: Run) -> None:
+    class Model(Net):
+        def forward(self, x):
+            with torch.backends.cudnn.flags(enabled=False):
+                return self.layer(x)
+
+    run.train(Model())
+
+
+@played("torch")
 def gradient_of_the_input(run: Run) -> None:
     def call(model, x, k):
         x.requires_grad_()
@@ -666,6 +690,49 @@ def train_tiny(run: Run, model: nn.Module) -> None:
         return model(input_ids=ids, labels=ids).loss
 
     run.train(model.train(), call=call, loss=lambda out: out, steps=6)
+
+
+@played("structure")
+def copied_config(run: Run) -> None:
+    """As models of transformers do it, to have other settings for a part of them."""
+
+    class Config:
+        def __init__(self):
+            self.scale, self.sizes = 2.0, [3, 4]
+
+        def __getattribute__(self, name):
+            return super().__getattribute__(name)
+
+    config = Config()
+
+    class Model(Net):
+        def forward(self, x):
+            mine = copy.copy(config)
+            mine.scale = mine.scale * 3
+            sizes = copy.copy(mine.sizes)
+            sizes.append(5)
+            return self.layer(x) * mine.scale + functools.reduce(lambda a, b: a * b, sizes)
+
+    run.train(Model())
+
+
+@played("structure")
+def arguments_bound_by_a_signature(run: Run) -> None:
+    """As transformers' models of images and text find out which hidden states are asked for."""
+
+    def scaled(model, x, scale=2.0, *others, **more):
+        return model.layer(x) * scale + sum(others) + more.get("shift", 0.0)
+
+    signature = inspect.signature(scaled)
+
+    class Model(Net):
+        def forward(self, x):
+            bound = signature.bind(self, x, shift=1.5)
+            bound.apply_defaults()
+            bound.arguments["more"]["shift"] = 2.5
+            return scaled(self, x, **bound.arguments["more"]) * bound.arguments["scale"]
+
+    run.train(Model())
 
 
 @played("transformers", form="function")

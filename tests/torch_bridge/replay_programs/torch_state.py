@@ -1137,6 +1137,40 @@ def gradient_inside_forward(run: Run) -> None:
     run.train(Model(), lambda: state.update(scale=3.0))
 
 
+@program("autograd", careless="it sets requires_grad again")
+def returns_a_leaf_that_it_makes(run: Run) -> None:
+    """Its gradient is there after the backward pass."""
+    last = []
+
+    class Model(Net):
+        def forward(self, x):
+            x = x * 2.0
+            x.requires_grad = True
+            return x, self.layer(x)
+
+    def call(model, x, k):
+        last[:] = model(x)
+        return last[1]
+
+    run.train(Model(), call=call, watch=lambda: [(t.is_leaf, t.requires_grad, t.grad if t.is_leaf else None) for t in last])
+
+
+@program("autograd", careless="it sets requires_grad again")
+def sets_requires_grad_of_its_argument(run: Run) -> None:
+    last = []
+
+    class Model(Net):
+        def forward(self, x):
+            x.requires_grad = True
+            return self.layer(x)
+
+    def call(model, x, k):
+        last[:] = [x]
+        return model(x)
+
+    run.train(Model(), call=call, watch=lambda: [(t.is_leaf, t.requires_grad, t.grad) for t in last])
+
+
 @program("composition")
 def nested_models_that_are_both_placed(run: Run) -> None:
     class Config:

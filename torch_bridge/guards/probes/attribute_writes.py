@@ -22,6 +22,8 @@ def set_attribute(value: object, x: object, name: str) -> None:
     observer = ACTIVE.observer
     if observer is None or observer.reason:
         return setattr(x, name, value)
+    if is_a(x, torch.Tensor) and name == "requires_grad":
+        return setattr(x, name, value)  # as `requires_grad_()`: of arguments and of tensors that were read it is compared
     if is_a(x, (torch.Tensor, type, types.ModuleType)):
         observer.effect(f"it sets {getattr(x, '__name__', 'a tensor')}.{name}")
         return setattr(x, name, value)
