@@ -159,6 +159,16 @@ class Results(Mapping[int, Sequence[Storage]]):
     def __len__(self) -> int:
         return len(self.one)
 
+    @classmethod
+    def of(cls, waiting: Iterable[tuple[int, Storage]]) -> Results:
+        """Of storages, each with the id that it waits for; some may be there several times."""
+        one: dict[int, Storage] = {}
+        others: dict[int, list[Storage]] = {}
+        for vid, storage in waiting:
+            if one.setdefault(vid, storage) is not storage and storage not in others.setdefault(vid, []):
+                others[vid].append(storage)
+        return cls(one, others)
+
     def only(self, vids: Iterable[int]) -> Results:
         """Those of some ids."""
         found = [v for v in vids if v in self.one]
@@ -173,9 +183,7 @@ class Results(Mapping[int, Sequence[Storage]]):
         """Their values have been computed; there may be some that nothing waits for."""
         for storage, value in zip(map(self.one.get, vids), values, strict=True):
             if storage is not None:
-                storage.held = value
-                storage.segment = None
-                storage.views = None
+                storage.settle(value)
         if self.others:
             for vid, value in zip(vids, values, strict=True):
                 for storage in self.others.get(vid, ()):
@@ -591,12 +599,4 @@ class Segment:
         one = dict(zip(map(_VID, waiting), waiting, strict=True))
         if min(one, default=0) >= 0 and len(one) == len(waiting):
             return Results(one)
-        one = {}
-        others: dict[int, list[Storage]] = {}
-        for storage in waiting:
-            if storage.vid < 0 or one.setdefault(storage.vid, storage) is storage:
-                continue
-            more = others.setdefault(storage.vid, [])
-            if storage not in more:
-                more.append(storage)
-        return Results(one, others)
+        return Results.of((storage.vid, storage) for storage in waiting if storage.vid >= 0)

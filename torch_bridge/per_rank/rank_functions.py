@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -125,9 +125,12 @@ _NESTED = {list, tuple}
 _KINDS = (*rank_numbers.KINDS, RankTensor, rank_array.RankArray)
 
 
-def hold_ranks(given: Sequence[Any]) -> bool:
-    """Whether numbers or tensors that differ by rank are among some, or in lists of them; quick for long lists of other numbers."""
-    kinds = set(map(type, given))
-    if not kinds.isdisjoint(_KINDS):
+def hold_ranks(given: Collection[Any], kinds: Collection[type] = _KINDS, nested: Collection[type] = _NESTED) -> bool:
+    """Whether numbers or tensors that differ by rank are among some, or in lists of them; quick for long lists of other numbers. kinds: of what differs;
+    nested: of what is looked into (of dicts, the values)."""
+    found = set(map(type, given))
+    if not found.isdisjoint(kinds):
         return True
-    return not kinds.isdisjoint(_NESTED) and any(hold_ranks(x) for x in given if type(x) in _NESTED)
+    return not found.isdisjoint(nested) and any(
+        hold_ranks(x.values() if type(x) is dict else x, kinds, nested) for x in given if type(x) in nested
+    )

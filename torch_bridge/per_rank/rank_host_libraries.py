@@ -12,14 +12,14 @@ import json
 import struct
 import sys
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from torch_bridge import nested
 from torch_bridge.mesh import random_state, rank_numbers, world
-from torch_bridge.per_rank import rank_draws
+from torch_bridge.per_rank import rank_draws, rank_functions
 from torch_bridge.recorder import first_rank_files, rank_random
 from torch_bridge.script import rank_branches, rank_syntax
 
@@ -52,7 +52,11 @@ def _in_text(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def function(*args: Any, **kwargs: Any) -> Any:
         frame = sys._getframe(1)
-        if len(world.current().hosted) > 1 and rank_syntax.is_script(frame.f_code) and _hold(args):
+        if (
+            len(world.current().hosted) > 1
+            and rank_syntax.is_script(frame.f_code)
+            and rank_functions.hold_ranks(args, rank_numbers.KINDS, _NESTED)
+        ):
             rank_branches.note_text(frame)
             args = tuple(map(rank_numbers.first, args))
         return original(*args, **kwargs)
@@ -60,15 +64,7 @@ def _in_text(original: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-def _hold(given: Collection[Any]) -> bool:
-    """Whether numbers that differ by rank are among some, or in lists and dicts of them; quick for long lists of other numbers."""
-    kinds = set(map(type, given))
-    if not kinds.isdisjoint(rank_numbers.KINDS):
-        return True
-    return not kinds.isdisjoint(_NESTED) and any(_hold(x.values() if type(x) is dict else x) for x in given if type(x) in _NESTED)
-
-
-_NESTED = {list, tuple, dict}
+_NESTED = (list, tuple, dict)
 
 
 def _of_first(original: Callable[..., Any]) -> Callable[..., Any]:

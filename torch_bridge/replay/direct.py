@@ -19,7 +19,7 @@ from torch_bridge import _compat
 from torch_bridge.config import fork_guard
 from torch_bridge.config.settings import SETTINGS
 from torch_bridge.identity import any_is, same
-from torch_bridge.ir.segment import LOCK, Segment, Storage
+from torch_bridge.ir.segment import LOCK, Results, Segment, Storage
 from torch_bridge.mesh import places, sharding, spmd
 from torch_bridge.passes import scalar_inputs
 from torch_bridge.precision import precision_mode
@@ -175,20 +175,16 @@ class Direct:
                 return None
             args = self._arguments(new)
             made: dict[int, Storage] = {}
-            live: dict[int, list[Storage]] = {}
-            for storage, (_, vid) in zip(self._written, self._wiring.wrote, strict=True):
-                live.setdefault(vid, []).append(storage)
+            waiting = [(vid, storage) for storage, (_, vid) in zip(self._written, self._wiring.wrote, strict=True)]
             for of, vid in self._wiring.outs:
                 if of.storage not in made:
                     made[of.storage] = storage = Storage(of.base)
                     if of.spec is not None:
                         storage.describe(spec=of.spec)
-                    live.setdefault(vid, []).append(storage)
+                    waiting.append((vid, storage))
             self._player.calls += 1
             found = executor.run_again(self._program, args)
-            for vid, held in zip(self._program.spec.results, found, strict=True):
-                for storage in live.get(vid, ()):
-                    storage.settle(held)
+            Results.of(waiting).settle(self._program.spec.results, found)
             self._player.played += 1
             for storage in self._written:
                 storage.writes += 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
@@ -93,22 +92,13 @@ class Forward:
         self.steady = sorted(matters.difference(self.overwritten))
         """Those that it does not overwrite."""
         self.of_steady = picker(self.steady)
-
-    @functools.cached_property
-    def of_reads(self) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
-        """Picks what the backward passes read from what was given."""
-        return picker(self.reads)
-
-    @functools.cached_property
-    def reads_set(self) -> frozenset[int]:
-        """The same numbers."""
-        return frozenset(self.reads)
+        self.read_more(())
 
     def read_more(self, numbers: Iterable[int]) -> None:
         """Backward passes read these, too."""
         self.reads = sorted({*self.reads, *numbers})
-        self.__dict__.pop("of_reads", None)
-        self.__dict__.pop("reads_set", None)
+        self.reads_set = frozenset(self.reads)
+        self.of_reads = picker(self.reads)
 
     def difference(self, other: Forward) -> str:
         found = self.tape.difference(other.tape)
