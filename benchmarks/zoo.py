@@ -62,7 +62,9 @@ def on_torch(kind: str, size: str, variant: str) -> Made:
         import torch_xla.core.xla_model as xm
 
         device = xm.xla_device()
-        torch.zeros(1, device=device).tolist()  # starts the runtime: its imports are no part of a first step
+        (
+            torch.zeros(1, device=device) + 1
+        ).tolist()  # starts the runtime and its compiler, as `jnp.zeros` does below: they are no part of a first step
     work = zoo_models.make(kind, size)
     before = measuring.resident_mib()
     model = work.model.to(device)
@@ -89,7 +91,7 @@ def on_jax(kind: str, size: str) -> Made:
     import measure as measuring
     import zoo_jax
 
-    jnp.zeros(1).tolist()  # starts the runtime
+    jnp.zeros(1).tolist()  # starts the runtime and its compiler
     work = zoo_models.make(kind, size)
     before = measuring.resident_mib()
     train = zoo_jax.trainer(zoo_jax.make(kind, work.model))

@@ -83,6 +83,32 @@ class Buffer(LSTM):
         return self.after(found)
 
 
+class Embedded(LSTM):
+    """A language model's loop: what cells take, and give to others, needs no step to wait."""
+
+    def make(self) -> nn.Module:
+        self.embed = nn.Embedding(WIDTH, WIDTH)
+        return super().make()
+
+    def loop(self, x: torch.Tensor) -> torch.Tensor:
+        ids, state, found = x.detach().argmax(-1), None, []
+        for t in range(x.shape[1]):
+            state = self.cell(self.embed(ids[:, t]), state)
+            found.append(self.after(state[0]))
+        return torch.stack(found, 1) + 0 * x.sum()
+
+
+class Mixed(Embedded):
+    """The input of a step is a sum of two, and its loss is added up step by step."""
+
+    def loop(self, x: torch.Tensor) -> torch.Tensor:
+        ids, state, loss = x.detach().argmax(-1), None, 0.0
+        for t in range(x.shape[1]):
+            state = self.cell(x[:, t] + self.embed(ids[:, t]), state)
+            loss = loss + self.after(state[0]).square().mean()
+        return loss
+
+
 class GRU(Model):
     def make(self) -> nn.Module:
         self.start = nn.Parameter(torch.full((1, HIDDEN), 0.1))
@@ -208,7 +234,7 @@ def _fresh(monkeypatch: pytest.MonkeyPatch):
     executor.clear_cache()
 
 
-MODELS = [LSTM, LastState, TwoLayers, Buffer, GRU, StepsFirst, BothWays, Tanh, HandWritten, KeptDims, FedBack]
+MODELS = [LSTM, Embedded, Mixed, LastState, TwoLayers, Buffer, GRU, StepsFirst, BothWays, Tanh, HandWritten, KeptDims, FedBack]
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda m: m.__name__)
@@ -236,7 +262,8 @@ def test_sequences_are_read_and_put_together_whole(monkeypatch: pytest.MonkeyPat
     plan = session.current().recent[-1].spec.plan
     assert plan is not None
     assert not any(isinstance(ref.series, StackedHere) for loop in loops() for ref in loop.refs.values())
-    assert sorted(max(len(piece.nodes) for piece in pieces) for pieces in plan.pieces.values()) == [STEPS - 2, STEPS]
+    longest = {max(len(piece.nodes) for piece in pieces) for pieces in plan.pieces.values()}
+    assert longest == {STEPS - 1, STEPS}
 
 
 def test_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,4 +283,4 @@ def test_twelve_steps_are_folded_unasked() -> None:
         state = net(x[:, t], state)
     state[0].sum().backward()  # type: ignore[index]
     xla.sync()
-    assert [loop.run.count for loop in loops()] == [16, 14]
+    assert [loop.run.count for loop in loops()] == [16, 15]

@@ -28,7 +28,7 @@ from torch_bridge.ir.segment import Segment
 from torch_bridge.mesh import abstract_arrays, places, sharding, spmd
 from torch_bridge.mesh.abstract_arrays import AbstractArray
 from torch_bridge.mesh.spmd_mode import MODE
-from torch_bridge.passes import fold_repeats, manual_regions, scalar_inputs, time_steps
+from torch_bridge.passes import even_results, fold_repeats, manual_regions, scalar_inputs, step_products, time_steps
 from torch_bridge.passes.cut_segment import Part
 from torch_bridge.passes.scalar_inputs import Slots
 from torch_bridge.passes.verify import graphs, loops, repeats, segments
@@ -210,6 +210,8 @@ def specify(trace: Trace, part: Part, run: Execution) -> ProgramSpec:
         graphs.check(graph, trace.nodes, part.results, metas, slots, given=part.given)
     if run.mode == precision_mode.PLAIN and not isinstance(run.labels, AnnotatedSegment) and (least := fold_repeats.least()):
         time_steps.rewrite(graph, least)
+        step_products.rewrite(graph, least)
+        even_results.rewrite(graph, least)
     names = [n.target for n in graph.nodes if n.op == "placeholder"]
     kinds = tuple(kind for kind, name in ((float, "floats"), (int, "ints")) if name in names)
     draws = "draws" in names

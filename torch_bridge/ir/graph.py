@@ -35,6 +35,19 @@ def results_of(graph: fx.Graph) -> Sequence[fx.Node]:
     return output.args[0]
 
 
+def last_placeholder(graph: fx.Graph) -> fx.Node:
+    """The last of a graph's inputs, behind which nodes may stand."""
+    return [n for n in graph.nodes if n.op == "placeholder"][-1]
+
+
+def put_after(graph: fx.Graph, after: fx.Node, target: Any, args: tuple[Any, ...], meta: Mapping[str, Any]) -> fx.Node:
+    """A new node that calls an op, right behind another one."""
+    with graph.inserting_after(after):
+        node = graph.call_function(target, args)
+    node.meta.update(meta)
+    return node
+
+
 class GraphBuilder:
     """Builds the fx graph of a list of nodes, or of a part of it.
 

@@ -28,6 +28,8 @@ MIN_SAVED = 24
 """Nodes that a run stands for beyond those of one iteration, at least."""
 _CANDIDATES = 200
 """Distances between equal nodes that are tried as periods, the most frequent ones."""
+_SAME = 6
+"""How often an iteration may do the same: cells of several layers of one size."""
 _LISTS = 1000
 """What a node with several results counts as, where iterations are cut: it cannot be carried."""
 
@@ -185,8 +187,10 @@ def aval(node: fx.Node) -> Any:
 def _stretches(names: np.ndarray, min_count: int, min_saved: int) -> Iterator[tuple[int, int, int]]:
     """(first, end, period) of stretches in which every node equals the one a period later, those that save most first; they may overlap."""
     order = np.argsort(names, kind="stable")
-    same = names[order][1:] == names[order][:-1]
-    distances = Counter((order[1:] - order[:-1])[same].tolist())
+    distances: Counter[int] = Counter()
+    for k in range(1, _SAME + 1):
+        same = names[order][k:] == names[order][:-k]
+        distances.update((order[k:] - order[:-k])[same].tolist())
     found: list[tuple[int, int, int, int]] = []
     for period, _ in distances.most_common(_CANDIDATES):
         equal = np.concatenate([[False], names[:-period] == names[period:], [False]]).astype(np.int8)
@@ -220,8 +224,9 @@ def _turned(
         crossing[x + 1 - low] += weights[x]
         crossing[y + 1 - low] -= weights[x]
     carried = np.cumsum(crossing)[period : 2 * period]
-    slack = (high - low) % period
-    best = int(np.argmin(carried[: slack + 1]))
+    best = int(np.argmin(carried[: (high - low) % period + 1]))  # as many iterations as there are
+    if carried[best] >= _LISTS:
+        best = int(np.argmin(carried))
     return low + best, (high - low - best) // period, inputs
 
 

@@ -23,9 +23,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
+from torch_bridge.ir.graph import last_placeholder, put_after
 from torch_bridge.ir.layout import contiguous_meta
 from torch_bridge.lowerings import is_view
-from torch_bridge.passes.find_repeats import aval, plain
+from torch_bridge.passes.find_repeats import plain
+from torch_bridge.passes.sums import Sum, sums
 
 aten = torch.ops.aten
 
@@ -60,7 +62,7 @@ def _move_fills(graph: fx.Graph, fewest: int) -> None:
             equal[plain(node)].append(node)
     for nodes in equal.values():
         for node in nodes if len(nodes) < fewest else ():  # each layer may have one of its own
-            _last_placeholder(graph).append(node)
+            last_placeholder(graph).append(node)
 
 
 # -- writes -----------------------------------------------------------------------------------------
@@ -137,15 +139,15 @@ def _replace(graph: fx.Graph, node: fx.Node, step: Step, entries: dict[int, Any]
     if len(entries) < apart[dim]:
         piece = contiguous_meta(_without(apart, dim), val.dtype)
         number = 0 if fill is None else fill.args[1]
-        at = rest = _put(graph, at, aten.full.default, (tuple(piece.shape), number), {**said, "val": piece, "vals": (piece,)})
+        at = rest = put_after(graph, at, aten.full.default, (tuple(piece.shape), number), {**said, "val": piece, "vals": (piece,)})
         rest.kwargs = {"dtype": val.dtype}
         entries = dict.fromkeys(range(apart[dim]), rest) | entries
     taken = contiguous_meta(apart, val.dtype)
-    whole = at = _put(
+    whole = at = put_after(
         graph, at, aten.stack.default, ([entries[k] for k in range(apart[dim])], dim), {**said, "val": taken, "vals": (taken,)}
     )
     if apart != sizes:
-        whole = _put(graph, at, aten.reshape.default, (whole, list(sizes)), {**said, "val": val, "vals": (val,)})
+        whole = put_after(graph, at, aten.reshape.default, (whole, list(sizes)), {**said, "val": val, "vals": (val,)})
     node.replace_all_uses_with(whole)
     return whole
 
@@ -202,19 +204,19 @@ def _unbind(graph: fx.Graph, source: fx.Node, reads: list[tuple[fx.Node, Step]])
     if views is None:
         return
     value: Any = views[0].args[0] if views else source
-    at = _last_placeholder(graph) if value.op == "placeholder" else value
+    at = last_placeholder(graph) if value.op == "placeholder" else value
     for view in views:
-        value = at = _put(graph, at, view.target, (value, *view.args[1:]), view.meta)
+        value = at = put_after(graph, at, view.target, (value, *view.args[1:]), view.meta)
     said, dtype = {"source": reads[0][0].meta["source"]}, source.meta["val"].dtype
     sizes, apart, dim, _ = reads[0][1]
     if apart != sizes:
         val = contiguous_meta(apart, dtype)
-        value = at = _put(graph, at, aten.reshape.default, (value, list(apart)), {**said, "val": val, "vals": (val,)})
+        value = at = put_after(graph, at, aten.reshape.default, (value, list(apart)), {**said, "val": val, "vals": (val,)})
     val = contiguous_meta(_without(apart, dim), dtype)
-    entries = at = _put(graph, at, aten.unbind.int, (value, dim), {**said, "vals": (val,) * apart[dim]})
+    entries = at = put_after(graph, at, aten.unbind.int, (value, dim), {**said, "vals": (val,) * apart[dim]})
     made: dict[int, fx.Node] = {}
     for index in sorted({step.place for _, step in reads}):
-        made[index] = at = _put(graph, at, operator.getitem, (entries, index), {**said, "val": val})
+        made[index] = at = put_after(graph, at, operator.getitem, (entries, index), {**said, "val": val})
     for node, step in reads:
         node.replace_all_uses_with(made[step.place])
         graph.erase_node(node)
@@ -235,37 +237,16 @@ def _views(node: fx.Node) -> list[fx.Node] | None:
     return views[::-1]
 
 
-def _last_placeholder(graph: fx.Graph) -> fx.Node:
-    return [n for n in graph.nodes if n.op == "placeholder"][-1]
-
-
-def _put(graph: fx.Graph, after: fx.Node, target: Any, args: tuple[Any, ...], meta: dict[str, Any]) -> fx.Node:
-    with graph.inserting_after(after):
-        node = graph.call_function(target, args)
-    node.meta.update(meta)
-    return node
-
-
 # -- gradients --------------------------------------------------------------------------------------
 
 
 def _join_gradients(graph: fx.Graph, fewest: int) -> None:
-    seen: set[fx.Node] = set()
-    for node in reversed(list(graph.nodes)):
-        if _is_sum(node) and node not in seen:
-            total = _total(node)
-            seen.update(total.sums)
-            if total.is_of_steps(fewest):
-                _stack(graph, node, total)
-                for dead in (*total.sums, *dict.fromkeys(term for term, *_ in total.steps)):
-                    graph.erase_node(dead)
-
-
-def _is_sum(node: fx.Node) -> bool:
-    """Whether a node adds two tensors of its own shape and dtype."""
-    if node.target is not aten.add.Tensor or len(node.args) != 2 or node.kwargs or node.args[0] is node.args[1]:
-        return False
-    return all(isinstance(x, fx.Node) and aval(x) == aval(node) for x in node.args)
+    for node, found in sums(graph):
+        total = _total(found)
+        if total.is_of_steps(fewest):
+            _stack(graph, node, total)
+            for dead in (*total.sums, *dict.fromkeys(term for term, *_ in total.steps)):
+                graph.erase_node(dead)
 
 
 class Total(NamedTuple):
@@ -290,24 +271,15 @@ class Total(NamedTuple):
         return 2 * len(found) >= step.apart[step.dim] and (len(self.others) <= 1 if not again else self.straight and not self.others)
 
 
-def _total(root: fx.Node) -> Total:
-    total = Total([], [], [], True)
-    terms: list[tuple[fx.Node, fx.Node]] = []
-    left, straight = [root], True
-    while left:
-        node = left.pop()
-        total.sums.append(node)
-        inner: list[Any] = [x for x in node.args if _is_sum(x) and len(x.users) == 1]  # type: ignore[arg-type,union-attr]
-        straight = straight and len(inner) < 2
-        terms.extend((x, node) for x in reversed(node.args) if x not in inner)  # type: ignore[misc]
-        left.extend(inner)
-    for term, node in reversed(terms):
+def _total(found: Sum) -> Total:
+    total = Total(found.adders, [], [], found.straight)
+    for term, node in found.terms:
         step = _added(term) if len(term.users) == 1 else None
         if step is None:
             total.others.append(term)
         else:
             total.steps.append((term, node, step))
-    return total._replace(straight=straight)
+    return total
 
 
 def _added(node: fx.Node) -> Step | None:
@@ -330,5 +302,5 @@ def _stack(graph: fx.Graph, root: fx.Node, total: Total) -> None:
         entries[step.place] = entry
     whole = _replace(graph, root, total.steps[0][2], entries, None, root.meta)
     if total.others:
-        added = _put(graph, whole, aten.add.Tensor, (total.others[0], whole), root.meta)
+        added = put_after(graph, whole, aten.add.Tensor, (total.others[0], whole), root.meta)
         whole.replace_all_uses_with(added, lambda user: user is not added)
