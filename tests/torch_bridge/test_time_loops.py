@@ -191,6 +191,22 @@ class KeptDims(Model):
         return self.after(torch.cat(found, 1))
 
 
+class Selective(Model):
+    """A state space model, as Mamba is: each step reads what it multiplies with through a view of its own of all steps' values."""
+
+    def make(self) -> nn.Module:
+        return nn.Linear(WIDTH, 3 * HIDDEN)
+
+    def loop(self, x: torch.Tensor) -> torch.Tensor:
+        parts = self.cell(x)
+        decay = torch.sigmoid(parts[..., :HIDDEN])
+        h, found = self.zeros(x), []
+        for t in range(x.shape[1]):
+            h = decay[:, t] * h + parts[..., HIDDEN : 2 * HIDDEN][:, t]
+            found.append(torch.matmul(h.unsqueeze(1), parts[..., 2 * HIDDEN :][:, t].unsqueeze(-1))[:, 0] * h)
+        return self.after(torch.stack(found, 1))
+
+
 class FedBack(Model):
     """A decoder that takes its last output for its next input."""
 
@@ -234,7 +250,7 @@ def _fresh(monkeypatch: pytest.MonkeyPatch):
     executor.clear_cache()
 
 
-MODELS = [LSTM, Embedded, Mixed, LastState, TwoLayers, Buffer, GRU, StepsFirst, BothWays, Tanh, HandWritten, KeptDims, FedBack]
+MODELS = [LSTM, Embedded, Mixed, LastState, TwoLayers, Buffer, GRU, StepsFirst, BothWays, Tanh, HandWritten, KeptDims, Selective, FedBack]
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda m: m.__name__)

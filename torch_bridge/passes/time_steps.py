@@ -8,6 +8,7 @@ does what the one before does.
 | `select(x, dim, t)` | the t-th of `unbind(x, dim)` |
 | `slice(x, dim, t * n, t * n + n)`, `slice(x, dim, t, end, n)` | the same of a view of x that has a dim for t (recorded views of views are one) |
 | `select_scatter(buffer, h_t, dim, t)` one after the other (`buffer[:, t] = h`) | `stack` of all h_t; reads of other steps read the value before |
+| equal views of a value | one |
 | a state of zeros that the first step reads | made before it |
 | `select_backward` or `slice_backward` of all g_t, added up one by one | `stack` of all g_t, zeros where a step has none |
 
@@ -47,6 +48,7 @@ class Step(NamedTuple):
 def rewrite(graph: fx.Graph, fewest: int) -> None:
     """Rewrite what is read, or added up, in so many steps at least. The graph's results keep their shapes, dtypes and order."""
     _move_fills(graph, fewest)
+    _merge_views(graph)
     _join_writes(graph, fewest)
     _join_reads(graph, fewest)
     _join_gradients(graph, fewest)
@@ -63,6 +65,17 @@ def _move_fills(graph: fx.Graph, fewest: int) -> None:
     for nodes in equal.values():
         for node in nodes if len(nodes) < fewest else ():  # each layer may have one of its own
             last_placeholder(graph).append(node)
+
+
+def _merge_views(graph: fx.Graph) -> None:
+    """Make equal views of a value one: a read through views (`x[..., a:b][:, t]`) has views of its own in each step."""
+    found: dict[Any, fx.Node] = {}
+    for node in graph.nodes:
+        if node.op == "call_function" and is_view(node.target):
+            first = found.setdefault((node.target, plain(node), tuple(node.all_input_nodes)), node)
+            if first is not node:
+                node.replace_all_uses_with(first)
+                graph.erase_node(node)
 
 
 # -- writes -----------------------------------------------------------------------------------------
@@ -247,6 +260,8 @@ def _join_gradients(graph: fx.Graph, fewest: int) -> None:
             _stack(graph, node, total)
             for dead in (*total.sums, *dict.fromkeys(term for term, *_ in total.steps)):
                 graph.erase_node(dead)
+        else:
+            _join_parts(graph, node, found, fewest)
 
 
 class Total(NamedTuple):
@@ -304,3 +319,58 @@ def _stack(graph: fx.Graph, root: fx.Node, total: Total) -> None:
     if total.others:
         added = put_after(graph, whole, aten.add.Tensor, (total.others[0], whole), root.meta)
         whole.replace_all_uses_with(added, lambda user: user is not added)
+
+
+def _join_parts(graph: fx.Graph, root: fx.Node, found: Sum, fewest: int) -> None:
+    """Join gradients of steps of parts of a value (`x[..., a:b][:, t]`): each part has a stack. No more than two numbers may be added at any place."""
+    groups: dict[Any, list[tuple[fx.Node, fx.Node, Step]]] = defaultdict(list)
+    others: list[fx.Node] = []
+    for term, _ in found.terms:
+        inner: Any = term.args[0] if term.target in _GRADIENTS and len(term.users) == 1 and len(term.all_input_nodes) == 1 else None
+        step = _added(inner) if isinstance(inner, fx.Node) and len(inner.users) == 1 else None
+        if step is None:
+            others.append(term)
+        else:
+            groups[term.target, plain(term), step[:3]].append((term, inner, step))
+    parts: list[list[tuple[fx.Node, fx.Node, Step]]] = []
+    for group in groups.values():
+        places, step = {step.place for *_, step in group}, group[0][2]
+        if fewest <= len(places) == len(group) and 2 * len(places) >= step.apart[step.dim]:
+            parts.append(group)
+        else:
+            others.extend(term for term, *_ in group)
+    if not parts or _at_one_place([group[0][0] for group in parts]) + len(others) > 2:
+        return
+    for group in parts:
+        term, last, step = max(group, key=lambda member: member[1])
+        _replace(graph, last, step, {step.place: inner.args[0] for _, inner, step in group}, None, last.meta)
+        others.append(term)
+    total, *rest = others
+    at = root
+    for node in rest:
+        total = at = put_after(graph, at, aten.add.Tensor, (total, node), root.meta)
+    root.replace_all_uses_with(total, lambda user: user is not total)
+    for dead in (*found.adders, *(term for group in parts for term, *_ in group if term not in others)):
+        graph.erase_node(dead)
+    for _, inner, _ in (member for group in parts for member in group):
+        graph.erase_node(inner)
+
+
+_GRADIENTS = (aten.select_backward.default, aten.slice_backward.default)
+
+
+def _at_one_place(terms: list[fx.Node]) -> int:
+    """How many of these gradients of parts have values at one place, at most."""
+    ranges: list[tuple[int, int, int]] = []
+    for term in terms:
+        given: Any = term.args[1:]
+        sizes, *where = given
+        if term.target is not aten.slice_backward.default or where[3:] not in ([], [1]) or not all(isinstance(n, int) for n in where):
+            return len(terms)
+        dim, start, end = where[:3]
+        size = sizes[dim]
+        start, end = (min(max(n + size if n < 0 else n, 0), size) for n in (start, end))
+        ranges.append((dim % len(sizes), start, end))
+    if len({dim for dim, *_ in ranges}) > 1:
+        return len(terms)
+    return max(sum(start <= at < end for _, start, end in ranges) for _, at, _ in ranges)

@@ -78,6 +78,18 @@ def test_slices_of_the_same_length_and_strided_ones_are_steps() -> None:
     assert aten.slice.Tensor not in ops
 
 
+def test_reads_through_equal_views_are_entries_of_one_list() -> None:
+    g = Graph(sequence(2, STEPS, 4))
+    reads = []
+    for t in range(STEPS):
+        part = g(aten.slice.Tensor, g.inputs[0], 2, 1, 3)
+        reads.append(g(aten.select.int, part, 1, t))
+    other = g(aten.slice.Tensor, g.inputs[0], 2, 0, 3)
+    ops = g.rewritten(other, *[g(aten.tanh.default, x) for x in reads])
+    assert ops.count(aten.unbind.int) == 1
+    assert aten.select.int not in ops
+
+
 def test_windows_that_overlap_are_left() -> None:
     g = Graph(sequence(STEPS + 2, 3))
     ops = g.rewritten(*[g(aten.slice.Tensor, g.inputs[0], 0, t, t + 3) for t in range(STEPS)])
@@ -129,6 +141,32 @@ def test_gradients_of_blocks_are_one_stack() -> None:
     g = Graph(*[sequence(2, 3) + t for t in range(STEPS)])
     terms = [g(aten.slice_backward.default, g.inputs[t], [2 * STEPS, 3], 0, 2 * t, 2 * t + 2, 1) for t in range(STEPS)]
     assert g.rewritten(total(g, terms)) == [aten.stack.default, aten.reshape.default]
+
+
+def part(g: Graph, grad: fx.Node, t: int, first: int, width: int = 3) -> fx.Node:
+    """The gradient of `x[..., first : first + width][:, t]`."""
+    return g(aten.slice_backward.default, backward(g, grad, t), [2, STEPS, 9], 2, first, first + width, 1)
+
+
+def parts(firsts: list[int], others: int, fewest: int = 4) -> list[Any]:
+    """The ops for gradients of such parts of one value, step by step, and of other uses of it."""
+    g = Graph(*[sequence(2, 3) * 10**t for t in range(STEPS)], *[sequence(2, STEPS, 9) / 3 + k for k in range(others)])
+    terms = [part(g, g.inputs[(t + k) % STEPS], t, first) for t in range(STEPS) for k, first in enumerate(firsts)]
+    return g.rewritten(total(g, [*g.inputs[STEPS:], *terms]), fewest=fewest)
+
+
+def test_gradients_of_parts_of_a_value_have_a_stack_for_each_part() -> None:
+    stacked = [aten.stack.default, aten.slice_backward.default]
+    assert sorted(map(str, parts([0, 3, 6], 1))) == sorted(map(str, 3 * stacked + 3 * [aten.add.Tensor]))
+    assert parts([0, 1], 0).count(aten.stack.default) == 2
+    assert parts([2], 1).count(aten.stack.default) == 1
+
+
+def test_gradients_of_parts_that_would_be_added_in_another_order_are_left() -> None:
+    assert aten.stack.default not in parts([0, 1, 2], 0)
+    assert aten.stack.default not in parts([0, 2], 1)
+    assert aten.stack.default not in parts([0], 2)
+    assert aten.stack.default not in parts([0, 3], 0, fewest=STEPS + 1)
 
 
 def test_one_other_gradient_is_added_to_the_stack() -> None:
@@ -204,7 +242,7 @@ def test_random_programs_of_reads_writes_and_sums_keep_their_numbers() -> None:
         g = Graph(sequence(2, STEPS, 3), *[sequence(2, 3) * 10 ** draw.randrange(4) for _ in range(STEPS)])
         pieces, wholes = list(g.inputs[1:]), [g.inputs[0], g(aten.full.default, (2, STEPS, 3), 0, dtype=torch.float32)]
         for _ in range(40):
-            kind, t = draw.randrange(5), draw.randrange(STEPS)
+            kind, t = draw.randrange(6), draw.randrange(STEPS)
             if kind == 0:
                 pieces.append(g(aten.select.int, draw.choice(wholes[-3:]), 1, t))
             elif kind == 1:
@@ -213,6 +251,10 @@ def test_random_programs_of_reads_writes_and_sums_keep_their_numbers() -> None:
                 wholes.append(g(aten.select_scatter.default, wholes[-1], draw.choice(pieces[-4:]), 1, t))
             elif kind == 3:
                 wholes.append(backward(g, draw.choice(pieces[-4:]), t))
+            elif kind == 4:
+                first, piece = draw.randrange(2), g(aten.slice.Tensor, draw.choice(pieces[-4:]), 1, 0, 2)
+                inner = g(aten.select_backward.default, piece, [2, STEPS, 2], 1, t)
+                wholes.append(g(aten.add.Tensor, wholes[-1], g(aten.slice_backward.default, inner, [2, STEPS, 3], 2, first, first + 2, 1)))
             else:
                 wholes.append(g(aten.add.Tensor, wholes[-1], draw.choice(wholes[-4:])))
         g.rewritten(*draw.sample(pieces, 3), wholes[-1], draw.choice(wholes), fewest=draw.choice([2, 3]))
