@@ -267,6 +267,8 @@ def _weights(node: fx.Node) -> list[fx.Node]:
 
 def _few(node: fx.Node, own: Any) -> bool:
     """Whether these are few rows, which do nothing to each other."""
+    if not aval(own)[0]:
+        return False
     rows = math.prod(aval(own)[0]) if node.target is aten.embedding.default else aval(own)[0][0]
     biased_rows = node.target is aten.addmm.default and len(aval(node.args[0])[0]) > 1  # type: ignore[arg-type]
     return 0 < rows <= ROWS and bool(node.users) and not biased_rows

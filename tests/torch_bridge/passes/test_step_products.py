@@ -208,6 +208,12 @@ def test_biases_with_rows_and_few_steps_are_left() -> None:
     assert rewritten(g, *[g(aten.mm.default, x, g.inputs[1]) for x in steps], fewest=7) == [aten.mm.default] * STEPS
 
 
+def test_embeddings_of_single_tokens_are_left() -> None:
+    g = Graph(torch.arange(STEPS), sequence(STEPS, IN))
+    ids = many(g, aten.unbind.int, g.inputs[0], 0, results=STEPS)
+    assert rewritten(g, *[g(aten.embedding.default, g.inputs[1], i) for i in ids]) == [aten.embedding.default] * STEPS
+
+
 def test_a_product_of_a_value_with_itself_is_left() -> None:
     g = Graph(*[sequence(IN, IN) for _ in range(STEPS)])
     assert rewritten(g, *[g(aten.mm.default, x, x) for x in g.inputs]) == [aten.mm.default] * STEPS
