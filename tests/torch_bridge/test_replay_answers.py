@@ -84,6 +84,8 @@ ASKS: dict[str, Callable[..., Any]] = {
     "with a constant from the host": lambda m, x, y, mask: (
         y * 2 if (mask[0] == torch.tensor([1, 1, 1, 1, 1, 0], device=x.device)).all() else y
     ),
+    "a number in an f-string": lambda m, x, y, mask: y * len(f"{mask.sum():>{20 + mask[0, 0]}}" + "|".join([f"{mask.sum()}"] * 2)),
+    "a number's text": lambda m, x, y, mask: y * float(format(mask[:, 0].sum(), "d") + "{:d}".format(mask[1:, 5].sum())),  # noqa: UP032
     "an index from the host": lambda m, x, y, mask: y * 2 if 0 in mask[:, [-1, 0]] else y,
 }
 MASKS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {

@@ -134,6 +134,8 @@ def tensor_method(
     do = do or (lambda: f(*args, **kwargs))
     _note_memory(observer, name)
     reason = HIDDEN_METHODS.get(name) or _asks_for_mode(name)
+    if name == "__format__" and not of.dim():
+        return do()  # that of its number, which is asked for
     if reason:
         observer.refuse(reason)
         return do()

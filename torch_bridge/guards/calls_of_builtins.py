@@ -151,7 +151,7 @@ def _number(observer: Observer, f: Function, args: Args, kwargs: Kwargs) -> Any:
     """`int(x)`, `str(x)`, `range(n)`."""
     for x in (*args, *kwargs.values()):
         if is_a(x, torch.Tensor):
-            if f in (str, repr, format):
+            if f in (str, repr) or (f is format and x.dim()):
                 observer.refuse("it prints a tensor")
         elif is_a(x, np.ndarray):
             observer.array(x)

@@ -203,7 +203,7 @@ class Router(ast.NodeTransformer):
         return node
 
     def visit_FormattedValue(self, node: ast.FormattedValue) -> Any:
-        node.value = self._use(node.value, "formatted")
+        node.value = self._use(node.value, "formatted" if node.conversion == -1 else "printed")
         if node.format_spec is not None:
             node.format_spec = self.visit(node.format_spec)
         return node

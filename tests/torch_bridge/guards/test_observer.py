@@ -298,6 +298,8 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str, bool]] = {
     "version of a tensor": (lambda x: x.tensor._version, "it looks at how often a tensor was written", True),
     "hook on a tensor": (lambda x: x.tensor.clone().requires_grad_().register_hook(print), "it registers a hook on a tensor", True),
     "prints a tensor": (lambda x: f"{x.tensor}", "it prints a tensor", True),
+    "prints a tensor's repr": (lambda x: f"{x.tensor.sum()!r}", "it prints a tensor", True),
+    "format of a tensor": (lambda x: format(x.tensor), "it prints a tensor", True),
     "str of a tensor": (lambda x: str(x.tensor), "it prints a tensor", True),
     "address of a tensor": (lambda x: x.tensor.data_ptr() > 0, "it looks at the address of a tensor", True),
     "context variable": (_sets_context, "its forward changes the context variable _CONTEXT", False),

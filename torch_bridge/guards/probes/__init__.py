@@ -16,7 +16,7 @@ from torch_bridge.guards.probes.items import delete_item, item, item_before, key
 from torch_bridge.guards.probes.iteration import iterate, merged
 from torch_bridge.guards.probes.kinds import ITERATORS, VIEWS
 from torch_bridge.guards.probes.membership import container
-from torch_bridge.guards.probes.operators import compared, formatted, hashed, identified, joined, operand
+from torch_bridge.guards.probes.operators import compared, formatted, hashed, identified, joined, operand, printed
 from torch_bridge.guards.probes.truth_values import condition, truth
 from torch_bridge.guards.probes.updates import update
 
@@ -47,6 +47,7 @@ __all__ = [
     "make_slice",
     "merged",
     "operand",
+    "printed",
     "refuse",
     "set_attribute",
     "set_item",

@@ -59,14 +59,22 @@ def identified(x: object) -> Any:
 _EXCHANGED = (float, complex, tuple)
 
 
-def formatted(x: object) -> Any:
-    """A value in an f-string."""
+def formatted(x: Any) -> Any:
+    """A value in an f-string. A tensor of one number is that number, which is asked for as by `.item()`."""
     observer = ACTIVE.observer
-    if observer is not None and not observer.reason and is_a(x, torch.Tensor):
+    if observer is not None and not observer.reason and is_a(x, torch.Tensor) and x.dim():
         observer.refuse("it prints a tensor")
     if is_a(x, (types.FunctionType, type)):
         return x
     return _operand(x, "prints")
+
+
+def printed(x: object) -> Any:
+    """A value in an f-string whose `repr` or `str` is taken (`{x!r}`)."""
+    observer = ACTIVE.observer
+    if observer is not None and not observer.reason and is_a(x, torch.Tensor):
+        observer.refuse("it prints a tensor")
+    return formatted(x)
 
 
 def hashed(x: Any) -> Any:
