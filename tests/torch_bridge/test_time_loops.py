@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -207,6 +209,34 @@ class Selective(Model):
         return self.after(torch.stack(found, 1))
 
 
+class Masked(LSTM):
+    """Sequences of different lengths: a row that has ended keeps its state. Each step compares with a number of its own."""
+
+    def loop(self, x: torch.Tensor) -> torch.Tensor:
+        lengths = torch.tensor([3, 7, STEPS], device=x.device)
+        h = c = self.zeros(x)
+        found = []
+        for t in range(x.shape[1]):
+            new = self.cell(x[:, t], (h, c))
+            going = (t < lengths).unsqueeze(1)
+            h, c = (torch.where(going, a, b) for a, b in zip(new, (h, c), strict=True))
+            found.append(h * 0.9**t)
+        return self.after(torch.stack(found, 1))
+
+
+class Euler(Model):
+    """A differential equation that depends on the time, from step to step."""
+
+    def make(self) -> nn.Module:
+        return nn.Linear(HIDDEN, HIDDEN)
+
+    def loop(self, x: torch.Tensor) -> torch.Tensor:
+        h, dt = self.zeros(x) + x.mean((1, 2), keepdim=True)[:, 0], 0.1
+        for t in range(20):
+            h = h + dt * torch.tanh(self.cell(h) + torch.full_like(h, t * dt + 0.05)) * math.cos(t * dt) + (t + 1) * 1e-3
+        return self.after(h)
+
+
 class FedBack(Model):
     """A decoder that takes its last output for its next input."""
 
@@ -250,7 +280,24 @@ def _fresh(monkeypatch: pytest.MonkeyPatch):
     executor.clear_cache()
 
 
-MODELS = [LSTM, Embedded, Mixed, LastState, TwoLayers, Buffer, GRU, StepsFirst, BothWays, Tanh, HandWritten, KeptDims, Selective, FedBack]
+MODELS = [
+    LSTM,
+    Embedded,
+    Mixed,
+    LastState,
+    TwoLayers,
+    Buffer,
+    GRU,
+    StepsFirst,
+    BothWays,
+    Tanh,
+    HandWritten,
+    KeptDims,
+    Selective,
+    Masked,
+    Euler,
+    FedBack,
+]
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda m: m.__name__)

@@ -13,8 +13,8 @@ from jax import lax
 from torch import fx
 
 from torch_bridge.compiler import interpret, overlapping_writes
-from torch_bridge.ir import scopes
-from torch_bridge.ir.graph import number
+from torch_bridge.ir import dtypes, scopes
+from torch_bridge.ir.graph import KINDS, number
 from torch_bridge.lowerings import Stacks, is_view, stacks_of
 from torch_bridge.passes.find_repeats import Carried, Each, Here, Same, edge, edges
 from torch_bridge.passes.fold_repeats import (
@@ -22,6 +22,7 @@ from torch_bridge.passes.fold_repeats import (
     Group,
     Loop,
     LoopOutput,
+    Numbers,
     Piece,
     Plan,
     Recomputed,
@@ -107,7 +108,8 @@ class Evaluation:
             found = self._stacks[series] = jnp.moveaxis(self.read(of.source, of.views), dim, 0)  # type: ignore[arg-type]
         elif found is None:
             assert isinstance(series, StackedHere), series
-            found = self._stacks[series] = jnp.stack([self.get(n) for n in series.nodes])
+            values = [self.get(n).value if isinstance(series, Numbers) else self.get(n) for n in series.nodes]
+            found = self._stacks[series] = jnp.stack(values)
         return found
 
     def derive(self, series: Recomputed, element: Any) -> Any:
@@ -319,6 +321,8 @@ class _Iteration:
                 found = self._outer.derive(series, self._element(series.under(ref)))
             else:
                 found = self._fetch(ref)
+            if isinstance(series, Numbers):
+                found = dtypes.Scalar(KINDS[series.nodes[0].args[2]], found)  # type: ignore[index]
             self._each[ref] = found
         return found
 

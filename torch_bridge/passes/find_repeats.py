@@ -58,7 +58,7 @@ class Same:
 
 @dataclass(frozen=True)
 class Each:
-    """Inputs from outside, one for each iteration, of one shape and dtype."""
+    """Inputs from outside, one for each iteration: of one shape and dtype, or Python numbers of one type."""
 
     nodes: tuple[fx.Node, ...]
 
@@ -310,6 +310,8 @@ def _input(origin: int, every: tuple[fx.Node, ...], nodes: list[list[fx.Node]], 
         return Carried(origin + period, every[0]) if aval(made) is not None and aval(made) == aval(every[0]) else None
     if all(n is every[0] for n in every):
         return Same(every[0])
+    if any(n.target is number for n in every):
+        return Each(every) if len({n.target is number and n.args[2] for n in every}) == 1 else None
     if aval(every[0]) is None or any(aval(n) != aval(every[0]) for n in every):
         return None
     return Each(every)

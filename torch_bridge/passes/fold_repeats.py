@@ -10,6 +10,7 @@ and at which place (`Slice`):
 | `UpdatedStack` | what an op on lists, such as an optimizer's step, gives for a stack that it takes as one entry |
 | `Recomputed` | a cast of weights, which is done again where it is needed |
 | `Entries` | the entries of a tensor along a dim: the tokens of a sequence |
+| `Numbers` | Python numbers that differ from step to step |
 | `StackedHere` | what fits nowhere else, put together on the way |
 
 The backward loop runs through the layers from the last to the first and stores in the order of the layers, so that its gradients lie as the weights do.
@@ -35,7 +36,7 @@ from torch import fx
 
 from torch_bridge import lowerings
 from torch_bridge.config.variables import VARIABLES
-from torch_bridge.ir.graph import results_of
+from torch_bridge.ir.graph import number, results_of
 from torch_bridge.lowerings import Stacks
 from torch_bridge.mesh import abstract_arrays
 from torch_bridge.passes import find_repeats
@@ -70,6 +71,11 @@ class StackedHere(Series):
     """Values that are stacked where they are first needed."""
 
     nodes: tuple[fx.Node, ...]
+
+
+@dataclass(eq=False)
+class Numbers(StackedHere):
+    """Python numbers that are inputs of the program, which are stacked where they are first needed: the `t` of `lengths > t`."""
 
 
 @dataclass(eq=False)
@@ -305,7 +311,7 @@ class Plan:
         loop.refs = {x: self._ref(x.nodes) for x in _each(loop.run)}
         carried = loop.run.carried()
         loop.aside = not carried and all(map(_by_itself, loop.run.nodes[0]))
-        steps = [ref.step for ref in loop.refs.values()]
+        steps = [ref.step for ref in loop.refs.values() if not isinstance(ref.series, Numbers)]
         loop.reverse = not loop.aside and steps.count(-1) > steps.count(1)
         self._need(x.node for inputs in loop.run.inputs for x in inputs if isinstance(x, Same))
         self._need(x.first for x in carried)
@@ -377,6 +383,8 @@ class Plan:
         return Slice(self._places[nodes[0]][0], 0, 1) if self._give(nodes) else None
 
     def _build(self, nodes: tuple[fx.Node, ...]) -> Series:
+        if nodes[0].target is number:
+            return Numbers(len(nodes), nodes)
         self._need(nodes)
         return StackedHere(len(nodes), nodes)
 
