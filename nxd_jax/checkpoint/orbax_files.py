@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from nxd_jax.checkpoint import shares
+from nxd_jax.checkpoint import chunk_sums, shares
 from torch_bridge import _compat
 
 INDEX = "tensors.json"
@@ -47,7 +47,7 @@ def save(folder: Path, arrays: Mapping[str, Any], index: Mapping[str, Any]) -> N
 
         def write() -> None:
             folder.mkdir(parents=True, exist_ok=True)
-            with _plainly_named(folder) as place, _checkpointer(range(jax.process_count()), handler) as checkpointer:
+            with _plainly_named(folder) as place, _checkpointer(range(jax.process_count()), handler) as checkpointer, chunk_sums.written():
                 checkpointer.save(place / "arrays", args=ocp.args.PyTreeSave(dict(arrays)), force=True)
 
         _in_64_bits(write)
@@ -154,6 +154,8 @@ def restore(folder: Path, targets: Mapping[str, jax.ShapeDtypeStruct | None]) ->
         if not _is_of_files(error):
             raise
         said = str(error.__cause__ if type(error) is Exception and error.__cause__ else error).partition("\n")[0]
+        if chunk_sums.FAILED in said:
+            said = f"bytes on disk are not those that were written, a checksum differs ({said})"
         raise DamagedCheckpointError(f"the arrays in {folder} cannot be read: {said}. Load another tag") from error
     return found
 

@@ -90,7 +90,7 @@ def _refused(word: str, error: Exception) -> str:
     if word.startswith(("+", "~")) or "Could not override" not in str(error):
         return _said(error)
     near = nearest(key)
-    return "is not in the file" + (f"; did you mean {near}?" if near else "") + f" (+{word} adds it)"
+    return "is not in the file" + (f"; did you mean {near}?" if near not in ("", key) else "") + f" (+{word} adds it)"
 
 
 def _said(error: Exception) -> str:

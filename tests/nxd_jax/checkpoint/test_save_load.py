@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import shutil
@@ -16,6 +17,7 @@ import torch
 from neuronx_distributed.parallel_layers.utils import move_all_tensor_to_cpu
 from neuronx_distributed.trainer import checkpoint
 
+from nxd_jax.checkpoint import chunk_sums
 from nxd_jax.ckpt import main
 from tests.nxd_jax.checkpoint import job
 from torch_bridge.mesh import world
@@ -478,7 +480,7 @@ def test_no_checkpoint(alone: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "damage",
-    ["index", "objects", "arrays", "lost data", "cut off data"],
+    ["index", "objects", "arrays", "lost data", "cut off data", "a flipped bit", "a lost block", "all zeros"],
 )
 def test_damage(alone: Any, tmp_path: Path, damage: str) -> None:
     model, _ = tiny(5000)  # so large that its data are in a file of their own
@@ -490,7 +492,7 @@ def test_damage(alone: Any, tmp_path: Path, damage: str) -> None:
         (folder / "objects.pt").write_bytes(b"nonsense")
     elif damage != "arrays":
         data = max((folder / "arrays").glob("ocdbt.process_0/d/*"), key=lambda path: path.stat().st_size)
-        data.unlink() if damage == "lost data" else os.truncate(data, 1000)
+        _harm(data, damage)
     else:
         shutil.rmtree(folder / "arrays" / "d")
         for data in (folder / "arrays").glob("ocdbt.process_*"):
@@ -498,6 +500,44 @@ def test_damage(alone: Any, tmp_path: Path, damage: str) -> None:
     before = job.weights(model)
     with pytest.raises(checkpoint.reading.DamagedCheckpointError, match="Load another tag"):
         nxd.load_checkpoint(tmp_path, "t", model)
+    assert job.differing(job.weights(model), before) == []
+
+
+def _harm(data: Path, damage: str) -> None:
+    content = bytearray(data.read_bytes())
+    middle = len(content) // 2
+    if damage == "a flipped bit":
+        content[middle] ^= 1
+    elif damage == "a lost block":
+        content[middle : middle + 512] = bytes(512)
+    elif damage == "all zeros":
+        content[:] = bytes(len(content))
+    elif damage == "cut off data":
+        del content[1000:]
+    data.write_bytes(content) if damage != "lost data" else data.unlink()
+
+
+@pytest.mark.parametrize("damage", ["a flipped bit", "a lost block"])
+def test_nxd_ckpt_finds_damage(alone: Any, tmp_path: Path, damage: str, capsys: pytest.CaptureFixture[str]) -> None:
+    model, _ = tiny(5000)
+    nxd.save_checkpoint(tmp_path, "t", model)
+    _harm(max((tmp_path / "t/model/arrays").glob("ocdbt.process_0/d/*"), key=lambda path: path.stat().st_size), damage)
+    assert main(["verify", str(tmp_path / "t")]) == 1
+    said = capsys.readouterr().out
+    assert "model/a.weight: the arrays in" in said
+    assert "bytes on disk are not those that were written, a checksum differs" in said
+
+
+def test_checkpoints_without_checksums(alone: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As earlier releases wrote them."""
+    model, _ = tiny(5000)
+    before = job.weights(model)
+    with monkeypatch.context() as m:
+        m.setattr(chunk_sums, "written", contextlib.nullcontext)
+        nxd.save_checkpoint(tmp_path, "t", model)
+    with torch.no_grad():
+        model.a.weight.zero_()
+    nxd.load_checkpoint(tmp_path, "t", model)
     assert job.differing(job.weights(model), before) == []
 
 

@@ -40,6 +40,10 @@ def check(facts: Facts, problems: Problems) -> None:
 
 def _saving(facts: Facts, problems: Problems) -> None:
     steps, seconds = facts.get(f"{C}.every_n_train_steps"), facts.get(f"{C}.train_time_interval")
+    for key, unit in (("every_n_train_steps", "steps"), ("every_n_epochs", "epochs")):
+        value = facts.get(f"{C}.{key}")
+        if isinstance(value, int) and value < 0:
+            problems.error(f"{C}.{key}", f"{value} must be a number of {unit} between two checkpoints; 0 saves none by {unit}")
     if steps and seconds:
         problems.error(f"{C}.train_time_interval", f"give every_n_train_steps ({steps}) or train_time_interval ({seconds}), not both")
     if steps and 0 < facts.steps < steps and not facts.get(f"{C}.save_last", True):

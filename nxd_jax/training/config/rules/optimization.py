@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -160,12 +161,14 @@ def _steps(facts: Facts, problems: Problems, sched: Mapping[str, Any]) -> None:
 
 
 def _number(value: Any) -> float | None:
+    """A finite number, also as text (YAML reads 1e-4 as text); None for all else."""
     if isinstance(value, bool):
         return None
     try:
-        return float(value)
+        found = float(value)
     except (TypeError, ValueError):
         return None
+    return found if math.isfinite(found) else None
 
 
 def _tail(error: Exception) -> str:

@@ -204,6 +204,7 @@ ERRORS = [
     Broken(LLAMA, {f"{M}optim.name": None}, f"{M}optim.name", "is missing; it is one of adamw"),
     Broken(LLAMA, {f"{M}optim": None}, f"{M}optim", "is missing: it names the optimizer"),
     Broken(LLAMA, {f"{M}optim.lr": "fast"}, f"{M}optim.lr", "'fast' must be a number of at least 0"),
+    Broken(LLAMA, {f"{M}optim.lr": float("nan")}, f"{M}optim.lr", "nan must be a number of at least 0"),
     Broken(LLAMA, {f"{M}optim.lr": GONE}, f"{M}optim.lr", "is missing: the learning rate"),
     Broken(LLAMA, {f"{M}optim.wieght_decay": 0.1}, f"{M}optim.wieght_decay", "did you mean weight_decay?"),
     Broken(LLAMA, {f"{M}optim.betas": [0.9, 1.5]}, f"{M}optim.betas", "[0.9, 1.5] must be two numbers from 0 to below 1"),
@@ -248,6 +249,8 @@ ERRORS = [
     Broken(
         LLAMA, {f"{C}train_time_interval": 60.0}, f"{C}train_time_interval", "give every_n_train_steps (10) or train_time_interval (60.0)"
     ),
+    Broken(LLAMA, {f"{C}every_n_train_steps": -5}, f"{C}every_n_train_steps", "-5 must be a number of steps between two checkpoints"),
+    Broken(LLAMA, {f"{C}every_n_epochs": -1}, f"{C}every_n_epochs", "-1 must be a number of epochs between two checkpoints"),
     Broken(LLAMA, {f"{C}save_top_k": -2}, f"{C}save_top_k", "-2 must be a number of checkpoints, or -1 for all"),
     Broken(LLAMA, {f"{C}mode": "min"}, f"{C}mode", "deletes each new one; use max"),
     # files

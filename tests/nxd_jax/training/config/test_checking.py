@@ -97,13 +97,21 @@ def test_keys_that_stand_twice_and_overrides(folder: Path) -> None:
     """What Hydra refuses is said with everything else."""
     _, file = written(LLAMA, folder, {})
     file.write_text(file.read_text() + "seed: 5\n")
-    words = ["trainer.max_steps=20", "trainer.max_stesp=3", "data.global_batch_size=6", "+model.zzz=1", "~data.nothing"]
+    words = [
+        "trainer.max_steps=20",
+        "trainer.max_stesp=3",
+        "trainer.max_time=later",
+        "data.global_batch_size=6",
+        "+model.zzz=1",
+        "~data.nothing",
+    ]
     found = checking.check_file(file, words)
     texts = {p.key: p for p in (*found.errors, *found.warnings)}
     last = len(file.read_text().splitlines())
     assert texts["seed"].where == f"{file.name}:{last}:1" and "stands twice, first in line 3" in texts["seed"].text
     assert texts["trainer.max_stesp"].where == "command line"
     assert texts["trainer.max_stesp"].text == "is not in the file; did you mean trainer.max_steps? (+trainer.max_stesp=3 adds it)"
+    assert texts["trainer.max_time"].text == "is not in the file (+trainer.max_time=later adds it)"
     assert texts["data.nothing"].where == "command line" and "nothing" in texts["data.nothing"].text
     assert texts["data.global_batch_size"].where == "command line" and "6 must be a multiple" in texts["data.global_batch_size"].text
     assert texts["model.zzz"].where == "command line"
