@@ -7,6 +7,8 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from torch_bridge.config.variables import VARIABLES
+
 SUMMED = {"id": "zlib", "level": 0}
 """Zarr's codec for chunks that are stored as they are, with an Adler-32 behind them, which every reader of zarr checks."""
 
@@ -22,13 +24,13 @@ def written() -> Iterator[None]:
     """A block in which Orbax writes uncompressed chunks with a checksum. It has no option for that, so what describes arrays that it writes is replaced.
 
     Another save of Orbax at that time, in another thread, writes such chunks as well: they hold the same and are read alike. An Orbax that describes arrays
-    in another way writes chunks without a checksum.
+    in another way writes chunks without a checksum; `NXD_JAX_CHECKPOINT_CHECKSUMS=0` has it do so.
     """
     try:
         from orbax.checkpoint._src.serialization import tensorstore_utils as described
     except ImportError:
         described = None
-    if not hasattr(described, "build_array_write_spec"):
+    if not hasattr(described, "build_array_write_spec") or not VARIABLES["NXD_JAX_CHECKPOINT_CHECKSUMS"].now():
         yield
         return
     global _open

@@ -224,13 +224,14 @@ class ProcessGroupXla(_Base):
         return _done([])
 
     def barrier(self, opts: Any = None) -> Any:
-        """Wait for the other processes that host members, if there are any."""
-        processes.barrier("process group", self._groups().processes())
+        """Wait for the other processes that host members, if there are any. What is recorded runs first: the collectives among it need all of them."""
+        self.monitored_barrier()
         return _done([])
 
     def monitored_barrier(self, *args: object, **kwargs: object) -> None:
         """As `barrier`."""
-        processes.barrier("process group", self._groups().processes())
+        with self._by_itself():
+            processes.barrier("process group", self._groups().processes())
 
     def send(self, tensors: Tensors, dst_rank: int, tag: int = 0) -> Any:
         self._no_peer("send to", dst_rank)

@@ -513,6 +513,15 @@ _OWN = [
         "nxd_jax.trainer.checkpoint",
     ),
     Variable(
+        "NXD_JAX_CHECKPOINT_CHECKSUMS",
+        HONOUR,
+        "1: arrays in checkpoints have checksums, and every load checks them, for about a second of CPU time for each GB, and memory for half of what a process "
+        "writes while it does; 0: they have none",
+        "1",
+        FLAG,
+        "nxd_jax.checkpoint.chunk_sums",
+    ),
+    Variable(
         "NXD_JAX_FP8_MAX",
         HONOUR,
         "the largest number that quantization to float8_e4m3fn makes: 240 fits Neuron's format, 448 is that of OCP and GPUs (docs/how-to/quantize.md)",

@@ -100,6 +100,11 @@ def from_environment() -> World:
     emulated = env.get("NXD_JAX_WORLD_SIZE")
     if emulated:
         count = _number("NXD_JAX_WORLD_SIZE", emulated)
+        if env.get("TORCHELASTIC_RUN_ID") and not env.get("NXD_JAX_PROCESSES") and int(env.get("WORLD_SIZE") or 1) > 1:
+            raise RuntimeError(
+                f"NXD_JAX_WORLD_SIZE={count} is set under torchrun: each of its {env['WORLD_SIZE']} processes would host all {count} ranks and train alone. "
+                f"Unset it (one rank in each process), or start `torchrun ... nxd-run --nproc_per_node=N script.py` for N ranks in each"
+            )
         share = count // _number("NXD_JAX_PROCESSES", env.get("NXD_JAX_PROCESSES") or "1")
         first = int(env.get("NXD_JAX_PROCESS") or 0) * share
         return World(count, range(first, first + share), _number("LOCAL_WORLD_SIZE", env.get("LOCAL_WORLD_SIZE") or str(count)))

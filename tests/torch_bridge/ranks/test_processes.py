@@ -71,6 +71,7 @@ def test_last_batches_of_different_sizes(tmp_path: pathlib.Path) -> None:
     expected = [plain(rows), plain.running_mean, plain.running_var]
     normed = [torch.tensor(found[0]["normed"][0] + found[1]["normed"][0]), *map(torch.tensor, found[1]["normed"][1:])]
     torch.testing.assert_close(normed, expected)
+    assert [f["behind a barrier"] for f in found] == [[[1.0, 1.0], [2.0, 2.0]], None]
 
 
 @pytest.mark.slow

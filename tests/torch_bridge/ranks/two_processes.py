@@ -61,6 +61,10 @@ if how == "uneven":  # the last batch of rank 1 is smaller, and so its program a
     rows = [x.reshape(2, 2), x.reshape(2, 2)[:1]][here] * 2.0 + here  # of 2 rows and of 1
     norm = torch.nn.SyncBatchNorm(2).to("xla")
     found["normed"] = [norm(rows).tolist(), norm.running_mean.tolist(), norm.running_var.tolist()]
+    parts = [torch.zeros(2, device="xla") for _ in range(2)]
+    dist.all_gather(parts, torch.full((2,), here + 1.0).to("xla"))
+    dist.barrier()
+    found["behind a barrier"] = [part.tolist() for part in parts] if here == 0 else None  # the other one reads nothing, and ends
 pathlib.Path(folder, f"rank_{rank}.json").write_text(json.dumps(found))
 if how == "exit" and int(rank) == 1:
     raise SystemExit(3)  # Python tells nobody of it; process 0 goes on to a collective
