@@ -278,13 +278,15 @@ def _few(node: fx.Node, own: Any) -> bool:
 
 def _batches(nodes: list[fx.Node]) -> Iterator[list[fx.Node]]:
     """Those that can be done at once: all that they take is there before any of them is used."""
-    batch: list[fx.Node] = []
+    batch: dict[fx.Node, None] = {}
+    used: fx.Node | None = None  # the first that uses one of them
     for node in sorted(nodes, key=_ready):
-        if batch and (node.args[_OWN[node.target]] in batch or not _ready(node) < min(min(n.users) for n in batch)):
-            yield batch
-            batch = []
-        batch.append(node)
-    yield batch
+        if used is not None and (node.args[_OWN[node.target]] in batch or not _ready(node) < used):
+            yield list(batch)
+            batch, used = {}, None
+        batch[node] = None
+        used = min(node.users) if used is None else min(used, *node.users)
+    yield list(batch)
 
 
 def _ready(node: fx.Node) -> fx.Node:
