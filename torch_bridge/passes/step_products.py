@@ -176,7 +176,7 @@ def _own(node: fx.Node) -> tuple[fx.Node, ...] | None:
         turned = args[0].target is aten.permute.default and list(args[0].args[1]) == [1, 0]
         return (args[0].args[0], args[1]) if turned else None
     if node.target is aten.sum.dim_IntList:
-        return (args[0],) if list(args[1]) == [0] and not node.kwargs and len(aval(args[0])[0]) > 1 else None
+        return (args[0],) if list(args[1] or ()) == [0] and not node.kwargs and len(aval(args[0])[0]) > 1 else None
     if node.target is aten.embedding_dense_backward.default and not args[4]:
         return (args[0], args[1]) if aval(args[1])[0] else None
     if node.target is operator.getitem and isinstance(args[0], fx.Node) and (args[0].target, args[1]) in _BIASES:
@@ -255,14 +255,16 @@ def _of_one_weight(graph: fx.Graph) -> list[list[fx.Node]]:
     """Ops that do the same to few rows each, all but which is one value."""
     found: dict[Any, list[fx.Node]] = defaultdict(list)
     for node in graph.nodes:
-        if node.target in _OWN and (own := node.args[_OWN[node.target]]) not in _weights(node) and _few(node, own):
-            weights = tuple((e.source, tuple((v.target, plain(v)) for v in e.views)) for e in map(edge, _weights(node)))
-            found[node.target, plain(node), weights, aval(own), aval(node)].append(node)
+        if node.target in _OWN and (own := node.args[_OWN[node.target]]) not in _shared(node) and _few(node, own):
+            shared = tuple((e.source, tuple((v.target, plain(v)) for v in e.views)) for e in map(edge, _shared(node)))
+            found[node.target, plain(node), shared, aval(own), aval(node)].append(node)
     return list(found.values())
 
 
-def _weights(node: fx.Node) -> list[fx.Node]:
-    return [x for k, x in enumerate(node.args) if isinstance(x, fx.Node) and k != _OWN[node.target]]
+def _shared(node: fx.Node) -> list[fx.Node]:
+    """What a node takes besides the rows of its own: weights, and numbers that are inputs of the program (`alpha`)."""
+    args = [x for k, x in enumerate(node.args) if k != _OWN[node.target]]
+    return [x for x in (*args, *node.kwargs.values()) if isinstance(x, fx.Node)]
 
 
 def _few(node: fx.Node, own: Any) -> bool:
@@ -276,13 +278,15 @@ def _few(node: fx.Node, own: Any) -> bool:
 
 def _batches(nodes: list[fx.Node]) -> Iterator[list[fx.Node]]:
     """Those that can be done at once: all that they take is there before any of them is used."""
-    batch: list[fx.Node] = []
+    batch: dict[fx.Node, None] = {}
+    used: fx.Node | None = None  # the first that uses one of them
     for node in sorted(nodes, key=_ready):
-        if batch and (node.args[_OWN[node.target]] in batch or not _ready(node) < min(min(n.users) for n in batch)):
-            yield batch
-            batch = []
-        batch.append(node)
-    yield batch
+        if used is not None and (node.args[_OWN[node.target]] in batch or not _ready(node) < used):
+            yield list(batch)
+            batch, used = {}, None
+        batch[node] = None
+        used = min(node.users) if used is None else min(used, *node.users)
+    yield list(batch)
 
 
 def _ready(node: fx.Node) -> fx.Node:

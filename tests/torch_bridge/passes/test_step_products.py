@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from tests.torch_bridge.passes.test_time_steps import Graph, sequence, total
+from torch_bridge.ir.graph import number
 from torch_bridge.ir.layout import contiguous_meta
 from torch_bridge.passes import even_results, step_products
 from torch_bridge.source import NOWHERE
@@ -117,6 +118,14 @@ def test_gradients_of_biases_are_one_sum() -> None:
     assert aten.add.Tensor not in ops
 
 
+@pytest.mark.parametrize("dims", [None, [], [0, 1], [1]])
+def test_sums_over_other_dims_are_left(dims: list[int] | None) -> None:
+    g = cells()
+    states, _ = recurrent(g)
+    ops = rewritten(g, total(g, [g(aten.sum.dim_IntList, h, dims) for h in states[1:]]))
+    assert ops.count(aten.sum.dim_IntList) == STEPS
+
+
 def test_micro_batches_keep_their_gradients_apart() -> None:
     g = Graph(*[sequence(ROWS, IN) for _ in range(STEPS)])
     terms = [weight_gradient(g, g(aten.exp.default, x), x) for x in g.inputs]
@@ -206,6 +215,22 @@ def test_biases_with_rows_and_few_steps_are_left() -> None:
     g = Graph(sequence(STEPS, ROWS, IN), sequence(IN, OUT))
     steps = many(g, aten.unbind.int, g.inputs[0], 0, results=STEPS)
     assert rewritten(g, *[g(aten.mm.default, x, g.inputs[1]) for x in steps], fewest=7) == [aten.mm.default] * STEPS
+
+
+def test_products_by_other_numbers_are_left() -> None:
+    g = Graph(sequence(STEPS, ROWS, IN), sequence(IN, OUT), sequence(OUT), torch.arange(1.0, STEPS + 1))
+    steps = many(g, aten.unbind.int, g.inputs[0], 0, results=STEPS)
+    numbers = [g.graph.call_function(number, (g.inputs[3], k, "float")) for k in range(STEPS)]
+    for node in numbers:
+        node.meta.update(val=1.0, vals=())
+    ops = rewritten(g, *[g(aten.addmm.default, g.inputs[2], x, g.inputs[1], alpha=a) for x, a in zip(steps, numbers, strict=True)])
+    assert ops.count(aten.addmm.default) == STEPS
+    again = Graph(*g.given)
+    steps = many(again, aten.unbind.int, again.inputs[0], 0, results=STEPS)
+    node = again.graph.call_function(number, (again.inputs[3], 1, "float"))
+    node.meta.update(val=1.0, vals=())
+    ops = rewritten(again, *[again(aten.addmm.default, again.inputs[2], x, again.inputs[1], alpha=node) for x in steps])
+    assert ops.count(aten.addmm.default) == 1
 
 
 def test_embeddings_of_single_tokens_are_left() -> None:
