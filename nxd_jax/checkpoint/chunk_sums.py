@@ -30,7 +30,7 @@ def written() -> Iterator[None]:
         from orbax.checkpoint._src.serialization import tensorstore_utils as described
     except ImportError:
         described = None
-    if not hasattr(described, "build_array_write_spec") or not VARIABLES["NXD_JAX_CHECKPOINT_CHECKSUMS"].now():
+    if not hasattr(described, "build_array_write_spec") or VARIABLES["NXD_JAX_CHECKPOINT_CHECKSUMS"].now() is False:
         yield
         return
     global _open

@@ -108,6 +108,7 @@ MALFORMED = [
     ("NXD_JAX_REPLAY", "maybe", "0, 1 .* auto or all"),
     ("NXD_JAX_COMPILE_WORKERS", "0", "a whole number of at least 1"),
     ("NXD_JAX_TOP", "maybe", "0 or 1"),
+    ("NXD_JAX_CHECKPOINT_CHECKSUMS", "some", "0 or 1"),
     ("NXD_JAX_CHECKPOINT_FORMAT", "orbax", "one of nxd, original"),
     ("NXD_JAX_FP8_MAX", "300", "one of 240, 448"),
     ("NXD_JAX_PEER_TIMEOUT", "1", "a whole number of at least 5"),
@@ -290,6 +291,7 @@ TESTED_IN = {
     "NXD_JAX_REPLAY": ("../nxd_jax/trainer/test_model.py", "test_replay_by_variable"),
     "NXD_JAX_TOP": ("test_telemetry.py", "test_it_can_be_turned_off"),
     "NXD_JAX_TOP_DIR": ("test_telemetry.py", "test_folders"),
+    "NXD_JAX_CHECKPOINT_CHECKSUMS": ("../nxd_jax/checkpoint/test_save_load.py", "test_checksums_can_be_turned_off"),
     "NXD_JAX_CHECKPOINT_FORMAT": ("../nxd_jax/checkpoint/test_saving_original.py", "test_training_goes_on_bit_for_bit"),
     "NXD_JAX_FP8_MAX": ("../nxd_jax/quantization/test_config.py", "test_neurons_float8_goes_up_to_240"),
     "NXD_JAX_PEER_TIMEOUT": ("test_watch.py", "test_the_timeout"),
@@ -310,8 +312,10 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Sets variables as they are for a plain `python script.py`, and nothing else that says how many ranks there are."""
     for name in (
         "NXD_JAX_WORLD_SIZE",
+        "NXD_JAX_PROCESSES",
         "WORLD_SIZE",
         "RANK",
+        "TORCHELASTIC_RUN_ID",
         *(n for n, v in VARIABLES.items() if v.where in ("world", "xla_multiprocessing")),
     ):
         monkeypatch.delenv(name, raising=False)
@@ -350,6 +354,11 @@ def test_ranks_of_a_plain_script(no_launcher: Any, values: dict[str, str], size:
             {"NEURON_PJRT_PROCESSES_NUM_DEVICES": "16", "NEURON_PJRT_PROCESS_INDEX": "1"},
             ValueError,
             r"NEURON_PJRT_PROCESS_INDEX=1: .* names 1 process\(es\), counted from 0",
+        ),
+        (
+            {"NXD_JAX_WORLD_SIZE": "8", "WORLD_SIZE": "4", "RANK": "1", "TORCHELASTIC_RUN_ID": "none"},
+            RuntimeError,
+            "NXD_JAX_WORLD_SIZE=8 is set under torchrun: each of its 4 processes would host all 8 ranks and train alone. Unset it",
         ),
         ({"NEURON_RT_NUM_CORES": "-1"}, ValueError, "NEURON_RT_NUM_CORES='-1': must be a whole number of at least 0"),
     ],

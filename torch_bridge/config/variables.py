@@ -515,8 +515,8 @@ _OWN = [
     Variable(
         "NXD_JAX_CHECKPOINT_CHECKSUMS",
         HONOUR,
-        "1: arrays in checkpoints have checksums, and every load checks them, for about a second of CPU time for each GB, and memory for half of what a process "
-        "writes while it does; 0: they have none",
+        "1: arrays in checkpoints have checksums, and every load checks them, for about a second of CPU time for each GB, and memory for half of what a "
+        "process writes while it does; 0: they have none",
         "1",
         FLAG,
         "nxd_jax.checkpoint.chunk_sums",

@@ -67,6 +67,8 @@ class _Narrowed(threading.local):
     world: World | None = None
 
 
+LAUNCHER = "nxd-run"
+"""What our launcher sets TORCHELASTIC_RUN_ID to, where it hosts all ranks in one process."""
 _epochs = itertools.count()
 _NARROWED = _Narrowed()
 _world: World | None = None
@@ -100,10 +102,14 @@ def from_environment() -> World:
     emulated = env.get("NXD_JAX_WORLD_SIZE")
     if emulated:
         count = _number("NXD_JAX_WORLD_SIZE", emulated)
-        if env.get("TORCHELASTIC_RUN_ID") and not env.get("NXD_JAX_PROCESSES") and int(env.get("WORLD_SIZE") or 1) > 1:
+        if (
+            env.get("TORCHELASTIC_RUN_ID", LAUNCHER) != LAUNCHER
+            and not env.get("NXD_JAX_PROCESSES")
+            and int(env.get("WORLD_SIZE") or 1) > 1
+        ):
             raise RuntimeError(
                 f"NXD_JAX_WORLD_SIZE={count} is set under torchrun: each of its {env['WORLD_SIZE']} processes would host all {count} ranks and train alone. "
-                f"Unset it (one rank in each process), or start `torchrun ... nxd-run --nproc_per_node=N script.py` for N ranks in each"
+                "Unset it (one rank in each process), or start nxd-run under torchrun (several in each)"
             )
         share = count // _number("NXD_JAX_PROCESSES", env.get("NXD_JAX_PROCESSES") or "1")
         first = int(env.get("NXD_JAX_PROCESS") or 0) * share
