@@ -178,7 +178,7 @@ def _own(node: fx.Node) -> tuple[fx.Node, ...] | None:
     if node.target is aten.sum.dim_IntList:
         return (args[0],) if list(args[1] or ()) == [0] and not node.kwargs and len(aval(args[0])[0]) > 1 else None
     if node.target is aten.embedding_dense_backward.default and not args[4]:
-        return (args[0], args[1]) if aval(args[1])[0] else None
+        return (args[0], args[1]) if aval(args[1])[0] and set(node.all_input_nodes) == {*args[:2]} else None
     if node.target is operator.getitem and isinstance(args[0], fx.Node) and (args[0].target, args[1]) in _BIASES:
         place = _BIASES[args[0].target, args[1]]
         return next(((x,) for x in args[0].users if x.target is operator.getitem and x.args[1] == place), None)
