@@ -10,6 +10,7 @@ first layer would have views that the others share with it.
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -184,12 +185,20 @@ def aval(node: fx.Node) -> Any:
     return (tuple(val.shape), val.dtype) if isinstance(val, torch.Tensor) else None
 
 
+def list_of(nodes: Sequence[fx.Node]) -> fx.Node | None:
+    """The op in whose list of results all these nodes are; None if there is none."""
+    source = nodes[0].args[0] if nodes[0].target is operator.getitem else None
+    alike = isinstance(source, fx.Node) and all(n.target is operator.getitem and n.args[0] is source for n in nodes)
+    return source if alike else None  # type: ignore[return-value]
+
+
 def _stretches(names: np.ndarray, min_count: int, min_saved: int) -> Iterator[tuple[int, int, int]]:
     """(first, end, period) of stretches in which every node equals the one a period later, those that save most first; they may overlap."""
     order = np.argsort(names, kind="stable")
+    ordered = names[order]
     distances: Counter[int] = Counter()
     for k in range(1, _SAME + 1):
-        same = names[order][k:] == names[order][:-k]
+        same = ordered[k:] == ordered[:-k]
         distances.update((order[k:] - order[:-k])[same].tolist())
     found: list[tuple[int, int, int, int]] = []
     for period, _ in distances.most_common(_CANDIDATES):

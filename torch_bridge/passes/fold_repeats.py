@@ -543,10 +543,8 @@ def _regular(series: Series, places: Sequence[int]) -> Slice | None:
 
 def _taken_apart(nodes: Sequence[fx.Node]) -> fx.Node | None:
     """The `unbind` whose entries these nodes are."""
-    source = nodes[0].args[0] if nodes[0].target is operator.getitem else None
-    if not isinstance(source, fx.Node) or source.target is not aten.unbind.int:
-        return None
-    return source if all(n.target is operator.getitem and n.args[0] is source for n in nodes) else None
+    source = find_repeats.list_of(nodes)
+    return source if source is not None and source.target is aten.unbind.int else None
 
 
 def _each(run: Run) -> list[Each]:

@@ -26,7 +26,7 @@ from torch import fx
 
 from torch_bridge.ir.graph import last_placeholder, put_after
 from torch_bridge.ir.layout import contiguous_meta
-from torch_bridge.passes.find_repeats import aval, edge, plain
+from torch_bridge.passes.find_repeats import aval, edge, list_of, plain
 from torch_bridge.passes.sums import Sum, sums
 
 aten = torch.ops.aten
@@ -47,9 +47,9 @@ _BIASES: dict[Any, int] = {
 
 def rewrite(graph: fx.Graph, fewest: int) -> None:
     """Rewrite what at least so many steps do. The graph's results keep their shapes, dtypes and order."""
-    for root, found in list(sums(graph)):
-        if root.users and len(found.terms) >= fewest and _join_terms(graph, root, found, fewest):
-            _erase_unused(graph)
+    joined = [_join_terms(graph, root, found, fewest) for root, found in list(sums(graph)) if root.users and len(found.terms) >= fewest]
+    if any(joined):
+        _erase_unused(graph)
     for products in _of_one_weight(graph):
         if len(products) >= fewest:
             for batch in list(_batches(products)):
@@ -115,13 +115,13 @@ class _Maker:
 
 def _entries(nodes: Sequence[fx.Node]) -> tuple[fx.Node, int, int] | None:
     """(tensor, dim, first place) if the nodes are neighbours in what an `unbind` gives, in order."""
-    unbind: Any = nodes[0].args[0] if nodes[0].target is operator.getitem else None
-    if not isinstance(unbind, fx.Node) or unbind.target is not aten.unbind.int:
+    unbind = list_of(nodes)
+    if unbind is None or unbind.target is not aten.unbind.int:
         return None
     first: Any = nodes[0].args[1]
-    alike = all(n.target is operator.getitem and n.args == (unbind, first + t) for t, n in enumerate(nodes))
+    in_order = all(n.args[1] == first + t for t, n in enumerate(nodes))
     source, dim = (*unbind.args, 0)[:2]
-    return (source, dim % len(aval(source)[0]), first) if alike else None  # type: ignore[operator, return-value, arg-type]
+    return (source, dim % len(aval(source)[0]), first) if in_order else None  # type: ignore[operator, return-value, arg-type]
 
 
 def _bytes(nodes: Sequence[fx.Node]) -> int:
@@ -225,7 +225,7 @@ def _since(step: fx.Node) -> fx.Node:
 def _one_after_another(column: Sequence[fx.Node]) -> bool:
     """Whether the values of later steps depend on those of earlier ones, or are entries of one tensor, or products of such."""
     roots = list(map(_root, column))
-    if all(x.target is operator.getitem and x.args[0] is roots[0].args[0] for x in roots):
+    if list_of(roots) is not None:
         return True
     inner = roots[1:-1] if len(roots) > 3 else roots  # what the first and the last step have may come from elsewhere
     first, last = min(inner), max(inner)

@@ -253,6 +253,9 @@ def _views(node: fx.Node) -> list[fx.Node] | None:
 # -- gradients --------------------------------------------------------------------------------------
 
 
+_GRADIENTS = (aten.select_backward.default, aten.slice_backward.default)
+
+
 def _join_gradients(graph: fx.Graph, fewest: int) -> None:
     for node, found in sums(graph):
         total = _total(found)
@@ -299,7 +302,7 @@ def _total(found: Sum) -> Total:
 
 def _added(node: fx.Node) -> Step | None:
     """The step that a node is the gradient of, zeros elsewhere, if it is one."""
-    if node.target not in (aten.select_backward.default, aten.slice_backward.default) or node.kwargs or len(node.all_input_nodes) != 1:
+    if node.target not in _GRADIENTS or node.kwargs or len(node.all_input_nodes) != 1:
         return None
     _, sizes, *where = node.args
     return _step(tuple(sizes), where)  # type: ignore[arg-type]
@@ -354,9 +357,6 @@ def _join_parts(graph: fx.Graph, root: fx.Node, found: Sum, fewest: int) -> None
         graph.erase_node(dead)
     for _, inner, _ in (member for group in parts for member in group):
         graph.erase_node(inner)
-
-
-_GRADIENTS = (aten.select_backward.default, aten.slice_backward.default)
 
 
 def _at_one_place(terms: list[fx.Node]) -> int:
