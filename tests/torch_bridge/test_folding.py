@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from torch_bridge import torch_xla as xla
 from torch_bridge.compiler.program import Program
+from torch_bridge.config.settings import SETTINGS
 from torch_bridge.mesh import stacked_arrays
 from torch_bridge.passes import fold_repeats
 from torch_bridge.recorder.dispatch import STATE
@@ -146,6 +147,7 @@ def test_optimizers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_weights_stay_stacked(monkeypatch: pytest.MonkeyPatch) -> None:
     """After a step the weights of equal layers and their moments are rows of one array, which the next step takes over: no copy, one compilation."""
     monkeypatch.setenv("NXD_JAX_FOLD", "3")
+    monkeypatch.setattr(SETTINGS, "speculate", 0)
     model = made()
     optimizer = OPTIMIZERS["adamw"](model)
     train(model, optimizer)
@@ -245,6 +247,7 @@ def test_a_copy_keeps_its_values(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_copy_of_one_layer_does_not_keep_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SETTINGS, "speculate", 0)
     monkeypatch.setenv("NXD_JAX_FOLD", "3")
     model = made()
     optimizer = OPTIMIZERS["sgd"](model)

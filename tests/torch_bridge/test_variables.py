@@ -104,6 +104,7 @@ MALFORMED = [
     ("NXD_JAX_INDEPENDENT_DRAWS", "maybe", "0 or 1"),
     ("NXD_JAX_FOLD", "many", "a whole number of at least 0"),
     ("NXD_JAX_COLD_SHAPES", "many", "0 or 1"),
+    ("NXD_JAX_SPECULATE", "many", "a whole number of at least 0"),
     ("NXD_JAX_TORCH_KERNELS", "maybe", "0 or 1"),
     ("NXD_JAX_REPLAY", "maybe", "0, 1 .* auto or all"),
     ("NXD_JAX_COMPILE_WORKERS", "0", "a whole number of at least 1"),
@@ -285,6 +286,7 @@ TESTED_IN = {
     "NXD_JAX_COMPILE_WORKERS": ("../nxd_jax/parallel_compile/test_aside.py", "test_how_many_at_a_time"),
     "NXD_JAX_FUSED_OPTIMIZERS": ("test_fused_optimizers.py", "test_switch_and_surroundings"),
     "NXD_JAX_INDEPENDENT_DRAWS": ("ranks/test_random_numbers.py", "test_independent_draws_differ_along_exactly_the_axes_of_the_value"),
+    "NXD_JAX_SPECULATE": ("test_speculation.py", "test_one_variable_turns_it_off"),
     "NXD_JAX_COLD_SHAPES": ("test_cold_shapes.py", "test_one_variable_turns_it_off"),
     "NXD_JAX_TORCH_KERNELS": ("test_torch_kernels.py", "test_one_variable_turns_them_off"),
     "NXD_JAX_FOLD": ("test_folding.py", "test_few_layers_are_left_alone"),
@@ -461,7 +463,7 @@ def test_no_donation(configured: Any) -> None:
     configured(XLA_ENABLE_PARAM_ALIASING="0")
     same(train)
     assert not any(p.spec.ports.donated for p in session.current().recent)
-    configured(XLA_ENABLE_PARAM_ALIASING="1")
+    configured(XLA_ENABLE_PARAM_ALIASING="1", NXD_JAX_SPECULATE="0")
     executor.clear_cache()
     same(train)
     assert any(p.spec.ports.donated for p in session.current().recent)

@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from torch import fx
 
-from torch_bridge.compiler import shard_mapping, verify_programs
+from torch_bridge.compiler import kept_inputs, shard_mapping, verify_programs
 from torch_bridge.compiler.annotated_labels import AnnotatedLabels, AnnotatedSegment
 from torch_bridge.compiler.program_io import Ports
 from torch_bridge.compiler.shard_mapping import RankLabels, SegmentLabels
@@ -99,6 +99,7 @@ class ProgramSpec:
             (`AnnotatedLabels`: whole tensors, divided by XLA); None on one device.
         plan: how it is computed as loops over repeated layers; None if it is not.
         ports: what goes in and out as one array, what is donated, and in which order results leave.
+        keeps_inputs: whether it takes over nothing, so that it may start early.
     """
 
     part: Part
@@ -113,6 +114,7 @@ class ProgramSpec:
     labels: RankLabels | AnnotatedLabels | None
     plan: fold_repeats.Plan | None
     ports: Ports
+    keeps_inputs: bool = False
 
     @functools.cached_property
     def leaves(self) -> tuple[tuple[int, bool], ...]:
@@ -227,8 +229,9 @@ def specify(trace: Trace, part: Part, run: Execution) -> ProgramSpec:
     updates = _new_values(graph, part, inputs, avals, owned, labels, segment)
     plan = _fold(graph, inputs, labels, updates, run.mode)
     stacks = ((), ()) if plan is None else (plan.stacked_inputs(), [tuple(members) for _, members in plan.stacked])
-    ports = Ports.of(len(inputs), len(part.results), *stacks).paired(updates)
-    spec = ProgramSpec(part, graph, inputs, avals, owned, MappingProxyType(slots), kinds, draws, run.mode, labels, plan, ports)
+    keeps = labels is None and part.is_whole and run.mode == precision_mode.PLAIN and kept_inputs.keeps_inputs(graph, owned, avals)
+    ports = Ports.of(len(inputs), len(part.results), *stacks).paired({} if keeps else updates)
+    spec = ProgramSpec(part, graph, inputs, avals, owned, MappingProxyType(slots), kinds, draws, run.mode, labels, plan, ports, keeps)
     if SETTINGS.verify:
         verify_programs.check(spec, run)
     return spec

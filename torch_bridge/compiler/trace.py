@@ -26,6 +26,7 @@ class Trace:
         following: the trace that ran after it last time.
         used: when it ran last, on the session's clock.
         evicted: it is no longer kept.
+        forecast: what its next run is expected to take (`runtime.speculation`).
         agreed: lists of nodes that are known to be its own from a place on.
     """
 
@@ -37,6 +38,7 @@ class Trace:
         self.following: Trace | None = None
         self.used = 0
         self.evicted = False
+        self.forecast: Any = None
         self.agreed: dict[int, list[Any]] = {}
 
     def cut(

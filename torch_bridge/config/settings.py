@@ -16,6 +16,7 @@ class Settings:
         extract_only: compile programs and give zeros for their results (NEURON_EXTRACT_GRAPHS_ONLY).
         cold_shapes: run programs of new shapes in eager torch first where several of the same ops were compiled (NXD_JAX_COLD_SHAPES).
         torch_kernels: programs of one CPU device call kernels of torch (NXD_JAX_TORCH_KERNELS).
+        speculate: MiB of weights and states up to which a training step may start before it is recorded; 0: never (NXD_JAX_SPECULATE).
         verify: check what every pass makes of a recorded step (NXD_JAX_VERIFY).
     """
 
@@ -25,6 +26,7 @@ class Settings:
     extract_only: bool = False
     cold_shapes: bool = True
     torch_kernels: bool = True
+    speculate: int = 4
     verify: bool = False
 
 

@@ -459,6 +459,15 @@ _OWN = [
         "fold_repeats",
     ),
     Variable(
+        "NXD_JAX_SPECULATE",
+        HONOUR,
+        "MiB of weights and optimizer states up to which the program of a training step starts before all of the step is recorded, with what it is expected to "
+        "take; if it takes something else, its results are dropped and it runs again; 0: never",
+        "4",
+        count(0),
+        "debug_modes",
+    ),
+    Variable(
         "NXD_JAX_COLD_SHAPES",
         HONOUR,
         "1: where a program has been compiled for three shapes, others run in eager torch on the CPU twice before they are compiled (a text that grows, "

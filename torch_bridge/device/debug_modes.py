@@ -41,6 +41,7 @@ def configure(values: dict[str, Any], dispatch: Dispatch) -> Dispatch:
         session.check_with(StepMetrics(values["XLA_METRICS_FILE"]))
     SETTINGS.cold_shapes = values.get("NXD_JAX_COLD_SHAPES", True)
     SETTINGS.torch_kernels = values.get("NXD_JAX_TORCH_KERNELS", True)
+    SETTINGS.speculate = values.get("NXD_JAX_SPECULATE", SETTINGS.speculate)
     SETTINGS.verify = bool(values.get("NXD_JAX_VERIFY"))
     return op_by_op(dispatch) if values.get("NEURON_USE_EAGER_DEBUG_MODE") else dispatch
 

@@ -7,6 +7,7 @@ recordings of the same step are equal lists, whatever arrays they run on.
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -25,6 +26,9 @@ from torch_bridge.ir.view_entries import constant_entry, full_entry, read_entrie
 from torch_bridge.mesh import sharding, spmd
 
 aten = torch.ops.aten
+
+NEVER = sys.maxsize
+"""`Segment.start_at` where nothing is to start."""
 
 LOCK = threading.RLock()
 """Held while an op is recorded and while a segment runs: any thread may use the device."""
@@ -241,6 +245,8 @@ class Segment:
         home: the place at which nodes run whose inputs lie at none, if its results are needed there or nobody knows where; None: the mesh of the world.
         predicted: a trace seen before that the nodes so far agree with: as long as they do, nothing needs to be looked up.
         by_start: finds such a trace from the first node.
+        foretold: nodes with what says the numbers that they will have in the next step, as (node, function without arguments).
+        start_at, start: the node with which everything is known that the step takes, and what then starts its program (`runtime.speculation`).
         watch: told of every read as (storage, view, id), with view None of every write, and with storage None when Python asks for a value.
         recording: what records it, if something does (`replay.tape`).
         capture: it records a module for `torch_bridge.capture`, and never runs. known: gives a storage its value all the same, if it can; None: none has one.
@@ -282,6 +288,9 @@ class Segment:
         self.followed: Any = None
         self.home: Any = None
         self.predicted: Any = None
+        self.foretold: list[tuple[int, Callable[[], tuple[float, ...] | None]]] = []
+        self.start_at = NEVER
+        self.start: Callable[[Segment], None] | None = None
 
     # -- values ---------------------------------------------------------------------------------
 
@@ -324,6 +333,8 @@ class Segment:
         vid = self.next_vid
         self.next_vid = vid + entry.n_outs
         nodes.append(node)
+        if i >= self.start_at:
+            self._start()
         return vid
 
     def splice(
@@ -356,6 +367,13 @@ class Segment:
         self.draws.extend((i + k, seed, offset) for k, seed, offset in draws)
         self.nodes.extend(nodes)
         self.next_vid += values
+        if len(self.nodes) > self.start_at:
+            self._start()
+
+    def _start(self) -> None:
+        self.start_at = NEVER
+        if self.start is not None:
+            self.start(self)
 
     def unpredict(self) -> None:
         """Go on without the prediction, with the sources of what it foretold so far."""

@@ -113,9 +113,9 @@ def _record(optimizer: torch.optim.Optimizer, cls: type) -> bool:
         return False
     plan = next(step_plans.PLANS[c] for c in cls.__mro__ if c in step_plans.PLANS)
     gathered = step_plans.gather(plan, optimizer)
-    for given in gathered or ():
+    for number, given in enumerate(gathered or ()):
         for update in plan.updates(given):
-            update.record()
+            update.record(plan.foretell(given, number))
     return gathered is not None
 
 
@@ -145,8 +145,11 @@ class Update(NamedTuple):
     flags: set[str]
     grads: list[Any] | None = None
 
-    def record(self) -> None:
-        """Record it: parameters and states are updated in place, in one op for each place that they lie at."""
+    def record(self, foretell: Callable[[], tuple[float, ...] | None] | None = None) -> None:
+        """Record it: parameters and states are updated in place, in one op for each place that they lie at.
+
+        foretell: says which numbers it will have in the next step.
+        """
         backend.ensure()
         from torch_bridge.optimizers import param_partition, step_ops
         from torch_bridge.recorder import placed
@@ -162,7 +165,7 @@ class Update(NamedTuple):
 
         grads = [p.grad for p in self.params] if self.grads is None else self.grads
         options = param_partition.text(self.flags, self.params) if self.rule == "adafactor" else ",".join(sorted(self.flags))
-        step_ops.update(self.rule, self.params, grads, self.states, self.numbers, options)
+        step_ops.update(self.rule, self.params, grads, self.states, self.numbers, options, foretell)
 
 
 # -- optimizers that look at whole tensors ------------------------------------------------------------

@@ -52,6 +52,11 @@ class Counters:
         found: list[float] = self._values.tolist()
         return found
 
+    def next(self) -> float | None:
+        """What `count` would give for all of them; None if they differ."""
+        found: list[float] = (self._values + 1).tolist()
+        return found[0] if found.count(found[0]) == len(found) else None
+
 
 class Known:
     """What a group was when it was last looked at in full: parameters that all have gradients, and states that are tensors on xla, each its own memory.

@@ -6,12 +6,13 @@ after `backend.ensure()` (which brings JAX up).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from torch_bridge.compiler import kept_inputs
 from torch_bridge.ir.entry import Entry, Lift, Slot
 from torch_bridge.ir.layout import Layout
 from torch_bridge.ir.view_entries import flat
@@ -21,9 +22,6 @@ from torch_bridge.optimizers import adafactor
 from torch_bridge.precision.precision_mode import Mode
 from torch_bridge.recorder import tensor
 from torch_bridge.recorder.dispatch import STATE, special
-
-if TYPE_CHECKING:
-    pass
 
 Arrays = list[Array]
 _STEP = "(str rule, {}, Tensor[] grads, {}, {}, {}, float[] numbers, str options) -> {}"
@@ -37,6 +35,7 @@ _library.define(
     f"optimizer_step_{_STEP}".format("Tensor(a!)[] params", "Tensor(b!)[] first", "Tensor(c!)[] second", "Tensor(d!)[] third", "()")
 )
 ops = torch.ops.torch_bridge
+kept_inputs.STEPS.add(ops.optimizer_step.default)
 
 Tensors = Sequence[torch.Tensor]
 
@@ -117,7 +116,10 @@ def _record(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str
         read = tuple(views)
         entry = _ENTRIES[key] = _entry(rule, counts, [*views[: of_grads.start], *views[of_grads.stop :]], read, len(numbers), options)
     segment = STATE.session.current
-    vid = segment.emit(entry, tuple(segment.read_all(storages, views)), tuple(numbers))
+    inputs = tuple(segment.read_all(storages, views))
+    if "foretell" in kwargs:
+        segment.foretold.append((len(segment.nodes), kwargs["foretell"]))
+    vid = segment.emit(entry, inputs, tuple(numbers))
     del storages[of_grads], views[of_grads]
     segment.write_all(storages, views, vid)
 
@@ -132,13 +134,24 @@ def _entry(rule: str, counts: Sequence[int], written: Sequence[Layout], read: Se
     return found
 
 
-def update(rule: str, params: Tensors, grads: Tensors, states: Sequence[Tensors], numbers: Sequence[float], options: str = "") -> None:
-    """Record one op that updates xla parameters, and their state (up to three lists of tensors), in place. numbers may change without a new program."""
+def update(
+    rule: str,
+    params: Tensors,
+    grads: Tensors,
+    states: Sequence[Tensors],
+    numbers: Sequence[float],
+    options: str = "",
+    foretell: Callable[[], tuple[float, ...] | None] | None = None,
+) -> None:
+    """Record one op that updates xla parameters, and their state (up to three lists of tensors), in place. numbers may change without a new program.
+
+    foretell: says which numbers it will have in the next step, as far as that is known.
+    """
     lists = [*states, *[[] for _ in range(3 - len(states))]]
     args = (rule, params, grads, *lists, [float(x) for x in numbers], options)
     if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
         with torch.no_grad():
             ops.optimizer_step_(*args)
     else:  # torch's dispatcher would take hundreds of tensors apart and put them together again
-        tensor.dispatch(ops.optimizer_step_.default, args, {})
+        tensor.dispatch(ops.optimizer_step_.default, args, {} if foretell is None else {"foretell": foretell})
     torch.autograd.graph.increment_version([t for given in (params, *states) for t in given])

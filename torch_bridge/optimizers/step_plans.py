@@ -6,11 +6,12 @@ its step is what the rules in `update_rules` compute; nothing is changed before 
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import optim
@@ -74,7 +75,7 @@ class Gathered(NamedTuple):
 class Plan:
     """Of a class of torch. updates: what to record. names: of its states, by group. made: lists that its `_init_group` fills, 0 if it makes no state.
 
-    counts: whether it counts steps. fits: whether states are there that belong to the parameters.
+    counts: whether it counts steps. fits: whether states are there that belong to the parameters. numbers: of a group's update, behind so many steps.
     """
 
     updates: Callable[[Gathered], Iterator[Update]]
@@ -82,6 +83,13 @@ class Plan:
     made: int
     fits: Callable[[list[Any], list[Column]], bool]
     counts: bool = True
+    numbers: Callable[[Group, float], list[float]] | None = None
+
+    def foretell(self, given: Gathered, number: int) -> Callable[[], tuple[float, ...] | None] | None:
+        """What says the numbers of the next update of a group (by number), if they change with its options and steps alone. Keeps no tensors alive."""
+        if self.numbers is None or (self.counts and given.counters is None):
+            return None
+        return functools.partial(_foretold, self, weakref.ref(given.optimizer), number, given.counters)
 
 
 def gather(plan: Plan, optimizer: torch.optim.Optimizer) -> list[Gathered] | None:
@@ -91,7 +99,7 @@ def gather(plan: Plan, optimizer: torch.optim.Optimizer) -> list[Gathered] | Non
     return None if any(x is None for x in found) else [x for x in found if x is not None]
 
 
-_KNOWN: WeakKeyDictionary[Any, dict[int, Known]] = WeakKeyDictionary()
+_KNOWN: weakref.WeakKeyDictionary[Any, dict[int, Known]] = weakref.WeakKeyDictionary()
 """By optimizer: its groups, by number, as they were."""
 _NOTES = 16
 """How often notes are made of one group: where it is another one every time, they cost more than they save."""
@@ -214,12 +222,25 @@ def _apart(params: Sequence[Any], grads: Sequence[Any], columns: Sequence[Column
     return len(storages) == len(written) and storages.isdisjoint([id(g._storage) for g in grads])
 
 
+def _foretold(plan: Plan, optimizer: weakref.ref[Any], number: int, counters: Counters | None) -> tuple[float, ...] | None:
+    """The numbers of a group's next update; None if the optimizer is gone, or its parameters had different numbers of steps."""
+    found = optimizer()
+    step = 0.0 if counters is None else counters.next()
+    if found is None or number >= len(found.param_groups) or step is None or plan.numbers is None:
+        return None
+    return tuple(map(float, plan.numbers(found.param_groups[number], step)))
+
+
 # -- what each records ------------------------------------------------------------------------------
+
+
+def _sgd_numbers(group: Group, step: float) -> list[float]:
+    return [group["weight_decay"], group["momentum"], 1 - group["dampening"], -group["lr"]]
 
 
 def _sgd(given: Gathered) -> Iterator[Update]:
     group = given.group
-    numbers = [group["weight_decay"], group["momentum"], 1 - group["dampening"], -group["lr"]]
+    numbers = _sgd_numbers(group, 0)
     if not given.params:
         return
     if not given.columns:
@@ -236,28 +257,33 @@ def _sgd(given: Gathered) -> Iterator[Update]:
             yield given.update("sgd", chosen, [buffers], [*numbers[:2], weight, numbers[3]], nesterov=group["nesterov"])
 
 
+def _adam_numbers(group: Group, step: float) -> list[float]:
+    (beta1, beta2), lr, decay = group["betas"], group["lr"], group["weight_decay"]
+    return [
+        1 - lr * decay if group.get("decoupled_weight_decay", False) else decay,
+        1 - beta1,
+        beta2,
+        1 - beta2,
+        (1 - beta2**step) ** 0.5,
+        group["eps"],
+        -lr / (1 - beta1**step),
+    ]
+
+
 def _adam(given: Gathered) -> Iterator[Update]:
     group = given.group
-    decoupled = group.get("decoupled_weight_decay", False)
-    (beta1, beta2), lr, decay = group["betas"], group["lr"], group["weight_decay"]
     for step, places in given.counted():
-        numbers = [
-            1 - lr * decay if decoupled else decay,
-            1 - beta1,
-            beta2,
-            1 - beta2,
-            (1 - beta2**step) ** 0.5,
-            group["eps"],
-            -lr / (1 - beta1**step),
-        ]
-        yield given.update("adam", places, given.columns, numbers, decoupled=decoupled)
+        yield given.update("adam", places, given.columns, _adam_numbers(group, step), decoupled=group.get("decoupled_weight_decay", False))
+
+
+def _adagrad_numbers(group: Group, step: float) -> list[float]:
+    rate = group["lr"] / (1 + (step - 1) * group["lr_decay"])
+    return [group["weight_decay"], group["eps"], -rate]
 
 
 def _adagrad(given: Gathered) -> Iterator[Update]:
-    group = given.group
     for step, places in given.counted():
-        rate = group["lr"] / (1 + (step - 1) * group["lr_decay"])
-        yield given.update("adagrad", places, given.columns, [group["weight_decay"], group["eps"], -rate])
+        yield given.update("adagrad", places, given.columns, _adagrad_numbers(given.group, step))
 
 
 def _adafactor(given: Gathered) -> Iterator[Update]:
@@ -300,9 +326,11 @@ def _adam_names(group: Group) -> tuple[str, ...]:
 
 
 PLANS: dict[type, Plan] = {
-    optim.SGD: Plan(_sgd, lambda group: ("momentum_buffer",) if group["momentum"] != 0 else (), 0, _some_like, counts=False),
-    optim.Adam: Plan(_adam, _adam_names, 6, _all_like),
-    optim.Adagrad: Plan(_adagrad, lambda group: ("sum",), 4, _all_like),
+    optim.SGD: Plan(
+        _sgd, lambda group: ("momentum_buffer",) if group["momentum"] != 0 else (), 0, _some_like, counts=False, numbers=_sgd_numbers
+    ),
+    optim.Adam: Plan(_adam, _adam_names, 6, _all_like, numbers=_adam_numbers),
+    optim.Adagrad: Plan(_adagrad, lambda group: ("sum",), 4, _all_like, numbers=_adagrad_numbers),
     optim.Adafactor: Plan(_adafactor, lambda group: ("row_var", "col_var", "variance"), 6, _factored),
 }
 """By the class that defines the step: AdamW's is Adam's."""

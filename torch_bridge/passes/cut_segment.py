@@ -31,6 +31,11 @@ class Part:
     place: Place = HERE
     late: bool = False
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is all there is of its segment, as far as it can say."""
+        return not (self.given or self.shared or self.late) and self.place is HERE
+
 
 def cut(
     nodes: Sequence[tuple[Any, ...]], outs: Sequence[int], places: Sequence[Place], first: Sequence[int] | None = None

@@ -38,7 +38,7 @@ from torch_bridge.passes import automatic_dynamic, hoist_constants, manual_regio
 from torch_bridge.passes.verify import segments
 from torch_bridge.passes.verify.meaning import Meaning
 from torch_bridge.precision import precision_mode
-from torch_bridge.runtime import cold_shapes, interrupts
+from torch_bridge.runtime import cold_shapes, interrupts, speculation
 from torch_bridge.runtime.observers import around
 from torch_bridge.runtime.session import STATE, Session, activated, sessions
 from torch_bridge.telemetry import activity, compile_log
@@ -367,6 +367,7 @@ def _execute(session: Session, trace: Trace, programs: list[Program], run: Execu
     args = programs[0].arguments(run, {})
     _compile(session, programs, run, args)
     passed: dict[int, Any] = {}
+    speculation.learn(session, trace, programs, run)
     with interrupts.deferred():  # running consumes donated inputs: its results must reach their storages
         for program in programs[: len(programs) - len(late)]:
             if program is not programs[0]:
@@ -480,6 +481,9 @@ def _dispatched(session: Session, program: Program, args: list[Any], placed: boo
             return list(session.abstract.results(program, args))
         if SETTINGS.extract_only:
             return compile_log.zeros(program)
+        early = speculation.taken(session, program, args)
+        if early is not None:
+            return early
         if program.cold is None or program.has_executable:
             return program.run_placed(args) if placed and program.has_executable else program.run(args)
     return _run_cold(session, program, args)
@@ -518,6 +522,7 @@ def _start_next(session: Session, trace: Trace | None) -> None:
             session.last.following = trace
         session.last = trace
         new.predicted = trace.following
+        speculation.expect(session, new, new.predicted)
 
 
 def _roll_back(session: Session, segment: Segment, error: BaseException) -> None:

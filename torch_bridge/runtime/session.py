@@ -87,6 +87,7 @@ class Session:
         placement: says for each node of a segment where it runs: nodes at different places become programs of their own, in the order that their values
             ask for. None: each runs where its inputs lie (`passes.place_nodes`).
         cpu_constants: what CPU tensors are that a module which is captured has next to its own. None: such a tensor is an error.
+        started: a program that runs for the segment which is still being recorded (`speculation`).
         noting: told of every run of a program before it, if somebody wants to run it again by itself (`replay.rerun`).
     """
 
@@ -110,12 +111,14 @@ class Session:
         self.abstract = abstract
         self.placement: Callable[[Segment], Sequence[Place]] | None = None
         self.cpu_constants: CpuConstants | None = None
+        self.started: Any = None
         self.noting: Callable[[Program, Execution, Sequence[Any], Results], None] | None = None
         self.current = Segment(capture, self.by_start, self)
         _ALL.add(self)
 
     def begin(self) -> Segment:
         """A new pending segment; the one before forgets what it has, and lets go of the arrays, unless some of it is still to run."""
+        self.started = None
         before, self.current = self.current, Segment(by_start=self.by_start, owner=self)
         if before.deferred is None:
             before.clear()

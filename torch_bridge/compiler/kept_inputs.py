@@ -1,0 +1,30 @@
+"""Which programs take over no buffers, so that they may start before their step is recorded (`runtime.speculation`): small training steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from torch import fx
+
+from torch_bridge import lowerings
+from torch_bridge.config.settings import SETTINGS
+
+STEPS: set[Any] = set()
+"""Ops that are an optimizer's step (`optimizers.step_ops`)."""
+
+
+def keeps_inputs(graph: fx.Graph, owned: Sequence[bool], avals: Sequence[jax.ShapeDtypeStruct]) -> bool:
+    """Whether a program of one device is a training step that keeps the buffers which it could take over: they are small (NXD_JAX_SPECULATE).
+
+    One that calls kernels of torch takes turns with the script at running Python, so it gains nothing.
+    """
+    if not SETTINGS.speculate or not any(node.target in STEPS for node in graph.nodes):
+        return False
+    size = sum(math.prod(a.shape) * a.dtype.itemsize for a, own in zip(avals, owned, strict=True) if own)
+    kernels = SETTINGS.torch_kernels and jax.default_backend() == "cpu"
+    return size <= SETTINGS.speculate << 20 and not (
+        kernels and any(lowerings.may_call_kernels(node.target, node.args) for node in graph.nodes)
+    )
