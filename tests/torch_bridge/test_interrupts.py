@@ -271,6 +271,27 @@ def test_while_compiling(seconds: float, interrupted: Interrupted) -> None:
     assert x[0].item() == pytest.approx(expected, rel=1e-4)
 
 
+def test_in_a_destructor(interrupted: Interrupted) -> None:
+    """Python drops exceptions of destructors, which may run anywhere."""
+    torch.ones(2, device="xla").tolist()
+    destroyed = []
+
+    class Slow:
+        def __del__(self) -> None:
+            end = time.perf_counter() + 0.04
+            while time.perf_counter() < end:
+                pass
+            destroyed.append(True)
+
+    def body() -> None:
+        found = Slow()
+        del found
+        assert destroyed
+
+    assert interrupted(0.01, body)
+    assert destroyed
+
+
 def test_while_a_kernel_of_torch_runs(interrupted: Interrupted) -> None:
     """XLA may call it on the main thread, where Python delivers signals between two lines of it, and no exception can pass through XLA's code."""
     torch.manual_seed(0)

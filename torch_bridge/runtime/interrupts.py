@@ -30,8 +30,8 @@ _PAUSE = 0.001
 _BETWEEN = {code for name, code in dis.opmap.items() if name == "RESUME" or "JUMP_BACKWARD" in name}
 """Instructions that look for signals and call nothing."""
 
-_FRAGILE = {"__enter__", "__exit__", "graph_break", "_xla_gc_callback"}
-"""Functions that enter or leave a state (`graph_break` frames an optimizer's change of grad mode), and JAX's, in which Python drops exceptions."""
+_FRAGILE = {"__enter__", "__exit__", "__del__", "graph_break", "_xla_gc_callback"}
+"""Functions that enter or leave a state (`graph_break` frames an optimizer's change of grad mode); destructors and JAX's, in which Python drops exceptions."""
 
 _OURS = (("ir", "segment.py"), ("mesh", "stacked_arrays.py"), ("passes", "place_nodes.py"))
 _FRAGILE_FILES = ("grad_mode.py", "weakref.py", "_weakrefset.py", *(os.path.join("torch_bridge", *file) for file in _OURS))
