@@ -24,7 +24,8 @@ class InferenceConfig:
     """What the original's examples call NeuronConfig; fields have its names where it has them.
 
     tp_degree: tensor-parallel ranks. batch_size: lines of the KV cache, and rows of each decode. seq_len: tokens that a line holds, those of the prompt
-    included. max_context_length: tokens of the longest prompt; default seq_len. torch_dtype: of weights and cache; default what config.json says, else float32.
+    included. max_context_length: tokens of the longest prompt; default seq_len. torch_dtype: of weights and cache, a dtype or its name, as
+    config.json has it ("bfloat16"); default what config.json says, else float32.
 
     ctx_batch_size: prompts that one prefill takes; default batch_size, with is_continuous_batching 1: there, prompts come and go while others are decoded.
     enable_bucketing: trace prefill and decode for several lengths (`generate_buckets` from 128 on); context_buckets, decode_buckets: these instead.
@@ -44,8 +45,8 @@ class InferenceConfig:
 
     lora_config: room for LoRA adapters, of which each row has one or none (`lora_serving.LoraServingConfig`); default none.
 
-    Raises ValueError for numbers that do not fit together, NotImplementedError for quantized=True with lora_config and for quantized_checkpoints_path, and
-    what `KVCacheManager` does.
+    Raises ValueError for numbers that do not fit together and a torch_dtype that weights cannot have, NotImplementedError for quantized=True with lora_config
+    and for quantized_checkpoints_path, and what `KVCacheManager` does.
     """
 
     tp_degree: int = 1
@@ -83,6 +84,7 @@ class InferenceConfig:
             self.quantized, self.quantization_type, self.quantization_dtype, self.quantized_checkpoints_path, self.lora_config is not None
         )
         set_ = object.__setattr__
+        set_(self, "torch_dtype", _dtype(self.torch_dtype))
         set_(self, "max_context_length", self.seq_len if self.max_context_length is None else self.max_context_length)
         set_(self, "ctx_batch_size", self.ctx_batch_size or (1 if self.is_continuous_batching else self.batch_size))
         _check_number("max_context_length", self.max_context_length, 1)
@@ -145,7 +147,6 @@ class InferenceConfig:
     def from_json(cls, found: dict[str, Any]) -> InferenceConfig:
         """The other way."""
         given = dict(found)
-        given["torch_dtype"] = getattr(torch, given["torch_dtype"]) if given["torch_dtype"] else None
         given["gqa"] = GQA(given["gqa"]) if given["gqa"] else None
         kept = given.get(_KV)
         given[_KV] = KVQuantizationConfig(quant_dtype=getattr(torch, kept)) if kept else None
@@ -159,3 +160,14 @@ class InferenceConfig:
 def _check_number(name: str, value: Any, least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(f"{name}={value!r} must be a whole number of at least {least}")
+
+
+def _dtype(given: Any) -> torch.dtype | None:
+    found = getattr(torch, given.removeprefix("torch."), None) if isinstance(given, str) else given
+    if found is None and given is None:
+        return None
+    if not isinstance(found, torch.dtype) or not found.is_floating_point or found.itemsize < 2:
+        raise ValueError(
+            f"torch_dtype={given!r} must be torch.bfloat16, torch.float16, torch.float32, torch.float64, or the name of one of these"
+        )
+    return found

@@ -85,6 +85,10 @@ def test_any_batch(net: nn.Module, saved: Path) -> None:
         ValueError, match=r"traced for inputs float32 \[4, 2, 5\], got float32 \[3, 2, 6\]: pad them, or trace the model for these"
     ):
         traced(torch.ones(3, 2, 6))
+    with pytest.raises(
+        ValueError, match=r"traced for inputs float32 \[4, 2, 5\], got float64 \[4, 2, 5\]: cast them, or trace the model for these"
+    ):
+        traced(X.double())
     with pytest.raises(ValueError, match=r"dynamic_batch needs inputs of the same number of rows, at least one, got \[0, 2, 5\]"):
         traced(X[:0])
 

@@ -18,7 +18,7 @@ import torch
 from jax import export
 
 from torch_bridge import _compat
-from torch_bridge.aot import devices, exporting, facts
+from torch_bridge.aot import branches, devices, exporting, facts
 from torch_bridge.aot.facts import Facts, Held, Initial, Tensor
 from torch_bridge.collectives import index_checks
 from torch_bridge.compiler import executable_cache, xla_options
@@ -328,7 +328,10 @@ class Model:
                 raise RuntimeError(devices.lacks(tag, program.forms, self.where.form))
             shapes = exporting.arguments(program.facts, self.where.mesh)
             return executable_cache.exported(
-                serialized, shapes, f"states {_STATES} donated, {xla_options.without_graph()}", lambda: _lowered(tag, serialized, shapes)
+                serialized,
+                shapes,
+                f"states {_STATES} donated, branches chosen, {xla_options.without_graph()}",
+                lambda: _lowered(tag, serialized, shapes),
             )
 
     def run(self, tag: str, inputs: Sequence[Any], ranked: bool = False) -> list[Any]:
@@ -413,7 +416,9 @@ def _lowered(tag: str, serialized: bytes, shapes: Sequence[Any]) -> Any:
     here = exporting.platform()
     if here not in exported.platforms:
         raise RuntimeError(f"program {tag!r} was exported for {', '.join(exported.platforms)}, and this machine is {here}: trace it here")
-    return jax.jit(exported.call, donate_argnums=(_STATES,), compiler_options=xla_options.without_graph()).lower(*shapes)
+    lowered = jax.jit(exported.call, donate_argnums=(_STATES,), compiler_options=xla_options.without_graph()).lower(*shapes)
+    branches.choose(lowered.compiler_ir(dialect="stablehlo"))
+    return lowered
 
 
 def _check_shared(tag: str, program: Program, programs: Iterable[tuple[str, Program]]) -> None:

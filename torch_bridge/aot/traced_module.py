@@ -300,11 +300,12 @@ class TracedModule(torch.nn.Module):
 
     def _check(self, tensors: Sequence[torch.Tensor], program: Program) -> None:
         wanted = [(list(t.shape), t.dtype) for t in program.facts.inputs]
-        if [(list(t.shape), t.dtype) for t in tensors] != wanted:
+        given = [(list(t.shape), t.dtype) for t in tensors]
+        if given != wanted:
+            fit = "cast" if [shape for shape, _ in given] == [shape for shape, _ in wanted] else "pad"
             more = "; torch_neuronx.dynamic_batch(model) lets the first dim differ" if self._may_differ(tensors, program) else ""
             raise ValueError(
-                f"the model was traced for inputs {_kinds(wanted)}, got {_kinds([(list(t.shape), t.dtype) for t in tensors])}: pad them, or trace the model "
-                f"for these{more}"
+                f"the model was traced for inputs {_kinds(wanted)}, got {_kinds(given)}: {fit} them, or trace the model for these{more}"
             )
 
     def _may_differ(self, tensors: Sequence[torch.Tensor], program: Program) -> bool:

@@ -140,6 +140,16 @@ def test_bfloat16() -> None:
     assert (torch.stack(found) - expected).abs().max() < 1.5 * (theirs - expected).abs().max()
 
 
+def test_dtypes_by_name() -> None:
+    """As config.json has them."""
+    for name in ("bfloat16", "torch.bfloat16", torch.bfloat16):
+        assert InferenceConfig(torch_dtype=name) == InferenceConfig(torch_dtype=torch.bfloat16)  # type: ignore[arg-type]
+    assert InferenceConfig.from_json(InferenceConfig(torch_dtype=torch.float16).to_json()).torch_dtype is torch.float16
+    for wrong in ("bf16", "int8", torch.float8_e4m3fn, 16):
+        with pytest.raises(ValueError, match=f"torch_dtype={wrong!r} must be torch.bfloat16, .* or the name of one of these"):
+            InferenceConfig(torch_dtype=wrong)  # type: ignore[arg-type]
+
+
 def test_experts_that_do_not_divide() -> None:
     config = small.model("mixtral").config
     with pytest.raises(ValueError, match="experts of intermediate_size 64 must be divided by 3 tensor-parallel ranks"):

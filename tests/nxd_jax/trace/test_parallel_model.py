@@ -85,7 +85,7 @@ def test_weights_of_a_checkpoint(folder: Path) -> None:
         ValueError, match=r"the model was traced for inputs int64 \[1, 3\], got int64 \[1, 2\]: pad them, or trace the model"
     ):
         model(IDS[:, :2])
-    with pytest.raises(ValueError, match=r"the model was traced for inputs int64 \[1, 3\], got float32 \[1, 3\]: pad them"):
+    with pytest.raises(ValueError, match=r"the model was traced for inputs int64 \[1, 3\], got float32 \[1, 3\]: cast them"):
         model(IDS.float())
     with pytest.raises(ValueError, match=r"the model was traced with inputs \(tensor\), got \(tensor, tensor\)"):
         model(IDS, IDS)

@@ -60,6 +60,23 @@ def test_programs_of_equal_shapes_are_told_apart_by_name() -> None:
     assert torch.equal(model(y=X, x=X), X + 3) and torch.equal(model(X, None, model_name="a"), X + 4)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_products_with_transposes_on_several_ranks(dtype: torch.dtype) -> None:
+    """Such as write a cache by a one-hot product. XLA for CPUs had no code for those of bfloat16: exported programs have a branch for each platform."""
+
+    def products(onehot: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return torch.einsum("bts,bthd->bshd", onehot, x), onehot[0].mT @ x[0].flatten(1), onehot.mT @ x.flatten(2).contiguous().mT[:, :4]
+
+    onehot = torch.nn.functional.one_hot(torch.tensor([[3, 0, 9, 15], [1, 4, 2, 8]]), 16).to(dtype)
+    x = torch.arange(2 * 4 * 2 * 8).view(2, 4, 2, 8).to(dtype)
+    with NxDParallelState(world_size=2, tensor_model_parallel_size=2):
+        model = ModelBuilder(products).trace((onehot, x)).compile()
+    model.set_weights([{}, {}])
+    model.to_neuron()
+    for found, expected in zip(model(onehot, x), products(onehot, x), strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
 class Many(nn.Module):
     """Results of many kinds: two programs with two structures."""
 
