@@ -109,6 +109,32 @@ def test_gradients_that_add_up_are_recorded_op_by_op_for_longer(between: str) ->
     assert player(module).warm_up == WARM_UP_ADDING
 
 
+@pytest.mark.usefixtures("by_default")
+def test_a_cell_that_is_called_again_and_again_makes_no_other_programs() -> None:
+    """In some steps on what the batch has, in others on its own results (teacher forcing): these are two programs, and no more come with the calls."""
+    torch.manual_seed(0)
+    module = net().to("xla")
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+
+    def step(k: int) -> None:
+        x, loss = batch(k), torch.zeros((), device="xla")
+        out = x
+        for _ in range(3):
+            out = module(out if k % 2 else x)
+            loss = loss + out.square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        torch_xla.sync()
+
+    for k in range(4):
+        step(k)
+    compiled = met.metric_data("CompileTime")[0]
+    for k in range(2 * WARM_UP):
+        step(k)
+    assert met.metric_data("CompileTime")[0] == compiled
+
+
 def accumulate(module: nn.Module, steps: int, sync: bool = False) -> list[float]:
     """Training with three batches a step."""
     torch.manual_seed(1)

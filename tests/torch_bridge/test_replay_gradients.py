@@ -335,3 +335,45 @@ def test_a_backward_pass_that_raises_leaves_what_was_complete(reentrant: bool, l
     for p, own in zip(module.parameters(), expected.parameters(), strict=True):
         assert p.grad is not None
         torch.testing.assert_close(p.grad.cpu(), own.grad)
+
+
+class Gaps(nn.Module):
+    """A layer that is not used, one that only the second result depends on, and one of which the forward only reads the bias, without a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.unused, self.read = (nn.Linear(6, 6) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = self.a(x) + self.read.bias.detach()
+        return x, self.b(x)
+
+
+def leads_to(loss: torch.Tensor, module: nn.Module) -> set[str]:
+    """Names of the parameters in autograd's graph."""
+    names = {id(p): name for name, p in module.named_parameters()}
+    nodes, found = {loss.grad_fn}, set()
+    while nodes:
+        node = nodes.pop()
+        assert node is not None
+        found.add(names.get(id(getattr(node, "variable", None)), ""))
+        nodes |= {n for n, _ in node.next_functions if n is not None}
+    return found - {""}
+
+
+def test_the_graph_leads_to_what_results_depend_on() -> None:
+    """As DistributedDataParallel(find_unused_parameters=True) asks it, in calls that are looked at, recorded and played."""
+    alone = Gaps()
+    ours = torch_bridge.optimize(copy.deepcopy(alone).to("xla"))
+    for k in range(6):
+        ours.zero_grad()
+        alone.zero_grad()
+        out, expected = ours(batch(k)), alone(batch(k).cpu())
+        assert leads_to(out[1].sum(), ours) == leads_to(expected[1].sum(), alone)
+        (out[0].sum() + out[1].square().sum()).backward()
+        (expected[0].sum() + expected[1].square().sum()).backward()
+        for p, q in zip(ours.parameters(), alone.parameters(), strict=True):
+            assert (p.grad is None) == (q.grad is None)
+            if p.grad is not None:
+                torch.testing.assert_close(p.grad.cpu(), q.grad)
+    assert ours.forward.played > 2

@@ -24,7 +24,7 @@ from torch_bridge.mesh.places import Place
 from torch_bridge.passes import check_replicas, varying_axes
 from torch_bridge.passes.cut_segment import Part
 from torch_bridge.passes.verify import axes
-from torch_bridge.script import rank_branches
+from torch_bridge.script import rank_branches, rank_environment
 from torch_bridge.source import NOWHERE
 
 if TYPE_CHECKING:
@@ -78,6 +78,7 @@ def label(
     if mesh != sharding.mesh():
         _fits_mesh(graph, part, mesh)
     meeting = _meeting(graph, part.place)
+    rank_environment.note(last=True)
     rank_branches.check(n.meta["source"] for n in graph.nodes if "source" in n.meta)
     results = results_of(graph)
     varied = tuple(node.meta["axes"] for node in results)

@@ -23,7 +23,7 @@ def needed(data: Any, path: Any) -> bool:
     that differ by rank and go to a path with the rank's number."""
     if len(world.current().hosted) == 1:
         return False
-    if _has_shards(data):
+    if has_shards(data):
         return True
     with contextlib.suppress(ValueError, TypeError):
         _paths(path)
@@ -53,10 +53,10 @@ def _on_xla(x: object) -> bool:
     return isinstance(x, torch.Tensor) and x.device.type == "xla"
 
 
-def _has_shards(data: Any) -> bool:
+def has_shards(data: Any) -> bool:
     """Whether there is a wrapper's state dict or shard metadata in it."""
     if isinstance(data, dict):
         if {"shard_info", "world_size", "rank"} <= data.keys():
             return True
-        return any((isinstance(k, str) and naming.unit_and_shard(k) is not None) or _has_shards(v) for k, v in data.items())
-    return isinstance(data, (list, tuple)) and any(map(_has_shards, data))
+        return any((isinstance(k, str) and naming.unit_and_shard(k) is not None) or has_shards(v) for k, v in data.items())
+    return isinstance(data, (list, tuple)) and any(map(has_shards, data))

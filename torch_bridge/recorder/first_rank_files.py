@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import warnings
+from collections.abc import Iterator
 
 from torch_bridge.mesh import world
 
 _noted = False
+_asked_for: contextvars.ContextVar[bool] = contextvars.ContextVar("_asked_for", default=False)
 
 
 def noted() -> bool:
-    """Whether it has been said, or need not be: this process hosts one rank."""
-    return _noted or len(world.current().hosted) == 1
+    """Whether it has been said, or need not be: this process hosts one rank, or the first rank's values are asked for."""
+    return _noted or _asked_for.get() or len(world.current().hosted) == 1
+
+
+@contextlib.contextmanager
+def asked_for(only_first: bool = True) -> Iterator[None]:
+    """A block that writes what the first rank has because the script asks for that (`xm.save(master_only=True)`). only_first: whether it does."""
+    before = _asked_for.set(only_first)
+    try:
+        yield
+    finally:
+        _asked_for.reset(before)
 
 
 def note(what: str, stacklevel: int = 3) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -181,14 +181,27 @@ class Call:
         self.kind = kind
         if not kind.forwards:
             return self._look()
-        inputs = [*self.tensors, *self.parameters]
-        differentiable = torch.is_grad_enabled() and any(t.requires_grad for t in inputs)
+        differentiable = torch.is_grad_enabled() and any(t.requires_grad for t in (*self.tensors, *self.parameters))
         forward = kind.forward(differentiable)
         if forward is not None and kind.check_is_due():
             forward = None
-        doing: Played | Recorded = Recorded(self, differentiable) if forward is None else Played(self, forward)
-        outs = _apply(doing, *inputs) if differentiable else doing.forward()
+        doing: Played | Recorded
+        if forward is not None:
+            doing = Played(self, forward)
+        else:
+            doing = Recorded(self, differentiable)
+            if differentiable:
+                doing.start()
+        outs = _apply(doing, *self.tensors, *self.reached(doing.unreached)) if differentiable else doing.forward()
         return output_trees.put_together(returned_views.spread(outs, doing.views), self.every, doing.rest, doing.how)
+
+    def reached(self, unreached: Collection[int]) -> Sequence[XLATensor | None]:
+        """The parameters, None in the places of those that no result depends on (unreached: which of what the module holds). Autograd's graph does not lead to
+        these, as DistributedDataParallel sees, which looks in the graph for parameters without a gradient."""
+        if not unreached:
+            return self.parameters
+        left_out = {id(self.held[k]) for k in unreached}
+        return [None if id(p) in left_out else p for p in self.parameters]
 
     def known(self, tensors: Sequence[Any]) -> dict[int, int]:
         """Places in `every`, by id, of tensors in the places of the arguments, and of those that the module holds."""
@@ -336,10 +349,10 @@ class Watched:
 
 
 class _Run(torch.autograd.Function):
-    """The module as one node of autograd. Inputs: tensor arguments, then parameters."""
+    """The module as one node of autograd. Inputs: tensor arguments, then parameters (`Call.reached`)."""
 
     @staticmethod
-    def forward(ctx: Any, doing: Played | Recorded, *inputs: XLATensor) -> Any:
+    def forward(ctx: Any, doing: Played | Recorded, *inputs: XLATensor | None) -> Any:
         ctx.set_materialize_grads(False)
         ctx.doing = doing
         outs = doing.forward()
@@ -382,7 +395,8 @@ _TWICE = (
 
 class Recorded:
     """A call that runs op by op, and is watched. rest, how: what the module returned, flat, with the places of tensors; views: these, made of the
-    results of the call's node, where they are not the same; needs: which of those have gradients.
+    results of the call's node, where they are not the same; needs: which of those have gradients; unreached: places of what the module holds that needs
+    gradients, and that no result depends on.
     """
 
     def __init__(self, call: Call, differentiable: bool):
@@ -391,15 +405,29 @@ class Recorded:
         self.how: Any = None
         self.views: tuple[returned_views.View, ...] | None = None
         self.needs: tuple[bool, ...] = ()
+        self.unreached: frozenset[int] = frozenset()
         self.over = False
+        self._ran: list[XLATensor] | None = None
         # In a first recording's backward pass there may be calls that were looked at, whose gradients autograd adds up.
         self.alone = _BLOCK.of is not None or len(call.kind.forwards) >= recordings.TIMES
         self.of: object = None
         self._differentiable = differentiable
         self._known: dict[int, Source] = {}
 
+    def start(self) -> None:
+        """Run it before there is a node for it: only then it is known to which parameters the node leads."""
+        with torch.no_grad():
+            self._ran = self.forward()
+        if any(self.needs):
+            self.unreached = nested_grad.unreached(self._outs, self.call.held)
+            if self._learned is not None:
+                self.call.kind.leads_to(self.unreached)
+
     def forward(self) -> list[XLATensor]:
-        """Run it; the tensors that it returns."""
+        """Run it; the tensors that it returns. What `start` has run is not run again."""
+        if self._ran is not None:
+            ran, self._ran = self._ran, None
+            return ran
         call = self.call
         call.await_backward(self)
         self._again = Again(call, call.kind.forwards[0]) if self._differentiable else None

@@ -15,16 +15,33 @@ from torch_bridge.replay.tape import NotRepeatable
 
 def reentrant(outs: Iterable[torch.Tensor]) -> bool:
     """Whether there is an activation checkpoint with `use_reentrant=True` behind these results: it sets `.grad` itself, and refuses `autograd.grad`."""
-    nodes = [o.grad_fn for o in outs if o.grad_fn is not None]
+    return any(map(_is_reentrant, _graph(outs)))
+
+
+def unreached(outs: Iterable[torch.Tensor], held: Sequence[torch.Tensor]) -> frozenset[int]:
+    """Places of the leaves that need gradients and that these results do not depend on. None of them where a reentrant checkpoint hides what it reads."""
+    leaves: set[int] = set()
+    for node in _graph(outs):
+        if _is_reentrant(node):
+            return frozenset()
+        leaves.add(id(getattr(node, "variable", None)))
+    return frozenset(k for k, t in enumerate(held) if t.requires_grad and t.is_leaf and id(t) not in leaves)
+
+
+def _is_reentrant(node: Any) -> bool:
+    return issubclass(getattr(type(node), "_forward_cls", object), CheckpointFunction)
+
+
+def _graph(outs: Iterable[torch.Tensor]) -> Iterator[Any]:
+    """The nodes of autograd behind these results, each once."""
+    nodes = [torch.autograd.graph.get_gradient_edge(o).node for o in outs if o.requires_grad]
     seen = set(nodes)
     while nodes:
         node = nodes.pop()
-        if issubclass(getattr(type(node), "_forward_cls", object), CheckpointFunction):
-            return True
+        yield node
         found = {n for n, _ in node.next_functions if n is not None} - seen
         seen |= found
         nodes += found
-    return False
 
 
 def check_leaves(inputs: Iterable[torch.Tensor]) -> None:

@@ -46,7 +46,8 @@ that in a method of its own (accelerate) leaves the player out."""
 WARM_UP = 8
 """Calls of a kind that come before a module is looked at that nobody has asked to be played: looking takes a second, and many scripts run a few steps."""
 WARM_UP_ADDING = 256
-"""The same where gradients add up over calls (accumulation): they are added in another order when a module is played, which is another program to compile."""
+"""The same where gradients add up over calls (accumulation, recurrent cells): they are added in another order when a module is played, which is another
+program to compile."""
 SEEN = 64
 """Kinds of calls that are counted until then. Where there are more (a sequence that grows), further ones are recorded op by op."""
 _NESTED = "gradients of gradients are asked for, which need the forward pass op by op"
@@ -178,6 +179,7 @@ class Player:
         self.warm_up = warm_up
         self._seen: Counter[Any] = Counter()
         self._recording_in: weakref.ref[Any] | None = None
+        self._differentiable_in: weakref.ref[Any] | None = None
         self._gradient: tuple[weakref.ref[torch.Tensor], int] | None = None
         self.waiting: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -452,15 +454,20 @@ class Player:
         return False
 
     def _adds_up(self, segment: Segment) -> bool:
-        """Whether gradients add up over calls: since the last one, one came in the same segment, or the one that there was then was written to."""
+        """Whether gradients add up over calls: a segment has several (a recurrent cell, both inputs of a comparison), or since the last one a gradient came in
+        the same segment, or the one that there was then was written to."""
         root = self._module()
         parameter = None if root is None else next((p for p in root.parameters() if p.requires_grad), None)
+        if parameter is not None and torch.is_grad_enabled():
+            before, self._differentiable_in = self._differentiable_in, weakref.ref(segment)
+            if before is not None and before() is segment:
+                return True
         found = None if parameter is None else parameter.grad
-        before, self._gradient = self._gradient, None if found is None else (weakref.ref(found), found._version)
+        noted, self._gradient = self._gradient, None if found is None else (weakref.ref(found), found._version)
         if found is None:
             return False
-        same = before is not None and before[0]() is found
-        return self._records_in(segment) if before is None or not same else before[1] != found._version
+        same = noted is not None and noted[0]() is found
+        return self._records_in(segment) if noted is None or not same else noted[1] != found._version
 
     def _records_in(self, segment: Segment) -> bool:
         """Whether calls were recorded op by op into a segment."""

@@ -165,7 +165,8 @@ class Kind:
     lies in memory. recomputes: its code runs again in the backward pass. functions: classes of `torch.autograd.Function` that it applies, with observers
     of their backward passes. asks_place, asks_strides: what its code asks about memory (`guards.Observer`). unread: a call was looked at in vain because it
     read storages that were full of one number. later: there is a backward pass
-    that comes after the step of its forward pass, which then has to keep what it reads. nested: gradients of its gradients were asked for, in a module that
+    that comes after the step of its forward pass, which then has to keep what it reads. unreached: places in `held` of what needs gradients and no result
+    depends on. nested: gradients of its gradients were asked for, in a module that
     nobody has asked to be played: such calls are recorded op by op, as playing them would compute each forward pass twice.
     """
 
@@ -182,6 +183,7 @@ class Kind:
         self.unread = False
         self.later = False
         self.nested = False
+        self.unreached: frozenset[int] | None = None
         self._plays = 0
         self._misses = 0
         self._to_record = 0
@@ -197,6 +199,10 @@ class Kind:
         """Raises NotNow if something that its forward reads is not what it was."""
         if self.conditions is not None and not self.conditions.hold():
             raise NotNow(f"{what}{self.conditions.changed()}")
+
+    def leads_to(self, unreached: frozenset[int]) -> None:
+        """Take note of a recording whose results do not depend on these."""
+        self.unreached = unreached if self.unreached is None else self.unreached & unreached
 
     def check_is_due(self) -> bool:
         """Count a call that may be played; whether it is recorded again and compared, as the 4th, 8th, 16th, ... 1024th are, and every 1024th from there."""

@@ -32,6 +32,7 @@ class Played:
     def __init__(self, call: Any, forward: Forward):
         self.call = call
         self.rest, self.how, self.needs, self.views = forward.rest, forward.how, forward.needs, forward.views
+        self.unreached = call.kind.unreached or frozenset()
         self.over = False
         self._forward = forward
         self._kept: dict[Source, Storage] = {}

@@ -1,7 +1,7 @@
 """`int(os.environ.get("RANK", 0))` in a process that runs the script once for several ranks: they have no environment of their own, and all get the default.
 
 The script's source tells: its main file and the modules beside it are looked at when the process group is made, or the first number of a rank. What is compared
-or printed alone (`if int(os.environ.get("RANK", 0)) == 0: print(...)`) is right.
+or printed alone (`if int(os.environ.get("RANK", 0)) == 0: print(...)`) is right, and so is what stands in a branch that is not taken (`known_branches`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 
 from torch_bridge.mesh import rank_numbers, world
-from torch_bridge.script import rank_syntax
+from torch_bridge.script import known_branches, rank_syntax
 
 _NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK")
 _WORDS = {
@@ -25,27 +25,37 @@ _INSTEAD = {"RANK": "xm.get_ordinal()", "LOCAL_RANK": "xr.local_ordinal()", "WOR
 
 
 _looked_at: set[str] = set()
+_said: set[tuple[str, int, int]] = set()
 
 
-def note() -> None:
-    """Say which lines of files that are there by now read a rank, or how many there are, from the environment. Once for a file."""
+def note(last: bool = False) -> None:
+    """Say which lines of files that are there by now read a rank, or how many there are, from the environment. Once for a line. Lines in branches that may not
+    be taken wait: for arguments to be parsed, and the script to come to where it asks. last: they wait no longer, as a program is about to be compiled."""
     hosted = world.expected().hosted
     if len(hosted) == 1:
         return
     for file in _files():
         if file in _looked_at:
             continue
-        found = rank_syntax.tree(file)
+        found, waits = rank_syntax.tree(file), False
         for node in ast.walk(found) if found is not None else ():
             name = _read(node)
-            if name is not None and name not in os.environ and not _is_only_compared(node):
-                rank_numbers.report(
-                    f"{file}:{node.lineno} reads {name} from the environment ({ast.unparse(node)}). This process runs the script once for {len(hosted)} ranks, "  # type: ignore[attr-defined]
-                    f"which have no environment of their own: all get the same. Use {_INSTEAD.get(name, 'torch.distributed')} (torch.distributed knows it), "
-                    "or start one process per rank with torchrun.",
-                    4,
-                )
-        _looked_at.add(file)  # not if that was an error, which an import may drop: the next look has it again
+            if name is None or name in os.environ or _is_only_compared(node):
+                continue
+            taken = known_branches.taken(node, file)
+            waits = waits or (taken is not True and not last)
+            place = (file, node.lineno, node.col_offset)  # type: ignore[attr-defined]
+            if place in _said or not (taken or (last and taken is None)):
+                continue
+            rank_numbers.report(
+                f"{file}:{node.lineno} reads {name} from the environment ({ast.unparse(node)}). This process runs the script once for {len(hosted)} ranks, "  # type: ignore[attr-defined]
+                f"which have no environment of their own: all get the same. Use {_INSTEAD.get(name, 'torch.distributed')} (torch.distributed knows it), "
+                "or start one process per rank with torchrun.",
+                4,
+            )
+            _said.add(place)
+        if not waits:
+            _looked_at.add(file)  # not if that was an error, which an import may drop: the next look has it again
 
 
 def _files() -> Iterator[str]:

@@ -39,8 +39,8 @@ def note() -> None:
     if reads is not None:
         rank_numbers.report(
             f"{frame.f_code.co_filename}:{frame.f_lineno} makes a name of a number that differs by rank, and line {reads.lineno} reads a file by it "
-            f"({ast.unparse(reads.func)}). This process runs the script once for several ranks: all ranks get what is in rank 0's file. Read all ranks' files "
-            "into one tensor and take this rank's part (torch.stack([...])[rank]), or start one process per rank with torchrun.",
+            f"({ast.unparse(reads.func)}). This process runs the script once for several ranks: all ranks get what is in rank 0's file. "
+            f"{_instead(reads)}, or start one process per rank with torchrun.",
             4,
         )
         return
@@ -54,6 +54,14 @@ def note() -> None:
             "in (torch.stack([...])[rank]), or start one process per rank with torchrun.",
             4,
         )
+
+
+def _instead(reads: ast.Call) -> str:
+    """What gives each rank what is in its own file: `each_rank` takes the tensors of a checkpoint together, also those of `XlaFullyShardedDataParallel`."""
+    what = ast.unparse(reads.func)
+    if what == "torch.load" or what.rpartition(".")[2] == "load_file":
+        return f"Let every rank have its own: torch_bridge.each_rank(lambda rank: {what}(path_of(rank)), xm.get_ordinal())"
+    return "Read all ranks' files into one tensor and take this rank's part (torch.stack([...])[rank])"
 
 
 _TEXT = (ast.JoinedStr, ast.FormattedValue, ast.BinOp)

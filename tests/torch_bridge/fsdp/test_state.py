@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import pathlib
 import re
 from collections.abc import Callable
@@ -18,6 +19,7 @@ import torch_bridge
 from tests.torch_bridge.fsdp.models import Net, adam, nested, net, train, whole
 from tests.torch_bridge.ranks.conftest import Hosted
 from torch_bridge.per_rank import rank_paths
+from torch_bridge.recorder import first_rank_files
 
 Make = Callable[[], FSDP]
 _SEP = "_FSDP_SHARD_SEPARATOR_"
@@ -154,6 +156,15 @@ def test_what_cannot_be_saved(hosted: Hosted, tmp_path: pathlib.Path) -> None:
     own = torch.ones(1, device="xla") * xm.get_ordinal()
     xm.save({"a": own}, tmp_path / "rank-0.pth", master_only=False)
     assert [torch.load(tmp_path / f"rank-{r}.pth")["a"].tolist() for r in range(2)] == [[0.0], [1.0]]
+
+
+def test_shards_that_only_the_master_saves(hosted: Hosted, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is not in the file cannot be had back from the other ranks."""
+    hosted(2)
+    monkeypatch.setattr(first_rank_files, "_noted", False)
+    model = FSDP(nn.Linear(2, 2))
+    with pytest.warns(UserWarning, match="is saved as rank 0 holds it"):
+        xm.save(model.state_dict(), io.BytesIO())
 
 
 @pytest.mark.parametrize(

@@ -140,11 +140,25 @@ def test_files_hold_the_first_ranks_values() -> None:
     with pytest.warns(
         UserWarning, match=r"shape \[3\], different along dp, tp.*saved as rank 0 holds it.*save_checkpoint keeps all of them"
     ):
-        xm.save({"x": x, "rank": world.rank(), "loss": x.sum().item()}, buffer)
-    xm.save({"x": x}, io.BytesIO())  # said once
+        xm.save({"x": x, "rank": world.rank(), "loss": x.sum().item()}, buffer, master_only=False)
+    xm.save({"x": x}, io.BytesIO(), master_only=False)  # said once
     buffer.seek(0)
     found = torch.load(buffer, weights_only=False)
     assert torch.equal(found["x"], values(3)[0]) and found["rank"] == 0 and type(found["rank"]) is int and type(found["loss"]) is float
+
+
+def test_what_only_the_master_saves_is_the_first_ranks() -> None:
+    """As it is with a process for each rank: statistics of batch norms, which differ by rank, are not worth a word."""
+    layer = torch.nn.BatchNorm1d(3).to("xla")
+    layer(eager.on_xla([v.reshape(1, 3) + torch.arange(2.0)[:, None] for v in values(3)]))
+    buffer = io.BytesIO()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        xm.save(layer.state_dict(), buffer)
+    buffer.seek(0)
+    alone = torch.nn.BatchNorm1d(3)
+    alone(values(3)[0].reshape(1, 3) + torch.arange(2.0)[:, None])
+    torch.testing.assert_close(torch.load(buffer), alone.state_dict())
 
 
 def test_loading_gives_every_rank_the_same() -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import linecache
+import os
 import pathlib
 import sys
 import types
 import warnings
+from typing import Any
 
 import pytest
 
@@ -21,6 +24,14 @@ READS = {
     "a name of its own": ("start(int(os.environ.get('MY_RANK', 0)))", "MY_RANK", "torch.distributed"),
     "another launcher's": ("start(int(os.environ.get('OMPI_COMM_WORLD_RANK', 0)))", "OMPI_COMM_WORLD_RANK", "torch.distributed"),
     "SLURM's": ("start(int(os.environ.get('SLURM_PROCID', 0)))", "SLURM_PROCID", "torch.distributed"),
+    "a branch that is taken": ("if args.backend == 'xla': start(int(os.environ.get('RANK', 0)))", "RANK", "xm.get_ordinal"),
+    "a branch that may be": ("if start(args.gpu) or args.gpu: start(int(os.environ.get('RANK', 0)))", "RANK", "xm.get_ordinal"),
+    "a test that nobody knows": ("if unknown: start(int(os.environ.get('RANK', 0)))", "RANK", "xm.get_ordinal"),
+    "a function that does not run": (
+        "def f(args): return args.gpu and 1 if args.gpu else int(os.environ.get('RANK', 0))",
+        "RANK",
+        "xm.get_ordinal",
+    ),
     "compared and given": ("rank = int(os.environ.get('RANK', 0))\nif rank == 0: start(rank)", "RANK", "xm.get_ordinal"),
 }
 SILENT = {
@@ -32,6 +43,11 @@ SILENT = {
     "a rank of machines": "start(int(os.environ.get('NODE_RANK', 0)))",
     "another dict": "start(table.get('RANK', 0))",
     "written": "os.environ['RANK'] = '0'",
+    "a branch that is not taken": "if args.backend == 'nccl':\n    start(int(os.environ['LOCAL_RANK']))",
+    "another branch": "if not args.gpu and start(1):\n    pass\nelif args.gpu or args.backend != 'xla':\n    start(int(os.environ['RANK']))",
+    "what is left out": "rank = start(0) if not args.gpu else int(os.environ['RANK'])",
+    "without CUDA": "if torch.cuda.is_available(): start(int(os.environ.get('LOCAL_RANK', 0)))",
+    "a flag and a function": "if GPU and start(1): start(int(os.environ['RANK']))",
 }
 
 
@@ -41,16 +57,20 @@ def empty(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def _look(script: str, folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _look(script: str, folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch, last: bool = True) -> None:
     file = folder / "script.py"
     file.write_text(f"import os\n{script}\n")
     linecache.checkcache(str(file))
     rank_syntax.tree.cache_clear()
     main = types.ModuleType("__main__")
     main.__file__ = str(file)
+    vars(main).update(args=argparse.Namespace(backend="xla", gpu=False), GPU=False)
     monkeypatch.setitem(sys.modules, "__main__", main)
     monkeypatch.setattr(rank_environment, "_looked_at", set())
+    monkeypatch.setattr(rank_environment, "_said", set())
     rank_environment.note()
+    if last:
+        rank_environment.note(last=True)
 
 
 @pytest.mark.parametrize("name", READS)
@@ -99,3 +119,19 @@ def test_each_file_once_and_modules_that_come_later(hosted: Hosted, tmp_path: pa
         rank_environment.note()
         rank_environment.note()
     assert len(caught) == 1
+
+
+def test_a_branch_of_a_function_that_runs(hosted: Hosted, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its names have values then: before, when the package is imported, nothing is said."""
+    hosted(4)
+    script = "def main(gpu, look):\n    look()\n    if gpu:\n        return int(os.environ.get('RANK', 0))"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _look(script, tmp_path, monkeypatch, last=False)
+    names: dict[str, Any] = {"os": os}
+    exec(compile(f"import os\n{script}\n", str(tmp_path / "script.py"), "exec"), names)
+    for gpu, said in ((False, 0), (True, 1)):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            names["main"](gpu, lambda: _look(script, tmp_path, monkeypatch))
+        assert len(caught) == said

@@ -198,13 +198,22 @@ def _load(folder: pathlib.Path, rank: Any) -> Any:
     return torch.load(folder / "part-{:d}.pt".format(rank)).tolist()  # noqa: UP032
 
 
-@pytest.mark.parametrize("read", [_open, _named, _text, _load], ids=lambda f: f.__name__)
-def test_files_of_ranks_that_are_read(read: Any, tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize(
+    ("read", "instead"),
+    [
+        (_open, r"Read all ranks' files into one tensor"),
+        (_named, r"Read all ranks' files into one tensor"),
+        (_text, r"Read all ranks' files into one tensor"),
+        (_load, r"torch_bridge\.each_rank\(lambda rank: torch\.load\(path_of\(rank\)\), xm\.get_ordinal\(\)\)"),
+    ],
+)
+def test_files_of_ranks_that_are_read(read: Any, instead: str, tmp_path: pathlib.Path) -> None:
     for r in range(4):
         (tmp_path / f"part-{r}.txt").write_text(str(r))
         torch.save(torch.tensor(float(r)), tmp_path / f"part-{r}.pt")
     with pytest.warns(
-        UserWarning, match=r"test_reads.py:\d+ makes a name of a number that differs by rank, and line \d+ reads a file.*rank 0's file"
+        UserWarning,
+        match=r"test_reads.py:\d+ makes a name of a number that differs by rank, and line \d+ reads a file.*rank 0's file.*" + instead,
     ) as caught:
         assert read(tmp_path, xm.get_ordinal()) in ("0", 0.0)
     assert len(caught) == 1

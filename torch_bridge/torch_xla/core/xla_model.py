@@ -318,7 +318,7 @@ def save(data: Any, file_or_path: Any, master_only: bool = True, global_master: 
     """
     backend.ensure()
     from torch_bridge.fsdp import rank_files
-    from torch_bridge.recorder import sharded
+    from torch_bridge.recorder import first_rank_files, sharded
 
     if not master_only and rank_files.needed(data, file_or_path):
         rank_files.save(data, file_or_path)
@@ -326,8 +326,9 @@ def save(data: Any, file_or_path: Any, master_only: bool = True, global_master: 
     writes = not master_only or is_master_ordinal(local=not global_master)
     on_cpu = _maybe_convert_to_cpu(data, convert=writes or (world.size() == 1 and world.process_count() > 1))
     if writes:
-        sharded.note_file(nested.collect(data, lambda x: isinstance(x, torch.Tensor) and is_xla_tensor(x)))
-        whole_files.save(on_cpu, file_or_path)
+        with first_rank_files.asked_for(master_only and not rank_files.has_shards(data)):
+            sharded.note_file(nested.collect(data, lambda x: isinstance(x, torch.Tensor) and is_xla_tensor(x)))
+            whole_files.save(on_cpu, file_or_path)
 
 
 # -- random numbers -------------------------------------------------------------------------------

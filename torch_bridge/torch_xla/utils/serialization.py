@@ -53,6 +53,7 @@ def save(data: Any, path: str | os.PathLike[str], master_only: bool = True, glob
     `xm.save` does.
     """
     from torch_bridge.fsdp import rank_files
+    from torch_bridge.recorder import first_rank_files
 
     writes = not master_only or xm.is_master_ordinal(local=not global_master)
     found = nested.collect(data, _on_xla)
@@ -63,7 +64,8 @@ def save(data: Any, path: str | os.PathLike[str], master_only: bool = True, glob
     if not master_only and rank_files.needed(data, path):
         rank_files.save(parted, path, _write)
     else:
-        _write(parted, path)
+        with first_rank_files.asked_for(master_only and not rank_files.has_shards(data)):
+            _write(parted, path)
 
 
 def _write(parted: tuple[Any, list[torch.Tensor]], path: str | os.PathLike[str]) -> None:

@@ -1,0 +1,107 @@
+"""Branches of a script that are not taken, by names that have plain values: `if args.backend == "nccl": set_device(int(os.environ["LOCAL_RANK"]))`."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import operator
+import sys
+import types
+from collections.abc import Callable, Mapping
+from types import FrameType
+from typing import Any
+
+import torch
+
+from torch_bridge.script import rank_syntax
+
+_PLAIN = (bool, int, float, str, type(None))
+_COMPARED: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
+    ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Is: operator.is_, ast.IsNot: operator.is_not,
+    ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt, ast.GtE: operator.ge,
+}  # fmt: skip
+
+
+class _Unknown(Exception):
+    """There is no telling what an expression gives, without running code of the script's."""
+
+
+def taken(node: ast.AST, file: str) -> bool | None:
+    """Whether an expression of a file stands in no branch but such as are taken, by what their tests say now. None where that is not known: where a test calls
+    functions, or asks names of a function that does not run."""
+    names = None
+    inner, known = node, True
+    for outer in rank_syntax.parents(node):
+        if isinstance(outer, (ast.If, ast.IfExp)) and inner is not outer.test:
+            names = _names(node, file) if names is None else names
+            body = outer.body if isinstance(outer.body, list) else [outer.body]
+            try:
+                if bool(_value(outer.test, names)) != any(inner is part for part in body):
+                    return False
+            except (_Unknown, TypeError):
+                known = False
+        inner = outer
+    return True if known else None
+
+
+def _names(node: ast.AST, file: str) -> Mapping[str, Any]:
+    """What the names around an expression stand for: of the function that it is in, if that runs, or else of the module."""
+    function = next((p for p in rank_syntax.parents(node) if isinstance(p, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))), None)
+    if function is None:
+        return next((vars(m) for m in list(sys.modules.values()) if getattr(m, "__dict__", {}).get("__file__") == file), {})
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_filename == file and code.co_name == getattr(function, "name", "<lambda>") and _begins(function, code.co_firstlineno):
+            return {**frame.f_globals, **frame.f_locals}
+        frame = frame.f_back
+    return {}
+
+
+def _begins(function: ast.AST, line: int) -> bool:
+    """Whether code that begins in a line is a function's: its first line is that of its first decorator."""
+    first = [d.lineno for d in getattr(function, "decorator_list", [])]
+    return min([*first, function.lineno]) == line  # type: ignore[attr-defined]
+
+
+def _value(test: ast.expr, names: Mapping[str, Any]) -> Any:
+    """What a test gives. Raises _Unknown."""
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        return not _value(test.operand, names)
+    if isinstance(test, ast.BoolOp):
+        return _joined(test, names)
+    if isinstance(test, ast.Compare) and len(test.ops) == 1 and type(test.ops[0]) in _COMPARED:
+        return _COMPARED[type(test.ops[0])](_value(test.left, names), _value(test.comparators[0], names))
+    if isinstance(test, ast.Call) and ast.unparse(test) == "torch.cuda.is_available()":
+        return torch.cuda.is_available()
+    found = _held(test, names)
+    if type(found) not in _PLAIN:
+        raise _Unknown
+    return found
+
+
+def _joined(test: ast.BoolOp, names: Mapping[str, Any]) -> bool:
+    """`and` or `or`: one part that is known may decide."""
+    decides, unknown = isinstance(test.op, ast.Or), False
+    for part in test.values:
+        try:
+            if bool(_value(part, names)) == decides:
+                return decides
+        except _Unknown:
+            unknown = True
+    if unknown:
+        raise _Unknown
+    return not decides
+
+
+def _held(test: ast.expr, names: Mapping[str, Any]) -> Any:
+    """A constant, a name's object, or an attribute of parsed arguments, a simple namespace or a module."""
+    if isinstance(test, ast.Constant):
+        return test.value
+    if isinstance(test, ast.Name) and test.id in names:
+        return names[test.id]
+    if isinstance(test, ast.Attribute):
+        holder = _held(test.value, names)
+        if type(holder) in (argparse.Namespace, types.SimpleNamespace, types.ModuleType) and test.attr in vars(holder):
+            return vars(holder)[test.attr]
+    raise _Unknown
