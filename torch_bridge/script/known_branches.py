@@ -95,13 +95,34 @@ def _joined(test: ast.BoolOp, names: Mapping[str, Any]) -> bool:
 
 
 def _held(test: ast.expr, names: Mapping[str, Any]) -> Any:
-    """A constant, a name's object, or an attribute of parsed arguments, a simple namespace or a module."""
+    """A constant, a name's object, or an attribute of parsed arguments, a simple namespace or a module.
+
+    Numbers and flags of names that the file gives several values (`step > 100`, `if first:`), or of a module, are not known: they may be others when the
+    script comes by.
+    """
     if isinstance(test, ast.Constant):
         return test.value
     if isinstance(test, ast.Name) and test.id in names:
-        return names[test.id]
+        return names[test.id] if _has_one_value(test) else _lasting(names[test.id])
     if isinstance(test, ast.Attribute):
         holder = _held(test.value, names)
-        if type(holder) in (argparse.Namespace, types.SimpleNamespace, types.ModuleType) and test.attr in vars(holder):
+        if type(holder) in (argparse.Namespace, types.SimpleNamespace) and test.attr in vars(holder):
             return vars(holder)[test.attr]
+        if type(holder) is types.ModuleType and test.attr in vars(holder):
+            return _lasting(vars(holder)[test.attr])
     raise _Unknown
+
+
+def _has_one_value(name: ast.Name) -> bool:
+    """Whether a file gives a name no value but where it is a parameter or imported, or one, and not in a loop."""
+    *_, root = rank_syntax.parents(name)
+    stores = [n for n in ast.walk(root) if isinstance(n, ast.Name) and n.id == name.id and not isinstance(n.ctx, ast.Load)]
+    loops = (ast.For, ast.AsyncFor, ast.While, ast.comprehension)
+    return not stores or (len(stores) == 1 and not any(isinstance(p, loops) for p in rank_syntax.parents(stores[0])))
+
+
+def _lasting(found: Any) -> Any:
+    """An object that a script gives no other value in passing. Raises _Unknown."""
+    if type(found) in (bool, int, float):
+        raise _Unknown
+    return found

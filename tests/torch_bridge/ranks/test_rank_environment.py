@@ -27,6 +27,8 @@ READS = {
     "a branch that is taken": ("if args.backend == 'xla': start(int(os.environ.get('RANK', 0)))", "RANK", "xm.get_ordinal"),
     "a branch that may be": ("if start(args.gpu) or args.gpu: start(int(os.environ.get('RANK', 0)))", "RANK", "xm.get_ordinal"),
     "a test that nobody knows": ("if unknown: start(int(os.environ.get('RANK', 0)))", "RANK", "xm.get_ordinal"),
+    "a flag that changes": ("GPU = False; GPU = start(1); start(int(os.environ.get('RANK', 0)) if GPU else 0)", "RANK", "xm.get_ordinal"),
+    "a flag in a loop": ("for GPU in start(2): start(int(os.environ.get('RANK', 0)) if GPU else 0)", "RANK", "xm.get_ordinal"),
     "a function that does not run": (
         "def f(args): return args.gpu and 1 if args.gpu else int(os.environ.get('RANK', 0))",
         "RANK",
