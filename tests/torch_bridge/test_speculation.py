@@ -8,9 +8,11 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import jax
 import pytest
 import torch
 import torch.nn.functional as F
+import torch_xla.core.xla_builder as xla_builder
 from torch import nn, optim
 
 import torch_bridge
@@ -292,6 +294,28 @@ def test_what_is_let_go_of_has_no_forecast() -> None:
     assert last is not None and last.forecast is not None
     executor._evict(session.current(), last)
     assert last.forecast is None
+
+
+def test_a_function_that_prints_runs_once_a_step() -> None:
+    seen: list[float] = []
+
+    def noted(x: jax.Array) -> jax.Array:
+        jax.debug.callback(lambda v: seen.append(float(v)), x.sum())
+        return x * 2
+
+    torch.manual_seed(0)
+    model = nn.Linear(6, 3).to("xla")
+    optimizer, x = adamw(model), torch.randn(5, 6).to("xla")
+    for k in range(STEPS):
+        optimizer.zero_grad()
+        loss = model(xla_builder.call_jax(noted, (x,))).square().mean()
+        if k == 8:
+            model.bias.data.mul_(0.5)
+        loss.backward()
+        optimizer.step()
+        loss.item()
+    jax.effects_barrier()
+    assert len(seen) == STEPS and not early()
 
 
 def test_a_step_that_takes_another_way() -> None:

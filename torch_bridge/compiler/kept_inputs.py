@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -14,6 +14,8 @@ from torch_bridge.config.settings import SETTINGS
 
 STEPS: set[Any] = set()
 """Ops that are an optimizer's step (`optimizers.step_ops`)."""
+EFFECTS: dict[Any, Callable[[Sequence[Any]], bool]] = {}
+"""Ops that may do more than give results, with what says so of their arguments (`recorder.jax_calls`): a program that runs in vain would print twice."""
 
 
 def keeps_inputs(graph: fx.Graph, replaced: Sequence[jax.ShapeDtypeStruct]) -> bool:
@@ -24,6 +26,8 @@ def keeps_inputs(graph: fx.Graph, replaced: Sequence[jax.ShapeDtypeStruct]) -> b
     One that calls kernels of torch takes turns with the script at running Python, so it gains nothing.
     """
     if not SETTINGS.speculate or not any(node.target in STEPS for node in graph.nodes):
+        return False
+    if any(node.target in EFFECTS and EFFECTS[node.target](node.args) for node in graph.nodes):
         return False
     size = sum(math.prod(a.shape) * a.dtype.itemsize for a in replaced)
     kernels = SETTINGS.torch_kernels and jax.default_backend() == "cpu"
