@@ -287,6 +287,23 @@ def test_values_that_are_needed_now_and_then() -> None:
     assert 1 <= dropped() <= 4, "each try waits longer for the next"
 
 
+def test_a_validation_now_and_then_does_not_end_it() -> None:
+    """Without dropout it begins as a step does, so that a program starts in vain each time."""
+    torch.manual_seed(0)
+    model = nn.Linear(6, 3).to("xla")
+    optimizer, x = adamw(model), torch.randn(5, 6).to("xla")
+    for k in range(200):
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        loss.item()
+        if k % 20 == 19:
+            with torch.no_grad():
+                model(x).square().mean().item()
+    assert early() > 100 and dropped() <= 10
+
+
 def test_what_is_let_go_of_has_no_forecast() -> None:
     """It would keep a program's machine code."""
     train("xla")
