@@ -304,6 +304,17 @@ def test_a_validation_now_and_then_does_not_end_it() -> None:
     assert early() > 100 and dropped() <= 10
 
 
+def test_a_rate_that_changes_every_sixth_step_ends_it() -> None:
+    """One step in six that runs twice would cost more than the others gain on a busy machine."""
+
+    def change(k: int, model: nn.Module, optimizer: optim.Optimizer) -> None:
+        if k % 6 == 5:
+            optimizer.param_groups[0]["lr"] *= 0.99
+
+    same_as_torch(behind_forward=change, steps=120)
+    assert early() and dropped() <= 5
+
+
 def test_what_is_let_go_of_has_no_forecast() -> None:
     """It would keep a program's machine code."""
     train("xla")

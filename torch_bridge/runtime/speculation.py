@@ -38,8 +38,8 @@ logger = logging.getLogger("torch_bridge")
 
 _LONGEST = 4096
 """Runs that pass at most before the next try."""
-_RIGHT = 16
-"""So many tries that were right make those that were not forgotten; fewer do, where few runs had to pass before."""
+_RIGHT = 12
+"""So many tries that were right in a row make those that were not forgotten: one run in 19 is in vain at most."""
 _HELD, _PENDING = map(attrgetter, ("held", "pending"))
 
 
@@ -130,7 +130,7 @@ class Forecast:
         """A step took what had started."""
         metrics.count("SpeculativeExecution")
         self.right += 1
-        if self.right >= min(4**self.wrong, _RIGHT):
+        if self.right >= _RIGHT:
             self.wrong = self.right = 0
 
     def was_wrong(self) -> None:
