@@ -8,9 +8,11 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import jax
 import pytest
 import torch
 import torch.nn.functional as F
+import torch_xla.core.xla_builder as xla_builder
 from torch import nn, optim
 
 import torch_bridge
@@ -50,6 +52,10 @@ def early() -> int:
 
 def dropped() -> int:
     return metrics.COUNTERS.get("SpeculativeExecutionDropped", 0)
+
+
+def programs() -> int:
+    return metrics.COUNTERS.get("UncachedCompile", 0)
 
 
 def adamw(model: nn.Module) -> optim.Optimizer:
@@ -189,6 +195,155 @@ def test_what_changes_while_a_step_runs(change: Between) -> None:
 def test_what_changes_between_steps(change: Between) -> None:
     same_as_torch(behind_step=change, steps=20)
     assert early()
+
+
+def takes_no_more_programs(monkeypatch: pytest.MonkeyPatch, train: Callable[[], Any]) -> None:
+    """What a script compiles depends on the script, not on whether the devices were busy."""
+    train()
+    assert early() and dropped()
+    expected = programs()
+    executor.clear_cache()
+    metrics.clear_counters()
+    monkeypatch.setattr(speculation, "_idle", lambda session: False)
+    train()
+    assert not early() and programs() == expected
+
+
+def test_what_starts_in_vain_holds_nothing_that_a_new_program_would_take_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    def keep(k: int, model: Any, optimizer: optim.Optimizer) -> None:
+        if k == 6:  # other ops in the middle of a step, once, and then every time
+            optimizer.param_groups[0]["amsgrad"] = True
+            for state in optimizer.state.values():
+                state["max_exp_avg_sq"] = torch.zeros_like(state["exp_avg_sq"])
+
+    takes_no_more_programs(monkeypatch, lambda: same_as_torch(behind_forward=keep))
+
+
+def test_a_validation_that_begins_like_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    def train_and_validate() -> None:
+        torch.manual_seed(0)
+        model = nn.Linear(6, 3).to("xla")
+        optimizer, x = adamw(model), torch.randn(5, 6).to("xla")
+        for k in range(STEPS):
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            if k in (6, 7):
+                with torch.no_grad():
+                    for p in model.parameters():
+                        p.data.mul_(0.99)
+                loss.item()
+                continue
+            loss.backward()
+            optimizer.step()
+            loss.item()
+
+    takes_no_more_programs(monkeypatch, train_and_validate)
+
+
+def test_arrays_that_somebody_holds_for_a_while_need_no_program_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speculation, "_idle", lambda session: False)
+    held: list[Any] = []
+
+    def hold(k: int, model: Any, optimizer: optim.Optimizer) -> None:
+        held[:] = [p._storage.array for p in model.parameters() if p.device.type == "xla" and k < 4]
+
+    same_as_torch(behind_forward=hold)
+    assert programs() == 1
+
+
+def test_an_option_that_becomes_a_tensor_is_not_calculated_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its arithmetic would be recorded in the middle of the op behind which the program was to start."""
+    rates: list[torch.Tensor] = []
+
+    def change(k: int, model: Any, optimizer: optim.Optimizer) -> None:
+        if k == 6:
+            optimizer.param_groups[0]["lr"] = rates[-1]
+        rates.append(torch.tensor(0.02).to(next(model.parameters()).device))
+
+    takes_no_more_programs(monkeypatch, lambda: same_as_torch(behind_step=change))
+
+
+def test_values_that_are_needed_now_and_then() -> None:
+    """A program for each set of them, one structure: tries in vain are counted all the same."""
+
+    def run(device: str) -> list[float]:
+        torch.manual_seed(0)
+        model = nn.Linear(6, 3).to(device)
+        optimizer, x, kept = adamw(model), torch.randn(5, 6).to(device), []
+        losses = []
+        for k in range(60):
+            optimizer.zero_grad()
+            out = model(x)
+            loss = out.square().mean()
+            loss.backward()
+            optimizer.step()
+            if k % 3 == 2:
+                kept.append(out.detach())
+            del out
+            losses.append(loss.item())
+        return losses + [t.sum().item() for t in kept]
+
+    assert run("xla") == pytest.approx(run("cpu"), rel=1e-4)
+    assert 1 <= dropped() <= 4, "each try waits longer for the next"
+
+
+def test_a_validation_now_and_then_does_not_end_it() -> None:
+    """Without dropout it begins as a step does, so that a program starts in vain each time."""
+    torch.manual_seed(0)
+    model = nn.Linear(6, 3).to("xla")
+    optimizer, x = adamw(model), torch.randn(5, 6).to("xla")
+    for k in range(200):
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        loss.item()
+        if k % 20 == 19:
+            with torch.no_grad():
+                model(x).square().mean().item()
+    assert early() > 100 and dropped() <= 10
+
+
+def test_a_rate_that_changes_every_sixth_step_ends_it() -> None:
+    """One step in six that runs twice would cost more than the others gain on a busy machine."""
+
+    def change(k: int, model: nn.Module, optimizer: optim.Optimizer) -> None:
+        if k % 6 == 5:
+            optimizer.param_groups[0]["lr"] *= 0.99
+
+    same_as_torch(behind_forward=change, steps=120)
+    assert early() and dropped() <= 5
+
+
+def test_what_is_let_go_of_has_no_forecast() -> None:
+    """It would keep a program's machine code."""
+    train("xla")
+    last = session.current().last
+    assert last is not None and last.forecast is not None
+    executor._evict(session.current(), last)
+    assert last.forecast is None
+
+
+def test_a_function_that_prints_runs_once_a_step() -> None:
+    seen: list[float] = []
+
+    def noted(x: jax.Array) -> jax.Array:
+        jax.debug.callback(lambda v: seen.append(float(v)), x.sum())
+        return x * 2
+
+    torch.manual_seed(0)
+    model = nn.Linear(6, 3).to("xla")
+    optimizer, x = adamw(model), torch.randn(5, 6).to("xla")
+    for k in range(STEPS):
+        optimizer.zero_grad()
+        loss = model(xla_builder.call_jax(noted, (x,))).square().mean()
+        if k == 8:
+            model.bias.data.mul_(0.5)
+        loss.backward()
+        optimizer.step()
+        loss.item()
+    jax.effects_barrier()
+    assert len(seen) == STEPS and not early()
 
 
 def test_a_step_that_takes_another_way() -> None:

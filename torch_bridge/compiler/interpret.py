@@ -180,6 +180,8 @@ def call(op: Any, args: Any, kwargs: Any, key: Callable[[], Any] | None, mode: M
 def _conform(result: Any, node: fx.Node) -> Any:
     """Check shapes and settle dtypes against what torch's shape inference promised."""
     expected = node.meta.get("val")
+    if result is None and not node.users:  # a gradient that `output_mask` leaves out, which only `SETTINGS.verify` looks at
+        return None
     if isinstance(expected, torch.Tensor) and not isinstance(result, (list, tuple)):
         if tuple(result.shape) != tuple(expected.shape):
             raise AssertionError(f"the lowering of {node.target} gave shape {tuple(result.shape)}, torch gives {tuple(expected.shape)}")

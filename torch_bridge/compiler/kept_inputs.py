@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -14,16 +14,22 @@ from torch_bridge.config.settings import SETTINGS
 
 STEPS: set[Any] = set()
 """Ops that are an optimizer's step (`optimizers.step_ops`)."""
+EFFECTS: dict[Any, Callable[[Sequence[Any]], bool]] = {}
+"""Ops that may do more than give results, with what says so of their arguments (`recorder.jax_calls`): a program that runs in vain would print twice."""
 
 
-def keeps_inputs(graph: fx.Graph, owned: Sequence[bool], avals: Sequence[jax.ShapeDtypeStruct]) -> bool:
+def keeps_inputs(graph: fx.Graph, replaced: Sequence[jax.ShapeDtypeStruct]) -> bool:
     """Whether a program of one device is a training step that keeps the buffers which it could take over: they are small (NXD_JAX_SPECULATE).
+
+    replaced: inputs whose storages get new values, whoever else holds them now: it is to be the same program when nobody does.
 
     One that calls kernels of torch takes turns with the script at running Python, so it gains nothing.
     """
     if not SETTINGS.speculate or not any(node.target in STEPS for node in graph.nodes):
         return False
-    size = sum(math.prod(a.shape) * a.dtype.itemsize for a, own in zip(avals, owned, strict=True) if own)
+    if any(node.target in EFFECTS and EFFECTS[node.target](node.args) for node in graph.nodes):
+        return False
+    size = sum(math.prod(a.shape) * a.dtype.itemsize for a in replaced)
     kernels = SETTINGS.torch_kernels and jax.default_backend() == "cpu"
     return size <= SETTINGS.speculate << 20 and not (
         kernels and any(lowerings.may_call_kernels(node.target, node.args) for node in graph.nodes)

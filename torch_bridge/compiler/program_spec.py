@@ -90,7 +90,7 @@ class ProgramSpec:
         inputs: ids of the values that it takes: leaves (below 0), then results of parts before.
         results: ids of the values that it gives, in the order of the graph's results.
         avals: by input, shape and dtype as each rank sees it.
-        owned: by input, whether nobody else held its buffer, so that the program may take it over.
+        owned: by input, whether nobody else held its buffer, so that the program may take it over. One that keeps its inputs does not care who holds them.
         slots: which lifted numbers share an input, by type.
         kinds: the types of lifted numbers that the graph reads.
         draws: whether it draws random numbers.
@@ -217,7 +217,14 @@ def specify(trace: Trace, part: Part, run: Execution) -> ProgramSpec:
     names = [n.target for n in graph.nodes if n.op == "placeholder"]
     kinds = tuple(kind for kind, name in ((float, "floats"), (int, "ints")) if name in names)
     draws = "draws" in names
-    owned = tuple(v < 0 and -v - 1 not in part.shared and run.free[-v - 1] for v in inputs)
+    new = _updates(segment)
+    keeps = (
+        run.labels is None
+        and part.is_whole
+        and run.mode == precision_mode.PLAIN
+        and kept_inputs.keeps_inputs(graph, [aval for v, aval in zip(inputs, avals, strict=True) if v in new])
+    )
+    owned = tuple(v < 0 and -v - 1 not in part.shared and (keeps or run.free[-v - 1]) for v in inputs)
     labels: RankLabels | AnnotatedLabels | None = None
     if isinstance(run.labels, AnnotatedSegment):
         labels = run.labels.label(graph, inputs, part.results)
@@ -226,10 +233,9 @@ def specify(trace: Trace, part: Part, run: Execution) -> ProgramSpec:
         given = [leaves[-v - 1] if v < 0 else places.label_at(run.passed[v].label, part.place) for v in inputs]
         extras = len(kinds) + draws + precision_mode.extra_count(run.mode)
         labels = shard_mapping.label(graph, part, segment, run.labels, given, avals, extras)
-    updates = _new_values(graph, part, inputs, avals, owned, labels, segment)
+    updates = _new_values(graph, part, inputs, avals, owned, labels, new)
     plan = _fold(graph, inputs, labels, updates, run.mode)
     stacks = ((), ()) if plan is None else (plan.stacked_inputs(), [tuple(members) for _, members in plan.stacked])
-    keeps = labels is None and part.is_whole and run.mode == precision_mode.PLAIN and kept_inputs.keeps_inputs(graph, owned, avals)
     ports = Ports.of(len(inputs), len(part.results), *stacks).paired({} if keeps else updates)
     spec = ProgramSpec(part, graph, inputs, avals, owned, MappingProxyType(slots), kinds, draws, run.mode, labels, plan, ports, keeps)
     if SETTINGS.verify:
@@ -253,12 +259,11 @@ def _new_values(
     avals: Sequence[jax.ShapeDtypeStruct],
     owned: Sequence[bool],
     labels: RankLabels | AnnotatedLabels | None,
-    segment: Segment,
+    updates: dict[int, int],
 ) -> dict[int, int]:
-    """For inputs that may be taken over: the result that is the new value of the same storage, and lies as the old one does."""
+    """For inputs that may be taken over: the result that is the new value of the same storage (`_updates`), and lies as the old one does."""
     metas = [node.meta["val"] for node in results_of(graph)]
     place = {vid: k for k, vid in enumerate(part.results)}
-    updates = _updates(segment)
     found: dict[int, int] = {}
     for i, vid in enumerate(inputs):
         k = place.get(updates.get(vid, -1), -1) if owned[i] else -1

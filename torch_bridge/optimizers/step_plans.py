@@ -223,12 +223,16 @@ def _apart(params: Sequence[Any], grads: Sequence[Any], columns: Sequence[Column
 
 
 def _foretold(plan: Plan, optimizer: weakref.ref[Any], number: int, counters: Counters | None) -> tuple[float, ...] | None:
-    """The numbers of a group's next update; None if the optimizer is gone, or its parameters had different numbers of steps."""
+    """The numbers of a group's next update; None if the optimizer is gone, its parameters had different numbers of steps, or its
+    options are no numbers any more."""
     found = optimizer()
     step = 0.0 if counters is None else counters.next()
     if found is None or number >= len(found.param_groups) or step is None or plan.numbers is None:
         return None
-    return tuple(map(float, plan.numbers(found.param_groups[number], step)))
+    group = found.param_groups[number]
+    return (
+        tuple(map(float, plan.numbers(group, step))) if plain(group) else None
+    )  # a tensor's arithmetic would be recorded where the script is
 
 
 # -- what each records ------------------------------------------------------------------------------

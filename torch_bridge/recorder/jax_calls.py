@@ -18,6 +18,7 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.tree_util import PyTreeDef
 
 from torch_bridge import _compat
+from torch_bridge.compiler import kept_inputs
 from torch_bridge.ir import dtypes
 from torch_bridge.lowerings import lowering
 from torch_bridge.runtime import backend
@@ -121,6 +122,7 @@ def _shapes(tensors: Sequence[torch.Tensor], name: str) -> list[torch.Tensor]:
 
 
 _library.impl("call_jax", _shapes, "Meta")
+kept_inputs.EFFECTS[_OP] = lambda args: bool(_TRACED[args[1]].effects)  # jax.debug.print, io_callback
 
 
 # -- gradients ------------------------------------------------------------------------------------

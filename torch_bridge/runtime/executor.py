@@ -192,6 +192,7 @@ def _run_pending(session: Session, segment: Segment, first: frozenset[int] | Non
         observer.preparing(segment)
     mode = precision_mode.current()
     trace = _predicted(segment)
+    speculation.keep_for(session, trace)
     if trace is None:
         segment.unpredict()
         _hoist(session, segment)
@@ -352,6 +353,7 @@ def _evict(session: Session, trace: Trace) -> None:
     if alike is not None and session.alike.get(alike) is trace:
         del session.alike[alike]
     trace.evicted = True
+    trace.forecast = None
     trace.programs.clear()
     if session.by_start.get(trace.nodes[0]) is trace:
         del session.by_start[trace.nodes[0]]

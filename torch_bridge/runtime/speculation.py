@@ -38,8 +38,8 @@ logger = logging.getLogger("torch_bridge")
 
 _LONGEST = 4096
 """Runs that pass at most before the next try."""
-_RIGHT = 64
-"""So many tries that were right make one that was not forgotten."""
+_RIGHT = 12
+"""So many tries that were right in a row make those that were not forgotten: one run in 19 is in vain at most."""
 _HELD, _PENDING = map(attrgetter, ("held", "pending"))
 
 
@@ -87,22 +87,18 @@ class Forecast:
     def start(self, segment: Segment, session: Session) -> None:
         """Start the program with what it is expected to take, unless the devices are busy anyway or something is not there."""
         segment.start_at = NEVER
-        if (
-            segment is not session.current
-            or segment.predicted is not self.trace()
-            or segment.predicted is None
-            or not _may(session)
-            or not _idle(session)
-        ):
+        if segment is not session.current or segment.predicted is not self.trace() or segment.predicted is None or not _may(session):
             return
         try:
+            if not _idle(session):
+                return
             run = self._execution(segment)
             if run is None or run.mode != self.program.spec.mode or not self.program.has_executable or not self.program.spec.accepts(run):
                 self.was_wrong()
                 return
             args = self.program.arguments(run, {})
             with interrupts.deferred(), _compat.enable_x64():
-                session.started = Started(self, args, self.program.run(args))
+                session.started = Started(self, self.program, args, self.program.run(args))
         except Exception as error:  # the ordinary way raises it, if it is one of the step
             logger.debug("a program that was to start early did not: %s: %s", type(error).__name__, error)
             self.was_wrong()
@@ -146,14 +142,19 @@ class Forecast:
         self.wrong += 1
         self.right = 0
         self.rest = min(4**self.wrong, _LONGEST)
+        self.forget()
+
+    def forget(self) -> None:
+        """What was learned does not hold any more."""
         self.at, self.holders = NEVER, []
 
 
 class Started:
     """A program that runs for a step which is still being recorded."""
 
-    def __init__(self, forecast: Forecast, args: list[Any], results: list[Any]):
+    def __init__(self, forecast: Forecast, program: Program, args: list[Any], results: list[Any]):
         self.forecast = forecast
+        self.program = program
         self.args = args
         self.results = results
 
@@ -172,12 +173,23 @@ def learn(session: Session, trace: Trace, programs: Sequence[Program], run: Exec
     if len(programs) > 1 or program.spec.ports.donated or not program.spec.keeps_inputs or not _may(session):
         return
     forecast = trace.forecast
-    if forecast is None or forecast.program is not program:
+    if forecast is None:
         forecast = trace.forecast = Forecast(trace, program)
+    elif forecast.program is not program:  # other values are needed this time: the tries in vain count on
+        forecast.program = program
+        forecast.forget()
     if forecast.rest:
         forecast.rest -= 1
     elif forecast.at == NEVER:
         forecast.learn(run.segment)
+
+
+def keep_for(session: Session, trace: Trace | None) -> None:
+    """A structure is about to run (None: one that was not foretold): what has started for another one is of no use, and must not hold buffers any more."""
+    started = session.started
+    if started is not None and (trace is None or started.forecast.trace() is not trace):
+        session.started = None
+        started.forecast.was_wrong()
 
 
 def taken(session: Session, program: Program, args: Sequence[Any]) -> list[Any] | None:
@@ -186,7 +198,7 @@ def taken(session: Session, program: Program, args: Sequence[Any]) -> list[Any] 
     if started is None:
         return None
     forecast = started.forecast
-    if forecast.program is program and len(args) == len(started.args) and all(map(_same, started.args, args)):
+    if started.program is program and len(args) == len(started.args) and all(map(_same, started.args, args)):
         forecast.was_right()
         return started.results
     forecast.was_wrong()

@@ -22,6 +22,7 @@ from tests.torch_bridge.passes.small_programs import (
     ranked,
     rounded,
     training,
+    training_in_place,
     unequal,
 )
 from torch_bridge.compiler import interpret, interpret_loops, shard_mapping
@@ -368,7 +369,7 @@ FAULTS: dict[str, Fault] = {
         training, changed(Ports, "paired", _leaves_twice), "program_io", "every result leaves once"
     ),
     "program_io takes over another buffer": Fault(
-        training, changed(Ports, "paired", _takes_over_others), "program_io", "an input is taken over by"
+        training_in_place, changed(Ports, "paired", _takes_over_others), "program_io", "an input is taken over by"
     ),
     "program_io loses a row of a stack": Fault(
         layered, changed(Ports, "of", _loses_a_row), "program_io", "stacks come in and leave as the plan"

@@ -44,16 +44,21 @@ def numbers() -> Any:
     return (torch.nn.functional.leaky_relu(x + 0.3, 0.25) * 0.3 - 0.7).cpu()
 
 
-def training() -> Any:
+def training(foreach: bool | None = None) -> Any:
     """A step that creates its optimizer's state."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3), nn.Dropout(0.5)).to("xla")
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1, foreach=foreach)
     x = torch.ones(2, 3).to("xla")
     loss = model(x).square().sum()
     loss.backward()
     optimizer.step()
     return loss.detach().cpu(), [p.detach().cpu() for p in model.parameters()]
+
+
+def training_in_place() -> Any:
+    """The same recorded op by op: it takes the weights over, as the steps of large models do."""
+    return training(foreach=False)
 
 
 def halved() -> Any:

@@ -97,6 +97,19 @@ def test_a_storage_that_is_filled_twice_becomes_what_it_was_born_with() -> None:
     assert x.tolist() == [2, 2, 2]
 
 
+def test_a_gradient_that_nobody_asked_for_is_no_result() -> None:
+    """A frozen layer before a batch norm, whose backward gives three results or fewer."""
+
+    def run(device: str) -> torch.Tensor:
+        torch.manual_seed(0)
+        x, norm = torch.randn(4, 3).to(device), torch.nn.BatchNorm1d(3).to(device)
+        norm(x).square().sum().backward()
+        assert norm.weight.grad is not None
+        return norm.weight.grad.cpu()
+
+    torch.testing.assert_close(run("xla"), run("cpu"))
+
+
 def test_a_result_of_a_list_is_written_into_another_dtype() -> None:
     """A number of bfloat16 times one of float32 is float32, until it is written."""
     x, factor = torch.tensor(1.5, dtype=torch.bfloat16), torch.tensor(0.3337)
