@@ -594,6 +594,7 @@ class Segment:
         self.sources = [s for i, s in enumerate(self.sources) if i in node_of]
         self.numbers = [(node_of[i], values) for i, values in self.numbers if i in node_of]
         self.draws = [(node_of[i], seed, offset) for i, seed, offset in self.draws]
+        self.foretold = [(node_of[i], foretell) for i, foretell in self.foretold if i in node_of]
         holding = (ref() for ref in (*self.writers, *self.holders.values(), *self.sharers))
         for storage in {id(s): s for s in holding if s is not None and s.segment is self}.values():
             storage.vid = leaf_of[storage.vid] if storage.vid < 0 else new.value_of[storage.vid]

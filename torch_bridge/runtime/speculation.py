@@ -64,22 +64,23 @@ class Forecast:
     def learn(self, segment: Segment) -> None:
         """From a run: which storages the leaves came from; from two, which will come from the same ones again."""
         saved = dict(zip(segment.saved_leaves, segment.saved, strict=True))
-        holders = [segment.holders.get(vid) or saved.get(vid) for vid in range(-1, -len(segment.leaves) - 1, -1)]
-        numbers, before = list(segment.numbers), (self.holders, self.numbers)
-        self.holders, self.numbers, self.foretold = holders, numbers, dict(segment.foretold)
-        if len(before[0]) != len(holders) or len(before[1]) != len(numbers):
+        holders_before, numbers_before = self.holders, self.numbers
+        self.holders = [segment.holders.get(-k - 1) or saved.get(-k - 1) for k in range(len(segment.leaves))]
+        self.numbers, self.foretold = list(segment.numbers), dict(segment.foretold)
+        if len(holders_before) != len(self.holders) or len(numbers_before) != len(self.numbers):
             return
-        varying = {
-            vid for vid, was, now in zip(range(-1, -len(holders) - 1, -1), before[0], holders, strict=True) if now is None or was is not now
-        }
-        late = [i for i, _, _ in segment.draws]
-        late += [i for (i, values), was in zip(numbers, before[1], strict=True) if i not in self.foretold and was != (i, values)]
-        last = max(late, default=0)
+        new = {-k - 1 for k, (was, now) in enumerate(zip(holders_before, self.holders, strict=True)) if now is None or was is not now}
+        last = max((i for i, _, _ in segment.draws), default=0)
+        for was, now in zip(numbers_before, self.numbers, strict=True):
+            if was != now and now[0] not in self.foretold:
+                last = max(last, now[0])
         for i, node in enumerate(segment.nodes):
-            for vid in varying.intersection(node[1:]):
-                varying.remove(vid)
+            if not new:
+                break
+            if not new.isdisjoint(node[1:]):
+                new.difference_update(node[1:])
                 last = max(last, i)
-        if varying or last + 1 >= len(segment.nodes):
+        if new or last + 1 >= len(segment.nodes):
             self._wait()
         else:
             self.at = last
@@ -168,7 +169,7 @@ def expect(session: Session, segment: Segment, trace: Trace | None) -> None:
 
 
 def learn(session: Session, trace: Trace, programs: Sequence[Program], run: Execution) -> None:
-    """Take note of a run that is about to begin, or has begun."""
+    """Take note of a run that is about to begin."""
     program = programs[0]
     if len(programs) > 1 or program.spec.ports.donated or not program.spec.keeps_inputs or not _may(session):
         return
