@@ -163,9 +163,9 @@ def _check_number(name: str, value: Any, least: int) -> None:
 
 
 def _dtype(given: Any) -> torch.dtype | None:
-    found = getattr(torch, given.removeprefix("torch."), None) if isinstance(given, str) else given
-    if found is None and given is None:
+    if given is None:
         return None
+    found = getattr(torch, given.removeprefix("torch."), None) if isinstance(given, str) else given
     if not isinstance(found, torch.dtype) or not found.is_floating_point or found.itemsize < 2:
         raise ValueError(
             f"torch_dtype={given!r} must be torch.bfloat16, torch.float16, torch.float32, torch.float64, or the name of one of these"

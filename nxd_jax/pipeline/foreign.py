@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ import torch
 from nxd_jax.pipeline.stages import Stage
 from torch_bridge.mesh import places
 from torch_bridge.mesh.places import Place
+from torch_bridge.replay import nested_grad
 from torch_bridge.runtime import session
 
 logger = logging.getLogger("nxd_jax")
@@ -52,18 +53,5 @@ def check(stage: Stage, home: Place, buffers: Iterable[Any], given: Iterable[tor
 
 def _learning(given: Iterable[torch.Tensor]) -> list[Any]:
     """The leaves of autograd's graph below some tensors."""
-    found = [getattr(node, "variable", None) for node in nodes_below(t.grad_fn for t in given)]
+    found = [getattr(node, "variable", None) for node in nested_grad.nodes_below(t.grad_fn for t in given)]
     return [variable for variable in found if variable is not None]
-
-
-def nodes_below(roots: Iterable[Any]) -> Iterator[Any]:
-    """The nodes of autograd's graph from some on (None: there is none), each once."""
-    waiting = list(roots)
-    seen: set[Any] = set()
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        yield node
-        waiting += [below for below, _ in node.next_functions]

@@ -446,7 +446,7 @@ class Step:
         """
         if index in self.reentrant:
             return self.reentrant[index]
-        nodes = list(foreign.nodes_below(edge.node if isinstance(edge, GradientEdge) else edge.grad_fn for edge in held.edges.values()))
+        nodes = list(nested_grad.nodes_below(edge.node if isinstance(edge, GradientEdge) else edge.grad_fn for edge in held.edges.values()))
         calls = [outs for node in nodes if (outs := module_calls.inside(node)) is not None]
         found = any(node.name().endswith("CheckpointFunctionBackward") for node in nodes) or any(map(nested_grad.reentrant, calls))
         if found or not calls:

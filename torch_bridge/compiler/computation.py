@@ -5,11 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import jax
 from torch import fx
 
-from torch_bridge import lowerings
-from torch_bridge.compiler import channels_last, interpret, interpret_loops, stored_results, transposed_products, verify_programs
+from torch_bridge.compiler import (
+    channels_last,
+    interpret,
+    interpret_loops,
+    kernel_calls,
+    stored_results,
+    transposed_products,
+    verify_programs,
+)
 from torch_bridge.compiler.annotated_labels import AnnotatedLabels
 from torch_bridge.compiler.manual_blocks import Blocks
 from torch_bridge.compiler.program_spec import ProgramSpec
@@ -36,20 +42,10 @@ def of(spec: ProgramSpec) -> Callable[..., tuple[Any, ...]]:
         stored_results.mark(spec.graph)
 
     def _apply(*inputs: Any) -> Any:
-        with torch_kernels.using(_takes_kernels(spec)):
+        with torch_kernels.using(kernel_calls.allowed(spec.labels, spec.mode)):
             return _checked(spec, channels_last.evaluate(rounded, inputs), "channels_last") if permutes else rounded(*inputs)
 
     return _apply
-
-
-def may_call_kernels(spec: ProgramSpec) -> bool:
-    """Whether the function of a spec calls kernels of torch, as far as its ops say."""
-    return _takes_kernels(spec) and any(lowerings.may_call_kernels(node.target, node.args) for node in spec.graph.nodes)
-
-
-def _takes_kernels(spec: ProgramSpec) -> bool:
-    """Whether a program is a plain one of one CPU device."""
-    return SETTINGS.torch_kernels and spec.labels is None and spec.mode == precision_mode.PLAIN and jax.default_backend() == "cpu"
 
 
 def _evaluate(spec: ProgramSpec, inputs: tuple[Any, ...]) -> tuple[Any, ...]:

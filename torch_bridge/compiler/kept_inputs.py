@@ -9,8 +9,9 @@ from typing import Any
 import jax
 from torch import fx
 
-from torch_bridge import lowerings
+from torch_bridge.compiler import kernel_calls
 from torch_bridge.config.settings import SETTINGS
+from torch_bridge.precision import precision_mode
 
 STEPS: set[Any] = set()
 """Ops that are an optimizer's step (`optimizers.step_ops`)."""
@@ -19,7 +20,7 @@ EFFECTS: dict[Any, Callable[[Sequence[Any]], bool]] = {}
 
 
 def keeps_inputs(graph: fx.Graph, replaced: Sequence[jax.ShapeDtypeStruct]) -> bool:
-    """Whether a program of one device is a training step that keeps the buffers which it could take over: they are small (NXD_JAX_SPECULATE).
+    """Whether a plain program of one device is a training step that keeps the buffers which it could take over: they are small (NXD_JAX_SPECULATE).
 
     replaced: inputs whose storages get new values, whoever else holds them now: it is to be the same program when nobody does.
 
@@ -30,7 +31,4 @@ def keeps_inputs(graph: fx.Graph, replaced: Sequence[jax.ShapeDtypeStruct]) -> b
     if any(node.target in EFFECTS and EFFECTS[node.target](node.args) for node in graph.nodes):
         return False
     size = sum(math.prod(a.shape) * a.dtype.itemsize for a in replaced)
-    kernels = SETTINGS.torch_kernels and jax.default_backend() == "cpu"
-    return size <= SETTINGS.speculate << 20 and not (
-        kernels and any(lowerings.may_call_kernels(node.target, node.args) for node in graph.nodes)
-    )
+    return size <= SETTINGS.speculate << 20 and not kernel_calls.possible(graph, None, precision_mode.PLAIN)

@@ -24,6 +24,7 @@ from torch_bridge.compiler import (
     equal_programs,
     executable_cache,
     garbage_collector,
+    kernel_calls,
     xla_options,
 )
 from torch_bridge.compiler.annotated_labels import AnnotatedLabels
@@ -64,7 +65,7 @@ class Program:
         options = xla_options.of(spec.graph, serialized=environment.jax_keeps_programs() or equal_programs.are_looked_for(spec.labels))
         self.in_blocks = xla_options.in_blocks(options)
         self.jitted = jax.jit(mapped, donate_argnums=spec.ports.donated, compiler_options=options, **placing)
-        self._is_awaited = computation.may_call_kernels(spec)
+        self._is_awaited = kernel_calls.possible(spec.graph, spec.labels, spec.mode)
         self.code: executable_cache.Code | None = None
         self.signature: Sequence[jax.ShapeDtypeStruct] = ()
         holders = {**dict(zip(segment.saved_leaves, segment.saved, strict=True)), **segment.holders}

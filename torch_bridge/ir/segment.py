@@ -27,6 +27,8 @@ from torch_bridge.mesh import sharding, spmd
 
 aten = torch.ops.aten
 
+Foretell = Callable[[], tuple[float, ...] | None]
+"""Says which numbers a node will have in the next step; None: nobody knows."""
 NEVER = sys.maxsize
 """`Segment.start_at` where nothing is to start."""
 
@@ -288,7 +290,7 @@ class Segment:
         self.followed: Any = None
         self.home: Any = None
         self.predicted: Any = None
-        self.foretold: list[tuple[int, Callable[[], tuple[float, ...] | None]]] = []
+        self.foretold: list[tuple[int, Foretell]] = []
         self.start_at = NEVER
         self.start: Callable[[Segment], None] | None = None
 

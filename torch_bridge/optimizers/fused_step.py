@@ -12,7 +12,7 @@ import functools
 import inspect
 import os
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import optim
@@ -20,6 +20,9 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
 from torch_bridge.runtime import backend
+
+if TYPE_CHECKING:
+    from torch_bridge.ir.segment import Foretell
 
 _CLASSES = (optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad, optim.Adafactor)
 
@@ -145,7 +148,7 @@ class Update(NamedTuple):
     flags: set[str]
     grads: list[Any] | None = None
 
-    def record(self, foretell: Callable[[], tuple[float, ...] | None] | None = None) -> None:
+    def record(self, foretell: Foretell | None = None) -> None:
         """Record it: parameters and states are updated in place, in one op for each place that they lie at.
 
         foretell: says which numbers it will have in the next step.

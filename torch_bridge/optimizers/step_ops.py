@@ -6,7 +6,7 @@ after `backend.ensure()` (which brings JAX up).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from torch_bridge.compiler import kept_inputs
 from torch_bridge.ir.entry import Entry, Lift, Slot
 from torch_bridge.ir.layout import Layout
+from torch_bridge.ir.segment import Foretell
 from torch_bridge.ir.view_entries import flat
 from torch_bridge.lowerings import Stacks, lowering, traced_once, update_rules
 from torch_bridge.lowerings.types import Array, Scalar
@@ -117,8 +118,8 @@ def _record(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str
         entry = _ENTRIES[key] = _entry(rule, counts, [*views[: of_grads.start], *views[of_grads.stop :]], read, len(numbers), options)
     segment = STATE.session.current
     inputs = tuple(segment.read_all(storages, views))
-    if "foretell" in kwargs:
-        segment.foretold.append((len(segment.nodes), kwargs["foretell"]))
+    if (foretell := kwargs.get("foretell")) is not None:
+        segment.foretold.append((len(segment.nodes), foretell))
     vid = segment.emit(entry, inputs, tuple(numbers))
     del storages[of_grads], views[of_grads]
     segment.write_all(storages, views, vid)
@@ -141,7 +142,7 @@ def update(
     states: Sequence[Tensors],
     numbers: Sequence[float],
     options: str = "",
-    foretell: Callable[[], tuple[float, ...] | None] | None = None,
+    foretell: Foretell | None = None,
 ) -> None:
     """Record one op that updates xla parameters, and their state (up to three lists of tensors), in place. numbers may change without a new program.
 
@@ -153,5 +154,5 @@ def update(
         with torch.no_grad():
             ops.optimizer_step_(*args)
     else:  # torch's dispatcher would take hundreds of tensors apart and put them together again
-        tensor.dispatch(ops.optimizer_step_.default, args, {} if foretell is None else {"foretell": foretell})
+        tensor.dispatch(ops.optimizer_step_.default, args, {"foretell": foretell})
     torch.autograd.graph.increment_version([t for given in (params, *states) for t in given])

@@ -17,6 +17,7 @@ import torch
 from torch import optim
 
 from torch_bridge.identity import any_is
+from torch_bridge.ir.segment import Foretell
 from torch_bridge.mesh import rank_numbers, sharding, spmd
 from torch_bridge.optimizers.fused_step import Update
 from torch_bridge.optimizers.group_cache import Counters, Known
@@ -85,7 +86,7 @@ class Plan:
     counts: bool = True
     numbers: Callable[[Group, float], list[float]] | None = None
 
-    def foretell(self, given: Gathered, number: int) -> Callable[[], tuple[float, ...] | None] | None:
+    def foretell(self, given: Gathered, number: int) -> Foretell | None:
         """What says the numbers of the next update of a group (by number), if they change with its options and steps alone. Keeps no tensors alive."""
         if self.numbers is None or (self.counts and given.counters is None):
             return None
@@ -223,16 +224,14 @@ def _apart(params: Sequence[Any], grads: Sequence[Any], columns: Sequence[Column
 
 
 def _foretold(plan: Plan, optimizer: weakref.ref[Any], number: int, counters: Counters | None) -> tuple[float, ...] | None:
-    """The numbers of a group's next update; None if the optimizer is gone, its parameters had different numbers of steps, or its
-    options are no numbers any more."""
+    """The numbers of a group's next update; None if the optimizer is gone, its parameters had different numbers of steps, or its options are no numbers any
+    more: a tensor's arithmetic would be recorded where the script is."""
     found = optimizer()
     step = 0.0 if counters is None else counters.next()
     if found is None or number >= len(found.param_groups) or step is None or plan.numbers is None:
         return None
     group = found.param_groups[number]
-    return (
-        tuple(map(float, plan.numbers(group, step))) if plain(group) else None
-    )  # a tensor's arithmetic would be recorded where the script is
+    return tuple(map(float, plan.numbers(group, step))) if plain(group) else None
 
 
 # -- what each records ------------------------------------------------------------------------------

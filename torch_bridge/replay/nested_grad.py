@@ -34,14 +34,20 @@ def _is_reentrant(node: Any) -> bool:
 
 def _graph(outs: Iterable[torch.Tensor]) -> Iterator[Any]:
     """The nodes of autograd behind these results, each once."""
-    nodes = [torch.autograd.graph.get_gradient_edge(o).node for o in outs if o.requires_grad]
-    seen = set(nodes)
-    while nodes:
-        node = nodes.pop()
+    return nodes_below(torch.autograd.graph.get_gradient_edge(o).node for o in outs if o.requires_grad)
+
+
+def nodes_below(roots: Iterable[Any]) -> Iterator[Any]:
+    """The nodes of autograd's graph from some on (None: there is none), each once."""
+    waiting = list(roots)
+    seen: set[Any] = set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
         yield node
-        found = {n for n, _ in node.next_functions if n is not None} - seen
-        seen |= found
-        nodes += found
+        waiting += [below for below, _ in node.next_functions]
 
 
 def check_leaves(inputs: Iterable[torch.Tensor]) -> None:

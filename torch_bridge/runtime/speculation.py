@@ -87,14 +87,13 @@ class Forecast:
 
     def start(self, segment: Segment, session: Session) -> None:
         """Start the program with what it is expected to take, unless the devices are busy anyway or something is not there."""
-        segment.start_at = NEVER
         if segment is not session.current or segment.predicted is not self.trace() or segment.predicted is None or not _may(session):
             return
         try:
             if not _idle(session):
                 return
             run = self._execution(segment)
-            if run is None or run.mode != self.program.spec.mode or not self.program.has_executable or not self.program.spec.accepts(run):
+            if run is None or not self.program.has_executable or not self.program.spec.accepts(run):
                 self.was_wrong()
                 return
             args = self.program.arguments(run, {})
@@ -171,7 +170,7 @@ def expect(session: Session, segment: Segment, trace: Trace | None) -> None:
 def learn(session: Session, trace: Trace, programs: Sequence[Program], run: Execution) -> None:
     """Take note of a run that is about to begin."""
     program = programs[0]
-    if len(programs) > 1 or program.spec.ports.donated or not program.spec.keeps_inputs or not _may(session):
+    if len(programs) > 1 or not program.spec.keeps_inputs or not _may(session):
         return
     forecast = trace.forecast
     if forecast is None:

@@ -8,7 +8,7 @@ import operator
 import sys
 import types
 from collections.abc import Callable, Mapping
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -51,17 +51,17 @@ def _names(node: ast.AST, file: str) -> Mapping[str, Any]:
         return next((vars(m) for m in list(sys.modules.values()) if getattr(m, "__dict__", {}).get("__file__") == file), {})
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        code = frame.f_code
-        if code.co_filename == file and code.co_name == getattr(function, "name", "<lambda>") and _begins(function, code.co_firstlineno):
+        if frame.f_code.co_filename == file and _is_of(function, frame.f_code):
             return {**frame.f_globals, **frame.f_locals}
         frame = frame.f_back
     return {}
 
 
-def _begins(function: ast.AST, line: int) -> bool:
-    """Whether code that begins in a line is a function's: its first line is that of its first decorator."""
-    first = [d.lineno for d in getattr(function, "decorator_list", [])]
-    return min([*first, function.lineno]) == line  # type: ignore[attr-defined]
+def _is_of(function: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda, code: CodeType) -> bool:
+    """Whether code is a function's of its file."""
+    if isinstance(function, ast.Lambda):
+        return (code.co_name, code.co_firstlineno) == ("<lambda>", function.lineno)
+    return rank_syntax.starts(function, code)
 
 
 def _value(test: ast.expr, names: Mapping[str, Any]) -> Any:
