@@ -5,7 +5,8 @@
 Variants run in turn, each in a process of its own, from the same weights and on the same batches; the losses must agree.
 
 - pipeline: `NxDPPModel`, PP 4, by several schedules. Each stage's passes are programs of their own on a device of their own.
-- one rank: the same model through our bridge, 16 micro-batches with accumulated gradients.
+- one rank: the same model through our bridge, 16 micro-batches with accumulated gradients. Each is one program; in the variant "apart" its forward and its
+  backward pass are programs of their own, as those of every pipeline's stages are: what the schedule costs is the difference to that.
 - SPMD: what one jitted program can express, hand-written in JAX: stages stacked along an axis of the mesh (vmap), a buffer that shifts by one stage in every
   turn of a scan, gradients by autodiff through the scan. All stages compute in every turn, also where there is no micro-batch.
 
@@ -36,6 +37,7 @@ VARIANTS = {
     "pipeline-interleaved": "pipeline, interleaved (2 stages a rank)",
     "pipeline-zbv": "pipeline, ZBV (2 stages a rank)",
     "alone": "one rank, accumulated gradients",
+    "alone-apart": "the same, forward and backward apart",
     "spmd": "SPMD pipeline, hand-written JAX",
 }
 
@@ -141,8 +143,8 @@ def make_pipeline(schedule: str, microbatches: int) -> tuple[Step, Callable[[Any
     return dispatch, lambda loss: float(loss), host
 
 
-def make_alone(microbatches: int) -> tuple[Step, Callable[[Any], float], dict[str, list[float]]]:
-    """The same model and micro-batches on one rank."""
+def make_alone(microbatches: int, apart: bool) -> tuple[Step, Callable[[Any], float], dict[str, list[float]]]:
+    """The same model and micro-batches on one rank. apart: forward and backward passes are programs of their own."""
     import torch
     import torch_xla
     import torch_xla.core.xla_model as xm
@@ -155,6 +157,8 @@ def make_alone(microbatches: int) -> tuple[Step, Callable[[Any], float], dict[st
         losses = []
         for part in rows.chunk(microbatches):
             loss = model(input_ids=part, labels=part).loss
+            if apart:
+                xm.mark_step()
             (loss / microbatches).backward()
             losses.append(loss.detach())
             xm.mark_step()
@@ -239,7 +243,7 @@ def _calls_until_played(kind: str) -> int:
 def child(name: str, steps: int, microbatches: int) -> dict[str, Any]:
     """Run one variant in this process."""
     kind, _, schedule = name.partition("-")
-    made = {"pipeline": lambda: make_pipeline(schedule, microbatches), "alone": lambda: make_alone(microbatches)}
+    made = {"pipeline": lambda: make_pipeline(schedule, microbatches), "alone": lambda: make_alone(microbatches, schedule == "apart")}
     dispatch, read, host = made.get(kind, lambda: make_spmd(microbatches))()
     counted = Counted() if kind != "spmd" else dict
     data = batches(4, microbatches)
@@ -288,10 +292,18 @@ def table(found: dict[str, list[dict[str, Any]]]) -> str:
         cells += [str(last["programs"] or "-"), str(int(last["later"])) if last["programs"] else "-", host]
         cells.append(f"{1e6 * last['call']:.0f}" if last["host"] else "-")
         lines.append(f"| {title} | {' | '.join(cells)} |")
+    apart = found.get("alone-apart")
+    said = ""
+    if apart and "pipeline-1f1b" in found:
+        said = f"; 1F1B's CPU time is {rounds.ratio(found['pipeline-1f1b'], apart, 'cpu'):.2f}x of one rank's with passes apart"
     about = rounds.stack("torch", "transformers", "jax", "jaxlib", "optax")
     shape = f"PP {STAGES}, {MICROBATCHES} micro-batches of 1 x {SEQ} tokens; Llama of {LAYERS} layers, hidden {measure.HIDDEN}"
     return "\n".join(
-        [*lines, "", f"{shape}; ratios to one rank; median of {len(found['alone'])} round(s); losses agree to {difference:.0e}; {about}"]
+        [
+            *lines,
+            "",
+            f"{shape}; ratios to one rank; median of {len(found['alone'])} round(s); losses agree to {difference:.0e}{said}; {about}",
+        ]
     )
 
 
@@ -301,13 +313,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8, help="steps per measurement")
     parser.add_argument("--microbatches", type=int, default=MICROBATCHES)
     parser.add_argument("--write", action="store_true", help="put the table into benchmarks/README.md")
-    parser.add_argument("--only", nargs="*", help="these variants (and one rank)")
+    parser.add_argument("--only", nargs="*", help="these variants (and those of one rank)")
     parser.add_argument("--variant", choices=VARIANTS, help="run this one here and print JSON")
     args = parser.parse_args()
     if args.variant:
         print(json.dumps(child(args.variant, args.steps, args.microbatches)))
         return
-    chosen = [name for name in VARIANTS if not args.only or name in args.only or name == "alone"]
+    chosen = [name for name in VARIANTS if not args.only or name in args.only or name.startswith("alone")]
     options = ["--steps", str(args.steps), "--microbatches", str(args.microbatches)]
     text = table(rounds.run(__file__, chosen, args.rounds, options, "wall"))
     print(text)

@@ -52,8 +52,12 @@ STEP_COLUMNS = {"median": "step, median (ms)", "mean": "step, mean (ms)", "cpu":
 
 def cell(runs: Sequence[Mapping[str, Any]], peer: Sequence[Mapping[str, Any]], key: str, unit: float = 1e3, digits: int = 0) -> str:
     """A cell of a table: the median of rounds, and in brackets that of their ratios to another variant's."""
-    ratio = statistics.median(a[key] / b[key] for a, b in zip(runs, peer, strict=True))
-    return f"{unit * statistics.median(r[key] for r in runs):.{digits}f} ({ratio:.2f}x)"
+    return f"{unit * statistics.median(r[key] for r in runs):.{digits}f} ({ratio(runs, peer, key):.2f}x)"
+
+
+def ratio(runs: Sequence[Mapping[str, Any]], peer: Sequence[Mapping[str, Any]], key: str) -> float:
+    """The median of rounds' ratios to another variant's."""
+    return statistics.median(a[key] / b[key] for a, b in zip(runs, peer, strict=True))
 
 
 def against(base: str, found: dict[str, list[dict[str, Any]]], titles: Mapping[str, str]) -> list[str]:

@@ -23,7 +23,8 @@ from torch_bridge.config.settings import SETTINGS
 from torch_bridge.device import debug_modes
 from torch_bridge.optimizers import group_cache
 from torch_bridge.recorder import dispatch
-from torch_bridge.runtime import executor, session, speculation
+from torch_bridge.runtime import executor, session
+from torch_bridge.runtime.in_flight import InFlight
 
 torch_bridge.register()
 
@@ -43,7 +44,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     """No program of another test; the devices count as idle, however long they take."""
     executor.clear_cache()
     metrics.clear_counters()
-    monkeypatch.setattr(speculation, "_idle", lambda session: True)
+    monkeypatch.setattr(InFlight, "is_idle", lambda self: True)
 
 
 def early() -> int:
@@ -204,7 +205,7 @@ def takes_no_more_programs(monkeypatch: pytest.MonkeyPatch, train: Callable[[], 
     expected = programs()
     executor.clear_cache()
     metrics.clear_counters()
-    monkeypatch.setattr(speculation, "_idle", lambda session: False)
+    monkeypatch.setattr(InFlight, "is_idle", lambda self: False)
     train()
     assert not early() and programs() == expected
 
@@ -241,7 +242,7 @@ def test_a_validation_that_begins_like_a_step(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_arrays_that_somebody_holds_for_a_while_need_no_program_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(speculation, "_idle", lambda session: False)
+    monkeypatch.setattr(InFlight, "is_idle", lambda self: False)
     held: list[Any] = []
 
     def hold(k: int, model: Any, optimizer: optim.Optimizer) -> None:
@@ -393,7 +394,7 @@ def test_values_that_somebody_keeps_stay() -> None:
 
 
 def test_nothing_starts_while_the_devices_are_busy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(speculation, "_idle", lambda session: False)
+    monkeypatch.setattr(InFlight, "is_idle", lambda self: False)
     same_as_torch()
     assert not early() and not dropped()
 

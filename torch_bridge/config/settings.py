@@ -11,7 +11,7 @@ class Settings:
 
     Attributes:
         donate: whether buffers that only the segment holds are donated (XLA_ENABLE_PARAM_ALIASING).
-        max_in_flight: executions that may be queued before recording waits for the oldest.
+        max_in_flight: executions that may be queued at each place (`mesh.places`) before recording waits for the oldest.
         max_traces: structures kept, with their executables; the one unused for longest goes first.
         extract_only: compile programs and give zeros for their results (NEURON_EXTRACT_GRAPHS_ONLY).
         cold_shapes: run programs of new shapes in eager torch first where several of the same ops were compiled (NXD_JAX_COLD_SHAPES).

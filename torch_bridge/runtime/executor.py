@@ -11,7 +11,6 @@ import contextlib
 import gc
 import logging
 import time
-import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import repeat
 from operator import eq
@@ -153,9 +152,7 @@ def wait_all() -> None:
     """Block until every execution so far has finished."""
     session = STATE.session
     with explained(), around(session.observers, "wait"):
-        for result in list(session.in_flight):
-            _wait(result)
-    session.in_flight.clear()
+        session.in_flight.wait()
 
 
 def materialize(storage: Storage) -> None:
@@ -439,7 +436,7 @@ def _handed_over(session: Session, program: Program, args: list[Any], placed: bo
         metrics.count("ExecuteReplicated")
     program.step = activity.ACTIVITY.steps
     session.recent.append(program)
-    session.in_flight.append(weakref.ref(arrays[0]))
+    session.in_flight.add(program.spec.part.place, arrays[0])
     arrays.clear()  # whoever keeps this frame (an exception that was caught while compiling) would keep the next run from donating them
     return found
 
@@ -469,10 +466,11 @@ def run_again(program: Program, args: list[Any], placed: bool = False) -> list[A
 
 
 def _await_flight(session: Session) -> None:
-    """Until no more than the allowed number of executions has not finished."""
-    while len(session.in_flight) > SETTINGS.max_in_flight:
+    """Until no more than the allowed number of executions has not finished, wherever they run."""
+    limit = SETTINGS.max_in_flight
+    if session.in_flight.over(limit):
         with around(session.observers, "wait"):
-            _wait(session.in_flight.popleft())
+            session.in_flight.wait(limit)
 
 
 def _dispatched(session: Session, program: Program, args: list[Any], placed: bool) -> list[Any]:
@@ -508,13 +506,6 @@ def _settle(program: Program, live: Results, found: list[Any], passed: dict[int,
     if passed is not None:
         passed.update(zip(program.spec.results, found, strict=True))
     live.settle(program.spec.results, found)
-
-
-def _wait(result: weakref.ref[Any]) -> None:
-    """Until a result is computed, if anyone still has it."""
-    array = result()
-    if array is not None and not array.is_deleted():
-        array.block_until_ready()
 
 
 def _start_next(session: Session, trace: Trace | None) -> None:

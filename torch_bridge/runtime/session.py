@@ -23,6 +23,7 @@ from torch_bridge.compiler.history import History
 from torch_bridge.ir.segment import LOCK, Results, Segment
 from torch_bridge.mesh import abstract_arrays
 from torch_bridge.runtime.cold_shapes import ColdShapes
+from torch_bridge.runtime.in_flight import InFlight
 from torch_bridge.runtime.observers import Observer
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ class Session:
         by_start: the structure that began with a node last.
         last: the structure that ran last.
         recent: the programs that ran last, newest last.
-        in_flight: a result of each execution that may not have finished.
+        in_flight: executions that may not have finished.
         clock: counts executions.
         hoisted: hashes of structures whose constants became inputs (`hoist_constants`).
         history: what was compiled, and what Python read from tensors.
@@ -101,7 +102,7 @@ class Session:
         self.by_start: dict[tuple[Any, ...], Trace] = {}
         self.last: Trace | None = None
         self.recent: deque[Program] = deque(maxlen=RECENT)
-        self.in_flight: deque[weakref.ref[Any]] = deque()
+        self.in_flight = InFlight()
         self.clock = itertools.count(1)
         self.hoisted: set[int] = set()
         self.history = History()

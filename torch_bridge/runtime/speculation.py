@@ -90,7 +90,7 @@ class Forecast:
         if segment is not session.current or segment.predicted is not self.trace() or segment.predicted is None or not _may(session):
             return
         try:
-            if not _idle(session):
+            if not session.in_flight.is_idle():  # the script is ahead of the devices: nothing to gain
                 return
             run = self._execution(segment)
             if run is None or not self.program.has_executable or not self.program.spec.accepts(run):
@@ -223,9 +223,3 @@ def _may(session: Session) -> bool:
         and SETTINGS.max_in_flight > 0
         and not SETTINGS.extract_only
     )
-
-
-def _idle(session: Session) -> bool:
-    """Whether what ran last has finished: else the script is ahead of the devices, and there is nothing to gain."""
-    last = session.in_flight[-1]() if session.in_flight else None
-    return last is None or last.is_deleted() or last.is_ready()
