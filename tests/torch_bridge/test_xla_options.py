@@ -56,7 +56,18 @@ def test_the_compiled_program_has_no_other_fusions_of_the_library(monkeypatch: p
     assert not [part for part in text.split("\n\n") if " dot(" in part and (" abs(" in part or " reduce(" in part)]
 
 
+@pytest.fixture
+def _nothing_is_written_to_jaxs_cache() -> Iterator[None]:
+    """JAX writes what took a second to compile, and cannot write programs with several blocks."""
+    name = "jax_persistent_cache_min_compile_time_secs"
+    before = getattr(jax.config, name)
+    jax.config.update(name, float("inf"))
+    yield
+    jax.config.update(name, before)
+
+
 @on_cpu
+@pytest.mark.usefixtures("_nothing_is_written_to_jaxs_cache")
 def test_temporaries_lie_in_blocks_that_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Two tensors of 4 MB that are needed at once, and blocks of 5 MB."""
     monkeypatch.delenv("XLA_FLAGS", raising=False)

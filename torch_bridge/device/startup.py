@@ -32,6 +32,7 @@ from torch_bridge.recorder import (
     packed_sequences,
     quantizers,
     recurrent_layers,
+    sampled_lists,
     tensor,
 )
 from torch_bridge.runtime import cold_shapes, eager_programs, executor, interrupts, steps
@@ -73,6 +74,7 @@ __all__ = [
     "packed_sequences",
     "quantizers",
     "recurrent_layers",
+    "sampled_lists",
     "tensor",
     "use_dispatch",
 ]

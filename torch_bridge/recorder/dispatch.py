@@ -83,13 +83,16 @@ def dispatch(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[st
     """Record (or run) one aten call that involves an xla tensor."""
     with LOCK:
         rule = SPECIAL.get(id(func))
-        if rule is not None:
-            return rule(func, args, kwargs or {})
-        try:
-            return record(func, args, kwargs)
-        except _Ranked:
-            pass  # outside, so that an error shows no trace of this one
-        return rank_numbers.hooks().record(func, args, kwargs or {})
+        return record_for_ranks(func, args, kwargs) if rule is None else rule(func, args, kwargs or {})
+
+
+def record_for_ranks(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
+    """The general rule, also if numbers among the arguments differ by rank."""
+    try:
+        return record(func, args, kwargs)
+    except _Ranked:
+        pass  # outside, so that an error shows no trace of this one
+    return rank_numbers.hooks().record(func, args, kwargs or {})
 
 
 def record(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:

@@ -74,6 +74,7 @@ def clear_cache() -> None:
         session.by_start.clear()
         session.recent.clear()
         session.hoisted.clear()
+        session.kinds.clear()
         session.cold_shapes = cold_shapes.ColdShapes()
         session.last = None
         session.current.unpredict()

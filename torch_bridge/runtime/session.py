@@ -88,6 +88,7 @@ class Session:
         placement: says for each node of a segment where it runs: nodes at different places become programs of their own, in the order that their values
             ask for. None: each runs where its inputs lie (`passes.place_nodes`).
         cpu_constants: what CPU tensors are that a module which is captured has next to its own. None: such a tensor is an error.
+        kinds: hashes of the kinds of operands that ops on many small tensors had, by op (`recorder.sampled_lists`).
         started: a program that runs for the segment which is still being recorded (`speculation`).
         noting: told of every run of a program before it, if somebody wants to run it again by itself (`replay.rerun`).
     """
@@ -112,6 +113,7 @@ class Session:
         self.abstract = abstract
         self.placement: Callable[[Segment], Sequence[Place]] | None = None
         self.cpu_constants: CpuConstants | None = None
+        self.kinds: dict[tuple[Any, ...], set[int]] = {}
         self.started: Any = None
         self.noting: Callable[[Program, Execution, Sequence[Any], Results], None] | None = None
         self.current = Segment(capture, self.by_start, self)
