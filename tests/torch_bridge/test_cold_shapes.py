@@ -304,17 +304,31 @@ def test_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
     assert "have been compiled for 3 shapes" in line and "NXD_JAX_COLD_SHAPES=0" in line
 
 
+_OPS = (
+    torch.sin,
+    torch.cos,
+    torch.tanh,
+    torch.sigmoid,
+    torch.erf,
+    torch.atan,
+    torch.asinh,
+    torch.square,
+    torch.abs,
+    torch.neg,
+    torch.expm1,
+    torch.relu,
+)
+
+
 def _other_ops(device: str) -> Step:
-    """Each step has ops that no other has, and trains."""
+    """Each step has an op that no other has, and trains."""
     net = _Net().to(device)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
 
     def step(length: int) -> list[torch.Tensor]:
         optimizer.zero_grad()
         x = _long(net(torch.arange(4, device=device)[None]))
-        for k in range(length):
-            x = torch.sin(x) if k % 3 else x.tanh() + k
-        loss = x.square().mean()
+        loss = (_OPS[length - 1](x * 0.01) + 1.0).square().mean()
         loss.backward()
         optimizer.step()
         return [loss]
@@ -332,6 +346,37 @@ def test_other_ops_in_each_step(caplog: pytest.LogCaptureFixture, monkeypatch: p
     assert compiled[-1] == cold_shapes.STREAK and ran[-1] == len(lengths) - cold_shapes.STREAK
     (line,) = [r.getMessage() for r in caplog.records if "eager torch" in r.getMessage()]
     assert "the last 6 programs there ran once each" in line
+
+
+def _episodes(device: str) -> Step:
+    """An episode has so many steps, each with a random draw; the program has all of them, and trains."""
+    net = _Net().to(device)
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.1)
+
+    def step(length: int) -> list[torch.Tensor]:
+        state = torch.zeros(1, device=device)
+        losses = []
+        for k in range(length):
+            state = (net(torch.tensor([[k % 3]], device=device)) + state.mean()).tanh()
+            losses.append(_long(state).square().mean())
+        optimizer.zero_grad()
+        loss = torch.stack(losses).sum()
+        loss.backward()
+        optimizer.step()
+        return [loss]
+
+    return step
+
+
+def test_the_same_ops_another_number_of_times() -> None:
+    """What an episode of reinforcement learning records, or a text that is read word by word: as many ops as it has steps."""
+    lengths = [4, 5, 7, 4, 9, 6, 9, 9, 8]
+    found, compiled, ran = _run(_episodes, lengths)
+    wanted, *_ = _run(_episodes, lengths, "cpu")
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
+    first = compiled[3]
+    assert ran[3] == 0 and compiled[6] == first, "three lengths are compiled, then 9, 6 and 9 run in eager torch"
+    assert ran[-1] == 4 and compiled[-1] == first + 1, "9 is compiled when it comes for the third time"
 
 
 def test_programs_that_run_again_are_no_streak(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,9 @@
 """Programs of shapes that may not come again run in eager torch first: a text that grows by one token, batches padded to their longest sentence.
 
-A compilation takes seconds, eager torch milliseconds. Where the same ops, from the same lines, have been compiled for `SHAPES` shapes (or other constants), a
-further program is cold: it runs in eager torch (`eager_programs`), and is compiled when it comes again after `USES` times. So is one between whose first and
-last line the last `STREAK` programs ran once each (a detector's loss, whose ops depend on the boxes of a batch). Which way a step goes depends on what came
+A compilation takes seconds, eager torch milliseconds. Where the same ops, from the same lines, have been compiled for `SHAPES` shapes (or other constants, or
+another number of times each: episodes of other lengths), a further program is cold: it runs in eager torch (`eager_programs`), and is compiled when it comes
+again after `USES` times. So is one between whose first and last line the last `STREAK` programs ran once each (a detector's loss, whose ops depend on the boxes
+of a batch). Which way a step goes depends on what came
 before it in the process, and never on time. Only for programs on one CPU device.
 """
 
@@ -43,7 +44,7 @@ LEAST = 16
 
 
 class ColdShapes:
-    """Of one session: how many programs were compiled of each structure, and the last ones between two lines, by hash."""
+    """Of one session: how many programs were compiled of the same ops, and the last ones between two lines, by hash."""
 
     def __init__(self) -> None:
         self._compiled: Counter[int] = Counter()
@@ -55,7 +56,7 @@ class ColdShapes:
         if len(trace.nodes) < LEAST or not possible(program.spec):
             return False
         lines = [(source.file, source.line) for source in trace.sources]
-        structure = hash(tuple((node[0].op, line) for node, line in zip(trace.nodes, lines, strict=False)))
+        structure = hash(frozenset((node[0].op, line) for node, line in zip(trace.nodes, lines, strict=False)))
         streak = self._is_streak(hash((lines[0], lines[-1])) if lines else 0, program)
         known = self._compiled[structure]
         if known < SHAPES and not streak:
@@ -65,7 +66,9 @@ class ColdShapes:
             self._say(f"the last {STREAK} programs there ran once each", new=not self._said)
             self._said = True
         else:
-            self._say(f"the same {len(trace.nodes)} ops have been compiled for {SHAPES} shapes", new=known == SHAPES)
+            self._say(
+                f"the same ops ({len(trace.nodes)} of them now) have been compiled for {SHAPES} shapes or lengths", new=known == SHAPES
+            )
             self._compiled[structure] = SHAPES + 1
         program.cold = functools.partial(_computing[0], program.spec)
         return True
