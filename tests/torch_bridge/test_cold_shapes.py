@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import torch_bridge
 from torch_bridge.config import freed_memory
 from torch_bridge.config.settings import SETTINGS
+from torch_bridge.mesh import stacked_arrays
 from torch_bridge.runtime import cold_shapes, eager_programs, executor
 from torch_bridge.runtime.session import STATE
 
@@ -377,6 +378,41 @@ def test_the_same_ops_another_number_of_times() -> None:
     first = compiled[3]
     assert ran[3] == 0 and compiled[6] == first, "three lengths are compiled, then 9, 6 and 9 run in eager torch"
     assert ran[-1] == 4 and compiled[-1] == first + 1, "9 is compiled when it comes for the third time"
+
+
+def test_stacks_of_cold_programs_are_put_together_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loop over an episode's steps takes what these draw as one array: on the device, that would be a small program for each length."""
+    lengths = [14, 15, 16, 17, 18, 17, 17, 17]
+    compiled_for: list[int] = []
+    put_together = stacked_arrays._put_together
+
+    def noted(arrays: list[Any]) -> Any:
+        compiled_for.append(len(arrays))
+        return put_together(arrays)
+
+    monkeypatch.setattr(stacked_arrays, "_put_together", noted)
+    found, _, ran = _run(_rollouts, lengths)
+    torch.testing.assert_close(found, _run(_rollouts, lengths, "cpu")[0], rtol=1e-4, atol=1e-6)
+    assert ran[-1] == 3 and set(compiled_for) == {14, 15, 16, 17}, "17 once it is compiled, 18 never"
+
+
+def _rollouts(device: str) -> Step:
+    """Each step of an episode has an input of its own, that is on the device before."""
+    net = nn.Linear(3, 3).to(device)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+    def step(length: int) -> list[torch.Tensor]:
+        inputs = [torch.full((1, 3), 0.1 * k).add(0.01).to(device) for k in range(length)]
+        state = torch.zeros(1, 3, device=device)
+        for x in inputs:
+            state = (net(x + state)).tanh()
+        optimizer.zero_grad()
+        loss = state.square().mean()
+        loss.backward()
+        optimizer.step()
+        return [loss]
+
+    return step
 
 
 def test_programs_that_run_again_are_no_streak(monkeypatch: pytest.MonkeyPatch) -> None:

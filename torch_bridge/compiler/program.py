@@ -117,6 +117,7 @@ class Program:
         """The same where some leaves come as stacks, or values come from programs before."""
         spec, segment, free = self.spec, run.segment, run.free
         taken = set(spec.ports.donated)
+        in_eager_torch = self.cold is not None and not self.has_executable
         args: list[Any] = []
         for at, (port, stacked) in enumerate(zip(spec.ports.inputs, spec.ports.stacked_inputs, strict=True)):
             vid = spec.inputs[port[0]]
@@ -125,7 +126,7 @@ class Program:
                 continue
             leaves = [-spec.inputs[i] - 1 for i in port]
             held = segment.leaves[leaves[0]]
-            found = stacked_arrays.stack(segment, leaves) if stacked else stacked_arrays.plain(held)
+            found = stacked_arrays.stack(segment, leaves, on_host=in_eager_torch) if stacked else stacked_arrays.plain(held)
             if at in taken and not all(free[i] for i in leaves) and (stacked or found is held) and not abstract_arrays.active():
                 found = jnp.array(found, copy=True)
             args.append(found)

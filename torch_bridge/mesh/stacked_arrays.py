@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -97,12 +98,16 @@ def together(held: Sequence[Any]) -> Any:
     return of.array if all(type(row) is Row and row.stack is of and row.index == k for k, row in enumerate(held)) else None
 
 
-def stack(segment: Any, leaves: Sequence[int]) -> Any:
-    """One array of these leaves (by position), in order. Leaves that are no rows of one stack yet, become that: so do the storages that hold them."""
+def stack(segment: Any, leaves: Sequence[int], on_host: bool = False) -> Any:
+    """One array of these leaves (by position), in order. Leaves that are no rows of one stack yet, become that: so do the storages that hold them.
+
+    on_host: copy them there, where putting them together on the device would compile a program for this number of rows alone.
+    """
     found = together([segment.leaves[i] for i in leaves])
     if found is not None:
         return found
-    made = Stack(_put_together([plain(segment.leaves[i]) for i in leaves]))
+    rows = [plain(segment.leaves[i]) for i in leaves]
+    made = Stack(_compat.put(np.stack(rows)) if on_host else _put_together(rows))
     for i, row in zip(leaves, made.rows(), strict=True):
         before, segment.leaves[i] = segment.leaves[i], row
         holder = segment.holders.get(-i - 1)
