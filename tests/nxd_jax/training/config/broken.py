@@ -236,6 +236,12 @@ ERRORS = [
     Broken(LLAMA, {f"{M}optim.sched": "CosineAnnealing"}, f"{M}optim.sched", "'CosineAnnealing' must be keys with values"),
     Broken(LLAMA, {f"{M}optim.sched.warmup_steps": 0.1}, f"{M}optim.sched.warmup_steps", "0.1 must be a whole number of steps"),
     Broken(LLAMA, {f"{M}optim.sched.last_epoch": 5}, f"{M}optim.sched.last_epoch", "5 must be left out: a checkpoint says at which step"),
+    Broken(
+        LLAMA,
+        {f"{M}optim.sched": {"name": "PolynomialDecayAnnealing", "cycle": 1}},
+        f"{M}optim.sched.cycle",
+        "1 must be True or False",
+    ),
     Broken(LLAMA, {f"{M}optim.sched.name": ["a"]}, f"{M}optim.sched.name", "must be one of LinearAnnealingWithWarmUp"),
     # fine-tuning
     Broken("hf_llama3_8B_DPO", {f"{STRATEGY}.dpo.kl_beta": 0}, f"{STRATEGY}.dpo.kl_beta", "0 must be above 0: with 0 nothing is learned"),
@@ -419,6 +425,14 @@ WARNINGS = [
     Broken(MIXTRAL, {f"{M}moe.capacity_factor": 0.5}, f"{M}moe.capacity_factor", "0.5 is below 1", "warning"),
     Broken(MIXTRAL, {f"{M}moe.dropless": True}, f"{M}moe.capacity_factor", "2.0 has no effect with dropless: True", "warning"),
     Broken(GPT, {}, f"{M}optim.sched.constant_steps", "80000 and warmup_steps=750 are more than trainer.max_steps=20000", "warning"),
+    Broken("hf_llama3.1_8B", {f"{M}optim.sched.monitor": "val_loss"}, f"{M}optim.sched.monitor", "has no effect", "warning"),
+    Broken(
+        LLAMA,
+        {f"{M}optim.sched": {"name": "ExponentialLR", "gamma": 0.9}},
+        f"{M}optim.sched.name",
+        "ExponentialLR takes a step at the end of each epoch",
+        "note",
+    ),
     Broken(
         LLAMA,
         {f"{M}optim.sched.max_steps": 7},
