@@ -248,6 +248,8 @@ ERRORS = [
     Broken("hf_llama3_8B_ORPO", {f"{STRATEGY}.orpo.beta": -0.1}, f"{STRATEGY}.orpo.beta", "-0.1 must not be negative"),
     Broken(LORA, {f"{STRATEGY}.peft.lora_alpha": 0}, f"{STRATEGY}.peft.lora_alpha", "0 must be above 0"),
     Broken(LORA, {f"{STRATEGY}.peft.lora_dropout": 1.5}, f"{STRATEGY}.peft.lora_dropout", "1.5 must be below 1"),
+    Broken(LORA, {f"{STRATEGY}.peft.rank": 4}, f"{STRATEGY}.peft.rank", "is no key of model_alignment_strategy.peft"),
+    Broken(LORA, {f"{STRATEGY}.peft.init_lora_weights": "zero"}, f"{STRATEGY}.peft.init_lora_weights", "must be one of default, gaussian"),
     Broken(LORA, {f"{STRATEGY}.peft.target_modules": []}, f"{STRATEGY}.peft.target_modules", "[] must be some of qkv_proj, o_proj"),
     # exp_manager
     Broken(LLAMA, {f"{X}log_global_rank_0_only": True}, f"{X}log_global_rank_0_only", "True together with log_local_rank_0_only"),
