@@ -145,6 +145,12 @@ ERRORS = [
     Broken(LLAMA, {"trainer.val_check_interval": 50.0}, "trainer.val_check_interval", "give 50 for so many steps"),
     Broken(LLAMA, {"trainer.max_steps": -1, f"{M}optim.sched": None}, "trainer.max_steps", "training would never end"),
     Broken(LLAMA, {"trainer.max_steps": -1}, "trainer.max_steps", "needs the number of steps"),
+    Broken(
+        LLAMA,
+        {"trainer.val_check_interval": 0.5, "trainer.check_val_every_n_epoch": None},
+        "trainer.val_check_interval",
+        "0.5 is a part of an epoch, and needs trainer.check_val_every_n_epoch: 1",
+    ),
     Broken(LLAMA, {"trainer.val_check_interval": 0}, "trainer.val_check_interval", "0 must be above 0; trainer.limit_val_batches=0"),
     Broken(LLAMA, {"trainer.precision": "bf16-mixed"}, "trainer.precision", "'bf16-mixed' must be 32, or left out"),
     Broken(LLAMA, {"trainer.max_time": "1 hour"}, "trainer.max_time", "'1 hour' must be DD:HH:MM:SS"),

@@ -63,6 +63,8 @@ def test_others() -> None:
     assert rates(7, name="WarmupAnnealing", min_lr=0.2, **warm) == pytest.approx([0.5, 1, 0.8, 0.6, 0.4, 0.2, 0.2])
     decay = rates(7, name="PolynomialDecayAnnealing", min_lr=0.2, power=2, cycle=True, **warm)
     assert decay == pytest.approx([0.5, 1, *(0.2 + 0.8 * (n / 4) ** 2 for n in (3, 2, 1, 0)), 0.2])
+    unheld = rates(7, name="PolynomialHoldDecayAnnealing", **warm)
+    assert unheld == pytest.approx(rates(7, name="PolynomialDecayAnnealing", **warm))
     held = rates(7, name="PolynomialHoldDecayAnnealing", min_lr=0.2, hold_steps=2, **warm)
     assert held == pytest.approx([0.5, 1, 1, 1, 0.6, 0.2, 0.2])
     held = rates(8, name="NoamHoldAnnealing", min_lr=0.6, decay_rate=0.5, warmup_steps=2, hold_steps=2, max_steps=9)
