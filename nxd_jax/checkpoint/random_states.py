@@ -18,11 +18,12 @@ from nxd_jax.tensor_parallel.random import State, XLARNGStatesTracker, get_xla_r
 from torch_bridge.mesh import random_state, world
 from torch_bridge.mesh.random_state import RngState
 from torch_bridge.per_rank import host_random_states
+from torch_bridge.precision import stochastic_rounding
 from torch_bridge.torch_xla.core import xla_model as xm
 
 
 def current() -> dict[str, Any]:
-    """The random states of this process: Python's, NumPy's, torch's for the CPU and for xla, and those of `get_xla_rng_tracker()`.
+    """The random states of this process: Python's, NumPy's, torch's for the CPU and for xla, those of `get_xla_rng_tracker()`, and of stochastic rounding.
 
     Where its ranks have states of their own on the host, a list of them.
     """
@@ -32,7 +33,9 @@ def current() -> dict[str, Any]:
         for name, state in get_xla_rng_tracker().states_.items()
     }
     host = {name: _saved(states) for name, states in host_random_states.of_ranks().items()}
-    return {**host, **_of_device(device), "tracker": named, "ranks": list(world.current().hosted), "mesh": dict(world.current().axes)}
+    here = world.current()
+    more = {"tracker": named, "rounding": stochastic_rounding.STREAM.state, "ranks": list(here.hosted), "mesh": dict(here.axes)}
+    return {**host, **_of_device(device), **more}
 
 
 def _saved(states: Sequence[Any]) -> Any:
@@ -86,6 +89,7 @@ def _entry(state: Any, place: int) -> Any:
 def _put(found: Saved) -> None:
     host_random_states.put_for_ranks({name: found.host(itemgetter(name)) for name in host_random_states.NAMES})
     own = found.own
+    stochastic_rounding.STREAM.state = own.get("rounding", stochastic_rounding.STREAM.state)
     if isinstance(own["xla"], int):  # as it was before there was a tracker
         xm.set_rng_state(own["xla"])
         random_state.DEFAULT.axes = tuple(own.get("xla_axes", ()))

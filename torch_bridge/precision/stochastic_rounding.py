@@ -119,6 +119,15 @@ class Stream:
         self.count += 1
         return np.random.SeedSequence((seed, self.count)).generate_state(2, np.uint32)
 
+    @property
+    def state(self) -> tuple[int | None, int]:
+        """The seed and how many executions there were, to go on from (`state = ...`)."""
+        return self.seed, self.count
+
+    @state.setter
+    def state(self, state: tuple[int | None, int]) -> None:
+        self.seed, self.count = state
+
 
 STREAM = Stream()
 

@@ -55,7 +55,7 @@ def find(directory: str, tag: str | None) -> Source:
         for reader in reversed(READERS):
             source = reader(folder)
             if source is not None:
-                return source if source.config is not None else source._replace(config=_config_near(folder, directory))
+                return source if source.config is not None else source._replace(config=config_near(folder, directory))
     raise FileNotFoundError(_explain_missing(directory, tag, folders))
 
 
@@ -76,7 +76,7 @@ def at(path: str | os.PathLike[str]) -> Source:
         source = Source(path, data.get(lora_state.CONFIG), lambda model: data)
         if not any(".lora_" in name for name in data):
             return source
-    return source if source.config is not None else source._replace(config=_config_near(folder, folder))
+    return source if source.config is not None else source._replace(config=config_near(folder, folder))
 
 
 def write(directory: str, tag: str | None, state: dict[str, Any]) -> str:
@@ -112,7 +112,8 @@ def _folders(directory: str, tag: str | None) -> Iterator[str]:
     yield os.path.join(directory, base, "model") if base else os.path.join(directory, "model")
 
 
-def _config_near(folder: str, directory: str) -> dict[str, Any] | None:
+def config_near(folder: str, directory: str) -> dict[str, Any] | None:
+    """The configuration beside adapters in a folder, or in one around it; None if there is none."""
     for place in dict.fromkeys((folder, os.path.dirname(folder), directory, _DEFAULT_DIR)):
         path = os.path.join(place, CONFIG_FILE)
         if os.path.isfile(path):

@@ -24,6 +24,8 @@ class Rates:
         self.lr = lr
         self.steps = steps
         self.name = "constant" if sched is None else str(sched.get("name"))
+        if self.name in registry.EACH_EPOCH:
+            raise ValueError(f"{self.name} changes the rate with each epoch, and an epoch's steps are known only when the data is read")
         parameter = torch.nn.Parameter(torch.zeros(1))
         self._optimizer = torch.optim.SGD([parameter], lr=lr)
         self._made = None if sched is None else registry.make_scheduler(self._optimizer, {**sched, "max_steps": steps})

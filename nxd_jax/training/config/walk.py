@@ -80,7 +80,7 @@ class Walk:
             return
         if near:
             self.problems.error(path, f"is no key of {_named(section)}; did you mean {near[0]}?")
-        elif section.partition(".")[0] in STRICT:
+        elif section in STRICT or section.partition(".")[0] in STRICT:
             self.problems.error(path, f"is no key of {_named(section)}{_all(inside)}")
         else:
             self.problems.warn(path, f"is no key of {_named(section)}, and nothing reads it{_all(inside)}")

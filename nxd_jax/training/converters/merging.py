@@ -14,7 +14,7 @@ from nxd_jax.checkpoint import full_states, joining, reading, writing
 from nxd_jax.checkpoint.full_states import FullState, How
 from nxd_jax.checkpoint.original_states import MASTER
 from nxd_jax.checkpoint.safetensors_files import Planned, planned
-from nxd_jax.training.converters import hf_plan, megatron_plan, rank_files, sizes, sources
+from nxd_jax.training.converters import adapters, hf_plan, megatron_plan, rank_files, sizes, sources
 from nxd_jax.training.converters.arguments import given
 from nxd_jax.training.converters.entries import COMPUTED, Entry, Plan
 from nxd_jax.training.converters.held import Held
@@ -61,6 +61,7 @@ def merged(args: Any, plan_for: PlanOf | None = None) -> Merged:
     if full_states.format_of(folder) == full_states.NXD:
         return _of_nxdt_train(args, folder, trust, plan_for)
     files = rank_files.open_files(folder, trust)
+    adapters.refuse(files.dims, folder)
     found = _setting(args, files)
     found = dataclasses.replace(found, layout=_of_files(args, files, found))
     plan = _checked(files, found, plan_for, files.same)
@@ -71,6 +72,7 @@ def merged(args: Any, plan_for: PlanOf | None = None) -> Merged:
 def _of_nxdt_train(args: Any, folder: Path, trust: bool, plan_for: PlanOf | None) -> Merged:
     """Full arrays, query heads in the model's order: as one rank would have them."""
     state = full_states.of_nxd(folder, How(trust=trust, optimizer=_left_out(folder)))
+    adapters.add(state, folder)
     held = Held(folder, {name: full.need.shape for name, full in state.model.items()})
     found = _setting(args, held)
     unit = max(found.layout.vocabulary_unit, megatron_plan.VOCABULARY_UNIT * found.layout.tp)

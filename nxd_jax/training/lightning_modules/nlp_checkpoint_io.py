@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,9 @@ class NLPCheckpointIO(NeuronCheckpointIO):
     optimizer begin anew. A run's own checkpoints (those in `run_folder`, which `exp_manager` sets) are taken whole. ptl_version: the Lightning that a
     checkpoint is of, where it does not say.
 
+    A run's checkpoints that hold adapters alone (LoRA with `save_lora_base: False`) are loaded on top of the weights that it began with, those of `base`
+    (`exp_manager.resume_from_checkpoint`, which `exp_manager` sets).
+
     Checkpoints of the original NxD Training are read at any layout of ranks, xser or not: model/, optim/ and user_content.pt of a tag, or model/ alone, as
     its converter writes them.
     """
@@ -49,6 +52,7 @@ class NLPCheckpointIO(NeuronCheckpointIO):
         self.weight_init_only = bool(weight_init_only)
         self.ptl_version = ptl_version
         self.run_folder: str | None = None
+        self.base: str | None = None
 
     def takes_weights_only(self, path: Any) -> bool:
         """Whether only the weights of a checkpoint are loaded."""
@@ -76,9 +80,10 @@ class NLPCheckpointIO(NeuronCheckpointIO):
     def load_checkpoint(
         self, path: Any, map_location: Any = None, weights_only: bool | None = None, master_dp_only: bool | None = None
     ) -> dict[str, Any]:
-        """`NeuronCheckpointIO.load_checkpoint`, of the original's checkpoints too. Also raises FileNotFoundError for one of those that is not complete."""
-        folder = _original_folder(path)
-        found = super().load_checkpoint(path, map_location, weights_only, master_dp_only) if folder is None else self._of_nxdt(folder)
+        """`NeuronCheckpointIO.load_checkpoint`, of the original's checkpoints too. Also raises FileNotFoundError for one of those that is not complete, and
+        ValueError for adapters alone if it is not said which weights they belong to."""
+        found = self._read(path, map_location, weights_only, master_dp_only)
+        base = self._base_of(found, path)
         found.setdefault(VERSION, self.ptl_version)
         if isinstance(callbacks := found.get("callbacks"), dict):
             found["callbacks"] = {STATE_KEY if key.startswith(STATE_KEY) else key: state for key, state in callbacks.items()}
@@ -90,7 +95,33 @@ class NLPCheckpointIO(NeuronCheckpointIO):
             if (state.folder.parent / AVERAGES).is_dir() and "loops" in found:
                 found[AVERAGES] = StoredWeights(state.folder.parent / AVERAGES, None)
             found["state_dict"] = _Explained(state, str(path))
+        if base is not None:
+            found["state_dict"] = _OnTop(found["state_dict"], self._read(base)["state_dict"])
+            logger.info("%s holds adapters alone: the weights are those of %s", path, base)
         return found
+
+    def _read(self, path: Any, *options: Any) -> dict[str, Any]:
+        folder = _original_folder(path)
+        return super().load_checkpoint(path, *options) if folder is None else self._of_nxdt(folder)
+
+    def _base_of(self, found: dict[str, Any], path: Any) -> str | None:
+        """The checkpoint with the weights that adapters alone belong to; None for checkpoints with weights, and for a run that began without any."""
+        if not isinstance(found.get("state_dict"), Mapping) or not _adapters_alone(found["state_dict"]):
+            return None
+        if self._is_own(path) and self.base is not None:
+            resuming.check_base(self.base)
+            return self.base
+        saved = found.get("hyper_parameters") or {}
+        began: Any = plain(saved.get("cfg") or {})
+        for key in ("exp_manager", "resume_from_checkpoint"):
+            began = began.get(key) if isinstance(began, Mapping) else None
+        if began:
+            what = f"exp_manager.resume_from_checkpoint={began}"
+            raise ValueError(
+                f"{path} holds adapters alone (peft.save_lora_base: False), and the run that trained them began with the weights of {what}. "
+                + (f"Say {what} again" if self._is_own(path) else "Begin with a checkpoint of peft.save_lora_base=True, which has both")
+            )
+        return None
 
     def _of_nxdt(self, folder: Path) -> dict[str, Any]:
         found = reading.load_object(folder / writing.USER) if (folder / writing.USER).is_file() else None
@@ -165,6 +196,27 @@ class _Unread(StoredOptimizer):
 
     def load_into(self, optimizer: torch.optim.Optimizer, module: Any) -> None:
         pass
+
+
+def _adapters_alone(names: Iterable[str]) -> bool:
+    """Whether there are adapters, and no weight of what they are for."""
+    there = list(names)
+    modules = {name.partition(".lora_")[0] for name in there if ".lora_" in name}
+    return bool(modules) and not any(name.rpartition(".weight")[0] in modules for name in there)
+
+
+class _OnTop(StoredWeights):
+    """Adapters, and the weights that are loaded before them."""
+
+    def __init__(self, adapters: Any, base: Any):
+        vars(self).update(vars(adapters))
+        self.adapters = adapters
+        self.base = base
+
+    def load_into(self, module: torch.nn.Module, strict: bool) -> None:
+        self.base.load_into(module, strict)
+        self.adapters.changed |= self.changed
+        self.adapters.load_into(module, strict)
 
 
 class OriginalWeights(StoredWeights):

@@ -18,7 +18,7 @@ from nxd_jax.training.optim.params import SchedulerParams
 
 logger = logging.getLogger("nxd_jax")
 
-_OPTIONS = ("warmup_steps", "constant_steps", "hold_steps", "max_steps", "min_lr", "_normalize")
+_OPTIONS = ("warmup_steps", "constant_steps", "hold_steps", "max_steps", "min_lr", "power", "cycle", "decay_rate", "_normalize")
 """Attributes of schedules that a configuration says."""
 
 
@@ -123,6 +123,15 @@ class WarmupHoldPolicy(Schedule):
         self.hold_steps = _share("hold", hold_steps, hold_ratio, options.get("max_steps"))
         super().__init__(optimizer, **options)
 
+    def rate(self, step: int, base: float) -> float:
+        """The learning rate of a step."""
+        return base if self.warmup_steps < step < self.warmup_steps + self.hold_steps else super().rate(step, base)
+
+    @property
+    def _falling(self) -> int:
+        """m - w - hold_steps."""
+        return max(self._rest - self.hold_steps, 1)
+
 
 class CosineAnnealing(Schedule):
     """Half a cosine from the base rate to min_lr.
@@ -163,28 +172,85 @@ class CosineAnnealing(Schedule):
 
 
 class SquareAnnealing(Schedule):
-    """The square of what is left of the steps, at least min_lr."""
+    """The square of what is left of the steps, at least min_lr, which is 1e-5 unless it is said."""
 
-    power = 2.0
+    def __init__(self, optimizer: Optimizer, *, min_lr: float = 1e-5, **options: Any):
+        super().__init__(optimizer, min_lr=min_lr, **options)
 
     def after(self, step: int, base: float) -> float:
         left = max(self._rest - (step - self.warmup_steps), 0) / self._rest
-        return max(base * left**self.power, self.min_lr)
+        return max(base * left**2, self.min_lr)
 
 
-class SquareRootAnnealing(SquareAnnealing):
-    """The root of what is left of the steps, at least min_lr."""
+class SquareRootAnnealing(Schedule):
+    """The root of what is left of the steps, at least min_lr. Steps of the warm-up count: behind it the rate is sqrt((m - step) / m) of the base."""
 
-    power = 0.5
+    def after(self, step: int, base: float) -> float:
+        steps = self._rest + self.warmup_steps
+        return max(base * (max(steps - step, 0) / steps) ** 0.5, self.min_lr)
+
+
+class InverseSquareRootAnnealing(Schedule):
+    """base * sqrt((w + 1) / (step + 1))."""
+
+    def after(self, step: int, base: float) -> float:
+        return base * ((self.warmup_steps + 1) / (step + 1)) ** 0.5
 
 
 class WarmupAnnealing(Schedule):
-    """A straight line from the base rate, at the end of the warm-up, to 0 at max_steps."""
+    """A straight line from the base rate, at the end of the warm-up, to min_lr at max_steps."""
 
     def after(self, step: int, base: float) -> float:
-        if self.max_steps is None:
-            raise ValueError("WarmupAnnealing needs max_steps (which is trainer.max_steps)")
-        return base * max((self.max_steps - step) / self._rest, 0.0)
+        return base + (self.min_lr - base) * min((step - self.warmup_steps) / self._rest, 1.0)
+
+
+class PolynomialDecayAnnealing(Schedule):
+    """min_lr + (base - min_lr) * (what is left of the steps) ** power. cycle: past max_steps begin again (which a training does not reach)."""
+
+    def __init__(self, optimizer: Optimizer, *, power: float = 1.0, cycle: bool = False, **options: Any):
+        self.power = float(power)
+        self.cycle = bool(cycle)
+        super().__init__(optimizer, **options)
+
+    def after(self, step: int, base: float) -> float:
+        return _polynomial(step - self.warmup_steps, self._rest, base, self)
+
+
+class PolynomialHoldDecayAnnealing(WarmupHoldPolicy):
+    """As `PolynomialDecayAnnealing`, behind the steps that the rate is held."""
+
+    def __init__(self, optimizer: Optimizer, *, power: float = 1.0, cycle: bool = False, **options: Any):
+        self.power = float(power)
+        self.cycle = bool(cycle)
+        super().__init__(optimizer, **options)
+
+    def after(self, step: int, base: float) -> float:
+        return _polynomial(step - self.warmup_steps - self.hold_steps, self._falling, base, self)
+
+
+def _polynomial(gone: int, steps: int, base: float, schedule: Any) -> float:
+    """The rate when `gone` of `steps` steps are over."""
+    if schedule.cycle and gone > 0:
+        steps *= math.ceil(gone / steps)
+    left = 1.0 - min(gone / steps, 1.0)
+    return float(schedule.min_lr + (base - schedule.min_lr) * left**schedule.power)
+
+
+class NoamHoldAnnealing(WarmupHoldPolicy):
+    """Behind the warm-up and the steps that the rate is held: base * (w / (step - hold_steps)) ** decay_rate, at least min_lr.
+
+    Raises ValueError without a warm-up.
+    """
+
+    def __init__(self, optimizer: Optimizer, *, decay_rate: float = 0.5, **options: Any):
+        self.decay_rate = float(decay_rate)
+        if not options.get("warmup_steps") and not options.get("warmup_ratio"):
+            raise ValueError("NoamHoldAnnealing needs warmup_steps or warmup_ratio: the rate falls from their number on")
+        super().__init__(optimizer, **options)
+
+    def after(self, step: int, base: float) -> float:
+        raised = max(1.0, self.warmup_steps**self.decay_rate)
+        return max(base * raised / max(1.0, (step - self.hold_steps) ** self.decay_rate), self.min_lr)
 
 
 class NoamAnnealing(Schedule):

@@ -34,13 +34,20 @@ SCHEDULERS: dict[str, Any] = {
         name: getattr(lr_schedulers, name)
         for name in (
             *("LinearAnnealingWithWarmUp", "CosineAnnealing", "WarmupPolicy", "WarmupHoldPolicy"),
-            *("SquareAnnealing", "SquareRootAnnealing", "NoamAnnealing", "WarmupAnnealing"),
+            *("SquareAnnealing", "SquareRootAnnealing", "InverseSquareRootAnnealing", "NoamAnnealing", "NoamHoldAnnealing"),
+            *("WarmupAnnealing", "PolynomialDecayAnnealing", "PolynomialHoldDecayAnnealing"),
         )
     },
     "StepLR": StepLR,
     "ExponentialLR": ExponentialLR,
 }
 """By `model.optim.sched.name`."""
+
+EACH_EPOCH = ("ExponentialLR",)
+"""Schedules that take a step at the end of an epoch; others after each of the optimizer's."""
+
+OF_THE_LOOP = ("monitor", "reduce_on_plateau", "t_max_epochs", "t_accumulate_grad_batches", "t_limit_train_batches", "t_num_workers")
+"""Keys of `model.optim.sched` that NeMo takes for itself; without effect, as `max_steps` is given."""
 
 _NOT_HERE = {
     "novograd": "NovoGrad is no optimizer of torch: register one with nxd_jax.training.optim.register_optimizer('novograd', cls, None)"
@@ -109,7 +116,7 @@ def options_of(optimizer: Any, names: Collection[str]) -> list[dict[str, Any]]:
 
 def make_scheduler(optimizer: Any, sched: dict[str, Any]) -> Any:
     """A schedule from `model.optim.sched` (with `max_steps`). Raises ValueError for unknown names, and keys that it does not take."""
-    options = dict(sched)
+    options = {key: value for key, value in sched.items() if key not in OF_THE_LOOP}
     name = options.pop("name", None)
     if name not in SCHEDULERS:
         raise ValueError(_unknown("model.optim.sched.name", name, SCHEDULERS))

@@ -146,6 +146,7 @@ def _resume(cfg: DictConfig, trainer: Trainer, chosen: str | None, folder: str) 
     io = trainer.strategy.checkpoint_io
     if isinstance(io, NLPCheckpointIO):
         io.run_folder = folder
+        io.base = cfg.resume_from_checkpoint
     if chosen is not None:
         trainer.ckpt_path = chosen
         logger.info("training goes on from %s", chosen)

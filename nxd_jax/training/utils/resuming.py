@@ -121,7 +121,7 @@ def choose(cfg: DictConfig, folder: object, log_dir: Path) -> str | None:
             "going on from the run's own %s; it began with exp_manager.resume_from_checkpoint=%s, which is not loaded again", own, base
         )
     if own is None and base:
-        _check_base(base)
+        check_base(base)
     if own is None and not base and cfg.resume_if_exists:
         _nothing(cfg, folder, log_dir)
     return processes.exchange("resume from", (own or base or "").encode())[0].decode() or None
@@ -135,7 +135,8 @@ def _own(cfg: DictConfig, folder: object) -> str | None:
     return join(folder, found[-1].name) if found else None
 
 
-def _check_base(path: str) -> None:
+def check_base(path: str) -> None:
+    """Raise FileNotFoundError if the checkpoint of `exp_manager.resume_from_checkpoint` is not there."""
     parent, _, name = path.rstrip("/").rpartition("/")
     storage = create_checkpoint_storage(parent or ("/" if path.startswith("/") else "."))
     if isinstance(storage, FilesysCheckpointStorage):

@@ -19,6 +19,7 @@ from nxd_jax.checkpoint import random_states, writing
 from tests.nxd_jax.conftest import Nxd
 from torch_bridge.mesh import rank_numbers, world
 from torch_bridge.mesh.random_state import DEFAULT
+from torch_bridge.precision import stochastic_rounding
 
 Seeds = Callable[[int], Any]
 SAME: Seeds = lambda seed: seed  # noqa: E731
@@ -114,6 +115,26 @@ def test_another_layout(nxd: Nxd, tmp_path: Path) -> None:
     assert [found[k] for k in (0, 2, 3)] == [[wanted[k][0]] * 4 for k in (0, 2, 3)] and len(set(found[1])) == 4
     plain, forked = on_xla()
     assert len({tuple(x) for x in plain}) == 1 and len({tuple(x) for x in forked}) == 4
+
+
+def test_stochastic_rounding_goes_on(nxd: Nxd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is rounded after a resume is rounded as it would have been, in a process that ran other programs before."""
+    monkeypatch.setenv("NEURON_RT_STOCHASTIC_ROUNDING_EN", "1")
+    nxd(1)
+    x = torch.full((64,), 1.001).to("xla")
+    rounded = lambda: x.to(torch.bfloat16).float().cpu().tolist()  # noqa: E731
+    rounded()
+    save(tmp_path / "random")
+    after = [rounded(), rounded()]
+    assert after[0] != after[1]
+    stochastic_rounding.restart()
+    random_states.restore(tmp_path / "random")
+    assert [rounded(), rounded()] == after
+    (file,) = (tmp_path / "random").glob("*.pt")
+    old = {name: state for name, state in torch.load(file, weights_only=False).items() if name != "rounding"}
+    torch.save(old, file)  # a file of before goes on as the process is
+    random_states.restore(tmp_path / "random")
+    assert rounded() not in after
 
 
 def test_states_that_the_checkpoint_lacks(nxd: Nxd, tmp_path: Path) -> None:

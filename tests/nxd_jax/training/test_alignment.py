@@ -242,6 +242,27 @@ def test_weights_of_another_run_are_where_fine_tuning_begins(tmp_path: Path) -> 
     assert found[0] == pytest.approx(math.log(2), rel=1e-5)
 
 
+@pytest.mark.core(keep=0)
+def test_adapters_alone_go_on_with_the_weights_that_they_were_trained_on(tmp_path: Path) -> None:
+    """Checkpoints without the base: the run's own are adapters, and the weights are those of `resume_from_checkpoint`."""
+    first = yaml_runs.write_aligned(tmp_path / "first", "hf_llama3_8B_SFT", SFT)
+    yaml_runs.train(first, SMALLER, "trainer.max_steps=3", "model.optim.lr=0.05")
+    (trained,) = (tmp_path / "first" / "experiments").rglob("*.ckpt")
+    file = yaml_runs.write_aligned(tmp_path, "hf_llama3_8B_SFT_lora", SFT)
+    begun = (f"exp_manager.resume_from_checkpoint='{trained}'", "model.weight_init_only=True")
+    changes = (*ADAPTED, SMALLER, f"{PEFT}.save_lora_base=False", "~model.optim.sched")
+    whole = yaml_runs.train(file, *TP2, *changes, *begun, "exp_manager.name=whole")
+    yaml_runs.train(file, *TP2, *changes, *begun, "exp_manager.name=parts", "trainer.max_steps=3")
+    with pytest.raises(ValueError, match=r"holds adapters alone .*save_lora_base: False.*Say exp_manager.resume_from_checkpoint=.* again"):
+        yaml_runs.train(file, *TP2, *changes, "exp_manager.name=parts")
+    with pytest.raises(FileNotFoundError, match=r"exp_manager.resume_from_checkpoint: there is no checkpoint .*/gone.ckpt"):
+        yaml_runs.train(file, *TP2, *changes, "exp_manager.resume_from_checkpoint=/tmp/gone.ckpt", "exp_manager.name=parts")
+    (alone,) = (tmp_path / "experiments" / "parts").rglob("*.ckpt")
+    with pytest.raises(ValueError, match=r"holds adapters alone .*Begin with a checkpoint of peft.save_lora_base=True"):
+        yaml_runs.train(file, *TP2, *changes, f"exp_manager.resume_from_checkpoint='{alone}'", "exp_manager.name=other")
+    assert yaml_runs.train(file, *TP2, *changes, *begun, "exp_manager.name=parts") == whole
+
+
 @pytest.mark.slow
 @pytest.mark.core(keep=0)
 @pytest.mark.thorough

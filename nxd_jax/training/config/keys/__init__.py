@@ -7,7 +7,7 @@ from nxd_jax.training.config.keys.model import MODEL
 from nxd_jax.training.config.keys.top import PRECISION, STRATEGY, TOP
 from nxd_jax.training.config.keys.trainer import TRAINER
 
-__all__ = ["LOOSE", "ROOT", "STRICT", "Key"]
+__all__ = ["ALIGNMENT", "LOOSE", "ROOT", "STRICT", "Key"]
 
 ROOT: Key = section(
     {
@@ -22,8 +22,8 @@ ROOT: Key = section(
     }
 )
 
-STRICT = ("trainer", "exp_manager")
-"""Sections in which an unknown key stops the original."""
+STRICT = ("trainer", "exp_manager", "model_alignment_strategy.peft")
+"""Sections in which an unknown key stops the original, and here that of adapters, whose class refuses it."""
 
 LOOSE = {
     "context_parallel_size": "distributed_strategy",

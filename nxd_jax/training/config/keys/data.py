@@ -87,6 +87,12 @@ ALIGNMENT: dict[str, Key] = {
             "merge_lora": switch(),
             "save_lora_config_adapter": switch(),
             "merge_sharded_lora": switch(),
+            # not in the original's files: fields of NxD's LoraConfig
+            "use_rslora": switch(),
+            "init_lora_weights": text("default", "gaussian"),
+            "modules_to_save": listing(),
+            "lora_save_dir": text(),
+            "lora_load_tag": text(),
         }
     ),
 }

@@ -80,6 +80,10 @@ def _lora(facts: Facts, problems: Problems) -> None:
     ):
         if (value := facts.loose(f"{S}.peft.{name}")) is not None and not good(value):
             problems.error(f"{where}.{name}", f"{value} must be {words}")
+    if facts.loose(f"{S}.peft.merge_lora") and not facts.loose(f"{S}.peft.save_lora_base"):
+        problems.error(
+            f"{where}.merge_lora", "True with save_lora_base: False saves nothing: adapters are merged into the model, which is not saved"
+        )
     names = facts.loose("target_modules", [])
     for name in names if isinstance(names, list) else []:
         if name not in LORA_TARGETS:

@@ -88,6 +88,11 @@ def _validation(facts: Facts, problems: Problems) -> None:
             "trainer.val_check_interval",
             f"{every}: a number with a point is a part of an epoch, 0.0 to 1.0; give {int(every)} for so many steps",
         )
+    elif isinstance(every, float) and every and facts.values["trainer"].get("check_val_every_n_epoch", 1) is None:
+        problems.error(
+            "trainer.val_check_interval",
+            f"{every} is a part of an epoch, and needs trainer.check_val_every_n_epoch: 1; with null, which counts steps over all epochs, give their number",
+        )
     if every is not None and not every:
         problems.error("trainer.val_check_interval", f"{every} must be above 0; trainer.limit_val_batches=0 leaves validation out")
     validates = limit not in (0, 0.0) and (every is None or facts.steps < 1 or every <= facts.steps)

@@ -34,6 +34,12 @@ def check(facts: Facts, problems: Problems) -> None:
         problems.warn(
             f"{M}.create_early_stopping_callback", "True has no effect: it looks after validations, and trainer.limit_val_batches is 0"
         )
+    decay = facts.get(f"{M}.ema.decay")
+    if facts.get(f"{M}.ema.enable") and decay is not None and not 0 <= float(decay) <= 1:
+        problems.error(f"{M}.ema.decay", f"{decay} must be between 0 and 1")
+    every = facts.get(f"{M}.ema.every_n_steps", 1)
+    if facts.get(f"{M}.ema.enable") and every < 1:
+        problems.error(f"{M}.ema.every_n_steps", f"{every} must be at least 1")
     if facts.get(f"{M}.create_checkpoint_callback", True):
         _saving(facts, problems)
 
@@ -59,7 +65,7 @@ def _saving(facts: Facts, problems: Problems) -> None:
         problems.warn(
             f"{C}.monitor", "val_loss: there is no validation (trainer.limit_val_batches); monitor: step with mode: max keeps the newest"
         )
-    if monitor in ("step", "global_step", "consumed_samples") and facts.get(f"{C}.mode", "min") == "min":
+    if monitor in ("step", "global_step", "consumed_samples") and facts.get(f"{C}.mode", "min") == "min" and f"{C}.mode" not in facts.bad:
         problems.error(f"{C}.mode", f"min with monitor: {monitor} keeps the oldest checkpoints and deletes each new one; use max")
 
 

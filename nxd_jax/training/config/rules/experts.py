@@ -24,6 +24,11 @@ def check(facts: Facts, problems: Problems) -> None:
         problems.error(EP, f"{ep} must divide the {facts.experts} experts")
     if facts.experts and facts.top_k > facts.experts:
         problems.error("model.moe.top_k", f"{facts.top_k} of {facts.experts} experts: at most all of them")
+    if facts.top_k == 1 and facts.get("model.moe.normalize_top_k_affinities"):
+        problems.error(
+            "model.moe.normalize_top_k_affinities",
+            "True with top_k: 1: the only expert of a token would always have the weight 1; set it to False",
+        )
     if facts.get("model.moe.routing_algorithm") == "sinkhorn":
         _sinkhorn(facts, problems)
     _capacity(facts, problems)

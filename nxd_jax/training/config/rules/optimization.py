@@ -106,13 +106,18 @@ def _schedule(facts: Facts, problems: Problems, sched: Mapping[str, Any]) -> Non
     if not isinstance(name, str) or name not in registry.SCHEDULERS:
         problems.error(f"{SCHED}.name", _refusal(name))
         return
+    if name in registry.EACH_EPOCH:
+        problems.note(f"{SCHED}.name", f"{name} takes a step at the end of each epoch, as in the original")
     allowed = registry.scheduler_keys(registry.SCHEDULERS[name])
-    unknown = [key for key in sched if allowed is not None and key not in ("name", "max_steps") and key not in allowed]
+    unknown = [key for key in sched if allowed is not None and key not in ("name", "max_steps", *registry.OF_THE_LOOP, *allowed)]
     for key in unknown:
         problems.error(f"{SCHED}.{key}", f"{name} takes {', '.join(a for a in allowed or () if a != 'last_epoch')}")
-    wrong = [k for k, v in sched.items() if k != "name" and v is not None and k not in unknown and _number(v) is None]
+    ours = {k: v for k, v in sched.items() if v is not None and k not in ("name", *registry.OF_THE_LOOP, *unknown)}
+    wrong = [k for k, v in ours.items() if (not isinstance(v, bool) if k == "cycle" else _number(v) is None)]
     for key in wrong:
-        problems.error(f"{SCHED}.{key}", f"{sched[key]!r} must be a number")
+        problems.error(f"{SCHED}.{key}", f"{sched[key]!r} must be {'True or False' if key == 'cycle' else 'a number'}")
+    for key in (k for k in sched if k in registry.OF_THE_LOOP):
+        problems.warn(f"{SCHED}.{key}", "has no effect: a schedule follows the number of steps alone")
     if not unknown and not wrong:
         _steps(facts, problems, sched)
 

@@ -5,8 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from omegaconf import DictConfig
+
 from nxd_jax.modules.lora import LoraConfig
+from nxd_jax.training.config.keys import ALIGNMENT
 from nxd_jax.training.config.loading import plain
+from nxd_jax.training.utils.utils import get_attribute_from_cfg
+
+PEFT = "model_alignment_strategy.peft"
 
 _NAMES = {"lora_bias": "bias"}
 """Keys that `LoraConfig` calls otherwise."""
@@ -25,7 +31,11 @@ _DEFAULTS: dict[str, Any] = {
 }
 
 
-def lora_config(peft: Mapping[str, Any]) -> LoraConfig:
-    """The adapters that a section asks for, with the original's defaults. Raises TypeError and ValueError, as `LoraConfig` does."""
-    given = {_NAMES.get(name, name): value for name, value in plain(peft).items() if value is not None}
-    return LoraConfig(**{**_DEFAULTS, **given})
+def lora_config(cfg: Mapping[str, Any] | DictConfig) -> LoraConfig:
+    """The adapters that a configuration asks for, with the original's defaults. Keys of the section count wherever they stand in the file, as in the original.
+
+    Raises TypeError and ValueError, as `LoraConfig` does.
+    """
+    loose = {name: get_attribute_from_cfg(cfg, f"{PEFT}.{name}") for name in ALIGNMENT["peft"].inside or {}}
+    given = {**loose, **plain(get_attribute_from_cfg(cfg, PEFT) or {})}
+    return LoraConfig(**{**_DEFAULTS, **{_NAMES.get(name, name): plain(value) for name, value in given.items() if value is not None}})

@@ -153,14 +153,13 @@ class BaseModelModule(NeuronLTModule):
 
     def _lora_config(self) -> Any:
         """Of `model_alignment_strategy.peft`; None without. Raises ValueError for what adapters cannot be trained with."""
-        peft = get_attribute_from_cfg(self.config, "model_alignment_strategy.peft")
-        if peft is None:
+        if get_attribute_from_cfg(self.config, adapters.PEFT) is None:
             return None
         if bool(self.config.distributed_strategy.get("zero1", True)):
             raise ValueError(
                 "distributed_strategy.zero1 must be False with LoRA (model_alignment_strategy.peft): adapters are small, and each rank holds their state"
             )
-        return adapters.lora_config(peft)
+        return adapters.lora_config(self.config)
 
     # -- the model ------------------------------------------------------------------------------------
 

@@ -275,6 +275,18 @@ def test_a_schedule_needs_the_number_of_steps() -> None:
         small.train("trainer.max_steps=-1", "trainer.max_epochs=1")
 
 
+def test_some_schedules_take_a_step_each_epoch() -> None:
+    """As in NeMo: eight steps are an epoch of these rows."""
+
+    class Halving(small.Module):
+        def __init__(self, cfg: Any, trainer: Any) -> None:
+            cfg.model.optim.sched = {"name": "ExponentialLR", "gamma": 0.5}
+            super().__init__(cfg, trainer)
+
+    _, module = small.train("trainer.max_steps=18", module=Halving)
+    assert [step["lr"] for step in module.seen] == pytest.approx([1e-2] * 8 + [5e-3] * 8 + [2.5e-3] * 2)
+
+
 def test_master_weights_without_zero1_are_said_to_be_off(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "nxd_jax"):
         _, module = small.train(*MIXED, "distributed_strategy.zero1=False", "trainer.max_steps=1")

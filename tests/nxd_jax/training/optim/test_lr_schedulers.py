@@ -56,8 +56,19 @@ def test_others() -> None:
     assert rates(7, name="WarmupPolicy", min_lr=0.1, **warm) == pytest.approx([0.5, 1, 1, 1, 1, 1, 0.1])
     assert rates(7, name="WarmupHoldPolicy", hold_steps=2, **warm) == pytest.approx([0.5, 1, 1, 1, 1, 1, 0])
     assert rates(6, name="SquareAnnealing", min_lr=0.2, **warm) == pytest.approx([0.5, 1, 0.5625, 0.25, 0.2, 0.2])
-    assert rates(6, name="SquareRootAnnealing", **warm)[2:4] == pytest.approx([0.75**0.5, 0.5**0.5])
+    assert rates(6, name="SquareAnnealing", **warm)[4:] == pytest.approx([0.0625, 1e-5])
+    assert rates(6, name="SquareRootAnnealing", min_lr=0.1, **warm) == pytest.approx([0.5, 1, 0.6**0.5, 0.4**0.5, 0.2**0.5, 0.1])
+    assert rates(6, name="InverseSquareRootAnnealing", **warm) == pytest.approx([0.5, 1, *((2 / (n + 1)) ** 0.5 for n in range(2, 6))])
     assert rates(6, name="WarmupAnnealing", **warm) == pytest.approx([0.5, 1, 0.75, 0.5, 0.25, 0])
+    assert rates(7, name="WarmupAnnealing", min_lr=0.2, **warm) == pytest.approx([0.5, 1, 0.8, 0.6, 0.4, 0.2, 0.2])
+    decay = rates(7, name="PolynomialDecayAnnealing", min_lr=0.2, power=2, cycle=True, **warm)
+    assert decay == pytest.approx([0.5, 1, *(0.2 + 0.8 * (n / 4) ** 2 for n in (3, 2, 1, 0)), 0.2])
+    unheld = rates(7, name="PolynomialHoldDecayAnnealing", **warm)
+    assert unheld == pytest.approx(rates(7, name="PolynomialDecayAnnealing", **warm))
+    held = rates(7, name="PolynomialHoldDecayAnnealing", min_lr=0.2, hold_steps=2, **warm)
+    assert held == pytest.approx([0.5, 1, 1, 1, 0.6, 0.2, 0.2])
+    held = rates(8, name="NoamHoldAnnealing", min_lr=0.6, decay_rate=0.5, warmup_steps=2, hold_steps=2, max_steps=9)
+    assert held == pytest.approx([1 / 3, 2 / 3, 1, 1, 1, (2 / 3) ** 0.5, (2 / 4) ** 0.5, (2 / 5) ** 0.5])
     noam = rates(4, name="NoamAnnealing", d_model=16, warmup_steps=2, max_steps=9)
     assert noam == pytest.approx([0.25 * 2**-1.5, 0.25 * 2**-1.5, 0.25 * 2 * 2**-1.5, 0.25 * 3**-0.5])
     assert rates(4, name="StepLR", step_size=2, gamma=0.1, max_steps=9) == pytest.approx([1, 1, 0.1, 0.1])
@@ -122,8 +133,10 @@ def test_more_steps_than_when_it_was_saved(sched: dict[str, Any], caplog: pytest
 
 def test_as_lightning_takes_it() -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=1.0)
-    found = prepare_lr_scheduler(optimizer, {"name": "WarmupPolicy", "max_steps": 3})
+    found = prepare_lr_scheduler(optimizer, {"name": "WarmupPolicy", "max_steps": 3, "monitor": "val_loss", "reduce_on_plateau": False})
     assert found["interval"] == "step" and isinstance(found["scheduler"], lr_schedulers.WarmupPolicy)
+    assert prepare_lr_scheduler(optimizer, {"name": "StepLR", "step_size": 2, "max_steps": 3})["interval"] == "step"
+    assert prepare_lr_scheduler(optimizer, {"name": "ExponentialLR", "gamma": 0.5, "max_steps": 3})["interval"] == "epoch"
 
 
 @pytest.mark.parametrize(
@@ -142,6 +155,8 @@ def test_as_lightning_takes_it() -> None:
         ({"name": "CosineAnnealing", "min_lr": 2.0, "max_steps": 4}, r"min_lr=2.0 must not be above the learning rate, which is 1.0"),
         ({"name": "CosineAnnealing"}, r"CosineAnnealing needs max_steps"),
         ({"name": "WarmupAnnealing"}, r"WarmupAnnealing needs max_steps"),
+        ({"name": "SquareRootAnnealing"}, r"SquareRootAnnealing needs max_steps"),
+        ({"name": "NoamHoldAnnealing", "max_steps": 4}, r"NoamHoldAnnealing needs warmup_steps or warmup_ratio"),
         ({"name": "WarmupPolicy", "warmup_steps": 1, "warmup_ratio": 0.1}, r"give warmup_steps or warmup_ratio, not both: 1, 0.1"),
         ({"name": "WarmupPolicy", "warmup_ratio": 0.1}, r"warmup_ratio=0.1 needs max_steps"),
         ({"name": "WarmupPolicy", "warmup_ratio": 1.5, "max_steps": 4}, r"warmup_ratio=1.5 must be between 0 and 1"),
