@@ -10,7 +10,7 @@
 | `lora_serving`, `adapter_slots`, `adapted_linear` | LoRA adapters beside each other: `LoraServingConfig`, what is loaded, layers |
 | `building` | from a folder to traced programs with weights |
 | `decoder`, `attention`, `flash_decoding`, `mixture`, `gpt2`, `step`, `kv_cache`, `token_choice` | the model of one rank |
-| `command`, `printing` | `nxd-generate` |
+| `command`, `printing`, `dtype_names` | `nxd-generate` |
 | `evaluate` | `nxdt-evaluate` |
 
 Not part of the original, whose examples/inference has most of these names in files beside its scripts.

@@ -41,7 +41,8 @@ class InferenceConfig:
 
     quantized: weights of linear layers, experts and all but lm_head, in int8 or float8, quantized as a folder is read. quantization_type: what shares a scale,
     "per_tensor_symmetric" (the original's default) or "per_channel_symmetric", each output by itself, which is nearer to the float weights.
-    quantization_dtype: "int8", "f8e4m3" (up to 240, or what `NXD_JAX_FP8_MAX` says) or "f8e5m2". quantized_checkpoints_path: not needed, must be None.
+    quantization_dtype: "int8", "f8e4m3" (up to 240, or what `NXD_JAX_FP8_MAX` says) or "f8e5m2", or another name of these, such as torch's
+    "float8_e4m3fn", or the dtype; it is kept under the first names. quantized_checkpoints_path: not needed, must be None.
 
     lora_config: room for LoRA adapters, of which each row has one or none (`lora_serving.LoraServingConfig`); default none.
 
@@ -70,7 +71,7 @@ class InferenceConfig:
     flash_decoding_enabled: bool = False
     quantized: bool = False
     quantization_type: str = "per_tensor_symmetric"
-    quantization_dtype: str = "int8"
+    quantization_dtype: str | torch.dtype = "int8"
     quantized_checkpoints_path: str | None = None
 
     def __post_init__(self) -> None:
@@ -80,10 +81,9 @@ class InferenceConfig:
         check_quantization(self.kv_quant_config)
         if self.lora_config is not None and not isinstance(self.lora_config, LoraServingConfig):
             raise TypeError(f"lora_config must be a LoraServingConfig or None, got {type(self.lora_config).__name__}")
-        quantized_weights.check(
-            self.quantized, self.quantization_type, self.quantization_dtype, self.quantized_checkpoints_path, self.lora_config is not None
-        )
+        quantized_weights.check(self.quantized, self.quantization_type, self.quantized_checkpoints_path, self.lora_config is not None)
         set_ = object.__setattr__
+        set_(self, "quantization_dtype", quantized_weights.dtype_name(self.quantization_dtype))
         set_(self, "torch_dtype", _dtype(self.torch_dtype))
         set_(self, "max_context_length", self.seq_len if self.max_context_length is None else self.max_context_length)
         set_(self, "ctx_batch_size", self.ctx_batch_size or (1 if self.is_continuous_batching else self.batch_size))
