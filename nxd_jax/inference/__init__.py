@@ -4,7 +4,7 @@
 |---|---|
 | `config` | `InferenceConfig`: ranks, batch, lengths, sampling |
 | `language_model` | `LanguageModel`: a model on its devices, `prefill`, `decode`, `score` |
-| `generation` | `generate` and `stream`: texts of any number of prompts |
+| `generation`, `token_ids` | `generate` and `stream`: texts of any number of prompts; token ids as users have them |
 | `speculation` | a draft model that guesses ahead |
 | `model_files` | `save`, `load` |
 | `lora_serving`, `adapter_slots`, `adapted_linear` | LoRA adapters beside each other: `LoraServingConfig`, what is loaded, layers |
