@@ -19,6 +19,22 @@ _SMALLEST_BUCKET = 128
 _KV = "kv_quant_config"
 
 
+_HEADS = (
+    "heads that guess ahead are not traced: give a draft model to generate(draft=...), with speculation_length, or put "
+    "nxd_jax.utils.speculative_decoding.NeuronSpeculation around a model of your own"
+)
+_INSTEAD = {
+    **dict.fromkeys(("is_medusa", "medusa_speculation_length", "num_medusa_heads", "medusa_tree"), _HEADS),
+    **dict.fromkeys(("enable_eagle_speculation", "is_eagle_draft", "enable_fused_speculation"), _HEADS),
+    **dict.fromkeys(("n_positions", "max_length"), "say seq_len, the tokens of a prompt with its answer"),
+    "max_new_tokens": "give it to generate(max_new_tokens=...), and a seq_len that has room for them",
+    "pp_degree": "raise tp_degree: there are no pipeline stages here",
+    "world_size": "it follows from tp_degree and ep_degree",
+    "padding_side": "leave it out: prompts are lists, which LanguageModel pads itself",
+}
+"""NeuronConfig's fields that are not here."""
+
+
 @dataclasses.dataclass(frozen=True)
 class InferenceConfig:
     """What the original's examples call NeuronConfig; fields have its names where it has them.
@@ -47,7 +63,7 @@ class InferenceConfig:
     lora_config: room for LoRA adapters, of which each row has one or none (`lora_serving.LoraServingConfig`); default none.
 
     Raises ValueError for numbers that do not fit together and a torch_dtype that weights cannot have, NotImplementedError for quantized=True with lora_config
-    and for quantized_checkpoints_path, and what `KVCacheManager` does.
+    and for quantized_checkpoints_path, TypeError for fields that are not here, saying what to do instead, and what `KVCacheManager` does.
     """
 
     tp_degree: int = 1
@@ -73,6 +89,13 @@ class InferenceConfig:
     quantization_type: str = "per_tensor_symmetric"
     quantization_dtype: str | torch.dtype = "int8"
     quantized_checkpoints_path: str | None = None
+
+    def __new__(cls, *args: object, **given: object) -> InferenceConfig:
+        """Say what to do in place of the original's fields that are not here."""
+        for name in given:
+            if name in _INSTEAD:
+                raise TypeError(f"InferenceConfig has no {name}: {_INSTEAD[name]}")
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         for name in ("tp_degree", "ep_degree", "batch_size", "seq_len", "top_k"):

@@ -31,7 +31,8 @@ class LoraServingConfig:
     that can have adapters, some of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj (default all); an adapter may leave some out. lora_ckpt_paths:
     by name the folders of PEFT that `LanguageModel.from_pretrained` loads.
 
-    Each rank holds (max_loras + 1) x max_lora_rank x (inputs + outputs) numbers for each of these layers, of which one dim is shared out.
+    Each rank holds (max_loras + 1) x max_lora_rank x (inputs + outputs) numbers for each of these layers, of which one dim is shared out. They are
+    float32 beside bfloat16 and float16 weights, as in PEFT.
     Raises ValueError for numbers below 1, other layers, and more folders than there is room for; TypeError for lora_ckpt_paths without names.
     """
 

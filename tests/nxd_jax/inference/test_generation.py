@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -313,8 +315,25 @@ def test_configurations_that_do_not_fit(given: dict[str, Any], words: str) -> No
     assert words in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("is_medusa", "InferenceConfig has no is_medusa: heads that guess ahead are not traced: give a draft model to generate(draft=...)"),
+        ("enable_eagle_speculation", "has no enable_eagle_speculation: heads that guess ahead are not traced"),
+        ("n_positions", "has no n_positions: say seq_len"),
+        ("max_new_tokens", "give it to generate(max_new_tokens=...)"),
+        ("padding_side", "prompts are lists, which LanguageModel pads itself"),
+        ("no_such_field", "unexpected keyword argument 'no_such_field'"),
+    ],
+)
+def test_fields_of_the_original_that_are_not_here(name: str, words: str) -> None:
+    with pytest.raises(TypeError) as error:
+        InferenceConfig(**{name: 2})
+    assert words in str(error.value)
+
+
 def test_configurations() -> None:
     found = InferenceConfig(seq_len=600, enable_bucketing=True, max_context_length=256, is_continuous_batching=True, batch_size=4)
     assert (found.context_buckets, found.decode_buckets, found.prompts_at_once) == ((128, 256), (128, 256, 600), 1)
     for given in (found, InferenceConfig(torch_dtype=torch.bfloat16, gqa=GQA.CONVERT_TO_MHA)):
-        assert InferenceConfig.from_json(given.to_json()) == given
+        assert InferenceConfig.from_json(given.to_json()) == given == copy.deepcopy(given) == dataclasses.replace(given)
