@@ -108,6 +108,25 @@ def test_a_draft_changes_nothing(model: LanguageModel, draft: LanguageModel) -> 
     assert generation.generate(model, prompts, end=[end], draft=draft) == cut
 
 
+@pytest.mark.core(keep=1)
+@pytest.mark.thorough(keep=2)
+@pytest.mark.parametrize(("at_once", "batch", "draft_tp"), [(2, 1, 4), (5, 2, 1), (3, 2, 4), (4, 1, 1)])
+def test_drafts_on_other_ranks(at_once: int, batch: int, draft_tp: int, theirs: Any, tmp_path: Path) -> None:
+    """A draft of one layer; ends come after as many tokens as a check can accept, one fewer and one more."""
+    first = small.model("llama", num_hidden_layers=1)
+    first.load_state_dict({name: t for name, t in theirs.state_dict().items() if ".layers.1." not in name})
+    for name, one in (("model", theirs), ("draft", first)):
+        one.save_pretrained(tmp_path / name)
+    sizes = {**SIZES, "batch_size": batch}
+    model = LanguageModel.from_pretrained(tmp_path / "model", InferenceConfig(**sizes, speculation_length=at_once))
+    guesses = LanguageModel.from_pretrained(tmp_path / "draft", InferenceConfig(**sizes | {"tp_degree": draft_tp}))
+    prompts = small.prompts(LENGTHS)
+    whole = small.answers(theirs, prompts, 40, end=NEVER)
+    for end in (NEVER, *(whole[0][at_once + k] for k in (-1, 0, 1))):
+        cut = [answer[: answer.index(end)] if end in answer else answer for answer in whole]
+        assert generation.generate(model, prompts, end=end, draft=guesses) == cut
+
+
 def test_right_guesses_save_calls(model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """A model that is its own draft guesses all: each call gives four tokens."""
     (prompt,) = small.prompts([4])
