@@ -4,13 +4,13 @@
 |---|---|
 | `config` | `InferenceConfig`: ranks, batch, lengths, sampling |
 | `language_model` | `LanguageModel`: a model on its devices, `prefill`, `decode`, `score` |
-| `generation` | `generate` and `stream`: texts of any number of prompts |
+| `generation`, `token_ids` | `generate` and `stream`: texts of any number of prompts; token ids as users have them |
 | `speculation` | a draft model that guesses ahead |
 | `model_files` | `save`, `load` |
 | `lora_serving`, `adapter_slots`, `adapted_linear` | LoRA adapters beside each other: `LoraServingConfig`, what is loaded, layers |
 | `building` | from a folder to traced programs with weights |
 | `decoder`, `attention`, `flash_decoding`, `mixture`, `gpt2`, `step`, `kv_cache`, `token_choice` | the model of one rank |
-| `command`, `printing` | `nxd-generate` |
+| `command`, `printing`, `dtype_names` | `nxd-generate` |
 | `evaluate` | `nxdt-evaluate` |
 
 Not part of the original, whose examples/inference has most of these names in files beside its scripts.

@@ -18,20 +18,22 @@ FACTORS = ("lora_A", "lora_B")
 
 
 def _add_factors(layer: Any, room: LoraServingConfig, inputs: int, outputs: int, cut: str, dim: int) -> None:
-    """Zeros: lora_A [N, R, I] and lora_B [N, O, R]. cut: the one that ranks share out, along `dim`."""
+    """Zeros, at least float32, as PEFT keeps adapters: lora_A [N, R, I] and lora_B [N, O, R]. cut: the one that ranks share out, along `dim`."""
     shapes = ((room.max_lora_rank, inputs), (outputs, room.max_lora_rank))
     for name, shape in zip(FACTORS, shapes, strict=True):
-        zeros = torch.zeros(room.max_loras + 1, *shape, dtype=layer.dtype, device=layer.device)
+        zeros = torch.zeros(room.max_loras + 1, *shape, dtype=torch.promote_types(layer.dtype, torch.float32), device=layer.device)
         layer.register_parameter(name, nn.Parameter(zeros))
         if name == cut:
             layer._partitions[name] = dataclasses.replace(layer._partition, dim=dim)
             layer._partitions[name].mark(getattr(layer, name))
 
 
-def low_rank(x_BSI: torch.Tensor, a_NRI: torch.Tensor, b_NOR: torch.Tensor, adapter_ids: torch.Tensor) -> torch.Tensor:
-    """x A^T B^T with each row's own A and B, [B, S, O]. adapter_ids: [B] int64."""
+def with_low_rank(
+    out_BSO: torch.Tensor, x_BSI: torch.Tensor, a_NRI: torch.Tensor, b_NOR: torch.Tensor, adapter_ids: torch.Tensor
+) -> torch.Tensor:
+    """out + x A^T B^T with each row's own A and B, [B, S, O]; in the factors' dtype, and rounded once to that of out. adapter_ids: [B] int64."""
     a, b = a_NRI.index_select(0, adapter_ids), b_NOR.index_select(0, adapter_ids)
-    return torch.matmul(torch.matmul(x_BSI, a.transpose(1, 2)), b.transpose(1, 2))
+    return (out_BSO + torch.matmul(torch.matmul(x_BSI.to(a.dtype), a.transpose(1, 2)), b.transpose(1, 2))).to(out_BSO.dtype)
 
 
 class ColumnWithAdapters(ColumnParallelLinear):
@@ -47,7 +49,7 @@ class ColumnWithAdapters(ColumnParallelLinear):
     def forward(self, input: torch.Tensor, adapter_ids: torch.Tensor | None = None) -> torch.Tensor:
         """input: [B, S, input_size]; the result [B, S, output_size / tp]."""
         found: torch.Tensor = super().forward(input)
-        return found if adapter_ids is None else found + low_rank(input, self.lora_A, self.lora_B, adapter_ids)
+        return found if adapter_ids is None else with_low_rank(found, input, self.lora_A, self.lora_B, adapter_ids)
 
 
 class RowWithAdapters(RowParallelLinear):
@@ -66,7 +68,8 @@ class RowWithAdapters(RowParallelLinear):
         if adapter_ids is None:
             plain: torch.Tensor = super().forward(input)
             return plain
-        out = self._multiply(input, self.weight, all_reduce=False, gather=False) + low_rank(input, self.lora_A, self.lora_B, adapter_ids)
+        out = self._multiply(input, self.weight, all_reduce=False, gather=False)
+        out = with_low_rank(out, input, self.lora_A, self.lora_B, adapter_ids)
         out = self._rpl_maybe_reduce_output(out)
         return out if self.bias is None else out + self.bias.to(out.dtype)
 

@@ -94,7 +94,7 @@ def build(hf_config: Any, options: InferenceConfig, files: Mapping[str, torch.Te
         full = full_weights(model, files)
         sharding.preprocess_checkpoint(model, full)
         if options.quantized:
-            quantized_weights.quantize(model, full, options.quantization_type, options.quantization_dtype)
+            quantized_weights.quantize(model, full, options.quantization_type, str(options.quantization_dtype))
         found = _traced(model, options).compile()
         weights = sharding.cut_for_ranks(model, full, range(options.world_size))
         empty = {name: torch.zeros(p.shape, dtype=p.dtype) for name, p in model.named_parameters() if name.rpartition(".")[2] in FACTORS}

@@ -22,11 +22,12 @@ from pathlib import Path
 from typing import Any
 
 from nxd_jax import interpreter
+from nxd_jax.inference import dtype_names
 
 _SMALLEST, _DEFAULT_LENGTH, _NEW = 128, 1024, 128
 _DTYPES = ("float32", "bfloat16", "float16")
-_QUANTIZED = {"int8": "int8", "float8_e4m3": "f8e4m3", "float8_e5m2": "f8e5m2"}
-_KV_DTYPES = {"float8_e4m3": "float8_e4m3fn", "float8_e5m2": "float8_e5m2"}
+_QUANTIZED = "{int8,float8_e4m3,float8_e5m2}"
+_KV_DTYPES = "{float8_e4m3,float8_e5m2}"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -67,11 +68,15 @@ def parser() -> argparse.ArgumentParser:
     )
     trace.add_argument("--dtype", choices=_DTYPES, help="of weights and KV cache (default: as config.json says)")
     trace.add_argument(
-        "--kv-dtype", choices=_KV_DTYPES, help="keep the KV cache in float8, a byte for each number, cast without scales (default: --dtype)"
+        "--kv-dtype",
+        type=_float8,
+        metavar=_KV_DTYPES,
+        help="keep the KV cache in float8, a byte for each number, cast without scales (default: --dtype)",
     )
     trace.add_argument(
         "--quantize",
-        choices=_QUANTIZED,
+        type=_quantized_dtype,
+        metavar=_QUANTIZED,
         help="weights of all linear layers but the last one in int8 or float8, a byte for each number, with a scale for each output (default: --dtype)",
     )
     trace.add_argument("--save", metavar="FILE", help="write the model, compiled for these sizes, its weights and tokenizer to a file")
@@ -153,7 +158,18 @@ def _adapters(args: argparse.Namespace) -> list[str | None]:
 
 
 def _quantized(dtype: str | None) -> dict[str, Any]:
-    return {"quantized": True, "quantization_type": "per_channel_symmetric", "quantization_dtype": _QUANTIZED[dtype]} if dtype else {}
+    return {"quantized": True, "quantization_type": "per_channel_symmetric", "quantization_dtype": dtype} if dtype else {}
+
+
+def _quantized_dtype(given: str, integers: bool = True) -> str:
+    try:
+        return dtype_names.quantized(given, integers)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _float8(given: str) -> str:
+    return _quantized_dtype(given, integers=False)
 
 
 def _run(args: argparse.Namespace) -> None:
@@ -253,7 +269,7 @@ def _options(args: argparse.Namespace, config: Any, prompts: Sequence[Sequence[i
             f"the longest text has {longest} tokens, with --max-new-tokens {needed - longest} that is more than {which}, or ask for fewer"
         )
     dtype = getattr(torch, args.dtype) if args.dtype else None
-    kept = KVQuantizationConfig(quant_dtype=getattr(torch, _KV_DTYPES[args.kv_dtype])) if args.kv_dtype else None
+    kept = KVQuantizationConfig(quant_dtype=getattr(torch, dtype_names.TORCH[args.kv_dtype])) if args.kv_dtype else None
     paths = _folders(args)
     sizes: dict[str, Any] = {"lora_config": LoraServingConfig.of_folders(paths) if paths else None}
     sizes |= {

@@ -19,6 +19,22 @@ _SMALLEST_BUCKET = 128
 _KV = "kv_quant_config"
 
 
+_HEADS = (
+    "heads that guess ahead are not traced: give a draft model to generate(draft=...), with speculation_length, or put "
+    "nxd_jax.utils.speculative_decoding.NeuronSpeculation around a model of your own"
+)
+_INSTEAD = {
+    **dict.fromkeys(("is_medusa", "medusa_speculation_length", "num_medusa_heads", "medusa_tree"), _HEADS),
+    **dict.fromkeys(("enable_eagle_speculation", "is_eagle_draft", "enable_fused_speculation"), _HEADS),
+    **dict.fromkeys(("n_positions", "max_length"), "say seq_len, the tokens of a prompt with its answer"),
+    "max_new_tokens": "give it to generate(max_new_tokens=...), and a seq_len that has room for them",
+    "pp_degree": "raise tp_degree: there are no pipeline stages here",
+    "world_size": "it follows from tp_degree and ep_degree",
+    "padding_side": "leave it out: prompts are lists, which LanguageModel pads itself",
+}
+"""NeuronConfig's fields that are not here."""
+
+
 @dataclasses.dataclass(frozen=True)
 class InferenceConfig:
     """What the original's examples call NeuronConfig; fields have its names where it has them.
@@ -41,12 +57,13 @@ class InferenceConfig:
 
     quantized: weights of linear layers, experts and all but lm_head, in int8 or float8, quantized as a folder is read. quantization_type: what shares a scale,
     "per_tensor_symmetric" (the original's default) or "per_channel_symmetric", each output by itself, which is nearer to the float weights.
-    quantization_dtype: "int8", "f8e4m3" (up to 240, or what `NXD_JAX_FP8_MAX` says) or "f8e5m2". quantized_checkpoints_path: not needed, must be None.
+    quantization_dtype: "int8", "f8e4m3" (up to 240, or what `NXD_JAX_FP8_MAX` says) or "f8e5m2", or another name of these, such as torch's
+    "float8_e4m3fn", or the dtype; it is kept under the first names. quantized_checkpoints_path: not needed, must be None.
 
     lora_config: room for LoRA adapters, of which each row has one or none (`lora_serving.LoraServingConfig`); default none.
 
     Raises ValueError for numbers that do not fit together and a torch_dtype that weights cannot have, NotImplementedError for quantized=True with lora_config
-    and for quantized_checkpoints_path, and what `KVCacheManager` does.
+    and for quantized_checkpoints_path, TypeError for fields that are not here, saying what to do instead, and what `KVCacheManager` does.
     """
 
     tp_degree: int = 1
@@ -70,8 +87,15 @@ class InferenceConfig:
     flash_decoding_enabled: bool = False
     quantized: bool = False
     quantization_type: str = "per_tensor_symmetric"
-    quantization_dtype: str = "int8"
+    quantization_dtype: str | torch.dtype = "int8"
     quantized_checkpoints_path: str | None = None
+
+    def __new__(cls, *args: object, **given: object) -> InferenceConfig:
+        """Say what to do in place of the original's fields that are not here."""
+        for name in given:
+            if name in _INSTEAD:
+                raise TypeError(f"InferenceConfig has no {name}: {_INSTEAD[name]}")
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         for name in ("tp_degree", "ep_degree", "batch_size", "seq_len", "top_k"):
@@ -80,10 +104,9 @@ class InferenceConfig:
         check_quantization(self.kv_quant_config)
         if self.lora_config is not None and not isinstance(self.lora_config, LoraServingConfig):
             raise TypeError(f"lora_config must be a LoraServingConfig or None, got {type(self.lora_config).__name__}")
-        quantized_weights.check(
-            self.quantized, self.quantization_type, self.quantization_dtype, self.quantized_checkpoints_path, self.lora_config is not None
-        )
+        quantized_weights.check(self.quantized, self.quantization_type, self.quantized_checkpoints_path, self.lora_config is not None)
         set_ = object.__setattr__
+        set_(self, "quantization_dtype", quantized_weights.dtype_name(self.quantization_dtype))
         set_(self, "torch_dtype", _dtype(self.torch_dtype))
         set_(self, "max_context_length", self.seq_len if self.max_context_length is None else self.max_context_length)
         set_(self, "ctx_batch_size", self.ctx_batch_size or (1 if self.is_continuous_batching else self.batch_size))

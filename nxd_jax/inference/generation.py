@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 
+from nxd_jax.inference import token_ids
 from nxd_jax.inference.language_model import CacheFullError, LanguageModel
 from nxd_jax.inference.speculation import Draft
 from nxd_jax.training.evaluation.generation import Choosing
@@ -40,8 +41,9 @@ def generate(
     model: LanguageModel, prompts: Sequence[Sequence[int]], max_new_tokens: int | None = None, **options: object
 ) -> list[list[int]]:
     """The answers to prompts of token ids. Arguments and errors are those of `stream`; tokens that end a text are left out."""
-    found: list[list[int]] = [[] for _ in prompts]
-    for made in stream(model, prompts, max_new_tokens, **options):  # type: ignore[arg-type]
+    rows = token_ids.prompts(prompts)
+    found: list[list[int]] = [[] for _ in rows]
+    for made in stream(model, rows, max_new_tokens, **options):  # type: ignore[arg-type]
         if made.token is not None:
             found[made.prompt].append(made.token)
     return found
@@ -51,7 +53,7 @@ def stream(
     model: LanguageModel,
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int | None = None,
-    end: Sequence[int] | None = None,
+    end: int | Sequence[int] | None = None,
     choosing: Choosing | None = None,
     seed: int = 42,
     draft: LanguageModel | None = None,
@@ -59,6 +61,7 @@ def stream(
 ) -> Iterator[Made]:
     """Tokens as they are made, of any number of prompts; as many as the cache has lines are decoded together.
 
+    prompts: token ids, as lists, NumPy arrays or tensors on any device.
     max_new_tokens: of an answer; default: until the cache is full. end: tokens that end a text; default the model's. choosing: of a token by logits on the
     CPU, default the likeliest; draws follow `seed` (those of on_device_sampling torch's own seed). draft: a small model that guesses what `model` then checks,
     speculation_length tokens at once; the answers are those without it. adapters: the LoRA adapters of the prompts, by name, None for the model as it is
@@ -66,17 +69,20 @@ def stream(
 
     A model makes the texts of one stream at a time: while it makes others, the first token raises RuntimeError. Before that raises CacheFullError for prompts
     that do not fit, or not with max_new_tokens, and ValueError for what `LanguageModel.prefill` refuses, for max_new_tokens below 1, and for what does not go
-    with on_device_sampling or a draft, and for adapters that are not loaded.
+    with on_device_sampling or a draft, and for adapters that are not loaded; TypeError for prompts that are no token ids, such as texts.
     """
+    prompts = token_ids.prompts(prompts)
     _check(model, prompts, max_new_tokens, choosing)
     named = [None] * len(prompts) if adapters is None else list(adapters)
     model.check_adapters(named, len(prompts))
-    ends = model.about.end if end is None else tuple(end)
+    ends = model.about.end if end is None else token_ids.ends(end)
     guess = None if draft is None else Draft(model, draft, choosing)
     return _streamed(_Stepping(model, guess, choosing or Choosing(), seed), list(zip(prompts, named, strict=True)), max_new_tokens, ends)
 
 
 def _check(model: LanguageModel, prompts: Sequence[Sequence[int]], most: int | None, choosing: Choosing | None) -> None:
+    if choosing is not None and not callable(choosing):
+        raise TypeError(f"choosing must be a Choosing of nxd_jax.training.evaluation.generation, got {type(choosing).__name__}")
     if most is not None and most < 1:
         raise ValueError(f"max_new_tokens={most} must be at least 1")
     if model.options.on_device_sampling and choosing is not None:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from nxd_jax.inference import building
+from nxd_jax.inference import building, token_ids
 from nxd_jax.inference.adapter_slots import AdapterSlots, Base
 from nxd_jax.inference.buckets import fitting
 from nxd_jax.inference.config import InferenceConfig
@@ -56,8 +56,14 @@ class LanguageModel:
         """Trace and compile the model of a Hugging Face folder (config.json and safetensors files), and load the adapters of `lora_config`.
 
         Raises FileNotFoundError, ValueError for a model_type that is not known, KeyError for missing weights, NotImplementedError for weights that are
-        quantized already, and what `load_adapter` raises.
+        quantized already, TypeError for arguments of other types, and what `load_adapter` raises.
         """
+        if not isinstance(folder, (str, Path)):
+            raise TypeError(
+                f"folder must be the path of a Hugging Face folder, got {type(folder).__name__}: write a model with save_pretrained"
+            )
+        if options is not None and not isinstance(options, InferenceConfig):
+            raise TypeError(f"options must be an InferenceConfig or None, got {type(options).__name__}: InferenceConfig(tp_degree=2), say")
         place, options = Path(folder), options or InferenceConfig()
         config = building.read_config(place)
         model = building.build(config, options, building.read_files(place))
@@ -121,6 +127,7 @@ class LanguageModel:
             )
         if len(set(lines)) != len(lines) or not all(0 <= line < self.options.batch_size for line in lines):
             raise ValueError(f"lines {list(lines)} must be different numbers below batch_size={self.options.batch_size}")
+        prompts = [token_ids.prompt(prompt) for prompt in prompts]
         for prompt in prompts:
             self.check_prompt(prompt)
         slots = self.check_adapters(adapters or [None] * len(prompts), len(prompts))
@@ -171,16 +178,20 @@ class LanguageModel:
     def decode(self, tokens: Sequence[int], positions: Sequence[int], used: Sequence[int] | None = None) -> torch.Tensor:
         """One more token of each line, at its position: what follows, logits [batch, V] or tokens [batch].
 
-        used: the lines that count, default all; others may hold anything. Raises CacheFullError for a position behind the last slot.
+        used: the lines that count, default all; others may hold anything. Raises CacheFullError for a position behind the last slot, ValueError for another
+        number of tokens or positions than batch_size, negative positions, and tokens outside of the vocabulary, TypeError for what is no whole number.
         """
-        return self._later("decode", _tensor([[token] for token in tokens]), positions, used).select(1, 0)
+        given = token_ids.table(tokens, "tokens")
+        if given.shape != (self.options.batch_size,):
+            raise ValueError(f"tokens of shape {list(given.shape)}: decode takes one for each line, [batch_size {self.options.batch_size}]")
+        return self._later("decode", given[:, None], positions, used).select(1, 0)
 
     def score(self, tokens: Sequence[Sequence[int]], positions: Sequence[int], used: Sequence[int] | None = None) -> torch.Tensor:
         """Several tokens of each line, the first at its position: what follows each, logits [batch, tokens, V] or tokens [batch, tokens].
 
-        Raises ValueError without speculation_length tokens for each line, CacheFullError as `decode` does.
+        Raises ValueError without speculation_length tokens for each line, and what `decode` does.
         """
-        given = _tensor(tokens)
+        given = token_ids.table(tokens, "tokens")
         if given.shape != (self.options.batch_size, self.options.speculation_length):
             raise ValueError(
                 f"tokens of shape {list(given.shape)}: score takes [batch_size {self.options.batch_size}, speculation_length "
@@ -188,32 +199,36 @@ class LanguageModel:
             )
         return self._later(building.SPECULATION, given, positions, used)
 
-    def _later(self, tag: str, ids: torch.Tensor, positions: Sequence[int], used: Sequence[int] | None) -> torch.Tensor:
-        counted = range(len(positions)) if used is None else used
-        needed = max(positions[line] for line in counted) + ids.shape[1]
+    def _later(self, tag: str, ids: np.ndarray[Any, Any], positions: Sequence[int], used: Sequence[int] | None) -> torch.Tensor:
+        places, size = token_ids.table(positions, "positions"), self.options.batch_size
+        counted = list(range(size)) if used is None else list(used)
+        if places.shape != (size,):
+            raise ValueError(f"positions of shape {list(places.shape)}: there is one for each line, [batch_size {size}]")
+        if not counted or not all(0 <= line < size for line in counted):
+            raise ValueError(f"used={counted} must be some numbers below batch_size={size}")
+        if places[counted].min() < 0:
+            raise ValueError(f"positions={places.tolist()} of lines {counted} must be 0 or more: the first token has position 0")
+        if ids[counted].min() < 0 or ids[counted].max() >= self.about.vocabulary:
+            raise ValueError(f"tokens={ids.tolist()} of lines {counted} must be 0 to {self.about.vocabulary - 1}, which the model knows")
+        needed = int(places[counted].max()) + ids.shape[1]
         slots = fitting(self.options.decode_buckets, needed)
         if slots is None:
             raise CacheFullError(
                 f"the KV cache is full: a text has {needed} tokens, and a line holds {self.options.seq_len} (seq_len): trace it for more"
             )
-        inputs = {"input_ids": ids, "position_ids": _tensor(positions)}
+        inputs = {"input_ids": torch.from_numpy(ids), "position_ids": torch.from_numpy(places)}
         if self.slots is not None:
             gone = [line for line in counted if self._slot_of_line[line] is None]
             if gone:
                 raise ValueError(
                     f"the adapter that line {gone[0]} was read with is not loaded any more: read its text again with `prefill`"
                 )
-            inputs["adapter_ids"] = _tensor([slot or 0 for slot in self._slot_of_line])
+            inputs["adapter_ids"] = torch.from_numpy(np.array([slot or 0 for slot in self._slot_of_line]))
         return self._run(building.decode_tag(slots, tag), inputs)
 
     def _run(self, tag: str, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
         found: torch.Tensor = self.nxd_model(model_name=tag, **inputs)
         return found
-
-
-def _tensor(numbers: Sequence[Any]) -> torch.Tensor:
-    """Integers as a tensor. By way of NumPy it takes a third of the time of `torch.tensor`."""
-    return torch.from_numpy(np.array(numbers))
 
 
 def end_tokens(folder: Path, config: Any) -> tuple[int, ...]:

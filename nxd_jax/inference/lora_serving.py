@@ -31,8 +31,9 @@ class LoraServingConfig:
     that can have adapters, some of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj (default all); an adapter may leave some out. lora_ckpt_paths:
     by name the folders of PEFT that `LanguageModel.from_pretrained` loads.
 
-    Each rank holds (max_loras + 1) x max_lora_rank x (inputs + outputs) numbers for each of these layers, of which one dim is shared out.
-    Raises ValueError for numbers below 1, other layers, and more folders than there is room for.
+    Each rank holds (max_loras + 1) x max_lora_rank x (inputs + outputs) numbers for each of these layers, of which one dim is shared out. They are
+    float32 beside bfloat16 and float16 weights, as in PEFT.
+    Raises ValueError for numbers below 1, other layers, and more folders than there is room for; TypeError for lora_ckpt_paths without names.
     """
 
     max_loras: int = 1
@@ -51,6 +52,8 @@ class LoraServingConfig:
         if wrong or not given:
             raise ValueError(f"LoraServingConfig: target_modules={list(given)} must be some of {', '.join(known)}")
         object.__setattr__(self, "target_modules", tuple(name for name in known if name in given))
+        if not isinstance(self.lora_ckpt_paths, Mapping):
+            raise TypeError(f"LoraServingConfig: lora_ckpt_paths={self.lora_ckpt_paths!r} must be a dict of names and folders")
         object.__setattr__(self, "lora_ckpt_paths", {name: os.fspath(path) for name, path in self.lora_ckpt_paths.items()})
         if len(self.lora_ckpt_paths) > self.max_loras:
             raise ValueError(

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from nxd_jax.inference import dtype_names
 from nxd_jax.quantization import quantization_config as schemes
 from nxd_jax.quantization.base import BaseQuantizeParallelLinear
 from nxd_jax.quantization.quantization_config import QuantizationType, QuantizedDtype
@@ -14,17 +15,14 @@ from nxd_jax.quantization.quantize import convert
 
 TYPES = tuple(kind.value for kind in (QuantizationType.PER_TENSOR_SYMMETRIC, QuantizationType.PER_CHANNEL_SYMMETRIC))
 """What may share a scale."""
-DTYPES = ("int8", "f8e4m3", "f8e5m2")
 FLOAT = ["lm_head"]
 """Layers that stay as they are: logits are what rounding hurts most, and a tied one is the embedding."""
 
 
-def check(quantized: bool, kind: str, dtype: str, path: str | None, has_adapters: bool) -> None:
+def check(quantized: bool, kind: str, path: str | None, has_adapters: bool) -> None:
     """Raise what `InferenceConfig` does for these fields."""
     if kind not in TYPES:
         raise ValueError(f"quantization_type={kind!r} must be one of {', '.join(TYPES)}")
-    if dtype not in DTYPES:
-        raise ValueError(f"quantization_dtype={dtype!r} must be one of {', '.join(DTYPES)}")
     if path is not None:
         raise NotImplementedError(
             f"quantized_checkpoints_path={path!r}: weights are quantized as they are read from the model's own folder: leave it out"
@@ -34,6 +32,14 @@ def check(quantized: bool, kind: str, dtype: str, path: str | None, has_adapters
             "quantized=True with lora_config: layers with room for adapters have float weights: leave one of them out, or merge an adapter with PEFT's "
             "merge_and_unload"
         )
+
+
+def dtype_name(given: object) -> str:
+    """NxD's name of a dtype, or of one of its names. Raises what `InferenceConfig` does."""
+    try:
+        return dtype_names.quantized(given)
+    except ValueError as error:
+        raise ValueError(f"quantization_dtype={error}") from None
 
 
 def quantize(model: nn.Module, full: dict[str, torch.Tensor], kind: str, dtype: str) -> None:

@@ -21,10 +21,12 @@ class Draft:
     """A draft model beside a target, with a cache of the same lines.
 
     Raises ValueError for a target without speculation_length, models of other vocabularies, lines or a draft with a shorter cache, and for choosing that
-    draws.
+    draws; TypeError for a draft that is no `LanguageModel`.
     """
 
     def __init__(self, target: LanguageModel, model: LanguageModel, choosing: Choosing | None = None):
+        if not isinstance(model, LanguageModel):
+            raise TypeError(f"draft must be a LanguageModel, got {type(model).__name__}: LanguageModel.from_pretrained(folder, options)")
         self.target, self.model = target, model
         if not target.options.speculation_length:
             raise ValueError(

@@ -30,6 +30,13 @@ def write(theirs: Any, place: Path, seed: int, modules: Sequence[str] | str = AL
     return place
 
 
+def beside(theirs: Any, place: Path) -> Any:
+    """The model with an adapter beside its weights, which it becomes a part of."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        return peft.PeftModel.from_pretrained(theirs, str(place)).eval()
+
+
 def merged(theirs: Any, place: Path | None) -> Any:
     """The model with an adapter in its weights; as it is without one."""
     if place is None:

@@ -165,6 +165,25 @@ def test_quantized_weights(folder: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert {str(t.dtype) for n, t in model.nxd_model.weights[0].items() if n.endswith("q_proj.weight")} == {"torch.int8"}
 
 
+def test_names_of_quantized_dtypes(capsys: pytest.CaptureFixture[str]) -> None:
+    """Those that `InferenceConfig` takes."""
+    found = command.parser().parse_args(["model", "--quantize", "float8_e4m3fn", "--kv-dtype", "F8E5M2"])
+    assert (found.quantize, found.kv_dtype) == ("f8e4m3", "f8e5m2")
+    for words, said in (
+        (
+            ("--quantize", "int4"),
+            "argument --quantize: 'int4' must be one of int8, f8e4m3, f8e4m3fn, float8_e4m3, float8_e4m3fn, f8e5m2, float8_e5m2",
+        ),
+        (
+            ("--kv-dtype", "int8"),
+            "argument --kv-dtype: 'int8' must be one of f8e4m3, f8e4m3fn, float8_e4m3, float8_e4m3fn, f8e5m2, float8_e5m2",
+        ),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            command.main(["model", "text", *words])
+        assert said in capsys.readouterr().err
+
+
 @pytest.mark.core(keep=0)
 def test_adapters(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One for each text; the file that is saved has them, and takes another."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
 import torch
 
@@ -105,6 +108,25 @@ def test_a_draft_changes_nothing(model: LanguageModel, draft: LanguageModel) -> 
     assert generation.generate(model, prompts, end=[end], draft=draft) == cut
 
 
+@pytest.mark.core(keep=1)
+@pytest.mark.thorough(keep=2)
+@pytest.mark.parametrize(("at_once", "batch", "draft_tp"), [(2, 1, 4), (5, 2, 1), (3, 2, 4), (4, 1, 1)])
+def test_drafts_on_other_ranks(at_once: int, batch: int, draft_tp: int, theirs: Any, tmp_path: Path) -> None:
+    """A draft of one layer; ends come after as many tokens as a check can accept, one fewer and one more."""
+    first = small.model("llama", num_hidden_layers=1)
+    first.load_state_dict({name: t for name, t in theirs.state_dict().items() if ".layers.1." not in name})
+    for name, one in (("model", theirs), ("draft", first)):
+        one.save_pretrained(tmp_path / name)
+    sizes = {**SIZES, "batch_size": batch}
+    model = LanguageModel.from_pretrained(tmp_path / "model", InferenceConfig(**sizes, speculation_length=at_once))
+    guesses = LanguageModel.from_pretrained(tmp_path / "draft", InferenceConfig(**sizes | {"tp_degree": draft_tp}))
+    prompts = small.prompts(LENGTHS)
+    whole = small.answers(theirs, prompts, 40, end=NEVER)
+    for end in (NEVER, *(whole[0][at_once + k] for k in (-1, 0, 1))):
+        cut = [answer[: answer.index(end)] if end in answer else answer for answer in whole]
+        assert generation.generate(model, prompts, end=end, draft=guesses) == cut
+
+
 def test_right_guesses_save_calls(model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """A model that is its own draft guesses all: each call gives four tokens."""
     (prompt,) = small.prompts([4])
@@ -164,6 +186,66 @@ def test_what_does_not_fit(model: LanguageModel, draft: LanguageModel) -> None:
         generation.stream(draft, [fits], draft=model)
 
 
+def test_token_ids_of_any_kind(model: LanguageModel) -> None:
+    """Lists, arrays and tensors; end tokens alone or several."""
+    prompts = small.prompts([4, 4])
+    expected = generation.generate(model, prompts, 3, end=[NEVER])
+    for given in (
+        [np.array(one) for one in prompts],
+        [torch.tensor(one) for one in prompts],
+        [torch.tensor(one, dtype=torch.int32).to("xla") for one in prompts],
+        torch.tensor(prompts),
+        np.array(prompts, dtype=np.uint16),
+        tuple(tuple(torch.tensor(token) for token in one) for one in prompts),
+    ):
+        assert generation.generate(model, given, 3, end=NEVER) == expected  # type: ignore[arg-type]
+    assert generation.generate(model, prompts, 3, end=torch.tensor([NEVER, expected[0][1]]))[0] == expected[0][:1]  # type: ignore[arg-type]
+    assert generation.generate(model, []) == []
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (
+            "hello",
+            "prompts must be a list with the token ids of each prompt, got 'hello': give token ids, such as tokenizer(text)[\"input_ids\"]",
+        ),
+        ({"input_ids": [[1]]}, "prompts must be a list with the token ids of each prompt, got {'input_ids': [[1]]}"),
+        ([1, 2], "got [1, 2]: put a single prompt into a list, too"),
+        (torch.tensor([1, 2]), "put a single prompt into a list, too"),
+        ([[3], "hello"], "prompt 1 is 'hello': give token ids"),
+        ([[1.5, 2.5]], "prompt 0 is [1.5, 2.5]: give token ids"),
+        ([[True, False]], "prompt 0 is [True, False]"),
+        ([torch.ones(3)], "prompt 0 is array([1., 1., 1.]"),
+        ([[[1, 2]]], "prompt 0 is [[1, 2]]"),
+        ([[[1], [1, 2]]], "prompt 0 is [[1], [1, 2]]"),
+    ],
+)
+def test_what_is_no_token_id(model: LanguageModel, given: Any, words: str) -> None:
+    """Numbers with fractions were cut off, without a word."""
+    with pytest.raises(TypeError) as error:
+        generation.generate(model, given, 3)
+    assert words in str(error.value)
+
+
+def test_arguments_of_other_types(theirs: Any, model: LanguageModel, tmp_path: Path) -> None:
+    fits = small.prompts([4])
+    with pytest.raises(TypeError, match="draft must be a LanguageModel, got LlamaForCausalLM"):
+        generation.stream(model, fits, draft=theirs)
+    with pytest.raises(TypeError, match=r"choosing must be a Choosing of nxd_jax.training.evaluation.generation, got dict"):
+        generation.stream(model, fits, choosing={"temperature": 1.0})  # type: ignore[arg-type]
+    with pytest.raises(
+        TypeError, match="folder must be the path of a Hugging Face folder, got LlamaForCausalLM: write a model with save_pretrained"
+    ):
+        LanguageModel.from_pretrained(theirs)
+    with pytest.raises(TypeError, match="options must be an InferenceConfig or None, got dict"):
+        LanguageModel.from_pretrained(tmp_path, {"tp_degree": 2})  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"lora_ckpt_paths=\['a'\] must be a dict of names and folders"):
+        LoraServingConfig(lora_ckpt_paths=["a"])  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"end must be whole numbers, in rows of one length, got 'x'"):
+        generation.stream(model, fits, end="x")  # type: ignore[arg-type]
+
+
 def test_steps_say_what_they_take(model: LanguageModel) -> None:
     (prompt,) = small.prompts([4])
     with pytest.raises(ValueError, match="3 prompts for 1 lines: a prefill takes 1 to 2"):
@@ -176,6 +258,20 @@ def test_steps_say_what_they_take(model: LanguageModel) -> None:
         model.score([[3] * 4] * 2, [38, 0])
     with pytest.raises(ValueError, match=r"score takes \[batch_size 2, speculation_length 4\]"):
         model.score([[3] * 3] * 2, [0, 0])
+    for tokens, positions, used, words in (
+        ([3], [0, 0], None, r"tokens of shape \[1\]: decode takes one for each line, \[batch_size 2\]"),
+        ([3, 3], [0], None, r"positions of shape \[1\]: there is one for each line, \[batch_size 2\]"),
+        ([3, 3], [4, -1], None, r"positions=\[4, -1\] of lines \[0, 1\] must be 0 or more"),
+        ([3, small.VOCABULARY], [4, 4], None, "must be 0 to 258, which the model knows"),
+        ([-1, 3], [4, 4], [0], r"tokens=\[\[-1\], \[3\]\] of lines \[0\] must be 0 to 258"),
+        ([3, 3], [4, 4], [2], r"used=\[2\] must be some numbers below batch_size=2"),
+        ([3, 3], [4, 4], [], r"used=\[\] must be some numbers below batch_size=2"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            model.decode(tokens, positions, used)
+    with pytest.raises(TypeError, match=r"positions must be whole numbers, in rows of one length, got \[0.5, 1.0\]"):
+        model.decode([3, 3], [0.5, 1.0])  # type: ignore[list-item]
+    assert model.decode([-1, 3], [-1, 4], [1]).shape == (2, small.VOCABULARY), "lines that do not count hold anything"
 
 
 def test_scores_are_those_of_the_whole_text(theirs: Any, model: LanguageModel) -> None:
@@ -238,8 +334,25 @@ def test_configurations_that_do_not_fit(given: dict[str, Any], words: str) -> No
     assert words in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("is_medusa", "InferenceConfig has no is_medusa: heads that guess ahead are not traced: give a draft model to generate(draft=...)"),
+        ("enable_eagle_speculation", "has no enable_eagle_speculation: heads that guess ahead are not traced"),
+        ("n_positions", "has no n_positions: say seq_len"),
+        ("max_new_tokens", "give it to generate(max_new_tokens=...)"),
+        ("padding_side", "prompts are lists, which LanguageModel pads itself"),
+        ("no_such_field", "unexpected keyword argument 'no_such_field'"),
+    ],
+)
+def test_fields_of_the_original_that_are_not_here(name: str, words: str) -> None:
+    with pytest.raises(TypeError) as error:
+        InferenceConfig(**{name: 2})
+    assert words in str(error.value)
+
+
 def test_configurations() -> None:
     found = InferenceConfig(seq_len=600, enable_bucketing=True, max_context_length=256, is_continuous_batching=True, batch_size=4)
     assert (found.context_buckets, found.decode_buckets, found.prompts_at_once) == ((128, 256), (128, 256, 600), 1)
     for given in (found, InferenceConfig(torch_dtype=torch.bfloat16, gqa=GQA.CONVERT_TO_MHA)):
-        assert InferenceConfig.from_json(given.to_json()) == given
+        assert InferenceConfig.from_json(given.to_json()) == given == copy.deepcopy(given) == dataclasses.replace(given)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from collections.abc import Sequence
@@ -61,6 +62,27 @@ def test_each_row_has_its_own(served: Served) -> None:
     found = served.model.decode([3, 4, 5], [6, 6, 6])
     rows = [(models[1], [*prompts[1], 3]), (models[2], [*prompts[2], 4]), (models[0], [*prompts[0], 5])]
     close(found, [small.logits(m, ids)[-1] for m, ids in rows])
+
+
+@pytest.mark.core(keep=1)
+@pytest.mark.parametrize("tp", [2, 1])
+def test_bfloat16(tp: int, tmp_path: Path) -> None:
+    """Adapters stay float32, as PEFT's do: logits are as near to those of float32 as PEFT's are."""
+    theirs = small.model("llama").bfloat16()
+    theirs.save_pretrained(tmp_path / "model")
+    place = adapters.write(theirs.float(), tmp_path / "all", 1)
+    exact, rounded = (adapters.beside(copy.deepcopy(theirs).to(dtype), place) for dtype in (torch.float32, torch.bfloat16))
+    room = LoraServingConfig(lora_ckpt_paths={"all": str(place)})
+    options = InferenceConfig(tp_degree=tp, torch_dtype=torch.bfloat16, lora_config=room, **SIZES)
+    model = LanguageModel.from_pretrained(tmp_path / "model", options)
+    weights = model.nxd_model.weights[0]
+    assert {str(t.dtype) for n, t in weights.items() if "q_proj" in n and ".lora_" in n} == {"torch.float32"}
+    assert weights["model.layers.0.self_attn.q_proj.weight"].dtype == torch.bfloat16
+    prompts = small.prompts([9, 9, 9])
+    found = model.prefill(prompts, [0, 1, 2], ["all"] * 3)
+    expected, theirs_are = (torch.stack([small.logits(one, ids)[-1].float() for ids in prompts]) for one in (exact, rounded))
+    off, theirs_off = float((found - expected).norm()), float((theirs_are - expected).norm())
+    assert 0 < off < 1.5 * theirs_off, off / theirs_off
 
 
 def test_guesses_are_checked_with_the_adapter(served: Served) -> None:

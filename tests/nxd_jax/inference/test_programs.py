@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any, NamedTuple
 
 import pytest
@@ -9,7 +10,9 @@ import torch
 
 from nxd_jax.inference import building
 from nxd_jax.inference.config import InferenceConfig
+from nxd_jax.inference.mixture import mixture
 from nxd_jax.tensor_parallel.head_plans import GQA
+from nxd_jax.trace.parallel_context import NxDParallelState
 from tests.nxd_jax.inference import small
 
 
@@ -124,20 +127,44 @@ def test_long_prompts_go_blockwise(monkeypatch: pytest.MonkeyPatch) -> None:
     close(ours(input_ids=torch.tensor([[9]]), position_ids=torch.tensor([13]))[0], [small.logits(model, text)[-1]])
 
 
-@pytest.mark.core(keep=0)
-def test_bfloat16() -> None:
-    """As near to float32 as transformers' bfloat16 is."""
-    exact, model = small.model("llama"), small.model("llama").bfloat16()
-    options = InferenceConfig(tp_degree=2, seq_len=24, max_context_length=8, torch_dtype=torch.bfloat16)
+@pytest.mark.core(keep=1)
+@pytest.mark.thorough(keep=4)
+@pytest.mark.parametrize(
+    ("kind", "tp"), [("llama", 2), ("llama", 1), ("llama", 4), ("mixtral", 1), ("mixtral", 4), ("gpt2", 2), ("qwen2", 4), ("mistral", 2)]
+)
+def test_bfloat16(kind: str, tp: int) -> None:
+    """As near to float32, with the same weights, as eager bfloat16 is.
+
+    All experts are each token's: among fewer, rounding makes a token's choice another one where two experts are about as good, in eager torch, too.
+    """
+    changes: dict[str, Any] = {"num_experts_per_tok": 4} if kind == "mixtral" else {}
+    model = small.model(kind, num_hidden_layers=3, **changes).bfloat16()
+    exact = copy.deepcopy(model).float()
+    options = InferenceConfig(tp_degree=tp, batch_size=4, seq_len=24, max_context_length=16, torch_dtype=torch.bfloat16)
     ours = building.build(model.config, options, model.state_dict())
     ours.to_neuron()
-    (text,) = small.prompts([8])
-    found = [ours(**padded([(text, "right")], 8))[0]]
-    for token in (3, 9, 27):
-        text.append(token)
-        found.append(ours(input_ids=torch.tensor([[token]]), position_ids=torch.tensor([len(text) - 1]))[0, 0])
-    expected, theirs = small.logits(exact, text)[7:], small.logits(model, text)[7:].float()
-    assert (torch.stack(found) - expected).abs().max() < 1.5 * (theirs - expected).abs().max()
+    texts = small.prompts([16] * 4)
+    found = [ours(**padded([(text, "right") for text in texts], 16), seq_ids=torch.arange(4))]
+    for place in range(16, 19):
+        for text in texts:
+            text.append(place)
+        found.append(ours(input_ids=torch.full((4, 1), place), position_ids=torch.full((4,), place))[:, 0])
+    expected, theirs = (torch.stack([small.logits(one, text)[15:] for text in texts]).float() for one in (exact, model))
+    off, theirs_off = (float((logits - expected).norm()) for logits in (torch.stack(found, 1), theirs))
+    assert found[0].dtype == torch.float32 and 0 < off < 1.5 * theirs_off, off / theirs_off
+
+
+def test_experts_are_chosen_by_logits_of_the_models_dtype() -> None:
+    """As transformers' router does: its product in bfloat16, the choice in float32 and wider."""
+    model = small.model("mixtral").bfloat16()
+    with NxDParallelState(world_size=1):
+        router = mixture(model.config, {"dtype": torch.bfloat16, "device": "cpu"}).router
+    router.load_state_dict({"linear_router.weight": model.model.layers[0].mlp.gate.weight})
+    x = torch.randn(50, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    logits, _, chosen = router(x)
+    theirs, _, theirs_chosen = model.model.layers[0].mlp.gate(x)
+    assert logits.dtype == torch.bfloat16 and torch.equal(logits, theirs)
+    assert torch.equal(chosen, theirs_chosen)
 
 
 def test_dtypes_by_name() -> None:

@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from nxd_jax.inference import InferenceConfig, LanguageModel, LoraServingConfig, model_files
-from nxd_jax.quantization.quantization_config import QuantizationType
+from nxd_jax.inference import InferenceConfig, LanguageModel, LoraServingConfig, dtype_names, model_files
+from nxd_jax.quantization.quantization_config import QuantizationType, QuantizedDtype
 from nxd_jax.quantization.schemes import Scheme
 from tests.nxd_jax.inference import small
 
@@ -104,12 +104,29 @@ def test_what_is_refused() -> None:
             {"quantization_type": "blockwise_symmetric"},
             "quantization_type='blockwise_symmetric' must be one of per_tensor_symmetric",
         ),
-        (ValueError, {"quantization_dtype": "int4"}, "quantization_dtype='int4' must be one of int8, f8e4m3, f8e5m2"),
+        (ValueError, {"quantization_dtype": "int4"}, "quantization_dtype='int4' must be one of int8, f8e4m3, f8e4m3fn, float8_e4m3, "),
+        (ValueError, {"quantization_dtype": torch.float16}, "quantization_dtype=torch.float16 must be one of int8, f8e4m3"),
         (NotImplementedError, {"quantized_checkpoints_path": "q.pt"}, "weights are quantized as they are read from the model's own folder"),
         (NotImplementedError, {"lora_config": LoraServingConfig(max_loras=1)}, "layers with room for adapters have float weights"),
     ):
         with pytest.raises(error, match=said):
             InferenceConfig(quantized=True, **given)
+
+
+def test_names_of_dtypes() -> None:
+    """NxD's, torch's and dtypes are the same, also in a file."""
+    for given, name in (
+        ("float8_e4m3", "f8e4m3"),
+        ("float8_e4m3fn", "f8e4m3"),
+        ("F8E4M3FN", "f8e4m3"),
+        (torch.float8_e4m3fn, "f8e4m3"),
+        ("torch.float8_e5m2", "f8e5m2"),
+        (torch.int8, "int8"),
+    ):
+        options = InferenceConfig(quantized=True, quantization_dtype=given)
+        assert options.quantization_dtype == name and InferenceConfig.from_json(options.to_json()) == options
+    for name, short in dtype_names.QUANTIZED.items():
+        assert QuantizedDtype.get_dtype(short) is getattr(torch, dtype_names.TORCH[dtype_names.quantized(name)])
 
 
 def test_folders_that_are_quantized_already(tmp_path: Path) -> None:
