@@ -28,7 +28,6 @@ SMALL = 1 << 20
 """Bytes of all operands up to which they are put together on the host."""
 KINDS = 2
 """Kinds of operands that are recorded before an op counts as one whose operands vary."""
-
 MOST = 256
 """Ops of which kinds of operands are known."""
 

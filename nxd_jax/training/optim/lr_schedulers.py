@@ -213,27 +213,21 @@ class PolynomialDecayAnnealing(Schedule):
         super().__init__(optimizer, **options)
 
     def after(self, step: int, base: float) -> float:
-        return _polynomial(step - self.warmup_steps, self._rest, base, self)
+        return self._polynomial(step - self.warmup_steps, self._rest, base)
+
+    def _polynomial(self, gone: int, steps: int, base: float) -> float:
+        """The rate when `gone` of `steps` steps are over."""
+        if self.cycle and gone > 0:
+            steps *= math.ceil(gone / steps)
+        left = 1.0 - min(gone / steps, 1.0)
+        return float(self.min_lr + (base - self.min_lr) * left**self.power)
 
 
-class PolynomialHoldDecayAnnealing(WarmupHoldPolicy):
+class PolynomialHoldDecayAnnealing(PolynomialDecayAnnealing, WarmupHoldPolicy):
     """As `PolynomialDecayAnnealing`, behind the steps that the rate is held."""
 
-    def __init__(self, optimizer: Optimizer, *, power: float = 1.0, cycle: bool = False, **options: Any):
-        self.power = float(power)
-        self.cycle = bool(cycle)
-        super().__init__(optimizer, **options)
-
     def after(self, step: int, base: float) -> float:
-        return _polynomial(step - self.warmup_steps - self.hold_steps, self._falling, base, self)
-
-
-def _polynomial(gone: int, steps: int, base: float, schedule: Any) -> float:
-    """The rate when `gone` of `steps` steps are over."""
-    if schedule.cycle and gone > 0:
-        steps *= math.ceil(gone / steps)
-    left = 1.0 - min(gone / steps, 1.0)
-    return float(schedule.min_lr + (base - schedule.min_lr) * left**schedule.power)
+        return self._polynomial(step - self.warmup_steps - self.hold_steps, self._falling, base)
 
 
 class NoamHoldAnnealing(WarmupHoldPolicy):
